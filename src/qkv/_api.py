@@ -1,0 +1,160 @@
+"""The front door: `attention`, `plan`, `merge`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from qkv._call import Call
+from qkv.arrays import library_of
+from qkv.errors import ArgumentError, ShapeError
+from qkv.partial import Partial
+from qkv.partial import merge as merge_partials
+from qkv.problem.check import Layout
+
+__all__ = ["attention", "merge"]
+
+
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    *variants: Any,
+    scale: float | None = None,
+    layout: Layout = "bhld",
+    q_offset: Any = None,
+    kv_offset: Any = 0,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Any:
+    """Scaled dot-product attention, `softmax(scale * Q K^T + ...) V`, exact and in O(n) memory.
+
+        s[i, j] = scale * q[i] . k[j], changed by the score variants in the order given
+        out[i]  = sum_j exp(s[i, j] - lse[i]) v[j],   lse[i] = log sum_j exp(s[i, j])
+
+    over the pairs that every mask allows.
+
+    Parameters
+    ----------
+    query : array (..., num_heads, q_len, head_dim)
+        float64, float32, float16 or bfloat16; two dimensions are one head. Read in place.
+    key : array (..., num_kv_heads, kv_len, head_dim)
+        num_kv_heads divides num_heads; query head h reads kv head `h // group_size`.
+    value : array (..., num_kv_heads, kv_len, v_head_dim)
+    *variants
+        Masks (`Causal()`, `SlidingWindow(...)`, ...), score variants (`ALiBi()`, `Softcap(30.0)`,
+        ...), and others (`RoPE()`, `Sinks(...)`). A bare boolean array is a mask (True = may
+        attend), a floating one a bias; they broadcast to (..., num_heads, q_len, kv_len).
+    scale : float, optional
+        `head_dim ** -0.5` unless given.
+    layout : "bhld" or "blhd"
+        Order of heads and length in query, key, value and output.
+    q_offset : int, integer array over the leading dimensions, "start", "end" or None
+        Position of query row 0. "start" is 0, "end" puts the last query at the last key.
+    kv_offset : int or integer array over the leading dimensions
+        Position of key row 0.
+    return_lse : bool
+        Return `(output, lse)`; lse, natural, is (..., num_heads, q_len) in either layout.
+    backend : str
+        "auto", or a name that `qkv.plan` lists.
+
+    Returns
+    -------
+    array or (array, array)
+        Output with the query's dtype and layout, (..., num_heads, q_len, v_head_dim). A row with
+        no allowed key is 0, its lse -inf.
+
+    Raises
+    ------
+    ShapeError, DTypeError, AmbiguityError, ArgumentError
+        The arguments do not fit; the message says which and how to mend it.
+    UnsupportedError
+        No backend can run the problem.
+
+    Notes
+    -----
+    `2 (head_dim + v_head_dim)` operations for each pair in a tile that is not empty; memory beyond
+    the output does not grow with the lengths. Source: Vaswani et al. (2017), equation 1.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> q = np.array([[1.0, 0.0], [0.0, 1.0]])
+    >>> qkv.attention(q, q, q, qkv.Causal()).round(3)
+    array([[1.  , 0.  ],
+           [0.33, 0.67]])
+    """
+    call = Call.bind(
+        query,
+        key,
+        value,
+        variants,
+        scale=scale,
+        layout=layout,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        backend=backend,
+    )
+    partial = call.run()
+    if return_lse:
+        return call.output(partial), call.rows(partial.lse)
+    return call.output(partial)
+
+
+def merge(*parts: tuple[Any, Any], layout: Layout = "bhld") -> tuple[Any, Any]:
+    """Join attention over separate sets of keys into attention over all of them.
+
+        lse = log sum_i exp(lse_i),   out = sum_i exp(lse_i - lse) out_i
+
+    Parameters
+    ----------
+    *parts : (out, lse)
+        As `attention(..., return_lse=True)` returns them, for the same queries. Give sinks to one
+        part only.
+    layout : "bhld" or "blhd"
+        That of the outputs.
+
+    Returns
+    -------
+    (out, lse)
+        In the dtype of the first part.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> x = np.arange(8.0).reshape(4, 2)
+    >>> halves = [qkv.attention(x, x[i:i+2], x[i:i+2], return_lse=True) for i in (0, 2)]
+    >>> bool(np.allclose(qkv.merge(*halves)[0], qkv.attention(x, x, x)))
+    True
+    """
+    if not parts:
+        raise ArgumentError("merge was given no parts.", action="Pass at least one (out, lse).")
+    if layout not in ("bhld", "blhd"):
+        raise ArgumentError(f"layout={layout!r} is not known.", action="Use 'bhld' or 'blhd'.")
+    library = library_of(parts[0][0], "out")
+    joined = []
+    first = library.view(parts[0][0], "out")
+    for out, lse in parts:
+        array = library_of(out, "out").view(out, "out")
+        rows = library_of(lse, "lse").view(lse, "lse")
+        turned = layout == "blhd" and array.ndim > 2
+        if turned:
+            array = array.swapaxes(-3, -2)
+        if rows.shape != array.shape[:-1] or array.shape != (joined[0].out.shape if joined
+                                                             else array.shape):  # fmt: skip
+            raise ShapeError(
+                f"out has shape {array.shape} and lse {rows.shape}; they do not fit "
+                "each other or the first part.",
+                [(f"part {i}", f"out {np.shape(o)}, lse {np.shape(s)}")
+                 for i, (o, s) in enumerate(parts)],
+                "Merge parts of the same queries, each with its own lse.",
+            )  # fmt: skip
+        compute = np.float64 if first.dtype == np.float64 else np.float32
+        joined.append(Partial(array.astype(compute), rows.astype(compute)))
+    whole = merge_partials(joined)
+    out = whole.out.swapaxes(-3, -2) if turned else whole.out
+    return (
+        library.restore(np.asarray(out, first.dtype, order="C")),
+        library.restore(whole.lse),
+    )

@@ -1,0 +1,94 @@
+"""One call of the front door: arrays bound to a checked problem, and results given back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.arrays import ArrayLibrary, library_of
+from qkv.backends import Choice, choose
+from qkv.partial import Partial, finish
+from qkv.problem.check import Layout, check
+from qkv.problem.spec import Problem
+from qkv.variants.bias import Bias
+from qkv.variants.dense_mask import Mask
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A problem, how its arrays came in, and the backend that will run it."""
+
+    problem: Problem
+    choice: Choice
+    library: ArrayLibrary
+    dtype: np.dtype[Any]
+    layout: Layout
+    ndim: int
+
+    @classmethod
+    def bind(
+        cls,
+        query: Any,
+        key: Any,
+        value: Any,
+        variants: tuple[Any, ...],
+        *,
+        scale: float | None,
+        layout: Layout,
+        q_offset: Any,
+        kv_offset: Any,
+        backend: str,
+    ) -> Call:
+        views = []
+        for role, array in (("query", query), ("key", key), ("value", value)):
+            views.append(library_of(array, role).view(array, role))
+        problem = check(
+            *views,
+            tuple(map(_as_variant, variants)),
+            scale=scale,
+            layout=layout,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+        )
+        return cls(
+            problem,
+            choose(problem.spec, backend),
+            library_of(query, "query"),
+            views[0].dtype,
+            layout,
+            max(view.ndim for view in views),
+        )
+
+    def run(self) -> Partial:
+        """Output and lse, sinks included, in the type of computation."""
+        return finish(self.choice.backend.run(self.problem), self.problem.operands.sinks)
+
+    def output(self, partial: Partial) -> Any:
+        """Output like the query: its library, dtype and layout."""
+        out = partial.out
+        if self.ndim == 2:
+            out = out.reshape(out.shape[-2:])
+        elif self.layout == "blhd":
+            out = out.swapaxes(-3, -2)
+        with np.errstate(all="ignore"):
+            return self.library.restore(np.asarray(out, self.dtype, order="C"))
+
+    def rows(self, array: Array, trailing: int = 0) -> Any:
+        """A statistic `(..., num_heads, q_len)` with as many dimensions as the call has."""
+        if self.ndim == 2:
+            array = array.reshape(array.shape[array.ndim - trailing - 1 :])
+        return self.library.restore(array)
+
+
+def _as_variant(variant: Any) -> Any:
+    """A bare boolean array is a mask, any other array a bias (which refuses integers)."""
+    if hasattr(variant, "lower"):
+        return variant
+    if isinstance(variant, np.ndarray):
+        return Mask(variant) if variant.dtype.kind == "b" else Bias(variant)
+    return variant

@@ -1,0 +1,34 @@
+"""NumPy arrays: strided and read-only ones are used in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.errors import DTypeError
+
+
+class NumpyArrays:
+    """NumPy, with bfloat16 through ml_dtypes."""
+
+    name = "numpy"
+
+    def view(self, array: Any, role: str) -> NDArray[Any]:
+        """The array itself."""
+        if not isinstance(array, np.ndarray):
+            raise DTypeError(
+                f"{role} is a {type(array).__name__}, not an array.",
+                action=f"Pass numpy.asarray({role}).",
+            )
+        if isinstance(array, np.ma.MaskedArray):
+            raise DTypeError(
+                f"{role} is a masked array; its mask would be ignored.",
+                action=f"Pass {role}.data, and the mask as a boolean array (True = attend).",
+            )
+        return array.view(np.ndarray)
+
+    def restore(self, array: NDArray[Any]) -> Any:
+        """The array itself."""
+        return array

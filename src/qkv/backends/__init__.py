@@ -1,0 +1,137 @@
+"""Backends: how one is described, found and chosen.
+
+A backend is any object with `name`, `priority`, `refusals(spec)` and `run(problem)`. Those of other
+packages are found through the entry point group `qkv.backends`; see docs/add-a-backend.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import entry_points
+from typing import Protocol, runtime_checkable
+
+from qkv.errors import ArgumentError, UnsupportedError
+from qkv.partial import Partial
+from qkv.problem.spec import Problem, Spec
+
+__all__ = ["Backend", "Choice", "Refusal", "backends", "choose", "register"]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a backend cannot run a problem: the fact, and what it accepts."""
+
+    fact: str
+    accepts: str
+
+    def __str__(self) -> str:
+        return f"{self.fact} (accepts {self.accepts})"
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """What computes. It knows the expressions of a `Spec`, never the variants."""
+
+    name: str
+    priority: int
+
+    def refusals(self, spec: Spec) -> tuple[Refusal, ...]:
+        """Why it cannot run the problem; empty when it can. Never raises, reads no arrays."""
+        ...
+
+    def blocks(self, spec: Spec) -> tuple[int, int]:
+        """Queries and keys in one of its tiles."""
+        ...
+
+    def scratch_bytes(self, spec: Spec) -> int:
+        """Memory that it takes beyond operands, output and lse."""
+        ...
+
+    def run(self, problem: Problem) -> Partial:
+        """Attention without sinks: `(*batch_shape, num_heads, q_len, v_head_dim)` and lse."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The backend that will run a problem, and why the others before it will not."""
+
+    backend: Backend
+    refusals: tuple[tuple[str, tuple[Refusal, ...]], ...]
+
+
+_registered: dict[str, Backend] = {}
+
+
+@lru_cache(maxsize=1)
+def _found() -> dict[str, Backend]:
+    from qkv.backends.blocked import BlockedBackend
+    from qkv.backends.cpu import CpuBackend
+    from qkv.backends.reference import ReferenceBackend
+
+    known: dict[str, Backend] = {}
+    for own in (CpuBackend(), BlockedBackend(), ReferenceBackend()):
+        known[own.name] = own
+    for point in entry_points(group="qkv.backends"):
+        if point.name not in known:
+            known[point.name] = point.load()()
+    return known
+
+
+def register(backend: Backend) -> None:
+    """Add a backend in this process, without an entry point."""
+    if not isinstance(backend, Backend):
+        raise ArgumentError(
+            f"{type(backend).__name__} lacks a part of the backend protocol.",
+            action="Give it name, priority, refusals, blocks, scratch_bytes and run.",
+        )
+    _registered[backend.name] = backend
+
+
+def backends() -> tuple[Backend, ...]:
+    """All backends, the first choice first."""
+    known = {**_found(), **_registered}
+    return tuple(sorted(known.values(), key=lambda b: (-b.priority, b.name)))
+
+
+def choose(spec: Spec, name: str = "auto") -> Choice:
+    """The backend that will run a problem.
+
+    Raises
+    ------
+    ArgumentError
+        If no backend has this name.
+    UnsupportedError
+        If none can run the problem; the message has every backend's reason.
+    """
+    candidates = backends()
+    if name != "auto":
+        candidates = tuple(b for b in candidates if b.name == name)
+        if not candidates:
+            raise ArgumentError(
+                f"there is no backend {name!r}.",
+                [("backends", ", ".join(b.name for b in backends()))],
+                'Use one of these, or backend="auto".',
+            )
+    refused: list[tuple[str, tuple[Refusal, ...]]] = []
+    for backend in candidates:
+        reasons = backend.refusals(spec)
+        if not reasons:
+            return Choice(backend, tuple(refused))
+        refused.append((backend.name, reasons))
+    raise UnsupportedError(
+        "no backend can run this problem." if name == "auto" else f"{name} cannot run this problem.",
+        [("problem", describe(spec)), *((n, "; ".join(map(str, r))) for n, r in refused)],
+        "Change what is refused, or use another backend." if name == "auto"
+        else 'Pass backend="auto" to use one that can.',
+    )  # fmt: skip
+
+
+def describe(spec: Spec) -> str:
+    """A problem in one line."""
+    return (
+        f"{spec.summary}, {spec.dtype}, batch {spec.batch_shape}, num_heads={spec.num_heads}, "
+        f"num_kv_heads={spec.num_kv_heads}, q_len={spec.q_len}, kv_len={spec.kv_len}, "
+        f"head_dim={spec.head_dim}, v_head_dim={spec.v_head_dim}"
+    )

@@ -1,0 +1,100 @@
+"""Online softmax over tiles, in NumPy: the algorithm to read.
+
+Scores of one block of queries are met a block of keys at a time. Three running values per query
+row are enough: the largest score so far, the sum of exp(score - largest), and the sum of values
+weighted so. When the largest grows, the other two are rescaled. Sources: Rabe and Staats,
+"Self-attention Does Not Need O(n^2) Memory" (2021); Dao et al., "FlashAttention" (2022),
+algorithm 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.backends import Refusal
+from qkv.partial import Partial
+from qkv.problem.scores import Scores, weighted_sum
+from qkv.problem.spec import Problem, Spec
+from qkv.problem.tiles import Run
+
+Array = NDArray[Any]
+
+BLOCK_Q, BLOCK_KV = 256, 512
+
+
+class BlockedBackend:
+    """Runs everything, in O(n) memory; slower than `cpu` and open to read."""
+
+    name = "blocked"
+    priority = 50
+
+    def refusals(self, spec: Spec) -> tuple[Refusal, ...]:
+        return ()
+
+    def blocks(self, spec: Spec) -> tuple[int, int]:
+        return BLOCK_Q, BLOCK_KV
+
+    def scratch_bytes(self, spec: Spec) -> int:
+        block_q, block_kv = min(BLOCK_Q, spec.q_len), min(BLOCK_KV, spec.kv_len)
+        rows = block_q * (spec.head_dim + 2 * spec.v_head_dim) + block_kv * (
+            spec.head_dim + spec.v_head_dim
+        )
+        return (4 * block_q * block_kv + rows) * spec.compute_dtype.itemsize
+
+    def run(self, problem: Problem) -> Partial:
+        spec = problem.spec
+        scores = Scores(problem, spec.compute_dtype)
+        grid = scores.grid(*self.blocks(spec))
+        shape = (spec.batch_size, spec.num_heads, spec.q_len, spec.v_head_dim)
+        out = np.zeros(shape, spec.compute_dtype)
+        lse = np.full(shape[:-1], -np.inf, spec.compute_dtype)
+        for batch in range(spec.batch_size):
+            for head in range(spec.num_heads):
+                for i, kinds in grid.rows(batch, head):
+                    rows = slice(i * grid.block_q, min((i + 1) * grid.block_q, spec.q_len))
+                    out[batch, head, rows], lse[batch, head, rows] = attend(
+                        scores, batch, head, rows, grid.runs(kinds), grid.block_kv
+                    )
+        full = (*spec.batch_shape, *shape[1:])
+        return Partial(out.reshape(full), lse.reshape(full[:-1]))
+
+
+def attend(
+    scores: Scores, batch: int, head: int, q_rows: slice, runs: list[Run], block_kv: int
+) -> tuple[Array, Array]:
+    """Output rows and lse of one block of queries over the runs of keys it may see."""
+    dtype = scores.dtype
+    count = q_rows.stop - q_rows.start
+    row_max = np.full(count, -np.inf, dtype)
+    row_sum = np.zeros(count, dtype)
+    total = np.zeros((count, scores.problem.spec.v_head_dim), dtype)
+    for run in runs:
+        for start in range(run.start, run.stop, block_kv):
+            kv_rows = slice(start, min(start + block_kv, run.stop))
+            s = scores.tile(batch, head, q_rows, kv_rows, run.kind)
+            with np.errstate(all="ignore"):
+                new_max = np.maximum(row_max, s.max(axis=1))
+                # A row that has seen no key yet has maximum -inf; shift it by 0 instead.
+                shift = np.where(np.isneginf(new_max), dtype.type(0), new_max)
+                weights = np.exp(s - shift[:, None])
+                rescale = np.exp(row_max - shift)
+                row_sum = row_sum * rescale + weights.sum(axis=1)
+                factors = scores.factors(
+                    batch,
+                    head,
+                    np.arange(q_rows.start, q_rows.stop)[:, None],
+                    np.arange(kv_rows.start, kv_rows.stop)[None, :],
+                )
+                if factors is not None:
+                    weights = weights * factors
+                total *= rescale[:, None]
+                total += weighted_sum(weights, s, scores.value(batch, head, kv_rows))
+                row_max = new_max
+    empty = np.isneginf(row_max)
+    with np.errstate(all="ignore"):
+        out = total / np.where(empty, dtype.type(1), row_sum)[:, None]
+        lse = np.where(empty, dtype.type(-np.inf), row_max + np.log(row_sum))
+    return out, lse

@@ -1,0 +1,69 @@
+"""The whole score matrix in float64, as the formula is written."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from qkv.backends import Refusal
+from qkv.partial import Partial
+from qkv.problem.scores import Scores, weighted_sum
+from qkv.problem.spec import Problem, Spec
+from qkv.problem.tiles import TileKind
+
+DENSE_LIMIT = 2 * 2**30
+"""Bytes that one dense matrix and its temporaries may take."""
+
+
+def dense_bytes(spec: Spec) -> int:
+    """What the scores, weights and mask of one head hold in float64."""
+    return spec.q_len * spec.kv_len * (3 * 8 + 1)
+
+
+def gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**28 else f"{size / 2**20:.1f} MiB"
+
+
+class ReferenceBackend:
+    """Dense float64; holds one head's q_len x kv_len matrix, and says so."""
+
+    name = "reference"
+    priority = 0
+
+    def refusals(self, spec: Spec) -> tuple[Refusal, ...]:
+        size = dense_bytes(spec)
+        if size > DENSE_LIMIT:
+            return (Refusal(f"would hold {gib(size)} of scores", f"up to {gib(DENSE_LIMIT)}"),)
+        return ()
+
+    def blocks(self, spec: Spec) -> tuple[int, int]:
+        return max(spec.q_len, 1), max(spec.kv_len, 1)
+
+    def scratch_bytes(self, spec: Spec) -> int:
+        rows = spec.q_len + spec.kv_len
+        return dense_bytes(spec) + 8 * rows * (spec.head_dim + spec.v_head_dim)
+
+    def run(self, problem: Problem) -> Partial:
+        spec = problem.spec
+        scores = Scores(problem, np.dtype(np.float64))
+        shape = (spec.batch_size, spec.num_heads, spec.q_len, spec.v_head_dim)
+        out = np.zeros(shape)
+        lse = np.full(shape[:-1], -np.inf)
+        q_rows, kv_rows = slice(0, spec.q_len), slice(0, spec.kv_len)
+        for batch in range(spec.batch_size if 0 not in (spec.q_len, spec.kv_len) else 0):
+            for head in range(spec.num_heads):
+                s = scores.tile(batch, head, q_rows, kv_rows, TileKind.PARTIAL)
+                with np.errstate(all="ignore"):
+                    peak = s.max(axis=1)
+                    empty = np.isneginf(peak)
+                    weights = np.exp(s - np.where(empty, 0.0, peak)[:, None])
+                    row_sum = weights.sum(axis=1)
+                    weights /= np.where(empty, 1.0, row_sum)[:, None]
+                    factors = scores.factors(
+                        batch, head, np.arange(spec.q_len)[:, None], np.arange(spec.kv_len)[None]
+                    )
+                    if factors is not None:
+                        weights *= factors
+                    out[batch, head] = weighted_sum(weights, s, scores.value(batch, head, kv_rows))
+                    lse[batch, head] = np.where(empty, -np.inf, peak + np.log(row_sum))
+        full = (*spec.batch_shape, *shape[1:])
+        return Partial(out.reshape(full), lse.reshape(full[:-1]))

@@ -1,0 +1,90 @@
+"""Every exception that qkv raises on purpose, and the one way they are written.
+
+    QkvError
+    |-- ShapeError(ValueError)                  lengths, heads and dimensions that do not fit
+    |-- DTypeError(TypeError)                   an array of a kind that cannot be used here
+    |-- AmbiguityError(ValueError)              two readings are possible and nothing chooses
+    |-- ArgumentError(ValueError)               an argument outside what it may be
+    |-- FileError(ValueError)                   a file that cannot be read safely
+    |-- UnsupportedError(NotImplementedError)   no backend can do it; says why for each
+    `-- KernelBuildError(RuntimeError)          compiled code could not be made
+
+A message states the fact with numbers, then what was seen, then one thing to do. The parts are
+kept as fields (`fact`, `seen`, `action`), so that programs and tests read data, not prose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = [
+    "AmbiguityError",
+    "ArgumentError",
+    "DTypeError",
+    "FileError",
+    "KernelBuildError",
+    "QkvError",
+    "ShapeError",
+    "UnsupportedError",
+]
+
+
+class QkvError(Exception):
+    """Base of all errors of qkv.
+
+    Parameters
+    ----------
+    fact : str
+        What is wrong, in one sentence, with its numbers.
+    seen : iterable of (label, text)
+        What was passed, one row each.
+    action : str
+        One thing to do about it.
+    """
+
+    def __init__(self, fact: str, seen: Iterable[tuple[str, str]] = (), action: str = "") -> None:
+        self.fact = fact
+        self.seen = tuple(seen)
+        self.action = action
+        super().__init__(render(fact, self.seen, action))
+
+    def __reduce__(self) -> tuple[type[QkvError], tuple[object, ...]]:
+        return type(self), (self.fact, self.seen, self.action)
+
+
+class ShapeError(QkvError, ValueError):
+    """Lengths, heads or dimensions do not fit together."""
+
+
+class DTypeError(QkvError, TypeError):
+    """An array or object of a kind that cannot be used here."""
+
+
+class AmbiguityError(QkvError, ValueError):
+    """Two readings are possible and nothing that was said chooses between them."""
+
+
+class ArgumentError(QkvError, ValueError):
+    """An argument is outside what it may be."""
+
+
+class FileError(QkvError, ValueError):
+    """A file is broken, hostile or not of a supported kind."""
+
+
+class UnsupportedError(QkvError, NotImplementedError):
+    """No backend can run the problem; `seen` holds each backend's reason."""
+
+
+class KernelBuildError(QkvError, RuntimeError):
+    """Compiled code could not be made for this machine."""
+
+
+def render(fact: str, seen: tuple[tuple[str, str], ...], action: str) -> str:
+    parts = [fact]
+    if seen:
+        width = max(len(label) for label, _ in seen)
+        parts.append("\n".join(f"  {label:<{width}}  {text}".rstrip() for label, text in seen))
+    if action:
+        parts.append(action)
+    return "\n\n".join(parts)

@@ -1,0 +1,1 @@
+"""What is computed, without saying how: specification, expressions, bounds, tiles, checks."""

@@ -1,0 +1,303 @@
+"""What a variant writes itself with: the argument of `lower`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from qkv.errors import AmbiguityError, ArgumentError, DTypeError, ShapeError
+from qkv.problem.expressions import Expr, Kind, Table, Var, as_node, conjunction, text, variables
+from qkv.problem.spec import Dropout, Rotation, Stage, TableSpec
+
+Array = NDArray[Any]
+Align: TypeAlias = Literal["start", "end"]
+
+INDEX_LIMIT = 2**31 - 1
+"""Positions, offsets and lengths stay below this, so that their differences never overflow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes of a problem."""
+
+    batch_shape: tuple[int, ...]
+    num_heads: int
+    num_kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    v_head_dim: int
+
+    @property
+    def scores(self) -> tuple[int, ...]:
+        """What masks and biases broadcast to."""
+        return (*self.batch_shape, self.num_heads, self.q_len, self.kv_len)
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Positions that begin again inside a problem: ranks of rows, and what `end` adds to them."""
+
+    q_rank: Array
+    kv_rank: Array
+    end_shift: Array
+
+
+class Builder:
+    """Collects what variants say about one problem.
+
+    A variant reads `q_pos`, `kv_pos`, `q_index`, `kv_index`, `head`, `batch` and `score`, makes
+    tables of its arrays, and calls `mask` with a condition (True = may attend) or `mod` with a new
+    score. `shape` has the problem's sizes, for checks; a size written into an expression becomes
+    part of the structure, so prefer `scalar`.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.arrays: dict[str, Array] = {}
+        self.tables: list[TableSpec] = []
+        self.scores: list[Stage] = []
+        self.masks: list[Stage] = []
+        self.alignments: list[tuple[str, Align]] = []
+        self.kv_lens: Array | None = None
+        self.restart: Restart | None = None
+        self.rotation: tuple[Rotation, Array] | None = None
+        self.sinks: Array | None = None
+        self.dropout: Dropout | None = None
+        self._label = ""
+
+    q_pos = property(lambda self: Expr(Var("q_pos")), doc="Position of the query row.")
+    kv_pos = property(lambda self: Expr(Var("kv_pos")), doc="Position of the key row.")
+    q_index = property(lambda self: Expr(Var("q_index")), doc="Row of the query array.")
+    kv_index = property(lambda self: Expr(Var("kv_index")), doc="Row of the key array.")
+    head = property(lambda self: Expr(Var("head")), doc="Query head.")
+    batch = property(lambda self: Expr(Var("batch")), doc="Flat index over leading dimensions.")
+    score = property(lambda self: Expr(Var("score")), doc="The score so far.")
+
+    def lower(self, variant: Any) -> None:
+        """Let a variant write itself."""
+        before, self._label = self._label, repr(variant)
+        try:
+            variant.lower(self)
+        finally:
+            self._label = before
+
+    def mask(self, condition: Any) -> None:
+        """Forbid the pairs for which `condition` is False."""
+        node = as_node(condition)
+        if node.kind != "bool":
+            raise ArgumentError(
+                f"a mask condition is {node.kind}, not boolean.",
+                [("variant", self._label), ("condition", text(node))],
+                "Compare it, as in kv_pos <= q_pos.",
+            )
+        if "score" in variables(node):
+            raise ArgumentError(
+                "a mask condition reads the score.",
+                [("variant", self._label), ("condition", text(node))],
+                "Return -np.inf from a score mod instead.",
+            )
+        self.masks.append(Stage(self._label, node))
+
+    def mod(self, score: Any) -> None:
+        """Replace the score; `score` is usually an expression of `self.score`."""
+        node = as_node(score)
+        if node.kind == "bool":
+            raise ArgumentError(
+                "a score mod gives a condition, not a number.",
+                [("variant", self._label), ("expression", text(node))],
+                "Use np.where(condition, score, -np.inf) or a mask.",
+            )
+        self.scores.append(Stage(self._label, node))
+
+    def condition(self, variant: Any) -> Expr:
+        """What a mask variant allows, as one condition instead of a stage of its own."""
+        scores, masks = len(self.scores), len(self.masks)
+        self.lower(variant)
+        if len(self.scores) != scores or len(self.masks) == masks:
+            raise ArgumentError(
+                "only masks combine with |, & and ~.", [("variant", repr(variant))],
+                "Pass score variants to attention as arguments of their own.",
+            )  # fmt: skip
+        parts = [stage.node for stage in self.masks[masks:]]
+        del self.masks[masks:]
+        return Expr(conjunction(parts))
+
+    def table(self, array: ArrayLike, label: str = "table") -> Table:
+        """An array that expressions can read, one integer index for each dimension."""
+        view = np.asarray(array)
+        name = f"t{len(self.tables)}"
+        kind = kind_of_array(view, f"{self._label} {label}".strip())
+        self.tables.append(TableSpec(name, label, kind, view.dtype.name, view.ndim))
+        self.arrays[name] = view
+        return Table(name, kind, view.shape)
+
+    def scalar(self, value: float, label: str = "value") -> Expr:
+        """A number that is a value, not structure: changing it compiles nothing."""
+        return self.table(np.asarray(value), label)[()]
+
+    def per_batch(self, values: ArrayLike, label: str) -> Expr:
+        """One value for each batch row: a number, or an array over the leading dimensions."""
+        array = np.asarray(values)
+        if array.ndim == 0:
+            return self.scalar(array[()], label)
+        rows = self.batch_rows(array, label, 0)
+        return self.table(rows, label)[self.batch]
+
+    def per_head(self, values: ArrayLike, label: str) -> Expr:
+        """One value for each query head: a number or `(num_heads,)`."""
+        array = np.asarray(values)
+        if array.ndim == 0:
+            return self.scalar(array[()], label)
+        if array.shape != (self.shape.num_heads,):
+            raise ShapeError(
+                f"{label} has shape {array.shape}; there are {self.shape.num_heads} query heads.",
+                [("variant", self._label)],
+                f"Pass one number, or an array of shape ({self.shape.num_heads},).",
+            )
+        return self.table(array, label)[self.head]
+
+    def batch_rows(self, values: ArrayLike, label: str, trailing: int) -> Array:
+        """Broadcast over the leading dimensions and flatten them; `trailing` axes stay."""
+        array = np.asarray(values)
+        tail = array.shape[array.ndim - trailing :]
+        try:
+            full = np.broadcast_to(array, (*self.shape.batch_shape, *tail))
+        except ValueError:
+            raise ShapeError(
+                f"{label} has shape {array.shape}; its leading dimensions do not broadcast to "
+                f"the batch {self.shape.batch_shape}.",
+                [("variant", self._label)],
+                "Give one entry for each batch row.",
+            ) from None
+        return full.reshape(-1, *tail)
+
+    def broadcast(
+        self,
+        array: ArrayLike,
+        label: str,
+        axes: Sequence[tuple[str, int, Expr]] | None = None,
+    ) -> Expr:
+        """The element of an array that broadcasts to the scores, read in place.
+
+        `axes` names the dimensions behind the batch as (name, size, index); by default they are
+        heads, query rows and key rows. Dimensions of size 1, or of stride 0, are not indexed.
+        """
+        if axes is None:
+            axes = (
+                ("num_heads", self.shape.num_heads, self.head),
+                ("q_len", self.shape.q_len, self.q_index),
+                ("kv_len", self.shape.kv_len, self.kv_index),
+            )
+        view = np.asarray(array)
+        target = (*self.shape.batch_shape, *(size for _, size, _ in axes))
+        padded = view.reshape((1,) * (len(target) - view.ndim) + view.shape)
+        if padded.ndim > len(target) or any(
+            have not in (1, want) for have, want in zip(padded.shape, target, strict=True)
+        ):
+            names = ", ".join(["*batch", *(name for name, _, _ in axes)])
+            raise ShapeError(
+                f"{label} has shape {view.shape}, which does not broadcast to ({names}) = "
+                f"{target}.",
+                [("variant", self._label)],
+                "Insert dimensions of size 1 where it is the same for all.",
+            )
+        for axis, (size, stride) in enumerate(zip(padded.shape, padded.strides, strict=True)):
+            if stride == 0 and size > 1:
+                padded = padded[(slice(None),) * axis + (slice(0, 1),)]
+        indices: list[Any] = [0] * len(target)
+        batch_axes = len(self.shape.batch_shape)
+        wide = [a for a in range(batch_axes) if self.shape.batch_shape[a] > 1]
+        for axis in range(batch_axes):
+            if padded.shape[axis] == 1:
+                continue
+            if wide == [axis]:
+                indices[axis] = self.batch
+            else:
+                coordinate = np.indices(self.shape.batch_shape, sparse=False)[axis].reshape(-1)
+                indices[axis] = self.table(coordinate, f"{label} row")[self.batch]
+        for axis, (_, _, index) in enumerate(axes, start=batch_axes):
+            if padded.shape[axis] != 1:
+                indices[axis] = index
+        return self.table(padded, label)[tuple(indices)]
+
+    def align(self, how: Align) -> None:
+        """State for the whole problem where query rows stand among the keys."""
+        if how not in ("start", "end"):
+            raise ArgumentError(
+                f"align={how!r} is not 'start' or 'end'.", [("variant", self._label)]
+            )
+        self.alignments.append((f"{self._label}", how))
+
+    def limit_keys(self, kv_lens: Array) -> None:
+        """State the number of real keys of each batch row; `end` alignment counts from there."""
+        rows = self.batch_rows(kv_lens, "kv_lens", 0).astype(np.int64)
+        self.kv_lens = rows if self.kv_lens is None else np.minimum(self.kv_lens, rows)
+
+    def restart_positions(self, restart: Restart) -> None:
+        """Give positions that begin again in each segment; arrays `(batch or 1, length)`."""
+        if self.restart is not None:
+            raise AmbiguityError(
+                "two variants restart positions.",
+                [("variant", self._label)],
+                "Combine the segment ids into one array: ids_a * num_b + ids_b.",
+            )
+        self.restart = restart
+
+    def rotate(self, layout: Literal["half_split", "interleaved"], inv_freq: Array) -> None:
+        """Rotate query and key rows by position: pair i turns by position * inv_freq[i]."""
+        if self.rotation is not None:
+            raise AmbiguityError(
+                "two variants rotate query and key.", [("variant", self._label)], "Pass one RoPE."
+            )
+        dim = 2 * len(inv_freq)
+        if dim > self.shape.head_dim:
+            raise ShapeError(
+                f"rotary_dim={dim} is larger than head_dim={self.shape.head_dim}.",
+                [("variant", self._label)],
+                "Rotate at most head_dim entries.",
+            )
+        self.rotation = (Rotation(self._label, layout, dim), inv_freq)
+
+    def sink(self, values: ArrayLike) -> None:
+        """Add exp(value of the query head) to the denominator of every row."""
+        if self.sinks is not None:
+            raise AmbiguityError(
+                "two variants add sinks.",
+                [("variant", self._label)],
+                "Pass one Sinks with np.logaddexp(a, b).",
+            )
+        array = np.asarray(values, np.float64)
+        if array.shape not in ((), (self.shape.num_heads,)):
+            raise ShapeError(
+                f"sinks have shape {array.shape}; there are {self.shape.num_heads} query heads.",
+                [("variant", self._label)],
+                "Pass one number, or one for each query head.",
+            )
+        self.sinks = np.broadcast_to(array, (self.shape.num_heads,))
+
+    def drop(self, p: float, seed: int) -> None:
+        """Drop weights with probability p after the softmax."""
+        if self.dropout is not None:
+            raise AmbiguityError(
+                "two variants drop weights.", [("variant", self._label)], "Pass one Dropout."
+            )
+        self.dropout = Dropout(p, seed)
+
+
+def kind_of_array(array: Array, label: str) -> Kind:
+    """The kind of a table's elements."""
+    if array.dtype.kind == "b":
+        return "bool"
+    if array.dtype.kind in "iu" and array.dtype != np.uint64:
+        return "int"
+    if (array.dtype.kind == "f" and array.dtype.itemsize <= 8) or array.dtype.name == "bfloat16":
+        return "float"
+    raise DTypeError(
+        f"{label} has dtype {array.dtype}, which expressions cannot read.",
+        action="Use a boolean, integer (up to 64 bits, signed) or floating array.",
+    )

@@ -1,0 +1,341 @@
+"""The only validation in the program: arrays and variants in, a checked `Problem` out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.errors import AmbiguityError, ArgumentError, DTypeError, ShapeError
+from qkv.problem.bounds import Interval, prove_reads
+from qkv.problem.builder import INDEX_LIMIT, Builder, Shape
+from qkv.problem.expressions import Expr, Node, Var, substitute, variables
+from qkv.problem.spec import Angles, Operands, Problem, Rotation, Spec, Stage
+
+Array = NDArray[Any]
+Layout = Literal["bhld", "blhd"]
+Arrays = dict[str, Array]
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+def check(
+    query: Array,
+    key: Array,
+    value: Array,
+    variants: Sequence[Any],
+    *,
+    scale: float | None = None,
+    layout: Layout = "bhld",
+    q_offset: Any = None,
+    kv_offset: Any = 0,
+) -> Problem:
+    """Bind arrays and variants into a problem, or raise the first thing that is wrong."""
+    arrays = {"query": query, "key": key, "value": value}
+    _check_dtypes(arrays)
+    if layout not in ("bhld", "blhd"):
+        raise ArgumentError(
+            f"layout={layout!r} is not known.",
+            action="Use 'bhld' (batch, heads, length, dim) or 'blhd'.",
+        )
+    views, shape = _shape(arrays, layout)
+    builder = Builder(shape)
+    for variant in variants:
+        if not hasattr(variant, "lower") or isinstance(variant, type):
+            raise ArgumentError(
+                f"{variant!r:.80} is not a variant.",
+                [("type", type(variant).__name__)],
+                "Pass masks, score variants or arrays; other arguments have names, as scale=0.5.",
+            )
+        builder.lower(variant)
+    positions, definitions = _positions(builder, q_offset, kv_offset)
+    scores = tuple(Stage(s.label, substitute(s.node, definitions)) for s in builder.scores)
+    masks = tuple(Stage(s.label, substitute(s.node, definitions)) for s in builder.masks)
+    _prove(shape, [s.node for s in (*scores, *masks)], builder.arrays)
+    rotation, angles = _rotation(builder, positions)
+    spec = Spec(
+        dtype=query.dtype.name,
+        batch_shape=shape.batch_shape,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        q_len=shape.q_len,
+        kv_len=shape.kv_len,
+        head_dim=shape.head_dim,
+        v_head_dim=shape.v_head_dim,
+        scores=scores,
+        masks=masks,
+        tables=tuple(builder.tables),
+        rotation=rotation,
+        sinks=builder.sinks is not None,
+        dropout=builder.dropout is not None,
+        summary=" & ".join(map(repr, variants)) or "no variants",
+    )
+    return Problem(
+        spec,
+        Operands(
+            query=views["query"],
+            key=views["key"],
+            value=views["value"],
+            scale=_scale(scale, shape.head_dim),
+            tables=builder.arrays,
+            positions=positions,
+            angles=angles,
+            sinks=builder.sinks,
+            dropout=builder.dropout,
+        ),
+    )
+
+
+def _check_dtypes(arrays: Arrays) -> None:
+    seen = [(name, f"{a.dtype} {a.shape}") for name, a in arrays.items()]
+    for name, array in arrays.items():
+        if array.dtype.name not in FLOATS or not array.dtype.isnative:
+            raise DTypeError(
+                f"{name} has dtype {array.dtype.str if not array.dtype.isnative else array.dtype}; "
+                f"attention takes {', '.join(FLOATS)} in the machine's byte order.",
+                seen,
+                f"Convert it, as in {name}.astype('float32').",
+            )
+    if len({a.dtype for a in arrays.values()}) > 1:
+        raise DTypeError(
+            "query, key and value have different dtypes.",
+            seen,
+            "Convert them to one, as in key.astype(query.dtype).",
+        )
+
+
+def _shape(arrays: Arrays, layout: Layout) -> tuple[Arrays, Shape]:
+    """Views `(*batch_shape, heads, length, dim)` and their sizes."""
+    views: Arrays = {}
+    for name, array in arrays.items():
+        if array.ndim < 2:
+            raise ShapeError(
+                f"{name} has {array.ndim} dimensions; attention needs at least 2.",
+                [(n, f"{a.dtype} {a.shape}") for n, a in arrays.items()],
+                "Pass (..., heads, length, dim); two dimensions are one head.",
+            )
+        view = array[None] if array.ndim == 2 else array
+        views[name] = view.swapaxes(-3, -2) if layout == "blhd" and array.ndim > 2 else view
+    q, k, v = views["query"], views["key"], views["value"]
+    seen = [
+        ("query", f"{_head(arrays['query'])}   num_heads={q.shape[-3]}     q_len={q.shape[-2]}   "
+         f"head_dim={q.shape[-1]}"),
+        ("key", f"{_head(arrays['key'])}   num_kv_heads={k.shape[-3]}  kv_len={k.shape[-2]}  "
+         f"head_dim={k.shape[-1]}"),
+        ("value", f"{_head(arrays['value'])}   num_kv_heads={v.shape[-3]}  kv_len={v.shape[-2]}  "
+         f"v_head_dim={v.shape[-1]}"),
+    ]  # fmt: skip
+    other = "blhd" if layout == "bhld" else "bhld"
+    reading = (
+        f'Arrays were read as layout="{layout}". If yours are '
+        f"{'(batch, length, heads, dim)' if layout == 'bhld' else '(batch, heads, length, dim)'}, "
+        f'pass layout="{other}".'
+    )
+    if q.shape[-1] != k.shape[-1]:
+        raise ShapeError(
+            f"query has head_dim={q.shape[-1]} and key has head_dim={k.shape[-1]}.",
+            seen,
+            "The product q.k needs rows of one length.",
+        )
+    if q.shape[-1] == 0:
+        raise ShapeError("head_dim=0: there is nothing to multiply.", seen, reading)
+    if k.shape[-2] != v.shape[-2]:
+        raise ShapeError(
+            f"key has kv_len={k.shape[-2]} and value has kv_len={v.shape[-2]}.",
+            seen,
+            "Every key row needs one value row. " + reading,
+        )
+    if k.shape[-3] != v.shape[-3]:
+        raise ShapeError(
+            f"key has {k.shape[-3]} heads and value has {v.shape[-3]}.",
+            seen,
+            "Every kv head needs its keys and its values. " + reading,
+        )
+    heads, kv_heads = q.shape[-3], k.shape[-3]
+    if (heads % kv_heads if kv_heads else heads) != 0:
+        raise ShapeError(
+            f"num_heads={heads} is not a multiple of num_kv_heads={kv_heads}.", seen, reading
+        )
+    if max(q.shape[-2], k.shape[-2]) > INDEX_LIMIT:
+        raise ShapeError(
+            f"a length is beyond {INDEX_LIMIT}.", seen, "Split the keys and use qkv.merge."
+        )
+    try:
+        batch = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    except ValueError:
+        raise ShapeError(
+            f"leading dimensions {q.shape[:-3]}, {k.shape[:-3]} and {v.shape[:-3]} do not "
+            "broadcast with one another.",
+            seen,
+            reading,
+        ) from None
+    for name, view in views.items():
+        views[name] = np.broadcast_to(view, (*batch, *view.shape[-3:]))
+    shape = Shape(
+        batch, heads, kv_heads, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
+    )  # fmt: skip
+    return views, shape
+
+
+def _head(array: Array) -> str:
+    return f"{array.dtype} {array.shape}"
+
+
+def _scale(scale: Any, head_dim: int) -> float:
+    if scale is None:
+        return float(head_dim**-0.5)
+    try:
+        number = float(scale)
+    except (TypeError, ValueError):
+        number = float("nan")
+    if not np.isfinite(number):
+        raise ArgumentError(
+            f"scale={scale!r} is not a finite number.",
+            action=f"Leave it out for 1 / sqrt(head_dim) = {head_dim**-0.5:.6g}.",
+        )
+    return number
+
+
+def _offset(value: Any, name: str, builder: Builder) -> Array:
+    """One integer offset for each batch row, or a single one."""
+    array = np.asarray(value)
+    if array.dtype.kind not in "iu":
+        words = ", 'start' or 'end'" if name == "q_offset" else ""
+        raise ArgumentError(
+            f"{name}={value!r:.60} is not a whole number.",
+            action=f"Pass an integer, an integer array over the leading dimensions{words}.",
+        )
+    if array.size and (array.min() < -INDEX_LIMIT or array.max() > INDEX_LIMIT):
+        raise ArgumentError(f"{name} reaches beyond {INDEX_LIMIT}.", action="Use smaller offsets.")
+    rows = builder.batch_rows(array.astype(np.int64), name, 0)
+    return rows if array.ndim else np.atleast_1d(array.astype(np.int64))
+
+
+def _positions(
+    builder: Builder, q_offset: Any, kv_offset: Any
+) -> tuple[tuple[Array, Array], dict[str, Node]]:
+    """Positions of all rows, and what `q_pos` and `kv_pos` stand for in expressions."""
+    shape, restart = builder.shape, builder.restart
+    statement = _statement(builder, q_offset)
+    kv_shift = _offset(kv_offset, "kv_offset", builder)
+    q_rank = restart.q_rank if restart else np.arange(shape.q_len, dtype=np.int64)[None]
+    kv_rank = restart.kv_rank if restart else np.arange(shape.kv_len, dtype=np.int64)[None]
+    q_shift: Array
+    if statement is None:
+        _refuse_ambiguous(builder)
+        statement = "start"
+    if isinstance(statement, str) and statement == "start":
+        q_shift = np.zeros(1, np.int64)
+    elif isinstance(statement, str) and restart:
+        q_rank, q_shift = q_rank + restart.end_shift, np.zeros(1, np.int64)
+    elif isinstance(statement, str):
+        kv_lens = builder.kv_lens if builder.kv_lens is not None else np.array([shape.kv_len])
+        q_shift = kv_lens - shape.q_len
+    else:
+        q_shift = statement
+    moved = not (isinstance(statement, str) and statement == "start")
+    q_pos = _place(builder, "q_index", q_rank, q_shift, moved, "q_offset")
+    kv_pos = _place(builder, "kv_index", kv_rank, kv_shift, bool(np.any(kv_shift)), "kv_offset")
+    positions = (q_rank + q_shift[:, None], kv_rank + kv_shift[:, None])
+    return positions, {"q_pos": q_pos, "kv_pos": kv_pos}
+
+
+def _place(
+    builder: Builder, index: str, rank: Array, shift: Array, moved: bool, label: str
+) -> Node:
+    position: Expr = Expr(Var(index))
+    if builder.restart:
+        row = builder.batch if len(rank) > 1 else 0
+        position = builder.table(rank, f"{label} ranks")[row, position]
+    if moved:
+        offsets = builder.table(shift if len(shift) > 1 else shift[0], label)
+        position = position + (offsets[builder.batch] if len(shift) > 1 else offsets[()])
+    return position.node
+
+
+def _statement(builder: Builder, q_offset: Any) -> Any:
+    """What was said about where query rows stand: a word, offsets, or None."""
+    statements: list[tuple[str, Any]] = list(builder.alignments)
+    if isinstance(q_offset, str):
+        if q_offset not in ("start", "end"):
+            raise ArgumentError(
+                f"q_offset={q_offset!r} is not 'start' or 'end'.",
+                action="Pass one of the two words, or integers.",
+            )
+        statements.append(("q_offset", q_offset))
+    elif q_offset is not None:
+        statements.append(("q_offset", _offset(q_offset, "q_offset", builder)))
+    if not statements:
+        return None
+    shape = builder.shape
+    ends: Array = np.array([shape.kv_len - shape.q_len])
+    if builder.kv_lens is not None:
+        ends = builder.kv_lens - shape.q_len
+    resolved = {"start": np.zeros(1, np.int64), "end": ends}
+    _, first = statements[0]
+    for _, other in statements[1:]:
+        both_words = isinstance(first, str) and isinstance(other, str)
+        if both_words and first == other:
+            continue
+        a = resolved[first] if isinstance(first, str) else first
+        b = resolved[other] if isinstance(other, str) else other
+        if both_words or builder.restart or np.any(a != b):
+            raise AmbiguityError(
+                "two statements put the query rows at different positions.",
+                [(who, f"{what}" if isinstance(what, str) else f"offset {what}")
+                 for who, what in statements],
+                "Say it once, either in the mask or with q_offset.",
+            )  # fmt: skip
+    words = [s for _, s in statements if isinstance(s, str)]
+    return words[0] if words else first
+
+
+def _refuse_ambiguous(builder: Builder) -> None:
+    shape = builder.shape
+    readers = [
+        stage.label
+        for stage in (*builder.scores, *builder.masks)
+        if {"q_pos", "kv_pos"} <= variables(stage.node)
+    ]
+    if builder.rotation:
+        readers.append(builder.rotation[0].label)
+    unequal = (
+        bool(np.any(builder.restart.end_shift)) if builder.restart else shape.q_len != shape.kv_len
+    )
+    if readers and unequal:
+        where = "in a segment " if builder.restart else ""
+        raise AmbiguityError(
+            f"{readers[0]} compares positions, and {where}q_len={shape.q_len} differs from "
+            f"kv_len={shape.kv_len}: where do the queries stand?",
+            [
+                ("start", "row 0 of query at position 0 (torch, JAX)"),
+                ("end", "last row of query at the last key (flash-attn, decoding)"),
+            ],
+            'Pass q_offset="start", q_offset="end" or integers.',
+        )
+
+
+def _prove(shape: Shape, nodes: list[Node], arrays: Arrays) -> None:
+    batches = int(np.prod(shape.batch_shape, dtype=np.int64))
+    if 0 in (batches, shape.num_heads, shape.q_len, shape.kv_len):
+        return
+    sizes = {
+        "q_index": shape.q_len,
+        "kv_index": shape.kv_len,
+        "head": shape.num_heads,
+        "batch": batches,
+    }
+    known = {name: Interval.of(0, size - 1) for name, size in sizes.items()}
+    for node in nodes:
+        prove_reads(node, known, arrays)
+
+
+def _rotation(
+    builder: Builder, positions: tuple[Array, Array]
+) -> tuple[Rotation | None, Angles | None]:
+    if builder.rotation is None:
+        return None, None
+    rotation, inv_freq = builder.rotation
+    return rotation, Angles(inv_freq, *positions)

@@ -1,0 +1,145 @@
+"""Scores of a tile, and the weighted sum of its values, from the definition.
+
+Every readable path (`blocked`, `reference`, replay, the trace) computes through here, so that a
+pair of a query and a key has one meaning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.problem.evaluate import evaluate
+from qkv.problem.expressions import SCORE, TRUE, Node
+from qkv.problem.philox import dropout_factors
+from qkv.problem.spec import Problem
+from qkv.problem.tiles import TileGrid, TileKind
+
+Array = NDArray[Any]
+
+
+@dataclass(slots=True)
+class Scores:
+    """Scores of one problem in one floating type, tile by tile."""
+
+    problem: Problem
+    dtype: np.dtype[Any]
+    score: Node = field(init=False)
+    mask: Node = field(init=False)
+    _turns: dict[tuple[str, int], tuple[Array, Array]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.score = self.problem.spec.score
+        self.mask = self.problem.spec.mask
+
+    def grid(self, block_q: int, block_kv: int) -> TileGrid:
+        spec = self.problem.spec
+        return TileGrid(
+            self.mask, self.problem.operands.tables, spec.q_len, spec.kv_len, block_q, block_kv
+        )
+
+    def query(self, batch: int, head: int, rows: Any) -> Array:
+        """Rotated query rows."""
+        index = np.unravel_index(batch, self.problem.spec.batch_shape)
+        return self._rotated("q", batch, rows, self.problem.operands.query[(*index, head)][rows])
+
+    def key(self, batch: int, head: int, rows: Any) -> Array:
+        """Rotated key rows of the kv head that the query head reads."""
+        spec = self.problem.spec
+        index = np.unravel_index(batch, spec.batch_shape)
+        array = self.problem.operands.key[(*index, head // spec.group_size)]
+        return self._rotated("kv", batch, rows, array[rows])
+
+    def value(self, batch: int, head: int, rows: Any) -> Array:
+        spec = self.problem.spec
+        index = np.unravel_index(batch, spec.batch_shape)
+        array = self.problem.operands.value[(*index, head // spec.group_size)]
+        return array[rows].astype(self.dtype, copy=False)
+
+    def tile(self, batch: int, head: int, q_rows: slice, kv_rows: slice, kind: TileKind) -> Array:
+        """Final scores `(queries, keys)`, -inf where a pair is forbidden."""
+        query, key = self.query(batch, head, q_rows), self.key(batch, head, kv_rows)
+        with np.errstate(all="ignore"):
+            raw = (query @ key.T) * self.dtype.type(self.problem.operands.scale)
+        return self.finish(
+            raw,
+            batch,
+            head,
+            np.arange(q_rows.start, q_rows.stop)[:, None],
+            np.arange(kv_rows.start, kv_rows.stop)[None, :],
+            kind,
+        )
+
+    def finish(
+        self,
+        raw: Array,
+        batch: Any,
+        head: Any,
+        q_index: Any,
+        kv_index: Any,
+        kind: TileKind = TileKind.PARTIAL,
+    ) -> Array:
+        """Mods and mask on scaled products; all arguments broadcast with one another."""
+        variables = {
+            "score": raw,
+            "batch": batch,
+            "head": head,
+            "q_index": q_index,
+            "kv_index": kv_index,
+        }
+        tables = self.problem.operands.tables
+        scores = raw
+        if self.score != SCORE:
+            scores = np.broadcast_to(
+                np.asarray(evaluate(self.score, variables, tables, self.dtype), self.dtype),
+                raw.shape,
+            )
+        if kind is TileKind.PARTIAL and self.mask != TRUE:
+            allowed = evaluate(self.mask, variables, tables, self.dtype)
+            scores = np.where(allowed, scores, self.dtype.type(-np.inf))
+        return scores
+
+    def factors(self, batch: Any, head: Any, q_index: Any, kv_index: Any) -> Array | None:
+        """Dropout factors of the weights, or None."""
+        dropout = self.problem.operands.dropout
+        if dropout is None:
+            return None
+        return dropout_factors(dropout, batch, head, q_index, kv_index, self.dtype)
+
+    def _rotated(self, side: str, batch: int, rows: Any, array: Array) -> Array:
+        array = array.astype(self.dtype, copy=False)
+        angles, rotation = self.problem.operands.angles, self.problem.spec.rotation
+        if angles is None or rotation is None or rotation.rotary_dim == 0:
+            return array
+        which = batch if angles.rows(side) > 1 else 0
+        if (side, which) not in self._turns:
+            self._turns[side, which] = angles.turns(side, which, self.dtype)
+        cos, sin = (turn[rows] for turn in self._turns[side, which])
+        n = rotation.rotary_dim // 2
+        if rotation.layout == "half_split":
+            first, second = slice(0, n), slice(n, 2 * n)
+        else:
+            first, second = slice(0, 2 * n, 2), slice(1, 2 * n, 2)
+        out = array.copy()
+        a, b = array[..., first], array[..., second]
+        with np.errstate(all="ignore"):
+            out[..., first] = a * cos - b * sin
+            out[..., second] = a * sin + b * cos
+        return out
+
+
+def weighted_sum(weights: Array, scores: Array, value: Array) -> Array:
+    """`weights @ value`, in which a forbidden pair (score -inf) contributes nothing at all."""
+    finite = np.isfinite(value)
+    with np.errstate(all="ignore"):
+        if finite.all():
+            return np.asarray(weights @ value)
+        # 0 * NaN is NaN: rows with such values are added by selection instead.
+        total = weights @ np.where(finite, value, value.dtype.type(0))
+        for j in np.flatnonzero(~finite.all(axis=1)):
+            share = weights[:, j, None] * np.where(finite[j], value.dtype.type(0), value[j])
+            total += np.where(np.isneginf(scores[:, j, None]), value.dtype.type(0), share)
+    return np.asarray(total)

@@ -1,0 +1,172 @@
+"""A problem in two halves: `Spec`, its structure without arrays, and `Operands`, its values.
+
+They are split because a description without arrays is what caching, compiled kernels, tracing and
+files need. Structure decides which code runs; lengths, offsets, slopes and seeds do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.problem.expressions import SCORE, Kind, Node, conjunction, substitute
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TableSpec:
+    """A table of the expressions: its name in them, what it is, its kind, type and rank."""
+
+    name: str
+    label: str
+    kind: Kind
+    dtype: str
+    ndim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What one variant does: a new score in terms of `score`, or a condition."""
+
+    label: str
+    node: Node
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """How query and key rows are rotated before the product (RoPE)."""
+
+    label: str
+    layout: Literal["half_split", "interleaved"]
+    rotary_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """The structure of one attention problem; hashable, holds no arrays.
+
+    Score stages and mask stages are expressions over `q_index`, `kv_index`, `head`, `batch`,
+    `score` and the tables; positions have been replaced by their definitions.
+    """
+
+    dtype: str
+    batch_shape: tuple[int, ...]
+    num_heads: int
+    num_kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    v_head_dim: int
+    scores: tuple[Stage, ...] = ()
+    masks: tuple[Stage, ...] = ()
+    tables: tuple[TableSpec, ...] = ()
+    rotation: Rotation | None = None
+    sinks: bool = False
+    dropout: bool = False
+    summary: str = ""
+
+    @property
+    def compute_dtype(self) -> np.dtype[Any]:
+        """The type of scores, softmax and sums."""
+        return np.dtype(np.float64 if self.dtype == "float64" else np.float32)
+
+    @property
+    def batch_size(self) -> int:
+        return int(np.prod(self.batch_shape, dtype=np.int64))
+
+    @property
+    def group_size(self) -> int:
+        return self.num_heads // self.num_kv_heads if self.num_kv_heads else 0
+
+    @property
+    def score(self) -> Node:
+        """All score stages as one expression of `score`."""
+        node: Node = SCORE
+        for stage in self.scores:
+            node = substitute(stage.node, {"score": node})
+        return node
+
+    @property
+    def mask(self) -> Node:
+        """All mask stages as one condition; `TRUE` when there are none."""
+        return conjunction([stage.node for stage in self.masks])
+
+    @property
+    def kernel_key(self) -> Spec:
+        """The structure that generated code depends on: no lengths, no batch, no labels."""
+        return replace(
+            self,
+            batch_shape=(),
+            num_heads=0,
+            num_kv_heads=0,
+            q_len=0,
+            kv_len=0,
+            scores=tuple(replace(s, label="") for s in self.scores),
+            masks=tuple(replace(s, label="") for s in self.masks),
+            tables=tuple(replace(t, label="") for t in self.tables),
+            rotation=replace(self.rotation, label="") if self.rotation else None,
+            summary="",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Dropout:
+    """Probability of dropping a weight, and the seed of the counter-based generator."""
+
+    p: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Angles:
+    """How far each row is turned: position times `inv_freq`, in radians.
+
+    `q_pos` and `kv_pos` are `(1 or batch, length)`.
+    """
+
+    inv_freq: Array
+    q_pos: Array
+    kv_pos: Array
+
+    def rows(self, side: str) -> int:
+        """1 when all batch rows of this side ("q" or "kv") share their positions."""
+        return len(self.q_pos if side == "q" else self.kv_pos)
+
+    def turns(self, side: str, batch: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
+        """Cosines and sines `(length, rotary_dim / 2)`, computed in float64 and rounded."""
+        positions = (self.q_pos if side == "q" else self.kv_pos)[batch]
+        angle = positions[:, None].astype(np.float64) * self.inv_freq
+        return np.cos(angle).astype(dtype), np.sin(angle).astype(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """The values of one problem.
+
+    query, key and value are views `(*batch_shape, heads, length, dim)`, broadcast but not copied;
+    tables are indexed by the expressions of the `Spec`. `positions` holds the query and key
+    positions, each `(1 or batch, length)`.
+    """
+
+    query: Array
+    key: Array
+    value: Array
+    scale: float
+    tables: Mapping[str, Array]
+    positions: tuple[Array, Array]
+    angles: Angles | None = None
+    sinks: Array | None = None
+    dropout: Dropout | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A checked problem: what every backend and inspector is given."""
+
+    spec: Spec
+    operands: Operands

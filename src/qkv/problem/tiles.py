@@ -1,0 +1,141 @@
+"""Which tiles of the score matrix are empty, full or partly allowed, without building it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.problem.bounds import Interval, bound
+from qkv.problem.expressions import FALSE, TRUE, Node, variables
+
+Array = NDArray[Any]
+
+
+class TileKind(IntEnum):
+    """EMPTY tiles are skipped, FULL ones need no mask, PARTIAL ones evaluate it."""
+
+    EMPTY = 0
+    PARTIAL = 1
+    FULL = 2
+
+
+@dataclass(frozen=True, slots=True)
+class TileCounts:
+    """How many tiles of each kind a schedule holds."""
+
+    empty: int
+    partial: int
+    full: int
+
+    @property
+    def total(self) -> int:
+        return self.empty + self.partial + self.full
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Neighbouring key tiles of one kind: keys `start` to `stop` for one block of queries."""
+
+    start: int
+    stop: int
+    kind: TileKind
+
+
+@dataclass(frozen=True, slots=True)
+class TileGrid:
+    """The tiles of one problem; `classify` and `runs` take one batch row and head."""
+
+    mask: Node
+    tables: Mapping[str, Array]
+    q_len: int
+    kv_len: int
+    block_q: int
+    block_kv: int
+
+    @property
+    def q_blocks(self) -> int:
+        return -(-self.q_len // self.block_q)
+
+    @property
+    def kv_blocks(self) -> int:
+        return -(-self.kv_len // self.block_kv)
+
+    @property
+    def depends_on(self) -> frozenset[str]:
+        """Which of batch and head change the schedule."""
+        return variables(self.mask) & {"batch", "head"}
+
+    def classify(self, batch: int, head: int, first: int = 0, last: int | None = None) -> Array:
+        """`TileKind` of the query blocks [first, last) against every key block, as uint8."""
+        last = self.q_blocks if last is None else last
+        shape = (last - first, self.kv_blocks)
+        if self.mask == TRUE or self.mask == FALSE or 0 in shape:
+            kind = TileKind.FULL if self.mask == TRUE else TileKind.EMPTY
+            return np.full(shape, kind, np.uint8)
+        q_start = np.arange(first, last, dtype=np.int64)[:, None] * self.block_q
+        kv_start = np.arange(self.kv_blocks, dtype=np.int64)[None, :] * self.block_kv
+        allowed = bound(
+            self.mask,
+            {
+                "q_index": Interval(q_start, np.minimum(q_start + self.block_q, self.q_len) - 1),
+                "kv_index": Interval(
+                    kv_start, np.minimum(kv_start + self.block_kv, self.kv_len) - 1
+                ),
+                "batch": Interval.of(batch, batch),
+                "head": Interval.of(head, head),
+            },
+            self.tables,
+        )
+        kind = np.where(
+            allowed.low >= 1,
+            TileKind.FULL,
+            np.where(allowed.high <= 0, TileKind.EMPTY, TileKind.PARTIAL),
+        )
+        return np.broadcast_to(kind, shape).astype(np.uint8)
+
+    def rows(self, batch: int, head: int) -> Iterator[tuple[int, Array]]:
+        """Each query block with the kinds of its tiles, computed a bounded number at a time."""
+        step = max(1, 2**20 // max(self.kv_blocks, 1))
+        for first in range(0, self.q_blocks, step):
+            last = min(first + step, self.q_blocks)
+            kinds = self.classify(batch, head, first, last)
+            for i in range(first, last):
+                yield i, kinds[i - first]
+
+    def runs(self, kinds: Array) -> list[Run]:
+        """The tiles of one query block as runs of keys, in order, empty ones left out."""
+        if not len(kinds):
+            return []
+        edges = np.flatnonzero(np.diff(kinds)) + 1
+        starts = [0, *edges.tolist()]
+        stops = [*edges.tolist(), len(kinds)]
+        return [
+            Run(a * self.block_kv, min(b * self.block_kv, self.kv_len), TileKind(int(kinds[a])))
+            for a, b in zip(starts, stops, strict=True)
+            if kinds[a] != TileKind.EMPTY
+        ]
+
+    def count(self, batches: int, heads: int) -> TileCounts:
+        """Tiles of each kind over all batch rows and heads."""
+        totals = np.zeros(3, np.int64)
+        by_batch = range(batches) if "batch" in self.depends_on else range(min(batches, 1))
+        by_head = range(heads) if "head" in self.depends_on else range(min(heads, 1))
+        for batch in by_batch:
+            for head in by_head:
+                if self.mask == TRUE or self.mask == FALSE:
+                    kind = TileKind.FULL if self.mask == TRUE else TileKind.EMPTY
+                    totals[kind] += self.q_blocks * self.kv_blocks
+                    continue
+                for _, kinds in self.rows(batch, head):
+                    totals += np.bincount(kinds, minlength=3)
+        if "batch" not in self.depends_on:
+            totals *= batches
+        if "head" not in self.depends_on:
+            totals *= heads
+        empty, partial, full = (int(n) for n in totals)
+        return TileCounts(empty, partial, full)

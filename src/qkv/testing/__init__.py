@@ -1,0 +1,1 @@
+"""Cases, oracle, tolerances and the conformance suite: public, for backends of other packages."""

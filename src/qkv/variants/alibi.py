@@ -1,0 +1,61 @@
+"""Attention with linear biases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from qkv.problem.builder import Builder, Shape
+from qkv.problem.dense import Dense
+from qkv.variants.base import Variant
+
+
+@dataclass(frozen=True, eq=False)
+class ALiBi(Variant):
+    """`score - slope[head] * abs(q_pos - kv_pos)`.
+
+    Parameters
+    ----------
+    slopes : float or array (num_heads,), optional
+        Slope of each query head; by default the paper's geometric sequence.
+
+    Notes
+    -----
+    For n heads, a power of two, slope i is `2 ** (-8 * (i + 1) / n)`; otherwise the slopes of the
+    power of two below, then every other one of the power above. Source: Press et al., "Train
+    Short, Test Long" (2022), section 3 and the published code.
+    """
+
+    slopes: ArrayLike | None = None
+
+    def lower(self, builder: Builder) -> None:
+        slopes = self._slopes(builder.shape.num_heads)
+        slope = builder.per_head(slopes, "slopes")
+        builder.mod(builder.score - slope * abs(builder.q_pos - builder.kv_pos))
+
+    def naive(self, dense: Dense) -> None:
+        slopes = np.broadcast_to(self._slopes(dense.num_heads), (dense.num_heads,))
+        dense.scores = dense.scores - float(slopes[dense.head]) * np.abs(dense.distance)
+
+    def _slopes(self, num_heads: int) -> NDArray[Any]:
+        if self.slopes is not None:
+            return np.asarray(self.slopes, np.float64)
+        return alibi_slopes(num_heads)
+
+    @classmethod
+    def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[ALiBi]:
+        return (cls(), cls(0.5), cls(rng.random(shape.num_heads)))
+
+
+def alibi_slopes(num_heads: int) -> NDArray[np.float64]:
+    """The slopes of the paper for `num_heads` heads."""
+    if num_heads == 0:
+        return np.zeros(0)
+    below = 2 ** (num_heads.bit_length() - 1)
+    slopes = 2.0 ** (-8.0 * np.arange(1, below + 1) / below)
+    more = 2.0 ** (-8.0 * np.arange(1, 2 * below + 1, 2) / (2 * below))
+    return np.concatenate([slopes, more[: num_heads - below]])

@@ -1,0 +1,63 @@
+"""What a variant is.
+
+A variant is any object with `lower(builder)`. Those of this package also carry `naive`, a dense
+float64 oracle written from their definition, and `examples`, from which tests, documents and
+benchmarks are made.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from qkv.problem.builder import Builder, Shape
+from qkv.problem.dense import Dense
+
+
+class Variant(ABC):
+    """What is said between q.k and the softmax.
+
+    Subclass it, or pass any object with a `lower` method; see docs/add-a-variant.md.
+    """
+
+    @abstractmethod
+    def lower(self, builder: Builder) -> None:
+        """Say the variant in expressions."""
+
+    def naive_rows(self, dense: Dense) -> None:
+        """Change positions or rows of query and key, before the product."""
+
+    @abstractmethod
+    def naive(self, dense: Dense) -> None:
+        """Do the same to whole matrices, straight from the definition."""
+
+    @classmethod
+    @abstractmethod
+    def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[Variant]:
+        """Instances that fit a problem of this shape."""
+
+
+class MaskVariant(Variant):
+    """A variant that only forbids pairs; combines with `|`, `&` and `~`."""
+
+    def __or__(self, other: Any) -> MaskVariant:
+        from qkv.variants.algebra import AnyOf, as_mask
+
+        return AnyOf((self, as_mask(other)))
+
+    def __and__(self, other: Any) -> MaskVariant:
+        from qkv.variants.algebra import AllOf, as_mask
+
+        return AllOf((self, as_mask(other)))
+
+    def __invert__(self) -> MaskVariant:
+        from qkv.variants.algebra import Not
+
+        return Not(self)
+
+    __ror__ = __or__
+    __rand__ = __and__
+    __array_ufunc__ = None

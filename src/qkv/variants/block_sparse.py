@@ -1,0 +1,85 @@
+"""A boolean for each block of queries and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from qkv.errors import ArgumentError, DTypeError, ShapeError
+from qkv.problem.builder import Builder, Shape
+from qkv.problem.dense import Dense
+from qkv.variants.base import MaskVariant
+
+
+@dataclass(frozen=True, eq=False)
+class BlockSparse(MaskVariant):
+    """Row i may attend to key j where `mask[..., i // block_q, j // block_kv]` is True.
+
+    Parameters
+    ----------
+    mask : boolean array (..., num_heads, ceil(q_len / block_q), ceil(kv_len / block_kv))
+        Broadcast over batch and heads.
+    block_q, block_kv : int
+        Rows of one block.
+    """
+
+    mask: ArrayLike
+    block_q: int
+    block_kv: int
+
+    def __post_init__(self) -> None:
+        for name in ("block_q", "block_kv"):
+            value = getattr(self, name)
+            if not isinstance(value, int | np.integer) or value < 1:
+                raise ArgumentError(
+                    f"BlockSparse {name}={value!r} is not a whole number of 1 or more.",
+                    action="Pass the number of rows in one block.",
+                )
+
+    def lower(self, builder: Builder) -> None:
+        mask = np.asarray(self.mask)
+        if mask.dtype != bool:
+            raise DTypeError(
+                f"the block mask has dtype {mask.dtype}, not bool.",
+                action="Pass mask.astype(bool); True means that the block may attend.",
+            )
+        shape = builder.shape
+        q_blocks = -(-shape.q_len // self.block_q)
+        kv_blocks = -(-shape.kv_len // self.block_kv)
+        if mask.ndim < 2 or mask.shape[-2:] != (q_blocks, kv_blocks):
+            raise ShapeError(
+                f"the block mask has shape {mask.shape}; its last two sizes must be "
+                f"({q_blocks}, {kv_blocks}).",
+                [
+                    ("query", f"q_len={shape.q_len}, block_q={self.block_q}"),
+                    ("key", f"kv_len={shape.kv_len}, block_kv={self.block_kv}"),
+                ],
+                "Give one entry for each block, the last one perhaps shorter.",
+            )
+        builder.mask(
+            builder.broadcast(
+                mask,
+                "block mask",
+                (
+                    ("num_heads", shape.num_heads, builder.head),
+                    ("q_blocks", q_blocks, builder.q_index // int(self.block_q)),
+                    ("kv_blocks", kv_blocks, builder.kv_index // int(self.block_kv)),
+                ),
+            )
+        )
+
+    def naive(self, dense: Dense) -> None:
+        blocks = dense.here(self.mask)
+        whole = np.repeat(np.repeat(blocks, self.block_q, axis=0), self.block_kv, axis=1)
+        dense.allowed &= whole[: dense.allowed.shape[0], : dense.allowed.shape[1]]
+
+    @classmethod
+    def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[BlockSparse]:
+        made = []
+        for block_q, block_kv, heads in ((4, 8, 1), (64, 32, shape.num_heads)):
+            size = (heads, -(-shape.q_len // block_q), -(-shape.kv_len // block_kv))
+            made.append(cls(rng.random(size) < 0.6, block_q, block_kv))
+        return made

@@ -1,0 +1,51 @@
+"""A boolean array as a mask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from qkv.errors import DTypeError
+from qkv.problem.builder import Builder, Shape
+from qkv.problem.dense import Dense
+from qkv.variants.base import MaskVariant
+
+
+@dataclass(frozen=True, eq=False)
+class Mask(MaskVariant):
+    """Allowed where the array is True. A bare boolean array means the same.
+
+    Parameters
+    ----------
+    array : boolean array that broadcasts to (..., num_heads, q_len, kv_len)
+        Read in place, by row. True = may attend, as in torch, JAX and Hugging Face's 4-D masks;
+        the opposite of `nn.MultiheadAttention`'s.
+    """
+
+    array: ArrayLike
+
+    def __repr__(self) -> str:
+        return f"Mask{np.shape(self.array)}"
+
+    def lower(self, builder: Builder) -> None:
+        array = np.asarray(self.array)
+        if array.dtype != bool:
+            raise DTypeError(
+                f"a mask has dtype {array.dtype}, not bool.",
+                action="Pass array.astype(bool) for a mask (True = attend), or Bias(array) to "
+                "add floating numbers to the scores.",
+            )
+        builder.mask(builder.broadcast(array, "mask"))
+
+    def naive(self, dense: Dense) -> None:
+        dense.allowed &= np.broadcast_to(dense.here(self.array), dense.allowed.shape)
+
+    @classmethod
+    def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[Mask]:
+        full = rng.random(shape.scores) < 0.5
+        empty_row = rng.random((shape.q_len, shape.kv_len)) < 0.7
+        empty_row[: shape.q_len // 2] = False
+        return (cls(full), cls(empty_row), cls(full[..., :1, :1, :]), cls(full[..., :1]))

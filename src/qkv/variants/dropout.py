@@ -1,0 +1,78 @@
+"""Weights dropped by a counter-based generator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from qkv.errors import ArgumentError
+from qkv.problem.builder import Builder, Shape
+from qkv.problem.dense import Dense
+from qkv.variants.base import Variant
+
+
+@dataclass(frozen=True)
+class Dropout(Variant):
+    """Each weight is dropped with probability p, the others are divided by 1 - p.
+
+    Parameters
+    ----------
+    p : float
+        Probability, 0 <= p < 1.
+    seed : int
+        64-bit seed. Whether a weight is dropped depends on the seed and on the flat batch index,
+        query head, query row and key row alone: the same on every backend and tile size.
+
+    Notes
+    -----
+    Word 0 of Philox4x32-10 with counter (key row, query row, head, batch) and key (low, high half
+    of the seed); dropped where it is below `p * 2**32`. lse and statistics are those before
+    dropout. Sources: Srivastava et al. (2014); Salmon et al., "Parallel Random Numbers: As Easy as
+    1, 2, 3" (2011).
+    """
+
+    p: float
+    seed: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.p < 1:
+            raise ArgumentError(
+                f"Dropout p={self.p!r} is not a probability below 1.",
+                action="Pass the share of weights to drop, as in Dropout(0.1, seed=0).",
+            )
+        if not 0 <= self.seed < 2**64:
+            raise ArgumentError(
+                f"Dropout seed={self.seed!r} does not fit 64 bits.",
+                action="Pass an integer from 0 to 2**64 - 1.",
+            )
+
+    def lower(self, builder: Builder) -> None:
+        builder.drop(float(self.p), int(self.seed))
+
+    def naive(self, dense: Dense) -> None:
+        for i in range(dense.factors.shape[0]):
+            for j in range(dense.factors.shape[1]):
+                word = _philox((j, i, dense.head, dense.batch), self.seed)
+                dense.factors[i, j] *= 0.0 if word < self.p * 2**32 else 1 / (1 - self.p)
+
+    @classmethod
+    def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[Dropout]:
+        return (cls(0.0, 0), cls(0.4, 1234567890123))
+
+
+def _philox(counter: tuple[int, int, int, int], seed: int) -> int:
+    """Word 0 of Philox4x32-10, one integer at a time, as printed in the paper."""
+    x0, x1, x2, x3 = counter
+    k0, k1 = seed & 0xFFFFFFFF, seed >> 32
+    for _ in range(10):
+        a, b = x0 * 0xD2511F53, x2 * 0xCD9E8D57
+        x0, x1, x2, x3 = (
+            (b >> 32) ^ x1 ^ k0,
+            b & 0xFFFFFFFF,
+            (a >> 32) ^ x3 ^ k1,
+            a & 0xFFFFFFFF,
+        )
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return x0

@@ -1,0 +1,75 @@
+"""Tokens that see all and are seen by all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from qkv.errors import ArgumentError
+from qkv.problem.builder import INDEX_LIMIT, Builder, Shape
+from qkv.problem.dense import Dense
+from qkv.problem.expressions import Expr
+from qkv.variants.base import MaskVariant
+
+
+@dataclass(frozen=True, eq=False)
+class GlobalTokens(MaskVariant):
+    """Allowed where the query or the key stands at one of `positions`.
+
+    Longformer is `SlidingWindow(w, w) | GlobalTokens(positions)`.
+
+    Parameters
+    ----------
+    positions : integer array (n,)
+        Positions of the global tokens.
+
+    Notes
+    -----
+    Source: Beltagy et al., "Longformer" (2020), section 3.1; Zaheer et al., "Big Bird" (2020).
+    """
+
+    positions: ArrayLike
+
+    def __post_init__(self) -> None:
+        positions = np.asarray(self.positions)
+        if positions.ndim != 1 or (positions.size and positions.dtype.kind not in "iu"):
+            raise ArgumentError(
+                f"GlobalTokens takes a list of positions, not {self.positions!r}.",
+                action="Pass integers, as in GlobalTokens([0, 5]).",
+            )
+        if positions.size and (abs(positions).max() > INDEX_LIMIT or np.ptp(positions) > 2**27):
+            raise ArgumentError(
+                f"GlobalTokens spans {positions.min()} to {positions.max()}; "
+                f"at most {2**27} positions may lie between the first and the last.",
+                action="Use Mask or ScoreMod for tokens so far apart.",
+            )
+
+    def lower(self, builder: Builder) -> None:
+        positions = np.asarray(self.positions, np.int64)
+        low = int(positions.min()) if positions.size else 0
+        span = int(np.ptp(positions)) + 1 if positions.size else 1
+        chosen = np.zeros(span + 2, bool)
+        chosen[positions - low + 1] = True
+        member = builder.table(chosen, "global tokens")
+        first = builder.scalar(low - 1, "first global token")
+        last = builder.scalar(span + 1, "global span")
+
+        def is_global(position: Expr) -> Expr:
+            index: Expr = np.clip(position - first, 0, last)  # type: ignore[call-overload]
+            return member[index]
+
+        builder.mask(is_global(builder.q_pos) | is_global(builder.kv_pos))
+
+    def naive(self, dense: Dense) -> None:
+        chosen = {int(p) for p in np.asarray(self.positions)}
+        for i, q_pos in enumerate(dense.q_pos):
+            for j, kv_pos in enumerate(dense.kv_pos):
+                if int(q_pos) not in chosen and int(kv_pos) not in chosen:
+                    dense.allowed[i, j] = False
+
+    @classmethod
+    def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[GlobalTokens]:
+        return (cls([0]), cls([1, 4, 70]))

@@ -1,0 +1,56 @@
+"""Padded keys: the number of real ones in each batch row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from qkv.errors import DTypeError, ShapeError
+from qkv.problem.builder import Builder, Shape
+from qkv.problem.dense import Dense
+from qkv.variants.base import MaskVariant
+
+
+@dataclass(frozen=True, eq=False)
+class KeyLengths(MaskVariant):
+    """Only the first `kv_lens[b]` key rows of batch row b are real.
+
+    Parameters
+    ----------
+    kv_lens : int or integer array over the leading dimensions
+        Between 0 and kv_len. With `q_offset="end"` the last query stands at the last real key.
+
+    Raises
+    ------
+    ShapeError
+        If a length is negative or beyond kv_len, or the array does not fit the batch.
+    """
+
+    kv_lens: ArrayLike
+
+    def lower(self, builder: Builder) -> None:
+        lens = np.asarray(self.kv_lens)
+        if lens.dtype.kind not in "iu":
+            raise DTypeError(
+                f"kv_lens has dtype {lens.dtype}, not an integer type.",
+                action="Pass kv_lens.astype(int); a boolean key mask is passed as it is.",
+            )
+        if lens.size and (lens.min() < 0 or lens.max() > builder.shape.kv_len):
+            raise ShapeError(
+                f"kv_lens runs from {lens.min()} to {lens.max()}; kv_len={builder.shape.kv_len}.",
+                action="Give each batch row a number of keys from 0 to kv_len.",
+            )
+        builder.limit_keys(lens)
+        builder.mask(builder.kv_index < builder.per_batch(lens.astype(np.int64), "kv_lens"))
+
+    def naive(self, dense: Dense) -> None:
+        dense.allowed[:, int(dense.row(self.kv_lens)) :] = False
+
+    @classmethod
+    def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[KeyLengths]:
+        lens: Any = rng.integers(0, shape.kv_len + 1, shape.batch_shape)
+        return (cls(lens), cls(shape.kv_len // 2))

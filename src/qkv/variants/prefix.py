@@ -1,0 +1,50 @@
+"""A prefix that every query sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from qkv.errors import ArgumentError
+from qkv.problem.builder import Builder, Shape
+from qkv.problem.dense import Dense
+from qkv.variants.base import MaskVariant
+
+
+@dataclass(frozen=True, eq=False)
+class Prefix(MaskVariant):
+    """Keys with `kv_pos < length` are allowed; prefix-LM is `Causal() | Prefix(length)`.
+
+    Parameters
+    ----------
+    length : int or integer array over the leading dimensions
+        Number of positions in the prefix.
+
+    Notes
+    -----
+    Source: Raffel et al., "T5" (2020), section 3.2.1.
+    """
+
+    length: ArrayLike
+
+    def __post_init__(self) -> None:
+        length = np.asarray(self.length)
+        if length.dtype.kind not in "iu" or (length < 0).any():
+            raise ArgumentError(
+                f"Prefix length={self.length!r} is not a whole number of positions.",
+                action="Pass an integer of 0 or more, or one for each batch row.",
+            )
+
+    def lower(self, builder: Builder) -> None:
+        length = builder.per_batch(np.asarray(self.length, np.int64), "prefix length")
+        builder.mask(builder.kv_pos < length)
+
+    def naive(self, dense: Dense) -> None:
+        dense.allowed[:, dense.kv_pos >= dense.row(self.length)] = False
+
+    @classmethod
+    def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[Prefix]:
+        return (cls(min(3, shape.kv_len)), cls(rng.integers(0, 5, shape.batch_shape)))

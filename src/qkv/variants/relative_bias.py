@@ -1,0 +1,107 @@
+"""T5's learned bias of the distance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from qkv.errors import ArgumentError, ShapeError
+from qkv.problem.builder import Builder, Shape
+from qkv.problem.dense import Dense
+from qkv.problem.expressions import Expr
+from qkv.variants.base import Variant
+
+
+@dataclass(frozen=True, eq=False)
+class RelativeBias(Variant):
+    """`score + table[bucket(kv_pos - q_pos), head]`.
+
+    Parameters
+    ----------
+    table : floating array (num_buckets, num_heads)
+        The learned embedding, as T5 stores it.
+    bidirectional : bool
+        Half of the buckets for keys after the query (encoder), or none (decoder).
+    max_distance : int
+        Distances from here on share the last bucket.
+
+    Notes
+    -----
+    Half of a direction's buckets hold one distance each, the others grow logarithmically. Source:
+    Raffel et al., "T5" (2020), section 2.1 and the published code.
+    """
+
+    table: ArrayLike
+    bidirectional: bool = True
+    max_distance: int = 128
+
+    def __post_init__(self) -> None:
+        table = np.asarray(self.table)
+        per_side = len(table) // (2 if self.bidirectional else 1) if table.ndim == 2 else 0
+        if per_side < 2:
+            raise ShapeError(
+                f"a relative bias table has shape {table.shape}; it must be "
+                f"(num_buckets, num_heads) with at least {4 if self.bidirectional else 2} buckets.",
+                action="Pass the weight of T5's relative_attention_bias.",
+            )
+        if self.max_distance <= per_side // 2:
+            raise ArgumentError(
+                f"max_distance={self.max_distance} is not beyond the {per_side // 2} exact "
+                "buckets of a direction.",
+                action="Pass T5's relative_attention_max_distance (128).",
+            )
+
+    def lower(self, builder: Builder) -> None:
+        table = np.asarray(self.table)
+        if table.shape[1] != builder.shape.num_heads:
+            raise ShapeError(
+                f"the relative bias table has {table.shape[1]} heads; "
+                f"num_heads={builder.shape.num_heads}.",
+                action="Pass a table (num_buckets, num_heads).",
+            )
+        far = self.max_distance
+        distances = np.arange(-far, far + 1)
+        buckets = relative_buckets(distances, len(table), self.bidirectional, far)
+        bucket_of = builder.table(buckets, "bucket of distance")
+        bound = builder.scalar(far, "max_distance")
+        clipped: Expr = np.clip(  # type: ignore[call-overload]
+            builder.kv_pos - builder.q_pos + bound, 0, bound + bound
+        )
+        bias = builder.table(table, "relative bias")[bucket_of[clipped], builder.head]
+        builder.mod(builder.score + bias)
+
+    def naive(self, dense: Dense) -> None:
+        table = np.asarray(self.table, np.float64)
+        buckets = relative_buckets(
+            -dense.distance, len(table), self.bidirectional, self.max_distance
+        )
+        dense.scores = dense.scores + table[buckets, dense.head]
+
+    @classmethod
+    def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[RelativeBias]:
+        table = rng.normal(size=(32, shape.num_heads)).astype(np.float32)
+        return (cls(table), cls(table, bidirectional=False, max_distance=64))
+
+
+def relative_buckets(
+    relative: NDArray[Any], num_buckets: int, bidirectional: bool, max_distance: int
+) -> NDArray[np.int64]:
+    """T5's bucket of each `kv_pos - q_pos`, in the float32 arithmetic of the published code."""
+    relative = np.asarray(relative, np.int64)
+    offset = np.zeros_like(relative)
+    if bidirectional:
+        num_buckets //= 2
+        offset = (relative > 0) * num_buckets
+        relative = np.abs(relative)
+    else:
+        relative = -np.minimum(relative, 0)
+    exact = num_buckets // 2
+    ratio = np.maximum(relative, exact).astype(np.float32) / np.float32(exact)
+    growth = np.log(ratio) / np.float32(log(max_distance / exact))
+    far = exact + (growth * np.float32(num_buckets - exact)).astype(np.int64)
+    return offset + np.where(relative < exact, relative, np.minimum(far, num_buckets - 1))

@@ -1,0 +1,159 @@
+"""Packed sequences: several examples in one row, each attending to itself alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from qkv.errors import DTypeError, ShapeError
+from qkv.problem.builder import Builder, Restart, Shape
+from qkv.problem.dense import Dense
+from qkv.variants.base import MaskVariant
+
+
+@dataclass(frozen=True, eq=False)
+class Segments(MaskVariant):
+    """A query attends to keys of its own segment; positions restart in each.
+
+    Parameters
+    ----------
+    q_ids : integer array (..., q_len)
+        Segment of each query row; equal numbers are one segment.
+    kv_ids : integer array (..., kv_len), optional
+        Segment of each key row; `q_ids` if not given.
+
+    Raises
+    ------
+    ShapeError, DTypeError
+        If the ids do not fit the rows, or are not integers.
+    AmbiguityError
+        If segments differ in query and key length and a variant reads positions: say
+        `q_offset="start"` or `"end"`, which then holds in each segment.
+
+    Notes
+    -----
+    A row's position is its rank among the rows with its id. Tiles of two segments that do not meet
+    are skipped.
+    """
+
+    q_ids: ArrayLike
+    kv_ids: ArrayLike | None = None
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_q: ArrayLike, cu_kv: ArrayLike | None = None) -> Segments:
+        """From cumulative lengths `[0, n0, n0 + n1, ...]`, as varlen interfaces take them."""
+        return cls(_ids(cu_q, "cu_q"), None if cu_kv is None else _ids(cu_kv, "cu_kv"))
+
+    def lower(self, builder: Builder) -> None:
+        shape = builder.shape
+        q_ids = _rows(self.q_ids, "q_ids", shape.q_len, "q_len")
+        if self.kv_ids is None and shape.q_len != shape.kv_len:
+            raise ShapeError(
+                f"q_len={shape.q_len} and kv_len={shape.kv_len} differ; Segments has q_ids only.",
+                action="Pass kv_ids as well.",
+            )
+        kv_ids = q_ids
+        if self.kv_ids is not None:
+            kv_ids = _rows(self.kv_ids, "kv_ids", shape.kv_len, "kv_len")
+        q_rows = builder.batch_rows(q_ids, "q_ids", 1)
+        kv_rows = builder.batch_rows(kv_ids, "kv_ids", 1)
+        if q_ids.ndim == 1:
+            q_rows = q_rows[:1]
+        if kv_ids.ndim == 1:
+            kv_rows = kv_rows[:1]
+        q_rank, kv_rank = _ranks(q_rows), _ranks(kv_rows)
+        builder.restart_positions(Restart(q_rank, kv_rank, _end_shift(q_rows, kv_rows)))
+        of_query = builder.table(q_rows, "q_ids")
+        of_key = builder.table(kv_rows, "kv_ids")
+        builder.mask(
+            of_query[builder.batch if len(q_rows) > 1 else 0, builder.q_index]
+            == of_key[builder.batch if len(kv_rows) > 1 else 0, builder.kv_index]
+        )
+
+    def naive_rows(self, dense: Dense) -> None:
+        q_ids, kv_ids = self._of(dense)
+        starts = dense.q_pos - np.arange(len(q_ids)), dense.kv_pos - np.arange(len(kv_ids))
+        q_pos = [sum(1 for b in q_ids[:i] if b == a) for i, a in enumerate(q_ids)]
+        kv_pos = [sum(1 for b in kv_ids[:i] if b == a) for i, a in enumerate(kv_ids)]
+        if dense.align == "end":
+            for i, a in enumerate(q_ids):
+                q_pos[i] += int(np.sum(kv_ids == a)) - int(np.sum(q_ids == a))
+            starts = (np.zeros_like(starts[0]), starts[1])
+        dense.q_pos = np.asarray(q_pos, np.int64) + starts[0]
+        dense.kv_pos = np.asarray(kv_pos, np.int64) + starts[1]
+
+    def naive(self, dense: Dense) -> None:
+        q_ids, kv_ids = self._of(dense)
+        for i, a in enumerate(q_ids):
+            for j, b in enumerate(kv_ids):
+                if a != b:
+                    dense.allowed[i, j] = False
+
+    def _of(self, dense: Dense) -> tuple[NDArray[Any], NDArray[Any]]:
+        q_ids = dense.row(self.q_ids, trailing=1)
+        return q_ids, q_ids if self.kv_ids is None else dense.row(self.kv_ids, trailing=1)
+
+    @classmethod
+    def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[Segments]:
+        q_ids = np.sort(rng.integers(0, 3, shape.q_len))
+        kv_ids = np.sort(rng.integers(0, 3, (*shape.batch_shape, shape.kv_len)), axis=-1)
+        if shape.q_len == shape.kv_len:
+            return (cls(q_ids), cls(q_ids, kv_ids))
+        return (cls(q_ids, kv_ids),)
+
+
+def _ids(cu_seqlens: ArrayLike, name: str) -> NDArray[np.int64]:
+    edges = np.asarray(cu_seqlens)
+    lengths = np.diff(edges) if edges.ndim == 1 and edges.dtype.kind in "iu" else np.array([-1])
+    if not len(edges.reshape(-1)) or edges.reshape(-1)[0] != 0 or (lengths < 0).any():
+        raise ShapeError(
+            f"{name} is not a rising sequence of integers that starts at 0.",
+            [(name, str(edges)[:200])],
+            "Pass cumulative lengths, as in [0, 3, 7] for segments of 3 and 4 rows.",
+        )
+    return np.repeat(np.arange(len(lengths)), lengths)
+
+
+def _rows(ids: ArrayLike, name: str, length: int, length_name: str) -> NDArray[Any]:
+    array = np.asarray(ids)
+    if array.dtype.kind not in "iu":
+        raise DTypeError(
+            f"{name} has dtype {array.dtype}, not an integer type.",
+            action="Number the segments with integers.",
+        )
+    if array.ndim < 1 or array.shape[-1] != length:
+        raise ShapeError(
+            f"{name} has shape {array.shape}; {length_name}={length}.",
+            action=f"Give one id for each row: shape (..., {length}).",
+        )
+    return array.astype(np.int64)
+
+
+def _ranks(ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Number of earlier rows with the same id."""
+    ranks = np.empty_like(ids)
+    for row, out in zip(ids, ranks, strict=True):
+        order = np.argsort(row, kind="stable")
+        ordered = row[order]
+        first = np.concatenate([[True], ordered[1:] != ordered[:-1]])[: len(row)]
+        start = np.maximum.accumulate(np.where(first, np.arange(len(row)), 0))
+        out[order] = np.arange(len(row)) - start
+    return ranks
+
+
+def _end_shift(q_ids: NDArray[np.int64], kv_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Key rows less query rows of each query row's segment."""
+    rows = max(len(q_ids), len(kv_ids))
+    q_ids = np.broadcast_to(q_ids, (rows, q_ids.shape[1]))
+    kv_ids = np.broadcast_to(kv_ids, (rows, kv_ids.shape[1]))
+    shift = np.zeros(q_ids.shape, np.int64)
+    for q_row, kv_row, out in zip(q_ids, kv_ids, shift, strict=True):
+        known, where, q_count = np.unique(q_row, return_inverse=True, return_counts=True)
+        ordered = np.sort(kv_row)
+        kv_count = np.searchsorted(ordered, known, "right") - np.searchsorted(ordered, known)
+        out[:] = (kv_count - q_count)[where]
+    return shift

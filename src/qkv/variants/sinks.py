@@ -1,0 +1,41 @@
+"""A logit that takes weight and gives nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from qkv.problem.builder import Builder, Shape
+from qkv.problem.dense import Dense
+from qkv.variants.base import Variant
+
+
+@dataclass(frozen=True, eq=False)
+class Sinks(Variant):
+    """`exp(values[head])` enters the denominator of every row, and nothing else.
+
+    Parameters
+    ----------
+    values : float or array (num_heads,)
+        Logit of each query head, on the scale of the final scores.
+
+    Notes
+    -----
+    Source: gpt-oss (2025); Miller, "Attention Is Off By One" (2023), is `Sinks(0.0)`.
+    """
+
+    values: ArrayLike
+
+    def lower(self, builder: Builder) -> None:
+        builder.sink(self.values)
+
+    def naive(self, dense: Dense) -> None:
+        values = np.broadcast_to(np.asarray(self.values, np.float64), (dense.num_heads,))
+        dense.sink = float(values[dense.head])
+
+    @classmethod
+    def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[Sinks]:
+        return (cls(0.0), cls(rng.normal(size=shape.num_heads)))

@@ -1,0 +1,70 @@
+"""Windows around the query's own position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from qkv.errors import ArgumentError
+from qkv.problem.builder import INDEX_LIMIT, Builder, Shape
+from qkv.problem.dense import Dense
+from qkv.variants.base import MaskVariant
+
+
+@dataclass(frozen=True)
+class SlidingWindow(MaskVariant):
+    """A query attends to keys from `q_pos - left` to `q_pos + right`, both included.
+
+    Parameters
+    ----------
+    left, right : int or None
+        Keys before and after the query's own; None is unbounded. A Hugging Face window of W is
+        `SlidingWindow(W - 1, 0)`.
+
+    Raises
+    ------
+    ArgumentError
+        If a side is negative or not an integer.
+
+    Notes
+    -----
+    Work is proportional to `q_len * (left + right + 1)`. Source: Beltagy et al., "Longformer"
+    (2020), section 3.1.
+    """
+
+    left: int | None
+    right: int | None
+
+    def __post_init__(self) -> None:
+        for name in ("left", "right"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
+                raise ArgumentError(
+                    f"SlidingWindow {name}={value!r} is not a whole number of keys.",
+                    action="Pass an integer of 0 or more, or None for no bound.",
+                )
+
+    def lower(self, builder: Builder) -> None:
+        distance = builder.q_pos - builder.kv_pos
+        if self.left is not None:
+            builder.mask(distance <= builder.scalar(min(int(self.left), INDEX_LIMIT), "left"))
+        if self.right is not None:
+            builder.mask(-distance <= builder.scalar(min(int(self.right), INDEX_LIMIT), "right"))
+        if self.left is None and self.right is None:
+            builder.mask(True)
+
+    def naive(self, dense: Dense) -> None:
+        for i, q_pos in enumerate(dense.q_pos):
+            for j, kv_pos in enumerate(dense.kv_pos):
+                if self.left is not None and kv_pos < q_pos - self.left:
+                    dense.allowed[i, j] = False
+                if self.right is not None and kv_pos > q_pos + self.right:
+                    dense.allowed[i, j] = False
+
+    @classmethod
+    def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[SlidingWindow]:
+        return (cls(2, 0), cls(None, 3), cls(1, 2), cls(40, 0))

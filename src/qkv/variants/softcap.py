@@ -1,0 +1,50 @@
+"""Scores kept inside a bound."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+import numpy as np
+
+from qkv.errors import ArgumentError
+from qkv.problem.builder import Builder, Shape
+from qkv.problem.dense import Dense
+from qkv.variants.base import Variant
+
+
+@dataclass(frozen=True)
+class Softcap(Variant):
+    """`cap * tanh(score / cap)`.
+
+    Parameters
+    ----------
+    cap : float
+        Bound on the absolute score, positive; a value, not structure.
+
+    Notes
+    -----
+    Source: Gemma 2 (2024), section 2, after Bello et al. (2017).
+    """
+
+    cap: float
+
+    def __post_init__(self) -> None:
+        if not (isfinite(self.cap) and self.cap > 0):
+            raise ArgumentError(
+                f"Softcap cap={self.cap!r} is not a positive number.",
+                action="Pass the largest absolute score, as in Softcap(50.0).",
+            )
+
+    def lower(self, builder: Builder) -> None:
+        cap = builder.scalar(float(self.cap), "cap")
+        scaled: object = np.tanh(builder.score / cap)
+        builder.mod(cap * scaled)
+
+    def naive(self, dense: Dense) -> None:
+        dense.scores = self.cap * np.tanh(dense.scores / self.cap)
+
+    @classmethod
+    def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[Softcap]:
+        return (cls(2.0), cls(50.0))

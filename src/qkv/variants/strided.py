@@ -1,0 +1,58 @@
+"""Every n-th key, counted from the query."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from qkv.errors import ArgumentError
+from qkv.problem.builder import INDEX_LIMIT, Builder, Shape
+from qkv.problem.dense import Dense
+from qkv.variants.base import MaskVariant
+
+
+@dataclass(frozen=True)
+class Strided(MaskVariant):
+    """Allowed where `(q_pos - kv_pos) % stride == 0`.
+
+    The strided pattern of Sparse Transformers is
+    `Causal() & (SlidingWindow(stride - 1, 0) | Strided(stride))`.
+
+    Parameters
+    ----------
+    stride : int
+        Distance between allowed keys, 1 or more.
+
+    Notes
+    -----
+    Source: Child et al., "Generating Long Sequences with Sparse Transformers" (2019), section 4.2.
+    """
+
+    stride: int
+
+    def __post_init__(self) -> None:
+        if (
+            isinstance(self.stride, bool)
+            or not isinstance(self.stride, int | np.integer)
+            or not 1 <= self.stride <= INDEX_LIMIT
+        ):
+            raise ArgumentError(
+                f"Strided stride={self.stride!r} is not a whole number of 1 or more.",
+                action="Pass the distance between allowed keys.",
+            )
+
+    def lower(self, builder: Builder) -> None:
+        stride = builder.scalar(int(self.stride), "stride")
+        builder.mask((builder.q_pos - builder.kv_pos) % stride == 0)
+
+    def naive(self, dense: Dense) -> None:
+        for i, q_pos in enumerate(dense.q_pos):
+            for j, kv_pos in enumerate(dense.kv_pos):
+                if abs(int(q_pos) - int(kv_pos)) % self.stride:
+                    dense.allowed[i, j] = False
+
+    @classmethod
+    def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[Strided]:
+        return (cls(1), cls(4))
