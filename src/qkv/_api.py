@@ -133,7 +133,7 @@ def merge(*parts: tuple[Any, Any], layout: Layout = "bhld") -> tuple[Any, Any]:
     if layout not in ("bhld", "blhd"):
         raise ArgumentError(f"layout={layout!r} is not known.", action="Use 'bhld' or 'blhd'.")
     library = library_of(parts[0][0], "out")
-    joined = []
+    joined: list[Partial] = []
     first = library.view(parts[0][0], "out")
     for out, lse in parts:
         array = library_of(out, "out").view(out, "out")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.arrays import ArrayLibrary, library_of
+from qkv.arrays import ArrayLibrary, library_of, view
 from qkv.backends import Choice, choose
 from qkv.partial import Partial, finish
 from qkv.problem.check import Layout, check
@@ -44,11 +44,13 @@ class Call:
         kv_offset: Any,
         backend: str,
     ) -> Call:
-        views = []
-        for role, array in (("query", query), ("key", key), ("value", value)):
-            views.append(library_of(array, role).view(array, role))
+        views = [
+            view(array, role) for array, role in ((query, "query"), (key, "key"), (value, "value"))
+        ]
         problem = check(
-            *views,
+            views[0],
+            views[1],
+            views[2],
             tuple(map(_as_variant, variants)),
             scale=scale,
             layout=layout,
@@ -61,7 +63,7 @@ class Call:
             library_of(query, "query"),
             views[0].dtype,
             layout,
-            max(view.ndim for view in views),
+            max(v.ndim for v in views),
         )
 
     def run(self) -> Partial:

@@ -120,12 +120,13 @@ def choose(spec: Spec, name: str = "auto") -> Choice:
         if not reasons:
             return Choice(backend, tuple(refused))
         refused.append((backend.name, reasons))
+    which, advice = f"{name} cannot run", 'Pass backend="auto" to use one that can.'
+    if name == "auto":
+        which, advice = "no backend can run", "Change what is refused, or use another backend."
+    reasons_of = [(n, "; ".join(map(str, reasons))) for n, reasons in refused]
     raise UnsupportedError(
-        "no backend can run this problem." if name == "auto" else f"{name} cannot run this problem.",
-        [("problem", describe(spec)), *((n, "; ".join(map(str, r))) for n, r in refused)],
-        "Change what is refused, or use another backend." if name == "auto"
-        else 'Pass backend="auto" to use one that can.',
-    )  # fmt: skip
+        f"{which} this problem.", [("problem", describe(spec)), *reasons_of], advice
+    )
 
 
 def describe(spec: Spec) -> str:

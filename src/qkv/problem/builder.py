@@ -136,7 +136,7 @@ class Builder:
         self.arrays[name] = view
         return Table(name, kind, view.shape)
 
-    def scalar(self, value: float, label: str = "value") -> Expr:
+    def scalar(self, value: Any, label: str = "value") -> Expr:
         """A number that is a value, not structure: changing it compiles nothing."""
         return self.table(np.asarray(value), label)[()]
 

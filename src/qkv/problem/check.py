@@ -119,14 +119,7 @@ def _shape(arrays: Arrays, layout: Layout) -> tuple[Arrays, Shape]:
         view = array[None] if array.ndim == 2 else array
         views[name] = view.swapaxes(-3, -2) if layout == "blhd" and array.ndim > 2 else view
     q, k, v = views["query"], views["key"], views["value"]
-    seen = [
-        ("query", f"{_head(arrays['query'])}   num_heads={q.shape[-3]}     q_len={q.shape[-2]}   "
-         f"head_dim={q.shape[-1]}"),
-        ("key", f"{_head(arrays['key'])}   num_kv_heads={k.shape[-3]}  kv_len={k.shape[-2]}  "
-         f"head_dim={k.shape[-1]}"),
-        ("value", f"{_head(arrays['value'])}   num_kv_heads={v.shape[-3]}  kv_len={v.shape[-2]}  "
-         f"v_head_dim={v.shape[-1]}"),
-    ]  # fmt: skip
+    seen = _seen(arrays, q, k, v)
     other = "blhd" if layout == "bhld" else "bhld"
     reading = (
         f'Arrays were read as layout="{layout}". If yours are '
@@ -179,8 +172,21 @@ def _shape(arrays: Arrays, layout: Layout) -> tuple[Arrays, Shape]:
     return views, shape
 
 
-def _head(array: Array) -> str:
-    return f"{array.dtype} {array.shape}"
+def _seen(arrays: Arrays, q: Array, k: Array, v: Array) -> list[tuple[str, str]]:
+    """What was passed, as the rows of an error."""
+    given = {name: f"{array.dtype} {array.shape}" for name, array in arrays.items()}
+    width = max(map(len, given.values()))
+    rows = {
+        "query": ("num_heads", "head_dim", q),
+        "key": ("num_kv_heads", "head_dim", k),
+        "value": ("num_kv_heads", "v_head_dim", v),
+    }
+    lengths = {"query": "q_len", "key": "kv_len", "value": "kv_len"}
+    seen = []
+    for name, (heads, dim, view) in rows.items():
+        sizes = f"{f'{heads}={view.shape[-3]}':<16} {f'{lengths[name]}={view.shape[-2]}':<12}"
+        seen.append((name, f"{given[name]:<{width}}  {sizes} {dim}={view.shape[-1]}"))
+    return seen
 
 
 def _scale(scale: Any, head_dim: int) -> float:

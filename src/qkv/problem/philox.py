@@ -42,4 +42,4 @@ def dropout_factors(
     """What each weight is multiplied by: 0, or 1 / (1 - p)."""
     word = philox((kv_index, q_index, head, batch), dropout.seed)[0]
     kept = word >= dropout.p * 2.0**32
-    return np.where(kept, dtype.type(1 / (1 - dropout.p)), dtype.type(0))
+    return np.asarray(np.where(kept, dtype.type(1 / (1 - dropout.p)), dtype.type(0)))

@@ -57,7 +57,7 @@ class Scores:
         spec = self.problem.spec
         index = np.unravel_index(batch, spec.batch_shape)
         array = self.problem.operands.value[(*index, head // spec.group_size)]
-        return array[rows].astype(self.dtype, copy=False)
+        return np.asarray(array[rows].astype(self.dtype, copy=False))
 
     def tile(self, batch: int, head: int, q_rows: slice, kv_rows: slice, kind: TileKind) -> Array:
         """Final scores `(queries, keys)`, -inf where a pair is forbidden."""

@@ -91,12 +91,12 @@ class TileGrid:
             },
             self.tables,
         )
-        kind = np.where(
+        kinds = np.where(
             allowed.low >= 1,
             TileKind.FULL,
             np.where(allowed.high <= 0, TileKind.EMPTY, TileKind.PARTIAL),
         )
-        return np.broadcast_to(kind, shape).astype(np.uint8)
+        return np.broadcast_to(kinds, shape).astype(np.uint8)
 
     def rows(self, batch: int, head: int) -> Iterator[tuple[int, Array]]:
         """Each query block with the kinds of its tiles, computed a bounded number at a time."""

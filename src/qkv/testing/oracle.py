@@ -93,7 +93,7 @@ def _one_head(dense: Dense, variants: Sequence[Any]) -> tuple[Array, Array, Arra
             if np.isneginf(peak):
                 continue
             lse[i] = peak + np.log(np.sum(np.exp(terms - peak)))
-            for j in seen:
+            for j in seen.tolist():
                 weights[i, j] = np.exp(row[j] - lse[i])
                 out[i] += weights[i, j] * dense.factors[i, j] * dense.value[j]
     return out, lse, weights, scores
@@ -117,6 +117,6 @@ def _start(
     if isinstance(said, str):
         for variant in variants:
             if hasattr(variant, "kv_lens"):
-                kv_len = int(np.broadcast_to(variant.kv_lens, batch_shape)[index])
+                return int(np.broadcast_to(variant.kv_lens, batch_shape)[index]) - q_len, said
         return kv_len - q_len, said
     return int(np.broadcast_to(said, batch_shape)[index]), None

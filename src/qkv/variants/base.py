@@ -27,7 +27,7 @@ class Variant(ABC):
     def lower(self, builder: Builder) -> None:
         """Say the variant in expressions."""
 
-    def naive_rows(self, dense: Dense) -> None:
+    def naive_rows(self, dense: Dense) -> None:  # noqa: B027 - most variants leave rows alone
         """Change positions or rows of query and key, before the product."""
 
     @abstractmethod
