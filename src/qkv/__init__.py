@@ -1,6 +1,6 @@
 """qkv: exact scaled dot-product attention that you can look into."""
 
-from qkv._api import attention, merge
+from qkv._api import attention, inspect, merge
 from qkv._version import __version__
 from qkv.errors import (
     AmbiguityError,
@@ -64,5 +64,6 @@ __all__ = [
     "Variant",
     "__version__",
     "attention",
+    "inspect",
     "merge",
 ]

@@ -1,4 +1,4 @@
-"""The front door: `attention`, `plan`, `merge`."""
+"""The front door: `attention`, `inspect`, `merge`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import numpy as np
 from qkv._call import Call
 from qkv.arrays import library_of
 from qkv.errors import ArgumentError, ShapeError
+from qkv.inspection.record import Record
+from qkv.inspection.replay import Progress
 from qkv.partial import Partial
 from qkv.partial import merge as merge_partials
 from qkv.problem.check import Layout
 
-__all__ = ["attention", "merge"]
+__all__ = ["attention", "inspect", "merge"]
 
 
 def attention(
@@ -100,6 +102,71 @@ def attention(
     if return_lse:
         return call.output(partial), call.rows(partial.lse)
     return call.output(partial)
+
+
+def inspect(
+    query: Any,
+    key: Any,
+    value: Any,
+    *variants: Any,
+    scale: float | None = None,
+    layout: Layout = "bhld",
+    q_offset: Any = None,
+    kv_offset: Any = 0,
+    backend: str = "auto",
+    progress: Progress | None = None,
+) -> Record:
+    """Run attention and keep what is needed to look into it at any length.
+
+        w[i, j] = exp(s[i, j] - lse[i]),   recomputed tile by tile from query, key and lse
+
+    Parameters
+    ----------
+    query, key, value, *variants, scale, layout, q_offset, kv_offset, backend
+        As for `attention`.
+    progress : callable (done, total), optional
+        Told of blocks of rows done while a statistic is computed.
+
+    Returns
+    -------
+    Record
+        `.output`, `.lse`, `.entropy`, `.max_weight`, `.received`, `.top(k)`, `.mass(keys)`,
+        `.mass_at(offset)`, and `.weights`, a lazy array.
+
+    Raises
+    ------
+    QkvError
+        As `attention` does.
+
+    Notes
+    -----
+    The forward pass costs what `attention` does; each question costs one more pass over query and
+    key, `2 head_dim` operations for each pair. No pass holds more than a tile of weights.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> x = np.eye(3)
+    >>> record = qkv.inspect(x, x, x, qkv.Causal())
+    >>> record.entropy.round(4)
+    array([0.    , 0.6549, 1.0611])
+    >>> record.top(1)[0][:, 0]
+    array([0, 1, 2])
+    >>> record.weights[2, :2].round(4)
+    array([0.2645, 0.2645])
+    """
+    call = Call.bind(
+        query,
+        key,
+        value,
+        variants,
+        scale=scale,
+        layout=layout,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        backend=backend,
+    )
+    return Record(call, progress)
 
 
 def merge(*parts: tuple[Any, Any], layout: Layout = "bhld") -> tuple[Any, Any]:

@@ -88,3 +88,8 @@ def render(fact: str, seen: tuple[tuple[str, str], ...], action: str) -> str:
     if action:
         parts.append(action)
     return "\n\n".join(parts)
+
+
+# A traceback then names them as users do: qkv.ShapeError.
+for _error in (QkvError, *QkvError.__subclasses__()):
+    _error.__module__ = "qkv"

@@ -1,0 +1,1 @@
+"""Looking into attention: weights, statistics and traces, recomputed from query, key and lse."""

@@ -1,0 +1,170 @@
+"""What `qkv.inspect` returns: the output, and everything that can be asked about its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv._call import Call
+from qkv.errors import ArgumentError
+from qkv.inspection.replay import PAIRS, Progress, Replay
+from qkv.inspection.statistics import RowStatistics, TopKeys, row_statistics, top_keys
+from qkv.inspection.weights import LazyWeights
+
+Array = NDArray[Any]
+
+
+class Record:
+    """One run of attention that can be looked into at any length.
+
+    Statistics are computed when first asked for, by replay in O(tile) memory, one pass for
+    entropy, largest weight and received weight together and one for each other question. They are
+    float32 (float64 for float64 input), before dropout, one row for each query head.
+
+    Attributes
+    ----------
+    output : array
+        As `qkv.attention` returns it.
+    lse : array (..., num_heads, q_len)
+        Logarithm of the row sums, natural.
+    weights : LazyWeights (..., num_heads, q_len, kv_len)
+        The weights, computed where they are sliced.
+    backend : str
+        The backend that ran.
+    """
+
+    def __init__(self, call: Call, progress: Progress | None = None) -> None:
+        partial = call.run()
+        spec = call.problem.spec
+        self._call = call
+        self._progress = progress
+        self._replay = Replay(call.problem, partial.lse)
+        self._rows: RowStatistics | None = None
+        self._top: dict[int, TopKeys] = {}
+        self.backend = call.choice.backend.name
+        self.output = call.output(partial)
+        self.lse = call.rows(partial.lse)
+        shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.kv_len)
+        self.weights = LazyWeights(self._replay, shape[-2:] if call.ndim == 2 else shape)
+
+    def __repr__(self) -> str:
+        return f"Record(weights {self.weights.shape}, {self.weights.dtype}, run by {self.backend})"
+
+    @property
+    def entropy(self) -> Any:
+        """`-sum_j w[i, j] log w[i, j]` in nats, `(..., num_heads, q_len)`; 0 for an empty row."""
+        return self._of_rows(self._row_statistics.entropy)
+
+    @property
+    def max_weight(self) -> Any:
+        """The largest weight of each row, `(..., num_heads, q_len)`; 0 for an empty row."""
+        return self._of_rows(self._row_statistics.max_weight)
+
+    @property
+    def received(self) -> Any:
+        """`sum_i w[i, j]`: the weight that each key takes in all, `(..., num_heads, kv_len)`."""
+        return self._of_rows(self._row_statistics.received)
+
+    def top(self, k: int) -> tuple[Any, Any]:
+        """The k keys with the largest weights of each row.
+
+        Returns
+        -------
+        (indices, weights)
+            Each `(..., num_heads, q_len, k)`, falling; ties go to the lower index; rows with
+            fewer allowed keys are padded with -1 and 0.
+        """
+        if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
+            raise ArgumentError(
+                f"top(k={k!r}) asks for no whole number of keys.", action="Pass 1 or more."
+            )
+        if k not in self._top:
+            self._top[k] = top_keys(self._replay, int(k), self._progress)
+        found = self._top[k]
+        return self._of_rows(found.indices, 1), self._of_rows(found.weights, 1)
+
+    def mass(self, keys: Any) -> Any:
+        """The weight that each row puts on a set of keys, `(..., num_heads, q_len)`.
+
+        Parameters
+        ----------
+        keys : int, integer array, slice or boolean array (kv_len,)
+            Rows of the key array; naming one twice counts it once.
+        """
+        kv_index = self._key_rows(keys)
+
+        def of_head(batch: int, head: int) -> Array:
+            spec = self._call.problem.spec
+            step = max(1, PAIRS * 16 // max(len(kv_index), 1))
+            return np.concatenate(
+                [np.zeros(0)]
+                + [
+                    self._replay.block(batch, head, rows, kv_index).sum(axis=1, dtype=np.float64)
+                    for rows in np.split(np.arange(spec.q_len), range(step, spec.q_len, step))
+                ]
+            )
+
+        return self._each_head(of_head)
+
+    def mass_at(self, offset: int) -> Any:
+        """The weight of the key at position `q_pos + offset`, `(..., num_heads, q_len)`.
+
+        -1 is the previous token, 0 the query's own; rows without such a key give 0. Where
+        positions restart in segments, the key is the one of the query's own segment.
+        """
+        if isinstance(offset, bool) or not isinstance(offset, int | np.integer):
+            raise ArgumentError(f"mass_at(offset={offset!r}) is not a whole number.")
+        positions = self._call.problem.operands.positions
+
+        def of_head(batch: int, head: int) -> Array:
+            q_pos, kv_pos = (p[batch if len(p) > 1 else 0] for p in positions)
+            order = np.argsort(kv_pos, kind="stable")
+            ordered = kv_pos[order]
+            first = np.searchsorted(ordered, q_pos + offset, "left")
+            count = np.searchsorted(ordered, q_pos + offset, "right") - first
+            q_index = np.repeat(np.arange(len(q_pos)), count)
+            nth = np.arange(len(q_index)) - np.repeat(np.cumsum(count) - count, count)
+            kv_index = order[np.repeat(first, count) + nth]
+            weights = self._replay.pairs(batch, head, q_index, kv_index)
+            return np.bincount(q_index, weights, minlength=len(q_pos))
+
+        return self._each_head(of_head)
+
+    @property
+    def _row_statistics(self) -> RowStatistics:
+        if self._rows is None:
+            self._rows = row_statistics(self._replay, self._progress)
+        return self._rows
+
+    def _each_head(self, of_head: Callable[[int, int], Array]) -> Any:
+        spec = self._call.problem.spec
+        out = np.zeros((spec.batch_size, spec.num_heads, spec.q_len), self._replay.dtype)
+        for batch in range(spec.batch_size if spec.q_len and spec.kv_len else 0):
+            for head in range(spec.num_heads):
+                out[batch, head] = of_head(batch, head)
+        return self._of_rows(out)
+
+    def _of_rows(self, array: Array, trailing: int = 0) -> Any:
+        """`(batch, num_heads, rows, ...)` as the user sees it."""
+        shaped = array.reshape(*self._call.problem.spec.batch_shape, *array.shape[1:])
+        return self._call.rows(shaped, trailing)
+
+    def _key_rows(self, keys: Any) -> Array:
+        kv_len = self._call.problem.spec.kv_len
+        if isinstance(keys, slice):
+            return np.arange(kv_len)[keys]
+        array = np.asarray(keys)
+        if array.dtype == bool and array.shape == (kv_len,):
+            return np.flatnonzero(array)
+        if array.size == 0:
+            return np.zeros(0, np.int64)
+        if array.dtype.kind not in "iu" or array.min() < -kv_len or array.max() >= kv_len:
+            raise ArgumentError(
+                f"mass takes rows of the key array, from 0 to {kv_len - 1}.",
+                [("keys", f"{array.dtype} {array.shape}")],
+                f"Pass indices, a slice, or a boolean array of shape ({kv_len},).",
+            )
+        return np.unique(np.where(array < 0, array + kv_len, array))

@@ -1,0 +1,96 @@
+"""Statistics of all rows in one pass over the tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.inspection.replay import Progress, Replay, Tile
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RowStatistics:
+    """`entropy` and `max_weight` `(batch, num_heads, q_len)`, `received` `(..., kv_len)`."""
+
+    entropy: Array
+    max_weight: Array
+    received: Array
+
+
+@dataclass(frozen=True, slots=True)
+class TopKeys:
+    """`indices` and `weights` `(batch, num_heads, q_len, k)`."""
+
+    indices: Array
+    weights: Array
+
+
+def row_statistics(replay: Replay, progress: Progress | None = None) -> RowStatistics:
+    """Entropy, largest and received weight; sums over tiles are kept in float64."""
+    spec = replay.problem.spec
+    heads = (spec.batch_size, spec.num_heads)
+    entropy = np.zeros((*heads, spec.q_len))
+    largest = np.zeros((*heads, spec.q_len), replay.dtype)
+    received = np.zeros((*heads, spec.kv_len))
+    for tile in replay.tiles(progress):
+        rows = (tile.batch, tile.head, tile.q_rows)
+        columns = (tile.batch, tile.head, tile.kv_rows)
+        with np.errstate(all="ignore"):
+            weights = np.exp(tile.log_weights)
+            entropy[rows] -= np.einsum("ij,ij->i", weights, tile.log_weights)
+            largest[rows] = np.maximum(largest[rows], weights.max(axis=1))
+            received[columns] += weights.sum(axis=0)
+    return RowStatistics(
+        np.maximum(entropy, 0.0).astype(replay.dtype), largest, received.astype(replay.dtype)
+    )
+
+
+def top_keys(replay: Replay, k: int, progress: Progress | None = None) -> TopKeys:
+    """The k largest weights of each row, from scores kept while the tiles go by."""
+    spec = replay.problem.spec
+    shape = (spec.batch_size, spec.num_heads, spec.q_len, k)
+    indices = np.full(shape, -1, np.int64)
+    best = np.full(shape, -np.inf, replay.dtype)
+    for tile in replay.tiles(progress):
+        rows = (tile.batch, tile.head, tile.q_rows)
+        _keep_best(tile, indices[rows], best[rows])
+    with np.errstate(all="ignore"):
+        # `shift` is lse, or 0 where lse is -inf; there nothing was kept and exp(-inf) is 0.
+        weights = np.exp(best - replay.shift[..., None])
+    return TopKeys(indices, weights)
+
+
+def _keep_best(tile: Tile, indices: Array, best: Array) -> None:
+    """Merge a tile into the best k of its rows, in place.
+
+    Tiles come in rising key order, so a later key must be strictly better to enter: ties stay
+    with the lower index.
+    """
+    scores = tile.scores
+    count, k = best.shape
+    better = scores > best[:, -1:]
+    if k < scores.shape[1] and np.count_nonzero(better) > 4 * k * count:
+        # Most of the tile is new: keep what reaches the k-th best of the tile itself.
+        at_least = np.partition(scores, scores.shape[1] - k, axis=1)[:, scores.shape[1] - k]
+        with np.errstate(invalid="ignore"):
+            better &= scores >= at_least[:, None]
+    rows, columns = np.nonzero(better)
+    if not len(rows):
+        return
+    touched = np.unique(rows)
+    kept_rows = np.repeat(touched, k)
+    row = np.concatenate([kept_rows, rows])
+    score = np.concatenate([best[touched].reshape(-1), scores[rows, columns]])
+    index = np.concatenate([indices[touched].reshape(-1), columns + tile.kv_rows.start])
+    order = np.lexsort((index, -score, row))
+    row, score, index = row[order], score[order], index[order]
+    starts = np.searchsorted(row, touched)
+    rank = np.arange(len(row)) - np.repeat(starts, np.diff([*starts, len(row)]))
+    chosen = rank < k
+    best[row[chosen], rank[chosen]] = score[chosen]
+    indices[row[chosen], rank[chosen]] = index[chosen]

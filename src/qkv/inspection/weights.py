@@ -1,0 +1,195 @@
+"""The attention weights as an array that is computed where it is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.backends.reference import DENSE_LIMIT, gib
+from qkv.errors import UnsupportedError
+from qkv.inspection.replay import BLOCK_Q, Replay
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class LazyWeights:
+    """Weights `(..., num_heads, q_len, kv_len)`, before dropout; only what is sliced is computed.
+
+    Slicing follows NumPy: slices, integers, integer and boolean arrays on any axis, `...` and
+    None. A slice that would hold more than the reference limit raises UnsupportedError with its
+    size. Cost: `2 head_dim` operations and one exp for each weight read.
+    """
+
+    replay: Replay
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """float32, or float64 for float64 input."""
+        return self.replay.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape, dtype=object))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the whole would take."""
+        return self.size * self.dtype.itemsize
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"LazyWeights(shape={self.shape}, dtype={self.dtype}, {gib(self.nbytes)} if dense)"
+
+    def numpy(self) -> Array:
+        """The whole matrix; the same as `[...]`."""
+        return self[...]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        return np.asarray(self[...], dtype)
+
+    def __getitem__(self, index: Any) -> Array:
+        entries = _entries(index, self.shape)
+        axes = [e for e in entries if e is not None]
+        arrays = [axis for axis, e in enumerate(axes) if isinstance(e, np.ndarray)]
+        if {self.ndim - 2, self.ndim - 1} <= set(arrays):
+            return self._scattered(tuple(entries))
+        return self._rectangle(entries)
+
+    def _rectangle(self, entries: list[Any]) -> Array:
+        """Each axis on its own: compute the rows and columns that are named, then index those."""
+        coordinates: list[Array] = []
+        local: list[Any] = []
+        for entry in entries:
+            if entry is None:
+                local.append(None)
+                continue
+            size = self.shape[len(coordinates)]
+            if isinstance(entry, slice):
+                coordinates.append(np.arange(size)[entry])
+                local.append(slice(None))
+            elif isinstance(entry, int):
+                coordinates.append(np.array([entry]))
+                local.append(0)
+            else:
+                named, places = np.unique(entry, return_inverse=True)
+                coordinates.append(named)
+                local.append(places.reshape(entry.shape))
+        shape = tuple(map(len, coordinates))
+        self._check_size(int(np.prod(shape, dtype=object)))
+        block = np.empty(shape, self.dtype)
+        q_index, kv_index = coordinates[-2:]
+        lead = coordinates[:-2]
+        for place in np.ndindex(*shape[:-2]):
+            batch, head = self._matrix([int(c[i]) for c, i in zip(lead, place, strict=True)])
+            for start in range(0, len(q_index), BLOCK_Q):
+                rows = slice(start, start + BLOCK_Q)
+                block[place][rows] = self.replay.block(batch, head, q_index[rows], kv_index)
+        return np.asarray(block[tuple(local)])
+
+    def _scattered(self, index: tuple[Any, ...]) -> Array:
+        """Query and key rows are named pair by pair: compute just the pairs."""
+        places = [
+            np.broadcast_to(np.arange(n).reshape(-1, *(1,) * (self.ndim - 1 - axis)), self.shape)[
+                index
+            ]
+            for axis, n in enumerate(self.shape)
+        ]
+        shape = np.shape(places[0])
+        self._check_size(int(np.prod(shape, dtype=object)))
+        flat = [np.reshape(place, -1) for place in places]
+        out = np.empty(flat[0].shape, self.dtype)
+        lead = np.zeros(len(out), np.int64)
+        if self.ndim > 2:
+            lead = np.ravel_multi_index(tuple(flat[:-2]), self.shape[:-2])
+        for matrix in np.unique(lead):
+            chosen = np.flatnonzero(lead == matrix)
+            batch, head = divmod(int(matrix), self.replay.problem.spec.num_heads)
+            out[chosen] = self.replay.pairs(batch, head, flat[-2][chosen], flat[-1][chosen])
+        return out.reshape(shape)
+
+    def _matrix(self, lead: list[int]) -> tuple[int, int]:
+        """Flat batch index and head of leading coordinates."""
+        if not lead:
+            return 0, 0
+        flat = int(np.ravel_multi_index(lead, self.shape[:-2]))
+        return divmod(flat, self.replay.problem.spec.num_heads)
+
+    def _check_size(self, count: int) -> None:
+        size = count * self.dtype.itemsize
+        if size > DENSE_LIMIT:
+            raise UnsupportedError(
+                f"this slice of the weights holds {gib(size)} (limit {gib(DENSE_LIMIT)}).",
+                [("weights", f"{self.dtype} {self.shape}, {gib(self.nbytes)} in all")],
+                "Read fewer rows, or use .top(k), .entropy, .mass(...), which stay small.",
+            )
+
+
+def _entries(index: Any, shape: tuple[int, ...]) -> list[Any]:
+    """One entry for each axis: a slice, an int, an integer array; None for a new axis."""
+    given = index if isinstance(index, tuple) else (index,)
+    parts: list[Any] = []
+    for part in given:
+        if part is None or part is Ellipsis or isinstance(part, slice):
+            parts.append(part)
+        elif isinstance(part, bool | np.bool_):
+            raise IndexError("weights cannot be indexed with a single boolean")
+        elif isinstance(part, int | np.integer):
+            parts.append(int(part))
+        else:
+            array = np.asarray(part)
+            if array.dtype == bool:
+                parts.append(array)
+            elif array.dtype.kind in "iu" or array.size == 0:
+                parts.append(array.astype(np.int64) if array.ndim else int(array))
+            else:
+                raise IndexError(f"weights cannot be indexed with {array.dtype} values")
+    taken = sum(
+        part.ndim if isinstance(part, np.ndarray) and part.dtype == bool else 1
+        for part in parts
+        if part is not None and part is not Ellipsis
+    )
+    if taken > len(shape) or sum(part is Ellipsis for part in parts) > 1:
+        raise IndexError(f"{taken} indices for weights of {len(shape)} dimensions")
+    if not any(part is Ellipsis for part in parts):
+        parts.append(Ellipsis)
+    entries: list[Any] = []
+    axis = 0
+    for part in parts:
+        if part is None:
+            entries.append(None)
+        elif part is Ellipsis:
+            entries += [slice(None)] * (len(shape) - taken)
+            axis += len(shape) - taken
+        elif isinstance(part, np.ndarray) and part.dtype == bool:
+            if part.shape != shape[axis : axis + part.ndim]:
+                raise IndexError(
+                    f"boolean index of shape {part.shape} on axes of sizes "
+                    f"{shape[axis : axis + part.ndim]}"
+                )
+            entries += list(np.nonzero(part))
+            axis += part.ndim
+        else:
+            entries.append(part if isinstance(part, slice) else _inside(part, shape[axis], axis))
+            axis += 1
+    return entries
+
+
+def _inside(part: Any, size: int, axis: int) -> Any:
+    """Integers with negative ones counted from the end, checked against the axis."""
+    array = np.asarray(part)
+    if array.size and (array.min() < -size or array.max() >= size):
+        wrong = array.min() if array.min() < -size else array.max()
+        raise IndexError(f"index {wrong} is out of bounds for axis {axis} with size {size}")
+    moved = np.where(array < 0, array + size, array)
+    return int(moved) if isinstance(part, int) else moved
