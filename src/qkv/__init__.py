@@ -1,6 +1,6 @@
 """qkv: exact scaled dot-product attention that you can look into."""
 
-from qkv._api import attention, inspect, merge
+from qkv._api import attention, inspect, merge, plan
 from qkv._version import __version__
 from qkv.errors import (
     AmbiguityError,
@@ -66,4 +66,5 @@ __all__ = [
     "attention",
     "inspect",
     "merge",
+    "plan",
 ]

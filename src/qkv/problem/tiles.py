@@ -119,23 +119,3 @@ class TileGrid:
             for a, b in zip(starts, stops, strict=True)
             if kinds[a] != TileKind.EMPTY
         ]
-
-    def count(self, batches: int, heads: int) -> TileCounts:
-        """Tiles of each kind over all batch rows and heads."""
-        totals = np.zeros(3, np.int64)
-        by_batch = range(batches) if "batch" in self.depends_on else range(min(batches, 1))
-        by_head = range(heads) if "head" in self.depends_on else range(min(heads, 1))
-        for batch in by_batch:
-            for head in by_head:
-                if self.mask == TRUE or self.mask == FALSE:
-                    kind = TileKind.FULL if self.mask == TRUE else TileKind.EMPTY
-                    totals[kind] += self.q_blocks * self.kv_blocks
-                    continue
-                for _, kinds in self.rows(batch, head):
-                    totals += np.bincount(kinds, minlength=3)
-        if "batch" not in self.depends_on:
-            totals *= batches
-        if "head" not in self.depends_on:
-            totals *= heads
-        empty, partial, full = (int(n) for n in totals)
-        return TileCounts(empty, partial, full)

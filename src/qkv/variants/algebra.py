@@ -59,7 +59,7 @@ class _Joined(MaskVariant):
         return (Causal() & SlidingWindow(3, None),)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class AnyOf(_Joined):
     """Allowed where any of the masks allows."""
 
@@ -75,7 +75,7 @@ class AnyOf(_Joined):
         dense.allowed &= reduce(or_, [_allowed_alone(mask, dense) for mask in self.masks])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class AllOf(_Joined):
     """Allowed where all of the masks allow."""
 
@@ -92,7 +92,7 @@ class AllOf(_Joined):
             mask.naive(dense)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Not(MaskVariant):
     """Allowed where the mask forbids."""
 

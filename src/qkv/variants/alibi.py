@@ -14,7 +14,7 @@ from qkv.problem.dense import Dense
 from qkv.variants.base import Variant
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ALiBi(Variant):
     """`score - slope[head] * abs(q_pos - kv_pos)`.
 

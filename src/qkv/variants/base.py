@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,19 @@ class Variant(ABC):
 
     Subclass it, or pass any object with a `lower` method; see docs/add-a-variant.md.
     """
+
+    def __repr__(self) -> str:
+        """The call that makes it, defaults left out and arrays by shape."""
+        said = []
+        for entry in fields(self) if is_dataclass(self) else ():
+            value: Any = getattr(self, entry.name)
+            if value is entry.default:
+                continue
+            text = repr(value)
+            if isinstance(value, np.ndarray):
+                text = f"{value.dtype}{list(value.shape)}"
+            said.append(text if entry.default is MISSING else f"{entry.name}={text}")
+        return f"{type(self).__name__}({', '.join(said)})"
 
     @abstractmethod
     def lower(self, builder: Builder) -> None:

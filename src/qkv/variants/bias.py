@@ -14,7 +14,7 @@ from qkv.problem.dense import Dense
 from qkv.variants.base import Variant
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Bias(Variant):
     """`score + array`; an entry of exactly -inf forbids the pair. A bare floating array means this.
 
@@ -26,9 +26,6 @@ class Bias(Variant):
     """
 
     array: ArrayLike
-
-    def __repr__(self) -> str:
-        return f"Bias{np.shape(self.array)}"
 
     def lower(self, builder: Builder) -> None:
         array = np.asarray(self.array)

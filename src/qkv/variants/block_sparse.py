@@ -14,7 +14,7 @@ from qkv.problem.dense import Dense
 from qkv.variants.base import MaskVariant
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class BlockSparse(MaskVariant):
     """Row i may attend to key j where `mask[..., i // block_q, j // block_kv]` is True.
 

@@ -12,7 +12,7 @@ from qkv.problem.dense import Dense
 from qkv.variants.base import MaskVariant
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Causal(MaskVariant):
     """A query attends to keys with `kv_pos <= q_pos`.
 

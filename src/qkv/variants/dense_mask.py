@@ -14,7 +14,7 @@ from qkv.problem.dense import Dense
 from qkv.variants.base import MaskVariant
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Mask(MaskVariant):
     """Allowed where the array is True. A bare boolean array means the same.
 
@@ -26,9 +26,6 @@ class Mask(MaskVariant):
     """
 
     array: ArrayLike
-
-    def __repr__(self) -> str:
-        return f"Mask{np.shape(self.array)}"
 
     def lower(self, builder: Builder) -> None:
         array = np.asarray(self.array)

@@ -13,7 +13,7 @@ from qkv.problem.dense import Dense
 from qkv.variants.base import Variant
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Dropout(Variant):
     """Each weight is dropped with probability p, the others are divided by 1 - p.
 

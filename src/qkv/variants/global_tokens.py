@@ -15,7 +15,7 @@ from qkv.problem.expressions import Expr
 from qkv.variants.base import MaskVariant
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class GlobalTokens(MaskVariant):
     """Allowed where the query or the key stands at one of `positions`.
 

@@ -15,7 +15,7 @@ from qkv.problem.dense import Dense
 from qkv.variants.base import MaskVariant
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class KeyLengths(MaskVariant):
     """Only the first `kv_lens[b]` key rows of batch row b are real.
 

@@ -14,7 +14,7 @@ from qkv.problem.dense import Dense
 from qkv.variants.base import MaskVariant
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Prefix(MaskVariant):
     """Keys with `kv_pos < length` are allowed; prefix-LM is `Causal() | Prefix(length)`.
 

@@ -17,7 +17,7 @@ from qkv.problem.expressions import Expr
 from qkv.variants.base import Variant
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class RelativeBias(Variant):
     """`score + table[bucket(kv_pos - q_pos), head]`.
 

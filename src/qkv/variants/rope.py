@@ -15,7 +15,7 @@ from qkv.problem.dense import Dense
 from qkv.variants.base import Variant
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class RoPE(Variant):
     """Rotate pairs of entries of each query and key row by an angle that grows with position.
 

@@ -18,7 +18,7 @@ from qkv.problem.expressions import Expr
 from qkv.variants.base import Variant
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ScoreMod(Variant):
     """`score = fn(score, batch, head, q_pos, kv_pos)`.
 

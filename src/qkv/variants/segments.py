@@ -15,7 +15,7 @@ from qkv.problem.dense import Dense
 from qkv.variants.base import MaskVariant
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Segments(MaskVariant):
     """A query attends to keys of its own segment; positions restart in each.
 

@@ -13,7 +13,7 @@ from qkv.problem.dense import Dense
 from qkv.variants.base import Variant
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Sinks(Variant):
     """`exp(values[head])` enters the denominator of every row, and nothing else.
 

@@ -13,7 +13,7 @@ from qkv.problem.dense import Dense
 from qkv.variants.base import MaskVariant
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SlidingWindow(MaskVariant):
     """A query attends to keys from `q_pos - left` to `q_pos + right`, both included.
 

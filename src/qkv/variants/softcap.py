@@ -14,7 +14,7 @@ from qkv.problem.dense import Dense
 from qkv.variants.base import Variant
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Softcap(Variant):
     """`cap * tanh(score / cap)`.
 

@@ -13,7 +13,7 @@ from qkv.problem.dense import Dense
 from qkv.variants.base import MaskVariant
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Strided(MaskVariant):
     """Allowed where `(q_pos - kv_pos) % stride == 0`.
 

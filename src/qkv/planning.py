@@ -1,0 +1,106 @@
+"""What would run: the backend, the tiles, the operations and the bytes of one problem."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qkv.backends import Choice, Refusal, backends, describe
+from qkv.backends.reference import gib
+from qkv.problem.scores import Scores
+from qkv.problem.spec import Problem
+from qkv.problem.tiles import TileCounts, TileGrid, TileKind
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What `qkv.plan` answers.
+
+    Attributes
+    ----------
+    problem : str
+        The problem in one line.
+    backend : str
+        The backend that will run it.
+    refusals : dict of str to tuple of Refusal
+        Why each other backend will not; empty for one that could but comes later.
+    block_q, block_kv : int
+        Queries and keys of one tile.
+    tiles : TileCounts
+        Empty tiles are skipped, full ones need no mask, partial ones evaluate it.
+    operations : int
+        Floating operations of the two products, a multiply and an add counted as two:
+        `2 (head_dim + v_head_dim)` for each pair in a tile that is not empty.
+    output_bytes, scratch_bytes : int
+        Memory of output and lse, and what the backend takes beyond.
+    dense_bytes : int
+        What the score matrix would take in the type of computation; never allocated unless the
+        backend is `reference`.
+    """
+
+    problem: str
+    backend: str
+    refusals: dict[str, tuple[Refusal, ...]]
+    block_q: int
+    block_kv: int
+    tiles: TileCounts
+    operations: int
+    output_bytes: int
+    scratch_bytes: int
+    dense_bytes: int
+
+    def __str__(self) -> str:
+        tiles = self.tiles
+        counted = f"{tiles.full:,} full, {tiles.partial:,} partial, {tiles.empty:,} skipped"
+        taken = f"{gib(self.output_bytes)} of output and {gib(self.scratch_bytes)} of scratch"
+        rows = [
+            ("problem", self.problem),
+            ("backend", self.backend),
+            ("tiles", f"{tiles.total:,} of {self.block_q} x {self.block_kv}: {counted}"),
+            ("operations", f"{self.operations:,}"),
+            ("memory", f"{taken} (the score matrix would take {gib(self.dense_bytes)})"),
+        ]
+        for name, reasons in self.refusals.items():
+            rows.append((name, "; ".join(map(str, reasons)) or "could run it, but comes later"))
+        width = max(len(label) for label, _ in rows)
+        return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
+
+
+def make_plan(problem: Problem, choice: Choice) -> Plan:
+    """The plan of a checked problem for the backend that was chosen."""
+    spec = problem.spec
+    block_q, block_kv = choice.backend.blocks(spec)
+    grid = Scores(problem, spec.compute_dtype).grid(block_q, block_kv)
+    tiles, pairs = _count(grid, spec.batch_size, spec.num_heads)
+    rows = spec.batch_size * spec.num_heads * spec.q_len
+    itemsize = spec.compute_dtype.itemsize
+    return Plan(
+        problem=describe(spec),
+        backend=choice.backend.name,
+        refusals={b.name: b.refusals(spec) for b in backends() if b.name != choice.backend.name},
+        block_q=block_q,
+        block_kv=block_kv,
+        tiles=tiles,
+        operations=2 * pairs * (spec.head_dim + spec.v_head_dim),
+        output_bytes=rows * (problem.operands.query.itemsize * spec.v_head_dim + itemsize),
+        scratch_bytes=choice.backend.scratch_bytes(spec),
+        dense_bytes=rows * spec.kv_len * itemsize,
+    )
+
+
+def _count(grid: TileGrid, batches: int, heads: int) -> tuple[TileCounts, int]:
+    """Tiles of each kind and pairs in tiles that are not empty, over all batch rows and heads."""
+    counts = dict.fromkeys(TileKind, 0)
+    pairs = 0
+    each_batch, each_head = ("batch" in grid.depends_on), ("head" in grid.depends_on)
+    alike = (1 if each_batch else batches) * (1 if each_head else heads)
+    for batch in range(batches if each_batch else 1):
+        for head in range(heads if each_head else 1):
+            for i, kinds in grid.rows(batch, head):
+                rows = min((i + 1) * grid.block_q, grid.q_len) - i * grid.block_q
+                for kind in TileKind:
+                    counts[kind] += int((kinds == kind).sum()) * alike
+                pairs += rows * sum(run.stop - run.start for run in grid.runs(kinds)) * alike
+    return (
+        TileCounts(counts[TileKind.EMPTY], counts[TileKind.PARTIAL], counts[TileKind.FULL]),
+        pairs,
+    )
