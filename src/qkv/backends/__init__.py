@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.metadata import entry_points
 from typing import Protocol, runtime_checkable
 
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.partial import Partial
 from qkv.problem.spec import Problem, Spec
 
-__all__ = ["Backend", "Choice", "Refusal", "backends", "choose", "register"]
+__all__ = ["Backend", "Choice", "Refusal", "backends", "choose", "register", "unregister"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +65,8 @@ _registered: dict[str, Backend] = {}
 
 @lru_cache(maxsize=1)
 def _found() -> dict[str, Backend]:
+    from importlib.metadata import entry_points
+
     from qkv.backends.blocked import BlockedBackend
     from qkv.backends.cpu import CpuBackend
     from qkv.backends.reference import ReferenceBackend
@@ -87,6 +88,11 @@ def register(backend: Backend) -> None:
             action="Give it name, priority, refusals, blocks, scratch_bytes and run.",
         )
     _registered[backend.name] = backend
+
+
+def unregister(name: str) -> None:
+    """Take back what `register` added."""
+    _registered.pop(name, None)
 
 
 def backends() -> tuple[Backend, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,8 @@ class Variant(ABC):
     def __repr__(self) -> str:
         """The call that makes it, defaults left out and arrays by shape."""
         said = []
-        for entry in fields(self) if is_dataclass(self) else ():
+        entries: tuple[Field[Any], ...] = fields(self) if is_dataclass(self) else ()
+        for entry in entries:
             value: Any = getattr(self, entry.name)
             if value is entry.default:
                 continue
