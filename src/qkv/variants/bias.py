@@ -48,5 +48,5 @@ class Bias(Variant):
         full = rng.normal(size=shape.scores).astype(np.float32)
         holes = rng.normal(size=(shape.q_len, shape.kv_len))
         holes[rng.random(holes.shape) < 0.3] = -np.inf
-        finite = np.where(rng.random((shape.kv_len,)) < 0.5, -1e9, 0.0)
+        finite = np.where(rng.random((shape.kv_len,)) < 0.5, float(np.finfo(np.float32).min), 0.0)
         return (cls(full), cls(holes), cls(finite))

@@ -1,0 +1,120 @@
+"""Slicing the lazy weights equals slicing the dense matrix, in NumPy's own terms."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import qkv
+from qkv.backends import reference
+from qkv.inspection import weights as lazy
+from qkv.testing.oracle import truth
+
+RNG = np.random.default_rng(0)
+SHAPES = {2: (5, 7), 3: (3, 5, 7), 4: (2, 3, 5, 7), 5: (2, 2, 3, 5, 7)}
+
+
+def both(ndim: int) -> tuple[lazy.LazyWeights, np.ndarray]:
+    *lead, q_len, kv_len = SHAPES[ndim]
+    rng = np.random.default_rng(ndim)
+    q = rng.normal(size=(*lead, q_len, 4))
+    k = rng.normal(size=(*lead, kv_len, 4))
+    dense = truth(*(a if lead else a[None] for a in (q, k, k)), [qkv.Causal()], q_offset=1)
+    record = qkv.inspect(q, k, k, qkv.Causal(), q_offset=1)
+    return record.weights, dense.weights if lead else dense.weights[0]
+
+
+PAIRS = {ndim: both(ndim) for ndim in SHAPES}
+
+
+@pytest.mark.parametrize("ndim", SHAPES)
+def test_it_looks_like_an_array(ndim: int) -> None:
+    weights, dense = PAIRS[ndim]
+    assert weights.shape == dense.shape
+    assert (weights.ndim, weights.size, len(weights)) == (dense.ndim, dense.size, len(dense))
+    assert weights.dtype == np.float64
+    assert weights.nbytes == dense.nbytes
+    for whole in (weights[...], weights.numpy(), np.asarray(weights)):
+        np.testing.assert_allclose(whole, dense, atol=1e-13)
+    assert np.asarray(weights, np.float32).dtype == np.float32
+    assert str(dense.shape) in repr(weights)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.data())
+def test_basic_slicing(data: st.DataObject) -> None:
+    weights, dense = PAIRS[data.draw(st.sampled_from(sorted(SHAPES)))]
+    index = data.draw(hnp.basic_indices(dense.shape, allow_newaxis=True, allow_ellipsis=True))
+    expected = dense[index]
+    found = weights[index]
+    assert found.shape == np.shape(expected)
+    np.testing.assert_allclose(found, expected, atol=1e-13)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.data())
+def test_integer_arrays_on_any_axes(data: st.DataObject) -> None:
+    weights, dense = PAIRS[data.draw(st.sampled_from(sorted(SHAPES)))]
+    shape = data.draw(hnp.array_shapes(max_dims=2, max_side=4))
+    index = []
+    for size in dense.shape:
+        kind = data.draw(st.sampled_from(["slice", "array", "int"]))
+        if kind == "slice":
+            index.append(data.draw(st.slices(size)))
+        elif kind == "int":
+            index.append(data.draw(st.integers(-size, size - 1)))
+        else:
+            index.append(
+                data.draw(hnp.arrays(np.int64, shape, elements=st.integers(-size, size - 1)))
+            )
+    expected = dense[tuple(index)]
+    found = weights[tuple(index)]
+    assert found.shape == np.shape(expected)
+    np.testing.assert_allclose(found, expected, atol=1e-13)
+
+
+@pytest.mark.parametrize("ndim", SHAPES)
+def test_boolean_arrays(ndim: int) -> None:
+    weights, dense = PAIRS[ndim]
+    rows, columns = RNG.random(5) < 0.5, RNG.random(7) < 0.5
+    matrix, everything = RNG.random((5, 7)) < 0.4, RNG.random(dense.shape) < 0.3
+    for index in [(..., columns), (..., rows, slice(None)), (..., rows, 2), (..., matrix)]:
+        np.testing.assert_allclose(weights[index], dense[index], atol=1e-13)
+    np.testing.assert_allclose(weights[everything], dense[everything], atol=1e-13)
+    np.testing.assert_allclose(weights[dense > 0.5], dense[dense > 0.5], atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [(0, 0, 0), (..., ..., 0), 5, (0, 7), -6, 1.5, "x", True, np.ones(4, bool), ([0, 9],)],
+    ids=repr,
+)
+def test_wrong_indices_are_index_errors_as_in_numpy(index: object) -> None:
+    weights, _ = PAIRS[2]
+    with pytest.raises(IndexError):
+        weights[index]
+
+
+def test_the_whole_of_a_long_matrix_is_refused_with_its_size() -> None:
+    x = np.zeros((100_000, 4), np.float32)
+    record = qkv.inspect(x[:2], x, x)
+    assert record.weights[0, :3].shape == (3,)
+    long = lazy.LazyWeights(record.weights.replay, (100_000, 100_000))
+    with pytest.raises(qkv.UnsupportedError, match=r"37\.3 GiB \(limit 2\.0 GiB\)"):
+        long[...]
+    with pytest.raises(qkv.UnsupportedError, match=r"37\.3 GiB"):
+        np.asarray(long)
+
+
+def test_single_pairs_of_a_long_matrix_need_no_rectangle(monkeypatch: pytest.MonkeyPatch) -> None:
+    n = 3000
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(n, 4))
+    monkeypatch.setattr(lazy, "DENSE_LIMIT", 8 * n)
+    diagonal = qkv.inspect(x, x, x).weights[np.arange(n), np.arange(n)]
+    scores = np.exp(x @ x.T / 2)
+    np.testing.assert_allclose(diagonal, np.diag(scores) / scores.sum(1), rtol=1e-10)
+    assert reference.DENSE_LIMIT == 2 * 2**30

@@ -1,0 +1,184 @@
+"""Statistics of `qkv.inspect` against whole matrices from the definition."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import qkv
+from qkv.inspection import replay
+from qkv.problem.builder import Shape
+from qkv.testing.oracle import Truth, truth
+from qkv.variants import ALL
+
+SHAPES = [
+    Shape((2,), 4, 2, 9, 11, 8, 8),
+    Shape((), 1, 1, 7, 7, 4, 3),
+    Shape((2, 3), 2, 1, 5, 6, 6, 6),
+]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short inputs then cross tile edges as long ones do."""
+    monkeypatch.setattr(replay, "BLOCK_Q", 4)
+    monkeypatch.setattr(replay, "BLOCK_KV", 5)
+
+
+def arrays(shape: Shape, rng: np.random.Generator) -> list[np.ndarray]:
+    lead, kv = shape.batch_shape, (shape.num_kv_heads, shape.kv_len)
+    return [
+        rng.normal(size=(*lead, shape.num_heads, shape.q_len, shape.head_dim)),
+        rng.normal(size=(*lead, *kv, shape.head_dim)),
+        rng.normal(size=(*lead, *kv, shape.v_head_dim)),
+    ]
+
+
+def cases() -> list[tuple[Shape, object]]:
+    rng = np.random.default_rng(7)
+    return [(s, v) for s in SHAPES for kind in ALL for v in kind.examples(s, rng)]
+
+
+@pytest.mark.parametrize(("shape", "variant"), cases(), ids=lambda x: repr(x)[:40])
+def test_statistics_equal_the_dense_matrix(shape: Shape, variant: object) -> None:
+    rng = np.random.default_rng(1)
+    qkv_arrays = arrays(shape, rng)
+    record = qkv.inspect(*qkv_arrays, variant, q_offset="end")
+    dense = truth(*qkv_arrays, [variant], q_offset="end")
+    w = dense.weights
+    close = {"rtol": 0, "atol": 1e-12}
+    np.testing.assert_allclose(record.output, dense.out, **close)
+    np.testing.assert_allclose(record.weights[...], w, **close)
+    logs = np.log(np.where(w > 0, w, 1))
+    np.testing.assert_allclose(record.entropy, -(w * logs).sum(-1), **close)
+    np.testing.assert_allclose(record.max_weight, w.max(-1), **close)
+    np.testing.assert_allclose(record.received, w.sum(-2), **close)
+    last = shape.kv_len - 1
+    np.testing.assert_allclose(record.mass([0, 2, -1, 2]), w[..., [0, 2, last]].sum(-1), **close)
+    np.testing.assert_allclose(record.mass(slice(1, None, 2)), w[..., 1::2].sum(-1), **close)
+    even = np.arange(shape.kv_len) % 2 == 0
+    np.testing.assert_allclose(record.mass(even), w[..., even].sum(-1), **close)
+    check_top(record, dense, 3)
+    check_top(record, dense, shape.kv_len + 2)
+
+
+def check_top(record: qkv.inspection.record.Record, dense: Truth, k: int) -> None:
+    indices, weights = record.top(k)
+    assert indices.shape == weights.shape == (*dense.lse.shape, k)
+    for place in np.ndindex(*dense.lse.shape):
+        scores = np.round(dense.scores[place], 10)
+        allowed = [j for j in range(len(scores)) if not np.isneginf(scores[j])]
+        expected = sorted(allowed, key=lambda j: (-scores[j], j))[:k]
+        padding = k - len(expected)
+        assert indices[place].tolist()[: len(expected)] == expected
+        assert indices[place].tolist()[len(expected) :] == [-1] * padding
+        np.testing.assert_allclose(
+            weights[place], [*dense.weights[place][expected], *[0.0] * padding], atol=1e-12
+        )
+
+
+def test_ties_go_to_the_lower_key_across_tiles() -> None:
+    query, key = np.zeros((3, 2)), np.zeros((23, 2))
+    key[20] = 1.0
+    query[2] = 1.0
+    indices, _ = qkv.inspect(query, key, key).top(4)
+    assert indices.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3], [20, 0, 1, 2]]
+
+
+@pytest.mark.parametrize("offset", [-3, -1, 0, 2, 100])
+@pytest.mark.parametrize(
+    ("q_offset", "kv_offset"), [("end", 0), (4, 2), ([3, -5], [0, 1]), ("start", [7, 0])]
+)
+def test_mass_at_finds_the_key_by_position(
+    offset: int, q_offset: object, kv_offset: object
+) -> None:
+    rng = np.random.default_rng(2)
+    q, k, v = arrays(Shape((2,), 2, 1, 6, 9, 4, 4), rng)
+    record = qkv.inspect(q, k, v, q_offset=q_offset, kv_offset=kv_offset)
+    starts = np.broadcast_to(3 if q_offset == "end" else 0 if q_offset == "start" else q_offset, 2)
+    kv_starts = np.broadcast_to(kv_offset, 2)
+    weights = truth(q, k, v, [], q_offset=q_offset, kv_offset=kv_offset).weights
+    expected = np.zeros((2, 2, 6))
+    for b, h, i, j in np.ndindex(2, 2, 6, 9):
+        if kv_starts[b] + j == starts[b] + i + offset:
+            expected[b, h, i] += weights[b, h, i, j]
+    np.testing.assert_allclose(record.mass_at(offset), expected, atol=1e-12)
+
+
+def test_mass_at_stays_in_the_segment() -> None:
+    rng = np.random.default_rng(3)
+    q, k, v = arrays(Shape((), 1, 1, 7, 7, 4, 4), rng)
+    ids = np.array([0, 0, 0, 1, 1, 2, 2])
+    record = qkv.inspect(q, k, v, qkv.Segments(ids))
+    w = truth(q, k, v, [qkv.Segments(ids)]).weights[0]
+    expected = [0 if i in (0, 3, 5) else w[i, i - 1] for i in range(7)]
+    np.testing.assert_allclose(record.mass_at(-1)[0], expected, atol=1e-12)
+
+
+def test_rows_add_to_one_less_the_share_of_the_sink() -> None:
+    rng = np.random.default_rng(4)
+    q, k, v = arrays(Shape((), 2, 2, 5, 9, 4, 4), rng)
+    record = qkv.inspect(q, k, v, qkv.Sinks([0.5, -1.0]), q_offset="start")
+    sink_share = np.exp(np.array([[0.5], [-1.0]]) - record.lse)
+    np.testing.assert_allclose(record.mass(slice(None)), 1 - sink_share, atol=1e-12)
+
+
+def test_dropout_does_not_enter_statistics() -> None:
+    rng = np.random.default_rng(5)
+    q, k, v = arrays(Shape((), 2, 2, 5, 9, 4, 4), rng)
+    dropped = qkv.inspect(q, k, v, qkv.Dropout(0.5, 3))
+    plain = qkv.inspect(q, k, v)
+    assert not np.allclose(dropped.output, plain.output)
+    np.testing.assert_array_equal(dropped.entropy, plain.entropy)
+    np.testing.assert_array_equal(dropped.lse, plain.lse)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_lower_precision_gives_float32_statistics(dtype: str) -> None:
+    rng = np.random.default_rng(6)
+    q, k, v = (a.astype(dtype) for a in arrays(Shape((), 2, 1, 40, 40, 16, 16), rng))
+    record = qkv.inspect(q, k, v, qkv.Causal())
+    tq, tk = (torch.tensor(a.astype(np.float64)) for a in (q, k))
+    s = tq @ tk.mT / 4
+    w = torch.softmax(s.masked_fill(torch.ones(40, 40).triu(1).bool(), -torch.inf), -1)
+    assert record.entropy.dtype == record.weights.dtype == np.float32
+    np.testing.assert_allclose(record.weights[...], w.numpy(), atol=3e-6)
+    np.testing.assert_allclose(
+        record.entropy, torch.special.entr(w).sum(-1).numpy(), atol=1e-5, rtol=1e-5
+    )
+
+
+def test_nothing_to_see_is_not_an_error() -> None:
+    record = qkv.inspect(np.zeros((2, 0, 4)), np.zeros((2, 3, 4)), np.zeros((2, 3, 4)))
+    assert record.entropy.shape == (2, 0)
+    assert record.received.tolist() == [[0.0] * 3] * 2
+    record = qkv.inspect(np.zeros((2, 3, 4)), np.zeros((2, 0, 4)), np.zeros((2, 0, 4)))
+    assert record.entropy.tolist() == [[0.0] * 3] * 2
+    assert record.top(2)[0].tolist() == [[[-1, -1]] * 3] * 2
+    assert np.isneginf(record.lse).all()
+    assert record.mass([]).tolist() == record.mass_at(0).tolist() == [[0.0] * 3] * 2
+
+
+def test_progress_counts_to_the_end() -> None:
+    seen: list[tuple[int, int]] = []
+    rng = np.random.default_rng(8)
+    q, k, v = arrays(SHAPES[0], rng)
+    record = qkv.inspect(q, k, v, progress=lambda done, total: seen.append((done, total)))
+    assert seen == []
+    _ = record.entropy
+    assert seen == [(i, 24) for i in range(1, 25)]
+
+
+@pytest.mark.parametrize("k", [0, -1, 1.5, True])
+def test_top_refuses_what_is_no_count(k: object) -> None:
+    record = qkv.inspect(np.eye(3), np.eye(3), np.eye(3))
+    with pytest.raises(qkv.ArgumentError, match="whole number"):
+        record.top(k)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("keys", [[3], [-4], [0.5], [True, False]])
+def test_mass_refuses_rows_that_are_not_there(keys: object) -> None:
+    record = qkv.inspect(np.eye(3), np.eye(3), np.eye(3))
+    with pytest.raises(qkv.ArgumentError, match="rows of the key array"):
+        record.mass(keys)
