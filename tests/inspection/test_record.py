@@ -124,6 +124,24 @@ def test_rows_add_to_one_less_the_share_of_the_sink() -> None:
     np.testing.assert_allclose(record.mass(slice(None)), 1 - sink_share, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("bias", [-1e9, 1e4, -3e38])
+@pytest.mark.parametrize("sink", [None, 0.0, -1e9])
+def test_rows_of_large_scores_still_add_to_one(dtype: str, bias: float, sink: float | None) -> None:
+    q, k, v = (a.astype(dtype) for a in arrays(SHAPES[1], np.random.default_rng(9)))
+    variants = [qkv.Bias(np.full((7, 1), bias)), *([] if sink is None else [qkv.Sinks(sink)])]
+    record = qkv.inspect(q, k, v, *variants)
+    dense = truth(q, k, v, variants).weights
+    if bias == -1e9 and dtype != "float64":
+        # Float32 keeps nothing of the products beside 1e9: the row is uniform.
+        dense = np.full_like(dense, {None: 1 / 7, 0.0: 0.0, -1e9: 1 / 8}[sink])
+    if bias != 1e4:  # there scores keep a few bits, and the two dot products differ in them
+        np.testing.assert_allclose(record.weights[...], dense, atol=1e-6)
+        np.testing.assert_allclose(record.top(1)[1][..., 0], dense.max(-1), atol=1e-6)
+    np.testing.assert_allclose(record.received.sum(-1), dense.sum((-2, -1)), rtol=1e-6)
+    np.testing.assert_allclose(record.weights[...].sum(-1), dense.sum(-1), rtol=1e-6)
+
+
 def test_dropout_does_not_enter_statistics() -> None:
     rng = np.random.default_rng(5)
     q, k, v = arrays(Shape((), 2, 2, 5, 9, 4, 4), rng)

@@ -1,7 +1,8 @@
 """The weights again, tile by tile: `w = exp(s - lse)`, from query, key and lse alone.
 
 The forward pass leaves one number for each row; with it any tile of the weights can be computed at
-any time in O(tile) memory. Masks and mods are those of the output, since both read the same
+any time in O(tile) memory. Where that number is so large that its rounding would show (a row whose
+every key has a bias of -1e9), the row's maximum and sum are found again by one more pass. Masks and mods are those of the output, since both read the same
 `Scores`. Source: Dao et al., "FlashAttention" (2022), section 3.1 (recomputation).
 """
 
@@ -24,6 +25,9 @@ Progress = Callable[[int, int], object]
 BLOCK_Q, BLOCK_KV = 512, 1024
 PAIRS = 1 << 15
 """Pairs computed at once where single weights are asked for."""
+
+LSE_ROUNDING = 4e-6
+"""Relative error of a weight, from the rounding of lse, beyond which a row is summed again."""
 
 LOG_ZERO = -1e4
 """What log(weight) is raised to: its exp is 0 and, unlike -inf, times 0 it is still 0."""
@@ -48,18 +52,52 @@ class Replay:
     problem: Problem
     lse: Array
     scores: Scores = field(init=False)
-    shift: Array = field(init=False)
+    _shift: tuple[Array, Array] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        spec = self.problem.spec
-        self.scores = Scores(self.problem, spec.compute_dtype)
-        flat = self.lse.reshape(spec.batch_size, spec.num_heads, spec.q_len)
-        # A row without keys has lse -inf and no finite score: shifting it by 0 keeps it empty.
-        self.shift = np.where(np.isneginf(flat), 0, flat).astype(self.dtype)
+        self.scores = Scores(self.problem, self.problem.spec.compute_dtype)
 
     @property
     def dtype(self) -> np.dtype[Any]:
         return self.scores.dtype
+
+    @property
+    def shift(self) -> tuple[Array, Array]:
+        """`a` and `b`, each `(batch, num_heads, q_len)`, with `log w = (s - a) - b`.
+
+        a is lse and b is 0, but for rows without keys (0, so that they stay empty) and rows of
+        large |lse| (their maximum, and the logarithm of their sum).
+        """
+        if self._shift is None:
+            spec = self.problem.spec
+            flat = self.lse.reshape(spec.batch_size, spec.num_heads, spec.q_len)
+            a = np.where(np.isneginf(flat), 0, flat).astype(self.dtype)
+            b = np.zeros_like(a)
+            with np.errstate(invalid="ignore"):
+                large = np.abs(a) * np.finfo(self.dtype).eps > LSE_ROUNDING
+            for batch, head in np.argwhere(large.any(axis=-1)):
+                rows = np.flatnonzero(large[batch, head])
+                for part in np.split(rows, range(BLOCK_Q, len(rows), BLOCK_Q)):
+                    place = (batch, head, part)
+                    a[place], b[place] = self._row_sums(int(batch), int(head), part)
+            self._shift = a, b
+        return self._shift
+
+    def _row_sums(self, batch: int, head: int, q_index: Array) -> tuple[Array, Array]:
+        """Maximum of each row, the sink included, and the logarithm of its sum over that."""
+        spec, sinks = self.problem.spec, self.problem.operands.sinks
+        sink = self.dtype.type(-np.inf if sinks is None else sinks[head])
+        row_max = np.full(len(q_index), sink, self.dtype)
+        row_sum = np.full(len(q_index), 0.0 if sinks is None else 1.0, self.dtype)
+        for start in range(0, spec.kv_len, BLOCK_KV):
+            kv_index = np.arange(start, min(start + BLOCK_KV, spec.kv_len))
+            s = self._block_scores(batch, head, q_index, kv_index)
+            with np.errstate(all="ignore"):
+                new_max = np.maximum(row_max, s.max(axis=1))
+                row_sum = row_sum * np.exp(np.where(row_sum > 0, row_max - new_max, 0))
+                row_sum += np.exp(s - np.where(np.isneginf(new_max), 0, new_max)[:, None]).sum(1)
+            row_max = new_max
+        return row_max, np.log(row_sum)
 
     def tiles(self, progress: Progress | None = None) -> Iterator[Tile]:
         """All tiles that are not empty: batch, head, queries, then keys, in rising order."""
@@ -81,18 +119,24 @@ class Replay:
     def _tile(self, batch: int, head: int, q_rows: slice, kv_rows: slice, kind: TileKind) -> Tile:
         scores = self.scores.tile(batch, head, q_rows, kv_rows, kind)
         with np.errstate(all="ignore"):
-            log_weights = scores - self.shift[batch, head, q_rows, None]
+            a, b = self.shift
+            log_weights = scores - a[batch, head, q_rows, None]
+            log_weights -= b[batch, head, q_rows, None]
             np.maximum(log_weights, self.dtype.type(LOG_ZERO), out=log_weights)
         return Tile(batch, head, q_rows, kv_rows, scores, log_weights)
 
     def block(self, batch: int, head: int, q_index: Array, kv_index: Array) -> Array:
-        """Weights of some query rows (a column of the result each) on some key rows."""
+        """Weights of some query rows on some key rows."""
+        a, b = (shift[batch, head, q_index, None] for shift in self.shift)
+        with np.errstate(all="ignore"):
+            return np.exp((self._block_scores(batch, head, q_index, kv_index) - a) - b)
+
+    def _block_scores(self, batch: int, head: int, q_index: Array, kv_index: Array) -> Array:
         query = self.scores.query(batch, head, q_index)
         key = self.scores.key(batch, head, kv_index)
         with np.errstate(all="ignore"):
             raw = (query @ key.T) * self.dtype.type(self.problem.operands.scale)
-            s = self.scores.finish(raw, batch, head, q_index[:, None], kv_index[None, :])
-            return np.asarray(np.exp(s - self.shift[batch, head, q_index, None]))
+            return self.scores.finish(raw, batch, head, q_index[:, None], kv_index[None, :])
 
     def pairs(self, batch: int, head: int, q_index: Array, kv_index: Array) -> Array:
         """Weights of single pairs, given by two index arrays of one length."""
@@ -106,5 +150,6 @@ class Replay:
                 raw = np.einsum("nd,nd->n", query, key)
                 raw = raw * self.dtype.type(self.problem.operands.scale)
                 s = self.scores.finish(raw, batch, head, rows, columns)
-                out[part] = np.exp(s - self.shift[batch, head, rows])
+                a, b = (shift[batch, head, rows] for shift in self.shift)
+                out[part] = np.exp((s - a) - b)
         return out

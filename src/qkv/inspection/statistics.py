@@ -60,8 +60,8 @@ def top_keys(replay: Replay, k: int, progress: Progress | None = None) -> TopKey
         rows = (tile.batch, tile.head, tile.q_rows)
         _keep_best(tile, indices[rows], best[rows])
     with np.errstate(all="ignore"):
-        # `shift` is lse, or 0 where lse is -inf; there nothing was kept and exp(-inf) is 0.
-        weights = np.exp(best - replay.shift[..., None])
+        a, b = replay.shift
+        weights = np.exp((best - a[..., None]) - b[..., None])
     return TopKeys(indices, weights)
 
 
