@@ -1,0 +1,92 @@
+"""Arrays out of files that somebody else wrote: safetensors and npz.
+
+Nothing that a file says is believed before it is compared with the bytes that are there. A file is
+opened once, headers are parsed within fixed limits, and memory is taken only for arrays whose size
+is covered by real bytes. Pickles are never loaded. Whatever is wrong is a `FileError`.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from qkv.errors import FileError
+from qkv.files.contents import Arrays, Source, shown
+from qkv.files.npz_format import read_npz
+from qkv.files.safetensors_format import read_safetensors
+
+__all__ = ["Arrays", "read_arrays"]
+
+
+def read_arrays(path: str | os.PathLike[str]) -> Arrays:
+    """Read query, key and value from a safetensors or npz file, told apart by content.
+
+    Parameters
+    ----------
+    path : path
+        A file with arrays `q`, `k`, `v` (or `query`, `key`, `value`) of float16, bfloat16, float32
+        or float64. Tokens are optional: in safetensors a JSON list of strings under the metadata
+        key `tokens`, in npz an array `tokens` of str or bytes.
+
+    Returns
+    -------
+    Arrays
+        They own their memory and have the machine's byte order.
+
+    Raises
+    ------
+    FileError
+        The file is missing, unreadable, broken, hostile, or of another kind.
+
+    Notes
+    -----
+    Takes the bytes of the arrays that it returns, and reads no others.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv.files, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     x = np.eye(2, dtype="float32")
+    ...     np.savez(folder + "/a.npz", q=x, k=x, v=x, tokens=["to", "be"])
+    ...     qkv.files.read_arrays(folder + "/a.npz").tokens
+    ('to', 'be')
+    """
+    name = shown(os.fspath(path))
+    try:
+        # Looked at before it is opened: opening a pipe would wait for a writer.
+        mode = os.stat(path).st_mode
+    except ValueError as error:
+        raise FileError(f"{name} is not a path.", action="Pass the path of a file.") from error
+    except OSError as error:
+        raise _unreadable(name, error) from error
+    if not stat.S_ISREG(mode):
+        kind = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
+        raise FileError(f"{name} is {kind}.", action="Pass a safetensors or npz file.")
+    try:
+        with open(path, "rb") as file:
+            return _read(Source(file, os.fstat(file.fileno()).st_size, name))
+    except OSError as error:
+        raise _unreadable(name, error) from error
+
+
+def _unreadable(name: str, error: OSError) -> FileError:
+    return FileError(
+        f"{name} cannot be read: {error.strerror or error}.",
+        action="Check the path and its permissions.",
+    )
+
+
+def _read(source: Source) -> Arrays:
+    if source.size == 0:
+        raise source.error("is empty")
+    start = source.at(0, min(source.size, 10))
+    if start[8:9] == b"{":
+        return read_safetensors(source)
+    if start[:4] in (b"PK\x03\x04", b"PK\x05\x06"):
+        return read_npz(source)
+    seen = "neither safetensors nor npz"
+    if start[:6] == b"\x93NUMPY":
+        seen = "a single array"
+    elif start[:1] == b"\x80":
+        seen = "a pickle, which could run code when loaded"
+    raise source.error(f"is {seen}", "Save q, k and v with safetensors or numpy.savez.")
