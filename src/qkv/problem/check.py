@@ -43,7 +43,12 @@ def check(
     views, shape = _shape(arrays, layout)
     builder = Builder(shape)
     for variant in variants:
-        if not hasattr(variant, "lower") or isinstance(variant, type):
+        if isinstance(variant, type):
+            raise ArgumentError(
+                f"{variant.__name__} is a class, not a variant.",
+                action=f"Make one: {variant.__name__}(...).",
+            )
+        if not hasattr(variant, "lower"):
             raise ArgumentError(
                 f"{variant!r:.80} is not a variant.",
                 [("type", type(variant).__name__)],
