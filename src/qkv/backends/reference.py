@@ -66,4 +66,8 @@ class ReferenceBackend:
                     out[batch, head] = weighted_sum(weights, s, scores.value(batch, head, kv_rows))
                     lse[batch, head] = np.where(empty, -np.inf, peak + np.log(row_sum))
         full = (*spec.batch_shape, *shape[1:])
-        return Partial(out.reshape(full), lse.reshape(full[:-1]))
+        with np.errstate(all="ignore"):
+            return Partial(
+                out.reshape(full).astype(spec.compute_dtype, copy=False),
+                lse.reshape(full[:-1]).astype(spec.compute_dtype, copy=False),
+            )

@@ -6,7 +6,7 @@ grouping and masks are worked out again, each variant by its `naive`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,89 +14,171 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.problem.dense import Dense
+from qkv.variants import Bias, Mask
 
 Array = NDArray[Any]
+
+__all__ = ["Truth", "truth"]
 
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """Dense results in float64: out, lse, weights before dropout, and scores (-inf: forbidden)."""
+    """Dense results in float64.
+
+    Attributes
+    ----------
+    out : (..., num_heads, q_len, v_head_dim)
+    lse : (..., num_heads, q_len)
+    weights : (..., num_heads, q_len, kv_len)
+        Before dropout.
+    scores : (..., num_heads, q_len, kv_len)
+        After all mods; -inf where a pair is forbidden.
+    heads : tuple of Dense
+        The matrices of each batch row and query head, in order.
+    variants : tuple
+        What was said, bare arrays as `Mask` or `Bias`.
+    """
 
     out: Array
     lse: Array
     weights: Array
     scores: Array
+    heads: tuple[Dense, ...]
+    variants: tuple[Any, ...]
+
+    @property
+    def allowed(self) -> Array:
+        """Which pairs no mask forbids."""
+        shape = self.scores.shape
+        return np.array([dense.allowed for dense in self.heads], bool).reshape(shape)
+
+    @property
+    def factors(self) -> Array:
+        """What dropout multiplies the weights by."""
+        shape = self.scores.shape
+        return np.array([dense.factors for dense in self.heads], float).reshape(shape)
 
 
 def truth(
     query: Array,
     key: Array,
     value: Array,
-    variants: Sequence[Any],
+    variants: Sequence[Any] = (),
     *,
     scale: float | None = None,
     q_offset: Any = None,
     kv_offset: Any = 0,
 ) -> Truth:
-    """Attention as `semantics.md` writes it, for arrays (..., heads, length, dim)."""
+    """Attention by the definition, dense, in float64, one row of queries at a time.
+
+        out[i] = sum_j w[i, j] v[j],   w[i, j] = exp(s[i, j] - lse[i])
+
+    Parameters
+    ----------
+    query, key, value : array (..., heads, length, dim)
+        Leading dimensions broadcast; read as float64. `layout="blhd"` is the caller's to undo.
+    variants : sequence
+        Objects with `naive`, or bare arrays.
+    scale, q_offset, kv_offset
+        As in `qkv.attention`. Nothing is refused: an alignment that was not stated is "start".
+
+    Returns
+    -------
+    Truth
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import qkv
+    >>> x = np.eye(2)[None]
+    >>> truth(x, x, x, [qkv.Causal()]).weights[0].round(3)
+    array([[1.  , 0.  ],
+           [0.33, 0.67]])
+    """
     q, k, v = (np.asarray(a, np.float64) for a in (query, key, value))
+    said = tuple(_as_variant(variant) for variant in variants)
     batch_shape = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     q, k, v = (np.broadcast_to(a, (*batch_shape, *a.shape[-3:])) for a in (q, k, v))
-    heads, q_len, kv_len = q.shape[-3], q.shape[-2], k.shape[-2]
-    group = heads // k.shape[-3]
-    out = np.zeros((*batch_shape, heads, q_len, v.shape[-1]))
+    num_heads, q_len, kv_len = q.shape[-3], q.shape[-2], k.shape[-2]
+    group_size = num_heads // max(k.shape[-3], 1)
+    out = np.zeros((*batch_shape, num_heads, q_len, v.shape[-1]))
     lse = np.full(out.shape[:-1], -np.inf)
     weights = np.zeros((*out.shape[:-1], kv_len))
     scores = np.full(weights.shape, -np.inf)
+    heads: list[Dense] = []
     for batch, index in enumerate(np.ndindex(*batch_shape)):
-        start, align = _start(variants, q_offset, index, batch_shape, q_len, kv_len)
+        start, align = _start(said, q_offset, index, batch_shape, q_len, kv_len)
         kv_start = int(np.broadcast_to(kv_offset, batch_shape)[index])
-        for head in range(heads):
+        for head in range(num_heads):
             dense = Dense(
                 query=q[(*index, head)],
-                key=k[(*index, head // group)],
-                value=v[(*index, head // group)],
-                scale=q.shape[-1] ** -0.5 if scale is None else scale,
+                key=k[(*index, head // group_size)],
+                value=v[(*index, head // group_size)],
+                scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
                 batch=batch,
                 batch_index=index,
                 head=head,
-                num_heads=heads,
+                num_heads=num_heads,
                 q_pos=start + np.arange(q_len),
                 kv_pos=kv_start + np.arange(kv_len),
                 align=align,
             )
+            _apply(dense, said)
             where = (*index, head)
-            out[where], lse[where], weights[where], scores[where] = _one_head(dense, variants)
-    return Truth(out, lse, weights, scores)
+            scores[where] = np.where(dense.allowed, dense.scores, -np.inf)
+            out[where], lse[where], weights[where] = _softmax(dense)
+            heads.append(dense)
+    return Truth(out, lse, weights, scores, tuple(heads), said)
 
 
-def _one_head(dense: Dense, variants: Sequence[Any]) -> tuple[Array, Array, Array, Array]:
-    # Segments first: positions restart before anything reads them.
+def _as_variant(variant: Any) -> Any:
+    if isinstance(variant, np.ndarray):
+        return Mask(variant) if variant.dtype == bool else Bias(variant)
+    return variant
+
+
+def _apply(dense: Dense, variants: Sequence[Any]) -> None:
+    """Fill in scores, allowed pairs and factors."""
+    # Rotation comes last: segments restart the positions that it reads.
     for variant in sorted(variants, key=lambda v: type(v).__name__ == "RoPE"):
         if hasattr(variant, "naive_rows"):
             variant.naive_rows(dense)
     with np.errstate(all="ignore"):
-        for i in range(len(dense.query)):
-            for j in range(len(dense.key)):
-                dense.scores[i, j] = dense.scale * np.sum(dense.query[i] * dense.key[j])
+        for i, row in enumerate(dense.query):
+            dense.scores[i] = dense.scale * np.sum(row * dense.key, axis=1)
         for variant in variants:
             variant.naive(dense)
-    scores = np.where(dense.allowed, dense.scores, -np.inf)
-    out = np.zeros((len(dense.query), dense.value.shape[1]))
-    lse = np.full(len(dense.query), -np.inf)
-    weights = np.zeros(scores.shape)
+
+
+def _softmax(dense: Dense) -> tuple[Array, Array, Array]:
+    """Output, lse and weights of one head, over the allowed keys of each row alone."""
+    q_len, kv_len = dense.scores.shape
+    out = np.zeros((q_len, dense.value.shape[1]))
+    lse = np.full(q_len, -np.inf)
+    weights = np.zeros((q_len, kv_len))
     with np.errstate(all="ignore"):
-        for i, row in enumerate(scores):
+        for i in range(q_len):
             seen = np.flatnonzero(dense.allowed[i])
-            terms = np.append(row[seen], dense.sink)
+            terms = np.append(dense.scores[i, seen], dense.sink)
             peak = terms.max()
             if np.isneginf(peak):
                 continue
-            lse[i] = peak + np.log(np.sum(np.exp(terms - peak)))
-            for j in seen.tolist():
-                weights[i, j] = np.exp(row[j] - lse[i])
-                out[i] += weights[i, j] * dense.factors[i, j] * dense.value[j]
-    return out, lse, weights, scores
+            total = np.sum(np.exp(terms - peak))
+            lse[i] = peak + np.log(total)
+            # Not exp(s - lse): where scores are as large as -1e30, lse has lost log(total).
+            weights[i, seen] = np.exp(terms[:-1] - peak) / total
+            kept = weights[i, seen] * dense.factors[i, seen]
+            out[i] = np.sum(kept[:, None] * dense.value[seen], axis=0)
+    return out, lse, weights
+
+
+def _parts(variants: Sequence[Any]) -> Iterator[Any]:
+    """Variants, and those inside masks joined with |, & and ~."""
+    for variant in variants:
+        yield variant
+        yield from _parts(getattr(variant, "masks", ()))
+        if hasattr(variant, "mask") and hasattr(variant.mask, "naive"):
+            yield from _parts((variant.mask,))
 
 
 def _start(
@@ -109,14 +191,18 @@ def _start(
 ) -> tuple[int, str | None]:
     """Position of query row 0, and the word if the statement was one."""
     said = q_offset
-    for variant in variants:
+    for variant in _parts(variants):
         if getattr(variant, "align", None) is not None:
             said = variant.align
-    if said is None or (isinstance(said, str) and said == "start"):
-        return 0, said
+    if said is None:
+        return 0, None
     if isinstance(said, str):
-        for variant in variants:
-            if hasattr(variant, "kv_lens"):
-                return int(np.broadcast_to(variant.kv_lens, batch_shape)[index]) - q_len, said
-        return kv_len - q_len, said
+        if said == "start":
+            return 0, said
+        lengths = [
+            int(np.broadcast_to(variant.kv_lens, batch_shape)[index])
+            for variant in _parts(variants)
+            if hasattr(variant, "kv_lens")
+        ]
+        return min([kv_len, *lengths]) - q_len, said
     return int(np.broadcast_to(said, batch_shape)[index]), None

@@ -1,0 +1,88 @@
+"""Every backend, every case, every dtype: refused with reasons, or right."""
+
+import numpy as np
+import pytest
+
+import qkv
+from qkv.backends import Refusal, backends
+from qkv.backends.blocked import BlockedBackend
+from qkv.testing import DTYPES, Case, cases, check_case
+from qkv.testing.cases import SMALL
+
+PAIRS = [
+    pytest.param(case, dtype, id=f"{case.name}-{dtype}")
+    for case in cases()
+    for dtype in case.dtypes
+]
+NAMES = [backend.name for backend in backends()]
+
+
+# The backend varies fastest, so that the dense answer of a case is computed once.
+@pytest.mark.parametrize("backend", NAMES)
+@pytest.mark.parametrize(("case", "dtype"), PAIRS)
+def test_conformance(backend: str, case: Case, dtype: str) -> None:
+    check_case(backend, case, dtype)
+
+
+@pytest.mark.parametrize("name", ["blocked", "reference"])
+def test_readable_backends_refuse_none_of_the_cases(name: str) -> None:
+    backend = next(b for b in backends() if b.name == name)
+    for case in cases():
+        call = case.build("float32")
+        plan = qkv.plan(*call.arrays, *call.variants, backend=name, **call.keywords)
+        assert plan.backend == backend.name
+
+
+def test_cases_cover_what_they_should() -> None:
+    shapes = [case.shape for case in cases()]
+    assert {1, 3, 64, 80, 128, 257} <= {s.head_dim for s in shapes}
+    assert {0, 1} <= {s.q_len for s in shapes}
+    assert {0, 1} <= {s.kv_len for s in shapes}
+    assert {0, 1, 2, 3} == {len(s.batch_shape) for s in shapes}
+    assert any(s.v_head_dim != s.head_dim for s in shapes)
+    assert any(s.num_heads > s.num_kv_heads > 1 for s in shapes)
+    assert any(s.q_len > 256 and s.kv_len > 512 for s in shapes)
+    assert {d for case in cases() for d in case.dtypes} == set(DTYPES)
+    assert {case.memory for case in cases()} == {
+        "contiguous", "strided", "reversed", "transposed", "broadcast", "repeated", "read-only",
+        "unaligned",
+    }  # fmt: skip
+
+
+def test_a_case_has_the_same_values_every_time() -> None:
+    for case in cases()[::7]:
+        for first, second in zip(
+            case.build("float32").arrays, case.build("float32").arrays, strict=True
+        ):
+            np.testing.assert_array_equal(first, second)
+
+
+class Refuses(BlockedBackend):
+    """Takes float64 alone."""
+
+    name = "refuses"
+
+    def refusals(self, spec):
+        if spec.dtype == "float64":
+            return ()
+        return (Refusal(f"dtype is {spec.dtype}", "float64"),)
+
+
+def test_a_refusal_is_told_apart_from_a_pass() -> None:
+    case = Case("refused", SMALL)
+    assert check_case(Refuses(), case, "float64") is True
+    assert check_case(Refuses(), case, "float32") is False
+    assert check_case(Refuses(), case) is True
+    assert "refuses" not in [b.name for b in backends()], "the suite leaves nothing registered"
+
+
+class RefusesAnything(BlockedBackend):
+    name = "vague"
+
+    def refusals(self, spec):
+        return ["no"]
+
+
+def test_refusals_must_be_data() -> None:
+    with pytest.raises(AssertionError, match="not a tuple of Refusal"):
+        check_case(RefusesAnything(), Case("refused", SMALL), "float64")
