@@ -2,6 +2,7 @@
 
 from qkv._api import attention, inspect, merge, plan
 from qkv._version import __version__
+from qkv.classical import ScaledDotProductAttention
 from qkv.errors import (
     AmbiguityError,
     ArgumentError,
@@ -12,6 +13,7 @@ from qkv.errors import (
     ShapeError,
     UnsupportedError,
 )
+from qkv.inspection.explain import explain
 from qkv.variants import (
     ALiBi,
     Bias,
@@ -53,6 +55,7 @@ __all__ = [
     "QkvError",
     "RelativeBias",
     "RoPE",
+    "ScaledDotProductAttention",
     "ScoreMod",
     "Segments",
     "ShapeError",
@@ -64,6 +67,7 @@ __all__ = [
     "Variant",
     "__version__",
     "attention",
+    "explain",
     "inspect",
     "merge",
     "plan",

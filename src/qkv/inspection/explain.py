@@ -1,0 +1,327 @@
+"""`qkv.explain`: the trace of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import index as as_index
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv._call import Call
+from qkv.arrays import view
+from qkv.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
+from qkv.inspection.gradient import StepBack, gradients, step_back
+from qkv.inspection.steps import Steps, steps
+from qkv.inspection.trace import (
+    Gradient,
+    MaskStage,
+    RowBack,
+    ScoreStage,
+    Slope,
+    Trace,
+    TracedHead,
+    TracedProblem,
+    TracedRow,
+)
+from qkv.problem.check import FLOATS, Layout
+from qkv.problem.scores import Scores
+from qkv.problem.spec import Problem, Spec
+
+Array = NDArray[Any]
+
+PRODUCTS_LIMIT = 2**22
+"""Products, and entries of Jacobians, that one trace may hold."""
+
+
+def explain(
+    query: Any,
+    key: Any,
+    value: Any,
+    *variants: Any,
+    scale: float | None = None,
+    layout: Layout = "bhld",
+    q_offset: Any = None,
+    kv_offset: Any = 0,
+    backend: str = "auto",
+    q_index: int | None = None,
+    batch: int | None = None,
+    head: int | None = None,
+    tokens: Sequence[str] | None = None,
+    kv_tokens: Sequence[str] | None = None,
+    grad: bool = False,
+    cotangent: Any = None,
+) -> Trace:
+    """Every step of attention for some queries, as data that can be printed.
+
+    Dot products with all their terms, scaling, each score variant, each mask, the softmax (largest
+    score, shift, exp, sum, division), and what each value adds to the output, in float64 from the
+    definition.
+
+    Parameters
+    ----------
+    query, key, value, *variants, scale, layout, q_offset, kv_offset
+        As `qkv.attention` takes them.
+    backend : str
+        Checked as by `qkv.attention`; the trace is computed from the definition whichever it is.
+    q_index : int, optional
+        Row of query to trace; all by default. Negative counts from the end, as for the next two.
+    batch : int, optional
+        Flat index over the leading dimensions; all by default.
+    head : int, optional
+        Query head; all by default.
+    tokens : sequence of str (q_len,), optional
+        Names of the query rows, and of the key rows if q_len = kv_len.
+    kv_tokens : sequence of str (kv_len,), optional
+        Names of the key rows.
+    grad : bool
+        Add the step back: for each row the softmax Jacobian, and dQ, dK, dV over all rows.
+    cotangent : array like the output, optional
+        What the output is multiplied with before it is summed to a loss; ones by default.
+
+    Returns
+    -------
+    Trace
+        `print(trace)` shows it, `trace.to_json()` is its versioned form.
+
+    Raises
+    ------
+    ShapeError, DTypeError, AmbiguityError, ArgumentError
+        The arguments do not fit.
+    UnsupportedError
+        The trace would hold more than 2**22 products, or the step back more than the reference
+        limit.
+
+    Notes
+    -----
+    `rows * kv_len * (head_dim + v_head_dim)` numbers; with `grad=True` also one head's matrices at
+    a time. Source: Vaswani et al. (2017), section 3.2.1.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> x = np.eye(2)
+    >>> trace = qkv.explain(x, x, x, scale=1.0, q_index=0, tokens=["a", "b"])
+    >>> trace.heads[0].rows[0].softmax.weights.round(3)
+    array([0.731, 0.269])
+    """
+    if cotangent is not None and not grad:
+        raise ArgumentError("a cotangent was given, but grad is False.", action="Pass grad=True.")
+    call = Call.bind(
+        query,
+        key,
+        value,
+        variants,
+        scale=scale,
+        layout=layout,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        backend=backend,
+    )
+    problem, spec = call.problem, call.problem.spec
+    batches = _chosen(batch, spec.batch_size, "batch", "batch_size").tolist()
+    heads = _chosen(head, spec.num_heads, "head", "num_heads").tolist()
+    q_rows = _chosen(q_index, spec.q_len, "q_index", "q_len")
+    _check_size(spec, len(batches) * len(heads) * len(q_rows), grad)
+    names = _tokens(tokens, spec.q_len, "tokens", "q_len")
+    kv_names = _tokens(kv_tokens, spec.kv_len, "kv_tokens", "kv_len")
+    if kv_names is None and spec.q_len == spec.kv_len:
+        kv_names = names
+    d_out = d_query = gradient = None
+    if grad:
+        d_out = _cotangent(cotangent, call)
+        d_query, d_key, d_value = gradients(problem, d_out)
+        gradient = Gradient(
+            _outside(d_out, call),
+            _like(d_query, view(query, "query"), layout),
+            _like(d_key, view(key, "key"), layout),
+            _like(d_value, view(value, "value"), layout),
+        )
+    return Trace(
+        _traced_problem(problem),
+        names,
+        kv_names,
+        tuple(_traced_head(problem, b, h, q_rows, d_out, d_query) for b in batches for h in heads),
+        gradient,
+    )
+
+
+def _traced_problem(problem: Problem) -> TracedProblem:
+    spec, operands = problem.spec, problem.operands
+    return TracedProblem(
+        summary=spec.summary,
+        dtype=spec.dtype,
+        batch_shape=spec.batch_shape,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        q_len=spec.q_len,
+        kv_len=spec.kv_len,
+        head_dim=spec.head_dim,
+        v_head_dim=spec.v_head_dim,
+        scale=operands.scale,
+        rotation=spec.rotation.label if spec.rotation else None,
+        dropout=operands.dropout.p if operands.dropout else None,
+    )
+
+
+def _traced_head(
+    problem: Problem,
+    batch: int,
+    head: int,
+    q_rows: Array,
+    d_out: Array | None,
+    d_query: Array | None,
+) -> TracedHead:
+    spec, operands = problem.spec, problem.operands
+    index: tuple[Any, ...] = np.unravel_index(batch, spec.batch_shape)
+    place = (*index, head)
+    forward = steps(Scores(problem, np.dtype(np.float64)), batch, head, q_rows)
+    back = None if d_out is None else step_back(problem, forward, d_out[place][q_rows])
+    kv_head = head // spec.group_size
+    q_pos, kv_pos = (p[batch if len(p) > 1 else 0] for p in operands.positions)
+    given = operands.query[place][q_rows].astype(np.float64)
+    rows = []
+    for i, row in enumerate(q_rows):
+        row_back = None
+        if back is not None and d_out is not None and d_query is not None:
+            row_back = _row_back(forward, back, i, d_out[place][row], d_query[place][row])
+        rows.append(_traced_row(forward, i, int(q_pos[row]), given[i], row_back, spec))
+    key = operands.key[(*index, kv_head)].astype(np.float64)
+    return TracedHead(
+        batch=batch,
+        head=head,
+        kv_head=kv_head,
+        kv_pos=kv_pos,
+        key=key,
+        rotated_key=forward.key if spec.rotation else None,
+        value=forward.value,
+        rows=tuple(rows),
+    )
+
+
+def _traced_row(
+    forward: Steps, i: int, q_pos: int, given: Array, back: RowBack | None, spec: Spec
+) -> TracedRow:
+    allowed = ~np.isneginf(forward.scores[i])
+    with np.errstate(all="ignore"):
+        products = forward.query[i] * forward.key
+        # Selected, not multiplied by 0: a forbidden value may be NaN.
+        contributions = np.where(allowed[:, None], forward.dropped[i, :, None] * forward.value, 0.0)
+    return TracedRow(
+        q_index=int(forward.q_index[i]),
+        q_pos=q_pos,
+        query=given,
+        rotated_query=forward.query[i] if spec.rotation else None,
+        products=products,
+        raw=forward.raw[i],
+        scaled=forward.scaled[i],
+        stages=tuple(ScoreStage(label, scores[i]) for label, scores in forward.stages),
+        masks=tuple(MaskStage(label, allows[i]) for label, allows in forward.masks),
+        allowed=allowed,
+        scores=forward.scores[i],
+        softmax=forward.softmax.row(i),
+        factors=None if forward.factors is None else forward.factors[i],
+        contributions=contributions,
+        output=contributions.sum(axis=0),
+        back=back,
+    )
+
+
+def _row_back(forward: Steps, back: StepBack, i: int, d_out: Array, d_query: Array) -> RowBack:
+    weights = forward.softmax.weights[i]
+    with np.errstate(all="ignore"):
+        jacobian = np.diag(weights) - np.outer(weights, weights)
+    return RowBack(
+        cotangent=d_out,
+        d_weights=back.d_weights[i],
+        jacobian=jacobian,
+        d_scores=back.d_scores[i],
+        slopes=tuple(Slope(label, values[i]) for label, values in back.slopes),
+        d_scaled=back.d_scaled[i],
+        d_raw=back.d_raw[i],
+        d_query=d_query,
+    )
+
+
+def _chosen(value: Any, size: int, name: str, of: str) -> Array:
+    """All indices, or the one that was asked for."""
+    if value is None:
+        return np.arange(size)
+    try:
+        number = as_index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool | np.bool_) or not -size <= number < size:
+        raise ArgumentError(
+            f"{name}={value!r:.60} is not one of the {size} indices.",
+            [(of, str(size))],
+            f"Pass an integer from 0 to {size - 1}, or leave it out for all."
+            if size
+            else f"Leave it out: {of}=0.",
+        )
+    return np.array([number % size])
+
+
+def _tokens(tokens: Any, size: int, name: str, of: str) -> tuple[str, ...] | None:
+    if tokens is None:
+        return None
+    given = (tokens,) if isinstance(tokens, str | bytes) else tuple(tokens)
+    if len(given) != size or not all(isinstance(token, str) for token in given):
+        kinds = ", ".join(sorted({type(token).__name__ for token in given}))
+        raise ArgumentError(
+            f"{name} must be {size} strings, one for each row.",
+            [(name, f"{len(given)} of type {kinds or 'nothing'}"), (of, str(size))],
+            "Pass a list of one string for each row.",
+        )
+    return tuple(map(str, given))
+
+
+def _check_size(spec: Spec, rows: int, grad: bool) -> None:
+    each = spec.kv_len * (spec.head_dim + spec.v_head_dim + (spec.kv_len if grad else 0))
+    if rows * each > PRODUCTS_LIMIT:
+        sizes = f"kv_len={spec.kv_len}, head_dim={spec.head_dim}, v_head_dim={spec.v_head_dim}"
+        raise UnsupportedError(
+            f"the trace of {rows} rows would hold {rows * each} products (limit {PRODUCTS_LIMIT}).",
+            [("one row", f"{each} products: {sizes}")],
+            "Choose rows with q_index=, head= and batch=, or use qkv.inspect, which has no limit.",
+        )
+
+
+def _cotangent(cotangent: Any, call: Call) -> Array:
+    """dO as `(*batch_shape, num_heads, q_len, v_head_dim)` in float64."""
+    spec = call.problem.spec
+    shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.v_head_dim)
+    if cotangent is None:
+        return np.ones(shape)
+    given = view(cotangent, "cotangent")
+    outside = _outside(np.broadcast_to(0.0, shape), call).shape
+    if given.dtype.name not in FLOATS:
+        raise DTypeError(
+            f"cotangent has dtype {given.dtype}, not a floating type.",
+            action="Convert it, as in cotangent.astype('float64').",
+        )
+    if given.shape != outside:
+        raise ShapeError(
+            f"cotangent has shape {given.shape}; the output has {outside}.",
+            action="Pass one number for each entry of the output.",
+        )
+    turned = given.swapaxes(-3, -2) if call.layout == "blhd" and call.ndim > 2 else given
+    return np.asarray(turned.reshape(shape), np.float64)
+
+
+def _outside(array: Array, call: Call) -> Array:
+    """`(*batch_shape, num_heads, q_len, dim)` as the caller lays it out."""
+    if call.ndim == 2:
+        return array.reshape(array.shape[-2:])
+    return array.swapaxes(-3, -2) if call.layout == "blhd" else array
+
+
+def _like(gradient: Array, array: Array, layout: Layout) -> Array:
+    """The gradient of an argument: summed over the dimensions it was broadcast along."""
+    turned = layout == "blhd" and array.ndim > 2
+    shape = array.swapaxes(-3, -2).shape if turned else array.shape
+    whole = (1,) * (gradient.ndim - len(shape)) + shape
+    axes = tuple(i for i, n in enumerate(whole) if n == 1 and gradient.shape[i] != 1)
+    summed: Array = gradient.sum(axis=axes, keepdims=True).reshape(shape)
+    return summed.swapaxes(-3, -2) if turned else summed

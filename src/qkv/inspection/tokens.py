@@ -1,0 +1,36 @@
+"""Tokens are other people's text: made safe and short before they reach a terminal."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+LONGEST = 24
+"""Characters of a token that are shown."""
+
+# Control sequences (colours, cursor), strings (titles, links) and single escapes, in both the
+# 7-bit and the 8-bit form; one that never ends takes the rest of the token with it.
+_ESCAPES = re.compile(
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?"
+    r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d\x9e\x9f]).*?(?:\x07|\x1b\\|\x9c|\Z)"
+    r"|\x1b[ -/]*[0-~]?",
+    re.DOTALL,
+)
+
+
+def printable(token: str, longest: int = LONGEST) -> str:
+    r"""The token without terminal escapes, other unprintable characters written as `\n`, `\u202e`.
+
+    At most `longest` characters; a longer one is cut and ends in "...".
+    """
+    plain = _ESCAPES.sub("", token)
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in plain[: longest + 1])
+    return shown if len(shown) <= longest else shown[: longest - 3] + "..."
+
+
+def columns(text: str) -> int:
+    """Columns that printable text takes in a terminal."""
+    return sum(
+        0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF")
+        for c in text
+    )

@@ -1,0 +1,224 @@
+"""The trace of attention as data: every number between query, key, value and output.
+
+`docs/trace.md` describes it, `trace.schema.json` is its schema; both count as public. A change that
+a reader could notice raises `VERSION`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields, is_dataclass
+from math import isfinite
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.inspection.steps import Softmax
+
+Array = NDArray[Any]
+
+SCHEMA, VERSION = "qkv-trace", 1
+
+
+@dataclass(frozen=True, slots=True)
+class TracedProblem:
+    """What was computed: the variants in words, sizes, and the scale.
+
+    `rotation` is the label of the rotary embedding; `dropout` is its probability.
+    """
+
+    summary: str
+    dtype: str
+    batch_shape: tuple[int, ...]
+    num_heads: int
+    num_kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    v_head_dim: int
+    scale: float
+    rotation: str | None
+    dropout: float | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoreStage:
+    """Scores of a row after one score variant, `(kv_len,)`."""
+
+    label: str
+    scores: Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MaskStage:
+    """Which keys one mask allows a row, `(kv_len,)`."""
+
+    label: str
+    allowed: Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slope:
+    """Derivative of one score variant with respect to the score before it, `(kv_len,)`."""
+
+    label: str
+    values: Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowBack:
+    """The step back through one row, in the order in which it is taken.
+
+    Attributes
+    ----------
+    cotangent : array (v_head_dim,)
+        dO, what the output row is multiplied with.
+    d_weights : array (kv_len,)
+        `dO . v[j]`, times the dropout factor.
+    jacobian : array (kv_len, kv_len)
+        `diag(w) - w w^T`: how each weight changes with each score.
+    d_scores : array (kv_len,)
+        `jacobian @ d_weights`.
+    slopes : tuple of Slope
+        One for each score variant.
+    d_scaled, d_raw : array (kv_len,)
+        Behind all slopes; and times the scale.
+    d_query : array (head_dim,)
+        dQ of this row, rotated back.
+    """
+
+    cotangent: Array
+    d_weights: Array
+    jacobian: Array
+    d_scores: Array
+    slopes: tuple[Slope, ...]
+    d_scaled: Array
+    d_raw: Array
+    d_query: Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TracedRow:
+    """One query row of one head, from products to output.
+
+    Attributes
+    ----------
+    q_index, q_pos : int
+        Row in storage, and position.
+    query, rotated_query : array (head_dim,)
+        As given, and after the rotary embedding (None without one).
+    products : array (kv_len, head_dim)
+        `query[d] * key[d]` of the rotated rows.
+    raw, scaled : array (kv_len,)
+        Sums of the products; and times the scale.
+    stages, masks : tuple
+        Scores after each score variant; what each mask allows.
+    allowed, scores : array (kv_len,)
+        What the row attends to in the end; final scores, -inf where it does not.
+    softmax : Softmax
+        Its steps.
+    factors : array (kv_len,) or None
+        Dropout factors of the weights.
+    contributions : array (kv_len, v_head_dim)
+        What each value adds to the output; 0 where forbidden.
+    output : array (v_head_dim,)
+        Their sum.
+    back : RowBack or None
+        With `grad=True`.
+    """
+
+    q_index: int
+    q_pos: int
+    query: Array
+    rotated_query: Array | None
+    products: Array
+    raw: Array
+    scaled: Array
+    stages: tuple[ScoreStage, ...]
+    masks: tuple[MaskStage, ...]
+    allowed: Array
+    scores: Array
+    softmax: Softmax
+    factors: Array | None
+    contributions: Array
+    output: Array
+    back: RowBack | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TracedHead:
+    """Keys and values of one query head, and its chosen rows.
+
+    `batch` is the flat index over the leading dimensions; arrays are `(kv_len, dim)`.
+    """
+
+    batch: int
+    head: int
+    kv_head: int
+    kv_pos: Array
+    key: Array
+    rotated_key: Array | None
+    value: Array
+    rows: tuple[TracedRow, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gradient:
+    """dQ, dK and dV over all rows and heads, shaped and laid out as query, key and value."""
+
+    cotangent: Array
+    d_query: Array
+    d_key: Array
+    d_value: Array
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Trace:
+    """Attention of chosen rows with every number on the way, in float64; see `qkv.explain`.
+
+    `tokens` name the query rows and `kv_tokens` the key rows, where they were given.
+    """
+
+    problem: TracedProblem
+    tokens: tuple[str, ...] | None
+    kv_tokens: tuple[str, ...] | None
+    heads: tuple[TracedHead, ...]
+    gradient: Gradient | None
+
+    def __repr__(self) -> str:
+        rows = sum(len(head.rows) for head in self.heads)
+        return f"Trace({rows} rows of {len(self.heads)} heads, kv_len={self.problem.kv_len})"
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, width: int = 100) -> str:
+        """The trace to read: plain text, long lines of products folded at `width` columns."""
+        from qkv.inspection.trace_text import render
+
+        return render(self, width)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists, numbers and strings, as `trace.schema.json` says.
+
+        -inf is None; NaN and +inf are the strings "nan" and "inf".
+        """
+        return {"schema": SCHEMA, "version": VERSION, **_plain(self)}
+
+    def to_json(self, indent: int | None = None) -> str:
+        """`to_dict` as strict JSON."""
+        return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray | np.generic):
+        whole = value.dtype.kind != "f" or bool(np.isfinite(value).all())
+        return value.tolist() if whole else _plain(value.tolist())
+    if is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not isfinite(value):
+        return None if value == -np.inf else str(float(value))
+    return value

@@ -1,0 +1,304 @@
+"""A trace as plain text to read, one section a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.inspection.tokens import columns, printable
+from qkv.inspection.trace import Gradient, RowBack, Trace, TracedHead, TracedRow
+
+Array = NDArray[Any]
+
+BAR = 40
+"""Characters of the bar of a weight of 1."""
+
+
+def bar(weight: float) -> str:
+    """One `#` for each 1/40 of the weight, truncated."""
+    # A weight that is k/40 but for rounding has k characters.
+    return "#" * int(weight * BAR + 1e-9) if np.isfinite(weight) else ""
+
+
+def _names(tokens: Sequence[str] | None, length: int, word: str) -> list[str]:
+    if tokens is None:
+        return [f"{word} {i}" for i in range(length)]
+    return [printable(token) for token in tokens]
+
+
+def _fold(terms: list[str], joint: str, width: int) -> list[str]:
+    """Terms joined, in lines of about `width` columns."""
+    lines, line = [], ""
+    for term in terms:
+        longer = line + joint + term if line else term
+        if line and len(longer) > width:
+            lines.append(line + joint.rstrip())
+            longer = term
+        line = longer
+    return [*lines, line]
+
+
+def _short(x: Any) -> str:
+    """A given number: as short as it is."""
+    return f"{x:.4g}" if x != 0 else "0"
+
+
+def _number(x: Any) -> str:
+    """A computed number: four decimals, or an exponent where those would hide it."""
+    if x == 0:
+        return "0.0000"
+    return f"{x:.4f}" if not np.isfinite(x) or 5e-5 <= abs(x) < 1e6 else f"{x:.3e}"
+
+
+def _numbers(array: Array) -> list[str]:
+    return [_number(x) for x in array]
+
+
+def _aligned(array: Array) -> list[str]:
+    numbers = _numbers(array)
+    width = max(map(len, numbers), default=0)
+    return [f"{number:>{width}}" for number in numbers]
+
+
+def _vector(
+    start: str, array: Array, width: int, end: str = "", form: Callable[[Any], str] = _short
+) -> Iterator[str]:
+    """`start [a, b, ...] end`, folded."""
+    lines = _fold([form(x) for x in array], ", ", width - columns(start) - 2)
+    lines[0] = f"{start}[{lines[0]}"
+    lines[1:] = [" " * (columns(start) + 1) + line for line in lines[1:]]
+    lines[-1] += f"]{end}"
+    yield from lines
+
+
+def _without_noise(array: Array) -> Array:
+    """Entries that are rounding errors of the largest one as zeros."""
+    largest = np.abs(array).max(initial=0.0, where=np.isfinite(array))
+    return np.where(np.abs(array) < 1e-14 * largest, 0.0, array)
+
+
+def render(trace: Trace, width: int = 100) -> str:
+    """The whole trace; products are folded at `width` columns."""
+    lines = list(_heading(trace))
+    for head in trace.heads:
+        for row in head.rows:
+            lines += ["", *_Row(trace, head, row, width).lines()]
+    if trace.gradient is not None:
+        lines += ["", *_gradients(trace.gradient, width)]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _heading(trace: Trace) -> Iterator[str]:
+    p = trace.problem
+    yield f"Attention: {printable(p.summary, 200)}"
+    heads = f"{p.num_heads} heads" if p.num_heads != 1 else "1 head"
+    if p.num_kv_heads != p.num_heads:
+        heads += f" on {p.num_kv_heads} kv heads"
+    batch = f"batch {p.batch_shape}, " if p.batch_shape else ""
+    yield (
+        f"{batch}{heads}, {p.q_len} queries, {p.kv_len} keys, head_dim {p.head_dim}, "
+        f"v_head_dim {p.v_head_dim}, {p.dtype}"
+    )
+
+
+class _Row:
+    """The sections of one query row."""
+
+    def __init__(self, trace: Trace, head: TracedHead, row: TracedRow, width: int) -> None:
+        self.trace, self.head, self.row = trace, head, row
+        self.width = width
+        self.keys = _names(trace.kv_tokens, len(head.kv_pos), "key")
+        self.margin = max(map(columns, self.keys), default=0)
+        self.number = 0
+
+    def lines(self) -> Iterator[str]:
+        yield from self.title()
+        yield from self.products()
+        yield from self.scaling()
+        yield from self.score_stages()
+        yield from self.masking()
+        yield from self.softmax()
+        yield from self.weighted_sum()
+        if self.row.back is not None:
+            yield from self.step_back(self.row.back)
+
+    def step(self, title: str) -> str:
+        self.number += 1
+        return f"\n{self.number}. {title}"
+
+    def named(self, j: int) -> str:
+        name = self.keys[j]
+        return f"   {name}{' ' * (self.margin - columns(name))}  "
+
+    def table(self, header: Sequence[str], *parts: Sequence[str]) -> Iterator[str]:
+        """One line for each key; numbers are right-aligned below their headers."""
+        widths = [
+            max(len(title), *(len(cell) for cell in part), 0)
+            for title, part in zip(header, parts, strict=True)
+        ]
+        if any(header):
+            titles = "  ".join(f"{t:>{w}}" for t, w in zip(header, widths, strict=True))
+            yield self.indent + titles
+        for j, cells in enumerate(zip(*parts, strict=True)):
+            row = "  ".join(f"{c:>{w}}" for c, w in zip(cells, widths, strict=True))
+            yield self.named(j) + row
+
+    def title(self) -> Iterator[str]:
+        row, head, problem = self.row, self.head, self.trace.problem
+        name = _names(self.trace.tokens, problem.q_len, "query")[row.q_index]
+        place = [f"row {row.q_index}"]
+        if row.q_pos != row.q_index:
+            place.append(f"position {row.q_pos}")
+        if problem.num_heads > 1:
+            place.append(f"head {head.head}")
+        if problem.num_kv_heads != problem.num_heads:
+            place.append(f"kv head {head.kv_head}")
+        if problem.batch_shape:
+            place.append(f"batch {head.batch}")
+        shown = f"'{name}'" if self.trace.tokens else name
+        yield f"=== {shown} ({', '.join(place)}) ==="
+        yield from self.vector("q = ", row.query)
+        if row.rotated_query is not None:
+            rotation = printable(str(problem.rotation), 80)
+            yield from self.vector("R q = ", row.rotated_query, f"  turned by {rotation}")
+
+    def products(self) -> Iterator[str]:
+        row = self.row
+        rotated = row.rotated_query is not None
+        query = row.query if row.rotated_query is None else row.rotated_query
+        key = self.head.key if self.head.rotated_key is None else self.head.rotated_key
+        yield self.step("Dot products: " + ("R q . R k" if rotated else "q . k"))
+        raw = _aligned(row.raw)
+        width = self.width - self.margin - max(map(len, raw), default=0) - 8
+        sums = [
+            _fold([f"{_short(a)}*{_short(b)}" for a, b in zip(query, k, strict=True)], " + ", width)
+            for k in key
+        ]
+        widest = max((len(lines[-1]) for lines in sums), default=0)
+        for j, lines in enumerate(sums):
+            starts = [self.named(j)] + [self.indent] * (len(lines) - 1)
+            ends = [""] * (len(lines) - 1) + [f"{'':{widest - len(lines[-1])}} = {raw[j]}"]
+            for start, line, end in zip(starts, lines, ends, strict=True):
+                yield start + line + end
+
+    @property
+    def indent(self) -> str:
+        return " " * (self.margin + 5)
+
+    def vector(
+        self, start: str, array: Array, end: str = "", form: Callable[[Any], str] = _short
+    ) -> Iterator[str]:
+        return _vector(start, array, self.width, end, form)
+
+    def scaling(self) -> Iterator[str]:
+        p = self.trace.problem
+        why = ""
+        if abs(p.scale - p.head_dim**-0.5) <= 1e-12:
+            why = f" = 1 / sqrt({p.head_dim})"
+        yield self.step(f"Scale: times {_short(p.scale)}{why}")
+        yield from self.table([""], _numbers(self.row.scaled))
+
+    def score_stages(self) -> Iterator[str]:
+        before = self.row.scaled
+        for stage in self.row.stages:
+            yield self.step(f"Score: {printable(stage.label, 80)}")
+            yield from self.table(["before", "after"], _numbers(before), _numbers(stage.scores))
+            before = stage.scores
+
+    def masking(self) -> Iterator[str]:
+        row = self.row
+        hidden = ~row.allowed
+        if not row.masks and not hidden.any():
+            return
+        yield self.step("Mask: " + (" and ".join(printable(m.label, 80) for m in row.masks)
+                                    or "scores of -inf"))  # fmt: skip
+        for j in range(len(row.allowed)):
+            if row.allowed[j]:
+                yield self.named(j) + "allowed"
+                continue
+            by = [printable(m.label, 80) for m in row.masks if not m.allowed[j]]
+            yield self.named(j) + "masked by " + (", ".join(by) or "a score of -inf")
+
+    def softmax(self) -> Iterator[str]:
+        row, s = self.row, self.row.softmax
+        if np.isneginf(s.row_max):
+            yield self.step("Softmax: no key is allowed, so every weight is 0")
+            yield f"   lse = -inf   entropy = {_number(s.entropy)} nats"
+            return
+        yield self.step(
+            f"Softmax: subtract the largest, {_number(s.row_max)}; take exp; "
+            f"divide by the sum, {_number(s.row_sum)}"
+        )
+        shown = [_number(x) if row.allowed[j] else "masked" for j, x in enumerate(row.scores)]
+        shifted = [_number(x) if row.allowed[j] else "" for j, x in enumerate(s.shifted)]
+        exp = [_number(x) if row.allowed[j] else "" for j, x in enumerate(s.exp)]
+        yield from self.table(
+            ["score", "shifted", "exp", "weight", ""],
+            shown,
+            shifted,
+            exp,
+            _numbers(s.weights),
+            [f"|{bar(w):<{BAR}}|" for w in s.weights],
+        )
+        if s.sink is not None and s.sink_exp is not None:
+            share = s.sink_exp / s.row_sum
+            yield (
+                f"   The sink, {_number(s.sink)}, adds exp {_number(s.sink_exp)} to the sum "
+                f"and takes weight {_number(share)}"
+            )
+        yield (
+            f"   weights add to {s.weights.sum():.6f}   lse = {_number(s.row_max)} + "
+            f"log {_number(s.row_sum)} = {_number(s.lse)}   "
+            f"entropy = {_number(s.entropy)} nats"
+        )
+        if row.factors is not None:
+            dropped = s.weights * row.factors
+            yield self.step(f"Dropout: p = {_short(self.trace.problem.dropout or 0.0)}")
+            yield from self.table(
+                ["weight", "factor", "kept"],
+                _numbers(s.weights),
+                _numbers(row.factors),
+                _numbers(dropped),
+            )
+
+    def weighted_sum(self) -> Iterator[str]:
+        row = self.row
+        kept = row.softmax.weights if row.factors is None else row.softmax.weights * row.factors
+        yield self.step("Output: the values, weighted and added")
+        for j, weight in enumerate(_aligned(kept)):
+            if row.allowed[j]:
+                yield from self.vector(f"{self.named(j)}{weight} * ", self.head.value[j])
+        yield from self.vector("   o = ", row.output, form=_number)
+
+    def step_back(self, back: RowBack) -> Iterator[str]:
+        yield self.step("The step back")
+        yield from self.vector("   dO = ", back.cotangent)
+        names = ["dw", "ds"]
+        parts = [_numbers(back.d_weights), _numbers(back.d_scores)]
+        for slope in back.slopes:
+            names.append("slope of " + printable(slope.label, 24))
+            parts.append(_numbers(slope.values))
+        names += ["d(q.k)"]
+        parts += [_numbers(back.d_raw)]
+        times = " * slopes" if back.slopes else ""
+        kept = " * factor" if self.row.factors is not None else ""
+        scale = _short(self.trace.problem.scale)
+        yield f"   dw = dO . v{kept},  ds = J dw,  d(q.k) = ds{times} * {scale}"
+        yield from self.table(names, *parts)
+        yield "   J = diag(w) - w w^T, how each weight (row) changes with each score (column)"
+        cells = [_numbers(column) for column in back.jacobian.T]
+        yield from self.table([""] * len(cells), *cells)
+        yield from self.vector("   dq = ", _without_noise(back.d_query), form=_number)
+
+
+def _gradients(gradient: Gradient, width: int) -> Iterator[str]:
+    yield "=== Gradients, summed over all rows and heads ==="
+    arrays = {"dQ": gradient.d_query, "dK": gradient.d_key, "dV": gradient.d_value}
+    for name, array in arrays.items():
+        shown = _without_noise(array)
+        for index in np.ndindex(*array.shape[:-1]):
+            start = f"{name}[{', '.join(map(str, index))}] = "
+            yield from _vector(start, shown[index], width, form=_number)
