@@ -1,0 +1,215 @@
+"""The command line: `qkv inspect`, `qkv explain`, `qkv info`.
+
+A command makes its whole output before the first byte of it is written. Exit codes: 0, 1 if the
+output could not be written or memory ran out, 2 for bad input, 130 for Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from qkv._version import __version__
+from qkv.errors import ArgumentError, QkvError
+from qkv.inspection.tokens import printable
+
+__all__ = ["main"]
+
+_EXAMPLES = """\
+examples:
+  qkv inspect                          a layer of a real model, every head in a row
+  qkv inspect --query 75 --head 3      where one token looks
+  qkv inspect FILE --causal            arrays q, k, v from a safetensors or npz file
+  qkv explain --query 1                attention step by step, with every number
+  qkv info                             what this machine can run
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        The words after `qkv`; those of the process by default.
+    """
+    try:
+        _write(_run(argv))
+    except QkvError as error:
+        return _complain(str(error), 2)
+    except BrokenPipeError:
+        # Whoever read the output has seen enough. The interpreter flushes once more on its way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        return _complain(f"the output could not be written: {error.strerror or error}.", 1)
+    except MemoryError:
+        return _complain("there is not enough memory for this.", 1)
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _run(argv: Sequence[str] | None) -> str:
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.version:
+        return f"qkv {__version__}\n"
+    if options.command is None or options.overview:
+        return parser.format_help()
+    if options.help:
+        return str(options.parser.format_help())
+    command: Callable[[argparse.Namespace], str] = options.command
+    return command(options)
+
+
+def _write(text: str) -> None:
+    if sys.stdout is None:
+        raise OSError("standard output is closed")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _complain(message: str, code: int) -> int:
+    lines = (printable(line, len(line)) for line in message.splitlines())
+    print("qkv: " + "\n".join(lines), file=sys.stderr)
+    return code
+
+
+class _Parser(argparse.ArgumentParser):
+    """Usage errors in the form of all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ArgumentError(f"{message}.", action=f"See {self.prog} --help.")
+
+
+def _inspect(options: argparse.Namespace) -> str:
+    from qkv.cli.inspect_command import run
+
+    return run(options)
+
+
+def _explain(options: argparse.Namespace) -> str:
+    from qkv.cli.explain_command import run
+
+    return run(options)
+
+
+def _info(options: argparse.Namespace) -> str:
+    from qkv.cli.info_command import run
+
+    return run(options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="qkv",
+        description="Exact scaled dot-product attention that you can look into.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    # Help and version are returned as all other output is, not printed on the way.
+    parser.add_argument("-h", "--help", action="store_true", dest="overview", help="show this")
+    parser.add_argument("--version", action="store_true", help="show the version")
+    parser.set_defaults(command=None, help=False)
+    commands = parser.add_subparsers(metavar="COMMAND", title="commands")
+
+    inspect = _command(
+        commands,
+        "inspect",
+        _inspect,
+        "where each head of an attention layer looks",
+        "Entropy in nats, the share of weight on the first, previous, own and next token, and the "
+        "strongest pairs (query -> key) of each head, averaged over all queries. Pairs with the "
+        "first key, which many heads use as a resting place, are in the JSON only. Without FILE: "
+        "a layer of all-MiniLM-L6-v2 that reads a paragraph.",
+    )
+    _add_problem(inspect)
+    inspect.add_argument("--query", type=int, metavar="N", help="only query row N, its top keys")
+    inspect.add_argument("--head", type=int, metavar="H", help="only query head H")
+    inspect.add_argument("--batch", type=int, metavar="B", help="flat leading index (default 0)")
+    inspect.add_argument(
+        "--top", type=int, metavar="K", help="pairs, or keys, to show of each head"
+    )
+
+    explain = _command(
+        commands,
+        "explain",
+        _explain,
+        "attention step by step, with every number",
+        "Dot products, scaling, mask, softmax and weighted sum of chosen rows. Without FILE: five "
+        "tokens with head_dim 4, small enough to follow by hand.",
+    )
+    _add_problem(explain)
+    explain.add_argument(
+        "--query", type=_row_or_all, default=0, metavar="N", help="query row, or all (default 0)"
+    )
+    explain.add_argument("--head", type=int, default=0, metavar="H", help="query head (default 0)")
+    explain.add_argument(
+        "--batch", type=int, default=0, metavar="B", help="flat leading index (default 0)"
+    )
+    explain.add_argument("--grad", action="store_true", help="add the step back, for dO = ones")
+
+    info = _command(
+        commands,
+        "info",
+        _info,
+        "version, machine, backends, cache",
+        "What this machine is, what it can run, and what qkv keeps on it.",
+    )
+    info.add_argument("--json", action="store_true", help="strict JSON")
+    return parser
+
+
+def _command(
+    commands: argparse._SubParsersAction[_Parser],
+    name: str,
+    run: Callable[[argparse.Namespace], str],
+    summary: str,
+    description: str,
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name, help=summary, description=description, allow_abbrev=False, add_help=False
+    )
+    parser.add_argument("-h", "--help", action="store_true", help="show this")
+    parser.set_defaults(command=run, parser=parser)
+    return parser
+
+
+def _add_problem(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "file", nargs="?", metavar="FILE", help="safetensors or npz with q, k, v; optional tokens"
+    )
+    parser.add_argument("--json", action="store_true", help="strict JSON")
+    parser.add_argument(
+        "--layout", choices=("bhld", "blhd"), default="bhld", help="order of heads and length"
+    )
+    parser.add_argument("--causal", action="store_true", help="a query sees no later key")
+    parser.add_argument(
+        "--q-offset", type=_offset, metavar="X", help="position of query 0: integer, start, end"
+    )
+    parser.add_argument("--scale", type=float, metavar="S", help="default: head_dim ** -0.5")
+
+
+def _offset(text: str) -> int | str:
+    if text in ("start", "end"):
+        return text
+    try:
+        return int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError("give an integer, start or end") from error
+
+
+def _row_or_all(text: str) -> int | None:
+    try:
+        return None if text == "all" else int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError("give a row, or all") from error

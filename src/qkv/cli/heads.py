@@ -1,0 +1,111 @@
+"""What `qkv inspect` says about each head: the numbers, and what stands out in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import qkv
+from qkv.cli.problem import Problem
+from qkv.inspection.replay import Progress
+
+Array = NDArray[Any]
+
+FAR = 4
+"""Positions between a query and a key from which the key counts as further away."""
+
+# The heaviest key that is neither first nor near is among so many keys of its row.
+_KEYS_OF_A_ROW = 2 * FAR + 1
+
+_STANDS_OUT = 0.5
+_WORTH_SAYING = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One weight: a query row looks at a key row."""
+
+    q_index: int
+    kv_index: int
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """One head, averaged over its query rows; `mass` is where its weight goes."""
+
+    index: int
+    entropy: float
+    mass: dict[str, float]
+    pairs: tuple[Pair, ...]
+    pairs_beyond_first: tuple[Pair, ...]
+    far_pairs: tuple[Pair, ...]
+
+
+def heads(problem: Problem, top: int, progress: Progress) -> list[Head]:
+    """All heads of a problem, `top` pairs of each."""
+    record = qkv.inspect(
+        problem.query,
+        problem.key,
+        problem.value,
+        *problem.variants,
+        progress=progress,
+        **problem.arguments,
+    )
+    kv_len = problem.key.shape[1]
+    masses = {
+        "first": record.mass([0]),
+        "previous": record.mass_at(-1),
+        "own": record.mass_at(0),
+        "next": record.mass_at(1),
+    }
+    indices, weights = record.top(min(kv_len, max(top + 1, _KEYS_OF_A_ROW)))
+    entropy = record.entropy
+    q_index = np.arange(problem.query.shape[1])[:, None]
+    beyond = indices != 0
+    far = beyond & (abs(q_index + problem.q_offset - indices) >= FAR)
+    return [
+        Head(
+            index=problem.head + h,
+            entropy=_mean(entropy[h]),
+            mass={name: _mean(mass[h]) for name, mass in masses.items()},
+            pairs=strongest(indices[h], weights[h], top, problem.q_index),
+            pairs_beyond_first=strongest(
+                indices[h], np.where(beyond[h], weights[h], 0), top, problem.q_index
+            ),
+            far_pairs=strongest(indices[h], np.where(far[h], weights[h], 0), 3, problem.q_index),
+        )
+        for h in range(len(indices))
+    ]
+
+
+def strongest(indices: Array, weights: Array, count: int, first_row: int = 0) -> tuple[Pair, ...]:
+    """The heaviest of the keys of some rows, `(rows, k)`; equal ones in order of rows and keys."""
+    k = indices.shape[1]
+    flat = weights.ravel()
+    order = np.argsort(-flat, kind="stable")[:count]
+    return tuple(
+        Pair(first_row + int(i) // k, int(indices.ravel()[i]), float(flat[i]))
+        for i in order
+        if flat[i] > 0
+    )
+
+
+def _mean(rows: Array) -> float:
+    return float(np.mean(rows, dtype=np.float64))
+
+
+def stand_out(found: list[Head]) -> list[tuple[str, Head]]:
+    """For next, previous, own and first: the head that puts most there, if it is over half."""
+    best = ((name, max(found, key=lambda h: h.mass[name])) for name in found[0].mass)
+    return [(name, head) for name, head in best if head.mass[name] >= _STANDS_OUT]
+
+
+def reaches_far(found: list[Head]) -> tuple[Head, list[Pair]] | None:
+    """The head whose heaviest pairs of rows that are `FAR` apart weigh most, and those pairs."""
+    head = max(found, key=lambda h: sum(pair.weight for pair in h.far_pairs))
+    pairs = [pair for pair in head.far_pairs if pair.weight >= _WORTH_SAYING]
+    return (head, pairs) if pairs else None

@@ -1,0 +1,75 @@
+"""`qkv info`: what this machine is and what it can run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+import numpy as np
+from rich.table import Table
+from rich.text import Text
+
+import qkv
+from qkv.cli.terminal import Page
+from qkv.errors import QkvError
+
+__all__ = ["run"]
+
+_PACKAGES = ("numpy", "ml_dtypes", "llvmlite", "safetensors", "rich")
+
+
+def run(options: argparse.Namespace) -> str:
+    """The output of the command."""
+    about = {
+        "qkv": {"version": qkv.__version__, "folder": qkv.__path__[0]},
+        "python": {
+            "version": platform.python_version(),
+            "implementation": platform.python_implementation(),
+            "platform": platform.platform(),
+            "executable": sys.executable,
+        },
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "machine": {"architecture": platform.machine(), **_machine()},
+        "backends": _backends(),
+    }
+    if options.json:
+        return json.dumps(about, indent=2, allow_nan=False) + "\n"
+    page = Page()
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for part, rows in about.items():
+        table.add_row(Text(part, style="bold"))
+        for label, text in rows.items():
+            table.add_row(Text(f"  {label}"), Text(page.token(text, 500), overflow="fold"))
+    return page.render(table)
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _machine() -> dict[str, str]:
+    """What the compiled backend knows of the machine, or why it knows nothing."""
+    try:
+        from qkv.backends.cpu import describe_host
+
+        return describe_host()
+    except QkvError as error:
+        return {"compiled code": f"none: {error.fact}"}
+    except (ImportError, OSError) as error:
+        return {"compiled code": f"none: {error}"}
+
+
+def _backends() -> dict[str, str]:
+    """Each backend, and what it says to a small float32 problem."""
+    row = np.ones((1, 1), np.float32)
+    plan = qkv.plan(row, row, row)
+    states = {plan.backend: "ready, the first choice for float32"}
+    for name, refusals in plan.refusals.items():
+        states[name] = "; ".join(map(str, refusals)) or "ready"
+    return states

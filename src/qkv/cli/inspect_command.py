@@ -1,0 +1,304 @@
+"""`qkv inspect`: where each head looks, as a table or as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+import qkv
+from qkv.cli.heads import FAR, Head, Pair, heads, reaches_far, stand_out, strongest
+from qkv.cli.problem import Given, Problem
+from qkv.cli.terminal import Bar, Page, weight
+from qkv.errors import ArgumentError
+
+__all__ = ["run"]
+
+SCHEMA, VERSION = "qkv-inspect", 1
+
+_PAIRS = 3
+_KEYS = 8
+_CONTEXT = 6
+_WORDS = {"first": "first", "previous": "previous", "own": "query's own", "next": "next"}
+_CAUTION = "Attention is not explanation: weights show where a head reads, not why."
+
+
+def run(options: argparse.Namespace) -> str:
+    """The output of the command."""
+    if options.top is not None and options.top < 1:
+        raise ArgumentError(f"--top {options.top} shows nothing.", action="Pass 1 or more.")
+    problem = Problem.of(_given(options.file), options)
+    if options.head is not None:
+        problem = problem.with_head(options.head)
+    if options.query is not None:
+        return _one_query(problem.with_query(options.query), options)
+    top = options.top or _PAIRS
+    with Bar("reading the weights", passes=2) as bar:
+        found = heads(problem, top, bar)
+    if options.json:
+        return _json(problem, [_head_data(problem, head) for head in found])
+    page = Page()
+    return page.render(
+        Text(_title(page, problem)),
+        Text(),
+        _table_of_heads(page, problem, found, top, as_fits=options.top is None),
+        Text(),
+        *_closing(page, problem, found, _command(options)),
+    )
+
+
+def _given(path: str | None) -> Given:
+    if path is not None:
+        return Given.from_file(path)
+    from qkv.samples import real_sample
+
+    sample = real_sample()
+    title = f"{sample.title} ({sample.licence})"
+    return Given(sample.q, sample.k, sample.v, sample.tokens, title, sample.source)
+
+
+def _command(options: argparse.Namespace) -> str:
+    """This command line again, without what narrows it down."""
+    words = ["qkv", "inspect"]
+    words += [options.file] if options.file else []
+    words += ["--causal"] if options.causal else []
+    words += ["--layout", options.layout] if options.layout != "bhld" else []
+    for name in ("q_offset", "scale", "batch"):
+        said = getattr(options, name)
+        words += [f"--{name.replace('_', '-')}", str(said)] if said is not None else []
+    return shlex.join(words)
+
+
+def _title(page: Page, problem: Problem) -> str:
+    kv_len = problem.key.shape[1]
+    length = f"{kv_len} tokens" if problem.q_len == kv_len else f"{problem.q_len} x {kv_len} rows"
+    parts = [page.token(problem.given.title, 200), length, f"head_dim {problem.query.shape[2]}"]
+    if problem.causal:
+        parts.append("causal")
+    if problem.batch_size > 1:
+        parts.append(f"batch {problem.batch} of 0..{problem.batch_size - 1}")
+    return ", ".join(parts)
+
+
+# --- all query rows ------------------------------------------------------------------------------
+
+
+def _table_of_heads(
+    page: Page, problem: Problem, found: list[Head], top: int, as_fits: bool
+) -> Table:
+    masses = [name for name in _WORDS if not (problem.causal and name == "next")]
+    table = _table()
+    for name in ("head", "entropy", *masses):
+        table.add_column(name, justify="right")
+    table.add_column("strongest pairs beyond key 0")
+    room = page.width - sum(len(name) + 2 for name in ("head", "entropy", *masses))
+    pairs = [[_pair(page, problem, pair) for pair in h.pairs_beyond_first] for h in found]
+    for head, cells in zip(found, _side_by_side(pairs, top, room, as_fits), strict=True):
+        numbers = [weight(head.mass[name]) for name in masses]
+        table.add_row(str(head.index), f"{head.entropy:.2f}", *numbers, Text(cells))
+    return table
+
+
+def _closing(page: Page, problem: Problem, found: list[Head], command: str) -> list[Text]:
+    """What these numbers show, and what to try next."""
+    seen = [
+        f"Head {head.index} gives {head.mass[name]:.0%} of its weight to the {_WORDS[name]} token."
+        for name, head in stand_out(found)
+    ]
+    head, query = found[0].index, problem.q_index
+    far = reaches_far(found)
+    if far:
+        head, query = far[0].index, far[1][0].q_index
+        listed = ", ".join(_pair(page, problem, pair) for pair in far[1])
+        seen.append(f"Head {head} looks {FAR} or more tokens away: {listed}.")
+    lines = [Text(sentence) for sentence in seen]
+    lines.append(Text(f"Next: {page.token(command, 500)} --query {query} --head {head}"))
+    return [*lines, Text(_CAUTION, style="dim")]
+
+
+# --- one query row -------------------------------------------------------------------------------
+
+
+def _one_query(problem: Problem, options: argparse.Namespace) -> str:
+    record = qkv.inspect(
+        problem.query, problem.key, problem.value, *problem.variants, **problem.arguments
+    )
+    count = min(options.top or _KEYS, problem.key.shape[1])
+    indices, weights = record.top(count)
+    entropies = [float(row[0]) for row in record.entropy]
+    tops = [
+        strongest(rows, values, count, problem.q_index)
+        for rows, values in zip(indices, weights, strict=True)
+    ]
+    if options.json:
+        return _json(
+            problem,
+            [
+                {
+                    "head": problem.head + h,
+                    "entropy": _finite(entropies[h]),
+                    "pairs": _pair_data(problem, top),
+                }
+                for h, top in enumerate(tops)
+            ],
+        )
+    page = Page()
+    parts: list[RenderableType] = [Text(_title(page, problem)), _context(page, problem), Text()]
+    if options.head is None:
+        parts.append(_keys_of_heads(page, problem, entropies, tops, options.top is None))
+    else:
+        parts.append(_keys_of_head(page, problem, tops[0]))
+    return page.render(*parts)
+
+
+def _context(page: Page, problem: Problem) -> Text:
+    """The query's token among those around it."""
+    line = Text(f"query {problem.q_index}:")
+    own = problem.q_offset
+    for position in range(own - _CONTEXT, own + _CONTEXT + 1):
+        token = problem.token_at(position)
+        if token is not None:
+            shown = page.token(token)
+            line.append(f" [{shown}]" if position == own else f" {shown}")
+    return line
+
+
+def _keys_of_head(page: Page, problem: Problem, top: Sequence[Pair]) -> Table:
+    table = _table()
+    table.add_column("key", justify="right")
+    table.add_column("token")
+    table.add_column("weight", justify="right")
+    table.add_column(f"in head {problem.head}")
+    for pair in top:
+        token = Text(page.token(problem.token_at(pair.kv_index)))
+        bar = page.full * int(40 * pair.weight)
+        table.add_row(str(pair.kv_index), token, f"{pair.weight:.4f}", Text(bar))
+    return table
+
+
+def _keys_of_heads(
+    page: Page,
+    problem: Problem,
+    entropies: list[float],
+    tops: list[tuple[Pair, ...]],
+    as_fits: bool,
+) -> Table:
+    table = _table()
+    for name in ("head", "entropy"):
+        table.add_column(name, justify="right")
+    table.add_column("keys with most weight")
+    keys = [
+        [f"{_name(page, pair.kv_index, problem.token_at(pair.kv_index))} {pair.weight:.2f}"
+         for pair in top]
+        for top in tops
+    ]  # fmt: skip
+    cells = _side_by_side(keys, max(map(len, keys)), page.width - len("head  entropy  "), as_fits)
+    for h, (entropy, cell) in enumerate(zip(entropies, cells, strict=True)):
+        table.add_row(str(problem.head + h), f"{entropy:.2f}", Text(cell))
+    return table
+
+
+# --- parts of both -------------------------------------------------------------------------------
+
+
+def _table() -> Table:
+    return Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+
+
+def _pair(page: Page, problem: Problem, pair: Pair) -> str:
+    position = problem.q_offset + pair.q_index - problem.q_index
+    query = _name(page, pair.q_index, problem.token_at(position))
+    key = _name(page, pair.kv_index, problem.token_at(pair.kv_index))
+    return f"{query} {page.arrow} {key} {pair.weight:.2f}"
+
+
+def _name(page: Page, index: int, token: str | None) -> str:
+    return f"{page.token(token)} {index}".lstrip()
+
+
+def _side_by_side(rows: list[list[str]], top: int, room: int, as_fits: bool) -> list[str]:
+    """The texts of each row in aligned columns, as many as there is room for, the rest below.
+
+    With `as_fits` there is no below.
+    """
+    gap = "   "
+    for count in range(max(top, 1), 0, -1):
+        folded = [[row[i : i + count] for i in range(0, len(row), count)] for row in rows]
+        if as_fits:
+            folded = [lines[:1] for lines in folded]
+        widths = [0] * count
+        for line in (line for lines in folded for line in lines):
+            for i, text in enumerate(line):
+                widths[i] = max(widths[i], cell_len(text))
+        if sum(widths) + len(gap) * (count - 1) <= room:
+            break
+    return [
+        "\n".join(
+            gap.join(
+                text + " " * (width - cell_len(text))
+                for text, width in zip(line, widths, strict=False)
+            )
+            for line in lines
+        )
+        for lines in folded
+    ]
+
+
+# --- JSON ----------------------------------------------------------------------------------------
+
+
+def _json(problem: Problem, found: list[dict[str, Any]]) -> str:
+    given, head_dim = problem.given, problem.query.shape[2]
+    data = {
+        "schema": SCHEMA,
+        "version": VERSION,
+        "title": given.title,
+        "source": given.source,
+        "q_len": problem.q_len,
+        "kv_len": problem.key.shape[1],
+        "head_dim": head_dim,
+        "batch": problem.batch,
+        "batch_size": problem.batch_size,
+        "causal": problem.causal,
+        "q_offset": problem.q_offset - problem.q_index,
+        "scale": head_dim**-0.5 if problem.scale is None else problem.scale,
+        "tokens": given.tokens,
+        "heads": found,
+    }
+    return json.dumps(data, indent=2, allow_nan=False) + "\n"
+
+
+def _head_data(problem: Problem, head: Head) -> dict[str, Any]:
+    return {
+        "head": head.index,
+        "entropy": _finite(head.entropy),
+        "mass": {name: _finite(mass) for name, mass in head.mass.items()},
+        "pairs": _pair_data(problem, head.pairs),
+        "pairs_beyond_first": _pair_data(problem, head.pairs_beyond_first),
+    }
+
+
+def _pair_data(problem: Problem, pairs: Sequence[Pair]) -> list[dict[str, Any]]:
+    return [
+        {
+            "q_index": pair.q_index,
+            "q_token": problem.token_at(problem.q_offset + pair.q_index - problem.q_index),
+            "kv_index": pair.kv_index,
+            "kv_token": problem.token_at(pair.kv_index),
+            "weight": pair.weight,
+        }
+        for pair in pairs
+    ]
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None

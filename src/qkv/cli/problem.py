@@ -1,0 +1,170 @@
+"""What a command works on: arrays of a file or of a sample, cut down to what was asked for."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import qkv
+from qkv.errors import ArgumentError
+from qkv.files import read_arrays
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Given:
+    """Arrays as they came, and where they came from."""
+
+    query: Array
+    key: Array
+    value: Array
+    tokens: tuple[str, ...] | None
+    title: str
+    source: str
+
+    @classmethod
+    def from_file(cls, path: str) -> Given:
+        arrays = read_arrays(path)
+        return cls(arrays.query, arrays.key, arrays.value, arrays.tokens, path, path)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Problem:
+    """One batch row as `(num_heads, length, head_dim)`, with names and positions of its rows.
+
+    `head` and `q_index` say which head and query row of the given arrays come first here, `q_len`
+    how many rows those had; `q_offset` is the position of the first row here.
+    """
+
+    given: Given
+    query: Array
+    key: Array
+    value: Array
+    variants: tuple[Any, ...]
+    scale: float | None
+    q_offset: int
+    batch: int
+    batch_size: int
+    q_len: int
+    head: int = 0
+    q_index: int = 0
+
+    @classmethod
+    def of(cls, given: Given, options: argparse.Namespace) -> Problem:
+        """Check the arrays and options, and take the batch row that is wanted."""
+        variants = (qkv.Causal(),) if options.causal else ()
+        arrays = given.query, given.key, given.value
+        # The one place where arrays are checked; from here on they fit together.
+        qkv.plan(
+            *arrays,
+            *variants,
+            scale=options.scale,
+            layout=options.layout,
+            q_offset="start" if options.q_offset is None else options.q_offset,
+        )
+        lead = np.broadcast_shapes(*(array.shape[:-3] for array in arrays))
+        batch_size = int(np.prod(lead, dtype=object))
+        batch = chosen(options.batch or 0, batch_size, "batch")
+        query, key, value = (_one_batch(array, lead, batch, options.layout) for array in arrays)
+        q_len, kv_len = query.shape[1], key.shape[1]
+        if not (q_len and kv_len):
+            raise ArgumentError(
+                f"there is nothing to look at: q_len={q_len}, kv_len={kv_len}.",
+                action="Give arrays with at least one query and one key.",
+            )
+        if given.tokens is not None and len(given.tokens) != kv_len:
+            raise ArgumentError(
+                f"there are {len(given.tokens)} tokens for {kv_len} keys.",
+                action="Give one token for each row of k.",
+            )
+        q_offset = _offset(options.q_offset, q_len, kv_len)
+        return cls(
+            given,
+            query,
+            key,
+            value,
+            variants,
+            options.scale,
+            q_offset,
+            batch,
+            batch_size,
+            q_len,
+        )
+
+    def with_head(self, head: int) -> Problem:
+        """Only one query head, and the key head that it reads."""
+        head = chosen(head, len(self.query), "head")
+        kv_head = head // (len(self.query) // len(self.key))
+        return replace(
+            self,
+            query=self.query[head : head + 1],
+            key=self.key[kv_head : kv_head + 1],
+            value=self.value[kv_head : kv_head + 1],
+            head=self.head + head,
+        )
+
+    def with_query(self, q_index: int) -> Problem:
+        """Only one query row, at the position that it had."""
+        q_index = chosen(q_index, self.query.shape[1], "query")
+        return replace(
+            self,
+            query=self.query[:, q_index : q_index + 1],
+            q_offset=self.q_offset + q_index,
+            q_index=self.q_index + q_index,
+        )
+
+    @property
+    def causal(self) -> bool:
+        return bool(self.variants)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Keywords for `qkv.inspect` and `qkv.explain`."""
+        return {"scale": self.scale, "q_offset": self.q_offset}
+
+    @property
+    def kv_tokens(self) -> tuple[str, ...] | None:
+        return self.given.tokens
+
+    def token_at(self, position: int) -> str | None:
+        """The token of a query or key position, if there is one."""
+        tokens = self.given.tokens
+        return tokens[position] if tokens and 0 <= position < len(tokens) else None
+
+    @property
+    def q_tokens(self) -> Sequence[str] | None:
+        """Names of the query rows, if all have one."""
+        names = [self.token_at(self.q_offset + i) for i in range(self.query.shape[1])]
+        return None if None in names else [name for name in names if name is not None]
+
+
+def chosen(index: int, count: int, what: str) -> int:
+    """A row by number, from the end if negative."""
+    if not -count <= index < count:
+        raise ArgumentError(
+            f"--{what} {index} does not exist.",
+            action=f"Choose from 0 to {count - 1}." if count else f"There is no {what} at all.",
+        )
+    return index % count
+
+
+def _one_batch(array: Array, lead: tuple[int, ...], batch: int, layout: str) -> Array:
+    if array.ndim == 2:
+        return array[None]
+    row: Array = np.broadcast_to(array, (*lead, *array.shape[-3:]))[np.unravel_index(batch, lead)]
+    return row if layout == "bhld" else row.swapaxes(0, 1)
+
+
+def _offset(said: int | str | None, q_len: int, kv_len: int) -> int:
+    if said is None and q_len != kv_len:
+        raise ArgumentError(
+            f"where do {q_len} queries stand among {kv_len} keys?",
+            action="Pass --q-offset start, --q-offset end, or a position.",
+        )
+    return said if isinstance(said, int) else kv_len - q_len if said == "end" else 0
