@@ -31,7 +31,8 @@ def evaluate(
             return known[n]
         match n:
             case Const(kind="float", value=v):
-                result: Any = dtype.type(v)
+                with np.errstate(over="ignore"):
+                    result: Any = dtype.type(v)
             case Const(value=v):
                 result = v
             case Var(name=name):
@@ -39,7 +40,7 @@ def evaluate(
             case Load(table=table, kind=kind, indices=indices):
                 result = tables[table][tuple(value(i) for i in indices)]
                 if kind == "float":
-                    result = np.asarray(result).astype(dtype)
+                    result = _narrowed(np.asarray(result), dtype)
                 elif kind == "int":
                     result = np.asarray(result).astype(np.int64)
             case Op():
@@ -57,11 +58,16 @@ def evaluate(
                 for arg, kind in zip(args, kinds, strict=True)
             ]
         with np.errstate(all="ignore"):
-            result = rule.compute(*args)
-        if op.name == "floor":
-            # Saturate as the compiled kernels do, so that a table index stays provable.
-            limit = float(2**62)
-            result = np.clip(np.nan_to_num(result, nan=0.0), -limit, limit).astype(np.int64)
-        return result
+            return rule.compute(*args)
 
     return value(node)
+
+
+def _narrowed(values: Array, dtype: np.dtype[Any]) -> Array:
+    """Table elements in the type of computation; what is finite stays finite."""
+    if values.dtype.itemsize <= dtype.itemsize:
+        return values.astype(dtype, copy=False)
+    with np.errstate(over="ignore"):
+        narrow = values.astype(dtype)
+    limit = np.finfo(dtype).max
+    return np.where(np.isinf(values), narrow, np.clip(narrow, -limit, limit))

@@ -110,6 +110,13 @@ def _to_int(*_: Kind) -> Kind:
     return "int"
 
 
+def _floor(value: Any) -> Any:
+    """NaN gives 0 and what is too large saturates, so that an index stays provable."""
+    limit = float(2**62)
+    whole = np.clip(np.nan_to_num(np.floor(value), nan=0.0), -limit, limit)
+    return whole.astype(np.int64)
+
+
 OPERATIONS: Mapping[str, Operation] = {
     "add": Operation(2, _NUMBERS, _arithmetic, np.add),
     "sub": Operation(2, _NUMBERS, _arithmetic, np.subtract),
@@ -133,7 +140,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "log": Operation(1, _NUMBERS, _to_float, np.log),
     "sqrt": Operation(1, _NUMBERS, _to_float, np.sqrt),
     "tanh": Operation(1, _NUMBERS, _to_float, np.tanh),
-    "floor": Operation(1, _NUMBERS, _to_int, np.floor),
+    "floor": Operation(1, _NUMBERS, _to_int, _floor),
 }
 """All operations. `floor` gives an integer; comparisons with > and >= are `lt` and `le` turned."""
 
