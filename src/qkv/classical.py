@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from qkv.arrays import view
 from qkv.errors import ArgumentError, DTypeError, ShapeError
-from qkv.inspection.explain import explain
+from qkv.inspection.explain import chosen, explain
 from qkv.inspection.steps import softmax
 from qkv.inspection.tokens import printable
 from qkv.inspection.trace_text import bar
@@ -120,12 +120,13 @@ class ScaledDotProductAttention:
                 [("Q", str(query.shape)), ("K", str(key.shape)), ("V", str(value.shape))],
                 "Pass one of them, as in explain(Q[0], K[0], V[0], tokens).",
             )
+        (q_index,) = chosen(query_idx, len(query), "query_idx", "rows of Q")
         trace = explain(
             query,
             key,
             value,
             scale=1 / self.scale,
-            q_index=query_idx,
+            q_index=q_index,
             tokens=tokens,
             kv_tokens=tokens,
         )

@@ -31,8 +31,8 @@ from qkv.problem.spec import Problem, Spec
 
 Array = NDArray[Any]
 
-PRODUCTS_LIMIT = 2**22
-"""Products, and entries of Jacobians, that one trace may hold."""
+TRACE_LIMIT = 2**22
+"""Products, contributions and entries of Jacobians that one trace may hold."""
 
 
 def explain(
@@ -90,7 +90,7 @@ def explain(
     ShapeError, DTypeError, AmbiguityError, ArgumentError
         The arguments do not fit.
     UnsupportedError
-        The trace would hold more than 2**22 products, or the step back more than the reference
+        The trace would hold more than 2**22 numbers, or the step back more than the reference
         limit.
 
     Notes
@@ -120,9 +120,9 @@ def explain(
         backend=backend,
     )
     problem, spec = call.problem, call.problem.spec
-    batches = _chosen(batch, spec.batch_size, "batch", "batch_size").tolist()
-    heads = _chosen(head, spec.num_heads, "head", "num_heads").tolist()
-    q_rows = _chosen(q_index, spec.q_len, "q_index", "q_len")
+    batches = chosen(batch, spec.batch_size, "batch", "batch_size").tolist()
+    heads = chosen(head, spec.num_heads, "head", "num_heads").tolist()
+    q_rows = chosen(q_index, spec.q_len, "q_index", "q_len")
     _check_size(spec, len(batches) * len(heads) * len(q_rows), grad)
     names = _tokens(tokens, spec.q_len, "tokens", "q_len")
     kv_names = _tokens(kv_tokens, spec.kv_len, "kv_tokens", "kv_len")
@@ -244,7 +244,7 @@ def _row_back(forward: Steps, back: StepBack, i: int, d_out: Array, d_query: Arr
     )
 
 
-def _chosen(value: Any, size: int, name: str, of: str) -> Array:
+def chosen(value: Any, size: int, name: str, of: str) -> Array:
     """All indices, or the one that was asked for."""
     if value is None:
         return np.arange(size)
@@ -279,11 +279,11 @@ def _tokens(tokens: Any, size: int, name: str, of: str) -> tuple[str, ...] | Non
 
 def _check_size(spec: Spec, rows: int, grad: bool) -> None:
     each = spec.kv_len * (spec.head_dim + spec.v_head_dim + (spec.kv_len if grad else 0))
-    if rows * each > PRODUCTS_LIMIT:
+    if rows * each > TRACE_LIMIT:
         sizes = f"kv_len={spec.kv_len}, head_dim={spec.head_dim}, v_head_dim={spec.v_head_dim}"
         raise UnsupportedError(
-            f"the trace of {rows} rows would hold {rows * each} products (limit {PRODUCTS_LIMIT}).",
-            [("one row", f"{each} products: {sizes}")],
+            f"the trace of {rows} rows would hold {rows * each} numbers (limit {TRACE_LIMIT}).",
+            [("one row", f"{each} numbers: {sizes}{', grad=True' if grad else ''}")],
             "Choose rows with q_index=, head= and batch=, or use qkv.inspect, which has no limit.",
         )
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.problem.evaluate import evaluate
-from qkv.problem.scores import Scores, weighted_sum
+from qkv.problem.scores import Scores
 
 Array = NDArray[Any]
 
@@ -104,11 +104,6 @@ class Steps:
         weights = self.softmax.weights
         return weights if self.factors is None else weights * self.factors
 
-    @property
-    def output(self) -> Array:
-        """`(rows, v_head_dim)`."""
-        return weighted_sum(self.dropped, self.scores, self.value)
-
 
 def steps(scores: Scores, batch: int, head: int, q_index: Array) -> Steps:
     """Write out the rows `q_index` of one head."""
@@ -118,7 +113,8 @@ def steps(scores: Scores, batch: int, head: int, q_index: Array) -> Steps:
     query, key = scores.query(batch, head, q_index), scores.key(batch, head, every)
     rows, columns = q_index[:, None], np.arange(spec.kv_len)[None, :]
     with np.errstate(all="ignore"):
-        raw = query @ key.T
+        # Not a BLAS product, whose bits would depend on how many rows were chosen.
+        raw = np.einsum("id,jd->ij", query, key)
         scaled = raw * dtype.type(operands.scale)
     place = {"batch": batch, "head": head, "q_index": rows, "kv_index": columns}
 
