@@ -11,7 +11,7 @@ import os
 import stat
 
 from qkv.errors import FileError
-from qkv.files.contents import Arrays, Source, shown
+from qkv.files.contents import Arrays, Source
 from qkv.files.npz_format import read_npz
 from qkv.files.safetensors_format import read_safetensors
 
@@ -51,7 +51,7 @@ def read_arrays(path: str | os.PathLike[str]) -> Arrays:
     ...     qkv.files.read_arrays(folder + "/a.npz").tokens
     ('to', 'be')
     """
-    name = shown(os.fspath(path))
+    name = repr(os.fspath(path))
     try:
         # Looked at before it is opened: opening a pipe would wait for a writer.
         mode = os.stat(path).st_mode

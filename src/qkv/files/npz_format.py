@@ -9,9 +9,13 @@ import ast
 import io
 import re
 import struct
+import sys
+import warnings
 import zipfile
 import zlib
 from typing import Any
+
+import numpy as np
 
 from qkv.errors import FileError
 from qkv.files.contents import (
@@ -139,9 +143,19 @@ def _entry(source: Source, archive: zipfile.ZipFile, name: str, info: zipfile.Zi
 
 def _header(source: Source, name: str, text: bytes) -> tuple[Any, bool, tuple[int, ...]]:
     try:
-        header = ast.literal_eval(text.decode("latin-1").strip())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # of the compiler, with the file's own words in them
+            header = ast.literal_eval(text.decode("latin-1").strip())
         descr, column_major, shape = header["descr"], header["fortran_order"], header["shape"]
-    except (ValueError, SyntaxError, TypeError, LookupError, RecursionError, MemoryError) as error:
+    except (
+        ValueError,
+        SyntaxError,
+        TypeError,
+        LookupError,
+        RecursionError,
+        MemoryError,
+        Warning,
+    ) as error:
         raise source.error(f"has a broken npy header in {shown(name)}") from error
     if not isinstance(column_major, bool) or not isinstance(shape, tuple) or len(header) != 3:
         raise source.error(f"has a broken npy header in {shown(name)}: {shown(header)}")
@@ -151,9 +165,12 @@ def _header(source: Source, name: str, text: bytes) -> tuple[Any, bool, tuple[in
 def _tokens(source: Source, entry: Entry) -> tuple[str, ...]:
     if len(entry.shape) != 1:
         raise source.error(f"has tokens of shape {entry.shape}", "Save a flat list of strings.")
+    array = entry.array()
+    # NumPy would make an invalid string of these, or none.
+    if array.dtype.kind == "U" and (array.view(np.uint32) > sys.maxunicode).any():
+        raise source.error("has tokens that are not text: code points beyond U+10FFFF")
     try:
-        listed = entry.array().tolist()
-        tokens = [t.decode("utf-8") if isinstance(t, bytes) else str(t) for t in listed]
+        tokens = [t.decode("utf-8") if isinstance(t, bytes) else t for t in array.tolist()]
     except ValueError as error:
         raise source.error(f"has tokens that are not text ({shown(str(error))})") from error
     return writable(tokens)
