@@ -1,0 +1,237 @@
+"""LLVM IR written as structured code: loops that carry values, vectors of lanes, byte addresses.
+
+An `Emitter` holds one module and the place where the next instruction goes. All integers that count
+or address are 64-bit, all pointers point to bytes, and a *vector* has one float32 for each lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+from llvmlite import ir
+
+Value: TypeAlias = Any
+
+VOID = ir.VoidType()
+BIT = ir.IntType(1)
+BYTE = ir.IntType(8)
+INT32 = ir.IntType(32)
+INT64 = ir.IntType(64)
+FLOAT = ir.FloatType()
+DOUBLE = ir.DoubleType()
+POINTER = BYTE.as_pointer()
+
+
+def is_vector(value: Value) -> bool:
+    return isinstance(value.type, ir.VectorType)
+
+
+class Emitter:
+    """Writes one module for vectors of `lanes` float32."""
+
+    def __init__(self, name: str, lanes: int) -> None:
+        self.module = ir.Module(name)
+        self.lanes = lanes
+        self.vector = ir.VectorType(FLOAT, lanes)
+        self.bits = ir.VectorType(INT32, lanes)
+        self.vector_bytes = 4 * lanes
+        self.builder: Any = None
+
+    # Functions and control flow
+
+    @contextmanager
+    def function(
+        self, name: str, arguments: Sequence[Any], result: Any = VOID, *, public: bool = False
+    ) -> Iterator[tuple[Any, Sequence[Value]]]:
+        """Write the body of a function; pointers of an internal one do not alias."""
+        function = ir.Function(self.module, ir.FunctionType(result, arguments), name)
+        outside = self.builder
+        self.builder = ir.IRBuilder(function.append_basic_block())
+        if not public:
+            function.linkage = "internal"
+            for argument in function.args:
+                if isinstance(argument.type, ir.PointerType):
+                    argument.add_attribute("noalias")
+        yield function, function.args
+        if not self.builder.block.is_terminated:
+            self.builder.ret_void()
+        self.builder = outside
+
+    def loop(
+        self,
+        start: Any,
+        stop: Any,
+        step: Any,
+        carried: Sequence[Value],
+        body: Callable[[Value, list[Value]], Sequence[Value] | None],
+    ) -> list[Value]:
+        """`for i in range(start, stop, step)`; `body(i, carried)` gives the next carried values."""
+        b = self.builder
+        before = b.block
+        head, inside, after = (b.append_basic_block(part) for part in ("head", "body", "after"))
+        b.branch(head)
+        b.position_at_end(head)
+        index = b.phi(INT64)
+        index.add_incoming(self.index(start), before)
+        phis = []
+        for value in carried:
+            phi = b.phi(value.type)
+            phi.add_incoming(value, before)
+            phis.append(phi)
+        b.cbranch(b.icmp_signed("<", index, self.index(stop)), inside, after)
+        b.position_at_end(inside)
+        following = body(index, list(phis)) or ()
+        index.add_incoming(b.add(index, self.index(step)), b.block)
+        for phi, value in zip(phis, following, strict=True):
+            phi.add_incoming(value, b.block)
+        b.branch(head)
+        b.position_at_end(after)
+        return phis
+
+    def take_while(self, take: Callable[[], tuple[Value, Value]], body: Callable[..., Any]) -> None:
+        """`while (item, more := take())[1]: body(item)`."""
+        b = self.builder
+        head, inside, after = (b.append_basic_block(part) for part in ("take", "body", "after"))
+        b.branch(head)
+        b.position_at_end(head)
+        item, more = take()
+        b.cbranch(more, inside, after)
+        b.position_at_end(inside)
+        body(item)
+        b.branch(head)
+        b.position_at_end(after)
+
+    def choose(
+        self, condition: Value, first: Callable[[], object], second: Callable[[], object]
+    ) -> None:
+        with self.builder.if_else(condition) as (then, otherwise):
+            with then:
+                first()
+            with otherwise:
+                second()
+
+    # Integers and addresses
+
+    def index(self, value: Any) -> Value:
+        return value if isinstance(value, ir.Value) else ir.Constant(INT64, value)
+
+    def add(self, *terms: Any) -> Value:
+        total = self.index(terms[0])
+        for term in terms[1:]:
+            total = self.builder.add(total, self.index(term))
+        return total
+
+    def sub(self, a: Any, b: Any) -> Value:
+        return self.builder.sub(self.index(a), self.index(b))
+
+    def mul(self, *factors: Any) -> Value:
+        product = self.index(factors[0])
+        for factor in factors[1:]:
+            product = self.builder.mul(product, self.index(factor))
+        return product
+
+    def least(self, a: Any, b: Any) -> Value:
+        a, b = self.index(a), self.index(b)
+        return self.builder.select(self.builder.icmp_signed("<", a, b), a, b)
+
+    def below(self, a: Any, b: Any) -> Value:
+        return self.builder.icmp_signed("<", self.index(a), self.index(b))
+
+    def round_down(self, a: Value, multiple: int) -> Value:
+        return self.sub(a, self.builder.srem(a, self.index(multiple)))
+
+    def at(self, pointer: Value, *offsets: Any) -> Value:
+        """The pointer moved by a number of bytes."""
+        return self.builder.gep(pointer, [self.add(*offsets)])
+
+    def pointer(self, address: Value) -> Value:
+        return self.builder.inttoptr(address, POINTER)
+
+    # Memory
+
+    def load(self, pointer: Value, type_: Any, align: int = 1) -> Value:
+        typed = self.builder.bitcast(pointer, type_.as_pointer())
+        return self.builder.load(typed, align=align)
+
+    def store(self, value: Value, pointer: Value, align: int) -> None:
+        self.builder.store(
+            value, self.builder.bitcast(pointer, value.type.as_pointer()), align=align
+        )
+
+    def load_vector(self, pointer: Value, *, aligned: bool = True) -> Value:
+        return self.load(pointer, self.vector, self.vector_bytes if aligned else 4)
+
+    def store_vector(self, value: Value, pointer: Value, *, aligned: bool = True) -> None:
+        self.store(value, pointer, self.vector_bytes if aligned else 4)
+
+    # Vectors
+
+    def const(self, value: float) -> Value:
+        return ir.Constant(self.vector, [float(value)] * self.lanes)
+
+    def const_bits(self, value: int) -> Value:
+        return ir.Constant(self.bits, [value] * self.lanes)
+
+    def splat(self, scalar: Value) -> Value:
+        """The scalar in every lane."""
+        type_ = ir.VectorType(scalar.type, self.lanes)
+        empty = ir.Constant(type_, ir.Undefined)
+        first = self.builder.insert_element(empty, scalar, ir.Constant(INT32, 0))
+        return self.builder.shuffle_vector(first, empty, self.const_bits(0))
+
+    def lane_numbers(self, type_: Any) -> Value:
+        return ir.Constant(ir.VectorType(type_, self.lanes), list(range(self.lanes)))
+
+    def extract(self, vector: Value, lane: int) -> Value:
+        return self.builder.extract_element(vector, ir.Constant(INT32, lane))
+
+    def insert(self, vector: Value, scalar: Value, lane: int) -> Value:
+        return self.builder.insert_element(vector, scalar, ir.Constant(INT32, lane))
+
+    def intrinsic(self, name: str, *args: Value) -> Value:
+        """A floating intrinsic from and to one type, as `fma` or `sqrt`."""
+        type_ = args[0].type
+        suffix = f"v{type_.count}f32" if isinstance(type_, ir.VectorType) else "f32"
+        full = f"llvm.{name}.{suffix}"
+        function = self.module.globals.get(full)
+        if function is None:
+            kind = ir.FunctionType(type_, [type_] * len(args))
+            function = ir.Function(self.module, kind, full)
+        return self.builder.call(function, args)
+
+    def fma(self, a: Value, b: Value, c: Value) -> Value:
+        return self.intrinsic("fma", a, b, c)
+
+    def as_bits(self, vector: Value) -> Value:
+        return self.builder.bitcast(vector, self.bits)
+
+    def as_floats(self, bits: Value) -> Value:
+        return self.builder.bitcast(bits, self.vector)
+
+    def is_nan(self, x: Value) -> Value:
+        return self.builder.fcmp_unordered("uno", x, x)
+
+    def greatest(self, a: Value, b: Value) -> Value:
+        """Lane-wise `b if b > a else a`: a NaN in b is passed over."""
+        return self.builder.select(self.builder.fcmp_ordered(">", b, a), b, a)
+
+    def transpose(self, rows: list[Value]) -> list[Value]:
+        """`lanes` vectors turned: element j of row i becomes element i of row j."""
+        half = 1
+        while half < self.lanes:
+            turned: list[Value] = [None] * self.lanes
+            for i in range(self.lanes):
+                if i & half:
+                    continue
+                upper, lower = rows[i], rows[i + half]
+                for row, shift in ((i, 0), (i + half, half)):
+                    picks = [
+                        self.lanes + j - half + shift if j & half else j + shift
+                        for j in range(self.lanes)
+                    ]
+                    mask = ir.Constant(self.bits, picks)
+                    turned[row] = self.builder.shuffle_vector(upper, lower, mask)
+            rows, half = turned, 2 * half
+        return rows
