@@ -9,7 +9,6 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from rich import box
 from rich.cells import cell_len
 from rich.console import RenderableType
 from rich.table import Table
@@ -96,15 +95,13 @@ def _table_of_heads(
     page: Page, problem: Problem, found: list[Head], top: int, as_fits: bool
 ) -> Table:
     masses = [name for name in _WORDS if not (problem.causal and name == "next")]
-    table = _table()
-    for name in ("head", "entropy", *masses):
-        table.add_column(name, justify="right")
-    table.add_column("strongest pairs beyond key 0")
-    room = page.width - sum(len(name) + 2 for name in ("head", "entropy", *masses))
+    numbers = ["head", "entropy", *masses]
+    table = page.table(*(f">{name}" for name in numbers), "strongest pairs beyond key 0")
+    room = page.width - sum(len(name) + 2 for name in numbers)
     pairs = [[_pair(page, problem, pair) for pair in h.pairs_beyond_first] for h in found]
     for head, cells in zip(found, _side_by_side(pairs, top, room, as_fits), strict=True):
-        numbers = [weight(head.mass[name]) for name in masses]
-        table.add_row(str(head.index), f"{head.entropy:.2f}", *numbers, Text(cells))
+        shares = [weight(head.mass[name]) for name in masses]
+        table.add_row(str(head.index), f"{head.entropy:.2f}", *shares, Text(cells))
     return table
 
 
@@ -173,11 +170,7 @@ def _context(page: Page, problem: Problem) -> Text:
 
 
 def _keys_of_head(page: Page, problem: Problem, top: Sequence[Pair]) -> Table:
-    table = _table()
-    table.add_column("key", justify="right")
-    table.add_column("token")
-    table.add_column("weight", justify="right")
-    table.add_column(f"in head {problem.head}")
+    table = page.table(">key", "token", ">weight", f"in head {problem.head}")
     for pair in top:
         token = Text(page.token(problem.token_at(pair.kv_index)))
         bar = page.full * int(40 * pair.weight)
@@ -192,10 +185,7 @@ def _keys_of_heads(
     tops: list[tuple[Pair, ...]],
     as_fits: bool,
 ) -> Table:
-    table = _table()
-    for name in ("head", "entropy"):
-        table.add_column(name, justify="right")
-    table.add_column("keys with most weight")
+    table = page.table(">head", ">entropy", "keys with most weight")
     keys = [
         [f"{_name(page, pair.kv_index, problem.token_at(pair.kv_index))} {pair.weight:.2f}"
          for pair in top]
@@ -208,10 +198,6 @@ def _keys_of_heads(
 
 
 # --- parts of both -------------------------------------------------------------------------------
-
-
-def _table() -> Table:
-    return Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
 
 
 def _pair(page: Page, problem: Problem, pair: Pair) -> str:

@@ -72,11 +72,12 @@ class Problem:
         batch_size = int(np.prod(lead, dtype=object))
         batch = chosen(options.batch or 0, batch_size, "batch")
         query, key, value = (_one_batch(array, lead, batch, options.layout) for array in arrays)
-        q_len, kv_len = query.shape[1], key.shape[1]
-        if not (q_len and kv_len):
+        num_heads, q_len, kv_len = len(query), query.shape[1], key.shape[1]
+        if not (num_heads and q_len and kv_len):
             raise ArgumentError(
-                f"there is nothing to look at: q_len={q_len}, kv_len={kv_len}.",
-                action="Give arrays with at least one query and one key.",
+                f"there is nothing to look at: num_heads={num_heads}, q_len={q_len}, "
+                f"kv_len={kv_len}.",
+                action="Give arrays with at least one head, one query and one key.",
             )
         if given.tokens is not None and len(given.tokens) != kv_len:
             raise ArgumentError(

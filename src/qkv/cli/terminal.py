@@ -7,7 +7,9 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from rich.box import Box
 from rich.console import Console, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from qkv.inspection.tokens import printable
@@ -43,6 +45,17 @@ class Page:
         """A token that no terminal acts on, in characters that it can show."""
         text = printable(token or "", longest)
         return text.encode("ascii", "backslashreplace").decode() if self.ascii else text
+
+    def table(self, *columns: str) -> Table:
+        """A table with a line under its head; columns whose name begins with `>` are numbers."""
+        rule = "-" if self.ascii else "─"
+        blank = "    \n"
+        box = Box(2 * blank + f" {rule}{rule} \n" + 5 * blank, ascii=self.ascii)
+        table = Table(box=box, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+        for column in columns:
+            name = column.removeprefix(">")
+            table.add_column(Text(name), justify="left" if name == column else "right")
+        return table
 
     def render(self, *parts: RenderableType) -> str:
         with self.console.capture() as capture:
