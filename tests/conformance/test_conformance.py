@@ -57,6 +57,22 @@ def test_a_case_has_the_same_values_every_time() -> None:
             np.testing.assert_array_equal(first, second)
 
 
+class SmallTiles(BlockedBackend):
+    """Every case crosses many tile edges."""
+
+    name = "small-tiles"
+
+    def blocks(self, spec):
+        return 5, 7
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in cases() if c.shape.q_len * c.shape.kv_len < 2000], ids=lambda c: c.name
+)
+def test_results_do_not_depend_on_the_tiles(case: Case) -> None:
+    check_case(SmallTiles(), case, "float32")
+
+
 class Refuses(BlockedBackend):
     """Takes float64 alone."""
 

@@ -116,7 +116,7 @@ class Scores:
             return array
         which = batch if angles.rows(side) > 1 else 0
         if (side, which) not in self._turns:
-            self._turns[side, which] = angles.turns(side, which, self.dtype)
+            self._turns[side, which] = angles.turns(side, which)
         cos, sin = (turn[rows] for turn in self._turns[side, which])
         n = rotation.rotary_dim // 2
         if rotation.layout == "half_split":
@@ -124,6 +124,7 @@ class Scores:
         else:
             first, second = slice(0, 2 * n, 2), slice(1, 2 * n, 2)
         out = array.copy()
+        # Turned in float64 and rounded once, so that a rotation costs no accuracy.
         a, b = array[..., first], array[..., second]
         with np.errstate(all="ignore"):
             out[..., first] = a * cos - b * sin

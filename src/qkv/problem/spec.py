@@ -137,11 +137,11 @@ class Angles:
         """1 when all batch rows of this side ("q" or "kv") share their positions."""
         return len(self.q_pos if side == "q" else self.kv_pos)
 
-    def turns(self, side: str, batch: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
-        """Cosines and sines `(length, rotary_dim / 2)`, computed in float64 and rounded."""
+    def turns(self, side: str, batch: int) -> tuple[Array, Array]:
+        """Cosines and sines `(length, rotary_dim / 2)`, in float64."""
         positions = (self.q_pos if side == "q" else self.kv_pos)[batch]
         angle = positions[:, None].astype(np.float64) * self.inv_freq
-        return np.cos(angle).astype(dtype), np.sin(angle).astype(dtype)
+        return np.cos(angle), np.sin(angle)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,8 +38,7 @@ __all__ = ["cases"]
 
 SMALL = Shape((2,), 4, 2, 9, 9, 8, 5)
 UNEQUAL = Shape((2,), 4, 2, 6, 13, 8, 8)
-TILED = Shape((), 2, 1, 130, 257, 16, 8)
-ONE_HEAD = Shape((), 1, 1, 12, 12, 8, 8)
+TILED = Shape((), 1, 1, 130, 257, 16, 8)
 
 
 @lru_cache(maxsize=1)
@@ -284,6 +283,6 @@ def _of_combinations() -> list[Case]:
         "bias with holes, softcap",
         "sparse transformer",
     ):
-        long = Shape((), 2, 1, 150, 150, 32, 16)
+        long = Shape((), 1, 1, 150, 150, 32, 16)
         made.append(Case(f"{name}, tiles", long, square[name], dtypes=("float32", "bfloat16")))
     return made
