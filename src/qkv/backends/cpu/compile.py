@@ -6,6 +6,7 @@ ours and its digest is right; whatever goes wrong with the folder only costs a c
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import stat
@@ -14,17 +15,23 @@ import tempfile
 import threading
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qkv.backends.cpu.host import Host
 from qkv.errors import KernelBuildError
+
+if TYPE_CHECKING:
+    from qkv.backends.cpu.arguments import Arguments
 
 _MAGIC = b"qkv object 1\n"
 _DIGEST = 32
 
 
+_Job = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
+
+
 class Kernel:
-    """Machine code in memory; `address` is that of its `job` function."""
+    """Machine code in memory."""
 
     def __init__(self, code: bytes, host: Host) -> None:
         import llvmlite.binding as llvm
@@ -33,12 +40,27 @@ class Kernel:
         self._engine = llvm.create_mcjit_compiler(empty, _machine(host))
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         self._engine.finalize_object()
-        self.address = int(self._engine.get_function_address("job"))
-        if not self.address:
+        address = int(self._engine.get_function_address("job"))
+        if not address:
             raise RuntimeError("the object has no function job")
+        self._job = _Job(address)
+
+    def run(self, arguments: Arguments, worker: int) -> None:
+        """Take tasks until none is left; Python's lock is free meanwhile."""
+        self._job(arguments.address, worker)
 
 
-_lock = threading.RLock()
+_lock = threading.Lock()
+
+
+def _new_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    # Another thread of the parent may have been compiling.
+    os.register_at_fork(after_in_child=_new_lock)
 
 
 def build(source: str, host: Host) -> Kernel:

@@ -70,11 +70,6 @@ class Shape:
         return self.lanes * self.vectors
 
 
-def argument_words(spec: Spec) -> int:
-    """Length of the argument block."""
-    return COUNTER_BYTES // WORD + len(FIELDS) + sum(1 + 2 * t.ndim for t in spec.tables)
-
-
 def scratch_bytes(shape: Shape, head_dim: int, v_head_dim: int) -> int:
     """Memory of one worker: packed Q, O, P, and row maximum, sum and rescaling."""
     rows = head_dim + v_head_dim + BLOCK_KV + 3

@@ -7,27 +7,37 @@ may be inside at once. Python's lock is free while compiled code runs.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
-_Job = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
+if TYPE_CHECKING:
+    from qkv.backends.cpu.arguments import Arguments
+    from qkv.backends.cpu.compile import Kernel
 
 _lock = threading.Lock()
 _workers: ThreadPoolExecutor | None = None
 _size = 0
 
 
-def run(job: int, arguments: int, threads: int) -> None:
-    """Run the job at an address on at most `threads` threads, this one among them."""
-    call = _Job(job)
+def run(kernel: Kernel, arguments: Arguments, threads: int) -> None:
+    """Run a job on at most `threads` threads, this one among them.
+
+    The workers hold the kernel and the arguments: if Ctrl-C makes the caller leave early, what
+    they still read and write stays.
+    """
     joined: list[Future[None]] = []
     try:
         if threads > 1:
             workers = _pool(threads - 1)
-            joined = [workers.submit(call, arguments, i) for i in range(1, threads)]
-        call(arguments, 0)
+            for i in range(1, threads):  # one by one: those before a failure must be waited for
+                joined.append(workers.submit(kernel.run, arguments, i))  # noqa: PERF401
+    except RuntimeError:
+        # No thread can be started, or a larger pool has just taken the place of this one.
+        pass
+    try:
+        kernel.run(arguments, 0)
     finally:
         for future in joined:
             if not future.cancel():

@@ -1,0 +1,120 @@
+"""The argument block of one call: addresses, strides and sizes as the kernel reads them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.backends.cpu.forward import COUNTER_BYTES, FIELDS, WORD, Shape, scratch_bytes
+from qkv.backends.cpu.schedule import Schedule
+from qkv.problem.scores import Scores
+from qkv.problem.spec import Problem, Spec
+
+Array = NDArray[Any]
+
+_FIRST = COUNTER_BYTES // WORD
+_PAGE = 4096
+
+
+class Arguments:
+    """Keeps alive whatever its addresses point to."""
+
+    def __init__(
+        self, problem: Problem, plan: Schedule, out: Array, lse: Array, shape: Shape, workers: int
+    ) -> None:
+        spec, operands = problem.spec, problem.operands
+        per_worker = scratch_bytes(shape, spec.head_dim, spec.v_head_dim)
+        scratch = _pages(per_worker * workers)
+        self._kept: list[Array] = [plan.tasks, plan.runs, out, lse, scratch]
+        fields = {
+            "limit": 0,
+            "tasks": _address(plan.tasks),
+            "runs": _address(plan.runs),
+            "scratch": _address(scratch),
+            "scratch_bytes": per_worker,
+            "out": _address(out),
+            "lse": _address(lse),
+            "num_heads": spec.num_heads,
+            "group_size": spec.group_size,
+            "q_len": spec.q_len,
+            "head_dim": spec.head_dim,
+            "v_head_dim": spec.v_head_dim,
+            "scale": _float_bits(operands.scale),
+            "dropout_seed": 0,
+            "dropout_threshold": 0,
+            "dropout_factor": 0,
+        }
+        query, key = _rotated(problem)
+        for name, array in (("query", query), ("key", key), ("value", operands.value)):
+            fields.update(self._operand(name, array, spec))
+        dropout = operands.dropout
+        if dropout is not None:
+            signed = dropout.seed - 2**64 if dropout.seed >= 2**63 else dropout.seed
+            fields["dropout_seed"] = signed
+            fields["dropout_threshold"] = math.ceil(dropout.p * 2.0**32)
+            fields["dropout_factor"] = _float_bits(1 / (1 - dropout.p))
+        words = [0] * _FIRST + [fields[name] for name in FIELDS]
+        for table in spec.tables:
+            array = operands.tables[table.name]
+            self._kept.append(array)
+            words.append(_address(array))
+            for size, stride in zip(array.shape, array.strides, strict=True):
+                words += [size, stride]
+        self._words = _pages(len(words) * WORD).view(np.int64)
+        self._words[:] = words
+        self.address = _address(self._words)
+
+    def allow(self, start: int, stop: int) -> None:
+        """Let the next run take the tasks from `start` to `stop`."""
+        self._words[0] = start
+        self._words[_FIRST + FIELDS.index("limit")] = stop
+
+    def _operand(self, name: str, array: Array, spec: Spec) -> dict[str, int]:
+        *lead, head, row, element = array.strides
+        batches = np.zeros(spec.batch_shape, np.int64)
+        for axis, stride in enumerate(lead):
+            steps = np.arange(spec.batch_shape[axis], dtype=np.int64) * stride
+            batches += steps.reshape(-1, *[1] * (len(lead) - axis - 1))
+        self._kept += [array, batches]
+        return {
+            name: _address(array),
+            f"{name}_batches": _address(batches),
+            f"{name}_head": head,
+            f"{name}_row": row,
+            f"{name}_element": element,
+        }
+
+
+def _rotated(problem: Problem) -> tuple[Array, Array]:
+    """Query and key as the product meets them: rotated copies, or the arrays as they are."""
+    spec, operands = problem.spec, problem.operands
+    if spec.rotation is None or spec.rotation.rotary_dim == 0:
+        return operands.query, operands.key
+    scores = Scores(problem, spec.compute_dtype)
+    query = np.empty(operands.query.shape, np.float32)
+    key = np.empty(operands.key.shape, np.float32)
+    for batch, index in enumerate(np.ndindex(*spec.batch_shape)):
+        for head in range(spec.num_heads):
+            query[(*index, head)] = scores.query(batch, head, slice(None))
+        for head in range(spec.num_kv_heads):
+            key[(*index, head)] = scores.key(batch, head * spec.group_size, slice(None))
+    return query, key
+
+
+def _address(array: Array) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def _float_bits(value: float) -> int:
+    with np.errstate(over="ignore"):
+        return int(np.float32(value).view(np.int32))
+
+
+def _pages(size: int) -> Array:
+    """Bytes that start at a page, uninitialised."""
+    raw = np.empty(size + _PAGE, np.uint8)
+    start = -_address(raw) % _PAGE
+    return raw[start : start + size]
