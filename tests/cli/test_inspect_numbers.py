@@ -147,10 +147,10 @@ def test_what_is_said_below_the_table_is_so(
     assert f"Head {following} gives {nexts[following]:.0%} of its weight to the next token" in text
     assert "to the previous token" not in text  # no head gives it half
     far = [
-        np.sort([w[i, j] for i in range(106) for j in range(1, 106) if abs(i - j) >= 4])[-3:].sum()
+        np.sort([w[i, j] for i in range(106) for j in range(1, 106) if abs(i - j) >= 4])[-3:]
         for w in sample_weights
     ]
-    head = int(np.argmax(far))
+    head = int(np.argmax([weights[weights >= 0.2].sum() for weights in far]))
     assert f"Head {head} looks 4 or more tokens away: her 18 → anna 14 0.54, " in text
     assert f"Next: qkv inspect --query 18 --head {head}\n" in text
     assert "Attention is not explanation" in text
@@ -224,6 +224,31 @@ def test_the_first_batch_row_is_named(
     capsys: pytest.CaptureFixture[str], grouped: tuple[Path, dict[str, np.ndarray], list[str]]
 ) -> None:
     assert "batch 0 of 0..2" in run(capsys, str(grouped[0]), "--q-offset", "end")
+
+
+def test_heads_of_groups_alone(
+    capsys: pytest.CaptureFixture[str], grouped: tuple[Path, dict[str, np.ndarray], list[str]]
+) -> None:
+    words = (str(grouped[0]), "--q-offset", "end")
+    whole = run_json(capsys, *words)
+    for head in range(4):
+        said = run_json(capsys, *words, "--head", str(head))
+        assert [h["head"] for h in said["heads"]] == [head]
+        assert said["heads"][0]["mass"] == pytest.approx(whole["heads"][head]["mass"], rel=1e-5)
+
+
+def test_a_far_key_behind_heavier_near_ones(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """With k = I the scores are q: three near keys of row 12 weigh more than the far one."""
+    weights = np.full((16, 16), 1 / 16)
+    weights[12] = 1e-6
+    weights[12, [11, 12, 13, 4]] = [0.3, 0.26, 0.22, 0.2199]
+    path = tmp_path / "a.npz"
+    np.savez(path, q=np.log(weights), k=np.eye(16), v=np.eye(16))
+    text = run(capsys, str(path), "--top", "1", "--scale", "1")
+    assert "Head 0 looks 4 or more tokens away: 12 → 4 0.22." in text
+    assert text.rstrip().splitlines()[-2].endswith(f"{path} --scale 1.0 --query 12 --head 0")
 
 
 def test_layouts_and_files_agree(

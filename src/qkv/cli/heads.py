@@ -17,11 +17,10 @@ Array = NDArray[Any]
 FAR = 4
 """Positions between a query and a key from which the key counts as further away."""
 
-# The heaviest key that is neither first nor near is among so many keys of its row.
-_KEYS_OF_A_ROW = 2 * FAR + 1
-
 _STANDS_OUT = 0.5
 _WORTH_SAYING = 0.2
+_KEYS_OF_A_ROW = 5
+"""A weight that is worth saying is among so many of its row, whose sum is 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ def heads(problem: Problem, top: int, progress: Progress) -> list[Head]:
     entropy = record.entropy
     q_index = np.arange(problem.query.shape[1])[:, None]
     beyond = indices != 0
-    far = beyond & (abs(q_index + problem.q_offset - indices) >= FAR)
+    far = beyond & (abs(q_index + problem.q_offset - indices) >= FAR) & (weights >= _WORTH_SAYING)
     return [
         Head(
             index=problem.head + h,
@@ -104,8 +103,7 @@ def stand_out(found: list[Head]) -> list[tuple[str, Head]]:
     return [(name, head) for name, head in best if head.mass[name] >= _STANDS_OUT]
 
 
-def reaches_far(found: list[Head]) -> tuple[Head, list[Pair]] | None:
-    """The head whose heaviest pairs of rows that are `FAR` apart weigh most, and those pairs."""
+def reaches_far(found: list[Head]) -> Head | None:
+    """The head whose heaviest pairs of rows that are `FAR` apart weigh most, if any has some."""
     head = max(found, key=lambda h: sum(pair.weight for pair in h.far_pairs))
-    pairs = [pair for pair in head.far_pairs if pair.weight >= _WORTH_SAYING]
-    return (head, pairs) if pairs else None
+    return head if head.far_pairs else None

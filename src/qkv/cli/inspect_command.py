@@ -114,12 +114,12 @@ def _closing(page: Page, problem: Problem, found: list[Head], command: str) -> l
     head, query = found[0].index, problem.q_index
     far = reaches_far(found)
     if far:
-        head, query = far[0].index, far[1][0].q_index
-        listed = ", ".join(_pair(page, problem, pair) for pair in far[1])
+        head, query = far.index, far.far_pairs[0].q_index
+        listed = ", ".join(_pair(page, problem, pair) for pair in far.far_pairs)
         seen.append(f"Head {head} looks {FAR} or more tokens away: {listed}.")
     lines = [Text(sentence) for sentence in seen]
-    lines.append(Text(f"Next: {page.token(command, 500)} --query {query} --head {head}"))
-    return [*lines, Text(_CAUTION, style="dim")]
+    again = f"Next: {page.token(command, 500)} --query {query} --head {head}"
+    return [*lines, Text(again, no_wrap=True), Text(_CAUTION, style="dim")]
 
 
 # --- one query row -------------------------------------------------------------------------------

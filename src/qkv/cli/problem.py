@@ -129,10 +129,6 @@ class Problem:
         """Keywords for `qkv.inspect` and `qkv.explain`."""
         return {"scale": self.scale, "q_offset": self.q_offset}
 
-    @property
-    def kv_tokens(self) -> tuple[str, ...] | None:
-        return self.given.tokens
-
     def token_at(self, position: int) -> str | None:
         """The token of a query or key position, if there is one."""
         tokens = self.given.tokens

@@ -58,9 +58,11 @@ class Page:
         return table
 
     def render(self, *parts: RenderableType) -> str:
+        """All parts, one below the other; a text that is not to be wrapped stays whole."""
         with self.console.capture() as capture:
             for part in parts:
-                self.console.print(part)
+                whole = isinstance(part, Text) and part.no_wrap
+                self.console.print(part, soft_wrap=whole)
         return "\n".join(line.rstrip() for line in capture.get().split("\n"))
 
 
