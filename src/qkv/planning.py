@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from qkv.backends import Choice, Refusal, backends, describe
 from qkv.backends.reference import gib
+from qkv.cost import attention_operations
 from qkv.problem.scores import Scores
 from qkv.problem.spec import Problem
 from qkv.problem.tiles import TileCounts, TileGrid, TileKind
@@ -80,7 +81,7 @@ def make_plan(problem: Problem, choice: Choice) -> Plan:
         block_q=block_q,
         block_kv=block_kv,
         tiles=tiles,
-        operations=2 * pairs * (spec.head_dim + spec.v_head_dim),
+        operations=attention_operations(pairs, spec.head_dim, spec.v_head_dim),
         output_bytes=rows * (problem.operands.query.itemsize * spec.v_head_dim + itemsize),
         scratch_bytes=choice.backend.scratch_bytes(spec),
         dense_bytes=rows * spec.kv_len * itemsize,

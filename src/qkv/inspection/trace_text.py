@@ -23,10 +23,8 @@ def bar(weight: float) -> str:
     return "#" * int(weight * BAR + 1e-9) if np.isfinite(weight) else ""
 
 
-def _names(tokens: Sequence[str] | None, length: int, word: str) -> list[str]:
-    if tokens is None:
-        return [f"{word} {i}" for i in range(length)]
-    return [printable(token) for token in tokens]
+def _name(tokens: Sequence[str] | None, i: int, word: str) -> str:
+    return f"{word} {i}" if tokens is None else printable(tokens[i])
 
 
 def _fold(terms: list[str], joint: str, width: int) -> list[str]:
@@ -110,7 +108,7 @@ class _Row:
     def __init__(self, trace: Trace, head: TracedHead, row: TracedRow, width: int) -> None:
         self.trace, self.head, self.row = trace, head, row
         self.width = width
-        self.keys = _names(trace.kv_tokens, len(head.kv_pos), "key")
+        self.keys = [_name(trace.kv_tokens, j, "key") for j in range(len(head.kv_pos))]
         self.margin = max(map(columns, self.keys), default=0)
         self.number = 0
 
@@ -148,7 +146,7 @@ class _Row:
 
     def title(self) -> Iterator[str]:
         row, head, problem = self.row, self.head, self.trace.problem
-        name = _names(self.trace.tokens, problem.q_len, "query")[row.q_index]
+        name = _name(self.trace.tokens, row.q_index, "query")
         place = [f"row {row.q_index}"]
         if row.q_pos != row.q_index:
             place.append(f"position {row.q_pos}")
