@@ -2,8 +2,9 @@
 
 The forward pass leaves one number for each row; with it any tile of the weights can be computed at
 any time in O(tile) memory. Where that number is so large that its rounding would show (a row whose
-every key has a bias of -1e9), the row's maximum and sum are found again by one more pass. Masks and mods are those of the output, since both read the same
-`Scores`. Source: Dao et al., "FlashAttention" (2022), section 3.1 (recomputation).
+every key has a bias of -1e9), the row's maximum and sum are found again by one more pass. Masks and
+mods are those of the output, since both read the same `Scores`. Source: Dao et al.,
+"FlashAttention" (2022), section 3.1 (recomputation).
 """
 
 from __future__ import annotations
@@ -129,7 +130,8 @@ class Replay:
         """Weights of some query rows on some key rows."""
         a, b = (shift[batch, head, q_index, None] for shift in self.shift)
         with np.errstate(all="ignore"):
-            return np.exp((self._block_scores(batch, head, q_index, kv_index) - a) - b)
+            scores = self._block_scores(batch, head, q_index, kv_index)
+            return np.asarray(np.exp((scores - a) - b))
 
     def _block_scores(self, batch: int, head: int, q_index: Array, kv_index: Array) -> Array:
         query = self.scores.query(batch, head, q_index)
