@@ -275,6 +275,17 @@ def test_widths(
         assert all(line == line.rstrip() for line in lines)
 
 
+@pytest.mark.parametrize("width", range(80, 140))
+def test_no_pair_is_broken_over_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main(["inspect", "--head", "3"]) == 0
+    rows = capsys.readouterr().out.splitlines()[4:]
+    assert rows[0].startswith("   3 ")
+    assert rows[1] == ""
+
+
 def test_colour_only_on_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

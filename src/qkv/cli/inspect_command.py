@@ -97,7 +97,7 @@ def _table_of_heads(
     masses = [name for name in _WORDS if not (problem.causal and name == "next")]
     numbers = ["head", "entropy", *masses]
     table = page.table(*(f">{name}" for name in numbers), "strongest pairs beyond key 0")
-    room = page.width - sum(len(name) + 2 for name in numbers)
+    room = page.width - sum(max(len(name), len("0.00")) + 2 for name in numbers)
     pairs = [[_pair(page, problem, pair) for pair in h.pairs_beyond_first] for h in found]
     for head, cells in zip(found, _side_by_side(pairs, top, room, as_fits), strict=True):
         shares = [weight(head.mass[name]) for name in masses]
@@ -201,8 +201,7 @@ def _keys_of_heads(
 
 
 def _pair(page: Page, problem: Problem, pair: Pair) -> str:
-    position = problem.q_offset + pair.q_index - problem.q_index
-    query = _name(page, pair.q_index, problem.token_at(position))
+    query = _name(page, pair.q_index, problem.q_token(pair.q_index))
     key = _name(page, pair.kv_index, problem.token_at(pair.kv_index))
     return f"{query} {page.arrow} {key} {pair.weight:.2f}"
 
@@ -277,7 +276,7 @@ def _pair_data(problem: Problem, pairs: Sequence[Pair]) -> list[dict[str, Any]]:
     return [
         {
             "q_index": pair.q_index,
-            "q_token": problem.token_at(problem.q_offset + pair.q_index - problem.q_index),
+            "q_token": problem.q_token(pair.q_index),
             "kv_index": pair.kv_index,
             "kv_token": problem.token_at(pair.kv_index),
             "weight": pair.weight,

@@ -134,10 +134,14 @@ class Problem:
         tokens = self.given.tokens
         return tokens[position] if tokens and 0 <= position < len(tokens) else None
 
+    def q_token(self, q_index: int) -> str | None:
+        """The token of a query row of the given arrays, if there is one."""
+        return self.token_at(self.q_offset + q_index - self.q_index)
+
     @property
     def q_tokens(self) -> Sequence[str] | None:
         """Names of the query rows, if all have one."""
-        names = [self.token_at(self.q_offset + i) for i in range(self.query.shape[1])]
+        names = [self.q_token(i) for i in range(self.q_len)]
         return None if None in names else [name for name in names if name is not None]
 
 
