@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,6 @@ from numpy.typing import NDArray
 
 import qkv
 from qkv.cli.problem import Problem
-from qkv.inspection.replay import Progress
 
 Array = NDArray[Any]
 
@@ -44,7 +44,7 @@ class Head:
     far_pairs: tuple[Pair, ...]
 
 
-def heads(problem: Problem, top: int, progress: Progress) -> list[Head]:
+def heads(problem: Problem, top: int, progress: Callable[[int, int], object]) -> list[Head]:
     """All heads of a problem, `top` pairs of each."""
     record = qkv.inspect(
         problem.query,
