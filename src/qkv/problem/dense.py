@@ -42,6 +42,13 @@ class Dense:
         self.allowed = np.ones(shape, bool)
         self.factors = np.ones(shape)
 
+    def products(self) -> Array:
+        """`scale * query[i] . key[j]` for every pair."""
+        scores = np.zeros((len(self.query), len(self.key)))
+        for i, row in enumerate(self.query):
+            scores[i] = self.scale * np.sum(row * self.key, axis=1)
+        return scores
+
     @property
     def distance(self) -> Array:
         """`q_pos - kv_pos` for every pair."""

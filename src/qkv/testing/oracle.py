@@ -144,8 +144,7 @@ def _apply(dense: Dense, variants: Sequence[Any]) -> None:
         if hasattr(variant, "naive_rows"):
             variant.naive_rows(dense)
     with np.errstate(all="ignore"):
-        for i, row in enumerate(dense.query):
-            dense.scores[i] = dense.scale * np.sum(row * dense.key, axis=1)
+        dense.scores = dense.products()
         for variant in variants:
             variant.naive(dense)
 

@@ -82,17 +82,10 @@ class ScoreMod(Variant):
         builder.mod(result)
 
     def naive(self, dense: Dense) -> None:
-        rows, columns = dense.scores.shape
         with np.errstate(all="ignore"):
-            for i in range(rows):
-                for j in range(columns):
-                    dense.scores[i, j] = self.fn(
-                        dense.scores[i, j],
-                        dense.batch,
-                        dense.head,
-                        int(dense.q_pos[i]),
-                        int(dense.kv_pos[j]),
-                    )
+            for i, row in enumerate(dense.scores):
+                q_pos = int(dense.q_pos[i])
+                row[:] = self.fn(row.copy(), dense.batch, dense.head, q_pos, dense.kv_pos)
         dense.allowed &= ~np.isneginf(dense.scores)
 
     @classmethod
