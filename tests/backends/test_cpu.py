@@ -14,8 +14,9 @@ import qkv
 from qkv.backends import Refusal, backends
 from qkv.backends.cpu import CpuBackend, describe_host
 from qkv.backends.cpu import backend as cpu_backend
+from qkv.backends.cpu import compile as cpu_compile
 from qkv.backends.cpu.host import host, thread_limit
-from qkv.backends.cpu.schedule import TILE_KV, schedule
+from qkv.backends.cpu.schedule import TILE_KV, folds, schedule
 from qkv.errors import ArgumentError
 from qkv.problem.builder import Shape
 from qkv.problem.check import check
@@ -82,7 +83,8 @@ INDEX = np.arange(40) * 3 % 11
 
 def whole(x):
     """An integer, for symbols and for the numbers of the oracle."""
-    return int(np.floor(x)) if isinstance(x, float) else np.floor(x)
+    down = np.floor(x)
+    return down.astype(int) if isinstance(down, np.ndarray | np.generic) else down
 
 
 MODS = {
@@ -250,16 +252,22 @@ def test_tasks_cover_what_the_tiles_say(variant) -> None:
         for batch, head, start, first, last in plan.tasks.tolist():
             seen.add((batch, head, start))
             kinds = grid.classify(batch, head, start // 48, start // 48 + 1)[0]
-            expected = [(r.start, r.stop, r.kind == 1) for r in grid.runs(kinds)]
-            assert [tuple(r) for r in plan.runs[first:last].tolist()] == expected
+            runs = [tuple(run) for run in plan.runs[first:last].tolist()]
+            if isinstance(example, qkv.Bias):  # too dear to bound: every tile meets its mask
+                assert runs == [(0, 333, example.array.ndim > 1)]
+                continue
+            assert runs == [(r.start, r.stop, r.kind == 1) for r in grid.runs(kinds)]
         assert len(seen) == len(plan.tasks) == 2 * 2 * 4
 
 
 def test_no_kernel_is_built_for_another_length(monkeypatch) -> None:
     built = []
-    monkeypatch.setattr(
-        "qkv.backends.cpu.compile.build", lambda *a, build=_build(): built.append(1) or build(*a)
-    )
+
+    def count(*args, build=cpu_compile.build):
+        built.append(args)
+        return build(*args)
+
+    monkeypatch.setattr(cpu_compile, "build", count)
     cpu_backend._kernel.cache_clear()
     for kv_len in range(5, 140, 33):
         for dim in (3, 16):
@@ -269,10 +277,22 @@ def test_no_kernel_is_built_for_another_length(monkeypatch) -> None:
     cpu_backend._kernel.cache_clear()
 
 
-def _build():
-    from qkv.backends.cpu.compile import build
+@pytest.mark.parametrize(("heads", "kv_heads", "q_len"), [(4, 1, 1), (12, 2, 5), (16, 1, 8)])
+def test_few_queries_of_grouped_heads(heads, kv_heads, q_len) -> None:
+    """They share a block: heads and rows differ from lane to lane."""
 
-    return build
+    def said(shape, rng):
+        bias = rng.normal(size=(heads, q_len, 70))
+        mod = qkv.ScoreMod(lambda s, b, h, q, k: s + 0.1 * h * (q % 2) + bias[h, q - 62, k])
+        return mod, qkv.Causal(), qkv.ALiBi(), qkv.Dropout(0.3, 5)
+
+    shape = Shape((2,), heads, kv_heads, q_len, 70, 20, 9)
+    assert folds(check(*Case("", shape).build("float32").arrays, ()).spec, host().shape.lanes) or (
+        host().shape.lanes < 2 * q_len
+    )
+    for variants in (said, lambda s, r: (qkv.Mask(r.random((q_len, 70)) < 0.5),)):
+        case = Case(f"folded {heads} {q_len}", shape, variants, q_offset=62)
+        assert check_case("cpu", case, "float32")
 
 
 # Threads and processes

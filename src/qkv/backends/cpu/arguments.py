@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from qkv.backends.cpu.forward import COUNTER_BYTES, FIELDS, WORD, Shape, scratch_bytes
 from qkv.backends.cpu.schedule import Schedule
+from qkv.partial import Partial
 from qkv.problem.scores import Scores
 from qkv.problem.spec import Problem, Spec
 
@@ -23,9 +24,17 @@ class Arguments:
     """Keeps alive whatever its addresses point to."""
 
     def __init__(
-        self, problem: Problem, plan: Schedule, out: Array, lse: Array, shape: Shape, workers: int
+        self,
+        problem: Problem,
+        plan: Schedule,
+        result: Partial,
+        *,
+        folded: bool,
+        shape: Shape,
+        workers: int,
     ) -> None:
         spec, operands = problem.spec, problem.operands
+        out, lse = result.out, result.lse
         per_worker = scratch_bytes(shape, spec.head_dim, spec.v_head_dim)
         scratch = _pages(per_worker * workers)
         self._kept: list[Array] = [plan.tasks, plan.runs, out, lse, scratch]
@@ -39,6 +48,7 @@ class Arguments:
             "lse": _address(lse),
             "num_heads": spec.num_heads,
             "group_size": spec.group_size,
+            "rows": spec.q_len * (spec.group_size if folded else 1),
             "q_len": spec.q_len,
             "head_dim": spec.head_dim,
             "v_head_dim": spec.v_head_dim,

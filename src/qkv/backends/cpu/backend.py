@@ -80,15 +80,16 @@ def _run(problem: Problem, result: Partial) -> None:
     from qkv.backends.cpu import threads
     from qkv.backends.cpu.arguments import Arguments
     from qkv.backends.cpu.host import host, thread_limit
-    from qkv.backends.cpu.schedule import schedule
+    from qkv.backends.cpu.schedule import folds, schedule
 
     spec, here = problem.spec, host()
-    kernel = _kernel(_kernel_key(spec), here, integer_bits(problem))
-    plan = schedule(problem, here.shape.block_q)
+    folded = folds(spec, here.shape.lanes)
+    kernel = _kernel(_kernel_key(spec), here, integer_bits(problem), folded)
+    plan = schedule(problem, here.shape.block_q, folded)
     count = len(plan.tasks)
     operations = 2.0 * (spec.head_dim + spec.v_head_dim) * plan.pairs
     workers = max(1, min(thread_limit(), count, int(operations / _WORTH_A_THREAD)))
-    arguments = Arguments(problem, plan, result.out, result.lse, here.shape, workers)
+    arguments = Arguments(problem, plan, result, folded=folded, shape=here.shape, workers=workers)
     seconds = operations / (_OPERATIONS_PER_SECOND * workers)
     step = -(-count // max(1, math.ceil(seconds / _SLICE_SECONDS)))
     for start in range(0, count, step):
@@ -102,11 +103,11 @@ def _kernel_key(spec: Spec) -> Spec:
 
 
 @lru_cache(maxsize=256)
-def _kernel(key: Spec, here: Host, int_bits: int) -> Kernel:
+def _kernel(key: Spec, here: Host, int_bits: int, folded: bool) -> Kernel:
     from qkv.backends.cpu.compile import build
     from qkv.backends.cpu.forward import emit_forward
 
-    return build(emit_forward(key, here.shape, int_bits), here)
+    return build(emit_forward(key, here.shape, int_bits, folded), here)
 
 
 def integer_bits(problem: Problem) -> int:

@@ -162,7 +162,7 @@ class Expressions:
         if dtype == "float32":
             return raw
         if dtype == "float64":
-            return b.fptrunc(raw, e.vector if is_vector(raw) else FLOAT)
+            return b.fptrunc(self._within_float(raw), e.vector if is_vector(raw) else FLOAT)
         if dtype == "bool":
             return b.icmp_unsigned("!=", raw, ir.Constant(raw.type, None))
         if dtype in ("float16", "bfloat16"):
@@ -180,6 +180,20 @@ class Expressions:
         if bits > width:
             return b.trunc(raw, wanted)
         return b.sext(raw, wanted) if signed else b.zext(raw, wanted)
+
+    def _within_float(self, raw: Value) -> Value:
+        """What is finite in float64 stays finite in float32: a large bias is not a mask."""
+        b = self.e.builder
+
+        def constant(number: float) -> Value:
+            return ir.Constant(raw.type, [number] * self.e.lanes if is_vector(raw) else number)
+
+        largest = float(np.finfo(np.float32).max)
+        for sign, limit in (("<", -largest), (">", largest)):
+            infinite = b.fcmp_ordered("==", raw, constant(limit * np.inf))
+            beyond = b.and_(b.fcmp_ordered(sign, raw, constant(limit)), b.not_(infinite))
+            raw = b.select(beyond, constant(limit), raw)
+        return raw
 
     # Operations
 

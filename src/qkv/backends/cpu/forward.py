@@ -1,8 +1,9 @@
 """The forward kernel: online softmax with queries in lanes.
 
-One task is a block of queries of one head, `vectors * lanes` rows at most. Its scores are computed
-transposed, one vector of queries for each key, so that the maximum, the sum, the rescaling and the
-mask of a row are all lane-wise:
+One task is a block of queries of one head, `vectors * lanes` rows at most; when there are few
+queries, as in decoding, the heads that share a kv head are rows of one *folded* block. Its scores
+are computed transposed, one vector of queries for each key, so that the maximum, the sum, the
+rescaling and the mask of a row are all lane-wise:
 
     S[k, q] = score(scale * K[k, :] . Q[q, :])            -inf where the mask forbids the pair
     m'[q]   = max(m[q], max_k S[k, q])
@@ -28,7 +29,7 @@ from llvmlite import ir
 from qkv.backends.cpu import vector_math
 from qkv.backends.cpu.dropout import first_word
 from qkv.backends.cpu.expressions import Expressions, TableView
-from qkv.backends.cpu.ir import BIT, FLOAT, INT64, POINTER, Emitter, Value
+from qkv.backends.cpu.ir import BIT, FLOAT, INT64, POINTER, Emitter, Value, is_vector
 from qkv.problem.expressions import SCORE, TRUE
 from qkv.problem.spec import Spec
 
@@ -47,13 +48,13 @@ FIELDS = (
     "query", "query_batches", "query_head", "query_row", "query_element",
     "key", "key_batches", "key_head", "key_row", "key_element",
     "value", "value_batches", "value_head", "value_row", "value_element",
-    "out", "lse", "num_heads", "group_size", "q_len", "head_dim", "v_head_dim", "scale",
+    "out", "lse", "num_heads", "group_size", "rows", "q_len", "head_dim", "v_head_dim", "scale",
     "dropout_seed", "dropout_threshold", "dropout_factor",
 )  # fmt: skip
 """The argument block, a 64-bit word each; tables follow: address, then size and stride of each
 dimension. `*_batches` are arrays of byte offsets, one for each batch row."""
 
-TASK = ("batch", "head", "q_start", "first_run", "last_run")
+TASK = ("batch", "head", "first_row", "first_run", "last_run")
 RUN = ("start", "stop", "partial")
 
 
@@ -76,18 +77,19 @@ def scratch_bytes(shape: Shape, head_dim: int, v_head_dim: int) -> int:
     return -(-rows * shape.block_q * 4 // 4096) * 4096
 
 
-def emit_forward(spec: Spec, shape: Shape, int_bits: int) -> str:
+def emit_forward(spec: Spec, shape: Shape, int_bits: int, folded: bool) -> str:
     """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
-    kernel = _Forward(spec, shape, int_bits)
+    kernel = _Forward(spec, shape, int_bits, folded)
     kernel.job()
     return str(kernel.e.module)
 
 
 class _Forward:
-    def __init__(self, spec: Spec, shape: Shape, int_bits: int) -> None:
+    def __init__(self, spec: Spec, shape: Shape, int_bits: int, folded: bool) -> None:
         self.spec = spec
         self.shape = shape
         self.int_bits = int_bits
+        self.folded = folded
         self.e = Emitter("qkv_forward", shape.lanes)
         self.score, self.mask = spec.score, spec.mask
 
@@ -182,11 +184,11 @@ class _Forward:
         e, b = self.e, self.e.builder
         arguments = [POINTER, POINTER, POINTER, *[INT64] * 6, BIT]
         with e.function(name, arguments) as (function, args):
-            arguments_, scores, stats, width, count, batch, head, q_start, kv_start, marked = args
+            arguments_, scores, stats, width, count, batch, head, first_row, kv_start, marked = args
             b = e.builder
             row_max, row_sum, rescale = (e.at(stats, e.mul(width, i)) for i in range(3))
             old_max = e.load_vector(row_max)
-            places = self.places(arguments_, batch, head, q_start)
+            places = self.places(arguments_, batch, head, first_row)
             mods = self.score != SCORE
             may_forbid = masked or mods
 
@@ -251,28 +253,35 @@ class _Forward:
             e.store_vector(factor, rescale)
         return function
 
-    def places(self, arguments: Value, batch: Value, head: Value, q_start: Value) -> Expressions:
-        """Where the lanes are; rows beyond the last query repeat it."""
+    def places(self, arguments: Value, batch: Value, head: Value, first_row: Value) -> Expressions:
+        """Where the lanes are; those beyond the last row repeat it."""
         e, b = self.e, self.e.builder
         whole = ir.IntType(self.int_bits)
 
         def lanes(scalar: Value) -> Value:
             return e.splat(scalar if self.int_bits == 64 else b.trunc(scalar, whole))
 
-        last = e.sub(self.field(arguments, "q_len"), 1)
-        row = b.add(lanes(q_start), e.lane_numbers(whole))
-        row = b.select(b.icmp_signed("<", row, lanes(last)), row, lanes(last))
+        last = lanes(e.sub(self.field(arguments, "rows"), 1))
+        row = b.add(lanes(first_row), e.lane_numbers(whole))
+        row = b.select(b.icmp_signed("<", row, last), row, last)
+        if self.folded:
+            q_len = lanes(self.field(arguments, "q_len"))
+            head, row = b.add(lanes(head), b.sdiv(row, q_len)), b.srem(row, q_len)
         variables = {"batch": batch, "head": head, "q_index": row}
         return Expressions(e, self.tables(arguments), variables, self.int_bits)
 
     def factor(self, arguments: Value, places: Expressions, kv_index: Value) -> Value:
         """The dropout factor of each lane: 0 or 1 / (1 - p)."""
         e, b = self.e, self.e.builder
-        row = places.places["q_index"]
-        if self.int_bits == 32:
-            row = b.sext(row, ir.VectorType(INT64, e.lanes))
-        head, batch = e.splat(places.places["head"]), e.splat(places.places["batch"])
-        counter = (e.splat(kv_index), row, head, batch)
+        wide = ir.VectorType(INT64, e.lanes)
+
+        def lanes(value: Value) -> Value:
+            if not is_vector(value):
+                return e.splat(value)
+            return value if value.type == wide else b.sext(value, wide)
+
+        names = ("q_index", "head", "batch")
+        counter = [lanes(kv_index), *(lanes(places.places[name]) for name in names)]
         word = first_word(e, counter, self.field(arguments, "dropout_seed"))
         kept = b.icmp_signed(">=", word, e.splat(self.field(arguments, "dropout_threshold")))
         factor = e.splat(self.float_field(arguments, "dropout_factor"))
@@ -398,12 +407,21 @@ class _Forward:
     def pack(self) -> Value:
         """One vector of queries, transposed; lanes beyond the last row repeat it."""
         e = self.e
-        arguments = [POINTER, POINTER, *[INT64] * 5]
+        arguments = [POINTER, POINTER, POINTER, INT64, INT64]
         with e.function("pack", arguments) as (function, args):
-            query, packed, query_row, query_element, head_dim, width, count = args
+            arguments_, query, packed, first_row, width = args
             b = e.builder
-            last = e.sub(count, 1)
-            rows = [e.at(query, e.mul(e.least(i, last), query_row)) for i in range(e.lanes)]
+            names = ("query_head", "query_row", "query_element", "head_dim", "rows", "q_len")
+            query_head, query_row, query_element, head_dim, count, q_len = (
+                self.field(arguments_, name) for name in names
+            )
+            rows = []
+            for i in range(e.lanes):
+                row = e.least(e.add(first_row, i), e.sub(count, 1))
+                head = e.index(0)
+                if self.folded:
+                    head, row = b.sdiv(row, q_len), b.srem(row, q_len)
+                rows.append(e.at(query, e.mul(head, query_head), e.mul(row, query_row)))
 
             def put(d: Value, vector: Value) -> None:
                 e.store_vector(vector, e.at(packed, e.mul(d, width)))
@@ -479,17 +497,16 @@ class _Forward:
         with e.function(f"attend_{vectors}", [POINTER] * 3) as (function, args):
             arguments, task, scratch = args
             b = e.builder
-            batch, head, q_start, first_run, last_run = self.record(task, TASK)
-            names = ("group_size", "num_heads", "q_len", "head_dim", "v_head_dim", "runs")
-            group_size, num_heads, q_len, head_dim, v_head_dim, runs = (
+            batch, head, first_row, first_run, last_run = self.record(task, TASK)
+            names = ("group_size", "num_heads", "q_len", "rows", "head_dim", "v_head_dim", "runs")
+            group_size, num_heads, q_len, rows, head_dim, v_head_dim, runs = (
                 self.field(arguments, name) for name in names
             )
-            count = e.sub(q_len, q_start)
+            count = e.sub(rows, first_row)
             kv_head = b.sdiv(head, group_size)
             key, key_row, key_element = self.operand(arguments, "key", batch, kv_head)
             value, value_row, value_element = self.operand(arguments, "value", batch, kv_head)
-            query, query_row, query_element = self.operand(arguments, "query", batch, head)
-            query = e.at(query, e.mul(q_start, query_row))
+            query, _, _ = self.operand(arguments, "query", batch, head)
             scale = self.float_field(arguments, "scale")
 
             row = self.shape.vectors * e.vector_bytes
@@ -501,15 +518,14 @@ class _Forward:
             rescale = e.at(stats, 2 * width)
 
             def each_vector(body: Callable[[int, Value, Value], None]) -> None:
-                """A vector beyond the last query repeats its row."""
+                """A vector beyond the last row repeats it."""
                 for j in range(vectors):
                     first = e.least(j * e.lanes, e.sub(count, 1))
                     body(j * e.vector_bytes, first, e.sub(count, first))
 
             def begin(offset: int, first: Value, left: Value) -> None:
-                rows, lane = e.at(query, e.mul(first, query_row)), e.at(packed, offset)
-                sizes = (query_row, query_element, head_dim, e.index(width), left)
-                b.call(parts["pack"], [rows, lane, *sizes])
+                to, row = e.at(packed, offset), e.add(first_row, first)
+                b.call(parts["pack"], [arguments, query, to, row, e.index(width)])
                 e.store_vector(e.const(-math.inf), e.at(stats, offset))
                 e.store_vector(e.const(0.0), e.at(stats, offset + width))
 
@@ -524,12 +540,12 @@ class _Forward:
                     e.at(base, e.mul(kv_start, stride))
                     for base, stride in ((key, key_row), (value, value_row))
                 )
-                rows = (key_row, key_element, head_dim, keys, scale)
-                b.call(scores, [k, packed, weights, *rows])
+                layout = (key_row, key_element, head_dim, keys, scale)
+                b.call(scores, [k, packed, weights, *layout])
 
                 def softmax(name: str, marked: Value) -> None:
                     for j in range(vectors):
-                        first = e.add(q_start, j * e.lanes)
+                        first = e.add(first_row, j * e.lanes)
                         at = (arguments, e.at(weights, j * e.vector_bytes),
                               e.at(stats, j * e.vector_bytes), e.index(width))  # fmt: skip
                         where = (keys, batch, head, first, kv_start, marked)
@@ -569,14 +585,14 @@ class _Forward:
 
             e.loop(first_run, last_run, 1, [], each_run)
 
-            first_row = e.add(e.mul(e.add(e.mul(batch, num_heads), head), q_len), q_start)
-            out = e.at(e.pointer(self.field(arguments, "out")), e.mul(first_row, v_head_dim, 4))
-            lse = e.at(e.pointer(self.field(arguments, "lse")), e.mul(first_row, 4))
+            place = e.add(e.mul(e.add(e.mul(batch, num_heads), head), q_len), first_row)
+            out = e.at(e.pointer(self.field(arguments, "out")), e.mul(place, v_head_dim, 4))
+            lse = e.at(e.pointer(self.field(arguments, "lse")), e.mul(place, 4))
 
             def end(offset: int, first: Value, left: Value) -> None:
-                rows = e.at(out, e.mul(first, v_head_dim, 4))
-                from_, to = (e.at(total, offset), e.at(stats, offset)), e.at(lse, e.mul(first, 4))
-                b.call(parts["unpack"], [*from_, rows, to, v_head_dim, e.index(width), left])
+                held = e.at(total, offset), e.at(stats, offset)
+                to = e.at(out, e.mul(first, v_head_dim, 4)), e.at(lse, e.mul(first, 4))
+                b.call(parts["unpack"], [*held, *to, v_head_dim, e.index(width), left])
 
             each_vector(end)
         return function
@@ -608,10 +624,8 @@ class _Forward:
         one, many = (self.attend(v, parts) for v in (1, self.shape.vectors))
         with e.function("job", [POINTER, INT64], public=True) as (_, (arguments, worker)):
             b = e.builder
-            limit, tasks, scratch, size, q_len = (
-                self.field(arguments, name)
-                for name in ("limit", "tasks", "scratch", "scratch_bytes", "q_len")
-            )
+            names = ("limit", "tasks", "scratch", "scratch_bytes", "rows")
+            limit, tasks, scratch, size, rows = (self.field(arguments, name) for name in names)
             memory = e.at(e.pointer(scratch), e.mul(worker, size))
             counter = b.bitcast(arguments, INT64.as_pointer())
 
@@ -621,8 +635,8 @@ class _Forward:
 
             def run(number: Value) -> None:
                 task = e.at(e.pointer(tasks), e.mul(number, WORD * len(TASK)))
-                q_start = self.record(task, TASK)[TASK.index("q_start")]
-                few = e.below(e.sub(q_len, q_start), e.lanes + 1)
+                first_row = self.record(task, TASK)[TASK.index("first_row")]
+                few = e.below(e.sub(rows, first_row), e.lanes + 1)
                 call = [arguments, task, memory]
                 e.choose(few, lambda: b.call(one, call), lambda: b.call(many, call))
 

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.backends.cpu.forward import RUN, TASK
-from qkv.problem.expressions import Node, tables
-from qkv.problem.spec import Problem
+from qkv.problem.expressions import Node, Op, conjunction, tables, variables
+from qkv.problem.spec import Problem, Spec
 from qkv.problem.tiles import TileGrid, TileKind
 
 Array = NDArray[Any]
@@ -34,26 +34,73 @@ class Schedule:
     pairs: int
 
 
-def schedule(problem: Problem, block_q: int) -> Schedule:
+def folds(spec: Spec, lanes: int) -> bool:
+    """Whether the heads that share a kv head are rows of one block: few queries fill no vector.
+
+    A mask that differs from head to head has a schedule for each.
+    """
+    few = spec.group_size > 1 and 2 * spec.q_len <= lanes
+    return few and "head" not in variables(spec.mask)
+
+
+def schedule(problem: Problem, block_q: int, folded: bool = False) -> Schedule:
     """Every block of queries of every head, the longest of a head first."""
-    spec, mask = problem.spec, problem.spec.mask
+    spec, (mask, unknown) = problem.spec, _cheap_part(problem)
+    if folded:
+        return _folded(problem, mask, unknown, block_q)
     blocks = spec.batch_size * spec.num_heads * -(-spec.q_len // block_q)
     sizes = (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len, block_q)
     if not tables(mask) and blocks <= _KEPT_TASKS:
-        return _without_tables(mask, *sizes)
+        return _without_tables(mask, unknown, *sizes)
     grid = TileGrid(mask, problem.operands.tables, spec.q_len, spec.kv_len, block_q, TILE_KV)
-    return _schedule(grid, spec.batch_size, spec.num_heads)
+    return _schedule(grid, unknown, spec.batch_size, spec.num_heads)
+
+
+def _cheap_part(problem: Problem) -> tuple[Node, bool]:
+    """The conditions whose bounds cost little, and whether others were left out.
+
+    Bounding a bias reads it all, which takes longer than the tiles that it could spare.
+    """
+    spec, arrays = problem.spec, problem.operands.tables
+    dear = {
+        name
+        for name, array in arrays.items()
+        if array.dtype.kind != "b" and array.size > 4 * (spec.q_len + spec.kv_len)
+    }
+    parts = _conditions(spec.mask)
+    cheap = [part for part in parts if not tables(part) & dear]
+    return conjunction(cheap), len(cheap) < len(parts)
+
+
+def _conditions(node: Node) -> list[Node]:
+    if isinstance(node, Op) and node.name == "and":
+        return [part for arg in node.args for part in _conditions(arg)]
+    return [node]
+
+
+def _folded(problem: Problem, mask: Node, unknown: bool, block_q: int) -> Schedule:
+    """The queries of a group are `group_size * q_len` rows, all with the runs of their tile."""
+    spec, arrays = problem.spec, problem.operands.tables
+    grid = TileGrid(mask, arrays, spec.q_len, spec.kv_len, spec.q_len, TILE_KV)
+    whole = _schedule(grid, unknown, spec.batch_size, spec.num_kv_heads)
+    first_rows = np.arange(0, spec.group_size * spec.q_len, block_q)
+    tasks = np.repeat(whole.tasks, len(first_rows), axis=0)
+    tasks[:, TASK.index("head")] *= spec.group_size
+    tasks[:, TASK.index("first_row")] = np.tile(first_rows, len(whole.tasks))
+    return Schedule(tasks, whole.runs, whole.pairs * spec.group_size)
 
 
 @lru_cache(maxsize=64)
 def _without_tables(
-    mask: Node, batches: int, heads: int, q_len: int, kv_len: int, block_q: int
+    mask: Node, unknown: bool, batches: int, heads: int, q_len: int, kv_len: int, block_q: int
 ) -> Schedule:
     """A mask that reads no values has one schedule."""
-    return _schedule(TileGrid(mask, {}, q_len, kv_len, block_q, TILE_KV), batches, heads)
+    grid = TileGrid(mask, {}, q_len, kv_len, block_q, TILE_KV)
+    return _schedule(grid, unknown, batches, heads)
 
 
-def _schedule(grid: TileGrid, batches: int, heads: int) -> Schedule:
+def _schedule(grid: TileGrid, unknown: bool, batches: int, heads: int) -> Schedule:
+    """With `unknown` conditions beside the grid's mask, no tile is known to be full."""
     own_batches = batches if "batch" in grid.depends_on else 1
     own_heads = heads if "head" in grid.depends_on else 1
     blocks = grid.q_blocks
@@ -63,6 +110,8 @@ def _schedule(grid: TileGrid, batches: int, heads: int) -> Schedule:
     for batch, head in np.ndindex(own_batches, own_heads):
         for first in range(0, blocks, step):
             kinds = grid.classify(batch, head, first, min(first + step, blocks))
+            if unknown:
+                kinds[kinds == TileKind.FULL] = TileKind.PARTIAL
             rows, found = _runs(kinds, grid)
             runs.append(found)
             counts.append(np.bincount(rows, minlength=len(kinds)))
