@@ -14,8 +14,9 @@ from qkv.errors import FileError
 from qkv.files.contents import Arrays, Source
 from qkv.files.npz_format import read_npz
 from qkv.files.safetensors_format import read_safetensors
+from qkv.files.writing import write_arrays
 
-__all__ = ["Arrays", "read_arrays"]
+__all__ = ["Arrays", "read_arrays", "write_arrays"]
 
 
 def read_arrays(path: str | os.PathLike[str]) -> Arrays:

@@ -1,0 +1,75 @@
+"""Arrays into a file that `qkv inspect` and `qkv explain` read."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from qkv.errors import FileError
+from qkv.files.contents import shown
+
+__all__ = ["write_arrays"]
+
+
+def write_arrays(
+    path: str | os.PathLike[str],
+    query: Any,
+    key: Any,
+    value: Any,
+    tokens: Sequence[str] | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write query, key, value and their tokens to a safetensors file.
+
+    Parameters
+    ----------
+    path : path
+        Written whole under another name first, then moved here: it is never seen half-written.
+    query, key, value : array
+        float64, float32, float16 or bfloat16, as `qkv.attention` takes them.
+    tokens : sequence of str, optional
+        One for each row.
+    metadata : mapping of str to str, optional
+        Anything else worth keeping, such as the model's name.
+
+    Raises
+    ------
+    FileError
+        If the file cannot be written.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv.files, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     x = np.eye(2, dtype="float32")
+    ...     qkv.files.write_arrays(folder + "/a.safetensors", x, x, x, tokens=["to", "be"])
+    ...     qkv.files.read_arrays(folder + "/a.safetensors").tokens
+    ('to', 'be')
+    """
+    from safetensors.numpy import save
+
+    arrays = {"q": query, "k": key, "v": value}
+    said = dict(metadata or {})
+    if tokens is not None:
+        said["tokens"] = json.dumps(list(tokens))
+    data = save({name: np.ascontiguousarray(array) for name, array in arrays.items()}, said)
+    name = os.fspath(path)
+    try:
+        with tempfile.NamedTemporaryFile(dir=os.path.dirname(name) or ".", delete=False) as file:
+            try:
+                file.write(data)
+                file.close()
+                os.replace(file.name, name)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+    except OSError as error:
+        raise FileError(
+            f"{shown(name)} cannot be written: {error.strerror or error}.",
+            action="Check the folder, its permissions and the space left.",
+        ) from error

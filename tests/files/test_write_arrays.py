@@ -1,0 +1,41 @@
+"""What `write_arrays` leaves: a file that the format's own library reads, or nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from qkv.errors import FileError
+from qkv.files import read_arrays, write_arrays
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
+def test_the_library_and_the_reader_find_what_was_written(tmp_path: Path, dtype: Any) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(2, 3, 4)).astype(dtype) for _ in range(3))
+    path = tmp_path / "arrays.safetensors"
+    write_arrays(path, q[:, ::-1], k, v.swapaxes(0, 1), ["a", "\x1b[1m", "日"], {"model": "m"})
+    found = read_arrays(path)
+    assert found.query.tobytes() == q[:, ::-1].tobytes()
+    assert found.value.shape == (3, 2, 4)
+    assert (found.tokens, found.metadata) == (("a", "\x1b[1m", "日"), {"model": "m"})
+    with safe_open(path, "np") as file:
+        assert sorted(file.keys()) == ["k", "q", "v"]
+        assert json.loads(file.metadata()["tokens"])[2] == "日"
+    assert [f.name for f in tmp_path.iterdir()] == ["arrays.safetensors"]
+
+
+def test_a_failure_keeps_what_was_there(tmp_path: Path) -> None:
+    x = np.zeros((1, 1), np.float32)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(FileError, match="cannot be written"):
+        write_arrays(tmp_path / "folder", x, x, x)
+    with pytest.raises(FileError, match="cannot be written"):
+        write_arrays(tmp_path / "missing" / "a", x, x, x)
+    assert [f.name for f in tmp_path.rglob("*")] == ["folder"]
