@@ -56,7 +56,10 @@ def host() -> Host:
 def _host(forced: str) -> Host:
     import llvmlite.binding as llvm
 
-    features = dict(llvm.get_host_cpu_features())
+    try:
+        features = dict(llvm.get_host_cpu_features())
+    except RuntimeError:  # LLVM cannot tell on every platform; the processor's name still says much
+        features = {}
     has = {name for name, present in features.items() if present}
     if platform.machine().lower() in ("arm64", "aarch64"):
         usable = ["neon"]
