@@ -48,7 +48,7 @@ def check(
                 f"{variant.__name__} is a class, not a variant.",
                 action=f"Make one: {variant.__name__}(...).",
             )
-        if not hasattr(variant, "lower"):
+        if not hasattr(variant, "lower") or isinstance(variant, str | bytes):
             raise ArgumentError(
                 f"{variant!r:.80} is not a variant.",
                 [("type", type(variant).__name__)],
@@ -261,8 +261,9 @@ def _place(
         row = builder.batch if len(rank) > 1 else 0
         position = builder.table(rank, f"{label} ranks")[row, position]
     if moved:
-        offsets = builder.table(shift if len(shift) > 1 else shift[0], label)
-        position = position + (offsets[builder.batch] if len(shift) > 1 else offsets[()])
+        alone = len(shift) == 1
+        offsets = builder.table(shift[0] if alone else shift, label)
+        position = position + offsets[() if alone else builder.batch]
     return position.node
 
 

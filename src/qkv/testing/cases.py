@@ -215,7 +215,7 @@ def _of_combinations() -> list[Case]:
         "bias with holes, softcap": lambda s, r: (Bias(holes(s, r)), Softcap(2.0)),
         "softcap, bias with holes": lambda s, r: (Softcap(2.0), Bias(holes(s, r))),
         "bias with holes, exp of the score": lambda s, r: (
-            Bias(holes(s, r)), ScoreMod(lambda score, b, h, q, k: np.exp(score)),
+            Bias(holes(s, r)), ScoreMod(lambda score, b, h, q, k: np.exp(0.25 * score)),
         ),
         "dropout, causal": lambda s, r: (Dropout(0.3, 7), Causal()),
         "dropout, sinks, empty rows": lambda s, r: (

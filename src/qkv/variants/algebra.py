@@ -21,7 +21,7 @@ def as_mask(value: Any) -> Any:
     """A mask variant, or a boolean array as `Mask`."""
     if isinstance(value, np.ndarray):
         return Mask(value)
-    if hasattr(value, "lower"):
+    if hasattr(value, "lower") and not isinstance(value, str | bytes | type):
         return value
     raise ArgumentError(
         f"a mask cannot be combined with {type(value).__name__}.",

@@ -1,0 +1,149 @@
+"""A backend from another package: found by entry point, or registered by hand."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import qkv
+from qkv.backends import Refusal, backends, register, unregister
+from qkv.backends.reference import ReferenceBackend
+from qkv.testing import cases, check_case
+
+PACKAGE = '''
+import numpy as np
+
+from qkv.backends import Refusal
+from qkv.partial import Partial
+
+
+class Uniform:
+    """Runs what has no scores to compute: scale 0 and no variants."""
+
+    name = "uniform"
+    priority = 1000
+
+    def refusals(self, spec):
+        if spec.scores or spec.masks or spec.rotation or spec.dropout or spec.dtype != "float64":
+            return (Refusal("variants or dtype", "plain float64"),)
+        return ()
+
+    def blocks(self, spec):
+        return 1, 1
+
+    def scratch_bytes(self, spec):
+        return 0
+
+    def run(self, problem):
+        spec, operands = problem.spec, problem.operands
+        mean = np.repeat(operands.value.mean(axis=-2, keepdims=True), spec.group_size, axis=-3)
+        shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.v_head_dim)
+        lse = np.full(shape[:-1], np.log(spec.kv_len))
+        return Partial(np.broadcast_to(mean, shape).copy(), lse)
+'''
+
+PROGRAM = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import numpy as np, qkv
+x = np.random.default_rng(0).normal(size=(2, 5, 4))
+found = qkv.plan(x, x, x, scale=0.0)
+assert found.backend == "uniform", found
+np.testing.assert_allclose(
+    qkv.attention(x, x, x, scale=0.0), np.broadcast_to(x.mean(1, keepdims=True), x.shape)
+)
+other = qkv.plan(x, x, x, qkv.Causal())
+assert other.backend != "uniform", other
+refused = dict(other.refusals)
+assert "variants or dtype" in str(refused["uniform"][0]), refused
+try:
+    qkv.attention(x, x, x, qkv.Causal(), backend="uniform")
+except qkv.UnsupportedError as error:
+    print(dict(error.seen)["uniform"])
+"""
+
+
+def test_a_backend_is_found_through_its_entry_point(tmp_path: Path) -> None:
+    (tmp_path / "uniform_attention.py").write_text(PACKAGE)
+    info = tmp_path / "uniform_attention-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: uniform-attention\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[qkv.backends]\nuniform = uniform_attention:Uniform\n")
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-c", PROGRAM, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip() == "variants or dtype (accepts plain float64)"
+
+
+class Counting(ReferenceBackend):
+    """The reference, under another name, that knows how often it ran."""
+
+    name = "counting"
+    priority = 1000
+
+    def __init__(self):
+        self.runs = 0
+
+    def refusals(self, spec):
+        return () if spec.head_dim == 8 else (Refusal(f"head_dim={spec.head_dim}", "8"),)
+
+    def run(self, problem):
+        self.runs += 1
+        return super().run(problem)
+
+
+@pytest.fixture
+def counting():
+    backend = Counting()
+    register(backend)
+    yield backend
+    unregister(backend.name)
+
+
+def test_a_registered_backend_is_chosen_by_priority(counting) -> None:
+    x = np.random.default_rng(0).normal(size=(2, 5, 8))
+    assert backends()[0] is counting
+    qkv.attention(x, x, x)
+    assert counting.runs == 1
+    qkv.attention(x[..., :4], x[..., :4], x)
+    assert counting.runs == 1, "it refuses head_dim 4"
+    qkv.attention(x, x, x, backend="blocked")
+    assert counting.runs == 1
+
+
+def test_a_backend_is_gone_after_unregister() -> None:
+    backend = Counting()
+    register(backend)
+    unregister(backend.name)
+    unregister(backend.name)
+    assert "counting" not in [b.name for b in backends()]
+    x = np.ones((3, 8))
+    with pytest.raises(qkv.ArgumentError, match="no backend 'counting'"):
+        qkv.attention(x, x, x, backend="counting")
+
+
+def test_the_conformance_suite_takes_a_backend_object() -> None:
+    backend = Counting()
+    outcomes = {check_case(backend, case, "float64") for case in cases()[:200:20]}
+    assert backend.runs > 0
+    assert True in outcomes
+
+
+def test_what_lacks_a_part_of_the_protocol_is_refused() -> None:
+    class Half:
+        name = "half"
+        priority = 1
+
+        def run(self, problem):
+            raise NotImplementedError
+
+    with pytest.raises(qkv.ArgumentError, match="protocol") as caught:
+        register(Half())
+    assert "refusals" in caught.value.action
