@@ -202,9 +202,11 @@ def _reduce(table: Array, indices: list[Interval]) -> Interval:
             low, high = _least(low, axis), _greatest(high, axis)
             continue
         starts, ends = lo.reshape(-1).astype(np.intp), hi.reshape(-1).astype(np.intp)
-        whole = len(starts) == 1
-        if whole:
-            part = (slice(None),) * axis + (slice(int(starts[0]), int(ends[0]) + 1),)
+        before = (slice(None),) * axis
+        if len(starts) == 1 and starts[0] == ends[0]:
+            low, high = low[(*before, starts[0])], high[(*before, starts[0])]
+        elif len(starts) == 1:
+            part = (*before, slice(starts[0], ends[0] + 1))
             low, high = _least(low[part], axis), _greatest(high[part], axis)
         else:
             low, high = (
@@ -246,6 +248,13 @@ def _ranges(a: Array, axis: int, starts: Array, ends: Array, smaller: np.ufunc) 
     size = a.shape[axis]
     if a.dtype == bool:
         smaller = np.logical_and if smaller is np.minimum else np.logical_or
+    step = int(ends[0] - starts[0]) + 1
+    side_by_side = np.arange(0, size, step)[: len(starts)]
+    if np.array_equal(starts, side_by_side) and np.array_equal(
+        ends, np.minimum(side_by_side + step, size) - 1
+    ):
+        # As the tiles of a grid are; a plain reduction is ten times faster.
+        return _blocks(a, axis, step, len(starts), smaller)
     pairs = np.stack([starts, ends + 1], axis=1).reshape(-1)
     # reduceat takes no index equal to the size: the last pair may end with the array instead,
     # others are padded with a copy of the last element.
@@ -256,6 +265,18 @@ def _ranges(a: Array, axis: int, starts: Array, ends: Array, smaller: np.ufunc) 
         a = np.concatenate([a, last], axis=axis)
     reduced = smaller.reduceat(a, pairs, axis=axis)
     return np.asarray(np.take(reduced, np.arange(0, len(pairs), 2), axis=axis))
+
+
+def _blocks(a: Array, axis: int, step: int, count: int, smaller: np.ufunc) -> Array:
+    """Reduce `count` neighbouring blocks of one axis, of which the last may be short."""
+    whole = min(count, a.shape[axis] // step)
+    before = (slice(None),) * axis
+    shape = (*a.shape[:axis], whole, step, *a.shape[axis + 1 :])
+    reduced = smaller.reduce(a[(*before, slice(0, whole * step))].reshape(shape), axis=axis + 1)
+    if whole == count:
+        return np.asarray(reduced)
+    short = smaller.reduce(a[(*before, slice(whole * step, None))], axis=axis, keepdims=True)
+    return np.concatenate([reduced, short], axis=axis)
 
 
 def _corners(combine: Callable[[Array, Array], Array], a: Interval, b: Interval) -> Interval:

@@ -21,6 +21,8 @@ TILE_KV = 64
 
 _CELLS = 2**20
 """Tiles that are classified at once."""
+_SHARED = 8
+"""Heads and batch rows that must share a bias for its bounds to pay."""
 _KEPT_TASKS = 4096
 """Schedules up to this long are worth keeping from call to call."""
 
@@ -59,13 +61,16 @@ def schedule(problem: Problem, block_q: int, folded: bool = False) -> Schedule:
 def _cheap_part(problem: Problem) -> tuple[Node, bool]:
     """The conditions whose bounds cost little, and whether others were left out.
 
-    Bounding a bias reads it all, which takes longer than the tiles that it could spare.
+    Bounding a bias reads it all. One that few heads share is read in about the time that its tiles
+    take, and seldom spares any.
     """
     spec, arrays = problem.spec, problem.operands.tables
+    pairs = spec.batch_size * spec.num_heads * spec.q_len * spec.kv_len
     dear = {
         name
         for name, array in arrays.items()
-        if array.dtype.kind != "b" and array.size > 4 * (spec.q_len + spec.kv_len)
+        if array.dtype.kind != "b"
+        and array.size > max(4 * (spec.q_len + spec.kv_len), pairs // _SHARED)
     }
     parts = _conditions(spec.mask)
     cheap = [part for part in parts if not tables(part) & dear]
