@@ -25,7 +25,8 @@ from qkv.inspection.trace import (
     TracedProblem,
     TracedRow,
 )
-from qkv.problem.check import FLOATS, Layout
+from qkv.problem.builder import FLOATS
+from qkv.problem.check import Layout
 from qkv.problem.scores import Scores
 from qkv.problem.spec import Problem, Spec
 

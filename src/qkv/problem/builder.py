@@ -16,6 +16,7 @@ from qkv.problem.spec import Dropout, Rotation, Stage, TableSpec
 Array = NDArray[Any]
 Align: TypeAlias = Literal["start", "end"]
 
+FLOATS = ("float16", "bfloat16", "float32", "float64")
 INDEX_LIMIT = 2**31 - 1
 """Positions, offsets and lengths stay below this, so that their differences never overflow."""
 
@@ -229,7 +230,9 @@ class Builder:
         """State for the whole problem where query rows stand among the keys."""
         if how not in ("start", "end"):
             raise ArgumentError(
-                f"align={how!r} is not 'start' or 'end'.", [("variant", self._label)]
+                f"align={how!r} is not 'start' or 'end'.",
+                [("variant", self._label)],
+                "Use one of the two words, or leave it out and pass q_offset.",
             )
         self.alignments.append((f"{self._label}", how))
 
@@ -291,13 +294,16 @@ class Builder:
 
 def kind_of_array(array: Array, label: str) -> Kind:
     """The kind of a table's elements."""
-    if array.dtype.kind == "b":
+    dtype = array.dtype
+    if dtype.isnative and dtype.kind == "b":
         return "bool"
-    if array.dtype.kind in "iu" and array.dtype != np.uint64:
+    if dtype.isnative and dtype.kind in "iu" and dtype != np.uint64:
         return "int"
-    if (array.dtype.kind == "f" and array.dtype.itemsize <= 8) or array.dtype.name == "bfloat16":
+    if dtype.isnative and dtype.name in FLOATS:
         return "float"
     raise DTypeError(
-        f"{label} has dtype {array.dtype}, which expressions cannot read.",
-        action="Use a boolean, integer (up to 64 bits, signed) or floating array.",
+        f"{label} has dtype {dtype if dtype.isnative else dtype.str}, which expressions cannot "
+        "read.",
+        action="Use a boolean, integer (up to 64 bits, signed) or floating array in the "
+        "machine's byte order.",
     )

@@ -10,15 +10,13 @@ from numpy.typing import NDArray
 
 from qkv.errors import AmbiguityError, ArgumentError, DTypeError, ShapeError
 from qkv.problem.bounds import Interval, prove_reads
-from qkv.problem.builder import INDEX_LIMIT, Builder, Shape
+from qkv.problem.builder import FLOATS, INDEX_LIMIT, Builder, Shape
 from qkv.problem.expressions import Expr, Node, Var, substitute, variables
 from qkv.problem.spec import Angles, Operands, Problem, Rotation, Spec, Stage
 
 Array = NDArray[Any]
 Layout = Literal["bhld", "blhd"]
 Arrays = dict[str, Array]
-
-FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 def check(

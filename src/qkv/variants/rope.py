@@ -50,7 +50,10 @@ class RoPE(Variant):
                 action="Use 'half_split' (Hugging Face Llama) or 'interleaved' (GPT-J).",
             )
         if not self.base > 0:
-            raise ArgumentError(f"RoPE base={self.base!r} is not positive.")
+            raise ArgumentError(
+                f"RoPE base={self.base!r} is not positive.",
+                action="Pass the model's rope_theta, as in RoPE(base=10000.0).",
+            )
 
     def frequencies(self, head_dim: int) -> NDArray[np.float64]:
         """Radians per position of each pair."""
