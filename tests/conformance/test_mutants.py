@@ -9,7 +9,7 @@ import pytest
 from qkv.backends import blocked
 from qkv.backends.blocked import BlockedBackend
 from qkv.partial import Partial, finish
-from qkv.problem.expressions import Const, Load, Op, Var, as_node, operation, substitute
+from qkv.problem.expressions import Const, Load, Op, Var, constant, operation, substitute
 from qkv.problem.scores import Scores
 from qkv.problem.spec import Stage
 from qkv.problem.tiles import Run, TileKind
@@ -66,7 +66,7 @@ def attending(run, problem, attend):
 
 @mutant
 def drops_the_last_key(run, problem):
-    last = operation("lt", Var("kv_index"), as_node(max(problem.spec.kv_len - 1, 1)))
+    last = operation("lt", Var("kv_index"), constant(max(problem.spec.kv_len - 1, 1)))
     return run(with_spec(problem, masks=(*problem.spec.masks, Stage("", last))))
 
 

@@ -5,7 +5,8 @@ import pytest
 
 from qkv.errors import ArgumentError
 from qkv.problem.evaluate import evaluate
-from qkv.problem.expressions import Const, Expr, Table, Var, as_node, text, variables
+from qkv.problem.expressions import Const, Var, text, variables
+from qkv.problem.symbols import Expr, Table, as_node
 
 SCORE, Q, K = (Expr(Var(name)) for name in ("score", "q_pos", "kv_pos"))
 
@@ -14,7 +15,7 @@ FORMULAS = [
     lambda s, q, k: s / (1 + abs(q - k)),
     lambda s, q, k: (q - k) // 3 + (q - k) % 4,
     lambda s, q, k: (k - 7 * q) // 5,
-    lambda s, q, k: -(-q) % 3 - k,
+    lambda s, q, k: abs(-q) % 3 - k,
     lambda s, q, k: np.where(q >= k, s, -np.inf),
     lambda s, q, k: np.where((q > k) & ~(q == 3) | (k != 2), 1.5, s),
     lambda s, q, k: np.minimum(np.maximum(s, -0.5), q),

@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from qkv.errors import AmbiguityError, ArgumentError, DTypeError, ShapeError
-from qkv.problem.expressions import Expr, Kind, Table, Var, as_node, conjunction, text, variables
+from qkv.problem.expressions import Kind, Var, conjunction, text, variables
 from qkv.problem.spec import Dropout, Rotation, Stage, TableSpec
+from qkv.problem.symbols import Expr, Table, as_node
 
 Array = NDArray[Any]
 Align: TypeAlias = Literal["start", "end"]

@@ -9,10 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.errors import AmbiguityError, ArgumentError, DTypeError, ShapeError
-from qkv.problem.bounds import Interval, prove_reads
+from qkv.problem.bounds import prove_reads
 from qkv.problem.builder import FLOATS, INDEX_LIMIT, Builder, Shape
-from qkv.problem.expressions import Expr, Node, Var, substitute, variables
+from qkv.problem.expressions import Node, Var, substitute, variables
+from qkv.problem.intervals import Interval
 from qkv.problem.spec import Angles, Operands, Problem, Rotation, Spec, Stage
+from qkv.problem.symbols import Expr
 
 Array = NDArray[Any]
 Layout = Literal["bhld", "blhd"]

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.problem.bounds import Interval, bound
+from qkv.problem.bounds import bound
 from qkv.problem.expressions import FALSE, TRUE, Node, variables
+from qkv.problem.intervals import Interval
 
 Array = NDArray[Any]
 

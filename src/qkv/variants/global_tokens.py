@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from qkv.errors import ArgumentError
 from qkv.problem.builder import INDEX_LIMIT, Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.problem.expressions import Expr
+from qkv.problem.symbols import Expr
 from qkv.variants.base import MaskVariant
 
 

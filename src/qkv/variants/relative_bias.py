@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from qkv.errors import ArgumentError, ShapeError
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.problem.expressions import Expr
+from qkv.problem.symbols import Expr
 from qkv.variants.base import Variant
 
 

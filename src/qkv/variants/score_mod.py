@@ -14,7 +14,7 @@ import numpy as np
 from qkv.errors import ArgumentError
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.problem.expressions import Expr
+from qkv.problem.symbols import Expr
 from qkv.variants.base import Variant
 
 

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from qkv.backends import Refusal
 from qkv.errors import ArgumentError
 from qkv.partial import Partial, identity
-from qkv.problem.bounds import Interval, bound
+from qkv.problem.bounds import bound
 from qkv.problem.expressions import Load, Op, walk
+from qkv.problem.intervals import Interval
 from qkv.problem.spec import Problem, Spec
 
 if TYPE_CHECKING:

@@ -1,0 +1,236 @@
+"""The language of score mods and masks as Python sees it.
+
+An `Expr` has Python's operators and answers NumPy's functions, so that a score mod reads like the
+formula in its paper, and builds a node of `qkv.problem.expressions`:
+
+    np.where(q_pos >= kv_pos, cap * np.tanh(score / cap), -np.inf)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from qkv.errors import ArgumentError
+from qkv.problem.expressions import Const, Kind, Load, Node, constant, operation, text
+
+_UFUNCS: Mapping[Any, str] = {
+    np.add: "add",
+    np.subtract: "sub",
+    np.multiply: "mul",
+    np.true_divide: "div",
+    np.floor_divide: "floordiv",
+    np.remainder: "mod",
+    np.minimum: "min",
+    np.maximum: "max",
+    np.negative: "neg",
+    np.absolute: "abs",
+    np.less: "lt",
+    np.less_equal: "le",
+    np.equal: "eq",
+    np.not_equal: "ne",
+    np.logical_and: "and",
+    np.logical_or: "or",
+    np.logical_not: "not",
+    np.bitwise_and: "and",
+    np.bitwise_or: "or",
+    np.invert: "not",
+    np.exp: "exp",
+    np.log: "log",
+    np.sqrt: "sqrt",
+    np.tanh: "tanh",
+    np.floor: "floor",
+}
+
+
+class Expr:
+    """A node with Python's operators; what score mods and `lower` compute with."""
+
+    __hash__ = None  # type: ignore[assignment]
+    __slots__ = ("node",)
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+
+    def __repr__(self) -> str:
+        return f"Expr({text(self.node)})"
+
+    def __bool__(self) -> bool:
+        raise ArgumentError(
+            "a condition on positions or scores has no single truth value.",
+            [("condition", text(self.node))],
+            "Write np.where(condition, a, b) instead of if, and &, |, ~ instead of and, or, not.",
+        )
+
+    def _refuse_number(self) -> Any:
+        raise ArgumentError(
+            "a position or score has no single value here.",
+            [("expression", text(self.node))],
+            "Use operators and np.where, np.exp, np.tanh, ... rather than float(), int() or math.",
+        )
+
+    __float__ = __int__ = __index__ = __len__ = __iter__ = _refuse_number
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if method != "__call__" or kwargs:
+            return NotImplemented
+        if ufunc in (np.greater, np.greater_equal):
+            turned = np.less if ufunc is np.greater else np.less_equal
+            return self.__array_ufunc__(turned, method, *inputs[::-1])
+        name = _UFUNCS.get(ufunc)
+        if name is None:
+            raise ArgumentError(
+                f"np.{ufunc.__name__} is not part of the expression language.",
+                [("has", ", ".join(sorted(f"np.{u.__name__}" for u in _UFUNCS)) + ", np.where")],
+                "Write it with these.",
+            )
+        return build(name, *inputs)
+
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if func is np.where and len(args) == 3 and not kwargs:
+            return build("where", *args)
+        if func is np.clip and len(args) == 3 and not kwargs:
+            return build("max", build("min", args[0], args[2]), args[1])
+        raise ArgumentError(
+            f"np.{func.__name__} is not part of the expression language.",
+            [("has", "np.where(condition, a, b), np.clip(x, low, high) and arithmetic")],
+            "Write it with these.",
+        )
+
+    def __add__(self, other: Any) -> Expr:
+        return build("add", self, other)
+
+    def __radd__(self, other: Any) -> Expr:
+        return build("add", other, self)
+
+    def __sub__(self, other: Any) -> Expr:
+        return build("sub", self, other)
+
+    def __rsub__(self, other: Any) -> Expr:
+        return build("sub", other, self)
+
+    def __mul__(self, other: Any) -> Expr:
+        return build("mul", self, other)
+
+    def __rmul__(self, other: Any) -> Expr:
+        return build("mul", other, self)
+
+    def __truediv__(self, other: Any) -> Expr:
+        return build("div", self, other)
+
+    def __rtruediv__(self, other: Any) -> Expr:
+        return build("div", other, self)
+
+    def __floordiv__(self, other: Any) -> Expr:
+        return build("floordiv", self, other)
+
+    def __rfloordiv__(self, other: Any) -> Expr:
+        return build("floordiv", other, self)
+
+    def __mod__(self, other: Any) -> Expr:
+        return build("mod", self, other)
+
+    def __rmod__(self, other: Any) -> Expr:
+        return build("mod", other, self)
+
+    def __neg__(self) -> Expr:
+        return build("neg", self)
+
+    def __abs__(self) -> Expr:
+        return build("abs", self)
+
+    def __lt__(self, other: Any) -> Expr:
+        return build("lt", self, other)
+
+    def __le__(self, other: Any) -> Expr:
+        return build("le", self, other)
+
+    def __gt__(self, other: Any) -> Expr:
+        return build("lt", other, self)
+
+    def __ge__(self, other: Any) -> Expr:
+        return build("le", other, self)
+
+    def __eq__(self, other: Any) -> Expr:  # type: ignore[override]
+        return build("eq", self, other)
+
+    def __ne__(self, other: Any) -> Expr:  # type: ignore[override]
+        return build("ne", self, other)
+
+    def __and__(self, other: Any) -> Expr:
+        return build("and", self, other)
+
+    def __rand__(self, other: Any) -> Expr:
+        return build("and", other, self)
+
+    def __or__(self, other: Any) -> Expr:
+        return build("or", self, other)
+
+    def __ror__(self, other: Any) -> Expr:
+        return build("or", other, self)
+
+    def __invert__(self) -> Expr:
+        return build("not", self)
+
+
+def as_node(value: Any) -> Node:
+    """The node of an `Expr`, or a constant for a plain number."""
+    if isinstance(value, Expr):
+        return value.node
+    if isinstance(value, bool | int | float | np.bool_ | np.integer | np.floating):
+        if isinstance(value, float | np.floating) and math.isnan(value):
+            raise ArgumentError("NaN is not a constant that a score may use.")
+        return constant(value)  # type: ignore[arg-type]
+    raise ArgumentError(
+        f"{type(value).__name__} cannot be used in a score expression.",
+        action="Use numbers, positions, the score, and elements of arrays.",
+    )
+
+
+def build(name: str, *args: Any) -> Expr:
+    """`operation` on anything that `as_node` takes."""
+    return Expr(operation(name, *map(as_node, args)))
+
+
+class Table:
+    """An array inside the language: indexed by expressions, one integer for each dimension."""
+
+    __hash__ = None  # type: ignore[assignment]
+    __slots__ = ("kind", "name", "shape")
+
+    def __init__(self, name: str, kind: Kind, shape: tuple[int, ...]) -> None:
+        self.name = name
+        self.kind = kind
+        self.shape = shape
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> Expr:
+        indices = index if isinstance(index, tuple) else (index,)
+        if len(indices) != len(self.shape):
+            raise ArgumentError(
+                f"a table of {self.ndim} dimensions was read with {len(indices)} indices.",
+                [("table", f"{self.name} {self.shape}")],
+                "Give one integer index for each dimension.",
+            )
+        nodes = []
+        for i, size in zip(indices, self.shape, strict=True):
+            node = as_node(i)
+            if node.kind != "int":
+                raise ArgumentError(
+                    f"a table index is {node.kind}, not an integer.",
+                    [("table", self.name), ("index", text(node))],
+                    "Use np.floor(x), which gives an integer.",
+                )
+            if isinstance(node, Const) and node.value < 0:
+                node = constant(node.value + size)
+            nodes.append(node)
+        return Expr(Load(self.name, self.kind, tuple(nodes)))
