@@ -54,6 +54,9 @@ FIELDS = (
 """The argument block, a 64-bit word each; tables follow: address, then size and stride of each
 dimension. `*_batches` are arrays of byte offsets, one for each batch row."""
 
+STATS = 4
+"""Row maximum, row sum, rescaling, and what rounding took from the row sum."""
+
 TASK = ("batch", "head", "first_row", "first_run", "last_run")
 RUN = ("start", "stop", "partial")
 
@@ -72,8 +75,8 @@ class Shape:
 
 
 def scratch_bytes(shape: Shape, head_dim: int, v_head_dim: int) -> int:
-    """Memory of one worker: packed Q, O, P, and row maximum, sum and rescaling."""
-    rows = head_dim + v_head_dim + BLOCK_KV + 3
+    """Memory of one worker: packed Q, O, P, and the statistics of each row."""
+    rows = head_dim + v_head_dim + BLOCK_KV + STATS
     return -(-rows * shape.block_q * 4 // 4096) * 4096
 
 
@@ -186,7 +189,7 @@ class _Forward:
         with e.function(name, arguments) as (function, args):
             arguments_, scores, stats, width, count, batch, head, first_row, kv_start, marked = args
             b = e.builder
-            row_max, row_sum, rescale = (e.at(stats, e.mul(width, i)) for i in range(3))
+            row_max, row_sum, rescale, lost = (e.at(stats, e.mul(width, i)) for i in range(STATS))
             old_max = e.load_vector(row_max)
             places = self.places(arguments_, batch, head, first_row)
             mods = self.score != SCORE
@@ -249,7 +252,12 @@ class _Forward:
             (total,) = e.loop(0, count, 16, [e.const(0.0)], group)
             factor = vector_math.exp_flushed(e, b.fsub(old_max, shift))
             e.store_vector(new_max, row_max)
-            e.store_vector(e.fma(e.load_vector(row_sum), factor, total), row_sum)
+            # Compensated (Kahan 1965): a plain sum over thousands of blocks drifts.
+            old_sum = b.fmul(e.load_vector(row_sum), factor)
+            total = b.fsub(total, b.fmul(e.load_vector(lost), factor))
+            new_sum = b.fadd(old_sum, total)
+            e.store_vector(new_sum, row_sum)
+            e.store_vector(b.fsub(b.fsub(new_sum, old_sum), total), lost)
             e.store_vector(factor, rescale)
         return function
 
@@ -527,7 +535,8 @@ class _Forward:
                 to, row = e.at(packed, offset), e.add(first_row, first)
                 b.call(parts["pack"], [arguments, query, to, row, e.index(width)])
                 e.store_vector(e.const(-math.inf), e.at(stats, offset))
-                e.store_vector(e.const(0.0), e.at(stats, offset + width))
+                for i in (1, 3):
+                    e.store_vector(e.const(0.0), e.at(stats, offset + i * width))
 
             each_vector(begin)
             e.loop(
