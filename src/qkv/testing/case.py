@@ -43,7 +43,16 @@ def no_variants(shape: Shape, rng: np.random.Generator) -> Sequence[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """The arguments of one call."""
+    """The arguments of one call, `qkv.attention(*arrays, *variants, **keywords)`.
+
+    Attributes
+    ----------
+    query, key, value : array
+        As the case lays them out.
+    variants : tuple
+    keywords : mapping
+        scale, q_offset, kv_offset and layout.
+    """
 
     query: Array
     key: Array
@@ -53,6 +62,7 @@ class Inputs:
 
     @property
     def arrays(self) -> tuple[Array, Array, Array]:
+        """Query, key and value."""
         return self.query, self.key, self.value
 
 
@@ -164,6 +174,12 @@ def lay_out(array: Array, memory: Memory) -> Array:
     "transposed" has its last two axes swapped, "broadcast" repeats the first matrix with stride 0
     along the leading axes and "repeated" the first row along the length (these two change the
     values), "unaligned" starts one byte off.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> lay_out(np.zeros((2, 3)), "transposed").strides
+    (8, 16)
     """
     if memory == "strided":
         wide = np.full([2 * n + 1 for n in array.shape], np.nan, array.dtype)

@@ -23,7 +23,7 @@ __all__ = ["Truth", "truth"]
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """Dense results in float64.
+    """Dense results in float64: `out = (weights * factors) @ value`.
 
     Attributes
     ----------

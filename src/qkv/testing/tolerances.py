@@ -33,7 +33,13 @@ ORDERS = 12
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Largest absolute errors of output and lse that a backend may make on one case."""
+    """Largest absolute errors `max|result - truth|` that a backend may make on one case.
+
+    Attributes
+    ----------
+    out, lse : float
+        Of the output, and of lse where it is finite.
+    """
 
     out: float
     lse: float
@@ -51,13 +57,14 @@ def bounds(truth: Truth, dtype: Any) -> Bounds:
     >>> import numpy as np
     >>> from qkv.testing import truth
     >>> x = np.eye(2)[None]
-    >>> bounds(truth(x, x, x), "float64").out == 64 * np.finfo(np.float64).eps
+    >>> limits = bounds(truth(x, x, x), "float64")
+    >>> limits.out == limits.lse == 64 * 2.0**-52
     True
     """
     dtype = np.dtype(dtype)
     lse = np.where(np.isneginf(truth.lse), 0.0, truth.lse)
     if dtype == np.float64:
-        limits = (64 * np.finfo(dtype).eps * max(1.0, _largest(a)) for a in (truth.out, lse))
+        limits = (64 * 2.0**-52 * max(1.0, _largest(a)) for a in (truth.out, lse))
         return Bounds(*limits)
     compute = np.dtype(np.float32)
     out_error = lse_error = 0.0
@@ -80,13 +87,15 @@ def bounds(truth: Truth, dtype: Any) -> Bounds:
 def plain(dense: Dense, variants: Sequence[Any], dtype: Any, order: int = 0) -> tuple[Array, Array]:
     """Output and lse of one head, computed plainly in `dtype`.
 
+    `dense` is the head as the oracle leaves it, `variants` are those of its call.
+
     1. scores: `query @ key.T` rounded, times `scale` rounded. Rotated rows are rounded first.
     2. The variants' `naive` in float64 on these scores, rounded once; a forbidden pair is -inf.
     3. weights: softmax, rounded.
     4. output: `weights @ value`, rounded.
 
-    Inside a step, 16-bit types are computed in float32, as hardware and torch do. Order 0 adds as
-    the arrays lie, others shuffle head_dim and keys.
+    Inside a step, 16-bit types are computed in float32, as hardware and torch do. With `order`
+    0 it adds as the arrays lie; other numbers shuffle head_dim and keys.
     """
     dtype = np.dtype(dtype)
     compute = np.dtype(np.float64 if dtype == np.float64 else np.float32)
@@ -123,7 +132,7 @@ def _modified(dense: Dense, variants: Sequence[Any], raw: Array) -> Array:
 
 
 def ulp(magnitude: float, dtype: Any) -> float:
-    """The unit in the last place of a number of this size in `dtype`.
+    """The unit in the last place of a number of this magnitude in `dtype`.
 
     Examples
     --------

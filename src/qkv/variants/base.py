@@ -22,6 +22,17 @@ class Variant(ABC):
     """What is said between q.k and the softmax.
 
     Subclass it, or pass any object with a `lower` method; see docs/add-a-variant.md.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> class Own:
+    ...     def lower(self, builder):
+    ...         builder.mask(builder.q_pos == builder.kv_pos)
+    >>> x = np.eye(2)
+    >>> qkv.attention(x, x, x, Own())
+    array([[1., 0.],
+           [0., 1.]])
     """
 
     def __repr__(self) -> str:

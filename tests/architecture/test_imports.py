@@ -1,0 +1,61 @@
+"""Who may import whom: contracts in pyproject.toml, and what `import qkv` brings with it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_import_contracts() -> None:
+    ran = run(
+        "-c", "from importlinter.cli import lint_imports_command as lint; lint()", "--no-cache"
+    )
+    assert ran.returncode == 0, ran.stdout
+    assert "0 broken" in ran.stdout
+
+
+LAZY = ("llvmlite", "rich", "safetensors", "torch", "jax", "tensorflow", "transformers", "numba",
+        "scipy", "matplotlib", "hypothesis", "pytest", "importlib.metadata", "asyncio")  # fmt: skip
+
+
+def imported(program: str) -> set[str]:
+    ran = run("-W", "error", "-c", f"{program}\nimport sys\nprint(*sorted(sys.modules))")
+    assert ran.returncode == 0, ran.stderr
+    return set(ran.stdout.split())
+
+
+def test_import_qkv_brings_no_framework() -> None:
+    assert not imported("import qkv") & set(LAZY)
+
+
+def test_import_qkv_testing_brings_no_test_framework() -> None:
+    """So that a backend of another package may use any."""
+    assert not imported("import qkv.testing") & {"pytest", "hypothesis", "torch"}
+
+
+@pytest.mark.parametrize("backend", ["blocked", "reference"])
+def test_readable_backends_run_without_llvmlite(backend: str) -> None:
+    """A platform that llvmlite has no wheel for still has attention."""
+    program = f"""
+import sys
+sys.modules["llvmlite"] = None
+import numpy as np, qkv
+x = np.eye(4, dtype=np.float32)
+qkv.attention(x, x, x, qkv.Causal(), backend={backend!r})
+qkv.attention(x, x, x, qkv.Causal())
+"""
+    assert "llvmlite.binding" not in imported(program)

@@ -1,0 +1,98 @@
+"""What every file and every public name owes its reader."""
+
+import ast
+import doctest
+import importlib
+import inspect
+import pkgutil
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import qkv
+import qkv.testing
+
+SOURCE = Path(qkv.__file__).parent
+FILES = sorted(SOURCE.rglob("*.py"))
+MODULES = sorted(
+    info.name for info in pkgutil.walk_packages(qkv.__path__, "qkv.") if "__main__" not in info.name
+)
+PACKAGES = [qkv, qkv.testing]
+NAMES = [(package, name) for package in PACKAGES for name in package.__all__ if name[0] != "_"]
+
+
+def shown(path: Path) -> str:
+    return str(path.relative_to(SOURCE))
+
+
+@pytest.mark.parametrize("path", FILES, ids=shown)
+def test_a_file_is_short_and_says_what_it_is(path: Path) -> None:
+    text = path.read_text()
+    limit = 800 if "cpu" in path.parts else 400
+    assert len(text.splitlines()) <= limit
+    if path.name != "_version.py":
+        assert ast.get_docstring(ast.parse(text)), "a module says in its first line what it holds"
+    assert path.stem not in {"utils", "common", "helpers", "misc", "util", "base_utils"}
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda p: p.__name__)
+def test_all_is_what_is_public(package: ModuleType) -> None:
+    assert sorted(package.__all__) == sorted(set(package.__all__))
+    public = {
+        name
+        for name, value in vars(package).items()
+        if not name.startswith("_") and not inspect.ismodule(value)
+    }
+    assert public == {name for name in package.__all__ if not name.startswith("_")}
+
+
+@pytest.mark.parametrize(("package", "name"), NAMES, ids=lambda v: getattr(v, "__name__", v))
+def test_a_public_name_is_documented(package: ModuleType, name: str) -> None:
+    thing = getattr(package, name)
+    if not callable(thing):
+        return
+    text = inspect.getdoc(thing)
+    assert text, "no docstring"
+    assert text.splitlines()[0].rstrip().endswith("."), "the first line is one sentence"
+    if isinstance(thing, type) and issubclass(thing, Exception):
+        return
+    formula = re.search(r"`[^`]*[-+*/<=|&%(][^`]*`|^    \S.* = ", text, re.MULTILINE)
+    assert ">>>" in text or formula, "neither an example nor a formula"
+
+
+@pytest.mark.parametrize(("package", "name"), NAMES, ids=lambda v: getattr(v, "__name__", v))
+def test_public_parameters_are_documented(package: ModuleType, name: str) -> None:
+    thing = getattr(package, name)
+    if not callable(thing) or (isinstance(thing, type) and issubclass(thing, Exception)):
+        return
+    if isinstance(thing, type) and inspect.isabstract(thing):
+        return
+    text = inspect.getdoc(thing) or ""
+    for parameter in inspect.signature(thing).parameters.values():
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+            assert re.search(rf"\b{parameter.name}\b", text), f"{parameter.name} is not documented"
+
+
+@pytest.mark.parametrize(("package", "name"), NAMES, ids=lambda v: getattr(v, "__name__", v))
+def test_public_methods_are_documented(package: ModuleType, name: str) -> None:
+    thing = getattr(package, name)
+    if not isinstance(thing, type):
+        return
+    for method, value in vars(thing).items():
+        if method.startswith("_") or not (callable(value) or isinstance(value, property)):
+            continue
+        assert inspect.getdoc(getattr(thing, method)), f"{name}.{method} has no docstring"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings_run(name: str) -> None:
+    module = importlib.import_module(name)
+    failed, _ = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert failed == 0
+
+
+def test_the_package_is_typed_and_has_a_version() -> None:
+    assert (SOURCE / "py.typed").exists()
+    assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+|rc\d+)?", qkv.__version__)
