@@ -245,6 +245,8 @@ VARIANTS = [
     (lambda: qkv.RelativeBias(np.zeros(8)), ShapeError),
     (lambda: qkv.RelativeBias(np.zeros((8, 4)), max_distance=1), ArgumentError),
     (lambda: qkv.ScoreMod(3), ArgumentError),
+    (lambda: qkv.ScoreMod(lambda s, b, h, q: s), ArgumentError),
+    (lambda: qkv.ScoreMod(lambda s, b, h, q, k, extra: s), ArgumentError),
     (lambda: qkv.Segments.from_cu_seqlens([1, 2]), ShapeError),
     (lambda: qkv.Segments.from_cu_seqlens([0, 3, 2]), ShapeError),
     (lambda: qkv.Segments.from_cu_seqlens([0.0, 3.0]), ShapeError),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import inspect
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,17 @@ class ScoreMod(Variant):
                 f"ScoreMod takes a function, not {type(self.fn).__name__}.",
                 action="Pass fn(score, batch, head, q_pos, kv_pos).",
             )
+        try:
+            signature = inspect.signature(self.fn)
+        except (TypeError, ValueError):
+            return  # written in C, perhaps: the call will tell
+        try:
+            signature.bind(*"sbhqk")
+        except TypeError:
+            raise ArgumentError(
+                f"the score mod takes {signature}, not five arguments.",
+                action="Write fn(score, batch, head, q_pos, kv_pos), whichever of them it uses.",
+            ) from None
 
     def __repr__(self) -> str:
         return f"ScoreMod({getattr(self.fn, '__name__', type(self.fn).__name__)})"
