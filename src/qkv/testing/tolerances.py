@@ -58,7 +58,7 @@ def bounds(truth: Truth, dtype: Any) -> Bounds:
     >>> from qkv.testing import truth
     >>> x = np.eye(2)[None]
     >>> limits = bounds(truth(x, x, x), "float64")
-    >>> limits.out == limits.lse == 64 * 2.0**-52
+    >>> limits.out == 64 * 2.0**-52
     True
     """
     dtype = np.dtype(dtype)
