@@ -116,8 +116,22 @@ class Builder:
             )
         self.scores.append(Stage(self._label, node))
 
+    def dense_mask(self, array: ArrayLike) -> Expr:
+        """Whether a boolean array that broadcasts to the scores allows the pair."""
+        given = np.asarray(array)
+        if given.dtype != bool:
+            raise DTypeError(
+                f"a mask has dtype {given.dtype}, not bool.",
+                [("variant", self._label)],
+                "Pass array.astype(bool) for a mask (True = attend), or Bias(array) to "
+                "add floating numbers to the scores.",
+            )
+        return self.broadcast(given, "mask")
+
     def condition(self, variant: Any) -> Expr:
-        """What a mask variant allows, as one condition instead of a stage of its own."""
+        """What a mask variant or boolean array allows, as one condition, no stage of its own."""
+        if isinstance(variant, np.ndarray):
+            return self.dense_mask(variant)
         scores, masks = len(self.scores), len(self.masks)
         self.lower(variant)
         if len(self.scores) != scores or len(self.masks) == masks:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from qkv.variants.algebra import AllOf, AnyOf, Not
+from qkv.variants.algebra import AllOf, AnyOf, MaskVariant, Not
 from qkv.variants.alibi import ALiBi
-from qkv.variants.base import MaskVariant, Variant
+from qkv.variants.base import Variant
 from qkv.variants.bias import Bias
 from qkv.variants.block_sparse import BlockSparse
 from qkv.variants.causal import Causal

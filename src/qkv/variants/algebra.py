@@ -1,4 +1,4 @@
-"""Masks joined with `|`, `&` and `~`."""
+"""Masks, and how they are joined with `|`, `&` and `~`."""
 
 from __future__ import annotations
 
@@ -9,32 +9,43 @@ from operator import and_, or_
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from qkv.errors import ArgumentError
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.variants.base import MaskVariant
-from qkv.variants.dense_mask import Mask
+from qkv.variants.base import Variant, briefly
 
 
-def as_mask(value: Any) -> Any:
-    """A mask variant, or a boolean array as `Mask`."""
-    if isinstance(value, np.ndarray):
-        return Mask(value)
-    if hasattr(value, "lower") and not isinstance(value, str | bytes | type):
-        return value
+class MaskVariant(Variant):
+    """A variant that only forbids pairs; combines with `|`, `&` and `~`.
+
+    The other side of `|` and `&` is a mask or a boolean array.
+    """
+
+    def __or__(self, other: Any) -> MaskVariant:
+        return AnyOf((self, _checked(other)))
+
+    def __and__(self, other: Any) -> MaskVariant:
+        return AllOf((self, _checked(other)))
+
+    def __invert__(self) -> MaskVariant:
+        return Not(self)
+
+    __ror__ = __or__
+    __rand__ = __and__
+    __array_ufunc__ = None
+
+
+def _checked(mask: Any) -> Any:
+    if isinstance(mask, np.ndarray):
+        return mask
+    if hasattr(mask, "lower") and not isinstance(mask, str | bytes | type):
+        return mask
     raise ArgumentError(
-        f"a mask cannot be combined with {type(value).__name__}.",
+        f"a mask cannot be combined with {type(mask).__name__}.",
         action="Combine masks with masks or boolean arrays.",
     )
-
-
-def _allowed_alone(mask: Any, dense: Dense) -> np.ndarray[Any, Any]:
-    before = dense.allowed
-    dense.allowed = np.ones_like(before)
-    mask.naive(dense)
-    alone, dense.allowed = dense.allowed, before
-    return alone
 
 
 class _Joined(MaskVariant):
@@ -42,31 +53,23 @@ class _Joined(MaskVariant):
 
     def naive_rows(self, dense: Dense) -> None:
         for mask in self.masks:
-            mask.naive_rows(dense)
+            if not isinstance(mask, np.ndarray):
+                mask.naive_rows(dense)
 
     @classmethod
-    def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[MaskVariant]:
-        from qkv.variants.causal import Causal
-        from qkv.variants.global_tokens import GlobalTokens
-        from qkv.variants.prefix import Prefix
-        from qkv.variants.sliding_window import SlidingWindow
-
-        if cls is AnyOf:
-            return (
-                Causal() | Prefix(min(3, shape.kv_len)),
-                SlidingWindow(2, 2) | GlobalTokens([0]),
-            )
-        return (Causal() & SlidingWindow(3, None),)
+    def _pairs(cls, shape: Shape, rng: np.random.Generator) -> tuple[Any, Any]:
+        """Two random arrays of different extent."""
+        return rng.random(shape.scores) < 0.5, rng.random((shape.q_len, 1)) < 0.7
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class AnyOf(_Joined):
     """Allowed where any of the masks allows."""
 
     masks: tuple[Any, ...]
 
     def __repr__(self) -> str:
-        return "(" + " | ".join(map(repr, self.masks)) + ")"
+        return "(" + " | ".join(map(briefly, self.masks)) + ")"
 
     def lower(self, builder: Builder) -> None:
         builder.mask(reduce(or_, [builder.condition(mask) for mask in self.masks]))
@@ -74,44 +77,61 @@ class AnyOf(_Joined):
     def naive(self, dense: Dense) -> None:
         dense.allowed &= reduce(or_, [_allowed_alone(mask, dense) for mask in self.masks])
 
+    @classmethod
+    def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[AnyOf]:
+        return (cls(cls._pairs(shape, rng)),)
 
-@dataclass(frozen=True, repr=False)
+
+@dataclass(frozen=True, eq=False, repr=False)
 class AllOf(_Joined):
     """Allowed where all of the masks allow."""
 
     masks: tuple[Any, ...]
 
     def __repr__(self) -> str:
-        return "(" + " & ".join(map(repr, self.masks)) + ")"
+        return "(" + " & ".join(map(briefly, self.masks)) + ")"
 
     def lower(self, builder: Builder) -> None:
         builder.mask(reduce(and_, [builder.condition(mask) for mask in self.masks]))
 
     def naive(self, dense: Dense) -> None:
-        for mask in self.masks:
-            mask.naive(dense)
+        dense.allowed &= reduce(and_, [_allowed_alone(mask, dense) for mask in self.masks])
+
+    @classmethod
+    def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[AllOf]:
+        return (cls(cls._pairs(shape, rng)),)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Not(MaskVariant):
     """Allowed where the mask forbids."""
 
     mask: Any
 
     def __repr__(self) -> str:
-        return f"~{self.mask!r}"
+        return f"~{briefly(self.mask)}"
 
     def lower(self, builder: Builder) -> None:
         builder.mask(~builder.condition(self.mask))
 
     def naive_rows(self, dense: Dense) -> None:
-        self.mask.naive_rows(dense)
+        if not isinstance(self.mask, np.ndarray):
+            self.mask.naive_rows(dense)
 
     def naive(self, dense: Dense) -> None:
         dense.allowed &= ~_allowed_alone(self.mask, dense)
 
     @classmethod
-    def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[MaskVariant]:
-        from qkv.variants.sliding_window import SlidingWindow
+    def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[Not]:
+        return (cls(rng.random(shape.scores) < 0.5),)
 
-        return (~SlidingWindow(1, 1),)
+
+def _allowed_alone(mask: Any, dense: Dense) -> NDArray[np.bool_]:
+    before = dense.allowed
+    dense.allowed = np.ones_like(before)
+    if isinstance(mask, np.ndarray):
+        dense.allowed &= np.broadcast_to(dense.here(mask), before.shape)
+    else:
+        mask.naive(dense)
+    alone, dense.allowed = dense.allowed, before
+    return alone

@@ -43,9 +43,7 @@ class Variant(ABC):
             value: Any = getattr(self, entry.name)
             if value is entry.default:
                 continue
-            text = repr(value)
-            if isinstance(value, np.ndarray):
-                text = f"{value.dtype}{list(value.shape)}"
+            text = briefly(value)
             said.append(text if entry.default is MISSING else f"{entry.name}={text}")
         return f"{type(self).__name__}({', '.join(said)})"
 
@@ -66,24 +64,6 @@ class Variant(ABC):
         """Instances that fit a problem of this shape."""
 
 
-class MaskVariant(Variant):
-    """A variant that only forbids pairs; combines with `|`, `&` and `~`."""
-
-    def __or__(self, other: Any) -> MaskVariant:
-        from qkv.variants.algebra import AnyOf, as_mask
-
-        return AnyOf((self, as_mask(other)))
-
-    def __and__(self, other: Any) -> MaskVariant:
-        from qkv.variants.algebra import AllOf, as_mask
-
-        return AllOf((self, as_mask(other)))
-
-    def __invert__(self) -> MaskVariant:
-        from qkv.variants.algebra import Not
-
-        return Not(self)
-
-    __ror__ = __or__
-    __rand__ = __and__
-    __array_ufunc__ = None
+def briefly(value: Any) -> str:
+    """What `repr` says, arrays by type and shape."""
+    return f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray) else repr(value)

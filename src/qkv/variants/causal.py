@@ -9,7 +9,7 @@ import numpy as np
 
 from qkv.problem.builder import Align, Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.variants.base import MaskVariant
+from qkv.variants.algebra import MaskVariant
 
 
 @dataclass(frozen=True, repr=False)

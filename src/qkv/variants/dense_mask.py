@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from qkv.errors import DTypeError
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.variants.base import MaskVariant
+from qkv.variants.algebra import MaskVariant
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -28,14 +27,7 @@ class Mask(MaskVariant):
     array: ArrayLike
 
     def lower(self, builder: Builder) -> None:
-        array = np.asarray(self.array)
-        if array.dtype != bool:
-            raise DTypeError(
-                f"a mask has dtype {array.dtype}, not bool.",
-                action="Pass array.astype(bool) for a mask (True = attend), or Bias(array) to "
-                "add floating numbers to the scores.",
-            )
-        builder.mask(builder.broadcast(array, "mask"))
+        builder.mask(builder.dense_mask(self.array))
 
     def naive(self, dense: Dense) -> None:
         dense.allowed &= np.broadcast_to(dense.here(self.array), dense.allowed.shape)

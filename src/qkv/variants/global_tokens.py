@@ -12,7 +12,7 @@ from qkv.errors import ArgumentError
 from qkv.problem.builder import INDEX_LIMIT, Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.problem.symbols import Expr
-from qkv.variants.base import MaskVariant
+from qkv.variants.algebra import MaskVariant
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from qkv.errors import DTypeError, ShapeError
 from qkv.problem.builder import Builder, Restart, Shape
 from qkv.problem.dense import Dense
-from qkv.variants.base import MaskVariant
+from qkv.variants.algebra import MaskVariant
 
 
 @dataclass(frozen=True, eq=False, repr=False)

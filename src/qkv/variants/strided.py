@@ -10,7 +10,7 @@ import numpy as np
 from qkv.errors import ArgumentError
 from qkv.problem.builder import INDEX_LIMIT, Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.variants.base import MaskVariant
+from qkv.variants.algebra import MaskVariant
 
 
 @dataclass(frozen=True, repr=False)
