@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-__all__ = ["Ledger", "attention_operations", "ledger", "score_entries"]
+__all__ = ["Ledger", "attention_operations", "ledger", "memory", "score_entries"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,3 +98,17 @@ def score_entries(q_len: int, kv_len: int, *, num_heads: int = 1, num_layers: in
     38654705664
     """
     return q_len * kv_len * num_heads * num_layers
+
+
+def memory(size: int) -> str:
+    """A number of bytes to read: B, KiB, MiB or GiB.
+
+    Examples
+    --------
+    >>> memory(65_536**2 * 4)
+    '16.0 GiB'
+    """
+    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if size >= 1024**power:
+            return f"{size / 1024**power:.1f} {unit}"
+    return f"{size} B"

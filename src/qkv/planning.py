@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qkv.backends import Choice, Refusal, backends, describe
-from qkv.backends.reference import gib
-from qkv.cost import attention_operations
+from qkv.cost import attention_operations, memory
 from qkv.problem.scores import Scores
 from qkv.problem.spec import Problem
 from qkv.problem.tiles import TileCounts, TileGrid, TileKind
@@ -52,13 +51,13 @@ class Plan:
     def __str__(self) -> str:
         tiles = self.tiles
         counted = f"{tiles.full:,} full, {tiles.partial:,} partial, {tiles.empty:,} skipped"
-        taken = f"{gib(self.output_bytes)} of output and {gib(self.scratch_bytes)} of scratch"
+        taken = f"{memory(self.output_bytes)} of output and {memory(self.scratch_bytes)} of scratch"
         rows = [
             ("problem", self.problem),
             ("backend", self.backend),
             ("tiles", f"{tiles.total:,} of {self.block_q} x {self.block_kv}: {counted}"),
             ("operations", f"{self.operations:,}"),
-            ("memory", f"{taken} (the score matrix would take {gib(self.dense_bytes)})"),
+            ("memory", f"{taken} (the score matrix would take {memory(self.dense_bytes)})"),
         ]
         for name, reasons in self.refusals.items():
             rows.append((name, "; ".join(map(str, reasons)) or "could run it, but comes later"))

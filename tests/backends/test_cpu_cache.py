@@ -93,6 +93,23 @@ def test_what_others_may_write_is_not_used(folder, compiled) -> None:
     assert len(compiled) == 3
 
 
+def test_the_least_recently_used_kernels_go(monkeypatch, folder, compiled) -> None:
+    monkeypatch.setattr(cpu_compile, "KEPT_FILES", 3)
+    folder.mkdir(parents=True, mode=0o700)
+    for age in range(5):
+        (folder / f"old{age}").write_bytes(b"")
+        os.utime(folder / f"old{age}", (1e9 - age, 1e9 - age))
+    attend()
+    names = {file.name for file in folder.iterdir()}
+    assert {"old0", "old1"} < names
+    assert len(names) == 3
+    (kept,) = names - {"old0", "old1"}
+    os.utime(folder / kept, (1, 1))
+    attend()
+    assert len(compiled) == 1
+    assert (folder / kept).stat().st_mtime > 1e9
+
+
 def test_a_folder_that_cannot_be_made(monkeypatch, folder, compiled) -> None:
     folder.parent.write_text("a file where the folder should be")
     attend()

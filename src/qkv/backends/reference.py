@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from qkv.backends import Refusal
+from qkv.cost import memory
 from qkv.partial import Partial
 from qkv.problem.scores import Scores, weighted_sum
 from qkv.problem.spec import Problem, Spec
@@ -19,10 +20,6 @@ def dense_bytes(spec: Spec) -> int:
     return spec.q_len * spec.kv_len * (3 * 8 + 1)
 
 
-def gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB" if size >= 2**28 else f"{size / 2**20:.1f} MiB"
-
-
 class ReferenceBackend:
     """Dense float64; holds one head's q_len x kv_len matrix, and says so."""
 
@@ -32,7 +29,9 @@ class ReferenceBackend:
     def refusals(self, spec: Spec) -> tuple[Refusal, ...]:
         size = dense_bytes(spec)
         if size > DENSE_LIMIT:
-            return (Refusal(f"would hold {gib(size)} of scores", f"up to {gib(DENSE_LIMIT)}"),)
+            return (
+                Refusal(f"would hold {memory(size)} of scores", f"up to {memory(DENSE_LIMIT)}"),
+            )
         return ()
 
     def blocks(self, spec: Spec) -> tuple[int, int]:

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends.reference import DENSE_LIMIT, gib
+from qkv.backends.reference import DENSE_LIMIT
+from qkv.cost import memory
 from qkv.errors import UnsupportedError
 from qkv.inspection.steps import Steps, steps
 from qkv.problem.derivative import derivative
@@ -135,7 +136,7 @@ def _check_size(spec: Spec) -> None:
     size = 8 * matrices * spec.q_len * spec.kv_len
     if size > DENSE_LIMIT:
         raise UnsupportedError(
-            f"the step back would hold {gib(size)} for one head (limit {gib(DENSE_LIMIT)}).",
+            f"the step back would hold {memory(size)} for one head (limit {memory(DENSE_LIMIT)}).",
             [("problem", f"q_len={spec.q_len}, kv_len={spec.kv_len}, {matrices} float64 matrices")],
             "Explain fewer queries and keys, or leave out grad=True.",
         )

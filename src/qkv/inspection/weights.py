@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends.reference import DENSE_LIMIT, gib
+from qkv.backends.reference import DENSE_LIMIT
+from qkv.cost import memory
 from qkv.errors import UnsupportedError
 from qkv.inspection.replay import BLOCK_Q, Replay
 
@@ -49,7 +50,9 @@ class LazyWeights:
         return self.shape[0]
 
     def __repr__(self) -> str:
-        return f"LazyWeights(shape={self.shape}, dtype={self.dtype}, {gib(self.nbytes)} if dense)"
+        return (
+            f"LazyWeights(shape={self.shape}, dtype={self.dtype}, {memory(self.nbytes)} if dense)"
+        )
 
     def numpy(self) -> Array:
         """The whole matrix; the same as `[...]`."""
@@ -129,8 +132,8 @@ class LazyWeights:
         size = count * self.dtype.itemsize
         if size > DENSE_LIMIT:
             raise UnsupportedError(
-                f"this slice of the weights holds {gib(size)} (limit {gib(DENSE_LIMIT)}).",
-                [("weights", f"{self.dtype} {self.shape}, {gib(self.nbytes)} in all")],
+                f"this slice of the weights holds {memory(size)} (limit {memory(DENSE_LIMIT)}).",
+                [("weights", f"{self.dtype} {self.shape}, {memory(self.nbytes)} in all")],
                 "Read fewer rows, or use .top(k), .entropy, .mass(...), which stay small.",
             )
 

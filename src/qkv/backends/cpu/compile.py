@@ -6,6 +6,7 @@ ours and its digest is right; whatever goes wrong with the folder only costs a c
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 _MAGIC = b"qkv object 1\n"
 _DIGEST = 32
+
+KEPT_FILES = 1000
+"""Kernels that the folder keeps, about 30 KB each; the least recently used go first."""
 
 
 _Job = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
@@ -182,6 +186,8 @@ def _read(name: str) -> bytes | None:
             if not _is_private(os.fstat(file.fileno())):
                 return None
             content = file.read()
+            with contextlib.suppress(OSError):
+                os.utime(folder / name)
     except OSError:
         return None
     start = len(_MAGIC) + _DIGEST
@@ -201,6 +207,16 @@ def _write(name: str, code: bytes) -> None:
         with os.fdopen(handle, "wb") as file:
             file.write(_MAGIC + hashlib.sha256(name.encode() + code).digest() + code)
         os.replace(temporary, folder / name)
+        _forget_oldest(folder)
     except OSError:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)
+
+
+def _forget_oldest(folder: Path) -> None:
+    files = list(folder.iterdir())
+    if len(files) <= KEPT_FILES:
+        return
+    used = sorted((file.stat().st_mtime, file) for file in files)
+    for _, file in used[: len(files) - KEPT_FILES]:
+        file.unlink(missing_ok=True)

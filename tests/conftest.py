@@ -1,0 +1,12 @@
+"""Tests leave the user's kernel cache alone: theirs lies with pytest's."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.cache is not None:
+        os.environ["QKV_CACHE_DIR"] = str(config.cache.mkdir("kernels"))
