@@ -8,5 +8,6 @@ import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.cache is not None:
-        os.environ["QKV_CACHE_DIR"] = str(config.cache.mkdir("kernels"))
+    cache = getattr(config, "cache", None)  # none with -p no:cacheprovider
+    if cache is not None:
+        os.environ["QKV_CACHE_DIR"] = str(cache.mkdir("kernels"))
