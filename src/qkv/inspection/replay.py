@@ -122,7 +122,8 @@ class Replay:
         with np.errstate(all="ignore"):
             a, b = self.shift
             log_weights = scores - a[batch, head, q_rows, None]
-            log_weights -= b[batch, head, q_rows, None]
+            if b[batch, head, q_rows].any():
+                log_weights -= b[batch, head, q_rows, None]
             np.maximum(log_weights, self.dtype.type(LOG_ZERO), out=log_weights)
         return Tile(batch, head, q_rows, kv_rows, scores, log_weights)
 
