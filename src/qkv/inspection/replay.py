@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from qkv.problem.scores import Scores
 from qkv.problem.spec import Problem
-from qkv.problem.tiles import TileKind
 
 Array = NDArray[Any]
 Progress = Callable[[int, int], object]
@@ -36,14 +35,13 @@ LOG_ZERO = -1e4
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One tile: its place, its scores, and the logarithm of its weights (at least `LOG_ZERO`)."""
+    """One tile: its place, and its scores."""
 
     batch: int
     head: int
     q_rows: slice
     kv_rows: slice
     scores: Array
-    log_weights: Array
 
 
 @dataclass(slots=True)
@@ -112,20 +110,21 @@ class Replay:
                     for run in grid.runs(kinds):
                         for start in range(run.start, run.stop, BLOCK_KV):
                             kv_rows = slice(start, min(start + BLOCK_KV, run.stop))
-                            yield self._tile(batch, head, q_rows, kv_rows, run.kind)
+                            s = self.scores.tile(batch, head, q_rows, kv_rows, run.kind)
+                            yield Tile(batch, head, q_rows, kv_rows, s)
                     done += 1
                     if progress is not None:
                         progress(done, total)
 
-    def _tile(self, batch: int, head: int, q_rows: slice, kv_rows: slice, kind: TileKind) -> Tile:
-        scores = self.scores.tile(batch, head, q_rows, kv_rows, kind)
+    def log_weights(self, tile: Tile) -> Array:
+        """The logarithm of a tile's weights, at least `LOG_ZERO`."""
+        a, b = (shift[tile.batch, tile.head, tile.q_rows, None] for shift in self.shift)
         with np.errstate(all="ignore"):
-            a, b = self.shift
-            log_weights = scores - a[batch, head, q_rows, None]
-            if b[batch, head, q_rows].any():
-                log_weights -= b[batch, head, q_rows, None]
+            log_weights = tile.scores - a
+            if b.any():
+                log_weights -= b
             np.maximum(log_weights, self.dtype.type(LOG_ZERO), out=log_weights)
-        return Tile(batch, head, q_rows, kv_rows, scores, log_weights)
+        return log_weights
 
     def block(self, batch: int, head: int, q_index: Array, kv_index: Array) -> Array:
         """Weights of some query rows on some key rows."""

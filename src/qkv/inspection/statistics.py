@@ -40,9 +40,10 @@ def row_statistics(replay: Replay, progress: Progress | None = None) -> RowStati
     for tile in replay.tiles(progress):
         rows = (tile.batch, tile.head, tile.q_rows)
         columns = (tile.batch, tile.head, tile.kv_rows)
+        log_weights = replay.log_weights(tile)
         with np.errstate(all="ignore"):
-            weights = np.exp(tile.log_weights)
-            entropy[rows] -= np.einsum("ij,ij->i", weights, tile.log_weights)
+            weights = np.exp(log_weights)
+            entropy[rows] -= np.einsum("ij,ij->i", weights, log_weights)
             largest[rows] = np.maximum(largest[rows], weights.max(axis=1))
             received[columns] += weights.sum(axis=0)
     return RowStatistics(
@@ -79,9 +80,10 @@ def _keep_best(tile: Tile, indices: Array, best: Array) -> None:
         at_least = np.partition(scores, scores.shape[1] - k, axis=1)[:, scores.shape[1] - k]
         with np.errstate(invalid="ignore"):
             better &= scores >= at_least[:, None]
-    rows, columns = np.nonzero(better)
-    if not len(rows):
+    places = np.flatnonzero(better)
+    if not len(places):
         return
+    rows, columns = np.divmod(places, scores.shape[1])
     touched = np.unique(rows)
     kept_rows = np.repeat(touched, k)
     row = np.concatenate([kept_rows, rows])
