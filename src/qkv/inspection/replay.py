@@ -90,7 +90,7 @@ class Replay:
         row_sum = np.full(len(q_index), 0.0 if sinks is None else 1.0, self.dtype)
         for start in range(0, spec.kv_len, BLOCK_KV):
             kv_index = np.arange(start, min(start + BLOCK_KV, spec.kv_len))
-            s = self._block_scores(batch, head, q_index, kv_index)
+            s = self.scores.tile(batch, head, q_index, kv_index)
             with np.errstate(all="ignore"):
                 new_max = np.maximum(row_max, s.max(axis=1))
                 row_sum = row_sum * np.exp(np.where(row_sum > 0, row_max - new_max, 0))
@@ -130,15 +130,8 @@ class Replay:
         """Weights of some query rows on some key rows."""
         a, b = (shift[batch, head, q_index, None] for shift in self.shift)
         with np.errstate(all="ignore"):
-            scores = self._block_scores(batch, head, q_index, kv_index)
+            scores = self.scores.tile(batch, head, q_index, kv_index)
             return np.asarray(np.exp((scores - a) - b))
-
-    def _block_scores(self, batch: int, head: int, q_index: Array, kv_index: Array) -> Array:
-        query = self.scores.query(batch, head, q_index)
-        key = self.scores.key(batch, head, kv_index)
-        with np.errstate(all="ignore"):
-            raw = (query @ key.T) * self.dtype.type(self.problem.operands.scale)
-            return self.scores.finish(raw, batch, head, q_index[:, None], kv_index[None, :])
 
     def pairs(self, batch: int, head: int, q_index: Array, kv_index: Array) -> Array:
         """Weights of single pairs, given by two index arrays of one length."""

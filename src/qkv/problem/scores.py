@@ -59,19 +59,26 @@ class Scores:
         array = self.problem.operands.value[(*index, head // spec.group_size)]
         return np.asarray(array[rows].astype(self.dtype, copy=False))
 
-    def tile(self, batch: int, head: int, q_rows: slice, kv_rows: slice, kind: TileKind) -> Array:
-        """Final scores `(queries, keys)`, -inf where a pair is forbidden."""
+    def tile(
+        self,
+        batch: int,
+        head: int,
+        q_rows: slice | Array,
+        kv_rows: slice | Array,
+        kind: TileKind = TileKind.PARTIAL,
+    ) -> Array:
+        """Final scores `(queries, keys)`, -inf where a pair is forbidden.
+
+        Rows are slices, read in place, or index arrays.
+        """
         query, key = self.query(batch, head, q_rows), self.key(batch, head, kv_rows)
         with np.errstate(all="ignore"):
             raw = (query @ key.T) * self.dtype.type(self.problem.operands.scale)
-        return self.finish(
-            raw,
-            batch,
-            head,
-            np.arange(q_rows.start, q_rows.stop)[:, None],
-            np.arange(kv_rows.start, kv_rows.stop)[None, :],
-            kind,
+        q_index, kv_index = (
+            np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+            for rows in (q_rows, kv_rows)
         )
+        return self.finish(raw, batch, head, q_index[:, None], kv_index[None, :], kind)
 
     def finish(
         self,
