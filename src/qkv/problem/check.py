@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -94,21 +95,29 @@ def check(
 
 
 def _check_dtypes(arrays: Arrays) -> None:
-    seen = [(name, f"{a.dtype} {a.shape}") for name, a in arrays.items()]
     for name, array in arrays.items():
-        if array.dtype.name not in FLOATS or not array.dtype.isnative:
+        if not _is_float(array.dtype):
             raise DTypeError(
                 f"{name} has dtype {array.dtype.str if not array.dtype.isnative else array.dtype}; "
                 f"attention takes {', '.join(FLOATS)} in the machine's byte order.",
-                seen,
+                _given(arrays).items(),
                 f"Convert it, as in {name}.astype('float32').",
             )
-    if len({a.dtype for a in arrays.values()}) > 1:
+    if len({array.dtype for array in arrays.values()}) > 1:
         raise DTypeError(
             "query, key and value have different dtypes.",
-            seen,
+            _given(arrays).items(),
             "Convert them to one, as in key.astype(query.dtype).",
         )
+
+
+@lru_cache(maxsize=64)
+def _is_float(dtype: np.dtype[Any]) -> bool:
+    return dtype.name in FLOATS and dtype.isnative
+
+
+def _given(arrays: Arrays) -> dict[str, str]:
+    return {name: f"{array.dtype} {array.shape}" for name, array in arrays.items()}
 
 
 def _shape(arrays: Arrays, layout: Layout) -> tuple[Arrays, Shape]:
@@ -118,68 +127,54 @@ def _shape(arrays: Arrays, layout: Layout) -> tuple[Arrays, Shape]:
         if array.ndim < 2:
             raise ShapeError(
                 f"{name} has {array.ndim} dimensions; attention needs at least 2.",
-                [(n, f"{a.dtype} {a.shape}") for n, a in arrays.items()],
+                _given(arrays).items(),
                 "Pass (..., heads, length, dim); two dimensions are one head.",
             )
         view = array[None] if array.ndim == 2 else array
         views[name] = view.swapaxes(-3, -2) if layout == "blhd" and array.ndim > 2 else view
     q, k, v = views["query"], views["key"], views["value"]
-    seen = _seen(arrays, q, k, v)
-    other = "blhd" if layout == "bhld" else "bhld"
-    reading = (
-        f'Arrays were read as layout="{layout}". If yours are '
-        f"{'(batch, length, heads, dim)' if layout == 'bhld' else '(batch, heads, length, dim)'}, "
-        f'pass layout="{other}".'
-    )
+
+    def wrong(fact: str, action: str = "") -> ShapeError:
+        reading = {"bhld": "(batch, length, heads, dim)", "blhd": "(batch, heads, length, dim)"}
+        other = "blhd" if layout == "bhld" else "bhld"
+        read = f'Arrays were read as layout="{layout}". If yours are {reading[layout]}, '
+        action = action or f'{read}pass layout="{other}".'
+        return ShapeError(fact, _seen(arrays, q, k, v), action)
+
     if q.shape[-1] != k.shape[-1]:
-        raise ShapeError(
+        raise wrong(
             f"query has head_dim={q.shape[-1]} and key has head_dim={k.shape[-1]}.",
-            seen,
             "The product q.k needs rows of one length.",
         )
     if q.shape[-1] == 0:
-        raise ShapeError("head_dim=0: there is nothing to multiply.", seen, reading)
+        raise wrong("head_dim=0: there is nothing to multiply.")
     if k.shape[-2] != v.shape[-2]:
-        raise ShapeError(
-            f"key has kv_len={k.shape[-2]} and value has kv_len={v.shape[-2]}.",
-            seen,
-            "Every key row needs one value row. " + reading,
-        )
+        raise wrong(f"key has kv_len={k.shape[-2]} and value has kv_len={v.shape[-2]}.")
     if k.shape[-3] != v.shape[-3]:
-        raise ShapeError(
-            f"key has {k.shape[-3]} heads and value has {v.shape[-3]}.",
-            seen,
-            "Every kv head needs its keys and its values. " + reading,
-        )
+        raise wrong(f"key has {k.shape[-3]} heads and value has {v.shape[-3]}.")
     heads, kv_heads = q.shape[-3], k.shape[-3]
     if (heads % kv_heads if kv_heads else heads) != 0:
-        raise ShapeError(
-            f"num_heads={heads} is not a multiple of num_kv_heads={kv_heads}.", seen, reading
-        )
+        raise wrong(f"num_heads={heads} is not a multiple of num_kv_heads={kv_heads}.")
     if max(q.shape[-2], k.shape[-2]) > INDEX_LIMIT:
-        raise ShapeError(
-            f"a length is beyond {INDEX_LIMIT}.", seen, "Split the keys and use qkv.merge."
-        )
+        raise wrong(f"a length is beyond {INDEX_LIMIT}.", "Split the keys and use qkv.merge.")
     try:
         batch = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     except ValueError:
-        raise ShapeError(
+        raise wrong(
             f"leading dimensions {q.shape[:-3]}, {k.shape[:-3]} and {v.shape[:-3]} do not "
-            "broadcast with one another.",
-            seen,
-            reading,
+            "broadcast with one another."
         ) from None
     for name, view in views.items():
-        views[name] = np.broadcast_to(view, (*batch, *view.shape[-3:]))
-    shape = Shape(
+        if view.shape[:-3] != batch:
+            views[name] = np.broadcast_to(view, (*batch, *view.shape[-3:]))
+    return views, Shape(
         batch, heads, kv_heads, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
     )  # fmt: skip
-    return views, shape
 
 
 def _seen(arrays: Arrays, q: Array, k: Array, v: Array) -> list[tuple[str, str]]:
     """What was passed, as the rows of an error."""
-    given = {name: f"{array.dtype} {array.shape}" for name, array in arrays.items()}
+    given = _given(arrays)
     width = max(map(len, given.values()))
     rows = {
         "query": ("num_heads", "head_dim", q),
