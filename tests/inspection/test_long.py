@@ -8,7 +8,7 @@ import sys
 import numpy as np
 
 SCRIPT = """
-import resource, sys
+import os, resource, sys
 import numpy as np, qkv
 n = 65_536
 rng = np.random.default_rng(0)
@@ -25,9 +25,14 @@ np.testing.assert_allclose(weights[rows], np.take_along_axis(dense, order, 1), r
 np.testing.assert_allclose(entropy[rows], -(dense * np.log(dense)).sum(1), rtol=2e-6)
 np.testing.assert_allclose(record.weights[rows[2]], dense[2], rtol=3e-5)
 assert np.isfinite(entropy).all() and (indices >= 0).all()
-# ru_maxrss starts from the parent's pages on Linux, so read the process's own high-water mark.
-peak = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")]
-print(int(peak[0]) / 1024)
+if os.path.exists("/proc/self/status"):
+    # On Linux ru_maxrss starts from the parent's pages: read the process's own high-water mark.
+    with open("/proc/self/status") as status:
+        (peak,) = (int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+    print(peak / 1024)
+else:
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit)
 """
 
 
