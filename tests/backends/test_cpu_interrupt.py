@@ -1,0 +1,40 @@
+"""Ctrl-C on a call that would take minutes: it is answered, and the next call is right."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+SCRIPT = """
+import numpy as np, qkv
+x = np.random.default_rng(0).normal(size=(1, 64, 64)).astype(np.float32)
+before = qkv.attention(x, x, x, backend="cpu")
+long = np.broadcast_to(x, (64, 64, 64)).repeat(2048, axis=1)
+try:
+    print("running", flush=True)
+    qkv.attention(long, long, long, backend="cpu")
+except KeyboardInterrupt:
+    print("interrupted", np.array_equal(before, qkv.attention(x, x, x, backend="cpu")))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT for one child alone")
+def test_a_long_call_is_interrupted_and_leaves_no_trace() -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    try:
+        assert child.stdout.readline() == "running\n"
+        time.sleep(2)  # to be inside compiled code
+        child.send_signal(signal.SIGINT)
+        # Without an answer the call would run on for several minutes.
+        out, err = child.communicate(timeout=60)
+    finally:
+        child.kill()
+        child.wait()
+    assert (out, err) == ("interrupted True\n", "")
