@@ -93,7 +93,7 @@ class Expr:
         if func is np.where and len(args) == 3 and not kwargs:
             return build("where", *args)
         if func is np.clip and len(args) == 3 and not kwargs:
-            return build("max", build("min", args[0], args[2]), args[1])
+            return Expr(as_node(args[0])).clip(*args[1:])
         raise ArgumentError(
             f"np.{func.__name__} is not part of the expression language.",
             [("has", "np.where(condition, a, b), np.clip(x, low, high) and arithmetic")],
@@ -174,6 +174,10 @@ class Expr:
 
     def __invert__(self) -> Expr:
         return build("not", self)
+
+    def clip(self, low: Any, high: Any) -> Expr:
+        """What `np.clip` makes of it."""
+        return build("max", build("min", self, high), low)
 
 
 def as_node(value: Any) -> Node:

@@ -161,7 +161,7 @@ class Case:
             kv_offset=self.kv_offset,
         )
 
-    @lru_cache(maxsize=8)  # noqa: B019
+    @lru_cache(maxsize=8)  # noqa: B019 - as above
     def bounds(self, dtype: str) -> Bounds:
         """How far from `truth` a result may lie."""
         return bounds(self.truth(dtype), dtype)

@@ -58,8 +58,7 @@ class GlobalTokens(MaskVariant):
         last = builder.scalar(span + 1, "global span")
 
         def is_global(position: Expr) -> Expr:
-            index: Expr = np.clip(position - first, 0, last)  # type: ignore[call-overload]
-            return member[index]
+            return member[(position - first).clip(0, last)]
 
         builder.mask(is_global(builder.q_pos) | is_global(builder.kv_pos))
 

@@ -13,7 +13,6 @@ from numpy.typing import ArrayLike, NDArray
 from qkv.errors import ArgumentError, ShapeError
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.problem.symbols import Expr
 from qkv.variants.base import Variant
 
 
@@ -69,9 +68,7 @@ class RelativeBias(Variant):
         buckets = relative_buckets(distances, len(table), self.bidirectional, far)
         bucket_of = builder.table(buckets, "bucket of distance")
         bound = builder.scalar(far, "max_distance")
-        clipped: Expr = np.clip(  # type: ignore[call-overload]
-            builder.kv_pos - builder.q_pos + bound, 0, bound + bound
-        )
+        clipped = (builder.kv_pos - builder.q_pos + bound).clip(0, bound + bound)
         bias = builder.table(table, "relative bias")[bucket_of[clipped], builder.head]
         builder.mod(builder.score + bias)
 

@@ -32,6 +32,7 @@ def run(kernel: Kernel, arguments: Arguments, threads: int) -> None:
         if threads > 1:
             workers = _pool(threads - 1)
             for i in range(1, threads):  # one by one: those before a failure must be waited for
+                # One at a time: those that were submitted are waited for if the next is refused.
                 joined.append(workers.submit(kernel.run, arguments, i))  # noqa: PERF401
     except RuntimeError:
         # No thread can be started, or a larger pool has just taken the place of this one.
