@@ -1,4 +1,4 @@
-"""The command line: `qkv inspect`, `qkv explain`, `qkv info`.
+"""The command line: `qkv inspect`, `qkv explain`, `qkv bench`, `qkv info`.
 
 A command makes its whole output before the first byte of it is written. Exit codes: 0, 1 if the
 output could not be written or memory ran out, 2 for bad input, 130 for Ctrl-C.
@@ -25,6 +25,7 @@ examples:
   qkv inspect --query 75 --head 3      where one token looks
   qkv inspect FILE --causal            arrays q, k, v from a safetensors or npz file
   qkv explain --query 1                attention step by step, with every number
+  qkv bench --quick                    speed on this machine, beside other libraries
   qkv info                             what this machine can run
 """
 
@@ -107,6 +108,12 @@ def _info(options: argparse.Namespace) -> str:
     return run(options)
 
 
+def _bench(options: argparse.Namespace) -> str:
+    from qkv.cli.bench_command import run
+
+    return run(options)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="qkv",
@@ -158,6 +165,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     explain.add_argument("--grad", action="store_true", help="add the step back, for dO = ones")
 
+    bench = _command(
+        commands,
+        "bench",
+        _bench,
+        "speed on this machine, beside other libraries",
+        "Runs attention by qkv and by whichever of torch, ONNX Runtime, OpenVINO and JAX are "
+        "installed, in turns, beside the machine's own peaks. Whoever computes something else is "
+        "not timed. Ratios say how many times as long as the first one another takes.",
+    )
+    _add_bench(bench)
+
     info = _command(
         commands,
         "info",
@@ -197,6 +215,21 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
         "--q-offset", type=_offset, metavar="X", help="position of query 0: integer, start, end"
     )
     parser.add_argument("--scale", type=float, metavar="S", help="default: head_dim ** -0.5")
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "workloads", nargs="*", metavar="NAME", help="workloads, or how their names begin"
+    )
+    parser.add_argument("--list", action="store_true", help="name the workloads and run none")
+    parser.add_argument("--quick", action="store_true", help="a few workloads, fewer rounds")
+    parser.add_argument("--rounds", type=int, metavar="N", help="turns of each (default 7)")
+    parser.add_argument("--threads", type=int, metavar="N", help="of everybody (default: qkv's)")
+    parser.add_argument("--details", action="store_true", help="every contender in a row")
+    parser.add_argument("--json", action="store_true", help="strict JSON, with every time")
+    parser.add_argument("--save", metavar="FILE", help="also write that JSON to a file")
+    parser.add_argument("--load", metavar="FILE", help="show a saved run instead of running")
+    parser.add_argument("--markdown", action="store_true", help="the table in Markdown")
 
 
 def _offset(text: str) -> int | str:

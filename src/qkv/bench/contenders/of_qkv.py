@@ -1,0 +1,121 @@
+"""qkv itself, always through its compiled backend: a fallback would be timed in silence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import qkv
+from qkv._call import Call
+from qkv.bench.contenders import Prepared
+from qkv.bench.reference import Inputs
+from qkv.bench.workloads import Workload
+from qkv.errors import UnsupportedError
+
+__all__ = [
+    "prepare",
+    "prepare_bfloat16",
+    "prepare_int8",
+    "prepare_kernel",
+    "prepare_statistics",
+    "prepare_top",
+]
+
+_BACKEND = "cpu"
+
+
+def prepare(workload: Workload, inputs: Inputs, threads: int) -> Prepared:
+    """`qkv.attention`, or `qkv.vjp` and its pullback."""
+    variants = workload.rule.variants
+    arrays = inputs.query, inputs.key, inputs.value
+    if workload.direction == "both":
+        return _both(variants, inputs)
+
+    def run() -> Any:
+        return qkv.attention(*arrays, *variants, backend=_BACKEND)
+
+    return Prepared(run, lambda out: {"out": out})
+
+
+def _both(variants: tuple[Any, ...], inputs: Inputs) -> Prepared:
+    vjp = _of_this_version("vjp")
+
+    def run() -> Any:
+        out, pullback = vjp(inputs.query, inputs.key, inputs.value, *variants, backend=_BACKEND)
+        return out, pullback(inputs.grad_out)
+
+    def read(result: Any) -> dict[str, Any]:
+        out, grad = result
+        return {"out": out, "query": grad.query, "key": grad.key, "value": grad.value}
+
+    return Prepared(run, read)
+
+
+def prepare_kernel(workload: Workload, inputs: Inputs, threads: int) -> Prepared:
+    """The backend alone: arguments are checked once, outside the time."""
+    call = Call.bind(
+        inputs.query,
+        inputs.key,
+        inputs.value,
+        workload.rule.variants,
+        scale=None,
+        layout="bhld",
+        q_offset=None,
+        kv_offset=0,
+        backend=_BACKEND,
+    )
+    return Prepared(
+        lambda: call.choice.backend.run(call.problem), lambda partial: {"out": partial.out}
+    )
+
+
+def prepare_bfloat16(workload: Workload, inputs: Inputs, threads: int) -> Prepared:
+    """The same arrays rounded to bfloat16."""
+    query, key, value = (np.asarray(a).astype(ml_dtypes.bfloat16) for a in _arrays(inputs))
+    prepared = prepare(workload, Inputs(query, key, value), threads)
+    return Prepared(prepared.run, prepared.read, "bfloat16")
+
+
+def prepare_int8(workload: Workload, inputs: Inputs, threads: int) -> Prepared:
+    """Keys and values of one byte, with a scale for each row."""
+    quantised = _of_this_version("Quantized")
+    assert inputs.key8 is not None
+    assert inputs.value8 is not None
+    key, value = (quantised(a.values, a.scales) for a in (inputs.key8, inputs.value8))
+
+    def run() -> Any:
+        return qkv.attention(inputs.query, key, value, *workload.rule.variants, backend=_BACKEND)
+
+    return Prepared(run, lambda out: {"out": out})
+
+
+def prepare_statistics(workload: Workload, inputs: Inputs, threads: int) -> Prepared:
+    """Output, lse, entropy and largest weight of every row."""
+
+    def run() -> Any:
+        record = qkv.inspect(*_arrays(inputs), *workload.rule.variants, backend=_BACKEND)
+        return record.output, record.lse, record.entropy, record.max_weight
+
+    return Prepared(run, lambda result: {"out": result[0]})
+
+
+def prepare_top(workload: Workload, inputs: Inputs, threads: int) -> Prepared:
+    """Output, and the eight strongest keys of every row."""
+
+    def run() -> Any:
+        record = qkv.inspect(*_arrays(inputs), *workload.rule.variants, backend=_BACKEND)
+        return record.output, record.top(8)
+
+    return Prepared(run, lambda result: {"out": result[0]})
+
+
+def _arrays(inputs: Inputs) -> tuple[Any, Any, Any]:
+    return inputs.query, inputs.key, inputs.value
+
+
+def _of_this_version(name: str) -> Any:
+    if not hasattr(qkv, name):
+        raise UnsupportedError(f"this version has no qkv.{name}.")
+    return getattr(qkv, name)

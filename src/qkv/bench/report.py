@@ -1,0 +1,149 @@
+"""A run as lines and cells, which the terminal and Markdown draw each in its way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from qkv.bench.record import Entry, Result, Run
+from qkv.bench.samples import ratio, spread, summary
+from qkv.cost import memory
+
+__all__ = ["COLUMNS", "DETAIL_COLUMNS", "details", "headline", "markdown", "notes", "rows"]
+
+COLUMNS = ("workload", ">rate", ">of peak", ">ms", "times as long, or as much")
+DETAIL_COLUMNS = ("", ">ms", ">rate", ">of peak", ">ratio", ">spread", ">error/bound", "")
+
+_BUSY_LOAD = 0.3
+"""Load of others, for each core, above which a machine is not quiet."""
+_UNSTEADY = 0.1
+"""Spread of the peak between turns of one workload from which a machine is not steady."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cells:
+    rate: str
+    share: str
+    time: str
+
+
+def rows(run: Run) -> list[tuple[str, ...]]:
+    """One row for each workload: the leading contender, and the others as ratios to it."""
+    return [_row(result) for result in run.results]
+
+
+def _row(result: Result) -> tuple[str, ...]:
+    lead, *others = result.entries
+    cells = _cells(result, lead)
+    name = result.workload if lead.contender == "qkv" else f"{result.workload} ({lead.contender})"
+    against = []
+    for other in others:
+        times = ratio(lead, other)
+        if times is not None:
+            against.append(f"{other.contender} {times:.2f}")
+        elif other.state == "wrong":
+            against.append(f"{other.contender} wrong")
+    return name, cells.rate, cells.share, cells.time, ", ".join(against)
+
+
+def _cells(result: Result, entry: Entry) -> _Cells:
+    if entry.extra_bytes is not None:
+        return _Cells(f"{memory(entry.extra_bytes)} more", "", "")
+    found = summary(result, entry)
+    if found is None:
+        return _Cells(entry.state, "", "")
+    unit = "GB/s" if result.unit == "bytes" else "GFLOP/s"
+    share = "" if found.share is None else f"{found.share:.0%}"
+    return _Cells(f"{found.rate / 1e9:.0f} {unit}", share, f"{found.seconds * 1e3:.3g}")
+
+
+def details(result: Result) -> list[tuple[str, ...]]:
+    """One row for each contender of a workload."""
+    lead = result.entries[0]
+    return [_detail(result, lead, entry) for entry in result.entries]
+
+
+def _detail(result: Result, lead: Entry, entry: Entry) -> tuple[str, ...]:
+    cells, times, found = _cells(result, entry), ratio(lead, entry), summary(result, entry)
+    checked = entry.error is not None and entry.bound
+    return (
+        entry.contender,
+        cells.time,
+        cells.rate,
+        cells.share,
+        "" if times is None else f"{times:.2f}",
+        "" if found is None else f"{found.spread:.0%}",
+        f"{(entry.error or 0) / entry.bound:.2f}" if checked and entry.bound else "",
+        entry.detail,
+    )
+
+
+def notes(run: Run) -> list[str]:
+    """Who was not timed, and why; each reason once."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for result in run.results:
+        for entry in result.entries:
+            if entry.state != "timed":
+                key = (f"{entry.contender} {entry.state}", entry.detail)
+                found.setdefault(key, []).append(result.workload)
+    return [f"{who}: {why} ({_shortened(where)})" for (who, why), where in found.items()]
+
+
+def _shortened(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 3 else f"{names[0]} and {len(names) - 1} more"
+
+
+def headline(run: Run) -> list[str]:
+    """The machine, the versions, and whether both were quiet."""
+    machine = run.machine
+    packages = ", ".join(f"{name} {number}" for name, number in machine["packages"].items())
+    threads, rounds = run.settings["threads"], run.settings["rounds"]
+    return [
+        f"{machine['processor']}, {machine['isa']}, {threads} threads of {machine['cores']}",
+        f"{machine['system']}, Python {machine['python']}, qkv {machine['qkv']}, {packages}",
+        f"{rounds} rounds in turns. {'; '.join(_peaks(run))}",
+        _quiet(run),
+    ]
+
+
+def _limits(run: Run) -> dict[tuple[str, str], list[list[float]]]:
+    """What each ceiling measured, by workload."""
+    found: dict[tuple[str, str], list[list[float]]] = {}
+    for result in run.results:
+        seen = [turn.ceiling for e in result.entries for turn in e.turns if turn.ceiling]
+        if seen and result.ceiling:
+            found.setdefault((result.ceiling, result.unit), []).append(seen)
+    return found
+
+
+def _peaks(run: Run) -> list[str]:
+    lines = []
+    for (name, unit), seen in _limits(run).items():
+        middle = median(value for values in seen for value in values)
+        lines.append(f"{name} {middle / 1e9:.0f} {'GB/s' if unit == 'bytes' else 'GFLOP/s'}")
+    return lines
+
+
+def _quiet(run: Run) -> str:
+    spreads = [spread(values) for seen in _limits(run).values() for values in seen]
+    worst = max(spreads, default=0.0)
+    busy = run.load[0] / max(run.machine["cores"] or 1, 1)
+    quiet = busy <= _BUSY_LOAD and worst <= _UNSTEADY
+    return (
+        f"{'A quiet machine' if quiet else 'Not a quiet machine'}: load {run.load[0]:.2f} before; "
+        f"the peak of one workload moved by at most {worst:.0%}."
+    )
+
+
+def markdown(run: Run) -> str:
+    """The table of a run, with its machine, for a page of documentation."""
+    lines = [f"{line}  " for line in headline(run)]
+    heads = [column.removeprefix(">") for column in COLUMNS]
+    rules = ["---:" if column.startswith(">") else "---" for column in COLUMNS]
+    table = [heads, rules, *rows(run)]
+    lines += ["", *(f"| {' | '.join(row)} |" for row in table)]
+    reasons = notes(run)
+    if reasons:
+        lines += ["", "Not timed:", "", *(f"- {reason}" for reason in reasons)]
+    return "\n".join(lines) + "\n"

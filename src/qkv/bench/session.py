@@ -1,0 +1,234 @@
+"""Turns: one process for each library, one at work at a time, peaks measured in between.
+
+Why processes: thread pools spin after their work, and would be in the way of the next contender;
+some settings are read when a library is loaded; and one that crashes ends only itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from qkv.bench.contenders import Contender, contender
+from qkv.bench.machine import describe, load_average
+from qkv.bench.peaks import Ceiling, product_ceiling, read_ceiling
+from qkv.bench.record import Entry, Result, Run, Turn
+from qkv.bench.workloads import Workload
+from qkv.errors import KernelBuildError
+
+__all__ = ["Settings", "bench"]
+
+_LONGEST_ANSWER = 900.0
+"""Seconds after which a contender counts as hung."""
+
+Told = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How much is measured.
+
+    Attributes
+    ----------
+    threads : int
+        Of every contender, and of the peaks.
+    rounds : int
+        Each contender has one turn in each.
+    seconds : float
+        That a turn lasts, at least.
+    least : int
+        Calls of a turn, at least.
+    """
+
+    threads: int
+    rounds: int = 7
+    seconds: float = 0.15
+    least: int = 3
+
+
+def bench(chosen: Sequence[Workload], settings: Settings, tell: Told = lambda text: None) -> Run:
+    """Run workloads, each by all of its contenders in turns.
+
+    Parameters
+    ----------
+    chosen : sequence of Workload
+    settings : Settings
+    tell : callable (text)
+        Told what is going on.
+    """
+    load = load_average()
+    run = Run(describe(), asdict(settings), [load])
+    with _Processes(settings) as processes:
+        for number, workload in enumerate(chosen, 1):
+            tell(f"{number}/{len(chosen)} {workload.name}")
+            measure = _memory if workload.measure == "memory" else _times
+            run.results.append(measure(workload, processes, settings))
+    run.load.append(load_average())
+    return run
+
+
+def _times(workload: Workload, processes: _Processes, settings: Settings) -> Result:
+    ceiling = _ceiling(workload, settings.threads)
+    unit = "bytes" if workload.ceiling == "read" else "operations"
+    result = _result(workload, unit, ceiling.name if ceiling else None)
+    for name in workload.contenders:
+        result.entries.append(processes.entry("prepare", name, workload))
+    ready = [entry for entry in result.entries if entry.state == "timed"]
+    for number in range(settings.rounds):
+        # Everybody follows everybody: whoever comes first would always meet the coolest machine.
+        turn = number % max(len(ready), 1)
+        for entry in ready[turn:] + ready[:turn]:
+            if entry.state != "timed":
+                continue
+            limit = ceiling.measure() if ceiling else None
+            answer = processes.turn(entry.contender)
+            if "seconds" in answer:
+                entry.turns.append(Turn(number, limit, answer["seconds"]))
+            else:
+                entry.state, entry.detail, entry.turns = "failed", answer["detail"], []
+    processes.release()
+    return result
+
+
+def _memory(workload: Workload, processes: _Processes, settings: Settings) -> Result:
+    result = _result(workload, "bytes", None)
+    for name in workload.contenders:
+        processes.close()
+        result.entries.append(processes.entry("memory", name, workload))
+    processes.close()
+    return result
+
+
+def _result(workload: Workload, unit: str, ceiling: str | None) -> Result:
+    work = 0 if workload.measure == "memory" else workload.work
+    return Result(workload.name, workload.summary, workload.measure, work, unit, ceiling)
+
+
+def _ceiling(workload: Workload, threads: int) -> Ceiling | None:
+    """None where there is no compiler for this machine."""
+    try:
+        if workload.ceiling == "read":
+            return read_ceiling(workload.bytes_read, threads)
+        return product_ceiling(workload.ceiling, threads)
+    except (ImportError, OSError, KernelBuildError):
+        return None
+
+
+class _Processes:
+    """The contenders' processes: those of one library and one environment share one."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._running: dict[tuple[str, str], _Process] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def entry(self, what: str, name: str, workload: Workload) -> Entry:
+        """Prepare a contender, or measure its memory, and say how that went."""
+        one = contender(name)
+        threads = self._settings.threads
+        said = self._ask(one, what, name=name, workload=workload.name, threads=threads)
+        entry = Entry(name, one.version, "timed" if said["state"] == "ready" else said["state"])
+        entry.detail, entry.extra_bytes = said["detail"], said.get("extra")
+        entry.output, entry.error, entry.bound = (
+            said.get(field) for field in ("output", "error", "bound")
+        )
+        return entry
+
+    def turn(self, name: str) -> dict[str, Any]:
+        settings = self._settings
+        return self._ask(
+            contender(name), "turn", name=name, seconds=settings.seconds, least=settings.least
+        )
+
+    def release(self) -> None:
+        for key, process in list(self._running.items()):
+            if "state" in process.ask({"do": "release", "with": {}}):
+                del self._running[key]
+
+    def close(self) -> None:
+        for process in self._running.values():
+            process.close()
+        self._running.clear()
+
+    def _ask(self, one: Contender, what: str, **arguments: Any) -> dict[str, Any]:
+        environment = {
+            name: text.format(threads=self._settings.threads)
+            for name, text in one.environment.items()
+        }
+        key = one.package, json.dumps(environment)
+        if key not in self._running:
+            self._running[key] = _Process(environment)
+        answer = self._running[key].ask({"do": what, "with": arguments})
+        if not self._running[key].alive:
+            del self._running[key]
+        return answer
+
+
+class _Process:
+    """One worker and its two pipes."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "qkv.bench.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env={**os.environ, **environment},
+        )
+
+    @property
+    def alive(self) -> bool:
+        return self._child.poll() is None
+
+    def ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        assert self._child.stdin
+        assert self._child.stdout
+        try:
+            self._child.stdin.write(json.dumps(message).encode() + b"\n")
+            self._child.stdin.flush()
+            ready = bool(select.select([self._child.stdout], [], [], _LONGEST_ANSWER)[0])
+            line = self._child.stdout.readline() if ready else b""
+        except BrokenPipeError:
+            ready, line = True, b""
+        if line:
+            return dict(json.loads(line))
+        self._child.kill()
+        code = self._child.wait()
+        why = f"its process ended with code {code}" if ready else "it did not answer"
+        return {"state": "failed", "detail": f"{why}: {self._last_words()}"}
+
+    def _last_words(self) -> str:
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return lines[-1][:200] if lines else "nothing was said"
+
+    def close(self) -> None:
+        assert self._child.stdin
+        self._child.stdin.close()
+        try:
+            self._child.wait(10)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+        if self._child.stdout:
+            self._child.stdout.close()
+        self._errors.close()
