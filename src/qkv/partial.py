@@ -25,6 +25,14 @@ class Partial:
     lse: Array
 
 
+@dataclass(frozen=True, slots=True)
+class RowStatistics:
+    """Of each row, over the keys alone: entropy in nats and the largest score, `(..., q_len)`."""
+
+    entropy: Array
+    max_score: Array
+
+
 def identity(shape: tuple[int, ...], dtype: Any) -> Partial:
     """Attention over no keys; `shape` is that of `out`."""
     return Partial(np.zeros(shape, dtype), np.full(shape[:-1], -np.inf, dtype))

@@ -8,9 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends.cpu.forward import COUNTER_BYTES, FIELDS, WORD, Shape, scratch_bytes
+from qkv.backends.cpu.forward import FIELDS, scratch_bytes
+from qkv.backends.cpu.frame import COUNTER_BYTES, WORD, Shape
 from qkv.backends.cpu.schedule import Schedule
-from qkv.partial import Partial
+from qkv.backends.cpu.vector_math import LN_2, LOG2_E
+from qkv.partial import Partial, RowStatistics
+from qkv.problem.expressions import SCORE
 from qkv.problem.scores import Scores
 from qkv.problem.spec import Problem, Spec
 
@@ -28,6 +31,7 @@ class Arguments:
         problem: Problem,
         plan: Schedule,
         result: Partial,
+        statistics: RowStatistics | None,
         *,
         folded: bool,
         shape: Shape,
@@ -35,7 +39,9 @@ class Arguments:
     ) -> None:
         spec, operands = problem.spec, problem.operands
         out, lse = result.out, result.lse
-        per_worker = scratch_bytes(shape, spec.head_dim, spec.v_head_dim)
+        self._compute = spec.compute_dtype
+        item = spec.compute_dtype.itemsize
+        per_worker = scratch_bytes(shape, item, spec.head_dim, spec.v_head_dim)
         scratch = _pages(per_worker * workers)
         self._kept: list[Array] = [plan.tasks, plan.runs, out, lse, scratch]
         fields = {
@@ -52,20 +58,28 @@ class Arguments:
             "q_len": spec.q_len,
             "head_dim": spec.head_dim,
             "v_head_dim": spec.v_head_dim,
-            "scale": _float_bits(operands.scale),
+            "kv_len": spec.kv_len,
+            "entropy": 0,
+            "max_score": 0,
+            **self._scales(operands.scale, plain=spec.score == SCORE),
             "dropout_seed": 0,
             "dropout_threshold": 0,
             "dropout_factor": 0,
         }
+        if statistics is not None:
+            self._kept += [statistics.entropy, statistics.max_score]
+            fields["entropy"] = _address(statistics.entropy)
+            fields["max_score"] = _address(statistics.max_score)
         query, key = _rotated(problem)
         for name, array in (("query", query), ("key", key), ("value", operands.value)):
             fields.update(self._operand(name, array, spec))
+            fields[f"copy_{name}"] = int(array.strides[-1] != item)
         dropout = operands.dropout
         if dropout is not None:
             signed = dropout.seed - 2**64 if dropout.seed >= 2**63 else dropout.seed
             fields["dropout_seed"] = signed
             fields["dropout_threshold"] = math.ceil(dropout.p * 2.0**32)
-            fields["dropout_factor"] = _float_bits(1 / (1 - dropout.p))
+            fields["dropout_factor"] = self._real(1 / (1 - dropout.p))
         words = [0] * _FIRST + [fields[name] for name in FIELDS]
         for table in spec.tables:
             array = operands.tables[table.name]
@@ -81,6 +95,24 @@ class Arguments:
         """Let the next run take the tasks from `start` to `stop`."""
         self._words[0] = start
         self._words[_FIRST + FIELDS.index("limit")] = stop
+
+    def _scales(self, scale: float, *, plain: bool) -> dict[str, int]:
+        """Scores in base 2 if no mod reads them; the way back to natural ones, in two parts."""
+        if not plain:
+            sign, factor, exact = 1.0, scale, 1.0
+        else:
+            sign = math.copysign(1.0, scale)
+            factor = float(self._compute.type(abs(scale) * LOG2_E))
+            exact = abs(scale) / factor if factor else LN_2
+        unit = float(self._compute.type(exact))
+        parts = {"sign": sign, "scale": factor, "unit": unit, "unit_rest": exact - unit}
+        return {name: self._real(value) for name, value in parts.items()}
+
+    def _real(self, value: float) -> int:
+        """The bits of a number in the type of computation."""
+        with np.errstate(over="ignore"):
+            real = self._compute.type(value)
+        return int(real.view(np.int32 if real.itemsize == 4 else np.int64))
 
     def _operand(self, name: str, array: Array, spec: Spec) -> dict[str, int]:
         *lead, head, row, element = array.strides
@@ -104,8 +136,8 @@ def _rotated(problem: Problem) -> tuple[Array, Array]:
     if spec.rotation is None or spec.rotation.rotary_dim == 0:
         return operands.query, operands.key
     scores = Scores(problem, spec.compute_dtype)
-    query = np.empty(operands.query.shape, np.float32)
-    key = np.empty(operands.key.shape, np.float32)
+    query = np.empty(operands.query.shape, spec.compute_dtype)
+    key = np.empty(operands.key.shape, spec.compute_dtype)
     for batch, index in enumerate(np.ndindex(*spec.batch_shape)):
         for head in range(spec.num_heads):
             query[(*index, head)] = scores.query(batch, head, slice(None))
@@ -116,11 +148,6 @@ def _rotated(problem: Problem) -> tuple[Array, Array]:
 
 def _address(array: Array) -> int:
     return int(array.__array_interface__["data"][0])
-
-
-def _float_bits(value: float) -> int:
-    with np.errstate(over="ignore"):
-        return int(np.float32(value).view(np.int32))
 
 
 def _pages(size: int) -> Array:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from qkv.backends import Refusal
 from qkv.errors import ArgumentError
-from qkv.partial import Partial, identity
+from qkv.partial import Partial, RowStatistics, identity
 from qkv.problem.bounds import bound
 from qkv.problem.expressions import Load, Op, walk
 from qkv.problem.intervals import Interval
@@ -20,9 +20,13 @@ from qkv.problem.spec import Problem, Spec
 
 if TYPE_CHECKING:
     from qkv.backends.cpu.compile import Kernel
+    from qkv.backends.cpu.forward import ForwardKey
     from qkv.backends.cpu.host import Host
 
 Array = NDArray[Any]
+
+DTYPES = ("float32", "float64", "float16", "bfloat16")
+_NOTHING = np.empty(0)
 
 _SLICE_SECONDS = 0.1
 """How long compiled code may keep Ctrl-C waiting."""
@@ -33,14 +37,14 @@ _WORTH_A_THREAD = 4e6
 
 
 class CpuBackend:
-    """float32 attention in machine code made for this processor, on all its cores."""
+    """Attention in machine code made for this processor, on all its cores."""
 
     name = "cpu"
     priority = 100
 
     def refusals(self, spec: Spec) -> tuple[Refusal, ...]:
-        if spec.dtype != "float32":
-            return (Refusal(f"the dtype is {spec.dtype}", "float32"),)
+        if spec.dtype not in DTYPES:
+            return (Refusal(f"the dtype is {spec.dtype}", ", ".join(DTYPES)),)
         try:
             from qkv.backends.cpu.host import host
 
@@ -55,42 +59,69 @@ class CpuBackend:
         from qkv.backends.cpu.host import host
         from qkv.backends.cpu.schedule import TILE_KV
 
-        return host().shape.block_q, TILE_KV
+        return host().shape_of(spec.compute_dtype).block_q, TILE_KV
 
     def scratch_bytes(self, spec: Spec) -> int:
         from qkv.backends.cpu.forward import scratch_bytes
         from qkv.backends.cpu.host import host, thread_limit
 
-        size = thread_limit() * scratch_bytes(host().shape, spec.head_dim, spec.v_head_dim)
+        shape, item = host().shape_of(spec.compute_dtype), spec.compute_dtype.itemsize
+        size = thread_limit() * scratch_bytes(shape, item, spec.head_dim, spec.v_head_dim)
         if spec.rotation is not None:
             rows = spec.num_heads * spec.q_len + spec.num_kv_heads * spec.kv_len
-            size += spec.batch_size * rows * spec.head_dim * 4
+            size += spec.batch_size * rows * spec.head_dim * item
         return size
 
     def run(self, problem: Problem) -> Partial:
+        return self._run(problem, statistics=False)[0]
+
+    def run_with_statistics(self, problem: Problem) -> tuple[Partial, RowStatistics]:
+        """Output, lse, entropy and largest score in one pass."""
+        return self._run(problem, statistics=True)
+
+    def _run(self, problem: Problem, *, statistics: bool) -> tuple[Partial, RowStatistics]:
         spec = problem.spec
         shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.v_head_dim)
+        compute = spec.compute_dtype
+        lowest = np.full(shape[:-1], -np.inf, compute) if statistics else _NOTHING
         if 0 in (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len):
-            return identity(shape, np.float32)
-        whole = Partial(np.empty(shape, np.float32), np.empty(shape[:-1], np.float32))
-        _run(problem, whole)
-        return whole
+            zeros = np.zeros(shape[:-1], compute) if statistics else _NOTHING
+            return identity(shape, compute), RowStatistics(zeros, lowest)
+        # Sinks scale the output afterwards: round to the type of storage only then.
+        out_dtype = compute if spec.sinks else np.dtype(spec.dtype)
+        whole = Partial(np.empty(shape, out_dtype), np.empty(shape[:-1], compute))
+        rows = RowStatistics(np.empty_like(lowest), lowest)
+        _run(problem, whole, rows if statistics else None)
+        return whole, rows
 
 
-def _run(problem: Problem, result: Partial) -> None:
+def _run(problem: Problem, result: Partial, statistics: RowStatistics | None) -> None:
     from qkv.backends.cpu import threads
     from qkv.backends.cpu.arguments import Arguments
+    from qkv.backends.cpu.forward import ForwardKey
     from qkv.backends.cpu.host import host, thread_limit
     from qkv.backends.cpu.schedule import folds, schedule
 
     spec, here = problem.spec, host()
-    folded = folds(spec, here.shape.lanes)
-    kernel = _kernel(_kernel_key(spec), here, integer_bits(problem), folded)
-    plan = schedule(problem, here.shape.block_q, folded)
+    shape = here.shape_of(spec.compute_dtype)
+    folded = folds(spec, shape.lanes)
+    key = ForwardKey(
+        _kernel_spec(spec),
+        shape,
+        integer_bits(problem),
+        folded,
+        spec.rotation is not None,
+        result.out.dtype.name,
+        statistics is not None,
+    )
+    kernel = _kernel(key, here)
+    plan = schedule(problem, shape.block_q, folded)
     count = len(plan.tasks)
     operations = 2.0 * (spec.head_dim + spec.v_head_dim) * plan.pairs
     workers = max(1, min(thread_limit(), count, int(operations / _WORTH_A_THREAD)))
-    arguments = Arguments(problem, plan, result, folded=folded, shape=here.shape, workers=workers)
+    arguments = Arguments(
+        problem, plan, result, statistics, folded=folded, shape=shape, workers=workers
+    )
     seconds = operations / (_OPERATIONS_PER_SECOND * workers)
     step = -(-count // max(1, math.ceil(seconds / _SLICE_SECONDS)))
     for start in range(0, count, step):
@@ -98,17 +129,17 @@ def _run(problem: Problem, result: Partial) -> None:
         threads.run(kernel, arguments, workers)
 
 
-def _kernel_key(spec: Spec) -> Spec:
+def _kernel_spec(spec: Spec) -> Spec:
     """The kernel takes sizes of rows at run time; rotation and sinks happen outside it."""
     return replace(spec.kernel_key, head_dim=0, v_head_dim=0, rotation=None, sinks=False)
 
 
 @lru_cache(maxsize=256)
-def _kernel(key: Spec, here: Host, int_bits: int, folded: bool) -> Kernel:
+def _kernel(key: ForwardKey, here: Host) -> Kernel:
     from qkv.backends.cpu.compile import build
     from qkv.backends.cpu.forward import emit_forward
 
-    return build(emit_forward(key, here.shape, int_bits, folded), here)
+    return build(emit_forward(key), here)
 
 
 def integer_bits(problem: Problem) -> int:

@@ -1,8 +1,8 @@
 """Expressions as vector code: what `qkv.problem.evaluate` computes, for the lanes of one vector.
 
-A value is *uniform* (a scalar: the same for all lanes) or lane-varying (a vector). Lanes are query
-rows, so whatever reads neither `q_index` nor `score` stays uniform. Uniform integers have 64 bits;
-integer lanes have 32 where the bounds of every integer of the problem fit, else 64.
+A value is *uniform* (a scalar: the same for all lanes) or lane-varying (a vector), as the places
+that it is computed from. Uniform integers have 64 bits; integer lanes have 32 where the bounds of
+every integer of the problem fit, else 64.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from qkv.backends.cpu import vector_math
+from qkv.backends.cpu import storage, vector_math
 from qkv.backends.cpu.ir import BIT, DOUBLE, FLOAT, INT64, Emitter, Value, is_vector
 from qkv.problem.expressions import Const, Load, Node, Op, Var, children, variables, walk
 from qkv.problem.spec import TableSpec
@@ -71,7 +71,7 @@ class Expressions:
         return inner
 
     def floats(self, node: Node) -> Value:
-        """The node as a vector of float32."""
+        """The node as a vector of reals."""
         return self._lanes(self._as_float(self.value(node)))
 
     def condition(self, node: Node) -> Value:
@@ -92,7 +92,8 @@ class Expressions:
                 return ir.Constant(INT64, int(value))
             case Const(value=value):
                 with np.errstate(over="ignore"):
-                    return ir.Constant(FLOAT, float(np.float32(value)))
+                    rounded = float(np.float32(value)) if self.e.real == FLOAT else float(value)
+                return ir.Constant(self.e.real, rounded)
             case Var(name=name):
                 return self.places[name]
             case Load():
@@ -117,9 +118,9 @@ class Expressions:
 
     def _as_float(self, value: Value) -> Value:
         element = value.type.element if is_vector(value) else value.type
-        if element == FLOAT:
+        if element == self.e.real:
             return value
-        wanted = ir.VectorType(FLOAT, self.e.lanes) if is_vector(value) else FLOAT
+        wanted = self.e.vector if is_vector(value) else self.e.real
         return self.e.builder.sitofp(value, wanted)
 
     # Tables
@@ -159,17 +160,12 @@ class Expressions:
     def _decode(self, raw: Value, dtype: str) -> Value:
         """A stored element as a float, an integer of this width or a bit."""
         e, b = self.e, self.e.builder
-        if dtype == "float32":
-            return raw
-        if dtype == "float64":
-            return b.fptrunc(self._within_float(raw), e.vector if is_vector(raw) else FLOAT)
         if dtype == "bool":
             return b.icmp_unsigned("!=", raw, ir.Constant(raw.type, None))
-        if dtype in ("float16", "bfloat16"):
-            halves = b.zext(raw if is_vector(raw) else e.splat(raw), e.bits)
-            if dtype == "float16":
-                return vector_math.half_to_float(e, halves)
-            return e.as_floats(b.shl(halves, e.const_bits(16)))
+        if dtype == "float64" and e.real == FLOAT:
+            return b.fptrunc(self._within_float(raw), e.vector if is_vector(raw) else FLOAT)
+        if dtype not in _INTEGERS:
+            return storage.widen(e, raw, dtype)
         bits, signed = _INTEGERS[dtype]
         width = self.int_bits if is_vector(raw) else 64
         if bits == width:
@@ -286,6 +282,7 @@ class Expressions:
         """Rounded down to an integer: 0 for NaN, kept inside what the integers hold."""
         e, b = self.e, self.e.builder
         lanes = self._lanes(x)
+        # The largest numbers that float32 and these integers both hold.
         limit = e.const(2.0**62 if self.int_bits == 64 else 2.0**31 - 128)
         low = b.fneg(limit)
         lanes = e.intrinsic("floor", lanes)

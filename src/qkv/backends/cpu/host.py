@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import os
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
-from qkv.backends.cpu.forward import Shape
+import numpy as np
+
+from qkv.backends.cpu.frame import Shape
 from qkv.errors import ArgumentError
 
 _SHAPES = {
-    "avx512": Shape(lanes=16, vectors=4, keys=4),
-    "avx2": Shape(lanes=8, vectors=3, keys=4),
+    "avx512": Shape(lanes=16, vectors=4, keys=4, halves=True),
+    "avx2": Shape(lanes=8, vectors=3, keys=4, halves=True),
     "sse": Shape(lanes=4, vectors=3, keys=4),
-    "neon": Shape(lanes=4, vectors=4, keys=4),
+    "neon": Shape(lanes=4, vectors=4, keys=4, halves=True),
 }
+"""For float32."""
 _REQUIRED = {
-    "avx512": frozenset({"avx512f", "avx512vl", "avx512bw", "avx512dq", "fma"}),
-    "avx2": frozenset({"avx2", "fma"}),
+    "avx512": frozenset({"avx512f", "avx512vl", "avx512bw", "avx512dq", "fma", "f16c"}),
+    "avx2": frozenset({"avx2", "fma", "f16c"}),
 }
 _WIDE = ("avx512", "avx10", "amx")
 """Features that narrower code does without."""
@@ -39,6 +43,11 @@ class Host:
     @property
     def shape(self) -> Shape:
         return _SHAPES[self.isa]
+
+    def shape_of(self, dtype: np.dtype[Any]) -> Shape:
+        """For a type of computation: float64 has half as many lanes."""
+        shape = self.shape
+        return shape if dtype.itemsize == 4 else replace(shape, lanes=shape.lanes // 2)
 
 
 def host() -> Host:

@@ -1,7 +1,8 @@
 """LLVM IR written as structured code: loops that carry values, vectors of lanes, byte addresses.
 
 An `Emitter` holds one module and the place where the next instruction goes. All integers that count
-or address are 64-bit, all pointers point to bytes, and a *vector* has one float32 for each lane.
+or address are 64-bit, all pointers point to bytes, and a *vector* has one real number for each
+lane: float32, or float64 where that is the type of computation.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ Value: TypeAlias = Any
 VOID = ir.VoidType()
 BIT = ir.IntType(1)
 BYTE = ir.IntType(8)
+INT16 = ir.IntType(16)
 INT32 = ir.IntType(32)
 INT64 = ir.IntType(64)
+HALF = ir.HalfType()
 FLOAT = ir.FloatType()
 DOUBLE = ir.DoubleType()
 POINTER = BYTE.as_pointer()
@@ -29,14 +32,21 @@ def is_vector(value: Value) -> bool:
 
 
 class Emitter:
-    """Writes one module for vectors of `lanes` float32."""
+    """Writes one module for vectors of `lanes` real numbers, FLOAT or DOUBLE.
 
-    def __init__(self, name: str, lanes: int) -> None:
+    `halves` says whether the machine converts float16 by itself.
+    """
+
+    def __init__(self, name: str, lanes: int, real: Any = FLOAT, *, halves: bool = False) -> None:
         self.module = ir.Module(name)
         self.lanes = lanes
-        self.vector = ir.VectorType(FLOAT, lanes)
-        self.bits = ir.VectorType(INT32, lanes)
-        self.vector_bytes = 4 * lanes
+        self.real = real
+        self.halves = halves
+        self.real_bytes = 4 if real == FLOAT else 8
+        self.whole = ir.IntType(8 * self.real_bytes)
+        self.vector = ir.VectorType(real, lanes)
+        self.bits = ir.VectorType(self.whole, lanes)
+        self.vector_bytes = self.real_bytes * lanes
         self.builder: Any = None
 
     # Functions and control flow
@@ -161,10 +171,10 @@ class Emitter:
         )
 
     def load_vector(self, pointer: Value, *, aligned: bool = True) -> Value:
-        return self.load(pointer, self.vector, self.vector_bytes if aligned else 4)
+        return self.load(pointer, self.vector, self.vector_bytes if aligned else self.real_bytes)
 
     def store_vector(self, value: Value, pointer: Value, *, aligned: bool = True) -> None:
-        self.store(value, pointer, self.vector_bytes if aligned else 4)
+        self.store(value, pointer, self.vector_bytes if aligned else self.real_bytes)
 
     # Vectors
 
@@ -179,7 +189,11 @@ class Emitter:
         type_ = ir.VectorType(scalar.type, self.lanes)
         empty = ir.Constant(type_, ir.Undefined)
         first = self.builder.insert_element(empty, scalar, ir.Constant(INT32, 0))
-        return self.builder.shuffle_vector(first, empty, self.const_bits(0))
+        return self.builder.shuffle_vector(first, empty, self.picks([0] * self.lanes))
+
+    def picks(self, lanes: Sequence[int]) -> Value:
+        """Which lanes a shuffle takes."""
+        return ir.Constant(ir.VectorType(INT32, len(lanes)), list(lanes))
 
     def lane_numbers(self, type_: Any) -> Value:
         return ir.Constant(ir.VectorType(type_, self.lanes), list(range(self.lanes)))
@@ -193,8 +207,9 @@ class Emitter:
     def intrinsic(self, name: str, *args: Value) -> Value:
         """A floating intrinsic from and to one type, as `fma` or `sqrt`."""
         type_ = args[0].type
-        suffix = f"v{type_.count}f32" if isinstance(type_, ir.VectorType) else "f32"
-        full = f"llvm.{name}.{suffix}"
+        element = type_.element if isinstance(type_, ir.VectorType) else type_
+        count = f"v{type_.count}" if isinstance(type_, ir.VectorType) else ""
+        full = f"llvm.{name}.{count}{'f32' if element == FLOAT else 'f64'}"
         function = self.module.globals.get(full)
         if function is None:
             kind = ir.FunctionType(type_, [type_] * len(args))
@@ -231,7 +246,6 @@ class Emitter:
                         self.lanes + j - half + shift if j & half else j + shift
                         for j in range(self.lanes)
                     ]
-                    mask = ir.Constant(self.bits, picks)
-                    turned[row] = self.builder.shuffle_vector(upper, lower, mask)
+                    turned[row] = self.builder.shuffle_vector(upper, lower, self.picks(picks))
             rows, half = turned, 2 * half
         return rows

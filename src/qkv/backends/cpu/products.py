@@ -1,0 +1,112 @@
+"""The two matrix products of attention as register tiles, queries in lanes.
+
+Matrices with a row for each key lie as they are in memory, their elements adjacent; they are read
+one element at a time and spread over the lanes. Matrices *packed* for queries hold, for each row,
+`vectors` vectors of queries. All sums are chains of fused multiply-adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from qkv.backends.cpu.ir import Emitter, Value
+
+Finish = Callable[[Value, list[Value], list[Value]], Sequence[Value]]
+
+
+def vectors_at(e: Emitter, pointer: Value, vectors: int, row: Value | int = 0) -> list[Value]:
+    """The vectors of one row of a packed matrix."""
+    start = e.at(pointer, e.mul(row, vectors * e.vector_bytes))
+    return [e.load_vector(e.at(start, j * e.vector_bytes)) for j in range(vectors)]
+
+
+def store_vectors(e: Emitter, pointer: Value, values: Sequence[Value]) -> None:
+    for n, value in enumerate(values):
+        e.store_vector(value, e.at(pointer, n * e.vector_bytes))
+
+
+def _accumulate(
+    e: Emitter, elements: Sequence[Value], row: list[Value], totals: list[Value]
+) -> list[Value]:
+    following = []
+    for i, pointer in enumerate(elements):
+        x = e.splat(e.load(pointer, e.real, e.real_bytes))
+        following += [e.fma(x, vector, totals[i * len(row) + j]) for j, vector in enumerate(row)]
+    return following
+
+
+def dot_tile(
+    e: Emitter, rows: Sequence[Value], packed: Value, vectors: int, count: Value
+) -> list[Value]:
+    """sum_d row[i][d] * packed[d][j], one vector for each row i and vector j."""
+
+    def step(d: Value, totals: list[Value]) -> list[Value]:
+        column = e.mul(d, e.real_bytes)
+        return _accumulate(
+            e, [e.at(row, column) for row in rows], vectors_at(e, packed, vectors, d), totals
+        )
+
+    return e.loop(0, count, 1, [e.const(0.0)] * (len(rows) * vectors), step)
+
+
+def dot_rows(
+    e: Emitter,
+    first_row: Value,
+    row_stride: Value,
+    count: Value,
+    packed: Value,
+    vectors: int,
+    dim: Value,
+    keys: int,
+    carried: list[Value],
+    finish: Callable[[Value, list[Value], list[Value]], list[Value]],
+) -> list[Value]:
+    """`dot_tile` for all `count` rows, `keys` of them at a time.
+
+    `finish(k, products, carried)` is given the rows from k on, `vectors` products for each.
+    """
+
+    def tile(size: int) -> Callable[[Value, list[Value]], list[Value]]:
+        def body(k: Value, carried: list[Value]) -> list[Value]:
+            rows = [e.at(first_row, e.mul(e.add(k, i), row_stride)) for i in range(size)]
+            return finish(k, dot_tile(e, rows, packed, vectors, dim), carried)
+
+        return body
+
+    whole = e.round_down(count, keys)
+    carried = e.loop(0, whole, keys, carried, tile(keys))
+    return e.loop(whole, count, 1, carried, tile(1))
+
+
+def combine_rows(
+    e: Emitter,
+    first_row: Value,
+    row_stride: Value,
+    count: Value,
+    packed: Value,
+    vectors: int,
+    dim: Value,
+    columns: int,
+    finish: Callable[[Value, list[Value]], None],
+) -> None:
+    """sum_k row[k][d] * packed[k][j] for all columns d, `columns` of them at a time.
+
+    `finish(d, sums)` is given the columns from d on, `vectors` sums for each.
+    """
+
+    def tile(size: int) -> Callable[[Value, list[Value]], None]:
+        def body(d: Value, _: list[Value]) -> None:
+            start = e.at(first_row, e.mul(d, e.real_bytes))
+
+            def step(k: Value, totals: list[Value]) -> list[Value]:
+                row = e.at(start, e.mul(k, row_stride))
+                elements = [e.at(row, i * e.real_bytes) for i in range(size)]
+                return _accumulate(e, elements, vectors_at(e, packed, vectors, k), totals)
+
+            finish(d, e.loop(0, count, 1, [e.const(0.0)] * (size * vectors), step))
+
+        return body
+
+    whole = e.round_down(dim, columns)
+    e.loop(0, whole, columns, [], tile(columns))
+    e.loop(whole, dim, 1, [], tile(1))
