@@ -161,9 +161,8 @@ class _Forward(Frame):
             zero = (ir.Constant(e.real, sign) for sign in (-0.0, 0.0))
             forbidden = e.splat(b.select(marked, *zero))
 
-            def weigh(k: Value, carried: list[Value]) -> list[Value]:
-                place = e.at(scores, e.mul(k, width))
-                score = e.load_vector(place)
+            def weigh(k: Value, carried: list[Value]) -> tuple[Value, list[Value]]:
+                score = e.load_vector(e.at(scores, e.mul(k, width)))
                 if self.plain:
                     distance = e.fma(score, scale, b.fneg(shift))
                 else:
@@ -180,13 +179,13 @@ class _Forward(Frame):
                 if self.spec.dropout:
                     factor = self.drop(arguments_, places, e.add(kv_start, k))
                     weight = b.fmul(weight, factor)
-                e.store_vector(weight, place)
-                return following
+                return weight, following
 
             def group(k: Value, carried: list[Value]) -> list[Value]:
                 # Sums of sums: rounding errors grow with the length of a chain.
                 zeros = [e.const(0.0)] * len(carried)
-                parts = e.loop(k, e.least(e.add(k, _SUM), count), 1, zeros, weigh)
+                stop = e.least(e.add(k, _SUM), count)
+                parts = self.store_weights(scores, width, k, stop, zeros, weigh)
                 return [b.fadd(old, part) for old, part in zip(carried, parts, strict=True)]
 
             sums = e.loop(0, count, _SUM, [e.const(0.0)] * (1 + self.statistics), group)
@@ -205,6 +204,25 @@ class _Forward(Frame):
             e.store_vector(b.fsub(b.fsub(new_sum, old_sum), total), lost)
             e.store_vector(factor, rescale)
         return function
+
+    def store_weights(
+        self,
+        scores: Value,
+        width: Value,
+        start: Value,
+        stop: Value,
+        sums: list[Value],
+        weigh: Callable[[Value, list[Value]], tuple[Value, list[Value]]],
+    ) -> list[Value]:
+        """Weights of keys from `start` on take the place of their scores; gives the sums."""
+        e = self.e
+
+        def one(k: Value, sums: list[Value]) -> list[Value]:
+            weight, sums = weigh(k, sums)
+            e.store_vector(weight, e.at(scores, e.mul(k, width)))
+            return sums
+
+        return e.loop(start, stop, 1, sums, one)
 
     def _finish_scores(
         self,

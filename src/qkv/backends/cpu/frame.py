@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from llvmlite import ir
 
@@ -43,6 +43,10 @@ class Shape:
     keys: int
     halves: bool = False
     """Whether the machine converts float16."""
+    product: Literal["elements", "pairs", "tiles"] = "elements"
+    """What one instruction multiplies; pairs and tiles are of bfloat16."""
+    together: int = 1
+    """Blocks of queries that are one task."""
 
     @property
     def block_q(self) -> int:

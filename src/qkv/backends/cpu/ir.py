@@ -216,6 +216,14 @@ class Emitter:
             function = ir.Function(self.module, kind, full)
         return self.builder.call(function, args)
 
+    def machine(self, name: str, result: Any, *args: Value) -> Value:
+        """An instruction of one kind of machine, by its intrinsic."""
+        function = self.module.globals.get(name)
+        if function is None:
+            kind = ir.FunctionType(result, [arg.type for arg in args])
+            function = ir.Function(self.module, kind, name)
+        return self.builder.call(function, args)
+
     def fma(self, a: Value, b: Value, c: Value) -> Value:
         return self.intrinsic("fma", a, b, c)
 

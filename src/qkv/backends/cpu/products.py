@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from qkv.backends.cpu.ir import Emitter, Value
 
-Finish = Callable[[Value, list[Value], list[Value]], Sequence[Value]]
+MultiplyAdd = Callable[[Emitter, Value, Value, Value], Value]
 
 
 def vectors_at(e: Emitter, pointer: Value, vectors: int, row: Value | int = 0) -> list[Value]:
@@ -26,25 +26,35 @@ def store_vectors(e: Emitter, pointer: Value, values: Sequence[Value]) -> None:
 
 
 def _accumulate(
-    e: Emitter, elements: Sequence[Value], row: list[Value], totals: list[Value]
+    e: Emitter,
+    elements: Sequence[Value],
+    row: list[Value],
+    totals: list[Value],
+    multiply_add: MultiplyAdd = Emitter.fma,
 ) -> list[Value]:
     following = []
     for i, pointer in enumerate(elements):
         x = e.splat(e.load(pointer, e.real, e.real_bytes))
-        following += [e.fma(x, vector, totals[i * len(row) + j]) for j, vector in enumerate(row)]
+        following += [
+            multiply_add(e, x, vector, totals[i * len(row) + j]) for j, vector in enumerate(row)
+        ]
     return following
 
 
 def dot_tile(
-    e: Emitter, rows: Sequence[Value], packed: Value, vectors: int, count: Value
+    e: Emitter,
+    rows: Sequence[Value],
+    packed: Value,
+    vectors: int,
+    count: Value,
+    multiply_add: MultiplyAdd = Emitter.fma,
 ) -> list[Value]:
     """sum_d row[i][d] * packed[d][j], one vector for each row i and vector j."""
 
     def step(d: Value, totals: list[Value]) -> list[Value]:
         column = e.mul(d, e.real_bytes)
-        return _accumulate(
-            e, [e.at(row, column) for row in rows], vectors_at(e, packed, vectors, d), totals
-        )
+        elements = [e.at(row, column) for row in rows]
+        return _accumulate(e, elements, vectors_at(e, packed, vectors, d), totals, multiply_add)
 
     return e.loop(0, count, 1, [e.const(0.0)] * (len(rows) * vectors), step)
 
@@ -60,6 +70,7 @@ def dot_rows(
     keys: int,
     carried: list[Value],
     finish: Callable[[Value, list[Value], list[Value]], list[Value]],
+    multiply_add: MultiplyAdd = Emitter.fma,
 ) -> list[Value]:
     """`dot_tile` for all `count` rows, `keys` of them at a time.
 
@@ -69,7 +80,7 @@ def dot_rows(
     def tile(size: int) -> Callable[[Value, list[Value]], list[Value]]:
         def body(k: Value, carried: list[Value]) -> list[Value]:
             rows = [e.at(first_row, e.mul(e.add(k, i), row_stride)) for i in range(size)]
-            return finish(k, dot_tile(e, rows, packed, vectors, dim), carried)
+            return finish(k, dot_tile(e, rows, packed, vectors, dim, multiply_add), carried)
 
         return body
 
