@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from qkv.backends.cpu.vector_math import LN_2, LOG2_E
 from qkv.partial import Partial, RowStatistics
 from qkv.problem.expressions import SCORE
 from qkv.problem.scores import Scores
-from qkv.problem.spec import Problem, Spec
+from qkv.problem.spec import Problem
 
 Array = NDArray[Any]
 
@@ -24,7 +25,86 @@ _PAGE = 4096
 
 
 class Arguments:
-    """Keeps alive whatever its addresses point to."""
+    """The words of one call as a kernel reads them; keeps alive whatever its addresses point to."""
+
+    def __init__(self, problem: Problem, names: tuple[str, ...]) -> None:
+        self._problem = problem
+        self._names = names
+        self._compute = problem.spec.compute_dtype
+        self._kept: list[Array] = []
+
+    def allow(self, start: int, stop: int) -> None:
+        """Let the next run take the tasks from `start` to `stop`."""
+        self._words[0] = start
+        self._words[_FIRST + self._names.index("limit")] = stop
+
+    def _write(self, fields: Mapping[str, int], more: Sequence[int] = ()) -> None:
+        """Lay out the block: counter, fields, tables of the expressions, and what follows them."""
+        words = [0] * _FIRST + [fields[name] for name in self._names]
+        for table in self._problem.spec.tables:
+            array = self._problem.operands.tables[table.name]
+            words.append(self._address(array))
+            for size, stride in zip(array.shape, array.strides, strict=True):
+                words += [size, stride]
+        words += more
+        self._words = _pages(len(words) * WORD).view(np.int64)
+        self._words[:] = words
+        self.address = _address(self._words)
+
+    def _address(self, array: Array) -> int:
+        """Where an array lies; it stays there as long as the block."""
+        self._kept.append(array)
+        return _address(array)
+
+    def _common(self, tasks: Array, per_worker: int, workers: int) -> dict[str, int]:
+        """The fields of every kernel but `scale`."""
+        spec, dropout = self._problem.spec, self._problem.operands.dropout
+        fields = {
+            "limit": 0,
+            "tasks": self._address(tasks),
+            "scratch": self._address(_pages(per_worker * workers)),
+            "scratch_bytes": per_worker,
+            "num_heads": spec.num_heads,
+            "group_size": spec.group_size,
+            "q_len": spec.q_len,
+            "kv_len": spec.kv_len,
+            "head_dim": spec.head_dim,
+            "v_head_dim": spec.v_head_dim,
+            "dropout_seed": 0,
+            "dropout_threshold": 0,
+            "dropout_factor": 0,
+        }
+        if dropout is not None:
+            signed = dropout.seed - 2**64 if dropout.seed >= 2**63 else dropout.seed
+            fields["dropout_seed"] = signed
+            fields["dropout_threshold"] = math.ceil(dropout.p * 2.0**32)
+            fields["dropout_factor"] = self._real(1 / (1 - dropout.p))
+        return fields
+
+    def _real(self, value: float) -> int:
+        """The bits of a number in the type of computation."""
+        with np.errstate(over="ignore"):
+            real = self._compute.type(value)
+        return int(real.view(np.int32 if real.itemsize == 4 else np.int64))
+
+    def _operand(self, name: str, array: Array) -> dict[str, int]:
+        spec = self._problem.spec
+        *lead, head, row, element = array.strides
+        batches = np.zeros(spec.batch_shape, np.int64)
+        for axis, stride in enumerate(lead):
+            steps = np.arange(spec.batch_shape[axis], dtype=np.int64) * stride
+            batches += steps.reshape(-1, *[1] * (len(lead) - axis - 1))
+        return {
+            name: self._address(array),
+            f"{name}_batches": self._address(batches),
+            f"{name}_head": head,
+            f"{name}_row": row,
+            f"{name}_element": element,
+        }
+
+
+class ForwardArguments(Arguments):
+    """The words of a forward pass."""
 
     def __init__(
         self,
@@ -37,64 +117,28 @@ class Arguments:
         shape: Shape,
         workers: int,
     ) -> None:
+        super().__init__(problem, FIELDS)
         spec, operands = problem.spec, problem.operands
-        out, lse = result.out, result.lse
-        self._compute = spec.compute_dtype
         item = spec.compute_dtype.itemsize
         per_worker = scratch_bytes(shape, item, spec.head_dim, spec.v_head_dim)
-        scratch = _pages(per_worker * workers)
-        self._kept: list[Array] = [plan.tasks, plan.runs, out, lse, scratch]
         fields = {
-            "limit": 0,
-            "tasks": _address(plan.tasks),
-            "runs": _address(plan.runs),
-            "scratch": _address(scratch),
-            "scratch_bytes": per_worker,
-            "out": _address(out),
-            "lse": _address(lse),
-            "num_heads": spec.num_heads,
-            "group_size": spec.group_size,
+            **self._common(plan.tasks, per_worker, workers),
+            **self._scales(operands.scale, plain=spec.score == SCORE),
+            "runs": self._address(plan.runs),
+            "out": self._address(result.out),
+            "lse": self._address(result.lse),
             "rows": spec.q_len * (spec.group_size if folded else 1),
-            "q_len": spec.q_len,
-            "head_dim": spec.head_dim,
-            "v_head_dim": spec.v_head_dim,
-            "kv_len": spec.kv_len,
             "entropy": 0,
             "max_score": 0,
-            **self._scales(operands.scale, plain=spec.score == SCORE),
-            "dropout_seed": 0,
-            "dropout_threshold": 0,
-            "dropout_factor": 0,
         }
         if statistics is not None:
-            self._kept += [statistics.entropy, statistics.max_score]
-            fields["entropy"] = _address(statistics.entropy)
-            fields["max_score"] = _address(statistics.max_score)
-        query, key = _rotated(problem)
+            fields["entropy"] = self._address(statistics.entropy)
+            fields["max_score"] = self._address(statistics.max_score)
+        query, key = rotated(problem)
         for name, array in (("query", query), ("key", key), ("value", operands.value)):
-            fields.update(self._operand(name, array, spec))
+            fields.update(self._operand(name, array))
             fields[f"copy_{name}"] = int(array.strides[-1] != item)
-        dropout = operands.dropout
-        if dropout is not None:
-            signed = dropout.seed - 2**64 if dropout.seed >= 2**63 else dropout.seed
-            fields["dropout_seed"] = signed
-            fields["dropout_threshold"] = math.ceil(dropout.p * 2.0**32)
-            fields["dropout_factor"] = self._real(1 / (1 - dropout.p))
-        words = [0] * _FIRST + [fields[name] for name in FIELDS]
-        for table in spec.tables:
-            array = operands.tables[table.name]
-            self._kept.append(array)
-            words.append(_address(array))
-            for size, stride in zip(array.shape, array.strides, strict=True):
-                words += [size, stride]
-        self._words = _pages(len(words) * WORD).view(np.int64)
-        self._words[:] = words
-        self.address = _address(self._words)
-
-    def allow(self, start: int, stop: int) -> None:
-        """Let the next run take the tasks from `start` to `stop`."""
-        self._words[0] = start
-        self._words[_FIRST + FIELDS.index("limit")] = stop
+        self._write(fields)
 
     def _scales(self, scale: float, *, plain: bool) -> dict[str, int]:
         """Scores in base 2 if no mod reads them; the way back to natural ones, in two parts."""
@@ -108,29 +152,8 @@ class Arguments:
         parts = {"sign": sign, "scale": factor, "unit": unit, "unit_rest": exact - unit}
         return {name: self._real(value) for name, value in parts.items()}
 
-    def _real(self, value: float) -> int:
-        """The bits of a number in the type of computation."""
-        with np.errstate(over="ignore"):
-            real = self._compute.type(value)
-        return int(real.view(np.int32 if real.itemsize == 4 else np.int64))
 
-    def _operand(self, name: str, array: Array, spec: Spec) -> dict[str, int]:
-        *lead, head, row, element = array.strides
-        batches = np.zeros(spec.batch_shape, np.int64)
-        for axis, stride in enumerate(lead):
-            steps = np.arange(spec.batch_shape[axis], dtype=np.int64) * stride
-            batches += steps.reshape(-1, *[1] * (len(lead) - axis - 1))
-        self._kept += [array, batches]
-        return {
-            name: _address(array),
-            f"{name}_batches": _address(batches),
-            f"{name}_head": head,
-            f"{name}_row": row,
-            f"{name}_element": element,
-        }
-
-
-def _rotated(problem: Problem) -> tuple[Array, Array]:
+def rotated(problem: Problem) -> tuple[Array, Array]:
     """Query and key as the product meets them: rotated copies, or the arrays as they are."""
     spec, operands = problem.spec, problem.operands
     if spec.rotation is None or spec.rotation.rotary_dim == 0:

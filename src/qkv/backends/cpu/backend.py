@@ -97,7 +97,7 @@ class CpuBackend:
 
 def _run(problem: Problem, result: Partial, statistics: RowStatistics | None) -> None:
     from qkv.backends.cpu import threads
-    from qkv.backends.cpu.arguments import Arguments
+    from qkv.backends.cpu.arguments import ForwardArguments
     from qkv.backends.cpu.forward import ForwardKey
     from qkv.backends.cpu.host import host, thread_limit
     from qkv.backends.cpu.schedule import folds, schedule
@@ -119,7 +119,7 @@ def _run(problem: Problem, result: Partial, statistics: RowStatistics | None) ->
     count = len(plan.tasks)
     operations = 2.0 * (spec.head_dim + spec.v_head_dim) * plan.pairs
     workers = max(1, min(thread_limit(), count, int(operations / _WORTH_A_THREAD)))
-    arguments = Arguments(
+    arguments = ForwardArguments(
         problem, plan, result, statistics, folded=folded, shape=shape, workers=workers
     )
     seconds = operations / (_OPERATIONS_PER_SECOND * workers)
