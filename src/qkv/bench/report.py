@@ -13,7 +13,7 @@ from qkv.cost import memory
 __all__ = ["COLUMNS", "DETAIL_COLUMNS", "details", "headline", "markdown", "notes", "rows"]
 
 COLUMNS = ("workload", ">rate", ">of peak", ">ms", "times as long, or as much")
-DETAIL_COLUMNS = ("", ">ms", ">rate", ">of peak", ">ratio", ">spread", ">error/bound", "")
+DETAIL_COLUMNS = ("contender", ">ms", ">rate", ">of peak", ">ratio", ">spread", ">error/bound")
 
 _BUSY_LOAD = 0.3
 """Load of others, for each core, above which a machine is not quiet."""
@@ -75,7 +75,6 @@ def _detail(result: Result, lead: Entry, entry: Entry) -> tuple[str, ...]:
         "" if times is None else f"{times:.2f}",
         "" if found is None else f"{found.spread:.0%}",
         f"{(entry.error or 0) / entry.bound:.2f}" if checked and entry.bound else "",
-        entry.detail,
     )
 
 

@@ -15,9 +15,9 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
-from qkv.bench.contenders import Contender, contender
+from qkv.bench.contenders import Contender, contenders_of
 from qkv.bench.machine import describe, load_average
 from qkv.bench.peaks import Ceiling, product_ceiling, read_ceiling
 from qkv.bench.record import Entry, Result, Run, Turn
@@ -29,7 +29,11 @@ __all__ = ["Settings", "bench"]
 _LONGEST_ANSWER = 900.0
 """Seconds after which a contender counts as hung."""
 
-Told = Callable[[str], None]
+_FEW_ROUNDS = 3
+_PATIENCE = 5.0
+
+Told: TypeAlias = Callable[[str], None]
+LineUp: TypeAlias = Callable[[Workload], Sequence[Contender]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +58,20 @@ class Settings:
     least: int = 3
 
 
-def bench(chosen: Sequence[Workload], settings: Settings, tell: Told = lambda text: None) -> Run:
+def bench(
+    chosen: Sequence[Workload],
+    settings: Settings,
+    line_up: LineUp = contenders_of,
+    tell: Told = lambda text: None,
+) -> Run:
     """Run workloads, each by all of its contenders in turns.
 
     Parameters
     ----------
     chosen : sequence of Workload
     settings : Settings
+    line_up : callable (workload)
+        Who runs a workload; the others are compared with the first.
     tell : callable (text)
         Told what is going on.
     """
@@ -70,26 +81,32 @@ def bench(chosen: Sequence[Workload], settings: Settings, tell: Told = lambda te
         for number, workload in enumerate(chosen, 1):
             tell(f"{number}/{len(chosen)} {workload.name}")
             measure = _memory if workload.measure == "memory" else _times
-            run.results.append(measure(workload, processes, settings))
+            run.results.append(measure(workload, line_up(workload), processes, settings))
     run.load.append(load_average())
     return run
 
 
-def _times(workload: Workload, processes: _Processes, settings: Settings) -> Result:
+def _times(
+    workload: Workload, who: Sequence[Contender], processes: _Processes, settings: Settings
+) -> Result:
     ceiling = _ceiling(workload, settings.threads)
     unit = "bytes" if workload.ceiling == "read" else "operations"
     result = _result(workload, unit, ceiling.name if ceiling else None)
-    for name in workload.contenders:
-        result.entries.append(processes.entry("prepare", name, workload))
-    ready = [entry for entry in result.entries if entry.state == "timed"]
+    for one in who:
+        result.entries.append(processes.entry("prepare", one, workload))
+    ready = [
+        (one, entry)
+        for one, entry in zip(who, result.entries, strict=True)
+        if entry.state == "timed"
+    ]
     for number in range(settings.rounds):
         # Everybody follows everybody: whoever comes first would always meet the coolest machine.
         turn = number % max(len(ready), 1)
-        for entry in ready[turn:] + ready[:turn]:
-            if entry.state != "timed":
+        for one, entry in ready[turn:] + ready[:turn]:
+            if entry.state != "timed" or _has_enough(entry):
                 continue
             limit = ceiling.measure() if ceiling else None
-            answer = processes.turn(entry.contender)
+            answer = processes.turn(one)
             if "seconds" in answer:
                 entry.turns.append(Turn(number, limit, answer["seconds"]))
             else:
@@ -98,11 +115,19 @@ def _times(workload: Workload, processes: _Processes, settings: Settings) -> Res
     return result
 
 
-def _memory(workload: Workload, processes: _Processes, settings: Settings) -> Result:
+def _has_enough(entry: Entry) -> bool:
+    """Three rounds will do for whoever takes seconds."""
+    spent = sum(sum(turn.seconds) for turn in entry.turns)
+    return len(entry.turns) >= _FEW_ROUNDS and spent > _PATIENCE
+
+
+def _memory(
+    workload: Workload, who: Sequence[Contender], processes: _Processes, settings: Settings
+) -> Result:
     result = _result(workload, "bytes", None)
-    for name in workload.contenders:
+    for one in who:
         processes.close()
-        result.entries.append(processes.entry("memory", name, workload))
+        result.entries.append(processes.entry("memory", one, workload))
     processes.close()
     return result
 
@@ -140,23 +165,20 @@ class _Processes:
     ) -> None:
         self.close()
 
-    def entry(self, what: str, name: str, workload: Workload) -> Entry:
+    def entry(self, what: str, one: Contender, workload: Workload) -> Entry:
         """Prepare a contender, or measure its memory, and say how that went."""
-        one = contender(name)
         threads = self._settings.threads
-        said = self._ask(one, what, name=name, workload=workload.name, threads=threads)
-        entry = Entry(name, one.version, "timed" if said["state"] == "ready" else said["state"])
+        said = self._ask(one, what, workload=workload.name, threads=threads)
+        entry = Entry(one.name, one.version, "timed" if said["state"] == "ready" else said["state"])
         entry.detail, entry.extra_bytes = said["detail"], said.get("extra")
         entry.output, entry.error, entry.bound = (
             said.get(field) for field in ("output", "error", "bound")
         )
         return entry
 
-    def turn(self, name: str) -> dict[str, Any]:
+    def turn(self, one: Contender) -> dict[str, Any]:
         settings = self._settings
-        return self._ask(
-            contender(name), "turn", name=name, seconds=settings.seconds, least=settings.least
-        )
+        return self._ask(one, "turn", seconds=settings.seconds, least=settings.least)
 
     def release(self) -> None:
         for key, process in list(self._running.items()):
@@ -176,6 +198,7 @@ class _Processes:
         key = one.package, json.dumps(environment)
         if key not in self._running:
             self._running[key] = _Process(environment)
+        arguments["name"] = one.known_as or one.name
         answer = self._running[key].ask({"do": what, "with": arguments})
         if not self._running[key].alive:
             del self._running[key]

@@ -26,6 +26,8 @@ __all__ = ["Worker", "main"]
 
 _MOST_CALLS = 200
 """Calls of one turn that are timed one by one."""
+_LONG_CALL = 1.0
+"""Seconds of a call that is a turn by itself."""
 _SETTLED = 0.0005
 """Seconds of processor time in a pause by which a process counts as asleep."""
 _PAUSE = 0.005
@@ -78,13 +80,10 @@ class Worker:
         gc.collect()
         gc.disable()
         try:
-            run()
-            times: list[float] = []
-            while len(times) < least or (sum(times) < seconds and len(times) < _MOST_CALLS):
-                began = time.perf_counter()
-                result = run()
-                times.append(time.perf_counter() - began)
-                del result
+            first = _timed(run)
+            times = [first] if first >= _LONG_CALL else []
+            while first < _LONG_CALL and not _enough(times, seconds, least):
+                times.append(_timed(run))
         finally:
             gc.enable()
         _fall_asleep()
@@ -120,6 +119,18 @@ class Worker:
         self._prepared.clear()
         gc.collect()
         return {}
+
+
+def _timed(run: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    result = run()
+    seconds = time.perf_counter() - began
+    del result
+    return seconds
+
+
+def _enough(times: list[float], seconds: float, least: int) -> bool:
+    return len(times) >= least and (sum(times) >= seconds or len(times) >= _MOST_CALLS)
 
 
 def _fall_asleep() -> None:

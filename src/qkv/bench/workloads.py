@@ -236,8 +236,11 @@ def _backward() -> list[Workload]:
 def _looks() -> list[Workload]:
     shape = _square(4096, 64)
     return [
-        Workload(f"{name}-4096", shape, everything(), "float32", "float32", (who, "qkv"))
-        for name, who in (("statistics", "qkv statistics"), ("top-8", "qkv top 8"))
+        Workload(f"{name}-4096", shape, everything(), "float32", "float32", ("qkv", *who))
+        for name, who in (
+            ("statistics", ("qkv kernel statistics", "qkv statistics")),
+            ("top-8", ("qkv top 8",)),
+        )
     ]
 
 

@@ -1,46 +1,83 @@
-"""`qkv bench`: this machine's attention, side by side."""
+"""`qkv bench`: attention on this machine, side by side."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from qkv.backends.cpu.host import thread_limit
-from qkv.bench import record, report
-from qkv.bench.session import Settings, bench
+from qkv.bench import compare, record, report
+from qkv.bench.contenders import contenders_of
+from qkv.bench.picture import svg
+from qkv.bench.session import LineUp, Settings, bench
 from qkv.bench.workloads import choose
 from qkv.cli.terminal import Page
-from qkv.errors import ArgumentError
+from qkv.errors import ArgumentError, UnsupportedError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
 
 __all__ = ["run"]
+
+_ROUNDS, _QUICK_ROUNDS = 7, 3
+_SECONDS, _QUICK_SECONDS = 0.15, 0.05
 
 
 def run(options: argparse.Namespace) -> str:
     """The output of the command."""
     if options.list:
         return _list(options)
+    if options.compare and len(options.compare) == 2:
+        return _compared(*options.compare)
+    if options.compare and len(options.compare) > 2:
+        raise ArgumentError(
+            f"--compare was given {len(options.compare)} names.",
+            action="Pass two saved runs, or one revision.",
+        )
     done = record.load(options.load) if options.load else _run(options)
     if options.save:
         record.save(done, options.save)
+    if options.picture:
+        Path(options.picture).write_text(svg(done), encoding="utf-8")
     if options.json:
         return record.to_json(done)
     return report.markdown(done) if options.markdown else _shown(done, options.details)
 
 
 def _run(options: argparse.Namespace) -> record.Run:
-    rounds = options.rounds if options.rounds is not None else (3 if options.quick else 7)
-    threads = options.threads if options.threads is not None else thread_limit()
+    quick = options.quick
+    rounds = options.rounds if options.rounds is not None else _QUICK_ROUNDS if quick else _ROUNDS
+    threads = options.threads if options.threads is not None else _threads()
     for name, value in (("--rounds", rounds), ("--threads", threads)):
         if value < 1:
             raise ArgumentError(f"{name}={value} is below 1.", action="Pass 1 or more.")
-    for file in filter(None, [options.save]):
+    for file in filter(None, (options.save, options.picture)):
+        # Not after minutes of work.
         if not Path(file).absolute().parent.is_dir():
             raise ArgumentError(f"{file} is in no folder.", action="Make the folder first.")
-    settings = Settings(threads, rounds, seconds=0.05 if options.quick else 0.15)
-    return bench(choose(options.workloads, quick=options.quick), settings, _tell)
+    chosen = choose(options.workloads, quick=quick)
+    settings = Settings(threads, rounds, _QUICK_SECONDS if quick else _SECONDS)
+    ordinary: LineUp = partial(contenders_of, packages=options.only or ())
+    revision = compare.beside(*options.compare) if options.compare else nullcontext(ordinary)
+    with revision as line_up:
+        return bench(chosen, settings, line_up, _tell)
+
+
+def _threads() -> int:
+    try:
+        from qkv.backends.cpu.host import thread_limit
+    except ImportError as error:
+        raise UnsupportedError(
+            f"qkv's compiled backend cannot be loaded: {error}.",
+            action="Install llvmlite; without it there is nothing to measure.",
+        ) from error
+    return thread_limit()
 
 
 def _tell(text: str) -> None:
@@ -55,22 +92,30 @@ def _list(options: argparse.Namespace) -> str:
     return page.render(table)
 
 
+def _compared(before: str, after: str) -> str:
+    page, old, new = Page(), record.load(before), record.load(after)
+    lines = [Text(f"{name}: {line}") for name, r in ((before, old), (after, new))
+             for line in report.headline(r)]  # fmt: skip
+    return page.render(*lines, Text(), _table(page, compare.COLUMNS, compare.rows(old, new)))
+
+
 def _shown(done: record.Run, every: bool) -> str:
     page = Page()
-    parts: list[object] = [Text(line) for line in report.headline(done)]
+    parts: list[RenderableType] = [Text(line) for line in report.headline(done)]
     if every:
         for result in done.results:
-            table = page.table(*report.DETAIL_COLUMNS)
-            for row in report.details(result):
-                table.add_row(*(Text(page.token(cell, 200)) for cell in row))
-            parts += [Text(f"\n{result.workload}: {result.summary}", style="bold"), table]
+            name = Text(f"\n{result.workload}: {result.summary}", style="bold")
+            parts += [name, _table(page, report.DETAIL_COLUMNS, report.details(result))]
     else:
-        table = page.table(*report.COLUMNS)
-        for row in report.rows(done):
-            table.add_row(*(Text(page.token(cell, 200)) for cell in row))
-        parts += [Text(), table]
+        parts += [Text(), _table(page, report.COLUMNS, report.rows(done))]
     reasons = report.notes(done)
     if reasons:
-        parts.append(Text("\nNot timed:"))
-        parts += [Text(f"  {page.token(reason, 400)}") for reason in reasons]
-    return page.render(*parts)  # type: ignore[arg-type]
+        parts += [Text("\nNot timed:"), *(Text(f"  {page.token(r, 400)}") for r in reasons)]
+    return page.render(*parts)
+
+
+def _table(page: Page, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
+    table = page.table(*columns)
+    for row in rows:
+        table.add_row(*(Text(page.token(cell, 400)) for cell in row))
+    return table

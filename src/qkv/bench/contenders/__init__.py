@@ -7,7 +7,7 @@ a function that runs the workload, and one that reads the result as NumPy arrays
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeAlias
@@ -20,7 +20,7 @@ from qkv.errors import ArgumentError
 
 Array = NDArray[Any]
 
-__all__ = ["CONTENDERS", "Contender", "Prepared", "contender"]
+__all__ = ["CONTENDERS", "Contender", "Prepared", "contender", "contenders_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,8 @@ class Contender:
         raises UnsupportedError for a workload that this way cannot say.
     environment : mapping
         Variables that must be set before its process starts; "{threads}" is filled in.
+    known_as : str
+        Its name in its own process, if that runs another revision of qkv.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Contender:
     module: str
     function: str = "prepare"
     environment: Mapping[str, str] = field(default_factory=dict)
+    known_as: str = ""
 
     @property
     def version(self) -> str | None:
@@ -95,6 +98,7 @@ _XLA = {
 CONTENDERS: tuple[Contender, ...] = (
     Contender("qkv", "qkv", "of_qkv", environment=_QKV),
     Contender("qkv kernel", "qkv", "of_qkv", "prepare_kernel", _QKV),
+    Contender("qkv kernel statistics", "qkv", "of_qkv", "prepare_kernel_statistics", _QKV),
     Contender("qkv avx2", "qkv", "of_qkv", environment={**_QKV, "QKV_ISA": "avx2"}),
     Contender("qkv bfloat16", "qkv", "of_qkv", "prepare_bfloat16", _QKV),
     Contender("qkv int8", "qkv", "of_qkv", "prepare_int8", _QKV),
@@ -126,3 +130,9 @@ def contender(name: str) -> Contender:
         [("contenders", ", ".join(one.name for one in CONTENDERS))],
         "Use one of these.",
     )
+
+
+def contenders_of(workload: Workload, packages: Sequence[str] = ()) -> tuple[Contender, ...]:
+    """Who runs a workload: all, or the first and those of some packages."""
+    first, *others = (contender(name) for name in workload.contenders)
+    return (first, *(one for one in others if not packages or one.package in packages))

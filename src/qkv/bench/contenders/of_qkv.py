@@ -19,6 +19,7 @@ __all__ = [
     "prepare_bfloat16",
     "prepare_int8",
     "prepare_kernel",
+    "prepare_kernel_statistics",
     "prepare_statistics",
     "prepare_top",
 ]
@@ -55,7 +56,23 @@ def _both(variants: tuple[Any, ...], inputs: Inputs) -> Prepared:
 
 def prepare_kernel(workload: Workload, inputs: Inputs, threads: int) -> Prepared:
     """The backend alone: arguments are checked once, outside the time."""
-    call = Call.bind(
+    call = _bound(workload, inputs)
+    return Prepared(
+        lambda: call.choice.backend.run(call.problem), lambda partial: {"out": partial.out}
+    )
+
+
+def prepare_kernel_statistics(workload: Workload, inputs: Inputs, threads: int) -> Prepared:
+    """The backend alone, asked for lse, entropy and the largest score of every row as well."""
+    call = _bound(workload, inputs)
+    run = getattr(call.choice.backend, "run_with_statistics", None)
+    if run is None:
+        raise UnsupportedError("this version has no statistics in the same pass.")
+    return Prepared(lambda: run(call.problem), lambda result: {"out": result[0].out})
+
+
+def _bound(workload: Workload, inputs: Inputs) -> Call:
+    return Call.bind(
         inputs.query,
         inputs.key,
         inputs.value,
@@ -65,9 +82,6 @@ def prepare_kernel(workload: Workload, inputs: Inputs, threads: int) -> Prepared
         q_offset=None,
         kv_offset=0,
         backend=_BACKEND,
-    )
-    return Prepared(
-        lambda: call.choice.backend.run(call.problem), lambda partial: {"out": partial.out}
     )
 
 
