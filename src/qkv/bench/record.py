@@ -106,8 +106,8 @@ class Run:
 
 
 def to_json(run: Run) -> str:
-    """Strict JSON."""
-    return json.dumps(asdict(run), indent=1, allow_nan=False) + "\n"
+    """Strict JSON, one line: it is for programs, and long."""
+    return json.dumps(asdict(run), allow_nan=False) + "\n"
 
 
 def save(run: Run, path: str) -> None:

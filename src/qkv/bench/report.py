@@ -10,7 +10,7 @@ from qkv.bench.record import Entry, Result, Run
 from qkv.bench.samples import ratio, spread, summary
 from qkv.cost import memory
 
-__all__ = ["COLUMNS", "DETAIL_COLUMNS", "details", "headline", "markdown", "notes", "rows"]
+__all__ = ["COLUMNS", "DETAIL_COLUMNS", "details", "headline", "markdown", "notes", "page", "rows"]
 
 COLUMNS = ("workload", ">rate", ">of peak", ">ms", "times as long, or as much")
 DETAIL_COLUMNS = ("contender", ">ms", ">rate", ">of peak", ">ratio", ">spread", ">error/bound")
@@ -133,6 +133,27 @@ def _quiet(run: Run) -> str:
         f"{'A quiet machine' if quiet else 'Not a quiet machine'}: load {run.load[0]:.2f} before; "
         f"the peak of one workload moved by at most {worst:.0%}."
     )
+
+
+_BEGIN, _END = "<!-- qkv bench -->", "<!-- end of qkv bench -->"
+
+
+def page(text: str, run: Run) -> str:
+    """A page with the table between its marks; with both at its end if it has none.
+
+    Examples
+    --------
+    >>> run = Run({"packages": {}, "processor": "", "isa": "", "cores": 2, "system": "",
+    ...            "python": "", "qkv": ""}, {"threads": 2, "rounds": 1}, [0.0])
+    >>> once = page("Speed", run)
+    >>> page(once, run) == once
+    True
+    """
+    if _BEGIN not in text or _END not in text:
+        text = f"{text}\n{_BEGIN}\n{_END}\n"
+    before, _, rest = text.partition(_BEGIN)
+    after = rest.partition(_END)[2]
+    return f"{before}{_BEGIN}\n\n{markdown(run)}\n{_END}{after}"
 
 
 def markdown(run: Run) -> str:

@@ -126,7 +126,7 @@ def _timed(run: Callable[[], Any]) -> float:
     result = run()
     seconds = time.perf_counter() - began
     del result
-    return seconds
+    return round(seconds, 9)
 
 
 def _enough(times: list[float], seconds: float, least: int) -> bool:

@@ -229,7 +229,9 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="strict JSON, with every time")
     parser.add_argument("--save", metavar="FILE", help="also write that JSON to a file")
     parser.add_argument("--load", metavar="FILE", help="show a saved run instead of running")
-    parser.add_argument("--markdown", action="store_true", help="the table in Markdown")
+    parser.add_argument(
+        "--markdown", metavar="FILE", help="also write the table to a page, between its marks"
+    )
     parser.add_argument("--picture", metavar="FILE", help="also draw it, as SVG")
     parser.add_argument(
         "--only", action="append", metavar="PACKAGE", help="beside the first, only these packages"

@@ -45,9 +45,9 @@ def run(options: argparse.Namespace) -> str:
         record.save(done, options.save)
     if options.picture:
         Path(options.picture).write_text(svg(done), encoding="utf-8")
-    if options.json:
-        return record.to_json(done)
-    return report.markdown(done) if options.markdown else _shown(done, options.details)
+    if options.markdown:
+        _write_page(Path(options.markdown), done)
+    return record.to_json(done) if options.json else _shown(done, options.details)
 
 
 def _run(options: argparse.Namespace) -> record.Run:
@@ -57,7 +57,7 @@ def _run(options: argparse.Namespace) -> record.Run:
     for name, value in (("--rounds", rounds), ("--threads", threads)):
         if value < 1:
             raise ArgumentError(f"{name}={value} is below 1.", action="Pass 1 or more.")
-    for file in filter(None, (options.save, options.picture)):
+    for file in filter(None, (options.save, options.picture, options.markdown)):
         # Not after minutes of work.
         if not Path(file).absolute().parent.is_dir():
             raise ArgumentError(f"{file} is in no folder.", action="Make the folder first.")
@@ -67,6 +67,11 @@ def _run(options: argparse.Namespace) -> record.Run:
     revision = compare.beside(*options.compare) if options.compare else nullcontext(ordinary)
     with revision as line_up:
         return bench(chosen, settings, line_up, _tell)
+
+
+def _write_page(page: Path, done: record.Run) -> None:
+    text = page.read_text(encoding="utf-8") if page.exists() else ""
+    page.write_text(report.page(text, done), encoding="utf-8")
 
 
 def _threads() -> int:
