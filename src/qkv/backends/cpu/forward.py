@@ -37,7 +37,13 @@ from qkv.backends.cpu import vector_math
 from qkv.backends.cpu.expressions import Expressions
 from qkv.backends.cpu.frame import COMMON_FIELDS, WORD, Frame, Shape, operand_fields
 from qkv.backends.cpu.ir import BIT, INT64, POINTER, Value
-from qkv.backends.cpu.packing import all_finite, copy_rows, pack_rows, unpack_rows
+from qkv.backends.cpu.packing import (
+    all_finite,
+    copy_rows,
+    fetch_rows,
+    pack_rows,
+    unpack_rows,
+)
 from qkv.backends.cpu.products import combine_rows, dot_rows, store_vectors, vectors_at
 from qkv.backends.cpu.storage import ITEM_BYTES, real_dtype
 from qkv.problem.expressions import SCORE, TRUE
@@ -466,6 +472,7 @@ class _Forward(Frame):
                 v, value_row = self.block_of(
                     arguments, "value", value, kv_start, keys, v_head_dim, value_copy, parts
                 )
+                b.call(parts["fetch_rows"], [v, value_row, keys, v_head_dim])
                 b.call(scores, [k, packed, weights, block_max, key_row, head_dim, keys])
 
                 def softmax(name: str, marked: Value) -> None:
@@ -550,6 +557,7 @@ class _Forward(Frame):
             "pack": self.pack(),
             "unpack": self.unpack(),
             "full": self.softmax("full", False),
+            "fetch_rows": fetch_rows(e),
         }
         for dtype in sorted(set(self.dtypes.values())):
             parts[f"copy {dtype}"] = copy_rows(e, dtype)

@@ -9,6 +9,8 @@ from llvmlite import ir
 from qkv.backends.cpu import storage
 from qkv.backends.cpu.ir import BIT, INT64, POINTER, Emitter, Value
 
+_CACHE_LINE = 64
+
 
 def adjacent(e: Emitter, element: Value, dim: Value, item: int) -> Value:
     """Whether rows can be read a vector at a time."""
@@ -96,8 +98,44 @@ def copy_rows(e: Emitter, dtype: str) -> Value:
     return function
 
 
-def all_finite(e: Emitter) -> Value:
+def move_rows(e: Emitter, name: str, item: int) -> Value:
+    """A function `(from, row, element, count, dim, to)`: rows of any stride laid side by side."""
+    with e.function(f"move_{name}", [POINTER, *[INT64] * 4, POINTER]) as (function, args):
+        source, row, element, count, dim, target = args
+        raw = ir.IntType(8 * item)
+
+        def each(k: Value, _: list[Value]) -> None:
+            start, end = e.at(source, e.mul(k, row)), e.at(target, e.mul(k, dim, item))
+
+            def one(d: Value, _: list[Value]) -> None:
+                e.store(e.load(e.at(start, e.mul(d, element)), raw), e.at(end, e.mul(d, item)), item)
+
+            e.loop(0, dim, 1, [], one)
+
+        e.loop(0, count, 1, [], each)
+    return function
+
+
+def fetch_rows(e: Emitter) -> Value:
+    """A function `(rows, row, count, dim)`: bring rows near before they are read by columns."""
+    with e.function("fetch_rows", [POINTER, *[INT64] * 3]) as (function, args):
+        source, row, count, dim = args
+
+        def each(k: Value, _: list[Value]) -> None:
+            start = e.at(source, e.mul(k, row))
+            e.loop(
+                0, e.mul(dim, e.real_bytes), _CACHE_LINE, [],
+                lambda offset, _: e.prefetch(e.at(start, offset)),
+            )  # fmt: skip
+
+        e.loop(0, count, 1, [], each)
+    return function
+
+
+def all_finite(e: Emitter, dtype: str = "") -> Value:
     """A function `(rows, row, count, dim) -> bit`: x * 0 is 0 exactly for a finite x."""
+    dtype = dtype or storage.real_dtype(e)
+    item = storage.ITEM_BYTES[dtype]
     with e.function("all_finite", [POINTER, *[INT64] * 3], BIT) as (function, args):
         source, row, count, dim = args
         b = e.builder
@@ -109,7 +147,7 @@ def all_finite(e: Emitter) -> Value:
                 following = []
                 for i, old in enumerate(seen):
                     place = e.mul(e.least(e.add(k, i), last_row), row)
-                    x = load(e.at(source, place, e.mul(d, e.real_bytes)))
+                    x = load(e.at(source, place, e.mul(d, item)))
                     following.append(e.fma(x, ir.Constant(x.type, None), old))
                 return following
 
@@ -120,12 +158,12 @@ def all_finite(e: Emitter) -> Value:
         vectors = e.loop(
             0, stop, e.lanes, [e.const(0.0)] * 4,
             lambda d, seen: rows(
-                e.least(d, last_vector), lambda p: e.load_vector(p, aligned=False), seen
+                e.least(d, last_vector), lambda p: storage.load(e, p, dtype, e.lanes), seen
             ),
         )  # fmt: skip
         scalars = e.loop(
             stop, dim, 1, [ir.Constant(e.real, 0.0)] * 4,
-            lambda d, seen: rows(d, lambda p: e.load(p, e.real, e.real_bytes), seen),
+            lambda d, seen: rows(d, lambda p: storage.load(e, p, dtype), seen),
         )  # fmt: skip
         total = vectors[0]
         for seen in (*vectors[1:], *map(e.splat, scalars)):

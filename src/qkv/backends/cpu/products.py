@@ -105,19 +105,33 @@ def combine_rows(
     `finish(d, sums)` is given the columns from d on, `vectors` sums for each.
     """
 
-    def tile(size: int) -> Callable[[Value, list[Value]], None]:
-        def body(d: Value, _: list[Value]) -> None:
-            start = e.at(first_row, e.mul(d, e.real_bytes))
+    def sums(d: Value, size: int) -> list[Value]:
+        start = e.at(first_row, e.mul(d, e.real_bytes))
 
-            def step(k: Value, totals: list[Value]) -> list[Value]:
-                row = e.at(start, e.mul(k, row_stride))
-                elements = [e.at(row, i * e.real_bytes) for i in range(size)]
-                return _accumulate(e, elements, vectors_at(e, packed, vectors, k), totals)
+        def step(k: Value, totals: list[Value]) -> list[Value]:
+            row = e.at(start, e.mul(k, row_stride))
+            elements = [e.at(row, i * e.real_bytes) for i in range(size)]
+            return _accumulate(e, elements, vectors_at(e, packed, vectors, k), totals)
 
-            finish(d, e.loop(0, count, 1, [e.const(0.0)] * (size * vectors), step))
-
-        return body
+        return e.loop(0, count, 1, [e.const(0.0)] * (size * vectors), step)
 
     whole = e.round_down(dim, columns)
-    e.loop(0, whole, columns, [], tile(columns))
-    e.loop(whole, dim, 1, [], tile(1))
+    e.loop(0, whole, columns, [], lambda d, _: finish(d, sums(d, columns)))
+    b = e.builder
+    some, wide = e.below(whole, dim), b.icmp_signed(">=", dim, e.index(columns))
+
+    def last() -> None:
+        # A tile that ends with the last column; those it has in common with the one before are
+        # dropped.
+        d = e.sub(dim, columns)
+        totals = sums(d, columns)
+        for i in range(columns):
+            column = e.add(d, i)
+            with b.if_then(b.icmp_signed(">=", column, whole)):
+                finish(column, totals[i * vectors : (i + 1) * vectors])
+
+    def narrow() -> None:
+        e.loop(0, dim, 1, [], lambda d, _: finish(d, sums(d, 1)))
+
+    with b.if_then(some):
+        e.choose(wide, last, narrow)
