@@ -1,7 +1,7 @@
 """The machine that code is compiled for: its instruction set, and how many threads may run.
 
-`QKV_ISA` forces narrower vectors ("avx512", "avx2", "sse", "neon"), `QKV_NUM_THREADS` the number of
-threads.
+`QKV_ISA` forces a lesser instruction set: "amx" (bfloat16 tiles), "avx512-bf16" (pairs of bfloat16),
+"avx512", "avx2", "sse" or "neon". `QKV_NUM_THREADS` is the number of threads.
 """
 
 from __future__ import annotations
@@ -15,21 +15,39 @@ from typing import Any
 import numpy as np
 
 from qkv.backends.cpu.frame import Shape
+from qkv.backends.cpu.matrix_unit import permitted
 from qkv.errors import ArgumentError
 
+_AVX512 = Shape(lanes=16, vectors=4, keys=4, halves=True)
 _SHAPES = {
-    "avx512": Shape(lanes=16, vectors=4, keys=4, halves=True),
+    "amx": _AVX512,
+    "avx512-bf16": _AVX512,
+    "avx512": _AVX512,
     "avx2": Shape(lanes=8, vectors=3, keys=4, halves=True),
     "sse": Shape(lanes=4, vectors=3, keys=4),
     "neon": Shape(lanes=4, vectors=4, keys=4, halves=True),
 }
 """For float32."""
+_BFLOAT16_SHAPES = {
+    "amx": Shape(lanes=16, vectors=2, keys=2, halves=True, product="tiles", together=8),
+    "avx512-bf16": Shape(lanes=16, vectors=4, keys=6, halves=True, product="pairs", together=4),
+}
+"""For products of bfloat16; other machines convert to float32."""
+_NEEDS_AVX512 = frozenset({"avx512f", "avx512vl", "avx512bw", "avx512dq", "fma", "f16c"})
 _REQUIRED = {
-    "avx512": frozenset({"avx512f", "avx512vl", "avx512bw", "avx512dq", "fma", "f16c"}),
+    "amx": _NEEDS_AVX512 | {"avx512bf16", "amx-tile", "amx-bf16"},
+    "avx512-bf16": _NEEDS_AVX512 | {"avx512bf16"},
+    "avx512": _NEEDS_AVX512,
     "avx2": frozenset({"avx2", "fma", "f16c"}),
 }
-_WIDE = ("avx512", "avx10", "amx")
-"""Features that narrower code does without."""
+"""From the most able one on."""
+_WITHOUT: dict[str, tuple[str, ...]] = {
+    "avx512-bf16": ("amx",),
+    "avx512": ("amx", "avx512bf16"),
+    "avx2": ("amx", "avx512", "avx10"),
+    "sse": ("amx", "avx", "fma", "f16c", "xop", "v"),
+}
+"""Beginnings of the names of features that code for this instruction set does without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +61,11 @@ class Host:
     @property
     def shape(self) -> Shape:
         return _SHAPES[self.isa]
+
+    @property
+    def bfloat16_shape(self) -> Shape | None:
+        """For products of bfloat16, where the machine has them."""
+        return _BFLOAT16_SHAPES.get(self.isa)
 
     def shape_of(self, dtype: np.dtype[Any]) -> Shape:
         """For a type of computation: float64 has half as many lanes."""
@@ -74,6 +97,8 @@ def _host(forced: str) -> Host:
         usable = ["neon"]
     else:
         usable = [isa for isa, needs in _REQUIRED.items() if needs <= has] + ["sse"]
+        if usable[0] == "amx" and not permitted():
+            usable.remove("amx")
     isa = forced or usable[0]
     if isa not in usable:
         raise ArgumentError(
@@ -81,11 +106,10 @@ def _host(forced: str) -> Host:
             [("has", ", ".join(usable))],
             "Unset QKV_ISA, or name one of these.",
         )
-    if isa != usable[0]:
-        dropped: tuple[str, ...] = _WIDE if isa == "avx2" else (*_WIDE, "avx", "fma", "f16c", "xop")
-        for name in features:
-            if name.startswith(dropped) or (isa == "sse" and name.startswith("v")):
-                features[name] = False
+    dropped = _WITHOUT.get(isa, ()) if isa != usable[0] else ()
+    for name in features:
+        if name.startswith(dropped):
+            features[name] = False
     flat = ",".join(("+" if on else "-") + name for name, on in sorted(features.items()))
     return Host(llvm.get_host_cpu_name(), flat, isa)
 

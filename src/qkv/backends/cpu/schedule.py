@@ -45,17 +45,20 @@ def folds(spec: Spec, lanes: int) -> bool:
     return few and "head" not in variables(spec.mask)
 
 
-def schedule(problem: Problem, block_q: int, folded: bool = False) -> Schedule:
-    """Every block of queries of every head, the longest of a head first."""
+def schedule(problem: Problem, block_q: int, folded: bool = False, together: int = 1) -> Schedule:
+    """Every block of queries of every head, the longest of a head first.
+
+    If several blocks are one task, the kind of a run holds two bits for each of them, a `TileKind`.
+    """
     spec, (mask, unknown) = problem.spec, _cheap_part(problem)
     if folded:
         return _folded(problem, mask, unknown, block_q)
     blocks = spec.batch_size * spec.num_heads * -(-spec.q_len // block_q)
-    sizes = (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len, block_q)
+    sizes = (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len, block_q, together)
     if not tables(mask) and blocks <= _KEPT_TASKS:
         return _without_tables(mask, unknown, *sizes)
     grid = TileGrid(mask, problem.operands.tables, spec.q_len, spec.kv_len, block_q, TILE_KV)
-    return _schedule(grid, unknown, spec.batch_size, spec.num_heads)
+    return _schedule(grid, unknown, spec.batch_size, spec.num_heads, together)
 
 
 def _cheap_part(problem: Problem) -> tuple[Node, bool]:
@@ -97,29 +100,41 @@ def _folded(problem: Problem, mask: Node, unknown: bool, block_q: int) -> Schedu
 
 @lru_cache(maxsize=64)
 def _without_tables(
-    mask: Node, unknown: bool, batches: int, heads: int, q_len: int, kv_len: int, block_q: int
+    mask: Node,
+    unknown: bool,
+    batches: int,
+    heads: int,
+    q_len: int,
+    kv_len: int,
+    block_q: int,
+    together: int,
 ) -> Schedule:
     """A mask that reads no values has one schedule."""
     grid = TileGrid(mask, {}, q_len, kv_len, block_q, TILE_KV)
-    return _schedule(grid, unknown, batches, heads)
+    return _schedule(grid, unknown, batches, heads, together)
 
 
-def _schedule(grid: TileGrid, unknown: bool, batches: int, heads: int) -> Schedule:
+def _schedule(
+    grid: TileGrid, unknown: bool, batches: int, heads: int, together: int = 1
+) -> Schedule:
     """With `unknown` conditions beside the grid's mask, no tile is known to be full."""
     own_batches = batches if "batch" in grid.depends_on else 1
     own_heads = heads if "head" in grid.depends_on else 1
-    blocks = grid.q_blocks
+    blocks = -(-grid.q_blocks // together)
     runs: list[Array] = []
     counts: list[Array] = []
-    step = max(1, _CELLS // max(grid.kv_blocks, 1))
+    step = max(1, _CELLS // max(grid.kv_blocks * together, 1))
     for batch, head in np.ndindex(own_batches, own_heads):
         for first in range(0, blocks, step):
-            kinds = grid.classify(batch, head, first, min(first + step, blocks))
+            last_block = min((first + step) * together, grid.q_blocks)
+            kinds = grid.classify(batch, head, first * together, last_block)
             if unknown:
                 kinds[kinds == TileKind.FULL] = TileKind.PARTIAL
-            rows, found = _runs(kinds, grid)
+            rows, found = _runs(_side_by_side(kinds, together), grid)
+            if together == 1:
+                found[:, 2] = found[:, 2] == TileKind.PARTIAL
             runs.append(found)
-            counts.append(np.bincount(rows, minlength=len(kinds)))
+            counts.append(np.bincount(rows, minlength=min(step, blocks - first)))
     every_run, count = np.concatenate(runs), np.concatenate(counts)
     last = np.cumsum(count)
     ends = np.concatenate([[0], np.cumsum(every_run[:, 1] - every_run[:, 0])])
@@ -129,13 +144,21 @@ def _schedule(grid: TileGrid, unknown: bool, batches: int, heads: int) -> Schedu
     tasks = np.empty((batches, heads, blocks, len(TASK)), np.int64)
     tasks[..., 0] = np.arange(batches)[:, None, None]
     tasks[..., 1] = np.arange(heads)[:, None]
-    tasks[..., 2] = order * grid.block_q
+    tasks[..., 2] = order * grid.block_q * together
     for column, value in ((3, last - count), (4, last)):
         tasks[..., column] = np.take_along_axis(value.reshape(shape), order, axis=-1)
     copies = batches * heads // (own_batches * own_heads)
-    return Schedule(
-        tasks.reshape(-1, len(TASK)), every_run, int(keys.sum()) * copies * grid.block_q
-    )
+    pairs = int(keys.sum()) * copies * grid.block_q * together
+    return Schedule(tasks.reshape(-1, len(TASK)), every_run, pairs)
+
+
+def _side_by_side(kinds: Array, together: int) -> Array:
+    """One row for `together` rows of kinds: two bits for each, the first one's lowest."""
+    rows = -(-len(kinds) // together)
+    padded = np.zeros((rows * together, kinds.shape[1]), np.int64)
+    padded[: len(kinds)] = kinds
+    shifted = padded.reshape(rows, together, -1) << 2 * np.arange(together)[:, None]
+    return np.asarray(shifted.sum(axis=1))
 
 
 def _runs(kinds: Array, grid: TileGrid) -> tuple[Array, Array]:
@@ -148,5 +171,5 @@ def _runs(kinds: Array, grid: TileGrid) -> tuple[Array, Array]:
     runs = np.empty((len(rows), len(RUN)), np.int64)
     runs[:, 0] = first * grid.block_kv
     runs[:, 1] = np.minimum((final + 1) * grid.block_kv, grid.kv_len)
-    runs[:, 2] = kinds[rows, first] == TileKind.PARTIAL
+    runs[:, 2] = kinds[rows, first]
     return rows, runs

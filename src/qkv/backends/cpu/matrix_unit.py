@@ -1,0 +1,116 @@
+"""The matrix unit of some x86 processors (AMX): permission, and products of bfloat16 tiles.
+
+A tile is a register of 16 rows of 64 bytes. One instruction adds the product of two tiles to a
+third, pairs of neighbouring bfloat16 being multiplied and added:
+
+    C[m, n] += sum_p A[m, 2p] * B[p, 2n] + A[m, 2p+1] * B[p, 2n+1]        m, n, p < 16
+
+Subnormal numbers count as zero in such products. Source: Intel, "Architectures Software Developer's
+Manual", volume 1, chapter 18 (2024).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import struct
+import sys
+from functools import lru_cache
+
+from llvmlite import ir
+
+from qkv.backends.cpu.ir import BYTE, INT64, POINTER, VOID, Emitter, Value
+
+TILE_ROWS = 16
+TILE_BYTES = 64
+"""Of one row."""
+
+_ARCH_PRCTL = 158
+_REQUEST_PERMISSION = 0x1023
+_TILE_DATA = 18
+
+
+@lru_cache(maxsize=1)
+def permitted() -> bool:
+    """Whether the system lets this process use tiles; asked for once, and inherited by children.
+
+    Linux refuses, for example, when some thread has a signal stack too small for the registers.
+    """
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    call = ctypes.CDLL(None).syscall
+    call.argtypes = [ctypes.c_long] * 3
+    return int(call(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA)) == 0
+
+
+def configure(e: Emitter) -> None:
+    """All eight tiles get their full size; to be called before a thread uses one."""
+    setting = struct.pack("<BB14x8H16x8B8x", 1, 0, *[TILE_BYTES] * 8, *[TILE_ROWS] * 8)
+    kind = ir.ArrayType(BYTE, len(setting))
+    constant = e.module.globals.get("tile_sizes")
+    if constant is None:
+        constant = ir.GlobalVariable(e.module, kind, "tile_sizes")
+        constant.linkage, constant.global_constant = "internal", True
+        constant.initializer = ir.Constant(kind, bytearray(setting))
+    e.machine("llvm.x86.ldtilecfg", VOID, e.builder.bitcast(constant, POINTER))
+
+
+def release(e: Emitter) -> None:
+    """The tiles of this thread are empty again, so that nobody has to save them."""
+    e.machine("llvm.x86.tilerelease", VOID)
+
+
+def add_product(e: Emitter, name: str, vectors: int, *, onto: bool) -> Value:
+    """A function `(rows, packed, out, row, count, pairs)`:
+
+        out[i, :] = (out[i, :] if onto else 0) + sum_p rows[i, p] . packed[p, :]
+
+    `rows` are `row` bytes apart, their pairs adjacent; a row of `packed` and `out` is `vectors`
+    vectors. All are there up to `count` rounded up to 32 and `pairs` rounded up to 16. Two by two
+    tiles are held at once, so that four products share four loaded tiles.
+    """
+    across = min(vectors, 2)
+    width = e.index(vectors * TILE_BYTES)
+    totals = [[2 * m + n for n in range(across)] for m in range(2)]
+    left, right = (4, 5), (6, 7)
+
+    with e.function(name, [*[POINTER] * 3, *[INT64] * 3]) as (function, args):
+        rows, packed, out, row, count, pairs = args
+
+        def block(i: Value, _: list[Value]) -> None:
+            for first in range(0, vectors, across):
+                corner = e.at(out, e.mul(i, width), first * TILE_BYTES)
+                places = [
+                    (tile, e.at(corner, m * TILE_ROWS * vectors * TILE_BYTES, n * TILE_BYTES))
+                    for m in range(2)
+                    for n, tile in enumerate(totals[m])
+                ]
+                for tile, place in places:
+                    if onto:
+                        _tile(e, "tileloadd64", tile, place, width)
+                    else:
+                        _tile(e, "tilezero", tile)
+
+                def step(p: Value, _: list[Value], first: int = first) -> None:
+                    for m, tile in enumerate(left):
+                        place = e.at(rows, e.mul(e.add(i, m * TILE_ROWS), row), e.mul(p, 4))
+                        _tile(e, "tileloadd64", tile, place, row)
+                    for n, tile in enumerate(right[:across]):
+                        place = e.at(packed, e.mul(p, width), (first + n) * TILE_BYTES)
+                        _tile(e, "tileloadd64", tile, place, width)
+                    for m in range(2):
+                        for n in range(across):
+                            _tile(e, "tdpbf16ps", totals[m][n], left[m], right[n])
+
+                e.loop(0, pairs, TILE_ROWS, [], step)
+                for tile, place in places:
+                    _tile(e, "tilestored64", tile, place, width)
+
+        e.loop(0, count, 2 * TILE_ROWS, [], block)
+    return function
+
+
+def _tile(e: Emitter, instruction: str, *args: Value | int) -> None:
+    """Whole numbers among the arguments are tiles."""
+    values = [ir.Constant(BYTE, arg) if isinstance(arg, int) else arg for arg in args]
+    e.machine(f"llvm.x86.{instruction}", VOID, *values)

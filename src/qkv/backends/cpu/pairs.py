@@ -1,0 +1,597 @@
+"""The forward kernel for bfloat16 on machines that multiply bfloat16.
+
+It computes what `forward` says, in the same order, with two differences.
+
+Both products add products of *pairs*, of neighbouring elements of Q and K in one, of neighbouring
+keys in the other:
+
+    S[k, q]  =  sum_p K[k, p] . Q[p, q]          p: two elements
+    O[d, q] +=  sum_p V[d, p] . P[p, q]          p: two keys
+
+The left factor has a row for each result, its pairs adjacent; the right one is *packed*, a pair of
+each query in a lane. K lies so in memory; of V, each block of keys is transposed. Weights are
+rounded to bfloat16 as they are packed; their sums stay float32, of unrounded weights.
+
+One task is several blocks of queries, so that they share the transposed block. A run of keys says
+of each block whether it sees none, all or part of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from llvmlite import ir
+
+from qkv.backends.cpu import matrix_unit, storage
+from qkv.backends.cpu.forward import RUN, STATS, TASK, ForwardKey, _Forward
+from qkv.backends.cpu.frame import WORD, Shape
+from qkv.backends.cpu.ir import BIT, BYTE, FLOAT, INT16, INT32, INT64, POINTER, Emitter, Value
+from qkv.backends.cpu.products import dot_rows, store_vectors, vectors_at
+from qkv.problem.expressions import TRUE
+from qkv.problem.tiles import TileKind
+
+BLOCK_KV = 128
+"""Keys whose scores are held at once."""
+
+CHUNK = 32
+"""bfloat16 elements of a vector, and a tile's row; rows of copies are whole chunks."""
+
+_UNROLLED = 4
+"""Keys that are weighed in one step of the loop."""
+_PARTIAL = int("01" * CHUNK, 2)
+"""The bits of a partial block among the kinds of a run."""
+_V_ROW = 2 * BLOCK_KV
+"""Bytes of a row of transposed V."""
+
+
+def chunks(dim: int) -> int:
+    """`dim` rounded up to whole chunks."""
+    return -(-dim // CHUNK) * CHUNK
+
+
+def whole(e: Emitter, dim: Value) -> Value:
+    """The same for a value."""
+    return e.round_down(e.add(dim, CHUNK - 1), CHUNK)
+
+
+def pair_scratch_bytes(shape: Shape, head_dim: int, v_head_dim: int) -> int:
+    """Memory of one worker: a block of S, V and K; packed Q, O and statistics of each block."""
+    width = 4 * shape.block_q
+    head_dim, v_head_dim = chunks(head_dim), chunks(v_head_dim)
+    shared = BLOCK_KV * (width + 2 * (head_dim + 2 * v_head_dim))
+    own = width * (head_dim // 2 + v_head_dim + STATS)
+    return -(-(shared + shape.together * own) // 4096) * 4096
+
+
+def emit_pairs(key: ForwardKey) -> str:
+    """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
+    kernel = _PairForward(key)
+    kernel.all_tasks()
+    return str(kernel.e.module)
+
+
+class _PairForward(_Forward):
+    def __init__(self, key: ForwardKey) -> None:
+        super().__init__(key)
+        e = self.e
+        self.vectors = self.shape.vectors
+        self.width = self.vectors * e.vector_bytes
+        self.halves = ir.VectorType(INT16, CHUNK)
+        kind = ir.ArrayType(BYTE, 2 * CHUNK)
+        zeros = ir.GlobalVariable(e.module, kind, "zeros")
+        zeros.linkage, zeros.global_constant = "internal", True
+        zeros.initializer = ir.Constant(kind, None)
+        self.zeros = zeros.bitcast(POINTER)
+        """A chunk of a row that is not there."""
+
+    # Rows of bfloat16
+
+    def first_of_chunk(self, count: Value) -> Value:
+        """Which elements of a chunk are there, when `count` are."""
+        e, b = self.e, self.e.builder
+        left = b.trunc(e.least(count, CHUNK), INT16)
+        empty = ir.Constant(self.halves, ir.Undefined)
+        first = b.insert_element(empty, left, ir.Constant(INT32, 0))
+        numbers = ir.Constant(self.halves, list(range(CHUNK)))
+        return b.icmp_signed("<", numbers, b.shuffle_vector(first, empty, e.picks([0] * CHUNK)))
+
+    def chunk(self, place: Value, there: Value) -> Value:
+        """32 elements as 16 pairs; 0 in place of those that are not there, which are not read."""
+        e, b = self.e, self.e.builder
+        loaded = e.machine(
+            "llvm.masked.load.v32i16.p0", self.halves,
+            b.bitcast(place, self.halves.as_pointer()), ir.Constant(INT32, 2), there,
+            ir.Constant(self.halves, None),
+        )  # fmt: skip
+        return b.bitcast(loaded, e.vector)
+
+    def copy(self) -> Value:
+        """A function `(from, row, element, count, dim, to)`: rows side by side, in whole chunks.
+
+        What is missing from the chunk of the last row or element is 0.
+        """
+        e = self.e
+        with e.function("copy", [POINTER, *[INT64] * 4, POINTER]) as (function, args):
+            source, row, element, count, dim, target = args
+            b = e.builder
+            width = e.mul(2, whole(e, dim))
+            adjacent = b.icmp_signed("==", element, e.index(2))
+
+            def each(k: Value, _: list[Value]) -> None:
+                start, end = e.at(source, e.mul(k, row)), e.at(target, e.mul(k, width))
+                exists = e.below(k, count)
+
+                def chunk(d: Value, _: list[Value]) -> None:
+                    place = b.select(exists, e.at(start, e.mul(d, 2)), self.zeros)
+                    there = self.first_of_chunk(b.select(adjacent, e.sub(dim, d), e.index(0)))
+                    e.store_vector(self.chunk(place, there), e.at(end, e.mul(d, 2)))
+
+                def single(d: Value, _: list[Value]) -> None:
+                    x = e.load(e.at(start, e.mul(d, element)), INT16, 2)
+                    e.store(x, e.at(end, e.mul(d, 2)), 2)
+
+                e.loop(0, dim, CHUNK, [], chunk)
+                scattered = b.and_(exists, b.not_(adjacent))
+                e.loop(0, b.select(scattered, dim, e.index(0)), 1, [], single)
+
+            e.loop(0, whole(e, count), 1, [], each)
+        return function
+
+    def pack_pairs(self, parts: dict[str, Value]) -> Value:
+        """One vector of queries as pairs; lanes beyond the last row repeat it."""
+        e = self.e
+        arguments = [POINTER, POINTER, POINTER, POINTER, INT64]
+        with e.function("pack", arguments) as (function, args):
+            arguments_, query, packed, copy, first_row = args
+            b = e.builder
+            names = ("query_row", "query_element", "head_dim", "rows")
+            row, element, head_dim, rows = (self.field(arguments_, name) for name in names)
+            last = e.least(e.lanes - 1, e.sub(e.sub(rows, first_row), 1))
+            here = e.at(query, e.mul(first_row, row))
+            start, row = self.adjacent(parts, (here, row, element), e.add(last, 1), head_dim, copy)
+            places = [e.at(start, e.mul(e.least(i, last), row)) for i in range(e.lanes)]
+            negative = b.fcmp_ordered(
+                "<", self.real_field(arguments_, "sign"), ir.Constant(FLOAT, 0)
+            )
+            flip = e.splat(b.select(negative, *(ir.Constant(INT32, x) for x in (0x80008000, 0))))
+
+            def turn(d: Value, _: list[Value]) -> None:
+                there = self.first_of_chunk(e.sub(head_dim, d))
+                loaded = [self.chunk(e.at(place, e.mul(d, 2)), there) for place in places]
+                start = e.at(packed, e.mul(d, self.width // 2))
+                for p, pairs in enumerate(e.transpose(loaded)):
+                    signed = e.as_floats(b.xor(e.as_bits(pairs), flip))
+                    e.store_vector(signed, e.at(start, p * self.width))
+
+            e.loop(0, head_dim, CHUNK, [], turn)
+        return function
+
+    def adjacent(
+        self,
+        parts: dict[str, Value],
+        rows: tuple[Value, Value, Value],
+        count: Value,
+        dim: Value,
+        copy: Value,
+        *,
+        chunks: bool = False,
+    ) -> tuple[Value, Value]:
+        """Rows with adjacent elements, and whole `chunks` if asked for: where they lie, or copied.
+
+        Rows are where they start, and the byte strides of rows and elements.
+        """
+        e, b = self.e, self.e.builder
+        here, row, element = rows
+        needed = b.icmp_signed("!=", element, e.index(2))
+        if chunks:
+            for size in (count, dim):
+                broken = b.icmp_signed("!=", whole(e, size), size)
+                needed = b.or_(needed, broken)
+        with b.if_then(needed, likely=False):
+            b.call(parts["copy"], [here, row, element, count, dim, copy])
+        return b.select(needed, copy, here), b.select(needed, e.mul(2, whole(e, dim)), row)
+
+    def transpose_values(self) -> Value:
+        """A function `(rows, row, count, dim, to)`: V[keys, d] becomes [d, keys], whole chunks."""
+        e = self.e
+        arguments = [POINTER, *[INT64] * 3, POINTER]
+        with e.function("transpose_values", arguments) as (function, args):
+            rows, row, count, dim, target = args
+            b = e.builder
+            low, high = e.const_bits(0xFFFF), e.const_bits(-(2**16))
+            sixteen = e.const_bits(16)
+
+            def keys(k: Value, _: list[Value]) -> None:
+                def elements(d: Value, _: list[Value]) -> None:
+                    there = self.first_of_chunk(e.sub(dim, d))
+                    start = e.at(rows, e.mul(d, 2))
+
+                    def turned(first: int) -> list[Value]:
+                        """Pairs of elements of every other key."""
+                        loaded = []
+                        for i in range(first, CHUNK, 2):
+                            key = e.add(k, i)
+                            place = e.at(start, e.mul(key, row))
+                            place = b.select(e.below(key, count), place, self.zeros)
+                            loaded.append(self.chunk(place, there))
+                        return [e.as_bits(vector) for vector in e.transpose(loaded)]
+
+                    to = e.at(target, e.mul(d, _V_ROW), e.mul(k, 2))
+                    for p, (even, odd) in enumerate(zip(turned(0), turned(1), strict=True)):
+                        below = b.or_(b.and_(even, low), b.shl(odd, sixteen))
+                        above = b.or_(b.lshr(even, sixteen), b.and_(odd, high))
+                        for half, pairs in enumerate((below, above)):
+                            place = e.at(to, (2 * p + half) * _V_ROW)
+                            e.store_vector(e.as_floats(pairs), place)
+
+                e.loop(0, dim, CHUNK, [], elements)
+
+            e.loop(0, count, CHUNK, [], keys)
+        return function
+
+    # Products
+
+    def product(self, name: str, *, onto: bool) -> Value:
+        """A function as `matrix_unit.add_product`; vectors and pairs where there are no tiles."""
+        e = self.e
+        if self.shape.product == "tiles":
+            return matrix_unit.add_product(e, name, self.vectors, onto=onto)
+        with e.function(name, [*[POINTER] * 3, *[INT64] * 3]) as (function, args):
+            rows, packed, out, row, count, pairs = args
+
+            def finish(i: Value, products: list[Value], _: list[Value]) -> list[Value]:
+                place = e.at(out, e.mul(i, self.width))
+                if onto:
+                    held = [
+                        e.load_vector(e.at(place, n * e.vector_bytes)) for n in range(len(products))
+                    ]
+                    products = list(map(e.builder.fadd, held, products))
+                store_vectors(e, place, products)
+                return []
+
+            dot_rows(
+                e, rows, row, count, packed, self.vectors, pairs, self.shape.keys, [], finish,
+                multiply_add_pairs,
+            )  # fmt: skip
+        return function
+
+    # S = K Q^T, transposed
+
+    def block_max(self) -> Value:
+        """A function `(scores, block_max, count)`: the largest score of each query."""
+        e, at_once = self.e, 4
+        with e.function("block_max", [POINTER, POINTER, INT64]) as (function, args):
+            scores, largest, count = args
+
+            def step(k: Value, seen: list[Value]) -> list[Value]:
+                # The last keys may be met twice.
+                rows = [e.least(e.add(k, i), e.sub(count, 1)) for i in range(at_once)]
+                vectors = [v for row in rows for v in vectors_at(e, scores, self.vectors, row)]
+                return list(map(e.greatest, seen, vectors))
+
+            lowest = [e.const(-math.inf)] * (at_once * self.vectors)
+            seen = e.loop(0, count, at_once, lowest, step)
+            for i in range(self.vectors, len(seen)):
+                seen[i % self.vectors] = e.greatest(seen[i % self.vectors], seen[i])
+            store_vectors(e, largest, seen[: self.vectors])
+        return function
+
+    # P = exp(S - m)
+
+    def store_weights(
+        self,
+        scores: Value,
+        width: Value,
+        start: Value,
+        stop: Value,
+        sums: list[Value],
+        weigh: Callable[[Value, list[Value]], tuple[Value, list[Value]]],
+    ) -> list[Value]:
+        """Weights of two keys share a lane; an odd last one is paired with 0."""
+        e = self.e
+
+        def pairs(count: int) -> Callable[[Value, list[Value]], list[Value]]:
+            def body(k: Value, sums: list[Value]) -> list[Value]:
+                weights = []
+                for i in range(count):
+                    weight, sums = weigh(e.add(k, i), sums)
+                    weights.append(weight)
+                weights += [e.const(0.0)] * (count % 2)
+                place = e.at(scores, e.mul(e.builder.ashr(k, e.index(1)), width))
+                for p in range(0, len(weights), 2):
+                    pair = join(e, weights[p], weights[p + 1])
+                    e.store_vector(pair, e.at(place, e.mul(p // 2, width)))
+                return sums
+
+            return body
+
+        for size in (_UNROLLED, 2, 1):
+            end = e.sub(stop, e.builder.srem(e.sub(stop, start), e.index(size)))
+            sums = e.loop(start, end, size, sums, pairs(size))
+            start = end
+        return sums
+
+    # O = rescale * O + V^T P
+
+    def add_values(self, add: Value) -> Value:
+        """A function `(values, weights, rescale, out, v_head_dim, count)`: one block of keys."""
+        e = self.e
+        with e.function("add_values", [*[POINTER] * 4, INT64, INT64]) as (function, args):
+            values, weights, rescale, out, v_head_dim, count = args
+            b = e.builder
+            pairs = e.add(b.ashr(e.sub(count, 1), e.index(1)), 1)
+            nothing = [e.const(0.0)] * self.vectors
+            e.loop(
+                pairs, b.ashr(whole(e, count), e.index(1)), 1, [],
+                lambda p, _: store_vectors(e, e.at(weights, e.mul(p, self.width)), nothing),
+            )  # fmt: skip
+            factors = vectors_at(e, rescale, self.vectors)
+            moved = ir.Constant(BIT, 0)
+            lanes = ir.IntType(e.lanes)
+            for factor in factors:
+                changed = b.fcmp_unordered("!=", factor, e.const(1.0))
+                some = b.icmp_unsigned("!=", b.bitcast(changed, lanes), ir.Constant(lanes, 0))
+                moved = b.or_(moved, some)
+
+            def scale(d: Value, _: list[Value]) -> None:
+                place = e.at(out, e.mul(d, self.width))
+                held = vectors_at(e, place, self.vectors)
+                store_vectors(e, place, list(map(b.fmul, held, factors)))
+
+            e.loop(0, b.select(moved, v_head_dim, e.index(0)), 1, [], scale)
+            b.call(add, [values, weights, out, e.index(_V_ROW), v_head_dim, pairs])
+        return function
+
+    # Values that are not finite
+
+    def sift(self) -> Value:
+        """A function `(values, v_head_dim, count) -> bit`: what is not finite becomes 0; was any?"""
+        e = self.e
+        with e.function("sift", [POINTER, INT64, INT64], BIT) as (function, args):
+            values, v_head_dim, count = args
+            b = e.builder
+            exponent = ir.Constant(self.halves, [0x7F80] * CHUNK)
+            bits = ir.IntType(CHUNK)
+
+            def row(d: Value, found: list[Value]) -> list[Value]:
+                def chunk(k: Value, found: list[Value]) -> list[Value]:
+                    place = e.at(values, e.mul(d, _V_ROW), e.mul(k, 2))
+                    x = e.load(place, self.halves, e.vector_bytes)
+                    broken = b.icmp_unsigned("==", b.and_(x, exponent), exponent)
+                    zeros = ir.Constant(self.halves, None)
+                    e.store(b.select(broken, zeros, x), place, e.vector_bytes)
+                    return [b.or_(found[0], b.bitcast(broken, bits))]
+
+                return e.loop(0, count, CHUNK, found, chunk)
+
+            (found,) = e.loop(0, v_head_dim, 1, [ir.Constant(bits, 0)], row)
+            b.ret(b.icmp_unsigned("!=", found, ir.Constant(bits, 0)))
+        return function
+
+    def add_sifted(self) -> Value:
+        """A function `(rows, row, weights, out, v_head_dim, count)`: what `sift` left out.
+
+        A weight of -0.0 leaves O alone.
+        """
+        e = self.e
+        arguments = [POINTER, INT64, POINTER, POINTER, INT64, INT64]
+        with e.function("add_sifted", arguments) as (function, args):
+            rows, row, weights, out, v_head_dim, count = args
+            b = e.builder
+            forbidden = e.as_bits(e.const(-0.0))
+
+            def each(k: Value, _: list[Value]) -> None:
+                odd = b.trunc(b.and_(k, e.index(1)), BIT)
+                pairs = vectors_at(e, weights, self.vectors, b.ashr(k, e.index(1)))
+                halves = [split(e, pair) for pair in pairs]
+                weighed = [b.select(odd, second, first) for first, second in halves]
+
+                def element(d: Value, _: list[Value]) -> None:
+                    x = storage.load(e, e.at(rows, e.mul(k, row), e.mul(d, 2)), "bfloat16")
+                    difference = b.fsub(x, x)
+                    with b.if_then(e.is_nan(difference), likely=False):
+                        place = e.at(out, e.mul(d, self.width))
+                        total = vectors_at(e, place, self.vectors)
+                        for j, (weight, old) in enumerate(zip(weighed, total, strict=True)):
+                            allowed = b.icmp_signed("!=", e.as_bits(weight), forbidden)
+                            new = b.select(allowed, e.fma(e.splat(x), weight, old), old)
+                            e.store_vector(new, e.at(place, j * e.vector_bytes))
+
+                e.loop(0, v_head_dim, 1, [], element)
+
+            e.loop(0, count, 1, [], each)
+        return function
+
+    # One task, all tasks
+
+    def attend_together(self, parts: dict[str, Value]) -> Value:
+        """Some blocks of queries of one head over their runs of keys."""
+        e = self.e
+        with e.function("attend", [POINTER] * 3) as (function, args):
+            arguments, task, scratch = args
+            b = e.builder
+            if self.shape.product == "tiles":
+                matrix_unit.configure(e)
+            batch, head, first_row, first_run, last_run = self.record(task, TASK)
+            names = ("group_size", "num_heads", "q_len", "head_dim", "v_head_dim")
+            group_size, num_heads, q_len, head_dim, v_head_dim = (
+                self.field(arguments, name) for name in names
+            )
+            kv_head = b.sdiv(head, group_size)
+            query = self.operand(arguments, "query", batch, head)
+            key = self.operand(arguments, "key", batch, kv_head)
+            value = self.operand(arguments, "value", batch, kv_head)
+
+            wide, v_wide = whole(e, head_dim), whole(e, v_head_dim)
+            weights = scratch
+            values = e.at(weights, BLOCK_KV * self.width)
+            key_copy = e.at(values, e.mul(v_wide, _V_ROW))
+            value_copy = e.at(key_copy, e.mul(wide, 2 * BLOCK_KV))
+            blocks = e.at(value_copy, e.mul(v_wide, 2 * BLOCK_KV))
+            total_at = e.mul(wide, self.width // 2)
+            stats_at = e.add(total_at, e.mul(v_wide, self.width))
+            block_bytes = e.add(stats_at, STATS * self.width)
+            block_q = self.shape.block_q
+            left = e.add(e.sub(q_len, first_row), block_q - 1)
+            count = e.least(self.shape.together, b.sdiv(left, e.index(block_q)))
+
+            def each_block(body: Callable[[Value, Value, Value, Value, Value], None]) -> None:
+                """`body(block, packed, total, stats, first_row)`."""
+
+                def one(i: Value, _: list[Value]) -> None:
+                    packed = e.at(blocks, e.mul(i, block_bytes))
+                    row = e.add(first_row, e.mul(i, block_q))
+                    body(i, packed, e.at(packed, total_at), e.at(packed, stats_at), row)
+
+                e.loop(0, count, 1, [], one)
+
+            def each_vector(row: Value, body: Callable[[int, Value], None]) -> None:
+                """A vector beyond the last row repeats it."""
+                for j in range(self.vectors):
+                    body(j * e.vector_bytes, e.least(e.add(row, j * e.lanes), e.sub(q_len, 1)))
+
+            def begin(_: Value, packed: Value, total: Value, stats: Value, row: Value) -> None:
+                def vector(offset: int, row: Value) -> None:
+                    where = [query.pointer, e.at(packed, offset), key_copy, row]
+                    b.call(parts["pack"], [arguments, *where])
+                    e.store_vector(e.const(-math.inf), e.at(stats, offset))
+                    for i in (1, 3, 5):
+                        e.store_vector(e.const(0.0), e.at(stats, offset + i * self.width))
+
+                each_vector(row, vector)
+                zeros = [e.const(0.0)] * self.vectors
+                e.loop(
+                    0, v_wide, 1, [],
+                    lambda d, _: store_vectors(e, e.at(total, e.mul(d, self.width)), zeros),
+                )  # fmt: skip
+
+            each_block(begin)
+
+            def block_of_keys(kv_start: Value, keys: Value, kinds: Value) -> None:
+                here = e.at(key.pointer, e.mul(kv_start, key.row))
+                k, key_row = self.adjacent(
+                    parts, (here, key.row, key.element), keys, head_dim, key_copy, chunks=True
+                )
+                here = e.at(value.pointer, e.mul(kv_start, value.row))
+                v, value_row = self.adjacent(
+                    parts, (here, value.row, value.element), keys, v_head_dim, value_copy
+                )
+                b.call(parts["transpose_values"], [v, value_row, keys, v_head_dim, values])
+                sifted: Value = ir.Constant(BIT, 0)
+                if "sift" in parts:
+                    careful = b.icmp_signed("!=", b.and_(kinds, e.index(_PARTIAL)), e.index(0))
+                    if not self.plain:
+                        careful = ir.Constant(BIT, 1)
+                    sifted_keys = b.select(careful, keys, e.index(0))
+                    sifted = b.call(parts["sift"], [values, v_head_dim, sifted_keys])
+
+                def one(i: Value, packed: Value, total: Value, stats: Value, row: Value) -> None:
+                    kind = b.and_(b.lshr(kinds, e.mul(i, 2)), e.index(3))
+                    rescale, block_max = (e.at(stats, n * self.width) for n in (2, 4))
+
+                    def softmax(name: str) -> None:
+                        for j in range(self.vectors):
+                            at = (arguments, e.at(weights, j * e.vector_bytes),
+                                  e.at(stats, j * e.vector_bytes), e.index(self.width))  # fmt: skip
+                            first = e.add(row, j * e.lanes)
+                            where = (keys, batch, head, first, kv_start, sifted)
+                            b.call(parts[name], [*at, *where])
+
+                    def full() -> None:
+                        if self.plain:
+                            b.call(parts["block_max"], [weights, block_max, keys])
+                        softmax("full")
+
+                    def attended() -> None:
+                        pairs = b.ashr(wide, e.index(1))
+                        b.call(parts["scores"], [k, packed, weights, key_row, keys, pairs])
+                        if self.mask == TRUE:
+                            full()
+                        else:
+                            partial = b.icmp_signed("==", kind, e.index(TileKind.PARTIAL))
+                            e.choose(partial, lambda: softmax("partial"), full)
+                        b.call(parts["add_values"],
+                               [values, weights, rescale, total, v_head_dim, keys])  # fmt: skip
+                        if "sift" in parts:
+                            with b.if_then(sifted, likely=False):
+                                rows = [v, value_row, weights, total, v_head_dim, keys]
+                                b.call(parts["add_sifted"], rows)
+
+                    with b.if_then(b.icmp_signed("!=", kind, e.index(TileKind.EMPTY))):
+                        attended()
+
+                each_block(one)
+
+            runs = self.pointer_field(arguments, "runs")
+
+            def each_run(r: Value, _: list[Value]) -> None:
+                start, stop, kinds = self.record(e.at(runs, e.mul(r, WORD * len(RUN))), RUN)
+                e.loop(
+                    start, stop, BLOCK_KV, [],
+                    lambda k, _: block_of_keys(k, e.least(BLOCK_KV, e.sub(stop, k)), kinds),
+                )  # fmt: skip
+
+            e.loop(first_run, last_run, 1, [], each_run)
+            place = e.mul(e.add(e.mul(batch, num_heads), head), q_len)
+
+            def end(_: Value, packed: Value, total: Value, stats: Value, row: Value) -> None:
+                def vector(offset: int, row: Value) -> None:
+                    held = e.at(total, offset), e.at(stats, offset), e.add(place, row)
+                    last = e.sub(q_len, row)
+                    size = e.index(self.width)
+                    b.call(parts["unpack"], [arguments, *held, v_head_dim, size, last])
+
+                each_vector(row, vector)
+
+            each_block(end)
+            if self.shape.product == "tiles":
+                matrix_unit.release(e)
+        return function
+
+    def all_tasks(self) -> None:
+        e = self.e
+        parts = {
+            "copy": self.copy(),
+            "transpose_values": self.transpose_values(),
+            "scores": self.product("scores", onto=False),
+            "full": self.softmax("full", False),
+            "unpack": self.unpack(),
+        }
+        parts["pack"] = self.pack_pairs(parts)
+        parts["add_values"] = self.add_values(self.product("products", onto=True))
+        if self.plain:
+            parts["block_max"] = self.block_max()
+        if self.mask != TRUE:
+            parts["partial"] = self.softmax("partial", True)
+        if self.mask != TRUE or not self.plain:
+            parts["sift"], parts["add_sifted"] = self.sift(), self.add_sifted()
+        attend = self.attend_together(parts)
+
+        def run(arguments: Value, number: Value, scratch: Value) -> None:
+            task = e.at(self.pointer_field(arguments, "tasks"), e.mul(number, WORD * len(TASK)))
+            e.builder.call(attend, [arguments, task, scratch])
+
+        self.job(run)
+
+
+def multiply_add_pairs(e: Emitter, x: Value, y: Value, total: Value) -> Value:
+    """total + x . y, for a pair of bfloat16 in each lane."""
+    pairs = (e.as_bits(x), e.as_bits(y))
+    return e.machine("llvm.x86.avx512bf16.dpbf16ps.512", e.vector, total, *pairs)
+
+
+def join(e: Emitter, first: Value, second: Value) -> Value:
+    """Two weights of each lane as a pair, to nearest; NaN stays NaN, and zeros keep their sign."""
+    b = e.builder
+    halves = ir.VectorType(INT16, CHUNK)
+    both = e.machine("llvm.x86.avx512bf16.cvtne2ps2bf16.512", halves, second, first)
+    order = [half * e.lanes + lane for lane in range(e.lanes) for half in range(2)]
+    return b.bitcast(b.shuffle_vector(both, both, e.picks(order)), e.vector)
+
+
+def split(e: Emitter, pairs: Value) -> tuple[Value, Value]:
+    """Both elements of the pair in each lane."""
+    b, bits = e.builder, e.as_bits(pairs)
+    first, second = b.shl(bits, e.const_bits(16)), b.and_(bits, e.const_bits(-(2**16)))
+    return e.as_floats(first), e.as_floats(second)
