@@ -146,6 +146,10 @@ class Emitter:
         a, b = self.index(a), self.index(b)
         return self.builder.select(self.builder.icmp_signed("<", a, b), a, b)
 
+    def greater(self, a: Any, b: Any) -> Value:
+        a, b = self.index(a), self.index(b)
+        return self.builder.select(self.builder.icmp_signed(">", a, b), a, b)
+
     def below(self, a: Any, b: Any) -> Value:
         return self.builder.icmp_signed("<", self.index(a), self.index(b))
 
@@ -169,6 +173,28 @@ class Emitter:
         self.builder.store(
             value, self.builder.bitcast(pointer, value.type.as_pointer()), align=align
         )
+
+    def load_where(self, live: Value, pointer: Value, type_: Any, align: int = 1) -> Value:
+        """A vector of which only the lanes that are live are read; 0 in the others."""
+        element = str(type_.element).replace("float", "f32").replace("double", "f64")
+        name = f"llvm.masked.load.v{type_.count}{element}.p0".replace("half", "f16")
+        function = self.module.globals.get(name)
+        if function is None:
+            arguments = [type_.as_pointer(), INT32, live.type, type_]
+            function = ir.Function(self.module, ir.FunctionType(type_, arguments), name)
+        typed = self.builder.bitcast(pointer, type_.as_pointer())
+        nothing = ir.Constant(type_, None)
+        return self.builder.call(function, [typed, ir.Constant(INT32, align), live, nothing])
+
+    def prefetch(self, pointer: Value) -> None:
+        """Ask for the cache line of an address, which need not exist, to be read soon."""
+        name = "llvm.prefetch.p0"
+        function = self.module.globals.get(name)
+        if function is None:
+            kind = ir.FunctionType(VOID, [POINTER, INT32, INT32, INT32])
+            function = ir.Function(self.module, kind, name)
+        read, kept_close, data = (ir.Constant(INT32, n) for n in (0, 3, 1))
+        self.builder.call(function, [pointer, read, kept_close, data])
 
     def load_vector(self, pointer: Value, *, aligned: bool = True) -> Value:
         return self.load(pointer, self.vector, self.vector_bytes if aligned else self.real_bytes)
@@ -239,6 +265,36 @@ class Emitter:
     def greatest(self, a: Value, b: Value) -> Value:
         """Lane-wise `b if b > a else a`: a NaN in b is passed over."""
         return self.builder.select(self.builder.fcmp_ordered(">", b, a), b, a)
+
+    def part(self, vector: Value, first: int, count: int) -> Value:
+        """Some neighbouring lanes as a shorter vector."""
+        picks = self.picks(range(first, first + count))
+        return self.builder.shuffle_vector(vector, vector, picks)
+
+    def reduce(self, vector: Value, join: Callable[[Value, Value], Value]) -> Value:
+        """All lanes joined, in every lane: neighbours first."""
+        distance = 1
+        while distance < self.lanes:
+            picks = self.picks([i ^ distance for i in range(self.lanes)])
+            vector = join(vector, self.builder.shuffle_vector(vector, vector, picks))
+            distance *= 2
+        return vector
+
+    def sums(self, vectors: Sequence[Value]) -> Value:
+        """As many vectors as lanes: lane i is the sum of all lanes of vector i."""
+        distance, known = 1, list(vectors)
+        while len(known) > 1:
+            pairs = []
+            for first, second in zip(known[::2], known[1::2], strict=True):
+                # Lanes with the bit `distance` go on with the second vector.
+                near = [self.lanes + i - distance if i & distance else i for i in range(self.lanes)]
+                far = [self.lanes + i if i & distance else i + distance for i in range(self.lanes)]
+                halves = (
+                    self.builder.shuffle_vector(first, second, self.picks(p)) for p in (near, far)
+                )
+                pairs.append(self.builder.fadd(*halves))
+            distance, known = 2 * distance, pairs
+        return known[0]
 
     def transpose(self, rows: list[Value]) -> list[Value]:
         """`lanes` vectors turned: element j of row i becomes element i of row j."""

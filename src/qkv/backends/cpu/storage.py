@@ -19,11 +19,15 @@ ITEM_BYTES: Mapping[str, int] = {
 _RAW = {"float64": DOUBLE, "float32": FLOAT, "float16": INT16, "bfloat16": INT16, "int8": BYTE}
 
 
-def load(e: Emitter, pointer: Value, dtype: str, lanes: int = 0) -> Value:
-    """One element, or `lanes` adjacent ones, as `e.real`."""
+def load(
+    e: Emitter, pointer: Value, dtype: str, lanes: int = 0, live: Value | None = None
+) -> Value:
+    """One element, or `lanes` adjacent ones, as `e.real`; 0 in lanes that are not live."""
     raw: Any = _RAW[dtype]
     if lanes:
         raw = ir.VectorType(raw, lanes)
+    if live is not None:
+        return widen(e, e.load_where(live, pointer, raw, ITEM_BYTES[dtype]), dtype)
     return widen(e, e.load(pointer, raw, ITEM_BYTES[dtype]), dtype)
 
 
