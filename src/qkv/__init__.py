@@ -1,6 +1,7 @@
 """qkv: exact scaled dot-product attention that you can look into."""
 
 from qkv._api import attention, inspect, merge, plan
+from qkv._threads import get_num_threads, set_num_threads
 from qkv._version import __version__
 from qkv.classical import ScaledDotProductAttention
 from qkv.errors import (
@@ -68,7 +69,9 @@ __all__ = [
     "__version__",
     "attention",
     "explain",
+    "get_num_threads",
     "inspect",
     "merge",
     "plan",
+    "set_num_threads",
 ]

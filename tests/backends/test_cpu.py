@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import threading
 
 import ml_dtypes
 import numpy as np
@@ -15,7 +14,7 @@ from qkv.backends import Refusal, backends
 from qkv.backends.cpu import CpuBackend, describe_host
 from qkv.backends.cpu import backend as cpu_backend
 from qkv.backends.cpu import compile as cpu_compile
-from qkv.backends.cpu.host import host, thread_limit
+from qkv.backends.cpu.host import host
 from qkv.backends.cpu.schedule import TILE_KV, folds, schedule
 from qkv.errors import ArgumentError
 from qkv.problem.builder import Shape
@@ -295,70 +294,7 @@ def test_few_queries_of_grouped_heads(heads, kv_heads, q_len) -> None:
         assert check_case("cpu", case, "float32")
 
 
-# Threads and processes
-
-
-def test_bits_do_not_depend_on_threads(monkeypatch) -> None:
-    query, key, value = normal(8, 260, 32), normal(4, 300, 32), normal(4, 300, 32)
-    found = set()
-    monkeypatch.setattr(cpu_backend, "_WORTH_A_THREAD", 1.0)
-    for threads in ("1", "2", "3", "7", "2"):
-        monkeypatch.setenv("QKV_NUM_THREADS", threads)
-        out, lse = run(query, key, value, qkv.Causal("end"))
-        found.add(out.tobytes() + lse.tobytes())
-    monkeypatch.setattr(cpu_backend, "_SLICE_SECONDS", 1e-9)
-    out, lse = run(query, key, value, qkv.Causal("end"))
-    found.add(out.tobytes() + lse.tobytes())
-    assert len(found) == 1
-
-
-@pytest.mark.parametrize("said", ["0", "-1", "two", "1.5", "10000", "²"])
-def test_a_wrong_number_of_threads(said, monkeypatch) -> None:
-    monkeypatch.setenv("QKV_NUM_THREADS", said)
-    with pytest.raises(ArgumentError, match="QKV_NUM_THREADS"):
-        thread_limit()
-
-
-def test_many_callers_at_once(monkeypatch) -> None:
-    monkeypatch.setattr(cpu_backend, "_WORTH_A_THREAD", 1.0)
-    problems = [(normal(4, 130 + i, 16, seed=i), normal(2, 90, 16, seed=i)) for i in range(16)]
-    expected = [run(q, k, k, qkv.Causal("end"))[0].tobytes() for q, k in problems]
-    wrong = []
-
-    def repeat(i: int) -> None:
-        monkeypatch.setenv("QKV_NUM_THREADS", str(1 + i % 4))
-        for _ in range(20):
-            q, k = problems[i]
-            if run(q, k, k, qkv.Causal("end"))[0].tobytes() != expected[i]:
-                wrong.append(i)
-
-    callers = [threading.Thread(target=repeat, args=(i,)) for i in range(16)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
-    assert not wrong
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_forked_child_computes() -> None:
-    in_a_process(
-        """
-        import os, warnings
-        import numpy as np, qkv
-        warnings.simplefilter("ignore")
-        x = np.random.default_rng(0).normal(size=(8, 400, 64)).astype("float32")
-        before = qkv.attention(x, x, x, qkv.Causal(), backend="cpu")
-        child = os.fork()
-        after = qkv.attention(x, x, x, qkv.Causal(), backend="cpu")
-        same = after.tobytes() == before.tobytes()
-        if child == 0:
-            os._exit(0 if same else 3)
-        assert same
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        """,
-        QKV_NUM_THREADS="3",
-    )
+# Processes
 
 
 def test_importing_qkv_imports_no_compiler() -> None:

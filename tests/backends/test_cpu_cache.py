@@ -1,8 +1,14 @@
 """The kernel cache on disk: used when it is right, survived whatever is wrong with it."""
 
+import errno
 import os
+import shutil
 import stat
+import subprocess
 import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +16,12 @@ import pytest
 import qkv
 from qkv.backends.cpu import backend as cpu_backend
 from qkv.backends.cpu import compile as cpu_compile
+from qkv.backends.cpu import forward as cpu_forward
+from qkv.backends.cpu.canonical import canonical
 from qkv.backends.cpu.host import host
 from qkv.errors import KernelBuildError
+from qkv.problem.check import check
+from qkv.problem.expressions import SCORE, Const, Op, operation
 
 X = np.random.default_rng(0).normal(size=(2, 9, 8)).astype(np.float32)
 
@@ -80,6 +90,16 @@ def test_a_damaged_file_is_compiled_again(folder, compiled, damage) -> None:
     assert len(compiled) == 1, "compiled once, and mended"
 
 
+def test_a_cached_kernel_is_found_without_emitting_it(folder, monkeypatch) -> None:
+    attend()
+
+    def refuse(*args):
+        raise AssertionError("emitted again")
+
+    monkeypatch.setattr(cpu_forward, "_Forward", refuse)
+    attend()
+
+
 @pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
 def test_what_others_may_write_is_not_used(folder, compiled) -> None:
     attend()
@@ -117,15 +137,124 @@ def test_a_folder_that_cannot_be_made(monkeypatch, folder, compiled) -> None:
     assert len(compiled) == 2
 
 
-def test_a_full_disk(monkeypatch, folder, compiled) -> None:
-    def full(*args):
-        raise OSError(28, "No space left on device")
+def test_a_folder_that_may_only_be_read(monkeypatch, folder, compiled) -> None:
+    attend()
 
-    monkeypatch.setattr(os, "replace", full)
+    def refuse(*args, **kwargs):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    for module, name in ((os, "utime"), (os, "replace"), (os, "unlink"), (tempfile, "mkstemp")):
+        monkeypatch.setattr(module, name, refuse)
+    attend()
+    assert len(compiled) == 1, "what is there is used"
+    qkv.attention(X, X, X, qkv.Causal(), backend="cpu")
+    attend()
+    assert len(compiled) == 2
+
+
+@pytest.mark.parametrize("call", ["replace", "fdopen"])
+def test_a_full_disk(monkeypatch, folder, compiled, call) -> None:
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, call, full)
     attend()
     attend()
     assert len(compiled) == 2
     assert list(folder.iterdir()) == [], "nothing half-written stays"
+
+
+SCRIPT = """
+import numpy as np, qkv, sys
+from qkv.backends.cpu import compile as cpu_compile
+compiled = []
+def count(*args, compile_=cpu_compile._compile):
+    compiled.append(args)
+    return compile_(*args)
+cpu_compile._compile = count
+x = np.random.default_rng(0).normal(size=(2, 9, 8)).astype(np.float32)
+out = qkv.attention(x, x, x, qkv.Causal(), backend="cpu")
+print(len(compiled), out.tobytes().hex())
+"""
+
+
+def start(folder, script: str = SCRIPT, **environment: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", script],
+        env={**os.environ, "QKV_CACHE_DIR": str(folder), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process) -> tuple[int, str]:
+    """How often it compiled, and the bits of its result."""
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    count, bits = out.split()
+    return int(count), bits
+
+
+@pytest.mark.skipif(os.name != "posix", reason="limits of POSIX")
+def test_files_that_may_not_grow(tmp_path) -> None:
+    """Like a disk that fills up in the midst of a file."""
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))"
+    assert finish(start(tmp_path, limit + SCRIPT))[0] == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_processes_that_compile_at_once(tmp_path) -> None:
+    found = [finish(process) for process in [start(tmp_path) for _ in range(3)]]
+    assert len({bits for _, bits in found}) == 1
+    (file,) = tmp_path.iterdir()
+    assert len(file.name) == 64
+    assert finish(start(tmp_path)) == (0, found[0][1])
+
+
+@pytest.mark.parametrize("edited", ["backends/cpu/vector_math.py", "problem/expressions.py"])
+def test_an_edited_source_is_another_kernel(tmp_path, edited) -> None:
+    package, folder = tmp_path / "qkv", tmp_path / "kernels"
+    shutil.copytree(Path(qkv.__file__).parent, package)
+
+    def compilations() -> int:
+        return finish(start(folder, PYTHONPATH=str(tmp_path)))[0]
+
+    assert (compilations(), compilations()) == (1, 0)
+    with open(package / edited, "a") as file:
+        file.write("# a remark\n")
+    assert (compilations(), compilations()) == (1, 0)
+
+
+def test_without_sources_nothing_is_kept(monkeypatch, folder, compiled) -> None:
+    """A package of bytecode alone: nobody could tell one version from the next."""
+    monkeypatch.setattr(cpu_compile, "_SOURCES", None)
+    attend()
+    attend()
+    assert len(compiled) == 2
+    assert not folder.exists() or not list(folder.iterdir())
+
+
+def digest(emit=host, arguments=(), **of_host) -> str | None:
+    return cpu_compile._digest(emit, arguments, replace(host(), **of_host))
+
+
+def test_what_a_key_depends_on(monkeypatch) -> None:
+    import llvmlite
+
+    names = {
+        digest(),
+        digest(cpu_forward.emit_forward),
+        digest(arguments=(1,)),
+        digest(arguments=(True,)),
+        digest(cpu="another"),
+        digest(features="+another"),
+    }
+    monkeypatch.setattr(llvmlite, "__version__", "0")
+    names.add(digest())
+    monkeypatch.setattr(cpu_compile, "_SOURCES", "other")
+    names.add(digest())
+    assert len(names) == 8
 
 
 def test_an_empty_name_turns_it_off(monkeypatch, folder, compiled) -> None:
@@ -146,9 +275,69 @@ def test_where_it_is(monkeypatch, tmp_path) -> None:
     assert cpu_compile.cache_folder() == tmp_path / ".cache" / "qkv"
 
 
-def test_code_that_cannot_be_built(folder) -> None:
+def nonsense() -> str:
+    return "define nonsense"
+
+
+def nothing_to_do() -> str:
+    return "define void @other() {\n ret void\n}"
+
+
+@pytest.mark.parametrize("emit", [nonsense, nothing_to_do])
+def test_code_that_cannot_be_built(folder, emit) -> None:
     with pytest.raises(KernelBuildError, match="could not be made") as caught:
-        cpu_compile.build("define nonsense", host())
+        cpu_compile.build(emit, (), host())
     assert dict(caught.value.seen)["machine"].startswith(host().cpu)
-    with pytest.raises(KernelBuildError):
-        cpu_compile.build("define void @other() {\n ret void\n}", host())
+    assert not list(folder.iterdir())
+
+
+# The text that a key is made from
+
+
+def test_different_values_have_different_texts() -> None:
+    values = [
+        None, True, False, 0, 1, -1, 0.0, -0.0, 1.0, np.nextafter(1.0, 2), float("nan"),
+        float("inf"), "", "1", "None", "a b", "a", "b", "a\nb", "a\\nb",
+        (), ((),), ((), ()), (1,), (1, 1), ("a", "b"), ("a b",), (("a",), "b"), ("a", ("b",)),
+        Const("float", 1.0), Const("float", 0.0), Const("float", -0.0), Const("int", 1),
+        Const("bool", True), ("int", 1), operation("add", SCORE, Const("float", -0.0)),
+        operation("sub", SCORE, Const("float", 1.0)), operation("sub", Const("float", 1.0), SCORE),
+    ]  # fmt: skip
+    texts = [canonical(value) for value in values]
+    assert len(set(texts)) == len(values)
+
+
+def test_equal_values_have_equal_texts() -> None:
+    """Whether their equal parts are one object or two."""
+
+    def tower(height: int, shared: bool) -> Op:
+        node: object = Op("neg", "float", (SCORE,))
+        for _ in range(height):
+            other = node if shared else tower_copy(node)
+            node = Op("add", "float", (node, other))
+        return node
+
+    def tower_copy(node):
+        return replace(node, args=tuple(map(tower_copy, node.args))) if node != SCORE else node
+
+    assert canonical(tower(6, True)) == canonical(tower(6, False))
+    assert canonical(1e300 * 1e10) == canonical(float("inf"))
+    problems = [check(X, X, X, (qkv.Softcap(cap), qkv.Causal("end"))) for cap in (3.0, 5.0)]
+    one, other = (problem.spec.kernel_key for problem in problems)
+    assert canonical(one) == canonical(other)
+
+
+def test_the_text_is_linear_in_what_is_distinct() -> None:
+    lengths = []
+    for height in (100, 200, 400):
+        node = SCORE
+        for _ in range(height):
+            node = Op("add", "float", (node, node))  # written out, 2**height scores
+        lengths.append(len(canonical(node)))
+    assert lengths[2] - lengths[1] < 2.5 * (lengths[1] - lengths[0])
+
+
+@pytest.mark.parametrize("value", [[1], {1: 2}, np.float32(1), np.eye(2), object()])
+def test_a_value_without_a_text(value) -> None:
+    with pytest.raises(TypeError, match="no canonical text"):
+        canonical((1, value))

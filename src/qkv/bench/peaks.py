@@ -164,10 +164,10 @@ class _Block:
 
 def _compiled(source: str) -> Any:
     """Machine code with `run(block, worker)`; the one place that knows the compiler."""
-    from qkv.backends.cpu.compile import build
+    from qkv.backends.cpu.compile import Kernel, build
     from qkv.backends.cpu.host import host
 
-    return build(source, host())
+    return Kernel(build(str, (source,), host()))
 
 
 def _features() -> set[str]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from qkv._threads import get_num_threads
 from qkv.bench import compare, record, report
 from qkv.bench.contenders import contenders_of
 from qkv.bench.picture import svg
@@ -76,13 +77,15 @@ def _write_page(page: Path, done: record.Run) -> None:
 
 def _threads() -> int:
     try:
-        from qkv.backends.cpu.host import thread_limit
+        from qkv.backends.cpu.host import host
+
+        host()
     except ImportError as error:
         raise UnsupportedError(
             f"qkv's compiled backend cannot be loaded: {error}.",
             action="Install llvmlite; without it there is nothing to measure.",
         ) from error
-    return thread_limit()
+    return get_num_threads()
 
 
 def _tell(text: str) -> None:

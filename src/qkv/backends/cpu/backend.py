@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv._threads import get_num_threads
 from qkv.backends import Refusal
 from qkv.errors import ArgumentError
 from qkv.partial import Partial, RowStatistics, identity
@@ -63,10 +64,10 @@ class CpuBackend:
 
     def scratch_bytes(self, spec: Spec) -> int:
         from qkv.backends.cpu.forward import scratch_bytes
-        from qkv.backends.cpu.host import host, thread_limit
+        from qkv.backends.cpu.host import host
 
         shape, item = host().shape_of(spec.compute_dtype), spec.compute_dtype.itemsize
-        size = thread_limit() * scratch_bytes(shape, item, spec.head_dim, spec.v_head_dim)
+        size = get_num_threads() * scratch_bytes(shape, item, spec.head_dim, spec.v_head_dim)
         if spec.rotation is not None:
             rows = spec.num_heads * spec.q_len + spec.num_kv_heads * spec.kv_len
             size += spec.batch_size * rows * spec.head_dim * item
@@ -99,7 +100,7 @@ def _run(problem: Problem, result: Partial, statistics: RowStatistics | None) ->
     from qkv.backends.cpu import threads
     from qkv.backends.cpu.arguments import ForwardArguments
     from qkv.backends.cpu.forward import ForwardKey
-    from qkv.backends.cpu.host import host, thread_limit
+    from qkv.backends.cpu.host import host
     from qkv.backends.cpu.schedule import folds, schedule
 
     spec, here = problem.spec, host()
@@ -118,7 +119,7 @@ def _run(problem: Problem, result: Partial, statistics: RowStatistics | None) ->
     plan = schedule(problem, shape.block_q, folded)
     count = len(plan.tasks)
     operations = 2.0 * (spec.head_dim + spec.v_head_dim) * plan.pairs
-    workers = max(1, min(thread_limit(), count, int(operations / _WORTH_A_THREAD)))
+    workers = max(1, min(get_num_threads(), count, int(operations / _WORTH_A_THREAD)))
     arguments = ForwardArguments(
         problem, plan, result, statistics, folded=folded, shape=shape, workers=workers
     )
@@ -136,10 +137,10 @@ def _kernel_spec(spec: Spec) -> Spec:
 
 @lru_cache(maxsize=256)
 def _kernel(key: ForwardKey, here: Host) -> Kernel:
-    from qkv.backends.cpu.compile import build
+    from qkv.backends.cpu.compile import Kernel, build
     from qkv.backends.cpu.forward import emit_forward
 
-    return build(emit_forward(key), here)
+    return Kernel(build(emit_forward, (key,), here))
 
 
 def integer_bits(problem: Problem) -> int:
@@ -179,7 +180,7 @@ def describe_host() -> dict[str, str]:
         If `QKV_ISA` or `QKV_NUM_THREADS` is set to what cannot be.
     """
     from qkv.backends.cpu.compile import cache_folder
-    from qkv.backends.cpu.host import host, thread_limit
+    from qkv.backends.cpu.host import host
 
     here, folder = host(), cache_folder()
     cache = "off"
@@ -195,6 +196,6 @@ def describe_host() -> dict[str, str]:
         "instruction set": here.isa,
         "vector width": f"{32 * shape.lanes} bits, {shape.lanes} float32",
         "tile": f"{shape.block_q} queries",
-        "threads": str(thread_limit()),
+        "threads": str(get_num_threads()),
         "kernel cache": cache,
     }

@@ -1,7 +1,9 @@
 """LLVM IR to machine code, once for each kernel and machine.
 
 Machine code is kept on disk in a private folder of the user. A file there is used only when it is
-ours and its digest is right; whatever goes wrong with the folder only costs a compilation.
+ours and its digest is right; whatever goes wrong with the folder only costs a compilation. Its name
+is a digest of what the code is made from: the function that emits it and what that is given, the
+source text of whatever emits, the compiler and the machine. So nothing is emitted to find it.
 """
 
 from __future__ import annotations
@@ -13,84 +15,105 @@ import os
 import stat
 import sys
 import tempfile
-import threading
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from qkv.backends.cpu.canonical import canonical
 from qkv.backends.cpu.host import Host
+from qkv.backends.cpu.llvm_lock import alone_in_llvm
 from qkv.errors import KernelBuildError
 
-if TYPE_CHECKING:
-    from qkv.backends.cpu.arguments import Arguments
-
-_MAGIC = b"qkv object 1\n"
+_MAGIC = b"qkv object 2\n"
 _DIGEST = 32
 
 KEPT_FILES = 1000
 """Kernels that the folder keeps, about 30 KB each; the least recently used go first."""
 
 
-_Job = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
-
-
-class Kernel:
+class Code:
     """Machine code in memory."""
 
-    def __init__(self, code: bytes, host: Host) -> None:
+    def __init__(self, data: bytes, host: Host, names: tuple[str, ...]) -> None:
         import llvmlite.binding as llvm
 
         empty = llvm.parse_assembly("")
         self._engine = llvm.create_mcjit_compiler(empty, _machine(host))
-        self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+        self._engine.add_object_file(llvm.ObjectFileRef.from_data(data))
         self._engine.finalize_object()
-        address = int(self._engine.get_function_address("job"))
-        if not address:
-            raise RuntimeError("the object has no function job")
-        self._job = _Job(address)
+        self._addresses = {name: int(self._engine.get_function_address(name)) for name in names}
+        for name, address in self._addresses.items():
+            if not address:
+                raise RuntimeError(f"the object has no function {name}")
 
-    def run(self, arguments: Arguments, worker: int) -> None:
-        """Take tasks until none is left; Python's lock is free meanwhile."""
+    def address(self, name: str) -> int:
+        return self._addresses[name]
+
+
+class Runnable(Protocol):
+    """An argument block, which keeps alive whatever it points to."""
+
+    @property
+    def address(self) -> int: ...
+
+    def allow(self, start: int, stop: int) -> None:
+        """Let the next run take the tasks from `start` to `stop`."""
+
+
+class Kernel:
+    """A job, `job(arguments, worker)`: it takes tasks until none is left."""
+
+    def __init__(self, code: Code) -> None:
+        self._code = code
+        self.address = code.address("job")
+        self._job = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(self.address)
+
+    def run(self, arguments: Runnable, worker: int) -> None:
+        """Run it on this thread; Python's lock is free meanwhile."""
         self._job(arguments.address, worker)
 
 
-_lock = threading.Lock()
+def build(
+    emit: Callable[..., str],
+    arguments: tuple[Any, ...],
+    host: Host,
+    names: tuple[str, ...] = ("job",),
+) -> Code:
+    """Machine code of the module `emit(*arguments)`, from the disk if it is there.
 
-
-def _new_lock() -> None:
-    global _lock
-    _lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    # Another thread of the parent may have been compiling.
-    os.register_at_fork(after_in_child=_new_lock)
-
-
-def build(source: str, host: Host) -> Kernel:
-    """Machine code for a module with a function `job`.
+    Parameters
+    ----------
+    emit : callable
+        A function of this package that gives the text of a module, and depends on nothing but its
+        arguments.
+    arguments : tuple
+        Values that `canonical` takes.
+    host : Host
+    names : tuple of str
+        The functions of the module whose addresses are wanted.
 
     Raises
     ------
     KernelBuildError
         If LLVM refuses the module or the machine.
     """
-    try:
-        with _lock:
-            name = _digest(source, host)
-            stored = _read(name)
-            if stored is not None:
-                return Kernel(stored, host)
-            code = _compile(source, host)
-            kernel = Kernel(code, host)
-    except (RuntimeError, OSError, MemoryError) as error:
-        raise KernelBuildError(
-            "the compiled kernel could not be made.",
-            [("machine", f"{host.cpu}, {host.isa}"), ("LLVM", str(error)[:500])],
-            'Pass backend="blocked", which needs no compiler, and report this.',
-        ) from error
-    _write(name, code)
-    return kernel
+    with alone_in_llvm():
+        name = _digest(emit, arguments, host)
+        stored = _read(name)
+        source = emit(*arguments) if stored is None else ""
+        try:
+            data = _compile(source, host) if stored is None else stored
+            code = Code(data, host, names)
+        except (RuntimeError, OSError, MemoryError) as error:
+            raise KernelBuildError(
+                "the compiled kernel could not be made.",
+                [("machine", f"{host.cpu}, {host.isa}"), ("LLVM", str(error)[:500])],
+                'Pass backend="blocked", which needs no compiler, and report this.',
+            ) from error
+        if stored is None:
+            _write(name, data)
+    return code
 
 
 @lru_cache(maxsize=1)
@@ -149,13 +172,33 @@ def cache_folder() -> Path | None:
     return (Path(base) if base and os.path.isabs(base) else Path.home() / ".cache") / "qkv"
 
 
-def _digest(source: str, host: Host) -> str:
+def _digest(emit: Callable[..., str], arguments: tuple[Any, ...], host: Host) -> str | None:
+    """The name of the file; None when the sources cannot be read, and nothing is kept."""
+    if _SOURCES is None:
+        return None
     import llvmlite
     import llvmlite.binding as llvm
 
-    versions = (llvmlite.__version__, str(llvm.llvm_version_info), llvm.get_process_triple())
-    parts = (*versions, host.cpu, host.features, source)
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    versions = (llvmlite.__version__, llvm.llvm_version_info, llvm.get_process_triple())
+    made_from = (emit.__module__, emit.__qualname__, arguments, host, versions, _SOURCES)
+    return hashlib.sha256(canonical(made_from).encode()).hexdigest()
+
+
+def _source_digest() -> str | None:
+    """All that emits code: this package, and the expressions that it emits."""
+    package = Path(__file__).parent
+    problem = package.parents[1] / "problem"
+    total = hashlib.sha256()
+    try:
+        for file in sorted(package.glob("*.py")) + sorted(problem.glob("*.py")):
+            total.update(hashlib.sha256(file.read_bytes()).digest())
+    except OSError:
+        return None
+    return total.hexdigest() if (package / "compile.py").exists() else None
+
+
+_SOURCES = _source_digest()
+"""Taken as these modules are loaded: the files may be edited while they run."""
 
 
 def _private_folder() -> Path | None:
@@ -177,9 +220,9 @@ def _is_private(status: os.stat_result) -> bool:
     return status.st_uid == os.getuid() and not others_write
 
 
-def _read(name: str) -> bytes | None:
+def _read(name: str | None) -> bytes | None:
     folder = _private_folder()
-    if folder is None:
+    if folder is None or name is None:
         return None
     try:
         with open(folder / name, "rb") as file:
@@ -197,9 +240,9 @@ def _read(name: str) -> bytes | None:
     return code
 
 
-def _write(name: str, code: bytes) -> None:
+def _write(name: str | None, code: bytes) -> None:
     folder = _private_folder()
-    if folder is None:
+    if folder is None or name is None:
         return
     temporary = None
     try:
@@ -210,7 +253,8 @@ def _write(name: str, code: bytes) -> None:
         _forget_oldest(folder)
     except OSError:
         if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
 
 
 def _forget_oldest(folder: Path) -> None:

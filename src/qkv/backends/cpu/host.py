@@ -1,7 +1,7 @@
-"""The machine that code is compiled for: its instruction set, and how many threads may run.
+"""The machine that code is compiled for.
 
-`QKV_ISA` forces a lesser instruction set: "amx" (bfloat16 tiles), "avx512-bf16" (pairs of bfloat16),
-"avx512", "avx2", "sse" or "neon". `QKV_NUM_THREADS` is the number of threads.
+`QKV_ISA` forces a lesser instruction set: "amx" (bfloat16 tiles), "avx512-bf16" (pairs of
+bfloat16), "avx512", "avx2", "sse" or "neon".
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from qkv.backends.cpu import threadpool_limits
 from qkv.backends.cpu.frame import Shape
+from qkv.backends.cpu.llvm_lock import alone_in_llvm
 from qkv.backends.cpu.matrix_unit import permitted
 from qkv.errors import ArgumentError
 
@@ -85,9 +87,11 @@ def host() -> Host:
 
 
 @lru_cache(maxsize=8)
+@alone_in_llvm()
 def _host(forced: str) -> Host:
     import llvmlite.binding as llvm
 
+    threadpool_limits.register()
     try:
         features = dict(llvm.get_host_cpu_features())
     except RuntimeError:  # LLVM cannot tell on every platform; the processor's name still says much
@@ -112,24 +116,3 @@ def _host(forced: str) -> Host:
             features[name] = False
     flat = ",".join(("+" if on else "-") + name for name, on in sorted(features.items()))
     return Host(llvm.get_host_cpu_name(), flat, isa)
-
-
-def thread_limit() -> int:
-    """How many threads may run: `QKV_NUM_THREADS`, or every core that the process may use.
-
-    Raises
-    ------
-    ArgumentError
-        If `QKV_NUM_THREADS` is not a whole number of 1 or more.
-    """
-    said = os.environ.get("QKV_NUM_THREADS", "")
-    if not said:
-        if hasattr(os, "sched_getaffinity"):
-            return len(os.sched_getaffinity(0))
-        return os.cpu_count() or 1
-    if not said.isascii() or not said.isdigit() or not 1 <= int(said) <= 4096:
-        raise ArgumentError(
-            f"QKV_NUM_THREADS={said!r} is not a number of threads.",
-            action="Unset it to use every core, or set a whole number from 1 to 4096.",
-        )
-    return int(said)

@@ -1,65 +1,71 @@
-"""Threads that run a compiled job together with the caller.
+"""The threads of this process that compiled jobs run on: when they start, and how they end.
 
-A job takes its tasks from a counter, so it is complete whoever runs it, in any number: workers are
-asked to join, and one that has not started when the caller is done is called off. Several callers
-may be inside at once. Python's lock is free while compiled code runs.
+They start with the first job that wants more than one thread. A forked child forgets its parent's
+and starts its own; at the end of the interpreter they are stopped and waited for, and what still
+calls afterwards runs alone.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from qkv.backends.cpu.arguments import Arguments
-    from qkv.backends.cpu.compile import Kernel
+    from qkv.backends.cpu.compile import Kernel, Runnable
+
+
+class Workers(Protocol):
+    """Threads that join a caller."""
+
+    def run(self, kernel: Kernel, arguments: Runnable, workers: int) -> int:
+        """Run a job with at most so many workers; the result is how many joined."""
+
+    def stop(self) -> None:
+        """End the threads; later jobs run alone."""
+
 
 _lock = threading.Lock()
-_workers: ThreadPoolExecutor | None = None
-_size = 0
+_workers: Workers | None = None
 
 
-def run(kernel: Kernel, arguments: Arguments, threads: int) -> None:
+def run(kernel: Kernel, arguments: Runnable, threads: int) -> None:
     """Run a job on at most `threads` threads, this one among them.
 
-    The workers hold the kernel and the arguments: if Ctrl-C makes the caller leave early, what
-    they still read and write stays.
+    It has been done when this returns, and nobody reads or writes its memory any more. Callers may
+    come from any number of threads.
     """
-    joined: list[Future[None]] = []
-    try:
-        if threads > 1:
-            workers = _pool(threads - 1)
-            for i in range(1, threads):  # one by one: those before a failure must be waited for
-                # One at a time: those that were submitted are waited for if the next is refused.
-                joined.append(workers.submit(kernel.run, arguments, i))  # noqa: PERF401
-    except RuntimeError:
-        # No thread can be started, or a larger pool has just taken the place of this one.
-        pass
-    try:
+    if threads == 1:
         kernel.run(arguments, 0)
-    finally:
-        for future in joined:
-            if not future.cancel():
-                future.result()
+    else:
+        (_workers or _start()).run(kernel, arguments, threads - 1)
 
 
-def _pool(size: int) -> ThreadPoolExecutor:
-    """Workers that stay; a larger pool takes the place of a smaller one."""
-    global _workers, _size
+def _start() -> Workers:
+    global _workers
     with _lock:
-        if _workers is None or _size < size:
-            if _workers is not None:
-                _workers.shutdown(wait=False)
-            _workers, _size = ThreadPoolExecutor(size, thread_name_prefix="qkv"), size
+        if _workers is None:
+            _workers = _new_workers()
+            atexit.register(_workers.stop)
         return _workers
 
 
+def _new_workers() -> Workers:
+    if os.name == "posix" and sys.maxsize > 2**32:
+        from qkv.backends.cpu.pool import Pool
+
+        return Pool()
+    from qkv.backends.cpu.python_threads import PythonThreads
+
+    return PythonThreads()
+
+
 def _forget() -> None:
-    """A forked child has none of its parent's threads."""
-    global _lock, _workers, _size
-    _lock, _workers, _size = threading.Lock(), None, 0
+    """A forked child has none of its parent's threads, and must not touch what they share."""
+    global _lock, _workers
+    _lock, _workers = threading.Lock(), None
 
 
 if hasattr(os, "register_at_fork"):

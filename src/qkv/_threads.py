@@ -1,0 +1,143 @@
+"""How many threads compiled code may use: what was set, `QKV_NUM_THREADS`, or every core."""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+from functools import lru_cache
+from pathlib import Path
+
+from qkv.errors import ArgumentError
+
+__all__ = ["get_num_threads", "set_num_threads"]
+
+MOST = 4096
+
+_chosen: int | None = None
+
+
+def set_num_threads(num_threads: int | None) -> None:
+    """Choose how many threads compiled code uses, `1 <= num_threads <= 4096`, in this process.
+
+    The bits of a result do not depend on it. It holds for calls that begin later, of all threads,
+    and for children of a fork; with more threads than cores they get in each other's way.
+
+    Parameters
+    ----------
+    num_threads : int or None
+        None returns to `QKV_NUM_THREADS`, or every core that the process may use.
+
+    Raises
+    ------
+    ArgumentError
+        If it is not a whole number from 1 to 4096.
+
+    Examples
+    --------
+    >>> import qkv
+    >>> qkv.set_num_threads(1)
+    >>> qkv.get_num_threads()
+    1
+    >>> qkv.set_num_threads(None)
+    """
+    global _chosen
+    if num_threads is None:
+        _chosen = None
+        return
+    try:
+        number = operator.index(num_threads)
+    except TypeError:
+        number = 0
+    if isinstance(num_threads, bool) or not 1 <= number <= MOST:
+        raise ArgumentError(
+            f"num_threads={num_threads!r} is not a number of threads.",
+            action=f"Pass a whole number from 1 to {MOST}, or None for the default.",
+        )
+    _chosen = number
+
+
+def get_num_threads() -> int:
+    """How many threads compiled code may use, `>= 1`.
+
+    What `set_num_threads` has chosen; else the environment's `QKV_NUM_THREADS`; else the cores that
+    the process may use, by its affinity and the quota of its control group (Linux). A call takes
+    fewer when its work does not pay for them.
+
+    Returns
+    -------
+    int
+
+    Raises
+    ------
+    ArgumentError
+        If nothing was chosen and `QKV_NUM_THREADS` is not a whole number from 1 to 4096.
+    """
+    return default_num_threads() if _chosen is None else _chosen
+
+
+def default_num_threads() -> int:
+    """The number when `set_num_threads` has chosen none."""
+    said = os.environ.get("QKV_NUM_THREADS", "")
+    if not said:
+        return usable_cores()
+    if not said.isascii() or not said.isdigit() or not 1 <= int(said) <= MOST:
+        raise ArgumentError(
+            f"QKV_NUM_THREADS={said!r} is not a number of threads.",
+            action=f"Unset it to use every core, or set a whole number from 1 to {MOST}.",
+        )
+    return int(said)
+
+
+def usable_cores() -> int:
+    """Cores that this thread may run on, no more than the control group pays for."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    return max(1, math.ceil(min(cores, _quota())))
+
+
+@lru_cache(maxsize=1)
+def _quota() -> float:
+    """Processor seconds in a second that the control group may use; read once."""
+    return quota_of(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+
+
+def quota_of(membership: Path, root: Path) -> float:
+    """The smallest quota of a process' control group and those that it lies in.
+
+    `membership` has a line `hierarchy:controllers:path` for each hierarchy. Of version 2 there is
+    one, without controllers, whose groups have a file `cpu.max` ("quota period" or "max period");
+    of version 1, the one with `cpu` lies in a folder of its own and has two files. In a container
+    the path may lead nowhere; its own group then is the root.
+    """
+    smallest = math.inf
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return smallest
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        files: tuple[str, ...]
+        if controllers == "":
+            top, files = root, ("cpu.max",)
+        elif "cpu" in controllers.split(","):
+            top, files = root / "cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        else:
+            continue
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):
+            smallest = min(smallest, _folder_quota(folder, files))
+            if folder == top:
+                break
+    return smallest
+
+
+def _folder_quota(folder: Path, files: tuple[str, ...]) -> float:
+    try:
+        quota, period = " ".join((folder / name).read_text() for name in files).split()
+        limit = int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):  # no such file, or "max"
+        return math.inf
+    return limit if limit > 0 else math.inf  # -1 is none in version 1

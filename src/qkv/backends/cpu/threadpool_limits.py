@@ -1,0 +1,40 @@
+"""threadpoolctl, where it is installed, sees qkv's threads and limits them.
+
+threadpoolctl knows a library by the name of its file among those that are loaded. qkv's workers run
+code that is made in memory and belongs to no file, but wherever they are, LLVM is loaded: its file
+stands for them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from qkv._threads import default_num_threads, get_num_threads, set_num_threads
+from qkv._version import __version__
+
+
+@lru_cache(maxsize=1)
+def register() -> None:
+    """Tell threadpoolctl, once; LLVM is loaded when this is called."""
+    try:
+        import threadpoolctl
+    except ImportError:
+        return
+
+    class QkvController(threadpoolctl.LibController):  # type: ignore[misc]
+        user_api = "qkv"
+        internal_api = "qkv"
+        filename_prefixes = ("libllvmlite", "llvmlite")
+
+        def get_num_threads(self) -> int:
+            return get_num_threads()
+
+        def set_num_threads(self, num_threads: int) -> None:
+            """A limit that is lifted sets what was there before: that may be the default."""
+            set_num_threads(None if num_threads == default_num_threads() else num_threads)
+
+        def get_version(self) -> Any:
+            return __version__
+
+    threadpoolctl.register(QkvController)

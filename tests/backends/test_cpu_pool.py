@@ -1,0 +1,334 @@
+"""The pool of native workers: who joins, what runs, how it sleeps and ends. POSIX only."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+if os.name != "posix":
+    pytest.skip("the pool needs POSIX threads", allow_module_level=True)
+
+import torch
+from llvmlite import ir
+
+from qkv.backends.cpu import compile as cpu_compile
+from qkv.backends.cpu import pool as cpu_pool
+from qkv.backends.cpu.compile import Code, Kernel
+from qkv.backends.cpu.host import host
+from qkv.backends.cpu.ir import DOUBLE, INT64, POINTER, Emitter
+from qkv.backends.cpu.pool import Pool, emit_pool
+from qkv.backends.cpu.python_threads import PythonThreads
+
+LINUX = sys.platform == "linux"
+SLEEPS = ["futex", "condition"] if LINUX else ["condition"]
+TASKS = 64
+
+
+def emit_job() -> str:
+    """`job(arguments, number)`: wait until as many are inside as `expected`, then take tasks.
+
+    Task t writes who ran it and 2**-1074 * (t + 1), which is 0 where subnormals are flushed.
+    """
+    e = Emitter("job", 1)
+    with e.function("job", [POINTER, INT64], public=True) as (_, (arguments, number)):
+        b = e.builder
+
+        def field(name):
+            return b.bitcast(e.at(arguments, 8 * FIELDS.index(name)), INT64.as_pointer())
+
+        def store_at(name, index, value):
+            e.store(value, e.at(e.pointer(b.load(field(name))), e.mul(index, 8)), 8)
+
+        b.atomic_rmw("add", field("inside"), e.index(1), "seq_cst")
+
+        def waiting():
+            inside = b.load_atomic(field("inside"), "seq_cst", 8)
+            spent = b.atomic_rmw("add", field("waited"), e.index(1), "monotonic")
+            few = e.below(inside, b.load(field("expected")))
+            return None, b.and_(few, e.below(spent, 2**24))
+
+        give_way = ir.Function(e.module, ir.FunctionType(ir.IntType(32), []), "sched_yield")
+        e.take_while(waiting, lambda _: b.call(give_way, []))
+
+        def take():
+            task = b.atomic_rmw("add", field("counter"), e.index(1), "monotonic")
+            return task, e.below(task, TASKS)
+
+        def run(task):
+            store_at("ran", task, number)
+            tiny = b.load(b.bitcast(field("tiny"), DOUBLE.as_pointer()))
+            store_at("results", task, b.fmul(tiny, b.sitofp(e.add(task, 1), DOUBLE)))
+
+        e.take_while(take, run)
+        b.atomic_rmw("add", field("left"), e.index(1), "seq_cst")
+    return str(e.module)
+
+
+FIELDS = ("inside", "expected", "waited", "counter", "tiny", "ran", "results", "left")
+KERNEL = Kernel(Code(cpu_compile._compile(emit_job(), host()), host(), ("job",)))
+
+
+class Launch:
+    """Arguments of one launch; `expected` participants are waited for before the first task."""
+
+    def __init__(self, expected: int = 1) -> None:
+        self.ran = np.full(TASKS, -1)
+        self.results = np.full(TASKS, np.nan)
+        self.words = np.zeros(16, np.int64)
+        self.words[1] = expected
+        self.words[4] = 1  # the bits of the smallest subnormal
+        self.words[5:7] = self.ran.ctypes.data, self.results.ctypes.data
+        self.address = self.words.ctypes.data
+
+    def check(self) -> set[int]:
+        assert self.words[3] > TASKS
+        assert (self.ran >= 0).all()
+        expected = np.arange(1, TASKS + 1).astype(np.int64).view(np.float64)
+        assert self.results.tobytes() == expected.tobytes()
+        return set(self.ran.tolist())
+
+
+@pytest.fixture(params=SLEEPS)
+def pool(request):
+    made = Pool(request.param)
+    yield made
+    made.stop()
+
+
+# Who joins
+
+
+def test_everyone_who_is_wanted_joins_under_a_number_of_their_own(pool) -> None:
+    for wanted in (1, 2, 5, 3):
+        launch = Launch(expected=wanted + 1)
+        assert pool.run(KERNEL, launch, wanted) == wanted
+        assert launch.check() <= set(range(wanted + 1))
+        assert launch.words[0] == launch.words[7] == wanted + 1, "each came and went once"
+    assert pool.size == 5
+
+
+def test_numbers_are_unique(pool) -> None:
+    """A worker holds its number for as long as it is inside: scratch memory depends on it."""
+    e = Emitter("mark", 1)
+    with e.function("job", [POINTER, INT64], public=True) as (_, (arguments, number)):
+        slot = e.builder.bitcast(e.at(arguments, e.mul(number, 8)), INT64.as_pointer())
+        e.builder.atomic_rmw("add", slot, e.index(1), "seq_cst")
+    mark = Kernel(Code(cpu_compile._compile(str(e.module), host()), host(), ("job",)))
+    for _ in range(300):
+        launch = Launch()
+        launch.words[:] = 0
+        joined = pool.run(mark, launch, 6)
+        assert launch.words[0] == 1
+        assert launch.words[1:7].max() <= 1
+        assert launch.words.sum() == joined + 1
+
+
+def test_no_more_join_than_are_wanted(pool) -> None:
+    pool.run(KERNEL, Launch(expected=6), 5)  # all five are awake now
+    for _ in range(200):
+        launch = Launch()
+        assert pool.run(KERNEL, launch, 1) <= 1
+        assert launch.check() <= {0, 1}
+
+
+def test_sleeping_and_spinning_workers_hear_of_every_launch(pool) -> None:
+    for pause in (0.003, 0, 0.003, 0, 1e-4):
+        for _ in range(20):
+            time.sleep(pause)
+            assert pool.run(KERNEL, Launch(expected=3), 2) == 2
+
+
+def test_a_worker_that_is_not_wanted_costs_nothing(pool) -> None:
+    launch = Launch()
+    assert pool.run(KERNEL, launch, 0) == 0
+    assert launch.check() == {0}
+    assert pool.size == 0
+
+
+# Several callers
+
+
+def test_who_finds_another_caller_inside_runs_alone(pool) -> None:
+    slow = Launch(expected=3)  # caller, worker, and the word of this thread
+    first = threading.Thread(target=pool.run, args=(KERNEL, slow, 1))
+    first.start()
+    while slow.words[0] < 2:
+        time.sleep(0.001)
+    for _ in range(3):
+        launch = Launch()
+        assert pool.run(KERNEL, launch, 1) == 0
+        assert launch.check() == {0}
+    slow.words[0] += 1
+    first.join()
+    slow.check()
+    assert pool.run(KERNEL, Launch(expected=2), 1) == 1, "and the place is free again"
+
+
+def test_sixteen_callers(pool) -> None:
+    failed = []
+
+    def call(i: int) -> None:
+        try:
+            for n in range(200):
+                launch = Launch()
+                pool.run(KERNEL, launch, 1 + (i + n) % 4)
+                launch.check()
+        except AssertionError as error:
+            failed.append(error)
+
+    callers = [threading.Thread(target=call, args=(i,)) for i in range(16)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert not failed
+    assert pool.size == 4
+
+
+# Threads of the system
+
+
+def worker_files(name: str) -> list[str]:
+    """A file of /proc for each thread that is not Python's."""
+    python = {str(thread.native_id) for thread in threading.enumerate()}
+    tasks = [task for task in Path("/proc/self/task").iterdir() if task.name not in python]
+    return [(task / name).read_text() for task in tasks]
+
+
+@pytest.mark.skipif(not LINUX, reason="reads /proc")
+def test_idle_workers_sleep_block_signals_and_end(pool) -> None:
+    before = len(worker_files("stat"))
+    pool.run(KERNEL, Launch(expected=4), 3)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        states = [text.rpartition(")")[2].split()[0] for text in worker_files("stat")]
+        if states.count("S") == len(states):
+            break
+        time.sleep(0.01)
+    assert states == ["S"] * (before + 3), "asleep, though nobody has told them to"
+    masks = [
+        int(line.split()[1], 16)
+        for text in worker_files("status")
+        for line in text.splitlines()
+        if line.startswith("SigBlk")
+    ]
+    assert sum(mask & 0b10 > 0 for mask in masks) >= 3, "SIGINT is for Python's main thread"
+    pool.stop()
+    assert len(worker_files("stat")) == before
+
+
+def test_a_stopped_pool_runs_alone(pool) -> None:
+    pool.run(KERNEL, Launch(expected=2), 1)
+    pool.stop()
+    pool.stop()
+    launch = Launch()
+    assert pool.run(KERNEL, launch, 5) == 0
+    assert launch.check() == {0}
+    assert pool.size == 0
+
+
+def test_stopping_waits_for_who_is_inside(pool) -> None:
+    slow = Launch(expected=3)
+    caller = threading.Thread(target=pool.run, args=(KERNEL, slow, 1))
+    caller.start()
+    while slow.words[0] < 2:
+        time.sleep(0.001)
+    stopping = threading.Thread(target=pool.stop)
+    stopping.start()
+    time.sleep(0.05)
+    assert stopping.is_alive()
+    slow.words[0] += 1
+    stopping.join(timeout=60)
+    caller.join(timeout=60)
+    assert not stopping.is_alive()
+    slow.check()
+
+
+@pytest.mark.parametrize("granted", [0, 2])
+def test_a_system_that_refuses_threads(pool, granted, monkeypatch) -> None:
+    asked = []
+
+    def start(self, handle, start_=Pool._start):
+        asked.append(handle)
+        return len(asked) <= granted and start_(self, handle)
+
+    monkeypatch.setattr(Pool, "_start", start)
+    for _ in range(3):
+        launch = Launch(expected=granted + 1)
+        assert pool.run(KERNEL, launch, 4) == granted
+        launch.check()
+    assert pool.size == granted
+    assert len(asked) == granted + 1, "asked once, not at every launch"
+    pool.run(KERNEL, Launch(), 5)
+    assert len(asked) == granted + 2, "and again when more are wanted"
+
+
+def test_workers_flush_subnormals_when_their_caller_does(pool) -> None:
+    """Else bits would depend on who ran a task."""
+    pool.run(KERNEL, Launch(expected=3), 2)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush subnormals")
+    try:
+        flushed = Launch(expected=3)
+        pool.run(KERNEL, flushed, 2)
+    finally:
+        torch.set_flush_denormal(False)
+    assert (flushed.results == 0).all()
+    kept = Launch(expected=3)
+    pool.run(KERNEL, kept, 2)
+    kept.check()
+
+
+# Elsewhere
+
+
+@pytest.mark.parametrize(
+    ("triple", "processor", "sleep", "words"),
+    [
+        ("x86_64-unknown-linux-gnu", "x86", "futex", ("pause", "ldmxcsr", "syscall")),
+        ("aarch64-unknown-linux-gnu", "arm", "futex", ("isb", "msr\tFPCR", "syscall")),
+        ("arm64-apple-macosx14", "arm", "condition", ("isb", "_pthread_cond_wait")),
+        ("riscv64-unknown-linux-gnu", "other", "condition", ("pthread_cond_signal",)),
+    ],
+)
+def test_code_for_other_machines(triple, processor, sleep, words) -> None:
+    import llvmlite.binding as llvm
+
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    module = llvm.parse_assembly(emit_pool(processor, sleep))
+    module.triple = triple
+    module.verify()
+    machine = llvm.Target.from_triple(triple).create_target_machine(opt=2)
+    assembly = machine.emit_assembly(module)
+    assert all(word in assembly for word in words)
+
+
+def test_the_words_of_the_block_are_apart() -> None:
+    """What different sides write has a line of its own, and a mutex has room: 64 bytes on macOS."""
+    offsets = cpu_pool._OFFSET
+    apart = ("generation", "ticket", "busy", "sleeping", "job", "spins", "mutex", "condition")
+    assert len({offsets[name] // cpu_pool._LINE for name in apart}) == len(apart)
+
+
+# Without POSIX threads
+
+
+def test_python_threads_in_place_of_workers() -> None:
+    threads = PythonThreads()
+    for workers in (1, 3, 2):
+        launch = Launch()
+        assert 0 <= threads.run(KERNEL, launch, workers) <= workers
+        assert launch.check() <= set(range(workers + 1))
+    together = Launch(expected=4)
+    assert threads.run(KERNEL, together, 3) == 3
+    threads.stop()
+    alone = Launch()
+    assert threads.run(KERNEL, alone, 3) == 0
+    assert alone.check() == {0}
