@@ -23,6 +23,7 @@ MACHINE = {
     "python": "3.11",
     "qkv": "1.0",
     "packages": {"torch": "2.13"},
+    "peaks": {"FMA": 1e11},
 }
 
 

@@ -8,6 +8,7 @@ other takes more, as in the kernels.
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,17 +18,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["PRODUCTS", "Ceiling", "Product", "product_ceiling", "read_ceiling"]
+__all__ = ["PRODUCTS", "Ceiling", "Product", "product_ceiling", "read_ceiling", "survey"]
 
 _CHAINS = 12
 """Independent sums: two multiply-adds begin in each of the four cycles that one takes."""
 _STEPS = 20_000
 _REPEATS = 4
+_TILE_CHAINS = 6
+_TILE_STEPS = 1_000
 _TASKS = 64
 _BURSTS = 3
 """Of some 10 ms each, of which the best counts: a ceiling is what the machine can do."""
 _CHUNK = 2**20
 """Bytes of one task of reading."""
+_TRIES = 5
+_BEYOND_CACHES = 2**30
+"""Bytes that no cache of one machine's share holds for long."""
 _WORD = 8
 _COUNT, _BUFFER, _FACTORS, _UNUSED = 8, 9, 16, 32
 """Words of the block; the counter is word 0 and has a cache line of its own."""
@@ -46,7 +52,7 @@ class Product:
     call : str
         The LLVM intrinsic.
     total, factor : str
-        Types of the running sum and of the two factors.
+        Types of the running sum and of the two factors; tiles are numbered and have none.
     operations : int
         Multiplications and additions of one instruction.
     feature : str
@@ -68,6 +74,7 @@ def _fma(element: str, short: str, bits: int, feature: str) -> Product:
     return Product(name, f"llvm.fma.v{lanes}{short}", vector, vector, 2 * lanes, feature)
 
 
+_TILES = Product("bfloat16 tiles (AMX)", "llvm.x86.tdpbf16ps", "", "", 2 * 16 * 16 * 32, "amx-bf16")
 _SINGLE = (
     _fma("float", "f32", 512, "avx512f"),
     _fma("float", "f32", 256, "fma"),
@@ -87,13 +94,16 @@ _DOT = Product(
     "avx512bf16",
 )
 
-PRODUCTS: dict[str, tuple[Product, ...]] = {
-    "float32": _SINGLE,
-    "float32, 256 bits": _SINGLE[1:],
-    "float64": _DOUBLE,
-    "bfloat16": (_DOT, *_SINGLE),
+PRODUCTS: dict[str, tuple[tuple[Product, ...], ...]] = {
+    "float32": (_SINGLE,),
+    "float32, 256 bits": (_SINGLE[1:],),
+    "float64": (_DOUBLE,),
+    "bfloat16": ((_TILES,), (_DOT,), _SINGLE),
+    "bfloat16 pairs": ((_DOT, *_SINGLE),),
 }
-"""The instructions that could do the work of each ceiling; the fastest here is the ceiling.
+"""The instructions that could do the work of each ceiling, in families from the widest.
+
+The widest of a family that the processor has takes part; of several families the fastest does.
 
 bfloat16 can be widened to float32: on some processors that is faster than its dot product.
 """
@@ -111,14 +121,29 @@ class Ceiling:
 def product_ceiling(kind: str, threads: int) -> Ceiling:
     """Operations a second of the fastest multiply-add that this processor has for a kind."""
     has = _features()
-    found = [_of(product, threads) for product in PRODUCTS[kind] if product.feature in has]
-    return max(found, key=lambda ceiling: ceiling.measure())
+    usable = [[p for p in family if p.feature in has] for family in PRODUCTS[kind]]
+    found = [_of(family[0], threads) for family in usable if family]
+    if len(found) == 1:
+        return found[0]
+    tries = [[ceiling.measure() for ceiling in found] for _ in range(_TRIES)]
+    return found[int(np.argmax(np.max(tries, axis=0)))]
+
+
+def survey(threads: int) -> dict[str, float]:
+    """Every multiply-add of this processor, operations a second, and its reading of main memory."""
+    has = _features()
+    products = {p for kind in PRODUCTS.values() for family in kind for p in family}
+    ceilings = [_of(p, threads) for p in sorted(products, key=lambda p: p.name) if p.feature in has]
+    ceilings.append(read_ceiling(_BEYOND_CACHES, threads))
+    return {ceiling.name: ceiling.measure() for ceiling in ceilings}
 
 
 def _of(product: Product, threads: int) -> Ceiling:
-    crew = _Crew(_product_source(product), threads)
+    crew = _Crew(_product_source(product) if product.total else _tile_source(product), threads)
     tasks = _TASKS * threads
-    operations = product.operations * _CHAINS * _REPEATS * _STEPS * tasks
+    chains = _CHAINS if product.total else _TILE_CHAINS
+    steps = _STEPS if product.total else _TILE_STEPS
+    operations = product.operations * chains * _REPEATS * steps * tasks
     return Ceiling(product.name, "operations", lambda: operations / crew.seconds(tasks))
 
 
@@ -172,9 +197,11 @@ def _compiled(source: str) -> Any:
 
 def _features() -> set[str]:
     from qkv.backends.cpu.host import host
+    from qkv.backends.cpu.matrix_unit import permitted
 
     features = host().features.split(",")
-    return {"", *(name[1:] for name in features if name.startswith("+"))}
+    found = {"", *(name[1:] for name in features if name.startswith("+"))}
+    return found if permitted() else found - {_TILES.feature}
 
 
 def _job(declarations: str, task: str) -> str:
@@ -201,7 +228,7 @@ done:
 """
 
 
-def _loop(total: str, count: int, steps: int, body: list[str]) -> list[str]:
+def _loop(total: str, count: int, steps: int, body: list[str], after: list[str]) -> list[str]:
     """`count` sums `%s`, each `%n` after one of `steps` turns; the last ones are stored."""
     return [
         "  br label %loop",
@@ -213,6 +240,7 @@ def _loop(total: str, count: int, steps: int, body: list[str]) -> list[str]:
         f"  %again = icmp slt i64 %next, {steps}",
         "  br i1 %again, label %loop, label %end",
         "end:",
+        *after,
         *(f"  store volatile {total} %n{c}, ptr %unused, align 8" for c in range(count)),
         "  br label %take",
     ]
@@ -232,7 +260,31 @@ def _product_source(product: Product) -> str:
             body.append(f"  {after} = call {total} @{product.call}({given})")
     load = f"  %x = load {factor}, ptr %factors, align 8"
     declaration = f"declare {total} @{product.call}({', '.join(types)})"
-    return _job(declaration, "\n".join([load, *_loop(total, _CHAINS, _STEPS, body)]))
+    return _job(declaration, "\n".join([load, *_loop(total, _CHAINS, _STEPS, body, [])]))
+
+
+def _tile_source(product: Product) -> str:
+    """Six tiles add up the product of the last two; a tile is 16 rows of 64 bytes."""
+    sizes = struct.pack("<BB14x8H16x8B8x", 1, 0, *[64] * 8, *[16] * 8)
+    constant = ", ".join(f"i8 {byte}" for byte in sizes)
+    declarations = f"""
+@sizes = internal constant [64 x i8] [{constant}]
+declare void @llvm.x86.ldtilecfg(ptr)
+declare void @llvm.x86.tilerelease()
+declare void @llvm.x86.tilezero(i8)
+declare void @llvm.x86.tileloadd64(i8, ptr, i64)
+declare void @{product.call}(i8, i8, i8)"""
+    first = [
+        "  call void @llvm.x86.ldtilecfg(ptr @sizes)",
+        *(f"  call void @llvm.x86.tilezero(i8 {c})" for c in range(_TILE_CHAINS)),
+        "  call void @llvm.x86.tileloadd64(i8 6, ptr %factors, i64 0)",
+        "  call void @llvm.x86.tileloadd64(i8 7, ptr %factors, i64 0)",
+    ]
+    body = [
+        f"  call void @{product.call}(i8 {c}, i8 6, i8 7)" for c in range(_TILE_CHAINS)
+    ] * _REPEATS
+    after = ["  call void @llvm.x86.tilerelease()"]
+    return _job(declarations, "\n".join([*first, *_loop("", 0, _TILE_STEPS, body, after)]))
 
 
 def _read_source() -> str:
@@ -250,4 +302,4 @@ def _read_source() -> str:
         f"  %offset = mul i64 %task, {_CHUNK}",
         "  %chunk = getelementptr i8, ptr %buffer, i64 %offset",
     ]
-    return _job("", "\n".join([*first, *_loop(vector, chains, _CHUNK // step, body)]))
+    return _job("", "\n".join([*first, *_loop(vector, chains, _CHUNK // step, body, [])]))

@@ -101,7 +101,8 @@ def headline(run: Run) -> list[str]:
     return [
         f"{machine['processor']}, {machine['isa']}, {threads} threads of {machine['cores']}",
         f"{machine['system']}, Python {machine['python']}, qkv {machine['qkv']}, {packages}",
-        f"{rounds} rounds in turns. {'; '.join(_peaks(run))}",
+        f"Peaks: {', '.join(_rate(name, value) for name, value in machine['peaks'].items())}",
+        f"{rounds} rounds in turns, beside {', '.join(_limits_in_words(run)) or 'no peak'}",
         _quiet(run),
     ]
 
@@ -116,12 +117,15 @@ def _limits(run: Run) -> dict[tuple[str, str], list[list[float]]]:
     return found
 
 
-def _peaks(run: Run) -> list[str]:
-    lines = []
-    for (name, unit), seen in _limits(run).items():
-        middle = median(value for values in seen for value in values)
-        lines.append(f"{name} {middle / 1e9:.0f} {'GB/s' if unit == 'bytes' else 'GFLOP/s'}")
-    return lines
+def _limits_in_words(run: Run) -> list[str]:
+    return [
+        _rate(name, median(value for values in seen for value in values))
+        for (name, _), seen in _limits(run).items()
+    ]
+
+
+def _rate(name: str, value: float) -> str:
+    return f"{name} {value / 1e9:.0f} {'GB/s' if name.startswith('memory') else 'GFLOP/s'}"
 
 
 def _quiet(run: Run) -> str:
@@ -143,8 +147,10 @@ def page(text: str, run: Run) -> str:
 
     Examples
     --------
-    >>> run = Run({"packages": {}, "processor": "", "isa": "", "cores": 2, "system": "",
-    ...            "python": "", "qkv": ""}, {"threads": 2, "rounds": 1}, [0.0])
+    >>> machine = dict.fromkeys(("processor", "isa", "system", "python", "qkv"), "")
+    >>> run = Run(
+    ...     {**machine, "packages": {}, "peaks": {}, "cores": 2}, {"threads": 2, "rounds": 1}, [0.0]
+    ... )
     >>> once = page("Speed", run)
     >>> page(once, run) == once
     True

@@ -19,7 +19,7 @@ from typing import Any, Self, TypeAlias
 
 from qkv.bench.contenders import Contender, contenders_of
 from qkv.bench.machine import describe, load_average
-from qkv.bench.peaks import Ceiling, product_ceiling, read_ceiling
+from qkv.bench.peaks import Ceiling, product_ceiling, read_ceiling, survey
 from qkv.bench.record import Entry, Result, Run, Turn
 from qkv.bench.workloads import Workload
 from qkv.errors import KernelBuildError
@@ -63,6 +63,7 @@ def bench(
     settings: Settings,
     line_up: LineUp = contenders_of,
     tell: Told = lambda text: None,
+    keep: Callable[[Run], None] = lambda run: None,
 ) -> Run:
     """Run workloads, each by all of its contenders in turns.
 
@@ -74,15 +75,18 @@ def bench(
         Who runs a workload; the others are compared with the first.
     tell : callable (text)
         Told what is going on.
+    keep : callable (run)
+        Given the run after each workload, so that an interruption loses one at most.
     """
     load = load_average()
-    run = Run(describe(), asdict(settings), [load])
+    run = Run({**describe(), "peaks": _survey(settings.threads)}, asdict(settings), [load])
     with _Processes(settings) as processes:
         for number, workload in enumerate(chosen, 1):
             tell(f"{number}/{len(chosen)} {workload.name}")
             measure = _memory if workload.measure == "memory" else _times
             run.results.append(measure(workload, line_up(workload), processes, settings))
-    run.load.append(load_average())
+            run.load[1:] = [load_average()]
+            keep(run)
     return run
 
 
@@ -135,6 +139,13 @@ def _memory(
 def _result(workload: Workload, unit: str, ceiling: str | None) -> Result:
     work = 0 if workload.measure == "memory" else workload.work
     return Result(workload.name, workload.summary, workload.measure, work, unit, ceiling)
+
+
+def _survey(threads: int) -> dict[str, float]:
+    try:
+        return survey(threads)
+    except (ImportError, OSError, KernelBuildError):
+        return {}
 
 
 def _ceiling(workload: Workload, threads: int) -> Ceiling | None:

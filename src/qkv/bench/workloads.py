@@ -245,7 +245,15 @@ def _looks() -> list[Workload]:
 
 
 def _narrow() -> list[Workload]:
-    return [
+    """Lesser instruction sets than the machine has."""
+    pairs = [
+        Workload(
+            f"pairs-4096-d{dim}", _square(4096, dim), everything(), "bfloat16", "bfloat16 pairs",
+            ("qkv avx512-bf16", "qkv", "torch"),
+        )
+        for dim in (64, 128)
+    ]  # fmt: skip
+    return pairs + [
         Workload(
             f"avx2-4096-d{dim}", _square(4096, dim), everything(), "float32", "float32, 256 bits",
             ("qkv avx2", "qkv", "torch"),

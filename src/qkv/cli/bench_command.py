@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> str:
             action="Pass two saved runs, or one revision.",
         )
     done = record.load(options.load) if options.load else _run(options)
-    if options.save:
+    if options.save and options.load:
         record.save(done, options.save)
     if options.picture:
         Path(options.picture).write_text(svg(done), encoding="utf-8")
@@ -66,8 +66,13 @@ def _run(options: argparse.Namespace) -> record.Run:
     settings = Settings(threads, rounds, _QUICK_SECONDS if quick else _SECONDS)
     ordinary: LineUp = partial(contenders_of, packages=options.only or ())
     revision = compare.beside(*options.compare) if options.compare else nullcontext(ordinary)
+
+    def keep(done: record.Run) -> None:
+        if options.save:
+            record.save(done, options.save)
+
     with revision as line_up:
-        return bench(chosen, settings, line_up, _tell)
+        return bench(chosen, settings, line_up, _tell, keep)
 
 
 def _write_page(page: Path, done: record.Run) -> None:

@@ -100,6 +100,7 @@ CONTENDERS: tuple[Contender, ...] = (
     Contender("qkv kernel", "qkv", "of_qkv", "prepare_kernel", _QKV),
     Contender("qkv kernel statistics", "qkv", "of_qkv", "prepare_kernel_statistics", _QKV),
     Contender("qkv avx2", "qkv", "of_qkv", environment={**_QKV, "QKV_ISA": "avx2"}),
+    Contender("qkv avx512-bf16", "qkv", "of_qkv", environment={**_QKV, "QKV_ISA": "avx512-bf16"}),
     Contender("qkv bfloat16", "qkv", "of_qkv", "prepare_bfloat16", _QKV),
     Contender("qkv int8", "qkv", "of_qkv", "prepare_int8", _QKV),
     Contender("qkv statistics", "qkv", "of_qkv", "prepare_statistics", _QKV),
