@@ -31,7 +31,7 @@ TASKS = 64
 
 
 def emit_job() -> str:
-    """`job(arguments, number)`: wait until as many are inside as `expected`, then take tasks.
+    """`job(arguments, number)`: wait until as many have come as are `expected`, then take tasks.
 
     Task t writes who ran it and 2**-1074 * (t + 1), which is 0 where subnormals are flushed.
     """
@@ -46,12 +46,14 @@ def emit_job() -> str:
             e.store(value, e.at(e.pointer(b.load(field(name))), e.mul(index, 8)), 8)
 
         b.atomic_rmw("add", field("inside"), e.index(1), "seq_cst")
+        visits = e.at(arguments, 8 * VISITS, e.mul(number, 8))
+        b.atomic_rmw("add", b.bitcast(visits, INT64.as_pointer()), e.index(1), "seq_cst")
 
         def waiting():
             inside = b.load_atomic(field("inside"), "seq_cst", 8)
             spent = b.atomic_rmw("add", field("waited"), e.index(1), "monotonic")
             few = e.below(inside, b.load(field("expected")))
-            return None, b.and_(few, e.below(spent, 2**24))
+            return None, b.and_(few, e.below(spent, b.load(field("patience"))))
 
         give_way = ir.Function(e.module, ir.FunctionType(ir.IntType(32), []), "sched_yield")
         e.take_while(waiting, lambda _: b.call(give_way, []))
@@ -70,20 +72,24 @@ def emit_job() -> str:
     return str(e.module)
 
 
-FIELDS = ("inside", "expected", "waited", "counter", "tiny", "ran", "results", "left")
+FIELDS = ("inside", "expected", "waited", "counter", "tiny", "ran", "results", "left", "patience")
+VISITS = 16
+"""The first of the words that count how often each number was inside."""
 KERNEL = Kernel(Code(cpu_compile._compile(emit_job(), host()), host(), ("job",)))
 
 
 class Launch:
-    """Arguments of one launch; `expected` participants are waited for before the first task."""
+    """Arguments of one launch; `expected` participants are waited for before the first task, but no
+    more than `patience` times."""
 
-    def __init__(self, expected: int = 1) -> None:
+    def __init__(self, expected: int = 1, patience: int = 2**24) -> None:
         self.ran = np.full(TASKS, -1)
         self.results = np.full(TASKS, np.nan)
-        self.words = np.zeros(16, np.int64)
+        self.words = np.zeros(VISITS + 16, np.int64)
         self.words[1] = expected
         self.words[4] = 1  # the bits of the smallest subnormal
         self.words[5:7] = self.ran.ctypes.data, self.results.ctypes.data
+        self.words[8] = patience
         self.address = self.words.ctypes.data
 
     def check(self) -> set[int]:
@@ -110,31 +116,18 @@ def test_everyone_who_is_wanted_joins_under_a_number_of_their_own(pool) -> None:
         assert pool.run(KERNEL, launch, wanted) == wanted
         assert launch.check() <= set(range(wanted + 1))
         assert launch.words[0] == launch.words[7] == wanted + 1, "each came and went once"
+        assert launch.words[VISITS:].tolist() == [1] * (wanted + 1) + [0] * (15 - wanted)
     assert pool.size == 5
-
-
-def test_numbers_are_unique(pool) -> None:
-    """A worker holds its number for as long as it is inside: scratch memory depends on it."""
-    e = Emitter("mark", 1)
-    with e.function("job", [POINTER, INT64], public=True) as (_, (arguments, number)):
-        slot = e.builder.bitcast(e.at(arguments, e.mul(number, 8)), INT64.as_pointer())
-        e.builder.atomic_rmw("add", slot, e.index(1), "seq_cst")
-    mark = Kernel(Code(cpu_compile._compile(str(e.module), host()), host(), ("job",)))
-    for _ in range(300):
-        launch = Launch()
-        launch.words[:] = 0
-        joined = pool.run(mark, launch, 6)
-        assert launch.words[0] == 1
-        assert launch.words[1:7].max() <= 1
-        assert launch.words.sum() == joined + 1
 
 
 def test_no_more_join_than_are_wanted(pool) -> None:
     pool.run(KERNEL, Launch(expected=6), 5)  # all five are awake now
-    for _ in range(200):
-        launch = Launch()
-        assert pool.run(KERNEL, launch, 1) <= 1
+    for _ in range(20):
+        launch = Launch(expected=3, patience=2000)  # a third has time to come, and must not
+        joined = pool.run(KERNEL, launch, 1)
         assert launch.check() <= {0, 1}
+        assert launch.words[VISITS:].tolist() == [1, joined] + [0] * 14
+        assert joined <= 1
 
 
 def test_sleeping_and_spinning_workers_hear_of_every_launch(pool) -> None:

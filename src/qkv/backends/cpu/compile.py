@@ -41,6 +41,8 @@ class Code:
         empty = llvm.parse_assembly("")
         self._engine = llvm.create_mcjit_compiler(empty, _machine(host))
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(data))
+        # An engine needs a module to begin with; compiling the empty one takes longer than linking.
+        self._engine.remove_module(empty)
         self._engine.finalize_object()
         self._addresses = {name: int(self._engine.get_function_address(name)) for name in names}
         for name, address in self._addresses.items():
