@@ -101,6 +101,14 @@ def test_a_row_has_rate_share_time_and_ratios() -> None:
     assert memory == ("memory-16k", "1.0 MiB more", "", "", "torch 3.00")
 
 
+def test_without_the_first_there_are_times_instead_of_ratios() -> None:
+    refused = run()
+    refused.results[0].entries[0] = Entry("qkv", "1", "refused", "not yet")
+    assert report.rows(refused)[0] == (
+        "fp32-1024", "refused", "", "", "torch 2 ms, openvino wrong",
+    )  # fmt: skip
+
+
 def test_details_show_everybody() -> None:
     cells = report.details(run().results[0])
     assert [row[0] for row in cells] == ["qkv", "torch", "openvino", "jax"]

@@ -39,9 +39,11 @@ def _row(result: Result) -> tuple[str, ...]:
     name = result.workload if lead.contender == "qkv" else f"{result.workload} ({lead.contender})"
     against = []
     for other in others:
-        times = ratio(lead, other)
+        times, alone = ratio(lead, other), summary(result, other)
         if times is not None:
             against.append(f"{other.contender} {times:.2f}")
+        elif alone is not None:
+            against.append(f"{other.contender} {alone.seconds * 1e3:.3g} ms")
         elif other.state == "wrong":
             against.append(f"{other.contender} wrong")
     return name, cells.rate, cells.share, cells.time, ", ".join(against)
@@ -133,10 +135,8 @@ def _quiet(run: Run) -> str:
     worst = max(spreads, default=0.0)
     busy = run.load[0] / max(run.machine["cores"] or 1, 1)
     quiet = busy <= _BUSY_LOAD and worst <= _UNSTEADY
-    return (
-        f"{'A quiet machine' if quiet else 'Not a quiet machine'}: load {run.load[0]:.2f} before; "
-        f"the peak of one workload moved by at most {worst:.0%}."
-    )
+    moved = f"; the peak of one workload moved by at most {worst:.0%}" if spreads else ""
+    return f"{'A quiet' if quiet else 'Not a quiet'} machine: load {run.load[0]:.2f} before{moved}."
 
 
 _BEGIN, _END = "<!-- qkv bench -->", "<!-- end of qkv bench -->"
