@@ -11,9 +11,8 @@ import pytest
 
 import qkv
 from qkv.backends import Refusal, backends
-from qkv.backends.cpu import CpuBackend, describe_host
-from qkv.backends.cpu import backend as cpu_backend
-from qkv.backends.cpu import compile as cpu_compile
+from qkv.backends.cpu import CpuBackend, describe_host, forward_pass
+from qkv.backends.cpu.backend import integer_bits
 from qkv.backends.cpu.host import host
 from qkv.backends.cpu.schedule import TILE_KV, folds, schedule
 from qkv.errors import ArgumentError
@@ -174,7 +173,7 @@ def test_integers_get_the_width_they_need() -> None:
     query = normal(1, 9, 4)
 
     def bits(*variants, **keywords):
-        return cpu_backend.integer_bits(check(query, query, query, variants, **keywords))
+        return integer_bits(check(query, query, query, variants, **keywords))
 
     assert bits() == 32
     assert bits(qkv.Causal(), qkv.ALiBi()) == 32
@@ -262,18 +261,18 @@ def test_tasks_cover_what_the_tiles_say(variant) -> None:
 def test_no_kernel_is_built_for_another_length(monkeypatch) -> None:
     built = []
 
-    def count(*args, build=cpu_compile.build):
+    def count(*args, build=forward_pass.build):
         built.append(args)
         return build(*args)
 
-    monkeypatch.setattr(cpu_compile, "build", count)
-    cpu_backend._kernel.cache_clear()
+    monkeypatch.setattr(forward_pass, "build", count)
+    forward_pass._kernel.cache_clear()
     for kv_len in range(5, 140, 33):
         for dim in (3, 16):
             query, key = normal(2, 1, dim), normal(1, kv_len, dim)
             run(query, key, key, qkv.Causal("end"), qkv.Softcap(float(kv_len)))
     assert len(built) == 1
-    cpu_backend._kernel.cache_clear()
+    forward_pass._kernel.cache_clear()
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "q_len"), [(4, 1, 1), (12, 2, 5), (16, 1, 8)])

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.backends.cpu import backend as cpu_backend
 from qkv.backends.cpu import compile as cpu_compile
 from qkv.backends.cpu import forward as cpu_forward
+from qkv.backends.cpu import forward_pass
 from qkv.backends.cpu.canonical import canonical
 from qkv.backends.cpu.host import host
 from qkv.errors import KernelBuildError
@@ -29,9 +29,9 @@ X = np.random.default_rng(0).normal(size=(2, 9, 8)).astype(np.float32)
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
     monkeypatch.setenv("QKV_CACHE_DIR", str(tmp_path / "deep" / "cache"))
-    cpu_backend._kernel.cache_clear()
+    forward_pass._kernel.cache_clear()
     yield tmp_path / "deep" / "cache"
-    cpu_backend._kernel.cache_clear()
+    forward_pass._kernel.cache_clear()
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def compiled(monkeypatch):
 
 def attend():
     """A call in a process that has no kernels in memory."""
-    cpu_backend._kernel.cache_clear()
+    forward_pass._kernel.cache_clear()
     out = qkv.attention(X, X, X, backend="cpu")
     scores = np.einsum("hqd,hkd->hqk", X.astype(float), X) / np.sqrt(8)
     weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)

@@ -14,7 +14,7 @@ import pytest
 
 import qkv
 from qkv._threads import quota_of, usable_cores
-from qkv.backends.cpu import backend as cpu_backend
+from qkv.backends.cpu import forward_pass
 from qkv.backends.cpu import threads as cpu_threads
 from qkv.errors import ArgumentError
 
@@ -99,7 +99,7 @@ def test_what_was_set_is_what_runs(monkeypatch) -> None:
         run_(kernel, arguments, threads)
 
     monkeypatch.setattr(cpu_threads, "run", count)
-    monkeypatch.setattr(cpu_backend, "_WORTH_A_THREAD", 1.0)
+    monkeypatch.setattr(forward_pass, "_WORTH_A_THREAD", 1.0)
     x = normal(8, 260, 32)
     for number in (1, 3, 2):
         qkv.set_num_threads(number)
@@ -178,13 +178,13 @@ def test_threadpoolctl_sees_and_limits_them(monkeypatch) -> None:
 def test_bits_do_not_depend_on_threads(monkeypatch) -> None:
     query, key, value = normal(8, 260, 32), normal(4, 300, 32), normal(4, 300, 32)
     found = set()
-    monkeypatch.setattr(cpu_backend, "_WORTH_A_THREAD", 1.0)
+    monkeypatch.setattr(forward_pass, "_WORTH_A_THREAD", 1.0)
     for threads in (1, 2, 3, 5, 2):
         qkv.set_num_threads(threads)
         for _ in range(10):
             out, lse = run(query, key, value, qkv.Causal("end"))
             found.add(out.tobytes() + lse.tobytes())
-    monkeypatch.setattr(cpu_backend, "_SLICE_SECONDS", 1e-9)
+    monkeypatch.setattr(forward_pass, "_SLICE_SECONDS", 1e-9)
     out, lse = run(query, key, value, qkv.Causal("end"))
     found.add(out.tobytes() + lse.tobytes())
     assert len(found) == 1
@@ -210,7 +210,7 @@ def in_threads(callers: int, call) -> None:
 
 
 def test_many_callers_at_once(monkeypatch) -> None:
-    monkeypatch.setattr(cpu_backend, "_WORTH_A_THREAD", 1.0)
+    monkeypatch.setattr(forward_pass, "_WORTH_A_THREAD", 1.0)
     problems = [(normal(4, 130 + i, 16, seed=i), normal(2, 90, 16, seed=i)) for i in range(16)]
     expected = [run(q, k, k, qkv.Causal("end"))[0].tobytes() for q, k in problems]
 
@@ -225,7 +225,7 @@ def test_many_callers_at_once(monkeypatch) -> None:
 
 def test_many_kernels_at_once(monkeypatch, tmp_path) -> None:
     """Sixteen threads and six kernels that nobody has compiled."""
-    monkeypatch.setattr(cpu_backend, "_WORTH_A_THREAD", 1.0)
+    monkeypatch.setattr(forward_pass, "_WORTH_A_THREAD", 1.0)
     monkeypatch.setenv("QKV_CACHE_DIR", str(tmp_path))
     qkv.set_num_threads(2)
     x = normal(4, 130, 16)
@@ -238,16 +238,16 @@ def test_many_kernels_at_once(monkeypatch, tmp_path) -> None:
         found[i] = run(x, x, x, mods[i % 6])[0].tobytes()
 
     found: dict[int, bytes] = {}
-    cpu_backend._kernel.cache_clear()
+    forward_pass._kernel.cache_clear()
     in_threads(16, attend)
     together = dict(found)
-    cpu_backend._kernel.cache_clear()
+    forward_pass._kernel.cache_clear()
     monkeypatch.setenv("QKV_CACHE_DIR", "")
     for i in (1, 2):
         attend(i)
     assert found == together
     assert len(set(found.values())) == 6
-    cpu_backend._kernel.cache_clear()
+    forward_pass._kernel.cache_clear()
 
 
 # Children

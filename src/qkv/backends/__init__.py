@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.partial import Partial
+from qkv.problem.backward import BackwardInputs, OperandGradients
 from qkv.problem.spec import Problem, Spec
 
 __all__ = ["Backend", "Choice", "Refusal", "backends", "choose", "register", "unregister"]
@@ -26,6 +27,29 @@ class Refusal:
 
     def __str__(self) -> str:
         return f"{self.fact} (accepts {self.accepts})"
+
+
+class Prepared(Protocol):
+    """A problem made ready for other arrays with the same dtypes, shapes and strides.
+
+    A backend may have `prepare(problem) -> Prepared | None`. It is asked only for problems whose
+    variants hold nothing but constants.
+    """
+
+    def __call__(self, query: Any, key: Any, value: Any) -> Partial | None:
+        """What `run` gives; None if the machine is no longer what it was prepared for."""
+        ...
+
+
+class Differentiable(Protocol):
+    """What a backend also has that computes gradients."""
+
+    def backward(self, problem: Problem, inputs: BackwardInputs) -> OperandGradients:
+        """Gradients of query, key and value, and of the tables that `inputs` names."""
+        ...
+
+
+NO_BACKWARD = Refusal("has no backward pass", "the forward pass alone")
 
 
 @runtime_checkable
@@ -61,6 +85,7 @@ class Choice:
 
 
 _registered: dict[str, Backend] = {}
+_generation = 0
 
 
 @lru_cache(maxsize=1)
@@ -80,6 +105,11 @@ def _found() -> dict[str, Backend]:
     return known
 
 
+def generation() -> int:
+    """Grows whenever a backend is registered or taken back."""
+    return _generation
+
+
 def register(backend: Backend) -> None:
     """Add a backend in this process, without an entry point."""
     if not isinstance(backend, Backend):
@@ -87,12 +117,16 @@ def register(backend: Backend) -> None:
             f"{type(backend).__name__} lacks a part of the backend protocol.",
             action="Give it name, priority, refusals, blocks, scratch_bytes and run.",
         )
+    global _generation
     _registered[backend.name] = backend
+    _generation += 1
 
 
 def unregister(name: str) -> None:
     """Take back what `register` added."""
+    global _generation
     _registered.pop(name, None)
+    _generation += 1
 
 
 def backends() -> tuple[Backend, ...]:
@@ -101,8 +135,8 @@ def backends() -> tuple[Backend, ...]:
     return tuple(sorted(known.values(), key=lambda b: (-b.priority, b.name)))
 
 
-def choose(spec: Spec, name: str = "auto") -> Choice:
-    """The backend that will run a problem.
+def choose(spec: Spec, name: str = "auto", *, backward: bool = False) -> Choice:
+    """The backend that will run a problem; with `backward`, one that computes gradients too.
 
     Raises
     ------
@@ -123,6 +157,8 @@ def choose(spec: Spec, name: str = "auto") -> Choice:
     refused: list[tuple[str, tuple[Refusal, ...]]] = []
     for backend in candidates:
         reasons = backend.refusals(spec)
+        if backward and not hasattr(backend, "backward"):
+            reasons = (NO_BACKWARD, *reasons)
         if not reasons:
             return Choice(backend, tuple(refused))
         refused.append((backend.name, reasons))

@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from qkv._threads import get_num_threads
-from qkv.backends import Refusal
+from qkv.backends import Prepared, Refusal
 from qkv.errors import ArgumentError
 from qkv.partial import Partial, RowStatistics, identity
+from qkv.problem.backward import BackwardInputs, OperandGradients
 from qkv.problem.bounds import bound
 from qkv.problem.expressions import Load, Op, walk
 from qkv.problem.intervals import Interval
 from qkv.problem.spec import Problem, Spec
 
 if TYPE_CHECKING:
-    from qkv.backends.cpu.compile import Kernel
-    from qkv.backends.cpu.forward import ForwardKey
-    from qkv.backends.cpu.host import Host
+    pass
 
 Array = NDArray[Any]
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 _NOTHING = np.empty(0)
-
-_SLICE_SECONDS = 0.1
-"""How long compiled code may keep Ctrl-C waiting."""
-_OPERATIONS_PER_SECOND = 5e10
-"""Of one thread, roughly."""
-_WORTH_A_THREAD = 4e6
-"""Operations that pay for waking one."""
 
 
 class CpuBackend:
@@ -80,7 +70,27 @@ class CpuBackend:
         """Output, lse, entropy and largest score in one pass."""
         return self._run(problem, statistics=True)
 
+    def prepare(self, problem: Problem) -> Prepared | None:
+        """For calls with arrays like these, and the same constants."""
+        from qkv.backends.cpu.forward_pass import ForwardPass
+        from qkv.backends.cpu.prepared import PreparedForward
+
+        spec = problem.spec
+        sizes = (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len, spec.v_head_dim)
+        if 0 in sizes or spec.rotation is not None or spec.sinks:
+            return None
+        return PreparedForward(problem, ForwardPass(problem))
+
+    def backward(self, problem: Problem, inputs: BackwardInputs) -> OperandGradients:
+        """Gradients in one pass over recomputed weights."""
+        from qkv.backends.cpu.gradient import backward
+
+        return backward(problem, inputs)
+
     def _run(self, problem: Problem, *, statistics: bool) -> tuple[Partial, RowStatistics]:
+        from qkv.backends.cpu.arguments import ForwardArguments
+        from qkv.backends.cpu.forward_pass import ForwardPass
+
         spec = problem.spec
         shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.v_head_dim)
         compute = spec.compute_dtype
@@ -88,59 +98,18 @@ class CpuBackend:
         if 0 in (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len):
             zeros = np.zeros(shape[:-1], compute) if statistics else _NOTHING
             return identity(shape, compute), RowStatistics(zeros, lowest)
-        # Sinks scale the output afterwards: round to the type of storage only then.
-        out_dtype = compute if spec.sinks else np.dtype(spec.dtype)
-        whole = Partial(np.empty(shape, out_dtype), np.empty(shape[:-1], compute))
+        forward = ForwardPass(problem, statistics=statistics)
+        whole = Partial(np.empty(shape, forward.out_dtype), np.empty(shape[:-1], compute))
         rows = RowStatistics(np.empty_like(lowest), lowest)
-        _run(problem, whole, rows if statistics else None)
+        workers = forward.workers()
+        arguments = ForwardArguments(problem, forward, workers, whole, rows if statistics else None)
+        forward.launch(arguments, workers)
         return whole, rows
 
 
-def _run(problem: Problem, result: Partial, statistics: RowStatistics | None) -> None:
-    from qkv.backends.cpu import threads
-    from qkv.backends.cpu.arguments import ForwardArguments
-    from qkv.backends.cpu.forward import ForwardKey
-    from qkv.backends.cpu.host import host
-    from qkv.backends.cpu.schedule import folds, schedule
-
-    spec, here = problem.spec, host()
-    shape = here.shape_of(spec.compute_dtype)
-    folded = folds(spec, shape.lanes)
-    key = ForwardKey(
-        _kernel_spec(spec),
-        shape,
-        integer_bits(problem),
-        folded,
-        spec.rotation is not None,
-        result.out.dtype.name,
-        statistics is not None,
-    )
-    kernel = _kernel(key, here)
-    plan = schedule(problem, shape.block_q, folded)
-    count = len(plan.tasks)
-    operations = 2.0 * (spec.head_dim + spec.v_head_dim) * plan.pairs
-    workers = max(1, min(get_num_threads(), count, int(operations / _WORTH_A_THREAD)))
-    arguments = ForwardArguments(
-        problem, plan, result, statistics, folded=folded, shape=shape, workers=workers
-    )
-    seconds = operations / (_OPERATIONS_PER_SECOND * workers)
-    step = -(-count // max(1, math.ceil(seconds / _SLICE_SECONDS)))
-    for start in range(0, count, step):
-        arguments.allow(start, min(start + step, count))
-        threads.run(kernel, arguments, workers)
-
-
-def _kernel_spec(spec: Spec) -> Spec:
+def kernel_spec(spec: Spec) -> Spec:
     """The kernel takes sizes of rows at run time; rotation and sinks happen outside it."""
     return replace(spec.kernel_key, head_dim=0, v_head_dim=0, rotation=None, sinks=False)
-
-
-@lru_cache(maxsize=256)
-def _kernel(key: ForwardKey, here: Host) -> Kernel:
-    from qkv.backends.cpu.compile import Kernel, build
-    from qkv.backends.cpu.forward import emit_forward
-
-    return Kernel(build(emit_forward, (key,), here))
 
 
 def integer_bits(problem: Problem) -> int:

@@ -11,10 +11,8 @@ rescaling and the mask of a row are all lane-wise:
     l[q]    = exp(m[q] - m'[q]) * l[q] + sum_k P[k, q]
     O[d, q] = exp(m[q] - m'[q]) * O[d, q] + sum_k V[k, d] * P[k, q]
 
-for one block of keys after the other; then `out = O / l` and `lse = m + log(l)`. Without score
-mods, S is left as the product, and `P = exp2(c * S - m)` with `c = scale * log2(e)` and m in base
-2. On request the same pass gives max score and entropy, from `T[q] = sum_k P[k, q] * log P[k, q]`
-while m stays:
+for one block of keys after the other; then `out = O / l` and `lse = m + log(l)`. On request the
+same pass gives max score and entropy, from `T[q] = sum_k P[k, q] * (S[k, q] - m[q])`:
 
     entropy = log(l) - T / l
 
@@ -59,10 +57,9 @@ FIELDS = (
     *COMMON_FIELDS,
     *operand_fields("query", "key", "value"),
     "runs", "rows", "out", "lse", "entropy", "max_score", "copy_key", "copy_value",
-    "sign", "unit", "unit_rest",
+    "sign",
 )  # fmt: skip
-"""`scale` is not negative: Q is packed times `sign`. A score in base 2 times `unit` is natural;
-`unit_rest` is what rounding took from `unit`."""
+"""`scale` is not negative: Q is packed times `sign`."""
 
 STATS = 6
 """Row maximum, row sum, rescaling, what rounding took from the row sum, maximum of a block, T."""
@@ -110,7 +107,7 @@ class _Forward(Frame):
         turned = real_dtype(self.e) if key.rotated else key.spec.dtype
         self.dtypes = {"query": turned, "key": turned, "value": key.spec.dtype}
         self.plain = self.score == SCORE
-        """No mods: scores stay in base 2."""
+        """No mods: scores are the scaled products."""
 
     # S = K Q^T, transposed
 
@@ -170,10 +167,9 @@ class _Forward(Frame):
             def weigh(k: Value, carried: list[Value]) -> tuple[Value, list[Value]]:
                 score = e.load_vector(e.at(scores, e.mul(k, width)))
                 if self.plain:
-                    distance = e.fma(score, scale, b.fneg(shift))
-                else:
-                    distance = b.fsub(score, shift)
-                weight = self._exp(distance)
+                    score = b.fmul(score, scale)
+                distance = b.fsub(score, shift)
+                weight = vector_math.exp_flushed(e, distance)
                 if may_forbid:
                     never = b.fcmp_ordered("==", score, e.const(-math.inf))
                     weight = b.select(never, forbidden, weight)
@@ -196,7 +192,7 @@ class _Forward(Frame):
 
             sums = e.loop(0, count, _SUM, [e.const(0.0)] * (1 + self.statistics), group)
             step = b.fsub(old_max, shift)
-            factor = self._exp(step)
+            factor = vector_math.exp_flushed(e, step)
             e.store_vector(new_max, row_max)
             if self.statistics:
                 moved = b.fmul(e.load_vector(row_sum), e.greatest(e.const(-1e4), step))
@@ -262,10 +258,6 @@ class _Forward(Frame):
             places.hoist(self.mask)
         (largest,) = e.loop(0, count, 1, [e.const(-math.inf)], finish)
         return largest
-
-    def _exp(self, distance: Value) -> Value:
-        flushed = vector_math.exp2_flushed if self.plain else vector_math.exp_flushed
-        return flushed(self.e, distance)
 
     def places(self, arguments: Value, batch: Value, head: Value, first_row: Value) -> Expressions:
         """Where the lanes are; those beyond the last row repeat it."""
@@ -375,11 +367,6 @@ class _Forward(Frame):
             row_max, row_sum, _, _, _, spread = (
                 e.load_vector(e.at(stats, e.mul(width, i))) for i in range(STATS)
             )
-            unit, rest = (e.splat(self.real_field(arguments_, n)) for n in ("unit", "unit_rest"))
-
-            def natural(score: Value, start: Value) -> Value:
-                return e.fma(score, unit, e.fma(score, rest, start))
-
             empty = b.fcmp_ordered("==", row_sum, e.const(0.0))
             divisor = b.select(empty, e.const(1.0), row_sum)
             lowest = e.const(-math.inf)
@@ -394,14 +381,14 @@ class _Forward(Frame):
                         e.extract(vector, i), e.at(start, e.mul(lane, e.real_bytes)), e.real_bytes
                     )
 
-            each("lse", b.select(empty, lowest, natural(row_max, logarithm)))
+            each("lse", b.select(empty, lowest, b.fadd(row_max, logarithm)))
             if self.statistics:
-                entropy = natural(b.fneg(b.fdiv(spread, divisor)), logarithm)
+                entropy = b.fsub(logarithm, b.fdiv(spread, divisor))
                 # Rounding may leave a sure choice a little below 0.
                 below = b.fcmp_ordered("<", entropy, e.const(0.0))
                 entropy = b.select(b.or_(empty, below), e.const(0.0), entropy)
                 each("entropy", entropy)
-                each("max_score", b.select(empty, lowest, natural(row_max, e.const(0.0))))
+                each("max_score", row_max)
 
             row_bytes = e.mul(v_head_dim, ITEM_BYTES[self.out_dtype])
             out = e.at(self.pointer_field(arguments_, "out"), e.mul(first, row_bytes))

@@ -109,12 +109,17 @@ def _split(e: Emitter, x: Value) -> tuple[Value, Value]:
 
 
 def exp_flushed(e: Emitter, x: Value) -> Value:
-    """exp(x) for x <= 0: exactly 0 once it leaves the normal numbers, NaN for NaN."""
+    """exp(x) for x <= 0: exactly 0 once it leaves the normal numbers, NaN for NaN.
+
+    `x log2(e)` is not rounded before its whole part is taken off.
+    """
     b, form = e.builder, _format(e)
-    fraction, exponent = _split(e, x)
-    power = e.as_floats(b.shl(exponent, e.const_bits(form.fraction)))
+    magic, unit = e.const(form.round + form.bias), e.const(LOG2_E)
+    shifted = e.fma(x, unit, magic)
+    f = e.fma(x, unit, b.fsub(magic, shifted))
+    power = e.as_floats(b.shl(e.as_bits(shifted), e.const_bits(form.fraction)))
     normal = b.fcmp_unordered(">=", x, e.const((1 - form.bias) * LN_2))
-    return b.select(normal, b.fmul(fraction, power), e.const(0.0))
+    return b.select(normal, b.fmul(polynomial(e, form.exp2, f), power), e.const(0.0))
 
 
 def exp(e: Emitter, x: Value) -> Value:

@@ -1,0 +1,98 @@
+"""Calls like an earlier one: what was checked for them once need not be checked again.
+
+A call is *like* another if its arrays have the same types, shapes and strides and everything else
+that was said is equal. Only calls that say nothing but constants are remembered: a mask or a bias
+is an array, and its values may have changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import fields, is_dataclass
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from qkv._call import Call
+from qkv.backends import Prepared, generation
+
+KEPT = 256
+"""Calls that are remembered, about 4 KB each; the oldest go first."""
+
+_prepared: dict[Hashable, Prepared] = {}
+_seen: dict[Hashable, None] = {}
+_lock = Lock()
+
+
+def likeness(
+    query: Any,
+    key: Any,
+    value: Any,
+    variants: tuple[Any, ...],
+    scale: Any,
+    layout: Any,
+    q_offset: Any,
+    kv_offset: Any,
+    backend: Any,
+) -> Hashable | None:
+    """What calls that are like one another have in common; None if nothing can be remembered."""
+    if not (
+        type(query) is type(key) is type(value) is np.ndarray
+        and (scale is None or type(scale) is float)
+        and (q_offset is None or type(q_offset) in (int, str))
+        and type(kv_offset) is int
+        and layout == "bhld"
+    ):
+        return None
+    arrays = (
+        query.dtype, query.shape, query.strides,
+        key.dtype, key.shape, key.strides,
+        value.dtype, value.shape, value.strides,
+    )  # fmt: skip
+    return (arrays, variants, scale, q_offset, kv_offset, backend, generation())
+
+
+def recall(likeness: Hashable) -> Prepared | None:
+    """The prepared call for a likeness, if there is one."""
+    try:
+        return _prepared.get(likeness)
+    except TypeError:  # a variant holds an array
+        return None
+
+
+def remember(likeness: Hashable, variants: tuple[Any, ...], call: Call) -> None:
+    """Prepare for more calls like this one, once there has been another: lengths that grow from
+    call to call are not worth it."""
+    prepare = getattr(call.choice.backend, "prepare", None)
+    if prepare is None or call.ndim == 2 or not all(map(_constant, variants)):
+        return
+    if likeness not in _seen:
+        _insert(_seen, likeness, None)
+        return
+    prepared = prepare(call.problem)
+    if prepared is not None:
+        _insert(_prepared, likeness, prepared)
+
+
+def forget(likeness: Hashable) -> None:
+    _prepared.pop(likeness, None)
+
+
+def _insert(table: dict[Hashable, Any], likeness: Hashable, value: Any) -> None:
+    with _lock:
+        while len(table) >= KEPT:
+            del table[next(iter(table))]
+        table[likeness] = value
+
+
+def _constant(value: Any) -> bool:
+    if value is None or type(value) in (bool, int, float, str):
+        return True
+    if type(value) is tuple:
+        return all(map(_constant, value))
+    return (
+        type(value).__module__.startswith("qkv.variants.")
+        and is_dataclass(value)
+        and all(_constant(getattr(value, field.name)) for field in fields(value))
+    )

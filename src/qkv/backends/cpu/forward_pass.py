@@ -1,0 +1,86 @@
+"""The host side of the forward pass: its kernel, its tasks, and how many threads share them."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import numpy as np
+
+from qkv._threads import get_num_threads
+from qkv.backends.cpu import threads
+from qkv.backends.cpu.arguments import scratch_of
+from qkv.backends.cpu.backend import integer_bits, kernel_spec
+from qkv.backends.cpu.compile import Kernel, Runnable, build
+from qkv.backends.cpu.forward import ForwardKey, emit_forward
+from qkv.backends.cpu.frame import Shape
+from qkv.backends.cpu.host import Host, host
+from qkv.backends.cpu.pairs import emit_pairs
+from qkv.backends.cpu.schedule import folds, schedule
+from qkv.problem.spec import Problem, Spec
+
+_SLICE_SECONDS = 0.1
+"""How long compiled code may keep Ctrl-C waiting."""
+_OPERATIONS_PER_SECOND = 5e10
+"""Of one thread, roughly."""
+_WORTH_A_THREAD = 4e6
+"""Operations that pay for waking one."""
+
+
+class ForwardPass:
+    """The forward pass of one problem: its kernel, its tasks, and how they are run."""
+
+    def __init__(self, problem: Problem, *, statistics: bool = False) -> None:
+        spec, here = problem.spec, host()
+        # Sinks scale the output afterwards: round to the type of storage only then.
+        self.out_dtype = spec.compute_dtype if spec.sinks else np.dtype(spec.dtype)
+        self.shape = _shape(spec, here)
+        self.folded = folds(spec, self.shape.lanes)
+        key = ForwardKey(
+            kernel_spec(spec),
+            self.shape,
+            integer_bits(problem),
+            self.folded,
+            spec.rotation is not None,
+            self.out_dtype.name,
+            statistics,
+        )
+        self.kernel = _kernel(key, here)
+        self.plan = schedule(problem, self.shape.block_q, self.folded, self.shape.together)
+        self.scratch_bytes = scratch_of(spec, self.shape)
+        self._count = len(self.plan.tasks)
+        self._operations = 2.0 * (spec.head_dim + spec.v_head_dim) * self.plan.pairs
+
+    def workers(self) -> int:
+        """Threads that pay, at most as many as may run."""
+        worth = int(self._operations / _WORTH_A_THREAD)
+        return max(1, min(worth, self._count, get_num_threads()))
+
+    def launch(self, arguments: Runnable, workers: int) -> None:
+        seconds = self._operations / (_OPERATIONS_PER_SECOND * workers)
+        step = -(-self._count // max(1, math.ceil(seconds / _SLICE_SECONDS)))
+        for start in range(0, self._count, step):
+            arguments.allow(start, min(start + step, self._count))
+            threads.run(self.kernel, arguments, workers)
+
+
+def _shape(spec: Spec, here: Host) -> Shape:
+    """The tile of the kernel for this problem: of bfloat16 itself where that pays.
+
+    Rotated operands come as float32, and few queries do not pay for the transposition of V.
+    """
+    shape = here.bfloat16_shape
+    if (
+        shape is None
+        or spec.dtype != "bfloat16"
+        or spec.rotation is not None
+        or 2 * spec.q_len <= shape.lanes
+    ):
+        return here.shape_of(spec.compute_dtype)
+    return shape
+
+
+@lru_cache(maxsize=256)
+def _kernel(key: ForwardKey, here: Host) -> Kernel:
+    emit = emit_forward if key.shape.product == "elements" else emit_pairs
+    return Kernel(build(emit, (key,), here))

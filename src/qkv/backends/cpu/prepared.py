@@ -1,0 +1,100 @@
+"""A forward pass made ready for arrays of one dtype, shape and strides: all but their addresses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+
+from qkv.backends.cpu.arguments import (
+    ForwardArguments,
+    address_of,
+    page_aligned,
+    quick_address,
+    word_of,
+)
+from qkv.backends.cpu.host import host
+from qkv.partial import Partial
+from qkv.problem.spec import Problem
+
+if TYPE_CHECKING:
+    from qkv.backends.cpu.forward_pass import ForwardPass
+
+Array = NDArray[Any]
+
+_LIMIT, _SCRATCH, _QUERY, _KEY, _VALUE, _OUT, _LSE = map(
+    word_of, ("limit", "scratch", "query", "key", "value", "out", "lse")
+)
+_address = quick_address()
+_FREE = 4
+"""Buffers of scratch that are kept for later calls."""
+_free: list[Array] = []
+
+
+class _Block:
+    """Argument words that one call at a time fills in."""
+
+    def __init__(self, words: Array) -> None:
+        self.words = memoryview(words)
+        self.address = address_of(words)
+
+    def allow(self, start: int, stop: int) -> None:
+        self.words[0] = start
+        self.words[_LIMIT] = stop
+
+
+class PreparedForward:
+    """Takes query, key and value like those of `problem`."""
+
+    def __init__(self, problem: Problem, forward: ForwardPass) -> None:
+        spec, operands = problem.spec, problem.operands
+        alike = {name: _alike(getattr(operands, name)) for name in ("query", "key", "value")}
+        problem = replace(problem, operands=replace(operands, **alike))
+        shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.v_head_dim)
+        self._forward = forward
+        self._host = host()
+        self._out = shape, forward.out_dtype
+        self._lse = shape[:-1], spec.compute_dtype
+        nothing = Partial(np.empty(0), np.empty(0))
+        self._template = ForwardArguments(problem, forward, 0, nothing)
+        self._blocks: list[_Block] = []
+
+    def __call__(self, query: Array, key: Array, value: Array) -> Partial | None:
+        if host() is not self._host:
+            return None
+        out, lse = np.empty(*self._out), np.empty(*self._lse)
+        workers = self._forward.workers()
+        scratch = _take(self._forward.scratch_bytes * workers)
+        try:
+            block = self._blocks.pop()
+        except IndexError:
+            block = _Block(self._template.copy())
+        words = block.words
+        words[_SCRATCH] = _address(scratch)
+        words[_QUERY] = _address(query)
+        words[_KEY] = _address(key)
+        words[_VALUE] = _address(value)
+        words[_OUT] = _address(out)
+        words[_LSE] = _address(lse)
+        self._forward.launch(block, workers)
+        self._blocks.append(block)
+        if len(_free) < _FREE:
+            _free.append(scratch)
+        return Partial(out, lse)
+
+
+def _alike(array: Array) -> Array:
+    """An array with the same dtype, shape and strides that holds one element."""
+    return as_strided(np.empty(1, array.dtype), array.shape, array.strides, writeable=False)
+
+
+def _take(size: int) -> Array:
+    """Scratch of at least `size` bytes."""
+    try:
+        found = _free.pop()
+    except IndexError:
+        return page_aligned(size)
+    return found if found.nbytes >= size else page_aligned(size)

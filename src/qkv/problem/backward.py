@@ -1,0 +1,201 @@
+"""The backward pass over tiles, in NumPy: the algorithm to read.
+
+Weights are computed again from the scores and what the forward pass left of each row, so that no
+matrix is kept. For one block of queries against one block of keys,
+
+    w[i,j]  = exp((s[i,j] - a[i]) - b[i])               a + b: lse, b not 0 where lse is huge
+    dP[i,j] = f[i,j] * (dO[i] . v[j])                   f: dropout factors, 1 without
+    dS[i,j] = w[i,j] * (dP[i,j] - delta[i])             delta[i] = dO[i] . out[i] - d lse[i]
+    dX[i,j] = dS[i,j] * d s[i,j] / d x[i,j]             x: scaled product, s: final score
+    dQ[i]  += scale * sum_j dX[i,j] R k[j],             dK[j] += scale * sum_i dX[i,j] R q[i]
+    dV[j]  += sum_i f[i,j] w[i,j] dO[i]
+
+and a table entry t gets the sum of dS[i,j] * d s[i,j] / d t. The subtraction of delta is the
+derivative of the softmax: `delta = sum_j w[j] dP[j]`, which the forward pass has in another form.
+Forbidden pairs are left out by selection, never by multiplying with 0. Source: Dao et al.,
+"FlashAttention" (2022), algorithm 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.problem.derivative import derivative
+from qkv.problem.evaluate import evaluate
+from qkv.problem.expressions import Load, Node, walk
+from qkv.problem.scores import Scores, weighted_sum
+from qkv.problem.spec import Problem, Spec
+from qkv.problem.tiles import TileGrid, TileKind
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BackwardInputs:
+    """What a backward pass starts from.
+
+    `out` `(*batch_shape, num_heads, q_len, v_head_dim)` is the output, sinks included. Weights are
+    `exp((s - shift) - log_sum)`; these, and `grad_lse`, are `(*batch_shape, num_heads, q_len)` in
+    the type of computation. `grad_out` is like `out`, in the type of the query. `tables` names the
+    floating tables of the score whose gradients are wanted.
+    """
+
+    out: Array
+    shift: Array
+    log_sum: Array
+    grad_out: Array
+    grad_lse: Array
+    tables: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OperandGradients:
+    """Gradients of query, key and value as `Operands` holds them, and of tables.
+
+    Those of operands have all leading dimensions of the batch, also where the operand has one row
+    for all; they come in the type of computation, or rounded to the operand's.
+    """
+
+    query: Array
+    key: Array
+    value: Array
+    tables: Mapping[str, Array]
+
+
+def reads(spec: Spec, names: frozenset[str]) -> tuple[Load, ...]:
+    """Where the score reads these tables."""
+    found = (n for n in walk(spec.score) if isinstance(n, Load) and n.table in names)
+    return tuple(dict.fromkeys(found))
+
+
+def backward(scores: Scores, grid: TileGrid, inputs: BackwardInputs) -> OperandGradients:
+    """All gradients of one problem, in the type of `scores`, by the tiles of a grid."""
+    problem = scores.problem
+    spec, operands = problem.spec, problem.operands
+    sums = _Sums(scores, inputs)
+    for batch, index in enumerate(np.ndindex(*spec.batch_shape)):
+        for head in range(spec.num_heads):
+            for i, kinds in grid.rows(batch, head):
+                q_rows = slice(i * grid.block_q, min((i + 1) * grid.block_q, spec.q_len))
+                rows = _Rows(inputs, (*index, head, q_rows), scores.dtype)
+                for run in grid.runs(kinds):
+                    for start in range(run.start, run.stop, grid.block_kv):
+                        kv_rows = slice(start, min(start + grid.block_kv, run.stop))
+                        sums.add_tile(batch, head, q_rows, kv_rows, run.kind, rows)
+    scale = scores.dtype.type(operands.scale)
+    shapes = operands.query.shape, operands.key.shape, operands.value.shape
+    with np.errstate(all="ignore"):
+        query, key = scale * sums.query, scale * sums.key
+    query, key, value = (
+        a.reshape(shape) for a, shape in zip((query, key, sums.value), shapes, strict=True)
+    )
+    return OperandGradients(*turned_back(problem, query, key), value, sums.tables)
+
+
+class _Rows:
+    """What is known of one block of queries."""
+
+    def __init__(self, inputs: BackwardInputs, place: tuple[Any, ...], dtype: np.dtype[Any]):
+        self.shift, self.log_sum, grad_lse = (
+            array[place].astype(dtype)[:, None]
+            for array in (inputs.shift, inputs.log_sum, inputs.grad_lse)
+        )
+        self.grad_out = inputs.grad_out[place].astype(dtype)
+        with np.errstate(all="ignore"):
+            along = (self.grad_out * inputs.out[place].astype(dtype)).sum(axis=1, keepdims=True)
+            self.delta = along - grad_lse
+
+
+class _Sums:
+    """Gradients as they grow, the batch flat."""
+
+    def __init__(self, scores: Scores, inputs: BackwardInputs) -> None:
+        self.scores = scores
+        self.problem = scores.problem
+        spec, tables = self.problem.spec, self.problem.operands.tables
+        kv_shape = spec.batch_size, spec.num_kv_heads, spec.kv_len
+        dtype = scores.dtype
+        self.query = np.zeros((spec.batch_size, spec.num_heads, spec.q_len, spec.head_dim), dtype)
+        self.key = np.zeros((*kv_shape, spec.head_dim), dtype)
+        self.value = np.zeros((*kv_shape, spec.v_head_dim), dtype)
+        self.tables = {name: np.zeros(tables[name].shape, dtype) for name in sorted(inputs.tables)}
+        self.slope = derivative(spec.score)
+        self.reads = {load: derivative(spec.score, load) for load in reads(spec, inputs.tables)}
+
+    def add_tile(
+        self,
+        batch: int,
+        head: int,
+        q_rows: slice,
+        kv_rows: slice,
+        kind: TileKind,
+        rows: _Rows,
+    ) -> None:
+        scores, dtype = self.scores, self.scores.dtype
+        q_index, kv_index = (np.arange(r.start, r.stop) for r in (q_rows, kv_rows))
+        places = {
+            "batch": batch, "head": head, "q_index": q_index[:, None],
+            "kv_index": kv_index[None, :],
+        }  # fmt: skip
+        query, key = scores.query(batch, head, q_rows), scores.key(batch, head, kv_rows)
+        value = scores.value(batch, head, kv_rows)
+        factors = scores.factors(**places)
+        with np.errstate(all="ignore"):
+            scaled = (query @ key.T) * dtype.type(self.problem.operands.scale)
+            s = scores.finish(scaled, **places, kind=kind)
+            allowed = ~np.isneginf(s)
+            weights = np.where(allowed, np.exp((s - rows.shift) - rows.log_sum), dtype.type(0))
+            d_weights = rows.grad_out @ value.T
+            dropped = weights
+            if factors is not None:
+                d_weights, dropped = d_weights * factors, weights * factors
+            d_scores = weights * (d_weights - rows.delta)
+
+            def along(slope: Node) -> Array:
+                slopes = evaluate(
+                    slope, {**places, "score": scaled}, self.problem.operands.tables, dtype
+                )
+                return np.where(allowed, d_scores * np.asarray(slopes, dtype), dtype.type(0))
+
+            for load, slope in self.reads.items():
+                self._add_entries(load, places | {"score": scaled}, along(slope))
+            d_scaled = along(self.slope)
+        kv_head = head // self.problem.spec.group_size
+        self.query[batch, head, q_rows] += weighted_sum(d_scaled, s, key)
+        self.key[batch, kv_head, kv_rows] += weighted_sum(d_scaled.T, s.T, query)
+        self.value[batch, kv_head, kv_rows] += weighted_sum(dropped.T, s.T, rows.grad_out)
+
+    def _add_entries(self, load: Load, places: Mapping[str, Any], shares: Array) -> None:
+        """Add each pair's share to the entry that it read."""
+        tables, dtype = self.problem.operands.tables, self.scores.dtype
+        entry = [evaluate(index, places, tables, dtype) for index in load.indices]
+        # One more index, always 0, so that a table without dimensions is no exception.
+        *entry, _ = np.broadcast_arrays(*entry, 0, shares)
+        np.add.at(self.tables[load.table][..., None], tuple(entry), shares)
+
+
+def turned_back(problem: Problem, d_query: Array, d_key: Array) -> tuple[Array, Array]:
+    """Undo the rotation: the transpose of a turn is the same turn the other way."""
+    spec, angles = problem.spec, problem.operands.angles
+    if angles is None:
+        return d_query, d_key
+    back = replace(
+        problem.operands,
+        query=d_query,
+        key=d_key,
+        angles=replace(angles, inv_freq=-angles.inv_freq),
+    )
+    scores = Scores(replace(problem, operands=back), d_query.dtype)
+    turned_query, turned_key = np.empty_like(d_query), np.empty_like(d_key)
+    for batch, index in enumerate(np.ndindex(*spec.batch_shape)):
+        for head in range(spec.num_heads):
+            turned_query[(*index, head)] = scores.query(batch, head, slice(None))
+        for kv_head in range(spec.num_kv_heads):
+            head = kv_head * spec.group_size
+            turned_key[(*index, kv_head)] = scores.key(batch, head, slice(None))
+    return turned_query, turned_key
