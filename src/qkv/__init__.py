@@ -3,6 +3,7 @@
 from qkv._api import attention, inspect, merge, plan
 from qkv._threads import get_num_threads, set_num_threads
 from qkv._version import __version__
+from qkv._vjp import Gradients, vjp
 from qkv.classical import ScaledDotProductAttention
 from qkv.errors import (
     AmbiguityError,
@@ -48,6 +49,7 @@ __all__ = [
     "Dropout",
     "FileError",
     "GlobalTokens",
+    "Gradients",
     "KernelBuildError",
     "KeyLengths",
     "Mask",
@@ -74,4 +76,5 @@ __all__ = [
     "merge",
     "plan",
     "set_num_threads",
+    "vjp",
 ]

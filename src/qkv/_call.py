@@ -43,6 +43,7 @@ class Call:
         q_offset: Any,
         kv_offset: Any,
         backend: str,
+        backward: bool = False,
     ) -> Call:
         views = [
             view(array, role) for array, role in ((query, "query"), (key, "key"), (value, "value"))
@@ -59,7 +60,7 @@ class Call:
         )
         return cls(
             problem,
-            choose(problem.spec, backend),
+            choose(problem.spec, backend, backward=backward),
             library_of(query, "query"),
             views[0].dtype,
             layout,

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from qkv.backends import Refusal
 from qkv.partial import Partial
+from qkv.problem.backward import BackwardInputs, OperandGradients, backward
 from qkv.problem.scores import Scores, weighted_sum
 from qkv.problem.spec import Problem, Spec
 from qkv.problem.tiles import Run
@@ -60,6 +61,10 @@ class BlockedBackend:
                     )
         full = (*spec.batch_shape, *shape[1:])
         return Partial(out.reshape(full), lse.reshape(full[:-1]))
+
+    def backward(self, problem: Problem, inputs: BackwardInputs) -> OperandGradients:
+        scores = Scores(problem, problem.spec.compute_dtype)
+        return backward(scores, scores.grid(*self.blocks(problem.spec)), inputs)
 
 
 def attend(

@@ -7,6 +7,7 @@ import numpy as np
 from qkv.backends import Refusal
 from qkv.cost import memory
 from qkv.partial import Partial
+from qkv.problem.backward import BackwardInputs, OperandGradients, backward
 from qkv.problem.scores import Scores, weighted_sum
 from qkv.problem.spec import Problem, Spec
 from qkv.problem.tiles import TileKind
@@ -70,3 +71,7 @@ class ReferenceBackend:
                 out.reshape(full).astype(spec.compute_dtype, copy=False),
                 lse.reshape(full[:-1]).astype(spec.compute_dtype, copy=False),
             )
+
+    def backward(self, problem: Problem, inputs: BackwardInputs) -> OperandGradients:
+        scores = Scores(problem, np.dtype(np.float64))
+        return backward(scores, scores.grid(*self.blocks(problem.spec)), inputs)

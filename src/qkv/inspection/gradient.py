@@ -12,7 +12,7 @@ behind a mask can reach a gradient. Source: Dao et al., "FlashAttention" (2022),
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from qkv.backends.reference import DENSE_LIMIT
 from qkv.cost import memory
 from qkv.errors import UnsupportedError
 from qkv.inspection.steps import Steps, steps
+from qkv.problem.backward import turned_back
 from qkv.problem.derivative import derivative
 from qkv.problem.evaluate import evaluate
 from qkv.problem.scores import Scores, weighted_sum
@@ -106,29 +107,7 @@ def gradients(problem: Problem, cotangent: Array) -> tuple[Array, Array, Array]:
             d_query[here] = weighted_sum(back.d_raw, forward.scores, forward.key)
             d_key[kv_here] += weighted_sum(back.d_raw.T, seen_by_keys, forward.query)
             d_value[kv_here] += weighted_sum(forward.dropped.T, seen_by_keys, cotangent[here])
-    return (*_turn_back(problem, d_query, d_key), d_value)
-
-
-def _turn_back(problem: Problem, d_query: Array, d_key: Array) -> tuple[Array, Array]:
-    """Undo the rotation: the transpose of a turn is the same turn the other way."""
-    spec, angles = problem.spec, problem.operands.angles
-    if angles is None:
-        return d_query, d_key
-    back = replace(
-        problem.operands,
-        query=d_query,
-        key=d_key,
-        angles=replace(angles, inv_freq=-angles.inv_freq),
-    )
-    scores = Scores(replace(problem, operands=back), np.dtype(np.float64))
-    turned_query, turned_key = np.empty_like(d_query), np.empty_like(d_key)
-    for batch, index in enumerate(np.ndindex(*spec.batch_shape)):
-        for head in range(spec.num_heads):
-            turned_query[(*index, head)] = scores.query(batch, head, slice(None))
-        for kv_head in range(spec.num_kv_heads):
-            head = kv_head * spec.group_size
-            turned_key[(*index, kv_head)] = scores.key(batch, head, slice(None))
-    return turned_query, turned_key
+    return (*turned_back(problem, d_query, d_key), d_value)
 
 
 def _check_size(spec: Spec) -> None:

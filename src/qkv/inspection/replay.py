@@ -46,10 +46,15 @@ class Tile:
 
 @dataclass(slots=True)
 class Replay:
-    """Weights of a problem whose forward pass gave `lse`, `(*batch_shape, num_heads, q_len)`."""
+    """Weights of a problem whose forward pass gave `lse`, `(*batch_shape, num_heads, q_len)`.
+
+    `rounding` is the relative error of a weight, from the rounding of lse, beyond which a row is
+    summed again.
+    """
 
     problem: Problem
     lse: Array
+    rounding: float = LSE_ROUNDING
     scores: Scores = field(init=False)
     _shift: tuple[Array, Array] | None = field(init=False, default=None)
 
@@ -73,7 +78,7 @@ class Replay:
             a = np.where(np.isneginf(flat), 0, flat).astype(self.dtype)
             b = np.zeros_like(a)
             with np.errstate(invalid="ignore"):
-                large = np.abs(a) * np.finfo(self.dtype).eps > LSE_ROUNDING
+                large = np.abs(a) * np.finfo(self.dtype).eps > self.rounding
             for batch, head in np.argwhere(large.any(axis=-1)):
                 rows = np.flatnonzero(large[batch, head])
                 for part in np.split(rows, range(BLOCK_Q, len(rows), BLOCK_Q)):

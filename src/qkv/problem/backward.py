@@ -156,15 +156,16 @@ class _Sums:
                 d_weights, dropped = d_weights * factors, weights * factors
             d_scores = weights * (d_weights - rows.delta)
 
-            def along(slope: Node) -> Array:
+            def through(slope: Node) -> Array:
                 slopes = evaluate(
                     slope, {**places, "score": scaled}, self.problem.operands.tables, dtype
                 )
-                return np.where(allowed, d_scores * np.asarray(slopes, dtype), dtype.type(0))
+                along = d_scores * np.asarray(slopes, dtype)
+                return np.asarray(np.where(allowed, along, dtype.type(0)))
 
             for load, slope in self.reads.items():
-                self._add_entries(load, places | {"score": scaled}, along(slope))
-            d_scaled = along(self.slope)
+                self._add_entries(load, places | {"score": scaled}, through(slope))
+            d_scaled = through(self.slope)
         kv_head = head // self.problem.spec.group_size
         self.query[batch, head, q_rows] += weighted_sum(d_scaled, s, key)
         self.key[batch, kv_head, kv_rows] += weighted_sum(d_scaled.T, s.T, query)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from qkv.errors import AmbiguityError, ArgumentError, DTypeError, ShapeError
 from qkv.problem.expressions import Kind, Var, conjunction, text, variables
-from qkv.problem.spec import Dropout, Rotation, Stage, TableSpec
+from qkv.problem.spec import Dropout, Origin, Rotation, Stage, TableSpec
 from qkv.problem.symbols import Expr, Table, as_node
 
 Array = NDArray[Any]
@@ -70,7 +70,11 @@ class Builder:
         self.rotation: tuple[Rotation, Array] | None = None
         self.sinks: Array | None = None
         self.dropout: Dropout | None = None
+        self.origins: dict[str, Origin] = {}
+        self.sink_origin: Origin | None = None
         self._label = ""
+        self._variant: Any = None
+        self._first = 0
 
     q_pos = property(lambda self: Expr(Var("q_pos")), doc="Position of the query row.")
     kv_pos = property(lambda self: Expr(Var("kv_pos")), doc="Position of the key row.")
@@ -82,11 +86,12 @@ class Builder:
 
     def lower(self, variant: Any) -> None:
         """Let a variant write itself."""
-        before, self._label = self._label, repr(variant)
+        before = self._label, self._variant, self._first
+        self._label, self._variant, self._first = repr(variant), variant, len(self.tables)
         try:
             variant.lower(self)
         finally:
-            self._label = before
+            self._label, self._variant, self._first = before
 
     def mask(self, condition: Any) -> None:
         """Forbid the pairs for which `condition` is False."""
@@ -150,6 +155,7 @@ class Builder:
         kind = kind_of_array(view, f"{self._label} {label}".strip())
         self.tables.append(TableSpec(name, label, kind, view.dtype.name, view.ndim))
         self.arrays[name] = view
+        self.origins[name] = Origin(self._variant, len(self.tables) - self._first, view)
         return Table(name, kind, view.shape)
 
     def scalar(self, value: Any, label: str = "value") -> Expr:
@@ -239,7 +245,9 @@ class Builder:
         for axis, (_, _, index) in enumerate(axes, start=batch_axes):
             if padded.shape[axis] != 1:
                 indices[axis] = index
-        return self.table(padded, label)[tuple(indices)]
+        table = self.table(padded, label)
+        self.origins[table.name] = replace(self.origins[table.name], array=view)
+        return table[tuple(indices)]
 
     def align(self, how: Align) -> None:
         """State for the whole problem where query rows stand among the keys."""
@@ -297,6 +305,7 @@ class Builder:
                 "Pass one number, or one for each query head.",
             )
         self.sinks = np.broadcast_to(array, (self.shape.num_heads,))
+        self.sink_origin = Origin(self._variant, 0, array)
 
     def drop(self, p: float, seed: int) -> None:
         """Drop weights with probability p after the softmax."""

@@ -90,6 +90,8 @@ def check(
             angles=angles,
             sinks=builder.sinks,
             dropout=builder.dropout,
+            origins=builder.origins,
+            sink_origin=builder.sink_origin,
         ),
     )
 

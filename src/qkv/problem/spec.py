@@ -7,7 +7,7 @@ files need. Structure decides which code runs; lengths, offsets, slopes and seed
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -144,13 +144,23 @@ class Angles:
         return np.cos(angle), np.sin(angle)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Origin:
+    """Where values came from: the variant, which of its tables this is, and its own array."""
+
+    variant: Any
+    place: int
+    array: Array
+
+
 @dataclass(frozen=True, slots=True)
 class Operands:
     """The values of one problem.
 
     query, key and value are views `(*batch_shape, heads, length, dim)`, broadcast but not copied;
     tables are indexed by the expressions of the `Spec`. `positions` holds the query and key
-    positions, each `(1 or batch, length)`.
+    positions, each `(1 or batch, length)`. `origins` says of each table, and `sink_origin` of the
+    sinks, whose they are.
     """
 
     query: Array
@@ -162,6 +172,8 @@ class Operands:
     angles: Angles | None = None
     sinks: Array | None = None
     dropout: Dropout | None = None
+    origins: Mapping[str, Origin] = field(default_factory=dict)
+    sink_origin: Origin | None = None
 
 
 @dataclass(frozen=True, slots=True)

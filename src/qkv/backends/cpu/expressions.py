@@ -125,8 +125,9 @@ class Expressions:
 
     # Tables
 
-    def _load(self, load: Load) -> Value:
-        e, b, table = self.e, self.e.builder, self.tables[load.table]
+    def place(self, load: Load, table: TableView) -> tuple[Value, Value | None]:
+        """Where the entry lies, in bytes: a uniform part, and each lane's own if there is one."""
+        e, b = self.e, self.e.builder
         uniform: Value = ir.Constant(INT64, 0)
         varying: Value | None = None
         for index, size, stride in zip(load.indices, table.sizes, table.strides, strict=True):
@@ -139,6 +140,11 @@ class Expressions:
             wide = value if self.int_bits == 64 else b.sext(value, ir.VectorType(INT64, e.lanes))
             offset = b.mul(wide, e.splat(stride))
             varying = offset if varying is None else b.add(varying, offset)
+        return uniform, varying
+
+    def _load(self, load: Load) -> Value:
+        e, table = self.e, self.tables[load.table]
+        uniform, varying = self.place(load, table)
         raw = _raw_type(table.spec.dtype)
         if varying is None:
             return self._decode(e.load(e.at(table.pointer, uniform), raw), table.spec.dtype)

@@ -1,0 +1,329 @@
+"""The backward pass of the compiled backend: what each task is, its arguments, what is summed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv._threads import get_num_threads
+from qkv.backends.cpu import threads
+from qkv.backends.cpu.arguments import Arguments, page_aligned, rotated
+from qkv.backends.cpu.backend import integer_bits, kernel_spec
+from qkv.backends.cpu.backward import (
+    BLOCK_KV,
+    FIELDS,
+    TASK,
+    BackwardKey,
+    TableGradient,
+    emit_backward,
+    padded,
+    scratch_areas,
+)
+from qkv.backends.cpu.compile import Kernel, build
+from qkv.backends.cpu.frame import Shape
+from qkv.backends.cpu.host import Host, host
+from qkv.backends.cpu.schedule import Schedule, schedule
+from qkv.problem.backward import BackwardInputs, OperandGradients, reads, turned_back
+from qkv.problem.evaluate import evaluate
+from qkv.problem.expressions import Load, variables
+from qkv.problem.spec import Problem, Spec
+
+Array = NDArray[Any]
+
+_TASKS = 64
+"""Tasks that are enough for many cores."""
+_KEYS = 512
+"""Keys that are enough for a task: packing the queries again is then cheap."""
+_PARTS = 8
+"""Parts of dQ that may lie beside one another."""
+_COPIES_BYTES = 2**24
+"""What copies of a table's gradient, one for each task that shares entries, may take."""
+
+
+def backward(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
+    """Gradients of query, key, value and of the tables that `inputs` names."""
+    spec = problem.spec
+    if 0 in (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len):
+        return _nothing(problem, inputs)
+    here = host()
+    shape = here.shape_of(spec.compute_dtype)
+    plan = _in_order(schedule(problem, shape.lanes * shape.vectors))
+    ranges = _ranges(spec)
+    tables = [_table(problem, name, len(ranges)) for name in sorted(inputs.tables)]
+    tasks, launches = _tasks(spec, plan, ranges, tables)
+    results = _Results(problem, shape, len(ranges), tables)
+    key = BackwardKey(
+        kernel_spec(spec),
+        shape,
+        integer_bits(problem),
+        spec.rotation is not None,
+        inputs.out.dtype.name,
+        results.dtype.name,
+        tuple(TableGradient(table.name, table.wide) for table in tables),
+    )
+    kernel = _kernel(key, here)
+    operations = 2.0 * plan.pairs * (3 * spec.head_dim + 2 * spec.v_head_dim)
+    workers = max(1, min(get_num_threads(), len(tasks), int(operations / _WORTH_A_THREAD)))
+    arguments = _BackwardArguments(problem, inputs, plan, tasks, results, shape, workers)
+    seconds = operations / (_OPERATIONS_PER_SECOND * workers)
+    step = max(1, int(len(tasks) * _SLICE_SECONDS / max(seconds, _SLICE_SECONDS)))
+    for first, last in launches:
+        for start in range(first, last, step):
+            arguments.allow(start, min(start + step, last))
+            threads.run(kernel, arguments, workers)
+    return results.finish()
+
+
+_SLICE_SECONDS = 0.1
+_OPERATIONS_PER_SECOND = 5e10
+_WORTH_A_THREAD = 4e6
+
+
+@lru_cache(maxsize=256)
+def _kernel(key: BackwardKey, here: Host) -> Kernel:
+    return Kernel(build(emit_backward, (key,), here))
+
+
+def _nothing(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
+    spec, operands = problem.spec, problem.operands
+    arrays = operands.query, operands.key, operands.value
+    query, key, value = (np.zeros(array.shape, spec.compute_dtype) for array in arrays)
+    tables = {name: np.zeros(operands.tables[name].shape) for name in inputs.tables}
+    return OperandGradients(query, key, value, tables)
+
+
+# Tasks
+
+
+def _ranges(spec: Spec) -> list[tuple[int, int]]:
+    """Keys of each task of a kv head; their number depends on the shape alone."""
+    wanted = -(-_TASKS // (spec.batch_size * spec.num_kv_heads))
+    number = max(1, min(wanted, spec.kv_len // _KEYS, _PARTS))
+    size = -(-spec.kv_len // (number * BLOCK_KV)) * BLOCK_KV
+    return [(k, min(k + size, spec.kv_len)) for k in range(0, spec.kv_len, size)]
+
+
+def _in_order(plan: Schedule) -> Schedule:
+    """Blocks by batch row, head and query."""
+    order = np.lexsort(plan.tasks[:, 2::-1].T)
+    return replace(plan, tasks=np.ascontiguousarray(plan.tasks[order]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """A table whose gradient is wanted: where tasks that share its entries add.
+
+    `shared` says for each of batch row, kv head and range of keys whether tasks that differ in it
+    may meet the same entry. They have a copy each, of float64, if that is little; else one array
+    for all, and run one after the other.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    shared: tuple[bool, bool, bool]
+    counts: tuple[int, int, int]
+    wide: bool
+
+    @property
+    def copies(self) -> int:
+        return self._copies(self.shared, self.counts) if self.wide else 1
+
+    @staticmethod
+    def _copies(shared: Sequence[bool], counts: Sequence[int]) -> int:
+        return math.prod(n for n, s in zip(counts, shared, strict=True) if s)
+
+    def copy_of(self, places: Array) -> Array:
+        """Which copy each task adds to; `places` is (tasks, 3)."""
+        found = np.zeros(len(places), np.int64)
+        for axis, (shared, count) in enumerate(zip(self.shared, self.counts, strict=True)):
+            if shared and self.wide:
+                found = found * count + places[:, axis]
+        return found
+
+
+def _table(problem: Problem, name: str, ranges: int) -> _Table:
+    spec, array = problem.spec, problem.operands.tables[name]
+    loads = reads(spec, frozenset({name}))
+    counts = spec.batch_size, spec.num_kv_heads, ranges
+    lengths = spec.batch_size, spec.num_heads, spec.kv_len
+    shared = tuple(
+        count > 1 and not all(_apart(problem, load, axis, length) for load in loads)
+        for axis, count, length in zip(("batch", "head", "kv_index"), counts, lengths, strict=True)
+    )
+    if len(loads) > 1:  # two reads may meet even if neither meets itself
+        shared = tuple(count > 1 for count in counts)
+    size = _Table._copies(shared, counts) * array.size * 8
+    return _Table(name, array.shape, shared, counts, wide=size <= _COPIES_BYTES)  # type: ignore[arg-type]
+
+
+def _apart(problem: Problem, load: Load, axis: str, length: int) -> bool:
+    """Whether different values of one variable always read different entries."""
+    own = [index for index in load.indices if variables(index) == {axis}]
+    if not own:
+        return False
+    values = np.arange(length)
+    dtype = problem.spec.compute_dtype
+    read = [evaluate(index, {axis: values}, problem.operands.tables, dtype) for index in own]
+    entries = np.stack(np.broadcast_arrays(*read, values)[:-1])
+    return len(np.unique(entries, axis=1).T) == length
+
+
+def _tasks(
+    spec: Spec, plan: Schedule, ranges: list[tuple[int, int]], tables: list[_Table]
+) -> tuple[Array, list[tuple[int, int]]]:
+    """Rows of `TASK`, the longest first, and those of each launch.
+
+    Tasks that would add to the same entries of a large table are in different launches.
+    """
+    shape = spec.batch_size, spec.num_kv_heads, len(ranges)
+    places = np.stack(np.unravel_index(np.arange(math.prod(shape)), shape), axis=1)
+    tasks = np.zeros((len(places), len(TASK) + len(tables)), np.int64)
+    tasks[:, (0, 1, 4)] = places
+    tasks[:, 2:4] = np.array(ranges)[places[:, 2]]
+    for column, table in enumerate(tables, start=len(TASK)):
+        tasks[:, column] = table.copy_of(places) * math.prod(table.shape) * 8
+    launch = np.zeros(len(places), np.int64)
+    for axis, count in enumerate(shape):
+        if any(table.shared[axis] and not table.wide for table in tables):
+            launch = launch * count + places[:, axis]
+    order = np.lexsort((-_pairs(spec, plan, ranges).reshape(-1), launch))
+    edges = [0, *(np.flatnonzero(np.diff(launch[order])) + 1).tolist(), len(order)]
+    return np.ascontiguousarray(tasks[order]), list(pairwise(edges))
+
+
+def _pairs(spec: Spec, plan: Schedule, ranges: list[tuple[int, int]]) -> Array:
+    """Pairs of each task, `(batch, kv heads, ranges)`."""
+    starts, stops = plan.runs[:, 0], plan.runs[:, 1]
+    first, last = plan.tasks[:, 3], plan.tasks[:, 4]
+    found = np.empty((len(plan.tasks), len(ranges)), np.int64)
+    for n, (start, stop) in enumerate(ranges):
+        met = np.maximum(np.minimum(stops, stop) - np.maximum(starts, start), 0)
+        ends = np.concatenate([[0], np.cumsum(met)])
+        found[:, n] = ends[last] - ends[first]
+    by_block = found.reshape(spec.batch_size, spec.num_kv_heads, -1, len(ranges))
+    return np.asarray(by_block.sum(axis=2))
+
+
+# Results
+
+
+class _Results:
+    """Arrays that the kernel writes, and what is left to do with them."""
+
+    def __init__(self, problem: Problem, shape: Shape, ranges: int, tables: list[_Table]) -> None:
+        spec, operands = problem.spec, problem.operands
+        compute = spec.compute_dtype
+        self.problem = problem
+        broadcast = any(
+            stride == 0 and size > 1
+            for array in (operands.query, operands.key, operands.value)
+            for stride, size in zip(array.strides[:-3], array.shape[:-3], strict=True)
+        )
+        # Rounded once, after all has been added.
+        late = broadcast or spec.rotation is not None
+        self.dtype = compute if late else operands.query.dtype
+        rows = (spec.batch_size, spec.num_heads, spec.q_len, spec.head_dim)
+        kv_rows = (spec.batch_size, spec.num_kv_heads, spec.kv_len)
+        self.query = np.zeros(rows, self.dtype)
+        self.query_parts = self.query[None]
+        self.adds_query = ranges > 1 or self.dtype != compute
+        if self.adds_query:
+            self.query_parts = np.zeros((ranges, *rows), compute)
+        self.key, self.key_sums = self._keys((*kv_rows, spec.head_dim), shape.lanes)
+        self.value, self.value_sums = self._keys((*kv_rows, spec.v_head_dim), shape.lanes)
+        self.tables = {
+            t.name: np.zeros((t.copies, *t.shape), np.float64 if t.wide else compute)
+            for t in tables
+        }
+
+    def _keys(self, shape: tuple[int, ...], lanes: int) -> tuple[Array, Array]:
+        """A gradient, and where it is added: in place if its rows are whole vectors."""
+        compute = self.problem.spec.compute_dtype
+        out = _empty(shape, self.dtype)
+        if self.dtype == compute and shape[-1] % lanes == 0:
+            return out, out
+        return out, _empty((*shape[:-1], padded(shape[-1], lanes)), compute)
+
+    def finish(self) -> OperandGradients:
+        operands = self.problem.operands
+        query, key = turned_back(
+            self.problem,
+            self.query.reshape(operands.query.shape),
+            self.key.reshape(operands.key.shape),
+        )
+        value = self.value.reshape(operands.value.shape)
+        tables = {name: copies.sum(axis=0) for name, copies in self.tables.items()}
+        return OperandGradients(query, key, value, tables)
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    size = math.prod(shape) * dtype.itemsize
+    return page_aligned(size).view(dtype).reshape(shape)
+
+
+class _BackwardArguments(Arguments):
+    """The words of a backward pass."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        inputs: BackwardInputs,
+        plan: Schedule,
+        tasks: Array,
+        results: _Results,
+        shape: Shape,
+        workers: int,
+    ) -> None:
+        super().__init__(problem, FIELDS)
+        spec, operands = problem.spec, problem.operands
+        item = spec.compute_dtype.itemsize
+        areas = scratch_areas(shape, spec.head_dim, spec.v_head_dim)
+        ends = np.cumsum(list(areas.values())) * item
+        per_worker = -(-int(ends[-1]) // 4096) * 4096
+        scale = operands.scale
+        rounded = float(spec.compute_dtype.type(scale))
+        query, key = rotated(problem)
+        arrays = {
+            "query": query, "key": key, "value": operands.value,
+            "out": inputs.out, "grad_out": inputs.grad_out,
+        }  # fmt: skip
+        fields = {
+            **self._common(tasks, per_worker, workers),
+            "scale": self._real(scale),
+            "scale_rest": self._real(scale - rounded if math.isfinite(rounded) else 0.0),
+            "blocks": self._address(plan.tasks),
+            "runs": self._address(plan.runs),
+            "q_blocks": -(-spec.q_len // (shape.lanes * shape.vectors)),
+            "splits": len(results.query_parts),
+            "finished": self._address(np.zeros(spec.batch_size * spec.num_kv_heads, np.int64)),
+            "query_parts": self._address(results.query_parts),
+            "part_bytes": results.query_parts.strides[0],
+            "d_query": self._address(results.query),
+            "add_query": int(results.adds_query),
+        }
+        for name, rows in (
+            ("shift", inputs.shift), ("log_sum", inputs.log_sum), ("grad_lse", inputs.grad_lse)
+        ):  # fmt: skip
+            fields[name] = self._address(np.ascontiguousarray(rows, spec.compute_dtype))
+        for name, array in arrays.items():
+            fields.update(self._operand(name, array))
+        for name in ("key", "value"):
+            fields[f"copy_{name}"] = int(arrays[name].strides[-1] != item)
+            out, sums = getattr(results, name), getattr(results, f"{name}_sums")
+            fields[f"{name}_sums"] = self._address(sums)
+            fields[f"{name}_sum_row"] = sums.shape[-1] * item
+            fields[f"d_{name}"] = self._address(out)
+            fields[f"round_{name}"] = int(out is not sums)
+        for name, end, size in zip(areas, ends.tolist(), areas.values(), strict=True):
+            fields[f"area_{name}"] = end - size * item
+        more = []
+        for copies in results.tables.values():
+            more += [self._address(copies), *copies.strides[1:]]
+        self._write(fields, more)
