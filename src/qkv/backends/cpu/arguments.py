@@ -162,10 +162,7 @@ class ForwardArguments(Arguments):
 
 def scratch_of(spec: Spec, shape: Shape) -> int:
     """Memory of one worker of a forward pass."""
-    if shape.product == "elements":
-        item = spec.compute_dtype.itemsize
-        return scratch_bytes(shape, item, spec.head_dim, spec.v_head_dim)
-    return pair_scratch_bytes(shape, spec.head_dim, spec.v_head_dim)
+    return (scratch_bytes if shape.product == "elements" else pair_scratch_bytes)(spec, shape)
 
 
 def rotated(problem: Problem) -> tuple[Array, Array]:

@@ -57,7 +57,7 @@ class CpuBackend:
         from qkv.backends.cpu.host import host
 
         shape, item = host().shape_of(spec.compute_dtype), spec.compute_dtype.itemsize
-        size = get_num_threads() * scratch_bytes(shape, item, spec.head_dim, spec.v_head_dim)
+        size = get_num_threads() * scratch_bytes(spec, shape)
         if spec.rotation is not None:
             rows = spec.num_heads * spec.q_len + spec.num_kv_heads * spec.kv_len
             size += spec.batch_size * rows * spec.head_dim * item

@@ -44,7 +44,8 @@ from qkv.backends.cpu.packing import (
 )
 from qkv.backends.cpu.products import combine_rows, dot_rows, store_vectors, vectors_at
 from qkv.backends.cpu.storage import ITEM_BYTES, real_dtype
-from qkv.problem.expressions import SCORE, TRUE
+from qkv.backends.cpu.turning import laid_down, lay_down, turned_bytes, turned_loads
+from qkv.problem.expressions import SCORE, TRUE, walk
 from qkv.problem.spec import Spec
 
 BLOCK_KV = 128
@@ -68,11 +69,13 @@ TASK = ("batch", "head", "first_row", "first_run", "last_run")
 RUN = ("start", "stop", "partial")
 
 
-def scratch_bytes(shape: Shape, real_bytes: int, head_dim: int, v_head_dim: int) -> int:
-    """Memory of one worker: packed Q, O, P and the statistics; one block of K and V."""
-    rows = head_dim + v_head_dim + BLOCK_KV + STATS
-    copies = BLOCK_KV * (head_dim + v_head_dim)
-    return -(-(rows * shape.block_q + copies) * real_bytes // 4096) * 4096
+def scratch_bytes(spec: Spec, shape: Shape) -> int:
+    """Memory of one worker: packed Q, O, P and the statistics; one block of K, V and tables."""
+    real_bytes = spec.compute_dtype.itemsize
+    rows = spec.head_dim + spec.v_head_dim + BLOCK_KV + STATS
+    copies = BLOCK_KV * (spec.head_dim + spec.v_head_dim)
+    turned = turned_bytes(spec, BLOCK_KV, shape.lanes * real_bytes)
+    return -(-((rows * shape.block_q + copies) * real_bytes + turned) // 4096) * 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +143,10 @@ class _Forward(Frame):
         With `marked`, the weight of a forbidden pair is -0.0; no other weight is.
         """
         e = self.e
-        arguments = [POINTER, POINTER, POINTER, *[INT64] * 6, BIT]
+        arguments = [*[POINTER] * 4, *[INT64] * 6, BIT]
         with e.function(name, arguments) as (function, args):
-            arguments_, scores, stats, width, count, batch, head, first_row, kv_start, marked = args
+            arguments_, scores, stats, turned, width, count, batch, head, first_row = args[:9]
+            kv_start, marked = args[9:]
             b = e.builder
             row_max, row_sum, rescale, lost, block_max, spread = (
                 e.at(stats, e.mul(width, i)) for i in range(STATS)
@@ -152,7 +156,9 @@ class _Forward(Frame):
             scale = e.splat(self.real_field(arguments_, "scale"))
             may_forbid = masked or not self.plain
             if may_forbid:
-                new_max = self._finish_scores(places, scale, scores, width, count, kv_start, masked)
+                new_max = self._finish_scores(
+                    places, scale, scores, turned, width, count, kv_start, masked
+                )
                 if self.plain:
                     new_max = b.fmul(new_max, scale)
             else:
@@ -166,9 +172,8 @@ class _Forward(Frame):
 
             def weigh(k: Value, carried: list[Value]) -> tuple[Value, list[Value]]:
                 score = e.load_vector(e.at(scores, e.mul(k, width)))
-                if self.plain:
-                    score = b.fmul(score, scale)
-                distance = b.fsub(score, shift)
+                scaled = b.fmul(score, scale) if self.plain else score
+                distance = b.fsub(scaled, shift)
                 weight = vector_math.exp_flushed(e, distance)
                 if may_forbid:
                     never = b.fcmp_ordered("==", score, e.const(-math.inf))
@@ -231,6 +236,7 @@ class _Forward(Frame):
         places: Expressions,
         scale: Value,
         scores: Value,
+        turned: Value,
         width: Value,
         count: Value,
         kv_start: Value,
@@ -238,6 +244,11 @@ class _Forward(Frame):
     ) -> Value:
         """Score mods and mask in place; the largest of each row."""
         e, b = self.e, self.e.builder
+        loads = turned_loads(self.spec)
+        if not masked:
+            read = set(walk(self.score))
+            loads = tuple(load for load in loads if load in read)
+        lay_down(e, places, loads, kv_start, count, BLOCK_KV, turned)
 
         def finish(k: Value, carried: list[Value]) -> list[Value]:
             place = e.at(scores, e.mul(k, width))
@@ -245,6 +256,7 @@ class _Forward(Frame):
             if not self.plain:
                 score = b.fmul(score, scale)
             inner = places.inside(e.add(kv_start, k), score)
+            inner.known.update(laid_down(e, self.spec, loads, turned, k, BLOCK_KV))
             if not self.plain:
                 score = inner.floats(self.score)
             if masked:
@@ -432,6 +444,7 @@ class _Forward(Frame):
             rescale, block_max = e.at(stats, 2 * width), e.at(stats, 4 * width)
             key_copy = e.at(stats, STATS * row)
             value_copy = e.at(key_copy, e.mul(head_dim, BLOCK_KV * e.real_bytes))
+            turned = e.at(value_copy, e.mul(v_head_dim, BLOCK_KV * e.real_bytes))
 
             def each_vector(body: Callable[[int, Value, Value], None]) -> None:
                 """A vector beyond the last row repeats it."""
@@ -466,7 +479,7 @@ class _Forward(Frame):
                     for j in range(vectors):
                         first = e.add(first_row, j * e.lanes)
                         at = (arguments, e.at(weights, j * e.vector_bytes),
-                              e.at(stats, j * e.vector_bytes), e.index(width))  # fmt: skip
+                              e.at(stats, j * e.vector_bytes), turned, e.index(width))  # fmt: skip
                         where = (keys, batch, head, first, kv_start, marked)
                         b.call(parts[name], [*at, *where])
 

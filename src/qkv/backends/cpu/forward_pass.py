@@ -16,7 +16,7 @@ from qkv.backends.cpu.forward import ForwardKey, emit_forward
 from qkv.backends.cpu.frame import Shape
 from qkv.backends.cpu.host import Host, host
 from qkv.backends.cpu.pairs import emit_pairs
-from qkv.backends.cpu.schedule import folds, schedule
+from qkv.backends.cpu.schedule import TILE_KV, fine_tile, folds, schedule
 from qkv.problem.spec import Problem, Spec
 
 _SLICE_SECONDS = 0.1
@@ -46,7 +46,10 @@ class ForwardPass:
             statistics,
         )
         self.kernel = _kernel(key, here)
-        self.plan = schedule(problem, self.shape.block_q, self.folded, self.shape.together)
+        block_q, tile_kv = self.shape.block_q, TILE_KV
+        if self.shape.product == "elements" and not self.folded:
+            tile_kv = fine_tile(problem, block_q)
+        self.plan = schedule(problem, block_q, self.folded, self.shape.together, tile_kv)
         self.scratch_bytes = scratch_of(spec, self.shape)
         self._count = len(self.plan.tasks)
         self._operations = 2.0 * (spec.head_dim + spec.v_head_dim) * self.plan.pairs

@@ -28,11 +28,13 @@ from qkv.backends.cpu.forward import RUN, STATS, TASK, ForwardKey, _Forward
 from qkv.backends.cpu.frame import WORD, Shape
 from qkv.backends.cpu.ir import BIT, BYTE, FLOAT, INT16, INT32, INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.products import dot_rows, store_vectors, vectors_at
+from qkv.backends.cpu.turning import turned_bytes
 from qkv.problem.expressions import TRUE
+from qkv.problem.spec import Spec
 from qkv.problem.tiles import TileKind
 
-BLOCK_KV = 128
-"""Keys whose scores are held at once."""
+BLOCK_KV = 256
+"""Keys whose scores are held at once, a multiple of `CHUNK`."""
 
 CHUNK = 32
 """bfloat16 elements of a vector, and a tile's row; rows of copies are whole chunks."""
@@ -51,17 +53,18 @@ def chunks(dim: int) -> int:
 
 
 def whole(e: Emitter, dim: Value) -> Value:
-    """The same for a value."""
+    """`chunks` of a value at run time."""
     return e.round_down(e.add(dim, CHUNK - 1), CHUNK)
 
 
-def pair_scratch_bytes(shape: Shape, head_dim: int, v_head_dim: int) -> int:
-    """Memory of one worker: a block of S, V and K; packed Q, O and statistics of each block."""
+def pair_scratch_bytes(spec: Spec, shape: Shape) -> int:
+    """Memory of one worker: a block of S, V, K and tables; Q, O and statistics of each block."""
     width = 4 * shape.block_q
-    head_dim, v_head_dim = chunks(head_dim), chunks(v_head_dim)
+    head_dim, v_head_dim = chunks(spec.head_dim), chunks(spec.v_head_dim)
     shared = BLOCK_KV * (width + 2 * (head_dim + 2 * v_head_dim))
     own = width * (head_dim // 2 + v_head_dim + STATS)
-    return -(-(shared + shape.together * own) // 4096) * 4096
+    turned = turned_bytes(spec, BLOCK_KV, 4 * shape.lanes)
+    return -(-(shared + shape.together * own + turned) // 4096) * 4096
 
 
 def emit_pairs(key: ForwardKey) -> str:
@@ -346,7 +349,10 @@ class _PairForward(_Forward):
     # Values that are not finite
 
     def sift(self) -> Value:
-        """A function `(values, v_head_dim, count) -> bit`: what is not finite becomes 0; was any?"""
+        """A function `(values, v_head_dim, count) -> bit`: whether any value is not finite.
+
+        Those become 0.
+        """
         e = self.e
         with e.function("sift", [POINTER, INT64, INT64], BIT) as (function, args):
             values, v_head_dim, count = args
@@ -435,6 +441,7 @@ class _PairForward(_Forward):
             block_q = self.shape.block_q
             left = e.add(e.sub(q_len, first_row), block_q - 1)
             count = e.least(self.shape.together, b.sdiv(left, e.index(block_q)))
+            turned = e.at(blocks, e.mul(self.shape.together, block_bytes))
 
             def each_block(body: Callable[[Value, Value, Value, Value, Value], None]) -> None:
                 """`body(block, packed, total, stats, first_row)`."""
@@ -493,7 +500,8 @@ class _PairForward(_Forward):
                     def softmax(name: str) -> None:
                         for j in range(self.vectors):
                             at = (arguments, e.at(weights, j * e.vector_bytes),
-                                  e.at(stats, j * e.vector_bytes), e.index(self.width))  # fmt: skip
+                                  e.at(stats, j * e.vector_bytes), turned,
+                                  e.index(self.width))  # fmt: skip
                             first = e.add(row, j * e.lanes)
                             where = (keys, batch, head, first, kv_start, sifted)
                             b.call(parts[name], [*at, *where])

@@ -19,6 +19,8 @@ Array = NDArray[Any]
 TILE_KV = 64
 """Keys of one tile; neighbouring tiles of a kind are one run."""
 
+_FINE, _FINE_CELLS = (16, 32), 2**17
+"""Keys of finer tiles, and how many of them may be classified for one head."""
 _CELLS = 2**20
 """Tiles that are classified at once."""
 _SHARED = 8
@@ -45,7 +47,23 @@ def folds(spec: Spec, lanes: int) -> bool:
     return few and "head" not in variables(spec.mask)
 
 
-def schedule(problem: Problem, block_q: int, folded: bool = False, together: int = 1) -> Schedule:
+def fine_tile(problem: Problem, block_q: int) -> int:
+    """Keys of a tile, so few that the edge of a mask wastes little, where that costs little."""
+    spec, arrays = problem.spec, problem.operands.tables
+    rows = spec.q_len + spec.kv_len
+    if any(arrays[name].size > rows for name in tables(spec.mask)):
+        return TILE_KV
+    cells = -(-spec.q_len // block_q) * spec.kv_len
+    return next((keys for keys in _FINE if cells <= keys * _FINE_CELLS), TILE_KV)
+
+
+def schedule(
+    problem: Problem,
+    block_q: int,
+    folded: bool = False,
+    together: int = 1,
+    tile_kv: int = TILE_KV,
+) -> Schedule:
     """Every block of queries of every head, the longest of a head first.
 
     If several blocks are one task, the kind of a run holds two bits for each of them, a `TileKind`.
@@ -54,10 +72,10 @@ def schedule(problem: Problem, block_q: int, folded: bool = False, together: int
     if folded:
         return _folded(problem, mask, unknown, block_q)
     blocks = spec.batch_size * spec.num_heads * -(-spec.q_len // block_q)
-    sizes = (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len, block_q, together)
+    sizes = (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len, block_q, together, tile_kv)
     if not tables(mask) and blocks <= _KEPT_TASKS:
         return _without_tables(mask, unknown, *sizes)
-    grid = TileGrid(mask, problem.operands.tables, spec.q_len, spec.kv_len, block_q, TILE_KV)
+    grid = TileGrid(mask, problem.operands.tables, spec.q_len, spec.kv_len, block_q, tile_kv)
     return _schedule(grid, unknown, spec.batch_size, spec.num_heads, together)
 
 
@@ -108,9 +126,10 @@ def _without_tables(
     kv_len: int,
     block_q: int,
     together: int,
+    tile_kv: int,
 ) -> Schedule:
     """A mask that reads no values has one schedule."""
-    grid = TileGrid(mask, {}, q_len, kv_len, block_q, TILE_KV)
+    grid = TileGrid(mask, {}, q_len, kv_len, block_q, tile_kv)
     return _schedule(grid, unknown, batches, heads, together)
 
 
