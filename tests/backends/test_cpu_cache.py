@@ -1,6 +1,7 @@
 """The kernel cache on disk: used when it is right, survived whatever is wrong with it."""
 
 import errno
+import math
 import os
 import shutil
 import stat
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 import qkv
+from qkv import _recall
 from qkv.backends.cpu import compile as cpu_compile
 from qkv.backends.cpu import forward as cpu_forward
 from qkv.backends.cpu import forward_pass
@@ -29,9 +31,9 @@ X = np.random.default_rng(0).normal(size=(2, 9, 8)).astype(np.float32)
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
     monkeypatch.setenv("QKV_CACHE_DIR", str(tmp_path / "deep" / "cache"))
-    forward_pass._kernel.cache_clear()
+    forget_kernels()
     yield tmp_path / "deep" / "cache"
-    forward_pass._kernel.cache_clear()
+    forget_kernels()
 
 
 @pytest.fixture
@@ -47,9 +49,15 @@ def compiled(monkeypatch):
     return calls
 
 
+def forget_kernels() -> None:
+    """And calls that hold one."""
+    forward_pass._kernel.cache_clear()
+    _recall._prepared.clear()
+
+
 def attend():
     """A call in a process that has no kernels in memory."""
-    forward_pass._kernel.cache_clear()
+    forget_kernels()
     out = qkv.attention(X, X, X, backend="cpu")
     scores = np.einsum("hqd,hkd->hqk", X.astype(float), X) / np.sqrt(8)
     weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
@@ -137,14 +145,15 @@ def test_a_folder_that_cannot_be_made(monkeypatch, folder, compiled) -> None:
     assert len(compiled) == 2
 
 
-def test_a_folder_that_may_only_be_read(monkeypatch, folder, compiled) -> None:
+@pytest.mark.parametrize("refused", ["utime mkstemp", "utime replace unlink"])
+def test_a_folder_that_may_only_be_read(monkeypatch, folder, compiled, refused) -> None:
     attend()
 
     def refuse(*args, **kwargs):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    for module, name in ((os, "utime"), (os, "replace"), (os, "unlink"), (tempfile, "mkstemp")):
-        monkeypatch.setattr(module, name, refuse)
+    for name in refused.split():
+        monkeypatch.setattr(tempfile if name == "mkstemp" else os, name, refuse)
     attend()
     assert len(compiled) == 1, "what is there is used"
     qkv.attention(X, X, X, qkv.Causal(), backend="cpu")
@@ -296,7 +305,7 @@ def test_code_that_cannot_be_built(folder, emit) -> None:
 
 def test_different_values_have_different_texts() -> None:
     values = [
-        None, True, False, 0, 1, -1, 0.0, -0.0, 1.0, np.nextafter(1.0, 2), float("nan"),
+        None, True, False, 0, 1, -1, 0.0, -0.0, 1.0, math.nextafter(1.0, 2.0), float("nan"),
         float("inf"), "", "1", "None", "a b", "a", "b", "a\nb", "a\\nb",
         (), ((),), ((), ()), (1,), (1, 1), ("a", "b"), ("a b",), (("a",), "b"), ("a", ("b",)),
         Const("float", 1.0), Const("float", 0.0), Const("float", -0.0), Const("int", 1),

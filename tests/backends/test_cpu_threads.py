@@ -416,14 +416,23 @@ def test_a_system_without_memory_for_threads() -> None:
     in_a_process(
         """
         import resource
+        from qkv.backends.cpu.compile import Kernel, build
+        from qkv.backends.cpu.host import host
+        source = "define void @job(ptr %arguments, i64 %number) { ret void }"
+        job = Kernel(build(str, (source,), host()))
+        class Nothing:
+            address = 0
         qkv.set_num_threads(1)
         before = attend()
-        qkv.set_num_threads(64)
+        pool = threads._start()
         used = 1024 * int(next(line.split()[1] for line in open("/proc/self/status")
                                if line.startswith("VmSize")))
-        resource.setrlimit(resource.RLIMIT_AS, (used + (40 << 20),) * 2)
-        assert attend() == before
-        assert 0 <= threads._workers.size < 7  # the tiles would have employed more
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (used + (40 << 20), hard))
+        assert pool.run(job, Nothing, 64) <= pool.size
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        assert 0 < pool.size < 6
+        qkv.set_num_threads(64)
         assert attend() == before
         """
     )
