@@ -13,7 +13,7 @@ import qkv
 from qkv.testing import DTYPES, Case, cases
 
 BACKENDS = ("cpu", "blocked", "reference")
-ORDERS = 3
+ORDERS = 12
 WITH_ARRAYS = (qkv.Bias, qkv.ALiBi, qkv.RelativeBias, qkv.Softcap, qkv.Sinks)
 DIFFERENCES = 1e-7
 """What central differences are good for."""

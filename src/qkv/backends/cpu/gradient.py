@@ -16,13 +16,13 @@ from qkv._threads import get_num_threads
 from qkv.backends.cpu import threads
 from qkv.backends.cpu.arguments import Arguments, page_aligned, rotated
 from qkv.backends.cpu.backend import integer_bits, kernel_spec
-from qkv.backends.cpu.backward import (
+from qkv.backends.cpu.backward import emit_backward
+from qkv.backends.cpu.backward_block import (
     BLOCK_KV,
     FIELDS,
     TASK,
     BackwardKey,
     TableGradient,
-    emit_backward,
     padded,
     scratch_areas,
 )

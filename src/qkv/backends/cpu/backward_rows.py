@@ -1,0 +1,350 @@
+"""One block of queries meets the keys of one task: rows in, block after block, a part of dQ out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llvmlite import ir
+
+from qkv.backends.cpu.backward_block import AREAS, BLOCK_KV, TASK, VECTOR_AREAS, BackwardBlock
+from qkv.backends.cpu.forward import RUN
+from qkv.backends.cpu.forward import TASK as BLOCK
+from qkv.backends.cpu.frame import WORD, Rows
+from qkv.backends.cpu.ir import BIT, INT64, POINTER, Value
+from qkv.backends.cpu.packing import all_finite, copy_rows, pack_rows, unpack_rows
+from qkv.backends.cpu.storage import real_dtype
+from qkv.problem.expressions import TRUE
+
+
+class BackwardRows(BackwardBlock):
+    """Adds what is emitted once for rows of any dtype and stride."""
+
+    def pack(self, dtype: str) -> Value:
+        """One vector of rows, transposed; lanes beyond the last row repeat it."""
+        e = self.e
+        arguments = [POINTER, *[INT64] * 5, POINTER, INT64]
+        with e.function(f"pack_{dtype}", arguments) as (function, args):
+            pointer, row, element, first, last, dim, packed, width = args
+            rows = [
+                e.at(pointer, e.mul(e.least(e.add(first, i), last), row)) for i in range(e.lanes)
+            ]
+            pack_rows(
+                e, rows, element, dim, dtype,
+                lambda d, vector: e.store_vector(vector, e.at(packed, e.mul(d, width))),
+            )  # fmt: skip
+        return function
+
+    def finish_rows(self) -> Value:
+        """One vector of queries: delta = rowsum(dO * O) - d lse, which `delta` holds before."""
+        e = self.e
+        with e.function("finish_rows", [*[POINTER] * 3, INT64, INT64]) as (function, args):
+            grad_out, out, delta, dim, width = args
+
+            def step(d: Value, total: list[Value]) -> list[Value]:
+                a, b = (e.load_vector(e.at(rows, e.mul(d, width))) for rows in (grad_out, out))
+                return [e.fma(a, b, total[0])]
+
+            (total,) = e.loop(0, dim, 1, [e.const(0.0)], step)
+            e.store_vector(e.builder.fsub(total, e.load_vector(delta)), delta)
+        return function
+
+    def unpack(self) -> Value:
+        """One vector of queries: rows of a part of dQ; lanes beyond the last row write it again."""
+        e = self.e
+        arguments = [POINTER, INT64, POINTER, INT64, INT64, INT64]
+        with e.function("unpack", arguments) as (function, args):
+            sums, width, out, first, last, dim = args
+            row = e.mul(dim, e.real_bytes)
+            rows = [e.at(out, e.mul(e.least(e.add(first, i), last), row)) for i in range(e.lanes)]
+            unpack_rows(
+                e, rows, dim, real_dtype(e), lambda d: e.load_vector(e.at(sums, e.mul(d, width)))
+            )
+        return function
+
+    def fill(self, pointer: Value, start: Value, stop: Value) -> None:
+        """Zeros from byte `start` to byte `stop`, whole vectors."""
+        e = self.e
+
+        def each(offset: Value, _: list[Value]) -> None:
+            e.store_vector(e.const(0.0), e.at(pointer, offset), aligned=False)
+
+        e.loop(start, stop, e.vector_bytes, [], each)
+
+    def most(self, a: Value, b: Value) -> Value:
+        return self.e.builder.select(self.e.below(a, b), b, a)
+
+    def parts(self) -> dict[str, Value]:
+        """Functions that do not depend on the number of vectors."""
+        e = self.e
+        found = {"finish_rows": self.finish_rows(), "unpack": self.unpack()}
+        for dtype in sorted({real_dtype(e), *self.dtypes.values()}):
+            found[f"pack {dtype}"] = self.pack(dtype)
+        for dtype in sorted({self.dtypes["key"], self.dtypes["value"]}):
+            found[f"copy {dtype}"] = copy_rows(e, dtype)
+        if not self.plain:
+            found["full"] = self.weigh("full", masked=False)
+        if self.mask != TRUE:
+            found["partial"] = self.weigh("partial", masked=True)
+        if self.spec.dropout:
+            found["dropout"] = self.dropout()
+        if self.chained:
+            found["chain"] = self.chain()
+        if self.may_forbid:
+            found["all_finite"] = all_finite(e)
+        return found
+
+    def meet(self, vectors: int, parts: dict[str, Value]) -> Value:
+        """A function `(arguments, task, block, scratch)` for blocks of so many vectors."""
+        of_block = {
+            "products": self.products(vectors),
+            "score_gradients": self.score_gradients(vectors),
+            "query_sums": self.query_sums(vectors),
+            "key_sums": self.key_sums(vectors),
+            "turn": self.turn(vectors),
+        }
+        if self.may_forbid:
+            of_block["selected_query_sums"] = self.selected_query_sums(vectors)
+            of_block["selected_key_sums"] = self.selected_key_sums(vectors)
+        with self.e.function(f"meet_{vectors}", [POINTER] * 4) as (function, args):
+            meeting = _Meeting(self, vectors, {**parts, **of_block}, *args)
+            meeting.begin()
+            meeting.all_blocks()
+            meeting.end()
+        return function
+
+
+class _Meeting:
+    """Emits the meeting of one block of queries and the keys of one task."""
+
+    def __init__(
+        self,
+        kernel: BackwardRows,
+        vectors: int,
+        functions: dict[str, Value],
+        arguments: Value,
+        task: Value,
+        block: Value,
+        scratch: Value,
+    ) -> None:
+        self.kernel, self.e, self.functions = kernel, kernel.e, functions
+        self.arguments, self.task = arguments, task
+        e = self.e
+        self.vectors, self.width = vectors, e.index(vectors * e.vector_bytes)
+        self.batch, kv_head, self.start, self.stop, self.split = kernel.record(task, TASK)
+        _, self.head, self.first_row, self.first_run, self.last_run = kernel.record(block, BLOCK)
+        num_heads, group_size, q_len, kv_len = map(
+            self.field, ("num_heads", "group_size", "q_len", "kv_len")
+        )
+        head_dim, v_head_dim = self.field("head_dim"), self.field("v_head_dim")
+        self.dims = {
+            "query": head_dim, "key": head_dim, "grad_out": v_head_dim, "value": v_head_dim,
+        }  # fmt: skip
+        self.columns = {
+            name: e.builder.sdiv(e.add(self.dims[name], e.lanes - 1), e.index(e.lanes))
+            for name in ("query", "grad_out")
+        }
+        self.area = {n: e.at(scratch, self.field(f"area_{n}")) for n in AREAS}
+        self.last = e.sub(q_len, 1)
+        self.rows = e.least(e.sub(q_len, self.first_row), vectors * e.lanes)
+        self.head_row = e.mul(e.add(e.mul(self.batch, num_heads), self.head), q_len)
+        num_kv_heads = e.builder.sdiv(num_heads, group_size)
+        self.kv_row = e.mul(e.add(e.mul(self.batch, num_kv_heads), kv_head), kv_len)
+        self.keys, self.values = (
+            kernel.operand(arguments, name, self.batch, kv_head) for name in ("key", "value")
+        )
+        self.finite: Value = ir.Constant(BIT, 1)
+
+    def field(self, name: str) -> Value:
+        return self.kernel.field(self.arguments, name)
+
+    def call(self, name: str, *arguments: Value) -> Value:
+        return self.e.builder.call(self.functions[name], arguments)
+
+    def areas(self, *names: str) -> list[Value]:
+        return [self.area[name] for name in names]
+
+    def each_vector(self, body: Callable[[Value, Value], None]) -> None:
+        """`body(offset, first)`: bytes to the vector, and its first query of the block."""
+        e = self.e
+        e.loop(
+            0, self.vectors, 1, [],
+            lambda j, _: body(e.mul(j, e.vector_bytes), e.mul(j, e.lanes)),
+        )  # fmt: skip
+
+    def begin(self) -> None:
+        """Q and dO packed and turned back, delta, and whether all of it is finite."""
+        e, kernel = self.e, self.kernel
+        self.each_vector(self._pack)
+        for name, turned in (("query", "query_rows"), ("grad_out", "grad_rows")):
+            columns = self.columns[name]
+            end = e.mul(columns, e.lanes, self.width)
+            kernel.fill(self.area[name], e.mul(self.dims[name], self.width), end)
+            self.call("turn", *self.areas(name, turned), columns)
+            if kernel.may_forbid:
+                lanes = e.index(self.vectors * e.lanes)
+                shape = self.width, self.dims[name], lanes
+                finite = self.call("all_finite", self.area[name], *shape)
+                self.finite = e.builder.and_(self.finite, finite)
+        kernel.fill(self.area["query_sums"], e.index(0), e.mul(self.dims["query"], self.width))
+
+    def _pack(self, offset: Value, first: Value) -> None:
+        e, kernel = self.e, self.kernel
+
+        def pack(dtype: str, rows: Rows, dim: Value, to: str) -> None:
+            where = e.add(self.first_row, first), self.last, dim
+            self.call(f"pack {dtype}", *rows, *where, e.at(self.area[to], offset), self.width)
+
+        # dQ is not begun yet: its area holds O meanwhile.
+        for name, dim, to in (
+            ("query", "query", "query"), ("grad_out", "value", "grad_out"),
+            ("out", "value", "query_sums"),
+        ):  # fmt: skip
+            rows = kernel.operand(self.arguments, name, self.batch, self.head)
+            pack(kernel.dtypes[name], rows, self.dims[dim], to)
+        for name, to in (("shift", "shift"), ("log_sum", "log_sum"), ("grad_lse", "delta")):
+            start = kernel.pointer_field(self.arguments, name)
+            pointer = e.at(start, e.mul(self.head_row, e.real_bytes))
+            column = Rows(pointer, e.index(e.real_bytes), e.index(0))
+            pack(real_dtype(e), column, e.index(1), to)
+        held = (e.at(area, offset) for area in self.areas("grad_out", "query_sums", "delta"))
+        self.call("finish_rows", *held, self.dims["value"], self.width)
+
+    def all_blocks(self) -> None:
+        e, kernel = self.e, self.kernel
+        runs = kernel.pointer_field(self.arguments, "runs")
+
+        def each_run(r: Value, _: list[Value]) -> None:
+            first, end, kind = kernel.record(e.at(runs, e.mul(r, WORD * len(RUN))), RUN)
+            partial = e.builder.icmp_signed("!=", kind, e.index(0))
+            first, end = kernel.most(first, self.start), e.least(end, self.stop)
+            e.loop(
+                first, end, BLOCK_KV, [],
+                lambda k, _: self._block(k, e.least(BLOCK_KV, e.sub(end, k)), partial),
+            )  # fmt: skip
+
+        e.loop(self.first_run, self.last_run, 1, [], each_run)
+
+    def _block(self, kv_start: Value, count: Value, partial: Value) -> None:
+        """P, dS and dX of one block of keys, and what they add to."""
+        kernel = self.kernel
+        key = self._side_by_side("key", self.keys, kv_start, count)
+        value = self._side_by_side("value", self.values, kv_start, count)
+        out = "weights" if kernel.plain else "products"
+        self.call(
+            "products", self.arguments, key[0], *self.areas("query", "shift", "log_sum", out),
+            key[1], self.dims["key"], count,
+        )  # fmt: skip
+        self._weigh(kv_start, count, partial)
+        if kernel.spec.dropout:
+            self._by_vector("dropout", kv_start, count)
+        held = self.areas("grad_out", "delta", "weights", "factors", "score_grads")
+        self.call(
+            "score_gradients", self.arguments, value[0], *held, value[1], self.dims["value"], count
+        )
+        if kernel.chained:
+            self._by_vector("chain", kv_start, count)
+        self._add(key, kv_start, count, partial)
+
+    def _weigh(self, kv_start: Value, count: Value, partial: Value) -> None:
+        kernel = self.kernel
+
+        def weigh(name: str) -> None:
+            self._by_vector(name, kv_start, count)
+
+        if kernel.plain and kernel.mask != TRUE:
+            with self.e.builder.if_then(partial):
+                weigh("partial")
+        elif kernel.mask != TRUE:
+            self.e.choose(partial, lambda: weigh("partial"), lambda: weigh("full"))
+        elif not kernel.plain:
+            weigh("full")
+
+    def _by_vector(self, name: str, kv_start: Value, count: Value) -> None:
+        e = self.e
+
+        def body(offset: Value, first: Value) -> None:
+            # A vector beyond the last row repeats it, and counts for nothing.
+            held = (e.at(area, offset) for area in self.areas(*VECTOR_AREAS))
+            where = self.batch, self.head, e.add(self.first_row, first), e.sub(self.rows, first)
+            self.call(name, self.arguments, self.task, *held, self.width, count, *where, kv_start)
+
+        self.each_vector(body)
+
+    def _add(self, key: tuple[Value, Value], kv_start: Value, count: Value, partial: Value) -> None:
+        """To dQ, dV and dK; where pairs may be forbidden, not what is not finite."""
+        e, kernel = self.e, self.kernel
+
+        def add_query(name: str) -> None:
+            held = self.areas("score_grads", "weights", "query_sums")
+            self.call(name, key[0], *held, key[1], self.dims["key"], count)
+
+        def add_keys(name: str) -> None:
+            for of, left, rows, packed in (
+                ("value", "weights", "grad_rows", "grad_out"),
+                ("key", "score_grads", "query_rows", "query"),
+            ):
+                row = self.field(f"{of}_sum_row")
+                sums = e.at(
+                    kernel.pointer_field(self.arguments, f"{of}_sums"),
+                    e.mul(e.add(self.kv_row, kv_start), row),
+                )
+                held = *self.areas(left, rows, "weights"), sums, row
+                self.call(name, *held, self.columns[packed], count, self.rows)
+
+        def add() -> None:
+            add_query("query_sums")
+            add_keys("key_sums")
+
+        def add_allowed() -> None:
+            finite = self.call("all_finite", *key, count, self.dims["key"])
+            for is_finite, each, name in (
+                (finite, add_query, "query_sums"), (self.finite, add_keys, "key_sums"),
+            ):  # fmt: skip
+                with e.builder.if_else(is_finite) as (then, otherwise):
+                    with then:
+                        each(name)
+                    with otherwise:
+                        each(f"selected_{name}")
+
+        if not kernel.may_forbid:
+            add()
+        elif kernel.plain:
+            e.choose(partial, add_allowed, add)
+        else:
+            add_allowed()
+
+    def _side_by_side(
+        self, name: str, rows: Rows, kv_start: Value, count: Value
+    ) -> tuple[Value, Value]:
+        """A block of K or V with adjacent elements: where it lies, or copied."""
+        e, b, dtype = self.e, self.e.builder, self.kernel.dtypes[name]
+        here = e.at(rows.pointer, e.mul(kv_start, rows.row))
+        dim, to = self.dims[name], self.area[f"{name}_copy"]
+
+        def copy() -> None:
+            self.call(f"copy {dtype}", here, rows.row, rows.element, count, dim, to)
+
+        if dtype != real_dtype(e):
+            copy()
+            return to, e.mul(dim, e.real_bytes)
+        needed = b.icmp_signed("!=", self.field(f"copy_{name}"), e.index(0))
+        with b.if_then(needed, likely=False):
+            copy()
+        return b.select(needed, to, here), b.select(needed, e.mul(dim, e.real_bytes), rows.row)
+
+    def end(self) -> None:
+        """The task's part of dQ."""
+        e = self.e
+        row = e.add(self.head_row, self.first_row)
+        part = e.at(
+            self.kernel.pointer_field(self.arguments, "query_parts"),
+            e.mul(self.split, self.field("part_bytes")),
+            e.mul(row, self.dims["query"], e.real_bytes),
+        )
+
+        def unpack(offset: Value, first: Value) -> None:
+            sums = e.at(self.area["query_sums"], offset)
+            where = part, first, e.sub(self.rows, 1), self.dims["query"]
+            self.call("unpack", sums, self.width, *where)
+
+        self.each_vector(unpack)
