@@ -102,7 +102,8 @@ def _host(forced: str) -> Host:
     else:
         usable = [isa for isa, needs in _REQUIRED.items() if needs <= has] + ["sse"]
         if usable[0] == "amx" and not permitted():
-            usable.remove("amx")
+            # Processors with tiles multiply pairs more slowly than float32.
+            usable[:3] = ["avx512", "avx512-bf16"]
     isa = forced or usable[0]
     if isa not in usable:
         raise ArgumentError(
