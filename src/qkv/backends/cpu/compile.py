@@ -144,8 +144,15 @@ def optimized(source: str, host: Host) -> tuple[Any, Any]:
     import llvmlite.binding as llvm
 
     machine = _machine(host)
+    return optimized_for(source, machine, llvm.get_process_triple()), machine
+
+
+def optimized_for(source: str, machine: Any, triple: str) -> Any:
+    """The module after LLVM's passes, for any machine that LLVM knows."""
+    import llvmlite.binding as llvm
+
     module = llvm.parse_assembly(source)
-    module.triple = llvm.get_process_triple()
+    module.triple = triple
     module.data_layout = str(machine.target_data)
     module.verify()
     options = llvm.create_pipeline_tuning_options(speed_level=2)
@@ -153,7 +160,7 @@ def optimized(source: str, host: Host) -> tuple[Any, Any]:
     options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
     builder = llvm.create_pass_builder(machine, options)
     builder.getModulePassManager().run(module, builder)
-    return module, machine
+    return module
 
 
 # The cache on disk

@@ -43,6 +43,8 @@ class Shape:
     keys: int
     halves: bool = False
     """Whether the machine converts float16."""
+    fused: bool = True
+    """Whether it multiplies and adds in one instruction."""
     product: Literal["elements", "pairs", "tiles"] = "elements"
     """What one instruction multiplies; pairs and tiles are of bfloat16."""
     together: int = 1
@@ -68,7 +70,7 @@ class Frame:
         self, name: str, spec: Spec, shape: Shape, int_bits: int, fields: tuple[str, ...]
     ) -> None:
         real = DOUBLE if spec.dtype == "float64" else FLOAT
-        self.e = Emitter(name, shape.lanes, real, halves=shape.halves)
+        self.e = Emitter(name, shape.lanes, real, halves=shape.halves, fused=shape.fused)
         self.spec = spec
         self.shape = shape
         self.int_bits = int_bits

@@ -34,14 +34,18 @@ def is_vector(value: Value) -> bool:
 class Emitter:
     """Writes one module for vectors of `lanes` real numbers, FLOAT or DOUBLE.
 
-    `halves` says whether the machine converts float16 by itself.
+    `halves` says whether the machine converts float16 by itself, `fused` whether it multiplies and
+    adds in one instruction.
     """
 
-    def __init__(self, name: str, lanes: int, real: Any = FLOAT, *, halves: bool = False) -> None:
+    def __init__(
+        self, name: str, lanes: int, real: Any = FLOAT, *, halves: bool = False, fused: bool = True
+    ) -> None:
         self.module = ir.Module(name)
         self.lanes = lanes
         self.real = real
         self.halves = halves
+        self.fused = fused
         self.real_bytes = 4 if real == FLOAT else 8
         self.whole = ir.IntType(8 * self.real_bytes)
         self.vector = ir.VectorType(real, lanes)
@@ -251,6 +255,9 @@ class Emitter:
         return self.builder.call(function, args)
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
+        """a * b + c, rounded once where the machine does so."""
+        if not self.fused:
+            return self.builder.fadd(self.builder.fmul(a, b), c)
         return self.intrinsic("fma", a, b, c)
 
     def as_bits(self, vector: Value) -> Value:

@@ -2,7 +2,7 @@
 
 Matrices with a row for each key lie as they are in memory, their elements adjacent; they are read
 one element at a time and spread over the lanes. Matrices *packed* for queries hold, for each row,
-`vectors` vectors of queries. All sums are chains of fused multiply-adds.
+`vectors` vectors of queries. All sums are chains of multiply-adds.
 """
 
 from __future__ import annotations
