@@ -16,6 +16,7 @@ from qkv.errors import (
     UnsupportedError,
 )
 from qkv.inspection.explain import explain
+from qkv.problem.rows import Paged, Quantized
 from qkv.variants import (
     ALiBi,
     Bias,
@@ -54,8 +55,10 @@ __all__ = [
     "KeyLengths",
     "Mask",
     "MaskVariant",
+    "Paged",
     "Prefix",
     "QkvError",
+    "Quantized",
     "RelativeBias",
     "RoPE",
     "ScaledDotProductAttention",

@@ -12,6 +12,7 @@ from qkv.arrays import ArrayLibrary, library_of, view
 from qkv.backends import Choice, choose
 from qkv.partial import Partial, finish
 from qkv.problem.check import Layout, check
+from qkv.problem.rows import Paged, Quantized
 from qkv.problem.spec import Problem
 from qkv.variants.bias import Bias
 from qkv.variants.dense_mask import Mask
@@ -45,9 +46,7 @@ class Call:
         backend: str,
         backward: bool = False,
     ) -> Call:
-        views = [
-            view(array, role) for array, role in ((query, "query"), (key, "key"), (value, "value"))
-        ]
+        views = [view(query, "query"), _view_rows(key, "key"), _view_rows(value, "value")]
         problem = check(
             views[0],
             views[1],
@@ -86,6 +85,16 @@ class Call:
         if self.ndim == 2:
             array = array.reshape(array.shape[array.ndim - trailing - 1 :])
         return self.library.restore(array)
+
+
+def _view_rows(given: Any, role: str) -> Any:
+    """Keys or values with every array in them as a NumPy view."""
+    match given:
+        case Paged(pages=pages, page_table=table):
+            return Paged(_view_rows(pages, f"{role} pages"), view(table, f"{role} page_table"))
+        case Quantized(values=values, scales=scales):
+            return Quantized(view(values, f"{role} values"), view(scales, f"{role} scales"))
+    return view(given, role)
 
 
 def _as_variant(variant: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qkv.backends import Choice, Refusal, backends, describe
+from qkv.backends import Choice, Refusal, backends, describe, refusals
 from qkv.cost import attention_operations, memory
 from qkv.problem.scores import Scores
 from qkv.problem.spec import Problem
@@ -76,7 +76,7 @@ def make_plan(problem: Problem, choice: Choice) -> Plan:
     return Plan(
         problem=describe(spec),
         backend=choice.backend.name,
-        refusals={b.name: b.refusals(spec) for b in backends() if b.name != choice.backend.name},
+        refusals={b.name: refusals(b, spec) for b in backends() if b.name != choice.backend.name},
         block_q=block_q,
         block_kv=block_kv,
         tiles=tiles,

@@ -14,7 +14,7 @@ from qkv.backends import Refusal, backends
 from qkv.backends.cpu import CpuBackend, describe_host, forward_pass
 from qkv.backends.cpu.backend import integer_bits
 from qkv.backends.cpu.host import host
-from qkv.backends.cpu.schedule import TILE_KV, folds, schedule
+from qkv.backends.cpu.schedule import TILE_KV, schedule
 from qkv.errors import ArgumentError
 from qkv.problem.builder import Shape
 from qkv.problem.check import check
@@ -273,24 +273,6 @@ def test_no_kernel_is_built_for_another_length(monkeypatch) -> None:
             run(query, key, key, qkv.Causal("end"), qkv.Softcap(float(kv_len)))
     assert len(built) == 1
     forward_pass._kernel.cache_clear()
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "q_len"), [(4, 1, 1), (12, 2, 5), (16, 1, 8)])
-def test_few_queries_of_grouped_heads(heads, kv_heads, q_len) -> None:
-    """They share a block: heads and rows differ from lane to lane."""
-
-    def said(shape, rng):
-        bias = rng.normal(size=(heads, q_len, 70))
-        mod = qkv.ScoreMod(lambda s, b, h, q, k: s + 0.1 * h * (q % 2) + bias[h, q - 62, k])
-        return mod, qkv.Causal(), qkv.ALiBi(), qkv.Dropout(0.3, 5)
-
-    shape = Shape((2,), heads, kv_heads, q_len, 70, 20, 9)
-    assert folds(check(*Case("", shape).build("float32").arrays, ()).spec, host().shape.lanes) or (
-        host().shape.lanes < 2 * q_len
-    )
-    for variants in (said, lambda s, r: (qkv.Mask(r.random((q_len, 70)) < 0.5),)):
-        case = Case(f"folded {heads} {q_len}", shape, variants, q_offset=62)
-        assert check_case("cpu", case, "float32")
 
 
 # Processes

@@ -1,28 +1,24 @@
 """Backends: how one is described, found and chosen.
 
-A backend is any object with `name`, `priority`, `refusals(spec)` and `run(problem)`. Those of other
-packages are found through the entry point group `qkv.backends`; see docs/add-a-backend.md.
+A backend is any object with `name`, `priority`, `refusals(spec)` and `run(problem)`; with
+`stored_rows = True` it takes keys and values that are `StoredRows` too. Those of other packages are
+found through the entry point group `qkv.backends`; see docs/add-a-backend.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol, TypeAlias, runtime_checkable
-
-from numpy.typing import NDArray
+from typing import Any, Protocol, runtime_checkable
 
 from qkv.errors import ArgumentError, UnsupportedError
-from qkv.partial import Partial, RowStatistics
+from qkv.partial import Partial
 from qkv.problem.backward import BackwardInputs, OperandGradients
 from qkv.problem.spec import Problem, Spec
 
-__all__ = ["Backend", "Choice", "Refusal", "backends", "choose", "register", "unregister"]
-
-Array = NDArray[Any]
-Progress: TypeAlias = Callable[[int, int], object]
-"""Told of `(done, total)`."""
+__all__ = [
+    "Backend", "Choice", "Refusal", "backends", "choose", "refusals", "register", "unregister",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,36 +53,6 @@ class Differentiable(Protocol):
 
 
 NO_BACKWARD = Refusal("has no backward pass", "the forward pass alone")
-
-
-@runtime_checkable
-class Inspectable(Protocol):
-    """What a backend also has that tells of its weights; for the others `qkv.inspect` uses NumPy.
-
-        w[i, j] = exp(s[i, j] - lse[i])
-
-    before dropout, with the lse of the whole call, sinks included, `(*batch_shape, num_heads,
-    q_len)`. Where |lse| is so large that its rounding would show (`qkv.partial.coarse`), a row's
-    sum is to be found again. `progress(done, total)` is called now and then.
-    """
-
-    def run_with_statistics(self, problem: Problem) -> tuple[Partial, RowStatistics]:
-        """What `run` gives, and statistics of its rows over the keys alone, without sinks."""
-        ...
-
-    def top(
-        self, problem: Problem, lse: Array, k: int, progress: Progress | None = None
-    ) -> tuple[Array, Array] | None:
-        """Indices and weights `(*batch_shape, num_heads, q_len, k)` of the best keys, falling.
-
-        Ties go to the lower key, a score of NaN or -inf is none, and what is missing is -1 and 0.
-        None where k is larger than it pays.
-        """
-        ...
-
-    def received(self, problem: Problem, lse: Array, progress: Progress | None = None) -> Array:
-        """`sum_i w[i, j]`, `(*batch_shape, num_heads, kv_len)`."""
-        ...
 
 
 @runtime_checkable
@@ -172,6 +138,24 @@ def backends() -> tuple[Backend, ...]:
     return tuple(sorted(known.values(), key=lambda b: (-b.priority, b.name)))
 
 
+def refusals(backend: Backend, spec: Spec, *, backward: bool = False) -> tuple[Refusal, ...]:
+    """Why a backend cannot run a problem; unless it says more, it takes arrays only."""
+    reasons = backend.refusals(spec)
+    if backward and not hasattr(backend, "backward"):
+        reasons = (NO_BACKWARD, *reasons)
+    stored = stored_operands(spec)
+    if stored and (backward or not getattr(backend, "stored_rows", False)):
+        what = "gradients of arrays" if backward else "arrays of the query's dtype"
+        reasons = (Refusal(" and ".join(stored), what), *reasons)
+    return reasons
+
+
+def stored_operands(spec: Spec) -> list[str]:
+    """What lies in pages or is quantised, in words."""
+    operands = ("key", spec.key_storage), ("value", spec.value_storage)
+    return [f"{name} is {storage}" for name, storage in operands if storage is not None]
+
+
 def choose(spec: Spec, name: str = "auto", *, backward: bool = False) -> Choice:
     """The backend that will run a problem; with `backward`, one that computes gradients too.
 
@@ -193,9 +177,7 @@ def choose(spec: Spec, name: str = "auto", *, backward: bool = False) -> Choice:
             )
     refused: list[tuple[str, tuple[Refusal, ...]]] = []
     for backend in candidates:
-        reasons = backend.refusals(spec)
-        if backward and not hasattr(backend, "backward"):
-            reasons = (NO_BACKWARD, *reasons)
+        reasons = refusals(backend, spec, backward=backward)
         if not reasons:
             return Choice(backend, tuple(refused))
         refused.append((backend.name, reasons))
@@ -210,8 +192,9 @@ def choose(spec: Spec, name: str = "auto", *, backward: bool = False) -> Choice:
 
 def describe(spec: Spec) -> str:
     """A problem in one line."""
+    stored = "".join(f", {text}" for text in stored_operands(spec))
     return (
         f"{spec.summary}, {spec.dtype}, batch {spec.batch_shape}, num_heads={spec.num_heads}, "
         f"num_kv_heads={spec.num_kv_heads}, q_len={spec.q_len}, kv_len={spec.kv_len}, "
-        f"head_dim={spec.head_dim}, v_head_dim={spec.v_head_dim}"
+        f"head_dim={spec.head_dim}, v_head_dim={spec.v_head_dim}{stored}"
     )

@@ -31,6 +31,7 @@ class BlockedBackend:
 
     name = "blocked"
     priority = 50
+    stored_rows = True
 
     def refusals(self, spec: Spec) -> tuple[Refusal, ...]:
         return ()

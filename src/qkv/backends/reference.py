@@ -26,6 +26,7 @@ class ReferenceBackend:
 
     name = "reference"
     priority = 0
+    stored_rows = True
 
     def refusals(self, spec: Spec) -> tuple[Refusal, ...]:
         size = dense_bytes(spec)

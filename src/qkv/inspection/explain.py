@@ -27,6 +27,7 @@ from qkv.inspection.trace import (
 )
 from qkv.problem.builder import FLOATS
 from qkv.problem.check import Layout
+from qkv.problem.rows import read_rows
 from qkv.problem.scores import Scores
 from qkv.problem.spec import Problem, Spec
 
@@ -188,7 +189,7 @@ def _traced_head(
         if back is not None and d_out is not None and d_query is not None:
             row_back = _row_back(forward, back, i, d_out[place][row], d_query[place][row])
         rows.append(_traced_row(forward, i, int(q_pos[row]), given[i], row_back, spec))
-    key = operands.key[(*index, kv_head)].astype(np.float64)
+    key = read_rows(operands.key, index, kv_head, slice(None), np.dtype(np.float64))
     return TracedHead(
         batch=batch,
         head=head,

@@ -66,6 +66,7 @@ class Builder:
         self.masks: list[Stage] = []
         self.alignments: list[tuple[str, Align]] = []
         self.kv_lens: Array | None = None
+        self.row_limit: Array | None = None
         self.restart: Restart | None = None
         self.rotation: tuple[Rotation, Array] | None = None
         self.sinks: Array | None = None
@@ -137,8 +138,10 @@ class Builder:
         """What a mask variant or boolean array allows, as one condition, no stage of its own."""
         if isinstance(variant, np.ndarray):
             return self.dense_mask(variant)
-        scores, masks = len(self.scores), len(self.masks)
+        scores, masks, limit = len(self.scores), len(self.masks), self.row_limit
         self.lower(variant)
+        # What one side of a | forbids, the other may allow.
+        self.row_limit = limit
         if len(self.scores) != scores or len(self.masks) == masks:
             raise ArgumentError(
                 "only masks combine with |, & and ~.", [("variant", repr(variant))],
@@ -263,6 +266,7 @@ class Builder:
         """State the number of real keys of each batch row; `end` alignment counts from there."""
         rows = self.batch_rows(kv_lens, "kv_lens", 0).astype(np.int64)
         self.kv_lens = rows if self.kv_lens is None else np.minimum(self.kv_lens, rows)
+        self.row_limit = rows if self.row_limit is None else np.minimum(self.row_limit, rows)
 
     def restart_positions(self, restart: Restart) -> None:
         """Give positions that begin again in each segment; arrays `(batch or 1, length)`."""

@@ -14,18 +14,28 @@ from qkv.problem.bounds import prove_reads
 from qkv.problem.builder import FLOATS, INDEX_LIMIT, Builder, Shape
 from qkv.problem.expressions import Node, Var, substitute, variables
 from qkv.problem.intervals import Interval
+from qkv.problem.rows import (
+    Paged,
+    Quantized,
+    Rows,
+    StoredRows,
+    checked_pages,
+    plain,
+    storage_of,
+    stored_rows,
+)
 from qkv.problem.spec import Angles, Operands, Problem, Rotation, Spec, Stage
 from qkv.problem.symbols import Expr
 
 Array = NDArray[Any]
 Layout = Literal["bhld", "blhd"]
-Arrays = dict[str, Array]
+Arrays = dict[str, Rows]
 
 
 def check(
     query: Array,
-    key: Array,
-    value: Array,
+    key: Array | Paged | Quantized,
+    value: Array | Paged | Quantized,
     variants: Sequence[Any],
     *,
     scale: float | None = None,
@@ -34,13 +44,18 @@ def check(
     kv_offset: Any = 0,
 ) -> Problem:
     """Bind arrays and variants into a problem, or raise the first thing that is wrong."""
-    arrays = {"query": query, "key": key, "value": value}
-    _check_dtypes(arrays)
     if layout not in ("bhld", "blhd"):
         raise ArgumentError(
             f"layout={layout!r} is not known.",
             action="Use 'bhld' (batch, heads, length, dim) or 'blhd'.",
         )
+    arrays: Arrays = {"query": query}
+    for name, given in (("key", key), ("value", value)):
+        if isinstance(given, Paged | Quantized):
+            arrays[name] = stored_rows(given, name, layout)
+        else:
+            arrays[name] = given
+    _check_dtypes(arrays)
     views, shape = _shape(arrays, layout)
     builder = Builder(shape)
     for variant in variants:
@@ -61,6 +76,9 @@ def check(
     masks = tuple(Stage(s.label, substitute(s.node, definitions)) for s in builder.masks)
     _prove(shape, [s.node for s in (*scores, *masks)], builder.arrays)
     rotation, angles = _rotation(builder, positions)
+    key_rows, value_rows = (
+        checked_pages(views[name], builder.row_limit, name) for name in ("key", "value")
+    )
     spec = Spec(
         dtype=query.dtype.name,
         batch_shape=shape.batch_shape,
@@ -76,14 +94,16 @@ def check(
         rotation=rotation,
         sinks=builder.sinks is not None,
         dropout=builder.dropout is not None,
+        key_storage=storage_of(key_rows),
+        value_storage=storage_of(value_rows),
         summary=" & ".join(map(repr, variants)) or "no variants",
     )
     return Problem(
         spec,
         Operands(
-            query=views["query"],
-            key=views["key"],
-            value=views["value"],
+            query=plain(views["query"]),
+            key=key_rows,
+            value=value_rows,
             scale=_scale(scale, shape.head_dim),
             tables=builder.arrays,
             positions=positions,
@@ -97,6 +117,12 @@ def check(
 
 
 def _check_dtypes(arrays: Arrays) -> None:
+    # The type of quantised rows is checked with their scales; they go with any other.
+    arrays = {
+        name: array
+        for name, array in arrays.items()
+        if not (isinstance(array, StoredRows) and array.scales is not None)
+    }
     for name, array in arrays.items():
         if not _is_float(array.dtype):
             raise DTypeError(
@@ -132,8 +158,7 @@ def _shape(arrays: Arrays, layout: Layout) -> tuple[Arrays, Shape]:
                 _given(arrays).items(),
                 "Pass (..., heads, length, dim); two dimensions are one head.",
             )
-        view = array[None] if array.ndim == 2 else array
-        views[name] = view.swapaxes(-3, -2) if layout == "blhd" and array.ndim > 2 else view
+        views[name] = array if isinstance(array, StoredRows) else _as_heads(array, layout)
     q, k, v = views["query"], views["key"], views["value"]
 
     def wrong(fact: str, action: str = "") -> ShapeError:
@@ -168,13 +193,24 @@ def _shape(arrays: Arrays, layout: Layout) -> tuple[Arrays, Shape]:
         ) from None
     for name, view in views.items():
         if view.shape[:-3] != batch:
-            views[name] = np.broadcast_to(view, (*batch, *view.shape[-3:]))
+            views[name] = _broadcast(view, batch)
     return views, Shape(
         batch, heads, kv_heads, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
     )  # fmt: skip
 
 
-def _seen(arrays: Arrays, q: Array, k: Array, v: Array) -> list[tuple[str, str]]:
+def _as_heads(array: Array, layout: Layout) -> Array:
+    view = array[None] if array.ndim == 2 else array
+    return view.swapaxes(-3, -2) if layout == "blhd" and array.ndim > 2 else view
+
+
+def _broadcast(view: Rows, batch: tuple[int, ...]) -> Rows:
+    if isinstance(view, StoredRows):
+        return view.broadcast(batch)
+    return np.broadcast_to(view, (*batch, *view.shape[-3:]))
+
+
+def _seen(arrays: Arrays, q: Rows, k: Rows, v: Rows) -> list[tuple[str, str]]:
     """What was passed, as the rows of an error."""
     given = _given(arrays)
     width = max(map(len, given.values()))
@@ -326,7 +362,7 @@ def _refuse_ambiguous(builder: Builder) -> None:
         )
 
 
-def _prove(shape: Shape, nodes: list[Node], arrays: Arrays) -> None:
+def _prove(shape: Shape, nodes: list[Node], arrays: dict[str, Array]) -> None:
     batches = int(np.prod(shape.batch_shape, dtype=np.int64))
     if 0 in (batches, shape.num_heads, shape.q_len, shape.kv_len):
         return

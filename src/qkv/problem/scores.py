@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from qkv.problem.evaluate import evaluate
 from qkv.problem.expressions import SCORE, TRUE, Node
 from qkv.problem.philox import dropout_factors
+from qkv.problem.rows import read_rows
 from qkv.problem.spec import Problem
 from qkv.problem.tiles import TileGrid, TileKind
 
@@ -50,14 +51,17 @@ class Scores:
         """Rotated key rows of the kv head that the query head reads."""
         spec = self.problem.spec
         index = np.unravel_index(batch, spec.batch_shape)
-        array = self.problem.operands.key[(*index, head // spec.group_size)]
-        return self._rotated("kv", batch, rows, array[rows])
+        found = read_rows(
+            self.problem.operands.key, index, head // spec.group_size, rows, self.dtype
+        )
+        return self._rotated("kv", batch, rows, found)
 
     def value(self, batch: int, head: int, rows: Any) -> Array:
         spec = self.problem.spec
         index = np.unravel_index(batch, spec.batch_shape)
-        array = self.problem.operands.value[(*index, head // spec.group_size)]
-        return np.asarray(array[rows].astype(self.dtype, copy=False))
+        return read_rows(
+            self.problem.operands.value, index, head // spec.group_size, rows, self.dtype
+        )
 
     def tile(
         self,

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.problem.expressions import SCORE, Kind, Node, conjunction, substitute
+from qkv.problem.rows import Rows, Storage, StoredRows, whole_rows
 
 Array = NDArray[Any]
 
@@ -46,12 +47,16 @@ class Rotation:
     rotary_dim: int
 
 
+_ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
+
 @dataclass(frozen=True, slots=True)
 class Spec:
     """The structure of one attention problem; hashable, holds no arrays.
 
     Score stages and mask stages are expressions over `q_index`, `kv_index`, `head`, `batch`,
-    `score` and the tables; positions have been replaced by their definitions.
+    `score` and the tables; positions have been replaced by their definitions. Keys and values are
+    arrays of `dtype` where nothing is said of their storage.
     """
 
     dtype: str
@@ -68,6 +73,8 @@ class Spec:
     rotation: Rotation | None = None
     sinks: bool = False
     dropout: bool = False
+    key_storage: Storage | None = None
+    value_storage: Storage | None = None
     summary: str = ""
 
     @property
@@ -82,6 +89,24 @@ class Spec:
     @property
     def group_size(self) -> int:
         return self.num_heads // self.num_kv_heads if self.num_kv_heads else 0
+
+    @property
+    def gathered_bytes(self) -> int:
+        """What `Problem.gathered` takes: keys and values, and a query that is widened with them."""
+        storages = self.key_storage, self.value_storage
+        if not any(storages):
+            return 0
+        wide = any(storage and storage.dtype == "int8" for storage in storages)
+        item = self.compute_dtype.itemsize if wide else _ITEM_BYTES[self.dtype]
+        rows = self.num_kv_heads * self.kv_len
+        size = sum(
+            rows * dim
+            for dim, storage in zip((self.head_dim, self.v_head_dim), storages, strict=True)
+            if storage or (wide and _ITEM_BYTES[self.dtype] != item)
+        )
+        if wide and _ITEM_BYTES[self.dtype] != item:
+            size += self.num_heads * self.q_len * self.head_dim
+        return self.batch_size * size * item
 
     @property
     def score(self) -> Node:
@@ -158,14 +183,15 @@ class Operands:
     """The values of one problem.
 
     query, key and value are views `(*batch_shape, heads, length, dim)`, broadcast but not copied;
+    key and value may be `StoredRows` that stand for such arrays (`read_rows`, `whole_rows`);
     tables are indexed by the expressions of the `Spec`. `positions` holds the query and key
     positions, each `(1 or batch, length)`. `origins` says of each table, and `sink_origin` of the
     sinks, whose they are.
     """
 
     query: Array
-    key: Array
-    value: Array
+    key: Rows
+    value: Rows
     scale: float
     tables: Mapping[str, Array]
     positions: tuple[Array, Array]
@@ -182,3 +208,24 @@ class Problem:
 
     spec: Spec
     operands: Operands
+
+    def gathered(self) -> Problem:
+        """The same with keys and values as arrays, for code that knows no other rows.
+
+        Quantised rows are widened to the type of computation, and then all three have that type.
+        """
+        spec, operands = self.spec, self.operands
+        if spec.key_storage is None and spec.value_storage is None:
+            return self
+        dtype = spec.compute_dtype
+        query: Array = operands.query
+        key, value = (whole_rows(rows, dtype) for rows in (operands.key, operands.value))
+        if any(
+            isinstance(rows, StoredRows) and rows.scales is not None
+            for rows in (operands.key, operands.value)
+        ):
+            query, key, value = (array.astype(dtype, copy=False) for array in (query, key, value))
+        return Problem(
+            replace(spec, dtype=query.dtype.name, key_storage=None, value_storage=None),
+            replace(operands, query=query, key=key, value=value),
+        )

@@ -14,6 +14,7 @@ from qkv.backends.cpu.forward import FIELDS, scratch_bytes
 from qkv.backends.cpu.frame import COUNTER_BYTES, WORD, Shape
 from qkv.backends.cpu.pairs import pair_scratch_bytes
 from qkv.partial import Partial, RowStatistics
+from qkv.problem.rows import Rows, plain
 from qkv.problem.scores import Scores
 from qkv.problem.spec import Problem, Spec
 
@@ -143,14 +144,13 @@ class ForwardArguments(Arguments):
             "rows": spec.q_len * (spec.group_size if forward.folded else 1),
             "entropy": 0,
             "max_score": 0,
-            "max_weight": 0,
         }
         if statistics is not None:
             fields["entropy"] = self._address(statistics.entropy)
             fields["max_score"] = self._address(statistics.max_score)
-            fields["max_weight"] = self._address(statistics.max_weight)
         query, key = rotated(problem)
-        for name, array in (("query", query), ("key", key), ("value", operands.value)):
+        arrays = {"query": query, "key": plain(key), "value": plain(operands.value)}
+        for name, array in arrays.items():
             fields.update(self._operand(name, array))
             fields[f"copy_{name}"] = int(array.strides[-1] != item)
         self._write(fields)
@@ -167,8 +167,8 @@ def scratch_of(spec: Spec, shape: Shape) -> int:
     return (scratch_bytes if shape.product == "elements" else pair_scratch_bytes)(spec, shape)
 
 
-def rotated(problem: Problem) -> tuple[Array, Array]:
-    """Query and key as the product meets them: rotated copies, or the arrays as they are."""
+def rotated(problem: Problem) -> tuple[Array, Rows]:
+    """Query and key as the product meets them: rotated copies, or as they are."""
     spec, operands = problem.spec, problem.operands
     if spec.rotation is None or spec.rotation.rotary_dim == 0:
         return operands.query, operands.key

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv._threads import get_num_threads
-from qkv.backends import Prepared, Progress, Refusal
+from qkv.backends import Prepared, Refusal
 from qkv.errors import ArgumentError
-from qkv.partial import Partial, RowStatistics, identity, without_keys
+from qkv.partial import Partial, RowStatistics, identity
 from qkv.problem.backward import BackwardInputs, OperandGradients
 from qkv.problem.bounds import bound
 from qkv.problem.expressions import Load, Op, walk
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
+_NOTHING = np.empty(0)
 
 
 class CpuBackend:
@@ -31,6 +32,7 @@ class CpuBackend:
 
     name = "cpu"
     priority = 100
+    stored_rows = True
 
     def refusals(self, spec: Spec) -> tuple[Refusal, ...]:
         if spec.dtype not in DTYPES:
@@ -54,37 +56,24 @@ class CpuBackend:
     def scratch_bytes(self, spec: Spec) -> int:
         from qkv.backends.cpu.forward import scratch_bytes
         from qkv.backends.cpu.host import host
+        from qkv.backends.cpu.streaming import decode_bytes, streams
 
         shape, item = host().shape_of(spec.compute_dtype), spec.compute_dtype.itemsize
-        size = get_num_threads() * scratch_bytes(spec, shape)
+        if streams(spec, shape):
+            size = decode_bytes(spec, shape, get_num_threads())
+        else:
+            size = get_num_threads() * scratch_bytes(spec, shape) + spec.gathered_bytes
         if spec.rotation is not None:
             rows = spec.num_heads * spec.q_len + spec.num_kv_heads * spec.kv_len
             size += spec.batch_size * rows * spec.head_dim * item
         return size
 
     def run(self, problem: Problem) -> Partial:
-        return self._run(problem, None)
+        return self._run(problem, statistics=False)[0]
 
     def run_with_statistics(self, problem: Problem) -> tuple[Partial, RowStatistics]:
-        """Entropy, largest score and largest weight in the same pass."""
-        spec = problem.spec
-        shape = (*spec.batch_shape, spec.num_heads, spec.q_len)
-        statistics = without_keys(shape, spec.compute_dtype)
-        return self._run(problem, statistics), statistics
-
-    def top(
-        self, problem: Problem, lse: Array, k: int, progress: Progress | None = None
-    ) -> tuple[Array, Array] | None:
-        """The k best keys of each row, by one pass over the scores."""
-        from qkv.backends.cpu.replay_pass import top
-
-        return top(problem, lse, k, progress)
-
-    def received(self, problem: Problem, lse: Array, progress: Progress | None = None) -> Array:
-        """The weight that each key takes in all, by one pass over the scores."""
-        from qkv.backends.cpu.replay_pass import received
-
-        return received(problem, lse, progress)
+        """Output, lse, entropy and largest score in one pass."""
+        return self._run(problem, statistics=True)
 
     def prepare(self, problem: Problem) -> Prepared | None:
         """For calls with arrays like these, and the same constants."""
@@ -93,7 +82,7 @@ class CpuBackend:
 
         spec = problem.spec
         sizes = (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len, spec.v_head_dim)
-        if 0 in sizes or spec.rotation is not None or spec.sinks:
+        if 0 in sizes or spec.rotation is not None or spec.sinks or _streams(spec):
             return None
         return PreparedForward(problem, ForwardPass(problem))
 
@@ -103,20 +92,50 @@ class CpuBackend:
 
         return backward(problem, inputs)
 
-    def _run(self, problem: Problem, statistics: RowStatistics | None) -> Partial:
-        from qkv.backends.cpu.arguments import ForwardArguments
-        from qkv.backends.cpu.forward_pass import ForwardPass
-
+    def _run(self, problem: Problem, *, statistics: bool) -> tuple[Partial, RowStatistics]:
+        few = _streams(problem.spec)
+        # Stored rows are read where they lie, or gathered.
+        problem = problem if few else problem.gathered()
         spec = problem.spec
         shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.v_head_dim)
         compute = spec.compute_dtype
+        lowest = np.full(shape[:-1], -np.inf, compute) if statistics else _NOTHING
         if 0 in (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len):
-            return identity(shape, compute)
-        forward = ForwardPass(problem, statistics=statistics is not None)
-        whole = Partial(np.empty(shape, forward.out_dtype), np.empty(shape[:-1], compute))
-        workers = forward.workers()
-        forward.launch(ForwardArguments(problem, forward, workers, whole, statistics), workers)
-        return whole
+            zeros = np.zeros(shape[:-1], compute) if statistics else _NOTHING
+            return identity(shape, compute), RowStatistics(zeros, lowest)
+        # Sinks scale the output afterwards: round to the type of storage only then.
+        out_dtype = compute if spec.sinks else np.dtype(spec.dtype)
+        whole = Partial(np.empty(shape, out_dtype), np.empty(shape[:-1], compute))
+        rows = RowStatistics(np.empty_like(lowest), lowest)
+        run = _decode if few else _forward
+        run(problem, whole, rows if statistics else None)
+        return whole, rows
+
+
+def _streams(spec: Spec) -> bool:
+    from qkv.backends.cpu.host import host
+    from qkv.backends.cpu.streaming import streams
+
+    return streams(spec, host().shape_of(spec.compute_dtype))
+
+
+def _decode(problem: Problem, result: Partial, statistics: RowStatistics | None) -> None:
+    """Few queries: lanes along head_dim, keys in chunks."""
+    from qkv.backends.cpu.streaming import DecodeArguments, DecodePass
+
+    decode = DecodePass(problem, statistics=statistics is not None)
+    workers = decode.workers()
+    decode.launch(DecodeArguments(problem, decode, workers, result, statistics), workers)
+
+
+def _forward(problem: Problem, result: Partial, statistics: RowStatistics | None) -> None:
+    """Many queries: lanes along queries."""
+    from qkv.backends.cpu.arguments import ForwardArguments
+    from qkv.backends.cpu.forward_pass import ForwardPass
+
+    forward = ForwardPass(problem, statistics=statistics is not None)
+    workers = forward.workers()
+    forward.launch(ForwardArguments(problem, forward, workers, result, statistics), workers)
 
 
 def kernel_spec(spec: Spec) -> Spec:

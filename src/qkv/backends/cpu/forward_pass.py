@@ -27,8 +27,29 @@ _WORTH_A_THREAD = 4e6
 """Operations that pay for waking one."""
 
 
-class ForwardPass:
-    """The forward pass of one problem: its kernel, its tasks, and how they are run."""
+class Pass:
+    """A kernel with its tasks: how many threads share them, and how they are run."""
+
+    def __init__(self, kernel: Kernel, count: int, operations: float) -> None:
+        self.kernel = kernel
+        self._count = count
+        self._operations = operations
+
+    def workers(self) -> int:
+        """Threads that pay, at most as many as may run."""
+        worth = int(self._operations / _WORTH_A_THREAD)
+        return max(1, min(worth, self._count, get_num_threads()))
+
+    def launch(self, arguments: Runnable, workers: int) -> None:
+        seconds = self._operations / (_OPERATIONS_PER_SECOND * workers)
+        step = -(-self._count // max(1, math.ceil(seconds / _SLICE_SECONDS)))
+        for start in range(0, self._count, step):
+            arguments.allow(start, min(start + step, self._count))
+            threads.run(self.kernel, arguments, workers)
+
+
+class ForwardPass(Pass):
+    """The forward pass of one problem."""
 
     def __init__(self, problem: Problem, *, statistics: bool = False) -> None:
         spec, here = problem.spec, host()
@@ -45,26 +66,13 @@ class ForwardPass:
             self.out_dtype.name,
             statistics,
         )
-        self.kernel = _kernel(key, here)
         block_q, tile_kv = self.shape.block_q, TILE_KV
         if self.shape.product == "elements" and not self.folded:
             tile_kv = fine_tile(problem, block_q)
         self.plan = schedule(problem, block_q, self.folded, self.shape.together, tile_kv)
         self.scratch_bytes = scratch_of(spec, self.shape)
-        self._count = len(self.plan.tasks)
-        self._operations = 2.0 * (spec.head_dim + spec.v_head_dim) * self.plan.pairs
-
-    def workers(self) -> int:
-        """Threads that pay, at most as many as may run."""
-        worth = int(self._operations / _WORTH_A_THREAD)
-        return max(1, min(worth, self._count, get_num_threads()))
-
-    def launch(self, arguments: Runnable, workers: int) -> None:
-        seconds = self._operations / (_OPERATIONS_PER_SECOND * workers)
-        step = -(-self._count // max(1, math.ceil(seconds / _SLICE_SECONDS)))
-        for start in range(0, self._count, step):
-            arguments.allow(start, min(start + step, self._count))
-            threads.run(self.kernel, arguments, workers)
+        operations = 2.0 * (spec.head_dim + spec.v_head_dim) * self.plan.pairs
+        super().__init__(_kernel(key, here), len(self.plan.tasks), operations)
 
 
 def _shape(spec: Spec, here: Host) -> Shape:

@@ -33,6 +33,7 @@ from qkv.backends.cpu.schedule import Schedule, schedule
 from qkv.problem.backward import BackwardInputs, OperandGradients, reads, turned_back
 from qkv.problem.evaluate import evaluate
 from qkv.problem.expressions import Load, variables
+from qkv.problem.rows import plain
 from qkv.problem.spec import Problem, Spec
 
 Array = NDArray[Any]
@@ -223,7 +224,7 @@ class _Results:
         self.problem = problem
         broadcast = any(
             stride == 0 and size > 1
-            for array in (operands.query, operands.key, operands.value)
+            for array in (operands.query, plain(operands.key), plain(operands.value))
             for stride, size in zip(array.strides[:-3], array.shape[:-3], strict=True)
         )
         # Rounded once, after all has been added.
@@ -291,7 +292,7 @@ class _BackwardArguments(Arguments):
         rounded = float(spec.compute_dtype.type(scale))
         query, key = rotated(problem)
         arrays = {
-            "query": query, "key": key, "value": operands.value,
+            "query": query, "key": plain(key), "value": plain(operands.value),
             "out": inputs.out, "grad_out": inputs.grad_out,
         }  # fmt: skip
         fields = {

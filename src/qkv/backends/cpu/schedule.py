@@ -68,7 +68,7 @@ def schedule(
 
     If several blocks are one task, the kind of a run holds two bits for each of them, a `TileKind`.
     """
-    spec, (mask, unknown) = problem.spec, _cheap_part(problem)
+    spec, (mask, unknown) = problem.spec, cheap_part(problem)
     if folded:
         return _folded(problem, mask, unknown, block_q)
     blocks = spec.batch_size * spec.num_heads * -(-spec.q_len // block_q)
@@ -79,7 +79,7 @@ def schedule(
     return _schedule(grid, unknown, spec.batch_size, spec.num_heads, together)
 
 
-def _cheap_part(problem: Problem) -> tuple[Node, bool]:
+def cheap_part(problem: Problem) -> tuple[Node, bool]:
     """The conditions whose bounds cost little, and whether others were left out.
 
     Bounding a bias reads it all. One that few heads share is read in about the time that its tiles

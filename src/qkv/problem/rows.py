@@ -1,0 +1,307 @@
+"""Keys and values as caches hold them: in pages, as int8 with scales, or both.
+
+`Paged` and `Quantized` are what callers pass; `StoredRows` is what a problem holds, checked, and
+read row by row: row j of a batch row and kv head is
+
+    values[..., j, :] * scales[..., j]
+    pages[page_table[..., j // page_size], head, j % page_size, :]
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.errors import ArgumentError, DTypeError, ShapeError
+
+Array = NDArray[Any]
+
+__all__ = [
+    "Paged",
+    "Quantized",
+    "Rows",
+    "Storage",
+    "StoredRows",
+    "plain",
+    "read_rows",
+    "whole_rows",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """Keys or values as int8 with one scale for each token and kv head, `values * scales`.
+
+    Parameters
+    ----------
+    values : int8 array (..., num_kv_heads, kv_len, dim)
+        In the layout of the call, as any key or value.
+    scales : float32 array (..., num_kv_heads, kv_len)
+        Without the last dimension of `values`; each multiplies one row.
+
+    Notes
+    -----
+    The kernel for few queries reads one byte for each number; a key's scale multiplies its
+    scores, a value's its weights. Elsewhere rows are widened as they are read.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> key = qkv.Quantized(np.array([[[3, -4]]], np.int8), np.array([[0.5]], np.float32))
+    >>> query = np.ones((1, 1, 2), np.float32)
+    >>> qkv.attention(query, key, key)
+    array([[[ 1.5, -2. ]]], dtype=float32)
+    """
+
+    values: Any
+    scales: Any
+
+    @property
+    def ndim(self) -> int:
+        """Dimensions of `values`."""
+        return int(self.values.ndim)
+
+
+@dataclass(frozen=True, eq=False)
+class Paged:
+    """Keys or values in pages, of which each batch row has a list, `pages[page_table]`.
+
+    Parameters
+    ----------
+    pages : array (num_pages, num_kv_heads, page_size, dim), or Quantized of that shape
+        In the layout of the call, a page in place of a batch row: with `layout="blhd"` pages are
+        (num_pages, page_size, num_kv_heads, dim). Pages of the other order are
+        `pages.swapaxes(1, 2)`, which copies nothing.
+    page_table : integer array (..., pages_per_slot)
+        Row j of the keys lies in page `page_table[..., j // page_size]`, row `j % page_size`;
+        kv_len is `pages_per_slot * page_size`. Say with `KeyLengths` how many rows are real:
+        entries behind them are not read and may hold anything.
+
+    Notes
+    -----
+    The kernel for few queries reads pages where they lie; others gather them first, as
+    `qkv.plan` says. A page may be shared by any number of batch rows.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> pages = np.arange(12.0).reshape(3, 1, 2, 2)  # 3 pages of 2 rows
+    >>> key = qkv.Paged(pages, np.array([[2, 0]]))
+    >>> query = np.zeros((1, 1, 1, 2))
+    >>> qkv.attention(query, key, key, qkv.KeyLengths(3))
+    array([[[[6., 7.]]]])
+    """
+
+    pages: Any
+    page_table: Any
+
+    @property
+    def ndim(self) -> int:
+        """Dimensions of the keys or values that it stands for."""
+        return int(self.page_table.ndim) + 2
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """How a stored operand lies: what generated code depends on."""
+
+    dtype: str
+    paged: bool
+
+    def __str__(self) -> str:
+        return f"{'pages of ' if self.paged else ''}{self.dtype}"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """Rows that are no plain array: `shape` is that of the array they stand for.
+
+    `values` and `scales` are `(*batch, heads, rows, dim)` and without dim; or, with a table
+    `(*batch, pages_per_slot)` of int64, pages in place of batch rows.
+    """
+
+    values: Array
+    scales: Array | None = None
+    page_table: Array | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if self.page_table is None:
+            return self.values.shape
+        _, heads, page_size, dim = self.values.shape
+        *batch, pages = self.page_table.shape
+        return (*batch, heads, pages * page_size, dim)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.values.dtype
+
+    @property
+    def page_size(self) -> int:
+        return int(self.values.shape[-2])
+
+    def broadcast(self, batch_shape: tuple[int, ...]) -> StoredRows:
+        """The same with these leading dimensions."""
+        if self.page_table is not None:
+            slots = self.page_table.shape[-1:]
+            table = np.broadcast_to(self.page_table, (*batch_shape, *slots))
+            return replace(self, page_table=np.ascontiguousarray(table))
+        values = np.broadcast_to(self.values, (*batch_shape, *self.values.shape[-3:]))
+        if self.scales is None:
+            return replace(self, values=values)
+        scales = np.broadcast_to(self.scales, (*batch_shape, *self.scales.shape[-2:]))
+        return replace(self, values=values, scales=scales)
+
+    def read(self, index: tuple[Any, ...], head: int, rows: Any, dtype: np.dtype[Any]) -> Array:
+        """Some rows of one batch row and kv head, in a floating type."""
+        place: tuple[Any, ...] = (*index, head, rows)
+        if self.page_table is not None:
+            number, row = np.divmod(np.arange(self.shape[-2])[rows], self.page_size)
+            place = (self.page_table[index][number], head, row)
+        found = self.values[place].astype(dtype)
+        if self.scales is not None:
+            found *= self.scales[place].astype(dtype)[..., None]
+        return np.asarray(found)
+
+
+Rows: TypeAlias = Array | StoredRows
+
+
+def read_rows(
+    source: Rows, index: tuple[Any, ...], head: int, rows: Any, dtype: np.dtype[Any]
+) -> Array:
+    """Some rows of one batch row and kv head; plain arrays of this type are read in place."""
+    if isinstance(source, StoredRows):
+        return source.read(index, head, rows, dtype)
+    return np.asarray(source[(*index, head)][rows].astype(dtype, copy=False))
+
+
+def storage_of(rows: Rows) -> Storage | None:
+    """How stored rows lie; None for an array."""
+    if not isinstance(rows, StoredRows):
+        return None
+    return Storage(rows.dtype.name, rows.page_table is not None)
+
+
+def plain(rows: Rows) -> Array:
+    """The array itself, for code that runs after stored rows have been gathered."""
+    if isinstance(rows, StoredRows):
+        raise TypeError("stored rows were not gathered")
+    return rows
+
+
+def whole_rows(source: Rows, dtype: np.dtype[Any]) -> Array:
+    """The array that stored rows stand for, gathered: in its own type, or widened to `dtype`.
+
+    A plain array is given back as it is.
+    """
+    if not isinstance(source, StoredRows):
+        return source
+    batch, heads = source.shape[:-3], source.shape[-3]
+    dtype = source.dtype if source.scales is None else dtype
+    out = np.empty(source.shape, dtype)
+    for index in np.ndindex(*batch):
+        for head in range(heads):
+            out[(*index, head)] = source.read(index, head, slice(None), dtype)
+    return out
+
+
+def stored_rows(given: Paged | Quantized, role: str, layout: Literal["bhld", "blhd"]) -> StoredRows:
+    """Check what can be checked alone: types, dimensions and sizes; page numbers come later."""
+    if isinstance(given, Quantized):
+        return _quantized(given, role, layout)
+    inner, table = given.pages, given.page_table
+    if isinstance(inner, Paged):
+        raise ArgumentError(
+            f"the pages of {role} are Paged themselves.",
+            action="Pass an array, or Quantized, as pages.",
+        )
+    rows = (
+        _quantized(inner, f"{role} pages", layout)
+        if isinstance(inner, Quantized)
+        else StoredRows(_turned(inner, layout))
+    )
+    seen = [("pages", f"{inner.dtype} {inner.shape}")] if isinstance(inner, np.ndarray) else []
+    seen += [("page_table", f"{table.dtype} {table.shape}")]
+    if rows.values.ndim != 4:
+        raise ShapeError(
+            f"the pages of {role} have {rows.values.ndim} dimensions, not 4.",
+            seen,
+            "Pass (num_pages, num_kv_heads, page_size, dim).",
+        )
+    if table.dtype.kind not in "iu":
+        raise DTypeError(
+            f"the page_table of {role} has dtype {table.dtype}, not an integer type.",
+            seen,
+            "Pass page_table.astype(int).",
+        )
+    if table.ndim < 1:
+        raise ShapeError(
+            f"the page_table of {role} is one number.", seen, "Pass (..., pages_per_slot)."
+        )
+    return replace(rows, page_table=table.astype(np.int64))
+
+
+def _quantized(given: Quantized, role: str, layout: str) -> StoredRows:
+    values, scales = given.values, given.scales
+    seen = [
+        ("values", f"{values.dtype} {values.shape}"),
+        ("scales", f"{scales.dtype} {scales.shape}"),
+    ]
+    if values.dtype != np.int8 or scales.dtype != np.float32:
+        raise DTypeError(
+            f"{role} is Quantized from {values.dtype} values and {scales.dtype} scales.",
+            seen,
+            "Pass int8 values and float32 scales.",
+        )
+    if values.ndim < 2 or scales.shape != values.shape[:-1]:
+        raise ShapeError(
+            f"{role} has values {values.shape} and scales {scales.shape}.",
+            seen,
+            "Pass values (..., heads, length, dim) and scales (..., heads, length).",
+        )
+    if values.ndim == 2:
+        return StoredRows(values[None], scales[None])
+    return StoredRows(
+        _turned(values, layout), scales.swapaxes(-2, -1) if layout == "blhd" else scales
+    )
+
+
+def _turned(array: Array, layout: str) -> Array:
+    return array.swapaxes(-3, -2) if layout == "blhd" and array.ndim > 2 else array
+
+
+def checked_pages(rows: Rows, kv_lens: Array | None, role: str) -> Rows:
+    """Pages that are real, in every entry that the lengths allow to be read; 0 in the others.
+
+    `kv_lens` has one length for each batch row. What is checked here is a copy: what the caller
+    does to the table later changes nothing.
+    """
+    if not isinstance(rows, StoredRows) or rows.page_table is None:
+        return rows
+    table = rows.page_table
+    num_pages, slots = len(rows.values), table.shape[-1]
+    flat = table.reshape(math.prod(table.shape[:-1]), slots)
+    used = np.ones(flat.shape, bool)
+    if kv_lens is not None:
+        lens = np.broadcast_to(kv_lens, len(flat))
+        used = np.arange(slots) * rows.page_size < lens[:, None]
+    inside = (flat >= 0) & (flat < num_pages)
+    wrong = used & ~inside
+    if wrong.any() or (flat.size and not num_pages):
+        batch, slot = np.argwhere(wrong)[0] if wrong.any() else (0, 0)
+        raise ShapeError(
+            f"entry {slot} of row {batch} of the page_table of {role} is {flat[batch, slot]}; "
+            f"there are {num_pages} pages.",
+            [("pages", f"{rows.dtype} {rows.values.shape}"), ("page_table", f"{table.shape}")],
+            "Pass numbers of pages, or KeyLengths that end before the entry.",
+        )
+    return replace(rows, page_table=np.where(inside, flat, 0).reshape(table.shape))

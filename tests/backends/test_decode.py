@@ -1,0 +1,385 @@
+"""The decode kernel: few query rows, lanes along head_dim, keys in chunks."""
+
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import qkv
+from qkv.backends.cpu import forward_pass, streaming
+from qkv.backends.cpu.decode import BLOCK_KV, RUN, TASK
+from qkv.backends.cpu.host import host
+from qkv.backends.cpu.streaming import CHUNK, chunk_of, chunks
+from qkv.problem.builder import Shape
+from qkv.problem.check import check
+from qkv.problem.scores import Scores
+from qkv.testing import DTYPES, Case, bounds, cases, check_case, truth
+from qkv.variants import ALL
+
+from test_cpu import MODS, in_a_process  # isort: skip
+
+
+NARROW = [isa for isa in ("avx2", "sse") if host().isa not in (isa, "neon", "sse")]
+SUITE = [(case, dtype) for case in cases() for dtype in case.dtypes]
+
+
+def normal(*shape, seed=0, dtype=np.float32):
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+def run(*args, **kwargs):
+    return qkv.attention(*args, backend="cpu", return_lse=True, **kwargs)
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """The decode kernel, whatever the number of queries."""
+    monkeypatch.setattr(streaming, "_FEW", float("inf"))
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"), SUITE, ids=[f"{case.name}-{dtype}" for case, dtype in SUITE]
+)
+@pytest.mark.usefixtures("always")
+def test_the_whole_suite(case, dtype) -> None:
+    """Every variant, type and layout in memory."""
+    assert check_case("cpu", case, dtype)
+
+
+@pytest.mark.parametrize("isa", NARROW)
+@pytest.mark.parametrize(
+    ("case", "dtype"), SUITE[::37], ids=[f"{case.name}-{dtype}" for case, dtype in SUITE[::37]]
+)
+@pytest.mark.usefixtures("always")
+def test_narrower_vectors(isa, case, dtype, monkeypatch) -> None:
+    monkeypatch.setenv("QKV_ISA", isa)
+    assert check_case("cpu", case, dtype)
+
+
+@pytest.mark.parametrize("name", MODS)
+def test_operations(name) -> None:
+    mod = qkv.ScoreMod(MODS[name])
+    shape = Shape((2,), 2, 1, 3, 37, 8, 8)
+    case = Case(f"decode mod {name}", shape, lambda s, r: (mod,), q_offset=20)
+    assert check_case("cpu", case, "float32")
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 3, 4, 5, 7, 8, 13])
+@pytest.mark.parametrize("q_len", [1, 2, 3])
+def test_any_number_of_rows(group_size, q_len) -> None:
+    """Heads and queries of a group are rows of one matrix, in tiles of 4, 2 and 1."""
+
+    def said(shape, rng):
+        bias = rng.normal(size=shape.scores)
+        return bias, qkv.ALiBi(), qkv.Causal("end"), qkv.Dropout(0.3, 5)
+
+    shape = Shape((2,), 2 * group_size, 2, q_len, 131, 20, 9)
+    assert check_case("cpu", Case(f"decode group {group_size} {q_len}", shape, said), "float32")
+
+
+@pytest.mark.parametrize("head_dim", [1, 2, 15, 16, 17, 31, 33, 48, 72, 128, 256, 300])
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_any_head_dim(head_dim, dtype) -> None:
+    shape = Shape((), 4, 1, 1, 75, head_dim, 301 - head_dim)
+    assert check_case("cpu", Case(f"decode dim {head_dim}", shape), dtype)
+
+
+def test_long_rows_are_as_good_as_plain_ones() -> None:
+    query, key, value = normal(2, 1, 64), normal(1, 20_000, 64), normal(1, 20_000, 16)
+    expected = truth(query, key, value)
+    limit = bounds(expected, np.float32)
+    found, lse = run(query, key, value)
+    assert np.abs(found - expected.out).max() <= limit.out
+    assert np.abs(lse - expected.lse).max() <= limit.lse
+
+
+# What is forbidden
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_nothing_forbidden_leaks(dtype) -> None:
+    shape = {"query": (4, 2, 12), "key": (2, 700, 12), "value": (2, 700, 9)}
+    arrays = {n: normal(*s, dtype=DTYPES[dtype], seed=i) for i, (n, s) in enumerate(shape.items())}
+    hidden = np.random.default_rng(5).random(700) < 0.3
+    mask = np.broadcast_to(~hidden, (2, 700))
+    mod = qkv.ScoreMod(lambda s, b, h, q, k: np.where(hidden[k], -np.inf, s))
+    for said in (mask, mod):
+        clean, lse = run(*arrays.values(), said, q_offset=0)
+        for poison in (np.nan, np.inf, -np.inf):
+            arrays["key"][:, hidden] = arrays["value"][:, hidden] = poison
+            found, again = run(*arrays.values(), said, q_offset=0)
+            assert found.tobytes() == clean.tobytes()
+            assert again.tobytes() == lse.tobytes()
+        for name in ("key", "value"):
+            arrays[name][:, hidden] = 0
+    # In an allowed one it shows, in the rows that may see it.
+    causal = np.ones((2, 700), bool)
+    causal[0, 600:] = False
+    arrays["value"][:, 650] = np.nan
+    found, _ = run(*arrays.values(), causal)
+    assert np.isfinite(found[:, 0].astype(float)).all()
+    assert np.isnan(found[:, 1].astype(float)).all()
+
+
+def test_a_row_without_keys_beside_one_with() -> None:
+    mask = np.zeros((3, 900), bool)
+    mask[1, 899] = True
+    key, value = normal(1, 900, 8), normal(1, 900, 5)
+    found, lse = run(normal(2, 3, 8), key, value, mask)
+    np.testing.assert_array_equal(found[:, [0, 2]], 0)
+    assert np.isneginf(lse[:, [0, 2]]).all()
+    np.testing.assert_allclose(found[:, 1], np.broadcast_to(value[0, 899], (2, 5)))
+
+
+# Statistics
+
+
+@pytest.mark.parametrize("variants", [(), (qkv.Softcap(3.0), qkv.Causal("end"))])
+def test_statistics_come_from_the_same_pass(variants) -> None:
+    query, key, value = 3 * normal(2, 4, 2, 16), normal(2, 2, 1500, 16), normal(2, 2, 1500, 8)
+    expected = truth(query, key, value, variants)
+    problem = check(query, key, value, variants)
+    out, rows = qkv.backends.backends()[0].run_with_statistics(problem)
+    weights = expected.weights
+    entropy = -(weights * np.log(np.where(weights > 0, weights, 1))).sum(-1)
+    np.testing.assert_allclose(rows.entropy, entropy, atol=2e-6 * 7)
+    np.testing.assert_allclose(rows.max_score, expected.scores.max(-1), rtol=3e-6)
+    assert out.out.tobytes() == run(query, key, value, *variants)[0].tobytes()
+
+
+# Chunks
+
+
+def of_task(task):
+    return dict(zip(TASK, task.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("variant", ALL, ids=lambda v: v.__name__)
+def test_chunks_hold_what_is_allowed(variant) -> None:
+    shape = Shape((3,), 4, 2, 2, 2 * CHUNK + 75, 4, 4)
+    arrays = normal(3, 4, 2, 4), normal(3, 2, shape.kv_len, 4), normal(3, 2, shape.kv_len, 4)
+    for example in variant.examples(shape, np.random.default_rng(1)):
+        problem = check(*arrays, (example,), q_offset="end")
+        plan = chunks(problem)
+        masked = replace(problem, spec=replace(problem.spec, scores=()))
+        scores = Scores(masked, np.dtype(float))
+        numbers = np.arange(len(plan.tasks))
+        for batch in range(3):
+            for kv_head in range(2):
+                mine = (plan.tasks[:, 0] == batch) & (plan.tasks[:, 1] == kv_head)
+                every = np.ones((4, shape.kv_len), bool)
+                some, met = ~every, np.zeros((2, shape.kv_len), bool)
+                for head in (2 * kv_head, 2 * kv_head + 1):
+                    tile = scores.tile(batch, head, slice(0, 2), slice(0, shape.kv_len))
+                    rows = slice(2 * (head % 2), 2 * (head % 2) + 2)
+                    every[rows] = some[rows] = ~np.isneginf(tile)
+                for number in numbers[mine]:
+                    task = of_task(plan.tasks[number])
+                    assert task["group"] == 2 * batch + kv_head
+                    assert task["first_record"] == numbers[mine][0]
+                    assert task["records"] == mine.sum()
+                    runs = plan.runs[task["first_run"] : task["last_run"]]
+                    assert len({int(start) // CHUNK for start, _, _ in runs}) <= 1
+                    for start, stop, partial in runs.tolist():
+                        assert start // CHUNK == (stop - 1) // CHUNK
+                        assert start % BLOCK_KV == 0
+                        assert not met[partial, start:stop].any()
+                        met[partial, start:stop] = True
+                assert met.any(axis=0)[some.any(axis=0)].all(), "every allowed pair is met"
+                assert every.all(axis=0)[met[0]].all(), "what needs no mask has none"
+        assert plan.runs.shape[1] == len(RUN)
+
+
+def test_work_is_proportional_to_the_pairs() -> None:
+    query, key = normal(2, 8, 1, 4), normal(2, 2, 40_000, 4)
+    window = check(query, key, key, (qkv.SlidingWindow(255, 0),), q_offset="end")
+    assert chunks(window).keys <= 2 * 2 * (256 + 2 * BLOCK_KV)
+    lens = check(query, key, key, (qkv.KeyLengths([10, 40_000]),))
+    assert chunks(lens).keys == 2 * (BLOCK_KV + 40_000)
+    nothing = check(query, key, key, (qkv.KeyLengths(0),))
+    assert chunks(nothing).keys == 0
+    assert len(chunks(nothing).tasks) == 4
+
+
+def test_chunks_follow_from_the_length_alone() -> None:
+    assert chunk_of(1) == chunk_of(131_072) == CHUNK
+    assert chunk_of(131_073) == 2 * CHUNK
+    assert 10_000_000 / chunk_of(10_000_000) <= 256
+
+
+# Threads, code and memory
+
+
+def test_bits_do_not_depend_on_threads(monkeypatch) -> None:
+    monkeypatch.setattr(forward_pass, "_WORTH_A_THREAD", 1.0)
+    query, key, value = normal(3, 8, 1, 40), normal(3, 2, 9000, 40), normal(3, 2, 9000, 24)
+    found = set()
+    before = qkv.get_num_threads()
+    try:
+        for threads in (1, 2, 3, 7, 2):
+            qkv.set_num_threads(threads)
+            for _ in range(50):
+                out, lse = run(query, key, value, qkv.KeyLengths([9000, 5000, 77]))
+                found.add(out.tobytes() + lse.tobytes())
+        monkeypatch.setattr(forward_pass, "_SLICE_SECONDS", 1e-9)
+        out, lse = run(query, key, value, qkv.KeyLengths([9000, 5000, 77]))
+        found.add(out.tobytes() + lse.tobytes())
+    finally:
+        qkv.set_num_threads(before)
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_pages_change_no_bit(quantised) -> None:
+    """Whatever their size: a page more or less adds in the same order."""
+    key, value = normal(1, 2, 960, 24), normal(1, 2, 960, 10)
+    query, found = normal(1, 6, 1, 24), set()
+    for size in (1, 3, 5, 16, 64, 96, 960):
+        forms = []
+        for array in (key, value):
+            pages = array[0].reshape(2, 960 // size, size, -1).swapaxes(0, 1)
+            rows = pages
+            if quantised:
+                rows = qkv.Quantized((20 * pages).astype(np.int8), np.abs(pages[..., 0]) + 0.1)
+            forms.append(qkv.Paged(rows, np.arange(960 // size)[None]))
+        found.add(run(query, *forms, qkv.KeyLengths(951))[0].tobytes())
+    if not quantised:
+        found.add(run(query, key, value, qkv.KeyLengths(951))[0].tobytes())
+    assert len(found) == 1
+
+
+def test_the_next_step_compiles_nothing(monkeypatch) -> None:
+    built = []
+
+    def count(*args, build=streaming.build):
+        built.append(args)
+        return build(*args)
+
+    monkeypatch.setattr(streaming, "build", count)
+    streaming._kernel.cache_clear()
+    for step in range(5, 2000, 333):
+        for dim in (3, 16):
+            for heads in (1, 4):
+                slots = -(-step // 16)
+                pages = normal(slots + 2, 1, 16, dim)
+                key = qkv.Paged(pages, np.arange(slots)[None])
+                run(normal(1, heads, 1, dim), key, key, qkv.KeyLengths([step]), qkv.Causal("end"))
+    assert len(built) == 1
+    streaming._kernel.cache_clear()
+
+
+def additions(kv_len):
+    """How many roundings a sum over so many equal terms goes through: block, chunk, merge."""
+    return BLOCK_KV + chunk_of(kv_len) / BLOCK_KV + kv_len / chunk_of(kv_len)
+
+
+def test_ten_million_keys() -> None:
+    """One page, 156,250 times: 5 GB of keys and as many of values."""
+    slots, key, value = 10_000_000 // 64, normal(1, 1, 64, 128), normal(1, 1, 64, 128, seed=1)
+    table = np.zeros((1, slots), int)
+    query = normal(1, 1, 1, 128)
+    found, lse = run(query, qkv.Paged(key, table), qkv.Paged(value, table))
+    expected = truth(query, key, value)
+    limit = additions(10_000_000) * 2.0**-24 * np.abs(value).max()
+    assert np.abs(found - expected.out).max() < limit
+    np.testing.assert_allclose(lse, expected.lse + np.log(slots), rtol=1e-6)
+
+
+def test_ten_million_keys_of_an_expanded_view() -> None:
+    key, value = (np.broadcast_to(normal(1, 1, 8, seed=i), (1, 10_000_000, 8)) for i in (0, 1))
+    query = normal(4, 1, 8)
+    found, lse = run(query, key, value, qkv.KeyLengths(9_999_999))
+    limit = additions(10_000_000) * 2.0**-24
+    np.testing.assert_allclose(found[:, 0], np.repeat(value[:, 0], 4, axis=0), rtol=limit)
+    score = query[:, 0].astype(float) @ key[0, 0].astype(float) * 8**-0.5
+    np.testing.assert_allclose(lse[:, 0], score + np.log(9_999_999), rtol=1e-6)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the file must be allowed to have holes")
+def test_strides_beyond_32_bits(tmp_path) -> None:
+    """Rows more than 2**31 elements apart, in a file that is mostly holes."""
+    step, count = 2**31 + 24, 3
+    path = tmp_path / "rows"
+    with open(path, "wb") as file:
+        file.truncate(2 * step * count)
+    memory = np.memmap(path, np.float16, "r+", shape=(1, count, step))
+    rows = memory[:, :, :24]
+    rows[...] = normal(1, count, 24)
+    query = normal(1, 2, 24, dtype=np.float16)
+    expected = truth(query, rows, rows)
+    limit = bounds(expected, "float16")
+    assert np.abs(run(query, rows, rows)[0] - expected.out).max() <= limit.out
+    heads = rows.swapaxes(0, 1)  # the same between heads, and between pages
+    found = run(np.repeat(query, 3, axis=0), heads, heads)[0]
+    np.testing.assert_array_equal(found, np.repeat(rows.swapaxes(0, 1), 2, axis=1))
+    pages = qkv.Paged(rows[0][:, None, None], np.arange(3)[None])
+    assert np.abs(run(query[None], pages, pages)[0] - expected.out).max() <= limit.out
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="guard pages are set with Linux's mprotect")
+def test_nothing_outside_the_operands_is_read_or_written() -> None:
+    """Operands end, or begin, at a page that may not be touched."""
+    in_a_process(
+        """
+        import ctypes, itertools, mmap
+        import ml_dtypes, numpy as np, qkv
+        from qkv.testing import truth
+        libc = ctypes.CDLL(None)
+        page = mmap.PAGESIZE
+        rng = np.random.default_rng(0)
+        kept = []
+
+        def guarded(array, reverse):
+            pages = -(-array.nbytes // page)
+            region = mmap.mmap(-1, (pages + 2) * page)
+            address = ctypes.addressof(ctypes.c_char.from_buffer(region))
+            for fence in (address, address + (pages + 1) * page):
+                assert libc.mprotect(ctypes.c_void_p(fence), page, 0) == 0
+            start = page if reverse else (pages + 1) * page - array.nbytes
+            raw = np.frombuffer(region, np.uint8, array.nbytes, start)
+            view = raw.view(array.dtype).reshape(array.shape)
+            kept.append(region)
+            if reverse:
+                view = view[..., ::-1, ::-1]
+            view[...] = array
+            return view
+
+        shapes = [(1, 1, 1, 1, 1), (3, 1, 5, 7, 2), (2, 2, 66, 16, 17), (4, 1, 131, 40, 33),
+                  (8, 1, 64, 64, 64)]
+        types = [np.float32, ml_dtypes.bfloat16]
+        for shape, dtype, reverse in itertools.product(shapes, types, (False, True)):
+            heads, q_len, kv_len, dim, v_dim = shape
+            query, key, value = (
+                guarded(rng.normal(size=s).astype(dtype), reverse)
+                for s in ((1, heads, q_len, dim), (1, 1, kv_len, dim), (1, 1, kv_len, v_dim))
+            )
+            bias = guarded(rng.normal(size=(heads, q_len, kv_len)).astype("f"), reverse)
+            expected = truth(query, key, value, (bias,)).out
+            forms = [(key, value)]
+            for size in (1, 16):
+                slots = -(-kv_len // size)
+                paged = []
+                for array in (key, value):
+                    pages = np.zeros((slots * size, array.shape[-1]), dtype)
+                    pages[:kv_len] = array[0, 0]
+                    pages = guarded(pages.reshape(slots, 1, size, -1), False)
+                    paged.append(qkv.Paged(pages, guarded(np.arange(slots)[None], False)))
+                if slots * size == kv_len:
+                    forms.append(tuple(paged))
+            for k, v in forms:
+                found = qkv.attention(query, k, v, bias, backend="cpu")
+                off = np.abs(found.astype(float) - expected).max()
+                assert off < {8: 1e-12, 4: 3e-6, 2: 3e-2}[np.dtype(dtype).itemsize], (shape, dtype)
+            few, scales = (
+                guarded(rng.integers(-9, 9, (1, 1, kv_len, dim)).astype(np.int8), reverse),
+                guarded(rng.random((1, 1, kv_len)).astype("f"), reverse),
+            )
+            narrow = qkv.Quantized(few, scales)
+            exact = few * scales[..., None].astype(float)
+            expected = truth(query, exact, value, (bias,)).out
+            found = qkv.attention(query, narrow, value, bias, backend="cpu").astype(float)
+            assert np.abs(found - expected).max() < 3e-2
+        """,
+        QKV_NUM_THREADS="2",
+    )
