@@ -352,7 +352,7 @@ class Pool:
     """
 
     def __init__(self, sleep: Sleep | None = None) -> None:
-        code = _code(sleep or _sleep())
+        self._code = code = _code(sleep or _sleep())
         self._launch = ctypes.CFUNCTYPE(
             ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64
         )(code.address("run"))
