@@ -9,9 +9,9 @@ import numpy as np
 from qkv._call import Call
 from qkv._recall import forget, likeness, recall, remember
 from qkv.arrays import library_of
+from qkv.backends import Progress
 from qkv.errors import ArgumentError, ShapeError
 from qkv.inspection.record import Record
-from qkv.inspection.replay import Progress
 from qkv.partial import Partial
 from qkv.partial import merge as merge_partials
 from qkv.planning import Plan, make_plan

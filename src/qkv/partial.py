@@ -27,15 +27,35 @@ class Partial:
 
 @dataclass(frozen=True, slots=True)
 class RowStatistics:
-    """Of each row, over the keys alone: entropy in nats and the largest score, `(..., q_len)`."""
+    """Of each row `(..., q_len)`: entropy in nats, the largest score, and the largest weight.
+
+    `lse = max_score - log(max_weight)`, as long as no sink takes a share.
+    """
 
     entropy: Array
     max_score: Array
+    max_weight: Array
+
+
+LSE_ROUNDING = 4e-6
+"""Relative error of a weight, from the rounding of lse, beyond which a row is summed again."""
+
+
+def coarse(lse: Array, rounding: float = LSE_ROUNDING) -> Array:
+    """Which rows have an lse so large that its rounding would show in `exp(s - lse)`."""
+    with np.errstate(invalid="ignore"):
+        return np.asarray(np.abs(lse) * np.finfo(lse.dtype).eps > rounding)
 
 
 def identity(shape: tuple[int, ...], dtype: Any) -> Partial:
     """Attention over no keys; `shape` is that of `out`."""
     return Partial(np.zeros(shape, dtype), np.full(shape[:-1], -np.inf, dtype))
+
+
+def without_keys(shape: tuple[int, ...], dtype: Any) -> RowStatistics:
+    """Statistics of rows that see no key."""
+    lowest = np.full(shape, -np.inf, dtype)
+    return RowStatistics(np.zeros(shape, dtype), lowest, np.zeros(shape, dtype))
 
 
 def merge(parts: Sequence[Partial]) -> Partial:
@@ -65,3 +85,21 @@ def finish(partial: Partial, sinks: Array | None) -> Partial:
         lse = np.logaddexp(partial.lse, sinks.astype(dtype)[:, None]).astype(dtype)
         share = np.where(np.isneginf(partial.lse), 0, np.exp(partial.lse - lse))
     return Partial(partial.out * share[..., None].astype(dtype), lse)
+
+
+def share_with_sinks(rows: RowStatistics, sinks: Array | None) -> RowStatistics:
+    """Statistics over the keys of rows in which the sinks `(num_heads,)` take their share.
+
+    Every weight is multiplied by the share of the keys, c, so that
+
+        entropy = c (entropy of the keys alone - log c),   c = 1 / (1 + exp(sink - lse of the keys))
+    """
+    if sinks is None:
+        return rows
+    with np.errstate(all="ignore"):
+        # lse in its two parts: where it is large, it has lost the smaller one.
+        sink = sinks.astype(rows.entropy.dtype)[:, None]
+        log_share = -np.logaddexp(0, (sink - rows.max_score) + np.log(rows.max_weight))
+        share = np.where(rows.max_weight == 0, 0, np.exp(log_share))
+        entropy = np.where(share == 0, 0, share * (rows.entropy - log_share))
+    return RowStatistics(entropy, rows.max_score, share * rows.max_weight)

@@ -40,18 +40,19 @@ def cases() -> list[tuple[Shape, object]]:
     return [(s, v) for s in SHAPES for kind in ALL for v in kind.examples(s, rng)]
 
 
+@pytest.mark.parametrize("backend", ["cpu", "blocked"])
 @pytest.mark.parametrize(("shape", "variant"), cases(), ids=lambda x: repr(x)[:40])
-def test_statistics_equal_the_dense_matrix(shape: Shape, variant: object) -> None:
+def test_statistics_equal_the_dense_matrix(shape: Shape, variant: object, backend: str) -> None:
+    """Compiled in one backend, in NumPy for those that have no statistics of their own."""
     rng = np.random.default_rng(1)
     qkv_arrays = arrays(shape, rng)
-    record = qkv.inspect(*qkv_arrays, variant, q_offset="end")
+    record = qkv.inspect(*qkv_arrays, variant, q_offset="end", backend=backend)
     dense = truth(*qkv_arrays, [variant], q_offset="end")
     w = dense.weights
     close = {"rtol": 0, "atol": 1e-12}
     np.testing.assert_allclose(record.output, dense.out, **close)
     np.testing.assert_allclose(record.weights[...], w, **close)
-    logs = np.log(np.where(w > 0, w, 1))
-    np.testing.assert_allclose(record.entropy, -(w * logs).sum(-1), **close)
+    np.testing.assert_allclose(record.entropy, entropy(w), **close)
     np.testing.assert_allclose(record.max_weight, w.max(-1), **close)
     np.testing.assert_allclose(record.received, w.sum(-2), **close)
     last = shape.kv_len - 1
@@ -61,6 +62,10 @@ def test_statistics_equal_the_dense_matrix(shape: Shape, variant: object) -> Non
     np.testing.assert_allclose(record.mass(even), w[..., even].sum(-1), **close)
     check_top(record, dense, 3)
     check_top(record, dense, shape.kv_len + 2)
+
+
+def entropy(weights: np.ndarray) -> np.ndarray:
+    return -(weights * np.log(np.where(weights > 0, weights, 1))).sum(-1)
 
 
 def check_top(record: qkv.inspection.record.Record, dense: Truth, k: int) -> None:
@@ -78,11 +83,12 @@ def check_top(record: qkv.inspection.record.Record, dense: Truth, k: int) -> Non
         )
 
 
-def test_ties_go_to_the_lower_key_across_tiles() -> None:
+@pytest.mark.parametrize("backend", ["cpu", "blocked"])
+def test_ties_go_to_the_lower_key_across_tiles(backend: str) -> None:
     query, key = np.zeros((3, 2)), np.zeros((23, 2))
     key[20] = 1.0
     query[2] = 1.0
-    indices, _ = qkv.inspect(query, key, key).top(4)
+    indices, _ = qkv.inspect(query, key, key, backend=backend).top(4)
     assert indices.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3], [20, 0, 1, 2]]
 
 
@@ -124,13 +130,16 @@ def test_rows_add_to_one_less_the_share_of_the_sink() -> None:
     np.testing.assert_allclose(record.mass(slice(None)), 1 - sink_share, atol=1e-12)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "blocked"])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("bias", [-1e9, 1e4, -3e38])
 @pytest.mark.parametrize("sink", [None, 0.0, -1e9])
-def test_rows_of_large_scores_still_add_to_one(dtype: str, bias: float, sink: float | None) -> None:
+def test_rows_of_large_scores_still_add_to_one(
+    dtype: str, bias: float, sink: float | None, backend: str
+) -> None:
     q, k, v = (a.astype(dtype) for a in arrays(SHAPES[1], np.random.default_rng(9)))
     variants = [qkv.Bias(np.full((7, 1), bias)), *([] if sink is None else [qkv.Sinks(sink)])]
-    record = qkv.inspect(q, k, v, *variants)
+    record = qkv.inspect(q, k, v, *variants, backend=backend)
     dense = truth(q, k, v, variants).weights
     if bias == -1e9 and dtype != "float64":
         # Float32 keeps nothing of the products beside 1e9: the row is uniform.
@@ -138,6 +147,8 @@ def test_rows_of_large_scores_still_add_to_one(dtype: str, bias: float, sink: fl
     if bias != 1e4:  # there scores keep a few bits, and the two dot products differ in them
         np.testing.assert_allclose(record.weights[...], dense, atol=1e-6)
         np.testing.assert_allclose(record.top(1)[1][..., 0], dense.max(-1), atol=1e-6)
+        np.testing.assert_allclose(record.max_weight, dense.max(-1), atol=1e-6)
+        np.testing.assert_allclose(record.entropy, entropy(dense), atol=1e-5, rtol=1e-5)
     np.testing.assert_allclose(record.received.sum(-1), dense.sum((-2, -1)), rtol=1e-6)
     np.testing.assert_allclose(record.weights[...].sum(-1), dense.sum(-1), rtol=1e-6)
 
@@ -152,11 +163,12 @@ def test_dropout_does_not_enter_statistics() -> None:
     np.testing.assert_array_equal(dropped.lse, plain.lse)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "blocked"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_lower_precision_gives_float32_statistics(dtype: str) -> None:
+def test_lower_precision_gives_float32_statistics(dtype: str, backend: str) -> None:
     rng = np.random.default_rng(6)
     q, k, v = (a.astype(dtype) for a in arrays(Shape((), 2, 1, 40, 40, 16, 16), rng))
-    record = qkv.inspect(q, k, v, qkv.Causal())
+    record = qkv.inspect(q, k, v, qkv.Causal(), backend=backend)
     tq, tk = (torch.tensor(a.astype(np.float64)) for a in (q, k))
     s = tq @ tk.mT / 4
     w = torch.softmax(s.masked_fill(torch.ones(40, 40).triu(1).bool(), -torch.inf), -1)
@@ -167,11 +179,15 @@ def test_lower_precision_gives_float32_statistics(dtype: str) -> None:
     )
 
 
-def test_nothing_to_see_is_not_an_error() -> None:
-    record = qkv.inspect(np.zeros((2, 0, 4)), np.zeros((2, 3, 4)), np.zeros((2, 3, 4)))
+@pytest.mark.parametrize("backend", ["cpu", "blocked"])
+def test_nothing_to_see_is_not_an_error(backend: str) -> None:
+    key = np.zeros((2, 3, 4))
+    record = qkv.inspect(np.zeros((2, 0, 4)), key, key, backend=backend)
     assert record.entropy.shape == (2, 0)
     assert record.received.tolist() == [[0.0] * 3] * 2
-    record = qkv.inspect(np.zeros((2, 3, 4)), np.zeros((2, 0, 4)), np.zeros((2, 0, 4)))
+    key = np.zeros((2, 0, 4))
+    record = qkv.inspect(np.zeros((2, 3, 4)), key, key, backend=backend)
+    assert record.max_weight.tolist() == [[0.0] * 3] * 2
     assert record.entropy.tolist() == [[0.0] * 3] * 2
     assert record.top(2)[0].tolist() == [[[-1, -1]] * 3] * 2
     assert np.isneginf(record.lse).all()
@@ -182,10 +198,49 @@ def test_progress_counts_to_the_end() -> None:
     seen: list[tuple[int, int]] = []
     rng = np.random.default_rng(8)
     q, k, v = arrays(SHAPES[0], rng)
-    record = qkv.inspect(q, k, v, progress=lambda done, total: seen.append((done, total)))
+
+    def tell(done: int, total: int) -> None:
+        seen.append((done, total))
+
+    record = qkv.inspect(q, k, v, progress=tell, backend="blocked")
     assert seen == []
     _ = record.entropy
     assert seen == [(i, 24) for i in range(1, 25)]
+    record = qkv.inspect(q, k, v, progress=tell, backend="cpu")
+    seen.clear()
+    _ = record.entropy, record.max_weight
+    assert seen == []
+    for ask in (lambda: record.received, lambda: record.top(2)):
+        seen.clear()
+        ask()
+        assert seen == [(8, 8)]
+        ask()
+        assert len(seen) == 1
+
+
+@pytest.mark.parametrize("backend", ["cpu", "blocked"])
+@pytest.mark.parametrize("k", [2, 6, 9])
+def test_a_score_of_nan_spoils_its_row_and_is_no_best_key(backend: str, k: int) -> None:
+    q, key, v = arrays(Shape((), 1, 1, 5, 9, 4, 4), np.random.default_rng(10))
+    q[0, 1] = np.nan
+    key[0, 6] = np.nan
+    record = qkv.inspect(q, key, v, qkv.Causal("end"), backend=backend)
+    scores = np.where(np.arange(9) <= np.arange(5)[:, None] + 4, q[0] @ key[0].T, -np.inf)
+    spoilt = np.isnan(scores).any(1)
+    assert spoilt.tolist() == [False, True, True, True, True]
+    indices, weights = (found[0] for found in record.top(k))
+    for i, row in enumerate(scores):
+        numbers = [j for j in range(9) if np.isfinite(row[j])]
+        expected = sorted(numbers, key=lambda j, row=row: -row[j])[:k]
+        assert indices[i].tolist() == expected + [-1] * (k - len(expected))
+        assert (np.isnan(weights[i]) == (spoilt[i] & (indices[i] >= 0))).all()
+    np.testing.assert_array_equal(np.isnan(record.entropy[0]), spoilt)
+    np.testing.assert_array_equal(np.isnan(record.max_weight[0]), spoilt)
+    # Forbidden keys weigh nothing in a spoilt row too: only row 4 may see key 8.
+    allowed = np.isfinite(scores) | np.isnan(scores)
+    expected_weights = np.where(allowed & spoilt[:, None], np.nan, 0)
+    np.testing.assert_array_equal(np.isnan(record.weights[0]), np.isnan(expected_weights))
+    assert np.isnan(record.received[0]).all()
 
 
 @pytest.mark.parametrize("k", [0, -1, 1.5, True])

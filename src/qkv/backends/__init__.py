@@ -7,18 +7,25 @@ found through the entry point group `qkv.backends`; see docs/add-a-backend.md.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+from numpy.typing import NDArray
 
 from qkv.errors import ArgumentError, UnsupportedError
-from qkv.partial import Partial
+from qkv.partial import Partial, RowStatistics
 from qkv.problem.backward import BackwardInputs, OperandGradients
 from qkv.problem.spec import Problem, Spec
 
 __all__ = [
     "Backend", "Choice", "Refusal", "backends", "choose", "refusals", "register", "unregister",
 ]  # fmt: skip
+
+Array = NDArray[Any]
+Progress: TypeAlias = Callable[[int, int], object]
+"""Told of `(done, total)`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +60,36 @@ class Differentiable(Protocol):
 
 
 NO_BACKWARD = Refusal("has no backward pass", "the forward pass alone")
+
+
+@runtime_checkable
+class Inspectable(Protocol):
+    """What a backend also has that tells of its weights; for the others `qkv.inspect` uses NumPy.
+
+        w[i, j] = exp(s[i, j] - lse[i])
+
+    before dropout, with the lse of the whole call, sinks included, `(*batch_shape, num_heads,
+    q_len)`. Where |lse| is so large that its rounding would show (`qkv.partial.coarse`), a row's
+    sum is to be found again. `progress(done, total)` is called now and then.
+    """
+
+    def run_with_statistics(self, problem: Problem) -> tuple[Partial, RowStatistics]:
+        """What `run` gives, and statistics of its rows over the keys alone, without sinks."""
+        ...
+
+    def top(
+        self, problem: Problem, lse: Array, k: int, progress: Progress | None = None
+    ) -> tuple[Array, Array] | None:
+        """Indices and weights `(*batch_shape, num_heads, q_len, k)` of the best keys, falling.
+
+        Ties go to the lower key, a score of NaN or -inf is none, and what is missing is -1 and 0.
+        None where k is larger than it pays.
+        """
+        ...
+
+    def received(self, problem: Problem, lse: Array, progress: Progress | None = None) -> Array:
+        """`sum_i w[i, j]`, `(*batch_shape, num_heads, kv_len)`."""
+        ...
 
 
 @runtime_checkable

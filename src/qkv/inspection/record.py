@@ -9,10 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv._call import Call
+from qkv.backends import Inspectable, Progress
 from qkv.errors import ArgumentError
-from qkv.inspection.replay import PAIRS, Progress, Replay
-from qkv.inspection.statistics import RowStatistics, TopKeys, row_statistics, top_keys
+from qkv.inspection.replay import PAIRS, Replay
+from qkv.inspection.statistics import WeightStatistics, top_keys, weight_statistics
 from qkv.inspection.weights import LazyWeights
+from qkv.partial import Partial, RowStatistics, finish, share_with_sinks
 
 Array = NDArray[Any]
 
@@ -20,9 +22,12 @@ Array = NDArray[Any]
 class Record:
     """One run of attention that can be looked into at any length.
 
-    Statistics are computed when first asked for, by replay in O(tile) memory, one pass for
-    entropy, largest weight and received weight together and one for each other question. They are
-    float32 (float64 for float64 input), before dropout, one row for each query head.
+    Statistics are float32 (float64 for float64 input), before dropout, one row for each query
+    head. With the backend "cpu", entropy and largest weight come with the output; what else is
+    asked is computed when first asked for, in O(tile) memory: received weight and `top` by one
+    compiled pass over the scores each, which takes about half as long as the forward pass; `mass`,
+    `mass_at` and `weights` in NumPy, tile by tile. Other backends leave all to NumPy: one pass for
+    entropy, largest and received weight together, one for each other question.
 
     Attributes
     ----------
@@ -37,13 +42,15 @@ class Record:
     """
 
     def __init__(self, call: Call, progress: Progress | None = None) -> None:
-        partial = call.run()
+        partial, rows = _run(call)
         spec = call.problem.spec
         self._call = call
         self._progress = progress
         self._replay = Replay(call.problem, partial.lse)
-        self._rows: RowStatistics | None = None
-        self._top: dict[int, TopKeys] = {}
+        self._rows: RowStatistics | None = rows
+        self._received: Array | None = None
+        self._statistics: WeightStatistics | None = None
+        self._top: dict[int, tuple[Array, Array]] = {}
         self.backend = call.choice.backend.name
         self.output = call.output(partial)
         self.lse = call.rows(partial.lse)
@@ -56,17 +63,24 @@ class Record:
     @property
     def entropy(self) -> Any:
         """`-sum_j w[i, j] log w[i, j]` in nats, `(..., num_heads, q_len)`; 0 for an empty row."""
-        return self._of_rows(self._row_statistics.entropy)
+        return self._of_rows((self._rows or self._weight_statistics).entropy)
 
     @property
     def max_weight(self) -> Any:
         """The largest weight of each row, `(..., num_heads, q_len)`; 0 for an empty row."""
-        return self._of_rows(self._row_statistics.max_weight)
+        return self._of_rows((self._rows or self._weight_statistics).max_weight)
 
     @property
     def received(self) -> Any:
         """`sum_i w[i, j]`: the weight that each key takes in all, `(..., num_heads, kv_len)`."""
-        return self._of_rows(self._row_statistics.received)
+        if self._received is None:
+            backend = self._call.choice.backend
+            if isinstance(backend, Inspectable):
+                problem, lse = self._call.problem, self._replay.lse
+                self._received = backend.received(problem, lse, self._progress)
+            else:
+                self._received = self._weight_statistics.received
+        return self._of_rows(self._received)
 
     def top(self, k: int) -> tuple[Any, Any]:
         """The k keys with the largest weights of each row.
@@ -82,9 +96,9 @@ class Record:
                 f"top(k={k!r}) asks for no whole number of keys.", action="Pass 1 or more."
             )
         if k not in self._top:
-            self._top[k] = top_keys(self._replay, int(k), self._progress)
-        found = self._top[k]
-        return self._of_rows(found.indices, 1), self._of_rows(found.weights, 1)
+            self._top[k] = self._top_keys(int(k))
+        indices, weights = self._top[k]
+        return self._of_rows(indices, 1), self._of_rows(weights, 1)
 
     def mass(self, keys: Any) -> Any:
         """The weight that each row puts on a set of keys, `(..., num_heads, q_len)`.
@@ -133,11 +147,17 @@ class Record:
 
         return self._each_head(of_head)
 
+    def _top_keys(self, k: int) -> tuple[Array, Array]:
+        backend, found = self._call.choice.backend, None
+        if isinstance(backend, Inspectable):
+            found = backend.top(self._call.problem, self._replay.lse, k, self._progress)
+        return found or top_keys(self._replay, k, self._progress)
+
     @property
-    def _row_statistics(self) -> RowStatistics:
-        if self._rows is None:
-            self._rows = row_statistics(self._replay, self._progress)
-        return self._rows
+    def _weight_statistics(self) -> WeightStatistics:
+        if self._statistics is None:
+            self._statistics = weight_statistics(self._replay, self._progress)
+        return self._statistics
 
     def _each_head(self, of_head: Callable[[int, int], Array]) -> Any:
         spec = self._call.problem.spec
@@ -148,8 +168,9 @@ class Record:
         return self._of_rows(out)
 
     def _of_rows(self, array: Array, trailing: int = 0) -> Any:
-        """`(batch, num_heads, rows, ...)` as the user sees it."""
-        shaped = array.reshape(*self._call.problem.spec.batch_shape, *array.shape[1:])
+        """`(batch, num_heads, rows, ...)`, batch flat or not, as the user sees it."""
+        shape = array.shape[array.ndim - 2 - trailing :]
+        shaped = array.reshape(*self._call.problem.spec.batch_shape, *shape)
         return self._call.rows(shaped, trailing)
 
     def _key_rows(self, keys: Any) -> Array:
@@ -168,3 +189,12 @@ class Record:
                 f"Pass indices, a slice, or a boolean array of shape ({kv_len},).",
             )
         return np.unique(np.where(array < 0, array + kv_len, array))
+
+
+def _run(call: Call) -> tuple[Partial, RowStatistics | None]:
+    """Output and lse, sinks included, and what the backend tells of its rows."""
+    backend, sinks = call.choice.backend, call.problem.operands.sinks
+    if not isinstance(backend, Inspectable):
+        return call.run(), None
+    partial, rows = backend.run_with_statistics(call.problem)
+    return finish(partial, sinks), share_with_sinks(rows, sinks)

@@ -9,25 +9,23 @@ mods are those of the output, since both read the same `Scores`. Source: Dao et 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.backends import Progress
+from qkv.partial import LSE_ROUNDING, coarse
 from qkv.problem.scores import Scores
 from qkv.problem.spec import Problem
 
 Array = NDArray[Any]
-Progress = Callable[[int, int], object]
 
 BLOCK_Q, BLOCK_KV = 512, 1024
 PAIRS = 1 << 15
 """Pairs computed at once where single weights are asked for."""
-
-LSE_ROUNDING = 4e-6
-"""Relative error of a weight, from the rounding of lse, beyond which a row is summed again."""
 
 LOG_ZERO = -1e4
 """What log(weight) is raised to: its exp is 0 and, unlike -inf, times 0 it is still 0."""
@@ -77,8 +75,7 @@ class Replay:
             flat = self.lse.reshape(spec.batch_size, spec.num_heads, spec.q_len)
             a = np.where(np.isneginf(flat), 0, flat).astype(self.dtype)
             b = np.zeros_like(a)
-            with np.errstate(invalid="ignore"):
-                large = np.abs(a) * np.finfo(self.dtype).eps > self.rounding
+            large = coarse(a, self.rounding)
             for batch, head in np.argwhere(large.any(axis=-1)):
                 rows = np.flatnonzero(large[batch, head])
                 for part in np.split(rows, range(BLOCK_Q, len(rows), BLOCK_Q)):
@@ -124,19 +121,20 @@ class Replay:
     def log_weights(self, tile: Tile) -> Array:
         """The logarithm of a tile's weights, at least `LOG_ZERO`."""
         a, b = (shift[tile.batch, tile.head, tile.q_rows, None] for shift in self.shift)
+        lowest = self.dtype.type(LOG_ZERO)
         with np.errstate(all="ignore"):
             log_weights = tile.scores - a
             if b.any():
                 log_weights -= b
-            np.maximum(log_weights, self.dtype.type(LOG_ZERO), out=log_weights)
+            np.maximum(log_weights, lowest, out=log_weights)
+        if np.isnan(a).any():
+            log_weights[np.isneginf(tile.scores)] = lowest
         return log_weights
 
     def block(self, batch: int, head: int, q_index: Array, kv_index: Array) -> Array:
         """Weights of some query rows on some key rows."""
         a, b = (shift[batch, head, q_index, None] for shift in self.shift)
-        with np.errstate(all="ignore"):
-            scores = self.scores.tile(batch, head, q_index, kv_index)
-            return np.asarray(np.exp((scores - a) - b))
+        return weights_of(self.scores.tile(batch, head, q_index, kv_index), a, b)
 
     def pairs(self, batch: int, head: int, q_index: Array, kv_index: Array) -> Array:
         """Weights of single pairs, given by two index arrays of one length."""
@@ -150,6 +148,15 @@ class Replay:
                 raw = np.einsum("nd,nd->n", query, key)
                 raw = raw * self.dtype.type(self.problem.operands.scale)
                 s = self.scores.finish(raw, batch, head, rows, columns)
-                a, b = (shift[batch, head, rows] for shift in self.shift)
-                out[part] = np.exp((s - a) - b)
+            a, b = (shift[batch, head, rows] for shift in self.shift)
+            out[part] = weights_of(s, a, b)
         return out
+
+
+def weights_of(scores: Array, a: Array, b: Array) -> Array:
+    """`exp((s - a) - b)`; a forbidden pair has weight 0 in a row of NaN too."""
+    with np.errstate(all="ignore"):
+        weights = np.exp((scores - a) - b)
+    if np.isnan(a).any():
+        weights[np.isneginf(scores)] = 0
+    return np.asarray(weights)

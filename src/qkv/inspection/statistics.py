@@ -1,4 +1,4 @@
-"""Statistics of all rows in one pass over the tiles."""
+"""Statistics of all rows in one pass over the tiles, in NumPy, for backends that have none."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.inspection.replay import Progress, Replay, Tile
+from qkv.backends import Progress
+from qkv.inspection.replay import Replay, Tile, weights_of
 
 Array = NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class RowStatistics:
+class WeightStatistics:
     """`entropy` and `max_weight` `(batch, num_heads, q_len)`, `received` `(..., kv_len)`."""
 
     entropy: Array
@@ -22,15 +23,7 @@ class RowStatistics:
     received: Array
 
 
-@dataclass(frozen=True, slots=True)
-class TopKeys:
-    """`indices` and `weights` `(batch, num_heads, q_len, k)`."""
-
-    indices: Array
-    weights: Array
-
-
-def row_statistics(replay: Replay, progress: Progress | None = None) -> RowStatistics:
+def weight_statistics(replay: Replay, progress: Progress | None = None) -> WeightStatistics:
     """Entropy, largest and received weight; sums over tiles are kept in float64."""
     spec = replay.problem.spec
     heads = (spec.batch_size, spec.num_heads)
@@ -46,13 +39,16 @@ def row_statistics(replay: Replay, progress: Progress | None = None) -> RowStati
             entropy[rows] -= np.einsum("ij,ij->i", weights, log_weights)
             largest[rows] = np.maximum(largest[rows], weights.max(axis=1))
             received[columns] += weights.sum(axis=0)
-    return RowStatistics(
+    return WeightStatistics(
         np.maximum(entropy, 0.0).astype(replay.dtype), largest, received.astype(replay.dtype)
     )
 
 
-def top_keys(replay: Replay, k: int, progress: Progress | None = None) -> TopKeys:
-    """The k largest weights of each row, from scores kept while the tiles go by."""
+def top_keys(replay: Replay, k: int, progress: Progress | None = None) -> tuple[Array, Array]:
+    """Indices and weights of the k best keys of each row, `(batch, num_heads, q_len, k)`.
+
+    Their scores are kept while the tiles go by.
+    """
     spec = replay.problem.spec
     shape = (spec.batch_size, spec.num_heads, spec.q_len, k)
     indices = np.full(shape, -1, np.int64)
@@ -60,10 +56,8 @@ def top_keys(replay: Replay, k: int, progress: Progress | None = None) -> TopKey
     for tile in replay.tiles(progress):
         rows = (tile.batch, tile.head, tile.q_rows)
         _keep_best(tile, indices[rows], best[rows])
-    with np.errstate(all="ignore"):
-        a, b = replay.shift
-        weights = np.exp((best - a[..., None]) - b[..., None])
-    return TopKeys(indices, weights)
+    a, b = (shift[..., None] for shift in replay.shift)
+    return indices, weights_of(best, a, b)
 
 
 def _keep_best(tile: Tile, indices: Array, best: Array) -> None:
@@ -77,9 +71,9 @@ def _keep_best(tile: Tile, indices: Array, best: Array) -> None:
     better = scores > best[:, -1:]
     if k < scores.shape[1] and np.count_nonzero(better) > 4 * k * count:
         # Most of the tile is new: keep what reaches the k-th best of the tile itself.
-        at_least = np.partition(scores, scores.shape[1] - k, axis=1)[:, scores.shape[1] - k]
-        with np.errstate(invalid="ignore"):
-            better &= scores >= at_least[:, None]
+        numbers = np.where(np.isnan(scores), -np.inf, scores)
+        at_least = np.partition(numbers, scores.shape[1] - k, axis=1)[:, scores.shape[1] - k]
+        better &= scores >= at_least[:, None]
     places = np.flatnonzero(better)
     if not len(places):
         return

@@ -144,10 +144,12 @@ class ForwardArguments(Arguments):
             "rows": spec.q_len * (spec.group_size if forward.folded else 1),
             "entropy": 0,
             "max_score": 0,
+            "max_weight": 0,
         }
         if statistics is not None:
             fields["entropy"] = self._address(statistics.entropy)
             fields["max_score"] = self._address(statistics.max_score)
+            fields["max_weight"] = self._address(statistics.max_weight)
         query, key = rotated(problem)
         arrays = {"query": query, "key": plain(key), "value": plain(operands.value)}
         for name, array in arrays.items():

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv._threads import get_num_threads
-from qkv.backends import Prepared, Refusal
+from qkv.backends import Prepared, Progress, Refusal
 from qkv.errors import ArgumentError
-from qkv.partial import Partial, RowStatistics, identity
+from qkv.partial import Partial, RowStatistics, identity, without_keys
 from qkv.problem.backward import BackwardInputs, OperandGradients
 from qkv.problem.bounds import bound
 from qkv.problem.expressions import Load, Op, walk
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
-_NOTHING = np.empty(0)
 
 
 class CpuBackend:
@@ -69,11 +68,28 @@ class CpuBackend:
         return size
 
     def run(self, problem: Problem) -> Partial:
-        return self._run(problem, statistics=False)[0]
+        return self._run(problem, None)
 
     def run_with_statistics(self, problem: Problem) -> tuple[Partial, RowStatistics]:
-        """Output, lse, entropy and largest score in one pass."""
-        return self._run(problem, statistics=True)
+        """Entropy, largest score and largest weight in the same pass."""
+        spec = problem.spec
+        shape = (*spec.batch_shape, spec.num_heads, spec.q_len)
+        statistics = without_keys(shape, spec.compute_dtype)
+        return self._run(problem, statistics), statistics
+
+    def top(
+        self, problem: Problem, lse: Array, k: int, progress: Progress | None = None
+    ) -> tuple[Array, Array] | None:
+        """The k best keys of each row, by one pass over the scores."""
+        from qkv.backends.cpu.replay_pass import top
+
+        return top(problem.gathered(), lse, k, progress)
+
+    def received(self, problem: Problem, lse: Array, progress: Progress | None = None) -> Array:
+        """The weight that each key takes in all, by one pass over the scores."""
+        from qkv.backends.cpu.replay_pass import received
+
+        return received(problem.gathered(), lse, progress)
 
     def prepare(self, problem: Problem) -> Prepared | None:
         """For calls with arrays like these, and the same constants."""
@@ -92,24 +108,21 @@ class CpuBackend:
 
         return backward(problem, inputs)
 
-    def _run(self, problem: Problem, *, statistics: bool) -> tuple[Partial, RowStatistics]:
+    def _run(self, problem: Problem, statistics: RowStatistics | None) -> Partial:
         few = _streams(problem.spec)
         # Stored rows are read where they lie, or gathered.
         problem = problem if few else problem.gathered()
         spec = problem.spec
         shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.v_head_dim)
         compute = spec.compute_dtype
-        lowest = np.full(shape[:-1], -np.inf, compute) if statistics else _NOTHING
         if 0 in (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len):
-            zeros = np.zeros(shape[:-1], compute) if statistics else _NOTHING
-            return identity(shape, compute), RowStatistics(zeros, lowest)
+            return identity(shape, compute)
         # Sinks scale the output afterwards: round to the type of storage only then.
         out_dtype = compute if spec.sinks else np.dtype(spec.dtype)
         whole = Partial(np.empty(shape, out_dtype), np.empty(shape[:-1], compute))
-        rows = RowStatistics(np.empty_like(lowest), lowest)
         run = _decode if few else _forward
-        run(problem, whole, rows if statistics else None)
-        return whole, rows
+        run(problem, whole, statistics)
+        return whole
 
 
 def _streams(spec: Spec) -> bool:

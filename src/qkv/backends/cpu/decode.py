@@ -58,7 +58,7 @@ SCALES = ("key_scales", "value_scales")
 FIELDS = (
     *COMMON_FIELDS,
     *operand_fields("query", "key", "value"),
-    "runs", "rows", "out", "lse", "entropy", "max_score", "records", "counters",
+    "runs", "rows", "out", "lse", "entropy", "max_score", "max_weight", "records", "counters",
     *operand_fields(*SCALES),
     *(field for name in ("key", "value", *SCALES) for field in page_fields(name)),
 )  # fmt: skip
@@ -591,6 +591,7 @@ class _Decode(Frame):
             below = b.fcmp_ordered("<", entropy, nothing)
             write("entropy", b.select(b.or_(empty, below), nothing, entropy))
             write("max_score", row_max)
+            write("max_weight", b.select(empty, nothing, b.fdiv(e.const(1.0), divisor)))
 
     def _write_row(self, arguments: Value, row: Value, total: Value, divisor: Value) -> None:
         """out = O / l, rounded; adding 0 leaves one sign of zero."""

@@ -12,9 +12,9 @@ rescaling and the mask of a row are all lane-wise:
     O[d, q] = exp(m[q] - m'[q]) * O[d, q] + sum_k V[k, d] * P[k, q]
 
 for one block of keys after the other; then `out = O / l` and `lse = m + log(l)`. On request the
-same pass gives max score and entropy, from `T[q] = sum_k P[k, q] * (S[k, q] - m[q])`:
+same pass gives max score, max weight and entropy, from `T[q] = sum_k P[k, q] * (S[k, q] - m[q])`:
 
-    entropy = log(l) - T / l
+    max weight = 1 / l,    entropy = log(l) - T / l
 
 Only Q is packed. K and V are read where they lie if they are of the type of computation and their
 elements adjacent; else each block of keys is first copied side by side.
@@ -38,7 +38,6 @@ from qkv.backends.cpu.ir import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.packing import (
     all_finite,
     copy_rows,
-    fetch_rows,
     pack_rows,
     unpack_rows,
 )
@@ -48,16 +47,17 @@ from qkv.backends.cpu.turning import laid_down, lay_down, turned_bytes, turned_l
 from qkv.problem.expressions import SCORE, TRUE, walk
 from qkv.problem.spec import Spec
 
-BLOCK_KV = 128
+BLOCK_KV = 64
 """Keys whose scores are held at once."""
 
+_CACHE_LINE = 64
 _SUM = 16
 """Weights that are added in one chain: rounding errors grow with its length."""
 
 FIELDS = (
     *COMMON_FIELDS,
     *operand_fields("query", "key", "value"),
-    "runs", "rows", "out", "lse", "entropy", "max_score", "copy_key", "copy_value",
+    "runs", "rows", "out", "lse", "entropy", "max_score", "max_weight", "copy_key", "copy_value",
     "sign",
 )  # fmt: skip
 """`scale` is not negative: Q is packed times `sign`."""
@@ -115,13 +115,25 @@ class _Forward(Frame):
     # S = K Q^T, transposed
 
     def scores(self, vectors: int) -> Value:
-        """S[k, :] = K[k, :] . packed Q, and the largest of each row."""
+        """S[k, :] = K[k, :] . packed Q, and the largest of each row.
+
+        V is read by columns afterwards: its rows are asked for here, a few at a time.
+        """
         e = self.e
-        arguments = [*[POINTER] * 4, *[INT64] * 3]
+        arguments = [*[POINTER] * 5, *[INT64] * 5]
         with e.function(f"scores_{vectors}", arguments) as (function, args):
-            key, packed, out, block_max, key_row, head_dim, count = args
+            key, packed, out, block_max, value, key_row, head_dim, count, value_row, v_head_dim = (
+                args
+            )
+            row_bytes = e.mul(v_head_dim, e.real_bytes)
 
             def finish(k: Value, products: list[Value], largest: list[Value]) -> list[Value]:
+                for i in range(len(products) // vectors):
+                    row = e.at(value, e.mul(e.add(k, i), value_row))
+                    e.loop(
+                        0, row_bytes, _CACHE_LINE, [],
+                        lambda offset, _, row=row: e.prefetch(e.at(row, offset)),
+                    )  # fmt: skip
                 store_vectors(e, e.at(out, e.mul(k, vectors * e.vector_bytes)), products)
                 largest = list(largest)
                 for n, product in enumerate(products):
@@ -381,6 +393,7 @@ class _Forward(Frame):
             )
             empty = b.fcmp_ordered("==", row_sum, e.const(0.0))
             divisor = b.select(empty, e.const(1.0), row_sum)
+            share = b.fdiv(e.const(1.0), divisor)
             lowest = e.const(-math.inf)
             logarithm = vector_math.log(e, row_sum)
             lanes = [e.least(i, e.sub(count, 1)) for i in range(e.lanes)]
@@ -395,12 +408,14 @@ class _Forward(Frame):
 
             each("lse", b.select(empty, lowest, b.fadd(row_max, logarithm)))
             if self.statistics:
-                entropy = b.fsub(logarithm, b.fdiv(spread, divisor))
+                entropy = b.fsub(logarithm, b.fmul(spread, share))
                 # Rounding may leave a sure choice a little below 0.
                 below = b.fcmp_ordered("<", entropy, e.const(0.0))
                 entropy = b.select(b.or_(empty, below), e.const(0.0), entropy)
                 each("entropy", entropy)
                 each("max_score", row_max)
+                largest = b.fdiv(e.const(1.0), divisor)
+                each("max_weight", b.select(empty, e.const(0.0), largest))
 
             row_bytes = e.mul(v_head_dim, ITEM_BYTES[self.out_dtype])
             out = e.at(self.pointer_field(arguments_, "out"), e.mul(first, row_bytes))
@@ -408,7 +423,7 @@ class _Forward(Frame):
             def take(d: Value) -> Value:
                 # Adding 0 leaves one sign of zero.
                 vector = e.load_vector(e.at(total, e.mul(d, width)))
-                return b.fadd(b.fdiv(vector, divisor), e.const(0.0))
+                return e.fma(vector, share, e.const(0.0))
 
             rows = [e.at(out, e.mul(lane, row_bytes)) for lane in lanes]
             unpack_rows(e, rows, v_head_dim, self.out_dtype, take)
@@ -472,8 +487,8 @@ class _Forward(Frame):
                 v, value_row = self.block_of(
                     arguments, "value", value, kv_start, keys, v_head_dim, value_copy, parts
                 )
-                b.call(parts["fetch_rows"], [v, value_row, keys, v_head_dim])
-                b.call(scores, [k, packed, weights, block_max, key_row, head_dim, keys])
+                sizes = (key_row, head_dim, keys, value_row, v_head_dim)
+                b.call(scores, [k, packed, weights, block_max, v, *sizes])
 
                 def softmax(name: str, marked: Value) -> None:
                     for j in range(vectors):
@@ -557,7 +572,6 @@ class _Forward(Frame):
             "pack": self.pack(),
             "unpack": self.unpack(),
             "full": self.softmax("full", False),
-            "fetch_rows": fetch_rows(e),
         }
         for dtype in sorted(set(self.dtypes.values())):
             parts[f"copy {dtype}"] = copy_rows(e, dtype)

@@ -254,6 +254,7 @@ class DecodeArguments(Arguments):
         if statistics is not None:
             fields["entropy"] = self._address(statistics.entropy)
             fields["max_score"] = self._address(statistics.max_score)
+            fields["max_weight"] = self._address(statistics.max_weight)
         query, key = rotated(problem)
         fields |= self._operand("query", query)
         fields |= self._rows("key", key) | self._rows("value", problem.operands.value)
