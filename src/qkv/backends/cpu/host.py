@@ -26,7 +26,7 @@ _SHAPES = {
     "avx512-bf16": _AVX512,
     "avx512": _AVX512,
     "avx2": Shape(lanes=8, vectors=3, keys=4, halves=True),
-    "sse": Shape(lanes=4, vectors=3, keys=4, fused=False),
+    "sse": Shape(lanes=4, vectors=3, keys=3, fused=False),
     "neon": Shape(lanes=4, vectors=4, keys=4, halves=True),
 }
 """For float32."""

@@ -1,0 +1,129 @@
+"""The inner loops of the matrix products on machines that are not here, read from their assembly.
+
+A product loop holds one step along d or along keys: as many multiply-adds as the tile has vectors,
+everything in registers. What LLVM spills would be loaded from or stored to the stack.
+"""
+
+import re
+from dataclasses import replace
+from functools import lru_cache
+
+import llvmlite.binding as llvm
+import ml_dtypes
+import numpy as np
+import pytest
+
+from qkv.backends.cpu.backend import kernel_spec
+from qkv.backends.cpu.compile import optimized_for
+from qkv.backends.cpu.forward import ForwardKey, emit_forward
+from qkv.backends.cpu.frame import Shape
+from qkv.backends.cpu.host import Host
+from qkv.backends.cpu.pairs import emit_pairs
+from qkv.problem.check import check
+
+LINUX = "x86_64-unknown-linux-gnu"
+ARM = "aarch64-unknown-linux-gnu"
+APPLE = "arm64-apple-macosx"
+
+MACHINES = {
+    "znver5": (LINUX, "avx512"),
+    "znver4": (LINUX, "avx512"),
+    "sapphirerapids": (LINUX, "avx512"),
+    "skylake-avx512": (LINUX, "avx512"),
+    "haswell": (LINUX, "avx2"),
+    "znver3": (LINUX, "avx2"),
+    "x86-64": (LINUX, "sse"),
+    "neoverse-v1": (ARM, "neon"),
+    "apple-m1": (APPLE, "neon"),
+}
+FLOAT32 = {
+    "avx512": r"vfmadd\w+ps\s.*%zmm",
+    "avx2": r"vfmadd\w+ps\s.*%ymm",
+    "sse": r"mulps\s",
+    "neon": r"fmla(\.4s|\s+v\d+\.4s)",
+}
+"""A multiply-add of whole vectors; sse multiplies first."""
+
+_LABEL = re.compile(r"^(\.?L\w+):")
+_JUMP = re.compile(r"^\s+(j\w+|b|b\.\w+|cbn?z|tbn?z)\s.*?(\.?LB\w+)")
+_STACK = re.compile(r"\(%[er]sp|\[sp\b|\bpush|\bcall|^bl\s")
+
+
+@lru_cache(maxsize=32)
+def assembly(triple: str, cpu: str, shape: Shape, dtype: str) -> str:
+    """The forward kernel without variants, for a processor by name."""
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    array = np.zeros((1, 4, 4), ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    spec = kernel_spec(check(array, array, array, ()).spec)
+    key = ForwardKey(spec, shape, 32, False, False, dtype, False)
+    emit = emit_forward if shape.product == "elements" else emit_pairs
+    target = llvm.Target.from_triple(triple)
+    machine = target.create_target_machine(cpu=cpu, features="", opt=2, jit=True)
+    return str(machine.emit_assembly(optimized_for(emit(key), machine, triple)))
+
+
+def innermost_loops(text: str) -> list[list[str]]:
+    """Instructions from each label to a jump back to it, where no other label is between."""
+    loops, label, body = [], "", []
+    for line in text.splitlines():
+        if found := _LABEL.match(line):
+            label, body = found[1], []
+        elif line.startswith("\t") and not line.startswith("\t."):
+            body.append(line.strip())
+            jump = _JUMP.match(line)
+            if jump and jump[2] == label:
+                loops.append(list(body))
+    return loops
+
+
+def product_loops(text: str, multiply_add: str, count: int) -> list[list[str]]:
+    """Loops of `count` multiply-adds, which are a fifth of their instructions or more."""
+    instruction = re.compile(multiply_add)
+    return [
+        loop
+        for loop in innermost_loops(text)
+        if sum(bool(instruction.match(line)) for line in loop) == count and len(loop) <= 5 * count
+    ]
+
+
+@pytest.mark.parametrize("cpu", MACHINES)
+def test_float32_products_stay_in_registers(cpu) -> None:
+    triple, isa = MACHINES[cpu]
+    shape = Host(cpu, "", isa).shape
+    loops = product_loops(
+        assembly(triple, cpu, shape, "float32"), FLOAT32[isa], shape.vectors * shape.keys
+    )
+    assert len(loops) >= 2, "one for the scores, one for the output"
+    for loop in loops:
+        assert not [line for line in loop if _STACK.search(line)]
+
+
+@pytest.mark.parametrize("cpu", ["znver5", "znver4", "cooperlake", "sapphirerapids"])
+def test_pairs_of_bfloat16_stay_in_registers(cpu) -> None:
+    shape = Host(cpu, "", "avx512-bf16").bfloat16_shape
+    text = assembly(LINUX, cpu, shape, "bfloat16")
+    loops = product_loops(text, r"vdpbf16ps\s.*%zmm", shape.vectors * shape.keys)
+    assert len(loops) == 2
+    for loop in loops:
+        assert not [line for line in loop if _STACK.search(line)]
+
+
+def test_four_products_share_four_loaded_tiles() -> None:
+    shape = Host("sapphirerapids", "", "amx").bfloat16_shape
+    text = assembly(LINUX, "sapphirerapids", shape, "bfloat16")
+    loops = [loop for loop in innermost_loops(text) if "tdpbf16ps" in " ".join(loop)]
+    assert len(loops) == 2
+    for loop in loops:
+        assert sum(line.startswith("tdpbf16ps") for line in loop) == 4
+        assert sum(line.startswith("tileloadd") for line in loop) == 4
+        assert not [line for line in loop if _STACK.search(line)]
+    assert text.count("ldtilecfg") == text.count("tilerelease") == 1
+
+
+def test_a_tile_too_large_is_seen() -> None:
+    """40 sums do not fit 32 registers: what this file looks for is there to be found."""
+    shape = replace(Host("znver5", "", "avx512").shape, vectors=5, keys=8)
+    loops = product_loops(assembly(LINUX, "znver5", shape, "float32"), FLOAT32["avx512"], 40)
+    assert loops
+    assert any(_STACK.search(line) for loop in loops for line in loop)
