@@ -9,8 +9,6 @@ from llvmlite import ir
 from qkv.backends.cpu import storage
 from qkv.backends.cpu.ir import BIT, INT64, POINTER, Emitter, Value
 
-_CACHE_LINE = 64
-
 
 def adjacent(e: Emitter, element: Value, dim: Value, item: int) -> Value:
     """Whether rows can be read a vector at a time."""
@@ -108,26 +106,16 @@ def move_rows(e: Emitter, name: str, item: int) -> Value:
             start, end = e.at(source, e.mul(k, row)), e.at(target, e.mul(k, dim, item))
 
             def one(d: Value, _: list[Value]) -> None:
+<<<<<<< /tmp/tmpg_cpz78i/w
+                e.store(
+                    e.load(e.at(start, e.mul(d, element)), raw), e.at(end, e.mul(d, item)), item
+                )
+=======
                 x = e.load(e.at(start, e.mul(d, element)), raw)
                 e.store(x, e.at(end, e.mul(d, item)), item)
+>>>>>>> /tmp/tmpg_cpz78i/m
 
             e.loop(0, dim, 1, [], one)
-
-        e.loop(0, count, 1, [], each)
-    return function
-
-
-def fetch_rows(e: Emitter) -> Value:
-    """A function `(rows, row, count, dim)`: bring rows near before they are read by columns."""
-    with e.function("fetch_rows", [POINTER, *[INT64] * 3]) as (function, args):
-        source, row, count, dim = args
-
-        def each(k: Value, _: list[Value]) -> None:
-            start = e.at(source, e.mul(k, row))
-            e.loop(
-                0, e.mul(dim, e.real_bytes), _CACHE_LINE, [],
-                lambda offset, _: e.prefetch(e.at(start, offset)),
-            )  # fmt: skip
 
         e.loop(0, count, 1, [], each)
     return function
