@@ -106,14 +106,8 @@ def move_rows(e: Emitter, name: str, item: int) -> Value:
             start, end = e.at(source, e.mul(k, row)), e.at(target, e.mul(k, dim, item))
 
             def one(d: Value, _: list[Value]) -> None:
-<<<<<<< /tmp/tmpg_cpz78i/w
-                e.store(
-                    e.load(e.at(start, e.mul(d, element)), raw), e.at(end, e.mul(d, item)), item
-                )
-=======
                 x = e.load(e.at(start, e.mul(d, element)), raw)
                 e.store(x, e.at(end, e.mul(d, item)), item)
->>>>>>> /tmp/tmpg_cpz78i/m
 
             e.loop(0, dim, 1, [], one)
 
