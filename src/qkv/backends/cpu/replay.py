@@ -32,7 +32,7 @@ from qkv.backends.cpu.forward import BLOCK_KV, RUN, STATS, TASK, ForwardKey, _Fo
 from qkv.backends.cpu.frame import COMMON_FIELDS, WORD, Shape, operand_fields
 from qkv.backends.cpu.ir import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.packing import copy_rows
-from qkv.backends.cpu.products import vectors_at
+from qkv.backends.cpu.products import dot_rows, store_vectors, vectors_at
 from qkv.backends.cpu.turning import turned_bytes
 from qkv.problem.expressions import TRUE
 from qkv.problem.spec import Spec
@@ -57,7 +57,7 @@ def scratch_bytes(question: Question, spec: Spec, shape: Shape, k: int, keys: in
     """Memory of one worker: packed Q, S, states; one block of K and of tables; sums of keys."""
     real_bytes = spec.compute_dtype.itemsize
     state = {"sums": STATS, "top": 2 * (k + 1), "received": 0}[question]
-    rows = (spec.head_dim + BLOCK_KV + 1 + state) * shape.block_q
+    rows = (spec.head_dim + BLOCK_KV + state) * shape.block_q
     totals = 2 * keys * shape.lanes if question == "received" else 0
     turned = turned_bytes(spec, BLOCK_KV, shape.lanes * real_bytes)
     size = (rows + BLOCK_KV * spec.head_dim + totals) * real_bytes + turned
@@ -94,7 +94,6 @@ class _Areas(NamedTuple):
 
     packed: Value
     scores: Value
-    largest: Value
     state: Value
     key_copy: Value
     turned: Value
@@ -154,16 +153,28 @@ class _Replay(_Forward):
 
     # A block of queries meets its keys
 
+    def scores(self, vectors: int) -> Value:
+        """S[k, :] = K[k, :] . packed Q."""
+        e = self.e
+        with e.function(f"scores_{vectors}", [POINTER] * 3 + [INT64] * 3) as (function, args):
+            key, packed, out, key_row, head_dim, count = args
+
+            def finish(k: Value, products: list[Value], _: list[Value]) -> list[Value]:
+                store_vectors(e, e.at(out, e.mul(k, vectors * e.vector_bytes)), products)
+                return []
+
+            dot_rows(e, key, key_row, count, packed, vectors, head_dim, self.shape.keys, [], finish)
+        return function
+
     def areas(self, arguments: Value, scratch: Value) -> _Areas:
         e, head_dim = self.e, self.field(arguments, "head_dim")
         row = self.shape.block_q * e.real_bytes
         scores = e.at(scratch, e.mul(head_dim, row))
-        largest = e.at(scores, BLOCK_KV * row)
-        state = e.at(largest, row)
+        state = e.at(scores, BLOCK_KV * row)
         key_copy = e.at(state, self.state_bytes(arguments, row))
         turned = e.at(key_copy, e.mul(head_dim, BLOCK_KV * e.real_bytes))
         totals = e.at(turned, turned_bytes(self.spec, BLOCK_KV, e.vector_bytes))
-        return _Areas(scratch, scores, largest, state, key_copy, turned, totals)
+        return _Areas(scratch, scores, state, key_copy, turned, totals)
 
     def meet(self, vectors: int, parts: dict[str, Value]) -> Value:
         """One block of queries, and those of its runs of keys from one key to another."""
@@ -204,8 +215,7 @@ class _Replay(_Forward):
                 k, key_row = self.block_of(
                     arguments, "key", key, kv_start, keys, head_dim, areas.key_copy, parts
                 )
-                operands = [k, areas.packed, areas.scores, areas.largest]
-                b.call(scores, [*operands, key_row, head_dim, keys])
+                b.call(scores, [k, areas.packed, areas.scores, key_row, head_dim, keys])
                 if self.mask == TRUE:
                     see("full", kv_start, keys)
                 else:
