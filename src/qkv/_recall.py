@@ -7,6 +7,7 @@ is an array, and its values may have changed.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable
 from dataclasses import fields, is_dataclass
 from threading import Lock
@@ -23,6 +24,16 @@ KEPT = 256
 _prepared: dict[Hashable, Prepared] = {}
 _seen: dict[Hashable, None] = {}
 _lock = Lock()
+
+
+def _new_lock() -> None:
+    global _lock
+    _lock = Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    # Another thread of the parent may have held the old one.
+    os.register_at_fork(after_in_child=_new_lock)
 
 
 def likeness(

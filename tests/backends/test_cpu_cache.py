@@ -25,7 +25,7 @@ from qkv.errors import KernelBuildError
 from qkv.problem.check import check
 from qkv.problem.expressions import SCORE, Const, Op, operation
 
-X = np.random.default_rng(0).normal(size=(2, 9, 8)).astype(np.float32)
+X = np.random.default_rng(0).normal(size=(2, 80, 8)).astype(np.float32)
 
 
 @pytest.fixture

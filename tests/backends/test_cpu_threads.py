@@ -336,6 +336,27 @@ def test_forks_while_another_thread_is_in_llvm() -> None:
     )
 
 
+@FORKS
+def test_a_fork_while_another_thread_holds_our_locks() -> None:
+    in_a_process(
+        """
+        from qkv import _recall
+        attend()
+        for lock in (_recall._lock, threads._lock, threads._workers._lock):
+            lock.acquire()  # as another thread might have
+        child = os.fork()
+        if child == 0:
+            for _ in range(3):
+                attend()
+            assert threads._workers.size == 2
+            os._exit(0)
+        for lock in (_recall._lock, threads._lock, threads._workers._lock):
+            lock.release()
+        assert exit_code(child) == 0
+        """
+    )
+
+
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_processes_of_multiprocessing(method, tmp_path) -> None:
     import multiprocessing
