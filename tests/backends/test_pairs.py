@@ -1,0 +1,321 @@
+"""The bfloat16 kernel: pairs, tiles, and what they add to the conformance suite."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import qkv
+from qkv.backends.cpu import host as cpu_host
+from qkv.backends.cpu.forward import RUN, TASK
+from qkv.backends.cpu.forward_pass import ForwardPass
+from qkv.backends.cpu.host import host
+from qkv.backends.cpu.schedule import TILE_KV, schedule
+from qkv.problem.builder import Shape
+from qkv.problem.check import check
+from qkv.problem.tiles import TileGrid, TileKind
+from qkv.testing import bounds, cases, check_case, truth
+from qkv.variants import ALL
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+CASES = [case for case in cases() if "bfloat16" in case.dtypes]
+
+
+def _has(isa: str) -> bool:
+    """Whether this machine can be made to use an instruction set."""
+    try:
+        cpu_host._host(isa)
+    except qkv.QkvError:
+        return False
+    return True
+
+
+ISAS = [isa for isa in ("amx", "avx512-bf16") if _has(isa)]
+pytestmark = pytest.mark.skipif(not ISAS, reason="this processor multiplies no bfloat16")
+
+
+@pytest.fixture(params=ISAS)
+def isa(request, monkeypatch) -> str:
+    monkeypatch.setenv("QKV_ISA", request.param)
+    return request.param
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(BFLOAT16)
+
+
+def run(*args, **kwargs):
+    return qkv.attention(*args, backend="cpu", return_lse=True, **kwargs)
+
+
+def require_right(arrays, variants=(), **keywords) -> None:
+    out, lse = run(*arrays, *variants, **keywords)
+    expected = truth(*arrays, variants, **keywords)
+    limit = bounds(expected, BFLOAT16)
+    assert np.abs(out.astype(float) - expected.out).max() <= limit.out
+    assert np.abs(lse - expected.lse).max() <= limit.lse
+
+
+# Which kernel runs
+
+
+def test_bfloat16_is_multiplied_as_it_is(isa) -> None:
+    def product(*arrays, variants=()):
+        return ForwardPass(check(*arrays, variants, q_offset=0)).shape.product
+
+    many, one = normal(2, 50, 8), normal(2, 1, 8)
+    expected = {"amx": "tiles", "avx512-bf16": "pairs"}[isa]
+    assert product(many, many, many) == expected
+    assert product(many, many, many, variants=(qkv.Softcap(3.0),)) == expected
+    assert product(one, many, many) == "elements", "one query does not pay for turning V"
+    assert product(many, many, many, variants=(qkv.RoPE(),)) == "elements", "rotated: float32"
+    assert product(*[many.astype(np.float32)] * 3) == "elements"
+
+
+def test_tiles_that_the_system_refuses(monkeypatch) -> None:
+    monkeypatch.setattr(cpu_host, "permitted", lambda: False)
+    monkeypatch.delenv("QKV_ISA", raising=False)
+    cpu_host._host.cache_clear()
+    try:
+        assert host().isa != "amx"
+        monkeypatch.setenv("QKV_ISA", "amx")
+        with pytest.raises(qkv.ArgumentError, match="amx"):
+            host()
+    finally:
+        cpu_host._host.cache_clear()
+
+
+# Numbers
+
+
+@pytest.mark.parametrize("isa", [isa for isa in (*ISAS, "avx512") if _has(isa)])
+@pytest.mark.parametrize("case", CASES[::11], ids=lambda case: case.name)
+def test_conformance_on_each(isa, case, monkeypatch) -> None:
+    monkeypatch.setenv("QKV_ISA", isa)
+    assert host().isa == isa
+    assert check_case("cpu", case, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("dim", "v_dim"), [(1, 1), (2, 65), (31, 16), (32, 96), (33, 40), (80, 64), (130, 33)]
+)
+def test_sizes_that_fill_no_tile(isa, dim, v_dim) -> None:
+    keys = 300 + dim  # more than one block, odd or even
+    require_right(
+        (normal(2, 70, dim), normal(1, keys, dim, seed=1), normal(1, keys, v_dim, seed=2))
+    )
+
+
+def test_several_tasks_and_a_negative_scale(isa) -> None:
+    arrays = normal(1, 600, 64), normal(1, 620, 64, seed=1), normal(1, 620, 64, seed=2)
+    require_right(arrays, (qkv.Causal(),), q_offset="end", scale=-0.2)
+
+
+def test_strides(isa) -> None:
+    """Elements that are not adjacent, rows backwards, heads after rows."""
+    query = normal(2, 64, 90, seed=1).swapaxes(-1, -2)
+    key = normal(2, 100, 128, seed=2)[:, ::-1, ::2]
+    value = normal(100, 2, 40, seed=3).swapaxes(0, 1)
+    require_right((query, key, value))
+
+
+def test_weights_are_rounded_to_nearest(isa) -> None:
+    """Equal weights times equal values: a rounding that leans would show in every element."""
+    query = np.zeros((1, 40, 8), BFLOAT16)
+    key = normal(1, 1000, 8)
+    bias = np.linspace(-3, 0, 1000, dtype=np.float32)
+    value = np.ones((1, 1000, 4), BFLOAT16)
+    problem = query, key, value, qkv.Bias(np.broadcast_to(bias, (40, 1000)))
+    sinks = qkv.Sinks(np.full(1, -1e30, np.float32))  # so that the output leaves in float32
+    found = qkv.backends.cpu.CpuBackend().run(check(*problem[:3], (problem[3], sinks)))
+    assert found.out.dtype == np.float32
+    assert np.abs(found.out - 1).max() < 2.0**-12
+
+
+# What is forbidden, and what is not finite
+
+
+def test_what_is_not_finite_reaches_only_who_may_see_it(isa) -> None:
+    """Some blocks of the task see all of a block of keys, others part of it or none."""
+    query, key, value = (normal(1, 700, 40, seed=s) for s in range(3))
+    before, lse = run(query, key, value, qkv.Causal(), q_offset=0)
+    for poison in (np.nan, np.inf, -np.inf):
+        for row in (300, 301, 513):
+            key[0, row], value[0, row, ::3] = poison, poison
+        value[0, 350, 2] = poison
+        after, again = run(query, key, value, qkv.Causal(), q_offset=0)
+        assert after[0, :300].tobytes() == before[0, :300].tobytes()
+        assert again[0, :300].tobytes() == lse[0, :300].tobytes()
+        assert np.isnan(after[0, 513:].astype(np.float32)).all()
+
+
+def test_an_infinite_value_alone(isa) -> None:
+    """Without a mask and with one, infinity stays infinity, and two signs make NaN."""
+    query, key, value = (normal(1, 80, 16, seed=s) for s in range(3))
+    value[0, 10, 3] = np.inf
+    value[0, 11, 4], value[0, 12, 4] = np.inf, -np.inf
+    for variants in ((), (qkv.Causal(),)):
+        out, _ = run(query, key, value, *variants, q_offset=0)
+        seen = out[0, 12:].astype(np.float32)
+        assert np.isposinf(seen[:, 3]).all()
+        assert np.isnan(seen[:, 4]).all()
+        assert np.isfinite(np.delete(seen, (3, 4), axis=1)).all()
+
+
+# Tasks of several blocks
+
+
+@pytest.mark.parametrize("variant", ALL, ids=lambda v: v.__name__)
+def test_runs_say_what_each_block_sees(variant) -> None:
+    shape = Shape((2,), 2, 1, 150, 333, 4, 4)
+    arrays = normal(2, 2, 150, 4), normal(2, 1, 333, 4), normal(2, 1, 333, 4)
+    for example in variant.examples(shape, np.random.default_rng(1)):
+        if isinstance(example, qkv.Bias):
+            continue  # too dear to bound: every tile meets its mask
+        problem = check(*arrays, (example,), q_offset="end")
+        plan = schedule(problem, 16, together=4)
+        grid = TileGrid(problem.spec.mask, problem.operands.tables, 150, 333, 16, TILE_KV)
+        assert len(plan.tasks) == 2 * 2 * 3
+        for task in plan.tasks.tolist():
+            batch, head, first_row, first_run, last_run = task[: len(TASK)]
+            first = first_row // 16
+            expected = grid.classify(batch, head)[first : first + 4]
+            seen = np.zeros((4, expected.shape[1]), int)
+            for start, stop, kinds in plan.runs[first_run:last_run, : len(RUN)].tolist():
+                tiles = slice(start // TILE_KV, -(-stop // TILE_KV))
+                for block in range(4):
+                    seen[block, tiles] = kinds >> 2 * block & 3
+            np.testing.assert_array_equal(seen[: len(expected)], expected)
+            assert (seen[len(expected) :] == TileKind.EMPTY).all()
+
+
+# The machine
+
+
+def in_a_process(script: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="guard pages are set with Linux's mprotect")
+def test_nothing_outside_the_operands_is_read_or_written(isa) -> None:
+    """Operands end (or begin, with negative strides) at a page that may not be touched."""
+    in_a_process(
+        """
+        import ctypes, mmap
+        import ml_dtypes, numpy as np, qkv
+        from qkv.testing import bounds, truth
+        libc = ctypes.CDLL(None)
+        page = mmap.PAGESIZE
+        rng = np.random.default_rng(0)
+        kept = []
+
+        def guarded(shape, reverse):
+            array = rng.normal(size=shape).astype(ml_dtypes.bfloat16)
+            pages = -(-array.nbytes // page)
+            region = mmap.mmap(-1, (pages + 2) * page)
+            address = ctypes.addressof(ctypes.c_char.from_buffer(region))
+            for fence in (address, address + (pages + 1) * page):
+                assert libc.mprotect(ctypes.c_void_p(fence), page, 0) == 0
+            start = page if reverse else (pages + 1) * page - array.nbytes
+            view = np.frombuffer(region, array.dtype, array.size, start).reshape(shape)
+            kept.append(region)
+            if reverse:
+                view = view[..., ::-1, :]
+            view[...] = array
+            return view
+
+        for heads, q_len, kv_len, dim, v_dim in (
+            (1, 17, 1, 1, 1), (2, 33, 5, 7, 2), (1, 17, 66, 16, 17), (2, 70, 131, 40, 33),
+            (1, 65, 64, 64, 64), (1, 129, 300, 32, 128), (1, 257, 257, 96, 31),
+        ):
+            for reverse in (False, True):
+                shapes = (heads, q_len, dim), (1, kv_len, dim), (1, kv_len, v_dim)
+                arrays = [guarded(shape, reverse) for shape in shapes]
+                for variants in ((), (qkv.Causal("end"),)):
+                    found = qkv.attention(*arrays, *variants, backend="cpu")
+                    expected = truth(*arrays, variants)
+                    error = abs(found.astype(float) - expected.out).max()
+                    assert error <= bounds(expected, found.dtype).out, (q_len, kv_len)
+        """,
+        QKV_NUM_THREADS="2",
+        QKV_ISA=isa,
+    )
+
+
+def test_threads_and_children_have_tiles_of_their_own(isa) -> None:
+    in_a_process(
+        """
+        import os, threading, warnings
+        import ml_dtypes, numpy as np, qkv
+        warnings.simplefilter("ignore")
+        x = np.random.default_rng(0).normal(size=(8, 600, 64)).astype(ml_dtypes.bfloat16)
+        run = lambda: qkv.attention(x, x, x, qkv.Causal(), backend="cpu").tobytes()
+        before = run()
+        qkv.set_num_threads(1)
+        assert run() == before
+        qkv.set_num_threads(3)
+        wrong = []
+        callers = [
+            threading.Thread(target=lambda: wrong.extend(run() != before for _ in range(5)))
+            for _ in range(8)
+        ]
+        for caller in callers:
+            caller.start()
+        child = os.fork()
+        same = run() == before
+        if child == 0:
+            os._exit(0 if same else 3)
+        for caller in callers:
+            caller.join()
+        assert same and len(wrong) == 40 and not any(wrong)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        """,
+        QKV_ISA=isa,
+    )
+
+
+@pytest.mark.skipif("amx" not in ISAS, reason="this processor has no tiles")
+def test_tiles_are_released(monkeypatch) -> None:
+    """What the processor says of its registers in use (XGETBV 1) after a job of this thread."""
+    from llvmlite import ir
+
+    from qkv.backends.cpu import matrix_unit
+    from qkv.backends.cpu.compile import Kernel, build
+    from qkv.backends.cpu.ir import INT32, INT64, POINTER, Emitter
+
+    def emit(used: bool) -> str:
+        e = Emitter("in_use", 16)
+        with e.function("job", [POINTER, INT64], public=True) as (_, (result, _worker)):
+            if used:
+                matrix_unit.configure(e)
+            state = e.machine("llvm.x86.xgetbv", INT64, ir.Constant(INT32, 1))
+            e.store(state, result, 8)
+            if used:
+                matrix_unit.release(e)
+        return str(e.module)
+
+    def tiles_in_use(used: bool) -> bool:
+        word = np.zeros(1, np.int64)
+        probe = Kernel(build(emit, (used,), host()))
+        probe._job(word.ctypes.data, 0)
+        return bool(word[0] >> 17 & 1)
+
+    monkeypatch.setenv("QKV_ISA", "amx")
+    monkeypatch.setenv("QKV_CACHE_DIR", "")
+    monkeypatch.setenv("QKV_NUM_THREADS", "1")
+    assert tiles_in_use(True)
+    x = normal(1, 200, 64)
+    run(x, x, x)
+    assert not tiles_in_use(False)
