@@ -19,9 +19,11 @@ DIFFERENCES = 1e-7
 """What central differences are good for."""
 PAIRS = [
     pytest.param(case, dtype, id=f"{case.name}-{dtype}")
-    for case in cases()
-    for dtype in case.dtypes
+    for dtype in DTYPES
+    for case in cases()[:: 1 if dtype == "float32" else 3]
+    if dtype in case.dtypes
 ]
+"""Every case in float32; each is a kernel to compile, so that other types have every third."""
 
 
 def own_arrays(case: Case, dtype: str) -> list[int]:

@@ -1,0 +1,111 @@
+"""What is forbidden reaches no gradient, and what is allowed does."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import qkv
+from qkv.testing import Case, cases
+from qkv.testing.case import Inputs
+
+BACKENDS = ("cpu", "blocked")
+
+
+def hides(case: Case) -> bool:
+    """Whether some pairs are forbidden; rows that share their memory cannot be poisoned."""
+    if "float32" not in case.dtypes or case.memory in ("broadcast", "repeated"):
+        return False
+    allowed = case.truth("float32").allowed
+    return bool(allowed.any() and not allowed.all()) and case.query_batch is case.kv_batch is None
+
+
+HIDING = [case for case in cases() if hides(case)][::3]
+
+
+def gradients(case: Case, inputs: Inputs, grad_out, backend: str) -> list[np.ndarray]:
+    """In the order (..., heads, length, dim)."""
+    _, pullback = qkv.vjp(*inputs.arrays, *inputs.variants, backend=backend, **inputs.keywords)
+    found = pullback(case.arrange(grad_out))
+    return [case.plain_order(g) for g in (found.query, found.key, found.value)]
+
+
+def by_kv_head(case: Case, allowed: np.ndarray) -> np.ndarray:
+    """(..., kv heads, group, queries, keys)."""
+    s = case.shape
+    return allowed.reshape(*s.batch_shape, s.num_kv_heads, -1, s.q_len, s.kv_len)
+
+
+def unchanged(before: np.ndarray, after: np.ndarray, rows: np.ndarray) -> None:
+    assert before[rows].tobytes() == after[rows].tobytes()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", HIDING, ids=lambda case: case.name)
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_forbidden_keys_and_values(case: Case, backend: str, poison: float) -> None:
+    inputs, truth = case.build("float32"), case.truth("float32")
+    rng = np.random.default_rng(3)
+    grad_out = rng.normal(size=truth.out.shape).astype(np.float32)
+    before = gradients(case, inputs, grad_out, backend)
+    allowed = truth.allowed
+    blind = np.argwhere(~allowed.all(axis=-1))
+    hidden = np.flatnonzero(~allowed[tuple(rng.choice(blind))])
+    key, value = (case.plain_order(a).copy() for a in (inputs.key, inputs.value))
+    key[..., hidden, :], value[..., hidden[::2], :] = poison, -poison
+    changed = Inputs(
+        inputs.query, case.arrange(key), case.arrange(value), inputs.variants, inputs.keywords
+    )
+    after = gradients(case, changed, grad_out, backend)
+    sees = allowed[..., hidden].any(axis=-1)
+    unchanged(before[0], after[0], ~sees)
+    # A key feels what happens to the rows that attend to it, and no other.
+    felt = by_kv_head(case, allowed & sees[..., None]).any(axis=(-3, -2))
+    spared = ~felt
+    spared[..., hidden] = False
+    for old, new in zip(before[1:], after[1:], strict=True):
+        unchanged(old, new, spared)
+    if np.isnan(poison) and truth.factors.all() and case.scale != 0:
+        constant = any(isinstance(v, qkv.ScoreMod) for v in truth.variants)
+        assert constant or np.isnan(after[0][sees]).all(), "NaN did not reach the rows that see it"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", HIDING, ids=lambda case: case.name)
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_queries_that_may_not_see_a_key(case: Case, backend: str, poison: float) -> None:
+    inputs, truth = case.build("float32"), case.truth("float32")
+    rng = np.random.default_rng(4)
+    grad_out = rng.normal(size=truth.out.shape).astype(np.float32)
+    before = gradients(case, inputs, grad_out, backend)
+    blind = np.argwhere(~truth.allowed.all(axis=-1))
+    row = tuple(rng.choice(blind))
+    query = case.plain_order(inputs.query).copy()
+    query[row], grad_out[row] = poison, -poison
+    changed = Inputs(
+        case.arrange(query), inputs.key, inputs.value, inputs.variants, inputs.keywords
+    )
+    after = gradients(case, changed, grad_out, backend)
+    others = np.ones(truth.out.shape[:-1], bool)
+    others[row] = False
+    unchanged(before[0], after[0], others)
+    felt = by_kv_head(case, truth.allowed & ~others[..., None]).any(axis=(-3, -2))
+    for old, new in zip(before[1:], after[1:], strict=True):
+        unchanged(old, new, ~felt)
+    assert np.isnan(after[2][felt]).all() or not truth.factors.all() or np.isinf(poison)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_without_keys_have_no_gradient(backend: str) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(2, 40, 8)).astype(np.float32) for _ in range(3))
+    mask = rng.random((40, 40)) < 0.5
+    mask[[3, 17]] = False
+    mask[:, 5] = False
+    for sinks in ((), (qkv.Sinks(0.5),)):
+        out, pullback = qkv.vjp(q, k, v, mask, *sinks, backend=backend)
+        found = pullback(np.ones_like(out), np.ones(out.shape[:-1], np.float32))
+        assert not found.query[:, [3, 17]].any()
+        assert not found.key[:, 5].any()
+        assert not found.value[:, 5].any()
+        assert all(np.isfinite(g).all() for g in (found.query, found.key, found.value))

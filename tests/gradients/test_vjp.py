@@ -1,0 +1,152 @@
+"""`qkv.vjp` at its front door: what goes in, what comes back, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import qkv
+from qkv.backends import backends, choose
+from qkv.backends.blocked import BlockedBackend
+from qkv.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
+from qkv.problem.check import check
+
+RNG = np.random.default_rng(0)
+Q, K, V, G = (RNG.normal(size=(2, 9, 4)) for _ in range(4))
+BACKENDS = [backend.name for backend in backends() if hasattr(backend, "backward")]
+
+
+def test_every_backend_of_this_package_computes_gradients() -> None:
+    assert {"cpu", "blocked", "reference"} <= set(BACKENDS)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_output_is_that_of_attention(backend) -> None:
+    said = qkv.Causal(), qkv.Sinks(0.3)
+    out, lse = qkv.attention(Q, K, V, *said, return_lse=True, backend=backend)
+    (got, rows), _ = qkv.vjp(Q, K, V, *said, return_lse=True, backend=backend)
+    np.testing.assert_array_equal(got, out)
+    np.testing.assert_array_equal(rows, lse)
+
+
+def total(arrays: dict[str, np.ndarray], grad_lse: np.ndarray, backend: str) -> float:
+    """A number made of everything that can have a gradient."""
+    cap, values = arrays["cap"], arrays["values"]
+    out, lse = qkv.attention(
+        arrays["query"], arrays["key"], arrays["value"],
+        qkv.RoPE(), qkv.ScoreMod(lambda s, b, h, q, k: s * values[h] + values[k % 2]),
+        qkv.Bias(arrays["bias"]), qkv.ALiBi(arrays["slopes"]), qkv.Softcap(float(cap)),
+        qkv.Causal(), qkv.Sinks(arrays["sinks"]), qkv.Dropout(0.2, 3),
+        backend=backend, return_lse=True,
+    )  # fmt: skip
+    return float((out * G).sum() + (lse * grad_lse).sum())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_central_differences(backend) -> None:
+    arrays = {
+        "query": Q, "key": K, "value": V, "bias": RNG.normal(size=(9, 9)),
+        "slopes": RNG.random(2), "cap": np.array(2.0), "sinks": RNG.normal(size=2),
+        "values": RNG.normal(size=2),
+    }  # fmt: skip
+    grad_lse = RNG.normal(size=(2, 9))
+    values = arrays["values"]
+    own = {
+        "values": qkv.ScoreMod(lambda s, b, h, q, k: s * values[h] + values[k % 2]),
+        "bias": qkv.Bias(arrays["bias"]), "slopes": qkv.ALiBi(arrays["slopes"]),
+        "cap": qkv.Softcap(float(arrays["cap"])), "sinks": qkv.Sinks(arrays["sinks"]),
+    }  # fmt: skip
+    others = qkv.Causal(), qkv.Dropout(0.2, 3)
+    _, pullback = qkv.vjp(Q, K, V, qkv.RoPE(), *own.values(), *others, backend=backend)
+    found = pullback(G, grad_lse, wrt=own.values())
+    result = {"query": found.query, "key": found.key, "value": found.value}
+    result |= {name: found.of(variant) for name, variant in own.items()}
+    for name, array in arrays.items():
+        for place in list(np.ndindex(array.shape))[:: max(1, array.size // 7)]:
+            step = np.zeros_like(array)
+            step[place] = 1e-6
+            ahead, behind = (
+                total({**arrays, name: array + sign * step}, grad_lse, backend) for sign in (1, -1)
+            )
+            difference = (ahead - behind) / 2e-6
+            assert abs(difference - result[name][place]) < 1e-7, (name, place)
+
+
+def test_a_pullback_can_be_used_again_and_is_linear() -> None:
+    _, pullback = qkv.vjp(Q, K, V, qkv.Causal())
+    once, twice, again = pullback(G), pullback(2 * G), pullback(G)
+    np.testing.assert_array_equal(once.query, again.query)
+    np.testing.assert_allclose(twice.key, 2 * once.key, rtol=1e-12)
+
+
+def test_a_bare_bias_and_one_that_is_given_twice() -> None:
+    bias = RNG.normal(size=(9, 9))
+    twice = qkv.Bias(RNG.normal(size=(1, 9)))
+    _, pullback = qkv.vjp(Q, K, V, bias, twice, twice)
+    found = pullback(G, wrt=[bias, twice])
+    assert found.of(bias).shape == (9, 9)
+    np.testing.assert_allclose(found.of(twice)[0], 2 * found.of(bias).sum(axis=0), atol=1e-12)
+
+
+def test_one_of_several_arrays_of_a_score_mod() -> None:
+    first, second = RNG.normal(size=2), RNG.normal(size=9)
+    mod = qkv.ScoreMod(lambda s, b, h, q, k: s + first[h] + second[k])
+    _, pullback = qkv.vjp(Q, K, V, mod)
+    found = pullback(G, wrt=[mod])
+    assert found.of(mod, first).shape == (2,)
+    np.testing.assert_allclose(found.of(mod, first), 0, atol=1e-12)
+    assert found.of(mod, second).shape == (9,)
+    with pytest.raises(ArgumentError, match="has 2 arrays"):
+        found.of(mod)
+
+
+def test_a_narrow_bias_has_a_narrow_gradient() -> None:
+    bias = qkv.Bias(RNG.normal(size=(9, 1)).astype(np.float16))
+    _, pullback = qkv.vjp(Q, K, V, bias)
+    assert pullback(G, wrt=[bias]).of(bias).dtype == np.float16
+
+
+@pytest.mark.parametrize(
+    ("action", "kind", "match"),
+    [
+        (lambda p: p(G[:, :3]), ShapeError, r"\(2, 3, 4\).*\(2, 9, 4\)"),
+        (lambda p: p(G.astype(np.float32)), DTypeError, "float32.*float64"),
+        (lambda p: p(G, np.zeros(9)), ShapeError, "grad_lse"),
+        (lambda p: p([[1.0]]), DTypeError, "not an array"),
+        (lambda p: p(G, wrt=[qkv.Causal()]), ArgumentError, "no score of this call"),
+        (lambda p: p(G, wrt=[qkv.Softcap(2.0)]), ArgumentError, "very objects"),
+        (lambda p: p(G).of(qkv.Softcap(2.0)), ArgumentError, "pullback"),
+    ],
+)
+def test_what_is_refused(action, kind, match) -> None:
+    _, pullback = qkv.vjp(Q, K, V, qkv.Causal(), qkv.Softcap(2.0))
+    with pytest.raises(kind, match=f"(?s){match}"):
+        action(pullback)
+
+
+def test_a_bias_that_repeats_its_entries() -> None:
+    bias = qkv.Bias(np.broadcast_to(RNG.normal(size=(1, 9)), (9, 9)))
+    _, pullback = qkv.vjp(Q, K, V, bias)
+    with pytest.raises(ArgumentError, match=r"(?s)strides \(0, 8\).*before it was broadcast"):
+        pullback(G, wrt=[bias])
+
+
+class OneWay(BlockedBackend):
+    name = "one-way"
+    priority = 1000
+    backward = property()
+
+
+def test_a_backend_without_a_way_back_is_passed_over() -> None:
+    from qkv.backends import register, unregister
+
+    register(OneWay())
+    try:
+        spec = check(Q, K, V, ()).spec
+        assert choose(spec).backend.name == "one-way"
+        assert choose(spec, backward=True).backend.name != "one-way"
+        qkv.vjp(Q, K, V)[1](G)
+        with pytest.raises(UnsupportedError, match="no backward pass"):
+            qkv.vjp(Q, K, V, backend="one-way")
+    finally:
+        unregister("one-way")
