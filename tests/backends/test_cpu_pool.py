@@ -18,11 +18,11 @@ import torch
 from llvmlite import ir
 
 from qkv.backends.cpu import compile as cpu_compile
-from qkv.backends.cpu import pool as cpu_pool
 from qkv.backends.cpu.compile import Code, Kernel
 from qkv.backends.cpu.host import host
 from qkv.backends.cpu.ir import DOUBLE, INT64, POINTER, Emitter
-from qkv.backends.cpu.pool import Pool, emit_pool
+from qkv.backends.cpu.pool import Pool
+from qkv.backends.cpu.pool_code import LINE, OFFSET, emit_pool
 from qkv.backends.cpu.python_threads import PythonThreads
 
 LINUX = sys.platform == "linux"
@@ -305,9 +305,8 @@ def test_code_for_other_machines(triple, processor, sleep, words) -> None:
 
 def test_the_words_of_the_block_are_apart() -> None:
     """What different sides write has a line of its own, and a mutex has room: 64 bytes on macOS."""
-    offsets = cpu_pool._OFFSET
     apart = ("generation", "ticket", "busy", "sleeping", "job", "spins", "mutex", "condition")
-    assert len({offsets[name] // cpu_pool._LINE for name in apart}) == len(apart)
+    assert len({OFFSET[name] // LINE for name in apart}) == len(apart)
 
 
 # Without POSIX threads
