@@ -123,6 +123,20 @@ class Gradients:
     query, key, value : array
         With the library, dtype, shape and layout of the operand; where its leading dimensions were
         broadcast, `sum` over them.
+
+    Parameters
+    ----------
+    of_variants : sequence of (origin, array)
+        What `of` looks up; `qkv.vjp` fills it in.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> x = np.eye(2)
+    >>> out, pullback = qkv.vjp(x, x, x, qkv.Sinks(0.0))
+    >>> pullback(np.ones_like(out)).value.round(3)
+    array([[0.752, 0.752],
+           [0.752, 0.752]])
     """
 
     def __init__(
