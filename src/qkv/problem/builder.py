@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -199,7 +200,7 @@ class Builder:
                 [("variant", self._label)],
                 "Give one entry for each batch row.",
             ) from None
-        return full.reshape(-1, *tail)
+        return full.reshape(prod(self.shape.batch_shape), *tail)
 
     def broadcast(
         self,

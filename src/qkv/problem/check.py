@@ -383,4 +383,6 @@ def _rotation(
     if builder.rotation is None:
         return None, None
     rotation, inv_freq = builder.rotation
+    if rotation.rotary_dim == 0:
+        return None, None
     return rotation, Angles(inv_freq, *positions)

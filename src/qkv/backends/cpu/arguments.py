@@ -172,7 +172,7 @@ def scratch_of(spec: Spec, shape: Shape) -> int:
 def rotated(problem: Problem) -> tuple[Array, Rows]:
     """Query and key as the product meets them: rotated copies, or as they are."""
     spec, operands = problem.spec, problem.operands
-    if spec.rotation is None or spec.rotation.rotary_dim == 0:
+    if spec.rotation is None:
         return operands.query, operands.key
     scores = Scores(problem, spec.compute_dtype)
     query = np.empty(operands.query.shape, spec.compute_dtype)

@@ -78,7 +78,7 @@ def _without_tables(mask: Node, unknown: bool, *sizes: int) -> Chunks:
 
 def chunk_of(kv_len: int) -> int:
     """Keys of one task."""
-    return CHUNK * -(-kv_len // (CHUNK * _MOST))
+    return CHUNK * max(1, -(-kv_len // (CHUNK * _MOST)))
 
 
 def _chunks(

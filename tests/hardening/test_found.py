@@ -1,0 +1,43 @@
+"""What random problems have found, each as the smallest call that showed it."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import qkv
+from qkv.testing import truth
+
+
+def normal(*shape, dtype=np.float32, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("q_len", [1, 40])
+def test_a_rotation_of_nothing_in_sixteen_bits(dtype, q_len) -> None:
+    """Rows that were not rotated were read as the float32 that rotated ones are."""
+    query, key = normal(2, q_len, 6, dtype=dtype), normal(2, 40, 6, dtype=dtype, seed=1)
+    rope = qkv.RoPE(rotary_dim=0)
+    found = qkv.attention(query, key, key, rope, q_offset="end")
+    assert found.tobytes() == qkv.attention(query, key, key, q_offset="end").tobytes()
+    expected = truth(query, key, key, (rope,), q_offset="end").out
+    assert np.abs(found.astype(float) - expected).max() < 0.02
+
+
+@pytest.mark.parametrize("q_len", [0, 3])
+@pytest.mark.parametrize("kv_len", [0, 3])
+def test_segments_of_no_rows(q_len, kv_len) -> None:
+    query, key = normal(2, 1, q_len, 4), normal(2, 1, kv_len, 4)
+    segments = qkv.Segments(np.zeros((2, q_len), int), np.zeros(kv_len, int))
+    out, lse = qkv.attention(query, key, key, segments, return_lse=True)
+    assert out.shape == query.shape
+    if kv_len == 0:
+        assert (out == 0).all()
+        assert np.isneginf(lse).all()
+
+
+@pytest.mark.parametrize("kv_len", [0, 1])
+def test_a_plan_for_few_queries_without_keys(kv_len) -> None:
+    """The number of chunks was divided by their length."""
+    query, key = normal(2, 4, 1, 8), normal(2, 1, kv_len, 8)
+    assert qkv.plan(query, key, key, backend="cpu").scratch_bytes >= 0
