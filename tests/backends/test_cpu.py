@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.backends import Refusal, backends
+from qkv.backends import backends
 from qkv.backends.cpu import CpuBackend, describe_host, forward_pass
 from qkv.backends.cpu.backend import integer_bits
 from qkv.backends.cpu.host import host
@@ -269,7 +269,7 @@ def test_no_kernel_is_built_for_another_length(monkeypatch) -> None:
     forward_pass._kernel.cache_clear()
     for kv_len in range(5, 140, 33):
         for dim in (3, 16):
-            query, key = normal(2, 1, dim), normal(1, kv_len, dim)
+            query, key = normal(2, 20, dim), normal(1, kv_len, dim)
             run(query, key, key, qkv.Causal("end"), qkv.Softcap(float(kv_len)))
     assert len(built) == 1
     forward_pass._kernel.cache_clear()
@@ -343,12 +343,6 @@ def test_nothing_outside_the_operands_is_read_or_written() -> None:
 
 
 # Without it
-
-
-def test_sixteen_bits_are_refused() -> None:
-    query = normal(1, 4, 4).astype(np.float16)
-    (refusal,) = CpuBackend().refusals(check(query, query, query, ()).spec)
-    assert refusal == Refusal("the dtype is float16", "float32")
 
 
 def test_without_llvmlite_another_backend_runs() -> None:

@@ -11,7 +11,13 @@ import pytest
 from qkv.backends import backends, unregister
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["README.md", "docs/add-a-variant.md", "docs/add-a-backend.md", "docs/trace.md"]
+PAGES = [
+    "README.md",
+    "docs/add-a-variant.md",
+    "docs/add-a-backend.md",
+    "docs/paged-and-quantized.md",
+    "docs/trace.md",
+]
 
 
 @pytest.mark.parametrize("page", PAGES)

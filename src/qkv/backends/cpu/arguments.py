@@ -141,7 +141,7 @@ class ForwardArguments(Arguments):
             "runs": self._address(forward.plan.runs),
             "out": self._address(result.out),
             "lse": self._address(result.lse),
-            "rows": spec.q_len * (spec.group_size if forward.folded else 1),
+            "rows": spec.q_len,
             "entropy": 0,
             "max_score": 0,
             "max_weight": 0,

@@ -1,7 +1,7 @@
 """The forward kernel: online softmax with queries in lanes.
 
-One task is a block of queries of one head, `vectors * lanes` rows at most; when there are few
-queries, as in decoding, the heads that share a kv head are rows of one *folded* block. Its scores
+One task is a block of queries of one head, `vectors * lanes` rows at most; where weights are
+replayed for few queries, the heads that share a kv head are rows of one *folded* block. Its scores
 are computed transposed, one vector of queries for each key, so that the maximum, the sum, the
 rescaling and the mask of a row are all lane-wise:
 

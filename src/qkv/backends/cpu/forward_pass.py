@@ -16,7 +16,7 @@ from qkv.backends.cpu.forward import ForwardKey, emit_forward
 from qkv.backends.cpu.frame import Shape
 from qkv.backends.cpu.host import Host, host
 from qkv.backends.cpu.pairs import emit_pairs
-from qkv.backends.cpu.schedule import TILE_KV, fine_tile, folds, schedule
+from qkv.backends.cpu.schedule import TILE_KV, fine_tile, schedule
 from qkv.problem.spec import Problem, Spec
 
 _SLICE_SECONDS = 0.1
@@ -56,20 +56,19 @@ class ForwardPass(Pass):
         # Sinks scale the output afterwards: round to the type of storage only then.
         self.out_dtype = spec.compute_dtype if spec.sinks else np.dtype(spec.dtype)
         self.shape = _shape(spec, here)
-        self.folded = folds(spec, self.shape.lanes)
         key = ForwardKey(
             kernel_spec(spec),
             self.shape,
             integer_bits(problem),
-            self.folded,
+            False,
             spec.rotation is not None,
             self.out_dtype.name,
             statistics,
         )
         block_q, tile_kv = self.shape.block_q, TILE_KV
-        if self.shape.product == "elements" and not self.folded:
+        if self.shape.product == "elements":
             tile_kv = fine_tile(problem, block_q)
-        self.plan = schedule(problem, block_q, self.folded, self.shape.together, tile_kv)
+        self.plan = schedule(problem, block_q, together=self.shape.together, tile_kv=tile_kv)
         self.scratch_bytes = scratch_of(spec, self.shape)
         operations = 2.0 * (spec.head_dim + spec.v_head_dim) * self.plan.pairs
         super().__init__(_kernel(key, here), len(self.plan.tasks), operations)

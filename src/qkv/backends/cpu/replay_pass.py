@@ -28,6 +28,7 @@ from qkv.backends.cpu.replay import (
 )
 from qkv.backends.cpu.schedule import TILE_KV, Schedule, fine_tile, folds, schedule
 from qkv.partial import coarse
+from qkv.problem.rows import plain
 from qkv.problem.spec import Problem, Spec
 
 Array = NDArray[Any]
@@ -197,7 +198,8 @@ class _ReplayArguments(Arguments):
     ) -> None:
         super().__init__(replay.problem, FIELDS)
         spec = replay.problem.spec
-        query, key = rotated(replay.problem)
+        query, key_rows = rotated(replay.problem)
+        key = plain(key_rows)
         self._write(
             {
                 **dict.fromkeys(FIELDS, 0),
