@@ -107,6 +107,7 @@ class _Forward(Frame):
         self.folded = key.folded
         self.out_dtype = key.out_dtype
         self.statistics = key.statistics
+        self.block_kv = BLOCK_KV
         turned = real_dtype(self.e) if key.rotated else key.spec.dtype
         self.dtypes = {"query": turned, "key": turned, "value": key.spec.dtype}
         self.plain = self.score == SCORE
@@ -171,8 +172,6 @@ class _Forward(Frame):
                 new_max = self._finish_scores(
                     places, scale, scores, turned, width, count, kv_start, masked
                 )
-                if self.plain:
-                    new_max = b.fmul(new_max, scale)
             else:
                 new_max = b.fmul(e.load_vector(block_max), scale)
             new_max = e.greatest(old_max, new_max)
@@ -184,8 +183,9 @@ class _Forward(Frame):
 
             def weigh(k: Value, carried: list[Value]) -> tuple[Value, list[Value]]:
                 score = e.load_vector(e.at(scores, e.mul(k, width)))
-                scaled = b.fmul(score, scale) if self.plain else score
-                distance = b.fsub(scaled, shift)
+                if not may_forbid:
+                    score = b.fmul(score, scale)
+                distance = b.fsub(score, shift)
                 weight = vector_math.exp_flushed(e, distance)
                 if may_forbid:
                     never = b.fcmp_ordered("==", score, e.const(-math.inf))
@@ -254,21 +254,19 @@ class _Forward(Frame):
         kv_start: Value,
         masked: bool,
     ) -> Value:
-        """Score mods and mask in place; the largest of each row."""
+        """Scale, score mods and mask in place; the largest of each row."""
         e, b = self.e, self.e.builder
         loads = turned_loads(self.spec)
         if not masked:
             read = set(walk(self.score))
             loads = tuple(load for load in loads if load in read)
-        lay_down(e, places, loads, kv_start, count, BLOCK_KV, turned)
+        lay_down(e, places, loads, kv_start, count, self.block_kv, turned)
 
         def finish(k: Value, carried: list[Value]) -> list[Value]:
             place = e.at(scores, e.mul(k, width))
-            score = e.load_vector(place)
-            if not self.plain:
-                score = b.fmul(score, scale)
+            score = b.fmul(e.load_vector(place), scale)
             inner = places.inside(e.add(kv_start, k), score)
-            inner.known.update(laid_down(e, self.spec, loads, turned, k, BLOCK_KV))
+            inner.known.update(laid_down(e, self.spec, loads, turned, k, self.block_kv))
             if not self.plain:
                 score = inner.floats(self.score)
             if masked:

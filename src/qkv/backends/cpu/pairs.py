@@ -77,6 +77,7 @@ def emit_pairs(key: ForwardKey) -> str:
 class _PairForward(_Forward):
     def __init__(self, key: ForwardKey) -> None:
         super().__init__(key)
+        self.block_kv = BLOCK_KV
         e = self.e
         self.vectors = self.shape.vectors
         self.width = self.vectors * e.vector_bytes
