@@ -93,6 +93,10 @@ def vjp(
     array([[-0.442,  0.442],
            [-0.442,  0.442]])
     """
+    shapes = tuple(
+        library_of(array, role).view(array, role).shape
+        for array, role in ((query, "query"), (key, "key"), (value, "value"))
+    )
     call = Call.bind(
         query,
         key,
@@ -107,10 +111,6 @@ def vjp(
     )
     partial = call.run()
     out = call.output(partial)
-    shapes = tuple(
-        library_of(array, role).view(array, role).shape
-        for array, role in ((query, "query"), (key, "key"), (value, "value"))
-    )
     pullback = Pullback(call, partial, shapes)
     return ((out, call.rows(partial.lse)) if return_lse else out), pullback
 
