@@ -187,33 +187,35 @@ def test_sixteen_callers(pool) -> None:
 # Threads of the system
 
 
-def worker_files(name: str) -> list[str]:
-    """A file of /proc for each thread that is not Python's."""
-    python = {str(thread.native_id) for thread in threading.enumerate()}
-    tasks = [task for task in Path("/proc/self/task").iterdir() if task.name not in python]
-    return [(task / name).read_text() for task in tasks]
+def tasks() -> set[Path]:
+    return set(Path("/proc/self/task").iterdir())
+
+
+def soon(condition) -> bool:
+    """Whether it comes true; the system takes its time to put a thread away."""
+    deadline = time.monotonic() + 30
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
 
 
 @pytest.mark.skipif(not LINUX, reason="reads /proc")
 def test_idle_workers_sleep_block_signals_and_end(pool) -> None:
-    before = len(worker_files("stat"))
+    before = tasks()
     pool.run(KERNEL, Launch(expected=4), 3)
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        states = [text.rpartition(")")[2].split()[0] for text in worker_files("stat")]
-        if states.count("S") == len(states):
-            break
-        time.sleep(0.01)
-    assert states == ["S"] * (before + 3), "asleep, though nobody has told them to"
-    masks = [
-        int(line.split()[1], 16)
-        for text in worker_files("status")
-        for line in text.splitlines()
-        if line.startswith("SigBlk")
-    ]
-    assert sum(mask & 0b10 > 0 for mask in masks) >= 3, "SIGINT is for Python's main thread"
+    workers = tasks() - before
+    assert len(workers) == 3
+
+    def state(worker: Path) -> str:
+        return (worker / "stat").read_text().rpartition(")")[2].split()[0]
+
+    assert soon(lambda: {state(worker) for worker in workers} == {"S"}), "nobody has told them to"
+    for worker in workers:
+        status = (worker / "status").read_text().splitlines()
+        (blocked,) = (int(line.split()[1], 16) for line in status if line.startswith("SigBlk"))
+        assert blocked & 0b10, "SIGINT is for Python's main thread"
     pool.stop()
-    assert len(worker_files("stat")) == before
+    assert soon(lambda: not tasks() & workers)
 
 
 def test_a_stopped_pool_runs_alone(pool) -> None:
