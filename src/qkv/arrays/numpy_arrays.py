@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,9 @@ class NumpyArrays:
                 f"{role} is a {type(array).__name__}, not an array.",
                 action=f"Pass numpy.asarray({role}).",
             )
-        if isinstance(array, np.ma.MaskedArray):
+        # numpy.ma takes long to import; nobody has a masked array without it.
+        masked = sys.modules.get("numpy.ma")
+        if masked is not None and isinstance(array, masked.MaskedArray):
             raise DTypeError(
                 f"{role} is a masked array; its mask would be ignored.",
                 action=f"Pass {role}.data, and the mask as a boolean array (True = attend).",

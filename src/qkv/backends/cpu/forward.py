@@ -128,13 +128,15 @@ class _Forward(Frame):
             )
             row_bytes = e.mul(v_head_dim, e.real_bytes)
 
+            def fetch(row: Value) -> None:
+                e.loop(
+                    0, row_bytes, _CACHE_LINE, [],
+                    lambda offset, _: e.prefetch(e.at(row, offset)),
+                )  # fmt: skip
+
             def finish(k: Value, products: list[Value], largest: list[Value]) -> list[Value]:
                 for i in range(len(products) // vectors):
-                    row = e.at(value, e.mul(e.add(k, i), value_row))
-                    e.loop(
-                        0, row_bytes, _CACHE_LINE, [],
-                        lambda offset, _, row=row: e.prefetch(e.at(row, offset)),
-                    )  # fmt: skip
+                    fetch(e.at(value, e.mul(e.add(k, i), value_row)))
                 store_vectors(e, e.at(out, e.mul(k, vectors * e.vector_bytes)), products)
                 largest = list(largest)
                 for n, product in enumerate(products):

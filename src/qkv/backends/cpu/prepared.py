@@ -35,11 +35,12 @@ _free: list[Array] = []
 
 
 class _Block:
-    """Argument words that one call at a time fills in."""
+    """Argument words that one call at a time fills in; keeps alive what they point to meanwhile."""
 
     def __init__(self, words: Array) -> None:
-        self.words = memoryview(words)
+        self.words = memoryview(words.data)
         self.address = address_of(words)
+        self.kept: tuple[Array, ...] = ()
 
     def allow(self, start: int, stop: int) -> None:
         self.words[0] = start
@@ -51,8 +52,13 @@ class PreparedForward:
 
     def __init__(self, problem: Problem, forward: ForwardPass) -> None:
         spec, operands = problem.spec, problem.operands
-        alike = {name: _alike(getattr(operands, name)) for name in ("query", "key", "value")}
-        problem = replace(problem, operands=replace(operands, **alike))
+        operands = replace(
+            operands,
+            query=_alike(operands.query),
+            key=_alike(operands.key),
+            value=_alike(operands.value),
+        )
+        problem = replace(problem, operands=operands)
         shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.v_head_dim)
         self._forward = forward
         self._host = host()
@@ -79,7 +85,9 @@ class PreparedForward:
         words[_VALUE] = _address(value)
         words[_OUT] = _address(out)
         words[_LSE] = _address(lse)
+        block.kept = (scratch, query, key, value, out, lse)
         self._forward.launch(block, workers)
+        block.kept = ()
         self._blocks.append(block)
         if len(_free) < _FREE:
             _free.append(scratch)
