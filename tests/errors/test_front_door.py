@@ -396,9 +396,13 @@ def test_unsupported_gives_every_backend_and_its_reason(monkeypatch) -> None:
     from qkv import backends as module
     from qkv.backends import Refusal, backends
     from qkv.backends.blocked import BlockedBackend
+    from qkv.backends.cpu import CpuBackend
 
     monkeypatch.setattr(
         BlockedBackend, "refusals", lambda self, spec: (Refusal("it is Monday", "Tuesday"),)
+    )
+    monkeypatch.setattr(
+        CpuBackend, "refusals", lambda self, spec: (Refusal("it is raining", "sunshine"),)
     )
     reference = next(b for b in backends() if b.name == "reference")
     monkeypatch.setattr(sys.modules[type(reference).__module__], "DENSE_LIMIT", 0)

@@ -99,7 +99,7 @@ def test_few_are_kept() -> None:
     for length in range(1, 2 * _recall.KEPT):
         part = key[:, :, :length]
         for _ in range(2):
-            qkv.attention(part[:, :, :1], part, part)
+            qkv.attention(key, part, part)
     assert len(_recall._prepared) == len(_recall._seen) == _recall.KEPT
 
 

@@ -22,6 +22,7 @@ from qkv.problem.spec import Problem
 
 if TYPE_CHECKING:
     from qkv.backends.cpu.forward_pass import ForwardPass
+    from qkv.problem.rows import StoredRows
 
 Array = NDArray[Any]
 
@@ -94,8 +95,9 @@ class PreparedForward:
         return Partial(out, lse)
 
 
-def _alike(array: Array) -> Array:
+def _alike(array: Array | StoredRows) -> Array:
     """An array with the same dtype, shape and strides that holds one element."""
+    assert isinstance(array, np.ndarray)  # stored rows are not recalled
     return as_strided(np.empty(1, array.dtype), array.shape, array.strides, writeable=False)
 
 
