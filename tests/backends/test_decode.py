@@ -94,6 +94,18 @@ def test_long_rows_are_as_good_as_plain_ones() -> None:
     assert np.abs(lse - expected.lse).max() <= limit.lse
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_chunks_whose_scores_are_far_apart(sign) -> None:
+    """Records are merged relative to the largest of all, whichever chunk has it."""
+    bias = sign * np.linspace(-2000, 2000, 4 * CHUNK)[None]
+    query, key, value = normal(3, 1, 8), normal(1, 4 * CHUNK, 8), normal(1, 4 * CHUNK, 5)
+    expected = truth(query, key, value, (bias,))
+    limit = bounds(expected, np.float32)
+    found, lse = run(query, key, value, bias)
+    assert np.abs(found - expected.out).max() <= limit.out
+    assert np.abs(lse - expected.lse).max() <= limit.lse
+
+
 # What is forbidden
 
 
