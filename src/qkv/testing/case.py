@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from qkv.problem.builder import Shape
 from qkv.testing.oracle import Truth, truth
-from qkv.testing.tolerances import Bounds, bounds
+from qkv.testing.tolerances import ORDERS, Bounds, bounds
 
 Array = NDArray[Any]
 Variants: TypeAlias = Callable[[Shape, np.random.Generator], Sequence[Any]]
@@ -118,11 +118,10 @@ class Case:
         query = self.magnitude * rng.normal(size=(*q_batch, s.num_heads, s.q_len, s.head_dim))
         key = self.magnitude * rng.normal(size=(*kv_batch, s.num_kv_heads, s.kv_len, s.head_dim))
         value = rng.normal(size=(*kv_batch, s.num_kv_heads, s.kv_len, s.v_head_dim))
-        query, key, value = (self.arrange(a.astype(DTYPES[dtype])) for a in (query, key, value))
         return Inputs(
-            query,
-            key,
-            value,
+            self.arrange(query.astype(DTYPES[dtype]), "query"),
+            self.arrange(key.astype(DTYPES[dtype]), "key"),
+            self.arrange(value.astype(DTYPES[dtype]), "value"),
             variants=tuple(self.variants(s, rng)),
             keywords={
                 "scale": self.scale,
@@ -132,12 +131,16 @@ class Case:
             },
         )
 
-    def arrange(self, array: Array) -> Array:
+    def arrange(self, array: Array, role: str = "out") -> Array:
         """An array `(..., heads, length, dim)` as the case passes it."""
         if not self.head_axis:
             array = array[0]
         elif self.layout == "blhd":
             array = array.swapaxes(-3, -2)
+        return self.place(array, role)
+
+    def place(self, array: Array, role: str) -> Array:
+        """The array where the case has it in memory; `role` says which one it is."""
         return lay_out(array, self.memory)
 
     def plain_order(self, array: Array) -> Array:
@@ -162,9 +165,12 @@ class Case:
         )
 
     @lru_cache(maxsize=8)  # noqa: B019 - as above
-    def bounds(self, dtype: str) -> Bounds:
+    def bounds(self, dtype: str, orders: int = ORDERS) -> Bounds:
         """How far from `truth` a result may lie."""
-        return bounds(self.truth(dtype), dtype)
+        return self._bounds(dtype, orders)
+
+    def _bounds(self, dtype: str, orders: int) -> Bounds:
+        return bounds(self.truth(dtype), dtype, orders)
 
 
 def lay_out(array: Array, memory: Memory) -> Array:

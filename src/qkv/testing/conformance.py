@@ -22,6 +22,7 @@ from qkv.problem.check import check
 from qkv.problem.spec import Spec
 from qkv.testing.case import DTYPES, Case, Inputs
 from qkv.testing.oracle import Truth
+from qkv.testing.tolerances import ORDERS
 from qkv.variants import Bias, Mask
 
 Array = NDArray[Any]
@@ -171,12 +172,16 @@ class _Run:
         self.require((out[empty] == 0).all(), "a row that sees no key is not 0")
         nothing = np.isneginf(truth.lse)
         self.require((np.isneginf(lse) == nothing).all(), "lse is -inf in the wrong rows")
-        limits = self.case.bounds(self.dtype)
-        for what, got, exact, limit in (
-            ("output", out, truth.out, limits.out),
-            ("lse", lse[~nothing], truth.lse[~nothing], limits.lse),
-        ):
-            error = np.max(np.abs(got.astype(np.float64) - exact), initial=0.0)
+        errors = (
+            ("output", _largest(out - truth.out)),
+            ("lse", _largest(lse[~nothing] - truth.lse[~nothing])),
+        )
+        for orders in (1, ORDERS):  # mostly the first one is enough
+            bounds = self.case.bounds(self.dtype, orders)
+            limits = bounds.out, bounds.lse
+            if all(error <= limit for (_, error), limit in zip(errors, limits, strict=True)):
+                return
+        for (what, error), limit in zip(errors, limits, strict=True):
             self.require(error <= limit, f"{what} is {error:.3g} off, allowed is {limit:.3g}")
 
     def leaks(self, inputs: Inputs, truth: Truth, out: Array, lse: Array) -> None:
@@ -195,7 +200,7 @@ class _Run:
         key[..., hidden[3::4], :] = np.nan
         value[..., hidden, :] = np.nan
         value[..., hidden[1::2], :] = -np.inf
-        poisoned = [self.case.arrange(a) for a in (key, value)]
+        poisoned = [self.case.arrange(key, "key"), self.case.arrange(value, "value")]
         if not all(
             np.array_equal(self.case.plain_order(a).astype(float), b.astype(float), equal_nan=True)
             for a, b in zip(poisoned, (key, value), strict=True)
@@ -215,3 +220,7 @@ class _Run:
         if truth.heads[0].factors.all():
             reached = allowed[..., hidden[::2]].any(axis=-1)
             self.require(np.isnan(after[reached]).all(), "a NaN value did not reach its rows")
+
+
+def _largest(array: Array) -> float:
+    return float(np.max(np.abs(array), initial=0.0))

@@ -45,12 +45,13 @@ class Bounds:
     lse: float
 
 
-def bounds(truth: Truth, dtype: Any) -> Bounds:
+def bounds(truth: Truth, dtype: Any, orders: int = ORDERS, *, stepwise: bool = False) -> Bounds:
     """The bounds for a case whose inputs were rounded to `dtype` before `truth` read them.
 
         bound = 2 max|plain - truth| + ulp(max|truth|),   float64: 64 eps max(1, max|truth|)
 
-    lse is held to the type of computation: float32 for 16-bit input.
+    lse is held to the type of computation: float32 for 16-bit input. The plain error is the largest
+    of some `orders`; fewer of them can only make the bounds smaller. `stepwise` is that of `plain`.
 
     Examples
     --------
@@ -71,10 +72,10 @@ def bounds(truth: Truth, dtype: Any) -> Bounds:
     flat_out = truth.out.reshape(len(truth.heads), *truth.out.shape[-2:])
     flat_lse = lse.reshape(len(truth.heads), lse.shape[-1])
     for dense, exact_out, exact_lse in zip(truth.heads, flat_out, flat_lse, strict=True):
-        for order in range(ORDERS):
-            out, rows = plain(dense, truth.variants, dtype, order)
+        for order in range(orders):
+            out, rows = plain(dense, truth.variants, dtype, order, stepwise=stepwise)
             if dtype != compute:
-                rows = plain(dense, truth.variants, compute, order)[1]
+                rows = plain(dense, truth.variants, compute, order, stepwise=stepwise)[1]
             rows = np.where(np.isneginf(rows), 0.0, rows)
             out_error = max(out_error, _largest(out - exact_out))
             lse_error = max(lse_error, _largest(rows - exact_lse))
@@ -84,7 +85,9 @@ def bounds(truth: Truth, dtype: Any) -> Bounds:
     )
 
 
-def plain(dense: Dense, variants: Sequence[Any], dtype: Any, order: int = 0) -> tuple[Array, Array]:
+def plain(
+    dense: Dense, variants: Sequence[Any], dtype: Any, order: int = 0, *, stepwise: bool = False
+) -> tuple[Array, Array]:
     """Output and lse of one head, computed plainly in `dtype`.
 
     `dense` is the head as the oracle leaves it, `variants` are those of its call.
@@ -95,7 +98,9 @@ def plain(dense: Dense, variants: Sequence[Any], dtype: Any, order: int = 0) -> 
     4. output: `weights @ value`, rounded.
 
     Inside a step, 16-bit types are computed in float32, as hardware and torch do. With `order`
-    0 it adds as the arrays lie; other numbers shuffle head_dim and keys.
+    0 it adds as the arrays lie; other numbers shuffle head_dim and keys. With `stepwise`, what each
+    variant adds is rounded to the type of computation, and so is the sum: as whoever computes in
+    that type has to, and what shows where one large term cancels another.
     """
     dtype = np.dtype(dtype)
     compute = np.dtype(np.float64 if dtype == np.float64 else np.float32)
@@ -108,7 +113,7 @@ def plain(dense: Dense, variants: Sequence[Any], dtype: Any, order: int = 0) -> 
     with np.errstate(all="ignore"):
         query, key = rounded(dense.query[:, dims]), rounded(dense.key[:, dims])
         raw = rounded(rounded(query @ key.T) * compute.type(dense.scale)).astype(np.float64)
-        scores = rounded(_modified(dense, variants, raw))[:, keys]
+        scores = rounded(_modified(dense, variants, raw, compute if stepwise else None))[:, keys]
         sink = compute.type(dense.sink)
         peak = np.maximum(scores.max(axis=1, initial=-np.inf), sink)
         shift = np.where(np.isneginf(peak), compute.type(0), peak)
@@ -120,13 +125,19 @@ def plain(dense: Dense, variants: Sequence[Any], dtype: Any, order: int = 0) -> 
     return out, lse
 
 
-def _modified(dense: Dense, variants: Sequence[Any], raw: Array) -> Array:
+def _modified(
+    dense: Dense, variants: Sequence[Any], raw: Array, step: np.dtype[Any] | None
+) -> Array:
     """What the variants make of raw scores; most only forbid pairs, which is known already."""
     if not np.array_equal(dense.scores, dense.products()):
         dense = replace(dense)
         dense.scores = raw
         for variant in variants:
+            before = dense.scores.copy()
             variant.naive(dense)
+            if step is not None:
+                change = (dense.scores - before).astype(step).astype(np.float64)
+                dense.scores = (before + change).astype(step).astype(np.float64)
         raw = dense.scores
     return np.where(dense.allowed, raw, -np.inf)
 
