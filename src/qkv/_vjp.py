@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from qkv._call import Call
 from qkv.arrays import library_of
 from qkv.errors import ArgumentError, DTypeError, ShapeError
-from qkv.inspection.replay import Replay
 from qkv.partial import Partial
 from qkv.problem.backward import BackwardInputs, reads
 from qkv.problem.check import Layout
@@ -21,10 +20,6 @@ from qkv.problem.spec import Operands, Origin, Spec
 __all__ = ["Gradients", "vjp"]
 
 Array = NDArray[Any]
-
-_LSE_ROUNDING = 1e-3
-"""Scores are rounded as lse is, so that little is gained below this; where lse has lost the
-logarithm of a sum (a row whose every key has a bias of -1e9), all would be."""
 
 
 def vjp(
@@ -190,15 +185,13 @@ class Pullback:
         cotangent = self._cotangent(grad_out)
         of_lse = self._of_lse(grad_lse)
         tables, sinks = _wanted(spec, operands, tuple(wrt))
-        replay = Replay(problem, partial.lse, _LSE_ROUNDING)
-        shift, log_sum = (rows.reshape(partial.lse.shape) for rows in replay.shift)
         inputs = BackwardInputs(
-            partial.out, shift, log_sum, cotangent, of_lse, frozenset(n for n, _ in tables)
+            partial.out, partial.lse, cotangent, of_lse, frozenset(n for n, _ in tables)
         )
         found = call.choice.backend.backward(problem, inputs)  # type: ignore[attr-defined]
         own = _by_origin([(origin, found.tables[name]) for name, origin in tables])
         if sinks is not None:
-            own.append((sinks, _of_sinks(sinks, operands.sinks, inputs, partial.lse)))
+            own.append((sinks, _of_sinks(sinks, operands.sinks, inputs)))
         query, key, value = (
             self._like(gradient, shape)
             for gradient, shape in zip(
@@ -317,13 +310,13 @@ def _by_origin(found: list[tuple[Origin, Array]]) -> list[tuple[Origin, Array]]:
     return list(sums.values())
 
 
-def _of_sinks(origin: Origin, sinks: Array | None, inputs: BackwardInputs, lse: Array) -> Array:
+def _of_sinks(origin: Origin, sinks: Array | None, inputs: BackwardInputs) -> Array:
     """`d sink[h] = -sum_i exp(sink[h] - lse[i]) * delta[i]`: a key of value 0 in every row."""
     assert sinks is not None
     with np.errstate(all="ignore"):
         along = inputs.out.astype(np.float64) * inputs.grad_out.astype(np.float64)
         delta = along.sum(axis=-1) - inputs.grad_lse
-        shares = np.exp(sinks[:, None] - lse.astype(np.float64)) * delta
+        shares = np.exp(sinks[:, None] - inputs.lse.astype(np.float64)) * delta
         total = -shares.sum(axis=-1)
     by_head: Array = total.reshape(-1, len(sinks)).sum(axis=0)
     return by_head if origin.array.ndim else by_head.sum()

@@ -44,15 +44,10 @@ class Tile:
 
 @dataclass(slots=True)
 class Replay:
-    """Weights of a problem whose forward pass gave `lse`, `(*batch_shape, num_heads, q_len)`.
-
-    `rounding` is the relative error of a weight, from the rounding of lse, beyond which a row is
-    summed again.
-    """
+    """Weights of a problem whose forward pass gave `lse`, `(*batch_shape, num_heads, q_len)`."""
 
     problem: Problem
     lse: Array
-    rounding: float = LSE_ROUNDING
     scores: Scores = field(init=False)
     _shift: tuple[Array, Array] | None = field(init=False, default=None)
 
@@ -75,7 +70,7 @@ class Replay:
             flat = self.lse.reshape(spec.batch_size, spec.num_heads, spec.q_len)
             a = np.where(np.isneginf(flat), 0, flat).astype(self.dtype)
             b = np.zeros_like(a)
-            large = coarse(a, self.rounding)
+            large = coarse(a, LSE_ROUNDING)
             for batch, head in np.argwhere(large.any(axis=-1)):
                 rows = np.flatnonzero(large[batch, head])
                 for part in np.split(rows, range(BLOCK_Q, len(rows), BLOCK_Q)):

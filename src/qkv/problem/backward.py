@@ -3,7 +3,7 @@
 Weights are computed again from the scores and what the forward pass left of each row, so that no
 matrix is kept. For one block of queries against one block of keys,
 
-    w[i,j]  = exp((s[i,j] - a[i]) - b[i])               a + b: lse, b not 0 where lse is huge
+    w[i,j]  = exp(s[i,j] - lse[i])
     dP[i,j] = f[i,j] * (dO[i] . v[j])                   f: dropout factors, 1 without
     dS[i,j] = w[i,j] * (dP[i,j] - delta[i])             delta[i] = dO[i] . out[i] - d lse[i]
     dX[i,j] = dS[i,j] * d s[i,j] / d x[i,j]             x: scaled product, s: final score
@@ -12,8 +12,9 @@ matrix is kept. For one block of queries against one block of keys,
 
 and a table entry t gets the sum of dS[i,j] * d s[i,j] / d t. The subtraction of delta is the
 derivative of the softmax: `delta = sum_j w[j] dP[j]`, which the forward pass has in another form.
-Forbidden pairs are left out by selection, never by multiplying with 0. Source: Dao et al.,
-"FlashAttention" (2022), algorithm 4.
+Forbidden pairs are left out by selection, never by multiplying with 0. Where lse is large, what
+its rounding took shows in every weight: the weights of such rows are summed first, and divided by
+their sum. Source: Dao et al., "FlashAttention" (2022), algorithm 4.
 """
 
 from __future__ import annotations
@@ -39,15 +40,14 @@ Array = NDArray[Any]
 class BackwardInputs:
     """What a backward pass starts from.
 
-    `out` `(*batch_shape, num_heads, q_len, v_head_dim)` is the output, sinks included. Weights are
-    `exp((s - shift) - log_sum)`; these, and `grad_lse`, are `(*batch_shape, num_heads, q_len)` in
-    the type of computation. `grad_out` is like `out`, in the type of the query. `tables` names the
+    `out` `(*batch_shape, num_heads, q_len, v_head_dim)` is the output and `lse`
+    `(*batch_shape, num_heads, q_len)` its lse in the type of computation, sinks included.
+    `grad_out` is like `out`, in the type of the query, `grad_lse` like `lse`. `tables` names the
     floating tables of the score whose gradients are wanted.
     """
 
     out: Array
-    shift: Array
-    log_sum: Array
+    lse: Array
     grad_out: Array
     grad_lse: Array
     tables: frozenset[str] = frozenset()
@@ -67,6 +67,20 @@ class OperandGradients:
     tables: Mapping[str, Array]
 
 
+LARGE_LSE = 16.0
+"""Where the rounding of lse is some units in the last place of a weight, if it is of the same type
+as the operands."""
+
+
+_EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+
+
+def is_large(lse: Array, dtype: np.dtype[Any]) -> Array:
+    """Rows whose lse is rounded too much for operands of a type."""
+    limit = LARGE_LSE * _EPS[dtype.name] / _EPS[lse.dtype.name]
+    return np.asarray((np.abs(lse) > limit) & ~np.isneginf(lse))
+
+
 def reads(spec: Spec, names: frozenset[str]) -> tuple[Load, ...]:
     """Where the score reads these tables."""
     found = (n for n in walk(spec.score) if isinstance(n, Load) and n.table in names)
@@ -82,11 +96,18 @@ def backward(scores: Scores, grid: TileGrid, inputs: BackwardInputs) -> OperandG
         for head in range(spec.num_heads):
             for i, kinds in grid.rows(batch, head):
                 q_rows = slice(i * grid.block_q, min((i + 1) * grid.block_q, spec.q_len))
+                tiles = [
+                    (slice(start, min(start + grid.block_kv, run.stop)), run.kind)
+                    for run in grid.runs(kinds)
+                    for start in range(run.start, run.stop, grid.block_kv)
+                ]
                 rows = _Rows(inputs, (*index, head, q_rows), scores.dtype)
-                for run in grid.runs(kinds):
-                    for start in range(run.start, run.stop, grid.block_kv):
-                        kv_rows = slice(start, min(start + grid.block_kv, run.stop))
-                        sums.add_tile(batch, head, q_rows, kv_rows, run.kind, rows)
+                large = is_large(rows.lse, operands.query.dtype)
+                if large.any():
+                    log_sum = _log_sum(scores, batch, head, q_rows, tiles, rows.lse)
+                    rows.log_sum = np.where(large, log_sum, rows.log_sum)
+                for kv_rows, kind in tiles:
+                    sums.add_tile(batch, head, q_rows, kv_rows, kind, rows)
     scale = scores.dtype.type(operands.scale)
     shapes = operands.query.shape, operands.key.shape, operands.value.shape
     with np.errstate(all="ignore"):
@@ -101,14 +122,32 @@ class _Rows:
     """What is known of one block of queries."""
 
     def __init__(self, inputs: BackwardInputs, place: tuple[Any, ...], dtype: np.dtype[Any]):
-        self.shift, self.log_sum, grad_lse = (
-            array[place].astype(dtype)[:, None]
-            for array in (inputs.shift, inputs.log_sum, inputs.grad_lse)
+        self.lse, grad_lse = (
+            array[place].astype(dtype)[:, None] for array in (inputs.lse, inputs.grad_lse)
         )
+        self.log_sum: Array = np.zeros_like(self.lse)
         self.grad_out = inputs.grad_out[place].astype(dtype)
         with np.errstate(all="ignore"):
             along = (self.grad_out * inputs.out[place].astype(dtype)).sum(axis=1, keepdims=True)
             self.delta = along - grad_lse
+
+
+def _log_sum(
+    scores: Scores,
+    batch: int,
+    head: int,
+    q_rows: slice,
+    tiles: list[tuple[slice, TileKind]],
+    lse: Array,
+) -> Array:
+    """The logarithm of the sum of `exp(s - lse)` over keys and sink: 0 but for rounding."""
+    sinks = scores.problem.operands.sinks
+    with np.errstate(all="ignore"):
+        total = np.zeros_like(lse) if sinks is None else np.exp(sinks[head] - lse)
+        for kv_rows, kind in tiles:
+            s = scores.tile(batch, head, q_rows, kv_rows, kind)
+            total = total + np.exp(s - lse).sum(axis=1, keepdims=True)
+        return np.where(np.isneginf(lse), 0, np.log(total)).astype(lse.dtype)
 
 
 class _Sums:
@@ -150,7 +189,7 @@ class _Sums:
             scaled = (query @ key.T) * dtype.type(self.problem.operands.scale)
             s = scores.finish(scaled, **places, kind=kind)
             allowed = ~np.isneginf(s)
-            weights = np.where(allowed, np.exp((s - rows.shift) - rows.log_sum), dtype.type(0))
+            weights = np.where(allowed, np.exp((s - rows.lse) - rows.log_sum), dtype.type(0))
             d_weights = rows.grad_out @ value.T
             dropped = weights
             if factors is not None:

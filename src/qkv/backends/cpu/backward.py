@@ -167,11 +167,24 @@ class _Backward(BackwardRows):
 
     def all_tasks(self) -> None:
         e = self.e
-        task_of = self.range_of_keys({"add_parts": self.add_parts(), **self.parts()})
+        parts = {"add_parts": self.add_parts(), **self.parts()}
+        range_of_keys = self.range_of_keys(parts)
 
         def run(arguments: Value, number: Value, scratch: Value) -> None:
             size = WORD * (len(TASK) + len(self.wanted))
             task = e.at(self.pointer_field(arguments, "tasks"), e.mul(number, size))
-            e.builder.call(task_of, [arguments, task, scratch])
+            split = self.record(task, TASK)[TASK.index("split")]
+
+            def sums() -> None:
+                number = e.sub(-1, split)
+                block = e.at(
+                    self.pointer_field(arguments, "blocks"), e.mul(number, WORD * len(BLOCK))
+                )
+                e.builder.call(parts["sum_rows"], [arguments, task, block, scratch])
+
+            def keys() -> None:
+                e.builder.call(range_of_keys, [arguments, task, scratch])
+
+            e.choose(e.below(split, 0), sums, keys)
 
         self.job(run)

@@ -34,8 +34,11 @@ from qkv.problem.spec import Spec
 BLOCK_KV = 128
 """Keys whose weights are held at once."""
 
+_SUM = 16
+"""Weights that are added in one chain: rounding errors grow with its length."""
+
 AREAS = (
-    "query", "grad_out", "query_sums", "query_rows", "grad_rows", "shift", "log_sum", "delta",
+    "query", "grad_out", "query_sums", "query_rows", "grad_rows", "lse", "log_sum", "delta",
     "weights", "score_grads", "products", "factors", "key_copy", "value_copy",
 )  # fmt: skip
 """What a worker's scratch holds, in this order."""
@@ -43,7 +46,7 @@ AREAS = (
 FIELDS = (
     *COMMON_FIELDS,
     *operand_fields("query", "key", "value", "out", "grad_out"),
-    "scale_rest", "shift", "log_sum", "grad_lse", "copy_key", "copy_value",
+    "scale_rest", "lse", "log_sum", "row_sums", "grad_lse", "copy_key", "copy_value",
     "blocks", "runs", "q_blocks", "splits", "finished",
     "query_parts", "part_bytes", "d_query", "add_query",
     "key_sums", "key_sum_row", "d_key", "round_key",
@@ -53,7 +56,9 @@ FIELDS = (
 """`scale_rest` is what rounding took from `scale`."""
 
 TASK = ("batch", "kv_head", "start", "stop", "split")
-"""Behind these, for each table with a gradient, where the task's copy of it begins, in bytes."""
+"""A range of keys. A `split` of -1 - n instead asks for the sums of the weights of block n of
+queries, over all keys. Behind these, for each table with a gradient, where the task's copy of it
+begins, in bytes."""
 
 
 def padded(dim: int, lanes: int) -> int:
@@ -109,8 +114,9 @@ class Vector(NamedTuple):
     weights: Value
     factors: Value
     score_grads: Value
-    shift: Value
+    lse: Value
     log_sum: Value
+    delta: Value
     width: Value
     count: Value
     batch: Value
@@ -120,7 +126,7 @@ class Vector(NamedTuple):
     kv_start: Value
 
 
-VECTOR_AREAS = Vector._fields[2:8]
+VECTOR_AREAS = Vector._fields[2:9]
 
 
 class BackwardBlock(Frame):
@@ -158,8 +164,8 @@ class BackwardBlock(Frame):
         e = self.e
         arguments = [*[POINTER] * 6, *[INT64] * 3]
         with e.function(f"products_{vectors}", arguments) as (function, args):
-            arguments_, key, packed, shift, log_sum, out, key_row, head_dim, count = args
-            shifts, sums = (vectors_at(e, rows, vectors) for rows in (shift, log_sum))
+            arguments_, key, packed, lse, log_sum, out, key_row, head_dim, count = args
+            shifts, sums = (vectors_at(e, rows, vectors) for rows in (lse, log_sum))
             scale, rest = (e.splat(self.real_field(arguments_, n)) for n in ("scale", "scale_rest"))
 
             def weight(n: int, product: Value) -> Value:
@@ -185,7 +191,7 @@ class BackwardBlock(Frame):
             b = e.builder
             places = self.places(at)
             scale = e.splat(self.real_field(at.arguments, "scale"))
-            shift, log_sum = e.load_vector(at.shift), e.load_vector(at.log_sum)
+            lse, log_sum = e.load_vector(at.lse), e.load_vector(at.log_sum)
 
             def each(k: Value, _: list[Value]) -> None:
                 place = e.at(at.weights, e.mul(k, at.width))
@@ -197,7 +203,7 @@ class BackwardBlock(Frame):
                     product = e.load_vector(e.at(at.products, e.mul(k, at.width)))
                     inner = places.inside(kv_index, b.fmul(product, scale))
                     score = inner.floats(self.score)
-                    distance = b.fsub(b.fsub(score, shift), log_sum)
+                    distance = b.fsub(b.fsub(score, lse), log_sum)
                     weight = vector_math.exp_flushed(e, distance)
                     allowed = b.fcmp_unordered("!=", score, e.const(-math.inf))
                     if masked:
@@ -209,6 +215,23 @@ class BackwardBlock(Frame):
             if masked:
                 places.hoist(self.mask)
             e.loop(0, at.count, 1, [], each)
+        return function
+
+    def add_weights(self) -> Value:
+        """delta += the sum of the block's weights, added by sixteens."""
+        e = self.e
+        with self.of_vector("add_weights") as (function, at):
+            b = e.builder
+
+            def one(k: Value, total: list[Value]) -> list[Value]:
+                return [b.fadd(total[0], e.load_vector(e.at(at.weights, e.mul(k, at.width))))]
+
+            def some(k: Value, total: list[Value]) -> list[Value]:
+                stop = e.least(e.add(k, _SUM), at.count)
+                return [b.fadd(total[0], e.loop(k, stop, 1, [e.const(0.0)], one)[0])]
+
+            (total,) = e.loop(0, at.count, _SUM, [e.load_vector(at.delta)], some)
+            e.store_vector(total, at.delta)
         return function
 
     def dropout(self) -> Value:

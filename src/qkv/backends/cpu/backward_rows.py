@@ -76,7 +76,8 @@ class BackwardRows(BackwardBlock):
     def parts(self) -> dict[str, Value]:
         """Functions that do not depend on the number of vectors."""
         e = self.e
-        found = {"finish_rows": self.finish_rows(), "unpack": self.unpack()}
+        found = {"finish_rows": self.finish_rows(), "unpack": self.unpack(),
+                 "add_weights": self.add_weights()}  # fmt: skip
         for dtype in sorted({real_dtype(e), *self.dtypes.values()}):
             found[f"pack {dtype}"] = self.pack(dtype)
         for dtype in sorted({self.dtypes["key"], self.dtypes["value"]}):
@@ -105,11 +106,19 @@ class BackwardRows(BackwardBlock):
         if self.may_forbid:
             of_block["selected_query_sums"] = self.selected_query_sums(vectors)
             of_block["selected_key_sums"] = self.selected_key_sums(vectors)
+        functions = {**parts, **of_block}
         with self.e.function(f"meet_{vectors}", [POINTER] * 4) as (function, args):
-            meeting = _Meeting(self, vectors, {**parts, **of_block}, *args)
+            meeting = _Meeting(self, vectors, functions, *args)
             meeting.begin()
-            meeting.all_blocks()
+            meeting.all_blocks(meeting.add_block)
             meeting.end()
+        if vectors == self.shape.vectors:
+            with self.e.function("sum_rows", [POINTER] * 4) as (sum_rows, args):
+                meeting = _Meeting(self, vectors, functions, *args)
+                meeting.begin_sums()
+                meeting.all_blocks(meeting.sum_block)
+                meeting.end_sums()
+            parts["sum_rows"] = sum_rows
         return function
 
 
@@ -187,29 +196,43 @@ class _Meeting:
                 self.finite = e.builder.and_(self.finite, finite)
         kernel.fill(self.area["query_sums"], e.index(0), e.mul(self.dims["query"], self.width))
 
+    def begin_sums(self) -> None:
+        self.each_vector(self._pack_query)
+        self.kernel.fill(self.area["delta"], self.e.index(0), self.width)
+
+    def _pack_rows(self, offset: Value, first: Value, dtype: str, rows: Rows, dim: Value,
+                   to: str) -> None:  # fmt: skip
+        e = self.e
+        where = e.add(self.first_row, first), self.last, dim
+        self.call(f"pack {dtype}", *rows, *where, e.at(self.area[to], offset), self.width)
+
+    def _pack_operand(self, offset: Value, first: Value, name: str, dim: str, to: str) -> None:
+        rows = self.kernel.operand(self.arguments, name, self.batch, self.head)
+        self._pack_rows(offset, first, self.kernel.dtypes[name], rows, self.dims[dim], to)
+
+    def _pack_column(self, offset: Value, first: Value, name: str, to: str) -> None:
+        e = self.e
+        start = self.kernel.pointer_field(self.arguments, name)
+        pointer = e.at(start, e.mul(self.head_row, e.real_bytes))
+        column = Rows(pointer, e.index(e.real_bytes), e.index(0))
+        self._pack_rows(offset, first, real_dtype(e), column, e.index(1), to)
+
+    def _pack_query(self, offset: Value, first: Value) -> None:
+        self._pack_operand(offset, first, "query", "query", "query")
+        for name in ("lse", "log_sum"):
+            self._pack_column(offset, first, name, name)
+
     def _pack(self, offset: Value, first: Value) -> None:
-        e, kernel = self.e, self.kernel
-
-        def pack(dtype: str, rows: Rows, dim: Value, to: str) -> None:
-            where = e.add(self.first_row, first), self.last, dim
-            self.call(f"pack {dtype}", *rows, *where, e.at(self.area[to], offset), self.width)
-
+        self._pack_query(offset, first)
+        self._pack_operand(offset, first, "grad_out", "grad_out", "grad_out")
         # dQ is not begun yet: its area holds O meanwhile.
-        for name, dim, to in (
-            ("query", "query", "query"), ("grad_out", "value", "grad_out"),
-            ("out", "value", "query_sums"),
-        ):  # fmt: skip
-            rows = kernel.operand(self.arguments, name, self.batch, self.head)
-            pack(kernel.dtypes[name], rows, self.dims[dim], to)
-        for name, to in (("shift", "shift"), ("log_sum", "log_sum"), ("grad_lse", "delta")):
-            start = kernel.pointer_field(self.arguments, name)
-            pointer = e.at(start, e.mul(self.head_row, e.real_bytes))
-            column = Rows(pointer, e.index(e.real_bytes), e.index(0))
-            pack(real_dtype(e), column, e.index(1), to)
-        held = (e.at(area, offset) for area in self.areas("grad_out", "query_sums", "delta"))
+        self._pack_operand(offset, first, "out", "value", "query_sums")
+        self._pack_column(offset, first, "grad_lse", "delta")
+        held = (self.e.at(area, offset) for area in self.areas("grad_out", "query_sums", "delta"))
         self.call("finish_rows", *held, self.dims["value"], self.width)
 
-    def all_blocks(self) -> None:
+    def all_blocks(self, block: Callable[[Value, Value, Value], None]) -> None:
+        """`block(kv_start, count, partial)` for every block of keys."""
         e, kernel = self.e, self.kernel
         runs = kernel.pointer_field(self.arguments, "runs")
 
@@ -219,22 +242,29 @@ class _Meeting:
             first, end = kernel.most(first, self.start), e.least(end, self.stop)
             e.loop(
                 first, end, BLOCK_KV, [],
-                lambda k, _: self._block(k, e.least(BLOCK_KV, e.sub(end, k)), partial),
+                lambda k, _: block(k, e.least(BLOCK_KV, e.sub(end, k)), partial),
             )  # fmt: skip
 
         e.loop(self.first_run, self.last_run, 1, [], each_run)
 
-    def _block(self, kv_start: Value, count: Value, partial: Value) -> None:
+    def sum_block(self, kv_start: Value, count: Value, partial: Value) -> None:
+        self._weights(kv_start, count, partial)
+        self._by_vector("add_weights", kv_start, count)
+
+    def _weights(self, kv_start: Value, count: Value, partial: Value) -> tuple[Value, Value]:
+        """P of one block of keys, and where these lie."""
+        key = self._side_by_side("key", self.keys, kv_start, count)
+        out = "weights" if self.kernel.plain else "products"
+        held = self.areas("query", "lse", "log_sum", out)
+        self.call("products", self.arguments, key[0], *held, key[1], self.dims["key"], count)
+        self._weigh(kv_start, count, partial)
+        return key
+
+    def add_block(self, kv_start: Value, count: Value, partial: Value) -> None:
         """P, dS and dX of one block of keys, and what they add to."""
         kernel = self.kernel
-        key = self._side_by_side("key", self.keys, kv_start, count)
+        key = self._weights(kv_start, count, partial)
         value = self._side_by_side("value", self.values, kv_start, count)
-        out = "weights" if kernel.plain else "products"
-        self.call(
-            "products", self.arguments, key[0], *self.areas("query", "shift", "log_sum", out),
-            key[1], self.dims["key"], count,
-        )  # fmt: skip
-        self._weigh(kv_start, count, partial)
         if kernel.spec.dropout:
             self._by_vector("dropout", kv_start, count)
         held = self.areas("grad_out", "delta", "weights", "factors", "score_grads")
@@ -348,3 +378,15 @@ class _Meeting:
             self.call("unpack", sums, self.width, *where)
 
         self.each_vector(unpack)
+
+    def end_sums(self) -> None:
+        e = self.e
+        first = e.mul(e.add(self.head_row, self.first_row), e.real_bytes)
+        out = e.at(self.kernel.pointer_field(self.arguments, "row_sums"), first)
+
+        def each(i: Value, _: list[Value]) -> None:
+            at = e.mul(i, e.real_bytes)
+            total = e.load(e.at(self.area["delta"], at), e.real, e.real_bytes)
+            e.store(total, e.at(out, at), e.real_bytes)
+
+        e.loop(0, self.rows, 1, [], each)
