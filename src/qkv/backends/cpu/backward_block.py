@@ -435,51 +435,52 @@ class BackwardBlock(Frame):
 
     # dV += (f P) dO and dK += dX Q
 
-    def column(self, vectors: int, v: Value, columns: Value) -> tuple[Value, Value]:
+    def column(self, width: Value, v: Value, columns: Value) -> tuple[Value, Value]:
         """Where vector v of a turned row lies: bytes to that of row 0, and from row to row.
 
         As many neighbouring vectors as fit the registers are the columns of one matrix; those
-        that are left over are matrices of one column.
+        that are left over are matrices of one column. `width` is that of a packed row.
         """
         e, b = self.e, self.e.builder
         together = self.shape.vectors
-        size = vectors * e.lanes * e.vector_bytes
         beside = b.srem(v, e.index(together))
-        start = e.add(e.mul(e.sub(v, beside), size), e.mul(beside, e.vector_bytes))
+        start = e.add(e.mul(e.sub(v, beside), e.lanes, width), e.mul(beside, e.vector_bytes))
         among = e.below(v, e.round_down(columns, together))
         return (
-            b.select(among, start, e.mul(v, size)),
+            b.select(among, start, e.mul(v, e.lanes, width)),
             b.select(among, e.index(together * e.vector_bytes), e.index(e.vector_bytes)),
         )
 
-    def turn(self, vectors: int) -> Value:
+    def turn(self) -> Value:
         """Packed rows side by side again, for products over queries."""
         e = self.e
-        with e.function(f"turn_{vectors}", [POINTER, POINTER, INT64]) as (function, args):
-            packed, out, columns = args
+        with e.function("turn", [POINTER, POINTER, INT64, INT64]) as (function, args):
+            packed, out, columns, width = args
 
             def each(v: Value, _: list[Value]) -> None:
-                start, row = self.column(vectors, v, columns)
-                first = e.at(packed, e.mul(v, e.lanes * vectors * e.vector_bytes))
-                for j in range(vectors):
+                start, row = self.column(width, v, columns)
+                first = e.at(packed, e.mul(v, e.lanes, width))
+
+                def vector_of_queries(offset: Value, _: list[Value]) -> None:
                     tile = [
-                        e.load_vector(e.at(first, (i * vectors + j) * e.vector_bytes))
-                        for i in range(e.lanes)
+                        e.load_vector(e.at(first, e.mul(i, width), offset)) for i in range(e.lanes)
                     ]
+                    query = e.builder.sdiv(offset, e.index(e.real_bytes))
                     for i, vector in enumerate(e.transpose(tile)):
-                        to = e.at(out, start, e.mul(row, j * e.lanes + i))
+                        to = e.at(out, start, e.mul(row, e.add(query, i)))
                         e.store_vector(vector, to)
+
+                e.loop(0, width, e.vector_bytes, [], vector_of_queries)
 
             e.loop(0, columns, 1, [], each)
         return function
 
-    def key_sums(self, vectors: int) -> Value:
+    def key_sums(self) -> Value:
         """sums[k, :] += sum_q left[k, q] * rows[q, :], for the rows that there are."""
         e = self.e
-        arguments = [*[POINTER] * 4, *[INT64] * 4]
-        with e.function(f"key_sums_{vectors}", arguments) as (function, args):
-            left, rows, _, sums, sum_row, columns, count, row_count = args
-            size = vectors * e.lanes * e.vector_bytes
+        arguments = [*[POINTER] * 4, *[INT64] * 5]
+        with e.function("key_sums", arguments) as (function, args):
+            left, rows, _, sums, sum_row, columns, count, row_count, width = args
 
             def tile(together: int, keys: int) -> Callable[[Value, list[Value]], None]:
                 def body(v: Value, _: list[Value]) -> None:
@@ -491,10 +492,8 @@ class BackwardBlock(Frame):
                             self.advance(e.at(first, row), found[i : i + together])
                         return []
 
-                    dot_rows(
-                        e, left, e.index(vectors * e.vector_bytes), count,
-                        e.at(rows, e.mul(v, size)), together, row_count, keys, [], finish,
-                    )  # fmt: skip
+                    matrix = e.at(rows, e.mul(v, e.lanes, width))
+                    dot_rows(e, left, width, count, matrix, together, row_count, keys, [], finish)
 
                 return body
 
@@ -504,20 +503,20 @@ class BackwardBlock(Frame):
             e.loop(whole, columns, 1, [], tile(1, keys * together))
         return function
 
-    def selected_key_sums(self, vectors: int) -> Value:
+    def selected_key_sums(self) -> Value:
         """The same for rows that are not all finite: forbidden pairs are left out."""
         e = self.e
-        arguments = [*[POINTER] * 4, *[INT64] * 4]
-        with e.function(f"selected_key_sums_{vectors}", arguments) as (function, args):
-            left, rows, weights, sums, sum_row, columns, count, row_count = args
+        arguments = [*[POINTER] * 4, *[INT64] * 5]
+        with e.function("selected_key_sums", arguments) as (function, args):
+            left, rows, weights, sums, sum_row, columns, count, row_count, width = args
             b = e.builder
             mark = ir.Constant(e.whole, 1 << 8 * e.real_bytes - 1)
 
             def each(v: Value, _: list[Value]) -> None:
-                start, row = self.column(vectors, v, columns)
+                start, row = self.column(width, v, columns)
 
                 def key(k: Value, _: list[Value]) -> None:
-                    across = e.mul(k, vectors * e.vector_bytes)
+                    across = e.mul(k, width)
 
                     def step(q: Value, totals: list[Value]) -> list[Value]:
                         at = e.add(across, e.mul(q, e.real_bytes))

@@ -90,8 +90,10 @@ class BackwardRows(BackwardBlock):
             found["dropout"] = self.dropout()
         if self.chained:
             found["chain"] = self.chain()
+        found["turn"], found["key_sums"] = self.turn(), self.key_sums()
         if self.may_forbid:
             found["all_finite"] = all_finite(e)
+            found["selected_key_sums"] = self.selected_key_sums()
         return found
 
     def meet(self, vectors: int, parts: dict[str, Value]) -> Value:
@@ -100,12 +102,9 @@ class BackwardRows(BackwardBlock):
             "products": self.products(vectors),
             "score_gradients": self.score_gradients(vectors),
             "query_sums": self.query_sums(vectors),
-            "key_sums": self.key_sums(vectors),
-            "turn": self.turn(vectors),
         }
         if self.may_forbid:
             of_block["selected_query_sums"] = self.selected_query_sums(vectors)
-            of_block["selected_key_sums"] = self.selected_key_sums(vectors)
         functions = {**parts, **of_block}
         with self.e.function(f"meet_{vectors}", [POINTER] * 4) as (function, args):
             meeting = _Meeting(self, vectors, functions, *args)
@@ -188,7 +187,7 @@ class _Meeting:
             columns = self.columns[name]
             end = e.mul(columns, e.lanes, self.width)
             kernel.fill(self.area[name], e.mul(self.dims[name], self.width), end)
-            self.call("turn", *self.areas(name, turned), columns)
+            self.call("turn", *self.areas(name, turned), columns, self.width)
             if kernel.may_forbid:
                 lanes = e.index(self.vectors * e.lanes)
                 shape = self.width, self.dims[name], lanes
@@ -319,7 +318,7 @@ class _Meeting:
                     e.mul(e.add(self.kv_row, kv_start), row),
                 )
                 held = *self.areas(left, rows, "weights"), sums, row
-                self.call(name, *held, self.columns[packed], count, self.rows)
+                self.call(name, *held, self.columns[packed], count, self.rows, self.width)
 
         def add() -> None:
             add_query("query_sums")
