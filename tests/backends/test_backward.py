@@ -13,6 +13,10 @@ import pytest
 import qkv
 from qkv.backends.cpu import gradient
 from qkv.backends.cpu.host import host
+from qkv.backends.cpu.schedule import schedule
+from qkv.problem.backward import reads
+from qkv.problem.check import check
+from qkv.problem.evaluate import evaluate
 
 NARROW = [isa for isa in ("avx2", "sse") if host().isa not in (isa, "neon", "sse")]
 
@@ -93,8 +97,6 @@ def test_ranges_of_keys(many_ranges, dtype) -> None:
 
 
 def qkv_spec(q, k, v):
-    from qkv.problem.check import check
-
     return check(q, k, v, ()).spec
 
 
@@ -113,6 +115,43 @@ def test_tables_that_tasks_share(monkeypatch, many_ranges, copies) -> None:
     monkeypatch.setattr(gradient, "_COPIES_BYTES", copies)
     arrays = problem(dtype=np.float64)
     assert_equals_blocked(*arrays, *OWN, qkv.Causal("end"), wrt=OWN, limit=1e-11)
+
+
+@pytest.mark.parametrize("copies", [2**24, 0], ids=["copies", "one after the other"])
+def test_tasks_of_one_launch_never_add_to_the_same_entry(monkeypatch, many_ranges, copies) -> None:
+    monkeypatch.setattr(gradient, "_COPIES_BYTES", copies)
+    values = np.zeros(400)
+    mod = qkv.ScoreMod(lambda s, b, h, q, k: s * values[k] + values[399 - q])
+    problem_ = check(*problem(dtype=np.float64)[:3], (*OWN, mod), q_offset=0)
+    spec, arrays = problem_.spec, problem_.operands.tables
+    names = [t.name for t in spec.tables if reads(spec, frozenset({t.name})) and t.kind == "float"]
+    ranges = gradient._ranges(spec)
+    tables = [gradient._table(problem_, name, len(ranges)) for name in names]
+    assert {table.wide for table in tables} == {copies > 0}
+    plan = gradient._in_order(schedule(problem_, 64))
+    tasks, launches = gradient._tasks(spec, plan, ranges, tables)
+    assert sum(last - first for first, last in launches) == len(tasks) == 2 * 2 * 3
+    q_index = np.arange(spec.q_len)[:, None]
+    for first, last in launches:
+        for column, name in enumerate(names, start=len(gradient.TASK)):
+            taken: set[tuple[int, int]] = set()
+            for task in tasks[first:last]:
+                batch, kv_head, start, stop = task[:4]
+                own = set()
+                for load in reads(spec, frozenset({name})):
+                    for head in range(kv_head * 2, kv_head * 2 + 2):
+                        where = {"batch": batch, "head": head, "q_index": q_index,
+                                 "kv_index": np.arange(start, stop)}  # fmt: skip
+                        entry = [evaluate(i, where, arrays, np.dtype(float)) for i in load.indices]
+                        if entry:
+                            shape = arrays[name].shape
+                            flat = np.ravel_multi_index(np.broadcast_arrays(*entry), shape)
+                            own |= set(np.unique(flat).tolist())
+                        else:
+                            own.add(0)
+                marked = {(int(task[column]), entry) for entry in own}
+                assert not marked & taken, f"{name}: two tasks of a launch meet"
+                taken |= marked
 
 
 def test_one_table_read_at_two_places(monkeypatch, many_ranges) -> None:
@@ -168,7 +207,7 @@ def test_memory_grows_with_the_length() -> None:
     assert peaks[1] < 32 * 8192 * 16 * 4  # the matrix of weights would take 16 times as much
 
 
-@pytest.mark.skipif(not hasattr(mmap, "PROT_NONE") and sys.platform == "win32", reason="mprotect")
+@pytest.mark.skipif(sys.platform == "win32", reason="mprotect is of POSIX")
 @pytest.mark.parametrize("dim", [5, 16, 33])
 @pytest.mark.parametrize("kind", [np.float32, np.float16, np.float64])
 def test_nothing_is_read_beyond_the_operands(dim, kind) -> None:
