@@ -14,7 +14,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     long.addoption("--fuzz-seed", type=int, default=0, metavar="N", help="their seed (default: 0)")
     long.addoption(
-        "--every-case", action="store_true", help="instruction sets and threads: no sampling"
+        "--every-case", action="store_true", help="all cases of the suites that are sampled"
     )
 
 
@@ -22,3 +22,29 @@ def pytest_configure(config: pytest.Config) -> None:
     cache = getattr(config, "cache", None)  # none with -p no:cacheprovider
     if cache is not None:
         os.environ["QKV_CACHE_DIR"] = str(cache.mkdir("kernels"))
+
+
+SAMPLED = {
+    "test_gradients": 4,
+    "test_forbidden_keys_and_values": 3,
+    "test_queries_that_may_not_see_a_key": 3,
+    "test_the_whole_suite": 3,
+}
+"""Each of their cases is a kernel or two to compile: one in so many runs, all on request."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--every-case"):
+        return
+    seen: dict[tuple[str, object], int] = {}
+    kept, dropped = [], []
+    for item in items:
+        name = getattr(item, "originalname", item.name)
+        if name not in SAMPLED:
+            kept.append(item)
+            continue
+        kind = (name, item.callspec.params.get("backend"))
+        number = seen[kind] = seen.get(kind, -1) + 1
+        (dropped if number % SAMPLED[name] else kept).append(item)
+    config.hook.pytest_deselected(items=dropped)
+    items[:] = kept
