@@ -102,7 +102,9 @@ def backward(scores: Scores, grid: TileGrid, inputs: BackwardInputs) -> OperandG
                     for start in range(run.start, run.stop, grid.block_kv)
                 ]
                 rows = _Rows(inputs, (*index, head, q_rows), scores.dtype)
-                large = is_large(rows.lse, operands.query.dtype)
+                # What rounding took was taken when lse was stored.
+                stored = inputs.lse[(*index, head, q_rows)][:, None]
+                large = is_large(stored, operands.query.dtype)
                 if large.any():
                     log_sum = _log_sum(scores, batch, head, q_rows, tiles, rows.lse)
                     rows.log_sum = np.where(large, log_sum, rows.log_sum)
@@ -128,8 +130,9 @@ class _Rows:
         self.log_sum: Array = np.zeros_like(self.lse)
         self.grad_out = inputs.grad_out[place].astype(dtype)
         with np.errstate(all="ignore"):
-            along = (self.grad_out * inputs.out[place].astype(dtype)).sum(axis=1, keepdims=True)
-            self.delta = along - grad_lse
+            products = self.grad_out * inputs.out[place].astype(dtype)
+            along = products.sum(axis=1, keepdims=True, dtype=np.float64)
+            self.delta = (along - grad_lse).astype(dtype)
 
 
 def _log_sum(
