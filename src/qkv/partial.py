@@ -82,8 +82,10 @@ def finish(partial: Partial, sinks: Array | None) -> Partial:
         return partial
     dtype = partial.lse.dtype
     with np.errstate(all="ignore"):
-        lse = np.logaddexp(partial.lse, sinks.astype(dtype)[:, None]).astype(dtype)
-        share = np.where(np.isneginf(partial.lse), 0, np.exp(partial.lse - lse))
+        kept, sink = partial.lse.astype(np.float64), sinks.astype(np.float64)[:, None]
+        # Not exp(lse - new lse): where both are large, little is left of what tells them apart.
+        share = np.where(np.isneginf(kept), 0, 1 / (1 + np.exp(sink - kept)))
+        lse = np.logaddexp(kept, sink).astype(dtype)
     return Partial(partial.out * share[..., None].astype(dtype), lse)
 
 
