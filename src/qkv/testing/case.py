@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 from zlib import crc32
 
 import ml_dtypes
@@ -105,6 +105,8 @@ class Case:
     memory: Memory = "contiguous"
     magnitude: float = 1.0
     dtypes: tuple[str, ...] = field(default=tuple(DTYPES))
+    orders: ClassVar[tuple[int, ...]] = (1, ORDERS)
+    """Of how many orders of additions the bounds are tried, one after the other."""
 
     def __repr__(self) -> str:
         return f"Case({self.name!r})"

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
-Allocate: TypeAlias = Callable[[int], NDArray[np.uint8]]
 
 
 def spoiled(size: int) -> NDArray[np.uint8]:
@@ -17,32 +15,25 @@ def spoiled(size: int) -> NDArray[np.uint8]:
     return np.full(size, 0xFF, np.uint8)
 
 
-def scattered(array: Array, rng: np.random.Generator, allocate: Allocate = spoiled) -> Array:
+def scattered(array: Array, rng: np.random.Generator) -> Array:
     """The array somewhere else in memory, its axes in any order, with gaps and going backwards.
 
-    A few axes get stride 0; their entries all become the first one. `allocate(size)` gives the
-    bytes; the first and the last of them are used, unless the array starts at an odd byte.
+    A few axes get stride 0; their entries all become the first one.
     """
     if rng.random() < 0.3:
-        return laid(array, np.arange(array.ndim), np.ones(array.ndim, int), 0, allocate)
+        return laid(array, np.arange(array.ndim), np.ones(array.ndim, int))
     steps = rng.choice([1, 1, 1, 1, -1, -1, 2, -2, 3], array.ndim)
     steps[rng.random(array.ndim) < 0.02] = 0
     order = rng.permutation(array.ndim) if rng.random() < 0.4 else np.arange(array.ndim)
     lead = int(rng.integers(1, 8)) if rng.random() < 0.15 else 0
-    return laid(array, order, steps, lead, allocate)
+    return laid(array, order, steps, lead)
 
 
-def laid(
-    array: Array,
-    order: NDArray[np.int64],
-    steps: NDArray[np.int64],
-    lead: int = 0,
-    allocate: Allocate = spoiled,
-) -> Array:
+def laid(array: Array, order: NDArray[np.int64], steps: NDArray[np.int64], lead: int = 0) -> Array:
     """The array with its axes in memory in the given order, slowest first.
 
-    Along an axis of step n, entries lie n times as far from each other as they must; `lead` bytes
-    come before the first.
+    Along an axis of step n, entries lie n times as far from each other as they must. Of the memory,
+    `lead` bytes come before the first entry, and none after the last.
     """
     kept = array[tuple(slice(None) if step else slice(1) for step in steps)]
     strides, span = np.zeros(array.ndim, np.int64), 1
@@ -54,7 +45,7 @@ def laid(
     place = np.ndarray(
         kept.shape,
         array.dtype,
-        allocate(lead + int(span) * item).data,
+        spoiled(lead + int(span) * item).data,
         lead + int(first) * item,
         tuple(int(stride) * item for stride in strides),
     )
