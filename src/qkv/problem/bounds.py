@@ -76,12 +76,14 @@ def bound(
                     args = [whole(a) if k == "int" else a for a, k in zip(args, kinds, strict=True)]
                 elif n.kind == "float" or "float" in kinds:
                     args = [real(a) if k == "int" else a for a, k in zip(args, kinds, strict=True)]
-                result = RULES[n.name](*args)
+                exact = RULES[n.name](*args)
                 if n.name not in ROUNDS:
-                    return result
-                return wrapped(result) if n.kind == "int" else rounded(result)
+                    return exact
+                return wrapped(exact) if n.kind == "int" else rounded(exact)
 
-    return interval(node)
+    result = interval(node)
+    known.clear()  # the two functions hold each other, and would hold the arrays of a whole grid
+    return result
 
 
 def prove_reads(node: Node, variables: Mapping[str, Interval], tables: Mapping[str, Array]) -> None:

@@ -21,8 +21,8 @@ TILE_KV = 64
 
 _FINE, _FINE_CELLS = (16, 32), 2**17
 """Keys of finer tiles, and how many of them may be classified for one head."""
-_CELLS = 2**20
-"""Tiles that are classified at once."""
+_CELLS = 2**16
+"""Tiles that are classified at once: some arrays of 512 KiB."""
 _SHARED = 8
 """Heads and batch rows that must share a bias for its bounds to pay."""
 _KEPT_TASKS = 4096
@@ -173,6 +173,8 @@ def _schedule(
 
 def _side_by_side(kinds: Array, together: int) -> Array:
     """One row for `together` rows of kinds: two bits for each, the first one's lowest."""
+    if together == 1:
+        return kinds
     rows = -(-len(kinds) // together)
     padded = np.zeros((rows * together, kinds.shape[1]), np.int64)
     padded[: len(kinds)] = kinds
