@@ -24,43 +24,55 @@ def evaluate(
     `variables` holds integers or integer arrays (and the scores, of `dtype`) that broadcast with
     one another; floating arithmetic runs in `dtype`, integer arithmetic in int64.
     """
-    known: dict[Node, Any] = {}
+    return _Evaluation(variables, tables, dtype).value(node)
 
-    def value(n: Node) -> Any:
-        if n in known:
-            return known[n]
+
+class _Evaluation:
+    """Values of nodes, each computed once.
+
+    An object, not a function that calls itself: that would be a cycle, and keep a tile's arrays
+    until Python next looks for cycles.
+    """
+
+    def __init__(
+        self, variables: Mapping[str, Any], tables: Mapping[str, Array], dtype: np.dtype[Any]
+    ) -> None:
+        self.variables, self.tables, self.dtype = variables, tables, dtype
+        self.known: dict[Node, Any] = {}
+
+    def value(self, n: Node) -> Any:
+        if n not in self.known:
+            self.known[n] = self._value(n)
+        return self.known[n]
+
+    def _value(self, n: Node) -> Any:
         match n:
             case Const(kind="float", value=v):
                 with np.errstate(over="ignore"):
-                    result: Any = dtype.type(v)
+                    return self.dtype.type(v)
             case Const(value=v):
-                result = v
+                return v
             case Var(name=name):
-                result = variables[name]
+                return self.variables[name]
             case Load(table=table, kind=kind, indices=indices):
-                result = tables[table][tuple(value(i) for i in indices)]
+                read = self.tables[table][tuple(map(self.value, indices))]
                 if kind == "float":
-                    result = _narrowed(np.asarray(result), dtype)
-                elif kind == "int":
-                    result = np.asarray(result).astype(np.int64)
+                    return _narrowed(np.asarray(read), self.dtype)
+                return np.asarray(read).astype(np.int64) if kind == "int" else read
             case Op():
-                result = _apply(n)
-        known[n] = result
-        return result
+                return self._apply(n)
 
-    def _apply(op: Op) -> Any:
+    def _apply(self, op: Op) -> Any:
         rule = OPERATIONS[op.name]
-        args = [value(arg) for arg in op.args]
+        args = [self.value(arg) for arg in op.args]
         kinds = [arg.kind for arg in op.args]
         if "float" in kinds or (op.kind == "float" and op.name != "where"):
             args = [
-                np.asarray(arg).astype(dtype, copy=False) if kind == "int" else arg
+                np.asarray(arg).astype(self.dtype, copy=False) if kind == "int" else arg
                 for arg, kind in zip(args, kinds, strict=True)
             ]
         with np.errstate(all="ignore"):
             return rule.compute(*args)
-
-    return value(node)
 
 
 def _narrowed(values: Array, dtype: np.dtype[Any]) -> Array:
