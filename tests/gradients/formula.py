@@ -6,7 +6,7 @@ that has a derivative is written here again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -32,22 +32,18 @@ def tensor(array: Array, dtype: Any = torch.float64) -> Tensor:
     return torch.tensor(np.array(array, np.float64), dtype=dtype, requires_grad=True)
 
 
-class _Mod(torch.autograd.Function):
-    """Any function of the score, its derivative by central differences in float64."""
+class Tape(np.lib.mixins.NDArrayOperatorsMixin):
+    """A tensor on which NumPy's operators and functions are torch's, so that autograd sees them."""
 
-    @staticmethod
-    def forward(ctx: Any, score: Tensor, fn: Callable[[Array], Array]) -> Tensor:
-        ctx.save_for_backward(score)
-        ctx.fn = fn
-        return torch.as_tensor(fn(score.detach().double().numpy())).to(score.dtype)
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (score,) = ctx.saved_tensors
-        x, step = score.double().numpy(), 1e-6
-        with np.errstate(all="ignore"):
-            slope = (ctx.fn(x + step) - ctx.fn(x - step)) / (2 * step)
-        return grad * torch.as_tensor(slope).to(grad.dtype), None
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any) -> Tape:
+        return self.__array_function__(ufunc, (), inputs, {})
+
+    def __array_function__(self, fn: Any, types: Any, args: Any, kwargs: Any) -> Tape:
+        tensors = (a.tensor if isinstance(a, Tape) else torch.as_tensor(a) for a in args)
+        return Tape(getattr(torch, fn.__name__)(*tensors))
 
 
 class Dense:
@@ -152,23 +148,13 @@ class Dense:
         return s
 
     def score_mod(self, variant: Any, s: Tensor) -> Tensor:
-        q_pos, kv_pos = self.positions("q_pos"), self.positions("kv_pos")
-
-        def one(index: tuple[int, ...], x: Array) -> Array:
-            batch = int(np.ravel_multi_index(index[:-1], self.shape[:-3])) if index[:-1] else 0
-            out = np.empty_like(x)
-            for i, row in enumerate(x):
-                place = (batch, index[-1], int(q_pos[index][i]), kv_pos[index].numpy())
-                out[i] = variant.fn(row.copy(), *place)
-            return np.where(np.isfinite(out), out, 0.0)
-
-        def whole(x: Array) -> Array:
-            out = np.empty_like(x)
-            for index in np.ndindex(*x.shape[:-2]):
-                out[index] = one(index, x[index])
-            return out
-
-        return _Mod.apply(s, whole)
+        """One head at a time, in float64."""
+        out = torch.empty_like(s)
+        for head, index in zip(self.truth.heads, np.ndindex(*s.shape[:-2]), strict=True):
+            q_pos, kv_pos = head.q_pos[:, None], head.kv_pos[None, :]
+            found = variant.fn(Tape(s[index].double()), head.batch, head.head, q_pos, kv_pos)
+            out[index] = torch.where(found.tensor.isfinite(), found.tensor, 0.0).to(s.dtype)
+        return out
 
     def gradients(
         self, grad_out: Array, grad_lse: Array | None, own: Sequence[int] = ()
