@@ -94,13 +94,7 @@ def backward(scores: Scores, grid: TileGrid, inputs: BackwardInputs) -> OperandG
     sums = _Sums(scores, inputs)
     for batch, index in enumerate(np.ndindex(*spec.batch_shape)):
         for head in range(spec.num_heads):
-            for i, kinds in grid.rows(batch, head):
-                q_rows = slice(i * grid.block_q, min((i + 1) * grid.block_q, spec.q_len))
-                tiles = [
-                    (slice(start, min(start + grid.block_kv, run.stop)), run.kind)
-                    for run in grid.runs(kinds)
-                    for start in range(run.start, run.stop, grid.block_kv)
-                ]
+            for q_rows, tiles in grid.blocks(batch, head):
                 rows = _Rows(inputs, (*index, head, q_rows), scores.dtype)
                 # What rounding took was taken when lse was stored.
                 stored = inputs.lse[(*index, head, q_rows)][:, None]
@@ -179,7 +173,7 @@ class _Sums:
         kind: TileKind,
         rows: _Rows,
     ) -> None:
-        scores, dtype = self.scores, self.scores.dtype
+        scores, dtype, operands = self.scores, self.scores.dtype, self.problem.operands
         q_index, kv_index = (np.arange(r.start, r.stop) for r in (q_rows, kv_rows))
         places = {
             "batch": batch, "head": head, "q_index": q_index[:, None],
@@ -189,7 +183,8 @@ class _Sums:
         value = scores.value(batch, head, kv_rows)
         factors = scores.factors(**places)
         with np.errstate(all="ignore"):
-            scaled = (query @ key.T) * dtype.type(self.problem.operands.scale)
+            scaled = (query @ key.T) * dtype.type(operands.scale)
+            variables = {**places, "score": scaled}
             s = scores.finish(scaled, **places, kind=kind)
             allowed = ~np.isneginf(s)
             weights = np.where(allowed, np.exp((s - rows.lse) - rows.log_sum), dtype.type(0))
@@ -200,27 +195,31 @@ class _Sums:
             d_scores = weights * (d_weights - rows.delta)
 
             def through(slope: Node) -> Array:
-                slopes = evaluate(
-                    slope, {**places, "score": scaled}, self.problem.operands.tables, dtype
-                )
+                slopes = evaluate(slope, variables, operands.tables, dtype)
                 along = d_scores * np.asarray(slopes, dtype)
                 return np.asarray(np.where(allowed, along, dtype.type(0)))
 
             for load, slope in self.reads.items():
-                self._add_entries(load, places | {"score": scaled}, through(slope))
+                add_entries(self.tables, load, variables, operands.tables, through(slope))
             d_scaled = through(self.slope)
         kv_head = head // self.problem.spec.group_size
         self.query[batch, head, q_rows] += weighted_sum(d_scaled, s, key)
         self.key[batch, kv_head, kv_rows] += weighted_sum(d_scaled.T, s.T, query)
         self.value[batch, kv_head, kv_rows] += weighted_sum(dropped.T, s.T, rows.grad_out)
 
-    def _add_entries(self, load: Load, places: Mapping[str, Any], shares: Array) -> None:
-        """Add each pair's share to the entry that it read."""
-        tables, dtype = self.problem.operands.tables, self.scores.dtype
-        entry = [evaluate(index, places, tables, dtype) for index in load.indices]
-        # One more index, always 0, so that a table without dimensions is no exception.
-        *entry, _ = np.broadcast_arrays(*entry, 0, shares)
-        np.add.at(self.tables[load.table][..., None], tuple(entry), shares)
+
+def add_entries(
+    sums: Mapping[str, Array],
+    load: Load,
+    variables: Mapping[str, Any],
+    tables: Mapping[str, Array],
+    shares: Array,
+) -> None:
+    """Add each pair's share to the entry that it read."""
+    entry = [evaluate(index, variables, tables, shares.dtype) for index in load.indices]
+    # One more index, always 0, so that a table without dimensions is no exception.
+    *entry, _ = np.broadcast_arrays(*entry, 0, shares)
+    np.add.at(sums[load.table][..., None], tuple(entry), shares)
 
 
 def turned_back(problem: Problem, d_query: Array, d_key: Array) -> tuple[Array, Array]:

@@ -10,13 +10,18 @@ ZERO, ONE = constant(0.0), constant(1.0)
 
 
 def derivative(node: Node, wrt: Var | Load = SCORE) -> Node:
-    """How `node` changes with one of its floating variables or table entries, as an expression.
+    """How `node` changes with one of its floating variables or table entries, as an expression."""
+    return tangent(node, {wrt: ONE})
+
+
+def tangent(node: Node, moving: Mapping[Node, Node]) -> Node:
+    """How `node` changes when variables and table entries in it do, each by its own expression.
 
     Piecewise operations have the derivative of the piece; where pieces meet, `min` and `max` give
     the mean of both sides and `abs` gives 0, as PyTorch does. Integers and conditions do not
-    change. A part that does not depend on `wrt` is exactly 0, whatever it is multiplied with.
+    change. A part in which nothing moves is exactly 0, whatever it is multiplied with.
     """
-    known: dict[Node, Node] = {}
+    known: dict[Node, Node] = dict(moving)
 
     def change(n: Node) -> Node:
         if n not in known:
@@ -24,8 +29,6 @@ def derivative(node: Node, wrt: Var | Load = SCORE) -> Node:
         return known[n]
 
     def _change(n: Node) -> Node:
-        if n == wrt:
-            return ONE
         # Table indices are integers, so that a load never changes with what it is indexed by.
         if n.kind != "float" or not isinstance(n, Op):
             return ZERO

@@ -120,3 +120,13 @@ class TileGrid:
             for a, b in zip(starts, stops, strict=True)
             if kinds[a] != TileKind.EMPTY
         ]
+
+    def blocks(self, batch: int, head: int) -> Iterator[tuple[slice, list[tuple[slice, TileKind]]]]:
+        """Rows of each query block, with rows and kind of the key blocks that it meets."""
+        for i, kinds in self.rows(batch, head):
+            tiles = [
+                (slice(start, min(start + self.block_kv, run.stop)), run.kind)
+                for run in self.runs(kinds)
+                for start in range(run.start, run.stop, self.block_kv)
+            ]
+            yield slice(i * self.block_q, min((i + 1) * self.block_q, self.q_len)), tiles

@@ -1,0 +1,88 @@
+"""Variants' own arrays: how they are named in a call, and gradients in their shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.errors import ArgumentError
+from qkv.problem.backward import reads
+from qkv.problem.spec import Origin, Problem
+
+__all__ = ["as_given", "briefly", "by_origin", "made", "own_arrays", "wanted"]
+
+Array = NDArray[Any]
+
+
+def made(origin: Origin, variant: Any) -> bool:
+    """Whether a variant, or the bare array in its place, is where values came from."""
+    return origin.variant is variant or (
+        isinstance(variant, np.ndarray) and getattr(origin.variant, "array", None) is variant
+    )
+
+
+def own_arrays(problem: Problem, variant: Any) -> tuple[list[tuple[str, Origin]], Origin | None]:
+    """Tables of a variant with which the score changes, and the sinks if they are its."""
+    spec, operands = problem.spec, problem.operands
+    tables = [
+        (table.name, operands.origins[table.name])
+        for table in spec.tables
+        if table.kind == "float"
+        and made(operands.origins[table.name], variant)
+        and reads(spec, frozenset({table.name}))
+    ]
+    for name, origin in tables:
+        if operands.tables[name].size != origin.array.size:
+            raise ArgumentError(
+                f"an array of {briefly(variant)} repeats its entries (strides "
+                f"{origin.array.strides}).",
+                action="Pass it as it was before it was broadcast; its gradient is then a sum.",
+            )
+    sinks = operands.sink_origin
+    if sinks is not None and not made(sinks, variant):
+        sinks = None
+    if not tables and sinks is None:
+        raise ArgumentError(
+            f"no score of this call changes with an array of {briefly(variant)}.",
+            [("variants", spec.summary)],
+            "Name variants of the call, the very objects, that hold floating numbers.",
+        )
+    return tables, sinks
+
+
+def wanted(problem: Problem, wrt: Sequence[Any]) -> tuple[list[tuple[str, Origin]], Origin | None]:
+    """Tables whose gradients are wanted, and the sinks if theirs is."""
+    tables: list[tuple[str, Origin]] = []
+    sinks = None
+    for variant in wrt:
+        own, own_sinks = own_arrays(problem, variant)
+        tables += [entry for entry in own if entry not in tables]
+        sinks = own_sinks or sinks
+    return tables, sinks
+
+
+def by_origin(found: Sequence[tuple[Origin, Array]]) -> list[tuple[Origin, Array]]:
+    """One gradient for each array: a variant that was given twice has the sum."""
+    sums: dict[tuple[int, int], tuple[Origin, Array]] = {}
+    for origin, gradient in found:
+        place = id(origin.variant), origin.place
+        sums[place] = (origin, sums[place][1] + gradient if place in sums else gradient)
+    return list(sums.values())
+
+
+def as_given(origin: Origin, gradient: Array) -> Array:
+    """A gradient with shape and dtype of the array; of one sink for all heads, the sum."""
+    if origin.array.ndim == 0:
+        gradient = gradient.sum()
+    with np.errstate(all="ignore"):
+        return np.asarray(gradient).reshape(origin.array.shape).astype(origin.array.dtype)
+
+
+def briefly(thing: Any) -> str:
+    """An object as a few words of a message."""
+    if isinstance(thing, np.ndarray):
+        return f"a {thing.dtype} array {thing.shape}"
+    return f"{thing!r:.80}"
