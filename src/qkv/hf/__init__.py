@@ -1,0 +1,54 @@
+"""qkv inside Hugging Face transformers.
+
+    import qkv.hf
+
+    qkv.hf.enable()
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="qkv")
+
+or, for a model that is there already, `model.set_attn_implementation("qkv")`.
+"""
+
+from __future__ import annotations
+
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from qkv.hf.attention import attend, observe
+from qkv.hf.layer_call import LayerCall, LayerWeights
+from qkv.hf.masks import StatedMask, state_mask
+from qkv.hf.usage import NotUsedWarning, Usage, check
+
+__all__ = [
+    "LayerCall",
+    "LayerWeights",
+    "NotUsedWarning",
+    "StatedMask",
+    "Usage",
+    "check",
+    "enable",
+    "observe",
+]
+
+
+def enable() -> None:
+    """Make "qkv" an attention implementation of transformers.
+
+    Registers the attention function and the mask function under that name; to call it again
+    changes nothing. Models then take `attn_implementation="qkv"`, with padding, sliding windows,
+    softcap, sinks, position bias, static and dynamic caches, packed rows and training. Masks are
+    said rather than stored, so that memory does not grow with q_len * kv_len, and
+    `output_attentions=True`, given with the inputs, returns weights that are computed where they
+    are read.
+
+    Notes
+    -----
+    `check(model, **inputs)` tells whether a model uses it: a few families accept any name and
+    compute attention themselves.
+
+    Examples
+    --------
+    >>> import qkv.hf  # doctest: +SKIP
+    >>> qkv.hf.enable()  # doctest: +SKIP
+    >>> model.set_attn_implementation("qkv")  # doctest: +SKIP
+    """
+    AttentionInterface.register("qkv", attend)
+    AttentionMaskInterface.register("qkv", state_mask)

@@ -1,0 +1,126 @@
+"""The attention function that transformers calls, once per layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers.utils import output_capturing
+
+import qkv
+from qkv.errors import UnsupportedError
+from qkv.hf.layer_call import LayerCall, LayerWeights
+from qkv.hf.masks import StatedMask
+
+__all__ = ["Observer", "attend", "observe"]
+
+Observer = Callable[[LayerCall], None]
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    output_attentions: bool = False,
+    cache: Any = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, LayerWeights | None]:
+    """Attention of one layer, as transformers' `AttentionInterface` asks for it.
+
+        s[i, j] = softcap(scaling * q[i] . k[j]) + position_bias[i, j],   sinks `s_aux` beside them
+
+    over the pairs that the mask allows.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The layer; its `is_causal` is read when neither mask nor `is_causal` says anything.
+    query : tensor (batch, num_heads, q_len, head_dim)
+    key, value : tensor (batch, num_kv_heads, kv_len, head_dim)
+        Not repeated.
+    attention_mask : StatedMask, boolean tensor (True = may attend), floating tensor, or None
+        A floating one is added to the scores.
+    dropout : float
+        Probability; the seed is drawn from torch's default generator.
+    scaling : float, optional
+        `head_dim ** -0.5` unless given.
+    is_causal : bool, optional
+        Holds without a mask and for more than one query row, which then start at key 0.
+    softcap, s_aux, position_bias : optional
+        Bound on the scores; sink logits (num_heads,); a bias that broadcasts to
+        (batch, num_heads, q_len, kv_len).
+    output_attentions : bool
+        Return the weights, computed where they are read.
+    cache : optional
+        Pages of transformers' continuous batching, which are refused.
+    **kwargs
+        Everything else is taken and not read: what it says (a sliding window, packed rows) is in
+        the mask.
+
+    Returns
+    -------
+    (tensor (batch, q_len, num_heads, v_head_dim), LayerWeights or None)
+    """
+    if cache is not None:
+        raise UnsupportedError(
+            "continuous batching keeps keys in pages of its own; qkv is not called through those.",
+            action='Use attn_implementation="sdpa" with generate_batch.',
+        )
+    variants: list[Any] = []
+    if softcap is not None:
+        variants.append(qkv.Softcap(softcap))
+    if position_bias is not None:
+        variants.append(qkv.Bias(position_bias))
+    if s_aux is not None:
+        variants.append(qkv.Sinks(s_aux))
+    if dropout > 0:
+        variants.append(qkv.Dropout(dropout, int(torch.randint(2**63 - 1, ()))))
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    masks, q_offset, kv_offset = _masks(attention_mask, causal and query.shape[2] > 1)
+    call = LayerCall(module, query, key, value, (*variants, *masks), scaling, q_offset, kv_offset)
+    for seen in _observers:
+        seen(call)
+    wanted = output_attentions or _collected()
+    return call.output(), LayerWeights(call) if wanted else None
+
+
+def _masks(given: torch.Tensor | None, causal: bool) -> tuple[tuple[Any, ...], int, int]:
+    """Masks of a call, and the offsets that they count from; `causal` holds if none is given."""
+    if given is None:
+        return (qkv.Causal(),) if causal else (), 0, 0
+    if not isinstance(given, StatedMask):
+        return (given,), 0, 0
+    pattern = given.pattern
+    if pattern.kept is not None:
+        return (pattern.kept,), 0, 0
+    return pattern.variants, pattern.q_offset, pattern.kv_offset
+
+
+def _collected() -> bool:
+    """Attentions are being collected, as some families tell nobody but the collector."""
+    collector = getattr(output_capturing, "_active_collector", None)
+    keys = (collector.get() if collector is not None else None) or ()
+    return any(key.endswith("attentions") for key in keys)
+
+
+_observers: list[Observer] = []
+
+
+@contextmanager
+def observe(observer: Observer) -> Iterator[None]:
+    """Call `observer` with every `LayerCall`, before it is computed."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)

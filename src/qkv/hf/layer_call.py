@@ -1,0 +1,106 @@
+"""One call of one attention layer as a call of qkv, and its weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import qkv
+
+__all__ = ["LayerCall", "LayerWeights"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """One call of one attention layer, said as a call of qkv.
+
+    Attributes
+    ----------
+    module : torch.nn.Module
+        The layer.
+    query, key, value : tensor (batch, heads, length, head_dim)
+        As the layer gives them; key and value may have fewer heads, and are those of the cache.
+    variants : tuple
+        Masks, biases, softcap, sinks and dropout.
+    scale : float or None
+    q_offset, kv_offset : int
+        Positions of the first query row and the first key row.
+    """
+
+    module: torch.nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    variants: tuple[Any, ...]
+    scale: float | None
+    q_offset: int
+    kv_offset: int
+
+    def output(self) -> torch.Tensor:
+        """`attention` of it, (batch, q_len, num_heads, v_head_dim); differentiable."""
+        arrays = (array.transpose(1, 2) for array in (self.query, self.key, self.value))
+        out: torch.Tensor = qkv.attention(*arrays, *self.variants, layout="blhd", **self._said)
+        return out
+
+    def inspect(self) -> Any:
+        """`qkv.inspect` of it; no gradient goes through."""
+        arrays = (array.detach() for array in (self.query, self.key, self.value))
+        return qkv.inspect(*arrays, *self.variants, **self._said)
+
+    @property
+    def _said(self) -> dict[str, Any]:
+        return {"scale": self.scale, "q_offset": self.q_offset, "kv_offset": self.kv_offset}
+
+
+class LayerWeights:
+    """Attention weights (batch, num_heads, q_len, kv_len) of one layer, computed where read.
+
+    What `output_attentions=True` collects. Slices as NumPy arrays do, and gives tensors; before
+    dropout, without gradient. Keeps query, key and value of the layer, O(length) memory; the first
+    slice costs one forward pass, every slice `2 head_dim` operations for each weight read. The
+    whole matrix, `weights[...]`, is refused above qkv's reference limit, with its size.
+    """
+
+    def __init__(self, call: LayerCall) -> None:
+        self._call = call
+
+    @property
+    def shape(self) -> torch.Size:
+        """(batch, num_heads, q_len, kv_len)."""
+        return torch.Size((*self._call.query.shape[:3], self._call.key.shape[2]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """float32, or float64 for float64 models."""
+        wide = self._call.query.dtype is torch.float64
+        return torch.float64 if wide else torch.float32
+
+    @property
+    def ndim(self) -> int:
+        return 4
+
+    @cached_property
+    def record(self) -> Any:
+        """The layer's `qkv.inspect`: entropy, top(k), received weight and more."""
+        return self._call.inspect()
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"LayerWeights(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return torch.as_tensor(self.record.weights[index])
+
+    def numpy(self) -> NDArray[Any]:
+        """The whole matrix."""
+        return self[...].numpy()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.asarray(self.numpy(), dtype)

@@ -1,0 +1,119 @@
+"""Mask functions of transformers, read as masks of qkv.
+
+transformers composes a mask from closures (`and_masks(sliding_window_overlay(w),
+causal_mask_function)`, ...) and evaluates the result for every pair. What it composes is a short
+list of functions; those are recognised by their code object, and what they were made with is read
+from their closure. Anything else (a function of the user's, one of a later version) is not
+guessed at: it is then evaluated, pair by pair, by transformers itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache, reduce
+from inspect import getclosurevars
+from operator import and_, or_
+from types import CodeType
+from typing import Any
+
+from transformers import masking_utils
+
+from qkv.variants import Causal, MaskVariant, Segments, SlidingWindow
+
+__all__ = ["read"]
+
+MaskFunction = Callable[..., Any]
+
+_MAKERS = (
+    "and_masks",
+    "or_masks",
+    "sliding_window_overlay",
+    "sliding_window_bidirectional_overlay",
+    "packed_sequence_mask_function",
+    "remap_positions_for_packed_sequence",
+)
+
+
+class _Unread(Exception):
+    """The function is none of those that are known."""
+
+
+def read(function: MaskFunction) -> tuple[MaskVariant, ...] | None:
+    """Masks whose intersection is the mask function, None where it is not one that is known.
+
+    Parameters
+    ----------
+    function : callable (batch, head, q_pos, kv_pos) -> bool
+        As transformers hands it to a mask interface.
+
+    Notes
+    -----
+    In packed rows transformers counts positions from the start of each sequence; so does
+    `Segments`, and no mask read here depends on more than the distance of two positions.
+    """
+    parts = list(_factors(function))
+    try:
+        match [_made_by(part) for part in parts]:
+            case ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]:
+                ids = _captured(parts[0])["packed_sequence_mask"]
+                return (Segments(ids), *_masks(_captured(parts[1])["mask_function"]))
+        return tuple(mask for part in parts for mask in _masks(part))
+    except _Unread:
+        return None
+
+
+def _factors(function: MaskFunction) -> Iterable[MaskFunction]:
+    """Functions whose intersection it is."""
+    if _made_by(function) != "and_masks":
+        return (function,)
+    parts = _captured(function)["mask_functions"]
+    return (factor for part in parts for factor in _factors(part))
+
+
+def _masks(function: MaskFunction) -> list[MaskVariant]:
+    """Masks of positions whose intersection it is; none of them for "every pair"."""
+    if function is masking_utils.bidirectional_mask_function:
+        return []
+    if function is masking_utils.causal_mask_function:
+        return [Causal()]
+    match _made_by(function):
+        case "and_masks":
+            return [mask for part in _factors(function) for mask in _masks(part)]
+        case "or_masks":
+            return _union(map(_masks, _captured(function)["mask_functions"]))
+        case "sliding_window_overlay":
+            return [SlidingWindow(_captured(function)["sliding_window"] - 1, None)]
+        case "sliding_window_bidirectional_overlay":
+            width = _captured(function)["sliding_window"]
+            return [SlidingWindow(width, width)]
+    raise _Unread
+
+
+def _union(alternatives: Iterable[list[MaskVariant]]) -> list[MaskVariant]:
+    found = list(alternatives)
+    if not all(found):
+        return []
+    return [reduce(or_, (reduce(and_, masks) for masks in found))]
+
+
+def _made_by(function: MaskFunction) -> str | None:
+    """Which maker of transformers the function comes from."""
+    return _known_code().get(getattr(function, "__code__", None))
+
+
+def _captured(function: MaskFunction) -> dict[str, Any]:
+    """What the function's maker was called with."""
+    return dict(getclosurevars(function).nonlocals)
+
+
+@cache
+def _known_code() -> dict[CodeType | None, str]:
+    """Code of the inner function of each maker."""
+    makers = {name: getattr(masking_utils, name, None) for name in _MAKERS}
+    return {
+        const: name
+        for name, maker in makers.items()
+        if maker is not None
+        for const in maker.__code__.co_consts
+        if isinstance(const, CodeType)
+    }

@@ -1,0 +1,216 @@
+"""Masks that are said, not stored, in the place of transformers' boolean tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
+from transformers.utils.import_utils import is_tracing
+
+from qkv.errors import UnsupportedError
+from qkv.hf.mask_functions import read
+from qkv.variants import Causal, KeyLengths, Mask, MaskVariant, Prefix
+
+__all__ = ["StatedMask", "state_mask"]
+
+
+@dataclass(slots=True)
+class Pattern:
+    """Which pairs a mask allows.
+
+    Attributes
+    ----------
+    variants : tuple of masks
+        Their intersection is the mask.
+    q_offset, kv_offset : int
+        Positions of the first query row and the first key row.
+    make : callable
+        Makes the dense boolean tensor.
+    kept : tensor or None
+        That tensor, once a view of it has been given away.
+    """
+
+    variants: tuple[MaskVariant, ...]
+    q_offset: int
+    kv_offset: int
+    make: Callable[[], torch.Tensor]
+    kept: torch.Tensor | None = None
+
+    def dense(self) -> torch.Tensor:
+        """The boolean tensor."""
+        return self.make() if self.kept is None else self.kept
+
+    def keep(self) -> torch.Tensor:
+        """The boolean tensor for somebody who may write to it: it is the mask from now on."""
+        self.kept = self.dense()
+        return self.kept
+
+
+class StatedMask(torch.Tensor):
+    """A boolean mask (batch, 1, q_len, kv_len), True = may attend, without memory of that size.
+
+    To a model it is a tensor: it has shape, dtype and device and can be passed on, and whoever
+    computes with it, or writes to it, gets the dense boolean tensor, made at that moment. `attend`
+    takes it as what it is: the masks in `pattern`.
+
+    Raises
+    ------
+    UnsupportedError
+        When it is added to scores, which is what models do that compute attention themselves: the
+        sum with a boolean would be a wrong result without an error.
+
+    Notes
+    -----
+    Memory: O(batch * kv_len) for padding, nothing for the rest; the dense tensor takes
+    `batch * q_len * kv_len` bytes.
+    """
+
+    pattern: Pattern
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls, shape: tuple[int, ...], device: torch.device | str, pattern: Pattern
+    ) -> StatedMask:
+        """A tensor without storage."""
+        mask: StatedMask = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=torch.bool, device=torch.device(device)
+        )
+        mask.pattern = pattern
+        return mask
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        said = " & ".join(map(repr, self.pattern.variants)) or "every pair"
+        return f"StatedMask({said}, shape={tuple(self.shape)}, q_offset={self.pattern.q_offset})"
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.pattern.dense().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        dense: Any = self.pattern.dense()
+        return dense.__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in _SAME or (func is _ATEN.slice.Tensor and _whole(*args)):
+            return cls(tuple(args[0].shape), args[0].device, args[0].pattern)
+        if func in _SUMS:
+            raise UnsupportedError(
+                "a model adds its attention mask to scores of its own: it computes attention "
+                'itself and never calls the implementation "qkv".',
+                [("mask", repr(next(a for a in args if isinstance(a, StatedMask))))],
+                'Load this model with attn_implementation="eager".',
+            )
+        writable = any(argument.alias_info for argument in func._schema.arguments)
+
+        def dense(mask: StatedMask) -> torch.Tensor:
+            return mask.pattern.keep() if writable else mask.pattern.dense()
+
+        args, kwargs = tree_map_only(StatedMask, dense, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _whole(
+    mask: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> bool:
+    """A slice of everything."""
+    return not start and step == 1 and (end is None or end >= mask.shape[dim])
+
+
+_ATEN = torch.ops.aten
+_SAME = {_ATEN.alias.default, _ATEN.detach.default}
+_SUMS = {_ATEN.add.Tensor, _ATEN.add_.Tensor, _ATEN.sub.Tensor, _ATEN.sub_.Tensor}
+
+
+def state_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """The mask that transformers asks for, as a `StatedMask` wherever it can be said.
+
+    A function that is registered with transformers' `AttentionMaskInterface`.
+
+    Parameters
+    ----------
+    batch_size, q_length, kv_length : int
+        Shape of the mask, `(batch_size, 1, q_length, kv_length)`.
+    q_offset, kv_offset : int
+        Positions of the first query row and the first key row.
+    mask_function : callable (batch, head, q_pos, kv_pos) -> bool
+        Which pairs are allowed.
+    attention_mask : tensor (batch_size, number of keys so far), optional
+        Zero for keys that are padding.
+    **kwargs
+        Whatever else transformers says to implementations of its own.
+
+    Returns
+    -------
+    StatedMask, tensor or None
+        The dense boolean tensor of transformers' "sdpa" where the mask function is not one that
+        is known, and while torch traces the model, when no value can be read; None only then.
+    """
+    asked: dict[str, Any] = {
+        "batch_size": batch_size,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "kv_offset": kv_offset,
+        "mask_function": mask_function,
+        "attention_mask": attention_mask,
+        "device": device,
+    }
+    if torch.compiler.is_compiling() or any(
+        is_tracing(t) for t in (attention_mask, q_offset) if isinstance(t, torch.Tensor)
+    ):
+        traced: torch.Tensor | None = sdpa_mask(**{**kwargs, **asked, "q_offset": q_offset})
+        return traced
+    # A static cache counts on in the tensor that it gives here.
+    asked["q_offset"] = int(q_offset)
+    asked["use_vmap"] = kwargs.get("use_vmap", False)
+    dense: Callable[[], Any] = partial(sdpa_mask, **asked, allow_is_causal_skip=False)
+    known = read(mask_function)
+    if known is None:
+        made: torch.Tensor = dense()
+        return made
+    variants = known
+    padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    if padding is not None:
+        reach = kv_length
+        if any(isinstance(mask, Causal) for mask in known):
+            reach = min(reach, max(int(q_offset) + q_length - kv_offset, 0))
+        keys = padding[:, kv_offset : kv_offset + kv_length]
+        variants += _padding(keys, reach, kv_offset)
+    shape = (batch_size, 1, q_length, kv_length)
+    return StatedMask(shape, device, Pattern(variants, int(q_offset), kv_offset, dense))
+
+
+def _padding(keys: torch.Tensor, reach: int, kv_offset: int) -> tuple[MaskVariant, ...]:
+    """Masks for `keys` (batch, kv_len), False for padding, of which `reach` keys matter."""
+    seen = keys[:, :reach]
+    if seen.all():
+        return ()
+    index = torch.arange(1, reach + 1, device=keys.device)
+    ends = (seen * index).amax(-1)
+    starts = torch.where(ends > 0, seen.int().argmax(-1), 0)
+    if not torch.equal(ends - starts, seen.sum(-1)):
+        return (Mask(keys[:, None, None, :]),)
+    masks: tuple[MaskVariant, ...] = ()
+    if bool((ends < reach).any()):
+        masks += (KeyLengths(ends),)
+    if bool((starts > 0).any()):
+        masks += (~Prefix(kv_offset + starts),)
+    return masks

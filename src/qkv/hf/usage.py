@@ -1,0 +1,130 @@
+"""Does a model really compute its attention here?"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from qkv.errors import UnsupportedError
+from qkv.hf.attention import observe
+from qkv.hf.layer_call import LayerCall
+
+__all__ = ["NotUsedWarning", "Usage", "check"]
+
+
+class NotUsedWarning(UserWarning):
+    """A model, or some of its layers, compute attention without qkv."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What one run of a model asked of qkv.
+
+    Attributes
+    ----------
+    calls : dict
+        Number of calls for each layer, by module name.
+    silent : tuple of str
+        Modules called attention that ran without a call of qkv inside.
+    """
+
+    calls: dict[str, int]
+    silent: tuple[str, ...]
+
+    @property
+    def complete(self) -> bool:
+        """Every layer that ran computes its attention here."""
+        return bool(self.calls) and not self.silent
+
+
+def check(model: torch.nn.Module, /, *args: Any, **inputs: Any) -> Usage:
+    """Run a model once, without gradient, and count its calls of qkv.
+
+    transformers lets any registered name be set for any model, also for those that never look at
+    it (Bloom, DeBERTa-v2, Swin-v2): these go on as before, with no error. Such a model is warned
+    about here.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        With `attn_implementation="qkv"`.
+    *args, **inputs
+        What it is called with.
+
+    Returns
+    -------
+    Usage
+
+    Warns
+    -----
+    NotUsedWarning
+        If it never calls qkv, or some of its attention layers do not.
+
+    Notes
+    -----
+    Modules with "Attention" in the name of their class are taken for attention layers. Cost: one
+    forward pass.
+
+    Examples
+    --------
+    >>> usage = qkv.hf.check(model, input_ids=ids)  # doctest: +SKIP
+    >>> usage.complete  # doctest: +SKIP
+    True
+    """
+    names = {module: name for name, module in model.named_modules()}
+    calls: Counter[str] = Counter()
+    silent: list[str] = []
+    before: list[int] = []
+
+    def count(call: LayerCall) -> None:
+        calls[names.get(call.module, type(call.module).__name__)] += 1
+
+    def enter(module: torch.nn.Module, args: Any) -> None:
+        before.append(calls.total())
+
+    def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
+        name = names[module]
+        if before.pop() == calls.total() and not any(s.startswith(name + ".") for s in silent):
+            silent.append(name)
+
+    hooks = []
+    for module in names:
+        if "Attention" in type(module).__name__:
+            hooks.append(module.register_forward_pre_hook(enter))
+            hooks.append(module.register_forward_hook(leave))
+    try:
+        with torch.no_grad(), observe(count):
+            model(*args, **inputs)
+    except UnsupportedError:
+        # A mask that was added to a model's own scores: the report says what that means.
+        if calls:
+            raise
+    finally:
+        for hook in hooks:
+            hook.remove()
+    usage = Usage(dict(calls), tuple(dict.fromkeys(silent)))
+    _warn(model, usage)
+    return usage
+
+
+def _warn(model: Any, usage: Usage) -> None:
+    if usage.complete:
+        return
+    name = type(model).__name__
+    chosen = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if usage.calls:
+        fact = f"{len(usage.silent)} attention layers of {name} do not call qkv"
+        fact += (
+            f" ({', '.join(usage.silent[:3])}, ...)."
+            if usage.silent[3:]
+            else (f" ({', '.join(usage.silent)}).")
+        )
+    elif chosen == "qkv":
+        fact = f'{name} accepts attn_implementation="qkv" and never calls it.'
+    else:
+        fact = f'{name} runs with attn_implementation="{chosen}"; set_attn_implementation("qkv").'
+    warnings.warn(fact, NotUsedWarning, stacklevel=3)
