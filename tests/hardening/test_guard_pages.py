@@ -1,0 +1,43 @@
+"""Compiled code stays within its operands, outputs and scratch, and reads nothing unwritten."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("fenced.py")
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="guard pages are set with Linux's mprotect"
+)
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(PROGRAM), *arguments],
+        env={**os.environ, "QKV_NUM_THREADS": "2", **environment},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        check=False,
+    )
+
+
+def check(*arguments: str, **environment: str) -> None:
+    done = run(*arguments, **environment)
+    problems = done.stdout.splitlines() or ["before the first problem"]
+    assert problems[-1] == "done", f"exit {done.returncode}: {problems[-1]}\n{done.stderr[-2000:]}"
+
+
+@pytest.mark.parametrize("side", ["end", "begin"])
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_every_head_dim(side: str, way: str) -> None:
+    check(side, "swept", way)
+
+
+@pytest.mark.parametrize("side", ["end", "begin"])
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_random_problems(side: str, way: str, pytestconfig: pytest.Config) -> None:
+    check(side, "random", way, "0", str(max(16, pytestconfig.getoption("fuzz") // 100)))
