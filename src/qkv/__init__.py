@@ -1,6 +1,7 @@
 """qkv: exact scaled dot-product attention that you can look into."""
 
 from qkv._api import attention, inspect, merge, plan
+from qkv._second import Tangents, jvp
 from qkv._threads import get_num_threads, set_num_threads
 from qkv._version import __version__
 from qkv._vjp import Gradients, vjp
@@ -69,6 +70,7 @@ __all__ = [
     "SlidingWindow",
     "Softcap",
     "Strided",
+    "Tangents",
     "UnsupportedError",
     "Variant",
     "__version__",
@@ -76,6 +78,7 @@ __all__ = [
     "explain",
     "get_num_threads",
     "inspect",
+    "jvp",
     "merge",
     "plan",
     "set_num_threads",

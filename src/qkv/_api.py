@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from qkv._call import Call
-from qkv._recall import forget, likeness, recall, remember
+from qkv._recall import attend
 from qkv.arrays import library_of
 from qkv.backends import Progress
+from qkv.bridges import bridge_of
 from qkv.errors import ArgumentError, ShapeError
 from qkv.inspection.record import Record
 from qkv.partial import Partial
@@ -89,30 +90,22 @@ def attention(
     array([[1.  , 0.  ],
            [0.33, 0.67]])
     """
-    like = likeness(query, key, value, variants, scale, layout, q_offset, kv_offset, backend)
-    prepared = None if like is None else recall(like)
-    if prepared is not None:
-        known = prepared(query, key, value)
-        if known is not None:
-            return (known.out, known.lse) if return_lse else known.out
-        forget(like)
-    call = Call.bind(
-        query,
-        key,
-        value,
-        variants,
-        scale=scale,
-        layout=layout,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        backend=backend,
-    )
-    if like is not None:
-        remember(like, variants, call)
-    partial = call.run()
-    if return_lse:
-        return call.output(partial), call.rows(partial.lse)
-    return call.output(partial)
+    bridge = None if type(query) is np.ndarray else bridge_of(query)
+    if bridge is not None:
+        return bridge.attention(
+            query,
+            key,
+            value,
+            *variants,
+            scale=scale,
+            layout=layout,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            return_lse=return_lse,
+            backend=backend,
+        )
+    found = attend(query, key, value, variants, scale, layout, q_offset, kv_offset, backend)
+    return found if return_lse else found[0]
 
 
 def inspect(

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.arrays import ArrayLibrary, library_of, view
+from qkv._statement import restate, state
+from qkv.arrays import ArrayLibrary, is_array, library_of, view
 from qkv.backends import Choice, choose
 from qkv.partial import Partial, finish
 from qkv.problem.check import Layout, check
@@ -30,6 +31,8 @@ class Call:
     dtype: np.dtype[Any]
     layout: Layout
     ndim: int
+    variants: tuple[tuple[Any, Any], ...]
+    """Each as it was given, and as the problem knows it."""
 
     @classmethod
     def bind(
@@ -46,12 +49,14 @@ class Call:
         backend: str,
         backward: bool = False,
     ) -> Call:
+        library = library_of(query, "query")
         views = [view(query, "query"), _view_rows(key, "key"), _view_rows(value, "value")]
+        *viewed, q_offset, kv_offset = _viewed((*variants, q_offset, kv_offset))
         problem = check(
             views[0],
             views[1],
             views[2],
-            tuple(map(_as_variant, variants)),
+            tuple(map(_as_variant, viewed)),
             scale=scale,
             layout=layout,
             q_offset=q_offset,
@@ -60,10 +65,11 @@ class Call:
         return cls(
             problem,
             choose(problem.spec, backend, backward=backward),
-            library_of(query, "query"),
+            library,
             views[0].dtype,
             layout,
             max(v.ndim for v in views),
+            tuple(zip(variants, viewed, strict=True)),
         )
 
     def run(self) -> Partial:
@@ -80,6 +86,16 @@ class Call:
         with np.errstate(all="ignore"):
             return self.library.restore(np.asarray(out, self.dtype, order="C"))
 
+    def plain(self, out: Array) -> Array:
+        """What `output` gives, as `(*batch_shape, num_heads, q_len, v_head_dim)` again."""
+        if self.ndim == 2:
+            return out[None]
+        return out.swapaxes(-3, -2) if self.layout == "blhd" else out
+
+    def known_as(self, variant: Any) -> Any:
+        """What the problem knows in the place of a variant of this call."""
+        return next((known for given, known in self.variants if given is variant), variant)
+
     def rows(self, array: Array, trailing: int = 0) -> Any:
         """A statistic `(..., num_heads, q_len)` with as many dimensions as the call has."""
         if self.ndim == 2:
@@ -95,6 +111,19 @@ def _view_rows(given: Any, role: str) -> Any:
         case Quantized(values=values, scales=scales):
             return Quantized(view(values, f"{role} values"), view(scales, f"{role} scales"))
     return view(given, role)
+
+
+def _viewed(said: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Variants and offsets with every array of another library in them as a NumPy view."""
+    statement = state(said, _is_foreign)
+    if not statement.arrays:
+        return said
+    arrays = [view(array, "an array of a variant") for array in statement.arrays]
+    return restate(statement.text, arrays).variants
+
+
+def _is_foreign(value: Any) -> bool:
+    return is_array(value) and not isinstance(value, np.ndarray)
 
 
 def _as_variant(variant: Any) -> Any:

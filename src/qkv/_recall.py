@@ -18,6 +18,8 @@ import numpy as np
 from qkv._call import Call
 from qkv.backends import Prepared, generation
 
+__all__ = ["attend"]
+
 KEPT = 256
 """Calls that are remembered, about 4 KB each; the oldest go first."""
 
@@ -36,7 +38,43 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_new_lock)
 
 
-def likeness(
+def attend(
+    query: Any,
+    key: Any,
+    value: Any,
+    variants: tuple[Any, ...],
+    scale: Any,
+    layout: Any,
+    q_offset: Any,
+    kv_offset: Any,
+    backend: Any,
+) -> tuple[Any, Any]:
+    """Output and lse of one call."""
+    like = _likeness(query, key, value, variants, scale, layout, q_offset, kv_offset, backend)
+    prepared = None if like is None else _recall(like)
+    if prepared is not None:
+        known = prepared(query, key, value)
+        if known is not None:
+            return known.out, known.lse
+        _prepared.pop(like, None)
+    call = Call.bind(
+        query,
+        key,
+        value,
+        variants,
+        scale=scale,
+        layout=layout,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        backend=backend,
+    )
+    if like is not None:
+        _remember(like, variants, call)
+    partial = call.run()
+    return call.output(partial), call.rows(partial.lse)
+
+
+def _likeness(
     query: Any,
     key: Any,
     value: Any,
@@ -64,7 +102,7 @@ def likeness(
     return (arrays, variants, scale, q_offset, kv_offset, backend, generation())
 
 
-def recall(likeness: Hashable) -> Prepared | None:
+def _recall(likeness: Hashable) -> Prepared | None:
     """The prepared call for a likeness, if there is one."""
     try:
         return _prepared.get(likeness)
@@ -72,7 +110,7 @@ def recall(likeness: Hashable) -> Prepared | None:
         return None
 
 
-def remember(likeness: Hashable, variants: tuple[Any, ...], call: Call) -> None:
+def _remember(likeness: Hashable, variants: tuple[Any, ...], call: Call) -> None:
     """Prepare for more calls like this one, once there has been another: lengths that grow from
     call to call are not worth it."""
     prepare = getattr(call.choice.backend, "prepare", None)
@@ -84,10 +122,6 @@ def remember(likeness: Hashable, variants: tuple[Any, ...], call: Call) -> None:
     prepared = prepare(call.problem)
     if prepared is not None:
         _insert(_prepared, likeness, prepared)
-
-
-def forget(likeness: Hashable) -> None:
-    _prepared.pop(likeness, None)
 
 
 def _insert(table: dict[Hashable, Any], likeness: Hashable, value: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv._call import Call
-from qkv.arrays import library_of
-from qkv.errors import ArgumentError, DTypeError, ShapeError
+from qkv._cotangents import cotangent_of_lse, cotangent_of_out, like_operand, shapes_of
+from qkv._own_arrays import as_given, briefly, by_origin, made, wanted
+from qkv.errors import ArgumentError
 from qkv.partial import Partial
-from qkv.problem.backward import BackwardInputs, reads
+from qkv.problem.backward import BackwardInputs
 from qkv.problem.check import Layout
-from qkv.problem.spec import Operands, Origin, Spec
+from qkv.problem.spec import Origin
 
 __all__ = ["Gradients", "vjp"]
 
@@ -88,10 +89,7 @@ def vjp(
     array([[-0.442,  0.442],
            [-0.442,  0.442]])
     """
-    shapes = tuple(
-        library_of(array, role).view(array, role).shape
-        for array, role in ((query, "query"), (key, "key"), (value, "value"))
-    )
+    shapes = shapes_of(query, key, value)
     call = Call.bind(
         query,
         key,
@@ -123,6 +121,8 @@ class Gradients:
     ----------
     of_variants : sequence of (origin, array)
         What `of` looks up; `qkv.vjp` fills it in.
+    known_as : callable
+        The variant of the problem for one as it was given.
 
     Examples
     --------
@@ -135,12 +135,18 @@ class Gradients:
     """
 
     def __init__(
-        self, query: Any, key: Any, value: Any, of_variants: Sequence[tuple[Origin, Any]] = ()
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        of_variants: Sequence[tuple[Origin, Any]] = (),
+        known_as: Callable[[Any], Any] = lambda variant: variant,
     ) -> None:
         self.query = query
         self.key = key
         self.value = value
         self._of_variants = tuple(of_variants)
+        self._known_as = known_as
 
     def of(self, variant: Any, array: Any = None) -> Any:
         """The gradient of a variant's own array, with its shape and dtype.
@@ -152,18 +158,19 @@ class Gradients:
         array : array, optional
             Which of the variant's arrays, if a `ScoreMod` reads several.
         """
-        own = [(o, g) for o, g in self._of_variants if _made(o, variant)]
+        known = self._known_as(variant)
+        own = [(o, g) for o, g in self._of_variants if made(o, known)]
         if array is not None:
             own = [(o, g) for o, g in own if o.array is array]
         if len(own) == 1:
             return own[0][1]
         if not own:
             raise ArgumentError(
-                f"there is no gradient of {_briefly(variant if array is None else array)}.",
+                f"there is no gradient of {briefly(variant if array is None else array)}.",
                 action="Name its variant in the pullback: pullback(grad_out, wrt=[variant]).",
             )
         raise ArgumentError(
-            f"{_briefly(variant)} has {len(own)} arrays.",
+            f"{briefly(variant)} has {len(own)} arrays.",
             [(f"array {n}", f"{o.array.dtype} {o.array.shape}") for n, (o, _) in enumerate(own)],
             "Say which: gradients.of(variant, array), with the very array that it reads.",
         )
@@ -177,140 +184,40 @@ class Pullback:
     _partial: Partial
     _shapes: tuple[tuple[int, ...], ...]
 
+    @classmethod
+    def resumed(
+        cls, call: Call, out: Array, lse: Array, shapes: tuple[tuple[int, ...], ...]
+    ) -> Pullback:
+        """The way back of a call whose output and lse were kept elsewhere."""
+        rows = (*call.problem.spec.batch_shape, call.problem.spec.num_heads)
+        plain = call.plain(out)
+        return cls(call, Partial(plain, lse.reshape(*rows, plain.shape[-2])), shapes)
+
     def __call__(self, grad_out: Any, grad_lse: Any = None, wrt: Iterable[Any] = ()) -> Gradients:
         """Gradients for cotangents of the output and of lse; see `qkv.vjp`."""
         call, partial = self._call, self._partial
         problem = call.problem
-        spec, operands = problem.spec, problem.operands
-        cotangent = self._cotangent(grad_out)
-        of_lse = self._of_lse(grad_lse)
-        tables, sinks = _wanted(spec, operands, tuple(wrt))
+        cotangent = cotangent_of_out(call, partial.out, grad_out)
+        of_lse = cotangent_of_lse(call, partial.lse, grad_lse)
+        tables, sinks = wanted(problem, tuple(map(call.known_as, wrt)))
         inputs = BackwardInputs(
             partial.out, partial.lse, cotangent, of_lse, frozenset(n for n, _ in tables)
         )
         found = call.choice.backend.backward(problem, inputs)  # type: ignore[attr-defined]
-        own = _by_origin([(origin, found.tables[name]) for name, origin in tables])
+        own = by_origin([(origin, found.tables[name]) for name, origin in tables])
         if sinks is not None:
-            own.append((sinks, _of_sinks(sinks, operands.sinks, inputs)))
+            own.append((sinks, _of_sinks(problem.operands.sinks, inputs)))
         query, key, value = (
-            self._like(gradient, shape)
+            like_operand(call, gradient, shape)
             for gradient, shape in zip(
                 (found.query, found.key, found.value), self._shapes, strict=True
             )
         )
-        of_variants = [(origin, call.library.restore(_as_given(origin, g))) for origin, g in own]
-        return Gradients(query, key, value, of_variants)
-
-    def _cotangent(self, grad_out: Any) -> Array:
-        """`grad_out` as `(*batch_shape, num_heads, q_len, v_head_dim)`."""
-        call = self._call
-        view = library_of(grad_out, "grad_out").view(grad_out, "grad_out")
-        expected: tuple[int, ...] = self._partial.out.shape
-        if call.ndim == 2:
-            expected = expected[-2:]
-        elif call.layout == "blhd":
-            expected = (*expected[:-3], expected[-2], expected[-3], expected[-1])
-        _fits("grad_out", view, expected, call.dtype, "the output")
-        if call.ndim == 2:
-            return view[None]
-        return view.swapaxes(-3, -2) if call.layout == "blhd" else view
-
-    def _of_lse(self, grad_lse: Any) -> Array:
-        lse = self._partial.lse
-        if grad_lse is None:
-            return np.zeros_like(lse)
-        view = library_of(grad_lse, "grad_lse").view(grad_lse, "grad_lse")
-        expected = lse.shape[-1:] if self._call.ndim == 2 else lse.shape
-        _fits("grad_lse", view, expected, lse.dtype, "lse")
-        return view.reshape(lse.shape)
-
-    def _like(self, gradient: Array, shape: tuple[int, ...]) -> Any:
-        """Like the operand: leading dimensions that were broadcast are summed."""
-        call = self._call
-        turned = call.layout == "blhd" and len(shape) > 2
-        plain = (1, *shape) if len(shape) == 2 else shape
-        if turned:
-            plain = (*shape[:-3], shape[-2], shape[-3], shape[-1])
-        extra = gradient.ndim - len(plain)
-        repeated = [
-            axis
-            for axis in range(gradient.ndim - 3)
-            if axis < extra or (plain[axis - extra] == 1 and gradient.shape[axis] != 1)
-        ]
-        with np.errstate(all="ignore"):
-            if repeated:
-                gradient = gradient.sum(axis=tuple(repeated), keepdims=True)
-            gradient = gradient.reshape(plain)
-            gradient = gradient.swapaxes(-3, -2) if turned else gradient
-            return call.library.restore(np.asarray(gradient.reshape(shape), call.dtype, order="C"))
+        of_variants = [(origin, call.library.restore(as_given(origin, g))) for origin, g in own]
+        return Gradients(query, key, value, of_variants, call.known_as)
 
 
-def _fits(role: str, view: Array, shape: tuple[int, ...], dtype: np.dtype[Any], other: str) -> None:
-    if view.shape != shape:
-        raise ShapeError(
-            f"{role} has shape {view.shape}, {other} {shape}.",
-            action=f"Pass a cotangent for each entry of {other}.",
-        )
-    if view.dtype != dtype:
-        raise DTypeError(
-            f"{role} has dtype {view.dtype}, {other} {dtype}.",
-            action=f"Convert it, as in {role}.astype('{dtype}').",
-        )
-
-
-# Variants' own arrays
-
-
-def _made(origin: Origin, variant: Any) -> bool:
-    """Whether a variant, or the bare array in its place, is where values came from."""
-    return origin.variant is variant or (
-        isinstance(variant, np.ndarray) and getattr(origin.variant, "array", None) is variant
-    )
-
-
-def _wanted(
-    spec: Spec, operands: Operands, wrt: tuple[Any, ...]
-) -> tuple[list[tuple[str, Origin]], Origin | None]:
-    """Tables whose gradients are wanted, and the sinks if theirs is."""
-    tables: list[tuple[str, Origin]] = []
-    sinks = None
-    for variant in wrt:
-        own = [
-            (table.name, operands.origins[table.name])
-            for table in spec.tables
-            if table.kind == "float"
-            and _made(operands.origins[table.name], variant)
-            and reads(spec, frozenset({table.name}))
-        ]
-        for name, origin in own:
-            if operands.tables[name].size != origin.array.size:
-                raise ArgumentError(
-                    f"an array of {_briefly(variant)} repeats its entries (strides "
-                    f"{origin.array.strides}).",
-                    action="Pass it as it was before it was broadcast; its gradient is then a sum.",
-                )
-        tables += [entry for entry in own if entry not in tables]
-        if operands.sink_origin is not None and _made(operands.sink_origin, variant):
-            sinks = operands.sink_origin
-        elif not own:
-            raise ArgumentError(
-                f"no score of this call changes with an array of {_briefly(variant)}.",
-                [("variants", spec.summary)],
-                "Name variants of the call, the very objects, that hold floating numbers.",
-            )
-    return tables, sinks
-
-
-def _by_origin(found: list[tuple[Origin, Array]]) -> list[tuple[Origin, Array]]:
-    """One gradient for each array: a variant that was given twice has the sum."""
-    sums: dict[tuple[int, int], tuple[Origin, Array]] = {}
-    for origin, gradient in found:
-        place = id(origin.variant), origin.place
-        sums[place] = (origin, sums[place][1] + gradient if place in sums else gradient)
-    return list(sums.values())
-
-
-def _of_sinks(origin: Origin, sinks: Array | None, inputs: BackwardInputs) -> Array:
+def _of_sinks(sinks: Array | None, inputs: BackwardInputs) -> Array:
     """`d sink[h] = -sum_i exp(sink[h] - lse[i]) * delta[i]`: a key of value 0 in every row."""
     assert sinks is not None
     with np.errstate(all="ignore"):
@@ -319,15 +226,4 @@ def _of_sinks(origin: Origin, sinks: Array | None, inputs: BackwardInputs) -> Ar
         shares = np.exp(sinks[:, None] - inputs.lse.astype(np.float64)) * delta
         total = -shares.sum(axis=-1)
     by_head: Array = total.reshape(-1, len(sinks)).sum(axis=0)
-    return by_head if origin.array.ndim else by_head.sum()
-
-
-def _as_given(origin: Origin, gradient: Array) -> Array:
-    with np.errstate(all="ignore"):
-        return np.asarray(gradient).reshape(origin.array.shape).astype(origin.array.dtype)
-
-
-def _briefly(thing: Any) -> str:
-    if isinstance(thing, np.ndarray):
-        return f"a {thing.dtype} array {thing.shape}"
-    return f"{thing!r:.80}"
+    return by_head

@@ -6,15 +6,16 @@ imported because it happens to be installed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arrays.numpy_arrays import NumpyArrays
-from qkv.errors import DTypeError, UnsupportedError
+from qkv.errors import DTypeError
 
-__all__ = ["ArrayLibrary", "library_of"]
+__all__ = ["ArrayLibrary", "is_array", "kind_of", "library_of", "view"]
 
 
 class ArrayLibrary(Protocol):
@@ -31,23 +32,40 @@ class ArrayLibrary(Protocol):
         ...
 
 
+def _torch() -> ArrayLibrary:
+    from qkv.arrays.torch_arrays import TorchArrays
+
+    return TorchArrays()
+
+
+def _jax() -> ArrayLibrary:
+    from qkv.arrays.jax_arrays import JaxArrays
+
+    return JaxArrays()
+
+
 _LIBRARIES: dict[str, ArrayLibrary] = {"numpy": NumpyArrays()}
-_KNOWN = {"torch": ".detach().cpu().numpy()", "jax": ", through numpy.asarray", "jaxlib": ""}
+_FOUND_LATER: dict[str, Callable[[], ArrayLibrary]] = {"torch": _torch, "jax": _jax}
+_KINDS: dict[type, str | None] = {}
+
+
+def kind_of(array: Any) -> str | None:
+    """The name of the library that an array's type is of, None for any other type."""
+    kind = type(array)
+    if kind not in _KINDS:
+        names = [base.__module__.partition(".")[0] for base in kind.__mro__]
+        _KINDS[kind] = next((n for n in names if n in _LIBRARIES or n in _FOUND_LATER), None)
+    return _KINDS[kind]
 
 
 def library_of(array: Any, role: str) -> ArrayLibrary:
     """The library of an array; an error for anything else."""
-    kinds = [base.__module__.partition(".")[0] for base in type(array).__mro__]
-    for kind in kinds:
-        if kind in _LIBRARIES:
-            return _LIBRARIES[kind]
+    kind = kind_of(array)
+    if kind is not None:
+        if kind not in _LIBRARIES:
+            _LIBRARIES[kind] = _FOUND_LATER[kind]()
+        return _LIBRARIES[kind]
     name = f"{type(array).__module__}.{type(array).__qualname__}"
-    for kind in kinds:
-        if kind in _KNOWN:
-            raise UnsupportedError(
-                f"{role} is a {name}; this version of qkv takes NumPy arrays.",
-                action=f"Pass {role}{_KNOWN[kind]}.",
-            )
     raise DTypeError(
         f"{role} is a {name}, not an array.", action=f"Pass numpy.asarray({role}, dtype='float32')."
     )
@@ -56,3 +74,10 @@ def library_of(array: Any, role: str) -> ArrayLibrary:
 def view(array: Any, role: str) -> NDArray[Any]:
     """A NumPy view of an array of any library."""
     return np.asarray(library_of(array, role).view(array, role))
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is an array of a library that is known here."""
+    if isinstance(value, np.ndarray | np.generic):
+        return isinstance(value, np.ndarray)
+    return kind_of(value) is not None and hasattr(value, "dtype") and hasattr(value, "shape")

@@ -64,6 +64,13 @@ class Variant(ABC):
         """Instances that fit a problem of this shape."""
 
 
+OWN_ARRAYS = (np.ndarray, np.generic, int, float, str, list, tuple, range)
+"""What can be looked into when a variant is made. Arrays of other libraries may have no values
+before the call: they are checked then."""
+
+
 def briefly(value: Any) -> str:
     """What `repr` says, arrays by type and shape."""
-    return f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray) else repr(value)
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return repr(value)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from qkv.errors import ArgumentError
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.variants.base import Variant
+from qkv.variants.base import OWN_ARRAYS, Variant
 
 
 @dataclass(frozen=True, repr=False)
@@ -22,8 +23,9 @@ class Dropout(Variant):
     p : float
         Probability, 0 <= p < 1.
     seed : int
-        64-bit seed. Whether a weight is dropped depends on the seed and on the flat batch index,
-        query head, query row and key row alone: the same on every backend and tile size.
+        64-bit seed, or an array of one number. Whether a weight is dropped depends on the seed and
+        on the flat batch index, query head, query row and key row alone: the same on every backend
+        and tile size.
 
     Notes
     -----
@@ -34,7 +36,7 @@ class Dropout(Variant):
     """
 
     p: float
-    seed: int
+    seed: Any
 
     def __post_init__(self) -> None:
         if not 0 <= self.p < 1:
@@ -42,19 +44,25 @@ class Dropout(Variant):
                 f"Dropout p={self.p!r} is not a probability below 1.",
                 action="Pass the share of weights to drop, as in Dropout(0.1, seed=0).",
             )
-        if not 0 <= self.seed < 2**64:
+        if isinstance(self.seed, OWN_ARRAYS):
+            self._seed()
+
+    def _seed(self) -> int:
+        seed = int(self.seed)
+        if not 0 <= seed < 2**64:
             raise ArgumentError(
                 f"Dropout seed={self.seed!r} does not fit 64 bits.",
                 action="Pass an integer from 0 to 2**64 - 1.",
             )
+        return seed
 
     def lower(self, builder: Builder) -> None:
-        builder.drop(float(self.p), int(self.seed))
+        builder.drop(float(self.p), self._seed())
 
     def naive(self, dense: Dense) -> None:
         for i in range(dense.factors.shape[0]):
             for j in range(dense.factors.shape[1]):
-                word = _philox((j, i, dense.head, dense.batch), self.seed)
+                word = _philox((j, i, dense.head, dense.batch), int(self.seed))
                 dense.factors[i, j] *= 0.0 if word < self.p * 2**32 else 1 / (1 - self.p)
 
     @classmethod

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from qkv.errors import ArgumentError
 from qkv.problem.builder import INDEX_LIMIT, Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.problem.symbols import Expr
 from qkv.variants.algebra import MaskVariant
+from qkv.variants.base import OWN_ARRAYS
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -34,6 +35,10 @@ class GlobalTokens(MaskVariant):
     positions: ArrayLike
 
     def __post_init__(self) -> None:
+        if isinstance(self.positions, OWN_ARRAYS):
+            self._positions()
+
+    def _positions(self) -> NDArray[np.int64]:
         positions = np.asarray(self.positions)
         if positions.ndim != 1 or (positions.size and positions.dtype.kind not in "iu"):
             raise ArgumentError(
@@ -46,9 +51,10 @@ class GlobalTokens(MaskVariant):
                 f"at most {2**27} positions may lie between the first and the last.",
                 action="Use Mask or ScoreMod for tokens so far apart.",
             )
+        return positions.astype(np.int64)
 
     def lower(self, builder: Builder) -> None:
-        positions = np.asarray(self.positions, np.int64)
+        positions = self._positions()
         low = int(positions.min()) if positions.size else 0
         span = int(np.ptp(positions)) + 1 if positions.size else 1
         chosen = np.zeros(span + 2, bool)

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from qkv.errors import ArgumentError
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.variants.algebra import MaskVariant
+from qkv.variants.base import OWN_ARRAYS
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -31,16 +32,20 @@ class Prefix(MaskVariant):
     length: ArrayLike
 
     def __post_init__(self) -> None:
+        if isinstance(self.length, OWN_ARRAYS):
+            self._lengths()
+
+    def _lengths(self) -> NDArray[np.int64]:
         length = np.asarray(self.length)
         if length.dtype.kind not in "iu" or (length < 0).any():
             raise ArgumentError(
                 f"Prefix length={self.length!r} is not a whole number of positions.",
                 action="Pass an integer of 0 or more, or one for each batch row.",
             )
+        return length.astype(np.int64)
 
     def lower(self, builder: Builder) -> None:
-        length = builder.per_batch(np.asarray(self.length, np.int64), "prefix length")
-        builder.mask(builder.kv_pos < length)
+        builder.mask(builder.kv_pos < builder.per_batch(self._lengths(), "prefix length"))
 
     def naive(self, dense: Dense) -> None:
         dense.allowed[:, dense.kv_pos >= dense.row(self.length)] = False

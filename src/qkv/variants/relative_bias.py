@@ -40,11 +40,11 @@ class RelativeBias(Variant):
     max_distance: int = 128
 
     def __post_init__(self) -> None:
-        table = np.asarray(self.table)
-        per_side = len(table) // (2 if self.bidirectional else 1) if table.ndim == 2 else 0
+        shape = np.shape(self.table)
+        per_side = shape[0] // (2 if self.bidirectional else 1) if len(shape) == 2 else 0
         if per_side < 2:
             raise ShapeError(
-                f"a relative bias table has shape {table.shape}; it must be "
+                f"a relative bias table has shape {tuple(shape)}; it must be "
                 f"(num_buckets, num_heads) with at least {4 if self.bidirectional else 2} buckets.",
                 action="Pass the weight of T5's relative_attention_bias.",
             )

@@ -70,6 +70,10 @@ class ScoreMod(Variant):
     def __repr__(self) -> str:
         return f"ScoreMod({getattr(self.fn, '__name__', type(self.fn).__name__)})"
 
+    def with_arrays(self, change: Callable[[Any], Any]) -> ScoreMod:
+        """The same function, each value from outside it replaced by `change(value)`."""
+        return ScoreMod(_with_values(self.fn, change))
+
     def lower(self, builder: Builder) -> None:
         known: dict[int, Any] = {}
 
@@ -83,7 +87,7 @@ class ScoreMod(Variant):
                 return builder.scalar(value, "closure value")
             return value
 
-        result = _with_symbols(self.fn, symbol)(
+        result = _with_values(self.fn, symbol)(
             builder.score, builder.batch, builder.head, builder.q_pos, builder.kv_pos
         )
         if not isinstance(result, Expr | int | float | np.generic):
@@ -115,16 +119,16 @@ class ScoreMod(Variant):
         return (cls(curve), cls(looked_up))
 
 
-def _with_symbols(fn: Callable[..., Any], symbol: Callable[[Any], Any]) -> Callable[..., Any]:
-    """The function with its arrays replaced, in closure, defaults and the globals that it names."""
+def _with_values(fn: Callable[..., Any], symbol: Callable[[Any], Any]) -> Callable[..., Any]:
+    """The function with values replaced: in closure, defaults and the globals that it names."""
     if isinstance(fn, partial):
         return partial(
-            _with_symbols(fn.func, symbol),
+            _with_values(fn.func, symbol),
             *map(symbol, fn.args),
             **{name: symbol(value) for name, value in fn.keywords.items()},
         )
     if isinstance(fn, types.MethodType):
-        return types.MethodType(_with_symbols(fn.__func__, symbol), fn.__self__)
+        return types.MethodType(_with_values(fn.__func__, symbol), fn.__self__)
     if not isinstance(fn, types.FunctionType):
         return fn
     closure = fn.__closure__ and tuple(

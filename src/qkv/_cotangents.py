@@ -1,0 +1,78 @@
+"""What comes in and goes out beside a call: cotangents and tangents, gradients like operands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv._call import Call
+from qkv.arrays import view
+from qkv.errors import DTypeError, ShapeError
+
+__all__ = ["cotangent_of_lse", "cotangent_of_out", "fits", "like_operand", "shapes_of"]
+
+Array = NDArray[Any]
+Shape = tuple[int, ...]
+
+
+def shapes_of(query: Any, key: Any, value: Any) -> tuple[Shape, Shape, Shape]:
+    """Shapes of the operands as they were given; raises for what is no array."""
+    return view(query, "query").shape, view(key, "key").shape, view(value, "value").shape
+
+
+def cotangent_of_out(call: Call, out: Array, grad_out: Any) -> Array:
+    """`grad_out` in the order of `out`, `(*batch_shape, num_heads, q_len, v_head_dim)`."""
+    seen = view(grad_out, "grad_out")
+    expected: Shape = out.shape
+    if call.ndim == 2:
+        expected = expected[-2:]
+    elif call.layout == "blhd":
+        expected = (*expected[:-3], expected[-2], expected[-3], expected[-1])
+    fits("grad_out", seen, expected, call.dtype, "the output")
+    return call.plain(seen)
+
+
+def cotangent_of_lse(call: Call, lse: Array, grad_lse: Any) -> Array:
+    """`grad_lse` in the order of `lse`; zeros for None."""
+    if grad_lse is None:
+        return np.zeros_like(lse)
+    seen = view(grad_lse, "grad_lse")
+    expected = lse.shape[-1:] if call.ndim == 2 else lse.shape
+    fits("grad_lse", seen, expected, lse.dtype, "lse")
+    return seen.reshape(lse.shape)
+
+
+def like_operand(call: Call, gradient: Array, shape: Shape) -> Any:
+    """A gradient like the operand: leading dimensions that were broadcast are summed."""
+    turned = call.layout == "blhd" and len(shape) > 2
+    plain = (1, *shape) if len(shape) == 2 else shape
+    if turned:
+        plain = (*shape[:-3], shape[-2], shape[-3], shape[-1])
+    extra = gradient.ndim - len(plain)
+    repeated = [
+        axis
+        for axis in range(gradient.ndim - 3)
+        if axis < extra or (plain[axis - extra] == 1 and gradient.shape[axis] != 1)
+    ]
+    with np.errstate(all="ignore"):
+        if repeated:
+            gradient = gradient.sum(axis=tuple(repeated), keepdims=True)
+        gradient = gradient.reshape(plain)
+        gradient = gradient.swapaxes(-3, -2) if turned else gradient
+        return call.library.restore(np.asarray(gradient.reshape(shape), call.dtype, order="C"))
+
+
+def fits(role: str, seen: Array, shape: Shape, dtype: np.dtype[Any], other: str) -> None:
+    """Raise unless an array that goes along with another has its shape and dtype."""
+    if seen.shape != shape:
+        raise ShapeError(
+            f"{role} has shape {seen.shape}, {other} {shape}.",
+            action=f"Pass a cotangent for each entry of {other}.",
+        )
+    if seen.dtype != dtype:
+        raise DTypeError(
+            f"{role} has dtype {seen.dtype}, {other} {dtype}.",
+            action=f"Convert it, as in {role}.astype('{dtype}').",
+        )

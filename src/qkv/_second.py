@@ -1,0 +1,313 @@
+"""`jvp`, attention along a direction, and the way back from there: second derivatives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv._call import Call
+from qkv._cotangents import cotangent_of_lse, cotangent_of_out, fits, like_operand, shapes_of
+from qkv._own_arrays import as_given, briefly, by_origin, own_arrays, wanted
+from qkv._vjp import Gradients
+from qkv.arrays import view
+from qkv.backends.blocked import BLOCK_KV, BLOCK_Q
+from qkv.errors import ArgumentError, DTypeError, ShapeError
+from qkv.partial import Partial
+from qkv.problem.builder import FLOATS
+from qkv.problem.check import Layout
+from qkv.problem.rows import plain
+from qkv.problem.scores import Scores
+from qkv.problem.second_backward import (
+    Cotangents,
+    OperandTangents,
+    forward_tangent,
+    second_backward,
+)
+from qkv.problem.spec import Origin
+from qkv.problem.tiles import TileGrid
+
+__all__ = ["SecondGradients", "Tangents", "jvp", "second_vjp"]
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tangents:
+    """A direction, `(dq, dk, dv, ...)`: how each array of a call changes; None does not.
+
+    Parameters
+    ----------
+    query, key, value : array, optional
+        Like the operand, in its layout.
+    of_variants : sequence of (variant, array, tangent)
+        `tangent` has the shape of the variant's own array. `array` says which one that is if a
+        `ScoreMod` reads several; otherwise it may be None.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> cap = qkv.Softcap(2.0)
+    >>> along = qkv.Tangents(query=np.ones((3, 4)), of_variants=[(cap, None, np.array(1.0))])
+    """
+
+    query: Any = None
+    key: Any = None
+    value: Any = None
+    of_variants: Sequence[tuple[Any, Any, Any]] = ()
+
+
+def jvp(
+    query: Any,
+    key: Any,
+    value: Any,
+    *variants: Any,
+    tangents: Tangents,
+    scale: float | None = None,
+    layout: Layout = "bhld",
+    q_offset: Any = None,
+    kv_offset: Any = 0,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> tuple[Any, Any]:
+    """Attention and its Jacobian-vector product: how the output changes along a direction.
+
+        ds[i, j] = scale * (dq[i] . k[j] + q[i] . dk[j]), continued through the score variants
+        dlse[i]  = sum_j w[i, j] ds[i, j]
+        dout[i]  = sum_j w[i, j] * (dv[j] + (ds[i, j] - dlse[i]) v[j])
+
+    with w the weights of the forward pass.
+
+    Parameters
+    ----------
+    query, key, value, *variants, scale, layout, q_offset, kv_offset, return_lse, backend
+        As for `attention`. The backend computes the output; tangents are computed in NumPy.
+    tangents : Tangents
+        The direction.
+
+    Returns
+    -------
+    out : array or (array, array)
+        What `attention` returns; with `return_lse`, `(output, lse)`.
+    out_tangent : array or (array, array)
+        Like `out`.
+
+    Raises
+    ------
+    QkvError
+        As `attention` does; ShapeError, DTypeError or ArgumentError for tangents that do not fit.
+
+    Notes
+    -----
+    Tiles are met twice, for row sums and for the rest: `12 head_dim + 4 v_head_dim` operations for
+    each pair in a tile that is not empty. Memory grows with the lengths, never with their product.
+    Rows without keys have tangents 0. Source: each line of `attention`, differentiated.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> q, v = np.array([[1.0, 0.0], [0.0, 1.0]]), np.array([[1.0], [3.0]])
+    >>> out, out_tangent = qkv.jvp(q, q, v, tangents=qkv.Tangents(query=np.ones_like(q), value=v))
+    >>> out_tangent.round(3)
+    array([[1.66],
+           [2.34]])
+    """
+    shapes = shapes_of(query, key, value)
+    call = Call.bind(
+        query,
+        key,
+        value,
+        variants,
+        scale=scale,
+        layout=layout,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        backend=backend,
+        backward=True,
+    )
+    direction = _direction(call, tangents, shapes)
+    partial = call.run()
+    found = forward_tangent(*_tiles(call), partial.lse, direction)
+    moved = Partial(found.out, found.lse)
+    if not return_lse:
+        return call.output(partial), call.output(moved)
+    return (
+        (call.output(partial), call.rows(partial.lse)),
+        (call.output(moved), call.rows(moved.lse)),
+    )
+
+
+class SecondGradients(Gradients):
+    """Gradients of `<grad_out, out tangent> + <grad_lse, lse tangent>`.
+
+    Attributes
+    ----------
+    query, key, value : array
+        As in `Gradients`, and so is `of`.
+    grad_out, grad_lse : array
+        With respect to the cotangents: the tangents of output and lse.
+    """
+
+    def __init__(self, gradients: Gradients, grad_out: Any, grad_lse: Any) -> None:
+        vars(self).update(vars(gradients))
+        self.grad_out = grad_out
+        self.grad_lse = grad_lse
+
+
+def second_vjp(
+    query: Any,
+    key: Any,
+    value: Any,
+    *variants: Any,
+    grad_out: Any,
+    tangents: Tangents,
+    grad_lse: Any = None,
+    wrt: Iterable[Any] = (),
+    scale: float | None = None,
+    layout: Layout = "bhld",
+    q_offset: Any = None,
+    kv_offset: Any = 0,
+    backend: str = "auto",
+) -> SecondGradients:
+    """The vector-Jacobian product of the pullback of `vjp`, and its Jacobian-vector product.
+
+    The pullback maps operands, variants' arrays and cotangents to gradients. For cotangents of
+    these gradients, `tangents`, this gives
+
+        d / d x  (<grad_out, out tangent> + <grad_lse, lse tangent>)
+
+    for x each of query, key, value, the arrays of the variants in `wrt`, grad_out and grad_lse.
+    The Hessian is symmetric: the same numbers are how the pullback's gradients change along
+    `tangents`, while grad_out and grad_lse stay. (In these two the pullback is linear.)
+
+    Parameters
+    ----------
+    query, key, value, *variants, scale, layout, q_offset, kv_offset, backend
+        As for `vjp`.
+    grad_out, grad_lse, wrt
+        As for its pullback.
+    tangents : Tangents
+        The direction, or cotangents of the pullback's gradients.
+
+    Notes
+    -----
+    Tiles are met twice, for row sums and for the tangent of the backward pass: `20 head_dim + 14
+    v_head_dim` operations for each pair in a tile that is not empty. Memory as for `vjp`.
+    """
+    shapes = shapes_of(query, key, value)
+    call = Call.bind(
+        query,
+        key,
+        value,
+        variants,
+        scale=scale,
+        layout=layout,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        backend=backend,
+        backward=True,
+    )
+    direction = _direction(call, tangents, shapes)
+    tables, sinks = wanted(call.problem, tuple(map(call.known_as, wrt)))
+    partial = call.run()
+    cotangents = Cotangents(
+        cotangent_of_out(call, partial.out, grad_out),
+        cotangent_of_lse(call, partial.lse, grad_lse),
+        frozenset(name for name, _ in tables),
+    )
+    found = second_backward(*_tiles(call), partial.lse, direction, cotangents)
+    own = by_origin([(origin, found.gradients.tables[name]) for name, origin in tables])
+    if sinks is not None:
+        own.append((sinks, found.sinks))
+    operands = found.gradients.query, found.gradients.key, found.gradients.value
+    d_query, d_key, d_value = (
+        like_operand(call, g, shape) for g, shape in zip(operands, shapes, strict=True)
+    )
+    of_variants = [(origin, call.library.restore(as_given(origin, g))) for origin, g in own]
+    gradients = Gradients(d_query, d_key, d_value, of_variants, call.known_as)
+    moved = Partial(found.forward.out, found.forward.lse)
+    return SecondGradients(gradients, call.output(moved), call.rows(moved.lse))
+
+
+def _tiles(call: Call) -> tuple[Scores, TileGrid]:
+    scores = Scores(call.problem, call.problem.spec.compute_dtype)
+    return scores, scores.grid(BLOCK_Q, BLOCK_KV)
+
+
+# Directions
+
+
+def _direction(
+    call: Call, tangents: Tangents, shapes: tuple[tuple[int, ...], ...]
+) -> OperandTangents:
+    """Tangents as the problem holds its values."""
+    operands = call.problem.operands
+    query, key, value = (
+        _of_operand(call, role, tangent, shape, plain(operand))
+        for role, tangent, shape, operand in zip(
+            ("query", "key", "value"),
+            (tangents.query, tangents.key, tangents.value),
+            shapes,
+            (operands.query, operands.key, operands.value),
+            strict=True,
+        )
+    )
+    tables: dict[str, Array] = {}
+    sinks = None
+    for variant, array, tangent in tangents.of_variants:
+        seen = view(tangent, "a tangent")
+        for name, origin in _places(call, call.known_as(variant), array):
+            _check_own(seen, origin, variant)
+            if name is None:
+                sinks = np.broadcast_to(seen.astype(np.float64), call.problem.spec.num_heads)
+            else:
+                tables[name] = seen.reshape(operands.tables[name].shape)
+    return OperandTangents(query, key, value, tables, sinks)
+
+
+def _of_operand(
+    call: Call, role: str, tangent: Any, shape: tuple[int, ...], operand: Array
+) -> Array:
+    """`(*batch_shape, heads, length, dim)`, like the operand; zeros for None."""
+    if tangent is None:
+        return np.broadcast_to(np.zeros((), call.dtype), operand.shape)
+    seen = view(tangent, f"the tangent of {role}")
+    fits(f"the tangent of {role}", seen, shape, call.dtype, role)
+    if seen.ndim > 2 and call.layout == "blhd":
+        seen = seen.swapaxes(-3, -2)
+    return np.broadcast_to(seen, operand.shape)
+
+
+def _places(call: Call, variant: Any, array: Any) -> Iterator[tuple[str | None, Origin]]:
+    """Where the problem reads a variant's array: tables by name, None for sinks."""
+    tables, sinks = own_arrays(call.problem, variant)
+    found: list[tuple[str | None, Origin]] = [*tables]
+    if sinks is not None:
+        found.append((None, sinks))
+    if array is not None:
+        found = [(name, origin) for name, origin in found if origin.array is array]
+    if len({origin.place for _, origin in found}) == 1:
+        return iter(found)
+    count = f"{len(found)} arrays" if found else "no such array"
+    raise ArgumentError(
+        f"{briefly(variant)} has {count}.",
+        [(f"array {n}", f"{o.array.dtype} {o.array.shape}") for n, (_, o) in enumerate(found)],
+        "Name the very array that it reads: (variant, array, tangent).",
+    )
+
+
+def _check_own(tangent: Array, origin: Origin, variant: Any) -> None:
+    if tangent.shape != origin.array.shape:
+        raise ShapeError(
+            f"a tangent has shape {tangent.shape}, the array of {briefly(variant)} "
+            f"{origin.array.shape}.",
+            action="Pass a tangent for each entry of the array.",
+        )
+    if tangent.dtype.name not in FLOATS:
+        raise DTypeError(
+            f"the tangent of an array of {briefly(variant)} has dtype {tangent.dtype}.",
+            action="Convert it, as in tangent.astype('float64').",
+        )

@@ -1,0 +1,57 @@
+"""torch tensors on the CPU: their memory is used in place, strided or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from qkv.errors import DTypeError, UnsupportedError
+
+
+class TorchArrays:
+    """torch, with bfloat16 through ml_dtypes; gradients are not followed here."""
+
+    name = "torch"
+
+    def view(self, array: Any, role: str) -> NDArray[Any]:
+        """The tensor's memory as a NumPy array."""
+        if type(array) is torch.Tensor and not array.requires_grad and array.dtype in _PLAIN:
+            try:
+                return np.asarray(array.numpy())
+            except (RuntimeError, TypeError):
+                pass  # said in words below
+        if array.device.type != "cpu":
+            raise UnsupportedError(
+                f"{role} is on {array.device}; this computes on the CPU.",
+                action=f"Pass {role}.cpu(), or call qkv.attention, which torch's own kernels can "
+                "run where the tensors are.",
+            )
+        if array.layout is not torch.strided or array.is_quantized:
+            raise DTypeError(
+                f"{role} is a {array.layout} tensor of {array.dtype}, not a dense one.",
+                action=f"Pass {role}.to_dense(), or {role}.dequantize().",
+            )
+        plain = array.detach().resolve_neg()
+        if plain.dtype is torch.bfloat16:
+            return np.asarray(plain.view(torch.uint16).numpy()).view(ml_dtypes.bfloat16)
+        try:
+            found = np.asarray(plain.numpy())
+        except TypeError as error:
+            raise DTypeError(
+                f"{role} has dtype {array.dtype}, which NumPy does not have.",
+                action=f"Convert it, as in {role}.float().",
+            ) from error
+        return found
+
+    def restore(self, array: NDArray[Any]) -> Any:
+        """A tensor in the array's memory."""
+        if array.dtype == ml_dtypes.bfloat16:
+            return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+        return torch.from_numpy(np.asarray(array))
+
+
+_PLAIN = (torch.float32, torch.float64, torch.float16)

@@ -1,0 +1,28 @@
+"""Attention as an operation of another library's own: what it differentiates, batches, compiles.
+
+Each library has a module of operations, which say what is computed, and one of rules, how it is
+differentiated and batched; all numbers come from qkv itself. Other libraries' operations take
+arrays and constants: `qkv._statement` makes them of a call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qkv.arrays import kind_of
+
+__all__ = ["bridge_of"]
+
+
+def bridge_of(array: Any) -> Any:
+    """The module whose `attention` an array's library has to go through, None for NumPy."""
+    kind = kind_of(array)
+    if kind == "torch":
+        from qkv.bridges import torch_calls
+
+        return torch_calls
+    if kind == "jax":
+        from qkv.bridges import jax_calls
+
+        return jax_calls
+    return None

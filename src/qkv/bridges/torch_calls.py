@@ -1,0 +1,119 @@
+"""`qkv.attention` of torch tensors: which way a call goes.
+
+Where nobody can ask for derivatives and nothing looks on, qkv computes at once on the tensors'
+memory. Else the call becomes an operation that torch differentiates, batches, traces or compiles.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qkv._recall import attend
+from qkv._statement import keep_for_good, state
+from qkv.arrays.torch_arrays import TorchArrays
+from qkv.bridges import torch_functions as functions
+from qkv.problem.rows import Paged, Quantized
+from qkv.variants import Causal, Dropout, SlidingWindow, Softcap, Strided
+
+__all__ = ["attention"]
+
+
+def attention(
+    query: Tensor,
+    key: Any,
+    value: Any,
+    *variants: Any,
+    scale: float | None,
+    layout: Any,
+    q_offset: Any,
+    kv_offset: Any,
+    return_lse: bool,
+    backend: str,
+) -> Any:
+    """As `qkv.attention`."""
+    keywords = {
+        "scale": scale,
+        "layout": layout,
+        "q_offset": q_offset,
+        "kv_offset": kv_offset,
+        "backend": backend,
+    }
+    if isinstance(key, Paged | Quantized) or isinstance(value, Paged | Quantized):
+        found = attend(query, key, value, variants, **keywords)
+        return found if return_lse else found[0]
+    query, key, value = _autocast(query, _tensor(key), _tensor(value))
+    keep = _keep if torch.compiler.is_dynamo_compiling() else None
+    arrays, said = [], None
+    if not all(type(v) in _WITHOUT_ARRAYS for v in (*variants, q_offset, kv_offset)):
+        said = state(variants, _is_array, keep, **keywords)
+        arrays = [_tensor(array) for array in said.arrays]
+    if not _is_watched(query, key, value, *arrays):
+        return _at_once(query, key, value, variants, keywords, arrays, return_lse)
+    said = said or state(variants, _is_array, keep, **keywords)
+    found = functions.attend(query, key, value, arrays, said.text, said.named)
+    return found if return_lse else found[0]
+
+
+def _at_once(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    variants: tuple[Any, ...],
+    keywords: dict[str, Any],
+    arrays: list[Tensor],
+    return_lse: bool,
+) -> Any:
+    if arrays:
+        found = attend(query, key, value, variants, **keywords)
+        return found if return_lse else found[0]
+    # Of plain arrays and constants a call like an earlier one can be recalled.
+    view, restore = _LIBRARY.view, _LIBRARY.restore
+    q, k, v = view(query, "query"), view(key, "key"), view(value, "value")
+    out, lse = attend(q, k, v, variants, **keywords)
+    return (restore(out), restore(lse)) if return_lse else restore(out)
+
+
+_WITHOUT_ARRAYS = (Causal, SlidingWindow, Softcap, Strided, Dropout, int, str, type(None))
+
+_keep = torch.compiler.assume_constant_result(keep_for_good)
+"""Compiled code, and what it names, may live as long as the process. It takes score mods that were
+made outside it, and their arrays as constants."""
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, Tensor | np.ndarray)
+
+
+def _tensor(array: Any) -> Any:
+    return _LIBRARY.restore(array) if isinstance(array, np.ndarray) else array
+
+
+_LIBRARY = TorchArrays()
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors in the type that autocast asks for, as torch's own attention would take them."""
+    if not torch.is_autocast_enabled("cpu"):
+        return tensors
+    dtype = torch.get_autocast_dtype("cpu")
+    return tuple(t if t.dtype is torch.float64 else t.to(dtype) for t in tensors)
+
+
+def _is_watched(*tensors: Tensor) -> bool:
+    """Whether torch must see the operation."""
+    return (
+        (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+        or torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+        or any(type(t) not in _PLAIN for t in tensors)
+    )
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)

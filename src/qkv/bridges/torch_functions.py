@@ -1,0 +1,316 @@
+"""How torch differentiates and batches attention.
+
+    function     computes                                  its derivatives are made of
+    Attention    out, lse                                  Backward, Tangent
+    Backward     gradients of the inputs, along grad_out   Second, Backward
+    Tangent      change of out, along the inputs' change   Second, Backward
+    Second       gradients of <grad_out, Tangent>          third derivatives are refused
+
+Backward is linear in grad_out, and the gradient of <grad_out, out> in everything else, whose second
+derivatives are symmetric: one function serves both ways. Tensors come in groups, in this order:
+
+    results      out, lse; what follows from the others, so nothing flows back to them
+    cotangents   grad_out, grad_lse
+    along        changes of query, key, value and of the arrays numbered in `directions`
+    inputs       query, key, value and all arrays that the call holds
+
+`wanted` numbers the arrays that are to have gradients. `text` and `named` are those of
+`qkv._statement`; `named` is kept until nothing can ask for gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from qkv.bridges import torch_operators as operators
+from qkv.errors import UnsupportedError
+
+__all__ = ["attend"]
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    arrays: Sequence[Tensor],
+    text: str,
+    named: Sequence[Any],
+) -> tuple[Tensor, Tensor]:
+    """Output and lse, differentiable in all tensors."""
+    # Dynamo refuses functions that have a forward-mode rule.
+    function = _Attention if torch.compiler.is_dynamo_compiling() else _AttentionBothWays
+    found: tuple[Tensor, Tensor] = function.apply(text, tuple(named), query, key, value, *arrays)
+    return found
+
+
+class _Attention(Function):
+    """inputs -> out, lse"""
+
+    @staticmethod
+    def forward(text: str, named: Any, *inputs: Tensor) -> Any:
+        query, key, value, *arrays = inputs
+        return operators.attention(query, key, value, arrays, text)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.text, ctx.named, *tensors = inputs
+        ctx.save_for_backward(*output, *tensors)
+        ctx.save_for_forward(*output, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        out, lse, *inputs = ctx.saved_tensors
+        wanted = _numbers(ctx.needs_input_grad[5:])
+        found = _backward(ctx, wanted, out, lse, cotangents, inputs)
+        return None, None, *_of_inputs(found, wanted, inputs)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, text: str, named: Any, *inputs: Tensor) -> Any:
+        def function(*one: Tensor) -> Any:
+            return _AttentionBothWays.apply(text, named, *one)
+
+        return _batched(info, in_dims[2:], inputs, function, text, inputs=0, along=0)
+
+
+class _AttentionBothWays(_Attention):
+    @staticmethod
+    def jvp(ctx: Any, _text: None, _named: None, *changes: Tensor | None) -> Any:
+        out, lse, *inputs = ctx.saved_tensors
+        directions, along = _along(changes, inputs)
+        return _Tangent.apply(ctx.text, ctx.named, directions, out, lse, *along, *inputs)
+
+
+class _Backward(Function):
+    """results, cotangents, inputs -> gradients of query, key, value and the wanted arrays"""
+
+    @staticmethod
+    def forward(text: str, named: Any, wanted: tuple[int, ...], *tensors: Tensor) -> Any:
+        out, lse, grad_out, grad_lse, query, key, value, *arrays = tensors
+        found = operators.attention_backward(
+            query, key, value, arrays, out, lse, grad_out, grad_lse, text, wanted
+        )
+        return tuple(found)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.text, ctx.named, ctx.wanted, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *along: Tensor) -> Any:
+        _, _, grad_out, grad_lse, *inputs = ctx.saved_tensors
+        wanted = _numbers(ctx.needs_input_grad[10:])
+        query, key, value, *rest = _Second.apply(
+            ctx.text, ctx.named, ctx.wanted, wanted, grad_out, grad_lse, *along, *inputs
+        )
+        *cotangents, own = rest[0], rest[1], rest[2:]
+        grads = _of_inputs((query, key, value, *own), wanted, inputs)
+        return None, None, None, None, None, *cotangents, *grads
+
+    @staticmethod
+    def jvp(ctx: Any, _text: None, _named: None, _wanted: None, *changes: Tensor | None) -> Any:
+        out, lse, grad_out, grad_lse, *inputs = ctx.saved_tensors
+        directions, along = _along(changes[4:], inputs)
+        query, key, value, _, _, *own = _Second.apply(
+            ctx.text, ctx.named, directions, ctx.wanted, grad_out, grad_lse, *along, *inputs
+        )
+        cotangents = [
+            torch.zeros_like(t) if change is None else change
+            for t, change in zip((grad_out, grad_lse), changes[2:4], strict=True)
+        ]
+        linear = _backward(ctx, ctx.wanted, out, lse, cotangents, inputs)
+        return tuple(a + b for a, b in zip((query, key, value, *own), linear, strict=True))
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: Any, text: str, named: Any, wanted: tuple[int, ...], *tensors: Tensor
+    ) -> Any:
+        def function(*one: Tensor) -> Any:
+            return _Backward.apply(text, named, wanted, *one)
+
+        return _batched(info, in_dims[3:], tensors, function, text, inputs=4, along=len(wanted))
+
+
+class _Tangent(Function):
+    """results, along, inputs -> change of out and lse"""
+
+    @staticmethod
+    def forward(text: str, named: Any, directions: tuple[int, ...], *tensors: Tensor) -> Any:
+        along, (query, key, value, *arrays) = _parted(tensors[2:], directions)
+        return operators.attention_tangent(query, key, value, arrays, along, text, directions)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.text, ctx.named, ctx.directions, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        out, lse, *tensors = ctx.saved_tensors
+        along, inputs = _parted(tensors, ctx.directions)
+        wanted = _numbers(ctx.needs_input_grad[5 + len(along) + 3 :])
+        query, key, value, _, _, *own = _Second.apply(
+            ctx.text, ctx.named, ctx.directions, wanted, *cotangents, *along, *inputs
+        )
+        linear = _backward(ctx, ctx.directions, out, lse, cotangents, inputs)
+        grads = _of_inputs((query, key, value, *own), wanted, inputs)
+        return None, None, None, None, None, *linear, *grads
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: Any, text: str, named: Any, directions: Any, *tensors: Tensor
+    ) -> Any:
+        def function(*one: Tensor) -> Any:
+            return _Tangent.apply(text, named, directions, *one)
+
+        first = 5 + len(directions)
+        return _batched(
+            info, in_dims[3:], tensors, function, text, inputs=first, along=len(directions)
+        )
+
+
+class _Second(Function):
+    """cotangents, along, inputs -> gradients of query, key, value, cotangents, wanted arrays"""
+
+    @staticmethod
+    def forward(text: str, named: Any, directions: Any, wanted: Any, *tensors: Tensor) -> Any:
+        grad_out, grad_lse, *rest = tensors
+        along, (query, key, value, *arrays) = _parted(rest, directions)
+        found = operators.attention_second(
+            query, key, value, arrays, grad_out, grad_lse, along, text, directions, wanted
+        )
+        return tuple(found)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        raise UnsupportedError(
+            "the third derivative of attention was asked for; qkv has two.",
+            action='Use backend "math" of torch\'s own attention for more, on short inputs.',
+        )
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: Any, text: str, named: Any, directions: Any, wanted: Any, *t: Tensor
+    ) -> Any:
+        def function(*one: Tensor) -> Any:
+            return _Second.apply(text, named, directions, wanted, *one)
+
+        own, first = len(directions) + len(wanted), 5 + len(directions)
+        return _batched(info, in_dims[4:], t, function, text, inputs=first, along=own)
+
+
+def _backward(
+    ctx: Any,
+    wanted: tuple[int, ...],
+    out: Tensor,
+    lse: Tensor,
+    cotangents: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+) -> tuple[Tensor, ...]:
+    if torch.compiler.is_dynamo_compiling():
+        # Dynamo does not follow one function into another; what it compiles has one derivative.
+        query, key, value, *arrays = inputs
+        return tuple(
+            operators.attention_backward(
+                query, key, value, arrays, out, lse, *cotangents, ctx.text, wanted
+            )
+        )
+    found: tuple[Tensor, ...] = _Backward.apply(
+        ctx.text, ctx.named, wanted, out, lse, *cotangents, *inputs
+    )
+    return found
+
+
+def _numbers(needed: Sequence[bool]) -> tuple[int, ...]:
+    """The arrays that need gradients."""
+    return tuple([n for n, need in enumerate(needed) if need])
+
+
+def _of_inputs(
+    found: Sequence[Tensor], wanted: Sequence[int], inputs: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Gradients of query, key, value and the wanted arrays in the places of all inputs."""
+    places: list[Tensor | None] = [*found[:3], *([None] * (len(inputs) - 3))]
+    for n, gradient in zip(wanted, found[3:], strict=True):
+        places[3 + n] = gradient
+    return places
+
+
+def _along(
+    changes: Sequence[Tensor | None], inputs: Sequence[Tensor]
+) -> tuple[tuple[int, ...], list[Tensor]]:
+    """Which arrays change, and changes of query, key, value and of those."""
+    directions = tuple(
+        n
+        for n, (change, array) in enumerate(zip(changes[3:], inputs[3:], strict=True))
+        if change is not None and array.is_floating_point()
+    )
+    of_operands = [
+        torch.zeros_like(t) if change is None else change
+        for t, change in zip(inputs[:3], changes[:3], strict=True)
+    ]
+    return directions, [*of_operands, *(c for n in directions if (c := changes[3 + n]) is not None)]
+
+
+def _parted(
+    tensors: Sequence[Tensor], directions: Sequence[int]
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """The groups `along` and `inputs`."""
+    count = 3 + len(directions)
+    return tensors[:count], tensors[count:]
+
+
+# Batches: one call with one more leading dimension where that means the same, else one call each.
+
+
+def _batched(
+    info: Any,
+    in_dims: Sequence[int | None],
+    tensors: Sequence[Tensor],
+    function: Callable[..., Any],
+    text: str,
+    *,
+    inputs: int,
+    along: int,
+) -> Any:
+    """The rule of `torch.vmap`; `along` counts arrays whose own gradients or changes take part."""
+    moved = [
+        t if dim is None else t.movedim(dim, 0) for t, dim in zip(tensors, in_dims, strict=True)
+    ]
+    batched = [dim is not None for dim in in_dims]
+    operands = moved[inputs : inputs + 3]
+    ranks = {t.ndim - b for t, b in zip(operands, batched[inputs : inputs + 3], strict=True)}
+    one_more = (
+        not along
+        and not any(batched[inputs + 3 :])
+        and len(ranks) == 1
+        and min(ranks) > 2
+        and not any(word in text for word in _KNOWS_THE_BATCH)
+    )
+    if one_more:
+        whole = [
+            t if b or n >= inputs + 3 else t.expand(info.batch_size, *t.shape)
+            for n, (t, b) in enumerate(zip(moved, batched, strict=True))
+        ]
+        found = function(*whole)
+    else:
+        rows = [
+            function(*(t[n] if b else t for t, b in zip(moved, batched, strict=True)))
+            for n in range(info.batch_size)
+        ]
+        found = tuple(torch.stack(column) for column in zip(*rows, strict=True))
+    return found, (0,) * len(found)
+
+
+_KNOWS_THE_BATCH = ("'score mod'", "'object'", "'Dropout'")
+"""Variants that may read the flat index over leading dimensions."""

@@ -1,0 +1,243 @@
+"""What torch is told to compute: operators on CPU tensors, a text and a list of tensors.
+
+    qkv::attention            out, lse
+    qkv::attention_backward   gradients of query, key, value and of some of the arrays
+    qkv::attention_tangent    how out and lse change along a direction of the inputs
+    qkv::attention_second     gradients of <grad_out, tangent of out> + <grad_lse, tangent of lse>
+
+`statement` is the text of `qkv._statement`, `arrays` what it has taken out of the call; `wanted`
+numbers those of them that are to have gradients, `directions` those that change. Operators know
+nothing of derivatives: `torch_functions` says which belongs to which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qkv._call import Call
+from qkv._recall import attend
+from qkv._statement import Restated, keywords_of, restate
+from qkv._vjp import Pullback
+from qkv.arrays import library_of
+from qkv.variants import ScoreMod
+
+__all__ = ["attention", "attention_backward", "attention_second", "attention_tangent"]
+
+
+@torch.library.custom_op("qkv::attention", mutates_args=(), device_types="cpu")
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, arrays: Sequence[Tensor], statement: str
+) -> tuple[Tensor, Tensor]:
+    """`out, lse = qkv.attention(..., return_lse=True)`."""
+    said, (q, k, v) = _restated(statement, arrays), map(_view, (query, key, value))
+    out, lse = attend(q, k, v, said.variants, **said.keywords)
+    return _tensor(out), _tensor(lse)
+
+
+@attention.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, arrays: Sequence[Tensor], statement: str
+) -> tuple[Tensor, Tensor]:
+    return _like_output(query, key, value, statement), _like_lse(query, key, value, statement)
+
+
+@torch.library.custom_op("qkv::attention_backward", mutates_args=(), device_types="cpu")
+def attention_backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    arrays: Sequence[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    statement: str,
+    wanted: Sequence[int],
+) -> list[Tensor]:
+    """Gradients of query, key, value and the wanted arrays."""
+    said, (q, k, v) = _restated(statement, arrays), map(_view, (query, key, value))
+    call = Call.bind(q, k, v, said.variants, **said.keywords, backward=True)
+    pullback = Pullback.resumed(call, _view(out), _view(lse), (q.shape, k.shape, v.shape))
+    owners = [said.owners[n] for n in wanted]
+    found = pullback(_view(grad_out), _view(grad_lse), owners)
+    return _gradients(found, (query, key, value), arrays, said, wanted)
+
+
+@attention_backward.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    arrays: Sequence[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    statement: str,
+    wanted: Sequence[int],
+) -> list[Tensor]:
+    return [_dense(t) for t in (query, key, value, *(arrays[n] for n in wanted))]
+
+
+@torch.library.custom_op("qkv::attention_tangent", mutates_args=(), device_types="cpu")
+def attention_tangent(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    arrays: Sequence[Tensor],
+    tangents: Sequence[Tensor],
+    statement: str,
+    directions: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """How out and lse change along tangents of query, key, value and some of the arrays."""
+    from qkv._second import jvp
+
+    said, (q, k, v) = _restated(statement, arrays), map(_view, (query, key, value))
+    along = _tangents(said, tangents, directions)
+    _, (out, lse) = jvp(q, k, v, *said.variants, **said.keywords, tangents=along, return_lse=True)
+    return _tensor(out), _tensor(lse)
+
+
+@attention_tangent.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    arrays: Sequence[Tensor],
+    tangents: Sequence[Tensor],
+    statement: str,
+    directions: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    return _like_output(query, key, value, statement), _like_lse(query, key, value, statement)
+
+
+@torch.library.custom_op("qkv::attention_second", mutates_args=(), device_types="cpu")
+def attention_second(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    arrays: Sequence[Tensor],
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    tangents: Sequence[Tensor],
+    statement: str,
+    directions: Sequence[int],
+    wanted: Sequence[int],
+) -> list[Tensor]:
+    """Gradients with respect to query, key, value, grad_out, grad_lse and the wanted arrays."""
+    from qkv._second import second_vjp
+
+    said, (q, k, v) = _restated(statement, arrays), map(_view, (query, key, value))
+    found = second_vjp(
+        q,
+        k,
+        v,
+        *said.variants,
+        **said.keywords,
+        grad_out=_view(grad_out),
+        grad_lse=_view(grad_lse),
+        tangents=_tangents(said, tangents, directions),
+        wrt=[said.owners[n] for n in wanted],
+    )
+    operands = _gradients(found, (query, key, value), arrays, said, wanted)
+    return [*operands[:3], _tensor(found.grad_out), _tensor(found.grad_lse), *operands[3:]]
+
+
+@attention_second.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    arrays: Sequence[Tensor],
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    tangents: Sequence[Tensor],
+    statement: str,
+    directions: Sequence[int],
+    wanted: Sequence[int],
+) -> list[Tensor]:
+    more = (arrays[n] for n in wanted)
+    return [_dense(t) for t in (query, key, value, grad_out, grad_lse, *more)]
+
+
+def _view(tensor: Tensor) -> Any:
+    return library_of(tensor, "a tensor").view(tensor, "a tensor")
+
+
+def _tensor(array: Any) -> Tensor:
+    restored: Tensor = _LIBRARY.restore(np.ascontiguousarray(array) if array.ndim else array)
+    return restored
+
+
+_LIBRARY = library_of(torch.empty(0), "a tensor")
+
+
+def _restated(statement: str, arrays: Sequence[Tensor]) -> Restated:
+    return restate(statement, [_view(array) for array in arrays])
+
+
+def _named(said: Restated, n: int) -> tuple[Any, Any]:
+    """The variant that holds array n, and which of its arrays; None where there can be but one."""
+    owner = said.owners[n]
+    return owner, said.arrays[n] if isinstance(owner, ScoreMod) else None
+
+
+def _gradients(
+    found: Any,
+    operands: Sequence[Tensor],
+    arrays: Sequence[Tensor],
+    said: Restated,
+    wanted: Sequence[int],
+) -> list[Tensor]:
+    of_arrays = [
+        _tensor(np.asarray(found.of(*_named(said, n)))).to(arrays[n].dtype) for n in wanted
+    ]
+    return [*map(_tensor, (found.query, found.key, found.value)), *of_arrays]
+
+
+def _tangents(said: Restated, tangents: Sequence[Tensor], directions: Sequence[int]) -> Any:
+    from qkv._second import Tangents
+
+    query, key, value, *own = map(_view, tangents)
+    of_variants = [(*_named(said, n), tangent) for n, tangent in zip(directions, own, strict=True)]
+    return Tangents(query, key, value, tuple(of_variants))
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def _sizes(
+    query: Tensor, key: Tensor, value: Tensor, statement: str
+) -> tuple[list[Any], Any, Any, Any]:
+    """Leading dimensions, heads, q_len and v_head_dim; no heads where all are matrices."""
+    heads, length = (-2, -3) if keywords_of(statement)["layout"] == "blhd" else (-3, -2)
+    ndim = max(query.ndim, key.ndim, value.ndim)
+    if ndim == 2:
+        return [], None, query.shape[0], value.shape[1]
+    tensors = [t if t.ndim > 2 else t[None] for t in (query, key, value)]
+    lead = torch.broadcast_shapes(*(t.shape[:-3] for t in tensors))
+    if query.ndim == 2:
+        return list(lead), 1, query.shape[0], value.shape[-1]
+    return list(lead), query.shape[heads], query.shape[length], value.shape[-1]
+
+
+def _like_output(query: Tensor, key: Tensor, value: Tensor, statement: str) -> Tensor:
+    lead, heads, length, dim = _sizes(query, key, value, statement)
+    if heads is None:
+        return query.new_empty(length, dim)
+    blhd = keywords_of(statement)["layout"] == "blhd"
+    rows = (length, heads) if blhd else (heads, length)
+    return query.new_empty(*lead, *rows, dim)
+
+
+def _like_lse(query: Tensor, key: Tensor, value: Tensor, statement: str) -> Tensor:
+    lead, heads, length, _ = _sizes(query, key, value, statement)
+    dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
+    shape = [length] if heads is None else [*lead, heads, length]
+    return query.new_empty(shape, dtype=dtype)

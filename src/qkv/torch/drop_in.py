@@ -1,0 +1,120 @@
+"""torch's own attention, name for name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
+
+import qkv
+from qkv.errors import ArgumentError, ShapeError, UnsupportedError
+
+__all__ = ["scaled_dot_product_attention"]
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention`, with its signature and meaning.
+
+        softmax(scale * query @ key.mT + mask) @ value
+
+    Parameters
+    ----------
+    query : Tensor (..., num_heads, q_len, head_dim)
+    key : Tensor (..., num_kv_heads, kv_len, head_dim)
+    value : Tensor (..., num_kv_heads, kv_len, v_head_dim)
+        Leading dimensions, heads among them, broadcast.
+    attn_mask : Tensor that broadcasts to (..., num_heads, q_len, kv_len), optional
+        Boolean (True = may attend) or floating (added to the scores; differentiable), or one of
+        `torch.nn.attention.bias`. With `is_causal`, both hold.
+    dropout_p : float
+        Probability of dropping a weight, whether training or not; seeded by torch's generator.
+    is_causal : bool
+        Row i of query sees keys 0 to i, counted from the top left.
+    scale : float, optional
+        `head_dim ** -0.5` unless given.
+    enable_gqa : bool
+        Allow fewer heads in key and value; query head h reads kv head `h // group_size`.
+
+    Returns
+    -------
+    Tensor (..., num_heads, q_len, v_head_dim)
+        A row that may attend to nothing is 0.
+
+    Raises
+    ------
+    ShapeError
+        Where torch raises, and also where key and value differ in length, which torch accepts
+        and reads out of step.
+
+    Notes
+    -----
+    O(q_len + kv_len) memory for every argument, forward and backward; cost as of `qkv.attention`.
+
+    Examples
+    --------
+    >>> import torch, qkv.torch
+    >>> x = torch.eye(2).expand(1, 1, 2, 2)
+    >>> qkv.torch.scaled_dot_product_attention(x, x, x, is_causal=True)[0, 0, 0]
+    tensor([1., 0.])
+    """
+    if any(t.is_nested for t in (query, key, value)):
+        raise UnsupportedError(
+            "a nested tensor was given.",
+            action="Pack the sequences and pass qkv.Segments to qkv.attention, or pad them.",
+        )
+    if not enable_gqa:
+        query, key, value = _with_equal_heads(query, key, value)
+    variants: list[Any] = [qkv.Causal("start")] if is_causal else []
+    if isinstance(attn_mask, CausalBias):
+        lower_right = attn_mask.variant == CausalVariant.LOWER_RIGHT
+        if is_causal and lower_right:
+            raise ArgumentError(
+                "is_causal counts from the top left, the mask from the bottom right.",
+                action="Pass one of them.",
+            )
+        variants = [qkv.Causal("end" if lower_right else "start")]
+    elif attn_mask is not None:
+        variants.append(_mask(attn_mask))
+    if dropout_p:
+        variants.append(qkv.Dropout(dropout_p, torch.randint(2**63 - 1, ())))
+    found: Tensor = qkv.attention(query, key, value, *variants, scale=scale)
+    return found
+
+
+def _mask(attn_mask: Tensor) -> qkv.Variant:
+    if attn_mask.dtype is torch.bool:
+        return qkv.Mask(attn_mask)
+    return qkv.Bias(attn_mask)
+
+
+def _with_equal_heads(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Heads broadcast like any other dimension; they are not shared in groups."""
+    ranks = {t.ndim for t in tensors}
+    if min(ranks) < 3:
+        return tensors
+    try:
+        heads = torch.broadcast_shapes(*(t.shape[-3:-2] for t in tensors))
+    except RuntimeError:
+        names = zip(("query", "key", "value"), tensors, strict=True)
+        raise ShapeError(
+            "heads of query, key and value do not broadcast with one another.",
+            [(name, f"{t.dtype} {tuple(t.shape)}") for name, t in names],
+            "Pass enable_gqa=True if groups of query heads share key and value.",
+        ) from None
+    query, key, value = tensors
+    query = query.expand(*query.shape[:-3], *heads, *query.shape[-2:])
+    if key.shape[-3] != value.shape[-3]:
+        key, value = (t.expand(*t.shape[:-3], *heads, *t.shape[-2:]) for t in (key, value))
+    return query, key, value

@@ -1,0 +1,299 @@
+"""Modules over `qkv.attention`: the one of the classical texts, and the one of models."""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import qkv
+from qkv.errors import ArgumentError, ShapeError
+
+__all__ = ["Cache", "MultiHeadAttention", "ScaledDotProductAttention"]
+
+
+class ScaledDotProductAttention(nn.Module):
+    """`softmax(Q K^T / sqrt(d_k)) V` as the texts write it: True in `mask` means *masked out*.
+
+    That is the opposite of `qkv.attention` and of torch's own function, where True may attend.
+
+    Parameters
+    ----------
+    d_k : int
+        Length of the rows of Q and K.
+
+    Notes
+    -----
+    Returns the weights, so it holds the q_len x kv_len matrix; for long inputs call
+    `qkv.inspect`. A row that is masked out everywhere has weights and output 0. Source: Vaswani
+    et al. (2017), section 3.2.1.
+
+    Examples
+    --------
+    >>> import torch, qkv.torch
+    >>> x = torch.eye(2)
+    >>> future = torch.ones(2, 2, dtype=torch.bool).triu(1)
+    >>> weights, output = qkv.torch.ScaledDotProductAttention(d_k=2)(x, x, x, mask=future)
+    >>> weights[0]
+    tensor([1., 0.])
+    """
+
+    def __init__(self, d_k: int) -> None:
+        super().__init__()
+        if isinstance(d_k, bool) or not isinstance(d_k, int) or d_k < 1:
+            raise ArgumentError(
+                f"d_k={d_k!r:.60} is not a positive integer.",
+                action="Pass the length of a query row.",
+            )
+        self.d_k = d_k
+
+    def extra_repr(self) -> str:
+        return f"d_k={self.d_k}"
+
+    def forward(
+        self, Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Weights `(..., q_len, kv_len)` and output `(..., q_len, d_v)`.
+
+        Parameters
+        ----------
+        Q, K, V : Tensor (..., length, d_k), (..., length, d_k), (..., length, d_v)
+        mask : boolean Tensor that broadcasts to the weights, optional
+            True is masked out.
+        """
+        for name, rows in (("Q", Q), ("K", K)):
+            if rows.shape[-1] != self.d_k:
+                raise ShapeError(
+                    f"{name} has rows of length {rows.shape[-1]}; d_k={self.d_k}.",
+                    [("Q", str(tuple(Q.shape))), ("K", str(tuple(K.shape)))],
+                    "Pass tensors (..., length, d_k).",
+                )
+        if mask is not None and mask.dtype is not torch.bool:
+            mask = mask.to(torch.bool)
+        allowed = () if mask is None else (qkv.Mask(~mask),)
+        output: Tensor = qkv.attention(Q, K, V, *allowed)
+        scores = Q @ K.mT / sqrt(self.d_k)
+        if mask is None:
+            return scores.softmax(-1), output
+        weights = scores.masked_fill(mask, -torch.inf).softmax(-1)
+        return weights.masked_fill(mask, 0.0), output
+
+
+class Cache:
+    """Keys and values of earlier tokens, at the end of which new ones are written.
+
+    Parameters
+    ----------
+    capacity : int
+        Tokens that there is room for; memory is taken when the first arrive.
+
+    Examples
+    --------
+    >>> import torch, qkv.torch
+    >>> cache = qkv.torch.Cache(8)
+    >>> key, value = cache.append(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4))
+    >>> cache.length, tuple(key.shape)
+    (3, (1, 2, 3, 4))
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.length = 0
+        self._stored: tuple[Tensor, Tensor] | None = None
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Write `(..., num_kv_heads, new, dim)` and return all there are, without copying them.
+
+        Raises
+        ------
+        ShapeError
+            If there is no room; nothing is written then.
+        """
+        start, stop = self.length, self.length + key.shape[-2]
+        if stop > self.capacity:
+            raise ShapeError(
+                f"the cache has room for {self.capacity} tokens, {self.length} are in it and "
+                f"{key.shape[-2]} more arrive.",
+                action="Make one with a larger capacity.",
+            )
+        if self._stored is None:
+            self._stored = tuple(
+                t.new_empty(*t.shape[:-2], self.capacity, t.shape[-1]) for t in (key, value)
+            )  # type: ignore[assignment]
+        assert self._stored is not None
+        for stored, new in zip(self._stored, (key, value), strict=True):
+            stored[..., start:stop, :] = new.detach()
+        self.length = stop
+        whole_key, whole_value = self._stored
+        return whole_key[..., :stop, :], whole_value[..., :stop, :]
+
+
+class MultiHeadAttention(nn.Module):
+    """Multi-head attention: projections of query, key and value, heads, and a projection back.
+
+        head_h = attention(x W_q[h], y W_k[h'], y W_v[h']),  h' = h // group_size
+        out    = [head_0, ..., head_n] W_o
+
+    Parameters
+    ----------
+    embed_dim, num_heads : int
+        Width of the model, and number of query heads; head_dim is `embed_dim // num_heads`.
+    num_kv_heads : int, optional
+        Fewer than `num_heads` for grouped-query attention, 1 for multi-query attention.
+    causal : bool
+        Each token sees itself and what came before.
+    rope : qkv.RoPE, optional
+        Rotary positions.
+    alibi : bool
+        Linear biases, with the slopes of the paper.
+    dropout : float
+        Probability of dropping a weight while training.
+    bias : bool
+        Whether projections have one.
+    kv_dim : int, optional
+        Width of what is attended to, `embed_dim` unless given.
+
+    Notes
+    -----
+    `load_state_dict` takes the state of `torch.nn.MultiheadAttention` as well. Sources: Vaswani et
+    al. (2017), section 3.2.2; Shazeer (2019); Ainslie et al., "GQA" (2023).
+
+    Examples
+    --------
+    >>> import torch, qkv.torch
+    >>> layer = qkv.torch.MultiHeadAttention(16, num_heads=4, num_kv_heads=2, causal=True)
+    >>> layer(torch.randn(2, 5, 16)).shape
+    torch.Size([2, 5, 16])
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        causal: bool = False,
+        rope: qkv.RoPE | None = None,
+        alibi: bool = False,
+        dropout: float = 0.0,
+        bias: bool = True,
+        kv_dim: int | None = None,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if min(embed_dim, num_heads, kv_heads) < 1 or embed_dim % num_heads:
+            raise ArgumentError(
+                f"embed_dim={embed_dim} cannot be divided into num_heads={num_heads} heads.",
+                action="Choose a multiple of num_heads.",
+            )
+        if num_heads % kv_heads:
+            raise ArgumentError(
+                f"num_heads={num_heads} is not a multiple of num_kv_heads={kv_heads}.",
+                action="Let every group of query heads be of one size.",
+            )
+        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, kv_heads
+        self.head_dim = embed_dim // num_heads
+        self.causal, self.rope, self.alibi, self.dropout = causal, rope, alibi, dropout
+        kv_dim = embed_dim if kv_dim is None else kv_dim
+        like = {"bias": bias, "device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(embed_dim, embed_dim, **like)
+        self.k_proj = nn.Linear(kv_dim, kv_heads * self.head_dim, **like)
+        self.v_proj = nn.Linear(kv_dim, kv_heads * self.head_dim, **like)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, **like)
+        self.register_load_state_dict_pre_hook(_translate)
+
+    def extra_repr(self) -> str:
+        said = f"{self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
+        return f"{said}, causal={self.causal}, rope={self.rope}, alibi={self.alibi}"
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        *variants: Any,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """Attend from `query` to `key` and `value`, or to itself.
+
+        Parameters
+        ----------
+        query : Tensor (..., q_len, embed_dim)
+        key, value : Tensor (..., kv_len, kv_dim), optional
+            `query` unless given; `value` is `key` unless given.
+        *variants
+            More masks (True = may attend) and biases, as `qkv.attention` takes them.
+        cache : Cache, optional
+            `key` and `value` are new tokens that follow those in it.
+
+        Returns
+        -------
+        Tensor (..., q_len, embed_dim)
+        """
+        key = query if key is None else key
+        value = key if value is None else value
+        q = self._heads(self.q_proj(query), self.num_heads)
+        k = self._heads(self.k_proj(key), self.num_kv_heads)
+        v = self._heads(self.v_proj(value), self.num_kv_heads)
+        before = cache.length if cache is not None else 0
+        said: list[Any] = list(variants)
+        if self.rope is not None and cache is None:
+            said.append(self.rope)
+        elif self.rope is not None:
+            # Kept as they were turned at their own positions: no key is turned twice.
+            q, k = (rotated(t, self.rope, before) for t in (q, k))
+        if cache is not None:
+            k, v = cache.append(k, v)
+        said += [qkv.Causal()] if self.causal else []
+        said += [qkv.ALiBi()] if self.alibi else []
+        if self.dropout and self.training:
+            said.append(qkv.Dropout(self.dropout, torch.randint(2**63 - 1, ())))
+        out: Tensor = qkv.attention(q, k, v, *said, q_offset=before)
+        found: Tensor = self.out_proj(out.transpose(-3, -2).flatten(-2))
+        return found
+
+    def _heads(self, rows: Tensor, heads: int) -> Tensor:
+        heads_apart: Tensor = rows.unflatten(-1, (heads, self.head_dim))
+        return heads_apart.transpose(-3, -2)
+
+
+def rotated(rows: Tensor, rope: qkv.RoPE, first: int) -> Tensor:
+    """Rows `(..., length, head_dim)` turned by their positions, `first` and those after it."""
+    frequencies = torch.as_tensor(rope.frequencies(rows.shape[-1]), device=rows.device)
+    positions = torch.arange(first, first + rows.shape[-2], device=rows.device)
+    angles = positions[:, None].to(torch.float64) * frequencies
+    wide = torch.float64 if rows.dtype is torch.float64 else torch.float32
+    cos, sin = angles.cos().to(wide), angles.sin().to(wide)
+    n = frequencies.shape[0]
+    turned, rest = rows[..., : 2 * n].to(wide), rows[..., 2 * n :]
+    if rope.layout == "half_split":
+        a, b = turned[..., :n], turned[..., n:]
+        parts = torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+    else:
+        a, b = turned[..., ::2], turned[..., 1::2]
+        parts = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
+    return torch.cat([parts.to(rows.dtype), rest], -1)
+
+
+def _translate(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """The names of `torch.nn.MultiheadAttention` into those here."""
+    for name in ("bias_k", "bias_v"):
+        if prefix + name in state:
+            raise ArgumentError(
+                f"the state has {name}, a key and value of its own for every row.",
+                action="Append that row to key and value yourself.",
+            )
+    sides = ("q", "k", "v")
+    for kind in ("weight", "bias"):
+        packed = state.pop(f"{prefix}in_proj_{kind}", None)
+        if packed is not None:
+            for side, part in zip(sides, packed.chunk(3), strict=True):
+                state[f"{prefix}{side}_proj.{kind}"] = part
+    for side in sides:
+        apart = state.pop(f"{prefix}{side}_proj_weight", None)
+        if apart is not None:
+            state[f"{prefix}{side}_proj.weight"] = apart

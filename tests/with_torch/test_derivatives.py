@@ -1,0 +1,274 @@
+"""Derivatives of `qkv.attention` on tensors, against finite differences and torch's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
+
+import qkv
+
+BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN, DIM, V_DIM = 2, 4, 2, 5, 6, 3, 4
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def operands(dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    return [
+        normal(BATCH, HEADS, Q_LEN, DIM, seed=1, dtype=dtype),
+        normal(BATCH, KV_HEADS, KV_LEN, DIM, seed=2, dtype=dtype),
+        normal(BATCH, KV_HEADS, KV_LEN, V_DIM, seed=3, dtype=dtype),
+    ]
+
+
+ALLOWED = normal(HEADS, Q_LEN, KV_LEN, seed=9) < 0.7
+ALLOWED[:, 0] = False  # a row without keys
+
+VARIANTS = {
+    "none": ((), lambda: ()),
+    "causal": ((), lambda: (qkv.Causal("end"),)),
+    "window": ((), lambda: (qkv.SlidingWindow(2, 1),)),
+    "key lengths": ((), lambda: (qkv.KeyLengths(torch.tensor([4, 0])),)),
+    "segments": (
+        (),
+        lambda: (qkv.Segments(torch.tensor([0, 0, 1, 1, 1]), torch.tensor([0, 0, 0, 1, 1, 1])),),
+    ),
+    "mask": ((), lambda: (ALLOWED,)),
+    "union": ((), lambda: (qkv.Causal() | qkv.Mask(ALLOWED),)),
+    "bias": (((HEADS, Q_LEN, KV_LEN),), lambda bias: (bias,)),
+    "bias of keys": (((BATCH, 1, 1, KV_LEN),), lambda bias: (qkv.Bias(bias), ALLOWED)),
+    "alibi": (((HEADS,),), lambda slopes: (qkv.ALiBi(slopes), qkv.Causal())),
+    "relative bias": (((8, HEADS),), lambda table: (qkv.RelativeBias(table, max_distance=6),)),
+    "softcap": ((), lambda: (qkv.Softcap(1.5),)),
+    "bias, then softcap": (((Q_LEN, KV_LEN),), lambda bias: (bias, qkv.Softcap(2.0))),
+    "sinks": (((HEADS,),), lambda sinks: (qkv.Sinks(sinks), qkv.Causal())),
+    "score mod": (
+        ((KV_LEN,),),
+        lambda table: (qkv.ScoreMod(lambda s, b, h, q, k: s * table[k] + 0.3 * s * s),),
+    ),
+    "rope": ((), lambda: (qkv.RoPE(rotary_dim=2),)),
+    "dropout": ((), lambda: (qkv.Dropout(0.4, 3),)),
+    "many": (
+        ((HEADS, 1, KV_LEN), (HEADS,)),
+        lambda bias, sinks: (qkv.Causal(), bias, qkv.Softcap(3.0), qkv.Sinks(sinks)),
+    ),
+}
+
+
+def case(name: str):
+    shapes, make = VARIANTS[name]
+    own = [normal(*shape, seed=10 + n) for n, shape in enumerate(shapes)]
+
+    def function(query, key, value, *arrays):
+        return qkv.attention(
+            query, key, value, *make(*arrays), q_offset=q_offset(name), return_lse=True
+        )
+
+    return function, [*operands(), *own]
+
+
+def q_offset(name: str):
+    return None if name == "causal" else "start"
+
+
+def finite_lse(found):
+    """Rows without keys have lse -inf, which differences cannot be taken of."""
+    out, lse = found
+    return out, torch.where(torch.isneginf(lse), 0.0, lse)
+
+
+WHOLE = ("many",)
+"""Every entry of the Jacobian; of the others, one random combination."""
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_gradcheck(name: str) -> None:
+    function, inputs = case(name)
+    inputs = [t.requires_grad_() for t in inputs]
+    assert gradcheck(
+        lambda *t: finite_lse(function(*t)), inputs, check_forward_ad=True,
+        fast_mode=name not in WHOLE,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_gradgradcheck(name: str) -> None:
+    function, inputs = case(name)
+    inputs = [t.requires_grad_() for t in inputs]
+    assert gradgradcheck(
+        lambda *t: finite_lse(function(*t)), inputs, check_fwd_over_rev=True,
+        check_rev_over_rev=True, fast_mode=True,
+    )  # fmt: skip
+
+
+def dense(query, key, value, *arrays, causal: bool = False):
+    """torch's own, all derivatives from its formulas."""
+    bias = arrays[0] if arrays else torch.zeros(Q_LEN, KV_LEN, dtype=query.dtype)
+    key, value = (t.repeat_interleave(HEADS // KV_HEADS, -3) for t in (key, value))
+    scores = query @ key.mT * DIM**-0.5 + bias
+    return scores.softmax(-1) @ value
+
+
+def ours(query, key, value, *arrays):
+    return qkv.attention(query, key, value, *arrays)
+
+
+@pytest.mark.parametrize("arrays", [(), ((HEADS, Q_LEN, KV_LEN),)], ids=["plain", "bias"])
+@pytest.mark.parametrize("transform", [jacrev, jacfwd, hessian])
+def test_transforms(transform, arrays) -> None:
+    inputs = [*operands(), *(normal(*shape, seed=4) for shape in arrays)]
+    inputs = [t[:1] if t.ndim == 4 else t for t in inputs]
+    which = (0, 2, *range(3, len(inputs)))
+    found, expected = (
+        transform(lambda *t, f=f: f(*t)[0, 1, :2].sum(0), argnums=which)(*inputs)
+        for f in (ours, dense)
+    )
+    for a, b in zip(flat(found), flat(expected), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+def flat(tree):
+    return [leaf for branch in tree for leaf in flat(branch)] if isinstance(tree, tuple) else [tree]
+
+
+def test_forward_over_reverse_and_reverse_over_forward() -> None:
+    query, key, value = operands()
+    along = normal(*query.shape, seed=5)
+
+    def gradient(f):
+        return lambda q: grad(lambda x: f(x, key, value).square().sum())(q)
+
+    for f, g in ((ours, dense),):
+        a = jvp(gradient(f), (query,), (along,))
+        b = jvp(gradient(g), (query,), (along,))
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+        a, b = (
+            grad(lambda x, h=h: jvp(lambda q: h(q, key, value), (x,), (along,))[1].sum())(query)
+            for h in (f, g)
+        )
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+def test_dual_numbers() -> None:
+    query, key, value = operands()
+    along = normal(*key.shape, seed=5)
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(ours(query, forward_ad.make_dual(key, along), value))
+        expected = forward_ad.unpack_dual(dense(query, forward_ad.make_dual(key, along), value))
+    torch.testing.assert_close(found.tangent, expected.tangent, rtol=1e-9, atol=1e-11)
+
+
+IN_DIMS = [(0, 0, 0), (0, None, None), (None, 1, None), (2, None, 0), (None, None, 0)]
+
+
+@pytest.mark.parametrize("in_dims", IN_DIMS, ids=str)
+@pytest.mark.parametrize("variants", [(), (qkv.Causal("end"),), (qkv.Dropout(0.3, 1),)], ids=str)
+def test_vmap(in_dims, variants) -> None:
+    shapes = (HEADS, Q_LEN, DIM), (KV_HEADS, KV_LEN, DIM), (KV_HEADS, KV_LEN, V_DIM)
+    inputs = []
+    for n, (shape, dim) in enumerate(zip(shapes, in_dims, strict=True)):
+        sizes = list(shape)
+        if dim is not None:
+            sizes.insert(dim, 3)
+        inputs.append(normal(*sizes, seed=n))
+
+    def one(*t):
+        return qkv.attention(*t, *variants)
+
+    found = vmap(one, in_dims)(*inputs)
+    rows = [
+        one(*(t if d is None else t.select(d, n) for t, d in zip(inputs, in_dims, strict=True)))
+        for n in range(3)
+    ]
+    torch.testing.assert_close(found, torch.stack(rows), rtol=0, atol=0)
+
+
+def test_gradients_of_each_sample() -> None:
+    query, key, value = operands()
+    bias = normal(BATCH, HEADS, Q_LEN, KV_LEN, seed=6)
+
+    def loss(f):
+        return lambda *t: f(*t).square().sum()
+
+    found, expected = (
+        vmap(grad(loss(f), argnums=(0, 1, 2, 3)))(query, key, value, bias) for f in (ours, dense)
+    )
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["none", "causal", "bias", "sinks", "many"])
+def test_gradients_as_near_as_three_times_the_naive_ones(name: str, dtype: torch.dtype) -> None:
+    """And three units in the last place of the largest."""
+    function, exact = case(name)
+    rounded = [t.to(dtype) for t in exact]
+    cotangent = normal(BATCH, HEADS, Q_LEN, V_DIM, seed=8).to(dtype)
+
+    def gradients(f, inputs, seed):
+        inputs = [t.detach().clone().requires_grad_() for t in inputs]
+        out = f(*inputs)
+        return torch.autograd.grad(out, inputs, seed.to(out.dtype))
+
+    truth = gradients(lambda *t: function(*t)[0], [t.double() for t in rounded], cotangent)
+    found = gradients(lambda *t: function(*t)[0], rounded, cotangent)
+    naive = gradients(NAIVE[name], rounded, cotangent)
+    for t, f, n in zip(truth, found, naive, strict=True):
+        error, allowed = ((x.double() - t).abs().max().item() for x in (f, n))
+        unit = torch.finfo(dtype).eps * t.abs().max().item()
+        assert error <= 3 * allowed + 3 * unit
+
+
+def naive(make_scores, sinks=False):
+    def attention(query, key, value, *arrays):
+        key, value = (t.repeat_interleave(HEADS // KV_HEADS, -3) for t in (key, value))
+        scores = make_scores(query @ key.mT * DIM**-0.5, *arrays)
+        if sinks:
+            column = arrays[-1][:, None, None].expand(BATCH, HEADS, Q_LEN, 1)
+            return torch.cat([scores, column.to(scores.dtype)], -1).softmax(-1)[..., :-1] @ value
+        return scores.softmax(-1) @ value
+
+    return attention
+
+
+def causal(scores, offset=0):
+    allowed = torch.ones(Q_LEN, KV_LEN, dtype=torch.bool).tril(offset)
+    return scores.masked_fill(~allowed, -torch.inf)
+
+
+NAIVE = {
+    "none": naive(lambda s: s),
+    "causal": naive(lambda s: causal(s, KV_LEN - Q_LEN)),
+    "bias": naive(lambda s, bias: s + bias),
+    "sinks": naive(lambda s, sinks: causal(s), sinks=True),
+    "many": naive(lambda s, bias, sinks: causal(3 * torch.tanh((s + bias) / 3)), sinks=True),
+}
+
+
+def test_nothing_leaks_from_behind_a_mask() -> None:
+    query, key, value = (t.requires_grad_() for t in operands())
+    with torch.no_grad():
+        key[:, :, 3], value[:, :, 4] = torch.nan, torch.inf
+    allowed = torch.tensor([True, True, True, False, False, True])
+    out = qkv.attention(query, key, value, allowed)
+    gradients = torch.autograd.grad(
+        out, (query, key, value), torch.ones_like(out), create_graph=True
+    )
+    assert all(t.isfinite().all() for t in (out, *gradients))
+    assert (gradients[1][:, :, 3:5] == 0).all()
+    again = torch.autograd.grad(gradients[0].square().sum(), (query, key, value))
+    assert all(t.isfinite().all() for t in again)
+
+
+def test_the_third_derivative_is_refused() -> None:
+    query, key, value = operands()
+
+    def second(q):
+        return jacrev(jacrev(lambda x: ours(x, key, value).sum()))(q)
+
+    with pytest.raises(qkv.UnsupportedError, match="third derivative"):
+        jacrev(second)(query)
