@@ -1,0 +1,45 @@
+"""JAX arrays: read where they lie, and results in memory that JAX takes without a copy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.errors import UnsupportedError
+
+_ALIGNMENT = 64
+"""Bytes. JAX copies what does not begin at a multiple of them."""
+
+
+class JaxArrays:
+    """JAX arrays with values; those that JAX only traces have none to look at."""
+
+    name = "jax"
+
+    def view(self, array: Any, role: str) -> NDArray[Any]:
+        """The array's memory, read-only; from another device, a copy."""
+        if isinstance(array, jax.core.Tracer):
+            raise UnsupportedError(
+                f"{role} is traced ({array.aval.str_short()}), and this looks at values.",
+                action="Call it outside of jit, grad and vmap; under them, qkv.attention and "
+                "qkv.jax.dot_product_attention work.",
+            )
+        return np.asarray(array)
+
+    def restore(self, array: NDArray[Any]) -> Any:
+        """A JAX array of the same values, in 32 bits unless `jax_enable_x64` is set."""
+        if array.ctypes.data % _ALIGNMENT or not array.flags.c_contiguous:
+            array = _aligned(array)
+        return jax.device_put(array)
+
+
+def _aligned(array: NDArray[Any]) -> NDArray[Any]:
+    """A dense copy that begins at a multiple of `_ALIGNMENT`."""
+    memory = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy

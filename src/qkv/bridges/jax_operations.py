@@ -1,0 +1,162 @@
+"""What XLA is told to compute: a text, and NumPy arrays to read and to fill.
+
+    forward     query, key, value, arrays                                -> out, lse
+    backward    query, key, value, arrays, out, lse, grad_out[, grad_lse] -> the wanted gradients
+
+`arrays` are what `qkv._statement` has taken out of the call. Under `jax.vmap` every array has more
+dimensions in front, of size 1 where it is the same for all. Where that means the same they become
+leading dimensions of one call; else there is one call for each.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv._call import Call
+from qkv._recall import attend
+from qkv._statement import restate
+from qkv._vjp import Pullback
+from qkv.errors import UnsupportedError
+from qkv.variants import ScoreMod
+
+__all__ = ["PROCESS", "Operation", "compute"]
+
+Array = NDArray[Any]
+
+PROCESS = secrets.randbits(62) + 1
+"""Tells this process from others: XLA may keep compiled code on disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One call as a constant of compiled code.
+
+    Parameters
+    ----------
+    statement : str
+        The text of `qkv._statement`.
+    ndims : tuple of int
+        Dimensions of query, key, value and arrays, without those of `jax.vmap`.
+    layout : str
+    wanted : tuple of int or None
+        Of which of those a gradient is wanted, by number; None for the forward pass.
+    knows_batch : bool
+        A variant may read the flat index over leading dimensions: more of them would change it.
+    process : int
+        0, or the process whose objects the statement names.
+    """
+
+    statement: str
+    ndims: tuple[int, ...]
+    layout: str
+    knows_batch: bool
+    process: int
+    wanted: tuple[int, ...] | None = None
+
+    @property
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+
+@lru_cache(maxsize=1024)
+def _read(text: str) -> Operation:
+    said = json.loads(text)
+    said["ndims"] = tuple(said["ndims"])
+    if said["wanted"] is not None:
+        said["wanted"] = tuple(said["wanted"])
+    return Operation(**said)
+
+
+def compute(text: str, inputs: Sequence[Array], results: Sequence[Array]) -> None:
+    """Fill the results of an operation, given by its text."""
+    operation = _read(text)
+    if operation.process not in (0, PROCESS):
+        raise UnsupportedError(
+            "this was compiled in another process, with a score mod or a variant of one's own.",
+            action="Trace it again here; functions cannot be saved with compiled code.",
+        )
+    run = _forward if operation.wanted is None else _backward
+    added = inputs[0].ndim - operation.ndims[0]
+    if added and _is_one_call(operation, inputs, added):
+        lead = results[0].shape[:added]
+        run(operation, _leading(operation, inputs, lead), results)
+        return
+    for index in np.ndindex(results[0].shape[:added]):
+        run(operation, [_row(a, index) for a in inputs], [r[(*index, ...)] for r in results])
+
+
+def _row(array: Array, index: tuple[int, ...]) -> Array:
+    """The part of an array for one place of `vmap`."""
+    place = [i if size > 1 else 0 for i, size in zip(index, array.shape, strict=False)]
+    where: Any = (*place, ...)
+    row: Array = array[where]
+    return row
+
+
+def _is_one_call(operation: Operation, inputs: Sequence[Array], added: int) -> bool:
+    """Whether the dimensions of `vmap` may become leading dimensions."""
+    operands, count = operation.ndims[:3], len(operation.ndims)
+    return (
+        not operation.knows_batch
+        and len(set(operands)) == 1
+        and all(n < 3 for n in operation.wanted or ())
+        and all(set(array.shape[:added]) <= {1} for array in inputs[3:count])
+    )
+
+
+def _leading(operation: Operation, inputs: Sequence[Array], lead: tuple[int, ...]) -> list[Array]:
+    """All arrays for one call; matrices get an axis of one head."""
+    added, count = len(lead), len(operation.ndims)
+    before_rows = added + (operation.layout == "blhd")
+
+    def whole(array: Array, n: int) -> Array:
+        array = np.broadcast_to(array, (*lead, *array.shape[added:]))
+        if operation.ndims[0] > 2:
+            return array
+        is_lse = n in (count + 1, count + 3)
+        return np.expand_dims(array, added if is_lse else before_rows)
+
+    return [
+        array.reshape(array.shape[added:]) if 3 <= n < count else whole(array, n)
+        for n, array in enumerate(inputs)
+    ]
+
+
+def _forward(operation: Operation, inputs: Sequence[Array], results: Sequence[Array]) -> None:
+    query, key, value, *arrays = inputs
+    said = restate(operation.statement, arrays)
+    for found, result in zip(
+        attend(query, key, value, said.variants, **said.keywords), results, strict=True
+    ):
+        result[...] = found.reshape(result.shape)
+
+
+def _backward(operation: Operation, inputs: Sequence[Array], results: Sequence[Array]) -> None:
+    count = len(operation.ndims)
+    query, key, value, *arrays = inputs[:count]
+    out, lse, grad_out = inputs[count : count + 3]
+    grad_lse = inputs[count + 3] if len(inputs) > count + 3 else None
+    said = restate(operation.statement, arrays)
+    call = Call.bind(query, key, value, said.variants, **said.keywords, backward=True)
+    pullback = Pullback.resumed(call, out, lse, (query.shape, key.shape, value.shape))
+    wanted = operation.wanted or ()
+    owners = [said.owners[n - 3] for n in wanted if n >= 3]
+    found = pullback(grad_out, grad_lse, wrt=owners)
+    of_operands = found.query, found.key, found.value
+    for n, result in zip(wanted, results, strict=True):
+        if n < 3:
+            gradient = of_operands[n]
+        else:
+            owner = said.owners[n - 3]
+            # A score mod may read several; of the others, some read a converted copy.
+            gradient = found.of(owner, arrays[n - 3] if isinstance(owner, ScoreMod) else None)
+        with np.errstate(all="ignore"):
+            result[...] = gradient.reshape(result.shape)

@@ -1,0 +1,171 @@
+"""How JAX runs, batches and differentiates attention.
+
+    function    computes                                     its derivative is
+    attend      out, lse                                     _back, from what _keep has kept
+    _back       gradients of what JAX follows, and no more   refused, by JAX
+
+Both become one call of a foreign function, which XLA makes on its own memory; where XLA does not
+take it (another device than the CPU), one of `jax.pure_callback`. Since attention has a
+`custom_vjp`, `jax.jvp` and what is made of it are refused by JAX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from qkv._call import Call
+from qkv._statement import restate
+from qkv.bridges.jax_ffi import handler
+from qkv.bridges.jax_operations import Operation, compute
+from qkv.errors import DTypeError, QkvError, ShapeError, UnsupportedError
+from qkv.variants import RoPE
+
+__all__ = ["attend"]
+
+_TARGET = "qkv"
+Shapes = tuple[jax.ShapeDtypeStruct, ...]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend(operation: Operation, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Output and lse, differentiable in all floating inputs but the frequencies of RoPE."""
+    found: tuple[Any, Any] = _forward(operation, *inputs)
+    return found
+
+
+def _keep(operation: Operation, inputs: tuple[Any, ...]) -> Any:
+    values = tuple(entry.value for entry in inputs)
+    # Structure, not values: () is followed, None is not.
+    followed = tuple(() if entry.perturbed else None for entry in inputs)
+    _refuse_constants(operation, values, _numbers(followed))
+    out, lse = _forward(operation, *values)
+    return (out, lse), (values, out, lse, followed)
+
+
+def _back(operation: Operation, kept: Any, cotangents: Any) -> tuple[tuple[Any, ...]]:
+    values, out, lse, followed = kept
+    wanted = _numbers(followed)
+    grad_out, grad_lse = cotangents
+    along = [jnp.zeros(out.shape, out.dtype) if _is_zero(grad_out) else grad_out]
+    along += [] if _is_zero(grad_lse) else [grad_lse]
+    found = iter(_backward(replace(operation, wanted=wanted), *values, out, lse, *along))
+    return (tuple(None if entry is None else next(found) for entry in followed),)
+
+
+attend.defvjp(_keep, _back, symbolic_zeros=True)
+
+
+def _numbers(followed: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(n for n, entry in enumerate(followed) if entry is not None)
+
+
+def _is_zero(cotangent: Any) -> bool:
+    return isinstance(cotangent, SymbolicZero)
+
+
+@partial(jax.jit, static_argnums=0, inline=True)
+def _forward(operation: Operation, *inputs: Any) -> Any:
+    return _call(operation, _shapes_of_results(operation, inputs), inputs)
+
+
+@partial(jax.jit, static_argnums=0, inline=True)
+def _backward(operation: Operation, *inputs: Any) -> Any:
+    shapes = tuple(
+        jax.ShapeDtypeStruct(inputs[n].shape, inputs[n].dtype) for n in operation.wanted or ()
+    )
+    return _call(operation, shapes, inputs)
+
+
+def _call(operation: Operation, shapes: Shapes, inputs: Sequence[Any]) -> Any:
+    text = operation.text
+
+    def foreign(*inputs: Any) -> Any:
+        call = jax.ffi.ffi_call(_TARGET, shapes, vmap_method="expand_dims")
+        return call(*inputs, operation=text)
+
+    def python(*inputs: Any) -> Any:
+        on_host = partial(_on_host, operation, shapes)
+        return jax.pure_callback(on_host, shapes, *inputs, vmap_method="expand_dims")
+
+    if not _is_registered():
+        return python(*inputs)
+    if jax.default_backend() == "cpu":
+        return foreign(*inputs)
+    return jax.lax.platform_dependent(*inputs, cpu=foreign, default=python)
+
+
+@lru_cache(maxsize=1)
+def _is_registered() -> bool:
+    """Whether XLA takes the foreign function; it is registered with the first call."""
+    try:
+        jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(_handler), platform="cpu")
+    except Exception:
+        # An XLA with another version of the interface.
+        return False
+    return True
+
+
+_handler = handler(compute)
+"""Kept for good: compiled code has its address."""
+
+
+def _on_host(operation: Operation, shapes: Shapes, *inputs: Any) -> tuple[Any, ...]:
+    arrays = [np.asarray(array) for array in inputs]
+    added = arrays[0].ndim - operation.ndims[0]
+    lead = np.broadcast_shapes(*(array.shape[:added] for array in arrays))
+    results = tuple(np.empty((*lead, *shape.shape), shape.dtype) for shape in shapes)
+    compute(operation.text, arrays, results)
+    return results
+
+
+# What is known while JAX traces: shapes and dtypes
+
+
+def _stand_in(array: Any) -> Any:
+    return np.broadcast_to(np.zeros((), array.dtype), array.shape)
+
+
+def _shapes_of_results(operation: Operation, inputs: Sequence[Any]) -> Shapes:
+    """Of out and lse; errors that values have no part in are raised now, not by XLA."""
+    query, key, value, *arrays = map(_stand_in, inputs)
+    said = restate(operation.statement, arrays)
+    plain = {**said.keywords, "scale": None, "q_offset": None, "kv_offset": 0}
+    call = Call.bind(query, key, value, (), **plain)
+    try:
+        Call.bind(query, key, value, said.variants, **said.keywords)
+    except QkvError as error:
+        by_shape = isinstance(error, ShapeError | DTypeError) and not operation.process
+        if by_shape or not arrays:
+            raise
+    spec = call.problem.spec
+    rows: tuple[int, ...] = (*spec.batch_shape, spec.num_heads, spec.q_len)
+    out = (*rows, spec.v_head_dim)
+    if call.ndim == 2:
+        rows, out = rows[-1:], out[-2:]
+    elif operation.layout == "blhd":
+        out = (*out[:-3], out[-2], out[-3], out[-1])
+    return (
+        jax.ShapeDtypeStruct(out, query.dtype),
+        jax.ShapeDtypeStruct(rows, spec.compute_dtype),
+    )
+
+
+def _refuse_constants(operation: Operation, values: Sequence[Any], wanted: Sequence[int]) -> None:
+    """Some arrays of a call have no gradient; better to hear it than to train nothing."""
+    owners = restate(operation.statement, list(map(_stand_in, values[3:]))).owners
+    for n in wanted:
+        if n >= 3 and (owners[n - 3] is None or isinstance(owners[n - 3], RoPE)):
+            what = "scale" if owners[n - 3] is None else "inv_freq of RoPE"
+            raise UnsupportedError(
+                f"a gradient of {what} was asked for; qkv has none.",
+                action=f"Stop it with jax.lax.stop_gradient({what.split()[0]})"
+                + (", or scale the query." if what == "scale" else "."),
+            )

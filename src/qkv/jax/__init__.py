@@ -1,0 +1,186 @@
+"""Attention with JAX's own signature; `qkv.attention` takes JAX arrays as well."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from qkv.bridges.jax_calls import attention
+from qkv.errors import ArgumentError, DTypeError, ShapeError
+from qkv.variants import Bias, Causal, KeyLengths, Mask, SlidingWindow
+
+__all__ = ["dot_product_attention"]
+
+
+def dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    scale: Any = None,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: Literal["xla", "cudnn"] | None = None,
+    return_residual: bool = False,
+) -> Any:
+    """`jax.nn.dot_product_attention`, exact and in O(n) memory; the import is all that changes.
+
+        s[t, j] = scale * query[t] . key[j] + bias[t, j]
+        out[t]  = sum_j exp(s[t, j] - lse[t]) value[j],   lse[t] = log sum_j exp(s[t, j])
+
+    over the pairs that are allowed.
+
+    Parameters
+    ----------
+    query : array (batch, q_len, num_heads, head_dim), or without batch
+    key, value : array (batch, kv_len, num_kv_heads, head_dim), or without batch
+        num_kv_heads divides num_heads.
+    bias : array, optional
+        Added to the scores; broadcasts to (batch, num_heads, q_len, kv_len).
+    mask : boolean array, optional
+        True = attend; broadcasts like bias.
+    scale : float or scalar array, optional
+        `head_dim ** -0.5` unless given. A traced one multiplies the query.
+    is_causal : bool
+        Row t sees keys up to t, also where q_len and kv_len differ.
+    query_seq_lengths, key_value_seq_lengths : int32 array (batch,), optional
+        Rows and keys that are real; the output of other rows is 0.
+    local_window_size : int or (int, int), optional
+        Keys before and after row t that it sees, both included.
+    implementation : None, "xla" or "cudnn"
+        None is qkv. A name asks for that kernel of JAX's, and JAX is called.
+    return_residual : bool
+        Return `(out, lse)`, lse (batch, q_len, num_heads) in key's dtype and without gradient.
+
+    Returns
+    -------
+    array or (array, array)
+        Output like query.
+
+    Raises
+    ------
+    ShapeError, DTypeError, ArgumentError
+        The arguments do not fit; while JAX traces, as far as shapes and dtypes tell. What only
+        values tell is a `jax.errors.JaxRuntimeError` with the same message.
+
+    Notes
+    -----
+    One difference: a row that may see no key is 0 here, with lse -inf and gradients 0; JAX gives
+    it the mean of all values, those behind the mask included. It does so by large finite scores,
+    through which NaN behind a mask reaches every row; here it reaches none.
+
+    The CPU computes. `jit`, `grad`, `vmap`, `scan` and `checkpoint` apply; `jvp`, `jacfwd`,
+    `hessian` and `grad` of `grad` do not, and JAX raises: the gradient is a `jax.custom_vjp`.
+    Cost: `4 head_dim` operations for each pair in a tile that is not empty. Source: the signature
+    of JAX 0.10.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp, qkv.jax
+    >>> x = jnp.eye(2)[:, None]
+    >>> qkv.jax.dot_product_attention(x, x, x, is_causal=True)[:, 0].round(2)
+    Array([[1.  , 0.  ],
+           [0.33, 0.67]], dtype=float32)
+    """
+    if implementation is not None:
+        their_own: Any = jax.nn.dot_product_attention
+        return their_own(
+            query,
+            key,
+            value,
+            bias,
+            mask,
+            scale=scale,
+            is_causal=is_causal,
+            query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths,
+            local_window_size=local_window_size,
+            implementation=implementation,
+            **({"return_residual": True} if return_residual else {}),
+        )
+    shape = jnp.shape(query)
+    q, k, v = map(_four_dimensions, (query, key, value))
+    _check(q, k, v)
+    variants: list[Any] = []
+    if bias is not None:
+        variants.append(Bias(_added(_four_dimensions(bias))))
+    if mask is not None:
+        variants.append(Mask(_four_dimensions(mask)))
+    if is_causal:
+        variants.append(Causal())
+    if local_window_size is not None:
+        left_right = local_window_size
+        variants.append(SlidingWindow(*((left_right,) * 2 if isinstance(left_right, int)
+                                        else left_right)))  # fmt: skip
+    batch, q_len, kv_len = q.shape[0], q.shape[1], k.shape[1]
+    if query_seq_lengths is not None:
+        lengths = _lengths(query_seq_lengths, "query_seq_lengths", batch)
+        variants.append(Mask((jnp.arange(q_len) < lengths[:, None])[:, None, :, None]))
+    if key_value_seq_lengths is not None:
+        lengths = _lengths(key_value_seq_lengths, "key_value_seq_lengths", batch)
+        variants.append(KeyLengths(jnp.clip(lengths, 0, kv_len)))
+    if isinstance(scale, jax.core.Tracer):
+        q, scale = q * scale.astype(q.dtype), 1.0
+    out, lse = attention(
+        q, k, v, *variants, scale=scale, layout="blhd", q_offset="start", return_lse=True
+    )
+    out = out.reshape(shape)
+    if not return_residual:
+        return out
+    residual = lse.swapaxes(1, 2).astype(k.dtype).reshape(shape[:-1])
+    return out, jax.lax.stop_gradient(residual)
+
+
+def _four_dimensions(array: Any) -> Any:
+    made = jnp.asarray(array)
+    return made.reshape((1,) * (4 - made.ndim) + made.shape)
+
+
+def _check(query: Any, key: Any, value: Any) -> None:
+    """What JAX requires beyond qkv: one batch, and values as wide as keys."""
+    seen = [(name, f"{array.dtype} {array.shape}")
+            for name, array in (("query", query), ("key", key), ("value", value))]  # fmt: skip
+    if max(query.ndim, key.ndim, value.ndim) > 4:
+        raise ShapeError(
+            "query, key or value has more than 4 dimensions.",
+            seen,
+            "Pass (batch, length, heads, dim), or qkv.attention(..., layout='blhd').",
+        )
+    if len({query.dtype, key.dtype, value.dtype}) > 1:
+        # jax.nn raises a ValueError here, which DTypeError is not.
+        raise ArgumentError(
+            "query, key and value have different dtypes.",
+            seen,
+            "Convert them to one, as in key.astype(query.dtype).",
+        )
+    if key.shape != value.shape or query.shape[0] != key.shape[0]:
+        raise ShapeError(
+            "key and value have one shape here, and query has their batch.",
+            seen,
+            "qkv.attention(..., layout='blhd') takes other values, and broadcasts.",
+        )
+
+
+def _added(bias: Any) -> Any:
+    """A bias of any real type; whole numbers are made floating, as by addition."""
+    if jnp.issubdtype(bias.dtype, jnp.floating):
+        return bias
+    if jnp.issubdtype(bias.dtype, jnp.complexfloating):
+        raise DTypeError(f"bias has dtype {bias.dtype}.", action="Pass bias.real.")
+    return bias.astype(jnp.float32)
+
+
+def _lengths(lengths: Any, name: str, batch: int) -> Any:
+    made = jnp.asarray(lengths)
+    if made.shape != (batch,) or made.dtype != jnp.int32:
+        raise ShapeError(
+            f"{name} is {made.dtype} {made.shape}; the batch is {batch}.",
+            action=f"Pass int32 of shape ({batch},).",
+        )
+    return made

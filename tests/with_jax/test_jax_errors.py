@@ -1,0 +1,165 @@
+"""What JAX users see when something does not fit, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("jax.numpy", reason="jax is not installed")
+
+import jax
+import jax.numpy as jnp
+
+import qkv
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 5, 4)), jnp.float32)
+
+
+def test_shapes_are_checked_while_jax_traces() -> None:
+    with pytest.raises(qkv.ShapeError, match="kv_len=5 and value has kv_len=4"):
+        jax.jit(qkv.attention)(X, X, X[:, :, :4])
+    with pytest.raises(qkv.ShapeError, match="does not broadcast"):
+        jax.eval_shape(lambda b: qkv.attention(X, X, X, b), jnp.zeros((4, 4)))
+    with pytest.raises(qkv.AmbiguityError, match="where do the queries stand"):
+        jax.jit(lambda q: qkv.attention(q, X, X, qkv.Causal()))(X[:, :, :2])
+    with pytest.raises(qkv.ArgumentError, match="no backend 'nobody'"):
+        jax.jit(lambda q: qkv.attention(q, X, X, backend="nobody"))(X)
+
+
+def test_integers_are_refused_while_jax_traces() -> None:
+    with pytest.raises(qkv.DTypeError, match="int32"):
+        jax.jit(lambda b: qkv.attention(X, X, X, b))(jnp.zeros((5, 5), jnp.int32))
+
+
+def test_what_values_tell_is_an_error_of_jax() -> None:
+    """Raised inside of XLA, with the message of qkv; the process goes on."""
+    f = jax.jit(lambda n: qkv.attention(X, X, X, qkv.KeyLengths(n)))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="kv_lens runs from 1 to 99; kv_len=5"):
+        jax.block_until_ready(f(jnp.array([1, 99])))
+    assert f(jnp.array([1, 5])).shape == X.shape
+    with pytest.raises(qkv.ShapeError, match="kv_lens runs from 1 to 99"):
+        qkv.attention(X, X, X, qkv.KeyLengths(jnp.array([1, 99])))
+
+
+def test_any_exception_in_the_callback_is_an_error_of_jax(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from qkv.bridges import jax_operations
+
+    f = jax.jit(lambda x: qkv.attention(x, x, x))
+    for error, seen in (
+        (MemoryError("too\0much"), "RESOURCE_EXHAUSTED: qkv: MemoryError: too much"),
+        (KeyboardInterrupt(), "CANCELLED: qkv: interrupted"),
+        (ZeroDivisionError("why"), "INTERNAL: qkv: ZeroDivisionError: why"),
+    ):
+
+        def fail(*_: Any, error: BaseException = error) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(jax_operations, "_forward", fail)
+            with pytest.raises(jax.errors.JaxRuntimeError, match=seen):
+                jax.block_until_ready(f(X))
+    assert f(X).shape == X.shape
+
+
+def test_looking_needs_values() -> None:
+    for look in (qkv.inspect, qkv.plan, qkv.vjp):
+        with pytest.raises(qkv.UnsupportedError, match=r"query is traced \(float32\[2,3,5,4\]\)"):
+            jax.jit(lambda x, look=look: look(x, x, x) and x)(X)
+
+
+def test_gradients_that_do_not_exist_are_refused() -> None:
+    turns = jnp.array([0.5, 0.25])
+    with pytest.raises(qkv.UnsupportedError, match="inv_freq"):
+        jax.grad(lambda f: qkv.attention(X, X, X, qkv.RoPE(inv_freq=f)).sum())(turns)
+    with pytest.raises(qkv.UnsupportedError, match="scale"):
+        jax.grad(lambda s: qkv.attention(X, X, X, scale=s).sum())(0.5)
+    assert jax.jit(lambda f: qkv.attention(X, X, X, qkv.RoPE(inv_freq=f)))(turns).shape == X.shape
+    found = jax.jit(lambda s: qkv.attention(X, X, X, scale=s))(0.5)
+    np.testing.assert_array_equal(found, qkv.attention(X, X, X, scale=0.5))
+
+
+def test_wide_numpy_arrays_are_not_rounded() -> None:
+    wide = np.zeros(X.shape)
+    with pytest.raises(qkv.DTypeError, match="key is a NumPy array of float64"):
+        jax.jit(lambda q: qkv.attention(q, wide, wide))(X)
+    with pytest.raises(qkv.DTypeError, match="different dtypes"):
+        qkv.attention(X, wide, wide)
+
+
+def test_stored_rows() -> None:
+    """Pages are read outside of jit, and refused inside."""
+    pages = jnp.asarray(np.random.default_rng(1).normal(size=(4, 3, 2, 4)), jnp.float32)
+    paged = qkv.Paged(pages, jnp.array([[3, 0], [1, 2]]))
+    whole = jnp.stack([jnp.concatenate([pages[a], pages[b]], 1) for a, b in ((3, 0), (1, 2))])
+    found = qkv.attention(X, paged, paged)
+    assert isinstance(found, jax.Array)
+    np.testing.assert_allclose(found, qkv.attention(X, whole, whole), atol=1e-6)
+    with pytest.raises(qkv.UnsupportedError, match="key is Paged"):
+        jax.jit(lambda q: qkv.attention(q, paged, paged))(X)
+
+
+def test_results_lie_where_jax_takes_them() -> None:
+    """Without a copy: their memory begins at a multiple of 64 bytes."""
+    from qkv.arrays import library_of
+
+    library = library_of(X, "x")
+    seen = library.view(X, "x")
+    assert seen.ctypes.data == X.unsafe_buffer_pointer()
+    assert not seen.flags.writeable
+    odd = np.ones(65, np.float32)[1:]
+    assert library.restore(odd).tolist() == [1.0] * 64
+    record = qkv.inspect(X, X, X, qkv.Causal())
+    assert isinstance(record.entropy, jax.Array)
+    assert record.output.dtype == jnp.float32
+    assert qkv.plan(X, X, X).backend
+
+
+def test_vjp_takes_jax_arrays() -> None:
+    bias = qkv.Bias(jnp.zeros((5, 5)))
+    out, pullback = qkv.vjp(X, X, X, bias, qkv.Causal())
+    found = pullback(jnp.ones_like(out), wrt=[bias])
+    right = jax.grad(lambda *a: qkv.attention(*a[:3], a[3], qkv.Causal()).sum(), (0, 1, 2, 3))(
+        X, X, X, bias.array
+    )
+    for got, exact in zip(
+        (found.query, found.key, found.value, found.of(bias)), right, strict=True
+    ):
+        assert isinstance(got, jax.Array)
+        np.testing.assert_array_equal(got, exact)
+
+
+OTHER_PROCESS = """
+import sys
+import jax, jax.numpy as jnp
+import qkv
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+add = float(sys.argv[2])
+mods = [lambda s, *_: s + add * 0, lambda s, b, h, q, k: s * add]
+x = jnp.eye(4)
+for mod in mods[:: 1 if add > 1 else -1]:
+    out = jax.jit(lambda x: qkv.attention(x, x, x, qkv.ScoreMod(mod)))(x)
+    print(float(out[0, 0]))
+"""
+
+
+def test_compiled_code_on_disk_does_not_mix_up_functions(tmp_path: Path) -> None:
+    """The number of a score mod means another one in another process."""
+
+    def run(add: str) -> list[float]:
+        command = [sys.executable, "-c", OTHER_PROCESS, str(tmp_path), add]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        return [float(line) for line in ran.stdout.split()]
+
+    plain = float(np.exp(0.5) / (np.exp(0.5) + 3))
+    twice = float(np.exp(1.0) / (np.exp(1.0) + 3))
+    assert run("2") == pytest.approx([plain, twice], abs=1e-6)
+    assert run("1") == pytest.approx([plain, plain], abs=1e-6)

@@ -1,0 +1,222 @@
+"""Values and gradients of every variant against `jax.grad` of the formula, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("jax.numpy", reason="jax is not installed")
+
+import jax
+import jax.numpy as jnp
+from written_out import OWN, attention
+
+import qkv
+from qkv.problem.builder import Shape
+from qkv.testing import truth
+from qkv.variants import ALL
+
+SHAPE = Shape((2,), 4, 2, 7, 9, 6, 5)
+EPS = 64 * 2.0**-52
+EXAMPLES = [
+    pytest.param(variant, id=f"{kind.__name__}-{n}")
+    for kind in ALL
+    if kind is not qkv.ScoreMod  # its examples call numpy; see test_a_score_mod
+    for n, variant in list(enumerate(kind.examples(SHAPE, np.random.default_rng(1))))[-1:]
+]
+COMPILED = (qkv.Causal, qkv.Bias, qkv.RelativeBias, qkv.RoPE, qkv.Sinks)
+"""Kinds for which kernels are made; the others take the readable backend, which needs none."""
+
+
+def operands(shape: Shape = SHAPE, seed: int = 0) -> list[Any]:
+    rng = np.random.default_rng(seed)
+    sizes = (
+        (shape.num_heads, shape.q_len, shape.head_dim),
+        (shape.num_kv_heads, shape.kv_len, shape.head_dim),
+        (shape.num_kv_heads, shape.kv_len, shape.v_head_dim),
+    )
+    return [jnp.asarray(rng.normal(size=(*shape.batch_shape, *size))) for size in sizes]
+
+
+def close(got: Any, right: Any) -> None:
+    got, right = np.asarray(got), np.asarray(right)
+    assert got.shape == right.shape
+    assert got.dtype == right.dtype
+    finite = np.isfinite(right)
+    np.testing.assert_array_equal(np.isfinite(got), finite)
+    largest = max(1.0, float(np.max(np.abs(right[finite]), initial=0.0)))
+    error = float(np.max(np.abs(got[finite] - right[finite]), initial=0.0))
+    assert error <= EPS * largest, f"{error:.3g} off, allowed is {EPS * largest:.3g}"
+
+
+def arrays_of(variant: Any) -> dict[str, Any]:
+    """Fields that hold arrays; each becomes an argument of a jitted function."""
+    return {
+        field.name: jnp.asarray(value, jnp.float64 if value.dtype.kind == "f" else None)
+        for field in fields(variant)
+        if isinstance(value := getattr(variant, field.name), np.ndarray)
+    }
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("variant", EXAMPLES)
+def test_every_variant(variant: Any) -> None:
+    """The arrays that it holds are traced as well, and differentiated where they are floating."""
+    q, k, v = operands()
+    known = truth(q, k, v, [variant], q_offset="start")
+    rng = np.random.default_rng(2)
+    along_out = jnp.asarray(rng.normal(size=known.out.shape))
+    along_lse = jnp.asarray(np.where(np.isneginf(known.lse), 0, rng.normal(size=known.lse.shape)))
+    given = arrays_of(variant)
+    backend = "cpu" if isinstance(variant, COMPILED) else "blocked"
+    own = OWN.get(type(variant), "")
+    if own and own not in given and getattr(variant, own) is not None:
+        given[own] = jnp.asarray(getattr(variant, own))
+    wanted = {own: given.pop(own)} if own in given else {}
+
+    def ours(q: Any, k: Any, v: Any, wanted: Any, given: Any) -> Any:
+        said = replace(variant, **wanted, **given)
+        return qkv.attention(q, k, v, said, q_offset="start", return_lse=True, backend=backend)
+
+    def right(q: Any, k: Any, v: Any, wanted: Any, given: Any) -> Any:
+        return attention(q, k, v, known, {0: wanted.get(own)})
+
+    def total(f: Any) -> Any:
+        def of(*arguments: Any) -> Any:
+            out, lse = f(*arguments)
+            rows = jnp.where(along_lse == 0, 0, lse * along_lse)
+            return (out * along_out).sum() + rows.sum(), (out, lse)
+
+        return jax.grad(of, argnums=(0, 1, 2, 3), has_aux=True)
+
+    found = jax.jit(total(ours))(q, k, v, wanted, given)
+    expected = total(right)(q, k, v, wanted, given)
+    jax.tree.map(close, found, expected)
+    out, lse = found[1]
+    close(out, known.out)
+    close(lse, known.lse)
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_score_mod() -> None:
+    """Traced arrays in its closure have gradients, each its own."""
+    q, k, v = operands()
+    rng = np.random.default_rng(3)
+    per_head, by_distance = (jnp.asarray(rng.normal(size=n)) for n in (SHAPE.num_heads, 17))
+    along = jnp.asarray(rng.normal(size=(2, 4, 7, 5)))
+
+    def ours(q: Any, per_head: Any, by_distance: Any) -> Any:
+        def mod(score: Any, batch: Any, head: Any, q_pos: Any, kv_pos: Any) -> Any:
+            return score * per_head[head] + by_distance[np.clip(q_pos - kv_pos + 8, 0, 16)]
+
+        return (qkv.attention(q, k, v, qkv.ScoreMod(mod), q_offset="start") * along).sum()
+
+    def right(q: Any, per_head: Any, by_distance: Any) -> Any:
+        keys, values = (jnp.repeat(a, 2, axis=1) for a in (k, v))
+        s = jnp.einsum("bhid,bhjd->bhij", q, keys) * 6**-0.5
+        near = np.clip(np.arange(7)[:, None] - np.arange(9) + 8, 0, 16)
+        s = s * per_head[:, None, None] + by_distance[near]
+        return (jax.nn.softmax(s, axis=-1) @ values * along).sum()
+
+    found, expected = (
+        jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2)))(q, per_head, by_distance)
+        for f in (ours, right)
+    )
+    jax.tree.map(close, found, expected)
+    jax.tree.map(close, jax.grad(ours, argnums=2)(q, per_head, by_distance), expected[1][2])
+
+
+@pytest.mark.usefixtures("x64")
+def test_only_what_is_followed_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias that nobody differentiates costs no gradient of its size."""
+    from qkv.bridges import jax_operations
+
+    seen: list[Any] = []
+    run = jax_operations._backward
+
+    def spy(operation: Any, inputs: Any, results: Any) -> None:
+        seen.append((operation.wanted, len(inputs)))
+        run(operation, inputs, results)
+
+    monkeypatch.setattr(jax_operations, "_backward", spy)
+    q, k, v = operands()
+    bias = jnp.ones((7, 9))
+
+    def f(q: Any, bias: Any) -> Any:
+        return qkv.attention(q, k, v, qkv.Bias(bias), return_lse=True)
+
+    jax.grad(lambda q: f(q, bias)[0].sum())(q)
+    assert seen == [((0,), 4 + 3)]
+    jax.grad(lambda bias: f(q, bias)[0].sum())(bias)
+    assert seen[1:] == [((3,), 4 + 3)]
+    jax.grad(lambda q: f(q, bias)[1].sum())(q)
+    assert seen[2:] == [((0,), 4 + 4)]
+
+
+@pytest.mark.usefixtures("x64")
+def test_rows_without_keys_have_gradient_zero() -> None:
+    q, k, v = operands()
+    mask = jnp.ones((7, 9), bool).at[2].set(False)
+    v = v.at[..., 3, :].set(jnp.nan)
+    mask = mask.at[:, 3].set(False)
+    gradients = jax.jit(jax.grad(lambda *a: qkv.attention(*a, mask).sum(), argnums=(0, 1, 2)))(
+        q, k, v
+    )
+    assert all(bool(jnp.isfinite(g).all()) for g in gradients)
+    assert not gradients[0][..., 2, :].any()
+    assert not gradients[1][..., 3, :].any()
+    assert not gradients[2][..., 3, :].any()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bits(dtype: str) -> None:
+    """Within three times the error of the formula in that type, in the worst of a few orders."""
+    shape = Shape((2,), 4, 2, 24, 24, 16, 16)
+    arrays = [jnp.asarray(np.asarray(a), dtype) for a in operands(shape)]
+    along = jnp.asarray(np.random.default_rng(5).normal(size=(2, 4, 24, 16)), dtype)
+
+    def ours(q: Any, k: Any, v: Any) -> Any:
+        return qkv.attention(q, k, v, qkv.Causal())
+
+    def plain(q: Any, k: Any, v: Any, order: Any) -> Any:
+        q, k, v = q[..., order, :], k[..., order, :], v[..., order, :]
+        k, v = (jnp.repeat(a, 2, axis=1) for a in (k, v))
+        s = jnp.einsum("bhid,bhjd->bhij", q, k) * jnp.asarray(16**-0.5, q.dtype)
+        s = jnp.where(order[:, None] >= order, s, -jnp.inf)
+        weights = jax.nn.softmax(s.astype(jnp.promote_types(s.dtype, jnp.float32)), axis=-1)
+        out = jnp.einsum("bhij,bhjd->bhid", weights.astype(v.dtype), v)
+        return out[..., jnp.argsort(order), :]
+
+    @jax.jit
+    def both(arrays: Any, along: Any, order: Any) -> Any:
+        out, pullback = jax.vjp(lambda *a: plain(*a, order), *arrays)
+        return out, *pullback(along)
+
+    @jax.jit
+    def of_ours(arrays: Any, along: Any) -> Any:
+        out, pullback = jax.vjp(ours, *arrays)
+        return out, *pullback(along)
+
+    def wide(results: Any) -> list[Any]:
+        return [np.asarray(a, np.float64) for a in results]
+
+    rng = np.random.default_rng(6)
+    orders = [np.arange(24), *(rng.permutation(24) for _ in range(7))]
+    with jax.enable_x64(True):
+        exact = [jnp.asarray(a, jnp.float64) for a in (*arrays, along)]
+        right = wide(both(exact[:3], exact[3], orders[0]))
+    errors = [
+        [np.max(np.abs(a - b)) for a, b in zip(wide(both(arrays, along, o)), right, strict=True)]
+        for o in orders
+    ]
+    found = of_ours(arrays, along)
+    assert {a.dtype for a in found} == {jnp.dtype(dtype)}
+    eps = float(jnp.finfo(dtype).eps)
+    for got, truth_, error, times in zip(
+        wide(found), right, np.max(errors, axis=0), (2, 3, 3, 3), strict=True
+    ):
+        unit = eps * 2.0 ** np.floor(np.log2(np.max(np.abs(truth_))))
+        assert np.max(np.abs(got - truth_)) <= times * error + (times if times > 2 else 1) * unit
