@@ -14,8 +14,9 @@ from qkv.backends.cpu import CpuBackend
 from qkv.problem.check import check
 from qkv.testing import DTYPES, check_case, random_case
 from qkv.testing.fuzz.memory import scattered
+from qkv.testing.fuzz.mods import random_mod
 
-EACH = 10
+EACH = 20
 """Problems of one structure, at least; a kernel takes longer to compile than they do."""
 MOST_STRUCTURES = 1200
 
@@ -89,6 +90,20 @@ def test_scattered_arrays_keep_their_values() -> None:
         np.testing.assert_array_equal(there[repeats], array[repeats])
         changed += there.strides != array.strides
     assert changed > 80
+
+
+def test_mods_of_float32_are_rounded_at_every_step() -> None:
+    """The plain computation of these problems would else be nearer than any can be."""
+    rng = np.random.default_rng(0)
+    scores = rng.normal(size=200).astype(np.float32)
+    other = 0
+    for _ in range(40):
+        mod = random_mod(rng)(rng).fn
+        exact, found = (mod(s, 1, 0, 7, np.arange(200)) for s in (scores.astype(float), scores))
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-6)
+        other += (found != exact.astype(np.float32)).any()
+    assert other > 20
 
 
 # That it finds what is wrong

@@ -98,9 +98,9 @@ def plain(
     4. output: `weights @ value`, rounded.
 
     Inside a step, 16-bit types are computed in float32, as hardware and torch do. With `order`
-    0 it adds as the arrays lie; other numbers shuffle head_dim and keys. With `stepwise`, what each
-    variant adds is rounded to the type of computation, and so is the sum: as whoever computes in
-    that type has to, and what shows where one large term cancels another.
+    0 it adds as the arrays lie; other numbers shuffle head_dim and keys. With `stepwise`, variants
+    are given scores of the type of computation, what each adds is rounded to it, and so is the sum:
+    as whoever computes in that type has to, and what shows where one large term cancels another.
     """
     dtype = np.dtype(dtype)
     compute = np.dtype(np.float64 if dtype == np.float64 else np.float32)
@@ -133,7 +133,8 @@ def _modified(
         dense = replace(dense)
         dense.scores = raw
         for variant in variants:
-            before = dense.scores.copy()
+            before = dense.scores
+            dense.scores = before.astype(step or np.float64)
             variant.naive(dense)
             if step is not None:
                 change = (dense.scores - before).astype(step).astype(np.float64)

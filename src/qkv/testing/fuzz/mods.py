@@ -12,9 +12,11 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from qkv.variants import ScoreMod
 
+Array = NDArray[Any]
 Tree: TypeAlias = tuple[Any, ...]
 Draw: TypeAlias = Callable[[np.random.Generator, int], Tree]
 
@@ -64,16 +66,24 @@ def random_mod(
 
 
 def evaluate(tree: Any, constants: Any, score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-    """The value of a tree at `(score, batch, head, q_pos, kv_pos)`."""
+    """The value of a tree at `(score, batch, head, q_pos, kv_pos)`.
+
+    Given scores of float32, every step is rounded to float32.
+    """
     if not isinstance(tree, tuple):
         return tree
     name, *parts = tree
     if name == "place":
         return {"score": score, "b": b, "h": h, "q": q, "k": k}[parts[0]]
     values = [evaluate(part, constants, score, b, h, q, k) for part in parts]
-    if name == "constant":
-        return constants[values[0]]
-    return OPERATIONS[name](*values)
+    found = constants[values[0]] if name == "constant" else OPERATIONS[name](*values)
+    return _rounded(found, score) if isinstance(score, np.ndarray) else found
+
+
+def _rounded(found: Any, score: Array) -> Any:
+    """Integers and conditions stay as they are."""
+    array = np.asarray(found)
+    return array.astype(score.dtype) if array.dtype.kind == "f" else found
 
 
 SCORE: Tree = ("place", "score")
