@@ -13,7 +13,7 @@ import numpy as np
 import qkv
 from qkv.backends.cpu import arguments, prepared
 from qkv.problem.builder import Shape
-from qkv.testing import DTYPES, Case, random_case
+from qkv.testing import Case, random_case
 from qkv.testing.fuzz import memory
 
 PAGE = mmap.PAGESIZE
@@ -100,8 +100,8 @@ def sizes(few_queries: bool):
         yield Shape((), group, 1, q_len, kv_len, dim, 71 - dim)
 
 
-def swept():
-    for dtype in DTYPES:
+def swept(dtypes: list[str]):
+    for dtype in dtypes:
         for few_queries in (False, True):
             for n, shape in enumerate(sizes(few_queries)):
                 layout = ("bhld", "blhd")[n % 2]
@@ -114,7 +114,7 @@ def swept():
 def random(first: int, last: int):
     for structure in range(first, last):
         for number in range(8):
-            yield random_case(9, structure, number)
+            yield random_case(12, structure, number)
 
 
 ROOM = {"float64": 1e-9, "float32": 1e-3, "float16": 0.05, "bfloat16": 0.3}
@@ -157,8 +157,8 @@ def backward(case: Case) -> None:
         near(ours, readable.astype(float), dtype, "a gradient")
 
 
-def main(side: str, what: str, way: str, first: int = 0, last: int = 0) -> None:
-    problems = swept() if what == "swept" else random(first, last)
+def main(side: str, way: str, what: str, *which: str) -> None:
+    problems = swept(list(which)) if what == "swept" else random(*map(int, which))
     set_up(side)
     for case in problems:
         print(case.name, flush=True)
@@ -167,4 +167,4 @@ def main(side: str, what: str, way: str, first: int = 0, last: int = 0) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4], *map(int, sys.argv[4:]))
+    main(*sys.argv[1:])

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from qkv.testing import DTYPES
+
 PROGRAM = Path(__file__).with_name("fenced.py")
 
 pytestmark = pytest.mark.skipif(
@@ -31,13 +33,16 @@ def check(*arguments: str, **environment: str) -> None:
     assert problems[-1] == "done", f"exit {done.returncode}: {problems[-1]}\n{done.stderr[-2000:]}"
 
 
-@pytest.mark.parametrize("side", ["end", "begin"])
 @pytest.mark.parametrize("way", ["forward", "backward"])
-def test_every_head_dim(side: str, way: str) -> None:
-    check(side, "swept", way)
+@pytest.mark.parametrize("side", ["end", "begin"])
+def test_every_head_dim(side: str, way: str, pytestconfig: pytest.Config) -> None:
+    """Of two dtypes, or of all with `--every-case`."""
+    whole = pytestconfig.getoption("every_case")
+    check(side, way, "swept", *(DTYPES if whole else ("float32", "bfloat16")))
 
 
-@pytest.mark.parametrize("side", ["end", "begin"])
 @pytest.mark.parametrize("way", ["forward", "backward"])
+@pytest.mark.parametrize("side", ["end", "begin"])
 def test_random_problems(side: str, way: str, pytestconfig: pytest.Config) -> None:
-    check(side, "random", way, "0", str(max(16, pytestconfig.getoption("fuzz") // 100)))
+    structures = pytestconfig.getoption("fuzz") // 40
+    check(side, way, "random", "0", str(structures))

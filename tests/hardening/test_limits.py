@@ -107,19 +107,27 @@ def test_ten_million_keys_in_sixteen_bits(dtype) -> None:
     np.testing.assert_allclose(lse[0], score + np.log(length), rtol=1e-6)
 
 
-def test_an_empty_side_of_every_kind() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "said"),
+    [
+        (np.float32, ()),
+        (np.float64, (qkv.Causal("end"),)),
+        (np.float16, (qkv.ALiBi(), qkv.Causal("end"))),
+        (ml_dtypes.bfloat16, (qkv.Softcap(9.0),)),
+        (np.float32, (qkv.Mask(True),)),
+    ],
+)
+def test_sides_of_no_rows_and_of_one(dtype, said) -> None:
     for q_len, kv_len in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        for dtype in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16):
-            query, key = normal(2, 2, q_len, 4, dtype=dtype), normal(2, 1, kv_len, 4, dtype=dtype)
-            for said in ((), (qkv.Causal("end"),), (np.ones((q_len, kv_len), bool),)):
-                out, pullback = qkv.vjp(query, key, key, *said, backend="cpu")
-                assert out.shape == query.shape
-                expected = np.repeat(key, 2, axis=1) if kv_len and q_len else 0 * query
-                np.testing.assert_array_equal(out, expected)
-                found = pullback(np.ones_like(out))
-                assert (found.query == 0).all()
-                assert (found.key == 0).all()
-                assert (found.value == (2 if q_len else 0)).all()
+        query, key = normal(2, 2, q_len, 4, dtype=dtype), normal(2, 1, kv_len, 4, dtype=dtype)
+        out, pullback = qkv.vjp(query, key, key, *said, backend="cpu")
+        assert out.shape == query.shape
+        expected = np.repeat(key, 2, axis=1) if kv_len and q_len else 0 * query
+        np.testing.assert_array_equal(out, expected)
+        found = pullback(np.ones_like(out))
+        assert (found.query == 0).all()
+        assert (found.key == 0).all()
+        assert (found.value == (2 if q_len else 0)).all()
 
 
 @pytest.mark.parametrize("together", [1, 4])
@@ -154,20 +162,21 @@ def megabytes(field):
 
 def inputs(length, dtype):
     rng = np.random.default_rng(0)
-    return [rng.standard_normal((h, n, 64), np.float32).astype(dtype)
-            for h, n in ((2, length[0]), (1, length[1]), (1, length[1]))]
+    return [rng.standard_normal((h, n, dim), np.float32).astype(dtype)
+            for h, n in ((heads, length[0]), (1, length[1]), (1, length[1]))]
 
 def said(kind, q_len, kv_len):
     return {
         "plain": lambda: (),
+        "causal": lambda: (qkv.Causal("end"),),
         "causal, alibi": lambda: (qkv.Causal("end"), qkv.ALiBi()),
         "window": lambda: (qkv.SlidingWindow(256, 0), qkv.Softcap(20.0)),
         "segments": lambda: (qkv.Segments(np.arange(q_len) // 3000, np.arange(kv_len) // 3000),
                              qkv.KeyLengths(kv_len - 5)),
     }[kind]()
 
-kind, q_len, kv_len, dtype, way = sys.argv[1:]
-q_len, kv_len = int(q_len), int(kv_len)
+kind, dtype, way = sys.argv[1:4]
+heads, q_len, kv_len, dim = map(int, sys.argv[4:])
 dtype = np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
 
 def call(arrays, q_len, kv_len):
@@ -198,19 +207,39 @@ def growth(*arguments: object) -> float:
     return float(done.stdout)
 
 
+BEYOND = 16
+"""MiB that a call may take beside its input and output."""
+
+
 @LINUX
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["plain", "causal, alibi", "window", "segments"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("plain", "bfloat16"),
+        ("causal, alibi", "float32"),
+        ("window", "float16"),
+        ("segments", "float32"),
+    ],
+)
 def test_sixteen_thousand_tokens_take_sixteen_mebibytes(kind, dtype) -> None:
     length = 16_384
     output = 2 * length * (64 * (4 if dtype == "float32" else 2) + 4) / 2**20
-    assert growth(kind, length, length, dtype, "forward") - output < 16
+    assert growth(kind, dtype, "forward", 2, length, length, 64) - output < BEYOND
+
+
+@LINUX
+@pytest.mark.parametrize("kind", ["causal", "window", "segments"])
+def test_a_hundred_and_thirty_thousand_tokens_take_sixteen_mebibytes(kind) -> None:
+    """Of few dimensions, which what is beside the operands does not depend on."""
+    length = 131_072
+    output = length * (4 * 4 + 4) / 2**20
+    assert growth(kind, "float32", "forward", 1, length, length, 4) - output < BEYOND
 
 
 @LINUX
 @pytest.mark.parametrize("kind", ["plain", "window"])
 def test_a_step_against_a_million_keys_takes_sixteen_mebibytes(kind) -> None:
-    assert growth(kind, 1, 1_000_000, "bfloat16", "forward") < 16
+    assert growth(kind, "bfloat16", "forward", 2, 1, 1_000_000, 64) < BEYOND
 
 
 @LINUX
@@ -219,4 +248,4 @@ def test_gradients_of_sixteen_thousand_tokens_take_a_few_arrays(kind) -> None:
     """At most eight like query, as `vjp` says, and sixteen mebibytes."""
     length = 16_384
     arrays = 8 * 2 * length * 64 * 4 / 2**20
-    assert growth(kind, length, length, "float32", "backward") < arrays + 16
+    assert growth(kind, "float32", "backward", 2, length, length, 64) < arrays + BEYOND
