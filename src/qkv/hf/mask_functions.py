@@ -10,17 +10,20 @@ guessed at: it is then evaluated, pair by pair, by transformers itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import cache, reduce
 from inspect import getclosurevars
 from operator import and_, or_
 from types import CodeType
 from typing import Any
 
+import torch
 from transformers import masking_utils
 
+from qkv.hf.groups import SameGroup
 from qkv.variants import Causal, MaskVariant, Segments, SlidingWindow
 
-__all__ = ["read"]
+__all__ = ["Rows", "read"]
 
 MaskFunction = Callable[..., Any]
 
@@ -29,6 +32,8 @@ _MAKERS = (
     "or_masks",
     "sliding_window_overlay",
     "sliding_window_bidirectional_overlay",
+    "chunked_overlay",
+    "blockwise_overlay",
     "packed_sequence_mask_function",
     "remap_positions_for_packed_sequence",
 )
@@ -38,26 +43,36 @@ class _Unread(Exception):
     """The function is none of those that are known."""
 
 
-def read(function: MaskFunction) -> tuple[MaskVariant, ...] | None:
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Positions of the query rows and the key rows of a call."""
+
+    query: range
+    key: range
+
+
+def read(function: MaskFunction, rows: Rows) -> tuple[MaskVariant, ...] | None:
     """Masks whose intersection is the mask function, None where it is not one that is known.
 
     Parameters
     ----------
     function : callable (batch, head, q_pos, kv_pos) -> bool
         As transformers hands it to a mask interface.
+    rows : Rows
+        Where it will be evaluated.
 
     Notes
     -----
     In packed rows transformers counts positions from the start of each sequence; so does
-    `Segments`, and no mask read here depends on more than the distance of two positions.
+    `Segments`. Masks that read more than the distance of two positions are not read there.
     """
     parts = list(_factors(function))
     try:
         match [_made_by(part) for part in parts]:
             case ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]:
                 ids = _captured(parts[0])["packed_sequence_mask"]
-                return (Segments(ids), *_masks(_captured(parts[1])["mask_function"]))
-        return tuple(mask for part in parts for mask in _masks(part))
+                return (Segments(ids), *_masks(_captured(parts[1])["mask_function"], None))
+        return tuple(mask for part in parts for mask in _masks(part, rows))
     except _Unread:
         return None
 
@@ -70,30 +85,51 @@ def _factors(function: MaskFunction) -> Iterable[MaskFunction]:
     return (factor for part in parts for factor in _factors(part))
 
 
-def _masks(function: MaskFunction) -> list[MaskVariant]:
-    """Masks of positions whose intersection it is; none of them for "every pair"."""
+def _masks(function: MaskFunction, rows: Rows | None) -> list[MaskVariant]:
+    """Masks whose intersection it is; none of them for "every pair"."""
     if function is masking_utils.bidirectional_mask_function:
         return []
     if function is masking_utils.causal_mask_function:
         return [Causal()]
     match _made_by(function):
         case "and_masks":
-            return [mask for part in _factors(function) for mask in _masks(part)]
+            return [mask for part in _factors(function) for mask in _masks(part, rows)]
         case "or_masks":
-            return _union(map(_masks, _captured(function)["mask_functions"]))
+            parts = _captured(function)["mask_functions"]
+            return _union([_masks(part, rows) for part in parts])
         case "sliding_window_overlay":
             return [SlidingWindow(_captured(function)["sliding_window"] - 1, None)]
         case "sliding_window_bidirectional_overlay":
             width = _captured(function)["sliding_window"]
             return [SlidingWindow(width, width)]
+        case "chunked_overlay" if rows is not None:
+            return [_chunks(**_captured(function), rows=rows)]
+        case "blockwise_overlay" if rows is not None:
+            return [_blocks(**_captured(function), rows=rows)]
     raise _Unread
 
 
-def _union(alternatives: Iterable[list[MaskVariant]]) -> list[MaskVariant]:
-    found = list(alternatives)
-    if not all(found):
+def _chunks(chunk_size: int, left_padding: torch.Tensor, rows: Rows) -> SameGroup:
+    """Chunks of a fixed size, from the first token that is no padding."""
+    first = left_padding[:, None]
+    q_pos, kv_pos = (
+        torch.arange(positions.start, positions.stop, device=first.device)
+        for positions in (rows.query, rows.key)
+    )
+    return SameGroup((q_pos - first) // chunk_size, (kv_pos - first) // chunk_size)
+
+
+def _blocks(block_sequence_ids: torch.Tensor, rows: Rows) -> SameGroup:
+    """Blocks by number; a negative number is a token outside them."""
+    of_query = block_sequence_ids[:, rows.query.start : rows.query.stop]
+    of_key = block_sequence_ids[:, rows.key.start : rows.key.stop]
+    return SameGroup(of_query.clamp_min(-1), of_key.masked_fill(of_key < 0, -2))
+
+
+def _union(alternatives: list[list[MaskVariant]]) -> list[MaskVariant]:
+    if not all(alternatives):
         return []
-    return [reduce(or_, (reduce(and_, masks) for masks in found))]
+    return [reduce(or_, [reduce(and_, masks) for masks in alternatives])]
 
 
 def _made_by(function: MaskFunction) -> str | None:

@@ -13,7 +13,7 @@ from transformers.masking_utils import causal_mask_function, prepare_padding_mas
 from transformers.utils.import_utils import is_tracing
 
 from qkv.errors import UnsupportedError
-from qkv.hf.mask_functions import read
+from qkv.hf.mask_functions import Rows, read
 from qkv.variants import Causal, KeyLengths, Mask, MaskVariant, Prefix
 
 __all__ = ["StatedMask", "state_mask"]
@@ -179,38 +179,39 @@ def state_mask(
         traced: torch.Tensor | None = sdpa_mask(**{**kwargs, **asked, "q_offset": q_offset})
         return traced
     # A static cache counts on in the tensor that it gives here.
-    asked["q_offset"] = int(q_offset)
+    asked["q_offset"] = q_offset = int(q_offset)
     asked["use_vmap"] = kwargs.get("use_vmap", False)
     dense: Callable[[], Any] = partial(sdpa_mask, **asked, allow_is_causal_skip=False)
-    known = read(mask_function)
-    if known is None:
+    rows = Rows(range(q_offset, q_offset + q_length), range(kv_offset, kv_offset + kv_length))
+    variants = read(mask_function, rows)
+    if variants is None:
         made: torch.Tensor = dense()
         return made
-    variants = known
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
-        reach = kv_length
-        if any(isinstance(mask, Causal) for mask in known):
-            reach = min(reach, max(int(q_offset) + q_length - kv_offset, 0))
-        keys = padding[:, kv_offset : kv_offset + kv_length]
-        variants += _padding(keys, reach, kv_offset)
+        reach = rows.key.stop
+        if any(isinstance(mask, Causal) for mask in variants):
+            reach = min(reach, rows.query.stop)
+        variants += _padding(padding, range(kv_offset, max(reach, kv_offset)), kv_length)
     shape = (batch_size, 1, q_length, kv_length)
-    return StatedMask(shape, device, Pattern(variants, int(q_offset), kv_offset, dense))
+    return StatedMask(shape, device, Pattern(variants, q_offset, kv_offset, dense))
 
 
-def _padding(keys: torch.Tensor, reach: int, kv_offset: int) -> tuple[MaskVariant, ...]:
-    """Masks for `keys` (batch, kv_len), False for padding, of which `reach` keys matter."""
-    seen = keys[:, :reach]
-    if seen.all():
+def _padding(padding: torch.Tensor, seen: range, kv_length: int) -> tuple[MaskVariant, ...]:
+    """Masks for `padding` (batch, positions), False for padded keys; `seen` are those that matter.
+
+    Padding at the ends is said by its length, so that tiles of it are skipped.
+    """
+    keys = padding[:, seen.start : seen.stop]
+    if keys.all():
         return ()
-    index = torch.arange(1, reach + 1, device=keys.device)
-    ends = (seen * index).amax(-1)
-    starts = torch.where(ends > 0, seen.int().argmax(-1), 0)
-    if not torch.equal(ends - starts, seen.sum(-1)):
-        return (Mask(keys[:, None, None, :]),)
+    ends = (keys * torch.arange(1, len(seen) + 1, device=keys.device)).amax(-1)
+    starts = keys.int().argmax(-1)
+    if not torch.equal((ends - starts).clamp_min(0), keys.sum(-1)):
+        return (Mask(padding[:, None, None, seen.start : seen.start + kv_length]),)
     masks: tuple[MaskVariant, ...] = ()
-    if bool((ends < reach).any()):
+    if bool((ends < len(seen)).any()):
         masks += (KeyLengths(ends),)
     if bool((starts > 0).any()):
-        masks += (~Prefix(kv_offset + starts),)
+        masks += (~Prefix(seen.start + starts),)
     return masks

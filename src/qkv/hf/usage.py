@@ -78,17 +78,17 @@ def check(model: torch.nn.Module, /, *args: Any, **inputs: Any) -> Usage:
     names = {module: name for name, module in model.named_modules()}
     calls: Counter[str] = Counter()
     silent: list[str] = []
-    before: list[int] = []
+    entered: list[tuple[str, int]] = []
 
     def count(call: LayerCall) -> None:
         calls[names.get(call.module, type(call.module).__name__)] += 1
 
     def enter(module: torch.nn.Module, args: Any) -> None:
-        before.append(calls.total())
+        entered.append((names[module], calls.total()))
 
-    def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
-        name = names[module]
-        if before.pop() == calls.total() and not any(s.startswith(name + ".") for s in silent):
+    def leave(module: torch.nn.Module | None, args: Any, output: Any) -> None:
+        name, before = entered.pop()
+        if before == calls.total() and not any(s.startswith(f"{name}.") for s in silent):
             silent.append(name)
 
     hooks = []
@@ -101,8 +101,9 @@ def check(model: torch.nn.Module, /, *args: Any, **inputs: Any) -> Usage:
             model(*args, **inputs)
     except UnsupportedError:
         # A mask that was added to a model's own scores: the report says what that means.
-        if calls:
+        if calls or not entered:
             raise
+        leave(None, None, None)
     finally:
         for hook in hooks:
             hook.remove()

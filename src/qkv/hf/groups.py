@@ -1,0 +1,42 @@
+"""Keys that share a number with the query: chunks of Llama 4, pictures inside text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from qkv.problem.builder import Builder, Shape
+from qkv.problem.dense import Dense
+from qkv.variants import MaskVariant
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SameGroup(MaskVariant):
+    """Allowed where `q_ids[i] == kv_ids[j]`; unlike `Segments`, positions go on.
+
+    Parameters
+    ----------
+    q_ids : integer array (batch, q_len)
+    kv_ids : integer array (batch, kv_len)
+    """
+
+    q_ids: ArrayLike
+    kv_ids: ArrayLike
+
+    def lower(self, builder: Builder) -> None:
+        of_query = builder.broadcast(np.asarray(self.q_ids)[:, None, :, None], "q_ids")
+        of_key = builder.broadcast(np.asarray(self.kv_ids)[:, None, None, :], "kv_ids")
+        builder.mask(of_query == of_key)
+
+    def naive(self, dense: Dense) -> None:
+        q_ids, kv_ids = (dense.row(ids, trailing=1) for ids in (self.q_ids, self.kv_ids))
+        dense.allowed &= q_ids[:, None] == kv_ids
+
+    @classmethod
+    def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[SameGroup]:
+        batch = int(np.prod(shape.batch_shape))
+        rows = (rng.integers(0, 3, (batch, length)) for length in (shape.q_len, shape.kv_len))
+        return (cls(*rows),)
