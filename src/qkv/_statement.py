@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 from qkv.errors import ArgumentError
 from qkv.variants import ScoreMod
 
-__all__ = ["Restated", "Statement", "keep_for_good", "keywords_of", "restate", "state"]
+__all__ = ["Restated", "Statement", "hold", "keep_for_good", "keywords_of", "restate", "state"]
 
 _OWN = "qkv.variants."
 
@@ -64,6 +64,11 @@ def keep_for_good(thing: Any) -> int:
     """A number for an object that is named as long as the process lives."""
     _kept.append(_Named(thing))
     return _kept[-1].number
+
+
+def hold(named: Sequence[Any]) -> None:
+    """Keep what a statement names, as long as the process lives."""
+    _kept.extend(named)
 
 
 _kept: list[_Named] = []

@@ -28,6 +28,11 @@ def operands(dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
 ALLOWED = normal(HEADS, Q_LEN, KV_LEN, seed=9) < 0.7
 ALLOWED[:, 0] = False  # a row without keys
 
+# gradcheck scripts a function of its own.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
+)
+
 VARIANTS = {
     "none": ((), lambda: ()),
     "causal": ((), lambda: (qkv.Causal("end"),)),

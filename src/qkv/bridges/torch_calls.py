@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from qkv._recall import attend
-from qkv._statement import keep_for_good, state
+from qkv._statement import hold, keep_for_good, state
 from qkv.arrays.torch_arrays import TorchArrays
 from qkv.bridges import torch_functions as functions
 from qkv.problem.rows import Paged, Quantized
-from qkv.variants import Causal, Dropout, SlidingWindow, Softcap, Strided
+from qkv.variants import Causal, SlidingWindow, Strided
 
 __all__ = ["attention"]
 
@@ -54,6 +54,8 @@ def attention(
     if not _is_watched(query, key, value, *arrays):
         return _at_once(query, key, value, variants, keywords, arrays, return_lse)
     said = said or state(variants, _is_array, keep, **keywords)
+    if keep is None and torch._C._len_torch_dispatch_stack() > 0:
+        hold(said.named)  # whatever looks on may write the text down
     found = functions.attend(query, key, value, arrays, said.text, said.named)
     return found if return_lse else found[0]
 
@@ -77,7 +79,7 @@ def _at_once(
     return (restore(out), restore(lse)) if return_lse else restore(out)
 
 
-_WITHOUT_ARRAYS = (Causal, SlidingWindow, Softcap, Strided, Dropout, int, str, type(None))
+_WITHOUT_ARRAYS = (Causal, SlidingWindow, Strided, int, str, type(None))
 
 _keep = torch.compiler.assume_constant_result(keep_for_good)
 """Compiled code, and what it names, may live as long as the process. It takes score mods that were

@@ -42,10 +42,25 @@ def attend(
     named: Sequence[Any],
 ) -> tuple[Tensor, Tensor]:
     """Output and lse, differentiable in all tensors."""
+    compiling = torch.compiler.is_dynamo_compiling()
+    tensors = (query, key, value, *arrays)
+    if _is_functionalized() or (
+        # Dynamo hands a function that nobody differentiates its context as first argument.
+        compiling and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+    ):
+        return operators.attention(query, key, value, list(arrays), text)
     # Dynamo refuses functions that have a forward-mode rule.
-    function = _Attention if torch.compiler.is_dynamo_compiling() else _AttentionBothWays
-    found: tuple[Tensor, Tensor] = function.apply(text, tuple(named), query, key, value, *arrays)
+    function = _Attention if compiling else _AttentionBothWays
+    found: tuple[Tensor, Tensor] = function.apply(text, tuple(named), *tensors)
     return found
+
+
+def _is_functionalized() -> bool:
+    """Whether `torch.func.functionalize` is at work, which takes operators alone."""
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    top = torch._C._functorch.peek_interpreter_stack()
+    return top is not None and top.key() == torch._C._functorch.TransformType.Functionalize
 
 
 class _Attention(Function):

@@ -1,0 +1,220 @@
+"""`qkv.torch` beside what it stands in for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.testing import assert_close
+from torch.testing._internal.common_methods_invocations import op_db
+
+import qkv
+from qkv.torch import Cache, MultiHeadAttention, ScaledDotProductAttention
+from qkv.torch import scaled_dot_product_attention as ours
+
+theirs = torch.nn.functional.scaled_dot_product_attention
+SAMPLES = next(op for op in op_db if op.name == "nn.functional.scaled_dot_product_attention")
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def results(function, sample, dtype=None) -> list[torch.Tensor]:
+    """Output, and gradients of everything that can have them."""
+    given = [sample.input, *sample.args]
+    tensors = [
+        a.detach().to(dtype or a.dtype).requires_grad_() if a.is_floating_point() else a
+        for a in given
+    ]
+    options = dict(sample.kwargs)
+    mask = options.get("attn_mask")
+    if mask is not None and mask.is_floating_point():
+        options["attn_mask"] = mask.to(dtype or mask.dtype)
+    out = function(*tensors, **options)
+    wanted = [t for t in tensors if t.requires_grad]
+    return [out, *torch.autograd.grad(out, wanted, torch.ones_like(out))]
+
+
+def naive(query, key, value, attn_mask=None, is_causal=False, **_):
+    """Products and softmax in the type of the operands."""
+    scores = query @ key.mT * query.shape[-1] ** -0.5
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if attn_mask is not None:
+        floating = attn_mask.is_floating_point()
+        scores = scores + attn_mask if floating else scores.masked_fill(~attn_mask, -torch.inf)
+    return scores.softmax(-1) @ value
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_the_samples_of_torch(dtype) -> None:
+    """float64 within 64 eps; others twice the naive error and a unit, gradients three times."""
+    count = 0
+    for sample in SAMPLES.sample_inputs("cpu", dtype, requires_grad=True):
+        if sample.kwargs.get("dropout_p", 0.0) > 0:
+            continue  # other random numbers; see below
+        truth = results(theirs, sample, torch.float64)
+        found, expected = results(ours, sample), results(theirs, sample)
+        plain = results(naive, sample)
+        for n, (t, a, b, c) in enumerate(zip(truth, found, expected, plain, strict=True)):
+            assert a.shape == b.shape
+            assert a.dtype is b.dtype
+            error, allowed = ((x.double() - t).abs().max().item() for x in (a, c))
+            unit = torch.finfo(dtype).eps * max(1.0, t.abs().max().item())
+            times = 64 if dtype is torch.float64 else 3 if n else 2
+            assert error <= times * (allowed + unit)
+        count += 1
+    assert count > 5
+
+
+def test_dropout_keeps_the_mean_and_follows_the_generator() -> None:
+    query, key = normal(1, 2, 8, 4), normal(1, 2, 64, 4, seed=1)
+    ones = torch.ones(1, 2, 64, 1, dtype=torch.float64)
+    torch.manual_seed(3)
+    first = ours(query, key, ones, dropout_p=0.3)
+    torch.manual_seed(3)
+    assert torch.equal(first, ours(query, key, ones, dropout_p=0.3))
+    assert not torch.equal(first, ours(query, key, ones, dropout_p=0.3))
+    mean = torch.stack([ours(query, key, ones, dropout_p=0.3) for _ in range(300)]).mean(0)
+    assert_close(mean, torch.ones_like(mean), rtol=0.03, atol=0.03)
+
+
+def test_causal_counts_from_the_top_left_and_meets_the_mask() -> None:
+    query, key = normal(2, 3, 5, 4), normal(2, 3, 7, 4, seed=1)
+    allowed = torch.ones(5, 7, dtype=torch.bool).tril()
+    assert_close(ours(query, key, key, is_causal=True), theirs(query, key, key, is_causal=True))
+    mask = normal(5, 7, seed=2) < 0.8
+    expected = theirs(query, key, key, attn_mask=mask & allowed)
+    expected[:, :, ~(mask & allowed).any(1)] = 0
+    assert_close(ours(query, key, key, mask, is_causal=True), expected)
+
+
+@pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
+def test_masks_of_torch(make) -> None:
+    query, key = normal(2, 3, 5, 4), normal(2, 3, 7, 4, seed=1)
+    bias = make(5, 7)
+    assert_close(ours(query, key, key, bias), theirs(query, key, key, bias))
+
+
+def test_what_torch_accepts_in_silence() -> None:
+    query, key = normal(1, 2, 5, 4), normal(1, 2, 7, 4, seed=1)
+    with pytest.raises(qkv.ShapeError, match=r"kv_len=7.*kv_len=6"):
+        ours(query, key, key[:, :, :6])
+    with pytest.raises(qkv.ShapeError, match="enable_gqa"):
+        ours(normal(1, 6, 5, 4), key, key)
+    spoiled = key.clone()
+    spoiled[:, :, 3] = torch.nan
+    mask = torch.tensor([True, True, True, False, True, True, True])
+    assert ours(query, spoiled, spoiled, mask).isfinite().all()
+    assert not theirs(query, spoiled, spoiled, mask.expand(5, 7)).isfinite().all()
+
+
+def test_heads_broadcast_as_in_torch() -> None:
+    query, key, value = normal(2, 6, 5, 4), normal(2, 1, 7, 4, seed=1), normal(1, 6, 7, 3, seed=2)
+    assert_close(ours(query, key, value), theirs(query, key, value))
+    one = query[:, :1]
+    assert_close(ours(one, value[..., :4].repeat(1, 1, 1, 2)[..., :4], value),
+                 theirs(one, value[..., :4].repeat(1, 1, 1, 2)[..., :4], value))  # fmt: skip
+    assert_close(
+        ours(query, key.expand(2, 2, 7, 4), value[:, :2], enable_gqa=True),
+        theirs(query, key.expand(2, 2, 7, 4), value[:, :2].expand(2, 2, 7, 3), enable_gqa=True),
+    )
+
+
+class TestTheModuleOfTheTexts:
+    def test_true_is_masked(self) -> None:
+        """The opposite of everywhere else."""
+        x = normal(3, 4)
+        mask = torch.tensor([[False, True, True]] * 3)
+        weights, output = ScaledDotProductAttention(4)(x, x, x, mask)
+        assert torch.equal(weights, torch.tensor([[1.0, 0, 0]] * 3, dtype=torch.float64))
+        assert torch.equal(output, x[:1].expand(3, 4))
+        assert "*masked out*" in (ScaledDotProductAttention.__doc__ or "").splitlines()[0]
+
+    def test_weights_and_output_are_those_of_torch(self) -> None:
+        q, k, v = (normal(2, 5, 4, seed=n).requires_grad_() for n in range(3))
+        weights, output = ScaledDotProductAttention(4)(q, k, v)
+        assert_close(output, theirs(q, k, v))
+        assert_close(weights @ v, output)
+        found = torch.autograd.grad(weights.square().sum() + output.sum(), (q, k, v))
+        assert all(g.isfinite().all() for g in found)
+
+    def test_a_row_that_is_masked_everywhere(self) -> None:
+        x = normal(2, 4).requires_grad_()
+        mask = torch.tensor([[True, True], [False, True]])
+        weights, output = ScaledDotProductAttention(4)(x, x, x, mask)
+        assert (weights[0] == 0).all()
+        assert (output[0] == 0).all()
+        (gradient,) = torch.autograd.grad(output.sum() + weights.sum(), x)
+        assert gradient.isfinite().all()
+
+    def test_wrong_lengths(self) -> None:
+        with pytest.raises(qkv.ShapeError, match="d_k=4"):
+            ScaledDotProductAttention(4)(normal(2, 3), normal(2, 3), normal(2, 3))
+
+
+class TestMultiHeadAttention:
+    @pytest.mark.parametrize("dims", [{}, {"kdim": 6, "vdim": 6}], ids=["packed", "apart"])
+    def test_the_state_of_torch(self, dims) -> None:
+        torch.manual_seed(0)
+        reference = torch.nn.MultiheadAttention(12, 3, batch_first=True, **dims).double()
+        torch.nn.init.normal_(reference.out_proj.bias)
+        layer = MultiHeadAttention(12, 3, kv_dim=dims.get("kdim")).double()
+        layer.load_state_dict(reference.state_dict())
+        query, key = normal(2, 5, 12), normal(2, 7, dims.get("kdim", 12), seed=1)
+        expected, _ = reference(query, key, key, need_weights=False)
+        assert_close(layer(query, key), expected)
+
+    def test_a_state_with_rows_of_its_own_is_refused(self) -> None:
+        state = torch.nn.MultiheadAttention(4, 2, add_bias_kv=True).state_dict()
+        with pytest.raises(qkv.ArgumentError, match="bias_k"):
+            MultiHeadAttention(4, 2).load_state_dict(state)
+
+    @pytest.mark.parametrize(
+        "options",
+        [{}, {"rope": qkv.RoPE()}, {"rope": qkv.RoPE(layout="interleaved", rotary_dim=2)},
+         {"alibi": True}, {"num_kv_heads": 1}, {"num_kv_heads": 2, "rope": qkv.RoPE()}],
+        ids=str,
+    )  # fmt: skip
+    def test_token_by_token_is_all_at_once(self, options) -> None:
+        torch.manual_seed(1)
+        layer = MultiHeadAttention(16, 4, causal=True, **options).double()
+        tokens = normal(2, 9, 16)
+        whole = layer(tokens)
+        cache = Cache(9)
+        with torch.no_grad():
+            parts = [layer(tokens[:, a:b], cache=cache) for a, b in ((0, 4), (4, 5), (5, 9))]
+        assert_close(torch.cat(parts, 1), whole)
+        with pytest.raises(qkv.ShapeError, match="room for 9"):
+            layer(tokens[:, :1], cache=cache)
+        assert cache.length == 9
+
+    def test_cross_attention_with_masks(self) -> None:
+        layer = MultiHeadAttention(8, 2, kv_dim=5).double()
+        query, key = normal(2, 3, 8), normal(2, 6, 5, seed=1)
+        shorter = layer(query, key[:, :4])
+        assert_close(layer(query, key, None, qkv.KeyLengths(torch.tensor([4, 4]))), shorter)
+
+    def test_it_trains(self) -> None:
+        torch.manual_seed(0)
+        layer = MultiHeadAttention(8, 2, causal=True, dropout=0.1)
+        tokens = normal(4, 6, 8, dtype=torch.float32)
+        target = tokens.roll(1, 1)
+        optimizer = torch.optim.Adam(layer.parameters(), 0.02)
+        losses = []
+        for _ in range(60):
+            loss = (layer(tokens) - target)[:, 1:].square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[-1] < 0.5 * losses[0]
+        assert torch.equal(layer.eval()(tokens), layer(tokens))
+
+    def test_impossible_heads(self) -> None:
+        with pytest.raises(qkv.ArgumentError, match="num_heads=3"):
+            MultiHeadAttention(8, 3)
+        with pytest.raises(qkv.ArgumentError, match="num_kv_heads=3"):
+            MultiHeadAttention(8, 4, num_kv_heads=3)

@@ -1,0 +1,232 @@
+"""Tensors through the front door: devices, libraries, tracing, compiling."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing import assert_close
+
+import qkv
+from qkv.bridges import torch_operators as operators
+
+# torch's compiler uses what torch has deprecated.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),
+]
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def operands(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    shapes = (2, 4, 9, 8), (2, 2, 11, 8), (2, 2, 11, 6)
+    return [normal(*shape, seed=n, dtype=dtype) for n, shape in enumerate(shapes)]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str
+)
+def test_the_same_bits_as_of_numpy(dtype) -> None:
+    tensors = operands(dtype)
+    arrays = [qkv.arrays.view(t, "operand") for t in tensors]
+    assert all(a.ctypes.data == t.data_ptr() for a, t in zip(arrays, tensors, strict=True))
+    out, lse = qkv.attention(*tensors, qkv.Causal("end"), return_lse=True)
+    expected, expected_lse = qkv.attention(*arrays, qkv.Causal("end"), return_lse=True)
+    assert out.dtype is dtype
+    assert qkv.arrays.view(out, "out").tobytes() == expected.tobytes()
+    assert lse.numpy().tobytes() == expected_lse.tobytes()
+
+
+def test_variants_hold_tensors_of_any_type() -> None:
+    query, key, value = operands()
+    bias = normal(4, 9, 11, dtype=torch.bfloat16)
+    lengths, ids = torch.tensor([11, 5]), torch.arange(11, dtype=torch.int32) // 6
+    said = (qkv.Bias(bias), qkv.KeyLengths(lengths), qkv.Segments(ids[:9], ids), ids > 0)
+    found = qkv.attention(query, key, value, *said, q_offset=torch.tensor([3, -1]))
+    as_numpy = (
+        qkv.Bias(qkv.arrays.view(bias, "bias")), qkv.KeyLengths(lengths.numpy()),
+        qkv.Segments(ids[:9].numpy(), ids.numpy()), ids.numpy() > 0,
+    )  # fmt: skip
+    expected = qkv.attention(
+        *(t.numpy() for t in (query, key, value)), *as_numpy, q_offset=np.array([3, -1])
+    )
+    assert found.numpy().tobytes() == expected.tobytes()
+
+
+def test_inspection_and_plans_take_tensors() -> None:
+    query, key, value = (t.requires_grad_() for t in operands())
+    slopes = torch.linspace(0.1, 0.4, 4, requires_grad=True)
+    record = qkv.inspect(query, key, value, qkv.ALiBi(slopes), q_offset="end")
+    assert isinstance(record.entropy, torch.Tensor)
+    weights = torch.as_tensor(record.weights[...])
+    assert_close(weights.sum(-1), torch.ones(2, 4, 9))
+    assert_close(record.output, weights @ value.detach().repeat_interleave(2, 1))
+    indices, top = record.top(3)
+    assert_close(top, weights.sort(-1, descending=True).values[..., :3])
+    assert indices.shape == (2, 4, 9, 3)
+    assert qkv.plan(query, key, value).backend == "cpu"
+
+
+def test_vjp_of_tensors_names_the_very_variants() -> None:
+    query, key, value = operands()
+    bias, slopes = qkv.Bias(normal(9, 11)), qkv.ALiBi(torch.full((4,), 0.2))
+    out, pullback = qkv.vjp(query, key, value, bias, slopes, q_offset="end")
+    found = pullback(torch.ones_like(out), wrt=[bias, slopes])
+    assert found.of(bias).shape == (9, 11)
+    assert found.of(slopes).shape == (4,)
+    assert isinstance(found.query, torch.Tensor)
+
+
+def test_strides_that_only_torch_has() -> None:
+    query, key, value = operands()
+    turned = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (query, key, value)]
+    assert_close(qkv.attention(*turned), qkv.attention(query, key, value), rtol=0, atol=0)
+    wide = query[:, :1].expand(2, 4, 9, 8)
+    assert_close(qkv.attention(wide, key, value), qkv.attention(wide.clone(), key, value))
+    negated = torch._neg_view(query)
+    assert_close(qkv.attention(negated, key, value), qkv.attention(-query, key, value))
+
+
+SAMPLES = {
+    "plain": lambda: (),
+    "causal": lambda: (qkv.Causal("end"),),
+    "bias": lambda: (normal(4, 9, 11),),
+    "bias and mask": lambda: (normal(1, 9, 11), normal(9, 11) < 0.5, qkv.Softcap(3.0)),
+    "sinks": lambda: (qkv.Sinks(normal(4)), qkv.KeyLengths(torch.tensor([3, 11]))),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize("layout", ["bhld", "blhd"])
+def test_opcheck(name: str, layout: str) -> None:
+    """torch's own tests of an operator: schema, fake tensors, dispatch under compilation."""
+    query, key, value = operands(torch.float64)
+    if layout == "blhd":
+        query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+    from qkv._statement import state
+
+    said = state(
+        SAMPLES[name](), lambda a: isinstance(a, torch.Tensor),
+        scale=None, layout=layout, q_offset=None, kv_offset=0, backend="auto",
+    )  # fmt: skip
+    arrays = [a.double() if a.is_floating_point() else a for a in said.arrays]
+    numbers = [n for n, a in enumerate(arrays) if a.is_floating_point()]
+    inputs = (query, key, value, arrays)
+    out, lse = operators.attention(*inputs, said.text)
+    along = [torch.ones_like(t) for t in (query, key, value, *(arrays[n] for n in numbers))]
+    torch.library.opcheck(operators.attention, (*inputs, said.text))
+    torch.library.opcheck(
+        operators.attention_backward,
+        (*inputs, out, lse, torch.ones_like(out), torch.ones_like(lse), said.text, numbers),
+    )
+    torch.library.opcheck(operators.attention_tangent, (*inputs, along, said.text, numbers))
+    torch.library.opcheck(
+        operators.attention_second,
+        (*inputs, torch.ones_like(out), torch.ones_like(lse), along, said.text, numbers, numbers),
+    )
+
+
+CAP = qkv.ScoreMod(lambda score, batch, head, q_pos, kv_pos: score / (1 + 0.1 * abs(score)))
+
+
+def user(query, key, value, bias):
+    out, lse = qkv.attention(
+        query, key, value, qkv.Causal("end"), bias, CAP, qkv.Dropout(0.2, 7), return_lse=True
+    )
+    return out.relu() + lse[..., None]
+
+
+def gradients(function, *tensors):
+    tensors = [t.detach().clone().requires_grad_() for t in tensors]
+    out = function(*tensors)
+    return [out, *torch.autograd.grad(out.square().sum(), tensors)]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile(backend: str) -> None:
+    torch.compiler.reset()
+    inputs = [*operands(), normal(4, 9, 11)]
+    compiled = torch.compile(user, fullgraph=True, backend=backend)
+    for a, b in zip(gradients(compiled, *inputs), gradients(user, *inputs), strict=True):
+        assert_close(a, b)
+
+
+def test_compile_for_lengths_that_change() -> None:
+    torch.compiler.reset()
+    query, key, value = operands()
+    compiled = torch.compile(
+        lambda q, k, v: qkv.attention(q, k, v, qkv.Causal("end")) * 2,
+        fullgraph=True, dynamic=True, backend="aot_eager",
+    )  # fmt: skip
+    with torch.compiler.set_stance("default"):
+        for length in (9, 4, 7):
+            expected = 2 * qkv.attention(query[:, :, :length], key, value, qkv.Causal("end"))
+            assert_close(compiled(query[:, :, :length], key, value), expected)
+
+
+@pytest.mark.parametrize("functional", [False, True])
+def test_make_fx(functional: bool) -> None:
+    inputs = [*operands(), normal(4, 9, 11)]
+    function = torch.func.functionalize(user) if functional else user
+    traced = make_fx(function, tracing_mode="symbolic")(*inputs)
+    assert "qkv.attention" in traced.code
+    assert_close(traced(*inputs), user(*inputs))
+
+
+def test_export_and_fake_tensors() -> None:
+    class Model(torch.nn.Module):
+        def forward(self, query, key, value):
+            return qkv.attention(query, key, value, qkv.SlidingWindow(3, 0), q_offset="end")
+
+    inputs = tuple(operands())
+    exported = torch.export.export(Model(), inputs)
+    assert_close(exported.module()(*inputs), Model()(*inputs))
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        fake = qkv.attention(*(torch.empty(t.shape) for t in inputs), layout="bhld")
+    assert fake.shape == (2, 4, 9, 6)
+
+
+def test_autocast() -> None:
+    inputs = [*operands(), normal(4, 9, 11)]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients(lambda *t: qkv.attention(*t), *inputs)
+    assert found[0].dtype is torch.bfloat16
+    assert all(g.dtype is torch.float32 for g in found[1:])
+    rounded = [t.bfloat16() for t in inputs[:3]]
+    assert_close(found[0], qkv.attention(*rounded, inputs[3]), rtol=0, atol=0)
+
+
+def test_lse_is_differentiable() -> None:
+    query, key, value = operands(torch.float64)
+    found = gradients(lambda *t: qkv.attention(*t, return_lse=True)[1], query, key, value)
+
+    def naive(query, key, value):
+        scores = query @ key.repeat_interleave(2, 1).mT * 8**-0.5
+        return scores.logsumexp(-1) + 0 * value.sum()
+
+    for a, b in zip(found, gradients(naive, query, key, value), strict=True):
+        assert_close(a, b)
+
+
+def test_memory_of_training_does_not_hold_the_weights() -> None:
+    """Saved for the way back: inputs, output and lse."""
+    query = normal(1, 1, 4096, 4).requires_grad_()
+    sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, id):
+        qkv.attention(query, query, query, qkv.Causal())
+    assert max(sizes) == query.numel()
+
+
+def test_stored_rows_of_tensors() -> None:
+    query = normal(1, 4, 1, 8)
+    pages = normal(5, 2, 16, 8)
+    table = torch.tensor([[3, 0, 4]])
+    paged = qkv.Paged(pages, table)
+    whole = pages[table[0]].transpose(0, 1).reshape(1, 2, 48, 8)
+    found = qkv.attention(query, paged, paged, qkv.KeyLengths(torch.tensor([40])))
+    expected = qkv.attention(query, whole[:, :, :40], whole[:, :, :40])
+    assert_close(found, expected)
