@@ -12,9 +12,10 @@ import pytest
 
 from qkv.backends.cpu import CpuBackend
 from qkv.problem.check import check
-from qkv.testing import DTYPES, check_case, random_case
+from qkv.testing import DTYPES, check_case, random_case, truth
 from qkv.testing.fuzz.memory import scattered
 from qkv.testing.fuzz.mods import random_mod
+from qkv.testing.tolerances import plain
 
 EACH = 20
 """Problems of one structure, at least; a kernel takes longer to compile than they do."""
@@ -104,6 +105,15 @@ def test_mods_of_float32_are_rounded_at_every_step() -> None:
         np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-6)
         other += (found != exact.astype(np.float32)).any()
     assert other > 20
+
+
+def test_one_score_is_added_in_its_own_type() -> None:
+    """BLAS adds a single dot product in double, in which one order is as good as another."""
+    rng = np.random.default_rng(3)
+    query, key = rng.normal(size=(2, 1, 1, 20)).astype(np.float32)
+    exact = truth(query, key, key)
+    found = {float(plain(exact.heads[0], (), "float32", order)[1][0]) for order in range(8)}
+    assert len(found) > 2
 
 
 # That it finds what is wrong

@@ -112,7 +112,7 @@ def plain(
     dims, keys = (rng.permutation(n) if order else np.arange(n) for n in dense.key.shape[::-1])
     with np.errstate(all="ignore"):
         query, key = rounded(dense.query[:, dims]), rounded(dense.key[:, dims])
-        raw = rounded(rounded(query @ key.T) * compute.type(dense.scale)).astype(np.float64)
+        raw = rounded(rounded(_product(query, key.T)) * compute.type(dense.scale)).astype(float)
         scores = rounded(_modified(dense, variants, raw, compute if stepwise else None))[:, keys]
         sink = compute.type(dense.sink)
         peak = np.maximum(scores.max(axis=1, initial=-np.inf), sink)
@@ -120,9 +120,17 @@ def plain(
         terms = np.exp(scores - shift[:, None])
         total = terms.sum(axis=1) + np.exp(sink - shift)
         weights = rounded(terms / np.where(np.isneginf(peak), 1, total)[:, None])
-        out = rounded(rounded(weights * dense.factors[:, keys]) @ rounded(dense.value[keys]))
+        weights = rounded(weights * dense.factors[:, keys])
+        out = rounded(_product(weights, rounded(dense.value[keys])))
         lse = np.where(np.isneginf(peak), peak, shift + np.log(total))
     return out, lse
+
+
+def _product(a: Array, b: Array) -> Array:
+    """`a @ b`, added in its own type: of a single number, BLAS may add in a wider one."""
+    if len(a) == b.shape[1] == 1:
+        return np.asarray(np.sum(a * b.T, axis=1, keepdims=True))
+    return np.asarray(a @ b)
 
 
 def _modified(
