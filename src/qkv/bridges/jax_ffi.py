@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from qkv.errors import DTypeError, QkvError
 
-__all__ = ["DTYPES", "STRUCTURES", "Compute", "handler"]
+__all__ = ["ANSWER_PATH", "DTYPES", "STRUCTURES", "Compute", "cancelled", "handler"]
 
 Array = NDArray[Any]
 Compute = Callable[[str, Sequence[Array], Sequence[Array]], None]
@@ -146,6 +146,9 @@ STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "XLA_FFI_CallFrame": CallFrame,
 }
 
+ANSWER_PATH = (CallFrame.api.offset, Api.XLA_FFI_Error_Create.offset)
+"""Where a call frame has the function that makes errors."""
+
 _Handler = ctypes.CFUNCTYPE(_POINTER, _POINTER)
 _ErrorCreate = ctypes.CFUNCTYPE(_POINTER, _POINTER)
 
@@ -171,6 +174,12 @@ def handler(compute: Compute) -> Any:
         return None
 
     return _Handler(handle)
+
+
+def cancelled(message: str) -> ctypes.Structure:
+    """What XLA's error function makes an error of."""
+    size = ctypes.sizeof(ErrorCreateArgs)
+    return ErrorCreateArgs(size, None, message.encode(), CODE_CANCELLED)
 
 
 def _say_what_this_is(metadata: Metadata, api: Any) -> None:

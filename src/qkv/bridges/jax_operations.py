@@ -85,12 +85,14 @@ def compute(text: str, inputs: Sequence[Array], results: Sequence[Array]) -> Non
         )
     run = _forward if operation.wanted is None else _backward
     added = inputs[0].ndim - operation.ndims[0]
-    if added and _is_one_call(operation, inputs, added):
-        lead = results[0].shape[:added]
+    lead = results[0].shape[:added]
+    if not added:
+        run(operation, inputs, results)
+    elif _is_one_call(operation, inputs, added):
         run(operation, _leading(operation, inputs, lead), results)
-        return
-    for index in np.ndindex(results[0].shape[:added]):
-        run(operation, [_row(a, index) for a in inputs], [r[(*index, ...)] for r in results])
+    else:
+        for index in np.ndindex(lead):
+            run(operation, [_row(a, index) for a in inputs], [r[(*index, ...)] for r in results])
 
 
 def _row(array: Array, index: tuple[int, ...]) -> Array:

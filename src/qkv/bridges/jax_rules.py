@@ -11,6 +11,8 @@ take it (another device than the CPU), one of `jax.pure_callback`. Since attenti
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -23,7 +25,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from qkv._call import Call
 from qkv._statement import restate
-from qkv.bridges.jax_ffi import handler
+from qkv.bridges.jax_ffi import ANSWER_PATH, cancelled, handler
 from qkv.bridges.jax_operations import Operation, compute
 from qkv.errors import DTypeError, QkvError, ShapeError, UnsupportedError
 from qkv.variants import RoPE
@@ -106,7 +108,7 @@ def _call(operation: Operation, shapes: Shapes, inputs: Sequence[Any]) -> Any:
 def _is_registered() -> bool:
     """Whether XLA takes the foreign function; it is registered with the first call."""
     try:
-        jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(_handler), platform="cpu")
+        jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(_function()), platform="cpu")
     except Exception:
         # An XLA with another version of the interface.
         return False
@@ -115,6 +117,19 @@ def _is_registered() -> bool:
 
 _handler = handler(compute)
 """Kept for good: compiled code has its address."""
+
+
+def _function() -> int:
+    """The address that XLA is given: through a gate, so that a process can end while XLA runs."""
+    try:
+        from qkv.backends.cpu.gate import Gate
+
+        gate = Gate(_handler, ANSWER_PATH)
+    except (ImportError, OSError, QkvError):
+        return ctypes.cast(_handler, ctypes.c_void_p).value or 0
+    # Before JAX takes down its backends: it registered earlier.
+    atexit.register(gate.close, cancelled("qkv: the interpreter is ending"))
+    return gate.address
 
 
 def _on_host(operation: Operation, shapes: Shapes, *inputs: Any) -> tuple[Any, ...]:

@@ -1,0 +1,18 @@
+"""The training step of the examples trains."""
+
+import math
+import runpy
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("jax.numpy", reason="jax is not installed")
+
+
+def test_the_loss_falls(capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(__file__).parents[2] / "examples" / "jax_training_step.py"
+    example = runpy.run_path(str(path))
+    first, last = example["main"](steps=140)
+    guessing = math.log(example["VOCABULARY"])
+    assert first > guessing > 1.25 * last
+    assert "loss" in capsys.readouterr().out
