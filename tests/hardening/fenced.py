@@ -41,6 +41,11 @@ class Fence:
         found[:] = SPOILED
         return found
 
+    def full(self, shape, fill_value, dtype=None, order="C") -> np.ndarray:
+        found = self.empty(shape, np.asarray(fill_value).dtype if dtype is None else dtype, order)
+        found[...] = fill_value
+        return found
+
     def empty(self, shape, dtype=float, order="C") -> np.ndarray:
         dtype = np.dtype(dtype)
         if dtype.hasobject or order != "C":
@@ -72,7 +77,9 @@ def set_up(side: str) -> None:
             module.page_aligned = fence.scratch
     memory.spoiled = fence.bytes
     prepared._take = taken
-    np.empty = fence.empty
+    np.empty, np.full = fence.empty, fence.full
+    np.zeros = lambda shape, dtype=float: fence.full(shape, 0, dtype)
+    np.zeros_like = lambda array, dtype=None: fence.full(array.shape, 0, dtype or array.dtype)
 
 
 class FencedCase(Case):
@@ -157,12 +164,25 @@ def backward(case: Case) -> None:
         near(ours, readable.astype(float), dtype, "a gradient")
 
 
+def statistics(case: Case) -> None:
+    """What comes with the output, and what is replayed; as with gradients."""
+    (dtype,) = case.dtypes
+    call = case.build(dtype)
+    found = []
+    for backend in ("cpu", "blocked"):
+        record = qkv.inspect(*call.arrays, *call.variants, backend=backend, **call.keywords)
+        weights = record.top(5)[1]
+        found.append((record.entropy, record.max_weight, record.received, weights))
+    for ours, readable in zip(*found, strict=True):
+        near(ours, readable.astype(float), dtype, "a statistic")
+
+
 def main(side: str, way: str, what: str, *which: str) -> None:
     problems = swept(list(which)) if what == "swept" else random(*map(int, which))
     set_up(side)
     for case in problems:
         print(case.name, flush=True)
-        {"forward": forward, "backward": backward}[way](case)
+        {"forward": forward, "backward": backward, "statistics": statistics}[way](case)
     print("done", flush=True)
 
 

@@ -41,8 +41,8 @@ def test_every_head_dim(side: str, way: str, pytestconfig: pytest.Config) -> Non
     check(side, way, "swept", *(DTYPES if whole else ("float32", "bfloat16")))
 
 
-@pytest.mark.parametrize("way", ["forward", "backward"])
+@pytest.mark.parametrize(("way", "share"), [("forward", 40), ("backward", 40), ("statistics", 80)])
 @pytest.mark.parametrize("side", ["end", "begin"])
-def test_random_problems(side: str, way: str, pytestconfig: pytest.Config) -> None:
-    structures = pytestconfig.getoption("fuzz") // 40
+def test_random_problems(side: str, way: str, share: int, pytestconfig: pytest.Config) -> None:
+    structures = pytestconfig.getoption("fuzz") // share
     check(side, way, "random", "0", str(structures))
