@@ -228,12 +228,20 @@ def test_sixteen_thousand_tokens_take_sixteen_mebibytes(kind, dtype) -> None:
 
 
 @LINUX
-@pytest.mark.parametrize("kind", ["causal", "window", "segments"])
-def test_a_hundred_and_thirty_thousand_tokens_take_sixteen_mebibytes(kind) -> None:
+@pytest.mark.parametrize(
+    ("kind", "dtype", "item"),
+    [
+        ("causal", "float32", 4),
+        ("causal", "bfloat16", 2),
+        ("window", "float32", 4),
+        ("segments", "float16", 2),
+    ],
+)
+def test_a_hundred_and_thirty_thousand_tokens_take_sixteen_mebibytes(kind, dtype, item) -> None:
     """Of few dimensions, which what is beside the operands does not depend on."""
-    length = 131_072
-    output = length * (4 * 4 + 4) / 2**20
-    assert growth(kind, "float32", "forward", 1, length, length, 4) - output < BEYOND
+    length, dim = 131_072, 4
+    output = length * (dim * item + 4) / 2**20
+    assert growth(kind, dtype, "forward", 1, length, length, dim) - output < BEYOND
 
 
 @LINUX
