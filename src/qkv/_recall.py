@@ -18,7 +18,7 @@ import numpy as np
 from qkv._call import Call
 from qkv.backends import Prepared, generation
 
-__all__ = ["attend"]
+__all__ = ["attend", "prepared"]
 
 KEPT = 256
 """Calls that are remembered, about 4 KB each; the oldest go first."""
@@ -51,9 +51,9 @@ def attend(
 ) -> tuple[Any, Any]:
     """Output and lse of one call."""
     like = _likeness(query, key, value, variants, scale, layout, q_offset, kv_offset, backend)
-    prepared = None if like is None else _recall(like)
-    if prepared is not None:
-        known = prepared(query, key, value)
+    ready = None if like is None else _recall(like)
+    if ready is not None:
+        known = ready(query, key, value)
         if known is not None:
             return known.out, known.lse
         _prepared.pop(like, None)
@@ -72,6 +72,12 @@ def attend(
         _remember(like, variants, call)
     partial = call.run()
     return call.output(partial), call.rows(partial.lse)
+
+
+def prepared(*arguments: Any) -> Prepared | None:
+    """What is known of a call with the arguments of `attend`."""
+    like = _likeness(*arguments)
+    return None if like is None else _recall(like)
 
 
 def _likeness(
@@ -119,9 +125,9 @@ def _remember(likeness: Hashable, variants: tuple[Any, ...], call: Call) -> None
     if likeness not in _seen:
         _insert(_seen, likeness, None)
         return
-    prepared = prepare(call.problem)
-    if prepared is not None:
-        _insert(_prepared, likeness, prepared)
+    ready = prepare(call.problem)
+    if ready is not None:
+        _insert(_prepared, likeness, ready)
 
 
 def _insert(table: dict[Hashable, Any], likeness: Hashable, value: Any) -> None:

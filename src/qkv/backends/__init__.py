@@ -51,6 +51,15 @@ class Prepared(Protocol):
         ...
 
 
+@runtime_checkable
+class AddressedCall(Protocol):
+    """A prepared call that other libraries may make without NumPy arrays in between."""
+
+    def run(self, query: int, key: int, value: int, out: int, lse: int, kept: Any) -> bool:
+        """Compute at these addresses, of what `kept` keeps; False is `Prepared`'s None."""
+        ...
+
+
 class Differentiable(Protocol):
     """What a backend also has that computes gradients."""
 

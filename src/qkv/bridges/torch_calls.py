@@ -16,8 +16,8 @@ from qkv._recall import attend
 from qkv._statement import hold, keep_for_good, state
 from qkv.arrays.torch_arrays import TorchArrays
 from qkv.bridges import torch_functions as functions
+from qkv.bridges.torch_recall import likeness, recall, remember
 from qkv.problem.rows import Paged, Quantized
-from qkv.variants import Causal, SlidingWindow, Strided
 
 __all__ = ["attention"]
 
@@ -35,6 +35,13 @@ def attention(
     backend: str,
 ) -> Any:
     """As `qkv.attention`."""
+    like = None
+    said = variants, scale, layout, q_offset, kv_offset, backend
+    if type(query) is type(key) is type(value) is Tensor and not _is_watched(query, key, value):
+        like = likeness(query, key, value, *said)
+        found = None if like is None else recall(like, query, key, value)
+        if found is not None:
+            return found if return_lse else found[0]
     keywords = {
         "scale": scale,
         "layout": layout,
@@ -45,18 +52,18 @@ def attention(
     if isinstance(key, Paged | Quantized) or isinstance(value, Paged | Quantized):
         found = attend(query, key, value, variants, **keywords)
         return found if return_lse else found[0]
-    query, key, value = _autocast(query, _tensor(key), _tensor(value))
+    query, key, value = _autocast(_tensor(query), _tensor(key), _tensor(value))
     keep = _keep if torch.compiler.is_dynamo_compiling() else None
-    arrays, said = [], None
-    if not all(type(v) in _WITHOUT_ARRAYS for v in (*variants, q_offset, kv_offset)):
-        said = state(variants, _is_array, keep, **keywords)
-        arrays = [_tensor(array) for array in said.arrays]
-    if not _is_watched(query, key, value, *arrays):
-        return _at_once(query, key, value, variants, keywords, arrays, return_lse)
-    said = said or state(variants, _is_array, keep, **keywords)
-    if keep is None and torch._C._len_torch_dispatch_stack() > 0:
-        hold(said.named)  # whatever looks on may write the text down
-    found = functions.attend(query, key, value, arrays, said.text, said.named)
+    statement = state(variants, _is_array, keep, **keywords)
+    arrays = [_tensor(array) for array in statement.arrays]
+    if _is_watched(query, key, value, *arrays):
+        if keep is None and torch._C._len_torch_dispatch_stack() > 0:
+            hold(statement.named)  # whatever looks on may write the text down
+        found = functions.attend(query, key, value, arrays, statement.text, statement.named)
+    else:
+        found = _at_once(query, key, value, variants, keywords, arrays)
+        if like is not None and not arrays:
+            remember(like, (query, key, value), said, found[0])
     return found if return_lse else found[0]
 
 
@@ -67,19 +74,15 @@ def _at_once(
     variants: tuple[Any, ...],
     keywords: dict[str, Any],
     arrays: list[Tensor],
-    return_lse: bool,
 ) -> Any:
     if arrays:
-        found = attend(query, key, value, variants, **keywords)
-        return found if return_lse else found[0]
+        return attend(query, key, value, variants, **keywords)
     # Of plain arrays and constants a call like an earlier one can be recalled.
     view, restore = _LIBRARY.view, _LIBRARY.restore
     q, k, v = view(query, "query"), view(key, "key"), view(value, "value")
     out, lse = attend(q, k, v, variants, **keywords)
-    return (restore(out), restore(lse)) if return_lse else restore(out)
+    return restore(out), restore(lse)
 
-
-_WITHOUT_ARRAYS = (Causal, SlidingWindow, Strided, int, str, type(None))
 
 _keep = torch.compiler.assume_constant_result(keep_for_good)
 """Compiled code, and what it names, may live as long as the process. It takes score mods that were
@@ -106,15 +109,16 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _is_watched(*tensors: Tensor) -> bool:
-    """Whether torch must see the operation."""
+    """Whether torch must see the operation, or changes what it is given."""
     return (
-        (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
-        or torch.compiler.is_compiling()
+        torch.compiler.is_compiling()
+        or (torch.is_grad_enabled() and any([t.requires_grad for t in tensors]))  # noqa: C419
+        or torch.is_autocast_enabled("cpu")
         or torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._get_tracing_state() is not None
-        or any(type(t) not in _PLAIN for t in tensors)
+        or any([type(t) not in _PLAIN for t in tensors])  # noqa: C419
     )
 
 

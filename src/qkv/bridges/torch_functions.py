@@ -48,7 +48,8 @@ def attend(
         # Dynamo hands a function that nobody differentiates its context as first argument.
         compiling and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
     ):
-        return operators.attention(query, key, value, list(arrays), text)
+        at_once: tuple[Tensor, Tensor] = operators.attention(query, key, value, arrays, text)
+        return at_once
     # Dynamo refuses functions that have a forward-mode rule.
     function = _Attention if compiling else _AttentionBothWays
     found: tuple[Tensor, Tensor] = function.apply(text, tuple(named), *tensors)

@@ -35,10 +35,14 @@ class Pass:
         self._count = count
         self._operations = operations
 
+    @property
+    def most_workers(self) -> int:
+        """Threads that pay."""
+        return min(int(self._operations / _WORTH_A_THREAD), self._count)
+
     def workers(self) -> int:
         """Threads that pay, at most as many as may run."""
-        worth = int(self._operations / _WORTH_A_THREAD)
-        return max(1, min(worth, self._count, get_num_threads()))
+        return max(1, min(self.most_workers, get_num_threads()))
 
     def launch(self, arguments: Runnable, workers: int) -> None:
         seconds = self._operations / (_OPERATIONS_PER_SECOND * workers)

@@ -41,7 +41,7 @@ class _Block:
     def __init__(self, words: Array) -> None:
         self.words = memoryview(words.data)
         self.address = address_of(words)
-        self.kept: tuple[Array, ...] = ()
+        self.kept: tuple[Any, ...] = ()
 
     def allow(self, start: int, stop: int) -> None:
         self.words[0] = start
@@ -62,6 +62,7 @@ class PreparedForward:
         problem = replace(problem, operands=operands)
         shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.v_head_dim)
         self._forward = forward
+        self._alone = forward.most_workers <= 1
         self._host = host()
         self._out = shape, forward.out_dtype
         self._lse = shape[:-1], spec.compute_dtype
@@ -70,10 +71,21 @@ class PreparedForward:
         self._blocks: list[_Block] = []
 
     def __call__(self, query: Array, key: Array, value: Array) -> Partial | None:
-        if host() is not self._host:
-            return None
         out, lse = np.empty(*self._out), np.empty(*self._lse)
-        workers = self._forward.workers()
+        arrays = query, key, value, out, lse
+        at = _address
+        if not self.run(at(query), at(key), at(value), at(out), at(lse), arrays):
+            return None
+        return Partial(out, lse)
+
+    def run(self, query: int, key: int, value: int, out: int, lse: int, kept: Any) -> bool:
+        """Compute what lies at these addresses, of `kept`, into those of out and lse.
+
+        False if the machine is not taken for the same any more.
+        """
+        if host() is not self._host:
+            return False
+        workers = 1 if self._alone else self._forward.workers()
         scratch = _take(self._forward.scratch_bytes * workers)
         try:
             block = self._blocks.pop()
@@ -81,18 +93,18 @@ class PreparedForward:
             block = _Block(self._template.copy())
         words = block.words
         words[_SCRATCH] = _address(scratch)
-        words[_QUERY] = _address(query)
-        words[_KEY] = _address(key)
-        words[_VALUE] = _address(value)
-        words[_OUT] = _address(out)
-        words[_LSE] = _address(lse)
-        block.kept = (scratch, query, key, value, out, lse)
+        words[_QUERY] = query
+        words[_KEY] = key
+        words[_VALUE] = value
+        words[_OUT] = out
+        words[_LSE] = lse
+        block.kept = (scratch, kept)
         self._forward.launch(block, workers)
         block.kept = ()
         self._blocks.append(block)
         if len(_free) < _FREE:
             _free.append(scratch)
-        return Partial(out, lse)
+        return True
 
 
 def _alike(array: Array | StoredRows) -> Array:
