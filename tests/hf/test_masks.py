@@ -109,6 +109,7 @@ def test_stated_masks_allow_the_same_pairs(pattern: str, place: str) -> None:
         assert isinstance(mask, StatedMask), kind
         assert mask.shape == expected.shape
         assert torch.equal(pairs(mask, q_length, kv_length), expected), kind
+        assert torch.equal(mask.logical_not(), ~expected), kind
 
 
 def test_packed_rows_are_segments() -> None:

@@ -48,6 +48,8 @@ def test_a_model_that_never_calls_it_is_reported(family: str) -> None:
         usage = qkv.hf.check(model, **inputs)
     assert usage.calls == {}
     assert usage.silent
+    wrappers = {outer for outer in usage.silent for s in usage.silent if s.startswith(f"{outer}.")}
+    assert not wrappers, "a layer is named, not the modules around it"
     assert not usage.complete
 
 
