@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +10,7 @@ import pytest
 pytest.importorskip("jax.numpy", reason="jax is not installed")
 
 import jax
+import jax.export
 import jax.numpy as jnp
 
 import qkv
@@ -107,14 +105,18 @@ def test_stored_rows() -> None:
 
 def test_results_lie_where_jax_takes_them() -> None:
     """Without a copy: their memory begins at a multiple of 64 bytes."""
-    from qkv.arrays import library_of
+    from qkv.arrays import jax_arrays, library_of
 
     library = library_of(X, "x")
     seen = library.view(X, "x")
     assert seen.ctypes.data == X.unsafe_buffer_pointer()
     assert not seen.flags.writeable
-    odd = np.ones(65, np.float32)[1:]
-    assert library.restore(odd).tolist() == [1.0] * 64
+    memory = np.arange(100, dtype=np.float32)
+    at = -memory.ctypes.data % 64 // 4
+    even, odd = memory[at : at + 64], memory[at + 1 : at + 65]
+    assert library.restore(even).unsafe_buffer_pointer() == even.ctypes.data
+    assert library.restore(odd).tolist() == odd.tolist()
+    assert jax_arrays.aligned(odd).ctypes.data % 64 == 0
     record = qkv.inspect(X, X, X, qkv.Causal())
     assert isinstance(record.entropy, jax.Array)
     assert record.output.dtype == jnp.float32
@@ -135,31 +137,24 @@ def test_vjp_takes_jax_arrays() -> None:
         np.testing.assert_array_equal(got, exact)
 
 
-OTHER_PROCESS = """
-import sys
-import jax, jax.numpy as jnp
-import qkv
-jax.config.update("jax_compilation_cache_dir", sys.argv[1])
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-add = float(sys.argv[2])
-mods = [lambda s, *_: s + add * 0, lambda s, b, h, q, k: s * add]
-x = jnp.eye(4)
-for mod in mods[:: 1 if add > 1 else -1]:
-    out = jax.jit(lambda x: qkv.attention(x, x, x, qkv.ScoreMod(mod)))(x)
-    print(float(out[0, 0]))
-"""
+def exported(f: Any) -> Any:
+    """What another process would load."""
+    check = jax.export.DisabledSafetyCheck.custom_call("qkv")
+    return jax.export.export(jax.jit(f), disabled_checks=[check])(X).call
 
 
-def test_compiled_code_on_disk_does_not_mix_up_functions(tmp_path: Path) -> None:
-    """The number of a score mod means another one in another process."""
+def test_exported_code_does_not_mix_up_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of a score mod means another one in another process, or none."""
+    from qkv.bridges import jax_operations
 
-    def run(add: str) -> list[float]:
-        command = [sys.executable, "-c", OTHER_PROCESS, str(tmp_path), add]
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-        return [float(line) for line in ran.stdout.split()]
-
-    plain = float(np.exp(0.5) / (np.exp(0.5) + 3))
-    twice = float(np.exp(1.0) / (np.exp(1.0) + 3))
-    assert run("2") == pytest.approx([plain, twice], abs=1e-6)
-    assert run("1") == pytest.approx([plain, plain], abs=1e-6)
+    mod = qkv.ScoreMod(lambda score, batch, head, q_pos, kv_pos: score * 2)
+    plain, modified = (
+        exported(lambda x, said=said: qkv.attention(x, x, x, *said))
+        for said in ([qkv.Causal()], [mod])
+    )
+    np.testing.assert_array_equal(modified(X), qkv.attention(X, X, X, mod))
+    monkeypatch.setattr(jax_operations, "PROCESS", 1)
+    np.testing.assert_array_equal(plain(X), qkv.attention(X, X, X, qkv.Causal()))
+    # JAX makes a ValueError of it where the call itself compiles.
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="in another process"):
+        jax.block_until_ready(modified(X))

@@ -32,11 +32,11 @@ class JaxArrays:
     def restore(self, array: NDArray[Any]) -> Any:
         """A JAX array of the same values, in 32 bits unless `jax_enable_x64` is set."""
         if array.ctypes.data % _ALIGNMENT or not array.flags.c_contiguous:
-            array = _aligned(array)
+            array = aligned(array)
         return jax.device_put(array)
 
 
-def _aligned(array: NDArray[Any]) -> NDArray[Any]:
+def aligned(array: NDArray[Any]) -> NDArray[Any]:
     """A dense copy that begins at a multiple of `_ALIGNMENT`."""
     memory = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT

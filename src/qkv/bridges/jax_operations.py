@@ -32,7 +32,7 @@ __all__ = ["PROCESS", "Operation", "compute"]
 Array = NDArray[Any]
 
 PROCESS = secrets.randbits(62) + 1
-"""Tells this process from others: XLA may keep compiled code on disk."""
+"""Tells this process from others: compiled code can be exported."""
 
 
 @dataclass(frozen=True, slots=True)
