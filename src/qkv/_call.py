@@ -56,7 +56,7 @@ class Call:
             views[0],
             views[1],
             views[2],
-            tuple(map(_as_variant, viewed)),
+            tuple(map(as_variant, viewed)),
             scale=scale,
             layout=layout,
             q_offset=q_offset,
@@ -126,7 +126,7 @@ def _is_foreign(value: Any) -> bool:
     return is_array(value) and not isinstance(value, np.ndarray)
 
 
-def _as_variant(variant: Any) -> Any:
+def as_variant(variant: Any) -> Any:
     """A bare boolean array is a mask, any other array a bias (which refuses integers)."""
     if hasattr(variant, "lower"):
         return variant

@@ -131,7 +131,7 @@ def test_a_subclass_of_ndarray_is_taken_as_it_is() -> None:
 
 def test_tensors_that_are_not_on_the_cpu() -> None:
     tensor = torch.zeros(3, 4, device="meta")
-    error = raises(UnsupportedError, tensor, tensor, tensor)
+    error = raises(UnsupportedError, tensor, tensor, tensor, function="inspect")
     assert isinstance(error, NotImplementedError)
     assert "meta" in error.fact
     error = raises(DTypeError, torch.zeros(3, 4).to_sparse(), *(torch.zeros(3, 4),) * 2)

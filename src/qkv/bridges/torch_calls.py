@@ -15,6 +15,7 @@ from torch import Tensor
 from qkv._recall import attend
 from qkv._statement import hold, keep_for_good, state
 from qkv.arrays.torch_arrays import TorchArrays
+from qkv.bridges import torch_devices as devices
 from qkv.bridges import torch_functions as functions
 from qkv.bridges.torch_recall import likeness, recall, remember
 from qkv.problem.rows import Paged, Quantized
@@ -54,6 +55,8 @@ def attention(
         return found if return_lse else found[0]
     query, key, value = _autocast(_tensor(query), _tensor(key), _tensor(value))
     keep = _keep if torch.compiler.is_dynamo_compiling() else None
+    if not query.is_cpu or backend == "torch":
+        return devices.attention(query, key, value, variants, keywords, return_lse)
     statement = state(variants, _is_array, keep, **keywords)
     arrays = [_tensor(array) for array in statement.arrays]
     if _is_watched(query, key, value, *arrays):

@@ -1,0 +1,326 @@
+"""Attention on tensors of other devices: torch's own kernels, a block of queries at a time.
+
+The problem is checked as on the CPU, its expressions become operations of torch on the device, and
+torch differentiates them. Blocks are computed again on the way back, so that memory stays O(n).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from qkv._call import as_variant
+from qkv._own_arrays import made
+from qkv._statement import Restated, restate, state
+from qkv.arrays import library_of, view
+from qkv.errors import UnsupportedError
+from qkv.problem.check import check
+from qkv.problem.expressions import Const, Load, Node, Op, Var
+from qkv.problem.philox import dropout_factors
+from qkv.problem.spec import Origin, Problem
+from qkv.variants import Causal
+
+__all__ = ["attention"]
+
+_PAIRS = 2**24
+"""Scores that are held at once."""
+
+_OPERATIONS: Mapping[str, Callable[..., Tensor]] = {
+    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div,
+    "floordiv": partial(torch.div, rounding_mode="floor"), "mod": torch.remainder,
+    "min": torch.minimum, "max": torch.maximum, "neg": torch.neg, "abs": torch.abs,
+    "lt": torch.lt, "le": torch.le, "eq": torch.eq, "ne": torch.ne,
+    "and": torch.logical_and, "or": torch.logical_or, "not": torch.logical_not,
+    "where": torch.where, "exp": torch.exp, "log": torch.log, "sqrt": torch.sqrt,
+    "tanh": torch.tanh, "floor": lambda x: x.floor().to(torch.int64),
+}  # fmt: skip
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    variants: tuple[Any, ...],
+    keywords: dict[str, Any],
+    return_lse: bool,
+) -> Any:
+    """Output, and lse if asked for, on the query's device."""
+    if keywords["backend"] not in ("auto", "torch"):
+        raise UnsupportedError(
+            f"backend {keywords['backend']!r} computes on the CPU; query is on {query.device}.",
+            action='Pass backend="auto", or tensors on the CPU.',
+        )
+    statement = state(variants, _is_array, **keywords)
+    leaves = [torch.as_tensor(array) for array in statement.arrays]
+    arrays = [view(leaf.detach().cpu(), "an array of a variant") for leaf in leaves]
+    said = restate(statement.text, arrays)
+    problem = check(
+        _without_values(query),
+        _without_values(key),
+        _without_values(value),
+        tuple(map(as_variant, said.variants)),
+        **{name: said.keywords[name] for name in ("scale", "layout", "q_offset", "kv_offset")},
+    )
+    followed = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    # Fused kernels have no second derivative, and give no lse.
+    if not return_lse and not followed and _is_fused(problem, said, key, value):
+        return _fused(query, key, value, problem, said)
+    out, lse = _Device(problem, said, leaves, query, key, value).attend(keywords["layout"])
+    return (out.to(query.dtype), lse) if return_lse else out.to(query.dtype)
+
+
+def _is_fused(problem: Problem, said: Restated, key: Tensor, value: Tensor) -> bool:
+    """Whether torch's fused kernels mean the same: no mask, or a causal one that hides no NaN."""
+    spec = problem.spec
+    if 0 in (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len, spec.v_head_dim):
+        return False
+    if not said.variants:
+        return True
+    aligned = spec.q_len == spec.kv_len and not any(
+        np.any(said.keywords[name]) for name in ("q_offset", "kv_offset")
+    )
+    if len(said.variants) > 1 or not isinstance(said.variants[0], Causal) or not aligned:
+        return False
+    return bool(key.isfinite().all()) and bool(value.isfinite().all())
+
+
+def _fused(query: Tensor, key: Tensor, value: Tensor, problem: Problem, said: Restated) -> Tensor:
+    turned = said.keywords["layout"] == "blhd"
+    rank = max(t.ndim for t in (query, key, value))
+    rows = [
+        t[None] if t.ndim == 2 else t.transpose(-3, -2) if turned else t
+        for t in (query, key, value)
+    ]
+    q, k, v = [t.expand(*problem.spec.batch_shape, *t.shape[-3:]) for t in rows]
+    out: Tensor = torch.nn.functional.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        is_causal=bool(said.variants),
+        scale=problem.operands.scale,
+        enable_gqa=problem.spec.group_size > 1,
+    )
+    if rank == 2:
+        return out[0]
+    return out.transpose(-3, -2).contiguous() if turned else out
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, Tensor | np.ndarray)
+
+
+def _without_values(tensor: Tensor) -> NDArray[Any]:
+    """An array of the tensor's type and shape: more is not asked of it."""
+    one = view(torch.zeros((), dtype=tensor.dtype), "operand")
+    return np.broadcast_to(one, tuple(tensor.shape))
+
+
+@dataclass(slots=True)
+class _Evaluation:
+    """Values of expressions on a device."""
+
+    variables: Mapping[str, Tensor]
+    tables: Mapping[str, Tensor]
+    dtype: torch.dtype
+
+    def value(self, node: Node) -> Tensor:
+        match node:
+            case Const(kind=kind, value=number):
+                device = self.variables["q_index"].device
+                dtype = self.dtype if kind == "float" else None
+                return torch.tensor(number, dtype=dtype, device=device)
+            case Var(name=name):
+                return self.variables[name]
+            case Load(table=table, indices=indices):
+                found = self.tables[table]
+                return found[tuple(map(self.value, indices))] if indices else found
+            case Op(name=name, kind=kind, args=args):
+                values = [self.value(arg) for arg in args]
+                if "float" in [arg.kind for arg in args] or (kind == "float" and name != "where"):
+                    values = [
+                        v.to(self.dtype) if arg.kind == "int" else v
+                        for v, arg in zip(values, args, strict=True)
+                    ]
+                return _OPERATIONS[name](*values)
+        raise AssertionError(node)
+
+
+class _Device:
+    """One problem, with tensors for its operands and tables."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        said: Restated,
+        leaves: list[Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+    ) -> None:
+        spec, operands = problem.spec, problem.operands
+        self.problem, self.said, self.leaves = problem, said, leaves
+        self.device = query.device
+        self.dtype = torch.float64 if spec.dtype == "float64" else torch.float32
+        blhd = said.keywords["layout"] == "blhd"
+        self.rank = max(t.ndim for t in (query, key, value))
+        rows = [
+            (t[None] if t.ndim == 2 else t.transpose(-3, -2) if blhd else t)
+            for t in (query, key, value)
+        ]
+        self.query, self.key, self.value = (
+            t.expand(*spec.batch_shape, *t.shape[-3:])
+            .reshape(spec.batch_size, *t.shape[-3:])
+            .to(self.dtype)
+            for t in rows
+        )
+        self._rotate()
+        self.tables = {
+            name: self._table(array, operands.origins[name]) if name in operands.origins
+            else self._moved(array)
+            for name, array in operands.tables.items()
+        }  # fmt: skip
+        self.sinks = None
+        if operands.sinks is not None:
+            assert operands.sink_origin is not None
+            leaf = self._leaf(operands.sink_origin)
+            own = self._moved(operands.sinks) if leaf is None else leaf
+            self.sinks = own.to(self.device, self.dtype).expand(spec.num_heads)
+
+    def attend(self, layout: str) -> tuple[Tensor, Tensor]:
+        spec = self.problem.spec
+        step = max(1, _PAIRS // max(1, spec.batch_size * spec.num_heads * spec.kv_len))
+        parts = []
+        for start in range(0, max(spec.q_len, 1), step):
+            stop = min(start + step, spec.q_len)
+            if torch.is_grad_enabled():
+                parts.append(checkpoint(self._block, start, stop, use_reentrant=False))
+            else:
+                parts.append(self._block(start, stop))
+        outs, rows = zip(*parts, strict=True)
+        shape = (*spec.batch_shape, spec.num_heads, spec.q_len)
+        out = torch.cat(outs, -2).reshape(*shape, spec.v_head_dim)
+        lse = torch.cat(rows, -1).reshape(shape)
+        if self.rank == 2:
+            return out[0], lse[0]
+        return (out.transpose(-3, -2) if layout == "blhd" else out), lse
+
+    def _block(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Output and lse of some queries, `(batch, num_heads, queries, ...)`."""
+        spec, scale = self.problem.spec, self.problem.operands.scale
+        groups = spec.num_kv_heads, spec.group_size
+        grouped = self.query[:, :, start:stop].unflatten(1, groups)
+        key = self.key[:, :, None]
+        clean = torch.where(key.isfinite(), key, 0.0)
+        scaled = (grouped @ clean.mT * scale).flatten(1, 2)
+        if not bool(key.isfinite().all()):
+            # Nothing flows back through what is not finite; a forbidden pair must not see it.
+            raw = (grouped.detach() @ key.detach().mT * scale).flatten(1, 2)
+            spoiled = ~key.isfinite().all(-1).repeat_interleave(spec.group_size, 1)
+            scaled = torch.where(spoiled.flatten(1, 2)[:, :, None], raw, scaled)
+        places = self._places(start, stop) | {"score": scaled}
+        evaluation = _Evaluation(places, self.tables, self.dtype)
+        allowed = evaluation.value(spec.mask)
+        scores = torch.where(allowed, evaluation.value(spec.score), -torch.inf)
+        scores = scores.expand(scaled.shape)
+        lse = _log_sum(scores, self.sinks)
+        empty = torch.isneginf(lse)
+        weights = torch.exp(scores - torch.where(empty, 0.0, lse)[..., None])
+        weights = torch.where(torch.isneginf(scores), 0.0, weights)
+        if self.problem.operands.dropout is not None:
+            weights = weights * self._factors(places)
+        return self._weighted(weights, ~torch.isneginf(scores)), lse
+
+    def _places(self, start: int, stop: int) -> dict[str, Tensor]:
+        spec = self.problem.spec
+        sizes = {
+            "batch": (0, spec.batch_size), "head": (0, spec.num_heads),
+            "q_index": (start, stop), "kv_index": (0, spec.kv_len),
+        }  # fmt: skip
+        return {
+            name: torch.arange(first, last, device=self.device).view(
+                *(-1 if n == axis else 1 for n in range(4))
+            )
+            for axis, (name, (first, last)) in enumerate(sizes.items())
+        }
+
+    def _weighted(self, weights: Tensor, allowed: Tensor) -> Tensor:
+        value = self.value.repeat_interleave(self.problem.spec.group_size, 1)
+        finite = value.isfinite()
+        out = weights @ torch.where(finite, value, 0.0)
+        for j in torch.nonzero(~finite.all(-1).all(0).all(0)).flatten().tolist():
+            rest = torch.where(finite[:, :, j], 0.0, value[:, :, j])[:, :, None]
+            share = weights[..., j, None] * rest
+            out = out + torch.where(allowed[..., j, None], share, 0.0)
+        return out
+
+    def _factors(self, places: Mapping[str, Tensor]) -> Tensor:
+        dropout = self.problem.operands.dropout
+        assert dropout is not None
+        at = {n: places[n].cpu().numpy() for n in ("batch", "head", "q_index", "kv_index")}
+        wide = np.dtype(np.float64 if self.dtype is torch.float64 else np.float32)
+        return self._moved(dropout_factors(dropout, **at, dtype=wide))
+
+    def _rotate(self) -> None:
+        """Turn query and key rows by their positions."""
+        rotation, angles = self.problem.spec.rotation, self.problem.operands.angles
+        if rotation is None or angles is None:
+            return
+
+        def turned(rows: Tensor, side: str) -> Tensor:
+            turns = [angles.turns(side, b) for b in range(angles.rows(side))]
+            cos, sin = (
+                self._moved(np.stack(part)).to(self.dtype)[:, None]
+                for part in zip(*turns, strict=True)
+            )
+            n = rotation.rotary_dim
+            own, rest = rows[..., :n], rows[..., n:]
+            if rotation.layout == "half_split":
+                a, b = own.chunk(2, -1)
+                return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], -1)
+            a, b = own[..., ::2], own[..., 1::2]
+            pairs = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
+            return torch.cat([pairs, rest], -1)
+
+        self.query, self.key = turned(self.query, "q"), turned(self.key, "kv")
+
+    def _moved(self, array: NDArray[Any]) -> Tensor:
+        restored: Tensor = library_of(self.query, "query").restore(np.array(array, order="C"))
+        return restored.to(self.device)
+
+    def _leaf(self, origin: Origin) -> Tensor | None:
+        """The tensor whose values these are, if gradients may flow to it."""
+        own = [n for n, owner in enumerate(self.said.owners) if made(origin, owner)]
+        own = [n for n in own if self.leaves[n].is_floating_point()]
+        if len(own) > 1:
+            own = [n for n in own if self.said.arrays[n] is origin.array]
+        return self.leaves[own[0]] if own else None
+
+    def _table(self, array: NDArray[Any], origin: Origin) -> Tensor:
+        leaf = self._leaf(origin)
+        if array.dtype.kind in "biu" or leaf is None:
+            moved = self._moved(array)
+            return moved.to(self.dtype) if moved.is_floating_point() else moved
+        padded = leaf.reshape((1,) * (array.ndim - leaf.ndim) + tuple(leaf.shape))
+        for axis, size in enumerate(array.shape):
+            padded = padded.narrow(axis, 0, size)  # axes that repeat are read once
+        return padded.to(self.device, self.dtype)
+
+
+def _log_sum(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """`log(sum exp(scores) + exp(sink))` of each row; -inf, with gradient 0, for an empty one."""
+    if sinks is not None:
+        column = sinks[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], -1)
+    if scores.shape[-1] == 0:
+        return scores.new_full(scores.shape[:-1], -torch.inf)
+    empty = torch.isneginf(scores).all(-1)
+    safe = torch.where(empty[..., None], 0.0, scores)
+    return torch.where(empty, -torch.inf, safe.logsumexp(-1))

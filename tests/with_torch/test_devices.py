@@ -1,0 +1,135 @@
+"""torch's own kernels, as they run on other devices, against the oracle and against the CPU.
+
+They are asked for on the CPU with `backend="torch"`, and run on a GPU where there is one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.autograd import gradcheck
+from torch.testing import assert_close
+
+import qkv
+from qkv.arrays import view
+from qkv.arrays.torch_arrays import TorchArrays
+from qkv.testing import cases
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+CASES = [(case, dtype) for case in cases() for dtype in case.dtypes]
+restore = TorchArrays().restore
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("case", "dtype"), CASES[::11], ids=str)
+def test_every_eleventh_case(case, dtype: str, device: str) -> None:
+    call = case.build(dtype)
+    tensors = [restore(np.array(a)).to(device) for a in call.arrays]
+    out, lse = qkv.attention(
+        *tensors, *call.variants, **call.keywords, backend="torch", return_lse=True
+    )
+    assert out.device.type == device
+    truth, limits = case.truth(dtype), case.bounds(dtype)
+    found = case.plain_order(view(out.cpu(), "out"))
+    seen = ~np.isneginf(truth.lse)
+    rows = lse.cpu().double().numpy().reshape(truth.lse.shape)
+    assert np.abs(found.astype(float) - truth.out).max(initial=0) <= limits.out
+    assert (np.isneginf(rows) == ~seen).all()
+    assert np.abs(rows[seen] - truth.lse[seen]).max(initial=0) <= limits.lse
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", ["bhld", "blhd"])
+@pytest.mark.parametrize("variants", [(), (qkv.Causal(),)], ids=str)
+def test_fused_kernels_mean_the_same(device: str, layout: str, variants) -> None:
+    query, key, value = normal(2, 4, 7, 6), normal(4, 7, 6, seed=1), normal(2, 2, 7, 5, seed=2)
+    key, value = key[:2], value
+    if layout == "blhd":
+        query, key, value = (t.transpose(-3, -2).contiguous() for t in (query, key, value))
+    tensors = [t.to(device) for t in (query, key, value)]
+    found = qkv.attention(*tensors, *variants, layout=layout, backend="torch", scale=0.3)
+    expected = qkv.attention(query, key, value, *variants, layout=layout, scale=0.3)
+    assert_close(found.cpu(), expected)
+    spoiled = [t.clone() for t in tensors]
+    spoiled[2].select(-2 if layout == "bhld" else -3, 6).fill_(torch.nan)
+    out = qkv.attention(*spoiled, *variants, layout=layout, backend="torch", scale=0.3)
+    first = out.select(-2 if layout == "bhld" else -3, 0)
+    assert bool(first.isfinite().all()) == bool(variants)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", ["bhld", "blhd"])
+def test_gradients_are_those_of_the_compiled_backend(device: str, layout: str) -> None:
+    query, key, value = normal(2, 4, 7, 6), normal(2, 2, 9, 6, seed=1), normal(2, 2, 9, 5, seed=2)
+    if layout == "blhd":
+        query, key, value = (t.transpose(1, 2).contiguous() for t in (query, key, value))
+    own = [normal(4, 1, 9, seed=3), normal(4, seed=4).abs(), normal(4, seed=5)]
+    inputs = [t.to(device).requires_grad_() for t in (query, key, value, *own)]
+
+    def function(query, key, value, bias, slopes, sinks, backend):
+        return qkv.attention(
+            query, key, value, qkv.Causal("end"), bias, qkv.ALiBi(slopes), qkv.Softcap(4.0),
+            qkv.Sinks(sinks), qkv.RoPE(), qkv.Dropout(0.2, 5), layout=layout, backend=backend,
+        )  # fmt: skip
+
+    found = function(*inputs, "torch")
+    plain = [t.detach().cpu().requires_grad_() for t in inputs]
+    expected = function(*plain, "cpu")
+    assert_close(found.cpu(), expected)
+    gradients = torch.autograd.grad(found.square().sum(), inputs)
+    for a, b in zip(gradients, torch.autograd.grad(expected.square().sum(), plain), strict=True):
+        assert_close(a.cpu(), b)
+
+
+def test_second_derivatives() -> None:
+    inputs = [normal(1, 2, 3, 4, seed=n).requires_grad_() for n in range(3)]
+    assert gradcheck(
+        lambda *t: torch.autograd.grad(
+            qkv.attention(*t, qkv.Causal(), backend="torch").square().sum(), t, create_graph=True
+        ),
+        inputs,
+        fast_mode=True,
+    )
+
+
+def test_nothing_leaks_from_behind_a_mask() -> None:
+    query, key, value = (normal(1, 2, 6, 4, seed=n) for n in range(3))
+    key[:, :, 4], value[:, :, 5] = torch.nan, torch.inf
+    inputs = [t.requires_grad_() for t in (query, key, value)]
+    seen = qkv.attention(*inputs, qkv.Causal(), backend="torch")
+    assert seen[:, :, :4].isfinite().all()
+    assert not seen[:, :, 4:].isfinite().any()
+    out = qkv.attention(*inputs, qkv.KeyLengths(4), backend="torch")
+    gradients = torch.autograd.grad(out.square().sum(), inputs)
+    assert all(t.isfinite().all() for t in (out, *gradients))
+
+
+def test_memory_does_not_grow_with_the_square(monkeypatch: pytest.MonkeyPatch) -> None:
+    from qkv.bridges import torch_devices
+
+    sizes: list[int] = []
+    monkeypatch.setattr(torch_devices, "_PAIRS", 2**10)
+    query = normal(1, 1, 64, 4).requires_grad_()
+
+    def seen(tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(seen, lambda t: t):
+        out = qkv.attention(query, query, query, qkv.Causal(), backend="torch")
+    assert max(sizes, default=0) <= 64 * 4
+    (gradient,) = torch.autograd.grad(out.sum(), query)
+    expected = torch.autograd.grad(qkv.attention(query, query, query, qkv.Causal()).sum(), query)
+    assert_close(gradient, expected[0])
+
+
+def test_backends_of_the_cpu_are_refused_elsewhere() -> None:
+    query = torch.zeros(1, 2, 3, 4, device="meta")
+    with pytest.raises(qkv.UnsupportedError, match="query is on meta"):
+        qkv.attention(query, query, query, backend="cpu")
