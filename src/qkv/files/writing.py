@@ -13,7 +13,7 @@ import numpy as np
 from qkv.errors import FileError
 from qkv.files.contents import shown
 
-__all__ = ["write_arrays"]
+__all__ = ["replace_file", "write_arrays"]
 
 
 def write_arrays(
@@ -58,6 +58,11 @@ def write_arrays(
     if tokens is not None:
         said["tokens"] = json.dumps(list(tokens))
     data = save({name: np.ascontiguousarray(array) for name, array in arrays.items()}, said)
+    replace_file(path, data)
+
+
+def replace_file(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write a file whole under another name, then move it to `path`."""
     name = os.fspath(path)
     try:
         with tempfile.NamedTemporaryFile(dir=os.path.dirname(name) or ".", delete=False) as file:

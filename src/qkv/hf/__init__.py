@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from qkv.hf.attention import attend, observe
 from qkv.hf.layer_call import LayerCall, LayerWeights
 from qkv.hf.masks import StatedMask, state_mask
+from qkv.hf.record import inspect
 from qkv.hf.usage import NotUsedWarning, Usage, check
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Usage",
     "check",
     "enable",
+    "inspect",
     "observe",
 ]
 

@@ -1,0 +1,217 @@
+"""Every head of a transformers model while it runs."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from qkv.errors import ArgumentError, UnsupportedError
+from qkv.hf.attention import observe
+from qkv.hf.layer_call import LayerCall
+from qkv.inspection.model_record import Keep, ModelRecord
+
+__all__ = ["inspect"]
+
+Array = NDArray[Any]
+Progress = Callable[[int, int], None]
+
+_OTHER_SEQUENCE = re.compile(r"cross_?att|encoder_attn|EncDecAttention", re.IGNORECASE)
+"""Names of layers whose keys are those of another sequence."""
+
+
+@contextmanager
+def inspect(
+    model: torch.nn.Module,
+    *,
+    top: int = 4,
+    keep: Keep = None,
+    progress: Progress | None = None,
+) -> Iterator[ModelRecord]:
+    """Record the scores of every head of a model while it runs once.
+
+        with qkv.hf.inspect(model) as record:
+            model(**inputs)
+        record.heads()
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        Loaded with any attention implementation. It is switched to qkv inside the `with`, and
+        has its own again afterwards, also after an error.
+    top : int
+        Keys to keep of each query.
+    keep : "weights", layer numbers or None
+        Layers whose query and key are kept, so that `record[i].weights` can be read.
+    progress : callable (done, total), optional
+        Told of each layer that is done.
+
+    Yields
+    ------
+    ModelRecord
+        Filled while the model runs. What each score is, `qkv.inspection.head_scores` says.
+
+    Raises
+    ------
+    UnsupportedError
+        The model computes its attention without asking for an implementation.
+    ArgumentError
+        The model is called more than once, or not at all.
+
+    Notes
+    -----
+    Tokens are read from `input_ids` of the call (`decoder_input_ids` for decoders), padding from
+    `attention_mask`. Without ids (pictures, embeddings), or with a cache of earlier tokens,
+    duplicate and induction scores are NaN.
+
+    Cost: about five forward passes of attention; memory O(length), the weights are never there.
+
+    Examples
+    --------
+    >>> with qkv.hf.inspect(model) as record:  # doctest: +SKIP
+    ...     model(**tokenizer(text, return_tensors="pt"))
+    >>> record.best("induction")["head"]  # doctest: +SKIP
+    5
+    """
+    from qkv.hf import enable
+
+    enable()
+    name = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
+    record = ModelRecord(name, top=top, keep=keep)
+    run = _Run(model, record, progress)
+    hook = model.register_forward_pre_hook(run.begin, with_kwargs=True)
+    try:
+        with _switched(model), observe(run.see):
+            yield record
+    finally:
+        hook.remove()
+    run.require_layers()
+
+
+@dataclass(slots=True)
+class _Run:
+    """One run of a model: what it is called with, and the layers that have been seen."""
+
+    model: torch.nn.Module
+    record: ModelRecord
+    progress: Progress | None
+    names: dict[torch.nn.Module, str] = field(init=False)
+    inputs: dict[str, Any] | None = None
+    seen: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.names = {module: name for name, module in self.model.named_modules()}
+
+    def begin(self, module: torch.nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
+        if self.inputs is not None:
+            raise ArgumentError(
+                f"{type(module).__name__} was called twice; a record is of one call.",
+                action="Open one `with qkv.hf.inspect(model)` for each call; for generated text, "
+                "call the model once on all of it.",
+            )
+        self.inputs = {"input_ids": args[0], **inputs} if args else inputs
+        ids = self._given("input_ids")
+        self.record.tokens = None if ids is None else np.array(ids)
+
+    def see(self, call: LayerCall) -> None:
+        """Add the scores of one layer, before its output is computed."""
+        name = self.names.get(call.module)
+        if name is None or self.inputs is None:
+            return
+        one_sequence = not _OTHER_SEQUENCE.search(name)
+        ids, real = self._sequence_of(name, call) if one_sequence else (None, None)
+        self.seen[name] += 1
+        repeat = f" ({self.seen[name]})" if self.seen[name] > 1 else ""
+        self.record.add(
+            call.query.detach(),
+            call.key.detach(),
+            *call.variants,
+            name=name + repeat,
+            tokens=ids,
+            real=real,
+            scale=call.scale,
+            q_offset=call.q_offset,
+            kv_offset=call.kv_offset,
+            one_sequence=one_sequence,
+        )
+        if self.progress is not None:
+            self.progress(len(self.record), max(len(self.record), self._attention_layers()))
+
+    def require_layers(self) -> None:
+        """Complain of a model that did not run, or went its own way."""
+        name = type(self.model).__name__
+        if self.inputs is None:
+            raise ArgumentError(
+                f"{name} was not called inside the `with`.",
+                action="Call it there: model(**inputs).",
+            )
+        if not self.record.layers:
+            raise UnsupportedError(
+                f"{name} computes its attention itself and never calls qkv: nothing was seen.",
+                [("implementation", "set to qkv, which this model does not ask for")],
+                "Use a model that follows transformers' AttentionInterface.",
+            )
+
+    def _sequence_of(self, name: str, call: LayerCall) -> tuple[Array | None, Array | None]:
+        """Token ids and padding of a layer's keys, None where the inputs do not say them."""
+        config = getattr(self.model, "config", None)
+        both = getattr(config, "is_encoder_decoder", False)
+        prefix = "decoder_" if both and re.search(r"(^|\.)decoder\.", name) else ""
+        batch, _, q_len, _ = call.query.shape
+        kv_len = call.key.shape[2]
+        ids, real = self._given(f"{prefix}input_ids"), self._given(f"{prefix}attention_mask")
+        if ids is not None and (ids.shape != (batch, q_len) or call.q_offset or q_len > kv_len):
+            ids = None  # of another part of the model, or not all: the rest is in a cache
+        if real is not None and real.shape != (batch, call.q_offset + q_len):
+            real = None
+        if real is not None:
+            real = _filled(real[:, call.kv_offset :] != 0, kv_len, False)
+        return None if ids is None else _filled(ids, kv_len, 0), real
+
+    def _given(self, name: str) -> Array | None:
+        """An input (batch, length), if there is one of that kind."""
+        given = (self.inputs or {}).get(name)
+        if not isinstance(given, torch.Tensor) or given.ndim != 2:
+            return None
+        return np.asarray(given.detach().cpu().numpy())
+
+    def _attention_layers(self) -> int:
+        return sum("Attention" in type(module).__name__ for module in self.names)
+
+
+def _filled(rows: Array, length: int, fill: Any) -> Array:
+    """Rows (batch, n) for `length` keys; what a static cache does not hold yet is `fill`."""
+    missing = max(length - rows.shape[1], 0)
+    return np.pad(rows[:, :length], ((0, 0), (0, missing)), constant_values=fill)
+
+
+@contextmanager
+def _switched(model: Any) -> Iterator[None]:
+    """The model with qkv as its implementation, in every part of it; then with its own again."""
+    before = {id(config): (config, config._attn_implementation) for config in _configs(model)}
+    try:
+        model.set_attn_implementation("qkv")
+        yield
+    finally:
+        for config, implementation in before.values():
+            # The property would hand it on to parts that have one of their own.
+            config._attn_implementation_internal = implementation
+
+
+def _configs(model: Any) -> Iterator[Any]:
+    """The configurations of a model, of its parts, and those inside them."""
+    found = [module.config for module in model.modules() if hasattr(module, "config")]
+    while found:
+        config = found.pop()
+        if not hasattr(config, "_attn_implementation_internal"):
+            continue
+        yield config
+        parts: Mapping[str, Any] = getattr(config, "sub_configs", {})
+        found += [part for name in parts if (part := getattr(config, name, None)) is not None]

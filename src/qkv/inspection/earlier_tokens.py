@@ -1,0 +1,124 @@
+"""Which earlier keys hold the query's token, or follow one that does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.problem.builder import Builder, Shape
+from qkv.problem.dense import Dense
+from qkv.variants.algebra import MaskVariant
+
+__all__ = ["NO_TOKEN", "EarlierToken", "Tokens"]
+
+Array = NDArray[Any]
+
+NO_TOKEN = -1
+"""Number of a key that holds no token, or none that may be matched. No query has it."""
+
+_NO_QUERY = -2
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class EarlierToken(MaskVariant):
+    """Allowed where `q_ids[i] == kv_ids[j]` and the key is `at_least` positions behind.
+
+    Parameters
+    ----------
+    q_ids : integer array (batch, q_len)
+    kv_ids : integer array (batch, kv_len)
+    at_least : int
+        Of `q_pos - kv_pos`.
+    """
+
+    q_ids: Array
+    kv_ids: Array
+    at_least: int
+
+    def lower(self, builder: Builder) -> None:
+        of_query = builder.broadcast(self.q_ids[:, None, :, None], "q_ids")
+        of_key = builder.broadcast(self.kv_ids[:, None, None, :], "kv_ids")
+        builder.mask(of_query == of_key)
+        builder.mask(builder.kv_pos <= builder.q_pos - builder.scalar(self.at_least, "at_least"))
+
+    def naive(self, dense: Dense) -> None:
+        q_ids, kv_ids = (dense.row(ids, trailing=1) for ids in (self.q_ids, self.kv_ids))
+        dense.allowed &= q_ids[:, None] == kv_ids
+        dense.allowed &= dense.kv_pos <= dense.q_pos[:, None] - self.at_least
+
+    @classmethod
+    def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[EarlierToken]:
+        batch = int(np.prod(shape.batch_shape))
+        q_ids, kv_ids = (rng.integers(0, 3, (batch, n)) for n in (shape.q_len, shape.kv_len))
+        return (cls(q_ids, kv_ids, 1), cls(q_ids, kv_ids, 0))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tokens:
+    """Tokens of the rows of one layer, numbered so that equal ones of one sequence are equal.
+
+    Attributes
+    ----------
+    of_query : integer array (batch, q_len)
+    of_key : integer array (batch, kv_len)
+    before_key : integer array (batch, kv_len)
+        The token at the position before each key, in its own sequence.
+    q_pos, kv_pos : integer array (batch, q_len), (batch, kv_len)
+    """
+
+    of_query: Array
+    of_key: Array
+    before_key: Array
+    q_pos: Array
+    kv_pos: Array
+
+    @classmethod
+    def of(cls, ids: Array, real: Array, first: int, q_pos: Array, kv_pos: Array) -> Tokens:
+        """From token ids (batch, kv_len); query row 0 is key row `first`.
+
+        Packed sequences lie one after another: positions that do not rise begin a new one.
+        """
+        _, numbers = np.unique(ids, return_inverse=True)
+        numbers = numbers.reshape(ids.shape)
+        sequence = np.cumsum(starts(kv_pos), axis=1)
+        numbers = numbers + sequence * (numbers.max(initial=0) + 1)
+        of_key = np.where(real, numbers, NO_TOKEN)
+        before = np.full_like(of_key, NO_TOKEN)
+        before[:, 1:] = np.where(starts(kv_pos)[:, 1:], NO_TOKEN, of_key[:, :-1])
+        mine = slice(first, first + q_pos.shape[1])
+        of_query = np.where(real[:, mine], of_key[:, mine], _NO_QUERY)
+        return cls(of_query, of_key, before, q_pos, kv_pos)
+
+    @property
+    def duplicates(self) -> EarlierToken:
+        """Earlier positions that hold the query's token."""
+        return EarlierToken(self.of_query, self.of_key, 1)
+
+    @property
+    def followers(self) -> EarlierToken:
+        """Positions right after such positions."""
+        return EarlierToken(self.of_query, self.before_key, 0)
+
+    def queries_with(self, keys: EarlierToken) -> Array:
+        """Which queries have such a key at all, `(batch, q_len)`."""
+        found = np.zeros(keys.q_ids.shape, bool)
+        rows = (keys.q_ids, keys.kv_ids, self.q_pos, self.kv_pos)
+        for b, (q_ids, kv_ids, q_pos, kv_pos) in enumerate(zip(*rows, strict=True)):
+            order = np.lexsort((kv_pos, kv_ids))
+            ids, nearest = np.unique(kv_ids[order], return_index=True)
+            earliest = kv_pos[order][nearest]
+            place = np.minimum(np.searchsorted(ids, q_ids), len(ids) - 1)
+            behind = q_pos - earliest[place] >= keys.at_least
+            found[b] = (ids[place] == q_ids) & behind
+        return found
+
+
+def starts(kv_pos: Array) -> Array:
+    """The rows (batch, kv_len) with which a sequence begins: positions do not go on from before."""
+    first = np.ones(kv_pos.shape, bool)
+    first[:, 1:] = kv_pos[:, 1:] <= kv_pos[:, :-1]
+    return first

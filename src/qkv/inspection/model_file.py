@@ -1,0 +1,123 @@
+"""A model record as a file: safetensors, names in its metadata as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.errors import FileError
+from qkv.files.writing import replace_file
+from qkv.inspection.head_scores import SCORES, HeadScores
+from qkv.inspection.model_record import LayerRecord, ModelRecord
+
+__all__ = ["load", "save"]
+
+Array = NDArray[Any]
+
+SCHEMA, VERSION = "qkv-model-record", 1
+
+
+def save(record: ModelRecord, path: str | os.PathLike[str]) -> None:
+    """Write a record; see `ModelRecord.save`."""
+    from safetensors.numpy import save as as_bytes
+
+    arrays = {} if record.tokens is None else {"tokens": record.tokens.astype(np.int64)}
+    for layer in record:
+        arrays.update(_named(layer))
+    about = {
+        "schema": SCHEMA,
+        "version": VERSION,
+        "model": record.model,
+        "texts": None if record.texts is None else list(record.texts),
+        "layers": [layer.name for layer in record],
+    }
+    contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    replace_file(path, as_bytes(contiguous, {"qkv": json.dumps(about)}))
+
+
+def load(path: str | os.PathLike[str]) -> ModelRecord:
+    """Read a record; see `qkv.inspection.model_record.load`."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    name = repr(os.fspath(path))
+    try:
+        about = _about(path, name)
+        arrays = load_file(path)
+        return _record(about, arrays)
+    except FileError:
+        raise
+    except OSError as error:
+        raise FileError(
+            f"{name} cannot be read: {error.strerror or error}.",
+            action="Check the path and its permissions.",
+        ) from error
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise FileError(
+            f"{name} is no record of a model ({error}).", action="Write it with record.save(path)."
+        ) from error
+
+
+def _named(layer: LayerRecord) -> dict[str, Array]:
+    scores, place = layer.scores, f"layers.{layer.index}"
+    return {
+        **{f"{place}.rows.{name}": scores.rows[name] for name in SCORES},
+        **{f"{place}.counted.{name}": scores.counted[name] for name in SCORES},
+        f"{place}.received": scores.received,
+        f"{place}.top_keys": scores.top_keys,
+        f"{place}.top_weights": scores.top_weights,
+    }
+
+
+def _about(path: str | os.PathLike[str], name: str) -> dict[str, Any]:
+    from safetensors import safe_open
+
+    with safe_open(path, "numpy") as file:
+        said = (file.metadata() or {}).get("qkv")
+    about = json.loads(said) if said else {}
+    if not isinstance(about, dict) or about.get("schema") != SCHEMA:
+        raise FileError(
+            f"{name} is a safetensors file, but no record of a model.",
+            action="Write it with record.save(path).",
+        )
+    if about.get("version") != VERSION:
+        raise FileError(
+            f"{name} has version {about.get('version')!r}; this reads version {VERSION}.",
+            action="Read it with the version of qkv that wrote it.",
+        )
+    return about
+
+
+def _record(about: dict[str, Any], arrays: dict[str, Array]) -> ModelRecord:
+    record = ModelRecord(str(about["model"]))
+    record.tokens = arrays.get("tokens")
+    texts = about["texts"]
+    record.texts = None if texts is None else [str(text) for text in texts]
+    record.layers.extend(_layers(about["layers"], arrays))
+    return record
+
+
+def _layers(names: list[str], arrays: dict[str, Array]) -> Iterator[LayerRecord]:
+    for index, name in enumerate(names):
+        place = f"layers.{index}"
+        rows = {score: arrays[f"{place}.rows.{score}"] for score in SCORES}
+        counted = {score: arrays[f"{place}.counted.{score}"] for score in SCORES}
+        received, keys, best = (
+            arrays[f"{place}.{part}"] for part in ("received", "top_keys", "top_weights")
+        )
+        batch, num_heads, q_len = rows["entropy"].shape
+        fits = (
+            all(row.shape == (batch, num_heads, q_len) for row in rows.values())
+            and all(c.shape == (batch, q_len) and c.dtype == bool for c in counted.values())
+            and received.shape[:-1] == (batch, num_heads)
+            and keys.shape == best.shape
+            and keys.shape[:-1] == (batch, num_heads, q_len)
+        )
+        if not fits:
+            raise ValueError(f"the shapes of layer {index} do not fit each other")
+        yield LayerRecord(index, str(name), HeadScores(rows, counted, received, keys, best, None))

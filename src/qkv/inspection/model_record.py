@@ -1,0 +1,263 @@
+"""Every head of a model on one text: numbers per layer and head, and how they are kept.
+
+Knows no library of models: layers are added one by one, as query, key and what was said between.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.arrays import view
+from qkv.errors import ArgumentError
+from qkv.inspection.head_scores import SCORES, HeadScores, head_scores, kind_of
+from qkv.inspection.weights import LazyWeights
+
+__all__ = ["HeadTable", "Keep", "LayerRecord", "ModelRecord", "load"]
+
+Array = NDArray[Any]
+Keep = Literal["weights"] | Collection[int] | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerRecord:
+    """One call of one attention layer.
+
+    Attributes
+    ----------
+    index : int
+        Place in the order of calls.
+    name : str
+        Name of the module in its model.
+    scores : HeadScores
+        Query by query; see there.
+    """
+
+    index: int
+    name: str
+    scores: HeadScores
+
+    @property
+    def num_heads(self) -> int:
+        return int(self.scores.received.shape[1])
+
+    @property
+    def rows(self) -> dict[str, Array]:
+        """Each score, query by query: `(batch, num_heads, q_len)`."""
+        return self.scores.rows
+
+    @property
+    def received(self) -> Array:
+        """`sum_i w[i, j]`, `(batch, num_heads, kv_len)`, over queries that are no padding."""
+        return self.scores.received
+
+    @property
+    def top(self) -> tuple[Array, Array]:
+        """Indices and weights of the best keys of each query, `(batch, num_heads, q_len, k)`."""
+        return self.scores.top_keys, self.scores.top_weights
+
+    @property
+    def weights(self) -> LazyWeights:
+        """The weights `(batch, num_heads, q_len, kv_len)`, computed where they are sliced."""
+        if self.scores.weights is None:
+            raise ArgumentError(
+                f"layer {self.index} ({self.name}) kept no query and key to compute weights from.",
+                action=f'Inspect with keep="weights", or keep=[{self.index}].',
+            )
+        return self.scores.weights
+
+    def heads(self) -> list[dict[str, Any]]:
+        """One row for each head: layer, head, kind, and the mean of each score."""
+        means = self.scores.means()
+        rows = [{name: float(means[name][h]) for name in SCORES} for h in range(self.num_heads)]
+        return [
+            {"layer": self.index, "head": h, "kind": kind_of(row), **row}
+            for h, row in enumerate(rows)
+        ]
+
+    def __repr__(self) -> str:
+        batch, num_heads, q_len = self.rows["entropy"].shape
+        kv_len = self.received.shape[-1]
+        return (
+            f"LayerRecord({self.index}, {self.name!r}, {num_heads} heads, "
+            f"{batch} x {q_len} queries, {kv_len} keys)"
+        )
+
+
+class HeadTable(list[dict[str, Any]]):
+    """Rows of a table, one for each head; printed as one."""
+
+    def __repr__(self) -> str:
+        if not self:
+            return "HeadTable([])"
+        columns = [(name, [_cell(row[name]) for row in self]) for name in self[0]]
+        widths = [max(len(name), *map(len, cells)) for name, cells in columns]
+        names, cells = [name for name, _ in columns], zip(*(c for _, c in columns), strict=True)
+        lines = [
+            "  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True))
+            for line in (names, *cells)
+        ]
+        return "\n".join(lines)
+
+
+class ModelRecord:
+    """The heads of a model on one text.
+
+    Parameters
+    ----------
+    model : str
+        Its name.
+    top : int
+        Keys to keep of each query.
+    keep : "weights", layer numbers or None
+        Layers whose query and key are kept, so that their weights can be read.
+
+    Attributes
+    ----------
+    layers : list of LayerRecord
+        In the order of their calls.
+    tokens : integer array (batch, length) or None
+        Token ids.
+    texts : sequence of str or None
+        The tokens of batch row 0, as text.
+
+    Notes
+    -----
+    Memory: `4 * (9 + 2 * top)` bytes for each layer, head and query, and query and key of the
+    layers that are kept.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> record = ModelRecord("one layer", keep="weights")
+    >>> x = 4 * np.eye(4)[None]
+    >>> layer = record.add(np.roll(x, -1, axis=2), x, qkv.Causal(), name="layer 0")
+    >>> record.heads()[0]["kind"]
+    'previous'
+    >>> record[0].weights[0, 0, 2].round(3)
+    array([0.   , 0.999, 0.   , 0.   ])
+    """
+
+    def __init__(self, model: str, *, top: int = 4, keep: Keep = None) -> None:
+        if isinstance(keep, str) and keep != "weights":
+            raise ArgumentError(
+                f"keep={keep!r} is not known.",
+                action='Pass "weights" for all layers, or the numbers of some.',
+            )
+        self.model = model
+        self.layers: list[LayerRecord] = []
+        self.tokens: Array | None = None
+        self.texts: Sequence[str] | None = None
+        self._top = top
+        self._keep = keep
+
+    def add(self, query: Any, key: Any, *variants: Any, name: str, **said: Any) -> LayerRecord:
+        """Compute the scores of the next layer, and keep them.
+
+        Parameters
+        ----------
+        query, key, *variants, **said
+            As for `head_scores`, which does not ask for values.
+        name : str
+            Name of the layer.
+        """
+        index = len(self.layers)
+        kept = (
+            self._keep == "weights" if isinstance(self._keep, str) else index in (self._keep or ())
+        )
+        if kept:
+            # A static cache is written again by the next call.
+            key = np.array(view(key, "key"))
+        scores = head_scores(query, key, *variants, top=self._top, **said)
+        layer = LayerRecord(index, name, scores if kept else replace(scores, weights=None))
+        self.layers.append(layer)
+        return layer
+
+    def layer(self, index: int) -> LayerRecord:
+        """One layer, from the end if negative."""
+        if not -len(self.layers) <= index < len(self.layers):
+            raise ArgumentError(
+                f"layer {index} does not exist.",
+                action=f"Choose from 0 to {len(self.layers) - 1}."
+                if self.layers
+                else "Call the model first: no layer has run.",
+            )
+        return self.layers[index]
+
+    def __getitem__(self, index: int) -> LayerRecord:
+        try:
+            return self.layer(index)
+        except ArgumentError as error:
+            raise IndexError(str(error)) from None
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __iter__(self) -> Iterator[LayerRecord]:
+        return iter(self.layers)
+
+    def __repr__(self) -> str:
+        heads = sum(layer.num_heads for layer in self)
+        return f"ModelRecord({self.model!r}, {len(self)} layers, {heads} heads)"
+
+    def heads(self) -> Any:
+        """One row for each layer and head, averaged over batch and queries that are no padding.
+
+        Returns
+        -------
+        pandas.DataFrame or HeadTable
+            Columns layer, head, kind and each of `SCORES`; a list of dicts where pandas is not
+            installed.
+        """
+        rows = self.rows()
+        try:
+            pandas = import_module("pandas")
+        except ImportError:
+            return rows
+        return pandas.DataFrame(list(rows))
+
+    def rows(self) -> HeadTable:
+        """The rows of `heads()`, whether pandas is there or not."""
+        return HeadTable(row for layer in self for row in layer.heads())
+
+    def best(self, score: str) -> dict[str, Any] | None:
+        """The row of the head with the largest mean of a score; None if it applies to none."""
+        rows = [row for row in self.rows() if np.isfinite(row[score])]
+        return max(rows, key=lambda row: row[score], default=None)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write all numbers to a safetensors file with names in its metadata; no weights.
+
+        Raises
+        ------
+        FileError
+            If the file cannot be written.
+        """
+        from qkv.inspection.model_file import save
+
+        save(self, path)
+
+
+def load(path: str | os.PathLike[str]) -> ModelRecord:
+    """Read a record that `ModelRecord.save` wrote.
+
+    Raises
+    ------
+    FileError
+        The file is missing, broken, or of another kind.
+    """
+    from qkv.inspection.model_file import load
+
+    return load(path)
+
+
+def _cell(value: Any) -> str:
+    if value is None or value != value:
+        return "-"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
