@@ -1,0 +1,172 @@
+"""A transformer small enough to read whole: two layers of four heads, trained to repeat.
+
+Trained by `examples/train_tiny_model.py`; how it went is in `tiny_loss.json` and, drawn, in
+`docs/tiny-model.md`. Needs NumPy and no framework.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import resources
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+import qkv
+from qkv.errors import ArgumentError
+
+__all__ = ["ALPHABET", "LAYERS", "NUM_HEADS", "TinyModel", "tiny_model"]
+
+Array = NDArray[Any]
+
+ALPHABET = "\ufffd\n" + "".join(map(chr, range(32, 127)))
+"""The character of each id: any that is not here, a new line, and what ASCII can print."""
+
+NUM_HEADS = 4
+LAYERS: tuple[tuple[Any, ...], ...] = (
+    (qkv.Causal(), qkv.SlidingWindow(15, 0), qkv.RoPE()),
+    (qkv.Causal(),),
+)
+"""What each layer says besides query, key and value: the first sees the nearest 16 characters and
+where they stand; the second all, and not where. Neither knows a distance that it was not trained
+on, so the heads work on texts of any length."""
+
+EPSILON = 1e-6
+
+_IDS = {character: index for index, character in enumerate(ALPHABET)}
+
+
+class TinyModel:
+    """A causal transformer of attention alone, of characters, in float32.
+
+        x = embedding[ids]
+        x = x + attention(norm(x) W_q, norm(x) W_k, norm(x) W_v) W_o      in each layer
+        logits = norm(x) U,   norm(x) = x / sqrt(mean(x^2) + 1e-6)
+
+    Attention is causal. That of layer 0 is rotary and sees 16 characters; layer 1 sees all, without
+    positions.
+
+    Parameters
+    ----------
+    weights : mapping of str to array
+        `embedding.weight` and `unembedding.weight` (vocabulary, width), and for each layer
+        `layers.0.q_proj.weight`, `k_proj`, `v_proj`, `out_proj` (width, width), to multiply from
+        the left.
+
+    Notes
+    -----
+    Source: Elhage et al., "A Mathematical Framework for Transformer Circuits" (2021), whose models
+    of two layers these are; Olsson et al., "In-context Learning and Induction Heads" (2022).
+    """
+
+    name = "tiny"
+
+    def __init__(self, weights: Mapping[str, Array]) -> None:
+        self._embedding = weights["embedding.weight"]
+        self._unembedding = weights["unembedding.weight"]
+        self._layers = [
+            {role: weights[f"layers.{layer}.{role}_proj.weight"] for role in ("q", "k", "v", "out")}
+            for layer in range(len(LAYERS))
+        ]
+
+    def encode(self, text: str) -> list[int]:
+        """The id of each character; 0 for one that the model does not know."""
+        return [_IDS.get(character, 0) for character in text]
+
+    def tokens(self, ids: Sequence[int]) -> list[str]:
+        """The character of each id."""
+        return [ALPHABET[index] for index in self._checked(ids)]
+
+    def repeated_sequence(self, period: int = 32, seed: int = 0) -> list[int]:
+        """Random characters, twice: what shows both kinds of head best.
+
+        Returns
+        -------
+        list of int (2 * period,)
+        """
+        once = np.random.default_rng(seed).integers(0, len(ALPHABET), period)
+        return [int(index) for index in np.tile(once, 2)]
+
+    def attention_inputs(
+        self, ids: Sequence[int]
+    ) -> Iterator[tuple[Array, Array, Array, tuple[Any, ...]]]:
+        """Query, key, value and variants of each layer, as `qkv.inspect` takes them.
+
+        Yields
+        ------
+        (query, key, value, variants)
+            float32 arrays (num_heads, length, head_dim).
+        """
+        for layer, variants, x in zip(self._layers, LAYERS, self._states(ids), strict=False):
+            yield *self._heads(layer, x), variants
+
+    def logits(self, ids: Sequence[int]) -> Array:
+        """Scores of every character to follow each position, float32 (length, vocabulary)."""
+        *_, last = self._states(ids)
+        logits: Array = _norm(last) @ self._unembedding.T
+        return logits
+
+    def _states(self, ids: Sequence[int]) -> Iterator[Array]:
+        """What each layer reads, (length, width), and at last what all of them have written."""
+        x = self._embedding[self._checked(ids)]
+        yield x
+        for layer, variants in zip(self._layers, LAYERS, strict=True):
+            out = qkv.attention(*self._heads(layer, x), *variants)
+            x = x + out.swapaxes(0, 1).reshape(x.shape) @ layer["out"].T
+            yield x
+
+    def _heads(self, layer: dict[str, Array], x: Array) -> tuple[Array, Array, Array]:
+        rows = _norm(x)
+        q, k, v = (
+            (rows @ layer[role].T).reshape(len(x), NUM_HEADS, -1).swapaxes(0, 1) for role in "qkv"
+        )
+        return q, k, v
+
+    def _checked(self, ids: ArrayLike) -> Array:
+        array = np.asarray(ids)
+        if array.size == 0:
+            array = array.astype(np.intp)
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise ArgumentError(
+                f"ids are {array.dtype} {array.shape}, not one row of whole numbers.",
+                action="Pass tiny_model().encode(text).",
+            )
+        if array.size and not 0 <= array.min() <= array.max() < len(ALPHABET):
+            raise ArgumentError(
+                f"ids reach from {array.min()} to {array.max()}; there are 0 to "
+                f"{len(ALPHABET) - 1}.",
+                action="Pass tiny_model().encode(text).",
+            )
+        return array
+
+
+def _norm(x: Array) -> Array:
+    """`x / sqrt(mean(x^2) + 1e-6)` of each row."""
+    scaled: Array = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(EPSILON))
+    return scaled
+
+
+def tiny_model() -> TinyModel:
+    """The trained model, read from the package.
+
+    Returns
+    -------
+    TinyModel
+
+    Notes
+    -----
+    180 kB. In layer 0 a head reads the previous character; in layer 1 heads read what came after
+    an earlier occurrence of the present one.
+
+    Examples
+    --------
+    >>> import qkv, qkv.samples
+    >>> model = qkv.samples.tiny_model()
+    >>> ids = model.encode("qkv makes #7 ... qkv makes #")
+    >>> model.tokens([model.logits(ids)[-1].argmax()])
+    ['7']
+    """
+    from safetensors.numpy import load
+
+    return TinyModel(load(resources.files("qkv.samples").joinpath("tiny.safetensors").read_bytes()))
