@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("jax.numpy", reason="jax is not installed")
+pytest.importorskip("jax", minversion="0.10", reason="compared with jax 0.10 or later")
 
 import jax
 import jax.export

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("jax.numpy", reason="jax is not installed")
+pytest.importorskip("jax", minversion="0.10", reason="compared with jax 0.10 or later")
 
 
 def test_the_loss_falls(capsys: pytest.CaptureFixture[str]) -> None:

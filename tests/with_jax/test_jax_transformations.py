@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("jax.numpy", reason="jax is not installed")
+pytest.importorskip("jax", minversion="0.10", reason="compared with jax 0.10 or later")
 
 import jax
 import jax.numpy as jnp
@@ -249,8 +250,53 @@ def test_a_process_ends(arguments: tuple[str, str]) -> None:
     assert "CANCELLED: qkv: the interpreter is ending" in ran.stdout
 
 
-def test_where_xla_does_not_take_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same by `jax.pure_callback`."""
+SHARDED = """
+import jax, jax.numpy as jnp, numpy as np
+import qkv
+from jax.sharding import Mesh, PartitionSpec as P
+mesh = Mesh(np.array(jax.devices()), ("data",))
+rng = np.random.default_rng(0)
+x, along = (jnp.asarray(rng.normal(size=(4, 2, 9, 8)), jnp.float32) for _ in range(2))
+bias = jnp.asarray(rng.normal(size=(9, 9)), jnp.float32)
+
+def attend(x, bias):
+    return qkv.attention(x, x, x, bias, qkv.Causal(), return_lse=True)
+
+split = (P("data"), P("data"))
+sharded = jax.shard_map(attend, mesh=mesh, in_specs=(P("data"), P()), out_specs=split)
+for part in (0, 1):
+    both = []
+    for f in (sharded, attend):
+        def total(x, bias, f=f):
+            result = f(x, bias)[part]
+            return (result * (along if part == 0 else along[..., 0])).sum(), result
+        both.append(jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))(x, bias))
+    for got, right in zip(*map(jax.tree.leaves, both), strict=True):
+        np.testing.assert_allclose(got, right, atol=2e-6)
+print(len(jax.devices()))
+"""
+
+
+def test_shard_map() -> None:
+    """Each device its rows, at the same time; a bias that all share has the sum of gradients."""
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    ran = subprocess.run(
+        [sys.executable, "-c", SHARDED],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, **flags},
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip() == "4"
+
+
+@pytest.mark.parametrize("other_device", [False, True], ids=["refused", "other device"])
+def test_where_xla_does_not_take_the_function(
+    monkeypatch: pytest.MonkeyPatch, other_device: bool
+) -> None:
+    """The same by `jax.pure_callback`; what lies on the CPU beside another device is as ever."""
     q, k, v = arrays(3, 2)
     bias = jnp.asarray(np.random.default_rng(2).normal(size=(9, 9)), jnp.float32)
 
@@ -259,11 +305,14 @@ def test_where_xla_does_not_take_the_function(monkeypatch: pytest.MonkeyPatch) -
 
     gradient = jax.value_and_grad(lambda q, bias: f(q, bias).sum(), argnums=(0, 1))
     right = jax.jit(gradient)(q, bias)
-    monkeypatch.setattr(jax_rules, "_is_registered", lambda: False)
+    if other_device:
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    else:
+        monkeypatch.setattr(jax_rules, "_is_registered", lambda: False)
     jax.clear_caches()
     try:
         text = jax.jit(gradient).lower(q, bias).as_text()
-        assert "callback" in text
+        assert ("callback" in text) is not other_device
         jax.tree.map(near, jax.jit(gradient)(q, bias), right)
     finally:
         jax.clear_caches()

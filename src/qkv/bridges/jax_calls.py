@@ -46,7 +46,7 @@ def attention(
     said = state(variants, is_array, **keywords)
     if any(isinstance(array, jax.core.Tracer) for array in (query, key, value, *said.arrays)):
         operands = (_operand(query, "query"), _operand(key, "key"), _operand(value, "value"))
-        inputs = (*operands, *map(jnp.asarray, said.arrays))
+        inputs = rules.varying((*operands, *map(jnp.asarray, said.arrays)))
         operation = Operation(
             statement=said.text,
             ndims=tuple(array.ndim for array in inputs),

@@ -30,7 +30,7 @@ from qkv.bridges.jax_operations import Operation, compute
 from qkv.errors import DTypeError, QkvError, ShapeError, UnsupportedError
 from qkv.variants import RoPE
 
-__all__ = ["attend"]
+__all__ = ["attend", "varying"]
 
 _TARGET = "qkv"
 Shapes = tuple[jax.ShapeDtypeStruct, ...]
@@ -56,7 +56,8 @@ def _back(operation: Operation, kept: Any, cotangents: Any) -> tuple[tuple[Any, 
     values, out, lse, followed = kept
     wanted = _numbers(followed)
     grad_out, grad_lse = cotangents
-    along = [jnp.zeros(out.shape, out.dtype) if _is_zero(grad_out) else grad_out]
+    zero = varying((out, jnp.zeros(out.shape, out.dtype)))[1]
+    along = [zero if _is_zero(grad_out) else grad_out]
     along += [] if _is_zero(grad_lse) else [grad_lse]
     found = iter(_backward(replace(operation, wanted=wanted), *values, out, lse, *along))
     return (tuple(None if entry is None else next(found) for entry in followed),)
@@ -98,10 +99,12 @@ def _call(operation: Operation, shapes: Shapes, inputs: Sequence[Any]) -> Any:
         return jax.pure_callback(on_host, shapes, *inputs, vmap_method="expand_dims")
 
     if not _is_registered():
-        return python(*inputs)
-    if jax.default_backend() == "cpu":
-        return foreign(*inputs)
-    return jax.lax.platform_dependent(*inputs, cpu=foreign, default=python)
+        results = python(*inputs)
+    elif jax.default_backend() == "cpu":
+        results = foreign(*inputs)
+    else:
+        results = jax.lax.platform_dependent(*inputs, cpu=foreign, default=python)
+    return varying((inputs[0], *results))[1:]
 
 
 @lru_cache(maxsize=1)
@@ -171,6 +174,35 @@ def _shapes_of_results(operation: Operation, inputs: Sequence[Any]) -> Shapes:
         jax.ShapeDtypeStruct(out, query.dtype),
         jax.ShapeDtypeStruct(rows, spec.compute_dtype),
     )
+
+
+def _axes(array: Any) -> frozenset[str]:
+    """Axes of `shard_map` along which an array is not the same on every device."""
+    kind = jax.typeof(array)
+    manual = getattr(kind, "manual_axis_type", None)  # since JAX 0.10
+    return frozenset(manual.varying if manual else getattr(kind, "vma", ()))
+
+
+def varying(arrays: Sequence[Any]) -> tuple[Any, ...]:
+    """Arrays that all differ between devices where one does: one call is made on each.
+
+    JAX adds up the gradients of those that did not.
+    """
+    axes = frozenset[str]().union(*map(_axes, arrays))
+
+    def cast(array: Any) -> Any:
+        more = tuple(sorted(axes - _axes(array)))
+        if not more:
+            return array
+        lax: Any = jax.lax
+        # The second is the name before JAX 0.8.
+        return (
+            lax.pcast(array, more, to="varying")
+            if hasattr(lax, "pcast")
+            else lax.pvary(array, more)
+        )
+
+    return tuple(map(cast, arrays))
 
 
 def _refuse_constants(operation: Operation, values: Sequence[Any], wanted: Sequence[int]) -> None:
