@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-import qkv
+from qkv._api import attention
 from qkv.errors import ArgumentError
+from qkv.variants import Causal, RoPE, SlidingWindow
 
 __all__ = ["ALPHABET", "LAYERS", "NUM_HEADS", "TinyModel", "tiny_model"]
 
@@ -25,8 +26,8 @@ ALPHABET = "\ufffd\n" + "".join(map(chr, range(32, 127)))
 
 NUM_HEADS = 4
 LAYERS: tuple[tuple[Any, ...], ...] = (
-    (qkv.Causal(), qkv.SlidingWindow(15, 0), qkv.RoPE()),
-    (qkv.Causal(),),
+    (Causal(), SlidingWindow(15, 0), RoPE()),
+    (Causal(),),
 )
 """What each layer says besides query, key and value: the first sees the nearest 16 characters and
 where they stand; the second all, and not where. Neither knows a distance that it was not trained
@@ -112,7 +113,7 @@ class TinyModel:
         x = self._embedding[self._checked(ids)]
         yield x
         for layer, variants in zip(self._layers, LAYERS, strict=True):
-            out = qkv.attention(*self._heads(layer, x), *variants)
+            out = attention(*self._heads(layer, x), *variants)
             x = x + out.swapaxes(0, 1).reshape(x.shape) @ layer["out"].T
             yield x
 
