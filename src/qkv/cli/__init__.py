@@ -24,6 +24,7 @@ examples:
   qkv inspect                          a layer of a real model, every head in a row
   qkv inspect --query 75 --head 3      where one token looks
   qkv inspect FILE --causal            arrays q, k, v from a safetensors or npz file
+  qkv inspect --model tiny             a map of a whole model: which kind each head is
   qkv explain --query 1                attention step by step, with every number
   qkv bench --quick                    speed on this machine, beside other libraries
   qkv info                             what this machine can run
@@ -91,9 +92,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _inspect(options: argparse.Namespace) -> str:
-    from qkv.cli.inspect_command import run
+    from qkv.cli import inspect_command, model_command
 
-    return run(options)
+    if options.model is not None:
+        return model_command.run(options)
+    model_command.refuse_without_model(options)
+    return inspect_command.run(options)
 
 
 def _explain(options: argparse.Namespace) -> str:
@@ -137,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
         "Entropy in nats, the share of weight on the first, previous, own and next token, and the "
         "strongest pairs (query -> key) of each head, averaged over all queries. Pairs with the "
         "first key, which many heads use as a resting place, are in the JSON only. Without FILE: "
-        "a layer of all-MiniLM-L6-v2 that reads a paragraph.",
+        "a layer of all-MiniLM-L6-v2 that reads a paragraph. With --model: every head of a model.",
     )
     _add_problem(inspect)
     inspect.add_argument("--query", type=int, metavar="N", help="only query row N, its top keys")
@@ -146,6 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument(
         "--top", type=int, metavar="K", help="pairs, or keys, to show of each head"
     )
+    _add_model(inspect)
 
     explain = _command(
         commands,
@@ -215,6 +220,22 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
         "--q-offset", type=_offset, metavar="X", help="position of query 0: integer, start, end"
     )
     parser.add_argument("--scale", type=float, metavar="S", help="default: head_dim ** -0.5")
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    model = parser.add_argument_group(
+        "a whole model", "Which kind each head is: induction, duplicate, previous, own or sink."
+    )
+    model.add_argument(
+        "--model", metavar="NAME", help="folder or name of a transformers model, or tiny"
+    )
+    model.add_argument("--text", metavar="FILE", help="what it reads (default: a paragraph)")
+    model.add_argument("--tokens", type=int, metavar="N", help="read only the first N tokens")
+    model.add_argument("--html", metavar="FILE", help="also write a report, one page, offline")
+    model.add_argument("--save", metavar="FILE", help="also write all numbers, as safetensors")
+    model.add_argument(
+        "--download", action="store_true", help="fetch the model if it is not on this machine"
+    )
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:

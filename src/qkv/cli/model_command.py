@@ -1,0 +1,150 @@
+"""`qkv inspect --model`: which kind of head each head of a model is, as a map."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from qkv.cli.model_loading import inspect_model
+from qkv.cli.terminal import Bar, Page
+from qkv.errors import ArgumentError
+from qkv.files.writing import replace_file
+from qkv.inspection.head_scores import KINDS, THRESHOLD
+from qkv.inspection.model_record import ModelRecord
+from qkv.inspection.report import LETTERS, MEANINGS, html
+
+__all__ = ["refuse_without_model", "run"]
+
+SCHEMA, VERSION = "qkv-inspect-model", 1
+
+_STYLES = {
+    "induction": "bold black on magenta",
+    "duplicate": "bold black on blue",
+    "previous": "bold black on green",
+    "own": "bold black on cyan",
+    "sink": "bold black on yellow",
+}
+_CAUTION = "Attention is not explanation: weights show where a head reads, not why."
+_OF_A_FILE = {
+    "file": "FILE", "causal": "--causal", "q_offset": "--q-offset", "scale": "--scale",
+    "query": "--query", "head": "--head", "batch": "--batch", "top": "--top",
+}  # fmt: skip
+_OF_A_MODEL = {
+    "text": "--text", "download": "--download", "tokens": "--tokens", "html": "--html",
+    "save": "--save",
+}  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> str:
+    """The output of the command."""
+    _refuse(options, _OF_A_FILE, "goes with a file of arrays, not with --model")
+    if options.layout != "bhld":
+        raise ArgumentError("--layout goes with a file of arrays, not with --model.")
+    if options.tokens is not None and options.tokens < 1:
+        raise ArgumentError(f"--tokens {options.tokens} reads nothing.", action="Pass 1 or more.")
+    for file in filter(None, (options.html, options.save)):
+        # Not after minutes of work.
+        if not Path(file).absolute().parent.is_dir():
+            raise ArgumentError(f"{file} is in no folder.", action="Make the folder first.")
+    with Bar(f"inspecting {Page().token(options.model, 40)}", passes=1) as bar:
+        record = inspect_model(options, bar)
+    if options.save:
+        record.save(options.save)
+    if options.html:
+        replace_file(options.html, html(record).encode("utf-8"))
+    return _json(record) if options.json else _shown(record, options)
+
+
+def refuse_without_model(options: argparse.Namespace) -> None:
+    """Complain of an option that says something of a model, where there is none."""
+    _refuse(options, _OF_A_MODEL, "goes with --model")
+
+
+def _refuse(options: argparse.Namespace, names: dict[str, str], reason: str) -> None:
+    for attribute, shown in names.items():
+        if getattr(options, attribute) not in (None, False):
+            raise ArgumentError(f"{shown} {reason}.", action="See qkv inspect --help.")
+
+
+# --- the map -------------------------------------------------------------------------------------
+
+
+def _shown(record: ModelRecord, options: argparse.Namespace) -> str:
+    page = Page()
+    rows = list(record.rows())
+    length = 0 if record.tokens is None else record.tokens.shape[-1]
+    title = f"{page.token(record.model, 200)}, {len(record)} layers, {len(rows)} heads"
+    parts: list[Any] = [Text(f"{title}, {length} tokens"), Text()]
+    parts += _map(page, record, rows)
+    parts += [Text(), _legend(page, record, rows), Text()]
+    parts.append(Text(f"A letter stands for a mean weight of {THRESHOLD} or more.", style="dim"))
+    if options.html:
+        parts.append(Text(f"Written: {page.token(options.html, 300)}", no_wrap=True))
+    parts.append(Text(_CAUTION, style="dim"))
+    return page.render(*parts)
+
+
+def _map(page: Page, record: ModelRecord, rows: list[dict[str, Any]]) -> Iterator[Text]:
+    """One line for each layer, one letter for each head."""
+    widest = max((layer.num_heads for layer in record), default=0)
+    label = len(f"layer {len(record) - 1}") + 2
+    gap = " " if label + 2 * widest <= page.width else ""
+    every = 4 * len(gap + "x")
+    numbers = "".join(str(head).ljust(every) for head in range(0, widest, 4))
+    yield Text("head".ljust(label) + numbers, style="dim", no_wrap=True)
+    for layer in record:
+        line = Text(f"layer {layer.index}".ljust(label), no_wrap=True)
+        for row in (row for row in rows if row["layer"] == layer.index):
+            line.append(*_letter(page, row["kind"]))
+            line.append(gap)
+        yield line
+
+
+def _letter(page: Page, kind: str | None) -> tuple[str, str]:
+    if kind is None:
+        return ("." if page.ascii else "·"), "dim"
+    return LETTERS[kind], _STYLES[kind]
+
+
+def _legend(page: Page, record: ModelRecord, rows: list[dict[str, Any]]) -> Table:
+    """Each kind: its letter, where its weight goes, how many heads, and the strongest."""
+    table = page.table("", "kind", "most weight on", ">heads", "strongest", ">weight")
+    for kind in KINDS:
+        best = record.best(kind)
+        strongest = f"layer {best['layer']} head {best['head']}" if best else "-"
+        table.add_row(
+            Text(*_letter(page, kind)),
+            kind,
+            MEANINGS[kind],
+            str(sum(row["kind"] == kind for row in rows)),
+            strongest,
+            f"{best[kind]:.2f}" if best else "-",
+        )
+    return table
+
+
+# --- JSON ----------------------------------------------------------------------------------------
+
+
+def _json(record: ModelRecord) -> str:
+    data = {
+        "schema": SCHEMA,
+        "version": VERSION,
+        "model": record.model,
+        "tokens": None if record.texts is None else list(record.texts),
+        "ids": None if record.tokens is None else record.tokens[0].tolist(),
+        "layers": [{"layer": x.index, "name": x.name, "num_heads": x.num_heads} for x in record],
+        "heads": [{name: _finite(value) for name, value in row.items()} for row in record.rows()],
+    }
+    return json.dumps(data, indent=2, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

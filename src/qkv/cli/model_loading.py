@@ -1,0 +1,242 @@
+"""A model and a text for the command line, and what running the one on the other shows.
+
+Weights come from safetensors files only and no code of a model's repository is run. Nothing is
+fetched unless that was asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qkv.errors import ArgumentError, FileError, QkvError, UnsupportedError
+from qkv.inspection.model_record import ModelRecord
+
+__all__ = ["inspect_model"]
+
+Progress = Callable[[int, int], None]
+
+TINY = "tiny"
+_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_MOST_BYTES = 1 << 26
+_LONGEST_REASON = 300
+
+
+def inspect_model(options: argparse.Namespace, progress: Progress) -> ModelRecord:
+    """Run the model of `--model` on the text of `--text`.
+
+    Raises
+    ------
+    QkvError
+        The model or the text cannot be used; the message says why.
+    """
+    text = None if options.text is None else _text(options.text)
+    if options.model == TINY:
+        return _inspect_tiny(text, options.tokens, progress)
+    if text is None:
+        from qkv.samples import real_sample
+
+        text = real_sample().paragraph
+    return _inspect_transformer(options.model, text, options, progress)
+
+
+def _text(path: str) -> str:
+    """A text file, whole."""
+    name = repr(path)
+    try:
+        found = os.stat(path)
+        if not stat.S_ISREG(found.st_mode):
+            raise FileError(f"{name} is no regular file.", action="Pass a file of text.")
+        if found.st_size > _MOST_BYTES:
+            raise FileError(
+                f"{name} has {found.st_size} bytes; at most {_MOST_BYTES} are read.",
+                action="Cut the text.",
+            )
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise FileError(
+            f"{name} is not UTF-8 text: byte {error.start} is none.", action="Convert it to UTF-8."
+        ) from error
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise FileError(
+            f"{name} cannot be read: {reason}.", action="Check the path of --text."
+        ) from error
+    if not text.strip():
+        raise FileError(f"{name} holds no text.", action="Write a sentence into it.")
+    return text
+
+
+# --- the embedded model --------------------------------------------------------------------------
+
+
+def _inspect_tiny(text: str | None, count: int | None, progress: Progress) -> ModelRecord:
+    """qkv's own model; without a text it reads random characters, twice."""
+    from qkv.samples.tiny import LAYERS, tiny_model
+
+    model = tiny_model()
+    ids = model.repeated_sequence() if text is None else model.encode(text)
+    ids = ids[:count]
+    record = ModelRecord(model.name)
+    record.tokens, record.texts = np.array([ids]), model.tokens(ids)
+    for layer, (query, key, _, variants) in enumerate(model.attention_inputs(ids)):
+        record.add(query, key, *variants, name=f"layers.{layer}", tokens=record.tokens)
+        progress(layer + 1, len(LAYERS))
+    return record
+
+
+# --- models of transformers ----------------------------------------------------------------------
+
+
+def _inspect_transformer(
+    name: str, text: str, options: argparse.Namespace, progress: Progress
+) -> ModelRecord:
+    _require_safetensors(name)
+    with _offline(not options.download):
+        try:
+            import torch
+            import transformers
+
+            import qkv.hf
+        except ImportError as error:
+            raise UnsupportedError(
+                f"--model needs torch and transformers, and {error.name} is not installed.",
+                action='pip install "qkv[hf]", or --model tiny, which needs neither.',
+            ) from error
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        with _told(name, options.download):
+            config, tokenizer, model = _loaded(name, options.download)
+    ids = tokenizer(text, verbose=False)["input_ids"][: options.tokens]
+    _require_room(ids, config, tokenizer)
+    with (
+        torch.no_grad(),
+        qkv.hf.inspect(model, progress=progress) as record,
+        _reading(type(model).__name__),
+    ):
+        model(input_ids=torch.tensor([ids]))
+    record.model = name
+    record.texts = [tokenizer.decode([index]) for index in ids]
+    return record
+
+
+def _require_safetensors(name: str) -> None:
+    """A folder with weights in safetensors, or what can be a name on the hub."""
+    folder, quoted = Path(name), repr(name)
+    if not folder.exists():
+        if not _NAME.fullmatch(name) or "--" in name or ".." in name:
+            raise ArgumentError(
+                f"{quoted} is no folder, and no name that a model can have.",
+                action="Pass a folder, a name such as openai-community/gpt2, or tiny.",
+            )
+        return
+    if not folder.is_dir():
+        raise FileError(f"{quoted} is a file.", action="Pass the folder that it is in.")
+    if not (folder / "config.json").is_file():
+        raise FileError(
+            f"{quoted} has no config.json.", action="Pass a folder that save_pretrained wrote."
+        )
+    if not any(folder.glob("*.safetensors")):
+        others = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
+        raise FileError(
+            f"{quoted} has no safetensors file.",
+            [("found", f"{file}, a pickle, which could run code") for file in others[:3]],
+            "Save the model with save_pretrained, which writes safetensors.",
+        )
+
+
+@contextmanager
+def _offline(asked: bool) -> Iterator[None]:
+    """No request to the hub from libraries that are imported inside."""
+    said = {"DISABLE_SAFETENSORS_CONVERSION": "1", **({"HF_HUB_OFFLINE": "1"} if asked else {})}
+    before = {name: os.environ.get(name) for name in said}
+    os.environ.update(said)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _loaded(name: str, download: bool) -> tuple[Any, Any, Any]:
+    """Configuration, tokenizer and the part of the model that reads text."""
+    from transformers import AutoConfig, AutoModel, AutoTokenizer
+
+    safe = {"local_files_only": not download, "trust_remote_code": False}
+    config = AutoConfig.from_pretrained(name, **safe)
+    config.use_cache = False
+    tokenizer = AutoTokenizer.from_pretrained(name, **safe)
+    model = AutoModel.from_pretrained(name, config=config, use_safetensors=True, **safe)
+    if getattr(config, "is_encoder_decoder", False):
+        model = model.get_encoder()
+    return config, tokenizer, model.eval()
+
+
+@contextmanager
+def _told(name: str, download: bool) -> Iterator[None]:
+    """What goes wrong while a model is loaded, in the form of all other errors."""
+    quoted = repr(name)
+    try:
+        yield
+    except QkvError:
+        raise
+    except Exception as error:
+        # Files of anybody, read by many libraries: what they raise has no common form.
+        reason = _reason(error)
+        if "trust_remote_code" in str(error):
+            raise UnsupportedError(
+                f"{quoted} needs code from its own repository, which is never run here.",
+                action="Use a model that transformers itself knows.",
+            ) from error
+        if isinstance(error, OSError) and not Path(name).is_dir() and not download:
+            raise FileError(
+                f"{quoted} is no folder, and no model of that name is on this machine.",
+                action="Add --download to fetch it, or use --model tiny.",
+            ) from error
+        raise FileError(
+            f"{quoted} cannot be loaded: {reason}", action="Check the files of the model."
+        ) from error
+
+
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    try:
+        yield
+    except QkvError:
+        raise
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UnsupportedError(
+            f"{name} cannot read a text alone: {_reason(error)}",
+            action="Inspect it from Python: with qkv.hf.inspect(model): model(**inputs).",
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """The first line of somebody else's message."""
+    said = str(error).strip() or type(error).__name__
+    return said.splitlines()[0][:_LONGEST_REASON]
+
+
+def _require_room(ids: list[int], config: Any, tokenizer: Any) -> None:
+    """As many tokens as the model has positions."""
+    if not ids:
+        raise ArgumentError("the text has no tokens.", action="Write a sentence into it.")
+    text_config = config.get_text_config()
+    positions = getattr(text_config, "max_position_embeddings", None)
+    room = min(positions or tokenizer.model_max_length, tokenizer.model_max_length)
+    if len(ids) > room:
+        raise ArgumentError(
+            f"the text has {len(ids)} tokens; the model has {room} positions.",
+            action=f"Add --tokens {room} to read the beginning.",
+        )
