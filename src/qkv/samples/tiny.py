@@ -118,10 +118,8 @@ class TinyModel:
             yield x
 
     def _heads(self, layer: dict[str, Array], x: Array) -> tuple[Array, Array, Array]:
-        rows = _norm(x)
-        q, k, v = (
-            (rows @ layer[role].T).reshape(len(x), NUM_HEADS, -1).swapaxes(0, 1) for role in "qkv"
-        )
+        rows, shape = _norm(x), (len(x), NUM_HEADS, x.shape[1] // NUM_HEADS)
+        q, k, v = ((rows @ layer[role].T).reshape(shape).swapaxes(0, 1) for role in "qkv")
         return q, k, v
 
     def _checked(self, ids: ArrayLike) -> Array:
