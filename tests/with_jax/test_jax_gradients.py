@@ -129,6 +129,63 @@ def test_a_score_mod() -> None:
     jax.tree.map(close, jax.grad(ours, argnums=2)(q, per_head, by_distance), expected[1][2])
 
 
+SECOND = [
+    qkv.Bias(np.random.default_rng(4).normal(size=(4, 7, 9))),
+    qkv.Softcap(1.5),
+]
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("variant", SECOND, ids=lambda v: type(v).__name__)
+def test_second_derivatives(variant: Any) -> None:
+    """Of a function of all gradients, by everything that they depend on."""
+    q, k, v = operands()
+    known = truth(q, k, v, [variant, qkv.Causal()], q_offset="start")
+    field = OWN.get(type(variant), "")
+    own = {0: jnp.asarray(getattr(variant, field))} if field else {}
+    along = jnp.asarray(np.random.default_rng(5).normal(size=known.out.shape))
+
+    def ours(q: Any, k: Any, v: Any, own: Any) -> Any:
+        said = replace(variant, **{field: own[0]}) if field else variant
+        return qkv.attention(
+            q, k, v, said, qkv.Causal(), q_offset="start", return_lse=True, backend="blocked"
+        )
+
+    def right(q: Any, k: Any, v: Any, own: Any) -> Any:
+        return attention(q, k, v, known, own)
+
+    def second(f: Any) -> Any:
+        def first(along: Any, *inputs: Any) -> Any:
+            def total(*inputs: Any) -> Any:
+                out, lse = f(*inputs)
+                return (out * along).sum() + (lse * lse).sum()
+
+            found = jax.grad(total, argnums=(0, 1, 2, 3))(*inputs)
+            return sum(jnp.sin(gradient).sum() for gradient in jax.tree.leaves(found))
+
+        return jax.grad(first, argnums=(0, 1, 2, 3, 4))
+
+    found = jax.jit(second(ours))(along, q, k, v, own)
+    jax.tree.map(close, found, second(right)(along, q, k, v, own))
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("layout", ["bhld", "blhd"])
+def test_a_hessian_of_matrices(layout: str) -> None:
+    """Reverse over reverse mode, batched by `jax.jacrev`."""
+    rng = np.random.default_rng(8)
+    q, k, v = (jnp.asarray(rng.normal(size=(5, 3))) for _ in range(3))
+
+    def ours(q: Any) -> Any:
+        return jnp.sin(qkv.attention(q, k, v, qkv.Causal(), layout=layout)).sum()
+
+    def right(q: Any) -> Any:
+        s = jnp.where(np.tri(5, dtype=bool), q @ k.T * 3**-0.5, -jnp.inf)
+        return jnp.sin(jax.nn.softmax(s, axis=-1) @ v).sum()
+
+    close(jax.jacrev(jax.grad(ours))(q), jax.hessian(right)(q))
+
+
 @pytest.mark.usefixtures("x64")
 def test_only_what_is_followed_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bias that nobody differentiates costs no gradient of its size."""

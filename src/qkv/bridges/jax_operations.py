@@ -1,11 +1,13 @@
 """What XLA is told to compute: a text, and NumPy arrays to read and to fill.
 
-    forward     query, key, value, arrays                                -> out, lse
+    forward     query, key, value, arrays                                 -> out, lse
     backward    query, key, value, arrays, out, lse, grad_out[, grad_lse] -> the wanted gradients
+    second      query, key, value, arrays, grad_out, grad_lse, along      -> the wanted gradients
 
-`arrays` are what `qkv._statement` has taken out of the call. Under `jax.vmap` every array has more
-dimensions in front, of size 1 where it is the same for all. Where that means the same they become
-leading dimensions of one call; else there is one call for each.
+`arrays` are what `qkv._statement` has taken out of the call, `along` the cotangents of gradients.
+Under `jax.vmap` every array has more dimensions in front, of size 1 where it is the same for all.
+Where that means the same they become leading dimensions of one call; else there is one call for
+each.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from numpy.typing import NDArray
 
 from qkv._call import Call
 from qkv._recall import attend
-from qkv._statement import restate
+from qkv._statement import Restated, restate
 from qkv._vjp import Pullback
 from qkv.errors import UnsupportedError
 from qkv.variants import ScoreMod
@@ -47,7 +49,10 @@ class Operation:
         Dimensions of query, key, value and arrays, without those of `jax.vmap`.
     layout : str
     wanted : tuple of int or None
-        Of which of those a gradient is wanted, by number; None for the forward pass.
+        Of which of those a gradient is wanted, by number; None for the forward pass. For the second
+        backward pass, two more are grad_out and grad_lse.
+    along : tuple of int or None
+        Of which of those the gradients are differentiated; None but for the second backward pass.
     knows_batch : bool
         A variant may read the flat index over leading dimensions: more of them would change it.
     process : int
@@ -60,6 +65,7 @@ class Operation:
     knows_batch: bool
     process: int
     wanted: tuple[int, ...] | None = None
+    along: tuple[int, ...] | None = None
 
     @property
     def text(self) -> str:
@@ -69,9 +75,8 @@ class Operation:
 @lru_cache(maxsize=1024)
 def _read(text: str) -> Operation:
     said = json.loads(text)
-    said["ndims"] = tuple(said["ndims"])
-    if said["wanted"] is not None:
-        said["wanted"] = tuple(said["wanted"])
+    for name in ("ndims", "wanted", "along"):
+        said[name] = None if said[name] is None else tuple(said[name])
     return Operation(**said)
 
 
@@ -84,6 +89,7 @@ def compute(text: str, inputs: Sequence[Array], results: Sequence[Array]) -> Non
             action="Trace it again here; functions cannot be saved with compiled code.",
         )
     run = _forward if operation.wanted is None else _backward
+    run = run if operation.along is None else _second
     added = inputs[0].ndim - operation.ndims[0]
     lead = results[0].shape[:added]
     if not added:
@@ -109,7 +115,7 @@ def _is_one_call(operation: Operation, inputs: Sequence[Array], added: int) -> b
     return (
         not operation.knows_batch
         and len(set(operands)) == 1
-        and all(n < 3 for n in operation.wanted or ())
+        and not any(3 <= n < count for n in (*(operation.wanted or ()), *(operation.along or ())))
         and all(set(array.shape[:added]) <= {1} for array in inputs[3:count])
     )
 
@@ -123,7 +129,7 @@ def _leading(operation: Operation, inputs: Sequence[Array], lead: tuple[int, ...
         array = np.broadcast_to(array, (*lead, *array.shape[added:]))
         if operation.ndims[0] > 2:
             return array
-        is_lse = n in (count + 1, count + 3)
+        is_lse = n == count + 1 or (n == count + 3 and operation.along is None)
         return np.expand_dims(array, added if is_lse else before_rows)
 
     return [
@@ -152,13 +158,49 @@ def _backward(operation: Operation, inputs: Sequence[Array], results: Sequence[A
     wanted = operation.wanted or ()
     owners = [said.owners[n - 3] for n in wanted if n >= 3]
     found = pullback(grad_out, grad_lse, wrt=owners)
-    of_operands = found.query, found.key, found.value
+    _fill(results, wanted, found, said)
+
+
+def _second(operation: Operation, inputs: Sequence[Array], results: Sequence[Array]) -> None:
+    from qkv._second import Tangents, second_vjp
+
+    count = len(operation.ndims)
+    query, key, value, *arrays = inputs[:count]
+    grad_out, grad_lse, *along = inputs[count:]
+    said = restate(operation.statement, arrays)
+    changes = dict(zip(operation.along or (), along, strict=True))
+    own = [(*_named(said, n), change) for n, change in changes.items() if n >= 3]
+    wanted = operation.wanted or ()
+    found = second_vjp(
+        query,
+        key,
+        value,
+        *said.variants,
+        **said.keywords,
+        grad_out=grad_out,
+        grad_lse=grad_lse,
+        tangents=Tangents(changes.get(0), changes.get(1), changes.get(2), own),
+        wrt=[said.owners[n - 3] for n in wanted if 3 <= n < count],
+    )
+    _fill(results, wanted, found, said)
+
+
+def _named(said: Restated, n: int) -> tuple[Any, Any]:
+    """The variant that holds input n, and which array if it may read several."""
+    owner = said.owners[n - 3]
+    # Of the others, some read a converted copy.
+    return owner, said.arrays[n - 3] if isinstance(owner, ScoreMod) else None
+
+
+def _fill(results: Sequence[Array], wanted: Sequence[int], found: Any, said: Restated) -> None:
+    """The wanted gradients, in the place and type of the results."""
+    count = 3 + len(said.arrays)
     for n, result in zip(wanted, results, strict=True):
         if n < 3:
-            gradient = of_operands[n]
+            gradient = (found.query, found.key, found.value)[n]
+        elif n >= count:
+            gradient = (found.grad_out, found.grad_lse)[n - count]
         else:
-            owner = said.owners[n - 3]
-            # A score mod may read several; of the others, some read a converted copy.
-            gradient = found.of(owner, arrays[n - 3] if isinstance(owner, ScoreMod) else None)
+            gradient = found.of(*_named(said, n))
         with np.errstate(all="ignore"):
             result[...] = gradient.reshape(result.shape)

@@ -1,10 +1,11 @@
 """How JAX runs, batches and differentiates attention.
 
-    function    computes                                     its derivative is
-    attend      out, lse                                     _back, from what _keep has kept
-    _back       gradients of what JAX follows, and no more   refused, by JAX
+    function     computes                                     its derivative is
+    attend       out, lse                                     gradients
+    gradients    gradients of what JAX follows, and no more   _second
+    _second      gradients of <along, gradients>              refused, by JAX
 
-Both become one call of a foreign function, which XLA makes on its own memory; where XLA does not
+Each becomes one call of a foreign function, which XLA makes on its own memory; where XLA does not
 take it (another device than the CPU), one of `jax.pure_callback`. Since attention has a
 `custom_vjp`, `jax.jvp` and what is made of it are refused by JAX.
 """
@@ -43,27 +44,77 @@ def attend(operation: Operation, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
     return found
 
 
-def _keep(operation: Operation, inputs: tuple[Any, ...]) -> Any:
-    values = tuple(entry.value for entry in inputs)
-    # Structure, not values: () is followed, None is not.
-    followed = tuple(() if entry.perturbed else None for entry in inputs)
+def _keep(operation: Operation, inputs: Any) -> Any:
+    followed, values = _followed(inputs), _values(inputs)
     _refuse_constants(operation, values, _numbers(followed))
-    out, lse = _forward(operation, *values)
-    return (out, lse), (values, out, lse, followed)
+    # Not _forward: what is kept may be differentiated in its turn.
+    results = attend(operation, values)
+    return results, (values, results, followed)
 
 
-def _back(operation: Operation, kept: Any, cotangents: Any) -> tuple[tuple[Any, ...]]:
-    values, out, lse, followed = kept
-    wanted = _numbers(followed)
+def _back(operation: Operation, kept: Any, cotangents: Any) -> Any:
+    values, (out, lse), followed = kept
     grad_out, grad_lse = cotangents
-    zero = varying((out, jnp.zeros(out.shape, out.dtype)))[1]
-    along = [zero if _is_zero(grad_out) else grad_out]
-    along += [] if _is_zero(grad_lse) else [grad_lse]
-    found = iter(_backward(replace(operation, wanted=wanted), *values, out, lse, *along))
-    return (tuple(None if entry is None else next(found) for entry in followed),)
+    along = (_zeros_like(out) if _is_zero(grad_out) else grad_out,)
+    along += () if _is_zero(grad_lse) else (grad_lse,)
+    wanted = replace(operation, wanted=_numbers(followed))
+    found = gradients(wanted, values, (out, lse), along)
+    return (_in_their_places(found, followed),)
 
 
 attend.defvjp(_keep, _back, symbolic_zeros=True)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gradients(operation: Operation, inputs: Any, results: Any, cotangents: Any) -> Any:
+    """The wanted gradients, along grad_out and perhaps grad_lse; linear in these.
+
+    What flows back to the results is counted with the inputs, which they follow from.
+    """
+    return _backward(operation, *inputs, *results, *cotangents)
+
+
+def _keep_gradients(operation: Operation, inputs: Any, results: Any, cotangents: Any) -> Any:
+    groups = _values(inputs), _values(results), _values(cotangents)
+    followed = _followed(inputs), _followed(cotangents)
+    _refuse_constants(operation, groups[0], _numbers(followed[0]))
+    return gradients(operation, *groups), (*groups, followed)
+
+
+def _back_gradients(operation: Operation, kept: Any, along: Any) -> Any:
+    inputs, (_, lse), cotangents, (of_inputs, of_cotangents) = kept
+    changes = [
+        (n, change)
+        for n, change in zip(operation.wanted or (), along, strict=True)
+        if not _is_zero(change)
+    ]
+    grad_out, grad_lse = (*cotangents, _zeros_like(lse))[:2]
+    wanted = _numbers((*of_inputs, *of_cotangents))
+    second = replace(operation, along=tuple(n for n, _ in changes), wanted=wanted)
+    found = _second(second, *inputs, grad_out, grad_lse, *(change for _, change in changes))
+    places = _in_their_places(found, (*of_inputs, *of_cotangents))
+    return places[: len(inputs)], None, places[len(inputs) :]
+
+
+gradients.defvjp(_keep_gradients, _back_gradients, symbolic_zeros=True)
+
+
+def _values(inputs: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(entry.value for entry in inputs)
+
+
+def _followed(inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """Which inputs JAX differentiates, as structure, not as values: () or None."""
+    return tuple(() if entry.perturbed else None for entry in inputs)
+
+
+def _in_their_places(found: Sequence[Any], followed: Sequence[Any]) -> tuple[Any, ...]:
+    rest = iter(found)
+    return tuple(None if entry is None else next(rest) for entry in followed)
+
+
+def _zeros_like(array: Any) -> Any:
+    return varying((array, jnp.zeros(array.shape, array.dtype)))[1]
 
 
 def _numbers(followed: Sequence[Any]) -> tuple[int, ...]:
@@ -83,6 +134,15 @@ def _forward(operation: Operation, *inputs: Any) -> Any:
 def _backward(operation: Operation, *inputs: Any) -> Any:
     shapes = tuple(
         jax.ShapeDtypeStruct(inputs[n].shape, inputs[n].dtype) for n in operation.wanted or ()
+    )
+    return _call(operation, shapes, inputs)
+
+
+@partial(jax.jit, static_argnums=0, inline=True)
+def _second(operation: Operation, *inputs: Any) -> Any:
+    like = (*inputs[: len(operation.ndims)], *inputs[len(operation.ndims) :][:2])
+    shapes = tuple(
+        jax.ShapeDtypeStruct(like[n].shape, like[n].dtype) for n in operation.wanted or ()
     )
     return _call(operation, shapes, inputs)
 
