@@ -69,7 +69,8 @@ def refuse_without_model(options: argparse.Namespace) -> None:
 
 def _refuse(options: argparse.Namespace, names: dict[str, str], reason: str) -> None:
     for attribute, shown in names.items():
-        if getattr(options, attribute) not in (None, False):
+        said = getattr(options, attribute)
+        if said is not None and said is not False:
             raise ArgumentError(f"{shown} {reason}.", action="See qkv inspect --help.")
 
 

@@ -131,7 +131,7 @@ def _inspect_transformer(
 def _require_safetensors(name: str) -> None:
     """A folder with weights in safetensors, or what can be a name on the hub."""
     folder, quoted = Path(name), repr(name)
-    if not folder.exists():
+    if not os.path.exists(name):
         if not _NAME.fullmatch(name) or "--" in name or ".." in name:
             raise ArgumentError(
                 f"{quoted} is no folder, and no name that a model can have.",

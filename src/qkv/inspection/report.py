@@ -37,6 +37,7 @@ LONGEST_TEXT = 4000
 _CAUTION = "Attention is not explanation: weights show where a head reads, not why."
 _LONGEST_TOKEN = 40
 _PAIRS = 5
+_WORTH_SAYING = 0.2
 _COLUMNS = ("layer", "head", "kind", *SCORES)
 
 
@@ -192,17 +193,22 @@ def _text(record: ModelRecord) -> Iterator[str]:
     length = 0 if record.tokens is None else record.tokens.shape[-1]
     if length > len(tokens) > 0:
         yield f"<p class=faint>The first {len(tokens)} of {length} tokens are shown.</p>"
-    yield "<ul>"
+    yield "<p>Strongest pairs of a query and a key, beyond the first key:</p><ul>"
     for kind, row in heads:
-        pairs = ", ".join(escape(pair) for pair in _pairs(record, row, tokens))
+        pairs = ", ".join(escape(pair) for pair in _pairs(record, row, tokens)) or "none"
         yield f"<li>{escape(_title(row, kind))}: {pairs}</li>"
     yield "</ul>"
 
 
 def _strongest(record: ModelRecord) -> list[tuple[str, dict[str, Any]]]:
-    """For each kind, induction first, the head that is most of it."""
+    """The heads that are most induction and most previous, and of other kinds if there are any."""
     found = ((kind, record.best(kind)) for kind in ("induction", "previous", "duplicate", "sink"))
-    return [(kind, row) for kind, row in found if row is not None]
+    always = ("induction", "previous")
+    return [
+        (kind, row)
+        for kind, row in found
+        if row is not None and (kind in always or row["kind"] == kind)
+    ]
 
 
 def _title(row: dict[str, Any], kind: str) -> str:
@@ -214,13 +220,13 @@ def _tokens(record: ModelRecord) -> list[str]:
 
 
 def _pairs(record: ModelRecord, row: dict[str, Any], tokens: list[str]) -> Iterable[str]:
-    """The heaviest pairs of a head beyond the first key, each token once."""
+    """The heaviest pairs of a head."""
     keys, weights = (array[0, row["head"]] for array in record[row["layer"]].top)
     inside = (keys > 0) & (keys < len(tokens)) & (np.arange(len(keys)) < len(tokens))[:, None]
     heaviest = np.argsort(-np.where(inside, weights, 0), axis=None, kind="stable")
     for place in heaviest[:_PAIRS]:
         query, nth = np.unravel_index(place, keys.shape)
-        if inside[query, nth]:
+        if inside[query, nth] and weights[query, nth] >= _WORTH_SAYING:
             key = keys[query, nth]
             yield f"{tokens[query]} {query} → {tokens[key]} {key} ({weights[query, nth]:.2f})"
 

@@ -1,0 +1,439 @@
+"""`qkv inspect --model`: the map, the page, the JSON, and input that nobody should trust."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import qkv
+from qkv.cli import main, model_command
+from qkv.inspection.head_scores import KINDS, SCORES
+from qkv.inspection.model_record import ModelRecord, load
+from qkv.inspection.report import html
+from qkv.samples.tiny import tiny_model
+
+HOSTILE = [
+    "</script><script>alert(1)</script>", "<img src=x onerror=alert(1)>", "\x1b[31mred\x1b[0m",
+    "\u202eevil", "'\"&amp;", "\u2028", "日本語", "<!--",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FORCE_COLOR", "NO_COLOR", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def made(kinds: list[list[str]], texts: list[str] | None = None) -> ModelRecord:
+    """A record whose heads are of known kinds: scores say "this token", "the one before", ..."""
+    texts = texts or list("abcdabcdabcd")
+    ids = np.unique(texts, return_inverse=True)[1]
+    length = len(ids)
+    token, place = np.eye(max(ids) + 1)[ids], np.eye(length)
+    before = np.vstack([np.zeros_like(token[:1]), token[:-1]])
+    nothing = np.zeros((length, length + token.shape[1]))
+    of = {
+        "previous": (np.roll(place, -1, axis=1), place),
+        "own": (place, place),
+        "sink": (np.ones((length, 1)), place[:, :1]),
+        "duplicate": (np.hstack([token, -3 * place]), np.hstack([token, place])),
+        "induction": (token, before),
+        "none": (nothing, nothing),
+    }
+    record = ModelRecord("made")
+    record.tokens, record.texts = ids[None], texts
+    for layer, names in enumerate(kinds):
+        heads = np.zeros((2, len(names), length, nothing.shape[1]))
+        for head, name in enumerate(names):
+            for array, side in zip(heads, of[name], strict=True):
+                array[head, :, : side.shape[1]] = side
+        query, key = heads
+        record.add(12 * query, key, qkv.Causal(), scale=1.0, name=f"l{layer}", tokens=ids[None])
+    return record
+
+
+MADE = [[*KINDS, "none"], ["sink", "none", "none", "induction", "own", "previous"]]
+
+
+def run(
+    capsys: pytest.CaptureFixture[str], *words: str, record: ModelRecord | None = None
+) -> tuple[int, str, str]:
+    with pytest.MonkeyPatch.context() as patch:
+        if record is not None:
+            patch.setattr(model_command, "inspect_model", lambda options, progress: record)
+        code = main(["inspect", "--model", "tiny", *words])
+    return code, *capsys.readouterr()
+
+
+# --- the map -------------------------------------------------------------------------------------
+
+
+def test_the_map_has_a_letter_for_each_head(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, record=made(MADE))
+    assert (code, err) == (0, "")
+    assert "layer 0  I D P O S ·\nlayer 1  S · · I O P\n" in out
+    assert "head     0       4\n" in out
+    assert re.search(r"I +induction +what followed this token before +2 +layer \d head \d +\d", out)
+    assert "\x1b" not in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_a_wide_model_closes_up(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, record=made([["own"] * 60]))
+    assert f"layer 0  {'O' * 60}\n" in out
+
+
+@pytest.mark.parametrize("colour", [True, False])
+def test_colour_only_where_it_is_wanted(
+    colour: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    if not colour:
+        monkeypatch.setenv("NO_COLOR", "1")
+    _, out, _ = run(capsys, record=made(MADE))
+    assert bool(re.search(r"\x1b\[[0-9;]*4[0-7]m", out)) == colour
+
+
+def test_ascii_alone() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "qkv", "inspect", "--model", "tiny"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii:strict", "COLUMNS": "80"},
+        capture_output=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert (ran.returncode, ran.stderr) == (0, b"")
+    assert "tiny, 2 layers, 8 heads, 64 tokens" in ran.stdout.decode("ascii")
+
+
+def test_the_tiny_model_has_both_heads(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--json")
+    said = json.loads(out)
+    assert code == 0
+    assert (said["schema"], said["version"], said["model"]) == ("qkv-inspect-model", 1, "tiny")
+    kinds = {(row["layer"], row["kind"]) for row in said["heads"]}
+    assert {(0, "previous"), (1, "induction")} <= kinds
+    assert said["ids"] == tiny_model().repeated_sequence()
+    assert set(said["heads"][0]) == {"layer", "head", "kind", *SCORES}
+
+
+def test_the_tiny_model_brings_no_framework() -> None:
+    program = (
+        "import sys; from qkv.cli import main; main(['inspect', '--model', 'tiny']); "
+        "print(sorted({'torch', 'jax', 'transformers'} & set(sys.modules)))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert ran.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_text_for_the_tiny_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("to be or not to be", encoding="utf-8")
+    files = ["--save", str(tmp_path / "r.safetensors"), "--html", str(tmp_path / "r.html")]
+    code, out, _ = run(capsys, "--text", str(tmp_path / "t.txt"), "--tokens", "9", *files)
+    assert code == 0
+    assert "8 heads, 9 tokens" in out
+    assert load(tmp_path / "r.safetensors").texts == list("to be or ")
+    assert (tmp_path / "r.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+# --- the page ------------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """Elements with their attributes, and the text in each script, style and table cell."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {"script": [], "style": [], "td": [], "h1": []}
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self._open.append(tag)
+        if tag in self.texts:
+            self.texts[tag].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        while self._open and self._open.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        for tag in reversed(self._open):
+            if tag in self.texts:
+                self.texts[tag][-1] += data
+                return
+
+
+def test_the_page_needs_nothing_else() -> None:
+    text = html(made(MADE))
+    page = Page(text)
+    for tag, attributes in page.elements:
+        assert tag not in {"iframe", "object", "embed", "base", "form", "img"}
+        assert "style" not in attributes
+        assert not [name for name in attributes if name.startswith("on")]
+        for name in ("src", "href"):
+            assert re.match(r"#|data:,$|$", attributes.get(name) or "")
+    assert "://" not in text
+    assert "@import" not in text
+    (policy,) = (
+        attributes["content"]
+        for tag, attributes in page.elements
+        if attributes.get("http-equiv") == "Content-Security-Policy"
+    )
+    assert policy is not None
+    assert policy.startswith("default-src 'none'")
+    assert "unsafe" not in policy
+    for part in (page.texts["style"][0], page.texts["script"][1]):
+        digest = base64.b64encode(hashlib.sha256(part.encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in policy
+
+
+def test_what_tokens_say_is_text() -> None:
+    record = made(MADE, HOSTILE * 2)
+    record.model = HOSTILE[0]
+    text = html(record)
+    page = Page(text)
+    assert [tag for tag, _ in page.elements].count("script") == 2
+    assert "img" not in {tag for tag, _ in page.elements}
+    assert page.texts["h1"] == [HOSTILE[0]]
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e\u2028]", text)
+    data = json.loads(page.texts["script"][0])
+    assert data["tokens"][0] == HOSTILE[0]
+    assert data["tokens"][3] == "\\u202eevil"
+
+
+def test_the_page_says_the_numbers() -> None:
+    record = made(MADE)
+    page = Page(html(record))
+    cells = page.texts["td"]
+    for row in record.rows():
+        assert f"{row['entropy']:.3f}" in cells
+    targets = {attributes["id"] for _, attributes in page.elements if "id" in attributes}
+    links = [a["href"] for tag, a in page.elements if tag == "a"]
+    assert len(links) == 12
+    assert {link[1:] for link in links if link} <= targets
+    assert all(a.get("aria-label") for tag, a in page.elements if tag == "a")
+    data = json.loads(page.texts["script"][0])
+    best = record.best("induction")
+    assert best is not None
+    keys, weights = record[best["layer"]].top
+    np.testing.assert_array_equal(data["heads"][0]["keys"], keys[0, best["head"]])
+    np.testing.assert_allclose(data["heads"][0]["weights"], weights[0, best["head"]], atol=5e-4)
+
+
+def test_a_page_without_tokens() -> None:
+    record = made(MADE)
+    record.texts = None
+    text = html(record)
+    assert "No tokens are known" in text
+    assert json.loads(Page(text).texts["script"][0]) == {"tokens": [], "heads": []}
+
+
+def test_a_long_text_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qkv.inspection.report.LONGEST_TEXT", 5)
+    text = html(made(MADE))
+    assert "The first 5 of 12 tokens are shown" in text
+    assert len(json.loads(Page(text).texts["script"][0])["heads"][0]["keys"]) == 5
+
+
+# --- bad input -----------------------------------------------------------------------------------
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["inspect", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("qkv: ")
+    return err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--text", "t"], "--text goes with --model"),
+        (["--html", "t"], "--html goes with --model"),
+        (["--download"], "--download goes with --model"),
+        (["--model", "tiny", "--causal"], "--causal goes with a file of arrays"),
+        (["--model", "tiny", "a.npz"], "FILE goes with a file of arrays"),
+        (["--model", "tiny", "--layout", "blhd"], "--layout goes with"),
+        (["--model", "tiny", "--tokens", "0"], "--tokens 0 reads nothing"),
+        (["--model", "tiny", "--html", "no/such/folder/a.html"], "is in no folder"),
+        (["--model", "../no such folder"], "no name that a model can have"),
+        (["--model", "x" * 5000 + "/y/z"], "no name that a model can have"),
+        (["--model", "a\0b"], "no name that a model can have"),
+        (["--model", "tiny", "--batch", "0"], "--batch goes with a file of arrays"),
+        (["--model", "a/b/c"], "no name that a model can have"),
+        (["--model", "https://example.org/model"], "no name that a model can have"),
+        (["--model", "-x" * 300], "expected one argument"),
+        (["--model", "tiny", "--text", "no such file"], "cannot be read: No such file"),
+        (["--model", "tiny", "--text", "."], "is no regular file"),
+        (["--model", "tiny", "--text", "a\0b"], "cannot be read: embedded null byte"),
+    ],
+)
+def test_bad_words(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in complaint(capsys, *words)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"", "holds no text"), (b" \n\t", "holds no text"), (b"abc\xff", "byte 3 is none")],
+)
+def test_bad_texts(
+    content: bytes, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "t").write_bytes(content)
+    assert said in complaint(capsys, "--model", "tiny", "--text", str(tmp_path / "t"))
+
+
+def test_folders_without_safetensors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "has no config.json" in complaint(capsys, "--model", str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    said = complaint(capsys, "--model", str(tmp_path))
+    assert "has no safetensors file" in said
+    assert "pytorch_model.bin, a pickle, which could run code" in said
+    assert "is a file" in complaint(capsys, "--model", str(tmp_path / "config.json"))
+
+
+def test_without_transformers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    said = complaint(capsys, "--model", "openai-community/gpt2")
+    assert "is not installed" in said
+    assert 'pip install "qkv[hf]"' in said
+
+
+# --- models of transformers ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small GPT-2 with random weights, and a tokenizer of bytes, as save_pretrained writes it."""
+    torch = pytest.importorskip("torch", reason="models of transformers need torch")
+    transformers = pytest.importorskip("transformers", reason="it is not installed")
+    tokenizers = pytest.importorskip("tokenizers", reason="it is not installed")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    bytes_of = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[])
+    )
+    bytes_of.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_of.decoder = tokenizers.decoders.ByteLevel()
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=256, n_embd=16, n_layer=2, n_head=2, n_positions=32, eos_token_id=0,
+        bos_token_id=0,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("model")
+    transformers.GPT2Model(config).save_pretrained(path)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=bytes_of).save_pretrained(path)
+    return path
+
+
+def process(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "qkv", "inspect", *words],
+        env={**os.environ, "COLUMNS": "80"},
+        capture_output=True, text=True, encoding="utf-8", check=False, timeout=300,
+    )  # fmt: skip
+
+
+def test_a_model_in_a_folder(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("héllo, hello", encoding="utf-8")
+    ran = process("--model", str(folder), "--text", str(tmp_path / "t.txt"), "--json")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    said = json.loads(ran.stdout)
+    assert said["model"] == str(folder)
+    assert "".join(said["tokens"]).replace("\ufffd", "") == "hllo, hello"
+    assert len(said["ids"]) == 13
+    assert [layer["name"] for layer in said["layers"]] == ["h.0.attn", "h.1.attn"]
+
+
+def test_a_text_that_is_too_long(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("x" * 100, encoding="utf-8")
+    words = ["--model", str(folder), "--text", str(tmp_path / "t.txt")]
+    ran = process(*words)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr.splitlines() == [
+        "qkv: the text has 100 tokens; the model has 32 positions.",
+        "",
+        "Add --tokens 32 to read the beginning.",
+    ]
+    assert process(*words, "--tokens", "32").returncode == 0
+
+
+def broken(folder: Path, tmp_path: Path, fault: str) -> Path:
+    import shutil
+
+    path = tmp_path / "broken"
+    shutil.copytree(folder, path)
+    weights, config = path / "model.safetensors", json.loads((path / "config.json").read_text())
+    match fault:
+        case "cut":
+            weights.write_bytes(weights.read_bytes()[:1000])
+        case "no tokenizer":
+            (path / "tokenizer.json").unlink()
+        case "not json":
+            (path / "config.json").write_text("{")
+        case "own code":
+            config.update(
+                model_type="mine", auto_map={"AutoConfig": "mine.C", "AutoModel": "mine.M"}
+            )
+            (path / "mine.py").write_text("raise SystemExit(7)")
+            (path / "config.json").write_text(json.dumps(config))
+        case "unknown":
+            config.update(model_type="\x1b[31mnobody")
+            (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("cut", "cannot be loaded"),
+        ("no tokenizer", "cannot be loaded"),
+        ("not json", "cannot be loaded"),
+        ("own code", "needs code from its own repository, which is never run"),
+        ("unknown", "cannot be loaded"),
+    ],
+)
+def test_broken_models(
+    fault: str, said: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    err = complaint(capsys, "--model", str(broken(folder, tmp_path, fault)))
+    assert said in err
+    assert "\x1b" not in err
+    assert len(err) < 2000
+
+
+def test_nothing_is_fetched_without_asking(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import socket
+
+    pytest.importorskip("transformers", reason="it is not installed")
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a connection was tried")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    said = complaint(capsys, "--model", "nobody/has-this-model")
+    assert "no model of that name is on this machine" in said
+    assert "--download" in said

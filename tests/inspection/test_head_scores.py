@@ -1,0 +1,328 @@
+"""Scores of heads against a loop over weights in float64, without any library of models."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import qkv
+from qkv.inspection import head_scores as module
+from qkv.inspection.earlier_tokens import EarlierToken
+from qkv.inspection.head_scores import HeadScores, head_scores, kind_of
+from qkv.inspection.model_record import HeadTable, ModelRecord, load
+
+SHAPE = (2, 4, 13, 8)
+BATCH, HEADS, LENGTH, DIM = SHAPE
+
+
+def arrays(seed: int = 0, width: float = 2.0) -> tuple[Any, Any, Any]:
+    rng = np.random.default_rng(seed)
+    query = rng.standard_normal(SHAPE) * width
+    key = rng.standard_normal((BATCH, 2, LENGTH, DIM))
+    return query, key, rng.integers(0, 4, (BATCH, LENGTH))
+
+
+def softmax(query: Any, key: Any, allowed: Any, sinks: Any = None) -> tuple[Any, Any]:
+    """Weights (batch, heads, q_len, kv_len) and scores, row by row."""
+    key = np.repeat(key, HEADS // key.shape[1], axis=1)
+    scores = np.einsum("bhid,bhjd->bhij", query, key) * DIM**-0.5
+    scores = np.where(allowed, scores, -np.inf)
+    extra = np.zeros(HEADS) if sinks is None else np.exp(sinks)
+    weights = np.exp(scores)
+    return weights / (weights.sum(-1, keepdims=True) + extra[:, None, None]), scores
+
+
+def loop(weights: Any, ids: Any, name: str, head: int, segment: Any, real: Any) -> float:
+    """The mean of one score, straight from its definition."""
+    found: list[float] = []
+    for b, i in np.ndindex(weights.shape[0], weights.shape[2]):
+        w = weights[b, head, i]
+        mine = [j for j in range(len(w)) if segment[b, j] == segment[b, i] and real[b, j]]
+        if not real[b, i]:
+            continue
+        match name:
+            case "sink":
+                found.append(w[mine[0]] + 1 - w.sum())
+            case "previous":
+                found += [w[i - 1]] if i - 1 in mine else []
+            case "own":
+                found.append(w[i])
+            case "duplicate":
+                keys = [j for j in mine if j < i and ids[b, j] == ids[b, i]]
+                found += [w[keys].sum()] if keys else []
+            case "induction":
+                keys = [j for j in mine if j <= i and j - 1 in mine and ids[b, j - 1] == ids[b, i]]
+                found += [w[keys].sum()] if keys else []
+            case "distance":
+                found.append(sum(w[j] * abs(i - j) for j in mine))
+            case "entropy":
+                found.append(-sum(x * math.log(x) for x in w if x > 0))
+    return math.fsum(found) / len(found)
+
+
+NAMES = ("sink", "previous", "own", "duplicate", "induction", "distance", "entropy")
+
+
+def check(scores: HeadScores, weights: Any, ids: Any, segment: Any, real: Any, rel: float) -> None:
+    means = scores.means()
+    for name in NAMES:
+        for head in range(HEADS):
+            expected = loop(weights, ids, name, head, segment, real)
+            assert means[name][head] == pytest.approx(expected, rel=rel, abs=rel), name
+
+
+def cases() -> dict[str, Any]:
+    every = np.ones((LENGTH, LENGTH), bool)
+    causal, one = np.tril(every), np.zeros((BATCH, LENGTH), int)
+    halves = np.repeat([[0] * 6 + [1] * 7], BATCH, axis=0)
+    real = np.ones((BATCH, LENGTH), bool)
+    padded = real.copy()
+    padded[0, :4] = padded[1, 10:] = False
+    near = causal & ~np.tril(every, -4)
+    same = (halves[:, :, None] == halves[:, None])[:, None]
+    seen = padded[:, None, None, :]
+    return {
+        "causal": ((qkv.Causal(),), causal, one, real),
+        "both ways": ((), every, one, real),
+        "window": ((qkv.SlidingWindow(3, 0),), near, one, real),
+        "packed": ((qkv.Causal(), qkv.Segments(halves)), causal & same, halves, real),
+        "padded": ((qkv.Causal(), qkv.Mask(seen)), causal & seen, one, padded),
+        "padded both ways": ((qkv.Mask(seen),), every & seen, one, padded),
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("case", cases())
+def test_scores_are_those_of_the_definition(case: str, dtype: str) -> None:
+    variants, allowed, segment, real = cases()[case]
+    query, key, ids = arrays()
+    query, key = (array.astype(dtype) for array in (query, key))
+    with np.errstate(invalid="ignore"):
+        weights, scores = softmax(query.astype("f8"), key.astype("f8"), allowed)
+    found = head_scores(query, key, *variants, tokens=ids, real=real)
+    check(found, weights, ids, segment, real, 1e-10 if dtype == "float64" else 2e-5)
+    weights = np.where(real[:, None, :, None], weights, 0)
+    scores = np.where(real[:, None, :, None], scores, -np.inf)
+    expected = scores.max(axis=(0, 2, 3))
+    np.testing.assert_allclose(found.means()["max_logit"], expected, rtol=1e-5)
+    np.testing.assert_allclose(found.received, weights.sum(axis=2), rtol=2e-5, atol=1e-5)
+
+
+def test_sinks_take_their_share() -> None:
+    query, key, ids = arrays(1)
+    sinks = np.array([-1.0, 0.0, 1.0, 4.0])
+    one, real = np.zeros((BATCH, LENGTH), int), np.ones((BATCH, LENGTH), bool)
+    weights, _ = softmax(query, key, np.tril(np.ones((LENGTH, LENGTH), bool)), sinks)
+    found = head_scores(query, key, qkv.Causal(), qkv.Sinks(sinks), tokens=ids)
+    check(found, weights, ids, one, real, 1e-10)
+    np.testing.assert_allclose(
+        found.means()["learned_sink"], 1 - weights.sum(-1).mean(axis=(0, 2)), rtol=1e-10
+    )
+    both = head_scores(query, key, qkv.Sinks(sinks), tokens=ids)
+    weights, _ = softmax(query, key, np.ones((LENGTH, LENGTH), bool), sinks)
+    check(both, weights, ids, one, real, 1e-10)
+
+
+def test_large_scores_are_computed_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """exp(lse_S - lse) in float32 loses 1e-7 of lse; at 3000 that is 3e-4 of a score."""
+    rng = np.random.default_rng(3)
+    # Scores of about 3000 that differ by a few units, exactly representable in float32.
+    query = np.full((BATCH, HEADS, LENGTH, DIM), 32.0)
+    key = np.full((BATCH, 2, LENGTH, DIM), 33.0)
+    key[..., 0] += rng.integers(-8, 8, key.shape[:-1]) / 32
+    ids = rng.integers(0, 4, (BATCH, LENGTH))
+    allowed = np.tril(np.ones((LENGTH, LENGTH), bool))
+    scores = np.einsum("bhid,bhjd->bhij", query, np.repeat(key, 2, axis=1)) * DIM**-0.5
+    shifted = np.where(allowed, scores - scores.max(), -np.inf)
+    weights = np.exp(shifted) / np.exp(shifted).sum(-1, keepdims=True)
+    one, real = np.zeros((BATCH, LENGTH), int), np.ones((BATCH, LENGTH), bool)
+
+    def scored() -> HeadScores:
+        return head_scores(query.astype("f4"), key.astype("f4"), qkv.Causal(), tokens=ids)
+
+    check(scored(), weights, ids, one, real, 1e-7)
+    monkeypatch.setattr(module, "_ROUNDING", np.inf)
+    with pytest.raises(AssertionError):
+        check(scored(), weights, ids, one, real, 1e-7)
+
+
+def test_16_bit_arrays_are_read_as_what_they_are() -> None:
+    query, key, ids = arrays(4)
+    query, key = (array.astype("f2") for array in (query, key))
+    found = head_scores(query, key, qkv.Causal(), tokens=ids).means()
+    expected = head_scores(query.astype("f8"), key.astype("f8"), qkv.Causal(), tokens=ids).means()
+    for name, means in expected.items():
+        np.testing.assert_allclose(found[name], means, rtol=2e-5, atol=2e-5)
+
+
+def test_queries_among_earlier_keys() -> None:
+    """Decoding: the last rows of a longer sequence score as they do within it."""
+    query, key, ids = arrays(5)
+    whole = head_scores(query, key, qkv.Causal(), tokens=ids)
+    tail = head_scores(query[:, :, 9:], key, qkv.Causal(), tokens=ids, q_offset=9)
+    for name, rows in whole.rows.items():
+        np.testing.assert_allclose(tail.rows[name], rows[:, :, 9:], rtol=1e-10, atol=1e-10)
+
+
+def test_dropout_is_left_out() -> None:
+    query, key, ids = arrays(6)
+    found = head_scores(query, key, qkv.Causal(), qkv.Dropout(0.5, 1), tokens=ids)
+    plain = head_scores(query, key, qkv.Causal(), tokens=ids)
+    np.testing.assert_array_equal(found.rows["distance"], plain.rows["distance"])
+
+
+def test_what_does_not_apply_is_nan() -> None:
+    query, key, _ = arrays(7)
+    without = head_scores(query, key).means()
+    assert np.isnan(without["induction"]).all()
+    assert np.isfinite(without["previous"]).all()
+    cross = head_scores(query[:, :, :5], key, q_offset=0, one_sequence=False).means()
+    assert {name for name, mean in cross.items() if np.isnan(mean).all()} == {
+        "previous", "own", "duplicate", "induction", "distance",
+    }  # fmt: skip
+
+
+def test_no_row_without_padding() -> None:
+    query, key, ids = arrays(8)
+    real = np.zeros((BATCH, LENGTH), bool)
+    scores = head_scores(query, key, qkv.Causal(), tokens=ids, real=real)
+    assert np.isnan(scores.means()["entropy"]).all()
+    assert (scores.received == 0).all()
+
+
+def test_weights_that_are_not_there_take_no_memory() -> None:
+    """No array as large as the weights is allocated, not even for one head."""
+    import tracemalloc
+
+    length = 3000
+    rng = np.random.default_rng(0)
+    query = rng.standard_normal((1, 2, length, 16)).astype("f4")
+    ids = rng.integers(0, 50, (1, length))
+    head_scores(query[:, :, :300], query[:, :, :300], qkv.Causal(), tokens=ids[:, :300])
+    tracemalloc.start()
+    head_scores(query, query, qkv.Causal(), tokens=ids)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < length * length * 4 / 2
+
+
+@pytest.mark.parametrize("at_least", [0, 1])
+def test_the_mask_of_earlier_tokens(at_least: int) -> None:
+    query, key, ids = (array[:1] for array in arrays(9))
+    behind = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
+    allowed = (ids[0][:, None] == ids[0]) & (behind >= at_least)
+    found = qkv.attention(query, key, key, EarlierToken(ids, ids, at_least))
+    np.testing.assert_allclose(found, qkv.attention(query, key, key, allowed), atol=1e-12)
+
+
+def test_kinds() -> None:
+    none = dict.fromkeys(module.KINDS, 0.1)
+    assert kind_of(none) is None
+    assert kind_of({**none, "sink": 0.4}) == "sink"
+    assert kind_of({**none, "sink": 0.5, "previous": 0.6}) == "previous"
+    assert kind_of({**none, "induction": math.nan, "own": 0.9}) == "own"
+    assert kind_of({**none, "induction": 0.8, "previous": 0.8}) == "induction"
+
+
+# --- records of models ---------------------------------------------------------------------------
+
+
+def record_of_two_layers(**options: Any) -> ModelRecord:
+    record = ModelRecord("two layers", **options)
+    for layer in range(2):
+        query, key, ids = arrays(layer)
+        record.add(query, key, qkv.Causal(), name=f"layers.{layer}", tokens=ids)
+    record.tokens, record.texts = ids, [f"t{i}" for i in range(LENGTH)]
+    return record
+
+
+def test_a_table_of_all_heads() -> None:
+    record = record_of_two_layers()
+    assert len(record) == 2
+    rows = record.rows()
+    assert [(row["layer"], row["head"]) for row in rows] == [
+        (x, h) for x in (0, 1) for h in range(4)
+    ]
+    assert list(rows[0])[3:] == list(module.SCORES)
+    lines = repr(rows).splitlines()
+    assert len(lines) == 9
+    assert len({len(line) for line in lines}) == 1
+    assert repr(HeadTable()) == "HeadTable([])"
+    best = record.best("previous")
+    assert best is not None
+    assert best["previous"] == max(row["previous"] for row in rows)
+
+
+def test_the_table_is_of_pandas_where_that_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+    from types import SimpleNamespace
+
+    record = record_of_two_layers()
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=lambda rows: ("df", rows)))
+    kind, rows = record.heads()
+    assert kind == "df"
+    assert rows == list(record.rows())
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    assert record.heads() == record.rows()
+
+
+def test_layers_by_number() -> None:
+    record = record_of_two_layers(keep=[1])
+    assert record.layer(-1) is record[1]
+    assert record[1].weights.shape == (2, 4, LENGTH, LENGTH)
+    with pytest.raises(qkv.ArgumentError, match=r"from 0 to 1"):
+        record.layer(2)
+    with pytest.raises(IndexError):
+        record[2]
+    with pytest.raises(qkv.ArgumentError, match="kept no query and key"):
+        record[0].weights  # noqa: B018
+    with pytest.raises(qkv.ArgumentError, match="keep='all'"):
+        ModelRecord("m", keep="all")  # type: ignore[arg-type]
+
+
+def test_saved_and_read_again(tmp_path: Path) -> None:
+    record = record_of_two_layers()
+    record.save(tmp_path / "r.safetensors")
+    again = load(tmp_path / "r.safetensors")
+    assert repr(again.rows()) == repr(record.rows())
+    assert again.rows() == record.rows()
+    assert again.texts == record.texts
+    np.testing.assert_array_equal(again.tokens, record.tokens)
+    for one, two in zip(again, record, strict=True):
+        np.testing.assert_array_equal(one.received, two.received)
+        np.testing.assert_array_equal(one.top[0], two.top[0])
+
+
+@pytest.mark.parametrize(
+    "hostile", ["missing", "empty", "noise", "arrays", "cut", "shapes", "json"]
+)
+def test_other_files_are_refused(tmp_path: Path, hostile: str) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    path = tmp_path / "r.safetensors"
+    about = '{"schema": "qkv-model-record", "version": 1, "model": "m", "texts": null, "layers": 3}'
+    record_of_two_layers().save(path)
+    match hostile:
+        case "missing":
+            path.unlink()
+        case "empty":
+            path.write_bytes(b"")
+        case "noise":
+            path.write_bytes(b"\xff" * 100)
+        case "arrays":
+            save_file({"q": np.eye(2)}, path)
+        case "cut":
+            path.write_bytes(path.read_bytes()[:-100])
+        case "shapes":
+            arrays = load_file(path)
+            arrays["layers.1.received"] = arrays["layers.1.received"][:1]
+            names = about.replace("3}", '["a", "b"]}')
+            save_file(arrays, path, {"qkv": names})
+        case "json":
+            save_file({"q": np.eye(2)}, path, {"qkv": about})
+    with pytest.raises(qkv.FileError):
+        load(path)
