@@ -77,7 +77,7 @@ def padding(kind: str, kv_end: int) -> Any:
 def pairs(mask: Any, q_length: int, kv_length: int) -> Any:
     """Which pairs attention lets through: values that tell the keys apart."""
     zeros = torch.zeros(3, 1, max(q_length, kv_length), 1)
-    variants, q_offset, kv_offset = _masks(mask, causal=False)
+    variants, q_offset, kv_offset = _masks(mask, False, (q_length, kv_length))
     out = qkv.attention(
         zeros[:, :, :q_length],
         zeros[:, :, :kv_length],
@@ -235,6 +235,14 @@ def test_without_a_mask_the_layer_says_what_is_causal() -> None:
     assert torch.equal(attended(None, 3, 3, is_causal=True), torch.ones(3, 3).bool().tril())
     # A window given beside a mask is in the mask.
     assert attended(state_mask(1, 4, 4), 4, 4, sliding_window=1).sum() == 10
+
+
+def test_a_mask_for_other_lengths_is_not_stretched() -> None:
+    """A causal mask could be evaluated for any: the lengths it was made for are part of it."""
+    with pytest.raises(qkv.ShapeError):
+        attended(state_mask(1, 4, 6, q_offset=2), 4, 5)
+    one_row = attended(state_mask(1, 1, 5, q_offset=2), 4, 5)
+    assert torch.equal(one_row, (torch.arange(5) <= 2).expand(4, 5))
 
 
 @pytest.mark.parametrize("kind", ["bool", "float"])

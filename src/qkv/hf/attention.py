@@ -86,7 +86,8 @@ def attend(
     if dropout > 0:
         variants.append(qkv.Dropout(dropout, int(torch.randint(2**63 - 1, ()))))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    masks, q_offset, kv_offset = _masks(attention_mask, causal and query.shape[2] > 1)
+    lengths = query.shape[2], key.shape[2]
+    masks, q_offset, kv_offset = _masks(attention_mask, causal and lengths[0] > 1, lengths)
     call = LayerCall(module, query, key, value, (*variants, *masks), scaling, q_offset, kv_offset)
     for seen in _observers:
         seen(call)
@@ -94,15 +95,17 @@ def attend(
     return call.output(), LayerWeights(call) if wanted else None
 
 
-def _masks(given: torch.Tensor | None, causal: bool) -> tuple[tuple[Any, ...], int, int]:
+def _masks(
+    given: torch.Tensor | None, causal: bool, lengths: tuple[int, int]
+) -> tuple[tuple[Any, ...], int, int]:
     """Masks of a call, and the offsets that they count from; `causal` holds if none is given."""
     if given is None:
         return (qkv.Causal(),) if causal else (), 0, 0
     if not isinstance(given, StatedMask):
         return (given,), 0, 0
     pattern = given.pattern
-    if pattern.kept is not None:
-        return (pattern.kept,), 0, 0
+    if pattern.kept is not None or tuple(given.shape[2:]) != lengths:
+        return (pattern.dense(),), 0, 0
     return pattern.variants, pattern.q_offset, pattern.kv_offset
 
 
