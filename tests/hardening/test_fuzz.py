@@ -17,7 +17,7 @@ from qkv.testing.fuzz.memory import scattered
 from qkv.testing.fuzz.mods import random_mod
 from qkv.testing.tolerances import plain
 
-EACH = 20
+EACH = 25
 """Problems of one structure, at least; a kernel takes longer to compile than they do."""
 MOST_STRUCTURES = 1200
 
