@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from qkv.errors import ArgumentError, FileError, QkvError, UnsupportedError
+from qkv.files.contents import shown
 from qkv.inspection.model_record import ModelRecord
 
 __all__ = ["inspect_model"]
@@ -50,7 +51,7 @@ def inspect_model(options: argparse.Namespace, progress: Progress) -> ModelRecor
 
 def _text(path: str) -> str:
     """A text file, whole."""
-    name = repr(path)
+    name = shown(path)
     try:
         found = os.stat(path)
         if not stat.S_ISREG(found.st_mode):
@@ -130,7 +131,7 @@ def _inspect_transformer(
 
 def _require_safetensors(name: str) -> None:
     """A folder with weights in safetensors, or what can be a name on the hub."""
-    folder, quoted = Path(name), repr(name)
+    folder, quoted = Path(name), shown(name)
     if not os.path.exists(name):
         if not _NAME.fullmatch(name) or "--" in name or ".." in name:
             raise ArgumentError(
@@ -186,7 +187,7 @@ def _loaded(name: str, download: bool) -> tuple[Any, Any, Any]:
 @contextmanager
 def _told(name: str, download: bool) -> Iterator[None]:
     """What goes wrong while a model is loaded, in the form of all other errors."""
-    quoted = repr(name)
+    quoted = shown(name)
     try:
         yield
     except QkvError:
