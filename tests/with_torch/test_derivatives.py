@@ -44,6 +44,13 @@ VARIANTS = {
     ),
     "mask": ((), lambda: (ALLOWED,)),
     "union": ((), lambda: (qkv.Causal() | qkv.Mask(ALLOWED),)),
+    "prefix": ((), lambda: (qkv.Causal() | qkv.Prefix(torch.tensor([2, 4])),)),
+    "global tokens": (
+        (),
+        lambda: (qkv.SlidingWindow(1, 0) | qkv.GlobalTokens(torch.tensor([0, 3])),),
+    ),
+    "strided": ((), lambda: (qkv.Strided(2),)),
+    "block sparse": ((), lambda: (qkv.BlockSparse(ALLOWED[0, :3, :2], 2, 3),)),
     "bias": (((HEADS, Q_LEN, KV_LEN),), lambda bias: (bias,)),
     "bias of keys": (((BATCH, 1, 1, KV_LEN),), lambda bias: (qkv.Bias(bias), ALLOWED)),
     "alibi": (((HEADS,),), lambda slopes: (qkv.ALiBi(slopes), qkv.Causal())),
