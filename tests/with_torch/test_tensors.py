@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -153,6 +156,18 @@ def test_compile(backend: str) -> None:
     compiled = torch.compile(user, fullgraph=True, backend=backend)
     for a, b in zip(gradients(compiled, *inputs), gradients(user, *inputs), strict=True):
         assert_close(a, b)
+
+
+def test_the_first_call_of_a_process_may_be_a_compiled_one() -> None:
+    """What is found out later must not be found out while torch traces."""
+    code = """
+import torch, qkv
+x = torch.ones(1, 2, 3, 4)
+compiled = torch.compile(lambda x: qkv.attention(x, x, x), backend="aot_eager", fullgraph=True)
+print(float((compiled(x) - 1).abs().max()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "0.0\n", done.stderr[-2000:]
 
 
 def test_compile_for_lengths_that_change() -> None:

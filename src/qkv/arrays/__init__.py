@@ -44,18 +44,20 @@ def _jax() -> ArrayLibrary:
     return JaxArrays()
 
 
+NAMES = ("numpy", "torch", "jax")
+"""Libraries that are known. A constant: torch's compiler looks at it while it traces a call."""
+
 _LIBRARIES: dict[str, ArrayLibrary] = {"numpy": NumpyArrays()}
 _FOUND_LATER: dict[str, Callable[[], ArrayLibrary]] = {"torch": _torch, "jax": _jax}
-_KINDS: dict[type, str | None] = {}
 
 
 def kind_of(array: Any) -> str | None:
     """The name of the library that an array's type is of, None for any other type."""
-    kind = type(array)
-    if kind not in _KINDS:
-        names = [base.__module__.partition(".")[0] for base in kind.__mro__]
-        _KINDS[kind] = next((n for n in names if n in _LIBRARIES or n in _FOUND_LATER), None)
-    return _KINDS[kind]
+    for base in type(array).__mro__:
+        name = base.__module__.partition(".")[0]
+        if name in NAMES:
+            return name
+    return None
 
 
 def library_of(array: Any, role: str) -> ArrayLibrary:
