@@ -61,7 +61,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-DIFFERENTIATED = ("bias", "mask", "key lengths", "all")
+DIFFERENTIATED = ("bias", "all")
 """Those for which a backward kernel is made, too."""
 
 

@@ -83,10 +83,11 @@ def dot_product_attention(
 
     Examples
     --------
-    >>> import jax.numpy as jnp, qkv.jax
+    >>> import jax.numpy as jnp, numpy as np, qkv.jax
     >>> x = jnp.eye(2)[:, None]
-    >>> qkv.jax.dot_product_attention(x, x, x, is_causal=True)[:, 0].round(2)
-    Array([[1.  , 0.  ],
+    >>> out = qkv.jax.dot_product_attention(x, x, x, is_causal=True)
+    >>> np.asarray(out[:, 0]).round(2)
+    array([[1.  , 0.  ],
            [0.33, 0.67]], dtype=float32)
     """
     if implementation is not None:
