@@ -198,6 +198,14 @@ def test_a_model_that_computes_attention_itself() -> None:
     assert model.config._attn_implementation == before
 
 
+def test_a_model_that_is_not_on_the_cpu() -> None:
+    config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=20)
+    with torch.device("meta"):
+        model = transformers.GPT2Model(config)
+    with pytest.raises(qkv.UnsupportedError, match="is on meta"), qkv.hf.inspect(model):
+        pass
+
+
 def test_one_call_to_a_record() -> None:
     model = model_of("llama")
     with pytest.raises(qkv.ArgumentError, match="was not called"), qkv.hf.inspect(model):

@@ -61,7 +61,8 @@ def inspect(
     Raises
     ------
     UnsupportedError
-        The model computes its attention without asking for an implementation.
+        The model computes its attention without asking for an implementation, or is not on the
+        CPU.
     ArgumentError
         The model is called more than once, or not at all.
 
@@ -83,6 +84,7 @@ def inspect(
     from qkv.hf import enable
 
     enable()
+    _require_cpu(model)
     name = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
     record = ModelRecord(name, top=top, keep=keep)
     run = _Run(model, record, progress)
@@ -184,6 +186,16 @@ class _Run:
 
     def _attention_layers(self) -> int:
         return sum("Attention" in type(module).__name__ for module in self.names)
+
+
+def _require_cpu(model: torch.nn.Module) -> None:
+    elsewhere = {str(p.device) for p in model.parameters() if p.device.type != "cpu"}
+    if elsewhere:
+        raise UnsupportedError(
+            f"{type(model).__name__} is on {', '.join(sorted(elsewhere))}; scores of heads are "
+            "computed on the CPU.",
+            action="Pass model.cpu().",
+        )
 
 
 def _filled(rows: Array, length: int, fill: Any) -> Array:

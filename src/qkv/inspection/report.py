@@ -113,8 +113,9 @@ def _facts(record: ModelRecord) -> str:
 def _map(record: ModelRecord) -> Iterator[str]:
     """One cell for each head; each leads to its row in the table."""
     widest = max((layer.num_heads for layer in record), default=0)
-    yield "<h2>Map</h2><div class=wide><table class=map>"
-    yield "<caption>Layers down, heads across. A letter is the kind of a head.</caption>"
+    yield "<h2>Map</h2>"
+    yield "<p class=faint id=of-map>Layers down, heads across. A letter is the kind of a head.</p>"
+    yield "<div class=wide><table class=map aria-describedby=of-map>"
     numbers = "".join(f"<th scope=col>{head}</th>" for head in range(widest))
     yield f"<thead><tr><td></td>{numbers}</tr></thead><tbody>"
     for layer in record:
@@ -155,8 +156,9 @@ def _legend(record: ModelRecord) -> Iterator[str]:
 
 
 def _table(record: ModelRecord) -> Iterator[str]:
-    yield "<h2>Heads</h2><div class=wide><table class=heads>"
-    yield "<caption>Means over all tokens; entropy in nats, distance in tokens.</caption>"
+    yield "<h2>Heads</h2>"
+    yield "<p class=faint id=of-heads>Means over tokens; entropy in nats, distance in tokens.</p>"
+    yield "<div class=wide><table class=heads aria-describedby=of-heads>"
     names = "".join(
         f"<th scope=col><button type=button>{name.replace('_', ' ')}</button></th>"
         for name in _COLUMNS
@@ -195,7 +197,7 @@ def _text(record: ModelRecord) -> Iterator[str]:
         yield f"<p class=faint>The first {len(tokens)} of {length} tokens are shown.</p>"
     yield "<p>Strongest pairs of a query and a key, beyond the first key:</p><ul>"
     for kind, row in heads:
-        pairs = ", ".join(escape(pair) for pair in _pairs(record, row, tokens)) or "none"
+        pairs = ", ".join(escape(pair) for pair in _pairs(record, row, kind, tokens)) or "none"
         yield f"<li>{escape(_title(row, kind))}: {pairs}</li>"
     yield "</ul>"
 
@@ -219,10 +221,12 @@ def _tokens(record: ModelRecord) -> list[str]:
     return [printable(token, _LONGEST_TOKEN) for token in (record.texts or ())[:LONGEST_TEXT]]
 
 
-def _pairs(record: ModelRecord, row: dict[str, Any], tokens: list[str]) -> Iterable[str]:
-    """The heaviest pairs of a head."""
-    keys, weights = (array[0, row["head"]] for array in record[row["layer"]].top)
-    inside = (keys > 0) & (keys < len(tokens)) & (np.arange(len(keys)) < len(tokens))[:, None]
+def _pairs(record: ModelRecord, row: dict[str, Any], kind: str, tokens: list[str]) -> Iterable[str]:
+    """The heaviest pairs of a head, of queries that its kind counts."""
+    layer = record[row["layer"]]
+    keys, weights = (array[0, row["head"]] for array in layer.top)
+    queries = layer.scores.counted[kind][0] & (np.arange(len(keys)) < len(tokens))
+    inside = queries[:, None] & (keys > 0) & (keys < len(tokens))
     heaviest = np.argsort(-np.where(inside, weights, 0), axis=None, kind="stable")
     for place in heaviest[:_PAIRS]:
         query, nth = np.unravel_index(place, keys.shape)
