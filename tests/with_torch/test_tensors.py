@@ -60,6 +60,18 @@ def test_variants_hold_tensors_of_any_type() -> None:
     assert found.numpy().tobytes() == expected.tobytes()
 
 
+def test_masks_join_with_tensors() -> None:
+    query, key, value = operands()
+    allowed = normal(9, 11, seed=4) < 0.4
+    causal = torch.arange(9)[:, None] + 2 >= torch.arange(11)
+    expected = qkv.attention(query, key, value, allowed | causal)
+    for joined in (allowed | qkv.Causal("end"), qkv.Causal("end") | allowed):
+        assert_close(qkv.attention(query, key, value, joined), expected, rtol=0, atol=0)
+    expected = qkv.attention(query, key, value, ~allowed & causal)
+    joined = qkv.Causal("end") & ~qkv.Mask(allowed)
+    assert_close(qkv.attention(query, key, value, joined), expected, rtol=0, atol=0)
+
+
 def test_inspection_and_plans_take_tensors() -> None:
     query, key, value = (t.requires_grad_() for t in operands())
     slopes = torch.linspace(0.1, 0.4, 4, requires_grad=True)

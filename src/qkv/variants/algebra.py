@@ -38,8 +38,8 @@ class MaskVariant(Variant):
 
 
 def _checked(mask: Any) -> Any:
-    if isinstance(mask, np.ndarray):
-        return mask
+    if hasattr(mask, "dtype") and hasattr(mask, "shape"):
+        return mask  # an array of any library
     if hasattr(mask, "lower") and not isinstance(mask, str | bytes | type):
         return mask
     raise ArgumentError(
