@@ -212,6 +212,7 @@ def test_what_tokens_say_is_text() -> None:
     assert "img" not in {tag for tag, _ in page.elements}
     assert page.texts["h1"] == [HOSTILE[0]]
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e\u2028]", text)
+    assert not set("<>&") & set(page.texts["script"][0])
     data = json.loads(page.texts["script"][0])
     assert data["tokens"][0] == HOSTILE[0]
     assert data["tokens"][3] == "\\u202eevil"

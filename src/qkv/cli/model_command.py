@@ -15,7 +15,6 @@ from rich.text import Text
 from qkv.cli.model_loading import inspect_model
 from qkv.cli.terminal import Bar, Page
 from qkv.errors import ArgumentError
-from qkv.files.writing import replace_file
 from qkv.inspection.head_scores import KINDS, THRESHOLD
 from qkv.inspection.model_record import ModelRecord
 from qkv.inspection.report import LETTERS, MEANINGS, html
@@ -58,7 +57,7 @@ def run(options: argparse.Namespace) -> str:
     if options.save:
         record.save(options.save)
     if options.html:
-        replace_file(options.html, html(record).encode("utf-8"))
+        Path(options.html).write_text(html(record), encoding="utf-8")
     return _json(record) if options.json else _shown(record, options)
 
 
