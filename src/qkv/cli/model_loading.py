@@ -10,6 +10,7 @@ import argparse
 import os
 import re
 import stat
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -156,13 +157,20 @@ def _require_safetensors(name: str) -> None:
 
 @contextmanager
 def _offline(asked: bool) -> Iterator[None]:
-    """No request to the hub from libraries that are imported inside."""
+    """No request to the hub inside, also none of those that loading from a folder makes."""
     said = {"DISABLE_SAFETENSORS_CONVERSION": "1", **({"HF_HUB_OFFLINE": "1"} if asked else {})}
     before = {name: os.environ.get(name) for name in said}
     os.environ.update(said)
+    # The variable is read once, by whoever imports the library first.
+    hub: Any = sys.modules.get("huggingface_hub.constants")
+    was_offline = getattr(hub, "HF_HUB_OFFLINE", False)
+    if hub is not None and asked:
+        hub.HF_HUB_OFFLINE = True
     try:
         yield
     finally:
+        if hub is not None:
+            hub.HF_HUB_OFFLINE = was_offline
         for name, value in before.items():
             if value is None:
                 del os.environ[name]
