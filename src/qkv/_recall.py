@@ -14,11 +14,14 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from qkv._call import Call
 from qkv.backends import Prepared, generation
 
-__all__ = ["attend", "prepared"]
+__all__ = ["attend", "attend_to_keep", "prepared"]
+
+Array = NDArray[Any]
 
 KEPT = 256
 """Calls that are remembered, about 4 KB each; the oldest go first."""
@@ -50,12 +53,29 @@ def attend(
     backend: Any,
 ) -> tuple[Any, Any]:
     """Output and lse of one call."""
+    return attend_to_keep(query, key, value, variants, scale, layout, q_offset, kv_offset, backend)[
+        :2
+    ]
+
+
+def attend_to_keep(
+    query: Any,
+    key: Any,
+    value: Any,
+    variants: tuple[Any, ...],
+    scale: Any,
+    layout: Any,
+    q_offset: Any,
+    kv_offset: Any,
+    backend: Any,
+) -> tuple[Any, Any, Array | None]:
+    """Output, lse, and what rounding took from lse as `Partial` knows it."""
     like = _likeness(query, key, value, variants, scale, layout, q_offset, kv_offset, backend)
     ready = None if like is None else _recall(like)
     if ready is not None:
         known = ready(query, key, value)
         if known is not None:
-            return known.out, known.lse
+            return known.out, known.lse, known.lse_rest
         _prepared.pop(like, None)
     call = Call.bind(
         query,
@@ -71,7 +91,7 @@ def attend(
     if like is not None:
         _remember(like, variants, call)
     partial = call.run()
-    return call.output(partial), call.rows(partial.lse)
+    return call.output(partial), call.rows(partial.lse), partial.lse_rest
 
 
 def prepared(*arguments: Any) -> Prepared | None:

@@ -186,12 +186,23 @@ class Pullback:
 
     @classmethod
     def resumed(
-        cls, call: Call, out: Array, lse: Array, shapes: tuple[tuple[int, ...], ...]
+        cls,
+        call: Call,
+        out: Array,
+        lse: Array,
+        shapes: tuple[tuple[int, ...], ...],
+        lse_rest: Array | None = None,
     ) -> Pullback:
-        """The way back of a call whose output and lse were kept elsewhere."""
+        """The way back of a call whose output and lse were kept elsewhere.
+
+        Where `lse_rest` is NaN or missing, the forward pass is run again.
+        """
         rows = (*call.problem.spec.batch_shape, call.problem.spec.num_heads)
         plain = call.plain(out)
-        return cls(call, Partial(plain, lse.reshape(*rows, plain.shape[-2])), shapes)
+        shape = (*rows, plain.shape[-2])
+        known = lse_rest is not None and not np.isnan(lse_rest).any()
+        rest = lse_rest.reshape(shape) if lse_rest is not None and known else None
+        return cls(call, Partial(plain, lse.reshape(shape), rest), shapes)
 
     def __call__(self, grad_out: Any, grad_lse: Any = None, wrt: Iterable[Any] = ()) -> Gradients:
         """Gradients for cotangents of the output and of lse; see `qkv.vjp`."""
@@ -201,7 +212,12 @@ class Pullback:
         of_lse = cotangent_of_lse(call, partial.lse, grad_lse)
         tables, sinks = wanted(problem, tuple(map(call.known_as, wrt)))
         inputs = BackwardInputs(
-            partial.out, partial.lse, cotangent, of_lse, frozenset(n for n, _ in tables)
+            partial.out,
+            partial.lse,
+            cotangent,
+            of_lse,
+            frozenset(n for n, _ in tables),
+            partial.lse_rest,
         )
         found = call.choice.backend.backward(problem, inputs)  # type: ignore[attr-defined]
         own = by_origin([(origin, found.tables[name]) for name, origin in tables])

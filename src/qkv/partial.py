@@ -19,10 +19,16 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """`out` is `(..., q_len, v_head_dim)`, `lse` `(..., q_len)`, of one floating type."""
+    """`out` is `(..., q_len, v_head_dim)`, `lse` `(..., q_len)`, of one floating type.
+
+    `lse_rest` is what rounding took from lse, so that `exp((s - lse) - lse_rest)` are weights as
+    exact as those of the forward pass. Who has it has computed the scores as the backward pass
+    of the same backend will.
+    """
 
     out: Array
     lse: Array
+    lse_rest: Array | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +89,22 @@ def finish(partial: Partial, sinks: Array | None) -> Partial:
     dtype = partial.lse.dtype
     with np.errstate(all="ignore"):
         kept, sink = partial.lse.astype(np.float64), sinks.astype(np.float64)[:, None]
+        if partial.lse_rest is not None:
+            kept = kept + partial.lse_rest
         # Not exp(lse - new lse): where both are large, little is left of what tells them apart.
         share = np.where(np.isneginf(kept), 0, 1 / (1 + np.exp(sink - kept)))
-        lse = np.logaddexp(kept, sink).astype(dtype)
-    return Partial(partial.out * share[..., None].astype(dtype), lse)
+        peak = np.maximum(kept, sink)
+        more = np.where(np.isneginf(peak), 0, np.log1p(np.exp(-np.abs(kept - sink))))
+        lse = (peak + more).astype(dtype)
+        rest = None if partial.lse_rest is None else rest_of(peak, more, lse)
+    return Partial(partial.out * share[..., None].astype(dtype), lse, rest)
+
+
+def rest_of(row_max: Array, log_sum: Array, lse: Array) -> Array:
+    """What rounding took from `lse = row_max + log_sum`, in its type; 0 for rows without keys."""
+    with np.errstate(invalid="ignore"):
+        rest = np.where(np.isneginf(lse), 0, (row_max - lse.astype(np.float64)) + log_sum)
+    return rest.astype(lse.dtype)
 
 
 def share_with_sinks(rows: RowStatistics, sinks: Array | None) -> RowStatistics:

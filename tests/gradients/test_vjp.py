@@ -150,3 +150,34 @@ def test_a_backend_without_a_way_back_is_passed_over() -> None:
             qkv.vjp(Q, K, V, backend="one-way")
     finally:
         unregister("one-way")
+
+
+def written_out(q: np.ndarray, k: np.ndarray, v: np.ndarray, g: np.ndarray) -> list[np.ndarray]:
+    """Gradients of query, key and value in the type of the arrays."""
+    scale = q.dtype.type(q.shape[-1] ** -0.5)
+    scores = q @ k.swapaxes(1, 2) * scale
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    d_weights = g @ v.swapaxes(1, 2)
+    d_scores = weights * (d_weights - (weights * d_weights).sum(-1, keepdims=True)) * scale
+    return [d_scores @ k, d_scores.swapaxes(1, 2) @ q, weights.swapaxes(1, 2) @ g]
+
+
+@pytest.mark.parametrize("sinks", [(), (qkv.Sinks(-200.0),)], ids=["", "sinks"])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(6, 40), (40, 300)])
+@pytest.mark.parametrize(("spread", "offset"), [(1.5, 0.0), (1.0, 9.0)])
+def test_rows_where_one_key_has_nearly_all_the_weight(spread, offset, q_len, kv_len, sinks) -> None:
+    """As exact as the formula in float32: what rounding takes from lse must not show."""
+    rng = np.random.default_rng(0)
+    for _ in range(6):
+        q, k, v, g = (rng.normal(size=(2, n, 8)) for n in (q_len, kv_len, kv_len, q_len))
+        arrays = [(a * s + o).astype(np.float32) for a, s, o in
+                  zip((q, k, v, g), (spread, spread, 1, 1), (offset * (np.arange(8) == 0),) * 2
+                      + (0, 0), strict=True)]  # fmt: skip
+        truth = written_out(*(a.astype(np.float64) for a in arrays))
+        _, pullback = qkv.vjp(*arrays[:3], *sinks, backend="cpu")
+        found = pullback(arrays[3])
+        got = found.query, found.key, found.value
+        for exact, plain, gradient in zip(truth, written_out(*arrays), got, strict=True):
+            allowed = np.abs(plain - exact).max() + 2.0**-23 * max(1, np.abs(exact).max())
+            assert np.abs(gradient - exact).max() <= 3 * allowed

@@ -131,12 +131,12 @@ def test_opcheck(name: str, layout: str) -> None:
     arrays = [a.double() if a.is_floating_point() else a for a in said.arrays]
     numbers = [n for n, a in enumerate(arrays) if a.is_floating_point()]
     inputs = (query, key, value, arrays)
-    out, lse = operators.attention(*inputs, said.text)
+    out, lse, rest = operators.attention(*inputs, said.text)
     along = [torch.ones_like(t) for t in (query, key, value, *(arrays[n] for n in numbers))]
     torch.library.opcheck(operators.attention, (*inputs, said.text))
     torch.library.opcheck(
         operators.attention_backward,
-        (*inputs, out, lse, torch.ones_like(out), torch.ones_like(lse), said.text, numbers),
+        (*inputs, out, lse, rest, torch.ones_like(out), torch.ones_like(lse), said.text, numbers),
     )
     torch.library.opcheck(operators.attention_tangent, (*inputs, along, said.text, numbers))
     torch.library.opcheck(

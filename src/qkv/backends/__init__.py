@@ -8,19 +8,21 @@ found through the entry point group `qkv.backends`; see docs/add-a-backend.md.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+import numpy as np
 from numpy.typing import NDArray
 
 from qkv.errors import ArgumentError, UnsupportedError
-from qkv.partial import Partial, RowStatistics
+from qkv.partial import Partial, RowStatistics, finish
 from qkv.problem.backward import BackwardInputs, OperandGradients
 from qkv.problem.spec import Problem, Spec
 
 __all__ = [
-    "Backend", "Choice", "Refusal", "backends", "choose", "refusals", "register", "unregister",
+    "Backend", "Choice", "Refusal", "backends", "choose", "kept", "refusals", "register",
+    "unregister",
 ]  # fmt: skip
 
 Array = NDArray[Any]
@@ -66,6 +68,21 @@ class Differentiable(Protocol):
     def backward(self, problem: Problem, inputs: BackwardInputs) -> OperandGradients:
         """Gradients of query, key and value, and of the tables that `inputs` names."""
         ...
+
+
+def kept(
+    problem: Problem, inputs: BackwardInputs, forward: Callable[[Problem], Partial]
+) -> BackwardInputs:
+    """`inputs`, with out and lse of one more forward pass if nobody has kept `lse_rest`.
+
+    `forward` adds up scores in the order of the backward pass. Where one key has nearly all the
+    weight, gradients are differences of what the two passes found.
+    """
+    if inputs.lse_rest is not None:
+        return inputs
+    found = finish(forward(problem), problem.operands.sinks)
+    rest = np.zeros_like(found.lse) if found.lse_rest is None else found.lse_rest
+    return replace(inputs, out=found.out, lse=found.lse, lse_rest=rest)
 
 
 NO_BACKWARD = Refusal("has no backward pass", "the forward pass alone")

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends import Refusal
-from qkv.partial import Partial
+from qkv.backends import Refusal, kept
+from qkv.partial import Partial, rest_of
 from qkv.problem.backward import BackwardInputs, OperandGradients, backward
 from qkv.problem.scores import Scores, weighted_sum
 from qkv.problem.spec import Problem, Spec
@@ -53,25 +53,28 @@ class BlockedBackend:
         shape = (spec.batch_size, spec.num_heads, spec.q_len, spec.v_head_dim)
         out = np.zeros(shape, spec.compute_dtype)
         lse = np.full(shape[:-1], -np.inf, spec.compute_dtype)
+        rest = np.zeros_like(lse)
         for batch in range(spec.batch_size):
             for head in range(spec.num_heads):
                 for i, kinds in grid.rows(batch, head):
                     rows = slice(i * grid.block_q, min((i + 1) * grid.block_q, spec.q_len))
-                    out[batch, head, rows], lse[batch, head, rows] = attend(
-                        scores, batch, head, rows, grid.runs(kinds), grid.block_kv
+                    place = batch, head, rows
+                    out[place], lse[place], rest[place] = attend(
+                        scores, *place, grid.runs(kinds), grid.block_kv
                     )
         full = (*spec.batch_shape, *shape[1:])
-        return Partial(out.reshape(full), lse.reshape(full[:-1]))
+        return Partial(out.reshape(full), lse.reshape(full[:-1]), rest.reshape(full[:-1]))
 
     def backward(self, problem: Problem, inputs: BackwardInputs) -> OperandGradients:
         scores = Scores(problem, problem.spec.compute_dtype)
+        inputs = kept(problem, inputs, self.run)
         return backward(scores, scores.grid(*self.blocks(problem.spec)), inputs)
 
 
 def attend(
     scores: Scores, batch: int, head: int, q_rows: slice, runs: list[Run], block_kv: int
-) -> tuple[Array, Array]:
-    """Output rows and lse of one block of queries over the runs of keys it may see."""
+) -> tuple[Array, Array, Array]:
+    """Output rows, lse and its rest, of one block of queries over the runs of keys it may see."""
     dtype = scores.dtype
     count = q_rows.stop - q_rows.start
     row_max = np.full(count, -np.inf, dtype)
@@ -102,5 +105,6 @@ def attend(
     empty = np.isneginf(row_max)
     with np.errstate(all="ignore"):
         out = total / np.where(empty, dtype.type(1), row_sum)[:, None]
-        lse = np.where(empty, dtype.type(-np.inf), row_max + np.log(row_sum))
-    return out, lse
+        log_sum = np.log(row_sum, dtype=np.float64)
+        lse = np.where(empty, -np.inf, row_max + log_sum).astype(dtype)
+    return out, lse, rest_of(row_max, log_sum, lse)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from qkv.backends import Refusal
+from qkv.backends import Refusal, kept
 from qkv.cost import memory
-from qkv.partial import Partial
+from qkv.partial import Partial, rest_of
 from qkv.problem.backward import BackwardInputs, OperandGradients, backward
 from qkv.problem.scores import Scores, weighted_sum
 from qkv.problem.spec import Problem, Spec
@@ -48,7 +48,7 @@ class ReferenceBackend:
         scores = Scores(problem, np.dtype(np.float64))
         shape = (spec.batch_size, spec.num_heads, spec.q_len, spec.v_head_dim)
         out = np.zeros(shape)
-        lse = np.full(shape[:-1], -np.inf)
+        row_max, log_sum = np.full(shape[:-1], -np.inf), np.zeros(shape[:-1])
         q_rows, kv_rows = slice(0, spec.q_len), slice(0, spec.kv_len)
         for batch in range(spec.batch_size if 0 not in (spec.q_len, spec.kv_len) else 0):
             for head in range(spec.num_heads):
@@ -65,14 +65,16 @@ class ReferenceBackend:
                     if factors is not None:
                         weights *= factors
                     out[batch, head] = weighted_sum(weights, s, scores.value(batch, head, kv_rows))
-                    lse[batch, head] = np.where(empty, -np.inf, peak + np.log(row_sum))
+                    row_max[batch, head] = peak
+                    log_sum[batch, head] = np.where(empty, 0.0, np.log(row_sum))
         full = (*spec.batch_shape, *shape[1:])
         with np.errstate(all="ignore"):
-            return Partial(
-                out.reshape(full).astype(spec.compute_dtype, copy=False),
-                lse.reshape(full[:-1]).astype(spec.compute_dtype, copy=False),
-            )
+            lse = (row_max + log_sum).astype(spec.compute_dtype)
+            rest = rest_of(row_max, log_sum, lse)
+            rows = (array.reshape(full[:-1]) for array in (lse, rest))
+            return Partial(out.reshape(full).astype(spec.compute_dtype), *rows)
 
     def backward(self, problem: Problem, inputs: BackwardInputs) -> OperandGradients:
         scores = Scores(problem, np.dtype(np.float64))
+        inputs = kept(problem, inputs, self.run)
         return backward(scores, scores.grid(*self.blocks(problem.spec)), inputs)

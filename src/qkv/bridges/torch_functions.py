@@ -1,7 +1,7 @@
 """How torch differentiates and batches attention.
 
     function     computes                                  its derivatives are made of
-    Attention    out, lse                                  Backward, Tangent
+    Attention    out, lse, lse_rest                        Backward, Tangent
     Backward     gradients of the inputs, along grad_out   Second, Backward
     Tangent      change of out, along the inputs' change   Second, Backward
     Second       gradients of <grad_out, Tangent>          third derivatives are refused
@@ -9,7 +9,7 @@
 Backward is linear in grad_out, and the gradient of <grad_out, out> in everything else, whose second
 derivatives are symmetric: one function serves both ways. Tensors come in groups, in this order:
 
-    results      out, lse; what follows from the others, so nothing flows back to them
+    results      out, lse, lse_rest; what follows from the others, so nothing flows back to them
     cotangents   grad_out, grad_lse
     along        changes of query, key, value and of the arrays numbered in `directions`
     inputs       query, key, value and all arrays that the call holds
@@ -32,6 +32,9 @@ from qkv.errors import UnsupportedError
 
 __all__ = ["attend"]
 
+_RESULTS = 3
+"""How many tensors `results` are."""
+
 
 def attend(
     query: Tensor,
@@ -48,12 +51,12 @@ def attend(
         # Dynamo hands a function that nobody differentiates its context as first argument.
         compiling and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
     ):
-        at_once: tuple[Tensor, Tensor] = operators.attention(query, key, value, arrays, text)
-        return at_once
+        out, lse, _ = operators.attention(query, key, value, arrays, text)
+        return out, lse
     # Dynamo refuses functions that have a forward-mode rule.
     function = _Attention if compiling else _AttentionBothWays
-    found: tuple[Tensor, Tensor] = function.apply(text, tuple(named), *tensors)
-    return found
+    out, lse, _ = function.apply(text, tuple(named), *tensors)
+    return out, lse
 
 
 def _is_functionalized() -> bool:
@@ -65,7 +68,7 @@ def _is_functionalized() -> bool:
 
 
 class _Attention(Function):
-    """inputs -> out, lse"""
+    """inputs -> results"""
 
     @staticmethod
     def forward(text: str, named: Any, *inputs: Tensor) -> Any:
@@ -75,14 +78,15 @@ class _Attention(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.text, ctx.named, *tensors = inputs
+        ctx.mark_non_differentiable(output[2])
         ctx.save_for_backward(*output, *tensors)
         ctx.save_for_forward(*output, *tensors)
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        out, lse, *inputs = ctx.saved_tensors
+    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor, _: None) -> Any:
+        results, inputs = ctx.saved_tensors[:_RESULTS], ctx.saved_tensors[_RESULTS:]
         wanted = _numbers(ctx.needs_input_grad[5:])
-        found = _backward(ctx, wanted, out, lse, cotangents, inputs)
+        found = _backward(ctx, wanted, results, (grad_out, grad_lse), inputs)
         return None, None, *_of_inputs(found, wanted, inputs)
 
     @staticmethod
@@ -96,9 +100,10 @@ class _Attention(Function):
 class _AttentionBothWays(_Attention):
     @staticmethod
     def jvp(ctx: Any, _text: None, _named: None, *changes: Tensor | None) -> Any:
-        out, lse, *inputs = ctx.saved_tensors
+        results, inputs = ctx.saved_tensors[:_RESULTS], ctx.saved_tensors[_RESULTS:]
         directions, along = _along(changes, inputs)
-        return _Tangent.apply(ctx.text, ctx.named, directions, out, lse, *along, *inputs)
+        moved = _Tangent.apply(ctx.text, ctx.named, directions, *results, *along, *inputs)
+        return *moved, None
 
 
 class _Backward(Function):
@@ -106,10 +111,8 @@ class _Backward(Function):
 
     @staticmethod
     def forward(text: str, named: Any, wanted: tuple[int, ...], *tensors: Tensor) -> Any:
-        out, lse, grad_out, grad_lse, query, key, value, *arrays = tensors
-        found = operators.attention_backward(
-            query, key, value, arrays, out, lse, grad_out, grad_lse, text, wanted
-        )
+        results, (query, key, value, *arrays) = tensors[: _RESULTS + 2], tensors[_RESULTS + 2 :]
+        found = operators.attention_backward(query, key, value, arrays, *results, text, wanted)
         return tuple(found)
 
     @staticmethod
@@ -120,27 +123,30 @@ class _Backward(Function):
 
     @staticmethod
     def backward(ctx: Any, *along: Tensor) -> Any:
-        _, _, grad_out, grad_lse, *inputs = ctx.saved_tensors
-        wanted = _numbers(ctx.needs_input_grad[10:])
+        grad_out, grad_lse, *inputs = ctx.saved_tensors[_RESULTS:]
+        wanted = _numbers(ctx.needs_input_grad[3 + _RESULTS + 5 :])
         query, key, value, *rest = _Second.apply(
             ctx.text, ctx.named, ctx.wanted, wanted, grad_out, grad_lse, *along, *inputs
         )
         *cotangents, own = rest[0], rest[1], rest[2:]
         grads = _of_inputs((query, key, value, *own), wanted, inputs)
-        return None, None, None, None, None, *cotangents, *grads
+        return *[None] * (3 + _RESULTS), *cotangents, *grads
 
     @staticmethod
     def jvp(ctx: Any, _text: None, _named: None, _wanted: None, *changes: Tensor | None) -> Any:
-        out, lse, grad_out, grad_lse, *inputs = ctx.saved_tensors
-        directions, along = _along(changes[4:], inputs)
+        results, (grad_out, grad_lse, *inputs) = (
+            ctx.saved_tensors[:_RESULTS], ctx.saved_tensors[_RESULTS:]
+        )  # fmt: skip
+        changes = changes[_RESULTS:]
+        directions, along = _along(changes[2:], inputs)
         query, key, value, _, _, *own = _Second.apply(
             ctx.text, ctx.named, directions, ctx.wanted, grad_out, grad_lse, *along, *inputs
         )
         cotangents = [
             torch.zeros_like(t) if change is None else change
-            for t, change in zip((grad_out, grad_lse), changes[2:4], strict=True)
+            for t, change in zip((grad_out, grad_lse), changes[:2], strict=True)
         ]
-        linear = _backward(ctx, ctx.wanted, out, lse, cotangents, inputs)
+        linear = _backward(ctx, ctx.wanted, results, cotangents, inputs)
         return tuple(a + b for a, b in zip((query, key, value, *own), linear, strict=True))
 
     @staticmethod
@@ -150,7 +156,9 @@ class _Backward(Function):
         def function(*one: Tensor) -> Any:
             return _Backward.apply(text, named, wanted, *one)
 
-        return _batched(info, in_dims[3:], tensors, function, text, inputs=4, along=len(wanted))
+        return _batched(
+            info, in_dims[3:], tensors, function, text, inputs=_RESULTS + 2, along=len(wanted)
+        )
 
 
 class _Tangent(Function):
@@ -158,7 +166,7 @@ class _Tangent(Function):
 
     @staticmethod
     def forward(text: str, named: Any, directions: tuple[int, ...], *tensors: Tensor) -> Any:
-        along, (query, key, value, *arrays) = _parted(tensors[2:], directions)
+        along, (query, key, value, *arrays) = _parted(tensors[_RESULTS:], directions)
         return operators.attention_tangent(query, key, value, arrays, along, text, directions)
 
     @staticmethod
@@ -168,15 +176,15 @@ class _Tangent(Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        out, lse, *tensors = ctx.saved_tensors
+        results, tensors = ctx.saved_tensors[:_RESULTS], ctx.saved_tensors[_RESULTS:]
         along, inputs = _parted(tensors, ctx.directions)
-        wanted = _numbers(ctx.needs_input_grad[5 + len(along) + 3 :])
+        wanted = _numbers(ctx.needs_input_grad[3 + _RESULTS + len(along) + 3 :])
         query, key, value, _, _, *own = _Second.apply(
             ctx.text, ctx.named, ctx.directions, wanted, *cotangents, *along, *inputs
         )
-        linear = _backward(ctx, ctx.directions, out, lse, cotangents, inputs)
+        linear = _backward(ctx, ctx.directions, results, cotangents, inputs)
         grads = _of_inputs((query, key, value, *own), wanted, inputs)
-        return None, None, None, None, None, *linear, *grads
+        return *[None] * (3 + _RESULTS), *linear, *grads
 
     @staticmethod
     def vmap(
@@ -185,7 +193,7 @@ class _Tangent(Function):
         def function(*one: Tensor) -> Any:
             return _Tangent.apply(text, named, directions, *one)
 
-        first = 5 + len(directions)
+        first = _RESULTS + 3 + len(directions)
         return _batched(
             info, in_dims[3:], tensors, function, text, inputs=first, along=len(directions)
         )
@@ -228,8 +236,7 @@ class _Second(Function):
 def _backward(
     ctx: Any,
     wanted: tuple[int, ...],
-    out: Tensor,
-    lse: Tensor,
+    results: Sequence[Tensor],
     cotangents: Sequence[Tensor],
     inputs: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
@@ -238,11 +245,11 @@ def _backward(
         query, key, value, *arrays = inputs
         return tuple(
             operators.attention_backward(
-                query, key, value, arrays, out, lse, *cotangents, ctx.text, wanted
+                query, key, value, arrays, *results, *cotangents, ctx.text, wanted
             )
         )
     found: tuple[Tensor, ...] = _Backward.apply(
-        ctx.text, ctx.named, wanted, out, lse, *cotangents, *inputs
+        ctx.text, ctx.named, wanted, *results, *cotangents, *inputs
     )
     return found
 

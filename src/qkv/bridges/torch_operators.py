@@ -1,13 +1,14 @@
 """What torch is told to compute: operators on CPU tensors, a text and a list of tensors.
 
-    qkv::attention            out, lse
+    qkv::attention            out, lse, lse_rest
     qkv::attention_backward   gradients of query, key, value and of some of the arrays
     qkv::attention_tangent    how out and lse change along a direction of the inputs
     qkv::attention_second     gradients of <grad_out, tangent of out> + <grad_lse, tangent of lse>
 
 `statement` is the text of `qkv._statement`, `arrays` what it has taken out of the call; `wanted`
-numbers those of them that are to have gradients, `directions` those that change. Operators know
-nothing of derivatives: `torch_functions` says which belongs to which.
+numbers those of them that are to have gradients, `directions` those that change. `lse_rest` is what
+rounding took from lse, NaN where that is not known. Operators know nothing of derivatives:
+`torch_functions` says which belongs to which.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from qkv._call import Call
-from qkv._recall import attend
+from qkv._recall import attend_to_keep
 from qkv._statement import Restated, keywords_of, restate
 from qkv._vjp import Pullback
 from qkv.arrays import library_of
@@ -32,18 +33,20 @@ __all__ = ["attention", "attention_backward", "attention_second", "attention_tan
 @torch.library.custom_op("qkv::attention", mutates_args=(), device_types="cpu")
 def attention(
     query: Tensor, key: Tensor, value: Tensor, arrays: Sequence[Tensor], statement: str
-) -> tuple[Tensor, Tensor]:
-    """`out, lse = qkv.attention(..., return_lse=True)`."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`out, lse = qkv.attention(..., return_lse=True)`, and what its gradients take beside them."""
     said, (q, k, v) = _restated(statement, arrays), map(_view, (query, key, value))
-    out, lse = attend(q, k, v, said.variants, **said.keywords)
-    return _tensor(out), _tensor(lse)
+    out, lse, rest = attend_to_keep(q, k, v, said.variants, **said.keywords)
+    rest = np.full_like(lse, np.nan) if rest is None else rest.reshape(lse.shape)
+    return _tensor(out), _tensor(lse), _tensor(rest)
 
 
 @attention.register_fake
 def _(
     query: Tensor, key: Tensor, value: Tensor, arrays: Sequence[Tensor], statement: str
-) -> tuple[Tensor, Tensor]:
-    return _like_output(query, key, value, statement), _like_lse(query, key, value, statement)
+) -> tuple[Tensor, Tensor, Tensor]:
+    lse, rest = (_like_lse(query, key, value, statement) for _ in range(2))
+    return _like_output(query, key, value, statement), lse, rest
 
 
 @torch.library.custom_op("qkv::attention_backward", mutates_args=(), device_types="cpu")
@@ -54,6 +57,7 @@ def attention_backward(
     arrays: Sequence[Tensor],
     out: Tensor,
     lse: Tensor,
+    lse_rest: Tensor,
     grad_out: Tensor,
     grad_lse: Tensor,
     statement: str,
@@ -62,7 +66,8 @@ def attention_backward(
     """Gradients of query, key, value and the wanted arrays."""
     said, (q, k, v) = _restated(statement, arrays), map(_view, (query, key, value))
     call = Call.bind(q, k, v, said.variants, **said.keywords, backward=True)
-    pullback = Pullback.resumed(call, _view(out), _view(lse), (q.shape, k.shape, v.shape))
+    shapes = q.shape, k.shape, v.shape
+    pullback = Pullback.resumed(call, _view(out), _view(lse), shapes, _view(lse_rest))
     owners = [said.owners[n] for n in wanted]
     found = pullback(_view(grad_out), _view(grad_lse), owners)
     return _gradients(found, (query, key, value), arrays, said, wanted)
@@ -76,6 +81,7 @@ def _(
     arrays: Sequence[Tensor],
     out: Tensor,
     lse: Tensor,
+    lse_rest: Tensor,
     grad_out: Tensor,
     grad_lse: Tensor,
     statement: str,

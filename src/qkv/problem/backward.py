@@ -12,9 +12,10 @@ matrix is kept. For one block of queries against one block of keys,
 
 and a table entry t gets the sum of dS[i,j] * d s[i,j] / d t. The subtraction of delta is the
 derivative of the softmax: `delta = sum_j w[j] dP[j]`, which the forward pass has in another form.
-Forbidden pairs are left out by selection, never by multiplying with 0. Where lse is large, what
-its rounding took shows in every weight: the weights of such rows are summed first, and divided by
-their sum. Source: Dao et al., "FlashAttention" (2022), algorithm 4.
+Forbidden pairs are left out by selection, never by multiplying with 0. What rounding took from lse
+would show in every weight of a row, so it is kept beside it; and scores are computed again in the
+order of the forward pass, so that weights and output belong together. Source: Dao et al.,
+"FlashAttention" (2022), algorithm 4.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ class BackwardInputs:
 
     `out` `(*batch_shape, num_heads, q_len, v_head_dim)` is the output and `lse`
     `(*batch_shape, num_heads, q_len)` its lse in the type of computation, sinks included.
-    `grad_out` is like `out`, in the type of the query, `grad_lse` like `lse`. `tables` names the
-    floating tables of the score whose gradients are wanted.
+    `lse_rest` is what rounding took from lse, None if nobody has kept it. `grad_out` is like `out`,
+    in the type of the query, `grad_lse` like `lse`. `tables` names the floating tables of the score
+    whose gradients are wanted.
     """
 
     out: Array
@@ -51,6 +53,7 @@ class BackwardInputs:
     grad_out: Array
     grad_lse: Array
     tables: frozenset[str] = frozenset()
+    lse_rest: Array | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,20 +68,6 @@ class OperandGradients:
     key: Array
     value: Array
     tables: Mapping[str, Array]
-
-
-LARGE_LSE = 16.0
-"""Where the rounding of lse is some units in the last place of a weight, if it is of the same type
-as the operands."""
-
-
-_EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-
-
-def is_large(lse: Array, dtype: np.dtype[Any]) -> Array:
-    """Rows whose lse is rounded too much for operands of a type."""
-    limit = LARGE_LSE * _EPS[dtype.name] / _EPS[lse.dtype.name]
-    return np.asarray((np.abs(lse) > limit) & ~np.isneginf(lse))
 
 
 def reads(spec: Spec, names: frozenset[str]) -> tuple[Load, ...]:
@@ -96,12 +85,6 @@ def backward(scores: Scores, grid: TileGrid, inputs: BackwardInputs) -> OperandG
         for head in range(spec.num_heads):
             for q_rows, tiles in grid.blocks(batch, head):
                 rows = _Rows(inputs, (*index, head, q_rows), scores.dtype)
-                # What rounding took was taken when lse was stored.
-                stored = inputs.lse[(*index, head, q_rows)][:, None]
-                large = is_large(stored, operands.query.dtype)
-                if large.any():
-                    log_sum = _log_sum(scores, batch, head, q_rows, tiles, rows.lse)
-                    rows.log_sum = np.where(large, log_sum, rows.log_sum)
                 for kv_rows, kind in tiles:
                     sums.add_tile(batch, head, q_rows, kv_rows, kind, rows)
     scale = scores.dtype.type(operands.scale)
@@ -118,33 +101,15 @@ class _Rows:
     """What is known of one block of queries."""
 
     def __init__(self, inputs: BackwardInputs, place: tuple[Any, ...], dtype: np.dtype[Any]):
-        self.lse, grad_lse = (
-            array[place].astype(dtype)[:, None] for array in (inputs.lse, inputs.grad_lse)
+        rest = np.zeros_like(inputs.lse) if inputs.lse_rest is None else inputs.lse_rest
+        self.lse, self.lse_rest, grad_lse = (
+            array[place].astype(dtype)[:, None] for array in (inputs.lse, rest, inputs.grad_lse)
         )
-        self.log_sum: Array = np.zeros_like(self.lse)
         self.grad_out = inputs.grad_out[place].astype(dtype)
         with np.errstate(all="ignore"):
             products = self.grad_out * inputs.out[place].astype(dtype)
             along = products.sum(axis=1, keepdims=True, dtype=np.float64)
             self.delta = (along - grad_lse).astype(dtype)
-
-
-def _log_sum(
-    scores: Scores,
-    batch: int,
-    head: int,
-    q_rows: slice,
-    tiles: list[tuple[slice, TileKind]],
-    lse: Array,
-) -> Array:
-    """The logarithm of the sum of `exp(s - lse)` over keys and sink: 0 but for rounding."""
-    sinks = scores.problem.operands.sinks
-    with np.errstate(all="ignore"):
-        total = np.zeros_like(lse) if sinks is None else np.exp(sinks[head] - lse)
-        for kv_rows, kind in tiles:
-            s = scores.tile(batch, head, q_rows, kv_rows, kind)
-            total = total + np.exp(s - lse).sum(axis=1, keepdims=True)
-        return np.where(np.isneginf(lse), 0, np.log(total)).astype(lse.dtype)
 
 
 class _Sums:
@@ -187,7 +152,7 @@ class _Sums:
             variables = {**places, "score": scaled}
             s = scores.finish(scaled, **places, kind=kind)
             allowed = ~np.isneginf(s)
-            weights = np.where(allowed, np.exp((s - rows.lse) - rows.log_sum), dtype.type(0))
+            weights = np.where(allowed, np.exp((s - rows.lse) - rows.lse_rest), dtype.type(0))
             d_weights = rows.grad_out @ value.T
             dropped = weights
             if factors is not None:

@@ -141,6 +141,7 @@ class ForwardArguments(Arguments):
             "runs": self._address(forward.plan.runs),
             "out": self._address(result.out),
             "lse": self._address(result.lse),
+            "lse_rest": 0 if result.lse_rest is None else self._address(result.lse_rest),
             "rows": spec.q_len,
             "entropy": 0,
             "max_score": 0,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from qkv._threads import get_num_threads
-from qkv.backends import Prepared, Progress, Refusal
+from qkv.backends import Prepared, Progress, Refusal, kept
 from qkv.errors import ArgumentError
 from qkv.partial import Partial, RowStatistics, identity, without_keys
 from qkv.problem.backward import BackwardInputs, OperandGradients
@@ -68,14 +69,14 @@ class CpuBackend:
         return size
 
     def run(self, problem: Problem) -> Partial:
-        return self._run(problem, None)
+        return self._run(problem, few=_streams(problem.spec))
 
     def run_with_statistics(self, problem: Problem) -> tuple[Partial, RowStatistics]:
         """Entropy, largest score and largest weight in the same pass."""
         spec = problem.spec
         shape = (*spec.batch_shape, spec.num_heads, spec.q_len)
         statistics = without_keys(shape, spec.compute_dtype)
-        return self._run(problem, statistics), statistics
+        return self._run(problem, _streams(spec), statistics), statistics
 
     def top(
         self, problem: Problem, lse: Array, k: int, progress: Progress | None = None
@@ -106,10 +107,10 @@ class CpuBackend:
         """Gradients in one pass over recomputed weights."""
         from qkv.backends.cpu.gradient import backward
 
-        return backward(problem, inputs)
+        # The scores of few queries were added up in another order than here.
+        return backward(problem, kept(problem, inputs, partial(self._run, few=False)))
 
-    def _run(self, problem: Problem, statistics: RowStatistics | None) -> Partial:
-        few = _streams(problem.spec)
+    def _run(self, problem: Problem, few: bool, statistics: RowStatistics | None = None) -> Partial:
         # Stored rows are read where they lie, or gathered.
         problem = problem if few else problem.gathered()
         spec = problem.spec
@@ -119,7 +120,8 @@ class CpuBackend:
             return identity(shape, compute)
         # Sinks scale the output afterwards: round to the type of storage only then.
         out_dtype = compute if spec.sinks else np.dtype(spec.dtype)
-        whole = Partial(np.empty(shape, out_dtype), np.empty(shape[:-1], compute))
+        rest = None if few else np.empty(shape[:-1], compute)
+        whole = Partial(np.empty(shape, out_dtype), np.empty(shape[:-1], compute), rest)
         run = _decode if few else _forward
         run(problem, whole, statistics)
         return whole

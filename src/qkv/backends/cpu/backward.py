@@ -4,7 +4,7 @@ One task is a range of keys of one kv head. It meets every block of queries of t
 this kv head, and for each block of keys computes, transposed as in the forward pass,
 
     S[k, q]   = score(scale * K[k, :] . Q[q, :])
-    P[k, q]   = exp(S[k, q] - lse[q])                      0 where the mask forbids the pair
+    P[k, q]   = exp((S[k, q] - lse[q]) - rest[q])          0 where the mask forbids the pair
     dP[k, q]  = f[k, q] * V[k, :] . dO[q, :]               f: dropout factors
     dS[k, q]  = P[k, q] * (dP[k, q] - delta[q])            delta = rowsum(dO * O) - d lse
     dX[k, q]  = dS[k, q] * scale * d score / d product
@@ -173,18 +173,6 @@ class _Backward(BackwardRows):
         def run(arguments: Value, number: Value, scratch: Value) -> None:
             size = WORD * (len(TASK) + len(self.wanted))
             task = e.at(self.pointer_field(arguments, "tasks"), e.mul(number, size))
-            split = self.record(task, TASK)[TASK.index("split")]
-
-            def sums() -> None:
-                number = e.sub(-1, split)
-                block = e.at(
-                    self.pointer_field(arguments, "blocks"), e.mul(number, WORD * len(BLOCK))
-                )
-                e.builder.call(parts["sum_rows"], [arguments, task, block, scratch])
-
-            def keys() -> None:
-                e.builder.call(range_of_keys, [arguments, task, scratch])
-
-            e.choose(e.below(split, 0), sums, keys)
+            e.builder.call(range_of_keys, [arguments, task, scratch])
 
         self.job(run)

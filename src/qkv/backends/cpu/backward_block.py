@@ -34,30 +34,24 @@ from qkv.problem.spec import Spec
 BLOCK_KV = 128
 """Keys whose weights are held at once."""
 
-_SUM = 16
-"""Weights that are added in one chain: rounding errors grow with its length."""
-
 AREAS = (
-    "query", "grad_out", "query_sums", "query_rows", "grad_rows", "lse", "log_sum", "delta",
-    "weights", "score_grads", "products", "factors", "key_copy", "value_copy",
+    "query", "grad_out", "query_sums", "query_rows", "grad_rows", "lse", "lse_rest",
+    "delta", "weights", "score_grads", "products", "factors", "key_copy", "value_copy",
 )  # fmt: skip
 """What a worker's scratch holds, in this order."""
 
 FIELDS = (
     *COMMON_FIELDS,
     *operand_fields("query", "key", "value", "out", "grad_out"),
-    "scale_rest", "lse", "log_sum", "row_sums", "grad_lse", "copy_key", "copy_value",
+    "lse", "lse_rest", "grad_lse", "copy_key", "copy_value",
     "blocks", "runs", "q_blocks", "splits", "finished",
     "query_parts", "part_bytes", "d_query", "add_query",
     "key_sums", "key_sum_row", "d_key", "round_key",
     "value_sums", "value_sum_row", "d_value", "round_value",
     *(f"area_{name}" for name in AREAS),
 )  # fmt: skip
-"""`scale_rest` is what rounding took from `scale`."""
-
 TASK = ("batch", "kv_head", "start", "stop", "split")
-"""A range of keys. A `split` of -1 - n instead asks for the sums of the weights of block n of
-queries, over all keys. Behind these, for each table with a gradient, where the task's copy of it
+"""A range of keys; behind these, for each table with a gradient, where the task's copy of it
 begins, in bytes."""
 
 
@@ -70,9 +64,9 @@ def scratch_areas(shape: Shape, head_dim: int, v_head_dim: int) -> dict[str, int
     """Numbers that each area holds."""
     block_q = shape.lanes * shape.vectors
     query, value = (padded(dim, shape.lanes) * block_q for dim in (head_dim, v_head_dim))
-    block = BLOCK_KV * block_q
+    rows, block = (block_q, block_q, 2 * block_q), BLOCK_KV * block_q
     copies = (BLOCK_KV * padded(dim, shape.lanes) for dim in (head_dim, v_head_dim))
-    sizes = (query, value, max(query, value), query, value, *[block_q] * 3, *[block] * 4, *copies)
+    sizes = (query, value, max(query, value), query, value, *rows, *[block] * 4, *copies)
     return dict(zip(AREAS, sizes, strict=True))
 
 
@@ -115,8 +109,7 @@ class Vector(NamedTuple):
     factors: Value
     score_grads: Value
     lse: Value
-    log_sum: Value
-    delta: Value
+    lse_rest: Value
     width: Value
     count: Value
     batch: Value
@@ -126,7 +119,7 @@ class Vector(NamedTuple):
     kv_start: Value
 
 
-VECTOR_AREAS = Vector._fields[2:9]
+VECTOR_AREAS = Vector._fields[2:8]
 
 
 class BackwardBlock(Frame):
@@ -160,18 +153,20 @@ class BackwardBlock(Frame):
     # P, one block of keys
 
     def products(self, vectors: int) -> Value:
-        """P[k, :] = exp(scale * K[k, :] . packed Q - lse); with mods, the products alone."""
+        """P[k, :] = exp(scale * K[k, :] . packed Q - lse); with mods, the products alone.
+
+        Scores are rounded where the forward pass rounds them: weights have to be what they were.
+        """
         e = self.e
         arguments = [*[POINTER] * 6, *[INT64] * 3]
         with e.function(f"products_{vectors}", arguments) as (function, args):
-            arguments_, key, packed, lse, log_sum, out, key_row, head_dim, count = args
-            shifts, sums = (vectors_at(e, rows, vectors) for rows in (lse, log_sum))
-            scale, rest = (e.splat(self.real_field(arguments_, n)) for n in ("scale", "scale_rest"))
+            arguments_, key, packed, lse, lse_rest, out, key_row, head_dim, count = args
+            shifts, rests = (vectors_at(e, rows, vectors) for rows in (lse, lse_rest))
+            scale = e.splat(self.real_field(arguments_, "scale"))
 
             def weight(n: int, product: Value) -> Value:
-                distance = e.fma(product, scale, b.fneg(shifts[n % vectors]))
-                distance = e.fma(product, rest, distance)
-                return vector_math.exp_flushed(e, b.fsub(distance, sums[n % vectors]))
+                distance = b.fsub(b.fmul(product, scale), shifts[n % vectors])
+                return vector_math.exp_flushed(e, b.fsub(distance, rests[n % vectors]))
 
             b = e.builder
 
@@ -191,7 +186,7 @@ class BackwardBlock(Frame):
             b = e.builder
             places = self.places(at)
             scale = e.splat(self.real_field(at.arguments, "scale"))
-            lse, log_sum = e.load_vector(at.lse), e.load_vector(at.log_sum)
+            lse, rest = e.load_vector(at.lse), e.load_vector(at.lse_rest)
 
             def each(k: Value, _: list[Value]) -> None:
                 place = e.at(at.weights, e.mul(k, at.width))
@@ -203,7 +198,7 @@ class BackwardBlock(Frame):
                     product = e.load_vector(e.at(at.products, e.mul(k, at.width)))
                     inner = places.inside(kv_index, b.fmul(product, scale))
                     score = inner.floats(self.score)
-                    distance = b.fsub(b.fsub(score, lse), log_sum)
+                    distance = b.fsub(b.fsub(score, lse), rest)
                     weight = vector_math.exp_flushed(e, distance)
                     allowed = b.fcmp_unordered("!=", score, e.const(-math.inf))
                     if masked:
@@ -215,23 +210,6 @@ class BackwardBlock(Frame):
             if masked:
                 places.hoist(self.mask)
             e.loop(0, at.count, 1, [], each)
-        return function
-
-    def add_weights(self) -> Value:
-        """delta += the sum of the block's weights, added by sixteens."""
-        e = self.e
-        with self.of_vector("add_weights") as (function, at):
-            b = e.builder
-
-            def one(k: Value, total: list[Value]) -> list[Value]:
-                return [b.fadd(total[0], e.load_vector(e.at(at.weights, e.mul(k, at.width))))]
-
-            def some(k: Value, total: list[Value]) -> list[Value]:
-                stop = e.least(e.add(k, _SUM), at.count)
-                return [b.fadd(total[0], e.loop(k, stop, 1, [e.const(0.0)], one)[0])]
-
-            (total,) = e.loop(0, at.count, _SUM, [e.load_vector(at.delta)], some)
-            e.store_vector(total, at.delta)
         return function
 
     def dropout(self) -> Value:
@@ -267,7 +245,7 @@ class BackwardBlock(Frame):
     def score_gradients(self, vectors: int) -> Value:
         """dS[k, :] = P * (f * V[k, :] . packed dO - delta), times scale if no mod is between.
 
-        With dropout, P becomes f * P.
+        `delta` is in two parts, of either half of v_head_dim. With dropout, P becomes f * P.
         """
         e = self.e
         arguments = [*[POINTER] * 7, *[INT64] * 3]
@@ -276,16 +254,20 @@ class BackwardBlock(Frame):
              value_row, v_head_dim, count) = args  # fmt: skip
             b = e.builder
             scale = e.splat(self.real_field(arguments_, "scale"))
-            means = vectors_at(e, delta, vectors)
 
-            def gradient(place: Value, product: Value, mean: Value) -> Value:
+            def parts(half: int) -> list[Value]:
+                return vectors_at(e, delta, vectors, half)
+
+            means = [b.fadd(*pair) for pair in zip(parts(0), parts(1), strict=True)]
+
+            def gradient(place: Value, distance: Value, mean: Value) -> Value:
                 weight = e.load_vector(e.at(weights, place))
                 if self.spec.dropout:
                     factor = e.load_vector(e.at(factors, place))
-                    product = b.fmul(product, factor)
+                    distance = b.fsub(b.fmul(distance, factor), mean)
                     e.store_vector(b.fmul(weight, factor), e.at(weights, place))
                 share = weight if self.chained else b.fmul(weight, scale)
-                found = b.fmul(share, b.fsub(product, mean))
+                found = b.fmul(share, distance)
                 if self.may_forbid:
                     found = b.select(self.forbidden(weight), e.const(0.0), found)
                 return found
@@ -297,9 +279,11 @@ class BackwardBlock(Frame):
                     e.store_vector(found, e.at(out, place))
                 return []
 
+            less = None if self.spec.dropout else parts
             dot_rows(
-                e, value, value_row, count, packed, vectors, v_head_dim, self.shape.keys, [], finish
-            )
+                e, value, value_row, count, packed, vectors, v_head_dim, self.shape.keys, [],
+                finish, less=less,
+            )  # fmt: skip
         return function
 
     def chain(self) -> Value:

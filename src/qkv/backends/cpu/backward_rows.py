@@ -12,6 +12,7 @@ from qkv.backends.cpu.forward import TASK as BLOCK
 from qkv.backends.cpu.frame import WORD, Rows
 from qkv.backends.cpu.ir import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.packing import all_finite, copy_rows, pack_rows, unpack_rows
+from qkv.backends.cpu.products import halves
 from qkv.backends.cpu.storage import real_dtype
 from qkv.problem.expressions import TRUE
 
@@ -35,7 +36,10 @@ class BackwardRows(BackwardBlock):
         return function
 
     def finish_rows(self) -> Value:
-        """One vector of queries: delta = rowsum(dO * O) - d lse, which `delta` holds before."""
+        """One vector of queries: delta = rowsum(dO * O) - d lse, which `delta` holds before.
+
+        In two parts, added up in the order of dO . V: if one key has all the weight they are equal.
+        """
         e = self.e
         with e.function("finish_rows", [*[POINTER] * 3, INT64, INT64]) as (function, args):
             grad_out, out, delta, dim, width = args
@@ -44,8 +48,10 @@ class BackwardRows(BackwardBlock):
                 a, b = (e.load_vector(e.at(rows, e.mul(d, width))) for rows in (grad_out, out))
                 return [e.fma(a, b, total[0])]
 
-            (total,) = e.loop(0, dim, 1, [e.const(0.0)], step)
-            e.store_vector(e.builder.fsub(total, e.load_vector(delta)), delta)
+            first, second = (e.loop(*half, 1, [e.const(0.0)], step)[0] for half in halves(e, dim))
+            second = e.builder.fsub(second, e.load_vector(delta))
+            e.store_vector(first, delta)
+            e.store_vector(second, e.at(delta, width))
         return function
 
     def unpack(self) -> Value:
@@ -76,8 +82,7 @@ class BackwardRows(BackwardBlock):
     def parts(self) -> dict[str, Value]:
         """Functions that do not depend on the number of vectors."""
         e = self.e
-        found = {"finish_rows": self.finish_rows(), "unpack": self.unpack(),
-                 "add_weights": self.add_weights()}  # fmt: skip
+        found = {"finish_rows": self.finish_rows(), "unpack": self.unpack()}
         for dtype in sorted({real_dtype(e), *self.dtypes.values()}):
             found[f"pack {dtype}"] = self.pack(dtype)
         for dtype in sorted({self.dtypes["key"], self.dtypes["value"]}):
@@ -111,13 +116,6 @@ class BackwardRows(BackwardBlock):
             meeting.begin()
             meeting.all_blocks(meeting.add_block)
             meeting.end()
-        if vectors == self.shape.vectors:
-            with self.e.function("sum_rows", [POINTER] * 4) as (sum_rows, args):
-                meeting = _Meeting(self, vectors, functions, *args)
-                meeting.begin_sums()
-                meeting.all_blocks(meeting.sum_block)
-                meeting.end_sums()
-            parts["sum_rows"] = sum_rows
         return function
 
 
@@ -195,10 +193,6 @@ class _Meeting:
                 self.finite = e.builder.and_(self.finite, finite)
         kernel.fill(self.area["query_sums"], e.index(0), e.mul(self.dims["query"], self.width))
 
-    def begin_sums(self) -> None:
-        self.each_vector(self._pack_query)
-        self.kernel.fill(self.area["delta"], self.e.index(0), self.width)
-
     def _pack_rows(self, offset: Value, first: Value, dtype: str, rows: Rows, dim: Value,
                    to: str) -> None:  # fmt: skip
         e = self.e
@@ -216,13 +210,10 @@ class _Meeting:
         column = Rows(pointer, e.index(e.real_bytes), e.index(0))
         self._pack_rows(offset, first, real_dtype(e), column, e.index(1), to)
 
-    def _pack_query(self, offset: Value, first: Value) -> None:
-        self._pack_operand(offset, first, "query", "query", "query")
-        for name in ("lse", "log_sum"):
-            self._pack_column(offset, first, name, name)
-
     def _pack(self, offset: Value, first: Value) -> None:
-        self._pack_query(offset, first)
+        self._pack_operand(offset, first, "query", "query", "query")
+        for name in ("lse", "lse_rest"):
+            self._pack_column(offset, first, name, name)
         self._pack_operand(offset, first, "grad_out", "grad_out", "grad_out")
         # dQ is not begun yet: its area holds O meanwhile.
         self._pack_operand(offset, first, "out", "value", "query_sums")
@@ -246,23 +237,13 @@ class _Meeting:
 
         e.loop(self.first_run, self.last_run, 1, [], each_run)
 
-    def sum_block(self, kv_start: Value, count: Value, partial: Value) -> None:
-        self._weights(kv_start, count, partial)
-        self._by_vector("add_weights", kv_start, count)
-
-    def _weights(self, kv_start: Value, count: Value, partial: Value) -> tuple[Value, Value]:
-        """P of one block of keys, and where these lie."""
-        key = self._side_by_side("key", self.keys, kv_start, count)
-        out = "weights" if self.kernel.plain else "products"
-        held = self.areas("query", "lse", "log_sum", out)
-        self.call("products", self.arguments, key[0], *held, key[1], self.dims["key"], count)
-        self._weigh(kv_start, count, partial)
-        return key
-
     def add_block(self, kv_start: Value, count: Value, partial: Value) -> None:
         """P, dS and dX of one block of keys, and what they add to."""
         kernel = self.kernel
-        key = self._weights(kv_start, count, partial)
+        key = self._side_by_side("key", self.keys, kv_start, count)
+        held = self.areas("query", "lse", "lse_rest", "weights" if kernel.plain else "products")
+        self.call("products", self.arguments, key[0], *held, key[1], self.dims["key"], count)
+        self._weigh(kv_start, count, partial)
         value = self._side_by_side("value", self.values, kv_start, count)
         if kernel.spec.dropout:
             self._by_vector("dropout", kv_start, count)
@@ -377,15 +358,3 @@ class _Meeting:
             self.call("unpack", sums, self.width, *where)
 
         self.each_vector(unpack)
-
-    def end_sums(self) -> None:
-        e = self.e
-        first = e.mul(e.add(self.head_row, self.first_row), e.real_bytes)
-        out = e.at(self.kernel.pointer_field(self.arguments, "row_sums"), first)
-
-        def each(i: Value, _: list[Value]) -> None:
-            at = e.mul(i, e.real_bytes)
-            total = e.load(e.at(self.area["delta"], at), e.real, e.real_bytes)
-            e.store(total, e.at(out, at), e.real_bytes)
-
-        e.loop(0, self.rows, 1, [], each)

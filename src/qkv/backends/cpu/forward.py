@@ -11,8 +11,9 @@ rescaling and the mask of a row are all lane-wise:
     l[q]    = exp(m[q] - m'[q]) * l[q] + sum_k P[k, q]
     O[d, q] = exp(m[q] - m'[q]) * O[d, q] + sum_k V[k, d] * P[k, q]
 
-for one block of keys after the other; then `out = O / l` and `lse = m + log(l)`. On request the
-same pass gives max score, max weight and entropy, from `T[q] = sum_k P[k, q] * (S[k, q] - m[q])`:
+for one block of keys after the other; then `out = O / l` and `lse = m + log(l)`, with what rounding
+takes from it for the backward pass. On request the same pass gives max score, max weight and
+entropy, from `T[q] = sum_k P[k, q] * (S[k, q] - m[q])`:
 
     max weight = 1 / l,    entropy = log(l) - T / l
 
@@ -57,8 +58,8 @@ _SUM = 16
 FIELDS = (
     *COMMON_FIELDS,
     *operand_fields("query", "key", "value"),
-    "runs", "rows", "out", "lse", "entropy", "max_score", "max_weight", "copy_key", "copy_value",
-    "sign",
+    "runs", "rows", "out", "lse", "lse_rest", "entropy", "max_score", "max_weight", "copy_key",
+    "copy_value", "sign",
 )  # fmt: skip
 """`scale` is not negative: Q is packed times `sign`."""
 
@@ -377,6 +378,13 @@ class _Forward(Frame):
             )  # fmt: skip
         return function
 
+    def rest_of_sum(self, first: Value, second: Value, total: Value) -> Value:
+        """What rounding took from first + second (Knuth's TwoSum)."""
+        b = self.e.builder
+        seen = b.fsub(total, first)
+        lost = b.fsub(first, b.fsub(total, seen))
+        return b.fadd(lost, b.fsub(second, seen))
+
     def unpack(self) -> Value:
         """One vector of queries: out = O / l, transposed back, lse = m + log(l), and statistics.
 
@@ -406,7 +414,12 @@ class _Forward(Frame):
                         e.extract(vector, i), e.at(start, e.mul(lane, e.real_bytes)), e.real_bytes
                     )
 
-            each("lse", b.select(empty, lowest, b.fadd(row_max, logarithm)))
+            lse = b.fadd(row_max, logarithm)
+            each("lse", b.select(empty, lowest, lse))
+            wanted = b.icmp_signed("!=", self.field(arguments_, "lse_rest"), e.index(0))
+            with b.if_then(wanted):
+                rest = self.rest_of_sum(row_max, logarithm, lse)
+                each("lse_rest", b.select(empty, e.const(0.0), rest))
             if self.statistics:
                 entropy = b.fsub(logarithm, b.fmul(spread, share))
                 # Rounding may leave a sure choice a little below 0.

@@ -30,7 +30,7 @@ from qkv.backends.cpu.compile import Kernel, build
 from qkv.backends.cpu.frame import Shape
 from qkv.backends.cpu.host import Host, host
 from qkv.backends.cpu.schedule import Schedule, schedule
-from qkv.problem.backward import BackwardInputs, OperandGradients, is_large, reads, turned_back
+from qkv.problem.backward import BackwardInputs, OperandGradients, reads, turned_back
 from qkv.problem.evaluate import evaluate
 from qkv.problem.expressions import Load, variables
 from qkv.problem.rows import plain
@@ -60,8 +60,6 @@ def backward(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
     ranges = _ranges(spec)
     tables = [_table(problem, name, len(ranges)) for name in sorted(inputs.tables)]
     tasks, launches = _tasks(spec, plan, ranges, tables)
-    sums = _sums(problem, inputs, plan, block_q, tasks.shape[1])
-    tasks = np.concatenate([sums, tasks])
     results = _Results(problem, shape, len(ranges), tables)
     key = BackwardKey(
         kernel_spec(spec),
@@ -79,15 +77,10 @@ def backward(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
     seconds = operations / (_OPERATIONS_PER_SECOND * workers)
     step = max(1, int(len(tasks) * _SLICE_SECONDS / max(seconds, _SLICE_SECONDS)))
 
-    def run(first: int, last: int) -> None:
+    for first, last in launches:
         for start in range(first, last, step):
             arguments.allow(start, min(start + step, last))
             threads.run(kernel, arguments, workers)
-
-    run(0, len(sums))
-    arguments.take_logarithms()
-    for first, last in launches:
-        run(len(sums) + first, len(sums) + last)
     return results.finish()
 
 
@@ -208,22 +201,6 @@ def _tasks(
     return np.ascontiguousarray(tasks[order]), list(pairwise(edges))
 
 
-def _sums(
-    problem: Problem, inputs: BackwardInputs, plan: Schedule, block_q: int, columns: int
-) -> Array:
-    """Tasks that sum the weights of blocks of queries with a row whose lse is large."""
-    spec = problem.spec
-    large = is_large(inputs.lse.reshape(-1, spec.q_len), problem.operands.query.dtype)
-    padded_rows = np.pad(large, ((0, 0), (0, -spec.q_len % block_q)))
-    blocks = np.flatnonzero(padded_rows.reshape(-1, block_q).any(axis=1))
-    tasks = np.zeros((len(blocks), columns), np.int64)
-    tasks[:, 0] = plan.tasks[blocks, 0]
-    tasks[:, 1] = plan.tasks[blocks, 1] // spec.group_size
-    tasks[:, 3] = spec.kv_len
-    tasks[:, 4] = -1 - blocks
-    return tasks
-
-
 def _pairs(spec: Spec, plan: Schedule, ranges: list[tuple[int, int]]) -> Array:
     """Pairs of each task, `(batch, kv heads, ranges)`."""
     starts, stops = plan.runs[:, 0], plan.runs[:, 1]
@@ -313,8 +290,6 @@ class _BackwardArguments(Arguments):
         areas = scratch_areas(shape, spec.head_dim, spec.v_head_dim)
         ends = np.cumsum(list(areas.values())) * item
         per_worker = -(-int(ends[-1]) // 4096) * 4096
-        scale = operands.scale
-        rounded = float(spec.compute_dtype.type(scale))
         query, key = rotated(problem)
         arrays = {
             "query": query, "key": plain(key), "value": plain(operands.value),
@@ -322,8 +297,7 @@ class _BackwardArguments(Arguments):
         }  # fmt: skip
         fields = {
             **self._common(tasks, per_worker, workers),
-            "scale": self._real(scale),
-            "scale_rest": self._real(scale - rounded if math.isfinite(rounded) else 0.0),
+            "scale": self._real(operands.scale),
             "blocks": self._address(plan.tasks),
             "runs": self._address(plan.runs),
             "q_blocks": -(-spec.q_len // (shape.lanes * shape.vectors)),
@@ -334,15 +308,13 @@ class _BackwardArguments(Arguments):
             "d_query": self._address(results.query),
             "add_query": int(results.adds_query),
         }
-        self._lse = np.where(np.isneginf(inputs.lse), 0, inputs.lse).astype(spec.compute_dtype)
-        self._log_sum = np.zeros_like(self._lse)
-        self._row_sums = np.zeros_like(self._lse)
-        grad_lse = np.ascontiguousarray(inputs.grad_lse, spec.compute_dtype)
+        rest = np.zeros_like(inputs.lse) if inputs.lse_rest is None else inputs.lse_rest
         for name, rows in (
-            ("lse", self._lse), ("log_sum", self._log_sum), ("row_sums", self._row_sums),
-            ("grad_lse", grad_lse),
-        ):  # fmt: skip
-            fields[name] = self._address(rows)
+            ("lse", np.where(np.isneginf(inputs.lse), 0, inputs.lse)),
+            ("lse_rest", rest),
+            ("grad_lse", inputs.grad_lse),
+        ):
+            fields[name] = self._address(np.ascontiguousarray(rows, spec.compute_dtype))
         for name, array in arrays.items():
             fields.update(self._operand(name, array))
         for name in ("key", "value"):
@@ -358,13 +330,3 @@ class _BackwardArguments(Arguments):
         for copies in results.tables.values():
             more += [self._address(copies), *copies.strides[1:]]
         self._write(fields, more)
-
-    def take_logarithms(self) -> None:
-        """What is wrong with lse, from sums over keys; every row by itself."""
-        sinks = self._problem.operands.sinks
-        large = is_large(self._lse, self._problem.operands.query.dtype)
-        with np.errstate(all="ignore"):
-            if sinks is not None:
-                self._row_sums += np.exp(sinks[:, None] - self._lse).astype(self._compute)
-            seen = large & (self._row_sums > 0)
-            self._log_sum[seen] = np.log(self._row_sums[seen])

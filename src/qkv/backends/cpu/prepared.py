@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 
-_LIMIT, _SCRATCH, _QUERY, _KEY, _VALUE, _OUT, _LSE = map(
-    word_of, ("limit", "scratch", "query", "key", "value", "out", "lse")
+_LIMIT, _SCRATCH, _QUERY, _KEY, _VALUE, _OUT, _LSE, _LSE_REST = map(
+    word_of, ("limit", "scratch", "query", "key", "value", "out", "lse", "lse_rest")
 )
 _address = quick_address()
 _FREE = 4
@@ -71,14 +71,16 @@ class PreparedForward:
         self._blocks: list[_Block] = []
 
     def __call__(self, query: Array, key: Array, value: Array) -> Partial | None:
-        out, lse = np.empty(*self._out), np.empty(*self._lse)
-        arrays = query, key, value, out, lse
+        out, lse, rest = np.empty(*self._out), np.empty(*self._lse), np.empty(*self._lse)
+        arrays = query, key, value, out, lse, rest
         at = _address
-        if not self.run(at(query), at(key), at(value), at(out), at(lse), arrays):
+        if not self.run(at(query), at(key), at(value), at(out), at(lse), arrays, at(rest)):
             return None
-        return Partial(out, lse)
+        return Partial(out, lse, rest)
 
-    def run(self, query: int, key: int, value: int, out: int, lse: int, kept: Any) -> bool:
+    def run(
+        self, query: int, key: int, value: int, out: int, lse: int, kept: Any, lse_rest: int = 0
+    ) -> bool:
         """Compute what lies at these addresses, of `kept`, into those of out and lse.
 
         False if the machine is not taken for the same any more.
@@ -98,6 +100,7 @@ class PreparedForward:
         words[_VALUE] = value
         words[_OUT] = out
         words[_LSE] = lse
+        words[_LSE_REST] = lse_rest
         block.kept = (scratch, kept)
         self._forward.launch(block, workers)
         block.kept = ()

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from qkv.backends.cpu.ir import Emitter, Value
 
 MultiplyAdd = Callable[[Emitter, Value, Value, Value], Value]
+Less = Callable[[int], list[Value]]
+"""A vector of means for each vector of queries, of the first and of the second half."""
 
 
 def vectors_at(e: Emitter, pointer: Value, vectors: int, row: Value | int = 0) -> list[Value]:
@@ -48,15 +50,32 @@ def dot_tile(
     vectors: int,
     count: Value,
     multiply_add: MultiplyAdd = Emitter.fma,
+    less: Less | None = None,
 ) -> list[Value]:
-    """sum_d row[i][d] * packed[d][j], one vector for each row i and vector j."""
+    """sum_d row[i][d] * packed[d][j], one vector for each row i and vector j.
+
+    With `less`, from the sum of either half of d its part of the mean is taken away: where a row
+    is what the mean was made of, little is left on the way, and of rounding too.
+    """
 
     def step(d: Value, totals: list[Value]) -> list[Value]:
         column = e.mul(d, e.real_bytes)
         elements = [e.at(row, column) for row in rows]
         return _accumulate(e, elements, vectors_at(e, packed, vectors, d), totals, multiply_add)
 
-    return e.loop(0, count, 1, [e.const(0.0)] * (len(rows) * vectors), step)
+    totals = [e.const(0.0)] * (len(rows) * vectors)
+    if less is None:
+        return e.loop(0, count, 1, totals, step)
+    for part, (start, stop) in enumerate(halves(e, count)):
+        totals, means = e.loop(start, stop, 1, totals, step), less(part)
+        totals = [e.builder.fsub(t, means[n % vectors]) for n, t in enumerate(totals)]
+    return totals
+
+
+def halves(e: Emitter, count: Value) -> tuple[tuple[Value, Value], tuple[Value, Value]]:
+    """Where either half of a sum begins and ends."""
+    middle = e.builder.sdiv(count, e.index(2))
+    return (e.index(0), middle), (middle, count)
 
 
 def dot_rows(
@@ -71,6 +90,7 @@ def dot_rows(
     carried: list[Value],
     finish: Callable[[Value, list[Value], list[Value]], list[Value]],
     multiply_add: MultiplyAdd = Emitter.fma,
+    less: Less | None = None,
 ) -> list[Value]:
     """`dot_tile` for all `count` rows, `keys` of them at a time.
 
@@ -80,7 +100,7 @@ def dot_rows(
     def tile(size: int) -> Callable[[Value, list[Value]], list[Value]]:
         def body(k: Value, carried: list[Value]) -> list[Value]:
             rows = [e.at(first_row, e.mul(e.add(k, i), row_stride)) for i in range(size)]
-            return finish(k, dot_tile(e, rows, packed, vectors, dim, multiply_add), carried)
+            return finish(k, dot_tile(e, rows, packed, vectors, dim, multiply_add, less), carried)
 
         return body
 
