@@ -72,9 +72,9 @@ def vjp(
     each pair in a tile that is not empty, 2.5 times those of the forward pass. Memory beyond the
     gradients grows with the lengths, never with their product: at most eight arrays like query,
     in the type of computation. For few queries against many keys the forward pass is run once more
-    before the way back, so that both add up in one order. What the arrays hold is read when `pullback` is called; do not
-    change them in between. Rows without keys have gradients 0. Source: Dao et al.,
-    "FlashAttention" (2022), algorithm 4.
+    before the way back, so that both add up in one order. What the arrays hold is read when
+    `pullback` is called; do not change them in between. Rows without keys have gradients 0.
+    Source: Dao et al., "FlashAttention" (2022), algorithm 4.
 
     Examples
     --------
