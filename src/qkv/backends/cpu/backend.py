@@ -145,6 +145,9 @@ def _decode(problem: Problem, result: Partial, statistics: RowStatistics | None)
 
 def _forward(problem: Problem, result: Partial, statistics: RowStatistics | None) -> None:
     """Many queries: lanes along queries."""
+    # The next call will want it. Were it imported then, by one of many threads, a child that is
+    # forked meanwhile would wait for the import for ever.
+    from qkv.backends.cpu import prepared  # noqa: F401
     from qkv.backends.cpu.arguments import ForwardArguments
     from qkv.backends.cpu.forward_pass import ForwardPass
 
