@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
+from torch.utils.checkpoint import checkpoint
 
 import qkv
 
@@ -274,6 +275,24 @@ def test_nothing_leaks_from_behind_a_mask() -> None:
     assert (gradients[1][:, :, 3:5] == 0).all()
     again = torch.autograd.grad(gradients[0].square().sum(), (query, key, value))
     assert all(t.isfinite().all() for t in again)
+
+
+def test_checkpoints() -> None:
+    """What is computed again on the way back may be read only once."""
+    inputs = [t.requires_grad_() for t in operands()]
+
+    def function(*t: torch.Tensor) -> torch.Tensor:
+        return ours(*t).square()
+
+    plain = function(*inputs)
+    again = checkpoint(function, *inputs, use_reentrant=False)
+    seed = torch.ones_like(plain)
+    for a, b in zip(
+        torch.autograd.grad(again, inputs, seed),
+        torch.autograd.grad(plain, inputs, seed),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 def test_the_third_derivative_is_refused() -> None:

@@ -84,7 +84,7 @@ class _Attention(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor, _: None) -> Any:
-        results, inputs = ctx.saved_tensors[:_RESULTS], ctx.saved_tensors[_RESULTS:]
+        results, inputs = _results_first(ctx.saved_tensors)
         wanted = _numbers(ctx.needs_input_grad[5:])
         found = _backward(ctx, wanted, results, (grad_out, grad_lse), inputs)
         return None, None, *_of_inputs(found, wanted, inputs)
@@ -100,7 +100,7 @@ class _Attention(Function):
 class _AttentionBothWays(_Attention):
     @staticmethod
     def jvp(ctx: Any, _text: None, _named: None, *changes: Tensor | None) -> Any:
-        results, inputs = ctx.saved_tensors[:_RESULTS], ctx.saved_tensors[_RESULTS:]
+        results, inputs = _results_first(ctx.saved_tensors)
         directions, along = _along(changes, inputs)
         moved = _Tangent.apply(ctx.text, ctx.named, directions, *results, *along, *inputs)
         return *moved, None
@@ -134,9 +134,7 @@ class _Backward(Function):
 
     @staticmethod
     def jvp(ctx: Any, _text: None, _named: None, _wanted: None, *changes: Tensor | None) -> Any:
-        results, (grad_out, grad_lse, *inputs) = (
-            ctx.saved_tensors[:_RESULTS], ctx.saved_tensors[_RESULTS:]
-        )  # fmt: skip
+        results, (grad_out, grad_lse, *inputs) = _results_first(ctx.saved_tensors)
         changes = changes[_RESULTS:]
         directions, along = _along(changes[2:], inputs)
         query, key, value, _, _, *own = _Second.apply(
@@ -176,7 +174,7 @@ class _Tangent(Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        results, tensors = ctx.saved_tensors[:_RESULTS], ctx.saved_tensors[_RESULTS:]
+        results, tensors = _results_first(ctx.saved_tensors)
         along, inputs = _parted(tensors, ctx.directions)
         wanted = _numbers(ctx.needs_input_grad[3 + _RESULTS + len(along) + 3 :])
         query, key, value, _, _, *own = _Second.apply(
@@ -283,6 +281,11 @@ def _along(
         for t, change in zip(inputs[:3], changes[:3], strict=True)
     ]
     return directions, [*of_operands, *(c for n in directions if (c := changes[3 + n]) is not None)]
+
+
+def _results_first(saved: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """The group `results` and the rest; what is saved may be read but once."""
+    return saved[:_RESULTS], saved[_RESULTS:]
 
 
 def _parted(
