@@ -150,7 +150,8 @@ def does_not_rescale(run, problem):
                 weights = weights if factors is None else weights * factors
                 total += blocked.weighted_sum(weights, s, scores.value(batch, head, keys))
         out = np.where(np.isneginf(row_max)[:, None], 0, total / row_sum[:, None])
-        return out, row_max + np.log(row_sum)
+        lse = row_max + np.log(row_sum)
+        return out, lse, np.zeros_like(lse)
 
     return attending(run, problem, attend)
 
@@ -166,7 +167,7 @@ def averages_blocks_of_keys(run, problem):
         if not parts:
             return intact(scores, batch, head, rows, [], block)
         lse = np.logaddexp.reduce([part[1] for part in parts])
-        return np.mean([part[0] for part in parts], axis=0), lse
+        return np.mean([part[0] for part in parts], axis=0), lse, np.zeros_like(lse)
 
     return attending(run, problem, attend)
 
