@@ -104,8 +104,8 @@ def attention(
             return_lse=return_lse,
             backend=backend,
         )
-    found = attend(query, key, value, variants, scale, layout, q_offset, kv_offset, backend)
-    return found if return_lse else found[0]
+    out, lse, _ = attend(query, key, value, variants, scale, layout, q_offset, kv_offset, backend)
+    return (out, lse) if return_lse else out
 
 
 def inspect(

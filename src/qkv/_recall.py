@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from qkv._call import Call
 from qkv.backends import Prepared, generation
 
-__all__ = ["attend", "attend_to_keep", "prepared"]
+__all__ = ["attend", "prepared"]
 
 Array = NDArray[Any]
 
@@ -42,23 +42,6 @@ if hasattr(os, "register_at_fork"):
 
 
 def attend(
-    query: Any,
-    key: Any,
-    value: Any,
-    variants: tuple[Any, ...],
-    scale: Any,
-    layout: Any,
-    q_offset: Any,
-    kv_offset: Any,
-    backend: Any,
-) -> tuple[Any, Any]:
-    """Output and lse of one call."""
-    return attend_to_keep(query, key, value, variants, scale, layout, q_offset, kv_offset, backend)[
-        :2
-    ]
-
-
-def attend_to_keep(
     query: Any,
     key: Any,
     value: Any,

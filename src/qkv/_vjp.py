@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from qkv._call import Call
 from qkv._cotangents import cotangent_of_lse, cotangent_of_out, like_operand, shapes_of
 from qkv._own_arrays import as_given, briefly, by_origin, made, wanted
+from qkv.backends import Differentiable
 from qkv.errors import ArgumentError
 from qkv.partial import Partial
 from qkv.problem.backward import BackwardInputs
@@ -220,7 +221,8 @@ class Pullback:
             frozenset(n for n, _ in tables),
             partial.lse_rest,
         )
-        found = call.choice.backend.backward(problem, inputs)  # type: ignore[attr-defined]
+        # A backend that has no backward pass was refused when the call was bound.
+        found = cast(Differentiable, call.choice.backend).backward(problem, inputs)
         own = by_origin([(origin, found.tables[name]) for name, origin in tables])
         if sinks is not None:
             own.append((sinks, _of_sinks(problem.operands.sinks, inputs)))

@@ -58,10 +58,10 @@ def attention(
         found = rules.attend(operation, inputs)
         return found if return_lse else found[0]
     if isinstance(key, Paged | Quantized) or isinstance(value, Paged | Quantized):
-        found = attend(query, key, value, variants, **keywords)
+        found = attend(query, key, value, variants, **keywords)[:2]
         return found if return_lse else found[0]
     operands = view(query, "query"), view(key, "key"), view(value, "value")
-    out, lse = attend(*operands, variants, **keywords)
+    out, lse, _ = attend(*operands, variants, **keywords)
     return (_like(query, out), _like(query, lse)) if return_lse else _like(query, out)
 
 

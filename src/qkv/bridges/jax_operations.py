@@ -142,7 +142,7 @@ def _forward(operation: Operation, inputs: Sequence[Array], results: Sequence[Ar
     query, key, value, *arrays = inputs
     said = restate(operation.statement, arrays)
     for found, result in zip(
-        attend(query, key, value, said.variants, **said.keywords), results, strict=True
+        attend(query, key, value, said.variants, **said.keywords)[:2], results, strict=True
     ):
         result[...] = found.reshape(result.shape)
 

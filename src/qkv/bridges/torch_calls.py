@@ -51,7 +51,7 @@ def attention(
         "backend": backend,
     }
     if isinstance(key, Paged | Quantized) or isinstance(value, Paged | Quantized):
-        found = attend(query, key, value, variants, **keywords)
+        found = attend(query, key, value, variants, **keywords)[:2]
         return found if return_lse else found[0]
     query, key, value = _autocast(_tensor(query), _tensor(key), _tensor(value))
     keep = _keep if torch.compiler.is_dynamo_compiling() else None
@@ -79,11 +79,11 @@ def _at_once(
     arrays: list[Tensor],
 ) -> Any:
     if arrays:
-        return attend(query, key, value, variants, **keywords)
+        return attend(query, key, value, variants, **keywords)[:2]
     # Of plain arrays and constants a call like an earlier one can be recalled.
     view, restore = _LIBRARY.view, _LIBRARY.restore
     q, k, v = view(query, "query"), view(key, "key"), view(value, "value")
-    out, lse = attend(q, k, v, variants, **keywords)
+    out, lse, _ = attend(q, k, v, variants, **keywords)
     return restore(out), restore(lse)
 
 
@@ -115,13 +115,13 @@ def _is_watched(*tensors: Tensor) -> bool:
     """Whether torch must see the operation, or changes what it is given."""
     return (
         torch.compiler.is_compiling()
-        or (torch.is_grad_enabled() and any([t.requires_grad for t in tensors]))  # noqa: C419
+        or (torch.is_grad_enabled() and any([t.requires_grad for t in tensors]))  # noqa: C419 - quicker
         or torch.is_autocast_enabled("cpu")
         or torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._get_tracing_state() is not None
-        or any([type(t) not in _PLAIN for t in tensors])  # noqa: C419
+        or any([type(t) not in _PLAIN for t in tensors])  # noqa: C419 - quicker
     )
 
 

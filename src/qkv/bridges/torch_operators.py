@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from qkv._call import Call
-from qkv._recall import attend_to_keep
+from qkv._recall import attend
 from qkv._statement import Restated, keywords_of, restate
 from qkv._vjp import Pullback
 from qkv.arrays import library_of
@@ -36,7 +36,7 @@ def attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`out, lse = qkv.attention(..., return_lse=True)`, and what its gradients take beside them."""
     said, (q, k, v) = _restated(statement, arrays), map(_view, (query, key, value))
-    out, lse, rest = attend_to_keep(q, k, v, said.variants, **said.keywords)
+    out, lse, rest = attend(q, k, v, said.variants, **said.keywords)
     rest = np.full_like(lse, np.nan) if rest is None else rest.reshape(lse.shape)
     return _tensor(out), _tensor(lse), _tensor(rest)
 
