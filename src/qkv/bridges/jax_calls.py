@@ -55,7 +55,7 @@ def attention(
             process=PROCESS if said.named else 0,
         )
         _named.extend(said.named)
-        found = rules.attend(operation, inputs)
+        found = rules.attend(operation, inputs)[:2]
         return found if return_lse else found[0]
     if isinstance(key, Paged | Quantized) or isinstance(value, Paged | Quantized):
         found = attend(query, key, value, variants, **keywords)[:2]

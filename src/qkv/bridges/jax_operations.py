@@ -1,10 +1,13 @@
 """What XLA is told to compute: a text, and NumPy arrays to read and to fill.
 
-    forward     query, key, value, arrays                                 -> out, lse
-    backward    query, key, value, arrays, out, lse, grad_out[, grad_lse] -> the wanted gradients
-    second      query, key, value, arrays, grad_out, grad_lse, along      -> the wanted gradients
+    forward     inputs                                            -> out, lse, lse_rest
+    backward    inputs, out, lse, lse_rest, grad_out[, grad_lse]  -> the wanted gradients
+    second      inputs, grad_out, grad_lse, along                 -> the wanted gradients
 
-`arrays` are what `qkv._statement` has taken out of the call, `along` the cotangents of gradients.
+`inputs` are query, key, value and what `qkv._statement` has taken out of the call, its arrays;
+`along` the cotangents of gradients. `lse_rest` is what rounding took from lse, NaN where that is
+not known.
+
 Under `jax.vmap` every array has more dimensions in front, of size 1 where it is the same for all.
 Where that means the same they become leading dimensions of one call; else there is one call for
 each.
@@ -124,13 +127,14 @@ def _leading(operation: Operation, inputs: Sequence[Array], lead: tuple[int, ...
     """All arrays for one call; matrices get an axis of one head."""
     added, count = len(lead), len(operation.ndims)
     before_rows = added + (operation.layout == "blhd")
+    # Which of the arrays after the inputs are like lse.
+    rows = (1, 2, 4) if operation.along is None else (1,)
 
     def whole(array: Array, n: int) -> Array:
         array = np.broadcast_to(array, (*lead, *array.shape[added:]))
         if operation.ndims[0] > 2:
             return array
-        is_lse = n == count + 1 or (n == count + 3 and operation.along is None)
-        return np.expand_dims(array, added if is_lse else before_rows)
+        return np.expand_dims(array, added if n - count in rows else before_rows)
 
     return [
         array.reshape(array.shape[added:]) if 3 <= n < count else whole(array, n)
@@ -141,20 +145,20 @@ def _leading(operation: Operation, inputs: Sequence[Array], lead: tuple[int, ...
 def _forward(operation: Operation, inputs: Sequence[Array], results: Sequence[Array]) -> None:
     query, key, value, *arrays = inputs
     said = restate(operation.statement, arrays)
-    for found, result in zip(
-        attend(query, key, value, said.variants, **said.keywords)[:2], results, strict=True
-    ):
-        result[...] = found.reshape(result.shape)
+    found = attend(query, key, value, said.variants, **said.keywords)
+    for array, result in zip(found, results, strict=True):
+        result[...] = np.nan if array is None else array.reshape(result.shape)
 
 
 def _backward(operation: Operation, inputs: Sequence[Array], results: Sequence[Array]) -> None:
     count = len(operation.ndims)
     query, key, value, *arrays = inputs[:count]
-    out, lse, grad_out = inputs[count : count + 3]
-    grad_lse = inputs[count + 3] if len(inputs) > count + 3 else None
+    out, lse, lse_rest, grad_out = inputs[count : count + 4]
+    grad_lse = inputs[count + 4] if len(inputs) > count + 4 else None
     said = restate(operation.statement, arrays)
     call = Call.bind(query, key, value, said.variants, **said.keywords, backward=True)
-    pullback = Pullback.resumed(call, out, lse, (query.shape, key.shape, value.shape))
+    shapes = query.shape, key.shape, value.shape
+    pullback = Pullback.resumed(call, out, lse, shapes, lse_rest)
     wanted = operation.wanted or ()
     owners = [said.owners[n - 3] for n in wanted if n >= 3]
     found = pullback(grad_out, grad_lse, wrt=owners)

@@ -1,7 +1,7 @@
 """How JAX runs, batches and differentiates attention.
 
     function     computes                                     its derivative is
-    attend       out, lse                                     gradients
+    attend       out, lse, lse_rest                           gradients
     gradients    gradients of what JAX follows, and no more   _second
     _second      gradients of <along, gradients>              refused, by JAX
 
@@ -38,9 +38,12 @@ Shapes = tuple[jax.ShapeDtypeStruct, ...]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(operation: Operation, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Output and lse, differentiable in all floating inputs but the frequencies of RoPE."""
-    found: tuple[Any, Any] = _forward(operation, *inputs)
+def attend(operation: Operation, inputs: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    """Output and lse, differentiable in all floating inputs but the frequencies of RoPE.
+
+    The third is for the way back alone: what rounding took from lse has no derivative.
+    """
+    found: tuple[Any, Any, Any] = _forward(operation, *inputs)
     return found
 
 
@@ -53,12 +56,12 @@ def _keep(operation: Operation, inputs: Any) -> Any:
 
 
 def _back(operation: Operation, kept: Any, cotangents: Any) -> Any:
-    values, (out, lse), followed = kept
-    grad_out, grad_lse = cotangents
-    along = (_zeros_like(out) if _is_zero(grad_out) else grad_out,)
+    values, results, followed = kept
+    grad_out, grad_lse, _ = cotangents
+    along = (_zeros_like(results[0]) if _is_zero(grad_out) else grad_out,)
     along += () if _is_zero(grad_lse) else (grad_lse,)
     wanted = replace(operation, wanted=_numbers(followed))
-    found = gradients(wanted, values, (out, lse), along)
+    found = gradients(wanted, values, results, along)
     return (_in_their_places(found, followed),)
 
 
@@ -82,7 +85,7 @@ def _keep_gradients(operation: Operation, inputs: Any, results: Any, cotangents:
 
 
 def _back_gradients(operation: Operation, kept: Any, along: Any) -> Any:
-    inputs, (_, lse), cotangents, (of_inputs, of_cotangents) = kept
+    inputs, (_, lse, _), cotangents, (of_inputs, of_cotangents) = kept
     changes = [
         (n, change)
         for n, change in zip(operation.wanted or (), along, strict=True)
@@ -212,7 +215,7 @@ def _stand_in(array: Any) -> Any:
 
 
 def _shapes_of_results(operation: Operation, inputs: Sequence[Any]) -> Shapes:
-    """Of out and lse; errors that values have no part in are raised now, not by XLA."""
+    """Of out, lse and lse_rest; errors that values have no part in are raised now, not by XLA."""
     query, key, value, *arrays = map(_stand_in, inputs)
     said = restate(operation.statement, arrays)
     plain = {**said.keywords, "scale": None, "q_offset": None, "kv_offset": 0}
@@ -230,10 +233,8 @@ def _shapes_of_results(operation: Operation, inputs: Sequence[Any]) -> Shapes:
         rows, out = rows[-1:], out[-2:]
     elif operation.layout == "blhd":
         out = (*out[:-3], out[-2], out[-3], out[-1])
-    return (
-        jax.ShapeDtypeStruct(out, query.dtype),
-        jax.ShapeDtypeStruct(rows, spec.compute_dtype),
-    )
+    lse = jax.ShapeDtypeStruct(rows, spec.compute_dtype)
+    return jax.ShapeDtypeStruct(out, query.dtype), lse, lse
 
 
 def _axes(array: Any) -> frozenset[str]:
