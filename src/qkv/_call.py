@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from qkv._statement import restate, state
-from qkv.arrays import ArrayLibrary, is_array, library_of, view
+from qkv.arrays import ArrayLibrary, is_array, library_of, view_beside
 from qkv.backends import Choice, choose
 from qkv.partial import Partial, finish
 from qkv.problem.check import Layout, check
@@ -19,6 +21,8 @@ from qkv.variants.bias import Bias
 from qkv.variants.dense_mask import Mask
 
 Array = NDArray[Any]
+See = Callable[[Any, str], Array]
+"""`view_beside` for the library of a call's query."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +54,9 @@ class Call:
         backward: bool = False,
     ) -> Call:
         library = library_of(query, "query")
-        views = [view(query, "query"), _view_rows(key, "key"), _view_rows(value, "value")]
-        *viewed, q_offset, kv_offset = _viewed((*variants, q_offset, kv_offset))
+        see = partial(view_beside, library)
+        views = [see(query, "query"), _view_rows(see, key, "key"), _view_rows(see, value, "value")]
+        *viewed, q_offset, kv_offset = _viewed(see, (*variants, q_offset, kv_offset))
         problem = check(
             views[0],
             views[1],
@@ -103,22 +108,22 @@ class Call:
         return self.library.restore(array)
 
 
-def _view_rows(given: Any, role: str) -> Any:
+def _view_rows(see: See, given: Any, role: str) -> Any:
     """Keys or values with every array in them as a NumPy view."""
     match given:
         case Paged(pages=pages, page_table=table):
-            return Paged(_view_rows(pages, f"{role} pages"), view(table, f"{role} page_table"))
+            return Paged(_view_rows(see, pages, f"{role} pages"), see(table, f"{role} page_table"))
         case Quantized(values=values, scales=scales):
-            return Quantized(view(values, f"{role} values"), view(scales, f"{role} scales"))
-    return view(given, role)
+            return Quantized(see(values, f"{role} values"), see(scales, f"{role} scales"))
+    return see(given, role)
 
 
-def _viewed(said: tuple[Any, ...]) -> tuple[Any, ...]:
+def _viewed(see: See, said: tuple[Any, ...]) -> tuple[Any, ...]:
     """Variants and offsets with every array of another library in them as a NumPy view."""
     statement = state(said, _is_foreign)
     if not statement.arrays:
         return said
-    arrays = [view(array, "an array of a variant") for array in statement.arrays]
+    arrays = [see(array, "an array of a variant") for array in statement.arrays]
     return restate(statement.text, arrays).variants
 
 

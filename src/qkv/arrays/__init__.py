@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arrays.numpy_arrays import NumpyArrays
-from qkv.errors import DTypeError
+from qkv.errors import DTypeError, UnsupportedError
 
-__all__ = ["ArrayLibrary", "is_array", "kind_of", "library_of", "view"]
+__all__ = ["ArrayLibrary", "is_array", "kind_of", "library_of", "view", "view_beside"]
 
 
 class ArrayLibrary(Protocol):
@@ -29,6 +29,10 @@ class ArrayLibrary(Protocol):
 
     def restore(self, array: NDArray[Any]) -> Any:
         """The result as an array of this library."""
+        ...
+
+    def follows(self, array: Any) -> bool:
+        """Whether the library would differentiate or trace what is computed of the array."""
         ...
 
 
@@ -76,6 +80,21 @@ def library_of(array: Any, role: str) -> ArrayLibrary:
 def view(array: Any, role: str) -> NDArray[Any]:
     """A NumPy view of an array of any library."""
     return np.asarray(library_of(array, role).view(array, role))
+
+
+def view_beside(query: ArrayLibrary, array: Any, role: str) -> NDArray[Any]:
+    """A NumPy view of an array beside a query of the library given, of which the output will be.
+
+    An array of another library that follows it is refused: it would lose its track in silence.
+    """
+    own = library_of(array, role)
+    if own.name != query.name and own.follows(array):
+        raise UnsupportedError(
+            f"{own.name} differentiates or traces {role}, and the output, like query, would be an "
+            f"array of {query.name}, which {own.name} cannot follow.",
+            action=f"Pass query as an array of {own.name}.",
+        )
+    return np.asarray(own.view(array, role))
 
 
 def is_array(value: Any) -> bool:

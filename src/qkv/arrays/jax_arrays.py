@@ -35,6 +35,10 @@ class JaxArrays:
             array = aligned(array)
         return jax.device_put(array)
 
+    def follows(self, array: Any) -> bool:
+        """Whether the array is traced: by jit, grad, vmap or scan."""
+        return isinstance(array, jax.core.Tracer)
+
 
 def aligned(array: NDArray[Any]) -> NDArray[Any]:
     """A dense copy that begins at a multiple of `_ALIGNMENT`."""

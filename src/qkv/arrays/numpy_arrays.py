@@ -35,3 +35,7 @@ class NumpyArrays:
     def restore(self, array: NDArray[Any]) -> Any:
         """The array itself."""
         return array
+
+    def follows(self, array: Any) -> bool:
+        """Never."""
+        return False

@@ -53,5 +53,16 @@ class TorchArrays:
             return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
         return torch.from_numpy(np.asarray(array))
 
+    def follows(self, array: Any) -> bool:
+        """Whether autograd, either mode of it, or a transformation of `torch.func` is at work."""
+        return (
+            (torch.is_grad_enabled() and array.requires_grad)
+            or torch._C._functorch.is_functorch_wrapped_tensor(array)
+            or (
+                torch.autograd.forward_ad._current_level >= 0
+                and torch.autograd.forward_ad.unpack_dual(array).tangent is not None
+            )
+        )
+
 
 _PLAIN = (torch.float32, torch.float64, torch.float16)

@@ -6,15 +6,16 @@ vmap, scan) becomes an operation of compiled code.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from qkv._recall import attend
 from qkv._statement import state
-from qkv.arrays import is_array, library_of, view
+from qkv.arrays import is_array, library_of, view_beside
+from qkv.arrays.jax_arrays import JaxArrays
 from qkv.bridges import jax_rules as rules
 from qkv.bridges.jax_operations import PROCESS, Operation
 from qkv.errors import DTypeError, UnsupportedError
@@ -60,9 +61,12 @@ def attention(
     if isinstance(key, Paged | Quantized) or isinstance(value, Paged | Quantized):
         found = attend(query, key, value, variants, **keywords)[:2]
         return found if return_lse else found[0]
-    operands = view(query, "query"), view(key, "key"), view(value, "value")
+    operands = (_view(query, "query"), _view(key, "key"), _view(value, "value"))
     out, lse, _ = attend(*operands, variants, **keywords)
     return (_like(query, out), _like(query, lse)) if return_lse else _like(query, out)
+
+
+_view = partial(view_beside, JaxArrays())
 
 
 def _like(query: Any, array: Any) -> Any:
@@ -84,10 +88,13 @@ def _operand(array: Any, role: str) -> Any:
             f"{role} is {type(array).__name__}, and JAX traces this call.",
             action="Call it outside of jit, or gather the rows first.",
         )
-    made = jnp.asarray(array)
-    if isinstance(array, np.ndarray) and made.dtype != array.dtype:
+    if isinstance(array, jax.Array):
+        return array
+    seen = _view(array, role)
+    made = jnp.asarray(seen)
+    if made.dtype != seen.dtype:
         raise DTypeError(
-            f"{role} is a NumPy array of {array.dtype}, which JAX makes {made.dtype}.",
+            f"{role} is a NumPy array of {seen.dtype}, which JAX makes {made.dtype}.",
             action=f"Pass jnp.asarray({role}), or set jax_enable_x64.",
         )
     return made

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from qkv._recall import attend
 from qkv._statement import hold, keep_for_good, state
+from qkv.arrays import is_array, view_beside
 from qkv.arrays.torch_arrays import TorchArrays
 from qkv.bridges import torch_devices as devices
 from qkv.bridges import torch_functions as functions
@@ -97,7 +98,16 @@ def _is_array(value: Any) -> bool:
 
 
 def _tensor(array: Any) -> Any:
-    return _LIBRARY.restore(array) if isinstance(array, np.ndarray) else array
+    """An array of any library as a tensor of the same memory, where torch can have that."""
+    if isinstance(array, Tensor):
+        return array
+    if torch.compiler.is_dynamo_compiling() and isinstance(array, np.ndarray):
+        return torch.as_tensor(array)  # which Dynamo knows
+    if not is_array(array):
+        return array
+    seen = view_beside(_LIBRARY, array, "an array of the call")
+    dense = seen.flags.writeable and min(seen.strides, default=0) >= 0
+    return _LIBRARY.restore(seen if dense else seen.copy())
 
 
 _LIBRARY = TorchArrays()

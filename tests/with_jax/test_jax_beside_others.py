@@ -1,0 +1,83 @@
+"""JAX arrays in one call with NumPy's and torch's: the output is like the query."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("jax", minversion="0.10", reason="compared with jax 0.10 or later")
+
+import jax
+import jax.numpy as jnp
+
+import qkv
+from qkv.testing import truth
+
+RNG = np.random.default_rng(0)
+ARRAYS = [RNG.normal(size=(2, 9, 8)).astype(np.float32) for _ in range(3)]
+BIAS = RNG.normal(size=(9, 9)).astype(np.float32)
+RIGHT = truth(*ARRAYS, [BIAS, qkv.Causal()]).out
+
+
+def near(got: Any, right: Any) -> None:
+    np.testing.assert_allclose(np.asarray(got), np.asarray(right), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("kinds", list(product("nj", repeat=4)), ids="".join)
+def test_the_output_is_like_the_query(kinds: tuple[str, ...]) -> None:
+    arrays = zip(kinds, (*ARRAYS, BIAS), strict=True)
+    given = [jnp.asarray(array) if kind == "j" else array for kind, array in arrays]
+    found = qkv.attention(*given, qkv.Causal())
+    assert isinstance(found, jax.Array if kinds[0] == "j" else np.ndarray)
+    near(found, RIGHT)
+
+
+@pytest.mark.parametrize("role", ["key", "value", "an array of a variant"])
+def test_what_jax_traces_asks_for_a_query_of_jax(role: str) -> None:
+    q, k, v = ARRAYS
+
+    def call(x: Any) -> Any:
+        given = {"key": (q, x, v), "value": (q, k, x), "an array of a variant": (q, k, v)}[role]
+        return qkv.attention(*given, *((qkv.Bias(x[0, :, :1]),) if "variant" in role else ()))
+
+    message = f"jax differentiates or traces {role}.* array of numpy(.|\n)*Pass query as an array"
+    mapped = jax.vmap(call)
+    for transformed in (
+        jax.jit(call),
+        jax.grad(lambda x: call(x).sum()),
+        lambda x: mapped(x[None]),
+    ):
+        with pytest.raises(qkv.UnsupportedError, match=message):
+            transformed(jnp.asarray(k))
+
+
+def test_tensors_beside_jax_arrays() -> None:
+    torch = pytest.importorskip("torch")
+    q, k, v = ARRAYS
+    tensor = torch.from_numpy
+    found = qkv.attention(
+        tensor(q), jnp.asarray(k), jnp.asarray(v), jnp.asarray(BIAS), qkv.Causal()
+    )
+    assert isinstance(found, torch.Tensor)
+    near(found, RIGHT)
+    query, bias = (tensor(a.copy()).requires_grad_() for a in (q, BIAS))
+    qkv.attention(query, jnp.asarray(k), v, bias, qkv.Causal()).sum().backward()
+    right = qkv.vjp(q, k, v, given := qkv.Bias(BIAS), qkv.Causal())[1](np.ones_like(q), wrt=[given])
+    near(query.grad, right.query)
+    near(bias.grad, right.of(given))
+
+    def jitted(x: Any) -> Any:
+        return qkv.attention(x, tensor(k), tensor(v), BIAS, qkv.Causal())
+
+    for f in (jitted, jax.jit(jitted)):
+        found = f(jnp.asarray(q))
+        assert isinstance(found, jax.Array)
+        near(found, RIGHT)
+    for f in (jax.jit, lambda f: f):
+        with pytest.raises(qkv.UnsupportedError, match="torch differentiates or traces key"):
+            f(lambda x: qkv.attention(x, query, v))(jnp.asarray(q))
+    with pytest.raises(qkv.UnsupportedError, match="jax differentiates or traces"):
+        jax.jit(lambda x: qkv.attention(tensor(q), x, x))(jnp.asarray(k))
