@@ -84,7 +84,7 @@ def attend(
     if s_aux is not None:
         variants.append(qkv.Sinks(s_aux))
     if dropout > 0:
-        variants.append(qkv.Dropout(dropout, int(torch.randint(2**63 - 1, ()))))
+        variants.append(qkv.Dropout(dropout, _seed()))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     lengths = query.shape[2], key.shape[2]
     masks, q_offset, kv_offset = _masks(attention_mask, causal and lengths[0] > 1, lengths)
@@ -93,6 +93,13 @@ def attend(
         seen(call)
     wanted = output_attentions or _collected()
     return call.output(), LayerWeights(call) if wanted else None
+
+
+def _seed() -> Any:
+    """Of one call, from torch's default generator."""
+    drawn = torch.randint(2**63 - 1, (), device="cpu")
+    # Compiled code draws anew with each call; a number would be a break in its graph.
+    return drawn if torch.compiler.is_compiling() else int(drawn)
 
 
 def _masks(
