@@ -19,6 +19,7 @@ from qkv.arrays.torch_arrays import TorchArrays
 from qkv.bridges import torch_devices as devices
 from qkv.bridges import torch_functions as functions
 from qkv.bridges.torch_recall import likeness, recall, remember
+from qkv.errors import UnsupportedError
 from qkv.problem.rows import Paged, Quantized
 
 __all__ = ["attention"]
@@ -52,6 +53,7 @@ def attention(
         "backend": backend,
     }
     if isinstance(key, Paged | Quantized) or isinstance(value, Paged | Quantized):
+        _refuse_gradients(query, *_within(key), *_within(value))
         found = attend(query, key, value, variants, **keywords)[:2]
         return found if return_lse else found[0]
     query, key, value = _autocast(_tensor(query), _tensor(key), _tensor(value))
@@ -86,6 +88,25 @@ def _at_once(
     q, k, v = view(query, "query"), view(key, "key"), view(value, "value")
     out, lse, _ = attend(q, k, v, variants, **keywords)
     return restore(out), restore(lse)
+
+
+def _refuse_gradients(*arrays: Any) -> None:
+    """Better to hear that there are none than to train nothing."""
+    if any(isinstance(array, Tensor) and _LIBRARY.follows(array) for array in arrays):
+        raise UnsupportedError(
+            "torch differentiates this call, and paged or quantised rows have no way back.",
+            action="Call it under torch.no_grad(), or gather the rows into a tensor first.",
+        )
+
+
+def _within(rows: Any) -> list[Any]:
+    """The arrays that keys or values are read from."""
+    match rows:
+        case Paged(pages=pages):
+            return _within(pages)
+        case Quantized(values=values, scales=scales):
+            return [values, scales]
+    return [rows]
 
 
 _keep = torch.compiler.assume_constant_result(keep_for_good)
