@@ -96,15 +96,17 @@ def attention(
             query,
             key,
             value,
-            *variants,
-            scale=scale,
-            layout=layout,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            return_lse=return_lse,
-            backend=backend,
+            variants,
+            scale,
+            layout,
+            q_offset,
+            kv_offset,
+            return_lse,
+            backend,
         )
-    out, lse, _ = attend(query, key, value, variants, scale, layout, q_offset, kv_offset, backend)
+    out, lse, _ = attend(
+        query, key, value, variants, scale, layout, q_offset, kv_offset, backend, return_lse
+    )
     return (out, lse) if return_lse else out
 
 

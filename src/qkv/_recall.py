@@ -11,7 +11,7 @@ import os
 from collections.abc import Hashable
 from dataclasses import fields, is_dataclass
 from threading import Lock
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +19,11 @@ from numpy.typing import NDArray
 from qkv._call import Call
 from qkv.backends import Prepared, generation
 
-__all__ = ["attend", "prepared"]
+__all__ = ["Said", "are_constants", "attend", "prepared"]
 
 Array = NDArray[Any]
+Said: TypeAlias = tuple[tuple[Any, ...], Any, Any, Any, Any, Any]
+"""Variants, scale, layout, q_offset, kv_offset and backend."""
 
 KEPT = 256
 """Calls that are remembered, about 4 KB each; the oldest go first."""
@@ -51,14 +53,19 @@ def attend(
     q_offset: Any,
     kv_offset: Any,
     backend: Any,
+    rows: bool = True,
 ) -> tuple[Any, Any, Array | None]:
-    """Output, lse, and what rounding took from lse as `Partial` knows it."""
-    like = _likeness(query, key, value, variants, scale, layout, q_offset, kv_offset, backend)
+    """Output, lse, and what rounding took from lse as `Partial` knows it.
+
+    The last two are anything unless `rows`.
+    """
+    said = variants, scale, layout, q_offset, kv_offset, backend
+    like = _likeness(query, key, value, said)
     ready = None if like is None else _recall(like)
     if ready is not None:
-        known = ready(query, key, value)
+        known = ready(query, key, value, rows)
         if known is not None:
-            return known.out, known.lse, known.lse_rest
+            return known
         _prepared.pop(like, None)
     call = Call.bind(
         query,
@@ -77,38 +84,33 @@ def attend(
     return call.output(partial), call.rows(partial.lse), partial.lse_rest
 
 
-def prepared(*arguments: Any) -> Prepared | None:
-    """What is known of a call with the arguments of `attend`."""
-    like = _likeness(*arguments)
+def prepared(query: Array, key: Array, value: Array, said: Said) -> Prepared | None:
+    """What is known of calls like `attend(query, key, value, *said)`."""
+    like = _likeness(query, key, value, said)
     return None if like is None else _recall(like)
 
 
-def _likeness(
-    query: Any,
-    key: Any,
-    value: Any,
-    variants: tuple[Any, ...],
-    scale: Any,
-    layout: Any,
-    q_offset: Any,
-    kv_offset: Any,
-    backend: Any,
-) -> Hashable | None:
-    """What calls that are like one another have in common; None if nothing can be remembered."""
-    if not (
-        type(query) is type(key) is type(value) is np.ndarray
-        and (scale is None or type(scale) is float)
+def are_constants(said: Said) -> bool:
+    """Whether nothing but variants could be an array, or equal to a constant of another type."""
+    _, scale, layout, q_offset, kv_offset, _ = said
+    return (
+        (scale is None or type(scale) is float)
         and (q_offset is None or type(q_offset) in (int, str))
         and type(kv_offset) is int
         and layout == "bhld"
-    ):
+    )
+
+
+def _likeness(query: Any, key: Any, value: Any, said: Said) -> Hashable | None:
+    """What calls that are like one another have in common; None if nothing can be remembered."""
+    if not (type(query) is type(key) is type(value) is np.ndarray and are_constants(said)):
         return None
-    arrays = (
+    return (
         query.dtype, query.shape, query.strides,
         key.dtype, key.shape, key.strides,
         value.dtype, value.shape, value.strides,
+        said, generation(),
     )  # fmt: skip
-    return (arrays, variants, scale, q_offset, kv_offset, backend, generation())
 
 
 def _recall(likeness: Hashable) -> Prepared | None:

@@ -7,6 +7,7 @@ runs it, and the last name is the one. See test_guard_pages.py.
 import ctypes
 import mmap
 import sys
+from typing import Any
 
 import numpy as np
 
@@ -60,10 +61,10 @@ class Fence:
 plain_empty, take = np.empty, prepared._take
 
 
-def taken(size: int) -> np.ndarray:
+def taken(size: int) -> Any:
     """Scratch that an earlier call left is spoiled too."""
     found = take(size)
-    found[:] = SPOILED
+    found.array[:] = SPOILED
     return found
 
 

@@ -48,8 +48,11 @@ class Prepared(Protocol):
     variants hold nothing but constants.
     """
 
-    def __call__(self, query: Any, key: Any, value: Any) -> Partial | None:
-        """What `run` gives; None if the machine is no longer what it was prepared for."""
+    def __call__(self, query: Any, key: Any, value: Any, rows: bool) -> tuple[Any, Any, Any] | None:
+        """Output, lse and lse_rest as `run` gives them; of the last two, None unless `rows`.
+
+        None in place of all if the machine is no longer what it was prepared for.
+        """
         ...
 
 
@@ -57,8 +60,13 @@ class Prepared(Protocol):
 class AddressedCall(Protocol):
     """A prepared call that other libraries may make without NumPy arrays in between."""
 
-    def run(self, query: int, key: int, value: int, out: int, lse: int, kept: Any) -> bool:
-        """Compute at these addresses, of what `kept` keeps; False is `Prepared`'s None."""
+    def run(
+        self, query: int, key: int, value: int, out: int, lse: int, lse_rest: int, kept: Any
+    ) -> bool:
+        """Compute at these addresses, of what `kept` keeps; False is `Prepared`'s None.
+
+        Nobody wants lse or lse_rest whose address is 0.
+        """
         ...
 
 

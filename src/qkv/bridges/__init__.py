@@ -13,13 +13,19 @@ from qkv.arrays import kind_of
 
 __all__ = ["bridge_of"]
 
+_loaded: dict[type, Any] = {}
+"""By type of array. Importing what is imported takes longer than attention to a few tokens."""
+
 
 def bridge_of(array: Any) -> Any:
     """The module whose `attention` an array's library has to go through, None for NumPy."""
+    if type(array) in _loaded:
+        return _loaded[type(array)]
     kind = kind_of(array)
     if kind == "torch":
         from qkv.bridges import torch_calls
 
+        _loaded.update(dict.fromkeys(torch_calls.PLAIN, torch_calls))
         return torch_calls
     if kind == "jax":
         from qkv.bridges import jax_calls

@@ -28,13 +28,13 @@ def attention(
     query: Any,
     key: Any,
     value: Any,
-    *variants: Any,
-    scale: float | None = None,
-    layout: Any = "bhld",
-    q_offset: Any = None,
-    kv_offset: Any = 0,
-    return_lse: bool = False,
-    backend: str = "auto",
+    variants: tuple[Any, ...],
+    scale: float | None,
+    layout: Any,
+    q_offset: Any,
+    kv_offset: Any,
+    return_lse: bool,
+    backend: str,
 ) -> Any:
     """As `qkv.attention`."""
     keywords = {

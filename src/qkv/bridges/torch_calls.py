@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkv._recall import attend
+from qkv._recall import are_constants, attend
 from qkv._statement import hold, keep_for_good, state
 from qkv.arrays import is_array, view_beside
 from qkv.arrays.torch_arrays import TorchArrays
 from qkv.bridges import torch_devices as devices
 from qkv.bridges import torch_functions as functions
-from qkv.bridges.torch_recall import likeness, recall, remember
+from qkv.bridges.torch_recall import looks_on, recall, remember
 from qkv.errors import UnsupportedError
 from qkv.problem.rows import Paged, Quantized
 
@@ -29,7 +29,7 @@ def attention(
     query: Tensor,
     key: Any,
     value: Any,
-    *variants: Any,
+    variants: tuple[Any, ...],
     scale: float | None,
     layout: Any,
     q_offset: Any,
@@ -38,13 +38,11 @@ def attention(
     backend: str,
 ) -> Any:
     """As `qkv.attention`."""
-    like = None
     said = variants, scale, layout, q_offset, kv_offset, backend
-    if type(query) is type(key) is type(value) is Tensor and not _is_watched(query, key, value):
-        like = likeness(query, key, value, *said)
-        found = None if like is None else recall(like, query, key, value)
+    if are_constants(said):
+        found = recall(query, key, value, said, return_lse)
         if found is not None:
-            return found if return_lse else found[0]
+            return found
     keywords = {
         "scale": scale,
         "layout": layout,
@@ -68,8 +66,9 @@ def attention(
         found = functions.attend(query, key, value, arrays, statement.text, statement.named)
     else:
         found = _at_once(query, key, value, variants, keywords, arrays)
-        if like is not None and not arrays:
-            remember(like, (query, key, value), said, found[0])
+        if not arrays:
+            asked = query, key, value
+            remember(said, asked, asked, said, found[0])
     return found if return_lse else found[0]
 
 
@@ -145,15 +144,10 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 def _is_watched(*tensors: Tensor) -> bool:
     """Whether torch must see the operation, or changes what it is given."""
     return (
-        torch.compiler.is_compiling()
-        or (torch.is_grad_enabled() and any([t.requires_grad for t in tensors]))  # noqa: C419 - quicker
-        or torch.is_autocast_enabled("cpu")
-        or torch._C._are_functorch_transforms_active()
-        or torch.autograd.forward_ad._current_level >= 0
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._get_tracing_state() is not None
-        or any([type(t) not in _PLAIN for t in tensors])  # noqa: C419 - quicker
+        looks_on()
+        or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+        or any(type(t) not in PLAIN for t in tensors)
     )
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from qkv.bridges.jax_calls import attention
+from qkv._api import attention
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.variants import Bias, Causal, KeyLengths, Mask, SlidingWindow
 

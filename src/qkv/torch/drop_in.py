@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 import qkv
+from qkv.bridges.torch_recall import recall, remember
 from qkv.errors import ArgumentError, ShapeError, UnsupportedError
 
 __all__ = ["scaled_dot_product_attention"]
@@ -69,13 +70,20 @@ def scaled_dot_product_attention(
     >>> qkv.torch.scaled_dot_product_attention(x, x, x, is_causal=True)[0, 0, 0]
     tensor([1., 0.])
     """
-    if any(t.is_nested for t in (query, key, value)):
+    door = "scaled_dot_product_attention", bool(is_causal), scale, bool(enable_gqa)
+    constant = attn_mask is None and not dropout_p and (scale is None or type(scale) is float)
+    if constant:
+        known: Tensor | None = recall(query, key, value, door, rows=False)
+        if known is not None:
+            return known
+    asked = query, key, value
+    if any(t.is_nested for t in asked):
         raise UnsupportedError(
             "a nested tensor was given.",
             action="Pack the sequences and pass qkv.Segments to qkv.attention, or pad them.",
         )
     if not enable_gqa:
-        query, key, value = _with_equal_heads(query, key, value)
+        query, key, value = _with_equal_heads(*asked)
     variants: list[Any] = [qkv.Causal("start")] if is_causal else []
     if isinstance(attn_mask, CausalBias):
         lower_right = attn_mask.variant == CausalVariant.LOWER_RIGHT
@@ -90,6 +98,9 @@ def scaled_dot_product_attention(
     if dropout_p:
         variants.append(qkv.Dropout(dropout_p, torch.randint(2**63 - 1, ())))
     found: Tensor = qkv.attention(query, key, value, *variants, scale=scale)
+    if constant:
+        said = tuple(variants), scale, "bhld", None, 0, "auto"
+        remember(door, asked, (query, key, value), said, found)
     return found
 
 

@@ -69,7 +69,10 @@ class Kernel:
     def __init__(self, code: Code) -> None:
         self._code = code
         self.address = code.address("job")
-        self._job = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(self.address)
+        signature = None, ctypes.c_void_p, ctypes.c_int64
+        self._job = ctypes.CFUNCTYPE(*signature)(self.address)
+        self.brief_job = ctypes.PYFUNCTYPE(*signature)(self.address)
+        """The job itself. Python's lock is kept: for what takes no longer than handing it over."""
 
     def run(self, arguments: Runnable, worker: int) -> None:
         """Run it on this thread; Python's lock is free meanwhile."""

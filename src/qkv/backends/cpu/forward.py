@@ -385,6 +385,10 @@ class _Forward(Frame):
         lost = b.fsub(first, b.fsub(total, seen))
         return b.fadd(lost, b.fsub(second, seen))
 
+    def is_wanted(self, arguments: Value, name: str) -> Value:
+        """Whether there is an address to write to."""
+        return self.e.builder.icmp_signed("!=", self.field(arguments, name), self.e.index(0))
+
     def unpack(self) -> Value:
         """One vector of queries: out = O / l, transposed back, lse = m + log(l), and statistics.
 
@@ -415,9 +419,9 @@ class _Forward(Frame):
                     )
 
             lse = b.fadd(row_max, logarithm)
-            each("lse", b.select(empty, lowest, lse))
-            wanted = b.icmp_signed("!=", self.field(arguments_, "lse_rest"), e.index(0))
-            with b.if_then(wanted):
+            with b.if_then(self.is_wanted(arguments_, "lse")):
+                each("lse", b.select(empty, lowest, lse))
+            with b.if_then(self.is_wanted(arguments_, "lse_rest")):
                 rest = self.rest_of_sum(row_max, logarithm, lse)
                 each("lse_rest", b.select(empty, e.const(0.0), rest))
             if self.statistics:

@@ -25,6 +25,8 @@ _OPERATIONS_PER_SECOND = 5e10
 """Of one thread, roughly."""
 _WORTH_A_THREAD = 4e6
 """Operations that pay for waking one."""
+_BRIEF = 1e6
+"""Operations, some twenty microseconds, for which other threads of Python may wait."""
 
 
 class Pass:
@@ -32,13 +34,19 @@ class Pass:
 
     def __init__(self, kernel: Kernel, count: int, operations: float) -> None:
         self.kernel = kernel
-        self._count = count
+        self.count = count
+        """Tasks."""
         self._operations = operations
+
+    @property
+    def is_brief(self) -> bool:
+        """Whether it is over as soon as it has begun: no thread pays, no signal has to wait."""
+        return self._operations <= _BRIEF
 
     @property
     def most_workers(self) -> int:
         """Threads that pay."""
-        return min(int(self._operations / _WORTH_A_THREAD), self._count)
+        return min(int(self._operations / _WORTH_A_THREAD), self.count)
 
     def workers(self) -> int:
         """Threads that pay, at most as many as may run."""
@@ -46,9 +54,9 @@ class Pass:
 
     def launch(self, arguments: Runnable, workers: int) -> None:
         seconds = self._operations / (_OPERATIONS_PER_SECOND * workers)
-        step = -(-self._count // max(1, math.ceil(seconds / _SLICE_SECONDS)))
-        for start in range(0, self._count, step):
-            arguments.allow(start, min(start + step, self._count))
+        step = -(-self.count // max(1, math.ceil(seconds / _SLICE_SECONDS)))
+        for start in range(0, self.count, step):
+            arguments.allow(start, min(start + step, self.count))
             threads.run(self.kernel, arguments, workers)
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,24 @@ def host() -> Host:
         If `QKV_ISA` names an instruction set that this machine lacks.
     """
     return _host(os.environ.get("QKV_ISA", ""))
+
+
+def quick_setting(name: str) -> Callable[[], object]:
+    """What the environment says, in whatever form: to see whether it is what it was.
+
+    `os.environ.get` encodes the name and decodes the answer, each time; this looks at what lies
+    behind it, a thirtieth of the time, if it is as in every Python so far.
+    """
+    try:
+        behind, encoded = vars(os.environ)["_data"], os.environ.encodekey
+        if {encoded(known) for known in os.environ} == set(behind):
+            return partial(behind.get, encoded(name))
+    except (AttributeError, KeyError, TypeError):
+        pass
+    return partial(os.environ.get, name)
+
+
+isa_said = quick_setting("QKV_ISA")
 
 
 @lru_cache(maxsize=8)

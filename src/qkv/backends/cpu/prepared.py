@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from qkv.backends.cpu.arguments import (
     quick_address,
     word_of,
 )
-from qkv.backends.cpu.host import host
+from qkv.backends.cpu.host import isa_said
 from qkv.partial import Partial
 from qkv.problem.spec import Problem
 
@@ -30,9 +31,20 @@ _LIMIT, _SCRATCH, _QUERY, _KEY, _VALUE, _OUT, _LSE, _LSE_REST = map(
     word_of, ("limit", "scratch", "query", "key", "value", "out", "lse", "lse_rest")
 )
 _address = quick_address()
+_CALLER = ctypes.c_int64(0)
+"""The number of the worker that is the calling thread."""
 _FREE = 4
 """Buffers of scratch that are kept for later calls."""
-_free: list[Array] = []
+_free: list[_Scratch] = []
+
+
+class _Scratch:
+    """Memory that one call at a time writes to."""
+
+    def __init__(self, size: int) -> None:
+        self.array = page_aligned(size)
+        self.size = size
+        self.address = address_of(self.array)
 
 
 class _Block:
@@ -41,6 +53,7 @@ class _Block:
     def __init__(self, words: Array) -> None:
         self.words = memoryview(words.data)
         self.address = address_of(words)
+        self.pointer = ctypes.c_void_p(self.address)
         self.kept: tuple[Any, ...] = ()
 
     def allow(self, start: int, stop: int) -> None:
@@ -61,49 +74,62 @@ class PreparedForward:
         )
         problem = replace(problem, operands=operands)
         shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.v_head_dim)
+        self._isa = isa_said()
         self._forward = forward
         self._alone = forward.most_workers <= 1
-        self._host = host()
+        self._brief_job = forward.kernel.brief_job if forward.is_brief else None
+        self._count = forward.count
+        self._scratch_bytes = forward.scratch_bytes
         self._out = shape, forward.out_dtype
         self._lse = shape[:-1], spec.compute_dtype
         nothing = Partial(np.empty(0), np.empty(0))
         self._template = ForwardArguments(problem, forward, 0, nothing)
         self._blocks: list[_Block] = []
 
-    def __call__(self, query: Array, key: Array, value: Array) -> Partial | None:
-        out, lse, rest = np.empty(*self._out), np.empty(*self._lse), np.empty(*self._lse)
+    def __call__(
+        self, query: Array, key: Array, value: Array, rows: bool
+    ) -> tuple[Array, Array | None, Array | None] | None:
+        at, out = _address, np.empty(*self._out)
+        if not rows:
+            found = self.run(at(query), at(key), at(value), at(out), 0, 0, (query, key, value, out))
+            return (out, None, None) if found else None
+        lse, rest = np.empty(*self._lse), np.empty(*self._lse)
         arrays = query, key, value, out, lse, rest
-        at = _address
-        if not self.run(at(query), at(key), at(value), at(out), at(lse), arrays, at(rest)):
-            return None
-        return Partial(out, lse, rest)
+        found = self.run(at(query), at(key), at(value), at(out), at(lse), at(rest), arrays)
+        return (out, lse, rest) if found else None
 
     def run(
-        self, query: int, key: int, value: int, out: int, lse: int, kept: Any, lse_rest: int = 0
+        self, query: int, key: int, value: int, out: int, lse: int, lse_rest: int, kept: Any
     ) -> bool:
-        """Compute what lies at these addresses, of `kept`, into those of out and lse.
+        """Compute what lies at these addresses, of `kept`, into those of out, lse and lse_rest.
 
         False if the machine is not taken for the same any more.
         """
-        if host() is not self._host:
+        if isa_said() != self._isa:
             return False
-        workers = 1 if self._alone else self._forward.workers()
-        scratch = _take(self._forward.scratch_bytes * workers)
         try:
             block = self._blocks.pop()
         except IndexError:
             block = _Block(self._template.copy())
         words = block.words
-        words[_SCRATCH] = _address(scratch)
         words[_QUERY] = query
         words[_KEY] = key
         words[_VALUE] = value
         words[_OUT] = out
         words[_LSE] = lse
         words[_LSE_REST] = lse_rest
-        block.kept = (scratch, kept)
-        self._forward.launch(block, workers)
-        block.kept = ()
+        workers = 1 if self._alone else self._forward.workers()
+        scratch = _take(self._scratch_bytes * workers)
+        words[_SCRATCH] = scratch.address
+        if self._brief_job is not None:
+            # What `launch` does, for one slice of one thread.
+            words[0] = 0
+            words[_LIMIT] = self._count
+            self._brief_job(block.pointer, _CALLER)
+        else:
+            block.kept = scratch, kept
+            self._forward.launch(block, workers)
+            block.kept = ()
         self._blocks.append(block)
         if len(_free) < _FREE:
             _free.append(scratch)
@@ -116,10 +142,10 @@ def _alike(array: Array | StoredRows) -> Array:
     return as_strided(np.empty(1, array.dtype), array.shape, array.strides, writeable=False)
 
 
-def _take(size: int) -> Array:
+def _take(size: int) -> _Scratch:
     """Scratch of at least `size` bytes."""
     try:
         found = _free.pop()
     except IndexError:
-        return page_aligned(size)
-    return found if found.nbytes >= size else page_aligned(size)
+        return _Scratch(size)
+    return found if found.size >= size else _Scratch(size)

@@ -1,0 +1,64 @@
+"""Whether tensors are like earlier ones, asked of torch in one call.
+
+torch's compiler guards its code by this question: about type, dtype, device, layout, shape,
+strides, and whether gradients are wanted. Asking for each of them takes six times as long. It is
+not documented, so it is tried before it is relied on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+__all__ = ["Guard", "guard"]
+
+Guard: TypeAlias = Callable[..., bool]
+"""Whether query, key and value are alike; never where two of them are one object."""
+
+
+def guard(query: Tensor, key: Tensor, value: Tensor) -> Guard:
+    """For tensors like these that want no gradients; where torch cannot tell, it always says no."""
+    if not _can_tell():
+        return lambda query, key, value: False
+    return _guard(query.detach(), key.detach(), value.detach())
+
+
+def _guard(*tensors: Tensor) -> Guard:
+    from torch._C._dynamo.guards import TensorGuards
+
+    sizes: Any = [list(tensor.shape) for tensor in tensors]
+    strides: Any = [list(tensor.stride()) for tensor in tensors]
+    made = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    check: Guard = made.check
+    return check
+
+
+@lru_cache(maxsize=1)
+def _can_tell() -> bool:
+    """Whether this torch has such guards, and they see all that they must."""
+    tensors = [torch.empty(2, 3, 4, device="cpu") for _ in range(3)]
+    try:
+        fits = _guard(*tensors)
+        return fits(*tensors) and not any(
+            fits(*tensors[:place], other, *tensors[place + 1 :])
+            for place in range(3)
+            for other in _others(tensors[place])
+        )
+    except (ImportError, RuntimeError, SystemError, TypeError):
+        return False
+
+
+def _others(tensor: Tensor) -> Iterator[Tensor]:
+    """Tensors that are unlike it, each in one way."""
+    yield torch.nn.Parameter(tensor, requires_grad=False)
+    yield tensor.double()
+    yield tensor.to("meta")
+    yield tensor.to_sparse()
+    yield tensor[:1]
+    yield tensor.mT.contiguous().mT
+    yield torch.ops.aten._neg_view(tensor)
+    yield tensor.detach().requires_grad_()
