@@ -25,6 +25,7 @@ def nothing_remembered(request, monkeypatch):
     """With what torch tells about tensors in one call, and without it."""
     if request.param == "no guards":
         monkeypatch.setattr(torch_guards, "_can_tell", lambda: False)
+        monkeypatch.setattr(torch_recall, "_empty_of_compiled_code", lambda: None)
     for table in (_recall._prepared, _recall._seen, torch_recall._known, torch_recall._latest):
         table.clear()
 
@@ -59,6 +60,7 @@ def test_this_torch_has_guards(request) -> None:
     """If this fails, calls are as right as ever, but take longer than torch's own."""
     if "no guards" not in request.node.name:
         assert torch_guards._can_tell()
+        assert torch_recall._empty_of_compiled_code()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
@@ -83,10 +85,12 @@ def test_a_remembered_call_reads_its_own_tensors(dtype) -> None:
     assert len(torch_recall._known) == 5
 
 
-def test_of_tensors_that_are_one_object() -> None:
-    for seed in range(4):
-        x = operands(seed)[0]
-        close(qkv.attention(x, x, x), sdpa(x, x, x))
+def test_tensors_may_be_one_object() -> None:
+    for seed in range(6):
+        x, y, z = operands(seed)
+        for tensors in ((x, x, x), (x, y, y), (x, x, y), (x, y, x), (x, y, z)):
+            close(qkv.attention(*tensors), sdpa(*tensors))
+    assert len(torch_recall._known) == 4  # (x, y, x) is like (x, y, z)
 
 
 def test_strides_are_part_of_it() -> None:
@@ -151,6 +155,7 @@ def test_gradients_are_not_lost(function) -> None:
         for _ in range(3):
             assert not function(*tensors).requires_grad
     assert torch_recall._known
+    assert function(*tensors).requires_grad
     remembered(function)
     for n in range(3):
         leaves = [t.detach().requires_grad_(i == n) for i, t in enumerate(tensors)]

@@ -17,19 +17,30 @@ from torch import Tensor
 __all__ = ["Guard", "guard"]
 
 Guard: TypeAlias = Callable[..., bool]
-"""Whether query, key and value are alike; never where two of them are one object."""
+"""Whether query, key and value are alike."""
 
 
 def guard(query: Tensor, key: Tensor, value: Tensor) -> Guard:
-    """For tensors like these that want no gradients; where torch cannot tell, it always says no."""
+    """For tensors like these that want no gradients; where torch cannot tell, it always says no.
+
+    Key and value are one object if these are, and so is the query then.
+    """
     if not _can_tell():
         return lambda query, key, value: False
-    return _guard(query.detach(), key.detach(), value.detach())
+    if key is not value:
+        return _guard(query, key, value)
+    # Guards of torch take tensors that are one object for a sign that code must be compiled anew.
+    if query is key:
+        one = _guard(query)
+        return lambda query, key, value: query is key is value and one(query)
+    two = _guard(query, key)
+    return lambda query, key, value: key is value and two(query, key)
 
 
 def _guard(*tensors: Tensor) -> Guard:
     from torch._C._dynamo.guards import TensorGuards
 
+    tensors = tuple(tensor.detach() for tensor in tensors)
     sizes: Any = [list(tensor.shape) for tensor in tensors]
     strides: Any = [list(tensor.stride()) for tensor in tensors]
     made = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)

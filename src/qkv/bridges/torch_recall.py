@@ -6,7 +6,7 @@ As `qkv._recall` does for NumPy arrays, whose prepared calls these are.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -38,8 +38,8 @@ class _Known(NamedTuple):
     fits: Guard
     generation: int
     run: Callable[..., bool]
-    empty_out: Callable[[Tensor], Tensor]
-    empty_lse: Callable[[Tensor], Tensor]
+    empty_out: Callable[[], Tensor]
+    empty_lse: Callable[[], Tensor]
 
 
 _known: dict[Hashable, _Known] = {}
@@ -74,11 +74,11 @@ def recall(query: Tensor, key: Tensor, value: Tensor, door: Hashable, rows: bool
             known = _latest[door] = _known[_likeness(query, key, value, door)]
     except (KeyError, TypeError):  # nothing like it is known, or something said is an array
         return None
-    out = known.empty_out(query)
+    out = known.empty_out()
     q, k, v, o = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
     if not rows:
         return out if known.run(q, k, v, o, 0, 0, (query, key, value, out)) else None
-    lse = known.empty_lse(query)
+    lse = known.empty_lse()
     kept = query, key, value, out, lse
     return (out, lse) if known.run(q, k, v, o, lse.data_ptr(), 0, kept) else None
 
@@ -95,16 +95,9 @@ def remember(door: Hashable, asked: Tensors, attended: Tensors, said: Said, out:
     call = prepared(q, k, v, said)
     if not isinstance(call, AddressedCall):
         return
-    query = asked[0]
     wide = torch.float64 if out.dtype is torch.float64 else torch.float32
-    shape = out.shape[:-1]
-    known = _Known(
-        guard(*asked),
-        generation(),
-        call.run,
-        _maker(query, out),
-        lambda query: query.new_empty(shape, dtype=wide),
-    )
+    makers = _maker(out.shape, out.dtype), _maker(out.shape[:-1], wide)
+    known = _Known(guard(*asked), generation(), call.run, *makers)
     _insert(_known, _likeness(*asked, door), known)
     _insert(_latest, door, known)
 
@@ -130,21 +123,28 @@ def _likeness(query: Tensor, key: Tensor, value: Tensor, door: Hashable) -> Hash
         query.dtype, query.shape, query.stride(),
         key.dtype, key.shape, key.stride(),
         value.dtype, value.shape, value.stride(),
-        door, generation(),
+        query is key, key is value, door, generation(),
     )  # fmt: skip
 
 
-def _maker(query: Tensor, out: Tensor) -> Callable[[Tensor], Tensor]:
-    """Makes outputs like `out` for queries like `query`; whichever is quickest.
+def _maker(shape: torch.Size, dtype: torch.dtype) -> Callable[[], Tensor]:
+    """Makes dense tensors in main memory, whatever torch's default device is."""
+    empty = _empty_of_compiled_code()
+    if empty is not None:
+        strides = torch.empty(shape, device="meta").stride()
+        return partial(empty, tuple(shape), strides, dtype)
+    # The quickest of what is documented: like one number that is expanded.
+    number = torch.empty((), dtype=dtype, device="cpu")
+    return partial(torch.empty_like, number.expand(shape))
 
-    On the query's device, whatever torch's default is.
-    """
-    shape = out.shape
-    for make in (
-        torch.empty_like,
-        partial(torch.empty_like, memory_format=torch.contiguous_format),
-    ):
-        made = make(query)
-        if (made.shape, made.stride()) == (shape, out.stride()):
-            return make
-    return lambda query: query.new_empty(shape)
+
+@lru_cache(maxsize=1)
+def _empty_of_compiled_code() -> Callable[..., Tensor] | None:
+    """`empty(shape, strides, dtype)` of torch's compiled code, if it does what its name says."""
+    try:
+        guards: Any = torch._C._dynamo.guards
+        made = guards._empty_strided_cpu((2, 3), (3, 1), torch.float16)
+    except (AttributeError, TypeError):
+        return None
+    said = made.shape == (2, 3) and made.stride() == (3, 1) and made.dtype is torch.float16
+    return guards._empty_strided_cpu if said and made.is_cpu else None

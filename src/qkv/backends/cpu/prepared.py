@@ -118,15 +118,17 @@ class PreparedForward:
         words[_OUT] = out
         words[_LSE] = lse
         words[_LSE_REST] = lse_rest
-        workers = 1 if self._alone else self._forward.workers()
-        scratch = _take(self._scratch_bytes * workers)
-        words[_SCRATCH] = scratch.address
         if self._brief_job is not None:
             # What `launch` does, for one slice of one thread.
+            scratch = _take(self._scratch_bytes)
+            words[_SCRATCH] = scratch.address
             words[0] = 0
             words[_LIMIT] = self._count
             self._brief_job(block.pointer, _CALLER)
         else:
+            workers = 1 if self._alone else self._forward.workers()
+            scratch = _take(self._scratch_bytes * workers)
+            words[_SCRATCH] = scratch.address
             block.kept = scratch, kept
             self._forward.launch(block, workers)
             block.kept = ()
