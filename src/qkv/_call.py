@@ -81,6 +81,12 @@ class Call:
         """Output and lse, sinks included, in the type of computation."""
         return finish(self.choice.backend.run(self.problem), self.problem.operands.sinks)
 
+    def run_for_backward(self) -> Partial:
+        """The same where a backward pass may follow, if the backend has one."""
+        backend = self.choice.backend
+        run = getattr(backend, "run_for_backward", backend.run)
+        return finish(run(self.problem), self.problem.operands.sinks)
+
     def output(self, partial: Partial) -> Any:
         """Output like the query: its library, dtype and layout."""
         out = partial.out

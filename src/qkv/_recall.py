@@ -54,13 +54,14 @@ def attend(
     kv_offset: Any,
     backend: Any,
     rows: bool = True,
+    backward: bool = False,
 ) -> tuple[Any, Any, Array | None]:
     """Output, lse, and what rounding took from lse as `Partial` knows it.
 
-    The last two are anything unless `rows`.
+    The last two are anything unless `rows`. `backward` says that a backward pass will follow.
     """
     said = variants, scale, layout, q_offset, kv_offset, backend
-    like = _likeness(query, key, value, said)
+    like = _likeness(query, key, value, said, backward)
     ready = None if like is None else _recall(like)
     if ready is not None:
         known = ready(query, key, value, rows)
@@ -79,8 +80,8 @@ def attend(
         backend=backend,
     )
     if like is not None:
-        _remember(like, variants, call)
-    partial = call.run()
+        _remember(like, variants, call, backward)
+    partial = call.run_for_backward() if backward else call.run()
     return call.output(partial), call.rows(partial.lse), partial.lse_rest
 
 
@@ -101,7 +102,9 @@ def are_constants(said: Said) -> bool:
     )
 
 
-def _likeness(query: Any, key: Any, value: Any, said: Said) -> Hashable | None:
+def _likeness(
+    query: Any, key: Any, value: Any, said: Said, backward: bool = False
+) -> Hashable | None:
     """What calls that are like one another have in common; None if nothing can be remembered."""
     if not (type(query) is type(key) is type(value) is np.ndarray and are_constants(said)):
         return None
@@ -109,7 +112,7 @@ def _likeness(query: Any, key: Any, value: Any, said: Said) -> Hashable | None:
         query.dtype, query.shape, query.strides,
         key.dtype, key.shape, key.strides,
         value.dtype, value.shape, value.strides,
-        said, generation(),
+        said, backward, generation(),
     )  # fmt: skip
 
 
@@ -121,7 +124,7 @@ def _recall(likeness: Hashable) -> Prepared | None:
         return None
 
 
-def _remember(likeness: Hashable, variants: tuple[Any, ...], call: Call) -> None:
+def _remember(likeness: Hashable, variants: tuple[Any, ...], call: Call, backward: bool) -> None:
     """Prepare for more calls like this one, once there has been another: lengths that grow from
     call to call are not worth it."""
     prepare = getattr(call.choice.backend, "prepare", None)
@@ -130,7 +133,7 @@ def _remember(likeness: Hashable, variants: tuple[Any, ...], call: Call) -> None
     if likeness not in _seen:
         _insert(_seen, likeness, None)
         return
-    ready = prepare(call.problem)
+    ready = prepare(call.problem, backward)
     if ready is not None:
         _insert(_prepared, likeness, ready)
 

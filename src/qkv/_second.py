@@ -129,7 +129,7 @@ def jvp(
         backward=True,
     )
     direction = _direction(call, tangents, shapes)
-    partial = call.run()
+    partial = call.run_for_backward()
     found = forward_tangent(*_tiles(call), partial.lse, direction)
     moved = Partial(found.out, found.lse)
     if not return_lse:
@@ -212,7 +212,7 @@ def second_vjp(
     )
     direction = _direction(call, tangents, shapes)
     tables, sinks = wanted(call.problem, tuple(map(call.known_as, wrt)))
-    partial = call.run()
+    partial = call.run_for_backward()
     cotangents = Cotangents(
         cotangent_of_out(call, partial.out, grad_out),
         cotangent_of_lse(call, partial.lse, grad_lse),

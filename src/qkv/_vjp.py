@@ -104,7 +104,7 @@ def vjp(
         backend=backend,
         backward=True,
     )
-    partial = call.run()
+    partial = call.run_for_backward()
     out = call.output(partial)
     pullback = Pullback(call, partial, shapes)
     return ((out, call.rows(partial.lse)) if return_lse else out), pullback

@@ -131,9 +131,9 @@ def test_opcheck(name: str, layout: str) -> None:
     arrays = [a.double() if a.is_floating_point() else a for a in said.arrays]
     numbers = [n for n, a in enumerate(arrays) if a.is_floating_point()]
     inputs = (query, key, value, arrays)
-    out, lse, rest = operators.attention(*inputs, said.text)
+    out, lse, rest = operators.attention(*inputs, said.text, True)
     along = [torch.ones_like(t) for t in (query, key, value, *(arrays[n] for n in numbers))]
-    torch.library.opcheck(operators.attention, (*inputs, said.text))
+    torch.library.opcheck(operators.attention, (*inputs, said.text, True))
     torch.library.opcheck(
         operators.attention_backward,
         (*inputs, out, lse, rest, torch.ones_like(out), torch.ones_like(lse), said.text, numbers),

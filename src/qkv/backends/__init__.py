@@ -44,12 +44,13 @@ class Refusal:
 class Prepared(Protocol):
     """A problem made ready for other arrays with the same dtypes, shapes and strides.
 
-    A backend may have `prepare(problem) -> Prepared | None`. It is asked only for problems whose
-    variants hold nothing but constants.
+    A backend may have `prepare(problem, backward) -> Prepared | None`. It is asked only for
+    problems whose variants hold nothing but constants.
     """
 
     def __call__(self, query: Any, key: Any, value: Any, rows: bool) -> tuple[Any, Any, Any] | None:
-        """Output, lse and lse_rest as `run` gives them; of the last two, None unless `rows`.
+        """Output, lse and lse_rest as `run` gives them, or as `run_for_backward` does if a
+        `backward` pass was said to follow; the last two only if `rows` are wanted.
 
         None in place of all if the machine is no longer what it was prepared for.
         """
@@ -73,6 +74,14 @@ class AddressedCall(Protocol):
 class Differentiable(Protocol):
     """What a backend also has that computes gradients."""
 
+    def run_for_backward(self, problem: Problem) -> Partial:
+        """What `run` gives, its scores added up as `backward` adds them up, with `lse_rest`.
+
+        Where one key has nearly all the weight, gradients are differences of what the two passes
+        found.
+        """
+        ...
+
     def backward(self, problem: Problem, inputs: BackwardInputs) -> OperandGradients:
         """Gradients of query, key and value, and of the tables that `inputs` names."""
         ...
@@ -83,8 +92,7 @@ def kept(
 ) -> BackwardInputs:
     """`inputs`, with out and lse of one more forward pass if nobody has kept `lse_rest`.
 
-    `forward` adds up scores in the order of the backward pass. Where one key has nearly all the
-    weight, gradients are differences of what the two passes found.
+    `forward` is the backend's `run_for_backward`.
     """
     if inputs.lse_rest is not None:
         return inputs

@@ -65,9 +65,12 @@ class BlockedBackend:
         full = (*spec.batch_shape, *shape[1:])
         return Partial(out.reshape(full), lse.reshape(full[:-1]), rest.reshape(full[:-1]))
 
+    def run_for_backward(self, problem: Problem) -> Partial:
+        return self.run(problem)
+
     def backward(self, problem: Problem, inputs: BackwardInputs) -> OperandGradients:
         scores = Scores(problem, problem.spec.compute_dtype)
-        inputs = kept(problem, inputs, self.run)
+        inputs = kept(problem, inputs, self.run_for_backward)
         return backward(scores, scores.grid(*self.blocks(problem.spec)), inputs)
 
 

@@ -60,6 +60,8 @@ class Operation:
         A variant may read the flat index over leading dimensions: more of them would change it.
     process : int
         0, or the process whose objects the statement names.
+    backward : bool
+        Of the forward pass: whether a backward pass will follow.
     """
 
     statement: str
@@ -69,6 +71,7 @@ class Operation:
     process: int
     wanted: tuple[int, ...] | None = None
     along: tuple[int, ...] | None = None
+    backward: bool = False
 
     @property
     def text(self) -> str:
@@ -145,7 +148,7 @@ def _leading(operation: Operation, inputs: Sequence[Array], lead: tuple[int, ...
 def _forward(operation: Operation, inputs: Sequence[Array], results: Sequence[Array]) -> None:
     query, key, value, *arrays = inputs
     said = restate(operation.statement, arrays)
-    found = attend(query, key, value, said.variants, **said.keywords)
+    found = attend(query, key, value, said.variants, **said.keywords, backward=operation.backward)
     for array, result in zip(found, results, strict=True):
         result[...] = np.nan if array is None else array.reshape(result.shape)
 

@@ -51,7 +51,7 @@ def _keep(operation: Operation, inputs: Any) -> Any:
     followed, values = _followed(inputs), _values(inputs)
     _refuse_constants(operation, values, _numbers(followed))
     # Not _forward: what is kept may be differentiated in its turn.
-    results = attend(operation, values)
+    results = attend(replace(operation, backward=True), values)
     return results, (values, results, followed)
 
 

@@ -51,7 +51,7 @@ def attend(
         # Dynamo hands a function that nobody differentiates its context as first argument.
         compiling and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
     ):
-        out, lse, _ = operators.attention(query, key, value, arrays, text)
+        out, lse, _ = operators.attention(query, key, value, arrays, text, False)
         return out, lse
     # Dynamo refuses functions that have a forward-mode rule.
     function = _Attention if compiling else _AttentionBothWays
@@ -73,7 +73,7 @@ class _Attention(Function):
     @staticmethod
     def forward(text: str, named: Any, *inputs: Tensor) -> Any:
         query, key, value, *arrays = inputs
-        return operators.attention(query, key, value, arrays, text)
+        return operators.attention(query, key, value, arrays, text, True)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

@@ -6,9 +6,9 @@
     qkv::attention_second     gradients of <grad_out, tangent of out> + <grad_lse, tangent of lse>
 
 `statement` is the text of `qkv._statement`, `arrays` what it has taken out of the call; `wanted`
-numbers those of them that are to have gradients, `directions` those that change. `lse_rest` is what
-rounding took from lse, NaN where that is not known. Operators know nothing of derivatives:
-`torch_functions` says which belongs to which.
+numbers those of them that are to have gradients, `directions` those that change. `backward` says
+that a backward pass will follow. `lse_rest` is what rounding took from lse, NaN where that is not
+known. Operators know nothing of derivatives: `torch_functions` says which belongs to which.
 """
 
 from __future__ import annotations
@@ -32,18 +32,28 @@ __all__ = ["attention", "attention_backward", "attention_second", "attention_tan
 
 @torch.library.custom_op("qkv::attention", mutates_args=(), device_types="cpu")
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, arrays: Sequence[Tensor], statement: str
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    arrays: Sequence[Tensor],
+    statement: str,
+    backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`out, lse = qkv.attention(..., return_lse=True)`, and what its gradients take beside them."""
     said, (q, k, v) = _restated(statement, arrays), map(_view, (query, key, value))
-    out, lse, rest = attend(q, k, v, said.variants, **said.keywords)
+    out, lse, rest = attend(q, k, v, said.variants, **said.keywords, backward=backward)
     rest = np.full_like(lse, np.nan) if rest is None else rest.reshape(lse.shape)
     return _tensor(out), _tensor(lse), _tensor(rest)
 
 
 @attention.register_fake
 def _(
-    query: Tensor, key: Tensor, value: Tensor, arrays: Sequence[Tensor], statement: str
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    arrays: Sequence[Tensor],
+    statement: str,
+    backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     lse, rest = (_like_lse(query, key, value, statement) for _ in range(2))
     return _like_output(query, key, value, statement), lse, rest

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from qkv.backends.cpu.forward import FIELDS, scratch_bytes
 from qkv.backends.cpu.frame import COUNTER_BYTES, WORD, Shape
 from qkv.backends.cpu.pairs import pair_scratch_bytes
+from qkv.backends.cpu.parts import part_scratch_bytes
 from qkv.partial import Partial, RowStatistics
 from qkv.problem.rows import Rows, plain
 from qkv.problem.scores import Scores
@@ -167,7 +168,9 @@ class ForwardArguments(Arguments):
 
 def scratch_of(spec: Spec, shape: Shape) -> int:
     """Memory of one worker of a forward pass."""
-    return (scratch_bytes if shape.product == "elements" else pair_scratch_bytes)(spec, shape)
+    if shape.product == "elements":
+        return scratch_bytes(spec, shape)
+    return (pair_scratch_bytes if shape.parts == 1 else part_scratch_bytes)(spec, shape)
 
 
 def rotated(problem: Problem) -> tuple[Array, Rows]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,7 +53,8 @@ class CpuBackend:
         return host().shape_of(spec.compute_dtype).block_q, TILE_KV
 
     def scratch_bytes(self, spec: Spec) -> int:
-        from qkv.backends.cpu.forward import scratch_bytes
+        from qkv.backends.cpu.arguments import scratch_of
+        from qkv.backends.cpu.forward_pass import shape_of
         from qkv.backends.cpu.host import host
         from qkv.backends.cpu.streaming import decode_bytes, streams
 
@@ -62,7 +62,8 @@ class CpuBackend:
         if streams(spec, shape):
             size = decode_bytes(spec, shape, get_num_threads())
         else:
-            size = get_num_threads() * scratch_bytes(spec, shape) + spec.gathered_bytes
+            worker = scratch_of(spec, shape_of(spec, host()))
+            size = get_num_threads() * worker + spec.gathered_bytes
         if spec.rotation is not None:
             rows = spec.num_heads * spec.q_len + spec.num_kv_heads * spec.kv_len
             size += spec.batch_size * rows * spec.head_dim * item
@@ -92,25 +93,34 @@ class CpuBackend:
 
         return received(problem.gathered(), lse, progress)
 
-    def prepare(self, problem: Problem) -> Prepared | None:
+    def prepare(self, problem: Problem, backward: bool) -> Prepared | None:
         """For calls with arrays like these, and the same constants."""
-        from qkv.backends.cpu.forward_pass import ForwardPass
         from qkv.backends.cpu.prepared import PreparedForward
 
         spec = problem.spec
         sizes = (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len, spec.v_head_dim)
-        if 0 in sizes or spec.rotation is not None or spec.sinks or _streams(spec):
+        if 0 in sizes or spec.rotation is not None or spec.sinks:
             return None
-        return PreparedForward(problem, ForwardPass(problem))
+        if _streams(spec) and not backward:
+            return None
+        return PreparedForward(problem, backward=backward)
+
+    def run_for_backward(self, problem: Problem) -> Partial:
+        return self._run(problem, few=False, backward=True)
 
     def backward(self, problem: Problem, inputs: BackwardInputs) -> OperandGradients:
         """Gradients in one pass over recomputed weights."""
         from qkv.backends.cpu.gradient import backward
 
-        # The scores of few queries were added up in another order than here.
-        return backward(problem, kept(problem, inputs, partial(self._run, few=False)))
+        return backward(problem, kept(problem, inputs, self.run_for_backward))
 
-    def _run(self, problem: Problem, few: bool, statistics: RowStatistics | None = None) -> Partial:
+    def _run(
+        self,
+        problem: Problem,
+        few: bool,
+        statistics: RowStatistics | None = None,
+        backward: bool = False,
+    ) -> Partial:
         # Stored rows are read where they lie, or gathered.
         problem = problem if few else problem.gathered()
         spec = problem.spec
@@ -120,10 +130,12 @@ class CpuBackend:
             return identity(shape, compute)
         # Sinks scale the output afterwards: round to the type of storage only then.
         out_dtype = compute if spec.sinks else np.dtype(spec.dtype)
-        rest = None if few else np.empty(shape[:-1], compute)
+        rest = np.empty(shape[:-1], compute) if backward else None
         whole = Partial(np.empty(shape, out_dtype), np.empty(shape[:-1], compute), rest)
-        run = _decode if few else _forward
-        run(problem, whole, statistics)
+        if few:
+            _decode(problem, whole, statistics)
+        else:
+            _forward(problem, whole, statistics, backward)
         return whole
 
 
@@ -143,7 +155,9 @@ def _decode(problem: Problem, result: Partial, statistics: RowStatistics | None)
     decode.launch(DecodeArguments(problem, decode, workers, result, statistics), workers)
 
 
-def _forward(problem: Problem, result: Partial, statistics: RowStatistics | None) -> None:
+def _forward(
+    problem: Problem, result: Partial, statistics: RowStatistics | None, backward: bool
+) -> None:
     """Many queries: lanes along queries."""
     # The next call will want it. Were it imported then, by one of many threads, a child that is
     # forked meanwhile would wait for the import for ever.
@@ -151,7 +165,7 @@ def _forward(problem: Problem, result: Partial, statistics: RowStatistics | None
     from qkv.backends.cpu.arguments import ForwardArguments
     from qkv.backends.cpu.forward_pass import ForwardPass
 
-    forward = ForwardPass(problem, statistics=statistics is not None)
+    forward = ForwardPass(problem, statistics=statistics is not None, backward=backward)
     workers = forward.workers()
     forward.launch(ForwardArguments(problem, forward, workers, result, statistics), workers)
 

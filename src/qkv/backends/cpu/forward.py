@@ -97,12 +97,12 @@ class ForwardKey:
 
 def emit_forward(key: ForwardKey) -> str:
     """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
-    kernel = _Forward(key)
+    kernel = Forward(key)
     kernel.all_tasks()
     return str(kernel.e.module)
 
 
-class _Forward(Frame):
+class Forward(Frame):
     def __init__(self, key: ForwardKey) -> None:
         super().__init__("qkv_forward", key.spec, key.shape, key.int_bits, FIELDS)
         self.folded = key.folded

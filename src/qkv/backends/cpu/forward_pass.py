@@ -16,6 +16,7 @@ from qkv.backends.cpu.forward import ForwardKey, emit_forward
 from qkv.backends.cpu.frame import Shape
 from qkv.backends.cpu.host import Host, host
 from qkv.backends.cpu.pairs import emit_pairs
+from qkv.backends.cpu.parts import emit_parts
 from qkv.backends.cpu.schedule import TILE_KV, fine_tile, schedule
 from qkv.problem.spec import Problem, Spec
 
@@ -27,6 +28,10 @@ _WORTH_A_THREAD = 4e6
 """Operations that pay for waking one."""
 _BRIEF = 1e6
 """Operations, some twenty microseconds, for which other threads of Python may wait."""
+
+_PARTS_PAY = {"float32": (256, 96), "float16": (32, 48)}
+"""Rows, and head_dim + v_head_dim, from which on products of parts are quicker."""
+_PART_SCALE = 2.0**10
 
 
 class Pass:
@@ -61,13 +66,20 @@ class Pass:
 
 
 class ForwardPass(Pass):
-    """The forward pass of one problem."""
+    """The forward pass of one problem.
 
-    def __init__(self, problem: Problem, *, statistics: bool = False) -> None:
+    If a `backward` pass is to follow, scores are added up as that one adds them up.
+    """
+
+    def __init__(
+        self, problem: Problem, *, statistics: bool = False, backward: bool = False
+    ) -> None:
         spec, here = problem.spec, host()
         # Sinks scale the output afterwards: round to the type of storage only then.
         self.out_dtype = spec.compute_dtype if spec.sinks else np.dtype(spec.dtype)
-        self.shape = _shape(spec, here)
+        # Tiles take for 0 what a larger scale would lift.
+        in_parts = not backward and abs(problem.operands.scale) <= _PART_SCALE
+        self.shape = shape_of(spec, here, in_parts=in_parts)
         key = ForwardKey(
             kernel_spec(spec),
             self.shape,
@@ -86,8 +98,28 @@ class ForwardPass(Pass):
         super().__init__(_kernel(key, here), len(self.plan.tasks), operations)
 
 
+def shape_of(spec: Spec, here: Host, *, in_parts: bool = True) -> Shape:
+    """The tile of the kernel for this problem."""
+    return (_part_shape(spec, here) if in_parts else None) or _shape(spec, here)
+
+
+def _part_shape(spec: Spec, here: Host) -> Shape | None:
+    """For products of parts, where these are quicker.
+
+    Splitting keys pays if they meet enough queries, and products must outweigh the softmax.
+    """
+    shape, worth = here.part_shape(spec.dtype), _PARTS_PAY.get(spec.dtype)
+    if shape is None or worth is None:
+        return None
+    least_keys, least_dims = worth
+    enough = min(spec.q_len, spec.kv_len) >= least_keys
+    wide = spec.head_dim + spec.v_head_dim >= least_dims
+    plain = spec.rotation is None or spec.dtype == "float32"
+    return shape if enough and wide and plain else None
+
+
 def _shape(spec: Spec, here: Host) -> Shape:
-    """The tile of the kernel for this problem: of bfloat16 itself where that pays.
+    """For other products: of bfloat16 itself where that pays.
 
     Rotated operands come as float32, and few queries do not pay for the transposition of V.
     """
@@ -104,5 +136,8 @@ def _shape(spec: Spec, here: Host) -> Shape:
 
 @lru_cache(maxsize=256)
 def _kernel(key: ForwardKey, here: Host) -> Kernel:
-    emit = emit_forward if key.shape.product == "elements" else emit_pairs
+    if key.shape.product == "elements":
+        emit = emit_forward
+    else:
+        emit = emit_pairs if key.shape.parts == 1 else emit_parts
     return Kernel(build(emit, (key,), here))

@@ -47,6 +47,8 @@ class Shape:
     """Whether it multiplies and adds in one instruction."""
     product: Literal["elements", "pairs", "tiles"] = "elements"
     """What one instruction multiplies; pairs and tiles are of bfloat16."""
+    parts: int = 1
+    """Numbers of bfloat16 whose sum an operand is, where it is of another type."""
     together: int = 1
     """Blocks of queries that are one task."""
 

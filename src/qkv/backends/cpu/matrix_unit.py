@@ -24,6 +24,10 @@ from qkv.backends.cpu.ir import BYTE, INT64, POINTER, VOID, Emitter, Value
 TILE_ROWS = 16
 TILE_BYTES = 64
 """Of one row."""
+TILE_SIZE = TILE_ROWS * TILE_BYTES
+
+Products = tuple[tuple[int, int], ...]
+"""Pairs of a part of the left factor and one of the right."""
 
 _ARCH_PRCTL = 158
 _REQUEST_PERMISSION = 0x1023
@@ -105,6 +109,70 @@ def add_product(e: Emitter, name: str, vectors: int, *, onto: bool) -> Value:
                 e.loop(0, pairs, TILE_ROWS, [], step)
                 for tile, place in places:
                     _tile(e, "tilestored64", tile, place, width)
+
+        e.loop(0, count, 2 * TILE_ROWS, [], block)
+    return function
+
+
+def add_products(e: Emitter, name: str, vectors: int, *, onto: bool, products: Products) -> Value:
+    """A function `(rows, packed, out, band, count, pairs)`, as `add_product` for sums of parts:
+
+        out[i, :] = (out[i, :] if onto else 0) + sum_ab sum_p rows[a][i, p] . packed[b][p, :]
+
+    for the `products` a, b of a part of the left factor and one of the right, in this order for
+    each 16 pairs; neighbours that have a part in common spare loading it again. Both factors lie in
+    the order they are read: `rows` as tiles of 16 rows and 16 pairs, one for each part, then those
+    of further pairs, then, `band` bytes away, those of further rows; `packed` as 16 rows of
+    `vectors` vectors for each part, then those of further pairs.
+    """
+    across = min(vectors, 2)
+    parts = 1 + max(part for pair in products for part in pair)
+    tile_row, out_row = e.index(TILE_BYTES), e.index(vectors * TILE_BYTES)
+    totals = [[2 * m + n for n in range(across)] for m in range(2)]
+    left, right = (4, 5), (6, 7)
+
+    with e.function(name, [*[POINTER] * 3, *[INT64] * 3]) as (function, args):
+        rows, packed, out, band, count, pairs = args
+
+        def block(i: Value, _: list[Value]) -> None:
+            bands = [e.mul(e.builder.sdiv(i, e.index(TILE_ROWS)), band)]
+            bands.append(e.add(bands[0], band))
+            for first in range(0, vectors, across):
+                corner = e.at(out, e.mul(i, vectors * TILE_BYTES), first * TILE_BYTES)
+                places = [
+                    (tile, e.at(corner, m * vectors * TILE_SIZE, n * TILE_BYTES))
+                    for m in range(2)
+                    for n, tile in enumerate(totals[m])
+                ]
+                for tile, place in places:
+                    if onto:
+                        _tile(e, "tileloadd64", tile, place, out_row)
+                    else:
+                        _tile(e, "tilezero", tile)
+
+                def step(p: Value, _: list[Value], first: int = first) -> None:
+                    # 16 pairs are one tile of either factor.
+                    here = e.mul(p, TILE_BYTES * parts)
+                    lefts = [e.at(rows, start, here) for start in bands]
+                    there = e.at(packed, e.mul(here, vectors))
+                    rights = [e.at(there, (first + n) * TILE_BYTES) for n in range(across)]
+                    held: tuple[int, int] = (-1, -1)
+                    for a, b in products:
+                        if a != held[0]:
+                            for tile, place in zip(left, lefts, strict=True):
+                                _tile(e, "tileloadd64", tile, e.at(place, a * TILE_SIZE), tile_row)
+                        if b != held[1]:
+                            for tile, place in zip(right, rights, strict=False):
+                                place = e.at(place, b * vectors * TILE_SIZE)
+                                _tile(e, "tileloadd64", tile, place, out_row)
+                        held = (a, b)
+                        for m in range(2):
+                            for n in range(across):
+                                _tile(e, "tdpbf16ps", totals[m][n], left[m], right[n])
+
+                e.loop(0, pairs, TILE_ROWS, [], step)
+                for tile, place in places:
+                    _tile(e, "tilestored64", tile, place, out_row)
 
         e.loop(0, count, 2 * TILE_ROWS, [], block)
     return function

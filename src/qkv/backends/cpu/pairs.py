@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 from llvmlite import ir
 
 from qkv.backends.cpu import matrix_unit, storage
-from qkv.backends.cpu.forward import RUN, STATS, TASK, ForwardKey, _Forward
-from qkv.backends.cpu.frame import WORD, Shape
+from qkv.backends.cpu.forward import RUN, STATS, TASK, Forward, ForwardKey
+from qkv.backends.cpu.frame import WORD, Rows, Shape
 from qkv.backends.cpu.ir import BIT, BYTE, FLOAT, INT16, INT32, INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.products import dot_rows, store_vectors, vectors_at
 from qkv.backends.cpu.turning import turned_bytes
@@ -67,17 +68,34 @@ def pair_scratch_bytes(spec: Spec, shape: Shape) -> int:
     return -(-(shared + shape.together * own + turned) // 4096) * 4096
 
 
+class Buffers(NamedTuple):
+    """Memory of one worker: scores, transposed V, copied rows, what each block of queries has."""
+
+    scores: Value
+    values: Value
+    key_copy: Value
+    value_copy: Value
+    blocks: Value
+
+
 def emit_pairs(key: ForwardKey) -> str:
     """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
-    kernel = _PairForward(key)
+    kernel = PairForward(key)
     kernel.all_tasks()
     return str(kernel.e.module)
 
 
-class _PairForward(_Forward):
+class PairForward(Forward):
     def __init__(self, key: ForwardKey) -> None:
         super().__init__(key)
         self.block_kv = BLOCK_KV
+        self.parts = self.shape.parts
+        """Rows of Q, K, transposed V and weights are this many rows of pairs."""
+        self.weights_at = 0
+        """Bytes from scores to weights: these take their place."""
+        self.value_row = _V_ROW
+        self.stats_rows = STATS
+        """Rows of statistics of a block of queries; more of them hold what `pack` gives."""
         e = self.e
         self.vectors = self.shape.vectors
         self.width = self.vectors * e.vector_bytes
@@ -302,10 +320,9 @@ class _PairForward(_Forward):
                     weight, sums = weigh(e.add(k, i), sums)
                     weights.append(weight)
                 weights += [e.const(0.0)] * (count % 2)
-                place = e.at(scores, e.mul(e.builder.ashr(k, e.index(1)), width))
                 for p in range(0, len(weights), 2):
-                    pair = join(e, weights[p], weights[p + 1])
-                    e.store_vector(pair, e.at(place, e.mul(p // 2, width)))
+                    place = self.place_of_pair(scores, e.add(k, p), width)
+                    self.store_pair(weights[p], weights[p + 1], place)
                 return sums
 
             return body
@@ -316,6 +333,24 @@ class _PairForward(_Forward):
             start = end
         return sums
 
+    def place_of_pair(self, scores: Value, k: Value, width: Value) -> Value:
+        """Where the weights of key k and the next one go, k even."""
+        e = self.e
+        return e.at(scores, e.mul(e.builder.ashr(k, e.index(1)), width))
+
+    def store_pair(self, first: Value, second: Value, place: Value) -> None:
+        """Two weights of each lane as a pair."""
+        self.e.store_vector(join(self.e, first, second), place)
+
+    def clear_pairs(self, weights: Value, first: Value, stop: Value) -> None:
+        """Pairs of weights that fill the last chunk are 0."""
+        e = self.e
+        nothing = [e.const(0.0)] * self.vectors
+        e.loop(
+            first, stop, 1, [],
+            lambda p, _: store_vectors(e, e.at(weights, e.mul(p, self.width)), nothing),
+        )  # fmt: skip
+
     # O = rescale * O + V^T P
 
     def add_values(self, add: Value) -> Value:
@@ -325,11 +360,7 @@ class _PairForward(_Forward):
             values, weights, rescale, out, v_head_dim, count = args
             b = e.builder
             pairs = e.add(b.ashr(e.sub(count, 1), e.index(1)), 1)
-            nothing = [e.const(0.0)] * self.vectors
-            e.loop(
-                pairs, b.ashr(whole(e, count), e.index(1)), 1, [],
-                lambda p, _: store_vectors(e, e.at(weights, e.mul(p, self.width)), nothing),
-            )  # fmt: skip
+            self.clear_pairs(weights, pairs, b.ashr(whole(e, count), e.index(1)))
             factors = vectors_at(e, rescale, self.vectors)
             moved = ir.Constant(BIT, 0)
             lanes = ir.IntType(e.lanes)
@@ -344,7 +375,7 @@ class _PairForward(_Forward):
                 store_vectors(e, place, list(map(b.fmul, held, factors)))
 
             e.loop(0, b.select(moved, v_head_dim, e.index(0)), 1, [], scale)
-            b.call(add, [values, weights, out, e.index(_V_ROW), v_head_dim, pairs])
+            b.call(add, [values, weights, out, e.index(self.value_row), v_head_dim, pairs])
         return function
 
     # Values that are not finite
@@ -412,6 +443,71 @@ class _PairForward(_Forward):
 
     # One task, all tasks
 
+    def buffers(self, scratch: Value, wide: Value, v_wide: Value) -> Buffers:
+        """Where things lie in a worker's memory; rows of K and V are copied where they must be."""
+        e = self.e
+        values = e.at(scratch, BLOCK_KV * self.width)
+        key_copy = e.at(values, e.mul(v_wide, _V_ROW))
+        value_copy = e.at(key_copy, e.mul(wide, 2 * BLOCK_KV))
+        blocks = e.at(value_copy, e.mul(v_wide, 2 * BLOCK_KV))
+        return Buffers(scratch, values, key_copy, value_copy, blocks)
+
+    def block_of_keys(
+        self,
+        arguments: Value,
+        parts: dict[str, Value],
+        rows: Rows,
+        kv_start: Value,
+        count: Value,
+        head_dim: Value,
+        at: Buffers,
+    ) -> tuple[Value, Value]:
+        """K as the left factor of the scores, and the bytes of its rows."""
+        e = self.e
+        here = e.at(rows.pointer, e.mul(kv_start, rows.row))
+        strided = (here, rows.row, rows.element)
+        return self.adjacent(parts, strided, count, head_dim, at.key_copy, chunks=True)
+
+    def block_of_values(
+        self,
+        arguments: Value,
+        parts: dict[str, Value],
+        rows: Rows,
+        kv_start: Value,
+        count: Value,
+        v_head_dim: Value,
+        at: Buffers,
+        kinds: Value,
+    ) -> tuple[Value, Value, Value]:
+        """Turn V; where its rows lie, their bytes, and whether values were left out."""
+        e = self.e
+        here = e.at(rows.pointer, e.mul(kv_start, rows.row))
+        strided = (here, rows.row, rows.element)
+        v, row = self.adjacent(parts, strided, count, v_head_dim, at.value_copy)
+        b = e.builder
+        b.call(parts["transpose_values"], [v, row, count, v_head_dim, at.values])
+        sifted: Value = ir.Constant(BIT, 0)
+        if "sift" in parts:
+            careful = b.icmp_signed("!=", b.and_(kinds, e.index(_PARTIAL)), e.index(0))
+            if not self.plain:
+                careful = ir.Constant(BIT, 1)
+            sifted_keys = b.select(careful, count, e.index(0))
+            sifted = b.call(parts["sift"], [at.values, v_head_dim, sifted_keys])
+        return v, row, sifted
+
+    def mend_scores(
+        self,
+        arguments: Value,
+        parts: dict[str, Value],
+        query: Rows,
+        key: Rows,
+        first_row: Value,
+        count: Value,
+        at: Buffers,
+        stats: Value,
+    ) -> None:
+        """Scores of rows that the product could not take; `key` begins with the block."""
+
     def attend_together(self, parts: dict[str, Value]) -> Value:
         """Some blocks of queries of one head over their runs of keys."""
         e = self.e
@@ -431,24 +527,22 @@ class _PairForward(_Forward):
             value = self.operand(arguments, "value", batch, kv_head)
 
             wide, v_wide = whole(e, head_dim), whole(e, v_head_dim)
-            weights = scratch
-            values = e.at(weights, BLOCK_KV * self.width)
-            key_copy = e.at(values, e.mul(v_wide, _V_ROW))
-            value_copy = e.at(key_copy, e.mul(wide, 2 * BLOCK_KV))
-            blocks = e.at(value_copy, e.mul(v_wide, 2 * BLOCK_KV))
-            total_at = e.mul(wide, self.width // 2)
+            at = self.buffers(scratch, wide, v_wide)
+            scores = at.scores
+            weights = e.at(scores, self.weights_at)
+            total_at = e.mul(wide, self.parts * self.width // 2)
             stats_at = e.add(total_at, e.mul(v_wide, self.width))
-            block_bytes = e.add(stats_at, STATS * self.width)
+            block_bytes = e.add(stats_at, self.stats_rows * self.width)
             block_q = self.shape.block_q
             left = e.add(e.sub(q_len, first_row), block_q - 1)
             count = e.least(self.shape.together, b.sdiv(left, e.index(block_q)))
-            turned = e.at(blocks, e.mul(self.shape.together, block_bytes))
+            turned = e.at(at.blocks, e.mul(self.shape.together, block_bytes))
 
             def each_block(body: Callable[[Value, Value, Value, Value, Value], None]) -> None:
                 """`body(block, packed, total, stats, first_row)`."""
 
                 def one(i: Value, _: list[Value]) -> None:
-                    packed = e.at(blocks, e.mul(i, block_bytes))
+                    packed = e.at(at.blocks, e.mul(i, block_bytes))
                     row = e.add(first_row, e.mul(i, block_q))
                     body(i, packed, e.at(packed, total_at), e.at(packed, stats_at), row)
 
@@ -461,8 +555,10 @@ class _PairForward(_Forward):
 
             def begin(_: Value, packed: Value, total: Value, stats: Value, row: Value) -> None:
                 def vector(offset: int, row: Value) -> None:
-                    where = [query.pointer, e.at(packed, offset), key_copy, row]
-                    b.call(parts["pack"], [arguments, *where])
+                    where = [query.pointer, e.at(packed, offset), at.key_copy, row]
+                    packing = b.call(parts["pack"], [arguments, *where])
+                    if self.stats_rows > STATS:
+                        e.store(packing, e.at(stats, offset + STATS * self.width), WORD)
                     e.store_vector(e.const(-math.inf), e.at(stats, offset))
                     for i in (1, 3, 5):
                         e.store_vector(e.const(0.0), e.at(stats, offset + i * self.width))
@@ -477,22 +573,10 @@ class _PairForward(_Forward):
             each_block(begin)
 
             def block_of_keys(kv_start: Value, keys: Value, kinds: Value) -> None:
-                here = e.at(key.pointer, e.mul(kv_start, key.row))
-                k, key_row = self.adjacent(
-                    parts, (here, key.row, key.element), keys, head_dim, key_copy, chunks=True
+                k, key_row = self.block_of_keys(arguments, parts, key, kv_start, keys, head_dim, at)
+                v, value_row, sifted = self.block_of_values(
+                    arguments, parts, value, kv_start, keys, v_head_dim, at, kinds
                 )
-                here = e.at(value.pointer, e.mul(kv_start, value.row))
-                v, value_row = self.adjacent(
-                    parts, (here, value.row, value.element), keys, v_head_dim, value_copy
-                )
-                b.call(parts["transpose_values"], [v, value_row, keys, v_head_dim, values])
-                sifted: Value = ir.Constant(BIT, 0)
-                if "sift" in parts:
-                    careful = b.icmp_signed("!=", b.and_(kinds, e.index(_PARTIAL)), e.index(0))
-                    if not self.plain:
-                        careful = ir.Constant(BIT, 1)
-                    sifted_keys = b.select(careful, keys, e.index(0))
-                    sifted = b.call(parts["sift"], [values, v_head_dim, sifted_keys])
 
                 def one(i: Value, packed: Value, total: Value, stats: Value, row: Value) -> None:
                     kind = b.and_(b.lshr(kinds, e.mul(i, 2)), e.index(3))
@@ -500,29 +584,32 @@ class _PairForward(_Forward):
 
                     def softmax(name: str) -> None:
                         for j in range(self.vectors):
-                            at = (arguments, e.at(weights, j * e.vector_bytes),
-                                  e.at(stats, j * e.vector_bytes), turned,
-                                  e.index(self.width))  # fmt: skip
+                            here = (arguments, e.at(scores, j * e.vector_bytes),
+                                    e.at(stats, j * e.vector_bytes), turned,
+                                    e.index(self.width))  # fmt: skip
                             first = e.add(row, j * e.lanes)
                             where = (keys, batch, head, first, kv_start, sifted)
-                            b.call(parts[name], [*at, *where])
+                            b.call(parts[name], [*here, *where])
 
                     def full() -> None:
                         if self.plain:
-                            b.call(parts["block_max"], [weights, block_max, keys])
+                            b.call(parts["block_max"], [scores, block_max, keys])
                         softmax("full")
 
                     def attended() -> None:
                         pairs = b.ashr(wide, e.index(1))
-                        b.call(parts["scores"], [k, packed, weights, key_row, keys, pairs])
+                        b.call(parts["scores"], [k, packed, scores, key_row, keys, pairs])
+                        here = e.at(key.pointer, e.mul(kv_start, key.row))
+                        from_here = Rows(here, key.row, key.element)
+                        self.mend_scores(arguments, parts, query, from_here, row, keys, at, stats)
                         if self.mask == TRUE:
                             full()
                         else:
                             partial = b.icmp_signed("==", kind, e.index(TileKind.PARTIAL))
                             e.choose(partial, lambda: softmax("partial"), full)
                         b.call(parts["add_values"],
-                               [values, weights, rescale, total, v_head_dim, keys])  # fmt: skip
-                        if "sift" in parts:
+                               [at.values, weights, rescale, total, v_head_dim, keys])  # fmt: skip
+                        if "add_sifted" in parts:
                             with b.if_then(sifted, likely=False):
                                 rows = [v, value_row, weights, total, v_head_dim, keys]
                                 b.call(parts["add_sifted"], rows)
@@ -532,13 +619,13 @@ class _PairForward(_Forward):
 
                 each_block(one)
 
-            runs = self.pointer_field(arguments, "runs")
+            runs, size = self.pointer_field(arguments, "runs"), self.block_kv
 
             def each_run(r: Value, _: list[Value]) -> None:
                 start, stop, kinds = self.record(e.at(runs, e.mul(r, WORD * len(RUN))), RUN)
                 e.loop(
-                    start, stop, BLOCK_KV, [],
-                    lambda k, _: block_of_keys(k, e.least(BLOCK_KV, e.sub(stop, k)), kinds),
+                    start, stop, size, [],
+                    lambda k, _: block_of_keys(k, e.least(size, e.sub(stop, k)), kinds),
                 )  # fmt: skip
 
             e.loop(first_run, last_run, 1, [], each_run)
@@ -558,23 +645,27 @@ class _PairForward(_Forward):
                 matrix_unit.release(e)
         return function
 
+    def rows(self) -> dict[str, Value]:
+        """The functions that read and pack rows."""
+        parts = {"copy": self.copy(), "transpose_values": self.transpose_values()}
+        parts["pack"] = self.pack_pairs(parts)
+        if self.mask != TRUE or not self.plain:
+            parts["sift"], parts["add_sifted"] = self.sift(), self.add_sifted()
+        return parts
+
     def all_tasks(self) -> None:
         e = self.e
         parts = {
-            "copy": self.copy(),
-            "transpose_values": self.transpose_values(),
+            **self.rows(),
             "scores": self.product("scores", onto=False),
             "full": self.softmax("full", False),
             "unpack": self.unpack(),
+            "add_values": self.add_values(self.product("products", onto=True)),
         }
-        parts["pack"] = self.pack_pairs(parts)
-        parts["add_values"] = self.add_values(self.product("products", onto=True))
         if self.plain:
             parts["block_max"] = self.block_max()
         if self.mask != TRUE:
             parts["partial"] = self.softmax("partial", True)
-        if self.mask != TRUE or not self.plain:
-            parts["sift"], parts["add_sifted"] = self.sift(), self.add_sifted()
         attend = self.attend_together(parts)
 
         def run(arguments: Value, number: Value, scratch: Value) -> None:
@@ -592,11 +683,16 @@ def multiply_add_pairs(e: Emitter, x: Value, y: Value, total: Value) -> Value:
 
 def join(e: Emitter, first: Value, second: Value) -> Value:
     """Two weights of each lane as a pair, to nearest; NaN stays NaN, and zeros keep their sign."""
-    b = e.builder
-    halves = ir.VectorType(INT16, CHUNK)
-    both = e.machine("llvm.x86.avx512bf16.cvtne2ps2bf16.512", halves, second, first)
+    b, both = e.builder, upper_halves(e, e.as_bits(first), e.as_bits(second))
     order = [half * e.lanes + lane for lane in range(e.lanes) for half in range(2)]
     return b.bitcast(b.shuffle_vector(both, both, e.picks(order)), e.vector)
+
+
+def upper_halves(e: Emitter, first: Value, second: Value) -> Value:
+    """float32 as bfloat16, to nearest; the second vector follows the first."""
+    halves = ir.VectorType(INT16, CHUNK)
+    floats = e.as_floats(second), e.as_floats(first)
+    return e.machine("llvm.x86.avx512bf16.cvtne2ps2bf16.512", halves, *floats)
 
 
 def split(e: Emitter, pairs: Value) -> tuple[Value, Value]:

@@ -17,12 +17,12 @@ from qkv.backends.cpu.arguments import (
     quick_address,
     word_of,
 )
+from qkv.backends.cpu.forward_pass import ForwardPass
 from qkv.backends.cpu.host import isa_said
 from qkv.partial import Partial
 from qkv.problem.spec import Problem
 
 if TYPE_CHECKING:
-    from qkv.backends.cpu.forward_pass import ForwardPass
     from qkv.problem.rows import StoredRows
 
 Array = NDArray[Any]
@@ -62,9 +62,9 @@ class _Block:
 
 
 class PreparedForward:
-    """Takes query, key and value like those of `problem`."""
+    """Takes query, key and value like those of `problem`; `backward` says what will follow."""
 
-    def __init__(self, problem: Problem, forward: ForwardPass) -> None:
+    def __init__(self, problem: Problem, *, backward: bool) -> None:
         spec, operands = problem.spec, problem.operands
         operands = replace(
             operands,
@@ -75,7 +75,8 @@ class PreparedForward:
         problem = replace(problem, operands=operands)
         shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.v_head_dim)
         self._isa = isa_said()
-        self._forward = forward
+        self._backward = backward
+        self._forward = forward = ForwardPass(problem, backward=backward)
         self._alone = forward.most_workers <= 1
         self._brief_job = forward.kernel.brief_job if forward.is_brief else None
         self._count = forward.count
@@ -93,9 +94,10 @@ class PreparedForward:
         if not rows:
             found = self.run(at(query), at(key), at(value), at(out), 0, 0, (query, key, value, out))
             return (out, None, None) if found else None
-        lse, rest = np.empty(*self._lse), np.empty(*self._lse)
-        arrays = query, key, value, out, lse, rest
-        found = self.run(at(query), at(key), at(value), at(out), at(lse), at(rest), arrays)
+        lse = np.empty(*self._lse)
+        rest = np.empty(*self._lse) if self._backward else None
+        places = at(query), at(key), at(value), at(out), at(lse), 0 if rest is None else at(rest)
+        found = self.run(*places, (query, key, value, out, lse, rest))
         return (out, lse, rest) if found else None
 
     def run(

@@ -28,7 +28,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from llvmlite import ir
 
 from qkv.backends.cpu import vector_math
-from qkv.backends.cpu.forward import BLOCK_KV, RUN, STATS, TASK, ForwardKey, _Forward
+from qkv.backends.cpu.forward import BLOCK_KV, RUN, STATS, TASK, Forward, ForwardKey
 from qkv.backends.cpu.frame import COMMON_FIELDS, WORD, Shape, operand_fields
 from qkv.backends.cpu.ir import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.packing import copy_rows
@@ -112,7 +112,7 @@ class _Block(NamedTuple):
     areas: _Areas
 
 
-class _Replay(_Forward):
+class _Replay(Forward):
     """What all questions share: blocks of queries meet blocks of keys."""
 
     def __init__(self, key: ReplayKey) -> None:

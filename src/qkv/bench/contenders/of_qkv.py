@@ -58,7 +58,7 @@ def prepare_kernel(workload: Workload, inputs: Inputs, threads: int) -> Prepared
     """The backend alone: arguments are checked, and what it prepares is made, outside the time."""
     call = _bound(workload, inputs)
     prepare = getattr(call.choice.backend, "prepare", None)
-    ready = prepare(call.problem) if prepare else None
+    ready = prepare(call.problem, False) if prepare else None
 
     def run() -> Any:
         return ready(*_arrays(inputs)) if ready else call.choice.backend.run(call.problem)
