@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -22,6 +23,25 @@ def pytest_configure(config: pytest.Config) -> None:
     cache = getattr(config, "cache", None)  # none with -p no:cacheprovider
     if cache is not None:
         os.environ["QKV_CACHE_DIR"] = str(cache.mkdir("kernels"))
+
+
+@pytest.fixture
+def in_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Products of parts wherever there can be any: the problems of most tests are too small.
+
+    What was prepared for earlier calls is forgotten, before and afterwards.
+    """
+    from qkv import _recall
+    from qkv.backends.cpu import forward_pass
+
+    def forget() -> None:
+        _recall._prepared.clear()
+        _recall._seen.clear()
+
+    forget()
+    monkeypatch.setattr(forward_pass, "_PARTS_PAY", dict.fromkeys(forward_pass._PARTS_PAY, (1, 1)))
+    yield
+    forget()
 
 
 SAMPLED = {
