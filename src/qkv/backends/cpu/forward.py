@@ -35,7 +35,7 @@ from llvmlite import ir
 from qkv.backends.cpu import vector_math
 from qkv.backends.cpu.expressions import Expressions
 from qkv.backends.cpu.frame import COMMON_FIELDS, WORD, Frame, Shape, operand_fields
-from qkv.backends.cpu.ir import BIT, INT64, POINTER, Value
+from qkv.backends.cpu.ir import BIT, INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.packing import (
     all_finite,
     copy_rows,
@@ -65,6 +65,7 @@ FIELDS = (
 
 STATS = 6
 """Row maximum, row sum, rescaling, what rounding took from the row sum, maximum of a block, T."""
+BLOCK_MAX = 4
 
 TASK = ("batch", "head", "first_row", "first_run", "last_run")
 RUN = ("start", "stop", "partial")
@@ -100,6 +101,63 @@ def emit_forward(key: ForwardKey) -> str:
     kernel = Forward(key)
     kernel.all_tasks()
     return str(kernel.e.module)
+
+
+class RowSums:
+    """What one block of keys adds to the rows of one vector of queries.
+
+    `largest` is their largest score in the block.
+    """
+
+    def __init__(
+        self, e: Emitter, stats: Value, width: Value, largest: Value, *, statistics: bool
+    ) -> None:
+        b = e.builder
+        self._e, self._statistics = e, statistics
+        self._at = [e.at(stats, e.mul(width, i)) for i in range(STATS)]
+        self._old_max = e.load_vector(self._at[0])
+        self._new_max = e.greatest(self._old_max, largest)
+        # A row that has seen no key yet has maximum -inf; shift it by 0 instead.
+        unseen = b.fcmp_ordered("==", self._new_max, e.const(-math.inf))
+        self._shift = b.select(unseen, e.const(0.0), self._new_max)
+        self.nothing = [e.const(0.0)] * (1 + statistics)
+        """Sums over no keys."""
+
+    def weigh(
+        self, score: Value, sums: list[Value], forbidden: Value | None
+    ) -> tuple[Value, list[Value]]:
+        """The weight of one key, and sums with it; `forbidden` weighs a score of -inf."""
+        e, b = self._e, self._e.builder
+        distance = b.fsub(score, self._shift)
+        weight = vector_math.exp_flushed(e, distance)
+        if forbidden is not None:
+            never = b.fcmp_ordered("==", score, e.const(-math.inf))
+            weight = b.select(never, forbidden, weight)
+        following = [b.fadd(sums[0], weight)]
+        if self._statistics:
+            # What weighs nothing adds nothing, at whatever distance.
+            near = e.greatest(e.const(-1e4), distance)
+            following.append(e.fma(weight, near, sums[1]))
+        return weight, following
+
+    def advance(self, sums: list[Value]) -> None:
+        """Row maximum, sum, and T, after the block; how the output is to be rescaled."""
+        e, b = self._e, self._e.builder
+        row_max, row_sum, rescale, lost, _, spread = self._at
+        step = b.fsub(self._old_max, self._shift)
+        factor = vector_math.exp_flushed(e, step)
+        e.store_vector(self._new_max, row_max)
+        if self._statistics:
+            moved = b.fmul(e.load_vector(row_sum), e.greatest(e.const(-1e4), step))
+            old_spread = b.fmul(b.fadd(e.load_vector(spread), moved), factor)
+            e.store_vector(b.fadd(old_spread, sums[1]), spread)
+        # Compensated (Kahan 1965): a plain sum over thousands of blocks drifts.
+        old_sum = b.fmul(e.load_vector(row_sum), factor)
+        total = b.fsub(sums[0], b.fmul(e.load_vector(lost), factor))
+        new_sum = b.fadd(old_sum, total)
+        e.store_vector(new_sum, row_sum)
+        e.store_vector(b.fsub(b.fsub(new_sum, old_sum), total), lost)
+        e.store_vector(factor, rescale)
 
 
 class Forward(Frame):
@@ -164,68 +222,52 @@ class Forward(Frame):
             arguments_, scores, stats, turned, width, count, batch, head, first_row = args[:9]
             kv_start, marked = args[9:]
             b = e.builder
-            row_max, row_sum, rescale, lost, block_max, spread = (
-                e.at(stats, e.mul(width, i)) for i in range(STATS)
-            )
-            old_max = e.load_vector(row_max)
             places = self.places(arguments_, batch, head, first_row)
             scale = e.splat(self.real_field(arguments_, "scale"))
-            may_forbid = masked or not self.plain
-            if may_forbid:
-                new_max = self._finish_scores(
+            forbidden = None
+            if masked or not self.plain:
+                largest = self._finish_scores(
                     places, scale, scores, turned, width, count, kv_start, masked
                 )
+                zero = (ir.Constant(e.real, sign) for sign in (-0.0, 0.0))
+                forbidden = e.splat(b.select(marked, *zero))
             else:
-                new_max = b.fmul(e.load_vector(block_max), scale)
-            new_max = e.greatest(old_max, new_max)
-            # A row that has seen no key yet has maximum -inf; shift it by 0 instead.
-            unseen = b.fcmp_ordered("==", new_max, e.const(-math.inf))
-            shift = b.select(unseen, e.const(0.0), new_max)
-            zero = (ir.Constant(e.real, sign) for sign in (-0.0, 0.0))
-            forbidden = e.splat(b.select(marked, *zero))
+                largest = b.fmul(e.load_vector(e.at(stats, e.mul(width, BLOCK_MAX))), scale)
+            row = RowSums(e, stats, width, largest, statistics=self.statistics)
 
             def weigh(k: Value, carried: list[Value]) -> tuple[Value, list[Value]]:
                 score = e.load_vector(e.at(scores, e.mul(k, width)))
-                if not may_forbid:
+                if forbidden is None:
                     score = b.fmul(score, scale)
-                distance = b.fsub(score, shift)
-                weight = vector_math.exp_flushed(e, distance)
-                if may_forbid:
-                    never = b.fcmp_ordered("==", score, e.const(-math.inf))
-                    weight = b.select(never, forbidden, weight)
-                following = [b.fadd(carried[0], weight)]
-                if self.statistics:
-                    # What weighs nothing adds nothing, at whatever distance.
-                    near = e.greatest(e.const(-1e4), distance)
-                    following.append(e.fma(weight, near, carried[1]))
+                weight, following = row.weigh(score, carried, forbidden)
                 if self.spec.dropout:
                     factor = self.drop(arguments_, places, e.add(kv_start, k))
                     weight = b.fmul(weight, factor)
                 return weight, following
 
-            def group(k: Value, carried: list[Value]) -> list[Value]:
-                # Sums of sums: rounding errors grow with the length of a chain.
-                zeros = [e.const(0.0)] * len(carried)
-                stop = e.least(e.add(k, _SUM), count)
-                parts = self.store_weights(scores, width, k, stop, zeros, weigh)
-                return [b.fadd(old, part) for old, part in zip(carried, parts, strict=True)]
-
-            sums = e.loop(0, count, _SUM, [e.const(0.0)] * (1 + self.statistics), group)
-            step = b.fsub(old_max, shift)
-            factor = vector_math.exp_flushed(e, step)
-            e.store_vector(new_max, row_max)
-            if self.statistics:
-                moved = b.fmul(e.load_vector(row_sum), e.greatest(e.const(-1e4), step))
-                old_spread = b.fmul(b.fadd(e.load_vector(spread), moved), factor)
-                e.store_vector(b.fadd(old_spread, sums[1]), spread)
-            # Compensated (Kahan 1965): a plain sum over thousands of blocks drifts.
-            old_sum = b.fmul(e.load_vector(row_sum), factor)
-            total = b.fsub(sums[0], b.fmul(e.load_vector(lost), factor))
-            new_sum = b.fadd(old_sum, total)
-            e.store_vector(new_sum, row_sum)
-            e.store_vector(b.fsub(b.fsub(new_sum, old_sum), total), lost)
-            e.store_vector(factor, rescale)
+            row.advance(self.weigh_keys(scores, width, e.index(0), count, row.nothing, weigh))
         return function
+
+    def weigh_keys(
+        self,
+        scores: Value,
+        width: Value,
+        start: Value,
+        stop: Value,
+        sums: list[Value],
+        weigh: Callable[[Value, list[Value]], tuple[Value, list[Value]]],
+    ) -> list[Value]:
+        """Store the weights of keys from `start` on; gives `sums` with theirs."""
+        e, b = self.e, self.e.builder
+
+        def group(k: Value, carried: list[Value]) -> list[Value]:
+            # Sums of sums: rounding errors grow with the length of a chain.
+            zeros = [e.const(0.0)] * len(carried)
+            end = e.least(e.add(k, _SUM), stop)
+            parts = self.store_weights(scores, width, k, end, zeros, weigh)
+            return [b.fadd(old, part) for old, part in zip(carried, parts, strict=True)]
+
+        return e.loop(start, stop, _SUM, sums, group)
 
     def store_weights(
         self,

@@ -15,6 +15,8 @@ import ctypes
 import platform
 import struct
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from llvmlite import ir
@@ -114,8 +116,42 @@ def add_product(e: Emitter, name: str, vectors: int, *, onto: bool) -> Value:
     return function
 
 
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Work for the vector units while tiles are multiplied, in equal steps.
+
+    `emit(step, group)` is called for `GROUPS` groups of products in each of the first `steps` steps
+    of the product.
+    """
+
+    steps: Value
+    emit: Callable[[Value, int], None]
+
+
+def steps_of(e: Emitter, count: Value, pairs: Value) -> Value:
+    """Of a product by `multiply`: 32 rows and 16 pairs each."""
+    b = e.builder
+    blocks = b.sdiv(e.add(count, 2 * TILE_ROWS - 1), e.index(2 * TILE_ROWS))
+    return e.mul(blocks, b.sdiv(e.add(pairs, TILE_ROWS - 1), e.index(TILE_ROWS)))
+
+
 def add_products(e: Emitter, name: str, vectors: int, *, onto: bool, products: Products) -> Value:
-    """A function `(rows, packed, out, band, count, pairs)`, as `add_product` for sums of parts:
+    """A function of the arguments of `multiply`."""
+    with e.function(name, [*[POINTER] * 3, *[INT64] * 3]) as (function, args):
+        multiply(e, args, vectors, onto=onto, products=products)
+    return function
+
+
+def multiply(
+    e: Emitter,
+    args: Sequence[Value],
+    vectors: int,
+    *,
+    onto: bool,
+    products: Products,
+    beside: Beside | None = None,
+) -> None:
+    """With `args` (rows, packed, out, band, count, pairs), as `add_product` for sums of parts:
 
         out[i, :] = (out[i, :] if onto else 0) + sum_ab sum_p rows[a][i, p] . packed[b][p, :]
 
@@ -125,57 +161,70 @@ def add_products(e: Emitter, name: str, vectors: int, *, onto: bool, products: P
     of further pairs, then, `band` bytes away, those of further rows; `packed` as 16 rows of
     `vectors` vectors for each part, then those of further pairs.
     """
+    rows, packed, out, band, count, pairs = args
     across = min(vectors, 2)
     parts = 1 + max(part for pair in products for part in pair)
     tile_row, out_row = e.index(TILE_BYTES), e.index(vectors * TILE_BYTES)
     totals = [[2 * m + n for n in range(across)] for m in range(2)]
     left, right = (4, 5), (6, 7)
+    b = e.builder
 
-    with e.function(name, [*[POINTER] * 3, *[INT64] * 3]) as (function, args):
-        rows, packed, out, band, count, pairs = args
+    def block(i: Value, _: list[Value]) -> None:
+        bands = [e.mul(b.sdiv(i, e.index(TILE_ROWS)), band)]
+        bands.append(e.add(bands[0], band))
+        for first in range(0, vectors, across):
+            corner = e.at(out, e.mul(i, vectors * TILE_BYTES), first * TILE_BYTES)
+            places = [
+                (tile, e.at(corner, m * vectors * TILE_SIZE, n * TILE_BYTES))
+                for m in range(2)
+                for n, tile in enumerate(totals[m])
+            ]
+            for tile, place in places:
+                if onto:
+                    _tile(e, "tileloadd64", tile, place, out_row)
+                else:
+                    _tile(e, "tilezero", tile)
 
-        def block(i: Value, _: list[Value]) -> None:
-            bands = [e.mul(e.builder.sdiv(i, e.index(TILE_ROWS)), band)]
-            bands.append(e.add(bands[0], band))
-            for first in range(0, vectors, across):
-                corner = e.at(out, e.mul(i, vectors * TILE_BYTES), first * TILE_BYTES)
-                places = [
-                    (tile, e.at(corner, m * vectors * TILE_SIZE, n * TILE_BYTES))
-                    for m in range(2)
-                    for n, tile in enumerate(totals[m])
-                ]
-                for tile, place in places:
-                    if onto:
-                        _tile(e, "tileloadd64", tile, place, out_row)
-                    else:
-                        _tile(e, "tilezero", tile)
+            def step(p: Value, _: list[Value], first: int = first) -> None:
+                # 16 pairs are one tile of either factor.
+                here = e.mul(p, TILE_BYTES * parts)
+                lefts = [e.at(rows, start, here) for start in bands]
+                there = e.at(packed, e.mul(here, vectors))
+                rights = [e.at(there, (first + n) * TILE_BYTES) for n in range(across)]
 
-                def step(p: Value, _: list[Value], first: int = first) -> None:
-                    # 16 pairs are one tile of either factor.
-                    here = e.mul(p, TILE_BYTES * parts)
-                    lefts = [e.at(rows, start, here) for start in bands]
-                    there = e.at(packed, e.mul(here, vectors))
-                    rights = [e.at(there, (first + n) * TILE_BYTES) for n in range(across)]
+                def all_products(meanwhile: Callable[[int], None]) -> None:
                     held: tuple[int, int] = (-1, -1)
-                    for a, b in products:
-                        if a != held[0]:
+                    for group, (x, y) in enumerate(products):
+                        if x != held[0]:
                             for tile, place in zip(left, lefts, strict=True):
-                                _tile(e, "tileloadd64", tile, e.at(place, a * TILE_SIZE), tile_row)
-                        if b != held[1]:
+                                _tile(e, "tileloadd64", tile, e.at(place, x * TILE_SIZE), tile_row)
+                        if y != held[1]:
                             for tile, place in zip(right, rights, strict=False):
-                                place = e.at(place, b * vectors * TILE_SIZE)
+                                place = e.at(place, y * vectors * TILE_SIZE)
                                 _tile(e, "tileloadd64", tile, place, out_row)
-                        held = (a, b)
+                        held = (x, y)
                         for m in range(2):
                             for n in range(across):
                                 _tile(e, "tdpbf16ps", totals[m][n], left[m], right[n])
+                        meanwhile(group)
 
-                e.loop(0, pairs, TILE_ROWS, [], step)
-                for tile, place in places:
-                    _tile(e, "tilestored64", tile, place, out_row)
+                if beside is None:
+                    all_products(lambda _: None)
+                    return
+                number = e.mul(b.sdiv(i, e.index(2 * TILE_ROWS)), b.sdiv(pairs, e.index(TILE_ROWS)))
+                number = e.add(number, b.sdiv(p, e.index(TILE_ROWS)))
+                emit = beside.emit
+                e.choose(
+                    e.below(number, beside.steps),
+                    lambda: all_products(lambda group: emit(number, group)),
+                    lambda: all_products(lambda _: None),
+                )
 
-        e.loop(0, count, 2 * TILE_ROWS, [], block)
-    return function
+            e.loop(0, pairs, TILE_ROWS, [], step)
+            for tile, place in places:
+                _tile(e, "tilestored64", tile, place, out_row)
+
+    e.loop(0, count, 2 * TILE_ROWS, [], block)
 
 
 def _tile(e: Emitter, instruction: str, *args: Value | int) -> None:

@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from llvmlite import ir
 
 from qkv.backends.cpu import matrix_unit, storage
-from qkv.backends.cpu.forward import RUN, STATS, TASK, Forward, ForwardKey
+from qkv.backends.cpu.forward import BLOCK_MAX, RUN, STATS, TASK, Forward, ForwardKey
 from qkv.backends.cpu.frame import WORD, Rows, Shape
 from qkv.backends.cpu.ir import BIT, BYTE, FLOAT, INT16, INT32, INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.products import dot_rows, store_vectors, vectors_at
@@ -76,6 +77,31 @@ class Buffers(NamedTuple):
     key_copy: Value
     value_copy: Value
     blocks: Value
+
+
+class Block(NamedTuple):
+    """One block of queries: packed Q, O, statistics, and its first row."""
+
+    packed: Value
+    total: Value
+    stats: Value
+    row: Value
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What is done where blocks of queries, given by number, meet a block of keys."""
+
+    count: Value
+    """Blocks of queries."""
+    pairs: Value
+    """Pairs of elements of a row of Q, in whole chunks."""
+    kind: Callable[[Value], Value]
+    score: Callable[[Value], None]
+    weigh: Callable[[Value], None]
+    weigh_beside: Callable[[Value, Value], None]
+    """Weigh one block and score another in turns."""
+    add: Callable[[Value], None]
 
 
 def emit_pairs(key: ForwardKey) -> str:
@@ -508,6 +534,18 @@ class PairForward(Forward):
     ) -> None:
         """Scores of rows that the product could not take; `key` begins with the block."""
 
+    def meet(self, with_keys: Meeting) -> None:
+        """Every block of queries that sees some of a block of keys."""
+        e, b = self.e, self.e.builder
+
+        def one(i: Value, _: list[Value]) -> None:
+            with b.if_then(b.icmp_signed("!=", with_keys.kind(i), e.index(TileKind.EMPTY))):
+                with_keys.score(i)
+                with_keys.weigh(i)
+                with_keys.add(i)
+
+        e.loop(0, with_keys.count, 1, [], one)
+
     def attend_together(self, parts: dict[str, Value]) -> Value:
         """Some blocks of queries of one head over their runs of keys."""
         e = self.e
@@ -529,7 +567,7 @@ class PairForward(Forward):
             wide, v_wide = whole(e, head_dim), whole(e, v_head_dim)
             at = self.buffers(scratch, wide, v_wide)
             scores = at.scores
-            weights = e.at(scores, self.weights_at)
+            weights, pairs = e.at(scores, self.weights_at), b.ashr(wide, e.index(1))
             total_at = e.mul(wide, self.parts * self.width // 2)
             stats_at = e.add(total_at, e.mul(v_wide, self.width))
             block_bytes = e.add(stats_at, self.stats_rows * self.width)
@@ -538,24 +576,24 @@ class PairForward(Forward):
             count = e.least(self.shape.together, b.sdiv(left, e.index(block_q)))
             turned = e.at(at.blocks, e.mul(self.shape.together, block_bytes))
 
-            def each_block(body: Callable[[Value, Value, Value, Value, Value], None]) -> None:
-                """`body(block, packed, total, stats, first_row)`."""
+            def block_at(i: Value) -> Block:
+                packed = e.at(at.blocks, e.mul(i, block_bytes))
+                row = e.add(first_row, e.mul(i, block_q))
+                return Block(packed, e.at(packed, total_at), e.at(packed, stats_at), row)
 
-                def one(i: Value, _: list[Value]) -> None:
-                    packed = e.at(at.blocks, e.mul(i, block_bytes))
-                    row = e.add(first_row, e.mul(i, block_q))
-                    body(i, packed, e.at(packed, total_at), e.at(packed, stats_at), row)
-
-                e.loop(0, count, 1, [], one)
+            def each_block(body: Callable[[Block], None]) -> None:
+                e.loop(0, count, 1, [], lambda i, _: body(block_at(i)))
 
             def each_vector(row: Value, body: Callable[[int, Value], None]) -> None:
                 """A vector beyond the last row repeats it."""
                 for j in range(self.vectors):
                     body(j * e.vector_bytes, e.least(e.add(row, j * e.lanes), e.sub(q_len, 1)))
 
-            def begin(_: Value, packed: Value, total: Value, stats: Value, row: Value) -> None:
+            def begin(block: Block) -> None:
+                stats = block.stats
+
                 def vector(offset: int, row: Value) -> None:
-                    where = [query.pointer, e.at(packed, offset), at.key_copy, row]
+                    where = [query.pointer, e.at(block.packed, offset), at.key_copy, row]
                     packing = b.call(parts["pack"], [arguments, *where])
                     if self.stats_rows > STATS:
                         e.store(packing, e.at(stats, offset + STATS * self.width), WORD)
@@ -563,11 +601,11 @@ class PairForward(Forward):
                     for i in (1, 3, 5):
                         e.store_vector(e.const(0.0), e.at(stats, offset + i * self.width))
 
-                each_vector(row, vector)
+                each_vector(block.row, vector)
                 zeros = [e.const(0.0)] * self.vectors
                 e.loop(
                     0, v_wide, 1, [],
-                    lambda d, _: store_vectors(e, e.at(total, e.mul(d, self.width)), zeros),
+                    lambda d, _: store_vectors(e, e.at(block.total, e.mul(d, self.width)), zeros),
                 )  # fmt: skip
 
             each_block(begin)
@@ -578,46 +616,64 @@ class PairForward(Forward):
                     arguments, parts, value, kv_start, keys, v_head_dim, at, kinds
                 )
 
-                def one(i: Value, packed: Value, total: Value, stats: Value, row: Value) -> None:
-                    kind = b.and_(b.lshr(kinds, e.mul(i, 2)), e.index(3))
-                    rescale, block_max = (e.at(stats, n * self.width) for n in (2, 4))
+                def kind(i: Value) -> Value:
+                    return b.and_(b.lshr(kinds, e.mul(i, 2)), e.index(3))
+
+                def mend(i: Value) -> None:
+                    here = block_at(i)
+                    start = e.at(key.pointer, e.mul(kv_start, key.row))
+                    from_here = Rows(start, key.row, key.element)
+                    self.mend_scores(
+                        arguments, parts, query, from_here, here.row, keys, at, here.stats
+                    )
+
+                def score(i: Value) -> None:
+                    b.call(parts["scores"], [k, block_at(i).packed, scores, key_row, keys, pairs])
+                    mend(i)
+
+                def find_max(i: Value) -> None:
+                    largest = e.at(block_at(i).stats, BLOCK_MAX * self.width)
+                    b.call(parts["block_max"], [scores, largest, keys])
+
+                def weigh(i: Value) -> None:
+                    here = block_at(i)
 
                     def softmax(name: str) -> None:
                         for j in range(self.vectors):
-                            here = (arguments, e.at(scores, j * e.vector_bytes),
-                                    e.at(stats, j * e.vector_bytes), turned,
-                                    e.index(self.width))  # fmt: skip
-                            first = e.add(row, j * e.lanes)
+                            offset = j * e.vector_bytes
+                            places = (e.at(scores, offset), e.at(here.stats, offset), turned)
+                            first = e.add(here.row, j * e.lanes)
                             where = (keys, batch, head, first, kv_start, sifted)
-                            b.call(parts[name], [*here, *where])
+                            b.call(parts[name], [arguments, *places, e.index(self.width), *where])
 
                     def full() -> None:
                         if self.plain:
-                            b.call(parts["block_max"], [scores, block_max, keys])
+                            find_max(i)
                         softmax("full")
 
-                    def attended() -> None:
-                        pairs = b.ashr(wide, e.index(1))
-                        b.call(parts["scores"], [k, packed, scores, key_row, keys, pairs])
-                        here = e.at(key.pointer, e.mul(kv_start, key.row))
-                        from_here = Rows(here, key.row, key.element)
-                        self.mend_scores(arguments, parts, query, from_here, row, keys, at, stats)
-                        if self.mask == TRUE:
-                            full()
-                        else:
-                            partial = b.icmp_signed("==", kind, e.index(TileKind.PARTIAL))
-                            e.choose(partial, lambda: softmax("partial"), full)
-                        b.call(parts["add_values"],
-                               [at.values, weights, rescale, total, v_head_dim, keys])  # fmt: skip
-                        if "add_sifted" in parts:
-                            with b.if_then(sifted, likely=False):
-                                rows = [v, value_row, weights, total, v_head_dim, keys]
-                                b.call(parts["add_sifted"], rows)
+                    if self.mask == TRUE:
+                        full()
+                    else:
+                        partial = b.icmp_signed("==", kind(i), e.index(TileKind.PARTIAL))
+                        e.choose(partial, lambda: softmax("partial"), full)
 
-                    with b.if_then(b.icmp_signed("!=", kind, e.index(TileKind.EMPTY))):
-                        attended()
+                def weigh_beside(i: Value, following: Value) -> None:
+                    find_max(i)
+                    rows = [k, block_at(following).packed, scores, block_at(i).stats]
+                    b.call(parts["weigh_beside"], [arguments, *rows, key_row, keys, pairs])
+                    mend(following)
 
-                each_block(one)
+                def add(i: Value) -> None:
+                    here = block_at(i)
+                    rescale = e.at(here.stats, 2 * self.width)
+                    b.call(parts["add_values"],
+                           [at.values, weights, rescale, here.total, v_head_dim, keys])  # fmt: skip
+                    if "add_sifted" in parts:
+                        with b.if_then(sifted, likely=False):
+                            rows = [v, value_row, weights, here.total, v_head_dim, keys]
+                            b.call(parts["add_sifted"], rows)
+
+                self.meet(Meeting(count, pairs, kind, score, weigh, weigh_beside, add))
 
             runs, size = self.pointer_field(arguments, "runs"), self.block_kv
 
@@ -631,14 +687,14 @@ class PairForward(Forward):
             e.loop(first_run, last_run, 1, [], each_run)
             place = e.mul(e.add(e.mul(batch, num_heads), head), q_len)
 
-            def end(_: Value, packed: Value, total: Value, stats: Value, row: Value) -> None:
+            def end(block: Block) -> None:
                 def vector(offset: int, row: Value) -> None:
-                    held = e.at(total, offset), e.at(stats, offset), e.add(place, row)
+                    held = e.at(block.total, offset), e.at(block.stats, offset), e.add(place, row)
                     last = e.sub(q_len, row)
                     size = e.index(self.width)
                     b.call(parts["unpack"], [arguments, *held, v_head_dim, size, last])
 
-                each_vector(row, vector)
+                each_vector(block.row, vector)
 
             each_block(end)
             if self.shape.product == "tiles":

@@ -26,20 +26,32 @@ Computations" (2019).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from llvmlite import ir
 
 from qkv.backends.cpu import matrix_unit, storage
-from qkv.backends.cpu.forward import STATS, ForwardKey
+from qkv.backends.cpu.forward import BLOCK_MAX, STATS, ForwardKey, RowSums
 from qkv.backends.cpu.frame import WORD, Rows, Shape
 from qkv.backends.cpu.ir import BIT, INT32, INT64, POINTER, Value
 from qkv.backends.cpu.matrix_unit import TILE_BYTES, TILE_ROWS
 from qkv.backends.cpu.packing import copy_rows
-from qkv.backends.cpu.pairs import CHUNK, Buffers, PairForward, chunks, split, upper_halves, whole
+from qkv.backends.cpu.pairs import (
+    CHUNK,
+    Buffers,
+    Meeting,
+    PairForward,
+    chunks,
+    split,
+    upper_halves,
+    whole,
+)
 from qkv.backends.cpu.products import store_vectors, vectors_at
 from qkv.backends.cpu.turning import turned_bytes
+from qkv.problem.expressions import TRUE
 from qkv.problem.spec import Spec
+from qkv.problem.tiles import TileKind
 
 BLOCK_KV = 128
 """Keys whose scores are held at once: they and their weights fit the nearest cache."""
@@ -53,6 +65,8 @@ _PRODUCTS: dict[int, matrix_unit.Products] = {
 _LOWEST, _HIGHEST = (int(np.float32(x).view(np.int32)) for x in (2.0**-100, 2.0**60))
 """Bits of the least and the largest magnitude whose products tiles take whole."""
 _MAGNITUDE = 2**31 - 1
+_KEYS_BESIDE = 16
+"""Keys that are weighed beside one step of a product."""
 _ODD_BYTES = 2048
 """For the keys of a block that have no parts, and how many there are."""
 _UPPER = -(2**16)
@@ -446,12 +460,124 @@ class _PartForward(PairForward):
             products = products[:-1]
         return matrix_unit.add_products(self.e, name, self.vectors, onto=onto, products=products)
 
+    @property
+    def beside(self) -> bool:
+        """Whether weights can be computed while tiles are multiplied."""
+        return self.plain and not self.spec.dropout
+
+    def weigh_beside(self) -> Value:
+        """A function `(arguments, rows, packed, scores, stats, band, count, pairs)`.
+
+        The weights of one block of queries, whose `scores` and `stats` are given, and the scores of
+        another, which take their place. Vector units have time while tiles are multiplied. In each
+        step, 16 keys leave and at most as many come, if a row of Q is at least two chunks.
+        """
+        e = self.e
+        arguments = [*[POINTER] * 5, *[INT64] * 3]
+        with e.function("weigh_beside", arguments) as (function, args):
+            arguments_, rows, packed, scores, stats, band, count, pairs = args
+            b, width = e.builder, e.index(self.width)
+            scale = e.splat(self.real_field(arguments_, "scale"))
+            offsets = [j * e.vector_bytes for j in range(self.vectors)]
+            sums = []
+            for offset in offsets:
+                here = e.at(stats, offset)
+                largest = b.fmul(e.load_vector(e.at(here, BLOCK_MAX * self.width)), scale)
+                sums.append(RowSums(e, here, width, largest, statistics=self.statistics))
+
+            def weigh(j: int, k: Value, carried: list[Value]) -> tuple[Value, list[Value]]:
+                place = e.at(scores, e.mul(k, width), offsets[j])
+                return sums[j].weigh(b.fmul(e.load_vector(place), scale), carried, None)
+
+            steps = b.sdiv(count, e.index(_KEYS_BESIDE))
+            kept = []
+            for j, offset in enumerate(offsets):
+                start = e.mul(steps, _KEYS_BESIDE)
+                found = self.weigh_keys(
+                    e.at(scores, offset), width, start, count, sums[j].nothing, partial(weigh, j)
+                )
+                kept.append([self._kept(x) for x in found])
+            running: list[list[Value]] = []
+
+            def some(step: Value, group: int) -> None:
+                """A share of the keys of this step."""
+                if group == 0:
+                    running[:] = [list(each.nothing) for each in sums]
+                units = [(p, j) for p in range(_KEYS_BESIDE // 2) for j in range(self.vectors)]
+                groups = len(_PRODUCTS[self.parts])
+                start, stop = (len(units) * n // groups for n in (group, group + 1))
+                for p, j in units[start:stop]:
+                    k = e.add(e.mul(step, _KEYS_BESIDE), 2 * p)
+                    first, running[j] = weigh(j, k, running[j])
+                    second, running[j] = weigh(j, e.add(k, 1), running[j])
+                    place = self.place_of_pair(e.at(scores, offsets[j]), k, width)
+                    self.store_pair(first, second, place)
+                if group == groups - 1:
+                    for places, part in zip(kept, running, strict=True):
+                        for place, x in zip(places, part, strict=True):
+                            e.store_vector(b.fadd(e.load_vector(place), x), place)
+
+            matrix_unit.multiply(
+                e, (rows, packed, scores, band, count, pairs), self.vectors, onto=False,
+                products=_PRODUCTS[self.parts], beside=matrix_unit.Beside(steps, some),
+            )  # fmt: skip
+            for row, places in zip(sums, kept, strict=True):
+                row.advance([e.load_vector(place) for place in places])
+        return function
+
+    def _kept(self, x: Value) -> Value:
+        """Where a vector is kept while registers are wanted."""
+        e, b = self.e, self.e.builder
+        with b.goto_entry_block():
+            place = b.alloca(e.vector)
+        place.align = e.vector_bytes
+        place = b.bitcast(place, POINTER)
+        e.store_vector(x, place)
+        return place
+
+    def meet(self, with_keys: Meeting) -> None:
+        """Weights of one block of queries are computed beside the scores of the next."""
+        if not self.beside:
+            super().meet(with_keys)
+            return
+        e, b = self.e, self.e.builder
+        with b.goto_entry_block():
+            waiting = b.bitcast(b.alloca(INT64), POINTER)
+        e.store(e.index(-1), waiting, WORD)
+
+        def one(i: Value, _: list[Value]) -> None:
+            with b.if_then(b.icmp_signed("!=", with_keys.kind(i), e.index(TileKind.EMPTY))):
+                before = e.load(waiting, INT64, WORD)
+                some = b.icmp_signed(">=", before, e.index(0))
+                fits = b.icmp_signed(">=", with_keys.pairs, e.index(CHUNK))
+                if self.mask != TRUE:
+                    kind = with_keys.kind(e.greater(before, 0))
+                    fits = b.and_(fits, b.icmp_signed("==", kind, e.index(TileKind.FULL)))
+
+                def in_turn() -> None:
+                    with b.if_then(some):
+                        with_keys.weigh(before)
+                    with_keys.score(i)
+
+                e.choose(b.and_(some, fits), lambda: with_keys.weigh_beside(before, i), in_turn)
+                with b.if_then(some):
+                    with_keys.add(before)
+                e.store(i, waiting, WORD)
+
+        e.loop(0, with_keys.count, 1, [], one)
+        last = e.load(waiting, INT64, WORD)
+        with b.if_then(b.icmp_signed(">=", last, e.index(0))):
+            with_keys.weigh(last)
+            with_keys.add(last)
+
     def rows(self) -> dict[str, Value]:
         e = self.e
         parts = {f"copy {dtype}": copy_rows(e, dtype) for dtype in sorted({*self.dtypes.values()})}
         parts["split_rows"], parts["split_columns"] = self.split_rows(), self.split_columns()
         parts["pack"] = self.pack_parts(parts)
         parts["mend"], parts["add_sifted"] = self.mend(), self.add_sifted()
+        if self.beside:
+            parts["weigh_beside"] = self.weigh_beside()
         return parts
 
     def buffers(self, scratch: Value, wide: Value, v_wide: Value) -> Buffers:
