@@ -57,10 +57,11 @@ BLOCK_KV = 128
 """Keys whose scores are held at once: they and their weights fit the nearest cache."""
 
 _PRODUCTS: dict[int, matrix_unit.Products] = {
-    2: ((0, 1), (0, 0), (1, 0), (1, 1)),
-    3: ((0, 2), (0, 1), (0, 0), (1, 0), (1, 1), (2, 0)),
+    2: ((0, 1), (1, 1), (1, 0), (0, 0)),
+    3: ((0, 2), (0, 1), (1, 1), (1, 0), (2, 0), (0, 0)),
 }
-"""By number of parts: those that matter, each beside one that shares a part with it."""
+"""By number of parts: those that matter, each beside one that shares a part with it. The largest
+comes last: what is added to it is rounded as it is."""
 
 _LOWEST, _HIGHEST = (int(np.float32(x).view(np.int32)) for x in (2.0**-100, 2.0**60))
 """Bits of the least and the largest magnitude whose products tiles take whole."""
@@ -457,7 +458,7 @@ class _PartForward(PairForward):
         products = _PRODUCTS[self.parts]
         if onto and self.parts == 2:
             # What is left out is 2^-16 of a weight: float16 keeps 2^-11 of it.
-            products = products[:-1]
+            products = ((0, 1), (0, 0), (1, 0))
         return matrix_unit.add_products(self.e, name, self.vectors, onto=onto, products=products)
 
     @property
