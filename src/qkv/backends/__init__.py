@@ -75,7 +75,7 @@ class Differentiable(Protocol):
     """What a backend also has that computes gradients."""
 
     def run_for_backward(self, problem: Problem) -> Partial:
-        """What `run` gives, its scores added up as `backward` adds them up, with `lse_rest`.
+        """What `run` gives; with `lse_rest` if scores are added up as `backward` adds them up.
 
         Where one key has nearly all the weight, gradients are differences of what the two passes
         found.
@@ -92,7 +92,7 @@ def kept(
 ) -> BackwardInputs:
     """`inputs`, with out and lse of one more forward pass if nobody has kept `lse_rest`.
 
-    `forward` is the backend's `run_for_backward`.
+    `forward` adds up scores as the backward pass does.
     """
     if inputs.lse_rest is not None:
         return inputs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -99,20 +100,20 @@ class CpuBackend:
 
         spec = problem.spec
         sizes = (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len, spec.v_head_dim)
-        if 0 in sizes or spec.rotation is not None or spec.sinks:
-            return None
-        if _streams(spec) and not backward:
+        if 0 in sizes or spec.rotation is not None or spec.sinks or _streams(spec):
             return None
         return PreparedForward(problem, backward=backward)
 
     def run_for_backward(self, problem: Problem) -> Partial:
-        return self._run(problem, few=False, backward=True)
+        return self._run(problem, few=_streams(problem.spec), backward=True)
 
     def backward(self, problem: Problem, inputs: BackwardInputs) -> OperandGradients:
         """Gradients in one pass over recomputed weights."""
         from qkv.backends.cpu.gradient import backward
 
-        return backward(problem, kept(problem, inputs, self.run_for_backward))
+        # The scores of few queries were added up in another order than here.
+        again = partial(self._run, few=False, backward=True)
+        return backward(problem, kept(problem, inputs, again))
 
     def _run(
         self,
@@ -130,7 +131,7 @@ class CpuBackend:
             return identity(shape, compute)
         # Sinks scale the output afterwards: round to the type of storage only then.
         out_dtype = compute if spec.sinks else np.dtype(spec.dtype)
-        rest = np.empty(shape[:-1], compute) if backward else None
+        rest = np.empty(shape[:-1], compute) if backward and not few else None
         whole = Partial(np.empty(shape, out_dtype), np.empty(shape[:-1], compute), rest)
         if few:
             _decode(problem, whole, statistics)

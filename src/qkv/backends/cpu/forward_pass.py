@@ -29,7 +29,7 @@ _WORTH_A_THREAD = 4e6
 _BRIEF = 1e6
 """Operations, some twenty microseconds, for which other threads of Python may wait."""
 
-_PARTS_PAY = {"float32": (256, 96), "float16": (32, 48)}
+_PARTS_PAY = {"float32": (160, 96), "float16": (32, 48)}
 """Rows, and head_dim + v_head_dim, from which on products of parts are quicker."""
 _PART_SCALE = 2.0**10
 
