@@ -7,11 +7,11 @@ many as multiply-adds, multiply operands of these types, part by part:
     x = x1 + x2 + x3,   |x2| <= 2^-8 |x1|,   |x3| <= 2^-9 |x2|
     x . y = x1 . y1 + (x1 . y2 + x2 . y1) + (x1 . y3 + x2 . y2 + x3 . y1) + rest
 
-The rest is at most 2^-24 |x| . |y|, and of either sign: less than float32 loses by adding. Sums are
-float32 as ever. For float16 nothing is left out of the scores.
+The rest is at most 2^-24 |x| . |y|, what rounding a product to float32 takes, and of either sign.
+Sums are float32 as ever. For float16 nothing is left out of the scores.
 
-Everything between the products is as in `pairs`. Q, K and V are rounded to parts, weights, of which
-there are many more, are cut, which takes fewer steps.
+Everything between the products is as in `pairs`. Q, K and V are rounded to parts; weights, of which
+there are many more, are cut, which takes fewer steps and may triple the rest.
 
 Tiles take subnormal numbers for 0, and what is not finite, or huge, has no parts. Keys and queries
 with such elements are found when they are split, and their scores are computed one by one; such
