@@ -19,6 +19,7 @@ from qkv.backends.cpu.forward import ForwardKey, emit_forward
 from qkv.backends.cpu.frame import Shape
 from qkv.backends.cpu.host import Host
 from qkv.backends.cpu.pairs import emit_pairs
+from qkv.backends.cpu.parts import emit_parts
 from qkv.problem.check import check
 
 LINUX = "x86_64-unknown-linux-gnu"
@@ -57,7 +58,9 @@ def assembly(triple: str, cpu: str, shape: Shape, dtype: str) -> str:
     array = np.zeros((1, 4, 4), ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     spec = kernel_spec(check(array, array, array, ()).spec)
     key = ForwardKey(spec, shape, 32, False, False, dtype, False)
-    emit = emit_forward if shape.product == "elements" else emit_pairs
+    emit = emit_forward
+    if shape.product != "elements":
+        emit = emit_pairs if shape.parts == 1 else emit_parts
     target = llvm.Target.from_triple(triple)
     machine = target.create_target_machine(cpu=cpu, features="", opt=2, jit=True)
     return str(machine.emit_assembly(optimized_for(emit(key), machine, triple)))
@@ -75,6 +78,21 @@ def innermost_loops(text: str) -> list[list[str]]:
             if jump and jump[2] == label:
                 loops.append(list(body))
     return loops
+
+
+def straight_lines(text: str) -> list[list[str]]:
+    """Instructions from each label to the next one."""
+    found: list[list[str]] = [[]]
+    for line in text.splitlines():
+        if _LABEL.match(line):
+            found.append([])
+        elif line.startswith("\t") and not line.startswith("\t."):
+            found[-1].append(line.strip())
+    return found
+
+
+def number_of(lines: list[str], instruction: str) -> int:
+    return sum(line.startswith(instruction) for line in lines)
 
 
 def product_loops(text: str, multiply_add: str, count: int) -> list[list[str]]:
@@ -119,6 +137,47 @@ def test_four_products_share_four_loaded_tiles() -> None:
         assert sum(line.startswith("tileloadd") for line in loop) == 4
         assert not [line for line in loop if _STACK.search(line)]
     assert text.count("ldtilecfg") == text.count("tilerelease") == 1
+
+
+SPILLED = re.compile(r"%zmm.*\(%rsp|\(%rsp.*%zmm")
+"""A vector, on the way to the stack or back; addresses may well be kept there."""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scores", "values"),
+    [("float32", 6 * 4, 6 * 4), ("float16", 4 * 4, 3 * 4)],
+)
+def test_products_of_parts_share_loaded_tiles(dtype, scores, values) -> None:
+    """Of two by two tiles and each pair of parts; a tile is loaded for two products or more."""
+    shape = Host("sapphirerapids", "", "amx").part_shape(dtype)
+    text = assembly(LINUX, "sapphirerapids", shape, dtype)
+    loops = [loop for loop in innermost_loops(text) if number_of(loop, "tdpbf16ps")]
+    assert {number_of(loop, "tdpbf16ps") for loop in loops} == {scores, values}
+    for loop in loops:
+        assert number_of(loop, "tileloadd") < number_of(loop, "tdpbf16ps")
+        assert not [line for line in loop if SPILLED.search(line)]
+    assert text.count("ldtilecfg") == text.count("tilerelease") == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_weights_of_parts_stay_in_registers(dtype) -> None:
+    """Four keys at once, where weights are computed alone: each takes eight multiply-adds."""
+    shape = Host("sapphirerapids", "", "amx").part_shape(dtype)
+    loops = innermost_loops(assembly(LINUX, "sapphirerapids", shape, dtype))
+    alone = [loop for loop in loops if number_of(loop, "vfmadd") == 4 * 8]
+    assert alone
+    for loop in alone:
+        assert not [line for line in loop if _STACK.search(line)]
+
+
+@pytest.mark.parametrize(("dtype", "products"), [("float32", 6 * 4), ("float16", 4 * 4)])
+def test_weights_are_computed_beside_products(dtype, products) -> None:
+    """16 keys of two vectors in a step of the product, and nowhere a jump between."""
+    shape = Host("sapphirerapids", "", "amx").part_shape(dtype)
+    lines = straight_lines(assembly(LINUX, "sapphirerapids", shape, dtype))
+    (both,) = [line for line in lines if number_of(line, "tdpbf16ps") and number_of(line, "vfmadd")]
+    assert number_of(both, "tdpbf16ps") == products
+    assert number_of(both, "vfmadd") == 16 * 2 * 8
 
 
 def test_a_tile_too_large_is_seen() -> None:
