@@ -7,7 +7,10 @@ from qkv.backends.cpu.host import host
 
 @pytest.fixture
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """An instruction set, forced."""
-    monkeypatch.setenv("QKV_ISA", request.param)
-    assert host().isa == request.param
+    """An instruction set, forced, with `in_parts` if "parts" follows its name."""
+    name, _, parts = str(request.param).partition(" ")
+    monkeypatch.setenv("QKV_ISA", name)
+    assert host().isa == name
+    if parts:
+        request.getfixturevalue("in_parts")
     return str(request.param)

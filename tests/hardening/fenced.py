@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import qkv
-from qkv.backends.cpu import arguments, prepared
+from qkv.backends.cpu import arguments, forward_pass, prepared
 from qkv.problem.builder import Shape
 from qkv.testing import Case, random_case
 from qkv.testing.fuzz import memory
@@ -180,10 +180,20 @@ def statistics(case: Case) -> None:
 
 def main(side: str, way: str, what: str, *which: str) -> None:
     problems = swept(list(which)) if what == "swept" else random(*map(int, which))
+    if way == "in parts":
+        always = dict.fromkeys(forward_pass._PARTS_PAY, (1, 1))
+        forward_pass._PARTS_PAY = always
+        problems = (case for case in problems if case.dtypes[0] in always)
     set_up(side)
+    ways = {
+        "forward": forward,
+        "in parts": forward,
+        "backward": backward,
+        "statistics": statistics,
+    }
     for case in problems:
         print(case.name, flush=True)
-        {"forward": forward, "backward": backward, "statistics": statistics}[way](case)
+        ways[way](case)
     print("done", flush=True)
 
 

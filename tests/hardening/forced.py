@@ -1,4 +1,4 @@
-"""Instruction sets that can be forced on this machine."""
+"""Instruction sets, and kernels, that can be forced on this machine."""
 
 import pytest
 
@@ -17,3 +17,18 @@ def instruction_sets() -> list[str]:
             except ArgumentError:
                 continue
     return found
+
+
+IN_PARTS = ("float32", "float16")
+"""What is multiplied as sums of bfloat16 parts, where that pays."""
+
+
+def kernels() -> list[str]:
+    """`instruction_sets`, and those with products of parts forced where there are any."""
+    found = instruction_sets()
+    return [*found, *(f"{isa} parts" for isa in found if isa == "amx")]
+
+
+def takes(kernel: str, dtype: str) -> bool:
+    """Whether a kernel is another one than that of the instruction set alone."""
+    return dtype in IN_PARTS or not kernel.endswith("parts")

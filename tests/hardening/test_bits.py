@@ -6,7 +6,7 @@ from itertools import cycle
 
 import numpy as np
 import pytest
-from forced import instruction_sets
+from forced import instruction_sets, kernels, takes
 
 import qkv
 from qkv.backends.cpu import forward_pass, gradient
@@ -69,20 +69,23 @@ def spoil(case: Case) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Every case on the best instruction set; on each other a few, or all with `--every-case`."""
+    """Every case on the best instruction set, and in parts; on each other a few, or all with
+    `--every-case`."""
     if "isa" not in metafunc.fixturenames:
         return
     if "case" not in metafunc.fixturenames:
-        metafunc.parametrize("isa", instruction_sets(), indirect=True)
+        metafunc.parametrize("isa", kernels(), indirect=True)
         return
-    cases = FEW if metafunc.function is test_threads_of_gradients else MIXED
+    gradients = metafunc.function is test_threads_of_gradients
+    cases, known = (FEW, instruction_sets()) if gradients else (MIXED, kernels())
     whole = metafunc.config.getoption("every_case")
     metafunc.parametrize(
         ("isa", "case"),
         [
             pytest.param(isa, case, id=f"{isa}-{case.name}")
-            for n, isa in enumerate(instruction_sets())
-            for case in (cases if whole or n == 0 else cases[n - 1 :: 5])
+            for n, isa in enumerate(known)
+            for case in (cases if whole or n == 0 or "parts" in isa else cases[n - 1 :: 5])
+            if takes(isa, case.dtypes[0])
         ],
         indirect=["isa"],
     )

@@ -4,11 +4,12 @@ A failure names its problem, `random_case(seed, structure, number)`, from which
 
     qkv.testing.check_case("cpu", qkv.testing.random_case(seed, structure, number))
 
-makes it again.
+makes it again; in parts, once `qkv.backends.cpu.forward_pass._PARTS_PAY` says (1, 1) of its type.
 """
 
 import numpy as np
 import pytest
+from forced import IN_PARTS, kernels
 
 from qkv.backends.cpu import CpuBackend
 from qkv.problem.check import check
@@ -26,12 +27,27 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "structure" in metafunc.fixturenames:
         number = metafunc.config.getoption("fuzz")
         structures = max(1, min(number // EACH, MOST_STRUCTURES))
-        metafunc.parametrize("structure", range(structures))
-        metafunc.parametrize("count", [-(-number // structures)])
+        count = -(-number // structures)
+        chosen = [("", structure, count) for structure in range(structures)]
+        if any(kernel.endswith("parts") for kernel in kernels()):
+            seed = metafunc.config.getoption("fuzz_seed")
+            many = [s for s in range(structures) if may_be_in_parts(seed, s)]
+            chosen += [("in parts", structure, -(-count // 2)) for structure in many]
+        metafunc.parametrize(("kernel", "structure", "count"), chosen)
 
 
-def test_random_problems(structure: int, count: int, pytestconfig: pytest.Config) -> None:
-    seed = pytestconfig.getoption("fuzz_seed")
+def may_be_in_parts(seed: int, structure: int) -> bool:
+    """Whether problems of a structure have such a type, and not all few queries."""
+    drawn = [random_case(seed, structure, number) for number in range(8)]
+    return drawn[0].dtypes[0] in IN_PARTS and any(case.shape.q_len > 12 for case in drawn)
+
+
+def test_random_problems(
+    kernel: str, structure: int, count: int, request: pytest.FixtureRequest
+) -> None:
+    if kernel:
+        request.getfixturevalue("in_parts")
+    seed = request.config.getoption("fuzz_seed")
     for number in range(count):
         check_case("cpu", random_case(seed, structure, number))
 

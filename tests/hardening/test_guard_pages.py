@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forced import instruction_sets, kernels
 
 from qkv.testing import DTYPES
 
@@ -33,16 +34,23 @@ def check(*arguments: str, **environment: str) -> None:
     assert problems[-1] == "done", f"exit {done.returncode}: {problems[-1]}\n{done.stderr[-2000:]}"
 
 
-@pytest.mark.parametrize("way", ["forward", "backward"])
+WAYS = ["forward", "backward", *(["in parts"] if len(kernels()) > len(instruction_sets()) else [])]
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("side", ["end", "begin"])
 def test_every_head_dim(side: str, way: str, pytestconfig: pytest.Config) -> None:
     """Of one dtype or two, or of all with `--every-case`."""
-    sample = ("float32", "bfloat16") if way == "forward" else ("float32",)
+    sample = {
+        "forward": ("float32", "bfloat16"),
+        "backward": ("float32",),
+        "in parts": ("float32", "float16") if side == "end" else ("float32",),
+    }[way]
     check(side, way, "swept", *(DTYPES if pytestconfig.getoption("every_case") else sample))
 
 
-@pytest.mark.parametrize(("way", "share"), [("forward", 50), ("backward", 50), ("statistics", 100)])
+@pytest.mark.parametrize("way", [*WAYS, "statistics"])
 @pytest.mark.parametrize("side", ["end", "begin"])
-def test_random_problems(side: str, way: str, share: int, pytestconfig: pytest.Config) -> None:
-    structures = pytestconfig.getoption("fuzz") // share
+def test_random_problems(side: str, way: str, pytestconfig: pytest.Config) -> None:
+    structures = pytestconfig.getoption("fuzz") // (100 if way == "statistics" else 50)
     check(side, way, "random", "0", str(structures))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import product
 
 import pytest
-from forced import instruction_sets
+from forced import instruction_sets, kernels, takes
 
 import qkv
 from qkv.backends.cpu import forward_pass
@@ -27,9 +27,10 @@ def every_tile_a_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def ways(whole: bool) -> Iterator[tuple[str, int, Case, str]]:
-    for n, (isa, threads) in enumerate(product(instruction_sets(), (1, 2))):
+    for n, (isa, threads) in enumerate(product(kernels(), (1, 2))):
         for case, dtype in PAIRS if whole else PAIRS[10 * n :: SAMPLE]:
-            yield isa, threads, case, dtype
+            if takes(isa, dtype):
+                yield isa, threads, case, dtype
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
