@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -32,6 +33,10 @@ _BRIEF = 1e6
 _PARTS_PAY = {"float32": (160, 96), "float16": (32, 48)}
 """Rows, and head_dim + v_head_dim, from which on products of parts are quicker."""
 _PART_SCALE = 2.0**10
+_ENOUGH_TASKS, _LEAST_TOGETHER = 32, 4
+"""Tasks that keep many cores busy; blocks of queries that splitting keys takes."""
+_LONG_TASK = 2e10
+"""Operations for which Ctrl-C may wait."""
 
 
 class Pass:
@@ -115,7 +120,23 @@ def _part_shape(spec: Spec, here: Host) -> Shape | None:
     enough = min(spec.q_len, spec.kv_len) >= least_keys
     wide = spec.head_dim + spec.v_head_dim >= least_dims
     plain = spec.rotation is None or spec.dtype == "float32"
-    return shape if enough and wide and plain else None
+    if not (enough and wide and plain):
+        return None
+    return replace(shape, together=_together(spec, shape))
+
+
+def _together(spec: Spec, shape: Shape) -> int:
+    """Blocks of queries that share split keys: many, but then there are few tasks, and long ones.
+
+    What a task is decides where sums begin, so it must not depend on the number of threads.
+    """
+    blocks = spec.batch_size * spec.num_heads * -(-spec.q_len // shape.block_q)
+    operations = 2.0 * (spec.head_dim + spec.v_head_dim) * shape.block_q * spec.kv_len
+    most = min(blocks // _ENOUGH_TASKS, int(_LONG_TASK / operations))
+    together = shape.together
+    while together > max(most, _LEAST_TOGETHER):
+        together //= 2
+    return together
 
 
 def _shape(spec: Spec, here: Host) -> Shape:

@@ -25,7 +25,7 @@ Computations" (2019).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -179,6 +179,26 @@ class _PartForward(PairForward):
         live = b.icmp_signed("<", e.lane_numbers(INT32), count)
         return storage.load(e, place, "float32", e.lanes, live)
 
+    def _rows(
+        self, whole: Value, places: Sequence[Value], partly: Callable[[], list[Value]]
+    ) -> list[Value]:
+        """16 elements from each place, or what `partly` gives if they are not wholly there."""
+        e, b = self.e, self.e.builder
+        with b.if_else(whole) as (then, otherwise):
+            with then:
+                loaded = [e.load_vector(place, aligned=False) for place in places]
+                after_loading = b.block
+            with otherwise:
+                others = partly()
+                after_others = b.block
+        found = []
+        for one, other in zip(loaded, others, strict=True):
+            either = b.phi(e.vector)
+            either.add_incoming(one, after_loading)
+            either.add_incoming(other, after_others)
+            found.append(either)
+        return found
+
     def split_rows(self) -> Value:
         """A function `(from, row, count, dim, to, odd)`: rows of K in parts, as tiles.
 
@@ -196,13 +216,18 @@ class _PartForward(PairForward):
                 tiles = e.at(target, e.mul(b.sdiv(k, e.index(TILE_ROWS)), band), inside)
 
                 def chunk(d: Value, seen: list[Value]) -> list[Value]:
-                    halves = [self._row(start, e.add(d, n), dim, exists) for n in (0, e.lanes)]
+                    begins = [e.add(d, n) for n in (0, e.lanes)]
+                    halves = self._rows(
+                        b.and_(exists, e.below(e.add(d, CHUNK - 1), dim)),
+                        [e.at(start, e.mul(begin, _FLOAT_BYTES)) for begin in begins],
+                        lambda: [self._row(start, begin, dim, exists) for begin in begins],
+                    )
                     self.put(halves, e.at(tiles, e.mul(d, self.chunk_bytes // CHUNK)))
-                    return [b.or_(seen[0], b.or_(*map(self.huge, halves)))]
+                    return [self._larger(*pair) for pair in zip(seen, halves, strict=True)]
 
-                (seen,) = e.loop(0, wide, CHUNK, [ir.Constant(bits, 0)], chunk)
+                seen = e.loop(0, wide, CHUNK, [e.const_bits(0)] * 2, chunk)
                 e.store(k, e.at(odd, e.mul(e.add(found[0], 1), WORD)), WORD)
-                some = b.icmp_unsigned("!=", seen, ir.Constant(bits, 0))
+                some = b.icmp_unsigned("!=", b.or_(*map(self.huge, seen)), ir.Constant(bits, 0))
                 return [e.add(found[0], b.zext(some, INT64))]
 
             (found,) = e.loop(0, whole(e, count), 1, [e.index(0)], key)
@@ -229,13 +254,23 @@ class _PartForward(PairForward):
                 def elements(d: Value, found: list[Value]) -> list[Value]:
                     def half(n: Value, found: list[Value]) -> list[Value]:
                         """16 keys."""
-                        loaded, seen = [], found[0]
-                        for i in range(e.lanes):
-                            key = e.add(k, e.mul(n, e.lanes), i)
-                            start = e.at(rows, e.mul(key, row))
-                            x = self._row(start, d, dim, e.below(key, count))
+                        keys = [e.add(k, e.mul(n, e.lanes), i) for i in range(e.lanes)]
+                        starts = [e.at(rows, e.mul(key, row)) for key in keys]
+                        there = b.and_(
+                            e.below(keys[-1], count), e.below(e.add(d, e.lanes - 1), dim)
+                        )
+                        loaded = self._rows(
+                            there,
+                            [e.at(start, e.mul(d, _FLOAT_BYTES)) for start in starts],
+                            lambda: [
+                                self._row(start, d, dim, e.below(key, count))
+                                for key, start in zip(keys, starts, strict=True)
+                            ],
+                        )
+                        seen = found[0]
+                        for i, x in enumerate(loaded):
                             odd = self.odd(x)
-                            loaded.append(b.select(odd, e.const(0.0), x))
+                            loaded[i] = b.select(odd, e.const(0.0), x)
                             seen = b.or_(seen, b.bitcast(odd, bits))
                         place = e.at(turned, e.mul(n, e.vector_bytes))
                         for i, x in enumerate(e.transpose(loaded)):
@@ -280,7 +315,7 @@ class _PartForward(PairForward):
                 columns = e.transpose([self._row(place, d, head_dim) for place in places])
                 odd = seen[0]
                 for x in columns:
-                    odd = b.or_(odd, self.huge(x))
+                    odd = b.or_(odd, self.huge(self._magnitude(x)))
                 split = [self.rounded(b.fmul(x, sign)) for x in columns]
                 end = self.packed_row(packed, d)
                 for p in range(e.lanes // 2):
@@ -324,10 +359,15 @@ class _PartForward(PairForward):
         """As bits, which are ordered as the numbers are; those of NaN are the largest."""
         return self.e.builder.and_(self.e.as_bits(x), self.e.const_bits(_MAGNITUDE))
 
-    def huge(self, x: Value) -> Value:
+    def _larger(self, seen: Value, x: Value) -> Value:
+        """The larger magnitudes."""
+        b, size = self.e.builder, self._magnitude(x)
+        return b.select(b.icmp_unsigned(">", size, seen), size, seen)
+
+    def huge(self, magnitude: Value) -> Value:
         """Which elements of rows of Q or K have no parts: a bit for each lane."""
         e, b = self.e, self.e.builder
-        above = b.icmp_unsigned(">", self._magnitude(x), e.const_bits(_HIGHEST))
+        above = b.icmp_unsigned(">", magnitude, e.const_bits(_HIGHEST))
         return b.bitcast(above, ir.IntType(e.lanes))
 
     def odd(self, x: Value) -> Value:
