@@ -147,6 +147,7 @@ class ForwardArguments(Arguments):
             "entropy": 0,
             "max_score": 0,
             "max_weight": 0,
+            "together": forward.shape.together,
         }
         if statistics is not None:
             fields["entropy"] = self._address(statistics.entropy)

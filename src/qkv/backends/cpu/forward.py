@@ -59,9 +59,10 @@ FIELDS = (
     *COMMON_FIELDS,
     *operand_fields("query", "key", "value"),
     "runs", "rows", "out", "lse", "lse_rest", "entropy", "max_score", "max_weight", "copy_key",
-    "copy_value", "sign",
+    "copy_value", "sign", "together",
 )  # fmt: skip
-"""`scale` is not negative: Q is packed times `sign`."""
+"""`scale` is not negative: Q is packed times `sign`. `together` is that of the shape, which differs
+from problem to problem where the kernel does not."""
 
 STATS = 6
 """Row maximum, row sum, rescaling, what rounding took from the row sum, maximum of a block, T."""

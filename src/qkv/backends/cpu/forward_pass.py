@@ -87,7 +87,7 @@ class ForwardPass(Pass):
         self.shape = shape_of(spec, here, in_parts=in_parts)
         key = ForwardKey(
             kernel_spec(spec),
-            self.shape,
+            replace(self.shape, together=1),
             integer_bits(problem),
             False,
             spec.rotation is not None,

@@ -41,8 +41,6 @@ BLOCK_KV = 256
 CHUNK = 32
 """bfloat16 elements of a vector, and a tile's row; rows of copies are whole chunks."""
 
-_UNROLLED = 4
-"""Keys that are weighed in one step of the loop."""
 _PARTIAL = int("01" * CHUNK, 2)
 """The bits of a partial block among the kinds of a run."""
 _V_ROW = 2 * BLOCK_KV
@@ -120,6 +118,8 @@ class PairForward(Forward):
         self.weights_at = 0
         """Bytes from scores to weights: these take their place."""
         self.value_row = _V_ROW
+        self.unrolled: tuple[int, ...] = (4, 2, 1)
+        """Keys that are weighed in one step of the loop, and of those over what is left."""
         self.stats_rows = STATS
         """Rows of statistics of a block of queries; more of them hold what `pack` gives."""
         e = self.e
@@ -353,7 +353,7 @@ class PairForward(Forward):
 
             return body
 
-        for size in (_UNROLLED, 2, 1):
+        for size in self.unrolled:
             end = e.sub(stop, e.builder.srem(e.sub(stop, start), e.index(size)))
             sums = e.loop(start, end, size, sums, pairs(size))
             start = end
@@ -555,8 +555,8 @@ class PairForward(Forward):
             if self.shape.product == "tiles":
                 matrix_unit.configure(e)
             batch, head, first_row, first_run, last_run = self.record(task, TASK)
-            names = ("group_size", "num_heads", "q_len", "head_dim", "v_head_dim")
-            group_size, num_heads, q_len, head_dim, v_head_dim = (
+            names = ("group_size", "num_heads", "q_len", "head_dim", "v_head_dim", "together")
+            group_size, num_heads, q_len, head_dim, v_head_dim, together = (
                 self.field(arguments, name) for name in names
             )
             kv_head = b.sdiv(head, group_size)
@@ -573,8 +573,8 @@ class PairForward(Forward):
             block_bytes = e.add(stats_at, self.stats_rows * self.width)
             block_q = self.shape.block_q
             left = e.add(e.sub(q_len, first_row), block_q - 1)
-            count = e.least(self.shape.together, b.sdiv(left, e.index(block_q)))
-            turned = e.at(at.blocks, e.mul(self.shape.together, block_bytes))
+            count = e.least(together, b.sdiv(left, e.index(block_q)))
+            turned = e.at(at.blocks, e.mul(together, block_bytes))
 
             def block_at(i: Value) -> Block:
                 packed = e.at(at.blocks, e.mul(i, block_bytes))

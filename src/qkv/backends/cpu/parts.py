@@ -103,6 +103,7 @@ class _PartForward(PairForward):
         self.chunk_bytes = self.parts * matrix_unit.TILE_SIZE
         """Of 16 rows and 32 columns of a left factor."""
         self.value_row = BLOCK_KV // CHUNK * self.chunk_bytes
+        self.unrolled = (2, 1)
         self.stats_rows = STATS + 1
         self.part_bytes = TILE_ROWS * self.width
         """From a part of 16 packed pairs to the next part."""
@@ -244,9 +245,7 @@ class _PartForward(PairForward):
         with e.function("split_columns", arguments, BIT) as (function, args):
             rows, row, count, dim, target = args
             b, bits = e.builder, ir.IntType(e.lanes)
-            turned = b.alloca(e.vector, e.index(2 * e.lanes))
-            turned.align = e.vector_bytes
-            turned = b.bitcast(turned, POINTER)
+            loaded, turned = self._room(e.lanes), self._room(2 * e.lanes)
 
             def keys(k: Value, found: list[Value]) -> list[Value]:
                 chunk = e.at(target, e.mul(k, self.chunk_bytes // CHUNK))
@@ -254,28 +253,26 @@ class _PartForward(PairForward):
                 def elements(d: Value, found: list[Value]) -> list[Value]:
                     def half(n: Value, found: list[Value]) -> list[Value]:
                         """16 keys."""
-                        keys = [e.add(k, e.mul(n, e.lanes), i) for i in range(e.lanes)]
-                        starts = [e.at(rows, e.mul(key, row)) for key in keys]
-                        there = b.and_(
-                            e.below(keys[-1], count), e.below(e.add(d, e.lanes - 1), dim)
-                        )
-                        loaded = self._rows(
-                            there,
-                            [e.at(start, e.mul(d, _FLOAT_BYTES)) for start in starts],
-                            lambda: [
-                                self._row(start, d, dim, e.below(key, count))
-                                for key, start in zip(keys, starts, strict=True)
-                            ],
-                        )
-                        seen = found[0]
-                        for i, x in enumerate(loaded):
+                        first = e.add(k, e.mul(n, e.lanes))
+
+                        def key(i: Value, found: list[Value]) -> list[Value]:
+                            start = e.at(rows, e.mul(e.add(first, i), row))
+                            exists = e.below(e.add(first, i), count)
+                            (x,) = self._rows(
+                                b.and_(exists, e.below(e.add(d, e.lanes - 1), dim)),
+                                [e.at(start, e.mul(d, _FLOAT_BYTES))],
+                                lambda: [self._row(start, d, dim, exists)],
+                            )
                             odd = self.odd(x)
-                            loaded[i] = b.select(odd, e.const(0.0), x)
-                            seen = b.or_(seen, b.bitcast(odd, bits))
+                            kept = b.select(odd, e.const(0.0), x)
+                            e.store_vector(kept, e.at(loaded, e.mul(i, e.vector_bytes)))
+                            return [b.or_(found[0], b.bitcast(odd, bits))]
+
+                        found = e.loop(0, e.lanes, 1, found, key)
                         place = e.at(turned, e.mul(n, e.vector_bytes))
-                        for i, x in enumerate(e.transpose(loaded)):
+                        for i, x in enumerate(e.transpose(vectors_at(e, loaded, e.lanes))):
                             e.store_vector(x, e.at(place, 2 * i * e.vector_bytes))
-                        return [seen]
+                        return found
 
                     found = e.loop(0, 2, 1, found, half)
                     tiles = e.at(chunk, e.mul(b.sdiv(d, e.index(TILE_ROWS)), self.value_row))
@@ -568,13 +565,17 @@ class _PartForward(PairForward):
 
     def _kept(self, x: Value) -> Value:
         """Where a vector is kept while registers are wanted."""
+        place = self._room(1)
+        self.e.store_vector(x, place)
+        return place
+
+    def _room(self, count: int) -> Value:
+        """For vectors, as long as the function runs."""
         e, b = self.e, self.e.builder
         with b.goto_entry_block():
-            place = b.alloca(e.vector)
+            place = b.alloca(e.vector, e.index(count))
         place.align = e.vector_bytes
-        place = b.bitcast(place, POINTER)
-        e.store_vector(x, place)
-        return place
+        return b.bitcast(place, POINTER)
 
     def meet(self, with_keys: Meeting) -> None:
         """Weights of one block of queries are computed beside the scores of the next."""

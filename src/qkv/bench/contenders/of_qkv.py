@@ -61,9 +61,11 @@ def prepare_kernel(workload: Workload, inputs: Inputs, threads: int) -> Prepared
     ready = prepare(call.problem, False) if prepare else None
 
     def run() -> Any:
-        return ready(*_arrays(inputs)) if ready else call.choice.backend.run(call.problem)
+        if ready:
+            return ready(*_arrays(inputs), False)
+        return call.choice.backend.run(call.problem)
 
-    return Prepared(run, lambda partial: {"out": partial.out})
+    return Prepared(run, lambda found: {"out": found[0] if ready else found.out})
 
 
 def prepare_kernel_statistics(workload: Workload, inputs: Inputs, threads: int) -> Prepared:
