@@ -167,7 +167,7 @@ def test_weights_of_parts_stay_in_registers(dtype) -> None:
     alone = [loop for loop in loops if number_of(loop, "vfmadd") == 2 * 8]
     assert alone
     for loop in alone:
-        assert not [line for line in loop if _STACK.search(line)]
+        assert not [line for line in loop if SPILLED.search(line)]
 
 
 @pytest.mark.parametrize(("dtype", "products"), [("float32", 6 * 4), ("float16", 4 * 4)])
