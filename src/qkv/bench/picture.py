@@ -10,8 +10,8 @@ from qkv.bench.samples import Summary, ratio, summary
 
 __all__ = ["svg"]
 
-_WIDTH, _LEFT, _SCALE = 900, 250, 5.0
-"""Pixels: of the picture, left of the bars, and of one per cent of the peak."""
+_WIDTH, _LEFT, _RIGHT, _SCALE = 980, 250, 230, 5.0
+"""Pixels: of the picture, left and right of the longest bar, and of one per cent of the peak."""
 _LINE, _GAP, _TOP = 18, 22, 60
 
 _STYLE = """
@@ -61,7 +61,7 @@ def _group(result: Result, timed: list[tuple[Entry, Summary]], y: int) -> list[s
         times = ratio(lead, entry)
         top = y + _GAP + _LINE * i
         share = 100 * (found.share or 0.0)
-        long = min(share, (_WIDTH - _LEFT - 150) / _SCALE) * _SCALE
+        long = min(share, (_WIDTH - _LEFT - _RIGHT) / _SCALE) * _SCALE
         said = f"{share:.0f} %, {found.seconds * 1e3:.3g} ms"
         if entry is not lead and times is not None:
             said += f", {times:.2f} times"
