@@ -187,7 +187,7 @@ def as_node(value: Any) -> Node:
     if isinstance(value, bool | int | float | np.bool_ | np.integer | np.floating):
         if isinstance(value, float | np.floating) and math.isnan(value):
             raise ArgumentError("NaN is not a constant that a score may use.")
-        return constant(value)  # type: ignore[arg-type]
+        return constant(value)  # type: ignore[arg-type]  # NumPy scalars too
     raise ArgumentError(
         f"{type(value).__name__} cannot be used in a score expression.",
         action="Use numbers, positions, the score, and elements of arrays.",

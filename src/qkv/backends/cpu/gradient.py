@@ -163,7 +163,7 @@ def _table(problem: Problem, name: str, ranges: int) -> _Table:
     if len(loads) > 1:  # two reads may meet even if neither meets itself
         shared = tuple(count > 1 for count in counts)
     size = _Table._copies(shared, counts) * array.size * 8
-    return _Table(name, array.shape, shared, counts, wide=size <= _COPIES_BYTES)  # type: ignore[arg-type]
+    return _Table(name, array.shape, shared, counts, wide=size <= _COPIES_BYTES)  # type: ignore[arg-type]  # always three
 
 
 def _apart(problem: Problem, load: Load, axis: str, length: int) -> bool:
