@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.backends.cpu import forward_pass, parts
+from qkv.backends.cpu import forward_pass, part_rows
 from qkv.backends.cpu import host as cpu_host
 from qkv.backends.cpu.forward_pass import ForwardPass
 from qkv.problem.check import check
@@ -286,9 +286,9 @@ def test_no_product_of_parts_is_left_out(dtype) -> None:
 )
 def test_a_product_too_few_is_found(dtype, number, monkeypatch) -> None:
     count = {"float32": 3, "float16": 2}[dtype]
-    products = parts._PRODUCTS[count]
+    products = part_rows._PRODUCTS[count]
     fewer = products[:number] + products[number + 1 :]
-    monkeypatch.setitem(parts._PRODUCTS, count, fewer)
+    monkeypatch.setitem(part_rows._PRODUCTS, count, fewer)
     monkeypatch.setenv("QKV_CACHE_DIR", "")
     forward_pass._kernel.cache_clear()
     try:

@@ -214,6 +214,16 @@ class Emitter:
     def const_bits(self, value: int) -> Value:
         return ir.Constant(self.bits, [value] * self.lanes)
 
+    def zeros(self) -> Value:
+        """Where a vector of zero bytes is."""
+        held = self.module.globals.get("zeros")
+        if held is None:
+            kind = ir.ArrayType(BYTE, self.vector_bytes)
+            held = ir.GlobalVariable(self.module, kind, "zeros")
+            held.linkage, held.global_constant = "internal", True
+            held.initializer = ir.Constant(kind, None)
+        return held.bitcast(POINTER)
+
     def splat(self, scalar: Value) -> Value:
         """The scalar in every lane."""
         type_ = ir.VectorType(scalar.type, self.lanes)

@@ -26,9 +26,10 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from qkv.backends.cpu import matrix_unit, storage
+from qkv.backends.cpu.bfloat16 import CHUNK, chunks, join, multiply_add_pairs, split, whole
 from qkv.backends.cpu.forward import BLOCK_MAX, RUN, STATS, TASK, Forward, ForwardKey
 from qkv.backends.cpu.frame import WORD, Rows, Shape
-from qkv.backends.cpu.ir import BIT, BYTE, FLOAT, INT16, INT32, INT64, POINTER, Emitter, Value
+from qkv.backends.cpu.ir import BIT, FLOAT, INT16, INT32, INT64, POINTER, Value
 from qkv.backends.cpu.products import dot_rows, store_vectors, vectors_at
 from qkv.backends.cpu.turning import turned_bytes
 from qkv.problem.expressions import TRUE
@@ -38,23 +39,10 @@ from qkv.problem.tiles import TileKind
 BLOCK_KV = 256
 """Keys whose scores are held at once, a multiple of `CHUNK`."""
 
-CHUNK = 32
-"""bfloat16 elements of a vector, and a tile's row; rows of copies are whole chunks."""
-
 _PARTIAL = int("01" * CHUNK, 2)
 """The bits of a partial block among the kinds of a run."""
 _V_ROW = 2 * BLOCK_KV
 """Bytes of a row of transposed V."""
-
-
-def chunks(dim: int) -> int:
-    """`dim` rounded up to whole chunks."""
-    return -(-dim // CHUNK) * CHUNK
-
-
-def whole(e: Emitter, dim: Value) -> Value:
-    """`chunks` of a value at run time."""
-    return e.round_down(e.add(dim, CHUNK - 1), CHUNK)
 
 
 def pair_scratch_bytes(spec: Spec, shape: Shape) -> int:
@@ -126,12 +114,6 @@ class PairForward(Forward):
         self.vectors = self.shape.vectors
         self.width = self.vectors * e.vector_bytes
         self.halves = ir.VectorType(INT16, CHUNK)
-        kind = ir.ArrayType(BYTE, 2 * CHUNK)
-        zeros = ir.GlobalVariable(e.module, kind, "zeros")
-        zeros.linkage, zeros.global_constant = "internal", True
-        zeros.initializer = ir.Constant(kind, None)
-        self.zeros = zeros.bitcast(POINTER)
-        """A chunk of a row that is not there."""
 
     # Rows of bfloat16
 
@@ -171,7 +153,7 @@ class PairForward(Forward):
                 exists = e.below(k, count)
 
                 def chunk(d: Value, _: list[Value]) -> None:
-                    place = b.select(exists, e.at(start, e.mul(d, 2)), self.zeros)
+                    place = b.select(exists, e.at(start, e.mul(d, 2)), e.zeros())
                     there = self.first_of_chunk(b.select(adjacent, e.sub(dim, d), e.index(0)))
                     e.store_vector(self.chunk(place, there), e.at(end, e.mul(d, 2)))
 
@@ -261,7 +243,7 @@ class PairForward(Forward):
                         for i in range(first, CHUNK, 2):
                             key = e.add(k, i)
                             place = e.at(start, e.mul(key, row))
-                            place = b.select(e.below(key, count), place, self.zeros)
+                            place = b.select(e.below(key, count), place, e.zeros())
                             loaded.append(self.chunk(place, there))
                         return [e.as_bits(vector) for vector in e.transpose(loaded)]
 
@@ -729,30 +711,3 @@ class PairForward(Forward):
             e.builder.call(attend, [arguments, task, scratch])
 
         self.job(run)
-
-
-def multiply_add_pairs(e: Emitter, x: Value, y: Value, total: Value) -> Value:
-    """total + x . y, for a pair of bfloat16 in each lane."""
-    pairs = (e.as_bits(x), e.as_bits(y))
-    return e.machine("llvm.x86.avx512bf16.dpbf16ps.512", e.vector, total, *pairs)
-
-
-def join(e: Emitter, first: Value, second: Value) -> Value:
-    """Two weights of each lane as a pair, to nearest; NaN stays NaN, and zeros keep their sign."""
-    b, both = e.builder, upper_halves(e, e.as_bits(first), e.as_bits(second))
-    order = [half * e.lanes + lane for lane in range(e.lanes) for half in range(2)]
-    return b.bitcast(b.shuffle_vector(both, both, e.picks(order)), e.vector)
-
-
-def upper_halves(e: Emitter, first: Value, second: Value) -> Value:
-    """float32 as bfloat16, to nearest; the second vector follows the first."""
-    halves = ir.VectorType(INT16, CHUNK)
-    floats = e.as_floats(second), e.as_floats(first)
-    return e.machine("llvm.x86.avx512bf16.cvtne2ps2bf16.512", halves, *floats)
-
-
-def split(e: Emitter, pairs: Value) -> tuple[Value, Value]:
-    """Both elements of the pair in each lane."""
-    b, bits = e.builder, e.as_bits(pairs)
-    first, second = b.shl(bits, e.const_bits(16)), b.and_(bits, e.const_bits(-(2**16)))
-    return e.as_floats(first), e.as_floats(second)
