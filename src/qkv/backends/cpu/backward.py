@@ -40,12 +40,12 @@ from qkv.backends.cpu.storage import ITEM_BYTES, real_dtype
 
 def emit_backward(key: BackwardKey) -> str:
     """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
-    kernel = _Backward(key)
+    kernel = Backward(key)
     kernel.all_tasks()
     return str(kernel.e.module)
 
 
-class _Backward(BackwardRows):
+class Backward(BackwardRows):
     def add_parts(self) -> Value:
         """out[i] = sum over parts, in their order, rounded: `count` numbers side by side."""
         e = self.e
@@ -87,10 +87,23 @@ class _Backward(BackwardRows):
 
         e.loop(0, count, 1, [], each)
 
+    def meeting(self, parts: dict[str, Value]) -> Callable[[Value, list[Value]], None]:
+        """Calls, for blocks of queries of which so many rows are left, what meets their keys."""
+        e = self.e
+        few, many = (self.meet(v, parts) for v in (1, self.shape.vectors))
+
+        def call(rows: Value, arguments: list[Value]) -> None:
+            e.choose(
+                e.below(rows, e.lanes + 1),
+                lambda: e.builder.call(few, arguments), lambda: e.builder.call(many, arguments),
+            )  # fmt: skip
+
+        return call
+
     def range_of_keys(self, parts: dict[str, Value]) -> Value:
         """One task."""
         e = self.e
-        few, many = (self.meet(v, parts) for v in (1, self.shape.vectors))
+        meet = self.meeting(parts)
         with e.function("range_of_keys", [POINTER] * 3) as (function, args):
             arguments, task, scratch = args
             b = e.builder
@@ -124,11 +137,7 @@ class _Backward(BackwardRows):
                 _, _, first_row, first_run, last_run = self.record(block, BLOCK)
                 (met,) = e.loop(first_run, last_run, 1, [e.index(0)], keys_of_run)
                 with b.if_then(e.below(0, met)):
-                    call = [arguments, task, block, scratch]
-                    e.choose(
-                        e.below(e.sub(q_len, first_row), e.lanes + 1),
-                        lambda: b.call(few, call), lambda: b.call(many, call),
-                    )  # fmt: skip
+                    meet(e.sub(q_len, first_row), [arguments, task, block, scratch])
 
             head_row = e.add(e.mul(batch, num_heads), first_head)
             e.loop(

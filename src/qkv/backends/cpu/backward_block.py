@@ -47,9 +47,9 @@ FIELDS = (
     "blocks", "runs", "q_blocks", "splits", "finished",
     "query_parts", "part_bytes", "d_query", "add_query",
     "key_sums", "key_sum_row", "d_key", "round_key",
-    "value_sums", "value_sum_row", "d_value", "round_value",
-    *(f"area_{name}" for name in AREAS),
+    "value_sums", "value_sum_row", "d_value", "round_value", "together",
 )  # fmt: skip
+"""Behind these, for each of the kernel's areas, where it begins."""
 TASK = ("batch", "kv_head", "start", "stop", "split")
 """A range of keys; behind these, for each table with a gradient, where the task's copy of it
 begins, in bytes."""
@@ -60,14 +60,19 @@ def padded(dim: int, lanes: int) -> int:
     return -(-dim // lanes) * lanes
 
 
-def scratch_areas(shape: Shape, head_dim: int, v_head_dim: int) -> dict[str, int]:
-    """Numbers that each area holds."""
+def fields_with(areas: tuple[str, ...]) -> tuple[str, ...]:
+    """The words of a kernel with these areas."""
+    return (*FIELDS, *(f"area_{name}" for name in areas))
+
+
+def scratch_areas(shape: Shape, head_dim: int, v_head_dim: int, item: int) -> dict[str, int]:
+    """Bytes that each area takes."""
     block_q = shape.lanes * shape.vectors
     query, value = (padded(dim, shape.lanes) * block_q for dim in (head_dim, v_head_dim))
     rows, block = (block_q, block_q, 2 * block_q), BLOCK_KV * block_q
     copies = (BLOCK_KV * padded(dim, shape.lanes) for dim in (head_dim, v_head_dim))
     sizes = (query, value, max(query, value), query, value, *rows, *[block] * 4, *copies)
-    return dict(zip(AREAS, sizes, strict=True))
+    return {name: size * item for name, size in zip(AREAS, sizes, strict=True)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +130,11 @@ VECTOR_AREAS = Vector._fields[2:8]
 class BackwardBlock(Frame):
     """Emits the functions of one block; `forbidden` is what all of them agree on."""
 
+    area_names: tuple[str, ...] = AREAS
+
     def __init__(self, key: BackwardKey) -> None:
-        super().__init__("qkv_backward", key.spec, key.shape, key.int_bits, FIELDS)
+        fields = fields_with(self.area_names)
+        super().__init__("qkv_backward", key.spec, key.shape, key.int_bits, fields)
         turned = real_dtype(self.e) if key.rotated else key.spec.dtype
         self.dtypes = {
             "query": turned, "key": turned, "value": key.spec.dtype,

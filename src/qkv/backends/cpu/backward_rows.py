@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
-from qkv.backends.cpu.backward_block import AREAS, BLOCK_KV, TASK, VECTOR_AREAS, BackwardBlock
+from qkv.backends.cpu.backward_block import BLOCK_KV, TASK, VECTOR_AREAS, BackwardBlock
 from qkv.backends.cpu.forward import RUN
 from qkv.backends.cpu.forward import TASK as BLOCK
 from qkv.backends.cpu.frame import WORD, Rows
@@ -112,14 +112,14 @@ class BackwardRows(BackwardBlock):
             of_block["selected_query_sums"] = self.selected_query_sums(vectors)
         functions = {**parts, **of_block}
         with self.e.function(f"meet_{vectors}", [POINTER] * 4) as (function, args):
-            meeting = _Meeting(self, vectors, functions, *args)
+            meeting = MeetingOfKeys(self, vectors, functions, *args)
             meeting.begin()
             meeting.all_blocks(meeting.add_block)
             meeting.end()
         return function
 
 
-class _Meeting:
+class MeetingOfKeys:
     """Emits the meeting of one block of queries and the keys of one task."""
 
     def __init__(
@@ -149,7 +149,7 @@ class _Meeting:
             name: e.builder.sdiv(e.add(self.dims[name], e.lanes - 1), e.index(e.lanes))
             for name in ("query", "grad_out")
         }
-        self.area = {n: e.at(scratch, self.field(f"area_{n}")) for n in AREAS}
+        self.area = {n: e.at(scratch, self.field(f"area_{n}")) for n in kernel.area_names}
         self.last = e.sub(q_len, 1)
         self.rows = e.least(e.sub(q_len, self.first_row), vectors * e.lanes)
         self.head_row = e.mul(e.add(e.mul(self.batch, num_heads), self.head), q_len)
@@ -222,24 +222,24 @@ class _Meeting:
         self.call("finish_rows", *held, self.dims["value"], self.width)
 
     def all_blocks(self, block: Callable[[Value, Value, Value], None]) -> None:
-        """`block(kv_start, count, partial)` for every block of keys."""
+        """`block(kv_start, count, kind)` for every block of keys."""
         e, kernel = self.e, self.kernel
         runs = kernel.pointer_field(self.arguments, "runs")
 
         def each_run(r: Value, _: list[Value]) -> None:
             first, end, kind = kernel.record(e.at(runs, e.mul(r, WORD * len(RUN))), RUN)
-            partial = e.builder.icmp_signed("!=", kind, e.index(0))
             first, end = kernel.most(first, self.start), e.least(end, self.stop)
             e.loop(
                 first, end, BLOCK_KV, [],
-                lambda k, _: block(k, e.least(BLOCK_KV, e.sub(end, k)), partial),
+                lambda k, _: block(k, e.least(BLOCK_KV, e.sub(end, k)), kind),
             )  # fmt: skip
 
         e.loop(self.first_run, self.last_run, 1, [], each_run)
 
-    def add_block(self, kv_start: Value, count: Value, partial: Value) -> None:
+    def add_block(self, kv_start: Value, count: Value, kind: Value) -> None:
         """P, dS and dX of one block of keys, and what they add to."""
         kernel = self.kernel
+        partial = self.e.builder.icmp_signed("!=", kind, self.e.index(0))
         key = self._side_by_side("key", self.keys, kv_start, count)
         held = self.areas("query", "lse", "lse_rest", "weights" if kernel.plain else "products")
         self.call("products", self.arguments, key[0], *held, key[1], self.dims["key"], count)

@@ -82,9 +82,7 @@ class ForwardPass(Pass):
         spec, here = problem.spec, host()
         # Sinks scale the output afterwards: round to the type of storage only then.
         self.out_dtype = spec.compute_dtype if spec.sinks else np.dtype(spec.dtype)
-        # Tiles take for 0 what a larger scale would lift.
-        in_parts = not backward and abs(problem.operands.scale) <= _PART_SCALE
-        self.shape = shape_of(spec, here, in_parts=in_parts)
+        self.shape = shape_of(spec, here, in_parts=multiplies_parts(problem))
         key = ForwardKey(
             kernel_spec(spec),
             replace(self.shape, together=1),
@@ -101,6 +99,11 @@ class ForwardPass(Pass):
         self.scratch_bytes = scratch_of(spec, self.shape)
         operations = 2.0 * (spec.head_dim + spec.v_head_dim) * self.plan.pairs
         super().__init__(_kernel(key, here), len(self.plan.tasks), operations)
+
+
+def multiplies_parts(problem: Problem) -> bool:
+    """Whether products of parts may be taken: tiles take for 0 what a larger scale would lift."""
+    return abs(problem.operands.scale) <= _PART_SCALE
 
 
 def shape_of(spec: Spec, here: Host, *, in_parts: bool = True) -> Shape:

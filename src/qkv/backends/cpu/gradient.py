@@ -19,14 +19,16 @@ from qkv.backends.cpu.backend import integer_bits, kernel_spec
 from qkv.backends.cpu.backward import emit_backward
 from qkv.backends.cpu.backward_block import (
     BLOCK_KV,
-    FIELDS,
     TASK,
     BackwardKey,
     TableGradient,
+    fields_with,
     padded,
     scratch_areas,
 )
+from qkv.backends.cpu.backward_parts import emit_backward_parts, part_areas
 from qkv.backends.cpu.compile import Kernel, build
+from qkv.backends.cpu.forward_pass import multiplies_parts, shape_of
 from qkv.backends.cpu.frame import Shape
 from qkv.backends.cpu.host import Host, host
 from qkv.backends.cpu.schedule import Schedule, schedule
@@ -54,16 +56,16 @@ def backward(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
     if 0 in (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len):
         return _nothing(problem, inputs)
     here = host()
-    shape = here.shape_of(spec.compute_dtype)
-    block_q = shape.lanes * shape.vectors
-    plan = _in_order(schedule(problem, block_q))
+    shape = backward_shape(problem, here)
+    block_q = shape.block_q
+    plan = _in_order(schedule(problem, block_q, together=shape.together))
     ranges = _ranges(spec)
     tables = [_table(problem, name, len(ranges)) for name in sorted(inputs.tables)]
     tasks, launches = _tasks(spec, plan, ranges, tables)
     results = _Results(problem, shape, len(ranges), tables)
     key = BackwardKey(
         kernel_spec(spec),
-        shape,
+        replace(shape, together=1),
         integer_bits(problem),
         spec.rotation is not None,
         inputs.out.dtype.name,
@@ -84,6 +86,17 @@ def backward(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
     return results.finish()
 
 
+def backward_shape(problem: Problem, here: Host) -> Shape:
+    """The tile of the kernel: products of parts where the forward pass has them."""
+    spec = problem.spec
+    shape = shape_of(spec, here, in_parts=multiplies_parts(problem))
+    if shape.parts == 1:
+        return here.shape_of(spec.compute_dtype)
+    return replace(shape, together=min(shape.together, _TOGETHER))
+
+
+_TOGETHER = 8
+"""Blocks of queries that are packed at once: they fit a cache, and pay for splitting keys."""
 _SLICE_SECONDS = 0.1
 _OPERATIONS_PER_SECOND = 5e10
 _WORTH_A_THREAD = 4e6
@@ -91,7 +104,8 @@ _WORTH_A_THREAD = 4e6
 
 @lru_cache(maxsize=256)
 def _kernel(key: BackwardKey, here: Host) -> Kernel:
-    return Kernel(build(emit_backward, (key,), here))
+    emit = emit_backward if key.shape.parts == 1 else emit_backward_parts
+    return Kernel(build(emit, (key,), here))
 
 
 def _nothing(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
@@ -284,11 +298,14 @@ class _BackwardArguments(Arguments):
         shape: Shape,
         workers: int,
     ) -> None:
-        super().__init__(problem, FIELDS)
         spec, operands = problem.spec, problem.operands
         item = spec.compute_dtype.itemsize
-        areas = scratch_areas(shape, spec.head_dim, spec.v_head_dim)
-        ends = np.cumsum(list(areas.values())) * item
+        if shape.parts == 1:
+            areas = scratch_areas(shape, spec.head_dim, spec.v_head_dim, item)
+        else:
+            areas = part_areas(shape, spec.head_dim, spec.v_head_dim, shape.together)
+        super().__init__(problem, fields_with(tuple(areas)))
+        ends = np.cumsum(list(areas.values()))
         per_worker = -(-int(ends[-1]) // 4096) * 4096
         query, key = rotated(problem)
         arrays = {
@@ -300,7 +317,8 @@ class _BackwardArguments(Arguments):
             "scale": self._real(operands.scale),
             "blocks": self._address(plan.tasks),
             "runs": self._address(plan.runs),
-            "q_blocks": -(-spec.q_len // (shape.lanes * shape.vectors)),
+            "q_blocks": -(-spec.q_len // (shape.block_q * shape.together)),
+            "together": shape.together,
             "splits": len(results.query_parts),
             "finished": self._address(np.zeros(spec.batch_size * spec.num_kv_heads, np.int64)),
             "query_parts": self._address(results.query_parts),
@@ -325,7 +343,7 @@ class _BackwardArguments(Arguments):
             fields[f"d_{name}"] = self._address(out)
             fields[f"round_{name}"] = int(out is not sums)
         for name, end, size in zip(areas, ends.tolist(), areas.values(), strict=True):
-            fields[f"area_{name}"] = end - size * item
+            fields[f"area_{name}"] = end - size
         more = []
         for copies in results.tables.values():
             more += [self._address(copies), *copies.strides[1:]]

@@ -62,6 +62,8 @@ class PartRows:
         """From 16 columns to the next 16."""
         self.part_bytes = TILE_ROWS * self.width
         """From a part of 16 packed pairs to the next part."""
+        self.panel_bytes = self.parts * self.part_bytes
+        """Of 32 turned rows and as many columns."""
 
     def products(self, *, of_weights: bool = False) -> matrix_unit.Products:
         """Which parts are multiplied, in order."""
@@ -112,8 +114,12 @@ class PartRows:
 
     def store_pair(self, first: Value, second: Value, place: Value) -> None:
         """What was computed for two keys, cut, as a pair in each lane."""
-        for n, bits in enumerate(self.cut([first, second])):
-            self.e.store_vector(self.pair(*bits), self.e.at(place, n * self.part_bytes))
+        self.put_pairs(self.cut([first, second]), place)
+
+    def put_pairs(self, cut: Sequence[Sequence[Value]], place: Value) -> None:
+        """Of each part, two vectors as a pair in each lane."""
+        for n, (first, second) in enumerate(cut):
+            self.e.store_vector(self.pair(first, second), self.e.at(place, n * self.part_bytes))
 
     def clear_pairs(self, packed: Value, first: Value, stop: Value) -> None:
         """Pairs that fill the last chunk are 0."""
@@ -133,10 +139,10 @@ class PartRows:
             row = upper_halves(e, first, second)
             e.store(row, e.at(place, n * matrix_unit.TILE_SIZE), e.vector_bytes)
 
-    def put_cut(self, halves: Sequence[Value], place: Value) -> None:
-        """The same for what was computed; the last part is rounded."""
+    def put_cut(self, cut: Sequence[Sequence[Value]], place: Value) -> None:
+        """Of each part, two vectors as a row of its tile; the last part is rounded."""
         e, b = self.e, self.e.builder
-        for n, both in enumerate(self.cut(halves)):
+        for n, both in enumerate(cut):
             if n < self.parts - 1:
                 both = [b.and_(bits, e.const_bits(_UPPER)) for bits in both]
             row = upper_halves(e, *both)
@@ -264,6 +270,38 @@ class PartRows:
 
             (found,) = e.loop(0, whole(e, count), CHUNK, [ir.Constant(bits, 0)], keys)
             b.ret(b.icmp_unsigned("!=", found, ir.Constant(bits, 0)))
+        return function
+
+    def turn_rows(self) -> Value:
+        """A function `(rows, row, count, dim, to)`: pairs of neighbouring rows, elements in lanes.
+
+        A right factor for products over rows, in panels of 32 columns. What has no parts, and rows
+        that are not there, are 0.
+        """
+        e = self.e
+        with e.function("turn_rows", [POINTER, *[INT64] * 3, POINTER]) as (function, args):
+            rows, row, count, dim, target = args
+            b = e.builder
+
+            def pair(q: Value, _: list[Value]) -> None:
+                starts = [e.at(rows, e.mul(e.add(q, i), row)) for i in range(2)]
+                exist = [e.below(e.add(q, i), count) for i in range(2)]
+                here = self.packed_row(target, q)
+
+                def elements(d: Value, _: list[Value]) -> None:
+                    both = []
+                    for start, exists in zip(starts, exist, strict=True):
+                        x = self._row(start, d, dim, exists)
+                        bits = b.icmp_unsigned(">", self.magnitude(x), e.const_bits(_HIGHEST))
+                        both.append(self.rounded(b.select(bits, e.const(0.0), x)))
+                    panel = e.round_down(d, CHUNK)
+                    inside = e.mul(e.sub(d, panel), FLOAT_BYTES)
+                    place = e.at(here, e.mul(panel, self.panel_bytes // CHUNK), inside)
+                    self.put_pairs(list(zip(*both, strict=True)), place)
+
+                e.loop(0, whole(e, dim), e.lanes, [], elements)
+
+            e.loop(0, CHUNK, 2, [], pair)
         return function
 
     def band(self, dim: Value) -> Value:

@@ -1,0 +1,575 @@
+"""The backward kernel for float32 and float16 on machines with bfloat16 tiles.
+
+It computes what `backward` says, with all five products as sums of products of parts
+(`part_rows`). Each of K, Q and dO is a factor twice, once along its rows and once across them, and
+lies in parts both ways; so does dX, while P and V are needed one way:
+
+    S[k, q]    =  sum_d K[k, d] . Q[d, q]          K as tiles, Q packed
+    dP[k, q]   =  sum_d V[k, d] . dO[d, q]         V as tiles, dO packed
+    dQ[d, q]  +=  sum_k K[d, k] . dX[k, q]         K by columns, dX packed as pairs of keys
+    dV[k, d]  +=  sum_q P[k, q] . dO[q, d]         P as tiles, dO packed as pairs of queries
+    dK[k, d]  +=  sum_q dX[k, q] . Q[q, d]         dX as tiles, Q packed as pairs of queries
+
+A block of queries is one tile across, so that each row of P and dX is one row of a tile. Several
+blocks are packed before they meet a block of keys, which is split once for all of them.
+
+delta is a product of parts as well, of O and dO, added up in the order of dP: if one key has all
+the weight they are equal. dX is -0.0 where the mask forbids the pair and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from functools import partial
+
+from llvmlite import ir
+
+from qkv.backends.cpu import matrix_unit, vector_math, without_parts
+from qkv.backends.cpu.backward import Backward
+from qkv.backends.cpu.backward_block import BLOCK_KV, BackwardKey
+from qkv.backends.cpu.backward_rows import MeetingOfKeys
+from qkv.backends.cpu.bfloat16 import CHUNK, chunks, whole
+from qkv.backends.cpu.frame import WORD, Rows, Shape
+from qkv.backends.cpu.ir import INT16, INT64, POINTER, Value
+from qkv.backends.cpu.matrix_unit import TILE_BYTES, TILE_ROWS
+from qkv.backends.cpu.packing import copy_rows
+from qkv.backends.cpu.part_rows import FLOAT_BYTES, PartRows
+from qkv.backends.cpu.products import vectors_at
+from qkv.backends.cpu.storage import load, real_dtype
+from qkv.problem.expressions import TRUE
+from qkv.problem.tiles import TileKind
+
+_OF_BLOCK = ("query_packed", "query_turned", "grad_packed", "grad_turned", "query_sums", "rows")
+"""What each of the blocks of queries has."""
+_ROWS = ("lse", "lse_rest", "delta", "grad_lse", "query_odd", "grad_odd")
+_SHARED = (
+    "odd_keys", "odd_values", "weights", "score_grads", "products", "factors",
+    "weight_rows", "grad_rows", "grad_pairs", "key_rows", "key_columns", "value_rows", "copy",
+    "key_sums", "value_sums",
+)  # fmt: skip
+
+
+def part_areas(shape: Shape, head_dim: int, v_head_dim: int, together: int) -> dict[str, int]:
+    """Bytes that each area takes, with so many blocks of queries."""
+    width, parts = FLOAT_BYTES * shape.block_q, shape.parts
+    dim, v_dim = chunks(head_dim), chunks(v_head_dim)
+    pairs, scores = BLOCK_KV // 2 * parts * width, BLOCK_KV * width
+    keys, values = (2 * parts * BLOCK_KV * d for d in (dim, v_dim))
+    key_sums, value_sums = (FLOAT_BYTES * BLOCK_KV * d for d in (dim, v_dim))
+    query, grad = (together * parts * width // 2 * d for d in (dim, v_dim))
+    odd = without_parts.ODD_BYTES
+    shared = (odd, odd, *[scores] * 4, *[pairs] * 3, keys, keys, values,
+              max(key_sums, value_sums), key_sums, value_sums)  # fmt: skip
+    own = query, query, grad, grad, together * width * dim, together * width * len(_ROWS)
+    return dict(zip((*_SHARED, *_OF_BLOCK), (*shared, *own), strict=True))
+
+
+def emit_backward_parts(key: BackwardKey) -> str:
+    """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
+    kernel = PartBackward(key)
+    kernel.all_tasks()
+    return str(kernel.e.module)
+
+
+class PartBackward(Backward):
+    area_names = (*_SHARED, *_OF_BLOCK)
+
+    def __init__(self, key: BackwardKey) -> None:
+        super().__init__(key)
+        self.split = PartRows(self.e, self.shape, BLOCK_KV)
+        self.width, self.vectors = self.split.width, self.shape.vectors
+
+    # Rows
+
+    def pack_parts(self) -> Value:
+        """One vector of rows as pairs of parts; lanes beyond the last row repeat it."""
+        e = self.e
+        arguments = [POINTER, *[INT64] * 4, POINTER]
+        with e.function("pack", arguments, INT64) as (function, args):
+            rows, row, first, last, dim, packed = args
+            places = [
+                e.at(rows, e.mul(e.least(e.add(first, i), last), row)) for i in range(e.lanes)
+            ]
+            e.builder.ret(self.split.pack(places, dim, packed, None))
+        return function
+
+    # P, dS and dX
+
+    def keys_of_block(self, name: str, *, weigh: bool, grade: bool, lay: bool) -> Value:
+        """What is done for each pair of one block, of these three.
+
+        `weigh`: P of S. `grade`: dS of P and dP, times scale if no mod is between; P times its
+        factor of dropout. `lay`: P and dX in parts.
+        """
+        e = self.e
+        arguments = [*[POINTER] * 8, INT64]
+        with e.function(name, arguments) as (function, args):
+            (arguments_, rows, weights, grads, factors,
+             weight_rows, grad_rows, grad_pairs, count) = args  # fmt: skip
+            b, dropout = e.builder, bool(self.spec.dropout)
+            scale = e.splat(self.real_field(arguments_, "scale"))
+            lse, rest, delta, grad_lse = (
+                vectors_at(e, rows, self.vectors, _ROWS.index(name))
+                for name in ("lse", "lse_rest", "delta", "grad_lse")
+            )
+
+            def pair(k: Value, j: int) -> tuple[Value, Value]:
+                """P and dX of one key and one vector of queries."""
+                place = e.add(e.mul(k, self.width), j * e.vector_bytes)
+                weight, found = (e.load_vector(e.at(of, place)) for of in (weights, grads))
+                if weigh:
+                    distance = b.fsub(b.fsub(b.fmul(weight, scale), lse[j]), rest[j])
+                    weight = vector_math.exp_flushed(e, distance)
+                forbidden = self.forbidden(weight)
+                if grade:
+                    factor = e.load_vector(e.at(factors, place)) if dropout else None
+                    if factor is not None:
+                        found = b.fmul(found, factor)
+                    found = b.fadd(b.fsub(found, delta[j]), grad_lse[j])
+                    share = weight if self.chained else b.fmul(weight, scale)
+                    # + 0.0: what is allowed is never -0.0.
+                    found = e.fma(share, found, e.const(0.0))
+                    if factor is not None:
+                        weight = b.fmul(weight, factor)
+                else:
+                    found = b.fadd(found, e.const(0.0))
+                if lay and self.may_forbid and not weigh:
+                    found = b.select(forbidden, e.const(-0.0), found)
+                return weight, found
+
+            def store(k: Value, _: list[Value]) -> None:
+                for j in range(self.vectors):
+                    place = e.add(e.mul(k, self.width), j * e.vector_bytes)
+                    for of, x in zip((weights, grads), pair(k, j), strict=True):
+                        e.store_vector(x, e.at(of, place))
+
+            def split_keys(keys: int) -> Callable[[Value, list[Value]], None]:
+                def body(k: Value, _: list[Value]) -> None:
+                    self._lay(
+                        [[pair(e.add(k, n), j) for j in range(self.vectors)] for n in range(keys)],
+                        k, weight_rows, grad_rows, grad_pairs,
+                    )  # fmt: skip
+
+                return body
+
+            if lay:
+                even = e.round_down(count, 2)
+                e.loop(0, even, 2, [], split_keys(2))
+                e.loop(even, count, 1, [], split_keys(1))
+                pairs = b.ashr(e.add(count, 1), e.index(1))
+                self.split.clear_pairs(grad_pairs, pairs, b.ashr(whole(e, count), e.index(1)))
+            else:
+                e.loop(0, count, 1, [], store)
+        return function
+
+    def _lay(
+        self,
+        found: list[list[tuple[Value, Value]]],
+        k: Value,
+        weight_rows: Value,
+        grad_rows: Value,
+        grad_pairs: Value,
+    ) -> None:
+        """P and dX of an even key, and perhaps the next, in parts."""
+        e, b, split = self.e, self.e.builder, self.split
+        band = e.mul(b.sdiv(k, e.index(TILE_ROWS)), split.chunk_bytes)
+        inside = e.mul(b.and_(k, e.index(TILE_ROWS - 1)), TILE_BYTES)
+        grads = []
+        for n, vectors in enumerate(found):
+            place = e.add(band, inside, n * TILE_BYTES)
+            weight, grad = (split.cut(both) for both in zip(*vectors, strict=True))
+            split.put_cut(weight, e.at(weight_rows, place))
+            split.put_cut(grad, e.at(grad_rows, place))
+            grads.append(grad)
+        nothing = e.const_bits(0)
+        for j in range(self.vectors):
+            pairs = [
+                (part[j], grads[1][n][j] if len(grads) == 2 else nothing)
+                for n, part in enumerate(grads[0])
+            ]
+            place = e.at(split.packed_row(grad_pairs, k), j * e.vector_bytes)
+            split.put_pairs(pairs, place)
+
+    # dV and dK
+
+    def add_by_keys(self) -> Value:
+        """A function `(left, turned, sums, dim, count)`: a product for each panel of columns."""
+        e = self.e
+        with e.function("add_by_keys", [*[POINTER] * 3, INT64, INT64]) as (function, args):
+            left, turned, sums, dim, count = args
+
+            def panel(d: Value, _: list[Value]) -> None:
+                number = e.builder.sdiv(d, e.index(CHUNK))
+                right = e.at(turned, e.mul(number, self.split.panel_bytes))
+                out = e.at(sums, e.mul(number, BLOCK_KV * self.width))
+                matrix_unit.multiply(
+                    e, (left, right, out, e.index(self.split.chunk_bytes), count,
+                        e.index(TILE_ROWS)),
+                    self.vectors, onto=True, products=self.split.products(of_weights=True),
+                )  # fmt: skip
+
+            e.loop(0, dim, CHUNK, [], panel)
+        return function
+
+    def add_odd_rows(self, name: str, dtype: str) -> Value:
+        """A function `(*rows, first, last, odd, left, sums, dim, count)`.
+
+        Adds what `turn_rows` left out: the elements without parts of the rows that `odd` marks. A
+        factor of -0.0 adds nothing.
+        """
+        e, split = self.e, self.split
+        rows = [POINTER, *[INT64] * 4]
+        with e.function(name, [*rows, *[POINTER] * 3, INT64, INT64]) as (function, args):
+            source, row, element, first, last, odd, left, sums, dim, count = args
+            b = e.builder
+
+            def each(lane: Value, _: list[Value]) -> None:
+                vector = b.sdiv(lane, e.index(e.lanes))
+                word = e.load(e.at(odd, e.mul(vector, e.vector_bytes)), INT64, WORD)
+                bit = b.and_(b.lshr(word, e.sub(lane, e.mul(vector, e.lanes))), e.index(1))
+                here = e.at(source, e.mul(e.add(first, lane), row))
+
+                def elements(d: Value, _: list[Value]) -> None:
+                    x = load(e, e.at(here, e.mul(d, element)), dtype)
+                    marks = split.huge(split.magnitude(e.splat(x)))
+                    panel = b.sdiv(d, e.index(CHUNK))
+                    inside = e.mul(e.sub(d, e.mul(panel, CHUNK)), FLOAT_BYTES)
+                    column = e.at(sums, e.mul(panel, BLOCK_KV * self.width), inside)
+
+                    def key(k: Value, _: list[Value]) -> None:
+                        tile = e.mul(b.sdiv(k, e.index(TILE_ROWS)), split.chunk_bytes)
+                        inside = e.mul(b.and_(k, e.index(TILE_ROWS - 1)), TILE_BYTES)
+                        place = e.at(left, tile, inside, e.mul(lane, 2))
+                        upper = e.load(place, INT16, 2)
+                        weight = load(e, place, "bfloat16")
+                        for n in range(1, split.parts):
+                            part = load(e, e.at(place, n * matrix_unit.TILE_SIZE), "bfloat16")
+                            weight = b.fadd(weight, part)
+                        with b.if_then(b.icmp_unsigned("!=", upper, ir.Constant(INT16, 1 << 15))):
+                            to = e.at(column, e.mul(k, self.width))
+                            total = e.load(to, e.real, FLOAT_BYTES)
+                            e.store(e.fma(x, weight, total), to, FLOAT_BYTES)
+
+                    some = b.icmp_unsigned("!=", marks, ir.Constant(marks.type, 0))
+                    e.loop(0, b.select(some, count, e.index(0)), 1, [], key)
+
+                marked = b.icmp_signed("!=", bit, e.index(0))
+                e.loop(0, b.select(marked, dim, e.index(0)), 1, [], elements)
+
+            e.loop(0, e.add(e.sub(last, first), 1), 1, [], each)
+        return function
+
+    def add_sums(self) -> Value:
+        """A function `(sums, to, row, dim, count)`: what a block of keys got, to all it got."""
+        e = self.e
+        with e.function("add_sums", [*[POINTER] * 2, *[INT64] * 3]) as (function, args):
+            sums, to, row, dim, count = args
+
+            def key(k: Value, _: list[Value]) -> None:
+                start, end = e.at(sums, e.mul(k, self.width)), e.at(to, e.mul(k, row))
+
+                def elements(d: Value, _: list[Value]) -> None:
+                    panel = e.round_down(d, CHUNK)
+                    inside = e.mul(e.sub(d, panel), FLOAT_BYTES)
+                    place = e.at(start, e.mul(panel, BLOCK_KV * self.width // CHUNK), inside)
+                    self.advance(e.at(end, e.mul(d, FLOAT_BYTES)), [e.load_vector(place)])
+
+                e.loop(0, dim, e.lanes, [], elements)
+
+            e.loop(0, count, 1, [], key)
+        return function
+
+    # One task
+
+    def parts(self) -> dict[str, Value]:
+        e, split, real = self.e, self.split, real_dtype(self.e)
+        multiply = partial(matrix_unit.add_products, e, vectors=self.vectors)
+        found = {
+            "unpack": self.unpack(),
+            f"pack {real}": self.pack(real),
+            "pack": self.pack_parts(),
+            "turn_rows": split.turn_rows(),
+            "split_rows": split.split_rows(),
+            "split_columns": split.split_columns(),
+            "scores": multiply(name="scores", onto=False, products=split.products()),
+            "add_by_queries": multiply(
+                name="add_by_queries", onto=True, products=split.products(of_weights=True)
+            ),
+            "add_by_keys": self.add_by_keys(),
+            "add_sums": self.add_sums(),
+            "add_sifted": without_parts.add_sifted(split),
+        }
+        for dtype in sorted({*self.dtypes.values()}):
+            found[f"copy {dtype}"] = copy_rows(e, dtype)
+        for left, right in (("key", "query"), ("value", "grad_out"), ("out", "grad_out")):
+            name = self.name_of_mend(left, right)
+            if name not in found:
+                found[name] = without_parts.mend(split, name, self.dtypes[left], self.dtypes[right])
+        for name in ("query", "grad_out"):
+            odd = f"add_odd {self.dtypes[name]}"
+            if odd not in found:
+                found[odd] = self.add_odd_rows(odd, self.dtypes[name])
+        if not self.plain:
+            found["full"] = self.weigh("full", masked=False)
+        if self.mask != TRUE:
+            found["partial"] = self.weigh("partial", masked=True)
+        if self.spec.dropout:
+            found["dropout"] = self.dropout()
+        keys_of_block = self.keys_of_block
+        if self.plain:
+            found["all"] = keys_of_block("all", weigh=True, grade=True, lay=True)
+            if self.mask != TRUE:
+                found["weigh"] = keys_of_block("weigh", weigh=True, grade=False, lay=False)
+        if self.chained:
+            found["chain"] = self.chain()
+            found["grade"] = keys_of_block("grade", weigh=False, grade=True, lay=False)
+            found["lay"] = keys_of_block("lay", weigh=False, grade=False, lay=True)
+        elif self.may_forbid:
+            found["grade and lay"] = keys_of_block(
+                "grade and lay", weigh=False, grade=True, lay=True
+            )
+        return found
+
+    def name_of_mend(self, left: str, right: str) -> str:
+        return f"mend {self.dtypes[left]} {self.dtypes[right]}"
+
+    def meeting(self, parts: dict[str, Value]) -> Callable[[Value, list[Value]], None]:
+        e = self.e
+        with e.function("meet", [POINTER] * 4) as (function, args):
+            matrix_unit.configure(e)
+            meeting = _Blocks(self, self.vectors, parts, *args)
+            meeting.begin()
+            meeting.all_blocks(meeting.add_block)
+            meeting.end()
+            matrix_unit.release(e)
+        return lambda _, arguments: e.builder.call(function, arguments)
+
+
+class _Blocks(MeetingOfKeys):
+    """Emits the meeting of some blocks of queries and the keys of one task."""
+
+    kernel: PartBackward
+
+    def __init__(self, kernel: PartBackward, *arguments: object) -> None:
+        super().__init__(kernel, *arguments)  # type: ignore[arg-type]
+        e, b, split = self.e, self.e.builder, kernel.split
+        block_q = kernel.shape.block_q
+        self.q_len = self.field("q_len")
+        left = e.add(e.sub(self.q_len, self.first_row), block_q - 1)
+        self.count = e.least(self.field("together"), b.sdiv(left, e.index(block_q)))
+        self.wide = {name: whole(e, dim) for name, dim in self.dims.items()}
+        half = split.parts * split.width // 2
+        query, grad = (e.mul(self.wide[name], half) for name in ("query", "grad_out"))
+        sums, rows = e.mul(self.wide["query"], split.width), e.index(len(_ROWS) * split.width)
+        self.strides = dict(zip(_OF_BLOCK, (query, query, grad, grad, sums, rows), strict=True))
+
+    def block(self, i: Value) -> _Blocks:
+        """One of them."""
+        e, block_q = self.e, self.kernel.shape.block_q
+        here = copy(self)
+        here.area = dict(self.area)
+        for name, stride in self.strides.items():
+            here.area[name] = e.at(self.area[name], e.mul(i, stride))
+        for n, name in enumerate(_ROWS):
+            here.area[name] = e.at(here.area["rows"], n * self.kernel.width)
+        here.first_row = e.add(self.first_row, e.mul(i, block_q))
+        here.rows = e.least(e.sub(self.q_len, here.first_row), block_q)
+        return here
+
+    def each_block(self, body: Callable[[_Blocks], None]) -> None:
+        self.e.loop(0, self.count, 1, [], lambda i, _: body(self.block(i)))
+
+    # Rows
+
+    def _floats(self, name: str, rows: Rows, first: Value, count: Value) -> tuple[Value, Value]:
+        kernel, e = self.kernel, self.e
+        here = Rows(e.at(rows.pointer, e.mul(first, rows.row)), rows.row, rows.element)
+        dtype = kernel.dtypes[name]
+        copying, to = self.functions[f"copy {dtype}"], self.area["copy"]
+        return kernel.split.floats(dtype, copying, here, count, self.dims[name], to)
+
+    def _product(self, rows: str, packed: str, out: str, left: str, count: Value) -> None:
+        """A product along the elements of rows of `left`."""
+        e, kernel = self.e, self.kernel
+        pairs = e.builder.ashr(self.wide[left], e.index(1))
+        band = kernel.split.band(self.dims[left])
+        self.call("scores", *self.areas(rows, packed, out), band, count, pairs)
+
+    def _mend(
+        self, left: str, right: str, rows: Rows, count: Value, odd: str, lanes: str, out: str
+    ) -> None:
+        """Products that tiles could not take; `rows` are those of the left factor."""
+        e, kernel = self.e, self.kernel
+        found = without_parts.any_without(kernel.split, self.area[odd], self.area[lanes])
+        with e.builder.if_then(found, likely=False):
+            others = kernel.operand(self.arguments, right, self.batch, self.head)
+            where = self.first_row, self.last, self.dims[left], ir.Constant(e.real, 1.0), count
+            held = self.areas(odd, lanes, out)
+            self.call(kernel.name_of_mend(left, right), *rows, *others, *where, *held)
+
+    def begin(self) -> None:
+        """Q and dO in parts both ways, delta."""
+        self.dims["out"], self.wide["out"] = self.dims["value"], self.wide["value"]
+        self.each_block(lambda block: block.pack())
+
+    def pack(self) -> None:
+        e, kernel = self.e, self.kernel
+        for name, short in (("query", "query"), ("grad_out", "grad")):
+            rows = kernel.operand(self.arguments, name, self.batch, self.head)
+            start, row = self._floats(name, rows, self.first_row, self.rows)
+            for j in range(self.vectors):
+                where = e.index(j * e.lanes), e.sub(self.rows, 1), self.dims[name]
+                packed = e.at(self.area[f"{short}_packed"], j * e.vector_bytes)
+                odd = self.call("pack", start, row, *where, packed)
+                e.store(odd, e.at(self.area[f"{short}_odd"], j * e.vector_bytes), WORD)
+            turned = self.area[f"{short}_turned"]
+            self.call("turn_rows", start, row, self.rows, self.dims[name], turned)
+        self.each_vector(self._pack_rows_of_sums)
+        self._delta()
+        sums = e.mul(self.wide["query"], kernel.width)
+        kernel.fill(self.area["query_sums"], e.index(0), sums)
+
+    def _pack_rows_of_sums(self, offset: Value, first: Value) -> None:
+        for name in ("lse", "lse_rest", "grad_lse"):
+            self._pack_column(offset, first, name, name)
+
+    def _delta(self) -> None:
+        """The diagonal of O dO^T."""
+        e, kernel = self.e, self.kernel
+        rows = kernel.operand(self.arguments, "out", self.batch, self.head)
+        start, row = self._floats("out", rows, self.first_row, self.rows)
+        held = self.areas("key_rows", "odd_keys")
+        self.call("split_rows", start, row, self.rows, self.dims["out"], *held)
+        self._product("key_rows", "grad_packed", "weights", "out", self.rows)
+        here = Rows(e.at(rows.pointer, e.mul(self.first_row, rows.row)), rows.row, rows.element)
+        self._mend("out", "grad_out", here, self.rows, "odd_keys", "grad_odd", "weights")
+
+        def diagonal(lane: Value, _: list[Value]) -> None:
+            own, column = e.least(lane, e.sub(self.rows, 1)), e.mul(lane, FLOAT_BYTES)
+            x = e.load(
+                e.at(self.area["weights"], e.mul(own, kernel.width), column), e.real, FLOAT_BYTES
+            )
+            e.store(x, e.at(self.area["delta"], column), FLOAT_BYTES)
+
+        e.loop(0, kernel.shape.block_q, 1, [], diagonal)
+
+    # Keys
+
+    def add_block(self, kv_start: Value, count: Value, kind: Value) -> None:
+        """One block of keys meets every block of queries that sees some of it."""
+        e, b = self.e, self.e.builder
+        v, v_row = self._floats("value", self.values, kv_start, count)
+        held = self.areas("value_rows", "odd_values")
+        self.call("split_rows", v, v_row, count, self.dims["value"], *held)
+        key = self._floats("key", self.keys, kv_start, count)
+        held = self.areas("key_rows", "odd_keys")
+        self.call("split_rows", *key, count, self.dims["key"], *held)
+        sifted = self.call("split_columns", *key, count, self.dims["key"], self.area["key_columns"])
+        for name in ("key", "value"):
+            self._clear_sums(name, count)
+
+        def one(i: Value, _: list[Value]) -> None:
+            own = b.and_(b.lshr(kind, e.mul(i, 2)), e.index(3))
+            with b.if_then(b.icmp_signed("!=", own, e.index(TileKind.EMPTY))):
+                partial = b.icmp_signed("==", own, e.index(TileKind.PARTIAL))
+                self.block(i).meet(kv_start, count, partial, key, sifted)
+
+        e.loop(0, self.count, 1, [], one)
+        for name in ("key", "value"):
+            row = self.field(f"{name}_sum_row")
+            pointer = self.kernel.pointer_field(self.arguments, f"{name}_sums")
+            to = e.at(pointer, e.mul(e.add(self.kv_row, kv_start), row))
+            self.call("add_sums", self.area[f"{name}_sums"], to, row, self.dims[name], count)
+
+    def _clear_sums(self, name: str, count: Value) -> None:
+        e, width = self.e, self.kernel.width
+        rows = e.mul(whole(e, count), width)
+
+        def panel(d: Value, _: list[Value]) -> None:
+            start = e.mul(d, BLOCK_KV * width // CHUNK)
+            self.kernel.fill(self.area[f"{name}_sums"], start, e.add(start, rows))
+
+        e.loop(0, self.dims[name], CHUNK, [], panel)
+
+    def meet(
+        self,
+        kv_start: Value,
+        count: Value,
+        partial: Value,
+        key: tuple[Value, Value],
+        sifted: Value,
+    ) -> None:
+        """P, dS and dX of one block of queries and one of keys, and what they add to."""
+        e, kernel = self.e, self.kernel
+        scores = "weights" if kernel.plain else "products"
+        self._product("key_rows", "query_packed", scores, "key", count)
+        self._product("value_rows", "grad_packed", "score_grads", "value", count)
+        keys, values = (
+            Rows(e.at(rows.pointer, e.mul(kv_start, rows.row)), rows.row, rows.element)
+            for rows in (self.keys, self.values)
+        )
+        self._mend("key", "query", keys, count, "odd_keys", "query_odd", scores)
+        self._mend("value", "grad_out", values, count, "odd_values", "grad_odd", "score_grads")
+        if kernel.spec.dropout:
+            self._by_vector("dropout", kv_start, count)
+        self._compute(kv_start, count, partial)
+        pairs = e.builder.ashr(e.add(count, 1), e.index(1))
+        band, dim = e.index(kernel.split.column_band), self.dims["query"]
+        held = self.areas("key_columns", "grad_pairs", "query_sums")
+        self.call("add_by_queries", *held, band, dim, pairs)
+        with e.builder.if_then(sifted, likely=False):
+            held = self.areas("grad_pairs", "query_sums")
+            self.call("add_sifted", *key, *held, dim, count)
+        self._add_by_keys("value", "weight_rows", "grad_out", "grad", count)
+        self._add_by_keys("key", "grad_rows", "query", "query", count)
+
+    def _compute(self, kv_start: Value, count: Value, partial: Value) -> None:
+        """P and dX in parts, of S and dP."""
+        kernel = self.kernel
+        held = self.areas("rows", "weights", "score_grads", "factors",
+                          "weight_rows", "grad_rows", "grad_pairs")  # fmt: skip
+
+        def compute(name: str) -> None:
+            self.call(name, self.arguments, *held, count)
+
+        def forbid(name: str) -> None:
+            if kernel.plain:
+                compute("weigh")
+            self._by_vector(name, kv_start, count)
+            if kernel.chained:
+                compute("grade")
+                self._by_vector("chain", kv_start, count)
+                compute("lay")
+            else:
+                compute("grade and lay")
+
+        def full() -> None:
+            if kernel.plain:
+                compute("all")
+            else:
+                forbid("full")
+
+        if kernel.mask == TRUE:
+            full()
+        else:
+            self.e.choose(partial, lambda: forbid("partial"), full)
+
+    def _add_by_keys(self, of: str, left: str, name: str, short: str, count: Value) -> None:
+        """dV of P and dO, or dK of dX and Q."""
+        e, kernel = self.e, self.kernel
+        dim, sums = self.dims[name], f"{of}_sums"
+        self.call("add_by_keys", *self.areas(left, f"{short}_turned", sums), dim, count)
+        nothing = e.index(0)
+        words = [e.load(e.at(self.area[f"{short}_odd"], j * e.vector_bytes), INT64, WORD)
+                 for j in range(self.vectors)]  # fmt: skip
+        some = e.builder.icmp_signed("!=", e.builder.or_(*words), nothing)
+        with e.builder.if_then(some, likely=False):
+            rows = kernel.operand(self.arguments, name, self.batch, self.head)
+            where = self.first_row, e.sub(e.add(self.first_row, self.rows), 1)
+            held = self.areas(f"{short}_odd", left, sums)
+            self.call(f"add_odd {kernel.dtypes[name]}", *rows, *where, *held, dim, count)
+
+    def end(self) -> None:
+        """The task's part of dQ."""
+        self.each_block(lambda block: super().end())
