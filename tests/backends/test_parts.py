@@ -393,11 +393,11 @@ def test_odd_elements_of_strided_rows(dtype) -> None:
 @pytest.mark.parametrize("masked", ["mask", "causal", "bias"])
 def test_rows_do_not_notice_what_they_may_not_see(dtype, masked) -> None:
     """Bit for bit, whatever is hidden: other blocks of the same task see it."""
-    arrays = operands(900, 400, 64, heads=(2, 1), dtype=dtype)
-    hidden, blind = slice(133, 260, 9), slice(0, 133)
-    allowed = np.ones((900, 400), bool)
+    arrays = operands(900, 423, 64, heads=(2, 1), dtype=dtype)
+    hidden, blind = slice(133, 423, 9), slice(0, 133)
+    allowed = np.ones((900, 423), bool)
     allowed[blind, hidden] = False
-    bias = np.where(allowed, normal(900, 400, seed=5), -np.inf).astype(np.float32)
+    bias = np.where(allowed, normal(900, 423, seed=5), -np.inf).astype(np.float32)
     variants = {
         "mask": (qkv.Mask(allowed),),
         "causal": (qkv.Causal("start"),),

@@ -68,6 +68,10 @@ STATS = 6
 """Row maximum, row sum, rescaling, what rounding took from the row sum, maximum of a block, T."""
 BLOCK_MAX = 4
 
+SOFTMAX = [*[POINTER] * 4, *[INT64] * 6, BIT]
+"""What `softmax` takes: arguments, S, statistics, turned tables, width, count, batch, head, first
+row, first key, and whether forbidden weights are marked."""
+
 TASK = ("batch", "head", "first_row", "first_run", "last_run")
 RUN = ("start", "stop", "partial")
 
@@ -218,36 +222,58 @@ class Forward(Frame):
         With `marked`, the weight of a forbidden pair is -0.0; no other weight is.
         """
         e = self.e
-        arguments = [*[POINTER] * 4, *[INT64] * 6, BIT]
-        with e.function(name, arguments) as (function, args):
+        with e.function(name, SOFTMAX) as (function, args):
             arguments_, scores, stats, turned, width, count, batch, head, first_row = args[:9]
             kv_start, marked = args[9:]
-            b = e.builder
             places = self.places(arguments_, batch, head, first_row)
             scale = e.splat(self.real_field(arguments_, "scale"))
-            forbidden = None
-            if masked or not self.plain:
-                largest = self._finish_scores(
+            finished = masked or not self.plain
+            if finished:
+                largest = self.finish_scores(
                     places, scale, scores, turned, width, count, kv_start, masked
                 )
-                zero = (ir.Constant(e.real, sign) for sign in (-0.0, 0.0))
-                forbidden = e.splat(b.select(marked, *zero))
             else:
-                largest = b.fmul(e.load_vector(e.at(stats, e.mul(width, BLOCK_MAX))), scale)
-            row = RowSums(e, stats, width, largest, statistics=self.statistics)
-
-            def weigh(k: Value, carried: list[Value]) -> tuple[Value, list[Value]]:
-                score = e.load_vector(e.at(scores, e.mul(k, width)))
-                if forbidden is None:
-                    score = b.fmul(score, scale)
-                weight, following = row.weigh(score, carried, forbidden)
-                if self.spec.dropout:
-                    factor = self.drop(arguments_, places, e.add(kv_start, k))
-                    weight = b.fmul(weight, factor)
-                return weight, following
-
-            row.advance(self.weigh_keys(scores, width, e.index(0), count, row.nothing, weigh))
+                largest = e.load_vector(e.at(stats, e.mul(width, BLOCK_MAX)))
+            where = (arguments_, places, scores, stats, width, count, kv_start)
+            self.weigh_scores(*where, largest, marked, finished=finished)
         return function
+
+    def weigh_scores(
+        self,
+        arguments: Value,
+        places: Expressions,
+        scores: Value,
+        stats: Value,
+        width: Value,
+        count: Value,
+        kv_start: Value,
+        largest: Value,
+        marked: Value,
+        *,
+        finished: bool,
+    ) -> None:
+        """S becomes P; if it is not `finished`, it is to be scaled, and nothing is forbidden."""
+        e, b = self.e, self.e.builder
+        scale = forbidden = None
+        if finished:
+            zero = (ir.Constant(e.real, sign) for sign in (-0.0, 0.0))
+            forbidden = e.splat(b.select(marked, *zero))
+        else:
+            scale = e.splat(self.real_field(arguments, "scale"))
+            largest = b.fmul(largest, scale)
+        row = RowSums(e, stats, width, largest, statistics=self.statistics)
+
+        def weigh(k: Value, carried: list[Value]) -> tuple[Value, list[Value]]:
+            score = e.load_vector(e.at(scores, e.mul(k, width)))
+            if scale is not None:
+                score = b.fmul(score, scale)
+            weight, following = row.weigh(score, carried, forbidden)
+            if self.spec.dropout:
+                factor = self.drop(arguments, places, e.add(kv_start, k))
+                weight = b.fmul(weight, factor)
+            return weight, following
+
+        row.advance(self.weigh_keys(scores, width, e.index(0), count, row.nothing, weigh))
 
     def weigh_keys(
         self,
@@ -289,7 +315,7 @@ class Forward(Frame):
 
         return e.loop(start, stop, 1, sums, one)
 
-    def _finish_scores(
+    def finish_scores(
         self,
         places: Expressions,
         scale: Value,
@@ -301,6 +327,23 @@ class Forward(Frame):
         masked: bool,
     ) -> Value:
         """Scale, score mods and mask in place; the largest of each row."""
+        e = self.e
+        finish = self.finishing(places, scale, scores, turned, width, count, kv_start, masked)
+        (largest,) = e.loop(0, count, 1, [e.const(-math.inf)], finish)
+        return largest
+
+    def finishing(
+        self,
+        places: Expressions,
+        scale: Value,
+        scores: Value,
+        turned: Value,
+        width: Value,
+        count: Value,
+        kv_start: Value,
+        masked: bool,
+    ) -> Callable[[Value, list[Value]], list[Value]]:
+        """What finishes the scores of one key, given the largest so far."""
         e, b = self.e, self.e.builder
         loads = turned_loads(self.spec)
         if not masked:
@@ -324,8 +367,7 @@ class Forward(Frame):
             places.hoist(self.score)
         if masked:
             places.hoist(self.mask)
-        (largest,) = e.loop(0, count, 1, [e.const(-math.inf)], finish)
-        return largest
+        return finish
 
     def places(self, arguments: Value, batch: Value, head: Value, first_row: Value) -> Expressions:
         """Where the lanes are; those beyond the last row repeat it."""

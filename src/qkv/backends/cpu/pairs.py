@@ -20,21 +20,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from llvmlite import ir
 
 from qkv.backends.cpu import matrix_unit, storage
 from qkv.backends.cpu.bfloat16 import CHUNK, chunks, join, multiply_add_pairs, split, whole
-from qkv.backends.cpu.forward import BLOCK_MAX, RUN, STATS, TASK, Forward, ForwardKey
+from qkv.backends.cpu.forward import BLOCK_MAX, RUN, SOFTMAX, STATS, TASK, Forward, ForwardKey
 from qkv.backends.cpu.frame import WORD, Rows, Shape
 from qkv.backends.cpu.ir import BIT, FLOAT, INT16, INT32, INT64, POINTER, Value
+from qkv.backends.cpu.meeting import Block, Buffers, Keys, Meeting, Together
 from qkv.backends.cpu.products import dot_rows, store_vectors, vectors_at
 from qkv.backends.cpu.turning import turned_bytes
 from qkv.problem.expressions import TRUE
 from qkv.problem.spec import Spec
-from qkv.problem.tiles import TileKind
 
 BLOCK_KV = 256
 """Keys whose scores are held at once, a multiple of `CHUNK`."""
@@ -53,41 +51,6 @@ def pair_scratch_bytes(spec: Spec, shape: Shape) -> int:
     own = width * (head_dim // 2 + v_head_dim + STATS)
     turned = turned_bytes(spec, BLOCK_KV, 4 * shape.lanes)
     return -(-(shared + shape.together * own + turned) // 4096) * 4096
-
-
-class Buffers(NamedTuple):
-    """Memory of one worker: scores, transposed V, copied rows, what each block of queries has."""
-
-    scores: Value
-    values: Value
-    key_copy: Value
-    value_copy: Value
-    blocks: Value
-
-
-class Block(NamedTuple):
-    """One block of queries: packed Q, O, statistics, and its first row."""
-
-    packed: Value
-    total: Value
-    stats: Value
-    row: Value
-
-
-@dataclass(frozen=True, slots=True)
-class Meeting:
-    """What is done where blocks of queries, given by number, meet a block of keys."""
-
-    count: Value
-    """Blocks of queries."""
-    pairs: Value
-    """Pairs of elements of a row of Q, in whole chunks."""
-    kind: Callable[[Value], Value]
-    score: Callable[[Value], None]
-    weigh: Callable[[Value], None]
-    weigh_beside: Callable[[Value, Value], None]
-    """Weigh one block and score another in turns."""
-    add: Callable[[Value], None]
 
 
 def emit_pairs(key: ForwardKey) -> str:
@@ -309,6 +272,32 @@ class PairForward(Forward):
 
     # P = exp(S - m)
 
+    def finish(self, name: str, *, masked: bool) -> Value:
+        """A function as `softmax`, up to the weights: S is finished, its largest is kept."""
+        e = self.e
+        with e.function(name, SOFTMAX) as (function, args):
+            arguments_, scores, stats, turned, width, count, batch, head, first_row = args[:9]
+            kv_start = args[9]
+            places = self.places(arguments_, batch, head, first_row)
+            scale = e.splat(self.real_field(arguments_, "scale"))
+            largest = self.finish_scores(
+                places, scale, scores, turned, width, count, kv_start, masked
+            )
+            e.store_vector(largest, e.at(stats, e.mul(width, BLOCK_MAX)))
+        return function
+
+    def weigh(self, name: str, *, finished: bool) -> Value:
+        """A function as `softmax`, from there on."""
+        e = self.e
+        with e.function(name, SOFTMAX) as (function, args):
+            arguments_, scores, stats, _, width, count, batch, head, first_row = args[:9]
+            kv_start, marked = args[9:]
+            places = self.places(arguments_, batch, head, first_row)
+            largest = e.load_vector(e.at(stats, e.mul(width, BLOCK_MAX)))
+            where = (arguments_, places, scores, stats, width, count, kv_start)
+            self.weigh_scores(*where, largest, marked, finished=finished)
+        return function
+
     def store_weights(
         self,
         scores: Value,
@@ -366,25 +355,33 @@ class PairForward(Forward):
         e = self.e
         with e.function("add_values", [*[POINTER] * 4, INT64, INT64]) as (function, args):
             values, weights, rescale, out, v_head_dim, count = args
-            b = e.builder
-            pairs = e.add(b.ashr(e.sub(count, 1), e.index(1)), 1)
-            self.clear_pairs(weights, pairs, b.ashr(whole(e, count), e.index(1)))
-            factors = vectors_at(e, rescale, self.vectors)
-            moved = ir.Constant(BIT, 0)
-            lanes = ir.IntType(e.lanes)
-            for factor in factors:
-                changed = b.fcmp_unordered("!=", factor, e.const(1.0))
-                some = b.icmp_unsigned("!=", b.bitcast(changed, lanes), ir.Constant(lanes, 0))
-                moved = b.or_(moved, some)
-
-            def scale(d: Value, _: list[Value]) -> None:
-                place = e.at(out, e.mul(d, self.width))
-                held = vectors_at(e, place, self.vectors)
-                store_vectors(e, place, list(map(b.fmul, held, factors)))
-
-            e.loop(0, b.select(moved, v_head_dim, e.index(0)), 1, [], scale)
-            b.call(add, [values, weights, out, e.index(self.value_row), v_head_dim, pairs])
+            pairs = self.before_adding(weights, rescale, out, v_head_dim, count)
+            row = e.index(self.value_row)
+            e.builder.call(add, [values, weights, out, row, v_head_dim, pairs])
         return function
+
+    def before_adding(
+        self, weights: Value, rescale: Value, out: Value, v_head_dim: Value, count: Value
+    ) -> Value:
+        """Rescale O and fill the last chunk of weights; gives the number of pairs."""
+        e, b = self.e, self.e.builder
+        pairs = e.add(b.ashr(e.sub(count, 1), e.index(1)), 1)
+        self.clear_pairs(weights, pairs, b.ashr(whole(e, count), e.index(1)))
+        factors = vectors_at(e, rescale, self.vectors)
+        moved = ir.Constant(BIT, 0)
+        lanes = ir.IntType(e.lanes)
+        for factor in factors:
+            changed = b.fcmp_unordered("!=", factor, e.const(1.0))
+            some = b.icmp_unsigned("!=", b.bitcast(changed, lanes), ir.Constant(lanes, 0))
+            moved = b.or_(moved, some)
+
+        def scale(d: Value, _: list[Value]) -> None:
+            place = e.at(out, e.mul(d, self.width))
+            held = vectors_at(e, place, self.vectors)
+            store_vectors(e, place, list(map(b.fmul, held, factors)))
+
+        e.loop(0, b.select(moved, v_head_dim, e.index(0)), 1, [], scale)
+        return pairs
 
     # Values that are not finite
 
@@ -503,30 +500,16 @@ class PairForward(Forward):
             sifted = b.call(parts["sift"], [at.values, v_head_dim, sifted_keys])
         return v, row, sifted
 
-    def mend_scores(
-        self,
-        arguments: Value,
-        parts: dict[str, Value],
-        query: Rows,
-        key: Rows,
-        first_row: Value,
-        count: Value,
-        at: Buffers,
-        stats: Value,
-    ) -> None:
-        """Scores of rows that the product could not take; `key` begins with the block."""
-
-    def meet(self, with_keys: Meeting) -> None:
+    def meet(self, task: Together, keys: Keys) -> None:
         """Every block of queries that sees some of a block of keys."""
-        e, b = self.e, self.e.builder
+        e, meeting = self.e, Meeting(self, task, keys)
 
         def one(i: Value, _: list[Value]) -> None:
-            with b.if_then(b.icmp_signed("!=", with_keys.kind(i), e.index(TileKind.EMPTY))):
-                with_keys.score(i)
-                with_keys.weigh(i)
-                with_keys.add(i)
+            with e.builder.if_then(e.builder.not_(meeting.is_empty(i))):
+                for step in (meeting.score, meeting.finish, meeting.weigh, meeting.add):
+                    step(i)
 
-        e.loop(0, with_keys.count, 1, [], one)
+        e.loop(0, task.count, 1, [], one)
 
     def attend_together(self, parts: dict[str, Value]) -> Value:
         """Some blocks of queries of one head over their runs of keys."""
@@ -548,8 +531,6 @@ class PairForward(Forward):
 
             wide, v_wide = whole(e, head_dim), whole(e, v_head_dim)
             at = self.buffers(scratch, wide, v_wide)
-            scores = at.scores
-            weights, pairs = e.at(scores, self.weights_at), b.ashr(wide, e.index(1))
             total_at = e.mul(wide, self.parts * self.width // 2)
             stats_at = e.add(total_at, e.mul(v_wide, self.width))
             block_bytes = e.add(stats_at, self.stats_rows * self.width)
@@ -592,70 +573,28 @@ class PairForward(Forward):
 
             each_block(begin)
 
+            here = Together(
+                parts=parts,
+                arguments=arguments,
+                batch=batch,
+                head=head,
+                query=query,
+                key=key,
+                head_dim=head_dim,
+                v_head_dim=v_head_dim,
+                count=count,
+                block=block_at,
+                at=at,
+                turned=turned,
+            )
+
             def block_of_keys(kv_start: Value, keys: Value, kinds: Value) -> None:
                 k, key_row = self.block_of_keys(arguments, parts, key, kv_start, keys, head_dim, at)
                 v, value_row, sifted = self.block_of_values(
                     arguments, parts, value, kv_start, keys, v_head_dim, at, kinds
                 )
-
-                def kind(i: Value) -> Value:
-                    return b.and_(b.lshr(kinds, e.mul(i, 2)), e.index(3))
-
-                def mend(i: Value) -> None:
-                    here = block_at(i)
-                    start = e.at(key.pointer, e.mul(kv_start, key.row))
-                    from_here = Rows(start, key.row, key.element)
-                    self.mend_scores(
-                        arguments, parts, query, from_here, here.row, keys, at, here.stats
-                    )
-
-                def score(i: Value) -> None:
-                    b.call(parts["scores"], [k, block_at(i).packed, scores, key_row, keys, pairs])
-                    mend(i)
-
-                def find_max(i: Value) -> None:
-                    largest = e.at(block_at(i).stats, BLOCK_MAX * self.width)
-                    b.call(parts["block_max"], [scores, largest, keys])
-
-                def weigh(i: Value) -> None:
-                    here = block_at(i)
-
-                    def softmax(name: str) -> None:
-                        for j in range(self.vectors):
-                            offset = j * e.vector_bytes
-                            places = (e.at(scores, offset), e.at(here.stats, offset), turned)
-                            first = e.add(here.row, j * e.lanes)
-                            where = (keys, batch, head, first, kv_start, sifted)
-                            b.call(parts[name], [arguments, *places, e.index(self.width), *where])
-
-                    def full() -> None:
-                        if self.plain:
-                            find_max(i)
-                        softmax("full")
-
-                    if self.mask == TRUE:
-                        full()
-                    else:
-                        partial = b.icmp_signed("==", kind(i), e.index(TileKind.PARTIAL))
-                        e.choose(partial, lambda: softmax("partial"), full)
-
-                def weigh_beside(i: Value, following: Value) -> None:
-                    find_max(i)
-                    rows = [k, block_at(following).packed, scores, block_at(i).stats]
-                    b.call(parts["weigh_beside"], [arguments, *rows, key_row, keys, pairs])
-                    mend(following)
-
-                def add(i: Value) -> None:
-                    here = block_at(i)
-                    rescale = e.at(here.stats, 2 * self.width)
-                    b.call(parts["add_values"],
-                           [at.values, weights, rescale, here.total, v_head_dim, keys])  # fmt: skip
-                    if "add_sifted" in parts:
-                        with b.if_then(sifted, likely=False):
-                            rows = [v, value_row, weights, here.total, v_head_dim, keys]
-                            b.call(parts["add_sifted"], rows)
-
-                self.meet(Meeting(count, pairs, kind, score, weigh, weigh_beside, add))
+                values = Rows(v, value_row, value.element)
+                self.meet(here, Keys(kv_start, keys, kinds, k, key_row, values, sifted))
 
             runs, size = self.pointer_field(arguments, "runs"), self.block_kv
 
@@ -696,14 +635,19 @@ class PairForward(Forward):
         parts = {
             **self.rows(),
             "scores": self.product("scores", onto=False),
-            "full": self.softmax("full", False),
             "unpack": self.unpack(),
             "add_values": self.add_values(self.product("products", onto=True)),
         }
+        masked = self.mask != TRUE
         if self.plain:
             parts["block_max"] = self.block_max()
-        if self.mask != TRUE:
-            parts["partial"] = self.softmax("partial", True)
+            parts["weigh_plain"] = self.weigh("weigh_plain", finished=False)
+        else:
+            parts["finish_full"] = self.finish("finish_full", masked=False)
+        if masked:
+            parts["finish_partial"] = self.finish("finish_partial", masked=True)
+        if masked or not self.plain:
+            parts["weigh_finished"] = self.weigh("weigh_finished", finished=True)
         attend = self.attend_together(parts)
 
         def run(arguments: Value, number: Value, scratch: Value) -> None:

@@ -7,27 +7,34 @@ and everything between the products is as in `pairs`.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeAlias
+
+from llvmlite import ir
 
 from qkv.backends.cpu import matrix_unit, without_parts
-from qkv.backends.cpu.bfloat16 import CHUNK, chunks
+from qkv.backends.cpu.bfloat16 import CHUNK, chunks, whole
 from qkv.backends.cpu.forward import BLOCK_MAX, STATS, ForwardKey, RowSums
 from qkv.backends.cpu.frame import WORD, Rows, Shape
 from qkv.backends.cpu.ir import INT64, POINTER, Value
 from qkv.backends.cpu.matrix_unit import TILE_ROWS
+from qkv.backends.cpu.meeting import Buffers, Keys, Meeting, Together
 from qkv.backends.cpu.packing import copy_rows
-from qkv.backends.cpu.pairs import Buffers, Meeting, PairForward
+from qkv.backends.cpu.pairs import PairForward
 from qkv.backends.cpu.part_rows import FLOAT_BYTES, PartRows
 from qkv.backends.cpu.turning import turned_bytes
 from qkv.problem.expressions import TRUE
 from qkv.problem.spec import Spec
-from qkv.problem.tiles import TileKind
 
 BLOCK_KV = 128
 """Keys whose scores are held at once: they and their weights fit the nearest cache."""
 
 _KEYS_BESIDE = 16
-"""Keys that are weighed beside one step of a product."""
+"""Keys that are weighed, or finished, beside one step of a product."""
+
+_Finish: TypeAlias = Callable[[Value, list[Value]], list[Value]]
 
 
 def part_scratch_bytes(spec: Spec, shape: Shape) -> int:
@@ -38,7 +45,7 @@ def part_scratch_bytes(spec: Spec, shape: Shape) -> int:
     scores = BLOCK_KV * width + BLOCK_KV // 2 * parts * width
     rows = 2 * parts * (head_dim + v_head_dim) + FLOAT_BYTES * max(head_dim, v_head_dim)
     own = width * (parts * head_dim // 2 + v_head_dim + STATS + 1)
-    turned = turned_bytes(spec, BLOCK_KV, 4 * shape.lanes)
+    turned = turned_bytes(spec, BLOCK_KV, width)
     total = without_parts.ODD_BYTES + scores + BLOCK_KV * rows + shape.together * own + turned
     return -(-total // 4096) * 4096
 
@@ -59,6 +66,8 @@ class _PartForward(PairForward):
         self.value_row = self.split.column_band
         self.unrolled = (2, 1)
         self.stats_rows = STATS + 1
+        self.offsets = [j * self.e.vector_bytes for j in range(self.vectors)]
+        """Of the vectors of a block of queries."""
 
     def place_of_pair(self, scores: Value, k: Value, width: Value) -> Value:
         return self.split.packed_row(self.e.at(scores, self.weights_at), k)
@@ -95,25 +104,6 @@ class _PartForward(PairForward):
         dtype = self.dtypes[name]
         return self.split.floats(dtype, parts[f"copy {dtype}"], rows, count, dim, to)
 
-    def mend_scores(
-        self,
-        arguments: Value,
-        parts: dict[str, Value],
-        query: Rows,
-        key: Rows,
-        first_row: Value,
-        count: Value,
-        at: Buffers,
-        stats: Value,
-    ) -> None:
-        e = self.e
-        odd, lanes = e.at(at.scores, -without_parts.ODD_BYTES), e.at(stats, STATS * self.width)
-        with e.builder.if_then(without_parts.any_without(self.split, odd, lanes), likely=False):
-            last = e.sub(self.field(arguments, "rows"), 1)
-            head_dim, sign = self.field(arguments, "head_dim"), self.real_field(arguments, "sign")
-            rows = [*key, *query, first_row, last, head_dim, sign]
-            e.builder.call(parts["mend"], [*rows, count, odd, lanes, at.scores])
-
     # One task, all tasks
 
     def product(self, name: str, *, onto: bool) -> Value:
@@ -121,44 +111,41 @@ class _PartForward(PairForward):
         products = self.split.products(of_weights=onto)
         return matrix_unit.add_products(self.e, name, self.vectors, onto=onto, products=products)
 
-    @property
-    def beside(self) -> bool:
-        """Whether weights can be computed while tiles are multiplied."""
-        return self.plain and not self.spec.dropout
+    # Vector units have time while tiles are multiplied
 
     def weigh_beside(self) -> Value:
-        """A function `(arguments, rows, packed, scores, stats, band, count, pairs)`.
+        """A function `(rows, packed, scores, stats, scale, band, count, pairs)`.
 
-        The weights of one block of queries, whose `scores` and `stats` are given, and the scores of
-        another, which take their place. Vector units have time while tiles are multiplied. In each
-        step, 16 keys leave and at most as many come, if a row of Q is at least two chunks.
+        The weights of one block of queries, whose finished `scores` and `stats` are given, and the
+        scores of another, which take their place. In each step 16 keys leave, and at most as many
+        come, if a row of Q is at least two chunks.
         """
         e = self.e
-        arguments = [*[POINTER] * 5, *[INT64] * 3]
+        arguments = [*[POINTER] * 4, e.real, *[INT64] * 3]
         with e.function("weigh_beside", arguments) as (function, args):
-            arguments_, rows, packed, scores, stats, band, count, pairs = args
+            rows, packed, scores, stats, factor, band, count, pairs = args
             b, width = e.builder, e.index(self.width)
-            products = self.split.products()
-            scale = e.splat(self.real_field(arguments_, "scale"))
-            offsets = [j * e.vector_bytes for j in range(self.vectors)]
+            products, scale = self.split.products(), e.splat(factor)
             sums = []
-            for offset in offsets:
+            for offset in self.offsets:
                 here = e.at(stats, offset)
                 largest = b.fmul(e.load_vector(e.at(here, BLOCK_MAX * self.width)), scale)
                 sums.append(RowSums(e, here, width, largest, statistics=self.statistics))
 
             def weigh(j: int, k: Value, carried: list[Value]) -> tuple[Value, list[Value]]:
-                place = e.at(scores, e.mul(k, width), offsets[j])
+                place = e.at(scores, e.mul(k, width), self.offsets[j])
                 return sums[j].weigh(b.fmul(e.load_vector(place), scale), carried, None)
 
             steps = b.sdiv(count, e.index(_KEYS_BESIDE))
-            kept = []
-            for j, offset in enumerate(offsets):
-                start = e.mul(steps, _KEYS_BESIDE)
-                found = self.weigh_keys(
-                    e.at(scores, offset), width, start, count, sums[j].nothing, partial(weigh, j)
+            of_steps, of_rest = [], []
+            for j, offset in enumerate(self.offsets):
+                nothing, start = sums[j].nothing, e.mul(steps, _KEYS_BESIDE)
+                # These scores are gone when their turn comes.
+                rest = self.weigh_keys(
+                    e.at(scores, offset), width, start, count, nothing, partial(weigh, j)
                 )
-                kept.append([self._kept(x) for x in found])
+                of_rest.append([self._kept(x) for x in rest])
+                of_steps.append([self._kept(x) for x in nothing])
             running: list[list[Value]] = []
 
             def some(step: Value, group: int) -> None:
@@ -172,10 +159,10 @@ class _PartForward(PairForward):
                     k = e.add(e.mul(step, _KEYS_BESIDE), 2 * p)
                     first, running[j] = weigh(j, k, running[j])
                     second, running[j] = weigh(j, e.add(k, 1), running[j])
-                    place = self.place_of_pair(e.at(scores, offsets[j]), k, width)
+                    place = self.place_of_pair(e.at(scores, self.offsets[j]), k, width)
                     self.store_pair(first, second, place)
                 if group == groups - 1:
-                    for places, part in zip(kept, running, strict=True):
+                    for places, part in zip(of_steps, running, strict=True):
                         for place, x in zip(places, part, strict=True):
                             e.store_vector(b.fadd(e.load_vector(place), x), place)
 
@@ -183,9 +170,76 @@ class _PartForward(PairForward):
                 e, (rows, packed, scores, band, count, pairs), self.vectors, onto=False,
                 products=products, beside=matrix_unit.Beside(steps, some),
             )  # fmt: skip
-            for row, places in zip(sums, kept, strict=True):
-                row.advance([e.load_vector(place) for place in places])
+            for row, *found in zip(sums, of_steps, of_rest, strict=True):
+                # The rest comes last, as where weights are computed alone: bits are the same.
+                both = zip(*found, strict=True)
+                row.advance([b.fadd(*map(e.load_vector, places)) for places in both])
         return function
+
+    def add_beside(self, name: str, *, masked: bool) -> Value:
+        """A function `(*add_values, arguments, scores, stats, turned, batch, head, row, kv_start)`.
+
+        Add the values of one block of queries, and finish the scores of another, whose first row is
+        `row`. In each step 16 keys are finished, which takes no more steps than there are if values
+        have more than one chunk.
+        """
+        e = self.e
+        adding, block = [*[POINTER] * 4, *[INT64] * 2], [*[POINTER] * 4, *[INT64] * 4]
+        with e.function(name, adding + block) as (function, args):
+            values, weights, rescale, out, v_head_dim, count = args[: len(adding)]
+            following = args[len(adding) :]
+            b, stats = e.builder, following[2]
+            self.before_adding(weights, rescale, out, v_head_dim, count)
+            finish = self._finishing(following, count, masked)
+            largest = [self._kept(e.const(-math.inf)) for _ in self.offsets]
+
+            def keys(start: Value, stop: Value) -> None:
+                def one(k: Value, seen: list[Value]) -> list[Value]:
+                    return [each(k, [x])[0] for each, x in zip(finish, seen, strict=True)]
+
+                seen = e.loop(start, stop, 1, [e.load_vector(place) for place in largest], one)
+                for x, place in zip(seen, largest, strict=True):
+                    e.store_vector(x, place)
+
+            products = self.split.products(of_weights=True)
+            steps = b.sdiv(count, e.index(_KEYS_BESIDE))
+
+            def some(step: Value, group: int) -> None:
+                """A share of the keys of this step."""
+                shares = (_KEYS_BESIDE * n // len(products) for n in (group, group + 1))
+                keys(*(e.add(e.mul(step, _KEYS_BESIDE), share) for share in shares))
+
+            pairs = b.ashr(whole(e, count), e.index(1))
+            matrix_unit.multiply(
+                e, (values, weights, out, e.index(self.value_row), v_head_dim, pairs),
+                self.vectors, onto=True, products=products, beside=matrix_unit.Beside(steps, some),
+            )  # fmt: skip
+            keys(e.mul(steps, _KEYS_BESIDE), count)
+            for offset, place in zip(self.offsets, largest, strict=True):
+                block_max = e.at(stats, BLOCK_MAX * self.width + offset)
+                e.store_vector(e.load_vector(place), block_max)
+        return function
+
+    def _finishing(self, block: Sequence[Value], count: Value, masked: bool) -> list[_Finish]:
+        """What finishes the scores of one key, for each vector; of plain ones it only looks."""
+        e = self.e
+        arguments, scores, _, turned, batch, head, row, kv_start = block
+        scale = e.splat(self.real_field(arguments, "scale"))
+        bytes_turned = turned_bytes(self.spec, BLOCK_KV, e.vector_bytes)
+
+        def look(here: Value, k: Value, seen: list[Value]) -> list[Value]:
+            return [e.greatest(seen[0], e.load_vector(e.at(here, e.mul(k, self.width))))]
+
+        found: list[_Finish] = []
+        for j, offset in enumerate(self.offsets):
+            here, own = e.at(scores, offset), e.at(turned, j * bytes_turned)
+            if self.plain and not masked:
+                found.append(partial(look, here))
+                continue
+            places = self.places(arguments, batch, head, e.add(row, j * e.lanes))
+            width = e.index(self.width)
+            found.append(self.finishing(places, scale, here, own, width, count, kv_start, masked))
+        return found
 
     def _kept(self, x: Value) -> Value:
         """Where a vector is kept while registers are wanted."""
@@ -193,40 +247,42 @@ class _PartForward(PairForward):
         self.e.store_vector(x, place)
         return place
 
-    def meet(self, with_keys: Meeting) -> None:
-        """Weights of one block of queries are computed beside the scores of the next."""
-        if not self.beside:
-            super().meet(with_keys)
-            return
-        e, b = self.e, self.e.builder
+    def meet(self, task: Together, keys: Keys) -> None:
+        """The next block is scored beside the weights of one, and finished beside its values."""
+        e, b, meeting = self.e, self.e.builder, _PartMeeting(self, task, keys)
         with b.goto_entry_block():
             waiting = b.bitcast(b.alloca(INT64), POINTER)
         e.store(e.index(-1), waiting, WORD)
 
         def one(i: Value, _: list[Value]) -> None:
-            with b.if_then(b.icmp_signed("!=", with_keys.kind(i), e.index(TileKind.EMPTY))):
+            with b.if_then(b.not_(meeting.is_empty(i))):
                 before = e.load(waiting, INT64, WORD)
                 some = b.icmp_signed(">=", before, e.index(0))
-                fits = b.icmp_signed(">=", with_keys.pairs, e.index(CHUNK))
-                if self.mask != TRUE:
-                    kind = with_keys.kind(e.greater(before, 0))
-                    fits = b.and_(fits, b.icmp_signed("==", kind, e.index(TileKind.FULL)))
 
-                def in_turn() -> None:
+                def weigh_and_score() -> None:
                     with b.if_then(some):
-                        with_keys.weigh(before)
-                    with_keys.score(i)
+                        meeting.weigh(before)
+                    meeting.score(i)
 
-                e.choose(b.and_(some, fits), lambda: with_keys.weigh_beside(before, i), in_turn)
-                with b.if_then(some):
-                    with_keys.add(before)
+                def add_and_finish() -> None:
+                    with b.if_then(some):
+                        meeting.add(before)
+                    meeting.finish(i)
+
+                if self.spec.dropout:
+                    weigh_and_score()
+                else:
+                    can = b.and_(some, meeting.can_weigh_beside(e.greater(before, 0)))
+                    e.choose(can, lambda: meeting.weigh_beside(before, i), weigh_and_score)
+                can = b.and_(some, meeting.can_add_beside())
+                e.choose(can, lambda: meeting.add_beside(before, i), add_and_finish)
                 e.store(i, waiting, WORD)
 
-        e.loop(0, with_keys.count, 1, [], one)
+        e.loop(0, task.count, 1, [], one)
         last = e.load(waiting, INT64, WORD)
         with b.if_then(b.icmp_signed(">=", last, e.index(0))):
-            with_keys.weigh(last)
-            with_keys.add(last)
+            meeting.weigh(last)
+            meeting.add(last)
 
     def rows(self) -> dict[str, Value]:
         e = self.e
@@ -237,8 +293,11 @@ class _PartForward(PairForward):
         key, query = self.dtypes["key"], self.dtypes["query"]
         parts["mend"] = without_parts.mend(self.split, "mend", key, query)
         parts["add_sifted"] = without_parts.add_sifted(self.split)
-        if self.beside:
+        if not self.spec.dropout:
             parts["weigh_beside"] = self.weigh_beside()
+        parts["add_beside_full"] = self.add_beside("add_beside_full", masked=False)
+        if self.mask != TRUE:
+            parts["add_beside_partial"] = self.add_beside("add_beside_partial", masked=True)
         return parts
 
     def buffers(self, scratch: Value, wide: Value, v_wide: Value) -> Buffers:
@@ -284,3 +343,61 @@ class _PartForward(PairForward):
         v, row = self.floats(parts, "value", here, count, v_head_dim, at.value_copy)
         sifted = e.builder.call(parts["split_columns"], [v, row, count, v_head_dim, at.values])
         return v, row, sifted
+
+
+class _PartMeeting(Meeting):
+    """Steps of two blocks of queries, beside each other; scores of what has no parts."""
+
+    kernel: _PartForward
+
+    def score(self, i: Value) -> None:
+        super().score(i)
+        self._mend(i)
+
+    def can_weigh_beside(self, i: Value) -> Value:
+        """Whether there are steps enough, and no weight is marked."""
+        e, b = self.e, self.e.builder
+        enough = e.below(CHUNK, self.task.head_dim)
+        return b.and_(enough, b.not_(b.and_(self.keys.sifted, self.is_finished(i))))
+
+    def weigh_beside(self, i: Value, following: Value) -> None:
+        e, b, keys, task = self.e, self.e.builder, self.keys, self.task
+        scale = self.kernel.real_field(task.arguments, "scale")
+        scale = b.select(self.is_finished(i), ir.Constant(e.real, 1.0), scale)
+        rows = [keys.rows, task.block(following).packed, self.scores, task.block(i).stats]
+        b.call(self.parts["weigh_beside"], [*rows, scale, keys.row, keys.count, self.pairs])
+        self._mend(following)
+
+    def can_add_beside(self) -> Value:
+        """Whether there are steps enough."""
+        return self.e.below(CHUNK, self.task.v_head_dim)
+
+    def add_beside(self, i: Value, following: Value) -> None:
+        task, block = self.task, self.task.block(following)
+        where = (task.batch, task.head, block.row, self.keys.start)
+        args = [*self.adding(i), task.arguments, self.scores, block.stats, task.turned, *where]
+
+        def call(name: str) -> None:
+            self.e.builder.call(self.parts[name], args)
+
+        self.by_kind(
+            following,
+            full=lambda: call("add_beside_full"),
+            partial=lambda: call("add_beside_partial"),
+        )
+        self.add_sifted(i)
+
+    def _mend(self, i: Value) -> None:
+        """Scores of rows without parts."""
+        e, task, keys, kernel = self.e, self.task, self.keys, self.kernel
+        block = task.block(i)
+        odd = e.at(self.scores, -without_parts.ODD_BYTES)
+        lanes = e.at(block.stats, STATS * kernel.width)
+        some = without_parts.any_without(kernel.split, odd, lanes)
+        with e.builder.if_then(some, likely=False):
+            key = task.key
+            start = e.at(key.pointer, e.mul(keys.start, key.row))
+            last = e.sub(kernel.field(task.arguments, "rows"), 1)
+            sign = kernel.real_field(task.arguments, "sign")
+            rows = [start, key.row, key.element, *task.query, block.row, last, task.head_dim, sign]
+            e.builder.call(self.parts["mend"], [*rows, keys.count, odd, lanes, self.scores])

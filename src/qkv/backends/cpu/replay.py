@@ -378,7 +378,7 @@ class _Top(_RowReplay):
             b = e.builder
             places = self.places(arguments_, batch, head, first_row)
             scale = e.splat(self.real_field(arguments_, "scale"))
-            largest = self._finish_scores(
+            largest = self.finish_scores(
                 places, scale, scores, turned, width, count, kv_start, masked
             )
             k = self.field(arguments_, "k")
@@ -469,7 +469,7 @@ class _Received(_Replay):
             b = e.builder
             places = self.places(arguments_, batch, head, first_row)
             scale = e.splat(self.real_field(arguments_, "scale"))
-            self._finish_scores(places, scale, scores, turned, width, count, kv_start, masked)
+            self.finish_scores(places, scale, scores, turned, width, count, kv_start, masked)
             lse, log_sum = (
                 e.load_vector(e.at(shift, i * e.vector_bytes), aligned=False) for i in (0, 1)
             )
