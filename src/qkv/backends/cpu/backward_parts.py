@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from functools import partial
+from typing import NamedTuple
 
 from llvmlite import ir
 
@@ -50,6 +51,43 @@ _SHARED = (
 )  # fmt: skip
 
 
+_KEYS_BESIDE = 8
+"""Whose weights are computed beside one step of a product."""
+
+
+class _OfPairs(NamedTuple):
+    """What is known and computed of a block of queries and one of keys."""
+
+    arguments: Value
+    rows: Value
+    weights: Value
+    grads: Value
+    factors: Value
+    weight_rows: Value
+    grad_rows: Value
+    grad_pairs: Value
+
+
+_OF_PAIRS = (
+    "rows", "weights", "score_grads", "factors", "weight_rows", "grad_rows", "grad_pairs",
+)  # fmt: skip
+"""The areas of these."""
+_Pair = Callable[[Value, int], tuple[Value, Value]]
+"""Of a key and a vector of queries, P and dX."""
+
+
+class _Product(NamedTuple):
+    """A product along the elements of rows of both factors, and the areas it needs."""
+
+    left: str
+    right: str
+    rows: str
+    packed: str
+    out: str
+    odd: str
+    lanes: str
+
+
 def part_areas(shape: Shape, head_dim: int, v_head_dim: int, together: int) -> dict[str, int]:
     """Bytes that each area takes, with so many blocks of queries."""
     width, parts = FLOAT_BYTES * shape.block_q, shape.parts
@@ -59,7 +97,7 @@ def part_areas(shape: Shape, head_dim: int, v_head_dim: int, together: int) -> d
     key_sums, value_sums = (FLOAT_BYTES * BLOCK_KV * d for d in (dim, v_dim))
     query, grad = (together * parts * width // 2 * d for d in (dim, v_dim))
     odd = without_parts.ODD_BYTES
-    shared = (odd, odd, *[scores] * 4, *[pairs] * 3, keys, keys, values,
+    shared = (odd, odd, *[2 * scores] * 2, *[scores] * 2, *[pairs] * 3, keys, keys, values,
               max(key_sums, value_sums), key_sums, value_sums)  # fmt: skip
     own = query, query, grad, grad, together * width * dim, together * width * len(_ROWS)
     return dict(zip((*_SHARED, *_OF_BLOCK), (*shared, *own), strict=True))
@@ -103,84 +141,104 @@ class PartBackward(Backward):
         factor of dropout. `lay`: P and dX in parts.
         """
         e = self.e
-        arguments = [*[POINTER] * 8, INT64]
-        with e.function(name, arguments) as (function, args):
-            (arguments_, rows, weights, grads, factors,
-             weight_rows, grad_rows, grad_pairs, count) = args  # fmt: skip
-            b, dropout = e.builder, bool(self.spec.dropout)
-            scale = e.splat(self.real_field(arguments_, "scale"))
-            lse, rest, delta, grad_lse = (
-                vectors_at(e, rows, self.vectors, _ROWS.index(name))
-                for name in ("lse", "lse_rest", "delta", "grad_lse")
-            )
-
-            def pair(k: Value, j: int) -> tuple[Value, Value]:
-                """P and dX of one key and one vector of queries."""
-                place = e.add(e.mul(k, self.width), j * e.vector_bytes)
-                weight, found = (e.load_vector(e.at(of, place)) for of in (weights, grads))
-                if weigh:
-                    distance = b.fsub(b.fsub(b.fmul(weight, scale), lse[j]), rest[j])
-                    weight = vector_math.exp_flushed(e, distance)
-                forbidden = self.forbidden(weight)
-                if grade:
-                    factor = e.load_vector(e.at(factors, place)) if dropout else None
-                    if factor is not None:
-                        found = b.fmul(found, factor)
-                    found = b.fadd(b.fsub(found, delta[j]), grad_lse[j])
-                    share = weight if self.chained else b.fmul(weight, scale)
-                    # + 0.0: what is allowed is never -0.0.
-                    found = e.fma(share, found, e.const(0.0))
-                    if factor is not None:
-                        weight = b.fmul(weight, factor)
-                else:
-                    found = b.fadd(found, e.const(0.0))
-                if lay and self.may_forbid and not weigh:
-                    found = b.select(forbidden, e.const(-0.0), found)
-                return weight, found
+        with e.function(name, [*[POINTER] * 8, INT64, INT64]) as (function, args):
+            block, start, count = _OfPairs(*args[:8]), *args[8:]
+            pair = self.pair(block, weigh=weigh, grade=grade, lay=lay)
+            if lay:
+                even = e.add(start, e.round_down(e.sub(count, start), 2))
+                e.loop(start, even, 2, [], lambda k, _: self.lay(block, pair, k, 2))
+                e.loop(even, count, 1, [], lambda k, _: self.lay(block, pair, k, 1))
+                pairs = e.builder.ashr(e.add(count, 1), e.index(1))
+                end = e.builder.ashr(whole(e, count), e.index(1))
+                self.split.clear_pairs(block.grad_pairs, pairs, end)
+                return function
 
             def store(k: Value, _: list[Value]) -> None:
                 for j in range(self.vectors):
                     place = e.add(e.mul(k, self.width), j * e.vector_bytes)
-                    for of, x in zip((weights, grads), pair(k, j), strict=True):
+                    for of, x in zip((block.weights, block.grads), pair(k, j), strict=True):
                         e.store_vector(x, e.at(of, place))
 
-            def split_keys(keys: int) -> Callable[[Value, list[Value]], None]:
-                def body(k: Value, _: list[Value]) -> None:
-                    self._lay(
-                        [[pair(e.add(k, n), j) for j in range(self.vectors)] for n in range(keys)],
-                        k, weight_rows, grad_rows, grad_pairs,
-                    )  # fmt: skip
-
-                return body
-
-            if lay:
-                even = e.round_down(count, 2)
-                e.loop(0, even, 2, [], split_keys(2))
-                e.loop(even, count, 1, [], split_keys(1))
-                pairs = b.ashr(e.add(count, 1), e.index(1))
-                self.split.clear_pairs(grad_pairs, pairs, b.ashr(whole(e, count), e.index(1)))
-            else:
-                e.loop(0, count, 1, [], store)
+            e.loop(start, count, 1, [], store)
         return function
 
-    def _lay(
-        self,
-        found: list[list[tuple[Value, Value]]],
-        k: Value,
-        weight_rows: Value,
-        grad_rows: Value,
-        grad_pairs: Value,
-    ) -> None:
+    def all_beside(self) -> Value:
+        """A function `(*_OfPairs, start, *product) -> start`: P and dX of keys from `start` on.
+
+        As many as there is time for while tiles of other blocks are multiplied; gives the first key
+        that is left. `product` are the arguments of `matrix_unit.multiply`.
+        """
+        e = self.e
+        arguments = [*[POINTER] * 8, INT64, *[POINTER] * 3, *[INT64] * 3]
+        with e.function("all_beside", arguments, INT64) as (function, args):
+            block, start, product = _OfPairs(*args[:8]), args[8], args[9:]
+            count, pairs = product[4:]
+            b, products = e.builder, self.split.products()
+            pair = self.pair(block, weigh=True, grade=True, lay=True)
+            wanted = b.sdiv(e.sub(count, start), e.index(_KEYS_BESIDE))
+            steps = e.least(wanted, matrix_unit.steps_of(e, count, pairs))
+
+            def some(step: Value, group: int) -> None:
+                """A share of the keys of this step."""
+                units, groups = _KEYS_BESIDE // 2, len(products)
+                first = e.add(start, e.mul(step, _KEYS_BESIDE))
+                for n in range(units * group // groups, units * (group + 1) // groups):
+                    self.lay(block, pair, e.add(first, 2 * n), 2)
+
+            matrix_unit.multiply(
+                e, product, self.vectors, onto=False, products=products,
+                beside=matrix_unit.Beside(steps, some),
+            )  # fmt: skip
+            b.ret(e.add(start, e.mul(steps, _KEYS_BESIDE)))
+        return function
+
+    def pair(self, of: _OfPairs, *, weigh: bool, grade: bool, lay: bool) -> _Pair:
+        """P and dX of one key and one vector of queries."""
+        e, b = self.e, self.e.builder
+        dropout = bool(self.spec.dropout)
+        scale = e.splat(self.real_field(of.arguments, "scale"))
+        lse, rest, delta, grad_lse = (
+            vectors_at(e, of.rows, self.vectors, _ROWS.index(name))
+            for name in ("lse", "lse_rest", "delta", "grad_lse")
+        )
+
+        def pair(k: Value, j: int) -> tuple[Value, Value]:
+            place = e.add(e.mul(k, self.width), j * e.vector_bytes)
+            weight, found = (e.load_vector(e.at(x, place)) for x in (of.weights, of.grads))
+            if weigh:
+                distance = b.fsub(b.fsub(b.fmul(weight, scale), lse[j]), rest[j])
+                weight = vector_math.exp_flushed(e, distance)
+            forbidden = self.forbidden(weight)
+            if grade:
+                factor = e.load_vector(e.at(of.factors, place)) if dropout else None
+                if factor is not None:
+                    found = b.fmul(found, factor)
+                found = b.fadd(b.fsub(found, delta[j]), grad_lse[j])
+                share = weight if self.chained else b.fmul(weight, scale)
+                # + 0.0: what is allowed is never -0.0.
+                found = e.fma(share, found, e.const(0.0))
+                if factor is not None:
+                    weight = b.fmul(weight, factor)
+            else:
+                found = b.fadd(found, e.const(0.0))
+            if lay and self.may_forbid and not weigh:
+                found = b.select(forbidden, e.const(-0.0), found)
+            return weight, found
+
+        return pair
+
+    def lay(self, of: _OfPairs, pair: _Pair, k: Value, keys: int) -> None:
         """P and dX of an even key, and perhaps the next, in parts."""
         e, b, split = self.e, self.e.builder, self.split
+        found = [[pair(e.add(k, n), j) for j in range(self.vectors)] for n in range(keys)]
         band = e.mul(b.sdiv(k, e.index(TILE_ROWS)), split.chunk_bytes)
         inside = e.mul(b.and_(k, e.index(TILE_ROWS - 1)), TILE_BYTES)
         grads = []
         for n, vectors in enumerate(found):
             place = e.add(band, inside, n * TILE_BYTES)
             weight, grad = (split.cut(both) for both in zip(*vectors, strict=True))
-            split.put_cut(weight, e.at(weight_rows, place))
-            split.put_cut(grad, e.at(grad_rows, place))
+            split.put_cut(weight, e.at(of.weight_rows, place))
+            split.put_cut(grad, e.at(of.grad_rows, place))
             grads.append(grad)
         nothing = e.const_bits(0)
         for j in range(self.vectors):
@@ -188,7 +246,7 @@ class PartBackward(Backward):
                 (part[j], grads[1][n][j] if len(grads) == 2 else nothing)
                 for n, part in enumerate(grads[0])
             ]
-            place = e.at(split.packed_row(grad_pairs, k), j * e.vector_bytes)
+            place = e.at(split.packed_row(of.grad_pairs, k), j * e.vector_bytes)
             split.put_pairs(pairs, place)
 
     # dV and dK
@@ -319,6 +377,7 @@ class PartBackward(Backward):
         keys_of_block = self.keys_of_block
         if self.plain:
             found["all"] = keys_of_block("all", weigh=True, grade=True, lay=True)
+            found["all_beside"] = self.all_beside()
             if self.mask != TRUE:
                 found["weigh"] = keys_of_block("weigh", weigh=True, grade=False, lay=False)
         if self.chained:
@@ -364,8 +423,8 @@ class _Blocks(MeetingOfKeys):
         sums, rows = e.mul(self.wide["query"], split.width), e.index(len(_ROWS) * split.width)
         self.strides = dict(zip(_OF_BLOCK, (query, query, grad, grad, sums, rows), strict=True))
 
-    def block(self, i: Value) -> _Blocks:
-        """One of them."""
+    def block(self, i: Value, turn: Value) -> _Blocks:
+        """One of them, with one of two rooms for S and dP."""
         e, block_q = self.e, self.kernel.shape.block_q
         here = copy(self)
         here.area = dict(self.area)
@@ -373,12 +432,15 @@ class _Blocks(MeetingOfKeys):
             here.area[name] = e.at(self.area[name], e.mul(i, stride))
         for n, name in enumerate(_ROWS):
             here.area[name] = e.at(here.area["rows"], n * self.kernel.width)
+        for name in ("weights", "score_grads"):
+            size = BLOCK_KV * self.kernel.width
+            here.area[name] = e.at(self.area[name], e.mul(turn, size))
         here.first_row = e.add(self.first_row, e.mul(i, block_q))
         here.rows = e.least(e.sub(self.q_len, here.first_row), block_q)
         return here
 
     def each_block(self, body: Callable[[_Blocks], None]) -> None:
-        self.e.loop(0, self.count, 1, [], lambda i, _: body(self.block(i)))
+        self.e.loop(0, self.count, 1, [], lambda i, _: body(self.block(i, self.e.index(0))))
 
     # Rows
 
@@ -389,24 +451,35 @@ class _Blocks(MeetingOfKeys):
         copying, to = self.functions[f"copy {dtype}"], self.area["copy"]
         return kernel.split.floats(dtype, copying, here, count, self.dims[name], to)
 
-    def _product(self, rows: str, packed: str, out: str, left: str, count: Value) -> None:
-        """A product along the elements of rows of `left`."""
-        e, kernel = self.e, self.kernel
-        pairs = e.builder.ashr(self.wide[left], e.index(1))
-        band = kernel.split.band(self.dims[left])
-        self.call("scores", *self.areas(rows, packed, out), band, count, pairs)
+    def _products(self) -> tuple[_Product, ...]:
+        scores = "weights" if self.kernel.plain else "products"
+        return (
+            _Product("key", "query", "key_rows", "query_packed", scores, "odd_keys", "query_odd"),
+            _Product("value", "grad_out", "value_rows", "grad_packed", "score_grads",
+                     "odd_values", "grad_odd"),
+        )  # fmt: skip
 
-    def _mend(
-        self, left: str, right: str, rows: Rows, count: Value, odd: str, lanes: str, out: str
-    ) -> None:
-        """Products that tiles could not take; `rows` are those of the left factor."""
-        e, kernel = self.e, self.kernel
-        found = without_parts.any_without(kernel.split, self.area[odd], self.area[lanes])
-        with e.builder.if_then(found, likely=False):
-            others = kernel.operand(self.arguments, right, self.batch, self.head)
+    def _factors(self, product: _Product, count: Value) -> list[Value]:
+        """The arguments of `matrix_unit.multiply`."""
+        e, of = self.e, product.left
+        pairs = e.builder.ashr(self.wide[of], e.index(1))
+        held = self.areas(product.rows, product.packed, product.out)
+        return [*held, self.kernel.split.band(self.dims[of]), count, pairs]
+
+    def _mend(self, product: _Product, first: Value, count: Value) -> None:
+        """Products that tiles could not take, of rows of the left factor from `first` on."""
+        e, kernel, left = self.e, self.kernel, product.left
+        marks = self.areas(product.odd, product.lanes)
+        with e.builder.if_then(without_parts.any_without(kernel.split, *marks), likely=False):
+            head = self.head if left == "out" else self.kv_head
+            rows, others = (
+                kernel.operand(self.arguments, name, self.batch, of)
+                for name, of in ((left, head), (product.right, self.head))
+            )
+            here = Rows(e.at(rows.pointer, e.mul(first, rows.row)), rows.row, rows.element)
             where = self.first_row, self.last, self.dims[left], ir.Constant(e.real, 1.0), count
-            held = self.areas(odd, lanes, out)
-            self.call(kernel.name_of_mend(left, right), *rows, *others, *where, *held)
+            name = kernel.name_of_mend(left, product.right)
+            self.call(name, *here, *others, *where, *marks, self.area[product.out])
 
     def begin(self) -> None:
         """Q and dO in parts both ways, delta."""
@@ -441,9 +514,11 @@ class _Blocks(MeetingOfKeys):
         start, row = self._floats("out", rows, self.first_row, self.rows)
         held = self.areas("key_rows", "odd_keys")
         self.call("split_rows", start, row, self.rows, self.dims["out"], *held)
-        self._product("key_rows", "grad_packed", "weights", "out", self.rows)
-        here = Rows(e.at(rows.pointer, e.mul(self.first_row, rows.row)), rows.row, rows.element)
-        self._mend("out", "grad_out", here, self.rows, "odd_keys", "grad_odd", "weights")
+        product = _Product(
+            "out", "grad_out", "key_rows", "grad_packed", "weights", "odd_keys", "grad_odd"
+        )
+        self.call("scores", *self._factors(product, self.rows))
+        self._mend(product, self.first_row, self.rows)
 
         def diagonal(lane: Value, _: list[Value]) -> None:
             own, column = e.least(lane, e.sub(self.rows, 1)), e.mul(lane, FLOAT_BYTES)
@@ -458,7 +533,7 @@ class _Blocks(MeetingOfKeys):
 
     def add_block(self, kv_start: Value, count: Value, kind: Value) -> None:
         """One block of keys meets every block of queries that sees some of it."""
-        e, b = self.e, self.e.builder
+        e = self.e
         v, v_row = self._floats("value", self.values, kv_start, count)
         held = self.areas("value_rows", "odd_values")
         self.call("split_rows", v, v_row, count, self.dims["value"], *held)
@@ -469,13 +544,7 @@ class _Blocks(MeetingOfKeys):
         for name in ("key", "value"):
             self._clear_sums(name, count)
 
-        def one(i: Value, _: list[Value]) -> None:
-            own = b.and_(b.lshr(kind, e.mul(i, 2)), e.index(3))
-            with b.if_then(b.icmp_signed("!=", own, e.index(TileKind.EMPTY))):
-                partial = b.icmp_signed("==", own, e.index(TileKind.PARTIAL))
-                self.block(i).meet(kv_start, count, partial, key, sifted)
-
-        e.loop(0, self.count, 1, [], one)
+        self._meet_all(kv_start, count, kind, key, sifted)
         for name in ("key", "value"):
             row = self.field(f"{name}_sum_row")
             pointer = self.kernel.pointer_field(self.arguments, f"{name}_sums")
@@ -492,46 +561,75 @@ class _Blocks(MeetingOfKeys):
 
         e.loop(0, self.dims[name], CHUNK, [], panel)
 
-    def meet(
-        self,
-        kv_start: Value,
-        count: Value,
-        partial: Value,
-        key: tuple[Value, Value],
-        sifted: Value,
+    def _meet_all(
+        self, kv_start: Value, count: Value, kinds: Value, key: tuple[Value, Value], sifted: Value
     ) -> None:
-        """P, dS and dX of one block of queries and one of keys, and what they add to."""
-        e, kernel = self.e, self.kernel
-        scores = "weights" if kernel.plain else "products"
-        self._product("key_rows", "query_packed", scores, "key", count)
-        self._product("value_rows", "grad_packed", "score_grads", "value", count)
-        keys, values = (
-            Rows(e.at(rows.pointer, e.mul(kv_start, rows.row)), rows.row, rows.element)
-            for rows in (self.keys, self.values)
-        )
-        self._mend("key", "query", keys, count, "odd_keys", "query_odd", scores)
-        self._mend("value", "grad_out", values, count, "odd_values", "grad_odd", "score_grads")
-        if kernel.spec.dropout:
-            self._by_vector("dropout", kv_start, count)
-        self._compute(kv_start, count, partial)
-        pairs = e.builder.ashr(e.add(count, 1), e.index(1))
-        band, dim = e.index(kernel.split.column_band), self.dims["query"]
-        held = self.areas("key_columns", "grad_pairs", "query_sums")
-        self.call("add_by_queries", *held, band, dim, pairs)
-        with e.builder.if_then(sifted, likely=False):
-            held = self.areas("grad_pairs", "query_sums")
-            self.call("add_sifted", *key, *held, dim, count)
-        self._add_by_keys("value", "weight_rows", "grad_out", "grad", count)
-        self._add_by_keys("key", "grad_rows", "query", "query", count)
+        """Each block of queries in turn: what is between its products, beside those of the next."""
+        e, b = self.e, self.e.builder
+        with b.goto_entry_block():
+            waiting, turn = (b.bitcast(b.alloca(INT64), POINTER) for _ in range(2))
+        e.store(e.index(-1), waiting, WORD)
+        e.store(e.index(0), turn, WORD)
 
-    def _compute(self, kv_start: Value, count: Value, partial: Value) -> None:
+        def is_kind(i: Value, kind: TileKind) -> Value:
+            own = b.and_(b.lshr(kinds, e.mul(i, 2)), e.index(3))
+            return b.icmp_signed("==", own, e.index(kind))
+
+        def one(i: Value, _: list[Value]) -> None:
+            with b.if_then(b.not_(is_kind(i, TileKind.EMPTY))):
+                before, now = e.load(waiting, INT64, WORD), e.load(turn, INT64, WORD)
+                then = e.sub(1, now)
+                some = b.icmp_signed(">=", before, e.index(0))
+                earlier, here = self.block(e.greater(before, 0), then), self.block(i, now)
+
+                def in_turn() -> None:
+                    with b.if_then(some):
+                        earlier.compute(kv_start, count, is_kind(before, TileKind.PARTIAL))
+                    here.multiply(kv_start, count)
+
+                if self.kernel.plain:
+                    e.choose(
+                        b.and_(some, is_kind(e.greater(before, 0), TileKind.FULL)),
+                        lambda: earlier.compute_beside(here, kv_start, count),
+                        in_turn,
+                    )
+                else:
+                    in_turn()
+                with b.if_then(some):
+                    earlier.add(count, key, sifted)
+                e.store(i, waiting, WORD)
+                e.store(then, turn, WORD)
+
+        e.loop(0, self.count, 1, [], one)
+        last = e.load(waiting, INT64, WORD)
+        with b.if_then(b.icmp_signed(">=", last, e.index(0))):
+            block = self.block(last, e.sub(1, e.load(turn, INT64, WORD)))
+            block.compute(kv_start, count, is_kind(last, TileKind.PARTIAL))
+            block.add(count, key, sifted)
+
+    def multiply(self, kv_start: Value, count: Value) -> None:
+        """S and dP."""
+        for product in self._products():
+            self.call("scores", *self._factors(product, count))
+            self._mend(product, kv_start, count)
+
+    def compute_beside(self, following: _Blocks, kv_start: Value, count: Value) -> None:
+        """P and dX of this block beside S and dP of the following one."""
+        if self.kernel.spec.dropout:
+            self._by_vector("dropout", kv_start, count)
+        start: Value = self.e.index(0)
+        held = self.arguments, *self.areas(*_OF_PAIRS)
+        for product in following._products():
+            start = self.call("all_beside", *held, start, *following._factors(product, count))
+            following._mend(product, kv_start, count)
+        self.call("all", *held, start, count)
+
+    def compute(self, kv_start: Value, count: Value, partial: Value) -> None:
         """P and dX in parts, of S and dP."""
         kernel = self.kernel
-        held = self.areas("rows", "weights", "score_grads", "factors",
-                          "weight_rows", "grad_rows", "grad_pairs")  # fmt: skip
 
         def compute(name: str) -> None:
-            self.call(name, self.arguments, *held, count)
+            self.call(name, self.arguments, *self.areas(*_OF_PAIRS), self.e.index(0), count)
 
         def forbid(name: str) -> None:
             if kernel.plain:
@@ -550,10 +648,25 @@ class _Blocks(MeetingOfKeys):
             else:
                 forbid("full")
 
+        if kernel.spec.dropout:
+            self._by_vector("dropout", kv_start, count)
         if kernel.mask == TRUE:
             full()
         else:
             self.e.choose(partial, lambda: forbid("partial"), full)
+
+    def add(self, count: Value, key: tuple[Value, Value], sifted: Value) -> None:
+        """To dQ, dV and dK."""
+        e, kernel = self.e, self.kernel
+        pairs = e.builder.ashr(e.add(count, 1), e.index(1))
+        band, dim = e.index(kernel.split.column_band), self.dims["query"]
+        held = self.areas("key_columns", "grad_pairs", "query_sums")
+        self.call("add_by_queries", *held, band, dim, pairs)
+        with e.builder.if_then(sifted, likely=False):
+            held = self.areas("grad_pairs", "query_sums")
+            self.call("add_sifted", *key, *held, dim, count)
+        self._add_by_keys("value", "weight_rows", "grad_out", "grad", count)
+        self._add_by_keys("key", "grad_rows", "query", "query", count)
 
     def _add_by_keys(self, of: str, left: str, name: str, short: str, count: Value) -> None:
         """dV of P and dO, or dK of dX and Q."""

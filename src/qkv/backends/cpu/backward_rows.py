@@ -136,7 +136,7 @@ class MeetingOfKeys:
         self.arguments, self.task = arguments, task
         e = self.e
         self.vectors, self.width = vectors, e.index(vectors * e.vector_bytes)
-        self.batch, kv_head, self.start, self.stop, self.split = kernel.record(task, TASK)
+        self.batch, self.kv_head, self.start, self.stop, self.split = kernel.record(task, TASK)
         _, self.head, self.first_row, self.first_run, self.last_run = kernel.record(block, BLOCK)
         num_heads, group_size, q_len, kv_len = map(
             self.field, ("num_heads", "group_size", "q_len", "kv_len")
@@ -154,9 +154,9 @@ class MeetingOfKeys:
         self.rows = e.least(e.sub(q_len, self.first_row), vectors * e.lanes)
         self.head_row = e.mul(e.add(e.mul(self.batch, num_heads), self.head), q_len)
         num_kv_heads = e.builder.sdiv(num_heads, group_size)
-        self.kv_row = e.mul(e.add(e.mul(self.batch, num_kv_heads), kv_head), kv_len)
+        self.kv_row = e.mul(e.add(e.mul(self.batch, num_kv_heads), self.kv_head), kv_len)
         self.keys, self.values = (
-            kernel.operand(arguments, name, self.batch, kv_head) for name in ("key", "value")
+            kernel.operand(arguments, name, self.batch, self.kv_head) for name in ("key", "value")
         )
         self.finite: Value = ir.Constant(BIT, 1)
 
