@@ -21,7 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from functools import partial
+from dataclasses import replace
+from functools import partial, reduce
 from typing import NamedTuple
 
 from llvmlite import ir
@@ -51,7 +52,9 @@ _SHARED = (
 )  # fmt: skip
 
 
-_KEYS_BESIDE = 8
+_PANEL = 2
+"""Vectors of a row of a tile."""
+_KEYS_BESIDE = 4
 """Whose weights are computed beside one step of a product."""
 
 
@@ -117,6 +120,10 @@ class PartBackward(Backward):
         super().__init__(key)
         self.split = PartRows(self.e, self.shape, BLOCK_KV)
         self.width, self.vectors = self.split.width, self.shape.vectors
+        self.panels = PartRows(self.e, replace(self.shape, vectors=_PANEL), BLOCK_KV)
+        """Of right factors and sums with keys for rows: a row of a tile is two vectors."""
+        self.row_band = self.shape.block_q // CHUNK * self.split.chunk_bytes
+        """From the tiles of P or dX of 16 keys to those of the next."""
 
     # Rows
 
@@ -146,8 +153,16 @@ class PartBackward(Backward):
             pair = self.pair(block, weigh=weigh, grade=grade, lay=lay)
             if lay:
                 even = e.add(start, e.round_down(e.sub(count, start), 2))
-                e.loop(start, even, 2, [], lambda k, _: self.lay(block, pair, k, 2))
-                e.loop(even, count, 1, [], lambda k, _: self.lay(block, pair, k, 1))
+
+                def keys(number: int) -> Callable[[Value, list[Value]], None]:
+                    def body(k: Value, _: list[Value]) -> None:
+                        for c in self.chunks:
+                            self.lay(block, pair, k, number, c)
+
+                    return body
+
+                e.loop(start, even, 2, [], keys(2))
+                e.loop(even, count, 1, [], keys(1))
                 pairs = e.builder.ashr(e.add(count, 1), e.index(1))
                 end = e.builder.ashr(whole(e, count), e.index(1))
                 self.split.clear_pairs(block.grad_pairs, pairs, end)
@@ -176,14 +191,15 @@ class PartBackward(Backward):
             b, products = e.builder, self.split.products()
             pair = self.pair(block, weigh=True, grade=True, lay=True)
             wanted = b.sdiv(e.sub(count, start), e.index(_KEYS_BESIDE))
-            steps = e.least(wanted, matrix_unit.steps_of(e, count, pairs))
+            steps = e.least(wanted, matrix_unit.steps_of(e, self.vectors, count, pairs))
 
             def some(step: Value, group: int) -> None:
                 """A share of the keys of this step."""
-                units, groups = _KEYS_BESIDE // 2, len(products)
-                first = e.add(start, e.mul(step, _KEYS_BESIDE))
-                for n in range(units * group // groups, units * (group + 1) // groups):
-                    self.lay(block, pair, e.add(first, 2 * n), 2)
+                first, groups = e.add(start, e.mul(step, _KEYS_BESIDE)), len(products)
+                units = [(k, c) for k in range(0, _KEYS_BESIDE, 2) for c in self.chunks]
+                begin, end = (len(units) * n // groups for n in (group, group + 1))
+                for k, c in units[begin:end]:
+                    self.lay(block, pair, e.add(first, k), 2, c)
 
             matrix_unit.multiply(
                 e, product, self.vectors, onto=False, products=products,
@@ -227,27 +243,37 @@ class PartBackward(Backward):
 
         return pair
 
-    def lay(self, of: _OfPairs, pair: _Pair, k: Value, keys: int) -> None:
-        """P and dX of an even key, and perhaps the next, in parts."""
-        e, b, split = self.e, self.e.builder, self.split
-        found = [[pair(e.add(k, n), j) for j in range(self.vectors)] for n in range(keys)]
-        band = e.mul(b.sdiv(k, e.index(TILE_ROWS)), split.chunk_bytes)
-        inside = e.mul(b.and_(k, e.index(TILE_ROWS - 1)), TILE_BYTES)
+    @property
+    def chunks(self) -> range:
+        """Of queries: a row of P or dX is a row of as many tiles."""
+        return range(self.vectors // _PANEL)
+
+    def lay(self, of: _OfPairs, pair: _Pair, k: Value, keys: int, chunk: int) -> None:
+        """P and dX of an even key, and perhaps the next, with a chunk of queries in parts."""
+        e, split = self.e, self.split
+        lanes = range(chunk * _PANEL, (chunk + 1) * _PANEL)
+        found = [[pair(e.add(k, n), j) for j in lanes] for n in range(keys)]
+        start = self.place_in_rows(k, chunk)
         grads = []
         for n, vectors in enumerate(found):
-            place = e.add(band, inside, n * TILE_BYTES)
+            place = e.add(start, n * TILE_BYTES)
             weight, grad = (split.cut(both) for both in zip(*vectors, strict=True))
             split.put_cut(weight, e.at(of.weight_rows, place))
             split.put_cut(grad, e.at(of.grad_rows, place))
             grads.append(grad)
-        nothing = e.const_bits(0)
-        for j in range(self.vectors):
-            pairs = [
-                (part[j], grads[1][n][j] if len(grads) == 2 else nothing)
-                for n, part in enumerate(grads[0])
-            ]
+        nothing = [[e.const_bits(0)] * _PANEL] * split.parts
+        for i, j in enumerate(lanes):
+            both = zip(grads[0], grads[1] if keys == 2 else nothing, strict=True)
+            pairs = [(part[i], following[i]) for part, following in both]
             place = e.at(split.packed_row(of.grad_pairs, k), j * e.vector_bytes)
             split.put_pairs(pairs, place)
+
+    def place_in_rows(self, k: Value, chunk: Value | int) -> Value:
+        """Where a row of P or dX begins, in bytes."""
+        e, b = self.e, self.e.builder
+        band = e.mul(b.sdiv(k, e.index(TILE_ROWS)), self.row_band)
+        inside = e.mul(b.and_(k, e.index(TILE_ROWS - 1)), TILE_BYTES)
+        return e.add(band, e.mul(chunk, self.split.chunk_bytes), inside)
 
     # dV and dK
 
@@ -259,12 +285,12 @@ class PartBackward(Backward):
 
             def panel(d: Value, _: list[Value]) -> None:
                 number = e.builder.sdiv(d, e.index(CHUNK))
-                right = e.at(turned, e.mul(number, self.split.panel_bytes))
-                out = e.at(sums, e.mul(number, BLOCK_KV * self.width))
+                right = e.at(turned, e.mul(number, len(self.chunks) * self.panels.panel_bytes))
+                out = e.at(sums, e.mul(number, BLOCK_KV * self.panels.width))
+                band, pairs = e.index(self.row_band), e.index(self.shape.block_q // 2)
                 matrix_unit.multiply(
-                    e, (left, right, out, e.index(self.split.chunk_bytes), count,
-                        e.index(TILE_ROWS)),
-                    self.vectors, onto=True, products=self.split.products(of_weights=True),
+                    e, (left, right, out, band, count, pairs), _PANEL, onto=True,
+                    products=self.split.products(of_weights=True),
                 )  # fmt: skip
 
             e.loop(0, dim, CHUNK, [], panel)
@@ -293,19 +319,19 @@ class PartBackward(Backward):
                     marks = split.huge(split.magnitude(e.splat(x)))
                     panel = b.sdiv(d, e.index(CHUNK))
                     inside = e.mul(e.sub(d, e.mul(panel, CHUNK)), FLOAT_BYTES)
-                    column = e.at(sums, e.mul(panel, BLOCK_KV * self.width), inside)
+                    column = e.at(sums, e.mul(panel, BLOCK_KV * self.panels.width), inside)
 
                     def key(k: Value, _: list[Value]) -> None:
-                        tile = e.mul(b.sdiv(k, e.index(TILE_ROWS)), split.chunk_bytes)
-                        inside = e.mul(b.and_(k, e.index(TILE_ROWS - 1)), TILE_BYTES)
-                        place = e.at(left, tile, inside, e.mul(lane, 2))
+                        chunk = b.sdiv(lane, e.index(CHUNK))
+                        inside = e.mul(e.sub(lane, e.mul(chunk, CHUNK)), 2)
+                        place = e.at(left, self.place_in_rows(k, chunk), inside)
                         upper = e.load(place, INT16, 2)
                         weight = load(e, place, "bfloat16")
                         for n in range(1, split.parts):
                             part = load(e, e.at(place, n * matrix_unit.TILE_SIZE), "bfloat16")
                             weight = b.fadd(weight, part)
                         with b.if_then(b.icmp_unsigned("!=", upper, ir.Constant(INT16, 1 << 15))):
-                            to = e.at(column, e.mul(k, self.width))
+                            to = e.at(column, e.mul(k, self.panels.width))
                             total = e.load(to, e.real, FLOAT_BYTES)
                             e.store(e.fma(x, weight, total), to, FLOAT_BYTES)
 
@@ -325,12 +351,12 @@ class PartBackward(Backward):
             sums, to, row, dim, count = args
 
             def key(k: Value, _: list[Value]) -> None:
-                start, end = e.at(sums, e.mul(k, self.width)), e.at(to, e.mul(k, row))
+                start, end = e.at(sums, e.mul(k, self.panels.width)), e.at(to, e.mul(k, row))
 
                 def elements(d: Value, _: list[Value]) -> None:
                     panel = e.round_down(d, CHUNK)
                     inside = e.mul(e.sub(d, panel), FLOAT_BYTES)
-                    place = e.at(start, e.mul(panel, BLOCK_KV * self.width // CHUNK), inside)
+                    place = e.at(start, e.mul(panel, BLOCK_KV * self.panels.width // CHUNK), inside)
                     self.advance(e.at(end, e.mul(d, FLOAT_BYTES)), [e.load_vector(place)])
 
                 e.loop(0, dim, e.lanes, [], elements)
@@ -347,7 +373,7 @@ class PartBackward(Backward):
             "unpack": self.unpack(),
             f"pack {real}": self.pack(real),
             "pack": self.pack_parts(),
-            "turn_rows": split.turn_rows(),
+            "turn_rows": self.panels.turn_rows(self.shape.block_q),
             "split_rows": split.split_rows(),
             "split_columns": split.split_columns(),
             "scores": multiply(name="scores", onto=False, products=split.products()),
@@ -552,7 +578,7 @@ class _Blocks(MeetingOfKeys):
             self.call("add_sums", self.area[f"{name}_sums"], to, row, self.dims[name], count)
 
     def _clear_sums(self, name: str, count: Value) -> None:
-        e, width = self.e, self.kernel.width
+        e, width = self.e, self.kernel.panels.width
         rows = e.mul(whole(e, count), width)
 
         def panel(d: Value, _: list[Value]) -> None:
@@ -676,7 +702,7 @@ class _Blocks(MeetingOfKeys):
         nothing = e.index(0)
         words = [e.load(e.at(self.area[f"{short}_odd"], j * e.vector_bytes), INT64, WORD)
                  for j in range(self.vectors)]  # fmt: skip
-        some = e.builder.icmp_signed("!=", e.builder.or_(*words), nothing)
+        some = e.builder.icmp_signed("!=", reduce(e.builder.or_, words), nothing)
         with e.builder.if_then(some, likely=False):
             rows = kernel.operand(self.arguments, name, self.batch, self.head)
             where = self.first_row, e.sub(e.add(self.first_row, self.rows), 1)

@@ -92,10 +92,10 @@ def backward_shape(problem: Problem, here: Host) -> Shape:
     shape = shape_of(spec, here, in_parts=multiplies_parts(problem))
     if shape.parts == 1:
         return here.shape_of(spec.compute_dtype)
-    return replace(shape, together=min(shape.together, _TOGETHER))
+    return replace(shape, vectors=_VECTORS, together=min(shape.together, _TOGETHER))
 
 
-_TOGETHER = 8
+_VECTORS, _TOGETHER = 4, 4
 """Blocks of queries that are packed at once: they fit a cache, and pay for splitting keys."""
 _SLICE_SECONDS = 0.1
 _OPERATIONS_PER_SECOND = 5e10

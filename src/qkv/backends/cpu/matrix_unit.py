@@ -128,11 +128,12 @@ class Beside:
     emit: Callable[[Value, int], None]
 
 
-def steps_of(e: Emitter, count: Value, pairs: Value) -> Value:
-    """Of a product by `multiply`: 32 rows and 16 pairs each."""
+def steps_of(e: Emitter, vectors: int, count: Value, pairs: Value) -> Value:
+    """Of a product by `multiply`: 32 rows, two vectors and 16 pairs each."""
     b = e.builder
     blocks = b.sdiv(e.add(count, 2 * TILE_ROWS - 1), e.index(2 * TILE_ROWS))
-    return e.mul(blocks, b.sdiv(e.add(pairs, TILE_ROWS - 1), e.index(TILE_ROWS)))
+    deep = b.sdiv(e.add(pairs, TILE_ROWS - 1), e.index(TILE_ROWS))
+    return e.mul(blocks, -(-vectors // 2), deep)
 
 
 def add_products(e: Emitter, name: str, vectors: int, *, onto: bool, products: Products) -> Value:
@@ -172,8 +173,9 @@ def multiply(
     def block(i: Value, _: list[Value]) -> None:
         bands = [e.mul(b.sdiv(i, e.index(TILE_ROWS)), band)]
         bands.append(e.add(bands[0], band))
-        for first in range(0, vectors, across):
-            corner = e.at(out, e.mul(i, vectors * TILE_BYTES), first * TILE_BYTES)
+
+        def columns(first: Value, _: list[Value]) -> None:
+            corner = e.at(out, e.mul(i, vectors * TILE_BYTES), e.mul(first, TILE_BYTES))
             places = [
                 (tile, e.at(corner, m * vectors * TILE_SIZE, n * TILE_BYTES))
                 for m in range(2)
@@ -185,12 +187,12 @@ def multiply(
                 else:
                     _tile(e, "tilezero", tile)
 
-            def step(p: Value, _: list[Value], first: int = first) -> None:
+            def step(p: Value, _: list[Value]) -> None:
                 # 16 pairs are one tile of either factor.
                 here = e.mul(p, TILE_BYTES * parts)
                 lefts = [e.at(rows, start, here) for start in bands]
                 there = e.at(packed, e.mul(here, vectors))
-                rights = [e.at(there, (first + n) * TILE_BYTES) for n in range(across)]
+                rights = [e.at(there, e.mul(e.add(first, n), TILE_BYTES)) for n in range(across)]
 
                 def all_products(meanwhile: Callable[[int], None]) -> None:
                     held: tuple[int, int] = (-1, -1)
@@ -211,7 +213,9 @@ def multiply(
                 if beside is None:
                     all_products(lambda _: None)
                     return
-                number = e.mul(b.sdiv(i, e.index(2 * TILE_ROWS)), b.sdiv(pairs, e.index(TILE_ROWS)))
+                blocks = e.mul(b.sdiv(i, e.index(2 * TILE_ROWS)), vectors // across)
+                blocks = e.add(blocks, b.sdiv(first, e.index(across)))
+                number = e.mul(blocks, b.sdiv(pairs, e.index(TILE_ROWS)))
                 number = e.add(number, b.sdiv(p, e.index(TILE_ROWS)))
                 emit = beside.emit
                 e.choose(
@@ -223,6 +227,8 @@ def multiply(
             e.loop(0, pairs, TILE_ROWS, [], step)
             for tile, place in places:
                 _tile(e, "tilestored64", tile, place, out_row)
+
+        e.loop(0, vectors, across, [], columns)
 
     e.loop(0, count, 2 * TILE_ROWS, [], block)
 

@@ -272,11 +272,11 @@ class PartRows:
             b.ret(b.icmp_unsigned("!=", found, ir.Constant(bits, 0)))
         return function
 
-    def turn_rows(self) -> Value:
+    def turn_rows(self, number: int) -> Value:
         """A function `(rows, row, count, dim, to)`: pairs of neighbouring rows, elements in lanes.
 
-        A right factor for products over rows, in panels of 32 columns. What has no parts, and rows
-        that are not there, are 0.
+        A right factor for products over `number` rows, in panels of 32 columns. What has no parts,
+        and rows from `count` on, are 0.
         """
         e = self.e
         with e.function("turn_rows", [POINTER, *[INT64] * 3, POINTER]) as (function, args):
@@ -296,12 +296,13 @@ class PartRows:
                         both.append(self.rounded(b.select(bits, e.const(0.0), x)))
                     panel = e.round_down(d, CHUNK)
                     inside = e.mul(e.sub(d, panel), FLOAT_BYTES)
-                    place = e.at(here, e.mul(panel, self.panel_bytes // CHUNK), inside)
+                    stride = number // CHUNK * self.panel_bytes
+                    place = e.at(here, e.mul(panel, stride // CHUNK), inside)
                     self.put_pairs(list(zip(*both, strict=True)), place)
 
                 e.loop(0, whole(e, dim), e.lanes, [], elements)
 
-            e.loop(0, CHUNK, 2, [], pair)
+            e.loop(0, number, 2, [], pair)
         return function
 
     def band(self, dim: Value) -> Value:
