@@ -23,7 +23,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from functools import partial, reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 
@@ -33,7 +33,7 @@ from qkv.backends.cpu.backward_block import BLOCK_KV, BackwardKey
 from qkv.backends.cpu.backward_rows import MeetingOfKeys
 from qkv.backends.cpu.bfloat16 import CHUNK, chunks, whole
 from qkv.backends.cpu.frame import WORD, Rows, Shape
-from qkv.backends.cpu.ir import INT16, INT64, POINTER, Value
+from qkv.backends.cpu.ir import BIT, INT16, INT64, POINTER, Value
 from qkv.backends.cpu.matrix_unit import TILE_BYTES, TILE_ROWS
 from qkv.backends.cpu.packing import copy_rows
 from qkv.backends.cpu.part_rows import FLOAT_BYTES, PartRows
@@ -54,7 +54,7 @@ _SHARED = (
 
 _PANEL = 2
 """Vectors of a row of a tile."""
-_KEYS_BESIDE = 4
+_KEYS_BESIDE = 8
 """Whose weights are computed beside one step of a product."""
 
 
@@ -150,38 +150,38 @@ class PartBackward(Backward):
         e = self.e
         with e.function(name, [*[POINTER] * 8, INT64, INT64]) as (function, args):
             block, start, count = _OfPairs(*args[:8]), *args[8:]
-            pair = self.pair(block, weigh=weigh, grade=grade, lay=lay)
+
+            def chunk(c: Value, _: list[Value]) -> None:
+                begin = e.least(e.greater(e.sub(start, e.mul(c, count)), 0), count)
+                pair = self.pair(block, c, weigh=weigh, grade=grade, lay=lay)
+
+                def store(k: Value, _: list[Value]) -> None:
+                    for j in range(_PANEL):
+                        place = self.place_of_pair(k, c, j)
+                        for of, x in zip((block.weights, block.grads), pair(k, j), strict=True):
+                            e.store_vector(x, e.at(of, place))
+
+                if lay:
+                    e.loop(begin, count, 2, [], lambda k, _: self.lay(block, pair, k, c))
+                else:
+                    e.loop(begin, count, 1, [], store)
+
+            e.loop(0, self.chunks, 1, [], chunk)
             if lay:
-                even = e.add(start, e.round_down(e.sub(count, start), 2))
-
-                def keys(number: int) -> Callable[[Value, list[Value]], None]:
-                    def body(k: Value, _: list[Value]) -> None:
-                        for c in self.chunks:
-                            self.lay(block, pair, k, number, c)
-
-                    return body
-
-                e.loop(start, even, 2, [], keys(2))
-                e.loop(even, count, 1, [], keys(1))
-                pairs = e.builder.ashr(e.add(count, 1), e.index(1))
-                end = e.builder.ashr(whole(e, count), e.index(1))
+                pairs, end = (e.builder.ashr(x, e.index(1)) for x in (count, whole(e, count)))
+                odd = e.builder.trunc(e.builder.and_(count, e.index(1)), BIT)
+                with e.builder.if_then(odd, likely=False):
+                    self.split.drop_second(block.grad_pairs, e.sub(count, 1))
+                pairs = e.add(pairs, e.builder.zext(odd, INT64))
                 self.split.clear_pairs(block.grad_pairs, pairs, end)
-                return function
-
-            def store(k: Value, _: list[Value]) -> None:
-                for j in range(self.vectors):
-                    place = e.add(e.mul(k, self.width), j * e.vector_bytes)
-                    for of, x in zip((block.weights, block.grads), pair(k, j), strict=True):
-                        e.store_vector(x, e.at(of, place))
-
-            e.loop(start, count, 1, [], store)
         return function
 
     def all_beside(self) -> Value:
         """A function `(*_OfPairs, start, *product) -> start`: P and dX of keys from `start` on.
 
         As many as there is time for while tiles of other blocks are multiplied; gives the first key
-        that is left. `product` are the arguments of `matrix_unit.multiply`.
+        that is left. Keys are counted on from chunk to chunk of queries. `product` are the
+        arguments of `matrix_unit.multiply`.
         """
         e = self.e
         arguments = [*[POINTER] * 8, INT64, *[POINTER] * 3, *[INT64] * 3]
@@ -189,17 +189,24 @@ class PartBackward(Backward):
             block, start, product = _OfPairs(*args[:8]), args[8], args[9:]
             count, pairs = product[4:]
             b, products = e.builder, self.split.products()
-            pair = self.pair(block, weigh=True, grade=True, lay=True)
-            wanted = b.sdiv(e.sub(count, start), e.index(_KEYS_BESIDE))
+            # A step must not go from one chunk to the next.
+            whole_steps = b.icmp_signed("==", b.srem(count, e.index(_KEYS_BESIDE)), e.index(0))
+            left = e.sub(e.mul(count, self.chunks), start)
+            wanted = b.select(whole_steps, b.sdiv(left, e.index(_KEYS_BESIDE)), e.index(0))
             steps = e.least(wanted, matrix_unit.steps_of(e, self.vectors, count, pairs))
+            running: list[Any] = []
 
             def some(step: Value, group: int) -> None:
                 """A share of the keys of this step."""
-                first, groups = e.add(start, e.mul(step, _KEYS_BESIDE)), len(products)
-                units = [(k, c) for k in range(0, _KEYS_BESIDE, 2) for c in self.chunks]
-                begin, end = (len(units) * n // groups for n in (group, group + 1))
-                for k, c in units[begin:end]:
-                    self.lay(block, pair, e.add(first, k), 2, c)
+                if group == 0:
+                    first = e.add(start, e.mul(step, _KEYS_BESIDE))
+                    chunk = b.sdiv(first, count)
+                    pair = self.pair(block, chunk, weigh=True, grade=True, lay=True)
+                    running[:] = [e.sub(first, e.mul(chunk, count)), chunk, pair]
+                first, chunk, pair = running
+                units, groups = _KEYS_BESIDE // 2, len(products)
+                for n in range(units * group // groups, units * (group + 1) // groups):
+                    self.lay(block, pair, e.add(first, 2 * n), chunk)
 
             matrix_unit.multiply(
                 e, product, self.vectors, onto=False, products=products,
@@ -208,18 +215,24 @@ class PartBackward(Backward):
             b.ret(e.add(start, e.mul(steps, _KEYS_BESIDE)))
         return function
 
-    def pair(self, of: _OfPairs, *, weigh: bool, grade: bool, lay: bool) -> _Pair:
-        """P and dX of one key and one vector of queries."""
+    def place_of_pair(self, k: Value, chunk: Value, j: int) -> Value:
+        """Of the scores of a key and a vector of a chunk of queries, in bytes."""
+        e = self.e
+        return e.add(e.mul(k, self.width), e.mul(chunk, self.panels.width), j * e.vector_bytes)
+
+    def pair(self, of: _OfPairs, chunk: Value, *, weigh: bool, grade: bool, lay: bool) -> _Pair:
+        """P and dX of one key and one vector of a chunk of queries."""
         e, b = self.e, self.e.builder
         dropout = bool(self.spec.dropout)
         scale = e.splat(self.real_field(of.arguments, "scale"))
+        rows = e.at(of.rows, e.mul(chunk, self.panels.width))
         lse, rest, delta, grad_lse = (
-            vectors_at(e, of.rows, self.vectors, _ROWS.index(name))
+            vectors_at(e, e.at(rows, _ROWS.index(name) * self.width), _PANEL)
             for name in ("lse", "lse_rest", "delta", "grad_lse")
         )
 
         def pair(k: Value, j: int) -> tuple[Value, Value]:
-            place = e.add(e.mul(k, self.width), j * e.vector_bytes)
+            place = self.place_of_pair(k, chunk, j)
             weight, found = (e.load_vector(e.at(x, place)) for x in (of.weights, of.grads))
             if weigh:
                 distance = b.fsub(b.fsub(b.fmul(weight, scale), lse[j]), rest[j])
@@ -244,31 +257,27 @@ class PartBackward(Backward):
         return pair
 
     @property
-    def chunks(self) -> range:
+    def chunks(self) -> int:
         """Of queries: a row of P or dX is a row of as many tiles."""
-        return range(self.vectors // _PANEL)
+        return self.vectors // _PANEL
 
-    def lay(self, of: _OfPairs, pair: _Pair, k: Value, keys: int, chunk: int) -> None:
-        """P and dX of an even key, and perhaps the next, with a chunk of queries in parts."""
+    def lay(self, of: _OfPairs, pair: _Pair, k: Value, chunk: Value) -> None:
+        """P and dX of an even key and the next, with a chunk of queries, in parts."""
         e, split = self.e, self.split
-        lanes = range(chunk * _PANEL, (chunk + 1) * _PANEL)
-        found = [[pair(e.add(k, n), j) for j in lanes] for n in range(keys)]
-        start = self.place_in_rows(k, chunk)
-        grads = []
-        for n, vectors in enumerate(found):
-            place = e.add(start, n * TILE_BYTES)
+        start, grads = self.place_in_rows(k, chunk), []
+        for n in range(2):
+            vectors = [pair(e.add(k, n), j) for j in range(_PANEL)]
             weight, grad = (split.cut(both) for both in zip(*vectors, strict=True))
+            place = e.add(start, n * TILE_BYTES)
             split.put_cut(weight, e.at(of.weight_rows, place))
             split.put_cut(grad, e.at(of.grad_rows, place))
             grads.append(grad)
-        nothing = [[e.const_bits(0)] * _PANEL] * split.parts
-        for i, j in enumerate(lanes):
-            both = zip(grads[0], grads[1] if keys == 2 else nothing, strict=True)
-            pairs = [(part[i], following[i]) for part, following in both]
-            place = e.at(split.packed_row(of.grad_pairs, k), j * e.vector_bytes)
-            split.put_pairs(pairs, place)
+        packed = e.at(split.packed_row(of.grad_pairs, k), e.mul(chunk, self.panels.width))
+        for j in range(_PANEL):
+            pairs = [(first[j], second[j]) for first, second in zip(*grads, strict=True)]
+            split.put_pairs(pairs, e.at(packed, j * e.vector_bytes))
 
-    def place_in_rows(self, k: Value, chunk: Value | int) -> Value:
+    def place_in_rows(self, k: Value, chunk: Value) -> Value:
         """Where a row of P or dX begins, in bytes."""
         e, b = self.e, self.e.builder
         band = e.mul(b.sdiv(k, e.index(TILE_ROWS)), self.row_band)
@@ -285,7 +294,7 @@ class PartBackward(Backward):
 
             def panel(d: Value, _: list[Value]) -> None:
                 number = e.builder.sdiv(d, e.index(CHUNK))
-                right = e.at(turned, e.mul(number, len(self.chunks) * self.panels.panel_bytes))
+                right = e.at(turned, e.mul(number, self.chunks * self.panels.panel_bytes))
                 out = e.at(sums, e.mul(number, BLOCK_KV * self.panels.width))
                 band, pairs = e.index(self.row_band), e.index(self.shape.block_q // 2)
                 matrix_unit.multiply(

@@ -42,8 +42,8 @@ Array = NDArray[Any]
 
 _TASKS = 64
 """Tasks that are enough for many cores."""
-_KEYS = 512
-"""Keys that are enough for a task: packing the queries again is then cheap."""
+_KEYS, _KEYS_IN_PARTS = 512, 1024
+"""Keys that are enough for a task: packing the queries again, and splitting them, is then cheap."""
 _PARTS = 8
 """Parts of dQ that may lie beside one another."""
 _COPIES_BYTES = 2**24
@@ -59,7 +59,7 @@ def backward(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
     shape = backward_shape(problem, here)
     block_q = shape.block_q
     plan = _in_order(schedule(problem, block_q, together=shape.together))
-    ranges = _ranges(spec)
+    ranges = _ranges(spec, _KEYS if shape.parts == 1 else _KEYS_IN_PARTS)
     tables = [_table(problem, name, len(ranges)) for name in sorted(inputs.tables)]
     tasks, launches = _tasks(spec, plan, ranges, tables)
     results = _Results(problem, shape, len(ranges), tables)
@@ -95,7 +95,7 @@ def backward_shape(problem: Problem, here: Host) -> Shape:
     return replace(shape, vectors=_VECTORS, together=min(shape.together, _TOGETHER))
 
 
-_VECTORS, _TOGETHER = 4, 4
+_VECTORS, _TOGETHER = 4, 8
 """Blocks of queries that are packed at once: they fit a cache, and pay for splitting keys."""
 _SLICE_SECONDS = 0.1
 _OPERATIONS_PER_SECOND = 5e10
@@ -119,10 +119,10 @@ def _nothing(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
 # Tasks
 
 
-def _ranges(spec: Spec) -> list[tuple[int, int]]:
+def _ranges(spec: Spec, least: int) -> list[tuple[int, int]]:
     """Keys of each task of a kv head; their number depends on the shape alone."""
     wanted = -(-_TASKS // (spec.batch_size * spec.num_kv_heads))
-    number = max(1, min(wanted, spec.kv_len // _KEYS, _PARTS))
+    number = max(1, min(wanted, spec.kv_len // least, _PARTS))
     size = -(-spec.kv_len // (number * BLOCK_KV)) * BLOCK_KV
     return [(k, min(k + size, spec.kv_len)) for k in range(0, spec.kv_len, size)]
 

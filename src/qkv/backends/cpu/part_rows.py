@@ -121,6 +121,15 @@ class PartRows:
         for n, (first, second) in enumerate(cut):
             self.e.store_vector(self.pair(first, second), self.e.at(place, n * self.part_bytes))
 
+    def drop_second(self, packed: Value, element: Value) -> None:
+        """The second of a pair is 0."""
+        e, b = self.e, self.e.builder
+        place = self.packed_row(packed, element)
+        for n in range(self.parts):
+            here = e.at(place, n * self.part_bytes)
+            pairs = map(e.as_bits, vectors_at(e, here, self.vectors))
+            store_vectors(e, here, [e.as_floats(b.and_(x, e.const_bits(0xFFFF))) for x in pairs])
+
     def clear_pairs(self, packed: Value, first: Value, stop: Value) -> None:
         """Pairs that fill the last chunk are 0."""
         e = self.e
