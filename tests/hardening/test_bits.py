@@ -6,7 +6,7 @@ from itertools import cycle
 
 import numpy as np
 import pytest
-from forced import instruction_sets, kernels, takes
+from forced import kernels, takes
 
 import qkv
 from qkv.backends.cpu import forward_pass, gradient
@@ -77,7 +77,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("isa", kernels(), indirect=True)
         return
     gradients = metafunc.function is test_threads_of_gradients
-    cases, known = (FEW, instruction_sets()) if gradients else (MIXED, kernels())
+    cases, known = (FEW if gradients else MIXED), kernels()
     whole = metafunc.config.getoption("every_case")
     metafunc.parametrize(
         ("isa", "case"),

@@ -1,0 +1,176 @@
+"""The backward pass in products of parts: sizes, what has no parts or is hidden, every product."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tiles import has_tiles
+
+import qkv
+from qkv.backends.cpu import forward_pass, gradient, part_rows
+from qkv.backends.cpu.host import host
+from qkv.problem.check import check
+
+pytestmark = pytest.mark.skipif(not has_tiles(), reason="this processor has no bfloat16 tiles")
+
+Q_LEN, KV_LEN, DIM, V_DIM = 700, 300, 64, 48
+NAMES = ("query", "key", "value", "grad_out")
+
+
+@pytest.fixture(autouse=True)
+def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QKV_ISA", "amx")
+
+
+def operands(q_len=Q_LEN, kv_len=KV_LEN, dtype="float32") -> dict[str, np.ndarray]:
+    """Two heads of Q for one of K and V."""
+    rng = np.random.default_rng(0)
+    sizes = (2, q_len, DIM), (1, kv_len, DIM), (1, kv_len, V_DIM), (2, q_len, V_DIM)
+    return {n: rng.normal(size=s).astype(dtype) for n, s in zip(NAMES, sizes, strict=True)}
+
+
+def gradients(arrays: dict[str, np.ndarray], *variants: object) -> list[np.ndarray]:
+    q, k, v, grad_out = arrays.values()
+    problem = check(q, k, v, variants, q_offset=0)
+    assert gradient.backward_shape(problem, host()).parts > 1, "another kernel runs"
+    _, pullback = qkv.vjp(q, k, v, *variants, q_offset=0, backend="cpu")
+    found = pullback(grad_out)
+    return [found.query, found.key, found.value]
+
+
+def formula(
+    arrays: dict[str, np.ndarray], allowed: np.ndarray | None = None, kind=torch.float64
+) -> list[np.ndarray]:
+    """By torch's derivative of softmax(Q K^T / sqrt(d)) V."""
+    q, k, v, grad_out = (torch.tensor(a.astype(np.float64)).to(kind) for a in arrays.values())
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    scores = q @ k.mT / DIM**0.5
+    if allowed is not None:
+        scores = scores.masked_fill(~torch.tensor(allowed), -torch.inf)
+    (torch.softmax(scores, -1) @ v).backward(grad_out)
+    return [x.grad.double().numpy() for x in leaves]
+
+
+def limits(arrays: dict[str, np.ndarray], allowed: np.ndarray | None = None) -> list[float]:
+    """Three times the error of the formula in float32, and three units in the last place."""
+    pairs = zip(formula(arrays, allowed, torch.float32), formula(arrays, allowed), strict=True)
+    return [
+        3 * np.abs(plain - exact).max() + 3 * np.spacing(np.float32(np.abs(exact).max()))
+        for plain, exact in pairs
+    ]
+
+
+def errors(arrays: dict[str, np.ndarray], *variants: object, allowed=None) -> list[float]:
+    pairs = zip(gradients(arrays, *variants), formula(arrays, allowed), strict=True)
+    return [float(np.abs(found - exact).max()) for found, exact in pairs]
+
+
+CAUSAL = np.tri(Q_LEN, KV_LEN, dtype=bool)
+
+
+@pytest.mark.parametrize("keys", [KV_LEN, 299, 257])
+@pytest.mark.parametrize("causal", [False, True])
+def test_within_the_bound(keys, causal) -> None:
+    """Also where the last pair of keys has one, and blocks are not whole."""
+    arrays, allowed = operands(kv_len=keys), np.tri(Q_LEN, keys, dtype=bool) if causal else None
+    found = errors(arrays, *[qkv.Causal("start")] * causal, allowed=allowed)
+    assert all(map(np.less_equal, found, limits(arrays, allowed)))
+
+
+def test_every_product_counts(monkeypatch) -> None:
+    """Of all but the least, each is 2**-9 of the sum or more; of those, 2**-18."""
+    arrays = operands()
+    size = [np.abs(exact).max() for exact in formula(arrays)]
+    whole = errors(arrays)
+    assert all(e <= 2.0**-20 * s for e, s in zip(whole, size, strict=True))
+    for table in ("_PRODUCTS", "_OF_WEIGHTS"):
+        products = getattr(part_rows, table)[3]
+        for n in range(len(products)):
+            with monkeypatch.context() as patch:
+                patch.setitem(getattr(part_rows, table), 3, products[:n] + products[n + 1 :])
+                patch.setenv("QKV_CACHE_DIR", "")
+                gradient._kernel.cache_clear()
+                fewer = errors(arrays)
+                gradient._kernel.cache_clear()
+            assert any(less > 4 * e for less, e in zip(fewer, whole, strict=True)), (table, n)
+
+
+@pytest.mark.parametrize("size", [2.0**-140, 2.0**-99, 2.0**-61, 2.0**59, 2.0**62, 1e30])
+def test_gradients_scale_as_the_cotangent_does(size) -> None:
+    """Down to where parts would be subnormal, and up to where there are none."""
+    arrays, up = operands(200, 170), np.float64(size)
+    size = np.float32(size)
+    allowed = limits(arrays)
+    arrays["grad_out"] *= size
+    unit = np.float64(np.finfo(np.float32).smallest_subnormal)
+    exact = formula(arrays)
+    for found, right, limit in zip(gradients(arrays), exact, allowed, strict=True):
+        assert np.abs(found - right).max() <= limit * up + unit
+
+
+@pytest.mark.parametrize("number", [np.inf, -np.inf, np.nan, 3e18, -1e25])
+@pytest.mark.parametrize("name", NAMES)
+def test_odd_elements(name, number) -> None:
+    """As float32 makes it, where that is finite and where it is not."""
+    arrays = operands(200, 170)
+    places = {"an element": (0, 37, 5), "a row": (0, 41), "rows": (0, slice(30, 100, 17), 3)}
+    for place in places.values():
+        changed = {n: array.copy() for n, array in arrays.items()}
+        changed[name][place] = number
+        exact, plain = formula(changed), formula(changed, kind=torch.float32)
+        for found, right, theirs in zip(gradients(changed), exact, plain, strict=True):
+            finite = np.isfinite(right) & np.isfinite(theirs)
+            assert np.isfinite(found[finite]).all()
+            assert not np.isfinite(found[~np.isfinite(theirs) & ~np.isfinite(right)]).any()
+            scale = np.abs(right[finite]).max(initial=1.0)
+            error = np.abs(found[finite] - right[finite]).max(initial=0.0)
+            rounding = np.abs(theirs[finite] - right[finite]).max(initial=0.0)
+            assert error <= 3 * rounding + 2.0**-20 * scale
+
+
+@pytest.mark.parametrize("number", [np.inf, np.nan, 3e38, -1e25, 1e-35])
+def test_what_is_hidden_leaves_no_bit(number) -> None:
+    """Keys and queries that may not see each other, in the same blocks."""
+    arrays = operands()
+    allowed = np.ones((Q_LEN, KV_LEN), bool)
+    blind, hidden = np.arange(3, Q_LEN, 5), np.arange(1, KV_LEN, 7)
+    allowed[np.ix_(blind, hidden)] = False
+    before = gradients(arrays, qkv.Mask(allowed))
+    changed = {n: array.copy() for n, array in arrays.items()}
+    for name in ("key", "value"):
+        changed[name][:, hidden, ::3] = number
+    found = gradients(changed, qkv.Mask(allowed))
+    assert found[0][:, blind].tobytes() == before[0][:, blind].tobytes()
+    changed = {n: array.copy() for n, array in arrays.items()}
+    for name in ("query", "grad_out"):
+        changed[name][:, blind, ::3] = number
+    found = gradients(changed, qkv.Mask(allowed))
+    for side in (1, 2):
+        assert found[side][:, hidden].tobytes() == before[side][:, hidden].tobytes()
+
+
+def test_one_key_with_all_the_weight() -> None:
+    """dP and delta are equal: what is left of their difference would be all there is."""
+    arrays = operands()
+    arrays["key"][:, 7] = 0
+    arrays["query"] *= 0
+    arrays["query"][..., 0] = 200
+    arrays["key"][..., 0] = -20
+    arrays["key"][:, 7, 0] = 20
+    found = gradients(arrays)
+    assert not found[0].any()
+    assert not found[1].any()
+
+
+def test_heads_and_ranges_of_keys(monkeypatch) -> None:
+    """Several tasks for a head: parts of dQ are added up."""
+    monkeypatch.setattr(gradient, "_KEYS_IN_PARTS", 128)
+    arrays = operands()
+    assert all(map(np.less_equal, errors(arrays), limits(arrays)))
+
+
+def test_a_large_scale_has_no_parts() -> None:
+    q, k, v, _ = operands().values()
+    assert gradient.backward_shape(check(q, k, v, (), scale=1025.0), host()).parts == 1
+    assert forward_pass.ForwardPass(check(q, k, v, (), scale=1025.0)).shape.parts == 1
