@@ -163,6 +163,14 @@ def test_one_key_with_all_the_weight() -> None:
     assert not found[1].any()
 
 
+def test_scores_far_below_zero() -> None:
+    """Where there is no key, the weight of a score of 0 would be infinite."""
+    arrays = operands(kv_len=299)
+    arrays["query"][..., 0] = 27.55
+    arrays["key"][..., 0] = -27.55
+    assert all(map(np.less_equal, errors(arrays), limits(arrays)))
+
+
 def test_heads_and_ranges_of_keys(monkeypatch) -> None:
     """Several tasks for a head: parts of dQ are added up."""
     monkeypatch.setattr(gradient, "_KEYS_IN_PARTS", 128)
