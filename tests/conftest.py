@@ -27,12 +27,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Products of parts wherever there can be any: the problems of most tests are too small.
+    """Products of parts, and of tiles in the backward pass, wherever there can be any: the problems
+    of most tests are too small.
 
     What was prepared for earlier calls is forgotten, before and afterwards.
     """
     from qkv import _recall
-    from qkv.backends.cpu import forward_pass
+    from qkv.backends.cpu import forward_pass, gradient
 
     def forget() -> None:
         _recall._prepared.clear()
@@ -40,6 +41,7 @@ def in_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     forget()
     monkeypatch.setattr(forward_pass, "_PARTS_PAY", dict.fromkeys(forward_pass._PARTS_PAY, (1, 1)))
+    monkeypatch.setattr(gradient, "_ROWS_PAY", 1)
     yield
     forget()
 

@@ -57,7 +57,7 @@ OWN = (BIAS, SLOPES, TABLE, BY_KEY, BY_QUERY, qkv.Softcap(5.0))
 def many_ranges(monkeypatch):
     """Keys in ranges of 128."""
     monkeypatch.setattr(gradient, "_KEYS", 1)
-    monkeypatch.setattr(gradient, "_KEYS_IN_PARTS", 1)
+    monkeypatch.setattr(gradient, "_KEYS_IN_TILES", 1)
 
 
 # Threads

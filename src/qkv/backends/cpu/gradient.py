@@ -42,7 +42,7 @@ Array = NDArray[Any]
 
 _TASKS = 64
 """Tasks that are enough for many cores."""
-_KEYS, _KEYS_IN_PARTS = 512, 1024
+_KEYS, _KEYS_IN_TILES = 512, 1024
 """Keys that are enough for a task: packing the queries again, and splitting them, is then cheap."""
 _PARTS = 8
 """Parts of dQ that may lie beside one another."""
@@ -61,7 +61,7 @@ def backward(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
         return _lifted(problem, inputs)
     block_q = shape.block_q
     plan = _in_order(schedule(problem, block_q, together=shape.together))
-    ranges = _ranges(spec, in_parts=shape.parts > 1)
+    ranges = _ranges(spec, in_tiles=shape.product == "tiles")
     tables = [_table(problem, name, len(ranges)) for name in sorted(inputs.tables)]
     tasks, launches = _tasks(spec, plan, ranges, tables)
     results = _Results(problem, shape, len(ranges), tables)
@@ -89,14 +89,15 @@ def backward(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
 
 
 def backward_shape(problem: Problem, here: Host) -> Shape:
-    """The tile of the kernel: products of parts where the forward pass has them."""
+    """The tile of the kernel: products of tiles where the forward pass has them, and they pay."""
     spec = problem.spec
     shape = shape_of(spec, here, in_parts=multiplies_parts(problem))
-    if shape.parts == 1:
+    if shape.product != "tiles" or spec.q_len < _ROWS_PAY:
         return here.shape_of(spec.compute_dtype)
     return replace(shape, vectors=_VECTORS, together=min(shape.together, _TOGETHER))
 
 
+_ROWS_PAY = 32
 _VECTORS, _TOGETHER = 4, 8
 """Blocks of queries that are packed at once: they fit a cache, and pay for splitting keys."""
 _SLICE_SECONDS = 0.1
@@ -106,7 +107,7 @@ _WORTH_A_THREAD = 4e6
 
 @lru_cache(maxsize=256)
 def _kernel(key: BackwardKey, here: Host) -> Kernel:
-    emit = emit_backward if key.shape.parts == 1 else emit_backward_parts
+    emit = emit_backward_parts if key.shape.product == "tiles" else emit_backward
     return Kernel(build(emit, (key,), here))
 
 
@@ -146,9 +147,9 @@ def _nothing(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
 # Tasks
 
 
-def _ranges(spec: Spec, *, in_parts: bool = False) -> list[tuple[int, int]]:
+def _ranges(spec: Spec, *, in_tiles: bool = False) -> list[tuple[int, int]]:
     """Keys of each task of a kv head; their number depends on the shape alone."""
-    least = _KEYS_IN_PARTS if in_parts else _KEYS
+    least = _KEYS_IN_TILES if in_tiles else _KEYS
     wanted = -(-_TASKS // (spec.batch_size * spec.num_kv_heads))
     number = max(1, min(wanted, spec.kv_len // least, _PARTS))
     size = -(-spec.kv_len // (number * BLOCK_KV)) * BLOCK_KV
@@ -328,10 +329,10 @@ class _BackwardArguments(Arguments):
     ) -> None:
         spec, operands = problem.spec, problem.operands
         item = spec.compute_dtype.itemsize
-        if shape.parts == 1:
-            areas = scratch_areas(shape, spec.head_dim, spec.v_head_dim, item)
-        else:
+        if shape.product == "tiles":
             areas = part_areas(shape, spec.head_dim, spec.v_head_dim, shape.together)
+        else:
+            areas = scratch_areas(shape, spec.head_dim, spec.v_head_dim, item)
         super().__init__(problem, fields_with(tuple(areas)))
         ends = np.cumsum(list(areas.values()))
         per_worker = -(-int(ends[-1]) // 4096) * 4096

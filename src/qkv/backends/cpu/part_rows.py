@@ -26,19 +26,20 @@ import numpy as np
 from llvmlite import ir
 
 from qkv.backends.cpu import matrix_unit, storage
-from qkv.backends.cpu.bfloat16 import CHUNK, upper_halves, whole
+from qkv.backends.cpu.bfloat16 import CHUNK, join, upper_halves, whole
 from qkv.backends.cpu.frame import WORD, Rows, Shape
 from qkv.backends.cpu.ir import BIT, INT32, INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.matrix_unit import TILE_BYTES, TILE_ROWS
 from qkv.backends.cpu.products import store_vectors, vectors_at
 
 _PRODUCTS: dict[int, matrix_unit.Products] = {
+    1: ((0, 0),),
     2: ((0, 1), (1, 1), (1, 0), (0, 0)),
     3: ((0, 2), (0, 1), (1, 1), (1, 0), (2, 0), (0, 0)),
 }
 """By number of parts: those that matter, each beside one that shares a part with it. The largest
 comes last: what is added to it is rounded as it is."""
-_OF_WEIGHTS: dict[int, matrix_unit.Products] = {2: ((0, 1), (0, 0), (1, 0)), 3: _PRODUCTS[3]}
+_OF_WEIGHTS: dict[int, matrix_unit.Products] = {**_PRODUCTS, 2: ((0, 1), (0, 0), (1, 0))}
 """What is left out is 2^-16 of a weight: float16 keeps 2^-11 of it."""
 
 _LOWEST, _HIGHEST = (int(np.float32(x).view(np.int32)) for x in (2.0**-100, 2.0**60))
@@ -117,7 +118,11 @@ class PartRows:
         self.put_pairs(self.cut([first, second]), place)
 
     def put_pairs(self, cut: Sequence[Sequence[Value]], place: Value) -> None:
-        """Of each part, two vectors as a pair in each lane."""
+        """Of each part, two vectors as a pair in each lane; one part alone is rounded."""
+        if self.parts == 1:
+            pair = join(self.e, *map(self.e.as_floats, cut[0]))
+            self.e.store_vector(pair, place)
+            return
         for n, (first, second) in enumerate(cut):
             self.e.store_vector(self.pair(first, second), self.e.at(place, n * self.part_bytes))
 
@@ -348,10 +353,8 @@ class PartRows:
             split = [self.rounded(x) for x in columns]
             end = self.packed_row(packed, d)
             for p in range(e.lanes // 2):
-                both = zip(split[2 * p], split[2 * p + 1], strict=True)
-                for n, (first, second) in enumerate(both):
-                    place = e.at(end, p * self.width + n * self.part_bytes)
-                    e.store_vector(self.pair(first, second), place)
+                both = list(zip(split[2 * p], split[2 * p + 1], strict=True))
+                self.put_pairs(both, e.at(end, p * self.width))
             return [odd]
 
         (odd,) = e.loop(0, whole(e, dim), e.lanes, [ir.Constant(bits, 0)], turn)
