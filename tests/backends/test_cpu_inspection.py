@@ -10,7 +10,8 @@ import pytest
 
 import qkv
 from qkv.backends import Inspectable, backends
-from qkv.backends.cpu import replay_pass
+from qkv.backends.cpu import forward_pass, replay_pass
+from qkv.backends.cpu import host as cpu_host
 from qkv.backends.cpu.host import host
 from qkv.problem.builder import Shape
 from qkv.problem.check import check
@@ -65,6 +66,32 @@ def taken(weights: np.ndarray, indices: np.ndarray) -> np.ndarray:
     return np.take_along_axis(weights, np.maximum(indices, 0), -1)
 
 
+def has_tiles() -> bool:
+    """Whether this machine can be made to use them."""
+    try:
+        return cpu_host._host("amx").isa == "amx"
+    except qkv.QkvError:
+        return False
+
+
+PARTS = pytest.param(
+    "parts",
+    marks=pytest.mark.skipif(not has_tiles(), reason="this processor has no bfloat16 tiles"),
+)
+
+
+@pytest.fixture(params=[PARTS, "elements"])
+def products(request: pytest.FixtureRequest) -> str:
+    """Both products of scores; problems are too small for parts to be chosen."""
+    request.getfixturevalue("in_parts")
+    patch = request.getfixturevalue("monkeypatch")
+    if request.param == "parts":
+        patch.setenv("QKV_ISA", "amx")
+    else:
+        patch.setattr(forward_pass, "_PARTS_PAY", {})
+    return str(request.param)
+
+
 BLOCKS = Shape((2,), 4, 2, 70, 150, 20, 5)
 """More than a block of queries and of keys, and neither whole."""
 
@@ -105,6 +132,7 @@ def test_sizes(q_len: int, kv_len: int) -> None:
     check_statistics([a[:, ::-1, ::-1] for a in arrays(shape)], [], k=kv_len)
 
 
+@pytest.mark.usefixtures("products")
 def test_rows_that_see_little() -> None:
     """Blocks of queries without keys, keys that no query sees, and fewer keys than k."""
     lengths = np.array([0, 3, 150])
@@ -123,6 +151,7 @@ def test_rows_that_see_little() -> None:
 # Best keys
 
 
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("k", [1, 2, 8, 33, 140, 300])
 def test_ties_go_to_the_lower_key(k: int) -> None:
     """Few different scores, and zeros of both signs, which are equal."""
@@ -142,6 +171,7 @@ def test_ties_go_to_the_lower_key(k: int) -> None:
         assert row.tolist() == [*allowed, *[-1] * k][:k]
 
 
+@pytest.mark.usefixtures("products")
 def test_scores_in_rising_order_enter_one_by_one() -> None:
     """Each key is the best so far, and then the worst: every place of the list is moved through."""
     query, key, value = arrays(Shape((), 2, 2, 80, 200, 4, 4))
@@ -164,6 +194,7 @@ def test_long_lists_are_left_to_numpy() -> None:
     check_statistics(given, [], k=most)
 
 
+@pytest.mark.usefixtures("products")
 def test_nan_is_no_best_key_and_spoils_only_what_it_meets() -> None:
     query, key, value = arrays(Shape((), 1, 1, 70, 150, 8, 8))
     key[0, 130] = np.nan
@@ -188,6 +219,7 @@ def test_nan_is_no_best_key_and_spoils_only_what_it_meets() -> None:
 # Sums
 
 
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("bias", [-1e9, 40.0, 3e4])
 def test_rows_of_large_lse_are_summed_again(bias: float, monkeypatch) -> None:
     """Only blocks that hold such rows, with the replay's own scores."""
@@ -196,7 +228,7 @@ def test_rows_of_large_lse_are_summed_again(bias: float, monkeypatch) -> None:
     rows[[3, 130]] = bias
     asked = []
     sums = replay_pass._sums
-    monkeypatch.setattr(replay_pass, "_sums", lambda p, r: asked.append(r) or sums(p, r))
+    monkeypatch.setattr(replay_pass, "_sums", lambda *of: asked.append(of[1]) or sums(*of))
     for sink in ([], [qkv.Sinks([bias, 0.0])]):
         record = qkv.inspect(query, key, value, qkv.Bias(rows), *sink, backend="cpu")
         total = 1 - np.exp(np.array([[bias], [0.0]]) - record.lse.astype(float)) if sink else 1.0
@@ -225,9 +257,57 @@ def test_many_rows_are_added_without_drift() -> None:
     np.testing.assert_allclose(received[0], weights.sum(0), rtol=2e-7)
 
 
+# Products of parts
+
+
+TASKS = Shape((2,), 2, 1, 300, 333, 40, 24)
+"""More queries than one task takes; the last block of keys fills no tile."""
+
+
+@pytest.mark.parametrize("products", [PARTS], indirect=True)
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize(
+    "name", ["plain", "causal", "window and ALiBi", "segments", "several", "lengths"]
+)
+def test_best_keys_of_several_tasks(products, dtype, name) -> None:
+    lengths = np.array([130, 333])
+    variants = {
+        "plain": [],
+        "causal": [qkv.Causal("start")],
+        "window and ALiBi": [qkv.SlidingWindow(70, 3), qkv.ALiBi()],
+        "segments": [qkv.Segments(np.arange(300) // 90, np.arange(333) // 90)],
+        "several": several(TASKS),
+        "lengths": [qkv.KeyLengths(lengths)],
+    }[name]
+    given, said = arrays(TASKS, dtype), {} if name == "several" else {"q_offset": 0}
+    rotated_halves = name == "several" and dtype == np.float16
+    assert replay_pass._in_parts(check(*given, tuple(variants), **said)) != rotated_halves
+    check_statistics(given, variants, **said)
+    if name == "causal":
+        check_statistics(given, variants, q_offset=0, scale=-0.3)
+        given = [a[..., ::-1, ::-1] for a in given]
+        check_statistics(given, variants, q_offset=0)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_scores_are_bit_for_bit_those_of_the_forward_pass(products, dtype) -> None:
+    """Where a query sees one key, lse is that score, and the weight is exp(0)."""
+    query, key, value = (10 * a for a in arrays(Shape((), 2, 1, 300, 300, 64, 8), dtype))
+    each_one = qkv.Mask(np.eye(300, dtype=bool))
+    # The largest number of float32 is infinite if it is rounded to bfloat16.
+    for small, large in ((1.0, 1.0), (1e-4, 3e4), (1e-37, 3.4028e38))[: 2 + (dtype == np.float32)]:
+        query[..., 5], key[:, ::41, 5] = small, large
+        record = qkv.inspect(query, key, value, each_one, backend="cpu")
+        indices, weights = record.top(2)
+        assert np.isfinite(record.lse).all()
+        np.testing.assert_array_equal(indices[..., 0], [np.arange(300)] * 2)
+        np.testing.assert_array_equal(weights, np.broadcast_to([1.0, 0.0], (2, 300, 2)))
+
+
 # Threads and memory
 
 
+@pytest.mark.usefixtures("products")
 def test_bits_do_not_depend_on_threads(monkeypatch) -> None:
     given = arrays(Shape((), 4, 2, 300, 700, 16, 16))
     rows = np.zeros((300, 1), np.float32)
@@ -245,6 +325,7 @@ def test_bits_do_not_depend_on_threads(monkeypatch) -> None:
     assert len(found) == 1
 
 
+@pytest.mark.usefixtures("products")
 def test_memory_does_not_grow_with_pairs() -> None:
     """16,384 tokens: 1 GiB if a matrix were held."""
     given = arrays(Shape((), 1, 1, 16_384, 16_384, 4, 4))

@@ -21,9 +21,9 @@ from qkv.backends.cpu.frame import WORD, Rows, Shape
 from qkv.backends.cpu.ir import INT64, POINTER, Value
 from qkv.backends.cpu.matrix_unit import TILE_ROWS
 from qkv.backends.cpu.meeting import Buffers, Keys, Meeting, Together
-from qkv.backends.cpu.packing import copy_rows
 from qkv.backends.cpu.pairs import PairForward
-from qkv.backends.cpu.part_rows import FLOAT_BYTES, PartRows
+from qkv.backends.cpu.part_rows import FLOAT_BYTES
+from qkv.backends.cpu.part_scores import PartScores
 from qkv.backends.cpu.turning import turned_bytes
 from qkv.problem.expressions import TRUE
 from qkv.problem.spec import Spec
@@ -61,7 +61,8 @@ class _PartForward(PairForward):
     def __init__(self, key: ForwardKey) -> None:
         super().__init__(key)
         self.block_kv = BLOCK_KV
-        self.split = PartRows(self.e, self.shape, BLOCK_KV)
+        self.factors = PartScores(self, BLOCK_KV)
+        self.split = self.factors.split
         self.weights_at = BLOCK_KV * self.width
         self.value_row = self.split.column_band
         self.unrolled = (2, 1)
@@ -77,32 +78,6 @@ class _PartForward(PairForward):
 
     def clear_pairs(self, weights: Value, first: Value, stop: Value) -> None:
         self.split.clear_pairs(weights, first, stop)
-
-    def pack_parts(self, parts: dict[str, Value]) -> Value:
-        """One vector of queries as pairs of parts; lanes beyond the last row repeat it.
-
-        Gives a bit for each query without parts.
-        """
-        e = self.e
-        arguments = [POINTER, POINTER, POINTER, POINTER, INT64]
-        with e.function("pack", arguments, INT64) as (function, args):
-            arguments_, query, packed, copy, first_row = args
-            names = ("query_row", "query_element", "head_dim", "rows")
-            row, element, head_dim, rows = (self.field(arguments_, name) for name in names)
-            last = e.least(e.lanes - 1, e.sub(e.sub(rows, first_row), 1))
-            here = Rows(e.at(query, e.mul(first_row, row)), row, element)
-            start, row = self.floats(parts, "query", here, e.add(last, 1), head_dim, copy)
-            places = [e.at(start, e.mul(e.least(i, last), row)) for i in range(e.lanes)]
-            sign = e.splat(self.real_field(arguments_, "sign"))
-            e.builder.ret(self.split.pack(places, head_dim, packed, sign))
-        return function
-
-    def floats(
-        self, parts: dict[str, Value], name: str, rows: Rows, count: Value, dim: Value, to: Value
-    ) -> tuple[Value, Value]:
-        """Rows of float32 with adjacent elements."""
-        dtype = self.dtypes[name]
-        return self.split.floats(dtype, parts[f"copy {dtype}"], rows, count, dim, to)
 
     # One task, all tasks
 
@@ -285,13 +260,8 @@ class _PartForward(PairForward):
             meeting.add(last)
 
     def rows(self) -> dict[str, Value]:
-        e = self.e
-        parts = {f"copy {dtype}": copy_rows(e, dtype) for dtype in sorted({*self.dtypes.values()})}
-        parts["split_rows"] = self.split.split_rows()
+        parts = self.factors.functions(self.dtypes.values())
         parts["split_columns"] = self.split.split_columns()
-        parts["pack"] = self.pack_parts(parts)
-        key, query = self.dtypes["key"], self.dtypes["query"]
-        parts["mend"] = without_parts.mend(self.split, "mend", key, query)
         parts["add_sifted"] = without_parts.add_sifted(self.split)
         if not self.spec.dropout:
             parts["weigh_beside"] = self.weigh_beside()
@@ -322,9 +292,8 @@ class _PartForward(PairForward):
     ) -> tuple[Value, Value]:
         e = self.e
         here = Rows(e.at(rows.pointer, e.mul(kv_start, rows.row)), rows.row, rows.element)
-        k, row = self.floats(parts, "key", here, count, head_dim, at.value_copy)
         odd = e.at(at.scores, -without_parts.ODD_BYTES)
-        e.builder.call(parts["split_rows"], [k, row, count, head_dim, at.key_copy, odd])
+        self.factors.split_keys(parts, here, count, head_dim, at.value_copy, at.key_copy, odd)
         return at.key_copy, self.split.band(head_dim)
 
     def block_of_values(
@@ -340,7 +309,7 @@ class _PartForward(PairForward):
     ) -> tuple[Value, Value, Value]:
         e = self.e
         here = Rows(e.at(rows.pointer, e.mul(kv_start, rows.row)), rows.row, rows.element)
-        v, row = self.floats(parts, "value", here, count, v_head_dim, at.value_copy)
+        v, row = self.factors.floats(parts, "value", here, count, v_head_dim, at.value_copy)
         sifted = e.builder.call(parts["split_columns"], [v, row, count, v_head_dim, at.values])
         return v, row, sifted
 
@@ -390,14 +359,9 @@ class _PartMeeting(Meeting):
     def _mend(self, i: Value) -> None:
         """Scores of rows without parts."""
         e, task, keys, kernel = self.e, self.task, self.keys, self.kernel
-        block = task.block(i)
+        block, (pointer, row, element) = task.block(i), task.key
         odd = e.at(self.scores, -without_parts.ODD_BYTES)
         lanes = e.at(block.stats, STATS * kernel.width)
-        some = without_parts.any_without(kernel.split, odd, lanes)
-        with e.builder.if_then(some, likely=False):
-            key = task.key
-            start = e.at(key.pointer, e.mul(keys.start, key.row))
-            last = e.sub(kernel.field(task.arguments, "rows"), 1)
-            sign = kernel.real_field(task.arguments, "sign")
-            rows = [start, key.row, key.element, *task.query, block.row, last, task.head_dim, sign]
-            e.builder.call(self.parts["mend"], [*rows, keys.count, odd, lanes, self.scores])
+        key = Rows(e.at(pointer, e.mul(keys.start, row)), row, element)
+        where = (block.row, keys.count, odd, lanes, self.scores)
+        kernel.factors.mend(task.arguments, self.parts, key, task.query, *where)

@@ -28,7 +28,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from llvmlite import ir
 
 from qkv.backends.cpu import vector_math
-from qkv.backends.cpu.forward import BLOCK_KV, RUN, STATS, TASK, Forward, ForwardKey
+from qkv.backends.cpu.forward import BLOCK_KV, RUN, SOFTMAX, STATS, TASK, Forward, ForwardKey
 from qkv.backends.cpu.frame import COMMON_FIELDS, WORD, Shape, operand_fields
 from qkv.backends.cpu.ir import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.packing import copy_rows
@@ -45,7 +45,7 @@ FIELDS = (
     "copy_key", "sign", "runs", "rows",
     "row_max", "log_sum",
     "k", "best", "indices",
-    "blocks", "shift", "padded_rows", "received",
+    "blocks", "shift", "padded_rows", "received", "together",
 )  # fmt: skip
 """`shift` holds a and b of each vector of rows, side by side, up to `padded_rows` of a head."""
 
@@ -53,11 +53,15 @@ RANGE = ("batch", "head", "first_key", "last_key", "first_block", "last_block")
 """A task of `received`; its blocks are rows of `blocks`, each a `TASK` of the forward pass."""
 
 
+def state_rows(question: Question, k: int) -> int:
+    """Numbers that are kept for each query."""
+    return {"sums": STATS, "top": 2 * (k + 1), "received": 0}[question]
+
+
 def scratch_bytes(question: Question, spec: Spec, shape: Shape, k: int, keys: int) -> int:
     """Memory of one worker: packed Q, S, states; one block of K and of tables; sums of keys."""
     real_bytes = spec.compute_dtype.itemsize
-    state = {"sums": STATS, "top": 2 * (k + 1), "received": 0}[question]
-    rows = (spec.head_dim + BLOCK_KV + state) * shape.block_q
+    rows = (spec.head_dim + BLOCK_KV + state_rows(question, k)) * shape.block_q
     totals = 2 * keys * shape.lanes if question == "received" else 0
     turned = turned_bytes(spec, BLOCK_KV, shape.lanes * real_bytes)
     size = (rows + BLOCK_KV * spec.head_dim + totals) * real_bytes + turned
@@ -78,18 +82,13 @@ class ReplayKey:
 
 def emit_replay(key: ReplayKey) -> str:
     """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
-    kinds: dict[str, type[_Replay]] = {"sums": _Sums, "top": _Top, "received": _Received}
+    kinds: dict[str, type[Replay]] = {"sums": Sums, "top": Top, "received": Received}
     kernel = kinds[key.question](key)
     kernel.all_tasks()
     return str(kernel.e.module)
 
 
-_SEE = [*[POINTER] * 4, *[INT64] * 6, BIT]
-"""What `softmax` and `see` take: arguments, S, state, turned tables, width, count, batch, head,
-first row, first key, and whether forbidden weights are marked."""
-
-
-class _Areas(NamedTuple):
+class Areas(NamedTuple):
     """Where a block of queries keeps what, in the scratch of its worker."""
 
     packed: Value
@@ -100,7 +99,7 @@ class _Areas(NamedTuple):
     totals: Value
 
 
-class _Block(NamedTuple):
+class Block(NamedTuple):
     """A block of queries: its task, and its areas for `vectors` vectors."""
 
     arguments: Value
@@ -109,10 +108,10 @@ class _Block(NamedTuple):
     first_row: Value
     first_key: Value
     vectors: int
-    areas: _Areas
+    areas: Areas
 
 
-class _Replay(Forward):
+class Replay(Forward):
     """What all questions share: blocks of queries meet blocks of keys."""
 
     def __init__(self, key: ReplayKey) -> None:
@@ -130,11 +129,11 @@ class _Replay(Forward):
     def see(self, name: str, masked: bool) -> Value:
         """A function with the arguments of `softmax`: one vector of queries sees a block of keys.
 
-        Its state takes the place of the statistics.
+        Its state takes the place of the statistics, and nothing is marked.
         """
         raise NotImplementedError
 
-    def state(self, block: _Block, vector: int) -> Value:
+    def state(self, block: Block, vector: int) -> Value:
         """What `see` is given for a vector of the block."""
         raise NotImplementedError
 
@@ -142,13 +141,13 @@ class _Replay(Forward):
         """What the states of a block take in scratch, `row` bytes for one number of each query."""
         return self.e.index(0)
 
-    def begin(self, block: _Block) -> None:
+    def begin(self, block: Block) -> None:
         """Before a block of queries meets its first keys."""
 
-    def after_keys(self, block: _Block, kv_start: Value, count: Value) -> None:
+    def after_keys(self, block: Block, kv_start: Value, count: Value) -> None:
         """After all vectors of a block have seen a block of keys."""
 
-    def end(self, block: _Block, parts: dict[str, Value]) -> None:
+    def end(self, block: Block, parts: dict[str, Value]) -> None:
         """After a block of queries has met its last keys."""
 
     # A block of queries meets its keys
@@ -166,7 +165,7 @@ class _Replay(Forward):
             dot_rows(e, key, key_row, count, packed, vectors, head_dim, self.shape.keys, [], finish)
         return function
 
-    def areas(self, arguments: Value, scratch: Value) -> _Areas:
+    def areas(self, arguments: Value, scratch: Value) -> Areas:
         e, head_dim = self.e, self.field(arguments, "head_dim")
         row = self.shape.block_q * e.real_bytes
         scores = e.at(scratch, e.mul(head_dim, row))
@@ -174,7 +173,7 @@ class _Replay(Forward):
         key_copy = e.at(state, self.state_bytes(arguments, row))
         turned = e.at(key_copy, e.mul(head_dim, BLOCK_KV * e.real_bytes))
         totals = e.at(turned, turned_bytes(self.spec, BLOCK_KV, e.vector_bytes))
-        return _Areas(scratch, scores, state, key_copy, turned, totals)
+        return Areas(scratch, scores, state, key_copy, turned, totals)
 
     def meet(self, vectors: int, parts: dict[str, Value]) -> Value:
         """One block of queries, and those of its runs of keys from one key to another."""
@@ -185,7 +184,7 @@ class _Replay(Forward):
             b = e.builder
             batch, head, first_row, first_run, last_run = self.record(task, TASK)
             areas = self.areas(arguments, scratch)
-            block = _Block(arguments, batch, head, first_row, first_key, vectors, areas)
+            block = Block(arguments, batch, head, first_row, first_key, vectors, areas)
             width = e.index(vectors * e.vector_bytes)
             head_dim = self.field(arguments, "head_dim")
             query = self.operand(arguments, "query", batch, head)
@@ -268,13 +267,13 @@ class _Replay(Forward):
         return meet
 
 
-class _RowReplay(_Replay):
+class RowReplay(Replay):
     """Questions about rows: a task is a block of queries, and what it found is written at the end.
 
     The state of a vector is some rows of numbers, `width` bytes apart.
     """
 
-    def state(self, block: _Block, vector: int) -> Value:
+    def state(self, block: Block, vector: int) -> Value:
         return self.e.at(block.areas.state, vector * self.e.vector_bytes)
 
     def write_rows(self, arguments: Value, state: Value, width: Value, rows: list[Value]) -> None:
@@ -297,7 +296,7 @@ class _RowReplay(_Replay):
             self.write_rows(arguments, state, width, lanes)
         return function
 
-    def end(self, block: _Block, parts: dict[str, Value]) -> None:
+    def end(self, block: Block, parts: dict[str, Value]) -> None:
         e = self.e
         width = e.index(block.vectors * e.vector_bytes)
         for j in range(block.vectors):
@@ -318,7 +317,7 @@ class _RowReplay(_Replay):
         self.job(run)
 
 
-class _Sums(_RowReplay):
+class Sums(RowReplay):
     """m and log(l) of each row: the softmax of the forward pass, its weights left behind."""
 
     def see(self, name: str, masked: bool) -> Value:
@@ -327,7 +326,7 @@ class _Sums(_RowReplay):
     def state_bytes(self, arguments: Value, row: int) -> Value:
         return self.e.index(STATS * row)
 
-    def begin(self, block: _Block) -> None:
+    def begin(self, block: Block) -> None:
         e, width = self.e, block.vectors * self.e.vector_bytes
         for j in range(block.vectors):
             for i in range(STATS):
@@ -343,7 +342,7 @@ class _Sums(_RowReplay):
                 e.store(e.extract(found, i), e.at(start, e.mul(row, e.real_bytes)), e.real_bytes)
 
 
-class _Top(_RowReplay):
+class Top(RowReplay):
     """The k best scores of each row, falling, and their keys.
 
     The list of a vector of rows has k + 1 places: an infinite score that nothing passes, then the
@@ -354,7 +353,7 @@ class _Top(_RowReplay):
         e = self.e
         return e.mul(e.add(self.field(arguments, "k"), 1), 2 * row)
 
-    def begin(self, block: _Block) -> None:
+    def begin(self, block: Block) -> None:
         e = self.e
         places = e.add(self.field(block.arguments, "k"), 1)
         width = block.vectors * e.vector_bytes
@@ -372,7 +371,7 @@ class _Top(_RowReplay):
 
     def see(self, name: str, masked: bool) -> Value:
         e = self.e
-        with e.function(name, _SEE) as (function, args):
+        with e.function(name, SOFTMAX) as (function, args):
             arguments_, scores, best, turned, width, count, batch, head, first_row = args[:9]
             kv_start = args[9]
             b = e.builder
@@ -445,13 +444,13 @@ class _Top(_RowReplay):
         e.loop(0, k, 1, [], place)
 
 
-class _Received(_Replay):
+class Received(Replay):
     """sum_i w[i, j] of each key j of a range.
 
     `totals` has two vectors for each key: the sums of the lanes, and what rounding took from them.
     """
 
-    def state(self, block: _Block, vector: int) -> Value:
+    def state(self, block: Block, vector: int) -> Value:
         """a and b of the rows of a vector."""
         e = self.e
         names = ("num_heads", "padded_rows")
@@ -463,7 +462,7 @@ class _Received(_Replay):
     def see(self, name: str, masked: bool) -> Value:
         """S becomes w; the padding of the rows has b = inf, which makes it 0."""
         e = self.e
-        with e.function(name, _SEE) as (function, args):
+        with e.function(name, SOFTMAX) as (function, args):
             arguments_, scores, shift, turned, width, count, batch, head, first_row = args[:9]
             kv_start = args[9]
             b = e.builder
@@ -484,7 +483,7 @@ class _Received(_Replay):
             e.loop(0, count, 1, [], weigh)
         return function
 
-    def after_keys(self, block: _Block, kv_start: Value, count: Value) -> None:
+    def after_keys(self, block: Block, kv_start: Value, count: Value) -> None:
         """Add the weights of all vectors to the sums of their keys."""
         e, b = self.e, self.e.builder
         first = e.sub(kv_start, block.first_key)

@@ -17,6 +17,7 @@ from qkv.backends.cpu import threads
 from qkv.backends.cpu.arguments import Arguments, rotated
 from qkv.backends.cpu.backend import integer_bits, kernel_spec
 from qkv.backends.cpu.compile import Kernel, build
+from qkv.backends.cpu.forward_pass import multiplies_parts, shape_of
 from qkv.backends.cpu.host import Host, host
 from qkv.backends.cpu.replay import (
     FIELDS,
@@ -26,6 +27,7 @@ from qkv.backends.cpu.replay import (
     emit_replay,
     scratch_bytes,
 )
+from qkv.backends.cpu.replay_parts import emit_part_replay, part_scratch_bytes
 from qkv.backends.cpu.schedule import TILE_KV, Schedule, fine_tile, folds, schedule
 from qkv.partial import coarse
 from qkv.problem.rows import plain
@@ -62,8 +64,9 @@ def top(
     indices, weights = np.full(shape, -1, np.int64), np.zeros(shape, spec.compute_dtype)
     if 0 in (*lse.shape, count):
         return indices, weights
-    a, b = shift(problem, lse)
-    replay = _Replay(problem, "top", k=count)
+    in_parts = _in_parts(problem)
+    a, b = shift(problem, lse, in_parts=in_parts)
+    replay = _Replay(problem, "top", k=count, in_parts=in_parts)
     best = np.empty((*lse.shape, count), spec.compute_dtype)
     found = indices if count == k else np.empty(best.shape, np.int64)
     replay.run({"k": count}, {"best": best, "indices": found}, progress)
@@ -87,7 +90,12 @@ def received(problem: Problem, lse: Array, progress: Progress | None = None) -> 
     return total
 
 
-def shift(problem: Problem, lse: Array) -> tuple[Array, Array]:
+def _in_parts(problem: Problem) -> bool:
+    """Whether the forward pass multiplied parts, so that a replay of rows does."""
+    return multiplies_parts(problem) and shape_of(problem.spec, host()).parts > 1
+
+
+def shift(problem: Problem, lse: Array, *, in_parts: bool = False) -> tuple[Array, Array]:
     """a and b with `log w = (s - a) - b`: lse and 0, or the maximum of a row and log of its sum.
 
     Both are 0 for a row without keys, which so stays empty.
@@ -96,14 +104,14 @@ def shift(problem: Problem, lse: Array) -> tuple[Array, Array]:
     b = np.zeros_like(a)
     rows = coarse(a)
     if rows.any():
-        row_max, log_sum = _sums(problem, rows)
+        row_max, log_sum = _sums(problem, rows, in_parts)
         a[rows], b[rows] = row_max[rows], log_sum[rows]
     return a, b
 
 
-def _sums(problem: Problem, rows: Array) -> tuple[Array, Array]:
+def _sums(problem: Problem, rows: Array, in_parts: bool) -> tuple[Array, Array]:
     """Maximum of each of some rows, sinks included, and the logarithm of its sum over that."""
-    replay = _Replay(problem, "sums", rows)
+    replay = _Replay(problem, "sums", rows, in_parts=in_parts)
     row_max = np.full(rows.shape, -np.inf, problem.spec.compute_dtype)
     log_sum = np.full_like(row_max, -np.inf)
     replay.run({}, {"row_max": row_max, "log_sum": log_sum})
@@ -132,41 +140,54 @@ class _Replay:
     """One question about one problem: its kernel, its tasks, and how they are run."""
 
     def __init__(
-        self, problem: Problem, question: Question, rows: Array | None = None, k: int = 0
+        self,
+        problem: Problem,
+        question: Question,
+        rows: Array | None = None,
+        k: int = 0,
+        in_parts: bool = False,
     ) -> None:
         spec, here = problem.spec, host()
         self.problem = problem
         self.shape = here.shape_of(spec.compute_dtype)
-        self.folded = question != "received" and folds(spec, self.shape.lanes)
+        if in_parts:
+            self.shape = shape_of(spec, here)
+        rows_fold = question != "received" and not in_parts
+        self.folded = rows_fold and folds(spec, self.shape.lanes)
         key = ReplayKey(
             question,
             replace(kernel_spec(spec), dropout=False),
-            self.shape,
+            replace(self.shape, together=1),
             integer_bits(problem),
             self.folded,
             spec.rotation is not None,
         )
         self.kernel = _kernel(key, here)
         block_q = self.shape.block_q
-        tile_kv = TILE_KV if self.folded else fine_tile(problem, block_q)
-        self.plan = schedule(problem, block_q, self.folded, tile_kv=tile_kv)
+        coarse_tiles = self.folded or in_parts
+        tile_kv = TILE_KV if coarse_tiles else fine_tile(problem, block_q)
+        self.plan = schedule(problem, block_q, self.folded, self.shape.together, tile_kv)
         self.tasks, keys = self.plan.tasks, 0
         if question == "received":
             self.plan = _in_order(self.plan)
             self.tasks, keys = _ranges(spec, self.plan)
         elif rows is not None:
             self.tasks = self._with_rows(rows)
-        self.scratch_bytes = scratch_bytes(question, spec, self.shape, k, keys)
+        if in_parts:
+            self.scratch_bytes = part_scratch_bytes(question, spec, self.shape, k)
+        else:
+            self.scratch_bytes = scratch_bytes(question, spec, self.shape, k, keys)
 
     def _with_rows(self, rows: Array) -> Array:
         """The tasks of blocks that hold some of these rows."""
         spec, tasks = self.problem.spec, self.plan.tasks
         rows_of_block = spec.q_len * (spec.group_size if self.folded else 1)
         flat = rows.reshape(spec.batch_size, -1, rows_of_block)
-        starts = np.arange(0, rows_of_block, self.shape.block_q)
+        rows_of_task = self.shape.block_q * self.shape.together
+        starts = np.arange(0, rows_of_block, rows_of_task)
         wanted = np.logical_or.reduceat(flat, starts, axis=-1)
         heads = tasks[:, 1] // (spec.group_size if self.folded else 1)
-        chosen = wanted[tasks[:, 0], heads, tasks[:, 2] // self.shape.block_q]
+        chosen = wanted[tasks[:, 0], heads, tasks[:, 2] // rows_of_task]
         return np.ascontiguousarray(tasks[chosen])
 
     def run(
@@ -211,6 +232,7 @@ class _ReplayArguments(Arguments):
                 "scale": self._real(replay.problem.operands.scale),
                 "runs": self._address(replay.plan.runs),
                 "rows": spec.q_len * (spec.group_size if replay.folded else 1),
+                "together": replay.shape.together,
                 **numbers,
                 **{name: self._address(array) for name, array in arrays.items()},
             }
@@ -219,7 +241,8 @@ class _ReplayArguments(Arguments):
 
 @lru_cache(maxsize=256)
 def _kernel(key: ReplayKey, here: Host) -> Kernel:
-    return Kernel(build(emit_replay, (key,), here))
+    emit = emit_replay if key.shape.parts == 1 else emit_part_replay
+    return Kernel(build(emit, (key,), here))
 
 
 def _in_order(plan: Schedule) -> Schedule:
