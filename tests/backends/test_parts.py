@@ -52,11 +52,11 @@ def require_right(arrays, variants=(), **keywords) -> None:
 # Which kernel runs
 
 
-def parts_of(arrays, variants=(), *, backward=False, **keywords) -> int:
+def parts_of(arrays, variants=(), **keywords) -> int:
     """How many parts an operand is cut into; 1 if it is multiplied as it is."""
     variants = tuple(qkv.Mask(v) if isinstance(v, np.ndarray) else v for v in variants)
     problem = check(*arrays, variants, **{"q_offset": 0, **keywords})
-    return ForwardPass(problem, backward=backward).shape.parts
+    return ForwardPass(problem).shape.parts
 
 
 def require_in_parts(arrays, variants=(), **keywords) -> None:
@@ -73,7 +73,6 @@ def test_large_problems_are_multiplied_in_parts(dtype, count, monkeypatch) -> No
     assert parts_of([few[0], few[0], few[0]]) == 1
     assert parts_of(narrow) == 1, "the softmax outweighs the products"
     assert parts_of(many, scale=1025.0) == parts_of(many, scale=-1025.0) == 1
-    assert parts_of(many, backward=True) == count, "as the backward pass recomputes them"
     rotated = {"float32": 3, "float16": 1}[dtype]
     assert parts_of(many, (qkv.RoPE(),)) == rotated, "rotated rows are float32"
     monkeypatch.setenv("QKV_ISA", "avx512")

@@ -136,7 +136,7 @@ class CpuBackend:
         if few:
             _decode(problem, whole, statistics)
         else:
-            _forward(problem, whole, statistics, backward)
+            _forward(problem, whole, statistics)
         return whole
 
 
@@ -156,9 +156,7 @@ def _decode(problem: Problem, result: Partial, statistics: RowStatistics | None)
     decode.launch(DecodeArguments(problem, decode, workers, result, statistics), workers)
 
 
-def _forward(
-    problem: Problem, result: Partial, statistics: RowStatistics | None, backward: bool
-) -> None:
+def _forward(problem: Problem, result: Partial, statistics: RowStatistics | None) -> None:
     """Many queries: lanes along queries."""
     # The next call will want it. Were it imported then, by one of many threads, a child that is
     # forked meanwhile would wait for the import for ever.
@@ -166,7 +164,7 @@ def _forward(
     from qkv.backends.cpu.arguments import ForwardArguments
     from qkv.backends.cpu.forward_pass import ForwardPass
 
-    forward = ForwardPass(problem, statistics=statistics is not None, backward=backward)
+    forward = ForwardPass(problem, statistics=statistics is not None)
     workers = forward.workers()
     forward.launch(ForwardArguments(problem, forward, workers, result, statistics), workers)
 

@@ -71,14 +71,9 @@ class Pass:
 
 
 class ForwardPass(Pass):
-    """The forward pass of one problem.
+    """The forward pass of one problem."""
 
-    If a `backward` pass is to follow, scores are added up as that one adds them up.
-    """
-
-    def __init__(
-        self, problem: Problem, *, statistics: bool = False, backward: bool = False
-    ) -> None:
+    def __init__(self, problem: Problem, *, statistics: bool = False) -> None:
         spec, here = problem.spec, host()
         # Sinks scale the output afterwards: round to the type of storage only then.
         self.out_dtype = spec.compute_dtype if spec.sinks else np.dtype(spec.dtype)

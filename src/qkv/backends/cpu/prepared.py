@@ -76,7 +76,7 @@ class PreparedForward:
         shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.v_head_dim)
         self._isa = isa_said()
         self._backward = backward
-        self._forward = forward = ForwardPass(problem, backward=backward)
+        self._forward = forward = ForwardPass(problem)
         self._alone = forward.most_workers <= 1
         self._brief_job = forward.kernel.brief_job if forward.is_brief else None
         self._count = forward.count
