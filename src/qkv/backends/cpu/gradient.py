@@ -26,7 +26,8 @@ from qkv.backends.cpu.backward_block import (
     padded,
     scratch_areas,
 )
-from qkv.backends.cpu.backward_parts import emit_backward_parts, part_areas
+from qkv.backends.cpu.backward_part_block import part_areas
+from qkv.backends.cpu.backward_parts import emit_backward_parts
 from qkv.backends.cpu.compile import Kernel, build
 from qkv.backends.cpu.forward_pass import multiplies_parts, shape_of
 from qkv.backends.cpu.frame import Shape
