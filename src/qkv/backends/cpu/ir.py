@@ -65,6 +65,8 @@ class Emitter:
         self.builder = ir.IRBuilder(function.append_basic_block())
         if not public:
             function.linkage = "internal"
+            # Put into its one caller, as LLVM would, each makes the others slower to compile.
+            function.attributes.add("noinline")
             for argument in function.args:
                 if isinstance(argument.type, ir.PointerType):
                     argument.add_attribute("noalias")
