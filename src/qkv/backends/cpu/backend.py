@@ -109,11 +109,11 @@ class CpuBackend:
 
     def backward(self, problem: Problem, inputs: BackwardInputs) -> OperandGradients:
         """Gradients in one pass over recomputed weights."""
-        from qkv.backends.cpu.gradient import backward
+        from qkv.backends.cpu.gradient import backward, sums_again
 
-        # The scores of few queries were added up in another order than here.
-        again = partial(self._run, few=False, backward=True)
-        return backward(problem, kept(problem, inputs, again))
+        if not sums_again(problem):
+            inputs = kept(problem, inputs, partial(self._run, few=False, backward=True))
+        return backward(problem, inputs)
 
     def _run(
         self,

@@ -100,6 +100,40 @@ class Backward(BackwardRows):
 
         return call
 
+    def meet_queries(
+        self,
+        arguments: Value,
+        task: Value,
+        scratch: Value,
+        meet: Callable[[Value, list[Value]], None],
+    ) -> None:
+        """The keys of a task meet all queries of which some may attend to some of them."""
+        e = self.e
+        batch, kv_head, start, stop, _ = self.record(task, TASK)
+        group_size, num_heads, q_len, q_blocks = (
+            self.field(arguments, n) for n in ("group_size", "num_heads", "q_len", "q_blocks")
+        )
+        blocks = self.pointer_field(arguments, "blocks")
+        runs = self.pointer_field(arguments, "runs")
+
+        def keys_of_run(r: Value, found: list[Value]) -> list[Value]:
+            first, end, _ = self.record(e.at(runs, e.mul(r, WORD * len(RUN))), RUN)
+            met = e.sub(e.least(end, stop), self.most(first, start))
+            return [e.add(found[0], self.most(met, e.index(0)))]
+
+        def each_block(n: Value, _: list[Value]) -> None:
+            block = e.at(blocks, e.mul(n, WORD * len(BLOCK)))
+            _, _, first_row, first_run, last_run = self.record(block, BLOCK)
+            (met,) = e.loop(first_run, last_run, 1, [e.index(0)], keys_of_run)
+            with e.builder.if_then(e.below(0, met)):
+                meet(e.sub(q_len, first_row), [arguments, task, block, scratch])
+
+        head_row = e.add(e.mul(batch, num_heads), e.mul(kv_head, group_size))
+        e.loop(
+            e.mul(head_row, q_blocks), e.mul(e.add(head_row, group_size), q_blocks), 1, [],
+            each_block,
+        )  # fmt: skip
+
     def range_of_keys(self, parts: dict[str, Value]) -> Value:
         """One task."""
         e = self.e
@@ -108,9 +142,9 @@ class Backward(BackwardRows):
             arguments, task, scratch = args
             b = e.builder
             batch, kv_head, start, stop, _ = self.record(task, TASK)
-            group_size, num_heads, q_len, kv_len, q_blocks, splits = (
+            group_size, num_heads, q_len, kv_len, splits = (
                 self.field(arguments, n)
-                for n in ("group_size", "num_heads", "q_len", "kv_len", "q_blocks", "splits")
+                for n in ("group_size", "num_heads", "q_len", "kv_len", "splits")
             )
             kv_head_row = e.add(e.mul(batch, b.sdiv(num_heads, group_size)), kv_head)
             kv_row = e.add(e.mul(kv_head_row, kv_len), start)
@@ -123,28 +157,9 @@ class Backward(BackwardRows):
                 pointer = self.pointer_field(arguments, f"{name}_sums")
                 sums[name] = e.at(pointer, e.mul(kv_row, row)), row
                 self.fill(sums[name][0], e.index(0), e.mul(keys, row))
-            blocks = self.pointer_field(arguments, "blocks")
-            runs = self.pointer_field(arguments, "runs")
-            first_head = e.mul(kv_head, group_size)
+            self.meet_queries(arguments, task, scratch, meet)
 
-            def keys_of_run(r: Value, found: list[Value]) -> list[Value]:
-                first, end, _ = self.record(e.at(runs, e.mul(r, WORD * len(RUN))), RUN)
-                met = e.sub(e.least(end, stop), self.most(first, start))
-                return [e.add(found[0], self.most(met, e.index(0)))]
-
-            def each_block(n: Value, _: list[Value]) -> None:
-                block = e.at(blocks, e.mul(n, WORD * len(BLOCK)))
-                _, _, first_row, first_run, last_run = self.record(block, BLOCK)
-                (met,) = e.loop(first_run, last_run, 1, [e.index(0)], keys_of_run)
-                with b.if_then(e.below(0, met)):
-                    meet(e.sub(q_len, first_row), [arguments, task, block, scratch])
-
-            head_row = e.add(e.mul(batch, num_heads), first_head)
-            e.loop(
-                e.mul(head_row, q_blocks), e.mul(e.add(head_row, group_size), q_blocks), 1, [],
-                each_block,
-            )  # fmt: skip
-
+            head_row = e.add(e.mul(batch, num_heads), e.mul(kv_head, group_size))
             item = ITEM_BYTES[self.grad_dtype]
             for name, dim in dims.items():
                 pointer, row = sums[name]

@@ -16,6 +16,7 @@ from llvmlite import ir
 
 from qkv.backends.cpu import vector_math
 from qkv.backends.cpu.expressions import Expressions, TableView
+from qkv.backends.cpu.forward import STATS
 from qkv.backends.cpu.frame import (
     COMMON_FIELDS,
     COUNTER_BYTES,
@@ -33,17 +34,21 @@ from qkv.problem.spec import Spec
 
 BLOCK_KV = 128
 """Keys whose weights are held at once."""
+_CHAIN = 8
+"""Products that are added in one chain, where there are few queries."""
 
 AREAS = (
     "query", "grad_out", "query_sums", "query_rows", "grad_rows", "lse", "lse_rest",
     "delta", "weights", "score_grads", "products", "factors", "key_copy", "value_copy",
 )  # fmt: skip
 """What a worker's scratch holds, in this order."""
+DELTA_REST = 2
+"""Which row of the area of delta holds what its two parts lack."""
 
 FIELDS = (
     *COMMON_FIELDS,
     *operand_fields("query", "key", "value", "out", "grad_out"),
-    "lse", "lse_rest", "grad_lse", "copy_key", "copy_value",
+    "lse", "lse_rest", "grad_lse", "delta_rest", "row_sums", "row_bytes", "copy_key", "copy_value",
     "blocks", "runs", "q_blocks", "splits", "finished",
     "query_parts", "part_bytes", "d_query", "add_query",
     "key_sums", "key_sum_row", "d_key", "round_key",
@@ -69,7 +74,8 @@ def scratch_areas(shape: Shape, head_dim: int, v_head_dim: int, item: int) -> di
     """Bytes that each area takes."""
     block_q = shape.lanes * shape.vectors
     query, value = (padded(dim, shape.lanes) * block_q for dim in (head_dim, v_head_dim))
-    rows, block = (block_q, block_q, 2 * block_q), BLOCK_KV * block_q
+    # Before there is an lse, its area holds what it is made of.
+    rows, block = (STATS * block_q, block_q, 3 * block_q), BLOCK_KV * block_q
     copies = (BLOCK_KV * padded(dim, shape.lanes) for dim in (head_dim, v_head_dim))
     sizes = (query, value, max(query, value), query, value, *rows, *[block] * 4, *copies)
     return {name: size * item for name, size in zip(AREAS, sizes, strict=True)}
@@ -88,7 +94,8 @@ class BackwardKey:
     """What the code of one kernel depends on.
 
     `rotated` queries and keys come in the type of computation. `out_dtype` is that of the output
-    that is read, `grad_dtype` that of the gradients that are written.
+    that is read, `grad_dtype` that of the gradients that are written. The rows of `few` queries
+    are summed again.
     """
 
     spec: Spec
@@ -98,6 +105,7 @@ class BackwardKey:
     out_dtype: str
     grad_dtype: str
     tables: tuple[TableGradient, ...] = ()
+    few: bool = False
 
 
 class Vector(NamedTuple):
@@ -150,6 +158,8 @@ class BackwardBlock(Frame):
         self.chained = bool(self.loads) or self.slope != ONE
         """Whether mods are between dS and dX, or anything else is made of dS."""
         self.may_forbid = self.mask != TRUE or not self.plain
+        self.chain_of_products = _CHAIN if key.few else None
+        self.has_delta_rest = key.few
 
     @contextmanager
     def of_vector(self, name: str) -> Iterator[tuple[Value, Vector]]:
@@ -163,7 +173,8 @@ class BackwardBlock(Frame):
     def products(self, vectors: int) -> Value:
         """P[k, :] = exp(scale * K[k, :] . packed Q - lse); with mods, the products alone.
 
-        Scores are rounded where the forward pass rounds them: weights have to be what they were.
+        Scores are rounded where the pass that lse comes from rounds them: weights have to be what
+        they were there.
         """
         e = self.e
         arguments = [*[POINTER] * 6, *[INT64] * 3]
@@ -184,7 +195,10 @@ class BackwardBlock(Frame):
                 store_vectors(e, e.at(out, e.mul(k, vectors * e.vector_bytes)), products)
                 return []
 
-            dot_rows(e, key, key_row, count, packed, vectors, head_dim, self.shape.keys, [], finish)
+            dot_rows(
+                e, key, key_row, count, packed, vectors, head_dim, self.shape.keys, [], finish,
+                chain=self.chain_of_products,
+            )  # fmt: skip
         return function
 
     def weigh(self, name: str, masked: bool) -> Value:
@@ -253,7 +267,8 @@ class BackwardBlock(Frame):
     def score_gradients(self, vectors: int) -> Value:
         """dS[k, :] = P * (f * V[k, :] . packed dO - delta), times scale if no mod is between.
 
-        `delta` is in two parts, of either half of v_head_dim. With dropout, P becomes f * P.
+        `delta` is in two parts, of either half of v_head_dim, and what they lack, if that is known.
+        With dropout, P becomes f * P.
         """
         e = self.e
         arguments = [*[POINTER] * 7, *[INT64] * 3]
@@ -267,13 +282,16 @@ class BackwardBlock(Frame):
                 return vectors_at(e, delta, vectors, half)
 
             means = [b.fadd(*pair) for pair in zip(parts(0), parts(1), strict=True)]
+            rests = parts(DELTA_REST) if self.has_delta_rest else None
 
-            def gradient(place: Value, distance: Value, mean: Value) -> Value:
+            def gradient(place: Value, distance: Value, n: int) -> Value:
                 weight = e.load_vector(e.at(weights, place))
                 if self.spec.dropout:
                     factor = e.load_vector(e.at(factors, place))
-                    distance = b.fsub(b.fmul(distance, factor), mean)
+                    distance = b.fsub(b.fmul(distance, factor), means[n])
                     e.store_vector(b.fmul(weight, factor), e.at(weights, place))
+                if rests is not None:
+                    distance = b.fsub(distance, rests[n])
                 share = weight if self.chained else b.fmul(weight, scale)
                 found = b.fmul(share, distance)
                 if self.may_forbid:
@@ -283,7 +301,7 @@ class BackwardBlock(Frame):
             def finish(k: Value, products: list[Value], _: list[Value]) -> list[Value]:
                 for n, product in enumerate(products):
                     place = e.add(e.mul(k, vectors * e.vector_bytes), n * e.vector_bytes)
-                    found = gradient(place, product, means[n % vectors])
+                    found = gradient(place, product, n % vectors)
                     e.store_vector(found, e.at(out, place))
                 return []
 

@@ -6,7 +6,13 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
-from qkv.backends.cpu.backward_block import BLOCK_KV, TASK, VECTOR_AREAS, BackwardBlock
+from qkv.backends.cpu.backward_block import (
+    BLOCK_KV,
+    DELTA_REST,
+    TASK,
+    VECTOR_AREAS,
+    BackwardBlock,
+)
 from qkv.backends.cpu.forward import RUN
 from qkv.backends.cpu.forward import TASK as BLOCK
 from qkv.backends.cpu.frame import WORD, Rows
@@ -211,6 +217,7 @@ class MeetingOfKeys:
         self._pack_rows(offset, first, real_dtype(e), column, e.index(1), to)
 
     def _pack(self, offset: Value, first: Value) -> None:
+        e = self.e
         self._pack_operand(offset, first, "query", "query", "query")
         for name in ("lse", "lse_rest"):
             self._pack_column(offset, first, name, name)
@@ -218,7 +225,10 @@ class MeetingOfKeys:
         # dQ is not begun yet: its area holds O meanwhile.
         self._pack_operand(offset, first, "out", "value", "query_sums")
         self._pack_column(offset, first, "grad_lse", "delta")
-        held = (self.e.at(area, offset) for area in self.areas("grad_out", "query_sums", "delta"))
+        if self.kernel.has_delta_rest:
+            rest = e.add(offset, e.mul(self.width, DELTA_REST))
+            self._pack_column(rest, first, "delta_rest", "delta")
+        held = (e.at(area, offset) for area in self.areas("grad_out", "query_sums", "delta"))
         self.call("finish_rows", *held, self.dims["value"], self.width)
 
     def all_blocks(self, block: Callable[[Value, Value, Value], None]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -32,6 +32,8 @@ from qkv.backends.cpu.compile import Kernel, build
 from qkv.backends.cpu.forward_pass import multiplies_parts, shape_of
 from qkv.backends.cpu.frame import Shape
 from qkv.backends.cpu.host import Host, host
+from qkv.backends.cpu.residual_pass import Rows
+from qkv.backends.cpu.residuals import emit_residuals
 from qkv.backends.cpu.schedule import Schedule, schedule
 from qkv.problem.backward import BackwardInputs, OperandGradients, reads, turned_back
 from qkv.problem.evaluate import evaluate
@@ -49,6 +51,8 @@ _PARTS = 8
 """Parts of dQ that may lie beside one another."""
 _COPIES_BYTES = 2**24
 """What copies of a table's gradient, one for each task that shares entries, may take."""
+_FEW = 12
+"""Queries whose rows are summed again: among more, an error of one row is seldom the largest."""
 
 
 def backward(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
@@ -74,19 +78,32 @@ def backward(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
         inputs.out.dtype.name,
         results.dtype.name,
         tuple(TableGradient(table.name, table.wide) for table in tables),
+        sums_again(problem),
     )
-    kernel = _kernel(key, here)
     operations = 2.0 * plan.pairs * (3 * spec.head_dim + 2 * spec.v_head_dim)
     workers = max(1, min(get_num_threads(), len(tasks), int(operations / _WORTH_A_THREAD)))
-    arguments = _BackwardArguments(problem, inputs, plan, tasks, results, shape, workers)
     seconds = operations / (_OPERATIONS_PER_SECOND * workers)
     step = max(1, int(len(tasks) * _SLICE_SECONDS / max(seconds, _SLICE_SECONDS)))
 
-    for first, last in launches:
-        for start in range(first, last, step):
-            arguments.allow(start, min(start + step, last))
-            threads.run(kernel, arguments, workers)
+    def run(kernel: Kernel) -> None:
+        for first, last in launches:
+            for start in range(first, last, step):
+                arguments.allow(start, min(start + step, last))
+                threads.run(kernel, arguments, workers)
+
+    rows = Rows(problem, inputs, len(ranges) if key.few else 0)
+    arguments = _BackwardArguments(problem, inputs, plan, tasks, results, rows, shape, workers)
+    if key.few:
+        run(_kernel(emit_residuals, key, here))
+        rows.join(problem, inputs)
+    emit = emit_backward_parts if shape.product == "tiles" else emit_backward
+    run(_kernel(emit, key, here))
     return results.finish()
+
+
+def sums_again(problem: Problem) -> bool:
+    """Whether the backward pass finds lse by itself, in the order in which it adds up scores."""
+    return problem.spec.q_len <= _FEW and backward_shape(problem, host()).product != "tiles"
 
 
 def backward_shape(problem: Problem, here: Host) -> Shape:
@@ -107,8 +124,7 @@ _WORTH_A_THREAD = 4e6
 
 
 @lru_cache(maxsize=256)
-def _kernel(key: BackwardKey, here: Host) -> Kernel:
-    emit = emit_backward_parts if key.shape.product == "tiles" else emit_backward
+def _kernel(emit: Callable[[BackwardKey], str], key: BackwardKey, here: Host) -> Kernel:
     return Kernel(build(emit, (key,), here))
 
 
@@ -325,6 +341,7 @@ class _BackwardArguments(Arguments):
         plan: Schedule,
         tasks: Array,
         results: _Results,
+        rows: Rows,
         shape: Shape,
         workers: int,
     ) -> None:
@@ -355,14 +372,11 @@ class _BackwardArguments(Arguments):
             "part_bytes": results.query_parts.strides[0],
             "d_query": self._address(results.query),
             "add_query": int(results.adds_query),
+            "row_sums": self._address(rows.sums),
+            "row_bytes": rows.lse.nbytes,
         }
-        rest = np.zeros_like(inputs.lse) if inputs.lse_rest is None else inputs.lse_rest
-        for name, rows in (
-            ("lse", np.where(np.isneginf(inputs.lse), 0, inputs.lse)),
-            ("lse_rest", rest),
-            ("grad_lse", inputs.grad_lse),
-        ):
-            fields[name] = self._address(np.ascontiguousarray(rows, spec.compute_dtype))
+        for name in ("lse", "lse_rest", "grad_lse", "delta_rest"):
+            fields[name] = self._address(getattr(rows, name))
         for name, array in arrays.items():
             fields.update(self._operand(name, array))
         for name in ("key", "value"):

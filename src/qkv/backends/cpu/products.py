@@ -51,11 +51,13 @@ def dot_tile(
     count: Value,
     multiply_add: MultiplyAdd = Emitter.fma,
     less: Less | None = None,
+    chain: int | None = None,
 ) -> list[Value]:
     """sum_d row[i][d] * packed[d][j], one vector for each row i and vector j.
 
     With `less`, from the sum of either half of d its part of the mean is taken away: where a row
-    is what the mean was made of, little is left on the way, and of rounding too.
+    is what the mean was made of, little is left on the way, and of rounding too. With `chain`, it
+    is a sum of sums of so many products: rounding errors grow with the length of a chain.
     """
 
     def step(d: Value, totals: list[Value]) -> list[Value]:
@@ -63,7 +65,15 @@ def dot_tile(
         elements = [e.at(row, column) for row in rows]
         return _accumulate(e, elements, vectors_at(e, packed, vectors, d), totals, multiply_add)
 
-    totals = [e.const(0.0)] * (len(rows) * vectors)
+    def link(start: Value, stop: Value, totals: list[Value]) -> list[Value]:
+        part = e.loop(start, stop, 1, zeros, step)
+        return [e.builder.fadd(*pair) for pair in zip(totals, part, strict=True)]
+
+    zeros = totals = [e.const(0.0)] * (len(rows) * vectors)
+    if chain is not None:
+        whole = e.round_down(count, chain)
+        totals = e.loop(0, whole, chain, totals, lambda d, old: link(d, e.add(d, chain), old))
+        return link(whole, count, totals)
     if less is None:
         return e.loop(0, count, 1, totals, step)
     for part, (start, stop) in enumerate(halves(e, count)):
@@ -91,6 +101,7 @@ def dot_rows(
     finish: Callable[[Value, list[Value], list[Value]], list[Value]],
     multiply_add: MultiplyAdd = Emitter.fma,
     less: Less | None = None,
+    chain: int | None = None,
 ) -> list[Value]:
     """`dot_tile` for all `count` rows, `keys` of them at a time.
 
@@ -100,7 +111,8 @@ def dot_rows(
     def tile(size: int) -> Callable[[Value, list[Value]], list[Value]]:
         def body(k: Value, carried: list[Value]) -> list[Value]:
             rows = [e.at(first_row, e.mul(e.add(k, i), row_stride)) for i in range(size)]
-            return finish(k, dot_tile(e, rows, packed, vectors, dim, multiply_add, less), carried)
+            products = dot_tile(e, rows, packed, vectors, dim, multiply_add, less, chain)
+            return finish(k, products, carried)
 
         return body
 
