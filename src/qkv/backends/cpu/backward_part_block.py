@@ -63,6 +63,24 @@ _Pair = Callable[[Value, int], tuple[Value, Value]]
 """Of a key and a vector of queries, P and dX."""
 
 
+class _Stage(NamedTuple):
+    """What is done for a pair: P of S; dS of P and dP; both in parts."""
+
+    weigh: bool
+    grade: bool
+    """Times scale if no mod is between; P becomes P times its factor of dropout."""
+    lay: bool
+
+
+_STAGES = {
+    "weigh": _Stage(weigh=True, grade=False, lay=False),
+    "grade": _Stage(weigh=False, grade=True, lay=False),
+    "lay": _Stage(weigh=False, grade=False, lay=True),
+    "grade and lay": _Stage(weigh=False, grade=True, lay=True),
+    "all": _Stage(weigh=True, grade=True, lay=True),
+}
+
+
 def part_areas(shape: Shape, head_dim: int, v_head_dim: int, together: int) -> dict[str, int]:
     """Bytes that each area takes, with so many blocks of queries."""
     width, parts = FLOAT_BYTES * shape.block_q, shape.parts
@@ -106,19 +124,19 @@ class PartBlock(Backward):
 
     # P, dS and dX
 
-    def keys_of_block(self, name: str, *, weigh: bool, grade: bool, lay: bool) -> Value:
-        """What is done for each pair of one block, of these three.
+    def stage(self, name: str) -> Value:
+        """A function `(*_OfPairs, start, count)`: a stage for keys from `start` on.
 
-        `weigh`: P of S. `grade`: dS of P and dP, times scale if no mod is between; P times its
-        factor of dropout. `lay`: P and dX in parts.
+        Keys are counted on from chunk to chunk of queries.
         """
         e = self.e
         with e.function(name, [*[POINTER] * 8, INT64, INT64]) as (function, args):
             block, start, count = _OfPairs(*args[:8]), *args[8:]
+            stage = _STAGES[name]
 
             def chunk(c: Value, _: list[Value]) -> None:
                 begin = e.least(e.greater(e.sub(start, e.mul(c, count)), 0), count)
-                pair = self.pair(block, c, weigh=weigh, grade=grade, lay=lay)
+                pair = self.pair(block, c, stage)
 
                 def store(k: Value, _: list[Value]) -> None:
                     for j in range(_PANEL):
@@ -126,13 +144,13 @@ class PartBlock(Backward):
                         for of, x in zip((block.weights, block.grads), pair(k, j), strict=True):
                             e.store_vector(x, e.at(of, place))
 
-                if lay:
+                if stage.lay:
                     e.loop(begin, count, 2, [], lambda k, _: self.lay(block, pair, k, c))
                 else:
                     e.loop(begin, count, 1, [], store)
 
             e.loop(0, self.chunks, 1, [], chunk)
-            if lay:
+            if stage.lay:
                 pairs, end = (e.builder.ashr(x, e.index(1)) for x in (count, whole(e, count)))
                 odd = e.builder.trunc(e.builder.and_(count, e.index(1)), BIT)
                 with e.builder.if_then(odd, likely=False):
@@ -141,16 +159,21 @@ class PartBlock(Backward):
                 self.split.clear_pairs(block.grad_pairs, pairs, end)
         return function
 
-    def all_beside(self) -> Value:
-        """A function `(*_OfPairs, start, *product) -> start`: P and dX of keys from `start` on.
+    def last_stage(self, kind: str) -> str:
+        """In which P and dX of a full or partial block are split."""
+        if self.plain and kind == "full":
+            return "all"
+        return "lay" if self.chained else "grade and lay"
 
-        As many as there is time for while tiles of other blocks are multiplied; gives the first key
-        that is left. Keys are counted on from chunk to chunk of queries. `product` are the
-        arguments of `matrix_unit.multiply`.
+    def beside(self) -> Value:
+        """A function `(*_OfPairs, start, *product) -> start`: stage "all", from `start` on.
+
+        For as many keys as there is time for while tiles of other blocks are multiplied; gives the
+        first one that is left. `product` are the arguments of `matrix_unit.multiply`.
         """
         e = self.e
         arguments = [*[POINTER] * 8, INT64, *[POINTER] * 3, *[INT64] * 3]
-        with e.function("all_beside", arguments, INT64) as (function, args):
+        with e.function("beside", arguments, INT64) as (function, args):
             block, start, product = _OfPairs(*args[:8]), args[8], args[9:]
             count, pairs = product[4:]
             b, products = e.builder, self.split.products()
@@ -166,7 +189,7 @@ class PartBlock(Backward):
                 if group == 0:
                     first = e.add(start, e.mul(step, _KEYS_BESIDE))
                     chunk = b.sdiv(first, count)
-                    pair = self.pair(block, chunk, weigh=True, grade=True, lay=True)
+                    pair = self.pair(block, chunk, _STAGES["all"])
                     running[:] = [e.sub(first, e.mul(chunk, count)), chunk, pair]
                 first, chunk, pair = running
                 units, groups = _KEYS_BESIDE // 2, len(products)
@@ -185,7 +208,7 @@ class PartBlock(Backward):
         e = self.e
         return e.add(e.mul(k, self.width), e.mul(chunk, self.panels.width), j * e.vector_bytes)
 
-    def pair(self, of: _OfPairs, chunk: Value, *, weigh: bool, grade: bool, lay: bool) -> _Pair:
+    def pair(self, of: _OfPairs, chunk: Value, stage: _Stage) -> _Pair:
         """P and dX of one key and one vector of a chunk of queries."""
         e, b = self.e, self.e.builder
         dropout = bool(self.spec.dropout)
@@ -199,11 +222,11 @@ class PartBlock(Backward):
         def pair(k: Value, j: int) -> tuple[Value, Value]:
             place = self.place_of_pair(k, chunk, j)
             weight, found = (e.load_vector(e.at(x, place)) for x in (of.weights, of.grads))
-            if weigh:
+            if stage.weigh:
                 distance = b.fsub(b.fsub(b.fmul(weight, scale), lse[j]), rest[j])
                 weight = vector_math.exp_flushed(e, distance)
             forbidden = self.forbidden(weight)
-            if grade:
+            if stage.grade:
                 factor = e.load_vector(e.at(of.factors, place)) if dropout else None
                 if factor is not None:
                     found = b.fmul(found, factor)
@@ -215,7 +238,7 @@ class PartBlock(Backward):
                     weight = b.fmul(weight, factor)
             else:
                 found = b.fadd(found, e.const(0.0))
-            if lay and self.may_forbid and not weigh:
+            if stage.lay and self.may_forbid and not stage.weigh:
                 found = b.select(forbidden, e.const(-0.0), found)
             return weight, found
 
@@ -374,20 +397,16 @@ class PartBlock(Backward):
             found["partial"] = self.weigh("partial", masked=True)
         if self.spec.dropout:
             found["dropout"] = self.dropout()
-        keys_of_block = self.keys_of_block
-        if self.plain:
-            found["all"] = keys_of_block("all", weigh=True, grade=True, lay=True)
-            found["all_beside"] = self.all_beside()
-            if self.mask != TRUE:
-                found["weigh"] = keys_of_block("weigh", weigh=True, grade=False, lay=False)
+        stages = {self.last_stage("full")}
+        if self.mask != TRUE:
+            stages |= {self.last_stage("partial"), *(["weigh"] if self.plain else [])}
         if self.chained:
             found["chain"] = self.chain()
-            found["grade"] = keys_of_block("grade", weigh=False, grade=True, lay=False)
-            found["lay"] = keys_of_block("lay", weigh=False, grade=False, lay=True)
-        elif self.may_forbid:
-            found["grade and lay"] = keys_of_block(
-                "grade and lay", weigh=False, grade=True, lay=True
-            )
+            stages.add("grade")
+        for name in sorted(stages):
+            found[name] = self.stage(name)
+        if self.plain:
+            found["beside"] = self.beside()
         return found
 
     def name_of_mend(self, left: str, right: str) -> str:

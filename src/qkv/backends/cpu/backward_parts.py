@@ -281,45 +281,44 @@ class _Blocks(MeetingOfKeys):
 
     def compute_beside(self, following: _Blocks, kv_start: Value, count: Value) -> None:
         """P and dX of this block beside S and dP of the following one."""
-        if self.kernel.spec.dropout:
-            self._by_vector("dropout", kv_start, count)
         start: Value = self.e.index(0)
+        self._prepare("full", kv_start, count)
         held = self.arguments, *self.areas(*OF_PAIRS)
         for product in following._products():
-            start = self.call("all_beside", *held, start, *following._factors(product, count))
+            start = self.call("beside", *held, start, *following._factors(product, count))
             following._mend(product, kv_start, count)
         self.call("all", *held, start, count)
 
     def compute(self, kv_start: Value, count: Value, partial: Value) -> None:
         """P and dX in parts, of S and dP."""
+
+        def compute(kind: str) -> None:
+            self._prepare(kind, kv_start, count)
+            self._stage(self.kernel.last_stage(kind), count)
+
+        self._by_kind(partial, compute)
+
+    def _by_kind(self, partial: Value, body: Callable[[str], None]) -> None:
+        if self.kernel.mask == TRUE:
+            body("full")
+        else:
+            self.e.choose(partial, lambda: body("partial"), lambda: body("full"))
+
+    def _prepare(self, kind: str, kv_start: Value, count: Value) -> None:
+        """All stages but the last."""
         kernel = self.kernel
-
-        def compute(name: str) -> None:
-            self.call(name, self.arguments, *self.areas(*OF_PAIRS), self.e.index(0), count)
-
-        def forbid(name: str) -> None:
-            if kernel.plain:
-                compute("weigh")
-            self._by_vector(name, kv_start, count)
-            if kernel.chained:
-                compute("grade")
-                self._by_vector("chain", kv_start, count)
-                compute("lay")
-            else:
-                compute("grade and lay")
-
-        def full() -> None:
-            if kernel.plain:
-                compute("all")
-            else:
-                forbid("full")
-
         if kernel.spec.dropout:
             self._by_vector("dropout", kv_start, count)
-        if kernel.mask == TRUE:
-            full()
-        else:
-            self.e.choose(partial, lambda: forbid("partial"), full)
+        if kernel.plain and kind == "partial":
+            self._stage("weigh", count)
+        if not kernel.plain or kind == "partial":
+            self._by_vector(kind, kv_start, count)
+        if kernel.chained:
+            self._stage("grade", count)
+            self._by_vector("chain", kv_start, count)
+
+    def _stage(self, name: str, count: Value) -> None:
+        self.call(name, self.arguments, *self.areas(*OF_PAIRS), self.e.index(0), count)
 
     def add(self, count: Value, key: tuple[Value, Value], sifted: Value) -> None:
         """To dQ, dV and dK."""
