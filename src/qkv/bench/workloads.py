@@ -230,6 +230,12 @@ def _backward() -> list[Workload]:
                     ("qkv", "torch", "jax"), direction="both",
                 )
             )  # fmt: skip
+    made.append(
+        Workload(
+            "train-2048-bf16-causal", _square(2048, 64), causal(), "bfloat16", "bfloat16",
+            ("qkv", "torch", "jax"), direction="both",
+        )
+    )  # fmt: skip
     return made
 
 
