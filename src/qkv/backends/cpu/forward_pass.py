@@ -23,8 +23,8 @@ from qkv.problem.spec import Problem, Spec
 
 _SLICE_SECONDS = 0.1
 """How long compiled code may keep Ctrl-C waiting."""
-_OPERATIONS_PER_SECOND = 5e10
-"""Of one thread, roughly."""
+OPERATIONS_PER_SECOND = {"elements": 5e10, "pairs": 5e10, "tiles": 1e11}
+"""Of one thread, roughly, by what its instructions multiply."""
 _WORTH_A_THREAD = 4e6
 """Operations that pay for waking one."""
 _BRIEF = 1e6
@@ -42,11 +42,14 @@ _LONG_TASK = 2e10
 class Pass:
     """A kernel with its tasks: how many threads share them, and how they are run."""
 
-    def __init__(self, kernel: Kernel, count: int, operations: float) -> None:
+    def __init__(
+        self, kernel: Kernel, count: int, operations: float, product: str = "elements"
+    ) -> None:
         self.kernel = kernel
         self.count = count
         """Tasks."""
         self._operations = operations
+        self._rate = OPERATIONS_PER_SECOND[product]
 
     @property
     def is_brief(self) -> bool:
@@ -63,8 +66,10 @@ class Pass:
         return max(1, min(self.most_workers, get_num_threads()))
 
     def launch(self, arguments: Runnable, workers: int) -> None:
-        seconds = self._operations / (_OPERATIONS_PER_SECOND * workers)
-        step = -(-self.count // max(1, math.ceil(seconds / _SLICE_SECONDS)))
+        seconds = self._operations / (self._rate * workers)
+        slices = max(1, math.ceil(seconds / _SLICE_SECONDS))
+        # As many tasks for each: nobody waits for the last one.
+        step = workers * -(-self.count // (workers * slices))
         for start in range(0, self.count, step):
             arguments.allow(start, min(start + step, self.count))
             threads.run(self.kernel, arguments, workers)
@@ -93,7 +98,8 @@ class ForwardPass(Pass):
         self.plan = schedule(problem, block_q, together=self.shape.together, tile_kv=tile_kv)
         self.scratch_bytes = scratch_of(spec, self.shape)
         operations = 2.0 * (spec.head_dim + spec.v_head_dim) * self.plan.pairs
-        super().__init__(_kernel(key, here), len(self.plan.tasks), operations)
+        count, product = len(self.plan.tasks), self.shape.product
+        super().__init__(_kernel(key, here), count, operations, product)
 
 
 def multiplies_parts(problem: Problem) -> bool:

@@ -29,7 +29,7 @@ from qkv.backends.cpu.backward_block import (
 from qkv.backends.cpu.backward_part_block import part_areas
 from qkv.backends.cpu.backward_parts import emit_backward_parts
 from qkv.backends.cpu.compile import Kernel, build
-from qkv.backends.cpu.forward_pass import multiplies_parts, shape_of
+from qkv.backends.cpu.forward_pass import OPERATIONS_PER_SECOND, multiplies_parts, shape_of
 from qkv.backends.cpu.frame import Shape
 from qkv.backends.cpu.host import Host, host
 from qkv.backends.cpu.residual_pass import Rows
@@ -82,8 +82,10 @@ def backward(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
     )
     operations = 2.0 * plan.pairs * (3 * spec.head_dim + 2 * spec.v_head_dim)
     workers = max(1, min(get_num_threads(), len(tasks), int(operations / _WORTH_A_THREAD)))
-    seconds = operations / (_OPERATIONS_PER_SECOND * workers)
-    step = max(1, int(len(tasks) * _SLICE_SECONDS / max(seconds, _SLICE_SECONDS)))
+    seconds = operations / (OPERATIONS_PER_SECOND[shape.product] * workers)
+    # As many tasks for each: nobody waits for the last one.
+    rounds = len(tasks) / workers * _SLICE_SECONDS / max(seconds, _SLICE_SECONDS)
+    step = workers * max(1, int(rounds))
 
     def run(kernel: Kernel) -> None:
         for first, last in launches:
@@ -119,7 +121,6 @@ _ROWS_PAY = 32
 _VECTORS, _TOGETHER = 4, 8
 """Blocks of queries that are packed at once: they fit a cache, and pay for splitting keys."""
 _SLICE_SECONDS = 0.1
-_OPERATIONS_PER_SECOND = 5e10
 _WORTH_A_THREAD = 4e6
 
 

@@ -202,7 +202,8 @@ class _Replay:
         workers = max(1, min(get_num_threads(), count, int(operations / _WORTH_A_THREAD)))
         arguments = _ReplayArguments(self, numbers, arrays, workers)
         seconds = operations / (_OPERATIONS_PER_SECOND * workers)
-        step = max(1, -(-count // max(1, math.ceil(seconds / _SLICE_SECONDS))))
+        slices = max(1, math.ceil(seconds / _SLICE_SECONDS))
+        step = workers * max(1, -(-count // (workers * slices)))
         for start in range(0, count, step):
             stop = min(start + step, count)
             arguments.allow(start, stop)
