@@ -391,17 +391,11 @@ class PartBlock(Backward):
             odd = f"add_odd {self.dtypes[name]}"
             if odd not in found:
                 found[odd] = self.add_odd_rows(odd, self.dtypes[name])
-        if not self.plain:
-            found["full"] = self.weigh("full", masked=False)
-        if self.mask != TRUE:
-            found["partial"] = self.weigh("partial", masked=True)
-        if self.spec.dropout:
-            found["dropout"] = self.dropout()
+        found |= self.by_vector()
         stages = {self.last_stage("full")}
         if self.mask != TRUE:
             stages |= {self.last_stage("partial"), *(["weigh"] if self.plain else [])}
         if self.chained:
-            found["chain"] = self.chain()
             stages.add("grade")
         for name in sorted(stages):
             found[name] = self.stage(name)

@@ -85,14 +85,9 @@ class BackwardRows(BackwardBlock):
     def most(self, a: Value, b: Value) -> Value:
         return self.e.builder.select(self.e.below(a, b), b, a)
 
-    def parts(self) -> dict[str, Value]:
-        """Functions that do not depend on the number of vectors."""
-        e = self.e
-        found = {"finish_rows": self.finish_rows(), "unpack": self.unpack()}
-        for dtype in sorted({real_dtype(e), *self.dtypes.values()}):
-            found[f"pack {dtype}"] = self.pack(dtype)
-        for dtype in sorted({self.dtypes["key"], self.dtypes["value"]}):
-            found[f"copy {dtype}"] = copy_rows(e, dtype)
+    def by_vector(self) -> dict[str, Value]:
+        """Functions of one vector of queries: mods and masks, dropout, the chain rule."""
+        found = {}
         if not self.plain:
             found["full"] = self.weigh("full", masked=False)
         if self.mask != TRUE:
@@ -101,6 +96,17 @@ class BackwardRows(BackwardBlock):
             found["dropout"] = self.dropout()
         if self.chained:
             found["chain"] = self.chain()
+        return found
+
+    def parts(self) -> dict[str, Value]:
+        """Functions that do not depend on the number of vectors."""
+        e = self.e
+        found = {"finish_rows": self.finish_rows(), "unpack": self.unpack()}
+        for dtype in sorted({real_dtype(e), *self.dtypes.values()}):
+            found[f"pack {dtype}"] = self.pack(dtype)
+        for dtype in sorted({self.dtypes["key"], self.dtypes["value"]}):
+            found[f"copy {dtype}"] = copy_rows(e, dtype)
+        found |= self.by_vector()
         found["turn"], found["key_sums"] = self.turn(), self.key_sums()
         if self.may_forbid:
             found["all_finite"] = all_finite(e)
