@@ -76,8 +76,10 @@ class _Blocks(MeetingOfKeys):
 
     kernel: PartBackward
 
-    def __init__(self, kernel: PartBackward, *arguments: object) -> None:
-        super().__init__(kernel, *arguments)  # type: ignore[arg-type]
+    def __init__(
+        self, kernel: PartBackward, vectors: int, functions: dict[str, Value], *places: Value
+    ) -> None:
+        super().__init__(kernel, vectors, functions, *places)
         e, b, split = self.e, self.e.builder, kernel.split
         block_q = kernel.shape.block_q
         self.q_len = self.field("q_len")
