@@ -54,6 +54,14 @@ _COPIES_BYTES = 2**24
 _FEW = 12
 """Queries whose rows are summed again: among more, an error of one row is seldom the largest."""
 
+_VECTORS, _TOGETHER = 4, 8
+"""Of a block of queries in tiles; blocks that are packed at once: they fit a cache, and pay for
+splitting keys."""
+_ROWS_PAY = 32
+"""Queries from which on tiles are quicker."""
+_FAINT, _LIFT = 2.0**-60, 2.0**64
+"""Cotangents that all are smaller than the first are multiplied by the second."""
+
 
 def backward(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
     """Gradients of query, key, value and of the tables that `inputs` names."""
@@ -117,9 +125,6 @@ def backward_shape(problem: Problem, here: Host) -> Shape:
     return replace(shape, vectors=_VECTORS, together=min(shape.together, _TOGETHER))
 
 
-_ROWS_PAY = 32
-_VECTORS, _TOGETHER = 4, 8
-"""Blocks of queries that are packed at once: they fit a cache, and pay for splitting keys."""
 _SLICE_SECONDS = 0.1
 _WORTH_A_THREAD = 4e6
 
@@ -149,9 +154,6 @@ def _lifted(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
         found.value * down,
         {name: array * array.dtype.type(down) for name, array in found.tables.items()},
     )
-
-
-_FAINT, _LIFT = 2.0**-60, 2.0**64
 
 
 def _nothing(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
