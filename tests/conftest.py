@@ -42,6 +42,7 @@ def in_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     forget()
     monkeypatch.setattr(forward_pass, "_PARTS_PAY", dict.fromkeys(forward_pass._PARTS_PAY, (1, 1)))
     monkeypatch.setattr(gradient, "_ROWS_PAY", 1)
+    monkeypatch.setattr(gradient, "_FEW", 0)
     yield
     forget()
 

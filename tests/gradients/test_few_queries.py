@@ -102,6 +102,19 @@ def test_sharp_rows(dtype: str, q_len: int) -> None:
         assert (found.shares <= 1).all(), f"problem {seed} takes {found.shares} of the bound"
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_sharp_rows_among_rows_without_keys(dtype: str) -> None:
+    """Of many queries, those that see any key may still be few."""
+    for seed in range(PROBLEMS):
+        rng = np.random.default_rng([seed, 21])
+        q_len = int(rng.integers(13, 300))
+        arrays, grad_out = problem(seed, q_len, dtype)
+        sees = np.zeros((q_len, 1), bool)
+        sees[rng.permutation(q_len)[: rng.integers(1, 5)]] = True
+        found = errors(arrays, grad_out, dtype, (qkv.Mask(sees),))
+        assert (found.shares <= 1).all(), f"problem {seed} takes {found.shares} of the bound"
+
+
 @pytest.mark.parametrize(
     ("dtype", "median", "most"), [("float32", 1, 3), ("float16", 0.5, 1), ("bfloat16", 0.5, 1)]
 )

@@ -52,7 +52,8 @@ _PARTS = 8
 _COPIES_BYTES = 2**24
 """What copies of a table's gradient, one for each task that shares entries, may take."""
 _FEW = 12
-"""Queries whose rows are summed again: among more, an error of one row is seldom the largest."""
+"""Queries of a head that see any key, and whose rows are summed again: among more, an error of one
+row is seldom the largest."""
 
 _VECTORS, _TOGETHER = 4, 8
 """Of a block of queries in tiles; blocks that are packed at once: they fit a cache, and pay for
@@ -69,7 +70,8 @@ def backward(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
     if 0 in (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len):
         return _nothing(problem, inputs)
     here = host()
-    shape = backward_shape(problem, here)
+    few = _seeing(inputs.lse) <= _FEW
+    shape = here.shape_of(spec.compute_dtype) if few else backward_shape(problem, here)
     if shape.parts > 1 and spec.dtype == "float32" and _is_faint(inputs):
         return _lifted(problem, inputs)
     block_q = shape.block_q
@@ -86,7 +88,7 @@ def backward(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
         inputs.out.dtype.name,
         results.dtype.name,
         tuple(TableGradient(table.name, table.wide) for table in tables),
-        sums_again(problem),
+        few,
     )
     operations = 2.0 * plan.pairs * (3 * spec.head_dim + 2 * spec.v_head_dim)
     workers = max(1, min(get_num_threads(), len(tasks), int(operations / _WORTH_A_THREAD)))
@@ -101,9 +103,9 @@ def backward(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
                 arguments.allow(start, min(start + step, last))
                 threads.run(kernel, arguments, workers)
 
-    rows = Rows(problem, inputs, len(ranges) if key.few else 0)
+    rows = Rows(problem, inputs, len(ranges) if few else 0)
     arguments = _BackwardArguments(problem, inputs, plan, tasks, results, rows, shape, workers)
-    if key.few:
+    if few:
         run(_kernel(emit_residuals, key, here))
         rows.join(problem, inputs)
     emit = emit_backward_parts if shape.product == "tiles" else emit_backward
@@ -113,7 +115,12 @@ def backward(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
 
 def sums_again(problem: Problem) -> bool:
     """Whether the backward pass finds lse by itself, in the order in which it adds up scores."""
-    return problem.spec.q_len <= _FEW and backward_shape(problem, host()).product != "tiles"
+    return problem.spec.q_len <= _FEW
+
+
+def _seeing(lse: Array) -> int:
+    """Queries with a key, in the head that has most of them."""
+    return int(np.count_nonzero(~np.isneginf(lse), axis=-1).max())
 
 
 def backward_shape(problem: Problem, here: Host) -> Shape:
