@@ -169,8 +169,9 @@ class _Decode(Frame):
                 following = [b.fadd(carried[0], weight)]
                 if self.statistics:
                     # What weighs nothing adds nothing, at whatever distance.
-                    near = e.greatest(e.const(-1e4), distance)
-                    following.append(e.fma(weight, near, carried[1]))
+                    added = e.fma(weight, distance, carried[1])
+                    kept = vector_math.is_kept(e, distance)
+                    following.append(b.select(kept, added, carried[1]))
                 if self.quantised("value"):
                     weight = b.fmul(
                         weight, e.load_vector(e.at(value_scales, e.mul(k, e.real_bytes)))

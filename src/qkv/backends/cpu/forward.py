@@ -35,7 +35,7 @@ from llvmlite import ir
 from qkv.backends.cpu import vector_math
 from qkv.backends.cpu.expressions import Expressions
 from qkv.backends.cpu.frame import COMMON_FIELDS, WORD, Frame, Shape, operand_fields
-from qkv.backends.cpu.ir import BIT, INT64, POINTER, Emitter, Value
+from qkv.backends.cpu.ir import BIT, CACHE_LINE, INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.packing import (
     all_finite,
     copy_rows,
@@ -51,7 +51,6 @@ from qkv.problem.spec import Spec
 BLOCK_KV = 64
 """Keys whose scores are held at once."""
 
-_CACHE_LINE = 64
 _SUM = 16
 """Weights that are added in one chain: rounding errors grow with its length."""
 
@@ -141,8 +140,8 @@ class RowSums:
         following = [b.fadd(sums[0], weight)]
         if self._statistics:
             # What weighs nothing adds nothing, at whatever distance.
-            near = e.greatest(e.const(-1e4), distance)
-            following.append(e.fma(weight, near, sums[1]))
+            added = e.fma(weight, distance, sums[1])
+            following.append(b.select(vector_math.is_kept(e, distance), added, sums[1]))
         return weight, following
 
     def advance(self, sums: list[Value]) -> None:
@@ -194,7 +193,7 @@ class Forward(Frame):
 
             def fetch(row: Value) -> None:
                 e.loop(
-                    0, row_bytes, _CACHE_LINE, [],
+                    0, row_bytes, CACHE_LINE, [],
                     lambda offset, _: e.prefetch(e.at(row, offset)),
                 )  # fmt: skip
 

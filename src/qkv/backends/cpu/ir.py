@@ -25,6 +25,7 @@ HALF = ir.HalfType()
 FLOAT = ir.FloatType()
 DOUBLE = ir.DoubleType()
 POINTER = BYTE.as_pointer()
+CACHE_LINE = 64
 
 
 def is_vector(value: Value) -> bool:
@@ -67,6 +68,8 @@ class Emitter:
             function.linkage = "internal"
             # Put into its one caller, as LLVM would, each makes the others slower to compile.
             function.attributes.add("noinline")
+            # Vectors that registers have no room for would straddle cache lines.
+            function.attributes.alignstack = CACHE_LINE
             for argument in function.args:
                 if isinstance(argument.type, ir.PointerType):
                     argument.add_attribute("noalias")

@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from qkv.backends.cpu import storage
-from qkv.backends.cpu.ir import INT32, INT64, POINTER, Emitter, Value
+from qkv.backends.cpu.ir import CACHE_LINE, INT32, INT64, POINTER, Emitter, Value
 
 _AHEAD = 24
 """How many rows ahead of its use a row is fetched."""
-_CACHE_LINE = 64
 
 
 def first_lanes(e: Emitter, count: Value) -> Value:
@@ -120,7 +119,7 @@ class RowProducts:
                         for j in range(vectors)
                     ]
                     ahead = e.at(row, e.mul(value_row, _AHEAD), e.mul(d, item))
-                    for line in range(0, vectors * e.lanes * item, _CACHE_LINE):
+                    for line in range(0, vectors * e.lanes * item, CACHE_LINE):
                         e.prefetch(e.at(ahead, line))
                     following = []
                     for i in range(rows):

@@ -118,8 +118,12 @@ def exp_flushed(e: Emitter, x: Value) -> Value:
     shifted = e.fma(x, unit, magic)
     f = e.fma(x, unit, b.fsub(magic, shifted))
     power = e.as_floats(b.shl(e.as_bits(shifted), e.const_bits(form.fraction)))
-    normal = b.fcmp_unordered(">=", x, e.const((1 - form.bias) * LN_2))
-    return b.select(normal, b.fmul(polynomial(e, form.exp2, f), power), e.const(0.0))
+    return b.select(is_kept(e, x), b.fmul(polynomial(e, form.exp2, f), power), e.const(0.0))
+
+
+def is_kept(e: Emitter, x: Value) -> Value:
+    """Whether `exp_flushed` does not make exp(x) exactly 0."""
+    return e.builder.fcmp_unordered(">=", x, e.const((1 - _format(e).bias) * LN_2))
 
 
 def exp(e: Emitter, x: Value) -> Value:
