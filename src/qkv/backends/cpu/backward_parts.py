@@ -145,9 +145,10 @@ class _Blocks(MeetingOfKeys):
                 for name, of in ((left, head), (product.right, self.head))
             )
             here = Rows(e.at(rows.pointer, e.mul(first, rows.row)), rows.row, rows.element)
-            where = self.first_row, self.last, self.dims[left], ir.Constant(e.real, 1.0), count
+            where = self.first_row, self.last, self.dims[left], ir.Constant(e.real, 1.0)
             name = kernel.name_of_mend(left, product.right)
-            self.call(name, *here, *others, *where, *marks, self.area[product.out])
+            met = e.index(0), count
+            self.call(name, *here, *others, *where, *met, *marks, self.area[product.out])
 
     def begin(self) -> None:
         """Q and dO in parts both ways, delta."""

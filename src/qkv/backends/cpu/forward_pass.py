@@ -9,16 +9,15 @@ from functools import lru_cache
 import numpy as np
 
 from qkv._threads import get_num_threads
-from qkv.backends.cpu import threads
+from qkv.backends.cpu import pairs, parts, threads
 from qkv.backends.cpu.arguments import scratch_of
 from qkv.backends.cpu.backend import integer_bits, kernel_spec
 from qkv.backends.cpu.compile import Kernel, Runnable, build
 from qkv.backends.cpu.forward import ForwardKey, emit_forward
 from qkv.backends.cpu.frame import Shape
 from qkv.backends.cpu.host import Host, host
-from qkv.backends.cpu.pairs import emit_pairs
-from qkv.backends.cpu.parts import emit_parts
-from qkv.backends.cpu.schedule import TILE_KV, fine_tile, schedule
+from qkv.backends.cpu.meeting import QUARTERS
+from qkv.backends.cpu.schedule import Schedule, fine_tile, schedule
 from qkv.problem.spec import Problem, Spec
 
 _SLICE_SECONDS = 0.1
@@ -92,14 +91,21 @@ class ForwardPass(Pass):
             self.out_dtype.name,
             statistics,
         )
-        block_q, tile_kv = self.shape.block_q, TILE_KV
-        if self.shape.product == "elements":
-            tile_kv = fine_tile(problem, block_q)
-        self.plan = schedule(problem, block_q, together=self.shape.together, tile_kv=tile_kv)
+        self.plan = _plan(problem, self.shape)
         self.scratch_bytes = scratch_of(spec, self.shape)
         operations = 2.0 * (spec.head_dim + spec.v_head_dim) * self.plan.pairs
         count, product = len(self.plan.tasks), self.shape.product
         super().__init__(_kernel(key, here), count, operations, product)
+
+
+def _plan(problem: Problem, shape: Shape) -> Schedule:
+    """What the kernel of this shape reads."""
+    block_q, tile_kv = shape.block_q, fine_tile(problem, shape.block_q)
+    if shape.product == "elements":
+        return schedule(problem, block_q, tile_kv=tile_kv)
+    together, block_kv = shape.together, (pairs if shape.parts == 1 else parts).BLOCK_KV
+    tile_kv = max(tile_kv, block_kv // QUARTERS)
+    return schedule(problem, block_q, together=together, tile_kv=tile_kv, block_kv=block_kv)
 
 
 def multiplies_parts(problem: Problem) -> bool:
@@ -164,5 +170,5 @@ def _kernel(key: ForwardKey, here: Host) -> Kernel:
     if key.shape.product == "elements":
         emit = emit_forward
     else:
-        emit = emit_pairs if key.shape.parts == 1 else emit_parts
+        emit = pairs.emit_pairs if key.shape.parts == 1 else parts.emit_parts
     return Kernel(build(emit, (key,), here))

@@ -6,6 +6,9 @@
     add       O = rescale * O + V^T P
 
 Plain scores that no mask touches are not changed by `finish`: they are scaled as they are weighed.
+
+Of a block of keys, a block of queries meets the quarters from the first to the last in which it may
+see anything; their scores and weights begin where those of the whole block would.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from llvmlite import ir
 
 from qkv.backends.cpu.bfloat16 import whole
-from qkv.backends.cpu.forward import BLOCK_MAX
+from qkv.backends.cpu.forward import BLOCK_MAX, RUN
 from qkv.backends.cpu.frame import Rows
 from qkv.backends.cpu.ir import BIT, Value
 from qkv.problem.expressions import TRUE
@@ -25,6 +28,11 @@ from qkv.problem.tiles import TileKind
 
 if TYPE_CHECKING:
     from qkv.backends.cpu.pairs import PairForward
+
+QUARTERS = 4
+MEETINGS = (*RUN, "first", "last")
+"""A run of blocks of keys, with two bits for each block of queries in each of three words: its
+`TileKind`, its first quarter and its last."""
 
 
 class Buffers(NamedTuple):
@@ -66,105 +74,160 @@ class Together:
 
 
 class Keys(NamedTuple):
-    """A block of keys: K and V as left factors, and V as it lies."""
+    """A block of keys: K as a left factor, and who meets it."""
 
     start: Value
     count: Value
     kinds: Value
-    """A `TileKind` of two bits for each block of queries."""
+    """As `MEETINGS` has them, like those that follow."""
+    first: Value
+    last: Value
     rows: Value
     row: Value
-    values: Rows
+
+
+class Values(NamedTuple):
+    """V of a block of keys as it lies, and whether some values are left out of the left factor.
+
+    Then forbidden weights are marked.
+    """
+
+    rows: Value
+    row: Value
     sifted: Value
-    """Whether some values are left out of the factor: then forbidden weights are marked."""
+
+
+class Met(NamedTuple):
+    """A block of queries, by number, and the keys that it meets."""
+
+    block: Value
+    partial: Value
+    """Whether its mask may differ from pair to pair."""
+    first: Value
+    start: Value
+    """Of the block of keys."""
+    count: Value
 
 
 class Meeting:
-    """The steps for each block of the queries of one task and a block of keys."""
+    """The steps for the blocks of queries of one task and block after block of keys."""
 
-    def __init__(self, kernel: PairForward, task: Together, keys: Keys) -> None:
-        self.kernel, self.task, self.keys = kernel, task, keys
+    def __init__(self, kernel: PairForward, task: Together) -> None:
+        self.kernel, self.task = kernel, task
         self.e, self.parts = kernel.e, task.parts
         self.scores = task.at.scores
         self.weights = self.e.at(self.scores, kernel.weights_at)
         self.pairs = self.e.builder.ashr(whole(self.e, task.head_dim), self.e.index(1))
         """Of a row of Q, in whole chunks."""
 
-    def is_empty(self, i: Value) -> Value:
-        return self._is(i, TileKind.EMPTY)
+    def begin(self) -> None:
+        """Called before K and V of a block take the place of those before."""
 
-    def is_finished(self, i: Value) -> Value:
+    def meet(self, keys: Keys, values: Callable[[], Values]) -> None:
+        """Every block of queries that sees some of a block of keys."""
+        found = values()
+
+        def one(met: Met) -> None:
+            self.score(keys, met)
+            self.finish(met)
+            self.weigh(met, found.sifted)
+            self.add(met, found)
+
+        self.each(keys, one)
+
+    def end(self) -> None:
+        """Called after the last block of keys."""
+
+    def each(self, keys: Keys, body: Callable[[Met], None]) -> None:
+        e, b = self.e, self.e.builder
+
+        def one(i: Value, _: list[Value]) -> None:
+            kind, first, last = (
+                b.and_(b.lshr(word, e.mul(i, 2)), e.index(QUARTERS - 1))
+                for word in (keys.kinds, keys.first, keys.last)
+            )
+            start, count = e.index(0), keys.count
+            if self.kernel.mask != TRUE:
+                quarter = self.kernel.block_kv // QUARTERS
+                start = e.mul(first, quarter)
+                count = e.sub(e.least(e.mul(e.add(last, 1), quarter), count), start)
+            partial = b.icmp_signed("==", kind, e.index(TileKind.PARTIAL))
+            with b.if_then(b.icmp_signed("!=", kind, e.index(TileKind.EMPTY))):
+                body(Met(i, partial, e.add(keys.start, start), start, count))
+
+        e.loop(0, self.task.count, 1, [], one)
+
+    def is_finished(self, met: Met) -> Value:
         """Whether scores are weighed as they are."""
         kernel = self.kernel
         if kernel.plain and kernel.mask != TRUE:
-            return self._is(i, TileKind.PARTIAL)
+            return met.partial
         return ir.Constant(BIT, not kernel.plain)
 
-    def _is(self, i: Value, kind: TileKind) -> Value:
-        e, b = self.e, self.e.builder
-        found = b.and_(b.lshr(self.keys.kinds, e.mul(i, 2)), e.index(3))
-        return b.icmp_signed("==", found, e.index(kind))
+    def score(self, keys: Keys, met: Met) -> None:
+        rows, packed = self.kernel.from_key(keys, met.start), self.task.block(met.block).packed
+        args = [rows, packed, self.scores, keys.row, met.count, self.pairs]
+        self.e.builder.call(self.parts["scores"], args)
 
-    def score(self, i: Value) -> None:
-        e, (rows, row, count) = self.e, (self.keys.rows, self.keys.row, self.keys.count)
-        packed = self.task.block(i).packed
-        e.builder.call(self.parts["scores"], [rows, packed, self.scores, row, count, self.pairs])
-
-    def finish(self, i: Value) -> None:
+    def finish(self, met: Met) -> None:
         self.by_kind(
-            i,
-            full=lambda: self._largest(i) if self.kernel.plain else self._each(i, "finish_full"),
-            partial=lambda: self._each(i, "finish_partial"),
+            met,
+            full=lambda: (
+                self._largest(met) if self.kernel.plain else self._each(met, "finish_full")
+            ),
+            partial=lambda: self._each(met, "finish_partial"),
         )
 
-    def weigh(self, i: Value) -> None:
+    def weigh(self, met: Met, sifted: Value) -> None:
         if not self.kernel.plain:
-            self._each(i, "weigh_finished")
+            self._each(met, "weigh_finished", sifted)
             return
         self.by_kind(
-            i,
-            full=lambda: self._each(i, "weigh_plain"),
-            partial=lambda: self._each(i, "weigh_finished"),
+            met,
+            full=lambda: self._each(met, "weigh_plain", sifted),
+            partial=lambda: self._each(met, "weigh_finished", sifted),
         )
 
-    def add(self, i: Value) -> None:
-        self.e.builder.call(self.parts["add_values"], self.adding(i))
-        self.add_sifted(i)
+    def add(self, met: Met, values: Values) -> None:
+        self.e.builder.call(self.parts["add_values"], self.adding(met))
+        self.add_sifted(met, values)
 
-    def by_kind(self, i: Value, *, full: Callable[[], None], partial: Callable[[], None]) -> None:
+    def by_kind(self, met: Met, *, full: Callable[[], None], partial: Callable[[], None]) -> None:
         if self.kernel.mask == TRUE:
             full()
         else:
-            self.e.choose(self._is(i, TileKind.PARTIAL), partial, full)
+            self.e.choose(met.partial, partial, full)
 
-    def adding(self, i: Value) -> list[Value]:
+    def adding(self, met: Met) -> list[Value]:
         """What `add_values` is called with."""
-        block, task = self.task.block(i), self.task
+        block, task = self.task.block(met.block), self.task
         rescale = self.e.at(block.stats, 2 * self.kernel.width)
-        where = [task.at.values, self.weights, rescale, block.total]
-        return [*where, task.v_head_dim, self.keys.count]
+        values = self.kernel.from_value(task.at.values, met.start)
+        return [values, self.weights, rescale, block.total, task.v_head_dim, met.count]
 
-    def add_sifted(self, i: Value) -> None:
+    def add_sifted(self, met: Met, values: Values) -> None:
         """Add the values that were left out."""
         if "add_sifted" not in self.parts:
             return
-        b, (rows, row, _) = self.e.builder, self.keys.values
-        with b.if_then(self.keys.sifted, likely=False):
-            _, weights, _, *rest = self.adding(i)
+        b, row = self.e.builder, values.row
+        with b.if_then(values.sifted, likely=False):
+            _, weights, _, *rest = self.adding(met)
+            rows = self.e.at(values.rows, self.e.mul(met.start, row))
             b.call(self.parts["add_sifted"], [rows, row, weights, *rest])
 
-    def _largest(self, i: Value) -> None:
-        largest = self.e.at(self.task.block(i).stats, BLOCK_MAX * self.kernel.width)
-        rows = [self.scores, largest, self.keys.count]
-        self.e.builder.call(self.parts["block_max"], rows)
+    def _largest(self, met: Met) -> None:
+        largest = self.e.at(self.task.block(met.block).stats, BLOCK_MAX * self.kernel.width)
+        self.e.builder.call(self.parts["block_max"], [self.scores, largest, met.count])
 
-    def _each(self, i: Value, name: str) -> None:
+    def _each(self, met: Met, name: str, marked: Value | None = None) -> None:
         """Call a function as `softmax` for each vector of a block."""
-        e, task, keys, block = self.e, self.task, self.keys, self.task.block(i)
+        e, task, block = self.e, self.task, self.task.block(met.block)
+        if marked is None:
+            marked = ir.Constant(BIT, 0)
         for j in range(self.kernel.vectors):
             offset = j * e.vector_bytes
             places = (e.at(self.scores, offset), e.at(block.stats, offset), task.turned)
-            first = e.add(block.row, j * e.lanes)
-            where = (keys.count, task.batch, task.head, first, keys.start, keys.sifted)
+            row = e.add(block.row, j * e.lanes)
+            where = (met.count, task.batch, task.head, row, met.first, marked)
             width = e.index(self.kernel.width)
             e.builder.call(self.parts[name], [task.arguments, *places, width, *where])

@@ -25,10 +25,18 @@ from llvmlite import ir
 
 from qkv.backends.cpu import matrix_unit, storage
 from qkv.backends.cpu.bfloat16 import CHUNK, chunks, join, multiply_add_pairs, split, whole
-from qkv.backends.cpu.forward import BLOCK_MAX, RUN, SOFTMAX, STATS, TASK, Forward, ForwardKey
+from qkv.backends.cpu.forward import BLOCK_MAX, SOFTMAX, STATS, TASK, Forward, ForwardKey
 from qkv.backends.cpu.frame import WORD, Rows, Shape
 from qkv.backends.cpu.ir import BIT, FLOAT, INT16, INT32, INT64, POINTER, Value
-from qkv.backends.cpu.meeting import Block, Buffers, Keys, Meeting, Together
+from qkv.backends.cpu.meeting import (
+    MEETINGS,
+    Block,
+    Buffers,
+    Keys,
+    Meeting,
+    Together,
+    Values,
+)
 from qkv.backends.cpu.products import dot_rows, store_vectors, vectors_at
 from qkv.backends.cpu.turning import turned_bytes
 from qkv.problem.expressions import TRUE
@@ -483,8 +491,8 @@ class PairForward(Forward):
         v_head_dim: Value,
         at: Buffers,
         kinds: Value,
-    ) -> tuple[Value, Value, Value]:
-        """Turn V; where its rows lie, their bytes, and whether values were left out."""
+    ) -> Values:
+        """Turn V."""
         e = self.e
         here = e.at(rows.pointer, e.mul(kv_start, rows.row))
         strided = (here, rows.row, rows.element)
@@ -498,18 +506,18 @@ class PairForward(Forward):
                 careful = ir.Constant(BIT, 1)
             sifted_keys = b.select(careful, count, e.index(0))
             sifted = b.call(parts["sift"], [at.values, v_head_dim, sifted_keys])
-        return v, row, sifted
+        return Values(v, row, sifted)
 
-    def meet(self, task: Together, keys: Keys) -> None:
-        """Every block of queries that sees some of a block of keys."""
-        e, meeting = self.e, Meeting(self, task, keys)
+    def from_key(self, keys: Keys, k: Value) -> Value:
+        """Rows of K from one on."""
+        return self.e.at(keys.rows, self.e.mul(k, keys.row))
 
-        def one(i: Value, _: list[Value]) -> None:
-            with e.builder.if_then(e.builder.not_(meeting.is_empty(i))):
-                for step in (meeting.score, meeting.finish, meeting.weigh, meeting.add):
-                    step(i)
+    def from_value(self, values: Value, k: Value) -> Value:
+        """Transposed V from a key on."""
+        return self.e.at(values, self.e.mul(k, 2))
 
-        e.loop(0, task.count, 1, [], one)
+    def meeting(self, task: Together) -> Meeting:
+        return Meeting(self, task)
 
     def attend_together(self, parts: dict[str, Value]) -> Value:
         """Some blocks of queries of one head over their runs of keys."""
@@ -588,24 +596,34 @@ class PairForward(Forward):
                 turned=turned,
             )
 
-            def block_of_keys(kv_start: Value, keys: Value, kinds: Value) -> None:
-                k, key_row = self.block_of_keys(arguments, parts, key, kv_start, keys, head_dim, at)
-                v, value_row, sifted = self.block_of_values(
-                    arguments, parts, value, kv_start, keys, v_head_dim, at, kinds
-                )
-                values = Rows(v, value_row, value.element)
-                self.meet(here, Keys(kv_start, keys, kinds, k, key_row, values, sifted))
+            meeting = self.meeting(here)
+
+            def block_of_keys(
+                kv_start: Value, keys: Value, kinds: Value, first: Value, last: Value
+            ) -> None:
+                meeting.begin()
+                where = (arguments, parts)
+                factor, row = self.block_of_keys(*where, key, kv_start, keys, head_dim, at)
+
+                def values() -> Values:
+                    return self.block_of_values(
+                        *where, value, kv_start, keys, v_head_dim, at, kinds
+                    )
+
+                meeting.meet(Keys(kv_start, keys, kinds, first, last, factor, row), values)
 
             runs, size = self.pointer_field(arguments, "runs"), self.block_kv
 
             def each_run(r: Value, _: list[Value]) -> None:
-                start, stop, kinds = self.record(e.at(runs, e.mul(r, WORD * len(RUN))), RUN)
+                run = e.at(runs, e.mul(r, WORD * len(MEETINGS)))
+                start, stop, *seen = self.record(run, MEETINGS)
                 e.loop(
                     start, stop, size, [],
-                    lambda k, _: block_of_keys(k, e.least(size, e.sub(stop, k)), kinds),
+                    lambda k, _: block_of_keys(k, e.least(size, e.sub(stop, k)), *seen),
                 )  # fmt: skip
 
             e.loop(first_run, last_run, 1, [], each_run)
+            meeting.end()
             place = e.mul(e.add(e.mul(batch, num_heads), head), q_len)
 
             def end(block: Block) -> None:

@@ -79,12 +79,16 @@ class PartScores:
         key: Rows,
         query: Rows,
         first_row: Value,
-        count: Value,
+        start: Value,
+        stop: Value,
         odd: Value,
         lanes: Value,
         scores: Value,
     ) -> None:
-        """Scores of rows without parts; `key` begins with the block, `lanes` is of its queries."""
+        """Scores of rows without parts, keys from `start` to `stop`.
+
+        `key` begins with the block, and so would `scores`; `lanes` is of its queries.
+        """
         e, kernel = self.e, self.kernel
         some = without_parts.any_without(self.split, odd, lanes)
         with e.builder.if_then(some, likely=False):
@@ -94,4 +98,4 @@ class PartScores:
                 kernel.real_field(arguments, "sign"),
             )
             rows = [*key, *query, first_row, last, head_dim, sign]
-            e.builder.call(parts["mend"], [*rows, count, odd, lanes, scores])
+            e.builder.call(parts["mend"], [*rows, start, stop, odd, lanes, scores])

@@ -12,18 +12,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
-from llvmlite import ir
-
 from qkv.backends.cpu import matrix_unit, without_parts
 from qkv.backends.cpu.bfloat16 import CHUNK, chunks, whole
 from qkv.backends.cpu.forward import BLOCK_MAX, STATS, ForwardKey, RowSums
-from qkv.backends.cpu.frame import WORD, Rows, Shape
+from qkv.backends.cpu.frame import Rows, Shape
 from qkv.backends.cpu.ir import INT64, POINTER, Value
 from qkv.backends.cpu.matrix_unit import TILE_ROWS
-from qkv.backends.cpu.meeting import Buffers, Keys, Meeting, Together
+from qkv.backends.cpu.meeting import Buffers, Keys, Meeting, Together, Values
 from qkv.backends.cpu.pairs import PairForward
+from qkv.backends.cpu.part_meeting import PartMeeting
 from qkv.backends.cpu.part_rows import FLOAT_BYTES
 from qkv.backends.cpu.part_scores import PartScores
+from qkv.backends.cpu.products import store_vectors, vectors_at
 from qkv.backends.cpu.turning import turned_bytes
 from qkv.problem.expressions import TRUE
 from qkv.problem.spec import Spec
@@ -52,12 +52,12 @@ def part_scratch_bytes(spec: Spec, shape: Shape) -> int:
 
 def emit_parts(key: ForwardKey) -> str:
     """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
-    kernel = _PartForward(key)
+    kernel = PartForward(key)
     kernel.all_tasks()
     return str(kernel.e.module)
 
 
-class _PartForward(PairForward):
+class PartForward(PairForward):
     def __init__(self, key: ForwardKey) -> None:
         super().__init__(key)
         self.block_kv = BLOCK_KV
@@ -89,16 +89,16 @@ class _PartForward(PairForward):
     # Vector units have time while tiles are multiplied
 
     def weigh_beside(self) -> Value:
-        """A function `(rows, packed, scores, stats, scale, band, count, pairs)`.
+        """A function `(rows, packed, scores, stats, scale, band, count, following, pairs)`.
 
-        The weights of one block of queries, whose finished `scores` and `stats` are given, and the
-        scores of another, which take their place. In each step 16 keys leave, and at most as many
-        come, if a row of Q is at least two chunks.
+        The weights of `count` keys for one block of queries, whose finished `scores` and `stats`
+        are given, and the scores of `following` keys for another, which take their place. In each
+        step 16 keys leave, and at most as many come, if a row of Q is at least two chunks.
         """
         e = self.e
-        arguments = [*[POINTER] * 4, e.real, *[INT64] * 3]
+        arguments = [*[POINTER] * 4, e.real, *[INT64] * 4]
         with e.function("weigh_beside", arguments) as (function, args):
-            rows, packed, scores, stats, factor, band, count, pairs = args
+            rows, packed, scores, stats, factor, band, count, following, pairs = args
             b, width = e.builder, e.index(self.width)
             products, scale = self.split.products(), e.splat(factor)
             sums = []
@@ -111,17 +111,34 @@ class _PartForward(PairForward):
                 place = e.at(scores, e.mul(k, width), self.offsets[j])
                 return sums[j].weigh(b.fmul(e.load_vector(place), scale), carried, None)
 
-            steps = b.sdiv(count, e.index(_KEYS_BESIDE))
-            of_steps, of_rest = [], []
-            for j, offset in enumerate(self.offsets):
-                nothing, start = sums[j].nothing, e.mul(steps, _KEYS_BESIDE)
-                # These scores are gone when their turn comes.
-                rest = self.weigh_keys(
-                    e.at(scores, offset), width, start, count, nothing, partial(weigh, j)
-                )
-                of_rest.append([self._kept(x) for x in rest])
-                of_steps.append([self._kept(x) for x in nothing])
+            steps = e.least(
+                b.sdiv(count, e.index(_KEYS_BESIDE)),
+                matrix_unit.steps_of(e, self.vectors, following, pairs),
+            )
+            totals = [[self._kept(x) for x in each.nothing] for each in sums]
+            width_of_sums = sum(map(len, totals)) * e.vector_bytes
+            of_rest = self.split.room(BLOCK_KV // _KEYS_BESIDE * sum(map(len, totals)))
+
+            def weigh_group(start: Value, _: list[Value]) -> None:
+                group = e.mul(b.sdiv(start, e.index(_KEYS_BESIDE)), width_of_sums)
+                place, stop = e.at(of_rest, group), e.least(e.add(start, _KEYS_BESIDE), count)
+                found = [
+                    self.store_weights(
+                        e.at(scores, offset), width, start, stop, each.nothing, partial(weigh, j)
+                    )
+                    for j, (offset, each) in enumerate(zip(self.offsets, sums, strict=True))
+                ]
+                store_vectors(e, place, [x for each in found for x in each])
+
+            # These scores are gone when their turn comes.
+            first_of_rest = e.mul(steps, _KEYS_BESIDE)
+            e.loop(first_of_rest, count, _KEYS_BESIDE, [], weigh_group)
             running: list[list[Value]] = []
+
+            def add(found: Sequence[Value]) -> None:
+                places = [place for each in totals for place in each]
+                for place, x in zip(places, found, strict=True):
+                    e.store_vector(b.fadd(e.load_vector(place), x), place)
 
             def some(step: Value, group: int) -> None:
                 """A share of the keys of this step."""
@@ -137,35 +154,38 @@ class _PartForward(PairForward):
                     place = self.place_of_pair(e.at(scores, self.offsets[j]), k, width)
                     self.store_pair(first, second, place)
                 if group == groups - 1:
-                    for places, part in zip(of_steps, running, strict=True):
-                        for place, x in zip(places, part, strict=True):
-                            e.store_vector(b.fadd(e.load_vector(place), x), place)
+                    add([x for each in running for x in each])
 
             matrix_unit.multiply(
-                e, (rows, packed, scores, band, count, pairs), self.vectors, onto=False,
+                e, (rows, packed, scores, band, following, pairs), self.vectors, onto=False,
                 products=products, beside=matrix_unit.Beside(steps, some),
             )  # fmt: skip
-            for row, *found in zip(sums, of_steps, of_rest, strict=True):
-                # The rest comes last, as where weights are computed alone: bits are the same.
-                both = zip(*found, strict=True)
-                row.advance([b.fadd(*map(e.load_vector, places)) for places in both])
+
+            def add_rest(start: Value, _: list[Value]) -> None:
+                # Group after group, as where weights are computed alone: bits are the same.
+                group = e.mul(b.sdiv(start, e.index(_KEYS_BESIDE)), width_of_sums)
+                add(vectors_at(e, e.at(of_rest, group), sum(map(len, totals))))
+
+            e.loop(first_of_rest, count, _KEYS_BESIDE, [], add_rest)
+            for row, places in zip(sums, totals, strict=True):
+                row.advance([e.load_vector(place) for place in places])
         return function
 
     def add_beside(self, name: str, *, masked: bool) -> Value:
-        """A function `(*add_values, arguments, scores, stats, turned, batch, head, row, kv_start)`.
+        """A function `(*add_values, arguments, scores, stats, turned, batch, head, row, kv_start,
+        following)`.
 
-        Add the values of one block of queries, and finish the scores of another, whose first row is
-        `row`. In each step 16 keys are finished, which takes no more steps than there are if values
-        have more than one chunk.
+        Add the values of one block of queries, and finish the scores of another, `following` keys
+        from `kv_start` on for queries from `row` on. In each step 16 keys are finished.
         """
         e = self.e
-        adding, block = [*[POINTER] * 4, *[INT64] * 2], [*[POINTER] * 4, *[INT64] * 4]
+        adding, block = [*[POINTER] * 4, *[INT64] * 2], [*[POINTER] * 4, *[INT64] * 5]
         with e.function(name, adding + block) as (function, args):
             values, weights, rescale, out, v_head_dim, count = args[: len(adding)]
-            following = args[len(adding) :]
-            b, stats = e.builder, following[2]
+            *where, following = args[len(adding) :]
+            b, stats = e.builder, where[2]
             self.before_adding(weights, rescale, out, v_head_dim, count)
-            finish = self._finishing(following, count, masked)
+            finish = self._finishing(where, following, masked)
             largest = [self._kept(e.const(-math.inf)) for _ in self.offsets]
 
             def keys(start: Value, stop: Value) -> None:
@@ -177,19 +197,22 @@ class _PartForward(PairForward):
                     e.store_vector(x, place)
 
             products = self.split.products(of_weights=True)
-            steps = b.sdiv(count, e.index(_KEYS_BESIDE))
+            pairs = b.ashr(whole(e, count), e.index(1))
+            steps = e.least(
+                b.sdiv(following, e.index(_KEYS_BESIDE)),
+                matrix_unit.steps_of(e, self.vectors, v_head_dim, pairs),
+            )
 
             def some(step: Value, group: int) -> None:
                 """A share of the keys of this step."""
                 shares = (_KEYS_BESIDE * n // len(products) for n in (group, group + 1))
                 keys(*(e.add(e.mul(step, _KEYS_BESIDE), share) for share in shares))
 
-            pairs = b.ashr(whole(e, count), e.index(1))
             matrix_unit.multiply(
                 e, (values, weights, out, e.index(self.value_row), v_head_dim, pairs),
                 self.vectors, onto=True, products=products, beside=matrix_unit.Beside(steps, some),
             )  # fmt: skip
-            keys(e.mul(steps, _KEYS_BESIDE), count)
+            keys(e.mul(steps, _KEYS_BESIDE), following)
             for offset, place in zip(self.offsets, largest, strict=True):
                 block_max = e.at(stats, BLOCK_MAX * self.width + offset)
                 e.store_vector(e.load_vector(place), block_max)
@@ -222,42 +245,8 @@ class _PartForward(PairForward):
         self.e.store_vector(x, place)
         return place
 
-    def meet(self, task: Together, keys: Keys) -> None:
-        """The next block is scored beside the weights of one, and finished beside its values."""
-        e, b, meeting = self.e, self.e.builder, _PartMeeting(self, task, keys)
-        with b.goto_entry_block():
-            waiting = b.bitcast(b.alloca(INT64), POINTER)
-        e.store(e.index(-1), waiting, WORD)
-
-        def one(i: Value, _: list[Value]) -> None:
-            with b.if_then(b.not_(meeting.is_empty(i))):
-                before = e.load(waiting, INT64, WORD)
-                some = b.icmp_signed(">=", before, e.index(0))
-
-                def weigh_and_score() -> None:
-                    with b.if_then(some):
-                        meeting.weigh(before)
-                    meeting.score(i)
-
-                def add_and_finish() -> None:
-                    with b.if_then(some):
-                        meeting.add(before)
-                    meeting.finish(i)
-
-                if self.spec.dropout:
-                    weigh_and_score()
-                else:
-                    can = b.and_(some, meeting.can_weigh_beside(e.greater(before, 0)))
-                    e.choose(can, lambda: meeting.weigh_beside(before, i), weigh_and_score)
-                can = b.and_(some, meeting.can_add_beside())
-                e.choose(can, lambda: meeting.add_beside(before, i), add_and_finish)
-                e.store(i, waiting, WORD)
-
-        e.loop(0, task.count, 1, [], one)
-        last = e.load(waiting, INT64, WORD)
-        with b.if_then(b.icmp_signed(">=", last, e.index(0))):
-            meeting.weigh(last)
-            meeting.add(last)
+    def meeting(self, task: Together) -> Meeting:
+        return PartMeeting(self, task)
 
     def rows(self) -> dict[str, Value]:
         parts = self.factors.functions(self.dtypes.values())
@@ -269,6 +258,15 @@ class _PartForward(PairForward):
         if self.mask != TRUE:
             parts["add_beside_partial"] = self.add_beside("add_beside_partial", masked=True)
         return parts
+
+    def from_key(self, keys: Keys, k: Value) -> Value:
+        e = self.e
+        return e.at(keys.rows, e.mul(e.builder.sdiv(k, e.index(TILE_ROWS)), keys.row))
+
+    def from_value(self, values: Value, k: Value) -> Value:
+        e = self.e
+        chunk = e.builder.sdiv(k, e.index(CHUNK))
+        return e.at(values, e.mul(chunk, self.split.chunk_bytes))
 
     def buffers(self, scratch: Value, wide: Value, v_wide: Value) -> Buffers:
         e = self.e
@@ -306,62 +304,9 @@ class _PartForward(PairForward):
         v_head_dim: Value,
         at: Buffers,
         kinds: Value,
-    ) -> tuple[Value, Value, Value]:
+    ) -> Values:
         e = self.e
         here = Rows(e.at(rows.pointer, e.mul(kv_start, rows.row)), rows.row, rows.element)
         v, row = self.factors.floats(parts, "value", here, count, v_head_dim, at.value_copy)
         sifted = e.builder.call(parts["split_columns"], [v, row, count, v_head_dim, at.values])
-        return v, row, sifted
-
-
-class _PartMeeting(Meeting):
-    """Steps of two blocks of queries, beside each other; scores of what has no parts."""
-
-    kernel: _PartForward
-
-    def score(self, i: Value) -> None:
-        super().score(i)
-        self._mend(i)
-
-    def can_weigh_beside(self, i: Value) -> Value:
-        """Whether there are steps enough, and no weight is marked."""
-        e, b = self.e, self.e.builder
-        enough = e.below(CHUNK, self.task.head_dim)
-        return b.and_(enough, b.not_(b.and_(self.keys.sifted, self.is_finished(i))))
-
-    def weigh_beside(self, i: Value, following: Value) -> None:
-        e, b, keys, task = self.e, self.e.builder, self.keys, self.task
-        scale = self.kernel.real_field(task.arguments, "scale")
-        scale = b.select(self.is_finished(i), ir.Constant(e.real, 1.0), scale)
-        rows = [keys.rows, task.block(following).packed, self.scores, task.block(i).stats]
-        b.call(self.parts["weigh_beside"], [*rows, scale, keys.row, keys.count, self.pairs])
-        self._mend(following)
-
-    def can_add_beside(self) -> Value:
-        """Whether there are steps enough."""
-        return self.e.below(CHUNK, self.task.v_head_dim)
-
-    def add_beside(self, i: Value, following: Value) -> None:
-        task, block = self.task, self.task.block(following)
-        where = (task.batch, task.head, block.row, self.keys.start)
-        args = [*self.adding(i), task.arguments, self.scores, block.stats, task.turned, *where]
-
-        def call(name: str) -> None:
-            self.e.builder.call(self.parts[name], args)
-
-        self.by_kind(
-            following,
-            full=lambda: call("add_beside_full"),
-            partial=lambda: call("add_beside_partial"),
-        )
-        self.add_sifted(i)
-
-    def _mend(self, i: Value) -> None:
-        """Scores of rows without parts."""
-        e, task, keys, kernel = self.e, self.task, self.keys, self.kernel
-        block, (pointer, row, element) = task.block(i), task.key
-        odd = e.at(self.scores, -without_parts.ODD_BYTES)
-        lanes = e.at(block.stats, STATS * kernel.width)
-        key = Rows(e.at(pointer, e.mul(keys.start, row)), row, element)
-        where = (block.row, keys.count, odd, lanes, self.scores)
-        kernel.factors.mend(task.arguments, self.parts, key, task.query, *where)
+        return Values(v, row, sifted)

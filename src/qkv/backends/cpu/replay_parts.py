@@ -135,7 +135,7 @@ class _OfParts(RowReplay):
                         packed = block.areas.packed
                         b.call(parts["scores"], [keys, packed, scores, band, number, pairs])
                         odd = (scratch, e.at(packed, lanes_at), scores)
-                        where = (block.first_row, number)
+                        where = (block.first_row, e.index(0), number)
                         self.factors.mend(arguments, parts, here, query, *where, *odd)
 
                     with b.if_then(b.icmp_signed("!=", kind, e.index(TileKind.EMPTY))):

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends.cpu.forward import RUN, TASK
+from qkv.backends.cpu.forward import TASK
+from qkv.backends.cpu.meeting import QUARTERS
 from qkv.problem.expressions import Node, Op, conjunction, tables, variables
 from qkv.problem.spec import Problem, Spec
 from qkv.problem.tiles import TileGrid, TileKind
@@ -31,7 +32,7 @@ _KEPT_TASKS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Rows of `TASK` and `RUN`, and the number of pairs of a query row and a key in them."""
+    """Rows of `TASK` and of `RUN` or `MEETINGS`, and the pairs of a query row and a key in them."""
 
     tasks: Array
     runs: Array
@@ -63,20 +64,23 @@ def schedule(
     folded: bool = False,
     together: int = 1,
     tile_kv: int = TILE_KV,
+    block_kv: int | None = None,
 ) -> Schedule:
     """Every block of queries of every head, the longest of a head first.
 
     If several blocks are one task, the kind of a run holds two bits for each of them, a `TileKind`.
+    With `block_kv`, of which a tile is at least a quarter, runs are of whole blocks of keys,
+    `MEETINGS`.
     """
     spec, (mask, unknown) = problem.spec, cheap_part(problem)
     if folded:
         return _folded(problem, mask, unknown, block_q)
     blocks = spec.batch_size * spec.num_heads * -(-spec.q_len // block_q)
-    sizes = (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len, block_q, together, tile_kv)
+    sizes = (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len, block_q, tile_kv)
     if not tables(mask) and blocks <= _KEPT_TASKS:
-        return _without_tables(mask, unknown, *sizes)
+        return _without_tables(mask, unknown, *sizes, together, block_kv)
     grid = TileGrid(mask, problem.operands.tables, spec.q_len, spec.kv_len, block_q, tile_kv)
-    return _schedule(grid, unknown, spec.batch_size, spec.num_heads, together)
+    return _schedule(grid, unknown, spec.batch_size, spec.num_heads, together, block_kv)
 
 
 def cheap_part(problem: Problem) -> tuple[Node, bool]:
@@ -125,16 +129,22 @@ def _without_tables(
     q_len: int,
     kv_len: int,
     block_q: int,
-    together: int,
     tile_kv: int,
+    together: int,
+    block_kv: int | None,
 ) -> Schedule:
     """A mask that reads no values has one schedule."""
     grid = TileGrid(mask, {}, q_len, kv_len, block_q, tile_kv)
-    return _schedule(grid, unknown, batches, heads, together)
+    return _schedule(grid, unknown, batches, heads, together, block_kv)
 
 
 def _schedule(
-    grid: TileGrid, unknown: bool, batches: int, heads: int, together: int = 1
+    grid: TileGrid,
+    unknown: bool,
+    batches: int,
+    heads: int,
+    together: int = 1,
+    block_kv: int | None = None,
 ) -> Schedule:
     """With `unknown` conditions beside the grid's mask, no tile is known to be full."""
     own_batches = batches if "batch" in grid.depends_on else 1
@@ -149,8 +159,14 @@ def _schedule(
             kinds = grid.classify(batch, head, first * together, last_block)
             if unknown:
                 kinds[kinds == TileKind.FULL] = TileKind.PARTIAL
-            rows, found = _runs(_side_by_side(kinds, together), grid)
-            if together == 1:
+            if block_kv is None:
+                words = _side_by_side(kinds, together)[..., None]
+                rows, found = _runs(words, grid.block_kv, grid.kv_len)
+            else:
+                parts = _quarters(kinds, block_kv // grid.block_kv)
+                words = np.stack([_side_by_side(part, together) for part in parts], axis=-1)
+                rows, found = _runs(words, block_kv, grid.kv_len)
+            if together == 1 and block_kv is None:
                 found[:, 2] = found[:, 2] == TileKind.PARTIAL
             runs.append(found)
             counts.append(np.bincount(rows, minlength=min(step, blocks - first)))
@@ -172,9 +188,9 @@ def _schedule(
 
 
 def _side_by_side(kinds: Array, together: int) -> Array:
-    """One row for `together` rows of kinds: two bits for each, the first one's lowest."""
+    """One row for `together` rows: two bits for each, the first one's lowest."""
     if together == 1:
-        return kinds
+        return kinds.astype(np.int64)
     rows = -(-len(kinds) // together)
     padded = np.zeros((rows * together, kinds.shape[1]), np.int64)
     padded[: len(kinds)] = kinds
@@ -182,15 +198,30 @@ def _side_by_side(kinds: Array, together: int) -> Array:
     return np.asarray(shifted.sum(axis=1))
 
 
-def _runs(kinds: Array, grid: TileGrid) -> tuple[Array, Array]:
-    """Runs of one kind in each row of tiles, empty ones left out, and the row of each."""
-    edge = np.ones((len(kinds), kinds.shape[1] + 1), bool)
-    np.not_equal(kinds[:, 1:], kinds[:, :-1], out=edge[:, 1:-1])
-    used = kinds != TileKind.EMPTY
+def _quarters(kinds: Array, tiles: int) -> tuple[Array, Array, Array]:
+    """Of blocks of some tiles, what they are between the first used quarter and the last."""
+    rows, columns = kinds.shape
+    padded = np.full((rows, -(-columns // tiles) * tiles), TileKind.EMPTY, kinds.dtype)
+    padded[:, :columns] = kinds
+    blocks = padded.reshape(rows, -1, tiles)
+    used = blocks != TileKind.EMPTY
+    some = used.any(axis=-1)
+    first, after = used.argmax(axis=-1), tiles - used[..., ::-1].argmax(axis=-1)
+    full = (blocks == TileKind.FULL).sum(axis=-1) == after - first
+    kind = np.where(full, TileKind.FULL, TileKind.PARTIAL)
+    first, last = first * QUARTERS // tiles, after * QUARTERS // tiles - 1
+    return tuple(np.where(some, word, 0) for word in (kind, first, last))  # type: ignore[return-value]  # three
+
+
+def _runs(words: Array, size: int, kv_len: int) -> tuple[Array, Array]:
+    """Runs of the same words in each row of blocks of keys, empty ones left out, and their rows.
+
+    The first word says what a block is.
+    """
+    edge = np.ones((words.shape[0], words.shape[1] + 1), bool)
+    edge[:, 1:-1] = (words[:, 1:] != words[:, :-1]).any(axis=-1)
+    used = words[..., 0] != TileKind.EMPTY
     rows, first = np.nonzero(edge[:, :-1] & used)
     _, final = np.nonzero(edge[:, 1:] & used)
-    runs = np.empty((len(rows), len(RUN)), np.int64)
-    runs[:, 0] = first * grid.block_kv
-    runs[:, 1] = np.minimum((final + 1) * grid.block_kv, grid.kv_len)
-    runs[:, 2] = kinds[rows, first]
-    return rows, runs
+    starts, stops = first * size, np.minimum((final + 1) * size, kv_len)
+    return rows, np.column_stack([starts, stops, words[rows, first]])

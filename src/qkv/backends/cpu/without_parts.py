@@ -20,19 +20,19 @@ ODD_BYTES = 2048
 
 
 def mend(of: PartRows, name: str, left_dtype: str, right_dtype: str) -> Value:
-    """A function `(*left, *right, first, last, dim, sign, count, odd, lanes, products)`.
+    """A function `(*left, *right, first, last, dim, sign, start, stop, odd, lanes, products)`.
 
-    Computes the products of rows without parts one by one. `left` and `right` are `Rows`, the first
-    left one that of the products, the right ones from row `first` on, none beyond `last`. `odd` is
+    Computes the products of rows without parts one by one. `left` and `right` are `Rows`: left rows
+    from `start` to `stop`, right ones from row `first` on, none beyond `last`. `odd` is
     what `PartRows.split_rows` gave, `lanes` what `PartRows.pack` gave for each vector, a vector
     apart.
     """
     e = of.e
     rows = [POINTER, INT64, INT64]
-    arguments = [*rows, *rows, *[INT64] * 3, e.real, INT64, *[POINTER] * 3]
+    arguments = [*rows, *rows, *[INT64] * 3, e.real, *[INT64] * 2, *[POINTER] * 3]
     with e.function(name, arguments) as (function, args):
         left, right = Rows(*args[:3]), Rows(*args[3:6])
-        first, last, dim, sign, count, odd, lanes, products = args[6:]
+        first, last, dim, sign, start, stop, odd, lanes, products = args[6:]
         b, block_q = e.builder, of.vectors * e.lanes
 
         def one(k: Value, lane: Value) -> None:
@@ -51,14 +51,16 @@ def mend(of: PartRows, name: str, left_dtype: str, right_dtype: str) -> Value:
 
         def odd_left(n: Value, _: list[Value]) -> None:
             k = e.load(e.at(odd, e.mul(n, WORD)), INT64, WORD)
-            e.loop(0, block_q, 1, [], lambda lane, _: one(k, lane))
+            wanted = b.and_(b.not_(e.below(k, start)), e.below(k, stop))
+            with b.if_then(wanted):
+                e.loop(0, block_q, 1, [], lambda lane, _: one(k, lane))
 
         def odd_right(lane: Value, _: list[Value]) -> None:
             vector = b.sdiv(lane, e.index(e.lanes))
             word = e.load(e.at(lanes, e.mul(vector, e.vector_bytes)), INT64, WORD)
             bit = b.and_(b.lshr(word, e.sub(lane, e.mul(vector, e.lanes))), e.index(1))
-            stop = b.select(_some(e, bit), count, e.index(0))
-            e.loop(0, stop, 1, [], lambda k, _: one(k, lane))
+            end = b.select(_some(e, bit), stop, start)
+            e.loop(start, end, 1, [], lambda k, _: one(k, lane))
 
         e.loop(1, e.add(e.load(odd, INT64, WORD), 1), 1, [], odd_left)
         e.loop(0, block_q, 1, [], odd_right)
