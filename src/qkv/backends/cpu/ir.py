@@ -195,15 +195,15 @@ class Emitter:
         nothing = ir.Constant(type_, None)
         return self.builder.call(function, [typed, ir.Constant(INT32, align), live, nothing])
 
-    def prefetch(self, pointer: Value) -> None:
-        """Ask for the cache line of an address, which need not exist, to be read soon."""
+    def prefetch(self, pointer: Value, *, soon: bool = True) -> None:
+        """Ask for the cache line of an address, which need not exist: to be read soon, or later."""
         name = "llvm.prefetch.p0"
         function = self.module.globals.get(name)
         if function is None:
             kind = ir.FunctionType(VOID, [POINTER, INT32, INT32, INT32])
             function = ir.Function(self.module, kind, name)
-        read, kept_close, data = (ir.Constant(INT32, n) for n in (0, 3, 1))
-        self.builder.call(function, [pointer, read, kept_close, data])
+        read, close, data = (ir.Constant(INT32, n) for n in (0, 3 if soon else 2, 1))
+        self.builder.call(function, [pointer, read, close, data])
 
     def load_vector(self, pointer: Value, *, aligned: bool = True) -> Value:
         return self.load(pointer, self.vector, self.vector_bytes if aligned else self.real_bytes)

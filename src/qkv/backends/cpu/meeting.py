@@ -64,6 +64,7 @@ class Together:
     head: Value
     query: Rows
     key: Rows
+    value: Rows
     head_dim: Value
     v_head_dim: Value
     count: Value

@@ -588,6 +588,7 @@ class PairForward(Forward):
                 head=head,
                 query=query,
                 key=key,
+                value=value,
                 head_dim=head_dim,
                 v_head_dim=v_head_dim,
                 count=count,

@@ -18,6 +18,8 @@ from qkv.backends.cpu.forward import STATS
 from qkv.backends.cpu.frame import WORD, Rows
 from qkv.backends.cpu.ir import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.meeting import Keys, Meeting, Met, Together, Values
+from qkv.backends.cpu.rows_ahead import RowsAhead, Stretch
+from qkv.backends.cpu.storage import ITEM_BYTES
 
 if TYPE_CHECKING:
     from qkv.backends.cpu.parts import PartForward
@@ -31,6 +33,7 @@ class PartMeeting(Meeting):
     def __init__(self, kernel: PartForward, task: Together) -> None:
         super().__init__(kernel, task)
         self._waiting, self._values = self._words(len(Met._fields)), self._words(3)
+        self._ahead = RowsAhead.none(kernel.e, kernel.block_kv)
         self._nobody_waits()
 
     def begin(self) -> None:
@@ -42,6 +45,7 @@ class PartMeeting(Meeting):
         e, b = self.e, self.e.builder
         is_split = self._words(1)
         e.store(e.index(0), is_split, WORD)
+        self._look_ahead(keys)
 
         def one(met: Met) -> None:
             before = self._who_waits()
@@ -72,6 +76,18 @@ class PartMeeting(Meeting):
 
         self.each(keys, one)
 
+    def _look_ahead(self, keys: Keys) -> None:
+        """To the next block of keys."""
+        e, task, kernel = self.e, self.task, self.kernel
+        first, stretches = e.add(keys.start, keys.count), []
+        for name, rows, dim in (
+            ("key", task.key, task.head_dim), ("value", task.value, task.v_head_dim)
+        ):  # fmt: skip
+            start = e.at(rows.pointer, e.mul(first, rows.row))
+            stretches.append(Stretch(start, rows.row, e.mul(dim, ITEM_BYTES[kernel.dtypes[name]])))
+        kv_len = kernel.field(task.arguments, "kv_len")
+        self._ahead.plan(stretches, e.below(first, kv_len))
+
     def end(self) -> None:
         e, before, values = self.e, self._who_waits(), self._saved_values()
         with e.builder.if_then(e.builder.icmp_signed(">=", before.block, e.index(0))):
@@ -95,7 +111,7 @@ class PartMeeting(Meeting):
         scale = b.select(self.is_finished(before), ir.Constant(e.real, 1.0), scale)
         rows, packed = self.kernel.from_key(keys, met.start), task.block(met.block).packed
         args = [rows, packed, self.scores, task.block(before.block).stats, scale]
-        args += [keys.row, before.count, met.count, self.pairs]
+        args += [keys.row, before.count, met.count, self.pairs, self._ahead.place]
         b.call(self.parts["weigh_beside"], args)
         self._mend(met)
 

@@ -24,6 +24,7 @@ from qkv.backends.cpu.part_meeting import PartMeeting
 from qkv.backends.cpu.part_rows import FLOAT_BYTES
 from qkv.backends.cpu.part_scores import PartScores
 from qkv.backends.cpu.products import store_vectors, vectors_at
+from qkv.backends.cpu.rows_ahead import RowsAhead
 from qkv.backends.cpu.turning import turned_bytes
 from qkv.problem.expressions import TRUE
 from qkv.problem.spec import Spec
@@ -89,17 +90,18 @@ class PartForward(PairForward):
     # Vector units have time while tiles are multiplied
 
     def weigh_beside(self) -> Value:
-        """A function `(rows, packed, scores, stats, scale, band, count, following, pairs)`.
+        """A function `(rows, packed, scores, stats, scale, band, count, following, pairs, ahead)`.
 
         The weights of `count` keys for one block of queries, whose finished `scores` and `stats`
         are given, and the scores of `following` keys for another, which take their place. In each
-        step 16 keys leave, and at most as many come, if a row of Q is at least two chunks.
+        step 16 keys leave, and at most as many come, if a row of Q is at least two chunks. `ahead`
+        is the place of `RowsAhead`.
         """
         e = self.e
-        arguments = [*[POINTER] * 4, e.real, *[INT64] * 4]
+        arguments = [*[POINTER] * 4, e.real, *[INT64] * 4, POINTER]
         with e.function("weigh_beside", arguments) as (function, args):
-            rows, packed, scores, stats, factor, band, count, following, pairs = args
-            b, width = e.builder, e.index(self.width)
+            rows, packed, scores, stats, factor, band, count, following, pairs, place = args
+            b, width, ahead = e.builder, e.index(self.width), RowsAhead(e, place, BLOCK_KV)
             products, scale = self.split.products(), e.splat(factor)
             sums = []
             for offset in self.offsets:
@@ -142,6 +144,7 @@ class PartForward(PairForward):
 
             def some(step: Value, group: int) -> None:
                 """A share of the keys of this step."""
+                ahead.ask()
                 if group == 0:
                     running[:] = [list(each.nothing) for each in sums]
                 units = [(p, j) for p in range(_KEYS_BESIDE // 2) for j in range(self.vectors)]
