@@ -14,6 +14,7 @@ from qkv.backends.cpu import host as cpu_host
 from qkv.backends.cpu.forward import RUN, TASK
 from qkv.backends.cpu.forward_pass import ForwardPass
 from qkv.backends.cpu.host import host
+from qkv.backends.cpu.meeting import MEETINGS
 from qkv.backends.cpu.schedule import TILE_KV, schedule
 from qkv.problem.builder import Shape
 from qkv.problem.check import check
@@ -191,6 +192,41 @@ def test_runs_say_what_each_block_sees(variant) -> None:
                     seen[block, tiles] = kinds >> 2 * block & 3
             np.testing.assert_array_equal(seen[: len(expected)], expected)
             assert (seen[len(expected) :] == TileKind.EMPTY).all()
+
+
+@pytest.mark.parametrize("tile_kv", [32, 64])
+@pytest.mark.parametrize("variant", ALL, ids=lambda v: v.__name__)
+def test_meetings_leave_out_only_what_is_empty(variant, tile_kv) -> None:
+    """Quarters from the first to the last hold all that is seen, full blocks nothing else."""
+    block_kv = 128
+    shape = Shape((2,), 2, 1, 150, 333, 4, 4)
+    arrays = normal(2, 2, 150, 4), normal(2, 1, 333, 4), normal(2, 1, 333, 4)
+    for example in variant.examples(shape, np.random.default_rng(1)):
+        if isinstance(example, qkv.Bias):
+            continue  # too dear to bound: every tile meets its mask
+        problem = check(*arrays, (example,), q_offset="end")
+        plan = schedule(problem, 16, together=4, tile_kv=tile_kv, block_kv=block_kv)
+        grid = TileGrid(problem.spec.mask, problem.operands.tables, 150, 333, 16, 32)
+        for task in plan.tasks.tolist():
+            batch, head, first_row, first_run, last_run = task[: len(TASK)]
+            kinds = grid.classify(batch, head)[first_row // 16 : first_row // 16 + 4]
+            met = np.zeros_like(kinds)
+            for run in plan.runs[first_run:last_run].tolist():
+                start, stop, *words = run[: len(MEETINGS)]
+                assert start % block_kv == 0
+                for block, row in enumerate(met):
+                    kind, first, last = (word >> 2 * block & 3 for word in words)
+                    if kind == TileKind.EMPTY:
+                        continue
+                    for key in range(start, stop, block_kv):
+                        quarters = slice(key // 32 + first, key // 32 + last + 1)
+                        row[quarters] = kind
+                        for edge in (quarters.start, min(quarters.stop, kinds.shape[1]) - 1):
+                            tile = edge * 32 // tile_kv * tile_kv // 32
+                            seen = kinds[block, tile : tile + tile_kv // 32]
+                            assert (seen != TileKind.EMPTY).any(), "more than is needed"
+            assert (met[kinds != TileKind.EMPTY] != TileKind.EMPTY).all()
+            assert (kinds[met == TileKind.FULL] == TileKind.FULL).all()
 
 
 # The machine
