@@ -53,6 +53,7 @@ class Emitter:
         self.bits = ir.VectorType(self.whole, lanes)
         self.vector_bytes = self.real_bytes * lanes
         self.builder: Any = None
+        self._constants: dict[str, Value] = {}
 
     # Functions and control flow
 
@@ -214,10 +215,17 @@ class Emitter:
     # Vectors
 
     def const(self, value: float) -> Value:
-        return ir.Constant(self.vector, [float(value)] * self.lanes)
+        return self._constant(self.vector, [float(value)] * self.lanes)
 
     def const_bits(self, value: int) -> Value:
-        return ir.Constant(self.bits, [value] * self.lanes)
+        return self._constant(self.bits, [value] * self.lanes)
+
+    def _constant(self, kind: Any, lanes: Sequence[float]) -> Value:
+        """One object for each: it is spelt out once, which is a third of emission."""
+        name = f"{kind} {lanes}"  # 0.0 is not -0.0
+        if name not in self._constants:
+            self._constants[name] = ir.Constant(kind, lanes)
+        return self._constants[name]
 
     def zeros(self) -> Value:
         """Where a vector of zero bytes is."""
@@ -238,7 +246,7 @@ class Emitter:
 
     def picks(self, lanes: Sequence[int]) -> Value:
         """Which lanes a shuffle takes."""
-        return ir.Constant(ir.VectorType(INT32, len(lanes)), list(lanes))
+        return self._constant(ir.VectorType(INT32, len(lanes)), list(lanes))
 
     def lane_numbers(self, type_: Any) -> Value:
         return ir.Constant(ir.VectorType(type_, self.lanes), list(range(self.lanes)))
