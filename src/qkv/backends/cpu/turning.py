@@ -13,7 +13,8 @@ from llvmlite import ir
 
 from qkv.backends.cpu import storage
 from qkv.backends.cpu.expressions import Expressions
-from qkv.backends.cpu.ir import BYTE, Emitter, Value
+from qkv.backends.cpu.frame import WORD
+from qkv.backends.cpu.ir import BYTE, INT64, POINTER, Emitter, Value
 from qkv.problem.expressions import Load, Node, Var, variables, walk
 from qkv.problem.spec import Spec
 
@@ -59,35 +60,45 @@ def lay_down(
     b = e.builder
     for n, load in enumerate(loads):
         table = places.tables[load.table]
-        dtype = table.spec.dtype
-        item = 1 if dtype == "bool" else storage.ITEM_BYTES[dtype]
-        here = e.at(target, n * block_kv * e.vector_bytes)
-        element = table.strides[-1]
         uniform, varying = places.inside(kv_start, e.const(0.0)).place(load, table)
         assert varying is not None
-        rows = [e.at(table.pointer, e.extract(varying, i), uniform) for i in range(e.lanes)]
+        with b.goto_entry_block():
+            rows = b.bitcast(b.alloca(INT64, e.lanes), POINTER)
+        for i in range(e.lanes):
+            row = e.at(table.pointer, e.extract(varying, i), uniform)
+            e.store(b.ptrtoint(row, INT64), e.at(rows, WORD * i), WORD)
+        here = e.at(target, n * block_kv * e.vector_bytes)
+        b.call(_laying(e, table.spec.dtype), [rows, table.strides[-1], count, here])
+
+
+def _laying(e: Emitter, dtype: str) -> Value:
+    """A function `(rows, element, count, target)`: a vector for each of `count` keys.
+
+    `rows` are the addresses of a row for each lane, `element` is the bytes from key to key.
+    """
+    name = f"lay_down_{dtype}"
+    held = e.module.globals.get(name)
+    if held is not None:
+        return held
+    item = 1 if dtype == "bool" else storage.ITEM_BYTES[dtype]
+    with e.function(name, [POINTER, INT64, INT64, POINTER]) as (function, args):
+        places, element, count, target = args
+        b = e.builder
+        rows = [e.pointer(e.load(e.at(places, WORD * i), INT64, WORD)) for i in range(e.lanes)]
         enough = b.icmp_signed(">=", count, e.index(e.lanes))
         side_by_side = b.and_(enough, b.icmp_signed("==", element, e.index(item)))
 
-        def put(k: Value, vector: Value, here: Value = here) -> None:
-            e.store(vector, e.at(here, e.mul(k, e.vector_bytes)), e.vector_bytes)
+        def put(k: Value, vector: Value) -> None:
+            e.store(vector, e.at(target, e.mul(k, e.vector_bytes)), e.vector_bytes)
 
-        def turn(
-            k: Value, _: list[Value], rows: list[Value] = rows, dtype: str = dtype, item: int = item
-        ) -> None:
+        def turn(k: Value, _: list[Value]) -> None:
             # The last keys may overlap those before.
             k = e.least(k, e.sub(count, e.lanes))
             loaded = [_read(e, e.at(row, e.mul(k, item)), dtype, e.lanes) for row in rows]
             for i, vector in enumerate(e.transpose(loaded)):
                 put(e.add(k, i), vector)
 
-        def gather(
-            k: Value,
-            _: list[Value],
-            rows: list[Value] = rows,
-            dtype: str = dtype,
-            element: Value = element,
-        ) -> None:
+        def gather(k: Value, _: list[Value]) -> None:
             first = _read(e, e.at(rows[0], e.mul(k, element)), dtype)
             vector = ir.Constant(ir.VectorType(first.type, e.lanes), ir.Undefined)
             for i, row in enumerate(rows):
@@ -98,6 +109,7 @@ def lay_down(
         stop = b.select(side_by_side, count, e.index(0))
         e.loop(0, stop, e.lanes, [], turn)
         e.loop(stop, count, 1, [], gather)
+    return function
 
 
 def laid_down(
