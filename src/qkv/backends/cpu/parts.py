@@ -144,7 +144,6 @@ class PartForward(PairForward):
 
             def some(step: Value, group: int) -> None:
                 """A share of the keys of this step."""
-                ahead.ask()
                 if group == 0:
                     running[:] = [list(each.nothing) for each in sums]
                 units = [(p, j) for p in range(_KEYS_BESIDE // 2) for j in range(self.vectors)]
@@ -158,6 +157,7 @@ class PartForward(PairForward):
                     self.store_pair(first, second, place)
                 if group == groups - 1:
                     add([x for each in running for x in each])
+                ahead.ask()
 
             matrix_unit.multiply(
                 e, (rows, packed, scores, band, following, pairs), self.vectors, onto=False,
