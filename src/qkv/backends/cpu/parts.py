@@ -16,6 +16,7 @@ from qkv.backends.cpu import matrix_unit, without_parts
 from qkv.backends.cpu.bfloat16 import CHUNK, chunks, whole
 from qkv.backends.cpu.forward import BLOCK_MAX, STATS, ForwardKey, RowSums
 from qkv.backends.cpu.frame import Rows, Shape
+from qkv.backends.cpu.group_sums import GroupSums
 from qkv.backends.cpu.ir import INT64, POINTER, Value
 from qkv.backends.cpu.matrix_unit import TILE_ROWS
 from qkv.backends.cpu.meeting import Buffers, Keys, Meeting, Together, Values
@@ -23,7 +24,6 @@ from qkv.backends.cpu.pairs import PairForward
 from qkv.backends.cpu.part_meeting import PartMeeting
 from qkv.backends.cpu.part_rows import FLOAT_BYTES
 from qkv.backends.cpu.part_scores import PartScores
-from qkv.backends.cpu.products import store_vectors, vectors_at
 from qkv.backends.cpu.rows_ahead import RowsAhead
 from qkv.backends.cpu.turning import turned_bytes
 from qkv.problem.expressions import TRUE
@@ -103,75 +103,66 @@ class PartForward(PairForward):
             rows, packed, scores, stats, factor, band, count, following, pairs, place = args
             b, width, ahead = e.builder, e.index(self.width), RowsAhead(e, place, BLOCK_KV)
             products, scale = self.split.products(), e.splat(factor)
-            sums = []
+            rows_of = []
             for offset in self.offsets:
                 here = e.at(stats, offset)
                 largest = b.fmul(e.load_vector(e.at(here, BLOCK_MAX * self.width)), scale)
-                sums.append(RowSums(e, here, width, largest, statistics=self.statistics))
+                rows_of.append(RowSums(e, here, width, largest, statistics=self.statistics))
 
             def weigh(j: int, k: Value, carried: list[Value]) -> tuple[Value, list[Value]]:
                 place = e.at(scores, e.mul(k, width), self.offsets[j])
-                return sums[j].weigh(b.fmul(e.load_vector(place), scale), carried, None)
+                return rows_of[j].weigh(b.fmul(e.load_vector(place), scale), carried, None)
 
             steps = e.least(
                 b.sdiv(count, e.index(_KEYS_BESIDE)),
                 matrix_unit.steps_of(e, self.vectors, following, pairs),
             )
-            totals = [[self._kept(x) for x in each.nothing] for each in sums]
-            width_of_sums = sum(map(len, totals)) * e.vector_bytes
-            of_rest = self.split.room(BLOCK_KV // _KEYS_BESIDE * sum(map(len, totals)))
+            number = sum(len(row.nothing) for row in rows_of)
+            room = self.split.room((1 + BLOCK_KV // _KEYS_BESIDE) * number)
+            sums = GroupSums(e, room, number)
 
-            def weigh_group(start: Value, _: list[Value]) -> None:
-                group = e.mul(b.sdiv(start, e.index(_KEYS_BESIDE)), width_of_sums)
-                place, stop = e.at(of_rest, group), e.least(e.add(start, _KEYS_BESIDE), count)
-                found = [
-                    self.store_weights(
-                        e.at(scores, offset), width, start, stop, each.nothing, partial(weigh, j)
+            def weigh_group(group: Value, _: list[Value]) -> None:
+                start = e.mul(group, _KEYS_BESIDE)
+                stop = e.least(e.add(start, _KEYS_BESIDE), count)
+                found: list[Value] = []
+                for j, (offset, row) in enumerate(zip(self.offsets, rows_of, strict=True)):
+                    here = e.at(scores, offset)
+                    found += self.store_weights(
+                        here, width, start, stop, row.nothing, partial(weigh, j)
                     )
-                    for j, (offset, each) in enumerate(zip(self.offsets, sums, strict=True))
-                ]
-                store_vectors(e, place, [x for each in found for x in each])
+                sums.keep(group, found)
 
             # These scores are gone when their turn comes.
-            first_of_rest = e.mul(steps, _KEYS_BESIDE)
-            e.loop(first_of_rest, count, _KEYS_BESIDE, [], weigh_group)
+            groups = b.sdiv(e.add(count, _KEYS_BESIDE - 1), e.index(_KEYS_BESIDE))
+            e.loop(steps, groups, 1, [], weigh_group)
             running: list[list[Value]] = []
-
-            def add(found: Sequence[Value]) -> None:
-                places = [place for each in totals for place in each]
-                for place, x in zip(places, found, strict=True):
-                    e.store_vector(b.fadd(e.load_vector(place), x), place)
 
             def some(step: Value, group: int) -> None:
                 """A share of the keys of this step."""
                 if group == 0:
-                    running[:] = [list(each.nothing) for each in sums]
+                    running[:] = [list(row.nothing) for row in rows_of]
                 units = [(p, j) for p in range(_KEYS_BESIDE // 2) for j in range(self.vectors)]
-                groups = len(products)
-                start, stop = (len(units) * n // groups for n in (group, group + 1))
+                shares = len(products)
+                start, stop = (len(units) * n // shares for n in (group, group + 1))
                 for p, j in units[start:stop]:
                     k = e.add(e.mul(step, _KEYS_BESIDE), 2 * p)
                     first, running[j] = weigh(j, k, running[j])
                     second, running[j] = weigh(j, e.add(k, 1), running[j])
                     place = self.place_of_pair(e.at(scores, self.offsets[j]), k, width)
                     self.store_pair(first, second, place)
-                if group == groups - 1:
-                    add([x for each in running for x in each])
+                if group == shares - 1:
+                    sums.add([x for each in running for x in each])
                 ahead.ask()
 
             matrix_unit.multiply(
                 e, (rows, packed, scores, band, following, pairs), self.vectors, onto=False,
                 products=products, beside=matrix_unit.Beside(steps, some),
             )  # fmt: skip
-
-            def add_rest(start: Value, _: list[Value]) -> None:
-                # Group after group, as where weights are computed alone: bits are the same.
-                group = e.mul(b.sdiv(start, e.index(_KEYS_BESIDE)), width_of_sums)
-                add(vectors_at(e, e.at(of_rest, group), sum(map(len, totals))))
-
-            e.loop(first_of_rest, count, _KEYS_BESIDE, [], add_rest)
-            for row, places in zip(sums, totals, strict=True):
-                row.advance([e.load_vector(place) for place in places])
+            # Group after group, as where weights are computed alone: bits are the same.
+            e.loop(steps, groups, 1, [], lambda group, _: sums.add_kept(group))
+            totals = iter(sums.values())
+            for row in rows_of:
+                row.advance([next(totals) for _ in row.nothing])
         return function
 
     def add_beside(self, name: str, *, masked: bool) -> Value:
