@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.backends.cpu import gradient
+from qkv.backends.cpu import gradient, summed_tables
 from qkv.backends.cpu.host import host
 from qkv.backends.cpu.schedule import schedule
 from qkv.problem.backward import reads
@@ -113,21 +113,21 @@ def test_the_number_of_ranges_depends_on_the_shape_alone(monkeypatch) -> None:
 
 @pytest.mark.parametrize("copies", [2**24, 0], ids=["copies", "one after the other"])
 def test_tables_that_tasks_share(monkeypatch, many_ranges, copies) -> None:
-    monkeypatch.setattr(gradient, "_COPIES_BYTES", copies)
+    monkeypatch.setattr(summed_tables, "_COPIES_BYTES", copies)
     arrays = problem(dtype=np.float64)
     assert_equals_blocked(*arrays, *OWN, qkv.Causal("end"), wrt=OWN, limit=1e-11)
 
 
 @pytest.mark.parametrize("copies", [2**24, 0], ids=["copies", "one after the other"])
 def test_tasks_of_one_launch_never_add_to_the_same_entry(monkeypatch, many_ranges, copies) -> None:
-    monkeypatch.setattr(gradient, "_COPIES_BYTES", copies)
+    monkeypatch.setattr(summed_tables, "_COPIES_BYTES", copies)
     values = np.zeros(400)
     mod = qkv.ScoreMod(lambda s, b, h, q, k: s * values[k] + values[399 - q])
     problem_ = check(*problem(dtype=np.float64)[:3], (*OWN, mod), q_offset=0)
     spec, arrays = problem_.spec, problem_.operands.tables
     names = [t.name for t in spec.tables if reads(spec, frozenset({t.name})) and t.kind == "float"]
     ranges = gradient._ranges(spec)
-    tables = [gradient._table(problem_, name, len(ranges)) for name in names]
+    tables = [summed_tables.summed_table(problem_, name, len(ranges)) for name in names]
     assert {table.wide for table in tables} == {copies > 0}
     plan = gradient._in_order(schedule(problem_, 64))
     tasks, launches = gradient._tasks(spec, plan, ranges, tables)
@@ -156,7 +156,7 @@ def test_tasks_of_one_launch_never_add_to_the_same_entry(monkeypatch, many_range
 
 
 def test_one_table_read_at_two_places(monkeypatch, many_ranges) -> None:
-    monkeypatch.setattr(gradient, "_COPIES_BYTES", 0)
+    monkeypatch.setattr(summed_tables, "_COPIES_BYTES", 0)
     values = normal(400, seed=3, dtype=np.float64)
     mod = qkv.ScoreMod(lambda s, b, h, q, k: s * values[k] + values[399 - q] + values[h])
     assert_equals_blocked(*problem(dtype=np.float64), mod, wrt=[mod], q_offset=0, limit=1e-11)

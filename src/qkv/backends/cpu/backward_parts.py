@@ -235,8 +235,7 @@ class _Blocks(MeetingOfKeys):
     ) -> None:
         """Each block of queries in turn: what is between its products, beside those of the next."""
         e, b = self.e, self.e.builder
-        with b.goto_entry_block():
-            waiting, turn = (b.bitcast(b.alloca(INT64), POINTER) for _ in range(2))
+        waiting, turn = e.words(), e.words()
         e.store(e.index(-1), waiting, WORD)
         e.store(e.index(0), turn, WORD)
 

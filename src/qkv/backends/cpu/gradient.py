@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -35,9 +35,8 @@ from qkv.backends.cpu.host import Host, host
 from qkv.backends.cpu.residual_pass import Rows
 from qkv.backends.cpu.residuals import emit_residuals
 from qkv.backends.cpu.schedule import Schedule, schedule
-from qkv.problem.backward import BackwardInputs, OperandGradients, reads, turned_back
-from qkv.problem.evaluate import evaluate
-from qkv.problem.expressions import Load, variables
+from qkv.backends.cpu.summed_tables import SummedTable, summed_table
+from qkv.problem.backward import BackwardInputs, OperandGradients, turned_back
 from qkv.problem.rows import plain
 from qkv.problem.spec import Problem, Spec
 
@@ -49,8 +48,6 @@ _KEYS, _KEYS_IN_TILES = 512, 1024
 """Keys that are enough for a task: packing the queries again, and splitting them, is then cheap."""
 _PARTS = 8
 """Parts of dQ that may lie beside one another."""
-_COPIES_BYTES = 2**24
-"""What copies of a table's gradient, one for each task that shares entries, may take."""
 _FEW = 12
 """Queries of a head that see any key, and whose rows are summed again: among more, an error of one
 row is seldom the largest."""
@@ -77,7 +74,7 @@ def backward(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
     block_q = shape.block_q
     plan = _in_order(schedule(problem, block_q, together=shape.together))
     ranges = _ranges(spec, in_tiles=shape.product == "tiles")
-    tables = [_table(problem, name, len(ranges)) for name in sorted(inputs.tables)]
+    tables = [summed_table(problem, name, len(ranges)) for name in sorted(inputs.tables)]
     tasks, launches = _tasks(spec, plan, ranges, tables)
     results = _Results(problem, shape, len(ranges), tables)
     key = BackwardKey(
@@ -189,67 +186,8 @@ def _in_order(plan: Schedule) -> Schedule:
     return replace(plan, tasks=np.ascontiguousarray(plan.tasks[order]))
 
 
-@dataclass(frozen=True, slots=True)
-class _Table:
-    """A table whose gradient is wanted: where tasks that share its entries add.
-
-    `shared` says for each of batch row, kv head and range of keys whether tasks that differ in it
-    may meet the same entry. They have a copy each, of float64, if that is little; else one array
-    for all, and run one after the other.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    shared: tuple[bool, bool, bool]
-    counts: tuple[int, int, int]
-    wide: bool
-
-    @property
-    def copies(self) -> int:
-        return self._copies(self.shared, self.counts) if self.wide else 1
-
-    @staticmethod
-    def _copies(shared: Sequence[bool], counts: Sequence[int]) -> int:
-        return math.prod(n for n, s in zip(counts, shared, strict=True) if s)
-
-    def copy_of(self, places: Array) -> Array:
-        """Which copy each task adds to; `places` is (tasks, 3)."""
-        found = np.zeros(len(places), np.int64)
-        for axis, (shared, count) in enumerate(zip(self.shared, self.counts, strict=True)):
-            if shared and self.wide:
-                found = found * count + places[:, axis]
-        return found
-
-
-def _table(problem: Problem, name: str, ranges: int) -> _Table:
-    spec, array = problem.spec, problem.operands.tables[name]
-    loads = reads(spec, frozenset({name}))
-    counts = spec.batch_size, spec.num_kv_heads, ranges
-    lengths = spec.batch_size, spec.num_heads, spec.kv_len
-    shared = tuple(
-        count > 1 and not all(_apart(problem, load, axis, length) for load in loads)
-        for axis, count, length in zip(("batch", "head", "kv_index"), counts, lengths, strict=True)
-    )
-    if len(loads) > 1:  # two reads may meet even if neither meets itself
-        shared = tuple(count > 1 for count in counts)
-    size = _Table._copies(shared, counts) * array.size * 8
-    return _Table(name, array.shape, shared, counts, wide=size <= _COPIES_BYTES)  # type: ignore[arg-type]  # always three
-
-
-def _apart(problem: Problem, load: Load, axis: str, length: int) -> bool:
-    """Whether different values of one variable always read different entries."""
-    own = [index for index in load.indices if variables(index) == {axis}]
-    if not own:
-        return False
-    values = np.arange(length)
-    dtype = problem.spec.compute_dtype
-    read = [evaluate(index, {axis: values}, problem.operands.tables, dtype) for index in own]
-    entries = np.stack(np.broadcast_arrays(*read, values)[:-1])
-    return len(np.unique(entries, axis=1).T) == length
-
-
 def _tasks(
-    spec: Spec, plan: Schedule, ranges: list[tuple[int, int]], tables: list[_Table]
+    spec: Spec, plan: Schedule, ranges: list[tuple[int, int]], tables: list[SummedTable]
 ) -> tuple[Array, list[tuple[int, int]]]:
     """Rows of `TASK`, the longest first, and those of each launch.
 
@@ -290,7 +228,9 @@ def _pairs(spec: Spec, plan: Schedule, ranges: list[tuple[int, int]]) -> Array:
 class _Results:
     """Arrays that the kernel writes, and what is left to do with them."""
 
-    def __init__(self, problem: Problem, shape: Shape, ranges: int, tables: list[_Table]) -> None:
+    def __init__(
+        self, problem: Problem, shape: Shape, ranges: int, tables: list[SummedTable]
+    ) -> None:
         spec, operands = problem.spec, problem.operands
         compute = spec.compute_dtype
         self.problem = problem

@@ -212,6 +212,12 @@ class Emitter:
     def store_vector(self, value: Value, pointer: Value, *, aligned: bool = True) -> None:
         self.store(value, pointer, self.vector_bytes if aligned else self.real_bytes)
 
+    def words(self, count: int = 1) -> Value:
+        """Memory for 64-bit words, as long as the function runs."""
+        with self.builder.goto_entry_block():
+            place = self.builder.alloca(INT64, count)
+        return self.builder.bitcast(place, POINTER)
+
     # Vectors
 
     def const(self, value: float) -> Value:

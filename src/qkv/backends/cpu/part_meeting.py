@@ -32,7 +32,10 @@ class PartMeeting(Meeting):
 
     def __init__(self, kernel: PartForward, task: Together) -> None:
         super().__init__(kernel, task)
-        self._waiting, self._values = self._words(len(Met._fields)), self._words(3)
+        self._waiting, self._values = (
+            kernel.e.words(len(Met._fields)),
+            kernel.e.words(len(Values._fields)),
+        )
         self._ahead = RowsAhead.none(kernel.e, kernel.block_kv)
         self._nobody_waits()
 
@@ -43,7 +46,7 @@ class PartMeeting(Meeting):
 
     def meet(self, keys: Keys, values: Callable[[], Values]) -> None:
         e, b = self.e, self.e.builder
-        is_split = self._words(1)
+        is_split = e.words()
         e.store(e.index(0), is_split, WORD)
         self._look_ahead(keys)
 
@@ -147,11 +150,6 @@ class PartMeeting(Meeting):
         kernel.factors.mend(task.arguments, self.parts, key, task.query, *where)
 
     # What is known from one block of keys to the next
-
-    def _words(self, count: int) -> Value:
-        b = self.e.builder
-        with b.goto_entry_block():
-            return b.bitcast(b.alloca(INT64, count), POINTER)
 
     def _nobody_waits(self) -> None:
         e = self.e

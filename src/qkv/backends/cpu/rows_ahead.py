@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from qkv.backends.cpu.frame import WORD
-from qkv.backends.cpu.ir import CACHE_LINE, INT64, POINTER, Emitter, Value
+from qkv.backends.cpu.ir import CACHE_LINE, INT64, Emitter, Value
 
 
 class Stretch(NamedTuple):
@@ -34,9 +34,7 @@ class RowsAhead:
     @classmethod
     def none(cls, e: Emitter, count: int) -> RowsAhead:
         """With a place of its own, and no rows."""
-        with e.builder.goto_entry_block():
-            place = e.builder.bitcast(e.builder.alloca(INT64, _WORDS), POINTER)
-        found = cls(e, place, count)
+        found = cls(e, e.words(_WORDS), count)
         found._keep(e.index(0))
         return found
 

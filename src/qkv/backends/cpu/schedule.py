@@ -210,7 +210,8 @@ def _quarters(kinds: Array, tiles: int) -> tuple[Array, Array, Array]:
     full = (blocks == TileKind.FULL).sum(axis=-1) == after - first
     kind = np.where(full, TileKind.FULL, TileKind.PARTIAL)
     first, last = first * QUARTERS // tiles, after * QUARTERS // tiles - 1
-    return tuple(np.where(some, word, 0) for word in (kind, first, last))  # type: ignore[return-value]  # three
+    kind, first, last = (np.where(some, word, 0) for word in (kind, first, last))
+    return kind, first, last
 
 
 def _runs(words: Array, size: int, kv_len: int) -> tuple[Array, Array]:

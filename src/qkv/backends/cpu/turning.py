@@ -62,8 +62,7 @@ def lay_down(
         table = places.tables[load.table]
         uniform, varying = places.inside(kv_start, e.const(0.0)).place(load, table)
         assert varying is not None
-        with b.goto_entry_block():
-            rows = b.bitcast(b.alloca(INT64, e.lanes), POINTER)
+        rows = e.words(e.lanes)
         for i in range(e.lanes):
             row = e.at(table.pointer, e.extract(varying, i), uniform)
             e.store(b.ptrtoint(row, INT64), e.at(rows, WORD * i), WORD)

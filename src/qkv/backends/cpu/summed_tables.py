@@ -1,0 +1,80 @@
+"""Tables whose gradients are wanted: which tasks meet the same entries, and where each adds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.problem.backward import reads
+from qkv.problem.evaluate import evaluate
+from qkv.problem.expressions import Load, variables
+from qkv.problem.spec import Problem
+
+Array = NDArray[Any]
+
+_COPIES_BYTES = 2**24
+"""What copies of a table's gradient, one for each task that shares entries, may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class SummedTable:
+    """A table whose gradient is wanted: where tasks that share its entries add.
+
+    `shared` says for each of batch row, kv head and range of keys whether tasks that differ in it
+    may meet the same entry. They have a copy each, of float64, if that is little; else one array
+    for all, and run one after the other.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    shared: tuple[bool, ...]
+    counts: tuple[int, ...]
+    wide: bool
+
+    @property
+    def copies(self) -> int:
+        return self._copies(self.shared, self.counts) if self.wide else 1
+
+    @staticmethod
+    def _copies(shared: Sequence[bool], counts: Sequence[int]) -> int:
+        return math.prod(n for n, s in zip(counts, shared, strict=True) if s)
+
+    def copy_of(self, places: Array) -> Array:
+        """Which copy each task adds to; `places` is (tasks, 3)."""
+        found = np.zeros(len(places), np.int64)
+        for axis, (shared, count) in enumerate(zip(self.shared, self.counts, strict=True)):
+            if shared and self.wide:
+                found = found * count + places[:, axis]
+        return found
+
+
+def summed_table(problem: Problem, name: str, ranges: int) -> SummedTable:
+    spec, array = problem.spec, problem.operands.tables[name]
+    loads = reads(spec, frozenset({name}))
+    counts = spec.batch_size, spec.num_kv_heads, ranges
+    lengths = spec.batch_size, spec.num_heads, spec.kv_len
+    shared = tuple(
+        count > 1 and not all(_apart(problem, load, axis, length) for load in loads)
+        for axis, count, length in zip(("batch", "head", "kv_index"), counts, lengths, strict=True)
+    )
+    if len(loads) > 1:  # two reads may meet even if neither meets itself
+        shared = tuple(count > 1 for count in counts)
+    size = SummedTable._copies(shared, counts) * array.size * 8
+    return SummedTable(name, array.shape, shared, counts, wide=size <= _COPIES_BYTES)
+
+
+def _apart(problem: Problem, load: Load, axis: str, length: int) -> bool:
+    """Whether different values of one variable always read different entries."""
+    own = [index for index in load.indices if variables(index) == {axis}]
+    if not own:
+        return False
+    values = np.arange(length)
+    dtype = problem.spec.compute_dtype
+    read = [evaluate(index, {axis: values}, problem.operands.tables, dtype) for index in own]
+    entries = np.stack(np.broadcast_arrays(*read, values)[:-1])
+    return len(np.unique(entries, axis=1).T) == length
