@@ -15,12 +15,14 @@ import pytest
 
 from qkv.backends.cpu.backend import kernel_spec
 from qkv.backends.cpu.compile import optimized_for
+from qkv.backends.cpu.decode import DecodeKey, emit_decode
 from qkv.backends.cpu.forward import ForwardKey, emit_forward
 from qkv.backends.cpu.frame import Shape
 from qkv.backends.cpu.host import Host
 from qkv.backends.cpu.pairs import emit_pairs
 from qkv.backends.cpu.parts import emit_parts
 from qkv.problem.check import check
+from qkv.problem.spec import Spec
 
 LINUX = "x86_64-unknown-linux-gnu"
 ARM = "aarch64-unknown-linux-gnu"
@@ -53,17 +55,24 @@ _STACK = re.compile(r"\(%[er]sp|\[sp\b|\bpush|\bcall|^bl\s")
 @lru_cache(maxsize=32)
 def assembly(triple: str, cpu: str, shape: Shape, dtype: str) -> str:
     """The forward kernel without variants, for a processor by name."""
-    llvm.initialize_all_targets()
-    llvm.initialize_all_asmprinters()
-    array = np.zeros((1, 4, 4), ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-    spec = kernel_spec(check(array, array, array, ()).spec)
-    key = ForwardKey(spec, shape, 32, False, False, dtype, False)
+    key = ForwardKey(plain_spec(dtype), shape, 32, False, False, dtype, False)
     emit = emit_forward
     if shape.product != "elements":
         emit = emit_pairs if shape.parts == 1 else emit_parts
+    return compiled(emit(key), triple, cpu)
+
+
+def plain_spec(dtype: str) -> Spec:
+    array = np.zeros((1, 4, 4), ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    return kernel_spec(check(array, array, array, ()).spec)
+
+
+def compiled(source: str, triple: str, cpu: str) -> str:
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
     target = llvm.Target.from_triple(triple)
     machine = target.create_target_machine(cpu=cpu, features="", opt=2, jit=True)
-    return str(machine.emit_assembly(optimized_for(emit(key), machine, triple)))
+    return str(machine.emit_assembly(optimized_for(source, machine, triple)))
 
 
 def innermost_loops(text: str) -> list[list[str]]:
@@ -181,6 +190,15 @@ def test_weights_are_computed_beside_products(dtype, products) -> None:
     both = [line for line in lines if number_of(line, "tdpbf16ps") and number_of(line, "vfmadd")]
     assert [number_of(line, "tdpbf16ps") for line in both] == [4] * (products // 4)
     assert sum(number_of(line, "vfmadd") for line in both) == 16 * 2 * 8
+
+
+@pytest.mark.parametrize(("cpu", "cache"), [("znver4", "t1"), ("sapphirerapids", "t0")])
+def test_rows_to_decode_are_asked_for_where_a_processor_wants_them(cpu, cache) -> None:
+    triple, isa = MACHINES[cpu]
+    shape = Host(cpu, "", isa).shape
+    dtypes = ("float32",) * 3
+    key = DecodeKey(plain_spec("float32"), shape, 32, dtypes, (False, False), "float32", False)
+    assert set(re.findall(r"prefetch(\w+)", compiled(emit_decode(key), triple, cpu))) == {cache}
 
 
 def test_a_tile_too_large_is_seen() -> None:

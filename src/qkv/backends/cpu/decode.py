@@ -125,7 +125,9 @@ class _Decode(Frame):
         """No mods: scores are the scaled products."""
         self.may_forbid = not self.plain or self.mask != TRUE
         self.score_row = (BLOCK_KV + self.e.lanes) * self.e.real_bytes
-        self.products = RowProducts(self.e, key.dtypes[1], key.dtypes[2], self.score_row)
+        self.products = RowProducts(
+            self.e, key.dtypes[1], key.dtypes[2], self.score_row, nearest=key.shape.nearest
+        )
 
     def quantised(self, name: str) -> bool:
         return self.dtypes[name] == "int8"

@@ -51,6 +51,8 @@ class Shape:
     """Numbers of bfloat16 whose sum an operand is, where it is of another type."""
     together: int = 1
     """Blocks of queries that are one task."""
+    nearest: bool = True
+    """Whether rows that are read once are best asked for into the nearest cache."""
 
     @property
     def block_q(self) -> int:

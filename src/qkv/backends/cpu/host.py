@@ -49,6 +49,8 @@ _REQUIRED = {
     "avx2": frozenset({"avx2", "fma", "f16c"}),
 }
 """From the most able one on."""
+_ASKS_FARTHER = "znver"
+"""Processors whose nearest cache waits for main memory when it is asked ahead."""
 _WITHOUT: dict[str, tuple[str, ...]] = {
     "avx512-bf16": ("amx",),
     "avx512": ("amx", "avx512bf16"),
@@ -68,7 +70,7 @@ class Host:
 
     @property
     def shape(self) -> Shape:
-        return _SHAPES[self.isa]
+        return replace(_SHAPES[self.isa], nearest=not self.cpu.startswith(_ASKS_FARTHER))
 
     @property
     def bfloat16_shape(self) -> Shape | None:

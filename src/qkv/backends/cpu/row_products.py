@@ -13,8 +13,8 @@ from collections.abc import Callable
 from qkv.backends.cpu import storage
 from qkv.backends.cpu.ir import CACHE_LINE, INT32, INT64, POINTER, Emitter, Value
 
-_AHEAD = 24
-"""How many rows ahead of its use a row is fetched."""
+_AHEAD = {True: 12 * 1024, False: 16 * 1024}
+"""How many bytes ahead of its use a row is fetched, into the nearest cache or into the next."""
 
 
 def first_lanes(e: Emitter, count: Value) -> Value:
@@ -46,12 +46,22 @@ def vector_at(e: Emitter, row: Value, d: Value, dtype: str, live: Value | None) 
 class RowProducts:
     """Writes the functions of one kernel."""
 
-    def __init__(self, e: Emitter, key_dtype: str, value_dtype: str, score_row: int) -> None:
+    def __init__(
+        self, e: Emitter, key_dtype: str, value_dtype: str, score_row: int, *, nearest: bool
+    ) -> None:
         self.e = e
+        self.nearest = nearest
+        """Whether rows are fetched into the nearest cache."""
         self.key_dtype, self.value_dtype = key_dtype, value_dtype
         self.score_row = score_row
         self.tiles = [rows for rows in (4, 2, 1) if rows <= e.lanes]
         """Rows of Q that a tile multiplies at once."""
+
+    def ahead(self, row: Value, size: Value) -> Value:
+        """Byte distance of the row to fetch, where rows have `size` bytes."""
+        e = self.e
+        rows = e.builder.sdiv(e.index(_AHEAD[self.nearest]), e.greater(size, 1))
+        return e.mul(row, e.greater(rows, 1))
 
     # S = Q K^T
 
@@ -63,6 +73,7 @@ class RowProducts:
         with e.function(f"scores_{rows}", arguments) as (function, args):
             key, query, out, key_row, head_dim, count = args
             query_row = e.mul(head_dim, e.real_bytes)
+            ahead = self.ahead(key_row, e.mul(head_dim, item))
 
             def tile(k: Value, _: list[Value]) -> None:
                 here = [
@@ -81,7 +92,7 @@ class RowProducts:
                     totals = list(totals)
                     for j, row in enumerate(here):
                         x = vector_at(e, row, d, self.key_dtype, live)
-                        e.prefetch(e.at(row, e.mul(key_row, _AHEAD), e.mul(d, item)))
+                        e.prefetch(e.at(row, ahead, e.mul(d, item)), soon=self.nearest)
                         for i in range(rows):
                             at = i * keys + j
                             totals[at] = e.fma(x, q[i], totals[at])
@@ -104,6 +115,7 @@ class RowProducts:
         arguments = [*[POINTER] * 3, *[INT64] * 4]
         with e.function(f"values_{rows}", arguments) as (function, args):
             value, weights, block, value_row, block_row, v_head_dim, count = args
+            ahead = self.ahead(value_row, e.mul(v_head_dim, item))
 
             def tile(d: Value, live: Value | None, vectors: int) -> None:
                 here = [
@@ -118,9 +130,9 @@ class RowProducts:
                         vector_at(e, row, e.add(d, j * e.lanes), self.value_dtype, live)
                         for j in range(vectors)
                     ]
-                    ahead = e.at(row, e.mul(value_row, _AHEAD), e.mul(d, item))
+                    later = e.at(row, ahead, e.mul(d, item))
                     for line in range(0, vectors * e.lanes * item, CACHE_LINE):
-                        e.prefetch(e.at(ahead, line))
+                        e.prefetch(e.at(later, line), soon=self.nearest)
                     following = []
                     for i in range(rows):
                         at = e.at(weights, i * self.score_row, column)
