@@ -62,3 +62,31 @@ def test_two_dense_masks_of_bfloat16() -> None:
     _, lse = qkv.attention(query, key, key, *said, return_lse=True)
     expected = truth(query, key, key, said)
     assert np.abs(lse - expected.lse).max() <= bounds(expected, ml_dtypes.bfloat16).lse
+
+
+@pytest.mark.parametrize("q_len", [2, 200])
+@pytest.mark.parametrize("kv_len", [2, 3, 5])
+def test_lse_near_zero(q_len, kv_len) -> None:
+    """Its logarithm was rounded before the largest score took most of it away."""
+    query = (-np.log(kv_len) + 1e-3 * normal(q_len, 1)).astype(np.float32)
+    ones = np.ones((kv_len, 1), np.float32)
+    _, lse = qkv.attention(query, ones, ones, return_lse=True)
+    exact = query[:, 0].astype(float) + np.log(kv_len)
+    assert np.abs(lse - exact).max() < 1.5e-9
+
+
+@pytest.mark.parametrize("q_len", [2, 200])
+@pytest.mark.parametrize("cap", [2.0, 5.1, 50.0])
+def test_a_capped_score_is_rounded_about_once(q_len, cap) -> None:
+    """It was divided, taken to tanh and multiplied, with an error in each step."""
+    query = normal(q_len, 1)
+    one = np.ones((1, 1), np.float32)
+    capped = (qkv.Softcap(cap), qkv.ScoreMod(lambda s, b, h, q, k: np.tanh(s / cap) * cap))
+    for said in capped:
+        _, lse = qkv.attention(query, one, one, said, return_lse=True)
+        rounded_cap = float(np.float32(cap))
+        exact = rounded_cap * np.tanh(query[:, 0].astype(float) / rounded_cap)
+        near = np.abs(query[:, 0]) < 0.6 * cap
+        units = np.abs(lse - exact) / np.spacing(np.abs(exact).astype(np.float32))
+        assert units[near].max() < 0.65
+        assert units.max() < 1.5

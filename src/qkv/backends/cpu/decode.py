@@ -586,9 +586,10 @@ class _Decode(Frame):
             e.store(e.extract(vector, 0), at, e.real_bytes)
 
         nothing, lowest = e.const(0.0), e.const(-math.inf)
-        logarithm = vector_math.log(e, row_sum)
-        write("lse", b.select(empty, lowest, b.fadd(row_max, logarithm)))
+        lse, _ = vector_math.add_log(e, row_max, row_sum)
+        write("lse", b.select(empty, lowest, lse))
         if self.statistics:
+            logarithm = vector_math.log(e, row_sum)
             entropy = b.fsub(logarithm, b.fdiv(spread[0], divisor))
             # Rounding may leave a sure choice a little below 0.
             below = b.fcmp_ordered("<", entropy, nothing)

@@ -201,6 +201,9 @@ class Expressions:
 
     def _operation(self, op: Op) -> Value:
         e, b = self.e, self.e.builder
+        if (found := _capped(op)) is not None:
+            cap, score, share = (self._lanes(self._as_float(self.value(n))) for n in found)
+            return vector_math.capped(e, cap, score, share)
         values = [self.value(arg) for arg in op.args]
         kinds = {arg.kind for arg in op.args}
         if "float" in kinds or (op.kind == "float" and op.name != "where"):
@@ -305,6 +308,18 @@ def _raw_type(dtype: str) -> Any:
     if dtype == "float64":
         return DOUBLE
     return ir.IntType(_INTEGERS.get(dtype, (16, False))[0])
+
+
+def _capped(op: Op) -> tuple[Node, Node, Node] | None:
+    """cap, x and x / cap of `cap * tanh(x / cap)`, which rounds less as one operation."""
+    if op.name != "mul":
+        return None
+    for cap, other in (op.args, op.args[::-1]):
+        if isinstance(other, Op) and other.name == "tanh":
+            (share,) = other.args
+            if isinstance(share, Op) and share.name == "div" and share.args[1] == cap:
+                return cap, share.args[0], share
+    return None
 
 
 _COMPARISONS = {"lt": "<", "le": "<=", "eq": "==", "ne": "!="}

@@ -462,13 +462,6 @@ class Forward(Frame):
             )  # fmt: skip
         return function
 
-    def rest_of_sum(self, first: Value, second: Value, total: Value) -> Value:
-        """What rounding took from first + second (Knuth's TwoSum)."""
-        b = self.e.builder
-        seen = b.fsub(total, first)
-        lost = b.fsub(first, b.fsub(total, seen))
-        return b.fadd(lost, b.fsub(second, seen))
-
     def is_wanted(self, arguments: Value, name: str) -> Value:
         """Whether there is an address to write to."""
         return self.e.builder.icmp_signed("!=", self.field(arguments, name), self.e.index(0))
@@ -502,11 +495,10 @@ class Forward(Frame):
                         e.extract(vector, i), e.at(start, e.mul(lane, e.real_bytes)), e.real_bytes
                     )
 
-            lse = b.fadd(row_max, logarithm)
+            lse, rest = vector_math.add_log(e, row_max, row_sum)
             with b.if_then(self.is_wanted(arguments_, "lse")):
                 each("lse", b.select(empty, lowest, lse))
             with b.if_then(self.is_wanted(arguments_, "lse_rest")):
-                rest = self.rest_of_sum(row_max, logarithm, lse)
                 each("lse_rest", b.select(empty, e.const(0.0), rest))
             if self.statistics:
                 entropy = b.fsub(logarithm, b.fmul(spread, share))

@@ -144,18 +144,8 @@ def exp(e: Emitter, x: Value) -> Value:
 
 def log(e: Emitter, x: Value) -> Value:
     """Natural logarithm; log(0) = -inf, log of a negative number is NaN."""
-    b, form = e.builder, _format(e)
-    lift = form.fraction + 2
-    subnormal = b.fcmp_ordered("<", x, e.const(2.0 ** (1 - form.bias)))
-    scaled = b.select(subnormal, b.fmul(x, e.const(2.0**lift)), x)
-    # x = m * 2^n with m in [sqrt(1/2), sqrt(2)).
-    offset = e.const_bits(0x3F3504F3 if e.real == FLOAT else 0x3FE6A09E667F3BCD)
-    bits = b.sub(e.as_bits(scaled), offset)
-    n = b.ashr(bits, e.const_bits(form.fraction))
-    m = e.as_floats(b.add(b.and_(bits, e.const_bits((1 << form.fraction) - 1)), offset))
-    lifted = b.select(subnormal, e.const(lift), e.const(0.0))
-    n = b.fsub(b.sitofp(n, e.vector), lifted)
-    f = b.fsub(m, e.const(1.0))
+    b = e.builder
+    f, n = _near_one(e, x)
     result = _log32(e, f, n) if e.real == FLOAT else _log64(e, f, n)
     result = b.select(b.fcmp_ordered("==", x, e.const(0.0)), e.const(-math.inf), result)
     result = b.select(b.fcmp_ordered("==", x, e.const(math.inf)), x, result)
@@ -163,44 +153,102 @@ def log(e: Emitter, x: Value) -> Value:
     return b.select(negative, e.const(math.nan), result)
 
 
+def add_log(e: Emitter, a: Value, x: Value) -> tuple[Value, Value]:
+    """a + log(x) for x >= 1 or NaN, and what rounding took from it.
+
+    Where the two cancel, rounding log(x) first would be most of the error.
+    """
+    b = e.builder
+    f, n = _near_one(e, x)
+    high, tail = _log32_terms(e, f, n) if e.real == FLOAT else _log64_terms(e, f, n)
+    first = b.fadd(a, high)
+    second = b.fadd(first, f)
+    lost = b.fadd(rest_of_sum(e, a, high, first), rest_of_sum(e, first, f, second))
+    tail = b.fadd(tail, lost)
+    total = b.fadd(second, tail)
+    finite = b.fcmp_ordered("<", x, e.const(math.inf))
+    total = b.select(finite, total, b.fadd(a, x))
+    return total, rest_of_sum(e, second, tail, total)
+
+
+def rest_of_sum(e: Emitter, first: Value, second: Value, total: Value) -> Value:
+    """What rounding took from first + second (Knuth's TwoSum)."""
+    b = e.builder
+    seen = b.fsub(total, first)
+    lost = b.fsub(first, b.fsub(total, seen))
+    return b.fadd(lost, b.fsub(second, seen))
+
+
+def _near_one(e: Emitter, x: Value) -> tuple[Value, Value]:
+    """f and n of x = (1 + f) 2^n, with 1 + f in [sqrt(1/2), sqrt(2))."""
+    b, form = e.builder, _format(e)
+    lift = form.fraction + 2
+    subnormal = b.fcmp_ordered("<", x, e.const(2.0 ** (1 - form.bias)))
+    scaled = b.select(subnormal, b.fmul(x, e.const(2.0**lift)), x)
+    offset = e.const_bits(0x3F3504F3 if e.real == FLOAT else 0x3FE6A09E667F3BCD)
+    bits = b.sub(e.as_bits(scaled), offset)
+    n = b.ashr(bits, e.const_bits(form.fraction))
+    m = e.as_floats(b.add(b.and_(bits, e.const_bits((1 << form.fraction) - 1)), offset))
+    lifted = b.select(subnormal, e.const(lift), e.const(0.0))
+    n = b.fsub(b.sitofp(n, e.vector), lifted)
+    return b.fsub(m, e.const(1.0)), n
+
+
 def _log32(e: Emitter, f: Value, n: Value) -> Value:
     """n ln 2 + log(1 + f)"""
+    high, tail = _log32_terms(e, f, n)
+    return e.builder.fadd(high, e.builder.fadd(f, tail))
+
+
+def _log32_terms(e: Emitter, f: Value, n: Value) -> tuple[Value, Value]:
+    """`high`, which is exact, and `tail` of high + f + tail = n ln 2 + log(1 + f)."""
     b = e.builder
     square = b.fmul(f, f)
     tail = b.fmul(b.fmul(f, square), polynomial(e, _LOG32, f))
     tail = e.fma(n, e.const(-2.12194440e-4), tail)
     tail = e.fma(square, e.const(-0.5), tail)
-    return e.fma(n, e.const(0.693359375), b.fadd(f, tail))
+    return b.fmul(n, e.const(0.693359375)), tail
 
 
 def _log64(e: Emitter, f: Value, n: Value) -> Value:
-    """n ln 2 + log(1 + f), as 2 atanh(s) with s = f / (2 + f)"""
+    """n ln 2 + log(1 + f)"""
+    high, tail = _log64_terms(e, f, n)
+    return e.builder.fadd(high, e.builder.fadd(f, tail))
+
+
+def _log64_terms(e: Emitter, f: Value, n: Value) -> tuple[Value, Value]:
+    """The same, with log(1 + f) as 2 atanh(s), s = f / (2 + f)."""
     b = e.builder
     s = b.fdiv(f, b.fadd(f, e.const(2.0)))
     square = b.fmul(s, s)
     series = b.fmul(square, polynomial(e, _LOG64, square))
     half = b.fmul(b.fmul(f, f), e.const(0.5))
     low = e.fma(s, b.fadd(half, series), b.fmul(n, e.const(1.90821492927058770002e-10)))
-    high = b.fsub(half, low)
-    return e.fma(n, e.const(6.93147180369123816490e-01), b.fsub(f, high))
+    return b.fmul(n, e.const(6.93147180369123816490e-01)), b.fsub(low, half)
 
 
 def tanh(e: Emitter, x: Value) -> Value:
     """Odd polynomial near 0, 1 - 2 / (exp(2 |x|) + 1) elsewhere."""
+    return capped(e, e.const(1.0), x, x)
+
+
+def capped(e: Emitter, cap: Value, x: Value, share: Value) -> Value:
+    """cap * tanh(share), where share is x / cap rounded: near 0 it is x and a little."""
     b, form = e.builder, _format(e)
-    magnitude = e.intrinsic("fabs", x)
-    square = b.fmul(x, x)
+    magnitude = e.intrinsic("fabs", share)
+    square = b.fmul(share, share)
     if e.real == FLOAT:
         tail = polynomial(e, _TANH32, square)
     else:
         above, below = (polynomial(e, part, square) for part in _TANH64)
         tail = b.fdiv(above, below)
     near = e.fma(b.fmul(tail, square), x, x)
-    # 2 |x| is kept below the overflow of exp; NaN goes on.
+    # 2 |share| is kept below the overflow of exp; NaN goes on.
     doubled = b.fadd(magnitude, magnitude)
     doubled = b.select(b.fcmp_ordered(">", doubled, e.const(40.0)), e.const(40.0), doubled)
     fraction, exponent = _split(e, doubled)
     power = e.as_floats(b.shl(exponent, e.const_bits(form.fraction)))
-    quotient = b.fdiv(e.const(2.0), e.fma(fraction, power, e.const(1.0)))
-    far = e.intrinsic("copysign", b.fsub(e.const(1.0), quotient), x)
+    quotient = b.fdiv(e.const(-2.0), e.fma(fraction, power, e.const(1.0)))
+    sign = b.and_(e.as_bits(share), e.as_bits(e.const(-0.0)))
+    far = e.as_floats(b.xor(e.as_bits(e.fma(quotient, cap, cap)), sign))
     return b.select(b.fcmp_ordered("<", magnitude, e.const(0.625)), near, far)
