@@ -7,45 +7,22 @@ that it has, does well there; with few rows no other error hides it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import pytest
-from formula import TYPES, Dense, ulp
+from gradient_errors import Errors, errors
 
 import qkv
-from qkv.testing import DTYPES, truth
+from qkv.testing import DTYPES
 
 Array = np.ndarray[Any, Any]
 
-ORDERS = 12
 PROBLEMS = 40
 FEW = (1, 2, 4, 12)
 LARGEST = 30.0
 """Standard deviation of the largest scores."""
-
-
-@dataclass(frozen=True)
-class Errors:
-    """Of dQ, dK and dV: our largest error, the plain one in each order, and a unit."""
-
-    ours: Array
-    plain: Array
-    unit: Array
-
-    @property
-    def shares(self) -> Array:
-        """How much of the bound is used."""
-        return self.ours / (3 * self.plain.max(axis=0) + 3 * self.unit)
-
-    @property
-    def ratios(self) -> Array:
-        """Beside the plain error in an order that is neither lucky nor unlucky."""
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return np.asarray(self.ours / np.median(self.plain, axis=0))
 
 
 def problem(seed: int, q_len: int, dtype: str) -> tuple[list[Array], Array]:
@@ -60,33 +37,6 @@ def problem(seed: int, q_len: int, dtype: str) -> tuple[list[Array], Array]:
         array.astype(DTYPES[dtype]) for array in (query * sharp, key, value, grad_out)
     )
     return [query, key, value], grad_out
-
-
-def errors(
-    arrays: Sequence[Array],
-    grad_out: Array,
-    dtype: str,
-    variants: Sequence[Any] = (),
-    grad_lse: Array | None = None,
-) -> Errors:
-    known = truth(*arrays, variants)
-    orders = [("float64", 0), *((dtype, order) for order in range(ORDERS))]
-    exact, *plain = (
-        Dense(*arrays, known, None, TYPES[kind], order).gradients(grad_out, grad_lse)
-        for kind, order in orders
-    )
-    _, pullback = qkv.vjp(*arrays, *variants, backend="cpu")
-    found = pullback(grad_out, grad_lse)
-
-    def largest(gradients: Sequence[Array]) -> list[float]:
-        return [float(np.abs(a - b).max()) for a, b in zip(gradients, exact, strict=True)]
-
-    ours = [np.asarray(g, np.float64) for g in (found.query, found.key, found.value)]
-    unit = [ulp(float(np.abs(a).max()), dtype) for a in exact]
-    if dtype == "float64":  # 64 eps, as a bound of three units
-        unit = [64 / 3 * 2.0**-52 * max(1.0, float(np.abs(a).max())) for a in exact]
-        plain = [exact]
-    return Errors(np.array(largest(ours)), np.array([*map(largest, plain)]), np.array(unit))
 
 
 @lru_cache

@@ -25,7 +25,7 @@ from qkv.backends.cpu.frame import (
     Shape,
     operand_fields,
 )
-from qkv.backends.cpu.ir import DOUBLE, INT64, POINTER, Value
+from qkv.backends.cpu.ir import DOUBLE, INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.products import combine_rows, dot_rows, store_vectors, vectors_at
 from qkv.backends.cpu.storage import real_dtype
 from qkv.problem.derivative import ONE, derivative
@@ -36,6 +36,8 @@ BLOCK_KV = 128
 """Keys whose weights are held at once."""
 _CHAIN = 8
 """Products that are added in one chain, where there are few queries."""
+_CHAIN_OF_KEYS = 16
+"""Keys that are added in one chain."""
 
 AREAS = (
     "query", "grad_out", "query_sums", "query_rows", "grad_rows", "lse", "lse_rest",
@@ -52,7 +54,7 @@ FIELDS = (
     "blocks", "runs", "q_blocks", "splits", "finished",
     "query_parts", "part_bytes", "d_query", "add_query",
     "key_sums", "key_sum_row", "d_key", "round_key",
-    "value_sums", "value_sum_row", "d_value", "round_value", "together",
+    "value_sums", "value_sum_row", "d_value", "round_value", "together", "settles",
 )  # fmt: skip
 """Behind these, for each of the kernel's areas, where it begins."""
 TASK = ("batch", "kv_head", "start", "stop", "split")
@@ -160,6 +162,8 @@ class BackwardBlock(Frame):
         self.may_forbid = self.mask != TRUE or not self.plain
         self.chain_of_products = _CHAIN if key.few else None
         self.has_delta_rest = key.few
+        self.settles = key.shape.product != "tiles" and not (key.few or key.spec.dropout)
+        """Whether the dS of rows that meet one block of keys are made to add up."""
 
     @contextmanager
     def of_vector(self, name: str) -> Iterator[tuple[Value, Vector]]:
@@ -310,6 +314,34 @@ class BackwardBlock(Frame):
                 e, value, value_row, count, packed, vectors, v_head_dim, self.shape.keys, [],
                 finish, less=less,
             )  # fmt: skip
+        return function
+
+    def settle(self) -> Value:
+        """dS of rows that have met all their keys: they add up to the row's d lse.
+
+        What the sum has too much is what delta lacks, in every dS times its weight; `factors`
+        holds d lse. Scaled dS are settled with their scale.
+        """
+        e = self.e
+        with self.of_vector("settle") as (function, at):
+            b = e.builder
+
+            def gradient(k: Value) -> Value:
+                return e.load_vector(e.at(at.score_grads, e.mul(k, at.width)))
+
+            expected = e.load_vector(at.factors)
+            if not self.chained:
+                expected = b.fmul(expected, e.splat(self.real_field(at.arguments, "scale")))
+            excess = b.fsub(sum_over_keys(e, at.count, gradient), expected)
+
+            def each(k: Value, _: list[Value]) -> None:
+                weight = e.load_vector(e.at(at.weights, e.mul(k, at.width)))
+                settled = b.fsub(gradient(k), b.fmul(weight, excess))
+                if self.may_forbid:
+                    settled = b.select(self.forbidden(weight), e.const(0.0), settled)
+                e.store_vector(settled, e.at(at.score_grads, e.mul(k, at.width)))
+
+            e.loop(0, at.count, 1, [], each)
         return function
 
     def chain(self) -> Value:
@@ -544,6 +576,20 @@ class BackwardBlock(Frame):
 
             e.loop(0, columns, 1, [], each)
         return function
+
+
+def sum_over_keys(e: Emitter, count: Value, body: Callable[[Value], Value]) -> Value:
+    """Sums of sums: rounding errors grow with the length of a chain."""
+    nothing = [e.const(0.0)]
+
+    def add(k: Value, total: list[Value]) -> list[Value]:
+        return [e.builder.fadd(total[0], body(k))]
+
+    def link(k: Value, total: list[Value]) -> list[Value]:
+        (part,) = e.loop(k, e.least(e.add(k, _CHAIN_OF_KEYS), count), 1, nothing, add)
+        return [e.builder.fadd(total[0], part)]
+
+    return e.loop(0, count, _CHAIN_OF_KEYS, nothing, link)[0]
 
 
 def _is_fixed(load: Load) -> bool:

@@ -94,6 +94,8 @@ class BackwardRows(BackwardBlock):
             found["partial"] = self.weigh("partial", masked=True)
         if self.spec.dropout:
             found["dropout"] = self.dropout()
+        if self.settles:
+            found["settle"] = self.settle()
         if self.chained:
             found["chain"] = self.chain()
         return found
@@ -171,6 +173,8 @@ class MeetingOfKeys:
             kernel.operand(arguments, name, self.batch, self.kv_head) for name in ("key", "value")
         )
         self.finite: Value = ir.Constant(BIT, 1)
+        if kernel.settles:
+            self.settles = self._meets_one_block()
 
     def field(self, name: str) -> Value:
         return self.kernel.field(self.arguments, name)
@@ -237,6 +241,18 @@ class MeetingOfKeys:
         held = (e.at(area, offset) for area in self.areas("grad_out", "query_sums", "delta"))
         self.call("finish_rows", *held, self.dims["value"], self.width)
 
+    def _meets_one_block(self) -> Value:
+        """Whether one block of this task's keys holds all keys of these queries."""
+        e, b = self.e, self.e.builder
+        run = e.at(self.kernel.pointer_field(self.arguments, "runs"),
+                   e.mul(self.first_run, WORD * len(RUN)))  # fmt: skip
+        first, end, _ = self.kernel.record(run, RUN)
+        only = b.icmp_signed("==", e.sub(self.last_run, self.first_run), e.index(1))
+        inside = b.and_(e.below(e.sub(self.start, 1), first), e.below(end, e.add(self.stop, 1)))
+        short = e.below(e.sub(end, first), BLOCK_KV + 1)
+        wanted = b.icmp_signed("!=", self.field("settles"), e.index(0))
+        return b.and_(b.and_(only, inside), b.and_(short, wanted))
+
     def all_blocks(self, block: Callable[[Value, Value, Value], None]) -> None:
         """`block(kv_start, count, kind)` for every block of keys."""
         e, kernel = self.e, self.kernel
@@ -267,6 +283,12 @@ class MeetingOfKeys:
         self.call(
             "score_gradients", self.arguments, value[0], *held, value[1], self.dims["value"], count
         )
+        if kernel.settles:
+            with self.e.builder.if_then(self.settles):
+                self.each_vector(
+                    lambda offset, first: self._pack_column(offset, first, "grad_lse", "factors")
+                )
+                self._by_vector("settle", kv_start, count)
         if kernel.chained:
             self._by_vector("chain", kv_start, count)
         self._add(key, kv_start, count, partial)

@@ -316,6 +316,7 @@ class _BackwardArguments(Arguments):
             "runs": self._address(plan.runs),
             "q_blocks": -(-spec.q_len // (shape.block_q * shape.together)),
             "together": shape.together,
+            "settles": int(operands.sinks is None),
             "splits": len(results.query_parts),
             "finished": self._address(np.zeros(spec.batch_size * spec.num_kv_heads, np.int64)),
             "query_parts": self._address(results.query_parts),

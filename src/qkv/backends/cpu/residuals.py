@@ -22,10 +22,9 @@ in another order.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from qkv.backends.cpu.backward import Backward
-from qkv.backends.cpu.backward_block import BackwardKey
+from qkv.backends.cpu.backward_block import BackwardKey, sum_over_keys
 from qkv.backends.cpu.backward_rows import MeetingOfKeys
 from qkv.backends.cpu.forward import RowSums
 from qkv.backends.cpu.ir import POINTER, Value
@@ -35,8 +34,6 @@ ROW_SUMS = ("row_max", "row_sum", "residual")
 
 _RESCALE, _LOST, _RESIDUAL = 2, 3, 5
 """Rows of `RowSums`; r takes that of T, which nobody asks for here."""
-_CHAIN = 16
-"""Keys that are added in one chain."""
 
 
 def emit_residuals(key: BackwardKey) -> str:
@@ -82,33 +79,20 @@ class _Residuals(Backward):
                 e.store_vector(weight, place)
                 return weight
 
-            row.advance([self.sum_over_keys(at.count, weigh)])
+            row.advance([sum_over_keys(e, at.count, weigh)])
         return function
 
     def chain(self) -> Value:
         """r advances by the dS of one block of keys."""
         e = self.e
         with self.of_vector("chain") as (function, at):
-            found = self.sum_over_keys(
-                at.count, lambda k: e.load_vector(e.at(at.score_grads, e.mul(k, at.width)))
+            found = sum_over_keys(
+                e, at.count, lambda k: e.load_vector(e.at(at.score_grads, e.mul(k, at.width)))
             )
             rescale = e.load_vector(e.at(at.lse, e.mul(at.width, _RESCALE)))
             place = e.at(at.lse, e.mul(at.width, _RESIDUAL))
             e.store_vector(e.fma(e.load_vector(place), rescale, found), place)
         return function
-
-    def sum_over_keys(self, count: Value, body: Callable[[Value], Value]) -> Value:
-        """Sums of sums: rounding errors grow with the length of a chain."""
-        e, nothing = self.e, [self.e.const(0.0)]
-
-        def add(k: Value, total: list[Value]) -> list[Value]:
-            return [e.builder.fadd(total[0], body(k))]
-
-        def link(k: Value, total: list[Value]) -> list[Value]:
-            (part,) = e.loop(k, e.least(e.add(k, _CHAIN), count), 1, nothing, add)
-            return [e.builder.fadd(total[0], part)]
-
-        return e.loop(0, count, _CHAIN, nothing, link)[0]
 
     def meet(self, vectors: int, parts: dict[str, Value]) -> Value:
         functions = {
