@@ -115,6 +115,16 @@ def test_who_is_not_installed_is_absent() -> None:
     assert said == {"state": "absent", "detail": "no-such-package is not installed"}
 
 
+def test_whoever_answers_sleeps(seat: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that still spin after the check halved the peak that was measured next."""
+    asleep: list[str] = []
+    monkeypatch.setattr(worker, "_fall_asleep", lambda: asleep.append("now"))
+    prepare(seat, "right")
+    assert len(asleep) == 1
+    ask(seat, "turn", name="right", seconds=0.0, least=1)
+    assert len(asleep) == 2
+
+
 def test_released_contenders_are_gone(seat: Worker) -> None:
     prepare(seat, "right")
     assert ask(seat, "release") == {}

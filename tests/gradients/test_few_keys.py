@@ -79,6 +79,11 @@ VARIANTS: dict[str, tuple[Any, ...]] = {
     "nothing": (),
     "rows without keys": (qkv.Mask(RNG.random((40, 5)) < 0.5),),
     "softcap": (qkv.Softcap(20.0),),
+    "a sink": (qkv.Sinks(np.array([0.5], np.float32)),),
+    "a sink and rows without keys": (
+        qkv.Sinks(np.array([2.0], np.float32)),
+        qkv.Mask(RNG.random((40, 5)) < 0.5),
+    ),
     "bias": (qkv.Bias(RNG.normal(size=(40, 5)).astype(np.float32)),),
     "ALiBi": (qkv.ALiBi(np.array([0.3], np.float32)), qkv.Causal(align="end")),
 }

@@ -60,7 +60,7 @@ class Worker:
             return {"state": "failed", "detail": f"{type(error).__name__}: {_one_line(error)}"}
 
     def prepare(self, name: str, workload: str, threads: int) -> dict[str, Any]:
-        """Arrays of the contender's own, and one run that is checked."""
+        """Arrays of its own, and one run that is checked; back when all threads sleep."""
         one, what = self._find(name), workload_of(workload)
         if one.version is None:
             return {"state": "absent", "detail": f"{one.package} is not installed"}
@@ -72,6 +72,7 @@ class Worker:
             detail = f"{verdict.output} is off by {verdict.error:.1e}; the bound is "
             return {"state": "wrong", "detail": f"{detail}{verdict.bound:.1e}", **seen}
         self._prepared[name] = prepared
+        _fall_asleep()
         return {"state": "ready", "detail": "", **seen}
 
     def turn(self, name: str, seconds: float, least: int) -> dict[str, Any]:

@@ -54,7 +54,7 @@ FIELDS = (
     "blocks", "runs", "q_blocks", "splits", "finished",
     "query_parts", "part_bytes", "d_query", "add_query",
     "key_sums", "key_sum_row", "d_key", "round_key",
-    "value_sums", "value_sum_row", "d_value", "round_value", "together", "settles",
+    "value_sums", "value_sum_row", "d_value", "round_value", "together", "sinks",
 )  # fmt: skip
 """Behind these, for each of the kernel's areas, where it begins."""
 TASK = ("batch", "kv_head", "start", "stop", "split")
@@ -317,10 +317,10 @@ class BackwardBlock(Frame):
         return function
 
     def settle(self) -> Value:
-        """dS of rows that have met all their keys: they add up to the row's d lse.
+        """dS of rows that have met all their keys: they add up to what `factors` says of each row.
 
-        What the sum has too much is what delta lacks, in every dS times its weight; `factors`
-        holds d lse. Scaled dS are settled with their scale.
+        What the sum has too much is what delta lacks, in every dS times its weight. Scaled dS are
+        settled with their scale.
         """
         e = self.e
         with self.of_vector("settle") as (function, at):

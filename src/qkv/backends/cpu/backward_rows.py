@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
+from qkv.backends.cpu import vector_math
 from qkv.backends.cpu.backward_block import (
     BLOCK_KV,
     DELTA_REST,
@@ -250,8 +251,24 @@ class MeetingOfKeys:
         only = b.icmp_signed("==", e.sub(self.last_run, self.first_run), e.index(1))
         inside = b.and_(e.below(e.sub(self.start, 1), first), e.below(end, e.add(self.stop, 1)))
         short = e.below(e.sub(end, first), BLOCK_KV + 1)
-        wanted = b.icmp_signed("!=", self.field("settles"), e.index(0))
-        return b.and_(b.and_(only, inside), b.and_(short, wanted))
+        return b.and_(b.and_(only, inside), short)
+
+    def _sum_of_gradients(self, offset: Value, first: Value) -> None:
+        """What the dS of a row add up to, in `factors`: d lse, and what a sink's dS takes."""
+        e, b = self.e, self.e.builder
+        self._pack_column(offset, first, "grad_lse", "factors")
+        sinks = self.field("sinks")
+        with b.if_then(b.icmp_signed("!=", sinks, e.index(0))):
+            lse, rest, delta, second = (
+                e.load_vector(e.at(self.area[name], offset, e.mul(self.width, row)))
+                for name, row in (("lse", 0), ("lse_rest", 0), ("delta", 0), ("delta", 1))
+            )
+            at = e.at(e.pointer(sinks), e.mul(self.head, e.real_bytes))
+            sink = e.splat(e.load(at, e.real, e.real_bytes))
+            weight = vector_math.exp(e, b.fsub(b.fsub(sink, lse), rest))
+            expected = e.at(self.area["factors"], offset)
+            total = e.fma(weight, b.fadd(delta, second), e.load_vector(expected))
+            e.store_vector(total, expected)
 
     def all_blocks(self, block: Callable[[Value, Value, Value], None]) -> None:
         """`block(kv_start, count, kind)` for every block of keys."""
@@ -285,9 +302,7 @@ class MeetingOfKeys:
         )
         if kernel.settles:
             with self.e.builder.if_then(self.settles):
-                self.each_vector(
-                    lambda offset, first: self._pack_column(offset, first, "grad_lse", "factors")
-                )
+                self.each_vector(self._sum_of_gradients)
                 self._by_vector("settle", kv_start, count)
         if kernel.chained:
             self._by_vector("chain", kv_start, count)

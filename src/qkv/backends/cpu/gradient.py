@@ -316,7 +316,9 @@ class _BackwardArguments(Arguments):
             "runs": self._address(plan.runs),
             "q_blocks": -(-spec.q_len // (shape.block_q * shape.together)),
             "together": shape.together,
-            "settles": int(operands.sinks is None),
+            "sinks": 0
+            if operands.sinks is None
+            else self._address(np.ascontiguousarray(operands.sinks, spec.compute_dtype)),
             "splits": len(results.query_parts),
             "finished": self._address(np.zeros(spec.batch_size * spec.num_kv_heads, np.int64)),
             "query_parts": self._address(results.query_parts),
