@@ -85,6 +85,7 @@ VARIANTS: dict[str, tuple[Any, ...]] = {
         qkv.Mask(RNG.random((40, 5)) < 0.5),
     ),
     "bias": (qkv.Bias(RNG.normal(size=(40, 5)).astype(np.float32)),),
+    "dropout": (qkv.Dropout(0.4, seed=1),),
     "ALiBi": (qkv.ALiBi(np.array([0.3], np.float32)), qkv.Causal(align="end")),
 }
 

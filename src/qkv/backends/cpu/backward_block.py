@@ -46,6 +46,8 @@ AREAS = (
 """What a worker's scratch holds, in this order."""
 DELTA_REST = 2
 """Which row of the area of delta holds what its two parts lack."""
+EXPECTED = 1
+"""Which row of the area of lse holds what the dS of a row add up to."""
 
 FIELDS = (
     *COMMON_FIELDS,
@@ -162,7 +164,7 @@ class BackwardBlock(Frame):
         self.may_forbid = self.mask != TRUE or not self.plain
         self.chain_of_products = _CHAIN if key.few else None
         self.has_delta_rest = key.few
-        self.settles = key.shape.product != "tiles" and not (key.few or key.spec.dropout)
+        self.settles = key.shape.product != "tiles" and not key.few
         """Whether the dS of rows that meet one block of keys are made to add up."""
 
     @contextmanager
@@ -251,6 +253,21 @@ class BackwardBlock(Frame):
             e.loop(0, at.count, 1, [], each)
         return function
 
+    def drop_weights(self) -> Value:
+        """P becomes f * P."""
+        e = self.e
+        with self.of_vector("drop_weights") as (function, at):
+
+            def each(k: Value, _: list[Value]) -> None:
+                weight, factor = (
+                    e.at(area, e.mul(k, at.width)) for area in (at.weights, at.factors)
+                )
+                product = e.builder.fmul(e.load_vector(weight), e.load_vector(factor))
+                e.store_vector(product, weight)
+
+            e.loop(0, at.count, 1, [], each)
+        return function
+
     def places(self, at: Vector) -> Expressions:
         """Where the lanes are; those beyond the last row repeat it."""
         e, b = self.e, self.e.builder
@@ -272,7 +289,6 @@ class BackwardBlock(Frame):
         """dS[k, :] = P * (f * V[k, :] . packed dO - delta), times scale if no mod is between.
 
         `delta` is in two parts, of either half of v_head_dim, and what they lack, if that is known.
-        With dropout, P becomes f * P.
         """
         e = self.e
         arguments = [*[POINTER] * 7, *[INT64] * 3]
@@ -293,7 +309,6 @@ class BackwardBlock(Frame):
                 if self.spec.dropout:
                     factor = e.load_vector(e.at(factors, place))
                     distance = b.fsub(b.fmul(distance, factor), means[n])
-                    e.store_vector(b.fmul(weight, factor), e.at(weights, place))
                 if rests is not None:
                     distance = b.fsub(distance, rests[n])
                 share = weight if self.chained else b.fmul(weight, scale)
@@ -317,7 +332,7 @@ class BackwardBlock(Frame):
         return function
 
     def settle(self) -> Value:
-        """dS of rows that have met all their keys: they add up to what `factors` says of each row.
+        """dS of rows that have met all their keys: they add up to what the row after lse says.
 
         What the sum has too much is what delta lacks, in every dS times its weight. Scaled dS are
         settled with their scale.
@@ -329,7 +344,7 @@ class BackwardBlock(Frame):
             def gradient(k: Value) -> Value:
                 return e.load_vector(e.at(at.score_grads, e.mul(k, at.width)))
 
-            expected = e.load_vector(at.factors)
+            expected = e.load_vector(e.at(at.lse, e.mul(at.width, EXPECTED)))
             if not self.chained:
                 expected = b.fmul(expected, e.splat(self.real_field(at.arguments, "scale")))
             excess = b.fsub(sum_over_keys(e, at.count, gradient), expected)

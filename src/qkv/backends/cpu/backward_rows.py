@@ -10,6 +10,7 @@ from qkv.backends.cpu import vector_math
 from qkv.backends.cpu.backward_block import (
     BLOCK_KV,
     DELTA_REST,
+    EXPECTED,
     TASK,
     VECTOR_AREAS,
     BackwardBlock,
@@ -95,8 +96,6 @@ class BackwardRows(BackwardBlock):
             found["partial"] = self.weigh("partial", masked=True)
         if self.spec.dropout:
             found["dropout"] = self.dropout()
-        if self.settles:
-            found["settle"] = self.settle()
         if self.chained:
             found["chain"] = self.chain()
         return found
@@ -110,6 +109,10 @@ class BackwardRows(BackwardBlock):
         for dtype in sorted({self.dtypes["key"], self.dtypes["value"]}):
             found[f"copy {dtype}"] = copy_rows(e, dtype)
         found |= self.by_vector()
+        if self.settles:
+            found["settle"] = self.settle()
+        if self.spec.dropout:
+            found["drop_weights"] = self.drop_weights()
         found["turn"], found["key_sums"] = self.turn(), self.key_sums()
         if self.may_forbid:
             found["all_finite"] = all_finite(e)
@@ -254,9 +257,10 @@ class MeetingOfKeys:
         return b.and_(b.and_(only, inside), short)
 
     def _sum_of_gradients(self, offset: Value, first: Value) -> None:
-        """What the dS of a row add up to, in `factors`: d lse, and what a sink's dS takes."""
+        """What the dS of a row add up to: d lse, and what a sink's dS takes."""
         e, b = self.e, self.e.builder
-        self._pack_column(offset, first, "grad_lse", "factors")
+        place = e.add(offset, e.mul(self.width, EXPECTED))
+        self._pack_column(place, first, "grad_lse", "lse")
         sinks = self.field("sinks")
         with b.if_then(b.icmp_signed("!=", sinks, e.index(0))):
             lse, rest, delta, second = (
@@ -266,7 +270,7 @@ class MeetingOfKeys:
             at = e.at(e.pointer(sinks), e.mul(self.head, e.real_bytes))
             sink = e.splat(e.load(at, e.real, e.real_bytes))
             weight = vector_math.exp(e, b.fsub(b.fsub(sink, lse), rest))
-            expected = e.at(self.area["factors"], offset)
+            expected = e.at(self.area["lse"], place)
             total = e.fma(weight, b.fadd(delta, second), e.load_vector(expected))
             e.store_vector(total, expected)
 
@@ -304,6 +308,8 @@ class MeetingOfKeys:
             with self.e.builder.if_then(self.settles):
                 self.each_vector(self._sum_of_gradients)
                 self._by_vector("settle", kv_start, count)
+        if kernel.spec.dropout:
+            self._by_vector("drop_weights", kv_start, count)
         if kernel.chained:
             self._by_vector("chain", kv_start, count)
         self._add(key, kv_start, count, partial)
