@@ -15,6 +15,7 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from qkv.backends.cpu import vector_math
+from qkv.backends.cpu.bfloat16 import chunks, multiply_add_pairs
 from qkv.backends.cpu.expressions import Expressions, TableView
 from qkv.backends.cpu.forward import STATS
 from qkv.backends.cpu.frame import (
@@ -26,7 +27,13 @@ from qkv.backends.cpu.frame import (
     operand_fields,
 )
 from qkv.backends.cpu.ir import DOUBLE, INT64, POINTER, Emitter, Value
-from qkv.backends.cpu.products import combine_rows, dot_rows, store_vectors, vectors_at
+from qkv.backends.cpu.products import (
+    MultiplyAdd,
+    combine_rows,
+    dot_rows,
+    store_vectors,
+    vectors_at,
+)
 from qkv.backends.cpu.storage import real_dtype
 from qkv.problem.derivative import ONE, derivative
 from qkv.problem.expressions import SCORE, TRUE, Load, variables, walk
@@ -44,6 +51,8 @@ AREAS = (
     "delta", "weights", "score_grads", "products", "factors", "key_copy", "value_copy",
 )  # fmt: skip
 """What a worker's scratch holds, in this order."""
+PAIR_AREAS = ("query_pairs", "grad_pairs", "key_pairs", "value_pairs")
+"""And behind these, where pairs of bfloat16 are multiplied."""
 DELTA_REST = 2
 """Which row of the area of delta holds what its two parts lack."""
 EXPECTED = 1
@@ -80,9 +89,14 @@ def scratch_areas(shape: Shape, head_dim: int, v_head_dim: int, item: int) -> di
     query, value = (padded(dim, shape.lanes) * block_q for dim in (head_dim, v_head_dim))
     # Before there is an lse, its area holds what it is made of.
     rows, block = (STATS * block_q, block_q, 3 * block_q), BLOCK_KV * block_q
-    copies = (BLOCK_KV * padded(dim, shape.lanes) for dim in (head_dim, v_head_dim))
+    copies = [BLOCK_KV * padded(dim, shape.lanes) for dim in (head_dim, v_head_dim)]
     sizes = (query, value, max(query, value), query, value, *rows, *[block] * 4, *copies)
-    return {name: size * item for name, size in zip(AREAS, sizes, strict=True)}
+    areas = dict(zip(AREAS, sizes, strict=True))
+    if shape.product == "pairs":
+        # Rows of pairs are whole chunks; a chunk is two vectors.
+        pairs = [BLOCK_KV * chunks(dim) // 2 for dim in (head_dim, v_head_dim)]
+        areas |= zip(PAIR_AREAS, (query, value, *pairs), strict=True)
+    return {name: size * item for name, size in areas.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +159,10 @@ class BackwardBlock(Frame):
     area_names: tuple[str, ...] = AREAS
 
     def __init__(self, key: BackwardKey) -> None:
+        self.in_pairs = key.shape.product == "pairs"
+        """Whether the first two products are of pairs of bfloat16."""
+        if self.in_pairs:
+            self.area_names = (*AREAS, *PAIR_AREAS)
         fields = fields_with(self.area_names)
         super().__init__("qkv_backward", key.spec, key.shape, key.int_bits, fields)
         turned = real_dtype(self.e) if key.rotated else key.spec.dtype
@@ -174,6 +192,12 @@ class BackwardBlock(Frame):
         with self.e.function(name, types) as (function, args):
             yield function, Vector(*args)
 
+    def rows_of_products(self, dim: Value) -> tuple[Value, MultiplyAdd]:
+        """Elements of a row as the first two products take them, and how they are multiplied."""
+        if self.in_pairs:
+            return self.e.builder.sdiv(self.e.add(dim, 1), self.e.index(2)), multiply_add_pairs
+        return dim, Emitter.fma
+
     # P, one block of keys
 
     def products(self, vectors: int) -> Value:
@@ -201,9 +225,10 @@ class BackwardBlock(Frame):
                 store_vectors(e, e.at(out, e.mul(k, vectors * e.vector_bytes)), products)
                 return []
 
+            dim, multiply_add = self.rows_of_products(head_dim)
             dot_rows(
-                e, key, key_row, count, packed, vectors, head_dim, self.shape.keys, [], finish,
-                chain=self.chain_of_products,
+                e, key, key_row, count, packed, vectors, dim, self.shape.keys, [], finish,
+                multiply_add, chain=self.chain_of_products,
             )  # fmt: skip
         return function
 
@@ -325,9 +350,10 @@ class BackwardBlock(Frame):
                 return []
 
             less = None if self.spec.dropout else parts
+            dim, multiply_add = self.rows_of_products(v_head_dim)
             dot_rows(
-                e, value, value_row, count, packed, vectors, v_head_dim, self.shape.keys, [],
-                finish, less=less,
+                e, value, value_row, count, packed, vectors, dim, self.shape.keys, [],
+                finish, multiply_add, less=less,
             )  # fmt: skip
         return function
 

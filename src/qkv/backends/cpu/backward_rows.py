@@ -15,14 +15,19 @@ from qkv.backends.cpu.backward_block import (
     VECTOR_AREAS,
     BackwardBlock,
 )
+from qkv.backends.cpu.bfloat16 import CHUNK, join, upper_halves, whole
 from qkv.backends.cpu.forward import RUN
 from qkv.backends.cpu.forward import TASK as BLOCK
 from qkv.backends.cpu.frame import WORD, Rows
 from qkv.backends.cpu.ir import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.packing import all_finite, copy_rows, pack_rows, unpack_rows
 from qkv.backends.cpu.products import halves
+from qkv.backends.cpu.row_products import first_lanes
 from qkv.backends.cpu.storage import real_dtype
 from qkv.problem.expressions import TRUE
+
+PAIRS_OF = {"query": "query_pairs", "grad_out": "grad_pairs"}
+"""Areas of packed rows, and of their pairs."""
 
 
 class BackwardRows(BackwardBlock):
@@ -52,14 +57,66 @@ class BackwardRows(BackwardBlock):
         with e.function("finish_rows", [*[POINTER] * 3, INT64, INT64]) as (function, args):
             grad_out, out, delta, dim, width = args
 
+            number, _ = self.rows_of_products(dim)
+            size = 2 if self.in_pairs else 1
+
             def step(d: Value, total: list[Value]) -> list[Value]:
                 a, b = (e.load_vector(e.at(rows, e.mul(d, width))) for rows in (grad_out, out))
                 return [e.fma(a, b, total[0])]
 
-            first, second = (e.loop(*half, 1, [e.const(0.0)], step)[0] for half in halves(e, dim))
+            parts = [(e.mul(a, size), e.least(e.mul(b, size), dim)) for a, b in halves(e, number)]
+            first, second = (e.loop(*part, 1, [e.const(0.0)], step)[0] for part in parts)
             second = e.builder.fsub(second, e.load_vector(delta))
             e.store_vector(first, delta)
             e.store_vector(second, e.at(delta, width))
+        return function
+
+    def pair_rows(self) -> Value:
+        """A packed matrix with the numbers of two rows, which are bfloat16, in each lane.
+
+        Behind an odd number of rows lies one of zeros.
+        """
+        e = self.e
+        with e.function("pair", [POINTER, INT64, INT64, POINTER]) as (function, args):
+            packed, dim, width, pairs = args
+
+            def row(p: Value, _: list[Value]) -> None:
+                first, to = e.at(packed, e.mul(p, 2, width)), e.at(pairs, e.mul(p, width))
+
+                def vector(offset: Value, _: list[Value]) -> None:
+                    both = [e.load_vector(e.at(first, n, offset)) for n in (e.index(0), width)]
+                    e.store_vector(join(e, *both), e.at(to, offset))
+
+                e.loop(0, width, e.vector_bytes, [], vector)
+
+            e.loop(0, self.rows_of_products(dim)[0], 1, [], row)
+        return function
+
+    def narrow(self) -> Value:
+        """Rows of bfloat16 that were widened, in whole chunks; 0 behind the last element."""
+        e = self.e
+        with e.function("narrow", [POINTER, INT64, INT64, INT64, POINTER]) as (function, args):
+            source, row, dim, count, target = args
+            b, size = e.builder, e.mul(2, whole(e, dim))
+
+            def each(k: Value, _: list[Value]) -> None:
+                start, to = e.at(source, e.mul(k, row)), e.at(target, e.mul(k, size))
+
+                def chunk(d: Value, _: list[Value]) -> None:
+                    halves = []
+                    for n in (0, e.lanes):
+                        at = e.at(start, e.mul(e.add(d, n), e.real_bytes))
+                        there = first_lanes(e, e.sub(dim, e.add(d, n)))
+                        x = e.load_vector(at, aligned=False)
+                        halves.append(b.select(there, x, e.const(0.0)))
+                    e.store_vector(
+                        b.bitcast(upper_halves(e, *map(e.as_bits, halves)), e.vector),
+                        e.at(to, e.mul(d, 2)),
+                    )
+
+                e.loop(0, dim, CHUNK, [], chunk)
+
+            e.loop(0, count, 1, [], each)
         return function
 
     def unpack(self) -> Value:
@@ -109,6 +166,8 @@ class BackwardRows(BackwardBlock):
         for dtype in sorted({self.dtypes["key"], self.dtypes["value"]}):
             found[f"copy {dtype}"] = copy_rows(e, dtype)
         found |= self.by_vector()
+        if self.in_pairs:
+            found |= {"pair": self.pair_rows(), "narrow": self.narrow()}
         if self.settles:
             found["settle"] = self.settle()
         if self.spec.dropout:
@@ -206,6 +265,9 @@ class MeetingOfKeys:
             end = e.mul(columns, e.lanes, self.width)
             kernel.fill(self.area[name], e.mul(self.dims[name], self.width), end)
             self.call("turn", *self.areas(name, turned), columns, self.width)
+            if kernel.in_pairs:
+                pairs = self.area[PAIRS_OF[name]]
+                self.call("pair", self.area[name], self.dims[name], self.width, pairs)
             if kernel.may_forbid:
                 lanes = e.index(self.vectors * e.lanes)
                 shape = self.width, self.dims[name], lanes
@@ -294,13 +356,20 @@ class MeetingOfKeys:
         kernel = self.kernel
         partial = self.e.builder.icmp_signed("!=", kind, self.e.index(0))
         key = self._side_by_side("key", self.keys, kv_start, count)
-        held = self.areas("query", "lse", "lse_rest", "weights" if kernel.plain else "products")
-        self.call("products", self.arguments, key[0], *held, key[1], self.dims["key"], count)
+        packed, first = {"key": "query", "value": "grad_out"}, key
+        if kernel.in_pairs:
+            packed = {name: PAIRS_OF[of] for name, of in packed.items()}
+            first = self._pairs("key", self.keys, kv_start, count)
+        held = self.areas(
+            packed["key"], "lse", "lse_rest", "weights" if kernel.plain else "products"
+        )
+        self.call("products", self.arguments, first[0], *held, first[1], self.dims["key"], count)
         self._weigh(kv_start, count, partial)
-        value = self._side_by_side("value", self.values, kv_start, count)
+        of_values = self._pairs if kernel.in_pairs else self._side_by_side
+        value = of_values("value", self.values, kv_start, count)
         if kernel.spec.dropout:
             self._by_vector("dropout", kv_start, count)
-        held = self.areas("grad_out", "delta", "weights", "factors", "score_grads")
+        held = self.areas(packed["value"], "delta", "weights", "factors", "score_grads")
         self.call(
             "score_gradients", self.arguments, value[0], *held, value[1], self.dims["value"], count
         )
@@ -400,6 +469,18 @@ class MeetingOfKeys:
         with b.if_then(needed, likely=False):
             copy()
         return b.select(needed, to, here), b.select(needed, e.mul(dim, e.real_bytes), rows.row)
+
+    def _pairs(self, name: str, rows: Rows, kv_start: Value, count: Value) -> tuple[Value, Value]:
+        """A block of K or V in pairs of neighbours: where it lies, or copied."""
+        e, b, dim = self.e, self.e.builder, self.dims[name]
+        here, to = e.at(rows.pointer, e.mul(kv_start, rows.row)), self.area[f"{name}_pairs"]
+        size = e.mul(2, whole(e, dim))
+        adjacent = b.icmp_signed("==", rows.element, e.index(2))
+        as_they_lie = b.and_(adjacent, b.icmp_signed("==", b.srem(dim, e.index(2)), e.index(0)))
+        with b.if_then(b.not_(as_they_lie), likely=False):
+            wide, row = self._side_by_side(name, rows, kv_start, count)
+            self.call("narrow", wide, row, dim, count, to)
+        return b.select(as_they_lie, here, to), b.select(as_they_lie, rows.row, size)
 
     def end(self) -> None:
         """The task's part of dQ."""

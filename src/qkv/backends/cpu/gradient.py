@@ -121,11 +121,13 @@ def _seeing(lse: Array) -> int:
 
 
 def backward_shape(problem: Problem, here: Host) -> Shape:
-    """The tile of the kernel: products of tiles where the forward pass has them, and they pay."""
+    """The tile of the kernel: products as the forward pass has them, where they pay."""
     spec = problem.spec
     shape = shape_of(spec, here, in_parts=multiplies_parts(problem))
-    if shape.product != "tiles" or spec.q_len < _ROWS_PAY:
+    if spec.q_len < _ROWS_PAY or shape.product == "elements":
         return here.shape_of(spec.compute_dtype)
+    if shape.product == "pairs":
+        return replace(here.shape_of(spec.compute_dtype), product="pairs")
     return replace(shape, vectors=_VECTORS, together=min(shape.together, _TOGETHER))
 
 
