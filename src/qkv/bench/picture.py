@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from html import escape
+from textwrap import wrap
 
 from qkv.bench.record import Entry, Result, Run
 from qkv.bench.report import headline
@@ -12,7 +13,9 @@ __all__ = ["svg"]
 
 _WIDTH, _LEFT, _RIGHT, _SCALE = 980, 250, 230, 5.0
 """Pixels: of the picture, left and right of the longest bar, and of one per cent of the peak."""
-_LINE, _GAP, _TOP = 18, 22, 60
+_LINE, _GAP, _TOP = 18, 22, 32
+_SMALL, _SMALL_LINE = 160, 14
+"""Letters of a line of the header that fit, and its height."""
 
 _STYLE = """
 text { font: 12px system-ui, sans-serif; fill: #222 }
@@ -29,16 +32,17 @@ rect { fill: #b8bec6 } .lead { fill: #1b6ca8 } line { stroke: #999; stroke-dasha
 def svg(run: Run) -> str:
     """The picture, in light and dark; workloads without a peak are left out."""
     parts: list[str] = []
-    y = _TOP
+    lines = [line for said in headline(run)[::3] for line in wrap(said, _SMALL)]
+    y = top = _TOP + _SMALL_LINE * len(lines)
     for result in run.results:
         timed = [(e, s) for e in result.entries if (s := summary(result, e)) and s.share]
         if timed:
             parts += _group(result, timed, y)
             y += _GAP + _LINE * len(timed) + _GAP // 2
-    marks = "".join(_mark(percent, y) for percent in (25, 50, 75, 100))
+    marks = "".join(_mark(percent, top, y) for percent in (25, 50, 75, 100))
     title = [
-        f'<text class="small" x="10" y="{18 + 14 * i}">{escape(line)}</text>'
-        for i, line in enumerate(headline(run)[::3])
+        f'<text class="small" x="10" y="{18 + _SMALL_LINE * i}">{escape(line)}</text>'
+        for i, line in enumerate(lines)
     ]
     return "\n".join(
         [
@@ -79,9 +83,9 @@ def _text(x: float, y: int, text: str, anchor: str = "start") -> str:
     return f'<text x="{x:.1f}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def _mark(percent: int, bottom: int) -> str:
+def _mark(percent: int, top: int, bottom: int) -> str:
     x = _LEFT + percent * _SCALE
     return (
-        f'<line x1="{x}" x2="{x}" y1="{_TOP}" y2="{bottom}"/>'
-        f'<text class="small" x="{x}" y="{_TOP - 4}" text-anchor="middle">{percent} %</text>'
+        f'<line x1="{x}" x2="{x}" y1="{top}" y2="{bottom}"/>'
+        f'<text class="small" x="{x}" y="{top - 4}" text-anchor="middle">{percent} %</text>'
     )
