@@ -98,9 +98,7 @@ def plain(
     4. output: `weights @ value`, rounded.
 
     Inside a step, 16-bit types are computed in float32, as hardware and torch do. With `order`
-    0 it adds as the arrays lie; other numbers shuffle head_dim and keys. From `ORDERS` on, every
-    other one rounds products and adds them in pairs, as code does that has no fused multiply-adds,
-    or has its sums in many lanes. With `stepwise`, variants
+    0 it adds as the arrays lie; other numbers shuffle head_dim and keys. With `stepwise`, variants
     are given scores of the type of computation, what each adds is rounded to it, and so is the sum:
     as whoever computes in that type has to, and what shows where one large term cancels another.
     """
@@ -110,12 +108,11 @@ def plain(
     def rounded(array: Array) -> Array:
         return np.asarray(array).astype(dtype).astype(compute)
 
-    multiply = _rounded_products if order >= ORDERS and order % 2 else _product
     rng = np.random.default_rng(order)
     dims, keys = (rng.permutation(n) if order else np.arange(n) for n in dense.key.shape[::-1])
     with np.errstate(all="ignore"):
         query, key = rounded(dense.query[:, dims]), rounded(dense.key[:, dims])
-        raw = rounded(rounded(multiply(query, key.T)) * compute.type(dense.scale)).astype(float)
+        raw = rounded(rounded(_product(query, key.T)) * compute.type(dense.scale)).astype(float)
         scores = rounded(_modified(dense, variants, raw, compute if stepwise else None))[:, keys]
         sink = compute.type(dense.sink)
         peak = np.maximum(scores.max(axis=1, initial=-np.inf), sink)
@@ -124,7 +121,7 @@ def plain(
         total = terms.sum(axis=1) + np.exp(sink - shift)
         weights = rounded(terms / np.where(np.isneginf(peak), 1, total)[:, None])
         weights = rounded(weights * dense.factors[:, keys])
-        out = rounded(multiply(weights, rounded(dense.value[keys])))
+        out = rounded(_product(weights, rounded(dense.value[keys])))
         lse = np.where(np.isneginf(peak), peak, shift + np.log(total))
     return out, lse
 
@@ -134,18 +131,6 @@ def _product(a: Array, b: Array) -> Array:
     if len(a) == b.shape[1] == 1:
         return np.asarray(np.sum(a * b.T, axis=1, keepdims=True))
     return np.asarray(a @ b)
-
-
-def _rounded_products(a: Array, b: Array) -> Array:
-    """`a @ b` by products that are rounded, and then added in pairs."""
-    out = np.zeros((len(a), b.shape[1]), a.dtype)
-    for n, row in enumerate(a):
-        terms = row[:, None] * b
-        while len(terms) > 1:
-            half = len(terms) // 2
-            terms = np.concatenate([terms[:half] + terms[half : 2 * half], terms[2 * half :]])
-        out[n] = terms.sum(axis=0)
-    return out
 
 
 def _modified(
