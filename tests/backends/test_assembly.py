@@ -105,12 +105,17 @@ def number_of(lines: list[str], instruction: str) -> int:
 
 
 def product_loops(text: str, multiply_add: str, count: int) -> list[list[str]]:
-    """Loops of `count` multiply-adds, which are a fifth of their instructions or more."""
+    """Loops of `count` multiply-adds, which are a fifth of their instructions or more.
+
+    A loop that subtracts is one of the softmax.
+    """
     instruction = re.compile(multiply_add)
     return [
         loop
         for loop in innermost_loops(text)
-        if sum(bool(instruction.match(line)) for line in loop) == count and len(loop) <= 5 * count
+        if sum(bool(instruction.match(line)) for line in loop) == count
+        and len(loop) <= 5 * count
+        and not number_of(loop, "subps")
     ]
 
 

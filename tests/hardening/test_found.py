@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.testing import bounds, truth
+from qkv.testing import bounds, check_case, random_case, truth
 
 
 def normal(*shape, dtype=np.float32, seed=0):
@@ -90,3 +90,29 @@ def test_a_capped_score_is_rounded_about_once(q_len, cap) -> None:
         units = np.abs(lse - exact) / np.spacing(np.abs(exact).astype(np.float32))
         assert units[near].max() < 0.65
         assert units.max() < 1.5
+
+
+@pytest.mark.parametrize("q_len", [2, 200])
+@pytest.mark.parametrize("kv_len", [2, 5, 16])
+def test_few_weights_are_added_without_loss(q_len, kv_len) -> None:
+    """Rounding their sum was most of the error of lse where the largest score takes it away."""
+    query = np.ones((50, 1, q_len, 1), np.float32)
+    key = (-np.log(kv_len) + 0.5 * normal(50, 1, kv_len, 1)).astype(np.float32)
+    _, lse = qkv.attention(query, key, key, return_lse=True)
+    exact = np.log(np.exp(key.astype(float)).sum(axis=(-2, -1)))[..., None]
+    assert np.abs(lse - exact).max() < 0.85 * 2.0**-24
+
+
+@pytest.mark.parametrize("q_len", [1, 3])
+@pytest.mark.parametrize("head_dim", [2, 3, 4])
+def test_products_of_short_rows_are_rounded_once(q_len, head_dim) -> None:
+    """Few queries: each of their products was rounded before it was added."""
+    query, key = 30 * normal(400, q_len, head_dim), normal(400, 1, head_dim, seed=1)
+    _, lse = qkv.attention(query, key, key, scale=1.0, return_lse=True)
+    exact = query.astype(float) @ key.astype(float).swapaxes(-1, -2)
+    np.testing.assert_array_equal(lse, exact[..., 0].astype(np.float32))
+
+
+@pytest.mark.parametrize("case", [(1, 210, 33), (1, 584, 39), (77, 6, 7)])
+def test_problems_that_the_fuzz_found(case) -> None:
+    check_case("cpu", random_case(*case))

@@ -554,17 +554,24 @@ class _Decode(Frame):
                     )
 
                 e.loop(0, block_row, e.vector_bytes, [], vector)
-                following = [e.fma(weight, b.fsub(own_sum, lost), sums[0])]
+                added = b.fmul(weight, own_sum)
+                row_sum = b.fadd(sums[0], added)
+                rest = b.fsub(
+                    vector_math.rest_of_sum(e, sums[0], added, row_sum), b.fmul(weight, lost)
+                )
+                following = [row_sum, b.fadd(sums[1], rest)]
                 if self.statistics:
                     moved = e.fma(own_sum, e.greatest(e.const(-1e4), step), spread)
-                    following.append(e.fma(weight, moved, sums[1]))
+                    following.append(e.fma(weight, moved, sums[2]))
                 return following
 
-            sums = e.loop(0, count, 1, [nothing] * (1 + self.statistics), add)
-            row_sum, *spread = (e.reduce(x, b.fadd) for x in sums)
+            row_sum, rest, *spread = e.loop(0, count, 1, [nothing] * (2 + self.statistics), add)
+            row_sum, rest = vector_math.sum_of_lanes(e, row_sum, rest)
+            spread = [e.reduce(x, b.fadd) for x in spread]
             empty = b.fcmp_ordered("==", row_sum, nothing)
             divisor = b.select(empty, e.const(1.0), row_sum)
-            self._write_statistics(arguments_, row, row_max, row_sum, empty, divisor, spread)
+            statistics = row_max, row_sum, rest, empty, divisor, spread
+            self._write_statistics(arguments_, row, *statistics)
             self._write_row(arguments_, row, total, divisor)
         return function
 
@@ -574,6 +581,7 @@ class _Decode(Frame):
         row: Value,
         row_max: Value,
         row_sum: Value,
+        rest: Value,
         empty: Value,
         divisor: Value,
         spread: list[Value],
@@ -586,7 +594,7 @@ class _Decode(Frame):
             e.store(e.extract(vector, 0), at, e.real_bytes)
 
         nothing, lowest = e.const(0.0), e.const(-math.inf)
-        lse, _ = vector_math.add_log(e, row_max, row_sum)
+        lse, _ = vector_math.add_log(e, row_max, row_sum, rest)
         write("lse", b.select(empty, lowest, lse))
         if self.statistics:
             logarithm = vector_math.log(e, row_sum)

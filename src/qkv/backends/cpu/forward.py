@@ -142,10 +142,16 @@ class RowSums:
             # What weighs nothing adds nothing, at whatever distance.
             added = e.fma(weight, distance, sums[1])
             following.append(b.select(vector_math.is_kept(e, distance), added, sums[1]))
+        if len(sums) > len(self.nothing):
+            rest = vector_math.rest_of_sum(e, sums[0], weight, following[0])
+            following.append(b.fadd(sums[-1], rest))
         return weight, following
 
-    def advance(self, sums: list[Value]) -> None:
-        """Row maximum, sum, and T, after the block; how the output is to be rescaled."""
+    def advance(self, sums: list[Value], rest: Value | None = None) -> None:
+        """Row maximum, sum, and T, after the block; how the output is to be rescaled.
+
+        `rest` is what rounding took from the block's sum, where that is known.
+        """
         e, b = self._e, self._e.builder
         row_max, row_sum, rescale, lost, _, spread = self._at
         step = b.fsub(self._old_max, self._shift)
@@ -160,7 +166,8 @@ class RowSums:
         total = b.fsub(sums[0], b.fmul(e.load_vector(lost), factor))
         new_sum = b.fadd(old_sum, total)
         e.store_vector(new_sum, row_sum)
-        e.store_vector(b.fsub(b.fsub(new_sum, old_sum), total), lost)
+        lost_here = b.fsub(b.fsub(new_sum, old_sum), total)
+        e.store_vector(lost_here if rest is None else b.fsub(lost_here, rest), lost)
         e.store_vector(factor, rescale)
 
 
@@ -272,28 +279,33 @@ class Forward(Frame):
                 weight = b.fmul(weight, factor)
             return weight, following
 
-        row.advance(self.weigh_keys(scores, width, e.index(0), count, row.nothing, weigh))
+        self.weigh_keys(scores, width, count, row, weigh)
 
     def weigh_keys(
         self,
         scores: Value,
         width: Value,
-        start: Value,
-        stop: Value,
-        sums: list[Value],
+        count: Value,
+        row: RowSums,
         weigh: Callable[[Value, list[Value]], tuple[Value, list[Value]]],
-    ) -> list[Value]:
-        """Store the weights of keys from `start` on; gives `sums` with theirs."""
+    ) -> None:
+        """Store the weights of a block of keys; row maximum and sum advance."""
         e, b = self.e, self.e.builder
 
         def group(k: Value, carried: list[Value]) -> list[Value]:
             # Sums of sums: rounding errors grow with the length of a chain.
-            zeros = [e.const(0.0)] * len(carried)
-            end = e.least(e.add(k, _SUM), stop)
-            parts = self.store_weights(scores, width, k, end, zeros, weigh)
+            end = e.least(e.add(k, _SUM), count)
+            parts = self.store_weights(scores, width, k, end, row.nothing, weigh)
             return [b.fadd(old, part) for old, part in zip(carried, parts, strict=True)]
 
-        return e.loop(start, stop, _SUM, sums, group)
+        if self.shape.product == "tiles":
+            row.advance(e.loop(0, count, _SUM, row.nothing, group))
+            return
+        # Whoever adds few weights hardly rounds: of one chain, what it loses is kept.
+        few = b.select(e.below(count, _SUM + 1), count, e.index(0))
+        sums = [*row.nothing, e.const(0.0)]
+        *sums, rest = self.store_weights(scores, width, e.index(0), few, sums, weigh, few=True)
+        row.advance(e.loop(few, count, _SUM, sums, group), rest)
 
     def store_weights(
         self,
@@ -303,8 +315,13 @@ class Forward(Frame):
         stop: Value,
         sums: list[Value],
         weigh: Callable[[Value, list[Value]], tuple[Value, list[Value]]],
+        *,
+        few: bool = False,
     ) -> list[Value]:
-        """Weights of keys from `start` on take the place of their scores; gives the sums."""
+        """Weights of keys from `start` on take the place of their scores; gives the sums.
+
+        There may be few keys, so that long code does not pay.
+        """
         e = self.e
 
         def one(k: Value, sums: list[Value]) -> list[Value]:
@@ -477,7 +494,7 @@ class Forward(Frame):
         with e.function("unpack", arguments) as (function, args):
             arguments_, total, stats, first, v_head_dim, width, count = args
             b = e.builder
-            row_max, row_sum, _, _, _, spread = (
+            row_max, row_sum, _, lost, _, spread = (
                 e.load_vector(e.at(stats, e.mul(width, i))) for i in range(STATS)
             )
             empty = b.fcmp_ordered("==", row_sum, e.const(0.0))
@@ -495,7 +512,7 @@ class Forward(Frame):
                         e.extract(vector, i), e.at(start, e.mul(lane, e.real_bytes)), e.real_bytes
                     )
 
-            lse, rest = vector_math.add_log(e, row_max, row_sum)
+            lse, rest = vector_math.add_log(e, row_max, row_sum, b.fneg(lost))
             with b.if_then(self.is_wanted(arguments_, "lse")):
                 each("lse", b.select(empty, lowest, lse))
             with b.if_then(self.is_wanted(arguments_, "lse_rest")):

@@ -317,7 +317,7 @@ class Emitter:
         return vector
 
     def sums(self, vectors: Sequence[Value]) -> Value:
-        """As many vectors as lanes: lane i is the sum of all lanes of vector i."""
+        """As many vectors as lanes, of any type: lane i is the sum of all lanes of vector i."""
         distance, known = 1, list(vectors)
         while len(known) > 1:
             pairs = []

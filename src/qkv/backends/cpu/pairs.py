@@ -314,6 +314,8 @@ class PairForward(Forward):
         stop: Value,
         sums: list[Value],
         weigh: Callable[[Value, list[Value]], tuple[Value, list[Value]]],
+        *,
+        few: bool = False,
     ) -> list[Value]:
         """Weights of two keys share a lane; an odd last one is paired with 0."""
         e = self.e
@@ -332,7 +334,7 @@ class PairForward(Forward):
 
             return body
 
-        for size in self.unrolled:
+        for size in self.unrolled[few:]:
             end = e.sub(stop, e.builder.srem(e.sub(stop, start), e.index(size)))
             sums = e.loop(start, end, size, sums, pairs(size))
             start = end

@@ -10,11 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from llvmlite import ir
+
 from qkv.backends.cpu import storage
-from qkv.backends.cpu.ir import CACHE_LINE, INT32, INT64, POINTER, Emitter, Value
+from qkv.backends.cpu.ir import CACHE_LINE, DOUBLE, INT32, INT64, POINTER, Emitter, Value
 
 _AHEAD = {True: 12 * 1024, False: 16 * 1024}
 """How many bytes ahead of its use a row is fetched, into the nearest cache or into the next."""
+_ROWS_AHEAD = 64
+"""How many rows at most: as many as keys of a block."""
 
 
 def first_lanes(e: Emitter, count: Value) -> Value:
@@ -61,7 +65,7 @@ class RowProducts:
         """Byte distance of the row to fetch, where rows have `size` bytes."""
         e = self.e
         rows = e.builder.sdiv(e.index(_AHEAD[self.nearest]), e.greater(size, 1))
-        return e.mul(row, e.greater(rows, 1))
+        return e.mul(row, e.least(e.greater(rows, 1), _ROWS_AHEAD))
 
     # S = Q K^T
 
@@ -72,8 +76,11 @@ class RowProducts:
         arguments = [*[POINTER] * 3, *[INT64] * 3]
         with e.function(f"scores_{rows}", arguments) as (function, args):
             key, query, out, key_row, head_dim, count = args
-            query_row = e.mul(head_dim, e.real_bytes)
+            b, real = e.builder, storage.real_dtype(e)
             ahead = self.ahead(key_row, e.mul(head_dim, item))
+
+            def query_row(i: int) -> Value:
+                return e.at(query, e.mul(i, head_dim, e.real_bytes))
 
             def tile(k: Value, _: list[Value]) -> None:
                 here = [
@@ -82,13 +89,7 @@ class RowProducts:
                 ]
 
                 def multiply(d: Value, live: Value | None, totals: list[Value]) -> list[Value]:
-                    q = [
-                        storage.load(
-                            e, e.at(query, e.mul(i, query_row), e.mul(d, e.real_bytes)),
-                            storage.real_dtype(e), e.lanes, live,
-                        )
-                        for i in range(rows)
-                    ]  # fmt: skip
+                    q = [vector_at(e, query_row(i), d, real, live) for i in range(rows)]
                     totals = list(totals)
                     for j, row in enumerate(here):
                         x = vector_at(e, row, d, self.key_dtype, live)
@@ -98,11 +99,34 @@ class RowProducts:
                             totals[at] = e.fma(x, q[i], totals[at])
                     return totals
 
-                products = e.sums(along(e, head_dim, [e.const(0.0)] * e.lanes, multiply))
-                for i in range(rows):
-                    part = e.part(products, i * keys, keys)
-                    at = e.at(out, i * self.score_row, e.mul(k, e.real_bytes))
-                    e.store(part, at, e.real_bytes)
+                def keep(products: Value) -> None:
+                    for i in range(rows):
+                        part = e.part(products, i * keys, keys)
+                        at = e.at(out, i * self.score_row, e.mul(k, e.real_bytes))
+                        e.store(part, at, e.real_bytes)
+
+                def long() -> None:
+                    keep(e.sums(along(e, head_dim, [e.const(0.0)] * e.lanes, multiply)))
+
+                def short() -> None:
+                    """Rows of one vector: each product would be rounded before it is added."""
+                    live = first_lanes(e, head_dim)
+                    wide = ir.VectorType(DOUBLE, e.lanes)
+                    q = [
+                        b.fpext(vector_at(e, query_row(i), e.index(0), real, live), wide)
+                        for i in range(rows)
+                    ]
+                    x = [
+                        b.fpext(vector_at(e, row, e.index(0), self.key_dtype, live), wide)
+                        for row in here
+                    ]
+                    products = e.sums([b.fmul(each, q[i]) for i in range(rows) for each in x])
+                    keep(b.fptrunc(products, e.vector))
+
+                if e.real == DOUBLE:
+                    long()
+                else:
+                    e.choose(e.below(head_dim, e.lanes + 1), short, long)
 
             e.loop(0, count, keys, [], tile)
         return function

@@ -153,10 +153,11 @@ def log(e: Emitter, x: Value) -> Value:
     return b.select(negative, e.const(math.nan), result)
 
 
-def add_log(e: Emitter, a: Value, x: Value) -> tuple[Value, Value]:
-    """a + log(x) for x >= 1 or NaN, and what rounding took from it.
+def add_log(e: Emitter, a: Value, x: Value, rest: Value) -> tuple[Value, Value]:
+    """a + log(x + rest) for x >= 1 or NaN, and what rounding took from it.
 
-    Where the two cancel, rounding log(x) first would be most of the error.
+    Where the two cancel, rounding x or log(x) first would be most of the error, so `rest` is what
+    rounding took from x.
     """
     b = e.builder
     f, n = _near_one(e, x)
@@ -164,7 +165,7 @@ def add_log(e: Emitter, a: Value, x: Value) -> tuple[Value, Value]:
     first = b.fadd(a, high)
     second = b.fadd(first, f)
     lost = b.fadd(rest_of_sum(e, a, high, first), rest_of_sum(e, first, f, second))
-    tail = b.fadd(tail, lost)
+    tail = b.fadd(b.fadd(tail, b.fdiv(rest, x)), lost)
     total = b.fadd(second, tail)
     finite = b.fcmp_ordered("<", x, e.const(math.inf))
     total = b.select(finite, total, b.fadd(a, x))
@@ -177,6 +178,19 @@ def rest_of_sum(e: Emitter, first: Value, second: Value, total: Value) -> Value:
     seen = b.fsub(total, first)
     lost = b.fsub(first, b.fsub(total, seen))
     return b.fadd(lost, b.fsub(second, seen))
+
+
+def sum_of_lanes(e: Emitter, x: Value, rest: Value) -> tuple[Value, Value]:
+    """The sum of all lanes of x and of its `rest`, rounded, and what rounding took from it."""
+    b, distance = e.builder, 1
+    while distance < e.lanes:
+        picks = e.picks([i ^ distance for i in range(e.lanes)])
+        other, its_rest = (b.shuffle_vector(vector, vector, picks) for vector in (x, rest))
+        total = b.fadd(x, other)
+        rest = b.fadd(b.fadd(rest, its_rest), rest_of_sum(e, x, other, total))
+        x, distance = total, 2 * distance
+    total = b.fadd(x, rest)
+    return total, rest_of_sum(e, x, rest, total)
 
 
 def _near_one(e: Emitter, x: Value) -> tuple[Value, Value]:
