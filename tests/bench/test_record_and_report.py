@@ -56,7 +56,7 @@ def run(qkv: float = 0.001, load: float = 0.0) -> Run:
 def test_the_form_of_the_json_does_not_change_unnoticed() -> None:
     """Whoever changes this raises SCHEMA."""
     said = json.loads(record.to_json(run()))
-    assert said["schema"] == record.SCHEMA == 1
+    assert said["schema"] == record.SCHEMA == 2
     assert set(said) == {"machine", "settings", "load", "results", "schema"}
     result = said["results"][0]
     assert set(result) == {
@@ -67,7 +67,7 @@ def test_the_form_of_the_json_does_not_change_unnoticed() -> None:
         "extra_bytes",
     }  # fmt: skip
     assert result["entries"][0]["turns"][0] == {
-        "round": 0, "ceiling": 1e11, "seconds": [0.001, 0.001],
+        "round": 0, "ceiling": 1e11, "seconds": [0.001, 0.001], "waits": 0,
     }  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def test_a_saved_run_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"schema": 1}', '{"schema": 2, "results": []}', "\x00", "null"]
+    "text", ["", "[]", "{}", '{"schema": 2}', '{"schema": 1, "results": []}', "\x00", "null"]
 )
 def test_what_is_no_saved_run_is_said_to_be_none(tmp_path: Path, text: str) -> None:
     file = tmp_path / "run.json"
@@ -137,7 +137,10 @@ def test_a_machine_is_quiet_or_not() -> None:
     unsteady = run()
     unsteady.results[0].entries[0].turns[1] = Turn(1, 0.8e11, [0.001])
     assert report.headline(unsteady)[-1].startswith("Not a quiet machine")
-    assert "at most 20%" in report.headline(unsteady)[-1]
+    assert report.headline(unsteady)[-1].endswith("at most 20%.")
+    unsteady.results[0].entries[0].turns[1] = Turn(1, 1e11, [0.001], 2)
+    assert report.headline(unsteady)[-1].startswith("A quiet machine")
+    assert report.headline(unsteady)[-1].endswith("1 of 6 turns waited for it.")
 
 
 def test_a_page_is_changed_between_its_marks_only() -> None:

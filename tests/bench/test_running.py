@@ -140,6 +140,28 @@ def test_memory_beyond_the_output_is_seen(seat: Worker) -> None:
     assert abs(wasted["extra"] - 2**26) < 2**22
 
 
+# --- peaks -------------------------------------------------------------------------------------
+
+
+def test_a_turn_waits_while_the_machine_is_slower_than_it_was() -> None:
+    peaks, slept = iter([90.0, 100.0, 99.0, 98.0, 50.0, 80.0, 96.0]), []
+    patient = session.Patient(lambda: next(peaks), slept.append)
+    assert patient.measure() == (98.0, 0)
+    assert slept == []
+    assert patient.measure() == (96.0, 2)
+    assert len(slept) == 2
+
+
+def test_a_machine_that_stays_slower_is_waited_for_once() -> None:
+    speed, slept = [100.0], []
+    patient = session.Patient(lambda: speed[0], slept.append)
+    speed[0] = 60.0
+    found, waits = patient.measure()
+    assert found == 60.0
+    assert waits == len(slept) > 5
+    assert patient.measure() == (60.0, 0)
+
+
 # --- turns ---------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from qkv.errors import FileError
 
 __all__ = ["SCHEMA", "Entry", "Result", "Run", "State", "Turn", "load", "save", "to_json"]
 
-SCHEMA = 1
+SCHEMA = 2
 
 State: TypeAlias = Literal["timed", "absent", "refused", "wrong", "failed"]
 
@@ -31,11 +31,14 @@ class Turn:
         What the machine did just before: operations or bytes a second.
     seconds : list of float
         Of each call.
+    waits : int
+        How often the machine was slower than before and was given a moment, before the turn.
     """
 
     round: int
     ceiling: float | None
     seconds: list[float]
+    waits: int = 0
 
 
 @dataclass(slots=True)

@@ -136,7 +136,11 @@ def _quiet(run: Run) -> str:
     busy = run.load[0] / max(run.machine["cores"] or 1, 1)
     quiet = busy <= _BUSY_LOAD and worst <= _UNSTEADY
     moved = f"; the peak of one workload moved by at most {worst:.0%}" if spreads else ""
-    return f"{'A quiet' if quiet else 'Not a quiet'} machine: load {run.load[0]:.2f} before{moved}."
+    turns = [turn for result in run.results for e in result.entries for turn in e.turns]
+    late = sum(turn.waits > 0 for turn in turns)
+    waited = f"; {late} of {len(turns)} turns waited for it" if late else ""
+    name = "A quiet" if quiet else "Not a quiet"
+    return f"{name} machine: load {run.load[0]:.2f} before{moved}{waited}."
 
 
 _BEGIN, _END = "<!-- qkv bench -->", "<!-- end of qkv bench -->"
