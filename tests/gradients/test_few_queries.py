@@ -154,3 +154,23 @@ def test_threads_and_calls_change_no_bit() -> None:
     finally:
         qkv.set_num_threads(before)
     assert len(bits) == 1
+
+
+@pytest.mark.parametrize("kv_len", [2, 3, 20])
+def test_values_that_hardly_differ(kv_len: int) -> None:
+    """Of dO . V, nearly all is the same for all keys and goes: what is left is not rounding."""
+    for seed in range(PROBLEMS):
+        rng = np.random.default_rng([seed, 3])
+        sizes = (1, 16), (kv_len, 16), (1, 8), (kv_len, 8), (1, 8)
+        query, key, value, apart, grad_out = (rng.normal(size=(1, *size)) for size in sizes)
+        value = value + 1e-4 * apart
+        arrays = [array.astype(np.float32) for array in (query, key, value)]
+        grad_out = grad_out.astype(np.float32)
+        _, pullback = qkv.vjp(*arrays, backend="cpu")
+        q, k, v, g = (array[0].astype(float) for array in (*arrays, grad_out))
+        weights = np.exp(q @ k.T / 4)
+        weights /= weights.sum()
+        grad_weights = g @ v.T
+        exact = weights * (grad_weights - (weights * grad_weights).sum()) @ k / 4
+        error = np.abs(pullback(grad_out).query[0] - exact).max()
+        assert error <= 1e-6 * np.abs(exact).max(), f"problem {seed}"

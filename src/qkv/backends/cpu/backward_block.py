@@ -26,7 +26,7 @@ from qkv.backends.cpu.frame import (
     Shape,
     operand_fields,
 )
-from qkv.backends.cpu.ir import DOUBLE, INT64, POINTER, Emitter, Value
+from qkv.backends.cpu.ir import DOUBLE, FLOAT, INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.products import (
     MultiplyAdd,
     combine_rows,
@@ -113,7 +113,7 @@ class BackwardKey:
 
     `rotated` queries and keys come in the type of computation. `out_dtype` is that of the output
     that is read, `grad_dtype` that of the gradients that are written. The rows of `few` queries
-    are summed again.
+    are summed again; `wide` products are added in float64.
     """
 
     spec: Spec
@@ -124,6 +124,7 @@ class BackwardKey:
     grad_dtype: str
     tables: tuple[TableGradient, ...] = ()
     few: bool = False
+    wide: bool = False
 
 
 class Vector(NamedTuple):
@@ -180,7 +181,9 @@ class BackwardBlock(Frame):
         self.chained = bool(self.loads) or self.slope != ONE
         """Whether mods are between dS and dX, or anything else is made of dS."""
         self.may_forbid = self.mask != TRUE or not self.plain
-        self.chain_of_products = _CHAIN if key.few else None
+        self.wide = key.wide and self.e.real == FLOAT
+        """Whether the first two products are added in float64."""
+        self.chain_of_products = _CHAIN if key.few and not self.wide else None
         self.has_delta_rest = key.few
         self.settles = key.shape.product != "tiles" and not key.few
         """Whether the dS of rows that meet one block of keys are made to add up."""
@@ -228,7 +231,7 @@ class BackwardBlock(Frame):
             dim, multiply_add = self.rows_of_products(head_dim)
             dot_rows(
                 e, key, key_row, count, packed, vectors, dim, self.shape.keys, [], finish,
-                multiply_add, chain=self.chain_of_products,
+                multiply_add, chain=self.chain_of_products, wide=self.wide,
             )  # fmt: skip
         return function
 
@@ -353,7 +356,7 @@ class BackwardBlock(Frame):
             dim, multiply_add = self.rows_of_products(v_head_dim)
             dot_rows(
                 e, value, value_row, count, packed, vectors, dim, self.shape.keys, [],
-                finish, multiply_add, less=less,
+                finish, multiply_add, less=less, wide=self.wide,
             )  # fmt: skip
         return function
 

@@ -51,6 +51,9 @@ _PARTS = 8
 _FEW = 12
 """Queries of a head that see any key, and whose rows are summed again: among more, an error of one
 row is seldom the largest."""
+_FEW_KEYS = 512
+"""Keys up to which the products of few queries are added in float64, which takes half as long
+again."""
 
 _VECTORS, _TOGETHER = 4, 8
 """Of a block of queries in tiles; blocks that are packed at once: they fit a cache, and pay for
@@ -86,6 +89,7 @@ def backward(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
         results.dtype.name,
         tuple(TableGradient(table.name, table.wide) for table in tables),
         few,
+        few and spec.kv_len <= _FEW_KEYS,
     )
     operations = 2.0 * plan.pairs * (3 * spec.head_dim + 2 * spec.v_head_dim)
     workers = max(1, min(get_num_threads(), len(tasks), int(operations / _WORTH_A_THREAD)))

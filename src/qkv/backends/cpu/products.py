@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from qkv.backends.cpu.ir import Emitter, Value
+from llvmlite import ir
+
+from qkv.backends.cpu.ir import DOUBLE, Emitter, Value
 
 MultiplyAdd = Callable[[Emitter, Value, Value, Value], Value]
 Less = Callable[[int], list[Value]]
@@ -52,34 +54,50 @@ def dot_tile(
     multiply_add: MultiplyAdd = Emitter.fma,
     less: Less | None = None,
     chain: int | None = None,
+    wide: bool = False,
 ) -> list[Value]:
     """sum_d row[i][d] * packed[d][j], one vector for each row i and vector j.
 
     With `less`, from the sum of either half of d its part of the mean is taken away: where a row
     is what the mean was made of, little is left on the way, and of rounding too. With `chain`, it
-    is a sum of sums of so many products: rounding errors grow with the length of a chain.
+    is a sum of sums of so many products: rounding errors grow with the length of a chain. With
+    `wide` it is added in float64 and rounded once.
     """
+    b = e.builder
+    total_type = ir.VectorType(DOUBLE, e.lanes) if wide else e.vector
+    if wide:
+        multiply_add = _multiply_add_wide
 
     def step(d: Value, totals: list[Value]) -> list[Value]:
         column = e.mul(d, e.real_bytes)
         elements = [e.at(row, column) for row in rows]
         return _accumulate(e, elements, vectors_at(e, packed, vectors, d), totals, multiply_add)
 
+    def rounded(totals: list[Value]) -> list[Value]:
+        return [b.fptrunc(total, e.vector) for total in totals] if wide else totals
+
     def link(start: Value, stop: Value, totals: list[Value]) -> list[Value]:
         part = e.loop(start, stop, 1, zeros, step)
-        return [e.builder.fadd(*pair) for pair in zip(totals, part, strict=True)]
+        return [b.fadd(*pair) for pair in zip(totals, part, strict=True)]
 
-    zeros = totals = [e.const(0.0)] * (len(rows) * vectors)
+    zeros = totals = [ir.Constant(total_type, None)] * (len(rows) * vectors)
     if chain is not None:
         whole = e.round_down(count, chain)
         totals = e.loop(0, whole, chain, totals, lambda d, old: link(d, e.add(d, chain), old))
-        return link(whole, count, totals)
+        return rounded(link(whole, count, totals))
     if less is None:
-        return e.loop(0, count, 1, totals, step)
+        return rounded(e.loop(0, count, 1, totals, step))
     for part, (start, stop) in enumerate(halves(e, count)):
         totals, means = e.loop(start, stop, 1, totals, step), less(part)
-        totals = [e.builder.fsub(t, means[n % vectors]) for n, t in enumerate(totals)]
-    return totals
+        if wide:
+            means = [b.fpext(mean, total_type) for mean in means]
+        totals = [b.fsub(t, means[n % vectors]) for n, t in enumerate(totals)]
+    return rounded(totals)
+
+
+def _multiply_add_wide(e: Emitter, x: Value, y: Value, total: Value) -> Value:
+    """Products of two float32 are exact in float64."""
+    return e.fma(e.builder.fpext(x, total.type), e.builder.fpext(y, total.type), total)
 
 
 def halves(e: Emitter, count: Value) -> tuple[tuple[Value, Value], tuple[Value, Value]]:
@@ -102,6 +120,7 @@ def dot_rows(
     multiply_add: MultiplyAdd = Emitter.fma,
     less: Less | None = None,
     chain: int | None = None,
+    wide: bool = False,
 ) -> list[Value]:
     """`dot_tile` for all `count` rows, `keys` of them at a time.
 
@@ -111,7 +130,7 @@ def dot_rows(
     def tile(size: int) -> Callable[[Value, list[Value]], list[Value]]:
         def body(k: Value, carried: list[Value]) -> list[Value]:
             rows = [e.at(first_row, e.mul(e.add(k, i), row_stride)) for i in range(size)]
-            products = dot_tile(e, rows, packed, vectors, dim, multiply_add, less, chain)
+            products = dot_tile(e, rows, packed, vectors, dim, multiply_add, less, chain, wide)
             return finish(k, products, carried)
 
         return body
