@@ -13,6 +13,8 @@ from qkv.errors import ArgumentError
 __all__ = ["get_num_threads", "set_num_threads"]
 
 MOST = 4096
+_DIGITS = 20
+"""Python refuses to read thousands of them."""
 
 _chosen: int | None = None
 
@@ -81,9 +83,10 @@ def default_num_threads() -> int:
     said = os.environ.get("QKV_NUM_THREADS", "")
     if not said:
         return usable_cores()
-    if not said.isascii() or not said.isdigit() or not 1 <= int(said) <= MOST:
+    is_number = said.isascii() and said.isdigit() and len(said) <= _DIGITS
+    if not is_number or not 1 <= int(said) <= MOST:
         raise ArgumentError(
-            f"QKV_NUM_THREADS={said!r} is not a number of threads.",
+            f"QKV_NUM_THREADS={said!r:.60} is not a number of threads.",
             action=f"Unset it to use every core, or set a whole number from 1 to {MOST}.",
         )
     return int(said)

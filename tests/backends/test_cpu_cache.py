@@ -124,14 +124,19 @@ def test_what_others_may_write_is_not_used(folder, compiled) -> None:
 def test_the_least_recently_used_kernels_go(monkeypatch, folder, compiled) -> None:
     monkeypatch.setattr(cpu_compile, "KEPT_FILES", 3)
     folder.mkdir(parents=True, mode=0o700)
-    for age in range(5):
-        (folder / f"old{age}").write_bytes(b"")
-        os.utime(folder / f"old{age}", (1e9 - age, 1e9 - age))
+    old = [f"{age:064x}" for age in range(5)]
+    for age, name in enumerate(old):
+        (folder / name).write_bytes(b"")
+        os.utime(folder / name, (1e9 - age, 1e9 - age))
+    own = folder / "notes.txt"
+    own.write_text("not a kernel")
+    os.utime(own, (1, 1))
     attend()
-    names = {file.name for file in folder.iterdir()}
-    assert {"old0", "old1"} < names
+    assert own.exists()
+    names = {file.name for file in folder.iterdir()} - {own.name}
+    assert set(old[:2]) < names
     assert len(names) == 3
-    (kept,) = names - {"old0", "old1"}
+    (kept,) = names - set(old)
     os.utime(folder / kept, (1, 1))
     attend()
     assert len(compiled) == 1

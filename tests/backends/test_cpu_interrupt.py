@@ -7,7 +7,11 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
+
+import qkv
+from qkv.backends.cpu import threads
 
 SCRIPT = """
 import numpy as np, qkv
@@ -38,3 +42,24 @@ def test_a_long_call_is_interrupted_and_leaves_no_trace() -> None:
         child.kill()
         child.wait()
     assert (out, err) == ("interrupted True\n", "")
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward", "top"])
+def test_what_costs_more_than_its_products_is_cut_into_more_slices(direction, monkeypatch) -> None:
+    """Signals are answered between slices: 1.6 thousand million pairs take about three seconds."""
+    x = np.zeros((1, 40_000, 1), np.float32)
+    said = (qkv.Softcap(5.0), qkv.Dropout(0.1, seed=1))
+    calls = []
+    monkeypatch.setattr(threads, "run", lambda *call: calls.append(call))
+    qkv.set_num_threads(1)
+    try:
+        match direction:
+            case "forward":
+                qkv.attention(x, x, x, *said, backend="cpu")
+            case "backward":
+                qkv.vjp(x, x, x, *said, backend="cpu")[1](x)
+            case "top":
+                qkv.inspect(x, x, x, *said, backend="cpu").top(2)
+    finally:
+        qkv.set_num_threads(None)
+    assert len(calls) >= 25

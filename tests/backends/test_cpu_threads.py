@@ -337,9 +337,10 @@ def test_forks_while_another_thread_is_in_llvm() -> None:
 
 
 @FORKS
-def test_a_fork_while_another_thread_holds_our_locks() -> None:
+@pytest.mark.parametrize("leave", ["os._exit(0)", "sys.exit(0)"])
+def test_a_fork_while_another_thread_holds_our_locks(leave) -> None:
     in_a_process(
-        """
+        f"""
         from qkv import _recall
         attend()
         for lock in (_recall._lock, threads._lock, threads._workers._lock):
@@ -349,9 +350,41 @@ def test_a_fork_while_another_thread_holds_our_locks() -> None:
             for _ in range(3):
                 attend()
             assert threads._workers.size == 2
-            os._exit(0)
+            {leave}
         for lock in (_recall._lock, threads._lock, threads._workers._lock):
             lock.release()
+        assert exit_code(child) == 0
+        """
+    )
+
+
+@FORKS
+def test_a_fork_while_another_thread_calls_for_the_first_time() -> None:
+    """What it imports meanwhile would stay locked in the child."""
+    in_a_process(
+        """
+        import importlib, sys
+        from importlib.abc import MetaPathFinder
+        attend()
+        inside, go = threading.Event(), threading.Event()
+        class Slow(MetaPathFinder):
+            def find_spec(self, name, path, target=None):
+                if name == "qkv.backends.cpu.gradient":
+                    inside.set()
+                    go.wait(2)
+        sys.meta_path.insert(0, Slow())
+        x = np.ones((1, 40, 8), np.float32)
+        def first():
+            out, pullback = qkv.vjp(x, x, x)
+            pullback(out)
+        caller = threading.Thread(target=first)
+        caller.start()
+        assert inside.wait(30)
+        child = os.fork()
+        if child == 0:
+            first()
+            os._exit(0)
+        caller.join()
         assert exit_code(child) == 0
         """
     )
@@ -413,6 +446,31 @@ def test_the_end_while_a_thread_computes() -> None:
             attend()
         """
     )
+
+
+def test_the_end_while_a_thread_compiles() -> None:
+    """The end waits: LLVM does not survive that the process goes away around it."""
+    said = in_a_process(
+        """
+        import time
+        from qkv.backends.cpu import compile as cpu_compile
+        compiling, optimized = threading.Event(), cpu_compile.optimized
+        def slow(source, host):
+            compiling.set()
+            time.sleep(0.5)
+            found = optimized(source, host)
+            os.write(1, b"compiled")
+            return found
+        attend()
+        cpu_compile.optimized = slow
+        os.environ["QKV_CACHE_DIR"] = ""
+        x = np.ones((1, 40, 8), np.float32)
+        attend = lambda: qkv.attention(x, x, x, qkv.Softcap(7.0), qkv.Causal())
+        threading.Thread(target=attend, daemon=True).start()
+        assert compiling.wait(30)
+        """
+    )
+    assert said == "compiled"
 
 
 def test_a_call_after_the_workers_have_gone() -> None:

@@ -354,7 +354,6 @@ def test_info_where_nothing_compiled_runs(
     said = json.loads(capsys.readouterr().out)
     assert "abacus" in said["machine"]["compiled code"]
     assert "abacus" in said["backends"]["cpu"]
-    assert "first choice" in said["backends"]["blocked"]
     assert said["packages"]["no-such-package"] == "not installed"
     monkeypatch.setitem(sys.modules, "qkv.backends.cpu", None)
     assert main(["info", "--json"]) == 0

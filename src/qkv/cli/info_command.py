@@ -14,7 +14,7 @@ from rich.text import Text
 
 import qkv
 from qkv.cli.terminal import Page
-from qkv.errors import QkvError
+from qkv.errors import ArgumentError, QkvError
 
 __all__ = ["run"]
 
@@ -68,7 +68,10 @@ def _machine() -> dict[str, str]:
 def _backends() -> dict[str, str]:
     """Each backend, and what it says to a small float32 problem."""
     row = np.ones((1, 1), np.float32)
-    plan = qkv.plan(row, row, row)
+    try:
+        plan = qkv.plan(row, row, row)
+    except ArgumentError as error:  # the environment asks for what is not there
+        return {"cpu": error.fact}
     states = {plan.backend: "ready, the first choice for float32"}
     for name, refusals in plan.refusals.items():
         states[name] = "; ".join(map(str, refusals)) or "ready"

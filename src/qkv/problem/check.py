@@ -260,12 +260,15 @@ def _offset(value: Any, name: str, builder: Builder) -> Array:
 def _positions(
     builder: Builder, q_offset: Any, kv_offset: Any
 ) -> tuple[tuple[Array, Array], dict[str, Node]]:
-    """Positions of all rows, and what `q_pos` and `kv_pos` stand for in expressions."""
+    """Positions of rows that are rotated, and what `q_pos` and `kv_pos` are in expressions."""
     shape, restart = builder.shape, builder.restart
     statement = _statement(builder, q_offset)
     kv_shift = _offset(kv_offset, "kv_offset", builder)
-    q_rank = restart.q_rank if restart else np.arange(shape.q_len, dtype=np.int64)[None]
-    kv_rank = restart.kv_rank if restart else np.arange(shape.kv_len, dtype=np.int64)[None]
+    # Arrays of all rows are made for rotation alone, and not where there may be millions.
+    rows = (shape.q_len, shape.kv_len) if builder.rotation else (0, 0)
+    q_rank, kv_rank = (np.arange(count, dtype=np.int64)[None] for count in rows)
+    if restart:
+        q_rank, kv_rank = restart.q_rank, restart.kv_rank
     q_shift: Array
     if statement is None:
         _refuse_ambiguous(builder)

@@ -74,6 +74,26 @@ class Expr:
 
     __float__ = __int__ = __index__ = __len__ = __iter__ = _refuse_number
 
+    def _refuse_operator(self, *_: Any) -> Any:
+        raise ArgumentError(
+            "an operator is not part of the expression language.",
+            [("expression", text(self.node)),
+             ("has", "+ - * / // % abs, comparisons, & | ~, and NumPy's functions")],
+            "Write it with these: a square is x * x.",
+        )  # fmt: skip
+
+    __pow__ = __rpow__ = __matmul__ = __rmatmul__ = __divmod__ = __rdivmod__ = _refuse_operator
+    __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __round__ = _refuse_operator
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what Python and NumPy ask of any object
+            raise AttributeError(name)
+        raise ArgumentError(
+            f".{name} is not part of the expression language.",
+            [("expression", text(self.node))],
+            "Use operators and NumPy's functions of positions and scores.",
+        )
+
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if method != "__call__" or kwargs:
             return NotImplemented

@@ -39,7 +39,11 @@ class Dropout(Variant):
     seed: Any
 
     def __post_init__(self) -> None:
-        if not 0 <= self.p < 1:
+        try:
+            fits = 0 <= float(self.p) < 1
+        except (TypeError, ValueError):
+            fits = False
+        if not fits:
             raise ArgumentError(
                 f"Dropout p={self.p!r} is not a probability below 1.",
                 action="Pass the share of weights to drop, as in Dropout(0.1, seed=0).",
@@ -49,9 +53,9 @@ class Dropout(Variant):
 
     def _seed(self) -> int:
         seed = int(self.seed)
-        if not 0 <= seed < 2**64:
+        if seed != self.seed or not 0 <= seed < 2**64:
             raise ArgumentError(
-                f"Dropout seed={self.seed!r} does not fit 64 bits.",
+                f"Dropout seed={self.seed!r} is not a whole number of 64 bits.",
                 action="Pass an integer from 0 to 2**64 - 1.",
             )
         return seed

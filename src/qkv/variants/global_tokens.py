@@ -45,9 +45,10 @@ class GlobalTokens(MaskVariant):
                 f"GlobalTokens takes a list of positions, not {self.positions!r}.",
                 action="Pass integers, as in GlobalTokens([0, 5]).",
             )
-        if positions.size and (abs(positions).max() > INDEX_LIMIT or np.ptp(positions) > 2**27):
+        low, high = (int(positions.min()), int(positions.max())) if positions.size else (0, 0)
+        if low < -INDEX_LIMIT or high > INDEX_LIMIT or high - low > 2**27:
             raise ArgumentError(
-                f"GlobalTokens spans {positions.min()} to {positions.max()}; "
+                f"GlobalTokens spans {low} to {high}; "
                 f"at most {2**27} positions may lie between the first and the last.",
                 action="Use Mask or ScoreMod for tokens so far apart.",
             )

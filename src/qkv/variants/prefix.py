@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from qkv.errors import ArgumentError
-from qkv.problem.builder import Builder, Shape
+from qkv.problem.builder import INDEX_LIMIT, Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.variants.algebra import MaskVariant
 from qkv.variants.base import OWN_ARRAYS
@@ -42,7 +42,8 @@ class Prefix(MaskVariant):
                 f"Prefix length={self.length!r} is not a whole number of positions.",
                 action="Pass an integer of 0 or more, or one for each batch row.",
             )
-        return length.astype(np.int64)
+        # Any prefix beyond the last position is all keys.
+        return np.minimum(length.astype(np.uint64), 2 * INDEX_LIMIT).astype(np.int64)
 
     def lower(self, builder: Builder) -> None:
         builder.mask(builder.kv_pos < builder.per_batch(self._lengths(), "prefix length"))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from qkv._threads import get_num_threads
 from qkv.backends import Prepared, Progress, Refusal, kept
-from qkv.errors import ArgumentError
+from qkv.backends.cpu.fork_locks import importing
 from qkv.partial import Partial, RowStatistics, identity, without_keys
 from qkv.problem.backward import BackwardInputs, OperandGradients
 from qkv.problem.bounds import bound
@@ -38,26 +38,27 @@ class CpuBackend:
         if spec.dtype not in DTYPES:
             return (Refusal(f"the dtype is {spec.dtype}", ", ".join(DTYPES)),)
         try:
-            from qkv.backends.cpu.host import host
+            with importing():
+                from qkv.backends.cpu.host import host
 
             host()
         except (ImportError, OSError) as error:
             return (Refusal(f"llvmlite cannot be loaded: {error}", "platforms that have it"),)
-        except ArgumentError as error:
-            return (Refusal(error.fact.rstrip("."), "one that it has"),)
         return ()
 
     def blocks(self, spec: Spec) -> tuple[int, int]:
-        from qkv.backends.cpu.host import host
-        from qkv.backends.cpu.schedule import TILE_KV
+        with importing():
+            from qkv.backends.cpu.host import host
+            from qkv.backends.cpu.schedule import TILE_KV
 
         return host().shape_of(spec.compute_dtype).block_q, TILE_KV
 
     def scratch_bytes(self, spec: Spec) -> int:
-        from qkv.backends.cpu.arguments import scratch_of
-        from qkv.backends.cpu.forward_pass import shape_of
-        from qkv.backends.cpu.host import host
-        from qkv.backends.cpu.streaming import decode_bytes, streams
+        with importing():
+            from qkv.backends.cpu.arguments import scratch_of
+            from qkv.backends.cpu.forward_pass import shape_of
+            from qkv.backends.cpu.host import host
+            from qkv.backends.cpu.streaming import decode_bytes, streams
 
         shape, item = host().shape_of(spec.compute_dtype), spec.compute_dtype.itemsize
         if streams(spec, shape):
@@ -84,19 +85,22 @@ class CpuBackend:
         self, problem: Problem, lse: Array, k: int, progress: Progress | None = None
     ) -> tuple[Array, Array] | None:
         """The k best keys of each row, by one pass over the scores."""
-        from qkv.backends.cpu.replay_pass import top
+        with importing():
+            from qkv.backends.cpu.replay_pass import top
 
         return top(problem.gathered(), lse, k, progress)
 
     def received(self, problem: Problem, lse: Array, progress: Progress | None = None) -> Array:
         """The weight that each key takes in all, by one pass over the scores."""
-        from qkv.backends.cpu.replay_pass import received
+        with importing():
+            from qkv.backends.cpu.replay_pass import received
 
         return received(problem.gathered(), lse, progress)
 
     def prepare(self, problem: Problem, backward: bool) -> Prepared | None:
         """For calls with arrays like these, and the same constants."""
-        from qkv.backends.cpu.prepared import PreparedForward
+        with importing():
+            from qkv.backends.cpu.prepared import PreparedForward
 
         spec = problem.spec
         sizes = (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len, spec.v_head_dim)
@@ -109,7 +113,8 @@ class CpuBackend:
 
     def backward(self, problem: Problem, inputs: BackwardInputs) -> OperandGradients:
         """Gradients in one pass over recomputed weights."""
-        from qkv.backends.cpu.gradient import backward, sums_again
+        with importing():
+            from qkv.backends.cpu.gradient import backward, sums_again
 
         if not sums_again(problem):
             inputs = kept(problem, inputs, partial(self._run, few=False, backward=True))
@@ -141,15 +146,16 @@ class CpuBackend:
 
 
 def _streams(spec: Spec) -> bool:
-    from qkv.backends.cpu.host import host
-    from qkv.backends.cpu.streaming import streams
-
+    with importing():
+        from qkv.backends.cpu.host import host
+        from qkv.backends.cpu.streaming import streams
     return streams(spec, host().shape_of(spec.compute_dtype))
 
 
 def _decode(problem: Problem, result: Partial, statistics: RowStatistics | None) -> None:
     """Few queries: lanes along head_dim, keys in chunks."""
-    from qkv.backends.cpu.streaming import DecodeArguments, DecodePass
+    with importing():
+        from qkv.backends.cpu.streaming import DecodeArguments, DecodePass
 
     decode = DecodePass(problem, statistics=statistics is not None)
     workers = decode.workers()
@@ -158,11 +164,9 @@ def _decode(problem: Problem, result: Partial, statistics: RowStatistics | None)
 
 def _forward(problem: Problem, result: Partial, statistics: RowStatistics | None) -> None:
     """Many queries: lanes along queries."""
-    # The next call will want it. Were it imported then, by one of many threads, a child that is
-    # forked meanwhile would wait for the import for ever.
-    from qkv.backends.cpu import prepared  # noqa: F401
-    from qkv.backends.cpu.arguments import ForwardArguments
-    from qkv.backends.cpu.forward_pass import ForwardPass
+    with importing():
+        from qkv.backends.cpu.arguments import ForwardArguments
+        from qkv.backends.cpu.forward_pass import ForwardPass
 
     forward = ForwardPass(problem, statistics=statistics is not None)
     workers = forward.workers()
@@ -210,14 +214,14 @@ def describe_host() -> dict[str, str]:
     ArgumentError
         If `QKV_ISA` or `QKV_NUM_THREADS` is set to what cannot be.
     """
-    from qkv.backends.cpu.compile import cache_folder
+    from qkv.backends.cpu.compile import cache_folder, kernel_files
     from qkv.backends.cpu.host import host
 
     here, folder = host(), cache_folder()
     cache = "off"
     if folder is not None:
         try:
-            sizes = [f.stat().st_size for f in folder.iterdir()]
+            sizes = [f.stat().st_size for f in kernel_files(folder)]
         except OSError:
             sizes = []
         cache = f"{folder} ({len(sizes)} kernels, {sum(sizes) / 1024:.0f} KiB)"

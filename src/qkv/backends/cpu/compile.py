@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import hashlib
 import os
+import re
 import stat
 import sys
 import tempfile
@@ -21,14 +22,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from qkv.backends.cpu.canonical import canonical
+from qkv.backends.cpu.fork_locks import alone_in_llvm
 from qkv.backends.cpu.host import Host
-from qkv.backends.cpu.llvm_lock import alone_in_llvm
 from qkv.errors import KernelBuildError
 
 _MAGIC = b"qkv object 2\n"
 _DIGEST = 32
 
 KEPT_FILES = 1000
+_KERNEL_NAME = re.compile(r"[0-9a-f]{64}|new-\w+")
+"""A digest, or one that was never finished."""
 """Kernels that the folder keeps, about 30 KB each; the least recently used go first."""
 
 
@@ -269,8 +272,13 @@ def _write(name: str | None, code: bytes) -> None:
                 os.unlink(temporary)
 
 
+def kernel_files(folder: Path) -> list[Path]:
+    """What `_write` put there; the folder may hold other files of its owner."""
+    return [file for file in folder.iterdir() if _KERNEL_NAME.fullmatch(file.name)]
+
+
 def _forget_oldest(folder: Path) -> None:
-    files = list(folder.iterdir())
+    files = kernel_files(folder)
     if len(files) <= KEPT_FILES:
         return
     used = sorted((file.stat().st_mtime, file) for file in files)

@@ -18,12 +18,14 @@ from qkv.backends.cpu.frame import Shape
 from qkv.backends.cpu.host import Host, host
 from qkv.backends.cpu.meeting import QUARTERS
 from qkv.backends.cpu.schedule import Schedule, fine_tile, schedule
+from qkv.problem.expressions import Op, walk
 from qkv.problem.spec import Problem, Spec
 
 _SLICE_SECONDS = 0.1
 """How long compiled code may keep Ctrl-C waiting."""
 OPERATIONS_PER_SECOND = {"elements": 5e10, "pairs": 5e10, "tiles": 1e11}
 """Of one thread, roughly, by what its instructions multiply."""
+OTHERS_PER_SECOND = 5e10
 _WORTH_A_THREAD = 4e6
 """Operations that pay for waking one."""
 _BRIEF = 1e6
@@ -36,18 +38,26 @@ _ENOUGH_TASKS, _LEAST_TOGETHER = 32, 4
 """Tasks that keep many cores busy; blocks of queries that splitting keys takes."""
 _LONG_TASK = 2e10
 """Operations for which Ctrl-C may wait."""
+_SOFTMAX, _DROPOUT, _NODE = 25.0, 75.0, 5.0
+"""What else a pair costs, as operations of products: its weight, whether it is dropped, and each
+operation of mods and masks."""
 
 
 class Pass:
     """A kernel with its tasks: how many threads share them, and how they are run."""
 
     def __init__(
-        self, kernel: Kernel, count: int, operations: float, product: str = "elements"
+        self,
+        kernel: Kernel,
+        count: int,
+        operations: float,
+        product: str = "elements",
+        others: float = 0.0,
     ) -> None:
         self.kernel = kernel
         self.count = count
         """Tasks."""
-        self._operations = operations
+        self._operations, self._others = operations, others
         self._rate = OPERATIONS_PER_SECOND[product]
 
     @property
@@ -65,7 +75,7 @@ class Pass:
         return max(1, min(self.most_workers, get_num_threads()))
 
     def launch(self, arguments: Runnable, workers: int) -> None:
-        seconds = self._operations / (self._rate * workers)
+        seconds = (self._operations / self._rate + self._others / OTHERS_PER_SECOND) / workers
         slices = max(1, math.ceil(seconds / _SLICE_SECONDS))
         # As many tasks for each: nobody waits for the last one.
         step = workers * -(-self.count // (workers * slices))
@@ -95,7 +105,14 @@ class ForwardPass(Pass):
         self.scratch_bytes = scratch_of(spec, self.shape)
         operations = 2.0 * (spec.head_dim + spec.v_head_dim) * self.plan.pairs
         count, product = len(self.plan.tasks), self.shape.product
-        super().__init__(_kernel(key, here), count, operations, product)
+        others = operations_of_a_pair(spec) * self.plan.pairs
+        super().__init__(_kernel(key, here), count, operations, product, others)
+
+
+def operations_of_a_pair(spec: Spec) -> float:
+    """What a pair costs beside its products, roughly; short rows have little else."""
+    nodes = sum(isinstance(n, Op) for root in (spec.score, spec.mask) for n in walk(root))
+    return _SOFTMAX + _DROPOUT * spec.dropout + _NODE * nodes
 
 
 def _plan(problem: Problem, shape: Shape) -> Schedule:

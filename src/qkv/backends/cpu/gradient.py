@@ -29,7 +29,13 @@ from qkv.backends.cpu.backward_block import (
 from qkv.backends.cpu.backward_part_block import part_areas
 from qkv.backends.cpu.backward_parts import emit_backward_parts
 from qkv.backends.cpu.compile import Kernel, build
-from qkv.backends.cpu.forward_pass import OPERATIONS_PER_SECOND, multiplies_parts, shape_of
+from qkv.backends.cpu.forward_pass import (
+    OPERATIONS_PER_SECOND,
+    OTHERS_PER_SECOND,
+    multiplies_parts,
+    operations_of_a_pair,
+    shape_of,
+)
 from qkv.backends.cpu.frame import Shape
 from qkv.backends.cpu.host import Host, host
 from qkv.backends.cpu.residual_pass import Rows
@@ -93,7 +99,8 @@ def backward(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
     )
     operations = 2.0 * plan.pairs * (3 * spec.head_dim + 2 * spec.v_head_dim)
     workers = max(1, min(get_num_threads(), len(tasks), int(operations / _WORTH_A_THREAD)))
-    seconds = operations / (OPERATIONS_PER_SECOND[shape.product] * workers)
+    others = 2 * operations_of_a_pair(spec) * plan.pairs / OTHERS_PER_SECOND
+    seconds = (operations / OPERATIONS_PER_SECOND[shape.product] + others) / workers
     # As many tasks for each: nobody waits for the last one.
     rounds = len(tasks) / workers * _SLICE_SECONDS / max(seconds, _SLICE_SECONDS)
     step = workers * max(1, int(rounds))

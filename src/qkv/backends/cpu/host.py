@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from qkv.backends.cpu import threadpool_limits
+from qkv.backends.cpu.fork_locks import alone_in_llvm
 from qkv.backends.cpu.frame import Shape
-from qkv.backends.cpu.llvm_lock import alone_in_llvm
 from qkv.backends.cpu.matrix_unit import permitted
 from qkv.errors import ArgumentError
 

@@ -80,10 +80,10 @@ class Pool:
 
     def stop(self) -> None:
         """End the threads; whoever is inside finishes first. In a forked child there are none."""
+        if os.getpid() != self._process:
+            return  # the lock may have been another thread's, for ever
         with self._lock:
             self._asked = MOST_WORKERS
-            if os.getpid() != self._process:
-                return
             self._stop(self._block)
             for i in range(self.size):
                 _libc().pthread_join(ctypes.c_size_t(self._handles[i]), None)

@@ -17,7 +17,12 @@ from qkv.backends.cpu import threads
 from qkv.backends.cpu.arguments import Arguments, rotated
 from qkv.backends.cpu.backend import integer_bits, kernel_spec
 from qkv.backends.cpu.compile import Kernel, build
-from qkv.backends.cpu.forward_pass import multiplies_parts, shape_of
+from qkv.backends.cpu.forward_pass import (
+    OTHERS_PER_SECOND,
+    multiplies_parts,
+    operations_of_a_pair,
+    shape_of,
+)
 from qkv.backends.cpu.host import Host, host
 from qkv.backends.cpu.replay import (
     FIELDS,
@@ -201,7 +206,9 @@ class _Replay:
         operations = 2.0 * spec.head_dim * self.plan.pairs * min(share, 1.0)
         workers = max(1, min(get_num_threads(), count, int(operations / _WORTH_A_THREAD)))
         arguments = _ReplayArguments(self, numbers, arrays, workers)
-        seconds = operations / (_OPERATIONS_PER_SECOND * workers)
+        others = operations_of_a_pair(spec) * self.plan.pairs * min(share, 1.0)
+        seconds = operations / _OPERATIONS_PER_SECOND + others / OTHERS_PER_SECOND
+        seconds /= workers
         slices = max(1, math.ceil(seconds / _SLICE_SECONDS))
         step = workers * max(1, -(-count // (workers * slices)))
         for start in range(0, count, step):

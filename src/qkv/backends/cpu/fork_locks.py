@@ -1,0 +1,49 @@
+"""Locks that nobody else holds when the process forks or ends.
+
+A child that was forked while another thread held a lock, of LLVM or of an import, would wait for
+it for ever, and LLVM does not survive that the process ends around it. So a fork, and the end,
+wait for what another thread compiles or imports.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_LONGEST_WAIT = 30.0
+"""Seconds for which the end of the process waits."""
+
+
+class ForkLock:
+    """A lock that the forking thread takes before the fork, and that is new in the child."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(
+                before=lambda: self._lock.acquire(),
+                after_in_parent=lambda: self._lock.release(),
+                after_in_child=self._renew,
+            )
+
+    def _renew(self) -> None:
+        self._lock = threading.RLock()
+
+    def keep(self) -> None:
+        """Take it for good: the process ends."""
+        self._lock.acquire(timeout=_LONGEST_WAIT)
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self._lock:
+            yield
+
+
+alone_in_llvm = ForkLock()
+"""Whoever calls llvmlite holds this, for a query as for a compilation."""
+importing = ForkLock()
+"""Whoever imports in the middle of a call holds this."""
+atexit.register(alone_in_llvm.keep)

@@ -1,0 +1,76 @@
+"""Numbers and formulas that nobody needs are understood, or refused in words."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import qkv
+from qkv.errors import ArgumentError
+
+X = np.random.default_rng(0).normal(size=(1, 1, 20, 8)).astype(np.float32)
+
+
+@pytest.mark.parametrize("length", [np.uint64(2**64 - 1), np.int64(2**63 - 1), np.int8(100), 2**40])
+def test_a_prefix_longer_than_anything_is_everything(length) -> None:
+    np.testing.assert_array_equal(
+        qkv.attention(X, X, X, qkv.Prefix(length)), qkv.attention(X, X, X)
+    )
+
+
+@pytest.mark.parametrize(
+    "formula",
+    [
+        lambda s, b, h, q, k: s**2,
+        lambda s, b, h, q, k: 2**k + s,
+        lambda s, b, h, q, k: s @ s,
+        lambda s, b, h, q, k: s + (k << 3),
+        lambda s, b, h, q, k: s.mean(),
+        lambda s, b, h, q, k: divmod(s, 2)[0],
+        lambda s, b, h, q, k: round(s),
+    ],
+)
+def test_what_the_language_lacks_is_refused_in_words(formula) -> None:
+    with pytest.raises(ArgumentError, match="not part of the expression language"):
+        qkv.attention(X, X, X, qkv.ScoreMod(formula))
+
+
+@pytest.mark.parametrize("p", ["a", None, [0.1, 0.2], 1.0, -0.1, float("nan")])
+def test_what_is_no_probability(p) -> None:
+    with pytest.raises(ArgumentError, match="not a probability"):
+        qkv.Dropout(p, 1)
+
+
+@pytest.mark.parametrize("seed", [1.7, -1, 2**64])
+def test_what_is_no_seed(seed) -> None:
+    with pytest.raises(ArgumentError, match="not a whole number of 64 bits"):
+        qkv.Dropout(0.5, seed)
+
+
+@pytest.mark.parametrize("positions", [[-(2**63)], [2**63 - 1], [-(2**31), 0]])
+def test_global_tokens_beyond_any_row(positions) -> None:
+    with pytest.raises(ArgumentError, match="GlobalTokens spans"):
+        qkv.GlobalTokens(np.array(positions))
+
+
+def in_a_process(code: str, **settings: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **settings}, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    return done.stderr
+
+
+def test_an_unknown_instruction_set_is_not_answered_by_another_backend() -> None:
+    said = in_a_process(
+        "import numpy as np, qkv; x = np.ones((1, 9, 8)); qkv.attention(x, x, x)",
+        QKV_ISA="avx-512",
+    )
+    assert "QKV_ISA='avx-512' is not an instruction set" in said
+
+
+def test_a_number_of_threads_with_thousands_of_digits() -> None:
+    said = in_a_process("import qkv; qkv.get_num_threads()", QKV_NUM_THREADS="9" * 5000)
+    assert "is not a number of threads" in said
