@@ -181,7 +181,8 @@ def _traced_head(
     forward = steps(Scores(problem, np.dtype(np.float64)), batch, head, q_rows)
     back = None if d_out is None else step_back(problem, forward, d_out[place][q_rows])
     kv_head = head // spec.group_size
-    q_pos, kv_pos = (p[batch if len(p) > 1 else 0] for p in operands.positions)
+    positions = operands.positions.of_queries(), operands.positions.of_keys()
+    q_pos, kv_pos = (p[batch if len(p) > 1 else 0] for p in positions)
     given = operands.query[place][q_rows].astype(np.float64)
     rows = []
     for i, row in enumerate(q_rows):

@@ -197,8 +197,8 @@ class _Heads:
         kv_len = self._key.shape[2]
         self._value: Array = np.zeros((batch, 1, kv_len, 2), dtype)
         positions = self._bind().problem.operands.positions
-        self.q_pos = np.broadcast_to(positions[0], (batch, q_len))
-        self.kv_pos = np.broadcast_to(positions[1], (batch, kv_len))
+        self.q_pos = np.broadcast_to(positions.of_queries(), (batch, q_len))
+        self.kv_pos = np.broadcast_to(positions.of_keys(), (batch, kv_len))
         self._value[:, 0, :, 0] = self.kv_pos
         self._value[..., 1] = 1
         self.real = self._real_keys(real)

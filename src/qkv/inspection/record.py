@@ -132,7 +132,8 @@ class Record:
         """
         if isinstance(offset, bool) or not isinstance(offset, int | np.integer):
             raise ArgumentError(f"mass_at(offset={offset!r}) is not a whole number.")
-        positions = self._call.problem.operands.positions
+        standing = self._call.problem.operands.positions
+        positions = standing.of_queries(), standing.of_keys()
 
         def of_head(batch: int, head: int) -> Array:
             q_pos, kv_pos = (p[batch if len(p) > 1 else 0] for p in positions)

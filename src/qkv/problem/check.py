@@ -24,7 +24,7 @@ from qkv.problem.rows import (
     storage_of,
     stored_rows,
 )
-from qkv.problem.spec import Angles, Operands, Problem, Rotation, Spec, Stage
+from qkv.problem.spec import Angles, Operands, Positions, Problem, Rotation, Spec, Stage
 from qkv.problem.symbols import Expr
 
 Array = NDArray[Any]
@@ -259,16 +259,14 @@ def _offset(value: Any, name: str, builder: Builder) -> Array:
 
 def _positions(
     builder: Builder, q_offset: Any, kv_offset: Any
-) -> tuple[tuple[Array, Array], dict[str, Node]]:
-    """Positions of rows that are rotated, and what `q_pos` and `kv_pos` are in expressions."""
+) -> tuple[Positions, dict[str, Node]]:
+    """Positions of all rows, and what `q_pos` and `kv_pos` stand for in expressions."""
     shape, restart = builder.shape, builder.restart
     statement = _statement(builder, q_offset)
     kv_shift = _offset(kv_offset, "kv_offset", builder)
-    # Arrays of all rows are made for rotation alone, and not where there may be millions.
-    rows = (shape.q_len, shape.kv_len) if builder.rotation else (0, 0)
-    q_rank, kv_rank = (np.arange(count, dtype=np.int64)[None] for count in rows)
-    if restart:
-        q_rank, kv_rank = restart.q_rank, restart.kv_rank
+    q_rank: Array | int
+    kv_rank: Array | int
+    q_rank, kv_rank = (restart.q_rank, restart.kv_rank) if restart else (shape.q_len, shape.kv_len)
     q_shift: Array
     if statement is None:
         _refuse_ambiguous(builder)
@@ -276,7 +274,7 @@ def _positions(
     if isinstance(statement, str) and statement == "start":
         q_shift = np.zeros(1, np.int64)
     elif isinstance(statement, str) and restart:
-        q_rank, q_shift = q_rank + restart.end_shift, np.zeros(1, np.int64)
+        q_rank, q_shift = restart.q_rank + restart.end_shift, np.zeros(1, np.int64)
     elif isinstance(statement, str):
         kv_lens = builder.kv_lens if builder.kv_lens is not None else np.array([shape.kv_len])
         q_shift = kv_lens - shape.q_len
@@ -285,15 +283,14 @@ def _positions(
     moved = not (isinstance(statement, str) and statement == "start")
     q_pos = _place(builder, "q_index", q_rank, q_shift, moved, "q_offset")
     kv_pos = _place(builder, "kv_index", kv_rank, kv_shift, bool(np.any(kv_shift)), "kv_offset")
-    positions = (q_rank + q_shift[:, None], kv_rank + kv_shift[:, None])
-    return positions, {"q_pos": q_pos, "kv_pos": kv_pos}
+    return Positions(q_rank, kv_rank, q_shift, kv_shift), {"q_pos": q_pos, "kv_pos": kv_pos}
 
 
 def _place(
-    builder: Builder, index: str, rank: Array, shift: Array, moved: bool, label: str
+    builder: Builder, index: str, rank: Array | int, shift: Array, moved: bool, label: str
 ) -> Node:
     position: Expr = Expr(Var(index))
-    if builder.restart:
+    if not isinstance(rank, int):
         row = builder.batch if len(rank) > 1 else 0
         position = builder.table(rank, f"{label} ranks")[row, position]
     if moved:
@@ -380,12 +377,10 @@ def _prove(shape: Shape, nodes: list[Node], arrays: dict[str, Array]) -> None:
         prove_reads(node, known, arrays)
 
 
-def _rotation(
-    builder: Builder, positions: tuple[Array, Array]
-) -> tuple[Rotation | None, Angles | None]:
+def _rotation(builder: Builder, positions: Positions) -> tuple[Rotation | None, Angles | None]:
     if builder.rotation is None:
         return None, None
     rotation, inv_freq = builder.rotation
     if rotation.rotary_dim == 0:
         return None, None
-    return rotation, Angles(inv_freq, *positions)
+    return rotation, Angles(inv_freq, positions.of_queries(), positions.of_keys())

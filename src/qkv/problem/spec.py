@@ -179,14 +179,40 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
+class Positions:
+    """Where rows stand; the arrays are made when they are asked for, for rows may be millions.
+
+    A rank is `(1 or batch, length)`, or the length where ranks are 0, 1, 2, ...; a shift is
+    `(1 or batch,)` and is added to it.
+    """
+
+    q_rank: Array | int
+    kv_rank: Array | int
+    q_shift: Array
+    kv_shift: Array
+
+    def of_queries(self) -> Array:
+        """`(1 or batch, q_len)`."""
+        return _moved(self.q_rank, self.q_shift)
+
+    def of_keys(self) -> Array:
+        """`(1 or batch, kv_len)`."""
+        return _moved(self.kv_rank, self.kv_shift)
+
+
+def _moved(rank: Array | int, shift: Array) -> Array:
+    rows = np.arange(rank, dtype=np.int64)[None] if isinstance(rank, int) else rank
+    return np.asarray(rows + shift[:, None])
+
+
+@dataclass(frozen=True, slots=True)
 class Operands:
     """The values of one problem.
 
     query, key and value are views `(*batch_shape, heads, length, dim)`, broadcast but not copied;
     key and value may be `StoredRows` that stand for such arrays (`read_rows`, `whole_rows`);
-    tables are indexed by the expressions of the `Spec`. `positions` holds the query and key
-    positions, each `(1 or batch, length)`. `origins` says of each table, and `sink_origin` of the
-    sinks, whose they are.
+    tables are indexed by the expressions of the `Spec`. `origins` says of each table, and
+    `sink_origin` of the sinks, whose they are.
     """
 
     query: Array
@@ -194,7 +220,7 @@ class Operands:
     value: Rows
     scale: float
     tables: Mapping[str, Array]
-    positions: tuple[Array, Array]
+    positions: Positions
     angles: Angles | None = None
     sinks: Array | None = None
     dropout: Dropout | None = None
