@@ -11,6 +11,7 @@ from transformers.utils import output_capturing
 
 import qkv
 from qkv.errors import UnsupportedError
+from qkv.hf.keywords import refuse_unread
 from qkv.hf.layer_call import LayerCall, LayerWeights
 from qkv.hf.masks import StatedMask
 
@@ -64,18 +65,25 @@ def attend(
     cache : optional
         Pages of transformers' continuous batching, which are refused.
     **kwargs
-        Everything else is taken and not read: what it says (a sliding window, packed rows) is in
-        the mask.
+        What models hand to every layer for other parts and other kernels; it is not read, since
+        what it says (a sliding window, packed rows) is in the mask. Anything else is refused.
 
     Returns
     -------
     (tensor (batch, q_len, num_heads, v_head_dim), LayerWeights or None)
+
+    Raises
+    ------
+    UnsupportedError
+        A keyword that is not known to be without effect, such as the `indices` of layers that
+        choose keys for each query, or sinks of each query.
     """
     if cache is not None:
         raise UnsupportedError(
             "continuous batching keeps keys in pages of its own; qkv is not called through those.",
             action='Use attn_implementation="sdpa" with generate_batch.',
         )
+    refuse_unread(module, kwargs, key.shape[2])
     variants: list[Any] = []
     if softcap is not None:
         variants.append(qkv.Softcap(softcap))

@@ -1,0 +1,111 @@
+"""Keywords of attention that are not computed here are refused; those without effect are taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+REASON = "the Hugging Face plug-in needs transformers: pip install transformers"
+torch = pytest.importorskip("torch", reason=REASON)
+transformers = pytest.importorskip("transformers", reason=REASON)
+
+from families import EXPERTS, GROUPED, LATENT, SIZES, attending, model_of  # noqa: E402
+
+import qkv  # noqa: E402
+import qkv.hf  # noqa: E402
+from qkv.hf.attention import attend  # noqa: E402
+
+qkv.hf.enable()
+
+IDS = torch.arange(3, 19)[None]
+SPARSE = {
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rotary_dim": 4,
+    "dense_intermediate_size": 48,
+    "shared_intermediate_size": 16,
+    "mlp_layer_types": ["dense", "dense"],
+    "layer_types": ["minimax_m3_sparse"] * 2,
+    "index_n_heads": 2,
+    "index_head_dim": 8,
+    "index_block_size": 2,
+    "index_topk_blocks": 2,
+    "index_local_blocks": 1,
+}
+INDEXED = {"index_topk": 4, "index_n_heads": 4, "index_head_dim": 8}
+REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "block_indices": (
+        "MiniMaxM3VLTextModel",
+        "MiniMaxM3VLTextConfig",
+        {**SIZES, **EXPERTS, **SPARSE},
+    ),
+    "sinks": (
+        "Inkling2ForCausalLM",
+        "Inkling2TextConfig",
+        {**GROUPED, "moe_intermediate_size": 16},
+    ),
+    "indices": ("DeepseekV32ForCausalLM", "DeepseekV32Config", {**SIZES, **LATENT, **INDEXED}),
+}
+
+
+@pytest.mark.parametrize("keyword", REFUSED)
+def test_models_that_hand_over_more_than_is_computed(keyword: str) -> None:
+    """Eager computes it, sparse layers and sinks of each query; to drop it changes the logits."""
+    model_name, config_name, said = REFUSED[keyword]
+    if not hasattr(transformers, model_name):
+        pytest.skip(f"this transformers has no {model_name}")
+    config = getattr(transformers, config_name)(**said)
+    config._experts_implementation = "eager"
+    model = getattr(transformers, model_name)(config).eval()
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        model(IDS)
+        model.set_attn_implementation("qkv")
+        with pytest.raises(qkv.UnsupportedError, match=rf"Attention passes {keyword}= ") as error:
+            model(IDS)
+    assert 'attn_implementation="eager"' in error.value.action
+    assert error.value.seen[0][0] == keyword
+
+
+def test_a_sparse_layer_that_chooses_every_key() -> None:
+    """A text that is shorter than what the layer may choose."""
+    _, _, said = REFUSED["indices"]
+    config = transformers.DeepseekV32Config(**{**said, "index_topk": 16})
+    config._experts_implementation = "eager"
+    model = transformers.DeepseekV32ForCausalLM(config).double().eval()
+    logits = {}
+    for implementation in ("eager", "qkv"):
+        with attending(model, implementation), torch.no_grad():
+            logits[implementation] = model(IDS).logits
+    torch.testing.assert_close(logits["qkv"], logits["eager"], rtol=1e-10, atol=1e-10)
+
+
+def test_a_keyword_that_nobody_knows() -> None:
+    rows = torch.randn(1, 2, 3, 4)
+    layer = torch.nn.Identity()
+    with pytest.raises(qkv.UnsupportedError, match="Identity passes softcapp= to attention"):
+        attend(layer, rows, rows, rows, None, softcapp=3.0)
+    expected, _ = attend(layer, rows, rows, rows, None)
+    found, _ = attend(layer, rows, rows, rows, None, softcapp=None, sinks=None)
+    assert torch.equal(found, expected)
+
+
+def test_keywords_for_other_parts_of_a_model() -> None:
+    """What tokenizers, collators and transformers itself pass on reaches every layer."""
+    model = model_of("llama")
+    said = {
+        "token_type_ids": torch.zeros_like(IDS),
+        "special_tokens_mask": torch.zeros_like(IDS),
+        "cache_position": torch.arange(16),
+        "num_items_in_batch": torch.tensor(16),
+        "use_cache": False,
+        "return_dict": True,
+        "output_hidden_states": True,
+        "output_router_logits": False,
+    }
+    logits = {}
+    for implementation in ("eager", "qkv"):
+        with attending(model, implementation), torch.no_grad():
+            logits[implementation] = model(input_ids=IDS, **said).logits
+    torch.testing.assert_close(logits["qkv"], logits["eager"], rtol=1e-10, atol=1e-10)
