@@ -27,6 +27,12 @@ SIZES: dict[str, Any] = {
 GROUPED = {**SIZES, "num_key_value_heads": 2, "head_dim": 8}
 SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
+SHARED = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
 CHUNKED = {
     "attention_chunk_size": 4,
     "layer_types": ["chunked_attention", "full_attention"],
@@ -72,6 +78,11 @@ DECODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", GROUPED),
     "mistral": ("MistralForCausalLM", "MistralConfig", {**GROUPED, "sliding_window": WINDOW}),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", GROUPED),
+    "qwen2-moe": (
+        "Qwen2MoeForCausalLM",
+        "Qwen2MoeConfig",
+        {**SIZES, "num_key_value_heads": 2, **SHARED},
+    ),
     "gemma2": (
         "Gemma2ForCausalLM",
         "Gemma2Config",

@@ -125,6 +125,16 @@ def test_logits_of_padded_text(family: str, kind: str, monkeypatch: Any) -> None
     close(seen(family, inputs, got), seen(family, inputs, expected))
 
 
+def test_a_window_of_zero_that_no_layer_uses(monkeypatch: Any) -> None:
+    """Qwen2-MoE says sliding_window=0 for "none", and asks for that mask all the same."""
+    model, inputs = model_of("qwen2-moe"), inputs_of("llama", "left")
+    assert model.config.sliding_window == 0
+    expected = run("qwen2-moe", "eager", inputs).logits
+    with no_dense_mask(monkeypatch):
+        got = run("qwen2-moe", "qkv", inputs).logits
+    close(seen("qwen2-moe", inputs, got), seen("qwen2-moe", inputs, expected))
+
+
 @pytest.mark.parametrize("family", ["whisper", "vit", "siglip"])
 def test_logits_of_sound_and_pictures(family: str, monkeypatch: Any) -> None:
     inputs = inputs_of(family)

@@ -28,6 +28,8 @@ PATTERNS = {
     "causal": masking_utils.causal_mask_function,
     "full": masking_utils.bidirectional_mask_function,
     "window": masking_utils.sliding_window_causal_mask_function(3),
+    "window of nothing": masking_utils.sliding_window_causal_mask_function(0),
+    "window of later keys": masking_utils.sliding_window_overlay(-1),
     "both sides": masking_utils.sliding_window_bidirectional_mask_function(2),
     "either": masking_utils.or_masks(
         masking_utils.sliding_window_overlay(2), masking_utils.causal_mask_function

@@ -98,7 +98,7 @@ def _masks(function: MaskFunction, rows: Rows | None) -> list[MaskVariant]:
             parts = _captured(function)["mask_functions"]
             return _union([_masks(part, rows) for part in parts])
         case "sliding_window_overlay":
-            return [SlidingWindow(_captured(function)["sliding_window"] - 1, None)]
+            return [_window(_captured(function)["sliding_window"])]
         case "sliding_window_bidirectional_overlay":
             width = _captured(function)["sliding_window"]
             return [SlidingWindow(width, width)]
@@ -107,6 +107,11 @@ def _masks(function: MaskFunction, rows: Rows | None) -> list[MaskVariant]:
         case "blockwise_overlay" if rows is not None:
             return [_blocks(**_captured(function), rows=rows)]
     raise _Unread
+
+
+def _window(width: int) -> MaskVariant:
+    """`kv_pos > q_pos - width`. Some configurations say 0 where they mean no window."""
+    return SlidingWindow(width - 1, None) if width > 0 else ~SlidingWindow(None, -width)
 
 
 def _chunks(chunk_size: int, left_padding: torch.Tensor, rows: Rows) -> SameGroup:
