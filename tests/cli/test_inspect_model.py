@@ -423,6 +423,58 @@ def test_broken_models(
     assert len(err) < 2000
 
 
+def without(path: Path, *parts: str) -> Path:
+    """The folder, once its weights of those names have been taken out."""
+    numpy = pytest.importorskip("safetensors.numpy", reason="it is not installed")
+    file = path / "model.safetensors"
+    weights = numpy.load_file(file)
+    kept = {key: w for key, w in weights.items() if not any(part in key for part in parts)}
+    assert len(kept) < len(weights)
+    numpy.save_file(kept, file, {"format": "pt"})
+    return path
+
+
+def test_weights_that_no_file_holds(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = without(broken(folder, tmp_path, "none"), "h.1.attn.c_attn", "h.0.ln_1.bias")
+    assert complaint(capsys, "--model", str(path)).splitlines() == [
+        f"qkv: '{path}' lacks 3 of the model's weights; random ones would stand in for them.",
+        "",
+        "  missing  h.0.ln_1.bias",
+        "  missing  h.1.attn.c_attn.bias",
+        "  missing  h.1.attn.c_attn.weight",
+        "",
+        "Pass a folder with all weights of the model that config.json describes.",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["pooler", "tied", "decoder"])
+def test_weights_that_attention_does_not_read(
+    kind: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Files of a masked language model have no pooler, tied embeddings are stored once, and of a
+    translator only the encoder runs."""
+    transformers = pytest.importorskip("transformers", reason="it is not installed")
+    small: dict[str, Any] = {"vocab_size": 256, "pad_token_id": 0}
+    match kind:
+        case "pooler":
+            sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+            config = transformers.BertConfig(**small, **sizes, num_hidden_layers=1)
+            model = transformers.BertForMaskedLM(config)
+        case _:
+            sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_heads": 2, "num_layers": 1}
+            config = transformers.T5Config(**small, **sizes, decoder_start_token_id=0)
+            model = transformers.T5ForConditionalGeneration(config)
+    path = broken(folder, tmp_path, "none")
+    model.save_pretrained(path)
+    if kind == "decoder":
+        without(path, "decoder.block.0.layer.0.SelfAttention.q")
+    (tmp_path / "t.txt").write_text("hello", encoding="utf-8")
+    assert main(["inspect", "--model", str(path), "--text", str(tmp_path / "t.txt")]) == 0
+    assert "1 layers, 2 heads" in " ".join(capsys.readouterr().out.split())
+
+
 def test_nothing_is_fetched_without_asking(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,6 +28,8 @@ Progress = Callable[[int, int], None]
 
 TINY = "tiny"
 _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_AFTER_ATTENTION = re.compile(r"(^|\.)(\w*pooler|\w*head|classifier|score)\.")
+"""Parts that files of another task lack, and that read what attention has made."""
 _MOST_BYTES = 1 << 26
 _LONGEST_REASON = 300
 
@@ -186,10 +188,31 @@ def _loaded(name: str, download: bool) -> tuple[Any, Any, Any]:
     config = AutoConfig.from_pretrained(name, **safe)
     config.use_cache = False
     tokenizer = AutoTokenizer.from_pretrained(name, **safe)
-    model = AutoModel.from_pretrained(name, config=config, use_safetensors=True, **safe)
-    if getattr(config, "is_encoder_decoder", False):
-        model = model.get_encoder()
+    whole, report = AutoModel.from_pretrained(
+        name, config=config, use_safetensors=True, output_loading_info=True, **safe
+    )
+    model = whole.get_encoder() if getattr(config, "is_encoder_decoder", False) else whole
+    read = set(model.parameters())
+    _require_weights(
+        name,
+        sorted(
+            key
+            for key, weight in whole.named_parameters(remove_duplicate=False)
+            if key in report["missing_keys"] and weight in read and not _AFTER_ATTENTION.search(key)
+        ),
+    )
     return config, tokenizer, model.eval()
+
+
+def _require_weights(name: str, missing: list[str]) -> None:
+    """Complain of weights that transformers makes up, where no file holds them."""
+    if missing:
+        raise FileError(
+            f"{shown(name)} lacks {len(missing)} of the model's weights; random ones would stand "
+            "in for them.",
+            [("missing", key) for key in missing[:3]],
+            "Pass a folder with all weights of the model that config.json describes.",
+        )
 
 
 @contextmanager
