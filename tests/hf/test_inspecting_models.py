@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from typing import Any
@@ -196,6 +197,62 @@ def test_a_model_that_computes_attention_itself() -> None:
     ):
         model(pixels)
     assert model.config._attn_implementation == before
+
+
+def compiled_call(model: Any) -> Any:
+    model.compile(backend="eager")
+    return model
+
+
+def compiled_forward(model: Any) -> Any:
+    model.forward = torch.compile(model.forward, backend="eager")
+    return model
+
+
+WRAPPERS = {
+    "model.compile": compiled_call,
+    "forward": compiled_forward,
+    "torch.compile": lambda model: torch.compile(model, backend="eager"),
+    "Sequential": torch.nn.Sequential,
+    "DataParallel": torch.nn.DataParallel,
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_model_that_is_compiled_or_inside_another_module(wrapper: str) -> None:
+    model = model_of("llama")
+    expected = inspected(model, input_ids=IDS)
+    wrapped = WRAPPERS[wrapper](copy.deepcopy(model))
+    with torch.no_grad():
+        before = wrapped(IDS).logits
+        with InDouble(), qkv.hf.inspect(wrapped) as found:
+            wrapped(IDS)
+        after = wrapped(IDS).logits
+    assert [layer.name for layer in found] == [layer.name for layer in expected]
+    assert_same(found, expected)
+    assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_module_without_one_model(count: int) -> None:
+    parts = torch.nn.Sequential(*[copy.deepcopy(model_of("llama")) for _ in range(count)])
+    fact = f"Sequential has {count} models of transformers inside"
+    with pytest.raises(qkv.ArgumentError, match=fact), qkv.hf.inspect(parts):
+        pass
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_backward_computes_anew_is_not_recorded_again(reentrant: bool) -> None:
+    model = copy.deepcopy(model_of("llama")).train()
+    said = {"input_ids": IDS, "labels": IDS, "use_cache": False}
+    with torch.no_grad(), qkv.hf.inspect(model) as expected:
+        model(**said)
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    with qkv.hf.inspect(model) as record:
+        model(**said).loss.backward()
+    assert [layer.name for layer in record] == [f"model.layers.{i}.self_attn" for i in (0, 1)]
+    assert_same(record, expected)
+    assert model.model.layers[0].self_attn.q_proj.weight.grad is not None
 
 
 def test_a_model_that_is_not_on_the_cpu() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -43,9 +44,9 @@ def inspect(
 
     Parameters
     ----------
-    model : transformers.PreTrainedModel
+    model : transformers.PreTrainedModel, or a module with one inside
         Loaded with any attention implementation. It is switched to qkv inside the `with`, and
-        has its own again afterwards, also after an error.
+        has its own again afterwards, also after an error. Compiled code is run uncompiled there.
     top : int
         Keys to keep of each query.
     keep : "weights", layer numbers or None
@@ -64,13 +65,15 @@ def inspect(
         The model computes its attention without asking for an implementation, or is not on the
         CPU.
     ArgumentError
-        The model is called more than once, or not at all.
+        The model is called more than once, or not at all; or there is no model of transformers, or
+        more than one.
 
     Notes
     -----
     Tokens are read from `input_ids` of the call (`decoder_input_ids` for decoders), padding from
     `attention_mask`. Without ids (pictures, embeddings), or with a cache of earlier tokens,
-    duplicate and induction scores are NaN.
+    duplicate and induction scores are NaN. What a backward pass computes anew (activation
+    checkpointing) is not recorded again.
 
     Cost: about five forward passes of attention; memory O(length), the weights are never there.
 
@@ -84,13 +87,14 @@ def inspect(
     from qkv.hf import enable
 
     enable()
+    model = _inside(model)
     _require_cpu(model)
     name = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
     record = ModelRecord(name, top=top, keep=keep)
     run = _Run(model, record, progress)
     hook = model.register_forward_pre_hook(run.begin, with_kwargs=True)
     try:
-        with _switched(model), observe(run.see):
+        with _switched(model), _uncompiled(), observe(run.see):
             yield record
     finally:
         hook.remove()
@@ -112,6 +116,8 @@ class _Run:
         self.names = {module: name for name, module in self.model.named_modules()}
 
     def begin(self, module: torch.nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
+        if _in_backward():
+            return
         if self.inputs is not None:
             raise ArgumentError(
                 f"{type(module).__name__} was called twice; a record is of one call.",
@@ -125,7 +131,7 @@ class _Run:
     def see(self, call: LayerCall) -> None:
         """Add the scores of one layer, before its output is computed."""
         name = self.names.get(call.module)
-        if name is None or self.inputs is None:
+        if name is None or self.inputs is None or _in_backward():
             return
         one_sequence = not _OTHER_SEQUENCE.search(name)
         ids, real = self._sequence_of(name, call) if one_sequence else (None, None)
@@ -186,6 +192,44 @@ class _Run:
 
     def _attention_layers(self) -> int:
         return sum("Attention" in type(module).__name__ for module in self.names)
+
+
+def _inside(module: torch.nn.Module) -> torch.nn.Module:
+    """The model of transformers that a module is, or wraps."""
+    found = list(dict.fromkeys(_models(module)))
+    if len(found) == 1:
+        return found[0]
+    raise ArgumentError(
+        f"{type(module).__name__} has {len(found)} models of transformers inside; "
+        "a record is of one.",
+        [("inside", type(model).__name__) for model in found[:3]],
+        "Pass the PreTrainedModel itself.",
+    )
+
+
+def _models(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The outermost ones."""
+    from transformers import PreTrainedModel
+
+    if isinstance(module, PreTrainedModel):
+        yield module
+        return
+    for part in module.children():
+        yield from _models(part)
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """No code of torch.compile is made or run: the numbers of a traced layer are not there."""
+    if "torch._dynamo" not in sys.modules:  # Nothing is compiled, and to import it takes seconds.
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _require_cpu(model: torch.nn.Module) -> None:
