@@ -301,6 +301,39 @@ def test_bad_texts(
     assert said in complaint(capsys, "--model", "tiny", "--text", str(tmp_path / "t"))
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/null"), reason="a device of POSIX")
+def test_a_text_that_is_no_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert complaint(capsys, "--model", "tiny", "--text", "/dev/null") == (
+        "qkv: '/dev/null' is no regular file.\n\nPass a file of text.\n"
+    )
+
+
+def test_a_text_that_is_too_large(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    with path.open("wb") as file:
+        file.truncate(2**26 + 1)
+    assert complaint(capsys, "--model", "tiny", "--text", str(path)) == (
+        f"qkv: '{path}' has 67108865 bytes; at most 67108864 are read.\n\nCut the text.\n"
+    )
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes of POSIX")
+def test_a_saved_record_has_the_mode_of_a_new_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "r.safetensors"
+    before = os.umask(0o027)
+    try:
+        for mode in (0o640, 0o604):
+            assert main(["inspect", "--model", "tiny", "--save", str(path)]) == 0
+            assert path.stat().st_mode & 0o777 == mode
+            path.chmod(0o604)
+    finally:
+        os.umask(before)
+    assert list(tmp_path.iterdir()) == [path]
+    assert load(path).model == "tiny"
+
+
 def test_folders_without_safetensors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "has no config.json" in complaint(capsys, "--model", str(tmp_path))
     (tmp_path / "config.json").write_text("{}")

@@ -65,6 +65,8 @@ def _text(path: str) -> str:
                 action="Cut the text.",
             )
         text = Path(path).read_text(encoding="utf-8")
+    except FileError:
+        raise
     except UnicodeDecodeError as error:
         raise FileError(
             f"{name} is not UTF-8 text: byte {error.start} is none.", action="Convert it to UTF-8."

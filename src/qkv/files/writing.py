@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import secrets
+import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -62,16 +64,22 @@ def write_arrays(
 
 
 def replace_file(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write a file whole under another name, then move it to `path`."""
+    """Write a file whole under another name, then move it to `path`.
+
+    It has the mode that `open` gives: that of the file it replaces, else what the umask leaves.
+    """
     name = os.fspath(path)
+    temporary = os.path.join(os.path.dirname(name), f".qkv-{secrets.token_hex(8)}")
     try:
-        with tempfile.NamedTemporaryFile(dir=os.path.dirname(name) or ".", delete=False) as file:
+        with open(temporary, "xb") as file:
             try:
                 file.write(data)
                 file.close()
-                os.replace(file.name, name)
+                with suppress(OSError):
+                    shutil.copymode(name, temporary)
+                os.replace(temporary, name)
             except BaseException:
-                os.unlink(file.name)
+                os.unlink(temporary)
                 raise
     except OSError as error:
         raise FileError(
