@@ -64,6 +64,8 @@ def test_models_that_hand_over_more_than_is_computed(keyword: str) -> None:
         model.set_attn_implementation("qkv")
         with pytest.raises(qkv.UnsupportedError, match=rf"Attention passes {keyword}= ") as error:
             model(IDS)
+    with pytest.raises(qkv.UnsupportedError, match=f"passes {keyword}= "):
+        qkv.hf.check(model, IDS)
     assert 'attn_implementation="eager"' in error.value.action
     assert error.value.seen[0][0] == keyword
 
