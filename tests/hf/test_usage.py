@@ -98,6 +98,22 @@ def test_one_layer_that_does_not_call_it_is_named() -> None:
     assert usage.calls == {"model.layers.0.self_attn": 1}
 
 
+@pytest.mark.parametrize("part", ["MemoryAttentionMLP", "RelativeAttentionBias"])
+def test_parts_that_help_attention_are_no_layers(part: str) -> None:
+    """Edge TAM and Phi-4 multimodal have some, beside layers that do call."""
+    model = model_of("llama")
+    model.set_attn_implementation("qkv")
+    layer = model.model.layers[0]
+    theirs, layer.mlp = layer.mlp, torch.nn.Sequential(layer.mlp)
+    layer.mlp.__class__ = type(part, (torch.nn.Sequential,), {})
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert qkv.hf.check(model, TOKENS).complete
+    finally:
+        layer.mlp = theirs
+
+
 def test_pages_of_continuous_batching_are_refused() -> None:
     query = torch.randn(1, 2, 3, 4)
     with pytest.raises(qkv.UnsupportedError, match="pages of its own"):

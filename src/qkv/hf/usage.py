@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections import Counter
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from qkv.hf.attention import observe
 from qkv.hf.layer_call import LayerCall
 
 __all__ = ["NotUsedWarning", "Usage", "check"]
+
+_ATTENTION = re.compile(r"Attention(?!(Bias|Loss|MLP|Output|Structure)$)")
+"""Class names of attention layers, not of what helps them."""
 
 
 class NotUsedWarning(UserWarning):
@@ -66,8 +70,8 @@ def check(model: torch.nn.Module, /, *args: Any, **inputs: Any) -> Usage:
 
     Notes
     -----
-    Modules with "Attention" in the name of their class are taken for attention layers. Cost: one
-    forward pass.
+    Modules with "Attention" in the name of their class are taken for attention layers, but for
+    such parts of them as AttentionOutput and AttentionMLP. Cost: one forward pass.
 
     Examples
     --------
@@ -93,7 +97,7 @@ def check(model: torch.nn.Module, /, *args: Any, **inputs: Any) -> Usage:
 
     hooks = []
     for module in names:
-        if "Attention" in type(module).__name__:
+        if _ATTENTION.search(type(module).__name__):
             hooks.append(module.register_forward_pre_hook(enter))
             hooks.append(module.register_forward_hook(leave))
     try:
