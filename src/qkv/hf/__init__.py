@@ -44,7 +44,8 @@ def enable() -> None:
     Notes
     -----
     `check(model, **inputs)` tells whether a model uses it: a few families accept any name and
-    compute attention themselves.
+    compute attention themselves. Layers that hand over what is not computed here (keys chosen for
+    each query, sinks of each query) raise `UnsupportedError`, which names it.
 
     Examples
     --------
