@@ -150,6 +150,45 @@ class TestTheModuleOfTheTexts:
         (gradient,) = torch.autograd.grad(output.sum() + weights.sum(), x)
         assert gradient.isfinite().all()
 
+    def test_weights_of_nan_behind_a_mask_have_finite_gradients(self) -> None:
+        q, k, v = (normal(3, 4, seed=n).requires_grad_() for n in range(3))
+        mask = torch.tensor([[False, False, True]] * 3)
+        weights, _ = ScaledDotProductAttention(4)(q, k, v, mask)
+        expected = torch.autograd.grad(weights.square().sum(), (q, k))
+        truth = (q @ k[:2].mT / 2).softmax(-1)
+        for a, b in zip(expected, torch.autograd.grad(truth.square().sum(), (q, k)), strict=True):
+            assert_close(a, b)
+        for spoil in (torch.nan, torch.inf):
+            with torch.no_grad():
+                k[2] = spoil
+            weights, _ = ScaledDotProductAttention(4)(q, k, v, mask)
+            found = torch.autograd.grad(weights.square().sum(), (q, k))
+            for a, b in zip(found, expected, strict=True):
+                assert_close(a, b, rtol=0, atol=0)
+        weights, output = ScaledDotProductAttention(4)(q, k, v, mask.logical_and(mask.T))
+        assert weights[:2].isnan().all()  # where it may be seen, it is
+        assert output[:2].isnan().all()
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    @pytest.mark.parametrize("masked", [False, True])
+    def test_weights_of_scores_beyond_float16(self, dtype, masked) -> None:
+        q, k = (30 * normal(4, 64)).to(dtype), (800 * normal(4, 64, seed=1)).to(dtype)
+        assert (q.float() @ k.float().mT).abs().max() > 2**17
+        mask = torch.ones(4, 4, dtype=torch.bool).triu(1) if masked else None
+        weights, _ = ScaledDotProductAttention(64)(q, k, k, mask)
+        scores = q.double() @ k.double().mT / 8
+        expected = (scores.masked_fill(mask, -torch.inf) if masked else scores).softmax(-1)
+        assert weights.dtype is dtype
+        assert_close(weights, expected.to(dtype))
+
+    def test_weights_under_autocast(self) -> None:
+        q, k, v = (normal(5, 4, seed=n, dtype=torch.float32) for n in range(3))
+        with torch.autocast("cpu", torch.bfloat16):
+            weights, output = ScaledDotProductAttention(4)(q, k, v)
+        assert weights.dtype is output.dtype is torch.bfloat16
+        exact = (q.bfloat16().double() @ k.bfloat16().double().mT / 2).softmax(-1)
+        assert_close(weights, exact.bfloat16(), rtol=0, atol=0)
+
     def test_wrong_lengths(self) -> None:
         with pytest.raises(qkv.ShapeError, match="d_k=4"):
             ScaledDotProductAttention(4)(normal(2, 3), normal(2, 3), normal(2, 3))

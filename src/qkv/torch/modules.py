@@ -61,7 +61,10 @@ class ScaledDotProductAttention(nn.Module):
         ----------
         Q, K, V : Tensor (..., length, d_k), (..., length, d_k), (..., length, d_v)
         mask : boolean Tensor that broadcasts to the weights, optional
-            True is masked out.
+            True is masked out: NaN behind it reaches neither results nor gradients.
+
+        Both results have the type of the output; weights are computed in float32 (float64 for
+        float64).
         """
         for name, rows in (("Q", Q), ("K", K)):
             if rows.shape[-1] != self.d_k:
@@ -74,11 +77,26 @@ class ScaledDotProductAttention(nn.Module):
             mask = mask.to(torch.bool)
         allowed = () if mask is None else (qkv.Mask(~mask),)
         output: Tensor = qkv.attention(Q, K, V, *allowed)
-        scores = Q @ K.mT / sqrt(self.d_k)
-        if mask is None:
-            return scores.softmax(-1), output
-        weights = scores.masked_fill(mask, -torch.inf).softmax(-1)
-        return weights.masked_fill(mask, 0.0), output
+        with torch.autocast(Q.device.type, enabled=False):
+            weights = _weights(Q.to(output.dtype), K.to(output.dtype), mask)
+        return weights.to(output.dtype), output
+
+
+def _weights(Q: Tensor, K: Tensor, mask: Tensor | None) -> Tensor:
+    """`softmax(Q K^T / sqrt(d_k))` over what is not masked, float32 or float64."""
+    wide = torch.float64 if Q.dtype is torch.float64 else torch.float32
+    Q, K = Q.to(wide), K.to(wide)
+    scale = 1 / sqrt(Q.shape[-1])
+    if mask is None:
+        return (Q @ K.mT * scale).softmax(-1)
+    # Zero gradients of masked pairs would be NaN times a row that is not finite: such rows take
+    # no part in the product that is differentiated, and show where they may be seen.
+    rows, columns = Q.isfinite().all(-1, True), K.isfinite().all(-1, True)
+    clean = torch.where(rows, Q, 0.0) @ torch.where(columns, K, 0.0).mT
+    scores = torch.where(rows & columns.mT, clean, Q.detach() @ K.detach().mT) * scale
+    # A row without keys is made of anything finite, and then of nothing.
+    scores = scores.masked_fill(mask, -torch.inf).masked_fill(mask.all(-1, True), 0.0)
+    return scores.softmax(-1).masked_fill(mask, 0.0)
 
 
 class Cache:
