@@ -194,6 +194,47 @@ class TestTheModuleOfTheTexts:
             ScaledDotProductAttention(4)(normal(2, 3), normal(2, 3), normal(2, 3))
 
 
+class TestCache:
+    def test_what_is_not_like_the_first_is_refused(self) -> None:
+        cache = Cache(8)
+        first = normal(2, 2, 3, 4), normal(2, 2, 3, 6)
+        cache.append(*first)
+        one = normal(2, 2, 1, 4)
+        wide = normal(2, 2, 1, 6)
+        for key, value, error, message in (
+            (one[:1], wide, qkv.ShapeError, r"key .*\(1, 2\) and rows of 4.*\(2, 2\) and 4"),
+            (one, wide[:, :1], qkv.ShapeError, r"value .*\(2, 1\) and rows of 6"),
+            (one, one, qkv.ShapeError, "value .*rows of 4"),
+            (first[0][:, :, :2], wide, qkv.ShapeError, "as many tokens"),
+            (one[0], wide[0], qkv.ShapeError, r"\(2,\) and rows of 4"),
+            (one, wide.float(), qkv.DTypeError, "value has dtype torch.float32.*torch.float64"),
+            (one.to("meta"), wide.to("meta"), qkv.ArgumentError, "on meta.*on cpu"),
+        ):
+            with pytest.raises(error, match=message):
+                cache.append(key, value)
+            assert cache.length == 3
+        key, value = cache.append(one, wide)
+        assert torch.equal(key, torch.cat([first[0], one], -2))
+        assert torch.equal(value, torch.cat([first[1], wide], -2))
+
+    @pytest.mark.parametrize("capacity", [-1, 1.5, True, "8"])
+    def test_impossible_capacities(self, capacity) -> None:
+        with pytest.raises(qkv.ArgumentError, match="capacity="):
+            Cache(capacity)
+
+    def test_gradients_are_refused_and_not_dropped(self) -> None:
+        layer = MultiHeadAttention(16, 4, causal=True)
+        tokens = normal(1, 3, 16, dtype=torch.float32)
+        cache = Cache(8)
+        with pytest.raises(qkv.UnsupportedError, match="no way back"):
+            layer(tokens, cache=cache)
+        assert cache.length == 0
+        with torch.no_grad():
+            assert_close(layer(tokens, cache=cache), layer(tokens))
+        frozen = layer.requires_grad_(False)
+        assert_close(frozen(tokens, cache=Cache(3)), frozen(tokens))
+
+
 class TestMultiHeadAttention:
     @pytest.mark.parametrize("dims", [{}, {"kdim": 6, "vdim": 6}], ids=["packed", "apart"])
     def test_the_state_of_torch(self, dims) -> None:

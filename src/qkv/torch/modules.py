@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import qkv
-from qkv.errors import ArgumentError, ShapeError
+from qkv.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 
 __all__ = ["Cache", "MultiHeadAttention", "ScaledDotProductAttention"]
 
@@ -102,6 +102,8 @@ def _weights(Q: Tensor, K: Tensor, mask: Tensor | None) -> Tensor:
 class Cache:
     """Keys and values of earlier tokens, at the end of which new ones are written.
 
+    For inference: rows are kept without their way back, and what asks for gradients is refused.
+
     Parameters
     ----------
     capacity : int
@@ -117,6 +119,11 @@ class Cache:
     """
 
     def __init__(self, capacity: int) -> None:
+        if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 0:
+            raise ArgumentError(
+                f"capacity={capacity!r:.60} is not a number of tokens.",
+                action="Pass an integer that is not negative.",
+            )
         self.capacity = capacity
         self.length = 0
         self._stored: tuple[Tensor, Tensor] | None = None
@@ -127,15 +134,15 @@ class Cache:
         Raises
         ------
         ShapeError
-            If there is no room; nothing is written then.
+            If there is no room, if keys and values differ in length, or in anything else from
+            those that came first.
+        DTypeError, ArgumentError
+            If their type or device is another than that of those that came first.
+        UnsupportedError
+            If torch is to differentiate them. Nothing is written where an error is raised.
         """
+        self._check(key, value)
         start, stop = self.length, self.length + key.shape[-2]
-        if stop > self.capacity:
-            raise ShapeError(
-                f"the cache has room for {self.capacity} tokens, {self.length} are in it and "
-                f"{key.shape[-2]} more arrive.",
-                action="Make one with a larger capacity.",
-            )
         if self._stored is None:
             self._stored = tuple(
                 t.new_empty(*t.shape[:-2], self.capacity, t.shape[-1]) for t in (key, value)
@@ -146,6 +153,53 @@ class Cache:
         self.length = stop
         whole_key, whole_value = self._stored
         return whole_key[..., :stop, :], whole_value[..., :stop, :]
+
+    def _check(self, key: Tensor, value: Tensor) -> None:
+        seen = [
+            (name, f"{t.dtype} {tuple(t.shape)} on {t.device}")
+            for name, t in (("key", key), ("value", value))
+        ]
+        if min(key.ndim, value.ndim) < 2 or key.shape[-2] != value.shape[-2]:
+            raise ShapeError(
+                "key and value are not rows of as many tokens.",
+                seen,
+                "Pass (..., num_kv_heads, new, dim).",
+            )
+        if self.length + key.shape[-2] > self.capacity:
+            raise ShapeError(
+                f"the cache has room for {self.capacity} tokens, {self.length} are in it and "
+                f"{key.shape[-2]} more arrive.",
+                action="Make one with a larger capacity.",
+            )
+        for name, new, stored in zip(
+            ("key", "value"), (key, value), self._stored or (), strict=False
+        ):
+            first = tuple(stored.shape[:-2]), stored.shape[-1]
+            if (tuple(new.shape[:-2]), new.shape[-1]) != first:
+                raise ShapeError(
+                    f"{name} has leading dimensions and heads {tuple(new.shape[:-2])} and rows of "
+                    f"{new.shape[-1]}; the cache has {first[0]} and {first[1]}.",
+                    seen,
+                    "Use one cache for each layer and batch.",
+                )
+            if new.dtype is not stored.dtype:
+                raise DTypeError(
+                    f"{name} has dtype {new.dtype}; the cache has {stored.dtype}.",
+                    seen,
+                    "Convert it to the type of those that came first.",
+                )
+            if new.device != stored.device:
+                raise ArgumentError(
+                    f"{name} is on {new.device}; the cache is on {stored.device}.",
+                    seen,
+                    "Move it to the device of those that came first.",
+                )
+        if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
+            raise UnsupportedError(
+                "torch differentiates this call, and rows in a cache have no way back.",
+                seen,
+                "Call it under torch.no_grad(), or train without a cache.",
+            )
 
 
 class MultiHeadAttention(nn.Module):
@@ -246,7 +300,8 @@ class MultiHeadAttention(nn.Module):
         *variants
             More masks (True = may attend) and biases, as `qkv.attention` takes them.
         cache : Cache, optional
-            `key` and `value` are new tokens that follow those in it.
+            `key` and `value` are new tokens that follow those in it. Not while training: under
+            `torch.no_grad()`, or with projections that need no gradient.
 
         Returns
         -------
