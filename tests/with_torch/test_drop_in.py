@@ -123,6 +123,42 @@ def test_heads_broadcast_as_in_torch() -> None:
     )
 
 
+def gradients(function, tensors, **options):
+    tensors = [t.detach().clone().requires_grad_() for t in tensors]
+    out = function(*tensors, **options)
+    return [out, *torch.autograd.grad(out.sin().sum(), tensors)]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options"),
+    [
+        (((7, 8), (2, 4, 9, 8), (2, 4, 9, 8)), {}),
+        (((7, 8), (4, 9, 8), (9, 3)), {}),
+        (((7, 8), (9, 8), (2, 4, 9, 8)), {"is_causal": True}),
+        (((2, 4, 7, 8), (9, 8), (9, 8)), {}),
+        (((2, 6, 7, 8), (2, 3, 9, 8), (2, 2, 9, 8)), {"enable_gqa": True}),
+        (((2, 6, 7, 8), (2, 3, 9, 8), (2, 1, 9, 8)), {"enable_gqa": True, "is_causal": True}),
+        (((2, 4, 7, 8), (2, 4, 9, 8), (2, 4, 9, 8)), {"dropout_p": 1.0}),
+        (((2, 4, 7, 0), (2, 4, 9, 0), (2, 4, 9, 8)), {}),
+        (((2, 4, 7, 0), (2, 4, 9, 0), (2, 4, 9, 8)), {"is_causal": True, "scale": 0.5}),
+    ],
+    ids=str,
+)
+def test_shapes_that_only_torch_took(shapes, options) -> None:
+    tensors = [normal(*shape, seed=n) for n, shape in enumerate(shapes)]
+    found, expected = (gradients(f, tensors, **options) for f in (ours, theirs))
+    for a, b in zip(found, expected, strict=True):
+        assert_close(a, b)
+    for _ in range(3):  # also of a call that is recalled
+        again = [normal(*shape, seed=5 + n) for n, shape in enumerate(shapes)]
+        assert_close(ours(*again, **options), theirs(*again, **options))
+
+
+def test_heads_that_no_group_fits() -> None:
+    with pytest.raises(qkv.ShapeError, match=r"num_heads=6 .* 4 heads of key and the 2 of value"):
+        ours(normal(6, 7, 8), normal(4, 9, 8), normal(2, 9, 8), enable_gqa=True)
+
+
 class TestTheModuleOfTheTexts:
     def test_true_is_masked(self) -> None:
         """The opposite of everywhere else."""

@@ -35,23 +35,25 @@ def scaled_dot_product_attention(
     query : Tensor (..., num_heads, q_len, head_dim)
     key : Tensor (..., num_kv_heads, kv_len, head_dim)
     value : Tensor (..., num_kv_heads, kv_len, v_head_dim)
-        Leading dimensions, heads among them, broadcast.
+        Leading dimensions, heads among them, broadcast. With head_dim 0 all scores are 0.
     attn_mask : Tensor that broadcasts to (..., num_heads, q_len, kv_len), optional
         Boolean (True = may attend) or floating (added to the scores; differentiable), or one of
         `torch.nn.attention.bias`. With `is_causal`, both hold.
     dropout_p : float
-        Probability of dropping a weight, whether training or not; seeded by torch's generator.
+        Probability of dropping a weight, whether training or not; seeded by torch's generator,
+        which gives other masks than torch's own. At 1 the output is 0.
     is_causal : bool
         Row i of query sees keys 0 to i, counted from the top left.
     scale : float, optional
         `head_dim ** -0.5` unless given.
     enable_gqa : bool
-        Allow fewer heads in key and value; query head h reads kv head `h // group_size`.
+        Allow fewer heads in key and value; query head h reads kv head `h // group_size`. Where
+        key and value differ in heads, each is repeated to those of query, in a copy.
 
     Returns
     -------
     Tensor (..., num_heads, q_len, v_head_dim)
-        A row that may attend to nothing is 0.
+        A row that may attend to nothing is 0, and no NaN comes from behind a mask.
 
     Raises
     ------
@@ -84,6 +86,12 @@ def scaled_dot_product_attention(
         )
     if not enable_gqa:
         query, key, value = _with_equal_heads(*asked)
+    elif key.shape[-3:-2] != value.shape[-3:-2] and min(t.ndim for t in asked) > 2:
+        key, value = _repeated(*asked)
+        constant = False  # what is recalled reads the operands where they are
+    if query.shape[-1] == key.shape[-1] == 0:
+        query, key = (torch.nn.functional.pad(t, (0, 1)) for t in (query, key))
+        scale, constant = 1.0, False
     variants: list[Any] = [qkv.Causal("start")] if is_causal else []
     if isinstance(attn_mask, CausalBias):
         lower_right = attn_mask.variant == CausalVariant.LOWER_RIGHT
@@ -95,6 +103,9 @@ def scaled_dot_product_attention(
         variants = [qkv.Causal("end" if lower_right else "start")]
     elif attn_mask is not None:
         variants.append(_mask(attn_mask))
+    if dropout_p == 1:
+        kept = qkv.attention(query, key, value, *variants, scale=scale)
+        return torch.nn.functional.dropout(kept, 1.0)
     if dropout_p:
         variants.append(qkv.Dropout(dropout_p, torch.randint(2**63 - 1, ())))
     found: Tensor = qkv.attention(query, key, value, *variants, scale=scale)
@@ -110,22 +121,40 @@ def _mask(attn_mask: Tensor) -> qkv.Variant:
     return qkv.Bias(attn_mask)
 
 
+def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Key and value with the heads of query, of which each has a divisor."""
+    heads, kv_heads, v_heads = (t.shape[-3] for t in (query, key, value))
+    if not (kv_heads and v_heads) or heads % kv_heads or heads % v_heads:
+        raise _unfit(
+            f"num_heads={heads} is not a multiple of the {kv_heads} heads of key and the "
+            f"{v_heads} of value.",
+            (query, key, value),
+            "Let every group of query heads be of one size.",
+        )
+    return key.repeat_interleave(heads // kv_heads, -3), value.repeat_interleave(
+        heads // v_heads, -3
+    )
+
+
 def _with_equal_heads(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Heads broadcast like any other dimension; they are not shared in groups."""
-    ranks = {t.ndim for t in tensors}
-    if min(ranks) < 3:
+    if max(t.ndim for t in tensors) < 3 or min(t.ndim for t in tensors) < 2:
         return tensors
+    query, key, value = (t[None] if t.ndim == 2 else t for t in tensors)
     try:
-        heads = torch.broadcast_shapes(*(t.shape[-3:-2] for t in tensors))
+        heads = torch.broadcast_shapes(*(t.shape[-3:-2] for t in (query, key, value)))
     except RuntimeError:
-        names = zip(("query", "key", "value"), tensors, strict=True)
-        raise ShapeError(
+        raise _unfit(
             "heads of query, key and value do not broadcast with one another.",
-            [(name, f"{t.dtype} {tuple(t.shape)}") for name, t in names],
+            tensors,
             "Pass enable_gqa=True if groups of query heads share key and value.",
         ) from None
-    query, key, value = tensors
     query = query.expand(*query.shape[:-3], *heads, *query.shape[-2:])
     if key.shape[-3] != value.shape[-3]:
         key, value = (t.expand(*t.shape[:-3], *heads, *t.shape[-2:]) for t in (key, value))
     return query, key, value
+
+
+def _unfit(fact: str, tensors: tuple[Tensor, ...], action: str) -> ShapeError:
+    names = zip(("query", "key", "value"), tensors, strict=True)
+    return ShapeError(fact, [(name, f"{t.dtype} {tuple(t.shape)}") for name, t in names], action)
