@@ -200,6 +200,56 @@ def test_vmap(in_dims, variants) -> None:
     torch.testing.assert_close(found, torch.stack(rows), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("arrays", [(), ((HEADS, Q_LEN, KV_LEN),)], ids=["plain", "bias"])
+def test_batches_of_cotangents(arrays, batch: int) -> None:
+    """Which `torch.autograd` makes without `torch.func`, of first and second derivatives."""
+    inputs = [*operands(), *(normal(*shape, seed=4) for shape in arrays)]
+    along = normal(batch, BATCH, HEADS, Q_LEN, V_DIM, seed=5)
+
+    def derivatives(f):
+        given = [t.clone().requires_grad_() for t in inputs]
+        out = f(*given)
+        first = torch.autograd.grad(out, given, along, is_grads_batched=True, create_graph=True)
+        of_first = torch.autograd.grad(sum(g.sin().sum() for g in first), given, retain_graph=True)
+        once = torch.autograd.grad(out.sin().sum(), given, create_graph=True)
+        cotangents = [normal(batch, *t.shape, seed=6 + n) for n, t in enumerate(given)]
+        second = torch.autograd.grad(once, given, cotangents, is_grads_batched=True)
+        return *first, *of_first, *second
+
+    for a, b in zip(derivatives(ours), derivatives(dense), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("strategy", ["reverse-mode", "forward-mode"])
+def test_vectorized_jacobians(strategy: str) -> None:
+    query, key, value = (t[:1] for t in operands())
+    jacobian, hessians = torch.autograd.functional.jacobian, torch.autograd.functional.hessian
+    for transform in (
+        lambda f: jacobian(lambda *t: f(*t)[0, 1, :2], (query, key, value), vectorize=True,
+                           strategy=strategy),
+        lambda f: hessians(lambda *t: f(*t)[0, 1, :2].sin().sum(), (query, key), vectorize=True,
+                           outer_jacobian_strategy=strategy),
+    ):  # fmt: skip
+
+        def given(f, transform=transform):
+            return transform(lambda *t: f(*(*t, value)[:3]))
+
+        for a, b in zip(flat(given(ours)), flat(given(dense)), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+def test_batches_of_nothing() -> None:
+    query, key, value = operands()
+    bias = torch.zeros(0, Q_LEN, KV_LEN, dtype=torch.float64)
+    for f in (ours, dense):
+        assert vmap(lambda b, f=f: f(query, key, value, b))(bias).shape == (
+            0, BATCH, HEADS, Q_LEN, V_DIM
+        )  # fmt: skip
+        gradient = vmap(grad(lambda b, f=f: f(query, key, value, b).sum()))(bias)
+        assert gradient.shape == bias.shape
+
+
 def test_gradients_of_each_sample() -> None:
     query, key, value = operands()
     bias = normal(BATCH, HEADS, Q_LEN, KV_LEN, seed=6)

@@ -21,6 +21,7 @@ derivatives are symmetric: one function serves both ways. Tensors come in groups
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -102,7 +103,7 @@ class _AttentionBothWays(_Attention):
     def jvp(ctx: Any, _text: None, _named: None, *changes: Tensor | None) -> Any:
         results, inputs = _results_first(ctx.saved_tensors)
         directions, along = _along(changes, inputs)
-        moved = _Tangent.apply(ctx.text, ctx.named, directions, *results, *along, *inputs)
+        moved = _apply(_Tangent, ctx.text, ctx.named, directions, *results, *along, *inputs)
         return *moved, None
 
 
@@ -125,8 +126,8 @@ class _Backward(Function):
     def backward(ctx: Any, *along: Tensor) -> Any:
         grad_out, grad_lse, *inputs = ctx.saved_tensors[_RESULTS:]
         wanted = _numbers(ctx.needs_input_grad[3 + _RESULTS + 5 :])
-        query, key, value, *rest = _Second.apply(
-            ctx.text, ctx.named, ctx.wanted, wanted, grad_out, grad_lse, *along, *inputs
+        query, key, value, *rest = _apply(
+            _Second, ctx.text, ctx.named, ctx.wanted, wanted, grad_out, grad_lse, *along, *inputs
         )
         *cotangents, own = rest[0], rest[1], rest[2:]
         grads = _of_inputs((query, key, value, *own), wanted, inputs)
@@ -137,8 +138,16 @@ class _Backward(Function):
         results, (grad_out, grad_lse, *inputs) = _results_first(ctx.saved_tensors)
         changes = changes[_RESULTS:]
         directions, along = _along(changes[2:], inputs)
-        query, key, value, _, _, *own = _Second.apply(
-            ctx.text, ctx.named, directions, ctx.wanted, grad_out, grad_lse, *along, *inputs
+        query, key, value, _, _, *own = _apply(
+            _Second,
+            ctx.text,
+            ctx.named,
+            directions,
+            ctx.wanted,
+            grad_out,
+            grad_lse,
+            *along,
+            *inputs,
         )
         cotangents = [
             torch.zeros_like(t) if change is None else change
@@ -177,8 +186,8 @@ class _Tangent(Function):
         results, tensors = _results_first(ctx.saved_tensors)
         along, inputs = _parted(tensors, ctx.directions)
         wanted = _numbers(ctx.needs_input_grad[3 + _RESULTS + len(along) + 3 :])
-        query, key, value, _, _, *own = _Second.apply(
-            ctx.text, ctx.named, ctx.directions, wanted, *cotangents, *along, *inputs
+        query, key, value, _, _, *own = _apply(
+            _Second, ctx.text, ctx.named, ctx.directions, wanted, *cotangents, *along, *inputs
         )
         linear = _backward(ctx, ctx.directions, results, cotangents, inputs)
         grads = _of_inputs((query, key, value, *own), wanted, inputs)
@@ -246,10 +255,35 @@ def _backward(
                 query, key, value, arrays, *results, *cotangents, ctx.text, wanted
             )
         )
-    found: tuple[Tensor, ...] = _Backward.apply(
-        ctx.text, ctx.named, wanted, *results, *cotangents, *inputs
+    found: tuple[Tensor, ...] = _apply(
+        _Backward, ctx.text, ctx.named, wanted, *results, *cotangents, *inputs
     )
     return found
+
+
+def _apply(function: type[Function], *given: Any) -> Any:
+    """`function.apply`, also of tensors that `torch.autograd.grad(is_grads_batched=True)` made.
+
+    Those come from a batching older than `torch.func`, which knows nothing of the rule `vmap`.
+    """
+    if not any(isinstance(t, Tensor) and _is_old_batch(t) for t in given):
+        return function.apply(*given)
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    # A tensor that has no such batch comes out with one of a single entry.
+    apart = [torch._remove_batch_dim(t, level, 1, 0) if isinstance(t, Tensor) else t for t in given]
+    sizes = [t.shape[0] for t in apart if isinstance(t, Tensor)]
+    size = next((n for n in sizes if n != 1), 1)
+    dims: list[int | None] = []
+    for n, t in enumerate(apart):
+        alone = not isinstance(t, Tensor) or t.shape[0] != size
+        dims.append(None if alone else 0)
+        apart[n] = given[n] if alone else t
+    found, _ = function.vmap(SimpleNamespace(batch_size=size), tuple(dims), *apart)
+    return tuple([torch._add_batch_dim(t, 0, level) for t in found])
+
+
+_is_old_batch = torch._C._functorch.is_legacy_batchedtensor
 
 
 def _numbers(needed: Sequence[bool]) -> tuple[int, ...]:
@@ -329,12 +363,18 @@ def _batched(
             for n, (t, b) in enumerate(zip(moved, batched, strict=True))
         ]
         found = function(*whole)
-    else:
+    elif info.batch_size:
         rows = [
             function(*(t[n] if b else t for t, b in zip(moved, batched, strict=True)))
             for n in range(info.batch_size)
         ]
         found = tuple(torch.stack(column) for column in zip(*rows, strict=True))
+    else:
+        # The shapes of one call, of which there are none.
+        one = function(
+            *(t.new_zeros(t.shape[1:]) if b else t for t, b in zip(moved, batched, strict=True))
+        )
+        found = tuple([t.new_empty(0, *t.shape) for t in one])
     return found, (0,) * len(found)
 
 
