@@ -217,6 +217,51 @@ def test_export_and_fake_tensors() -> None:
     assert fake.shape == (2, 4, 9, 6)
 
 
+LAYOUTS = {"bhld": lambda *shape: shape, "blhd": lambda b, h, n, d: (b, n, h, d)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "sizes",
+    [(2, 4, 0, 6, 3), (2, 4, 5, 0, 3), (0, 4, 5, 6, 3), (2, 4, 5, 6, 0), (2, 4, 5, 6, 3)],
+    ids=str,
+)
+def test_fake_results_are_laid_out_as_real_ones(layout: str, sizes) -> None:
+    batch, heads, q_len, kv_len, v_dim = sizes
+    shapes = (heads, q_len, 8), (heads // 2, kv_len, 8), (heads // 2, kv_len, v_dim)
+    real = [normal(*LAYOUTS[layout](batch, *shape)) for shape in shapes]
+    mode = torch._subclasses.FakeTensorMode()
+    with mode:
+        fake = qkv.attention(*map(mode.from_tensor, real), layout=layout, return_lse=True)
+    for grad in (False, True):
+        tensors = [t.clone().requires_grad_(grad) for t in real]
+        for a, b in zip(qkv.attention(*tensors, layout=layout, return_lse=True), fake, strict=True):
+            assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+
+
+UNFIT = {
+    "head_dim": ((2, 4, 5, 8), (2, 4, 6, 7), (2, 4, 6, 8)),
+    "kv_len": ((2, 4, 5, 8), (2, 4, 6, 8), (2, 4, 9, 8)),
+    "num_heads": ((2, 4, 5, 8), (2, 3, 6, 8), (2, 3, 6, 8)),
+    "heads": ((2, 4, 5, 8), (2, 4, 6, 8), (2, 2, 6, 8)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("what", UNFIT)
+def test_fake_tensors_that_do_not_fit(what: str, layout: str) -> None:
+    shapes = [LAYOUTS[layout](*shape) for shape in UNFIT[what]]
+    tensors = [normal(*shape) for shape in shapes]
+    with pytest.raises(qkv.ShapeError, match=what) as real:
+        qkv.attention(*tensors, layout=layout)
+    mode = torch._subclasses.FakeTensorMode()
+    with mode, pytest.raises(qkv.ShapeError) as fake:
+        qkv.attention(*map(mode.from_tensor, tensors), layout=layout)
+    assert str(fake.value) == str(real.value)
+    with pytest.raises((qkv.ShapeError, torch._dynamo.exc.TorchRuntimeError), match=what):
+        make_fx(lambda *t: qkv.attention(*t, layout=layout), tracing_mode="symbolic")(*tensors)
+
+
 def test_autocast() -> None:
     inputs = [*operands(), normal(4, 9, 11)]
     with torch.autocast("cpu", torch.bfloat16):

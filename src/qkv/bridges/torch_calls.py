@@ -18,6 +18,7 @@ from qkv.arrays import is_array, view_beside
 from qkv.arrays.torch_arrays import TorchArrays
 from qkv.bridges import torch_devices as devices
 from qkv.bridges import torch_functions as functions
+from qkv.bridges.torch_operators import contiguous
 from qkv.bridges.torch_recall import looks_on, recall, remember
 from qkv.errors import UnsupportedError
 from qkv.problem.rows import Paged, Quantized
@@ -81,12 +82,13 @@ def _at_once(
     arrays: list[Tensor],
 ) -> Any:
     if arrays:
-        return attend(query, key, value, variants, **keywords)[:2]
+        out, lse, _ = attend(query, key, value, variants, **keywords)
+        return contiguous(out), contiguous(lse)
     # Of plain arrays and constants a call like an earlier one can be recalled.
     view, restore = _LIBRARY.view, _LIBRARY.restore
     q, k, v = view(query, "query"), view(key, "key"), view(value, "value")
     out, lse, _ = attend(q, k, v, variants, **keywords)
-    return restore(out), restore(lse)
+    return contiguous(restore(out)), contiguous(restore(lse))
 
 
 def _refuse_gradients(*arrays: Any) -> None:

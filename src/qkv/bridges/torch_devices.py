@@ -21,6 +21,7 @@ from qkv._call import as_variant
 from qkv._own_arrays import made
 from qkv._statement import Restated, restate, state
 from qkv.arrays import library_of, view
+from qkv.bridges.torch_operators import without_values
 from qkv.errors import UnsupportedError
 from qkv.problem.check import check
 from qkv.problem.expressions import Const, Load, Node, Op, Var
@@ -63,9 +64,9 @@ def attention(
     arrays = [view(leaf.detach().cpu(), "an array of a variant") for leaf in leaves]
     said = restate(statement.text, arrays)
     problem = check(
-        _without_values(query),
-        _without_values(key),
-        _without_values(value),
+        without_values(query),
+        without_values(key),
+        without_values(value),
         tuple(map(as_variant, said.variants)),
         **{name: said.keywords[name] for name in ("scale", "layout", "q_offset", "kv_offset")},
     )
@@ -115,12 +116,6 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, problem: Problem, said: Re
 
 def _is_array(value: Any) -> bool:
     return isinstance(value, Tensor | np.ndarray)
-
-
-def _without_values(tensor: Tensor) -> NDArray[Any]:
-    """An array of the tensor's type and shape: more is not asked of it."""
-    one = view(torch.zeros((), dtype=tensor.dtype), "operand")
-    return np.broadcast_to(one, tuple(tensor.shape))
 
 
 @dataclass(slots=True)

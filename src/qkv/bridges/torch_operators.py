@@ -14,8 +14,10 @@ known. Operators know nothing of derivatives: `torch_functions` says which belon
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import torch
 from torch import Tensor
@@ -25,9 +27,18 @@ from qkv._recall import attend
 from qkv._statement import Restated, keywords_of, restate
 from qkv._vjp import Pullback
 from qkv.arrays import library_of
+from qkv.errors import ShapeError
+from qkv.problem.check import check
 from qkv.variants import ScoreMod
 
-__all__ = ["attention", "attention_backward", "attention_second", "attention_tangent"]
+__all__ = [
+    "attention",
+    "attention_backward",
+    "attention_second",
+    "attention_tangent",
+    "contiguous",
+    "without_values",
+]
 
 
 @torch.library.custom_op("qkv::attention", mutates_args=(), device_types="cpu")
@@ -55,6 +66,7 @@ def _(
     statement: str,
     backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _check_fit(query, key, value, keywords_of(statement)["layout"])
     lse, rest = (_like_lse(query, key, value, statement) for _ in range(2))
     return _like_output(query, key, value, statement), lse, rest
 
@@ -186,8 +198,27 @@ def _view(tensor: Tensor) -> Any:
 
 
 def _tensor(array: Any) -> Tensor:
-    restored: Tensor = _LIBRARY.restore(np.ascontiguousarray(array) if array.ndim else array)
-    return restored
+    return contiguous(_LIBRARY.restore(np.ascontiguousarray(array) if array.ndim else array))
+
+
+def contiguous(tensor: Tensor) -> Tensor:
+    """A dense tensor with torch's strides, which NumPy's are not where there are no entries."""
+    return tensor if tensor.numel() else tensor.new_empty(tensor.shape)
+
+
+def without_values(tensor: Tensor) -> Any:
+    """A NumPy array of the tensor's type and shape: more is not asked of it."""
+    known = _DTYPES.get(tensor.dtype)
+    one = _view(torch.zeros((), dtype=tensor.dtype)) if known is None else np.zeros((), known)
+    return np.broadcast_to(one, tuple(tensor.shape))
+
+
+_DTYPES = {
+    torch.float64: np.dtype("float64"),
+    torch.float32: np.dtype("float32"),
+    torch.float16: np.dtype("float16"),
+    torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
+}
 
 
 _LIBRARY = library_of(torch.empty(0), "a tensor")
@@ -226,6 +257,28 @@ def _tangents(said: Restated, tangents: Sequence[Tensor], directions: Sequence[i
 
 def _dense(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def _check_fit(query: Tensor, key: Tensor, value: Tensor, layout: str) -> None:
+    """Raise for shapes as the real operator does; sizes that are not known yet become guards."""
+    tensors = query, key, value
+    if all(type(n) is int for t in tensors for n in t.shape):
+        arrays = without_values(query), without_values(key), without_values(value)
+        check(*arrays, (), layout=layout)  # type: ignore[arg-type]
+        return
+    heads, length = (-2, -3) if layout == "blhd" else (-3, -2)
+    q, k, v = (t if t.ndim > 2 else t[None].transpose(-3, length) for t in tensors)
+    for fits, fact in (
+        (q.shape[-1] == k.shape[-1], "query and key differ in head_dim"),
+        (k.shape[length] == v.shape[length], "key and value differ in kv_len"),
+        (k.shape[heads] == v.shape[heads], "key and value differ in heads"),
+        (q.shape[heads] % k.shape[heads] == 0, "num_heads is not a multiple of num_kv_heads"),
+    ):
+        torch._check_with(ShapeError, fits, partial(_with_shapes, fact, tensors))
+
+
+def _with_shapes(fact: str, tensors: Sequence[Tensor]) -> str:
+    return f"{fact}: {', '.join(str(tuple(t.shape)) for t in tensors)}."
 
 
 def _sizes(
