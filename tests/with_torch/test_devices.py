@@ -16,6 +16,11 @@ from qkv.arrays import view
 from qkv.arrays.torch_arrays import TorchArrays
 from qkv.testing import cases
 
+# torch.func scripts a function of its own.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
+)
+
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 CASES = [(case, dtype) for case in cases() for dtype in case.dtypes]
 restore = TorchArrays().restore
@@ -85,6 +90,90 @@ def test_gradients_are_those_of_the_compiled_backend(device: str, layout: str) -
     gradients = torch.autograd.grad(found.square().sum(), inputs)
     for a, b in zip(gradients, torch.autograd.grad(expected.square().sum(), plain), strict=True):
         assert_close(a.cpu(), b)
+
+
+def written_out(query, key, value, kind: str):
+    """torch's formulas, two query heads for each of key and value."""
+    key, value = (t.repeat_interleave(2, -3) for t in (key, value))
+    scores = query @ key.mT * query.shape[-1] ** -0.5
+    if kind == "softcap":
+        scores = 2 * torch.tanh(scores / 2)
+    if kind == "causal":
+        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril(1)
+        scores = scores.masked_fill(~allowed, -torch.inf)
+    return scores.softmax(-1) @ value
+
+
+KINDS = {"plain": (), "causal": (qkv.Causal("end"),), "softcap": (qkv.Softcap(2.0),)}
+TRANSFORMS = {
+    "grad": lambda f, *t: torch.func.grad(lambda *x: f(*x).sin().sum(), (0, 1, 2))(*t),
+    "jvp": lambda f, *t: torch.func.jvp(f, t, tuple(x.cos() for x in t)),
+    "hessian": lambda f, *t: torch.func.hessian(lambda x: f(x, *t[1:]).sin().sum())(t[0]),
+    "vmap": lambda f, *t: torch.vmap(f)(*(torch.stack([x, x + 1]) for x in t)),
+    "make_fx": lambda f, *t: torch.fx.experimental.proxy_tensor.make_fx(f)(*t)(*t),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms(name: str, kind: str, device: str) -> None:
+    shapes = (1, 4, 2, 3), (1, 2, 3, 3), (1, 2, 3, 3)
+    inputs = [normal(*shape, seed=n).to(device) for n, shape in enumerate(shapes)]
+    found, expected = (
+        TRANSFORMS[name](f, *inputs)
+        for f in (
+            lambda *t: qkv.attention(*t, *KINDS[kind], backend="torch"),
+            lambda *t: written_out(*t, kind),
+        )
+    )
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_without_values(kind: str) -> None:
+    tensors = [torch.empty(2, heads, 5, 8, device="meta") for heads in (4, 2, 2)]
+    assert qkv.attention(*tensors, *KINDS[kind], return_lse=True)[1].shape == (2, 4, 5)
+    found = qkv.attention(*tensors, *KINDS[kind])
+    assert found.is_meta
+    assert found.shape == (2, 4, 5, 8)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_not_finite_under_transforms(device: str) -> None:
+    """The same as without one, where values can be asked for."""
+    query, key, value = (normal(1, 2, 6, 4, seed=n).to(device) for n in range(3))
+    key[:, 0, 2], value[:, :, 3, 0], value[:, :, 4, 1] = torch.nan, torch.nan, torch.inf
+    value[:, :, 5, 1] = -torch.inf
+
+    def function(*t):
+        return qkv.attention(*t, qkv.Causal(), backend="torch")
+
+    found = torch.vmap(function)(query[None], key[None], value[None])[0]
+    expected = function(query, key, value)
+    assert expected[:, :, :2].isfinite().all()
+    assert expected[0, 1, 4, 1] == torch.inf
+    assert_close(found, expected, equal_nan=True)
+
+    def forbidden(*t):
+        return qkv.attention(*t, qkv.KeyLengths(2), backend="torch").sin().sum()
+
+    gradients = torch.func.grad(forbidden, (0, 1, 2))(query, key, value)
+    assert all(g.isfinite().all() for g in gradients)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_autocast_of_the_device(device: str) -> None:
+    tensors = [normal(2, 2, 5, 8, seed=n).float().to(device) for n in range(3)]
+    asked = {"device_type": device, "dtype": torch.bfloat16}
+    for variants in KINDS.values():
+        with torch.autocast(**asked):
+            found, lse = qkv.attention(*tensors, *variants, backend="torch", return_lse=True)
+        rounded = [t.bfloat16() for t in tensors]
+        out, rows = qkv.attention(*rounded, *variants, backend="torch", return_lse=True)
+        assert found.dtype is torch.bfloat16
+        assert torch.equal(found, out)
+        assert torch.equal(lse, rows)
 
 
 def test_second_derivatives() -> None:

@@ -137,9 +137,10 @@ _LIBRARY = TorchArrays()
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Tensors in the type that autocast asks for, as torch's own attention would take them."""
-    if not torch.is_autocast_enabled("cpu"):
+    device = tensors[0].device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return tensors
-    dtype = torch.get_autocast_dtype("cpu")
+    dtype = torch.get_autocast_dtype(device)
     return tuple(t if t.dtype is torch.float64 else t.to(dtype) for t in tensors)
 
 

@@ -1,7 +1,8 @@
 """Attention on tensors of other devices: torch's own kernels, a block of queries at a time.
 
 The problem is checked as on the CPU, its expressions become operations of torch on the device, and
-torch differentiates them. Blocks are computed again on the way back, so that memory stays O(n).
+torch differentiates them. Blocks are computed again on the way back, so that memory stays O(n);
+under `torch.func` and forward mode, which do not take that, the weights are held.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from qkv._call import as_variant
@@ -22,6 +24,7 @@ from qkv._own_arrays import made
 from qkv._statement import Restated, restate, state
 from qkv.arrays import library_of, view
 from qkv.bridges.torch_operators import without_values
+from qkv.bridges.torch_recall import looks_on
 from qkv.errors import UnsupportedError
 from qkv.problem.check import check
 from qkv.problem.expressions import Const, Load, Node, Op, Var
@@ -59,6 +62,11 @@ def attention(
             f"backend {keywords['backend']!r} computes on the CPU; query is on {query.device}.",
             action='Pass backend="auto", or tensors on the CPU.',
         )
+    device = query.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        # The operands have the type that it asks for; scores and sums keep their own.
+        with torch.autocast(device, enabled=False):
+            return attention(query, key, value, variants, keywords, return_lse)
     statement = state(variants, _is_array, **keywords)
     leaves = [torch.as_tensor(array) for array in statement.arrays]
     arrays = [view(leaf.detach().cpu(), "an array of a variant") for leaf in leaves]
@@ -71,7 +79,8 @@ def attention(
         **{name: said.keywords[name] for name in ("scale", "layout", "q_offset", "kv_offset")},
     )
     followed = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-    # Fused kernels have no second derivative, and give no lse.
+    followed = followed or forward_ad._current_level >= 0 or _are_transforms_active()
+    # Fused kernels have no second derivative, none in forward mode, no batches, and give no lse.
     if not return_lse and not followed and _is_fused(problem, said, key, value):
         return _fused(query, key, value, problem, said)
     out, lse = _Device(problem, said, leaves, query, key, value).attend(keywords["layout"])
@@ -89,6 +98,8 @@ def _is_fused(problem: Problem, said: Restated, key: Tensor, value: Tensor) -> b
         np.any(said.keywords[name]) for name in ("q_offset", "kv_offset")
     )
     if len(said.variants) > 1 or not isinstance(said.variants[0], Causal) or not aligned:
+        return False
+    if _is_looked_on(key, value):
         return False
     return bool(key.isfinite().all()) and bool(value.isfinite().all())
 
@@ -112,6 +123,14 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, problem: Problem, said: Re
     if rank == 2:
         return out[0]
     return out.transpose(-3, -2).contiguous() if turned else out
+
+
+_are_transforms_active = torch._C._are_functorch_transforms_active
+
+
+def _is_looked_on(*tensors: Tensor) -> bool:
+    """Whether values cannot be asked for, since torch traces or transforms, or there are none."""
+    return looks_on() or any(t.is_meta for t in tensors)
 
 
 def _is_array(value: Any) -> bool:
@@ -163,6 +182,7 @@ class _Device:
         spec, operands = problem.spec, problem.operands
         self.problem, self.said, self.leaves = problem, said, leaves
         self.device = query.device
+        self.looked_on = _is_looked_on(query, key, value)
         self.dtype = torch.float64 if spec.dtype == "float64" else torch.float32
         blhd = said.keywords["layout"] == "blhd"
         self.rank = max(t.ndim for t in (query, key, value))
@@ -195,7 +215,8 @@ class _Device:
         parts = []
         for start in range(0, max(spec.q_len, 1), step):
             stop = min(start + step, spec.q_len)
-            if torch.is_grad_enabled():
+            # What torch.func and compilers do not take; they hold what they need.
+            if torch.is_grad_enabled() and not self.looked_on:
                 parts.append(checkpoint(self._block, start, stop, use_reentrant=False))
             else:
                 parts.append(self._block(start, stop))
@@ -215,7 +236,7 @@ class _Device:
         key = self.key[:, :, None]
         clean = torch.where(key.isfinite(), key, 0.0)
         scaled = (grouped @ clean.mT * scale).flatten(1, 2)
-        if not bool(key.isfinite().all()):
+        if self.looked_on or not bool(key.isfinite().all()):
             # Nothing flows back through what is not finite; a forbidden pair must not see it.
             raw = (grouped.detach() @ key.detach().mT * scale).flatten(1, 2)
             spoiled = ~key.isfinite().all(-1).repeat_interleave(spec.group_size, 1)
@@ -250,11 +271,24 @@ class _Device:
         value = self.value.repeat_interleave(self.problem.spec.group_size, 1)
         finite = value.isfinite()
         out = weights @ torch.where(finite, value, 0.0)
+        if self.looked_on:
+            return out + self._not_finite(weights, allowed, value)
         for j in torch.nonzero(~finite.all(-1).all(0).all(0)).flatten().tolist():
             rest = torch.where(finite[:, :, j], 0.0, value[:, :, j])[:, :, None]
             share = weights[..., j, None] * rest
             out = out + torch.where(allowed[..., j, None], share, 0.0)
         return out
+
+    @staticmethod
+    def _not_finite(weights: Tensor, allowed: Tensor, value: Tensor) -> Tensor:
+        """What entries that are not finite add to the output, as constants: counts say where."""
+        dtype = weights.dtype
+        heavy, weightless = (weights.detach() > 0).to(dtype), allowed & (weights.detach() == 0)
+        up, down = (heavy @ (value == limit).to(dtype) > 0 for limit in (torch.inf, -torch.inf))
+        nan = allowed.to(dtype) @ value.isnan().to(dtype) > 0
+        nan = nan | (weightless.to(dtype) @ value.isinf().to(dtype) > 0) | (up & down)
+        infinite = torch.where(up, torch.inf, torch.where(down, -torch.inf, 0.0))
+        return torch.where(nan, torch.nan, infinite).to(dtype)
 
     def _factors(self, places: Mapping[str, Tensor]) -> Tensor:
         dropout = self.problem.operands.dropout
