@@ -16,10 +16,11 @@ from qkv.arrays import view
 from qkv.arrays.torch_arrays import TorchArrays
 from qkv.testing import cases
 
-# torch.func scripts a function of its own.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
-)
+# torch.func and torch's compiler use what torch has deprecated.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),
+]
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 CASES = [(case, dtype) for case in cases() for dtype in case.dtypes]
@@ -128,6 +129,29 @@ def test_transforms(name: str, kind: str, device: str) -> None:
         )
     )
     assert_close(found, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_compile(kind: str, device: str) -> None:
+    torch.compiler.reset()
+    shapes = (2, 4, 5, 8), (2, 2, 6, 8), (2, 2, 6, 8)
+    inputs = [normal(*shape, seed=n).to(device).requires_grad_() for n, shape in enumerate(shapes)]
+
+    def function(*t):
+        return qkv.attention(*t, *KINDS[kind], backend="torch").sin()
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    found, expected = compiled(*inputs), written_out(*inputs, kind).sin()
+    assert_close(found, expected)
+    for a, b in zip(
+        torch.autograd.grad(found.sum(), inputs),
+        torch.autograd.grad(expected.sum(), inputs),
+        strict=True,
+    ):
+        assert_close(a, b)
+    with torch.no_grad():
+        assert_close(compiled(*inputs), expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -58,7 +58,12 @@ def attention(
     query, key, value = _autocast(_tensor(query), _tensor(key), _tensor(value))
     keep = _keep if torch.compiler.is_dynamo_compiling() else None
     if not query.is_cpu or backend == "torch":
-        return devices.attention(query, key, value, variants, keywords, return_lse)
+        devices.check_backend(query, backend)
+        statement = state(variants, _is_array, keep, **keywords)
+        arrays = [_tensor(array) for array in statement.arrays]
+        if keep is None and torch._C._len_torch_dispatch_stack() > 0:
+            hold(statement.named)
+        return devices.attend(query, key, value, arrays, statement.text, return_lse)
     statement = state(variants, _is_array, keep, **keywords)
     arrays = [_tensor(array) for array in statement.arrays]
     if _is_watched(query, key, value, *arrays):

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qkv._call import as_variant
 from qkv._own_arrays import made
-from qkv._statement import Restated, restate, state
+from qkv._statement import Restated, restate
 from qkv.arrays import library_of, view
 from qkv.bridges.torch_operators import without_values
 from qkv.bridges.torch_recall import looks_on
@@ -32,7 +32,7 @@ from qkv.problem.philox import dropout_factors
 from qkv.problem.spec import Origin, Problem
 from qkv.variants import Causal
 
-__all__ = ["attention"]
+__all__ = ["attend", "check_backend"]
 
 _PAIRS = 2**24
 """Scores that are held at once."""
@@ -48,29 +48,31 @@ _OPERATIONS: Mapping[str, Callable[..., Tensor]] = {
 }  # fmt: skip
 
 
-def attention(
+def check_backend(query: Tensor, backend: str) -> None:
+    """Raise for backends that are not of the query's device."""
+    if backend not in ("auto", "torch"):
+        raise UnsupportedError(
+            f"backend {backend!r} computes on the CPU; query is on {query.device}.",
+            action='Pass backend="auto", or tensors on the CPU.',
+        )
+
+
+def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    variants: tuple[Any, ...],
-    keywords: dict[str, Any],
+    leaves: list[Tensor],
+    text: str,
     return_lse: bool,
 ) -> Any:
-    """Output, and lse if asked for, on the query's device."""
-    if keywords["backend"] not in ("auto", "torch"):
-        raise UnsupportedError(
-            f"backend {keywords['backend']!r} computes on the CPU; query is on {query.device}.",
-            action='Pass backend="auto", or tensors on the CPU.',
-        )
+    """Output, and lse if asked for, on the query's device; `leaves` and `text` of a statement."""
     device = query.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         # The operands have the type that it asks for; scores and sums keep their own.
         with torch.autocast(device, enabled=False):
-            return attention(query, key, value, variants, keywords, return_lse)
-    statement = state(variants, _is_array, **keywords)
-    leaves = [torch.as_tensor(array) for array in statement.arrays]
+            return attend(query, key, value, leaves, text, return_lse)
     arrays = [view(leaf.detach().cpu(), "an array of a variant") for leaf in leaves]
-    said = restate(statement.text, arrays)
+    said = restate(text, arrays)
     problem = check(
         without_values(query),
         without_values(key),
@@ -83,8 +85,11 @@ def attention(
     # Fused kernels have no second derivative, none in forward mode, no batches, and give no lse.
     if not return_lse and not followed and _is_fused(problem, said, key, value):
         return _fused(query, key, value, problem, said)
-    out, lse = _Device(problem, said, leaves, query, key, value).attend(keywords["layout"])
+    out, lse = _Device(problem, said, leaves, query, key, value).attend(said.keywords["layout"])
     return (out.to(query.dtype), lse) if return_lse else out.to(query.dtype)
+
+
+torch.compiler.allow_in_graph(attend)  # checks stay outside of what Dynamo reads
 
 
 def _is_fused(problem: Problem, said: Restated, key: Tensor, value: Tensor) -> bool:
@@ -131,10 +136,6 @@ _are_transforms_active = torch._C._are_functorch_transforms_active
 def _is_looked_on(*tensors: Tensor) -> bool:
     """Whether values cannot be asked for, since torch traces or transforms, or there are none."""
     return looks_on() or any(t.is_meta for t in tensors)
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, Tensor | np.ndarray)
 
 
 @dataclass(slots=True)
