@@ -154,6 +154,36 @@ def test_compile(kind: str, device: str) -> None:
         assert_close(compiled(*inputs), expected)
 
 
+def test_arrays_of_variants_whose_values_are_hidden() -> None:
+    query, key, value = (normal(1, 2, 3, 4, seed=n) for n in range(3))
+    bias = normal(2, 3, 3, seed=3)
+    bias[0, 1, 2] = -torch.inf
+
+    def ours(*t):
+        return qkv.attention(*t, backend="torch")
+
+    def theirs(query, key, value, bias):
+        return (query @ key.mT / 2 + bias).softmax(-1) @ value
+
+    inputs = query, key, value, bias
+    torch.compiler.reset()
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    assert_close(compiled(*inputs), theirs(*inputs))
+    found, expected = (
+        torch.func.grad(lambda *t, f=f: f(*t).sin().sum(), (0, 1, 2, 3))(*inputs)
+        for f in (ours, theirs)
+    )
+    for a, b in zip(found, expected, strict=True):
+        assert_close(a, b)
+    both = torch.stack([bias, bias + normal(2, 3, 3, seed=4)])
+    assert_close(
+        torch.vmap(lambda b: ours(query, key, value, b))(both),
+        torch.stack([theirs(query, key, value, b) for b in both]),
+    )
+    with pytest.raises(qkv.UnsupportedError, match=r"Mask .*bool"):
+        torch.vmap(lambda m: ours(query, key, value, qkv.Mask(m)))(both > 0)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensors_without_values(kind: str) -> None:
     tensors = [torch.empty(2, heads, 5, 8, device="meta") for heads in (4, 2, 2)]

@@ -30,7 +30,7 @@ from qkv.problem.check import check
 from qkv.problem.expressions import Const, Load, Node, Op, Var
 from qkv.problem.philox import dropout_factors
 from qkv.problem.spec import Origin, Problem
-from qkv.variants import Causal
+from qkv.variants import Bias, Causal
 
 __all__ = ["attend", "check_backend"]
 
@@ -71,8 +71,7 @@ def attend(
         # The operands have the type that it asks for; scores and sums keep their own.
         with torch.autocast(device, enabled=False):
             return attend(query, key, value, leaves, text, return_lse)
-    arrays = [view(leaf.detach().cpu(), "an array of a variant") for leaf in leaves]
-    said = restate(text, arrays)
+    said = restate(text, _values(leaves, text))
     problem = check(
         without_values(query),
         without_values(key),
@@ -87,6 +86,31 @@ def attend(
         return _fused(query, key, value, problem, said)
     out, lse = _Device(problem, said, leaves, query, key, value).attend(said.keywords["layout"])
     return (out.to(query.dtype), lse) if return_lse else out.to(query.dtype)
+
+
+def _values(leaves: list[Tensor], text: str) -> list[Any]:
+    """The arrays of a statement, as the checks read them."""
+    hidden = [
+        type(leaf) not in (Tensor, torch.nn.Parameter) or leaf.is_meta
+        or torch._C._functorch.is_functorch_wrapped_tensor(leaf)
+        for leaf in leaves
+    ]  # fmt: skip
+    if not any(hidden):
+        return [view(leaf.detach().cpu(), "an array of a variant") for leaf in leaves]
+    found = []
+    for leaf, hides, owner in zip(leaves, hidden, restate(text, leaves).owners, strict=True):
+        if not hides:
+            found.append(view(leaf.detach().cpu(), "an array of a variant"))
+        elif (owner is leaf or isinstance(owner, Bias)) and leaf.is_floating_point():
+            found.append(np.ascontiguousarray(without_values(leaf)))  # only their shape is read
+        else:
+            raise UnsupportedError(
+                "the values of an array are asked for while torch traces or transforms the call, "
+                f"on {leaf.device} or with backend='torch'.",
+                [(type(owner).__name__, f"{leaf.dtype} {tuple(leaf.shape)}")],
+                "Pass it as a floating bias (0 or -inf), or call attention outside of that.",
+            )
+    return found
 
 
 torch.compiler.allow_in_graph(attend)  # checks stay outside of what Dynamo reads
