@@ -113,7 +113,7 @@ class BackwardKey:
 
     `rotated` queries and keys come in the type of computation. `out_dtype` is that of the output
     that is read, `grad_dtype` that of the gradients that are written. The rows of `few` queries
-    are summed again; `wide` products are added in float64.
+    are summed again; if `wide`, their dP are added in float64.
     """
 
     spec: Spec
@@ -182,8 +182,8 @@ class BackwardBlock(Frame):
         """Whether mods are between dS and dX, or anything else is made of dS."""
         self.may_forbid = self.mask != TRUE or not self.plain
         self.wide = key.wide and self.e.real == FLOAT
-        """Whether the first two products are added in float64."""
-        self.chain_of_products = _CHAIN if key.few and not self.wide else None
+        """Whether dP is added in float64."""
+        self.chain_of_products = _CHAIN if key.few else None
         self.has_delta_rest = key.few
         self.settles = key.shape.product != "tiles" and not key.few
         """Whether the dS of rows that meet one block of keys are made to add up."""
@@ -231,7 +231,7 @@ class BackwardBlock(Frame):
             dim, multiply_add = self.rows_of_products(head_dim)
             dot_rows(
                 e, key, key_row, count, packed, vectors, dim, self.shape.keys, [], finish,
-                multiply_add, chain=self.chain_of_products, wide=self.wide,
+                multiply_add, chain=self.chain_of_products,
             )  # fmt: skip
         return function
 

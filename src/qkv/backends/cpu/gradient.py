@@ -58,8 +58,7 @@ _FEW = 12
 """Queries of a head that see any key, and whose rows are summed again: among more, an error of one
 row is seldom the largest."""
 _FEW_KEYS = 512
-"""Keys up to which the products of few queries are added in float64, which takes half as long
-again."""
+"""Keys up to which dP of few queries are added in float64, which takes a third longer."""
 
 _VECTORS, _TOGETHER = 4, 8
 """Of a block of queries in tiles; blocks that are packed at once: they fit a cache, and pay for
