@@ -44,6 +44,48 @@ def test_a_long_call_is_interrupted_and_leaves_no_trace() -> None:
     assert (out, err) == ("interrupted True\n", "")
 
 
+ONE_TASK = """
+import os
+import numpy as np, qkv
+x = np.random.default_rng(0).normal(size=(1, 64, 64)).astype(np.float32)
+before = qkv.attention(x, x, x, backend="cpu")
+many = np.broadcast_to(x[:, :1], (1, 400_000_000, 64))
+try:
+    print("running", flush=True)
+    qkv.attention(x, many, many, backend="cpu")
+except KeyboardInterrupt:
+    print("interrupted", np.array_equal(before, qkv.attention(x, x, x, backend="cpu")), flush=True)
+    os._exit(0)  # else the end of the process waits for the task
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT for one child alone")
+def test_a_call_of_one_long_task_is_interrupted() -> None:
+    """Nothing can be cut between 64 queries and 400 million keys."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", ONE_TASK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    try:
+        assert child.stdout.readline() == "running\n"
+        time.sleep(2)  # to be inside compiled code
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=30)
+    finally:
+        child.kill()
+        child.wait()
+    assert (out, err) == ("interrupted True\n", "")
+
+
+def test_an_error_in_a_long_job_is_raised(monkeypatch) -> None:
+    class Broken:
+        def run(self, arguments, worker):
+            raise ValueError("of the job")
+
+    with pytest.raises(ValueError, match="of the job"):
+        threads.run(Broken(), None, 1, 1.0)
+
+
 @pytest.mark.parametrize("direction", ["forward", "backward", "top"])
 def test_what_costs_more_than_its_products_is_cut_into_more_slices(direction, monkeypatch) -> None:
     """Signals are answered between slices: 1.6 thousand million pairs take about three seconds."""

@@ -79,9 +79,10 @@ class Pass:
         slices = max(1, math.ceil(seconds / _SLICE_SECONDS))
         # As many tasks for each: nobody waits for the last one.
         step = workers * -(-self.count // (workers * slices))
+        share = seconds * step / max(self.count, 1)
         for start in range(0, self.count, step):
             arguments.allow(start, min(start + step, self.count))
-            threads.run(self.kernel, arguments, workers)
+            threads.run(self.kernel, arguments, workers, share)
 
 
 class ForwardPass(Pass):

@@ -108,7 +108,7 @@ def backward(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
         for first, last in launches:
             for start in range(first, last, step):
                 arguments.allow(start, min(start + step, last))
-                threads.run(kernel, arguments, workers)
+                threads.run(kernel, arguments, workers, seconds * step / len(tasks))
 
     rows = Rows(problem, inputs, len(ranges) if few else 0)
     arguments = _BackwardArguments(problem, inputs, plan, tasks, results, rows, shape, workers)

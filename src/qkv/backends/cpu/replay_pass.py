@@ -214,7 +214,7 @@ class _Replay:
         for start in range(0, count, step):
             stop = min(start + step, count)
             arguments.allow(start, stop)
-            threads.run(self.kernel, arguments, workers)
+            threads.run(self.kernel, arguments, workers, seconds * step / max(count, 1))
             if progress is not None:
                 progress(stop, count)
 

@@ -31,12 +31,45 @@ _lock = threading.Lock()
 _workers: Workers | None = None
 
 
-def run(kernel: Kernel, arguments: Runnable, threads: int) -> None:
+LONG_SECONDS = 0.15
+"""What is expected to take longer than this is not waited for inside compiled code."""
+_GLANCE = 0.05
+
+
+def run(kernel: Kernel, arguments: Runnable, threads: int, seconds: float = 0.0) -> None:
     """Run a job on at most `threads` threads, this one among them.
 
     It has been done when this returns, and nobody reads or writes its memory any more. Callers may
-    come from any number of threads.
+    come from any number of threads. `seconds` is how long it may take.
     """
+    if seconds > LONG_SECONDS and threading.current_thread() is threading.main_thread():
+        _run_beside(kernel, arguments, threads)
+    else:
+        _run(kernel, arguments, threads)
+
+
+def _run_beside(kernel: Kernel, arguments: Runnable, threads: int) -> None:
+    """Run it in another thread, so that Ctrl-C is answered here.
+
+    Then it goes on without anybody waiting, and keeps its memory until it is done.
+    """
+    errors: list[BaseException] = []
+
+    def job() -> None:
+        try:
+            _run(kernel, arguments, threads)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=job, name="qkv-long")
+    thread.start()
+    while thread.is_alive():
+        thread.join(_GLANCE)
+    if errors:
+        raise errors[0]
+
+
+def _run(kernel: Kernel, arguments: Runnable, threads: int) -> None:
     if threads == 1:
         kernel.run(arguments, 0)
     else:
