@@ -94,9 +94,9 @@ def test_what_was_set_goes_before_the_environment(monkeypatch) -> None:
 def test_what_was_set_is_what_runs(monkeypatch) -> None:
     asked = []
 
-    def count(kernel, arguments, threads, run_=cpu_threads.run):
+    def count(kernel, arguments, threads, *seconds, run_=cpu_threads.run):
         asked.append(threads)
-        run_(kernel, arguments, threads)
+        run_(kernel, arguments, threads, *seconds)
 
     monkeypatch.setattr(cpu_threads, "run", count)
     monkeypatch.setattr(forward_pass, "_WORTH_A_THREAD", 1.0)
