@@ -518,6 +518,33 @@ def test_a_system_without_memory_for_threads() -> None:
 
 
 @LINUX
+@pytest.mark.parametrize("room", [1, 8, 60])
+def test_a_kernel_that_finds_no_memory_to_be_compiled_in(room, tmp_path) -> None:
+    """LLVM would end the process."""
+    in_a_process(
+        f"""
+        import resource
+        before = attend()
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        used = 1024 * int(next(line.split()[1] for line in open("/proc/self/status")
+                               if line.startswith("VmSize")))
+        resource.setrlimit(resource.RLIMIT_AS, (used + ({room} << 20), hard))
+        refused = 0
+        for variant in qkv.Softcap(3.0), qkv.SlidingWindow(2, 2):
+            try:
+                qkv.attention(x, x, x, variant, backend="cpu")
+            except MemoryError as error:
+                refused += "64 MiB" in str(error)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        assert refused == 2
+        assert attend() == before
+        qkv.attention(x, x, x, qkv.Softcap(3.0), backend="cpu")
+        """,
+        QKV_CACHE_DIR=str(tmp_path),
+    )
+
+
+@LINUX
 def test_a_result_that_does_not_fit_leaves_nothing_broken() -> None:
     in_a_process(
         """

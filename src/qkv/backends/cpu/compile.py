@@ -21,6 +21,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from qkv.backends.cpu.canonical import canonical
 from qkv.backends.cpu.fork_locks import alone_in_llvm
 from qkv.backends.cpu.host import Host
@@ -29,10 +31,13 @@ from qkv.errors import KernelBuildError
 _MAGIC = b"qkv object 2\n"
 _DIGEST = 32
 
+_ROOM = 64 << 20
+"""Bytes of address space that must be free before LLVM is called: it ends the process without."""
+
 KEPT_FILES = 1000
+"""Kernels that the folder keeps, about 30 KB each; the least recently used go first."""
 _KERNEL_NAME = re.compile(r"[0-9a-f]{64}|new-\w+")
 """A digest, or one that was never finished."""
-"""Kernels that the folder keeps, about 30 KB each; the least recently used go first."""
 
 
 class Code:
@@ -105,8 +110,11 @@ def build(
     ------
     KernelBuildError
         If LLVM refuses the module or the machine.
+    MemoryError
+        If the process may not have the memory that LLVM needs.
     """
     with alone_in_llvm():
+        _require_room()
         name = _digest(emit, arguments, host)
         stored = _read(name)
         source = emit(*arguments) if stored is None else ""
@@ -122,6 +130,16 @@ def build(
         if stored is None:
             _write(name, data)
     return code
+
+
+def _require_room() -> None:
+    try:
+        np.empty(_ROOM, np.uint8)
+    except MemoryError as error:
+        raise MemoryError(
+            f"a kernel is compiled with up to {_ROOM >> 20} MiB, which this process may not have "
+            '(ulimit -v). Free memory, or pass backend="blocked", which needs no compiler.'
+        ) from error
 
 
 @lru_cache(maxsize=1)

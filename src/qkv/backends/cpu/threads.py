@@ -62,7 +62,10 @@ def _run_beside(kernel: Kernel, arguments: Runnable, threads: int) -> None:
             errors.append(error)
 
     thread = threading.Thread(target=job, name="qkv-long")
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # no more threads, or the interpreter is ending
+        return _run(kernel, arguments, threads)
     while thread.is_alive():
         thread.join(_GLANCE)
     if errors:
