@@ -1,8 +1,8 @@
 """Calls like an earlier one: what was checked for them once need not be checked again.
 
 A call is *like* another if its arrays have the same types, shapes and strides and everything else
-that was said is equal. Only calls that say nothing but constants are remembered: a mask or a bias
-is an array, and its values may have changed.
+that was said is equal. What variants hold must be constants, but for the arrays of `Mask` and
+`Bias`, which are read where they lie and of which any values will do.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 
 from qkv._call import Call
 from qkv.backends import Prepared, generation
+from qkv.variants.bias import Bias
+from qkv.variants.dense_mask import Mask
 
-__all__ = ["Said", "are_constants", "attend", "prepared"]
+__all__ = ["Said", "apart", "are_constants", "attend", "prepared"]
 
 Array = NDArray[Any]
 Said: TypeAlias = tuple[tuple[Any, ...], Any, Any, Any, Any, Any]
@@ -27,6 +29,9 @@ Said: TypeAlias = tuple[tuple[Any, ...], Any, Any, Any, Any, Any]
 
 KEPT = 256
 """Calls that are remembered, about 4 KB each; the oldest go first."""
+
+_READ_IN_PLACE = (Mask, Bias)
+_Form: TypeAlias = tuple[tuple[Any, ...], tuple[Any, ...]]
 
 _prepared: dict[Hashable, Prepared] = {}
 _seen: dict[Hashable, None] = {}
@@ -61,10 +66,10 @@ def attend(
     The last two are anything unless `rows`. `backward` says that a backward pass will follow.
     """
     said = variants, scale, layout, q_offset, kv_offset, backend
-    like = _likeness(query, key, value, said, backward)
+    like, arrays = _likeness(query, key, value, said, backward)
     ready = None if like is None else _recall(like)
     if ready is not None:
-        known = ready(query, key, value, rows)
+        known = ready(query, key, value, rows, arrays)
         if known is not None:
             return known
         _prepared.pop(like, None)
@@ -80,15 +85,34 @@ def attend(
         backend=backend,
     )
     if like is not None:
-        _remember(like, variants, call, backward)
+        _remember(like, variants, arrays, call, backward)
     partial = call.run_for_backward() if backward else call.run()
     return call.output(partial), call.rows(partial.lse), partial.lse_rest
 
 
 def prepared(query: Array, key: Array, value: Array, said: Said) -> Prepared | None:
     """What is known of calls like `attend(query, key, value, *said)`."""
-    like = _likeness(query, key, value, said)
+    like, _ = _likeness(query, key, value, said)
     return None if like is None else _recall(like)
+
+
+def apart(variants: tuple[Any, ...], kind: type) -> _Form:
+    """Variants with only its type in the place of each that reads an array of `kind` where it lies,
+    and these arrays."""
+    if not variants:
+        return (), ()
+    forms, arrays = [], []
+    for variant in variants:
+        form = type(variant)
+        array = variant if form is kind else None
+        if form in _READ_IN_PLACE:
+            array = variant.array
+        if type(array) is kind:
+            forms.append(form)
+            arrays.append(array)
+        else:
+            forms.append(variant)
+    return tuple(forms), tuple(arrays)
 
 
 def are_constants(said: Said) -> bool:
@@ -104,36 +128,49 @@ def are_constants(said: Said) -> bool:
 
 def _likeness(
     query: Any, key: Any, value: Any, said: Said, backward: bool = False
-) -> Hashable | None:
-    """What calls that are like one another have in common; None if nothing can be remembered."""
+) -> tuple[Hashable | None, tuple[Array, ...]]:
+    """What calls that are like one another have in common, None if nothing can be remembered; and
+    the arrays of variants, which they have not."""
     if not (type(query) is type(key) is type(value) is np.ndarray and are_constants(said)):
-        return None
-    return (
+        return None, ()
+    forms, arrays = apart(said[0], np.ndarray)
+    like = (
         query.dtype, query.shape, query.strides,
         key.dtype, key.shape, key.strides,
         value.dtype, value.shape, value.strides,
-        said, backward, generation(),
+        forms, said[1:], backward, generation(),
+        *[(array.dtype, array.shape, array.strides) for array in arrays],
     )  # fmt: skip
+    return like, arrays
 
 
 def _recall(likeness: Hashable) -> Prepared | None:
     """The prepared call for a likeness, if there is one."""
     try:
         return _prepared.get(likeness)
-    except TypeError:  # a variant holds an array
+    except TypeError:  # a variant holds another array
         return None
 
 
-def _remember(likeness: Hashable, variants: tuple[Any, ...], call: Call, backward: bool) -> None:
+def _remember(
+    likeness: Hashable,
+    variants: tuple[Any, ...],
+    arrays: tuple[Array, ...],
+    call: Call,
+    backward: bool,
+) -> None:
     """Prepare for more calls like this one, once there has been another: lengths that grow from
     call to call are not worth it."""
     prepare = getattr(call.choice.backend, "prepare", None)
-    if prepare is None or call.ndim == 2 or not all(map(_constant, variants)):
+    if prepare is None or call.ndim == 2:
+        return
+    forms, _ = apart(variants, np.ndarray)
+    if not all(form in _READ_IN_PLACE or form is np.ndarray or _constant(form) for form in forms):
         return
     if likeness not in _seen:
         _insert(_seen, likeness, None)
         return
-    ready = prepare(call.problem, backward)
+    ready = prepare(call.problem, backward, arrays)
     if ready is not None:
         _insert(_prepared, likeness, ready)
 

@@ -1,11 +1,14 @@
 """Calls like an earlier one skip the checks: what they give must not change."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 
 import qkv
 from qkv import _recall
-from qkv.errors import ArgumentError
+from qkv.errors import ArgumentError, ShapeError
 
 
 def normal(*shape, seed=0, dtype=np.float32):
@@ -70,18 +73,116 @@ def _alike(query) -> None:
 
 
 def test_arrays_in_variants_are_read_each_time() -> None:
-    query = normal(1, 2, 8, 4)
-    mask = np.tri(8, dtype=bool)
-    for allowed in (mask, np.ones((8, 8), bool), mask):
+    query = normal(1, 2, 16, 4)
+    mask = np.tri(16, dtype=bool)
+    for allowed in (mask, np.ones((16, 16), bool), mask):
         np.testing.assert_allclose(
             qkv.attention(query, query, query, qkv.Mask(allowed)),
             dense(query, query, query, allowed),
             atol=1e-6,
         )
     mask[:] = True
-    found = qkv.attention(query, query, query, mask)
-    np.testing.assert_allclose(found, dense(query, query, query), atol=1e-6)
+    for _ in range(3):
+        found = qkv.attention(query, query, query, mask)
+        np.testing.assert_allclose(found, dense(query, query, query), atol=1e-6)
+        mask = mask.copy()
+    assert len(_recall._prepared) == 2  # a Mask and a bare array
+
+
+def _views(full):
+    """Arrays of one shape that broadcast to the scores, by how they lie in memory."""
+    copies = {
+        "whole": full,
+        "one head": full[..., :1, :, :],
+        "one row": full[..., :1, :],
+        "no batch": full[(0,) * (full.ndim - 3)],
+        "backwards": full[..., ::-1, ::-1],
+        "expanded": np.broadcast_to(full[..., :1, :, :1], full.shape),
+        "columns": full.swapaxes(-1, -2).copy().swapaxes(-1, -2),
+    }
+    return copies.items()
+
+
+@pytest.mark.parametrize("length", [16, 40])
+@pytest.mark.parametrize("batch", [(), (2,), (2, 3)])
+@pytest.mark.parametrize("kind", [qkv.Mask, qkv.Bias])
+def test_masks_and_biases_may_have_other_values(kind, batch, length) -> None:
+    """Empty rows among them, and NaN behind what is masked everywhere."""
+    random = np.random.default_rng(3)
+    query, key, value = (normal(*batch, 4, length, 24, seed=i) for i in range(3))
+    value[..., [0, -1], :] = np.nan
+    shape = *batch, 4, length, length
+    for name, _ in _views(np.zeros(shape)):
+        for density in (0.7, 0.0, 1.0, 0.3):
+            allowed = random.random(shape) < density
+            allowed[..., [0, -1]] = False
+            added = np.where(allowed, random.normal(size=shape), -np.inf)
+            array = dict(_views(allowed if kind is qkv.Mask else added.astype(np.float32)))[name]
+            said = query, key, value, kind(array)
+            found = qkv.attention(*said, return_lse=True)
+            expected = qkv.attention(*said, return_lse=True, backend="reference")
+            for one, other in zip(found, expected, strict=True):
+                np.testing.assert_allclose(one, other, atol=2e-6)
+            assert np.isfinite(found[0]).all()
+    assert len(_recall._prepared) == (len(dict(_views(allowed))) if batch else 6)
+
+
+def test_the_first_call_and_a_recalled_one_agree_in_every_bit() -> None:
+    query = normal(2, 4, 100, 16)
+    random = np.random.default_rng(1)
+    for density in (0.0, 0.01, 0.5, 1.0):
+        _recall._prepared.clear()
+        _recall._seen.clear()
+        mask = random.random((2, 1, 100, 100)) < density
+        mask[:, :, :, 40:70] = False
+        mask[0, :, 64:] = True
+        bias = np.where(mask, normal(2, 1, 100, 100), -np.inf)
+        said = qkv.Causal(), qkv.Mask(mask), qkv.Bias(bias)
+        first, *others = (
+            qkv.attention(query, query, query, *said, return_lse=True) for _ in range(4)
+        )
+        assert len(_recall._prepared) == 1
+        for other in others:
+            for one, another in zip(first, other, strict=True):
+                assert one.tobytes() == another.tobytes()
+
+
+def test_large_masks_are_read_for_what_they_spare() -> None:
+    query = normal(1, 8, 512, 64)
+    mask = np.tri(512, dtype=bool)
+    for _ in range(3):
+        qkv.attention(query, query, query, qkv.Mask(mask))
     assert not _recall._prepared
+
+
+def test_arrays_of_remembered_calls_are_let_go() -> None:
+    query, mask = normal(1, 2, 16, 4), np.tri(16, dtype=bool)
+    gone = []
+    for _ in range(3):
+        own = mask.copy()
+        gone.append(weakref.ref(own))
+        qkv.attention(query, query, query, qkv.Mask(own))
+    del own
+    gc.collect()
+    assert _recall._prepared
+    assert [reference() for reference in gone] == [None] * 3
+
+
+def test_other_arrays_of_variants_are_not_recalled() -> None:
+    query = normal(2, 2, 8, 4)
+    for lens in ([3, 8], [8, 1], [0, 5]):
+        for _ in range(2):
+            found = qkv.attention(query, query, query, qkv.KeyLengths(np.array(lens)))
+            allowed = np.arange(8) < np.array(lens)[:, None, None, None]
+            expected = np.nan_to_num(dense_or_nothing(query, allowed))
+            np.testing.assert_allclose(found, expected, atol=1e-6)
+    with pytest.raises(ShapeError):
+        qkv.attention(query, query, query, qkv.KeyLengths(np.array([3, 9])))
+
+
+def dense_or_nothing(query, allowed):
+    with np.errstate(invalid="ignore"):
+        return dense(query, query, query, allowed)
 
 
 def test_strides_are_part_of_it() -> None:

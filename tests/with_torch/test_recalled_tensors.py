@@ -258,6 +258,57 @@ def test_the_drop_in_knows_its_arguments_apart() -> None:
     assert not drop_in(*tensors, dropout_p=0.5).equal(drop_in(*tensors, dropout_p=0.5))
 
 
+def masks(seed=0):
+    """A mask and a bias, of which some rows allow nothing."""
+    allowed = normal(2, 1, 16, 16, seed=seed) > 0.5
+    return allowed, normal(4, 16, 16, seed=seed + 50).masked_fill(~allowed[0], -torch.inf)
+
+
+@pytest.mark.parametrize("function", [qkv.attention, drop_in])
+def test_masks_may_have_other_values(function) -> None:
+    for seed in range(6):
+        tensors = operands(seed)
+        for mask in masks(seed):
+            found = function(*tensors, mask)
+            close(found, sdpa(*tensors, mask).nan_to_num(0.0))
+            assert function(*tensors, mask.contiguous()).equal(found)
+    assert len(torch_recall._known) == (2 if function is qkv.attention else 4)
+
+
+@pytest.mark.parametrize("function", [qkv.attention, drop_in])
+def test_masks_are_told_apart(function) -> None:
+    """By what they are of, how they lie in memory and where."""
+    tensors = remembered(function, masks()[0])
+    allowed, bias = masks(1)
+    for _ in range(3):
+        for mask in (
+            allowed, allowed[:1], allowed.mT, allowed[..., :1, :], bias, bias.mT, bias.double(),
+            bias[:1].expand(4, 16, 16), allowed.expand(2, 4, 16, 16), torch.ones(16, 16) > 0,
+        ):  # fmt: skip
+            same = mask.to(torch.float32) if mask.dtype is torch.float64 else mask
+            close(function(*tensors, mask), sdpa(*tensors, same).nan_to_num(0.0))
+        with pytest.raises(QkvError):
+            function(*tensors, torch.ones(3, 16, 16) > 0)
+    meta = [t.to("meta") for t in tensors]
+    assert function(*meta, bias.to("meta")).device.type == "meta"
+
+
+@pytest.mark.parametrize("function", [qkv.attention, drop_in])
+def test_gradients_of_biases_are_not_lost(function) -> None:
+    bias = normal(4, 16, 16)
+    tensors = remembered(function, bias)
+    bias.requires_grad_()
+    with torch.no_grad():
+        assert not function(*tensors, bias).requires_grad
+    function(*tensors, bias).square().sum().backward()
+    found, bias.grad = bias.grad, None
+    sdpa(*tensors, bias).square().sum().backward()
+    close(found, bias.grad, 2e-5)
+    rows = torch.stack([bias.detach(), -bias.detach()])
+    batched = torch.func.vmap(lambda b: function(*tensors, b))(rows)
+    close(batched, torch.stack([sdpa(*tensors, b) for b in rows]))
+
+
 def test_another_machine_is_seen(monkeypatch) -> None:
     tensors = remembered(backend="cpu")
     monkeypatch.setenv("QKV_ISA", "no such thing")

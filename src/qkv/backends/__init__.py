@@ -44,11 +44,14 @@ class Refusal:
 class Prepared(Protocol):
     """A problem made ready for other arrays with the same dtypes, shapes and strides.
 
-    A backend may have `prepare(problem, backward) -> Prepared | None`. It is asked only for
-    problems whose variants hold nothing but constants.
+    A backend may have `prepare(problem, backward, arrays) -> Prepared | None`. It is asked only for
+    problems whose variants hold nothing but constants, and these arrays, of which tables of the
+    problem are views. Calls bring their own, in the same order, and with other values.
     """
 
-    def __call__(self, query: Any, key: Any, value: Any, rows: bool) -> tuple[Any, Any, Any] | None:
+    def __call__(
+        self, query: Any, key: Any, value: Any, rows: bool, arrays: Any = ()
+    ) -> tuple[Any, Any, Any] | None:
         """Output, lse and lse_rest as `run` gives them, or as `run_for_backward` does if a
         `backward` pass was said to follow; the last two only if `rows` are wanted.
 
@@ -62,7 +65,15 @@ class AddressedCall(Protocol):
     """A prepared call that other libraries may make without NumPy arrays in between."""
 
     def run(
-        self, query: int, key: int, value: int, out: int, lse: int, lse_rest: int, kept: Any
+        self,
+        query: int,
+        key: int,
+        value: int,
+        out: int,
+        lse: int,
+        lse_rest: int,
+        kept: Any,
+        arrays: Any = (),
     ) -> bool:
         """Compute at these addresses, of what `kept` keeps; False is `Prepared`'s None.
 

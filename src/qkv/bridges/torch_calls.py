@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkv._recall import are_constants, attend
-from qkv._statement import hold, keep_for_good, state
+from qkv._recall import apart, are_constants, attend
+from qkv._statement import Statement, hold, keep_for_good, restate, state
 from qkv.arrays import is_array, view_beside
 from qkv.arrays.torch_arrays import TorchArrays
 from qkv.bridges import torch_devices as devices
@@ -41,7 +41,8 @@ def attention(
     """As `qkv.attention`."""
     said = variants, scale, layout, q_offset, kv_offset, backend
     if are_constants(said):
-        found = recall(query, key, value, said, return_lse)
+        forms, read = apart(variants, Tensor)
+        found = recall(query, key, value, (forms, *said[1:]), return_lse, read)
         if found is not None:
             return found
     keywords = {
@@ -71,10 +72,11 @@ def attention(
             hold(statement.named)  # whatever looks on may write the text down
         found = functions.attend(query, key, value, arrays, statement.text, statement.named)
     else:
-        found = _at_once(query, key, value, variants, keywords, arrays)
-        if not arrays:
+        found = _at_once(query, key, value, variants, keywords, statement, arrays)
+        forms, read = apart(variants, Tensor)
+        if len(read) == len(arrays):
             asked = query, key, value
-            remember(said, asked, asked, said, found[0])
+            remember((forms, *said[1:]), asked, asked, said, found[0])
     return found if return_lse else found[0]
 
 
@@ -84,14 +86,16 @@ def _at_once(
     value: Tensor,
     variants: tuple[Any, ...],
     keywords: dict[str, Any],
+    statement: Statement,
     arrays: list[Tensor],
 ) -> Any:
-    if arrays:
-        out, lse, _ = attend(query, key, value, variants, **keywords)
-        return contiguous(out), contiguous(lse)
-    # Of plain arrays and constants a call like an earlier one can be recalled.
+    # A call of NumPy arrays like an earlier one can be recalled.
     view, restore = _LIBRARY.view, _LIBRARY.restore
     q, k, v = view(query, "query"), view(key, "key"), view(value, "value")
+    if arrays:
+        views = [view(array, "an array of a variant") for array in arrays]
+        restated = restate(statement.text, views)
+        variants, keywords = restated.variants, restated.keywords
     out, lse, _ = attend(q, k, v, variants, **keywords)
     return contiguous(restore(out)), contiguous(restore(lse))
 

@@ -180,7 +180,11 @@ class _Evaluation:
                 return self.variables[name]
             case Load(table=table, indices=indices):
                 found = self.tables[table]
-                return found[tuple(map(self.value, indices))] if indices else found
+                # A number on the device would have to be fetched from there.
+                places = tuple(
+                    int(i.value) if isinstance(i, Const) else self.value(i) for i in indices
+                )
+                return found[places] if indices else found
             case Op(name=name, kind=kind, args=args):
                 values = [self.value(arg) for arg in args]
                 if "float" in [arg.kind for arg in args] or (kind == "float" and name != "where"):

@@ -17,24 +17,24 @@ from torch import Tensor
 __all__ = ["Guard", "guard"]
 
 Guard: TypeAlias = Callable[..., bool]
-"""Whether query, key and value are alike."""
+"""Whether query, key, value and as many more as there were are alike."""
 
 
-def guard(query: Tensor, key: Tensor, value: Tensor) -> Guard:
+def guard(query: Tensor, key: Tensor, value: Tensor, *more: Tensor) -> Guard:
     """For tensors like these that want no gradients; where torch cannot tell, it always says no.
 
     Key and value are one object if these are, and so is the query then.
     """
     if not _can_tell():
-        return lambda query, key, value: False
+        return lambda *tensors: False
     if key is not value:
-        return _guard(query, key, value)
+        return _guard(query, key, value, *more)
     # Guards of torch take tensors that are one object for a sign that code must be compiled anew.
     if query is key:
-        one = _guard(query)
-        return lambda query, key, value: query is key is value and one(query)
-    two = _guard(query, key)
-    return lambda query, key, value: key is value and two(query, key)
+        one = _guard(query, *more)
+        return lambda query, key, value, *more: query is key is value and one(query, *more)
+    two = _guard(query, key, *more)
+    return lambda query, key, value, *more: key is value and two(query, key, *more)
 
 
 def _guard(*tensors: Tensor) -> Guard:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from qkv._recall import KEPT, Said, prepared
+from qkv._recall import KEPT, Said, apart, prepared
 from qkv.arrays.torch_arrays import TorchArrays
 from qkv.backends import AddressedCall, generation
 from qkv.bridges.torch_guards import Guard, guard
@@ -59,28 +59,37 @@ def looks_on() -> bool:
     )
 
 
-def recall(query: Tensor, key: Tensor, value: Tensor, door: Hashable, rows: bool) -> Any:
+def recall(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    door: Hashable,
+    rows: bool,
+    arrays: tuple[Tensor, ...] = (),
+) -> Any:
     """Output, with lse if `rows`; None if no such call is known, or torch has to see it.
 
-    `door` is which function was called, and with what else.
+    `door` is which function was called, and with what else; `arrays` are masks and biases.
     """
     if looks_on():
         return None
     try:
         known = _latest[door]
-        if known.generation != generation() or not known.fits(query, key, value):
-            if not _are_plain(query, key, value):
+        if known.generation != generation() or not known.fits(query, key, value, *arrays):
+            if not _are_plain(query, key, value, *arrays):
                 return None
-            known = _latest[door] = _known[_likeness(query, key, value, door)]
+            known = _latest[door] = _known[_likeness(query, key, value, arrays, door)]
     except (KeyError, TypeError):  # nothing like it is known, or something said is an array
         return None
     out = known.empty_out()
     q, k, v, o = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
+    read = [array.data_ptr() for array in arrays]
     if not rows:
-        return out if known.run(q, k, v, o, 0, 0, (query, key, value, out)) else None
+        kept: Any = query, key, value, out, arrays
+        return out if known.run(q, k, v, o, 0, 0, kept, read) else None
     lse = known.empty_lse()
-    kept = query, key, value, out, lse
-    return (out, lse) if known.run(q, k, v, o, lse.data_ptr(), 0, kept) else None
+    kept = query, key, value, out, lse, arrays
+    return (out, lse) if known.run(q, k, v, o, lse.data_ptr(), 0, kept, read) else None
 
 
 def remember(door: Hashable, asked: Tensors, attended: Tensors, said: Said, out: Tensor) -> None:
@@ -89,17 +98,30 @@ def remember(door: Hashable, asked: Tensors, attended: Tensors, said: Said, out:
     The door was asked to attend to `asked`, which came to `qkv.attention` of `attended`, at the
     same addresses, and `said`. It gave `out`.
     """
-    if looks_on() or not _are_plain(*asked):
+    variants, *others = said
+    _, arrays = apart(variants, Tensor)
+    if looks_on() or not _are_plain(*asked, *arrays):
         return
     q, k, v = (_view(tensor, "operand") for tensor in attended)
-    call = prepared(q, k, v, said)
+    call = prepared(q, k, v, (_viewed(variants), *others))
     if not isinstance(call, AddressedCall):
         return
     wide = torch.float64 if out.dtype is torch.float64 else torch.float32
     makers = _maker(out.shape, out.dtype), _maker(out.shape[:-1], wide)
-    known = _Known(guard(*asked), generation(), call.run, *makers)
-    _insert(_known, _likeness(*asked, door), known)
+    known = _Known(guard(*asked, *arrays), generation(), call.run, *makers)
+    _insert(_known, _likeness(*asked, arrays, door), known)
     _insert(_latest, door, known)
+
+
+def _viewed(variants: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Variants that read NumPy arrays in the place of tensors."""
+    forms, arrays = apart(variants, Tensor)
+    views = iter([_view(array, "an array of a variant") for array in arrays])
+    # A form that is a type has lost its tensor.
+    return tuple(
+        form if not isinstance(form, type) else next(views) if form is Tensor else form(next(views))
+        for form in forms
+    )
 
 
 def _insert(table: dict[Hashable, _Known], name: Hashable, known: _Known) -> None:
@@ -117,13 +139,16 @@ def _are_plain(*tensors: Tensor) -> bool:
     )  # fmt: skip
 
 
-def _likeness(query: Tensor, key: Tensor, value: Tensor, door: Hashable) -> Hashable:
+def _likeness(
+    query: Tensor, key: Tensor, value: Tensor, arrays: tuple[Tensor, ...], door: Hashable
+) -> Hashable:
     """What plain tensors in calls that are like one another have in common."""
     return (
         query.dtype, query.shape, query.stride(),
         key.dtype, key.shape, key.stride(),
         value.dtype, value.shape, value.stride(),
         query is key, key is value, door, generation(),
+        *[(array.dtype, array.shape, array.stride()) for array in arrays],
     )  # fmt: skip
 
 

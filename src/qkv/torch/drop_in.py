@@ -72,10 +72,13 @@ def scaled_dot_product_attention(
     >>> qkv.torch.scaled_dot_product_attention(x, x, x, is_causal=True)[0, 0, 0]
     tensor([1., 0.])
     """
-    door = "scaled_dot_product_attention", bool(is_causal), scale, bool(enable_gqa)
-    constant = attn_mask is None and not dropout_p and (scale is None or type(scale) is float)
+    read = (attn_mask,) if type(attn_mask) is Tensor else ()
+    door = "scaled_dot_product_attention", bool(is_causal), scale, bool(enable_gqa), len(read)
+    constant = (
+        (attn_mask is None or read) and not dropout_p and (scale is None or type(scale) is float)
+    )
     if constant:
-        known: Tensor | None = recall(query, key, value, door, rows=False)
+        known: Tensor | None = recall(query, key, value, door, False, read)
         if known is not None:
             return known
     asked = query, key, value

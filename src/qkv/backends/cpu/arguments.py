@@ -57,6 +57,15 @@ class Arguments:
         words[:] = self._words
         return words
 
+    def word_of_table(self, name: str) -> int:
+        """Which word of the block is the address of a table."""
+        word = _FIRST + len(self._names)
+        for table in self._problem.spec.tables:
+            if table.name == name:
+                return word
+            word += 1 + 2 * table.ndim
+        raise KeyError(name)
+
     def _write(self, fields: Mapping[str, int], more: Sequence[int] = ()) -> None:
         """Lay out the block: counter, fields, tables of the expressions, and what follows them."""
         words = [0] * _FIRST + [fields[name] for name in self._names]

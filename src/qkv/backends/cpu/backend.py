@@ -15,7 +15,7 @@ from qkv.backends.cpu.fork_locks import importing
 from qkv.partial import Partial, RowStatistics, identity, without_keys
 from qkv.problem.backward import BackwardInputs, OperandGradients
 from qkv.problem.bounds import bound
-from qkv.problem.expressions import Load, Op, walk
+from qkv.problem.expressions import Load, Op, tables, walk
 from qkv.problem.intervals import Interval
 from qkv.problem.spec import Problem, Spec
 
@@ -97,16 +97,24 @@ class CpuBackend:
 
         return received(problem.gathered(), lse, progress)
 
-    def prepare(self, problem: Problem, backward: bool) -> Prepared | None:
-        """For calls with arrays like these, and the same constants."""
+    def prepare(
+        self, problem: Problem, backward: bool, arrays: tuple[Array, ...] = ()
+    ) -> Prepared | None:
+        """For calls with operands and `arrays` like these, and the same constants.
+
+        None if which pairs are computed would depend on values.
+        """
         with importing():
             from qkv.backends.cpu.prepared import PreparedForward
+            from qkv.backends.cpu.schedule import cheap_part
 
         spec = problem.spec
         sizes = (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len, spec.v_head_dim)
         if 0 in sizes or spec.rotation is not None or spec.sinks or _streams(spec):
             return None
-        return PreparedForward(problem, backward=backward)
+        if arrays and tables(cheap_part(problem)[0]):
+            return None
+        return PreparedForward(problem, backward=backward, arrays=arrays)
 
     def run_for_backward(self, problem: Problem) -> Partial:
         return self._run(problem, few=_streams(problem.spec), backward=True)

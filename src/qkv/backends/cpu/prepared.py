@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -64,13 +65,20 @@ class _Block:
 class PreparedForward:
     """Takes query, key and value like those of `problem`; `backward` says what will follow."""
 
-    def __init__(self, problem: Problem, *, backward: bool) -> None:
+    def __init__(self, problem: Problem, *, backward: bool, arrays: tuple[Array, ...] = ()) -> None:
         spec, operands = problem.spec, problem.operands
+        read = [
+            [name for name, origin in operands.origins.items() if origin.array is array]
+            for array in arrays
+        ]
+        views = {name: _alike(operands.tables[name]) for names in read for name in names}
         operands = replace(
             operands,
             query=_alike(operands.query),
             key=_alike(operands.key),
             value=_alike(operands.value),
+            tables={**operands.tables, **views},
+            origins={},
         )
         problem = replace(problem, operands=operands)
         shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.v_head_dim)
@@ -85,23 +93,34 @@ class PreparedForward:
         self._lse = shape[:-1], spec.compute_dtype
         nothing = Partial(np.empty(0), np.empty(0))
         self._template = ForwardArguments(problem, forward, 0, nothing)
+        self._read = [list(map(self._template.word_of_table, names)) for names in read]
         self._blocks: list[_Block] = []
 
     def __call__(
-        self, query: Array, key: Array, value: Array, rows: bool
+        self, query: Array, key: Array, value: Array, rows: bool, arrays: Sequence[Array] = ()
     ) -> tuple[Array, Array | None, Array | None] | None:
         at, out = _address, np.empty(*self._out)
+        read = [at(array) for array in arrays]
         if not rows:
-            found = self.run(at(query), at(key), at(value), at(out), 0, 0, (query, key, value, out))
+            kept = query, key, value, out, arrays
+            found = self.run(at(query), at(key), at(value), at(out), 0, 0, kept, read)
             return (out, None, None) if found else None
         lse = np.empty(*self._lse)
         rest = np.empty(*self._lse) if self._backward else None
         places = at(query), at(key), at(value), at(out), at(lse), 0 if rest is None else at(rest)
-        found = self.run(*places, (query, key, value, out, lse, rest))
+        found = self.run(*places, (query, key, value, out, lse, rest, arrays), read)
         return (out, lse, rest) if found else None
 
     def run(
-        self, query: int, key: int, value: int, out: int, lse: int, lse_rest: int, kept: Any
+        self,
+        query: int,
+        key: int,
+        value: int,
+        out: int,
+        lse: int,
+        lse_rest: int,
+        kept: Any,
+        arrays: Sequence[int] = (),
     ) -> bool:
         """Compute what lies at these addresses, of `kept`, into those of out, lse and lse_rest.
 
@@ -120,6 +139,9 @@ class PreparedForward:
         words[_OUT] = out
         words[_LSE] = lse
         words[_LSE_REST] = lse_rest
+        for places, address in zip(self._read, arrays, strict=True):
+            for place in places:
+                words[place] = address
         if self._brief_job is not None:
             # What `launch` does, for one slice of one thread.
             scratch = _take(self._scratch_bytes)

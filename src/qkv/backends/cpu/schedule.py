@@ -26,6 +26,8 @@ _CELLS = 2**16
 """Tiles that are classified at once: some arrays of 512 KiB."""
 _SHARED = 8
 """Heads and batch rows that must share a bias for its bounds to pay."""
+FEW_OPERATIONS = 1e7
+"""Products that take no longer than to find out from values of tables which can be spared."""
 _KEPT_TASKS = 4096
 """Schedules up to this long are worth keeping from call to call."""
 
@@ -83,19 +85,24 @@ def schedule(
     return _schedule(grid, unknown, spec.batch_size, spec.num_heads, together, block_kv)
 
 
-def cheap_part(problem: Problem) -> tuple[Node, bool]:
+def cheap_part(problem: Problem, few: float = FEW_OPERATIONS) -> tuple[Node, bool]:
     """The conditions whose bounds cost little, and whether others were left out.
 
-    Bounding a bias reads it all. One that few heads share is read in about the time that its tiles
-    take, and seldom spares any.
+    Those that read no values cost nothing: they have been bounded before. Up to `few` operations
+    pay for no others. Bounding a bias reads it all; one that few heads share is read in about the
+    time that its tiles take, and seldom spares any.
     """
     spec, arrays = problem.spec, problem.operands.tables
     pairs = spec.batch_size * spec.num_heads * spec.q_len * spec.kv_len
+    alone = 2.0 * (spec.head_dim + spec.v_head_dim) * pairs <= few
     dear = {
         name
         for name, array in arrays.items()
-        if array.dtype.kind != "b"
-        and array.size > max(4 * (spec.q_len + spec.kv_len), pairs // _SHARED)
+        if alone
+        or (
+            array.dtype.kind != "b"
+            and array.size > max(4 * (spec.q_len + spec.kv_len), pairs // _SHARED)
+        )
     }
     parts = _conditions(spec.mask)
     cheap = [part for part in parts if not tables(part) & dear]

@@ -43,6 +43,8 @@ _MOST = 256
 
 _FEW = 0.75
 """Of the lanes of a vector: so many queries, or fewer, leave the others idle in a forward pass."""
+_FEW_OPERATIONS = 1e6
+"""As `FEW_OPERATIONS` of other passes; here each product waits for a number from memory."""
 _ROWS_OF_A_READ = 8
 """Rows of Q whose products take about as long as reading K and V."""
 
@@ -63,7 +65,7 @@ class Chunks:
 
 def chunks(problem: Problem) -> Chunks:
     """The chunks of every kv head that hold an allowed pair; one without keys if there are none."""
-    spec, (mask, unknown) = problem.spec, cheap_part(problem)
+    spec, (mask, unknown) = problem.spec, cheap_part(problem, _FEW_OPERATIONS)
     sizes = spec.batch_size, spec.num_kv_heads, spec.group_size, spec.q_len, spec.kv_len
     if not tables(mask):
         return _without_tables(mask, unknown, *sizes)

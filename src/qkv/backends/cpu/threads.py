@@ -65,7 +65,8 @@ def _run_beside(kernel: Kernel, arguments: Runnable, threads: int) -> None:
     try:
         thread.start()
     except RuntimeError:  # no more threads, or the interpreter is ending
-        return _run(kernel, arguments, threads)
+        _run(kernel, arguments, threads)
+        return
     while thread.is_alive():
         thread.join(_GLANCE)
     if errors:
