@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import mmap
 import os
 import re
 import stat
@@ -20,8 +21,6 @@ from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
-
-import numpy as np
 
 from qkv.backends.cpu.canonical import canonical
 from qkv.backends.cpu.fork_locks import alone_in_llvm
@@ -134,8 +133,8 @@ def build(
 
 def _require_room() -> None:
     try:
-        np.empty(_ROOM, np.uint8)
-    except MemoryError as error:
+        mmap.mmap(-1, _ROOM).close()  # of which nothing is touched
+    except (OSError, MemoryError) as error:
         raise MemoryError(
             f"a kernel is compiled with up to {_ROOM >> 20} MiB, which this process may not have "
             '(ulimit -v). Free memory, or pass backend="blocked", which needs no compiler.'
