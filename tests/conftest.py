@@ -37,6 +37,7 @@ def in_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def forget() -> None:
         _recall._prepared.clear()
+        _recall._growing.clear()
         _recall._seen.clear()
 
     forget()

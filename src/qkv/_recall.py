@@ -2,7 +2,9 @@
 
 A call is *like* another if its arrays have the same types, shapes and strides and everything else
 that was said is equal. What variants hold must be constants, but for the arrays of `Mask` and
-`Bias`, which are read where they lie and of which any values will do.
+`Bias`, which are read where they lie and of which any values will do. Calls of few queries with
+variants that only know positions are like one another whatever the number of keys: a step of
+decoding is like the step before.
 """
 
 from __future__ import annotations
@@ -11,15 +13,20 @@ import os
 from collections.abc import Hashable
 from dataclasses import fields, is_dataclass
 from threading import Lock
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from qkv._call import Call
-from qkv.backends import Prepared, generation
+from qkv.backends import Growing, Prepared, generation
+from qkv.problem.builder import INDEX_LIMIT
+from qkv.variants.alibi import ALiBi
 from qkv.variants.bias import Bias
+from qkv.variants.causal import Causal
 from qkv.variants.dense_mask import Mask
+from qkv.variants.sliding_window import SlidingWindow
+from qkv.variants.softcap import Softcap
 
 __all__ = ["Said", "apart", "are_constants", "attend", "prepared"]
 
@@ -31,9 +38,14 @@ KEPT = 256
 """Calls that are remembered, about 4 KB each; the oldest go first."""
 
 _READ_IN_PLACE = (Mask, Bias)
+_FEW = 16
+"""Queries of a step."""
+_OF_POSITIONS = (Causal, SlidingWindow, Softcap, ALiBi)
+"""Variants that are the same for any number of keys."""
 _Form: TypeAlias = tuple[tuple[Any, ...], tuple[Any, ...]]
 
 _prepared: dict[Hashable, Prepared] = {}
+_growing: dict[Hashable, Growing] = {}
 _seen: dict[Hashable, None] = {}
 _lock = Lock()
 
@@ -73,6 +85,12 @@ def attend(
         if known is not None:
             return known
         _prepared.pop(like, None)
+    step = None if arrays or like is None else _step(query, key, value, said, backward)
+    if step is not None and step.likeness in _growing:
+        known = _growing[step.likeness](query, key, value, rows, step.q_shift)
+        if known is not None:
+            return known
+        _growing.pop(step.likeness, None)
     call = Call.bind(
         query,
         key,
@@ -84,7 +102,7 @@ def attend(
         kv_offset=kv_offset,
         backend=backend,
     )
-    if like is not None:
+    if like is not None and not (step and _remember_step(step.likeness, variants, call)):
         _remember(like, variants, arrays, call, backward)
     partial = call.run_for_backward() if backward else call.run()
     return call.output(partial), call.rows(partial.lse), partial.lse_rest
@@ -142,6 +160,59 @@ def _likeness(
         *[(array.dtype, array.shape, array.strides) for array in arrays],
     )  # fmt: skip
     return like, arrays
+
+
+class _Step(NamedTuple):
+    """What steps have in common, and where the queries of this one stand."""
+
+    likeness: Hashable
+    q_shift: int
+
+
+def _step(query: Array, key: Array, value: Array, said: Said, backward: bool) -> _Step | None:
+    """A call as a step of decoding, if it can be one."""
+    variants, scale, _, q_offset, kv_offset, backend = said
+    *batch, _, q_len, _ = query.shape if query.ndim > 2 else (0, 0, 0)
+    kv_len = key.shape[-2] if key.ndim == query.ndim else 0
+    if (
+        not 0 < q_len <= _FEW
+        or not q_len != kv_len > 0  # as many keys as queries: nobody has to say where these stand
+        or value.shape[:-1] != key.shape[:-1]
+        or list(key.shape[:-3]) != batch
+        or not all(type(variant) in _OF_POSITIONS for variant in variants)
+    ):
+        return None
+    ends = [variant.align for variant in variants if getattr(variant, "align", None) is not None]
+    if type(q_offset) is int:
+        shift, placed = q_offset, "number"
+        if ends or abs(shift) > INDEX_LIMIT:
+            return None
+    else:
+        placed = q_offset
+        shift = kv_len - q_len if "end" in (q_offset, *ends) else 0
+    likeness = (
+        query.dtype, query.shape, key.dtype, key.shape[:-2], key.shape[-1], value.dtype,
+        value.shape[-1], variants, scale, placed, kv_offset, backend, backward, generation(),
+    )  # fmt: skip
+    try:
+        hash(likeness)
+    except TypeError:  # a variant holds an array
+        return None
+    return _Step(likeness, shift)
+
+
+def _remember_step(likeness: Hashable, variants: tuple[Any, ...], call: Call) -> bool:
+    """Prepare for more steps like this one, once there has been another; whether that can be."""
+    prepare = getattr(call.choice.backend, "prepare_growing", None)
+    if prepare is None or not all(map(_constant, variants)):
+        return False
+    if likeness not in _seen:
+        _insert(_seen, likeness, None)
+        return True
+    ready = prepare(call.problem)
+    if ready is not None:
+        _insert(_growing, likeness, ready)
+    return ready is not None
 
 
 def _recall(likeness: Hashable) -> Prepared | None:

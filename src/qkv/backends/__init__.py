@@ -60,6 +60,21 @@ class Prepared(Protocol):
         ...
 
 
+class Growing(Protocol):
+    """A problem of few queries made ready for any number of keys.
+
+    A backend may have `prepare_growing(problem) -> Growing | None`. It is asked for problems whose
+    variants hold nothing but constants and know positions only, where what all queries have in
+    common is where they stand: `q_shift`, if the problem has a table of it.
+    """
+
+    def __call__(
+        self, query: Any, key: Any, value: Any, rows: bool, q_shift: int
+    ) -> tuple[Any, Any, Any] | None:
+        """As of `Prepared`."""
+        ...
+
+
 @runtime_checkable
 class AddressedCall(Protocol):
     """A prepared call that other libraries may make without NumPy arrays in between."""

@@ -104,7 +104,7 @@ def remember(door: Hashable, asked: Tensors, attended: Tensors, said: Said, out:
         return
     q, k, v = (_view(tensor, "operand") for tensor in attended)
     call = prepared(q, k, v, (_viewed(variants), *others))
-    if not isinstance(call, AddressedCall):
+    if call is None or not isinstance(call, AddressedCall):
         return
     wide = torch.float64 if out.dtype is torch.float64 else torch.float32
     makers = _maker(out.shape, out.dtype), _maker(out.shape[:-1], wide)
@@ -115,6 +115,8 @@ def remember(door: Hashable, asked: Tensors, attended: Tensors, said: Said, out:
 
 def _viewed(variants: tuple[Any, ...]) -> tuple[Any, ...]:
     """Variants that read NumPy arrays in the place of tensors."""
+    if not variants:
+        return ()
     forms, arrays = apart(variants, Tensor)
     views = iter([_view(array, "an array of a variant") for array in arrays])
     # A form that is a type has lost its tensor.

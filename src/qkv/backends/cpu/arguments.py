@@ -28,9 +28,9 @@ _FIRST = COUNTER_BYTES // WORD
 _PAGE = 4096
 
 
-def word_of(name: str) -> int:
-    """Which word of the block a field of the forward pass is."""
-    return _FIRST + FIELDS.index(name)
+def word_of(name: str, fields: tuple[str, ...] = FIELDS) -> int:
+    """Which word of the block a field is, of the forward pass unless other fields are given."""
+    return _FIRST + fields.index(name)
 
 
 _LIMIT = word_of("limit")

@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv._threads import get_num_threads
-from qkv.backends import Prepared, Progress, Refusal, kept
+from qkv.backends import Growing, Prepared, Progress, Refusal, kept
 from qkv.backends.cpu.fork_locks import importing
 from qkv.partial import Partial, RowStatistics, identity, without_keys
 from qkv.problem.backward import BackwardInputs, OperandGradients
 from qkv.problem.bounds import bound
-from qkv.problem.expressions import Load, Op, tables, walk
+from qkv.problem.expressions import Load, Op, walk
 from qkv.problem.intervals import Interval
 from qkv.problem.spec import Problem, Spec
 
@@ -105,16 +105,25 @@ class CpuBackend:
         None if which pairs are computed would depend on values.
         """
         with importing():
-            from qkv.backends.cpu.prepared import PreparedForward
-            from qkv.backends.cpu.schedule import cheap_part
+            from qkv.backends.cpu import schedule, streaming
+            from qkv.backends.cpu.prepared import PreparedDecode, PreparedForward
+
+        if not _is_preparable(problem.spec):
+            return None
+        few = _streams(problem.spec)
+        if arrays and (streaming if few else schedule).reads_values(problem):
+            return None
+        if few:
+            return PreparedDecode(problem, arrays=arrays)
+        return PreparedForward(problem, backward=backward, arrays=arrays)
+
+    def prepare_growing(self, problem: Problem) -> Growing | None:
+        """For few queries, any number of keys, and the same constants."""
+        with importing():
+            from qkv.backends.cpu.prepared import GrowingDecode
 
         spec = problem.spec
-        sizes = (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len, spec.v_head_dim)
-        if 0 in sizes or spec.rotation is not None or spec.sinks or _streams(spec):
-            return None
-        if arrays and tables(cheap_part(problem)[0]):
-            return None
-        return PreparedForward(problem, backward=backward, arrays=arrays)
+        return GrowingDecode(problem) if _is_preparable(spec) and _streams(spec) else None
 
     def run_for_backward(self, problem: Problem) -> Partial:
         return self._run(problem, few=_streams(problem.spec), backward=True)
@@ -151,6 +160,12 @@ class CpuBackend:
         else:
             _forward(problem, whole, statistics)
         return whole
+
+
+def _is_preparable(spec: Spec) -> bool:
+    """Whether all that a call does is one run of compiled code."""
+    sizes = (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len, spec.v_head_dim)
+    return 0 not in sizes and spec.rotation is None and not spec.sinks
 
 
 def _streams(spec: Spec) -> bool:

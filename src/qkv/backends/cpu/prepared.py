@@ -1,4 +1,4 @@
-"""A forward pass made ready for arrays of one dtype, shape and strides: all but their addresses."""
+"""Passes made ready for arrays of one dtype, shape and strides: all but their addresses."""
 
 from __future__ import annotations
 
@@ -12,25 +12,36 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from qkv.backends.cpu.arguments import (
+    Arguments,
     ForwardArguments,
     address_of,
     page_aligned,
     quick_address,
     word_of,
 )
-from qkv.backends.cpu.forward_pass import ForwardPass
+from qkv.backends.cpu.decode import FIELDS
+from qkv.backends.cpu.forward_pass import ForwardPass, Pass
+from qkv.backends.cpu.frame import WORD
 from qkv.backends.cpu.host import isa_said
+from qkv.backends.cpu.streaming import DecodeArguments, DecodePass
 from qkv.partial import Partial
-from qkv.problem.spec import Problem
+from qkv.problem.spec import Problem, Spec
 
 if TYPE_CHECKING:
     from qkv.problem.rows import StoredRows
 
 Array = NDArray[Any]
 
+(
+    _FEW_SCRATCH, _FEW_QUERY, _FEW_KEY, _FEW_VALUE, _FEW_OUT, _FEW_LSE, _FEW_RECORDS, _FEW_COUNTERS,
+) = (
+    word_of(name, FIELDS)
+    for name in ("scratch", "query", "key", "value", "out", "lse", "records", "counters")
+)  # fmt: skip
 _LIMIT, _SCRATCH, _QUERY, _KEY, _VALUE, _OUT, _LSE, _LSE_REST = map(
     word_of, ("limit", "scratch", "query", "key", "value", "out", "lse", "lse_rest")
 )
+_NOTHING = Partial(np.empty(0), np.empty(0))
 _address = quick_address()
 _CALLER = ctypes.c_int64(0)
 """The number of the worker that is the calling thread."""
@@ -62,39 +73,66 @@ class _Block:
         self.words[_LIMIT] = stop
 
 
-class PreparedForward:
-    """Takes query, key and value like those of `problem`; `backward` says what will follow."""
+class PreparedPass:
+    """Takes arrays like those of one problem: what every pass has in common.
+
+    `read` are for each array that calls bring the words of its tables.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        prepared: Pass,
+        template: Arguments,
+        out_dtype: np.dtype[Any],
+        read: list[list[int]],
+    ) -> None:
+        self._isa = isa_said()
+        self._pass = prepared
+        self._alone = prepared.most_workers <= 1
+        self._brief_job = prepared.kernel.brief_job if prepared.is_brief else None
+        shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.v_head_dim)
+        self._out = shape, out_dtype
+        self._lse = shape[:-1], spec.compute_dtype
+        self._template = template
+        self._read = read
+        self._blocks: list[_Block] = []
+
+    def _block(self) -> _Block:
+        try:
+            return self._blocks.pop()
+        except IndexError:
+            return _Block(self._template.copy())
+
+    def _launch(self, block: _Block, scratch: _Scratch, workers: int, kept: Any) -> None:
+        """Run what the words of a block say, and keep it and the scratch for later calls."""
+        if self._brief_job is not None:
+            # What `launch` does, for one slice of one thread.
+            block.allow(0, self._pass.count)
+            self._brief_job(block.pointer, _CALLER)
+        else:
+            block.kept = scratch, kept
+            self._pass.launch(block, workers)
+            block.kept = ()
+        self._blocks.append(block)
+        if len(_free) < _FREE:
+            _free.append(scratch)
+
+    def _workers(self) -> int:
+        return 1 if self._alone else self._pass.workers()
+
+
+class PreparedForward(PreparedPass):
+    """The forward pass of many queries; `backward` says what will follow."""
 
     def __init__(self, problem: Problem, *, backward: bool, arrays: tuple[Array, ...] = ()) -> None:
-        spec, operands = problem.spec, problem.operands
-        read = [
-            [name for name, origin in operands.origins.items() if origin.array is array]
-            for array in arrays
-        ]
-        views = {name: _alike(operands.tables[name]) for names in read for name in names}
-        operands = replace(
-            operands,
-            query=_alike(operands.query),
-            key=_alike(operands.key),
-            value=_alike(operands.value),
-            tables={**operands.tables, **views},
-            origins={},
-        )
-        problem = replace(problem, operands=operands)
-        shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.v_head_dim)
-        self._isa = isa_said()
+        problem, read = _without_values(problem, arrays)
         self._backward = backward
-        self._forward = forward = ForwardPass(problem)
-        self._alone = forward.most_workers <= 1
-        self._brief_job = forward.kernel.brief_job if forward.is_brief else None
-        self._count = forward.count
+        forward = ForwardPass(problem)
         self._scratch_bytes = forward.scratch_bytes
-        self._out = shape, forward.out_dtype
-        self._lse = shape[:-1], spec.compute_dtype
-        nothing = Partial(np.empty(0), np.empty(0))
-        self._template = ForwardArguments(problem, forward, 0, nothing)
-        self._read = [list(map(self._template.word_of_table, names)) for names in read]
-        self._blocks: list[_Block] = []
+        template = ForwardArguments(problem, forward, 0, _NOTHING)
+        words = [list(map(template.word_of_table, names)) for names in read]
+        super().__init__(problem.spec, forward, template, forward.out_dtype, words)
 
     def __call__(
         self, query: Array, key: Array, value: Array, rows: bool, arrays: Sequence[Array] = ()
@@ -128,10 +166,7 @@ class PreparedForward:
         """
         if isa_said() != self._isa:
             return False
-        try:
-            block = self._blocks.pop()
-        except IndexError:
-            block = _Block(self._template.copy())
+        block = self._block()
         words = block.words
         words[_QUERY] = query
         words[_KEY] = key
@@ -142,24 +177,137 @@ class PreparedForward:
         for places, address in zip(self._read, arrays, strict=True):
             for place in places:
                 words[place] = address
-        if self._brief_job is not None:
-            # What `launch` does, for one slice of one thread.
-            scratch = _take(self._scratch_bytes)
-            words[_SCRATCH] = scratch.address
-            words[0] = 0
-            words[_LIMIT] = self._count
-            self._brief_job(block.pointer, _CALLER)
-        else:
-            workers = 1 if self._alone else self._forward.workers()
-            scratch = _take(self._scratch_bytes * workers)
-            words[_SCRATCH] = scratch.address
-            block.kept = scratch, kept
-            self._forward.launch(block, workers)
-            block.kept = ()
-        self._blocks.append(block)
-        if len(_free) < _FREE:
-            _free.append(scratch)
+        workers = self._workers()
+        scratch = _take(self._scratch_bytes * workers)
+        words[_SCRATCH] = scratch.address
+        self._launch(block, scratch, workers, kept)
         return True
+
+
+class PreparedDecode(PreparedPass):
+    """The pass of few queries."""
+
+    def __init__(self, problem: Problem, *, arrays: tuple[Array, ...] = ()) -> None:
+        problem, read = _without_values(problem, arrays)
+        spec = problem.spec
+        decode = DecodePass(problem)
+        self._scratch_bytes, self._record_bytes = decode.scratch_bytes, decode.record_bytes
+        self._lse_bytes = spec.batch_size * spec.num_heads * spec.q_len * WORD
+        self._counter_bytes = spec.batch_size * spec.num_kv_heads * WORD
+        template = DecodeArguments(problem, decode, 0, _NOTHING)
+        words = [list(map(template.word_of_table, names)) for names in read]
+        super().__init__(spec, decode, template, decode.out_dtype, words)
+
+    def __call__(
+        self, query: Array, key: Array, value: Array, rows: bool, arrays: Sequence[Array] = ()
+    ) -> tuple[Array, Array | None, Array | None] | None:
+        at, out = _address, np.empty(*self._out)
+        lse = np.empty(*self._lse) if rows else None
+        places = at(query), at(key), at(value), at(out), 0 if lse is None else at(lse), 0
+        read = [at(array) for array in arrays]
+        found = self.run(*places, (query, key, value, out, lse, arrays), read)
+        return (out, lse, None) if found else None
+
+    def run(
+        self,
+        query: int,
+        key: int,
+        value: int,
+        out: int,
+        lse: int,
+        lse_rest: int,
+        kept: Any,
+        arrays: Sequence[int] = (),
+    ) -> bool:
+        """As of `PreparedForward`; there is no lse_rest of few queries."""
+        if isa_said() != self._isa:
+            return False
+        block = self._block()
+        words = block.words
+        words[_FEW_QUERY] = query
+        words[_FEW_KEY] = key
+        words[_FEW_VALUE] = value
+        words[_FEW_OUT] = out
+        for places, address in zip(self._read, arrays, strict=True):
+            for place in places:
+                words[place] = address
+        workers = self._workers()
+        # Behind the workers' own: what tasks leave, their counters, and lse if nobody wants it.
+        size = self._scratch_bytes * workers
+        scratch = _take(size + self._record_bytes + self._counter_bytes + self._lse_bytes)
+        words[_FEW_SCRATCH] = scratch.address
+        words[_FEW_RECORDS] = size = scratch.address + size
+        words[_FEW_COUNTERS] = size = size + self._record_bytes
+        ctypes.memset(size, 0, self._counter_bytes)
+        words[_FEW_LSE] = lse or size + self._counter_bytes
+        self._launch(block, scratch, workers, kept)
+        return True
+
+
+class GrowingDecode:
+    """The pass of few queries for any number of keys: only the latest number is prepared for.
+
+    Layers of a model follow one another with the same number, steps with one more.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem, _ = _without_values(problem, ())
+        self._shifts = [
+            table.name
+            for table in problem.spec.tables
+            if problem.operands.origins[table.name].variant is None and table.label == "q_offset"
+        ]
+        self._latest: tuple[Any, PreparedDecode] | None = None
+
+    def __call__(
+        self, query: Array, key: Array, value: Array, rows: bool, q_shift: int
+    ) -> tuple[Array, Array | None, Array | None] | None:
+        like = key.shape[-2], q_shift, query.strides, key.strides, value.strides
+        latest = self._latest
+        if latest is None or latest[0] != like:
+            prepared = PreparedDecode(self._grown(query, key, value, q_shift))
+            latest = self._latest = like, prepared
+        found = latest[1](query, key, value, rows)
+        if found is None:
+            self._latest = None
+        return found
+
+    def _grown(self, query: Array, key: Array, value: Array, q_shift: int) -> Problem:
+        spec, operands = self._problem.spec, self._problem.operands
+        shifts = dict.fromkeys(self._shifts, np.asarray(q_shift, np.int64))
+        positions = replace(
+            operands.positions, kv_rank=key.shape[-2], q_shift=np.array([q_shift], np.int64)
+        )
+        return Problem(
+            replace(spec, kv_len=key.shape[-2]),
+            replace(
+                operands,
+                query=query,
+                key=key,
+                value=value,
+                tables={**operands.tables, **shifts},
+                positions=positions,
+            ),
+        )
+
+
+def _without_values(problem: Problem, arrays: tuple[Array, ...]) -> tuple[Problem, list[list[str]]]:
+    """The problem of arrays like its own that hold one element, and the tables of each array."""
+    operands = problem.operands
+    read = [
+        [name for name, origin in operands.origins.items() if origin.array is array]
+        for array in arrays
+    ]
+    views = {name: _alike(operands.tables[name]) for names in read for name in names}
+    operands = replace(
+        operands,
+        query=_alike(operands.query),
+        key=_alike(operands.key),
+        value=_alike(operands.value),
+        tables={**operands.tables, **views},
+        origins={},
+    )
+    return replace(problem, operands=operands), read
 
 
 def _alike(array: Array | StoredRows) -> Array:

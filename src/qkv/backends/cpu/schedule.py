@@ -109,6 +109,11 @@ def cheap_part(problem: Problem, few: float = FEW_OPERATIONS) -> tuple[Node, boo
     return conjunction(cheap), len(cheap) < len(parts)
 
 
+def reads_values(problem: Problem) -> bool:
+    """Whether which pairs are computed depends on values of arrays."""
+    return bool(tables(cheap_part(problem)[0]))
+
+
 def _conditions(node: Node) -> list[Node]:
     if isinstance(node, Op) and node.name == "and":
         return [part for arg in node.args for part in _conditions(arg)]

@@ -67,15 +67,25 @@ def chunks(problem: Problem) -> Chunks:
     """The chunks of every kv head that hold an allowed pair; one without keys if there are none."""
     spec, (mask, unknown) = problem.spec, cheap_part(problem, _FEW_OPERATIONS)
     sizes = spec.batch_size, spec.num_kv_heads, spec.group_size, spec.q_len, spec.kv_len
-    if not tables(mask):
-        return _without_tables(mask, unknown, *sizes)
-    return _chunks(mask, problem.operands.tables, unknown, *sizes)
+    read = {name: problem.operands.tables[name] for name in sorted(tables(mask))}
+    if any(array.ndim for array in read.values()):
+        return _chunks(mask, read, unknown, *sizes)
+    numbers = tuple((name, array.dtype, array.item()) for name, array in read.items())
+    return _of_numbers(mask, numbers, unknown, *sizes)
+
+
+def reads_values(problem: Problem) -> bool:
+    """Whether which keys are read depends on values of arrays."""
+    return bool(tables(cheap_part(problem, _FEW_OPERATIONS)[0]))
 
 
 @lru_cache(maxsize=64)
-def _without_tables(mask: Node, unknown: bool, *sizes: int) -> Chunks:
-    """A mask that reads no values has one schedule."""
-    return _chunks(mask, {}, unknown, *sizes)
+def _of_numbers(
+    mask: Node, numbers: tuple[tuple[str, np.dtype[Any], Any], ...], unknown: bool, *sizes: int
+) -> Chunks:
+    """A mask that reads no arrays: layers of a model follow one another with the same chunks."""
+    arrays = {name: np.asarray(number, dtype) for name, dtype, number in numbers}
+    return _chunks(mask, arrays, unknown, *sizes)
 
 
 def chunk_of(kv_len: int) -> int:
@@ -121,6 +131,8 @@ def _tasks(some: Array, every: Array, batches: int, kv_heads: int, kv_len: int) 
     """Tasks from what is known of each block: whether some of its pairs are allowed, or every."""
     own_batches, own_heads, blocks = some.shape
     length = chunk_of(kv_len) // BLOCK_KV
+    if every.all() or (some.all() and not every.any()):
+        return _alike_tasks(bool(every.all()), batches, kv_heads, kv_len)
     groups, block = np.nonzero(some.reshape(-1, blocks))
     partial = ~every.reshape(-1, blocks)[groups, block]
     chunk = groups * -(-blocks // length) + block // length
@@ -143,6 +155,24 @@ def _tasks(some: Array, every: Array, batches: int, kv_heads: int, kv_len: int) 
     copies = batches * kv_heads // (own_batches * own_heads)
     tasks = _repeated(own, own_batches, own_heads, batches, kv_heads)
     return Chunks(tasks, runs, keys * copies)
+
+
+def _alike_tasks(full: bool, batches: int, kv_heads: int, kv_len: int) -> Chunks:
+    """Tasks where all blocks are of one kind: a run each, the same for every kv head."""
+    start = np.arange(0, kv_len, chunk_of(kv_len), dtype=np.int64)
+    runs = np.empty((len(start), len(RUN)), np.int64)
+    runs[:, 0], runs[:-1, 1], runs[:, 2] = start, start[1:], not full
+    runs[-1, 1] = kv_len
+    tasks = np.empty((batches, kv_heads, len(start), len(TASK)), np.int64)
+    groups = np.arange(batches * kv_heads).reshape(batches, kv_heads, 1)
+    run = np.arange(len(start))
+    columns: tuple[Array | int, ...] = (
+        np.arange(batches)[:, None, None], np.arange(kv_heads)[:, None], run, run + 1,
+        groups, groups * len(start), len(start),
+    )  # fmt: skip
+    for i, column in enumerate(columns):
+        tasks[..., i] = column
+    return Chunks(tasks.reshape(-1, len(TASK)), runs, kv_len * batches * kv_heads)
 
 
 def _own_tasks(groups: Array, first_run: Array, runs: int, count: int) -> Array:
@@ -194,6 +224,9 @@ class DecodePass(Pass):
             self.out_dtype.name,
             statistics,
         )
+        self.scratch_bytes = scratch_bytes(spec, self.shape)
+        self.record_bytes = record_bytes(spec, self.shape) * len(self.plan.tasks)
+        """Of all tasks."""
         rows = max(spec.group_size * spec.q_len, _ROWS_OF_A_READ)
         operations = 2.0 * (spec.head_dim + spec.v_head_dim) * self.plan.keys * rows
         super().__init__(_kernel(key, host()), len(self.plan.tasks), operations)
@@ -229,7 +262,7 @@ def decode_bytes(spec: Spec, shape: Shape, workers: int) -> int:
 
 
 class DecodeArguments(Arguments):
-    """The words of one pass of few queries."""
+    """The words of one pass of few queries; without workers, no room for what they would write."""
 
     def __init__(
         self,
@@ -240,11 +273,11 @@ class DecodeArguments(Arguments):
         statistics: RowStatistics | None = None,
     ) -> None:
         super().__init__(problem, FIELDS)
-        spec, shape, plan = problem.spec, decode.shape, decode.plan
-        records = page_aligned(record_bytes(spec, shape) * len(plan.tasks))
+        spec, plan = problem.spec, decode.plan
+        records = page_aligned(decode.record_bytes if workers else 0)
         fields = {
             **dict.fromkeys(FIELDS, 0),
-            **self._common(plan.tasks, scratch_bytes(spec, shape), workers),
+            **self._common(plan.tasks, decode.scratch_bytes, workers),
             "scale": self._real(problem.operands.scale),
             "runs": self._address(plan.runs),
             "rows": spec.group_size * spec.q_len,

@@ -1,0 +1,165 @@
+"""Steps of decoding are like the step before; what they give must not change."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import qkv
+from qkv import _recall
+from qkv.errors import AmbiguityError, ArgumentError, ShapeError
+
+VARIANTS = {
+    "nothing": ((), {}),
+    "causal": ((qkv.Causal("end"),), {}),
+    "at the end": ((qkv.Causal(),), {"q_offset": "end"}),
+    "at the start": ((qkv.Causal(),), {"q_offset": "start"}),
+    "window": ((qkv.SlidingWindow(40, 0),), {"q_offset": "end"}),
+    "softcap, alibi": ((qkv.Softcap(5.0), qkv.ALiBi()), {"q_offset": "end", "scale": 0.3}),
+    "cut off": ((qkv.Causal(),), {"q_offset": "end", "kv_offset": 7}),
+}
+ATOL = {"float32": 2e-6, "float64": 1e-13, "float16": 2e-3, "bfloat16": 2e-2}
+
+
+def normal(*shape, seed=0, dtype="float32"):
+    dtype = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered():
+    forget()
+
+
+def forget() -> None:
+    for table in (_recall._prepared, _recall._growing, _recall._seen):
+        table.clear()
+
+
+def near(found, said, keywords, dtype="float32") -> None:
+    expected = qkv.attention(*said, return_lse=True, backend="reference", **keywords)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_allclose(
+            one.astype("float64"), other.astype("float64"), atol=ATOL[dtype], rtol=ATOL[dtype]
+        )
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("q_len", [1, 5, 16])
+@pytest.mark.parametrize("dtype", ATOL)
+def test_a_cache_that_grows(name, q_len, dtype) -> None:
+    """In a buffer, whose strides stay, and anew each time; what it holds changes too."""
+    variants, keywords = VARIANTS[name]
+    for batch, heads, kv_heads in (((2,), 4, 2), ((2, 1), 3, 3)):
+        cache = [normal(*batch, kv_heads, 1200, 24, seed=i, dtype=dtype) for i in range(2)]
+        for step, length in enumerate((17, 18, 19, 19, 530, 531, 1100, 20, 3)):
+            query = normal(*batch, heads, q_len, 24, seed=step, dtype=dtype)
+            rows = [c[..., :length, :] for c in cache]
+            for key, value in (rows, [np.ascontiguousarray(r) for r in rows]):
+                said = query, key, value, *variants
+                found = qkv.attention(*said, return_lse=True, **keywords)
+                near(found, said, keywords, dtype)
+                alone = qkv.attention(*said, **keywords)
+                assert alone.tobytes() == found[0].tobytes()
+            cache[0][..., step, :] = 0
+    assert len(_recall._growing) == (2 if q_len < 6 else 0)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_step_gives_what_a_first_call_gives(name) -> None:
+    variants, keywords = VARIANTS[name]
+    cache = normal(2, 2, 700, 64)
+    query = normal(2, 8, 1, 64, seed=1)
+    for length in (300, 301, 640, 642):
+        said = query, cache[:, :, :length], cache[:, :, :length], *variants
+        found = qkv.attention(*said, return_lse=True, **keywords)
+        known = dict(_recall._growing)
+        forget()
+        first = qkv.attention(*said, return_lse=True, **keywords)
+        for one, other in zip(found, first, strict=True):
+            assert one.tobytes() == other.tobytes()
+        _recall._growing.update(known)
+        _recall._seen.update(dict.fromkeys(known))
+    assert known
+
+
+def test_offsets_that_grow() -> None:
+    """As a model says where it is, whether all keys are there or a window of them."""
+    cache = normal(1, 2, 200, 16)
+    query = normal(1, 2, 1, 16, seed=1)
+    for place in (99, 100, 101, 5, 101, 190, 0, 2**31 - 1, -3):
+        for window in (qkv.SlidingWindow(20, 0), qkv.Causal()):
+            for length in (place + 1, 50):
+                if not 1 < length <= 200:
+                    continue
+                said = query, cache[:, :, :length], cache[:, :, :length], window
+                for keywords in (
+                    {"q_offset": place, "kv_offset": 0}, {"q_offset": place, "kv_offset": -9},
+                ):  # fmt: skip
+                    near(qkv.attention(*said, return_lse=True, **keywords), said, keywords)
+    assert len(_recall._growing) == 4
+    for place in (2**31, -(2**31), 10**30):
+        with pytest.raises(ArgumentError):
+            qkv.attention(*said, q_offset=place)
+
+
+def test_what_is_no_step_like_the_last_is_seen() -> None:
+    cache = normal(1, 2, 40, 16)
+    query = normal(1, 4, 2, 16)
+    key = cache[:, :, :30]
+    for variants in ((), (qkv.Causal("end"),)):
+        for length in (30, 31, 32):
+            qkv.attention(query, cache[:, :, :length], cache[:, :, :length], *variants)
+        with pytest.raises(ShapeError):
+            qkv.attention(query, key, cache[:, :, :29], *variants)
+        with pytest.raises(ShapeError):
+            qkv.attention(query, cache[:, :1], cache, *variants)
+        with pytest.raises(qkv.errors.DTypeError):
+            qkv.attention(query, key, key.astype("float64"), *variants)
+        assert not qkv.attention(query, key[:, :, :0], key[:, :, :0], *variants).any()
+    assert len(_recall._growing) == 2
+    for length in (2, 2, 2, 30, 31, 2, 33):
+        row = cache[:, :, :length]
+        if length == 2:
+            near(qkv.attention(query, row, row, qkv.Causal(), return_lse=True),
+                 (query, row, row, qkv.Causal()), {})  # fmt: skip
+        else:
+            with pytest.raises(AmbiguityError):
+                qkv.attention(query, row, row, qkv.Causal())
+        with pytest.raises(AmbiguityError):
+            qkv.attention(query, row, row, qkv.Causal("end"), q_offset=7)
+    for lens in (20, 21, 19, 30):
+        said = query, key, key, qkv.KeyLengths(lens)
+        near(qkv.attention(*said, return_lse=True), said, {})
+
+
+def test_few_queries_with_masks_that_change() -> None:
+    random = np.random.default_rng(0)
+    query, key = normal(2, 4, 3, 16), normal(2, 2, 50, 16, seed=1)
+    for _ in range(5):
+        mask = random.random((2, 1, 3, 50)) < 0.5
+        mask[0, :, 1] = False
+        bias = np.where(mask, random.normal(size=(2, 1, 3, 50)), -np.inf).astype("float32")
+        for variant in (qkv.Mask(mask), qkv.Bias(bias), qkv.Mask(mask[:1]), mask[:, :, :1]):
+            said = query, key, key, variant
+            near(qkv.attention(*said, return_lse=True), said, {})
+    assert len(_recall._prepared) == 4
+
+
+def test_a_machine_that_changes_is_seen(monkeypatch) -> None:
+    cache = normal(1, 2, 40, 16)
+    query = normal(1, 2, 1, 16)
+
+    def step(length):
+        said = query, cache[:, :, :length], cache[:, :, :length]
+        return qkv.attention(*said, return_lse=True), said
+
+    for length in (30, 31, 32):
+        step(length)
+    monkeypatch.setenv("QKV_ISA", "no such thing")
+    for length in (32, 33):
+        with pytest.raises(ArgumentError, match="no such thing"):
+            step(length)
+    monkeypatch.delenv("QKV_ISA")
+    for length in (32, 33, 34):
+        near(*step(length), {})
