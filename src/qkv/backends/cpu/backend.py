@@ -15,7 +15,7 @@ from qkv.backends.cpu.fork_locks import importing
 from qkv.partial import Partial, RowStatistics, identity, without_keys
 from qkv.problem.backward import BackwardInputs, OperandGradients
 from qkv.problem.bounds import bound
-from qkv.problem.expressions import Load, Op, walk
+from qkv.problem.expressions import Load, Op, tables, walk
 from qkv.problem.intervals import Interval
 from qkv.problem.spec import Problem, Spec
 
@@ -106,13 +106,16 @@ class CpuBackend:
         """
         with importing():
             from qkv.backends.cpu import schedule, streaming
-            from qkv.backends.cpu.prepared import PreparedDecode, PreparedForward
+            from qkv.backends.cpu.prepared import PreparedDecode, PreparedForward, tables_of
 
         if not _is_preparable(problem.spec):
             return None
         few = _streams(problem.spec)
-        if arrays and (streaming if few else schedule).reads_values(problem):
-            return None
+        if arrays:
+            few_operations = (streaming if few else schedule).FEW_OPERATIONS
+            mask, _ = schedule.cheap_part(problem, few_operations)
+            if any(tables(mask) & set(names) for names in tables_of(problem, arrays)):
+                return None
         if few:
             return PreparedDecode(problem, arrays=arrays)
         return PreparedForward(problem, backward=backward, arrays=arrays)

@@ -291,13 +291,15 @@ class GrowingDecode:
         )
 
 
+def tables_of(problem: Problem, arrays: tuple[Array, ...]) -> list[list[str]]:
+    """The names of the tables that are views of each array."""
+    origins = problem.operands.origins.items()
+    return [[name for name, origin in origins if origin.array is array] for array in arrays]
+
+
 def _without_values(problem: Problem, arrays: tuple[Array, ...]) -> tuple[Problem, list[list[str]]]:
     """The problem of arrays like its own that hold one element, and the tables of each array."""
-    operands = problem.operands
-    read = [
-        [name for name, origin in operands.origins.items() if origin.array is array]
-        for array in arrays
-    ]
+    operands, read = problem.operands, tables_of(problem, arrays)
     views = {name: _alike(operands.tables[name]) for names in read for name in names}
     operands = replace(
         operands,

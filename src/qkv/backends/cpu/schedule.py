@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,8 @@ from qkv.problem.spec import Problem, Spec
 from qkv.problem.tiles import TileGrid, TileKind
 
 Array = NDArray[Any]
+Numbers: TypeAlias = tuple[tuple[str, np.dtype[Any], bytes], ...]
+"""Name, type and bits of each."""
 
 TILE_KV = 64
 """Keys of one tile; neighbouring tiles of a kind are one run."""
@@ -79,8 +82,9 @@ def schedule(
         return _folded(problem, mask, unknown, block_q)
     blocks = spec.batch_size * spec.num_heads * -(-spec.q_len // block_q)
     sizes = (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len, block_q, tile_kv)
-    if not tables(mask) and blocks <= _KEPT_TASKS:
-        return _without_tables(mask, unknown, *sizes, together, block_kv)
+    numbers = numbers_of(mask, problem.operands.tables)
+    if numbers is not None and blocks <= _KEPT_TASKS:
+        return _of_numbers(mask, numbers, unknown, *sizes, together, block_kv)
     grid = TileGrid(mask, problem.operands.tables, spec.q_len, spec.kv_len, block_q, tile_kv)
     return _schedule(grid, unknown, spec.batch_size, spec.num_heads, together, block_kv)
 
@@ -88,7 +92,7 @@ def schedule(
 def cheap_part(problem: Problem, few: float = FEW_OPERATIONS) -> tuple[Node, bool]:
     """The conditions whose bounds cost little, and whether others were left out.
 
-    Those that read no values cost nothing: they have been bounded before. Up to `few` operations
+    Those that read no arrays cost nothing: they have been bounded before. Up to `few` operations
     pay for no others. Bounding a bias reads it all; one that few heads share is read in about the
     time that its tiles take, and seldom spares any.
     """
@@ -98,7 +102,7 @@ def cheap_part(problem: Problem, few: float = FEW_OPERATIONS) -> tuple[Node, boo
     dear = {
         name
         for name, array in arrays.items()
-        if alone
+        if (alone and array.ndim)
         or (
             array.dtype.kind != "b"
             and array.size > max(4 * (spec.q_len + spec.kv_len), pairs // _SHARED)
@@ -107,11 +111,6 @@ def cheap_part(problem: Problem, few: float = FEW_OPERATIONS) -> tuple[Node, boo
     parts = _conditions(spec.mask)
     cheap = [part for part in parts if not tables(part) & dear]
     return conjunction(cheap), len(cheap) < len(parts)
-
-
-def reads_values(problem: Problem) -> bool:
-    """Whether which pairs are computed depends on values of arrays."""
-    return bool(tables(cheap_part(problem)[0]))
 
 
 def _conditions(node: Node) -> list[Node]:
@@ -132,9 +131,22 @@ def _folded(problem: Problem, mask: Node, unknown: bool, block_q: int) -> Schedu
     return Schedule(tasks, whole.runs, whole.pairs * spec.group_size)
 
 
+def numbers_of(mask: Node, arrays: Mapping[str, Array]) -> Numbers | None:
+    """The tables that a mask reads, if each is but a number."""
+    read = [(name, arrays[name]) for name in sorted(tables(mask))]
+    if any(array.ndim for _, array in read):
+        return None
+    return tuple((name, array.dtype, array.tobytes()) for name, array in read)
+
+
+def as_arrays(numbers: Numbers) -> dict[str, Array]:
+    return {name: np.frombuffer(bits, dtype).reshape(()) for name, dtype, bits in numbers}
+
+
 @lru_cache(maxsize=64)
-def _without_tables(
+def _of_numbers(
     mask: Node,
+    numbers: Numbers,
     unknown: bool,
     batches: int,
     heads: int,
@@ -145,8 +157,8 @@ def _without_tables(
     together: int,
     block_kv: int | None,
 ) -> Schedule:
-    """A mask that reads no values has one schedule."""
-    grid = TileGrid(mask, {}, q_len, kv_len, block_q, tile_kv)
+    """A mask that reads no arrays has one schedule."""
+    grid = TileGrid(mask, as_arrays(numbers), q_len, kv_len, block_q, tile_kv)
     return _schedule(grid, unknown, batches, heads, together, block_kv)
 
 

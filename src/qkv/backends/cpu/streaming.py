@@ -27,10 +27,10 @@ from qkv.backends.cpu.decode import (
 from qkv.backends.cpu.forward_pass import Pass
 from qkv.backends.cpu.frame import Shape
 from qkv.backends.cpu.host import Host, host
-from qkv.backends.cpu.schedule import cheap_part
+from qkv.backends.cpu.schedule import Numbers, as_arrays, cheap_part, numbers_of
 from qkv.partial import Partial, RowStatistics
 from qkv.problem.bounds import bound
-from qkv.problem.expressions import Node, tables, variables
+from qkv.problem.expressions import Node, variables
 from qkv.problem.intervals import Interval
 from qkv.problem.rows import Rows, StoredRows
 from qkv.problem.spec import Problem, Spec
@@ -43,8 +43,8 @@ _MOST = 256
 
 _FEW = 0.75
 """Of the lanes of a vector: so many queries, or fewer, leave the others idle in a forward pass."""
-_FEW_OPERATIONS = 1e6
-"""As `FEW_OPERATIONS` of other passes; here each product waits for a number from memory."""
+FEW_OPERATIONS = 1e6
+"""As that of `schedule`; here each product waits for a number from memory."""
 _ROWS_OF_A_READ = 8
 """Rows of Q whose products take about as long as reading K and V."""
 
@@ -65,27 +65,18 @@ class Chunks:
 
 def chunks(problem: Problem) -> Chunks:
     """The chunks of every kv head that hold an allowed pair; one without keys if there are none."""
-    spec, (mask, unknown) = problem.spec, cheap_part(problem, _FEW_OPERATIONS)
+    spec, (mask, unknown) = problem.spec, cheap_part(problem, FEW_OPERATIONS)
     sizes = spec.batch_size, spec.num_kv_heads, spec.group_size, spec.q_len, spec.kv_len
-    read = {name: problem.operands.tables[name] for name in sorted(tables(mask))}
-    if any(array.ndim for array in read.values()):
-        return _chunks(mask, read, unknown, *sizes)
-    numbers = tuple((name, array.dtype, array.item()) for name, array in read.items())
+    numbers = numbers_of(mask, problem.operands.tables)
+    if numbers is None:
+        return _chunks(mask, problem.operands.tables, unknown, *sizes)
     return _of_numbers(mask, numbers, unknown, *sizes)
 
 
-def reads_values(problem: Problem) -> bool:
-    """Whether which keys are read depends on values of arrays."""
-    return bool(tables(cheap_part(problem, _FEW_OPERATIONS)[0]))
-
-
 @lru_cache(maxsize=64)
-def _of_numbers(
-    mask: Node, numbers: tuple[tuple[str, np.dtype[Any], Any], ...], unknown: bool, *sizes: int
-) -> Chunks:
+def _of_numbers(mask: Node, numbers: Numbers, unknown: bool, *sizes: int) -> Chunks:
     """A mask that reads no arrays: layers of a model follow one another with the same chunks."""
-    arrays = {name: np.asarray(number, dtype) for name, dtype, number in numbers}
-    return _chunks(mask, arrays, unknown, *sizes)
+    return _chunks(mask, as_arrays(numbers), unknown, *sizes)
 
 
 def chunk_of(kv_len: int) -> int:
