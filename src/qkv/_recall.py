@@ -78,18 +78,21 @@ def attend(
     The last two are anything unless `rows`. `backward` says that a backward pass will follow.
     """
     said = variants, scale, layout, q_offset, kv_offset, backend
-    like, arrays = _likeness(query, key, value, said, backward)
+    # Both layouts are prepared for as one.
+    turned = layout == "blhd" and all(type(a) is np.ndarray for a in (query, key, value))
+    q, k, v = [_turned(a) for a in (query, key, value)] if turned else (query, key, value)
+    like, arrays = _likeness(q, k, v, said, backward)
     ready = None if like is None else _recall(like)
     if ready is not None:
-        known = ready(query, key, value, rows, arrays)
+        known = ready(q, k, v, rows, arrays)
         if known is not None:
-            return known
+            return _as_asked(known, turned)
         _prepared.pop(like, None)
-    step = None if arrays or like is None else _step(query, key, value, said, backward)
+    step = None if arrays or like is None else _step(q, k, v, said, backward)
     if step is not None and step.likeness in _growing:
-        known = _growing[step.likeness](query, key, value, rows, step.q_shift)
+        known = _growing[step.likeness](q, k, v, rows, step.q_shift)
         if known is not None:
-            return known
+            return _as_asked(known, turned)
         _growing.pop(step.likeness, None)
     call = Call.bind(
         query,
@@ -109,7 +112,7 @@ def attend(
 
 
 def prepared(query: Array, key: Array, value: Array, said: Said) -> Prepared | None:
-    """What is known of calls like `attend(query, key, value, *said)`."""
+    """What is known of calls like `attend(query, key, value, *said)`, with heads before rows."""
     like, _ = _likeness(query, key, value, said)
     return None if like is None else _recall(like)
 
@@ -140,8 +143,17 @@ def are_constants(said: Said) -> bool:
         (scale is None or type(scale) is float)
         and (q_offset is None or type(q_offset) in (int, str))
         and type(kv_offset) is int
-        and layout == "bhld"
+        and (layout == "bhld" or layout == "blhd")
     )
+
+
+def _as_asked(known: tuple[Any, Any, Any], turned: bool) -> tuple[Any, Any, Any]:
+    out, lse, rest = known
+    return (np.ascontiguousarray(_turned(out)), lse, rest) if turned else known
+
+
+def _turned(array: Array) -> Array:
+    return array.swapaxes(-3, -2) if array.ndim > 2 else array
 
 
 def _likeness(
@@ -151,12 +163,14 @@ def _likeness(
     the arrays of variants, which they have not."""
     if not (type(query) is type(key) is type(value) is np.ndarray and are_constants(said)):
         return None, ()
+    if said[2] == "blhd" and min(query.ndim, key.ndim, value.ndim) < 3:
+        return None, ()
     forms, arrays = apart(said[0], np.ndarray)
     like = (
         query.dtype, query.shape, query.strides,
         key.dtype, key.shape, key.strides,
         value.dtype, value.shape, value.strides,
-        forms, said[1:], backward, generation(),
+        forms, said[1], said[3:], backward, generation(),
         *[(array.dtype, array.shape, array.strides) for array in arrays],
     )  # fmt: skip
     return like, arrays

@@ -147,6 +147,29 @@ def test_the_first_call_and_a_recalled_one_agree_in_every_bit() -> None:
                 assert one.tobytes() == another.tobytes()
 
 
+def test_both_layouts_are_one() -> None:
+    query, key = normal(2, 20, 4, 8), normal(2, 30, 2, 8, seed=1)
+    mask = np.random.default_rng(0).random((2, 1, 20, 30)) < 0.5
+    for variant in (qkv.Mask(mask), qkv.Causal("end")):
+        for query_now in (query, -query, query, -query):
+            said = query_now, key, key
+            heads_first = [array.swapaxes(1, 2) for array in said]
+            found = qkv.attention(*said, variant, layout="blhd", return_lse=True)
+            other = qkv.attention(*heads_first, variant, return_lse=True)
+            expected = qkv.attention(*heads_first, variant, return_lse=True, backend="reference")
+            assert found[0].tobytes() == other[0].swapaxes(1, 2).tobytes()
+            assert found[0].flags.c_contiguous
+            assert found[1].tobytes() == other[1].tobytes()
+            for one, exact in zip(other, expected, strict=True):
+                np.testing.assert_allclose(one, exact, atol=2e-6)
+    assert len(_recall._prepared) == 2
+    flat = normal(20, 8)
+    for _ in range(3):
+        np.testing.assert_allclose(
+            qkv.attention(flat, flat, flat, layout="blhd"), dense(*[flat[None]] * 3)[0], atol=1e-6
+        )
+
+
 def test_large_masks_are_read_for_what_they_spare() -> None:
     query = normal(1, 8, 512, 64)
     mask = np.tri(512, dtype=bool)

@@ -46,8 +46,10 @@ def near(found, said, keywords, dtype="float32") -> None:
 
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("q_len", [1, 5, 16])
-@pytest.mark.parametrize("dtype", ATOL)
-def test_a_cache_that_grows(name, q_len, dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "layout"), [*((dtype, "bhld") for dtype in ATOL), ("float32", "blhd")]
+)
+def test_a_cache_that_grows(name, q_len, dtype, layout) -> None:
     """In a buffer, whose strides stay, and anew each time; what it holds changes too."""
     variants, keywords = VARIANTS[name]
     for batch, heads, kv_heads in (((2,), 4, 2), ((2, 1), 3, 3)):
@@ -56,10 +58,14 @@ def test_a_cache_that_grows(name, q_len, dtype) -> None:
             query = normal(*batch, heads, q_len, 24, seed=step, dtype=dtype)
             rows = [c[..., :length, :] for c in cache]
             for key, value in (rows, [np.ascontiguousarray(r) for r in rows]):
-                said = query, key, value, *variants
-                found = qkv.attention(*said, return_lse=True, **keywords)
-                near(found, said, keywords, dtype)
-                alone = qkv.attention(*said, **keywords)
+                arrays = query, key, value
+                if layout == "blhd":
+                    arrays = [array.swapaxes(-3, -2) for array in arrays]
+                said, asked = (*arrays, *variants), {**keywords, "layout": layout}
+                found = qkv.attention(*said, return_lse=True, **asked)
+                near(found, said, asked, dtype)
+                assert found[0].flags.c_contiguous
+                alone = qkv.attention(*said, **asked)
                 assert alone.tobytes() == found[0].tobytes()
             cache[0][..., step, :] = 0
     assert len(_recall._growing) == (2 if q_len < 6 else 0)

@@ -40,7 +40,7 @@ def attention(
 ) -> Any:
     """As `qkv.attention`."""
     said = variants, scale, layout, q_offset, kv_offset, backend
-    if are_constants(said):
+    if layout == "bhld" and are_constants(said):
         forms, read = apart(variants, Tensor)
         found = recall(query, key, value, (forms, *said[1:]), return_lse, read)
         if found is not None:
@@ -74,7 +74,7 @@ def attention(
     else:
         found = _at_once(query, key, value, variants, keywords, statement, arrays)
         forms, read = apart(variants, Tensor)
-        if len(read) == len(arrays):
+        if layout == "bhld" and len(read) == len(arrays):
             asked = query, key, value
             remember((forms, *said[1:]), asked, asked, said, found[0])
     return found if return_lse else found[0]
