@@ -1,16 +1,16 @@
 """Calls like an earlier one: what was checked for them once need not be checked again.
 
 A call is *like* another if its arrays have the same types, shapes and strides and everything else
-that was said is equal. What variants hold must be constants, but for the arrays of `Mask` and
-`Bias`, which are read where they lie and of which any values will do. Calls of few queries with
-variants that only know positions are like one another whatever the number of keys: a step of
-decoding is like the step before.
+that was said is equal. What variants hold must be constants or few numbers, but for the arrays of
+`Mask` and `Bias`, which are read where they lie and of which any values will do. Calls of few
+queries with variants that only know positions are like one another whatever the number of keys: a
+step of decoding is like the step before.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import fields, is_dataclass
 from threading import Lock
 from typing import Any, NamedTuple, TypeAlias
@@ -25,6 +25,10 @@ from qkv.variants.alibi import ALiBi
 from qkv.variants.bias import Bias
 from qkv.variants.causal import Causal
 from qkv.variants.dense_mask import Mask
+from qkv.variants.global_tokens import GlobalTokens
+from qkv.variants.key_lengths import KeyLengths
+from qkv.variants.prefix import Prefix
+from qkv.variants.segments import Segments
 from qkv.variants.sliding_window import SlidingWindow
 from qkv.variants.softcap import Softcap
 
@@ -38,6 +42,13 @@ KEPT = 256
 """Calls that are remembered, about 4 KB each; the oldest go first."""
 
 _READ_IN_PLACE = (Mask, Bias)
+_BY_VALUE = {
+    kind: tuple(field.name for field in fields(kind))
+    for kind in (KeyLengths, Segments, Prefix, GlobalTokens, ALiBi)
+}
+"""Variants that are alike if what they hold is, and its names."""
+_MOST_BYTES = 4096
+"""Of an array that is compared by value."""
 _FEW = 16
 """Queries of a step."""
 _OF_POSITIONS = (Causal, SlidingWindow, Softcap, ALiBi)
@@ -136,6 +147,25 @@ def apart(variants: tuple[Any, ...], kind: type) -> _Form:
     return tuple(forms), tuple(arrays)
 
 
+def _forms(variants: tuple[Any, ...]) -> _Form:
+    """As `apart` of NumPy arrays, and with few numbers in the place of variants that hold them."""
+    forms, arrays = apart(variants, np.ndarray)
+    if not forms:
+        return (), ()
+    return tuple(
+        [(type(f), *_values(f)) if type(f) in _BY_VALUE else f for f in forms]
+    ), arrays  # fmt: skip
+
+
+def _values(variant: Any) -> Iterator[Any]:
+    for name in _BY_VALUE[type(variant)]:
+        value = getattr(variant, name)
+        if type(value) is np.ndarray and value.nbytes <= _MOST_BYTES:
+            yield value.dtype, value.shape, value.tobytes()
+        else:
+            yield type(value), value
+
+
 def are_constants(said: Said) -> bool:
     """Whether nothing but variants could be an array, or equal to a constant of another type."""
     _, scale, layout, q_offset, kv_offset, _ = said
@@ -165,7 +195,7 @@ def _likeness(
         return None, ()
     if said[2] == "blhd" and min(query.ndim, key.ndim, value.ndim) < 3:
         return None, ()
-    forms, arrays = apart(said[0], np.ndarray)
+    forms, arrays = _forms(said[0])
     like = (
         query.dtype, query.shape, query.strides,
         key.dtype, key.shape, key.strides,
@@ -249,8 +279,8 @@ def _remember(
     prepare = getattr(call.choice.backend, "prepare", None)
     if prepare is None or call.ndim == 2:
         return
-    forms, _ = apart(variants, np.ndarray)
-    if not all(form in _READ_IN_PLACE or form is np.ndarray or _constant(form) for form in forms):
+    forms, _ = _forms(variants)
+    if not all(map(_is_known, forms)):
         return
     if likeness not in _seen:
         _insert(_seen, likeness, None)
@@ -265,6 +295,13 @@ def _insert(table: dict[Hashable, Any], likeness: Hashable, value: Any) -> None:
         while len(table) >= KEPT:
             del table[next(iter(table))]
         table[likeness] = value
+
+
+def _is_known(form: Any) -> bool:
+    """Whether calls of one form are alike."""
+    if type(form) is tuple and form[0] in _BY_VALUE:
+        return all(_constant(value[-1]) or type(value[-1]) is bytes for value in form[1:])
+    return form in _READ_IN_PLACE or form is np.ndarray or _constant(form)
 
 
 def _constant(value: Any) -> bool:

@@ -191,21 +191,69 @@ def test_arrays_of_remembered_calls_are_let_go() -> None:
     assert [reference() for reference in gone] == [None] * 3
 
 
-def test_other_arrays_of_variants_are_not_recalled() -> None:
-    query = normal(2, 2, 8, 4)
-    for lens in ([3, 8], [8, 1], [0, 5]):
-        for _ in range(2):
-            found = qkv.attention(query, query, query, qkv.KeyLengths(np.array(lens)))
-            allowed = np.arange(8) < np.array(lens)[:, None, None, None]
-            expected = np.nan_to_num(dense_or_nothing(query, allowed))
-            np.testing.assert_allclose(found, expected, atol=1e-6)
-    with pytest.raises(ShapeError):
-        qkv.attention(query, query, query, qkv.KeyLengths(np.array([3, 9])))
+def test_an_array_for_two_variants_and_then_two_arrays() -> None:
+    query = normal(2, 2, 16, 4)
+    random = np.random.default_rng(0)
+    masks = [random.random((16, 16)) < 0.7 for _ in range(4)]
+    for one, other in ((0, 0), (1, 1), (0, 0), (0, 1), (1, 0), (2, 3)):
+        said = query, query, query, qkv.Mask(masks[one]), qkv.Mask(masks[other])
+        found = qkv.attention(*said)
+        expected = qkv.attention(*said, backend="reference")
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert len(_recall._prepared) == 1
 
 
-def dense_or_nothing(query, allowed):
-    with np.errstate(invalid="ignore"):
-        return dense(query, query, query, allowed)
+FEW_NUMBERS = {
+    "KeyLengths": (qkv.KeyLengths, [[3, 16], [16, 1], [0, 5]]),
+    "KeyLengths, Causal": (qkv.KeyLengths, [[3, 16], [16, 1], [0, 5]]),
+    "one length": (lambda n: qkv.KeyLengths(int(n)), [3, 16, 0]),
+    "Prefix": (qkv.Prefix, [[0, 5], [16, 2], [7, 7]]),
+    "Segments": (qkv.Segments, [[0] * 16, [0] * 9 + [1] * 7, [3] * 2 + [-1] * 14]),
+    "GlobalTokens": (qkv.GlobalTokens, [[0, 3], [2, 5], [15, 1]]),
+    "ALiBi": (lambda n: qkv.ALiBi(n / 8), [[1, 2], [0, 0], [2, 1]]),
+}
+
+
+@pytest.mark.parametrize("name", FEW_NUMBERS)
+@pytest.mark.parametrize("q_len", [2, 16])
+def test_few_numbers_are_compared(name, q_len) -> None:
+    """They may be others in the same array, even while a call is remembered."""
+    kind, numbers = FEW_NUMBERS[name]
+    if name == "Segments" and q_len < 16:
+        return
+    key = normal(2, 2, 16, 4)
+    query = key[:, :, :q_len]
+    held = np.array(numbers[0])
+    offset = None if name in ("KeyLengths", "one length", "Segments") else "end"
+    also = (qkv.Causal(),) if name == "KeyLengths, Causal" else ()
+    for n in (0, 0, 0, 1, 0, 1, 1, 2, 0, 2, 2):
+        held[...] = numbers[n]
+        said = query, key, key, kind(held), *also
+        found = qkv.attention(*said, q_offset=offset, return_lse=True)
+        held[...] = numbers[2]
+        again = kind(np.array(numbers[n]))
+        expected = qkv.attention(
+            *said[:3], again, *also, q_offset=offset, return_lse=True, backend="reference"
+        )
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-6)
+    assert len(_recall._prepared) == 3
+    if "Lengths" in name:
+        held[...] = 17
+        for _ in range(3):
+            with pytest.raises(ShapeError):
+                qkv.attention(query, key, key, kind(held), *also, q_offset=offset)
+
+
+def test_many_numbers_are_read_each_time() -> None:
+    query = normal(1, 1, 600, 4)
+    ids = np.zeros(600, int)
+    for n in range(4):
+        ids[: 100 * n] = n
+        said = query, query, query, qkv.Segments(ids)
+        found = qkv.attention(*said)
+        np.testing.assert_allclose(found, qkv.attention(*said, backend="reference"), atol=1e-6)
+    assert not _recall._prepared
 
 
 def test_strides_are_part_of_it() -> None:

@@ -114,8 +114,9 @@ class CpuBackend:
         if arrays:
             few_operations = (streaming if few else schedule).FEW_OPERATIONS
             mask, _ = schedule.cheap_part(problem, few_operations)
-            if any(tables(mask) & set(names) for names in tables_of(problem, arrays)):
-                return None
+            for names in tables_of(problem, arrays):
+                if not names or tables(mask) & set(names):
+                    return None
         if few:
             return PreparedDecode(problem, arrays=arrays)
         return PreparedForward(problem, backward=backward, arrays=arrays)

@@ -292,21 +292,25 @@ class GrowingDecode:
 
 
 def tables_of(problem: Problem, arrays: tuple[Array, ...]) -> list[list[str]]:
-    """The names of the tables that are views of each array."""
-    origins = problem.operands.origins.items()
-    return [[name for name, origin in origins if origin.array is array] for array in arrays]
+    """The names of the tables that are views of each array; both are in the order of variants."""
+    origins = iter(problem.operands.origins.items())
+    return [
+        next(([name] for name, origin in origins if origin.array is array), []) for array in arrays
+    ]
 
 
 def _without_values(problem: Problem, arrays: tuple[Array, ...]) -> tuple[Problem, list[list[str]]]:
     """The problem of arrays like its own that hold one element, and the tables of each array."""
     operands, read = problem.operands, tables_of(problem, arrays)
     views = {name: _alike(operands.tables[name]) for names in read for name in names}
+    # What was compared by value may change afterwards.
+    kept = {name: array.copy() for name, array in operands.tables.items() if name not in views}
     operands = replace(
         operands,
         query=_alike(operands.query),
         key=_alike(operands.key),
         value=_alike(operands.value),
-        tables={**operands.tables, **views},
+        tables={**kept, **views},
         origins={},
     )
     return replace(problem, operands=operands), read

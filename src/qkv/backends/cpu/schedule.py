@@ -17,8 +17,8 @@ from qkv.problem.spec import Problem, Spec
 from qkv.problem.tiles import TileGrid, TileKind
 
 Array = NDArray[Any]
-Numbers: TypeAlias = tuple[tuple[str, np.dtype[Any], bytes], ...]
-"""Name, type and bits of each."""
+Numbers: TypeAlias = tuple[tuple[str, np.dtype[Any], tuple[int, ...], bytes], ...]
+"""Name, type, shape and bits of each table."""
 
 TILE_KV = 64
 """Keys of one tile; neighbouring tiles of a kind are one run."""
@@ -31,6 +31,7 @@ _SHARED = 8
 """Heads and batch rows that must share a bias for its bounds to pay."""
 FEW_OPERATIONS = 1e7
 """Products that take no longer than to find out from values of tables which can be spared."""
+_NUMBERS_BYTES = 4096
 _KEPT_TASKS = 4096
 """Schedules up to this long are worth keeping from call to call."""
 
@@ -132,15 +133,16 @@ def _folded(problem: Problem, mask: Node, unknown: bool, block_q: int) -> Schedu
 
 
 def numbers_of(mask: Node, arrays: Mapping[str, Array]) -> Numbers | None:
-    """The tables that a mask reads, if each is but a number."""
+    """The tables that a mask reads, if they are small: layers of a model follow one another with
+    the same."""
     read = [(name, arrays[name]) for name in sorted(tables(mask))]
-    if any(array.ndim for _, array in read):
+    if any(array.nbytes > _NUMBERS_BYTES for _, array in read):
         return None
-    return tuple((name, array.dtype, array.tobytes()) for name, array in read)
+    return tuple((name, array.dtype, array.shape, array.tobytes()) for name, array in read)
 
 
 def as_arrays(numbers: Numbers) -> dict[str, Array]:
-    return {name: np.frombuffer(bits, dtype).reshape(()) for name, dtype, bits in numbers}
+    return {name: np.frombuffer(bits, dtype).reshape(shape) for name, dtype, shape, bits in numbers}
 
 
 @lru_cache(maxsize=64)
@@ -157,7 +159,7 @@ def _of_numbers(
     together: int,
     block_kv: int | None,
 ) -> Schedule:
-    """A mask that reads no arrays has one schedule."""
+    """A mask that reads the same numbers has the same schedule."""
     grid = TileGrid(mask, as_arrays(numbers), q_len, kv_len, block_q, tile_kv)
     return _schedule(grid, unknown, batches, heads, together, block_kv)
 

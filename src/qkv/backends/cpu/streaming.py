@@ -75,7 +75,7 @@ def chunks(problem: Problem) -> Chunks:
 
 @lru_cache(maxsize=64)
 def _of_numbers(mask: Node, numbers: Numbers, unknown: bool, *sizes: int) -> Chunks:
-    """A mask that reads no arrays: layers of a model follow one another with the same chunks."""
+    """A mask that reads the same numbers has the same chunks."""
     return _chunks(mask, as_arrays(numbers), unknown, *sizes)
 
 
