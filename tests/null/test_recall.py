@@ -210,7 +210,7 @@ FEW_NUMBERS = {
     "Prefix": (qkv.Prefix, [[0, 5], [16, 2], [7, 7]]),
     "Segments": (qkv.Segments, [[0] * 16, [0] * 9 + [1] * 7, [3] * 2 + [-1] * 14]),
     "GlobalTokens": (qkv.GlobalTokens, [[0, 3], [2, 5], [15, 1]]),
-    "ALiBi": (lambda n: qkv.ALiBi(n / 8), [[1, 2], [0, 0], [2, 1]]),
+    "ALiBi": (qkv.ALiBi, [[0.1, 0.2], [0.0, 0.0], [0.2, 0.1]]),
 }
 
 
@@ -232,11 +232,12 @@ def test_few_numbers_are_compared(name, q_len) -> None:
         found = qkv.attention(*said, q_offset=offset, return_lse=True)
         held[...] = numbers[2]
         again = kind(np.array(numbers[n]))
-        expected = qkv.attention(
-            *said[:3], again, *also, q_offset=offset, return_lse=True, backend="reference"
-        )
-        for one, other in zip(found, expected, strict=True):
-            np.testing.assert_allclose(one, other, atol=1e-6)
+        said = query, key, key, again, *also
+        alike = qkv.attention(*said, q_offset=offset, return_lse=True)
+        expected = qkv.attention(*said, q_offset=offset, return_lse=True, backend="reference")
+        for one, other, exact in zip(found, alike, expected, strict=True):
+            np.testing.assert_allclose(one, exact, atol=1e-6)
+            np.testing.assert_allclose(other, exact, atol=1e-6)
     assert len(_recall._prepared) == 3
     if "Lengths" in name:
         held[...] = 17
