@@ -180,7 +180,7 @@ def examples_of(variant):
 
 
 @pytest.mark.parametrize("variant", ALL, ids=lambda v: v.__name__)
-def test_runs_say_what_each_block_sees(variant) -> None:
+def test_runs_say_what_each_block_sees(variant, masks_of_few_pairs_are_read) -> None:
     for problem in examples_of(variant):
         plan = schedule(problem, 16, together=4)
         grid = TileGrid(problem.spec.mask, problem.operands.tables, 150, 333, 16, TILE_KV)
@@ -200,7 +200,9 @@ def test_runs_say_what_each_block_sees(variant) -> None:
 
 @pytest.mark.parametrize("tile_kv", [32, 64])
 @pytest.mark.parametrize("variant", ALL, ids=lambda v: v.__name__)
-def test_meetings_leave_out_only_what_is_empty(variant, tile_kv) -> None:
+def test_meetings_leave_out_only_what_is_empty(
+    variant, tile_kv, masks_of_few_pairs_are_read
+) -> None:
     """Quarters from the first to the last hold all that is seen, full blocks nothing else."""
     block_kv = 128
     for problem in examples_of(variant):

@@ -29,6 +29,8 @@ _TILE_STEPS = 1_000
 _TASKS = 64
 _BURSTS = 3
 """Of some 10 ms each, of which the best counts: a ceiling is what the machine can do."""
+_READ_SECONDS = 0.1
+"""Reading is repeated for so long: other machines read from the same memory by fits and starts."""
 _CHUNK = 2**20
 """Bytes of one task of reading."""
 _TRIES = 5
@@ -152,9 +154,9 @@ def read_ceiling(size: int, threads: int) -> Ceiling:
     chunks = max(threads, size // _CHUNK)
     buffer = np.ones(chunks * _CHUNK // _WORD)
     crew = _Crew(_read_source(), threads)
-
+    bursts = max(_BURSTS, int(_READ_SECONDS / crew.seconds(chunks, buffer)))
     name = f"memory read over {buffer.nbytes / 2**20:.0f} MiB"
-    return Ceiling(name, "bytes", lambda: buffer.nbytes / crew.seconds(chunks, buffer))
+    return Ceiling(name, "bytes", lambda: buffer.nbytes / crew.seconds(chunks, buffer, bursts))
 
 
 class _Crew:
@@ -165,8 +167,10 @@ class _Crew:
         self._workers = range(threads)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="qkv-peak")
 
-    def seconds(self, tasks: int, buffer: NDArray[Any] | None = None) -> float:
-        return min(self._burst(_Block(tasks, buffer)) for _ in range(_BURSTS))
+    def seconds(
+        self, tasks: int, buffer: NDArray[Any] | None = None, bursts: int = _BURSTS
+    ) -> float:
+        return min(self._burst(_Block(tasks, buffer)) for _ in range(bursts))
 
     def _burst(self, block: _Block) -> float:
         began = time.perf_counter()

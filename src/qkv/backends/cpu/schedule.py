@@ -78,7 +78,7 @@ def schedule(
     With `block_kv`, of which a tile is at least a quarter, runs are of whole blocks of keys,
     `MEETINGS`.
     """
-    spec, (mask, unknown) = problem.spec, cheap_part(problem)
+    spec, (mask, unknown) = problem.spec, cheap_part(problem, FEW_OPERATIONS)
     if folded:
         return _folded(problem, mask, unknown, block_q)
     blocks = spec.batch_size * spec.num_heads * -(-spec.q_len // block_q)
@@ -90,7 +90,7 @@ def schedule(
     return _schedule(grid, unknown, spec.batch_size, spec.num_heads, together, block_kv)
 
 
-def cheap_part(problem: Problem, few: float = FEW_OPERATIONS) -> tuple[Node, bool]:
+def cheap_part(problem: Problem, few: float) -> tuple[Node, bool]:
     """The conditions whose bounds cost little, and whether others were left out.
 
     Those that read no arrays cost nothing: they have been bounded before. Up to `few` operations
