@@ -42,7 +42,8 @@ def attention(
     said = variants, scale, layout, q_offset, kv_offset, backend
     if layout == "bhld" and are_constants(said):
         forms, read = apart(variants, Tensor)
-        found = recall(query, key, value, (forms, *said[1:]), return_lse, read)
+        door = (forms, *said[1:]) if read else said
+        found = recall(query, key, value, door, return_lse, read)
         if found is not None:
             return found
     keywords = {
@@ -76,7 +77,8 @@ def attention(
         forms, read = apart(variants, Tensor)
         if layout == "bhld" and len(read) == len(arrays):
             asked = query, key, value
-            remember((forms, *said[1:]), asked, asked, said, found[0])
+            door = (forms, *said[1:]) if read else said
+            remember(door, asked, asked, said, found[0])
     return found if return_lse else found[0]
 
 

@@ -83,7 +83,7 @@ def recall(
         return None
     out = known.empty_out()
     q, k, v, o = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
-    read = [array.data_ptr() for array in arrays]
+    read = [array.data_ptr() for array in arrays] if arrays else ()
     if not rows:
         kept: Any = query, key, value, out, arrays
         return out if known.run(q, k, v, o, 0, 0, kept, read) else None

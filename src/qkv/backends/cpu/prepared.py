@@ -19,7 +19,8 @@ from qkv.backends.cpu.arguments import (
     quick_address,
     word_of,
 )
-from qkv.backends.cpu.decode import FIELDS
+from qkv.backends.cpu.decode import FIELDS as DECODE_FIELDS
+from qkv.backends.cpu.forward import FIELDS as FORWARD_FIELDS
 from qkv.backends.cpu.forward_pass import ForwardPass, Pass
 from qkv.backends.cpu.frame import WORD
 from qkv.backends.cpu.host import isa_said
@@ -32,14 +33,9 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 
-(
-    _FEW_SCRATCH, _FEW_QUERY, _FEW_KEY, _FEW_VALUE, _FEW_OUT, _FEW_LSE, _FEW_RECORDS, _FEW_COUNTERS,
-) = (
-    word_of(name, FIELDS)
-    for name in ("scratch", "query", "key", "value", "out", "lse", "records", "counters")
-)  # fmt: skip
-_LIMIT, _SCRATCH, _QUERY, _KEY, _VALUE, _OUT, _LSE, _LSE_REST = map(
-    word_of, ("limit", "scratch", "query", "key", "value", "out", "lse", "lse_rest")
+_LIMIT, _LSE_REST = word_of("limit"), word_of("lse_rest")
+_RECORDS, _COUNTERS, _DECODE_LSE = (
+    word_of(name, DECODE_FIELDS) for name in ("records", "counters", "lse")
 )
 _NOTHING = Partial(np.empty(0), np.empty(0))
 _address = quick_address()
@@ -74,9 +70,10 @@ class _Block:
 
 
 class PreparedPass:
-    """Takes arrays like those of one problem: what every pass has in common.
+    """Takes arrays like those of one problem: what both passes have in common.
 
-    `read` are for each array that calls bring the words of its tables.
+    `read` are for each array that calls bring the tables that are views of it, `fields` those of
+    the kernel's argument block. Scratch is `scratch_bytes` for each worker, then `shared_bytes`.
     """
 
     def __init__(
@@ -84,69 +81,46 @@ class PreparedPass:
         spec: Spec,
         prepared: Pass,
         template: Arguments,
+        fields: tuple[str, ...],
+        read: list[list[str]],
+        *,
         out_dtype: np.dtype[Any],
-        read: list[list[int]],
+        scratch_bytes: int,
+        shared_bytes: int = 0,
+        rest: bool = False,
     ) -> None:
         self._isa = isa_said()
         self._pass = prepared
+        self._count = prepared.count
         self._alone = prepared.most_workers <= 1
         self._brief_job = prepared.kernel.brief_job if prepared.is_brief else None
         shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.v_head_dim)
         self._out = shape, out_dtype
         self._lse = shape[:-1], spec.compute_dtype
+        self._rest = rest
+        self._scratch_bytes, self._shared_bytes = scratch_bytes, shared_bytes
         self._template = template
-        self._read = read
+        names = ("scratch", "query", "key", "value", "out", "lse")
+        self._words = tuple([word_of(name, fields) for name in names])
+        self._read = [list(map(template.word_of_table, tables)) for tables in read]
         self._blocks: list[_Block] = []
-
-    def _block(self) -> _Block:
-        try:
-            return self._blocks.pop()
-        except IndexError:
-            return _Block(self._template.copy())
-
-    def _launch(self, block: _Block, scratch: _Scratch, workers: int, kept: Any) -> None:
-        """Run what the words of a block say, and keep it and the scratch for later calls."""
-        if self._brief_job is not None:
-            # What `launch` does, for one slice of one thread.
-            block.allow(0, self._pass.count)
-            self._brief_job(block.pointer, _CALLER)
-        else:
-            block.kept = scratch, kept
-            self._pass.launch(block, workers)
-            block.kept = ()
-        self._blocks.append(block)
-        if len(_free) < _FREE:
-            _free.append(scratch)
-
-    def _workers(self) -> int:
-        return 1 if self._alone else self._pass.workers()
-
-
-class PreparedForward(PreparedPass):
-    """The forward pass of many queries; `backward` says what will follow."""
-
-    def __init__(self, problem: Problem, *, backward: bool, arrays: tuple[Array, ...] = ()) -> None:
-        problem, read = _without_values(problem, arrays)
-        self._backward = backward
-        forward = ForwardPass(problem)
-        self._scratch_bytes = forward.scratch_bytes
-        template = ForwardArguments(problem, forward, 0, _NOTHING)
-        words = [list(map(template.word_of_table, names)) for names in read]
-        super().__init__(problem.spec, forward, template, forward.out_dtype, words)
 
     def __call__(
         self, query: Array, key: Array, value: Array, rows: bool, arrays: Sequence[Array] = ()
     ) -> tuple[Array, Array | None, Array | None] | None:
         at, out = _address, np.empty(*self._out)
-        read = [at(array) for array in arrays]
-        if not rows:
-            kept = query, key, value, out, arrays
-            found = self.run(at(query), at(key), at(value), at(out), 0, 0, kept, read)
-            return (out, None, None) if found else None
-        lse = np.empty(*self._lse)
-        rest = np.empty(*self._lse) if self._backward else None
-        places = at(query), at(key), at(value), at(out), at(lse), 0 if rest is None else at(rest)
-        found = self.run(*places, (query, key, value, out, lse, rest, arrays), read)
+        lse = np.empty(*self._lse) if rows else None
+        rest = np.empty(*self._lse) if rows and self._rest else None
+        found = self.run(
+            at(query),
+            at(key),
+            at(value),
+            at(out),
+            0 if lse is None else at(lse),
+            0 if rest is None else at(rest),
+            (query, key, value, out, lse, rest, arrays),
+            [at(array) for array in arrays],
+        )
         return (out, lse, rest) if found else None
 
     def run(
@@ -166,82 +140,95 @@ class PreparedForward(PreparedPass):
         """
         if isa_said() != self._isa:
             return False
-        block = self._block()
+        try:
+            block = self._blocks.pop()
+        except IndexError:
+            block = _Block(self._template.copy())
         words = block.words
-        words[_QUERY] = query
-        words[_KEY] = key
-        words[_VALUE] = value
-        words[_OUT] = out
-        words[_LSE] = lse
-        words[_LSE_REST] = lse_rest
-        for places, address in zip(self._read, arrays, strict=True):
-            for place in places:
-                words[place] = address
-        workers = self._workers()
-        scratch = _take(self._scratch_bytes * workers)
-        words[_SCRATCH] = scratch.address
-        self._launch(block, scratch, workers, kept)
+        at_scratch, at_query, at_key, at_value, at_out, at_lse = self._words
+        words[at_query] = query
+        words[at_key] = key
+        words[at_value] = value
+        words[at_out] = out
+        words[at_lse] = lse
+        if arrays:
+            for places, address in zip(self._read, arrays, strict=True):
+                for place in places:
+                    words[place] = address
+        workers = 1 if self._alone else self._pass.workers()
+        size = self._scratch_bytes * workers
+        scratch = _take(size + self._shared_bytes)
+        words[at_scratch] = scratch.address
+        self._say_more(words, scratch.address + size, lse, lse_rest)
+        if self._brief_job is not None:
+            # What `launch` does, for one slice of one thread.
+            words[0] = 0
+            words[_LIMIT] = self._count
+            self._brief_job(block.pointer, _CALLER)
+        else:
+            block.kept = scratch, kept
+            self._pass.launch(block, workers)
+            block.kept = ()
+        self._blocks.append(block)
+        if len(_free) < _FREE:
+            _free.append(scratch)
         return True
+
+    def _say_more(self, words: memoryview, shared: int, lse: int, lse_rest: int) -> None:
+        """Write what one kind of pass reads, of which `shared` is the address of shared scratch."""
+        raise NotImplementedError
+
+
+class PreparedForward(PreparedPass):
+    """The forward pass of many queries; `backward` says what will follow."""
+
+    def __init__(self, problem: Problem, *, backward: bool, arrays: tuple[Array, ...] = ()) -> None:
+        problem, read = _without_values(problem, arrays)
+        forward = ForwardPass(problem)
+        super().__init__(
+            problem.spec,
+            forward,
+            ForwardArguments(problem, forward, 0, _NOTHING),
+            FORWARD_FIELDS,
+            read,
+            out_dtype=forward.out_dtype,
+            scratch_bytes=forward.scratch_bytes,
+            rest=backward,
+        )
+
+    def _say_more(self, words: memoryview, shared: int, lse: int, lse_rest: int) -> None:
+        words[_LSE_REST] = lse_rest
 
 
 class PreparedDecode(PreparedPass):
-    """The pass of few queries."""
+    """The pass of few queries, which leaves no lse_rest.
+
+    Shared are what tasks leave, their counters, and lse if nobody wants it.
+    """
 
     def __init__(self, problem: Problem, *, arrays: tuple[Array, ...] = ()) -> None:
         problem, read = _without_values(problem, arrays)
-        spec = problem.spec
-        decode = DecodePass(problem)
-        self._scratch_bytes, self._record_bytes = decode.scratch_bytes, decode.record_bytes
-        self._lse_bytes = spec.batch_size * spec.num_heads * spec.q_len * WORD
+        spec, decode = problem.spec, DecodePass(problem)
+        self._record_bytes = decode.record_bytes
         self._counter_bytes = spec.batch_size * spec.num_kv_heads * WORD
-        template = DecodeArguments(problem, decode, 0, _NOTHING)
-        words = [list(map(template.word_of_table, names)) for names in read]
-        super().__init__(spec, decode, template, decode.out_dtype, words)
+        lse_bytes = spec.batch_size * spec.num_heads * spec.q_len * WORD
+        super().__init__(
+            spec,
+            decode,
+            DecodeArguments(problem, decode, 0, _NOTHING),
+            DECODE_FIELDS,
+            read,
+            out_dtype=decode.out_dtype,
+            scratch_bytes=decode.scratch_bytes,
+            shared_bytes=self._record_bytes + self._counter_bytes + lse_bytes,
+        )
 
-    def __call__(
-        self, query: Array, key: Array, value: Array, rows: bool, arrays: Sequence[Array] = ()
-    ) -> tuple[Array, Array | None, Array | None] | None:
-        at, out = _address, np.empty(*self._out)
-        lse = np.empty(*self._lse) if rows else None
-        places = at(query), at(key), at(value), at(out), 0 if lse is None else at(lse), 0
-        read = [at(array) for array in arrays]
-        found = self.run(*places, (query, key, value, out, lse, arrays), read)
-        return (out, lse, None) if found else None
-
-    def run(
-        self,
-        query: int,
-        key: int,
-        value: int,
-        out: int,
-        lse: int,
-        lse_rest: int,
-        kept: Any,
-        arrays: Sequence[int] = (),
-    ) -> bool:
-        """As of `PreparedForward`; there is no lse_rest of few queries."""
-        if isa_said() != self._isa:
-            return False
-        block = self._block()
-        words = block.words
-        words[_FEW_QUERY] = query
-        words[_FEW_KEY] = key
-        words[_FEW_VALUE] = value
-        words[_FEW_OUT] = out
-        for places, address in zip(self._read, arrays, strict=True):
-            for place in places:
-                words[place] = address
-        workers = self._workers()
-        # Behind the workers' own: what tasks leave, their counters, and lse if nobody wants it.
-        size = self._scratch_bytes * workers
-        scratch = _take(size + self._record_bytes + self._counter_bytes + self._lse_bytes)
-        words[_FEW_SCRATCH] = scratch.address
-        words[_FEW_RECORDS] = size = scratch.address + size
-        words[_FEW_COUNTERS] = size = size + self._record_bytes
-        ctypes.memset(size, 0, self._counter_bytes)
-        words[_FEW_LSE] = lse or size + self._counter_bytes
-        self._launch(block, scratch, workers, kept)
-        return True
+    def _say_more(self, words: memoryview, shared: int, lse: int, lse_rest: int) -> None:
+        counters = shared + self._record_bytes
+        ctypes.memset(counters, 0, self._counter_bytes)
+        words[_RECORDS] = shared
+        words[_COUNTERS] = counters
+        words[_DECODE_LSE] = lse or counters + self._counter_bytes
 
 
 class GrowingDecode:
