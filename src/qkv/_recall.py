@@ -100,8 +100,9 @@ def attend(
             return _as_asked(known, turned)
         _prepared.pop(like, None)
     step = None if arrays or like is None else _step(q, k, v, said, backward)
-    if step is not None and step.likeness in _growing:
-        known = _growing[step.likeness](q, k, v, rows, step.q_shift)
+    grow = None if step is None else _growing.get(step.likeness)
+    if step is not None and grow is not None:
+        known = grow(q, k, v, rows, step.q_shift)
         if known is not None:
             return _as_asked(known, turned)
         _growing.pop(step.likeness, None)
@@ -152,9 +153,7 @@ def _forms(variants: tuple[Any, ...]) -> _Form:
     forms, arrays = apart(variants, np.ndarray)
     if not forms:
         return (), ()
-    return tuple(
-        [(type(f), *_values(f)) if type(f) in _BY_VALUE else f for f in forms]
-    ), arrays  # fmt: skip
+    return tuple([(type(f), *_values(f)) if type(f) in _BY_VALUE else f for f in forms]), arrays
 
 
 def _values(variant: Any) -> Iterator[Any]:
@@ -236,7 +235,8 @@ def _step(query: Array, key: Array, value: Array, said: Said, backward: bool) ->
         shift = kv_len - q_len if "end" in (q_offset, *ends) else 0
     likeness = (
         query.dtype, query.shape, key.dtype, key.shape[:-2], key.shape[-1], value.dtype,
-        value.shape[-1], variants, scale, placed, kv_offset, backend, backward, generation(),
+        value.shape[-1], _forms(variants)[0], scale, placed, kv_offset, backend, backward,
+        generation(),
     )  # fmt: skip
     try:
         hash(likeness)
@@ -248,7 +248,7 @@ def _step(query: Array, key: Array, value: Array, said: Said, backward: bool) ->
 def _remember_step(likeness: Hashable, variants: tuple[Any, ...], call: Call) -> bool:
     """Prepare for more steps like this one, once there has been another; whether that can be."""
     prepare = getattr(call.choice.backend, "prepare_growing", None)
-    if prepare is None or not all(map(_constant, variants)):
+    if prepare is None or not all(map(_is_known, _forms(variants)[0])):
         return False
     if likeness not in _seen:
         _insert(_seen, likeness, None)
@@ -301,7 +301,7 @@ def _is_known(form: Any) -> bool:
     """Whether calls of one form are alike."""
     if type(form) is tuple and form[0] in _BY_VALUE:
         return all(_constant(value[-1]) or type(value[-1]) is bytes for value in form[1:])
-    return form in _READ_IN_PLACE or form is np.ndarray or _constant(form)
+    return isinstance(form, type) or _constant(form)  # a type is all that `apart` leaves
 
 
 def _constant(value: Any) -> bool:

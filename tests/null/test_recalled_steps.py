@@ -169,3 +169,16 @@ def test_a_machine_that_changes_is_seen(monkeypatch) -> None:
     monkeypatch.delenv("QKV_ISA")
     for length in (32, 33, 34):
         near(*step(length), {})
+
+
+def test_slopes_are_compared() -> None:
+    """They may be others in the same array."""
+    cache = normal(1, 2, 60, 16)
+    query = normal(1, 2, 1, 16)
+    held = np.zeros(2)
+    for length, slopes in ((40, 0.1), (41, 0.1), (42, 0.1), (43, 0.5), (44, 0.5), (45, 0.1)):
+        held[:] = slopes, 2 * slopes
+        said = query, cache[:, :, :length], cache[:, :, :length], qkv.ALiBi(held)
+        found = qkv.attention(*said, q_offset="end", return_lse=True)
+        near(found, said, {"q_offset": "end"})
+    assert len(_recall._growing) == 2
