@@ -153,8 +153,9 @@ def _of(product: Product, threads: int) -> Ceiling:
 def read_ceiling(size: int, threads: int) -> Ceiling:
     """Bytes a second when memory is read once, in order: main memory, unless a cache holds `size`.
 
-    A cache that neighbours share holds a part that changes from moment to moment: from 27 to 49
-    GB/s were read of 66 MiB where main memory gave 34 throughout.
+    A cache that neighbours share holds a part that changes from moment to moment: 66 MiB were read
+    at 26 to 38 GB/s in the best of three bursts, at 40 to 49 in the best of forty, and main memory
+    at 33 to 35 in both, but for some moments of 26 to 32.
     """
     main, own = _reading(_BEYOND_CACHES, threads), _reading(size, threads)
     rates = [median(ceiling.measure() for _ in range(_TRIES)) for ceiling in (main, own)]

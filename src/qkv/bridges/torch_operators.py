@@ -264,6 +264,7 @@ def _check_fit(query: Tensor, key: Tensor, value: Tensor, layout: str) -> None:
     tensors = query, key, value
     if all(type(n) is int for t in tensors for n in t.shape):
         arrays = without_values(query), without_values(key), without_values(value)
+        # The text of a statement says "bhld" or "blhd"; its type is any string.
         check(*arrays, (), layout=layout)  # type: ignore[arg-type]
         return
     heads, length = (-2, -3) if layout == "blhd" else (-3, -2)

@@ -72,6 +72,7 @@ class StatedMask(torch.Tensor):
 
     pattern: Pattern
 
+    # As torch's documentation has it for subclasses; its stubs know a method only.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -85,6 +86,7 @@ class StatedMask(torch.Tensor):
         mask.pattern = pattern
         return mask
 
+    # torch passes these by name; its stubs say less.
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         said = " & ".join(map(repr, self.pattern.variants)) or "every pair"
         return f"StatedMask({said}, shape={tuple(self.shape)}, q_offset={self.pattern.q_offset})"
@@ -96,6 +98,7 @@ class StatedMask(torch.Tensor):
         dense: Any = self.pattern.dense()
         return dense.__reduce_ex__(protocol)
 
+    # torch calls it on the class, which its stubs do not say.
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -49,7 +49,7 @@ _UFUNCS: Mapping[Any, str] = {
 class Expr:
     """A node with Python's operators; what score mods and `lower` compute with."""
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]  # Python's own way to say so
     __slots__ = ("node",)
 
     def __init__(self, node: Node) -> None:
@@ -174,6 +174,7 @@ class Expr:
     def __ge__(self, other: Any) -> Expr:
         return build("le", other, self)
 
+    # Comparisons make expressions, as those of arrays make arrays; object's give a bool.
     def __eq__(self, other: Any) -> Expr:  # type: ignore[override]
         return build("eq", self, other)
 
@@ -222,7 +223,7 @@ def build(name: str, *args: Any) -> Expr:
 class Table:
     """An array inside the language: indexed by expressions, one integer for each dimension."""
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]  # Python's own way to say so
     __slots__ = ("kind", "name", "shape")
 
     def __init__(self, name: str, kind: Kind, shape: tuple[int, ...]) -> None:

@@ -159,6 +159,7 @@ def ulp(magnitude: float, dtype: Any) -> float:
     >>> ulp(1.0, "float32") == 2.0**-23
     True
     """
+    # ml_dtypes gives it no types.
     info: Any = ml_dtypes.finfo(np.dtype(dtype))  # type: ignore[no-untyped-call]
     exponent = np.floor(np.log2(max(magnitude, float(info.smallest_normal))))
     return float(info.eps) * float(2.0**exponent)

@@ -22,7 +22,7 @@ def register() -> None:
     except ImportError:
         return
 
-    class QkvController(threadpoolctl.LibController):  # type: ignore[misc]
+    class QkvController(threadpoolctl.LibController):  # type: ignore[misc]  # has no types
         user_api = "qkv"
         internal_api = "qkv"
         filename_prefixes = ("libllvmlite", "llvmlite")
