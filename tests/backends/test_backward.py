@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.backends.cpu import gradient, summed_tables
+from qkv.backends.cpu import backward_pass, summed_tables
 from qkv.backends.cpu.host import host
 from qkv.backends.cpu.schedule import schedule
 from qkv.problem.backward import reads
@@ -56,8 +56,8 @@ OWN = (BIAS, SLOPES, TABLE, BY_KEY, BY_QUERY, qkv.Softcap(5.0))
 @pytest.fixture
 def many_ranges(monkeypatch):
     """Keys in ranges of 128."""
-    monkeypatch.setattr(gradient, "_KEYS", 1)
-    monkeypatch.setattr(gradient, "_KEYS_IN_TILES", 1)
+    monkeypatch.setattr(backward_pass, "_KEYS", 1)
+    monkeypatch.setattr(backward_pass, "_KEYS_IN_TILES", 1)
 
 
 # Threads
@@ -65,7 +65,7 @@ def many_ranges(monkeypatch):
 
 def test_bits_do_not_depend_on_threads(monkeypatch, many_ranges) -> None:
     arrays = problem()
-    monkeypatch.setattr(gradient, "_WORTH_A_THREAD", 1.0)
+    monkeypatch.setattr(backward_pass, "_WORTH_A_THREAD", 1.0)
     found = set()
 
     def run() -> None:
@@ -75,7 +75,7 @@ def test_bits_do_not_depend_on_threads(monkeypatch, many_ranges) -> None:
     for threads in (1, 2, 3, 7, 2, 2, 2, 2):
         monkeypatch.setenv("QKV_NUM_THREADS", str(threads))
         run()
-    monkeypatch.setattr(gradient, "_SLICE_SECONDS", 1e-9)
+    monkeypatch.setattr(backward_pass, "_SLICE_SECONDS", 1e-9)
     run()
     assert len(found) == 1
 
@@ -86,7 +86,7 @@ def test_bits_do_not_depend_on_threads(monkeypatch, many_ranges) -> None:
 @pytest.mark.parametrize("dtype", [np.float64, np.float16])
 def test_ranges_of_keys(many_ranges, dtype) -> None:
     q, k, v, grad_out = problem(dtype=np.float64)
-    assert len(gradient._ranges(qkv_spec(q, k, v))) == 3
+    assert len(backward_pass._ranges(qkv_spec(q, k, v))) == 3
     rounded = [a.astype(dtype) for a in (q, k, v, grad_out)]
     limit = 1e-12 if dtype == np.float64 else 4e-3
     got = gradients(*rounded, qkv.Causal("end"))
@@ -106,9 +106,9 @@ def test_the_number_of_ranges_depends_on_the_shape_alone(monkeypatch) -> None:
     counts = set()
     for threads in ("1", "16"):
         monkeypatch.setenv("QKV_NUM_THREADS", threads)
-        counts.add(len(gradient._ranges(spec)))
+        counts.add(len(backward_pass._ranges(spec)))
     assert counts == {8}
-    assert len(gradient._ranges(qkv_spec(*problem(8, 100_000, 1, 1, dim=1, v_dim=1)[:3]))) == 8
+    assert len(backward_pass._ranges(qkv_spec(*problem(8, 100_000, 1, 1, dim=1, v_dim=1)[:3]))) == 8
 
 
 @pytest.mark.parametrize("copies", [2**24, 0], ids=["copies", "one after the other"])
@@ -126,15 +126,15 @@ def test_tasks_of_one_launch_never_add_to_the_same_entry(monkeypatch, many_range
     problem_ = check(*problem(dtype=np.float64)[:3], (*OWN, mod), q_offset=0)
     spec, arrays = problem_.spec, problem_.operands.tables
     names = [t.name for t in spec.tables if reads(spec, frozenset({t.name})) and t.kind == "float"]
-    ranges = gradient._ranges(spec)
+    ranges = backward_pass._ranges(spec)
     tables = [summed_tables.summed_table(problem_, name, len(ranges)) for name in names]
     assert {table.wide for table in tables} == {copies > 0}
-    plan = gradient._in_order(schedule(problem_, 64))
-    tasks, launches = gradient._tasks(spec, plan, ranges, tables)
+    plan = backward_pass._in_order(schedule(problem_, 64))
+    tasks, launches = backward_pass._tasks(spec, plan, ranges, tables)
     assert sum(last - first for first, last in launches) == len(tasks) == 2 * 2 * 3
     q_index = np.arange(spec.q_len)[:, None]
     for first, last in launches:
-        for column, name in enumerate(names, start=len(gradient.TASK)):
+        for column, name in enumerate(names, start=len(backward_pass.TASK)):
             taken: set[tuple[int, int]] = set()
             for task in tasks[first:last]:
                 batch, kv_head, start, stop = task[:4]
@@ -266,14 +266,14 @@ def test_a_row_of_huge_scores_attends_uniformly_backwards_too(backend) -> None:
 def test_no_kernel_is_built_for_another_length(sizes, kernels, monkeypatch) -> None:
     built = []
 
-    def count(*args, build=gradient.build):
+    def count(*args, build=backward_pass.build):
         built.append(args)
         return build(*args)
 
-    monkeypatch.setattr(gradient, "build", count)
-    gradient._kernel.cache_clear()
+    monkeypatch.setattr(backward_pass, "build", count)
+    backward_pass._kernel.cache_clear()
     for q_len, kv_len, dim in sizes:
         arrays = problem(q_len, kv_len, dim=dim, v_dim=dim)
         gradients(*arrays, qkv.Causal("end"), qkv.Softcap(float(dim)))
     assert len(built) == kernels
-    gradient._kernel.cache_clear()
+    backward_pass._kernel.cache_clear()

@@ -8,7 +8,7 @@ import torch
 from tiles import has_tiles
 
 import qkv
-from qkv.backends.cpu import forward_pass, gradient, part_rows
+from qkv.backends.cpu import backward_pass, forward_pass, part_rows
 from qkv.backends.cpu.host import host
 from qkv.problem.check import check
 
@@ -33,7 +33,7 @@ def operands(q_len=Q_LEN, kv_len=KV_LEN, dtype="float32") -> dict[str, np.ndarra
 def gradients(arrays: dict[str, np.ndarray], *variants: object) -> list[np.ndarray]:
     q, k, v, grad_out = arrays.values()
     problem = check(q, k, v, variants, q_offset=0)
-    assert gradient.backward_shape(problem, host()).parts > 1, "another kernel runs"
+    assert backward_pass.backward_shape(problem, host()).parts > 1, "another kernel runs"
     _, pullback = qkv.vjp(q, k, v, *variants, q_offset=0, backend="cpu")
     found = pullback(grad_out)
     return [found.query, found.key, found.value]
@@ -90,9 +90,9 @@ def test_every_product_counts(monkeypatch) -> None:
             with monkeypatch.context() as patch:
                 patch.setitem(getattr(part_rows, table), 3, products[:n] + products[n + 1 :])
                 patch.setenv("QKV_CACHE_DIR", "")
-                gradient._kernel.cache_clear()
+                backward_pass._kernel.cache_clear()
                 fewer = errors(arrays)
-                gradient._kernel.cache_clear()
+                backward_pass._kernel.cache_clear()
             assert any(less > 4 * e for less, e in zip(fewer, whole, strict=True)), (table, n)
 
 
@@ -173,12 +173,12 @@ def test_scores_far_below_zero() -> None:
 
 def test_heads_and_ranges_of_keys(monkeypatch) -> None:
     """Several tasks for a head: parts of dQ are added up."""
-    monkeypatch.setattr(gradient, "_KEYS_IN_TILES", 128)
+    monkeypatch.setattr(backward_pass, "_KEYS_IN_TILES", 128)
     arrays = operands()
     assert all(map(np.less_equal, errors(arrays), limits(arrays)))
 
 
 def test_a_large_scale_has_no_parts() -> None:
     q, k, v, _ = operands().values()
-    assert gradient.backward_shape(check(q, k, v, (), scale=1025.0), host()).parts == 1
+    assert backward_pass.backward_shape(check(q, k, v, (), scale=1025.0), host()).parts == 1
     assert forward_pass.ForwardPass(check(q, k, v, (), scale=1025.0)).shape.parts == 1
