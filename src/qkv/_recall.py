@@ -32,7 +32,10 @@ from qkv.variants.segments import Segments
 from qkv.variants.sliding_window import SlidingWindow
 from qkv.variants.softcap import Softcap
 
-__all__ = ["Said", "apart", "are_constants", "attend", "prepared"]
+__all__ = [
+    "Said", "apart", "are_constants", "attend", "forms_of", "insert", "is_known", "likeness",
+    "prepared", "turned",
+]  # fmt: skip
 
 Array = NDArray[Any]
 Said: TypeAlias = tuple[tuple[Any, ...], Any, Any, Any, Any, Any]
@@ -90,21 +93,21 @@ def attend(
     """
     said = variants, scale, layout, q_offset, kv_offset, backend
     # Both layouts are prepared for as one.
-    turned = layout == "blhd" and all(type(a) is np.ndarray for a in (query, key, value))
-    q, k, v = [_turned(a) for a in (query, key, value)] if turned else (query, key, value)
-    like, arrays = _likeness(q, k, v, said, backward)
+    blhd = layout == "blhd" and all(type(a) is np.ndarray for a in (query, key, value))
+    q, k, v = [turned(a) for a in (query, key, value)] if blhd else (query, key, value)
+    like, arrays = likeness(q, k, v, said, backward)
     ready = None if like is None else _recall(like)
     if ready is not None:
         known = ready(q, k, v, rows, arrays)
         if known is not None:
-            return _as_asked(known, turned)
+            return _as_asked(known, blhd)
         _prepared.pop(like, None)
     step = None if arrays or like is None else _step(q, k, v, said, backward)
     grow = None if step is None else _growing.get(step.likeness)
     if step is not None and grow is not None:
         known = grow(q, k, v, rows, step.q_shift)
         if known is not None:
-            return _as_asked(known, turned)
+            return _as_asked(known, blhd)
         _growing.pop(step.likeness, None)
     call = Call.bind(
         query,
@@ -125,7 +128,7 @@ def attend(
 
 def prepared(query: Array, key: Array, value: Array, said: Said) -> Prepared | None:
     """What is known of calls like `attend(query, key, value, *said)`, with heads before rows."""
-    like, _ = _likeness(query, key, value, said)
+    like, _ = likeness(query, key, value, said)
     return None if like is None else _recall(like)
 
 
@@ -148,7 +151,7 @@ def apart(variants: tuple[Any, ...], kind: type) -> _Form:
     return tuple(forms), tuple(arrays)
 
 
-def _forms(variants: tuple[Any, ...]) -> _Form:
+def forms_of(variants: tuple[Any, ...]) -> _Form:
     """As `apart` of NumPy arrays, and with few numbers in the place of variants that hold them."""
     forms, arrays = apart(variants, np.ndarray)
     if not forms:
@@ -176,16 +179,17 @@ def are_constants(said: Said) -> bool:
     )
 
 
-def _as_asked(known: tuple[Any, Any, Any], turned: bool) -> tuple[Any, Any, Any]:
+def _as_asked(known: tuple[Any, Any, Any], blhd: bool) -> tuple[Any, Any, Any]:
     out, lse, rest = known
-    return (np.ascontiguousarray(_turned(out)), lse, rest) if turned else known
+    return (np.ascontiguousarray(turned(out)), lse, rest) if blhd else known
 
 
-def _turned(array: Array) -> Array:
+def turned(array: Array) -> Array:
+    """Heads and rows in each other's places."""
     return array.swapaxes(-3, -2) if array.ndim > 2 else array
 
 
-def _likeness(
+def likeness(
     query: Any, key: Any, value: Any, said: Said, backward: bool = False
 ) -> tuple[Hashable | None, tuple[Array, ...]]:
     """What calls that are like one another have in common, None if nothing can be remembered; and
@@ -194,7 +198,7 @@ def _likeness(
         return None, ()
     if said[2] == "blhd" and min(query.ndim, key.ndim, value.ndim) < 3:
         return None, ()
-    forms, arrays = _forms(said[0])
+    forms, arrays = forms_of(said[0])
     like = (
         query.dtype, query.shape, query.strides,
         key.dtype, key.shape, key.strides,
@@ -235,7 +239,7 @@ def _step(query: Array, key: Array, value: Array, said: Said, backward: bool) ->
         shift = kv_len - q_len if "end" in (q_offset, *ends) else 0
     likeness = (
         query.dtype, query.shape, key.dtype, key.shape[:-2], key.shape[-1], value.dtype,
-        value.shape[-1], _forms(variants)[0], scale, placed, kv_offset, backend, backward,
+        value.shape[-1], forms_of(variants)[0], scale, placed, kv_offset, backend, backward,
         generation(),
     )  # fmt: skip
     try:
@@ -248,14 +252,14 @@ def _step(query: Array, key: Array, value: Array, said: Said, backward: bool) ->
 def _remember_step(likeness: Hashable, variants: tuple[Any, ...], call: Call) -> bool:
     """Prepare for more steps like this one, once there has been another; whether that can be."""
     prepare = getattr(call.choice.backend, "prepare_growing", None)
-    if prepare is None or not all(map(_is_known, _forms(variants)[0])):
+    if prepare is None or not all(map(is_known, forms_of(variants)[0])):
         return False
     if likeness not in _seen:
-        _insert(_seen, likeness, None)
+        insert(_seen, likeness, None)
         return True
     ready = prepare(call.problem)
     if ready is not None:
-        _insert(_growing, likeness, ready)
+        insert(_growing, likeness, ready)
     return ready is not None
 
 
@@ -279,25 +283,25 @@ def _remember(
     prepare = getattr(call.choice.backend, "prepare", None)
     if prepare is None or call.ndim == 2:
         return
-    forms, _ = _forms(variants)
-    if not all(map(_is_known, forms)):
+    forms, _ = forms_of(variants)
+    if not all(map(is_known, forms)):
         return
     if likeness not in _seen:
-        _insert(_seen, likeness, None)
+        insert(_seen, likeness, None)
         return
     ready = prepare(call.problem, backward, arrays)
     if ready is not None:
-        _insert(_prepared, likeness, ready)
+        insert(_prepared, likeness, ready)
 
 
-def _insert(table: dict[Hashable, Any], likeness: Hashable, value: Any) -> None:
+def insert(table: dict[Hashable, Any], likeness: Hashable, value: Any) -> None:
     with _lock:
         while len(table) >= KEPT:
             del table[next(iter(table))]
         table[likeness] = value
 
 
-def _is_known(form: Any) -> bool:
+def is_known(form: Any) -> bool:
     """Whether calls of one form are alike."""
     if type(form) is tuple and form[0] in _BY_VALUE:
         return all(_constant(value[-1]) or type(value[-1]) is bytes for value in form[1:])

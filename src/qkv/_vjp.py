@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -208,19 +208,10 @@ class Pullback:
 
     def __call__(self, grad_out: Any, grad_lse: Any = None, wrt: Iterable[Any] = ()) -> Gradients:
         """Gradients for cotangents of the output and of lse; see `qkv.vjp`."""
-        call, partial = self._call, self._partial
-        problem = call.problem
-        cotangent = cotangent_of_out(call, partial.out, grad_out)
-        of_lse = cotangent_of_lse(call, partial.lse, grad_lse)
+        call, problem = self._call, self._call.problem
+        inputs = self.inputs(grad_out, grad_lse)
         tables, sinks = wanted(problem, tuple(map(call.known_as, wrt)))
-        inputs = BackwardInputs(
-            partial.out,
-            partial.lse,
-            cotangent,
-            of_lse,
-            frozenset(n for n, _ in tables),
-            partial.lse_rest,
-        )
+        inputs = replace(inputs, tables=frozenset(name for name, _ in tables))
         # A backend that has no backward pass was refused when the call was bound.
         found = cast(Differentiable, call.choice.backend).backward(problem, inputs)
         own = by_origin([(origin, found.tables[name]) for name, origin in tables])
@@ -234,6 +225,15 @@ class Pullback:
         )
         of_variants = [(origin, call.library.restore(as_given(origin, g))) for origin, g in own]
         return Gradients(query, key, value, of_variants, call.known_as)
+
+    def inputs(self, grad_out: Any, grad_lse: Any = None) -> BackwardInputs:
+        """What a backend starts from; no table is named."""
+        partial = self._partial
+        cotangent = cotangent_of_out(self._call, partial.out, grad_out)
+        of_lse = cotangent_of_lse(self._call, partial.lse, grad_lse)
+        return BackwardInputs(
+            partial.out, partial.lse, cotangent, of_lse, lse_rest=partial.lse_rest
+        )
 
 
 def _of_sinks(sinks: Array | None, inputs: BackwardInputs) -> Array:

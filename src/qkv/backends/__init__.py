@@ -60,6 +60,31 @@ class Prepared(Protocol):
         ...
 
 
+class PreparedBackward(Protocol):
+    """Gradients made ready for other arrays with the same dtypes, shapes and strides.
+
+    A backend may have `prepare_backward(problem, inputs, arrays) -> PreparedBackward | None`, asked
+    as `prepare` is, where no table's gradient is wanted and no operand was broadcast.
+    """
+
+    def __call__(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        out: Any,
+        lse: Any,
+        lse_rest: Any,
+        grad_out: Any,
+        grad_lse: Any,
+        arrays: Any = (),
+    ) -> tuple[Any, Any, Any] | None:
+        """Gradients of query, key and value as `backward` gives them, and in their type; None for
+        `grad_lse` is zeros. None in place of all if something is not as it was prepared for.
+        """
+        ...
+
+
 class Growing(Protocol):
     """A problem of few queries made ready for any number of keys.
 

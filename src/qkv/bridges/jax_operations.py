@@ -25,10 +25,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv._call import Call
+from qkv._pull_back import Left, pull_back
 from qkv._recall import attend
 from qkv._statement import Restated, restate
-from qkv._vjp import Pullback
 from qkv.errors import UnsupportedError
 from qkv.variants import ScoreMod
 
@@ -159,12 +158,11 @@ def _backward(operation: Operation, inputs: Sequence[Array], results: Sequence[A
     out, lse, lse_rest, grad_out = inputs[count : count + 4]
     grad_lse = inputs[count + 4] if len(inputs) > count + 4 else None
     said = restate(operation.statement, arrays)
-    call = Call.bind(query, key, value, said.variants, **said.keywords, backward=True)
-    shapes = query.shape, key.shape, value.shape
-    pullback = Pullback.resumed(call, out, lse, shapes, lse_rest)
+    left = Left(out, lse, lse_rest)
     wanted = operation.wanted or ()
     owners = [said.owners[n - 3] for n in wanted if n >= 3]
-    found = pullback(grad_out, grad_lse, wrt=owners)
+    along = grad_out, grad_lse
+    found = pull_back(query, key, value, said.variants, said.keywords, left, *along, owners)
     _fill(results, wanted, found, said)
 
 

@@ -2,6 +2,7 @@
 
     function     computes                                  its derivatives are made of
     Attention    out, lse, lse_rest                        Backward, Tangent
+    AtOnce       the same where nobody sees it             Backward
     Backward     gradients of the inputs, along grad_out   Second, Backward
     Tangent      change of out, along the inputs' change   Second, Backward
     Second       gradients of <grad_out, Tangent>          third derivatives are refused
@@ -29,6 +30,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from qkv.bridges import torch_operators as operators
+from qkv.bridges.torch_recall import follows
 from qkv.errors import UnsupportedError
 
 __all__ = ["attend"]
@@ -48,6 +50,9 @@ def attend(
     """Output and lse, differentiable in all tensors."""
     compiling = torch.compiler.is_dynamo_compiling()
     tensors = (query, key, value, *arrays)
+    if not compiling and _nobody_sees(*tensors):
+        out, lse, _ = _AtOnce.apply(text, named, *tensors)
+        return out, lse
     if _is_functionalized() or (
         # Dynamo hands a function that nobody differentiates its context as first argument.
         compiling and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
@@ -58,6 +63,14 @@ def attend(
     function = _Attention if compiling else _AttentionBothWays
     out, lse, _ = function.apply(text, tuple(named), *tensors)
     return out, lse
+
+
+def _nobody_sees(*tensors: Tensor) -> bool:
+    """Whether nothing traces or transforms operations, and tensors do nothing of their own."""
+    return not follows() and all(
+        (type(t) is Tensor or type(t) is torch.nn.Parameter) and not _is_old_batch(t)
+        for t in tensors
+    )
 
 
 def _is_functionalized() -> bool:
@@ -105,6 +118,33 @@ class _AttentionBothWays(_Attention):
         directions, along = _along(changes, inputs)
         moved = _apply(_Tangent, ctx.text, ctx.named, directions, *results, *along, *inputs)
         return *moved, None
+
+
+class _AtOnce(Function):
+    """As `_Attention`, of tensors whose operations nobody sees: none is called for the first
+    derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, text: str, named: Any, *inputs: Tensor) -> Any:
+        query, key, value, *arrays = inputs
+        results = operators.compute_attention(query, key, value, arrays, text, True)
+        ctx.text, ctx.named = text, named
+        ctx.mark_non_differentiable(results[2])
+        ctx.save_for_backward(*results, *inputs)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor, _: None) -> Any:
+        if torch.is_grad_enabled() or not _nobody_sees(grad_out, grad_lse):
+            return _Attention.backward(ctx, grad_out, grad_lse, None)
+        results, inputs = _results_first(ctx.saved_tensors)
+        wanted = _numbers(ctx.needs_input_grad[5:])
+        query, key, value, *arrays = inputs
+        out, lse, rest = results
+        found = operators.compute_gradients(
+            query, key, value, arrays, out, lse, rest, grad_out, grad_lse, ctx.text, wanted
+        )
+        return None, None, *_of_inputs(found, wanted, inputs)
 
 
 class _Backward(Function):

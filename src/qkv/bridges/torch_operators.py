@@ -8,7 +8,8 @@
 `statement` is the text of `qkv._statement`, `arrays` what it has taken out of the call; `wanted`
 numbers those of them that are to have gradients, `directions` those that change. `backward` says
 that a backward pass will follow. `lse_rest` is what rounding took from lse, NaN where that is not
-known. Operators know nothing of derivatives: `torch_functions` says which belongs to which.
+known. Operators know nothing of derivatives: `torch_functions` says which belongs to which. The
+first two are functions too, for when nobody would see that an operator was called.
 """
 
 from __future__ import annotations
@@ -22,10 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkv._call import Call
+from qkv._pull_back import Left, pull_back
 from qkv._recall import attend
 from qkv._statement import Restated, keywords_of, restate
-from qkv._vjp import Pullback
 from qkv.arrays import library_of
 from qkv.errors import ShapeError
 from qkv.problem.check import check
@@ -36,13 +36,14 @@ __all__ = [
     "attention_backward",
     "attention_second",
     "attention_tangent",
+    "compute_attention",
+    "compute_gradients",
     "contiguous",
     "without_values",
 ]
 
 
-@torch.library.custom_op("qkv::attention", mutates_args=(), device_types="cpu")
-def attention(
+def compute_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -55,6 +56,11 @@ def attention(
     out, lse, rest = attend(q, k, v, said.variants, **said.keywords, backward=backward)
     rest = np.full_like(lse, np.nan) if rest is None else rest.reshape(lse.shape)
     return _tensor(out), _tensor(lse), _tensor(rest)
+
+
+attention = torch.library.custom_op(
+    "qkv::attention", compute_attention, mutates_args=(), device_types="cpu"
+)
 
 
 @attention.register_fake
@@ -71,8 +77,7 @@ def _(
     return _like_output(query, key, value, statement), lse, rest
 
 
-@torch.library.custom_op("qkv::attention_backward", mutates_args=(), device_types="cpu")
-def attention_backward(
+def compute_gradients(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -87,12 +92,16 @@ def attention_backward(
 ) -> list[Tensor]:
     """Gradients of query, key, value and the wanted arrays."""
     said, (q, k, v) = _restated(statement, arrays), map(_view, (query, key, value))
-    call = Call.bind(q, k, v, said.variants, **said.keywords, backward=True)
-    shapes = q.shape, k.shape, v.shape
-    pullback = Pullback.resumed(call, _view(out), _view(lse), shapes, _view(lse_rest))
+    left = Left(_view(out), _view(lse), _view(lse_rest))
     owners = [said.owners[n] for n in wanted]
-    found = pullback(_view(grad_out), _view(grad_lse), owners)
+    along = _view(grad_out), _view(grad_lse)
+    found = pull_back(q, k, v, said.variants, said.keywords, left, *along, owners)
     return _gradients(found, (query, key, value), arrays, said, wanted)
+
+
+attention_backward = torch.library.custom_op(
+    "qkv::attention_backward", compute_gradients, mutates_args=(), device_types="cpu"
+)
 
 
 @attention_backward.register_fake

@@ -18,7 +18,7 @@ from qkv.arrays.torch_arrays import TorchArrays
 from qkv.backends import AddressedCall, generation
 from qkv.bridges.torch_guards import Guard, guard
 
-__all__ = ["looks_on", "recall", "remember"]
+__all__ = ["follows", "looks_on", "recall", "remember"]
 
 _view = TorchArrays().view
 _is_compiling = torch.compiler.is_compiling
@@ -49,9 +49,13 @@ _latest: dict[Hashable, _Known] = {}
 
 def looks_on() -> bool:
     """Whether torch traces or changes operations, whatever they are given."""
+    return _is_autocast("cpu") or follows()
+
+
+def follows() -> bool:
+    """Whether torch traces or transforms operations, whatever they are given."""
     return (
         _is_compiling()
-        or _is_autocast("cpu")
         or _transforms()
         or forward_ad._current_level >= 0
         or _dispatch_modes() > 0

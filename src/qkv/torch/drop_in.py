@@ -141,7 +141,10 @@ def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
 
 def _with_equal_heads(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Heads broadcast like any other dimension; they are not shared in groups."""
-    if max(t.ndim for t in tensors) < 3 or min(t.ndim for t in tensors) < 2:
+    query, key, value = tensors
+    if max(query.ndim, key.ndim, value.ndim) < 3 or min(query.ndim, key.ndim, value.ndim) < 2:
+        return tensors
+    if query.shape[-3:-2] == key.shape[-3:-2] == value.shape[-3:-2]:
         return tensors
     query, key, value = (t[None] if t.ndim == 2 else t for t in tensors)
     try:

@@ -20,7 +20,7 @@ from qkv.problem.intervals import Interval
 from qkv.problem.spec import Problem, Spec
 
 if TYPE_CHECKING:
-    pass
+    from qkv.backends.cpu.prepared_backward import PreparedBackward
 
 Array = NDArray[Any]
 
@@ -106,17 +106,14 @@ class CpuBackend:
         """
         with importing():
             from qkv.backends.cpu import schedule, streaming
-            from qkv.backends.cpu.prepared import PreparedDecode, PreparedForward, tables_of
+            from qkv.backends.cpu.prepared import PreparedDecode, PreparedForward
 
         if not _is_preparable(problem.spec):
             return None
         few = _streams(problem.spec)
-        if arrays:
-            few_operations = (streaming if few else schedule).FEW_OPERATIONS
-            mask, _ = schedule.cheap_part(problem, few_operations)
-            for names in tables_of(problem, arrays):
-                if not names or tables(mask) & set(names):
-                    return None
+        few_operations = (streaming if few else schedule).FEW_OPERATIONS
+        if _are_scheduled_by(problem, arrays, few_operations):
+            return None
         if few:
             return PreparedDecode(problem, arrays=arrays)
         return PreparedForward(problem, backward=backward, arrays=arrays)
@@ -140,6 +137,21 @@ class CpuBackend:
         if not sums_again(problem):
             inputs = kept(problem, inputs, partial(self._run, few=False, backward=True))
         return backward(problem, inputs)
+
+    def prepare_backward(
+        self, problem: Problem, inputs: BackwardInputs, arrays: tuple[Array, ...] = ()
+    ) -> PreparedBackward | None:
+        """For gradients of operands and `arrays` like these, and inputs like these."""
+        with importing():
+            from qkv.backends.cpu import prepared_backward, schedule
+
+        if (
+            not _is_preparable(problem.spec)
+            or not prepared_backward.is_preparable(problem, inputs)
+            or _are_scheduled_by(problem, arrays, schedule.FEW_OPERATIONS)
+        ):
+            return None
+        return prepared_backward.PreparedBackward(problem, inputs, arrays)
 
     def _run(
         self,
@@ -170,6 +182,18 @@ def _is_preparable(spec: Spec) -> bool:
     """Whether all that a call does is one run of compiled code."""
     sizes = (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len, spec.v_head_dim)
     return 0 not in sizes and spec.rotation is None and not spec.sinks
+
+
+def _are_scheduled_by(problem: Problem, arrays: tuple[Array, ...], few: float) -> bool:
+    """Whether which pairs are computed depends on the values of arrays, or might."""
+    if not arrays:
+        return False
+    with importing():
+        from qkv.backends.cpu import schedule
+        from qkv.backends.cpu.prepared import tables_of
+
+    mask, _ = schedule.cheap_part(problem, few)
+    return any(not names or tables(mask) & set(names) for names in tables_of(problem, arrays))
 
 
 def _streams(spec: Spec) -> bool:

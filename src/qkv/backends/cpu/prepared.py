@@ -55,7 +55,7 @@ class _Scratch:
         self.address = address_of(self.array)
 
 
-class _Block:
+class Block:
     """Argument words that one call at a time fills in; keeps alive what they point to meanwhile."""
 
     def __init__(self, words: Array) -> None:
@@ -103,7 +103,7 @@ class PreparedPass:
         names = ("scratch", "query", "key", "value", "out", "lse")
         self._words = tuple([word_of(name, fields) for name in names])
         self._read = [list(map(template.word_of_table, tables)) for tables in read]
-        self._blocks: list[_Block] = []
+        self._blocks: list[Block] = []
 
     def __call__(
         self, query: Array, key: Array, value: Array, rows: bool, arrays: Sequence[Array] = ()
@@ -143,7 +143,7 @@ class PreparedPass:
         try:
             block = self._blocks.pop()
         except IndexError:
-            block = _Block(self._template.copy())
+            block = Block(self._template.copy())
         words = block.words
         at_scratch, at_query, at_key, at_value, at_out, at_lse = self._words
         words[at_query] = query
@@ -157,7 +157,7 @@ class PreparedPass:
                     words[place] = address
         workers = 1 if self._alone else self._pass.workers()
         size = self._scratch_bytes * workers
-        scratch = _take(size + self._shared_bytes)
+        scratch = take(size + self._shared_bytes)
         words[at_scratch] = scratch.address
         self._say_more(words, scratch.address + size, lse, lse_rest)
         if self._brief_job is not None:
@@ -170,8 +170,7 @@ class PreparedPass:
             self._pass.launch(block, workers)
             block.kept = ()
         self._blocks.append(block)
-        if len(_free) < _FREE:
-            _free.append(scratch)
+        give_back(scratch)
         return True
 
     def _say_more(self, words: memoryview, shared: int, lse: int, lse_rest: int) -> None:
@@ -183,7 +182,7 @@ class PreparedForward(PreparedPass):
     """The forward pass of many queries; `backward` says what will follow."""
 
     def __init__(self, problem: Problem, *, backward: bool, arrays: tuple[Array, ...] = ()) -> None:
-        problem, read = _without_values(problem, arrays)
+        problem, read = without_values(problem, arrays)
         forward = ForwardPass(problem)
         super().__init__(
             problem.spec,
@@ -207,7 +206,7 @@ class PreparedDecode(PreparedPass):
     """
 
     def __init__(self, problem: Problem, *, arrays: tuple[Array, ...] = ()) -> None:
-        problem, read = _without_values(problem, arrays)
+        problem, read = without_values(problem, arrays)
         spec, decode = problem.spec, DecodePass(problem)
         self._record_bytes = decode.record_bytes
         self._counter_bytes = spec.batch_size * spec.num_kv_heads * WORD
@@ -238,7 +237,7 @@ class GrowingDecode:
     """
 
     def __init__(self, problem: Problem) -> None:
-        self._problem, _ = _without_values(problem, ())
+        self._problem, _ = without_values(problem, ())
         self._shifts = [
             table.name
             for table in problem.spec.tables
@@ -286,33 +285,38 @@ def tables_of(problem: Problem, arrays: tuple[Array, ...]) -> list[list[str]]:
     ]
 
 
-def _without_values(problem: Problem, arrays: tuple[Array, ...]) -> tuple[Problem, list[list[str]]]:
+def without_values(problem: Problem, arrays: tuple[Array, ...]) -> tuple[Problem, list[list[str]]]:
     """The problem of arrays like its own that hold one element, and the tables of each array."""
     operands, read = problem.operands, tables_of(problem, arrays)
-    views = {name: _alike(operands.tables[name]) for names in read for name in names}
+    views = {name: alike(operands.tables[name]) for names in read for name in names}
     # What was compared by value may change afterwards.
     kept = {name: array.copy() for name, array in operands.tables.items() if name not in views}
     operands = replace(
         operands,
-        query=_alike(operands.query),
-        key=_alike(operands.key),
-        value=_alike(operands.value),
+        query=alike(operands.query),
+        key=alike(operands.key),
+        value=alike(operands.value),
         tables={**kept, **views},
         origins={},
     )
     return replace(problem, operands=operands), read
 
 
-def _alike(array: Array | StoredRows) -> Array:
+def alike(array: Array | StoredRows) -> Array:
     """An array with the same dtype, shape and strides that holds one element."""
     assert isinstance(array, np.ndarray)  # stored rows are not recalled
     return as_strided(np.empty(1, array.dtype), array.shape, array.strides, writeable=False)
 
 
-def _take(size: int) -> _Scratch:
+def take(size: int) -> _Scratch:
     """Scratch of at least `size` bytes."""
     try:
         found = _free.pop()
     except IndexError:
         return _Scratch(size)
     return found if found.size >= size else _Scratch(size)
+
+
+def give_back(scratch: _Scratch) -> None:
+    if len(_free) < _FREE:
+        _free.append(scratch)

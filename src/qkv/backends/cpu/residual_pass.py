@@ -26,8 +26,10 @@ class Rows:
 
     def __init__(self, problem: Problem, inputs: BackwardInputs, ranges: int) -> None:
         lse, rest, dtype = inputs.lse, inputs.lse_rest, problem.spec.compute_dtype
-        self.lse = np.where(np.isneginf(lse), 0, lse).astype(dtype)
-        self.lse_rest = np.zeros(lse.shape, dtype) if rest is None else np.array(rest, dtype)
+        # Kernels read rows that are dense; NumPy would keep the order of what it is given.
+        self.lse = np.where(np.isneginf(lse), 0, lse).astype(dtype, order="C")
+        rest = np.zeros(lse.shape, dtype) if rest is None else np.array(rest, dtype, order="C")
+        self.lse_rest = rest
         self.grad_lse = np.ascontiguousarray(inputs.grad_lse, dtype)
         self.delta_rest = np.zeros(lse.shape, dtype)
         self.sums = np.zeros((ranges, len(ROW_SUMS), *lse.shape), dtype)

@@ -1,0 +1,252 @@
+"""Gradients like earlier ones skip the checks: what they give must not change."""
+
+import gc
+import weakref
+from itertools import product
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import qkv
+from qkv import _pull_back
+from qkv._pull_back import Left, pull_back
+from qkv.backends.cpu import host
+
+KEYWORDS = {"scale": None, "layout": "bhld", "q_offset": None, "kv_offset": 0, "backend": "cpu"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered():
+    for table in (_pull_back._prepared, _pull_back._seen):
+        table.clear()
+
+
+def operands(seed, dtype=np.float32, q_len=40, kv_len=48, heads=(4, 2), dims=(24, 16), lead=(2,)):
+    """query, key, value, grad_out and grad_lse."""
+    rng = np.random.default_rng(seed)
+    shapes = (
+        (*lead, heads[0], q_len, dims[0]),
+        (*lead, heads[1], kv_len, dims[0]),
+        (*lead, heads[1], kv_len, dims[1]),
+        (*lead, heads[0], q_len, dims[1]),
+    )
+    compute = np.float64 if dtype == np.float64 else np.float32
+    grad_lse = rng.normal(size=shapes[3][:-1]).astype(compute)
+    return [*(rng.normal(size=s).astype(dtype) for s in shapes), grad_lse]
+
+
+def left_by(arrays, variants=(), **keywords):
+    """What the forward pass leaves."""
+    out, pullback = qkv.vjp(*arrays[:3], *variants, **{**KEYWORDS, **keywords})
+    partial = pullback._partial
+    return Left(out, partial.lse, partial.lse_rest), pullback
+
+
+def check(arrays, variants=(), **keywords):
+    """The same bits as a pullback that remembers nothing."""
+    q, k, v, grad_out, grad_lse = arrays
+    left, pullback = left_by(arrays, variants, **keywords)
+    said = {**KEYWORDS, **keywords}
+    found = pull_back(q, k, v, variants, said, left, grad_out, grad_lse)
+    right = pullback(grad_out, grad_lse)
+    for name in ("query", "key", "value"):
+        ours, theirs = getattr(found, name), getattr(right, name)
+        assert ours.dtype == theirs.dtype
+        assert ours.shape == theirs.shape
+        assert ours.flags.c_contiguous
+        assert ours.tobytes() == theirs.tobytes(), name
+    return found
+
+
+def rng_mask(seed, *shape):
+    return np.random.default_rng(seed).random(shape) < 0.7
+
+
+VARIANTS = {
+    "none": lambda seed: (),
+    "causal and window": lambda seed: (qkv.Causal("end"), qkv.SlidingWindow(17, 0)),
+    "slopes by value": lambda seed: (qkv.ALiBi(np.linspace(0.1, 0.4, 4, dtype=np.float32)),),
+    "softcap": lambda seed: (qkv.Softcap(3.0),),
+    "mask": lambda seed: (qkv.Mask(rng_mask(seed, 2, 1, 40, 48)),),
+    "bias": lambda seed: (
+        qkv.Bias(np.random.default_rng(seed).normal(size=(4, 40, 48)).astype(np.float32)),
+    ),
+    "lengths": lambda seed: (qkv.KeyLengths(np.array([48, 31])),),
+    "dropout": lambda seed: (qkv.Dropout(0.3, 7),),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16])
+def test_recalled_gradients_have_the_same_bits(name, dtype) -> None:
+    for seed in range(5):
+        check(operands(seed, dtype), VARIANTS[name](seed), q_offset="end")
+    assert len(_pull_back._prepared) == 1
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"q_len": 130, "kv_len": 1100, "heads": (1, 1), "lead": (1,)},  # parts of dQ
+        {"lead": (2, 3), "heads": (2, 2)},
+        {"lead": (), "dims": (32, 32)},
+        {"q_len": 13, "kv_len": 5},
+    ],
+)
+def test_of_other_shapes(sizes) -> None:
+    for seed in range(4):
+        check(operands(seed, **sizes))
+    assert len(_pull_back._prepared) == 1
+
+
+def test_against_the_definition() -> None:
+    for seed in range(5):
+        arrays = operands(seed, np.float64)
+        tensors = [torch.tensor(a).requires_grad_() for a in arrays[:3]]
+        scores = tensors[0] @ tensors[1].repeat_interleave(2, 1).mT / np.sqrt(24)
+        out = torch.softmax(scores, -1) @ tensors[2].repeat_interleave(2, 1)
+        along = (out * torch.tensor(arrays[3])).sum()
+        (along + (scores.logsumexp(-1) * torch.tensor(arrays[4])).sum()).backward()
+        found = check(arrays)
+        for name, tensor in zip(("query", "key", "value"), tensors, strict=True):
+            np.testing.assert_allclose(getattr(found, name), tensor.grad, rtol=0, atol=1e-13)
+
+
+def test_heads_behind_rows() -> None:
+    for seed in range(4):
+        arrays = operands(seed)
+        turned = [np.ascontiguousarray(a.swapaxes(-3, -2)) for a in arrays[:4]]
+        check([*turned, arrays[4]], layout="blhd")
+    assert len(_pull_back._prepared) == 1
+
+
+def test_other_strides_are_other_calls() -> None:
+    def apart(array):
+        """The same numbers, each row with a gap behind it."""
+        wide = np.zeros((*array.shape[:-1], array.shape[-1] + 3), array.dtype)
+        wide[..., : array.shape[-1]] = array
+        return wide[..., : array.shape[-1]]
+
+    for places in product([False, True], repeat=4):
+        for seed in range(3):
+            arrays = operands(seed)
+            changed = [apart(a) if p else a for a, p in zip(arrays[:4], places, strict=True)]
+            check([*changed, arrays[4]])
+    assert len(_pull_back._prepared) == 16
+
+
+def test_lse_of_any_order() -> None:
+    """Kernels read dense rows, whatever comes."""
+    for seed in range(4):
+        arrays = operands(seed)
+        q, k, v, grad_out, grad_lse = arrays
+        left, pullback = left_by(arrays)
+        turned = [np.asfortranarray(a) for a in (left.lse, left.lse_rest, grad_lse)]
+        kept = Left(np.asfortranarray(left.out), *turned[:2])
+        found = pull_back(q, k, v, (), KEYWORDS, kept, np.asfortranarray(grad_out), turned[2])
+        right = pullback(grad_out, grad_lse)
+        for name in ("query", "key", "value"):
+            assert getattr(found, name).tobytes() == getattr(right, name).tobytes()
+    assert len(_pull_back._prepared) == 1
+
+
+def test_without_a_cotangent_of_lse() -> None:
+    for seed in range(4):
+        check([*operands(seed)[:4], None])
+    for seed in range(4):
+        check(operands(seed))
+    assert len(_pull_back._prepared) == 2
+
+
+def test_rows_that_see_nothing_are_looked_at_each_time() -> None:
+    """Where few queries see a key, their rows are summed again."""
+    for seed, seeing in enumerate([40, 40, 40, 5, 12, 13, 0, 40]):
+        mask = np.zeros((40, 48), bool)
+        mask[:seeing] = rng_mask(seed, seeing, 48)
+        mask[:seeing, 0] = True
+        check(operands(seed), (qkv.Mask(mask),))
+
+
+def test_what_nobody_knows_of_lse_is_found_again() -> None:
+    for seed in range(5):
+        q, k, v, grad_out, grad_lse = arrays = operands(seed)
+        left, pullback = left_by(arrays)
+        if seed == 3:
+            left = left._replace(lse_rest=np.full_like(left.lse, np.nan))
+        found = pull_back(q, k, v, (), KEYWORDS, left, grad_out, grad_lse)
+        right = pullback(grad_out, grad_lse)
+        assert found.query.tobytes() == right.query.tobytes()
+
+
+def test_operands_that_are_broadcast_are_summed() -> None:
+    for seed in range(4):
+        q, _, _, grad_out, grad_lse = operands(seed)
+        _, k, v, *_ = operands(seed + 10, lead=(1,))
+        found = check([q, k, v, grad_out, grad_lse])
+        assert found.key.shape == k.shape
+    assert not _pull_back._prepared
+
+
+def _doubled(score, batch, head, q_pos, kv_pos):
+    return score * 2
+
+
+@pytest.mark.parametrize("variant", [qkv.Sinks(0.5), qkv.RoPE(), qkv.ScoreMod(_doubled)])
+def test_what_takes_more_than_one_run_is_not_recalled(variant) -> None:
+    for seed in range(4):
+        check(operands(seed), (variant,), q_offset="end")
+    assert not _pull_back._prepared
+
+
+def test_gradients_of_variants_are_not_recalled() -> None:
+    for seed in range(4):
+        q, k, v, grad_out, grad_lse = arrays = operands(seed)
+        (bias,) = VARIANTS["bias"](seed)
+        left, pullback = left_by(arrays, (bias,))
+        said = (q, k, v, (bias,), KEYWORDS, left, grad_out, grad_lse)
+        assert pull_back(*said, [bias]).of(bias).tobytes() == (
+            pullback(grad_out, grad_lse, [bias]).of(bias).tobytes()
+        )
+        check(arrays, (bias,))
+    assert len(_pull_back._prepared) == 1
+
+
+@pytest.mark.skipif(host.host().isa == "neon", reason="this machine has one instruction set")
+def test_another_instruction_set(monkeypatch) -> None:
+    for seed in range(4):
+        check(operands(seed))
+    before = check(operands(9))
+    monkeypatch.setenv("QKV_ISA", "sse")
+    found = check(operands(9))
+    np.testing.assert_allclose(found.query, before.query, atol=1e-5)
+
+
+def test_one_call_after_another_leaves_no_trace() -> None:
+    """What is added to begins at 0, and counters too."""
+    sizes = {"q_len": 64, "kv_len": 1100, "heads": (2, 1), "lead": (1,)}
+    arrays = operands(0, **sizes)
+    left, _ = left_by(arrays)
+    q, k, v, grad_out, grad_lse = arrays
+    found = [
+        pull_back(q, k, v, (), KEYWORDS, left, grad_out, grad_lse).query.tobytes() for _ in range(6)
+    ]
+    assert len(set(found)) == 1
+
+
+def test_what_is_remembered_keeps_no_arrays() -> None:
+    """Neither those of the calls nor results as long as they."""
+    arrays = operands(0)
+    left, _ = left_by(arrays, VARIANTS["mask"](0))
+    gone = [weakref.ref(a) for a in (*arrays, *left)]
+    for _ in range(3):
+        pull_back(*arrays[:3], VARIANTS["mask"](0), KEYWORDS, left, *arrays[3:])
+    (ready,) = _pull_back._prepared.values()
+    del arrays, left
+    gc.collect()
+    assert not any(reference() is not None for reference in gone)
+    results = ready._results
+    for array in (results.query, results.query_parts, results.key, results.value):
+        assert array.size > 1000
+        assert array.base.base.nbytes == 4
