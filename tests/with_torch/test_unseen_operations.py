@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 import qkv  # noqa: E402
 from qkv import _pull_back  # noqa: E402
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
 
 

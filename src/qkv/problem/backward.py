@@ -106,10 +106,12 @@ class _Rows:
             array[place].astype(dtype)[:, None] for array in (inputs.lse, rest, inputs.grad_lse)
         )
         self.grad_out = inputs.grad_out[place].astype(dtype)
+        # Where one key has nearly all the weight, what is left of dP - delta is their rounding.
+        self.wide_grad_out = self.grad_out.astype(np.float64)
         with np.errstate(all="ignore"):
-            products = self.grad_out * inputs.out[place].astype(dtype)
-            along = products.sum(axis=1, keepdims=True, dtype=np.float64)
-            self.delta = (along - grad_lse).astype(dtype)
+            products = self.wide_grad_out * inputs.out[place].astype(np.float64)
+            along = products.sum(axis=1, keepdims=True)
+            self.delta = along - grad_lse
 
 
 class _Sums:
@@ -153,11 +155,11 @@ class _Sums:
             s = scores.finish(scaled, **places, kind=kind)
             allowed = ~np.isneginf(s)
             weights = np.where(allowed, np.exp((s - rows.lse) - rows.lse_rest), dtype.type(0))
-            d_weights = rows.grad_out @ value.T
+            d_weights = rows.wide_grad_out @ value.T.astype(np.float64)
             dropped = weights
             if factors is not None:
                 d_weights, dropped = d_weights * factors, weights * factors
-            d_scores = weights * (d_weights - rows.delta)
+            d_scores = (weights * (d_weights - rows.delta)).astype(dtype)
 
             def through(slope: Node) -> Array:
                 slopes = evaluate(slope, variables, operands.tables, dtype)

@@ -413,7 +413,9 @@ class BackwardBlock(Frame):
                 for load, slope in slopes.items():
                     share = b.select(counts, b.fmul(found, inner.floats(slope)), e.const(0.0))
                     if load in fixed:
-                        following.append(b.fadd(sums[len(following)], share))
+                        total = sums[len(following)]
+                        share = share if share.type == total.type else b.fpext(share, total.type)
+                        following.append(b.fadd(total, share))
                     else:
                         self.scatter(inner, load, views[load.table], share)
                 turned = b.fmul(b.fmul(found, scale), inner.floats(self.slope))
@@ -422,19 +424,25 @@ class BackwardBlock(Frame):
                 return following
 
             places.hoist(self.score)
-            sums = e.loop(0, at.count, 1, [e.const(0.0)] * len(fixed), each)
+            kinds = [ir.VectorType(self.sum_type(load.table), e.lanes) for load in fixed]
+            start = [ir.Constant(kind, [0.0] * e.lanes) for kind in kinds]
+            sums = e.loop(0, at.count, 1, start, each)
             for load, total in zip(fixed, sums, strict=True):
                 self.scatter(places, load, views[load.table], total)
         return function
 
+    def sum_type(self, table: str) -> ir.Type:
+        """In which the gradient of a table is added."""
+        wide = next(wanted.wide for wanted in self.wanted if wanted.name == table)
+        return DOUBLE if wide else self.e.real
+
     def scatter(self, places: Expressions, load: Load, view: TableView, share: Value) -> None:
         """Add each lane's share where it read the table, one lane after the other."""
         e, b = self.e, self.e.builder
-        wide = next(table.wide for table in self.wanted if table.name == load.table)
-        kind = DOUBLE if wide else e.real
+        kind = self.sum_type(load.table)
 
         def add(pointer: Value, number: Value) -> None:
-            if kind != e.real:
+            if number.type != kind:
                 number = b.fpext(number, kind)
             e.store(b.fadd(e.load(pointer, kind), number), pointer, 1)
 

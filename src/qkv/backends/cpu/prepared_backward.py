@@ -132,8 +132,7 @@ def _forms(results: Results) -> Results:
 def is_preparable(problem: Problem, inputs: BackwardInputs) -> bool:
     """Whether one run of compiled code finds these gradients, in arrays of their own type."""
     return (
-        not inputs.tables
-        and inputs.lse_rest is not None
+        inputs.lse_rest is not None
         and not few_see(inputs.lse)
         and gradient_dtype(problem) == problem.operands.query.dtype
     )
