@@ -1,11 +1,11 @@
 """How torch differentiates and batches attention.
 
-    function     computes                                  its derivatives are made of
-    Attention    out, lse, lse_rest                        Backward, Tangent
-    AtOnce       the same where nobody sees it             Backward
-    Backward     gradients of the inputs, along grad_out   Second, Backward
-    Tangent      change of out, along the inputs' change   Second, Backward
-    Second       gradients of <grad_out, Tangent>          third derivatives are refused
+    function         computes                                  its derivatives are made of
+    Attention        out, lse, lse_rest                        Backward, Tangent
+    AttentionUnseen  the same where nobody sees it             Backward
+    Backward         gradients of the inputs, along grad_out   Second, Backward
+    Tangent          change of out, along the inputs' change   Second, Backward
+    Second           gradients of <grad_out, Tangent>          third derivatives are refused
 
 Backward is linear in grad_out, and the gradient of <grad_out, out> in everything else, whose second
 derivatives are symmetric: one function serves both ways. Tensors come in groups, in this order:
@@ -51,7 +51,7 @@ def attend(
     compiling = torch.compiler.is_dynamo_compiling()
     tensors = (query, key, value, *arrays)
     if not compiling and _nobody_sees(*tensors):
-        out, lse, _ = _AtOnce.apply(text, named, *tensors)
+        out, lse, _ = _AttentionUnseen.apply(text, named, *tensors)
         return out, lse
     if _is_functionalized() or (
         # Dynamo hands a function that nobody differentiates its context as first argument.
@@ -120,7 +120,7 @@ class _AttentionBothWays(_Attention):
         return *moved, None
 
 
-class _AtOnce(Function):
+class _AttentionUnseen(Function):
     """As `_Attention`, of tensors whose operations nobody sees: none is called for the first
     derivative."""
 
