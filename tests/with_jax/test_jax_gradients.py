@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from written_out import OWN, attention
 
 import qkv
+from qkv import _pull_back
 from qkv.problem.builder import Shape
 from qkv.testing import truth
 from qkv.variants import ALL
@@ -359,3 +360,30 @@ def test_16_bits(dtype: str) -> None:
     ):
         unit = eps * 2.0 ** np.floor(np.log2(np.max(np.abs(truth_))))
         assert np.max(np.abs(got - truth_)) <= times * error + (times if times > 2 else 1) * unit
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("batched", [False, True])
+def test_many_steps(batched: bool) -> None:
+    """The later ones are recalled, and read their own arrays."""
+    _pull_back._prepared.clear()
+    shape = Shape((2,), 4, 2, 17, 17, 8, 8)
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        return (qkv.attention(q, k, v, qkv.Causal(), backend="cpu") ** 2).sum()
+
+    def formula(q: Any, k: Any, v: Any) -> Any:
+        k, v = (jnp.repeat(a, 2, axis=-3) for a in (k, v))
+        s = jnp.einsum("...id,...jd->...ij", q, k) * 8**-0.5
+        s = jnp.where(np.tri(17, dtype=bool), s, -jnp.inf)
+        return (jnp.einsum("...ij,...jd->...id", jax.nn.softmax(s), v) ** 2).sum()
+
+    step, right = (jax.jit(jax.grad(f, argnums=(0, 1, 2))) for f in (loss, formula))
+    if batched:
+        step, right = (jax.vmap(f, in_axes=(0, None, None)) for f in (step, right))
+    for seed in range(5):
+        q, k, v = operands(shape, seed)
+        q = jnp.stack([q, 2 * q, q - 1]) if batched else q
+        for got, known in zip(step(q, k, v), right(q, k, v), strict=True):
+            close(got, known)
+    assert _pull_back._prepared
