@@ -152,6 +152,17 @@ def test_lse_of_any_order() -> None:
     assert len(_pull_back._prepared) == 1
 
 
+def test_lse_of_another_type() -> None:
+    for seed in range(4):
+        q, k, v, grad_out, grad_lse = arrays = operands(seed)
+        left, pullback = left_by(arrays)
+        wide = Left(left.out, *(a.astype(np.float64) for a in left[1:]))
+        found = pull_back(q, k, v, (), KEYWORDS, wide, grad_out, grad_lse.astype(np.float64))
+        right = pullback(grad_out, grad_lse)
+        np.testing.assert_allclose(found.query, right.query, rtol=0, atol=2e-6)
+    assert not _pull_back._prepared
+
+
 def test_without_a_cotangent_of_lse() -> None:
     for seed in range(4):
         check([*operands(seed)[:4], None])

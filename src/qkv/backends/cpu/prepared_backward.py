@@ -131,8 +131,10 @@ def _forms(results: Results) -> Results:
 
 def is_preparable(problem: Problem, inputs: BackwardInputs) -> bool:
     """Whether one run of compiled code finds these gradients, in arrays of their own type."""
+    compute, rest = problem.spec.compute_dtype, inputs.lse_rest
     return (
-        inputs.lse_rest is not None
+        rest is not None
+        and compute == rest.dtype == inputs.lse.dtype
         and not few_see(inputs.lse)
         and gradient_dtype(problem) == problem.operands.query.dtype
     )
