@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 import qkv
-from qkv.backends.cpu import arguments, forward_pass, prepared
+from qkv._pull_back import Left, pull_back
+from qkv.backends.cpu import arguments, forward_pass, prepared, prepared_backward
 from qkv.problem.builder import Shape
 from qkv.testing import Case, random_case
 from qkv.testing.fuzz import memory
@@ -58,7 +59,7 @@ class Fence:
         return self.bytes(-(-size // LINE) * LINE)[:size]
 
 
-plain_empty, take = np.empty, prepared._take
+plain_empty, take = np.empty, prepared.take
 
 
 def taken(size: int) -> Any:
@@ -77,7 +78,7 @@ def set_up(side: str) -> None:
             assert module.page_aligned is aligned
             module.page_aligned = fence.scratch
     memory.spoiled = fence.bytes
-    prepared._take = taken
+    prepared.take = prepared_backward.take = taken
     np.empty, np.full = fence.empty, fence.full
     np.zeros = lambda shape, dtype=float: fence.full(shape, 0, dtype)
     np.zeros_like = lambda array, dtype=None: fence.full(array.shape, 0, dtype or array.dtype)
@@ -149,18 +150,28 @@ def forward(case: Case) -> None:
 
 
 def backward(case: Case) -> None:
-    """Gradients are those of the backend that is easy to read."""
+    """Gradients are those of the backend that is easy to read, recalled or not."""
     (dtype,) = case.dtypes
     call = case.build(dtype)
     rng = np.random.default_rng(1)
     found = []
     for backend in ("cpu", "blocked"):
-        out, pullback = qkv.vjp(*call.arrays, *call.variants, backend=backend, **call.keywords)
+        said = {**call.keywords, "backend": backend}
+        (out, lse), pullback = qkv.vjp(*call.arrays, *call.variants, return_lse=True, **said)
         if not found:
             grad_out = rng.normal(size=out.shape).astype(out.dtype)
             grad_out = memory.laid(grad_out, np.arange(out.ndim), np.ones(out.ndim, int))
         gradients = pullback(grad_out)
         found.append((gradients.query, gradients.key, gradients.value))
+        rest = pullback._partial.lse_rest
+        left = Left(
+            out, lse, np.full_like(lse, np.nan) if rest is None else rest.reshape(lse.shape)
+        )
+        for _ in range(3 if backend == "cpu" else 0):
+            again = pull_back(*call.arrays, tuple(call.variants), said, left, grad_out)
+            assert again.query.tobytes() == gradients.query.tobytes()
+            assert again.key.tobytes() == gradients.key.tobytes()
+            assert again.value.tobytes() == gradients.value.tobytes()
     for ours, readable in zip(*found, strict=True):
         near(ours, readable.astype(float), dtype, "a gradient")
 

@@ -9,7 +9,7 @@ import pytest
 from forced import kernels, takes
 
 import qkv
-from qkv.backends.cpu import forward_pass, gradient
+from qkv.backends.cpu import backward_pass, forward_pass
 from qkv.problem.builder import Shape
 from qkv.testing import DTYPES, Case, random_case
 
@@ -20,7 +20,7 @@ REPEATS = 250
 @pytest.fixture(autouse=True)
 def every_task_a_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small problems would be done by one."""
-    for module in (forward_pass, gradient):
+    for module in (forward_pass, backward_pass):
         monkeypatch.setattr(module, "_WORTH_A_THREAD", 1.0)
     yield
     qkv.set_num_threads(None)

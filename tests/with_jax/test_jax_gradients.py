@@ -280,7 +280,7 @@ def test_the_way_back_runs_no_forward_pass(
 
     both = both if through == "eager" else jax.jit(both)
     monkeypatch.setattr(CpuBackend, "_run", spy)
-    monkeypatch.setattr(_recall, "_likeness", lambda *_: (None, ()))  # each call runs the backend
+    monkeypatch.setattr(_recall, "likeness", lambda *_: (None, ()))  # each call runs the backend
     if through == "callback":
         monkeypatch.setattr(jax_rules, "_is_registered", lambda: False)
         jax.clear_caches()

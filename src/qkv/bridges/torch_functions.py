@@ -21,7 +21,7 @@ derivatives are symmetric: one function serves both ways. Tensors come in groups
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from qkv.bridges import torch_operators as operators
+from qkv.bridges.torch_batches import batched
 from qkv.bridges.torch_recall import follows
 from qkv.errors import UnsupportedError
 
@@ -108,7 +109,7 @@ class _Attention(Function):
         def function(*one: Tensor) -> Any:
             return _AttentionBothWays.apply(text, named, *one)
 
-        return _batched(info, in_dims[2:], inputs, function, text, inputs=0, along=0)
+        return batched(info, in_dims[2:], inputs, function, text, inputs=0, along=0)
 
 
 class _AttentionBothWays(_Attention):
@@ -203,7 +204,7 @@ class _Backward(Function):
         def function(*one: Tensor) -> Any:
             return _Backward.apply(text, named, wanted, *one)
 
-        return _batched(
+        return batched(
             info, in_dims[3:], tensors, function, text, inputs=_RESULTS + 2, along=len(wanted)
         )
 
@@ -241,7 +242,7 @@ class _Tangent(Function):
             return _Tangent.apply(text, named, directions, *one)
 
         first = _RESULTS + 3 + len(directions)
-        return _batched(
+        return batched(
             info, in_dims[3:], tensors, function, text, inputs=first, along=len(directions)
         )
 
@@ -277,7 +278,7 @@ class _Second(Function):
             return _Second.apply(text, named, directions, wanted, *one)
 
         own, first = len(directions) + len(wanted), 5 + len(directions)
-        return _batched(info, in_dims[4:], t, function, text, inputs=first, along=own)
+        return batched(info, in_dims[4:], t, function, text, inputs=first, along=own)
 
 
 def _backward(
@@ -368,55 +369,3 @@ def _parted(
     """The groups `along` and `inputs`."""
     count = 3 + len(directions)
     return tensors[:count], tensors[count:]
-
-
-# Batches: one call with one more leading dimension where that means the same, else one call each.
-
-
-def _batched(
-    info: Any,
-    in_dims: Sequence[int | None],
-    tensors: Sequence[Tensor],
-    function: Callable[..., Any],
-    text: str,
-    *,
-    inputs: int,
-    along: int,
-) -> Any:
-    """The rule of `torch.vmap`; `along` counts arrays whose own gradients or changes take part."""
-    moved = [
-        t if dim is None else t.movedim(dim, 0) for t, dim in zip(tensors, in_dims, strict=True)
-    ]
-    batched = [dim is not None for dim in in_dims]
-    operands = moved[inputs : inputs + 3]
-    ranks = {t.ndim - b for t, b in zip(operands, batched[inputs : inputs + 3], strict=True)}
-    one_more = (
-        not along
-        and not any(batched[inputs + 3 :])
-        and len(ranks) == 1
-        and min(ranks) > 2
-        and not any(word in text for word in _KNOWS_THE_BATCH)
-    )
-    if one_more:
-        whole = [
-            t if b or n >= inputs + 3 else t.expand(info.batch_size, *t.shape)
-            for n, (t, b) in enumerate(zip(moved, batched, strict=True))
-        ]
-        found = function(*whole)
-    elif info.batch_size:
-        rows = [
-            function(*(t[n] if b else t for t, b in zip(moved, batched, strict=True)))
-            for n in range(info.batch_size)
-        ]
-        found = tuple(torch.stack(column) for column in zip(*rows, strict=True))
-    else:
-        # The shapes of one call, of which there are none.
-        one = function(
-            *(t.new_zeros(t.shape[1:]) if b else t for t, b in zip(moved, batched, strict=True))
-        )
-        found = tuple([t.new_empty(0, *t.shape) for t in one])
-    return found, (0,) * len(found)
-
-
-_KNOWS_THE_BATCH = ("'score mod'", "'object'", "'Dropout'")
-"""Variants that may read the flat index over leading dimensions."""

@@ -1,0 +1,63 @@
+"""How a batch of calls is computed for `torch.vmap`.
+
+One call with one more leading dimension where that means the same, else one call each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["batched"]
+
+
+def batched(
+    info: Any,
+    in_dims: Sequence[int | None],
+    tensors: Sequence[Tensor],
+    function: Callable[..., Any],
+    text: str,
+    *,
+    inputs: int,
+    along: int,
+) -> Any:
+    """The rule of `torch.vmap`; `along` counts arrays whose own gradients or changes take part."""
+    moved = [
+        t if dim is None else t.movedim(dim, 0) for t, dim in zip(tensors, in_dims, strict=True)
+    ]
+    has_batch = [dim is not None for dim in in_dims]
+    operands = moved[inputs : inputs + 3]
+    ranks = {t.ndim - b for t, b in zip(operands, has_batch[inputs : inputs + 3], strict=True)}
+    one_more = (
+        not along
+        and not any(has_batch[inputs + 3 :])
+        and len(ranks) == 1
+        and min(ranks) > 2
+        and not any(word in text for word in _KNOWS_THE_BATCH)
+    )
+    if one_more:
+        whole = [
+            t if b or n >= inputs + 3 else t.expand(info.batch_size, *t.shape)
+            for n, (t, b) in enumerate(zip(moved, has_batch, strict=True))
+        ]
+        found = function(*whole)
+    elif info.batch_size:
+        rows = [
+            function(*(t[n] if b else t for t, b in zip(moved, has_batch, strict=True)))
+            for n in range(info.batch_size)
+        ]
+        found = tuple(torch.stack(column) for column in zip(*rows, strict=True))
+    else:
+        # The shapes of one call, of which there are none.
+        one = function(
+            *(t.new_zeros(t.shape[1:]) if b else t for t, b in zip(moved, has_batch, strict=True))
+        )
+        found = tuple([t.new_empty(0, *t.shape) for t in one])
+    return found, (0,) * len(found)
+
+
+_KNOWS_THE_BATCH = ("'score mod'", "'object'", "'Dropout'")
+"""Variants that may read the flat index over leading dimensions."""
