@@ -197,7 +197,9 @@ def test_weights_are_computed_beside_products(dtype, products) -> None:
     assert sum(number_of(line, "vfmadd") for line in both) == 16 * 2 * 8
 
 
-@pytest.mark.parametrize(("cpu", "cache"), [("znver4", "t1"), ("sapphirerapids", "t0")])
+@pytest.mark.parametrize(
+    ("cpu", "cache"), [("znver4", "t1"), ("znver5", "t0"), ("sapphirerapids", "t0")]
+)
 def test_rows_to_decode_are_asked_for_where_a_processor_wants_them(cpu, cache) -> None:
     triple, isa = MACHINES[cpu]
     shape = Host(cpu, "", isa).shape

@@ -107,6 +107,7 @@ class CpuBackend:
         with importing():
             from qkv.backends.cpu import schedule, streaming
             from qkv.backends.cpu.prepared import PreparedDecode, PreparedForward
+            from qkv.backends.cpu.weightless import fades
 
         if not _is_preparable(problem.spec):
             return None
@@ -116,6 +117,8 @@ class CpuBackend:
             return None
         if few:
             return PreparedDecode(problem, arrays=arrays)
+        if fades(problem):
+            return None
         return PreparedForward(problem, backward=backward, arrays=arrays)
 
     def prepare_growing(self, problem: Problem) -> Growing | None:
@@ -144,9 +147,11 @@ class CpuBackend:
         """For gradients of operands and `arrays` like these, and inputs like these."""
         with importing():
             from qkv.backends.cpu import prepared_backward, schedule
+            from qkv.backends.cpu.weightless import fades
 
         if (
             not _is_preparable(problem.spec)
+            or fades(problem)
             or not prepared_backward.is_preparable(problem, inputs)
             or _are_scheduled_by(problem, arrays, schedule.FEW_OPERATIONS)
         ):

@@ -32,6 +32,8 @@ from qkv.backends.cpu.host import Host, host
 from qkv.backends.cpu.residuals import emit_residuals
 from qkv.backends.cpu.schedule import Schedule, schedule
 from qkv.backends.cpu.summed_tables import SummedTable, summed_table
+from qkv.backends.cpu.weightless import weightless
+from qkv.problem.backward import BackwardInputs
 from qkv.problem.spec import Problem, Spec
 
 Array = NDArray[Any]
@@ -58,16 +60,26 @@ class BackwardPass:
     """The backward pass of one problem.
 
     `few` says that few queries see any key, so that their rows are summed again first. `names` are
-    the tables whose gradients are wanted, `out_dtype` the type of the output.
+    the tables whose gradients are wanted, `out_dtype` the type of the output. Which pairs weigh
+    nothing is told from `inputs`.
     """
 
     def __init__(
-        self, problem: Problem, *, few: bool, names: Iterable[str], out_dtype: np.dtype[Any]
+        self,
+        problem: Problem,
+        *,
+        few: bool,
+        names: Iterable[str],
+        out_dtype: np.dtype[Any],
+        inputs: BackwardInputs | None = None,
     ) -> None:
         spec, here = problem.spec, host()
         self._here = here
         self.shape = here.shape_of(spec.compute_dtype) if few else backward_shape(problem, here)
-        self.plan = _in_order(schedule(problem, self.shape.block_q, together=self.shape.together))
+        block_q, together = self.shape.block_q, self.shape.together
+        known = not few and inputs is not None
+        sparing = weightless(problem, block_q, BLOCK_KV, inputs) if known else None
+        self.plan = _in_order(schedule(problem, block_q, together=together, sparing=sparing))
         ranges = _ranges(spec, in_tiles=self.shape.product == "tiles")
         self.splits = len(ranges)
         self.tables = [summed_table(problem, name, self.splits) for name in sorted(names)]

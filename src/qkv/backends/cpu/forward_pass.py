@@ -13,11 +13,12 @@ from qkv.backends.cpu import pairs, parts, threads
 from qkv.backends.cpu.arguments import scratch_of
 from qkv.backends.cpu.backend import integer_bits, kernel_spec
 from qkv.backends.cpu.compile import Kernel, Runnable, build
-from qkv.backends.cpu.forward import ForwardKey, emit_forward
+from qkv.backends.cpu.forward import BLOCK_KV, ForwardKey, emit_forward
 from qkv.backends.cpu.frame import Shape
 from qkv.backends.cpu.host import Host, host
 from qkv.backends.cpu.meeting import QUARTERS
 from qkv.backends.cpu.schedule import Schedule, fine_tile, schedule
+from qkv.backends.cpu.weightless import weightless
 from qkv.problem.expressions import Op, walk
 from qkv.problem.spec import Problem, Spec
 
@@ -120,10 +121,19 @@ def _plan(problem: Problem, shape: Shape) -> Schedule:
     """What the kernel of this shape reads."""
     block_q, tile_kv = shape.block_q, fine_tile(problem, shape.block_q)
     if shape.product == "elements":
-        return schedule(problem, block_q, tile_kv=tile_kv)
+        sparing = weightless(problem, block_q, BLOCK_KV)
+        return schedule(problem, block_q, tile_kv=tile_kv, sparing=sparing)
     together, block_kv = shape.together, (pairs if shape.parts == 1 else parts).BLOCK_KV
     tile_kv = max(tile_kv, block_kv // QUARTERS)
-    return schedule(problem, block_q, together=together, tile_kv=tile_kv, block_kv=block_kv)
+    sparing = weightless(problem, block_q, block_kv)
+    return schedule(
+        problem,
+        block_q,
+        together=together,
+        tile_kv=tile_kv,
+        block_kv=block_kv,
+        sparing=sparing,
+    )
 
 
 def multiplies_parts(problem: Problem) -> bool:

@@ -29,7 +29,9 @@ def backward(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
     if 0 in (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len):
         return _nothing(problem, inputs)
     few = few_see(inputs.lse)
-    passed = BackwardPass(problem, few=few, names=inputs.tables, out_dtype=inputs.out.dtype)
+    passed = BackwardPass(
+        problem, few=few, names=inputs.tables, out_dtype=inputs.out.dtype, inputs=inputs
+    )
     if passed.multiplies_parts and is_faint(inputs.grad_out, inputs.grad_lse):
         return _lifted(problem, inputs)
     results = Results(problem, passed)

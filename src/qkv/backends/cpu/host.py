@@ -49,7 +49,7 @@ _REQUIRED = {
     "avx2": frozenset({"avx2", "fma", "f16c"}),
 }
 """From the most able one on."""
-_ASKS_FARTHER = "znver"
+_ASKS_FARTHER = ("znver1", "znver2", "znver3", "znver4")
 """Processors whose nearest cache waits for main memory when it is asked ahead."""
 _WITHOUT: dict[str, tuple[str, ...]] = {
     "avx512-bf16": ("amx",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,14 @@ class Schedule:
     pairs: int
 
 
+class Sparing(Protocol):
+    """Knows tiles that a mask allows, but that need not be computed."""
+
+    def spare(self, kinds: Array, tile_kv: int, batch: int, head: int, first: int) -> Array:
+        """`TileKind` of the query blocks of a head from `first` on, of which some are now empty."""
+        ...
+
+
 def folds(spec: Spec, lanes: int) -> bool:
     """Whether the heads that share a kv head are rows of one block: few queries fill no vector.
 
@@ -71,8 +79,9 @@ def schedule(
     together: int = 1,
     tile_kv: int = TILE_KV,
     block_kv: int | None = None,
+    sparing: Sparing | None = None,
 ) -> Schedule:
-    """Every block of queries of every head, the longest of a head first.
+    """Every block of queries of every head, the longest of a head first, less what is spared.
 
     If several blocks are one task, the kind of a run holds two bits for each of them, a `TileKind`.
     With `block_kv`, of which a tile is at least a quarter, runs are of whole blocks of keys,
@@ -84,10 +93,11 @@ def schedule(
     blocks = spec.batch_size * spec.num_heads * -(-spec.q_len // block_q)
     sizes = (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len, block_q, tile_kv)
     numbers = numbers_of(mask, problem.operands.tables)
-    if numbers is not None and blocks <= _KEPT_TASKS:
+    if numbers is not None and blocks <= _KEPT_TASKS and sparing is None:
         return _of_numbers(mask, numbers, unknown, *sizes, together, block_kv)
     grid = TileGrid(mask, problem.operands.tables, spec.q_len, spec.kv_len, block_q, tile_kv)
-    return _schedule(grid, unknown, spec.batch_size, spec.num_heads, together, block_kv)
+    shape = (spec.batch_size, spec.num_heads)
+    return _schedule(grid, unknown, *shape, together, block_kv, sparing)
 
 
 def cheap_part(problem: Problem, few: float) -> tuple[Node, bool]:
@@ -171,20 +181,29 @@ def _schedule(
     heads: int,
     together: int = 1,
     block_kv: int | None = None,
+    sparing: Sparing | None = None,
 ) -> Schedule:
     """With `unknown` conditions beside the grid's mask, no tile is known to be full."""
-    own_batches = batches if "batch" in grid.depends_on else 1
-    own_heads = heads if "head" in grid.depends_on else 1
+    mask_batches = batches if "batch" in grid.depends_on else 1
+    mask_heads = heads if "head" in grid.depends_on else 1
+    own_batches, own_heads = (batches, heads) if sparing else (mask_batches, mask_heads)
     blocks = -(-grid.q_blocks // together)
     runs: list[Array] = []
     counts: list[Array] = []
     step = max(1, _CELLS // max(grid.kv_blocks * together, 1))
+    known: tuple[tuple[int, ...], Array] | None = None
     for batch, head in np.ndindex(own_batches, own_heads):
         for first in range(0, blocks, step):
-            last_block = min((first + step) * together, grid.q_blocks)
-            kinds = grid.classify(batch, head, first * together, last_block)
-            if unknown:
-                kinds[kinds == TileKind.FULL] = TileKind.PARTIAL
+            place = min(batch, mask_batches - 1), min(head, mask_heads - 1), first * together
+            if known is None or known[0] != place:
+                last_block = min((first + step) * together, grid.q_blocks)
+                kinds = grid.classify(*place, last_block)
+                if unknown:
+                    kinds[kinds == TileKind.FULL] = TileKind.PARTIAL
+                known = place, kinds
+            kinds = known[1]
+            if sparing is not None:
+                kinds = sparing.spare(kinds, grid.block_kv, batch, head, first * together)
             if block_kv is None:
                 words = _side_by_side(kinds, together)[..., None]
                 rows, found = _runs(words, grid.block_kv, grid.kv_len)
