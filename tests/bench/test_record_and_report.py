@@ -140,7 +140,19 @@ def test_a_machine_is_quiet_or_not() -> None:
     assert report.headline(unsteady)[-1].endswith("at most 20%.")
     unsteady.results[0].entries[0].turns[1] = Turn(1, 1e11, [0.001], 2)
     assert report.headline(unsteady)[-1].startswith("A quiet machine")
-    assert report.headline(unsteady)[-1].endswith("1 of 6 turns waited for it.")
+    assert report.headline(unsteady)[-1].endswith("1 of 6 turns waited for the peak.")
+
+
+def test_memory_may_be_busy_on_a_quiet_machine() -> None:
+    entry = timed("qkv", 0.004)
+    entry.turns[1] = Turn(1, 0.5 * entry.turns[0].ceiling, [0.004])
+    decode = Result("decode", "", "time", 10**8, "bytes", "read", [entry])
+    busy = run()
+    busy.results.append(decode)
+    assert report.headline(busy)[-1].startswith("A quiet machine but for its memory: load")
+    assert report.headline(busy)[-1].endswith("reading memory moved by 50%.")
+    busy.results[0].entries[0].turns[1] = Turn(1, 0.8e11, [0.001])
+    assert report.headline(busy)[-1].startswith("Not a quiet machine: load")
 
 
 def test_a_page_is_changed_between_its_marks_only() -> None:

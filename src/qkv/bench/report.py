@@ -131,16 +131,26 @@ def _rate(name: str, value: float) -> str:
 
 
 def _quiet(run: Run) -> str:
-    spreads = [spread(values) for seen in _limits(run).values() for values in seen]
-    worst = max(spreads, default=0.0)
-    busy = run.load[0] / max(run.machine["cores"] or 1, 1)
-    quiet = busy <= _BUSY_LOAD and worst <= _UNSTEADY
-    moved = f"; the peak of one workload moved by at most {worst:.0%}" if spreads else ""
+    """Memory is told apart: others may be at it where nobody is at these cores."""
+    moved: dict[str, float] = {}
+    for (_, unit), seen in _limits(run).items():
+        moved[unit] = max([moved.get(unit, 0.0), *map(spread, seen)])
+    memory_moved = moved.pop("bytes", 0.0)
+    worst, busy = max(moved.values(), default=0.0), run.load[0] / max(run.machine["cores"] or 1, 1)
+    name = "Not a quiet machine"
+    if busy <= _BUSY_LOAD and worst <= _UNSTEADY:
+        steady = memory_moved <= _UNSTEADY
+        name = "A quiet machine" if steady else "A quiet machine but for its memory"
+    facts = [f"load {run.load[0]:.2f} before"]
+    if moved:
+        facts.append(f"the peak of one workload moved by at most {worst:.0%}")
+    if memory_moved > worst:
+        facts.append(f"reading memory moved by {memory_moved:.0%}")
     turns = [turn for result in run.results for e in result.entries for turn in e.turns]
     late = sum(turn.waits > 0 for turn in turns)
-    waited = f"; {late} of {len(turns)} turns waited for it" if late else ""
-    name = "A quiet" if quiet else "Not a quiet"
-    return f"{name} machine: load {run.load[0]:.2f} before{moved}{waited}."
+    if late:
+        facts.append(f"{late} of {len(turns)} turns waited for the peak")
+    return f"{name}: {'; '.join(facts)}."
 
 
 _BEGIN, _END = "<!-- qkv bench -->", "<!-- end of qkv bench -->"

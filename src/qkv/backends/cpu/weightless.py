@@ -1,15 +1,15 @@
-"""Which tiles hold only pairs that weigh exactly nothing, found before their scores are computed.
+"""Which blocks hold only pairs that weigh exactly nothing, found before their scores are computed.
 
 A bias that falls with distance, as of ALiBi, leaves most pairs of a long input without any weight.
 By the inequality of Cauchy and Schwarz a scaled product is at most
 
     B = scale * |Q[q, :]| * |K[k, :]|
 
-so a score `f(product) + bias` lies inside the bounds of f over [-B, B] and of the bias over a tile,
-and the maximum of a row is not below the lower bound of a tile that the row sees whole. Where the
-upper bound of a tile is so far below that the kernels' exponential is exactly 0, its weights are,
-and what is finite adds nothing times 0: the tile need not be read, forward or backward. Norms cost
-O(n d), bounds some operations for each tile.
+so a score `f(product) + bias` lies inside the bounds of f over [-B, B] and of the bias over a
+block, and the maximum of a row is not below the lower bound of a block that the row sees whole.
+Where the upper bound of a block is so far below that the kernels' exponential is exactly 0, its
+weights are, and what is finite adds nothing times 0: the block need not be read, forward or
+backward. Norms cost O(n d), bounds some operations for each block.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _WORTH = 5e8
 _LEAST_SHARE = 1 / 8
 """Of a head, what would weigh nothing if all products were 0; less does not pay."""
 _SKETCH = 64
-"""Tiles each way of the sketch that tells this share."""
+"""Blocks each way of the sketch that tells this share."""
 _ROUNDING = 2.0**-8
 """More than products of any length, added in float32, are off, relative to B."""
 _UNDERFLOW = 1e-36
@@ -47,8 +47,8 @@ _LARGE = 1e37
 """What float32 holds, with room."""
 _ROWS = 2**12
 """Rows whose squares are added at once."""
-_KEPT_TILES = 2**14
-"""Bounds of so many tiles are kept from call to call, 256 KiB; more cost little beside the pass."""
+_KEPT_BLOCKS = 2**14
+"""Bounds of so many blocks, 256 KiB, are kept from call to call; more cost little beside the pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +117,9 @@ class Weightless:
         return np.where(spared, TileKind.EMPTY, kinds)
 
     def _bounds(self, queries: Array, keys: Array, head: int, first: int) -> tuple[Array, Array]:
-        """Of each tile the lowest and the highest score, given norms.
+        """Of each block the lowest and the highest score, given norms.
 
-        A tile with products that may not be finite has no bounds.
+        A block with products that may not be finite has no bounds.
         """
         spec, operands, fading = self._problem.spec, self._problem.operands, self._fading
         with np.errstate(all="ignore"):
@@ -129,7 +129,7 @@ class Weightless:
         places = {"score": Interval(-most, most), "head": Interval.of(head, head)}
         product = bound(fading.product, places, operands.tables)
         sizes = (spec.q_len, spec.kv_len, *self._block, first, *most.shape)
-        keep = _bias_bounds if most.size <= _KEPT_TILES else _bias_bounds.__wrapped__
+        keep = _bias_bounds if most.size <= _KEPT_BLOCKS else _bias_bounds.__wrapped__
         low, high = keep(fading.bias, fading.numbers, head, *sizes)
         known &= ~np.asarray(product.nan)
         with np.errstate(invalid="ignore"):
@@ -137,7 +137,7 @@ class Weightless:
         return np.where(known, low, -np.inf), np.where(known, high, np.inf)
 
     def _is_finite(self, values: Array, where: tuple[Any, ...], begin: int, end: int) -> Array:
-        """Whether all that the weights of each tile are multiplied with is finite.
+        """Whether all that the weights of each block are multiplied with is finite.
 
         That is V, and for gradients dO and `dO . V - dO . O + d lse`.
         """
@@ -222,7 +222,7 @@ def _bias_bounds(
     rows: int,
     columns: int,
 ) -> tuple[Array, Array]:
-    """The lowest and the highest bias of each tile, with room for adding it in float32."""
+    """The lowest and the highest bias of each block, with room for adding it in float32."""
     q_start = np.arange(first, first + rows)[:, None] * block_q
     kv_start = np.arange(columns)[None, :] * block_kv
     places = {
@@ -239,7 +239,7 @@ def _bias_bounds(
 
 
 def _is_nothing(low: Array, high: Array, smallest: float) -> Array:
-    """Tiles that weigh nothing beside what is at least as high as the highest `low` of a row."""
+    """Blocks that weigh nothing beside what is at least as high as the highest `low` of a row."""
     return np.asarray(high < low.max(axis=1, keepdims=True) + smallest)
 
 
