@@ -48,7 +48,7 @@ _LARGE = 1e37
 _ROWS = 2**12
 """Rows whose squares are added at once."""
 _KEPT_BLOCKS = 2**14
-"""Bounds of so many blocks, 256 KiB, are kept from call to call; more cost little beside the pass."""
+"""Bounds of so many blocks, 256 KiB, are kept for later calls; more cost little beside the pass."""
 
 
 @dataclass(frozen=True, slots=True)
