@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.errors import ArgumentError
+from qkv.errors import ArgumentError, DTypeError
 
 X = np.random.default_rng(0).normal(size=(1, 1, 20, 8)).astype(np.float32)
 
@@ -41,6 +41,19 @@ def test_what_the_language_lacks_is_refused_in_words(formula) -> None:
 def test_what_is_no_probability(p) -> None:
     with pytest.raises(ArgumentError, match="not a probability"):
         qkv.Dropout(p, 1)
+
+
+@pytest.mark.parametrize("values", ["x", [None], [1j], [[1], [1, 2]], np.array(["2026"], "M8")])
+@pytest.mark.parametrize("variant", [qkv.ALiBi, qkv.Sinks])
+def test_what_are_no_numbers_of_heads(variant, values) -> None:
+    with pytest.raises(DTypeError, match="are not real numbers"):
+        qkv.attention(X, X, X, variant(values))
+
+
+@pytest.mark.parametrize("cap", ["x", None, [1.0, 2.0], 0.0, -1.0, float("inf"), float("nan")])
+def test_what_is_no_cap(cap) -> None:
+    with pytest.raises(ArgumentError, match="not a positive number"):
+        qkv.Softcap(cap)
 
 
 @pytest.mark.parametrize("seed", [1.7, -1, 2**64])

@@ -302,7 +302,7 @@ class Builder:
                 [("variant", self._label)],
                 "Pass one Sinks with np.logaddexp(a, b).",
             )
-        array = np.asarray(values, np.float64)
+        array = real_numbers(values, "sinks")
         if array.shape not in ((), (self.shape.num_heads,)):
             raise ShapeError(
                 f"sinks have shape {array.shape}; there are {self.shape.num_heads} query heads.",
@@ -319,6 +319,22 @@ class Builder:
                 "two variants drop weights.", [("variant", self._label)], "Pass one Dropout."
             )
         self.dropout = Dropout(p, seed)
+
+
+def real_numbers(values: ArrayLike, label: str) -> Array:
+    """Numbers as float64; nothing else is taken for one."""
+    try:
+        given = np.asarray(values)
+        if given.dtype.kind not in "cOSUMm":
+            return np.asarray(given, np.float64)
+        seen = f"dtype {given.dtype}"
+    except (ValueError, TypeError):
+        seen = "rows of different lengths"
+    raise DTypeError(
+        f"{label} are not real numbers.",
+        [("seen", seen)],
+        "Pass one number, or an array of one for each query head.",
+    )
 
 
 def kind_of_array(array: Array, label: str) -> Kind:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qkv.problem.builder import Builder, Shape
+from qkv.problem.builder import Builder, Shape, real_numbers
 from qkv.problem.dense import Dense
 from qkv.variants.base import Variant
 
@@ -43,7 +43,7 @@ class ALiBi(Variant):
 
     def _slopes(self, num_heads: int) -> NDArray[Any]:
         if self.slopes is not None:
-            return np.asarray(self.slopes, np.float64)
+            return real_numbers(self.slopes, "slopes")
         return alibi_slopes(num_heads)
 
     @classmethod

@@ -31,7 +31,11 @@ class Softcap(Variant):
     cap: float
 
     def __post_init__(self) -> None:
-        if not (isfinite(self.cap) and self.cap > 0):
+        try:
+            positive = isfinite(self.cap) and self.cap > 0
+        except TypeError:
+            positive = False
+        if not positive:
             raise ArgumentError(
                 f"Softcap cap={self.cap!r} is not a positive number.",
                 action="Pass the largest absolute score, as in Softcap(50.0).",
