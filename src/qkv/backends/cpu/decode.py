@@ -42,6 +42,8 @@ from qkv.problem.spec import Spec
 
 BLOCK_KV = 64
 """Keys whose scores are held at once."""
+PART_KV = 32
+"""Of those, how many meet all rows before the next ones do, where one tile does not hold them."""
 
 _ALIGNED = 64
 """What vectors and cache lines fit into."""
@@ -54,6 +56,7 @@ def page_fields(name: str) -> tuple[str, ...]:
 
 SCALES = ("key_scales", "value_scales")
 """Rows of one element."""
+_SCALE_BYTES = storage.ITEM_BYTES["float32"]
 
 FIELDS = (
     *COMMON_FIELDS,
@@ -125,9 +128,7 @@ class _Decode(Frame):
         """No mods: scores are the scaled products."""
         self.may_forbid = not self.plain or self.mask != TRUE
         self.score_row = (BLOCK_KV + self.e.lanes) * self.e.real_bytes
-        self.products = RowProducts(
-            self.e, key.dtypes[1], key.dtypes[2], self.score_row, nearest=key.shape.nearest
-        )
+        self.products = RowProducts(self.e, key.dtypes[1], key.dtypes[2], self.score_row, key.shape)
 
     def quantised(self, name: str) -> bool:
         return self.dtypes[name] == "int8"
@@ -332,41 +333,51 @@ class _Decode(Frame):
             dim = self.field(arguments_, "head_dim" if name == "key" else "v_head_dim")
             scattered = b.icmp_signed("!=", place.element, e.index(item))
 
-            def multiply(pointer: Value, row: Value, scores: Value, keys: Value) -> None:
-                if name == "key":
-                    query_row = e.mul(dim, e.real_bytes)
+            block_row = self.block_row(dim)
+            step = e.index(PART_KV)
+            for size in self.products.tiles:
+                alone = b.icmp_signed("==", rows, e.index(size))
+                step = b.select(alone, e.index(BLOCK_KV), step)
 
-                    def score(size: int, i: Value) -> None:
-                        q, to = e.mul(i, query_row), e.mul(i, self.score_row)
-                        b.call(
-                            parts[f"scores {size}"],
-                            [pointer, e.at(matrix, q), e.at(scores, to), row, dim, keys],
-                        )
+            def tiles(pointer: Value, row: Value, scores: Value, keys: Value) -> None:
+                def part(k: Value, _: list[Value]) -> None:
+                    here, to = e.at(pointer, e.mul(k, row)), e.at(scores, e.mul(k, e.real_bytes))
+                    count = e.least(step, e.sub(keys, k))
 
-                    self.each_tile(rows, self.products.tiles, score)
-                    return
-                block_row = self.block_row(dim)
+                    def tile(size: int, i: Value) -> None:
+                        stop, p = e.add(i, size), e.at(to, e.mul(i, self.score_row))
+                        asks = self.products.share(row, e.mul(dim, item), i, stop, rows, step)
+                        if name == "key":
+                            q = e.at(matrix, e.mul(i, dim, e.real_bytes))
+                            b.call(parts[f"scores {size}"], [here, q, p, row, dim, count, *asks])
+                        else:
+                            o = e.at(matrix, e.mul(i, block_row))
+                            place = [here, p, o, row, block_row, dim, count]
+                            b.call(parts[f"values {size}"], [*place, *asks])
 
-                def add(which: str, size: int, i: Value) -> None:
+                    self.each_tile(rows, self.products.tiles, tile)
+
+                e.loop(0, keys, step, [], part)
+
+            def selected(pointer: Value, row: Value, scores: Value, keys: Value) -> None:
+                def one(_: int, i: Value) -> None:
                     p, to = e.mul(i, self.score_row), e.mul(i, block_row)
                     place = [pointer, e.at(scores, p), e.at(matrix, to)]
-                    b.call(parts[which], [*place, row, block_row, dim, keys])
+                    b.call(parts["selected"], [*place, row, block_row, dim, keys])
 
-                def together() -> None:
-                    self.each_tile(rows, self.products.tiles, lambda n, i: add(f"values {n}", n, i))
+                self.each_tile(rows, [1], one)
 
-                if "all_finite" not in parts:
-                    together()
+            def multiply(*where: Value) -> None:
+                if name == "key" or "all_finite" not in parts:
+                    tiles(*where)
                     return
+                pointer, row, _, keys = where
 
                 def guarded() -> None:
                     finite = b.call(parts["all_finite"], [pointer, row, keys, dim])
-                    e.choose(
-                        finite, together,
-                        lambda: self.each_tile(rows, [1], lambda n, i: add("selected", n, i)),
-                    )  # fmt: skip
+                    e.choose(finite, lambda: tiles(*where), lambda: selected(*where))
 
-                e.choose(forbidden, guarded, together)
+                e.choose(forbidden, guarded, lambda: tiles(*where))
 
             def segment(pointer: Value, done: Value, keys: Value) -> None:
                 with b.if_then(scattered, likely=False):
@@ -386,15 +397,24 @@ class _Decode(Frame):
         e, scales = self.e, f"{name}_scales"
         with e.function(scales, [POINTER, *[INT64] * 4, POINTER]) as (function, args):
             arguments, batch, kv_head, kv_start, count, target = args
+            b = e.builder
             place = self.operand(arguments, scales, batch, kv_head)
 
             def segment(pointer: Value, done: Value, keys: Value) -> None:
-                def copy(k: Value, _: list[Value]) -> None:
-                    x = storage.load(e, e.at(pointer, e.mul(k, place.row)), "float32")
-                    at = e.at(target, e.mul(e.add(done, k), e.real_bytes))
-                    e.store(x, at, e.real_bytes)
+                to = e.at(target, e.mul(done, e.real_bytes))
 
-                e.loop(0, keys, 1, [], copy)
+                def copy(k: Value, lanes: int) -> None:
+                    source = e.at(pointer, e.mul(k, place.row))
+                    x = storage.load(e, source, "float32", lanes)
+                    e.store(x, e.at(to, e.mul(k, e.real_bytes)), e.real_bytes)
+                    if lanes:
+                        later = e.at(source, BLOCK_KV * _SCALE_BYTES)
+                        e.prefetch(later, soon=self.shape.nearest)
+
+                adjacent = b.icmp_signed("==", place.row, e.index(_SCALE_BYTES))
+                whole = b.select(adjacent, e.round_down(keys, e.lanes), e.index(0))
+                e.loop(0, whole, e.lanes, [], lambda k, _: copy(k, e.lanes))
+                e.loop(whole, keys, 1, [], lambda k, _: copy(k, 0))
 
             pages = self.pages(arguments, scales, batch)
             self.segments(arguments, scales, place, pages, kv_start, count, segment)

@@ -53,6 +53,8 @@ class Shape:
     """Blocks of queries that are one task."""
     nearest: bool = True
     """Whether rows that are read once are best asked for into the nearest cache."""
+    reach: int = 12 * 1024
+    """How many bytes ahead."""
 
     @property
     def block_q(self) -> int:

@@ -49,8 +49,12 @@ _REQUIRED = {
     "avx2": frozenset({"avx2", "fma", "f16c"}),
 }
 """From the most able one on."""
-_ASKS_FARTHER = ("znver1", "znver2", "znver3", "znver4")
-"""Processors whose nearest cache waits for main memory when it is asked ahead."""
+_FARTHER: dict[str, Any] = {"nearest": False, "reach": 16 * 1024}
+_ASKING: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("znver1", "znver2", "znver3", "znver4"), _FARTHER),
+    "znver5": {"reach": 4 * 1024},
+}
+"""How processors ask ahead, where not like others: those of `_FARTHER` would wait for memory."""
 _WITHOUT: dict[str, tuple[str, ...]] = {
     "avx512-bf16": ("amx",),
     "avx512": ("amx", "avx512bf16"),
@@ -70,7 +74,7 @@ class Host:
 
     @property
     def shape(self) -> Shape:
-        return replace(_SHAPES[self.isa], nearest=not self.cpu.startswith(_ASKS_FARTHER))
+        return replace(_SHAPES[self.isa], **_ASKING.get(self.cpu, {}))
 
     @property
     def bfloat16_shape(self) -> Shape | None:

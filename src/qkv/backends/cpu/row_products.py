@@ -13,12 +13,8 @@ from collections.abc import Callable
 from llvmlite import ir
 
 from qkv.backends.cpu import storage
+from qkv.backends.cpu.frame import Shape
 from qkv.backends.cpu.ir import CACHE_LINE, DOUBLE, INT32, INT64, POINTER, Emitter, Value
-
-_AHEAD = {True: 12 * 1024, False: 16 * 1024}
-"""How many bytes ahead of its use a row is fetched, into the nearest cache or into the next."""
-_ROWS_AHEAD = 64
-"""How many rows at most: as many as keys of a block."""
 
 
 def first_lanes(e: Emitter, count: Value) -> Value:
@@ -51,33 +47,53 @@ class RowProducts:
     """Writes the functions of one kernel."""
 
     def __init__(
-        self, e: Emitter, key_dtype: str, value_dtype: str, score_row: int, *, nearest: bool
+        self, e: Emitter, key_dtype: str, value_dtype: str, score_row: int, shape: Shape
     ) -> None:
-        self.e = e
-        self.nearest = nearest
-        """Whether rows are fetched into the nearest cache."""
+        self.e, self.shape = e, shape
         self.key_dtype, self.value_dtype = key_dtype, value_dtype
         self.score_row = score_row
         self.tiles = [rows for rows in (4, 2, 1) if rows <= e.lanes]
         """Rows of Q that a tile multiplies at once."""
 
-    def ahead(self, row: Value, size: Value) -> Value:
-        """Byte distance of the row to fetch, where rows have `size` bytes."""
+    # Rows of K or V that are fetched before they are needed
+
+    def share(
+        self, row: Value, size: Value, first: Value, stop: Value, rows: Value, keys: Value
+    ) -> tuple[Value, Value]:
+        """`(ahead, asked)`: where to fetch from, as seen from each row a tile reads, and bytes.
+
+        Rows of K or V have `size` bytes and a distance of `row`; the tile has the rows of Q from
+        `first` to `stop`, of `rows`. One tile of all rows fetches whole rows, just in time. Of
+        several, which meet the same `keys` one after the other, each fetches its share of the next
+        keys, so that memory is never idle.
+        """
+        e, b = self.e, self.e.builder
+        lines = b.sdiv(e.add(size, CACHE_LINE - 1), e.index(CACHE_LINE))
+        begin, end = (e.mul(b.sdiv(e.mul(lines, i), rows), CACHE_LINE) for i in (first, stop))
+        few = e.greater(b.sdiv(e.index(self.shape.reach), e.greater(size, 1)), 1)
+        alone = b.icmp_signed("==", e.sub(stop, first), rows)
+        distance = b.select(alone, e.least(few, keys), keys)
+        return e.add(e.mul(row, distance), begin), e.sub(end, begin)
+
+    def fetch(self, row: Value, ahead: Value, asked: Value) -> None:
+        """Line by line in the order of memory, in which it is read faster."""
         e = self.e
-        rows = e.builder.sdiv(e.index(_AHEAD[self.nearest]), e.greater(size, 1))
-        return e.mul(row, e.least(e.greater(rows, 1), _ROWS_AHEAD))
+        later = e.at(row, ahead)
+        e.loop(
+            0, asked, CACHE_LINE, [],
+            lambda offset, _: e.prefetch(e.at(later, offset), soon=self.shape.nearest),
+        )  # fmt: skip
 
     # S = Q K^T
 
     def scores(self, rows: int) -> Value:
         """S of `rows` rows of Q with a segment of keys."""
-        e, item = self.e, storage.ITEM_BYTES[self.key_dtype]
+        e = self.e
         keys = e.lanes // rows
-        arguments = [*[POINTER] * 3, *[INT64] * 3]
+        arguments = [*[POINTER] * 3, *[INT64] * 5]
         with e.function(f"scores_{rows}", arguments) as (function, args):
-            key, query, out, key_row, head_dim, count = args
+            key, query, out, key_row, head_dim, count, ahead, asked = args
             b, real = e.builder, storage.real_dtype(e)
-            ahead = self.ahead(key_row, e.mul(head_dim, item))
 
             def query_row(i: int) -> Value:
                 return e.at(query, e.mul(i, head_dim, e.real_bytes))
@@ -87,13 +103,16 @@ class RowProducts:
                     e.at(key, e.mul(e.least(e.add(k, j), e.sub(count, 1)), key_row))
                     for j in range(keys)
                 ]
+                e.loop(
+                    k, e.add(k, keys), 1, [],
+                    lambda j, _: self.fetch(e.at(key, e.mul(j, key_row)), ahead, asked),
+                )  # fmt: skip
 
                 def multiply(d: Value, live: Value | None, totals: list[Value]) -> list[Value]:
                     q = [vector_at(e, query_row(i), d, real, live) for i in range(rows)]
                     totals = list(totals)
                     for j, row in enumerate(here):
                         x = vector_at(e, row, d, self.key_dtype, live)
-                        e.prefetch(e.at(row, ahead, e.mul(d, item)), soon=self.nearest)
                         for i in range(rows):
                             at = i * keys + j
                             totals[at] = e.fma(x, q[i], totals[at])
@@ -135,13 +154,14 @@ class RowProducts:
 
     def values(self, rows: int) -> Value:
         """Add a segment of keys to `rows` rows of B."""
-        e, item = self.e, storage.ITEM_BYTES[self.value_dtype]
-        arguments = [*[POINTER] * 3, *[INT64] * 4]
+        e = self.e
+        arguments = [*[POINTER] * 3, *[INT64] * 6]
         with e.function(f"values_{rows}", arguments) as (function, args):
-            value, weights, block, value_row, block_row, v_head_dim, count = args
-            ahead = self.ahead(value_row, e.mul(v_head_dim, item))
+            value, weights, block, value_row, block_row, v_head_dim, count, ahead, asked = args
 
             def tile(d: Value, live: Value | None, vectors: int) -> None:
+                # The first columns fetch for all.
+                mine = e.builder.select(e.below(0, d), e.index(0), asked)
                 here = [
                     e.at(block, e.mul(i, block_row), e.mul(d, e.real_bytes), j * e.vector_bytes)
                     for i in range(rows)
@@ -154,9 +174,7 @@ class RowProducts:
                         vector_at(e, row, e.add(d, j * e.lanes), self.value_dtype, live)
                         for j in range(vectors)
                     ]
-                    later = e.at(row, ahead, e.mul(d, item))
-                    for line in range(0, vectors * e.lanes * item, CACHE_LINE):
-                        e.prefetch(e.at(later, line), soon=self.nearest)
+                    self.fetch(row, ahead, mine)
                     following = []
                     for i in range(rows):
                         at = e.at(weights, i * self.score_row, column)
@@ -170,12 +188,16 @@ class RowProducts:
                 for at, total in zip(here, totals, strict=True):
                     e.store_vector(total, at)
 
-            most = e.lanes // rows
-            step = most * e.lanes
-            start = e.round_down(v_head_dim, step)
-            e.loop(0, start, step, [], lambda d, _: tile(d, None, most))
-            whole = e.round_down(v_head_dim, e.lanes)
-            e.loop(start, whole, e.lanes, [], lambda d, _: tile(d, None, 1))
+            start, vectors = e.index(0), e.lanes // rows
+            while vectors:
+
+                def columns(d: Value, _: list[Value], vectors: int = vectors) -> None:
+                    tile(d, None, vectors)
+
+                step = vectors * e.lanes
+                whole = e.round_down(v_head_dim, step)
+                e.loop(start, whole, step, [], columns)
+                start, vectors = whole, vectors // 2
             e.loop(
                 whole, v_head_dim, e.lanes, [],
                 lambda d, _: tile(d, first_lanes(e, e.sub(v_head_dim, d)), 1),
