@@ -181,6 +181,27 @@ def test_integers_get_the_width_they_need() -> None:
     assert bits(qkv.ScoreMod(MODS["beyond 32 bits"])) == 64
 
 
+@pytest.mark.skipif(not host().shape.fused, reason="this machine rounds products first")
+@pytest.mark.parametrize("q_len", [1, 80])
+@pytest.mark.parametrize("below", [False, True])
+def test_a_slope_times_a_distance_is_not_rounded_before_it_is_added(q_len, below) -> None:
+    """Scores that cancel it but for its rounding, which is then magnified."""
+    slope, places = np.float32(0.7), np.arange(64, dtype=np.float32)
+    query, key = np.ones((q_len, 1), np.float32), -(slope * places)[:, None]
+    value = np.eye(64, dtype=np.float32)
+
+    def magnified(score, b, h, i, j):
+        rest = -(slope * j - -score) if below else score + slope * j
+        return rest * 2.0**20
+
+    rest = key[:, 0].astype(float) + float(slope) * places.astype(float)
+    weights = np.exp(rest * 2.0**20 * (-1 if below else 1))
+    mod = qkv.ScoreMod(magnified)
+    found = qkv.attention(query, key, value, mod, scale=1.0, backend="cpu")
+    expected = np.broadcast_to(weights / weights.sum(), found.shape)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 # The softmax at its edges
 
 

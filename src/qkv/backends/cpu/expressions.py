@@ -204,6 +204,8 @@ class Expressions:
         if (found := _capped(op)) is not None:
             cap, score, share = (self._lanes(self._as_float(self.value(n))) for n in found)
             return vector_math.capped(e, cap, score, share)
+        if (fused := self._multiply_add(op)) is not None:
+            return fused
         values = [self.value(arg) for arg in op.args]
         kinds = {arg.kind for arg in op.args}
         if "float" in kinds or (op.kind == "float" and op.name != "where"):
@@ -234,6 +236,26 @@ class Expressions:
         if "float" in kinds or op.kind == "float":
             return self._float_operation(op.name, values)
         return self._int_operation(op.name, values)
+
+    def _multiply_add(self, op: Op) -> Value | None:
+        """A sum or difference with a product as a term, which is not rounded before it is added.
+
+        Of a slope times a distance, or whatever else cancels, rounding would be what is left.
+        """
+        if op.name not in ("add", "sub") or op.kind != "float":
+            return None
+        e, b = self.e, self.e.builder
+        for place, (product, other) in enumerate((op.args, op.args[::-1])):
+            if not isinstance(product, Op) or product.name != "mul" or product.kind != "float":
+                continue
+            if product in self.known or _capped(product) is not None:
+                continue
+            terms = (*product.args, other)
+            x, y, term = (self._lanes(self._as_float(self.value(n))) for n in terms)
+            if op.name == "sub":
+                x, term = (b.fneg(x), term) if place else (x, b.fneg(term))
+            return e.fma(x, y, term)
+        return None
 
     def _float_operation(self, name: str, values: list[Value]) -> Value:
         b = self.e.builder
