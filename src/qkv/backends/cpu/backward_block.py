@@ -34,6 +34,7 @@ from qkv.backends.cpu.products import (
     store_vectors,
     vectors_at,
 )
+from qkv.backends.cpu.staircase import has_steps, write_range
 from qkv.backends.cpu.storage import real_dtype
 from qkv.problem.derivative import ONE, derivative
 from qkv.problem.expressions import SCORE, TRUE, Load, variables, walk
@@ -185,6 +186,8 @@ class BackwardBlock(Frame):
         """Whether dP is added in float64."""
         self.chain_of_products = _CHAIN if key.few else None
         self.has_delta_rest = key.few
+        self.has_steps = key.shape.product != "tiles" and has_steps(self.mask)
+        """Whether blocks that the mask cuts are met in steps."""
         self.settles = key.shape.product != "tiles" and not key.few
         """Whether the dS of rows that meet one block of keys are made to add up."""
 
@@ -230,9 +233,20 @@ class BackwardBlock(Frame):
 
             dim, multiply_add = self.rows_of_products(head_dim)
             dot_rows(
-                e, key, key_row, count, packed, vectors, dim, self.shape.keys, [], finish,
-                multiply_add, chain=self.chain_of_products,
+                e, key, key_row, count, packed, vectors, dim, self.shape.keys_of(vectors), [],
+                finish, multiply_add, chain=self.chain_of_products,
             )  # fmt: skip
+        return function
+
+    def seen(self) -> Value:
+        """From which key of a block to which one vector of queries may see any.
+
+        A function `(arguments, batch, head, first_row, rows, kv_start, count, range)`.
+        """
+        e = self.e
+        with e.function("seen", [POINTER, *[INT64] * 6, POINTER]) as (function, args):
+            arguments, *where, kv_start, count, found = args
+            write_range(e, self.places_of(arguments, *where), self.mask, kv_start, count, found)
         return function
 
     def weigh(self, name: str, masked: bool) -> Value:
@@ -297,14 +311,19 @@ class BackwardBlock(Frame):
         return function
 
     def places(self, at: Vector) -> Expressions:
+        return self.places_of(at.arguments, at.batch, at.head, at.first_row, at.rows)
+
+    def places_of(
+        self, arguments: Value, batch: Value, head: Value, first_row: Value, rows: Value
+    ) -> Expressions:
         """Where the lanes are; those beyond the last row repeat it."""
         e, b = self.e, self.e.builder
         numbers = e.lane_numbers(ir.IntType(self.int_bits))
-        last = self.lane_integers(e.sub(at.rows, 1))
+        last = self.lane_integers(e.sub(rows, 1))
         lane = b.select(b.icmp_signed("<", numbers, last), numbers, last)
-        row = b.add(self.lane_integers(at.first_row), lane)
-        where = {"batch": at.batch, "head": at.head, "q_index": row}
-        return Expressions(e, self.tables(at.arguments), where, self.int_bits)
+        row = b.add(self.lane_integers(first_row), lane)
+        where = {"batch": batch, "head": head, "q_index": row}
+        return Expressions(e, self.tables(arguments), where, self.int_bits)
 
     def forbidden(self, weight: Value) -> Value:
         """Which lanes' pairs are forbidden: -0.0 has a bit of its own."""
@@ -355,7 +374,7 @@ class BackwardBlock(Frame):
             less = None if self.spec.dropout else parts
             dim, multiply_add = self.rows_of_products(v_head_dim)
             dot_rows(
-                e, value, value_row, count, packed, vectors, dim, self.shape.keys, [],
+                e, value, value_row, count, packed, vectors, dim, self.shape.keys_of(vectors), [],
                 finish, multiply_add, less=less, wide=self.wide,
             )  # fmt: skip
         return function
@@ -487,7 +506,8 @@ class BackwardBlock(Frame):
             def finish(d: Value, found: list[Value]) -> None:
                 self.advance(e.at(sums, e.mul(d, vectors * e.vector_bytes)), found)
 
-            combine_rows(e, key, key_row, count, grads, vectors, head_dim, self.shape.keys, finish)
+            columns = self.shape.keys_of(vectors)
+            combine_rows(e, key, key_row, count, grads, vectors, head_dim, columns, finish)
         return function
 
     def selected_query_sums(self, vectors: int) -> Value:
@@ -570,11 +590,14 @@ class BackwardBlock(Frame):
         return function
 
     def key_sums(self) -> Value:
-        """sums[k, :] += sum_q left[k, q] * rows[q, :], for the rows that there are."""
+        """sums[k, :] += sum_q left[k, q] * rows[q, :], for rows from the first one on.
+
+        `left` begins with that of them, `rows` with the block's.
+        """
         e = self.e
-        arguments = [*[POINTER] * 4, *[INT64] * 5]
+        arguments = [*[POINTER] * 3, *[INT64] * 6]
         with e.function("key_sums", arguments) as (function, args):
-            left, rows, _, sums, sum_row, columns, count, row_count, width = args
+            left, rows, sums, sum_row, columns, count, first_row, row_count, width = args
 
             def tile(together: int, keys: int) -> Callable[[Value, list[Value]], None]:
                 def body(v: Value, _: list[Value]) -> None:
@@ -586,7 +609,8 @@ class BackwardBlock(Frame):
                             self.advance(e.at(first, row), found[i : i + together])
                         return []
 
-                    matrix = e.at(rows, e.mul(v, e.lanes, width))
+                    before = e.mul(first_row, together * e.vector_bytes)
+                    matrix = e.at(rows, e.mul(v, e.lanes, width), before)
                     dot_rows(e, left, width, count, matrix, together, row_count, keys, [], finish)
 
                 return body

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from llvmlite import ir
 
@@ -23,11 +24,22 @@ from qkv.backends.cpu.ir import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.packing import all_finite, copy_rows, pack_rows, unpack_rows
 from qkv.backends.cpu.products import halves
 from qkv.backends.cpu.row_products import first_lanes
+from qkv.backends.cpu.staircase import Range, each_step, read_range, worth
 from qkv.backends.cpu.storage import real_dtype
 from qkv.problem.expressions import TRUE
 
 PAIRS_OF = {"query": "query_pairs", "grad_out": "grad_pairs"}
 """Areas of packed rows, and of their pairs."""
+
+
+class _Sums(NamedTuple):
+    """dV or dK of a block: the left factor and the rows, where the sums are, columns in vectors."""
+
+    left: Value
+    rows: Value
+    sums: Value
+    row: Value
+    columns: Value
 
 
 class BackwardRows(BackwardBlock):
@@ -175,6 +187,8 @@ class BackwardRows(BackwardBlock):
         found["turn"], found["key_sums"] = self.turn(), self.key_sums()
         if self.may_forbid:
             found["all_finite"] = all_finite(e)
+            if self.has_steps:
+                found["seen"] = self.seen()
             found["selected_key_sums"] = self.selected_key_sums()
         return found
 
@@ -416,33 +430,26 @@ class MeetingOfKeys:
             held = self.areas("score_grads", "weights", "query_sums")
             self.call(name, key[0], *held, key[1], self.dims["key"], count)
 
-        def add_keys(name: str) -> None:
-            for of, left, rows, packed in (
-                ("value", "weights", "grad_rows", "grad_out"),
-                ("key", "score_grads", "query_rows", "query"),
-            ):
-                row = self.field(f"{of}_sum_row")
-                sums = e.at(
-                    kernel.pointer_field(self.arguments, f"{of}_sums"),
-                    e.mul(e.add(self.kv_row, kv_start), row),
-                )
-                held = *self.areas(left, rows, "weights"), sums, row
-                self.call(name, *held, self.columns[packed], count, self.rows, self.width)
+        def add_all_keys() -> None:
+            everyone = e.index(0), e.index(self.vectors)
+            self._add_keys(kv_start, *everyone, e.index(0), count)
 
         def add() -> None:
             add_query("query_sums")
-            add_keys("key_sums")
+            add_all_keys()
 
         def add_allowed() -> None:
             finite = self.call("all_finite", *key, count, self.dims["key"])
-            for is_finite, each, name in (
-                (finite, add_query, "query_sums"), (self.finite, add_keys, "key_sums"),
-            ):  # fmt: skip
-                with e.builder.if_else(is_finite) as (then, otherwise):
-                    with then:
-                        each(name)
-                    with otherwise:
-                        each(f"selected_{name}")
+            e.choose(
+                finite, lambda: add_query("query_sums"), lambda: add_query("selected_query_sums")
+            )
+            e.choose(
+                self.finite,
+                lambda: e.choose(
+                    partial, lambda: self._add_seen_keys(kv_start, count), add_all_keys
+                ),
+                lambda: self._add_selected_keys(kv_start, count),
+            )
 
         if not kernel.may_forbid:
             add()
@@ -450,6 +457,59 @@ class MeetingOfKeys:
             e.choose(partial, add_allowed, add)
         else:
             add_allowed()
+
+    def _sums_of_keys(self, kv_start: Value) -> Iterator[_Sums]:
+        """Of dV and of dK."""
+        e, kernel = self.e, self.kernel
+        for of, left, rows, packed in (
+            ("value", "weights", "grad_rows", "grad_out"),
+            ("key", "score_grads", "query_rows", "query"),
+        ):
+            row = self.field(f"{of}_sum_row")
+            pointer = kernel.pointer_field(self.arguments, f"{of}_sums")
+            sums = e.at(pointer, e.mul(e.add(self.kv_row, kv_start), row))
+            yield _Sums(self.area[left], self.area[rows], sums, row, self.columns[packed])
+
+    def _add_keys(self, kv_start: Value, first: Value, stop: Value, k: Value, keys: Value) -> None:
+        """Keys from k on meet the vectors from `first` to `stop`."""
+        e = self.e
+        row = e.mul(first, e.lanes)
+        count = e.sub(e.least(e.mul(stop, e.lanes), self.rows), row)
+        offset = e.add(e.mul(k, self.width), e.mul(first, e.vector_bytes))
+        for of in self._sums_of_keys(kv_start):
+            held = e.at(of.left, offset), of.rows, e.at(of.sums, e.mul(k, of.row))
+            self.call("key_sums", *held, of.row, of.columns, keys, row, count, self.width)
+
+    def _add_seen_keys(self, kv_start: Value, count: Value) -> None:
+        """Each step of keys meets the vectors that may see it."""
+        e = self.e
+
+        def add(first: Value, stop: Value, k: Value, keys: Value) -> None:
+            self._add_keys(kv_start, first, stop, k, keys)
+
+        def together() -> None:
+            add(e.index(0), e.index(self.vectors), e.index(0), count)
+
+        if not self.kernel.has_steps or self.vectors == 1:
+            together()
+            return
+        ranges = [self._range(j, kv_start, count) for j in range(self.vectors)]
+        apart = worth(e, ranges, count)
+        e.choose(apart, lambda: each_step(e, ranges, count, add), together)
+
+    def _add_selected_keys(self, kv_start: Value, count: Value) -> None:
+        """The same where a row is not finite."""
+        for of in self._sums_of_keys(kv_start):
+            held = of.left, of.rows, self.area["weights"], of.sums, of.row, of.columns
+            self.call("selected_key_sums", *held, count, self.rows, self.width)
+
+    def _range(self, j: int, kv_start: Value, count: Value) -> Range:
+        """From which key of a block to which the queries of vector j may see any."""
+        e, found, before = self.e, self.e.words(2), j * self.e.lanes
+        rows = e.add(self.first_row, before), e.sub(self.rows, before)
+        where = self.batch, self.head, *rows, kv_start, count
+        self.call("seen", self.arguments, *where, found)
+        return read_range(e, found)
 
     def _side_by_side(
         self, name: str, rows: Rows, kv_start: Value, count: Value

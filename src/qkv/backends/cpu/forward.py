@@ -29,6 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from llvmlite import ir
 
@@ -43,6 +44,7 @@ from qkv.backends.cpu.packing import (
     unpack_rows,
 )
 from qkv.backends.cpu.products import combine_rows, dot_rows, store_vectors, vectors_at
+from qkv.backends.cpu.staircase import Cut, Staircase, has_steps
 from qkv.backends.cpu.storage import ITEM_BYTES, real_dtype
 from qkv.backends.cpu.turning import laid_down, lay_down, turned_bytes, turned_loads
 from qkv.problem.expressions import SCORE, TRUE, walk
@@ -182,6 +184,7 @@ class Forward(Frame):
         self.dtypes = {"query": turned, "key": turned, "value": key.spec.dtype}
         self.plain = self.score == SCORE
         """No mods: scores are the scaled products."""
+        self.steps: Staircase | None = None
 
     # S = K Q^T, transposed
 
@@ -215,8 +218,9 @@ class Forward(Frame):
 
             lowest = [e.const(-math.inf)] * vectors
             largest = dot_rows(
-                e, key, key_row, count, packed, vectors, head_dim, self.shape.keys, lowest, finish
-            )
+                e, key, key_row, count, packed, vectors, head_dim, self.shape.keys_of(vectors),
+                lowest, finish,
+            )  # fmt: skip
             store_vectors(e, block_max, largest)
         return function
 
@@ -401,27 +405,32 @@ class Forward(Frame):
 
     # O = rescale * O + P^T V, transposed
 
-    def values(self, vectors: int) -> Value:
-        """Add one block of keys to O."""
-        e = self.e
+    def values(self, vectors: int, across: int | None = None) -> Value:
+        """Add one block of keys to O, for neighbouring ones of `across` vectors."""
+        e, across = self.e, across or vectors
         arguments = [*[POINTER] * 4, *[INT64] * 3]
-        with e.function(f"values_{vectors}", arguments) as (function, args):
+        with e.function(f"values_{vectors}_of_{across}", arguments) as (function, args):
             value, weights, rescale, out, value_row, v_head_dim, count = args
             factors = vectors_at(e, rescale, vectors)
 
             def finish(d: Value, sums: list[Value]) -> None:
-                self.advance(e.at(out, e.mul(d, vectors * e.vector_bytes)), factors, sums)
+                row = across * e.vector_bytes
+                first = e.at(out, e.mul(d, row))
+                for i in range(len(sums) // vectors):
+                    own = sums[i * vectors : (i + 1) * vectors]
+                    self.advance(e.at(first, i * row), factors, own)
 
             combine_rows(
-                e, value, value_row, count, weights, vectors, v_head_dim, self.shape.keys, finish
-            )
+                e, value, value_row, count, weights, vectors, v_head_dim,
+                self.shape.keys_of(vectors), finish, across,
+            )  # fmt: skip
         return function
 
     def advance(self, place: Value, factors: list[Value], totals: list[Value]) -> None:
         e = self.e
-        for n, total in enumerate(totals):
+        for n, (factor, total) in enumerate(zip(factors, totals, strict=True)):
             at = e.at(place, n * e.vector_bytes)
-            e.store_vector(e.fma(e.load_vector(at), factors[n % len(factors)], total), at)
+            e.store_vector(e.fma(e.load_vector(at), factor, total), at)
 
     def selected_values(self, vectors: int) -> Value:
         """The same for values that are not all finite: a weight of -0.0 leaves O alone."""
@@ -590,52 +599,78 @@ class Forward(Frame):
                 lambda i, _: e.store_vector(e.const(0.0), e.at(total, i)),
             )  # fmt: skip
 
-            def block(kv_start: Value, keys: Value, partial: Value) -> None:
-                k, key_row = self.block_of(
-                    arguments, "key", key, kv_start, keys, head_dim, key_copy, parts
+            def rows_of(kv_start: Value, keys: Value) -> tuple[Value, ...]:
+                return (
+                    *self.block_of(
+                        arguments, "key", key, kv_start, keys, head_dim, key_copy, parts
+                    ),
+                    *self.block_of(
+                        arguments, "value", value, kv_start, keys, v_head_dim, value_copy, parts
+                    ),
                 )
-                v, value_row = self.block_of(
-                    arguments, "value", value, kv_start, keys, v_head_dim, value_copy, parts
-                )
+
+            def softmax(
+                name: str, j: int, place: Value, kv_start: Value, keys: Value, marked: Value
+            ) -> None:
+                offset, first = j * e.vector_bytes, e.add(first_row, j * e.lanes)
+                at = (arguments, place, e.at(stats, offset), turned, e.index(width))
+                b.call(parts[name], [*at, keys, batch, head, first, kv_start, marked])
+
+            def together(name: str, kv_start: Value, keys: Value) -> None:
+                """All queries meet all keys."""
+                k, key_row, v, value_row = rows_of(kv_start, keys)
                 sizes = (key_row, head_dim, keys, value_row, v_head_dim)
                 b.call(scores, [k, packed, weights, block_max, v, *sizes])
 
-                def softmax(name: str, marked: Value) -> None:
+                def weigh(marked: Value) -> None:
                     for j in range(vectors):
-                        first = e.add(first_row, j * e.lanes)
-                        at = (arguments, e.at(weights, j * e.vector_bytes),
-                              e.at(stats, j * e.vector_bytes), turned, e.index(width))  # fmt: skip
-                        where = (keys, batch, head, first, kv_start, marked)
-                        b.call(parts[name], [*at, *where])
+                        place = e.at(weights, j * e.vector_bytes)
+                        softmax(name, j, place, kv_start, keys, marked)
 
                 def add(which: Value) -> None:
                     b.call(which, [v, weights, rescale, total, value_row, v_head_dim, keys])
 
-                def guarded(name: str) -> None:
-                    finite = b.call(parts["all_finite"], [v, value_row, keys, v_head_dim])
-                    softmax(name, b.not_(finite))
-                    e.choose(finite, lambda: add(values), lambda: add(selected))
+                if name == "full" and self.plain:
+                    weigh(ir.Constant(BIT, 0))
+                    add(values)
+                    return
+                finite = b.call(parts["all_finite"], [v, value_row, keys, v_head_dim])
+                weigh(b.not_(finite))
+                e.choose(finite, lambda: add(values), lambda: add(selected))
 
+            def partly(kv_start: Value, keys: Value) -> None:
+                if not self.steps:
+                    together("partial", kv_start, keys)
+                    return
+
+                def add_selected(v: Value, value_row: Value, count: Value) -> None:
+                    held = v, weights, rescale, total, value_row, v_head_dim, count
+                    b.call(selected, held)
+
+                cut = Cut(
+                    vectors, arguments, batch, head, first_row, packed, weights, rescale, total,
+                    head_dim, v_head_dim, rows_of, partial(softmax, "partial"),
+                    add_selected, partial(together, "partial"),
+                )  # fmt: skip
+                self.steps.meet(cut, parts["all_finite"], kv_start, keys)
+
+            def block(kv_start: Value, keys: Value, is_partial: Value) -> None:
                 def full() -> None:
-                    if self.plain:
-                        softmax("full", ir.Constant(BIT, 0))
-                        add(values)
-                    else:
-                        guarded("full")
+                    together("full", kv_start, keys)
 
                 if self.mask == TRUE:
                     full()
                 else:
-                    e.choose(partial, lambda: guarded("partial"), full)
+                    e.choose(is_partial, lambda: partly(kv_start, keys), full)
 
             runs = self.pointer_field(arguments, "runs")
 
             def each_run(r: Value, _: list[Value]) -> None:
                 start, stop, kind = self.record(e.at(runs, e.mul(r, WORD * len(RUN))), RUN)
-                partial = b.icmp_signed("!=", kind, e.index(0))
+                is_partial = b.icmp_signed("!=", kind, e.index(0))
                 e.loop(
                     start, stop, BLOCK_KV, [],
-                    lambda k, _: block(k, e.least(BLOCK_KV, e.sub(stop, k)), partial),
+                    lambda k, _: block(k, e.least(BLOCK_KV, e.sub(stop, k)), is_partial),
                 )  # fmt: skip
 
             e.loop(first_run, last_run, 1, [], each_run)
@@ -689,6 +724,7 @@ class Forward(Frame):
             parts["partial"] = self.softmax("partial", True)
         if self.mask != TRUE or not self.plain:
             parts["all_finite"] = all_finite(e)
+        self.steps = Staircase(self) if has_steps(self.mask) else None
         one, many = (self.attend(v, parts) for v in (1, self.shape.vectors))
 
         def run(arguments: Value, number: Value, scratch: Value) -> None:

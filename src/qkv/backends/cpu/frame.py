@@ -60,6 +60,12 @@ class Shape:
     def block_q(self) -> int:
         return self.lanes * self.vectors
 
+    def keys_of(self, vectors: int) -> int:
+        """Keys, or columns, of a tile of fewer vectors: as many as fit, and are still addressed."""
+        if vectors == self.vectors:
+            return self.keys
+        return min(8, 1 << (self.vectors * self.keys // vectors).bit_length() - 1)
+
 
 class Rows(NamedTuple):
     """The rows of one head: the first one, and byte strides of rows and elements."""

@@ -2,7 +2,8 @@
 
 Matrices with a row for each key lie as they are in memory, their elements adjacent; they are read
 one element at a time and spread over the lanes. Matrices *packed* for queries hold, for each row,
-`vectors` vectors of queries. All sums are chains of multiply-adds.
+`vectors` vectors of queries, or that many beside others: `across` in all. All sums are chains of
+multiply-adds.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ Less = Callable[[int], list[Value]]
 """A vector of means for each vector of queries, of the first and of the second half."""
 
 
-def vectors_at(e: Emitter, pointer: Value, vectors: int, row: Value | int = 0) -> list[Value]:
-    """The vectors of one row of a packed matrix."""
-    start = e.at(pointer, e.mul(row, vectors * e.vector_bytes))
+def vectors_at(
+    e: Emitter, pointer: Value, vectors: int, row: Value | int = 0, across: int | None = None
+) -> list[Value]:
+    """The vectors of one row of a packed matrix, or neighbours of its `across` vectors."""
+    start = e.at(pointer, e.mul(row, (across or vectors) * e.vector_bytes))
     return [e.load_vector(e.at(start, j * e.vector_bytes)) for j in range(vectors)]
 
 
@@ -55,6 +58,7 @@ def dot_tile(
     less: Less | None = None,
     chain: int | None = None,
     wide: bool = False,
+    across: int | None = None,
 ) -> list[Value]:
     """sum_d row[i][d] * packed[d][j], one vector for each row i and vector j.
 
@@ -71,7 +75,8 @@ def dot_tile(
     def step(d: Value, totals: list[Value]) -> list[Value]:
         column = e.mul(d, e.real_bytes)
         elements = [e.at(row, column) for row in rows]
-        return _accumulate(e, elements, vectors_at(e, packed, vectors, d), totals, multiply_add)
+        row = vectors_at(e, packed, vectors, d, across)
+        return _accumulate(e, elements, row, totals, multiply_add)
 
     def rounded(totals: list[Value]) -> list[Value]:
         return [b.fptrunc(total, e.vector) for total in totals] if wide else totals
@@ -121,6 +126,7 @@ def dot_rows(
     less: Less | None = None,
     chain: int | None = None,
     wide: bool = False,
+    across: int | None = None,
 ) -> list[Value]:
     """`dot_tile` for all `count` rows, `keys` of them at a time.
 
@@ -130,7 +136,9 @@ def dot_rows(
     def tile(size: int) -> Callable[[Value, list[Value]], list[Value]]:
         def body(k: Value, carried: list[Value]) -> list[Value]:
             rows = [e.at(first_row, e.mul(e.add(k, i), row_stride)) for i in range(size)]
-            products = dot_tile(e, rows, packed, vectors, dim, multiply_add, less, chain, wide)
+            products = dot_tile(
+                e, rows, packed, vectors, dim, multiply_add, less, chain, wide, across
+            )
             return finish(k, products, carried)
 
         return body
@@ -150,6 +158,7 @@ def combine_rows(
     dim: Value,
     columns: int,
     finish: Callable[[Value, list[Value]], None],
+    across: int | None = None,
 ) -> None:
     """sum_k row[k][d] * packed[k][j] for all columns d, `columns` of them at a time.
 
@@ -162,7 +171,7 @@ def combine_rows(
         def step(k: Value, totals: list[Value]) -> list[Value]:
             row = e.at(start, e.mul(k, row_stride))
             elements = [e.at(row, i * e.real_bytes) for i in range(size)]
-            return _accumulate(e, elements, vectors_at(e, packed, vectors, k), totals)
+            return _accumulate(e, elements, vectors_at(e, packed, vectors, k, across), totals)
 
         return e.loop(0, count, 1, [e.const(0.0)] * (size * vectors), step)
 

@@ -1,0 +1,154 @@
+"""Blocks of keys that a mask cuts are met in steps: what is left out is not read, nor missed."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+
+import numpy as np
+import pytest
+
+import qkv
+from qkv.backends.cpu.staircase import has_steps
+from qkv.problem.builder import Shape
+from qkv.problem.check import check
+from qkv.testing import Case, check_case, truth
+from qkv.testing.tolerances import bounds
+
+KINDS = ["float32", "float64"]
+SHAPES = {
+    "square": Shape((), 2, 2, 200, 200, 24, 16),
+    "one block": Shape((2,), 3, 3, 64, 64, 17, 40),
+    "grouped": Shape((), 4, 2, 90, 333, 64, 64),
+    "rest": Shape((), 1, 1, 145, 146, 5, 3),
+}
+SEGMENTS = np.repeat(np.arange(9), 40)
+WAYS = {
+    "causal": lambda s, r: (qkv.Causal(),),
+    "narrow": lambda s, r: (qkv.SlidingWindow(5, 2),),
+    "wide": lambda s, r: (qkv.SlidingWindow(100, 3),),
+    "late": lambda s, r: (qkv.SlidingWindow(0, 70),),
+    "hole": lambda s, r: (~qkv.SlidingWindow(50, 50),),
+    "corner": lambda s, r: (qkv.SlidingWindow(40, 0) | qkv.GlobalTokens([0, 1]),),
+    "lengths": lambda s, r: (qkv.KeyLengths(r.integers(1, s.kv_len, s.batch_shape)),),
+    "segments": lambda s, r: (
+        qkv.Segments(SEGMENTS[: s.q_len], SEGMENTS[: s.kv_len]), qkv.Causal(),
+    ),
+    "prefix": lambda s, r: (qkv.Prefix(70), qkv.Causal()),
+    "blocks": lambda s, r: (
+        qkv.BlockSparse(r.random((-(-s.q_len // 16), -(-s.kv_len // 16))) < 0.4, 16, 16),
+    ),
+    "softcap": lambda s, r: (qkv.Causal(), qkv.Softcap(3.0)),
+    "dropout": lambda s, r: (qkv.Causal(), qkv.Dropout(0.2, seed=3)),
+}  # fmt: skip
+
+
+def case(way, shape):
+    return Case(f"steps {way} {shape}", SHAPES[shape], WAYS[way], q_offset="end")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("way", WAYS)
+def test_small_problems(way, shape):
+    assert check_case("cpu", case(way, shape))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_of_small_problems(way, shape):
+    inputs = case(way, shape).build("float64")
+    v_head_dim = SHAPES[shape].v_head_dim
+    grad_out = np.random.default_rng(1).normal(size=(*inputs.query.shape[:-1], v_head_dim))
+    found, expected = (
+        qkv.vjp(*inputs.arrays, *inputs.variants, q_offset="end", backend=backend)[1](grad_out)
+        for backend in ("cpu", "blocked")
+    )
+    for name in ("query", "key", "value"):
+        np.testing.assert_allclose(
+            getattr(found, name), getattr(expected, name), rtol=1e-11, atol=1e-11
+        )
+
+
+# What a row may not see
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e20])
+@pytest.mark.parametrize("window", [(300, 0), (70, 0), (3, 9)])
+def test_what_a_row_may_not_see_does_not_change_its_bits(window, value):
+    rng = np.random.default_rng(0)
+    q, k, v, grad_out = (rng.standard_normal((1, 2, 300, 40), np.float32) for _ in range(4))
+    mask = qkv.SlidingWindow(*window)
+    last = 250 - window[1]
+    out, pull_back = qkv.vjp(q, k, v, mask)
+    d_query = pull_back(grad_out).query
+    for rows in (q, k, v):
+        rows[..., 250, :] = value
+    changed, pull_back = qkv.vjp(q, k, v, mask)
+    now = pull_back(grad_out).query
+    np.testing.assert_array_equal(changed[..., :last, :], out[..., :last, :])
+    np.testing.assert_array_equal(now[..., :last, :], d_query[..., :last, :])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_gradients_of_keys_that_a_wrong_query_may_not_see_keep_their_bits(value):
+    rng = np.random.default_rng(0)
+    q, k, v, grad_out = (rng.standard_normal((1, 2, 300, 40), np.float32) for _ in range(4))
+    found = []
+    for wrong in (False, True):
+        if wrong:
+            q[..., 200, :] = grad_out[..., 210, :] = value
+        gradients = qkv.vjp(q, k, v, qkv.SlidingWindow(150, 0))[1](grad_out)
+        found.append([x[..., rows, :] for x in (gradients.key, gradients.value)
+                      for rows in (slice(0, 50), slice(211, None))])  # fmt: skip
+    for before, after in zip(*found, strict=True):
+        np.testing.assert_array_equal(before, after)
+
+
+# What is not read
+
+QUERIES, KEYS, UNSEEN = 168, 192, 16
+
+
+def forbidden_rows(array):
+    """A copy of which nobody may touch the last rows, which are whole pages."""
+    page = mmap.PAGESIZE
+    size = array[..., -UNSEEN:, :].nbytes
+    assert size % page == 0
+    memory = mmap.mmap(-1, -(-array.nbytes // page) * page)
+    start = len(memory) - array.nbytes
+    view = np.frombuffer(memory, array.dtype, array.size, start).reshape(array.shape)
+    view[...] = array
+    address = view.ctypes.data + array.nbytes - size
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(size), 0) == 0
+    return view
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="mprotect is of POSIX")
+@pytest.mark.skipif(mmap.PAGESIZE != 4096, reason="16 rows have to be a page")
+def test_keys_that_no_query_may_see_are_not_read():
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((1, 1, QUERIES, 64), np.float32)
+    k, v = (rng.standard_normal((1, 1, KEYS, 64), np.float32) for _ in range(2))
+    out = qkv.attention(q, *map(forbidden_rows, (k, v)), qkv.Causal("start"))
+    exact = truth(q, k, v, [qkv.Causal("start")])
+    assert np.abs(out - exact.out).max() <= bounds(exact, np.float32, 1).out
+
+
+# Which masks
+
+
+@pytest.mark.parametrize(
+    ("mask", "steps"),
+    [
+        (qkv.Causal(), True),
+        (qkv.SlidingWindow(40, 0), True),
+        (qkv.Segments(SEGMENTS[:100], SEGMENTS[:100]), True),
+        (qkv.Mask(np.eye(100, dtype=bool)), False),
+        (qkv.Softcap(3.0), False),
+    ],
+)
+def test_masks_that_are_read_pair_by_pair_have_no_steps(mask, steps):
+    q, k, v = (np.zeros((1, 1, 100, 8), np.float32) for _ in range(3))
+    assert has_steps(check(q, k, v, (mask,)).spec.mask) == steps
