@@ -110,6 +110,23 @@ class Emitter:
         b.position_at_end(after)
         return phis
 
+    def find(self, count: Value, is_it: Callable[[Value], Value]) -> Value:
+        """The first i below `count` with `is_it(i)`, or `count`."""
+        b = self.builder
+        before = b.block
+        head, inside, after = (b.append_basic_block(part) for part in ("head", "body", "after"))
+        b.branch(head)
+        b.position_at_end(head)
+        index = b.phi(INT64)
+        index.add_incoming(self.index(0), before)
+        b.cbranch(b.icmp_signed("<", index, count), inside, after)
+        b.position_at_end(inside)
+        found = is_it(index)
+        index.add_incoming(b.add(index, self.index(1)), b.block)
+        b.cbranch(found, after, head)
+        b.position_at_end(after)
+        return index
+
     def take_while(self, take: Callable[[], tuple[Value, Value]], body: Callable[..., Any]) -> None:
         """`while (item, more := take())[1]: body(item)`."""
         b = self.builder

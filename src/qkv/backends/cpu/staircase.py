@@ -1,8 +1,8 @@
 """Blocks of keys that a mask cuts: each vector of queries meets those it may see.
 
 Where the edge of a mask crosses a block, as a causal one does, the vectors of queries reach
-different keys, in steps like a staircase. Which, the mask itself says: it is asked for all pairs
-of the block before anything is multiplied. What is left out would weigh exactly 0.
+different keys, in steps like a staircase. Which, the mask itself says: it is asked before anything
+is multiplied. What is left out would weigh exactly 0.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from llvmlite import ir
 
 from qkv.backends.cpu.expressions import Expressions
 from qkv.backends.cpu.frame import WORD
-from qkv.backends.cpu.ir import BIT, INT64, POINTER, Emitter, Value
+from qkv.backends.cpu.ir import INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.products import dot_rows, store_vectors
 from qkv.problem.expressions import TRUE, Load, Node, variables, walk
 
@@ -39,26 +39,25 @@ def has_steps(mask: Node) -> bool:
 def write_range(
     e: Emitter, places: Expressions, mask: Node, kv_start: Value, count: Value, found: Value
 ) -> None:
-    """From which key of a block to which one vector of queries may see any, in whole steps."""
+    """From which key of a block to which one vector of queries may see any, in whole steps.
+
+    The mask is asked from either end until it allows a pair.
+    """
     b, lanes = e.builder, ir.IntType(e.lanes)
     places.hoist(mask)
-    nowhere = ir.Constant(ir.VectorType(BIT, e.lanes), None)
 
-    def step(k: Value, bounds: list[Value]) -> list[Value]:
-        start, stop = bounds
-        end = e.least(e.add(k, STEP), count)
+    def sees(k: Value) -> Value:
+        inner = places.inside(e.add(kv_start, k), e.const(0.0))
+        return b.icmp_unsigned("!=", b.bitcast(inner.condition(mask), lanes), ir.Constant(lanes, 0))
 
-        def key(k: Value, seen: list[Value]) -> list[Value]:
-            inner = places.inside(e.add(kv_start, k), e.const(0.0))
-            return [b.or_(seen[0], inner.condition(mask))]
-
-        (seen,) = e.loop(k, end, 1, [nowhere], key)
-        any_ = b.icmp_unsigned("!=", b.bitcast(seen, lanes), ir.Constant(lanes, 0))
-        return [b.select(any_, e.least(start, k), start), b.select(any_, end, stop)]
-
-    bounds = e.loop(0, count, STEP, [count, e.index(0)], step)
-    for i, bound in enumerate(bounds):
-        e.store(bound, e.at(found, WORD * i), WORD)
+    last = e.sub(count, 1)
+    before = e.find(count, sees)
+    behind = e.find(e.sub(count, before), lambda k: sees(e.sub(last, k)))
+    stop = e.round_down(e.add(e.sub(count, behind), STEP - 1), STEP)
+    bounds = e.round_down(before, STEP), e.least(stop, count)
+    none = b.icmp_signed("==", before, count)
+    for i, (bound, nothing) in enumerate(zip(bounds, (count, e.index(0)), strict=True)):
+        e.store(b.select(none, nothing, bound), e.at(found, WORD * i), WORD)
 
 
 def read_range(e: Emitter, found: Value) -> Range:
