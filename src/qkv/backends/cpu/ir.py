@@ -88,13 +88,8 @@ class Emitter:
         body: Callable[[Value, list[Value]], Sequence[Value] | None],
     ) -> list[Value]:
         """`for i in range(start, stop, step)`; `body(i, carried)` gives the next carried values."""
-        b = self.builder
-        before = b.block
-        head, inside, after = (b.append_basic_block(part) for part in ("head", "body", "after"))
-        b.branch(head)
-        b.position_at_end(head)
-        index = b.phi(INT64)
-        index.add_incoming(self.index(start), before)
+        b, before = self.builder, self.builder.block
+        index, (head, inside, after) = self._count_from(start)
         phis = []
         for value in carried:
             phi = b.phi(value.type)
@@ -113,12 +108,7 @@ class Emitter:
     def find(self, count: Value, is_it: Callable[[Value], Value]) -> Value:
         """The first i below `count` with `is_it(i)`, or `count`."""
         b = self.builder
-        before = b.block
-        head, inside, after = (b.append_basic_block(part) for part in ("head", "body", "after"))
-        b.branch(head)
-        b.position_at_end(head)
-        index = b.phi(INT64)
-        index.add_incoming(self.index(0), before)
+        index, (head, inside, after) = self._count_from(0)
         b.cbranch(b.icmp_signed("<", index, count), inside, after)
         b.position_at_end(inside)
         found = is_it(index)
@@ -126,6 +116,16 @@ class Emitter:
         b.cbranch(found, after, head)
         b.position_at_end(after)
         return index
+
+    def _count_from(self, start: Any) -> tuple[Value, list[Value]]:
+        """A counter, in the first of the three blocks of a loop: head, body, and what follows."""
+        b, before = self.builder, self.builder.block
+        blocks = [b.append_basic_block(part) for part in ("head", "body", "after")]
+        b.branch(blocks[0])
+        b.position_at_end(blocks[0])
+        index = b.phi(INT64)
+        index.add_incoming(self.index(start), before)
+        return index, blocks
 
     def take_while(self, take: Callable[[], tuple[Value, Value]], body: Callable[..., Any]) -> None:
         """`while (item, more := take())[1]: body(item)`."""
