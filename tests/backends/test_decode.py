@@ -8,7 +8,7 @@ import pytest
 
 import qkv
 from qkv.backends.cpu import forward_pass, streaming
-from qkv.backends.cpu.decode import BLOCK_KV, RUN, TASK
+from qkv.backends.cpu.decode import BLOCK_KV, RUN, STRETCH_KV, TASK, stretch_of
 from qkv.backends.cpu.host import host
 from qkv.backends.cpu.streaming import CHUNK, chunk_of, chunks
 from qkv.problem.builder import Shape
@@ -76,6 +76,23 @@ def test_any_number_of_rows(group_size, q_len) -> None:
 
     shape = Shape((2,), 2 * group_size, 2, q_len, 131, 20, 9)
     assert check_case("cpu", Case(f"decode group {group_size} {q_len}", shape, said), "float32")
+
+
+@pytest.mark.parametrize(
+    ("group_size", "q_len", "keys"),
+    [(1, 1, STRETCH_KV), (16, 8, STRETCH_KV), (16, 11, 5 * BLOCK_KV), (107, 12, BLOCK_KV)],
+)
+def test_more_rows_hold_the_scores_of_fewer_keys(group_size, q_len, keys, monkeypatch) -> None:
+    """What a core's own cache holds is shared by all rows; errors are as for any other number."""
+    kernel = []
+    monkeypatch.setattr(
+        streaming, "stretch_of", lambda spec: kernel.append(stretch_of(spec)) or kernel[-1]
+    )
+    shape = Shape((), group_size, 1, q_len, STRETCH_KV + 150, 9, 5)
+    window = (qkv.SlidingWindow(600, 3),)
+    case = Case(f"decode stretch {keys}", shape, lambda s, r: window, q_offset=STRETCH_KV)
+    assert check_case("cpu", case, "float32")
+    assert set(kernel) == {keys}
 
 
 @pytest.mark.parametrize("head_dim", [1, 2, 15, 16, 17, 31, 33, 48, 72, 128, 256, 300])

@@ -2,7 +2,7 @@
 
 The query rows of all heads that share a kv head are the `rows` of one matrix Q, so that K and V are
 read once. Keys are split into chunks, one task each, whatever the number of threads. A task meets
-one block of keys after the other:
+one stretch of keys after the other:
 
     S[i, k] = score(scale * Q[i, :] . K[k, :])            -inf where the mask forbids the pair
     m'[i]   = max(m[i], max_k S[i, k])
@@ -10,8 +10,8 @@ one block of keys after the other:
     l[i]    = exp(m[i] - m'[i]) * l[i] + sum_k P[i, k]
     O[i, :] = exp(m[i] - m'[i]) * O[i, :] + sum_k P[i, k] * V[k, :]
 
-and leaves (O, m, l) in a record. Whoever finishes the last chunk of a kv head, as its counter
-tells, merges its records in the order of their keys:
+with sums over blocks of it first, and leaves (O, m, l) in a record. Whoever finishes the last chunk
+of a kv head, as its counter tells, merges its records in the order of their keys:
 
     m = max_c m_c,   l = sum_c exp(m_c - m) l_c,   out = sum_c exp(m_c - m) O_c / l
 
@@ -40,8 +40,12 @@ from qkv.backends.cpu.row_products import RowProducts, first_lanes
 from qkv.problem.expressions import SCORE, TRUE
 from qkv.problem.spec import Spec
 
+STRETCH_KV = 512
+"""Keys whose scores are held at once: fewer turns, and long stretches of K, then V, to read."""
+_HELD = 2**16
+"""Scores that stay in a core's own cache: with more rows, stretches are shorter."""
 BLOCK_KV = 64
-"""Keys whose scores are held at once."""
+"""Of those, how many are summed in one chain; what is known of a mask is known of a block."""
 PART_KV = 32
 """Of those, how many meet all rows before the next ones do, where one tile does not hold them."""
 
@@ -61,7 +65,8 @@ _SCALE_BYTES = storage.ITEM_BYTES["float32"]
 FIELDS = (
     *COMMON_FIELDS,
     *operand_fields("query", "key", "value"),
-    "runs", "rows", "out", "lse", "entropy", "max_score", "max_weight", "records", "counters",
+    "runs", "rows", "stretch", "out", "lse",
+    "entropy", "max_score", "max_weight", "records", "counters",
     *operand_fields(*SCALES),
     *(field for name in ("key", "value", *SCALES) for field in page_fields(name)),
 )  # fmt: skip
@@ -78,6 +83,12 @@ def padded(dim: int, lanes: int) -> int:
     return -(-dim // lanes) * lanes
 
 
+def stretch_of(spec: Spec) -> int:
+    """Keys of a stretch."""
+    held = _HELD // (spec.group_size * spec.q_len) // BLOCK_KV * BLOCK_KV
+    return min(max(held, BLOCK_KV), STRETCH_KV)
+
+
 def record_bytes(spec: Spec, shape: Shape) -> int:
     """What a task leaves: O to a whole number of vectors, and the state, of each row."""
     width = padded(spec.v_head_dim, shape.lanes) + STATE * shape.lanes
@@ -88,8 +99,10 @@ def record_bytes(spec: Spec, shape: Shape) -> int:
 def scratch_bytes(spec: Spec, shape: Shape) -> int:
     """Memory of one worker: P, B, factors and Q of each row; scales, and one block of K or V."""
     rows, dims = spec.group_size * spec.q_len, (spec.head_dim, spec.v_head_dim)
-    each_row = BLOCK_KV + padded(spec.v_head_dim, shape.lanes) + 2 * shape.lanes + spec.head_dim
-    size = (each_row * rows + BLOCK_KV * (2 + max(dims))) * spec.compute_dtype.itemsize
+    stretch = stretch_of(spec)
+    each_row = stretch + padded(spec.v_head_dim, shape.lanes) + 2 * shape.lanes + spec.head_dim
+    shared = 2 * stretch + BLOCK_KV * max(dims)
+    size = (each_row * rows + shared) * spec.compute_dtype.itemsize
     return -(-size // 4096) * 4096
 
 
@@ -127,8 +140,12 @@ class _Decode(Frame):
         self.plain = self.score == SCORE
         """No mods: scores are the scaled products."""
         self.may_forbid = not self.plain or self.mask != TRUE
-        self.score_row = (BLOCK_KV + self.e.lanes) * self.e.real_bytes
-        self.products = RowProducts(self.e, key.dtypes[1], key.dtypes[2], self.score_row, key.shape)
+        self.products = RowProducts(self.e, key.dtypes[1], key.dtypes[2], key.shape)
+
+    def score_row(self, arguments: Value) -> Value:
+        """Bytes of a row of S, with room behind it for a vector."""
+        stretch = self.field(arguments, "stretch")
+        return self.e.mul(self.e.add(stretch, self.e.lanes), self.e.real_bytes)
 
     def quantised(self, name: str) -> bool:
         return self.dtypes[name] == "int8"
@@ -136,7 +153,7 @@ class _Decode(Frame):
     # P = exp(S - m)
 
     def softmax(self, name: str, masked: bool) -> Value:
-        """One row of one block: S becomes P; row maximum and sum advance.
+        """One row of one stretch: S becomes P; row maximum and sum advance.
 
         Says whether a pair is forbidden; the weight of such a pair is -0.0, no other weight is.
         """
@@ -189,8 +206,14 @@ class _Decode(Frame):
                 e.store_vector(weight, place)
                 return following
 
-            sums = [e.const(0.0)] * (1 + self.statistics) + [nowhere] * self.may_forbid
-            sums = e.loop(0, count, e.lanes, sums, weigh)
+            zeros = [e.const(0.0)] * (1 + self.statistics)
+
+            def weigh_block(k: Value, carried: list[Value]) -> list[Value]:
+                stop = e.least(e.add(k, BLOCK_KV), count)
+                found = e.loop(k, stop, e.lanes, zeros + carried[len(zeros) :], weigh)
+                return [*map(b.fadd, carried, found[: len(zeros)]), *found[len(zeros) :]]
+
+            sums = e.loop(0, count, BLOCK_KV, zeros + [nowhere] * self.may_forbid, weigh_block)
             step = b.fsub(old_max, shift)
             factor = vector_math.exp_flushed(e, step)
             e.store_vector(new_max, row_max)
@@ -329,7 +352,7 @@ class _Decode(Frame):
             b = e.builder
             place = self.operand(arguments_, name, batch, kv_head)
             pages = self.pages(arguments_, name, batch)
-            rows = self.field(arguments_, "rows")
+            rows, score_row = self.field(arguments_, "rows"), self.score_row(arguments_)
             dim = self.field(arguments_, "head_dim" if name == "key" else "v_head_dim")
             scattered = b.icmp_signed("!=", place.element, e.index(item))
 
@@ -345,14 +368,15 @@ class _Decode(Frame):
                     count = e.least(step, e.sub(keys, k))
 
                     def tile(size: int, i: Value) -> None:
-                        stop, p = e.add(i, size), e.at(to, e.mul(i, self.score_row))
+                        stop, p = e.add(i, size), e.at(to, e.mul(i, score_row))
                         asks = self.products.share(row, e.mul(dim, item), i, stop, rows, step)
                         if name == "key":
                             q = e.at(matrix, e.mul(i, dim, e.real_bytes))
-                            b.call(parts[f"scores {size}"], [here, q, p, row, dim, count, *asks])
+                            place = [here, q, p, row, score_row, dim, count]
+                            b.call(parts[f"scores {size}"], [*place, *asks])
                         else:
                             o = e.at(matrix, e.mul(i, block_row))
-                            place = [here, p, o, row, block_row, dim, count]
+                            place = [here, p, o, row, score_row, block_row, dim, count]
                             b.call(parts[f"values {size}"], [*place, *asks])
 
                     self.each_tile(rows, self.products.tiles, tile)
@@ -361,9 +385,9 @@ class _Decode(Frame):
 
             def selected(pointer: Value, row: Value, scores: Value, keys: Value) -> None:
                 def one(_: int, i: Value) -> None:
-                    p, to = e.mul(i, self.score_row), e.mul(i, block_row)
+                    p, to = e.mul(i, score_row), e.mul(i, block_row)
                     place = [pointer, e.at(scores, p), e.at(matrix, to)]
-                    b.call(parts["selected"], [*place, row, block_row, dim, keys])
+                    b.call(parts["selected"], [*place, row, dim, keys])
 
                 self.each_tile(rows, [1], one)
 
@@ -447,20 +471,23 @@ class _Decode(Frame):
             arguments, task, record, scratch = args
             b = e.builder
             batch, kv_head, first_run, last_run, *_ = self.record(task, TASK)
-            names = ("group_size", "q_len", "rows", "head_dim", "v_head_dim", "query_head")
-            group_size, q_len, rows, head_dim, v_head_dim, query_head = (
+            names = (
+                "group_size", "q_len", "rows", "stretch", "head_dim", "v_head_dim", "query_head",
+            )  # fmt: skip
+            group_size, q_len, rows, stretch, head_dim, v_head_dim, query_head = (
                 self.field(arguments, name) for name in names
             )
+            score_row = self.score_row(arguments)
             block_row = self.block_row(v_head_dim)
             record_row = self.record_row(block_row)
             first_head = e.mul(kv_head, group_size)
 
             weights = scratch
-            block = e.at(weights, e.mul(rows, self.score_row))
+            block = e.at(weights, e.mul(rows, score_row))
             rescale = e.at(block, e.mul(rows, block_row))
             key_scales = e.at(rescale, e.mul(rows, e.vector_bytes))
-            value_scales = e.at(key_scales, BLOCK_KV * e.real_bytes)
-            packed = e.at(value_scales, BLOCK_KV * e.real_bytes)
+            value_scales = e.at(key_scales, e.mul(stretch, e.real_bytes))
+            packed = e.at(value_scales, e.mul(stretch, e.real_bytes))
             moved = e.at(packed, e.mul(rows, head_dim, e.real_bytes))
 
             query = self.operand(arguments, "query", batch, first_head)
@@ -483,36 +510,52 @@ class _Decode(Frame):
                 0, rows, 1, [], lambda i, _: e.store_vector(e.const(-math.inf), state(i))
             )  # fmt: skip
 
-            def one_block(kv_start: Value, count: Value, partial: Value) -> None:
+            def each_block(
+                name: str, kv_start: Value, count: Value, matrix: Value, forbidden: Value
+            ) -> None:
+                def one(k: Value, _: list[Value]) -> None:
+                    where = [arguments, batch, kv_head, e.add(kv_start, k)]
+                    keys, here = e.least(BLOCK_KV, e.sub(count, k)), e.mul(k, e.real_bytes)
+                    b.call(
+                        parts[name], [*where, keys, matrix, e.at(weights, here), moved, forbidden]
+                    )
+                    if name == "value":
+                        e.loop(0, rows, 1, [], advance)
+
+                e.loop(0, count, BLOCK_KV, [], one)
+
+            def one_stretch(kv_start: Value, count: Value, partial: Value) -> None:
                 where = [arguments, batch, kv_head, kv_start, count]
                 for name, scales in (("key", key_scales), ("value", value_scales)):
                     if self.quantised(name):
                         b.call(parts[f"{name} scales"], [*where, scales])
                 never = ir.Constant(BIT, 0)
-                b.call(parts["key"], [*where, packed, weights, moved, never])
+                each_block("key", kv_start, count, packed, never)
 
                 def finish(name: str) -> None:
                     def row(i: Value, seen: list[Value]) -> list[Value]:
                         head = e.add(first_head, b.sdiv(i, q_len))
                         forbidden = b.call(
                             parts[name],
-                            [arguments, e.at(weights, e.mul(i, self.score_row)), state(i),
+                            [arguments, e.at(weights, e.mul(i, score_row)), state(i),
                              e.at(rescale, e.mul(i, e.vector_bytes)), key_scales, value_scales,
                              count, kv_start, batch, head, b.srem(i, q_len)],
                         )  # fmt: skip
                         return [b.or_(seen[0], forbidden)]
 
                     (forbidden,) = e.loop(0, rows, 1, [never], row)
-                    b.call(parts["value"], [*where, block, weights, moved, forbidden])
+                    each_block("value", kv_start, count, block, forbidden)
 
                 if self.mask == TRUE:
                     finish("full")
                 else:
                     e.choose(partial, lambda: finish("partial"), lambda: finish("full"))
-                e.loop(0, rows, 1, [], advance)
 
             def advance(i: Value, _: list[Value]) -> None:
-                factor = e.load_vector(e.at(rescale, e.mul(i, e.vector_bytes)))
+                """O = factor * O + B, the factor being 1 after the first block of a stretch."""
+                place = e.at(rescale, e.mul(i, e.vector_bytes))
+                factor = e.load_vector(place)
+                e.store_vector(e.const(1.0), place)
                 total, added = e.at(record, e.mul(i, record_row)), e.at(block, e.mul(i, block_row))
 
                 def vector(d: Value, _: list[Value]) -> None:
@@ -528,8 +571,8 @@ class _Decode(Frame):
                 start, stop, kind = self.record(e.at(runs, e.mul(r, WORD * len(RUN))), RUN)
                 partial = b.icmp_signed("!=", kind, e.index(0))
                 e.loop(
-                    start, stop, BLOCK_KV, [],
-                    lambda k, _: one_block(k, e.least(BLOCK_KV, e.sub(stop, k)), partial),
+                    start, stop, stretch, [],
+                    lambda k, _: one_stretch(k, e.least(stretch, e.sub(stop, k)), partial),
                 )  # fmt: skip
 
             e.loop(first_run, last_run, 1, [], each_run)

@@ -143,9 +143,13 @@ def dot_rows(
 
         return body
 
-    whole = e.round_down(count, keys)
-    carried = e.loop(0, whole, keys, carried, tile(keys))
-    return e.loop(whole, count, 1, carried, tile(1))
+    start = e.index(0)
+    # The sums of a single row are too few: each multiply-add would wait for an earlier one.
+    for size in (keys, 2, 1) if keys > 4 else (keys, 1):
+        stop = e.add(start, e.round_down(e.sub(count, start), size))
+        carried = e.loop(start, stop, size, carried, tile(size))
+        start = stop
+    return carried
 
 
 def combine_rows(
