@@ -84,9 +84,9 @@ def padded(dim: int, lanes: int) -> int:
 
 
 def stretch_of(spec: Spec) -> int:
-    """Keys of a stretch."""
-    held = _HELD // (spec.group_size * spec.q_len) // BLOCK_KV * BLOCK_KV
-    return min(max(held, BLOCK_KV), STRETCH_KV)
+    """Keys of a stretch, a multiple of `BLOCK_KV`."""
+    rows = max(1, spec.group_size * spec.q_len)
+    return min(max(_HELD // rows // BLOCK_KV, 1) * BLOCK_KV, STRETCH_KV)
 
 
 def record_bytes(spec: Spec, shape: Shape) -> int:
