@@ -2,13 +2,14 @@
 
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import qkv
 from qkv.backends.cpu import forward_pass, streaming
-from qkv.backends.cpu.decode import BLOCK_KV, RUN, STRETCH_KV, TASK, stretch_of
+from qkv.backends.cpu.decode import BLOCK_KV, RUN, STRETCH_KV, TASK, panel_of
 from qkv.backends.cpu.host import host
 from qkv.backends.cpu.streaming import CHUNK, chunk_of, chunks
 from qkv.problem.builder import Shape
@@ -79,20 +80,24 @@ def test_any_number_of_rows(group_size, q_len) -> None:
 
 
 @pytest.mark.parametrize(
-    ("group_size", "q_len", "keys"),
-    [(1, 1, STRETCH_KV), (16, 8, STRETCH_KV), (16, 11, 5 * BLOCK_KV), (107, 12, BLOCK_KV)],
+    ("group_size", "q_len", "panel"),
+    [(1, 1, 1), (16, 8, 128), (16, 11, 88), (129, 1, 65), (107, 12, 117)],
 )
-def test_more_rows_hold_the_scores_of_fewer_keys(group_size, q_len, keys, monkeypatch) -> None:
-    """What a core's own cache holds is shared by all rows; errors are as for any other number."""
-    kernel = []
-    monkeypatch.setattr(
-        streaming, "stretch_of", lambda spec: kernel.append(stretch_of(spec)) or kernel[-1]
-    )
+def test_many_rows_go_in_panels(group_size, q_len, panel) -> None:
     shape = Shape((), group_size, 1, q_len, STRETCH_KV + 150, 9, 5)
-    window = (qkv.SlidingWindow(600, 3),)
-    case = Case(f"decode stretch {keys}", shape, lambda s, r: window, q_offset=STRETCH_KV)
+    said = (qkv.SlidingWindow(600, 3), qkv.ALiBi())
+    case = Case(f"decode panel {panel}", shape, lambda s, r: said, q_offset=STRETCH_KV)
+    assert panel_of(SimpleNamespace(group_size=group_size, q_len=q_len)) == panel
     assert check_case("cpu", case, "float32")
-    assert set(kernel) == {keys}
+
+
+@pytest.mark.parametrize("heads", [2, 7, 128, 129, 300])
+def test_no_bit_of_a_row_depends_on_how_many_there_are(heads) -> None:
+    key, value = normal(1, 1500, 24), normal(1, 1500, 20, seed=1)
+    query = normal(heads, 1, 24, seed=2)
+    alone = [run(query[[head]], key, value) for head in range(heads)]
+    for found, *rows in zip(run(query, key, value), *alone, strict=True):
+        assert found.tobytes() == np.concatenate(rows).tobytes()
 
 
 @pytest.mark.parametrize("head_dim", [1, 2, 15, 16, 17, 31, 33, 48, 72, 128, 256, 300])

@@ -2,7 +2,7 @@
 
 The query rows of all heads that share a kv head are the `rows` of one matrix Q, so that K and V are
 read once. Keys are split into chunks, one task each, whatever the number of threads. A task meets
-one stretch of keys after the other:
+one stretch of keys after the other, by panels of rows where there are many:
 
     S[i, k] = score(scale * Q[i, :] . K[k, :])            -inf where the mask forbids the pair
     m'[i]   = max(m[i], max_k S[i, k])
@@ -42,12 +42,12 @@ from qkv.problem.spec import Spec
 
 STRETCH_KV = 512
 """Keys whose scores are held at once: fewer turns, and long stretches of K, then V, to read."""
-_HELD = 2**16
-"""Scores that stay in a core's own cache: with more rows, stretches are shorter."""
 BLOCK_KV = 64
 """Of those, how many are summed in one chain; what is known of a mask is known of a block."""
 PART_KV = 32
 """Of those, how many meet all rows before the next ones do, where one tile does not hold them."""
+_PANEL = 128
+"""Rows that meet a stretch at once, at most: their scores stay in a core's own cache."""
 
 _ALIGNED = 64
 """What vectors and cache lines fit into."""
@@ -65,7 +65,7 @@ _SCALE_BYTES = storage.ITEM_BYTES["float32"]
 FIELDS = (
     *COMMON_FIELDS,
     *operand_fields("query", "key", "value"),
-    "runs", "rows", "stretch", "out", "lse",
+    "runs", "rows", "panel", "out", "lse",
     "entropy", "max_score", "max_weight", "records", "counters",
     *operand_fields(*SCALES),
     *(field for name in ("key", "value", *SCALES) for field in page_fields(name)),
@@ -83,10 +83,10 @@ def padded(dim: int, lanes: int) -> int:
     return -(-dim // lanes) * lanes
 
 
-def stretch_of(spec: Spec) -> int:
-    """Keys of a stretch, a multiple of `BLOCK_KV`."""
+def panel_of(spec: Spec) -> int:
+    """Rows that meet a stretch at once: panels of one size, or nearly."""
     rows = max(1, spec.group_size * spec.q_len)
-    return min(max(_HELD // rows // BLOCK_KV, 1) * BLOCK_KV, STRETCH_KV)
+    return -(-rows // -(-rows // _PANEL))
 
 
 def record_bytes(spec: Spec, shape: Shape) -> int:
@@ -97,12 +97,11 @@ def record_bytes(spec: Spec, shape: Shape) -> int:
 
 
 def scratch_bytes(spec: Spec, shape: Shape) -> int:
-    """Memory of one worker: P, B, factors and Q of each row; scales, and one block of K or V."""
+    """Memory of one worker: Q; P, B and factors of a panel; scales, and one block of K or V."""
     rows, dims = spec.group_size * spec.q_len, (spec.head_dim, spec.v_head_dim)
-    stretch = stretch_of(spec)
-    each_row = stretch + padded(spec.v_head_dim, shape.lanes) + 2 * shape.lanes + spec.head_dim
-    shared = 2 * stretch + BLOCK_KV * max(dims)
-    size = (each_row * rows + shared) * spec.compute_dtype.itemsize
+    each_row = STRETCH_KV + padded(spec.v_head_dim, shape.lanes) + 2 * shape.lanes
+    shared = 2 * STRETCH_KV + BLOCK_KV * max(dims) + rows * spec.head_dim
+    size = (each_row * panel_of(spec) + shared) * spec.compute_dtype.itemsize
     return -(-size // 4096) * 4096
 
 
@@ -123,6 +122,19 @@ class DecodeKey:
     statistics: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Scratch:
+    """A worker's memory: matrices of one panel, scales of one stretch, Q, and a block moved."""
+
+    weights: Value
+    block: Value
+    rescale: Value
+    key_scales: Value
+    value_scales: Value
+    packed: Value
+    moved: Value
+
+
 def emit_decode(key: DecodeKey) -> str:
     """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
     kernel = _Decode(key)
@@ -140,12 +152,9 @@ class _Decode(Frame):
         self.plain = self.score == SCORE
         """No mods: scores are the scaled products."""
         self.may_forbid = not self.plain or self.mask != TRUE
-        self.products = RowProducts(self.e, key.dtypes[1], key.dtypes[2], key.shape)
-
-    def score_row(self, arguments: Value) -> Value:
+        self.score_row = (STRETCH_KV + self.e.lanes) * self.e.real_bytes
         """Bytes of a row of S, with room behind it for a vector."""
-        stretch = self.field(arguments, "stretch")
-        return self.e.mul(self.e.add(stretch, self.e.lanes), self.e.real_bytes)
+        self.products = RowProducts(self.e, *key.dtypes[1:], self.score_row, key.shape)
 
     def quantised(self, name: str) -> bool:
         return self.dtypes[name] == "int8"
@@ -343,16 +352,15 @@ class _Decode(Frame):
     def block_of(self, name: str, parts: dict[str, Value]) -> Value:
         """A function that scores a block of K, or adds a block of V, segment by segment.
 
-        `(arguments, batch, kv_head, kv_start, count, matrix, weights, moved, forbidden)`.
+        `(arguments, batch, kv_head, kv_start, count, rows, matrix, weights, moved, forbidden)`.
         """
         e, item = self.e, storage.ITEM_BYTES[self.dtypes[name]]
-        arguments = [POINTER, *[INT64] * 4, *[POINTER] * 3, BIT]
+        arguments, score_row = [POINTER, *[INT64] * 5, *[POINTER] * 3, BIT], self.score_row
         with e.function(f"{name}_block", arguments) as (function, args):
-            arguments_, batch, kv_head, kv_start, count, matrix, weights, moved, forbidden = args
-            b = e.builder
+            arguments_, batch, kv_head, kv_start, count, rows, *matrices, forbidden = args
+            b, (matrix, weights, moved) = e.builder, matrices
             place = self.operand(arguments_, name, batch, kv_head)
             pages = self.pages(arguments_, name, batch)
-            rows, score_row = self.field(arguments_, "rows"), self.score_row(arguments_)
             dim = self.field(arguments_, "head_dim" if name == "key" else "v_head_dim")
             scattered = b.icmp_signed("!=", place.element, e.index(item))
 
@@ -372,11 +380,11 @@ class _Decode(Frame):
                         asks = self.products.share(row, e.mul(dim, item), i, stop, rows, step)
                         if name == "key":
                             q = e.at(matrix, e.mul(i, dim, e.real_bytes))
-                            place = [here, q, p, row, score_row, dim, count]
+                            place = [here, q, p, row, dim, count]
                             b.call(parts[f"scores {size}"], [*place, *asks])
                         else:
                             o = e.at(matrix, e.mul(i, block_row))
-                            place = [here, p, o, row, score_row, block_row, dim, count]
+                            place = [here, p, o, row, block_row, dim, count]
                             b.call(parts[f"values {size}"], [*place, *asks])
 
                     self.each_tile(rows, self.products.tiles, tile)
@@ -464,99 +472,58 @@ class _Decode(Frame):
             lambda i, _: e.store_vector(e.const(0.0), e.at(pointer, i)),
         )  # fmt: skip
 
-    def attend(self, parts: dict[str, Value]) -> Value:
-        """One chunk of keys: its record."""
+    def layout(self, arguments: Value, scratch: Value) -> _Scratch:
+        """As `scratch_bytes` has it."""
         e = self.e
-        with e.function("attend", [POINTER] * 4) as (function, args):
-            arguments, task, record, scratch = args
-            b = e.builder
-            batch, kv_head, first_run, last_run, *_ = self.record(task, TASK)
-            names = (
-                "group_size", "q_len", "rows", "stretch", "head_dim", "v_head_dim", "query_head",
-            )  # fmt: skip
-            group_size, q_len, rows, stretch, head_dim, v_head_dim, query_head = (
+        names = "rows", "panel", "head_dim", "v_head_dim"
+        rows, panel, head_dim, v_head_dim = (self.field(arguments, name) for name in names)
+        block = e.at(scratch, e.mul(panel, self.score_row))
+        rescale = e.at(block, e.mul(panel, self.block_row(v_head_dim)))
+        key_scales = e.at(rescale, e.mul(panel, e.vector_bytes))
+        value_scales = e.at(key_scales, STRETCH_KV * e.real_bytes)
+        packed = e.at(value_scales, STRETCH_KV * e.real_bytes)
+        moved = e.at(packed, e.mul(rows, head_dim, e.real_bytes))
+        return _Scratch(scratch, block, rescale, key_scales, value_scales, packed, moved)
+
+    def record_state(self, record: Value, row: Value, block_row: Value) -> Value:
+        """The vectors behind a row of O."""
+        return self.e.at(record, self.e.mul(row, self.record_row(block_row)), block_row)
+
+    def meet(self, parts: dict[str, Value]) -> Value:
+        """A function that takes one panel of rows, from `first` on, through one stretch of keys.
+
+        `(arguments, batch, kv_head, kv_start, count, first, record, scratch, partial)`.
+        """
+        e = self.e
+        with e.function("meet", [POINTER, *[INT64] * 5, *[POINTER] * 2, BIT]) as (function, args):
+            arguments, batch, kv_head, kv_start, count, first, record, scratch, partial = args
+            b, never = e.builder, ir.Constant(BIT, 0)
+            names = "group_size", "q_len", "rows", "panel", "head_dim", "v_head_dim"
+            group_size, q_len, rows, panel, head_dim, v_head_dim = (
                 self.field(arguments, name) for name in names
             )
-            score_row = self.score_row(arguments)
-            block_row = self.block_row(v_head_dim)
-            record_row = self.record_row(block_row)
-            first_head = e.mul(kv_head, group_size)
+            own, block_row = self.layout(arguments, scratch), self.block_row(v_head_dim)
+            held = e.least(panel, e.sub(rows, first))
 
-            weights = scratch
-            block = e.at(weights, e.mul(rows, score_row))
-            rescale = e.at(block, e.mul(rows, block_row))
-            key_scales = e.at(rescale, e.mul(rows, e.vector_bytes))
-            value_scales = e.at(key_scales, e.mul(stretch, e.real_bytes))
-            packed = e.at(value_scales, e.mul(stretch, e.real_bytes))
-            moved = e.at(packed, e.mul(rows, head_dim, e.real_bytes))
-
-            query = self.operand(arguments, "query", batch, first_head)
-            head_bytes = e.mul(q_len, head_dim, e.real_bytes)
-            e.loop(
-                0, group_size, 1, [],
-                lambda g, _: b.call(
-                    parts["copy query"],
-                    [e.at(query.pointer, e.mul(g, query_head)), query.row, query.element,
-                     q_len, head_dim, e.at(packed, e.mul(g, head_bytes))],
-                ) and None,
-            )  # fmt: skip
-            self.clear(block, e.mul(rows, block_row))
-            self.clear(record, e.mul(rows, record_row))
-
-            def state(i: Value) -> Value:
-                return e.at(record, e.mul(i, record_row), block_row)
-
-            e.loop(
-                0, rows, 1, [], lambda i, _: e.store_vector(e.const(-math.inf), state(i))
-            )  # fmt: skip
-
-            def each_block(
-                name: str, kv_start: Value, count: Value, matrix: Value, forbidden: Value
-            ) -> None:
+            def each_block(name: str, matrix: Value, forbidden: Value) -> None:
                 def one(k: Value, _: list[Value]) -> None:
                     where = [arguments, batch, kv_head, e.add(kv_start, k)]
-                    keys, here = e.least(BLOCK_KV, e.sub(count, k)), e.mul(k, e.real_bytes)
-                    b.call(
-                        parts[name], [*where, keys, matrix, e.at(weights, here), moved, forbidden]
-                    )
+                    keys = e.least(BLOCK_KV, e.sub(count, k))
+                    weights = e.at(own.weights, e.mul(k, e.real_bytes))
+                    matrices = [matrix, weights, own.moved]
+                    b.call(parts[name], [*where, keys, held, *matrices, forbidden])
                     if name == "value":
-                        e.loop(0, rows, 1, [], advance)
+                        e.loop(0, held, 1, [], advance)
 
                 e.loop(0, count, BLOCK_KV, [], one)
 
-            def one_stretch(kv_start: Value, count: Value, partial: Value) -> None:
-                where = [arguments, batch, kv_head, kv_start, count]
-                for name, scales in (("key", key_scales), ("value", value_scales)):
-                    if self.quantised(name):
-                        b.call(parts[f"{name} scales"], [*where, scales])
-                never = ir.Constant(BIT, 0)
-                each_block("key", kv_start, count, packed, never)
-
-                def finish(name: str) -> None:
-                    def row(i: Value, seen: list[Value]) -> list[Value]:
-                        head = e.add(first_head, b.sdiv(i, q_len))
-                        forbidden = b.call(
-                            parts[name],
-                            [arguments, e.at(weights, e.mul(i, score_row)), state(i),
-                             e.at(rescale, e.mul(i, e.vector_bytes)), key_scales, value_scales,
-                             count, kv_start, batch, head, b.srem(i, q_len)],
-                        )  # fmt: skip
-                        return [b.or_(seen[0], forbidden)]
-
-                    (forbidden,) = e.loop(0, rows, 1, [never], row)
-                    each_block("value", kv_start, count, block, forbidden)
-
-                if self.mask == TRUE:
-                    finish("full")
-                else:
-                    e.choose(partial, lambda: finish("partial"), lambda: finish("full"))
-
             def advance(i: Value, _: list[Value]) -> None:
                 """O = factor * O + B, the factor being 1 after the first block of a stretch."""
-                place = e.at(rescale, e.mul(i, e.vector_bytes))
+                place = e.at(own.rescale, e.mul(i, e.vector_bytes))
                 factor = e.load_vector(place)
                 e.store_vector(e.const(1.0), place)
-                total, added = e.at(record, e.mul(i, record_row)), e.at(block, e.mul(i, block_row))
+                total = e.at(record, e.mul(e.add(first, i), self.record_row(block_row)))
+                added = e.at(own.block, e.mul(i, block_row))
 
                 def vector(d: Value, _: list[Value]) -> None:
                     to, more = e.at(total, d), e.at(added, d)
@@ -565,14 +532,83 @@ class _Decode(Frame):
 
                 e.loop(0, block_row, e.vector_bytes, [], vector)
 
+            def finish(name: str) -> None:
+                def one(i: Value, seen: list[Value]) -> list[Value]:
+                    row = e.add(first, i)
+                    head = e.add(e.mul(kv_head, group_size), b.sdiv(row, q_len))
+                    forbidden = b.call(
+                        parts[name],
+                        [arguments, e.at(own.weights, e.mul(i, self.score_row)),
+                         self.record_state(record, row, block_row),
+                         e.at(own.rescale, e.mul(i, e.vector_bytes)), own.key_scales,
+                         own.value_scales, count, kv_start, batch, head, b.srem(row, q_len)],
+                    )  # fmt: skip
+                    return [b.or_(seen[0], forbidden)]
+
+                (forbidden,) = e.loop(0, held, 1, [never], one)
+                each_block("value", own.block, forbidden)
+
+            each_block("key", e.at(own.packed, e.mul(first, head_dim, e.real_bytes)), never)
+            if self.mask == TRUE:
+                finish("full")
+            else:
+                e.choose(partial, lambda: finish("partial"), lambda: finish("full"))
+        return function
+
+    def attend(self, parts: dict[str, Value]) -> Value:
+        """One chunk of keys: its record."""
+        e = self.e
+        with e.function("attend", [POINTER] * 4) as (function, args):
+            arguments, task, record, scratch = args
+            b = e.builder
+            batch, kv_head, first_run, last_run, *_ = self.record(task, TASK)
+            names = (
+                "group_size", "q_len", "rows", "panel", "head_dim", "v_head_dim", "query_head",
+            )  # fmt: skip
+            group_size, q_len, rows, panel, head_dim, v_head_dim, query_head = (
+                self.field(arguments, name) for name in names
+            )
+            own, block_row = self.layout(arguments, scratch), self.block_row(v_head_dim)
+
+            query = self.operand(arguments, "query", batch, e.mul(kv_head, group_size))
+            head_bytes = e.mul(q_len, head_dim, e.real_bytes)
+            e.loop(
+                0, group_size, 1, [],
+                lambda g, _: b.call(
+                    parts["copy query"],
+                    [e.at(query.pointer, e.mul(g, query_head)), query.row, query.element,
+                     q_len, head_dim, e.at(own.packed, e.mul(g, head_bytes))],
+                ) and None,
+            )  # fmt: skip
+            self.clear(own.block, e.mul(panel, block_row))
+            self.clear(record, e.mul(rows, self.record_row(block_row)))
+            e.loop(
+                0, rows, 1, [],
+                lambda i, _: e.store_vector(
+                    e.const(-math.inf), self.record_state(record, i, block_row)
+                ),
+            )  # fmt: skip
+
+            def one_stretch(kv_start: Value, count: Value, partial: Value) -> None:
+                where = [arguments, batch, kv_head, kv_start, count]
+                for name, scales in (("key", own.key_scales), ("value", own.value_scales)):
+                    if self.quantised(name):
+                        b.call(parts[f"{name} scales"], [*where, scales])
+                e.loop(
+                    0, rows, panel, [],
+                    lambda first, _: b.call(
+                        parts["meet"], [*where, first, record, scratch, partial]
+                    ) and None,
+                )  # fmt: skip
+
             runs = self.pointer_field(arguments, "runs")
 
             def each_run(r: Value, _: list[Value]) -> None:
                 start, stop, kind = self.record(e.at(runs, e.mul(r, WORD * len(RUN))), RUN)
                 partial = b.icmp_signed("!=", kind, e.index(0))
                 e.loop(
-                    start, stop, stretch, [],
-                    lambda k, _: one_stretch(k, e.least(stretch, e.sub(stop, k)), partial),
+                    start, stop, STRETCH_KV, [],
+                    lambda k, _: one_stretch(k, e.least(STRETCH_KV, e.sub(stop, k)), partial),
                 )  # fmt: skip
 
             e.loop(first_run, last_run, 1, [], each_run)
@@ -706,6 +742,7 @@ class _Decode(Frame):
         parts["full"] = self.softmax("full", False)
         if self.mask != TRUE:
             parts["partial"] = self.softmax("partial", True)
+        parts["meet"] = self.meet(parts)
         attend, merge = self.attend(parts), self.merge()
 
         def run(arguments: Value, number: Value, scratch: Value) -> None:

@@ -46,9 +46,12 @@ def vector_at(e: Emitter, row: Value, d: Value, dtype: str, live: Value | None) 
 class RowProducts:
     """Writes the functions of one kernel."""
 
-    def __init__(self, e: Emitter, key_dtype: str, value_dtype: str, shape: Shape) -> None:
+    def __init__(
+        self, e: Emitter, key_dtype: str, value_dtype: str, score_row: int, shape: Shape
+    ) -> None:
         self.e, self.shape = e, shape
         self.key_dtype, self.value_dtype = key_dtype, value_dtype
+        self.score_row = score_row
         self.tiles = [rows for rows in (4, 2, 1) if rows <= e.lanes]
         """Rows of Q that a tile multiplies at once."""
 
@@ -87,9 +90,9 @@ class RowProducts:
         """S of `rows` rows of Q with a segment of keys."""
         e = self.e
         keys = e.lanes // rows
-        arguments = [*[POINTER] * 3, *[INT64] * 6]
+        arguments = [*[POINTER] * 3, *[INT64] * 5]
         with e.function(f"scores_{rows}", arguments) as (function, args):
-            key, query, out, key_row, score_row, head_dim, count, ahead, asked = args
+            key, query, out, key_row, head_dim, count, ahead, asked = args
             b, real = e.builder, storage.real_dtype(e)
 
             def query_row(i: int) -> Value:
@@ -118,7 +121,7 @@ class RowProducts:
                 def keep(products: Value) -> None:
                     for i in range(rows):
                         part = e.part(products, i * keys, keys)
-                        at = e.at(out, e.mul(i, score_row), e.mul(k, e.real_bytes))
+                        at = e.at(out, i * self.score_row, e.mul(k, e.real_bytes))
                         e.store(part, at, e.real_bytes)
 
                 def long() -> None:
@@ -152,10 +155,9 @@ class RowProducts:
     def values(self, rows: int) -> Value:
         """Add a segment of keys to `rows` rows of B."""
         e = self.e
-        arguments = [*[POINTER] * 3, *[INT64] * 7]
+        arguments = [*[POINTER] * 3, *[INT64] * 6]
         with e.function(f"values_{rows}", arguments) as (function, args):
-            value, weights, block, value_row, score_row, block_row, *sizes = args
-            v_head_dim, count, ahead, asked = sizes
+            value, weights, block, value_row, block_row, v_head_dim, count, ahead, asked = args
 
             def tile(d: Value, live: Value | None, vectors: int) -> None:
                 # The first columns fetch for all.
@@ -175,7 +177,7 @@ class RowProducts:
                     self.fetch(row, ahead, mine)
                     following = []
                     for i in range(rows):
-                        at = e.at(weights, e.mul(i, score_row), column)
+                        at = e.at(weights, i * self.score_row, column)
                         p = e.splat(e.load(at, e.real, e.real_bytes))
                         following += [
                             e.fma(p, x[j], totals[i * vectors + j]) for j in range(vectors)

@@ -21,9 +21,9 @@ from qkv.backends.cpu.decode import (
     DecodeKey,
     emit_decode,
     page_fields,
+    panel_of,
     record_bytes,
     scratch_bytes,
-    stretch_of,
 )
 from qkv.backends.cpu.forward_pass import Pass
 from qkv.backends.cpu.frame import Shape
@@ -273,7 +273,7 @@ class DecodeArguments(Arguments):
             "scale": self._real(problem.operands.scale),
             "runs": self._address(plan.runs),
             "rows": spec.group_size * spec.q_len,
-            "stretch": stretch_of(spec),
+            "panel": panel_of(spec),
             "out": self._address(result.out),
             "lse": self._address(result.lse),
             "records": self._address(records),
