@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.backends.cpu import forward_pass, streaming
+from qkv.backends.cpu import decode, forward_pass, streaming
 from qkv.backends.cpu.decode import BLOCK_KV, RUN, STRETCH_KV, TASK, panel_of
 from qkv.backends.cpu.host import host
 from qkv.backends.cpu.streaming import CHUNK, chunk_of, chunks
@@ -68,8 +68,10 @@ def test_operations(name) -> None:
 
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4, 5, 7, 8, 13])
 @pytest.mark.parametrize("q_len", [1, 2, 3])
-def test_any_number_of_rows(group_size, q_len) -> None:
-    """Heads and queries of a group are rows of one matrix, in tiles of 4, 2 and 1."""
+@pytest.mark.parametrize("panel", [3, 128])
+def test_any_number_of_rows(group_size, q_len, panel, monkeypatch) -> None:
+    """Heads and queries of a group are rows of one matrix, in panels, in tiles of 4, 2 and 1."""
+    monkeypatch.setattr(decode, "_PANEL", panel)
 
     def said(shape, rng):
         bias = rng.normal(size=shape.scores)
@@ -265,8 +267,8 @@ def test_bits_do_not_depend_on_threads(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("quantised", [False, True])
-def test_pages_change_no_bit(quantised) -> None:
-    """Whatever their size: a page more or less adds in the same order."""
+def test_pages_and_panels_change_no_bit(quantised, monkeypatch) -> None:
+    """Whatever their size: a page more or less adds in the same order; rows are by themselves."""
     key, value = normal(1, 2, 960, 24), normal(1, 2, 960, 10)
     query, found = normal(1, 6, 1, 24), set()
     for size in (1, 3, 5, 16, 64, 96, 960):
@@ -277,7 +279,9 @@ def test_pages_change_no_bit(quantised) -> None:
             if quantised:
                 rows = qkv.Quantized((20 * pages).astype(np.int8), np.abs(pages[..., 0]) + 0.1)
             forms.append(qkv.Paged(rows, np.arange(960 // size)[None]))
-        found.add(run(query, *forms, qkv.KeyLengths(951))[0].tobytes())
+        for panel in (1, 2, 128):
+            monkeypatch.setattr(decode, "_PANEL", panel)
+            found.add(run(query, *forms, qkv.KeyLengths(951))[0].tobytes())
     if not quantised:
         found.add(run(query, key, value, qkv.KeyLengths(951))[0].tobytes())
     assert len(found) == 1
