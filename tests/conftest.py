@@ -52,21 +52,15 @@ def in_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     What was prepared for earlier calls is forgotten, before and afterwards.
     """
-    from qkv import _pull_back, _recall
     from qkv.backends.cpu import backward_pass, forward_pass, gradient
+    from qkv.call.cache import CALLS
 
-    def forget() -> None:
-        for module in (_recall, _pull_back):
-            module._prepared.clear()
-            module._seen.clear()
-        _recall._growing.clear()
-
-    forget()
+    CALLS.clear()
     monkeypatch.setattr(forward_pass, "_PARTS_PAY", dict.fromkeys(forward_pass._PARTS_PAY, (1, 1)))
     monkeypatch.setattr(backward_pass, "_ROWS_PAY", 1)
     monkeypatch.setattr(gradient, "_FEW", 0)
     yield
-    forget()
+    CALLS.clear()
 
 
 SAMPLED = {

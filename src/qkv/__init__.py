@@ -1,10 +1,10 @@
 """qkv: exact scaled dot-product attention that you can look into."""
 
 from qkv._api import attention, inspect, merge, plan
-from qkv._second import Tangents, jvp
 from qkv._threads import get_num_threads, set_num_threads
 from qkv._version import __version__
-from qkv._vjp import Gradients, vjp
+from qkv.call.jvp import Tangents, jvp
+from qkv.call.vjp import Gradients, vjp
 from qkv.classical import ScaledDotProductAttention
 from qkv.errors import (
     AmbiguityError,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
-from qkv._call import Call
-from qkv._recall import attend
 from qkv.arrays import library_of
 from qkv.backends import Progress
 from qkv.bridges import bridge_of
+from qkv.call.attend import attend
+from qkv.call.bound import bind
+from qkv.call.checked import checked
+from qkv.call.options import DEFAULTS, Options, option_values, with_options
 from qkv.errors import ArgumentError, ShapeError
 from qkv.inspection.record import Record
 from qkv.partial import Partial
@@ -21,17 +23,14 @@ from qkv.problem.check import Layout
 __all__ = ["attention", "inspect", "merge", "plan"]
 
 
+@with_options
 def attention(
     query: Any,
     key: Any,
     value: Any,
     *variants: Any,
-    scale: float | None = None,
-    layout: Layout = "bhld",
-    q_offset: Any = None,
-    kv_offset: Any = 0,
     return_lse: bool = False,
-    backend: str = "auto",
+    **options: Unpack[Options],
 ) -> Any:
     """Scaled dot-product attention, `softmax(scale * Q K^T + ...) V`, exact and in O(n) memory.
 
@@ -90,37 +89,22 @@ def attention(
     array([[1.  , 0.  ],
            [0.33, 0.67]])
     """
+    values = DEFAULTS if not options else option_values("attention", options)
     bridge = None if type(query) is np.ndarray else bridge_of(query)
     if bridge is not None:
-        return bridge.attention(
-            query,
-            key,
-            value,
-            variants,
-            scale,
-            layout,
-            q_offset,
-            kv_offset,
-            return_lse,
-            backend,
-        )
-    out, lse, _ = attend(
-        query, key, value, variants, scale, layout, q_offset, kv_offset, backend, return_lse
-    )
-    return (out, lse) if return_lse else out
+        return bridge.attention(query, key, value, variants, values, return_lse)
+    found = attend(bind(query, key, value, variants, values), rows=return_lse)
+    return (found.out, found.lse) if return_lse else found.out
 
 
+@with_options
 def inspect(
     query: Any,
     key: Any,
     value: Any,
     *variants: Any,
-    scale: float | None = None,
-    layout: Layout = "bhld",
-    q_offset: Any = None,
-    kv_offset: Any = 0,
-    backend: str = "auto",
     progress: Progress | None = None,
+    **options: Unpack[Options],
 ) -> Record:
     """Run attention and keep what is needed to look into it at any length.
 
@@ -164,30 +148,17 @@ def inspect(
     >>> record.weights[2, :2].round(4)
     array([0.2645, 0.2645])
     """
-    call = Call.bind(
-        query,
-        key,
-        value,
-        variants,
-        scale=scale,
-        layout=layout,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        backend=backend,
-    )
+    call = checked(query, key, value, variants, option_values("inspect", options))
     return Record(call, progress)
 
 
+@with_options
 def plan(
     query: Any,
     key: Any,
     value: Any,
     *variants: Any,
-    scale: float | None = None,
-    layout: Layout = "bhld",
-    q_offset: Any = None,
-    kv_offset: Any = 0,
-    backend: str = "auto",
+    **options: Unpack[Options],
 ) -> Plan:
     """Say what `attention` would do with the same arguments, without doing it.
 
@@ -219,17 +190,7 @@ def plan(
     >>> qkv.plan(x, x, x, backend="blocked").operations
     2048000000
     """
-    call = Call.bind(
-        query,
-        key,
-        value,
-        variants,
-        scale=scale,
-        layout=layout,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        backend=backend,
-    )
+    call = checked(query, key, value, variants, option_values("plan", options))
     return make_plan(call.problem, call.choice)
 
 

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv import _recall
 from qkv.backends.cpu import compile as cpu_compile
 from qkv.backends.cpu import forward as cpu_forward
 from qkv.backends.cpu import forward_pass
 from qkv.backends.cpu.canonical import canonical
 from qkv.backends.cpu.host import host
+from qkv.call.cache import CALLS
 from qkv.errors import KernelBuildError
 from qkv.problem.check import check
 from qkv.problem.expressions import SCORE, Const, Op, operation
@@ -52,7 +52,7 @@ def compiled(monkeypatch):
 def forget_kernels() -> None:
     """And calls that hold one."""
     forward_pass._kernel.cache_clear()
-    _recall._prepared.clear()
+    CALLS.clear()
 
 
 def attend():

@@ -341,9 +341,9 @@ def test_forks_while_another_thread_is_in_llvm() -> None:
 def test_a_fork_while_another_thread_holds_our_locks(leave) -> None:
     in_a_process(
         f"""
-        from qkv import _recall
+        from qkv.call.cache import CALLS
         attend()
-        for lock in (_recall._lock, threads._lock, threads._workers._lock):
+        for lock in (CALLS._lock, threads._lock, threads._workers._lock):
             lock.acquire()  # as another thread might have
         child = os.fork()
         if child == 0:
@@ -351,7 +351,7 @@ def test_a_fork_while_another_thread_holds_our_locks(leave) -> None:
                 attend()
             assert threads._workers.size == 2
             {leave}
-        for lock in (_recall._lock, threads._lock, threads._workers._lock):
+        for lock in (CALLS._lock, threads._lock, threads._workers._lock):
             lock.release()
         assert exit_code(child) == 0
         """

@@ -12,7 +12,10 @@ from formula import TYPES, Dense, tensor, ulp
 from test_cases import cotangents, own_arrays
 
 import qkv
-from qkv._second import SecondGradients, second_vjp
+from qkv.call.bound import bind
+from qkv.call.jvp import SecondGradients
+from qkv.call.jvp import second_vjp as second_vjp_of_bound
+from qkv.call.options import option_values
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.testing import Case, cases
 
@@ -33,6 +36,13 @@ ROUNDED = [
 def tangents_of(arrays: list[Array]) -> list[Array]:
     rng = np.random.default_rng(11)
     return [rng.normal(size=a.shape).astype(a.dtype) for a in arrays]
+
+
+def second_vjp(query, key, value, *variants, grad_out, tangents, grad_lse=None, wrt=(), **options):
+    bound = bind(query, key, value, variants, option_values("second_vjp", options))
+    return second_vjp_of_bound(
+        bound, grad_out=grad_out, tangents=tangents, grad_lse=grad_lse, wrt=wrt, given=variants
+    )
 
 
 def torch_second(

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 
 import qkv
-from qkv._pull_back import Left, pull_back
 from qkv.backends.cpu import arguments, forward_pass, prepared, prepared_backward
+from qkv.call.bound import bind
+from qkv.call.options import OptionValues
+from qkv.call.pull_back import Residuals, pull_back
 from qkv.problem.builder import Shape
 from qkv.testing import Case, random_case
 from qkv.testing.fuzz import memory
@@ -164,11 +166,12 @@ def backward(case: Case) -> None:
         gradients = pullback(grad_out)
         found.append((gradients.query, gradients.key, gradients.value))
         rest = pullback._partial.lse_rest
-        left = Left(
+        left = Residuals(
             out, lse, np.full_like(lse, np.nan) if rest is None else rest.reshape(lse.shape)
         )
         for _ in range(3 if backend == "cpu" else 0):
-            again = pull_back(*call.arrays, tuple(call.variants), said, left, grad_out)
+            bound = bind(*call.arrays, tuple(call.variants), OptionValues(**said))
+            again = pull_back(bound, left, grad_out)
             assert again.query.tobytes() == gradients.query.tobytes()
             assert again.key.tobytes() == gradients.key.tobytes()
             assert again.value.tobytes() == gradients.value.tobytes()

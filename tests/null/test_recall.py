@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv import _recall
+from qkv.call.cache import CALLS
 from qkv.errors import ArgumentError, ShapeError
 
 
@@ -17,8 +17,7 @@ def normal(*shape, seed=0, dtype=np.float32):
 
 @pytest.fixture(autouse=True)
 def nothing_remembered():
-    for table in (_recall._prepared, _recall._growing, _recall._seen):
-        table.clear()
+    CALLS.clear()
 
 
 def dense(query, key, value, allowed=None):
@@ -42,7 +41,7 @@ def test_a_remembered_call_reads_its_own_arrays(dtype) -> None:
         np.testing.assert_allclose(found, expected, atol=2e-3 if dtype == np.float16 else 2e-6)
         assert again.tobytes() == found.tobytes()
         assert lse.dtype == (np.float64 if dtype == np.float64 else np.float32)
-    assert len(_recall._prepared) == 1
+    assert CALLS.count("forward") == 1
 
 
 def test_what_is_different_is_not_alike() -> None:
@@ -86,7 +85,7 @@ def test_arrays_in_variants_are_read_each_time() -> None:
         found = qkv.attention(query, query, query, mask)
         np.testing.assert_allclose(found, dense(query, query, query), atol=1e-6)
         mask = mask.copy()
-    assert len(_recall._prepared) == 2  # a Mask and a bare array
+    assert CALLS.count("forward") == 2  # a Mask and a bare array
 
 
 def _views(full):
@@ -124,15 +123,14 @@ def test_masks_and_biases_may_have_other_values(kind, batch, length) -> None:
             for one, other in zip(found, expected, strict=True):
                 np.testing.assert_allclose(one, other, atol=2e-6)
             assert np.isfinite(found[0]).all()
-    assert len(_recall._prepared) == (len(dict(_views(allowed))) if batch else 6)
+    assert CALLS.count("forward") == (len(dict(_views(allowed))) if batch else 6)
 
 
 def test_the_first_call_and_a_recalled_one_agree_in_every_bit() -> None:
     query = normal(2, 4, 100, 16)
     random = np.random.default_rng(1)
     for density in (0.0, 0.01, 0.5, 1.0):
-        _recall._prepared.clear()
-        _recall._seen.clear()
+        CALLS.clear()
         mask = random.random((2, 1, 100, 100)) < density
         mask[:, :, :, 40:70] = False
         mask[0, :, 64:] = True
@@ -141,7 +139,7 @@ def test_the_first_call_and_a_recalled_one_agree_in_every_bit() -> None:
         first, *others = (
             qkv.attention(query, query, query, *said, return_lse=True) for _ in range(4)
         )
-        assert len(_recall._prepared) == 1
+        assert CALLS.count("forward") == 1
         for other in others:
             for one, another in zip(first, other, strict=True):
                 assert one.tobytes() == another.tobytes()
@@ -162,7 +160,7 @@ def test_both_layouts_are_one() -> None:
             assert found[1].tobytes() == other[1].tobytes()
             for one, exact in zip(other, expected, strict=True):
                 np.testing.assert_allclose(one, exact, atol=2e-6)
-    assert len(_recall._prepared) == 2
+    assert CALLS.count("forward") == 2
     flat = normal(20, 8)
     for _ in range(3):
         np.testing.assert_allclose(
@@ -175,7 +173,7 @@ def test_large_masks_are_read_for_what_they_spare() -> None:
     mask = np.tri(512, dtype=bool)
     for _ in range(3):
         qkv.attention(query, query, query, qkv.Mask(mask))
-    assert not _recall._prepared
+    assert not CALLS.count("forward")
 
 
 def test_arrays_of_remembered_calls_are_let_go() -> None:
@@ -187,7 +185,7 @@ def test_arrays_of_remembered_calls_are_let_go() -> None:
         qkv.attention(query, query, query, qkv.Mask(own))
     del own
     gc.collect()
-    assert _recall._prepared
+    assert CALLS.count("forward")
     assert [reference() for reference in gone] == [None] * 3
 
 
@@ -200,7 +198,7 @@ def test_an_array_for_two_variants_and_then_two_arrays() -> None:
         found = qkv.attention(*said)
         expected = qkv.attention(*said, backend="reference")
         np.testing.assert_allclose(found, expected, atol=1e-6)
-    assert len(_recall._prepared) == 1
+    assert CALLS.count("forward") == 1
 
 
 FEW_NUMBERS = {
@@ -239,7 +237,7 @@ def test_few_numbers_are_compared(name, q_len) -> None:
         for one, other, exact in zip(found, alike, expected, strict=True):
             np.testing.assert_allclose(one, exact, atol=1e-6)
             np.testing.assert_allclose(other, exact, atol=1e-6)
-    assert len(_recall._prepared) + len(_recall._growing) == 3
+    assert CALLS.count("forward", "step") == 3
     if "Lengths" in name:
         held[...] = 17
         for _ in range(3):
@@ -255,7 +253,7 @@ def test_many_numbers_are_read_each_time() -> None:
         said = query, query, query, qkv.Segments(ids)
         found = qkv.attention(*said)
         np.testing.assert_allclose(found, qkv.attention(*said, backend="reference"), atol=1e-6)
-    assert not _recall._prepared
+    assert not CALLS.count("forward")
 
 
 def test_strides_are_part_of_it() -> None:
@@ -269,12 +267,12 @@ def test_strides_are_part_of_it() -> None:
 
 
 def test_few_are_kept() -> None:
-    key = normal(1, 1, 2 * _recall.KEPT, 2)
-    for length in range(1, 2 * _recall.KEPT):
+    key = normal(1, 1, 2 * CALLS.capacity, 2)
+    for length in range(1, 2 * CALLS.capacity):
         part = key[:, :, :length]
         for _ in range(2):
             qkv.attention(key, part, part)
-    assert len(_recall._prepared) == len(_recall._seen) == _recall.KEPT
+    assert CALLS.count("forward", "step") == CALLS.capacity
 
 
 def test_a_registered_backend_is_seen() -> None:

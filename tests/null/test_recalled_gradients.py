@@ -10,17 +10,22 @@ import pytest
 import torch
 
 import qkv
-from qkv import _pull_back
-from qkv._pull_back import Left, pull_back
 from qkv.backends.cpu import host
+from qkv.call import pull_back as prepared_pull_back
+from qkv.call.attend import attend
+from qkv.call.bound import bind
+from qkv.call.cache import CALLS
+from qkv.call.checked import check_call
+from qkv.call.gradients import gradients_of
+from qkv.call.options import OptionValues
+from qkv.call.pull_back import Residuals
 
 KEYWORDS = {"scale": None, "layout": "bhld", "q_offset": None, "kv_offset": 0, "backend": "cpu"}
 
 
 @pytest.fixture(autouse=True)
 def nothing_remembered():
-    for table in (_pull_back._prepared, _pull_back._seen):
-        table.clear()
+    CALLS.clear()
 
 
 def operands(seed, dtype=np.float32, q_len=40, kv_len=48, heads=(4, 2), dims=(24, 16), lead=(2,)):
@@ -39,9 +44,23 @@ def operands(seed, dtype=np.float32, q_len=40, kv_len=48, heads=(4, 2), dims=(24
 
 def left_by(arrays, variants=(), **keywords):
     """What the forward pass leaves."""
-    out, pullback = qkv.vjp(*arrays[:3], *variants, **{**KEYWORDS, **keywords})
-    partial = pullback._partial
-    return Left(out, partial.lse, partial.lse_rest), pullback
+    bound = bind(*arrays[:3], variants, OptionValues(**{**KEYWORDS, **keywords}))
+    found = attend(bound, backward=True, differentiable=True, given=variants)
+    call, partial = check_call(bound, variants, backward=True), found.partial
+    if partial is None:
+        partial = call.run_for_backward()
+
+    def pullback(grad_out, grad_lse=None, wrt=()):
+        shapes = [array.shape for array in arrays[:3]]
+        return gradients_of(call, partial, shapes, grad_out, grad_lse, wrt)
+
+    out = found.out
+    return Residuals(out, partial.lse, partial.lse_rest), pullback
+
+
+def pull_back(q, k, v, variants, keywords, left, grad_out, grad_lse=None, wrt=()):
+    bound = bind(q, k, v, variants, OptionValues(**keywords))
+    return prepared_pull_back.pull_back(bound, left, grad_out, grad_lse, wrt, variants)
 
 
 def check(arrays, variants=(), **keywords):
@@ -83,7 +102,7 @@ VARIANTS = {
 def test_recalled_gradients_have_the_same_bits(name, dtype) -> None:
     for seed in range(5):
         check(operands(seed, dtype), VARIANTS[name](seed), q_offset="end")
-    assert len(_pull_back._prepared) == 1
+    assert CALLS.count("pull back") == 1
 
 
 @pytest.mark.parametrize(
@@ -98,7 +117,7 @@ def test_recalled_gradients_have_the_same_bits(name, dtype) -> None:
 def test_of_other_shapes(sizes) -> None:
     for seed in range(4):
         check(operands(seed, **sizes))
-    assert len(_pull_back._prepared) == 1
+    assert CALLS.count("pull back") == 1
 
 
 def test_against_the_definition() -> None:
@@ -119,7 +138,7 @@ def test_heads_behind_rows() -> None:
         arrays = operands(seed)
         turned = [np.ascontiguousarray(a.swapaxes(-3, -2)) for a in arrays[:4]]
         check([*turned, arrays[4]], layout="blhd")
-    assert len(_pull_back._prepared) == 1
+    assert CALLS.count("pull back") == 1
 
 
 def test_other_strides_are_other_calls() -> None:
@@ -134,7 +153,7 @@ def test_other_strides_are_other_calls() -> None:
             arrays = operands(seed)
             changed = [apart(a) if p else a for a, p in zip(arrays[:4], places, strict=True)]
             check([*changed, arrays[4]])
-    assert len(_pull_back._prepared) == 16
+    assert CALLS.count("pull back") == 16
 
 
 def test_lse_of_any_order() -> None:
@@ -144,23 +163,23 @@ def test_lse_of_any_order() -> None:
         q, k, v, grad_out, grad_lse = arrays
         left, pullback = left_by(arrays)
         turned = [np.asfortranarray(a) for a in (left.lse, left.lse_rest, grad_lse)]
-        kept = Left(np.asfortranarray(left.out), *turned[:2])
+        kept = Residuals(np.asfortranarray(left.out), *turned[:2])
         found = pull_back(q, k, v, (), KEYWORDS, kept, np.asfortranarray(grad_out), turned[2])
         right = pullback(grad_out, grad_lse)
         for name in ("query", "key", "value"):
             assert getattr(found, name).tobytes() == getattr(right, name).tobytes()
-    assert len(_pull_back._prepared) == 1
+    assert CALLS.count("pull back") == 1
 
 
 def test_lse_of_another_type() -> None:
     for seed in range(4):
         q, k, v, grad_out, grad_lse = arrays = operands(seed)
         left, pullback = left_by(arrays)
-        wide = Left(left.out, *(a.astype(np.float64) for a in left[1:]))
+        wide = Residuals(left.out, *(a.astype(np.float64) for a in left[1:]))
         found = pull_back(q, k, v, (), KEYWORDS, wide, grad_out, grad_lse.astype(np.float64))
         right = pullback(grad_out, grad_lse)
         np.testing.assert_allclose(found.query, right.query, rtol=0, atol=2e-6)
-    assert not _pull_back._prepared
+    assert not CALLS.count("pull back")
 
 
 def test_without_a_cotangent_of_lse() -> None:
@@ -168,7 +187,7 @@ def test_without_a_cotangent_of_lse() -> None:
         check([*operands(seed)[:4], None])
     for seed in range(4):
         check(operands(seed))
-    assert len(_pull_back._prepared) == 2
+    assert CALLS.count("pull back") == 2
 
 
 def test_rows_that_see_nothing_are_looked_at_each_time() -> None:
@@ -197,18 +216,18 @@ def test_operands_that_are_broadcast_are_summed() -> None:
         _, k, v, *_ = operands(seed + 10, lead=(1,))
         found = check([q, k, v, grad_out, grad_lse])
         assert found.key.shape == k.shape
-    assert not _pull_back._prepared
+    assert not CALLS.count("pull back")
 
 
 def _doubled(score, batch, head, q_pos, kv_pos):
     return score * 2
 
 
-@pytest.mark.parametrize("variant", [qkv.Sinks(0.5), qkv.RoPE(), qkv.ScoreMod(_doubled)])
+@pytest.mark.parametrize("variant", [qkv.Sinks(0.5), qkv.RoPE()])
 def test_what_takes_more_than_one_run_is_not_recalled(variant) -> None:
     for seed in range(4):
         check(operands(seed), (variant,), q_offset="end")
-    assert not _pull_back._prepared
+    assert not CALLS.count("pull back")
 
 
 def test_gradients_of_variants_are_not_recalled() -> None:
@@ -221,7 +240,7 @@ def test_gradients_of_variants_are_not_recalled() -> None:
             pullback(grad_out, grad_lse, [bias]).of(bias).tobytes()
         )
         check(arrays, (bias,))
-    assert len(_pull_back._prepared) == 1
+    assert CALLS.count("pull back") == 1
 
 
 @pytest.mark.skipif(host.host().isa == "neon", reason="this machine has one instruction set")
@@ -268,7 +287,7 @@ def test_what_is_remembered_keeps_no_arrays() -> None:
     gone = [weakref.ref(a) for a in (*arrays, *left)]
     for _ in range(3):
         pull_back(*arrays[:3], VARIANTS["mask"](0), KEYWORDS, left, *arrays[3:])
-    (ready,) = _pull_back._prepared.values()
+    (ready,) = [p for key, p in CALLS._prepared.items() if key[0] == "pull back"]
     del arrays, left
     gc.collect()
     assert not any(reference() is not None for reference in gone)

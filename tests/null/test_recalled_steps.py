@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv import _recall
+from qkv.call.cache import CALLS
 from qkv.errors import AmbiguityError, ArgumentError, ShapeError
 
 VARIANTS = {
@@ -31,8 +31,7 @@ def nothing_remembered():
 
 
 def forget() -> None:
-    for table in (_recall._prepared, _recall._growing, _recall._seen):
-        table.clear()
+    CALLS.clear()
 
 
 def near(found, said, keywords, dtype="float32") -> None:
@@ -68,7 +67,7 @@ def test_a_cache_that_grows(name, q_len, dtype, layout) -> None:
                 alone = qkv.attention(*said, **asked)
                 assert alone.tobytes() == found[0].tobytes()
             cache[0][..., step, :] = 0
-    assert len(_recall._growing) == (2 if q_len < 6 else 0)
+    assert CALLS.count("step") == (2 if q_len < 6 else 0)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -79,13 +78,12 @@ def test_a_step_gives_what_a_first_call_gives(name) -> None:
     for length in (300, 301, 640, 642):
         said = query, cache[:, :, :length], cache[:, :, :length], *variants
         found = qkv.attention(*said, return_lse=True, **keywords)
-        known = dict(_recall._growing)
+        known = {k: p for k, p in CALLS._prepared.items() if k[0] == "step"}
         forget()
         first = qkv.attention(*said, return_lse=True, **keywords)
         for one, other in zip(found, first, strict=True):
             assert one.tobytes() == other.tobytes()
-        _recall._growing.update(known)
-        _recall._seen.update(dict.fromkeys(known))
+        CALLS._prepared.update(known)
     assert known
 
 
@@ -103,7 +101,7 @@ def test_offsets_that_grow() -> None:
                     {"q_offset": place, "kv_offset": 0}, {"q_offset": place, "kv_offset": -9},
                 ):  # fmt: skip
                     near(qkv.attention(*said, return_lse=True, **keywords), said, keywords)
-    assert len(_recall._growing) == 4
+    assert CALLS.count("step") == 4
     for place in (2**31, -(2**31), 10**30):
         with pytest.raises(ArgumentError):
             qkv.attention(*said, q_offset=place)
@@ -123,7 +121,7 @@ def test_what_is_no_step_like_the_last_is_seen() -> None:
         with pytest.raises(qkv.errors.DTypeError):
             qkv.attention(query, key, key.astype("float64"), *variants)
         assert not qkv.attention(query, key[:, :, :0], key[:, :, :0], *variants).any()
-    assert len(_recall._growing) == 2
+    assert CALLS.count("step") == 2
     for length in (2, 2, 2, 30, 31, 2, 33):
         row = cache[:, :, :length]
         if length == 2:
@@ -149,7 +147,7 @@ def test_few_queries_with_masks_that_change() -> None:
         for variant in (qkv.Mask(mask), qkv.Bias(bias), qkv.Mask(mask[:1]), mask[:, :, :1]):
             said = query, key, key, variant
             near(qkv.attention(*said, return_lse=True), said, {})
-    assert len(_recall._prepared) == 4
+    assert CALLS.count("forward") == 4
 
 
 def test_a_machine_that_changes_is_seen(monkeypatch) -> None:
@@ -181,4 +179,4 @@ def test_slopes_are_compared() -> None:
         said = query, cache[:, :, :length], cache[:, :, :length], qkv.ALiBi(held)
         found = qkv.attention(*said, q_offset="end", return_lse=True)
         near(found, said, {"q_offset": "end"})
-    assert len(_recall._growing) == 2
+    assert CALLS.count("step") == 2

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from written_out import OWN, attention
 
 import qkv
-from qkv import _pull_back
+from qkv.call.cache import CALLS
 from qkv.problem.builder import Shape
 from qkv.testing import truth
 from qkv.variants import ALL
@@ -256,9 +256,9 @@ def test_the_way_back_runs_no_forward_pass(
 
     There, one key has nearly all the weight: what rounding takes from lse would show.
     """
-    from qkv import _recall
     from qkv.backends.cpu import CpuBackend
     from qkv.bridges import jax_rules
+    from qkv.call import attend
 
     runs: list[Any] = []
     run = CpuBackend._run
@@ -282,7 +282,7 @@ def test_the_way_back_runs_no_forward_pass(
 
     both = both if through == "eager" else jax.jit(both)
     monkeypatch.setattr(CpuBackend, "_run", spy)
-    monkeypatch.setattr(_recall, "likeness", lambda *_: (None, ()))  # each call runs the backend
+    monkeypatch.setattr(attend, "heads_first", lambda *_: None)  # each call runs the backend
     if through == "callback":
         monkeypatch.setattr(jax_rules, "_is_registered", lambda: False)
         jax.clear_caches()
@@ -368,7 +368,7 @@ def test_16_bits(dtype: str) -> None:
 @pytest.mark.parametrize("batched", [False, True])
 def test_many_steps(batched: bool) -> None:
     """The later ones are recalled, and read their own arrays."""
-    _pull_back._prepared.clear()
+    CALLS.clear()
     shape = Shape((2,), 4, 2, 17, 17, 8, 8)
 
     def loss(q: Any, k: Any, v: Any) -> Any:
@@ -388,4 +388,4 @@ def test_many_steps(batched: bool) -> None:
         q = jnp.stack([q, 2 * q, q - 1]) if batched else q
         for got, known in zip(step(q, k, v), right(q, k, v), strict=True):
             close(got, known)
-    assert _pull_back._prepared
+    assert CALLS.count("pull back")

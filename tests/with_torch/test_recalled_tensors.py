@@ -10,8 +10,11 @@ torch = pytest.importorskip("torch")
 
 import qkv  # noqa: E402
 import qkv.torch  # noqa: E402
-from qkv import _recall  # noqa: E402
-from qkv.bridges import torch_guards, torch_recall  # noqa: E402
+from qkv.bridges import torch_guards, torch_prepared  # noqa: E402
+from qkv.call.attend import attend as attend_bound  # noqa: E402
+from qkv.call.bound import bind  # noqa: E402
+from qkv.call.cache import CALLS  # noqa: E402
+from qkv.call.options import OptionValues  # noqa: E402
 from qkv.errors import QkvError, ShapeError  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
@@ -25,9 +28,8 @@ def nothing_remembered(request, monkeypatch):
     """With what torch tells about tensors in one call, and without it."""
     if request.param == "no guards":
         monkeypatch.setattr(torch_guards, "_can_tell", lambda: False)
-        monkeypatch.setattr(torch_recall, "_empty_of_compiled_code", lambda: None)
-    for table in (_recall._prepared, _recall._seen, torch_recall._known, torch_recall._latest):
-        table.clear()
+        monkeypatch.setattr(torch_prepared, "_empty_of_compiled_code", lambda: None)
+    CALLS.clear()
 
 
 def normal(*shape, seed=0, dtype=torch.float32):
@@ -43,7 +45,7 @@ def remembered(function=qkv.attention, *more, **keywords):
     known = operands()
     for _ in range(3):
         function(*known, *more, **keywords)
-    assert torch_recall._known
+    assert CALLS.count("tensors")
     return known
 
 
@@ -60,7 +62,7 @@ def test_this_torch_has_guards(request) -> None:
     """If this fails, calls are as right as ever, but take longer than torch's own."""
     if "no guards" not in request.node.name:
         assert torch_guards._can_tell()
-        assert torch_recall._empty_of_compiled_code()
+        assert torch_prepared._empty_of_compiled_code()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
@@ -81,8 +83,8 @@ def test_a_remembered_call_reads_its_own_tensors(dtype) -> None:
             for again in (qkv.attention(*tensors, *variants), drop_in(*tensors, is_causal=causal)):
                 assert again.equal(found)
                 assert again.is_contiguous()
-    # Two of either function, and `Causal("start")`, which the drop-in goes on with.
-    assert len(torch_recall._known) == 5
+    # Nothing and `Causal()`, and `Causal("start")`, which the drop-in says.
+    assert CALLS.count("tensors") == 3
 
 
 def test_tensors_may_be_one_object() -> None:
@@ -90,7 +92,7 @@ def test_tensors_may_be_one_object() -> None:
         x, y, z = operands(seed)
         for tensors in ((x, x, x), (x, y, y), (x, x, y), (x, y, x), (x, y, z)):
             close(qkv.attention(*tensors), sdpa(*tensors))
-    assert len(torch_recall._known) == 4  # (x, y, x) is like (x, y, z)
+    assert CALLS.count("tensors") == 4  # (x, y, x) is like (x, y, z)
 
 
 def test_strides_are_part_of_it() -> None:
@@ -154,7 +156,7 @@ def test_gradients_are_not_lost(function) -> None:
     with torch.no_grad():
         for _ in range(3):
             assert not function(*tensors).requires_grad
-    assert torch_recall._known
+    assert CALLS.count("tensors")
     assert function(*tensors).requires_grad
     remembered(function)
     for n in range(3):
@@ -272,7 +274,7 @@ def test_masks_may_have_other_values(function) -> None:
             found = function(*tensors, mask)
             close(found, sdpa(*tensors, mask).nan_to_num(0.0))
             assert function(*tensors, mask.contiguous()).equal(found)
-    assert len(torch_recall._known) == (2 if function is qkv.attention else 4)
+    assert CALLS.count("tensors") == 2
 
 
 @pytest.mark.parametrize("function", [qkv.attention, drop_in])
@@ -360,20 +362,21 @@ def test_many_threads() -> None:
 
 
 def test_few_are_kept() -> None:
-    key = normal(1, 1, 2 * _recall.KEPT + 20, 2)
-    for length in range(16, 2 * _recall.KEPT):
+    key = normal(1, 1, 2 * CALLS.capacity + 20, 2)
+    for length in range(16, 2 * CALLS.capacity):
         part = key[:, :, :length]
         for _ in range(2):
             qkv.attention(part, part, part, scale=float(length))
-    assert len(torch_recall._known) == len(torch_recall._latest) == _recall.KEPT
+    assert CALLS.count("tensors") > 1
+    assert len(CALLS) == CALLS.capacity
 
 
 def test_rows_that_nobody_wants_are_not_written() -> None:
     arrays = [t.numpy() for t in operands()]
-    said = ((qkv.Causal(),), None, "bhld", None, 0, "cpu")
+    bound = bind(*arrays, (qkv.Causal(),), OptionValues(backend="cpu"))
     for _ in range(3):
-        out, lse, _ = _recall.attend(*arrays, *said)
-    alone = _recall.attend(*arrays, *said, rows=False)
-    assert alone[1] is alone[2] is None
-    np.testing.assert_array_equal(alone[0], out)
-    np.testing.assert_array_equal(_recall.attend(*arrays, *said)[1], lse)
+        out, lse, *_ = attend_bound(bound)
+    alone = attend_bound(bound, rows=False)
+    assert alone.lse is alone.lse_rest is None
+    np.testing.assert_array_equal(alone.out, out)
+    np.testing.assert_array_equal(attend_bound(bound).lse, lse)

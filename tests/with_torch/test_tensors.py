@@ -122,26 +122,25 @@ def test_opcheck(name: str, layout: str) -> None:
     query, key, value = operands(torch.float64)
     if layout == "blhd":
         query, key, value = (t.transpose(1, 2) for t in (query, key, value))
-    from qkv._statement import state
+    from qkv.call.bound import bind
+    from qkv.call.options import OptionValues
 
-    said = state(
-        SAMPLES[name](), lambda a: isinstance(a, torch.Tensor),
-        scale=None, layout=layout, q_offset=None, kv_offset=0, backend="auto",
-    )  # fmt: skip
-    arrays = [a.double() if a.is_floating_point() else a for a in said.arrays]
+    bound = bind(query, key, value, SAMPLES[name](), OptionValues(layout=layout))
+    arrays = [a.double() if a.is_floating_point() else a for a in bound.leaves[3:]]
+    text = bound.structure.text
     numbers = [n for n, a in enumerate(arrays) if a.is_floating_point()]
     inputs = (query, key, value, arrays)
-    out, lse, rest = operators.attention(*inputs, said.text, True)
+    out, lse, rest = operators.attention(*inputs, text, True)
     along = [torch.ones_like(t) for t in (query, key, value, *(arrays[n] for n in numbers))]
-    torch.library.opcheck(operators.attention, (*inputs, said.text, True))
+    torch.library.opcheck(operators.attention, (*inputs, text, True))
     torch.library.opcheck(
         operators.attention_backward,
-        (*inputs, out, lse, rest, torch.ones_like(out), torch.ones_like(lse), said.text, numbers),
+        (*inputs, out, lse, rest, torch.ones_like(out), torch.ones_like(lse), text, numbers),
     )
-    torch.library.opcheck(operators.attention_tangent, (*inputs, along, said.text, numbers))
+    torch.library.opcheck(operators.attention_tangent, (*inputs, along, text, numbers))
     torch.library.opcheck(
         operators.attention_second,
-        (*inputs, torch.ones_like(out), torch.ones_like(lse), along, said.text, numbers, numbers),
+        (*inputs, torch.ones_like(out), torch.ones_like(lse), along, text, numbers, numbers),
     )
 
 

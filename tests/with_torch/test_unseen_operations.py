@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import qkv  # noqa: E402
-from qkv import _pull_back  # noqa: E402
+from qkv.call.cache import CALLS  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
 
@@ -69,13 +69,13 @@ def test_who_looks_on_at_the_way_back_only() -> None:
 
 def test_gradients_of_many_steps() -> None:
     """The later ones are recalled."""
-    _pull_back._prepared.clear()
+    CALLS.clear()
     for seed in range(5):
         tensors = [t.detach().mul(1 + seed).requires_grad_() for t in operands()]
         along = torch.randn(2, 3, 20, 8, generator=torch.Generator().manual_seed(seed)).double()
         found = torch.autograd.grad(attend(*tensors), tensors, along)
         close(found, torch.autograd.grad(formula(*tensors), tensors, along))
-    assert _pull_back._prepared
+    assert CALLS.count("pull back")
 
 
 def test_the_same_graph_twice() -> None:

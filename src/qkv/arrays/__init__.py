@@ -99,6 +99,9 @@ def view_beside(query: ArrayLibrary, array: Any, role: str) -> NDArray[Any]:
 
 def is_array(value: Any) -> bool:
     """Whether a value is an array of a library that is known here."""
-    if isinstance(value, np.ndarray | np.generic):
-        return isinstance(value, np.ndarray)
+    # Two questions, since torch's compiler does not follow a union of types.
+    if isinstance(value, np.ndarray):
+        return True
+    if isinstance(value, np.generic):
+        return False
     return kind_of(value) is not None and hasattr(value, "dtype") and hasattr(value, "shape")

@@ -6,18 +6,21 @@ vmap, scan) becomes an operation of compiled code.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from qkv._recall import attend
-from qkv._statement import state
-from qkv.arrays import is_array, library_of, view_beside
+from qkv.arrays import library_of, view_beside
 from qkv.arrays.jax_arrays import JaxArrays
 from qkv.bridges import jax_rules as rules
 from qkv.bridges.jax_operations import PROCESS, Operation
+from qkv.call.attend import attend
+from qkv.call.bound import BoundCall, bind
+from qkv.call.flatten import hold
+from qkv.call.options import OptionValues
 from qkv.errors import DTypeError, UnsupportedError
 from qkv.problem.rows import Paged, Quantized
 
@@ -29,41 +32,35 @@ def attention(
     key: Any,
     value: Any,
     variants: tuple[Any, ...],
-    scale: float | None,
-    layout: Any,
-    q_offset: Any,
-    kv_offset: Any,
+    options: OptionValues,
     return_lse: bool,
-    backend: str,
 ) -> Any:
     """As `qkv.attention`."""
-    keywords = {
-        "scale": scale,
-        "layout": layout,
-        "q_offset": q_offset,
-        "kv_offset": kv_offset,
-        "backend": backend,
-    }
-    said = state(variants, is_array, **keywords)
-    if any(isinstance(array, jax.core.Tracer) for array in (query, key, value, *said.arrays)):
+    bound = bind(query, key, value, variants, options)
+    structure, leaves = bound
+    if any(isinstance(array, jax.core.Tracer) for array in leaves):
         operands = (_operand(query, "query"), _operand(key, "key"), _operand(value, "value"))
-        inputs = rules.varying((*operands, *map(jnp.asarray, said.arrays)))
+        inputs = rules.varying((*operands, *map(jnp.asarray, leaves[3:])))
+        hold(structure)
         operation = Operation(
-            statement=said.text,
+            structure=structure.text,
             ndims=tuple(array.ndim for array in inputs),
-            layout=layout,
-            knows_batch=bool(said.named) or "'Dropout'" in said.text,
-            process=PROCESS if said.named else 0,
+            layout=options.layout,
+            uses_batch_index=structure.uses_batch_index,
+            process=0 if structure.is_portable else PROCESS,
         )
-        _named.extend(said.named)
         found = rules.attend(operation, inputs)[:2]
         return found if return_lse else found[0]
-    if isinstance(key, Paged | Quantized) or isinstance(value, Paged | Quantized):
-        found = attend(query, key, value, variants, **keywords)[:2]
-        return found if return_lse else found[0]
-    operands = (_view(query, "query"), _view(key, "key"), _view(value, "value"))
-    out, lse, _ = attend(*operands, variants, **keywords)
+    if not structure.is_plain:
+        attended = attend(bound)
+        return (attended.out, attended.lse) if return_lse else attended.out
+    views = [_view(leaf, role) for leaf, role in zip(leaves, _roles(leaves), strict=True)]
+    out, lse, *_ = attend(BoundCall(structure, views), rows=return_lse)
     return (_like(query, out), _like(query, lse)) if return_lse else _like(query, out)
+
+
+def _roles(leaves: Sequence[Any]) -> list[str]:
+    return ["query", "key", "value", *["an array of a variant"] * (len(leaves) - 3)]
 
 
 _view = partial(view_beside, JaxArrays())
@@ -75,10 +72,6 @@ def _like(query: Any, array: Any) -> Any:
     if isinstance(query, jax.Array) and query.devices() != made.devices():
         return jax.device_put(made, query.sharding)
     return made
-
-
-_named: list[Any] = []
-"""What compiled code names; it may run as long as the process lives."""
 
 
 def _operand(array: Any, role: str) -> Any:

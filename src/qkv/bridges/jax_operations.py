@@ -4,9 +4,8 @@
     backward    inputs, out, lse, lse_rest, grad_out[, grad_lse]  -> the wanted gradients
     second      inputs, grad_out, grad_lse, along                 -> the wanted gradients
 
-`inputs` are query, key, value and what `qkv._statement` has taken out of the call, its arrays;
-`along` the cotangents of gradients. `lse_rest` is what rounding took from lse, NaN where that is
-not known.
+`inputs` are the leaves of a bound call: query, key, value and the arrays of its variants; `along`
+the cotangents of gradients. `lse_rest` is what rounding took from lse, NaN where that is not known.
 
 Under `jax.vmap` every array has more dimensions in front, of size 1 where it is the same for all.
 Where that means the same they become leading dimensions of one call; else there is one call for
@@ -25,11 +24,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv._pull_back import Left, pull_back
-from qkv._recall import attend
-from qkv._statement import Restated, restate
+from qkv.call.attend import attend
+from qkv.call.bound import BoundCall, Structure
+from qkv.call.jvp import Tangents, second_vjp
+from qkv.call.pull_back import Residuals, pull_back
 from qkv.errors import UnsupportedError
-from qkv.variants import ScoreMod
 
 __all__ = ["PROCESS", "Operation", "compute"]
 
@@ -45,8 +44,8 @@ class Operation:
 
     Parameters
     ----------
-    statement : str
-        The text of `qkv._statement`.
+    structure : str
+        The text of a `qkv.call.bound.Structure`.
     ndims : tuple of int
         Dimensions of query, key, value and arrays, without those of `jax.vmap`.
     layout : str
@@ -55,18 +54,18 @@ class Operation:
         backward pass, two more are grad_out and grad_lse.
     along : tuple of int or None
         Of which of those the gradients are differentiated; None but for the second backward pass.
-    knows_batch : bool
+    uses_batch_index : bool
         A variant may read the flat index over leading dimensions: more of them would change it.
     process : int
-        0, or the process whose objects the statement names.
+        0, or the process whose objects the structure names.
     backward : bool
         Of the forward pass: whether a backward pass will follow.
     """
 
-    statement: str
+    structure: str
     ndims: tuple[int, ...]
     layout: str
-    knows_batch: bool
+    uses_batch_index: bool
     process: int
     wanted: tuple[int, ...] | None = None
     along: tuple[int, ...] | None = None
@@ -118,7 +117,7 @@ def _is_one_call(operation: Operation, inputs: Sequence[Array], added: int) -> b
     """Whether the dimensions of `vmap` may become leading dimensions."""
     operands, count = operation.ndims[:3], len(operation.ndims)
     return (
-        not operation.knows_batch
+        not operation.uses_batch_index
         and len(set(operands)) == 1
         and not any(3 <= n < count for n in (*(operation.wanted or ()), *(operation.along or ())))
         and all(set(array.shape[:added]) <= {1} for array in inputs[3:count])
@@ -145,67 +144,50 @@ def _leading(operation: Operation, inputs: Sequence[Array], lead: tuple[int, ...
 
 
 def _forward(operation: Operation, inputs: Sequence[Array], results: Sequence[Array]) -> None:
-    query, key, value, *arrays = inputs
-    said = restate(operation.statement, arrays)
-    found = attend(query, key, value, said.variants, **said.keywords, backward=operation.backward)
-    for array, result in zip(found, results, strict=True):
+    found = attend(_bound(operation, inputs), backward=operation.backward)
+    for array, result in zip(found[:3], results, strict=True):
         result[...] = np.nan if array is None else array.reshape(result.shape)
 
 
 def _backward(operation: Operation, inputs: Sequence[Array], results: Sequence[Array]) -> None:
     count = len(operation.ndims)
-    query, key, value, *arrays = inputs[:count]
     out, lse, lse_rest, grad_out = inputs[count : count + 4]
     grad_lse = inputs[count + 4] if len(inputs) > count + 4 else None
-    said = restate(operation.statement, arrays)
-    left = Left(out, lse, lse_rest)
     wanted = operation.wanted or ()
-    owners = [said.owners[n - 3] for n in wanted if n >= 3]
-    along = grad_out, grad_lse
-    found = pull_back(query, key, value, said.variants, said.keywords, left, *along, owners)
-    _fill(results, wanted, found, said)
+    leaves = [n for n in wanted if n >= 3]
+    residuals = Residuals(out, lse, lse_rest)
+    found = pull_back(_bound(operation, inputs[:count]), residuals, grad_out, grad_lse, leaves)
+    _fill(results, wanted, found, count)
 
 
 def _second(operation: Operation, inputs: Sequence[Array], results: Sequence[Array]) -> None:
-    from qkv._second import Tangents, second_vjp
-
     count = len(operation.ndims)
-    query, key, value, *arrays = inputs[:count]
     grad_out, grad_lse, *along = inputs[count:]
-    said = restate(operation.statement, arrays)
     changes = dict(zip(operation.along or (), along, strict=True))
-    own = [(*_named(said, n), change) for n, change in changes.items() if n >= 3]
+    own = [(n, None, change) for n, change in changes.items() if n >= 3]
     wanted = operation.wanted or ()
     found = second_vjp(
-        query,
-        key,
-        value,
-        *said.variants,
-        **said.keywords,
+        _bound(operation, inputs[:count]),
         grad_out=grad_out,
         grad_lse=grad_lse,
         tangents=Tangents(changes.get(0), changes.get(1), changes.get(2), own),
-        wrt=[said.owners[n - 3] for n in wanted if 3 <= n < count],
+        wrt=[n for n in wanted if 3 <= n < count],
     )
-    _fill(results, wanted, found, said)
+    _fill(results, wanted, found, count)
 
 
-def _named(said: Restated, n: int) -> tuple[Any, Any]:
-    """The variant that holds input n, and which array if it may read several."""
-    owner = said.owners[n - 3]
-    # Of the others, some read a converted copy.
-    return owner, said.arrays[n - 3] if isinstance(owner, ScoreMod) else None
+def _bound(operation: Operation, inputs: Sequence[Array]) -> BoundCall:
+    return BoundCall(Structure.from_text(operation.structure), inputs)
 
 
-def _fill(results: Sequence[Array], wanted: Sequence[int], found: Any, said: Restated) -> None:
-    """The wanted gradients, in the place and type of the results."""
-    count = 3 + len(said.arrays)
+def _fill(results: Sequence[Array], wanted: Sequence[int], found: Any, count: int) -> None:
+    """The wanted gradients, in the place and type of the results; `count` inputs come first."""
     for n, result in zip(wanted, results, strict=True):
         if n < 3:
             gradient = (found.query, found.key, found.value)[n]
         elif n >= count:
             gradient = (found.grad_out, found.grad_lse)[n - count]
         else:
-            gradient = found.of(*_named(said, n))
+            gradient = found.of(n)
         with np.errstate(all="ignore"):
             result[...] = gradient.reshape(result.shape)

@@ -24,12 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from qkv._call import Call
-from qkv._statement import restate
 from qkv.bridges.jax_ffi import ANSWER_PATH, cancelled, handler
 from qkv.bridges.jax_operations import Operation, compute
+from qkv.call.bound import BoundCall, Structure
+from qkv.call.checked import check_call, checked
+from qkv.call.options import OptionValues
 from qkv.errors import DTypeError, QkvError, ShapeError, UnsupportedError
-from qkv.variants import RoPE
 
 __all__ = ["attend", "varying"]
 
@@ -216,12 +216,12 @@ def _stand_in(array: Any) -> Any:
 
 def _shapes_of_results(operation: Operation, inputs: Sequence[Any]) -> Shapes:
     """Of out, lse and lse_rest; errors that values have no part in are raised now, not by XLA."""
-    query, key, value, *arrays = map(_stand_in, inputs)
-    said = restate(operation.statement, arrays)
-    plain = {**said.keywords, "scale": None, "q_offset": None, "kv_offset": 0}
-    call = Call.bind(query, key, value, (), **plain)
+    query, key, value, *arrays = stand_ins = list(map(_stand_in, inputs))
+    bound = BoundCall(Structure.from_text(operation.structure), stand_ins)
+    options = OptionValues(layout=operation.layout, backend=bound.unflatten().options.backend)
+    call = checked(query, key, value, (), options)
     try:
-        Call.bind(query, key, value, said.variants, **said.keywords)
+        check_call(bound)
     except QkvError as error:
         by_shape = isinstance(error, ShapeError | DTypeError) and not operation.process
         if by_shape or not arrays:
@@ -268,10 +268,13 @@ def varying(arrays: Sequence[Any]) -> tuple[Any, ...]:
 
 def _refuse_constants(operation: Operation, values: Sequence[Any], wanted: Sequence[int]) -> None:
     """Some arrays of a call have no gradient; better to hear it than to train nothing."""
-    owners = restate(operation.statement, list(map(_stand_in, values[3:]))).owners
+    structure = Structure.from_text(operation.structure)
+    owners = BoundCall(structure, list(map(_stand_in, values))).unflatten().owners
     for n in wanted:
-        if n >= 3 and (owners[n - 3] is None or isinstance(owners[n - 3], RoPE)):
-            what = "scale" if owners[n - 3] is None else "inv_freq of RoPE"
+        owner = owners[n]
+        constant: tuple[str, ...] = getattr(owner, "constant_fields", ())
+        if n >= 3 and (owner is None or constant):
+            what = "scale" if owner is None else f"{constant[0]} of {type(owner).__name__}"
             raise UnsupportedError(
                 f"a gradient of {what} was asked for; qkv has none.",
                 action=f"Stop it with jax.lax.stop_gradient({what.split()[0]})"

@@ -19,12 +19,16 @@ def batched(
     in_dims: Sequence[int | None],
     tensors: Sequence[Tensor],
     function: Callable[..., Any],
-    text: str,
+    uses_batch_index: bool,
     *,
     inputs: int,
     along: int,
 ) -> Any:
-    """The rule of `torch.vmap`; `along` counts arrays whose own gradients or changes take part."""
+    """The rule of `torch.vmap`.
+
+    `uses_batch_index` says that one more leading dimension may mean something else, `along` counts
+    arrays whose own gradients or changes take part.
+    """
     moved = [
         t if dim is None else t.movedim(dim, 0) for t, dim in zip(tensors, in_dims, strict=True)
     ]
@@ -36,7 +40,7 @@ def batched(
         and not any(has_batch[inputs + 3 :])
         and len(ranks) == 1
         and min(ranks) > 2
-        and not any(word in text for word in _KNOWS_THE_BATCH)
+        and not uses_batch_index
     )
     if one_more:
         whole = [
@@ -57,7 +61,3 @@ def batched(
         )
         found = tuple([t.new_empty(0, *t.shape) for t in one])
     return found, (0,) * len(found)
-
-
-_KNOWS_THE_BATCH = ("'score mod'", "'object'", "'Dropout'")
-"""Variants that may read the flat index over leading dimensions."""

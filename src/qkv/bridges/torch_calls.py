@@ -12,14 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkv._recall import apart, are_constants, attend
-from qkv._statement import Statement, hold, keep_for_good, restate, state
 from qkv.arrays import is_array, view_beside
 from qkv.arrays.torch_arrays import TorchArrays
 from qkv.bridges import torch_devices as devices
 from qkv.bridges import torch_functions as functions
 from qkv.bridges.torch_operators import contiguous
-from qkv.bridges.torch_recall import looks_on, recall, remember
+from qkv.bridges.torch_prepared import looks_on, prepare, run_prepared
+from qkv.call.attend import attend
+from qkv.call.bound import BoundCall, Structure, bind
+from qkv.call.flatten import hold, keep_for_good
+from qkv.call.options import OptionValues
 from qkv.errors import UnsupportedError
 from qkv.problem.rows import Paged, Quantized
 
@@ -27,79 +29,86 @@ __all__ = ["attention"]
 
 
 def attention(
-    query: Tensor,
+    query: Any,
     key: Any,
     value: Any,
     variants: tuple[Any, ...],
-    scale: float | None,
-    layout: Any,
-    q_offset: Any,
-    kv_offset: Any,
+    options: OptionValues,
     return_lse: bool,
-    backend: str,
 ) -> Any:
     """As `qkv.attention`."""
-    said = variants, scale, layout, q_offset, kv_offset, backend
-    if layout == "bhld" and are_constants(said):
-        forms, read = apart(variants, Tensor)
-        door = (forms, *said[1:]) if read else said
-        found = recall(query, key, value, door, return_lse, read)
-        if found is not None:
-            return found
-    keywords = {
-        "scale": scale,
-        "layout": layout,
-        "q_offset": q_offset,
-        "kv_offset": kv_offset,
-        "backend": backend,
-    }
-    if isinstance(key, Paged | Quantized) or isinstance(value, Paged | Quantized):
+    if torch.compiler.is_dynamo_compiling():
+        return _compiled(query, key, value, variants, options, return_lse)
+    bound = bind(query, key, value, variants, options)
+    found = run_prepared(bound, return_lse)
+    if found is not None:
+        return found
+    if not bound.structure.is_plain:
         _refuse_gradients(query, *_within(key), *_within(value))
-        found = attend(query, key, value, variants, **keywords)[:2]
-        return found if return_lse else found[0]
-    query, key, value = _autocast(_tensor(query), _tensor(key), _tensor(value))
-    keep = _keep if torch.compiler.is_dynamo_compiling() else None
-    if not query.is_cpu or backend == "torch":
-        devices.check_backend(query, backend)
-        statement = state(variants, _is_array, keep, **keywords)
-        arrays = [_tensor(array) for array in statement.arrays]
-        if keep is None and torch._C._len_torch_dispatch_stack() > 0:
-            hold(statement.named)
-        return devices.attend(query, key, value, arrays, statement.text, return_lse)
-    statement = state(variants, _is_array, keep, **keywords)
-    arrays = [_tensor(array) for array in statement.arrays]
-    if _is_watched(query, key, value, *arrays):
-        if keep is None and torch._C._len_torch_dispatch_stack() > 0:
-            hold(statement.named)  # whatever looks on may write the text down
-        found = functions.attend(query, key, value, arrays, statement.text, statement.named)
-    else:
-        found = _at_once(query, key, value, variants, keywords, statement, arrays)
-        forms, read = apart(variants, Tensor)
-        if layout == "bhld" and len(read) == len(arrays):
-            asked = query, key, value
-            door = (forms, *said[1:]) if read else said
-            remember(door, asked, asked, said, found[0])
-    return found if return_lse else found[0]
+        found = attend(bound)
+        return (found.out, found.lse) if return_lse else found.out
+    operands = _tensor(bound.leaves[0]), _tensor(bound.leaves[1]), _tensor(bound.leaves[2])
+    leaves = _autocast(*operands)
+    if not leaves[0].is_cpu or options.backend == "torch":
+        tensors = tuple(map(_tensor, bound.leaves[3:]))
+        devices.check_backend(leaves[0], options.backend)
+        _hold_if_seen(bound.structure)
+        return devices.attend(*leaves, list(tensors), bound.structure.text, return_lse)
+    if _is_watched(*leaves, *bound.leaves[3:]):
+        tensors = tuple(map(_tensor, bound.leaves[3:]))
+        _hold_if_seen(bound.structure)
+        out, lse = functions.attend(*leaves, tensors, bound.structure)
+        return (out, lse) if return_lse else out
+    views = [view_beside(_LIBRARY, leaf, "an array of the call") for leaf in bound.leaves[3:]]
+    seen = BoundCall(bound.structure, (*map(_view, leaves, _ROLES), *views))
+    attended = attend(seen, rows=return_lse)
+    out = contiguous(_LIBRARY.restore(attended.out))
+    if leaves[0] is operands[0]:
+        prepare(bound, seen, out)
+    return (out, contiguous(_LIBRARY.restore(attended.lse))) if return_lse else out
 
 
-def _at_once(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+def _compiled(
+    query: Any,
+    key: Any,
+    value: Any,
     variants: tuple[Any, ...],
-    keywords: dict[str, Any],
-    statement: Statement,
-    arrays: list[Tensor],
+    options: OptionValues,
+    return_lse: bool,
 ) -> Any:
-    # A call of NumPy arrays like an earlier one can be recalled.
-    view, restore = _LIBRARY.view, _LIBRARY.restore
-    q, k, v = view(query, "query"), view(key, "key"), view(value, "value")
-    if arrays:
-        views = [view(array, "an array of a variant") for array in arrays]
-        restated = restate(statement.text, views)
-        variants, keywords = restated.variants, restated.keywords
-    out, lse, _ = attend(q, k, v, variants, **keywords)
-    return contiguous(restore(out)), contiguous(restore(lse))
+    """The call while Dynamo reads it: variants of one's own and functions are constants."""
+    if isinstance(key, (Paged, Quantized)) or isinstance(value, (Paged, Quantized)):
+        raise UnsupportedError(
+            "torch compiles this call, and paged or quantised rows are no tensors.",
+            action="Call it outside of torch.compile, or gather the rows into a tensor first.",
+        )
+    bound = bind(query, key, value, variants, options, _keep)
+    query, key, value, *tensors = [_tensor(leaf) for leaf in bound.leaves]
+    operands = _autocast(query, key, value)
+    text = _text(tuple(bound.structure))
+    if not operands[0].is_cpu or options.backend == "torch":
+        devices.check_backend(operands[0], options.backend)
+        return devices.attend(*operands, tensors, text, return_lse)
+    out, lse = functions.attend(*operands, tensors, text)
+    return (out, lse) if return_lse else out
+
+
+_keep = torch.compiler.assume_constant_result(keep_for_good)
+"""Compiled code, and what it names, may live as long as the process. It takes score mods that were
+made outside it, and their arrays, as constants."""
+
+
+def _text_of_tuple(structure: tuple[Any, ...]) -> str:
+    return Structure(*structure).text
+
+
+_text = torch.compiler.assume_constant_result(_text_of_tuple)
+
+
+def _hold_if_seen(structure: Structure) -> None:
+    """Whatever looks on may write the text of the structure down."""
+    if torch._C._len_torch_dispatch_stack() > 0:
+        hold(structure)
 
 
 def _refuse_gradients(*arrays: Any) -> None:
@@ -121,15 +130,6 @@ def _within(rows: Any) -> list[Any]:
     return [rows]
 
 
-_keep = torch.compiler.assume_constant_result(keep_for_good)
-"""Compiled code, and what it names, may live as long as the process. It takes score mods that were
-made outside it, and their arrays as constants."""
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, Tensor | np.ndarray)
-
-
 def _tensor(array: Any) -> Any:
     """An array of any library as a tensor of the same memory, where torch can have that."""
     if isinstance(array, Tensor):
@@ -144,19 +144,25 @@ def _tensor(array: Any) -> Any:
 
 
 _LIBRARY = TorchArrays()
+_view = _LIBRARY.view
+_ROLES = ("query", "key", "value")
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors in the type that autocast asks for, as torch's own attention would take them."""
-    device = tensors[0].device.type
+def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Operands in the type that autocast asks for, as torch's own attention would take them."""
+    device = query.device.type
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return tensors
+        return query, key, value
     dtype = torch.get_autocast_dtype(device)
-    return tuple(t if t.dtype is torch.float64 else t.to(dtype) for t in tensors)
+    query, key, value = (
+        t if t.dtype is torch.float64 else t.to(dtype) for t in (query, key, value)
+    )
+    return query, key, value
 
 
-def _is_watched(*tensors: Tensor) -> bool:
+def _is_watched(*arrays: Any) -> bool:
     """Whether torch must see the operation, or changes what it is given."""
+    tensors = [array for array in arrays if isinstance(array, Tensor)]
     return (
         looks_on()
         or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))

@@ -19,18 +19,18 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from qkv._call import as_variant
-from qkv._own_arrays import made
-from qkv._statement import Restated, restate
 from qkv.arrays import library_of, view
 from qkv.bridges.torch_operators import without_values
-from qkv.bridges.torch_recall import looks_on
+from qkv.bridges.torch_prepared import looks_on
+from qkv.call.bound import BoundCall, Structure, UnboundCall
+from qkv.call.variant_arrays import made
 from qkv.errors import UnsupportedError
 from qkv.problem.check import check
 from qkv.problem.expressions import Const, Load, Node, Op, Var
 from qkv.problem.philox import dropout_factors
 from qkv.problem.spec import Origin, Problem
 from qkv.variants import Bias, Causal
+from qkv.variants.bare import as_variant
 
 __all__ = ["attend", "check_backend"]
 
@@ -71,34 +71,43 @@ def attend(
         # The operands have the type that it asks for; scores and sums keep their own.
         with torch.autocast(device, enabled=False):
             return attend(query, key, value, leaves, text, return_lse)
-    said = restate(text, _values(leaves, text))
+    structure = Structure.from_text(text)
+    values = _values(query, key, value, leaves, structure)
+    said = BoundCall(structure, values).unflatten()
     problem = check(
         without_values(query),
         without_values(key),
         without_values(value),
         tuple(map(as_variant, said.variants)),
-        **{name: said.keywords[name] for name in ("scale", "layout", "q_offset", "kv_offset")},
+        scale=said.options.scale,
+        layout=said.options.layout,
+        q_offset=said.options.q_offset,
+        kv_offset=said.options.kv_offset,
     )
     followed = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     followed = followed or forward_ad._current_level >= 0 or _are_transforms_active()
     # Fused kernels have no second derivative, none in forward mode, no batches, and give no lse.
     if not return_lse and not followed and _is_fused(problem, said, key, value):
         return _fused(query, key, value, problem, said)
-    out, lse = _Device(problem, said, leaves, query, key, value).attend(said.keywords["layout"])
+    out, lse = _Device(problem, said, leaves, values[3:], query, key, value).attend(
+        said.options.layout
+    )
     return (out.to(query.dtype), lse) if return_lse else out.to(query.dtype)
 
 
-def _values(leaves: list[Tensor], text: str) -> list[Any]:
-    """The arrays of a statement, as the checks read them."""
+def _values(
+    query: Tensor, key: Tensor, value: Tensor, leaves: list[Tensor], structure: Structure
+) -> list[Any]:
+    """The leaves of the call, as the checks read them."""
     hidden = [
         type(leaf) not in (Tensor, torch.nn.Parameter) or leaf.is_meta
         or torch._C._functorch.is_functorch_wrapped_tensor(leaf)
         for leaf in leaves
     ]  # fmt: skip
-    if not any(hidden):
-        return [view(leaf.detach().cpu(), "an array of a variant") for leaf in leaves]
+    operands = [without_values(t) for t in (query, key, value)]
+    owners = BoundCall(structure, (query, key, value, *leaves)).unflatten().owners[3:]
     found = []
-    for leaf, hides, owner in zip(leaves, hidden, restate(text, leaves).owners, strict=True):
+    for leaf, hides, owner in zip(leaves, hidden, owners, strict=True):
         if not hides:
             found.append(view(leaf.detach().cpu(), "an array of a variant"))
         elif (owner is leaf or isinstance(owner, Bias)) and leaf.is_floating_point():
@@ -110,13 +119,13 @@ def _values(leaves: list[Tensor], text: str) -> list[Any]:
                 [(type(owner).__name__, f"{leaf.dtype} {tuple(leaf.shape)}")],
                 "Pass it as a floating bias (0 or -inf), or call attention outside of that.",
             )
-    return found
+    return [*operands, *found]
 
 
 torch.compiler.allow_in_graph(attend)  # checks stay outside of what Dynamo reads
 
 
-def _is_fused(problem: Problem, said: Restated, key: Tensor, value: Tensor) -> bool:
+def _is_fused(problem: Problem, said: UnboundCall, key: Tensor, value: Tensor) -> bool:
     """Whether torch's fused kernels mean the same: no mask, or a causal one that hides no NaN."""
     spec = problem.spec
     if 0 in (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len, spec.v_head_dim):
@@ -124,7 +133,7 @@ def _is_fused(problem: Problem, said: Restated, key: Tensor, value: Tensor) -> b
     if not said.variants:
         return True
     aligned = spec.q_len == spec.kv_len and not any(
-        np.any(said.keywords[name]) for name in ("q_offset", "kv_offset")
+        np.any(offset) for offset in (said.options.q_offset, said.options.kv_offset)
     )
     if len(said.variants) > 1 or not isinstance(said.variants[0], Causal) or not aligned:
         return False
@@ -133,8 +142,10 @@ def _is_fused(problem: Problem, said: Restated, key: Tensor, value: Tensor) -> b
     return bool(key.isfinite().all()) and bool(value.isfinite().all())
 
 
-def _fused(query: Tensor, key: Tensor, value: Tensor, problem: Problem, said: Restated) -> Tensor:
-    turned = said.keywords["layout"] == "blhd"
+def _fused(
+    query: Tensor, key: Tensor, value: Tensor, problem: Problem, said: UnboundCall
+) -> Tensor:
+    turned = said.options.layout == "blhd"
     rank = max(t.ndim for t in (query, key, value))
     rows = [
         t[None] if t.ndim == 2 else t.transpose(-3, -2) if turned else t
@@ -202,18 +213,19 @@ class _Device:
     def __init__(
         self,
         problem: Problem,
-        said: Restated,
+        said: UnboundCall,
         leaves: list[Tensor],
+        values: list[Any],
         query: Tensor,
         key: Tensor,
         value: Tensor,
     ) -> None:
         spec, operands = problem.spec, problem.operands
-        self.problem, self.said, self.leaves = problem, said, leaves
+        self.problem, self.said, self.leaves, self.values = problem, said, leaves, values
         self.device = query.device
         self.looked_on = _is_looked_on(query, key, value)
         self.dtype = torch.float64 if spec.dtype == "float64" else torch.float32
-        blhd = said.keywords["layout"] == "blhd"
+        blhd = said.options.layout == "blhd"
         self.rank = max(t.ndim for t in (query, key, value))
         rows = [
             (t[None] if t.ndim == 2 else t.transpose(-3, -2) if blhd else t)
@@ -355,10 +367,10 @@ class _Device:
 
     def _leaf(self, origin: Origin) -> Tensor | None:
         """The tensor whose values these are, if gradients may flow to it."""
-        own = [n for n, owner in enumerate(self.said.owners) if made(origin, owner)]
+        own = [n for n, owner in enumerate(self.said.owners[3:]) if made(origin, owner)]
         own = [n for n in own if self.leaves[n].is_floating_point()]
         if len(own) > 1:
-            own = [n for n in own if self.said.arrays[n] is origin.array]
+            own = [n for n in own if self.values[n] is origin.array]
         return self.leaves[own[0]] if own else None
 
     def _table(self, array: NDArray[Any], origin: Origin) -> Tensor:

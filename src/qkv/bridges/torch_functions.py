@@ -15,13 +15,14 @@ derivatives are symmetric: one function serves both ways. Tensors come in groups
     along        changes of query, key, value and of the arrays numbered in `directions`
     inputs       query, key, value and all arrays that the call holds
 
-`wanted` numbers the arrays that are to have gradients. `text` and `named` are those of
-`qkv._statement`; `named` is kept until nothing can ask for gradients.
+`wanted` numbers the arrays that are to have gradients. `structure` is that of the bound call: the
+text of it while torch compiles, which takes constants as text, else the structure itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +32,8 @@ from torch.autograd import Function
 
 from qkv.bridges import torch_operators as operators
 from qkv.bridges.torch_batches import batched
-from qkv.bridges.torch_recall import follows
+from qkv.bridges.torch_prepared import follows
+from qkv.call.bound import Structure
 from qkv.errors import UnsupportedError
 
 __all__ = ["attend"]
@@ -45,24 +47,24 @@ def attend(
     key: Tensor,
     value: Tensor,
     arrays: Sequence[Tensor],
-    text: str,
-    named: Sequence[Any],
+    structure: Structure | str,
 ) -> tuple[Tensor, Tensor]:
     """Output and lse, differentiable in all tensors."""
     compiling = torch.compiler.is_dynamo_compiling()
+    whole = structure if isinstance(structure, str) else _Whole(structure)
     tensors = (query, key, value, *arrays)
     if not compiling and _nobody_sees(*tensors):
-        out, lse, _ = _AttentionUnseen.apply(text, named, *tensors)
+        out, lse, _ = _AttentionUnseen.apply(whole, *tensors)
         return out, lse
     if _is_functionalized() or (
         # Dynamo hands a function that nobody differentiates its context as first argument.
         compiling and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
     ):
-        out, lse, _ = operators.attention(query, key, value, arrays, text, False)
+        out, lse, _ = operators.attention(query, key, value, arrays, _text(whole), False)
         return out, lse
     # Dynamo refuses functions that have a forward-mode rule.
     function = _Attention if compiling else _AttentionBothWays
-    out, lse, _ = function.apply(text, tuple(named), *tensors)
+    out, lse, _ = function.apply(whole, *tensors)
     return out, lse
 
 
@@ -86,13 +88,13 @@ class _Attention(Function):
     """inputs -> results"""
 
     @staticmethod
-    def forward(text: str, named: Any, *inputs: Tensor) -> Any:
+    def forward(structure: Any, *inputs: Tensor) -> Any:
         query, key, value, *arrays = inputs
-        return operators.attention(query, key, value, arrays, text, True)
+        return operators.attention(query, key, value, arrays, _text(structure), True)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.text, ctx.named, *tensors = inputs
+        ctx.structure, *tensors = inputs
         ctx.mark_non_differentiable(output[2])
         ctx.save_for_backward(*output, *tensors)
         ctx.save_for_forward(*output, *tensors)
@@ -100,24 +102,26 @@ class _Attention(Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor, _: None) -> Any:
         results, inputs = _results_first(ctx.saved_tensors)
-        wanted = _numbers(ctx.needs_input_grad[5:])
+        wanted = _numbers(ctx.needs_input_grad[4:])
         found = _backward(ctx, wanted, results, (grad_out, grad_lse), inputs)
-        return None, None, *_of_inputs(found, wanted, inputs)
+        return None, *_of_inputs(found, wanted, inputs)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, text: str, named: Any, *inputs: Tensor) -> Any:
+    def vmap(info: Any, in_dims: Any, structure: Any, *inputs: Tensor) -> Any:
         def function(*one: Tensor) -> Any:
-            return _AttentionBothWays.apply(text, named, *one)
+            return _AttentionBothWays.apply(structure, *one)
 
-        return batched(info, in_dims[2:], inputs, function, text, inputs=0, along=0)
+        return batched(
+            info, in_dims[1:], inputs, function, _uses_batch_index(structure), inputs=0, along=0
+        )
 
 
 class _AttentionBothWays(_Attention):
     @staticmethod
-    def jvp(ctx: Any, _text: None, _named: None, *changes: Tensor | None) -> Any:
+    def jvp(ctx: Any, _structure: None, *changes: Tensor | None) -> Any:
         results, inputs = _results_first(ctx.saved_tensors)
         directions, along = _along(changes, inputs)
-        moved = _apply(_Tangent, ctx.text, ctx.named, directions, *results, *along, *inputs)
+        moved = _apply(_Tangent, ctx.structure, directions, *results, *along, *inputs)
         return *moved, None
 
 
@@ -126,10 +130,10 @@ class _AttentionUnseen(Function):
     derivative."""
 
     @staticmethod
-    def forward(ctx: Any, text: str, named: Any, *inputs: Tensor) -> Any:
+    def forward(ctx: Any, structure: Any, *inputs: Tensor) -> Any:
         query, key, value, *arrays = inputs
-        results = operators.compute_attention(query, key, value, arrays, text, True)
-        ctx.text, ctx.named = text, named
+        results = operators.compute_attention(query, key, value, arrays, structure.structure, True)
+        ctx.structure = structure
         ctx.mark_non_differentiable(results[2])
         ctx.save_for_backward(*results, *inputs)
         return results
@@ -139,50 +143,61 @@ class _AttentionUnseen(Function):
         if torch.is_grad_enabled() or not _nobody_sees(grad_out, grad_lse):
             return _Attention.backward(ctx, grad_out, grad_lse, None)
         results, inputs = _results_first(ctx.saved_tensors)
-        wanted = _numbers(ctx.needs_input_grad[5:])
+        wanted = _numbers(ctx.needs_input_grad[4:])
         query, key, value, *arrays = inputs
         out, lse, rest = results
         found = operators.compute_gradients(
-            query, key, value, arrays, out, lse, rest, grad_out, grad_lse, ctx.text, wanted
+            query,
+            key,
+            value,
+            arrays,
+            out,
+            lse,
+            rest,
+            grad_out,
+            grad_lse,
+            ctx.structure.structure,
+            wanted,
         )
-        return None, None, *_of_inputs(found, wanted, inputs)
+        return None, *_of_inputs(found, wanted, inputs)
 
 
 class _Backward(Function):
     """results, cotangents, inputs -> gradients of query, key, value and the wanted arrays"""
 
     @staticmethod
-    def forward(text: str, named: Any, wanted: tuple[int, ...], *tensors: Tensor) -> Any:
+    def forward(structure: Any, wanted: tuple[int, ...], *tensors: Tensor) -> Any:
         results, (query, key, value, *arrays) = tensors[: _RESULTS + 2], tensors[_RESULTS + 2 :]
-        found = operators.attention_backward(query, key, value, arrays, *results, text, wanted)
+        found = operators.attention_backward(
+            query, key, value, arrays, *results, _text(structure), wanted
+        )
         return tuple(found)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.text, ctx.named, ctx.wanted, *tensors = inputs
+        ctx.structure, ctx.wanted, *tensors = inputs
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *along: Tensor) -> Any:
         grad_out, grad_lse, *inputs = ctx.saved_tensors[_RESULTS:]
-        wanted = _numbers(ctx.needs_input_grad[3 + _RESULTS + 5 :])
+        wanted = _numbers(ctx.needs_input_grad[2 + _RESULTS + 5 :])
         query, key, value, *rest = _apply(
-            _Second, ctx.text, ctx.named, ctx.wanted, wanted, grad_out, grad_lse, *along, *inputs
+            _Second, ctx.structure, ctx.wanted, wanted, grad_out, grad_lse, *along, *inputs
         )
         *cotangents, own = rest[0], rest[1], rest[2:]
         grads = _of_inputs((query, key, value, *own), wanted, inputs)
-        return *[None] * (3 + _RESULTS), *cotangents, *grads
+        return *[None] * (2 + _RESULTS), *cotangents, *grads
 
     @staticmethod
-    def jvp(ctx: Any, _text: None, _named: None, _wanted: None, *changes: Tensor | None) -> Any:
+    def jvp(ctx: Any, _structure: None, _wanted: None, *changes: Tensor | None) -> Any:
         results, (grad_out, grad_lse, *inputs) = _results_first(ctx.saved_tensors)
         changes = changes[_RESULTS:]
         directions, along = _along(changes[2:], inputs)
         query, key, value, _, _, *own = _apply(
             _Second,
-            ctx.text,
-            ctx.named,
+            ctx.structure,
             directions,
             ctx.wanted,
             grad_out,
@@ -199,13 +214,19 @@ class _Backward(Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: Any, text: str, named: Any, wanted: tuple[int, ...], *tensors: Tensor
+        info: Any, in_dims: Any, structure: Any, wanted: tuple[int, ...], *tensors: Tensor
     ) -> Any:
         def function(*one: Tensor) -> Any:
-            return _Backward.apply(text, named, wanted, *one)
+            return _Backward.apply(structure, wanted, *one)
 
         return batched(
-            info, in_dims[3:], tensors, function, text, inputs=_RESULTS + 2, along=len(wanted)
+            info,
+            in_dims[2:],
+            tensors,
+            function,
+            _uses_batch_index(structure),
+            inputs=_RESULTS + 2,
+            along=len(wanted),
         )
 
 
@@ -213,37 +234,43 @@ class _Tangent(Function):
     """results, along, inputs -> change of out and lse"""
 
     @staticmethod
-    def forward(text: str, named: Any, directions: tuple[int, ...], *tensors: Tensor) -> Any:
+    def forward(structure: Any, directions: tuple[int, ...], *tensors: Tensor) -> Any:
         along, (query, key, value, *arrays) = _parted(tensors[_RESULTS:], directions)
-        return operators.attention_tangent(query, key, value, arrays, along, text, directions)
+        return operators.attention_tangent(
+            query, key, value, arrays, along, _text(structure), directions
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.text, ctx.named, ctx.directions, *tensors = inputs
+        ctx.structure, ctx.directions, *tensors = inputs
         ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
         results, tensors = _results_first(ctx.saved_tensors)
         along, inputs = _parted(tensors, ctx.directions)
-        wanted = _numbers(ctx.needs_input_grad[3 + _RESULTS + len(along) + 3 :])
+        wanted = _numbers(ctx.needs_input_grad[2 + _RESULTS + len(along) + 3 :])
         query, key, value, _, _, *own = _apply(
-            _Second, ctx.text, ctx.named, ctx.directions, wanted, *cotangents, *along, *inputs
+            _Second, ctx.structure, ctx.directions, wanted, *cotangents, *along, *inputs
         )
         linear = _backward(ctx, ctx.directions, results, cotangents, inputs)
         grads = _of_inputs((query, key, value, *own), wanted, inputs)
-        return *[None] * (3 + _RESULTS), *linear, *grads
+        return *[None] * (2 + _RESULTS), *linear, *grads
 
     @staticmethod
-    def vmap(
-        info: Any, in_dims: Any, text: str, named: Any, directions: Any, *tensors: Tensor
-    ) -> Any:
+    def vmap(info: Any, in_dims: Any, structure: Any, directions: Any, *tensors: Tensor) -> Any:
         def function(*one: Tensor) -> Any:
-            return _Tangent.apply(text, named, directions, *one)
+            return _Tangent.apply(structure, directions, *one)
 
         first = _RESULTS + 3 + len(directions)
         return batched(
-            info, in_dims[3:], tensors, function, text, inputs=first, along=len(directions)
+            info,
+            in_dims[2:],
+            tensors,
+            function,
+            _uses_batch_index(structure),
+            inputs=first,
+            along=len(directions),
         )
 
 
@@ -251,11 +278,21 @@ class _Second(Function):
     """cotangents, along, inputs -> gradients of query, key, value, cotangents, wanted arrays"""
 
     @staticmethod
-    def forward(text: str, named: Any, directions: Any, wanted: Any, *tensors: Tensor) -> Any:
+    def forward(structure: Any, directions: Any, wanted: Any, *tensors: Tensor) -> Any:
         grad_out, grad_lse, *rest = tensors
         along, (query, key, value, *arrays) = _parted(rest, directions)
+        text = _text(structure)
         found = operators.attention_second(
-            query, key, value, arrays, grad_out, grad_lse, along, text, directions, wanted
+            query,
+            key,
+            value,
+            arrays,
+            grad_out,
+            grad_lse,
+            along,
+            text,
+            directions,
+            wanted,
         )
         return tuple(found)
 
@@ -272,13 +309,15 @@ class _Second(Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: Any, text: str, named: Any, directions: Any, wanted: Any, *t: Tensor
+        info: Any, in_dims: Any, structure: Any, directions: Any, wanted: Any, *t: Tensor
     ) -> Any:
         def function(*one: Tensor) -> Any:
-            return _Second.apply(text, named, directions, wanted, *one)
+            return _Second.apply(structure, directions, wanted, *one)
 
         own, first = len(directions) + len(wanted), 5 + len(directions)
-        return batched(info, in_dims[4:], t, function, text, inputs=first, along=own)
+        return batched(
+            info, in_dims[3:], t, function, _uses_batch_index(structure), inputs=first, along=own
+        )
 
 
 def _backward(
@@ -293,11 +332,11 @@ def _backward(
         query, key, value, *arrays = inputs
         return tuple(
             operators.attention_backward(
-                query, key, value, arrays, *results, *cotangents, ctx.text, wanted
+                query, key, value, arrays, *results, *cotangents, _text(ctx.structure), wanted
             )
         )
     found: tuple[Tensor, ...] = _apply(
-        _Backward, ctx.text, ctx.named, wanted, *results, *cotangents, *inputs
+        _Backward, ctx.structure, wanted, *results, *cotangents, *inputs
     )
     return found
 
@@ -322,6 +361,31 @@ def _apply(function: type[Function], *given: Any) -> Any:
         apart[n] = given[n] if alone else t
     found, _ = function.vmap(SimpleNamespace(batch_size=size), tuple(dims), *apart)
     return tuple([torch._add_batch_dim(t, 0, level) for t in found])
+
+
+class _Whole:
+    """A structure that torch's transformations do not take apart, as they do with tuples."""
+
+    def __init__(self, structure: Structure) -> None:
+        self.structure = structure
+
+    def __repr__(self) -> str:
+        """What a traced graph is compared by."""
+        return self.text
+
+    @cached_property
+    def text(self) -> str:
+        return self.structure.text
+
+
+def _text(structure: _Whole | str) -> str:
+    """The text that operators take."""
+    return structure if isinstance(structure, str) else structure.text
+
+
+def _uses_batch_index(structure: _Whole | str) -> bool:
+    whole = Structure.from_text(structure) if isinstance(structure, str) else structure.structure
+    return whole.uses_batch_index
 
 
 _is_old_batch = torch._C._functorch.is_legacy_batchedtensor

@@ -5,11 +5,12 @@
     qkv::attention_tangent    how out and lse change along a direction of the inputs
     qkv::attention_second     gradients of <grad_out, tangent of out> + <grad_lse, tangent of lse>
 
-`statement` is the text of `qkv._statement`, `arrays` what it has taken out of the call; `wanted`
-numbers those of them that are to have gradients, `directions` those that change. `backward` says
-that a backward pass will follow. `lse_rest` is what rounding took from lse, NaN where that is not
-known. Operators know nothing of derivatives: `torch_functions` says which belongs to which. The
-first two are functions too, for when nobody would see that an operator was called.
+`structure` is the text of a `qkv.call.bound.Structure`, `arrays` are the leaves after query, key
+and value; `wanted` numbers those of them that are to have gradients, `directions` those that
+change. `backward` says that a backward pass will follow. `lse_rest` is what rounding took from lse,
+NaN where that is not known. Operators know nothing of derivatives: `torch_functions` says which
+belongs to which. The first two are functions too, for when nobody would see that an operator was
+called; these take the structure itself.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkv._pull_back import Left, pull_back
-from qkv._recall import attend
-from qkv._statement import Restated, keywords_of, restate
 from qkv.arrays import library_of
+from qkv.call.attend import attend
+from qkv.call.bound import BoundCall, Structure
+from qkv.call.jvp import Tangents, jvp_of, second_vjp
+from qkv.call.pull_back import Residuals, pull_back
 from qkv.errors import ShapeError
 from qkv.problem.check import check
-from qkv.variants import ScoreMod
 
 __all__ = [
     "attention",
@@ -48,19 +49,28 @@ def compute_attention(
     key: Tensor,
     value: Tensor,
     arrays: Sequence[Tensor],
-    statement: str,
+    structure: Structure,
     backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`out, lse = qkv.attention(..., return_lse=True)`, and what its gradients take beside them."""
-    said, (q, k, v) = _restated(statement, arrays), map(_view, (query, key, value))
-    out, lse, rest = attend(q, k, v, said.variants, **said.keywords, backward=backward)
+    found = attend(_bound(query, key, value, arrays, structure), backward=backward)
+    out, lse, rest = found.out, found.lse, found.lse_rest
     rest = np.full_like(lse, np.nan) if rest is None else rest.reshape(lse.shape)
     return _tensor(out), _tensor(lse), _tensor(rest)
 
 
-attention = torch.library.custom_op(
-    "qkv::attention", compute_attention, mutates_args=(), device_types="cpu"
-)
+@torch.library.custom_op("qkv::attention", mutates_args=(), device_types="cpu")
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    arrays: Sequence[Tensor],
+    structure: str,
+    backward: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `compute_attention`."""
+    made = Structure.from_text(structure)
+    return compute_attention(query, key, value, arrays, made, backward)
 
 
 @attention.register_fake
@@ -69,12 +79,13 @@ def _(
     key: Tensor,
     value: Tensor,
     arrays: Sequence[Tensor],
-    statement: str,
+    structure: str,
     backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_fit(query, key, value, keywords_of(statement)["layout"])
-    lse, rest = (_like_lse(query, key, value, statement) for _ in range(2))
-    return _like_output(query, key, value, statement), lse, rest
+    layout = Structure.from_text(structure).layout
+    _check_fit(query, key, value, layout)
+    lse, rest = (_like_lse(query, key, value, layout) for _ in range(2))
+    return _like_output(query, key, value, layout), lse, rest
 
 
 def compute_gradients(
@@ -87,21 +98,35 @@ def compute_gradients(
     lse_rest: Tensor,
     grad_out: Tensor,
     grad_lse: Tensor,
-    statement: str,
+    structure: Structure,
     wanted: Sequence[int],
 ) -> list[Tensor]:
     """Gradients of query, key, value and the wanted arrays."""
-    said, (q, k, v) = _restated(statement, arrays), map(_view, (query, key, value))
-    left = Left(_view(out), _view(lse), _view(lse_rest))
-    owners = [said.owners[n] for n in wanted]
-    along = _view(grad_out), _view(grad_lse)
-    found = pull_back(q, k, v, said.variants, said.keywords, left, *along, owners)
-    return _gradients(found, (query, key, value), arrays, said, wanted)
+    bound = _bound(query, key, value, arrays, structure)
+    residuals = Residuals(_view(out), _view(lse), _view(lse_rest))
+    leaves = [3 + n for n in wanted]
+    found = pull_back(bound, residuals, _view(grad_out), _view(grad_lse), leaves)
+    return _gradients(found, arrays, wanted)
 
 
-attention_backward = torch.library.custom_op(
-    "qkv::attention_backward", compute_gradients, mutates_args=(), device_types="cpu"
-)
+@torch.library.custom_op("qkv::attention_backward", mutates_args=(), device_types="cpu")
+def attention_backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    arrays: Sequence[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    lse_rest: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    structure: str,
+    wanted: Sequence[int],
+) -> list[Tensor]:
+    """As `compute_gradients`."""
+    made = Structure.from_text(structure)
+    results = out, lse, lse_rest, grad_out, grad_lse
+    return compute_gradients(query, key, value, arrays, *results, made, wanted)
 
 
 @attention_backward.register_fake
@@ -115,7 +140,7 @@ def _(
     lse_rest: Tensor,
     grad_out: Tensor,
     grad_lse: Tensor,
-    statement: str,
+    structure: str,
     wanted: Sequence[int],
 ) -> list[Tensor]:
     return [_dense(t) for t in (query, key, value, *(arrays[n] for n in wanted))]
@@ -128,15 +153,12 @@ def attention_tangent(
     value: Tensor,
     arrays: Sequence[Tensor],
     tangents: Sequence[Tensor],
-    statement: str,
+    structure: str,
     directions: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """How out and lse change along tangents of query, key, value and some of the arrays."""
-    from qkv._second import jvp
-
-    said, (q, k, v) = _restated(statement, arrays), map(_view, (query, key, value))
-    along = _tangents(said, tangents, directions)
-    _, (out, lse) = jvp(q, k, v, *said.variants, **said.keywords, tangents=along, return_lse=True)
+    bound = _bound(query, key, value, arrays, Structure.from_text(structure))
+    _, (out, lse) = jvp_of(bound, _tangents(tangents, directions))
     return _tensor(out), _tensor(lse)
 
 
@@ -147,10 +169,11 @@ def _(
     value: Tensor,
     arrays: Sequence[Tensor],
     tangents: Sequence[Tensor],
-    statement: str,
+    structure: str,
     directions: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    return _like_output(query, key, value, statement), _like_lse(query, key, value, statement)
+    layout = Structure.from_text(structure).layout
+    return _like_output(query, key, value, layout), _like_lse(query, key, value, layout)
 
 
 @torch.library.custom_op("qkv::attention_second", mutates_args=(), device_types="cpu")
@@ -162,26 +185,19 @@ def attention_second(
     grad_out: Tensor,
     grad_lse: Tensor,
     tangents: Sequence[Tensor],
-    statement: str,
+    structure: str,
     directions: Sequence[int],
     wanted: Sequence[int],
 ) -> list[Tensor]:
     """Gradients with respect to query, key, value, grad_out, grad_lse and the wanted arrays."""
-    from qkv._second import second_vjp
-
-    said, (q, k, v) = _restated(statement, arrays), map(_view, (query, key, value))
     found = second_vjp(
-        q,
-        k,
-        v,
-        *said.variants,
-        **said.keywords,
+        _bound(query, key, value, arrays, Structure.from_text(structure)),
         grad_out=_view(grad_out),
         grad_lse=_view(grad_lse),
-        tangents=_tangents(said, tangents, directions),
-        wrt=[said.owners[n] for n in wanted],
+        tangents=_tangents(tangents, directions),
+        wrt=[3 + n for n in wanted],
     )
-    operands = _gradients(found, (query, key, value), arrays, said, wanted)
+    operands = _gradients(found, arrays, wanted)
     return [*operands[:3], _tensor(found.grad_out), _tensor(found.grad_lse), *operands[3:]]
 
 
@@ -194,7 +210,7 @@ def _(
     grad_out: Tensor,
     grad_lse: Tensor,
     tangents: Sequence[Tensor],
-    statement: str,
+    structure: str,
     directions: Sequence[int],
     wanted: Sequence[int],
 ) -> list[Tensor]:
@@ -233,35 +249,21 @@ _DTYPES = {
 _LIBRARY = library_of(torch.empty(0), "a tensor")
 
 
-def _restated(statement: str, arrays: Sequence[Tensor]) -> Restated:
-    return restate(statement, [_view(array) for array in arrays])
+def _bound(
+    query: Tensor, key: Tensor, value: Tensor, arrays: Sequence[Tensor], structure: Structure
+) -> BoundCall:
+    return BoundCall(structure, tuple([_view(t) for t in (query, key, value, *arrays)]))
 
 
-def _named(said: Restated, n: int) -> tuple[Any, Any]:
-    """The variant that holds array n, and which of its arrays; None where there can be but one."""
-    owner = said.owners[n]
-    return owner, said.arrays[n] if isinstance(owner, ScoreMod) else None
-
-
-def _gradients(
-    found: Any,
-    operands: Sequence[Tensor],
-    arrays: Sequence[Tensor],
-    said: Restated,
-    wanted: Sequence[int],
-) -> list[Tensor]:
-    of_arrays = [
-        _tensor(np.asarray(found.of(*_named(said, n)))).to(arrays[n].dtype) for n in wanted
-    ]
+def _gradients(found: Any, arrays: Sequence[Tensor], wanted: Sequence[int]) -> list[Tensor]:
+    of_arrays = [_tensor(np.asarray(found.of(3 + n))).to(arrays[n].dtype) for n in wanted]
     return [*map(_tensor, (found.query, found.key, found.value)), *of_arrays]
 
 
-def _tangents(said: Restated, tangents: Sequence[Tensor], directions: Sequence[int]) -> Any:
-    from qkv._second import Tangents
-
+def _tangents(tangents: Sequence[Tensor], directions: Sequence[int]) -> Tangents:
     query, key, value, *own = map(_view, tangents)
-    of_variants = [(*_named(said, n), tangent) for n, tangent in zip(directions, own, strict=True)]
-    return Tangents(query, key, value, tuple(of_variants))
+    of_variants = [(3 + n, None, tangent) for n, tangent in zip(directions, own, strict=True)]
+    return Tangents(query, key, value, of_variants)
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -292,10 +294,10 @@ def _with_shapes(fact: str, tensors: Sequence[Tensor]) -> str:
 
 
 def _sizes(
-    query: Tensor, key: Tensor, value: Tensor, statement: str
+    query: Tensor, key: Tensor, value: Tensor, layout: str
 ) -> tuple[list[Any], Any, Any, Any]:
     """Leading dimensions, heads, q_len and v_head_dim; no heads where all are matrices."""
-    heads, length = (-2, -3) if keywords_of(statement)["layout"] == "blhd" else (-3, -2)
+    heads, length = (-2, -3) if layout == "blhd" else (-3, -2)
     ndim = max(query.ndim, key.ndim, value.ndim)
     if ndim == 2:
         return [], None, query.shape[0], value.shape[1]
@@ -306,17 +308,16 @@ def _sizes(
     return list(lead), query.shape[heads], query.shape[length], value.shape[-1]
 
 
-def _like_output(query: Tensor, key: Tensor, value: Tensor, statement: str) -> Tensor:
-    lead, heads, length, dim = _sizes(query, key, value, statement)
+def _like_output(query: Tensor, key: Tensor, value: Tensor, layout: str) -> Tensor:
+    lead, heads, length, dim = _sizes(query, key, value, layout)
     if heads is None:
         return query.new_empty(length, dim)
-    blhd = keywords_of(statement)["layout"] == "blhd"
-    rows = (length, heads) if blhd else (heads, length)
+    rows = (length, heads) if layout == "blhd" else (heads, length)
     return query.new_empty(*lead, *rows, dim)
 
 
-def _like_lse(query: Tensor, key: Tensor, value: Tensor, statement: str) -> Tensor:
-    lead, heads, length, _ = _sizes(query, key, value, statement)
+def _like_lse(query: Tensor, key: Tensor, value: Tensor, layout: str) -> Tensor:
+    lead, heads, length, _ = _sizes(query, key, value, layout)
     dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
     shape = [length] if heads is None else [*lead, heads, length]
     return query.new_empty(shape, dtype=dtype)

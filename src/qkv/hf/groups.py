@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -11,6 +12,7 @@ from numpy.typing import ArrayLike
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.variants import MaskVariant
+from qkv.variants.base import Role
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -25,6 +27,9 @@ class SameGroup(MaskVariant):
 
     q_ids: ArrayLike
     kv_ids: ArrayLike
+
+    roles: ClassVar[Mapping[str, Role]] = {"q_ids": "value", "kv_ids": "value"}
+    uses_batch_index: ClassVar[bool] = False
 
     def lower(self, builder: Builder) -> None:
         of_query = builder.broadcast(np.asarray(self.q_ids)[:, None, :, None], "q_ids")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import index as as_index
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv._call import Call
 from qkv.arrays import view
+from qkv.call.checked import CheckedCall, checked
+from qkv.call.options import Options, option_values, with_options
 from qkv.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 from qkv.inspection.gradient import StepBack, gradients, step_back
 from qkv.inspection.steps import Steps, steps
@@ -37,16 +38,12 @@ TRACE_LIMIT = 2**22
 """Products, contributions and entries of Jacobians that one trace may hold."""
 
 
+@with_options
 def explain(
     query: Any,
     key: Any,
     value: Any,
     *variants: Any,
-    scale: float | None = None,
-    layout: Layout = "bhld",
-    q_offset: Any = None,
-    kv_offset: Any = 0,
-    backend: str = "auto",
     q_index: int | None = None,
     batch: int | None = None,
     head: int | None = None,
@@ -54,6 +51,7 @@ def explain(
     kv_tokens: Sequence[str] | None = None,
     grad: bool = False,
     cotangent: Any = None,
+    **options: Unpack[Options],
 ) -> Trace:
     """Every step of attention for some queries, as data that can be printed.
 
@@ -110,17 +108,7 @@ def explain(
     """
     if cotangent is not None and not grad:
         raise ArgumentError("a cotangent was given, but grad is False.", action="Pass grad=True.")
-    call = Call.bind(
-        query,
-        key,
-        value,
-        variants,
-        scale=scale,
-        layout=layout,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        backend=backend,
-    )
+    call = checked(query, key, value, variants, option_values("explain", options))
     problem, spec = call.problem, call.problem.spec
     batches = chosen(batch, spec.batch_size, "batch", "batch_size").tolist()
     heads = chosen(head, spec.num_heads, "head", "num_heads").tolist()
@@ -136,9 +124,9 @@ def explain(
         d_query, d_key, d_value = gradients(problem, d_out)
         gradient = Gradient(
             _outside(d_out, call),
-            _like(d_query, view(query, "query"), layout),
-            _like(d_key, view(key, "key"), layout),
-            _like(d_value, view(value, "value"), layout),
+            _like(d_query, view(query, "query"), call.layout),
+            _like(d_key, view(key, "key"), call.layout),
+            _like(d_value, view(value, "value"), call.layout),
         )
     return Trace(
         _traced_problem(problem),
@@ -291,7 +279,7 @@ def _check_size(spec: Spec, rows: int, grad: bool) -> None:
         )
 
 
-def _cotangent(cotangent: Any, call: Call) -> Array:
+def _cotangent(cotangent: Any, call: CheckedCall) -> Array:
     """dO as `(*batch_shape, num_heads, q_len, v_head_dim)` in float64."""
     spec = call.problem.spec
     shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.v_head_dim)
@@ -313,7 +301,7 @@ def _cotangent(cotangent: Any, call: Call) -> Array:
     return np.asarray(turned.reshape(shape), np.float64)
 
 
-def _outside(array: Array, call: Call) -> Array:
+def _outside(array: Array, call: CheckedCall) -> Array:
     """`(*batch_shape, num_heads, q_len, dim)` as the caller lays it out."""
     if call.ndim == 2:
         return array.reshape(array.shape[-2:])

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv._call import Call
 from qkv.arrays import view
+from qkv.call.checked import CheckedCall, checked
+from qkv.call.options import OptionValues
 from qkv.errors import ShapeError
 from qkv.inspection.earlier_tokens import EarlierToken, Tokens, starts
 from qkv.inspection.record import Record
@@ -248,20 +249,13 @@ class _Heads:
             rows, queries, record.received, indices.astype(np.int32), largest, weights
         )
 
-    def _bind(self, *more: Any) -> Call:
+    def _bind(self, *more: Any) -> CheckedCall:
         num_kv_heads = self._key.shape[1]
         value = np.broadcast_to(
             self._value, (self._value.shape[0], num_kv_heads, *self._value.shape[2:])
         )
-        return Call.bind(
-            self._query,
-            self._key,
-            value,
-            (*self._variants, *more),
-            layout="bhld",
-            backend="auto",
-            **self._said,
-        )
+        variants = (*self._variants, *more)
+        return checked(self._query, self._key, value, variants, OptionValues(**self._said))
 
     def _real_keys(self, real: Any) -> Array:
         if real is None:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv._call import Call
 from qkv.backends import Inspectable, Progress
+from qkv.call.checked import CheckedCall
 from qkv.errors import ArgumentError
 from qkv.inspection.replay import PAIRS, Replay
 from qkv.inspection.statistics import WeightStatistics, top_keys, weight_statistics
@@ -42,7 +42,7 @@ class Record:
         The backend that ran.
     """
 
-    def __init__(self, call: Call, progress: Progress | None = None) -> None:
+    def __init__(self, call: CheckedCall, progress: Progress | None = None) -> None:
         partial, rows = _run(call)
         spec = call.problem.spec
         self._call = call
@@ -193,7 +193,7 @@ class Record:
         return np.unique(np.where(array < 0, array + kv_len, array))
 
 
-def _run(call: Call) -> tuple[Partial, RowStatistics | None]:
+def _run(call: CheckedCall) -> tuple[Partial, RowStatistics | None]:
     """Output and lse, sinks included, and what the backend tells of its rows."""
     backend, sinks = call.choice.backend, call.problem.operands.sinks
     if not isinstance(backend, Inspectable):

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from qkv.errors import AmbiguityError, ArgumentError, DTypeError, ShapeError
 from qkv.problem.bounds import prove_reads
-from qkv.problem.builder import FLOATS, INDEX_LIMIT, Builder, Shape
+from qkv.problem.builder import FLOATS, INDEX_LIMIT, Align, Builder, Shape
 from qkv.problem.expressions import Node, Var, substitute, variables
 from qkv.problem.intervals import Interval
 from qkv.problem.rows import (
@@ -263,6 +263,7 @@ def _positions(
     """Positions of all rows, and what `q_pos` and `kv_pos` stand for in expressions."""
     shape, restart = builder.shape, builder.restart
     statement = _statement(builder, q_offset)
+    aligned: Align | None = _word(statement)
     kv_shift = _offset(kv_offset, "kv_offset", builder)
     q_rank: Array | int
     kv_rank: Array | int
@@ -281,9 +282,18 @@ def _positions(
     else:
         q_shift = statement
     moved = not (isinstance(statement, str) and statement == "start")
+    before = len(builder.tables)
     q_pos = _place(builder, "q_index", q_rank, q_shift, moved, "q_offset")
+    shift_tables = tuple([t.name for t in builder.tables[before:] if t.label == "q_offset"])
     kv_pos = _place(builder, "kv_index", kv_rank, kv_shift, bool(np.any(kv_shift)), "kv_offset")
-    return Positions(q_rank, kv_rank, q_shift, kv_shift), {"q_pos": q_pos, "kv_pos": kv_pos}
+    positions = Positions(q_rank, kv_rank, q_shift, kv_shift, aligned, shift_tables)
+    return positions, {"q_pos": q_pos, "kv_pos": kv_pos}
+
+
+def _word(statement: Any) -> Align | None:
+    if not isinstance(statement, str):
+        return None
+    return "start" if statement == "start" else "end"
 
 
 def _place(

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 import qkv
-from qkv.bridges.torch_recall import recall, remember
 from qkv.errors import ArgumentError, ShapeError, UnsupportedError
 
 __all__ = ["scaled_dot_product_attention"]
@@ -72,15 +71,6 @@ def scaled_dot_product_attention(
     >>> qkv.torch.scaled_dot_product_attention(x, x, x, is_causal=True)[0, 0, 0]
     tensor([1., 0.])
     """
-    read = (attn_mask,) if type(attn_mask) is Tensor else ()
-    door = "scaled_dot_product_attention", bool(is_causal), scale, bool(enable_gqa), len(read)
-    constant = (
-        (attn_mask is None or read) and not dropout_p and (scale is None or type(scale) is float)
-    )
-    if constant:
-        known: Tensor | None = recall(query, key, value, door, False, read)
-        if known is not None:
-            return known
     asked = query, key, value
     if any(t.is_nested for t in asked):
         raise UnsupportedError(
@@ -91,10 +81,9 @@ def scaled_dot_product_attention(
         query, key, value = _with_equal_heads(*asked)
     elif key.shape[-3:-2] != value.shape[-3:-2] and min(t.ndim for t in asked) > 2:
         key, value = _repeated(*asked)
-        constant = False  # what is recalled reads the operands where they are
     if query.shape[-1] == key.shape[-1] == 0:
         query, key = (torch.nn.functional.pad(t, (0, 1)) for t in (query, key))
-        scale, constant = 1.0, False
+        scale = 1.0
     variants: list[Any] = [qkv.Causal("start")] if is_causal else []
     if isinstance(attn_mask, CausalBias):
         lower_right = attn_mask.variant == CausalVariant.LOWER_RIGHT
@@ -112,9 +101,6 @@ def scaled_dot_product_attention(
     if dropout_p:
         variants.append(qkv.Dropout(dropout_p, torch.randint(2**63 - 1, ())))
     found: Tensor = qkv.attention(query, key, value, *variants, scale=scale)
-    if constant:
-        said = tuple(variants), scale, "bhld", None, 0, "auto"
-        remember(door, asked, (query, key, value), said, found)
     return found
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import and_, or_
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from qkv.errors import ArgumentError
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.variants.base import Variant, briefly
+from qkv.variants.base import Role, Variant, briefly
 
 
 class MaskVariant(Variant):
@@ -50,6 +50,10 @@ def _checked(mask: Any) -> Any:
 
 class _Joined(MaskVariant):
     masks: tuple[Any, ...]
+
+    roles: ClassVar[Mapping[str, Role]] = {"masks": "in_place"}
+    uses_batch_index: ClassVar[bool] = False
+    positions_only: ClassVar[bool] = True
 
     def naive_rows(self, dense: Dense) -> None:
         for mask in self.masks:
@@ -107,6 +111,10 @@ class Not(MaskVariant):
     """Allowed where the mask forbids."""
 
     mask: Any
+
+    roles: ClassVar[Mapping[str, Role]] = {"mask": "in_place"}
+    uses_batch_index: ClassVar[bool] = False
+    positions_only: ClassVar[bool] = True
 
     def __repr__(self) -> str:
         return f"~{briefly(self.mask)}"

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from qkv.problem.builder import Builder, Shape, real_numbers
 from qkv.problem.dense import Dense
-from qkv.variants.base import Variant
+from qkv.variants.base import Role, Variant
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -29,6 +29,10 @@ class ALiBi(Variant):
     power of two below, then every other one of the power above. Source: Press et al., "Train
     Short, Test Long" (2022), section 3 and the published code.
     """
+
+    roles: ClassVar[Mapping[str, Role]] = {"slopes": "value"}
+    uses_batch_index: ClassVar[bool] = False
+    positions_only: ClassVar[bool] = True
 
     slopes: ArrayLike | None = None
 

@@ -8,20 +8,70 @@ benchmarks are made.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
 
+Role: TypeAlias = Literal["static", "value", "in_place"]
+"""How a call reads what a field of a variant holds.
+
+"static" is part of the structure: another value is another call. "value" is an array or number of
+which a prepared call holds a copy: calls with other values are prepared for anew. "in_place" is an
+array that is read where it lies at each call, whatever its values are then.
+"""
+
+
+class Opaque:
+    """An object that declares nothing, as part of a call's structure: equal to itself alone.
+
+    Attributes
+    ----------
+    thing : object
+    known : bool
+        Whether two calls with equal objects mean the same. False, as it may change in between.
+    number : int or None
+        By which compiled code of another library names it.
+    """
+
+    __slots__ = ("__weakref__", "known", "number", "thing")
+
+    def __init__(self, thing: Any, known: bool = False) -> None:
+        self.thing = thing
+        self.known = known
+        self.number: int | None = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Opaque) and other.thing is self.thing
+
+    def __hash__(self) -> int:
+        return id(self.thing)
+
 
 class Variant(ABC):
     """What is said between q.k and the softmax.
 
     Subclass it, or pass any object with a `lower` method; see docs/add-a-variant.md.
+
+    Attributes
+    ----------
+    roles : mapping of str to Role, or None
+        How a call reads the fields of the dataclass, or the attributes of any other object; "value"
+        where a name is missing. A class that declares roles, {} at least, says that `lower` reads
+        nothing else that could change, so that calls of one structure are checked once. Without a
+        declaration (None) every call is checked.
+    positions_only : bool
+        Whether `lower` says the same for any number of keys, but for where the queries stand: a
+        decoding step is then prepared for all lengths at once.
+    uses_batch_index : bool
+        Whether `lower` may tell batch rows apart by their flat index, as a score mod can. Batching
+        transformations of other libraries then make a call of each instead of a wider one.
+    constant_fields : tuple of str
+        Arrays that have no gradient.
 
     Examples
     --------
@@ -34,6 +84,11 @@ class Variant(ABC):
     array([[1., 0.],
            [0., 1.]])
     """
+
+    roles: ClassVar[Mapping[str, Role] | None] = None
+    positions_only: ClassVar[bool] = False
+    uses_batch_index: ClassVar[bool] = True
+    constant_fields: ClassVar[tuple[str, ...]] = ()
 
     def __repr__(self) -> str:
         """The call that makes it, defaults left out and arrays by shape."""

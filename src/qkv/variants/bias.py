@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -11,7 +12,7 @@ from numpy.typing import ArrayLike
 from qkv.errors import DTypeError
 from qkv.problem.builder import Builder, Shape, kind_of_array
 from qkv.problem.dense import Dense
-from qkv.variants.base import Variant
+from qkv.variants.base import Role, Variant
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -24,6 +25,9 @@ class Bias(Variant):
         Read in place, by row. A large finite entry such as -1e9 is ordinary arithmetic: a row
         that has nothing else still attends, uniformly.
     """
+
+    roles: ClassVar[Mapping[str, Role]] = {"array": "in_place"}
+    uses_batch_index: ClassVar[bool] = False
 
     array: ArrayLike
 

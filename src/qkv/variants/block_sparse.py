@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -12,6 +13,7 @@ from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.variants.algebra import MaskVariant
+from qkv.variants.base import Role
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -25,6 +27,13 @@ class BlockSparse(MaskVariant):
     block_q, block_kv : int
         Rows of one block.
     """
+
+    roles: ClassVar[Mapping[str, Role]] = {
+        "mask": "value",
+        "block_q": "static",
+        "block_kv": "static",
+    }
+    uses_batch_index: ClassVar[bool] = False
 
     mask: ArrayLike
     block_q: int

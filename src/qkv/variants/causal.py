@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
 from qkv.problem.builder import Align, Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.variants.algebra import MaskVariant
+from qkv.variants.base import Role
 
 
 @dataclass(frozen=True, repr=False)
@@ -36,6 +38,10 @@ class Causal(MaskVariant):
     >>> qkv.attention(x, x, x, qkv.Causal())[0]
     array([1., 0., 0.])
     """
+
+    roles: ClassVar[Mapping[str, Role]] = {"align": "static"}
+    uses_batch_index: ClassVar[bool] = False
+    positions_only: ClassVar[bool] = True
 
     align: Align | None = None
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -11,6 +12,7 @@ from numpy.typing import ArrayLike
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.variants.algebra import MaskVariant
+from qkv.variants.base import Role
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -23,6 +25,9 @@ class Mask(MaskVariant):
         Read in place, by row. True = may attend, as in torch, JAX and Hugging Face's 4-D masks;
         the opposite of `nn.MultiheadAttention`'s.
     """
+
+    roles: ClassVar[Mapping[str, Role]] = {"array": "in_place"}
+    uses_batch_index: ClassVar[bool] = False
 
     array: ArrayLike
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from qkv.errors import ArgumentError
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.variants.base import OWN_ARRAYS, Variant
+from qkv.variants.base import OWN_ARRAYS, Role, Variant
 
 
 @dataclass(frozen=True, repr=False)
@@ -34,6 +34,9 @@ class Dropout(Variant):
     dropout. Sources: Srivastava et al. (2014); Salmon et al., "Parallel Random Numbers: As Easy as
     1, 2, 3" (2011).
     """
+
+    roles: ClassVar[Mapping[str, Role]] = {"p": "static", "seed": "value"}
+    positions_only: ClassVar[bool] = True
 
     p: float
     seed: Any

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -13,7 +14,7 @@ from qkv.problem.builder import INDEX_LIMIT, Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.problem.symbols import Expr
 from qkv.variants.algebra import MaskVariant
-from qkv.variants.base import OWN_ARRAYS
+from qkv.variants.base import OWN_ARRAYS, Role
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -31,6 +32,10 @@ class GlobalTokens(MaskVariant):
     -----
     Source: Beltagy et al., "Longformer" (2020), section 3.1; Zaheer et al., "Big Bird" (2020).
     """
+
+    roles: ClassVar[Mapping[str, Role]] = {"positions": "value"}
+    uses_batch_index: ClassVar[bool] = False
+    positions_only: ClassVar[bool] = True
 
     positions: ArrayLike
 

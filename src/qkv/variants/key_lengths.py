@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -13,6 +13,7 @@ from qkv.errors import DTypeError, ShapeError
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.variants.algebra import MaskVariant
+from qkv.variants.base import Role
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -29,6 +30,9 @@ class KeyLengths(MaskVariant):
     ShapeError
         If a length is negative or beyond kv_len, or the array does not fit the batch.
     """
+
+    roles: ClassVar[Mapping[str, Role]] = {"kv_lens": "value"}
+    uses_batch_index: ClassVar[bool] = False
 
     kv_lens: ArrayLike
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -12,7 +13,7 @@ from qkv.errors import ArgumentError
 from qkv.problem.builder import INDEX_LIMIT, Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.variants.algebra import MaskVariant
-from qkv.variants.base import OWN_ARRAYS
+from qkv.variants.base import OWN_ARRAYS, Role
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -28,6 +29,10 @@ class Prefix(MaskVariant):
     -----
     Source: Raffel et al., "T5" (2020), section 3.2.1.
     """
+
+    roles: ClassVar[Mapping[str, Role]] = {"length": "value"}
+    uses_batch_index: ClassVar[bool] = False
+    positions_only: ClassVar[bool] = True
 
     length: ArrayLike
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import log
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from qkv.errors import ArgumentError, ShapeError
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.variants.base import Variant
+from qkv.variants.base import Role, Variant
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -34,6 +34,14 @@ class RelativeBias(Variant):
     Half of a direction's buckets hold one distance each, the others grow logarithmically. Source:
     Raffel et al., "T5" (2020), section 2.1 and the published code.
     """
+
+    roles: ClassVar[Mapping[str, Role]] = {
+        "table": "in_place",
+        "bidirectional": "static",
+        "max_distance": "static",
+    }
+    uses_batch_index: ClassVar[bool] = False
+    positions_only: ClassVar[bool] = True
 
     table: ArrayLike
     bidirectional: bool = True

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from qkv.errors import ArgumentError
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.variants.base import Variant
+from qkv.variants.base import Role, Variant
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -37,6 +37,16 @@ class RoPE(Variant):
     `R(q_i) . R(k_j)` depends on `q_pos - kv_pos` alone. Cost: one pass over query and key. Source:
     Su et al., "RoFormer" (2021), equation 15.
     """
+
+    roles: ClassVar[Mapping[str, Role]] = {
+        "base": "static",
+        "layout": "static",
+        "rotary_dim": "static",
+        "inv_freq": "value",
+    }
+    uses_batch_index: ClassVar[bool] = False
+    positions_only: ClassVar[bool] = True
+    constant_fields: ClassVar[tuple[str, ...]] = ("inv_freq",)
 
     base: float = 10000.0
     layout: Literal["half_split", "interleaved"] = "half_split"

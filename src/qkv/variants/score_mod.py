@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import builtins
 import inspect
+import math
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from qkv.errors import ArgumentError
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.problem.symbols import Expr
-from qkv.variants.base import Variant
+from qkv.variants.base import Opaque, Variant
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -49,6 +50,8 @@ class ScoreMod(Variant):
 
     fn: Callable[..., Any]
 
+    positions_only: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         if not callable(self.fn):
             raise ArgumentError(
@@ -70,9 +73,20 @@ class ScoreMod(Variant):
     def __repr__(self) -> str:
         return f"ScoreMod({getattr(self.fn, '__name__', type(self.fn).__name__)})"
 
-    def with_arrays(self, change: Callable[[Any], Any]) -> ScoreMod:
-        """The same function, each value from outside it replaced by `change(value)`."""
-        return ScoreMod(_with_values(self.fn, change))
+    def tree_flatten(self) -> tuple[Opaque, list[Any]]:
+        """The function without its arrays, and these arrays."""
+        arrays: list[Any] = []
+        constants = _captured(self.fn, arrays)
+        return _Function(self.fn, constants), arrays
+
+    @classmethod
+    def tree_unflatten(cls, function: Opaque, arrays: Sequence[Any]) -> ScoreMod:
+        """The score mod whose function reads these arrays."""
+        following = iter(arrays)
+        made = object.__new__(cls)
+        fn = _with_values(function.thing, lambda v: next(following) if _is_array(v) else v)
+        object.__setattr__(made, "fn", fn)
+        return made
 
     def lower(self, builder: Builder) -> None:
         known: dict[int, Any] = {}
@@ -119,6 +133,92 @@ class ScoreMod(Variant):
         return (cls(curve), cls(looked_up))
 
 
+class _Function(Opaque):
+    """A function as part of a call's structure: equal to one of the same code and constants."""
+
+    __slots__ = ("constants",)
+
+    def __init__(self, fn: Callable[..., Any], constants: tuple[Any, ...] | None) -> None:
+        super().__init__(fn, known=constants is not None)
+        self.constants = constants
+
+    def __eq__(self, other: object) -> bool:
+        if self.constants is None or not isinstance(other, _Function):
+            return super().__eq__(other)
+        return self.constants == other.constants
+
+    def __hash__(self) -> int:
+        return super().__hash__() if self.constants is None else hash(self.constants)
+
+    def without_arrays(self) -> _Function:
+        """An equal one that keeps none of the function's arrays alive."""
+        fn = _with_values(self.thing, lambda v: _Gap() if _is_array(v) else v)
+        return _Function(fn, self.constants)
+
+
+class _Gap:
+    """Stands where a function had an array."""
+
+    dtype = shape = None
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "dtype") and hasattr(value, "shape") and not isinstance(value, np.generic)
+
+
+def _captured(fn: Any, arrays: list[Any]) -> tuple[Any, ...] | None:
+    """What a function reads from outside, but for arrays, which are added to `arrays`.
+
+    None if some of it may change without being replaced, as attributes of an object may.
+    """
+    if isinstance(fn, partial):
+        inner = _captured(fn.func, arrays)
+        found = [_constant(v, arrays) for v in (*fn.args, *fn.keywords.values())]
+        return None if inner is None or None in found else (*inner, tuple(fn.keywords), *found)
+    if isinstance(fn, types.MethodType):
+        _captured(fn.__func__, arrays)
+        return None
+    if not isinstance(fn, types.FunctionType):
+        return None
+    found = [_constant(value, arrays) for value in _values_of(fn)]
+    return None if None in found else (fn.__code__, *found)
+
+
+def _values_of(fn: types.FunctionType) -> list[Any]:
+    """Values in closure, defaults, keyword defaults, and the globals that the code names."""
+    scope = fn.__globals__
+    return [
+        *[cell.cell_contents for cell in fn.__closure__ or ()],
+        *(fn.__defaults__ or ()),
+        *(fn.__kwdefaults__ or {}).values(),
+        *[scope[name] for name in _names(fn.__code__) if name in scope],
+    ]
+
+
+def _constant(value: Any, arrays: list[Any]) -> tuple[Any, ...] | None:
+    """A value from outside as part of a structure, None if it may change."""
+    if _is_array(value):
+        arrays.append(value)
+        return (_Gap,)
+    if value is None or isinstance(value, bool | int | float | str | np.generic):
+        return type(value), repr(value)
+    if value is np or value is math or isinstance(value, np.ufunc | types.BuiltinFunctionType):
+        return (value,)
+    if isinstance(value, type) and value.__module__ in ("builtins", "numpy"):
+        return (value,)
+    if isinstance(value, types.FunctionType):
+        if value.__module__.partition(".")[0] == "numpy":
+            return (value,)
+        inner: list[Any] = []
+        found = _captured(value, inner)
+        return None if inner else found
+    if isinstance(value, tuple):
+        within: list[Any] = []
+        entries = [_constant(entry, within) for entry in value]
+        return None if None in entries or within else (tuple, *entries)
+    return None
+
+
 def _with_values(fn: Callable[..., Any], symbol: Callable[[Any], Any]) -> Callable[..., Any]:
     """The function with values replaced: in closure, defaults and the globals that it names."""
     if isinstance(fn, partial):
@@ -134,20 +234,18 @@ def _with_values(fn: Callable[..., Any], symbol: Callable[[Any], Any]) -> Callab
     closure = fn.__closure__ and tuple(
         types.CellType(symbol(cell.cell_contents)) for cell in fn.__closure__
     )
-    named = _names(fn.__code__)
-    scope = {
-        name: symbol(value) if name in named else value for name, value in fn.__globals__.items()
-    }
-    scope.setdefault("__builtins__", builtins)
     defaults = fn.__defaults__ and tuple(map(symbol, fn.__defaults__))
+    keyword_defaults = fn.__kwdefaults__ and {k: symbol(v) for k, v in fn.__kwdefaults__.items()}
+    scope = dict(fn.__globals__)
+    scope.update({n: symbol(scope[n]) for n in _names(fn.__code__) if n in scope})
+    scope.setdefault("__builtins__", builtins)
     made = types.FunctionType(fn.__code__, scope, fn.__name__, defaults, closure)
-    made.__kwdefaults__ = fn.__kwdefaults__ and {k: symbol(v) for k, v in fn.__kwdefaults__.items()}
+    made.__kwdefaults__ = keyword_defaults
     return made
 
 
-def _names(code: types.CodeType) -> set[str]:
-    names = set(code.co_names)
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            names |= _names(const)
-    return names
+@lru_cache(maxsize=256)
+def _names(code: types.CodeType) -> tuple[str, ...]:
+    """Names that the code looks up, those of functions inside it too, in a fixed order."""
+    inner = [_names(const) for const in code.co_consts if isinstance(const, types.CodeType)]
+    return tuple(sorted({*code.co_names, *(name for names in inner for name in names)}))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -13,6 +13,7 @@ from qkv.errors import DTypeError, ShapeError
 from qkv.problem.builder import Builder, Restart, Shape
 from qkv.problem.dense import Dense
 from qkv.variants.algebra import MaskVariant
+from qkv.variants.base import Role
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -39,6 +40,9 @@ class Segments(MaskVariant):
     A row's position is its rank among the rows with its id. Tiles of two segments that do not meet
     are skipped.
     """
+
+    roles: ClassVar[Mapping[str, Role]] = {"q_ids": "value", "kv_ids": "value"}
+    uses_batch_index: ClassVar[bool] = False
 
     q_ids: ArrayLike
     kv_ids: ArrayLike | None = None

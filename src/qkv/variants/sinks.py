@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.variants.base import Variant
+from qkv.variants.base import Role, Variant
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -26,6 +27,10 @@ class Sinks(Variant):
     -----
     Source: gpt-oss (2025); Miller, "Attention Is Off By One" (2023), is `Sinks(0.0)`.
     """
+
+    roles: ClassVar[Mapping[str, Role]] = {"values": "value"}
+    uses_batch_index: ClassVar[bool] = False
+    positions_only: ClassVar[bool] = True
 
     values: ArrayLike
 

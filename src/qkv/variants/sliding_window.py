@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from qkv.errors import ArgumentError
 from qkv.problem.builder import INDEX_LIMIT, Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.variants.algebra import MaskVariant
+from qkv.variants.base import Role
 
 
 @dataclass(frozen=True, repr=False)
@@ -33,6 +35,10 @@ class SlidingWindow(MaskVariant):
     Work is proportional to `q_len * (left + right + 1)`. Source: Beltagy et al., "Longformer"
     (2020), section 3.1.
     """
+
+    roles: ClassVar[Mapping[str, Role]] = {"left": "static", "right": "static"}
+    uses_batch_index: ClassVar[bool] = False
+    positions_only: ClassVar[bool] = True
 
     left: int | None
     right: int | None

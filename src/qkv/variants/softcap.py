@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
+from typing import ClassVar
 
 import numpy as np
 
 from qkv.errors import ArgumentError
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.variants.base import Variant
+from qkv.variants.base import Role, Variant
 
 
 @dataclass(frozen=True, repr=False)
@@ -27,6 +28,10 @@ class Softcap(Variant):
     -----
     Source: Gemma 2 (2024), section 2, after Bello et al. (2017).
     """
+
+    roles: ClassVar[Mapping[str, Role]] = {"cap": "value"}
+    uses_batch_index: ClassVar[bool] = False
+    positions_only: ClassVar[bool] = True
 
     cap: float
 

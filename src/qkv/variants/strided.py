@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from qkv.errors import ArgumentError
 from qkv.problem.builder import INDEX_LIMIT, Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.variants.algebra import MaskVariant
+from qkv.variants.base import Role
 
 
 @dataclass(frozen=True, repr=False)
@@ -29,6 +31,10 @@ class Strided(MaskVariant):
     -----
     Source: Child et al., "Generating Long Sequences with Sparse Transformers" (2019), section 4.2.
     """
+
+    roles: ClassVar[Mapping[str, Role]] = {"stride": "static"}
+    uses_batch_index: ClassVar[bool] = False
+    positions_only: ClassVar[bool] = True
 
     stride: int
 

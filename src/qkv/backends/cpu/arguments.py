@@ -14,9 +14,9 @@ from qkv.backends.cpu.forward import FIELDS, scratch_bytes
 from qkv.backends.cpu.frame import COUNTER_BYTES, WORD, Shape
 from qkv.backends.cpu.pairs import pair_scratch_bytes
 from qkv.backends.cpu.parts import part_scratch_bytes
+from qkv.backends.cpu.rotation import rotated_rows
 from qkv.partial import Partial, RowStatistics
-from qkv.problem.rows import Rows, plain
-from qkv.problem.scores import Scores
+from qkv.problem.rows import Rows, plain, whole_rows
 from qkv.problem.spec import Problem, Spec
 
 if TYPE_CHECKING:
@@ -185,18 +185,11 @@ def scratch_of(spec: Spec, shape: Shape) -> int:
 
 def rotated(problem: Problem) -> tuple[Array, Rows]:
     """Query and key as the product meets them: rotated copies, or as they are."""
-    spec, operands = problem.spec, problem.operands
-    if spec.rotation is None:
+    operands = problem.operands
+    if problem.spec.rotation is None or operands.angles is None:
         return operands.query, operands.key
-    scores = Scores(problem, spec.compute_dtype)
-    query = np.empty(operands.query.shape, spec.compute_dtype)
-    key = np.empty(operands.key.shape, spec.compute_dtype)
-    for batch, index in enumerate(np.ndindex(*spec.batch_shape)):
-        for head in range(spec.num_heads):
-            query[(*index, head)] = scores.query(batch, head, slice(None))
-        for head in range(spec.num_kv_heads):
-            key[(*index, head)] = scores.key(batch, head * spec.group_size, slice(None))
-    return query, key
+    key = whole_rows(operands.key, problem.spec.compute_dtype)
+    return rotated_rows(problem, operands.query, "q"), rotated_rows(problem, key, "kv")
 
 
 def address_of(array: Array) -> int:

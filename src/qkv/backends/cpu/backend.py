@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from qkv._threads import get_num_threads
-from qkv.backends import Growing, Prepared, Progress, Refusal, kept
+from qkv.backends import Growing, Prepared, PreparedBackward, Progress, Refusal, kept
 from qkv.backends.cpu.fork_locks import importing
 from qkv.partial import Partial, RowStatistics, identity, without_keys
 from qkv.problem.backward import BackwardInputs, OperandGradients
@@ -18,9 +18,6 @@ from qkv.problem.bounds import bound
 from qkv.problem.expressions import Load, Op, tables, walk
 from qkv.problem.intervals import Interval
 from qkv.problem.spec import Problem, Spec
-
-if TYPE_CHECKING:
-    from qkv.backends.cpu.prepared_backward import PreparedBackward
 
 Array = NDArray[Any]
 
@@ -105,29 +102,43 @@ class CpuBackend:
         None if which pairs are computed would depend on values.
         """
         with importing():
+            from qkv.backends.cpu import prepared_stages as stages
             from qkv.backends.cpu import schedule, streaming
             from qkv.backends.cpu.prepared import PreparedDecode, PreparedForward
             from qkv.backends.cpu.weightless import fades
 
-        if not _is_preparable(problem.spec):
+        spec = problem.spec
+        if not _is_preparable(spec) or (spec.rotation and not stages.is_rotation_kept(problem)):
             return None
-        few = _streams(problem.spec)
+        few = _streams(spec)
         few_operations = (streaming if few else schedule).FEW_OPERATIONS
         if _are_scheduled_by(problem, arrays, few_operations):
             return None
-        if few:
-            return PreparedDecode(problem, arrays=arrays)
-        if fades(problem):
+        if not few and fades(problem):
             return None
-        return PreparedForward(problem, backward=backward, arrays=arrays)
+        form = stages.rotated_form(problem) if spec.rotation else problem
+        ready: Any
+        if few:
+            ready = PreparedDecode(form, arrays=arrays)
+        else:
+            ready = PreparedForward(form, backward=backward, arrays=arrays)
+        if spec.sinks:
+            ready = stages.SinksCall(problem, ready)
+        return stages.RotatedCall(problem, ready) if spec.rotation else ready
 
     def prepare_growing(self, problem: Problem) -> Growing | None:
         """For few queries, any number of keys, and the same constants."""
         with importing():
+            from qkv.backends.cpu import prepared_stages as stages
             from qkv.backends.cpu.prepared import GrowingDecode
 
         spec = problem.spec
-        return GrowingDecode(problem) if _is_preparable(spec) and _streams(spec) else None
+        if not (_is_preparable(spec) and _streams(spec)):
+            return None
+        ready: Any = GrowingDecode(stages.rotated_form(problem) if spec.rotation else problem)
+        if spec.sinks:
+            ready = stages.GrowingSinks(problem, ready)
+        return stages.GrowingRotation(problem, ready) if spec.rotation else ready
 
     def run_for_backward(self, problem: Problem) -> Partial:
         return self._run(problem, few=_streams(problem.spec), backward=True)
@@ -147,16 +158,23 @@ class CpuBackend:
         """For gradients of operands and `arrays` like these, and inputs like these."""
         with importing():
             from qkv.backends.cpu import prepared_backward, schedule
+            from qkv.backends.cpu import prepared_stages as stages
             from qkv.backends.cpu.weightless import fades
 
+        rotation = problem.spec.rotation
         if (
             not _is_preparable(problem.spec)
+            or (rotation and not stages.is_rotation_kept(problem))
             or fades(problem)
             or not prepared_backward.is_preparable(problem, inputs)
             or _are_scheduled_by(problem, arrays, schedule.FEW_OPERATIONS)
         ):
             return None
-        return prepared_backward.PreparedBackward(problem, inputs, arrays)
+        if rotation is None:
+            return prepared_backward.PreparedBackward(problem, inputs, arrays)
+        form = stages.rotated_form(problem)
+        inner = prepared_backward.PreparedBackward(form, inputs, arrays)
+        return stages.RotatedBackward(problem, inner)
 
     def _run(
         self,
@@ -184,9 +202,9 @@ class CpuBackend:
 
 
 def _is_preparable(spec: Spec) -> bool:
-    """Whether all that a call does is one run of compiled code."""
+    """Whether there is anything to compute, and it reads plain arrays."""
     sizes = (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len, spec.v_head_dim)
-    return 0 not in sizes and spec.rotation is None and not spec.sinks
+    return 0 not in sizes and not spec.key_storage and not spec.value_storage
 
 
 def _are_scheduled_by(problem: Problem, arrays: tuple[Array, ...], few: float) -> bool:

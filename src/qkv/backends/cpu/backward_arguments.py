@@ -14,7 +14,8 @@ from qkv.backends.cpu.backward_block import fields_with, padded, scratch_areas
 from qkv.backends.cpu.backward_part_block import part_areas
 from qkv.backends.cpu.frame import Shape
 from qkv.backends.cpu.residual_pass import Rows
-from qkv.problem.backward import BackwardInputs, OperandGradients, turned_back
+from qkv.backends.cpu.rotation import rotated_rows
+from qkv.problem.backward import BackwardInputs, OperandGradients
 from qkv.problem.rows import plain
 from qkv.problem.spec import Problem, Spec
 
@@ -67,11 +68,11 @@ class Results:
 
     def finish(self) -> OperandGradients:
         operands = self.problem.operands
-        query, key = turned_back(
-            self.problem,
-            self.query.reshape(operands.query.shape),
-            self.key.reshape(operands.key.shape),
-        )
+        query = self.query.reshape(operands.query.shape)
+        key = self.key.reshape(operands.key.shape)
+        if operands.angles is not None:
+            query = rotated_rows(self.problem, query, "q", back=True)
+            key = rotated_rows(self.problem, key, "kv", back=True)
         value = self.value.reshape(operands.value.shape)
         tables = {name: copies.sum(axis=0) for name, copies in self.tables.items()}
         return OperandGradients(query, key, value, tables)

@@ -62,9 +62,14 @@ def widen(e: Emitter, raw: Value, dtype: str) -> Value:
 
 def narrow(e: Emitter, value: Value, dtype: str) -> Value:
     """`e.real` as it is stored: float32 for 16-bit types, or the same type."""
-    b = e.builder
     if dtype == real_dtype(e):
         return value
+    return narrow_float32(e, value, dtype)
+
+
+def narrow_float32(e: Emitter, value: Value, dtype: str) -> Value:
+    """float32 as one of the 16-bit types."""
+    b = e.builder
     bits = b.bitcast(value, _like(value, INT32))
     match dtype:
         case "bfloat16":

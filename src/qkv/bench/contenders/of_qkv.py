@@ -8,10 +8,11 @@ import ml_dtypes
 import numpy as np
 
 import qkv
-from qkv._call import Call
 from qkv.bench.contenders import Prepared
 from qkv.bench.reference import Inputs
 from qkv.bench.workloads import Workload
+from qkv.call.checked import CheckedCall, checked
+from qkv.call.options import OptionValues
 from qkv.errors import UnsupportedError
 
 __all__ = [
@@ -77,18 +78,9 @@ def prepare_kernel_statistics(workload: Workload, inputs: Inputs, threads: int) 
     return Prepared(lambda: run(call.problem), lambda result: {"out": result[0].out})
 
 
-def _bound(workload: Workload, inputs: Inputs) -> Call:
-    return Call.bind(
-        inputs.query,
-        inputs.key,
-        inputs.value,
-        workload.rule.variants,
-        scale=None,
-        layout="bhld",
-        q_offset=None,
-        kv_offset=0,
-        backend=_BACKEND,
-    )
+def _bound(workload: Workload, inputs: Inputs) -> CheckedCall:
+    arrays = inputs.query, inputs.key, inputs.value
+    return checked(*arrays, workload.rule.variants, OptionValues(backend=_BACKEND))
 
 
 def prepare_bfloat16(workload: Workload, inputs: Inputs, threads: int) -> Prepared:

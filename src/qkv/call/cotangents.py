@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv._call import Call
 from qkv.arrays import view
+from qkv.call.checked import CheckedCall
 from qkv.errors import DTypeError, ShapeError
 
 __all__ = ["cotangent_of_lse", "cotangent_of_out", "fits", "like_operand", "shapes_of"]
@@ -22,7 +22,7 @@ def shapes_of(query: Any, key: Any, value: Any) -> tuple[Shape, Shape, Shape]:
     return view(query, "query").shape, view(key, "key").shape, view(value, "value").shape
 
 
-def cotangent_of_out(call: Call, out: Array, grad_out: Any) -> Array:
+def cotangent_of_out(call: CheckedCall, out: Array, grad_out: Any) -> Array:
     """`grad_out` in the order of `out`, `(*batch_shape, num_heads, q_len, v_head_dim)`."""
     seen = view(grad_out, "grad_out")
     expected: Shape = out.shape
@@ -34,7 +34,7 @@ def cotangent_of_out(call: Call, out: Array, grad_out: Any) -> Array:
     return call.plain(seen)
 
 
-def cotangent_of_lse(call: Call, lse: Array, grad_lse: Any) -> Array:
+def cotangent_of_lse(call: CheckedCall, lse: Array, grad_lse: Any) -> Array:
     """`grad_lse` in the order of `lse`; zeros for None."""
     if grad_lse is None:
         return np.zeros_like(lse)
@@ -44,7 +44,7 @@ def cotangent_of_lse(call: Call, lse: Array, grad_lse: Any) -> Array:
     return seen.reshape(lse.shape)
 
 
-def like_operand(call: Call, gradient: Array, shape: Shape) -> Any:
+def like_operand(call: CheckedCall, gradient: Array, shape: Shape) -> Any:
     """A gradient like the operand: leading dimensions that were broadcast are summed."""
     turned = call.layout == "blhd" and len(shape) > 2
     plain = (1, *shape) if len(shape) == 2 else shape

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv._call import Call
-from qkv._cotangents import cotangent_of_lse, cotangent_of_out, fits, like_operand, shapes_of
-from qkv._own_arrays import as_given, briefly, by_origin, own_arrays, wanted
-from qkv._vjp import Gradients
 from qkv.arrays import view
 from qkv.backends.blocked import BLOCK_KV, BLOCK_Q
+from qkv.call.bound import BoundCall, bind
+from qkv.call.checked import CheckedCall, check_call
+from qkv.call.cotangents import cotangent_of_lse, cotangent_of_out, fits, like_operand
+from qkv.call.gradients import Gradients
+from qkv.call.options import Options, option_values, with_options
+from qkv.call.variant_arrays import as_given, briefly, by_origin, own_arrays, wanted
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.partial import Partial
 from qkv.problem.builder import FLOATS
-from qkv.problem.check import Layout
 from qkv.problem.rows import plain
 from qkv.problem.scores import Scores
 from qkv.problem.second_backward import (
@@ -60,18 +61,15 @@ class Tangents:
     of_variants: Sequence[tuple[Any, Any, Any]] = ()
 
 
+@with_options
 def jvp(
     query: Any,
     key: Any,
     value: Any,
     *variants: Any,
     tangents: Tangents,
-    scale: float | None = None,
-    layout: Layout = "bhld",
-    q_offset: Any = None,
-    kv_offset: Any = 0,
     return_lse: bool = False,
-    backend: str = "auto",
+    **options: Unpack[Options],
 ) -> tuple[Any, Any]:
     """Attention and its Jacobian-vector product: how the output changes along a direction.
 
@@ -115,29 +113,28 @@ def jvp(
     array([[1.66],
            [2.34]])
     """
-    shapes = shapes_of(query, key, value)
-    call = Call.bind(
-        query,
-        key,
-        value,
-        variants,
-        scale=scale,
-        layout=layout,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        backend=backend,
-        backward=True,
-    )
-    direction = _direction(call, tangents, shapes)
+    bound = bind(query, key, value, variants, option_values("jvp", options))
+    out, moved = jvp_of(bound, tangents, variants)
+    return (out, moved) if return_lse else (out[0], moved[0])
+
+
+def jvp_of(
+    bound: BoundCall, tangents: Tangents, given: Sequence[Any] | None = None
+) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """Output and lse of a bound call, and how both change; `given` as for `check_call`."""
+    call = check_call(bound, given, backward=True)
+    direction = _direction(call, tangents, _shapes(call))
     partial = call.run_for_backward()
     found = forward_tangent(*_tiles(call), partial.lse, direction)
     moved = Partial(found.out, found.lse)
-    if not return_lse:
-        return call.output(partial), call.output(moved)
     return (
         (call.output(partial), call.rows(partial.lse)),
         (call.output(moved), call.rows(moved.lse)),
     )
+
+
+def _shapes(call: CheckedCall) -> tuple[tuple[int, ...], ...]:
+    return tuple([leaf.shape for leaf in call.leaves[:3]])
 
 
 class SecondGradients(Gradients):
@@ -158,19 +155,13 @@ class SecondGradients(Gradients):
 
 
 def second_vjp(
-    query: Any,
-    key: Any,
-    value: Any,
-    *variants: Any,
+    bound: BoundCall,
+    *,
     grad_out: Any,
     tangents: Tangents,
     grad_lse: Any = None,
     wrt: Iterable[Any] = (),
-    scale: float | None = None,
-    layout: Layout = "bhld",
-    q_offset: Any = None,
-    kv_offset: Any = 0,
-    backend: str = "auto",
+    given: Sequence[Any] | None = None,
 ) -> SecondGradients:
     """The vector-Jacobian product of the pullback of `vjp`, and its Jacobian-vector product.
 
@@ -185,10 +176,11 @@ def second_vjp(
 
     Parameters
     ----------
-    query, key, value, *variants, scale, layout, q_offset, kv_offset, backend
-        As for `vjp`.
+    bound : BoundCall
     grad_out, grad_lse, wrt
-        As for its pullback.
+        As for the pullback of `vjp`.
+    given : sequence, optional
+        The variants as the caller gave them.
     tangents : Tangents
         The direction, or cotangents of the pullback's gradients.
 
@@ -197,21 +189,10 @@ def second_vjp(
     Tiles are met twice, for row sums and for the tangent of the backward pass: `20 head_dim + 14
     v_head_dim` operations for each pair in a tile that is not empty. Memory as for `vjp`.
     """
-    shapes = shapes_of(query, key, value)
-    call = Call.bind(
-        query,
-        key,
-        value,
-        variants,
-        scale=scale,
-        layout=layout,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        backend=backend,
-        backward=True,
-    )
+    call = check_call(bound, given, backward=True)
+    shapes = _shapes(call)
     direction = _direction(call, tangents, shapes)
-    tables, sinks = wanted(call.problem, tuple(map(call.known_as, wrt)))
+    tables, sinks = wanted(call.problem, [call.named(variant)[0] for variant in wrt])
     partial = call.run_for_backward()
     cotangents = Cotangents(
         cotangent_of_out(call, partial.out, grad_out),
@@ -227,12 +208,12 @@ def second_vjp(
         like_operand(call, g, shape) for g, shape in zip(operands, shapes, strict=True)
     )
     of_variants = [(origin, call.library.restore(as_given(origin, g))) for origin, g in own]
-    gradients = Gradients(d_query, d_key, d_value, of_variants, call.known_as)
+    gradients = Gradients(d_query, d_key, d_value, of_variants, call)
     moved = Partial(found.forward.out, found.forward.lse)
     return SecondGradients(gradients, call.output(moved), call.rows(moved.lse))
 
 
-def _tiles(call: Call) -> tuple[Scores, TileGrid]:
+def _tiles(call: CheckedCall) -> tuple[Scores, TileGrid]:
     scores = Scores(call.problem, call.problem.spec.compute_dtype)
     return scores, scores.grid(BLOCK_Q, BLOCK_KV)
 
@@ -241,7 +222,7 @@ def _tiles(call: Call) -> tuple[Scores, TileGrid]:
 
 
 def _direction(
-    call: Call, tangents: Tangents, shapes: tuple[tuple[int, ...], ...]
+    call: CheckedCall, tangents: Tangents, shapes: tuple[tuple[int, ...], ...]
 ) -> OperandTangents:
     """Tangents as the problem holds its values."""
     operands = call.problem.operands
@@ -259,7 +240,7 @@ def _direction(
     sinks = None
     for variant, array, tangent in tangents.of_variants:
         seen = view(tangent, "a tangent")
-        for name, origin in _places(call, call.known_as(variant), array):
+        for name, origin in _places(call, *call.named(variant, array)):
             _check_own(seen, origin, variant)
             if name is None:
                 sinks = np.broadcast_to(seen.astype(np.float64), call.problem.spec.num_heads)
@@ -269,7 +250,7 @@ def _direction(
 
 
 def _of_operand(
-    call: Call, role: str, tangent: Any, shape: tuple[int, ...], operand: Array
+    call: CheckedCall, role: str, tangent: Any, shape: tuple[int, ...], operand: Array
 ) -> Array:
     """`(*batch_shape, heads, length, dim)`, like the operand; zeros for None."""
     if tangent is None:
@@ -281,7 +262,7 @@ def _of_operand(
     return np.broadcast_to(seen, operand.shape)
 
 
-def _places(call: Call, variant: Any, array: Any) -> Iterator[tuple[str | None, Origin]]:
+def _places(call: CheckedCall, variant: Any, array: Any) -> Iterator[tuple[str | None, Origin]]:
     """Where the problem reads a variant's array: tables by name, None for sinks."""
     tables, sinks = own_arrays(call.problem, variant)
     found: list[tuple[str | None, Origin]] = [*tables]

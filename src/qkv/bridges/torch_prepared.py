@@ -1,0 +1,202 @@
+"""Prepared calls of tensors: nothing is looked at but types, shapes, strides, addresses.
+
+The calls are those that `qkv.call.attend` has prepared for NumPy arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from qkv.arrays.torch_arrays import TorchArrays
+from qkv.backends import AddressedCall, generation
+from qkv.bridges.torch_guards import Guard, guard
+from qkv.call.attend import LARGEST_VALUE, prepared
+from qkv.call.bound import BoundCall
+from qkv.call.cache import CALLS, Key
+from qkv.call.flatten import without_arrays
+
+__all__ = ["follows", "looks_on", "prepare", "run_prepared"]
+
+_view = TorchArrays().view
+_is_compiling = torch.compiler.is_compiling
+_is_autocast = torch.is_autocast_enabled
+_transforms = torch._C._are_functorch_transforms_active
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_tracing_state = torch._C._get_tracing_state
+
+
+class _PreparedCall(NamedTuple):
+    """A prepared call, and what its results are written to.
+
+    `fits` asks of query, key, value and the tensors that are read in place whether they are like
+    those that were prepared for; `values` are those of the others, in bytes.
+    """
+
+    fits: Guard
+    values: tuple[bytes, ...]
+    generation: int
+    run: Callable[..., bool]
+    empty_out: Callable[[], Tensor]
+    empty_lse: Callable[[], Tensor]
+    rows_first: bool
+
+
+def looks_on() -> bool:
+    """Whether torch traces or changes operations, whatever they are given."""
+    return _is_autocast("cpu") or follows()
+
+
+def follows() -> bool:
+    """Whether torch traces or transforms operations, whatever they are given."""
+    return (
+        _is_compiling()
+        or _transforms()
+        or forward_ad._current_level >= 0
+        or _dispatch_modes() > 0
+        or _tracing_state() is not None
+    )
+
+
+def run_prepared(bound: BoundCall, rows: bool) -> Any:
+    """Output, with lse if `rows`; None if nothing was prepared, or torch has to see the call."""
+    if looks_on():
+        return None
+    structure, leaves = bound
+    by_value = structure.by_value
+    read = leaves
+    values: tuple[Any, ...] = ()
+    if by_value:
+        read = [leaf for n, leaf in enumerate(leaves) if n not in by_value]
+        found = _values(bound)
+        if found is None:
+            return None
+        values = found
+    latest = ("latest tensors", structure)
+    known: _PreparedCall | None = CALLS.get(latest)
+    if known is None:
+        return None
+    try:
+        fits = known.generation == generation() and known.values == values and known.fits(*read)
+    except TypeError:  # an operand is no tensor
+        return None
+    if not fits:
+        if not _are_plain(*read):
+            return None
+        known = CALLS.get(_key(structure, read, values))
+        if known is None:
+            return None
+        CALLS.insert(latest, known)
+    query, key, value, *arrays = read
+    out = known.empty_out()
+    lse = known.empty_lse() if rows else None
+    done = known.run(
+        query.data_ptr(),
+        key.data_ptr(),
+        value.data_ptr(),
+        out.data_ptr(),
+        0 if lse is None else lse.data_ptr(),
+        0,
+        (read, out, lse),
+        [array.data_ptr() for array in arrays],
+    )
+    if not done:
+        return None
+    if known.rows_first:
+        out = out.transpose(-3, -2).contiguous()
+    return out if lse is None else (out, lse)
+
+
+def prepare(bound: BoundCall, seen: BoundCall, out: Tensor) -> None:
+    """Keep a call of tensors if it was prepared for as one of NumPy arrays.
+
+    Parameters
+    ----------
+    bound, seen : BoundCall
+        The call as it was bound, and of NumPy views of the same memory.
+    out : Tensor
+        What it gave.
+    """
+    by_value = bound.structure.by_value
+    read = [leaf for n, leaf in enumerate(bound.leaves) if n not in by_value]
+    values = _values(bound)
+    if values is None or looks_on() or not _are_plain(*read):
+        return
+    call = prepared(seen)
+    if call is None or not isinstance(call, AddressedCall):
+        return
+    wide = torch.float64 if out.dtype is torch.float64 else torch.float32
+    rows_first = bound.structure.layout == "blhd"
+    shape = out.transpose(-3, -2).shape if rows_first else out.shape
+    makers = _maker(shape, out.dtype), _maker(shape[:-1], wide)
+    known = _PreparedCall(guard(*read), values, generation(), call.run, *makers, rows_first)
+    structure = without_arrays(bound.structure)
+    CALLS.insert(_key(structure, read, values), known)
+    CALLS.insert(("latest tensors", structure), known)
+
+
+def _values(bound: BoundCall) -> tuple[bytes, ...] | None:
+    """The bytes of the arrays that are compared by value, None if these are too many."""
+    found = []
+    for n in bound.structure.by_value:
+        leaf = bound.leaves[n]
+        if isinstance(leaf, Tensor):
+            if not leaf.is_cpu or leaf.nbytes > LARGEST_VALUE or type(leaf) not in _PLAIN:
+                return None
+            if leaf.requires_grad and torch.is_grad_enabled():
+                return None
+            leaf = _view(leaf, "an array of a variant")
+        if type(leaf) is not np.ndarray or leaf.nbytes > LARGEST_VALUE:
+            return None
+        found.append(leaf.tobytes())
+    return tuple(found)
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _are_plain(*tensors: Any) -> bool:
+    """Whether these are tensors, dense numbers at an address, that want no gradients."""
+    return all(
+        type(t) is Tensor and t.is_cpu and t.layout is torch.strided and not t.is_neg()
+        and not (t.requires_grad and torch.is_grad_enabled())
+        for t in tensors
+    )  # fmt: skip
+
+
+def _key(structure: Any, read: Sequence[Tensor], values: tuple[bytes, ...]) -> Key:
+    """What calls of plain tensors that are like one another have in common."""
+    query, key, value, *_ = read
+    return (
+        "tensors", structure, values, query is key, key is value, generation(),
+        *[(tensor.dtype, tensor.shape, tensor.stride()) for tensor in read],
+    )  # fmt: skip
+
+
+def _maker(shape: Sequence[int], dtype: torch.dtype) -> Callable[[], Tensor]:
+    """Makes dense tensors in main memory, whatever torch's default device is."""
+    empty = _empty_of_compiled_code()
+    if empty is not None:
+        strides = torch.empty(shape, device="meta").stride()
+        return partial(empty, tuple(shape), strides, dtype)
+    # The quickest of what is documented: like one number that is expanded.
+    number = torch.empty((), dtype=dtype, device="cpu")
+    return partial(torch.empty_like, number.expand(shape))
+
+
+@lru_cache(maxsize=1)
+def _empty_of_compiled_code() -> Callable[..., Tensor] | None:
+    """`empty(shape, strides, dtype)` of torch's compiled code, if it does what its name says."""
+    try:
+        guards: Any = torch._C._dynamo.guards
+        made = guards._empty_strided_cpu((2, 3), (3, 1), torch.float16)
+    except (AttributeError, TypeError):
+        return None
+    said = made.shape == (2, 3) and made.stride() == (3, 1) and made.dtype is torch.float16
+    return guards._empty_strided_cpu if said and made.is_cpu else None

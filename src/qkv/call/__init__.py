@@ -1,0 +1,16 @@
+"""One call, from a front door to a backend and back.
+
+    options         the keyword arguments that all front doors share
+    flatten         a variant, an option or an operand as a tree without arrays, and its arrays
+    bound           `bind`: a call as `BoundCall(structure, leaves)`
+    checked         `check_call`: a bound call as a problem, with the backend that will run it
+    cache           prepared calls, by structure and by the layout of the leaves
+    attend          run a bound call, prepared or checked
+    vjp, pull_back  gradients, prepared or checked; `gradients` are what they give
+    jvp             tangents, and second derivatives
+    cotangents, variant_arrays
+                    what comes in and goes out beside a call; the arrays of variants
+
+`attention`, `inspect`, `plan`, `explain`, `vjp`, `jvp` and the bridges to other libraries all begin
+with `bind`.
+"""

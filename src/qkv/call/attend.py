@@ -1,0 +1,266 @@
+"""Run a bound call of arrays in memory: prepared if a call like it was seen before, else checked.
+
+Two calls are alike if their structures are equal, and the types, shapes and strides of their
+arrays, and the values of those arrays that are compared by value. A call that is like an earlier
+one writes addresses into a prepared block of arguments and runs. Decoding steps whose variants
+depend on positions only are alike whatever their number of keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.backends import Growing, Prepared, generation
+from qkv.call.bound import BoundCall
+from qkv.call.cache import CALLS, Key
+from qkv.call.checked import CheckedCall, check_call
+from qkv.call.flatten import depends_on_positions_only, without_arrays
+from qkv.partial import Partial
+from qkv.problem.bounds import holds_for_any_length
+from qkv.problem.builder import INDEX_LIMIT
+
+__all__ = ["Attended", "attend", "call_key", "heads_first", "in_place", "prepared"]
+
+Array = NDArray[Any]
+
+LARGEST_VALUE = 2**15
+"""Bytes of an array that is compared by value; calls with larger ones are checked each time."""
+MOST_QUERIES = 16
+"""Query rows of a decoding step."""
+
+
+class Attended(NamedTuple):
+    """Results as arrays of the query's library.
+
+    `lse` and `lse_rest` (what rounding took from lse, None if nobody knows) are anything unless
+    they were asked for. `call` and `partial` are there if the call was checked.
+    """
+
+    out: Any
+    lse: Any
+    lse_rest: Array | None
+    call: CheckedCall | None = None
+    partial: Partial | None = None
+
+
+def attend(
+    bound: BoundCall,
+    *,
+    rows: bool = True,
+    backward: bool = False,
+    differentiable: bool = False,
+    given: Sequence[Any] | None = None,
+) -> Attended:
+    """Output and lse of a bound call.
+
+    Parameters
+    ----------
+    bound : BoundCall
+    rows : bool
+        Whether lse is wanted.
+    backward : bool
+        Whether a backward pass will follow.
+    differentiable : bool
+        Whether a backend that computes no gradients is to be refused.
+    given : sequence, optional
+        The variants as the caller gave them.
+    """
+    views = heads_first(bound)
+    step = key = None
+    if views is not None:
+        step = _step(bound, views, backward)
+        if step is not None:
+            growing = CALLS.get(step.key)
+            if growing is not None:
+                found = growing.run(views, rows, step)
+                if found is not None:
+                    return _restored(found, bound)
+                CALLS.discard(step.key)
+        key = call_key(bound, views, "backward" if backward else "forward")
+        ready = None if key is None else CALLS.get(key)
+        if key is not None and ready is not None:
+            found = ready(*views, rows, in_place(bound))
+            if found is not None:
+                return _restored(found, bound)
+            CALLS.discard(key)
+    call = check_call(bound, given, backward=differentiable)
+    if bound.structure.is_known and not (step is not None and _prepare_step(step, call)):
+        _prepare(key, bound, call, backward)
+    partial = call.run_for_backward() if backward else call.run()
+    out, lse = call.output(partial), call.rows(partial.lse)
+    return Attended(out, lse, partial.lse_rest, call, partial)
+
+
+def prepared(bound: BoundCall) -> Prepared | None:
+    """What was prepared for calls like this one without a backward pass, heads before rows."""
+    views = heads_first(bound)
+    key = None if views is None else call_key(bound, views, "forward")
+    found: Prepared | None = None if key is None else CALLS.get(key)
+    return found
+
+
+# Keys
+
+
+def heads_first(bound: BoundCall) -> tuple[Array, Array, Array] | None:
+    """Query, key and value with heads before rows, None if they are not plain NumPy arrays."""
+    structure = bound.structure
+    query, key, value = bound.leaves[:3]
+    if not (type(query) is type(key) is type(value) is np.ndarray and structure.is_plain):
+        return None
+    if structure.options[1] == "bhld":
+        return query, key, value
+    if structure.options[1] != "blhd" or min(query.ndim, key.ndim, value.ndim) < 3:
+        return None
+    return query.swapaxes(-3, -2), key.swapaxes(-3, -2), value.swapaxes(-3, -2)
+
+
+def call_key(bound: BoundCall, views: tuple[Array, Array, Array], purpose: str) -> Key | None:
+    """What calls that are like one another have in common; None for calls that are never alike."""
+    structure, leaves = bound
+    query, key, value = views
+    scale, _, *others = structure.options
+    if len(leaves) == 3:
+        more: Any = ()
+    else:
+        more = _leaf_keys(bound)
+        if more is None:
+            return None
+    return (
+        purpose, generation(), structure.variants, scale, *others, structure.by_value,
+        query.dtype, query.shape, query.strides,
+        key.dtype, key.shape, key.strides,
+        value.dtype, value.shape, value.strides,
+        *more,
+    )  # fmt: skip
+
+
+def _leaf_keys(bound: BoundCall, all_by_value: bool = False) -> list[Hashable] | None:
+    """Of the arrays of variants and options."""
+    by_value = bound.structure.by_value
+    keys: list[Hashable] = []
+    for n, array in enumerate(bound.leaves[3:], start=3):
+        if type(array) is not np.ndarray:
+            return None
+        if not all_by_value and n not in by_value:
+            keys.append((array.dtype, array.shape, array.strides))
+        elif array.nbytes <= LARGEST_VALUE:
+            keys.append((array.dtype, array.shape, array.tobytes()))
+        else:
+            return None
+    return keys
+
+
+def in_place(bound: BoundCall) -> tuple[Any, ...]:
+    """The arrays of variants that are read where they lie."""
+    if len(bound.leaves) == 3:
+        return ()
+    by_value = bound.structure.by_value
+    return tuple([a for n, a in enumerate(bound.leaves[3:], start=3) if n not in by_value])
+
+
+# Preparing
+
+
+def _prepare(key: Key | None, bound: BoundCall, call: CheckedCall, backward: bool) -> None:
+    """Prepare for more calls like this one, once there has been another."""
+    prepare = getattr(call.choice.backend, "prepare", None)
+    if prepare is None or key is None or call.ndim == 2 or CALLS.is_new(key):
+        return
+    checked = bound._replace(leaves=call.leaves)
+    ready = prepare(call.problem, backward, in_place(checked))
+    if ready is not None:
+        CALLS.insert(without_arrays(key), ready)
+
+
+def _restored(found: tuple[Any, Any, Any], bound: BoundCall) -> Attended:
+    out, lse, rest = found
+    if bound.structure.options[1] == "blhd":
+        out = np.ascontiguousarray(out.swapaxes(-3, -2))
+    return Attended(out, lse, rest)
+
+
+# Decoding steps
+
+
+class _Step(NamedTuple):
+    """What decoding steps of any length have in common, and where the queries of this one stand.
+
+    `q_offset` is the number that was given, None if none was.
+    """
+
+    key: Key
+    q_offset: int | None
+
+
+class _GrowingCall(NamedTuple):
+    """A prepared call for any number of keys; `at_end` if the last query is at the last key."""
+
+    growing: Growing
+    at_end: bool
+
+    def run(self, views: tuple[Array, Array, Array], rows: bool, step: _Step) -> Any:
+        query, key, value = views
+        q_shift = step.q_offset
+        if q_shift is None:
+            q_shift = key.shape[-2] - query.shape[-2] if self.at_end else 0
+        return self.growing(query, key, value, rows, q_shift)
+
+
+def _step(bound: BoundCall, views: tuple[Array, Array, Array], backward: bool) -> _Step | None:
+    """A call as a decoding step, if it can be one."""
+    query, key, value = views
+    if query.ndim < 3 or key.ndim != query.ndim:
+        return None
+    q_len, kv_len = query.shape[-2], key.shape[-2]
+    # With as many keys as queries nobody has to say where these stand.
+    if not (0 < q_len <= MOST_QUERIES and q_len != kv_len > 0):
+        return None
+    structure = bound.structure
+    scale, _, q_offset, kv_offset, backend = structure.options
+    if (
+        value.shape[:-1] != key.shape[:-1]
+        or key.shape[:-3] != query.shape[:-3]
+        or not (q_offset is None or type(q_offset) is int or type(q_offset) is str)
+        or not all(map(depends_on_positions_only, structure.variants))
+    ):
+        return None
+    given = None
+    if type(q_offset) is int:
+        if abs(q_offset) > INDEX_LIMIT:
+            return None
+        given, q_offset = q_offset, int
+    more = _leaf_keys(bound, all_by_value=True)
+    if more is None:
+        return None
+    return _Step(
+        (
+            "backward step" if backward else "step", generation(), structure.variants,
+            scale, q_offset, kv_offset, backend,
+            query.dtype, query.shape, key.dtype, key.shape[:-2], key.shape[-1], value.dtype,
+            value.shape[-1], *more,
+        ),
+        given,
+    )  # fmt: skip
+
+
+def _prepare_step(step: _Step, call: CheckedCall) -> bool:
+    """Prepare for more steps like this one, once there has been another; whether that can be."""
+    prepare = getattr(call.choice.backend, "prepare_growing", None)
+    problem = call.problem
+    aligned = problem.operands.positions.aligned
+    # Whether a number and a word say the same depends on the lengths.
+    if prepare is None or (step.q_offset is not None and aligned is not None):
+        return False
+    if not holds_for_any_length(problem):
+        return False
+    if CALLS.is_new(step.key):
+        return True
+    ready = prepare(problem)
+    if ready is not None:
+        CALLS.insert(without_arrays(step.key), _GrowingCall(ready, aligned == "end"))
+    return ready is not None

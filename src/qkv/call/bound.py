@@ -1,0 +1,166 @@
+"""A call as every front door binds it: a structure without arrays, and the arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from qkv.call.flatten import (
+    Leaves,
+    ReadInPlace,
+    Tree,
+    dumps,
+    flatten,
+    is_known,
+    is_portable,
+    loads,
+    unflatten,
+    uses_batch_index,
+)
+from qkv.call.options import DEFAULTS, OptionValues
+
+__all__ = ["BoundCall", "Structure", "bind"]
+
+
+class Structure(NamedTuple):
+    """All of a call but its arrays; hashable.
+
+    Attributes
+    ----------
+    operands : tuple of Tree
+        Of query, key and value.
+    variants : tuple of Tree
+    options : tuple of Tree
+        In the order of `OptionValues`.
+    by_value : tuple of int
+        Which leaves are compared by value.
+    """
+
+    operands: tuple[Tree, ...]
+    variants: tuple[Tree, ...]
+    options: tuple[Tree, ...]
+    by_value: tuple[int, ...] = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether query, key and value are arrays, none of them in storage of its own."""
+        return self.operands == _PLAIN
+
+    @property
+    def is_known(self) -> bool:
+        """Whether two calls of this structure mean the same."""
+        return all(map(is_known, self.variants)) and all(map(is_known, self.options))
+
+    @property
+    def is_portable(self) -> bool:
+        """Whether `text` means the same in another process."""
+        return all(map(is_portable, self.variants))
+
+    @property
+    def uses_batch_index(self) -> bool:
+        """Whether a variant may tell batch rows apart by their flat index."""
+        return any(map(uses_batch_index, self.variants))
+
+    @property
+    def layout(self) -> Any:
+        """ "bhld" or "blhd"."""
+        return self.options[1]
+
+    @property
+    def text(self) -> str:
+        """The structure as JSON, for compilers that take constants as text."""
+        # Tuples of trees are written as sequences.
+        groups = self.operands, self.variants, self.options, self.by_value
+        return dumps((tuple, *[(tuple, *group) for group in groups]))
+
+    @classmethod
+    def from_text(cls, text: str) -> Structure:
+        """What `text` was made of."""
+        _, *groups = loads(text)
+        return cls(*[tuple(group[1:]) for group in groups])
+
+
+class BoundCall(NamedTuple):
+    """A call of a front door; made once, where it comes in.
+
+    Attributes
+    ----------
+    structure : Structure
+    leaves : sequence of arrays
+        Of any library, in the order of the structure: query, key, value, then what variants and
+        options hold.
+    """
+
+    structure: Structure
+    leaves: Sequence[Any]
+
+    def unflatten(self) -> UnboundCall:
+        """Operands, variants and options again, made of these leaves."""
+        taken: list[Any] = []
+        following = iter(self.leaves)
+
+        def next_array() -> Any:
+            taken.append(next(following))
+            return taken[-1]
+
+        query, key, value = (unflatten(tree, next_array) for tree in self.structure.operands)
+        owners: list[Any] = [None] * len(taken)
+        variants = []
+        for tree in self.structure.variants:
+            variants.append(unflatten(tree, next_array))
+            owners += [variants[-1]] * (len(taken) - len(owners))
+        options = OptionValues(*[unflatten(tree, next_array) for tree in self.structure.options])
+        owners += [None] * (len(taken) - len(owners))
+        return UnboundCall(query, key, value, tuple(variants), options, tuple(owners))
+
+
+class UnboundCall(NamedTuple):
+    """A call as its caller wrote it.
+
+    `owners` has the variant that holds each leaf, None for an operand or an option.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    variants: tuple[Any, ...]
+    options: OptionValues
+    owners: tuple[Any, ...]
+
+
+_PLAIN = (ReadInPlace, ReadInPlace, ReadInPlace)
+_DEFAULT_OPTIONS = tuple([flatten(option, Leaves([], [])) for option in DEFAULTS])
+
+
+def bind(
+    query: Any,
+    key: Any,
+    value: Any,
+    variants: Sequence[Any],
+    options: OptionValues = DEFAULTS,
+    whole: Callable[[Any], int] | None = None,
+) -> BoundCall:
+    """Take a call apart.
+
+    Parameters
+    ----------
+    query, key, value, variants, options
+        As the front door was given them.
+    whole : callable, optional
+        As for `flatten`.
+    """
+    leaves = Leaves([], [])
+    operands = (_operand(query, leaves), _operand(key, leaves), _operand(value, leaves))
+    trees = tuple([flatten(variant, leaves, "in_place", whole) for variant in variants])
+    said = _DEFAULT_OPTIONS
+    if options is not DEFAULTS:
+        said = tuple([flatten(option, leaves, "value", whole) for option in options])
+    return BoundCall(Structure(operands, trees, said, tuple(leaves.by_value)), leaves.arrays)
+
+
+def _operand(operand: Any, leaves: Leaves) -> Tree:
+    """An operand is an array, whatever its type; who looks into it finds out if it is none."""
+    if hasattr(operand, "shape") or not hasattr(operand, "ndim"):
+        leaves.arrays.append(operand)
+        return ReadInPlace
+    return flatten(operand, leaves, "in_place")

@@ -1,0 +1,171 @@
+"""A bound call that was checked: its problem, the backend that will run it, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.arrays import ArrayLibrary, library_of, view_beside
+from qkv.backends import Choice, choose
+from qkv.call.bound import BoundCall, bind
+from qkv.call.options import DEFAULTS, OptionValues
+from qkv.partial import Partial, finish
+from qkv.problem.check import Layout, check
+from qkv.problem.spec import Problem
+from qkv.variants.bare import as_variant
+
+__all__ = ["CheckedCall", "check_call", "checked"]
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedCall:
+    """A problem, how its arrays came in, and the backend that will run it.
+
+    Attributes
+    ----------
+    problem : Problem
+    choice : Choice
+        The backend, and why others were refused.
+    library : ArrayLibrary
+        That of the query.
+    dtype : NumPy dtype
+        That of query and output.
+    layout : "bhld" or "blhd"
+    ndim : int
+        Dimensions of the output.
+    variants : tuple of (given, known)
+        Each variant as the caller gave it, and as the problem knows it.
+    owners : tuple
+        The variant that holds each leaf of the bound call, None for operands and options.
+    leaves : tuple of arrays
+        The leaves of the bound call as NumPy views.
+    """
+
+    problem: Problem
+    choice: Choice
+    library: ArrayLibrary
+    dtype: np.dtype[Any]
+    layout: Layout
+    ndim: int
+    variants: tuple[tuple[Any, Any], ...]
+    owners: tuple[Any, ...]
+    leaves: tuple[Any, ...]
+
+    def run(self) -> Partial:
+        """Output and lse, sinks included, in the type of computation."""
+        return finish(self.choice.backend.run(self.problem), self.problem.operands.sinks)
+
+    def run_for_backward(self) -> Partial:
+        """The same where a backward pass may follow, if the backend has one."""
+        backend = self.choice.backend
+        run = getattr(backend, "run_for_backward", backend.run)
+        return finish(run(self.problem), self.problem.operands.sinks)
+
+    def output(self, partial: Partial) -> Any:
+        """Output like the query: its library, dtype and layout."""
+        out = partial.out
+        if self.ndim == 2:
+            out = out.reshape(out.shape[-2:])
+        elif self.layout == "blhd":
+            out = out.swapaxes(-3, -2)
+        with np.errstate(all="ignore"):
+            return self.library.restore(np.asarray(out, self.dtype, order="C"))
+
+    def plain(self, out: Array) -> Array:
+        """What `output` gives, as `(*batch_shape, num_heads, q_len, v_head_dim)` again."""
+        if self.ndim == 2:
+            return out[None]
+        return out.swapaxes(-3, -2) if self.layout == "blhd" else out
+
+    def known_as(self, variant: Any) -> Any:
+        """What the problem knows in the place of a variant of this call."""
+        return next((known for given, known in self.variants if given is variant), variant)
+
+    def named(self, variant: Any, array: Any = None) -> tuple[Any, Any]:
+        """A variant as the problem knows it, and which of its arrays is meant, None if it has one.
+
+        A number in its place is that of a leaf of the bound call.
+        """
+        if not isinstance(variant, int):
+            return self.known_as(variant), array
+        owner = self.owners[variant]
+        several = sum(other is owner for other in self.owners) > 1
+        return owner, self.leaves[variant] if several else None
+
+    def rows(self, array: Array, trailing: int = 0) -> Any:
+        """A statistic `(..., num_heads, q_len)` with as many dimensions as the call has."""
+        if self.ndim == 2:
+            array = array.reshape(array.shape[array.ndim - trailing - 1 :])
+        return self.library.restore(array)
+
+
+def check_call(
+    bound: BoundCall, given: Sequence[Any] | None = None, *, backward: bool = False
+) -> CheckedCall:
+    """Check a bound call and choose its backend.
+
+    Parameters
+    ----------
+    bound : BoundCall
+    given : sequence, optional
+        The variants as the caller gave them, if gradients are to be named by them.
+    backward : bool
+        Whether the backend must compute gradients too.
+
+    Raises
+    ------
+    QkvError
+        The first thing that is wrong.
+    """
+    library = library_of(bound.leaves[0], "query")
+    places = _PLACES if bound.structure.is_plain else ("query", *["an operand"] * 9)
+    names = (*places, *[_IN_A_VARIANT] * len(bound.leaves))
+    see = partial(view_beside, library)
+    leaves = tuple(map(see, bound.leaves, names))
+    call = bound._replace(leaves=leaves).unflatten()
+    options = call.options
+    problem = check(
+        call.query,
+        call.key,
+        call.value,
+        tuple(map(as_variant, call.variants)),
+        scale=options.scale,
+        layout=options.layout,
+        q_offset=options.q_offset,
+        kv_offset=options.kv_offset,
+    )
+    return CheckedCall(
+        problem,
+        choose(problem.spec, options.backend, backward=backward),
+        library,
+        leaves[0].dtype,
+        options.layout,
+        max(operand.ndim for operand in (call.query, call.key, call.value)),
+        tuple(zip(call.variants if given is None else given, call.variants, strict=True)),
+        call.owners,
+        leaves,
+    )
+
+
+_PLACES = ("query", "key", "value")
+_IN_A_VARIANT = "an array of a variant"
+
+
+def checked(
+    query: Any,
+    key: Any,
+    value: Any,
+    variants: Sequence[Any],
+    options: OptionValues = DEFAULTS,
+    *,
+    backward: bool = False,
+) -> CheckedCall:
+    """Bind and check a call."""
+    return check_call(bind(query, key, value, variants, options), variants, backward=backward)

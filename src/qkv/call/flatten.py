@@ -1,0 +1,331 @@
+"""Take a call apart into a hashable structure and its arrays, and put it together again.
+
+A structure is a tree of tuples. The first entry of each is a type, which says what the others are:
+
+    (cls, field, field, ...)            a variant, or keys and values in storage of their own
+    (tuple or list, entry, entry, ...)  a sequence
+    (float, digits), (bool, 0 or 1)     numbers, so that 1, 1.0 and True are three structures
+    (object, cls, names, field, ...)    a variant whose class is no dataclass
+    (np.generic, dtype, bytes)          a NumPy number
+    (Numbered, number)                  an object that compiled code of another library names
+    ReadInPlace, ReadByValue            the place of an array, which is the next of the leaves
+
+Everything else stands for itself: None, integers, strings, and an `Opaque` around an object that
+declares nothing. Other libraries' compilers hold a structure as text (`dumps`, `loads`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from functools import lru_cache
+from importlib import import_module
+from itertools import count
+from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from qkv.arrays import is_array
+from qkv.errors import ArgumentError
+from qkv.problem.rows import Paged, Quantized
+from qkv.variants.base import Opaque, Role
+
+__all__ = [
+    "Leaves", "ReadByValue", "ReadInPlace", "Tree", "depends_on_positions_only", "dumps",
+    "flatten", "hold", "is_known",
+    "is_portable", "keep_for_good", "loads", "unflatten", "uses_batch_index",
+    "without_arrays",
+]  # fmt: skip
+
+Tree: TypeAlias = Any
+"""A node of a structure; hashable."""
+
+
+class ReadInPlace:
+    """The place of an array of which any values will do."""
+
+
+class ReadByValue:
+    """The place of an array whose values a prepared call is prepared for."""
+
+
+class Numbered:
+    """An object under a number of this process."""
+
+
+class Leaves(NamedTuple):
+    """The arrays of a call, and which of them are compared by value."""
+
+    arrays: list[Any]
+    by_value: list[int]
+
+
+Whole: TypeAlias = Callable[[Any], int]
+"""Gives a number to an object that is not to be taken apart."""
+
+_STORAGE_ROLES: dict[type, dict[str, Role]] = {
+    Paged: {"pages": "in_place", "page_table": "value"},
+    Quantized: {"values": "in_place", "scales": "in_place"},
+}
+
+
+def flatten(value: Any, leaves: Leaves, role: Role = "value", whole: Whole | None = None) -> Tree:
+    """The structure of a value; its arrays are added to `leaves`.
+
+    Parameters
+    ----------
+    value : object
+        A variant, an option, an operand, or what these hold.
+    leaves : Leaves
+        Is added to.
+    role : "static", "value" or "in_place"
+        How the arrays in it are read.
+    whole : callable, optional
+        Given while another library compiles: objects that declare nothing, and functions, stay
+        whole, under the number that it gives.
+    """
+    kind = type(value)
+    if value is None or kind is int or kind is str:
+        return value
+    named = _fields_of(kind, value)
+    if named is not None:
+        parts = [flatten(getattr(value, n), leaves, r, whole) for n, r in named]
+        if kind in _declared:
+            return (kind, *parts)
+        return (object, kind, (tuple, *[name for name, _ in named]), *parts)
+    if kind is float:
+        return float, value.hex()
+    if kind is bool:
+        return bool, int(value)
+    if kind is tuple or kind is list:
+        return (kind, *[flatten(entry, leaves, role, whole) for entry in value])
+    if kind is np.ndarray or is_array(value):
+        if role == "in_place":
+            leaves.arrays.append(value)
+            return ReadInPlace
+        leaves.by_value.append(len(leaves.arrays))
+        leaves.arrays.append(value)
+        return ReadByValue
+    if isinstance(value, np.generic):
+        return np.generic, value.dtype.str, value.tobytes()
+    if whole is not None:
+        return Numbered, whole(value)
+    if hasattr(kind, "tree_flatten"):
+        static, arrays = value.tree_flatten()
+        return (kind, static, *[flatten(array, leaves, "value") for array in arrays])
+    return Opaque(value)
+
+
+def unflatten(tree: Tree, next_array: Callable[[], Any]) -> Any:
+    """The value again, with an array from `next_array` in each of the places."""
+    if tree is ReadInPlace or tree is ReadByValue:
+        return next_array()
+    if isinstance(tree, Opaque):
+        return tree.thing
+    if type(tree) is not tuple:
+        return tree
+    kind, *parts = tree
+    if kind is tuple or kind is list:
+        return kind([unflatten(part, next_array) for part in parts])
+    if kind is float:
+        return float.fromhex(parts[0])
+    if kind is bool:
+        return bool(parts[0])
+    if kind is np.generic:
+        return np.frombuffer(parts[1], parts[0])[0]
+    if kind is Numbered:
+        return _numbered(parts[0]).thing
+    if kind is object:
+        kind, (_, *names), *parts = parts
+        return _rebuilt(kind, names, [unflatten(part, next_array) for part in parts])
+    if hasattr(kind, "tree_unflatten"):
+        static, *places = parts
+        static = _numbered(static[1]) if type(static) is tuple else static
+        return kind.tree_unflatten(static, [unflatten(place, next_array) for place in places])
+    names = [name for name, _ in _fields_of(kind, None) or ()]
+    return _rebuilt(kind, names, [unflatten(part, next_array) for part in parts])
+
+
+def is_known(tree: Tree) -> bool:
+    """Whether a structure says all about its call: nothing in it is opaque."""
+    if type(tree) is tuple:
+        return tree[0] is not Numbered and all(map(is_known, tree[1:]))
+    return not isinstance(tree, Opaque) or tree.known
+
+
+def is_portable(tree: Tree) -> bool:
+    """Whether another process understands the text of a structure."""
+    if type(tree) is tuple:
+        return tree[0] is not Numbered and all(map(is_portable, tree))
+    if isinstance(tree, type):
+        return not _is_local(tree)
+    return not isinstance(tree, Opaque)
+
+
+def uses_batch_index(tree: Tree) -> bool:
+    """Whether a variant in the structure may tell batch rows apart by their flat index."""
+    if type(tree) is tuple:
+        kind, *parts = tree
+        if kind is object:
+            kind, _, *parts = parts
+        own = kind is Numbered or getattr(kind, "uses_batch_index", kind not in _CONTAINERS)
+        return own or any(map(uses_batch_index, parts))
+    return isinstance(tree, Opaque)
+
+
+def depends_on_positions_only(tree: Tree) -> bool:
+    """Whether every variant in the structure says the same for any number of keys."""
+    if type(tree) is not tuple:
+        return True
+    kind, *parts = tree
+    if kind is object:
+        kind, _, *parts = parts
+    if kind not in _CONTAINERS and not getattr(kind, "positions_only", False):
+        return False
+    return all(map(depends_on_positions_only, parts))
+
+
+_CONTAINERS = (tuple, list, float, bool, np.generic)
+
+
+def without_arrays(tree: Tree) -> Tree:
+    """An equal structure, or key made of structures, that keeps no array of a function alive."""
+    if isinstance(tree, tuple):
+        return tuple([without_arrays(part) for part in tree])
+    return tree.without_arrays() if hasattr(tree, "without_arrays") else tree
+
+
+# Fields
+
+
+_declared: dict[type, tuple[tuple[str, Role], ...]] = {}
+"""Of dataclasses, whose instances all have the same fields."""
+
+
+def _fields_of(kind: type, value: Any) -> tuple[tuple[str, Role], ...] | None:
+    """Names and roles of what an object holds, if its class declares roles."""
+    known = _declared.get(kind)
+    if known is not None:
+        return known
+    roles = _STORAGE_ROLES.get(kind) or getattr(kind, "roles", None)
+    if roles is None:
+        return None
+    if "__dataclass_fields__" in vars(kind):
+        found = tuple([(field.name, roles.get(field.name, "value")) for field in fields(kind)])
+        _declared[kind] = found
+        return found
+    return tuple([(name, roles.get(name, "value")) for name in sorted(vars(value))])
+
+
+def _rebuilt(kind: type, names: Sequence[str], values: Sequence[Any]) -> Any:
+    """An object of the class with these values, which were checked when it was first made."""
+    made: Any = object.__new__(kind)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(made, name, value)
+    return made
+
+
+# Structures as text
+
+
+_numbers = count()
+_by_number: WeakValueDictionary[int, Opaque] = WeakValueDictionary()
+_kept: dict[Opaque, Opaque] = {}
+"""What must live as long as the process, since compiled code does."""
+
+
+def keep_for_good(thing: Any) -> int:
+    """A number for an object that is named as long as the process lives."""
+    opaque = Opaque(thing)
+    hold(opaque)
+    return _number_of(opaque)
+
+
+def hold(tree: Tree) -> None:
+    """Keep what the text of a structure names, as long as the process lives."""
+    if isinstance(tree, tuple):
+        for part in tree:
+            hold(part)
+    elif isinstance(tree, Opaque) and tree not in _kept:
+        kept = without_arrays(tree)
+        _kept[kept] = kept
+
+
+def _number_of(opaque: Opaque) -> int:
+    opaque = _kept.get(opaque, opaque)
+    if opaque.number is None:
+        opaque.number = next(_numbers)
+        _by_number[opaque.number] = opaque
+    return opaque.number
+
+
+def _numbered(number: int) -> Opaque:
+    found = _by_number.get(number)
+    if found is None:
+        raise ArgumentError(
+            f"a variant of this call is gone (number {number}).",
+            action="Keep variants of your own, and score mods, as long as what was compiled from "
+            "them; they cannot be saved with it.",
+        )
+    return found
+
+
+def dumps(tree: Tree) -> str:
+    """A structure as JSON.
+
+    Objects that only this process knows are named by number, as long as the structure lives.
+    """
+    return json.dumps(_encoded(tree), separators=(",", ":"))
+
+
+@lru_cache(maxsize=1024)
+def loads(text: str) -> Tree:
+    """What `dumps` wrote."""
+    return _decoded(json.loads(text))
+
+
+_TYPES: dict[str, type] = {
+    "tuple": tuple, "list": list, "float": float, "bool": bool, "object": object,
+    "generic": np.generic, "numbered": Numbered, "in place": ReadInPlace, "by value": ReadByValue,
+}  # fmt: skip
+_TYPE_NAMES = {kind: name for name, kind in _TYPES.items()}
+
+
+def _encoded(tree: Tree) -> Any:
+    """As JSON has it: a type is a list that begins with a string, a tuple one that begins with a
+    type."""
+    if isinstance(tree, Opaque):
+        return [["numbered"], _number_of(tree)]
+    if isinstance(tree, type):
+        if tree in _TYPE_NAMES:
+            return [_TYPE_NAMES[tree]]
+        if _is_local(tree):
+            return {"class": keep_for_good(tree)}
+        return [tree.__module__, tree.__qualname__]
+    if isinstance(tree, bytes):
+        return {"bytes": tree.hex()}
+    return [_encoded(part) for part in tree] if type(tree) is tuple else tree
+
+
+def _decoded(said: Any) -> Tree:
+    if isinstance(said, dict):
+        if "class" in said:
+            return _numbered(said["class"]).thing
+        return bytes.fromhex(said["bytes"])
+    if not isinstance(said, list):
+        return said
+    if not isinstance(said[0], str):
+        return tuple(map(_decoded, said))
+    if len(said) == 1:
+        return _TYPES[said[0]]
+    found: Any = import_module(said[0])
+    for name in said[1].split("."):
+        found = getattr(found, name)
+    return found
+
+
+def _is_local(kind: type) -> bool:
+    """Whether a class cannot be found again by its name."""
+    return "<locals>" in kind.__qualname__ or kind.__module__ == "__main__"

@@ -1,0 +1,154 @@
+"""Gradients of a checked call, from what its forward pass left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.backends import Differentiable
+from qkv.call.checked import CheckedCall
+from qkv.call.cotangents import cotangent_of_lse, cotangent_of_out, like_operand
+from qkv.call.variant_arrays import as_given, briefly, by_origin, made, wanted
+from qkv.errors import ArgumentError
+from qkv.partial import Partial
+from qkv.problem.backward import BackwardInputs
+from qkv.problem.spec import Origin
+
+__all__ = ["Gradients", "backward_inputs", "gradients_of"]
+
+Array = NDArray[Any]
+
+
+class Gradients:
+    """Gradients of one call: of `query`, `key`, `value`, and `of(variant)`.
+
+    Attributes
+    ----------
+    query, key, value : array
+        With the library, dtype, shape and layout of the operand; where its leading dimensions were
+        broadcast, `sum` over them.
+
+    Parameters
+    ----------
+    of_variants : sequence of (origin, array)
+        What `of` looks up; `qkv.vjp` fills it in.
+    call : CheckedCall, optional
+        Knows variants as they were given.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> x = np.eye(2)
+    >>> out, pullback = qkv.vjp(x, x, x, qkv.Sinks(0.0))
+    >>> pullback(np.ones_like(out)).value.round(3)
+    array([[0.752, 0.752],
+           [0.752, 0.752]])
+    """
+
+    def __init__(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        of_variants: Sequence[tuple[Origin, Any]] = (),
+        call: CheckedCall | None = None,
+    ) -> None:
+        self.query = query
+        self.key = key
+        self.value = value
+        self._of_variants = tuple(of_variants)
+        self._call = call
+
+    def of(self, variant: Any, array: Any = None) -> Any:
+        """The gradient of a variant's own array, with its shape and dtype.
+
+        Parameters
+        ----------
+        variant : Variant or array
+            One that `wrt` named.
+        array : array, optional
+            Which of the variant's arrays, if a `ScoreMod` reads several.
+        """
+        known = variant
+        if self._call is not None:
+            known, array = self._call.named(variant, array)
+        own = [(o, g) for o, g in self._of_variants if made(o, known)]
+        if array is not None:
+            own = [(o, g) for o, g in own if o.array is array]
+        if len(own) == 1:
+            return own[0][1]
+        if not own:
+            raise ArgumentError(
+                f"there is no gradient of {briefly(variant if array is None else array)}.",
+                action="Name its variant in the pullback: pullback(grad_out, wrt=[variant]).",
+            )
+        raise ArgumentError(
+            f"{briefly(variant)} has {len(own)} arrays.",
+            [(f"array {n}", f"{o.array.dtype} {o.array.shape}") for n, (o, _) in enumerate(own)],
+            "Say which: gradients.of(variant, array), with the very array that it reads.",
+        )
+
+
+def gradients_of(
+    call: CheckedCall,
+    partial: Partial,
+    shapes: Sequence[tuple[int, ...]],
+    grad_out: Any,
+    grad_lse: Any = None,
+    wrt: Iterable[Any] = (),
+) -> Gradients:
+    """Gradients for cotangents of output and lse.
+
+    Parameters
+    ----------
+    call : CheckedCall
+        Whose backend computes gradients.
+    partial : Partial
+        What its forward pass left, sinks included.
+    shapes : sequence of tuple of int
+        Of query, key and value as they were given.
+    grad_out, grad_lse : array
+        Like output and lse; None for lse is zeros.
+    wrt : iterable
+        Variants of the call, as they were given, whose own arrays are to have gradients.
+    """
+    problem = call.problem
+    inputs = backward_inputs(call, partial, grad_out, grad_lse)
+    tables, sinks = wanted(problem, [call.named(variant)[0] for variant in wrt])
+    inputs = replace(inputs, tables=frozenset(name for name, _ in tables))
+    # A backend that has no backward pass was refused when the call was checked.
+    found = cast(Differentiable, call.choice.backend).backward(problem, inputs)
+    own = by_origin([(origin, found.tables[name]) for name, origin in tables])
+    if sinks is not None:
+        own.append((sinks, _of_sinks(problem.operands.sinks, inputs)))
+    query, key, value = (
+        like_operand(call, gradient, shape)
+        for gradient, shape in zip((found.query, found.key, found.value), shapes, strict=True)
+    )
+    of_variants = [(origin, call.library.restore(as_given(origin, g))) for origin, g in own]
+    return Gradients(query, key, value, of_variants, call)
+
+
+def backward_inputs(
+    call: CheckedCall, partial: Partial, grad_out: Any, grad_lse: Any = None
+) -> BackwardInputs:
+    """What a backend starts from; no table is named."""
+    cotangent = cotangent_of_out(call, partial.out, grad_out)
+    of_lse = cotangent_of_lse(call, partial.lse, grad_lse)
+    return BackwardInputs(partial.out, partial.lse, cotangent, of_lse, lse_rest=partial.lse_rest)
+
+
+def _of_sinks(sinks: Array | None, inputs: BackwardInputs) -> Array:
+    """`d sink[h] = -sum_i exp(sink[h] - lse[i]) * delta[i]`: a key of value 0 in every row."""
+    assert sinks is not None
+    with np.errstate(all="ignore"):
+        along = inputs.out.astype(np.float64) * inputs.grad_out.astype(np.float64)
+        delta = along.sum(axis=-1) - inputs.grad_lse
+        shares = np.exp(sinks[:, None] - inputs.lse.astype(np.float64)) * delta
+        total = -shares.sum(axis=-1)
+    by_head: Array = total.reshape(-1, len(sinks)).sum(axis=0)
+    return by_head

@@ -1,0 +1,77 @@
+"""The options that every front door takes, declared once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypedDict, TypeVar
+
+from qkv.problem.check import Layout
+
+__all__ = ["DEFAULTS", "OptionValues", "Options", "option_values", "with_options"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of `attention`, `inspect`, `plan`, `vjp` and `jvp`.
+
+    scale : float, optional
+        What `q . k` is multiplied with; `head_dim ** -0.5` unless given.
+    layout : "bhld" or "blhd"
+        Order of heads and length in query, key, value and output.
+    q_offset : int, integer array over the leading dimensions, "start", "end" or None
+        Position of query row 0. "start" is 0, "end" puts the last query at the last key.
+    kv_offset : int or integer array over the leading dimensions
+        Position of key row 0.
+    backend : str
+        "auto", or a name that `qkv.plan` lists.
+    """
+
+    scale: float | None
+    layout: Layout
+    q_offset: Any
+    kv_offset: Any
+    backend: str
+
+
+class OptionValues(NamedTuple):
+    """All options of one call, those that were not given at their defaults."""
+
+    scale: Any = None
+    layout: Any = "bhld"
+    q_offset: Any = None
+    kv_offset: Any = 0
+    backend: Any = "auto"
+
+
+DEFAULTS = OptionValues()
+
+
+def option_values(function: str, given: Mapping[str, Any]) -> OptionValues:
+    """The options of a call of `function`.
+
+    Raises
+    ------
+    TypeError
+        For a keyword that is none of them, as Python does for functions that name theirs.
+    """
+    if not given:
+        return DEFAULTS
+    for name in given:
+        if name not in OptionValues._fields:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+    return OptionValues(**given)
+
+
+def with_options(function: Function) -> Function:
+    """Let the signature of a front door name its options, for `help` and for editors."""
+    signature = inspect.signature(function)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    options = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+        for name, default in OptionValues._field_defaults.items()
+    ]
+    # A function's attributes are not part of its declared type.
+    function.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+    return function

@@ -1,0 +1,141 @@
+"""Gradients from kept residuals: prepared if a way back like it was seen before, else checked.
+
+A way back is like an earlier one if the calls are (`qkv.call.attend`), nothing but query, key and
+value is to have gradients, and residuals and cotangents have the same types, shapes and strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.call.attend import call_key, heads_first, in_place
+from qkv.call.bound import BoundCall
+from qkv.call.cache import CALLS
+from qkv.call.checked import CheckedCall, check_call
+from qkv.call.flatten import without_arrays
+from qkv.call.gradients import Gradients, backward_inputs, gradients_of
+from qkv.partial import Partial
+
+__all__ = ["Residuals", "pull_back"]
+
+Array = NDArray[Any]
+
+
+class Residuals(NamedTuple):
+    """What the forward pass left, as NumPy arrays in the layout of the call.
+
+    `lse_rest` is what rounding took from lse; None, or NaN in it, if nobody knows: then the forward
+    pass is run again.
+    """
+
+    out: Array
+    lse: Array
+    lse_rest: Array | None
+
+    def as_partial(self, call: CheckedCall) -> Partial:
+        """The same as the problem of the call has it."""
+        out = call.plain(self.out)
+        shape = (*call.problem.spec.batch_shape, call.problem.spec.num_heads, out.shape[-2])
+        rest = self.lse_rest
+        known = rest is not None and not np.isnan(rest).any()
+        return Partial(
+            out,
+            self.lse.reshape(shape),
+            rest.reshape(shape) if known and rest is not None else None,
+        )
+
+
+def pull_back(
+    bound: BoundCall,
+    residuals: Residuals,
+    grad_out: Any,
+    grad_lse: Any = None,
+    wrt: Sequence[Any] = (),
+    given: Sequence[Any] | None = None,
+) -> Gradients:
+    """Gradients as `pullback(grad_out, grad_lse, wrt)` of `qkv.vjp` gives them.
+
+    Parameters
+    ----------
+    bound : BoundCall
+    residuals : Residuals
+        Of its forward pass.
+    grad_out, grad_lse : array
+        Like output and lse; None for lse is zeros.
+    wrt : sequence
+        Variants whose own arrays are to have gradients: those of `given`, or numbers of leaves.
+    given : sequence, optional
+        The variants as the caller gave them.
+    """
+    like = views = None
+    blhd = bound.structure.layout == "blhd"
+    if not wrt:
+        views = heads_first(bound)
+    if views is not None:
+        like = _key(bound, views, residuals, grad_out, grad_lse)
+    ready = None if like is None else CALLS.get(like)
+    if ready is not None and like is not None and views is not None:
+        out, along = (_turned(a) if blhd else a for a in (residuals.out, grad_out))
+        found = ready(
+            *views, out, residuals.lse, residuals.lse_rest, along, grad_lse, in_place(bound)
+        )
+        if found is not None:
+            query, key, value = (np.ascontiguousarray(_turned(a)) if blhd else a for a in found)
+            return Gradients(query, key, value)
+        CALLS.discard(like)
+    call = check_call(bound, given, backward=True)
+    partial = residuals.as_partial(call)
+    shapes = [leaf.shape for leaf in call.leaves[:3]]
+    gradients = gradients_of(call, partial, shapes, grad_out, grad_lse, wrt)
+    if like is not None and bound.structure.is_known:
+        _prepare(like, bound, call, partial, grad_out, grad_lse)
+    return gradients
+
+
+def _key(
+    bound: BoundCall,
+    views: tuple[Array, Array, Array],
+    residuals: Residuals,
+    grad_out: Any,
+    grad_lse: Any,
+) -> Any:
+    beside = (*residuals, grad_out, grad_lse)
+    if not all(a is None or type(a) is np.ndarray for a in beside):
+        return None
+    like = call_key(bound, views, "pull back")
+    if like is None:
+        return None
+    forms = [None if a is None else (a.dtype, a.shape, a.strides) for a in beside]
+    return "pull back", bound.structure.layout, like, *forms
+
+
+def _prepare(
+    key: Any,
+    bound: BoundCall,
+    call: CheckedCall,
+    partial: Partial,
+    grad_out: Array,
+    grad_lse: Array | None,
+) -> None:
+    """Prepare for more like this one, once there has been another."""
+    prepare = getattr(call.choice.backend, "prepare_backward", None)
+    views, operands = heads_first(bound), call.problem.operands
+    whole = (operands.query, operands.key, operands.value)
+    if prepare is None or views is None or call.ndim == 2:
+        return
+    # Operands that were broadcast have gradients of other shapes.
+    if [a.shape for a in whole] != [a.shape for a in views] or CALLS.is_new(key):
+        return
+    inputs = backward_inputs(call, partial, grad_out, grad_lse)
+    ready = prepare(call.problem, inputs, in_place(bound._replace(leaves=call.leaves)))
+    if ready is not None:
+        CALLS.insert(without_arrays(key), ready)
+
+
+def _turned(array: Array) -> Array:
+    """Heads and rows in each other's places."""
+    return array.swapaxes(-3, -2)

@@ -1,0 +1,122 @@
+"""`vjp`: attention, and the way back from a cotangent of its output to everything it read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Unpack
+
+from qkv.arrays import view
+from qkv.call.attend import attend
+from qkv.call.bound import BoundCall, bind
+from qkv.call.checked import CheckedCall
+from qkv.call.cotangents import shapes_of
+from qkv.call.gradients import Gradients, gradients_of
+from qkv.call.options import Options, option_values, with_options
+from qkv.call.pull_back import Residuals, pull_back
+from qkv.partial import Partial
+
+__all__ = ["Gradients", "Pullback", "vjp"]
+
+
+@with_options
+def vjp(
+    query: Any,
+    key: Any,
+    value: Any,
+    *variants: Any,
+    return_lse: bool = False,
+    **options: Unpack[Options],
+) -> tuple[Any, Pullback]:
+    """Attention and its vector-Jacobian product: `out, pullback = qkv.vjp(...)`.
+
+    `pullback(grad_out)` gives, for the cotangent dO of the output,
+
+        dP[i, j] = dO[i] . v[j],   dS[i, j] = w[i, j] * (dP[i, j] - dO[i] . out[i])
+        dQ[i] = scale * sum_j dS[i, j] k[j],   dK[j] = scale * sum_i dS[i, j] q[i]
+        dV[j] = sum_i w[i, j] dO[i]
+
+    with w the weights of the forward pass, and dS continued through the score variants.
+
+    Parameters
+    ----------
+    query, key, value, *variants, scale, layout, q_offset, kv_offset, return_lse, backend
+        As for `attention`. The backend computes both ways.
+
+    Returns
+    -------
+    out : array or (array, array)
+        What `attention` returns; with `return_lse`, `(output, lse)`.
+    pullback : callable
+        `pullback(grad_out, grad_lse=None, wrt=())` returns `Gradients`. `grad_out` is like the
+        output, `grad_lse` like lse. `wrt` names variants of the call whose own arrays are to have
+        gradients: `Bias`, `ALiBi`, `RelativeBias`, `Softcap`, `ScoreMod`, `Sinks`, or a bare bias.
+        It may be called again.
+
+    Raises
+    ------
+    QkvError
+        As `attention` does; `pullback` raises ShapeError, DTypeError or ArgumentError for
+        cotangents or variants that do not fit.
+
+    Notes
+    -----
+    Weights are computed again from lse, tile by tile: `6 head_dim + 4 v_head_dim` operations for
+    each pair in a tile that is not empty, 2.5 times those of the forward pass. Memory beyond the
+    gradients grows with the lengths, never with their product: at most eight arrays like query,
+    in the type of computation. The rows of few queries are summed again
+    before the way back, so that both add up in one order. What the arrays hold is read when
+    `pullback` is called; do not change them in between. Rows without keys have gradients 0.
+    Source: Dao et al., "FlashAttention" (2022), algorithm 4.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> q, v = np.array([[1.0, 0.0], [0.0, 1.0]]), np.array([[1.0], [3.0]])
+    >>> bias = qkv.Bias(np.zeros((2, 2)))
+    >>> out, pullback = qkv.vjp(q, q, v, bias)
+    >>> gradients = pullback(np.ones_like(out), wrt=[bias])
+    >>> gradients.value
+    array([[1.],
+           [1.]])
+    >>> gradients.of(bias).round(3)
+    array([[-0.442,  0.442],
+           [-0.442,  0.442]])
+    """
+    bound = bind(query, key, value, variants, option_values("vjp", options))
+    shapes = shapes_of(query, key, value)
+    found = attend(bound, backward=True, differentiable=True, given=variants)
+    pullback: Pullback
+    if found.call is not None and found.partial is not None:
+        pullback = Pullback(bound, variants, shapes, None, found.call, found.partial)
+    else:
+        residuals = Residuals(view(found.out, "out"), view(found.lse, "lse"), found.lse_rest)
+        pullback = Pullback(bound, variants, shapes, residuals, None, None)
+    return ((found.out, found.lse) if return_lse else found.out), pullback
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pullback:
+    """The way back of one call; holds its arrays, its output and its lse.
+
+    What `qkv.vjp` gives. A call that was prepared for is checked only if gradients of variants are
+    asked for.
+    """
+
+    _bound: BoundCall
+    _variants: tuple[Any, ...]
+    _shapes: tuple[tuple[int, ...], ...]
+    _residuals: Residuals | None
+    _call: CheckedCall | None
+    _partial: Partial | None
+
+    def __call__(self, grad_out: Any, grad_lse: Any = None, wrt: Iterable[Any] = ()) -> Gradients:
+        """Gradients for cotangents of the output and of lse; see `qkv.vjp`."""
+        if self._residuals is not None:
+            named = tuple(wrt)
+            return pull_back(
+                self._bound, self._residuals, grad_out, grad_lse, named, self._variants
+            )
+        assert self._call is not None
+        assert self._partial is not None
+        return gradients_of(self._call, self._partial, self._shapes, grad_out, grad_lse, wrt)
