@@ -6,7 +6,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from qkv.arrays import library_of
+from qkv.arrays import namespace, view
 from qkv.backends import Progress
 from qkv.bridges import bridge_of
 from qkv.call.attend import attend
@@ -210,7 +210,16 @@ def merge(*parts: tuple[Any, Any], layout: Layout = "bhld") -> tuple[Any, Any]:
     Returns
     -------
     (out, lse)
-        In the dtype of the first part.
+        In the library and dtype of the first part; differentiable where its library follows it.
+
+    Raises
+    ------
+    ArgumentError, ShapeError, DTypeError
+        If there is no part, or parts do not fit one another.
+
+    Notes
+    -----
+    `2 v_head_dim` operations for each row of each part.
 
     Examples
     --------
@@ -224,29 +233,30 @@ def merge(*parts: tuple[Any, Any], layout: Layout = "bhld") -> tuple[Any, Any]:
         raise ArgumentError("merge was given no parts.", action="Pass at least one (out, lse).")
     if layout not in ("bhld", "blhd"):
         raise ArgumentError(f"layout={layout!r} is not known.", action="Use 'bhld' or 'blhd'.")
-    library = library_of(parts[0][0], "out")
+    first = parts[0][0]
+    xp = namespace(first, "out")
+    turned = layout == "blhd" and len(np.shape(first)) > 2
     joined: list[Partial] = []
-    first = library.view(parts[0][0], "out")
     for out, lse in parts:
-        array = library_of(out, "out").view(out, "out")
-        rows = library_of(lse, "lse").view(lse, "lse")
-        turned = layout == "blhd" and array.ndim > 2
-        if turned:
-            array = array.swapaxes(-3, -2)
-        if rows.shape != array.shape[:-1] or array.shape != (joined[0].out.shape if joined
-                                                             else array.shape):  # fmt: skip
+        array, rows = (view(out, "out"), view(lse, "lse")) if xp is np else (out, lse)
+        array = array.swapaxes(-3, -2) if turned else array
+        expected = joined[0].out.shape if joined else array.shape
+        if rows.shape != array.shape[:-1] or array.shape != expected:
             raise ShapeError(
-                f"out has shape {array.shape} and lse {rows.shape}; they do not fit "
+                f"out has shape {tuple(array.shape)} and lse {tuple(rows.shape)}; they do not fit "
                 "each other or the first part.",
                 [(f"part {i}", f"out {np.shape(o)}, lse {np.shape(s)}")
                  for i, (o, s) in enumerate(parts)],
                 "Merge parts of the same queries, each with its own lse.",
             )  # fmt: skip
-        compute = np.float64 if first.dtype == np.float64 else np.float32
-        joined.append(Partial(array.astype(compute), rows.astype(compute)))
-    whole = merge_partials(joined)
-    out = whole.out.swapaxes(-3, -2) if turned else whole.out
-    return (
-        library.restore(np.asarray(out, first.dtype, order="C")),
-        library.restore(whole.lse),
-    )
+        wide = xp.float64 if array.dtype == xp.float64 else xp.float32
+        joined.append(Partial(_cast(array, wide), _cast(rows, wide)))
+    whole = merge_partials(joined, xp)
+    out = _cast(whole.out, first.dtype)
+    out = out.swapaxes(-3, -2) if turned else out
+    return (np.ascontiguousarray(out) if xp is np else out), whole.lse
+
+
+def _cast(array: Any, dtype: Any) -> Any:
+    """An array of any library in another type."""
+    return array.astype(dtype) if hasattr(array, "astype") else array.to(dtype)

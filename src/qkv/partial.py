@@ -7,8 +7,11 @@ Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -64,19 +67,25 @@ def without_keys(shape: tuple[int, ...], dtype: Any) -> RowStatistics:
     return RowStatistics(np.zeros(shape, dtype), lowest, np.zeros(shape, dtype))
 
 
-def merge(parts: Sequence[Partial]) -> Partial:
-    """Attention over the union of the parts' keys: out weighted by exp(lse_i - lse)."""
-    peak = np.maximum.reduce([part.lse for part in parts])
+def merge(parts: Sequence[Partial], xp: Any = np) -> Partial:
+    """Attention over the union of the parts' keys: out weighted by exp(lse_i - lse).
+
+    `xp` is the module of the arrays' functions: numpy, torch or jax.numpy, which differentiate what
+    is computed here.
+    """
+    peak = reduce(xp.maximum, [part.lse for part in parts])
+    empty = peak == -math.inf
     with np.errstate(all="ignore"):
-        shift = np.where(np.isneginf(peak), 0, peak)
-        shares = [np.exp(part.lse - shift) for part in parts]
-        total = np.add.reduce(shares)
-        lse = np.where(np.isneginf(peak), peak, shift + np.log(total))
-        out = np.zeros_like(parts[0].out)
+        shift = xp.where(empty, 0, peak)
+        shares = [xp.exp(part.lse - shift) for part in parts]
+        # Where no part has a key, the derivative of a logarithm of 0 would be NaN.
+        total = xp.where(empty, 1, reduce(operator.add, shares))
+        lse = xp.where(empty, peak, shift + xp.log(total))
+        out: Any = 0
         for part, share in zip(parts, shares, strict=True):
-            weight = np.where(share == 0, 0, share / total)
-            out = out + np.where(share[..., None] == 0, 0, part.out * weight[..., None])
-    return Partial(out.astype(parts[0].out.dtype), lse.astype(parts[0].lse.dtype))
+            nothing = (share == 0)[..., None]
+            out = out + xp.where(nothing, 0, part.out * (share / total)[..., None])
+    return Partial(out, lse)
 
 
 def finish(partial: Partial, sinks: Array | None) -> Partial:

@@ -83,6 +83,10 @@ def rng_mask(seed, *shape):
     return np.random.default_rng(seed).random(shape) < 0.7
 
 
+def _doubled(score, batch, head, q_pos, kv_pos):
+    return score * 2
+
+
 VARIANTS = {
     "none": lambda seed: (),
     "causal and window": lambda seed: (qkv.Causal("end"), qkv.SlidingWindow(17, 0)),
@@ -94,6 +98,9 @@ VARIANTS = {
     ),
     "lengths": lambda seed: (qkv.KeyLengths(np.array([48, 31])),),
     "dropout": lambda seed: (qkv.Dropout(0.3, 7),),
+    "score mod": lambda seed: (qkv.ScoreMod(_doubled),),
+    "sinks": lambda seed: (qkv.Sinks(np.linspace(-1, 2, 4)),),
+    "rotation": lambda seed: (qkv.Causal("end"), qkv.RoPE()),
 }
 
 
@@ -216,17 +223,6 @@ def test_operands_that_are_broadcast_are_summed() -> None:
         _, k, v, *_ = operands(seed + 10, lead=(1,))
         found = check([q, k, v, grad_out, grad_lse])
         assert found.key.shape == k.shape
-    assert not CALLS.count("pull back")
-
-
-def _doubled(score, batch, head, q_pos, kv_pos):
-    return score * 2
-
-
-@pytest.mark.parametrize("variant", [qkv.Sinks(0.5), qkv.RoPE()])
-def test_what_takes_more_than_one_run_is_not_recalled(variant) -> None:
-    for seed in range(4):
-        check(operands(seed), (variant,), q_offset="end")
     assert not CALLS.count("pull back")
 
 

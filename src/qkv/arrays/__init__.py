@@ -6,6 +6,7 @@ imported because it happens to be installed.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from qkv.arrays.numpy_arrays import NumpyArrays
 from qkv.errors import DTypeError, UnsupportedError
 
-__all__ = ["ArrayLibrary", "is_array", "kind_of", "library_of", "view", "view_beside"]
+__all__ = ["ArrayLibrary", "is_array", "kind_of", "library_of", "namespace", "view", "view_beside"]
 
 
 class ArrayLibrary(Protocol):
@@ -95,6 +96,12 @@ def view_beside(query: ArrayLibrary, array: Any, role: str) -> NDArray[Any]:
             action=f"Pass query as an array of {own.name}.",
         )
     return np.asarray(own.view(array, role))
+
+
+def namespace(array: Any, role: str) -> Any:
+    """The module of the functions of an array's library: numpy, torch or jax.numpy."""
+    name = library_of(array, role).name
+    return importlib.import_module("jax.numpy" if name == "jax" else name)
 
 
 def is_array(value: Any) -> bool:

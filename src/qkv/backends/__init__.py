@@ -7,6 +7,7 @@ found through the entry point group `qkv.backends`; see docs/add-a-backend.md.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -21,8 +22,8 @@ from qkv.problem.backward import BackwardInputs, OperandGradients
 from qkv.problem.spec import Problem, Spec
 
 __all__ = [
-    "Backend", "Choice", "Refusal", "backends", "choose", "kept", "refusals", "register",
-    "unregister",
+    "Backend", "BrokenBackendWarning", "Choice", "Refusal", "backends", "choose", "kept",
+    "refusals", "register", "unregister",
 ]  # fmt: skip
 
 Array = NDArray[Any]
@@ -217,7 +218,12 @@ class Choice:
     refusals: tuple[tuple[str, tuple[Refusal, ...]], ...]
 
 
+class BrokenBackendWarning(UserWarning):
+    """A backend of another package cannot be loaded."""
+
+
 _registered: dict[str, Backend] = {}
+_broken: dict[str, str] = {}
 _generation = 0
 
 
@@ -233,9 +239,26 @@ def _found() -> dict[str, Backend]:
     for own in (CpuBackend(), BlockedBackend(), ReferenceBackend()):
         known[own.name] = own
     for point in entry_points(group="qkv.backends"):
-        if point.name not in known:
+        if point.name in known:
+            continue
+        try:
             known[point.name] = point.load()()
+        except Exception as error:
+            # A broken package must not take the calls of every other backend with it.
+            _broken[point.name] = f"{type(error).__name__}: {error}"
+            warnings.warn(
+                f"the backend {point.name!r} ({point.value}) cannot be loaded and is left out: "
+                f"{_broken[point.name]}",
+                BrokenBackendWarning,
+                stacklevel=2,
+            )
     return known
+
+
+def broken_backends() -> dict[str, str]:
+    """Backends of other packages that could not be loaded, and why."""
+    _found()
+    return dict(_broken)
 
 
 def generation() -> int:

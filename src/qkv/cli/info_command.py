@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 import qkv
+from qkv.backends import broken_backends
 from qkv.cli.terminal import Page
 from qkv.errors import ArgumentError, QkvError
 
@@ -75,4 +76,6 @@ def _backends() -> dict[str, str]:
     states = {plan.backend: "ready, the first choice for float32"}
     for name, refusals in plan.refusals.items():
         states[name] = "; ".join(map(str, refusals)) or "ready"
+    for name, reason in broken_backends().items():
+        states[name] = f"cannot be loaded: {reason}"
     return states
