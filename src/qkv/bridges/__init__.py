@@ -2,7 +2,7 @@
 
 Each library has a module of operations, which say what is computed, and one of rules, how it is
 differentiated and batched; all numbers come from qkv itself. Other libraries' operations take
-arrays and constants: `qkv._statement` makes them of a call.
+arrays and constants, which are the leaves and the structure of a bound call (`qkv.call.bound`).
 """
 
 from __future__ import annotations

@@ -43,9 +43,10 @@ class LayerCall:
 
     def output(self) -> torch.Tensor:
         """`attention` of it, (batch, q_len, num_heads, v_head_dim); differentiable."""
-        arrays = (array.transpose(1, 2) for array in (self.query, self.key, self.value))
-        out: torch.Tensor = qkv.attention(*arrays, *self.variants, layout="blhd", **self._said)
-        return out
+        arrays = self.query, self.key, self.value
+        out: torch.Tensor = qkv.attention(*arrays, *self.variants, **self._said)
+        # A decoding step has one row, and nothing is copied.
+        return out.transpose(1, 2).contiguous()
 
     def inspect(self) -> Any:
         """`qkv.inspect` of it; no gradient goes through."""
