@@ -11,7 +11,7 @@ from qkv.backends import Progress
 from qkv.bridges import bridge_of
 from qkv.call.attend import attend
 from qkv.call.bound import bind
-from qkv.call.checked import checked
+from qkv.call.dispatch import checked
 from qkv.call.options import DEFAULTS, Options, option_values, with_options
 from qkv.errors import ArgumentError, ShapeError
 from qkv.inspection.record import Record

@@ -254,10 +254,10 @@ def test_nothing_leaks_from_behind_a_mask() -> None:
 
 
 def test_memory_does_not_grow_with_the_square(monkeypatch: pytest.MonkeyPatch) -> None:
-    from qkv.bridges import torch_devices
+    from qkv.backends.torch import attention
 
     sizes: list[int] = []
-    monkeypatch.setattr(torch_devices, "_PAIRS", 2**10)
+    monkeypatch.setattr(attention, "PAIRS", 2**10)
     query = normal(1, 1, 64, 4).requires_grad_()
 
     def seen(tensor: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,14 @@ class ArrayLibrary(Protocol):
         """The result as an array of this library."""
         ...
 
+    def described(self, array: Any) -> NDArray[Any]:
+        """A NumPy array of the same type and shape; more is not asked of it."""
+        ...
+
+    def on_host(self, array: Any, role: str, *, by_value: bool) -> NDArray[Any]:
+        """The values in main memory; only type and shape where they are hidden and any will do."""
+        ...
+
     def follows(self, array: Any) -> bool:
         """Whether the library would differentiate or trace what is computed of the array."""
         ...

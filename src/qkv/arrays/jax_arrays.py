@@ -35,6 +35,14 @@ class JaxArrays:
             array = aligned(array)
         return jax.device_put(array)
 
+    def described(self, array: Any) -> NDArray[Any]:
+        """The array itself."""
+        return self.view(array, "an array")
+
+    def on_host(self, array: Any, role: str, *, by_value: bool) -> NDArray[Any]:
+        """The array itself."""
+        return self.view(array, role)
+
     def follows(self, array: Any) -> bool:
         """Whether the array is traced: by jit, grad, vmap or scan."""
         return isinstance(array, jax.core.Tracer)

@@ -36,6 +36,14 @@ class NumpyArrays:
         """The array itself."""
         return array
 
+    def described(self, array: Any) -> NDArray[Any]:
+        """The array itself."""
+        return self.view(array, "an array")
+
+    def on_host(self, array: Any, role: str, *, by_value: bool) -> NDArray[Any]:
+        """The array itself."""
+        return self.view(array, role)
+
     def follows(self, array: Any) -> bool:
         """Never."""
         return False

@@ -53,6 +53,35 @@ class TorchArrays:
             return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
         return torch.from_numpy(np.asarray(array))
 
+    def described(self, array: Any) -> NDArray[Any]:
+        """A NumPy array of the tensor's type and shape; more is not asked of it."""
+        known = _DTYPES.get(array.dtype)
+        if known is None:
+            one = self.view(torch.zeros((), dtype=array.dtype), "an operand")
+        else:
+            one = np.zeros((), known)
+        return np.broadcast_to(one, tuple(array.shape))
+
+    def on_host(self, array: Any, role: str, *, by_value: bool) -> NDArray[Any]:
+        """The values in main memory; only type and shape where they are hidden and any will do."""
+        if not isinstance(array, torch.Tensor):
+            return np.asarray(array)
+        hidden = (
+            type(array) not in (torch.Tensor, torch.nn.Parameter)
+            or array.is_meta
+            or torch._C._functorch.is_functorch_wrapped_tensor(array)
+        )
+        if not hidden:
+            return self.view(array.detach().cpu(), role)
+        if not by_value and array.is_floating_point():
+            return np.ascontiguousarray(self.described(array))
+        raise UnsupportedError(
+            "the values of an array are asked for while torch traces or transforms the call, "
+            f"on {array.device} or with backend='torch'.",
+            [(role, f"{array.dtype} {tuple(array.shape)}")],
+            "Pass it as a floating bias (0 or -inf), or call attention outside of that.",
+        )
+
     def follows(self, array: Any) -> bool:
         """Whether autograd, either mode of it, or a transformation of `torch.func` is at work."""
         return (
@@ -65,4 +94,10 @@ class TorchArrays:
         )
 
 
+_DTYPES = {
+    torch.float64: np.dtype("float64"),
+    torch.float32: np.dtype("float32"),
+    torch.float16: np.dtype("float16"),
+    torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
+}
 _PLAIN = (torch.float32, torch.float64, torch.float16)

@@ -153,6 +153,19 @@ def kept(
     return replace(inputs, out=found.out, lse=found.lse, lse_rest=rest)
 
 
+@runtime_checkable
+class DeviceBackend(Protocol):
+    """What a backend has that takes arrays of its own library, on any device.
+
+    `Operands.device_arrays` has them; `run` is not asked. Results stay on the device, and are
+    differentiable by their own library.
+    """
+
+    def attend(self, problem: Problem, *, lse: bool) -> Partial:
+        """Output and, if wanted, lse, sinks included, in either floating type of the problem."""
+        ...
+
+
 NO_BACKWARD = Refusal("has no backward pass", "the forward pass alone")
 
 
@@ -234,9 +247,10 @@ def _found() -> dict[str, Backend]:
     from qkv.backends.blocked import BlockedBackend
     from qkv.backends.cpu import CpuBackend
     from qkv.backends.reference import ReferenceBackend
+    from qkv.backends.torch import TorchBackend
 
     known: dict[str, Backend] = {}
-    for own in (CpuBackend(), BlockedBackend(), ReferenceBackend()):
+    for own in (CpuBackend(), BlockedBackend(), TorchBackend(), ReferenceBackend()):
         known[own.name] = own
     for point in entry_points(group="qkv.backends"):
         if point.name in known:
@@ -291,9 +305,17 @@ def backends() -> tuple[Backend, ...]:
     return tuple(sorted(known.values(), key=lambda b: (-b.priority, b.name)))
 
 
+def device_backend(name: str) -> DeviceBackend | None:
+    """The backend of this name, if it takes arrays on a device."""
+    found = next((b for b in backends() if b.name == name), None)
+    return found if isinstance(found, DeviceBackend) else None
+
+
 def refusals(backend: Backend, spec: Spec, *, backward: bool = False) -> tuple[Refusal, ...]:
     """Why a backend cannot run a problem; unless it says more, it takes arrays only."""
     reasons = backend.refusals(spec)
+    if spec.device != "cpu" and not isinstance(backend, DeviceBackend):
+        reasons = (Refusal(f"query is on {spec.device}", "arrays in main memory"), *reasons)
     if backward and not hasattr(backend, "backward"):
         reasons = (NO_BACKWARD, *reasons)
     stored = stored_operands(spec)

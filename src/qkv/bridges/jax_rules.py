@@ -27,7 +27,8 @@ from jax.custom_derivatives import SymbolicZero
 from qkv.bridges.jax_ffi import ANSWER_PATH, cancelled, handler
 from qkv.bridges.jax_operations import Operation, compute
 from qkv.call.bound import BoundCall, Structure
-from qkv.call.checked import check_call, checked
+from qkv.call.checked import check_call
+from qkv.call.dispatch import checked
 from qkv.call.options import OptionValues
 from qkv.errors import DTypeError, QkvError, ShapeError, UnsupportedError
 

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from qkv.arrays import is_array, view_beside
 from qkv.arrays.torch_arrays import TorchArrays
-from qkv.bridges import torch_devices as devices
+from qkv.backends import device_backend
 from qkv.bridges import torch_functions as functions
 from qkv.bridges.torch_operators import contiguous
 from qkv.bridges.torch_prepared import looks_on, prepare, run_prepared
 from qkv.call.attend import attend
 from qkv.call.bound import BoundCall, Structure, bind
+from qkv.call.device_call import check_device_call, is_device_call
 from qkv.call.flatten import hold, keep_for_good
 from qkv.call.options import OptionValues
 from qkv.errors import UnsupportedError
@@ -49,11 +50,9 @@ def attention(
         return (found.out, found.lse) if return_lse else found.out
     operands = _tensor(bound.leaves[0]), _tensor(bound.leaves[1]), _tensor(bound.leaves[2])
     leaves = _autocast(*operands)
-    if not leaves[0].is_cpu or options.backend == "torch":
+    if is_device_call(bound):
         tensors = tuple(map(_tensor, bound.leaves[3:]))
-        devices.check_backend(leaves[0], options.backend)
-        _hold_if_seen(bound.structure)
-        return devices.attend(*leaves, list(tensors), bound.structure.text, return_lse)
+        return _on_device(BoundCall(bound.structure, (*leaves, *tensors)), return_lse)
     if _is_watched(*leaves, *bound.leaves[3:]):
         tensors = tuple(map(_tensor, bound.leaves[3:]))
         _hold_if_seen(bound.structure)
@@ -86,9 +85,8 @@ def _compiled(
     query, key, value, *tensors = [_tensor(leaf) for leaf in bound.leaves]
     operands = _autocast(query, key, value)
     text = _text(tuple(bound.structure))
-    if not operands[0].is_cpu or options.backend == "torch":
-        devices.check_backend(operands[0], options.backend)
-        return devices.attend(*operands, tensors, text, return_lse)
+    if not operands[0].is_cpu or _is_of_a_device(options.backend):
+        return _attend_on_device(*operands, tensors, text, return_lse)
     out, lse = functions.attend(*operands, tensors, text)
     return (out, lse) if return_lse else out
 
@@ -98,11 +96,39 @@ _keep = torch.compiler.assume_constant_result(keep_for_good)
 made outside it, and their arrays, as constants."""
 
 
+def _is_device_backend(name: str) -> bool:
+    return name != "auto" and device_backend(name) is not None
+
+
+_is_of_a_device = torch.compiler.assume_constant_result(_is_device_backend)
+
+
 def _text_of_tuple(structure: tuple[Any, ...]) -> str:
     return Structure(*structure).text
 
 
 _text = torch.compiler.assume_constant_result(_text_of_tuple)
+
+
+def _attend_on_device(
+    query: Tensor, key: Tensor, value: Tensor, arrays: list[Tensor], text: str, return_lse: bool
+) -> Any:
+    """The call as one node of a graph that Dynamo writes: checks stay outside of what it reads."""
+    bound = BoundCall(Structure.from_text(text), (query, key, value, *arrays))
+    return _on_device(bound, return_lse)
+
+
+torch.compiler.allow_in_graph(_attend_on_device)
+
+
+def _on_device(bound: BoundCall, return_lse: bool) -> Any:
+    device = bound.leaves[0].device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        # The operands have the type that it asks for; scores and sums keep their own.
+        with torch.autocast(device, enabled=False):
+            return _on_device(bound, return_lse)
+    out, lse = check_device_call(bound).attend(lse=return_lse)
+    return (out, lse) if return_lse else out
 
 
 def _hold_if_seen(structure: Structure) -> None:

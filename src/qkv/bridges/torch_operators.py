@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import torch
 from torch import Tensor
@@ -40,7 +39,6 @@ __all__ = [
     "compute_attention",
     "compute_gradients",
     "contiguous",
-    "without_values",
 ]
 
 
@@ -231,21 +229,6 @@ def contiguous(tensor: Tensor) -> Tensor:
     return tensor if tensor.numel() else tensor.new_empty(tensor.shape)
 
 
-def without_values(tensor: Tensor) -> Any:
-    """A NumPy array of the tensor's type and shape: more is not asked of it."""
-    known = _DTYPES.get(tensor.dtype)
-    one = _view(torch.zeros((), dtype=tensor.dtype)) if known is None else np.zeros((), known)
-    return np.broadcast_to(one, tuple(tensor.shape))
-
-
-_DTYPES = {
-    torch.float64: np.dtype("float64"),
-    torch.float32: np.dtype("float32"),
-    torch.float16: np.dtype("float16"),
-    torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
-}
-
-
 _LIBRARY = library_of(torch.empty(0), "a tensor")
 
 
@@ -274,7 +257,7 @@ def _check_fit(query: Tensor, key: Tensor, value: Tensor, layout: str) -> None:
     """Raise for shapes as the real operator does; sizes that are not known yet become guards."""
     tensors = query, key, value
     if all(type(n) is int for t in tensors for n in t.shape):
-        arrays = without_values(query), without_values(key), without_values(value)
+        arrays = _LIBRARY.described(query), _LIBRARY.described(key), _LIBRARY.described(value)
         # The text of a statement says "bhld" or "blhd"; its type is any string.
         check(*arrays, (), layout=layout)  # type: ignore[arg-type]
         return

@@ -12,14 +12,13 @@ from numpy.typing import NDArray
 
 from qkv.arrays import ArrayLibrary, library_of, view_beside
 from qkv.backends import Choice, choose
-from qkv.call.bound import BoundCall, bind
-from qkv.call.options import DEFAULTS, OptionValues
+from qkv.call.bound import BoundCall
 from qkv.partial import Partial, finish
 from qkv.problem.check import Layout, check
 from qkv.problem.spec import Problem
 from qkv.variants.bare import as_variant
 
-__all__ = ["CheckedCall", "check_call", "checked"]
+__all__ = ["CheckedCall", "check_call"]
 
 Array = NDArray[Any]
 
@@ -156,16 +155,3 @@ def check_call(
 
 _PLACES = ("query", "key", "value")
 _IN_A_VARIANT = "an array of a variant"
-
-
-def checked(
-    query: Any,
-    key: Any,
-    value: Any,
-    variants: Sequence[Any],
-    options: OptionValues = DEFAULTS,
-    *,
-    backward: bool = False,
-) -> CheckedCall:
-    """Bind and check a call."""
-    return check_call(bind(query, key, value, variants, options), variants, backward=backward)

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arrays import view
-from qkv.call.checked import CheckedCall, checked
+from qkv.call.checked import CheckedCall
+from qkv.call.dispatch import checked_on_host
 from qkv.call.options import Options, option_values, with_options
 from qkv.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 from qkv.inspection.gradient import StepBack, gradients, step_back
@@ -108,7 +109,7 @@ def explain(
     """
     if cotangent is not None and not grad:
         raise ArgumentError("a cotangent was given, but grad is False.", action="Pass grad=True.")
-    call = checked(query, key, value, variants, option_values("explain", options))
+    call = checked_on_host(query, key, value, variants, option_values("explain", options))
     problem, spec = call.problem, call.problem.spec
     batches = chosen(batch, spec.batch_size, "batch", "batch_size").tolist()
     heads = chosen(head, spec.num_heads, "head", "num_heads").tolist()

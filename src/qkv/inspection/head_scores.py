@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arrays import view
-from qkv.call.checked import CheckedCall, checked
+from qkv.call.checked import CheckedCall
+from qkv.call.dispatch import checked
 from qkv.call.options import OptionValues
 from qkv.errors import ShapeError
 from qkv.inspection.earlier_tokens import EarlierToken, Tokens, starts

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from qkv.backends import Inspectable, Progress
 from qkv.call.checked import CheckedCall
+from qkv.call.device_call import DeviceCall
 from qkv.errors import ArgumentError
 from qkv.inspection.replay import PAIRS, Replay
 from qkv.inspection.statistics import WeightStatistics, top_keys, weight_statistics
@@ -28,7 +29,8 @@ class Record:
     compiled pass over the scores each, which takes a half to four fifths as long as the forward
     pass; `mass`, `mass_at`, `weights` and more than 256 best keys in NumPy, tile by tile. Other
     backends leave all to NumPy: one pass for entropy, largest and received weight together, one for
-    each other question.
+    each other question. Of tensors on a device the output is computed there, and everything else in
+    main memory, on copies of query, key and value.
 
     Attributes
     ----------
@@ -43,6 +45,9 @@ class Record:
     """
 
     def __init__(self, call: CheckedCall, progress: Progress | None = None) -> None:
+        given = call
+        if isinstance(call, DeviceCall):
+            call = call.on_host()
         partial, rows = _run(call)
         spec = call.problem.spec
         self._call = call
@@ -52,8 +57,10 @@ class Record:
         self._received: Array | None = None
         self._statistics: WeightStatistics | None = None
         self._top: dict[int, tuple[Array, Array]] = {}
-        self.backend = call.choice.backend.name
-        self.output = call.output(partial)
+        self.backend = given.choice.backend.name
+        self.output: Any = call.output(partial)
+        if isinstance(given, DeviceCall):
+            self.output, _ = given.attend(lse=True)
         self.lse = call.rows(partial.lse)
         shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.kv_len)
         self.weights = LazyWeights(self._replay, shape[-2:] if call.ndim == 2 else shape)

@@ -56,7 +56,8 @@ class Spec:
 
     Score stages and mask stages are expressions over `q_index`, `kv_index`, `head`, `batch`,
     `score` and the tables; positions have been replaced by their definitions. Keys and values are
-    arrays of `dtype` where nothing is said of their storage.
+    arrays of `dtype` where nothing is said of their storage. `library` and `device` say which
+    arrays a backend is given: NumPy arrays in main memory, or tensors on a kind of device.
     """
 
     dtype: str
@@ -76,6 +77,8 @@ class Spec:
     key_storage: Storage | None = None
     value_storage: Storage | None = None
     summary: str = ""
+    library: str = "numpy"
+    device: str = "cpu"
 
     @property
     def compute_dtype(self) -> np.dtype[Any]:
@@ -136,6 +139,8 @@ class Spec:
             tables=tuple(replace(t, label="") for t in self.tables),
             rotation=replace(self.rotation, label="") if self.rotation else None,
             summary="",
+            library="numpy",
+            device="cpu",
         )
 
 
@@ -215,7 +220,9 @@ class Operands:
     query, key and value are views `(*batch_shape, heads, length, dim)`, broadcast but not copied;
     key and value may be `StoredRows` that stand for such arrays (`read_rows`, `whole_rows`);
     tables are indexed by the expressions of the `Spec`. `origins` says of each table, and
-    `sink_origin` of the sinks, whose they are.
+    `sink_origin` of the sinks, whose they are. For tensors on a device query, key and value have no
+    memory, and `device_arrays` has the tensors: "query", "key" and "value" with heads before rows,
+    and by the names of tables, and "sinks", those of variants.
     """
 
     query: Array
@@ -229,6 +236,7 @@ class Operands:
     dropout: Dropout | None = None
     origins: Mapping[str, Origin] = field(default_factory=dict)
     sink_origin: Origin | None = None
+    device_arrays: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

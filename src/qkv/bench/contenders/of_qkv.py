@@ -11,7 +11,8 @@ import qkv
 from qkv.bench.contenders import Prepared
 from qkv.bench.reference import Inputs
 from qkv.bench.workloads import Workload
-from qkv.call.checked import CheckedCall, checked
+from qkv.call.checked import CheckedCall
+from qkv.call.dispatch import checked
 from qkv.call.options import OptionValues
 from qkv.errors import UnsupportedError
 

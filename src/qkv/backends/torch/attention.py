@@ -1,0 +1,213 @@
+"""Attention as operations of torch, a block of queries at a time; torch differentiates them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+from qkv.arrays.torch_arrays import TorchArrays
+from qkv.backends.torch.expressions import Evaluation
+from qkv.partial import Partial
+from qkv.problem.philox import dropout_factors
+from qkv.problem.spec import Problem
+
+__all__ = ["TensorAttention", "is_followed", "is_looked_on"]
+
+PAIRS = 2**24
+"""Scores that are held at once."""
+
+_are_transforms_active = torch._C._are_functorch_transforms_active
+
+
+def is_looked_on(*tensors: Tensor) -> bool:
+    """Whether values cannot be asked for, since torch traces or transforms, or there are none."""
+    return (
+        torch.compiler.is_compiling()
+        or torch.is_autocast_enabled("cpu")
+        or _are_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+        or any(t.is_meta for t in tensors)
+    )
+
+
+def is_followed(*tensors: Tensor) -> bool:
+    """Whether torch will ask for derivatives."""
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    return wanted or forward_ad._current_level >= 0 or _are_transforms_active()
+
+
+class TensorAttention:
+    """One problem, with tensors for its operands and tables.
+
+    Blocks of queries are computed again on the way back, so that memory stays O(n); under
+    `torch.func` and forward mode, which do not take that, the weights are held.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        spec, operands = problem.spec, problem.operands
+        given = operands.device_arrays
+        query = given["query"]
+        self.problem, self.device = problem, query.device
+        self.looked_on = is_looked_on(query, given["key"], given["value"])
+        self.dtype = torch.float64 if spec.dtype == "float64" else torch.float32
+        self.query, self.key, self.value = (
+            given[name]
+            .expand(*spec.batch_shape, *given[name].shape[-3:])
+            .reshape(spec.batch_size, *given[name].shape[-3:])
+            .to(self.dtype)
+            for name in ("query", "key", "value")
+        )
+        self._rotate()
+        self.tables = {
+            name: self._table(array, given.get(name)) for name, array in operands.tables.items()
+        }
+        self.sinks = None
+        if operands.sinks is not None:
+            own = given.get("sinks")
+            own = self._moved(operands.sinks) if own is None else own
+            self.sinks = own.to(self.device, self.dtype).expand(spec.num_heads)
+
+    def attend(self) -> Partial:
+        """Output and lse, sinks included, in the type of computation."""
+        spec = self.problem.spec
+        step = max(1, PAIRS // max(1, spec.batch_size * spec.num_heads * spec.kv_len))
+        parts = []
+        for start in range(0, max(spec.q_len, 1), step):
+            stop = min(start + step, spec.q_len)
+            # What torch.func and compilers do not take; they hold what they need.
+            if torch.is_grad_enabled() and not self.looked_on:
+                parts.append(checkpoint(self._block, start, stop, use_reentrant=False))
+            else:
+                parts.append(self._block(start, stop))
+        outs, rows = zip(*parts, strict=True)
+        shape = (*spec.batch_shape, spec.num_heads, spec.q_len)
+        out = torch.cat(outs, -2).reshape(*shape, spec.v_head_dim)
+        # A partial holds arrays of any library on its way back to the caller.
+        lse: Any = torch.cat(rows, -1).reshape(shape)
+        return Partial(out, lse)  # type: ignore[arg-type]
+
+    def _block(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Output and lse of some queries, `(batch, num_heads, queries, ...)`."""
+        spec, scale = self.problem.spec, self.problem.operands.scale
+        groups = spec.num_kv_heads, spec.group_size
+        grouped = self.query[:, :, start:stop].unflatten(1, groups)
+        key = self.key[:, :, None]
+        clean = torch.where(key.isfinite(), key, 0.0)
+        scaled = (grouped @ clean.mT * scale).flatten(1, 2)
+        if self.looked_on or not bool(key.isfinite().all()):
+            # Nothing flows back through what is not finite; a forbidden pair must not see it.
+            raw = (grouped.detach() @ key.detach().mT * scale).flatten(1, 2)
+            spoiled = ~key.isfinite().all(-1).repeat_interleave(spec.group_size, 1)
+            scaled = torch.where(spoiled.flatten(1, 2)[:, :, None], raw, scaled)
+        places = self._places(start, stop) | {"score": scaled}
+        evaluation = Evaluation(places, self.tables, self.dtype)
+        allowed = evaluation.value(spec.mask)
+        scores = torch.where(allowed, evaluation.value(spec.score), -torch.inf)
+        scores = scores.expand(scaled.shape)
+        lse = _log_sum(scores, self.sinks)
+        empty = torch.isneginf(lse)
+        weights = torch.exp(scores - torch.where(empty, 0.0, lse)[..., None])
+        weights = torch.where(torch.isneginf(scores), 0.0, weights)
+        if self.problem.operands.dropout is not None:
+            weights = weights * self._factors(places)
+        return self._weighted(weights, ~torch.isneginf(scores)), lse
+
+    def _places(self, start: int, stop: int) -> dict[str, Tensor]:
+        spec = self.problem.spec
+        sizes = {
+            "batch": (0, spec.batch_size), "head": (0, spec.num_heads),
+            "q_index": (start, stop), "kv_index": (0, spec.kv_len),
+        }  # fmt: skip
+        return {
+            name: torch.arange(first, last, device=self.device).view(
+                *(-1 if n == axis else 1 for n in range(4))
+            )
+            for axis, (name, (first, last)) in enumerate(sizes.items())
+        }
+
+    def _weighted(self, weights: Tensor, allowed: Tensor) -> Tensor:
+        value = self.value.repeat_interleave(self.problem.spec.group_size, 1)
+        finite = value.isfinite()
+        out = weights @ torch.where(finite, value, 0.0)
+        if self.looked_on:
+            return out + self._not_finite(weights, allowed, value)
+        for j in torch.nonzero(~finite.all(-1).all(0).all(0)).flatten().tolist():
+            rest = torch.where(finite[:, :, j], 0.0, value[:, :, j])[:, :, None]
+            share = weights[..., j, None] * rest
+            out = out + torch.where(allowed[..., j, None], share, 0.0)
+        return out
+
+    @staticmethod
+    def _not_finite(weights: Tensor, allowed: Tensor, value: Tensor) -> Tensor:
+        """What entries that are not finite add to the output, as constants: counts say where."""
+        dtype = weights.dtype
+        heavy, weightless = (weights.detach() > 0).to(dtype), allowed & (weights.detach() == 0)
+        up, down = (heavy @ (value == limit).to(dtype) > 0 for limit in (torch.inf, -torch.inf))
+        nan = allowed.to(dtype) @ value.isnan().to(dtype) > 0
+        nan = nan | (weightless.to(dtype) @ value.isinf().to(dtype) > 0) | (up & down)
+        infinite = torch.where(up, torch.inf, torch.where(down, -torch.inf, 0.0))
+        return torch.where(nan, torch.nan, infinite).to(dtype)
+
+    def _factors(self, places: Mapping[str, Tensor]) -> Tensor:
+        dropout = self.problem.operands.dropout
+        assert dropout is not None
+        at = {n: places[n].cpu().numpy() for n in ("batch", "head", "q_index", "kv_index")}
+        wide = np.dtype(np.float64 if self.dtype is torch.float64 else np.float32)
+        return self._moved(dropout_factors(dropout, **at, dtype=wide))
+
+    def _rotate(self) -> None:
+        """Turn query and key rows by their positions."""
+        rotation, angles = self.problem.spec.rotation, self.problem.operands.angles
+        if rotation is None or angles is None:
+            return
+
+        def turned(rows: Tensor, side: str) -> Tensor:
+            turns = [angles.turns(side, b) for b in range(angles.rows(side))]
+            cos, sin = (
+                self._moved(np.stack(part)).to(self.dtype)[:, None]
+                for part in zip(*turns, strict=True)
+            )
+            n = rotation.rotary_dim
+            own, rest = rows[..., :n], rows[..., n:]
+            if rotation.layout == "half_split":
+                a, b = own.chunk(2, -1)
+                return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], -1)
+            a, b = own[..., ::2], own[..., 1::2]
+            pairs = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
+            return torch.cat([pairs, rest], -1)
+
+        self.query, self.key = turned(self.query, "q"), turned(self.key, "kv")
+
+    def _moved(self, array: NDArray[Any]) -> Tensor:
+        restored: Tensor = TorchArrays().restore(np.array(array, order="C"))
+        return restored.to(self.device)
+
+    def _table(self, array: NDArray[Any], leaf: Tensor | None) -> Tensor:
+        if array.dtype.kind in "biu" or leaf is None:
+            moved = self._moved(array)
+            return moved.to(self.dtype) if moved.is_floating_point() else moved
+        padded = leaf.reshape((1,) * (array.ndim - leaf.ndim) + tuple(leaf.shape))
+        for axis, size in enumerate(array.shape):
+            padded = padded.narrow(axis, 0, size)  # axes that repeat are read once
+        return padded.to(self.device, self.dtype)
+
+
+def _log_sum(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """`log(sum exp(scores) + exp(sink))` of each row; -inf, with gradient 0, for an empty one."""
+    if sinks is not None:
+        column = sinks[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], -1)
+    if scores.shape[-1] == 0:
+        return scores.new_full(scores.shape[:-1], -torch.inf)
+    empty = torch.isneginf(scores).all(-1)
+    safe = torch.where(empty[..., None], 0.0, scores)
+    return torch.where(empty, -torch.inf, safe.logsumexp(-1))

@@ -1,0 +1,153 @@
+"""Calls of tensors that stay where they are: checked on their shapes, run by a device's backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.arrays import library_of
+from qkv.backends import DeviceBackend, choose, device_backend
+from qkv.call.bound import BoundCall
+from qkv.call.checked import CheckedCall, check_call
+from qkv.call.variant_arrays import made
+from qkv.partial import Partial
+from qkv.problem.check import check
+from qkv.problem.spec import Problem
+from qkv.variants.bare import as_variant
+
+__all__ = ["DeviceCall", "check_device_call", "is_device_call", "is_on_device"]
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCall(CheckedCall):
+    """A checked call whose arrays are tensors on a device.
+
+    Attributes
+    ----------
+    bound : BoundCall
+    """
+
+    bound: BoundCall
+
+    def attend(self, *, lse: bool) -> tuple[Any, Any]:
+        """Output and, if wanted, lse as the caller knows them."""
+        backend = self.choice.backend
+        assert isinstance(backend, DeviceBackend)
+        partial = backend.attend(self.problem, lse=lse)
+        return self.output(partial), self.rows(partial.lse) if lse else None
+
+    def run(self) -> Partial:
+        """Output and lse as tensors, sinks included."""
+        backend = self.choice.backend
+        assert isinstance(backend, DeviceBackend)
+        return backend.attend(self.problem, lse=True)
+
+    def output(self, partial: Partial) -> Any:
+        """Output like the query: its dtype and layout."""
+        out: Any = partial.out
+        out = out.to(self.bound.leaves[0].dtype)
+        if self.ndim == 2:
+            return out[0]
+        return out.swapaxes(-3, -2).contiguous() if self.layout == "blhd" else out
+
+    def rows(self, array: Any, trailing: int = 0) -> Any:
+        """A statistic with as many dimensions as the call has, on its device."""
+        if self.ndim == 2:
+            array = array.reshape(array.shape[array.ndim - trailing - 1 :])
+        if isinstance(array, np.ndarray):
+            return self.library.restore(array).to(self.bound.leaves[0].device)
+        return array
+
+    def on_host(self) -> CheckedCall:
+        """The same call of copies in main memory, for whatever looks at values."""
+        leaves = [leaf.detach().cpu() if is_on_device(leaf) else leaf for leaf in self.bound.leaves]
+        structure = self.bound.structure
+        if structure.options[-1] == self.choice.backend.name:
+            structure = structure._replace(options=(*structure.options[:-1], "auto"))
+        return check_call(BoundCall(structure, leaves))
+
+
+def is_on_device(array: Any) -> bool:
+    """Whether an array lies anywhere but in main memory, as far as torch knows."""
+    device = getattr(array, "device", None)
+    return getattr(device, "type", "cpu") != "cpu" and hasattr(array, "is_meta")
+
+
+def is_device_call(bound: BoundCall) -> bool:
+    """Whether a call is for the backend of a device."""
+    name = bound.structure.options[-1]
+    return is_on_device(bound.leaves[0]) or (name != "auto" and device_backend(name) is not None)
+
+
+def check_device_call(bound: BoundCall, given: Sequence[Any] | None = None) -> DeviceCall:
+    """Check a bound call of tensors and choose its backend; operands are not looked at.
+
+    Parameters
+    ----------
+    bound : BoundCall
+    given : sequence, optional
+        The variants as the caller gave them.
+    """
+    library = library_of(bound.leaves[0], "query")
+    by_value = bound.structure.by_value
+    owners = [type(owner).__name__ for owner in bound.unflatten().owners]
+    views = [library.described(leaf) for leaf in bound.leaves[:3]]
+    for n, leaf in enumerate(bound.leaves[3:], start=3):
+        views.append(library.on_host(leaf, owners[n], by_value=n in by_value))
+    call = bound._replace(leaves=views).unflatten()
+    options = call.options
+    problem = check(
+        call.query,
+        call.key,
+        call.value,
+        tuple(map(as_variant, call.variants)),
+        scale=options.scale,
+        layout=options.layout,
+        q_offset=options.q_offset,
+        kv_offset=options.kv_offset,
+    )
+    device = getattr(bound.leaves[0].device, "type", "cpu")
+    spec = replace(problem.spec, library=library.name, device=device)
+    arrays = _device_arrays(problem, bound, call.owners, views, options.layout)
+    return DeviceCall(
+        replace(problem, spec=spec, operands=replace(problem.operands, device_arrays=arrays)),
+        choose(spec, options.backend),
+        library,
+        views[0].dtype,
+        options.layout,
+        max(operand.ndim for operand in (call.query, call.key, call.value)),
+        tuple(zip(call.variants if given is None else given, call.variants, strict=True)),
+        call.owners,
+        tuple(views),
+        bound,
+    )
+
+
+def _device_arrays(
+    problem: Problem, bound: BoundCall, owners: Sequence[Any], views: Sequence[Any], layout: str
+) -> dict[str, Any]:
+    """Operands with heads before rows, and leaves of tables and sinks that may have gradients."""
+    found: dict[str, Any] = {}
+    for name, tensor in zip(("query", "key", "value"), bound.leaves, strict=False):
+        if tensor.ndim == 2:
+            found[name] = tensor[None]
+        else:
+            found[name] = tensor.swapaxes(-3, -2) if layout == "blhd" else tensor
+    operands = problem.operands
+    origins = dict(operands.origins)
+    if operands.sink_origin is not None:
+        origins["sinks"] = operands.sink_origin
+    for name, origin in origins.items():
+        own = [n for n, owner in enumerate(owners) if n >= 3 and made(origin, owner)]
+        own = [n for n in own if views[n].dtype.kind not in "biu"]
+        if len(own) > 1:
+            own = [n for n in own if views[n] is origin.array]
+        if own and hasattr(bound.leaves[own[0]], "requires_grad"):
+            found[name] = bound.leaves[own[0]]
+    return found
