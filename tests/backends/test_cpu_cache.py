@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv import _recall
+from prepared_calls import forget_prepared_calls
 from qkv.backends.cpu import compile as cpu_compile
 from qkv.backends.cpu import forward as cpu_forward
 from qkv.backends.cpu import forward_pass
@@ -52,7 +52,7 @@ def compiled(monkeypatch):
 def forget_kernels() -> None:
     """And calls that hold one."""
     forward_pass._kernel.cache_clear()
-    _recall._prepared.clear()
+    forget_prepared_calls()
 
 
 def attend():

@@ -12,6 +12,7 @@ import qkv
 from qkv.backends.cpu import backward_pass, forward_pass
 from qkv.problem.builder import Shape
 from qkv.testing import DTYPES, Case, random_case
+from sampling import sample
 
 THREADS = (1, 2, 3, 5)
 REPEATS = 250
@@ -69,8 +70,7 @@ def spoil(case: Case) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Every case on the best instruction set, and in parts; on each other a few, or all with
-    `--every-case`."""
+    """Every case on the best instruction set, and in parts; on each other a sample."""
     if "isa" not in metafunc.fixturenames:
         return
     if "case" not in metafunc.fixturenames:
@@ -78,13 +78,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     gradients = metafunc.function is test_threads_of_gradients
     cases, known = (FEW if gradients else MIXED), kernels()
-    whole = metafunc.config.getoption("every_case")
     metafunc.parametrize(
         ("isa", "case"),
         [
             pytest.param(isa, case, id=f"{isa}-{case.name}")
             for n, isa in enumerate(known)
-            for case in (cases if whole or n == 0 or "parts" in isa else cases[n - 1 :: 5])
+            for case in (cases if n == 0 or "parts" in isa else sample(metafunc.config, cases, 5))
             if takes(isa, case.dtypes[0])
         ],
         indirect=["isa"],

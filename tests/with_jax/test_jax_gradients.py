@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from prepared_calls import forget_prepared_calls
+
 pytest.importorskip("jax", minversion="0.10", reason="compared with jax 0.10 or later")
 
 import jax
@@ -368,7 +370,7 @@ def test_16_bits(dtype: str) -> None:
 @pytest.mark.parametrize("batched", [False, True])
 def test_many_steps(batched: bool) -> None:
     """The later ones are recalled, and read their own arrays."""
-    _pull_back._prepared.clear()
+    forget_prepared_calls()
     shape = Shape((2,), 4, 2, 17, 17, 8, 8)
 
     def loss(q: Any, k: Any, v: Any) -> Any:

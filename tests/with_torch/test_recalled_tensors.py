@@ -6,6 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from prepared_calls import forget_prepared_calls
+
 torch = pytest.importorskip("torch")
 
 import qkv  # noqa: E402
@@ -26,8 +28,7 @@ def nothing_remembered(request, monkeypatch):
     if request.param == "no guards":
         monkeypatch.setattr(torch_guards, "_can_tell", lambda: False)
         monkeypatch.setattr(torch_recall, "_empty_of_compiled_code", lambda: None)
-    for table in (_recall._prepared, _recall._seen, torch_recall._known, torch_recall._latest):
-        table.clear()
+    forget_prepared_calls()
 
 
 def normal(*shape, seed=0, dtype=torch.float32):
@@ -341,6 +342,7 @@ def test_a_registered_backend_is_seen() -> None:
     assert Loud.calls == 1
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_many_threads() -> None:
     """Each call has its own memory, whether Python's lock is free during it or not."""
     for length in (16, 160):

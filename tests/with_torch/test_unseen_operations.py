@@ -4,6 +4,8 @@ from itertools import pairwise
 
 import pytest
 
+from prepared_calls import forget_prepared_calls
+
 torch = pytest.importorskip("torch")
 
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
@@ -69,7 +71,7 @@ def test_who_looks_on_at_the_way_back_only() -> None:
 
 def test_gradients_of_many_steps() -> None:
     """The later ones are recalled."""
-    _pull_back._prepared.clear()
+    forget_prepared_calls()
     for seed in range(5):
         tensors = [t.detach().mul(1 + seed).requires_grad_() for t in operands()]
         along = torch.randn(2, 3, 20, 8, generator=torch.Generator().manual_seed(seed)).double()

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import qkv
+from prepared_calls import forget_prepared_calls
 from qkv import _recall
 from qkv.errors import AmbiguityError, ArgumentError, ShapeError
 
@@ -25,14 +26,7 @@ def normal(*shape, seed=0, dtype="float32"):
     return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 
 
-@pytest.fixture(autouse=True)
-def nothing_remembered():
-    forget()
-
-
-def forget() -> None:
-    for table in (_recall._prepared, _recall._growing, _recall._seen):
-        table.clear()
+pytestmark = pytest.mark.usefixtures("no_prepared_calls")
 
 
 def near(found, said, keywords, dtype="float32") -> None:
@@ -80,7 +74,7 @@ def test_a_step_gives_what_a_first_call_gives(name) -> None:
         said = query, cache[:, :, :length], cache[:, :, :length], *variants
         found = qkv.attention(*said, return_lse=True, **keywords)
         known = dict(_recall._growing)
-        forget()
+        forget_prepared_calls()
         first = qkv.attention(*said, return_lse=True, **keywords)
         for one, other in zip(found, first, strict=True):
             assert one.tobytes() == other.tobytes()

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import qkv
+from prepared_calls import forget_prepared_calls
 from qkv import _recall
 from qkv.errors import ArgumentError, ShapeError
 
@@ -15,10 +16,7 @@ def normal(*shape, seed=0, dtype=np.float32):
     return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 
 
-@pytest.fixture(autouse=True)
-def nothing_remembered():
-    for table in (_recall._prepared, _recall._growing, _recall._seen):
-        table.clear()
+pytestmark = pytest.mark.usefixtures("no_prepared_calls")
 
 
 def dense(query, key, value, allowed=None):
@@ -131,8 +129,7 @@ def test_the_first_call_and_a_recalled_one_agree_in_every_bit() -> None:
     query = normal(2, 4, 100, 16)
     random = np.random.default_rng(1)
     for density in (0.0, 0.01, 0.5, 1.0):
-        _recall._prepared.clear()
-        _recall._seen.clear()
+        forget_prepared_calls()
         mask = random.random((2, 1, 100, 100)) < density
         mask[:, :, :, 40:70] = False
         mask[0, :, 64:] = True
