@@ -87,11 +87,18 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def masks_of_few_pairs_are_read(monkeypatch: pytest.MonkeyPatch, no_prepared_calls: None) -> None:
-    """As those of many are, for what they spare."""
+    """Masks are read for the tiles that they leave empty, however few pairs a problem has."""
     from qkv.backends.cpu import schedule, streaming
 
     monkeypatch.setattr(schedule, "FEW_OPERATIONS", 0)
     monkeypatch.setattr(streaming, "FEW_OPERATIONS", 0)
+
+
+@pytest.fixture(params=["masks unread", "masks read"])
+def masks_unread_and_read(request: pytest.FixtureRequest) -> None:
+    """A test twice: the problems of most are so small that their masks would not be read."""
+    if request.param == "masks read":
+        request.getfixturevalue("masks_of_few_pairs_are_read")
 
 
 @pytest.fixture

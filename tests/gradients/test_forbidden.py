@@ -40,6 +40,7 @@ def unchanged(before: np.ndarray, after: np.ndarray, rows: np.ndarray) -> None:
     assert before[rows].tobytes() == after[rows].tobytes()
 
 
+@pytest.mark.usefixtures("masks_unread_and_read")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.sampled("case", HIDING, one_in=9, ids=lambda case: case.name)
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
@@ -70,6 +71,7 @@ def test_forbidden_keys_and_values(case: Case, backend: str, poison: float) -> N
         assert constant or np.isnan(after[0][sees]).all(), "NaN did not reach the rows that see it"
 
 
+@pytest.mark.usefixtures("masks_unread_and_read")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.sampled("case", HIDING, one_in=9, ids=lambda case: case.name)
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
