@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--every-case", action="store_true", help="all cases of the suites that are sampled"
     )
     long.addoption(
-        "--fuzz", type=int, default=320, metavar="N", help="random problems (default: 320)"
+        "--fuzz", type=int, default=200, metavar="N", help="random problems (default: 200)"
     )
     long.addoption("--fuzz-seed", type=int, default=0, metavar="N", help="their seed (default: 0)")
 

@@ -97,7 +97,7 @@ BLOCKS = Shape((2,), 4, 2, 70, 150, 20, 5)
 """More than a block of queries and of keys, and neither whole."""
 
 
-@pytest.mark.parametrize("variant", ALL, ids=lambda kind: kind.__name__)
+@pytest.mark.sampled("variant", ALL, one_in=2, ids=lambda kind: kind.__name__)
 def test_every_variant(variant) -> None:
     for example in variant.examples(BLOCKS, np.random.default_rng(3)):
         check_statistics(arrays(BLOCKS), [example], q_offset="end")

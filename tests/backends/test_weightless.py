@@ -199,7 +199,7 @@ WAYS = {
 }
 
 
-SMALL = pytest.mark.sampled(("way", "shape"), list(product(WAYS, SHAPES)), one_in=4)
+SMALL = pytest.mark.sampled(("way", "shape"), list(product(WAYS, SHAPES)), one_in=6)
 
 
 def small(way, shape):

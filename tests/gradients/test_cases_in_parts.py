@@ -19,7 +19,7 @@ PAIRS = [
     for dtype in DTYPES
     if dtype in case.dtypes
 ]
-HIDING = pytest.mark.sampled("case", test_forbidden.HIDING, one_in=18, ids=lambda case: case.name)
+HIDING = pytest.mark.sampled("case", test_forbidden.HIDING, one_in=36, ids=lambda case: case.name)
 
 
 @pytest.mark.sampled(("case", "dtype"), PAIRS, one_in=40)

@@ -70,20 +70,21 @@ def spoil(case: Case) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Every case on the best instruction set, and in parts; on each other a sample."""
+    """More cases on the best instruction set, and in parts, than on each other."""
     if "isa" not in metafunc.fixturenames:
         return
     if "case" not in metafunc.fixturenames:
-        metafunc.parametrize("isa", kernels(), indirect=True)
+        metafunc.parametrize("isa", sample(metafunc.config, kernels(), 2), indirect=True)
         return
     gradients = metafunc.function is test_threads_of_gradients
     cases, known = (FEW if gradients else MIXED), kernels()
+    many, few = (sample(metafunc.config, cases, one_in) for one_in in (2, 5))
     metafunc.parametrize(
         ("isa", "case"),
         [
             pytest.param(isa, case, id=f"{isa}-{case.name}")
             for n, isa in enumerate(known)
-            for case in (cases if n == 0 or "parts" in isa else sample(metafunc.config, cases, 5))
+            for case in (many if n == 0 or "parts" in isa else few)
             if takes(isa, case.dtypes[0])
         ],
         indirect=["isa"],

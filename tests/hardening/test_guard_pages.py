@@ -42,7 +42,7 @@ WAYS = ["forward", "backward", *(["in parts"] if len(kernels()) > len(instructio
 @pytest.mark.parametrize("side", ["end", "begin"])
 def test_every_head_dim(side: str, way: str, pytestconfig: pytest.Config) -> None:
     dtypes = IN_PARTS if way == "in parts" else list(DTYPES)
-    check(side, way, "swept", *sample(pytestconfig, dtypes, 4 if way == "backward" else 2))
+    check(side, way, "swept", *sample(pytestconfig, dtypes, 4))
 
 
 @pytest.mark.parametrize("way", [*WAYS, "statistics"])
