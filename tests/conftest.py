@@ -1,89 +1,115 @@
-"""Long runs on request; the user's kernel cache is left alone: that of tests lies with pytest's."""
+"""Parallel workers, one kernel cache for all of them, sampled suites, and shared fixtures."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
-from zlib import crc32
 
 import pytest
 
+from qkv._threads import usable_cores
+from sampling import sample
+
+MOST_WORKERS = 8
+"""Each holds torch, JAX and transformers, about 1 GiB."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    long = parser.getgroup("long runs")
+    long = parser.getgroup("sampled suites and long runs")
     long.addoption(
-        "--fuzz", type=int, default=320, metavar="N", help="random problems (default: 320)"
+        "--sample-seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="which cases of the sampled suites run (default: 0)",
     )
-    long.addoption("--fuzz-seed", type=int, default=0, metavar="N", help="their seed (default: 0)")
     long.addoption(
         "--every-case", action="store_true", help="all cases of the suites that are sampled"
     )
+    long.addoption(
+        "--fuzz", type=int, default=200, metavar="N", help="random problems (default: 200)"
+    )
+    long.addoption("--fuzz-seed", type=int, default=0, metavar="N", help="their seed (default: 0)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "sampled(names, cases, one_in, ids=None): like parametrize, with one in so many of the "
+        "cases; --sample-seed says which, --every-case takes all.",
+    )
+    if hasattr(config, "workerinput"):
+        return  # a worker has the environment of the process that started it
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if whole and importlib.util.find_spec("torch") is None:
+        raise pytest.UsageError('the tests need torch: pip install "torch==2.13.0"')
     cache = getattr(config, "cache", None)  # none with -p no:cacheprovider
     if cache is not None:
         os.environ["QKV_CACHE_DIR"] = str(cache.mkdir("kernels"))
+    for name in ("QKV_NUM_THREADS", "OMP_NUM_THREADS"):
+        os.environ.setdefault(name, "1")  # every core has a worker already
 
 
-LARGE_SUITES = ("conformance", "gradients", "hardening", "properties", "variants")
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """For `-n auto`: one for each core; single files are run here, which is sooner."""
+    folders = any((config.invocation_params.dir / name).is_dir() for name in config.args)
+    return min(usable_cores(), MOST_WORKERS) if folders else 0
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    if config.getoption("every_case"):
+        return "sampled suites: every case"
+    seed = config.getoption("sample_seed")
+    return f"sampled suites: --sample-seed {seed}; all cases with --every-case"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    for mark in metafunc.definition.iter_markers("sampled"):
+        names, cases = mark.args
+        chosen = sample(metafunc.config, cases, mark.kwargs["one_in"])
+        metafunc.parametrize(names, chosen, ids=mark.kwargs.get("ids"))
 
 
 @pytest.fixture
-def masks_of_few_pairs_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of many are, for what they spare."""
+def no_prepared_calls() -> Iterator[None]:
+    """What was prepared for earlier calls is forgotten, before and afterwards."""
+    from qkv.call.cache import CALLS
+
+    CALLS.clear()
+    yield
+    CALLS.clear()
+
+
+@pytest.fixture
+def two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled code may use two threads; where tests run side by side, it uses one."""
+    monkeypatch.setenv("QKV_NUM_THREADS", "2")
+
+
+@pytest.fixture
+def masks_of_few_pairs_are_read(monkeypatch: pytest.MonkeyPatch, no_prepared_calls: None) -> None:
+    """Masks are read for the tiles that they leave empty, however few pairs a problem has."""
     from qkv.backends.cpu import schedule, streaming
 
     monkeypatch.setattr(schedule, "FEW_OPERATIONS", 0)
     monkeypatch.setattr(streaming, "FEW_OPERATIONS", 0)
 
 
-@pytest.fixture(autouse=True)
-def _as_in_large_problems(request: pytest.FixtureRequest) -> None:
-    """The problems of these suites are too small: every other test takes them for large ones."""
-    if request.path.parent.name in LARGE_SUITES and crc32(request.node.nodeid.encode()) % 2:
+@pytest.fixture(params=["masks unread", "masks read"])
+def masks_unread_and_read(request: pytest.FixtureRequest) -> None:
+    """A test twice: the problems of most are so small that their masks would not be read."""
+    if request.param == "masks read":
         request.getfixturevalue("masks_of_few_pairs_are_read")
 
 
 @pytest.fixture
-def in_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def in_parts(monkeypatch: pytest.MonkeyPatch, no_prepared_calls: None) -> None:
     """Products of parts, and of tiles in the backward pass, wherever there can be any: the problems
     of most tests are too small.
-
-    What was prepared for earlier calls is forgotten, before and afterwards.
     """
     from qkv.backends.cpu import backward_pass, forward_pass, gradient
-    from qkv.call.cache import CALLS
 
-    CALLS.clear()
     monkeypatch.setattr(forward_pass, "_PARTS_PAY", dict.fromkeys(forward_pass._PARTS_PAY, (1, 1)))
     monkeypatch.setattr(backward_pass, "_ROWS_PAY", 1)
     monkeypatch.setattr(gradient, "_FEW", 0)
-    yield
-    CALLS.clear()
-
-
-SAMPLED = {
-    "test_gradients": 4,
-    "test_forbidden_keys_and_values": 3,
-    "test_queries_that_may_not_see_a_key": 3,
-    "test_the_whole_suite": 3,
-}
-"""Each of their cases is a kernel or two to compile: one in so many runs, all on request."""
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--every-case"):
-        return
-    seen: dict[tuple[str, object], int] = {}
-    kept, dropped = [], []
-    for item in items:
-        name = getattr(item, "originalname", item.name)
-        if name not in SAMPLED:
-            kept.append(item)
-            continue
-        kind = (name, item.callspec.params.get("backend"))
-        number = seen[kind] = seen.get(kind, -1) + 1
-        (dropped if number % SAMPLED[name] else kept).append(item)
-    config.hook.pytest_deselected(items=dropped)
-    items[:] = kept

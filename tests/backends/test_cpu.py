@@ -58,7 +58,7 @@ def test_it_is_the_first_choice_for_float32() -> None:
 
 
 @pytest.mark.parametrize("isa", NARROW)
-@pytest.mark.parametrize("case", FLOAT32[::14], ids=lambda case: case.name)
+@pytest.mark.sampled("case", FLOAT32, one_in=28, ids=lambda case: case.name)
 def test_narrower_vectors(isa, case, monkeypatch) -> None:
     monkeypatch.setenv("QKV_ISA", isa)
     assert host().isa == isa
@@ -123,7 +123,7 @@ def test_every_operation_has_a_mod() -> None:
     assert used == set(OPERATIONS)
 
 
-@pytest.mark.parametrize("name", MODS)
+@pytest.mark.sampled("name", list(MODS), one_in=3)
 def test_operations(name) -> None:
     mod = qkv.ScoreMod(MODS[name])
     case = Case(f"mod {name}", Shape((2,), 2, 1, 35, 19, 8, 8), lambda s, r: (mod,), q_offset=0)

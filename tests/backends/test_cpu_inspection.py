@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from itertools import product
 
 import ml_dtypes
 import numpy as np
@@ -96,7 +97,7 @@ BLOCKS = Shape((2,), 4, 2, 70, 150, 20, 5)
 """More than a block of queries and of keys, and neither whole."""
 
 
-@pytest.mark.parametrize("variant", ALL, ids=lambda kind: kind.__name__)
+@pytest.mark.sampled("variant", ALL, one_in=2, ids=lambda kind: kind.__name__)
 def test_every_variant(variant) -> None:
     for example in variant.examples(BLOCKS, np.random.default_rng(3)):
         check_statistics(arrays(BLOCKS), [example], q_offset="end")
@@ -124,8 +125,10 @@ def test_narrower_vectors(isa, monkeypatch) -> None:
     check_statistics(arrays(BLOCKS), several(BLOCKS))
 
 
-@pytest.mark.parametrize("q_len", [1, 3, 15, 16, 17, 63, 64, 65, 129])
-@pytest.mark.parametrize("kv_len", [1, 5, 64, 129])
+SIZES = list(product([1, 3, 15, 16, 17, 63, 64, 65, 129], [1, 5, 64, 129]))
+
+
+@pytest.mark.sampled(("q_len", "kv_len"), SIZES, one_in=4)
 def test_sizes(q_len: int, kv_len: int) -> None:
     shape = Shape((), 4, 2, q_len, kv_len, 7, 3)
     check_statistics(arrays(shape), [qkv.Causal("start"), qkv.Sinks(0.5)], k=3)

@@ -13,6 +13,13 @@ import pytest
 import qkv
 from qkv.backends.cpu import threads
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
+ANSWER = """
+import signal  # what a shell runs in the background ignores SIGINT, and so do its children
+signal.signal(signal.SIGINT, signal.default_int_handler)
+"""
+
 SCRIPT = """
 import numpy as np, qkv
 x = np.random.default_rng(0).normal(size=(1, 64, 64)).astype(np.float32)
@@ -46,7 +53,10 @@ except KeyboardInterrupt:
 def test_a_long_call_is_interrupted_and_leaves_no_trace(script) -> None:
     """Nothing can be cut between 64 queries and 400 million keys."""
     child = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", ANSWER + script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert child.stdout is not None
     try:

@@ -18,6 +18,7 @@ from qkv.backends.cpu import forward_pass
 from qkv.backends.cpu import threads as cpu_threads
 from qkv.errors import ArgumentError
 
+pytestmark = pytest.mark.usefixtures("two_threads")
 FORKS = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="Linux tells and limits here")
 

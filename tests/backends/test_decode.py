@@ -22,7 +22,11 @@ from test_cpu import MODS, in_a_process  # isort: skip
 
 
 NARROW = [isa for isa in ("avx2", "sse") if host().isa not in (isa, "neon", "sse")]
-SUITE = [(case, dtype) for case in cases() for dtype in case.dtypes]
+SUITE = [
+    pytest.param(case, dtype, id=f"{case.name}-{dtype}")
+    for case in cases()
+    for dtype in case.dtypes
+]
 
 
 def normal(*shape, seed=0, dtype=np.float32):
@@ -39,9 +43,7 @@ def always(monkeypatch):
     monkeypatch.setattr(streaming, "_FEW", float("inf"))
 
 
-@pytest.mark.parametrize(
-    ("case", "dtype"), SUITE, ids=[f"{case.name}-{dtype}" for case, dtype in SUITE]
-)
+@pytest.mark.sampled(("case", "dtype"), SUITE, one_in=20)
 @pytest.mark.usefixtures("always")
 def test_the_whole_suite(case, dtype) -> None:
     """Every variant, type and layout in memory."""
@@ -49,16 +51,14 @@ def test_the_whole_suite(case, dtype) -> None:
 
 
 @pytest.mark.parametrize("isa", NARROW)
-@pytest.mark.parametrize(
-    ("case", "dtype"), SUITE[::37], ids=[f"{case.name}-{dtype}" for case, dtype in SUITE[::37]]
-)
+@pytest.mark.sampled(("case", "dtype"), SUITE, one_in=74)
 @pytest.mark.usefixtures("always")
 def test_narrower_vectors(isa, case, dtype, monkeypatch) -> None:
     monkeypatch.setenv("QKV_ISA", isa)
     assert check_case("cpu", case, dtype)
 
 
-@pytest.mark.parametrize("name", MODS)
+@pytest.mark.sampled("name", list(MODS), one_in=3)
 def test_operations(name) -> None:
     mod = qkv.ScoreMod(MODS[name])
     shape = Shape((2,), 2, 1, 3, 37, 8, 8)
@@ -66,7 +66,7 @@ def test_operations(name) -> None:
     assert check_case("cpu", case, "float32")
 
 
-@pytest.mark.parametrize("group_size", [1, 2, 3, 4, 5, 7, 8, 13])
+@pytest.mark.sampled("group_size", [1, 2, 3, 4, 5, 7, 8, 13], one_in=3)
 @pytest.mark.parametrize("q_len", [1, 2, 3])
 @pytest.mark.parametrize("panel", [3, 128])
 def test_any_number_of_rows(group_size, q_len, panel, monkeypatch) -> None:

@@ -12,7 +12,12 @@ from qkv.testing import Case, bounds, cases, check_case, truth
 from qkv.testing.tolerances import ORDERS
 
 DTYPES = ("float32", "float16")
-PAIRS = [(case, dtype) for case in cases() for dtype in case.dtypes if dtype in DTYPES]
+PAIRS = [
+    pytest.param(case, dtype, id=f"{case.name}-{dtype}")
+    for case in cases()
+    for dtype in case.dtypes
+    if dtype in DTYPES
+]
 
 pytestmark = pytest.mark.skipif(not has_tiles(), reason="this processor has no bfloat16 tiles")
 
@@ -104,18 +109,9 @@ def test_a_call_runs_what_was_chosen(dtype, monkeypatch) -> None:
 # Numbers
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "case" in metafunc.fixturenames:
-        chosen = PAIRS if metafunc.config.getoption("every_case") else PAIRS[::13]
-        metafunc.parametrize(
-            ("case", "dtype"),
-            [pytest.param(case, dtype, id=f"{case.name}-{dtype}") for case, dtype in chosen],
-        )
-
-
+@pytest.mark.sampled(("case", "dtype"), PAIRS, one_in=13)
 @pytest.mark.usefixtures("in_parts")
 def test_conformance(case: Case, dtype: str) -> None:
-    """A sample; all cases with `--every-case`."""
     assert check_case("cpu", case, dtype)
 
 

@@ -45,7 +45,7 @@ def drawn(dtype: str, q_len: int) -> list[Errors]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("q_len", FEW)
+@pytest.mark.sampled("q_len", FEW, one_in=2)
 def test_sharp_rows(dtype: str, q_len: int) -> None:
     """Three times the plain error in the worst order, and three units."""
     for seed, found in enumerate(drawn(dtype, q_len)):
@@ -113,7 +113,9 @@ def grouped(dtype: str, sharp: float) -> tuple[list[Array], Array, Array]:
     return arrays, grad_out.astype(DTYPES[dtype]), rows
 
 
-@pytest.mark.parametrize("variants", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.sampled(
+    "variants", [pytest.param(v, id=name) for name, v in VARIANTS.items()], one_in=3
+)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_variants(variants: tuple[Any, ...], dtype: str) -> None:
     for sharp in (1.0, 12.0):

@@ -12,6 +12,7 @@ import qkv
 from qkv.backends.cpu import backward_pass, forward_pass
 from qkv.problem.builder import Shape
 from qkv.testing import DTYPES, Case, random_case
+from sampling import sample
 
 THREADS = (1, 2, 3, 5)
 REPEATS = 250
@@ -69,22 +70,21 @@ def spoil(case: Case) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Every case on the best instruction set, and in parts; on each other a few, or all with
-    `--every-case`."""
+    """More cases on the best instruction set, and in parts, than on each other."""
     if "isa" not in metafunc.fixturenames:
         return
     if "case" not in metafunc.fixturenames:
-        metafunc.parametrize("isa", kernels(), indirect=True)
+        metafunc.parametrize("isa", sample(metafunc.config, kernels(), 2), indirect=True)
         return
     gradients = metafunc.function is test_threads_of_gradients
     cases, known = (FEW if gradients else MIXED), kernels()
-    whole = metafunc.config.getoption("every_case")
+    many, few = (sample(metafunc.config, cases, one_in) for one_in in (2, 5))
     metafunc.parametrize(
         ("isa", "case"),
         [
             pytest.param(isa, case, id=f"{isa}-{case.name}")
             for n, isa in enumerate(known)
-            for case in (cases if whole or n == 0 or "parts" in isa else cases[n - 1 :: 5])
+            for case in (many if n == 0 or "parts" in isa else few)
             if takes(isa, case.dtypes[0])
         ],
         indirect=["isa"],

@@ -7,6 +7,8 @@ import pytest
 import qkv
 from qkv.testing import bounds, check_case, random_case, truth
 
+pytestmark = pytest.mark.usefixtures("masks_unread_and_read")
+
 
 def normal(*shape, dtype=np.float32, seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype(dtype)

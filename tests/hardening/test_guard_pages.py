@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from forced import instruction_sets, kernels
+from forced import IN_PARTS, instruction_sets, kernels
 
 from qkv.testing import DTYPES
+from sampling import sample
 
 PROGRAM = Path(__file__).with_name("fenced.py")
 
@@ -40,13 +41,8 @@ WAYS = ["forward", "backward", *(["in parts"] if len(kernels()) > len(instructio
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("side", ["end", "begin"])
 def test_every_head_dim(side: str, way: str, pytestconfig: pytest.Config) -> None:
-    """Of one dtype or two, or of all with `--every-case`."""
-    sample = {
-        "forward": ("float32", "bfloat16"),
-        "backward": ("float32",),
-        "in parts": ("float32", "float16") if side == "end" else ("float32",),
-    }[way]
-    check(side, way, "swept", *(DTYPES if pytestconfig.getoption("every_case") else sample))
+    dtypes = IN_PARTS if way == "in parts" else list(DTYPES)
+    check(side, way, "swept", *sample(pytestconfig, dtypes, 4))
 
 
 @pytest.mark.parametrize("way", [*WAYS, "statistics"])

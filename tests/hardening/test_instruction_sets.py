@@ -1,7 +1,4 @@
-"""The conformance suite on every instruction set that runs here, with one thread and with two.
-
-A sample of the cases; `--every-case` for all of them.
-"""
+"""The conformance suite on every instruction set that runs here, with one thread and with two."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -11,11 +8,8 @@ from forced import instruction_sets, kernels, takes
 
 import qkv
 from qkv.backends.cpu import forward_pass
-from qkv.testing import Case, cases, check_case
-
-PAIRS = [(case, dtype) for case in cases() for dtype in case.dtypes]
-SAMPLE = 101
-"""Every such pair of a case and a dtype, other ones for each way to run it."""
+from qkv.testing import DTYPES, Case, cases, check_case
+from sampling import sample
 
 
 @pytest.fixture
@@ -26,10 +20,12 @@ def every_tile_a_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     qkv.set_num_threads(None)
 
 
-def ways(whole: bool) -> Iterator[tuple[str, int, Case, str]]:
-    for n, (isa, threads) in enumerate(product(kernels(), (1, 2))):
-        for case, dtype in PAIRS if whole else PAIRS[10 * n :: SAMPLE]:
-            if takes(isa, dtype):
+def ways(config: pytest.Config) -> Iterator[tuple[str, int, Case, str]]:
+    """A sample for each instruction set and dtype."""
+    for isa, dtype in product(kernels(), DTYPES):
+        if takes(isa, dtype):
+            of_dtype = [case for case in cases() if dtype in case.dtypes]
+            for threads, case in sample(config, list(product((1, 2), of_dtype)), 101):
                 yield isa, threads, case, dtype
 
 
@@ -39,20 +35,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             ("isa", "threads", "case", "dtype"),
             [
                 pytest.param(isa, threads, case, dtype, id=f"{isa}-{threads}-{case.name}-{dtype}")
-                for isa, threads, case, dtype in ways(metafunc.config.getoption("every_case"))
+                for isa, threads, case, dtype in ways(metafunc.config)
             ],
             indirect=["isa"],
         )
 
 
 @pytest.mark.usefixtures("every_tile_a_thread")
-def test_conformance(isa: str, threads: int, case: Case, dtype: str) -> None:
+def test_conformance(
+    isa: str, threads: int, case: Case, dtype: str, request: pytest.FixtureRequest
+) -> None:
     qkv.set_num_threads(threads)
+    assert check_case("cpu", case, dtype)
+    request.getfixturevalue("masks_of_few_pairs_are_read")
     assert check_case("cpu", case, dtype)
 
 
-def test_the_sample_has_every_dtype_on_each() -> None:
+def test_the_sample_has_every_dtype_on_each(pytestconfig: pytest.Config) -> None:
     for isa in instruction_sets():
-        sampled = {(case.shape, dtype) for i, _, case, dtype in ways(False) if i == isa}
+        sampled = {(case.shape, dtype) for i, _, case, dtype in ways(pytestconfig) if i == isa}
         assert len({dtype for _, dtype in sampled}) == 4
         assert len(sampled) >= 10

@@ -12,7 +12,9 @@ from qkv.partial import Partial, finish, identity, merge
 from qkv.testing import truth
 
 # "auto" is the compiled backend wherever it accepts the problem.
-BACKENDS = pytest.mark.parametrize("backend", ["auto", "blocked", "reference"])
+BACKENDS = pytest.mark.parametrize(
+    "backend", ["auto", "auto, masks read", "blocked", "reference"], indirect=True
+)
 
 
 @dataclass

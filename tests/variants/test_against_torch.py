@@ -11,6 +11,7 @@ import qkv
 from qkv.variants.alibi import alibi_slopes
 from qkv.variants.relative_bias import relative_buckets
 
+pytestmark = pytest.mark.usefixtures("masks_unread_and_read")
 BACKENDS = pytest.mark.parametrize("backend", ["auto", "blocked", "reference"])
 
 

@@ -198,6 +198,7 @@ def test_values_that_jit_knows_are_constants() -> None:
     near(found, truth(q, k, v, said, q_offset=2).out)
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_many_threads_at_once() -> None:
     """Sixteen threads, each with a compiled function of its own; JAX runs some on its threads."""
     results: dict[int, Any] = {}

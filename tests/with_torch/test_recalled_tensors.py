@@ -343,6 +343,7 @@ def test_a_registered_backend_is_seen() -> None:
     assert Loud.calls == 1
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_many_threads() -> None:
     """Each call has its own memory, whether Python's lock is free during it or not."""
     for length in (16, 160):

@@ -23,9 +23,7 @@ from qkv.call.pull_back import Residuals
 KEYWORDS = {"scale": None, "layout": "bhld", "q_offset": None, "kv_offset": 0, "backend": "cpu"}
 
 
-@pytest.fixture(autouse=True)
-def nothing_remembered():
-    CALLS.clear()
+pytestmark = pytest.mark.usefixtures("no_prepared_calls")
 
 
 def operands(seed, dtype=np.float32, q_len=40, kv_len=48, heads=(4, 2), dims=(24, 16), lead=(2,)):

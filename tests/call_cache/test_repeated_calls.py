@@ -15,9 +15,7 @@ def normal(*shape, seed=0, dtype=np.float32):
     return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 
 
-@pytest.fixture(autouse=True)
-def nothing_remembered():
-    CALLS.clear()
+pytestmark = pytest.mark.usefixtures("no_prepared_calls")
 
 
 def dense(query, key, value, allowed=None):

@@ -25,13 +25,7 @@ def normal(*shape, seed=0, dtype="float32"):
     return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 
 
-@pytest.fixture(autouse=True)
-def nothing_remembered():
-    forget()
-
-
-def forget() -> None:
-    CALLS.clear()
+pytestmark = pytest.mark.usefixtures("no_prepared_calls")
 
 
 def near(found, said, keywords, dtype="float32") -> None:
@@ -79,7 +73,7 @@ def test_a_step_gives_what_a_first_call_gives(name) -> None:
         said = query, cache[:, :, :length], cache[:, :, :length], *variants
         found = qkv.attention(*said, return_lse=True, **keywords)
         known = {k: p for k, p in CALLS._prepared.items() if k[0] == "step"}
-        forget()
+        CALLS.clear()
         first = qkv.attention(*said, return_lse=True, **keywords)
         for one, other in zip(found, first, strict=True):
             assert one.tobytes() == other.tobytes()
