@@ -318,7 +318,10 @@ class MultiHeadAttention(nn.Module):
             said.append(self.rope)
         elif self.rope is not None:
             # Kept as they were turned at their own positions: no key is turned twice.
-            q, k = (rotated(t, self.rope, before) for t in (q, k))
+            q, k = (
+                self.rope.rotate(t, before + torch.arange(t.shape[-2], device=t.device))
+                for t in (q, k)
+            )
         if cache is not None:
             k, v = cache.append(k, v)
         said += [qkv.Causal()] if self.causal else []
@@ -332,24 +335,6 @@ class MultiHeadAttention(nn.Module):
     def _heads(self, rows: Tensor, heads: int) -> Tensor:
         heads_apart: Tensor = rows.unflatten(-1, (heads, self.head_dim))
         return heads_apart.transpose(-3, -2)
-
-
-def rotated(rows: Tensor, rope: qkv.RoPE, first: int) -> Tensor:
-    """Rows `(..., length, head_dim)` turned by their positions, `first` and those after it."""
-    frequencies = torch.as_tensor(rope.frequencies(rows.shape[-1]), device=rows.device)
-    positions = torch.arange(first, first + rows.shape[-2], device=rows.device)
-    angles = positions[:, None].to(torch.float64) * frequencies
-    wide = torch.float64 if rows.dtype is torch.float64 else torch.float32
-    cos, sin = angles.cos().to(wide), angles.sin().to(wide)
-    n = frequencies.shape[0]
-    turned, rest = rows[..., : 2 * n].to(wide), rows[..., 2 * n :]
-    if rope.layout == "half_split":
-        a, b = turned[..., :n], turned[..., n:]
-        parts = torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
-    else:
-        a, b = turned[..., ::2], turned[..., 1::2]
-        parts = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
-    return torch.cat([parts.to(rows.dtype), rest], -1)
 
 
 def _translate(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
