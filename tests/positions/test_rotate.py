@@ -1,13 +1,12 @@
 """`RoPE.rotate`: the rotation of attention itself, for arrays of every library."""
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 
 import qkv
-
-torch = pytest.importorskip("torch")
-jax = pytest.importorskip("jax")
 
 ROPES = {
     "halves": qkv.RoPE(base=50.0),
