@@ -17,6 +17,7 @@ from qkv.errors import (
     UnsupportedError,
 )
 from qkv.inspection.explain import explain
+from qkv.positions import LearnedPositions, SinusoidalPositions
 from qkv.problem.rows import Paged, Quantized
 from qkv.variants import (
     ALiBi,
@@ -55,6 +56,7 @@ __all__ = [
     "Gradients",
     "KernelBuildError",
     "KeyLengths",
+    "LearnedPositions",
     "Mask",
     "MaskVariant",
     "Paged",
@@ -69,6 +71,7 @@ __all__ = [
     "Segments",
     "ShapeError",
     "Sinks",
+    "SinusoidalPositions",
     "SlidingWindow",
     "Softcap",
     "Strided",

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from qkv.errors import ArgumentError
+from qkv.positions import hf_config, scaling
+from qkv.positions.rotation import rotate
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.rotary import hf_config, scaling
-from qkv.rotary.rotation import rotate
 from qkv.variants.base import Variant
 
 Array = NDArray[Any]

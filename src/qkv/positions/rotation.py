@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 
-__all__ = ["rotate"]
+__all__ = ["array_namespace", "cast", "check_positions", "rotate"]
 
 _HOST = (np.ndarray, np.generic, int, list, tuple, range)
 
 
 def rotate(x: Any, positions: Any, inv_freq: Any, layout: str, attention_factor: float) -> Any:
     """Rotate pairs of the last axis of `x` by `positions * inv_freq`; see `RoPE.rotate`."""
-    xp = _namespace(x)
+    xp = array_namespace(x)
     n = inv_freq.shape[0]
     if x.ndim == 0 or x.shape[-1] < 2 * n:
         raise ShapeError(
@@ -33,13 +33,13 @@ def rotate(x: Any, positions: Any, inv_freq: Any, layout: str, attention_factor:
         a, b = turned[..., ::2], turned[..., 1::2]
     # torch's compiler does not know errstate, which only NumPy needs.
     with np.errstate(all="ignore") if isinstance(x, np.ndarray) else nullcontext():
-        parts = [_cast(part, x.dtype) for part in (a * cos - b * sin, a * sin + b * cos)]
+        parts = [cast(part, x.dtype) for part in (a * cos - b * sin, a * sin + b * cos)]
     if layout == "half_split":
         return xp.concat([*parts, rest], axis=-1)
     return xp.concat([xp.stack(parts, axis=-1).reshape(turned.shape), rest], axis=-1)
 
 
-def _namespace(x: Any) -> Any:
+def array_namespace(x: Any) -> Any:
     """The array library of `x`, which must hold real floating numbers."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
@@ -62,7 +62,8 @@ def _namespace(x: Any) -> Any:
     return xp
 
 
-def _cast(array: Any, dtype: Any) -> Any:
+def cast(array: Any, dtype: Any) -> Any:
+    """The array in another type of its library."""
     return array.astype(dtype) if hasattr(array, "astype") else array.to(dtype)
 
 
@@ -73,7 +74,7 @@ def _cos_and_sin(xp: Any, x: Any, positions: Any, inv_freq: Any, factor: float) 
     float64: each entry is then rounded once, as in `qkv.attention` itself.
     """
     where, frequencies = _on_host(positions), _on_host(inv_freq)
-    _check_positions(positions if where is None else where, x)
+    check_positions(positions if where is None else where, x)
     if where is not None and frequencies is not None:
         angle = where[..., None].astype(np.float64) * frequencies.astype(np.float64)
         turns = factor * np.cos(angle), factor * np.sin(angle)
@@ -114,7 +115,8 @@ def _on_host(values: Any) -> NDArray[Any] | None:
     )
 
 
-def _check_positions(positions: Any, x: Any) -> None:
+def check_positions(positions: Any, x: Any) -> None:
+    """Raise unless positions are integers that broadcast to the rows of `x`."""
     shape, name = tuple(positions.shape), str(positions.dtype).removeprefix("torch.")
     if not name.startswith(("int", "uint")) and 0 not in shape:
         raise DTypeError(

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.errors import ArgumentError
-from qkv.rotary import scaling
+from qkv.positions import scaling
 
 __all__ = ["Found", "read"]
 

@@ -1,1 +1,0 @@
-"""Rotary positions: the frequencies of each way to scale them, and the rotation of an array."""
