@@ -24,6 +24,12 @@ class ScaledDotProductAttention(nn.Module):
     d_k : int
         Length of the rows of Q and K.
 
+    Attributes
+    ----------
+    d_k : int
+    scale : float
+        `sqrt(d_k)`, by which scores are divided.
+
     Notes
     -----
     Returns the weights, so it holds the q_len x kv_len matrix; for long inputs call
@@ -48,6 +54,7 @@ class ScaledDotProductAttention(nn.Module):
                 action="Pass the length of a query row.",
             )
         self.d_k = d_k
+        self.scale = sqrt(d_k)
 
     def extra_repr(self) -> str:
         return f"d_k={self.d_k}"
@@ -76,17 +83,16 @@ class ScaledDotProductAttention(nn.Module):
         if mask is not None and mask.dtype is not torch.bool:
             mask = mask.to(torch.bool)
         allowed = () if mask is None else (qkv.Mask(~mask),)
-        output: Tensor = qkv.attention(Q, K, V, *allowed)
+        output: Tensor = qkv.attention(Q, K, V, *allowed, scale=1 / self.scale)
         with torch.autocast(Q.device.type, enabled=False):
-            weights = _weights(Q.to(output.dtype), K.to(output.dtype), mask)
+            weights = _weights(Q.to(output.dtype), K.to(output.dtype), mask, 1 / self.scale)
         return weights.to(output.dtype), output
 
 
-def _weights(Q: Tensor, K: Tensor, mask: Tensor | None) -> Tensor:
+def _weights(Q: Tensor, K: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """`softmax(Q K^T / sqrt(d_k))` over what is not masked, float32 or float64."""
     wide = torch.float64 if Q.dtype is torch.float64 else torch.float32
     Q, K = Q.to(wide), K.to(wide)
-    scale = 1 / sqrt(Q.shape[-1])
     if mask is None:
         return (Q @ K.mT * scale).softmax(-1)
     # Zero gradients of masked pairs would be NaN times a row that is not finite: such rows take
