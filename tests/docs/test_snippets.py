@@ -17,6 +17,7 @@ PAGES = [
     "docs/add-a-backend.md",
     "docs/inspect-models.md",
     "docs/paged-and-quantized.md",
+    "docs/positions.md",
     "docs/trace.md",
 ]
 

@@ -32,14 +32,19 @@ from torch.autograd import Function
 
 from qkv.bridges import torch_operators as operators
 from qkv.bridges.torch_batches import batched
+from qkv.bridges.torch_groups import (
+    RESULTS,
+    along_of,
+    numbers,
+    of_inputs,
+    parted,
+    results_first,
+)
 from qkv.bridges.torch_prepared import follows
 from qkv.call.bound import Structure
 from qkv.errors import UnsupportedError
 
 __all__ = ["attend"]
-
-_RESULTS = 3
-"""How many tensors `results` are."""
 
 
 def attend(
@@ -101,10 +106,10 @@ class _Attention(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor, _: None) -> Any:
-        results, inputs = _results_first(ctx.saved_tensors)
-        wanted = _numbers(ctx.needs_input_grad[4:])
+        results, inputs = results_first(ctx.saved_tensors)
+        wanted = numbers(ctx.needs_input_grad[4:])
         found = _backward(ctx, wanted, results, (grad_out, grad_lse), inputs)
-        return None, *_of_inputs(found, wanted, inputs)
+        return None, *of_inputs(found, wanted, inputs)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, structure: Any, *inputs: Tensor) -> Any:
@@ -119,8 +124,8 @@ class _Attention(Function):
 class _AttentionBothWays(_Attention):
     @staticmethod
     def jvp(ctx: Any, _structure: None, *changes: Tensor | None) -> Any:
-        results, inputs = _results_first(ctx.saved_tensors)
-        directions, along = _along(changes, inputs)
+        results, inputs = results_first(ctx.saved_tensors)
+        directions, along = along_of(changes, inputs)
         moved = _apply(_Tangent, ctx.structure, directions, *results, *along, *inputs)
         return *moved, None
 
@@ -142,8 +147,8 @@ class _AttentionUnseen(Function):
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor, _: None) -> Any:
         if torch.is_grad_enabled() or not _nobody_sees(grad_out, grad_lse):
             return _Attention.backward(ctx, grad_out, grad_lse, None)
-        results, inputs = _results_first(ctx.saved_tensors)
-        wanted = _numbers(ctx.needs_input_grad[4:])
+        results, inputs = results_first(ctx.saved_tensors)
+        wanted = numbers(ctx.needs_input_grad[4:])
         query, key, value, *arrays = inputs
         out, lse, rest = results
         found = operators.compute_gradients(
@@ -159,7 +164,7 @@ class _AttentionUnseen(Function):
             ctx.structure.structure,
             wanted,
         )
-        return None, *_of_inputs(found, wanted, inputs)
+        return None, *of_inputs(found, wanted, inputs)
 
 
 class _Backward(Function):
@@ -167,7 +172,7 @@ class _Backward(Function):
 
     @staticmethod
     def forward(structure: Any, wanted: tuple[int, ...], *tensors: Tensor) -> Any:
-        results, (query, key, value, *arrays) = tensors[: _RESULTS + 2], tensors[_RESULTS + 2 :]
+        results, (query, key, value, *arrays) = tensors[: RESULTS + 2], tensors[RESULTS + 2 :]
         found = operators.attention_backward(
             query, key, value, arrays, *results, _text(structure), wanted
         )
@@ -181,20 +186,20 @@ class _Backward(Function):
 
     @staticmethod
     def backward(ctx: Any, *along: Tensor) -> Any:
-        grad_out, grad_lse, *inputs = ctx.saved_tensors[_RESULTS:]
-        wanted = _numbers(ctx.needs_input_grad[2 + _RESULTS + 5 :])
+        grad_out, grad_lse, *inputs = ctx.saved_tensors[RESULTS:]
+        wanted = numbers(ctx.needs_input_grad[2 + RESULTS + 5 :])
         query, key, value, *rest = _apply(
             _Second, ctx.structure, ctx.wanted, wanted, grad_out, grad_lse, *along, *inputs
         )
         *cotangents, own = rest[0], rest[1], rest[2:]
-        grads = _of_inputs((query, key, value, *own), wanted, inputs)
-        return *[None] * (2 + _RESULTS), *cotangents, *grads
+        grads = of_inputs((query, key, value, *own), wanted, inputs)
+        return *[None] * (2 + RESULTS), *cotangents, *grads
 
     @staticmethod
     def jvp(ctx: Any, _structure: None, _wanted: None, *changes: Tensor | None) -> Any:
-        results, (grad_out, grad_lse, *inputs) = _results_first(ctx.saved_tensors)
-        changes = changes[_RESULTS:]
-        directions, along = _along(changes[2:], inputs)
+        results, (grad_out, grad_lse, *inputs) = results_first(ctx.saved_tensors)
+        changes = changes[RESULTS:]
+        directions, along = along_of(changes[2:], inputs)
         query, key, value, _, _, *own = _apply(
             _Second,
             ctx.structure,
@@ -225,7 +230,7 @@ class _Backward(Function):
             tensors,
             function,
             _uses_batch_index(structure),
-            inputs=_RESULTS + 2,
+            inputs=RESULTS + 2,
             along=len(wanted),
         )
 
@@ -235,7 +240,7 @@ class _Tangent(Function):
 
     @staticmethod
     def forward(structure: Any, directions: tuple[int, ...], *tensors: Tensor) -> Any:
-        along, (query, key, value, *arrays) = _parted(tensors[_RESULTS:], directions)
+        along, (query, key, value, *arrays) = parted(tensors[RESULTS:], directions)
         return operators.attention_tangent(
             query, key, value, arrays, along, _text(structure), directions
         )
@@ -247,22 +252,22 @@ class _Tangent(Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        results, tensors = _results_first(ctx.saved_tensors)
-        along, inputs = _parted(tensors, ctx.directions)
-        wanted = _numbers(ctx.needs_input_grad[2 + _RESULTS + len(along) + 3 :])
+        results, tensors = results_first(ctx.saved_tensors)
+        along, inputs = parted(tensors, ctx.directions)
+        wanted = numbers(ctx.needs_input_grad[2 + RESULTS + len(along) + 3 :])
         query, key, value, _, _, *own = _apply(
             _Second, ctx.structure, ctx.directions, wanted, *cotangents, *along, *inputs
         )
         linear = _backward(ctx, ctx.directions, results, cotangents, inputs)
-        grads = _of_inputs((query, key, value, *own), wanted, inputs)
-        return *[None] * (2 + _RESULTS), *linear, *grads
+        grads = of_inputs((query, key, value, *own), wanted, inputs)
+        return *[None] * (2 + RESULTS), *linear, *grads
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, structure: Any, directions: Any, *tensors: Tensor) -> Any:
         def function(*one: Tensor) -> Any:
             return _Tangent.apply(structure, directions, *one)
 
-        first = _RESULTS + 3 + len(directions)
+        first = RESULTS + 3 + len(directions)
         return batched(
             info,
             in_dims[2:],
@@ -280,7 +285,7 @@ class _Second(Function):
     @staticmethod
     def forward(structure: Any, directions: Any, wanted: Any, *tensors: Tensor) -> Any:
         grad_out, grad_lse, *rest = tensors
-        along, (query, key, value, *arrays) = _parted(rest, directions)
+        along, (query, key, value, *arrays) = parted(rest, directions)
         text = _text(structure)
         found = operators.attention_second(
             query,
@@ -389,47 +394,3 @@ def _uses_batch_index(structure: _Whole | str) -> bool:
 
 
 _is_old_batch = torch._C._functorch.is_legacy_batchedtensor
-
-
-def _numbers(needed: Sequence[bool]) -> tuple[int, ...]:
-    """The arrays that need gradients."""
-    return tuple([n for n, need in enumerate(needed) if need])
-
-
-def _of_inputs(
-    found: Sequence[Tensor], wanted: Sequence[int], inputs: Sequence[Tensor]
-) -> list[Tensor | None]:
-    """Gradients of query, key, value and the wanted arrays in the places of all inputs."""
-    places: list[Tensor | None] = [*found[:3], *([None] * (len(inputs) - 3))]
-    for n, gradient in zip(wanted, found[3:], strict=True):
-        places[3 + n] = gradient
-    return places
-
-
-def _along(
-    changes: Sequence[Tensor | None], inputs: Sequence[Tensor]
-) -> tuple[tuple[int, ...], list[Tensor]]:
-    """Which arrays change, and changes of query, key, value and of those."""
-    directions = tuple(
-        n
-        for n, (change, array) in enumerate(zip(changes[3:], inputs[3:], strict=True))
-        if change is not None and array.is_floating_point()
-    )
-    of_operands = [
-        torch.zeros_like(t) if change is None else change
-        for t, change in zip(inputs[:3], changes[:3], strict=True)
-    ]
-    return directions, [*of_operands, *(c for n in directions if (c := changes[3 + n]) is not None)]
-
-
-def _results_first(saved: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """The group `results` and the rest; what is saved may be read but once."""
-    return saved[:_RESULTS], saved[_RESULTS:]
-
-
-def _parted(
-    tensors: Sequence[Tensor], directions: Sequence[int]
-) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """The groups `along` and `inputs`."""
-    count = 3 + len(directions)
-    return tensors[:count], tensors[count:]

@@ -14,6 +14,7 @@ from qkv.backends import DeviceBackend, choose, device_backend
 from qkv.call.bound import BoundCall
 from qkv.call.checked import CheckedCall, check_call
 from qkv.call.variant_arrays import made
+from qkv.errors import UnsupportedError
 from qkv.partial import Partial
 from qkv.problem.check import check
 from qkv.problem.spec import Problem
@@ -66,6 +67,11 @@ class DeviceCall(CheckedCall):
 
     def on_host(self) -> CheckedCall:
         """The same call of copies in main memory, for whatever looks at values."""
+        if any(getattr(leaf, "is_meta", False) for leaf in self.bound.leaves):
+            raise UnsupportedError(
+                "tensors on meta have no values, and this looks at values.",
+                action="Pass tensors with values.",
+            )
         leaves = [leaf.detach().cpu() if is_on_device(leaf) else leaf for leaf in self.bound.leaves]
         structure = self.bound.structure
         if structure.options[-1] == self.choice.backend.name:

@@ -166,21 +166,24 @@ def _is_array(value: Any) -> bool:
     return hasattr(value, "dtype") and hasattr(value, "shape") and not isinstance(value, np.generic)
 
 
-def _captured(fn: Any, arrays: list[Any]) -> tuple[Any, ...] | None:
+def _captured(fn: Any, arrays: list[Any], outer: tuple[Any, ...] = ()) -> tuple[Any, ...] | None:
     """What a function reads from outside, but for arrays, which are added to `arrays`.
 
-    None if some of it may change without being replaced, as attributes of an object may.
+    None if some of it may change without being replaced, as attributes of an object may. `outer`
+    are the functions in which this one was found.
     """
     if isinstance(fn, partial):
-        inner = _captured(fn.func, arrays)
-        found = [_constant(v, arrays) for v in (*fn.args, *fn.keywords.values())]
+        inner = _captured(fn.func, arrays, outer)
+        found = [_constant(v, arrays, outer) for v in (*fn.args, *fn.keywords.values())]
         return None if inner is None or None in found else (*inner, tuple(fn.keywords), *found)
     if isinstance(fn, types.MethodType):
-        _captured(fn.__func__, arrays)
+        _captured(fn.__func__, arrays, outer)
         return None
     if not isinstance(fn, types.FunctionType):
         return None
-    found = [_constant(value, arrays) for value in _values_of(fn)]
+    if fn in outer:  # it calls itself
+        return (fn.__code__,)
+    found = [_constant(value, arrays, (*outer, fn)) for value in _values_of(fn)]
     return None if None in found else (fn.__code__, *found)
 
 
@@ -195,7 +198,7 @@ def _values_of(fn: types.FunctionType) -> list[Any]:
     ]
 
 
-def _constant(value: Any, arrays: list[Any]) -> tuple[Any, ...] | None:
+def _constant(value: Any, arrays: list[Any], outer: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """A value from outside as part of a structure, None if it may change."""
     if _is_array(value):
         arrays.append(value)
@@ -210,11 +213,11 @@ def _constant(value: Any, arrays: list[Any]) -> tuple[Any, ...] | None:
         if value.__module__.partition(".")[0] == "numpy":
             return (value,)
         inner: list[Any] = []
-        found = _captured(value, inner)
+        found = _captured(value, inner, outer)
         return None if inner else found
     if isinstance(value, tuple):
         within: list[Any] = []
-        entries = [_constant(entry, within) for entry in value]
+        entries = [_constant(entry, within, outer) for entry in value]
         return None if None in entries or within else (tuple, *entries)
     return None
 

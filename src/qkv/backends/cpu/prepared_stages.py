@@ -161,7 +161,8 @@ class GrowingRotation:
         operands = problem.operands
         assert operands.angles is not None
         self._problem, self._inner = problem, inner
-        self._of_query, self._of_key = (AngleTable(operands.angles.inv_freq) for _ in range(2))
+        angles = operands.angles.inv_freq, operands.angles.factor
+        self._of_query, self._of_key = AngleTable(*angles), AngleTable(*angles)
         self._kv_shift = int(operands.positions.kv_shift[0])
 
     def __call__(

@@ -186,10 +186,13 @@ class AngleTable:
     ----------
     inv_freq : array (pairs,)
         Radians per position of each pair.
+    factor : float
+        What cosines and sines are multiplied with.
     """
 
-    def __init__(self, inv_freq: Array) -> None:
+    def __init__(self, inv_freq: Array, factor: float = 1.0) -> None:
         self._inv_freq = np.asarray(inv_freq, np.float64)
+        self._factor = factor
         self._start = 0
         self._turns = self._made(0, 0)
 
@@ -208,7 +211,7 @@ class AngleTable:
 
     def _made(self, start: int, count: int) -> Turns:
         angle = np.arange(start, start + count).astype(np.float64)[:, None] * self._inv_freq
-        return Turns(np.cos(angle)[None], np.sin(angle)[None])
+        return Turns(self._factor * np.cos(angle)[None], self._factor * np.sin(angle)[None])
 
 
 def angle_tables(angles: Angles, side: str) -> Turns:
