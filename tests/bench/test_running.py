@@ -19,6 +19,7 @@ from qkv.backends.cpu.compile import optimized
 from qkv.backends.cpu.host import host
 from qkv.bench import compare, peaks, rules, session, worker
 from qkv.bench.contenders import CONTENDERS, Contender, Prepared, contender, contenders_of
+from qkv.bench.process import Process
 from qkv.bench.reference import Inputs
 from qkv.bench.session import Settings
 from qkv.bench.worker import Worker
@@ -118,7 +119,7 @@ def test_who_is_not_installed_is_absent() -> None:
 def test_whoever_answers_sleeps(seat: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that still spin after the check halved the peak that was measured next."""
     asleep: list[str] = []
-    monkeypatch.setattr(worker, "_fall_asleep", lambda: asleep.append("now"))
+    monkeypatch.setattr(worker, "fall_asleep", lambda: asleep.append("now"))
     prepare(seat, "right")
     assert len(asleep) == 1
     ask(seat, "turn", name="right", seconds=0.0, least=1)
@@ -195,7 +196,7 @@ def test_everybody_has_a_turn_in_each_round_and_another_is_first(
 
 
 def test_a_process_that_ends_is_a_failure_with_its_last_words() -> None:
-    process = session._Process({"PYTHONPATH": "", "PYTHONHOME": "/nowhere"})
+    process = Process("qkv.bench.worker", {"PYTHONPATH": "", "PYTHONHOME": "/nowhere"})
     said = process.ask({"do": "release", "with": {}})
     assert said["state"] == "failed"
     assert "its process ended with code 1" in said["detail"]
