@@ -8,6 +8,8 @@ from statistics import median
 
 from qkv.bench.latency import report as latency_report
 from qkv.bench.latency import session as latency_session
+from qkv.bench.models import report as models_report
+from qkv.bench.models import session as models_session
 from qkv.bench.record import Entry, Result, Run
 from qkv.bench.samples import ratio, spread, summary
 from qkv.bench.tables import Table
@@ -47,6 +49,8 @@ def tables(run: Run) -> list[Table]:
     kind = run.settings.get("kind")
     if kind == latency_session.KIND:
         return latency_report.tables(run)
+    if kind == models_session.KIND:
+        return models_report.tables(run)
     return [Table("", COLUMNS, rows(run))]
 
 

@@ -247,6 +247,9 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--latency", action="store_true", help="what a small call costs, for every variant"
     )
+    parser.add_argument(
+        "--models", action="store_true", help="whole transformers models, beside torch's attention"
+    )
     parser.add_argument("--rounds", type=int, metavar="N", help="turns of each (default 7)")
     parser.add_argument("--threads", type=int, metavar="N", help="of everybody (default: qkv's)")
     parser.add_argument("--details", action="store_true", help="every contender in a row")

@@ -15,6 +15,8 @@ from qkv._threads import get_num_threads
 from qkv.bench import compare, record, report
 from qkv.bench.contenders import contenders_of
 from qkv.bench.latency import session as latency
+from qkv.bench.models import session as models
+from qkv.bench.models.rows import choose as choose_models
 from qkv.bench.picture import svg
 from qkv.bench.session import LineUp, Settings, bench
 from qkv.bench.workloads import choose
@@ -65,6 +67,8 @@ def _run(options: argparse.Namespace) -> record.Run:
             raise ArgumentError(f"{file} is in no folder.", action="Make the folder first.")
     if options.latency:
         return _latency(options, threads)
+    if options.models:
+        return _models(options, threads)
     chosen = choose(options.workloads, quick=quick)
     settings = Settings(threads, rounds, _QUICK_SECONDS if quick else _SECONDS)
     ordinary: LineUp = partial(contenders_of, packages=options.only or ())
@@ -79,6 +83,14 @@ def _latency(options: argparse.Namespace, threads: int) -> record.Run:
     settings = latency.Settings(threads, **rounds)
     chosen = latency.choose(options.workloads)
     return latency.measure(chosen, settings, options.only or (), _tell, partial(_keep, options))
+
+
+def _models(options: argparse.Namespace, threads: int) -> record.Run:
+    rounds = {} if options.rounds is None else {"rounds": options.rounds}
+    settings = models.Settings(threads, **rounds)
+    return models.measure(
+        choose_models(options.workloads), settings, _tell, partial(_keep, options)
+    )
 
 
 def _keep(options: argparse.Namespace, done: record.Run) -> None:
