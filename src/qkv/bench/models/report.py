@@ -15,10 +15,11 @@ _TITLE = (
     'implementation takes, "sdpa", or "eager" where sdpa has no sinks. decoding: from the first '
     "generated token on; where tokens are generated, all that follows is of decoding alone. layer: "
     "one call of the attention interface in us; first: that of the first layer; products: the "
-    "linear layers; outside: all but the interface. Training counts the interface forward only."
+    "linear layers; outside: all but the interface; processor: what all threads used of it, over "
+    "the whole run. Training counts the interface forward only."
 )
 _COLUMNS = ("model", ">ms", ">x", ">decoding x", ">layer us", ">other us", ">x", ">first us",
-            ">other us", ">x", ">products x", ">outside x")  # fmt: skip
+            ">other us", ">x", ">products x", ">outside x", ">processor x")  # fmt: skip
 
 
 def tables(run: Run) -> list[Table]:
@@ -35,7 +36,7 @@ def _row(result: Result) -> tuple[str, ...]:
     for part in ("interface", "first layer"):
         row += [_time(of, f"{who}: {part}", 1e6) for who in ("qkv", other)]
         row.append(_ratio(of, other, part))
-    return (*row, _ratio(of, other, "products"), _ratio(of, other, "outside"))
+    return (*row, *(_ratio(of, other, part) for part in ("products", "outside", "processor")))
 
 
 def _time(of: dict[str, Entry], name: str, unit: float) -> str:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -39,8 +40,9 @@ class Clock:
         """Seconds of the whole run, and of its parts.
 
         With `steps`, parts are those of decoding: what comes from the first call with one query
-        row on. "interface" and "first layer" are for each call, "products" and "outside" the sums
-        of matrix products and of all that is not in the interface.
+        row on. "interface" and "first layer" are the median of all calls and of those of the first
+        layer, "products" and "outside" the sums of matrix products and of all that is not in the
+        interface.
         """
         found = {"total": ended - began}
         start = began
@@ -49,9 +51,9 @@ class Clock:
             found["decoding"] = ended - start
         inside = [seconds for _, _, at, seconds in self.calls if at >= start]
         first = [seconds for _, layer, at, seconds in self.calls if at >= start and layer == 0]
-        found["interface"] = sum(inside) / len(inside)
+        found["interface"] = median(inside)
         if first:
-            found["first layer"] = sum(first) / len(first)
+            found["first layer"] = median(first)
         found["products"] = sum(seconds for at, seconds in self.products if at >= start)
         found["outside"] = ended - start - sum(inside)
         return found
@@ -129,7 +131,10 @@ class Worker:
         return {"state": "ready", "detail": ""}
 
     def turn(self, seconds: float) -> dict[str, Any]:
-        """Parts of the time of each run, after one that nobody times."""
+        """Parts of the time of each run, after one that nobody times.
+
+        "processor" is what all threads used of it, waiting in loops included.
+        """
         what = self._row
         assert what is not None
         runs: list[dict[str, float]] = []
@@ -138,10 +143,11 @@ class Worker:
         until = time.perf_counter() + seconds
         while not runs or time.perf_counter() < until:
             with clocked() as clock:
-                began = time.perf_counter()
+                busy, began = time.process_time(), time.perf_counter()
                 self._run()
-                ended = time.perf_counter()
-            runs.append(clock.parts(began, ended, steps=what.does == "generate"))
+                ended, worked = time.perf_counter(), time.process_time() - busy
+            parts = clock.parts(began, ended, steps=what.does == "generate")
+            runs.append({**parts, "processor": worked})
         fall_asleep()
         return {"runs": runs}
 
