@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.bench import report
+from qkv.bench import report, tables
 from qkv.bench.latency import front_ends, session, worker
 from qkv.bench.latency.rows import BASE, LAYERS, STEP_STARTS, STEPS, rows
 from qkv.bench.latency.session import Settings
@@ -132,3 +132,8 @@ def test_a_front_end_that_is_not_installed_is_absent() -> None:
     results = [Result("Causal", "Causal", session.KIND, 0, "seconds", None)]
     session._front_end(one, results, Settings(1))
     assert results[0].entries == [Entry("x", None, "absent", "no-such-package is not installed")]
+
+
+def test_a_bar_in_a_name_does_not_end_a_cell() -> None:
+    rows_of_text = list(tables.markdown(tables.Table("", ("who",), [("Causal | Prefix",)])))
+    assert rows_of_text[-1] == r"| Causal \| Prefix |"

@@ -31,11 +31,11 @@ def markdown(table: Table) -> Iterator[str]:
 
     Examples
     --------
-    >>> for line in markdown(Table("", ("who", ">ms"), [("a | b", "3")])):
+    >>> for line in markdown(Table("", ("who", ">ms"), [("ALiBi", "3")])):
     ...     print(line)
     | who | ms |
     | --- | ---: |
-    | a \\\\| b | 3 |
+    | ALiBi | 3 |
     """
     if table.title:
         yield table.title
