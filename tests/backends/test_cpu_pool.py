@@ -137,6 +137,33 @@ def test_sleeping_and_spinning_workers_hear_of_every_launch(pool) -> None:
             assert pool.run(KERNEL, Launch(expected=3), 2) == 2
 
 
+def test_a_worker_sleeps_at_once_where_launches_are_far_apart(pool) -> None:
+    """It would spin for hours if it took its time: then it would never be counted as asleep."""
+    pool._word("spins").value = 2**50
+    pool._word("spin_nanoseconds").value = 0
+    launch = Launch(expected=2)
+    assert pool.run(KERNEL, launch, 1) == 1
+    launch.check()
+    assert pool._word("patience").value == 0
+    until = time.monotonic() + 20
+    while not pool._word("sleeping").value and time.monotonic() < until:
+        time.sleep(0.001)
+    assert pool._word("sleeping").value == 1
+    # The next launch wakes it, and is followed by others: now it spins.
+    pool._word("spin_nanoseconds").value = 2**62
+    assert pool.run(KERNEL, Launch(expected=2), 1) == 1
+    assert pool._word("patience").value == 2**50
+    time.sleep(0.05)
+    assert pool._word("sleeping").value == 0
+    assert pool.run(KERNEL, Launch(expected=2), 1) == 1
+
+
+def test_the_end_of_a_launch_is_noted_by_the_steady_clock(pool) -> None:
+    before = time.monotonic_ns()
+    pool.run(KERNEL, Launch(), 1)
+    assert before <= pool._word("ended").value <= time.monotonic_ns()
+
+
 def test_a_worker_that_is_not_wanted_costs_nothing(pool) -> None:
     launch = Launch()
     assert pool.run(KERNEL, launch, 0) == 0
@@ -297,7 +324,7 @@ def test_code_for_other_machines(triple, processor, sleep, words) -> None:
 
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
-    module = llvm.parse_assembly(emit_pool(processor, sleep))
+    module = llvm.parse_assembly(emit_pool(processor, sleep, time.CLOCK_MONOTONIC))
     module.triple = triple
     module.verify()
     machine = llvm.Target.from_triple(triple).create_target_machine(opt=2)
@@ -307,7 +334,8 @@ def test_code_for_other_machines(triple, processor, sleep, words) -> None:
 
 def test_the_words_of_the_block_are_apart() -> None:
     """What different sides write has a line of its own, and a mutex has room: 64 bytes on macOS."""
-    apart = ("generation", "ticket", "busy", "sleeping", "job", "spins", "mutex", "condition")
+    apart = ("generation", "ticket", "busy", "sleeping", "job", "spins", "ended",
+             "mutex", "condition")  # fmt: skip
     assert len({OFFSET[name] // LINE for name in apart}) == len(apart)
 
 

@@ -19,6 +19,7 @@ from qkv.backends.cpu.compile import optimized
 from qkv.backends.cpu.host import host
 from qkv.bench import compare, peaks, rules, session, worker
 from qkv.bench.contenders import CONTENDERS, Contender, Prepared, contender, contenders_of
+from qkv.bench.process import Process
 from qkv.bench.reference import Inputs
 from qkv.bench.session import Settings
 from qkv.bench.worker import Worker
@@ -118,7 +119,7 @@ def test_who_is_not_installed_is_absent() -> None:
 def test_whoever_answers_sleeps(seat: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that still spin after the check halved the peak that was measured next."""
     asleep: list[str] = []
-    monkeypatch.setattr(worker, "_fall_asleep", lambda: asleep.append("now"))
+    monkeypatch.setattr(worker, "fall_asleep", lambda: asleep.append("now"))
     prepare(seat, "right")
     assert len(asleep) == 1
     ask(seat, "turn", name="right", seconds=0.0, least=1)
@@ -195,7 +196,7 @@ def test_everybody_has_a_turn_in_each_round_and_another_is_first(
 
 
 def test_a_process_that_ends_is_a_failure_with_its_last_words() -> None:
-    process = session._Process({"PYTHONPATH": "", "PYTHONHOME": "/nowhere"})
+    process = Process("qkv.bench.worker", {"PYTHONPATH": "", "PYTHONHOME": "/nowhere"})
     said = process.ask({"do": "release", "with": {}})
     assert said["state"] == "failed"
     assert "its process ended with code 1" in said["detail"]
@@ -232,7 +233,10 @@ def test_the_table_names_only_contenders_that_exist() -> None:
 
 def test_only_some_packages_beside_the_first() -> None:
     workload = _named("short-64")
-    assert [one.name for one in contenders_of(workload, ("torch",))] == ["qkv", "torch"]
+    assert [one.name for one in contenders_of(workload, ("onnxruntime",))] == [
+        "qkv",
+        "onnxruntime",
+    ]
 
 
 # --- peaks ---------------------------------------------------------------------------------------
@@ -288,6 +292,7 @@ def test_one_small_workload_from_end_to_end(tmp_path: Path) -> None:
     entries = {entry["contender"]: entry for entry in result["entries"]}
     assert {name: entry["state"] for name, entry in entries.items()} == {
         "qkv": "timed",
+        "qkv torch": "timed",
         "torch": "timed",
     }
     for entry in entries.values():

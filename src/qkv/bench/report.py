@@ -6,11 +6,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from qkv.bench.latency import report as latency_report
+from qkv.bench.latency import session as latency_session
+from qkv.bench.models import report as models_report
+from qkv.bench.models import session as models_session
 from qkv.bench.record import Entry, Result, Run
 from qkv.bench.samples import ratio, spread, summary
+from qkv.bench.tables import Table
+from qkv.bench.tables import markdown as table_lines
 from qkv.cost import memory
 
-__all__ = ["COLUMNS", "DETAIL_COLUMNS", "details", "headline", "markdown", "notes", "page", "rows"]
+__all__ = [
+    "COLUMNS",
+    "DETAIL_COLUMNS",
+    "details",
+    "headline",
+    "markdown",
+    "notes",
+    "page",
+    "rows",
+    "tables",
+]
 
 COLUMNS = ("workload", ">rate", ">of peak", ">ms", "times as long, or as much")
 DETAIL_COLUMNS = ("contender", ">ms", ">rate", ">of peak", ">ratio", ">spread", ">error/bound")
@@ -26,6 +42,16 @@ class _Cells:
     rate: str
     share: str
     time: str
+
+
+def tables(run: Run) -> list[Table]:
+    """Of a run of any kind, `qkv bench`, `--latency` or `--models`."""
+    kind = run.settings.get("kind")
+    if kind == latency_session.KIND:
+        return latency_report.tables(run)
+    if kind == models_session.KIND:
+        return models_report.tables(run)
+    return [Table("", COLUMNS, rows(run))]
 
 
 def rows(run: Run) -> list[tuple[str, ...]]:
@@ -179,10 +205,8 @@ def page(text: str, run: Run) -> str:
 def markdown(run: Run) -> str:
     """The table of a run, with its machine, for a page of documentation."""
     lines = [f"{line}  " for line in headline(run)]
-    heads = [column.removeprefix(">") for column in COLUMNS]
-    rules = ["---:" if column.startswith(">") else "---" for column in COLUMNS]
-    table = [heads, rules, *rows(run)]
-    lines += ["", *(f"| {' | '.join(row)} |" for row in table)]
+    for table in tables(run):
+        lines += ["", *table_lines(table)]
     reasons = notes(run)
     if reasons:
         lines += ["", "Not timed:", "", *(f"- {reason}" for reason in reasons)]

@@ -7,13 +7,8 @@ some settings are read when a library is loaded; and one that crashes ends only 
 from __future__ import annotations
 
 import json
-import os
-import select
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Self, TypeAlias
@@ -21,14 +16,12 @@ from typing import Any, Self, TypeAlias
 from qkv.bench.contenders import Contender, contenders_of
 from qkv.bench.machine import describe, load_average
 from qkv.bench.peaks import Ceiling, product_ceiling, read_ceiling, survey
+from qkv.bench.process import Process
 from qkv.bench.record import Entry, Result, Run, Turn
 from qkv.bench.workloads import Workload
 from qkv.errors import KernelBuildError
 
 __all__ = ["Settings", "bench"]
-
-_LONGEST_ANSWER = 900.0
-"""Seconds after which a contender counts as hung."""
 
 _FEW_ROUNDS = 3
 _PATIENCE = 5.0
@@ -196,7 +189,7 @@ class _Processes:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._running: dict[tuple[str, str], _Process] = {}
+        self._running: dict[tuple[str, str], Process] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -241,61 +234,9 @@ class _Processes:
         }
         key = one.package, json.dumps(environment)
         if key not in self._running:
-            self._running[key] = _Process(environment)
+            self._running[key] = Process("qkv.bench.worker", environment)
         arguments["name"] = one.known_as or one.name
         answer = self._running[key].ask({"do": what, "with": arguments})
         if not self._running[key].alive:
             del self._running[key]
         return answer
-
-
-class _Process:
-    """One worker and its two pipes."""
-
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "qkv.bench.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env={**os.environ, **environment},
-        )
-
-    @property
-    def alive(self) -> bool:
-        return self._child.poll() is None
-
-    def ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        assert self._child.stdin
-        assert self._child.stdout
-        try:
-            self._child.stdin.write(json.dumps(message).encode() + b"\n")
-            self._child.stdin.flush()
-            ready = bool(select.select([self._child.stdout], [], [], _LONGEST_ANSWER)[0])
-            line = self._child.stdout.readline() if ready else b""
-        except BrokenPipeError:
-            ready, line = True, b""
-        if line:
-            return dict(json.loads(line))
-        self._child.kill()
-        code = self._child.wait()
-        why = f"its process ended with code {code}" if ready else "it did not answer"
-        return {"state": "failed", "detail": f"{why}: {self._last_words()}"}
-
-    def _last_words(self) -> str:
-        self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        return lines[-1][:200] if lines else "nothing was said"
-
-    def close(self) -> None:
-        assert self._child.stdin
-        self._child.stdin.close()
-        try:
-            self._child.wait(10)
-        except subprocess.TimeoutExpired:
-            self._child.kill()
-            self._child.wait()
-        if self._child.stdout:
-            self._child.stdout.close()
-        self._errors.close()

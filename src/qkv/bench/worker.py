@@ -22,7 +22,7 @@ from qkv.bench.reference import judge, make_inputs
 from qkv.bench.workloads import workload_of
 from qkv.errors import UnsupportedError
 
-__all__ = ["Worker", "main"]
+__all__ = ["Worker", "answered", "fall_asleep", "serve"]
 
 _MOST_CALLS = 200
 """Calls of one turn that are timed one by one."""
@@ -43,21 +43,13 @@ class Worker:
 
     def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to one message; what goes wrong is an answer too."""
-        try:
-            tasks: dict[str, Callable[..., dict[str, Any]]] = {
-                "prepare": self.prepare,
-                "turn": self.turn,
-                "memory": self.memory,
-                "release": self.release,
-            }
-            return tasks[message["do"]](**message["with"])
-        except UnsupportedError as error:
-            return {"state": "refused", "detail": _one_line(error)}
-        except ImportError as error:
-            return {"state": "absent", "detail": str(error)}
-        except Exception as error:
-            traceback.print_exc()
-            return {"state": "failed", "detail": f"{type(error).__name__}: {_one_line(error)}"}
+        tasks: dict[str, Callable[..., dict[str, Any]]] = {
+            "prepare": self.prepare,
+            "turn": self.turn,
+            "memory": self.memory,
+            "release": self.release,
+        }
+        return answered(tasks[message["do"]], message["with"])
 
     def prepare(self, name: str, workload: str, threads: int) -> dict[str, Any]:
         """Arrays of its own, and one run that is checked; back when all threads sleep."""
@@ -72,7 +64,7 @@ class Worker:
             detail = f"{verdict.output} is off by {verdict.error:.1e}; the bound is "
             return {"state": "wrong", "detail": f"{detail}{verdict.bound:.1e}", **seen}
         self._prepared[name] = prepared
-        _fall_asleep()
+        fall_asleep()
         return {"state": "ready", "detail": "", **seen}
 
     def turn(self, name: str, seconds: float, least: int) -> dict[str, Any]:
@@ -87,7 +79,7 @@ class Worker:
                 times.append(_timed(run))
         finally:
             gc.enable()
-        _fall_asleep()
+        fall_asleep()
         return {"seconds": times}
 
     def memory(self, name: str, workload: str, threads: int) -> dict[str, Any]:
@@ -134,7 +126,7 @@ def _enough(times: list[float], seconds: float, least: int) -> bool:
     return len(times) >= least and (sum(times) >= seconds or len(times) >= _MOST_CALLS)
 
 
-def _fall_asleep() -> None:
+def fall_asleep() -> None:
     """Wait until this process uses no processor: pools of threads spin for a while."""
     until = time.monotonic() + _LONGEST_WAIT
     while time.monotonic() < until:
@@ -166,15 +158,27 @@ def _one_line(error: BaseException) -> str:
     return lines[0][:300] if lines else ""
 
 
-def main() -> None:
-    """Answer until the input ends."""
+def serve(answer: Callable[[Mapping[str, Any]], dict[str, Any]]) -> None:
+    """Answer each line of standard input until it ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    worker = Worker()
     for line in sys.stdin:
-        answers.write(json.dumps(worker.answer(json.loads(line))) + "\n")
+        answers.write(json.dumps(answer(json.loads(line))) + "\n")
         answers.flush()
 
 
+def answered(task: Callable[..., dict[str, Any]], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What a task returns; what goes wrong is an answer too."""
+    try:
+        return task(**arguments)
+    except UnsupportedError as error:
+        return {"state": "refused", "detail": _one_line(error)}
+    except ImportError as error:
+        return {"state": "absent", "detail": str(error)}
+    except Exception as error:
+        traceback.print_exc()
+        return {"state": "failed", "detail": f"{type(error).__name__}: {_one_line(error)}"}
+
+
 if __name__ == "__main__":
-    main()
+    serve(Worker().answer)

@@ -212,10 +212,14 @@ def _masked() -> list[Workload]:
 
 
 def _short() -> list[Workload]:
-    who = ("qkv", "qkv kernel", *_OTHERS)
+    who = ("qkv", "qkv torch", "qkv kernel", *_OTHERS)
+    step = Shape((1,), 8, 8, 1, 100, 64, 64)
     return [
-        Workload(f"short-{n}", _square(n, 64), everything(), "float32", "float32", who)
-        for n in (16, 64, 128)
+        *(
+            Workload(f"short-{n}", _square(n, 64), everything(), "float32", "float32", who)
+            for n in (1, 16, 64, 128)
+        ),
+        Workload("decode-100", step, everything(), "float32", "float32", who),
     ]
 
 

@@ -280,6 +280,12 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--list", action="store_true", help="name the workloads and run none")
     parser.add_argument("--quick", action="store_true", help="a few workloads, fewer rounds")
+    parser.add_argument(
+        "--latency", action="store_true", help="what a small call costs, for every variant"
+    )
+    parser.add_argument(
+        "--models", action="store_true", help="whole transformers models, beside torch's attention"
+    )
     parser.add_argument("--rounds", type=int, metavar="N", help="turns of each (default 7)")
     parser.add_argument("--threads", type=int, metavar="N", help="of everybody (default: qkv's)")
     parser.add_argument("--details", action="store_true", help="every contender in a row")

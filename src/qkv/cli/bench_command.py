@@ -14,6 +14,9 @@ from rich.text import Text
 from qkv._threads import get_num_threads
 from qkv.bench import compare, record, report
 from qkv.bench.contenders import contenders_of
+from qkv.bench.latency import session as latency
+from qkv.bench.models import session as models
+from qkv.bench.models.rows import choose as choose_models
 from qkv.bench.picture import svg
 from qkv.bench.session import LineUp, Settings, bench
 from qkv.bench.workloads import choose
@@ -62,17 +65,37 @@ def _run(options: argparse.Namespace) -> record.Run:
         # Not after minutes of work.
         if not Path(file).absolute().parent.is_dir():
             raise ArgumentError(f"{file} is in no folder.", action="Make the folder first.")
+    if options.latency:
+        return _latency(options, threads)
+    if options.models:
+        return _models(options, threads)
     chosen = choose(options.workloads, quick=quick)
     settings = Settings(threads, rounds, _QUICK_SECONDS if quick else _SECONDS)
     ordinary: LineUp = partial(contenders_of, packages=options.only or ())
     revision = compare.beside(*options.compare) if options.compare else nullcontext(ordinary)
 
-    def keep(done: record.Run) -> None:
-        if options.save:
-            record.save(done, options.save)
-
     with revision as line_up:
-        return bench(chosen, settings, line_up, _tell, keep)
+        return bench(chosen, settings, line_up, _tell, partial(_keep, options))
+
+
+def _latency(options: argparse.Namespace, threads: int) -> record.Run:
+    rounds = {} if options.rounds is None else {"rounds": options.rounds}
+    settings = latency.Settings(threads, **rounds)
+    chosen = latency.choose(options.workloads)
+    return latency.measure(chosen, settings, options.only or (), _tell, partial(_keep, options))
+
+
+def _models(options: argparse.Namespace, threads: int) -> record.Run:
+    rounds = {} if options.rounds is None else {"rounds": options.rounds}
+    settings = models.Settings(threads, **rounds)
+    return models.measure(
+        choose_models(options.workloads), settings, _tell, partial(_keep, options)
+    )
+
+
+def _keep(options: argparse.Namespace, done: record.Run) -> None:
+    if options.save:
+        record.save(done, options.save)
 
 
 def _write_page(page: Path, done: record.Run) -> None:
@@ -120,7 +143,8 @@ def _shown(done: record.Run, every: bool) -> str:
             name = Text(f"\n{result.workload}: {result.summary}", style="bold")
             parts += [name, _table(page, report.DETAIL_COLUMNS, report.details(result))]
     else:
-        parts += [Text(), _table(page, report.COLUMNS, report.rows(done))]
+        for table in report.tables(done):
+            parts += [Text(f"\n{table.title}"), _table(page, table.columns, table.rows)]
     reasons = report.notes(done)
     if reasons:
         parts += [Text("\nNot timed:"), *(Text(f"  {page.token(r, 400)}") for r in reasons)]

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from qkv.backends.cpu.compile import Kernel, Runnable
 
 SPIN_SECONDS = 75e-6
-"""How long an idle worker watches for the next launch before it sleeps."""
+"""How long an idle worker watches for the next launch before it sleeps, where launches follow one
+another within that time."""
 
 
 class Pool:
@@ -55,7 +56,8 @@ class Pool:
         self._worker = code.address("worker")
         self._memory = ctypes.create_string_buffer(BLOCK_BYTES + LINE)
         self._block = -(-ctypes.addressof(self._memory) // LINE) * LINE
-        ctypes.c_int64.from_address(self._block + OFFSET["spins"]).value = _spins(code)
+        self._word("spins").value = _spins(code)
+        self._word("spin_nanoseconds").value = round(SPIN_SECONDS * 1e9)
         if (sleep or _sleep()) == "condition":
             for name in ("mutex", "condition"):
                 at = ctypes.c_void_p(self._block + OFFSET[name])
@@ -72,6 +74,10 @@ class Pool:
             self._grow(workers)
         joined: int = self._launch(self._block, kernel.address, arguments.address, workers)
         return joined
+
+    def _word(self, name: str) -> ctypes.c_int64:
+        """A word of the block, to be read and written."""
+        return ctypes.c_int64.from_address(self._block + OFFSET[name])
 
     @property
     def size(self) -> int:
@@ -108,7 +114,12 @@ class Pool:
 @lru_cache(maxsize=2)
 def _code(sleep: Sleep) -> Code:
     """Kept for good: threads are inside."""
-    return build(emit_pool, (_processor(), sleep), host(), ("run", "stop", "worker", "pauses"))
+    return build(
+        emit_pool,
+        (_processor(), sleep, time.CLOCK_MONOTONIC),
+        host(),
+        ("run", "stop", "worker", "pauses"),
+    )
 
 
 def _processor() -> Processor:

@@ -11,6 +11,8 @@ Caller and workers meet in one block of memory, whose words are:
     ticket       places left << 32 | workers inside
     busy         1 while a caller is inside; another caller then runs its job alone
     sleeping     workers that must be woken
+    ended        when the last launch was over, in nanoseconds
+    patience     how often a worker looks for the next launch before it sleeps
     stopped      1 at the end
 
 A launch stores the job, then the ticket with as many places as workers are wanted, and then counts
@@ -19,10 +21,14 @@ counts it in; the number of the place is its own for this launch, so whoever joi
 memory for it. To close, the caller clears the places that are left. The job is stored only while
 nobody is inside and read only by workers that are.
 
-Idle workers spin for a short time, since launches often follow one another, and then sleep: on the
-futex of `generation` where Linux has it, on a condition variable elsewhere. Neither a launch nor
-going to sleep can miss the other: the worker announces itself in `sleeping` before the system
-compares `generation` once more, the caller counts `generation` up before it reads `sleeping`.
+Idle workers spin for a short time if the launch before this one was over not longer ago than that,
+since launches that follow one another go on doing so, and then sleep: on the futex of `generation`
+where Linux has it, on a condition variable elsewhere. Where launches are far apart, as the layers
+of a model are, a worker that spun would only keep others off its core: it sleeps at once.
+
+Neither a launch nor going to sleep can miss the other: the worker announces itself in `sleeping`
+before the system compares `generation` once more, the caller counts `generation` up before it reads
+`sleeping`.
 """
 
 from __future__ import annotations
@@ -52,7 +58,8 @@ _LINES = (
     ("busy",),
     ("sleeping",),
     ("job", "arguments", "floating"),
-    ("spins",),
+    ("spins", "spin_nanoseconds"),
+    ("ended", "patience"),
     ("mutex",),
     ("condition",),
 )
@@ -71,10 +78,10 @@ _FUTEX_WAIT, _FUTEX_WAKE = 128, 129
 """Within the process."""
 
 
-def emit_pool(processor: Processor, sleep: Sleep) -> str:
+def emit_pool(processor: Processor, sleep: Sleep, clock: int) -> str:
     """The module with `worker(block)`, `run(block, job, arguments, wanted)`, `stop(block)` and
-    `pauses(count)`."""
-    protocol = _Protocol(processor, sleep)
+    `pauses(count)`; `clock` is the system's number of its steady clock."""
+    protocol = _Protocol(processor, sleep, clock)
     protocol.worker()
     protocol.run()
     protocol.stop()
@@ -83,10 +90,11 @@ def emit_pool(processor: Processor, sleep: Sleep) -> str:
 
 
 class _Protocol:
-    def __init__(self, processor: Processor, sleep: Sleep) -> None:
+    def __init__(self, processor: Processor, sleep: Sleep, clock: int) -> None:
         self.e = Emitter("qkv_pool", 1)
         self.processor = processor
         self.sleep = sleep
+        self.clock = clock
 
     # Functions
 
@@ -122,7 +130,7 @@ class _Protocol:
                     b.call(job, [arguments, number])
                     b.atomic_rmw("sub", self.word(block, "ticket"), e.index(1), "release")
                     # Only who was needed spins again; the others sleep when their time is up.
-                    b.store(self.read(block, "spins"), patience)
+                    b.store(self.read(block, "patience"), patience)
 
             def going_on() -> tuple[Value, Value]:
                 return None, b.icmp_signed("==", self.read(block, "stopped"), e.index(0))
@@ -146,6 +154,7 @@ class _Protocol:
                 b.store(address, self.word(block, "job"))
                 b.store(b.ptrtoint(arguments, INT64), self.word(block, "arguments"))
                 self.save_floating_mode(block)
+                self.choose_patience(block)
                 ticket = self.word(block, "ticket")
                 b.store_atomic(e.mul(wanted, _PLACE), ticket, "release", 8)
                 self.next_generation(block, wanted)
@@ -153,6 +162,7 @@ class _Protocol:
                 left = b.atomic_rmw("and", ticket, e.index(_PLACE - 1), "acq_rel")
                 b.store(e.sub(wanted, b.lshr(left, e.index(32))), joined)
                 self.wait_for_all(block)
+                b.store(self.now(), self.word(block, "ended"))
                 b.store_atomic(e.index(0), self.word(block, "busy"), "release", 8)
 
             taken = b.atomic_rmw("xchg", self.word(block, "busy"), e.index(1), "acquire")
@@ -174,6 +184,14 @@ class _Protocol:
             e.loop(0, count, 1, [], lambda i, _: self.pause())
 
     # Steps of the protocol
+
+    def choose_patience(self, block: Value) -> None:
+        """Full if a worker that spun since the last launch would still be awake, else none."""
+        e, b = self.e, self.e.builder
+        gap = e.sub(self.now(), self.read(block, "ended"))
+        follows = b.icmp_signed("<=", gap, self.read(block, "spin_nanoseconds"))
+        patience = b.select(follows, self.read(block, "spins"), e.index(0))
+        b.store_atomic(patience, self.word(block, "patience"), "release", 8)
 
     def join(self, block: Value) -> Value:
         """Take a place; the result is its number, 0 if none is left."""
@@ -248,6 +266,16 @@ class _Protocol:
         number = e.index(FUTEX_NUMBER[self.processor])
         forever = ir.Constant(POINTER, None)
         e.builder.call(function, [number, word, e.index(operation), value, forever])
+
+    def now(self) -> Value:
+        """Nanoseconds of a clock that only goes forward."""
+        e, b = self.e, self.e.builder
+        with b.goto_entry_block():
+            seconds = b.alloca(INT64, 2)
+        function = self.external("clock_gettime", INT32, INT32, POINTER)
+        b.call(function, [ir.Constant(INT32, self.clock), b.bitcast(seconds, POINTER)])
+        whole, rest = (b.load(b.gep(seconds, [e.index(i)])) for i in range(2))
+        return e.add(e.mul(whole, 1_000_000_000), rest)
 
     @contextmanager
     def locked(self, block: Value) -> Iterator[tuple[Value, Value]]:

@@ -97,6 +97,7 @@ _XLA = {
 
 CONTENDERS: tuple[Contender, ...] = (
     Contender("qkv", "qkv", "of_qkv", environment=_QKV),
+    Contender("qkv torch", "torch", "of_qkv", "prepare_torch", {**_QKV, **_OMP}),
     Contender("qkv kernel", "qkv", "of_qkv", "prepare_kernel", _QKV),
     Contender("qkv kernel statistics", "qkv", "of_qkv", "prepare_kernel_statistics", _QKV),
     Contender("qkv avx2", "qkv", "of_qkv", environment={**_QKV, "QKV_ISA": "avx2"}),

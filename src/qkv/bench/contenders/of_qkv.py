@@ -24,6 +24,7 @@ __all__ = [
     "prepare_kernel_statistics",
     "prepare_statistics",
     "prepare_top",
+    "prepare_torch",
 ]
 
 _BACKEND = "cpu"
@@ -54,6 +55,19 @@ def _both(variants: tuple[Any, ...], inputs: Inputs) -> Prepared:
         return {"out": out, "query": grad.query, "key": grad.key, "value": grad.value}
 
     return Prepared(run, read)
+
+
+def prepare_torch(workload: Workload, inputs: Inputs, threads: int) -> Prepared:
+    """`qkv.attention` of torch tensors."""
+    import torch
+
+    torch.set_num_threads(threads)
+    tensors = [torch.from_numpy(array) for array in _arrays(inputs)]
+
+    def run() -> Any:
+        return qkv.attention(*tensors, *workload.rule.variants, backend=_BACKEND)
+
+    return Prepared(run, lambda out: {"out": out.numpy()})
 
 
 def prepare_kernel(workload: Workload, inputs: Inputs, threads: int) -> Prepared:

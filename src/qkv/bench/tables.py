@@ -1,0 +1,46 @@
+"""A table as the terminal and Markdown draw it, each in its way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+__all__ = ["Table", "markdown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of cells.
+
+    Attributes
+    ----------
+    title : str
+        What the columns mean; may be empty.
+    columns : tuple of str
+        One that begins with ">" is flush right.
+    rows : list of tuple of str
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+
+def markdown(table: Table) -> Iterator[str]:
+    """Its lines.
+
+    Examples
+    --------
+    >>> for line in markdown(Table("", ("who", ">ms"), [("ALiBi", "3")])):
+    ...     print(line)
+    | who | ms |
+    | --- | ---: |
+    | ALiBi | 3 |
+    """
+    if table.title:
+        yield table.title
+        yield ""
+    heads = [column.removeprefix(">") for column in table.columns]
+    rules = ["---:" if column.startswith(">") else "---" for column in table.columns]
+    for row in (heads, rules, *table.rows):
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
