@@ -32,10 +32,9 @@ LARGE_SUITES = ("conformance", "gradients", "hardening", "properties", "variants
 @pytest.fixture
 def masks_of_few_pairs_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of many are, for what they spare."""
-    from qkv.backends.cpu import schedule, streaming
+    from qkv.backends.cpu import schedule
 
     monkeypatch.setattr(schedule, "FEW_OPERATIONS", 0)
-    monkeypatch.setattr(streaming, "FEW_OPERATIONS", 0)
 
 
 @pytest.fixture(autouse=True)

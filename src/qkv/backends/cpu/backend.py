@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,16 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv._threads import get_num_threads
-from qkv.backends import Growing, Prepared, Progress, Refusal, kept
+from qkv.backends import Prepared, Progress, Refusal, kept
 from qkv.backends.cpu.fork_locks import importing
 from qkv.partial import Partial, RowStatistics, identity, without_keys
 from qkv.problem.backward import BackwardInputs, OperandGradients
 from qkv.problem.bounds import bound
-from qkv.problem.expressions import Load, Op, tables, walk
+from qkv.problem.expressions import Load, Node, Op, tables, walk
 from qkv.problem.intervals import Interval
 from qkv.problem.spec import Problem, Spec
 
 if TYPE_CHECKING:
+    from qkv.backends.cpu.decode_calls import GrowingDecode
     from qkv.backends.cpu.prepared_backward import PreparedBackward
 
 Array = NDArray[Any]
@@ -105,29 +107,34 @@ class CpuBackend:
         None if which pairs are computed would depend on values.
         """
         with importing():
-            from qkv.backends.cpu import schedule, streaming
-            from qkv.backends.cpu.prepared import PreparedDecode, PreparedForward
+            from qkv.backends.cpu import schedule
+            from qkv.backends.cpu.decode_calls import PreparedDecode
+            from qkv.backends.cpu.prepared import PreparedForward, tables_of
             from qkv.backends.cpu.weightless import fades
 
         if not _is_preparable(problem.spec):
             return None
-        few = _streams(problem.spec)
-        few_operations = (streaming if few else schedule).FEW_OPERATIONS
-        if _are_scheduled_by(problem, arrays, few_operations):
-            return None
-        if few:
+        if _streams(problem.spec):
+            if not all(tables_of(problem, arrays)):
+                return None
             return PreparedDecode(problem, arrays=arrays)
-        if fades(problem):
+        if fades(problem) or _are_scheduled_by(problem, arrays, schedule.FEW_OPERATIONS):
             return None
         return PreparedForward(problem, backward=backward, arrays=arrays)
 
-    def prepare_growing(self, problem: Problem) -> Growing | None:
-        """For few queries, any number of keys, and the same constants."""
-        with importing():
-            from qkv.backends.cpu.prepared import GrowingDecode
+    def prepare_growing(
+        self, problem: Problem, arrays: tuple[Array, ...] = ()
+    ) -> GrowingDecode | None:
+        """For few queries, any number of keys, and the same constants.
 
-        spec = problem.spec
-        return GrowingDecode(problem) if _is_preparable(spec) and _streams(spec) else None
+        None if what variants hold, other than `arrays`, serves one number of keys only.
+        """
+        with importing():
+            from qkv.backends.cpu.decode_calls import growing
+
+        if not (_is_preparable(problem.spec) and _streams(problem.spec)):
+            return None
+        return growing(problem, arrays)
 
     def run_for_backward(self, problem: Problem) -> Partial:
         return self._run(problem, few=_streams(problem.spec), backward=True)
@@ -211,11 +218,9 @@ def _streams(spec: Spec) -> bool:
 def _decode(problem: Problem, result: Partial, statistics: RowStatistics | None) -> None:
     """Few queries: lanes along head_dim, keys in chunks."""
     with importing():
-        from qkv.backends.cpu.streaming import DecodeArguments, DecodePass
+        from qkv.backends.cpu.decode_calls import decode
 
-    decode = DecodePass(problem, statistics=statistics is not None)
-    workers = decode.workers()
-    decode.launch(DecodeArguments(problem, decode, workers, result, statistics), workers)
+    decode(problem, result, statistics)
 
 
 def _forward(problem: Problem, result: Partial, statistics: RowStatistics | None) -> None:
@@ -240,23 +245,32 @@ def integer_bits(problem: Problem) -> int:
     Rows and heads fit by themselves; what is read or computed is bounded.
     """
     spec = problem.spec
-    nodes = {
-        node
-        for root in (spec.score, spec.mask)
-        for node in walk(root)
-        if node.kind == "int" and isinstance(node, Op | Load)
-    }
-    if not nodes:
-        return 32
+    return bits_of([spec.score, spec.mask], sizes_of(spec), problem.operands.tables)
+
+
+def sizes_of(spec: Spec) -> dict[str, Interval]:
+    """Smallest and largest value of each variable that counts rows or heads."""
     sizes = {
         "q_index": spec.q_len,
         "kv_index": spec.kv_len,
         "head": spec.num_heads,
         "batch": spec.batch_size,
     }
-    places = {name: Interval.of(0, size - 1) for name, size in sizes.items()}
+    return {name: Interval.of(0, size - 1) for name, size in sizes.items()}
+
+
+def bits_of(
+    roots: Sequence[Node], places: Mapping[str, Interval], arrays: Mapping[str, Array]
+) -> int:
+    """`integer_bits` of some expressions, whose variables have these bounds."""
+    nodes = {
+        node
+        for root in roots
+        for node in walk(root)
+        if node.kind == "int" and isinstance(node, Op | Load)
+    }
     for node in nodes:
-        found = bound(node, places, problem.operands.tables)
+        found = bound(node, places, arrays)
         if found.low.min() < -(2**31) or found.high.max() >= 2**31:
             return 64
     return 32
