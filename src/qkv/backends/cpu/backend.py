@@ -21,7 +21,7 @@ from qkv.problem.intervals import Interval
 from qkv.problem.spec import Problem, Spec
 
 if TYPE_CHECKING:
-    from qkv.backends.cpu.decode_calls import GrowingDecode
+    from qkv.backends.cpu.growing_decode import GrowingDecode
     from qkv.backends.cpu.prepared_backward import PreparedBackward
 
 Array = NDArray[Any]
@@ -130,11 +130,11 @@ class CpuBackend:
         None if what variants hold, other than `arrays`, serves one number of keys only.
         """
         with importing():
-            from qkv.backends.cpu.decode_calls import growing
+            from qkv.backends.cpu.growing_decode import growing
 
-        if not (_is_preparable(problem.spec) and _streams(problem.spec)):
-            return None
-        return growing(problem, arrays)
+        # Sinks take their share afterwards.
+        spec = replace(problem.spec, sinks=False)
+        return growing(problem, arrays) if _is_preparable(spec) and _streams(spec) else None
 
     def run_for_backward(self, problem: Problem) -> Partial:
         return self._run(problem, few=_streams(problem.spec), backward=True)

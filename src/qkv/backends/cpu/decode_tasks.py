@@ -234,7 +234,9 @@ class DecodeTasks:
             own = e.load(e.at(group, WORD), INT64, WORD)
 
             def one(i: Value, _: list[Value]) -> None:
-                _, start, stop, full = self.frame.record(self._task(arguments, e.add(first, i)), TASK)
+                _, start, stop, full = self.frame.record(
+                    self._task(arguments, e.add(first, i)), TASK
+                )
                 self._write_task(arguments, e.add(own, i), number, start, stop, full)
 
             e.loop(0, count, 1, [], one)

@@ -6,7 +6,9 @@ interval is a pair of float64 numbers and a bit that says whether the value may 
 condition it is two bits, whether it certainly holds and whether it possibly does.
 
 A table is read where all its indices are exact. Over ranges of indices its smallest and largest
-element are looked up if these are few; otherwise its values may be whatever its type holds. Exponentials, logarithms and hyperbolic tangents are not bounded.
+element are looked up if these are few; otherwise its values may be whatever its type holds. Less is
+known than in NumPy of exponentials, logarithms and hyperbolic tangents, which are not bounded, and
+of integers beyond 2**53, which may be anything.
 """
 
 from __future__ import annotations
@@ -171,15 +173,11 @@ class MaskBounds:
                 b.fcmp_ordered("==", c.low, c.high),
                 b.fcmp_ordered("==", a.low, c.low),
             )
-            meet = b.and_(
-                b.fcmp_ordered(">=", a.high, c.low), b.fcmp_ordered(">=", c.high, a.low)
-            )
+            meet = b.and_(b.fcmp_ordered(">=", a.high, c.low), b.fcmp_ordered(">=", c.high, a.low))
             found = Truth(same, meet)
         else:
             sign = "<" if name == "lt" else "<="
-            found = Truth(
-                b.fcmp_ordered(sign, a.high, c.low), b.fcmp_ordered(sign, a.low, c.high)
-            )
+            found = Truth(b.fcmp_ordered(sign, a.high, c.low), b.fcmp_ordered(sign, a.low, c.high))
         found = found._replace(certain=b.and_(found.certain, b.not_(b.or_(a.nan, c.nan))))
         return self._logic("not", [found]) if name == "ne" else found
 

@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 
 _LIMIT = word_of("limit")
-_WORDS = tuple(
-    [word_of(n) for n in ("scratch", "query", "key", "value", "out", "lse", "lse_rest")]
-)
+_WORDS = tuple([word_of(n) for n in ("scratch", "query", "key", "value", "out", "lse", "lse_rest")])
 NOTHING = Partial(np.empty(0), np.empty(0))
 """In the place of results whose addresses calls bring."""
 quick_address_of = quick_address()
