@@ -10,7 +10,8 @@ import pytest
 import qkv
 from qkv.backends.cpu import decode, forward_pass, streaming
 from qkv.backends.cpu.arguments import address_of, page_aligned, word_of
-from qkv.backends.cpu.decode import FIELDS, STRETCH_KV, panel_of, record_bytes
+from qkv.backends.cpu.decode import STRETCH_KV, panel_of, record_bytes
+from qkv.backends.cpu.decode_rows import FIELDS
 from qkv.backends.cpu.decode_tasks import BLOCK_KV, CHUNK, GROUP, TASK, chunk_of, shared_bytes
 from qkv.backends.cpu.host import host
 from qkv.backends.cpu.prepared import NOTHING, Block

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.backends.cpu.arguments import batch_offsets, word_of
-from qkv.backends.cpu.decode import FIELDS
+from qkv.backends.cpu.decode_rows import FIELDS
 from qkv.backends.cpu.frame import operand_fields
 from qkv.backends.cpu.host import isa_said
 from qkv.backends.cpu.prepared import NOTHING, Block, quick_address_of, without_values

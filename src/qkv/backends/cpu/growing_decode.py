@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from qkv.backends.cpu.arguments import word_of
 from qkv.backends.cpu.backend import bits_of, sizes_of
-from qkv.backends.cpu.decode import FIELDS
 from qkv.backends.cpu.decode_calls import KEY, LSE, OUT, QUERY, VALUE
+from qkv.backends.cpu.decode_rows import FIELDS
 from qkv.backends.cpu.frame import WORD
 from qkv.backends.cpu.host import isa_said
 from qkv.backends.cpu.prepared import NOTHING, Block, quick_address_of, tables_of, without_values

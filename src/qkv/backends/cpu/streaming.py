@@ -15,14 +15,13 @@ from qkv.backends.cpu.arguments import Arguments, rotated, word_of
 from qkv.backends.cpu.backend import integer_bits, kernel_spec
 from qkv.backends.cpu.compile import Code, Kernel, build
 from qkv.backends.cpu.decode import (
-    FIELDS,
     DecodeKey,
     emit_decode,
-    page_fields,
     panel_of,
     record_bytes,
     scratch_bytes,
 )
+from qkv.backends.cpu.decode_rows import FIELDS, page_fields
 from qkv.backends.cpu.decode_tasks import shared_bytes
 from qkv.backends.cpu.forward_pass import Pass, alone_operations
 from qkv.backends.cpu.frame import Shape
