@@ -90,10 +90,9 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def masks_of_few_pairs_are_read(monkeypatch: pytest.MonkeyPatch, no_prepared_calls: None) -> None:
     """Masks are read for the tiles that they leave empty, however few pairs a problem has."""
-    from qkv.backends.cpu import schedule, streaming
+    from qkv.backends.cpu import schedule
 
     monkeypatch.setattr(schedule, "FEW_OPERATIONS", 0)
-    monkeypatch.setattr(streaming, "FEW_OPERATIONS", 0)
 
 
 @pytest.fixture(params=["masks unread", "masks read"])

@@ -12,6 +12,7 @@ from qkv.bridges import bridge_of
 from qkv.call.attend import attend
 from qkv.call.bound import bind
 from qkv.call.dispatch import checked
+from qkv.call.inspected import attend_for_inspection
 from qkv.call.options import DEFAULTS, Options, option_values, with_options
 from qkv.errors import ArgumentError, ShapeError
 from qkv.inspection.record import Record
@@ -148,8 +149,8 @@ def inspect(
     >>> record.weights[2, :2].round(4)
     array([0.2645, 0.2645])
     """
-    call = checked(query, key, value, variants, option_values("inspect", options))
-    return Record(call, progress)
+    bound = bind(query, key, value, variants, option_values("inspect", options))
+    return Record(attend_for_inspection(bound, variants), progress)
 
 
 @with_options

@@ -9,9 +9,13 @@ import pytest
 
 import qkv
 from qkv.backends.cpu import decode, forward_pass, streaming
-from qkv.backends.cpu.decode import BLOCK_KV, RUN, STRETCH_KV, TASK, panel_of
+from qkv.backends.cpu.arguments import address_of, page_aligned, word_of
+from qkv.backends.cpu.decode import STRETCH_KV, panel_of, record_bytes
+from qkv.backends.cpu.decode_rows import FIELDS
+from qkv.backends.cpu.decode_tasks import BLOCK_KV, CHUNK, GROUP, TASK, chunk_of, shared_bytes
 from qkv.backends.cpu.host import host
-from qkv.backends.cpu.streaming import CHUNK, chunk_of, chunks
+from qkv.backends.cpu.prepared import NOTHING, Block
+from qkv.backends.cpu.streaming import DecodeArguments, DecodePass
 from qkv.problem.builder import Shape
 from qkv.problem.check import check
 from qkv.problem.scores import Scores
@@ -187,55 +191,64 @@ def test_statistics_come_from_the_same_pass(variants) -> None:
 # Chunks
 
 
-def of_task(task):
-    return dict(zip(TASK, task.tolist(), strict=True))
+def planned(problem):
+    """Keys that all tasks have, and the rows of `TASK` and `GROUP`, as the kernel writes them."""
+    spec, arguments = problem.spec, DecodeArguments(problem, NOTHING)
+    block = Block(arguments.copy())
+    groups = spec.batch_size * spec.num_kv_heads
+    record = record_bytes(spec, host().shape_of(spec.compute_dtype))
+    shared = page_aligned(shared_bytes(groups, spec.kv_len, record))
+    words = shared[: shared.size // 8 * 8].view(np.int64)
+    block.words[word_of("shared", FIELDS)] = address_of(shared)
+    keys = DecodePass(problem).kernel.step(block.pointer, -1)
+    at = groups * len(GROUP)
+    count = block.words[word_of("limit", FIELDS)]
+    tasks = words[at : at + count * len(TASK)].reshape(-1, len(TASK))
+    return keys, tasks, words[:at].reshape(-1, len(GROUP))
 
 
 @pytest.mark.parametrize("variant", ALL, ids=lambda v: v.__name__)
-def test_chunks_hold_what_is_allowed(variant) -> None:
+def test_tasks_hold_what_is_allowed(variant) -> None:
     shape = Shape((3,), 4, 2, 2, 2 * CHUNK + 75, 4, 4)
     arrays = normal(3, 4, 2, 4), normal(3, 2, shape.kv_len, 4), normal(3, 2, shape.kv_len, 4)
     for example in variant.examples(shape, np.random.default_rng(1)):
         problem = check(*arrays, (example,), q_offset="end")
-        plan = chunks(problem)
+        keys, tasks, groups = planned(problem)
         masked = replace(problem, spec=replace(problem.spec, scores=()))
         scores = Scores(masked, np.dtype(float))
-        numbers = np.arange(len(plan.tasks))
-        for batch in range(3):
-            for kv_head in range(2):
-                mine = (plan.tasks[:, 0] == batch) & (plan.tasks[:, 1] == kv_head)
-                every = np.ones((4, shape.kv_len), bool)
-                some, met = ~every, np.zeros((2, shape.kv_len), bool)
-                for head in (2 * kv_head, 2 * kv_head + 1):
-                    tile = scores.tile(batch, head, slice(0, 2), slice(0, shape.kv_len))
-                    rows = slice(2 * (head % 2), 2 * (head % 2) + 2)
-                    every[rows] = some[rows] = ~np.isneginf(tile)
-                for number in numbers[mine]:
-                    task = of_task(plan.tasks[number])
-                    assert task["group"] == 2 * batch + kv_head
-                    assert task["first_record"] == numbers[mine][0]
-                    assert task["records"] == mine.sum()
-                    runs = plan.runs[task["first_run"] : task["last_run"]]
-                    assert len({int(start) // CHUNK for start, _, _ in runs}) <= 1
-                    for start, stop, partial in runs.tolist():
-                        assert start // CHUNK == (stop - 1) // CHUNK
-                        assert start % BLOCK_KV == 0
-                        assert not met[partial, start:stop].any()
-                        met[partial, start:stop] = True
-                assert met.any(axis=0)[some.any(axis=0)].all(), "every allowed pair is met"
-                assert every.all(axis=0)[met[0]].all(), "what needs no mask has none"
-        assert plan.runs.shape[1] == len(RUN)
+        assert keys == groups[:, GROUP.index("keys")].sum()
+        for number, (done, first, count, own) in enumerate(groups.tolist()):
+            batch, kv_head = divmod(number, 2)
+            allowed = np.zeros((4, shape.kv_len), bool)
+            for row, head in enumerate((2 * kv_head, 2 * kv_head + 1)):
+                tile = scores.tile(batch, head, slice(0, 2), slice(0, shape.kv_len))
+                allowed[2 * row : 2 * row + 2] = ~np.isneginf(tile)
+            met = np.zeros(shape.kv_len, bool)
+            assert done == 0
+            assert (tasks[:, 0] == number).sum() == count
+            for group, start, stop, full in tasks[first : first + count].tolist():
+                assert group == number
+                assert start % CHUNK == 0
+                assert not stop or stop == min(start + CHUNK, shape.kv_len)
+                assert not met[start:stop].any()
+                met[start:stop] = True
+                assert allowed[:, start:stop].all() or not full
+            assert not allowed[:, ~met].any(), "every allowed pair is met"
+            assert own <= met.sum()
 
 
 def test_work_is_proportional_to_the_pairs() -> None:
     query, key = normal(2, 8, 1, 4), normal(2, 2, 40_000, 4)
     window = check(query, key, key, (qkv.SlidingWindow(255, 0),), q_offset="end")
-    assert chunks(window).keys <= 2 * 2 * (256 + 2 * BLOCK_KV)
+    keys, tasks, _ = planned(window)
+    assert keys <= 2 * 2 * (256 + 2 * BLOCK_KV)
+    assert len(tasks) <= 2 * 2 * 2
     lens = check(query, key, key, (qkv.KeyLengths([10, 40_000]),))
-    assert chunks(lens).keys == 2 * (BLOCK_KV + 40_000)
+    assert planned(lens)[0] == 2 * (BLOCK_KV + 40_000)
     nothing = check(query, key, key, (qkv.KeyLengths(0),))
-    assert chunks(nothing).keys == 0
-    assert len(chunks(nothing).tasks) == 4
+    keys, tasks, _ = planned(nothing)
+    assert keys == 0
+    assert len(tasks) == 4
 
 
 def test_chunks_follow_from_the_length_alone() -> None:

@@ -8,7 +8,7 @@ found through the entry point group `qkv.backends`; see docs/add-a-backend.md.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -86,18 +86,79 @@ class PreparedBackward(Protocol):
         ...
 
 
-class Growing(Protocol):
-    """A problem of few queries made ready for any number of keys.
+class PreparedStatistics(Protocol):
+    """A forward pass with statistics, made ready as `Prepared` is.
 
-    A backend may have `prepare_growing(problem) -> Growing | None`. It is asked for problems whose
-    variants hold nothing but constants and know positions only, where what all queries have in
-    common is where they stand: `q_shift`, if the problem has a table of it.
+    A backend may have `prepare_statistics(problem, arrays) -> PreparedStatistics | None`.
     """
 
     def __call__(
-        self, query: Any, key: Any, value: Any, rows: bool, q_shift: int
+        self, query: Any, key: Any, value: Any, rows: bool, arrays: Any = ()
     ) -> tuple[Any, Any, Any] | None:
-        """As of `Prepared`."""
+        """Output, lse and `RowStatistics` as `run_with_statistics` gives them."""
+        ...
+
+
+class Growing(Protocol):
+    """A problem of few queries made ready for any number of keys: the steps of decoding.
+
+    A backend may have `prepare_growing(problem, arrays=()) -> Growing | None`. `arrays` are those
+    that each step brings, of which tables of the problem are views; everything else that variants
+    hold is kept by value, and must serve any number of keys, or the result is None. Where all
+    queries stand is a number that each step brings too, if the problem has a table of it.
+    """
+
+    def __call__(
+        self, query: Any, key: Any, value: Any, rows: bool, q_shift: int, arrays: Any = ()
+    ) -> tuple[Any, Any, Any] | None:
+        """Output and lse of the call, sinks included, and None; lse only if `rows` are wanted.
+
+        Parameters
+        ----------
+        query, key, value : array
+            Like those that were prepared for, with any strides; key and value with any number of
+            rows.
+        rows : bool
+            Whether lse is wanted.
+        q_shift : int
+            What is added to the row of a query for its position.
+        arrays : sequence of array
+            In the order of those that were prepared for. Axes along the keys have as many entries
+            as there are keys now, others as many as before.
+
+        Returns
+        -------
+        tuple or None
+            None if something is not as it was prepared for; the caller then takes the general way.
+        """
+        ...
+
+
+@runtime_checkable
+class AddressedGrowing(Protocol):
+    """Steps that other libraries may make without NumPy arrays in between."""
+
+    def run(
+        self,
+        query: int,
+        key: int,
+        value: int,
+        out: int,
+        lse: int,
+        kv_len: int,
+        q_shift: int,
+        key_strides: Sequence[int],
+        value_strides: Sequence[int],
+        kept: Any,
+        arrays: Sequence[tuple[int, Sequence[int], Sequence[int]]] = (),
+        query_strides: Sequence[int] | None = None,
+    ) -> bool:
+        """Compute at these addresses, of what `kept` keeps; False is `Growing`'s None.
+
+        Strides are bytes, of all axes `(*batch, heads, rows, elements)`; the query's are those that
+        were prepared for if None. Output and lse are dense, and nobody wants lse if its address
+        is 0. Each of `arrays` is its address, shape and strides.
+        """
         ...
 
 

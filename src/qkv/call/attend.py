@@ -20,7 +20,6 @@ from qkv.call.cache import CALLS, Key
 from qkv.call.checked import CheckedCall, check_call
 from qkv.call.flatten import depends_on_positions_only, without_arrays
 from qkv.partial import Partial
-from qkv.problem.bounds import holds_for_any_length
 from qkv.problem.builder import INDEX_LIMIT
 
 __all__ = ["Attended", "attend", "call_key", "heads_first", "in_place", "prepared"]
@@ -76,7 +75,7 @@ def attend(
         if step is not None:
             growing = CALLS.get(step.key)
             if growing is not None:
-                found = growing.run(views, rows, step)
+                found = growing.run(views, rows, step, in_place(bound))
                 if found is not None:
                     return _restored(found, bound)
                 CALLS.discard(step.key)
@@ -88,7 +87,7 @@ def attend(
                 return _restored(found, bound)
             CALLS.discard(key)
     call = check_call(bound, given, backward=differentiable)
-    if bound.structure.is_known and not (step is not None and _prepare_step(step, call)):
+    if bound.structure.is_known and not (step is not None and _prepare_step(step, bound, call)):
         _prepare(key, bound, call, backward)
     partial = call.run_for_backward() if backward else call.run()
     out, lse = call.output(partial), call.rows(partial.lse)
@@ -139,15 +138,16 @@ def call_key(bound: BoundCall, views: tuple[Array, Array, Array], purpose: str) 
     )  # fmt: skip
 
 
-def _leaf_keys(bound: BoundCall, all_by_value: bool = False) -> list[Hashable] | None:
-    """Of the arrays of variants and options."""
+def _leaf_keys(bound: BoundCall, growing: bool = False) -> list[Hashable] | None:
+    """Of the arrays of variants and options; those that grow have any sizes and strides."""
     by_value = bound.structure.by_value
     keys: list[Hashable] = []
     for n, array in enumerate(bound.leaves[3:], start=3):
         if type(array) is not np.ndarray:
             return None
-        if not all_by_value and n not in by_value:
-            keys.append((array.dtype, array.shape, array.strides))
+        if n not in by_value:
+            sizes = array.ndim if growing else (array.shape, array.strides)
+            keys.append((array.dtype, sizes))
         elif array.nbytes <= LARGEST_VALUE:
             keys.append((array.dtype, array.shape, array.tobytes()))
         else:
@@ -203,12 +203,18 @@ class _GrowingCall(NamedTuple):
     growing: Growing
     at_end: bool
 
-    def run(self, views: tuple[Array, Array, Array], rows: bool, step: _Step) -> Any:
+    def run(
+        self,
+        views: tuple[Array, Array, Array],
+        rows: bool,
+        step: _Step,
+        arrays: tuple[Any, ...],
+    ) -> Any:
         query, key, value = views
         q_shift = step.q_offset
         if q_shift is None:
             q_shift = key.shape[-2] - query.shape[-2] if self.at_end else 0
-        return self.growing(query, key, value, rows, q_shift)
+        return self.growing(query, key, value, rows, q_shift, arrays)
 
 
 def _step(bound: BoundCall, views: tuple[Array, Array, Array], backward: bool) -> _Step | None:
@@ -234,7 +240,7 @@ def _step(bound: BoundCall, views: tuple[Array, Array, Array], backward: bool) -
         if abs(q_offset) > INDEX_LIMIT:
             return None
         given, q_offset = q_offset, int
-    more = _leaf_keys(bound, all_by_value=True)
+    more = _leaf_keys(bound, growing=True)
     if more is None:
         return None
     return _Step(
@@ -248,7 +254,7 @@ def _step(bound: BoundCall, views: tuple[Array, Array, Array], backward: bool) -
     )  # fmt: skip
 
 
-def _prepare_step(step: _Step, call: CheckedCall) -> bool:
+def _prepare_step(step: _Step, bound: BoundCall, call: CheckedCall) -> bool:
     """Prepare for more steps like this one, once there has been another; whether that can be."""
     prepare = getattr(call.choice.backend, "prepare_growing", None)
     problem = call.problem
@@ -256,11 +262,9 @@ def _prepare_step(step: _Step, call: CheckedCall) -> bool:
     # Whether a number and a word say the same depends on the lengths.
     if prepare is None or (step.q_offset is not None and aligned is not None):
         return False
-    if not holds_for_any_length(problem):
-        return False
     if CALLS.is_new(step.key):
         return True
-    ready = prepare(problem)
+    ready = prepare(problem, in_place(bound._replace(leaves=call.leaves)))
     if ready is not None:
         CALLS.insert(without_arrays(step.key), _GrowingCall(ready, aligned == "end"))
     return ready is not None

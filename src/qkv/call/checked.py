@@ -18,7 +18,7 @@ from qkv.problem.check import Layout, check
 from qkv.problem.spec import Problem
 from qkv.variants.bare import as_variant
 
-__all__ = ["CheckedCall", "check_call"]
+__all__ = ["CheckedCall", "check_call", "views_of"]
 
 Array = NDArray[Any]
 
@@ -123,11 +123,7 @@ def check_call(
     QkvError
         The first thing that is wrong.
     """
-    library = library_of(bound.leaves[0], "query")
-    places = _PLACES if bound.structure.is_plain else ("query", *["an operand"] * 9)
-    names = (*places, *[_IN_A_VARIANT] * len(bound.leaves))
-    see = partial(view_beside, library)
-    leaves = tuple(map(see, bound.leaves, names))
+    library, leaves = views_of(bound)
     call = bound._replace(leaves=leaves).unflatten()
     options = call.options
     problem = check(
@@ -151,6 +147,14 @@ def check_call(
         call.owners,
         leaves,
     )
+
+
+def views_of(bound: BoundCall) -> tuple[ArrayLibrary, tuple[Array, ...]]:
+    """The query's library, and all leaves as NumPy views."""
+    library = library_of(bound.leaves[0], "query")
+    places = _PLACES if bound.structure.is_plain else ("query", *["an operand"] * 9)
+    names = (*places, *[_IN_A_VARIANT] * len(bound.leaves))
+    return library, tuple(map(partial(view_beside, library), bound.leaves, names))
 
 
 _PLACES = ("query", "key", "value")

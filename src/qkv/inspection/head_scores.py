@@ -20,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arrays import view
-from qkv.call.checked import CheckedCall
-from qkv.call.dispatch import checked
+from qkv.call.bound import BoundCall, bind
+from qkv.call.checked import CheckedCall, check_call
+from qkv.call.inspected import attend_for_inspection
 from qkv.call.options import OptionValues
 from qkv.errors import ShapeError
 from qkv.inspection.earlier_tokens import EarlierToken, Tokens, starts
@@ -209,9 +210,8 @@ class _Heads:
             self.counted = np.ones((batch, q_len), bool)
         if not self.counted.all():
             self._variants += (Mask(self.counted[:, None, :, None]),)
-        call = self._bind()
-        self.sinks = call.problem.operands.sinks
-        self.record = Record(call)
+        self.record = Record(attend_for_inspection(self._bound()))
+        self.sinks = self._bind().problem.operands.sinks
 
     @property
     def first(self) -> int:
@@ -250,13 +250,16 @@ class _Heads:
             rows, queries, record.received, indices.astype(np.int32), largest, weights
         )
 
-    def _bind(self, *more: Any) -> CheckedCall:
+    def _bound(self, *more: Any) -> BoundCall:
         num_kv_heads = self._key.shape[1]
         value = np.broadcast_to(
             self._value, (self._value.shape[0], num_kv_heads, *self._value.shape[2:])
         )
         variants = (*self._variants, *more)
-        return checked(self._query, self._key, value, variants, OptionValues(**self._said))
+        return bind(self._query, self._key, value, variants, OptionValues(**self._said))
+
+    def _bind(self, *more: Any) -> CheckedCall:
+        return check_call(self._bound(*more))
 
     def _real_keys(self, real: Any) -> Array:
         if real is None:

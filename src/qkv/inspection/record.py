@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arrays import library_of
 from qkv.backends import Inspectable, Progress
 from qkv.call.checked import CheckedCall
-from qkv.call.device_call import DeviceCall
+from qkv.call.inspected import Inspected
 from qkv.errors import ArgumentError
 from qkv.inspection.replay import PAIRS, Replay
 from qkv.inspection.statistics import WeightStatistics, top_keys, weight_statistics
 from qkv.inspection.weights import LazyWeights
-from qkv.partial import Partial, RowStatistics, finish, share_with_sinks
 
 Array = NDArray[Any]
 
@@ -38,32 +39,35 @@ class Record:
         As `qkv.attention` returns it.
     lse : array (..., num_heads, q_len)
         Logarithm of the row sums, natural.
-    weights : LazyWeights (..., num_heads, q_len, kv_len)
-        The weights, computed where they are sliced.
     backend : str
         The backend that ran.
     """
 
-    def __init__(self, call: CheckedCall, progress: Progress | None = None) -> None:
-        given = call
-        if isinstance(call, DeviceCall):
-            call = call.on_host()
-        partial, rows = _run(call)
-        spec = call.problem.spec
-        self._call = call
+    def __init__(self, found: Inspected, progress: Progress | None = None) -> None:
+        self._found = found
         self._progress = progress
-        self._replay = Replay(call.problem, partial.lse)
-        self._rows: RowStatistics | None = rows
+        self._rows = found.rows
         self._received: Array | None = None
         self._statistics: WeightStatistics | None = None
         self._top: dict[int, tuple[Array, Array]] = {}
-        self.backend = given.choice.backend.name
-        self.output: Any = call.output(partial)
-        if isinstance(given, DeviceCall):
-            self.output, _ = given.attend(lse=True)
-        self.lse = call.rows(partial.lse)
+        self.backend = found.backend
+        self.output = found.output
+        self.lse = found.lse
+
+    @property
+    def _call(self) -> CheckedCall:
+        return self._found.call
+
+    @cached_property
+    def _replay(self) -> Replay:
+        return Replay(self._call.problem, self._found.row_lse)
+
+    @cached_property
+    def weights(self) -> LazyWeights:
+        """The weights (..., num_heads, q_len, kv_len), computed where they are sliced."""
+        spec = self._call.problem.spec
         shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.kv_len)
-        self.weights = LazyWeights(self._replay, shape[-2:] if call.ndim == 2 else shape)
+        return LazyWeights(self._replay, shape[-2:] if self._call.ndim == 2 else shape)
 
     def __repr__(self) -> str:
         return f"Record(weights {self.weights.shape}, {self.weights.dtype}, run by {self.backend})"
@@ -71,12 +75,12 @@ class Record:
     @property
     def entropy(self) -> Any:
         """`-sum_j w[i, j] log w[i, j]` in nats, `(..., num_heads, q_len)`; 0 for an empty row."""
-        return self._of_rows((self._rows or self._weight_statistics).entropy)
+        return self._statistic("entropy")
 
     @property
     def max_weight(self) -> Any:
         """The largest weight of each row, `(..., num_heads, q_len)`; 0 for an empty row."""
-        return self._of_rows((self._rows or self._weight_statistics).max_weight)
+        return self._statistic("max_weight")
 
     @property
     def received(self) -> Any:
@@ -156,6 +160,16 @@ class Record:
 
         return self._each_head(of_head)
 
+    def _statistic(self, name: str) -> Any:
+        """One that comes with the output, if the backend tells it, else with all weights."""
+        if self._rows is None:
+            return self._of_rows(getattr(self._weight_statistics, name))
+        array = getattr(self._rows, name)
+        like = self._found.lse
+        library = library_of(like, "lse")
+        shown = library.restore(array.reshape(tuple(like.shape)))
+        return shown.to(like.device) if hasattr(like, "is_meta") else shown
+
     def _top_keys(self, k: int) -> tuple[Array, Array]:
         backend, found = self._call.choice.backend, None
         if isinstance(backend, Inspectable):
@@ -198,12 +212,3 @@ class Record:
                 f"Pass indices, a slice, or a boolean array of shape ({kv_len},).",
             )
         return np.unique(np.where(array < 0, array + kv_len, array))
-
-
-def _run(call: CheckedCall) -> tuple[Partial, RowStatistics | None]:
-    """Output and lse, sinks included, and what the backend tells of its rows."""
-    backend, sinks = call.choice.backend, call.problem.operands.sinks
-    if not isinstance(backend, Inspectable):
-        return call.run(), None
-    partial, rows = backend.run_with_statistics(call.problem)
-    return finish(partial, sinks), share_with_sinks(rows, sinks)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.errors import ArgumentError, QkvError, ShapeError
+from qkv.errors import ArgumentError, ShapeError
 from qkv.problem.expressions import Const, Load, Node, Op, Var, text, walk
 from qkv.problem.intervals import (
     ROUNDS,
@@ -28,22 +28,16 @@ from qkv.problem.intervals import (
     whole,
     wrapped,
 )
-from qkv.problem.spec import Problem
 
 Array = NDArray[Any]
-
-NO_RANGES: Mapping[str, Interval] = {}
-LONGEST = 2**30
-"""Lengths and offsets up to which decoding steps are prepared for all at once."""
 
 
 def bound(
     node: Node,
     variables: Mapping[str, Interval],
     tables: Mapping[str, Array],
-    ranges: Mapping[str, Interval] = NO_RANGES,
 ) -> Interval:
-    """Bounds of `node` for every tile; `ranges` has tables of which no more is known.
+    """Bounds of `node` for every tile.
 
     Raises
     ------
@@ -67,8 +61,6 @@ def bound(
                 return constant_interval(value)
             case Var(name=name):
                 return variables.get(name, UNKNOWN)
-            case Load(table=table) if table in ranges:
-                return ranges[table]
             case Load():
                 return _table_bounds(n, tables[n.table], [interval(i) for i in n.indices])
             case Op():
@@ -94,44 +86,15 @@ def bound(
     return result
 
 
-def prove_reads(
-    node: Node,
-    variables: Mapping[str, Interval],
-    tables: Mapping[str, Array],
-    ranges: Mapping[str, Interval] = NO_RANGES,
-) -> None:
+def prove_reads(node: Node, variables: Mapping[str, Interval], tables: Mapping[str, Array]) -> None:
     """Raise as `bound` does, without reading the tables that only give values."""
     for n in walk(node):
         match n:
             case Load(table=table, indices=indices):
-                known = [bound(i, variables, tables, ranges) for i in indices]
+                known = [bound(i, variables, tables) for i in indices]
                 _check_indices(n, tables[table], known)
             case Op(name="floordiv" | "mod"):
-                bound(n, variables, tables, ranges)
-
-
-def holds_for_any_length(problem: Problem) -> bool:
-    """Whether every read of a table is proved for any number of keys and any place of the queries.
-
-    Both up to `LONGEST`.
-    """
-    spec, operands = problem.spec, problem.operands
-    if 0 in (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len):
-        return False
-    known = {
-        "q_index": Interval.of(0, spec.q_len - 1),
-        "kv_index": Interval.of(0, LONGEST),
-        "head": Interval.of(0, spec.num_heads - 1),
-        "batch": Interval.of(0, spec.batch_size - 1),
-    }
-    anywhere = Interval.of(-LONGEST, LONGEST)
-    ranges = dict.fromkeys(operands.positions.shift_tables, anywhere)
-    try:
-        for stage in (*spec.scores, *spec.masks):
-            prove_reads(stage.node, known, operands.tables, ranges)
-    except QkvError:
-        return False
-    return True
+                bound(n, variables, tables)
 
 
 def _check_indices(load: Load, table: Array, indices: list[Interval]) -> None:

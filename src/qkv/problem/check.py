@@ -282,11 +282,9 @@ def _positions(
     else:
         q_shift = statement
     moved = not (isinstance(statement, str) and statement == "start")
-    before = len(builder.tables)
     q_pos = _place(builder, "q_index", q_rank, q_shift, moved, "q_offset")
-    shift_tables = tuple([t.name for t in builder.tables[before:] if t.label == "q_offset"])
     kv_pos = _place(builder, "kv_index", kv_rank, kv_shift, bool(np.any(kv_shift)), "kv_offset")
-    positions = Positions(q_rank, kv_rank, q_shift, kv_shift, aligned, shift_tables)
+    positions = Positions(q_rank, kv_rank, q_shift, kv_shift, aligned)
     return positions, {"q_pos": q_pos, "kv_pos": kv_pos}
 
 

@@ -191,7 +191,7 @@ class Positions:
 
     A rank is `(1 or batch, length)`, or the length where ranks are 0, 1, 2, ...; a shift is
     `(1 or batch,)` and is added to it. `aligned` is the word that was said about where the queries
-    stand, None if there was none; `shift_tables` are the tables that hold `q_shift`.
+    stand, None if there was none.
     """
 
     q_rank: Array | int
@@ -199,7 +199,6 @@ class Positions:
     q_shift: Array
     kv_shift: Array
     aligned: Literal["start", "end"] | None = None
-    shift_tables: tuple[str, ...] = ()
 
     def of_queries(self) -> Array:
         """`(1 or batch, q_len)`."""

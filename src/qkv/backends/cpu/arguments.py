@@ -116,15 +116,10 @@ class Arguments:
         return int(real.view(np.int32 if real.itemsize == 4 else np.int64))
 
     def _operand(self, name: str, array: Array) -> dict[str, int]:
-        spec = self._problem.spec
         *lead, head, row, element = array.strides
-        batches = np.zeros(spec.batch_shape, np.int64)
-        for axis, stride in enumerate(lead):
-            steps = np.arange(spec.batch_shape[axis], dtype=np.int64) * stride
-            batches += steps.reshape(-1, *[1] * (len(lead) - axis - 1))
         return {
             name: self._address(array),
-            f"{name}_batches": self._address(batches),
+            f"{name}_batches": self._address(batch_offsets(self._problem.spec.batch_shape, lead)),
             f"{name}_head": head,
             f"{name}_row": row,
             f"{name}_element": element,
@@ -174,6 +169,15 @@ class ForwardArguments(Arguments):
             "sign": self._real(math.copysign(1.0, scale)),
             "scale": self._real(abs(scale)),
         }
+
+
+def batch_offsets(batch_shape: Sequence[int], strides: Sequence[int]) -> Array:
+    """Where each batch row begins, in bytes."""
+    offsets = np.zeros(batch_shape, np.int64)
+    for axis, stride in enumerate(strides):
+        steps = np.arange(batch_shape[axis], dtype=np.int64) * stride
+        offsets += steps.reshape(-1, *[1] * (len(strides) - axis - 1))
+    return offsets
 
 
 def scratch_of(spec: Spec, shape: Shape) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,12 +11,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv._threads import get_num_threads
-from qkv.backends import Growing, Prepared, PreparedBackward, Progress, Refusal, kept
+from qkv.backends import (
+    Growing,
+    Prepared,
+    PreparedBackward,
+    PreparedStatistics,
+    Progress,
+    Refusal,
+    kept,
+)
 from qkv.backends.cpu.fork_locks import importing
 from qkv.partial import Partial, RowStatistics, identity, without_keys
 from qkv.problem.backward import BackwardInputs, OperandGradients
 from qkv.problem.bounds import bound
-from qkv.problem.expressions import Load, Op, tables, walk
+from qkv.problem.expressions import Load, Node, Op, tables, walk
 from qkv.problem.intervals import Interval
 from qkv.problem.spec import Problem, Spec
 
@@ -103,42 +112,61 @@ class CpuBackend:
         """
         with importing():
             from qkv.backends.cpu import prepared_stages as stages
-            from qkv.backends.cpu import schedule, streaming
-            from qkv.backends.cpu.prepared import PreparedDecode, PreparedForward
-            from qkv.backends.cpu.weightless import fades
+            from qkv.backends.cpu.decode_calls import PreparedDecode
+            from qkv.backends.cpu.prepared import PreparedForward, tables_of
 
         spec = problem.spec
         if not _is_preparable(spec) or (spec.rotation and not stages.is_rotation_kept(problem)):
             return None
-        few = _streams(spec)
-        few_operations = (streaming if few else schedule).FEW_OPERATIONS
-        if _are_scheduled_by(problem, arrays, few_operations):
-            return None
-        if not few and fades(problem):
-            return None
         form = stages.rotated_form(problem) if spec.rotation else problem
         ready: Any
-        if few:
+        if _streams(spec):
+            if not all(tables_of(problem, arrays)):
+                return None
             ready = PreparedDecode(form, arrays=arrays)
-        else:
+        elif _is_scheduled_alike(problem, arrays):
             ready = PreparedForward(form, backward=backward, arrays=arrays)
+        else:
+            return None
         if spec.sinks:
             ready = stages.SinksCall(problem, ready)
         return stages.RotatedCall(problem, ready) if spec.rotation else ready
 
-    def prepare_growing(self, problem: Problem) -> Growing | None:
-        """For few queries, any number of keys, and the same constants."""
+    def prepare_statistics(
+        self, problem: Problem, arrays: tuple[Array, ...] = ()
+    ) -> PreparedStatistics | None:
+        """As `prepare`, for `run_with_statistics`."""
         with importing():
             from qkv.backends.cpu import prepared_stages as stages
-            from qkv.backends.cpu.prepared import GrowingDecode
+            from qkv.backends.cpu.prepared import PreparedForward
+
+        spec = problem.spec
+        if not _is_preparable(spec) or spec.sinks or _streams(spec):
+            return None
+        if spec.rotation and not stages.is_rotation_kept(problem):
+            return None
+        if not _is_scheduled_alike(problem, arrays):
+            return None
+        form = stages.rotated_form(problem) if spec.rotation else problem
+        ready: Any = PreparedForward(form, backward=False, arrays=arrays, statistics=True)
+        return stages.RotatedCall(problem, ready) if spec.rotation else ready
+
+    def prepare_growing(self, problem: Problem, arrays: tuple[Array, ...] = ()) -> Growing | None:
+        """For few queries, any number of keys, and the same constants.
+
+        None if what variants hold, other than `arrays`, serves one number of keys only.
+        """
+        with importing():
+            from qkv.backends.cpu import prepared_stages as stages
+            from qkv.backends.cpu.growing_decode import growing
 
         spec = problem.spec
         if not (_is_preparable(spec) and _streams(spec)):
             return None
-        ready: Any = GrowingDecode(stages.rotated_form(problem) if spec.rotation else problem)
-        if spec.sinks:
-            ready = stages.GrowingSinks(problem, ready)
-        return stages.GrowingRotation(problem, ready) if spec.rotation else ready
+        if spec.rotation is None:
+            return growing(problem, arrays)
+        ready = growing(stages.rotated_form(problem), arrays)
+        return None if ready is None else stages.GrowingRotation(problem, ready)
 
     def run_for_backward(self, problem: Problem) -> Partial:
         return self._run(problem, few=_streams(problem.spec), backward=True)
@@ -157,17 +185,15 @@ class CpuBackend:
     ) -> PreparedBackward | None:
         """For gradients of operands and `arrays` like these, and inputs like these."""
         with importing():
-            from qkv.backends.cpu import prepared_backward, schedule
+            from qkv.backends.cpu import prepared_backward
             from qkv.backends.cpu import prepared_stages as stages
-            from qkv.backends.cpu.weightless import fades
 
         rotation = problem.spec.rotation
         if (
             not _is_preparable(problem.spec)
             or (rotation and not stages.is_rotation_kept(problem))
-            or fades(problem)
             or not prepared_backward.is_preparable(problem, inputs)
-            or _are_scheduled_by(problem, arrays, schedule.FEW_OPERATIONS)
+            or not _is_scheduled_alike(problem, arrays)
         ):
             return None
         if rotation is None:
@@ -207,6 +233,15 @@ def _is_preparable(spec: Spec) -> bool:
     return 0 not in sizes and not spec.key_storage and not spec.value_storage
 
 
+def _is_scheduled_alike(problem: Problem, arrays: tuple[Array, ...]) -> bool:
+    """Whether calls with other values in `arrays` compute the same pairs in many rows."""
+    with importing():
+        from qkv.backends.cpu import schedule
+        from qkv.backends.cpu.weightless import fades
+
+    return not fades(problem) and not _are_scheduled_by(problem, arrays, schedule.FEW_OPERATIONS)
+
+
 def _are_scheduled_by(problem: Problem, arrays: tuple[Array, ...], few: float) -> bool:
     """Whether which pairs are computed depends on the values of arrays, or might."""
     if not arrays:
@@ -229,11 +264,9 @@ def _streams(spec: Spec) -> bool:
 def _decode(problem: Problem, result: Partial, statistics: RowStatistics | None) -> None:
     """Few queries: lanes along head_dim, keys in chunks."""
     with importing():
-        from qkv.backends.cpu.streaming import DecodeArguments, DecodePass
+        from qkv.backends.cpu.decode_calls import decode
 
-    decode = DecodePass(problem, statistics=statistics is not None)
-    workers = decode.workers()
-    decode.launch(DecodeArguments(problem, decode, workers, result, statistics), workers)
+    decode(problem, result, statistics)
 
 
 def _forward(problem: Problem, result: Partial, statistics: RowStatistics | None) -> None:
@@ -258,23 +291,32 @@ def integer_bits(problem: Problem) -> int:
     Rows and heads fit by themselves; what is read or computed is bounded.
     """
     spec = problem.spec
-    nodes = {
-        node
-        for root in (spec.score, spec.mask)
-        for node in walk(root)
-        if node.kind == "int" and isinstance(node, Op | Load)
-    }
-    if not nodes:
-        return 32
+    return bits_of([spec.score, spec.mask], sizes_of(spec), problem.operands.tables)
+
+
+def sizes_of(spec: Spec) -> dict[str, Interval]:
+    """Smallest and largest value of each variable that counts rows or heads."""
     sizes = {
         "q_index": spec.q_len,
         "kv_index": spec.kv_len,
         "head": spec.num_heads,
         "batch": spec.batch_size,
     }
-    places = {name: Interval.of(0, size - 1) for name, size in sizes.items()}
+    return {name: Interval.of(0, size - 1) for name, size in sizes.items()}
+
+
+def bits_of(
+    roots: Sequence[Node], places: Mapping[str, Interval], arrays: Mapping[str, Array]
+) -> int:
+    """`integer_bits` of some expressions, whose variables have these bounds."""
+    nodes = {
+        node
+        for root in roots
+        for node in walk(root)
+        if node.kind == "int" and isinstance(node, Op | Load)
+    }
     for node in nodes:
-        found = bound(node, places, problem.operands.tables)
+        found = bound(node, places, arrays)
         if found.low.min() < -(2**31) or found.high.max() >= 2**31:
             return 64
     return 32

@@ -32,8 +32,19 @@ from dataclasses import dataclass
 from llvmlite import ir
 
 from qkv.backends.cpu import storage, vector_math
+from qkv.backends.cpu.decode_rows import FIELDS, DecodeRows
+from qkv.backends.cpu.decode_tasks import (
+    BLOCK_KV,
+    EMPTY,
+    FULL,
+    GROUP,
+    PARTIAL,
+    RECORD_ALIGNMENT,
+    TASK,
+    DecodeTasks,
+)
 from qkv.backends.cpu.expressions import Expressions
-from qkv.backends.cpu.frame import COMMON_FIELDS, WORD, Frame, Rows, Shape, operand_fields
+from qkv.backends.cpu.frame import WORD, Shape
 from qkv.backends.cpu.ir import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.packing import all_finite, copy_rows, move_rows
 from qkv.backends.cpu.row_products import RowProducts, first_lanes
@@ -42,38 +53,11 @@ from qkv.problem.spec import Spec
 
 STRETCH_KV = 512
 """Keys whose scores are held at once: fewer turns, and long stretches of K, then V, to read."""
-BLOCK_KV = 64
-"""Of those, how many are summed in one chain; what is known of a mask is known of a block."""
 PART_KV = 32
-"""Of those, how many meet all rows before the next ones do, where one tile does not hold them."""
+"""Of a block, how many meet all rows before the next ones do, where one tile does not hold them."""
 _PANEL = 128
 """Rows that meet a stretch at once, at most: their scores stay in a core's own cache."""
 
-_ALIGNED = 64
-"""What vectors and cache lines fit into."""
-
-
-def page_fields(name: str) -> tuple[str, ...]:
-    """Of a paged operand: bytes of a page, keys of a page, its table, and pages of a table row."""
-    return tuple(f"{name}_{part}" for part in ("page", "page_size", "table", "slots"))
-
-
-SCALES = ("key_scales", "value_scales")
-"""Rows of one element."""
-_SCALE_BYTES = storage.ITEM_BYTES["float32"]
-
-FIELDS = (
-    *COMMON_FIELDS,
-    *operand_fields("query", "key", "value"),
-    "runs", "rows", "panel", "out", "lse",
-    "entropy", "max_score", "max_weight", "records", "counters",
-    *operand_fields(*SCALES),
-    *(field for name in ("key", "value", *SCALES) for field in page_fields(name)),
-)  # fmt: skip
-
-TASK = ("batch", "kv_head", "first_run", "last_run", "group", "first_record", "records")
-"""`group` is the number of the counter; the task's own record has the task's number."""
-RUN = ("start", "stop", "partial")
 
 STATE = 4
 """Vectors behind a row of O: row maximum, row sum, what rounding took from it, and T."""
@@ -92,7 +76,7 @@ def panel_of(spec: Spec) -> int:
 def record_bytes(spec: Spec, shape: Shape) -> int:
     """What a task leaves: O to a whole number of vectors, and the state, of each row."""
     width = padded(spec.v_head_dim, shape.lanes) + STATE * shape.lanes
-    row = -(-width * spec.compute_dtype.itemsize // _ALIGNED) * _ALIGNED
+    row = -(-width * spec.compute_dtype.itemsize // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
     return spec.group_size * spec.q_len * row
 
 
@@ -136,17 +120,21 @@ class _Scratch:
 
 
 def emit_decode(key: DecodeKey) -> str:
-    """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
+    """The module of one kernel.
+
+    `plan(arguments)` writes the tasks and says how many keys they have, `job(arguments, worker)`
+    runs tasks until none is left, and `step(arguments, most)` does both for at most so many keys.
+    """
     kernel = _Decode(key)
     kernel.all_tasks()
     return str(kernel.e.module)
 
 
-class _Decode(Frame):
+class _Decode(DecodeRows):
     def __init__(self, key: DecodeKey) -> None:
         super().__init__("qkv_decode", key.spec, key.shape, key.int_bits, FIELDS)
-        self.dtypes = dict(zip(("query", "key", "value"), key.dtypes, strict=True))
         self.paged = dict(zip(("key", "value"), key.paged, strict=True))
+        self.dtypes = dict(zip(("query", "key", "value"), key.dtypes, strict=True))
         self.out_dtype = key.out_dtype
         self.statistics = key.statistics
         self.plain = self.score == SCORE
@@ -309,45 +297,7 @@ class _Decode(Frame):
             e.loop(start, stop, size, [], tile)
             start = stop
 
-    # Where keys lie
-
-    def segments(
-        self,
-        arguments: Value,
-        name: str,
-        place: Rows,
-        pages: list[Value],
-        kv_start: Value,
-        count: Value,
-        body: Callable[[Value, Value, Value], None],
-    ) -> None:
-        """`body(pointer, done, keys)` for the rows from `kv_start` on, page by page."""
-        e, b = self.e, self.e.builder
-        if not self.paged[name.removesuffix("_scales")]:
-            body(e.at(place.pointer, e.mul(kv_start, place.row)), e.index(0), count)
-            return
-        page_bytes, page_size, table = pages
-        stop = e.add(kv_start, count)
-
-        def page(number: Value, _: list[Value]) -> None:
-            start = e.mul(number, page_size)
-            first = e.greater(start, kv_start)
-            keys = e.sub(e.least(e.add(start, page_size), stop), first)
-            which = e.load(e.at(table, e.mul(number, WORD)), INT64, WORD)
-            row = e.mul(e.sub(first, start), place.row)
-            body(e.at(place.pointer, e.mul(which, page_bytes), row), e.sub(first, kv_start), keys)
-
-        first_page = b.sdiv(kv_start, page_size)
-        last_page = e.add(b.sdiv(e.sub(stop, 1), page_size), 1)
-        e.loop(first_page, last_page, 1, [], page)
-
-    def pages(self, arguments: Value, name: str, batch: Value) -> list[Value]:
-        """Bytes of a page, keys of a page, and the page table of one batch row."""
-        if not self.paged[name.removesuffix("_scales")]:
-            return []
-        e = self.e
-        page, page_size, table, slots = (self.field(arguments, f) for f in page_fields(name))
-        return [page, page_size, e.at(e.pointer(table), e.mul(batch, slots, WORD))]
+    # Products
 
     def block_of(self, name: str, parts: dict[str, Value]) -> Value:
         """A function that scores a block of K, or adds a block of V, segment by segment.
@@ -424,34 +374,6 @@ class _Decode(Frame):
             self.segments(arguments_, name, place, pages, kv_start, count, segment)
         return function
 
-    def scales_of(self, name: str) -> Value:
-        """A function that lays the scales of a block side by side."""
-        e, scales = self.e, f"{name}_scales"
-        with e.function(scales, [POINTER, *[INT64] * 4, POINTER]) as (function, args):
-            arguments, batch, kv_head, kv_start, count, target = args
-            b = e.builder
-            place = self.operand(arguments, scales, batch, kv_head)
-
-            def segment(pointer: Value, done: Value, keys: Value) -> None:
-                to = e.at(target, e.mul(done, e.real_bytes))
-
-                def copy(k: Value, lanes: int) -> None:
-                    source = e.at(pointer, e.mul(k, place.row))
-                    x = storage.load(e, source, "float32", lanes)
-                    e.store(x, e.at(to, e.mul(k, e.real_bytes)), e.real_bytes)
-                    if lanes:
-                        later = e.at(source, BLOCK_KV * _SCALE_BYTES)
-                        e.prefetch(later, soon=self.shape.nearest)
-
-                adjacent = b.icmp_signed("==", place.row, e.index(_SCALE_BYTES))
-                whole = b.select(adjacent, e.round_down(keys, e.lanes), e.index(0))
-                e.loop(0, whole, e.lanes, [], lambda k, _: copy(k, e.lanes))
-                e.loop(whole, keys, 1, [], lambda k, _: copy(k, 0))
-
-            pages = self.pages(arguments, scales, batch)
-            self.segments(arguments, scales, place, pages, kv_start, count, segment)
-        return function
-
     def block_row(self, v_head_dim: Value) -> Value:
         """Bytes of a row of O in whole vectors."""
         e = self.e
@@ -462,8 +384,8 @@ class _Decode(Frame):
     def record_row(self, block_row: Value) -> Value:
         """Bytes of a row of a record, as `record_bytes` has it."""
         e = self.e
-        size = e.add(block_row, STATE * e.vector_bytes + _ALIGNED - 1)
-        return e.round_down(size, _ALIGNED)
+        size = e.add(block_row, STATE * e.vector_bytes + RECORD_ALIGNMENT - 1)
+        return e.round_down(size, RECORD_ALIGNMENT)
 
     def clear(self, pointer: Value, size: Value) -> None:
         e = self.e
@@ -555,19 +477,52 @@ class _Decode(Frame):
                 e.choose(partial, lambda: finish("partial"), lambda: finish("full"))
         return function
 
-    def attend(self, parts: dict[str, Value]) -> Value:
-        """One chunk of keys: its record."""
+    def meet_run(self, parts: dict[str, Value]) -> Value:
+        """A function that takes all rows through neighbouring blocks of one kind.
+
+        `(arguments, batch, kv_head, start, stop, kind, record, scratch)`.
+        """
+        e = self.e
+        kinds = [POINTER, *[INT64] * 5, *[POINTER] * 2]
+        with e.function("meet_run", kinds) as (function, args):
+            arguments, batch, kv_head, start, stop, kind, record, scratch = args
+            b = e.builder
+            with b.if_then(b.icmp_signed("==", kind, e.index(EMPTY))):
+                b.ret_void()
+            partial = b.icmp_signed("==", kind, e.index(PARTIAL))
+            rows, panel = self.field(arguments, "rows"), self.field(arguments, "panel")
+            own = self.layout(arguments, scratch)
+
+            def stretch(k: Value, _: list[Value]) -> None:
+                where = [arguments, batch, kv_head, k, e.least(STRETCH_KV, e.sub(stop, k))]
+                for name, scales in (("key", own.key_scales), ("value", own.value_scales)):
+                    if self.quantised(name):
+                        b.call(parts[f"{name} scales"], [*where, scales])
+                e.loop(
+                    0, rows, panel, [],
+                    lambda first, _: b.call(
+                        parts["meet"], [*where, first, record, scratch, partial]
+                    ) and None,
+                )  # fmt: skip
+
+            e.loop(start, stop, STRETCH_KV, [], stretch)
+        return function
+
+    def attend(self, parts: dict[str, Value], tasks: DecodeTasks) -> Value:
+        """One chunk of keys: its record. `(arguments, task, record, scratch)`."""
         e = self.e
         with e.function("attend", [POINTER] * 4) as (function, args):
             arguments, task, record, scratch = args
             b = e.builder
-            batch, kv_head, first_run, last_run, *_ = self.record(task, TASK)
+            group, start, stop, full = self.record(task, TASK)
             names = (
                 "group_size", "q_len", "rows", "panel", "head_dim", "v_head_dim", "query_head",
+                "num_kv_heads",
             )  # fmt: skip
-            group_size, q_len, rows, panel, head_dim, v_head_dim, query_head = (
+            group_size, q_len, rows, panel, head_dim, v_head_dim, query_head, kv_heads = (
                 self.field(arguments, name) for name in names
             )
+            batch, kv_head = b.sdiv(group, kv_heads), b.srem(group, kv_heads)
             own, block_row = self.layout(arguments, scratch), self.block_row(v_head_dim)
 
             query = self.operand(arguments, "query", batch, e.mul(kv_head, group_size))
@@ -588,30 +543,19 @@ class _Decode(Frame):
                     e.const(-math.inf), self.record_state(record, i, block_row)
                 ),
             )  # fmt: skip
+            where = [arguments, batch, kv_head]
 
-            def one_stretch(kv_start: Value, count: Value, partial: Value) -> None:
-                where = [arguments, batch, kv_head, kv_start, count]
-                for name, scales in (("key", own.key_scales), ("value", own.value_scales)):
-                    if self.quantised(name):
-                        b.call(parts[f"{name} scales"], [*where, scales])
-                e.loop(
-                    0, rows, panel, [],
-                    lambda first, _: b.call(
-                        parts["meet"], [*where, first, record, scratch, partial]
-                    ) and None,
-                )  # fmt: skip
+            def meet(start: Value, stop: Value, kind: Value) -> Value:
+                return b.call(parts["meet run"], [*where, start, stop, kind, record, scratch])
 
-            runs = self.pointer_field(arguments, "runs")
-
-            def each_run(r: Value, _: list[Value]) -> None:
-                start, stop, kind = self.record(e.at(runs, e.mul(r, WORD * len(RUN))), RUN)
-                partial = b.icmp_signed("!=", kind, e.index(0))
-                e.loop(
-                    start, stop, STRETCH_KV, [],
-                    lambda k, _: one_stretch(k, e.least(STRETCH_KV, e.sub(stop, k)), partial),
-                )  # fmt: skip
-
-            e.loop(first_run, last_run, 1, [], each_run)
+            if self.mask == TRUE:
+                meet(start, stop, e.index(FULL))
+            else:
+                e.choose(
+                    b.icmp_signed("!=", full, e.index(0)),
+                    lambda: meet(start, stop, e.index(FULL)),
+                    lambda: tasks.runs(where, start, stop, meet),
+                )
         return function
 
     def merge(self) -> Value:
@@ -694,7 +638,8 @@ class _Decode(Frame):
 
         nothing, lowest = e.const(0.0), e.const(-math.inf)
         lse, _ = vector_math.add_log(e, row_max, row_sum, rest)
-        write("lse", b.select(empty, lowest, lse))
+        with b.if_then(b.icmp_signed("!=", self.field(arguments, "lse"), e.index(0))):
+            write("lse", b.select(empty, lowest, lse))
         if self.statistics:
             logarithm = vector_math.log(e, row_sum)
             entropy = b.fsub(logarithm, b.fdiv(spread[0], divisor))
@@ -743,19 +688,23 @@ class _Decode(Frame):
         if self.mask != TRUE:
             parts["partial"] = self.softmax("partial", True)
         parts["meet"] = self.meet(parts)
-        attend, merge = self.attend(parts), self.merge()
+        parts["meet run"] = self.meet_run(parts)
+        tasks = DecodeTasks(self)
+        attend, merge = self.attend(parts, tasks), self.merge()
 
         def run(arguments: Value, number: Value, scratch: Value) -> None:
             b = e.builder
             task = e.at(self.pointer_field(arguments, "tasks"), e.mul(number, WORD * len(TASK)))
-            *_, group, first_record, count = self.record(task, TASK)
+            group, *_ = self.record(task, TASK)
+            groups = self.pointer_field(arguments, "groups")
+            own = e.at(groups, e.mul(group, WORD * len(GROUP)))
+            _, first_record, count, _ = self.record(own, GROUP)
             rows = self.field(arguments, "rows")
             record_row = self.record_row(self.block_row(self.field(arguments, "v_head_dim")))
             record_bytes = e.mul(rows, record_row)
             records = self.pointer_field(arguments, "records")
             b.call(attend, [arguments, task, e.at(records, e.mul(number, record_bytes)), scratch])
-            counter = e.at(self.pointer_field(arguments, "counters"), e.mul(group, WORD))
-            counter = b.bitcast(counter, INT64.as_pointer())
+            counter = b.bitcast(own, INT64.as_pointer())
             done = b.atomic_rmw("add", counter, e.index(1), "acq_rel")
             with b.if_then(b.icmp_signed("==", done, e.sub(count, 1))):
                 first = e.at(records, e.mul(first_record, record_bytes))
@@ -770,4 +719,6 @@ class _Decode(Frame):
                     ) and None,
                 )  # fmt: skip
 
+        plan = tasks.plan()
         self.job(run)
+        tasks.step(plan, e.module.globals["job"])

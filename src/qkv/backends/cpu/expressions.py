@@ -22,11 +22,11 @@ from qkv.problem.spec import TableSpec
 INNER = frozenset({"kv_index", "score"})
 """Variables that change inside the loop over keys."""
 
-_INTEGERS = {
+INTEGER_TYPES = {
     "bool": (8, False), "int8": (8, True), "int16": (16, True), "int32": (32, True),
     "int64": (64, True), "uint8": (8, False), "uint16": (16, False), "uint32": (32, False),
 }  # fmt: skip
-TABLE_DTYPES = frozenset({*_INTEGERS, "float16", "bfloat16", "float32", "float64"})
+TABLE_DTYPES = frozenset({*INTEGER_TYPES, "float16", "bfloat16", "float32", "float64"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class Expressions:
     def _load(self, load: Load) -> Value:
         e, table = self.e, self.tables[load.table]
         uniform, varying = self.place(load, table)
-        raw = _raw_type(table.spec.dtype)
+        raw = raw_type(table.spec.dtype)
         if varying is None:
             return self._decode(e.load(e.at(table.pointer, uniform), raw), table.spec.dtype)
         row = ir.Constant(ir.VectorType(raw, e.lanes), ir.Undefined)
@@ -170,9 +170,9 @@ class Expressions:
             return b.icmp_unsigned("!=", raw, ir.Constant(raw.type, None))
         if dtype == "float64" and e.real == FLOAT:
             return b.fptrunc(self._within_float(raw), e.vector if is_vector(raw) else FLOAT)
-        if dtype not in _INTEGERS:
+        if dtype not in INTEGER_TYPES:
             return storage.widen(e, raw, dtype)
-        bits, signed = _INTEGERS[dtype]
+        bits, signed = INTEGER_TYPES[dtype]
         width = self.int_bits if is_vector(raw) else 64
         if bits == width:
             return raw
@@ -323,13 +323,13 @@ class Expressions:
         return b.fptosi(lanes, ir.VectorType(ir.IntType(self.int_bits), e.lanes))
 
 
-def _raw_type(dtype: str) -> Any:
+def raw_type(dtype: str) -> Any:
     """What is loaded from memory."""
     if dtype == "float32":
         return FLOAT
     if dtype == "float64":
         return DOUBLE
-    return ir.IntType(_INTEGERS.get(dtype, (16, False))[0])
+    return ir.IntType(INTEGER_TYPES.get(dtype, (16, False))[0])
 
 
 def _capped(op: Op) -> tuple[Node, Node, Node] | None:

@@ -44,6 +44,11 @@ _SOFTMAX, _DROPOUT, _NODE = 25.0, 75.0, 5.0
 operation of mods and masks."""
 
 
+def alone_operations() -> tuple[float, float, float]:
+    """Up to how many operations a pass is brief, one thread does it best, and it is one slice."""
+    return _BRIEF, 2 * _WORTH_A_THREAD, _SLICE_SECONDS * OPERATIONS_PER_SECOND["elements"]
+
+
 class Pass:
     """A kernel with its tasks: how many threads share them, and how they are run."""
 
@@ -71,9 +76,9 @@ class Pass:
         """Threads that pay."""
         return min(int(self._operations / _WORTH_A_THREAD), self.count)
 
-    def workers(self) -> int:
+    def workers(self, threads: int | None = None) -> int:
         """Threads that pay, at most as many as may run."""
-        return max(1, min(self.most_workers, get_num_threads()))
+        return max(1, min(self.most_workers, threads or get_num_threads()))
 
     def launch(self, arguments: Runnable, workers: int) -> None:
         seconds = (self._operations / self._rate + self._others / OTHERS_PER_SECOND) / workers

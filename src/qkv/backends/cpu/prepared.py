@@ -12,33 +12,29 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from qkv.backends.cpu.arguments import (
-    Arguments,
     ForwardArguments,
     address_of,
     page_aligned,
     quick_address,
     word_of,
 )
-from qkv.backends.cpu.decode import FIELDS as DECODE_FIELDS
-from qkv.backends.cpu.forward import FIELDS as FORWARD_FIELDS
-from qkv.backends.cpu.forward_pass import ForwardPass, Pass
-from qkv.backends.cpu.frame import WORD
+from qkv.backends.cpu.forward_pass import ForwardPass
 from qkv.backends.cpu.host import isa_said
-from qkv.backends.cpu.streaming import DecodeArguments, DecodePass
-from qkv.partial import Partial
-from qkv.problem.spec import Problem, Spec
+from qkv.partial import Partial, RowStatistics
+from qkv.problem.spec import Problem
 
 if TYPE_CHECKING:
     from qkv.problem.rows import StoredRows
 
 Array = NDArray[Any]
 
-_LIMIT, _LSE_REST = word_of("limit"), word_of("lse_rest")
-_RECORDS, _COUNTERS, _DECODE_LSE = (
-    word_of(name, DECODE_FIELDS) for name in ("records", "counters", "lse")
-)
-_NOTHING = Partial(np.empty(0), np.empty(0))
-_address = quick_address()
+_LIMIT = word_of("limit")
+_WORDS = tuple([word_of(n) for n in ("scratch", "query", "key", "value", "out", "lse", "lse_rest")])
+_STATISTICS = tuple([word_of(name) for name in ("entropy", "max_score", "max_weight")])
+"""In the order of `RowStatistics`."""
+NOTHING = Partial(np.empty(0), np.empty(0))
+"""In the place of results whose addresses calls bring."""
+quick_address_of = quick_address()
 _CALLER = ctypes.c_int64(0)
 """The number of the worker that is the calling thread."""
 _FREE = 4
@@ -69,48 +65,44 @@ class Block:
         self.words[_LIMIT] = stop
 
 
-class PreparedPass:
-    """Takes arrays like those of one problem: what both passes have in common.
+class PreparedForward:
+    """The forward pass of many queries; `backward` says what will follow.
 
-    `read` are for each array that calls bring the tables that are views of it, `fields` those of
-    the kernel's argument block. Scratch is `scratch_bytes` for each worker, then `shared_bytes`.
+    With `statistics` those of the rows take the place of lse_rest among the results.
     """
 
     def __init__(
         self,
-        spec: Spec,
-        prepared: Pass,
-        template: Arguments,
-        fields: tuple[str, ...],
-        read: list[list[str]],
+        problem: Problem,
         *,
-        out_dtype: np.dtype[Any],
-        scratch_bytes: int,
-        shared_bytes: int = 0,
-        rest: bool = False,
+        backward: bool,
+        arrays: tuple[Array, ...] = (),
+        statistics: bool = False,
     ) -> None:
+        problem, read = without_values(problem, arrays)
+        spec, forward = problem.spec, ForwardPass(problem, statistics=statistics)
         self._isa = isa_said()
-        self._pass = prepared
-        self._count = prepared.count
-        self._alone = prepared.most_workers <= 1
-        self._brief_job = prepared.kernel.brief_job if prepared.is_brief else None
+        self._pass = forward
+        self._count = forward.count
+        self._alone = forward.most_workers <= 1
+        self._brief_job = forward.kernel.brief_job if forward.is_brief else None
         shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.v_head_dim)
-        self._out = shape, out_dtype
+        self._out = shape, forward.out_dtype
         self._lse = shape[:-1], spec.compute_dtype
-        self._rest = rest
-        self._scratch_bytes, self._shared_bytes = scratch_bytes, shared_bytes
-        self._template = template
-        names = ("scratch", "query", "key", "value", "out", "lse")
-        self._words = tuple([word_of(name, fields) for name in names])
+        self._rest = backward
+        self._statistics = statistics
+        self._scratch_bytes = forward.scratch_bytes
+        self._template = template = ForwardArguments(problem, forward, 0, NOTHING)
         self._read = [list(map(template.word_of_table, tables)) for tables in read]
         self._blocks: list[Block] = []
 
     def __call__(
         self, query: Array, key: Array, value: Array, rows: bool, arrays: Sequence[Array] = ()
-    ) -> tuple[Array, Array | None, Array | None] | None:
-        at, out = _address, np.empty(*self._out)
+    ) -> tuple[Array, Array | None, Any] | None:
+        at, out = quick_address_of, np.empty(*self._out)
         lse = np.empty(*self._lse) if rows else None
         rest = np.empty(*self._lse) if rows and self._rest else None
+        statistics = [np.empty(*self._lse) for _ in _STATISTICS] if self._statistics else ()
         found = self.run(
             at(query),
             at(key),
@@ -118,10 +110,13 @@ class PreparedPass:
             at(out),
             0 if lse is None else at(lse),
             0 if rest is None else at(rest),
-            (query, key, value, out, lse, rest, arrays),
+            (query, key, value, out, lse, rest, arrays, statistics),
             [at(array) for array in arrays],
+            [at(array) for array in statistics],
         )
-        return (out, lse, rest) if found else None
+        if not found:
+            return None
+        return out, lse, RowStatistics(*statistics) if statistics else rest
 
     def run(
         self,
@@ -133,6 +128,7 @@ class PreparedPass:
         lse_rest: int,
         kept: Any,
         arrays: Sequence[int] = (),
+        statistics: Sequence[int] = (),
     ) -> bool:
         """Compute what lies at these addresses, of `kept`, into those of out, lse and lse_rest.
 
@@ -145,21 +141,22 @@ class PreparedPass:
         except IndexError:
             block = Block(self._template.copy())
         words = block.words
-        at_scratch, at_query, at_key, at_value, at_out, at_lse = self._words
+        at_scratch, at_query, at_key, at_value, at_out, at_lse, at_rest = _WORDS
         words[at_query] = query
         words[at_key] = key
         words[at_value] = value
         words[at_out] = out
         words[at_lse] = lse
+        words[at_rest] = lse_rest
         if arrays:
             for places, address in zip(self._read, arrays, strict=True):
                 for place in places:
                     words[place] = address
+        for place, address in zip(_STATISTICS, statistics, strict=False):
+            words[place] = address
         workers = 1 if self._alone else self._pass.workers()
-        size = self._scratch_bytes * workers
-        scratch = take(size + self._shared_bytes)
+        scratch = take(self._scratch_bytes * workers)
         words[at_scratch] = scratch.address
-        self._say_more(words, scratch.address + size, lse, lse_rest)
         if self._brief_job is not None:
             # What `launch` does, for one slice of one thread.
             words[0] = 0
@@ -172,109 +169,6 @@ class PreparedPass:
         self._blocks.append(block)
         give_back(scratch)
         return True
-
-    def _say_more(self, words: memoryview, shared: int, lse: int, lse_rest: int) -> None:
-        """Write what one kind of pass reads, of which `shared` is the address of shared scratch."""
-        raise NotImplementedError
-
-
-class PreparedForward(PreparedPass):
-    """The forward pass of many queries; `backward` says what will follow."""
-
-    def __init__(self, problem: Problem, *, backward: bool, arrays: tuple[Array, ...] = ()) -> None:
-        problem, read = without_values(problem, arrays)
-        forward = ForwardPass(problem)
-        super().__init__(
-            problem.spec,
-            forward,
-            ForwardArguments(problem, forward, 0, _NOTHING),
-            FORWARD_FIELDS,
-            read,
-            out_dtype=forward.out_dtype,
-            scratch_bytes=forward.scratch_bytes,
-            rest=backward,
-        )
-
-    def _say_more(self, words: memoryview, shared: int, lse: int, lse_rest: int) -> None:
-        words[_LSE_REST] = lse_rest
-
-
-class PreparedDecode(PreparedPass):
-    """The pass of few queries, which leaves no lse_rest.
-
-    Shared are what tasks leave, their counters, and lse if nobody wants it.
-    """
-
-    def __init__(self, problem: Problem, *, arrays: tuple[Array, ...] = ()) -> None:
-        problem, read = without_values(problem, arrays)
-        spec, decode = problem.spec, DecodePass(problem)
-        self._record_bytes = decode.record_bytes
-        self._counter_bytes = spec.batch_size * spec.num_kv_heads * WORD
-        lse_bytes = spec.batch_size * spec.num_heads * spec.q_len * WORD
-        super().__init__(
-            spec,
-            decode,
-            DecodeArguments(problem, decode, 0, _NOTHING),
-            DECODE_FIELDS,
-            read,
-            out_dtype=decode.out_dtype,
-            scratch_bytes=decode.scratch_bytes,
-            shared_bytes=self._record_bytes + self._counter_bytes + lse_bytes,
-        )
-
-    def _say_more(self, words: memoryview, shared: int, lse: int, lse_rest: int) -> None:
-        counters = shared + self._record_bytes
-        ctypes.memset(counters, 0, self._counter_bytes)
-        words[_RECORDS] = shared
-        words[_COUNTERS] = counters
-        words[_DECODE_LSE] = lse or counters + self._counter_bytes
-
-
-class GrowingDecode:
-    """The pass of few queries for any number of keys: only the latest number is prepared for.
-
-    Layers of a model follow one another with the same number, steps with one more.
-    """
-
-    def __init__(self, problem: Problem) -> None:
-        self._problem, _ = without_values(problem, ())
-        self._shifts = [
-            table.name
-            for table in problem.spec.tables
-            if problem.operands.origins[table.name].variant is None and table.label == "q_offset"
-        ]
-        self._latest: tuple[Any, PreparedDecode] | None = None
-
-    def __call__(
-        self, query: Array, key: Array, value: Array, rows: bool, q_shift: int
-    ) -> tuple[Array, Array | None, Array | None] | None:
-        like = key.shape[-2], q_shift, query.strides, key.strides, value.strides
-        latest = self._latest
-        if latest is None or latest[0] != like:
-            prepared = PreparedDecode(self._grown(query, key, value, q_shift))
-            latest = self._latest = like, prepared
-        found = latest[1](query, key, value, rows)
-        if found is None:
-            self._latest = None
-        return found
-
-    def _grown(self, query: Array, key: Array, value: Array, q_shift: int) -> Problem:
-        spec, operands = self._problem.spec, self._problem.operands
-        shifts = dict.fromkeys(self._shifts, np.asarray(q_shift, np.int64))
-        positions = replace(
-            operands.positions, kv_rank=key.shape[-2], q_shift=np.array([q_shift], np.int64)
-        )
-        return Problem(
-            replace(spec, kv_len=key.shape[-2]),
-            replace(
-                operands,
-                query=query,
-                key=key,
-                value=value,
-                tables={**operands.tables, **shifts},
-                positions=positions,
-            ),
-        )
 
 
 def tables_of(problem: Problem, arrays: tuple[Array, ...]) -> list[list[str]]:

@@ -19,8 +19,8 @@ Array = NDArray[Any]
 Results = tuple[Array, Any, Any]
 
 __all__ = [
-    "GrowingRotation", "GrowingSinks", "RotatedBackward", "RotatedCall", "SinksCall",
-    "is_rotation_kept", "rotated_form",
+    "GrowingRotation", "RotatedBackward", "RotatedCall", "SinksCall", "is_rotation_kept",
+    "rotated_form",
 ]  # fmt: skip
 
 _address = quick_address()
@@ -117,9 +117,8 @@ class SinksCall:
     ) -> Results | None:
         """As of the call."""
         found = self._inner(query, key, value, True, arrays)
-        return None if found is None else self._finished(found)
-
-    def _finished(self, found: Results) -> Results:
+        if found is None:
+            return None
         keys_out, lse, rest = found
         out = keys_out if self._dtype == self._compute else np.empty(self._shape, self._dtype)
         at = 0 if rest is None else _address(rest)
@@ -166,7 +165,13 @@ class GrowingRotation:
         self._kv_shift = int(operands.positions.kv_shift[0])
 
     def __call__(
-        self, query: Array, key: Array, value: Array, rows: bool, q_shift: int, *more: Any
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        rows: bool,
+        q_shift: int,
+        arrays: Sequence[Array] = (),
     ) -> Results | None:
         """As of the step."""
         angles = (
@@ -177,22 +182,8 @@ class GrowingRotation:
             Rotation(self._problem, array)(_address(array), turns)
             for array, turns in zip((query, key), angles, strict=True)
         ]
-        found: Results | None = self._inner(*turned, value, rows, q_shift, *more)
+        found: Results | None = self._inner(*turned, value, rows, q_shift, arrays)
         return found
-
-
-class GrowingSinks:
-    """Steps of decoding whose sinks take their share afterwards."""
-
-    def __init__(self, problem: Problem, inner: Any) -> None:
-        self._inner, self._finish = inner, SinksCall(problem, inner)
-
-    def __call__(
-        self, query: Array, key: Array, value: Array, rows: bool, q_shift: int, *more: Any
-    ) -> Results | None:
-        """As of the step."""
-        found = self._inner(query, key, value, True, q_shift, *more)
-        return None if found is None else self._finish._finished(found)
 
 
 class RotatedBackward:

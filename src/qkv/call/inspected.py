@@ -1,0 +1,115 @@
+"""Run a bound call for inspection: output, lse and statistics of its rows, prepared or checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.backends import Inspectable
+from qkv.call.attend import call_key, heads_first, in_place
+from qkv.call.bound import BoundCall
+from qkv.call.cache import CALLS
+from qkv.call.checked import CheckedCall, check_call
+from qkv.call.device_call import DeviceCall, check_device_call, is_device_call
+from qkv.call.flatten import without_arrays
+from qkv.partial import RowStatistics, finish, share_with_sinks
+
+__all__ = ["Inspected", "attend_for_inspection"]
+
+Array = NDArray[Any]
+
+
+class Inspected:
+    """What a run for inspection left.
+
+    Attributes
+    ----------
+    output, lse : array
+        As `qkv.attention` returns them.
+    row_lse : array (*batch_shape, num_heads, q_len)
+        lse as a NumPy array.
+    rows : RowStatistics or None
+        With the shape of `row_lse`, sinks included; None if the backend tells nothing.
+    backend : str
+        The backend that ran.
+    """
+
+    def __init__(
+        self,
+        output: Any,
+        lse: Any,
+        row_lse: Array,
+        rows: RowStatistics | None,
+        backend: str,
+        check: Callable[[], CheckedCall],
+    ) -> None:
+        self.output = output
+        self.lse = lse
+        self.row_lse = row_lse
+        self.rows = rows
+        self.backend = backend
+        self._check = check
+
+    @cached_property
+    def call(self) -> CheckedCall:
+        """The checked call, in main memory; checked now, if the run was prepared."""
+        return self._check()
+
+
+class _Prepared(NamedTuple):
+    run: Any
+    backend: str
+
+
+def attend_for_inspection(bound: BoundCall, given: Sequence[Any] | None = None) -> Inspected:
+    """Run a bound call; `given` are the variants as the caller gave them."""
+    if is_device_call(bound):
+        return _on_device(check_device_call(bound, given))
+    library, leaves = views_of(bound)
+    seen = bound._replace(leaves=leaves)
+    views = heads_first(seen)
+    key = None if views is None else call_key(seen, views, "inspection")
+    ready: _Prepared | None = None if key is None else CALLS.get(key)
+    if views is not None and key is not None and ready is not None:
+        found = ready.run(*views, True, in_place(seen))
+        if found is not None:
+            out, lse, rows = found
+            if bound.structure.layout == "blhd":
+                out = np.ascontiguousarray(out.swapaxes(-3, -2))
+            restored = library.restore(out), library.restore(lse)
+            return Inspected(*restored, lse, rows, ready.backend, lambda: check_call(bound, given))
+        CALLS.discard(key)
+    call = check_call(bound, given)
+    backend = call.choice.backend
+    prepare = getattr(backend, "prepare_statistics", None)
+    again = key is not None and bound.structure.is_known and not CALLS.is_new(key)
+    if again and key is not None and prepare is not None and call.ndim > 2:
+        prepared = prepare(call.problem, in_place(seen))
+        if prepared is not None:
+            CALLS.insert(without_arrays(key), _Prepared(prepared, backend.name))
+    return _checked(call)
+
+
+def _checked(call: CheckedCall) -> Inspected:
+    backend, sinks = call.choice.backend, call.problem.operands.sinks
+    rows = None
+    if isinstance(backend, Inspectable):
+        partial, alone = backend.run_with_statistics(call.problem)
+        partial, rows = finish(partial, sinks), share_with_sinks(alone, sinks)
+    else:
+        partial = call.run()
+    output, lse = call.output(partial), call.rows(partial.lse)
+    return Inspected(output, lse, partial.lse, rows, backend.name, lambda: call)
+
+
+def _on_device(call: DeviceCall) -> Inspected:
+    """Statistics come from copies in main memory."""
+    found = _checked(call.on_host())
+    output, _ = call.attend(lse=False)
+    lse = call.rows(found.row_lse)
+    host = found.call
+    return Inspected(output, lse, found.row_lse, found.rows, call.choice.backend.name, lambda: host)

@@ -1,0 +1,238 @@
+"""Steps of decoding that are prepared once, for any number of keys."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import qkv
+from qkv.backends import AddressedGrowing
+from qkv.backends.cpu import CpuBackend
+from qkv.backends.cpu.growing_decode import LONGEST
+from qkv.problem.check import check
+
+CPU = CpuBackend()
+LENGTHS = (17, 18, 64, 65, 530, 1100, 3)
+CACHE = 1200
+ATOL = {"float32": 2e-6, "float64": 1e-13, "float16": 2e-3, "bfloat16": 2e-2}
+
+
+def normal(*shape, seed=0, dtype="float32"):
+    dtype = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+def table(heads, seed=0):
+    return qkv.RelativeBias(normal(32, heads, seed=seed), False, 128)
+
+
+VARIANTS = {
+    "nothing": (),
+    "causal": (qkv.Causal(),),
+    "window": (qkv.SlidingWindow(40, 0),),
+    "window or prefix": (qkv.SlidingWindow(100, 0) | qkv.Prefix(70),),
+    "prefix of each row": (qkv.Causal() | qkv.Prefix([0, 700]),),
+    "slopes": (qkv.Softcap(5.0), qkv.ALiBi(), qkv.Causal()),
+    "buckets": (table(4), qkv.Causal()),
+    "global": (qkv.SlidingWindow(63, 0) | qkv.GlobalTokens([0, 3, 500]),),
+    "dilated": (qkv.Causal() & qkv.Strided(3),),
+    "function": (qkv.ScoreMod(lambda s, b, h, q, k: np.where(k % 7 == h, -np.inf, s / (1 + b))),),
+    "dropped": (qkv.Dropout(0.3, 5), qkv.Causal()),
+    "sinks": (qkv.Sinks(np.array([0.5, -1.0, 3.0, 0.0])), qkv.SlidingWindow(50, 0)),
+}
+
+
+def prepared(query, key, value, variants=(), arrays=(), **said):
+    return CPU.prepare_growing(check(query, key, value, variants, **said), arrays)
+
+
+def caches(dtype="float32", batch=(2,), heads=2, dim=24):
+    return [normal(*batch, heads, CACHE, dim, seed=i + 1, dtype=dtype) for i in range(2)]
+
+
+def first_call(query, key, value, variants, **said):
+    return qkv.attention(query, key, value, *variants, return_lse=True, backend="cpu", **said)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_a_step_gives_the_bits_of_a_first_call(name, q_len) -> None:
+    """And those are right: another backend says the same."""
+    variants, (keys, values) = VARIANTS[name], caches()
+    query = normal(2, 4, q_len, 24)
+    grow = prepared(query, keys[:, :, :20], values[:, :, :20], variants, q_offset="end")
+    for seed, length in enumerate(LENGTHS):
+        query = normal(2, 4, q_len, 24, seed=seed)
+        rows = keys[:, :, :length], values[:, :, :length]
+        for key, value in (rows, [np.ascontiguousarray(r) for r in rows]):
+            out, lse, rest = grow(query, key, value, True, length - q_len)
+            expected = first_call(query, key, value, variants, q_offset="end")
+            assert out.tobytes() == expected[0].tobytes()
+            assert lse.tobytes() == expected[1].tobytes()
+            assert rest is None
+            alone, none, _ = grow(query, key, value, False, length - q_len)
+            assert alone.tobytes() == out.tobytes()
+            assert none is None
+        right = qkv.attention(query, *rows, *variants, q_offset="end", backend="reference")
+        np.testing.assert_allclose(out, right, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", ATOL)
+def test_every_type(dtype) -> None:
+    keys, values = caches(dtype)
+    query = normal(2, 6, 2, 24, dtype=dtype)
+    grow = prepared(query, keys, values, (qkv.SlidingWindow(90, 0),), q_offset="end")
+    for length in (30, 601):
+        key, value = keys[:, :, :length], values[:, :, :length]
+        out, _, _ = grow(query, key, value, False, length - 2)
+        assert out.dtype == query.dtype
+        said = {"q_offset": "end", "backend": "reference"}
+        right = qkv.attention(query, key, value, qkv.SlidingWindow(90, 0), **said)
+        near = ATOL[dtype]
+        np.testing.assert_allclose(out.astype(float), right.astype(float), atol=near, rtol=near)
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3), (1, 3, 1)])
+def test_strides_may_change_with_each_step(batch) -> None:
+    """Views of a buffer, arrays of their own, heads and rows exchanged, and one row for all."""
+    keys, values = caches(batch=batch)
+    query = normal(*batch, 4, 1, 24)
+    grow = prepared(query, keys, values)
+    for length in (5, 70):
+        views = keys[..., :length, :], values[..., :length, :]
+        turned = [np.ascontiguousarray(v.swapaxes(-3, -2)).swapaxes(-3, -2) for v in views]
+        backwards = [v[..., ::-1, :, ::-1] for v in views]
+        same = [np.broadcast_to(v.reshape(-1, *v.shape[-3:])[0], v.shape) for v in views]
+        doubled = np.repeat(query, 2, axis=-1)[..., ::2]
+        for key, value in (views, turned, backwards, same, (views[0], same[1])):
+            for asked in (query, doubled, np.ascontiguousarray(query[..., ::-1])[..., ::-1]):
+                out, lse, _ = grow(asked, key, value, True, 0)
+                expected = first_call(query, key, value, ())
+                assert out.tobytes() == expected[0].tobytes()
+                assert lse.tobytes() == expected[1].tobytes()
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 1, 0), (2, 1, 1, 0), (1, 1, 1, 0), (1, 4, 1, 0)])
+def test_arrays_along_the_keys_are_read_where_they_lie(shape) -> None:
+    rng = np.random.default_rng(0)
+    keys, values = caches()
+    query = normal(2, 4, 1, 24)
+
+    def drawn(length):
+        full = (*shape[:-1], length)
+        mask = rng.random(full) < 0.5
+        mask[..., : length // 2] = False
+        bias = rng.normal(size=full).astype("float32")
+        return mask, np.where(rng.random(full) < 0.1, -np.inf, bias)
+
+    mask, bias = drawn(40)
+    said = qkv.Mask(mask), qkv.Bias(bias), qkv.Causal()
+    grow = prepared(query, keys[:, :, :40], values[:, :, :40], said, (mask, bias), q_offset="end")
+    for length in LENGTHS:
+        key, value = keys[:, :, :length], values[:, :, :length]
+        mask, bias = drawn(length)
+        for m, b in ((mask, bias), (mask[..., ::-1], np.repeat(bias, 3, axis=-1)[..., ::3])):
+            out, lse, _ = grow(query, key, value, True, length - 1, (m, b))
+            said = qkv.Mask(m), qkv.Bias(b), qkv.Causal()
+            expected = first_call(query, key, value, said, q_offset="end")
+            assert out.tobytes() == expected[0].tobytes()
+            assert lse.tobytes() == expected[1].tobytes()
+            right = qkv.attention(query, key, value, *said, q_offset="end", backend="reference")
+            np.testing.assert_allclose(out, right, atol=2e-6)
+
+
+def test_what_a_mask_forbids_does_not_leak() -> None:
+    """NaN in blocks that are skipped, and in blocks that are partly forbidden."""
+    (key, value), query = caches(), normal(2, 4, 1, 24)
+    mask = np.ones((2, 1, 1, CACHE), bool)
+    mask[0, ..., 70:400] = mask[1, ..., 5:] = False
+    grow = prepared(query, key, value, (qkv.Mask(mask),), (mask,))
+    clean = grow(query, key, value, True, 0, (mask,))
+    for array in (key, value):
+        array[0, :, 70:400] = np.nan
+        array[1, :, 5:] = np.inf
+    again = grow(query, key, value, True, 0, (mask,))
+    assert [a.tobytes() for a in clean[:2]] == [a.tobytes() for a in again[:2]]
+    nothing = np.zeros_like(mask)
+    out, lse, _ = grow(query, key, value, True, 0, (nothing,))
+    assert not out.any()
+    assert np.isneginf(lse).all()
+
+
+def test_arrays_of_another_form_are_not_taken() -> None:
+    (keys, values), query = caches(), normal(2, 4, 1, 24)
+    mask = np.ones((2, 1, 1, 50), bool)
+    rows = keys[:, :, :50], values[:, :, :50]
+    grow = prepared(query, *rows, (qkv.Mask(mask),), (mask,))
+    assert grow(query, *rows, False, 0, (mask,)) is not None
+    for other in (mask[:1], mask[..., :49], mask[0], np.ones((2, 4, 1, 50), bool)):
+        assert grow(query, *rows, False, 0, (other,)) is None
+    assert grow(query, *rows, False, 0) is None
+    assert grow(query, *rows, False, 0, (mask, mask)) is None
+    # A dimension that is the same for all may be long if its stride is 0.
+    same = np.broadcast_to(mask, (2, 4, 1, 50))
+    out, _, _ = grow(query, *rows, False, 0, (same,))
+    assert out.tobytes() == grow(query, *rows, False, 0, (mask,))[0].tobytes()
+
+
+def test_what_holds_one_length_is_not_prepared() -> None:
+    query, key = normal(2, 4, 1, 24), normal(2, 2, 50, 24)
+    ids = np.zeros(50, int)
+    for variant in (
+        qkv.Mask(np.ones((2, 1, 1, 50), bool)),
+        qkv.Bias(np.zeros((1, 50), "float32")),
+        qkv.Segments(ids[:1], ids),
+        qkv.BlockSparse(np.ones((1, 4), bool), 1, 16),
+    ):
+        assert prepared(query, key, key, (variant,)) is None
+    # Each batch row has an offset of its own, which no single number moves.
+    assert prepared(query, key, key, (qkv.Causal(),), q_offset=[30, 40]) is None
+
+
+def test_lengths_and_shifts_beyond_what_was_prepared_for() -> None:
+    query, key = normal(1, 2, 1, 16), normal(1, 2, 50, 16)
+    grow = prepared(query, key, key, (qkv.Causal(),), q_offset="end")
+    for shift in (LONGEST + 1, -LONGEST - 1):
+        assert grow(query, key, key, False, shift) is None
+    assert grow(query, key[:, :, :0], key[:, :, :0], False, 0) is None
+    whole = prepared(query, key, key)(query, key, key, False, 0)[0]
+    assert grow(query, key, key, False, LONGEST)[0].tobytes() == whole.tobytes()
+    out, lse, _ = grow(query, key, key, True, -LONGEST)
+    assert not out.any()
+    assert np.isneginf(lse).all()
+
+
+@pytest.mark.parametrize("name", ["window", "sinks"])
+def test_steps_by_address(name) -> None:
+    variants, (keys, values) = VARIANTS[name], caches()
+    query = normal(2, 4, 1, 24)
+    grow = prepared(query, keys, values, variants, q_offset="end")
+    assert isinstance(grow, AddressedGrowing)
+    for length in LENGTHS:
+        key, value = keys[:, :, :length], values[:, :, :length]
+        out, lse = np.full((2, 4, 1, 24), np.nan, "float32"), np.full((2, 4, 1), np.nan, "float32")
+        at = [a.ctypes.data for a in (query, key, value, out, lse)]
+        where = length, length - 1, key.strides, value.strides, (query, key, value)
+        assert grow.run(*at, *where)
+        expected = first_call(query, key, value, variants, q_offset="end")
+        assert out.tobytes() == expected[0].tobytes()
+        assert lse.tobytes() == expected[1].tobytes()
+        out[:] = np.nan
+        assert grow.run(*at[:4], 0, *where)
+        assert out.tobytes() == expected[0].tobytes()
+
+
+def test_many_threads_take_steps_at_once() -> None:
+    """Each has a block of words of its own, with its own shift."""
+    (keys, values), query = caches(), normal(2, 4, 1, 24)
+    grow = prepared(query, keys, values, (qkv.SlidingWindow(30, 0),), q_offset="end")
+
+    def step(length):
+        key, value = keys[:, :, :length], values[:, :, :length]
+        return grow(query, key, value, False, length - 1)[0].tobytes()
+
+    lengths = [*range(1, CACHE, 29)] * 8
+    alone = [step(length) for length in lengths]
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(step, lengths)) == alone
