@@ -13,7 +13,7 @@ from qkv.backends import Inspectable
 from qkv.call.attend import call_key, heads_first, in_place
 from qkv.call.bound import BoundCall
 from qkv.call.cache import CALLS
-from qkv.call.checked import CheckedCall, check_call
+from qkv.call.checked import CheckedCall, check_call, views_of
 from qkv.call.device_call import DeviceCall, check_device_call, is_device_call
 from qkv.call.flatten import without_arrays
 from qkv.partial import RowStatistics, finish, share_with_sinks
