@@ -13,6 +13,8 @@ __all__ = [
     "KINDS",
     "Count",
     "Ledger",
+    "attended_pairs",
+    "attention_ledger",
     "attention_operations",
     "ledger",
     "matmul",
@@ -177,7 +179,7 @@ def step(name: str, *, space: int = 0, **operations: int) -> Ledger:
 
     Examples
     --------
-    >>> n, = symbols(n=3)
+    >>> (n,) = symbols(n=3)
     >>> step("scale", divide=n * n, space=n * n).total.formula
     'n^2'
     """
@@ -233,6 +235,72 @@ def _one_less(size: int) -> int:
     return max(size - 1, 0)
 
 
+def attended_pairs(
+    q_len: int, kv_len: int, *, causal: bool = False, left: int | None = None
+) -> int:
+    """Pairs of a query and a key that it may attend to; queries are the last of the keys.
+
+    Parameters
+    ----------
+    q_len, kv_len : int
+        Rows of query and key; q_len at most kv_len. Counts keep their symbols.
+    causal : bool
+        A query sees no later key; else a window reaches as far to the right as to the left.
+    left : int, optional
+        Keys before its own that a query sees, as in `qkv.SlidingWindow`; all by default.
+
+    Examples
+    --------
+    >>> (n,) = symbols(n=5)
+    >>> attended_pairs(n, n, causal=True).formula
+    'n^2 / 2 + n / 2'
+    >>> int(attended_pairs(1000, 1000, causal=True, left=127))
+    119872
+    """
+    if not causal and left is None:
+        return q_len * kv_len
+    if not causal:
+        later = attended_pairs(q_len, q_len, causal=True, left=left) - q_len
+        return attended_pairs(q_len, kv_len, causal=True, left=left) + later
+    first = kv_len - q_len + 1
+    if left is None or left + 1 >= kv_len:
+        return q_len * first + q_len * (q_len - 1) // 2
+    width = left + 1
+    if first >= width:
+        return q_len * width
+    fewer = width - first
+    return fewer * first + fewer * (fewer - 1) // 2 + (q_len - fewer) * width
+
+
+def attention_ledger(pairs: int, rows: int, head_dim: int, v_head_dim: int) -> Ledger:
+    """Scalar operations of attention that computes only some pairs.
+
+    Parameters
+    ----------
+    pairs : int
+        Pairs of a query and a key that are computed.
+    rows : int
+        Query rows that have a key.
+    head_dim, v_head_dim : int
+        Length of a key row, and of a value row.
+
+    Examples
+    --------
+    >>> from qkv.ledger import attended_pairs, attention_ledger
+    >>> int(attention_ledger(attended_pairs(5, 5, causal=True), 5, 4, 4).total)
+    285
+    """
+    joins = pairs - rows
+    scores = step("qk", multiply=pairs * head_dim, add=pairs * _one_less(head_dim), space=pairs)
+    weights = step(
+        "softmax", compare=joins, subtract=pairs, exp=pairs, add=joins, divide=pairs, space=pairs
+    )
+    output = step(
+        "av", multiply=pairs * v_head_dim, add=joins * v_head_dim, space=rows * v_head_dim
+    )
+    return scores + step("scale", divide=pairs, space=pairs) + weights + output
+
+
 def ledger(q_len: int, kv_len: int, head_dim: int, v_head_dim: int) -> Ledger:
     """Every scalar operation of `softmax(Q K^T / sqrt(head_dim)) V` done by hand.
 
@@ -261,12 +329,7 @@ def ledger(q_len: int, kv_len: int, head_dim: int, v_head_dim: int) -> Ledger:
     n, m, d, d_v = (
         size if isinstance(size, Count) else Count(size, name) for name, size in given.items()
     )
-    return (
-        matmul("qk", n, d, m)
-        + step("scale", divide=n * m, space=n * m)
-        + softmax("softmax", n, m)
-        + matmul("av", n, m, d_v)
-    )
+    return attention_ledger(n * m, n if m else 0, d, d_v)
 
 
 def attention_operations(pairs: int, head_dim: int, v_head_dim: int) -> int:

@@ -12,7 +12,7 @@ from fractions import Fraction
 import pytest
 
 from qkv.errors import ArgumentError
-from qkv.ledger import Count, Ledger, ledger, matmul, step, symbols
+from qkv.ledger import Count, Ledger, attended_pairs, ledger, matmul, step, symbols
 
 
 def value(formula: str, sizes: dict[str, int]) -> Fraction:
@@ -125,3 +125,17 @@ def test_what_is_not_counted_is_refused() -> None:
         step("qk", multiplies=3)
     with pytest.raises(ArgumentError, match="'qk_exp' is not counted here"):
         ledger(3, 3, 3, 3)["qk_exp"]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("left", [None, 0, 1, 3, 40])
+def test_pairs_are_those_of_a_loop(causal: bool, left: int | None) -> None:
+    for q_len, kv_len in [(1, 1), (1, 9), (7, 7), (4, 9), (12, 12)]:
+        if not causal and q_len != kv_len:
+            continue
+        allowed = 0
+        for i in range(kv_len - q_len, kv_len):
+            for j in range(kv_len):
+                near = left is None or (i - j <= left and (causal or j - i <= left))
+                allowed += near and (j <= i or not causal)
+        assert attended_pairs(q_len, kv_len, causal=causal, left=left) == allowed
