@@ -84,6 +84,11 @@ class Ledger:
         """Operations by `step_kind`, in the order in which they are done."""
         return {f"{name}_{kind}": count for (name, kind), count in self.operations.items()}
 
+    @property
+    def formulas(self) -> dict[str, str]:
+        """The closed form of each of `counts`."""
+        return {name: count.formula for name, count in self.counts.items()}
+
     def __getitem__(self, name: str) -> Count:
         try:
             return self.counts[name]

@@ -78,10 +78,10 @@ def layer_ledger(model: Model, layer: Layer, run: Run) -> Ledger:
     run : Run
     """
     width = Count(model.width, "e")
-    norms = _norm("norm", model.norm, run.rows, width) * layer.norms
     attention = layer.attention
-    mixing = _latent if attention.latent else _attention
-    counted = norms + mixing(attention, width, run)
+    counted = (_latent if attention.latent else _attention)(attention, width, run)
+    if layer.norms:
+        counted = _norm("norm", model.norm, run.rows, width) * layer.norms + counted
     if not attention.projections:
         return counted
     counted += step("residual", add=run.rows * width)
@@ -100,7 +100,9 @@ def embedding_ledger(model: Model, run: Run) -> Ledger:
         bytes_read=read * run.size,
         bytes_written=read * run.size,
     )
-    return tables + _norm("final_norm", model.norm, run.rows, width) * int(model.final_norm)
+    if not model.final_norm:
+        return tables
+    return tables + _norm("final_norm", model.norm, run.rows, width)
 
 
 def head_ledger(model: Model, run: Run) -> Ledger:
@@ -148,8 +150,8 @@ def _pairs(attention: Attention, run: Run) -> Count:
     """Pairs of query and key for one head of all sequences."""
     left = None
     if attention.window is not None:
-        before = attention.window - 1 if attention.causal else attention.window // 2
-        left = Count(before, "w")
+        window = Count(attention.window, "w")
+        left = window - 1 if attention.causal else Count(attention.window // 2, "w_side")
     pairs = attended_pairs(run.tokens, run.context, causal=attention.causal, left=left)
     return run.batch * pairs  # type: ignore[no-any-return]
 

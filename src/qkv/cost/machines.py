@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from typing import NamedTuple
 
 from qkv import get_num_threads
 from qkv.errors import ArgumentError, UnsupportedError
@@ -44,8 +45,7 @@ def bytes_of(dtype: str) -> int:
     return DTYPE_BYTES[dtype]
 
 
-@dataclass(frozen=True, slots=True)
-class Roofline:
+class Roofline(NamedTuple):
     """The least time that a machine needs: `max(operations / peak, bytes / bandwidth)`.
 
     Attributes

@@ -66,6 +66,8 @@ class ModelCost:
         One for each kind of layer.
     outside : Ledger
         Embedding, last norm and output head.
+    ledger : Ledger
+        All layers and what is outside of them.
     """
 
     model: Model
@@ -75,11 +77,7 @@ class ModelCost:
     decode: bool
     layers: tuple[LayerCost, ...]
     outside: Ledger
-
-    @property
-    def ledger(self) -> Ledger:
-        """All layers and what is outside of them."""
-        return sum((layer.ledger * layer.count for layer in self.layers), self.outside)
+    ledger: Ledger
 
     @property
     def operations(self) -> int:
@@ -246,15 +244,10 @@ def model_cost(
     kinds: dict[Layer, int] = {}
     for layer in model.layers:
         kinds[layer] = kinds.get(layer, 0) + 1
-    return ModelCost(
-        model,
-        context,
-        batch,
-        dtype,
-        decode,
-        tuple(_layer_cost(model, layer, count, run) for layer, count in kinds.items()),
-        embedding_ledger(model, run) + head_ledger(model, run),
-    )
+    layers = tuple(_layer_cost(model, layer, count, run) for layer, count in kinds.items())
+    outside = embedding_ledger(model, run) + head_ledger(model, run)
+    whole = sum((layer.ledger * layer.count for layer in layers), outside)
+    return ModelCost(model, context, batch, dtype, decode, layers, outside, whole)
 
 
 def _layer_cost(model: Model, layer: Layer, count: int, run: Run) -> LayerCost:
