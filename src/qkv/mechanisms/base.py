@@ -76,11 +76,11 @@ class Mechanism(ABC):
             self.weights = _checked(weights, shapes, self.name)
 
     @abstractmethod
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x: Any, /) -> Any:
         """Mix the tokens of `x` (..., n, embed_dim); an array of the same library and dtype."""
 
     @abstractmethod
-    def token_mixing(self, x: Any) -> Any:
+    def token_mixing(self, x: Any, /) -> Any:
         """How much of each token's value reaches each output, `(..., num_heads, n, n)` or `(n, n)`.
 
         The attention weights, or for mechanisms without any the effective matrix M for which the
@@ -88,14 +88,18 @@ class Mechanism(ABC):
         """
 
     @abstractmethod
-    def explain(self, x: Any, tokens: Sequence[str] | None = None) -> Explanation:
-        """The calculation of the first token of `x` (n, embed_dim), step by step.
+    def explain(
+        self, x: Any, /, tokens: Sequence[str] | None = None, index: int = 0
+    ) -> Explanation:
+        """The calculation of one token of `x` (n, embed_dim), step by step.
 
         Parameters
         ----------
         x : array (n, embed_dim)
         tokens : sequence of str (n,), optional
             Names of the rows; their numbers by default.
+        index : int
+            The token whose output is calculated, the first by default.
         """
 
     @abstractmethod
@@ -180,11 +184,8 @@ class Mechanism(ABC):
         # NumPy multiplies bfloat16 to float32.
         return namespace.astype(product, x.dtype, copy=False)
 
-    def explanation(
-        self, steps: Sequence[Step], tokens: Sequence[str] | None, index: int = 0
-    ) -> Explanation:
-        """Wrap the steps for token `index` in an `Explanation` with this mechanism's name."""
-        token = str(index) if tokens is None else tokens[index]
+    def explanation(self, steps: Sequence[Step], token: str) -> Explanation:
+        """Wrap the steps for one token in an `Explanation` with this mechanism's name."""
         return Explanation(self.name, self.formula, self.paper, token, tuple(steps))
 
 
