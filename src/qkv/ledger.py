@@ -372,14 +372,14 @@ def score_entries(q_len: int, kv_len: int, *, num_heads: int = 1, num_layers: in
 
 
 def memory(size: int) -> str:
-    """A number of bytes to read: B, KiB, MiB or GiB.
+    """A number of bytes to read: B, KiB, MiB, GiB, TiB or PiB.
 
     Examples
     --------
     >>> memory(65_536**2 * 4)
     '16.0 GiB'
     """
-    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+    for power, unit in ((5, "PiB"), (4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if size >= 1024**power:
             return f"{size / 1024**power:.1f} {unit}"
     return f"{size} B"

@@ -23,7 +23,7 @@ _KEYS = 5
 _LENGTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 _PAIRS = 10_000
-"""Random rows of query and key whose dot products are computed for the variance."""
+"""At most so many random rows of query and key have their dot products computed."""
 
 _FORMATS = ("pdf", "png", "svg")
 
@@ -181,7 +181,7 @@ def scaling_curve(
     Notes
     -----
     Source: Vaswani et al. (2017), section 3.2.1, footnote 4. Cost: `O(draws)` for each d_k, and
-    10,000 dot products.
+    as many dot products, at most 10,000.
 
     Examples
     --------
@@ -199,7 +199,7 @@ def scaling_curve(
     scaled = _means(logits)
     points = []
     for length in map(int, lengths):
-        variance = float(_dot_products(length, seed).var())
+        variance = float(_dot_products(length, min(draws, _PAIRS), seed).var())
         points += [
             ScalingPoint(length, False, variance, *_means(logits * np.sqrt(length))),
             ScalingPoint(length, True, variance / length, *scaled),
@@ -215,9 +215,9 @@ def _refuse_unless_integer(name: str, value: Any, least: int) -> None:
         )
 
 
-def _dot_products(d_k: int, seed: int) -> NDArray[np.float64]:
+def _dot_products(d_k: int, pairs: int, seed: int) -> NDArray[np.float64]:
     rng = np.random.default_rng([seed, d_k])
-    query, key = rng.normal(size=(2, _PAIRS, d_k))
+    query, key = rng.normal(size=(2, pairs, d_k))
     return np.asarray(np.einsum("ij,ij->i", query, key))
 
 

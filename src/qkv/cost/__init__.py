@@ -2,7 +2,7 @@
 
 model     what a model is made of        config, cards   where models come from
 layers    the ledger of one layer        whole           of a whole model
-machines  peaks and bandwidths
+machines  peaks and bandwidths           mechanism       of one mechanism
 
 Counting itself (`Ledger`, `Count`) is in `qkv.ledger`, which every mechanism uses.
 """
@@ -10,6 +10,7 @@ Counting itself (`Ledger`, `Count`) is in `qkv.ledger`, which every mechanism us
 from qkv.cost.cards import model_card, model_names
 from qkv.cost.config import read_config
 from qkv.cost.machines import DTYPE_BYTES, Machine, Roofline, machine, machine_names
+from qkv.cost.mechanism import MechanismCost, mechanism_cost
 from qkv.cost.model import Attention, FeedForward, Latent, Layer, Model, Norm
 from qkv.cost.whole import CONTEXTS, LayerCost, ModelCost, model_cost
 from qkv.ledger import (
@@ -38,6 +39,7 @@ __all__ = [
     "LayerCost",
     "Ledger",
     "Machine",
+    "MechanismCost",
     "Model",
     "ModelCost",
     "Norm",
@@ -49,6 +51,7 @@ __all__ = [
     "machine",
     "machine_names",
     "matmul",
+    "mechanism_cost",
     "memory",
     "model_card",
     "model_cost",
