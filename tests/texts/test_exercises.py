@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from math import exp, log
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,14 @@ def test_right_answers(name: str) -> None:
     verdict = check(name, RIGHT[name])
     assert verdict, verdict
     assert str(verdict).startswith("right: ")
+
+
+def test_the_page_has_every_exercise_and_its_answer() -> None:
+    page = (Path(__file__).parents[2] / "docs/exercises.md").read_text(encoding="utf-8")
+    sections = re.split(r"^## ", page, flags=re.MULTILINE)[1:]
+    for exercise, section in zip(EXERCISES, sections, strict=True):
+        assert section.startswith(f"{exercise.name} {exercise.title}\n\n{exercise.question}\n")
+        assert f'assert check("{exercise.name}", ' in section
 
 
 @pytest.mark.parametrize("name", [n for n in RIGHT if n not in ("003.4", "003.5", "003.10")])
