@@ -69,6 +69,12 @@ class ScalingCurve:
         Rows of logits, and their seed.
     points : tuple of ScalingPoint
         For each d_k, first without the divisor, then with it.
+
+    Examples
+    --------
+    >>> import qkv
+    >>> [point.scaled for point in qkv.scaling_curve([2, 4], draws=10).points]
+    [False, True, False, True]
     """
 
     draws: int

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from qkv.cli import main
 from qkv.cost import Model, model_card, model_cost, model_names, read_config
 from qkv.errors import ArgumentError, FileError, UnsupportedError
 
@@ -76,6 +77,28 @@ def test_parameters_as_papers_print_them(name: str) -> None:
 def test_cache_of_a_token_as_printed(name: str) -> None:
     assert model_cost(name, 1).kv_cache_bytes == CACHE[name]
     assert model_cost(name, 1000, batch=3).kv_cache_bytes == CACHE[name] * 3000
+
+
+CONFIG_FILES = sorted(Path(__file__).with_name("configs").glob("*.json"))
+
+
+@pytest.mark.parametrize("file", CONFIG_FILES, ids=lambda file: file.stem)
+def test_config_files_of_published_models(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whole files from the model pages, through the command line.
+
+    Qwen2-7B: 7,615,616,512 parameters by the metadata of its page, and 28 layers of 4 key and value
+    heads of 128 in its report (Yang et al., 2024, table 1).
+    """
+    assert main(["cost", "--config", str(file), "--context", "1000", "--json"]) == 0
+    cost = json.loads(capsys.readouterr().out)["cost"]
+    assert not cost["notes"]
+    assert cost["whole"]["parameters"] == {**EXACT, "qwen-2-7b": 7_615_616_512}[file.stem]
+    if file.stem == "qwen-2-7b":
+        assert cost["whole"]["kv_cache_bytes"] == 1000 * 2 * 28 * 4 * 128 * 2
+    else:
+        card = model_cost(file.stem, 1000)
+        assert cost["whole"]["kv_cache_bytes"] == card.kv_cache_bytes
+        assert cost["whole"]["operations"] == card.operations
 
 
 def test_cache_of_qwen_2_5_as_printed() -> None:
