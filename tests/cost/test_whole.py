@@ -150,10 +150,31 @@ def test_experts_that_no_token_chose_are_not_read() -> None:
 
 
 def test_absorbed_decoding_of_latent_attention() -> None:
-    """Its operations for each cached token and head: 2 (512 + 64) + 2 * 512, without softmax."""
-    costs = [model_cost("deepseek-v3", n, decode=True) for n in (1000, 1001)]
-    step = [a.ledger["qk_multiply"] + a.ledger["av_multiply"] for a in costs]
-    assert step[1] - step[0] == 61 * 128 * (512 + 64 + 512)
+    """Multiplications of each of 128 heads of 61 layers, as the DeepSeek-V2 report derives them.
+
+    A query of 128 goes into the latent space of 512; each cached row of 512 + 64 is met twice, the
+    second time without the 64; the result of 512 goes out to a value of 128.
+    """
+    counts = model_cost("deepseek-v3", 1000, decode=True).ledger
+    heads = 61 * 128
+    assert counts["absorb_key_multiply"] == heads * 128 * 512
+    assert counts["qk_multiply"] == heads * 1000 * (512 + 64)
+    assert counts["av_multiply"] == heads * 1000 * 512
+    assert counts["absorb_value_multiply"] == heads * 512 * 128
+
+
+def test_a_window_counts_the_query_itself() -> None:
+    """A window of 4096 keys, its own included: rows 0 to 4095 see 1 to 4096, all others 4096."""
+    counts = model_cost("mistral-7b", 10_000).ledger
+    pairs = sum(min(i + 1, 4096) for i in range(10_000))
+    assert counts["qk_multiply"] == 32 * 32 * 128 * pairs
+
+
+def test_rotation_takes_four_multiplications_for_two_components() -> None:
+    counts = model_cost("llama-3-8b", 100).ledger
+    rows = 32 * 100 * (32 + 8)
+    assert counts["rope_multiply"] == rows * 64 * 4
+    assert counts["rope_add"] == counts["rope_subtract"] == rows * 64
 
 
 def test_formulas_of_a_layer_say_how_it_grows() -> None:
@@ -187,8 +208,9 @@ def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     machines._measured.cache_clear()
     assert "here" in machine_names()
     assert "measured" in here.source
-    assert 1e9 < here.bandwidth < 1e13
-    assert 1e8 < here.peak["float64"] < here.peak["float32"] * 1.5 < 1e15
+    assert here.bandwidth > 0
+    assert set(here.peak) == {"float64", "float32", "bfloat16", "float16"}
+    assert all(peak > 0 for peak in here.peak.values())
 
 
 @pytest.mark.parametrize(
