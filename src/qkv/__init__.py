@@ -1,5 +1,8 @@
 """qkv: exact scaled dot-product attention that you can look into."""
 
+from importlib import import_module as _import_module
+from typing import Any as _Any
+
 from qkv._api import attention, inspect, merge, plan
 from qkv._threads import get_num_threads, set_num_threads
 from qkv._version import __version__
@@ -20,6 +23,7 @@ from qkv.errors import (
 from qkv.inspection.explain import explain
 from qkv.positions import LearnedPositions, SinusoidalPositions
 from qkv.problem.rows import Paged, Quantized
+from qkv.scaling import ScalingCurve, ScalingPoint, scaling_curve
 from qkv.variants import (
     ALiBi,
     Bias,
@@ -69,6 +73,8 @@ __all__ = [
     "RelativeBias",
     "RoPE",
     "ScaledDotProductAttention",
+    "ScalingCurve",
+    "ScalingPoint",
     "ScoreMod",
     "Segments",
     "ShapeError",
@@ -88,6 +94,16 @@ __all__ = [
     "jvp",
     "merge",
     "plan",
+    "scaling_curve",
     "set_num_threads",
     "vjp",
 ]
+
+_LAZY = ("cost", "errata", "exercises")
+"""Modules that are imported when they are first used."""
+
+
+def __getattr__(name: str) -> _Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'qkv' has no attribute {name!r}")
+    return _import_module(f"qkv.{name}")

@@ -14,7 +14,7 @@ from qkv.bench.record import Entry, Result, Run
 from qkv.bench.samples import ratio, spread, summary
 from qkv.bench.tables import Table
 from qkv.bench.tables import markdown as table_lines
-from qkv.cost import memory
+from qkv.ledger import memory
 
 __all__ = [
     "COLUMNS",

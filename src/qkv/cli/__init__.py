@@ -1,4 +1,4 @@
-"""The command line: `qkv inspect`, `explain`, `plan`, `bench`, `info`.
+"""The command line: `qkv inspect`, `explain`, `plan`, `compare`, `cost`, `bench` and others.
 
 A command makes its whole output before the first byte of it is written. Exit codes: 0, 1 if the
 output could not be written or memory ran out, 2 for bad input, 130 for Ctrl-C.
@@ -11,6 +11,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import NoReturn
 
 from qkv._version import __version__
@@ -29,9 +30,18 @@ examples:
   qkv explain --query 1                attention step by step, with every number
   qkv explain --window 1,0 --softcap 5 every variant has an option, as in inspect and plan
   qkv plan --q-len 8192 --causal       what would run, how much it skips and what it takes
+  qkv cost --model llama-3-8b          operations, bytes, cache and least time of a model
   qkv bench --quick                    speed on this machine, beside other libraries
   qkv info                             what this machine can run
 """
+
+
+_COMMANDS = {
+    "cost": "what a model or a mechanism costs",
+    "scaling": "why scores are divided by sqrt(d_k)",
+    "errata": "what the classical teaching texts print wrongly",
+}
+"""Commands that describe themselves and their options in a module of their own."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -200,6 +210,10 @@ def _parser() -> argparse.ArgumentParser:
         "not timed. Ratios say how many times as long as the first one another takes.",
     )
     _add_bench(bench)
+
+    for name, summary in _COMMANDS.items():
+        module = import_module(f"qkv.cli.{name}_command")
+        module.add_arguments(_command(commands, name, module.run, summary, module.DESCRIPTION))
 
     info = _command(
         commands,

@@ -1,0 +1,297 @@
+"""`qkv cost`: what a model, or a mechanism, costs at a context length."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+    from qkv.cli.terminal import Page
+    from qkv.cost import Ledger, Machine, MechanismCost, ModelCost
+
+__all__ = ["DESCRIPTION", "add_arguments", "run"]
+
+DESCRIPTION = (
+    "Operations, parameters, bytes moved, score-matrix bytes avoided, KV cache, operations for "
+    "each byte and the least time on some machines, of each layer and in all, counted from sizes. "
+    "Bytes are the least that must move. Without a name: every model that has a card."
+)
+
+_SHOWN = "h100", "h200", "mi300x", "m4"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--model", metavar="NAME", help="a model whose sizes are published")
+    what.add_argument("--config", metavar="FILE", help="a Hugging Face config.json, or its folder")
+    what.add_argument("--mechanism", metavar="NAME", help="a mechanism of qkv.mechanisms")
+    parser.add_argument(
+        "--context", type=int, metavar="N", help="tokens (default: the model's, and 1k to 10M)"
+    )
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences (default 1)")
+    parser.add_argument("--dtype", metavar="T", help="default bfloat16; float32 for mechanisms")
+    parser.add_argument("--steps", action="store_true", help="every step, with its closed form")
+    parser.add_argument(
+        "--machine", metavar="NAME", help="h100, h200, mi300x, m4, or here, which is measured"
+    )
+    parser.add_argument("--json", action="store_true", help="strict JSON")
+
+
+def run(options: argparse.Namespace) -> str:
+    """The output of the command."""
+    from qkv.cost import machine
+
+    machines = [machine(name) for name in ([options.machine] if options.machine else _SHOWN)]
+    if options.mechanism is not None:
+        return _mechanism(options, machines)
+    if options.model is None and options.config is None:
+        return _overview(options, machines)
+    return _model(options, machines)
+
+
+def _model(options: argparse.Namespace, machines: list[Machine]) -> str:
+    from qkv.cost import CONTEXTS, model_card, model_cost, read_config
+
+    model = model_card(options.model) if options.config is None else read_config(options.config)
+    same = {"batch": options.batch, "dtype": options.dtype or "bfloat16"}
+
+    def pair(context: int | None) -> tuple[ModelCost, ModelCost | None]:
+        one = model_cost(model, context, decode=True, **same) if model.causal else None
+        return model_cost(model, context, **same), one
+
+    whole, decoding = pair(options.context)
+    others = [pair(context) for context in CONTEXTS] if options.context is None else []
+    if options.json:
+        found = {
+            "cost": whole.to_dict(),
+            "decode": decoding.to_dict() if decoding else None,
+            "machines": [_machine_dict(m, whole, decoding) for m in machines],
+            "contexts": [
+                {
+                    "cost": all_tokens.to_dict()["whole"] | {"context": all_tokens.context},
+                    "decode": one.to_dict()["whole"] if one else None,
+                    "machines": [_machine_dict(m, all_tokens, one) for m in machines],
+                }
+                for all_tokens, one in others
+            ],
+        }
+        return _json(found)
+    return _shown(options, machines, whole, decoding, others)
+
+
+def _shown(
+    options: argparse.Namespace,
+    machines: list[Machine],
+    whole: ModelCost,
+    decoding: ModelCost | None,
+    others: list[tuple[ModelCost, ModelCost | None]],
+) -> str:
+    from rich.text import Text
+
+    from qkv.cli.terminal import Page
+
+    page, model = Page(), whole.model
+    name = page.token(model.name, 200) + (" (speculative)" if model.speculative else "")
+    head = f"{name}: {whole.context:,} tokens, batch {whole.batch}, {whole.dtype}"
+    parts: list[RenderableType] = [Text(head, style="bold")]
+    parts += [Text(page.token(line, 400)) for line in (model.source, *model.notes) if line]
+    active = whole.active_parameters
+    parts.append(
+        Text(
+            f"{whole.parameters:,} parameters"
+            + (f", {active:,} of them for each token" if active != whole.parameters else "")
+            + f"; {_bytes(whole.kv_cache_bytes)} of KV cache"
+        )
+    )
+    parts += [Text("\nAll tokens at once"), _layers(page, whole)]
+    if decoding is not None:
+        parts += [Text("\nOne more token of each sequence"), _layers(page, decoding)]
+    parts += [Text("\nLeast time"), _times(page, machines, whole, decoding)]
+    if others:
+        parts += [Text("\nOther contexts"), _contexts(page, machines[0], others)]
+    if options.steps:
+        for layer in whole.layers:
+            parts += [Text(f"\nSteps of one layer of {layer.kind}"), _steps(page, layer.ledger)]
+    return page.render(*parts)
+
+
+def _layers(page: Page, cost: ModelCost) -> Table:
+    table = page.table(
+        ">layers", "each", ">ops", ">params", ">moved", ">ops/byte", ">scores avoided", ">KV cache",
+    )  # fmt: skip
+
+    def row(count: str, kind: str, ledger: Ledger, scores: int, cache: int) -> None:
+        moved = int(ledger.bytes_moved)
+        intensity = f"{int(ledger.total) / moved:.1f}" if moved else ""
+        table.add_row(
+            count,
+            kind,
+            _number(int(ledger.total)),
+            _number(int(ledger.parameters)),
+            _bytes(moved),
+            intensity,
+            _bytes(scores) if scores else "",
+            _bytes(cache) if cache else "",
+        )
+
+    for layer in cost.layers:
+        scores, cache = int(layer.score_bytes), int(layer.kv_cache_bytes)
+        row(str(layer.count), layer.kind, layer.ledger, scores, cache)
+    if cost.outside.total or cost.outside.parameters:
+        row("", "the rest", cost.outside, 0, 0)
+    row("", "whole model", cost.ledger, cost.score_bytes, cost.kv_cache_bytes)
+    return table
+
+
+def _times(
+    page: Page, machines: list[Machine], whole: ModelCost, decoding: ModelCost | None
+) -> Table:
+    table = page.table("machine", ">all tokens", "bound by", ">one more token", "bound by")
+    for machine in machines:
+        cells = [machine.name + (" (estimated peak)" if machine.estimated else "")]
+        for cost in (whole, decoding):
+            time = cost.roofline(machine) if cost else None
+            none = f"no {whole.dtype} peak" if cost else ""
+            cells += [_seconds(time.seconds), time.bound] if time else [none, ""]
+        table.add_row(*cells)
+    return table
+
+
+def _contexts(
+    page: Page, machine: Machine, others: list[tuple[ModelCost, ModelCost | None]]
+) -> Table:
+    table = page.table(
+        ">context", ">operations", ">moved", ">scores avoided", ">KV cache",
+        f">{machine.name}", ">one more token",
+    )  # fmt: skip
+    for whole, one in others:
+        times = [cost.roofline(machine) if cost else None for cost in (whole, one)]
+        table.add_row(
+            f"{whole.context:,}",
+            _number(whole.operations),
+            _bytes(whole.bytes_moved),
+            _bytes(whole.score_bytes),
+            _bytes(whole.kv_cache_bytes),
+            *(_seconds(time.seconds) if time else "" for time in times),
+        )
+    return table
+
+
+def _steps(page: Page, ledger: Ledger) -> Table:
+    table = page.table("step", ">operations", "closed form", ">numbers left", "closed form")
+    for name, count in ledger.steps.items():
+        space = ledger.space.get(name)
+        left = (_number(int(space)), space.formula) if space is not None else ("", "")
+        table.add_row(name, _number(int(count)), count.formula, *left)
+    table.add_row("all", _number(int(ledger.total)), ledger.total.formula, "", "")
+    return table
+
+
+def _mechanism(options: argparse.Namespace, machines: list[Machine]) -> str:
+    from rich.text import Text
+
+    from qkv.cli.terminal import Page
+    from qkv.cost import mechanism_cost
+
+    context = 5 if options.context is None else options.context
+    cost: MechanismCost = mechanism_cost(
+        options.mechanism, context, batch=options.batch, dtype=options.dtype or "float32"
+    )
+    if options.json:
+        times = {m.name: cost.roofline(m) for m in machines}
+        found = {name: time._asdict() if time else None for name, time in times.items()}
+        return _json({**cost.to_dict(), "machines": found})
+    page, ledger = Page(), cost.ledger
+    moved = int(ledger.bytes_moved)
+    parts: list[RenderableType] = [
+        Text(f"{cost.name}: {context:,} tokens, batch {cost.batch}, {cost.dtype}", style="bold"),
+        Text(cost.formula),
+        Text(cost.paper),
+        Text(
+            f"{int(ledger.parameters):,} parameters; {_bytes(moved)} moved, "
+            f"{cost.intensity:.1f} operations for each byte; the scores of all pairs would take "
+            f"{_bytes(cost.score_bytes)}\n"
+        ),
+        _steps(page, ledger),
+    ]
+    kinds = ", ".join(f"{int(count):,} {kind}" for kind, count in ledger.kinds.items())
+    timed = [(m.name, cost.roofline(m)) for m in machines]
+    least = ", ".join(f"{name} {_seconds(t.seconds)} ({t.bound})" for name, t in timed if t)
+    parts += [Text(f"\n{int(ledger.total):,} operations: {kinds}"), Text(f"Least time: {least}")]
+    return page.render(*parts)
+
+
+def _overview(options: argparse.Namespace, machines: list[Machine]) -> str:
+    """Every model that has a card, at the context that it is made for."""
+    from rich.text import Text
+
+    from qkv.cli.terminal import Page
+    from qkv.cost import model_cost, model_names
+
+    same = {"batch": options.batch, "dtype": options.dtype or "bfloat16"}
+    costs = {name: model_cost(name, options.context, **same) for name in model_names()}
+    if options.json:
+        return _json(
+            {
+                name: cost.to_dict()
+                | {"machines": [_machine_dict(m, cost, None) for m in machines]}
+                for name, cost in costs.items()
+            }
+        )
+    page = Page()
+    table = page.table(
+        "model", ">context", ">layers", ">parameters", ">scores", ">operations", ">KV cache"
+    )
+    for name, cost in costs.items():
+        table.add_row(
+            name + (" (speculative)" if cost.model.speculative else ""),
+            f"{cost.context:,}",
+            str(len(cost.model.layers)),
+            _number(cost.parameters),
+            _number(cost.score_entries),
+            _number(cost.operations),
+            _bytes(cost.kv_cache_bytes) if cost.model.causal else "",
+        )
+    return page.render(table, Text("\nqkv cost --model NAME says more about one of them."))
+
+
+def _machine_dict(machine: Machine, whole: ModelCost, decoding: ModelCost | None) -> dict[str, Any]:
+    times = [cost.roofline(machine) if cost else None for cost in (whole, decoding)]
+    all_tokens, one = (time._asdict() if time else None for time in times)
+    return {
+        "name": machine.name,
+        "source": machine.source,
+        "estimated": machine.estimated,
+        "all_tokens": all_tokens,
+        "one_more_token": one,
+    }
+
+
+def _json(found: dict[str, Any]) -> str:
+    return json.dumps(found, indent=2, allow_nan=False) + "\n"
+
+
+def _number(value: int) -> str:
+    """At most four digits, and a letter: thousand, million, G (10^9), T, P, E, Z."""
+    for power, letter in ((21, "Z"), (18, "E"), (15, "P"), (12, "T"), (9, "G"), (6, "M")):
+        if value >= 10**power:
+            return f"{value / 10**power:.4g} {letter}"
+    return f"{value:,}"
+
+
+def _bytes(value: int) -> str:
+    from qkv.cost import memory
+
+    return memory(value)
+
+
+def _seconds(value: float) -> str:
+    for unit, size in (("h", 3600.0), ("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value * 1e9:.3g} ns"

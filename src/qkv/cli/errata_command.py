@@ -1,0 +1,42 @@
+"""`qkv errata`: what the classical teaching texts print wrongly."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+
+__all__ = ["DESCRIPTION", "add_arguments", "run"]
+
+DESCRIPTION = "Each with what is right and why; with its name, also code that shows it."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("name", nargs="?", metavar="NAME", help="only this one, with its code")
+    parser.add_argument("--json", action="store_true", help="strict JSON")
+
+
+def run(options: argparse.Namespace) -> str:
+    """The output of the command."""
+    from rich.text import Text
+
+    from qkv.cli.terminal import Page
+    from qkv.errata import ERRATA, erratum
+
+    chosen = ERRATA if options.name is None else (erratum(options.name),)
+    if options.json:
+        return json.dumps([asdict(entry) for entry in chosen], indent=2, ensure_ascii=True) + "\n"
+    page = Page()
+    parts = []
+    for entry in chosen:
+        parts += [
+            Text(entry.name, style="bold"),
+            Text(f"{entry.text}: {entry.what}"),
+            Text(f"  printed  {entry.printed}"),
+            Text(f"  right    {entry.right}"),
+            Text(f"  why      {entry.why}\n"),
+        ]
+        if options.name is not None:
+            parts.append(Text(entry.shown_by, no_wrap=True))
+    return page.render(*parts)

@@ -1,0 +1,64 @@
+"""What attention and whole models cost: operations, parameters, bytes, cache, time at the roofline.
+
+model     what a model is made of        config, cards   where models come from
+layers    the ledger of one layer        whole           of a whole model
+machines  peaks and bandwidths           mechanism       of one mechanism
+
+Counting itself (`Ledger`, `Count`) is in `qkv.ledger`, which every mechanism uses.
+"""
+
+from qkv.cost.cards import model_card, model_names
+from qkv.cost.config import read_config
+from qkv.cost.machines import DTYPE_BYTES, Machine, Roofline, machine, machine_names
+from qkv.cost.mechanism import MechanismCost, mechanism_cost
+from qkv.cost.model import Attention, FeedForward, Latent, Layer, Model, Norm
+from qkv.cost.whole import CONTEXTS, LayerCost, ModelCost, model_cost
+from qkv.ledger import (
+    Count,
+    Ledger,
+    attended_pairs,
+    attention_ledger,
+    attention_operations,
+    ledger,
+    matmul,
+    memory,
+    score_entries,
+    softmax,
+    step,
+    symbols,
+)
+
+__all__ = [
+    "CONTEXTS",
+    "DTYPE_BYTES",
+    "Attention",
+    "Count",
+    "FeedForward",
+    "Latent",
+    "Layer",
+    "LayerCost",
+    "Ledger",
+    "Machine",
+    "MechanismCost",
+    "Model",
+    "ModelCost",
+    "Norm",
+    "Roofline",
+    "attended_pairs",
+    "attention_ledger",
+    "attention_operations",
+    "ledger",
+    "machine",
+    "machine_names",
+    "matmul",
+    "mechanism_cost",
+    "memory",
+    "model_card",
+    "model_cost",
+    "model_names",
+    "read_config",
+    "score_entries",
+    "softmax",
+    "step",
+    "symbols",
+]

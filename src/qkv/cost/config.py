@@ -1,0 +1,370 @@
+"""A model from its `config.json`, as Hugging Face writes it, without transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from qkv.cost.model import Attention, FeedForward, Latent, Layer, Model, Norm
+from qkv.errors import ArgumentError, FileError, UnsupportedError
+
+__all__ = ["families", "read_config"]
+
+_LARGEST = 2**24
+"""Bytes of the largest file that is read; real ones have a few thousand."""
+
+_WIDTH = ("hidden_size", "n_embd", "d_model")
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+_HEADS = ("num_attention_heads", "n_head", "num_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+_HIDDEN = ("intermediate_size", "n_inner", "ffn_dim")
+_CONTEXT = ("max_position_embeddings", "n_positions")
+_ACTIVATION = ("hidden_activation", "hidden_act", "activation_function")
+_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
+_CHOSEN = ("num_experts_per_tok", "experts_per_token")
+
+_USUAL: dict[str, Any] = {
+    "activation": "silu",
+    "attention_only": False,
+    "causal": True,
+    "centred": False,
+    "embedding_norm": False,
+    "expert_correction": False,
+    "final_norm": True,
+    "gated": True,
+    "global_every": 0,
+    "head": True,
+    "mlp_bias": False,
+    "norm_bias": False,
+    "norms": 2,
+    "out_bias": False,
+    "patches": False,
+    "pooler": False,
+    "positions": None,
+    "qk_norm": "",
+    "qkv_bias": False,
+    "qkv_bias_default": False,
+    "rotary": True,
+    "router_bias": False,
+    "shared_gate": False,
+    "sinks": False,
+    "tied": False,
+    "token_types": False,
+}
+"""What families.json leaves out: a Llama. A word where a boolean is meant names a field."""
+
+
+@cache
+def families() -> dict[str, dict[str, Any]]:
+    """What each known `model_type` does that its config does not say."""
+    text = resources.files("qkv.cost").joinpath("families.json").read_text(encoding="utf-8")
+    table = json.loads(text)
+    return {
+        name: {**_USUAL, **table.get(row.get("like"), {}), **row} for name, row in table.items()
+    }
+
+
+def read_config(
+    config: str | os.PathLike[str] | Mapping[str, Any], *, name: str = "", source: str = ""
+) -> Model:
+    """The model that a Hugging Face `config.json` describes.
+
+    Parameters
+    ----------
+    config : path or mapping
+        The file, its folder, or what it holds.
+    name : str
+        What to call it; by default what the config calls itself.
+    source : str
+        Where it comes from.
+
+    Returns
+    -------
+    Model
+        With a note for whatever is assumed, such as a `model_type` that is not known.
+
+    Raises
+    ------
+    FileError
+        If the file cannot be read or holds no JSON object.
+    ArgumentError
+        If a field is missing or has a value that no model can have.
+    UnsupportedError
+        If the model has an encoder and a decoder, or layers that are not attention.
+
+    Examples
+    --------
+    >>> from qkv.cost import read_config
+    >>> model = read_config({
+    ...     "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
+    ...     "num_attention_heads": 32, "intermediate_size": 11008, "vocab_size": 32000,
+    ... })
+    >>> model.layers[0].attention.head_dim
+    128
+    """
+    path = None if isinstance(config, Mapping) else Path(config)
+    fields: Mapping[str, Any] = config if isinstance(config, Mapping) else _contents(Path(config))
+    notes = []
+    if "text_config" in fields and isinstance(fields["text_config"], Mapping):
+        fields = fields["text_config"]
+        notes.append("only the text model is counted")
+    if fields.get("is_encoder_decoder"):
+        raise UnsupportedError(
+            "a model of an encoder and a decoder is not counted.",
+            action="Pass the config of a model with one stack of layers.",
+        )
+    kind = str(fields.get("model_type", ""))
+    if kind not in families():
+        notes.append(f"model_type {kind!r:.40} is not known; counted as llama")
+    given = _Fields(fields, families().get(kind, families()["llama"]))
+    called = name or str(fields.get("_name_or_path") or (path.name if path else "") or kind)
+    return _model(given, called, source, notes)
+
+
+def _contents(path: Path) -> Mapping[str, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        with file.open("rb") as opened:
+            raw = opened.read(_LARGEST + 1)
+    except OSError as error:
+        raise FileError(f"{str(file)!r:.200} cannot be read: {error.strerror or error}.") from error
+    if len(raw) > _LARGEST:
+        raise FileError(f"{str(file)!r:.200} is larger than {_LARGEST} bytes; no config is.")
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise FileError(
+            f"{str(file)!r:.200} is not JSON.", [("reason", f"{error!s:.100}")]
+        ) from error
+    if not isinstance(found, dict):
+        raise FileError(f"{str(file)!r:.200} holds no JSON object.")
+    return found
+
+
+class _Fields:
+    """Fields of a config under their different names, and what the family adds."""
+
+    def __init__(self, fields: Mapping[str, Any], family: Mapping[str, Any]) -> None:
+        self.fields = fields
+        self.family = family
+
+    def size(self, names: tuple[str, ...] | str, default: int | None = None, least: int = 1) -> int:
+        """The first of some names that is there."""
+        names = (names,) if isinstance(names, str) else names
+        for name in names:
+            value = self.fields.get(name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ArgumentError(
+                    f"{name} is {value!r:.40} in the config.",
+                    action=f"Give an integer of {least} or more.",
+                )
+            return value
+        if default is None:
+            raise ArgumentError(
+                f"the config has no {names[0]}.",
+                [
+                    ("looked for", ", ".join(names)),
+                    ("model_type", repr(self.fields.get("model_type", ""))[:40]),
+                ],
+                "Pass the config.json of a transformer with all its fields.",
+            )
+        return default
+
+    def flag(self, name: str) -> bool:
+        """What the family says, or the field that it names."""
+        said = self.family[name]
+        if isinstance(said, str):
+            return bool(self.fields.get(said, self.family.get(f"{name}_default", False)))
+        return bool(said)
+
+
+def _model(given: _Fields, name: str, source: str, notes: list[str]) -> Model:
+    width, count = given.size(_WIDTH), given.size(_LAYERS)
+    vocabulary = (
+        0 if given.flag("patches") or given.flag("attention_only") else given.size("vocab_size")
+    )
+    norm = Norm(given.flag("centred"), bias=given.flag("norm_bias"))
+    layers = tuple(_layer(given, width, index, count) for index in range(count))
+    correction = given.family["expert_correction"]
+    routed = sum(1 for layer in layers if layer.feed_forward and layer.feed_forward.experts)
+    tables = _tables(given, width, norm)
+    if correction and routed:
+        tables["expert correction"] = routed * given.size(_EXPERTS)
+    return Model(
+        name=name,
+        width=width,
+        layers=layers,
+        norm=norm,
+        vocab_size=vocabulary,
+        tied=bool(given.fields.get("tie_word_embeddings", given.family["tied"])),
+        head=given.flag("head"),
+        tables=tables,
+        final_norm=given.flag("final_norm"),
+        context=_patches(given) if given.flag("patches") else given.size(_CONTEXT, default=2048),
+        source=source,
+        notes=tuple(notes),
+    )
+
+
+def _tables(given: _Fields, width: int, norm: Norm) -> dict[str, int]:
+    """Learned numbers outside the layers, the token table and the last norm."""
+    tables: dict[str, int] = {}
+    extra = given.family["positions"]
+    if extra is not None:
+        tables["positions"] = (given.size(_CONTEXT) + extra) * width
+    if given.flag("token_types"):
+        tables["token types"] = given.size("type_vocab_size", default=2) * width
+    if given.flag("embedding_norm"):
+        tables["embedding norm"] = norm.parameters(width)
+    if given.flag("pooler"):
+        tables["pooler"] = width * width + width
+    if given.flag("patches"):
+        side = given.size("patch_size", default=16)
+        patch = given.size("num_channels", default=3) * side**2
+        tables["patch projection"] = (patch + 1) * width
+        tables["class token"] = width
+        tables["positions"] = _patches(given) * width
+        labels = given.fields.get("id2label")
+        if isinstance(labels, Mapping):
+            tables["classifier"] = (width + 1) * len(labels)
+    return tables
+
+
+def _patches(given: _Fields) -> int:
+    """Patches of an image, and the class token."""
+    along = given.size("image_size", default=224) // given.size("patch_size", default=16)
+    return along * along + 1
+
+
+def _layer(given: _Fields, width: int, index: int, count: int) -> Layer:
+    attention = _attention(given, width, index, count)
+    if given.flag("attention_only"):
+        return Layer(attention, None, int(attention.projections))
+    return Layer(attention, _feed_forward(given, width, index), given.family["norms"])
+
+
+def _attention(given: _Fields, width: int, index: int, count: int) -> Attention:
+    fields = given.fields
+    heads = given.size(_HEADS)
+    kv_heads = 1 if fields.get("multi_query") else given.size(_KV_HEADS, default=heads)
+    if heads % kv_heads:
+        raise ArgumentError(
+            f"{kv_heads} key and value heads do not divide {heads} heads in the config."
+        )
+    shared: dict[str, Any] = {
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "causal": given.flag("causal"),
+        "window": _window(given, index, count),
+        "qkv_bias": given.flag("qkv_bias"),
+        "out_bias": given.flag("out_bias"),
+        "qk_norm": given.family["qk_norm"],
+        "sinks": given.flag("sinks"),
+    }
+    if fields.get("kv_lora_rank") is not None:
+        rope_dim = given.size("qk_rope_head_dim")
+        latent = Latent(given.size("q_lora_rank", default=0), given.size("kv_lora_rank"), rope_dim)
+        return Attention(
+            head_dim=given.size("qk_nope_head_dim") + rope_dim,
+            v_head_dim=given.size("v_head_dim"),
+            latent=latent,
+            rope_dim=rope_dim,
+            **shared,
+        )
+    if fields.get("head_dim") is None and width % heads:
+        raise ArgumentError(f"{heads} heads do not divide a width of {width} in the config.")
+    head_dim = given.size("head_dim", default=width // heads)
+    return Attention(
+        head_dim=head_dim,
+        v_head_dim=head_dim,
+        rope_dim=_rope_dim(given, head_dim),
+        projections=bool(fields.get("projections", True)),
+        gate=bool(fields.get("gate", False)),
+        pair_width=given.size("pair_width", default=0),
+        **shared,
+    )
+
+
+def _rope_dim(given: _Fields, head_dim: int) -> int:
+    if not given.flag("rotary"):
+        return 0
+    rope = given.fields.get("rope_parameters")
+    nested = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
+    share = nested or given.fields.get("partial_rotary_factor") or given.fields.get("rotary_pct")
+    return int(head_dim * share) if isinstance(share, int | float) else head_dim
+
+
+def _window(given: _Fields, index: int, count: int) -> int | None:
+    """The window of one layer, by the config's list of layers or by the family's habit."""
+    fields, window = given.fields, given.fields.get("sliding_window")
+    kinds = fields.get("layer_types")
+    if isinstance(kinds, list):
+        kind = kinds[index] if index < len(kinds) == count else None
+        if kind not in ("full_attention", "sliding_attention"):
+            raise UnsupportedError(
+                f"layer {index} is {kind!r:.40} in the config's layer_types.",
+                [("layers", f"{count}, of which {len(kinds)} have a type")],
+                "Only full_attention and sliding_attention are counted.",
+            )
+        return given.size("sliding_window") if kind == "sliding_attention" else None
+    if window is None or fields.get("use_sliding_window") is False:
+        return None
+    every = given.size("sliding_window_pattern", default=given.family["global_every"], least=0)
+    if every and (index + 1) % every == 0:
+        return None
+    if fields.get("use_sliding_window") and index < given.size("max_window_layers", 0, 0):
+        return None
+    return given.size("sliding_window")
+
+
+def _feed_forward(given: _Fields, width: int, index: int) -> FeedForward:
+    activation = next((given.fields[n] for n in _ACTIVATION if given.fields.get(n)), None)
+    shape: dict[str, Any] = {
+        "activation": _activation(activation or given.family["activation"]),
+        "gated": given.flag("gated"),
+        "bias": given.flag("mlp_bias"),
+    }
+    dense = FeedForward(given.size(_HIDDEN, default=4 * width), **shape)
+    experts = given.size(_EXPERTS, default=0, least=0)
+    if not experts or not _routed(given, index):
+        return dense
+    chosen = given.size(_CHOSEN)
+    if chosen > experts:
+        raise ArgumentError(f"{chosen} experts for each token, of {experts}, in the config.")
+    hidden = given.size("moe_intermediate_size", default=dense.width)
+    shared = given.size("n_shared_experts", default=0, least=0) * hidden
+    return FeedForward(
+        hidden,
+        experts=experts,
+        experts_per_token=chosen,
+        shared_width=given.size("shared_expert_intermediate_size", default=shared, least=0),
+        router_bias=given.flag("router_bias"),
+        shared_gate=given.flag("shared_gate"),
+        **shape,
+    )
+
+
+def _routed(given: _Fields, index: int) -> bool:
+    """Whether a layer of a model with experts has them."""
+    only = given.fields.get("mlp_only_layers") or ()
+    step = given.size("decoder_sparse_step", default=1)
+    first = given.size("first_k_dense_replace", default=0, least=0)
+    return index >= first and index not in only and (index + 1) % step == 0
+
+
+def _activation(name: Any) -> str:
+    text = str(name).lower()
+    for known, words in {"gelu": ("gelu",), "silu": ("silu", "swish"), "relu": ("relu",)}.items():
+        if any(word in text for word in words):
+            return known
+    raise UnsupportedError(
+        f"the config's activation {name!r:.40} is not counted.",
+        action="gelu, silu, swish and relu are.",
+    )

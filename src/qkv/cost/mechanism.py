@@ -1,0 +1,138 @@
+"""What one mechanism costs, by its own ledger."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from qkv.cost.machines import Machine, Roofline, bytes_of
+from qkv.errors import ArgumentError
+from qkv.ledger import Ledger
+from qkv.mechanisms import MECHANISMS, Mechanism
+
+__all__ = ["MechanismCost", "mechanism_cost"]
+
+
+@dataclass(frozen=True, slots=True)
+class MechanismCost:
+    """What one call of a mechanism costs.
+
+    Attributes
+    ----------
+    name, formula, paper : str
+        Those of the mechanism.
+    context, batch : int
+        Tokens of each sequence, and sequences.
+    dtype : str
+        The type in which arrays are stored.
+    ledger : Ledger
+        Operations, parameters and bytes.
+    score_bytes : int
+        Bytes that the scores of all pairs of tokens would take, for all its heads.
+    """
+
+    name: str
+    formula: str
+    paper: str
+    context: int
+    batch: int
+    dtype: str
+    ledger: Ledger
+    score_bytes: int
+
+    @property
+    def intensity(self) -> float:
+        """Arithmetic intensity: operations for each byte moved."""
+        return int(self.ledger.total) / int(self.ledger.bytes_moved)
+
+    def roofline(self, machine: Machine) -> Roofline | None:
+        """The least time on a machine; None if it has no peak for the dtype.
+
+        Parameters
+        ----------
+        machine : Machine
+        """
+        total, moved = int(self.ledger.total), int(self.ledger.bytes_moved)
+        return machine.roofline(total, moved, self.dtype)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as numbers and text, for JSON."""
+        ledger = self.ledger
+        return {
+            "mechanism": self.name,
+            "formula": self.formula,
+            "source": self.paper,
+            "context": self.context,
+            "batch": self.batch,
+            "dtype": self.dtype,
+            "operations": int(ledger.total),
+            "operations_formula": ledger.total.formula,
+            "parameters": int(ledger.parameters),
+            "bytes_moved": int(ledger.bytes_moved),
+            "bytes_moved_formula": ledger.bytes_moved.formula,
+            "score_bytes_avoided": self.score_bytes,
+            "arithmetic_intensity": self.intensity,
+            "steps": {
+                name: {
+                    "operations": int(count),
+                    "formula": count.formula,
+                    "space": int(ledger.space[name]) if name in ledger.space else 0,
+                    "space_formula": ledger.space[name].formula if name in ledger.space else "0",
+                }
+                for name, count in ledger.steps.items()
+            },
+            "by_kind": {kind: int(count) for kind, count in ledger.kinds.items()},
+        }
+
+
+def mechanism_cost(
+    mechanism: Mechanism | str, context: int = 5, *, batch: int = 1, dtype: str = "float32"
+) -> MechanismCost:
+    """What one call of a mechanism costs.
+
+    Parameters
+    ----------
+    mechanism : Mechanism or str
+        A mechanism of any size, or a name of `qkv.mechanisms.MECHANISMS` for the small one that
+        runs the shared example of five tokens.
+    context, batch : int
+        Tokens of each sequence, and sequences.
+    dtype : str
+        The type in which arrays are stored: one of `DTYPE_BYTES`.
+
+    Raises
+    ------
+    ArgumentError
+        If no mechanism has that name, or a number is not positive.
+
+    Examples
+    --------
+    >>> from qkv.cost import mechanism_cost
+    >>> int(mechanism_cost("scaled-dot-product").ledger.total)
+    495
+    """
+    if isinstance(mechanism, str):
+        if mechanism not in MECHANISMS:
+            raise ArgumentError(
+                f"no mechanism is called {mechanism!r:.40}.",
+                [("mechanisms", ", ".join(MECHANISMS))],
+                "Name one of these.",
+            )
+        mechanism = MECHANISMS[mechanism].example()
+    for name, value in (("context", context), ("batch", batch)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ArgumentError(
+                f"{name}={value!r:.40} is not a positive integer.", action="Pass 1 or more."
+            )
+    size = bytes_of(dtype)
+    heads = getattr(mechanism, "num_heads", 1)
+    return MechanismCost(
+        mechanism.name,
+        mechanism.formula,
+        mechanism.paper,
+        context,
+        batch,
+        dtype,
+        mechanism.cost(context, batch, dtype),
+        batch * heads * context * context * size,
+    )

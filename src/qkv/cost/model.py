@@ -1,0 +1,224 @@
+"""What a transformer is made of, as far as its cost depends on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Attention", "FeedForward", "Latent", "Layer", "Model", "Norm"]
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Sizes of multi-head latent attention (DeepSeek-V2): what is cached is one short row a token.
+
+    Attributes
+    ----------
+    query_rank : int
+        Length of the latent query row; 0 if queries come straight from the tokens.
+    rank : int
+        Length of the latent row from which keys and values are made.
+    rope_dim : int
+        Components of a key that carry its position; shared by all heads and cached too.
+    """
+
+    query_rank: int
+    rank: int
+    rope_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """One layer's attention.
+
+    Attributes
+    ----------
+    num_heads, num_kv_heads, head_dim, v_head_dim : int
+        As in `qkv.attention`.
+    causal : bool
+        Whether a query sees no later key.
+    window : int or None
+        Keys that a query sees, its own included; None for all. Without `causal` the window reaches
+        `window // 2` to either side.
+    latent : Latent or None
+        Set for multi-head latent attention.
+    projections : bool
+        Whether query, key, value and output are projected; False for attention by itself.
+    qkv_bias, out_bias : bool
+        Whether projections add a bias.
+    qk_norm : str
+        What rows of query and key are normalised over: "" for not at all, "head" for each head
+        with shared weights, "full" for all heads together.
+    rope_dim : int
+        Rotated components of each query and key; 0 without rotary embedding.
+    sinks : bool
+        Whether each head has a learned sink.
+    gate : bool
+        Whether outputs are multiplied by a gate of their own projection.
+    pair_width : int
+        Channels of a pair representation from which biases of scores are projected (AlphaFold2).
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    causal: bool = True
+    window: int | None = None
+    latent: Latent | None = None
+    projections: bool = True
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: str = ""
+    rope_dim: int = 0
+    sinks: bool = False
+    gate: bool = False
+    pair_width: int = 0
+
+    @property
+    def kind(self) -> str:
+        """In a few words, for a table."""
+        if self.latent:
+            words = f"latent {self.latent.rank}+{self.latent.rope_dim}"
+        elif self.num_kv_heads < self.num_heads:
+            words = f"{self.num_heads} heads over {self.num_kv_heads}"
+        else:
+            words = f"{self.num_heads} heads"
+        return words + (f", window {self.window}" if self.window else "")
+
+    @property
+    def cached_numbers(self) -> int:
+        """Numbers that a cache keeps of each token."""
+        if self.latent:
+            return self.latent.rank + self.latent.rope_dim
+        return self.num_kv_heads * (self.head_dim + self.v_head_dim)
+
+    def cached_tokens(self, context: int) -> int:
+        """Tokens of which a cache keeps something, at most the window."""
+        if not self.causal:
+            return 0
+        return context if self.window is None else min(context, self.window)
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForward:
+    """The other half of a layer.
+
+    Attributes
+    ----------
+    width : int
+        Length of the hidden row, of one expert if there are any.
+    activation : str
+        "silu", "gelu" or "relu".
+    gated : bool
+        Whether the hidden row is multiplied by one of a second projection (SwiGLU, GeGLU).
+    bias : bool
+        Whether projections add a bias.
+    experts, experts_per_token : int
+        Routed experts, and how many of them each token goes through; 0 without routing.
+    shared_width : int
+        Length of the hidden row of the experts that every token goes through; 0 for none.
+    router_bias : bool
+        Whether the router adds a bias.
+    shared_gate : bool
+        Whether the shared expert's output is multiplied by a learned gate.
+    """
+
+    width: int
+    activation: str = "silu"
+    gated: bool = True
+    bias: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+    shared_width: int = 0
+    router_bias: bool = False
+    shared_gate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """Normalisation: RMSNorm, or LayerNorm, which also subtracts the mean.
+
+    Attributes
+    ----------
+    centred : bool
+        True for LayerNorm.
+    weight, bias : bool
+        Whether it multiplies by learned numbers, and adds some.
+    """
+
+    centred: bool = False
+    weight: bool = True
+    bias: bool = False
+
+    def parameters(self, width: int) -> int:
+        """Learned numbers for rows of `width`."""
+        return width * (self.weight + self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Attention, feed-forward and `norms` normalisations; feed_forward is None for attention only.
+
+    Attributes
+    ----------
+    attention : Attention
+    feed_forward : FeedForward or None
+    norms : int
+    """
+
+    attention: Attention
+    feed_forward: FeedForward | None
+    norms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A whole model.
+
+    Attributes
+    ----------
+    name : str
+    width : int
+        Length of a token's row between layers.
+    layers : tuple of Layer
+        In order; equal ones are counted once and multiplied.
+    norm : Norm
+        That of every layer.
+    vocab_size : int
+        Rows of the token table; 0 without one.
+    tied : bool
+        Whether the output head is the token table.
+    head : bool
+        Whether there is an output head over the vocabulary.
+    tables : dict of str to int
+        Other learned numbers outside the layers, by what they are.
+    final_norm : bool
+        Whether the last layer is followed by a normalisation.
+    context : int
+        Tokens that the model is made for; the default of its cost.
+    source : str
+        Where the sizes come from.
+    speculative : bool
+        Whether the sizes are rumour rather than published.
+    notes : tuple of str
+        What the count leaves out or assumes.
+    """
+
+    name: str
+    width: int
+    layers: tuple[Layer, ...]
+    norm: Norm
+    vocab_size: int
+    tied: bool
+    head: bool
+    tables: dict[str, int]
+    final_norm: bool
+    context: int
+    source: str = ""
+    speculative: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def causal(self) -> bool:
+        """Whether it generates, one token after the other."""
+        return bool(self.layers) and all(layer.attention.causal for layer in self.layers)

@@ -1,0 +1,88 @@
+"""The exercises of the classical texts, with answers that are checked.
+
+`qkv.exercises.check("003.2", answer)` says whether an answer is right, and why not.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from qkv.errors import ArgumentError
+from qkv.exercises.answers import CHECKS, Verdict
+
+__all__ = ["EXERCISES", "Exercise", "Verdict", "check"]
+
+
+@dataclass(frozen=True, slots=True)
+class Exercise:
+    """A question, and the form of its answer.
+
+    Attributes
+    ----------
+    name : str
+        As `check` takes it.
+    title, question : str
+    answer : str
+        What to pass to `check`.
+
+    Examples
+    --------
+    >>> import qkv
+    >>> qkv.exercises.EXERCISES[1].name
+    '003.2'
+    """
+
+    name: str
+    title: str
+    question: str
+    answer: str
+
+
+def _read() -> tuple[Exercise, ...]:
+    file = resources.files("qkv.exercises").joinpath("exercises.json")
+    return tuple(Exercise(**entry) for entry in json.loads(file.read_text(encoding="utf-8")))
+
+
+EXERCISES = _read()
+"""All of them, in order."""
+
+
+def check(name: str, answer: Any) -> Verdict:
+    """Whether an answer is right, and why.
+
+    Parameters
+    ----------
+    name : str
+        The exercise, such as "003.2".
+    answer : object
+        What the exercise asks for: numbers, nested lists, or arrays of any library. Two correct
+        decimals are enough where numbers are computed by hand.
+
+    Returns
+    -------
+    Verdict
+        True or false as a condition; printed, it says why.
+
+    Raises
+    ------
+    ArgumentError
+        If there is no such exercise.
+
+    Examples
+    --------
+    >>> import qkv
+    >>> print(qkv.exercises.check("003.10", 1_000_000))
+    wrong: this is n^2, the number of scores; each takes 4 d operations.
+    >>> bool(qkv.exercises.check("003.10", 2_048_000_000))
+    True
+    """
+    if name not in CHECKS:
+        raise ArgumentError(
+            f"there is no exercise {name!r:.40}.",
+            [("exercises", ", ".join(CHECKS))],
+            "Name one of these.",
+        )
+    return CHECKS[name](answer)

@@ -1,0 +1,134 @@
+"""The array API namespace of an array, so that one formula serves NumPy, torch and JAX."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from qkv.arrays import kind_of, library_of, view
+from qkv.errors import DTypeError, UnsupportedError
+
+__all__ = ["array_namespace", "as_numpy", "like", "recomputed", "values"]
+
+
+def array_namespace(x: Any) -> Any:
+    """Return the functions of the array API standard for the library of `x`.
+
+    NumPy and JAX arrays bring their namespace with them (`__array_namespace__`). torch tensors do
+    not; theirs comes from the package array-api-compat, which only torch users need.
+
+    Parameters
+    ----------
+    x : NumPy array, torch.Tensor or JAX array
+
+    Raises
+    ------
+    DTypeError
+        `x` is not an array of a library that qkv knows.
+    UnsupportedError
+        `x` is a torch tensor and array-api-compat is not installed.
+
+    Notes
+    -----
+    Source: Python array API standard, https://data-apis.org/array-api/latest.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> array_namespace(np.zeros(2)).__name__
+    'numpy'
+    """
+    kind = kind_of(x)
+    if kind is None:
+        raise DTypeError(
+            f"x is a {type(x).__module__}.{type(x).__qualname__}, not an array.",
+            action="Pass a NumPy array, a torch tensor or a JAX array.",
+        )
+    if kind != "torch":
+        return x.__array_namespace__()
+    try:
+        from array_api_compat import torch as namespace
+    except ImportError as error:
+        raise UnsupportedError(
+            "mechanisms read torch tensors through array-api-compat, which is not installed.",
+            action="Run pip install 'qkv[mechanisms]'.",
+        ) from error
+    return namespace
+
+
+def like(array: Any, x: Any, name: str = "array") -> Any:
+    """Return `array` in the library, dtype and device of `x`.
+
+    A tensor or JAX array beside an `x` of its own library keeps its gradient.
+
+    Raises
+    ------
+    DTypeError
+        `x` is not of a floating type.
+    UnsupportedError
+        Another library follows the gradient of `array`, which would be lost.
+    """
+    namespace = array_namespace(x)
+    if not str(x.dtype).removeprefix("torch.").startswith(("float", "bfloat")):
+        raise DTypeError(
+            f"x has dtype {x.dtype}, not a floating type.",
+            action="Convert it, to float32 for example.",
+        )
+    if kind_of(array) != kind_of(x):
+        array = namespace.asarray(as_numpy(array, name))
+    if kind_of(x) == "torch":
+        array = array.to(x.device)
+    return namespace.astype(array, x.dtype, copy=False)
+
+
+def as_numpy(array: Any, name: str = "array") -> Any:
+    """Return the values of an array of any library as a NumPy array.
+
+    Raises
+    ------
+    UnsupportedError
+        The library of `array` would follow its gradient, which would be lost.
+    """
+    library = library_of(array, name)
+    if library.follows(array):
+        raise UnsupportedError(
+            f"{library.name} differentiates or traces {name}, and NumPy cannot follow it.",
+            action=f"Pass x as an array of {library.name}, or {name} without its gradient.",
+        )
+    return view(array, name)
+
+
+def values(array: Any, name: str = "array") -> Any:
+    """Return the values of an array as a NumPy array on the CPU, without its gradient.
+
+    For looking at numbers: weights to show, calculations to print.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> values(np.ones(2))
+    array([1., 1.])
+    """
+    return view(array.detach().cpu() if kind_of(array) == "torch" else array, name)
+
+
+def recomputed(function: Any, x: Any) -> Any:
+    """Return `function` so that torch's backward pass computes it again instead of storing it.
+
+    What lies between its arguments and its result then takes no memory between the passes. For
+    other libraries it is `function` itself.
+
+    Parameters
+    ----------
+    function : callable of arrays
+    x : array
+        Says which library.
+    """
+    if kind_of(x) != "torch":
+        return function
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    if not torch.is_grad_enabled():
+        return function
+    return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)

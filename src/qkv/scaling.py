@@ -1,0 +1,237 @@
+"""Why scores are divided by sqrt(d_k): what softmax does to scores that grow with d_k."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.errors import ArgumentError, UnsupportedError
+from qkv.inspection.steps import softmax
+
+__all__ = ["ScalingCurve", "ScalingPoint", "scaling_curve"]
+
+_KEYS = 5
+"""Keys of the shared example, so logits of a row."""
+
+_LENGTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+_PAIRS = 10_000
+"""At most so many random rows of query and key have their dot products computed."""
+
+_FORMATS = ("pdf", "png", "svg")
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingPoint:
+    """Means over all draws for one d_k, with the divisor or without.
+
+    Attributes
+    ----------
+    d_k : int
+        Length of a query row.
+    scaled : bool
+        Whether scores are divided by `sqrt(d_k)`.
+    score_variance : float
+        Variance of dot products of rows of unit-normal numbers: about d_k, divided about 1.
+    max_weight : float
+        Largest weight of a row.
+    entropy_nats : float
+        `-sum w log w` of a row; log(5) = 1.609 for five equal weights.
+    jacobian_trace : float
+        `sum w (1 - w)`, the trace of the softmax's Jacobian: how much gradient passes at all.
+    runner_up_gradient : float
+        `w (1 - w)` of the second largest score: how much reaches a key that is nearly chosen.
+    """
+
+    d_k: int
+    scaled: bool
+    score_variance: float
+    max_weight: float
+    entropy_nats: float
+    jacobian_trace: float
+    runner_up_gradient: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingCurve:
+    """What `scaling_curve` answers.
+
+    Attributes
+    ----------
+    draws, seed : int
+        Rows of logits, and their seed.
+    points : tuple of ScalingPoint
+        For each d_k, first without the divisor, then with it.
+
+    Examples
+    --------
+    >>> import qkv
+    >>> [point.scaled for point in qkv.scaling_curve([2, 4], draws=10).points]
+    [False, True, False, True]
+    """
+
+    draws: int
+    seed: int
+    points: tuple[ScalingPoint, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Numbers for JSON."""
+        return {
+            "draws": self.draws,
+            "seed": self.seed,
+            "points": [asdict(point) for point in self.points],
+        }
+
+    def to_json(self) -> str:
+        """`to_dict` as strict JSON."""
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw the curves, with the divisor and without, to a file.
+
+        Parameters
+        ----------
+        path : path
+            Its ending says the format: .svg, .png or .pdf.
+
+        Raises
+        ------
+        UnsupportedError
+            If matplotlib is not installed.
+        ArgumentError
+            If the ending is another.
+        FileError
+            If the file cannot be written.
+        """
+        kind = os.path.splitext(path)[1].removeprefix(".").lower()
+        if kind not in _FORMATS:
+            raise ArgumentError(
+                f"{str(path)!r:.100} does not end in {', '.join(f'.{f}' for f in _FORMATS)}.",
+                action="Name a file with one of these endings.",
+            )
+        from qkv.files.writing import replace_file
+
+        replace_file(path, self._drawn(kind))
+
+    def _drawn(self, kind: str) -> bytes:
+        try:
+            from matplotlib import rc_context
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise UnsupportedError(
+                "a picture needs matplotlib, which is not installed.",
+                action='Install it, as with pip install "qkv[plot]", or print the JSON.',
+            ) from error
+        figure = Figure(figsize=(11, 6), layout="constrained")
+        shown = {
+            "score_variance": "variance of scores",
+            "max_weight": "largest weight",
+            "entropy_nats": "entropy, nats",
+            "jacobian_trace": "trace of the Jacobian",
+            "runner_up_gradient": "gradient through the runner-up",
+        }
+        for axes, (name, title) in zip(figure.subplots(2, 3).flat, shown.items(), strict=False):
+            for scaled, label in ((False, "q . k"), (True, "q . k / sqrt(d_k)")):
+                some = [point for point in self.points if point.scaled is scaled]
+                values = [getattr(point, name) for point in some]
+                axes.plot([point.d_k for point in some], values, marker=".", label=label)
+            axes.set_xscale("log", base=2)
+            axes.set_title(title)
+            axes.set_xlabel("d_k")
+        figure.axes[0].set_yscale("log", base=2)
+        figure.axes[-1].axis("off")
+        figure.axes[-1].legend(*figure.axes[0].get_legend_handles_labels(), loc="center")
+        file = io.BytesIO()
+        # Without its date and with fixed names, the same curve gives the same file.
+        with rc_context({"svg.hashsalt": "qkv"}):
+            metadata = {"Date": None} if kind == "svg" else None
+            figure.savefig(file, format=kind, metadata=metadata)
+        return file.getvalue()
+
+
+def scaling_curve(
+    d_k: Sequence[int] = _LENGTHS,
+    *,
+    draws: int = 200_000,
+    seed: int = 0,
+) -> ScalingCurve:
+    """What softmax does to random scores for each d_k, with and without the divisor.
+
+    Dot products of rows of d_k independent unit-normal numbers have variance d_k. A row of scores
+    is drawn as five unit-normal numbers times sqrt(d_k), and the same five numbers serve every d_k.
+
+    Parameters
+    ----------
+    d_k : sequence of int
+        Lengths of a query row; 1, 2, 4, ..., 1024 by default.
+    draws : int
+        Rows of five scores.
+    seed : int
+
+    Returns
+    -------
+    ScalingCurve
+
+    Raises
+    ------
+    ArgumentError
+        If a number is not a positive integer, or the seed is negative.
+
+    Notes
+    -----
+    Source: Vaswani et al. (2017), section 3.2.1, footnote 4. Cost: `O(draws)` for each d_k, and
+    as many dot products, at most 10,000.
+
+    Examples
+    --------
+    >>> import qkv
+    >>> plain, scaled = qkv.scaling_curve([64], draws=20_000).points
+    >>> round(plain.max_weight, 1), round(scaled.max_weight, 1)
+    (0.9, 0.5)
+    """
+    lengths = list(d_k)
+    for name, value in [*(("d_k", length) for length in lengths), ("draws", draws)]:
+        _refuse_unless_integer(name, value, 1)
+    _refuse_unless_integer("seed", seed, 0)
+    logits = np.random.default_rng(seed).normal(size=(draws, _KEYS))
+    # Dividing undoes the growth, so that the scaled rows are the same for every d_k.
+    scaled = _means(logits)
+    points = []
+    for length in map(int, lengths):
+        variance = float(_dot_products(length, min(draws, _PAIRS), seed).var())
+        points += [
+            ScalingPoint(length, False, variance, *_means(logits * np.sqrt(length))),
+            ScalingPoint(length, True, variance / length, *scaled),
+        ]
+    return ScalingCurve(draws, seed, tuple(points))
+
+
+def _refuse_unless_integer(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise ArgumentError(
+            f"{name}={value!r:.40} is not an integer of {least} or more.",
+            action=f"Pass {least} or more.",
+        )
+
+
+def _dot_products(d_k: int, pairs: int, seed: int) -> NDArray[np.float64]:
+    rng = np.random.default_rng([seed, d_k])
+    query, key = rng.normal(size=(2, pairs, d_k))
+    return np.asarray(np.einsum("ij,ij->i", query, key))
+
+
+def _means(scores: NDArray[np.float64]) -> tuple[float, float, float, float]:
+    """The last four fields of a `ScalingPoint`."""
+    steps = softmax(scores)
+    weights = np.sort(steps.weights, axis=1)
+    gradient = weights * (1 - weights)
+    means = weights[:, -1], steps.entropy, gradient.sum(axis=1), gradient[:, -2]
+    a, b, c, d = (float(each.mean()) for each in means)
+    return a, b, c, d

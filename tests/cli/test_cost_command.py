@@ -1,0 +1,136 @@
+"""`qkv cost`, `qkv scaling` and `qkv errata` as a user meets them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qkv.cli import main
+from qkv.cost import CONTEXTS, model_names
+from qkv.errata import ERRATA
+from qkv.mechanisms import MECHANISMS
+
+
+@pytest.fixture(autouse=True)
+def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]):
+    def run(*words: str, code: int = 0) -> str:
+        assert main(words) == code
+        out, err = capsys.readouterr()
+        assert (err == "") == (code == 0)
+        return err if code else out
+
+    return run
+
+
+def strict(text: str) -> Any:
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_a_model(said) -> None:
+    text = said("cost", "--model", "LLaMA-3 8B")
+    for words in ("8,030,261,248 parameters", "32 heads over 8", "One more token", "NVIDIA H100",
+                  "10,000,000", "Apple M4", "estimated peak"):  # fmt: skip
+        assert words in text
+    assert "Other contexts" not in said("cost", "--model", "gpt-2", "--context", "100")
+
+
+def test_a_model_as_json(said) -> None:
+    found = strict(said("cost", "--model", "llama-3-8b", "--context", "8192", "--json"))
+    assert found["cost"]["whole"]["kv_cache_bytes"] == 2**30
+    assert found["contexts"] == []
+    assert {m["name"] for m in found["machines"]} >= {"NVIDIA H200 SXM", "AMD MI300X"}
+    assert found["decode"]["whole"]["operations"] < found["cost"]["whole"]["operations"]
+    every = strict(said("cost", "--model", "vit-l", "--json", "--dtype", "float8"))
+    assert every["decode"] is None
+    assert [c["cost"]["context"] for c in every["contexts"]] == list(CONTEXTS)
+    assert every["machines"][3]["all_tokens"] is None
+
+
+def test_a_config(said, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(
+        json.dumps(
+            {
+                "model_type": "\x1b[31mevil", "hidden_size": 64, "num_hidden_layers": 2,
+                "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 50,
+            }
+        )
+    )  # fmt: skip
+    text = said("cost", "--config", str(tmp_path), "--batch", "3", "--steps")
+    assert "counted as llama" in text
+    assert "\x1b" not in text
+    assert "Steps of one layer" in text
+    assert "n b e" in text
+    file.write_text("{}")
+    assert "the config has no hidden_size" in said("cost", "--config", str(file), code=2)
+    assert "cannot be read" in said("cost", "--config", str(tmp_path / "no.json"), code=2)
+
+
+def test_every_card_in_one_table(said) -> None:
+    text = said("cost")
+    assert all(name in text for name in model_names())
+    assert text.count("(speculative)") == 1
+    assert list(strict(said("cost", "--json"))) == list(model_names())
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_a_mechanism(said, name: str) -> None:
+    text = said("cost", "--mechanism", name)
+    found = strict(said("cost", "--mechanism", name, "--json"))
+    assert f"{found['operations']:,} operations: " in text
+    assert found["operations"] == sum(step["operations"] for step in found["steps"].values())
+    assert found["operations"] == sum(found["by_kind"].values())
+
+
+def test_the_textbook_mechanism_takes_495_operations(said) -> None:
+    found = strict(said("cost", "--mechanism", "scaled-dot-product", "--json"))
+    assert found["operations"] == 495
+    assert found["operations_formula"] == "4 n^2 d + 5 n^2 - n d - 2 n"
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--model", "gpt-9"), "no card of a model 'gpt-9'"),
+        (("--mechanism", "telepathy"), "no mechanism is called 'telepathy'"),
+        (("--model", "gpt-2", "--context", "0"), "context=0 is not a positive integer"),
+        (("--model", "gpt-2", "--batch", "-1"), "batch=-1 is not a positive integer"),
+        (("--model", "gpt-2", "--dtype", "int3"), "dtype='int3' is not a type"),
+        (("--model", "gpt-2", "--machine", "abacus"), "no machine is called 'abacus'"),
+        (("--model", "gpt-2", "--mechanism", "self"), "not allowed with"),
+    ],
+)
+def test_bad_input(said, words: tuple[str, ...], reason: str) -> None:
+    assert reason in said("cost", *words, code=2)
+
+
+def test_scaling(said, tmp_path: Path) -> None:
+    few = ("--draws", "500", "--seed", "3")
+    text = said("scaling", *few, "--plot", str(tmp_path / "curve.svg"))
+    assert text.count("/ sqrt(d_k)") == 11
+    assert b"<svg" in (tmp_path / "curve.svg").read_bytes()
+    found = strict(said("scaling", *few, "--json"))
+    assert (found["draws"], found["seed"], len(found["points"])) == (500, 3, 22)
+    assert "does not end in" in said("scaling", *few, "--plot", "curve.bmp", code=2)
+
+
+def test_errata(said) -> None:
+    text = said("errata")
+    assert all(entry.name in text for entry in ERRATA)
+    assert len(strict(said("errata", "--json"))) == 16
+    one = said("errata", "exp-500")
+    assert "assert np.isfinite(np.exp(500.0))" in one
+    assert "cat-row" not in one
+    assert "no erratum is called 'x'" in said("errata", "x", code=2)

@@ -1,0 +1,164 @@
+"""Answers that are right, answers that usual mistakes give, and what is no answer at all."""
+
+from __future__ import annotations
+
+import json
+import re
+from math import exp, log
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import qkv
+from qkv.exercises import EXERCISES, check
+
+GOLDENS = json.loads(
+    Path(__file__).parents[1].joinpath("golden", "goldens.json").read_text(encoding="utf-8")
+)["cases"]
+SHARED = GOLDENS["shared_example"]["exact"]
+UNSCALED = GOLDENS["shared_example_unscaled"]["exact"]
+HAND = GOLDENS["exercise_hand_compute"]["exact"]
+V = np.array(GOLDENS["shared_example"]["v"])
+
+
+def identical() -> np.ndarray:
+    q = np.array([[1, 0], [0, 1], [0.6, 0.8]])
+    e = np.array([[exp(a @ b / 2**0.5) for b in q] for a in q])
+    return e / e.sum(axis=1, keepdims=True)
+
+
+RIGHT: dict[str, Any] = {
+    "003.1": HAND["output"],
+    "003.2": SHARED["weights"][2],
+    "003.3": SHARED["weights"],
+    "003.4": ([0, 0, 0, 0, 0], [10, 0, 0, 0, 0]),
+    "003.5": (True, False),
+    "003.6": UNSCALED["weights"],
+    "003.7": identical(),
+    "003.8": 2 * log(3 * 0.99 / 0.01),
+    "003.9": 32,
+    "003.10": 2_048_000_000,
+    "003.11": [V[0], SHARED["output"][1]],
+}
+
+
+def test_every_exercise_has_an_answer_here() -> None:
+    assert [exercise.name for exercise in EXERCISES] == list(RIGHT)
+    assert all(e.title and e.question and e.answer for e in EXERCISES)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_answers(name: str) -> None:
+    verdict = check(name, RIGHT[name])
+    assert verdict, verdict
+    assert str(verdict).startswith("right: ")
+
+
+def test_the_page_has_every_exercise_and_its_answer() -> None:
+    page = (Path(__file__).parents[2] / "docs/exercises.md").read_text(encoding="utf-8")
+    sections = re.split(r"^## ", page, flags=re.MULTILINE)[1:]
+    for exercise, section in zip(EXERCISES, sections, strict=True):
+        assert section.startswith(f"{exercise.name} {exercise.title}\n\n{exercise.question}\n")
+        assert f'assert check("{exercise.name}", ' in section
+
+
+@pytest.mark.parametrize("name", [n for n in RIGHT if n not in ("003.4", "003.5", "003.10")])
+def test_two_decimals_are_enough_and_one_is_not(name: str) -> None:
+    right = np.array(RIGHT[name], float)
+    assert check(name, right.round(2))
+    wrong = check(name, right + 0.02)
+    assert not wrong
+    assert "off" in wrong.why or "too large" in wrong.why
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "why"),
+    [
+        ("003.1", HAND["weights"], "these are the weights; multiply them by V"),
+        ("003.1", HAND["raw"], "these are the scores"),
+        ("003.2", UNSCALED["weights"][2], "without the divisor"),
+        ("003.2", np.array(SHARED["weights"])[:, 2], "a column"),
+        ("003.2", SHARED["scaled"][2], "these are the scores"),
+        ("003.2", SHARED["weights"][1], 'the row of "cat"'),
+        ("003.2", SHARED["output"][2], "shape (4,); (5,) is asked for"),
+        ("003.3", np.array(SHARED["weights"]).T, "transposed"),
+        ("003.3", UNSCALED["weights"], "without the divisor"),
+        ("003.4", ([10, 0, 0, 0, 0], [0, 0, 0, 0, 0]), "in the other order"),
+        ("003.4", ([0, 0, 0, 0, 0], [1, 0, 0, 0, 0]), "one far larger score"),
+        ("003.4", ([3, 0, 0, 0, 0], [10, 0, 0, 0, 0]), "nearly equal scores"),
+        ("003.5", (False, False), "q_j . k_i: symmetric"),
+        ("003.5", (True, True), "divided by its own sum"),
+        ("003.6", SHARED["weights"], "with the divisor; leave it out"),
+        ("003.7", np.eye(3), "other keys get weight too"),
+        ("003.8", log(297), "leaves out the divisor"),
+        ("003.9", 8, "8 is right for variance 1"),
+        ("003.9", 16, "not sigma^2"),
+        ("003.9", 31, "31 is too small"),
+        ("003.10", 1_000_000, "n^2, the number of scores"),
+        ("003.10", 512_000_000, "one product"),
+        ("003.10", 1_024_000_000, "this is half"),
+        ("003.11", [SHARED["output"][1], V[0]], "in the other order"),
+        ("003.11", [V[0], UNSCALED["output"][1]], "without the divisor"),
+        ("003.11", [V[1], SHARED["output"][1]], 'the value of "cat" itself'),
+    ],
+)
+def test_usual_mistakes_are_named(name: str, answer: Any, why: str) -> None:
+    verdict = check(name, answer)
+    assert not verdict
+    assert why in verdict.why
+    assert str(verdict) == f"wrong: {verdict.why}"
+
+
+def traps(name: str) -> dict[str, Any]:
+    shape = np.shape(RIGHT[name])
+    numbers = np.zeros(shape)
+    with_nan = np.where(np.arange(numbers.size).reshape(shape) == 0, np.nan, numbers)
+    return {
+        "NaN": with_nan,
+        "infinity": np.where(np.isnan(with_nan), np.inf, numbers),
+        "a string": "0.25",
+        "strings": np.full(shape, "a"),
+        "nothing": None,
+        "an object": object(),
+        "a dictionary": {"a": 1},
+        "one axis more": numbers[None],
+        "a ragged list": [[1.0], [1.0, 2.0]],
+        "complex numbers": numbers + 1j,
+        "no numbers": [],
+    }
+
+
+@pytest.mark.parametrize("trap", traps("003.1"))
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_no_answer_is_wrong_and_says_why(name: str, trap: str) -> None:
+    verdict = check(name, traps(name)[trap])
+    assert not verdict
+    assert verdict.why.endswith(".")
+
+
+def test_reasons_of_traps() -> None:
+    assert "nan at (0, 0)" in check("003.1", [[np.nan, 0], [0, 0]]).why
+    assert "the answer is text" in check("003.1", "[[1, 0.5], [1, 0.73]]").why
+    assert "(3, 2); (2, 2) is asked for" in check("003.1", np.ones((3, 2))).why
+    assert "pass numbers" in check("003.9", True).why
+
+
+def test_arrays_of_other_libraries_and_pictures_are_answers() -> None:
+    import torch
+    from matplotlib.figure import Figure
+
+    assert check("003.6", torch.tensor(UNSCALED["weights"], requires_grad=True))
+    assert check("003.6", torch.tensor(UNSCALED["weights"]).bfloat16())
+    assert check("003.3", Figure().subplots().imshow(SHARED["weights"]))
+
+
+def test_operations_counted_one_by_one_are_right_too() -> None:
+    assert check("003.10", int(qkv.cost.ledger(1000, 1000, 512, 512).total))
+    assert check("003.10", 2.048e9)
+
+
+def test_an_exercise_that_does_not_exist() -> None:
+    with pytest.raises(qkv.ArgumentError, match=r"no exercise '003\.12'"):
+        check("003.12", 1)

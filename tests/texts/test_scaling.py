@@ -1,0 +1,89 @@
+"""The curve of the divisor against the goldens, torch's autograd and the variance of theory."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import qkv
+from qkv import ArgumentError, FileError, UnsupportedError
+
+GOLDEN = json.loads(
+    Path(__file__).parents[1].joinpath("golden", "goldens.json").read_text(encoding="utf-8")
+)["saturation"]
+
+
+def test_saturation_of_the_goldens() -> None:
+    curve = qkv.scaling_curve()
+    assert [point.d_k for point in curve.points[::2]] == [2**power for power in range(11)]
+    plain = {point.d_k: point for point in curve.points if not point.scaled}
+    wanted = [(plain[int(d_k)], row) for d_k, row in GOLDEN["unscaled"].items()]
+    wanted += [(point, GOLDEN["scaled_any_d_k"]) for point in curve.points if point.scaled]
+    assert len(wanted) == 6 + 11
+    for point, row in wanted:
+        assert point.max_weight == pytest.approx(row["max_weight"], abs=0.003)
+        assert point.entropy_nats == pytest.approx(row["entropy_nats"], abs=0.003)
+        assert point.jacobian_trace == pytest.approx(row["gradient_trace"], abs=0.003)
+    for point in curve.points:
+        # Five standard deviations of a variance estimated from 10,000 products, of which short
+        # rows have the heaviest tails: theirs is sqrt((2 + 6 / d_k) / 10,000).
+        expected = 1 if point.scaled else point.d_k
+        spread = ((2 + 6 / point.d_k) / 10_000) ** 0.5
+        assert point.score_variance == pytest.approx(expected, rel=5 * spread)
+
+
+def test_gradients_are_those_of_autograd() -> None:
+    import numpy as np
+
+    draws, d_k, seed = 40, 16, 3
+    plain, _ = qkv.scaling_curve([d_k], draws=draws, seed=seed).points
+    logits = np.random.default_rng(seed).normal(size=(draws, 5)) * d_k**0.5
+    traces, runners = [], []
+    for row in torch.from_numpy(logits):
+        jacobian = torch.autograd.functional.jacobian(lambda s: s.softmax(0), row).diagonal()
+        traces.append(jacobian.sum())
+        runners.append(jacobian[row.argsort()[-2]])
+    assert plain.jacobian_trace == pytest.approx(float(sum(traces)) / draws, rel=1e-10)
+    assert plain.runner_up_gradient == pytest.approx(float(sum(runners)) / draws, rel=1e-10)
+
+
+def test_a_seed_gives_the_same_curve() -> None:
+    few = {"draws": 1000, "seed": 7}
+    assert qkv.scaling_curve([8], **few) == qkv.scaling_curve([8], **few)
+    assert qkv.scaling_curve([8], **few) != qkv.scaling_curve([8], draws=1000, seed=8)
+    json.loads(qkv.scaling_curve([8], **few).to_json())
+
+
+@pytest.mark.parametrize("ending", ["svg", "png", "pdf"])
+def test_a_picture(ending: str, tmp_path: Path) -> None:
+    curve = qkv.scaling_curve([1, 64], draws=100)
+    curve.plot(tmp_path / f"curve.{ending}")
+    data = (tmp_path / f"curve.{ending}").read_bytes()
+    assert {"svg": b"<svg", "png": b"PNG", "pdf": b"%PDF"}[ending] in data
+    if ending == "svg":
+        curve.plot(tmp_path / "again.svg")
+        assert (tmp_path / "again.svg").read_bytes() == data
+
+
+def test_pictures_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    curve = qkv.scaling_curve([1], draws=10)
+    with pytest.raises(ArgumentError, match=r"does not end in \.pdf, \.png, \.svg"):
+        curve.plot(tmp_path / "curve.txt")
+    with pytest.raises(FileError, match="cannot be written"):
+        curve.plot(tmp_path / "nowhere" / "curve.svg")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UnsupportedError, match="matplotlib, which is not installed"):
+        curve.plot(tmp_path / "curve.svg")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"d_k": [0]}, {"d_k": [4.5]}, {"d_k": [True]}, {"draws": 0}, {"seed": -1}]
+)
+def test_bad_arguments(arguments: dict[str, object]) -> None:
+    with pytest.raises(ArgumentError, match="is not an integer of"):
+        qkv.scaling_curve(**{"draws": 10, **arguments})
