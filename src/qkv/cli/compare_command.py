@@ -34,18 +34,18 @@ def run(options: argparse.Namespace) -> str:
 
 def _text(found: Comparison) -> str:
     page = Page()
-    first = found.tokens[0]
-    table = page.table(
-        "mechanism", f"weights of {first}, averaged over heads", f"output of {first}", ">difference"
-    )
+    # The token in the middle has others before and after it.
+    index = len(found.tokens) // 2
+    token = found.tokens[index]
+    table = page.table("mechanism", f"weights of {token}", f"output of {token}", ">difference")
     for row in found.rows:
-        weights = " ".join(f"{weight:5.2f}" for weight in row.mixing[:, 0].mean(axis=0))
-        output = " ".join(f"{number:5.2f}" for number in row.output[0])
+        weights = " ".join(f"{weight:.2f}" for weight in row.mixing[:, index].mean(axis=0))
+        output = " ".join(f"{number:.2f}" for number in row.output[index])
         table.add_row(*map(Text, (row.name, weights, output, f"{row.difference:.4f}")))
     lines = [
         f"Tokens: {' '.join(found.tokens)}. Q, K and V are those of qkv explain.",
-        "Weights are the effective token-mixing matrix where a mechanism has no weights.",
-        "Difference: largest of any token, from softmax(Q K^T / sqrt(d)) V.",
+        "Weights are averaged over heads; a mechanism without has an effective token-mixing matrix.",
+        "Difference: the largest of any token, from softmax(Q K^T / sqrt(d)) V.",
         f"Step by step: qkv explain --mechanism {found.rows[0].name}",
     ]
     return page.render(table, Text(), *map(Text, lines))
