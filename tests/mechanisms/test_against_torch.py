@@ -227,9 +227,8 @@ def test_differential_attention_beside_a_loop_from_the_paper() -> None:
 
     joined = np.zeros((5, 8))
     for pair in range(2):
-        values = np.concatenate(
-            [v[:, 2 * pair : 2 * pair + 2], v[:, 2 * pair + 4 : 2 * pair + 6]], 1
-        )
+        first, second = v[:, 2 * pair : 2 * pair + 2], v[:, 2 * pair + 4 : 2 * pair + 6]
+        values = np.concatenate([first, second], axis=1)
         for i in range(5):
             row = (weights(pair, i) - strength * weights(pair + 2, i)) @ values[: i + 1]
             normal = row / sqrt((row * row).mean() + 1e-5)

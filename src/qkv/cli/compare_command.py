@@ -44,7 +44,7 @@ def _text(found: Comparison) -> str:
         table.add_row(*map(Text, (row.name, weights, output, f"{row.difference:.4f}")))
     lines = [
         f"Tokens: {' '.join(found.tokens)}. Q, K and V are those of qkv explain.",
-        "Weights are averaged over heads; a mechanism without has an effective token-mixing matrix.",
+        "Weights are averaged over heads; where there are none, an effective token-mixing matrix.",
         "Difference: the largest of any token, from softmax(Q K^T / sqrt(d)) V.",
         f"Step by step: qkv explain --mechanism {found.rows[0].name}",
     ]
@@ -82,7 +82,7 @@ def picture(found: Comparison, kind: str) -> bytes:
         raise ArgumentError(
             f"--plot cannot write {kind!r:.60} files.", action=f"Use one of {', '.join(kinds)}."
         )
-    axes = figure.subplots(lines, columns, squeeze=False).flat
+    axes = figure.subplots(lines, columns, squeeze=False).ravel()
     for axis in axes:
         axis.set_axis_off()
     for axis, row in zip(axes, found.rows, strict=False):
