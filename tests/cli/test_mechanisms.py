@@ -81,7 +81,9 @@ def test_explain_a_mechanism(name: str, capsys: pytest.CaptureFixture[str]) -> N
 def test_explain_refuses_what_does_not_go_with_a_mechanism(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["explain", "--mechanism", "flash", "--causal"]) == 2
-    assert "--causal does not go with --mechanism" in capsys.readouterr().err
+    for word in ("--causal", "--scale=2", "--head=1", "file.npz"):
+        assert main(["explain", "--mechanism", "flash", word]) == 2
+        named = "FILE" if word == "file.npz" else word.partition("=")[0]
+        assert f"{named} does not go with --mechanism" in capsys.readouterr().err
     assert main(["explain", "--mechanism", "flash", "--query", "7"]) == 2
     assert "--query 7 does not exist" in capsys.readouterr().err

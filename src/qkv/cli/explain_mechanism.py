@@ -12,20 +12,15 @@ from qkv.mechanisms.comparison import mechanism_class
 
 __all__ = ["run"]
 
-_OF_ARRAYS = {
-    "file": "FILE",
-    "causal": "--causal",
-    "q_offset": "--q-offset",
-    "scale": "--scale",
-    "grad": "--grad",
-}
-"""Options that say something of arrays, which a mechanism makes for itself."""
+_OWN = {"mechanism", "query", "json"}
+"""Options of the command that go with a mechanism. The others say something of arrays."""
 
 
 def run(options: argparse.Namespace) -> str:
     """The output of the command."""
-    for attribute, shown in _OF_ARRAYS.items():
-        if getattr(options, attribute) not in (None, False):
+    for name, value in vars(options).items():
+        if value and name not in _OWN and value != options.parser.get_default(name):
+            shown = "FILE" if name == "file" else "--" + name.replace("_", "-")
             raise ArgumentError(
                 f"{shown} does not go with --mechanism, which runs on the shared example.",
                 action="Leave it out, or use the class in qkv.mechanisms.",
