@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import qkv
-from qkv.cost import memory
 from qkv.inspection.model_record import ModelRecord
+from qkv.ledger import memory
 
 HEADS, HEAD_DIM, VOCABULARY = 12, 64, 2000
 PREVIOUS, INDUCTION = 3, 8

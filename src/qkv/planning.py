@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qkv.backends import Choice, Refusal, backends, describe, refusals
-from qkv.cost import attention_operations, memory
+from qkv.ledger import attention_operations, memory
 from qkv.problem.scores import Scores
 from qkv.problem.spec import Problem
 from qkv.problem.tiles import TileCounts, TileGrid, TileKind

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from qkv.backends import Refusal, kept
-from qkv.cost import memory
+from qkv.ledger import memory
 from qkv.partial import Partial, rest_of
 from qkv.problem.backward import BackwardInputs, OperandGradients, backward
 from qkv.problem.scores import Scores, weighted_sum

@@ -8,7 +8,7 @@ from statistics import median
 
 from qkv.bench.record import Entry, Result, Run
 from qkv.bench.samples import ratio, spread, summary
-from qkv.cost import memory
+from qkv.ledger import memory
 
 __all__ = ["COLUMNS", "DETAIL_COLUMNS", "details", "headline", "markdown", "notes", "page", "rows"]
 

@@ -19,8 +19,8 @@ from qkv.bench.rules import (
     segments,
     window,
 )
-from qkv.cost import attention_operations
 from qkv.errors import ArgumentError
+from qkv.ledger import attention_operations
 from qkv.problem.builder import Shape
 from qkv.testing import DTYPES, Case
 

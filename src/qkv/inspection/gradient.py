@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.backends.reference import DENSE_LIMIT
-from qkv.cost import memory
 from qkv.errors import UnsupportedError
 from qkv.inspection.steps import Steps, steps
+from qkv.ledger import memory
 from qkv.problem.backward import turned_back
 from qkv.problem.derivative import derivative
 from qkv.problem.evaluate import evaluate

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.backends.reference import DENSE_LIMIT
-from qkv.cost import memory
 from qkv.errors import UnsupportedError
 from qkv.inspection.replay import BLOCK_Q, Replay
+from qkv.ledger import memory
 
 Array = NDArray[Any]
 

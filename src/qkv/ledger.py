@@ -1,0 +1,317 @@
+"""Counts of scalar operations, parameters and bytes, each with its closed form in symbols."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from qkv.count import Count, symbols
+from qkv.errors import ArgumentError
+
+__all__ = [
+    "KINDS",
+    "Count",
+    "Ledger",
+    "attention_operations",
+    "ledger",
+    "matmul",
+    "memory",
+    "score_entries",
+    "softmax",
+    "step",
+    "symbols",
+]
+
+KINDS = (
+    "multiply", "add", "subtract", "divide", "compare", "exp", "log", "sqrt", "tanh", "sin", "cos",
+)  # fmt: skip
+"""Every kind of scalar operation that a ledger tells apart."""
+
+_ZERO = Count(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Scalar operations by step and kind, with parameters and bytes.
+
+    Ledgers add up with `+` and `sum`; `ledger * count` is that of `count` heads, rows or layers.
+
+    Attributes
+    ----------
+    operations : dict of (step, kind) to Count
+        Scalar operations; `ledger["qk_multiply"]` reads that of step `qk` and kind `multiply`.
+    space : dict of step to Count
+        Numbers that a step leaves in memory for later steps.
+    parameters : Count
+        Learned numbers.
+    bytes_read, bytes_written : Count
+        What has to move between memory and the processor at least.
+
+    Examples
+    --------
+    >>> from qkv.ledger import matmul, symbols
+    >>> n, d, h = symbols(n=5, d=4, h=2)
+    >>> heads = matmul("qk", n, d, n) * h
+    >>> int(heads["qk_multiply"]), heads.total.formula
+    (200, '2 n^2 d h - n^2 h')
+    """
+
+    operations: dict[tuple[str, str], Count] = field(default_factory=dict)
+    space: dict[str, Count] = field(default_factory=dict)
+    parameters: Count = _ZERO
+    bytes_read: Count = _ZERO
+    bytes_written: Count = _ZERO
+
+    def __post_init__(self) -> None:
+        for _, kind in self.operations:
+            if kind not in KINDS:
+                raise ArgumentError(
+                    f"{kind!r:.60} is no kind of operation.",
+                    [("kinds", ", ".join(KINDS))],
+                    "Count it as one of these.",
+                )
+        for name in ("parameters", "bytes_read", "bytes_written"):
+            object.__setattr__(self, name, _counted(getattr(self, name)))
+        for name in ("operations", "space"):
+            counts = {key: _counted(value) for key, value in getattr(self, name).items()}
+            object.__setattr__(self, name, counts)
+
+    @property
+    def counts(self) -> dict[str, Count]:
+        """Operations by `step_kind`, in the order in which they are done."""
+        return {f"{name}_{kind}": count for (name, kind), count in self.operations.items()}
+
+    def __getitem__(self, name: str) -> Count:
+        try:
+            return self.counts[name]
+        except KeyError:
+            raise ArgumentError(
+                f"{name!r:.60} is not counted here.",
+                [("counted", ", ".join(self.counts))],
+                "Name a step and a kind, as in 'qk_multiply'.",
+            ) from None
+
+    @property
+    def total(self) -> Count:
+        """All operations, whatever their kind."""
+        return _sum(self.operations.values())
+
+    @property
+    def kinds(self) -> dict[str, Count]:
+        """Operations by kind, over all steps."""
+        return {
+            kind: _sum(count for (_, k), count in self.operations.items() if k == kind)
+            for kind in KINDS
+            if any(k == kind for _, k in self.operations)
+        }
+
+    @property
+    def steps(self) -> dict[str, Count]:
+        """Operations by step, over all kinds."""
+        return {
+            name: _sum(count for (s, _), count in self.operations.items() if s == name)
+            for name in dict.fromkeys(s for s, _ in self.operations)
+        }
+
+    @property
+    def bytes_moved(self) -> Count:
+        """Bytes read and written."""
+        return _sum((self.bytes_read, self.bytes_written))
+
+    def __add__(self, other: Any) -> Ledger:
+        if not isinstance(other, Ledger):
+            return self if other == 0 else NotImplemented
+        return Ledger(
+            _merged(self.operations, other.operations),
+            _merged(self.space, other.space),
+            _sum((self.parameters, other.parameters)),
+            _sum((self.bytes_read, other.bytes_read)),
+            _sum((self.bytes_written, other.bytes_written)),
+        )
+
+    __radd__ = __add__
+
+    def __mul__(self, count: int) -> Ledger:
+        if not isinstance(count, int):
+            return NotImplemented
+        return Ledger(
+            {key: value * count for key, value in self.operations.items()},
+            {key: value * count for key, value in self.space.items()},
+            self.parameters * count,
+            self.bytes_read * count,
+            self.bytes_written * count,
+        )
+
+    __rmul__ = __mul__
+
+
+def _counted(value: int) -> Count:
+    return value if isinstance(value, Count) else Count(value)
+
+
+def _sum(counts: Iterable[Count]) -> Count:
+    return sum(counts, start=_ZERO)
+
+
+def _merged(a: dict[Any, Count], b: dict[Any, Count]) -> dict[Any, Count]:
+    return {key: a.get(key, _ZERO) + b.get(key, _ZERO) for key in {**a, **b}}
+
+
+def step(name: str, *, space: int = 0, **operations: int) -> Ledger:
+    """The ledger of one step.
+
+    Parameters
+    ----------
+    name : str
+        What the step is called.
+    space : int
+        Numbers that it leaves in memory for later steps.
+    **operations : int
+        How many of each kind of `KINDS`; counts keep their symbols.
+
+    Raises
+    ------
+    ArgumentError
+        If a keyword is no kind of operation.
+
+    Examples
+    --------
+    >>> n, = symbols(n=3)
+    >>> step("scale", divide=n * n, space=n * n).total.formula
+    'n^2'
+    """
+    found = {(name, kind): _counted(count) for kind, count in operations.items()}
+    return Ledger(found, {name: _counted(space)} if space else {})
+
+
+def matmul(name: str, rows: int, inner: int, columns: int) -> Ledger:
+    """A matrix product `(rows, inner) @ (inner, columns)`.
+
+    A sum of n numbers takes n - 1 additions.
+
+    Parameters
+    ----------
+    name : str
+        What the step is called.
+    rows, inner, columns : int
+        Sizes; counts keep their symbols.
+
+    Examples
+    --------
+    >>> matmul("qk", *symbols(n=3, d=3, m=3)).total.formula
+    '2 n m d - n m'
+    """
+    additions = rows * _one_less(inner) * columns
+    return step(name, multiply=rows * inner * columns, add=additions, space=rows * columns)
+
+
+def softmax(name: str, rows: int, columns: int) -> Ledger:
+    """Softmax of every row: `exp(s - max) / sum exp(s - max)`.
+
+    A maximum of n numbers takes n - 1 comparisons, their sum n - 1 additions.
+
+    Parameters
+    ----------
+    name : str
+        What the step is called.
+    rows, columns : int
+        Sizes; counts keep their symbols.
+
+    Examples
+    --------
+    >>> softmax("softmax", *symbols(n=3, m=3)).kinds["exp"].formula
+    'n m'
+    """
+    pairs, joins = rows * columns, rows * _one_less(columns)
+    return step(
+        name, compare=joins, subtract=pairs, exp=pairs, add=joins, divide=pairs, space=pairs
+    )
+
+
+def _one_less(size: int) -> int:
+    return max(size - 1, 0)
+
+
+def ledger(q_len: int, kv_len: int, head_dim: int, v_head_dim: int) -> Ledger:
+    """Every scalar operation of `softmax(Q K^T / sqrt(head_dim)) V` done by hand.
+
+    Parameters
+    ----------
+    q_len, kv_len : int
+        Rows of query, and of key and value; n and m in formulas, unless they have names.
+    head_dim, v_head_dim : int
+        Length of a key row, and of a value row; d and d_v in formulas.
+
+    Returns
+    -------
+    Ledger
+        Of one head of one batch row.
+
+    Examples
+    --------
+    >>> from qkv.ledger import ledger, symbols
+    >>> int(ledger(5, 5, 4, 4).total)
+    495
+    >>> n, d = symbols(n=3, d=3)
+    >>> ledger(n, n, d, d).total.formula
+    '4 n^2 d + 5 n^2 - n d - 2 n'
+    """
+    given = {"n": q_len, "m": kv_len, "d": head_dim, "d_v": v_head_dim}
+    n, m, d, d_v = (
+        size if isinstance(size, Count) else Count(size, name) for name, size in given.items()
+    )
+    return (
+        matmul("qk", n, d, m)
+        + step("scale", divide=n * m, space=n * m)
+        + softmax("softmax", n, m)
+        + matmul("av", n, m, d_v)
+    )
+
+
+def attention_operations(pairs: int, head_dim: int, v_head_dim: int) -> int:
+    """Operations of the two matrix products: `2 * pairs * (head_dim + v_head_dim)`.
+
+    The usual count: one multiply-add is two operations, softmax is left out. Self-attention of n
+    tokens with v_head_dim = head_dim = d takes `4 * n * n * d`; causal about half.
+
+    Parameters
+    ----------
+    pairs : int
+        Pairs of a query and a key that are computed, over all heads and batch rows.
+    head_dim, v_head_dim : int
+        Length of a key row, and of a value row.
+
+    Examples
+    --------
+    >>> from qkv.ledger import attention_operations
+    >>> attention_operations(1000 * 1000, 512, 512)
+    2048000000
+    """
+    return 2 * pairs * (head_dim + v_head_dim)
+
+
+def score_entries(q_len: int, kv_len: int, *, num_heads: int = 1, num_layers: int = 1) -> int:
+    """Entries of all score matrices; times the bytes of an entry, what holding them would take.
+
+    Examples
+    --------
+    >>> from qkv.ledger import score_entries
+    >>> score_entries(2048, 2048, num_heads=96, num_layers=96)
+    38654705664
+    """
+    return q_len * kv_len * num_heads * num_layers
+
+
+def memory(size: int) -> str:
+    """A number of bytes to read: B, KiB, MiB or GiB.
+
+    Examples
+    --------
+    >>> memory(65_536**2 * 4)
+    '16.0 GiB'
+    """
+    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if size >= 1024**power:
+            return f"{size / 1024**power:.1f} {unit}"
+    return f"{size} B"
