@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from qkv.errors import ArgumentError, ShapeError
 from qkv.mechanisms.example import example_input
 from qkv.mechanisms.explanation import Explanation, Step
-from qkv.mechanisms.namespace import array_namespace, like
+from qkv.mechanisms.namespace import array_namespace, like, values
 
 if TYPE_CHECKING:
     from qkv.ledger import Ledger
@@ -147,6 +148,12 @@ class Mechanism(ABC):
             return np.zeros(shape)
         bound = shape[-1] ** -0.5
         return rng.uniform(-bound, bound, shape)
+
+    def detached(self) -> Self:
+        """A copy with the same weights as NumPy arrays, without gradients; for looking."""
+        copied = copy(self)
+        copied.weights = {name: values(weight, name) for name, weight in self.weights.items()}
+        return copied
 
     def weight(self, name: str, x: Any) -> Any:
         """A weight in the library, dtype and device of `x`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,13 +116,13 @@ class Explanation:
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
 
-def dot_product(label: str, a: Sequence[float], b: Sequence[float]) -> Line:
+def dot_product(label: str, a: Any, b: Any) -> Line:
     """The line of `sum_i a[i] * b[i]`, with its products written out.
 
     Parameters
     ----------
     label : str
-    a, b : sequences of float of one length
+    a, b : sequences of float of one length, or arrays (d,)
 
     Examples
     --------

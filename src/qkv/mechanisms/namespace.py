@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from qkv.arrays import kind_of, library_of, view
 from qkv.errors import DTypeError, UnsupportedError
 
-__all__ = ["array_namespace", "as_numpy", "like"]
+__all__ = ["array_namespace", "as_numpy", "like", "recomputed", "values"]
 
 
 def array_namespace(x: Any) -> Any:
@@ -95,3 +96,39 @@ def as_numpy(array: Any, name: str = "array") -> Any:
             action=f"Pass x as an array of {library.name}, or {name} without its gradient.",
         )
     return view(array, name)
+
+
+def values(array: Any, name: str = "array") -> Any:
+    """Return the values of an array as a NumPy array on the CPU, without its gradient.
+
+    For looking at numbers: weights to show, calculations to print.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> values(np.ones(2))
+    array([1., 1.])
+    """
+    return view(array.detach().cpu() if kind_of(array) == "torch" else array, name)
+
+
+def recomputed(function: Any, x: Any) -> Any:
+    """Return `function` so that torch's backward pass computes it again instead of storing it.
+
+    What lies between its arguments and its result then takes no memory between the passes. For
+    other libraries it is `function` itself.
+
+    Parameters
+    ----------
+    function : callable of arrays
+    x : array
+        Says which library.
+    """
+    if kind_of(x) != "torch":
+        return function
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    if not torch.is_grad_enabled():
+        return function
+    return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)

@@ -2,11 +2,58 @@
 
 from __future__ import annotations
 
+from qkv.mechanisms.additive import Additive
+from qkv.mechanisms.alibi import ALiBi
 from qkv.mechanisms.base import Mechanism
+from qkv.mechanisms.big_bird import BigBird
+from qkv.mechanisms.causal import Causal
+from qkv.mechanisms.cross import Cross
+from qkv.mechanisms.differential import Differential
+from qkv.mechanisms.dot_product import DotProduct
+from qkv.mechanisms.flash import Flash
+from qkv.mechanisms.grouped_query import GroupedQuery
+from qkv.mechanisms.hard_lookup import Hard
+from qkv.mechanisms.kv_cache_decoding import KVCacheDecoding
+from qkv.mechanisms.longformer import Longformer
+from qkv.mechanisms.multi_head import MultiHead
+from qkv.mechanisms.multi_head_latent import MultiHeadLatent
+from qkv.mechanisms.multi_query import MultiQuery
+from qkv.mechanisms.relative_bias import RelativeBias
+from qkv.mechanisms.ring import Ring
+from qkv.mechanisms.rotary import Rotary
+from qkv.mechanisms.scaled_dot_product import ScaledDotProduct
+from qkv.mechanisms.self_attention import Self
+from qkv.mechanisms.sliding_window import SlidingWindow
+from qkv.mechanisms.soft_lookup import Soft
+from qkv.mechanisms.strided import Strided
 
 __all__ = ["MECHANISMS"]
 
-_CLASSES: tuple[type[Mechanism], ...] = ()
+_CLASSES: tuple[type[Mechanism], ...] = (
+    DotProduct,
+    ScaledDotProduct,
+    Additive,
+    Soft,
+    Hard,
+    Self,
+    Causal,
+    Cross,
+    MultiHead,
+    MultiQuery,
+    GroupedQuery,
+    MultiHeadLatent,
+    RelativeBias,
+    Rotary,
+    ALiBi,
+    SlidingWindow,
+    Strided,
+    Longformer,
+    BigBird,
+    Differential,
+    Flash,
+    KVCacheDecoding,
+    Ring,
+)
 
 MECHANISMS: dict[str, type[Mechanism]] = {cls.name: cls for cls in _CLASSES}
 """Command-line name to class, in the order in which tables show them."""

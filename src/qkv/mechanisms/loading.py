@@ -1,0 +1,77 @@
+"""Weights of torch and transformers modules under the names that mechanisms use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from qkv.errors import ArgumentError, UnsupportedError
+
+__all__ = ["named_weights", "torch_multi_head"]
+
+
+def named_weights(module: Any, names: Mapping[str, str]) -> dict[str, Any]:
+    """Copies of a module's weights under other names, and their biases where there are some.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+    names : mapping of str to str
+        Name here, such as "out_proj", to the name in the module, such as "o_proj". Without a
+        "weight" or "bias" below it, the parameter of that name itself.
+
+    Returns
+    -------
+    dict of str to torch.Tensor
+        Without gradients.
+
+    Raises
+    ------
+    ArgumentError
+        The module has no such parameter.
+    """
+    state = module.state_dict()
+    found: dict[str, Any] = {}
+    for name, theirs in names.items():
+        parts = [part for part in ("", ".weight", ".bias") if f"{theirs}{part}" in state]
+        if not parts:
+            raise ArgumentError(
+                f"{type(module).__name__} has no {theirs}.",
+                [("it has", ", ".join(state))],
+                "Pass the attention module of a layer, not the layer or the model.",
+            )
+        for part in parts:
+            found[f"{name}{part}"] = state[f"{theirs}{part}"].detach().clone()
+    return found
+
+
+def torch_multi_head(module: Any) -> dict[str, Any]:
+    """Arguments of `ProjectedAttention` from a `torch.nn.MultiheadAttention`.
+
+    Raises
+    ------
+    UnsupportedError
+        The module adds keys and values of its own, or its keys and values differ in width.
+    """
+    state = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    if "bias_k" in state or module.add_zero_attn or module.kdim != module.vdim:
+        raise UnsupportedError(
+            "the module has bias_k and bias_v, add_zero_attn, or kdim different from vdim.",
+            action="Use a module without them.",
+        )
+    weights = {f"out_proj.{kind}": state[f"out_proj.{kind}"] for kind in ("weight", "bias")
+               if f"out_proj.{kind}" in state}  # fmt: skip
+    for i, side in enumerate("qkv"):
+        if "in_proj_weight" in state:
+            weights[f"{side}_proj.weight"] = state["in_proj_weight"].chunk(3)[i]
+        else:
+            weights[f"{side}_proj.weight"] = state[f"{side}_proj_weight"]
+        if "in_proj_bias" in state:
+            weights[f"{side}_proj.bias"] = state["in_proj_bias"].chunk(3)[i]
+    return {
+        "embed_dim": module.embed_dim,
+        "num_heads": module.num_heads,
+        "kv_dim": module.kdim,
+        "bias": "in_proj_bias" in state,
+        "weights": weights,
+    }

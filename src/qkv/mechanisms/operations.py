@@ -1,0 +1,103 @@
+"""Ledgers of what mechanisms are made of: projections, attention over some pairs, traffic."""
+
+from __future__ import annotations
+
+from qkv.errors import DTypeError
+from qkv.ledger import Count, Ledger, matmul, step
+
+__all__ = ["attention_over_pairs", "item_bytes", "projection", "traffic"]
+
+_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+"""Bytes of one number of each floating type."""
+
+
+def projection(name: str, rows: int, inner: int, outer: int, bias: bool = False) -> Ledger:
+    """`x W^T + b` of `rows` rows, with its parameters.
+
+    Parameters
+    ----------
+    name : str
+    rows, inner, outer : int
+        Rows of x, and the lengths of a row before and after.
+    bias : bool
+
+    Examples
+    --------
+    >>> int(projection("q_proj", rows=5, inner=8, outer=4).parameters)
+    32
+    """
+    product = matmul(name, rows, inner, outer) + Ledger(parameters=Count(1) * inner * outer)
+    if bias:
+        product += step(name, add=rows * outer) + Ledger(parameters=Count(1) * outer)
+    return product
+
+
+def attention_over_pairs(
+    pairs: int, rows: int, head_dim: int, v_head_dim: int, *, scaled: bool = True
+) -> Ledger:
+    """Attention of one head over `pairs` allowed pairs of `rows` queries, each with a key or more.
+
+    Parameters
+    ----------
+    pairs : int
+        How many pairs the masks allow; `q_len * kv_len` without a mask.
+    rows : int
+        q_len.
+    head_dim, v_head_dim : int
+    scaled : bool
+        Whether scores are divided by sqrt(head_dim).
+
+    Examples
+    --------
+    >>> from qkv.ledger import ledger
+    >>> attention_over_pairs(15, 3, 4, 4).total == ledger(3, 5, 4, 4).total
+    True
+    """
+    joins = pairs - rows
+    return (
+        step("qk", multiply=pairs * head_dim, add=pairs * (head_dim - 1), space=pairs)
+        + (step("scale", divide=pairs, space=pairs) if scaled else Ledger())
+        + step(
+            "softmax",
+            compare=joins,
+            subtract=pairs,
+            exp=pairs,
+            add=joins,
+            divide=pairs,
+            space=pairs,
+        )
+        + step("av", multiply=pairs * v_head_dim, add=joins * v_head_dim, space=rows * v_head_dim)
+    )
+
+
+def traffic(read: int, written: int, dtype: str) -> Ledger:
+    """The bytes of `read` and `written` numbers: inputs and weights once, the output once.
+
+    Raises
+    ------
+    DTypeError
+        `dtype` is not a floating type.
+    """
+    size = item_bytes(dtype)
+    return Ledger(bytes_read=Count(1) * read * size, bytes_written=Count(1) * written * size)
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of one number.
+
+    Raises
+    ------
+    DTypeError
+        `dtype` is not a floating type.
+
+    Examples
+    --------
+    >>> item_bytes("bfloat16")
+    2
+    """
+    if dtype not in _BYTES:
+        raise DTypeError(
+            f"dtype={dtype!r:.60} is not a floating type.",
+            action=f"Pass one of {', '.join(_BYTES)}.",
+        )
+    return _BYTES[dtype]
