@@ -362,13 +362,13 @@ def chunk(
         now = slice(start, start + chunk_size)
         q, k, v = query[..., now, :], key[..., now, :], value[..., now, :]
         b, log = beta[..., now, None], log_decay[..., now]
-        total = xp.cumulative_sum(log, axis=-1)[..., None]
-        last, since_start = total[..., -1:, :], xp.exp(total)
         products = decay_products(log)
+        since_start = xp.exp(xp.cumulative_sum(log, axis=-1))[..., None]
+        until_end = products[..., -1, :, None]
         reads = xp.tril(b * (k @ k.mT) * products, k=-1)
         written = inverse_of_unit_lower(reads) @ (b * (v - since_start * (k @ state)))
         rows.append(since_start * (q @ state) + (q @ k.mT * products) @ written)
-        state = xp.exp(last) * state + k.mT @ (xp.exp(last - total) * written)
+        state = since_start[..., -1:, :] * state + k.mT @ (until_end * written)
     return xp.concat(rows, axis=-2), state
 
 

@@ -19,7 +19,7 @@ from qkv.mechanisms.projected import ProjectedAttention
 from qkv.mechanisms.recurrent import repeated_heads
 
 __all__ = [
-    "LinearAttention",
+    "Linear",
     "bidirectional",
     "chunk",
     "naive",
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 
-class LinearAttention(ProjectedAttention):
+class Linear(ProjectedAttention):
     """Linear attention: weights are products of positive features, so sums can be taken first.
 
         o_i = sum_j (phi(q_i) . phi(k_j)) v_j / sum_j phi(q_i) . phi(k_j),   phi(x) = elu(x) + 1
@@ -60,8 +60,8 @@ class LinearAttention(ProjectedAttention):
     Examples
     --------
     >>> import numpy as np
-    >>> from qkv.mechanisms import LinearAttention
-    >>> LinearAttention(16, num_heads=4, causal=True)(np.ones((2, 5, 16))).shape
+    >>> from qkv.mechanisms import Linear
+    >>> Linear(16, num_heads=4, causal=True)(np.ones((2, 5, 16))).shape
     (2, 5, 16)
     """
 

@@ -313,11 +313,11 @@ def decay_products(log_decay: Any) -> Any:
            [0.25, 0.5 , 1.  ]])
     """
     xp = array_namespace(log_decay)
-    total = xp.cumulative_sum(log_decay, axis=-1)
-    between = total[..., :, None] - total[..., None, :]
-    allowed = xp.tril(xp.ones_like(between)) > 0
-    # Above the diagonal the difference is positive: exp must not see it.
-    return xp.exp(xp.where(allowed, between, xp.full_like(between, -math.inf)))
+    n = log_decay.shape[-1]
+    rows = xp.broadcast_to(log_decay[..., :, None], (*log_decay.shape, n))
+    # Each sum is taken on its own: the difference of two long sums would lose digits.
+    between = xp.cumulative_sum(xp.tril(rows, k=-1), axis=-2)
+    return xp.tril(xp.exp(between))
 
 
 def naive(query: Any, key: Any, value: Any, log_decay: Any) -> Any:
@@ -378,8 +378,9 @@ def chunk(
     for start in range(0, value.shape[-2], chunk_size):
         now = slice(start, start + chunk_size)
         q, k, v, log = query[..., now, :], key[..., now, :], value[..., now, :], log_decay[..., now]
-        total = xp.cumulative_sum(log, axis=-1)[..., None]
-        last = total[..., -1:, :]
-        rows.append(naive(q, k, v, log) + xp.exp(total) * (q @ state))
-        state = xp.exp(last) * state + k.mT @ (xp.exp(last - total) * v)
+        products = decay_products(log)
+        since_start = xp.exp(xp.cumulative_sum(log, axis=-1))[..., None]
+        until_end = products[..., -1, :, None]
+        rows.append((q @ k.mT * products) @ v + since_start * (q @ state))
+        state = since_start[..., -1:, :] * state + k.mT @ (until_end * v)
     return xp.concat(rows, axis=-2), state

@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 from qkv.errors import ShapeError
 from qkv.ledger import Count, Ledger, matmul, step
 from qkv.mechanisms.base import positive_integers
-from qkv.mechanisms.linear import LinearAttention
+from qkv.mechanisms.linear import Linear
 from qkv.mechanisms.namespace import array_namespace, like
 
 __all__ = ["Performer", "independent_projection", "orthogonal_projection", "softmax_features"]
 
 
-class Performer(LinearAttention):
+class Performer(Linear):
     """Softmax attention in linear time, estimated by positive random features (FAVOR+).
 
         o_i = sum_j w_ij v_j,  w_ij = phi(q_i) . phi(k_j) / sum_j of it
@@ -36,7 +36,7 @@ class Performer(LinearAttention):
     projection : array (num_features, head_dim), optional
         The w; from the seed unless given. All heads share them, and they are not trained.
     **options
-        As for `LinearAttention`: chunk_size, causal and the others.
+        As for `Linear`: chunk_size, causal and the others.
 
     Raises
     ------

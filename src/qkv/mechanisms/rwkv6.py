@@ -315,40 +315,55 @@ def chunk(
     rows = []
     for start in range(0, n, chunk_size):
         r, k, v, log = (a[..., start : start + chunk_size, :] for a in padded)
-        through = xp.cumulative_sum(log, axis=-2)
-        before, last = through - log, through[..., -1:, :]
         own = xp.sum(r * bonus * k, axis=-1, keepdims=True) * v
-        rows.append(own + _earlier_tokens(r, k, v, before, through) + (r * xp.exp(before)) @ state)
-        state = xp.exp(last).mT * state + (k * xp.exp(last - through)).mT @ v
+        earlier, before, after, whole = _earlier_tokens(r, k, v, log)
+        rows.append(own + earlier + (r * xp.exp(before)) @ state)
+        state = xp.exp(whole).mT * state + (k * xp.exp(after)).mT @ v
     return xp.concat(rows, axis=-2)[..., :n, :], state
 
 
-def _earlier_tokens(r: Any, k: Any, v: Any, before: Any, through: Any) -> Any:
-    """The part of each output that comes from earlier tokens of its chunk, by halves.
+def _earlier_tokens(r: Any, k: Any, v: Any, log: Any) -> tuple[Any, Any, Any, Any]:
+    """The part of each output that comes from earlier tokens of its chunk, and sums of decays.
 
-    The second half of the chunk reads the first in one matrix product, then the second half of
-    each half reads its first, and so on. Decays are counted from where the halves meet, so that
-    both factors of a product are exponentials of zero or less, however strong the decay.
+    Tokens in pairs, then pairs in fours, and so on: the second half of each block reads the first
+    in one matrix product. Decays are counted from where the halves meet, so that both factors of
+    the product are exponentials of zero or less, however strong the decay.
+
+    Returns
+    -------
+    output : array (..., n, v_head_dim)
+    before, after : arrays (..., n, head_dim)
+        The sums of log over the tokens before, and after, each token of the chunk.
+    whole : array (..., 1, head_dim)
+        The sum over all of them.
     """
     xp = array_namespace(r)
-    output = xp.zeros_like(v)
-    half = v.shape[-2] // 2
-    while half:
-        late_r, late_before = (_halves(a, half)[..., 1, :, :] for a in (r, before))
-        early_k, early_v, early_through = (_halves(a, half)[..., 0, :, :] for a in (k, v, through))
-        meeting = early_through[..., -1:, :]
-        query = late_r * xp.exp(late_before - meeting)
-        key = early_k * xp.exp(meeting - early_through)
-        read = query @ key.mT @ early_v
-        both = xp.stack([xp.zeros_like(read), read], axis=-3)
-        output = output + xp.reshape(both, output.shape)
-        half //= 2
-    return output
+    output, before, after = xp.zeros_like(v), xp.zeros_like(log), xp.zeros_like(log)
+    whole = log
+    half = 1
+    while half < v.shape[-2]:
+        early, late = (..., 0, slice(None), slice(None)), (..., 1, slice(None), slice(None))
+        since, until, sums = _halves(before, half), _halves(after, half), _halves(whole, 1)
+        query = _halves(r, half)[late] * xp.exp(since[late])
+        key = _halves(k, half)[early] * xp.exp(until[early])
+        read = query @ key.mT @ _halves(v, half)[early]
+        output = output + _joined(xp.zeros_like(read), read, v)
+        before = _joined(since[early], since[late] + sums[early], log)
+        after = _joined(until[early] + sums[late], until[late], log)
+        whole = (sums[early] + sums[late])[..., 0, :]
+        half *= 2
+    return output, before, after, whole
 
 
 def _halves(a: Any, half: int) -> Any:
     """(..., n, d) as (..., n / (2 half), 2, half, d)."""
     return array_namespace(a).reshape(a, (*a.shape[:-2], -1, 2, half, a.shape[-1]))
+
+
+def _joined(early: Any, late: Any, like: Any) -> Any:
+    """The halves of blocks in their order again, in the shape of `like`."""
+    xp = array_namespace(like)
+    return xp.reshape(xp.stack([early, late], axis=-3), like.shape)
 
 
 def _padded(a: Any, rows: int) -> Any:
