@@ -194,13 +194,9 @@ class Linear(ProjectedAttention):
         (tokens, h, g, d) = symbols(n=n, h=self.num_heads, g=self.num_kv_heads, d=self.head_dim)
         tokens = tokens * (1 if batch == 1 else Count(batch, "b"))
         projections = self._projections()
-        found = sum(
-            (
-                projection(name, tokens, inner, outer, self.bias)
-                for name, inner, outer in projections
-            ),
-            Ledger(),
-        )
+        found = Ledger()
+        for name, inner, outer in projections:
+            found += projection(name, tokens, inner, outer, self.bias)
         features, ledger = self.feature_cost(tokens, d)
         pairs = tokens * features
         found += ledger * (h + g)
@@ -211,7 +207,8 @@ class Linear(ProjectedAttention):
         ) * h
         width = projections[-1][2] if self.out_proj else h * d
         read = tokens * projections[0][1] + found.parameters
-        return found + traffic(read, tokens * width, dtype)
+        found += traffic(read, tokens * width, dtype)
+        return found
 
 
 def refuse_options(mechanism: str, options: Mapping[str, Any], *names: str) -> None:

@@ -148,7 +148,8 @@ class Linformer(ProjectedAttention):
 
     def pairs(self, n: int) -> int:
         """`n` queries with `num_mixtures` keys each."""
-        return n * Count(self.num_mixtures, "k")
+        found: int = n * Count(self.num_mixtures, "k")
+        return found
 
     def cost(self, n: int, batch: int = 1, dtype: str = "float32") -> Ledger:
         """Operations, parameters and bytes for `batch` sequences of `n` tokens.
@@ -159,9 +160,11 @@ class Linformer(ProjectedAttention):
         dtype : str
             The type in which arrays are stored.
         """
+        positive_integers(n=n, batch=batch)
         tokens, k, g, d = symbols(n=n, k=self.num_mixtures, g=self.num_kv_heads, d=self.head_dim)
-        mixtures = matmul("mixtures", k, tokens, d) * (2 * g * batch)
-        return super().cost(n, batch, dtype) + mixtures
+        found = matmul("mixtures", k, tokens, d) * (2 * g * batch)
+        found += super().cost(n, batch, dtype)
+        return found
 
     @classmethod
     def example(cls) -> Self:

@@ -153,8 +153,9 @@ def orthogonal_projection(
         # The signs make the basis uniform over all rotations and reflections.
         basis = basis * np.sign(np.diagonal(triangle))
         blocks.append(basis.T[: num_features - start])
-    lengths = np.linalg.norm(rng.normal(size=(num_features, head_dim)), axis=1, keepdims=True)
-    return lengths * np.concatenate(blocks)
+    lengths = np.linalg.norm(rng.normal(size=(num_features, head_dim)), axis=1)
+    rows: NDArray[Any] = np.concatenate(blocks) * lengths[:, None]
+    return rows
 
 
 def independent_projection(

@@ -123,11 +123,12 @@ def test_float32_is_as_close_to_float64_as_theirs(cls: Any, make: Callable[[], A
     x = torch.randn(2, N, WIDTH, dtype=torch.float64)
     right = output_of(module, x).detach()
     mechanism = cls.from_transformers(module)
-    ours = (mechanism(x.float()) - right).square().mean()
+    ours = (mechanism(x.float()) - right).abs().median()
     with torch.no_grad():
         theirs = module.float()(x.float())
     theirs = theirs[0] if isinstance(theirs, tuple) else theirs
-    assert ours <= 4 * (theirs - right).square().mean()
+    # The median: normalising a row that is almost zero magnifies whatever rounding it holds.
+    assert ours <= 2 * (theirs - right).abs().median()
 
 
 def test_modules_with_another_activation_are_refused() -> None:
