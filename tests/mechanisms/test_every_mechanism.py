@@ -209,6 +209,8 @@ def test_weights_of_another_name_or_shape_are_refused() -> None:
         MultiHead(8, 3)
     with pytest.raises(ArgumentError, match="num_kv_heads"):
         MultiHead(8, 4, num_kv_heads=3)
+    with pytest.raises(ArgumentError, match="multi-head has no option casual"):
+        MultiHead(8, 2, casual=True)  # type: ignore[call-arg]
 
 
 def test_input_that_does_not_fit_is_refused() -> None:
