@@ -199,7 +199,8 @@ class Linear(ProjectedAttention):
             found += projection(name, tokens, inner, outer, self.bias)
         features, ledger = self.feature_cost(tokens, d)
         pairs = tokens * features
-        found += ledger * (h + g)
+        both: int = h + g
+        found += ledger * both
         found += (
             step("state", multiply=pairs * d, add=pairs * (d + 1), space=features * (d + 1))
             + step("read", multiply=pairs * (d + 1), add=(pairs - tokens) * (d + 1))
