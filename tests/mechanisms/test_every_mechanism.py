@@ -25,6 +25,8 @@ V = shared_example().v
 NAMES = sorted(MECHANISMS)
 ATTENTION = [name for name in NAMES if issubclass(MECHANISMS[name], AttentionMechanism)]
 PROJECTED = [name for name in NAMES if issubclass(MECHANISMS[name], ProjectedAttention)]
+WITHOUT_PAIRS_OF_ONE_SEQUENCE = {"cross", "differential", "linear", "linformer", "performer"}
+"""Two sequences, differences of weights, or no softmax over pairs of tokens."""
 
 
 @pytest.fixture(autouse=True)
@@ -161,7 +163,7 @@ def smaller(name: str) -> Any:
 
 
 @pytest.mark.parametrize("n", [5, 11])
-@pytest.mark.parametrize("name", [n for n in PROJECTED if n not in ("cross", "differential")])
+@pytest.mark.parametrize("name", [n for n in PROJECTED if n not in WITHOUT_PAIRS_OF_ONE_SEQUENCE])
 def test_costs_count_the_pairs_that_have_a_weight(name: str, n: int) -> None:
     mechanism = smaller(name)
     x = np.random.default_rng(1).normal(size=(n, 8))
@@ -209,6 +211,8 @@ def test_weights_of_another_name_or_shape_are_refused() -> None:
         MultiHead(8, 3)
     with pytest.raises(ArgumentError, match="num_kv_heads"):
         MultiHead(8, 4, num_kv_heads=3)
+    with pytest.raises(ArgumentError, match="multi-head has no option casual"):
+        MultiHead(8, 2, casual=True)  # type: ignore[call-arg]
 
 
 def test_input_that_does_not_fit_is_refused() -> None:

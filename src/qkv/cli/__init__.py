@@ -31,6 +31,7 @@ examples:
   qkv explain --window 1,0 --softcap 5 every variant has an option, as in inspect and plan
   qkv plan --q-len 8192 --causal       what would run, how much it skips and what it takes
   qkv cost --model llama-3-8b          operations, bytes, cache and least time of a model
+  qkv compare                          every mechanism on the same five tokens
   qkv bench --quick                    speed on this machine, beside other libraries
   qkv info                             what this machine can run
 """
@@ -114,7 +115,17 @@ def _inspect(options: argparse.Namespace) -> str:
 
 
 def _explain(options: argparse.Namespace) -> str:
-    from qkv.cli.explain_command import run
+    from qkv.cli import explain_command
+
+    if options.mechanism is not None:
+        from qkv.cli import explain_mechanism
+
+        return explain_mechanism.run(options)
+    return explain_command.run(options)
+
+
+def _compare(options: argparse.Namespace) -> str:
+    from qkv.cli.compare_command import run
 
     return run(options)
 
@@ -188,6 +199,23 @@ def _parser() -> argparse.ArgumentParser:
         "--batch", type=int, default=0, metavar="B", help="flat leading index (default 0)"
     )
     explain.add_argument("--grad", action="store_true", help="add the step back, for dO = ones")
+    explain.add_argument(
+        "--mechanism", metavar="NAME", help="another mechanism on the five tokens; see qkv compare"
+    )
+
+    compare = _command(
+        commands,
+        "compare",
+        _compare,
+        "every attention mechanism on the same five tokens",
+        "Weights, or the effective token-mixing matrix, and output of each mechanism, and how far "
+        "the output is from that of full attention.",
+    )
+    compare.add_argument("mechanisms", nargs="*", metavar="NAME", help="only these (default: all)")
+    compare.add_argument("--json", action="store_true", help="strict JSON, with every matrix")
+    compare.add_argument(
+        "--plot", metavar="FILE", help="also draw every matrix: png, svg or pdf (needs matplotlib)"
+    )
 
     plan = _command(
         commands,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
@@ -116,10 +117,8 @@ class MultiHeadLatent(AttentionMechanism):
         self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
         self.v_head_dim, self.q_lora_rank = v_head_dim, q_lora_rank
         # Rotated numbers come first in a row, because qkv.RoPE turns the leading ones.
-        layout, inv_freq, base = "interleaved", None, 10000.0
-        if rope is not None:
-            layout, inv_freq, base = rope.layout, rope.inv_freq, rope.base
-        self.rope = RoPE(base, layout, qk_rope_head_dim, inv_freq)  # type: ignore[arg-type]
+        rope = RoPE(layout="interleaved") if rope is None else rope
+        self.rope = replace(rope, rotary_dim=qk_rope_head_dim)
         self.causal, self.latent_norm, self.eps = causal, latent_norm, eps
         self.bias, self.out_proj = bias, out_proj
         self.scale = (qk_nope_head_dim + qk_rope_head_dim) ** -0.5 if scale is None else scale

@@ -78,7 +78,7 @@ class ProjectedAttention(AttentionMechanism):
     Raises
     ------
     ArgumentError, ShapeError
-        The sizes, or the weights, do not fit one another.
+        The sizes, or the weights, do not fit one another, or an option is unknown.
     """
 
     def __init__(
@@ -87,6 +87,12 @@ class ProjectedAttention(AttentionMechanism):
         num_heads: int = 1,
         **options: Unpack[Options],
     ) -> None:
+        unknown = options.keys() - Options.__optional_keys__
+        if unknown:
+            raise ArgumentError(
+                f"{self.name} has no option {', '.join(sorted(unknown))}.",
+                action=f"Options are {', '.join(sorted(Options.__optional_keys__))}.",
+            )
         positive_integers(embed_dim=embed_dim, num_heads=num_heads)
         self.embed_dim, self.num_heads = embed_dim, num_heads
         self.num_kv_heads = options.get("num_kv_heads") or num_heads

@@ -11,16 +11,24 @@ from qkv.mechanisms.cross import Cross
 from qkv.mechanisms.differential import Differential
 from qkv.mechanisms.dot_product import DotProduct
 from qkv.mechanisms.flash import Flash
+from qkv.mechanisms.gated_delta import GatedDelta
 from qkv.mechanisms.grouped_query import GroupedQuery
 from qkv.mechanisms.hard_lookup import Hard
 from qkv.mechanisms.kv_cache_decoding import KVCacheDecoding
+from qkv.mechanisms.linear import Linear
+from qkv.mechanisms.linformer import Linformer
 from qkv.mechanisms.longformer import Longformer
+from qkv.mechanisms.mamba import Mamba
+from qkv.mechanisms.mamba2 import Mamba2
 from qkv.mechanisms.multi_head import MultiHead
 from qkv.mechanisms.multi_head_latent import MultiHeadLatent
 from qkv.mechanisms.multi_query import MultiQuery
+from qkv.mechanisms.performer import Performer
 from qkv.mechanisms.relative_bias import RelativeBias
 from qkv.mechanisms.ring import Ring
 from qkv.mechanisms.rotary import Rotary
+from qkv.mechanisms.rwkv4 import RWKV4
+from qkv.mechanisms.rwkv6 import RWKV6
 from qkv.mechanisms.scaled_dot_product import ScaledDotProduct
 from qkv.mechanisms.self_attention import Self
 from qkv.mechanisms.sliding_window import SlidingWindow
@@ -50,6 +58,14 @@ _CLASSES: tuple[type[Mechanism], ...] = (
     Longformer,
     BigBird,
     Differential,
+    Linear,
+    Performer,
+    Linformer,
+    RWKV4,
+    RWKV6,
+    Mamba,
+    Mamba2,
+    GatedDelta,
     Flash,
     KVCacheDecoding,
     Ring,
