@@ -18,14 +18,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "QKV_NUM_THREADS"):
     os.environ[variable] = "1"
 
-import numpy as np
+# The number of threads is read when NumPy is imported.
+import numpy as np  # noqa: E402
 
-from qkv.mechanisms import MECHANISMS
+from qkv.mechanisms import MECHANISMS  # noqa: E402
 
 WIDTH = 64
 LENGTHS = [8192 << i for i in range(5)]
@@ -78,8 +80,7 @@ def scaling(names: list[str]) -> bool:
             command = [sys.executable, __file__, "one", name, str(n)]
             rows.append(json.loads(subprocess.check_output(command)))
         growth = [
-            max(b[kind] / a[kind] for a, b in zip(rows, rows[1:], strict=False))
-            for kind in ("seconds", "mebibytes")
+            max(b[kind] / a[kind] for a, b in pairwise(rows)) for kind in ("seconds", "mebibytes")
         ]
         fits &= max(growth) <= LIMIT
         cells = "".join(f"{r['seconds']:9.3f} s{r['mebibytes']:5.0f} MB" for r in rows)
