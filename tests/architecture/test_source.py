@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 
 import qkv
+import qkv.mechanisms
 import qkv.testing
 
 SOURCE = Path(qkv.__file__).parent
@@ -19,7 +20,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 MODULES = sorted(
     info.name for info in pkgutil.walk_packages(qkv.__path__, "qkv.") if "__main__" not in info.name
 )
-PACKAGES = [qkv, qkv.testing]
+PACKAGES = [qkv, qkv.mechanisms, qkv.testing]
 NAMES = [(package, name) for package in PACKAGES for name in package.__all__ if name[0] != "_"]
 
 

@@ -1,4 +1,4 @@
-"""The command line: `qkv inspect`, `qkv explain`, `qkv bench`, `qkv info`.
+"""The command line: `qkv inspect`, `explain`, `compare`, `bench`, `info`.
 
 A command makes its whole output before the first byte of it is written. Exit codes: 0, 1 if the
 output could not be written or memory ran out, 2 for bad input, 130 for Ctrl-C.
@@ -26,6 +26,7 @@ examples:
   qkv inspect FILE --causal            arrays q, k, v from a safetensors or npz file
   qkv inspect --model tiny             a map of a whole model: which kind each head is
   qkv explain --query 1                attention step by step, with every number
+  qkv compare                          every mechanism on the same five tokens
   qkv bench --quick                    speed on this machine, beside other libraries
   qkv info                             what this machine can run
 """
@@ -101,7 +102,17 @@ def _inspect(options: argparse.Namespace) -> str:
 
 
 def _explain(options: argparse.Namespace) -> str:
-    from qkv.cli.explain_command import run
+    from qkv.cli import explain_command
+
+    if options.mechanism is not None:
+        from qkv.cli import explain_mechanism
+
+        return explain_mechanism.run(options)
+    return explain_command.run(options)
+
+
+def _compare(options: argparse.Namespace) -> str:
+    from qkv.cli.compare_command import run
 
     return run(options)
 
@@ -169,6 +180,23 @@ def _parser() -> argparse.ArgumentParser:
         "--batch", type=int, default=0, metavar="B", help="flat leading index (default 0)"
     )
     explain.add_argument("--grad", action="store_true", help="add the step back, for dO = ones")
+    explain.add_argument(
+        "--mechanism", metavar="NAME", help="another mechanism on the five tokens; see qkv compare"
+    )
+
+    compare = _command(
+        commands,
+        "compare",
+        _compare,
+        "every attention mechanism on the same five tokens",
+        "Weights, or the effective token-mixing matrix, and output of each mechanism, and how far "
+        "the output is from that of full attention.",
+    )
+    compare.add_argument("mechanisms", nargs="*", metavar="NAME", help="only these (default: all)")
+    compare.add_argument("--json", action="store_true", help="strict JSON, with every matrix")
+    compare.add_argument(
+        "--plot", metavar="FILE", help="also draw every matrix: png, svg or pdf (needs matplotlib)"
+    )
 
     bench = _command(
         commands,

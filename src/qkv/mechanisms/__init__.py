@@ -10,6 +10,7 @@ from qkv.mechanisms.alibi import ALiBi
 from qkv.mechanisms.base import Mechanism
 from qkv.mechanisms.big_bird import BigBird
 from qkv.mechanisms.causal import Causal
+from qkv.mechanisms.comparison import Comparison, compare
 from qkv.mechanisms.cross import Cross
 from qkv.mechanisms.differential import Differential
 from qkv.mechanisms.dot_product import DotProduct
@@ -49,6 +50,7 @@ __all__ = [
     "Additive",
     "BigBird",
     "Causal",
+    "Comparison",
     "Cross",
     "Differential",
     "DotProduct",
@@ -76,6 +78,7 @@ __all__ = [
     "SlidingWindow",
     "Soft",
     "Strided",
+    "compare",
     "example_input",
     "example_tokens",
 ]

@@ -32,7 +32,7 @@ class ALiBi(ProjectedAttention):
     >>> import numpy as np
     >>> from qkv.mechanisms import ALiBi
     >>> ALiBi(4, causal=True).token_mixing(np.zeros((3, 4)))[0, 2].round(4)
-    array([0.3333, 0.3333, 0.3333])
+    array([0.332 , 0.3333, 0.3346])
     """
 
     name = "alibi"

@@ -8,10 +8,10 @@ from typing import Any, Self, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.errors import ArgumentError, UnsupportedError
+from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.explanation import Line, Step, number
-from qkv.mechanisms.loading import named_weights
+from qkv.mechanisms.loading import named_weights, plain_rope
 from qkv.mechanisms.namespace import array_namespace, like, values
 from qkv.mechanisms.operations import attention_over_pairs
 from qkv.mechanisms.projected import Options, ProjectedAttention, join_heads
@@ -85,9 +85,11 @@ class Differential(ProjectedAttention):
                 action="Pass even numbers.",
             )
         self.lambda_init, self.normalize, self.eps = lambda_init, normalize, eps
-        head_dim = options.get("head_dim") or embed_dim // max(num_heads, 1)
-        more = dict.fromkeys(_LAMBDAS, (head_dim,))
-        super().__init__(embed_dim, num_heads, more_weights=more, **options)
+        super().__init__(embed_dim, num_heads, **options)
+
+    def more_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The vectors of lambda."""
+        return dict.fromkeys(_LAMBDAS, (self.head_dim,))
 
     def initial_weight(
         self, name: str, shape: tuple[int, ...], rng: np.random.Generator
@@ -197,12 +199,6 @@ class Differential(ProjectedAttention):
             Its positions are scaled and `rope` is not given.
         """
         config = module.config
-        positions = getattr(config, "rope_parameters", None) or {}
-        if rope is None and positions.get("rope_type", "default") != "default":
-            raise UnsupportedError(
-                f"the module has rope_parameters {positions!r:.200}.",
-                action="Pass rope=qkv.RoPE(inv_freq=...) with its frequencies.",
-            )
         names = {f"{side}_proj": f"{side}_proj" for side in "qkv"} | {"out_proj": "o_proj"}
         weights = named_weights(module, names | {name: name for name in _LAMBDAS})
         return cls(
@@ -214,7 +210,7 @@ class Differential(ProjectedAttention):
             head_dim=module.head_dim,
             causal=True,
             bias="q_proj.bias" in weights,
-            rope=RoPE(base=positions["rope_theta"]) if rope is None else rope,
+            rope=plain_rope(config, rope),
             weights=weights,
         )
 

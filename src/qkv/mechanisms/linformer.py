@@ -77,9 +77,12 @@ class Linformer(ProjectedAttention):
         positive_integers(max_len=max_len, num_mixtures=num_mixtures)
         refuse_options(self.name, options, "causal", "rope", "alibi")
         self.max_len, self.num_mixtures = max_len, num_mixtures
-        shape = (num_mixtures, max_len)
-        more = {"e_proj.weight": shape, "f_proj.weight": shape}
-        super().__init__(embed_dim, num_heads, more_weights=more, **options)
+        super().__init__(embed_dim, num_heads, **options)
+
+    def more_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The mixtures of keys and of values."""
+        shape = (self.num_mixtures, self.max_len)
+        return {"e_proj.weight": shape, "f_proj.weight": shape}
 
     def heads(self, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
         """Queries, and the mixtures of keys and of values, of every head."""

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from qkv.errors import ArgumentError, UnsupportedError
+from qkv.variants import RoPE
 
-__all__ = ["named_weights", "torch_multi_head"]
+__all__ = ["named_weights", "plain_rope", "torch_multi_head"]
 
 
 def named_weights(module: Any, names: Mapping[str, str]) -> dict[str, Any]:
@@ -43,6 +44,25 @@ def named_weights(module: Any, names: Mapping[str, str]) -> dict[str, Any]:
         for part in parts:
             found[f"{name}{part}"] = state[f"{theirs}{part}"].detach().clone()
     return found
+
+
+def plain_rope(config: Any, rope: RoPE | None, layout: Any = "half_split") -> RoPE:
+    """`rope`, or the rotary positions that a transformers config describes without scaling.
+
+    Raises
+    ------
+    UnsupportedError
+        `rope` is None and the positions are scaled.
+    """
+    if rope is not None:
+        return rope
+    positions = getattr(config, "rope_parameters", None) or {}
+    if positions.get("rope_type", "default") != "default" or "rope_theta" not in positions:
+        raise UnsupportedError(
+            f"the module has rope_parameters {positions!r:.200}.",
+            action="Pass rope=qkv.RoPE(inv_freq=...) with its frequencies.",
+        )
+    return RoPE(base=positions["rope_theta"], layout=layout)
 
 
 def torch_multi_head(module: Any) -> dict[str, Any]:

@@ -79,14 +79,13 @@ class Longformer(ProjectedAttention):
                 action="Pass tokens on each side, and positions from the start.",
             )
         self.window, self.global_tokens = window, tokens
-        head_dim = options.get("head_dim") or embed_dim // max(num_heads, 1)
-        width, bias = num_heads * head_dim, options.get("bias", True)
-        more: dict[str, tuple[int, ...]] = {}
-        for side in "qkv":
-            more[f"{side}_global.weight"] = (width, embed_dim)
-            if bias:
-                more[f"{side}_global.bias"] = (width,)
-        super().__init__(embed_dim, num_heads, more_weights=more, **options)
+        super().__init__(embed_dim, num_heads, **options)
+
+    def more_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The projections of global tokens."""
+        width = self.num_heads * self.head_dim
+        kinds = {"weight": (width, self.embed_dim)} | ({"bias": (width,)} if self.bias else {})
+        return {f"{s}_global.{kind}": shape for s in "qkv" for kind, shape in kinds.items()}
 
     def variants(self, query: Any, key: Any) -> tuple[Any, ...]:
         """The window, and the columns and rows of the global tokens."""

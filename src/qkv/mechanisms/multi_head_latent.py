@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 import qkv
-from qkv.errors import UnsupportedError
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.attention import AttentionMechanism
 from qkv.mechanisms.base import positive_integers
 from qkv.mechanisms.example import EXAMPLE_WIDTH, select_columns
 from qkv.mechanisms.explanation import Line, Step
-from qkv.mechanisms.loading import named_weights
+from qkv.mechanisms.loading import named_weights, plain_rope
 from qkv.mechanisms.namespace import array_namespace
 from qkv.mechanisms.operations import attention_over_pairs, projection, traffic
 from qkv.mechanisms.projected import join_heads, split_heads
@@ -117,10 +117,8 @@ class MultiHeadLatent(AttentionMechanism):
         self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
         self.v_head_dim, self.q_lora_rank = v_head_dim, q_lora_rank
         # Rotated numbers come first in a row, because qkv.RoPE turns the leading ones.
-        layout, inv_freq, base = "interleaved", None, 10000.0
-        if rope is not None:
-            layout, inv_freq, base = rope.layout, rope.inv_freq, rope.base
-        self.rope = RoPE(base, layout, qk_rope_head_dim, inv_freq)  # type: ignore[arg-type]
+        rope = RoPE(layout="interleaved") if rope is None else rope
+        self.rope = replace(rope, rotary_dim=qk_rope_head_dim)
         self.causal, self.latent_norm, self.eps = causal, latent_norm, eps
         self.bias, self.out_proj = bias, out_proj
         self.scale = (qk_nope_head_dim + qk_rope_head_dim) ** -0.5 if scale is None else scale
@@ -349,16 +347,7 @@ class MultiHeadLatent(AttentionMechanism):
             Its positions are scaled and `rope` is not given.
         """
         config = module.config
-        positions = getattr(config, "rope_parameters", None) or {}
-        if rope is None:
-            if positions.get("rope_type", "default") != "default":
-                raise UnsupportedError(
-                    f"the module has rope_parameters {positions!r:.200}.",
-                    action="Pass rope=qkv.RoPE(inv_freq=...) with its frequencies.",
-                )
-            interleaved = getattr(config, "rope_interleave", True)
-            layout: Any = "interleaved" if interleaved else "half_split"
-            rope = RoPE(base=positions["rope_theta"], layout=layout)
+        interleaved = getattr(config, "rope_interleave", True)
         names = {name: name for name in ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")}
         names |= (
             {"q_proj": "q_proj"}
@@ -374,7 +363,7 @@ class MultiHeadLatent(AttentionMechanism):
             qk_rope_head_dim=config.qk_rope_head_dim,
             v_head_dim=config.v_head_dim,
             q_lora_rank=config.q_lora_rank,
-            rope=rope,
+            rope=plain_rope(config, rope, "interleaved" if interleaved else "half_split"),
             bias=bool(config.attention_bias),
             scale=module.scaling,
             weights=weights,

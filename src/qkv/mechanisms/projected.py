@@ -78,17 +78,21 @@ class ProjectedAttention(AttentionMechanism):
     Raises
     ------
     ArgumentError, ShapeError
-        The sizes, or the weights, do not fit one another.
+        The sizes, or the weights, do not fit one another, or an option is unknown.
     """
 
     def __init__(
         self,
         embed_dim: int,
         num_heads: int = 1,
-        *,
-        more_weights: Mapping[str, tuple[int, ...]] | None = None,
         **options: Unpack[Options],
     ) -> None:
+        unknown = options.keys() - Options.__optional_keys__
+        if unknown:
+            raise ArgumentError(
+                f"{self.name} has no option {', '.join(sorted(unknown))}.",
+                action=f"Options are {', '.join(sorted(Options.__optional_keys__))}.",
+            )
         positive_integers(embed_dim=embed_dim, num_heads=num_heads)
         self.embed_dim, self.num_heads = embed_dim, num_heads
         self.num_kv_heads = options.get("num_kv_heads") or num_heads
@@ -117,9 +121,12 @@ class ProjectedAttention(AttentionMechanism):
             shapes[f"{name}.weight"] = (int(outer), int(inner))
             if self.bias:
                 shapes[f"{name}.bias"] = (int(outer),)
-        super().__init__(
-            shapes | dict(more_weights or {}), options.get("weights"), options.get("seed", 0)
-        )
+        shapes |= self.more_shapes()
+        super().__init__(shapes, options.get("weights"), options.get("seed", 0))
+
+    def more_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of weights besides the projections; none unless a subclass says."""
+        return {}
 
     def _projections(self) -> list[tuple[str, Count, Count]]:
         """Names of the projections with the lengths of a row before and after."""

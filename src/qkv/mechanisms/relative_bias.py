@@ -61,8 +61,11 @@ class RelativeBias(ProjectedAttention):
         self.num_buckets, self.max_distance = num_buckets, max_distance
         options.setdefault("scale", 1.0)
         options.setdefault("bias", False)
-        more = {_TABLE: (num_buckets, num_heads)}
-        super().__init__(embed_dim, num_heads, more_weights=more, **options)
+        super().__init__(embed_dim, num_heads, **options)
+
+    def more_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The table."""
+        return {_TABLE: (self.num_buckets, self.num_heads)}
 
     def variants(self, query: Any, key: Any) -> tuple[Any, ...]:
         """The bias of the distance, and the causal mask if there is one."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Self, Unpack
 
-from qkv.errors import UnsupportedError
-from qkv.mechanisms.loading import named_weights
+from qkv.mechanisms.loading import named_weights, plain_rope
 from qkv.mechanisms.projected import Options, ProjectedAttention
 from qkv.variants import RoPE
 
@@ -49,25 +48,21 @@ class Rotary(ProjectedAttention):
         super().__init__(embed_dim, num_heads, **options)
 
     @classmethod
-    def from_transformers(cls, module: Any) -> Self:
+    def from_transformers(cls, module: Any, rope: RoPE | None = None) -> Self:
         """The mechanism with the weights of a LlamaAttention, or another with its names.
 
         Parameters
         ----------
         module : transformers attention module with q_proj, k_proj, v_proj and o_proj
+        rope : qkv.RoPE, optional
+            Its positions, where they are scaled.
 
         Raises
         ------
         UnsupportedError
-            Its positions are scaled, or are not those of Llama.
+            Its positions are scaled and `rope` is not given.
         """
         config = module.config
-        positions = getattr(config, "rope_parameters", None) or {}
-        if positions.get("rope_type", "default") != "default" or "rope_theta" not in positions:
-            raise UnsupportedError(
-                f"the module has rope_parameters {positions!r:.200}.",
-                action="Make a Rotary with rope=qkv.RoPE(inv_freq=...) and these weights.",
-            )
         sides = {f"{side}_proj": f"{side}_proj" for side in "qkv"}
         weights = named_weights(module, {**sides, "out_proj": "o_proj"})
         return cls(
@@ -77,7 +72,7 @@ class Rotary(ProjectedAttention):
             head_dim=module.head_dim,
             causal=True,
             bias="q_proj.bias" in weights,
-            rope=RoPE(base=positions["rope_theta"]),
+            rope=plain_rope(config, rope),
             scale=module.scaling,
             weights=weights,
         )

@@ -21,10 +21,10 @@ class Self(ProjectedAttention):
 
     Parameters
     ----------
-    embed_dim : int
-        Width of x.
+    embed_dim, num_heads : int
+        Width of x, and heads.
     **options
-        As for `ProjectedAttention`; one head, and no output projection unless `out_proj=True`.
+        As for `ProjectedAttention`; without an output projection unless `out_proj=True`.
 
     Notes
     -----

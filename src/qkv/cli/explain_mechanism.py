@@ -1,0 +1,41 @@
+"""`qkv explain --mechanism NAME`: a mechanism step by step on the shared five tokens."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from qkv.cli.problem import chosen
+from qkv.errors import ArgumentError
+from qkv.mechanisms import example_tokens
+from qkv.mechanisms.comparison import mechanism_class
+
+__all__ = ["run"]
+
+_OWN = {"mechanism", "query", "json"}
+"""Options of the command that go with a mechanism. The others say something of arrays."""
+
+
+def run(options: argparse.Namespace) -> str:
+    """The output of the command."""
+    for name, value in vars(options).items():
+        if value and name not in _OWN and value != options.parser.get_default(name):
+            shown = "FILE" if name == "file" else "--" + name.replace("_", "-")
+            raise ArgumentError(
+                f"{shown} does not go with --mechanism, which runs on the shared example.",
+                action="Leave it out, or use the class in qkv.mechanisms.",
+            )
+    cls = mechanism_class(options.mechanism)
+    mechanism, arguments = cls.example(), cls.example_arguments()
+    tokens = example_tokens()
+    every = range(len(tokens)) if options.query is None else [options.query]
+    others = dict(zip(("key", "value"), arguments[1:], strict=False))
+    found = [
+        mechanism.explain(arguments[0], tokens, chosen(index, len(tokens), "query"), **others)
+        for index in every
+    ]
+    if options.json:
+        data = [one.to_dict() for one in found]
+        return json.dumps(data if options.query is None else data[0], indent=2) + "\n"
+    text = "\n\n".join(map(str, found))
+    return f"{text}\n\n{cls.paper}\n"

@@ -1,0 +1,142 @@
+"""Mechanisms side by side on the shared five tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.errors import ArgumentError
+from qkv.mechanisms.base import Mechanism
+from qkv.mechanisms.example import example_tokens
+from qkv.mechanisms.registry import MECHANISMS
+from qkv.mechanisms.scaled_dot_product import ScaledDotProduct
+
+__all__ = ["Comparison", "Row", "compare", "mechanism_class"]
+
+SCHEMA, VERSION = "qkv-compare", 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """One mechanism on the shared example.
+
+    Attributes
+    ----------
+    name, formula, paper : str
+    mixing : array (num_heads, 5, m)
+        Weights, or the effective token-mixing matrix, of m tokens that are read.
+    output : array (5, 4)
+    difference : float
+        Largest absolute difference from the output of full attention.
+    """
+
+    name: str
+    formula: str
+    paper: str
+    mixing: NDArray[Any]
+    output: NDArray[Any]
+    difference: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Comparison:
+    """Mechanisms on the shared example; `to_json()` is strict JSON.
+
+    Attributes
+    ----------
+    tokens : tuple of str
+        Names of the five tokens.
+    rows : tuple of Row
+    """
+
+    tokens: tuple[str, ...]
+    rows: tuple[Row, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists, numbers and strings."""
+        rows = [
+            {
+                "mechanism": row.name,
+                "formula": row.formula,
+                "paper": row.paper,
+                "token_mixing": row.mixing.tolist(),
+                "output": row.output.tolist(),
+                "difference_from_full_attention": row.difference,
+            }
+            for row in self.rows
+        ]
+        return {
+            "schema": SCHEMA,
+            "version": VERSION,
+            "tokens": list(self.tokens),
+            "mechanisms": rows,
+        }
+
+    def to_json(self, indent: int | None = None) -> str:
+        """`to_dict` as strict JSON."""
+        return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
+
+
+def compare(names: Sequence[str] = ()) -> Comparison:
+    """Run mechanisms on the shared five tokens and compare them with full attention.
+
+        difference = max |output - softmax(Q K^T / sqrt(d)) V|
+
+    Parameters
+    ----------
+    names : sequence of str
+        Command-line names, in the order wanted; all of `MECHANISMS` by default.
+
+    Returns
+    -------
+    Comparison
+
+    Raises
+    ------
+    ArgumentError
+        There is no mechanism of that name.
+
+    Notes
+    -----
+    Each mechanism runs as its `example()`, whose projections select Q, K and V; see the docstring
+    of that method for heads, windows and the like.
+
+    Examples
+    --------
+    >>> from qkv.mechanisms import compare
+    >>> [(row.name, round(row.difference, 2)) for row in compare(["flash", "causal"]).rows]
+    [('flash', 0.0), ('causal', 0.77)]
+    """
+    full = ScaledDotProduct.example()(*ScaledDotProduct.example_arguments())
+    rows = []
+    for name in names or MECHANISMS:
+        cls = mechanism_class(name)
+        mechanism, arguments = cls.example(), cls.example_arguments()
+        output = mechanism(*arguments)
+        mixing = np.asarray(mechanism.token_mixing(*arguments))
+        mixing = mixing if mixing.ndim == 3 else mixing[None]
+        difference = float(np.abs(output - full).max())
+        rows.append(Row(name, cls.formula, cls.paper, mixing, output, difference))
+    return Comparison(example_tokens(), tuple(rows))
+
+
+def mechanism_class(name: str) -> type[Mechanism]:
+    """The class of a command-line name.
+
+    Raises
+    ------
+    ArgumentError
+        There is none of that name.
+    """
+    if name not in MECHANISMS:
+        raise ArgumentError(
+            f"there is no mechanism {name!r:.60}.",
+            [("mechanisms", ", ".join(MECHANISMS))],
+            "Choose one of these.",
+        )
+    return MECHANISMS[name]

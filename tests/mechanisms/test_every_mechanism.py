@@ -1,0 +1,277 @@
+"""What all mechanisms promise: libraries, weights, explanations, costs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import qkv
+from qkv.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
+from qkv.ledger import ledger
+from qkv.mechanisms import MECHANISMS, Causal, MultiHead, Ring, example_input, example_tokens
+from qkv.mechanisms.attention import AttentionMechanism
+from qkv.mechanisms.operations import attention_over_pairs
+from qkv.mechanisms.projected import ProjectedAttention
+from qkv.samples import shared_example
+
+V = shared_example().v
+NAMES = sorted(MECHANISMS)
+ATTENTION = [name for name in NAMES if issubclass(MECHANISMS[name], AttentionMechanism)]
+PROJECTED = [name for name in NAMES if issubclass(MECHANISMS[name], ProjectedAttention)]
+WITHOUT_PAIRS_OF_ONE_SEQUENCE = {"cross", "differential", "linear", "linformer", "performer"}
+"""Two sequences, differences of weights, or no softmax over pairs of tokens."""
+
+
+@pytest.fixture(autouse=True)
+def _in_64_bits() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+def keywords(arguments: tuple[Any, ...]) -> dict[str, Any]:
+    return dict(zip(("key", "value"), arguments[1:], strict=False))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_class_takes_the_arrays_of_every_library(name: str) -> None:
+    mechanism, arguments = MECHANISMS[name].example(), MECHANISMS[name].example_arguments()
+    expected = mechanism(*arguments)
+    assert isinstance(expected, np.ndarray)
+    assert expected.shape == (5, 4)
+    of_torch = mechanism(*map(torch.tensor, arguments))
+    of_jax = mechanism(*map(jnp.asarray, arguments))
+    assert isinstance(of_torch, torch.Tensor)
+    assert isinstance(of_jax, jax.Array)
+    assert of_torch.dtype is torch.float64
+    np.testing.assert_allclose(of_torch.numpy(), expected, rtol=0, atol=1e-13)
+    np.testing.assert_allclose(np.asarray(of_jax), expected, rtol=0, atol=1e-13)
+    single = mechanism(*(torch.tensor(a, dtype=torch.float32) for a in arguments))
+    assert single.dtype is torch.float32
+    np.testing.assert_allclose(single.numpy(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_of_torch_and_jax_agree_with_differences(name: str) -> None:
+    mechanism, arguments = MECHANISMS[name].example(), MECHANISMS[name].example_arguments()
+    rng = np.random.default_rng(0)
+    # Not on the numbers of the example, where scores of a hard look-up tie.
+    given = [a + 0.1 * rng.normal(size=a.shape) for a in arguments]
+    direction = [rng.normal(size=a.shape) for a in given]
+    cotangent = rng.normal(size=(5, 4))
+    step = 1e-5
+
+    def moved(by: float) -> Any:
+        return mechanism(*(a + by * d for a, d in zip(given, direction, strict=True)))
+
+    expected = float(((moved(step) - moved(-step)) / (2 * step) * cotangent).sum())
+    tensors = [torch.tensor(a, requires_grad=True) for a in given]
+    (mechanism(*tensors) * torch.tensor(cotangent)).sum().backward()
+    along = sum(
+        float((t.grad.numpy() * d).sum())
+        for t, d in zip(tensors, direction, strict=True)
+        if t.grad is not None
+    )
+    assert along == pytest.approx(expected, abs=1e-7)
+
+    def loss(*arrays: Any) -> Any:
+        return (mechanism(*arrays) * cotangent).sum()
+
+    places = tuple(range(len(given)))
+    gradients = jax.jit(jax.grad(loss, places))(*map(jnp.asarray, given))
+    of_jax = sum(float((g * d).sum()) for g, d in zip(gradients, direction, strict=True))
+    assert of_jax == pytest.approx(expected, abs=1e-7)
+
+
+def value_columns(name: str, heads: int) -> list[slice]:
+    """The columns of V that the example of a mechanism gives each of its heads."""
+    if name == "multi-query":
+        return [slice(0, 2), slice(0, 2)]
+    if name == "grouped-query":
+        return [slice(0, 1), slice(0, 1), slice(1, 2), slice(1, 2)]
+    width = 4 // heads
+    return [slice(h * width, (h + 1) * width) for h in range(heads)]
+
+
+@pytest.mark.parametrize("name", ATTENTION + ["additive"])
+def test_the_mixing_matrix_times_the_values_is_the_output(name: str) -> None:
+    mechanism, arguments = MECHANISMS[name].example(), MECHANISMS[name].example_arguments()
+    mixing = mechanism.token_mixing(*arguments)
+    heads = mixing[None] if mixing.ndim == 2 else mixing
+    values = V[: heads.shape[-1]]
+    parts = [
+        m @ values[:, columns]
+        for m, columns in zip(heads, value_columns(name, len(heads)), strict=True)
+    ]
+    np.testing.assert_allclose(np.concatenate(parts, 1), mechanism(*arguments), rtol=0, atol=1e-12)
+    of_torch = mechanism.token_mixing(*(torch.tensor(a, requires_grad=True) for a in arguments))
+    assert not of_torch.requires_grad
+    np.testing.assert_array_equal(of_torch.numpy(), mixing)
+
+
+@pytest.mark.parametrize("index", [0, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_explanation_ends_in_the_output(name: str, index: int) -> None:
+    mechanism, arguments = MECHANISMS[name].example(), MECHANISMS[name].example_arguments()
+    found = mechanism.explain(arguments[0], example_tokens(), index, **keywords(arguments))
+    text = str(found)
+    assert text.startswith(f"{name}: ")
+    assert f"'{example_tokens()[index]}'" in text
+    data = json.loads(found.to_json())
+    assert data["mechanism"] == name
+    assert data["paper"] == type(mechanism).paper
+    assert [step["title"] for step in data["steps"]] == [step.title for step in found.steps]
+    outputs = mechanism(*arguments)
+    np.testing.assert_allclose(found.steps[-1].lines[-1].value, outputs[index], atol=1e-12)
+
+
+def test_the_first_number_of_the_example_is_printed_with_its_calculation() -> None:
+    arguments = MECHANISMS["scaled-dot-product"].example_arguments()
+    mechanism = MECHANISMS["scaled-dot-product"].example()
+    text = str(mechanism.explain(arguments[0], example_tokens(), **keywords(arguments)))
+    assert "cat  1*1 + 0*0 + 1*1 + 0*0     = 2.0000" in text
+    assert "cat  1 / 3.3597      = 0.2976" in text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_explanations_refuse_what_they_cannot_show(name: str) -> None:
+    mechanism, arguments = MECHANISMS[name].example(), MECHANISMS[name].example_arguments()
+    with pytest.raises(ArgumentError, match="tokens"):
+        mechanism.explain(arguments[0], ["one"], **keywords(arguments))
+    with pytest.raises(ArgumentError, match="index=9"):
+        mechanism.explain(arguments[0], example_tokens(), 9, **keywords(arguments))
+
+
+def smaller(name: str) -> Any:
+    """A mechanism of two heads with random weights and an output projection, sized for x (n, 8)."""
+    options: dict[str, dict[str, Any]] = {
+        "grouped-query": {"num_kv_heads": 1},
+        "sliding-window": {"left": 2, "right": 1},
+        "strided": {"stride": 3},
+        "longformer": {"window": 1, "global_tokens": [1, 4]},
+        "big-bird": {"block": 2, "num_random": 1},
+        "ring": {"num_devices": 3},
+        "relative-bias": {"num_buckets": 8, "max_distance": 9},
+    }
+    return MECHANISMS[name](8, 2, **options.get(name, {}))  # type: ignore[call-arg, arg-type]
+
+
+@pytest.mark.parametrize("n", [5, 11])
+@pytest.mark.parametrize("name", [n for n in PROJECTED if n not in WITHOUT_PAIRS_OF_ONE_SEQUENCE])
+def test_costs_count_the_pairs_that_have_a_weight(name: str, n: int) -> None:
+    mechanism = smaller(name)
+    x = np.random.default_rng(1).normal(size=(n, 8))
+    weights = mechanism.token_mixing(x)
+    found = mechanism.cost(n)
+    # Each head may have random blocks of its own; as many pairs are counted for all.
+    assert int(found["softmax_exp"]) == np.count_nonzero(weights[0]) * 2
+    assert int(found.parameters) == sum(w.size for w in mechanism.weights.values())
+    twice = mechanism.cost(n, batch=2)
+    assert int(twice["softmax_exp"]) == 2 * int(found["softmax_exp"])
+    assert int(twice.parameters) == int(found.parameters)
+    half = mechanism.cost(n, dtype="bfloat16")
+    assert 2 * int(half.bytes_moved) == int(found.bytes_moved)
+
+
+def test_costs_of_the_golden_example() -> None:
+    assert int(MECHANISMS["scaled-dot-product"].example().cost(5).total) == 495
+    for rows, columns in ((3, 3), (2, 7)):
+        counted = attention_over_pairs(rows * columns, rows, 4, 6)
+        assert counted.counts == ledger(rows, columns, 4, 6).counts
+    exactly = MultiHead(512, 8, bias=False).cost(1000)
+    assert int(exactly.parameters) == 4 * 512**2
+    assert int(exactly["qk_multiply"] + exactly["av_multiply"]) == 2 * 1000 * 1000 * 512
+    assert "n^2 d h" in exactly["qk_multiply"].formula
+
+
+@pytest.mark.parametrize("name", PROJECTED)
+def test_weights_follow_the_seed_and_may_be_given(name: str) -> None:
+    first, again = smaller(name), smaller(name)
+    assert first.weights.keys() == again.weights.keys()
+    for key, weight in first.weights.items():
+        np.testing.assert_array_equal(weight, again.weights[key])
+    kind = next(key for key in first.weights if key.endswith("q_proj.weight"))
+    other = MultiHead(8, 2, seed=1)
+    assert not np.array_equal(first.weights[kind], other.weights["q_proj.weight"])
+
+
+def test_weights_of_another_name_or_shape_are_refused() -> None:
+    weights = dict(MultiHead(8, 2).weights)
+    with pytest.raises(ArgumentError, match="missing"):
+        MultiHead(8, 2, weights={key: w for key, w in weights.items() if key != "v_proj.bias"})
+    with pytest.raises(ShapeError, match=r"k_proj.weight has shape \(8, 7\)"):
+        MultiHead(8, 2, weights={**weights, "k_proj.weight": np.zeros((8, 7))})
+    with pytest.raises(ArgumentError, match="num_heads=3"):
+        MultiHead(8, 3)
+    with pytest.raises(ArgumentError, match="num_kv_heads"):
+        MultiHead(8, 4, num_kv_heads=3)
+    with pytest.raises(ArgumentError, match="multi-head has no option casual"):
+        MultiHead(8, 2, casual=True)  # type: ignore[call-arg]
+
+
+def test_input_that_does_not_fit_is_refused() -> None:
+    layer = MultiHead(8, 2)
+    with pytest.raises(ShapeError, match="rows of 8 numbers"):
+        layer(np.zeros((5, 7)))
+    with pytest.raises(DTypeError, match="int64"):
+        layer(np.zeros((5, 8), np.int64))
+    with pytest.raises(DTypeError, match="not an array"):
+        layer([[0.0] * 8])
+    with pytest.raises(ShapeError, match="one sequence"):
+        layer.explain(np.zeros((2, 5, 8)))
+    with pytest.raises(DTypeError, match="not a floating type"):
+        layer.cost(5, dtype="int8")
+    with pytest.raises(ArgumentError, match="one sequence"):
+        MECHANISMS["cross"].example()(example_input())
+
+
+def test_a_gradient_is_never_lost_in_silence() -> None:
+    weights = {key: torch.tensor(w) for key, w in MultiHead(8, 2).weights.items()}
+    weights["q_proj.weight"].requires_grad_()
+    layer = MultiHead(8, 2, weights=weights)
+    with pytest.raises(UnsupportedError, match=r"torch differentiates or traces q_proj.weight"):
+        layer(np.zeros((5, 8)))
+    layer(torch.zeros(5, 8, dtype=torch.float64)).sum().backward()
+    assert weights["q_proj.weight"].grad is not None
+
+
+def test_leading_dimensions_are_sequences() -> None:
+    x = np.random.default_rng(0).normal(size=(2, 3, 5, 8))
+    for name in PROJECTED:
+        if name == "cross":
+            continue
+        layer = smaller(name)
+        whole = layer(x)
+        for place in np.ndindex(2, 3):
+            np.testing.assert_allclose(whole[place], layer(x[place]), rtol=0, atol=1e-13)
+
+
+def test_without_positions_attention_is_permutation_equivariant() -> None:
+    x = np.random.default_rng(0).normal(size=(6, 8))
+    order = np.random.default_rng(1).permutation(6)
+    np.testing.assert_allclose(MultiHead(8, 2)(x[order]), MultiHead(8, 2)(x)[order], atol=1e-13)
+    assert abs(Causal(8, 2)(x[order]) - Causal(8, 2)(x)[order]).max() > 0.01
+
+
+def test_a_causal_ring_hops_only_into_the_past() -> None:
+    x = np.random.default_rng(0).normal(size=(7, 8))
+    hops = [(hop.device, hop.source) for hop in Ring(8, 2, num_devices=3, causal=True).hops(x)]
+    assert hops == [(0, 0), (1, 1), (1, 0), (2, 2), (2, 1), (2, 0)]
+    np.testing.assert_allclose(
+        Ring(8, 2, num_devices=3, causal=True)(x), Causal(8, 2)(x), rtol=0, atol=1e-13
+    )
+
+
+def test_the_parts_of_a_ring_are_joined_as_by_merge() -> None:
+    x = np.random.default_rng(0).normal(size=(6, 8))
+    ring = Ring(8, 2, num_devices=3, out_proj=False)
+    parts = [(hop.out, hop.lse) for hop in ring.hops(x) if hop.device == 1]
+    out, _ = qkv.merge(*parts)
+    joined = np.moveaxis(out, 0, 1).reshape(2, 8)
+    np.testing.assert_allclose(ring(x)[2:4], joined, rtol=0, atol=1e-13)
