@@ -207,8 +207,8 @@ def distance_bias(decay: Any, bonus: Any, rows: int, columns: int) -> Any:
     --------
     >>> distance_bias(np.array([0.5]), np.array([3.0]), 3, 3)[..., 0]
     array([[ 3. , -inf, -inf],
-           [-0. ,  3. , -inf],
-           [-0.5, -0. ,  3. ]])
+           [ 0. ,  3. , -inf],
+           [-0.5,  0. ,  3. ]])
     """
     xp = array_namespace(decay)
     steps = np.arange(rows)[:, None, None] - np.arange(columns)[:, None]
