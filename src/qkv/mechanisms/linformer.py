@@ -166,8 +166,8 @@ class Linformer(ProjectedAttention):
         positive_integers(n=n, batch=batch)
         tokens, k, g, d = symbols(n=n, k=self.num_mixtures, g=self.num_kv_heads, d=self.head_dim)
         found = matmul("mixtures", k, tokens, d) * (2 * g * batch)
-        found += super().cost(n, batch, dtype)
-        return found
+        whole: Ledger = found + super().cost(n, batch, dtype)
+        return whole
 
     @classmethod
     def example(cls) -> Self:
