@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -293,3 +294,14 @@ def test_a_scan_is_its_loop(n: int) -> None:
         state = d * state + b
         right.append(state)
     close(linear_scan(decay, increment), right, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 64])
+def test_a_scan_for_the_largest_is_its_loop(n: int) -> None:
+    rng = np.random.default_rng(n)
+    loss, score = -rng.random((n, 3)), rng.normal(size=(n, 3))
+    state, right = np.full(3, -np.inf), []
+    for d, b in zip(loss, score, strict=True):
+        state = np.maximum(state + d, b)
+        right.append(state)
+    close(linear_scan(loss, score, np.maximum, operator.add), right, rtol=0, atol=1e-13)

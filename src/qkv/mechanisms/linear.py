@@ -208,8 +208,8 @@ class Linear(ProjectedAttention):
         ) * h
         width = projections[-1][2] if self.out_proj else h * d
         read = tokens * projections[0][1] + found.parameters
-        found += traffic(read, tokens * width, dtype)
-        return found
+        whole: Ledger = found + traffic(read, tokens * width, dtype)
+        return whole
 
 
 def refuse_options(mechanism: str, options: Mapping[str, Any], *names: str) -> None:

@@ -96,7 +96,7 @@ class Linformer(ProjectedAttention):
                 f"{n} tokens are more than max_len={self.max_len}.",
                 action=f"Pass at most {self.max_len} tokens, or build it for a longer max_len.",
             )
-        return self.weight(name, rows)[:, :n] @ rows
+        return like(self.weights[name][:, :n], rows, name) @ rows
 
     def token_mixing(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
         """The weights of the mixtures times F, `(..., num_heads, q_len, kv_len)`.
@@ -169,6 +169,9 @@ class Linformer(ProjectedAttention):
         found = matmul("mixtures", k, tokens, d) * copies
         found += super().cost(n, batch, dtype)
         return found
+        found = matmul("mixtures", k, tokens, d) * (2 * g * batch)
+        whole: Ledger = found + super().cost(n, batch, dtype)
+        return whole
 
     @classmethod
     def example(cls) -> Self:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
@@ -17,6 +18,7 @@ from qkv.mechanisms.loading import named_weights
 from qkv.mechanisms.namespace import array_namespace, like
 from qkv.mechanisms.operations import projection
 from qkv.mechanisms.recurrent import RecurrentMechanism, activation_cost, token_shift
+from qkv.mechanisms.scan import linear_scan
 
 __all__ = ["RWKV4", "chunk", "distance_bias", "recurrent", "token_weights"]
 
@@ -54,7 +56,7 @@ class RWKV4(RecurrentMechanism):
 
     Notes
     -----
-    O(n (embed_dim + chunk_size) hidden_dim) operations; a state of three numbers a channel.
+    O(n embed_dim hidden_dim) operations; a state of three numbers a channel.
     Source: Peng et al., "RWKV: Reinventing RNNs for the Transformer Era", arXiv 2305.13048.
 
     Examples
@@ -78,7 +80,7 @@ class RWKV4(RecurrentMechanism):
         hidden_dim: int | None = None,
         *,
         out_proj: bool = True,
-        chunk_size: int = 16,
+        chunk_size: int = 512,
         weights: Mapping[str, Any] | None = None,
         seed: int = 0,
     ) -> None:
@@ -205,8 +207,8 @@ def distance_bias(decay: Any, bonus: Any, rows: int, columns: int) -> Any:
     --------
     >>> distance_bias(np.array([0.5]), np.array([3.0]), 3, 3)[..., 0]
     array([[ 3. , -inf, -inf],
-           [-0. ,  3. , -inf],
-           [-0.5, -0. ,  3. ]])
+           [ 0. ,  3. , -inf],
+           [-0.5,  0. ,  3. ]])
     """
     xp = array_namespace(decay)
     steps = np.arange(rows)[:, None, None] - np.arange(columns)[:, None]
@@ -250,9 +252,9 @@ def chunk(
     decay: Any,
     bonus: Any,
     state: tuple[Any, Any, Any] | None = None,
-    chunk_size: int = 16,
+    chunk_size: int = 512,
 ) -> tuple[Any, tuple[Any, Any, Any]]:
-    """The same, one chunk of tokens at a time: the scores of all pairs of a chunk, and the state.
+    """The same in chunks: scans for the largest score so far, and for the sums divided by its exp.
 
     Parameters
     ----------
@@ -273,29 +275,32 @@ def chunk(
 
     Notes
     -----
-    O(n chunk_size channels) operations. Every exponential is of zero or less.
+    O(n channels) operations. Every exponential is of zero or less. Channels do not mix, so that
+    there is no matrix product.
     Source: Peng et al., "RWKV", arXiv 2305.13048, equations 16 to 18 and appendix D.
     """
     xp = array_namespace(key)
     numerator, denominator, largest = _no_tokens(key) if state is None else state
-    n = key.shape[-2]
-    size = min(chunk_size, n)
-    # The row behind the last token of a chunk has no key of its own: it is the next state.
-    bias = distance_bias(decay, bonus, size + 1, size)
-    faded = -like(np.arange(size + 1)[:, None], key) * decay
+    sums = xp.stack([numerator, denominator])
+    # Scans run along axis 0.
+    keys, values = xp.moveaxis(key, -2, 0), xp.moveaxis(value, -2, 0)
     rows = []
-    for start in range(0, n, size):
-        k, v = key[..., start : start + size, :], value[..., start : start + size, :]
-        m = k.shape[-2]
-        scores = k[..., None, :, :] + bias[: m + 1, :m, :]
-        before = largest[..., None, :] + faded[: m + 1, :]
-        top = xp.maximum(xp.max(scores, axis=-2), before)
-        past, weights = xp.exp(before - top), xp.exp(scores - top[..., None, :])
-        above = past * numerator[..., None, :] + xp.sum(weights * v[..., None, :, :], axis=-2)
-        below = past * denominator[..., None, :] + xp.sum(weights, axis=-2)
-        rows.append(above[..., :m, :] / below[..., :m, :])
-        numerator, denominator, largest = above[..., m, :], below[..., m, :], top[..., m, :]
-    return xp.concat(rows, axis=-2), (numerator, denominator, largest)
+    for start in range(0, keys.shape[0], chunk_size):
+        k, v = keys[start : start + chunk_size, ...], values[start : start + chunk_size, ...]
+        first = xp.maximum(k[:1, ...], largest - decay)
+        loss = xp.broadcast_to(-decay, k.shape)
+        tops = linear_scan(loss, xp.concat([first, k[1:, ...]]), xp.maximum, operator.add)
+        before = xp.concat([largest[None, ...], tops[:-1, ...]])
+        kept, weight = xp.exp(before - decay - tops)[:, None, ...], xp.exp(k - tops)
+        added = xp.stack([weight * v, weight], axis=1)
+        first = kept[:1, ...] * sums + added[:1, ...]
+        totals = linear_scan(kept, xp.concat([first, added[1:, ...]]))
+        past = xp.concat([sums[None, ...], totals[:-1, ...]])
+        top = xp.maximum(before, k + bonus)
+        faded, own = xp.exp(before - top), xp.exp(k + bonus - top)
+        rows.append((faded * past[:, 0, ...] + own * v) / (faded * past[:, 1, ...] + own))
+        sums, largest = totals[-1, ...], tops[-1, ...]
+    return xp.moveaxis(xp.concat(rows), 0, -2), (sums[0, ...], sums[1, ...], largest)
 
 
 def _no_tokens(key: Any) -> tuple[Any, Any, Any]:

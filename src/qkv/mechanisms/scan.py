@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from typing import Any
 
 from qkv.mechanisms.namespace import array_namespace
@@ -9,7 +11,12 @@ from qkv.mechanisms.namespace import array_namespace
 __all__ = ["linear_scan"]
 
 
-def linear_scan(decay: Any, increment: Any) -> Any:
+def linear_scan(
+    decay: Any,
+    increment: Any,
+    add: Callable[[Any, Any], Any] = operator.add,
+    multiply: Callable[[Any, Any], Any] = operator.mul,
+) -> Any:
     """All states of `h[t] = decay[t] * h[t-1] + increment[t]` with h[-1] = 0, along axis 0.
 
     Two steps in a row are one step of the same kind, with decay `d1 * d0` and increment
@@ -20,6 +27,9 @@ def linear_scan(decay: Any, increment: Any) -> Any:
     ----------
     decay, increment : arrays (n, ...)
         Decays within [0, 1] can neither overflow nor lose what other states hold.
+    add, multiply : functions of two arrays
+        Of another semiring: with maximum and addition, decays are added and the larger of old
+        and new is kept.
 
     Returns
     -------
@@ -44,8 +54,8 @@ def linear_scan(decay: Any, increment: Any) -> Any:
     pairs = n // 2
     d0, b0 = decay[: 2 * pairs : 2], increment[: 2 * pairs : 2]
     d1, b1 = decay[1::2], increment[1::2]
-    odd = linear_scan(d0 * d1, d1 * b0 + b1)
-    later = decay[2::2] * odd[: n - pairs - 1] + increment[2::2]
+    odd = linear_scan(multiply(d1, d0), add(multiply(d1, b0), b1), add, multiply)
+    later = add(multiply(decay[2::2], odd[: n - pairs - 1]), increment[2::2])
     even = xp.concat([increment[:1], later])
     both = xp.stack([even[:pairs], odd], axis=1)
     joined = xp.reshape(both, (2 * pairs, *increment.shape[1:]))
