@@ -84,3 +84,12 @@ __all__ = [
     "set_num_threads",
     "vjp",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Packages that are imported when they are first used."""
+    if name == "cache":
+        from importlib import import_module
+
+        return import_module("qkv.cache")
+    raise AttributeError(f"module 'qkv' has no attribute {name!r}")
