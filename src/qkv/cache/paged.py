@@ -161,7 +161,7 @@ class PagedCache:
         Parameters and errors are those of `qkv.cache.Cache.truncate`.
         """
         self._lengths = shorter_lengths(lengths, self._lengths)
-        for pages, length in zip(self._pages, self._lengths, strict=True):
+        for pages, length in zip(self._pages, self._lengths.flat, strict=False):
             needed = -(-int(length) // self.page_size)
             self._pool.release(pages[needed:])
             del pages[needed:]
