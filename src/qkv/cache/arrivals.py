@@ -13,7 +13,7 @@ from qkv.cache.encoding import Encoding
 from qkv.cache.memory import memory_with
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 
-__all__ = ["Arrival", "Kind", "arrive"]
+__all__ = ["Arrival", "Kind", "check", "encode"]
 
 _FLOATING = ("float64", "float32", "float16", "bfloat16")
 
@@ -64,21 +64,18 @@ class Arrival:
         How many of the arrays belong to the keys.
     new_lens : int64 array (*batch_shape)
         Tokens of each sequence; rows behind them are padding.
-    room : int
-        Rows in each array: at least the largest of `new_lens`.
     """
 
     kind: Kind
     arrays: tuple[Any, ...]
     of_key: int
     new_lens: Lengths
-    room: int
 
 
-def arrive(
-    key: Any, value: Any, new_lens: Any, encoding: Encoding, first: Kind | None, batched: bool
-) -> Arrival:
-    """Check new rows against each other and against `first`, and encode them.
+def check(
+    key: Any, value: Any, new_lens: Any, first: Kind | None, batched: bool
+) -> tuple[Kind, Lengths]:
+    """What new rows are, checked against each other and against `first`; tokens of each sequence.
 
     `batched` asks for exactly four dimensions.
     """
@@ -129,8 +126,12 @@ def arrive(
             seen,
             "Pass both as arrays of one library.",
         )
-    memory = memory_with(kind.library)
-    rows = [memory.rows(t, name) for name, t in (("key", key), ("value", value))]
+    if kind.device[0] != kind.device[1]:
+        raise ArgumentError(
+            f"key is on {kind.device[0]} and value on {kind.device[1]}.",
+            seen,
+            "Move them to one device.",
+        )
     new = int(key.shape[-2])
     counts = np.full(kind.batch_shape, new, np.int64)
     if new_lens is not None:
@@ -141,8 +142,15 @@ def arrive(
                 seen,
                 "Give each sequence a number of tokens from 0 to the rows that arrive.",
             )
+    return kind, counts
+
+
+def encode(key: Any, value: Any, kind: Kind, new_lens: Lengths, encoding: Encoding) -> Arrival:
+    """Checked rows as they will be kept; an error if their library follows what is done to them."""
+    memory = memory_with(kind.library)
+    rows = [memory.rows(t, name) for name, t in (("key", key), ("value", value))]
     kept = [encoding.encode(t, memory) for t in rows]
-    return Arrival(kind, (*kept[0], *kept[1]), len(kept[0]), counts, new)
+    return Arrival(kind, (*kept[0], *kept[1]), len(kept[0]), new_lens)
 
 
 def _compare(

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from qkv.cache.arguments import Lengths, sequence_indices, shorter_lengths
-from qkv.cache.arrivals import Arrival, Kind, arrive
+from qkv.cache.arrivals import Arrival, Kind, check, encode
 from qkv.cache.buffer import RowBuffer
 from qkv.cache.encoding import encoding_named
 from qkv.cache.rows import Rows, as_offset
@@ -62,12 +62,14 @@ class BufferedCache(ABC):
 
         Parameters, result and errors are those of `qkv.cache.Cache.append`.
         """
-        arrival = arrive(key, value, new_lens, self._encoding, self._kind, batched=False)
-        before = np.broadcast_to(self._lengths, arrival.kind.batch_shape)
+        kind, counts = check(key, value, new_lens, self._kind, batched=False)
+        before = np.broadcast_to(self._lengths, kind.batch_shape)
+        self._check_room(before, counts)
+        arrival = encode(key, value, kind, counts, self._encoding)
         buffer, origin = self._with_room(arrival, before)
-        buffer.write(arrival, before - origin, arrival.new_lens)
-        self._kind, self._buffer, self._origin = arrival.kind, buffer, origin
-        self._lengths = before + arrival.new_lens
+        buffer.write(arrival, before - origin, counts)
+        self._kind, self._buffer, self._origin = kind, buffer, origin
+        self._lengths = before + counts
         return self._rows(before, self._lengths)
 
     def truncate(self, lengths: Any) -> None:
@@ -116,6 +118,10 @@ class BufferedCache(ABC):
     @abstractmethod
     def _rows(self, before: Lengths, after: Lengths) -> Rows:
         """Rows for queries from position `before`, when the last key stands before `after`."""
+
+    def _check_room(self, before: Lengths, counts: Lengths) -> None:
+        """An error if there is none for as many tokens."""
+        return
 
     def _taken(self, indices: Lengths) -> None:
         """Reorder what is kept; the indices are checked."""

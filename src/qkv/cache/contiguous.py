@@ -56,14 +56,17 @@ class ContiguousCache(BufferedCache):
         """`(kv_len, kv_offset)` of the rows that `append` of `new` tokens would hand out."""
         return int(self._lengths.max(initial=0)) + new, 0
 
+    def _check_room(self, before: Lengths, counts: Lengths) -> None:
+        if self.capacity is None or (before + counts <= self.capacity).all():
+            return
+        raise ShapeError(
+            f"the cache has room for {self.capacity} tokens, {before.max()} are in it and "
+            f"{counts.max()} more arrive.",
+            action="Make one with a larger capacity.",
+        )
+
     def _with_room(self, arrival: Arrival, before: Lengths) -> tuple[RowBuffer, Lengths]:
         needed = int((before + arrival.new_lens).max(initial=0))
-        if self.capacity is not None and needed > self.capacity:
-            raise ShapeError(
-                f"the cache has room for {self.capacity} tokens, {before.max()} are in it and "
-                f"{arrival.new_lens.max()} more arrive.",
-                action="Make one with a larger capacity.",
-            )
         origin = np.zeros_like(before)
         if self._buffer is None:
             capacity = needed if self.capacity is None else self.capacity

@@ -16,7 +16,7 @@ from qkv.cache.arguments import (
     shorter_lengths,
     whole_numbers,
 )
-from qkv.cache.arrivals import Arrival, arrive
+from qkv.cache.arrivals import Arrival, check, encode
 from qkv.cache.encoding import encoding_named
 from qkv.cache.page_pool import PagePool
 from qkv.cache.rows import Part, Rows, as_offset
@@ -141,18 +141,18 @@ class PagedCache:
         first = self._pool.kind
         if first is not None:  # That of a fork, which may have another batch size.
             first = first.with_batch((*getattr(key, "shape", ()), 0)[0])
-        arrival = arrive(key, value, new_lens, self._pool.encoding, first, batched=True)
-        if self._lengths.ndim and arrival.kind.batch_shape != self._lengths.shape:
+        kind, counts = check(key, value, new_lens, first, batched=True)
+        if self._lengths.ndim and counts.shape != self._lengths.shape:
             raise ShapeError(
-                f"key and value have {len(arrival.new_lens)} sequences; the cache has "
-                f"{len(self._pages)}.",
+                f"key and value have {len(counts)} sequences; the cache has {len(self._pages)}.",
                 action="Append to all of its sequences, or reorder it first.",
             )
-        before = np.broadcast_to(self._lengths, arrival.kind.batch_shape)
+        arrival = encode(key, value, kind, counts, self._pool.encoding)
+        before = np.broadcast_to(self._lengths, counts.shape)
         pages = self._pages or [[] for _ in before]
         self._pages[:] = self._pages_for(pages, before, arrival)
         self._write(before, arrival)
-        self._lengths = before + arrival.new_lens
+        self._lengths = before + counts
         return self._rows(before)
 
     def truncate(self, lengths: Any) -> None:

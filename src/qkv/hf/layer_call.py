@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 import qkv
+from qkv.hf.stored_tensor import layer_rows
 
 __all__ = ["LayerCall", "LayerWeights"]
 
@@ -43,8 +44,11 @@ class LayerCall:
 
     def output(self) -> torch.Tensor:
         """`attention` of it, (batch, q_len, num_heads, v_head_dim); differentiable."""
-        arrays = (array.transpose(1, 2) for array in (self.query, self.key, self.value))
-        out: torch.Tensor = qkv.attention(*arrays, *self.variants, layout="blhd", **self._said)
+        key, value, lengths = layer_rows(self.key, self.value)
+        variants = (*self.variants, *lengths)
+        out: torch.Tensor = qkv.attention(
+            self.query.transpose(1, 2), key, value, *variants, layout="blhd", **self._said
+        )
         return out
 
     def inspect(self) -> Any:
