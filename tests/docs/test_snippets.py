@@ -15,6 +15,7 @@ PAGES = [
     "README.md",
     "docs/add-a-variant.md",
     "docs/add-a-backend.md",
+    "docs/caches.md",
     "docs/inspect-models.md",
     "docs/paged-and-quantized.md",
     "docs/trace.md",

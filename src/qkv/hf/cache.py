@@ -92,6 +92,14 @@ class Cache(DynamicCache):
                 layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**said))
         _LayerCaches.__init__(self, layers=layers)
 
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """`(kv_len, kv_offset)` of what the next `update` of a layer will give."""
+        # transformers makes layers in their first `update`, and then takes them for unpaged here.
+        while self.layer_class_to_replicate is not None and len(self.layers) <= layer_idx:
+            self.layers.append(self.layer_class_to_replicate())
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
+        return sizes
+
     def fork(self) -> Cache:
         """Another cache with the same tokens; pages are shared until one of them writes."""
         return copy.deepcopy(self)
