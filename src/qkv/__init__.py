@@ -12,11 +12,13 @@ from qkv.errors import (
     DTypeError,
     FileError,
     KernelBuildError,
+    MaskLooksBooleanWarning,
     QkvError,
     ShapeError,
     UnsupportedError,
 )
 from qkv.inspection.explain import explain
+from qkv.positions import LearnedPositions, SinusoidalPositions
 from qkv.problem.rows import Paged, Quantized
 from qkv.variants import (
     ALiBi,
@@ -29,6 +31,7 @@ from qkv.variants import (
     Mask,
     MaskVariant,
     Prefix,
+    RandomBlocks,
     RelativeBias,
     RoPE,
     ScoreMod,
@@ -54,12 +57,15 @@ __all__ = [
     "Gradients",
     "KernelBuildError",
     "KeyLengths",
+    "LearnedPositions",
     "Mask",
+    "MaskLooksBooleanWarning",
     "MaskVariant",
     "Paged",
     "Prefix",
     "QkvError",
     "Quantized",
+    "RandomBlocks",
     "RelativeBias",
     "RoPE",
     "ScaledDotProductAttention",
@@ -67,6 +73,7 @@ __all__ = [
     "Segments",
     "ShapeError",
     "Sinks",
+    "SinusoidalPositions",
     "SlidingWindow",
     "Softcap",
     "Strided",

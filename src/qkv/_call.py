@@ -17,7 +17,7 @@ from qkv.partial import Partial, finish
 from qkv.problem.check import Layout, check
 from qkv.problem.rows import Paged, Quantized
 from qkv.problem.spec import Problem
-from qkv.variants.bias import Bias
+from qkv.variants.bias import bare_bias
 from qkv.variants.dense_mask import Mask
 
 Array = NDArray[Any]
@@ -142,5 +142,5 @@ def as_variant(variant: Any) -> Any:
     if hasattr(variant, "lower"):
         return variant
     if isinstance(variant, np.ndarray):
-        return Mask(variant) if variant.dtype.kind == "b" else Bias(variant)
+        return Mask(variant) if variant.dtype.kind == "b" else bare_bias(variant)
     return variant

@@ -9,6 +9,8 @@
     |-- UnsupportedError(NotImplementedError)   no backend can do it; says why for each
     `-- KernelBuildError(RuntimeError)          compiled code could not be made
 
+`MaskLooksBooleanWarning(UserWarning)` is the one warning.
+
 A message states the fact with numbers, then what was seen, then one thing to do. The parts are
 kept as fields (`fact`, `seen`, `action`), so that programs and tests read data, not prose.
 """
@@ -23,6 +25,7 @@ __all__ = [
     "DTypeError",
     "FileError",
     "KernelBuildError",
+    "MaskLooksBooleanWarning",
     "QkvError",
     "ShapeError",
     "UnsupportedError",
@@ -80,6 +83,10 @@ class KernelBuildError(QkvError, RuntimeError):
     """Compiled code could not be made for this machine."""
 
 
+class MaskLooksBooleanWarning(UserWarning):
+    """A floating array of zeros and ones was added to the scores, where a mask was likely meant."""
+
+
 def render(fact: str, seen: tuple[tuple[str, str], ...], action: str) -> str:
     parts = [fact]
     if seen:
@@ -91,5 +98,5 @@ def render(fact: str, seen: tuple[tuple[str, str], ...], action: str) -> str:
 
 
 # A traceback then names them as users do: qkv.ShapeError.
-for _error in (QkvError, *QkvError.__subclasses__()):
+for _error in (QkvError, *QkvError.__subclasses__(), MaskLooksBooleanWarning):
     _error.__module__ = "qkv"

@@ -284,3 +284,32 @@ def test_lse_and_statistics(kind: str) -> None:
     else:
         with pytest.raises(qkv.UnsupportedError, match="2 parts"):
             rows.key  # noqa: B018
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_keys_that_are_kept_rotated(kind: str) -> None:
+    """`RoPE.rotate` before `append` is `RoPE` as a variant."""
+    rope, held, parts = qkv.RoPE(), CACHES[kind](), []
+    for start, stop in pairwise(STEPS):
+        now, positions = np.s_[:, :, start:stop], np.arange(start, stop)
+        rows = held.append(rope.rotate(KEY[now], positions), VALUE[now])
+        parts.append(rows.attention(rope.rotate(QUERY[now], positions), qkv.Causal()))
+    right = expected("rope", kind if kind in SAID else "", None)
+    assert np.abs(np.concatenate(parts, 2)[:, :, LAST:] - right).max() < 1e-12
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_layer_with_any_cache(kind: str) -> None:
+    """`MultiHeadAttention` token by token, with keys that are rotated once."""
+    torch = pytest.importorskip("torch", reason="the layer is torch's")
+    from qkv.torch import MultiHeadAttention
+
+    torch.manual_seed(0)
+    layer = MultiHeadAttention(16, 4, num_kv_heads=2, causal=True, rope=qkv.RoPE()).double()
+    tokens = torch.randn(2, 130, 16, dtype=torch.float64)
+    held = CACHES[kind]()
+    with torch.no_grad():
+        whole = layer(tokens, None, None, *SAID.get(kind, ()))
+        steps = pairwise((0, 120, 121, 130))
+        parts = [layer(tokens[:, a:b], cache=held) for a, b in steps]
+    assert torch.allclose(torch.cat(parts, 1), whole, rtol=0, atol=1e-12)

@@ -18,6 +18,7 @@ PAGES = [
     "docs/caches.md",
     "docs/inspect-models.md",
     "docs/paged-and-quantized.md",
+    "docs/positions.md",
     "docs/trace.md",
 ]
 

@@ -119,7 +119,8 @@ class Dense:
         first, second = np.arange(n), np.arange(n, 2 * n)
         if rope.layout == "interleaved":
             first, second = np.arange(0, 2 * n, 2), np.arange(1, 2 * n, 2)
-        cos, sin = (t.to(x.dtype) for t in (angle.cos(), angle.sin()))
+        factor = rope.attention_factor
+        cos, sin = (factor * t.to(x.dtype) for t in (angle.cos(), angle.sin()))
         a, b = x[..., first], x[..., second]
         turned = torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
         return torch.cat([turned[..., np.argsort([*first, *second])], x[..., 2 * n :]], -1)

@@ -78,6 +78,7 @@ def turned(x: Array, rope: Any, positions: Any) -> Array:
     if rope.layout == "interleaved":
         first, second = np.arange(0, 2 * n, 2), np.arange(1, 2 * n, 2)
     a, b = x[..., first], x[..., second]
-    both = [a * np.cos(angle) - b * np.sin(angle), a * np.sin(angle) + b * np.cos(angle)]
+    cos, sin = (rope.attention_factor * turn(angle) for turn in (np.cos, np.sin))
+    both = [a * cos - b * sin, a * sin + b * cos]
     rows = jnp.concatenate(both, axis=-1)[..., np.argsort([*first, *second])]
     return jnp.concatenate([rows, x[..., 2 * n :]], axis=-1)

@@ -177,6 +177,16 @@ class TestTheModuleOfTheTexts:
         found = torch.autograd.grad(weights.square().sum() + output.sum(), (q, k, v))
         assert all(g.isfinite().all() for g in found)
 
+    def test_scale_is_what_scores_are_divided_by(self) -> None:
+        """As in `qkv.ScaledDotProductAttention`; another one reaches weights and output."""
+        layer = ScaledDotProductAttention(4)
+        assert layer.scale == 2.0 == qkv.ScaledDotProductAttention(4).scale
+        q, k, v = (normal(2, 5, 4, seed=n) for n in range(3))
+        layer.scale = 0.5
+        weights, output = layer(q, k, v)
+        assert_close(weights, (q @ k.mT / 0.5).softmax(-1))
+        assert_close(output, weights @ v)
+
     def test_a_row_that_is_masked_everywhere(self) -> None:
         x = normal(2, 4).requires_grad_()
         mask = torch.tensor([[True, True], [False, True]])

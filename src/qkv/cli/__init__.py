@@ -1,4 +1,4 @@
-"""The command line: `qkv inspect`, `qkv explain`, `qkv bench`, `qkv info`.
+"""The command line: `qkv inspect`, `explain`, `plan`, `bench`, `info`.
 
 A command makes its whole output before the first byte of it is written. Exit codes: 0, 1 if the
 output could not be written or memory ran out, 2 for bad input, 130 for Ctrl-C.
@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from qkv._version import __version__
+from qkv.cli.variants import add_variants, words
 from qkv.errors import ArgumentError, QkvError
 from qkv.inspection.tokens import printable
 
@@ -26,6 +27,8 @@ examples:
   qkv inspect FILE --causal            arrays q, k, v from a safetensors or npz file
   qkv inspect --model tiny             a map of a whole model: which kind each head is
   qkv explain --query 1                attention step by step, with every number
+  qkv explain --window 1,0 --softcap 5 every variant has an option, as in inspect and plan
+  qkv plan --q-len 8192 --causal       what would run, how much it skips and what it takes
   qkv bench --quick                    speed on this machine, beside other libraries
   qkv info                             what this machine can run
 """
@@ -58,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> str:
     parser = _parser()
-    options = parser.parse_args(argv)
+    options = parser.parse_args(words(sys.argv[1:] if argv is None else argv))
     if options.version:
         return f"qkv {__version__}\n"
     if options.command is None or options.overview:
@@ -102,6 +105,12 @@ def _inspect(options: argparse.Namespace) -> str:
 
 def _explain(options: argparse.Namespace) -> str:
     from qkv.cli.explain_command import run
+
+    return run(options)
+
+
+def _plan(options: argparse.Namespace) -> str:
+    from qkv.cli.plan_command import run
 
     return run(options)
 
@@ -170,6 +179,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     explain.add_argument("--grad", action="store_true", help="add the step back, for dO = ones")
 
+    plan = _command(
+        commands,
+        "plan",
+        _plan,
+        "what would run, and what it would take",
+        "The backend that runs and why others do not, skipped tiles, operations, bytes. "
+        "Nothing is computed, and without FILE no arrays are needed: the sizes below will do.",
+    )
+    _add_problem(plan)
+    _add_sizes(plan)
+
     bench = _command(
         commands,
         "bench",
@@ -215,11 +235,27 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layout", choices=("bhld", "blhd"), default="bhld", help="order of heads and length"
     )
-    parser.add_argument("--causal", action="store_true", help="a query sees no later key")
     parser.add_argument(
         "--q-offset", type=_offset, metavar="X", help="position of query 0: integer, start, end"
     )
     parser.add_argument("--scale", type=float, metavar="S", help="default: head_dim ** -0.5")
+    add_variants(parser)
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    sizes = parser.add_argument_group("sizes, instead of FILE")
+    for flag, text in (
+        ("--batch-size", "batch rows (default 1)"),
+        ("--heads", "query heads (default 8)"),
+        ("--kv-heads", "key heads (default: as many)"),
+        ("--q-len", "queries (default 1024)"),
+        ("--kv-len", "keys (default: as many)"),
+        ("--head-dim", "entries of a row (default 64)"),
+    ):
+        sizes.add_argument(flag, type=int, metavar="N", help=text)
+    sizes.add_argument(
+        "--dtype", choices=("float64", "float32", "float16", "bfloat16"), help="default: float32"
+    )
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:

@@ -20,14 +20,13 @@ def run(options: argparse.Namespace) -> str:
         given.key,
         given.value,
         *problem.variants,
-        layout=options.layout,
         q_index=None if options.query is None else chosen(options.query, problem.q_len, "query"),
         head=chosen(options.head, len(problem.query), "head"),
         batch=problem.batch,
         tokens=problem.q_tokens,
         kv_tokens=given.tokens,
         grad=options.grad,
-        **problem.arguments,
+        **problem.keywords,
     )
     return trace.to_json() + "\n" if options.json else trace.text(Page().width) + "\n"
 

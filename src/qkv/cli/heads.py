@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-import qkv
 from qkv.cli.problem import Problem
 
 Array = NDArray[Any]
@@ -46,14 +45,7 @@ class Head:
 
 def heads(problem: Problem, top: int, progress: Callable[[int, int], object]) -> list[Head]:
     """All heads of a problem, `top` pairs of each."""
-    record = qkv.inspect(
-        problem.query,
-        problem.key,
-        problem.value,
-        *problem.variants,
-        progress=progress,
-        **problem.arguments,
-    )
+    record = problem.inspected(progress)
     kv_len = problem.key.shape[1]
     masses = {
         "first": record.mass([0]),

@@ -18,6 +18,7 @@ import qkv
 from qkv.cli.heads import FAR, Head, Pair, heads, reaches_far, stand_out, strongest
 from qkv.cli.problem import Given, Problem
 from qkv.cli.terminal import Bar, Page, weight
+from qkv.cli.variants import said
 from qkv.errors import ArgumentError
 
 __all__ = ["run"]
@@ -69,11 +70,11 @@ def _command(options: argparse.Namespace) -> str:
     """This command line again, without what narrows it down."""
     words = ["qkv", "inspect"]
     words += [options.file] if options.file else []
-    words += ["--causal"] if options.causal else []
+    words += said(options.variants)
     words += ["--layout", options.layout] if options.layout != "bhld" else []
     for name in ("q_offset", "scale", "batch"):
-        said = getattr(options, name)
-        words += [f"--{name.replace('_', '-')}", str(said)] if said is not None else []
+        value = getattr(options, name)
+        words += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []
     return shlex.join(words)
 
 
@@ -81,8 +82,10 @@ def _title(page: Page, problem: Problem) -> str:
     kv_len = problem.key.shape[1]
     length = f"{kv_len} tokens" if problem.q_len == kv_len else f"{problem.q_len} x {kv_len} rows"
     parts = [page.token(problem.given.title, 200), length, f"head_dim {problem.query.shape[2]}"]
-    if problem.causal:
-        parts.append("causal")
+    parts += [
+        "causal" if isinstance(variant, qkv.Causal) else page.token(repr(variant), 80)
+        for variant in problem.variants
+    ]
     if problem.batch_size > 1:
         parts.append(f"batch {problem.batch} of 0..{problem.batch_size - 1}")
     return ", ".join(parts)
@@ -126,9 +129,7 @@ def _closing(page: Page, problem: Problem, found: list[Head], command: str) -> l
 
 
 def _one_query(problem: Problem, options: argparse.Namespace) -> str:
-    record = qkv.inspect(
-        problem.query, problem.key, problem.value, *problem.variants, **problem.arguments
-    )
+    record = problem.inspected()
     count = min(options.top or _KEYS, problem.key.shape[1])
     indices, weights = record.top(count)
     entropies = [float(row[0]) for row in record.entropy]
@@ -254,6 +255,7 @@ def _json(problem: Problem, found: list[dict[str, Any]]) -> str:
         "batch": problem.batch,
         "batch_size": problem.batch_size,
         "causal": problem.causal,
+        "variants": [repr(variant) for variant in problem.variants],
         "q_offset": problem.q_offset - problem.q_index,
         "scale": head_dim**-0.5 if problem.scale is None else problem.scale,
         "tokens": given.tokens,

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from qkv.cli.model_loading import inspect_model
 from qkv.cli.terminal import Bar, Page
+from qkv.cli.variants import said
 from qkv.errors import ArgumentError
 from qkv.inspection.head_scores import KINDS, THRESHOLD
 from qkv.inspection.model_record import ModelRecord
@@ -32,7 +33,7 @@ _STYLES = {
 }
 _CAUTION = "Attention is not explanation: weights show where a head reads, not why."
 _OF_A_FILE = {
-    "file": "FILE", "causal": "--causal", "q_offset": "--q-offset", "scale": "--scale",
+    "file": "FILE", "q_offset": "--q-offset", "scale": "--scale",
     "query": "--query", "head": "--head", "batch": "--batch", "top": "--top",
 }  # fmt: skip
 _OF_A_MODEL = {
@@ -44,6 +45,8 @@ _OF_A_MODEL = {
 def run(options: argparse.Namespace) -> str:
     """The output of the command."""
     _refuse(options, _OF_A_FILE, "goes with a file of arrays, not with --model")
+    for word in said(options.variants)[:1]:
+        raise ArgumentError(f"{word} goes with a file of arrays, not with --model.")
     if options.layout != "bhld":
         raise ArgumentError("--layout goes with a file of arrays, not with --model.")
     if options.tokens is not None and options.tokens < 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,8 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 import qkv
+from qkv.cli.variants import joined
 from qkv.errors import ArgumentError
 from qkv.files import read_arrays
+from qkv.inspection.record import Record
 
 Array = NDArray[Any]
 
@@ -39,7 +41,8 @@ class Problem:
     """One batch row as `(num_heads, length, head_dim)`, with names and positions of its rows.
 
     `head` and `q_index` say which head and query row of the given arrays come first here, `q_len`
-    how many rows those had; `q_offset` is the position of the first row here.
+    how many rows those had; `q_offset` is the position of the first row here. Variants that are not
+    the same everywhere are computed over `given` as a whole, with `keywords`.
     """
 
     given: Given
@@ -47,6 +50,8 @@ class Problem:
     key: Array
     value: Array
     variants: tuple[Any, ...]
+    everywhere: bool
+    keywords: dict[str, Any]
     scale: float | None
     q_offset: int
     batch: int
@@ -58,16 +63,15 @@ class Problem:
     @classmethod
     def of(cls, given: Given, options: argparse.Namespace) -> Problem:
         """Check the arrays and options, and take the batch row that is wanted."""
-        variants = (qkv.Causal(),) if options.causal else ()
+        variants = joined(options.variants)
         arrays = given.query, given.key, given.value
+        keywords = {
+            "scale": options.scale,
+            "layout": options.layout,
+            "q_offset": "start" if options.q_offset is None else options.q_offset,
+        }
         # The one place where arrays are checked; from here on they fit together.
-        qkv.plan(
-            *arrays,
-            *variants,
-            scale=options.scale,
-            layout=options.layout,
-            q_offset="start" if options.q_offset is None else options.q_offset,
-        )
+        qkv.plan(*arrays, *variants, **keywords)
         lead = np.broadcast_shapes(*(array.shape[:-3] for array in arrays))
         batch_size = int(np.prod(lead, dtype=object))
         batch = chosen(options.batch or 0, batch_size, "batch")
@@ -84,13 +88,17 @@ class Problem:
                 f"there are {len(given.tokens)} tokens for {kv_len} keys.",
                 action="Give one token for each row of k.",
             )
-        q_offset = _offset(options.q_offset, q_len, kv_len)
+        kv_lens = [v.kv_lens for v in variants if isinstance(v, qkv.KeyLengths)]
+        real = [np.broadcast_to(lens, lead).reshape(-1)[batch] for lens in kv_lens]
+        q_offset = _offset(options.q_offset, q_len, kv_len, min([kv_len, *map(int, real)]))
         return cls(
             given,
             query,
             key,
             value,
             variants,
+            all(entry.option.everywhere for entry in options.variants),
+            keywords,
             options.scale,
             q_offset,
             batch,
@@ -122,12 +130,29 @@ class Problem:
 
     @property
     def causal(self) -> bool:
-        return bool(self.variants)
+        """Whether no query sees a later key."""
+        return any(isinstance(variant, qkv.Causal) for variant in self.variants)
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Keywords for `qkv.inspect` and `qkv.explain`."""
-        return {"scale": self.scale, "q_offset": self.q_offset}
+    def inspected(self, progress: Callable[[int, int], object] | None = None) -> Inspected:
+        """Statistics of the heads and rows of this problem."""
+        if self.everywhere:
+            rows = self.query, self.key, self.value
+            record = qkv.inspect(
+                *rows, *self.variants, scale=self.scale, q_offset=self.q_offset, progress=progress
+            )
+            return Inspected(record, lambda array: array)
+        whole = self.given.query, self.given.key, self.given.value
+        record = qkv.inspect(*whole, *self.variants, **self.keywords, progress=progress)
+        heads = slice(self.head, self.head + self.query.shape[0])
+        q_rows = slice(self.q_index, self.q_index + self.query.shape[1])
+
+        def here(array: Array) -> Array:
+            trailing = array.shape[record.entropy.ndim :]
+            return array.reshape(self.batch_size, -1, self.q_len, *trailing)[
+                self.batch, heads, q_rows
+            ]
+
+        return Inspected(record, here)
 
     def token_at(self, position: int) -> str | None:
         """The token of a query or key position, if there is one."""
@@ -143,6 +168,28 @@ class Problem:
         """Names of the query rows, if all have one."""
         names = [self.q_token(i) for i in range(self.q_len)]
         return None if None in names else [name for name in names if name is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Inspected:
+    """What `qkv.inspect` says, of some heads and rows: arrays `(heads, rows, ...)`."""
+
+    record: Record
+    here: Callable[[Array], Array]
+
+    @property
+    def entropy(self) -> Array:
+        return self.here(self.record.entropy)
+
+    def mass(self, keys: Any) -> Array:
+        return self.here(self.record.mass(keys))
+
+    def mass_at(self, offset: int) -> Array:
+        return self.here(self.record.mass_at(offset))
+
+    def top(self, count: int) -> tuple[Array, Array]:
+        indices, weights = self.record.top(count)
+        return self.here(indices), self.here(weights)
 
 
 def chosen(index: int, count: int, what: str) -> int:
@@ -162,10 +209,10 @@ def _one_batch(array: Array, lead: tuple[int, ...], batch: int, layout: str) -> 
     return row if layout == "bhld" else row.swapaxes(0, 1)
 
 
-def _offset(said: int | str | None, q_len: int, kv_len: int) -> int:
+def _offset(said: int | str | None, q_len: int, kv_len: int, real: int) -> int:
     if said is None and q_len != kv_len:
         raise ArgumentError(
             f"where do {q_len} queries stand among {kv_len} keys?",
             action="Pass --q-offset start, --q-offset end, or a position.",
         )
-    return said if isinstance(said, int) else kv_len - q_len if said == "end" else 0
+    return said if isinstance(said, int) else real - q_len if said == "end" else 0

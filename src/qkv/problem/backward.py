@@ -190,7 +190,10 @@ def add_entries(
 
 
 def turned_back(problem: Problem, d_query: Array, d_key: Array) -> tuple[Array, Array]:
-    """Undo the rotation: the transpose of a turn is the same turn the other way."""
+    """Take gradients back through the rotation.
+
+    The transpose of a turn is the same turn the other way; the factor stays as it is.
+    """
     spec, angles = problem.spec, problem.operands.angles
     if angles is None:
         return d_query, d_key

@@ -69,7 +69,7 @@ class Builder:
         self.kv_lens: Array | None = None
         self.row_limit: Array | None = None
         self.restart: Restart | None = None
-        self.rotation: tuple[Rotation, Array] | None = None
+        self.rotation: tuple[Rotation, Array, float] | None = None
         self.sinks: Array | None = None
         self.dropout: Dropout | None = None
         self.origins: dict[str, Origin] = {}
@@ -279,8 +279,16 @@ class Builder:
             )
         self.restart = restart
 
-    def rotate(self, layout: Literal["half_split", "interleaved"], inv_freq: Array) -> None:
-        """Rotate query and key rows by position: pair i turns by position * inv_freq[i]."""
+    def rotate(
+        self,
+        layout: Literal["half_split", "interleaved"],
+        inv_freq: Array,
+        attention_factor: float = 1.0,
+    ) -> None:
+        """Rotate query and key rows by position: pair i turns by position * inv_freq[i].
+
+        The rotated entries of both are multiplied by `attention_factor`.
+        """
         if self.rotation is not None:
             raise AmbiguityError(
                 "two variants rotate query and key.", [("variant", self._label)], "Pass one RoPE."
@@ -292,7 +300,7 @@ class Builder:
                 [("variant", self._label)],
                 "Rotate at most head_dim entries.",
             )
-        self.rotation = (Rotation(self._label, layout, dim), inv_freq)
+        self.rotation = (Rotation(self._label, layout, dim), inv_freq, attention_factor)
 
     def sink(self, values: ArrayLike) -> None:
         """Add exp(value of the query head) to the denominator of every row."""

@@ -380,7 +380,7 @@ def _prove(shape: Shape, nodes: list[Node], arrays: dict[str, Array]) -> None:
 def _rotation(builder: Builder, positions: Positions) -> tuple[Rotation | None, Angles | None]:
     if builder.rotation is None:
         return None, None
-    rotation, inv_freq = builder.rotation
+    rotation, inv_freq, factor = builder.rotation
     if rotation.rotary_dim == 0:
         return None, None
-    return rotation, Angles(inv_freq, positions.of_queries(), positions.of_keys())
+    return rotation, Angles(inv_freq, positions.of_queries(), positions.of_keys(), factor)

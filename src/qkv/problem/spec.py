@@ -151,22 +151,24 @@ class Dropout:
 class Angles:
     """How far each row is turned: position times `inv_freq`, in radians.
 
-    `q_pos` and `kv_pos` are `(1 or batch, length)`.
+    `q_pos` and `kv_pos` are `(1 or batch, length)`. What is turned is also multiplied by `factor`,
+    in query and key alike.
     """
 
     inv_freq: Array
     q_pos: Array
     kv_pos: Array
+    factor: float = 1.0
 
     def rows(self, side: str) -> int:
         """1 when all batch rows of this side ("q" or "kv") share their positions."""
         return len(self.q_pos if side == "q" else self.kv_pos)
 
     def turns(self, side: str, batch: int) -> tuple[Array, Array]:
-        """Cosines and sines `(length, rotary_dim / 2)`, in float64."""
+        """Cosines and sines `(length, rotary_dim / 2)` times `factor`, in float64."""
         positions = (self.q_pos if side == "q" else self.kv_pos)[batch]
         angle = positions[:, None].astype(np.float64) * self.inv_freq
-        return np.cos(angle), np.sin(angle)
+        return self.factor * np.cos(angle), self.factor * np.sin(angle)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -26,6 +26,12 @@ class ScaledDotProductAttention(nn.Module):
     d_k : int
         Length of the rows of Q and K.
 
+    Attributes
+    ----------
+    d_k : int
+    scale : float
+        `sqrt(d_k)`, by which scores are divided.
+
     Notes
     -----
     Returns the weights, so it holds the q_len x kv_len matrix; for long inputs call
@@ -50,6 +56,7 @@ class ScaledDotProductAttention(nn.Module):
                 action="Pass the length of a query row.",
             )
         self.d_k = d_k
+        self.scale = sqrt(d_k)
 
     def extra_repr(self) -> str:
         return f"d_k={self.d_k}"
@@ -78,17 +85,16 @@ class ScaledDotProductAttention(nn.Module):
         if mask is not None and mask.dtype is not torch.bool:
             mask = mask.to(torch.bool)
         allowed = () if mask is None else (qkv.Mask(~mask),)
-        output: Tensor = qkv.attention(Q, K, V, *allowed)
+        output: Tensor = qkv.attention(Q, K, V, *allowed, scale=1 / self.scale)
         with torch.autocast(Q.device.type, enabled=False):
-            weights = _weights(Q.to(output.dtype), K.to(output.dtype), mask)
+            weights = _weights(Q.to(output.dtype), K.to(output.dtype), mask, 1 / self.scale)
         return weights.to(output.dtype), output
 
 
-def _weights(Q: Tensor, K: Tensor, mask: Tensor | None) -> Tensor:
+def _weights(Q: Tensor, K: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """`softmax(Q K^T / sqrt(d_k))` over what is not masked, float32 or float64."""
     wide = torch.float64 if Q.dtype is torch.float64 else torch.float32
     Q, K = Q.to(wide), K.to(wide)
-    scale = 1 / sqrt(Q.shape[-1])
     if mask is None:
         return (Q @ K.mT * scale).softmax(-1)
     # Zero gradients of masked pairs would be NaN times a row that is not finite: such rows take
@@ -246,7 +252,11 @@ class MultiHeadAttention(nn.Module):
             said.append(self.rope)
         elif self.rope is not None:
             # Kept as they were turned at their own positions: no key is turned twice.
-            q, k = (rotated(t, self.rope, before) for t in (q, k))
+            starts = torch.as_tensor(before, device=q.device)[..., None, None]
+            q, k = (
+                self.rope.rotate(t, starts + torch.arange(t.shape[-2], device=t.device))
+                for t in (q, k)
+            )
         said += [qkv.Causal()] if self.causal else []
         said += [qkv.ALiBi()] if self.alibi else []
         if self.dropout and self.training:
@@ -262,28 +272,6 @@ class MultiHeadAttention(nn.Module):
     def _heads(self, rows: Tensor, heads: int) -> Tensor:
         heads_apart: Tensor = rows.unflatten(-1, (heads, self.head_dim))
         return heads_apart.transpose(-3, -2)
-
-
-def rotated(rows: Tensor, rope: qkv.RoPE, first: Any) -> Tensor:
-    """Rows `(..., heads, length, head_dim)` turned by their positions, `first` and those after it.
-
-    `first` is one int, or one for each sequence.
-    """
-    frequencies = torch.as_tensor(rope.frequencies(rows.shape[-1]), device=rows.device)
-    starts = torch.as_tensor(first, device=rows.device)[..., None, None]
-    positions = starts + torch.arange(rows.shape[-2], device=rows.device)
-    angles = positions[..., None].to(torch.float64) * frequencies
-    wide = torch.float64 if rows.dtype is torch.float64 else torch.float32
-    cos, sin = angles.cos().to(wide), angles.sin().to(wide)
-    n = frequencies.shape[0]
-    turned, rest = rows[..., : 2 * n].to(wide), rows[..., 2 * n :]
-    if rope.layout == "half_split":
-        a, b = turned[..., :n], turned[..., n:]
-        parts = torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
-    else:
-        a, b = turned[..., ::2], turned[..., 1::2]
-        parts = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
-    return torch.cat([parts.to(rows.dtype), rest], -1)
 
 
 def _translate(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

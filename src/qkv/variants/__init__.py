@@ -13,6 +13,7 @@ from qkv.variants.dropout import Dropout
 from qkv.variants.global_tokens import GlobalTokens
 from qkv.variants.key_lengths import KeyLengths
 from qkv.variants.prefix import Prefix
+from qkv.variants.random_blocks import RandomBlocks
 from qkv.variants.relative_bias import RelativeBias
 from qkv.variants.rope import RoPE
 from qkv.variants.score_mod import ScoreMod
@@ -31,6 +32,7 @@ ALL: tuple[type[Variant], ...] = (
     GlobalTokens,
     Strided,
     BlockSparse,
+    RandomBlocks,
     Mask,
     AnyOf,
     AllOf,
@@ -60,6 +62,7 @@ __all__ = [
     "MaskVariant",
     "Not",
     "Prefix",
+    "RandomBlocks",
     "RelativeBias",
     "RoPE",
     "ScoreMod",

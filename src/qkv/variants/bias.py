@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
-from qkv.errors import DTypeError
+from qkv.errors import DTypeError, MaskLooksBooleanWarning
 from qkv.problem.builder import Builder, Shape, kind_of_array
 from qkv.problem.dense import Dense
 from qkv.variants.base import Variant
@@ -50,3 +53,49 @@ class Bias(Variant):
         holes[rng.random(holes.shape) < 0.3] = -np.inf
         finite = np.where(rng.random((shape.kv_len,)) < 0.5, float(np.finfo(np.float32).min), 0.0)
         return (cls(full), cls(holes), cls(finite))
+
+
+SAMPLED_PER_AXIS, SAMPLED = 32, 4096
+"""Entries of a bare array that are looked at: along one axis, and in all."""
+
+
+def bare_bias(array: NDArray[Any]) -> Bias:
+    """An array that was given without a word is a bias; warn if it looks like a boolean mask.
+
+    A mask of zeros and ones added to the scores favours what it allows by a factor of e and forbids
+    nothing. Evenly spaced entries are looked at, and all of them only if those hold zeros and ones
+    and nothing else.
+    """
+    if _zeros_and_ones(array[_spaced(array.shape)]) and _zeros_and_ones(array):
+        warnings.warn(
+            f"a floating array of shape {array.shape} holds only 0 and 1, and is added to the "
+            "scores: it forbids nothing. If it is a mask, pass mask.astype(bool), or mask.bool() "
+            "of a torch tensor (True = may attend); if it is a bias, pass qkv.Bias(array).",
+            MaskLooksBooleanWarning,
+            stacklevel=_frames_of_this_package(),
+        )
+    return Bias(array)
+
+
+def _spaced(shape: tuple[int, ...]) -> tuple[slice, ...]:
+    left, steps = SAMPLED, []
+    for size in reversed(shape):
+        steps.append(max(1, -(-size // min(SAMPLED_PER_AXIS, left))))
+        left //= max(1, -(-size // steps[-1]))
+        left = max(left, 1)
+    return tuple(slice(None, None, step) for step in reversed(steps))
+
+
+def _zeros_and_ones(array: NDArray[Any]) -> bool:
+    """Whether there are both, and nothing else."""
+    ones = array == 1
+    found = np.count_nonzero(ones)
+    return bool(0 < found < array.size and (ones | (array == 0)).all())
+
+
+def _frames_of_this_package() -> int:
+    """The `stacklevel` of whoever called the package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("qkv."):
+        level, frame = level + 1, frame.f_back
+    return level

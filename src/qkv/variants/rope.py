@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from qkv.errors import ArgumentError
+from qkv.positions import hf_config, scaling
+from qkv.positions.rotation import rotate
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.variants.base import Variant
+
+Array = NDArray[Any]
+Pairs: TypeAlias = Literal["half_split", "interleaved"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -29,19 +34,24 @@ class RoPE(Variant):
     rotary_dim : int, optional
         Number of leading entries to rotate, even; all by default.
     inv_freq : array (rotary_dim / 2,), optional
-        Radians per position of each pair, instead of `base`; scaled variants (Llama 3, YaRN)
-        pass theirs.
+        Radians per position of each pair, instead of `base`.
+    attention_factor : float
+        Multiplies the rotated entries of query and key, so that their part of the score is
+        multiplied by its square. transformers multiplies cos and sin by it.
 
     Notes
     -----
-    `R(q_i) . R(k_j)` depends on `q_pos - kv_pos` alone. Cost: one pass over query and key. Source:
-    Su et al., "RoFormer" (2021), equation 15.
+    `R(q_i) . R(k_j)` depends on `q_pos - kv_pos` alone. `linear`, `ntk_aware`, `dynamic_ntk`,
+    `yarn`, `llama3` and `longrope` make the `inv_freq` of contexts longer than those of training,
+    `from_hf_config` reads them from the configuration of a model. Cost: one pass over query and
+    key. Source: Su et al., "RoFormer" (2021), equation 15.
     """
 
     base: float = 10000.0
-    layout: Literal["half_split", "interleaved"] = "half_split"
+    layout: Pairs = "half_split"
     rotary_dim: int | None = None
     inv_freq: ArrayLike | None = None
+    attention_factor: float = 1.0
 
     def __post_init__(self) -> None:
         if self.layout not in ("half_split", "interleaved"):
@@ -49,49 +59,326 @@ class RoPE(Variant):
                 f"RoPE layout={self.layout!r} is not known.",
                 action="Use 'half_split' (Hugging Face Llama) or 'interleaved' (GPT-J).",
             )
-        if not self.base > 0:
-            raise ArgumentError(
-                f"RoPE base={self.base!r} is not positive.",
-                action="Pass the model's rope_theta, as in RoPE(base=10000.0).",
-            )
+        scaling.positive("base", self.base)
+        scaling.positive("attention_factor", self.attention_factor)
+        if self.rotary_dim is not None:
+            scaling.checked_rotary_dim(self.rotary_dim)
+
+    @classmethod
+    def linear(
+        cls, rotary_dim: int, factor: float, *, base: float = 10000.0, layout: Pairs = "half_split"
+    ) -> RoPE:
+        """Position interpolation: positions divided by `factor`.
+
+        Parameters
+        ----------
+        rotary_dim : int
+            Number of leading entries to rotate: head_dim, if all are.
+        factor : float
+            How many times as long the context is as in training.
+        base, layout
+            As for `RoPE`.
+
+        Notes
+        -----
+        Source: Chen et al., "Extending Context Window via Positional Interpolation" (2023).
+        """
+        return cls(layout=layout, inv_freq=scaling.linear(rotary_dim, factor, base))
+
+    @classmethod
+    def ntk_aware(
+        cls, rotary_dim: int, factor: float, *, base: float = 10000.0, layout: Pairs = "half_split"
+    ) -> RoPE:
+        """`base * factor ** (d / (d - 2))` as base: fast pairs stay, the slowest is interpolated.
+
+        Parameters
+        ----------
+        rotary_dim, factor, base, layout
+            As for `RoPE.linear`; d is rotary_dim.
+
+        Notes
+        -----
+        Source: bloc97, "NTK-Aware Scaled RoPE" (2023); Peng et al., "YaRN" (2023), section 3.1.
+        """
+        return cls(layout=layout, inv_freq=scaling.ntk_aware(rotary_dim, factor, base))
+
+    @classmethod
+    def dynamic_ntk(
+        cls,
+        rotary_dim: int,
+        factor: float,
+        max_position_embeddings: int,
+        seq_len: int,
+        *,
+        base: float = 10000.0,
+        layout: Pairs = "half_split",
+    ) -> RoPE:
+        """`ntk_aware` with the factor that a length asks for, 1 up to the trained length.
+
+            f = factor * max(seq_len, m) / m - (factor - 1),   m = max_position_embeddings
+
+        Parameters
+        ----------
+        rotary_dim, factor, base, layout
+            As for `RoPE.linear`.
+        max_position_embeddings : int
+            Length of training, in tokens.
+        seq_len : int
+            Length of now, in tokens: the largest position plus 1. Another length is another RoPE;
+            keys that a cache holds as they were rotated keep the frequencies of their time.
+
+        Notes
+        -----
+        Source: emozilla, "Dynamically Scaled RoPE" (2023); Peng et al. (2023), section 3.3.
+        """
+        found = scaling.dynamic_ntk(rotary_dim, factor, max_position_embeddings, seq_len, base)
+        return cls(layout=layout, inv_freq=found)
+
+    @classmethod
+    def yarn(
+        cls,
+        rotary_dim: int,
+        factor: float,
+        original_max_position_embeddings: int,
+        *,
+        beta_fast: float = 32.0,
+        beta_slow: float = 1.0,
+        attention_factor: float | None = None,
+        mscale: float | None = None,
+        mscale_all_dim: float | None = None,
+        truncate: bool = True,
+        base: float = 10000.0,
+        layout: Pairs = "half_split",
+    ) -> RoPE:
+        """Interpolate slow pairs, keep fast ones, and sharpen the softmax.
+
+        Parameters
+        ----------
+        rotary_dim, factor, base, layout
+            As for `RoPE.linear`.
+        original_max_position_embeddings : int
+            Length of training, in tokens.
+        beta_fast, beta_slow : float
+            Pairs that turn more than `beta_fast` times within that length stay as they are, those
+            of less than `beta_slow` turns are divided by `factor`, with a ramp between.
+        attention_factor : float, optional
+            `0.1 * log(factor) + 1` by default.
+        mscale, mscale_all_dim : float, optional
+            With both (DeepSeek), the default is the quotient of `0.1 * mscale * log(factor) + 1`
+            and the same of `mscale_all_dim`.
+        truncate : bool
+            Let the ramp begin and end at whole pairs.
+
+        Notes
+        -----
+        Source: Peng et al., "YaRN" (2023), sections 3.2 and 3.4.
+        """
+        found, attention_factor = scaling.yarn(
+            rotary_dim, factor, original_max_position_embeddings, beta_fast, beta_slow,
+            attention_factor, mscale, mscale_all_dim, truncate, base,
+        )  # fmt: skip
+        return cls(layout=layout, inv_freq=found, attention_factor=attention_factor)
+
+    @classmethod
+    def llama3(
+        cls,
+        rotary_dim: int,
+        factor: float = 8.0,
+        low_freq_factor: float = 1.0,
+        high_freq_factor: float = 4.0,
+        original_max_position_embeddings: int = 8192,
+        *,
+        base: float = 500000.0,
+        layout: Pairs = "half_split",
+    ) -> RoPE:
+        """Llama 3.1: interpolate pairs of long wavelength, smoothly; defaults are those of 8B.
+
+        Parameters
+        ----------
+        rotary_dim, factor, base, layout
+            As for `RoPE.linear`.
+        low_freq_factor, high_freq_factor : float
+            Pairs that turn less than `low_freq_factor` times within the length of training are
+            divided by `factor`, those of more than `high_freq_factor` turns stay as they are.
+        original_max_position_embeddings : int
+            Length of training, in tokens.
+
+        Notes
+        -----
+        Source: "The Llama 3 Herd of Models" (2024) and the published code.
+        """
+        trained = original_max_position_embeddings
+        limits = low_freq_factor, high_freq_factor
+        return cls(
+            layout=layout, inv_freq=scaling.llama3(rotary_dim, factor, *limits, trained, base)
+        )
+
+    @classmethod
+    def longrope(
+        cls,
+        rotary_dim: int,
+        short_factor: ArrayLike,
+        long_factor: ArrayLike,
+        original_max_position_embeddings: int,
+        seq_len: int,
+        *,
+        factor: float = 1.0,
+        attention_factor: float | None = None,
+        base: float = 10000.0,
+        layout: Pairs = "half_split",
+    ) -> RoPE:
+        """A factor for each pair, found by search: one set up to the trained length, one beyond.
+
+        Parameters
+        ----------
+        rotary_dim, base, layout
+            As for `RoPE.linear`.
+        short_factor, long_factor : array (rotary_dim / 2,)
+            What frequencies are divided by.
+        original_max_position_embeddings : int
+            Length of training, in tokens, m.
+        seq_len : int
+            Length of now, in tokens; beyond m, `long_factor` holds.
+        factor : float
+            How many times as long the context may be as in training.
+        attention_factor : float, optional
+            `sqrt(1 + log(factor) / log(m))` by default, for short lengths as well.
+
+        Notes
+        -----
+        Source: Ding et al., "LongRoPE" (2024), and Phi-3.
+        """
+        found, attention_factor = scaling.longrope(
+            rotary_dim, short_factor, long_factor, original_max_position_embeddings, seq_len,
+            factor, attention_factor, base,
+        )  # fmt: skip
+        return cls(layout=layout, inv_freq=found, attention_factor=attention_factor)
+
+    @classmethod
+    def from_hf_config(
+        cls,
+        config: Mapping[str, Any] | Any,
+        *,
+        layer_type: str | None = None,
+        seq_len: int | None = None,
+        layout: Pairs | None = None,
+    ) -> RoPE:
+        """The rotary embedding of a Hugging Face model, from its configuration.
+
+        Parameters
+        ----------
+        config : transformers configuration, or dict
+            An object with the fields of `config.json`, or that file as `json.load` gives it.
+        layer_type : str, optional
+            Which layers, where they differ, as in Gemma 3: "full_attention", "sliding_attention".
+        seq_len : int, optional
+            Length of now, for the types "dynamic" and "longrope"; by default one within the
+            length of training.
+        layout : "half_split" or "interleaved", optional
+            By default what `rope_interleave` says, "half_split" if there is no such field. The
+            configurations of GPT-J, Cohere and GLM do not say that theirs is "interleaved".
+
+        Notes
+        -----
+        Types: default, linear, dynamic, yarn, longrope, llama3, proportional. The scale of scores
+        is not read, which DeepSeek changes along with YaRN.
+
+        Examples
+        --------
+        >>> import qkv
+        >>> config = {"head_dim": 64, "rope_theta": 1e4,
+        ...           "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+        >>> qkv.RoPE.from_hf_config(config).inv_freq[0]
+        np.float64(0.25)
+        """
+        found = hf_config.read(config, layer_type, seq_len)
+        return cls(
+            layout=layout or ("interleaved" if found.interleaved else "half_split"),
+            inv_freq=found.inv_freq,
+            attention_factor=found.attention_factor,
+        )
 
     def frequencies(self, head_dim: int) -> NDArray[np.float64]:
         """Radians per position of each pair."""
         if self.inv_freq is not None:
-            given = np.asarray(self.inv_freq, np.float64)
-            if given.ndim != 1 or (
-                self.rotary_dim is not None and self.rotary_dim != 2 * len(given)
-            ):
-                raise ArgumentError(
-                    f"inv_freq has shape {given.shape}; rotary_dim={self.rotary_dim}.",
-                    action="Pass one frequency for each pair: (rotary_dim / 2,).",
-                )
-            return given
+            self._check_inv_freq(np.shape(self.inv_freq))
+            return np.asarray(self.inv_freq, np.float64)
         dim = head_dim if self.rotary_dim is None else self.rotary_dim
-        if dim % 2 or dim < 0:
+        return scaling.inverse_frequencies(dim, self.base)
+
+    def _check_inv_freq(self, shape: tuple[int, ...]) -> None:
+        if len(shape) != 1 or (self.rotary_dim is not None and self.rotary_dim != 2 * shape[0]):
             raise ArgumentError(
-                f"RoPE rotates pairs; {dim} entries are not a whole number of pairs.",
-                action="Pass an even rotary_dim.",
+                f"inv_freq has shape {tuple(shape)}; rotary_dim={self.rotary_dim}.",
+                action="Pass one frequency for each pair: (rotary_dim / 2,).",
             )
-        return np.asarray(self.base ** (-np.arange(dim // 2) / max(dim // 2, 1)), np.float64)
+
+    def rotate(self, x: Any, positions: Any) -> Any:
+        """Rotate rows by their positions, as attention with this variant does to query and key.
+
+        For caches that hold rotated keys: attention without `RoPE` over rotated queries and keys
+        is attention with it.
+
+        Parameters
+        ----------
+        x : array (..., head_dim)
+            NumPy array, torch tensor or JAX array of a floating type; gradients of torch and JAX
+            go through. Entries from rotary_dim on are left alone.
+        positions : int or integer array that broadcasts to x.shape[:-1]
+            `np.arange(length)` for (..., length, head_dim); `positions[:, None, :]` if each row of
+            a batch (batch, heads, length, head_dim) has its own; `positions[:, None]` for
+            (..., length, heads, head_dim).
+
+        Returns
+        -------
+        array
+            Like `x`: library, dtype, device and shape.
+
+        Raises
+        ------
+        ShapeError, DTypeError
+            If positions or rotary_dim do not fit `x`, or have the wrong type.
+
+        Notes
+        -----
+        On the CPU in float64 and rounded once, so that float32 rows are what attention itself
+        makes of them, to the last bit; in float32 for JAX without `jax_enable_x64` and on other
+        devices. There, positions that JAX traces have an error of `position * 2**-24` radians.
+        16-bit rows are rounded to 16 bits again; attention keeps its own in float32.
+
+        Examples
+        --------
+        >>> import numpy as np, qkv
+        >>> q, k, v = np.random.default_rng(0).normal(size=(3, 5, 8))
+        >>> rope, positions = qkv.RoPE(), np.arange(5)
+        >>> rotated = rope.rotate(q, positions), rope.rotate(k, positions)
+        >>> bool(np.allclose(qkv.attention(*rotated, v), qkv.attention(q, k, v, rope)))
+        True
+        """
+        inv_freq: Any = self.inv_freq
+        if hasattr(inv_freq, "shape"):
+            self._check_inv_freq(inv_freq.shape)
+        else:
+            shape = getattr(x, "shape", (0,))
+            inv_freq = self.frequencies(shape[-1] if len(shape) else 0)
+        return rotate(x, positions, inv_freq, self.layout, self.attention_factor)
 
     def lower(self, builder: Builder) -> None:
-        builder.rotate(self.layout, self.frequencies(builder.shape.head_dim))
+        frequencies = self.frequencies(builder.shape.head_dim)
+        builder.rotate(self.layout, frequencies, float(self.attention_factor))
 
     def naive_rows(self, dense: Dense) -> None:
         frequencies = self.frequencies(dense.query.shape[1])
         dense.query = self._rotated(dense.query, dense.q_pos, frequencies)
         dense.key = self._rotated(dense.key, dense.kv_pos, frequencies)
 
-    def _rotated(
-        self, rows: NDArray[Any], positions: NDArray[Any], frequencies: NDArray[Any]
-    ) -> NDArray[Any]:
+    def _rotated(self, rows: Array, positions: Array, frequencies: Array) -> Array:
         out = rows.astype(np.float64)
         n = len(frequencies)
         for row, position in enumerate(positions):
             for i, frequency in enumerate(frequencies):
                 a, b = (i, i + n) if self.layout == "half_split" else (2 * i, 2 * i + 1)
-                turn = np.exp(1j * float(position) * frequency)
+                turn = self.attention_factor * np.exp(1j * float(position) * frequency)
                 z = complex(rows[row, a], rows[row, b]) * turn
                 out[row, a], out[row, b] = z.real, z.imag
         return out
@@ -109,4 +396,5 @@ class RoPE(Variant):
             cls(rotary_dim=even),
             cls(layout="interleaved", rotary_dim=even),
             cls(base=500.0, rotary_dim=half),
+            cls.yarn(half, 4.0, 32, base=500.0),
         )

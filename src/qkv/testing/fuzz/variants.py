@@ -22,6 +22,7 @@ from qkv.variants import (
     KeyLengths,
     Mask,
     Prefix,
+    RandomBlocks,
     RelativeBias,
     RoPE,
     Segments,
@@ -110,6 +111,11 @@ def _block_sparse(rng: Rng, axes: int) -> Make:
         return BlockSparse(scattered(r.random(size) < 0.6, r), block_q, block_kv)
 
     return make
+
+
+def _random_blocks(rng: Rng, axes: int) -> Make:
+    size, causal = int(rng.choice([1, 3, 16])), _often(rng)
+    return lambda s, r: RandomBlocks(size, int(r.integers(5)), int(r.integers(2**63)), causal)
 
 
 def _extent(rng: Rng, axes: int) -> Callable[[Shape], tuple[int, ...]]:
@@ -269,7 +275,8 @@ def _dropout(rng: Rng, axes: int) -> Make:
 Kinds: TypeAlias = Sequence[Callable[[Rng, int], Make]]
 
 LEAVES: Kinds = (
-    _causal, _window, _key_lengths, _prefix, _global_tokens, _strided, _block_sparse, _dense,
+    _causal, _window, _key_lengths, _prefix, _global_tokens, _strided, _block_sparse,
+    _random_blocks, _dense,
 )  # fmt: skip
 MASKS: Kinds = (*LEAVES, _causal, _window, _dense, _any, _all, _not, _prefix_lm, _longformer)
 SCORES: Kinds = (_bias, _bias, _alibi, _relative_bias, _softcap, _score_mod, _score_mod)

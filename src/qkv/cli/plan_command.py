@@ -1,0 +1,92 @@
+"""`qkv plan`: what `qkv.plan` says of a file's arrays, or of sizes alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import qkv
+from qkv.cli.terminal import Page
+from qkv.cli.variants import joined
+from qkv.errors import ArgumentError
+from qkv.files import read_arrays
+
+__all__ = ["run"]
+
+Array = NDArray[Any]
+
+SCHEMA, VERSION = "qkv-plan", 1
+
+_SIZES = {
+    "batch_size": 1, "heads": 8, "kv_heads": 8, "q_len": 1024, "kv_len": 1024, "head_dim": 64,
+}  # fmt: skip
+_LIKE = {"kv_heads": "heads", "kv_len": "q_len"}
+"""Sizes that are, unless given, those of the query."""
+
+
+def run(options: argparse.Namespace) -> str:
+    """The output of the command."""
+    query, key, value = _arrays(options)
+    found = qkv.plan(
+        query,
+        key,
+        value,
+        *joined(options.variants),
+        scale=options.scale,
+        layout=options.layout,
+        q_offset=options.q_offset,
+    )
+    if options.json:
+        data = asdict(found)
+        data["refusals"] = {name: list(map(str, why)) for name, why in found.refusals.items()}
+        return json.dumps({"schema": SCHEMA, "version": VERSION, **data}, indent=2) + "\n"
+    page = Page()
+    return "\n".join(page.token(line, 1000) for line in str(found).splitlines()) + "\n"
+
+
+def _arrays(options: argparse.Namespace) -> tuple[Array, Array, Array]:
+    given = {name: getattr(options, name) for name in _SIZES}
+    said = [name for name in (*given, "dtype") if getattr(options, name) is not None]
+    if options.file is not None:
+        if said:
+            raise ArgumentError(
+                f"{_flag(said[0])} was given, and the file {options.file!r:.80}, whose arrays "
+                "have sizes.",
+                action="Pass a file, or sizes.",
+            )
+        arrays = read_arrays(options.file)
+        return arrays.query, arrays.key, arrays.value
+    sizes: dict[str, int] = dict(_SIZES)
+    for name, value in given.items():
+        if value is not None:
+            sizes[name] = value
+        elif name in _LIKE:
+            sizes[name] = sizes[_LIKE[name]]
+        if sizes[name] < 0:
+            raise ArgumentError(f"{_flag(name)} {value} is below zero.", action="Pass 0 or more.")
+    nothing = np.zeros((), _dtype(options.dtype or "float32"))
+
+    def rows(heads: int, length: int) -> Array:
+        """An array of these sizes that takes no memory."""
+        axes = (heads, length) if options.layout == "bhld" else (length, heads)
+        return np.broadcast_to(nothing, (sizes["batch_size"], *axes, sizes["head_dim"]))
+
+    key = rows(sizes["kv_heads"], sizes["kv_len"])
+    return rows(sizes["heads"], sizes["q_len"]), key, key
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _dtype(name: str) -> Any:
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return ml_dtypes.bfloat16
+    return name

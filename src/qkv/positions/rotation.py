@@ -1,0 +1,137 @@
+"""The rotation of an array of any library, for caches that store rotated keys."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.errors import ArgumentError, DTypeError, ShapeError
+
+__all__ = ["array_namespace", "cast", "check_positions", "rotate"]
+
+_HOST = (np.ndarray, np.generic, int, list, tuple, range)
+
+
+def rotate(x: Any, positions: Any, inv_freq: Any, layout: str, attention_factor: float) -> Any:
+    """Rotate pairs of the last axis of `x` by `positions * inv_freq`; see `RoPE.rotate`."""
+    xp = array_namespace(x)
+    n = inv_freq.shape[0]
+    if x.ndim == 0 or x.shape[-1] < 2 * n:
+        raise ShapeError(
+            f"x has shape {tuple(x.shape)}; {2 * n} entries of its last axis are to be rotated.",
+            action="Pass rows (..., head_dim) with head_dim of at least rotary_dim.",
+        )
+    cos, sin = _cos_and_sin(xp, x, positions, inv_freq, attention_factor)
+    turned, rest = x[..., : 2 * n], x[..., 2 * n :]
+    if layout == "half_split":
+        a, b = turned[..., :n], turned[..., n:]
+    else:
+        a, b = turned[..., ::2], turned[..., 1::2]
+    # torch's compiler does not know errstate, which only NumPy needs.
+    with np.errstate(all="ignore") if isinstance(x, np.ndarray) else nullcontext():
+        parts = [cast(part, x.dtype) for part in (a * cos - b * sin, a * sin + b * cos)]
+    if layout == "half_split":
+        return xp.concat([*parts, rest], axis=-1)
+    return xp.concat([xp.stack(parts, axis=-1).reshape(turned.shape), rest], axis=-1)
+
+
+def array_namespace(x: Any) -> Any:
+    """The array library of `x`, which must hold real floating numbers."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        floating = x.is_floating_point()
+        xp: Any = torch
+    elif hasattr(x, "__array_namespace__") and hasattr(x, "shape"):
+        # NumPy does not count the types of ml_dtypes, such as bfloat16, as floating.
+        floating = x.dtype.kind == "f" or x.dtype.name == "bfloat16"
+        xp = x.__array_namespace__()
+    else:
+        raise DTypeError(
+            f"x is a {type(x).__module__}.{type(x).__qualname__}, not an array.",
+            action="Pass an array of NumPy, torch or JAX.",
+        )
+    if not floating:
+        raise DTypeError(
+            f"x has dtype {x.dtype}, not a floating type.",
+            action="Pass float64, float32, float16 or bfloat16.",
+        )
+    return xp
+
+
+def cast(array: Any, dtype: Any) -> Any:
+    """The array in another type of its library."""
+    return array.astype(dtype) if hasattr(array, "astype") else array.to(dtype)
+
+
+def _cos_and_sin(xp: Any, x: Any, positions: Any, inv_freq: Any, factor: float) -> tuple[Any, Any]:
+    """Cosines and sines that broadcast to `(*x.shape[:-1], pairs)`.
+
+    They are in float64 where `x` is in the memory of this machine and its library computes in
+    float64: each entry is then rounded once, as in `qkv.attention` itself.
+    """
+    where, frequencies = _on_host(positions), _on_host(inv_freq)
+    check_positions(positions if where is None else where, x)
+    if where is not None and frequencies is not None:
+        angle = where[..., None].astype(np.float64) * frequencies.astype(np.float64)
+        turns = factor * np.cos(angle), factor * np.sin(angle)
+        if xp.__name__ != "torch":
+            return xp.asarray(turns[0]), xp.asarray(turns[1])
+        wide = xp.float64 if x.device.type == "cpu" else _compute_dtype(xp, x)
+        cos, sin = (xp.as_tensor(turn).to(dtype=wide, device=x.device) for turn in turns)
+        return cos, sin
+    if xp.__name__ != "torch":
+        angle = xp.asarray(positions)[..., None] * xp.asarray(inv_freq)
+        return factor * xp.cos(angle), factor * xp.sin(angle)
+    # There is no float64 on Apple's devices.
+    wide = xp.float32 if x.device.type == "mps" else xp.float64
+    angle = xp.as_tensor(positions, device=x.device)[..., None].to(wide) * xp.as_tensor(
+        inv_freq, device=x.device
+    ).to(wide)
+    if x.device.type != "cpu":
+        wide = _compute_dtype(xp, x)
+    return (factor * angle.cos()).to(wide), (factor * angle.sin()).to(wide)
+
+
+def _compute_dtype(torch: Any, x: Any) -> Any:
+    return torch.float64 if x.dtype is torch.float64 else torch.float32
+
+
+def _on_host(values: Any) -> NDArray[Any] | None:
+    """The values as a NumPy array, if this can see them without waiting for a device."""
+    if isinstance(values, _HOST):
+        return np.asarray(values)
+    if hasattr(values, "__array_namespace__"):
+        traced = isinstance(values, sys.modules["jax"].core.Tracer)
+        return None if traced else np.asarray(values)
+    if hasattr(values, "dtype") and hasattr(values, "shape"):
+        return None
+    raise ArgumentError(
+        f"positions are a {type(values).__name__}, not integers.",
+        action="Pass an integer array that broadcasts to x.shape[:-1], such as np.arange(length).",
+    )
+
+
+def check_positions(positions: Any, x: Any) -> None:
+    """Raise unless positions are integers that broadcast to the rows of `x`."""
+    shape, name = tuple(positions.shape), str(positions.dtype).removeprefix("torch.")
+    if not name.startswith(("int", "uint")) and 0 not in shape:
+        raise DTypeError(
+            f"positions have dtype {name}, not an integer type.",
+            action="Pass an integer array that broadcasts to x.shape[:-1].",
+        )
+    rows = tuple(x.shape[:-1])
+    try:
+        fits = np.broadcast_shapes(shape, rows) == rows
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ShapeError(
+            f"positions have shape {shape}, which does not broadcast to the rows of x, {rows}.",
+            [("x", str(tuple(x.shape)))],
+            "For (batch, heads, length, head_dim) pass positions of shape (length,), or "
+            "(batch, 1, length).",
+        )

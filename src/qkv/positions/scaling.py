@@ -1,0 +1,190 @@
+"""The frequencies of rotary embeddings, and how they are scaled for contexts longer than trained.
+
+Each function gives radians per position of each pair, `(rotary_dim / 2,)`, in float64; YaRN and
+LongRoPE give an attention factor as well. The constructors of `qkv.RoPE` say what parameters mean.
+"""
+
+from __future__ import annotations
+
+from math import ceil, floor, isfinite, log, pi, sqrt
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from qkv.errors import ArgumentError
+
+Array = NDArray[np.float64]
+
+__all__ = [
+    "checked_rotary_dim",
+    "dynamic_ntk",
+    "inverse_frequencies",
+    "linear",
+    "llama3",
+    "longrope",
+    "ntk_aware",
+    "positive",
+    "proportional",
+    "yarn",
+]
+
+
+def positive(name: str, value: Any) -> float:
+    """A positive finite number, or an error that names it."""
+    number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    if not number or not (isfinite(value) and value > 0):
+        raise ArgumentError(
+            f"RoPE {name}={value!r:.60} is not a positive number.",
+            action=f"Pass {name} as the model's configuration has it.",
+        )
+    return float(value)
+
+
+def checked_rotary_dim(rotary_dim: Any) -> int:
+    """The number of entries to rotate, which come in pairs."""
+    if (
+        isinstance(rotary_dim, bool)
+        or not isinstance(rotary_dim, int | np.integer)
+        or rotary_dim % 2
+        or rotary_dim < 0
+    ):
+        raise ArgumentError(
+            f"RoPE rotates pairs; {rotary_dim!r:.60} entries are not a whole number of pairs.",
+            action="Pass an even rotary_dim.",
+        )
+    return int(rotary_dim)
+
+
+def inverse_frequencies(rotary_dim: int, base: float) -> Array:
+    """`base ** (-2 i / rotary_dim)`."""
+    pairs = checked_rotary_dim(rotary_dim) // 2
+    steps = np.arange(pairs, dtype=np.float64)
+    return np.asarray(positive("base", base) ** (-steps / max(pairs, 1)))
+
+
+def linear(rotary_dim: int, factor: float, base: float) -> Array:
+    """Positions divided by `factor`."""
+    return inverse_frequencies(rotary_dim, base) / positive("factor", factor)
+
+
+def ntk_aware(rotary_dim: int, factor: float, base: float) -> Array:
+    """`base * factor ** (d / (d - 2))` for a base: the slowest pair is divided by `factor`."""
+    dim = checked_rotary_dim(rotary_dim)
+    if dim < 4:
+        raise ArgumentError(
+            f"NTK scaling spreads over 2 or more pairs; rotary_dim={dim}.",
+            action="Pass rotary_dim of 4 or more, or use RoPE.linear.",
+        )
+    grown = positive("base", base) * positive("factor", factor) ** (dim / (dim - 2))
+    return inverse_frequencies(dim, grown)
+
+
+def dynamic_ntk(
+    rotary_dim: int, factor: float, max_position_embeddings: int, seq_len: int, base: float
+) -> Array:
+    """`ntk_aware` whose factor grows with the length, from 1 at `max_position_embeddings`."""
+    trained = positive("max_position_embeddings", max_position_embeddings)
+    length = max(positive("seq_len", seq_len), trained)
+    factor = positive("factor", factor)
+    return ntk_aware(rotary_dim, factor * length / trained - (factor - 1), base)
+
+
+def yarn(
+    rotary_dim: int,
+    factor: float,
+    original_max_position_embeddings: int,
+    beta_fast: float,
+    beta_slow: float,
+    attention_factor: float | None,
+    mscale: float | None,
+    mscale_all_dim: float | None,
+    truncate: bool,
+    base: float,
+) -> tuple[Array, float]:
+    """Fast pairs as they are, slow ones divided by `factor`, a ramp between; attention factor."""
+    dim, factor = checked_rotary_dim(rotary_dim), positive("factor", factor)
+    trained = positive("original_max_position_embeddings", original_max_position_embeddings)
+    plain = inverse_frequencies(dim, base)
+    if base <= 1:
+        raise ArgumentError(f"YaRN needs a base above 1, not {base!r}.", action="Pass rope_theta.")
+
+    def pair_that_turns(times: float) -> float:
+        """The pair, not a whole number, that turns so many times within the trained length."""
+        return (dim * log(trained / (times * 2 * pi))) / (2 * log(base))
+
+    low = pair_that_turns(positive("beta_fast", beta_fast))
+    high = pair_that_turns(positive("beta_slow", beta_slow))
+    if truncate:
+        low, high = floor(low), ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    width = high - low if high != low else 0.001  # as in the published code
+    ramp = np.clip((np.arange(dim // 2) - low) / width, 0, 1)
+
+    def grown(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * log(factor) + 1.0
+
+    if attention_factor is None:
+        attention_factor = grown(1.0)
+        if mscale and mscale_all_dim:
+            attention_factor = grown(mscale) / grown(mscale_all_dim)
+    return np.asarray(plain / factor * ramp + plain * (1 - ramp)), attention_factor
+
+
+def llama3(
+    rotary_dim: int,
+    factor: float,
+    low_freq_factor: float,
+    high_freq_factor: float,
+    original_max_position_embeddings: int,
+    base: float,
+) -> Array:
+    """Pairs of short wavelength as they are, of long ones divided by `factor`, smooth between."""
+    low = positive("low_freq_factor", low_freq_factor)
+    high = positive("high_freq_factor", high_freq_factor)
+    if high <= low:
+        raise ArgumentError(
+            f"high_freq_factor={high:g} is not above low_freq_factor={low:g}.",
+            action="Pass both as in the model's rope_scaling (4.0 and 1.0 in Llama 3.1).",
+        )
+    plain = inverse_frequencies(rotary_dim, base)
+    trained = positive("original_max_position_embeddings", original_max_position_embeddings)
+    turns = trained * plain / (2 * pi)
+    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    return np.asarray((1 - smooth) * plain / positive("factor", factor) + smooth * plain)
+
+
+def longrope(
+    rotary_dim: int,
+    short_factor: ArrayLike,
+    long_factor: ArrayLike,
+    original_max_position_embeddings: int,
+    seq_len: int,
+    factor: float,
+    attention_factor: float | None,
+    base: float,
+) -> tuple[Array, float]:
+    """Each pair divided by a factor of its own, of one set or the other; attention factor."""
+    plain = inverse_frequencies(rotary_dim, base)
+    trained = positive("original_max_position_embeddings", original_max_position_embeddings)
+    sets = {}
+    for name, given in (("short_factor", short_factor), ("long_factor", long_factor)):
+        sets[name] = np.asarray(given, np.float64)
+        if sets[name].shape != plain.shape or not (sets[name] > 0).all():
+            raise ArgumentError(
+                f"{name} has shape {sets[name].shape}; rotary_dim={rotary_dim} has {len(plain)} "
+                "pairs.",
+                action="Pass one positive factor for each pair: (rotary_dim / 2,).",
+            )
+    chosen = sets["long_factor" if positive("seq_len", seq_len) > trained else "short_factor"]
+    if attention_factor is None:
+        beyond = positive("factor", factor) > 1
+        attention_factor = sqrt(1 + log(factor) / log(trained)) if beyond else 1.0
+    return np.asarray(plain / chosen), attention_factor
+
+
+def proportional(head_dim: int, proportion: float, factor: float, base: float) -> Array:
+    """The first `proportion` of the pairs, by the frequencies of the whole; others stand still."""
+    plain = inverse_frequencies(head_dim, base)
+    moving = int(proportion * head_dim // 2)
+    return np.where(np.arange(len(plain)) < moving, plain, 0.0) / positive("factor", factor)
