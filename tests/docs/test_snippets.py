@@ -19,6 +19,7 @@ PAGES = [
     "docs/cost.md",
     "docs/errata.md",
     "docs/exercises.md",
+    "docs/caches.md",
     "docs/inspect-models.md",
     "docs/paged-and-quantized.md",
     "docs/positions.md",

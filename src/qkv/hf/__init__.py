@@ -13,12 +13,14 @@ from __future__ import annotations
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from qkv.hf.attention import attend, observe
+from qkv.hf.cache import Cache
 from qkv.hf.layer_call import LayerCall, LayerWeights
 from qkv.hf.masks import StatedMask, state_mask
 from qkv.hf.record import inspect
 from qkv.hf.usage import NotUsedWarning, Usage, check
 
 __all__ = [
+    "Cache",
     "LayerCall",
     "LayerWeights",
     "NotUsedWarning",

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 import qkv
+from qkv.hf.stored_tensor import layer_rows
 
 __all__ = ["LayerCall", "LayerWeights"]
 
@@ -47,6 +48,12 @@ class LayerCall:
         out: torch.Tensor = qkv.attention(*arrays, *self.variants, **self._said)
         # A decoding step has one row, and nothing is copied.
         return out.transpose(1, 2).contiguous()
+        key, value, lengths = layer_rows(self.key, self.value)
+        variants = (*self.variants, *lengths)
+        out: torch.Tensor = qkv.attention(
+            self.query.transpose(1, 2), key, value, *variants, layout="blhd", **self._said
+        )
+        return out
 
     def inspect(self) -> Any:
         """`qkv.inspect` of it; no gradient goes through."""

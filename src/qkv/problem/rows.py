@@ -166,9 +166,11 @@ class StoredRows:
         if self.page_table is not None:
             number, row = np.divmod(np.arange(self.shape[-2])[rows], self.page_size)
             place = (self.page_table[index][number], head, row)
-        found = self.values[place].astype(dtype)
-        if self.scales is not None:
-            found *= self.scales[place].astype(dtype)[..., None]
+        # Rows that are not real may hold anything, also what NumPy warns about.
+        with np.errstate(invalid="ignore", over="ignore"):
+            found = self.values[place].astype(dtype)
+            if self.scales is not None:
+                found *= self.scales[place].astype(dtype)[..., None]
         return np.asarray(found)
 
 

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import qkv
-from qkv.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
+from qkv.cache import ContiguousCache
+from qkv.cache.arguments import at_least
+from qkv.errors import ArgumentError, ShapeError
 
 __all__ = ["Cache", "MultiHeadAttention", "ScaledDotProductAttention"]
 
@@ -105,10 +107,11 @@ def _weights(Q: Tensor, K: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     return scores.softmax(-1).masked_fill(mask, 0.0)
 
 
-class Cache:
+class Cache(ContiguousCache):
     """Keys and values of earlier tokens, at the end of which new ones are written.
 
-    For inference: rows are kept without their way back, and what asks for gradients is refused.
+    `qkv.cache.ContiguousCache` with a capacity. For inference: rows are kept without their way
+    back, and what asks for gradients is refused.
 
     Parameters
     ----------
@@ -125,87 +128,12 @@ class Cache:
     """
 
     def __init__(self, capacity: int) -> None:
-        if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 0:
-            raise ArgumentError(
-                f"capacity={capacity!r:.60} is not a number of tokens.",
-                action="Pass an integer that is not negative.",
-            )
-        self.capacity = capacity
-        self.length = 0
-        self._stored: tuple[Tensor, Tensor] | None = None
+        super().__init__(at_least(0, "capacity", capacity))
 
-    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write `(..., num_kv_heads, new, dim)` and return all there are, without copying them.
-
-        Raises
-        ------
-        ShapeError
-            If there is no room, if keys and values differ in length, or in anything else from
-            those that came first.
-        DTypeError, ArgumentError
-            If their type or device is another than that of those that came first.
-        UnsupportedError
-            If torch is to differentiate them. Nothing is written where an error is raised.
-        """
-        self._check(key, value)
-        start, stop = self.length, self.length + key.shape[-2]
-        if self._stored is None:
-            self._stored = tuple(
-                t.new_empty(*t.shape[:-2], self.capacity, t.shape[-1]) for t in (key, value)
-            )  # type: ignore[assignment]
-        assert self._stored is not None
-        for stored, new in zip(self._stored, (key, value), strict=True):
-            stored[..., start:stop, :] = new.detach()
-        self.length = stop
-        whole_key, whole_value = self._stored
-        return whole_key[..., :stop, :], whole_value[..., :stop, :]
-
-    def _check(self, key: Tensor, value: Tensor) -> None:
-        seen = [
-            (name, f"{t.dtype} {tuple(t.shape)} on {t.device}")
-            for name, t in (("key", key), ("value", value))
-        ]
-        if min(key.ndim, value.ndim) < 2 or key.shape[-2] != value.shape[-2]:
-            raise ShapeError(
-                "key and value are not rows of as many tokens.",
-                seen,
-                "Pass (..., num_kv_heads, new, dim).",
-            )
-        if self.length + key.shape[-2] > self.capacity:
-            raise ShapeError(
-                f"the cache has room for {self.capacity} tokens, {self.length} are in it and "
-                f"{key.shape[-2]} more arrive.",
-                action="Make one with a larger capacity.",
-            )
-        for name, new, stored in zip(
-            ("key", "value"), (key, value), self._stored or (), strict=False
-        ):
-            first = tuple(stored.shape[:-2]), stored.shape[-1]
-            if (tuple(new.shape[:-2]), new.shape[-1]) != first:
-                raise ShapeError(
-                    f"{name} has leading dimensions and heads {tuple(new.shape[:-2])} and rows of "
-                    f"{new.shape[-1]}; the cache has {first[0]} and {first[1]}.",
-                    seen,
-                    "Use one cache for each layer and batch.",
-                )
-            if new.dtype is not stored.dtype:
-                raise DTypeError(
-                    f"{name} has dtype {new.dtype}; the cache has {stored.dtype}.",
-                    seen,
-                    "Convert it to the type of those that came first.",
-                )
-            if new.device != stored.device:
-                raise ArgumentError(
-                    f"{name} is on {new.device}; the cache is on {stored.device}.",
-                    seen,
-                    "Move it to the device of those that came first.",
-                )
-        if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
-            raise UnsupportedError(
-                "torch differentiates this call, and rows in a cache have no way back.",
-                seen,
-                "Call it under torch.no_grad(), or train without a cache.",
-            )
+    @property
+    def length(self) -> int:
+        """Tokens of the longest sequence."""
+        return int(self.lengths.max(initial=0))
 
 
 class MultiHeadAttention(nn.Module):
@@ -294,7 +222,7 @@ class MultiHeadAttention(nn.Module):
         key: Tensor | None = None,
         value: Tensor | None = None,
         *variants: Any,
-        cache: Cache | None = None,
+        cache: qkv.cache.Cache | None = None,
     ) -> Tensor:
         """Attend from `query` to `key` and `value`, or to itself.
 
@@ -305,7 +233,7 @@ class MultiHeadAttention(nn.Module):
             `query` unless given; `value` is `key` unless given.
         *variants
             More masks (True = may attend) and biases, as `qkv.attention` takes them.
-        cache : Cache, optional
+        cache : Cache, or any cache of `qkv.cache`, optional
             `key` and `value` are new tokens that follow those in it. Not while training: under
             `torch.no_grad()`, or with projections that need no gradient.
 
@@ -318,23 +246,26 @@ class MultiHeadAttention(nn.Module):
         q = self._heads(self.q_proj(query), self.num_heads)
         k = self._heads(self.k_proj(key), self.num_kv_heads)
         v = self._heads(self.v_proj(value), self.num_kv_heads)
-        before = cache.length if cache is not None else 0
+        before = cache.q_offset if cache is not None else 0
         said: list[Any] = list(variants)
         if self.rope is not None and cache is None:
             said.append(self.rope)
         elif self.rope is not None:
             # Kept as they were turned at their own positions: no key is turned twice.
+            starts = torch.as_tensor(before, device=q.device)[..., None, None]
             q, k = (
-                self.rope.rotate(t, before + torch.arange(t.shape[-2], device=t.device))
+                self.rope.rotate(t, starts + torch.arange(t.shape[-2], device=t.device))
                 for t in (q, k)
             )
-        if cache is not None:
-            k, v = cache.append(k, v)
         said += [qkv.Causal()] if self.causal else []
         said += [qkv.ALiBi()] if self.alibi else []
         if self.dropout and self.training:
             said.append(qkv.Dropout(self.dropout, torch.randint(2**63 - 1, ())))
-        out: Tensor = qkv.attention(q, k, v, *said, q_offset=before)
+        out: Tensor
+        if cache is None:
+            out = qkv.attention(q, k, v, *said, q_offset=0)
+        else:
+            out = cache.append(k, v).attention(q, *said)
         found: Tensor = self.out_proj(out.transpose(-3, -2).flatten(-2))
         return found
 

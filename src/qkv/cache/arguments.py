@@ -1,0 +1,78 @@
+"""Numbers that caches are given, checked before anything changes."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.arrays import kind_of, library_of
+from qkv.errors import ArgumentError, DTypeError, ShapeError
+
+__all__ = ["Lengths", "at_least", "sequence_indices", "shorter_lengths", "whole_numbers"]
+
+Lengths: TypeAlias = NDArray[np.int64]
+
+
+def at_least(least: int, name: str, given: Any) -> int:
+    """An integer that is not below `least`."""
+    if isinstance(given, bool) or not isinstance(given, int | np.integer) or given < least:
+        raise ArgumentError(
+            f"{name}={given!r:.60} is not a whole number of {least} or more.",
+            action=f"Pass an integer of {least} or more.",
+        )
+    return int(given)
+
+
+def whole_numbers(name: str, given: Any, shape: tuple[int, ...]) -> Lengths:
+    """An int64 array of this shape from an integer or an integer array that fits it."""
+    array = library_of(given, name).view(given, name) if kind_of(given) else np.asarray(given)
+    if array.dtype.kind not in "iu":
+        raise DTypeError(
+            f"{name} has dtype {array.dtype}, not an integer type.",
+            action=f"Pass {name} as integers.",
+        )
+    if array.shape not in ((), shape):
+        raise ShapeError(
+            f"{name} has shape {array.shape}; the sequences have {shape}.",
+            action="Pass one integer for all, or one for each sequence.",
+        )
+    return np.broadcast_to(array, shape).astype(np.int64)
+
+
+def shorter_lengths(given: Any, current: Lengths) -> Lengths:
+    """Lengths to truncate to, each from 0 to the current one."""
+    lengths = whole_numbers("lengths", given, current.shape)
+    wrong = (lengths < 0) | (lengths > current)
+    if wrong.any():
+        where = tuple(int(i) for i in np.argwhere(wrong)[0])
+        raise ArgumentError(
+            f"sequence {where} cannot be truncated to {lengths[where]} tokens; "
+            f"it has {current[where]}.",
+            action="Pass lengths from 0 to those in `cache.lengths`.",
+        )
+    return lengths
+
+
+def sequence_indices(given: Any, batch_shape: tuple[int, ...]) -> Lengths:
+    """Numbers of sequences, one-dimensional and each in the batch."""
+    indices = library_of(given, "indices").view(given, "indices") if kind_of(given) else given
+    indices = np.asarray(indices, None if np.size(indices) else np.int64)
+    if indices.dtype.kind not in "iu":
+        raise DTypeError(
+            f"indices have dtype {indices.dtype}, not an integer type.",
+            action="Pass the number of a sequence for each sequence of the new batch.",
+        )
+    if indices.ndim != 1 or not batch_shape:
+        raise ShapeError(
+            f"indices have shape {indices.shape}, the sequences {batch_shape}.",
+            action="Pass one dimension of indices to a cache with a batch dimension.",
+        )
+    wrong = (indices < 0) | (indices >= batch_shape[0])
+    if wrong.any():
+        raise ArgumentError(
+            f"there is no sequence {indices[wrong][0]}; the batch has {batch_shape[0]}.",
+            action=f"Pass indices from 0 to {batch_shape[0] - 1}.",
+        )
+    return indices.astype(np.int64)

@@ -1,0 +1,84 @@
+"""A cache in consecutive rows that grows, or has a fixed capacity."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import qkv
+from qkv.cache.arguments import Lengths, at_least
+from qkv.cache.arrivals import Arrival
+from qkv.cache.buffer import RowBuffer
+from qkv.cache.buffered import BufferedCache
+from qkv.cache.rows import Part, Rows, as_offset
+from qkv.errors import ShapeError
+
+__all__ = ["ContiguousCache"]
+
+
+class ContiguousCache(BufferedCache):
+    """Keys and values in one array each, written at the end of what is there.
+
+    Parameters
+    ----------
+    capacity : int, optional
+        Tokens that there is room for; all memory is then taken when the first arrive. Unless
+        given, memory doubles whenever it is full, so that n tokens are copied at most 2 n times.
+    dtype : "int8", optional
+        Keep rows as int8 with one scale for each token and kv head (`qkv.cache.quantize`, which
+        states the error). Unless given, they stay in the dtype in which they come.
+
+    Notes
+    -----
+    `append` copies the new rows only, and hands out views. Memory for a token of one sequence:
+    `num_kv_heads * (head_dim + v_head_dim) * itemsize` bytes, or
+    `num_kv_heads * (head_dim + v_head_dim + 8)` as int8; at most twice that while it grows.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv, qkv.cache
+    >>> cache = qkv.cache.ContiguousCache()
+    >>> prompt = np.ones((1, 2, 3, 4), np.float32)  # batch, kv heads, tokens, head_dim
+    >>> rows = cache.append(prompt, prompt)
+    >>> token = np.ones((1, 2, 1, 4), np.float32)
+    >>> rows = cache.append(token, token)
+    >>> query = np.ones((1, 8, 1, 4), np.float32)
+    >>> rows.attention(query, qkv.Causal()).shape, cache.lengths
+    ((1, 8, 1, 4), array([4]))
+    """
+
+    def __init__(self, capacity: int | None = None, *, dtype: str | None = None) -> None:
+        self.capacity = None if capacity is None else at_least(0, "capacity", capacity)
+        super().__init__(dtype)
+
+    def kv_extent(self, new: int) -> tuple[int, int]:
+        """`(kv_len, kv_offset)` of the rows that `append` of `new` tokens would hand out."""
+        return int(self._lengths.max(initial=0)) + new, 0
+
+    def _check_room(self, before: Lengths, counts: Lengths) -> None:
+        if self.capacity is None or (before + counts <= self.capacity).all():
+            return
+        raise ShapeError(
+            f"the cache has room for {self.capacity} tokens, {before.max()} are in it and "
+            f"{counts.max()} more arrive.",
+            action="Make one with a larger capacity.",
+        )
+
+    def _with_room(self, arrival: Arrival, before: Lengths) -> tuple[RowBuffer, Lengths]:
+        needed = int((before + arrival.new_lens).max(initial=0))
+        origin = np.zeros_like(before)
+        if self._buffer is None:
+            capacity = needed if self.capacity is None else self.capacity
+            return RowBuffer.like(arrival, capacity), origin
+        if needed <= self._buffer.capacity:
+            return self._buffer, origin
+        grown = max(needed, 2 * self._buffer.capacity)
+        return self._buffer.moved(grown, origin, before), origin
+
+    def _rows(self, before: Lengths, after: Lengths) -> Rows:
+        longest = int(after.max(initial=0))
+        key, value = self._filled().read(0, longest, self._encoding)
+        alike = bool((after == longest).all())
+        masks: tuple[Any, ...] = () if alike else (qkv.KeyLengths(after.copy()),)
+        return Rows((Part(key, value, masks, 0),), as_offset(before.copy()))

@@ -1,0 +1,112 @@
+"""Where a cache keeps its rows: in NumPy arrays for NumPy and JAX, in tensors for torch.
+
+JAX arrays cannot be written to, so the rows of a JAX cache lie in NumPy arrays, which
+`qkv.attention` reads in place beside a JAX query.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from qkv.arrays import library_of
+from qkv.errors import UnsupportedError
+
+__all__ = ["Memory", "memory_of", "memory_with"]
+
+
+class Memory(Protocol):
+    """The few operations on arrays that caches need, in one library."""
+
+    def rows(self, array: Any, role: str) -> Any:
+        """The array as one of this library, without a copy where that is possible.
+
+        Raises
+        ------
+        DTypeError, UnsupportedError
+            It is no array, or its own library differentiates or traces it.
+        """
+        ...
+
+    def empty(self, shape: tuple[int, ...], like: Any) -> Any:
+        """Memory of the dtype and on the device of `like`."""
+        ...
+
+    def int8_with_scales(self, rows: Any) -> tuple[Any, Any]:
+        """`(values, scales)` of `qkv.cache.quantize`."""
+        ...
+
+
+class HostMemory:
+    """NumPy arrays."""
+
+    def rows(self, array: Any, role: str) -> Any:
+        """A view of an array of NumPy or JAX."""
+        return library_of(array, role).view(array, role)
+
+    def empty(self, shape: tuple[int, ...], like: Any) -> Any:
+        """An array that is not initialised."""
+        return np.empty(shape, like.dtype)
+
+    def int8_with_scales(self, rows: Any) -> tuple[Any, Any]:
+        """See `qkv.cache.quantize`."""
+        wide = rows if rows.dtype == np.float64 else rows.astype(np.float32)
+        # Rows that hold NaN or infinity get such a scale, and are NaN when they are read.
+        with np.errstate(invalid="ignore", over="ignore"):
+            scales = (np.abs(wide).max(-1, initial=0) / 127).astype(np.float32)
+            divisor = np.where(scales > 0, scales, np.float32(1)).astype(wide.dtype)
+            steps = np.clip(np.round(wide / divisor[..., None]), -127, 127)
+        return np.where(np.isfinite(steps), steps, 0).astype(np.int8), scales
+
+
+class TorchMemory:
+    """torch tensors, on any device."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.torch = torch
+        self.library = library_of(torch.empty(0), "rows")
+
+    def rows(self, array: Any, role: str) -> Any:
+        """The tensor, detached; an error if torch would differentiate it."""
+        if self.library.follows(array):
+            raise UnsupportedError(
+                f"torch differentiates {role}, and rows in a cache have no way back.",
+                [(role, f"{array.dtype} {tuple(array.shape)} on {array.device}")],
+                "Call it under torch.no_grad(), or train without a cache.",
+            )
+        return array.detach()
+
+    def empty(self, shape: tuple[int, ...], like: Any) -> Any:
+        """A tensor that is not initialised."""
+        # Memory that is made in inference mode could never be written to outside it.
+        with self.torch.inference_mode(False):
+            return self.torch.empty(shape, dtype=like.dtype, device=like.device)
+
+    def int8_with_scales(self, rows: Any) -> tuple[Any, Any]:
+        """See `qkv.cache.quantize`."""
+        torch = self.torch
+        wide = rows if rows.dtype is torch.float64 else rows.float()
+        largest = wide.abs().amax(-1) if wide.shape[-1] else wide.new_zeros(wide.shape[:-1])
+        scales = (largest / 127).float()
+        divisor = torch.where(scales > 0, scales, 1.0).to(wide.dtype)
+        steps = (wide / divisor[..., None]).round().clamp(-127, 127)
+        return torch.where(steps.isfinite(), steps, 0.0).to(torch.int8), scales
+
+
+_MEMORIES: dict[str, Memory] = {}
+
+
+def memory_of(array: Any, role: str) -> Memory:
+    """The memory that rows like this array are kept in."""
+    return memory_with(library_of(array, role).name)
+
+
+def memory_with(library: str) -> Memory:
+    """The memory for arrays of the library of this name."""
+    kind = "torch" if library == "torch" else "host"
+    if kind not in _MEMORIES:
+        _MEMORIES[kind] = TorchMemory() if kind == "torch" else HostMemory()
+    return _MEMORIES[kind]

@@ -1,0 +1,156 @@
+"""A cache of the last tokens, and of some of the first."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import numpy as np
+
+import qkv
+from qkv.cache.arguments import Lengths, at_least
+from qkv.cache.arrivals import Arrival
+from qkv.cache.buffer import RowBuffer
+from qkv.cache.buffered import BufferedCache
+from qkv.cache.rows import Part, Rows, as_offset
+from qkv.errors import ArgumentError
+
+__all__ = ["RollingCache"]
+
+Self = TypeVar("Self", bound="RollingCache")
+
+
+class RollingCache(BufferedCache):
+    """The last `window` tokens, and the first `sinks`, at their own positions.
+
+        q_pos - window < kv_pos   or   kv_pos < sinks
+
+    says which keys a query reads; the masks that are handed out say so too, so that decoding is
+    exactly attention over all tokens with `SlidingWindow(window - 1, None) | Prefix(sinks)`.
+
+    Parameters
+    ----------
+    window : int
+        Tokens that a query sees, its own among them: the `sliding_window` of Hugging Face.
+    sinks : int
+        Tokens from the start that are kept for good (StreamingLLM). They keep the positions that
+        they have in the text; the paper gives them positions right before the window.
+    dtype : "int8", optional
+        Keep rows as int8 with one scale for each token and kv head (`qkv.cache.quantize`, which
+        states the error). Unless given, they stay in the dtype in which they come.
+
+    Notes
+    -----
+    Memory for one sequence: at most `2 window + sinks` tokens (and, after a longer append, that
+    many and `window`) of `num_kv_heads * (head_dim + v_head_dim) * itemsize` bytes each, or
+    `num_kv_heads * (head_dim + v_head_dim + 8)` as int8, however long the text is. The last rows
+    move to a new array when one is full, once in `window` tokens. What the last `append` brought
+    can always be truncated again; further back, rows may be gone. Source: Xiao et al., "Efficient
+    Streaming Language Models with Attention Sinks" (2023).
+
+    Examples
+    --------
+    >>> import numpy as np, qkv, qkv.cache
+    >>> cache = qkv.cache.RollingCache(window=4, sinks=1)
+    >>> x = np.random.default_rng(0).normal(size=(1, 1, 100, 8))
+    >>> for i in range(100):
+    ...     rows = cache.append(x[:, :, i : i + 1], x[:, :, i : i + 1])
+    >>> last = rows.attention(x[:, :, -1:], qkv.Causal(), qkv.ALiBi())
+    >>> mask = qkv.SlidingWindow(3, None) | qkv.Prefix(1)
+    >>> whole = qkv.attention(x, x, x, qkv.Causal(), qkv.ALiBi(), mask)
+    >>> bool(np.allclose(last, whole[:, :, -1:])), cache.nbytes
+    (True, 1152)
+    """
+
+    def __init__(self, window: int, sinks: int = 0, *, dtype: str | None = None) -> None:
+        self.window, self.sinks = at_least(1, "window", window), at_least(0, "sinks", sinks)
+        super().__init__(dtype)
+
+    def reset(self) -> None:
+        """Forget all tokens, and give their memory back; any shapes may come next."""
+        super().reset()
+        self._first: RowBuffer | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that keys and values take, in bytes, with what is free in it."""
+        return super().nbytes + (0 if self._first is None else self._first.nbytes)
+
+    def fork(self: Self) -> Self:
+        """Another cache with the same tokens; copies all rows."""
+        other = super().fork()
+        other._first = None if self._first is None else self._first.copy()
+        return other
+
+    def kv_extent(self, new: int) -> tuple[int, int]:
+        """`(kv_len, kv_offset)` of the rows that `append` of `new` tokens would hand out.
+
+        Without sinks, which are a part of their own.
+        """
+        length = int(self._lengths.max(initial=0))
+        before = min(length, self.window - 1)
+        return before + new, length - before
+
+    def _with_room(self, arrival: Arrival, before: Lengths) -> tuple[RowBuffer, Lengths]:
+        after = before + arrival.new_lens
+        origin = np.broadcast_to(self._origin, before.shape)
+        buffer = self._buffer
+        if buffer is None:
+            buffer = RowBuffer.like(arrival, max(int(after.max(initial=0)), 1))
+        elif int((after - origin).max(initial=0)) > buffer.capacity:
+            dropped, origin = origin, self._oldest(before)
+            needed = int((after - origin).max(initial=0))
+            buffer = buffer.moved(max(needed, 2 * self.window), origin - dropped, before - dropped)
+        if self.sinks:
+            self._keep_first(arrival, before)
+        return buffer, origin
+
+    def _keep_first(self, arrival: Arrival, before: Lengths) -> None:
+        if self._first is None:
+            self._first = RowBuffer.like(arrival, self.sinks)
+        start = np.minimum(before, self.sinks)
+        self._first.write(arrival, start, np.minimum(arrival.new_lens, self.sinks - start))
+
+    def _oldest(self, position: Lengths) -> Lengths:
+        """The first position in the window of a query."""
+        return np.maximum(position - (self.window - 1), 0)
+
+    def _rows(self, before: Lengths, after: Lengths) -> Rows:
+        start = _smallest(self._oldest(before) - self._origin)
+        stop = max(start, int((after - self._origin).max(initial=0)))
+        kv_offset = self._origin + start
+        key, value = self._filled().read(start, stop, self._encoding)
+        masks: list[Any] = [self._mask()]
+        if (after - kv_offset != stop - start).any():
+            masks.append(qkv.KeyLengths(after - kv_offset))
+        parts = [Part(key, value, tuple(masks), as_offset(kv_offset))]
+        if self._first is not None and kv_offset.any():
+            key, value = self._first.read(0, self.sinks, self._encoding)
+            before_others = qkv.KeyLengths(np.minimum(self.sinks, kv_offset))
+            parts.insert(0, Part(key, value, (before_others,), 0))
+        return Rows(tuple(parts), as_offset(before.copy()))
+
+    def _mask(self) -> qkv.MaskVariant:
+        window = qkv.SlidingWindow(self.window - 1, None)
+        return window | qkv.Prefix(self.sinks) if self.sinks else window
+
+    def _taken(self, indices: Lengths) -> None:
+        super()._taken(indices)
+        if self._first is not None:
+            self._first = self._first.taken(indices)
+
+    def _checked(self, lengths: Lengths) -> Lengths:
+        gone = self._oldest(lengths) < self._origin
+        if gone.any():
+            where = tuple(int(i) for i in np.argwhere(gone)[0])
+            raise ArgumentError(
+                f"sequence {where} cannot be truncated to {lengths[where]} tokens: the window of "
+                f"the next begins at {self._oldest(lengths)[where]}, and rows before "
+                f"{self._origin[where]} are gone.",
+                action="Truncate no more than the last append, or use a longer window.",
+            )
+        return lengths
+
+
+def _smallest(numbers: Lengths) -> int:
+    """The smallest of them, 0 if there are none."""
+    return int(numbers.min()) if numbers.size else 0

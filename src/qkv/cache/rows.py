@@ -1,0 +1,167 @@
+"""What a cache hands out: keys, values, masks and offsets for `qkv.attention`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import qkv
+from qkv.cache.arguments import Lengths
+from qkv.errors import UnsupportedError
+
+__all__ = ["Part", "Rows", "as_offset"]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Part:
+    """Key rows whose positions follow one another, and their values.
+
+    Attributes
+    ----------
+    key, value : array, Paged or Quantized
+        `(..., num_kv_heads, kv_len, dim)`, or rows that stand for it.
+    masks : tuple of masks
+        Which of the rows may be read: `KeyLengths` where sequences differ in length, the window
+        of a rolling cache.
+    kv_offset : int or int64 array over the batch dimensions
+        Position of key row 0.
+    """
+
+    key: Any
+    value: Any
+    masks: tuple[Any, ...]
+    kv_offset: Any
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Rows:
+    """What a cache holds, as arguments of `qkv.attention`.
+
+        attention(query, part.key, part.value, *variants, *part.masks,
+                  q_offset=q_offset, kv_offset=part.kv_offset)
+
+    for the only part; for several, their `merge`.
+
+    Attributes
+    ----------
+    parts : tuple of Part
+        One, or two where a rolling cache has kept sinks and dropped what followed them.
+    q_offset : int or int64 array over the batch dimensions
+        Position of the first of the tokens that were just appended.
+
+    Notes
+    -----
+    Rows are views of the cache: use them before the cache is changed again. They unpack into key
+    and value, `key, value = cache.append(...)`, if they are in one part.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv, qkv.cache
+    >>> cache = qkv.cache.ContiguousCache()
+    >>> x = np.eye(3)[None, None]
+    >>> rows = cache.append(x[:, :, :2], x[:, :, :2])
+    >>> rows = cache.append(x[:, :, 2:], x[:, :, 2:])
+    >>> rows.q_offset, rows.attention(x[:, :, 2:], qkv.Causal()).round(4)
+    (2, array([[[[0.2645, 0.2645, 0.4711]]]]))
+    """
+
+    parts: tuple[Part, ...]
+    q_offset: Any
+
+    @property
+    def key(self) -> Any:
+        """Keys of the only part."""
+        return self._only.key
+
+    @property
+    def value(self) -> Any:
+        """Values of the only part."""
+        return self._only.value
+
+    @property
+    def masks(self) -> tuple[Any, ...]:
+        """Masks of the only part."""
+        return self._only.masks
+
+    @property
+    def kv_offset(self) -> Any:
+        """Position of key row 0 of the only part."""
+        return self._only.kv_offset
+
+    def __iter__(self) -> Iterator[Any]:
+        """Key and value of the only part."""
+        only = self._only
+        return iter((only.key, only.value))
+
+    @property
+    def _only(self) -> Part:
+        if len(self.parts) == 1:
+            return self.parts[0]
+        raise UnsupportedError(
+            f"these rows are in {len(self.parts)} parts whose positions do not follow one another.",
+            [("sinks", "rows that a rolling cache keeps from the start"), ("window", "the last")],
+            "Call rows.attention(query, ...), which merges them, or read rows.parts.",
+        )
+
+    def attention(
+        self,
+        query: Any,
+        *variants: Any,
+        scale: float | None = None,
+        return_lse: bool = False,
+        backend: str = "auto",
+    ) -> Any:
+        """`qkv.attention` of queries that stand where the appended tokens do.
+
+        Parameters
+        ----------
+        query : array (..., num_heads, q_len, head_dim)
+        *variants
+            As for `qkv.attention`: `Causal()`, `ALiBi()`, ... Positions are those of the tokens.
+        scale, return_lse, backend
+            As for `qkv.attention`.
+
+        Returns
+        -------
+        array or (array, array)
+            Output with the query's dtype, (..., num_heads, q_len, v_head_dim), and lse.
+
+        Raises
+        ------
+        QkvError
+            As `qkv.attention` does.
+
+        Notes
+        -----
+        Of several parts each is a call; `Sinks` go with the first, and arrays over key rows
+        (`Mask`, `Bias`, `Segments`) fit none of them.
+        """
+        found = []
+        for i, part in enumerate(self.parts):
+            said = [v for v in variants if not (i and isinstance(v, qkv.Sinks))]
+            found.append(
+                qkv.attention(
+                    query,
+                    part.key,
+                    part.value,
+                    *said,
+                    *part.masks,
+                    scale=scale,
+                    q_offset=self.q_offset,
+                    kv_offset=part.kv_offset,
+                    return_lse=return_lse or len(self.parts) > 1,
+                    backend=backend,
+                )
+            )
+        if len(found) == 1:
+            return found[0]
+        merged = qkv.merge(*found)
+        return merged if return_lse else merged[0]
+
+
+def as_offset(positions: Lengths) -> Any:
+    """One int where all sequences agree, else the array."""
+    if positions.size and not (positions == positions.flat[0]).all():
+        return positions
+    return int(positions.flat[0]) if positions.size else 0

@@ -1,0 +1,215 @@
+"""A cache for models of transformers, over the caches of qkv."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    CacheLayerMixin,
+    get_layer_types_and_kwargs,
+)
+from transformers.cache_utils import Cache as _LayerCaches
+
+from qkv.cache import Cache as RowCache
+from qkv.cache import ContiguousCache, PagedCache, RollingCache
+from qkv.errors import UnsupportedError
+from qkv.hf.stored_tensor import as_tensors
+
+__all__ = ["Cache"]
+
+_WINDOWS = ("sliding_attention", "chunked_attention")
+"""Layer types that never read further back than `sliding_window` tokens."""
+
+
+class Cache(DynamicCache):
+    """Keys and values of a model's layers, in pages or as int8, read in place by "qkv".
+
+    Pass it as `past_key_values` to a model or to `generate`: greedy and beam search, sampling and
+    assisted generation work as with `DynamicCache`, whose place it takes. Layers with a sliding
+    window keep a `qkv.cache.RollingCache`, others a `PagedCache` or a `ContiguousCache`; layers
+    that hold no keys (linear attention) keep what transformers keeps for them.
+
+    Parameters
+    ----------
+    config : transformers.PreTrainedConfig, optional
+        Of the model; it says which layers have a window. Without it no layer forgets.
+    page_size : int, optional
+        Tokens in a page, for layers without a window. Unless given, they have no pages.
+    num_pages : int, optional
+        Pages of each layer, for this cache and its copies. Unless given, as many as it takes.
+    dtype : "int8", optional
+        Keep keys and values as int8 with one scale for each token and kv head. An entry changes
+        by at most half a step, `max(abs(row)) / 254`: see `qkv.cache.quantize`.
+
+    Notes
+    -----
+    A copy (`copy.deepcopy`, or `fork`) of a cache with pages shares them, so that a prompt that
+    was computed once serves many requests and takes its memory once. A model whose implementation
+    is not "qkv", or on another device than the CPU, gets dense tensors of pages and of int8,
+    gathered for each call. With pages a layer's key length is a multiple of `page_size`, as with a
+    static cache, so that cross-attention caches must have none. Not for `torch.compile`, and not
+    while training. Memory: see `qkv.cache.PagedCache` and the others, for each layer.
+
+    Examples
+    --------
+    >>> cache = qkv.hf.Cache(model.config, page_size=16)  # doctest: +SKIP
+    >>> model.generate(**inputs, past_key_values=cache)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        config: Any = None,
+        *,
+        page_size: int | None = None,
+        num_pages: int | None = None,
+        dtype: str | None = None,
+    ) -> None:
+        whole: Callable[[], RowCache]
+        if page_size is None:
+            whole = partial(ContiguousCache, dtype=dtype)
+        else:
+            whole = partial(PagedCache, page_size, num_pages, dtype=dtype)
+        whole()  # What is wrong with the arguments is said now, not in the first layer.
+        # DynamicCache would make layers of its own kind.
+        if config is None:
+            replicate: Any = partial(_layer, whole)
+            _LayerCaches.__init__(self, layer_class_to_replicate=replicate)
+            return
+        types, options = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+        layers: list[Any] = []
+        for kind, said in zip(types, options, strict=True):
+            if kind in _WINDOWS:
+                layers.append(Layer(RollingCache(said["sliding_window"], dtype=dtype)))
+            elif kind == "full_attention":
+                layers.append(Layer(whole()))
+            else:
+                layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**said))
+        _LayerCaches.__init__(self, layers=layers)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """`(kv_len, kv_offset)` of what the next `update` of a layer will give."""
+        # transformers makes layers in their first `update`, and then takes them for unpaged here.
+        while self.layer_class_to_replicate is not None and len(self.layers) <= layer_idx:
+            self.layers.append(self.layer_class_to_replicate())
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
+        return sizes
+
+    def fork(self) -> Cache:
+        """Another cache with the same tokens; pages are shared until one of them writes."""
+        return copy.deepcopy(self)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that keys and values of all layers take, in bytes."""
+        return sum(layer.cache.nbytes for layer in self.layers if isinstance(layer, Layer))
+
+
+class Layer(CacheLayerMixin):
+    """Keys and values of one layer, in a cache of qkv, for sequences of one length.
+
+    Parameters
+    ----------
+    cache : qkv.cache.Cache
+    """
+
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, cache: RowCache) -> None:
+        self.cache = cache
+        self._dtype: torch.dtype | None = None
+
+    @property
+    def is_sliding(self) -> bool:
+        """Whether old tokens are forgotten."""
+        return isinstance(self.cache, RollingCache)
+
+    @property
+    def is_initialized(self) -> bool:  # type: ignore[override]
+        """Whether tokens have come."""
+        return self._dtype is not None
+
+    @property
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
+        """All keys that the next token may read, None before the first."""
+        return self._held(0)
+
+    @property
+    def values(self) -> torch.Tensor | None:  # type: ignore[override]
+        """All values that the next token may read, None before the first."""
+        return self._held(1)
+
+    def _held(self, which: int) -> torch.Tensor | None:
+        if self._dtype is None:
+            return None
+        return as_tensors(self.cache.read().parts[0], self._dtype)[which]
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing: the first tokens say what is to be kept."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append tokens; keys and values that they may attend to."""
+        rows = self.cache.append(key_states, value_states)
+        self._dtype = key_states.dtype
+        return as_tensors(rows.parts[0], key_states.dtype)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """`(kv_len, kv_offset)` of what the next `update` will give."""
+        return self.cache.kv_extent(query_length)
+
+    def get_seq_length(self) -> int:
+        """Tokens seen so far."""
+        return int(self.cache.lengths.max(initial=0))
+
+    def get_max_length(self) -> int:
+        """The window of a layer that forgets, else -1: no bound."""
+        return self.cache.window if isinstance(self.cache, RollingCache) else -1
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.cache.reset()
+        self._dtype = None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens; transformers says how many as a negative number."""
+        if tokens_to_remove and self.is_initialized:
+            self.cache.truncate(self.cache.lengths - abs(tokens_to_remove))
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Make sequence i what sequence `beam_idx[i]` was."""
+        if self.is_initialized:
+            self.cache.reorder(beam_idx.cpu())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every sequence `repeats` times."""
+        if self.is_initialized:
+            batch = torch.arange(len(self.cache.lengths))
+            self.cache.reorder(batch.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Only these sequences."""
+        if self.is_initialized:
+            batch = torch.arange(len(self.cache.lengths))
+            self.cache.reorder(batch[indices.cpu()])
+
+    def offload(self) -> None:
+        """Refused: rows lie where they came."""
+        raise UnsupportedError(
+            "qkv.hf.Cache keeps keys and values where they are computed.",
+            action="Use DynamicCache with offloading, or int8 to save memory.",
+        )
+
+    prefetch = offload
+
+
+def _layer(make: Callable[[], RowCache]) -> Layer:
+    return Layer(make())

@@ -1,0 +1,136 @@
+"""Pages and int8 rows in the place of the tensors that models hand to attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+import qkv
+from qkv.cache import Part
+from qkv.errors import UnsupportedError
+
+__all__ = ["StoredTensor", "as_tensors", "layer_rows"]
+
+
+class StoredTensor(torch.Tensor):
+    """Keys or values (batch, num_kv_heads, kv_len, dim) that lie in pages, or as int8.
+
+    To a model it is a tensor: it has shape, dtype and device and can be passed on, and whoever
+    computes with it gets the dense tensor, gathered at that moment, with zeros where no token is.
+    The attention of "qkv" takes it as what it is, `rows`, and reads them in place.
+
+    Attributes
+    ----------
+    rows : Paged or Quantized
+    kv_lens : KeyLengths or None
+        How many of the rows are tokens; None if all are.
+
+    Raises
+    ------
+    UnsupportedError
+        When it is written to, since that would change a copy.
+    """
+
+    rows: qkv.Paged | qkv.Quantized
+    kv_lens: qkv.KeyLengths | None
+
+    # As torch's documentation has it for subclasses; its stubs know a method only.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, rows: Any, kv_lens: qkv.KeyLengths | None, dtype: torch.dtype) -> StoredTensor:
+        """A tensor without storage of its own."""
+        values = _values(rows)
+        shape = tuple(values.shape)
+        if isinstance(rows, qkv.Paged):
+            _, heads, page_size, dim = shape
+            batch, slots = rows.page_table.shape
+            shape = (batch, heads, slots * page_size, dim)
+        made: StoredTensor = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=values.device
+        )
+        made.rows, made.kv_lens = rows, kv_lens
+        return made
+
+    # torch passes these by name; its stubs say less.
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        kind = type(self.rows).__name__
+        return f"StoredTensor({kind}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def dense(self) -> torch.Tensor:
+        """The tensor that the rows stand for."""
+        rows, table = self.rows, None
+        if isinstance(rows, qkv.Paged):
+            rows, table = rows.pages, torch.as_tensor(rows.page_table, device=self.device)
+        if isinstance(rows, qkv.Quantized):
+            found = _gathered(rows.values, table).to(self.dtype)
+            found *= _gathered(rows.scales, table).to(self.dtype)[..., None]
+        else:
+            found = _gathered(rows, table).to(self.dtype)
+        if self.kv_lens is not None:
+            lens = torch.as_tensor(self.kv_lens.kv_lens, device=self.device).view(-1, 1, 1, 1)
+            real = torch.arange(found.shape[2], device=self.device)[:, None] < lens
+            found = torch.where(real, found, torch.zeros((), dtype=self.dtype, device=self.device))
+        return found
+
+    # torch calls it on the class, which its stubs do not say.
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if written and isinstance(value, StoredTensor):
+                raise UnsupportedError(
+                    f"a model writes to keys or values of its cache with {func}.",
+                    [("written to", repr(value))],
+                    "Use qkv.hf.Cache without pages and int8 for this model.",
+                )
+        args, kwargs = tree_map_only(StoredTensor, StoredTensor.dense, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def as_tensors(part: Part, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Key and value as tensors: themselves where they are, else stored ones."""
+    lens = next((m for m in part.masks if isinstance(m, qkv.KeyLengths)), None)
+    key, value = (
+        rows if isinstance(rows, torch.Tensor) else StoredTensor(rows, lens, dtype)
+        for rows in (part.key, part.value)
+    )
+    return key, value
+
+
+def layer_rows(
+    key: torch.Tensor, value: torch.Tensor
+) -> tuple[Any, Any, tuple[qkv.KeyLengths, ...]]:
+    """Key and value of a layer as `qkv.attention` with `layout="blhd"` takes them, and a mask."""
+    lens = getattr(key, "kv_lens", None)
+    stored = _swapped(key), _swapped(value)
+    return (*stored, () if lens is None or not key.is_cpu else (lens,))
+
+
+def _swapped(rows: Any) -> Any:
+    """Heads and length swapped, which copies nothing; dense on devices without stored rows."""
+    match rows:
+        case StoredTensor() if rows.is_cpu:
+            return _swapped(rows.rows)
+        case qkv.Paged(pages=pages, page_table=table):
+            return qkv.Paged(_swapped(pages), table)
+        case qkv.Quantized(values=values, scales=scales):
+            return qkv.Quantized(values.transpose(1, 2), scales.transpose(1, 2))
+    return rows.transpose(1, 2)
+
+
+def _values(rows: Any) -> torch.Tensor:
+    """The tensor that rows are read from."""
+    if isinstance(rows, qkv.Paged):
+        return _values(rows.pages)
+    values: torch.Tensor = rows.values if isinstance(rows, qkv.Quantized) else rows
+    return values
+
+
+def _gathered(array: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
+    """Pages (num_pages, heads, page_size, ...) as (batch, heads, kv_len, ...)."""
+    return array if table is None else array[table].transpose(1, 2).flatten(2, 3)

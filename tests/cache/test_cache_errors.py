@@ -1,0 +1,234 @@
+"""Bad input: a clear error, and the cache as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import qkv
+import qkv.cache
+from qkv.cache import ContiguousCache, PagedCache, RollingCache
+
+CACHES: dict[str, Callable[..., Any]] = {
+    "contiguous": ContiguousCache,
+    "rolling": lambda **o: RollingCache(20, 2, **o),
+    "paged": lambda **o: PagedCache(4, 12, **o),
+}
+RNG = np.random.default_rng(0)
+KEY, VALUE = RNG.normal(size=(2, 2, 7, 8)), RNG.normal(size=(2, 2, 7, 6))
+
+
+def state(cache: Any) -> list[Any]:
+    """Everything that can be seen of a cache."""
+    rows = cache.read()
+    seen = [cache.lengths, cache.nbytes, rows.q_offset, [str(m) for m in rows.masks]]
+    for stored in rows:
+        arrays = (stored.pages, stored.page_table) if isinstance(stored, qkv.Paged) else (stored,)
+        for array in arrays:
+            quantized = isinstance(array, qkv.Quantized)
+            seen += [array.values, array.scales] if quantized else [array]
+    return [np.array(s) if not isinstance(s, str | list) else s for s in seen]
+
+
+def same(before: list[Any], after: list[Any]) -> None:
+    for one, other in zip(before, after, strict=True):
+        if isinstance(one, np.ndarray):
+            np.testing.assert_array_equal(one, other)
+        else:
+            assert one == other
+
+
+@pytest.fixture(params=[None, "int8"], ids=["float64", "int8"])
+def dtype(request: Any) -> Any:
+    return request.param
+
+
+@pytest.fixture(params=CACHES)
+def cache(request: Any, dtype: str | None) -> Any:
+    made = CACHES[request.param](dtype=dtype)
+    made.append(KEY, VALUE)
+    return made
+
+
+ONE, WIDE = KEY[:, :, :1], VALUE[:, :, :1]
+APPENDS: dict[str, tuple[Any, Any, Any, type[Exception], str]] = {
+    "batch": (ONE[:1], WIDE[:1], None, qkv.ShapeError, "sequences|leading dimensions"),
+    "heads": (ONE[:, :1], WIDE[:, :1], None, qkv.ShapeError, r"leading dimensions.*\(2, 1\)"),
+    "heads of values": (ONE, WIDE[:, :1], None, qkv.ShapeError, "value has leading dimensions"),
+    "dim": (WIDE, WIDE, None, qkv.ShapeError, "rows of 6; the cache has .* and 8"),
+    "tokens": (KEY[:, :, :2], WIDE, None, qkv.ShapeError, "not rows of as many tokens"),
+    "dimensions": (ONE[0], WIDE[0], None, qkv.ShapeError, "dimensions"),
+    "dtype": (ONE, WIDE.astype("f"), None, qkv.DTypeError, "value has dtype float32; .* float64"),
+    "integers": (ONE.astype(int), WIDE.astype(int), None, qkv.DTypeError, "dtype int64"),
+    "no array": (ONE.tolist(), WIDE, None, qkv.DTypeError, "key is a builtins.list"),
+    "lengths": (KEY, VALUE, [8, 1], qkv.ShapeError, "new_lens runs from 1 to 8; 7 rows"),
+    "negative lengths": (KEY, VALUE, [-1, 1], qkv.ShapeError, "new_lens runs from -1 to 1"),
+    "too many lengths": (KEY, VALUE, [1, 1, 1], qkv.ShapeError, r"new_lens has shape \(3,\)"),
+    "fractions": (KEY, VALUE, [0.5, 1.0], qkv.DTypeError, "new_lens has dtype float64"),
+}
+
+
+@pytest.mark.parametrize("name", APPENDS)
+def test_appends_that_do_not_fit(cache: Any, name: str) -> None:
+    key, value, new_lens, error, message = APPENDS[name]
+    before = state(cache)
+    with pytest.raises(error, match=message):
+        cache.append(key, value, new_lens)
+    same(before, state(cache))
+
+
+@pytest.mark.parametrize("lengths", [8, -1, [0, 8], [0, 0, 0], 1.5, [[1, 1]]])
+def test_truncations_that_do_not_fit(cache: Any, lengths: Any) -> None:
+    before = state(cache)
+    with pytest.raises((qkv.ArgumentError, qkv.ShapeError, qkv.DTypeError)):
+        cache.truncate(lengths)
+    same(before, state(cache))
+
+
+@pytest.mark.parametrize("indices", [[2], [0, -1], [[0, 1]], 0, [0.0], ["a"], [True]])
+def test_orders_that_do_not_fit(cache: Any, indices: Any) -> None:
+    before = state(cache)
+    with pytest.raises((qkv.ArgumentError, qkv.ShapeError, qkv.DTypeError)):
+        cache.reorder(indices)
+    same(before, state(cache))
+
+
+def test_arrays_of_another_library(cache: Any) -> None:
+    torch = pytest.importorskip("torch", reason="tensors beside arrays")
+    before = state(cache)
+    for key, value in (
+        (torch.from_numpy(ONE), torch.from_numpy(WIDE)),
+        (ONE, torch.from_numpy(WIDE)),
+    ):
+        with pytest.raises(qkv.DTypeError, match="array of torch; the cache has arrays of numpy"):
+            cache.append(key, value)
+    same(before, state(cache))
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_what_is_differentiated_or_traced(kind: str) -> None:
+    torch = pytest.importorskip("torch", reason="gradients")
+    jax = pytest.importorskip("jax", reason="traces")
+    made = CACHES[kind]()
+    key = torch.ones(1, 1, 1, 4, requires_grad=True)
+    with pytest.raises(qkv.UnsupportedError, match="torch differentiates key"):
+        made.append(key, key)
+
+    def step(x: Any) -> Any:
+        made.append(x, x)
+        return x
+
+    with pytest.raises(qkv.UnsupportedError, match="key is traced"):
+        jax.jit(step)(np.ones((1, 1, 1, 4), np.float32))
+    assert made.q_offset == 0
+    with torch.no_grad():
+        made.append(key, key)
+    assert made.q_offset == 1
+
+
+def test_out_of_pages() -> None:
+    cache = PagedCache(page_size=4, num_pages=5)
+    cache.append(KEY, VALUE)  # two pages for each of two sequences
+    before = state(cache)
+    with pytest.raises(qkv.ShapeError, match="2 pages are needed and 1 of 5 are free"):
+        cache.append(KEY[:, :, :4], VALUE[:, :, :4])
+    same(before, state(cache))
+    fork = cache.fork()
+    with pytest.raises(qkv.ShapeError, match="2 pages are needed and 1 of 5 are free"):
+        fork.append(ONE, WIDE)  # both would write to pages that are shared
+    same(before, state(cache))
+    same(before, state(fork))
+    fork.reset()
+    cache.append(ONE, WIDE)
+    assert cache.lengths.tolist() == [8, 8]
+
+
+@pytest.mark.parametrize(
+    ("table", "lengths", "error", "message"),
+    [
+        ([[0, 5]], 7, qkv.ArgumentError, "there is no page 5; there are 5 pages"),
+        ([[0, -1]], 7, qkv.ArgumentError, "there is no page -1"),
+        ([[0, 4]], 7, qkv.ArgumentError, "page 4 is free"),
+        ([[0, 1]], 9, qkv.ShapeError, "room for 8 tokens"),
+        ([[0, 1]], -1, qkv.ShapeError, "lengths run from -1"),
+        ([0, 1], 7, qkv.ShapeError, "page_table has shape"),
+        ([[0.0, 1.0]], 7, qkv.DTypeError, "page_table has dtype float64"),
+    ],
+)
+def test_page_tables_out_of_range(
+    table: Any, lengths: Any, error: type[Exception], message: str
+) -> None:
+    cache = PagedCache(page_size=4, num_pages=5)
+    cache.append(KEY, VALUE)
+    before, free = state(cache), cache.pages_free
+    with pytest.raises(error, match=message):
+        cache.share(np.array(table), lengths)
+    same(before, state(cache))
+    assert cache.pages_free == free
+
+
+def test_a_table_is_read_as_far_as_it_is_needed() -> None:
+    cache = PagedCache(page_size=4, num_pages=5)
+    cache.append(KEY, VALUE)
+    prefix = cache.share(np.array([[cache.page_table[0, 0], 99]]), 4)
+    assert prefix.page_table.tolist() == [[cache.page_table[0, 0]]]
+
+
+def test_no_room() -> None:
+    cache = ContiguousCache(8)
+    cache.append(KEY, VALUE)
+    before = state(cache)
+    with pytest.raises(qkv.ShapeError, match="room for 8 tokens, 7 are in it and 2 more arrive"):
+        cache.append(KEY[:, :, :2], VALUE[:, :, :2])
+    same(before, state(cache))
+    cache.append(ONE, WIDE)
+
+
+def test_a_window_that_is_gone() -> None:
+    cache = RollingCache(window=3)
+    for i in range(7):
+        cache.append(KEY[:, :, i : i + 1], VALUE[:, :, i : i + 1])
+    before = state(cache)
+    with pytest.raises(qkv.ArgumentError, match=r"cannot be truncated to 1 tokens.* are gone"):
+        cache.truncate(1)
+    same(before, state(cache))
+    cache.truncate(6)  # the last append can always be taken back
+    rows = cache.append(KEY[:, :, 6:], VALUE[:, :, 6:])
+    np.testing.assert_array_equal(rows.key, KEY[:, :, 4:])
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_an_empty_cache(kind: str) -> None:
+    made = CACHES[kind]()
+    assert (made.q_offset, made.nbytes) == (0, 0)
+    assert isinstance(made, qkv.cache.Cache)
+    with pytest.raises(qkv.ArgumentError, match="empty"):
+        made.read()
+    with pytest.raises(qkv.ShapeError):
+        made.reorder([0])
+    made.truncate(0)
+    made.reset()
+    rows = made.append(KEY[:, :, :0], VALUE[:, :, :0])
+    assert rows.attention(KEY[:, :, :2], qkv.Causal()).tolist() == np.zeros((2, 2, 2, 6)).tolist()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ContiguousCache(-1),
+        lambda: ContiguousCache(2.0),
+        lambda: ContiguousCache(dtype="int4"),
+        lambda: RollingCache(0),
+        lambda: RollingCache(4, -1),
+        lambda: PagedCache(0),
+        lambda: PagedCache(4, -1),
+        lambda: PagedCache(True),
+        lambda: PagedCache(dtype=np.int8),
+    ],
+)
+def test_impossible_caches(make: Any) -> None:
+    with pytest.raises(qkv.ArgumentError):
+        make()
