@@ -99,7 +99,7 @@ __all__ = [
     "vjp",
 ]
 
-_LAZY = ("cost", "errata", "exercises")
+_LAZY = ("cache", "cost", "errata", "exercises", "mechanisms")
 """Modules that are imported when they are first used."""
 
 
@@ -107,11 +107,3 @@ def __getattr__(name: str) -> _Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'qkv' has no attribute {name!r}")
     return _import_module(f"qkv.{name}")
-
-def __getattr__(name: str) -> object:
-    """Packages that are imported when they are first used."""
-    if name == "cache":
-        from importlib import import_module
-
-        return import_module("qkv.cache")
-    raise AttributeError(f"module 'qkv' has no attribute {name!r}")

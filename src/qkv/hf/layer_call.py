@@ -44,16 +44,11 @@ class LayerCall:
 
     def output(self) -> torch.Tensor:
         """`attention` of it, (batch, q_len, num_heads, v_head_dim); differentiable."""
-        arrays = self.query, self.key, self.value
-        out: torch.Tensor = qkv.attention(*arrays, *self.variants, **self._said)
+        key, value, lengths = layer_rows(self.key, self.value)
+        variants = (*self.variants, *lengths) if lengths else self.variants
+        out: torch.Tensor = qkv.attention(self.query, key, value, *variants, **self._said)
         # A decoding step has one row, and nothing is copied.
         return out.transpose(1, 2).contiguous()
-        key, value, lengths = layer_rows(self.key, self.value)
-        variants = (*self.variants, *lengths)
-        out: torch.Tensor = qkv.attention(
-            self.query.transpose(1, 2), key, value, *variants, layout="blhd", **self._said
-        )
-        return out
 
     def inspect(self) -> Any:
         """`qkv.inspect` of it; no gradient goes through."""

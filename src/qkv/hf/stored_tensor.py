@@ -105,22 +105,16 @@ def as_tensors(part: Part, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tens
 def layer_rows(
     key: torch.Tensor, value: torch.Tensor
 ) -> tuple[Any, Any, tuple[qkv.KeyLengths, ...]]:
-    """Key and value of a layer as `qkv.attention` with `layout="blhd"` takes them, and a mask."""
+    """Key and value of a layer as `qkv.attention` takes them, and a mask of what is real."""
+    if not isinstance(key, StoredTensor):
+        return key, value, ()
     lens = getattr(key, "kv_lens", None)
-    stored = _swapped(key), _swapped(value)
-    return (*stored, () if lens is None or not key.is_cpu else (lens,))
+    return _rows(key), _rows(value), () if lens is None or not key.is_cpu else (lens,)
 
 
-def _swapped(rows: Any) -> Any:
-    """Heads and length swapped, which copies nothing; dense on devices without stored rows."""
-    match rows:
-        case StoredTensor() if rows.is_cpu:
-            return _swapped(rows.rows)
-        case qkv.Paged(pages=pages, page_table=table):
-            return qkv.Paged(_swapped(pages), table)
-        case qkv.Quantized(values=values, scales=scales):
-            return qkv.Quantized(values.transpose(1, 2), scales.transpose(1, 2))
-    return rows.transpose(1, 2)
+def _rows(stored: Any) -> Any:
+    """Stored rows where they lie; a dense tensor on devices without them."""
+    return stored.rows if stored.is_cpu else stored.clone()
 
 
 def _values(rows: Any) -> torch.Tensor:

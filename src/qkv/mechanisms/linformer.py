@@ -165,10 +165,6 @@ class Linformer(ProjectedAttention):
         """
         positive_integers(n=n, batch=batch)
         tokens, k, g, d = symbols(n=n, k=self.num_mixtures, g=self.num_kv_heads, d=self.head_dim)
-        copies: int = 2 * g * batch
-        found = matmul("mixtures", k, tokens, d) * copies
-        found += super().cost(n, batch, dtype)
-        return found
         found = matmul("mixtures", k, tokens, d) * (2 * g * batch)
         whole: Ledger = found + super().cost(n, batch, dtype)
         return whole
