@@ -17,7 +17,7 @@ from qkv.arrays.torch_arrays import TorchArrays
 from qkv.backends import device_backend
 from qkv.bridges import torch_functions as functions
 from qkv.bridges.torch_operators import contiguous
-from qkv.bridges.torch_prepared import looks_on, prepare, run_prepared
+from qkv.bridges.torch_prepared import looks_on, prepare, run_prepared, run_step
 from qkv.call.attend import attend
 from qkv.call.bound import BoundCall, Structure, bind
 from qkv.call.device_call import check_device_call, is_device_call
@@ -41,7 +41,9 @@ def attention(
     if torch.compiler.is_dynamo_compiling():
         return _compiled(query, key, value, variants, options, return_lse)
     bound = bind(query, key, value, variants, options)
-    found = run_prepared(bound, return_lse)
+    found = run_step(bound, return_lse)
+    if found is None:
+        found = run_prepared(bound, return_lse)
     if found is not None:
         return found
     if not bound.structure.is_plain:

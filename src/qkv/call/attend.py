@@ -22,7 +22,10 @@ from qkv.call.flatten import depends_on_positions_only, without_arrays
 from qkv.partial import Partial
 from qkv.problem.builder import INDEX_LIMIT
 
-__all__ = ["Attended", "attend", "call_key", "heads_first", "in_place", "prepared"]
+__all__ = [
+    "Attended", "GrowingCall", "Step", "attend", "call_key", "decoding_step", "heads_first",
+    "in_place", "prepared",
+]  # fmt: skip
 
 Array = NDArray[Any]
 
@@ -71,7 +74,7 @@ def attend(
     views = heads_first(bound)
     step = key = None
     if views is not None:
-        step = _step(bound, views, backward)
+        step = decoding_step(bound, views, backward)
         if step is not None:
             growing = CALLS.get(step.key)
             if growing is not None:
@@ -187,7 +190,7 @@ def _restored(found: tuple[Any, Any, Any], bound: BoundCall) -> Attended:
 # Decoding steps
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
     """What decoding steps of any length have in common, and where the queries of this one stand.
 
     `q_offset` is the number that was given, None if none was.
@@ -197,27 +200,34 @@ class _Step(NamedTuple):
     q_offset: int | None
 
 
-class _GrowingCall(NamedTuple):
+class GrowingCall(NamedTuple):
     """A prepared call for any number of keys; `at_end` if the last query is at the last key."""
 
     growing: Growing
     at_end: bool
 
+    def q_shift(self, given: int | None, q_len: int, kv_len: int) -> int:
+        """The position of query row 0; `given` is the number that the call said, if any."""
+        if given is not None:
+            return given
+        return kv_len - q_len if self.at_end else 0
+
     def run(
         self,
         views: tuple[Array, Array, Array],
         rows: bool,
-        step: _Step,
+        step: Step,
         arrays: tuple[Any, ...],
     ) -> Any:
+        """The results of a step, None if something is not as it was prepared for."""
         query, key, value = views
-        q_shift = step.q_offset
-        if q_shift is None:
-            q_shift = key.shape[-2] - query.shape[-2] if self.at_end else 0
+        q_shift = self.q_shift(step.q_offset, query.shape[-2], key.shape[-2])
         return self.growing(query, key, value, rows, q_shift, arrays)
 
 
-def _step(bound: BoundCall, views: tuple[Array, Array, Array], backward: bool) -> _Step | None:
+def decoding_step(
+    bound: BoundCall, views: tuple[Array, Array, Array], backward: bool = False
+) -> Step | None:
     """A call as a decoding step, if it can be one."""
     query, key, value = views
     if query.ndim < 3 or key.ndim != query.ndim:
@@ -243,7 +253,7 @@ def _step(bound: BoundCall, views: tuple[Array, Array, Array], backward: bool) -
     more = _leaf_keys(bound, growing=True)
     if more is None:
         return None
-    return _Step(
+    return Step(
         (
             "backward step" if backward else "step", generation(), structure.variants,
             scale, q_offset, kv_offset, backend,
@@ -254,7 +264,7 @@ def _step(bound: BoundCall, views: tuple[Array, Array, Array], backward: bool) -
     )  # fmt: skip
 
 
-def _prepare_step(step: _Step, bound: BoundCall, call: CheckedCall) -> bool:
+def _prepare_step(step: Step, bound: BoundCall, call: CheckedCall) -> bool:
     """Prepare for more steps like this one, once there has been another; whether that can be."""
     prepare = getattr(call.choice.backend, "prepare_growing", None)
     problem = call.problem
@@ -266,5 +276,5 @@ def _prepare_step(step: _Step, bound: BoundCall, call: CheckedCall) -> bool:
         return True
     ready = prepare(problem, in_place(bound._replace(leaves=call.leaves)))
     if ready is not None:
-        CALLS.insert(without_arrays(step.key), _GrowingCall(ready, aligned == "end"))
+        CALLS.insert(without_arrays(step.key), GrowingCall(ready, aligned == "end"))
     return ready is not None
