@@ -44,7 +44,7 @@ class Structure(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether query, key and value are arrays, none of them in storage of its own."""
-        return self.operands == _PLAIN
+        return self.operands is _PLAIN or self.operands == _PLAIN
 
     @property
     def is_known(self) -> bool:
@@ -128,7 +128,7 @@ class UnboundCall(NamedTuple):
     owners: tuple[Any, ...]
 
 
-_PLAIN = (ReadInPlace, ReadInPlace, ReadInPlace)
+_PLAIN: tuple[Tree, ...] = (ReadInPlace, ReadInPlace, ReadInPlace)
 _DEFAULT_OPTIONS = tuple([flatten(option, Leaves([], [])) for option in DEFAULTS])
 
 
@@ -149,13 +149,27 @@ def bind(
     whole : callable, optional
         As for `flatten`.
     """
+    if not variants and options is DEFAULTS and _are_plain(query, key, value):
+        return BoundCall(_OPERANDS_ALONE, [query, key, value])
     leaves = Leaves([], [])
-    operands = (_operand(query, leaves), _operand(key, leaves), _operand(value, leaves))
+    operands = _PLAIN
+    if _are_plain(query, key, value):
+        leaves.arrays.extend((query, key, value))
+    else:
+        operands = (_operand(query, leaves), _operand(key, leaves), _operand(value, leaves))
     trees = tuple([flatten(variant, leaves, "in_place", whole) for variant in variants])
     said = _DEFAULT_OPTIONS
     if options is not DEFAULTS:
         said = tuple([flatten(option, leaves, "value", whole) for option in options])
     return BoundCall(Structure(operands, trees, said, tuple(leaves.by_value)), leaves.arrays)
+
+
+_OPERANDS_ALONE = Structure(_PLAIN, (), _DEFAULT_OPTIONS)
+
+
+def _are_plain(query: Any, key: Any, value: Any) -> bool:
+    """Whether the operands are arrays, none of them in storage of its own."""
+    return hasattr(query, "shape") and hasattr(key, "shape") and hasattr(value, "shape")
 
 
 def _operand(operand: Any, leaves: Leaves) -> Tree:
