@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.backends import Refusal, backends, choose, register, unregister
+from host_backends import HOST_BACKENDS
+from qkv.backends import Refusal, choose, register, unregister
 from qkv.backends.blocked import BlockedBackend
 from qkv.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 from qkv.problem.check import check
 from qkv.testing import DTYPES, bounds, truth
 
-NAMES = [backend.name for backend in backends()]
+NAMES = HOST_BACKENDS
 BATCH, HEADS, KV_HEADS, HEAD_DIM, V_HEAD_DIM = 3, 4, 2, 12, 7
 
 

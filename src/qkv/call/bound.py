@@ -153,10 +153,11 @@ def bind(
         return BoundCall(_OPERANDS_ALONE, [query, key, value])
     leaves = Leaves([], [])
     operands = _PLAIN
+    leaves.arrays.append(query)
     if _are_plain(query, key, value):
-        leaves.arrays.extend((query, key, value))
+        leaves.arrays.extend((key, value))
     else:
-        operands = (_operand(query, leaves), _operand(key, leaves), _operand(value, leaves))
+        operands = (ReadInPlace, _operand(key, leaves), _operand(value, leaves))
     trees = tuple([flatten(variant, leaves, "in_place", whole) for variant in variants])
     said = _DEFAULT_OPTIONS
     if options is not DEFAULTS:
