@@ -1,8 +1,9 @@
 """Backends: how one is described, found and chosen.
 
-A backend is any object with `name`, `priority`, `refusals(spec)` and `run(problem)`; with
-`stored_rows = True` it takes keys and values that are `StoredRows` too. Those of other packages are
-found through the entry point group `qkv.backends`; see docs/add-a-backend.md.
+A backend is any object with the protocol of `Backend`. What it has beyond that is a protocol each:
+`Differentiable`, `Inspectable`, `StoredRowsBackend`, `DeviceBackend`, and for calls like an earlier
+one `Preparing`, `PreparingGradients` and `PreparingSteps`. Those of other packages are found
+through the entry point group `qkv.backends`; see docs/add-a-backend.md.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from qkv.problem.backward import BackwardInputs, OperandGradients
 from qkv.problem.spec import Problem, Spec
 
 __all__ = [
-    "Backend", "BrokenBackendWarning", "Choice", "Refusal", "backends", "choose", "kept",
-    "refusals", "register", "unregister",
+    "AddressedCall", "Backend", "BrokenBackendWarning", "Choice", "DeviceBackend",
+    "Differentiable", "Growing", "Inspectable", "Prepared", "PreparedBackward", "Preparing",
+    "PreparingGradients", "PreparingSteps", "Refusal", "StoredRowsBackend", "backends", "choose",
+    "kept", "refusals", "register", "unregister",
 ]  # fmt: skip
 
 Array = NDArray[Any]
@@ -43,12 +46,7 @@ class Refusal:
 
 
 class Prepared(Protocol):
-    """A problem made ready for other arrays with the same dtypes, shapes and strides.
-
-    A backend may have `prepare(problem, backward, arrays) -> Prepared | None`. It is asked only for
-    problems whose variants hold nothing but constants, and these arrays, of which tables of the
-    problem are views. Calls bring their own, in the same order, and with other values.
-    """
+    """A problem made ready for other arrays with the same dtypes, shapes and strides."""
 
     def __call__(
         self, query: Any, key: Any, value: Any, rows: bool, arrays: Any = ()
@@ -62,11 +60,7 @@ class Prepared(Protocol):
 
 
 class PreparedBackward(Protocol):
-    """Gradients made ready for other arrays with the same dtypes, shapes and strides.
-
-    A backend may have `prepare_backward(problem, inputs, arrays) -> PreparedBackward | None`, asked
-    as `prepare` is, where no table's gradient is wanted and no operand was broadcast.
-    """
+    """Gradients made ready for other arrays with the same dtypes, shapes and strides."""
 
     def __call__(
         self,
@@ -123,6 +117,53 @@ class AddressedCall(Protocol):
         ...
 
 
+@runtime_checkable
+class Preparing(Protocol):
+    """What a backend also has that prepares for calls like an earlier one."""
+
+    def prepare(self, problem: Problem, backward: bool, arrays: Any = ()) -> Prepared | None:
+        """The problem made ready, None if values that calls may change decide what is computed.
+
+        It is asked only for problems whose variants hold nothing but constants, and these arrays,
+        of which tables of the problem are views. Calls bring their own, in the same order, with
+        the same dtypes, shapes and strides, and with other values. `backward` says whether a
+        backward pass will follow.
+        """
+        ...
+
+
+@runtime_checkable
+class PreparingGradients(Protocol):
+    """What a backend also has that prepares for gradients like earlier ones."""
+
+    def prepare_backward(
+        self, problem: Problem, inputs: BackwardInputs, arrays: Any = ()
+    ) -> PreparedBackward | None:
+        """As `Preparing.prepare`, where no table's gradient is wanted and no operand was broadcast.
+
+        Later residuals and cotangents have the dtypes, shapes and strides of `inputs`.
+        """
+        ...
+
+
+@runtime_checkable
+class PreparingSteps(Protocol):
+    """What a backend also has that prepares for steps of decoding over any number of keys."""
+
+    def prepare_growing(self, problem: Problem) -> Growing | None:
+        """The problem made ready for any number of keys, or None; see `Growing`."""
+        ...
+
+
+@runtime_checkable
+class StoredRowsBackend(Protocol):
+    """What a backend has that says whether it takes keys and values in storage of their own."""
+
+    stored_rows: bool
+    """Whether `Operands.key` and `value` may be `qkv.problem.rows.StoredRows`."""
+
+
+@runtime_checkable
 class Differentiable(Protocol):
     """What a backend also has that computes gradients."""
 
@@ -316,10 +357,11 @@ def refusals(backend: Backend, spec: Spec, *, backward: bool = False) -> tuple[R
     reasons = backend.refusals(spec)
     if spec.device != "cpu" and not isinstance(backend, DeviceBackend):
         reasons = (Refusal(f"query is on {spec.device}", "arrays in main memory"), *reasons)
-    if backward and not hasattr(backend, "backward"):
+    if backward and not isinstance(backend, Differentiable):
         reasons = (NO_BACKWARD, *reasons)
     stored = stored_operands(spec)
-    if stored and (backward or not getattr(backend, "stored_rows", False)):
+    takes_stored = isinstance(backend, StoredRowsBackend) and backend.stored_rows
+    if stored and (backward or not takes_stored):
         what = "gradients of arrays" if backward else "arrays of the query's dtype"
         reasons = (Refusal(" and ".join(stored), what), *reasons)
     return reasons
