@@ -1,5 +1,6 @@
 """A backend from another package: found by entry point, or registered by hand."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -65,21 +66,76 @@ except qkv.UnsupportedError as error:
 """
 
 
-def test_a_backend_is_found_through_its_entry_point(tmp_path: Path) -> None:
-    (tmp_path / "uniform_attention.py").write_text(PACKAGE)
-    info = tmp_path / "uniform_attention-1.0.dist-info"
+def install(folder: Path, module: str) -> None:
+    """A package with an entry point."""
+    (folder / "uniform_attention.py").write_text(module)
+    info = folder / "uniform_attention-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: uniform-attention\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[qkv.backends]\nuniform = uniform_attention:Uniform\n")
-    ran = subprocess.run(
-        [sys.executable, "-W", "error", "-c", PROGRAM, str(tmp_path)],
+
+
+def run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", program, str(folder)],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
+        env={**os.environ, "COLUMNS": "200"},
     )
+
+
+def test_a_backend_is_found_through_its_entry_point(tmp_path: Path) -> None:
+    install(tmp_path, PACKAGE)
+    ran = run(PROGRAM, tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.strip() == "variants or dtype (accepts plain float64)"
+
+
+BROKEN_PROGRAM = """
+import sys, warnings
+sys.path.insert(0, sys.argv[1])
+import numpy as np, qkv
+from qkv.backends import BrokenBackendWarning
+x = np.random.default_rng(0).normal(size=(2, 5, 4))
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for _ in range(3):
+        found = qkv.attention(x, x, x, scale=0.0)
+        plan = qkv.plan(x, x, x)
+assert [w.category for w in caught] == [BrokenBackendWarning], caught
+np.testing.assert_allclose(found, np.broadcast_to(x.mean(1, keepdims=True), x.shape))
+try:
+    qkv.attention(x, x, x, backend="uniform")
+except qkv.ArgumentError as error:
+    assert "no backend" in str(error)
+print(caught[0].message)
+from qkv.cli import main
+with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    main(["info"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        ("import no_such_library", "No module named 'no_such_library'"),
+        ("Uniform = None", "'NoneType' object is not callable"),
+        ("raise OSError('no such device')", "no such device"),
+    ],
+)
+def test_a_broken_entry_point_is_left_out_with_one_warning(
+    module: str, reason: str, tmp_path: Path
+) -> None:
+    install(tmp_path, module)
+    ran = run(BROKEN_PROGRAM, tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    warning, *info = ran.stdout.splitlines()
+    assert "'uniform' (uniform_attention:Uniform)" in warning
+    assert reason in warning
+    assert any("uniform" in line and reason in line for line in info), ran.stdout
 
 
 class Counting(ReferenceBackend):

@@ -1,203 +1,81 @@
 """Backends: how one is described, found and chosen.
 
-A backend is any object with `name`, `priority`, `refusals(spec)` and `run(problem)`; with
-`stored_rows = True` it takes keys and values that are `StoredRows` too. Those of other packages are
-found through the entry point group `qkv.backends`; see docs/add-a-backend.md.
+A backend is any object with the protocol of `Backend`. What it has beyond that is a protocol each:
+`Differentiable`, `Inspectable`, `StoredRowsBackend`, `DeviceBackend`, and for calls like an earlier
+one `Preparing`, `PreparingGradients` and `PreparingSteps`. Those of other packages are found
+through the entry point group `qkv.backends`; see docs/add-a-backend.md.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.backends.protocols import (
+    AddressedCall,
+    AddressedGrowing,
+    Backend,
+    DeviceBackend,
+    Differentiable,
+    Growing,
+    Inspectable,
+    Prepared,
+    PreparedBackward,
+    PreparedStatistics,
+    Preparing,
+    PreparingGradients,
+    PreparingStatistics,
+    PreparingSteps,
+    Progress,
+    Refusal,
+    StoredRowsBackend,
+)
 from qkv.errors import ArgumentError, UnsupportedError
-from qkv.partial import Partial, RowStatistics, finish
-from qkv.problem.backward import BackwardInputs, OperandGradients
+from qkv.partial import Partial, finish
+from qkv.problem.backward import BackwardInputs
 from qkv.problem.spec import Problem, Spec
 
 __all__ = [
-    "Backend", "BrokenBackendWarning", "Choice", "Refusal", "backends", "choose", "kept",
-    "refusals", "register", "unregister",
-]  # fmt: skip
+    "AddressedCall",
+    "AddressedGrowing",
+    "Backend",
+    "BrokenBackendWarning",
+    "Choice",
+    "DeviceBackend",
+    "Differentiable",
+    "Growing",
+    "Inspectable",
+    "Prepared",
+    "PreparedBackward",
+    "PreparedStatistics",
+    "Preparing",
+    "PreparingGradients",
+    "PreparingStatistics",
+    "PreparingSteps",
+    "Progress",
+    "Refusal",
+    "StoredRowsBackend",
+    "backends",
+    "broken_backends",
+    "choose",
+    "describe",
+    "device_backend",
+    "generation",
+    "kept",
+    "refusals",
+    "register",
+    "unregister",
+]
 
 Array = NDArray[Any]
-Progress: TypeAlias = Callable[[int, int], object]
-"""Told of `(done, total)`."""
 
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why a backend cannot run a problem: the fact, and what it accepts."""
-
-    fact: str
-    accepts: str
-
-    def __str__(self) -> str:
-        return f"{self.fact} (accepts {self.accepts})"
-
-
-class Prepared(Protocol):
-    """A problem made ready for other arrays with the same dtypes, shapes and strides.
-
-    A backend may have `prepare(problem, backward, arrays) -> Prepared | None`. It is asked only for
-    problems whose variants hold nothing but constants, and these arrays, of which tables of the
-    problem are views. Calls bring their own, in the same order, and with other values.
-    """
-
-    def __call__(
-        self, query: Any, key: Any, value: Any, rows: bool, arrays: Any = ()
-    ) -> tuple[Any, Any, Any] | None:
-        """Output, lse and lse_rest as `run` gives them, or as `run_for_backward` does if a
-        `backward` pass was said to follow; the last two only if `rows` are wanted.
-
-        None in place of all if the machine is no longer what it was prepared for.
-        """
-        ...
-
-
-class PreparedBackward(Protocol):
-    """Gradients made ready for other arrays with the same dtypes, shapes and strides.
-
-    A backend may have `prepare_backward(problem, inputs, arrays) -> PreparedBackward | None`, asked
-    as `prepare` is, where no table's gradient is wanted and no operand was broadcast.
-    """
-
-    def __call__(
-        self,
-        query: Any,
-        key: Any,
-        value: Any,
-        out: Any,
-        lse: Any,
-        lse_rest: Any,
-        grad_out: Any,
-        grad_lse: Any,
-        arrays: Any = (),
-    ) -> tuple[Any, Any, Any] | None:
-        """Gradients of query, key and value as `backward` gives them, and in their type; None for
-        `grad_lse` is zeros. None in place of all if something is not as it was prepared for.
-        """
-        ...
-
-
-class PreparedStatistics(Protocol):
-    """A forward pass with statistics, made ready as `Prepared` is.
-
-    A backend may have `prepare_statistics(problem, arrays) -> PreparedStatistics | None`.
-    """
-
-    def __call__(
-        self, query: Any, key: Any, value: Any, rows: bool, arrays: Any = ()
-    ) -> tuple[Any, Any, Any] | None:
-        """Output, lse and `RowStatistics` as `run_with_statistics` gives them."""
-        ...
-
-
-class Growing(Protocol):
-    """A problem of few queries made ready for any number of keys: the steps of decoding.
-
-    A backend may have `prepare_growing(problem, arrays=()) -> Growing | None`. `arrays` are those
-    that each step brings, of which tables of the problem are views; everything else that variants
-    hold is kept by value, and must serve any number of keys, or the result is None. Where all
-    queries stand is a number that each step brings too, if the problem has a table of it.
-    """
-
-    def __call__(
-        self, query: Any, key: Any, value: Any, rows: bool, q_shift: int, arrays: Any = ()
-    ) -> tuple[Any, Any, Any] | None:
-        """Output and lse of the call, sinks included, and None; lse only if `rows` are wanted.
-
-        Parameters
-        ----------
-        query, key, value : array
-            Like those that were prepared for, with any strides; key and value with any number of
-            rows.
-        rows : bool
-            Whether lse is wanted.
-        q_shift : int
-            What is added to the row of a query for its position.
-        arrays : sequence of array
-            In the order of those that were prepared for. Axes along the keys have as many entries
-            as there are keys now, others as many as before.
-
-        Returns
-        -------
-        tuple or None
-            None if something is not as it was prepared for; the caller then takes the general way.
-        """
-        ...
-
-
-@runtime_checkable
-class AddressedGrowing(Protocol):
-    """Steps that other libraries may make without NumPy arrays in between."""
-
-    def run(
-        self,
-        query: int,
-        key: int,
-        value: int,
-        out: int,
-        lse: int,
-        kv_len: int,
-        q_shift: int,
-        key_strides: Sequence[int],
-        value_strides: Sequence[int],
-        kept: Any,
-        arrays: Sequence[tuple[int, Sequence[int], Sequence[int]]] = (),
-        query_strides: Sequence[int] | None = None,
-    ) -> bool:
-        """Compute at these addresses, of what `kept` keeps; False is `Growing`'s None.
-
-        Strides are bytes, of all axes `(*batch, heads, rows, elements)`; the query's are those that
-        were prepared for if None. Output and lse are dense, and nobody wants lse if its address
-        is 0. Each of `arrays` is its address, shape and strides.
-        """
-        ...
-
-
-@runtime_checkable
-class AddressedCall(Protocol):
-    """A prepared call that other libraries may make without NumPy arrays in between."""
-
-    def run(
-        self,
-        query: int,
-        key: int,
-        value: int,
-        out: int,
-        lse: int,
-        lse_rest: int,
-        kept: Any,
-        arrays: Any = (),
-    ) -> bool:
-        """Compute at these addresses, of what `kept` keeps; False is `Prepared`'s None.
-
-        Nobody wants lse or lse_rest whose address is 0.
-        """
-        ...
-
-
-class Differentiable(Protocol):
-    """What a backend also has that computes gradients."""
-
-    def run_for_backward(self, problem: Problem) -> Partial:
-        """What `run` gives; with `lse_rest` if scores are added up as `backward` adds them up.
-
-        Where one key has nearly all the weight, gradients are differences of what the two passes
-        found.
-        """
-        ...
-
-    def backward(self, problem: Problem, inputs: BackwardInputs) -> OperandGradients:
-        """Gradients of query, key and value, and of the tables that `inputs` names."""
-        ...
+NO_BACKWARD = Refusal("has no backward pass", "the forward pass alone")
 
 
 def kept(
@@ -212,76 +90,6 @@ def kept(
     found = finish(forward(problem), problem.operands.sinks)
     rest = np.zeros_like(found.lse) if found.lse_rest is None else found.lse_rest
     return replace(inputs, out=found.out, lse=found.lse, lse_rest=rest)
-
-
-@runtime_checkable
-class DeviceBackend(Protocol):
-    """What a backend has that takes arrays of its own library, on any device.
-
-    `Operands.device_arrays` has them; `run` is not asked. Results stay on the device, and are
-    differentiable by their own library.
-    """
-
-    def attend(self, problem: Problem, *, lse: bool) -> Partial:
-        """Output and, if wanted, lse, sinks included, in either floating type of the problem."""
-        ...
-
-
-NO_BACKWARD = Refusal("has no backward pass", "the forward pass alone")
-
-
-@runtime_checkable
-class Inspectable(Protocol):
-    """What a backend also has that tells of its weights; for the others `qkv.inspect` uses NumPy.
-
-        w[i, j] = exp(s[i, j] - lse[i])
-
-    before dropout, with the lse of the whole call, sinks included, `(*batch_shape, num_heads,
-    q_len)`. Where |lse| is so large that its rounding would show (`qkv.partial.coarse`), a row's
-    sum is to be found again. `progress(done, total)` is called now and then.
-    """
-
-    def run_with_statistics(self, problem: Problem) -> tuple[Partial, RowStatistics]:
-        """What `run` gives, and statistics of its rows over the keys alone, without sinks."""
-        ...
-
-    def top(
-        self, problem: Problem, lse: Array, k: int, progress: Progress | None = None
-    ) -> tuple[Array, Array] | None:
-        """Indices and weights `(*batch_shape, num_heads, q_len, k)` of the best keys, falling.
-
-        Ties go to the lower key, a score of NaN or -inf is none, and what is missing is -1 and 0.
-        None where k is larger than it pays.
-        """
-        ...
-
-    def received(self, problem: Problem, lse: Array, progress: Progress | None = None) -> Array:
-        """`sum_i w[i, j]`, `(*batch_shape, num_heads, kv_len)`."""
-        ...
-
-
-@runtime_checkable
-class Backend(Protocol):
-    """What computes. It knows the expressions of a `Spec`, never the variants."""
-
-    name: str
-    priority: int
-
-    def refusals(self, spec: Spec) -> tuple[Refusal, ...]:
-        """Why it cannot run the problem; empty when it can. Never raises, reads no arrays."""
-        ...
-
-    def blocks(self, spec: Spec) -> tuple[int, int]:
-        """Queries and keys in one of its tiles."""
-        ...
-
-    def scratch_bytes(self, spec: Spec) -> int:
-        """Memory that it takes beyond operands, output and lse."""
-        ...
-
-    def run(self, problem: Problem) -> Partial:
-        """Attention without sinks: `(*batch_shape, num_heads, q_len, v_head_dim)` and lse."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,10 +185,11 @@ def refusals(backend: Backend, spec: Spec, *, backward: bool = False) -> tuple[R
     reasons = backend.refusals(spec)
     if spec.device != "cpu" and not isinstance(backend, DeviceBackend):
         reasons = (Refusal(f"query is on {spec.device}", "arrays in main memory"), *reasons)
-    if backward and not hasattr(backend, "backward"):
+    if backward and not isinstance(backend, Differentiable):
         reasons = (NO_BACKWARD, *reasons)
     stored = stored_operands(spec)
-    if stored and (backward or not getattr(backend, "stored_rows", False)):
+    takes_stored = isinstance(backend, StoredRowsBackend) and backend.stored_rows
+    if stored and (backward or not takes_stored):
         what = "gradients of arrays" if backward else "arrays of the query's dtype"
         reasons = (Refusal(" and ".join(stored), what), *reasons)
     return reasons

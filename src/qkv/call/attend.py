@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends import Growing, Prepared, generation
+from qkv.backends import Growing, Prepared, Preparing, PreparingSteps, generation
 from qkv.call.bound import BoundCall
 from qkv.call.cache import CALLS, Key
 from qkv.call.checked import CheckedCall, check_call
@@ -171,11 +171,11 @@ def in_place(bound: BoundCall) -> tuple[Any, ...]:
 
 def _prepare(key: Key | None, bound: BoundCall, call: CheckedCall, backward: bool) -> None:
     """Prepare for more calls like this one, once there has been another."""
-    prepare = getattr(call.choice.backend, "prepare", None)
-    if prepare is None or key is None or call.ndim == 2 or CALLS.is_new(key):
+    backend = call.choice.backend
+    if key is None or call.ndim == 2 or not isinstance(backend, Preparing) or CALLS.is_new(key):
         return
     checked = bound._replace(leaves=call.leaves)
-    ready = prepare(call.problem, backward, in_place(checked))
+    ready = backend.prepare(call.problem, backward, in_place(checked))
     if ready is not None:
         CALLS.insert(without_arrays(key), ready)
 
@@ -266,15 +266,16 @@ def decoding_step(
 
 def _prepare_step(step: Step, bound: BoundCall, call: CheckedCall) -> bool:
     """Prepare for more steps like this one, once there has been another; whether that can be."""
-    prepare = getattr(call.choice.backend, "prepare_growing", None)
-    problem = call.problem
+    backend, problem = call.choice.backend, call.problem
     aligned = problem.operands.positions.aligned
     # Whether a number and a word say the same depends on the lengths.
-    if prepare is None or (step.q_offset is not None and aligned is not None):
+    if step.q_offset is not None and aligned is not None:
+        return False
+    if not isinstance(backend, PreparingSteps):
         return False
     if CALLS.is_new(step.key):
         return True
-    ready = prepare(problem, in_place(bound._replace(leaves=call.leaves)))
+    ready = backend.prepare_growing(problem, in_place(bound._replace(leaves=call.leaves)))
     if ready is not None:
         CALLS.insert(without_arrays(step.key), GrowingCall(ready, aligned == "end"))
     return ready is not None

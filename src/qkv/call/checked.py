@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arrays import ArrayLibrary, library_of, view_beside
-from qkv.backends import Choice, choose
+from qkv.backends import Choice, Differentiable, choose
 from qkv.call.bound import BoundCall
 from qkv.partial import Partial, finish
 from qkv.problem.check import Layout, check
@@ -64,7 +64,7 @@ class CheckedCall:
     def run_for_backward(self) -> Partial:
         """The same where a backward pass may follow, if the backend has one."""
         backend = self.choice.backend
-        run = getattr(backend, "run_for_backward", backend.run)
+        run = backend.run_for_backward if isinstance(backend, Differentiable) else backend.run
         return finish(run(self.problem), self.problem.operands.sinks)
 
     def output(self, partial: Partial) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,8 +120,10 @@ def gradients_of(
     inputs = backward_inputs(call, partial, grad_out, grad_lse)
     tables, sinks = wanted(problem, [call.named(variant)[0] for variant in wrt])
     inputs = replace(inputs, tables=frozenset(name for name, _ in tables))
+    backend = call.choice.backend
     # A backend that has no backward pass was refused when the call was checked.
-    found = cast(Differentiable, call.choice.backend).backward(problem, inputs)
+    assert isinstance(backend, Differentiable)
+    found = backend.backward(problem, inputs)
     own = by_origin([(origin, found.tables[name]) for name, origin in tables])
     if sinks is not None:
         own.append((sinks, _of_sinks(problem.operands.sinks, inputs)))

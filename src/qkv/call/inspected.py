@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends import Inspectable
+from qkv.backends import Inspectable, PreparingStatistics
 from qkv.call.attend import call_key, heads_first, in_place
 from qkv.call.bound import BoundCall
 from qkv.call.cache import CALLS
@@ -85,10 +85,9 @@ def attend_for_inspection(bound: BoundCall, given: Sequence[Any] | None = None) 
         CALLS.discard(key)
     call = check_call(bound, given)
     backend = call.choice.backend
-    prepare = getattr(backend, "prepare_statistics", None)
     again = key is not None and bound.structure.is_known and not CALLS.is_new(key)
-    if again and key is not None and prepare is not None and call.ndim > 2:
-        prepared = prepare(call.problem, in_place(seen))
+    if again and key is not None and isinstance(backend, PreparingStatistics) and call.ndim > 2:
+        prepared = backend.prepare_statistics(call.problem, in_place(seen))
         if prepared is not None:
             CALLS.insert(without_arrays(key), _Prepared(prepared, backend.name))
     return _checked(call)

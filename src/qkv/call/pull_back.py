@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.backends import PreparingGradients
 from qkv.call.attend import call_key, heads_first, in_place
 from qkv.call.bound import BoundCall
 from qkv.call.cache import CALLS
@@ -122,16 +123,18 @@ def _prepare(
     grad_lse: Array | None,
 ) -> None:
     """Prepare for more like this one, once there has been another."""
-    prepare = getattr(call.choice.backend, "prepare_backward", None)
+    backend = call.choice.backend
     views, operands = heads_first(bound), call.problem.operands
     whole = (operands.query, operands.key, operands.value)
-    if prepare is None or views is None or call.ndim == 2:
+    if views is None or call.ndim == 2 or not isinstance(backend, PreparingGradients):
         return
     # Operands that were broadcast have gradients of other shapes.
     if [a.shape for a in whole] != [a.shape for a in views] or CALLS.is_new(key):
         return
     inputs = backward_inputs(call, partial, grad_out, grad_lse)
-    ready = prepare(call.problem, inputs, in_place(bound._replace(leaves=call.leaves)))
+    ready = backend.prepare_backward(
+        call.problem, inputs, in_place(bound._replace(leaves=call.leaves))
+    )
     if ready is not None:
         CALLS.insert(without_arrays(key), ready)
 

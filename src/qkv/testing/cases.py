@@ -34,7 +34,7 @@ from qkv.variants import (
 
 Array = NDArray[Any]
 
-__all__ = ["cases"]
+__all__ = ["cases", "cases_of"]
 
 SMALL = Shape((2,), 4, 2, 9, 9, 8, 5)
 UNEQUAL = Shape((2,), 4, 2, 6, 13, 8, 8)
@@ -50,18 +50,30 @@ def cases() -> tuple[Case, ...]:
     >>> len({case.name for case in cases()}) == len(cases())
     True
     """
-    return (*_of_variants(), *_of_shapes(), *_of_memory(), *_of_numbers(), *_of_combinations())
+    return (*cases_of(*ALL), *_of_shapes(), *_of_memory(), *_of_numbers(), *_of_combinations())
 
 
-def _of_variants() -> list[Case]:
-    """Each example of each variant: square, with fewer queries than keys, and over many tiles."""
+def cases_of(*variants: Any) -> list[Case]:
+    """Each example of variants: square, with fewer queries than keys, and over many tiles.
+
+    Parameters
+    ----------
+    *variants : type
+        Classes with `naive` and `examples`; see docs/add-a-variant.md.
+
+    Examples
+    --------
+    >>> import qkv
+    >>> [case.name for case in cases_of(qkv.Causal)][:1]
+    ['Causal 0 square']
+    """
     made = []
     for where, shape, offset, dtypes in (
         ("square", SMALL, None, tuple(DTYPES)),
         ("end", UNEQUAL, "end", ("float32",)),
         ("tiled", TILED, "end", ("float32",)),
     ):
-        for variant in ALL:
+        for variant in variants:
             for i in range(len(variant.examples(shape, np.random.default_rng(0)))):
 
                 def example(

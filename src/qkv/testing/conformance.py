@@ -1,39 +1,38 @@
 """What a backend must do with a case: refuse it and say why, or get it right.
 
     for case in cases():
-        check_case(MyBackend(), case)
+        for what in CHECKS:
+            check_case(MyBackend(), case, what=what)
 
-Every check runs through `qkv.attention`, as a user's call does.
+Every check runs through `qkv.attention`, `qkv.vjp` or `qkv.inspect`, as a user's call does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv._api import attention
-from qkv.backends import Backend, Refusal, backends, register, unregister
-from qkv.errors import UnsupportedError
-from qkv.problem.check import check
-from qkv.problem.spec import Spec
-from qkv.testing.case import DTYPES, Case, Inputs
-from qkv.testing.oracle import Truth
-from qkv.variants import Bias, Mask
+from qkv.backends import Backend, Refusal, register, unregister
+from qkv.testing.case import Case, Inputs
+from qkv.testing.properties import decoding, gradients, inspection, prepared, tensors
+from qkv.testing.run import Run
 
 Array = NDArray[Any]
 
-__all__ = ["check_case"]
+__all__ = ["CHECKS", "check_case"]
 
 
-def check_case(backend: Backend | str, case: Case, dtype: str | None = None) -> bool:
+def check_case(
+    backend: Backend | str, case: Case, dtype: str | None = None, *, what: str = "forward"
+) -> bool:
     """Hold a backend to one case.
 
     Refused means that `qkv.attention` raises UnsupportedError with the backend's own reasons.
-    Accepted means
+    Accepted means, for "forward",
 
     - output and lse within `tolerances.bounds` of the truth; -inf in lse exactly where a row sees
       no key and has no sink, and output exactly 0 where it sees no key;
@@ -43,32 +42,53 @@ def check_case(backend: Backend | str, case: Case, dtype: str | None = None) -> 
     - rows that may not see a key keep every bit when it and its value become NaN, infinite or
       other numbers, and rows that see a NaN value become NaN.
 
+    The other checks, of which a backend passes those that it has nothing for:
+
+    - "gradients": of query, key and value, within `GradientOracle.bounds`; the same bits when
+      they are asked for a second and a third time, which prepares them.
+    - "inspection": weights, their entropy, largest entry and sum over queries, and the best keys.
+    - "prepared": a second and a third call like the first give its bits; with other values in all
+      arrays that are read in place, so does a call like these and a first call.
+    - "decoding": one and three queries, with the variants of the case, over a number of keys that
+      grows, jumps and was seen before, in buffers of one size; each step as "forward" has it.
+    - "tensors": torch tensors in the place of NumPy arrays give the same bits. A backend of a
+      device has tensors in every check.
+
     Parameters
     ----------
     backend : Backend or str
-        An object with the protocol of `qkv.backends.Backend`, or the name of a known one.
+        An object with the protocol of `qkv.backends.Backend`, or the name of a known one. One with
+        that of `DeviceBackend` is given torch tensors on the CPU.
     case : Case
     dtype : str, optional
         One name of `DTYPES`; by default all that the case lists, one after another.
+    what : str
+        One name of `CHECKS`.
 
     Returns
     -------
     bool
-        True if it ran, False if every dtype was refused.
+        True if it ran, False if every dtype was refused, or the case has nothing to check.
 
     Raises
     ------
     AssertionError
         On the first thing that is wrong; the message names backend, case and dtype.
 
+    Notes
+    -----
+    Prepared calls of the process are forgotten by all checks but "forward".
+
     Examples
     --------
     >>> from qkv.testing import cases, check_case
     >>> check_case("blocked", cases()[0])
     True
+    >>> check_case("blocked", cases()[0], "float32", what="gradients")
+    True
     """
     with _known(backend) as name:
-        ran = [_check(name, case, d) for d in ((dtype,) if dtype else case.dtypes)]
+        ran = [CHECKS[what](Run(name, case, d)) for d in ((dtype,) if dtype else case.dtypes)]
     return any(ran)
 
 
@@ -85,11 +105,9 @@ def _known(backend: Backend | str) -> Iterator[str]:
         unregister(backend.name)
 
 
-def _check(name: str, case: Case, dtype: str) -> bool:
-    inputs = case.build(dtype)
-    run = _Run(name, case, dtype)
-    backend = next(b for b in backends() if b.name == name)
-    spec = _spec(inputs)
+def _forward(run: Run) -> bool:
+    inputs, backend = run.case.build(run.dtype), run.known
+    spec = run.spec(inputs)
     reasons = backend.refusals(spec)
     run.require(
         isinstance(reasons, tuple) and all(isinstance(r, Refusal) for r in reasons),
@@ -103,123 +121,61 @@ def _check(name: str, case: Case, dtype: str) -> bool:
     before = [a.tobytes() for a in inputs.arrays]
     out, lse = run.attention(inputs)
     run.require(before == [a.tobytes() for a in inputs.arrays], "an argument was changed")
-    run.form(inputs, out, lse)
-    truth = case.truth(dtype)
-    run.values(truth, case.plain_order(out), lse if case.head_axis else lse[None])
+    run.form(out, lse)
+    run.values(out, lse)
     for array in (out, lse):
         # Memory that is freed full of NaN is what an output that is not written would show.
         np.full(array.shape, np.nan, array.dtype)
-    again = run.attention(inputs)
-    run.require(
-        again[0].tobytes() == out.tobytes() and again[1].tobytes() == lse.tobytes(),
-        "the same call gave other bits",
-    )
-    run.leaks(inputs, truth, out, lse)
+    run.same(run.attention(inputs), (out, lse), "the same call gave other bits")
+    _leaks(run, inputs, out, lse)
     return True
 
 
-def _spec(inputs: Inputs) -> Spec:
-    variants = [
-        (Mask(v) if v.dtype == bool else Bias(v)) if isinstance(v, np.ndarray) else v
-        for v in inputs.variants
-    ]
-    return check(*inputs.arrays, variants, **inputs.keywords).spec
+def _leaks(run: Run, inputs: Inputs, out: Array, lse: Array) -> None:
+    """Change keys that some row may not see; such rows must not notice, the others must."""
+    case, truth = run.case, run.case.truth(run.dtype)
+    allowed = truth.allowed
+    blind = np.argwhere(~allowed.all(axis=-1))
+    if not len(blind):
+        return
+    rng = np.random.default_rng(len(blind))
+    hidden = np.flatnonzero(~allowed[tuple(rng.choice(blind))])
+    hidden = hidden[rng.random(len(hidden)) < 0.7] if len(hidden) > 1 else hidden
+    key, value = (case.plain_order(a).copy() for a in (inputs.key, inputs.value))
+    key[..., hidden, :] = rng.normal(size=(*key.shape[:-2], len(hidden), key.shape[-1]))
+    key[..., hidden[1::4], :] = np.inf
+    key[..., hidden[2::4], :] = np.nan
+    key[..., hidden[3::4], :] = np.nan
+    value[..., hidden, :] = np.nan
+    value[..., hidden[1::2], :] = -np.inf
+    poisoned = [case.arrange(key, "key"), case.arrange(value, "value")]
+    if not all(
+        np.array_equal(case.plain_order(a).astype(float), b.astype(float), equal_nan=True)
+        for a, b in zip(poisoned, (key, value), strict=True)
+    ):
+        return  # rows that share their memory cannot be changed one by one
+    got, got_lse = run.attention(
+        Inputs(inputs.query, poisoned[0], poisoned[1], inputs.variants, inputs.keywords)
+    )
+    sees = allowed[..., hidden].any(axis=-1)
+    before, after = (case.plain_order(a) for a in (out, got))
+    rows = (lse, got_lse) if case.head_axis else (lse[None], got_lse[None])
+    run.require(
+        before[~sees].tobytes() == after[~sees].tobytes()
+        and rows[0][~sees].tobytes() == rows[1][~sees].tobytes(),
+        "what is forbidden changed a row",
+    )
+    if truth.heads[0].factors.all():
+        reached = allowed[..., hidden[::2]].any(axis=-1)
+        run.require(np.isnan(after[reached]).all(), "a NaN value did not reach its rows")
 
 
-class _Run:
-    """One backend, case and dtype, and what is required of them."""
-
-    def __init__(self, backend: str, case: Case, dtype: str) -> None:
-        self.backend, self.case, self.dtype = backend, case, dtype
-
-    def require(self, condition: Any, fact: str) -> None:
-        if not condition:
-            raise AssertionError(f"{self.backend} on {self.case.name!r} in {self.dtype}: {fact}.")
-
-    def attention(self, inputs: Inputs) -> tuple[Array, Array]:
-        out, lse = attention(
-            *inputs.arrays,
-            *inputs.variants,
-            backend=self.backend,
-            return_lse=True,
-            **inputs.keywords,
-        )
-        return out, lse
-
-    def refuses(self, inputs: Inputs, reasons: tuple[Refusal, ...]) -> None:
-        try:
-            self.attention(inputs)
-        except UnsupportedError as error:
-            expected = (self.backend, "; ".join(map(str, reasons)))
-            self.require(expected in error.seen, f"the error does not give its reasons {expected}")
-        else:
-            self.require(False, "it ran although it refuses")
-
-    def form(self, inputs: Inputs, out: Array, lse: Array) -> None:
-        shape = self.case.shape
-        lead = (*shape.batch_shape, shape.num_heads, shape.q_len)
-        full = self.case.arrange(np.empty((*lead, shape.v_head_dim), bool)).shape
-        rows = lead if self.case.head_axis else lead[-1:]
-        compute = np.float64 if self.dtype == "float64" else np.float32
-        self.require(out.dtype == DTYPES[self.dtype], f"output has dtype {out.dtype}")
-        self.require(out.shape == full, f"output has shape {out.shape}, not {full}")
-        self.require(lse.dtype == compute, f"lse has dtype {lse.dtype}")
-        self.require(lse.shape == rows, f"lse has shape {lse.shape}, not {rows}")
-
-    def values(self, truth: Truth, out: Array, lse: Array) -> None:
-        empty = ~truth.allowed.any(axis=-1)
-        self.require((out[empty] == 0).all(), "a row that sees no key is not 0")
-        nothing = np.isneginf(truth.lse)
-        self.require((np.isneginf(lse) == nothing).all(), "lse is -inf in the wrong rows")
-        errors = (
-            ("output", _largest(out - truth.out)),
-            ("lse", _largest(lse[~nothing] - truth.lse[~nothing])),
-        )
-        for orders in self.case.orders:  # mostly the first is enough
-            bounds = self.case.bounds(self.dtype, orders)
-            limits = bounds.out, bounds.lse
-            if all(error <= limit for (_, error), limit in zip(errors, limits, strict=True)):
-                return
-        for (what, error), limit in zip(errors, limits, strict=True):
-            self.require(error <= limit, f"{what} is {error:.3g} off, allowed is {limit:.3g}")
-
-    def leaks(self, inputs: Inputs, truth: Truth, out: Array, lse: Array) -> None:
-        """Change keys that some row may not see; such rows must not notice, the others must."""
-        allowed = truth.allowed
-        blind = np.argwhere(~allowed.all(axis=-1))
-        if not len(blind):
-            return
-        rng = np.random.default_rng(len(blind))
-        hidden = np.flatnonzero(~allowed[tuple(rng.choice(blind))])
-        hidden = hidden[rng.random(len(hidden)) < 0.7] if len(hidden) > 1 else hidden
-        key, value = (self.case.plain_order(a).copy() for a in (inputs.key, inputs.value))
-        key[..., hidden, :] = rng.normal(size=(*key.shape[:-2], len(hidden), key.shape[-1]))
-        key[..., hidden[1::4], :] = np.inf
-        key[..., hidden[2::4], :] = np.nan
-        key[..., hidden[3::4], :] = np.nan
-        value[..., hidden, :] = np.nan
-        value[..., hidden[1::2], :] = -np.inf
-        poisoned = [self.case.arrange(key, "key"), self.case.arrange(value, "value")]
-        if not all(
-            np.array_equal(self.case.plain_order(a).astype(float), b.astype(float), equal_nan=True)
-            for a, b in zip(poisoned, (key, value), strict=True)
-        ):
-            return  # rows that share their memory cannot be changed one by one
-        got, got_lse = self.attention(
-            Inputs(inputs.query, poisoned[0], poisoned[1], inputs.variants, inputs.keywords)
-        )
-        sees = allowed[..., hidden].any(axis=-1)
-        before, after = (self.case.plain_order(a) for a in (out, got))
-        rows = (lse, got_lse) if self.case.head_axis else (lse[None], got_lse[None])
-        self.require(
-            before[~sees].tobytes() == after[~sees].tobytes()
-            and rows[0][~sees].tobytes() == rows[1][~sees].tobytes(),
-            "what is forbidden changed a row",
-        )
-        if truth.heads[0].factors.all():
-            reached = allowed[..., hidden[::2]].any(axis=-1)
-            self.require(np.isnan(after[reached]).all(), "a NaN value did not reach its rows")
-
-
-def _largest(array: Array) -> float:
-    return float(np.max(np.abs(array), initial=0.0))
+CHECKS: Mapping[str, Callable[[Run], bool]] = {
+    "forward": _forward,
+    "gradients": gradients,
+    "inspection": inspection,
+    "prepared": prepared,
+    "decoding": decoding,
+    "tensors": tensors,
+}
+"""What `check_case` can be asked for."""

@@ -113,7 +113,7 @@ def plain(
     with np.errstate(all="ignore"):
         query, key = rounded(dense.query[:, dims]), rounded(dense.key[:, dims])
         raw = rounded(rounded(_product(query, key.T)) * compute.type(dense.scale)).astype(float)
-        scores = rounded(_modified(dense, variants, raw, compute if stepwise else None))[:, keys]
+        scores = rounded(modified(dense, variants, raw, compute if stepwise else None))[:, keys]
         sink = compute.type(dense.sink)
         peak = np.maximum(scores.max(axis=1, initial=-np.inf), sink)
         shift = np.where(np.isneginf(peak), compute.type(0), peak)
@@ -133,7 +133,7 @@ def _product(a: Array, b: Array) -> Array:
     return np.asarray(a @ b)
 
 
-def _modified(
+def modified(
     dense: Dense, variants: Sequence[Any], raw: Array, step: np.dtype[Any] | None
 ) -> Array:
     """What the variants make of raw scores; most only forbid pairs, which is known already."""

@@ -113,10 +113,7 @@ class TensorAttention:
         allowed = evaluation.value(spec.mask)
         scores = torch.where(allowed, evaluation.value(spec.score), -torch.inf)
         scores = scores.expand(scaled.shape)
-        lse = _log_sum(scores, self.sinks)
-        empty = torch.isneginf(lse)
-        weights = torch.exp(scores - torch.where(empty, 0.0, lse)[..., None])
-        weights = torch.where(torch.isneginf(scores), 0.0, weights)
+        weights, lse = _softmax(scores, self.sinks)
         if self.problem.operands.dropout is not None:
             weights = weights * self._factors(places)
         return self._weighted(weights, ~torch.isneginf(scores)), lse
@@ -201,13 +198,18 @@ class TensorAttention:
         return padded.to(self.device, self.dtype)
 
 
-def _log_sum(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """`log(sum exp(scores) + exp(sink))` of each row; -inf, with gradient 0, for an empty one."""
+def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Weights and lse of each row; an empty one has weights 0 and lse -inf, with gradient 0.
+
+    Weights are not `exp(scores - lse)`: where scores are as large as -1e4, rounding lse would show.
+    """
+    kv_len, forbidden = scores.shape[-1], torch.isneginf(scores)
     if sinks is not None:
         column = sinks[:, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column], -1)
     if scores.shape[-1] == 0:
-        return scores.new_full(scores.shape[:-1], -torch.inf)
+        return scores, scores.new_full(scores.shape[:-1], -torch.inf)
     empty = torch.isneginf(scores).all(-1)
     safe = torch.where(empty[..., None], 0.0, scores)
-    return torch.where(empty, -torch.inf, safe.logsumexp(-1))
+    weights = torch.where(forbidden, 0.0, safe.softmax(-1)[..., :kv_len])
+    return weights, torch.where(empty, -torch.inf, safe.logsumexp(-1))

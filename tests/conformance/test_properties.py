@@ -1,0 +1,107 @@
+"""Beside one call: gradients, inspection, prepared calls, decoding and tensors, on every backend.
+
+The cases are those of the suite, and those of variants that live outside `qkv.variants`.
+"""
+
+import pytest
+
+from qkv.backends import backends
+from qkv.backends.blocked import BlockedBackend
+from qkv.backends.cpu import CpuBackend
+from qkv.hf.groups import SameGroup
+from qkv.inspection.earlier_tokens import EarlierToken
+from qkv.testing import CHECKS, Case, cases, cases_of, check_case
+
+# They are said of batches.
+ELSEWHERE = [case for case in cases_of(SameGroup, EarlierToken) if case.shape.batch_shape]
+NAMES = [backend.name for backend in backends()]
+
+
+def triples(made, checks):
+    return [
+        pytest.param(case, dtype, what, id=f"{case.name}-{dtype}-{what}")
+        for case in made
+        for dtype in case.dtypes
+        for what in checks
+    ]
+
+
+BESIDE = [what for what in CHECKS if what != "forward"]
+
+
+@pytest.mark.parametrize("backend", NAMES)
+@pytest.mark.sampled(("case", "dtype", "what"), triples(cases(), BESIDE), one_in=300)
+def test_properties(backend: str, case: Case, dtype: str, what: str) -> None:
+    check_case(backend, case, dtype, what=what)
+
+
+@pytest.mark.parametrize("backend", NAMES)
+@pytest.mark.sampled(("case", "dtype", "what"), triples(ELSEWHERE, CHECKS), one_in=12)
+def test_variants_from_elsewhere(backend: str, case: Case, dtype: str, what: str) -> None:
+    assert check_case(backend, case, dtype, what=what)
+
+
+PLAIN = next(case for case in cases() if case.name == "causal, alibi")
+
+
+class WrongGradients(BlockedBackend):
+    """Forgets the scale of the last head's keys."""
+
+    name = "wrong-gradients"
+
+    def backward(self, problem, inputs):
+        found = super().backward(problem, inputs)
+        found.key[..., -1, :, :] *= 1 + 1e-5
+        return found
+
+
+class WrongWhenPrepared(BlockedBackend):
+    """What it prepares, it prepares for one call."""
+
+    name = "wrong-when-prepared"
+
+    def prepare(self, problem, backward, arrays=()):
+        found = self.run(problem)
+        return lambda *given: (found.out, found.lse, found.lse_rest)
+
+
+class WrongSteps(BlockedBackend):
+    """Its second step is the first again."""
+
+    name = "wrong-steps"
+
+    def prepare_growing(self, problem, arrays=()):
+        found = self.run(problem)
+        return lambda *given: (found.out, found.lse, None)
+
+
+class WrongInspection(BlockedBackend):
+    """Does not count the first query."""
+
+    name = "wrong-inspection"
+
+    def run_with_statistics(self, problem):
+        found, rows = CpuBackend().run_with_statistics(problem)
+        rows.entropy[..., 0] += 1e-3
+        return found, rows
+
+    def top(self, problem, lse, k, progress=None):
+        return None
+
+    def received(self, problem, lse, progress=None):
+        return CpuBackend().received(problem, lse, progress)
+
+
+@pytest.mark.parametrize(
+    ("backend", "what", "fact"),
+    [
+        (WrongGradients(), "gradients", "gradient of key is .* off"),
+        (WrongWhenPrepared(), "prepared", "other values"),
+        (WrongSteps(), "decoding", "is .* off"),
+        (WrongInspection(), "inspection", "entropy is .* off"),
+    ],
+    ids=lambda v: getattr(v, "name", ""),
+)
+def test_what_is_wrong_is_seen(backend, what, fact) -> None:
+    with pytest.raises(AssertionError, match=fact):
+        check_case(backend, PLAIN, "float64", what=what)

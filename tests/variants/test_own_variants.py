@@ -1,0 +1,118 @@
+"""Variants in a user's file are prepared like those of qkv, if they declare how they are read."""
+
+import numpy as np
+import pytest
+import torch
+from own_variants import Decay, Near, Undeclared, attention, near
+
+import qkv
+from qkv.call.cache import CALLS
+
+pytestmark = pytest.mark.usefixtures("no_prepared_calls")
+
+RATE = np.array([0.0, 0.1, 0.3, 0.9], np.float32)
+
+# How it is made, what it says in words of `attention`, and whether it is declared.
+VARIANTS = {
+    "dataclass": (lambda: Decay(RATE.copy()), lambda q, k: {"rate": RATE}, True),
+    "plain object": (lambda: Near(4), lambda q, k: {"allowed": near(4, q, k)}, True),
+    "in |": (
+        lambda: qkv.SlidingWindow(1, 0) | Near(4), lambda q, k: {"allowed": near(4, q, k)}, True,
+    ),
+    "in &": (lambda: qkv.Causal() & Near(4), lambda q, k: {"allowed": near(4, q, k)}, True),
+    "in ~": (
+        lambda: ~(~qkv.Causal() | Near(4)),
+        lambda q, k: {"allowed": near(k, q, k) & ~near(4, q, k)}, True,
+    ),
+    "undeclared": (lambda: Undeclared(4), lambda q, k: {"allowed": near(4, q, k)}, False),
+    "undeclared in &": (
+        lambda: qkv.Causal() & Undeclared(4), lambda q, k: {"allowed": near(4, q, k)}, False,
+    ),
+}  # fmt: skip
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def operands(seed, q_len=20, kv_len=20):
+    shapes = (2, 4, q_len, 8), (2, 2, kv_len, 8), (2, 2, kv_len, 8)
+    return [normal(*shape, seed=3 * seed + n) for n, shape in enumerate(shapes)]
+
+
+def expected(words, arrays):
+    """Rows that see no key are 0."""
+    with np.errstate(invalid="ignore"):
+        found = attention(*arrays, **words(arrays[0].shape[-2], arrays[1].shape[-2]))
+    return np.nan_to_num(found, nan=0.0)
+
+
+@pytest.mark.parametrize("layout", ["bhld", "blhd"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_calls(name, layout) -> None:
+    make, words, declared = VARIANTS[name]
+    for seed in range(4):
+        arrays = operands(seed)
+        given = [a if layout == "bhld" else a.swapaxes(1, 2).copy() for a in arrays]
+        found = qkv.attention(*given, make(), q_offset="end", layout=layout)
+        found = found if layout == "bhld" else found.swapaxes(1, 2)
+        np.testing.assert_allclose(found, expected(words, arrays), atol=2e-6)
+    assert CALLS.count("forward") == declared
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_decoding_steps_at_new_lengths(name) -> None:
+    make, words, declared = VARIANTS[name]
+    for length in (17, 18, 19, 40, 18):
+        arrays = operands(length, 1, length)
+        found = qkv.attention(*arrays, make(), q_offset="end")
+        np.testing.assert_allclose(found, expected(words, arrays), atol=2e-6)
+    assert CALLS.count("step") == declared
+    assert not CALLS.count("forward")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_gradients(name) -> None:
+    """Against differences of the definition in one direction."""
+    make, words, declared = VARIANTS[name]
+    for seed in range(4):
+        arrays = [a.astype(np.float64) for a in operands(seed)]
+        grad_out, along = normal(2, 4, 20, 8, seed=50).astype(float), operands(9)
+        _, pullback = qkv.vjp(*arrays, make(), q_offset="end")
+        found = pullback(grad_out)
+        pairs = zip((found.query, found.key, found.value), along, strict=True)
+        ours = sum(np.sum(gradient * step) for gradient, step in pairs)
+        above, below = (
+            np.sum(
+                grad_out * expected(words, [a + h * d for a, d in zip(arrays, along, strict=True)])
+            )
+            for h in (1e-5, -1e-5)
+        )
+        np.testing.assert_allclose(ours, (above - below) / 2e-5, rtol=1e-6, atol=1e-6)
+    assert CALLS.count("pull back") == declared
+    assert CALLS.count("backward") == declared
+
+
+@pytest.mark.parametrize("layout", ["bhld", "blhd"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_tensors(name, layout) -> None:
+    make, words, declared = VARIANTS[name]
+    for seed in range(4):
+        arrays = operands(seed)
+        given = [torch.from_numpy(a) for a in arrays]
+        if layout == "blhd":
+            given = [t.transpose(1, 2).contiguous() for t in given]
+        found = qkv.attention(*given, make(), q_offset="end", layout=layout)
+        found = found if layout == "bhld" else found.transpose(1, 2)
+        np.testing.assert_allclose(found.numpy(), expected(words, arrays), atol=2e-6)
+    assert CALLS.count("tensors") == declared
+
+
+def test_other_values_are_other_calls() -> None:
+    arrays = operands(0)
+    rate = RATE.copy()
+    variant = Decay(rate)
+    for factor in (1, 1, 1, 2, 2, 0, 1):
+        rate[:] = RATE * factor
+        found = qkv.attention(*arrays, variant, q_offset="end")
+        np.testing.assert_allclose(found, attention(*arrays, rate=rate), atol=2e-6)

@@ -1,0 +1,80 @@
+"""`merge` of tensors: attention over all keys, and its gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import qkv
+
+
+def normal(*shape: int, seed: int = 0, dtype=torch.float64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def written_out(query, key, value, layout):
+    """torch's formula, over all keys; with lse."""
+    if layout == "blhd":
+        query, key, value = (t.transpose(-3, -2) for t in (query, key, value))
+    scores = query @ key.mT * query.shape[-1] ** -0.5
+    out = scores.softmax(-1) @ value
+    return (out.transpose(-3, -2) if layout == "blhd" else out), scores.logsumexp(-1)
+
+
+def joined(query, key, value, layout, backend="auto"):
+    """In three parts of keys, one of which is empty."""
+    axis = -2 if layout == "bhld" else -3
+    sizes = [4, 0, key.shape[axis] - 4]
+    parts = zip(key.split(sizes, axis), value.split(sizes, axis), strict=True)
+    asked = {"layout": layout, "backend": backend, "return_lse": True}
+    return qkv.merge(*(qkv.attention(query, k, v, **asked) for k, v in parts), layout=layout)
+
+
+def operands(layout, dtype=torch.float64):
+    arrays = [normal(2, 3, n, 8, seed=i, dtype=dtype) for i, n in enumerate((5, 11, 11))]
+    if layout == "blhd":
+        arrays = [t.transpose(-3, -2).contiguous() for t in arrays]
+    return [t.requires_grad_() for t in arrays]
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("layout", ["bhld", "blhd"])
+def test_gradients_are_those_over_all_keys(layout: str, backend: str) -> None:
+    inputs = operands(layout)
+    found, expected = joined(*inputs, layout, backend), written_out(*inputs, layout)
+    assert_close(found, expected)
+    cotangents = [normal(*t.shape, seed=9) for t in found]
+    assert_close(
+        torch.autograd.grad(found, inputs, cotangents),
+        torch.autograd.grad(expected, inputs, cotangents),
+    )
+
+
+@pytest.mark.parametrize("layout", ["bhld", "blhd"])
+def test_float16(layout: str) -> None:
+    """Parts are rounded to float16, and so are the results: two units of a number up to 4."""
+    inputs = operands(layout, torch.float16)
+    wide = [t.detach().double().requires_grad_() for t in inputs]
+    found, expected = joined(*inputs, layout), written_out(*wide, layout)
+    assert found[0].dtype is torch.float16
+    assert found[1].dtype is torch.float32
+    unit = 2.0**-9
+    assert_close(found[0].double(), expected[0], atol=2 * unit, rtol=0)
+    assert_close(found[1].double(), expected[1], atol=1e-5, rtol=0)
+    along = torch.ones_like(expected[0])
+    gradients = torch.autograd.grad(found[0], inputs, along.half())
+    for ours, theirs in zip(gradients, torch.autograd.grad(expected[0], wide, along), strict=True):
+        assert ours.dtype is torch.float16
+        assert_close(ours.double(), theirs, atol=4 * unit, rtol=0)
+
+
+def test_rows_without_keys_have_gradient_0() -> None:
+    inputs = operands("bhld")
+    asked = {"return_lse": True}
+    part = qkv.attention(*inputs, qkv.Mask(torch.zeros(5, 11, dtype=torch.bool)), **asked)
+    out, lse = qkv.merge(part, part)
+    assert torch.isneginf(lse).all()
+    gradients = torch.autograd.grad(out.sum(), inputs)
+    assert all((g == 0).all() for g in gradients)
