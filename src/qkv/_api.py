@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any, Unpack
 
 import numpy as np
 
-from qkv.arrays import namespace, view
+from qkv.arrays import is_array, library_of, namespace, view
 from qkv.backends import Progress
 from qkv.bridges import bridge_of
 from qkv.call.attend import attend
@@ -235,7 +236,11 @@ def merge(*parts: tuple[Any, Any], layout: Layout = "bhld") -> tuple[Any, Any]:
     if layout not in ("bhld", "blhd"):
         raise ArgumentError(f"layout={layout!r} is not known.", action="Use 'bhld' or 'blhd'.")
     first = parts[0][0]
-    xp = namespace(first, "out")
+    library = library_of(first, "out")
+    followed = any(library.follows(a) for a in (*chain(*parts),) if is_array(a))
+    on_host = getattr(getattr(first, "device", None), "type", "cpu") == "cpu"
+    # Where nobody differentiates, all libraries have the bits of NumPy's functions.
+    xp = namespace(first, "out") if followed or not on_host else np
     turned = layout == "blhd" and len(np.shape(first)) > 2
     joined: list[Partial] = []
     for out, lse in parts:
@@ -253,9 +258,11 @@ def merge(*parts: tuple[Any, Any], layout: Layout = "bhld") -> tuple[Any, Any]:
         wide = xp.float64 if array.dtype == xp.float64 else xp.float32
         joined.append(Partial(_cast(array, wide), _cast(rows, wide)))
     whole = merge_partials(joined, xp)
-    out = _cast(whole.out, first.dtype)
+    out = _cast(whole.out, view(first, "out").dtype if xp is np else first.dtype)
     out = out.swapaxes(-3, -2) if turned else out
-    return (np.ascontiguousarray(out) if xp is np else out), whole.lse
+    if xp is not np:
+        return out, whole.lse
+    return library.restore(np.ascontiguousarray(out)), library.restore(whole.lse)
 
 
 def _cast(array: Any, dtype: Any) -> Any:

@@ -82,7 +82,8 @@ def test_queries_that_may_not_see_a_key(case: Case, backend: str, poison: float)
     before = gradients(case, inputs, grad_out, backend)
     blind = np.argwhere(~truth.allowed.all(axis=-1))
     row = tuple(rng.choice(blind))
-    query = case.plain_order(inputs.query).copy()
+    # A case may have made the memory of its arrays read-only.
+    query, grad_out = case.plain_order(inputs.query).copy(), grad_out.copy()
     query[row], grad_out[row] = poison, -poison
     changed = Inputs(
         case.arrange(query), inputs.key, inputs.value, inputs.variants, inputs.keywords

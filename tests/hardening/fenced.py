@@ -165,7 +165,7 @@ def backward(case: Case) -> None:
             grad_out = memory.laid(grad_out, np.arange(out.ndim), np.ones(out.ndim, int))
         gradients = pullback(grad_out)
         found.append((gradients.query, gradients.key, gradients.value))
-        rest = pullback._partial.lse_rest
+        rest = (pullback._partial or pullback._residuals).lse_rest
         left = Residuals(
             out, lse, np.full_like(lse, np.nan) if rest is None else rest.reshape(lse.shape)
         )

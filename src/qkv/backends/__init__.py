@@ -34,6 +34,7 @@ from qkv.backends.protocols import (
     PreparingSteps,
     Progress,
     Refusal,
+    SinksBackend,
     StoredRowsBackend,
 )
 from qkv.errors import ArgumentError, UnsupportedError
@@ -60,6 +61,7 @@ __all__ = [
     "PreparingSteps",
     "Progress",
     "Refusal",
+    "SinksBackend",
     "StoredRowsBackend",
     "backends",
     "broken_backends",

@@ -211,6 +211,18 @@ class PreparingSteps(Protocol):
 
 
 @runtime_checkable
+class SinksBackend(Protocol):
+    """What a backend also has whose prepared calls let sinks take their share in its own code.
+
+    The first call must give the bits of later ones, so it goes through the same code.
+    """
+
+    def add_sinks(self, problem: Problem, partial: Partial) -> Partial:
+        """What `qkv.partial.finish` gives; may write to the arrays of `partial`."""
+        ...
+
+
+@runtime_checkable
 class StoredRowsBackend(Protocol):
     """What a backend has that says whether it takes keys and values in storage of their own."""
 

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arrays import ArrayLibrary, library_of, view_beside
-from qkv.backends import Choice, Differentiable, choose
-from qkv.call.bound import BoundCall
+from qkv.backends import Choice, Differentiable, SinksBackend, choose
+from qkv.call.bound import BoundCall, UnboundCall
 from qkv.partial import Partial, finish
 from qkv.problem.check import Layout, check
 from qkv.problem.spec import Problem
@@ -43,8 +43,8 @@ class CheckedCall:
         Each variant as the caller gave it, and as the problem knows it.
     owners : tuple
         The variant that holds each leaf of the bound call, None for operands and options.
-    leaves : tuple of arrays
-        The leaves of the bound call as NumPy views.
+    leaves, originals : tuple of arrays
+        The leaves of the bound call, as NumPy views and as they were given.
     """
 
     problem: Problem
@@ -56,16 +56,24 @@ class CheckedCall:
     variants: tuple[tuple[Any, Any], ...]
     owners: tuple[Any, ...]
     leaves: tuple[Any, ...]
+    originals: tuple[Any, ...]
 
     def run(self) -> Partial:
         """Output and lse, sinks included, in the type of computation."""
-        return finish(self.choice.backend.run(self.problem), self.problem.operands.sinks)
+        return self.with_sinks(self.choice.backend.run(self.problem))
 
     def run_for_backward(self) -> Partial:
         """The same where a backward pass may follow, if the backend has one."""
         backend = self.choice.backend
         run = backend.run_for_backward if isinstance(backend, Differentiable) else backend.run
-        return finish(run(self.problem), self.problem.operands.sinks)
+        return self.with_sinks(run(self.problem))
+
+    def with_sinks(self, partial: Partial) -> Partial:
+        """Let the sinks take their share, as the backend's prepared calls do if it has any."""
+        backend, sinks = self.choice.backend, self.problem.operands.sinks
+        if sinks is not None and isinstance(backend, SinksBackend):
+            return backend.add_sinks(self.problem, partial)
+        return finish(partial, sinks)
 
     def output(self, partial: Partial) -> Any:
         """Output like the query: its library, dtype and layout."""
@@ -93,7 +101,8 @@ class CheckedCall:
         A number in its place is that of a leaf of the bound call.
         """
         if not isinstance(variant, int):
-            return self.known_as(variant), array
+            place = next((n for n, a in enumerate(self.originals) if a is array), None)
+            return self.known_as(variant), array if place is None else self.leaves[place]
         owner = self.owners[variant]
         several = sum(other is owner for other in self.owners) > 1
         return owner, self.leaves[variant] if several else None
@@ -125,6 +134,8 @@ def check_call(
     """
     library, leaves = views_of(bound)
     call = bound._replace(leaves=leaves).unflatten()
+    if given is not None:
+        call = _with_repeated(call, given)
     options = call.options
     problem = check(
         call.query,
@@ -146,7 +157,21 @@ def check_call(
         tuple(zip(call.variants if given is None else given, call.variants, strict=True)),
         call.owners,
         leaves,
+        tuple(bound.leaves),
     )
+
+
+def _with_repeated(call: UnboundCall, given: Sequence[Any]) -> UnboundCall:
+    """A variant that was given twice is one object again, so that its gradients are added up."""
+    first: dict[int, Any] = {}
+    again: dict[int, Any] = {}
+    variants = []
+    for variant, original in zip(call.variants, given, strict=True):
+        known = first.setdefault(id(original), variant)
+        again[id(variant)] = known
+        variants.append(known)
+    owners = tuple([again.get(id(owner), owner) for owner in call.owners])
+    return call._replace(variants=tuple(variants), owners=owners)
 
 
 def views_of(bound: BoundCall) -> tuple[ArrayLibrary, tuple[Array, ...]]:

@@ -131,6 +131,7 @@ def check_device_call(bound: BoundCall, given: Sequence[Any] | None = None) -> D
         tuple(zip(call.variants if given is None else given, call.variants, strict=True)),
         call.owners,
         tuple(views),
+        tuple(bound.leaves),
         bound,
     )
 

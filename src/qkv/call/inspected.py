@@ -16,7 +16,7 @@ from qkv.call.cache import CALLS
 from qkv.call.checked import CheckedCall, check_call, views_of
 from qkv.call.device_call import DeviceCall, check_device_call, is_device_call
 from qkv.call.flatten import without_arrays
-from qkv.partial import RowStatistics, finish, share_with_sinks
+from qkv.partial import RowStatistics, share_with_sinks
 
 __all__ = ["Inspected", "attend_for_inspection"]
 
@@ -98,7 +98,7 @@ def _checked(call: CheckedCall) -> Inspected:
     rows = None
     if isinstance(backend, Inspectable):
         partial, alone = backend.run_with_statistics(call.problem)
-        partial, rows = finish(partial, sinks), share_with_sinks(alone, sinks)
+        partial, rows = call.with_sinks(partial), share_with_sinks(alone, sinks)
     else:
         partial = call.run()
     output, lse = call.output(partial), call.rows(partial.lse)

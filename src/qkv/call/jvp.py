@@ -13,7 +13,7 @@ from qkv.arrays import view
 from qkv.backends.blocked import BLOCK_KV, BLOCK_Q
 from qkv.call.bound import BoundCall, bind
 from qkv.call.checked import CheckedCall, check_call
-from qkv.call.cotangents import cotangent_of_lse, cotangent_of_out, fits, like_operand
+from qkv.call.cotangents import cotangent_of_lse, cotangent_of_out, fits, like_operand, shapes_of
 from qkv.call.gradients import Gradients
 from qkv.call.options import Options, option_values, with_options
 from qkv.call.variant_arrays import as_given, briefly, by_origin, own_arrays, wanted
@@ -122,7 +122,7 @@ def jvp_of(
     bound: BoundCall, tangents: Tangents, given: Sequence[Any] | None = None
 ) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     """Output and lse of a bound call, and how both change; `given` as for `check_call`."""
-    call = check_call(bound, given, backward=True)
+    call = _check(bound, given)
     direction = _direction(call, tangents, _shapes(call))
     partial = call.run_for_backward()
     found = forward_tangent(*_tiles(call), partial.lse, direction)
@@ -131,6 +131,13 @@ def jvp_of(
         (call.output(partial), call.rows(partial.lse)),
         (call.output(moved), call.rows(moved.lse)),
     )
+
+
+def _check(bound: BoundCall, given: Sequence[Any] | None) -> CheckedCall:
+    if not bound.structure.is_plain:
+        operands = bound.unflatten()
+        shapes_of(operands.query, operands.key, operands.value)  # raises for what is no array
+    return check_call(bound, given, backward=True)
 
 
 def _shapes(call: CheckedCall) -> tuple[tuple[int, ...], ...]:
@@ -189,7 +196,7 @@ def second_vjp(
     Tiles are met twice, for row sums and for the tangent of the backward pass: `20 head_dim + 14
     v_head_dim` operations for each pair in a tile that is not empty. Memory as for `vjp`.
     """
-    call = check_call(bound, given, backward=True)
+    call = _check(bound, given)
     shapes = _shapes(call)
     direction = _direction(call, tangents, shapes)
     tables, sinks = wanted(call.problem, [call.named(variant)[0] for variant in wrt])

@@ -96,7 +96,7 @@ class Variant(ABC):
         entries: tuple[Field[Any], ...] = fields(self) if is_dataclass(self) else ()
         for entry in entries:
             value: Any = getattr(self, entry.name)
-            if value is entry.default:
+            if value is entry.default or _is_equal_constant(value, entry.default):
                 continue
             text = briefly(value)
             said.append(text if entry.default is MISSING else f"{entry.name}={text}")
@@ -122,6 +122,13 @@ class Variant(ABC):
 OWN_ARRAYS = (np.ndarray, np.generic, int, float, str, list, tuple, range)
 """What can be looked into when a variant is made. Arrays of other libraries may have no values
 before the call: they are checked then."""
+
+
+def _is_equal_constant(value: Any, default: Any) -> bool:
+    """Whether two constants are equal; arrays are no constants."""
+    return (
+        type(value) is type(default) and isinstance(value, int | float | str) and value == default
+    )
 
 
 def briefly(value: Any) -> str:

@@ -21,7 +21,7 @@ from qkv.backends import (
     kept,
 )
 from qkv.backends.cpu.fork_locks import importing
-from qkv.partial import Partial, RowStatistics, identity, without_keys
+from qkv.partial import Partial, RowStatistics, finish, identity, without_keys
 from qkv.problem.backward import BackwardInputs, OperandGradients
 from qkv.problem.bounds import bound
 from qkv.problem.expressions import Load, Node, Op, tables, walk
@@ -131,6 +131,22 @@ class CpuBackend:
         if spec.sinks:
             ready = stages.SinksCall(problem, ready)
         return stages.RotatedCall(problem, ready) if spec.rotation else ready
+
+    def add_sinks(self, problem: Problem, partial: Partial) -> Partial:
+        """The sinks' share by the compiled pass that prepared calls end with."""
+        sinks = problem.operands.sinks
+        assert sinks is not None
+        if not partial.out.size:
+            return finish(partial, sinks)
+        with importing():
+            from qkv.backends.cpu.arguments import address_of
+            from qkv.backends.cpu.sinks import Sinks
+
+        dtype = partial.out.dtype
+        out, lse, rest = address_of(partial.out), address_of(partial.lse), partial.lse_rest
+        add = Sinks(sinks, partial.out.shape, dtype, dtype)
+        add(out, lse, 0 if rest is None else address_of(rest), out, lse, partial)
+        return partial
 
     def prepare_statistics(
         self, problem: Problem, arrays: tuple[Array, ...] = ()
