@@ -26,7 +26,7 @@ from qkv.mechanisms import (
     Soft,
     Strided,
 )
-from qkv.mechanisms.projected import ProjectedAttention
+from qkv.mechanisms.base.projected import ProjectedAttention
 
 TOLERANCE = 1e-10
 N, WIDTH, HEADS = 9, 12, 3
@@ -149,7 +149,7 @@ def test_additive_attention_beside_a_loop_from_the_paper() -> None:
 def test_additive_attention_in_blocks_has_the_gradients_of_autograd(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("qkv.mechanisms.additive.BLOCK_NUMBERS", 64)
+    monkeypatch.setattr("qkv.mechanisms.lookup.additive.BLOCK_NUMBERS", 64)
     query, key, value = rows(2, 11, 4), rows(2, 13, 4), rows(2, 13, 3)
     names = {"q_proj.weight": (6, 4), "k_proj.weight": (6, 4), "score.weight": (1, 6)}
     weights = {name: rows(*shape) for name, shape in names.items()}

@@ -16,9 +16,9 @@ import qkv
 from qkv.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 from qkv.ledger import ledger
 from qkv.mechanisms import MECHANISMS, Causal, MultiHead, Ring, example_input, example_tokens
-from qkv.mechanisms.attention import AttentionMechanism
-from qkv.mechanisms.operations import attention_over_pairs
-from qkv.mechanisms.projected import ProjectedAttention
+from qkv.mechanisms.base.attention import AttentionMechanism
+from qkv.mechanisms.base.operations import attention_over_pairs
+from qkv.mechanisms.base.projected import ProjectedAttention
 from qkv.samples import shared_example
 
 V = shared_example().v

@@ -1,0 +1,1 @@
+"""Mechanisms whose time and memory grow with the number of tokens, and their parts."""
