@@ -160,6 +160,11 @@ class ProjectedAttention(AttentionMechanism):
         """How many pairs of a query and a key the masks allow among `n` tokens."""
         return n * (n + 1) // 2 if self.causal else n * n
 
+    def pairs_of_heads(self, n: int) -> tuple[tuple[int, int], ...]:
+        """Entries `(pairs, heads)`: pairs that the masks allow in each of so many heads."""
+        (h,) = symbols(h=self.num_heads)
+        return ((self.pairs(n), h),)
+
     def score_cost(self, pairs: int) -> Ledger:
         """What the score variants add for `pairs` pairs of one head."""
         if not self.alibi:
@@ -197,8 +202,10 @@ class ProjectedAttention(AttentionMechanism):
         q_heads: int = b * h
         kv_heads: int = b * g
         found += self.row_cost(tokens) * q_heads + self.row_cost(tokens) * kv_heads
-        pairs = self.pairs(tokens)
-        found += (attention_over_pairs(pairs, tokens, d, d) + self.score_cost(pairs)) * q_heads
+        for pairs, heads in self.pairs_of_heads(tokens):
+            found += (attention_over_pairs(pairs, tokens, d, d) + self.score_cost(pairs)) * (
+                b * heads
+            )
         for name, inner, outer in projections[3:]:
             found += projection(name, b * tokens, inner, outer, self.bias)
         more = self.parameters - found.parameters

@@ -12,7 +12,7 @@ from qkv.ledger import Count
 from qkv.mechanisms.base.loading import named_weights
 from qkv.mechanisms.base.mechanism import positive_integers
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
-from qkv.variants import BlockSparse
+from qkv.variants import BlockSparse, RandomBlocks
 
 __all__ = ["BigBird"]
 
@@ -20,8 +20,8 @@ __all__ = ["BigBird"]
 class BigBird(ProjectedAttention):
     """Blocks of tokens: each sees itself and its neighbours, the first and last, and random ones.
 
-        block b sees block c if |b - c| <= 1, or b or c is the first or the last, or c is one of
-        the random blocks of b
+        M[i, j] = 0 if |b - c| <= 1, or b or c is the first or the last block, or c is one of the
+        random blocks of b, else -inf;   b and c are the blocks of tokens i and j
 
     The first and the last block see all. The graph of who sees whom has short paths between any two
     tokens, and its number of edges grows with n.
@@ -32,7 +32,8 @@ class BigBird(ProjectedAttention):
     block : int
         Tokens of one block; the last one may be shorter.
     num_random : int
-        Random blocks of each block, drawn anew for each head among those it does not see already.
+        Random blocks of each block and head, drawn as by `qkv.RandomBlocks`. A block that is seen
+        anyway may be among them.
     random_blocks : integer array (num_heads, blocks, r), optional
         Which blocks they are, instead of random ones; for a fixed number of blocks.
     random_seed : int
@@ -47,8 +48,9 @@ class BigBird(ProjectedAttention):
 
     Notes
     -----
-    About `n block (5 + num_random)` pairs. Source: Zaheer et al., "Big Bird: Transformers for
-    Longer Sequences" (2020), section 2.
+    About `n block (5 + num_random)` pairs. The masks are `BlockSparse(near) | RandomBlocks(...)`:
+    the window is one of blocks, not of tokens as that of `qkv.SlidingWindow` is. Source: Zaheer et
+    al., "Big Bird: Transformers for Longer Sequences" (2020), section 2.
 
     Examples
     --------
@@ -88,43 +90,69 @@ class BigBird(ProjectedAttention):
         super().__init__(embed_dim, num_heads, **options)
 
     def block_mask(self, n: int) -> NDArray[np.bool_]:
-        """Which blocks of `n` tokens see which, `(num_heads, blocks, blocks)`."""
+        """Which blocks of `n` tokens see which, `(num_heads, blocks, blocks)`.
+
+        Raises
+        ------
+        ShapeError
+            random_blocks were given, for another number of blocks.
+        """
         blocks = -(-n // self.block)
-        b = np.arange(blocks)
-        mask = abs(b[:, None] - b) <= 1
-        ends = np.isin(b, (0, blocks - 1))
-        mask = np.repeat((mask | ends | ends[:, None])[None], self.num_heads, axis=0)
-        if self.random_blocks is not None:
-            given = np.asarray(self.random_blocks)
-            if given.shape[:2] != mask.shape[:2]:
-                raise ShapeError(
-                    f"random_blocks has shape {given.shape}; there are {self.num_heads} heads and "
-                    f"{blocks} blocks.",
-                    action="Pass (num_heads, blocks, r).",
-                )
-            np.put_along_axis(mask, given, True, axis=2)
-            return mask
-        rng = np.random.default_rng(self.random_seed)
-        for rows in mask:
-            for row in rows:
-                unseen = np.flatnonzero(~row)
-                row[rng.permutation(unseen)[: self.num_random]] = True
-        return mask
+        # One more column takes the -1 of blocks that have fewer to draw from.
+        mask = np.pad(np.repeat(_near(blocks)[None], self.num_heads, 0), ((0, 0), (0, 0), (0, 1)))
+        np.put_along_axis(mask, self._drawn(blocks), True, axis=2)
+        return mask[..., :-1]
+
+    def _random(self) -> RandomBlocks:
+        return RandomBlocks(self.block, self.num_random, self.random_seed, self.causal)
+
+    def _drawn(self, blocks: int) -> NDArray[Any]:
+        """Random blocks `(num_heads, blocks, r)`; -1 for none."""
+        if self.random_blocks is None:
+            return self._random().draws(self.num_heads, blocks)
+        given = np.asarray(self.random_blocks)
+        if given.shape[:2] != (self.num_heads, blocks):
+            raise ShapeError(
+                f"random_blocks has shape {given.shape}; there are {self.num_heads} heads and "
+                f"{blocks} blocks.",
+                action="Pass (num_heads, blocks, r).",
+            )
+        return given
 
     def variants(self, query: Any, key: Any) -> tuple[Any, ...]:
         """The pattern of blocks, after the positions."""
-        pattern = BlockSparse(self.block_mask(query.shape[-2]), self.block, self.block)
+        n = query.shape[-2]
+        if self.random_blocks is None:
+            near = BlockSparse(_near(-(-n // self.block)), self.block, self.block)
+            return (*super().variants(query, key), near | self._random())
+        pattern = BlockSparse(self.block_mask(n), self.block, self.block)
         return (*super().variants(query, key), pattern)
 
     def pairs(self, n: int) -> int:
-        """Pairs of the pattern among `n` tokens, of one head."""
-        rows = np.full(-(-int(n) // self.block), self.block)
-        rows[-1] -= -int(n) % self.block
-        first = self.block_mask(int(n))[0]
-        if self.causal:
-            whole = np.repeat(np.repeat(first, rows, axis=0), rows, axis=1)
-            return Count(int(np.tril(whole).sum()), "pairs")
-        return Count(int(rows @ first @ rows), "pairs")
+        """Pairs of the pattern among `n` tokens, of the first head."""
+        return self.pairs_of_heads(n)[0][0]
+
+    def pairs_of_heads(self, n: int) -> tuple[tuple[int, int], ...]:
+        """Pairs of each head, whose random blocks differ; in time and memory that grow with `n`."""
+        n = int(n)
+        blocks = -(-n // self.block)
+        b, last = np.arange(blocks), blocks - 1
+        rows = np.minimum(self.block, n - b * self.block)
+        ends = np.zeros_like(b)
+        near = np.stack([(b - 1).clip(0), b, (b + 1).clip(0, last), ends, ends + last], 1)
+        found = []
+        for drawn in self._drawn(blocks):
+            # Every block sees block 0, so that -1 adds nothing when it becomes 0.
+            seen = np.sort(np.concatenate([near, drawn.clip(0)], 1), 1)
+            counted = np.where(np.diff(seen, prepend=-1) > 0, rows[seen], 0)
+            if self.causal:
+                counted[seen > b[:, None]] = 0
+            keys = counted.sum(1)
+            for end in (0, last):
+                keys[end] = rows[: end + 1].sum() if self.causal else n
+            above = (rows * (rows - 1) // 2).sum() if self.causal else 0
+            found.append((Count(int(rows @ keys - above), "pairs"), 1))
+        return tuple(found)
 
     @classmethod
     def from_transformers(cls, module: Any, random_blocks: NDArray[Any]) -> Self:
@@ -151,6 +179,12 @@ class BigBird(ProjectedAttention):
 
     @classmethod
     def example(cls) -> Self:
-        """Blocks of one token; the only random block is the fourth token for the second."""
-        # The others take the first block, which all see anyway.
-        return cls.for_example(block=1, random_blocks=np.array([[[0], [3], [0], [0], [0]]]))
+        """Blocks of one token; a seed with which "cat" also sees "on", its only unseen token."""
+        return cls.for_example(block=1, random_seed=9)
+
+
+def _near(blocks: int) -> NDArray[np.bool_]:
+    """Which blocks see which without the random ones: neighbours, the first and the last."""
+    b = np.arange(blocks)
+    ends = np.isin(b, (0, blocks - 1))
+    return np.asarray((abs(b[:, None] - b) <= 1) | ends | ends[:, None])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Self, Unpack
 
-import qkv
+from qkv.arrays import library_of
+from qkv.cache import Cache, ContiguousCache
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, symbols
 from qkv.mechanisms.base.namespace import array_namespace
@@ -30,9 +31,10 @@ class KVCacheDecoding(ProjectedAttention):
 
     Notes
     -----
-    Calling it decodes all tokens of x one by one; `step` decodes what comes next. The cache here is
-    a pair of arrays that are joined at every step. Source: Shazeer, "Fast Transformer Decoding"
-    (2019), section 2.4.
+    Calling it decodes all tokens of x one by one; `step` decodes what comes next. Rows of a cache
+    are written in place, which carries no gradient: where torch or JAX follows one, a call computes
+    all tokens at once as training does (`Causal`), and `step` refuses. Source: Shazeer, "Fast
+    Transformer Decoding" (2019), section 2.4.
 
     Examples
     --------
@@ -65,37 +67,39 @@ class KVCacheDecoding(ProjectedAttention):
             raise ArgumentError(
                 "decoding reads one sequence.", action="Pass x alone, or use Cross."
             )
+        if library_of(x, "x").follows(self.linear("k_proj", x)):
+            return super().__call__(x)
         cache, outputs = None, []
         for t in range(x.shape[-2]):
             out, cache = self.step(x[..., t : t + 1, :], cache)
             outputs.append(out)
         return array_namespace(x).concat(outputs, axis=-2)
 
-    def step(self, x: Any, cache: tuple[Any, Any] | None = None) -> tuple[Any, tuple[Any, Any]]:
+    def step(self, x: Any, cache: Cache | None = None) -> tuple[Any, Cache]:
         """Decode the next tokens.
 
         Parameters
         ----------
         x : array (..., n, embed_dim)
             The next tokens; usually one, several for a prompt.
-        cache : (key, value), optional
-            What the last step returned; None at the beginning.
+        cache : qkv.cache.Cache, optional
+            What the last step returned, or an empty cache of any kind; a new `ContiguousCache` by
+            default. Keys and values of x are appended to it.
 
         Returns
         -------
-        (array, (key, value))
-            Output of the tokens, and keys and values `(..., num_kv_heads, length, head_dim)` of all
-            tokens so far.
+        (array, qkv.cache.Cache)
+            Output of the tokens, and the cache.
+
+        Raises
+        ------
+        UnsupportedError
+            torch or JAX follows the gradient of x or of a weight.
         """
         q, k, v = self.heads(x, x, x)
-        past = 0
-        if cache is not None:
-            namespace = array_namespace(x)
-            past = cache[0].shape[-2]
-            k = namespace.concat([cache[0], k], axis=-2)
-            v = namespace.concat([cache[1], v], axis=-2)
-        out = qkv.attention(q, k, v, *self.variants(q, k), scale=self.scale, q_offset=past)
-        return self.join(out), (k, v)
+        cache = ContiguousCache() if cache is None else cache
+        rows = cache.append(k, v)
+        return self.join(rows.attention(q, *self.variants(q, k), scale=self.scale)), cache
 
     def cost(self, n: int, batch: int = 1, dtype: str = "float32") -> Ledger:
         """Operations, parameters and bytes of decoding `n` tokens of `batch` sequences one by one.

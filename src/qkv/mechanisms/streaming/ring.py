@@ -58,9 +58,8 @@ class Ring(ProjectedAttention):
 
     Notes
     -----
-    Every device sends `2 n num_kv_heads head_dim / num_devices` numbers a hop. Parts are joined as
-    by `qkv.merge`, in the functions of the caller's library so that gradients pass. Source: Liu et
-    al., "Ring Attention with Blockwise Transformers" (2023).
+    Every device sends `2 n num_kv_heads head_dim / num_devices` numbers a hop. Parts are joined by
+    `qkv.merge`. Source: Liu et al., "Ring Attention with Blockwise Transformers" (2023).
 
     Examples
     --------
@@ -97,11 +96,10 @@ class Ring(ProjectedAttention):
         """
         if key is not None or value is not None:
             raise ArgumentError("the ring is one sequence.", action="Pass x alone, or use Cross.")
-        merged: dict[int, tuple[Any, Any]] = {}
+        parts: dict[int, list[tuple[Any, Any]]] = {}
         for hop in self.hops(x):
-            part = (hop.out, hop.lse)
-            merged[hop.device] = _merge(merged[hop.device], part) if hop.device in merged else part
-        outputs = [out for out, _ in merged.values()]
+            parts.setdefault(hop.device, []).append((hop.out, hop.lse))
+        outputs = [qkv.merge(*of_device)[0] for of_device in parts.values()]
         return self.join(array_namespace(x).concat(outputs, axis=-2))
 
     def hops(self, x: Any) -> Iterator[Hop]:
@@ -172,7 +170,7 @@ class Ring(ProjectedAttention):
             if hop.device != device:
                 continue
             part = (hop.out, hop.lse)
-            merged = part if merged is None else _merge(merged, part)
+            merged = part if merged is None else qkv.merge(merged, part)
             held = ", ".join(names[hop.source * size : (hop.source + 1) * size])
             lines = (
                 Line("lse of the block", hop.lse[:, place].tolist()),
@@ -207,12 +205,3 @@ class Ring(ProjectedAttention):
     def example(cls) -> Self:
         """Three devices, of two tokens each; the last has one."""
         return cls.for_example(num_devices=3)
-
-
-def _merge(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Two parts of the same queries joined, each with a key or more."""
-    namespace = array_namespace(a[0])
-    lse = namespace.logaddexp(a[1], b[1])
-    shares = [namespace.exp(part[1] - lse)[..., None] for part in (a, b)]
-    out = shares[0] * a[0] + shares[1] * b[0]
-    return namespace.astype(out, a[0].dtype, copy=False), lse
