@@ -1,1 +1,1 @@
-"""Mechanisms whose time and memory grow with the number of tokens, and their parts."""
+"""Mechanisms whose time and memory grow in proportion to the number of tokens."""
