@@ -31,7 +31,17 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs" / "mechanisms"
 SOURCE = ROOT / "src"
 
-METHODS = ("project", "heads", "variants", "mix", "difference", "join", "__call__", "step")
+METHODS = [
+    "project",
+    "heads",
+    "featured",
+    "variants",
+    "mix",
+    "difference",
+    "join",
+    "__call__",
+    "step",
+]
 """What computes an output, in the order in which a call comes to it."""
 
 LENGTHS = 5, 1_000, 100_000
@@ -134,10 +144,12 @@ def code(cls: type[Mechanism]) -> Iterable[str]:
     yield f"All of it: [`{path.name}`](../../src/{path.as_posix()}). What computes the output:"
     found: dict[str, list[str]] = {}
     for method in METHODS:
+        if method == "variants" and hasattr(cls, "mix"):
+            continue  # It goes to `qkv.attention`, which these do not call.
         owner = next((c for c in cls.__mro__ if method in vars(c)), Mechanism)
         if owner is not Mechanism:
             found.setdefault(owner.__name__, []).append(without_docstring(vars(owner)[method]))
-    module = inspect.getmodule(cls)
+    module = inspect.getmodule(getattr(inspect.getmodule(cls), "chunk", cls))
     for function in ("recurrent", "chunk"):
         if hasattr(module, function):
             found.setdefault("functions", []).append(without_docstring(getattr(module, function)))
@@ -176,6 +188,8 @@ def cost(cls: type[Mechanism], doc: str) -> Iterable[str]:
     ]
     head = ("tokens", "operations", "parameters", "bytes moved", "bytes of all scores")
     yield table(head, lines)
+    sizes = background(cls.name).sizes.items()
+    yield "In closed form, with " + ", ".join(f"{name} = {size}" for name, size in sizes) + ":"
     steps = [(name, f"`{count.formula}`") for name, count in costs[0].ledger.steps.items()]
     yield table(("step", "operations"), [*steps, ("all", f"`{costs[0].ledger.total.formula}`")])
 

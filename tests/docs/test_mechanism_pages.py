@@ -30,7 +30,7 @@ def made() -> dict[str, str]:
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.pages()
+    return dict(module.pages())
 
 
 def test_pages_are_what_the_script_makes(made: dict[str, str]) -> None:
@@ -54,3 +54,10 @@ def test_every_symbol_of_a_formula_is_explained(name: str) -> None:
     used = set(re.findall(r"[^\W\d]\w*", formula))
     assert used - explained - WORDS == set()
     assert about.invented_against.endswith(".")
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_every_size_of_a_closed_form_is_explained(name: str) -> None:
+    steps = MECHANISMS[name].example().cost(5).steps.values()
+    used = {size for count in steps for size in re.findall(r"[a-z]\w*", count.formula)}
+    assert used == background(name).sizes.keys()

@@ -36,12 +36,15 @@ class Background:
         The limit of earlier mechanisms that it removes.
     symbols : tuple of Symbol
         Those of its formula, of one sequence and, where there are heads, of one head.
+    sizes : dict of str to str
+        Those of the closed forms of its cost, such as d for head_dim.
     errata : tuple of Erratum
         Wrong statements of teaching texts that concern it.
     """
 
     invented_against: str
     symbols: tuple[Symbol, ...]
+    sizes: dict[str, str]
     errata: tuple[Erratum, ...]
 
 
@@ -62,6 +65,7 @@ def background(name: str) -> Background:
     return Background(
         entry["invented_against"],
         tuple(Symbol(symbol, *of_symbol) for symbol, of_symbol in entry["symbols"].items()),
+        dict(entry["sizes"]),
         tuple(map(erratum, entry["errata"])),
     )
 
