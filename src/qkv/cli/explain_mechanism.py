@@ -20,7 +20,9 @@ def run(options: argparse.Namespace) -> str:
     """The output of the command."""
     for name, value in vars(options).items():
         if value and name not in _OWN and value != options.parser.get_default(name):
-            shown = "FILE" if name == "file" else "--" + name.replace("_", "-")
+            shown = {"file": "FILE"}.get(name, "--" + name.replace("_", "-"))
+            if name == "variants":
+                shown = value[0].option.flag
             raise ArgumentError(
                 f"{shown} does not go with --mechanism, which runs on the shared example.",
                 action="Leave it out, or use the class in qkv.mechanisms.",
