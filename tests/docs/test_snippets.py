@@ -27,6 +27,13 @@ PAGES = [
 ]
 
 
+PAGES += sorted(
+    f"docs/mechanisms/{page.name}"
+    for page in ROOT.glob("docs/mechanisms/*.md")
+    if page.name != "README.md"
+)
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_python_blocks_run_in_order(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -13,7 +13,7 @@ import torch
 
 from qkv.errors import ArgumentError, ShapeError
 from qkv.mechanisms import Linear, Linformer, Performer, example_input
-from qkv.mechanisms.performer import independent_projection, orthogonal_projection
+from qkv.mechanisms.linear_time.performer import independent_projection, orthogonal_projection
 
 GOLDENS = Path(__file__).parents[1] / "golden" / "goldens.json"
 HALF_A_UNIT = 5e-13

@@ -25,7 +25,7 @@ from qkv.mechanisms import (
     SlidingWindow,
     example_input,
 )
-from qkv.mechanisms.projected import ProjectedAttention
+from qkv.mechanisms.base.projected import ProjectedAttention
 from qkv.samples import shared_example
 
 CASES = json.loads(

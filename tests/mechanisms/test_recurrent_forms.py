@@ -13,8 +13,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from qkv.mechanisms import gated_delta, linear, mamba, mamba2, rwkv4, rwkv6
-from qkv.mechanisms.scan import linear_scan
+from qkv.mechanisms.linear_time import delta_rule, linear, mamba, mamba2, rwkv4, rwkv6
+from qkv.mechanisms.linear_time.scan import linear_scan
 
 Array = NDArray[Any]
 Inputs = dict[str, Array]
@@ -134,7 +134,7 @@ CASES: dict[str, tuple[Any, Callable[..., Array], Inputs]] = {
     "linear": (linear, linear_loop, positive(draw("query", "key", "value"))),
     "mamba2": (mamba2, mamba2_loop, draw("query", "key", "value", "log_decay")),
     "gated_delta": (
-        gated_delta,
+        delta_rule,
         gated_delta_loop,
         draw("query", "key", "value", "log_decay", "beta"),
     ),
@@ -269,11 +269,11 @@ def test_the_inverse_of_a_triangular_matrix_keeps_its_digits(n: int) -> None:
     # A power series in this matrix would have terms up to binomial(n, n / 2).
     lower = np.tril(np.ones((n, n)), -1)
     right = np.eye(n) - np.eye(n, k=-1)
-    assert (gated_delta.inverse_of_unit_lower(lower) == right).all()
+    assert (delta_rule.inverse_of_unit_lower(lower) == right).all()
     rng = np.random.default_rng(n)
     lower = np.tril(rng.normal(size=(2, n, n)), -1) / np.sqrt(n)
     right = np.linalg.inv(np.eye(n) + lower)
-    close(gated_delta.inverse_of_unit_lower(lower), right, rtol=0, atol=1e-10)
+    close(delta_rule.inverse_of_unit_lower(lower), right, rtol=0, atol=1e-10)
 
 
 def test_keys_written_again_are_replaced() -> None:
@@ -281,7 +281,7 @@ def test_keys_written_again_are_replaced() -> None:
     key = np.full((1, 100, 4), 0.5)
     value = np.random.default_rng(0).normal(size=(1, 100, 3))
     nothing, everything = np.zeros((1, 100)), np.ones((1, 100))
-    out, _ = gated_delta.chunk(key, key, value, nothing, everything)
+    out, _ = delta_rule.chunk(key, key, value, nothing, everything)
     close(out, value, rtol=0, atol=1e-12)
 
 

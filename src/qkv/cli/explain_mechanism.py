@@ -20,7 +20,7 @@ def run(options: argparse.Namespace) -> str:
     """The output of the command."""
     for name, value in vars(options).items():
         if value and name not in _OWN and value != options.parser.get_default(name):
-            shown = "FILE" if name == "file" else "--" + name.replace("_", "-")
+            shown = {"file": "FILE"}.get(name, "--" + name.replace("_", "-"))
             if name == "variants":
                 shown = value[0].option.flag
             raise ArgumentError(

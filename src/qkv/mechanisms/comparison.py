@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.errors import ArgumentError
-from qkv.mechanisms.base import Mechanism
-from qkv.mechanisms.example import example_tokens
+from qkv.mechanisms.base.example import example_tokens
+from qkv.mechanisms.base.mechanism import Mechanism
+from qkv.mechanisms.lookup.scaled_dot_product import ScaledDotProduct
 from qkv.mechanisms.registry import MECHANISMS
-from qkv.mechanisms.scaled_dot_product import ScaledDotProduct
 
 __all__ = ["Comparison", "Row", "compare", "mechanism_class"]
 

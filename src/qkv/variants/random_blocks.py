@@ -102,6 +102,32 @@ class RandomBlocks(MaskVariant):
         """Number of blocks, N."""
         return -(-(kv_len if self.length is None else int(self.length)) // int(self.block_size))
 
+    def draws(self, num_heads: int, num_blocks: int) -> NDArray[np.int64]:
+        """Which blocks are drawn for `[head, q_block]`.
+
+        Parameters
+        ----------
+        num_heads, num_blocks : int
+            Query heads, and N.
+
+        Returns
+        -------
+        int64 array (num_heads, num_blocks, r)
+            -1 at the end of rows that have fewer to draw from.
+        """
+        heads, rows = np.indices((num_heads, num_blocks))
+        choices = rows if self.causal else np.full_like(rows, num_blocks)
+        count = min(int(self.num_random_blocks), num_blocks)
+        draws = np.minimum(count, choices)
+        drawn = np.full((num_heads, num_blocks, count), -1, np.int64)
+        for i in range(count):
+            last = choices - draws + i
+            words = philox((i, rows, heads, 0), int(self.seed))[0].astype(np.int64)
+            block = words * (last + 1) >> 32
+            taken = (drawn[..., :i] == block[..., None]).any(-1)
+            drawn[..., i] = np.where(i < draws, np.where(taken, last, block), -1)
+        return drawn
+
     def blocks(self, num_heads: int, num_blocks: int) -> NDArray[np.bool_]:
         """Whether `[head, q_block, kv_block]` is drawn.
 
@@ -114,19 +140,9 @@ class RandomBlocks(MaskVariant):
         -------
         boolean array (num_heads, num_blocks, num_blocks)
         """
-        drawn = np.zeros((num_heads, num_blocks, num_blocks), bool)
-        heads, rows = np.indices((num_heads, num_blocks))
-        choices = rows if self.causal else np.full_like(rows, num_blocks)
-        count = min(int(self.num_random_blocks), num_blocks)
-        draws = np.minimum(count, choices)
-        for i in range(count):
-            last = choices - draws + i
-            words = philox((i, rows, heads, 0), int(self.seed))[0].astype(np.int64)
-            block = words * (last + 1) >> 32
-            block = np.where(drawn[heads, rows, np.minimum(block, num_blocks - 1)], last, block)
-            here = i < draws
-            drawn[heads[here], rows[here], block[here]] = True
-        return drawn
+        found = np.zeros((num_heads, num_blocks, num_blocks + 1), bool)
+        np.put_along_axis(found, self.draws(num_heads, num_blocks), True, axis=2)
+        return found[..., :-1]
 
     def lower(self, builder: Builder) -> None:
         shape, size = builder.shape, int(self.block_size)

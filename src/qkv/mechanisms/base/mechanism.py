@@ -1,0 +1,248 @@
+"""What every mechanism is: tokens in, tokens out, named weights, an explanation and a cost."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from copy import copy
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.errors import ArgumentError, ShapeError
+from qkv.mechanisms.base.example import example_input
+from qkv.mechanisms.base.explanation import Explanation, Step
+from qkv.mechanisms.base.namespace import array_namespace, like, values
+
+if TYPE_CHECKING:
+    from qkv.ledger import Ledger
+
+__all__ = ["Mechanism", "positive_integers", "token_names"]
+
+
+class Mechanism(ABC):
+    """A layer that mixes tokens: x `(..., n, embed_dim)` to an output `(..., n, width)`.
+
+    A subclass says `name`, `paper` and `formula`, passes the shapes of its weights to `__init__`,
+    and defines `__call__`, `token_mixing`, `explain`, `cost` and `example`. Formulas are written
+    with `array_namespace(x)`, so that NumPy arrays, torch tensors and JAX arrays all work and the
+    output is an array of the same library, dtype and device.
+
+    Parameters
+    ----------
+    shapes : mapping of str to tuple of int
+        Names and shapes of the weights. Projections are named and laid out as in
+        `torch.nn.Linear`: `q_proj.weight` is (out, in), `q_proj.bias` is (out,).
+    weights : mapping of str to array, optional
+        Exactly these names, of any library. torch tensors keep their gradient. Random by default.
+    seed : int
+        Seed of the random weights.
+
+    Attributes
+    ----------
+    name : str
+        The name on the command line, such as "multi-head".
+    paper : str
+        Who introduced the mechanism, where.
+    formula : str
+        The definition in one line.
+    weights : dict of str to array
+
+    Raises
+    ------
+    ArgumentError
+        A weight is missing, or a name is not one of the mechanism's.
+    ShapeError
+        A weight has another shape than its name asks for.
+    """
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+    formula: ClassVar[str]
+
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        weights: Mapping[str, Any] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.weights: dict[str, Any]
+        if weights is None:
+            rng = np.random.default_rng(seed)
+            self.weights = {
+                name: self.initial_weight(name, shape, rng) for name, shape in shapes.items()
+            }
+        else:
+            self.weights = _checked(weights, shapes, self.name)
+
+    @abstractmethod
+    def __call__(self, x: Any, /) -> Any:
+        """Mix the tokens of `x` (..., n, embed_dim); an array of the same library and dtype."""
+
+    @abstractmethod
+    def token_mixing(self, x: Any, /) -> Any:
+        """How much of each token's value reaches each output, `(..., num_heads, n, n)` or `(n, n)`.
+
+        The attention weights, or for mechanisms without any the effective matrix M for which the
+        output of a head is `M @ values`. It is for looking: values only, without a gradient.
+        """
+
+    @abstractmethod
+    def explain(
+        self, x: Any, /, tokens: Sequence[str] | None = None, index: int = 0
+    ) -> Explanation:
+        """The calculation of one token of `x` (n, embed_dim), step by step.
+
+        Parameters
+        ----------
+        x : array (n, embed_dim)
+        tokens : sequence of str (n,), optional
+            Names of the rows; their numbers by default.
+        index : int
+            The token whose output is calculated, the first by default.
+        """
+
+    @abstractmethod
+    def cost(self, n: int, batch: int = 1, dtype: str = "float32") -> Ledger:
+        """Operations, parameters and bytes for `batch` sequences of `n` tokens.
+
+        Parameters
+        ----------
+        n, batch : int
+        dtype : str
+            The type in which arrays are stored, such as "float32" or "bfloat16".
+        """
+
+    @classmethod
+    @abstractmethod
+    def example(cls) -> Self:
+        """An instance for the shared five-token example, with fixed weights.
+
+        Its input is `example_input()`, where columns 0 to 3 are Q, 4 to 7 are K and 8 to 11 are V,
+        and its output is (5, 4), so that it can be compared with full attention.
+        """
+
+    @classmethod
+    def example_arguments(cls) -> tuple[Any, ...]:
+        """What `example()` is called with; only `example_input()` unless a subclass says more."""
+        return (example_input(),)
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{name} {tuple(w.shape)}" for name, w in self.weights.items())
+        return f"{type(self).__name__}({shapes})"
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the weights hold."""
+        return sum(int(np.prod(weight.shape)) for weight in self.weights.values())
+
+    def initial_weight(
+        self, name: str, shape: tuple[int, ...], rng: np.random.Generator
+    ) -> NDArray[Any]:
+        """A random weight, float64: zeros for a bias, else uniform within 1 / sqrt(last length).
+
+        A subclass overrides it for weights that its paper initialises otherwise.
+        """
+        if name.endswith("bias") or not shape:
+            return np.zeros(shape)
+        bound = shape[-1] ** -0.5
+        return rng.uniform(-bound, bound, shape)
+
+    def detached(self) -> Self:
+        """A copy with the same weights as NumPy arrays, without gradients; for looking."""
+        copied = copy(self)
+        copied.weights = {name: values(weight, name) for name, weight in self.weights.items()}
+        return copied
+
+    def weight(self, name: str, x: Any) -> Any:
+        """A weight in the library, dtype and device of `x`."""
+        return like(self.weights[name], x, name)
+
+    def linear(self, name: str, x: Any) -> Any:
+        """`x @ weight.T + bias` with the weights `name.weight` and, if there is one, `name.bias`.
+
+        Parameters
+        ----------
+        name : str
+            Such as "q_proj".
+        x : array (..., in)
+
+        Returns
+        -------
+        array (..., out)
+
+        Raises
+        ------
+        ShapeError
+            The rows of `x` are not as long as those of the weight.
+        """
+        weight = self.weight(f"{name}.weight", x)
+        if x.ndim < 2 or x.shape[-1] != weight.shape[1]:
+            raise ShapeError(
+                f"{self.name} reads rows of {weight.shape[1]} numbers.",
+                [("x", str(tuple(x.shape))), (f"{name}.weight", str(tuple(weight.shape)))],
+                f"Pass x as (..., n, {weight.shape[1]}).",
+            )
+        namespace = array_namespace(x)
+        product = namespace.matmul(x, weight.T)
+        if f"{name}.bias" in self.weights:
+            product = product + self.weight(f"{name}.bias", x)
+        # NumPy multiplies bfloat16 to float32.
+        return namespace.astype(product, x.dtype, copy=False)
+
+    def explanation(self, steps: Sequence[Step], token: str) -> Explanation:
+        """Wrap the steps for one token in an `Explanation` with this mechanism's name."""
+        return Explanation(self.name, self.formula, self.paper, token, tuple(steps))
+
+
+def positive_integers(**sizes: Any) -> None:
+    """Refuse sizes that are not integers of 1 or more.
+
+    Raises
+    ------
+    ArgumentError
+        Naming the size.
+    """
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
+            raise ArgumentError(
+                f"{name}={size!r:.60} is not a positive integer.", action=f"Pass {name} >= 1."
+            )
+
+
+def token_names(tokens: Sequence[str] | None, n: int) -> tuple[str, ...]:
+    """The names of `n` tokens, their numbers by default.
+
+    Raises
+    ------
+    ArgumentError
+        There are not `n` of them.
+    """
+    if tokens is None:
+        return tuple(map(str, range(n)))
+    if isinstance(tokens, str) or len(tokens) != n:
+        raise ArgumentError(
+            f"there are {len(tokens)} tokens for {n} rows of x.", action="Pass one for each row."
+        )
+    return tuple(tokens)
+
+
+def _checked(
+    weights: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], mechanism: str
+) -> dict[str, Any]:
+    missing, unknown = shapes.keys() - weights.keys(), weights.keys() - shapes.keys()
+    if missing or unknown:
+        found = [("missing", ", ".join(sorted(missing))), ("unknown", ", ".join(sorted(unknown)))]
+        raise ArgumentError(
+            f"the weights of {mechanism} are {', '.join(shapes)}.",
+            [(what, names) for what, names in found if names],
+            "Pass exactly these names.",
+        )
+    for name, shape in shapes.items():
+        if tuple(weights[name].shape) != tuple(shape):
+            raise ShapeError(
+                f"{name} has shape {tuple(weights[name].shape)}; {mechanism} needs {tuple(shape)}.",
+                action="Check embed_dim, num_heads and head_dim.",
+            )
+    return {name: weights[name] for name in shapes}

@@ -1,0 +1,103 @@
+"""Cross-attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qkv.errors import ArgumentError
+from qkv.ledger import Count, Ledger, symbols
+from qkv.mechanisms.base.example import example_input
+from qkv.mechanisms.base.mechanism import positive_integers
+from qkv.mechanisms.base.operations import attention_over_pairs, projection, traffic
+from qkv.mechanisms.base.projected import ProjectedAttention
+
+__all__ = ["Cross"]
+
+
+class Cross(ProjectedAttention):
+    """Queries of one sequence, keys and values of another.
+
+        Q = X W_Q,  K = C W_K,  V = C W_V
+
+    A decoder reads the output of an encoder this way, and text reads an image.
+
+    Parameters
+    ----------
+    embed_dim, num_heads : int
+    **options
+        As for `ProjectedAttention`; `kv_dim` is the width of the other sequence.
+
+    Raises
+    ------
+    ArgumentError
+        When called, the other sequence is missing.
+
+    Notes
+    -----
+    `n m` pairs for n queries and m keys. Source: Vaswani et al. (2017), section 3.2.3,
+    encoder-decoder attention.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from qkv.mechanisms import Cross
+    >>> Cross(8, num_heads=2, kv_dim=6)(np.ones((5, 8)), np.ones((3, 6))).shape
+    (5, 8)
+    """
+
+    name = "cross"
+    paper = "Vaswani et al., Attention Is All You Need (2017), section 3.2.3"
+    formula = "softmax(Q K^T / sqrt(d)) V, Q = X W_Q, K = C W_K, V = C W_V"
+
+    def __call__(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
+        """Attend from `x` to the other sequence.
+
+        Parameters
+        ----------
+        x : array (..., q_len, embed_dim)
+        key : array (..., kv_len, kv_dim)
+            The other sequence.
+        value : array (..., kv_len, kv_dim), optional
+            `key` unless given.
+        """
+        if key is None:
+            raise ArgumentError(
+                "cross-attention was given one sequence.",
+                action="Pass the other one too: mechanism(x, context).",
+            )
+        return super().__call__(x, key, value)
+
+    def cost(
+        self, n: int, batch: int = 1, dtype: str = "float32", kv_len: int | None = None
+    ) -> Ledger:
+        """Operations, parameters and bytes for `batch` pairs of sequences.
+
+        Parameters
+        ----------
+        n, batch : int
+            Queries, and pairs of sequences.
+        dtype : str
+            The type in which arrays are stored.
+        kv_len : int, optional
+            Rows of the other sequence, `n` unless given.
+        """
+        kv_len = n if kv_len is None else kv_len
+        positive_integers(n=n, batch=batch, kv_len=kv_len)
+        tokens, m, d, h = symbols(n=n, m=kv_len, d=self.head_dim, h=self.num_heads)
+        b = 1 if batch == 1 else Count(batch, "b")
+        found = Ledger()
+        projections = self._projections()
+        rows = {"q_proj": tokens, "k_proj": m, "v_proj": m, "out_proj": tokens}
+        for name, inner, outer in projections:
+            found += projection(name, b * rows[name], inner, outer, self.bias)
+        heads: int = b * h
+        found += attention_over_pairs(tokens * m, tokens, d, d) * heads
+        (_, e, q_width), (_, c, _), *_ = projections
+        read = b * (tokens * e + m * c) + found.parameters
+        width = e if self.out_proj else q_width
+        return found + traffic(read, b * tokens * width, dtype)
+
+    @classmethod
+    def example_arguments(cls) -> tuple[Any, ...]:
+        """The five tokens, which read the first three."""
+        return example_input(), example_input()[:3]

@@ -1,0 +1,62 @@
+"""Multi-head attention."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from qkv.mechanisms.base.loading import torch_multi_head
+from qkv.mechanisms.base.projected import ProjectedAttention
+
+__all__ = ["MultiHead"]
+
+
+class MultiHead(ProjectedAttention):
+    """Several heads side by side, each with projections of its own.
+
+        head_h = softmax(Q_h K_h^T / sqrt(head_dim)) V_h,   Q_h = x W_q[h], ...
+        out    = [head_0, ..., head_n] W_o
+
+    A single head averages what it reads; several can read different tokens at once.
+
+    Parameters
+    ----------
+    embed_dim, num_heads : int
+    **options
+        As for `ProjectedAttention`: head_dim, kv_dim, causal, bias, out_proj, scale, weights, seed.
+
+    Notes
+    -----
+    `4 embed_dim**2` parameters; `8 n embed_dim**2 + 4 n**2 embed_dim` operations. Source: Vaswani
+    et al. (2017), section 3.2.2.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from qkv.mechanisms import MultiHead
+    >>> MultiHead(16, num_heads=4)(np.ones((2, 5, 16))).shape
+    (2, 5, 16)
+    """
+
+    name = "multi-head"
+    paper = "Vaswani et al., Attention Is All You Need (2017), section 3.2.2"
+    formula = "[head_0, ..., head_n] W_o, head_h = softmax(Q_h K_h^T / sqrt(d)) V_h"
+
+    @classmethod
+    def from_torch(cls, module: Any) -> Self:
+        """The mechanism with the weights of a `torch.nn.MultiheadAttention`.
+
+        Parameters
+        ----------
+        module : torch.nn.MultiheadAttention
+
+        Raises
+        ------
+        UnsupportedError
+            The module adds keys and values of its own, or its keys and values differ in width.
+        """
+        return cls(**torch_multi_head(module))
+
+    @classmethod
+    def example(cls) -> Self:
+        """Two heads of two numbers on the shared five tokens."""
+        return cls.for_example(num_heads=2)

@@ -1,0 +1,82 @@
+"""Self-attention: queries, keys and values are projections of one sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+import numpy as np
+
+from qkv.mechanisms.base.explanation import Line, Step, number
+from qkv.mechanisms.base.projected import Options, ProjectedAttention
+
+__all__ = ["Self"]
+
+
+class Self(ProjectedAttention):
+    """`softmax(Q K^T / sqrt(head_dim)) V` with `Q = X W_Q`, `K = X W_K`, `V = X W_V`.
+
+    Every token asks (its query), is asked (its key) and answers (its value), each by a projection
+    of its own row. Without positions, permuting the tokens permutes the outputs alike.
+
+    Parameters
+    ----------
+    embed_dim, num_heads : int
+        Width of x, and heads.
+    **options
+        As for `ProjectedAttention`; without an output projection unless `out_proj=True`.
+
+    Notes
+    -----
+    `W_Q` is the transpose of `weights["q_proj.weight"]`, which is stored as torch does. Source:
+    Cheng et al., "Long Short-Term Memory-Networks for Machine Reading" (2016); Vaswani et al.
+    (2017), section 3.2.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from qkv.mechanisms import Self
+    >>> Self(8, head_dim=4)(np.ones((5, 8))).shape
+    (5, 4)
+    """
+
+    name = "self"
+    paper = "Cheng et al., LSTM-Networks for Machine Reading (2016); Vaswani et al. (2017)"
+    formula = "softmax(Q K^T / sqrt(d)) V, Q = X W_Q, K = X W_K, V = X W_V"
+
+    def __init__(self, embed_dim: int, num_heads: int = 1, **options: Unpack[Options]) -> None:
+        options.setdefault("out_proj", False)
+        super().__init__(embed_dim, num_heads, **options)
+
+    def steps_before(
+        self,
+        given: Sequence[Any],
+        rows: Sequence[Any],
+        index: int,
+        tokens: Sequence[str],
+        kv_tokens: Sequence[str],
+    ) -> list[Step]:
+        """The projections of one token with their products; then keys and values of all."""
+        x, name = given[0][index], tokens[index]
+        steps = [Step("Input", "x, a row of X", (Line(f"x of {name}", x.tolist()),))]
+        for side in "qkv":
+            columns = np.asarray(self.weights[f"{side}_proj.weight"], np.float64)
+            bias = self.weights.get(f"{side}_proj.bias")
+            lines = [
+                Line(f"{side}[{i}]", *_product(x, column, None if bias is None else bias[i]))
+                for i, column in enumerate(columns)
+            ]
+            formula = f"{side} = x W_{side.upper()}, without terms that are 0"
+            steps.append(Step(f"Project {name}", formula, tuple(lines)))
+        return steps + super().steps_before(given, rows, index, tokens, kv_tokens)
+
+
+def _product(x: Any, column: Any, bias: Any) -> tuple[float, str]:
+    terms = [
+        f"{number(float(a))}*{number(float(w))}" for a, w in zip(x, column, strict=True) if a and w
+    ]
+    total = float(np.dot(x, column))
+    if bias is not None:
+        total += float(bias)
+        terms.append(number(float(bias)))
+    return total, " + ".join(terms) or "0"

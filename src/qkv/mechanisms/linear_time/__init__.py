@@ -1,0 +1,1 @@
+"""Mechanisms whose time and memory grow in proportion to the number of tokens."""

@@ -1,0 +1,360 @@
+"""Linear attention: a softmax replaced by a product of features, so that sums can be kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from qkv.errors import ArgumentError, ShapeError
+from qkv.inspection.explain import chosen
+from qkv.ledger import Count, Ledger, step, symbols
+from qkv.mechanisms.base.attention import all_three, one_sequence
+from qkv.mechanisms.base.attention_steps import token_lines
+from qkv.mechanisms.base.explanation import Explanation, Line, Step, dot_product, number, numbers
+from qkv.mechanisms.base.mechanism import positive_integers, token_names
+from qkv.mechanisms.base.namespace import array_namespace, like, values
+from qkv.mechanisms.base.operations import projection, traffic
+from qkv.mechanisms.base.projected import ProjectedAttention
+from qkv.mechanisms.linear_time.activations import elu_plus_one
+from qkv.mechanisms.linear_time.recurrent import repeated_heads
+
+__all__ = [
+    "Linear",
+    "bidirectional",
+    "chunk",
+    "naive",
+    "recurrent",
+    "refuse_options",
+    "token_weights",
+]
+
+
+class Linear(ProjectedAttention):
+    """Linear attention: weights are products of positive features, so sums can be taken first.
+
+        o_i = sum_j (phi(q_i) . phi(k_j)) v_j / sum_j phi(q_i) . phi(k_j),   phi(x) = elu(x) + 1
+            = phi(q_i) (sum_j phi(k_j)^T v_j) / (phi(q_i) . sum_j phi(k_j))
+
+    The sum over j does not depend on i: n tokens take O(n), where softmax takes O(n^2). Causal,
+    the sum grows token by token, and decoding keeps it in place of all keys and values.
+
+    Parameters
+    ----------
+    embed_dim, num_heads : int
+    chunk_size : int
+        Tokens in a chunk, if causal; changes speed and rounding only.
+    **options
+        As for `ProjectedAttention`: num_kv_heads, head_dim, kv_dim, causal, bias, out_proj,
+        weights, seed.
+
+    Raises
+    ------
+    ArgumentError, ShapeError
+        The sizes, or the weights, do not fit one another, or scale, rope or alibi is given.
+
+    Notes
+    -----
+    O(n head_dim^2) operations for each head, and the projections; no scale. Source: Katharopoulos
+    et al., "Transformers are RNNs", arXiv 2006.16236.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from qkv.mechanisms import Linear
+    >>> Linear(16, num_heads=4, causal=True)(np.ones((2, 5, 16))).shape
+    (2, 5, 16)
+    """
+
+    name = "linear"
+    paper = "Katharopoulos et al., Transformers are RNNs (2020)"
+    formula = "o_i = sum_j w_ij v_j, w_ij = phi(q_i) . phi(k_j) / sum_j of it, phi(x) = elu(x) + 1"
+
+    def __init__(
+        self, embed_dim: int, num_heads: int = 1, *, chunk_size: int = 64, **options: Any
+    ) -> None:
+        positive_integers(chunk_size=chunk_size)
+        refuse_options(self.name, options, "scale", "rope", "alibi")
+        self.chunk_size = chunk_size
+        super().__init__(embed_dim, num_heads, **options)
+
+    def features(self, query: Any, key: Any) -> tuple[Any, Any]:
+        """Positive features of query and key rows."""
+        return elu_plus_one(query), elu_plus_one(key)
+
+    def feature_cost(self, rows: int, head_dim: int) -> tuple[int, Ledger]:
+        """How many features a row has, and what those of `rows` rows take."""
+        each = rows * head_dim
+        return head_dim, step("features", compare=each, exp=each, add=each)
+
+    def featured(self, x: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+        """Features of queries and keys, and values, of as many heads as there are of queries."""
+        query_rows, key_rows, value_rows = self.heads(x, key, value)
+        if key_rows.shape[-2] != value_rows.shape[-2] or 0 in (x.shape[-2], key.shape[-2]):
+            raise ShapeError(
+                "key and value need as many rows as one another, and x and key one or more.",
+                [("key", str(tuple(key_rows.shape))), ("value", str(tuple(value_rows.shape)))],
+                "Pass sequences of one length.",
+            )
+        if self.causal and key_rows.shape[-2] != query_rows.shape[-2]:
+            raise ShapeError(
+                "causal linear attention reads as many keys as queries.",
+                [("x", str(tuple(x.shape))), ("key", str(tuple(key.shape)))],
+                "Pass x alone, or a mechanism with causal=False.",
+            )
+        times = self.num_heads // self.num_kv_heads
+        query, key = self.features(query_rows, key_rows)
+        return query, repeated_heads(key, times), repeated_heads(value_rows, times)
+
+    def mix(self, query: Any, key: Any, value: Any) -> Any:
+        """The output of the heads from features and values."""
+        if self.causal:
+            return chunk(query, key, value, chunk_size=self.chunk_size)[0]
+        return bidirectional(query, key, value)
+
+    def __call__(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
+        """Attend from `x` to `key` and `value`, or to itself, in linear time.
+
+        Parameters
+        ----------
+        x : array (..., q_len, embed_dim)
+        key, value : array (..., kv_len, kv_dim), optional
+            `x` unless given; `value` is `key` unless given.
+
+        Returns
+        -------
+        array (..., q_len, width)
+            In the library, dtype and device of `x`.
+
+        Raises
+        ------
+        ShapeError
+            The arrays do not fit the weights or one another.
+        """
+        return self.join(self.mix(*self.featured(*all_three(x, key, value))))
+
+    def token_mixing(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
+        """The weights `(..., num_heads, q_len, kv_len)`; values only, without a gradient."""
+        given = (values(a, "x") for a in all_three(x, key, value))
+        query, key, _ = self.detached().featured(*given)
+        return like(token_weights(query, key, self.causal), x)
+
+    def explain(
+        self,
+        x: Any,
+        /,
+        tokens: Sequence[str] | None = None,
+        index: int = 0,
+        *,
+        key: Any = None,
+        value: Any = None,
+        kv_tokens: Sequence[str] | None = None,
+    ) -> Explanation:
+        """The calculation of one token of `x` (n, embed_dim), step by step.
+
+        Parameters
+        ----------
+        x, key, value : array
+            As for a call, of one sequence.
+        tokens : sequence of str (n,), optional
+            Names of the rows of x; their numbers by default.
+        index : int
+            The token whose output is calculated, the first by default.
+        kv_tokens : sequence of str (kv_len,), optional
+            Names of the rows of key; those of x if they are as many, else numbers.
+        """
+        look = self.detached()
+        given = [values(a, "x") for a in all_three(x, key, value)]
+        one_sequence(*given)
+        names = token_names(tokens, len(given[0]))
+        same = kv_tokens is None and len(given[1]) == len(names)
+        kv_names = names if same else token_names(kv_tokens, len(given[1]))
+        row = int(chosen(index, len(names), "index", "tokens")[0])
+        steps = look.steps_before(given, look.heads(*given), row, names, kv_names)
+        query, key, value = look.featured(*given)
+        seen = kv_names[: row + 1] if look.causal else kv_names
+        for head in range(look.num_heads):
+            title = f"Head {head}, " if look.num_heads > 1 else ""
+            rows = (query[head, row], key[head, : len(seen)], value[head, : len(seen)])
+            steps += [Step(f"{title}{s.title}", s.formula, s.lines) for s in _steps(*rows, seen)]
+        steps += look.steps_after(look.mix(query, key, value), row)
+        return self.explanation(steps, names[row])
+
+    def cost(self, n: int, batch: int = 1, dtype: str = "float32") -> Ledger:
+        """Operations, parameters and bytes for `batch` sequences of `n` tokens.
+
+        Operations are those of sums that are taken once; chunks do more in fewer products.
+
+        Parameters
+        ----------
+        n, batch : int
+        dtype : str
+            The type in which arrays are stored.
+        """
+        positive_integers(n=n, batch=batch)
+        (tokens, h, g, d) = symbols(n=n, h=self.num_heads, g=self.num_kv_heads, d=self.head_dim)
+        tokens = tokens * (1 if batch == 1 else Count(batch, "b"))
+        projections = self._projections()
+        found = Ledger()
+        for name, inner, outer in projections:
+            found += projection(name, tokens, inner, outer, self.bias)
+        features, ledger = self.feature_cost(tokens, d)
+        pairs = tokens * features
+        both: int = h + g
+        found += ledger * both
+        found += (
+            step("state", multiply=pairs * d, add=pairs * (d + 1), space=features * (d + 1))
+            + step("read", multiply=pairs * (d + 1), add=(pairs - tokens) * (d + 1))
+            + step("divide", divide=tokens * d, space=tokens * d)
+        ) * h
+        width = projections[-1][2] if self.out_proj else h * d
+        read = tokens * projections[0][1] + found.parameters
+        whole: Ledger = found + traffic(read, tokens * width, dtype)
+        return whole
+
+
+def refuse_options(mechanism: str, options: Mapping[str, Any], *names: str) -> None:
+    """Refuse options of `ProjectedAttention` that mean nothing in this mechanism.
+
+    Raises
+    ------
+    ArgumentError
+        Naming the first that is given.
+    """
+    for name in names:
+        if options.get(name):
+            raise ArgumentError(
+                f"{mechanism} does not take {name}: it has no n x n scores to change.",
+                action=f"Leave {name} out.",
+            )
+
+
+def _steps(query: Any, key: Any, value: Any, tokens: Sequence[str]) -> list[Step]:
+    """Features, their products, weights and output of one row of one head."""
+    features = [Line("phi(q)", query.tolist()), *token_lines(tokens, key)]
+    products = key @ query
+    total = float(products.sum())
+    weights = products / total
+    parts = [
+        Line(token, (w * row).tolist(), f"{number(float(w))} * {numbers(row)}")
+        for token, w, row in zip(tokens, weights, value, strict=True)
+    ]
+    return [
+        Step("Features", "phi(q) of the token, phi(k) of each", tuple(features)),
+        Step(
+            "Products",
+            "phi(q) . phi(k)",
+            tuple(dot_product(t, query, row) for t, row in zip(tokens, key, strict=True)),
+        ),
+        Step(
+            "Weights",
+            f"w = product / sum, sum = {number(total)}",
+            tuple(
+                Line(t, float(w), f"{number(float(p))} / {number(total)}")
+                for t, p, w in zip(tokens, products, weights, strict=True)
+            ),
+        ),
+        Step(
+            "Output",
+            "o = sum_j w[j] v[j]",
+            (*parts, Line("o", (weights @ value).tolist(), "their sum")),
+        ),
+    ]
+
+
+def token_weights(query: Any, key: Any, causal: bool) -> Any:
+    """The weights `w[i,j] = query[i] . key[j] / sum_j query[i] . key[j]`, (..., n, n).
+
+    Parameters
+    ----------
+    query, key : arrays (..., n, features)
+        Features, already positive.
+    causal : bool
+        Whether row i stops at j = i.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> token_weights(np.ones((2, 1)), np.ones((2, 1)), causal=True)
+    array([[1. , 0. ],
+           [0.5, 0.5]])
+    """
+    xp = array_namespace(query)
+    products = query @ key.mT
+    if causal:
+        products = xp.tril(products)
+    return products / xp.sum(products, axis=-1, keepdims=True)
+
+
+def naive(query: Any, key: Any, value: Any, causal: bool) -> Any:
+    """Linear attention through its n x n weights; O(n^2), the parallel form of the definition."""
+    return token_weights(query, key, causal) @ value
+
+
+def bidirectional(query: Any, key: Any, value: Any) -> Any:
+    """Linear attention without a mask: one sum over all keys serves every query; O(n)."""
+    return _divided(query @ (key.mT @ _with_ones(value)))
+
+
+def recurrent(query: Any, key: Any, value: Any, state: Any = None) -> tuple[Any, Any]:
+    """Causal linear attention token by token, as decoding does it.
+
+    Parameters
+    ----------
+    query, key : arrays (..., n, features)
+    value : array (..., n, v_head_dim)
+    state : array (..., features, v_head_dim + 1), optional
+        What an earlier call returned: `sum_j key[j]^T [value[j], 1]` over the tokens before.
+
+    Returns
+    -------
+    output : array (..., n, v_head_dim)
+    state : array
+        With the tokens of this call.
+    """
+    xp = array_namespace(query)
+    value = _with_ones(value)
+    state = _no_tokens(key, value) if state is None else state
+    rows = []
+    for t in range(query.shape[-2]):
+        now = slice(t, t + 1)
+        state = state + key[..., now, :].mT @ value[..., now, :]
+        rows.append(query[..., now, :] @ state)
+    return _divided(xp.concat(rows, axis=-2)), state
+
+
+def chunk(
+    query: Any, key: Any, value: Any, state: Any = None, chunk_size: int = 64
+) -> tuple[Any, Any]:
+    """Causal linear attention in chunks of matrix products; what `recurrent` gives.
+
+    Within a chunk it is the parallel form, and everything before the chunk is in the state.
+
+    Notes
+    -----
+    O(n (chunk_size + features) (features + v_head_dim)) operations.
+    """
+    xp = array_namespace(query)
+    value = _with_ones(value)
+    state = _no_tokens(key, value) if state is None else state
+    rows = []
+    for start in range(0, query.shape[-2], chunk_size):
+        now = slice(start, start + chunk_size)
+        q, k, v = query[..., now, :], key[..., now, :], value[..., now, :]
+        rows.append(xp.tril(q @ k.mT) @ v + q @ state)
+        state = state + k.mT @ v
+    return _divided(xp.concat(rows, axis=-2)), state
+
+
+def _with_ones(value: Any) -> Any:
+    """A column of ones behind the values, whose weighted sum is the denominator."""
+    xp = array_namespace(value)
+    return xp.concat([value, xp.ones_like(value[..., :1])], axis=-1)
+
+
+def _divided(sums: Any) -> Any:
+    return sums[..., :-1] / sums[..., -1:]
+
+
+def _no_tokens(key: Any, value: Any) -> Any:
+    """The state before the first token: a sum over no rows, in the library of its inputs."""
+    return key[..., :0, :].mT @ value[..., :0, :]

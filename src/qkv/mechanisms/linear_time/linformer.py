@@ -1,0 +1,177 @@
+"""Linformer: attention to a fixed number of mixtures of keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import numpy as np
+
+import qkv
+from qkv.errors import ShapeError
+from qkv.inspection.explain import chosen
+from qkv.ledger import Count, Ledger, matmul, symbols
+from qkv.mechanisms.base.attention import all_three, one_sequence
+from qkv.mechanisms.base.attention_steps import attention_steps, token_lines
+from qkv.mechanisms.base.explanation import Explanation, Step
+from qkv.mechanisms.base.mechanism import positive_integers, token_names
+from qkv.mechanisms.base.namespace import like, values
+from qkv.mechanisms.base.projected import ProjectedAttention
+from qkv.mechanisms.linear_time.linear import refuse_options
+
+__all__ = ["Linformer"]
+
+
+class Linformer(ProjectedAttention):
+    """Attention to k mixtures of all keys and values in place of n of them.
+
+        out = softmax(Q (E K)^T / sqrt(head_dim)) (F V),   E and F (k, n)
+
+    Weight matrices of trained models are close to matrices of low rank, so that k can stay fixed
+    while n grows. E and F are learned for one length, which is the longest sequence that fits, and
+    they mix all positions, so that there is no causal form.
+
+    Parameters
+    ----------
+    embed_dim, num_heads : int
+    max_len : int
+        Tokens that E and F have columns for. A shorter sequence uses the first of them.
+    num_mixtures : int
+        k, how many mixtures there are.
+    **options
+        As for `ProjectedAttention`: num_kv_heads, head_dim, bias, out_proj, scale, weights, seed.
+        Its weights include `e_proj.weight` and `f_proj.weight` (num_mixtures, max_len), which all
+        heads share.
+
+    Raises
+    ------
+    ArgumentError, ShapeError
+        The sizes, or the weights, do not fit one another, or causal, rope or alibi is given.
+
+    Notes
+    -----
+    O(n num_mixtures head_dim) operations for each head. Source: Wang et al., "Linformer:
+    Self-Attention with Linear Complexity", arXiv 2006.04768.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from qkv.mechanisms import Linformer
+    >>> Linformer(16, num_heads=4, max_len=8, num_mixtures=3)(np.ones((2, 5, 16))).shape
+    (2, 5, 16)
+    """
+
+    name = "linformer"
+    paper = "Wang et al., Linformer: Self-Attention with Linear Complexity (2020)"
+    formula = "softmax(Q (E K)^T / sqrt(d)) (F V)"
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int = 1,
+        *,
+        max_len: int = 512,
+        num_mixtures: int = 256,
+        **options: Any,
+    ) -> None:
+        positive_integers(max_len=max_len, num_mixtures=num_mixtures)
+        refuse_options(self.name, options, "causal", "rope", "alibi")
+        self.max_len, self.num_mixtures = max_len, num_mixtures
+        super().__init__(embed_dim, num_heads, **options)
+
+    def more_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The mixtures of keys and of values."""
+        shape = (self.num_mixtures, self.max_len)
+        return {"e_proj.weight": shape, "f_proj.weight": shape}
+
+    def heads(self, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+        """Queries, and the mixtures of keys and of values, of every head."""
+        q, k, v = super().heads(query, key, value)
+        return q, self._mixtures("e_proj.weight", k), self._mixtures("f_proj.weight", v)
+
+    def _mixtures(self, name: str, rows: Any) -> Any:
+        n = rows.shape[-2]
+        if n > self.max_len:
+            raise ShapeError(
+                f"{n} tokens are more than max_len={self.max_len}.",
+                action=f"Pass at most {self.max_len} tokens, or build it for a longer max_len.",
+            )
+        return like(self.weights[name][:, :n], rows, name) @ rows
+
+    def token_mixing(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
+        """The weights of the mixtures times F, `(..., num_heads, q_len, kv_len)`.
+
+        The matrix for which a head gives `M @ V`; its rows need not add up to one.
+        """
+        weights = super().token_mixing(x, key, value)
+        kv_len = all_three(x, key, value)[2].shape[-2]
+        return weights @ like(self.detached().weights["f_proj.weight"], x)[:, :kv_len]
+
+    def explain(
+        self,
+        x: Any,
+        /,
+        tokens: Sequence[str] | None = None,
+        index: int = 0,
+        *,
+        key: Any = None,
+        value: Any = None,
+        kv_tokens: Sequence[str] | None = None,
+    ) -> Explanation:
+        """The calculation of one token of `x` (n, embed_dim), step by step.
+
+        Parameters
+        ----------
+        x, key, value : array
+            As for a call, of one sequence.
+        tokens : sequence of str (n,), optional
+            Names of the rows of x; their numbers by default.
+        index : int
+            The token whose output is calculated, the first by default.
+        kv_tokens : sequence of str (kv_len,), optional
+            Names of the rows of key; those of x if they are as many, else numbers.
+        """
+        look = self.detached()
+        given = [values(a, "x") for a in all_three(x, key, value)]
+        one_sequence(*given)
+        names = token_names(tokens, len(given[0]))
+        same = kv_tokens is None and len(given[1]) == len(names)
+        kv_names = names if same else token_names(kv_tokens, len(given[1]))
+        row = int(chosen(index, len(names), "index", "tokens")[0])
+        steps = look.steps_before(given, super(Linformer, look).heads(*given), row, names, kv_names)
+        q, k, v = look.heads(*given)
+        mixtures = [f"mixture {i}" for i in range(self.num_mixtures)]
+        for name, symbol, heads in (("keys", "E K", k), ("values", "F V", v)):
+            rows = np.moveaxis(heads, 0, 1).reshape(len(mixtures), -1)
+            steps.append(Step(f"Mix {name}", symbol, token_lines(mixtures, rows)))
+        trace = qkv.explain(q, k, v, scale=look.scale, q_index=row)
+        steps += attention_steps(trace, mixtures)
+        steps += look.steps_after(qkv.attention(q, k, v, scale=look.scale), row)
+        return self.explanation(steps, names[row])
+
+    def pairs(self, n: int) -> int:
+        """`n` queries with `num_mixtures` keys each."""
+        found: int = n * Count(self.num_mixtures, "k")
+        return found
+
+    def cost(self, n: int, batch: int = 1, dtype: str = "float32") -> Ledger:
+        """Operations, parameters and bytes for `batch` sequences of `n` tokens.
+
+        Parameters
+        ----------
+        n, batch : int
+        dtype : str
+            The type in which arrays are stored.
+        """
+        positive_integers(n=n, batch=batch)
+        tokens, k, g, d = symbols(n=n, k=self.num_mixtures, g=self.num_kv_heads, d=self.head_dim)
+        found = matmul("mixtures", k, tokens, d) * (2 * g * batch)
+        whole: Ledger = found + super().cost(n, batch, dtype)
+        return whole
+
+    @classmethod
+    def example(cls) -> Self:
+        """Two mixtures on the shared five tokens: the mean of three, and of the last two."""
+        means = np.array([[1 / 3, 1 / 3, 1 / 3, 0, 0], [0, 0, 0, 1 / 2, 1 / 2]])
+        weights: Mapping[str, Any] = {"e_proj.weight": means, "f_proj.weight": means}
+        return cls.for_example(max_len=5, num_mixtures=2, weights=weights)

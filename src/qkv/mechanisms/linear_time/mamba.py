@@ -1,0 +1,341 @@
+"""Mamba: a state space model whose step, input and output depend on the token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.ledger import Count, Ledger, step, symbols
+from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
+from qkv.mechanisms.base.loading import named_weights
+from qkv.mechanisms.base.mechanism import positive_integers
+from qkv.mechanisms.base.namespace import array_namespace
+from qkv.mechanisms.base.operations import projection
+from qkv.mechanisms.linear_time.activations import silu, softplus
+from qkv.mechanisms.linear_time.convolution import causal_convolution
+from qkv.mechanisms.linear_time.recurrent import RecurrentMechanism, activation_cost
+from qkv.mechanisms.linear_time.scan import linear_scan
+from qkv.mechanisms.linear_time.state_space import (
+    GATE_OF_ONE,
+    HALVING,
+    STEP_OF_ONE,
+    initial_state_space_weight,
+    require_silu,
+)
+
+__all__ = ["Mamba", "chunk", "recurrent", "token_weights"]
+
+
+class Mamba(RecurrentMechanism):
+    """A selective state space model: every channel keeps state_size numbers, and tokens say how.
+
+        u, z = W_in x;   v = silu(conv(u));   (d, B, C) = W_x v;   dt = softplus(W_dt d + bias)
+        h_t = exp(dt_t A) h_{t-1} + dt_t v_t B_t,   o_t = C_t . h_t + D v_t   in each channel
+        out = W_out (o * silu(z))
+
+    Earlier state space models treat all tokens alike. Here the step dt, the input B and the output
+    C depend on the token, so that a channel can keep some tokens and skip others.
+
+    Parameters
+    ----------
+    embed_dim : int
+        Width of x.
+    inner_dim : int, optional
+        Channels, `2 embed_dim` unless given.
+    state_size : int
+        Numbers that a channel keeps.
+    conv_kernel : int
+        Tokens that the short convolution sees.
+    time_step_rank : int, optional
+        Rank of W_dt, `embed_dim / 16` rounded up unless given.
+    bias : bool
+        Whether W_in and W_out have a bias.
+    conv_bias : bool
+        Whether the convolution has a bias.
+    out_proj : bool
+        Whether the channels are projected back to embed_dim.
+    chunk_size : int
+        Tokens in a chunk; changes speed and rounding only.
+    weights : mapping of str to array, optional
+        Named as in transformers' `MambaMixer`; random by default. A is `-exp(A_log)`.
+    seed : int
+        Seed of the random weights.
+
+    Raises
+    ------
+    ArgumentError, ShapeError
+        The sizes, or the weights, do not fit one another.
+
+    Notes
+    -----
+    O(n inner_dim (embed_dim + state_size)) operations; a state of inner_dim * state_size numbers.
+    Source: Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces",
+    arXiv 2312.00752.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from qkv.mechanisms import Mamba
+    >>> Mamba(16)(np.ones((2, 5, 16))).shape
+    (2, 5, 16)
+    """
+
+    name = "mamba"
+    paper = "Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces (2023)"
+    formula = (
+        "W_out (o * silu(z)), o_t = C_t . h_t + D v_t, h_t = exp(dt_t A) h_{t-1} + dt_t v_t B_t"
+    )
+    mixing_formula: ClassVar[str] = (
+        "M[t,j] = sum_s C_t[s] exp(A[s] (dt_{j+1} + ... + dt_t)) dt_j B_j[s], and D for j = t"
+    )
+
+    def __init__(
+        self,
+        embed_dim: int,
+        *,
+        inner_dim: int | None = None,
+        state_size: int = 16,
+        conv_kernel: int = 4,
+        time_step_rank: int | None = None,
+        bias: bool = False,
+        conv_bias: bool = True,
+        out_proj: bool = True,
+        chunk_size: int = 64,
+        weights: Mapping[str, Any] | None = None,
+        seed: int = 0,
+    ) -> None:
+        positive_integers(embed_dim=embed_dim, state_size=state_size, conv_kernel=conv_kernel)
+        inner = 2 * embed_dim if inner_dim is None else inner_dim
+        rank = -(-embed_dim // 16) if time_step_rank is None else time_step_rank
+        positive_integers(inner_dim=inner, time_step_rank=rank)
+        self.inner_dim, self.state_size, self.time_step_rank = inner, state_size, rank
+        self.conv_kernel, self.out_proj = conv_kernel, out_proj
+        shapes: dict[str, tuple[int, ...]] = {
+            "in_proj.weight": (2 * inner, embed_dim),
+            "conv1d.weight": (inner, 1, conv_kernel),
+            "x_proj.weight": (rank + 2 * state_size, inner),
+            "dt_proj.weight": (inner, rank),
+            "dt_proj.bias": (inner,),
+            "A_log": (inner, state_size),
+            "D": (inner,),
+        }
+        if conv_bias:
+            shapes["conv1d.bias"] = (inner,)
+        if out_proj:
+            shapes["out_proj.weight"] = (embed_dim, inner)
+        if bias:
+            shapes["in_proj.bias"] = (2 * inner,)
+            shapes |= {"out_proj.bias": (embed_dim,)} if out_proj else {}
+        super().__init__(shapes, weights, seed, embed_dim, chunk_size)
+
+    def initial_weight(
+        self, name: str, shape: tuple[int, ...], rng: np.random.Generator
+    ) -> NDArray[Any]:
+        """A from -1 to -state_size, and time steps from 0.001 to 0.1, as in the paper."""
+        kind = {"dt_proj.bias": "dt_bias"}.get(name, name)
+        found = initial_state_space_weight(kind, shape, rng)
+        return super().initial_weight(name, shape, rng) if found is None else found
+
+    def project(self, x: Any) -> tuple[dict[str, Any], Any]:
+        """Value, step, B and C of the scan, and the gate z."""
+        inner, rank, states = self.inner_dim, self.time_step_rank, self.state_size
+        both = self.linear("in_proj", x)
+        bias = self.weight("conv1d.bias", x) if "conv1d.bias" in self.weights else None
+        weight = self.weight("conv1d.weight", x)
+        value = silu(causal_convolution(both[..., :inner], weight, bias))
+        parts = self.linear("x_proj", value)
+        inputs = {
+            "value": value,
+            "step": softplus(self.linear("dt_proj", parts[..., :rank])),
+            "B": parts[..., rank : rank + states],
+            "C": parts[..., rank + states :],
+        }
+        return inputs, both[..., inner:]
+
+    def mix(self, inputs: Mapping[str, Any]) -> Any:
+        """The selective scan, in chunks."""
+        value, a = inputs["value"], self._a(inputs["value"])
+        out, _ = chunk(
+            value, inputs["step"], a, inputs["B"], inputs["C"], chunk_size=self.chunk_size
+        )
+        return out + self.weight("D", value) * value
+
+    def mixing(self, inputs: Mapping[str, Any]) -> Any:
+        """The hidden attention of each channel, D on the diagonal."""
+        value = inputs["value"]
+        weights = token_weights(inputs["step"], self._a(value), inputs["B"], inputs["C"])
+        n = value.shape[-2]
+        return weights + self.weight("D", value)[:, None, None] * array_namespace(value).eye(n)
+
+    def join(self, out: Any, gate: Any) -> Any:
+        """The gated channels, projected back."""
+        rows = out * silu(gate)
+        return self.linear("out_proj", rows) if self.out_proj else rows
+
+    def _a(self, x: Any) -> Any:
+        return -array_namespace(x).exp(self.weight("A_log", x))
+
+    def cost(self, n: int, batch: int = 1, dtype: str = "float32") -> Ledger:
+        """Operations of the recurrence token by token, parameters and bytes.
+
+        Parameters
+        ----------
+        n, batch : int
+        dtype : str
+            The type in which arrays are stored.
+        """
+        positive_integers(n=n, batch=batch)
+        tokens, e, c = symbols(n=n, e=self.embed_dim, c=self.inner_dim)
+        s, r, k = symbols(s=self.state_size, r=self.time_step_rank, k=self.conv_kernel)
+        tokens = tokens * (1 if batch == 1 else Count(batch, "b"))
+        channels = tokens * c
+        states = channels * s
+        found = projection("in_proj", tokens, e, 2 * c, "in_proj.bias" in self.weights)
+        found += step("conv", multiply=channels * k, add=channels * k)
+        found += activation_cost("conv", channels)
+        found += projection("x_proj", tokens, c, r + 2 * s)
+        found += projection("dt_proj", tokens, r, c, True) + activation_cost("dt_proj", channels)
+        found += step("state", multiply=4 * states, exp=states, add=states, space=c * s)
+        found += step("read", multiply=states + channels, add=states, space=channels)
+        found += activation_cost("gate", channels) + step("gate", multiply=channels)
+        if self.out_proj:
+            found += projection("out_proj", tokens, c, e, "out_proj.bias" in self.weights)
+        return self.with_traffic(found, tokens, e if self.out_proj else c, dtype)
+
+    @classmethod
+    def from_transformers(cls, module: Any) -> Self:
+        """The mechanism with the weights of a `MambaMixer` of transformers.
+
+        Parameters
+        ----------
+        module : transformers.models.mamba.modeling_mamba.MambaMixer
+
+        Raises
+        ------
+        UnsupportedError
+            Its activation is not silu.
+        """
+        require_silu(module)
+        names = ("in_proj", "conv1d", "x_proj", "dt_proj", "A_log", "D", "out_proj")
+        return cls(
+            module.hidden_size,
+            inner_dim=module.intermediate_size,
+            state_size=module.ssm_state_size,
+            conv_kernel=module.conv_kernel_size,
+            time_step_rank=module.time_step_rank,
+            bias=module.in_proj.bias is not None,
+            conv_bias=module.conv1d.bias is not None,
+            weights=named_weights(module, {name: name for name in names}),
+        )
+
+    @classmethod
+    def example(cls) -> Self:
+        """Four channels of V, which are B and C too; steps of 1, states halve, the gate is 1.
+
+        Q and K take no part: in Mamba, B and C are made from the channels themselves.
+        """
+        d = EXAMPLE_HEAD_DIM
+        weights = {
+            "in_proj.weight": np.concatenate(
+                [select_columns(range(8, 12)), np.zeros((d, EXAMPLE_WIDTH))]
+            ),
+            "in_proj.bias": np.repeat([0.0, GATE_OF_ONE], d),
+            "conv1d.weight": np.ones((d, 1, 1)),
+            "x_proj.weight": np.concatenate([np.zeros((1, d)), np.eye(d), np.eye(d)]),
+            "dt_proj.weight": np.zeros((d, 1)),
+            "dt_proj.bias": np.full(d, STEP_OF_ONE),
+            "A_log": np.full((d, d), HALVING),
+            "D": np.zeros(d),
+        }
+        return cls(
+            EXAMPLE_WIDTH,
+            inner_dim=d,
+            state_size=d,
+            conv_kernel=1,
+            time_step_rank=1,
+            bias=True,
+            conv_bias=False,
+            out_proj=False,
+            weights=weights,
+        )
+
+
+def token_weights(step: Any, a: Any, b: Any, c: Any) -> Any:
+    """How much of the input of token j reaches token i, (..., channels, n, n).
+
+    `M[i,j] = sum_s c[i,s] exp(a[s] (step[j+1] + ... + step[i])) step[j] b[j,s]` in each channel.
+
+    Notes
+    -----
+    O(n^2 channels state_size) memory.
+    Source: Ali et al., "The hidden attention of Mamba models", arXiv 2403.01590.
+    """
+    xp = array_namespace(step)
+    total = xp.cumulative_sum(step, axis=-2)
+    between = xp.moveaxis(total[..., :, None, :] - total[..., None, :, :], -1, -3)
+    between = xp.tril(between)[..., None]
+    pairs = c[..., None, :, None, :] * b[..., None, None, :, :]
+    weights = xp.sum(xp.exp(between * a[:, None, None, :]) * pairs, axis=-1)
+    return xp.tril(weights) * step.mT[..., None, :]
+
+
+def recurrent(x: Any, step: Any, a: Any, b: Any, c: Any, state: Any = None) -> tuple[Any, Any]:
+    """The selective scan token by token; see `chunk` for the shapes."""
+    xp = array_namespace(x)
+    rows = []
+    for t in range(x.shape[-2]):
+        dt = step[..., t, :, None]
+        increment = dt * x[..., t, :, None] * b[..., t, None, :]
+        state = increment if state is None else xp.exp(dt * a) * state + increment
+        rows.append(xp.sum(state * c[..., t, None, :], axis=-1))
+    return xp.stack(rows, axis=-2), state
+
+
+def chunk(
+    x: Any, step: Any, a: Any, b: Any, c: Any, state: Any = None, chunk_size: int = 64
+) -> tuple[Any, Any]:
+    """The selective scan in chunks: a parallel scan within a chunk, a state between chunks.
+
+    `h[t] = exp(step[t] a) h[t-1] + step[t] x[t] b[t]` and `output[t] = sum_s c[t,s] h[t,s]`.
+
+    Parameters
+    ----------
+    x, step : arrays (..., n, channels)
+        Inputs, and how long each of them acts.
+    a : array (channels, state_size)
+        Below zero.
+    b, c : arrays (..., n, state_size)
+    state : array (..., channels, state_size), optional
+        What an earlier call returned.
+    chunk_size : int
+
+    Returns
+    -------
+    output : array (..., n, channels)
+    state : array (..., channels, state_size)
+
+    Notes
+    -----
+    O(n channels state_size) operations, and memory for the states of one chunk. Each state of a
+    channel decays at its own rate, so that a chunk is no matrix product as it is in Mamba-2.
+    Source: Gu and Dao, "Mamba", arXiv 2312.00752, algorithm 2.
+    """
+    xp = array_namespace(x)
+    # Scans run along axis 0.
+    x, step, b, c = (xp.moveaxis(array, -2, 0) for array in (x, step, b, c))
+    scaled = step * x
+    rows = []
+    for start in range(0, x.shape[0], chunk_size):
+        now = slice(start, start + chunk_size)
+        decay = xp.exp(step[now, ..., None] * a)
+        increment = scaled[now, ..., None] * b[now, ..., None, :]
+        if state is not None:
+            first = decay[:1, ...] * state + increment[:1, ...]
+            increment = xp.concat([first, increment[1:, ...]])
+        states = linear_scan(decay, increment)
+        state = states[-1, ...]
+        rows.append((states @ c[now, ..., None])[..., 0])
+    return xp.moveaxis(xp.concat(rows), 0, -2), state

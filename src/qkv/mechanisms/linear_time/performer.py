@@ -1,0 +1,190 @@
+"""Performer: softmax attention estimated by positive random features, in linear time."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.errors import ShapeError
+from qkv.ledger import Count, Ledger, matmul, step
+from qkv.mechanisms.base.mechanism import positive_integers
+from qkv.mechanisms.base.namespace import array_namespace, like
+from qkv.mechanisms.linear_time.linear import Linear
+
+__all__ = ["Performer", "independent_projection", "orthogonal_projection", "softmax_features"]
+
+
+class Performer(Linear):
+    """Softmax attention in linear time, estimated by positive random features (FAVOR+).
+
+        o_i = sum_j w_ij v_j,  w_ij = phi(q_i) . phi(k_j) / sum_j of it
+        phi(x)_a = exp(w_a . y - |y|^2 / 2) / sqrt(num_features),  y = x / head_dim^(1/4)
+
+    For normal w, the mean of phi(q) . phi(k) is exactly exp(q . k / sqrt(head_dim)), so that
+    attention is estimated without bias in numerator and denominator. The squared error falls as
+    1 / num_features, and orthogonal w make it smaller than independent ones.
+
+    Parameters
+    ----------
+    embed_dim, num_heads : int
+    num_features : int
+        Random features of each head.
+    orthogonal : bool
+        Whether the w are orthogonal in blocks of head_dim, or independent.
+    projection : array (num_features, head_dim), optional
+        The w; from the seed unless given. All heads share them, and they are not trained.
+    **options
+        As for `Linear`: chunk_size, causal and the others.
+
+    Raises
+    ------
+    ShapeError
+        `projection` is not (num_features, head_dim).
+
+    Notes
+    -----
+    O(n num_features head_dim) operations for each head. Source: Choromanski et al., "Rethinking
+    Attention with Performers", arXiv 2009.14794.
+
+    Keys are divided by their largest feature, over all tokens. In a causal sequence whose keys
+    differ in length by more than the exponent range of the type, the weights of the first tokens
+    can therefore vanish.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from qkv.mechanisms import Performer
+    >>> Performer(16, num_heads=4, num_features=32)(np.ones((2, 5, 16))).shape
+    (2, 5, 16)
+    """
+
+    name = "performer"
+    paper = "Choromanski et al., Rethinking Attention with Performers (2020)"
+    formula = (
+        "o_i = sum_j w_ij v_j, w_ij = phi(q_i) . phi(k_j) / sum_j of it, "
+        "phi(x) = exp(w . x - |x|^2 / 2)"
+    )
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int = 1,
+        *,
+        num_features: int = 256,
+        orthogonal: bool = True,
+        projection: Any = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(embed_dim, num_heads, **options)
+        positive_integers(num_features=num_features)
+        shape = (num_features, self.head_dim)
+        if projection is None:
+            rng = np.random.default_rng(options.get("seed", 0))
+            projection = (
+                orthogonal_projection(*shape, rng) if orthogonal else rng.normal(size=shape)
+            )
+        if tuple(projection.shape) != shape:
+            raise ShapeError(
+                f"projection has shape {tuple(projection.shape)}, not (num_features, head_dim).",
+                [("num_features", str(num_features)), ("head_dim", str(self.head_dim))],
+                f"Pass it as {shape}.",
+            )
+        self.num_features, self.projection = num_features, projection
+
+    def features(self, query: Any, key: Any) -> tuple[Any, Any]:
+        """Positive random features of query and key rows."""
+        projection = like(self.projection, query, "projection")
+        return softmax_features(query, projection), softmax_features(key, projection, (-2, -1))
+
+    def feature_cost(self, rows: int, head_dim: int) -> tuple[int, Ledger]:
+        """How many features a row has, and what those of `rows` rows take."""
+        m = Count(self.num_features, "m")
+        found = matmul("features", rows, head_dim, m)
+        return m, found + step(
+            "features",
+            multiply=rows * (2 * head_dim + 1 + m),
+            add=rows * (head_dim - 1),
+            compare=rows * (m - 1),
+            subtract=2 * rows * m,
+            exp=rows * m,
+        )
+
+    @classmethod
+    def example(cls) -> Self:
+        """One head of four numbers on the shared five tokens, with 16 features."""
+        return cls.for_example(num_features=16)
+
+
+def orthogonal_projection(
+    num_features: int, head_dim: int, rng: np.random.Generator
+) -> NDArray[Any]:
+    """Normal random rows, orthogonal to one another within each block of `head_dim`.
+
+    Each row has the distribution of a standard normal vector: a random direction, and the length
+    of a normal vector of its own.
+
+    Parameters
+    ----------
+    num_features, head_dim : int
+    rng : numpy.random.Generator
+
+    Returns
+    -------
+    array (num_features, head_dim), float64
+
+    Notes
+    -----
+    Source: Choromanski et al., "Rethinking attention with Performers", arXiv 2009.14794, section
+    2.4; Yu et al., "Orthogonal random features", arXiv 1610.09072.
+
+    Examples
+    --------
+    >>> w = orthogonal_projection(3, 3, np.random.default_rng(0))
+    >>> np.round(w @ w.T, 12) == np.diag(np.diag(np.round(w @ w.T, 12)))
+    array([[ True,  True,  True],
+           [ True,  True,  True],
+           [ True,  True,  True]])
+    """
+    blocks = []
+    for start in range(0, num_features, head_dim):
+        basis, triangle = np.linalg.qr(rng.normal(size=(head_dim, head_dim)))
+        # The signs make the basis uniform over all rotations and reflections.
+        basis = basis * np.sign(np.diagonal(triangle))
+        blocks.append(basis.T[: num_features - start])
+    lengths = np.linalg.norm(rng.normal(size=(num_features, head_dim)), axis=1)
+    rows: NDArray[Any] = np.concatenate(blocks) * lengths[:, None]
+    return rows
+
+
+def independent_projection(
+    num_features: int, head_dim: int, rng: np.random.Generator
+) -> NDArray[Any]:
+    """Independent standard normal rows, (num_features, head_dim)."""
+    return rng.normal(size=(num_features, head_dim))
+
+
+def softmax_features(x: Any, projection: Any, axis: int | tuple[int, ...] = -1) -> Any:
+    """Positive features whose product estimates `exp(q . k / sqrt(head_dim))` up to a factor.
+
+    `exp(w . y - |y|^2 / 2) / sqrt(num_features)` for each row w of the projection, where y is x
+    divided by the fourth root of head_dim. The largest exponent along `axis` is subtracted, which
+    cancels when weights are divided by their sum.
+
+    Parameters
+    ----------
+    x : array (..., n, head_dim)
+    projection : array (num_features, head_dim)
+    axis : int or tuple of int
+        -1 for queries, whose rows may each have a factor; (-2, -1) for keys.
+
+    Returns
+    -------
+    array (..., n, num_features)
+    """
+    xp = array_namespace(x)
+    y = x * x.shape[-1] ** -0.25
+    exponent = y @ projection.T - 0.5 * xp.sum(y * y, axis=-1, keepdims=True)
+    largest = xp.max(exponent, axis=axis, keepdims=True)
+    return xp.exp(exponent - largest) * projection.shape[0] ** -0.5

@@ -1,0 +1,379 @@
+"""RWKV-6 time mixing: linear attention whose state decays by what the tokens say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.errors import ArgumentError
+from qkv.ledger import Count, Ledger, matmul, step, symbols
+from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
+from qkv.mechanisms.base.mechanism import positive_integers
+from qkv.mechanisms.base.namespace import array_namespace
+from qkv.mechanisms.base.operations import projection
+from qkv.mechanisms.base.projected import join_heads, split_heads
+from qkv.mechanisms.linear_time.activations import silu
+from qkv.mechanisms.linear_time.normalization import layer_norm
+from qkv.mechanisms.linear_time.recurrent import (
+    RecurrentMechanism,
+    activation_cost,
+    head_dim_of,
+    token_shift,
+)
+
+__all__ = ["RWKV6", "chunk", "naive", "recurrent", "token_weights"]
+
+MIXED = ("w", "k", "v", "r", "g")
+"""What is made of a mixture of this token and the last: decay, key, value, receptance, gate."""
+
+PROJECTIONS = {"k": "key", "v": "value", "r": "receptance", "g": "gate"}
+
+
+class RWKV6(RecurrentMechanism):
+    """RWKV-6 (Finch) time mixing: a matrix state for each head, and decays that depend on tokens.
+
+        x^s_t = x_t + (x_{t-1} - x_t) * (mu_s + lora_s(x_t + (x_{t-1} - x_t) * mu_x)), s in wkvrg
+        r, k, v, g = R x^r, K x^k, V x^v, silu(G x^g),   w = exp(-exp(d + tanh(x^w A) B))
+        o_t = r_t (S_{t-1} + (u * k_t)^T v_t),   S_t = diag(w_t) S_{t-1} + k_t^T v_t
+        out = O (g * norm(o))
+
+    RWKV-4 decays at a fixed rate and keeps one number for each channel. Here the tokens say
+    what is forgotten, and a head keeps head_dim**2 numbers.
+
+    Parameters
+    ----------
+    embed_dim : int
+        Width of x.
+    num_heads : int
+    head_dim : int, optional
+        `embed_dim // num_heads` unless given.
+    mix_rank, decay_rank : int
+        Ranks of the corrections of the mixtures and of the decay.
+    norm_epsilon : float
+        What is added to the variance of the outputs of a head.
+    out_proj : bool
+        Whether the heads are projected back to embed_dim.
+    chunk_size : int
+        Tokens in a chunk, a power of two; changes speed and rounding only.
+    weights : mapping of str to array, optional
+        Named as in the authors' `RWKV_Tmix_x060`: `time_maa_*`, `time_decay*`, `time_faaaa`,
+        `receptance.weight`, `key.weight`, `value.weight`, `gate.weight`, `output.weight`,
+        `ln_x.weight` and `ln_x.bias`; random by default.
+    seed : int
+        Seed of the random weights.
+
+    Raises
+    ------
+    ArgumentError, ShapeError
+        The sizes, or the weights, do not fit one another.
+
+    Notes
+    -----
+    O(n (chunk_size + head_dim) head_dim) operations for each head, and the projections.
+    Source: Peng et al., "Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence",
+    arXiv 2404.05892.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from qkv.mechanisms import RWKV6
+    >>> RWKV6(16, num_heads=2)(np.ones((2, 5, 16))).shape
+    (2, 5, 16)
+    """
+
+    name = "rwkv6"
+    paper = "Peng et al., Eagle and Finch (2024)"
+    formula = "O (g * norm(r_t (S_{t-1} + (u k_t)^T v_t))), S_t = diag(w_t) S_{t-1} + k_t^T v_t"
+    mixing_formula: ClassVar[str] = (
+        "M[t,j] = sum_d r_t[d] k_j[d] w_{j+1}[d] ... w_{t-1}[d]; with u in place of w for j = t"
+    )
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int = 1,
+        *,
+        head_dim: int | None = None,
+        mix_rank: int = 32,
+        decay_rank: int = 64,
+        norm_epsilon: float = 64e-5,
+        out_proj: bool = True,
+        chunk_size: int = 64,
+        weights: Mapping[str, Any] | None = None,
+        seed: int = 0,
+    ) -> None:
+        positive_integers(embed_dim=embed_dim, num_heads=num_heads, chunk_size=chunk_size)
+        head_dim = head_dim_of(embed_dim, num_heads, head_dim)
+        positive_integers(head_dim=head_dim, mix_rank=mix_rank, decay_rank=decay_rank)
+        if chunk_size & (chunk_size - 1):
+            raise ArgumentError(
+                f"chunk_size={chunk_size} is not a power of two.", action="Pass 64, for example."
+            )
+        self.num_heads, self.head_dim = num_heads, head_dim
+        self.mix_rank, self.decay_rank = mix_rank, decay_rank
+        self.norm_epsilon, self.out_proj = norm_epsilon, out_proj
+        hidden = num_heads * head_dim
+        shapes: dict[str, tuple[int, ...]] = {
+            f"time_maa_{s}": (1, 1, embed_dim) for s in ("x", *MIXED)
+        }
+        shapes |= {
+            "time_maa_w1": (embed_dim, 5 * mix_rank),
+            "time_maa_w2": (5, mix_rank, embed_dim),
+            "time_decay": (1, 1, hidden),
+            "time_decay_w1": (embed_dim, decay_rank),
+            "time_decay_w2": (decay_rank, hidden),
+            "time_faaaa": (num_heads, head_dim),
+            **{f"{side}.weight": (hidden, embed_dim) for side in PROJECTIONS.values()},
+            "ln_x.weight": (hidden,),
+            "ln_x.bias": (hidden,),
+        }
+        if out_proj:
+            shapes["output.weight"] = (embed_dim, hidden)
+        super().__init__(shapes, weights, seed, embed_dim, chunk_size)
+
+    def initial_weight(
+        self, name: str, shape: tuple[int, ...], rng: np.random.Generator
+    ) -> NDArray[Any]:
+        """Decays from slow to fast over the channels; the norm starts as the identity."""
+        if name == "time_decay":
+            return (-6 + 5 * np.linspace(0, 1, shape[-1]) ** 0.85).reshape(shape)
+        if name == "ln_x.weight":
+            return np.ones(shape)
+        if name.startswith("time_maa_") and len(shape) == 3 and shape[0] == 1:
+            return rng.random(shape)
+        return super().initial_weight(name, shape, rng)
+
+    def project(self, x: Any) -> tuple[dict[str, Any], Any]:
+        """Receptance, key, value and the logarithm of the decay of every head, and the gate."""
+        xp = array_namespace(x)
+        past = token_shift(x) - x
+        mixed = x + past * self.weight("time_maa_x", x)[0, 0, :]
+        low = xp.tanh(mixed @ self.weight("time_maa_w1", x))
+        up = self.weight("time_maa_w2", x)
+        rank = self.mix_rank
+        sides = {}
+        for i, s in enumerate(MIXED):
+            correction = low[..., i * rank : (i + 1) * rank] @ up[i, ...]
+            sides[s] = x + past * (self.weight(f"time_maa_{s}", x)[0, 0, :] + correction)
+        hidden = xp.tanh(sides["w"] @ self.weight("time_decay_w1", x))
+        exponent = self.weight("time_decay", x)[0, 0, :] + hidden @ self.weight("time_decay_w2", x)
+        rows = {name: self.linear(name, sides[s]) for s, name in PROJECTIONS.items()}
+        gate = silu(rows.pop("gate"))
+        inputs = {name: split_heads(row, self.num_heads) for name, row in rows.items()}
+        return inputs | {"log_decay": split_heads(-xp.exp(exponent), self.num_heads)}, gate
+
+    def mix(self, inputs: Mapping[str, Any]) -> Any:
+        """The recurrence of every head, in chunks."""
+        bonus = self._bonus(inputs["key"])
+        return chunk(**inputs, bonus=bonus, chunk_size=self.chunk_size)[0]
+
+    def mixing(self, inputs: Mapping[str, Any]) -> Any:
+        """Receptance times key, decayed on the way."""
+        rows = {name: array for name, array in inputs.items() if name != "value"}
+        return token_weights(**rows, bonus=self._bonus(inputs["key"]))
+
+    def join(self, out: Any, gate: Any) -> Any:
+        """The heads normalised one by one, gated, and projected back."""
+        rows = join_heads(layer_norm(out, self.norm_epsilon))
+        rows = (rows * self.weight("ln_x.weight", out) + self.weight("ln_x.bias", out)) * gate
+        return self.linear("output", rows) if self.out_proj else rows
+
+    def _bonus(self, x: Any) -> Any:
+        return self.weight("time_faaaa", x)[:, None, :]
+
+    def cost(self, n: int, batch: int = 1, dtype: str = "float32") -> Ledger:
+        """Operations of the recurrence token by token, parameters and bytes.
+
+        Parameters
+        ----------
+        n, batch : int
+        dtype : str
+            The type in which arrays are stored.
+        """
+        positive_integers(n=n, batch=batch)
+        tokens, e, h, d = symbols(n=n, e=self.embed_dim, h=self.num_heads, d=self.head_dim)
+        r, s = symbols(r=self.mix_rank, s=self.decay_rank)
+        tokens = tokens * (1 if batch == 1 else Count(batch, "b"))
+        each, channels = tokens * e, tokens * h * d
+        found = step("token_shift", subtract=each, multiply=6 * each, add=11 * each)
+        found += matmul("mix_down", tokens, e, 5 * r) + step("mix_down", tanh=5 * tokens * r)
+        found += matmul("mix_up", tokens, r, e) * 5
+        found += matmul("decay_down", tokens, e, s) + step("decay_down", tanh=tokens * s)
+        found += matmul("decay_up", tokens, s, h * d)
+        found += step("decay", add=channels, exp=2 * channels, subtract=channels)
+        for side in PROJECTIONS.values():
+            found += projection(side, tokens, e, h * d)
+        states = channels * d
+        found += step("state", multiply=2 * states, add=states, space=h * d * d)
+        found += step("bonus", multiply=channels + states, add=states)
+        found += step("read", multiply=states, add=states - channels, space=channels)
+        found += step("norm", multiply=2 * channels, add=4 * channels, subtract=channels,
+                      divide=channels, sqrt=tokens * h)  # fmt: skip
+        found += activation_cost("gate", channels) + step("gate", multiply=channels)
+        if self.out_proj:
+            found += projection("output", tokens, h * d, e)
+        return self.with_traffic(found, tokens, e if self.out_proj else h * d, dtype)
+
+    @classmethod
+    def example(cls) -> Self:
+        """Receptance, key and value are Q, K and V; states halve, a bonus of 1, no shift."""
+        width, heads = EXAMPLE_WIDTH, EXAMPLE_HEAD_DIM
+        weights: dict[str, Any] = {f"time_maa_{s}": np.zeros((1, 1, width)) for s in ("x", *MIXED)}
+        weights |= {
+            "time_maa_w1": np.zeros((width, 5)),
+            "time_maa_w2": np.zeros((5, 1, width)),
+            "time_decay": np.full((1, 1, heads), math.log(math.log(2))),
+            "time_decay_w1": np.zeros((width, 1)),
+            "time_decay_w2": np.zeros((1, heads)),
+            "time_faaaa": np.ones((1, heads)),
+            "receptance.weight": select_columns(range(4)),
+            "key.weight": select_columns(range(4, 8)),
+            "value.weight": select_columns(range(8, 12)),
+            "gate.weight": np.full((heads, width), 0.25),
+            "ln_x.weight": np.ones(heads),
+            "ln_x.bias": np.zeros(heads),
+        }
+        return cls(width, head_dim=heads, mix_rank=1, decay_rank=1, out_proj=False, weights=weights)
+
+
+def token_weights(receptance: Any, key: Any, log_decay: Any, bonus: Any) -> Any:
+    """How much of the value of j reaches token i, (..., n, n); O(n^2 head_dim) memory."""
+    xp = array_namespace(receptance)
+    through = xp.cumulative_sum(log_decay, axis=-2)
+    before = through - log_decay
+    between = before[..., :, None, :] - through[..., None, :, :]
+    past = xp.exp(xp.minimum(between, xp.zeros_like(between)))
+    weights = xp.sum(receptance[..., :, None, :] * past * key[..., None, :, :], axis=-1)
+    own = xp.sum(receptance * bonus * key, axis=-1)[..., None]
+    return xp.tril(weights, k=-1) + xp.tril(xp.triu(own + xp.zeros_like(weights)))
+
+
+def naive(receptance: Any, key: Any, value: Any, log_decay: Any, bonus: Any) -> Any:
+    """The parallel form of the definition; see `chunk` for the shapes."""
+    return token_weights(receptance, key, log_decay, bonus) @ value
+
+
+def recurrent(
+    receptance: Any, key: Any, value: Any, log_decay: Any, bonus: Any, state: Any = None
+) -> tuple[Any, Any]:
+    """The same token by token: `output[t] = receptance[t] (S[t-1] + (bonus key[t])^T value[t])`.
+
+    Then `S[t] = exp(log_decay[t])^T S[t-1] + key[t]^T value[t]`, a decay for every row of S.
+    """
+    xp = array_namespace(receptance)
+    state = key[..., :0, :].mT @ value[..., :0, :] if state is None else state
+    decay = xp.exp(log_decay)
+    rows = []
+    for t in range(value.shape[-2]):
+        now = slice(t, t + 1)
+        r, k, v = receptance[..., now, :], key[..., now, :], value[..., now, :]
+        rows.append(r @ (state + (bonus * k).mT @ v))
+        state = decay[..., now, :].mT * state + k.mT @ v
+    return xp.concat(rows, axis=-2), state
+
+
+def chunk(
+    receptance: Any,
+    key: Any,
+    value: Any,
+    log_decay: Any,
+    bonus: Any,
+    state: Any = None,
+    chunk_size: int = 64,
+) -> tuple[Any, Any]:
+    """The same in chunks of matrix products.
+
+    Parameters
+    ----------
+    receptance, key : arrays (..., n, head_dim)
+    value : array (..., n, v_head_dim)
+    log_decay : array (..., n, head_dim)
+        Zero or below.
+    bonus : array (..., 1, head_dim)
+        What the token's own key is multiplied by.
+    state : array (..., head_dim, v_head_dim), optional
+        What an earlier call returned.
+    chunk_size : int
+        A power of two.
+
+    Returns
+    -------
+    output : array (..., n, v_head_dim)
+    state : array (..., head_dim, v_head_dim)
+
+    Notes
+    -----
+    O(n (chunk_size + head_dim) v_head_dim) operations. Every exponential is of zero or less.
+    Source: Peng et al., "Eagle and Finch", arXiv 2404.05892, section 4; the chunks are those of
+    Yang et al., "Gated linear attention", arXiv 2312.06635, section 4.
+    """
+    xp = array_namespace(receptance)
+    state = key[..., :0, :].mT @ value[..., :0, :] if state is None else state
+    n = value.shape[-2]
+    # Tokens of zeros behind the last fill its chunk; their keys are zero and they do not decay.
+    missing = -n % chunk_size
+    padded = [_padded(a, missing) for a in (receptance, key, value, log_decay)]
+    rows = []
+    for start in range(0, n, chunk_size):
+        r, k, v, log = (a[..., start : start + chunk_size, :] for a in padded)
+        own = xp.sum(r * bonus * k, axis=-1, keepdims=True) * v
+        earlier, before, after, whole = _earlier_tokens(r, k, v, log)
+        rows.append(own + earlier + (r * xp.exp(before)) @ state)
+        state = xp.exp(whole).mT * state + (k * xp.exp(after)).mT @ v
+    return xp.concat(rows, axis=-2)[..., :n, :], state
+
+
+def _earlier_tokens(r: Any, k: Any, v: Any, log: Any) -> tuple[Any, Any, Any, Any]:
+    """The part of each output that comes from earlier tokens of its chunk, and sums of decays.
+
+    Tokens in pairs, then pairs in fours, and so on: the second half of each block reads the first
+    in one matrix product. Decays are counted from where the halves meet, so that both factors of
+    the product are exponentials of zero or less, however strong the decay.
+
+    Returns
+    -------
+    output : array (..., n, v_head_dim)
+    before, after : arrays (..., n, head_dim)
+        The sums of log over the tokens before, and after, each token of the chunk.
+    whole : array (..., 1, head_dim)
+        The sum over all of them.
+    """
+    xp = array_namespace(r)
+    output, before, after = xp.zeros_like(v), xp.zeros_like(log), xp.zeros_like(log)
+    whole = log
+    half = 1
+    while half < v.shape[-2]:
+        early, late = (..., 0, slice(None), slice(None)), (..., 1, slice(None), slice(None))
+        since, until, sums = _halves(before, half), _halves(after, half), _halves(whole, 1)
+        query = _halves(r, half)[late] * xp.exp(since[late])
+        key = _halves(k, half)[early] * xp.exp(until[early])
+        read = query @ key.mT @ _halves(v, half)[early]
+        output = output + _joined(xp.zeros_like(read), read, v)
+        before = _joined(since[early], since[late] + sums[early], log)
+        after = _joined(until[early] + sums[late], until[late], log)
+        whole = (sums[early] + sums[late])[..., 0, :]
+        half *= 2
+    return output, before, after, whole
+
+
+def _halves(a: Any, half: int) -> Any:
+    """(..., n, d) as (..., n / (2 half), 2, half, d)."""
+    return array_namespace(a).reshape(a, (*a.shape[:-2], -1, 2, half, a.shape[-1]))
+
+
+def _joined(early: Any, late: Any, like: Any) -> Any:
+    """The halves of blocks in their order again, in the shape of `like`."""
+    xp = array_namespace(like)
+    return xp.reshape(xp.stack([early, late], axis=-3), like.shape)
+
+
+def _padded(a: Any, rows: int) -> Any:
+    if not rows:
+        return a
+    xp = array_namespace(a)
+    zeros = xp.broadcast_to(xp.zeros_like(a[..., :1, :]), (*a.shape[:-2], rows, a.shape[-1]))
+    return xp.concat([a, zeros], axis=-2)

@@ -1,0 +1,243 @@
+"""Additive attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import numpy as np
+
+from qkv.inspection.explain import chosen
+from qkv.inspection.steps import softmax
+from qkv.ledger import Count, Ledger, matmul, step, symbols
+from qkv.ledger import softmax as softmax_ledger
+from qkv.mechanisms.base.attention import all_three, one_sequence
+from qkv.mechanisms.base.attention_steps import softmax_and_output, token_lines
+from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM
+from qkv.mechanisms.base.explanation import Explanation, Line, Step, dot_product
+from qkv.mechanisms.base.mechanism import Mechanism, positive_integers, token_names
+from qkv.mechanisms.base.namespace import array_namespace, like, recomputed, values
+from qkv.mechanisms.base.operations import projection, traffic
+from qkv.samples import shared_example
+
+__all__ = ["Additive"]
+
+BLOCK_NUMBERS = 2**20
+"""How many numbers of tanh are held at once, for each sequence of a batch."""
+
+
+class Additive(Mechanism):
+    """Scores by a small network with one hidden layer instead of a dot product.
+
+        s[i, j] = v . tanh(W q_i + U k_j),   out[i] = sum_j softmax(s[i])[j] v_j
+
+    Query and key may differ in width. tanh keeps scores within the sum of |v|, so they need no
+    scale.
+
+    Parameters
+    ----------
+    embed_dim : int
+        Width of query rows.
+    hidden_dim : int, optional
+        Width of the hidden layer, `embed_dim` unless given.
+    kv_dim : int, optional
+        Width of key rows, `embed_dim` unless given.
+    weights : mapping of str to array, optional
+        `q_proj.weight` (hidden_dim, embed_dim) is W, `k_proj.weight` (hidden_dim, kv_dim) is U,
+        `score.weight` (1, hidden_dim) is v; random by default.
+    seed : int
+
+    Notes
+    -----
+    `n m hidden_dim` values of tanh for n queries and m keys, in blocks of rows and keys, so that at
+    most 2**20 of them and the scores of some rows are in memory at once; torch's backward pass
+    computes them again block by block. Source: Bahdanau et al. (2015), section 3.1 and appendix
+    A.1.2.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from qkv.mechanisms import Additive
+    >>> Additive(4, hidden_dim=8)(np.ones((3, 4)), np.ones((5, 4)), np.ones((5, 2))).shape
+    (3, 2)
+    """
+
+    name = "additive"
+    paper = "Bahdanau et al., Neural Machine Translation by Jointly Learning to Align (2015)"
+    formula = "softmax(v . tanh(W q + U k)) V"
+
+    def __init__(
+        self,
+        embed_dim: int,
+        *,
+        hidden_dim: int | None = None,
+        kv_dim: int | None = None,
+        weights: Mapping[str, Any] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.embed_dim = embed_dim
+        self.hidden_dim = embed_dim if hidden_dim is None else hidden_dim
+        self.kv_dim = embed_dim if kv_dim is None else kv_dim
+        positive_integers(embed_dim=embed_dim, hidden_dim=self.hidden_dim, kv_dim=self.kv_dim)
+        shapes = {
+            "q_proj.weight": (self.hidden_dim, embed_dim),
+            "k_proj.weight": (self.hidden_dim, self.kv_dim),
+            "score.weight": (1, self.hidden_dim),
+        }
+        super().__init__(shapes, weights, seed)
+
+    def __call__(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
+        """Attend from `x` to `key` and `value`, or to itself.
+
+        Parameters
+        ----------
+        x : array (..., q_len, embed_dim)
+        key : array (..., kv_len, kv_dim), optional
+            `x` unless given.
+        value : array (..., kv_len, v_dim), optional
+            `key` unless given.
+
+        Returns
+        -------
+        array (..., q_len, v_dim)
+        """
+        query, key, value = all_three(x, key, value)
+        hidden_q, hidden_k = self.linear("q_proj", query), self.linear("k_proj", key)
+        vector = self.weight("score.weight", x)
+        namespace = array_namespace(x)
+        rows = recomputed(_output_rows, x)
+        block = max(1, min(128, BLOCK_NUMBERS // max(key.shape[-2] * self.hidden_dim, 1)))
+        outputs = [
+            rows(hidden_q[..., first : first + block, :], hidden_k, value, vector)
+            for first in range(0, max(x.shape[-2], 1), block)
+        ]
+        return namespace.concat(outputs, axis=-2)
+
+    def token_mixing(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
+        """The attention weights `(..., q_len, kv_len)`; values only, without a gradient.
+
+        Parameters
+        ----------
+        x, key, value : array
+            As for a call.
+        """
+        look = self.detached()
+        query, key, _ = (values(array, "x") for array in all_three(x, key, value))
+        return like(_weights(*look._hidden(query, key)), x)
+
+    def _hidden(self, query: Any, key: Any) -> tuple[Any, Any, Any]:
+        return (
+            self.linear("q_proj", query),
+            self.linear("k_proj", key),
+            self.weight("score.weight", query),
+        )
+
+    def explain(
+        self,
+        x: Any,
+        /,
+        tokens: Sequence[str] | None = None,
+        index: int = 0,
+        *,
+        key: Any = None,
+        value: Any = None,
+        kv_tokens: Sequence[str] | None = None,
+    ) -> Explanation:
+        """The calculation of one token of `x` (n, embed_dim), step by step.
+
+        Parameters
+        ----------
+        x, key, value : array
+            As for a call, of one sequence.
+        tokens, kv_tokens : sequence of str, optional
+            Names of the rows of x and of key; numbers by default.
+        index : int
+            The token whose output is calculated, the first by default.
+        """
+        look = self.detached()
+        query, key, value = (values(a, "x").astype(np.float64) for a in all_three(x, key, value))
+        one_sequence(query, key, value)
+        names = token_names(tokens, len(query))
+        same = kv_tokens is None and len(key) == len(names)
+        kv_names = names if same else token_names(kv_tokens, len(key))
+        row = int(chosen(index, len(names), "index", "tokens")[0])
+        hidden_q, hidden_k, vector = look._hidden(query, key)
+        activations = np.tanh(hidden_q[row] + hidden_k)
+        scores = activations @ vector[0]
+        query_line = Line(f"W q of {names[row]}", hidden_q[row].tolist())
+        keys = token_lines([f"U k of {name}" for name in kv_names], hidden_k)
+        sums = zip(kv_names, activations, strict=True)
+        lines = tuple(dot_product(name, vector[0], activation) for name, activation in sums)
+        steps = [
+            Step("Hidden layer", "W q and U k", (query_line, *keys)),
+            Step("Activation", "tanh(W q + U k)", token_lines(kv_names, activations)),
+            Step("Scores", "s = v . tanh(W q + U k)", lines),
+            *softmax_and_output(softmax(scores), value, kv_names),
+        ]
+        return self.explanation(steps, names[row])
+
+    def cost(self, n: int, batch: int = 1, dtype: str = "float32") -> Ledger:
+        """Operations, parameters and bytes for `batch` sequences of `n` queries and keys.
+
+        Values are as wide as keys.
+
+        Parameters
+        ----------
+        n, batch : int
+        dtype : str
+            The type in which arrays are stored.
+        """
+        positive_integers(n=n, batch=batch)
+        tokens, e, c, a = symbols(n=n, e=self.embed_dim, c=self.kv_dim, a=self.hidden_dim)
+        c = e if self.kv_dim == self.embed_dim else c
+        b = 1 if batch == 1 else Count(batch, "b")
+        pairs = tokens * tokens
+        scores = (
+            step("hidden", add=pairs * a, tanh=pairs * a)
+            + step("score", multiply=pairs * a, add=pairs * (a - 1), space=pairs)
+            + softmax_ledger("softmax", tokens, tokens)
+            + matmul("av", tokens, tokens, c)
+        )
+        found = scores * b + Ledger(parameters=Count(1) * a)
+        found += projection("q_proj", b * tokens, e, a) + projection("k_proj", b * tokens, c, a)
+        read = b * tokens * (e + 2 * c) + found.parameters
+        return found + traffic(read, b * tokens * c, dtype)
+
+    @classmethod
+    def example(cls) -> Self:
+        """W and U are the identity and v is ones: `s = sum of tanh(q + k)`."""
+        eye = np.eye(EXAMPLE_HEAD_DIM)
+        ones = np.ones((1, EXAMPLE_HEAD_DIM))
+        weights = {"q_proj.weight": eye, "k_proj.weight": eye, "score.weight": ones}
+        return cls(EXAMPLE_HEAD_DIM, weights=weights)
+
+    @classmethod
+    def example_arguments(cls) -> tuple[Any, ...]:
+        """Q, K and V of the shared five tokens."""
+        example = shared_example()
+        return example.q, example.k, example.v
+
+
+def _weights(hidden_q: Any, hidden_k: Any, vector: Any) -> Any:
+    """The softmax over keys of `vector . tanh(hidden_q + hidden_k)`, in blocks of keys."""
+    namespace = array_namespace(hidden_q)
+    rows, keys = hidden_q.shape[-2], hidden_k.shape[-2]
+    block = max(1, BLOCK_NUMBERS // max(rows * vector.shape[-1], 1))
+    scores = namespace.concat(
+        [
+            namespace.matmul(
+                namespace.tanh(
+                    hidden_q[..., :, None, :] + hidden_k[..., None, first : first + block, :]
+                ),
+                vector[0],
+            )
+            for first in range(0, max(keys, 1), block)
+        ],
+        axis=-1,
+    )
+    exps = namespace.exp(scores - namespace.max(scores, axis=-1, keepdims=True))
+    return exps / namespace.sum(exps, axis=-1, keepdims=True)
+
+
+def _output_rows(hidden_q: Any, hidden_k: Any, value: Any, vector: Any) -> Any:
+    return array_namespace(value).matmul(_weights(hidden_q, hidden_k, vector), value)

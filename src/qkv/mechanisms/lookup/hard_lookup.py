@@ -1,0 +1,88 @@
+"""Hard look-up: the value of the best key, or a mixture of the k best."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qkv.ledger import Count, Ledger, step, symbols
+from qkv.mechanisms.base.mechanism import positive_integers
+from qkv.mechanisms.base.namespace import array_namespace
+from qkv.mechanisms.base.operations import traffic
+from qkv.mechanisms.base.unprojected import UnprojectedAttention
+from qkv.variants import Mask
+
+__all__ = ["Hard"]
+
+
+class Hard(UnprojectedAttention):
+    """The softmax over the `k` keys of the largest scores; for k = 1, the value of the arg max.
+
+        out[i] = sum over j in top_k(q[i] K^T) of softmax(q[i] K^T / sqrt(head_dim))[j] v[j]
+
+    Ties go to the lower index. With k = 1 the output does not change with small changes of query
+    and key, so their gradients are zero and only values can be learned.
+
+    Parameters
+    ----------
+    head_dim : int
+        Length of query and key rows.
+    k : int
+        How many keys answer.
+
+    Raises
+    ------
+    ArgumentError
+        `k` is not a positive integer.
+
+    Notes
+    -----
+    Holds the q_len x kv_len scores while it ranks them. Sources: Xu et al., "Show, Attend and Tell"
+    (2015), section 4.1, for one key; Gupta et al., "Memory-efficient Transformers via Top-k
+    Attention" (2021) for several.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from qkv.mechanisms import Hard
+    >>> x = np.array([[1.0, 0.0], [0.6, 0.8]])
+    >>> Hard(2)(x, x, np.array([[10.0], [20.0]]))
+    array([[10.],
+           [20.]])
+    """
+
+    name = "hard"
+    paper = "Xu et al., Show, Attend and Tell (2015); Gupta et al., Top-k Attention (2021)"
+    formula = "V[argmax(Q K^T)], or the softmax over the k largest scores"
+
+    def __init__(self, head_dim: int, k: int = 1) -> None:
+        positive_integers(k=k)
+        self.k = k
+        super().__init__(head_dim)
+
+    def variants(self, query: Any, key: Any) -> tuple[Any, ...]:
+        """The mask of each query's k best keys."""
+        namespace = array_namespace(query)
+        scores = namespace.matmul(query, namespace.matrix_transpose(key))
+        # The rank of a key is the place of its index in the order of falling scores.
+        order = namespace.argsort(-scores, axis=-1, stable=True)
+        rank = namespace.argsort(order, axis=-1, stable=True)
+        return (Mask(rank < self.k),)
+
+    def cost(self, n: int, batch: int = 1, dtype: str = "float32") -> Ledger:
+        """Operations and bytes for `batch` sequences of `n` queries, keys and values.
+
+        All scores are computed; the k best are found with `k (n - 1)` comparisons a row, and only
+        they enter the softmax and the sum.
+        """
+        positive_integers(n=n, batch=batch)
+        tokens, d, k = symbols(n=n, d=self.head_dim, k=min(self.k, n))
+        b = 1 if batch == 1 else Count(batch, "b")
+        pairs, chosen = tokens * tokens, tokens * k
+        found = (
+            step("qk", multiply=pairs * d, add=pairs * (d - 1), space=pairs)
+            + step("top_k", compare=chosen * (tokens - 1), space=chosen)
+            + step("scale", divide=chosen)
+            + step("softmax", subtract=chosen, exp=chosen, add=chosen - tokens, divide=chosen)
+            + step("av", multiply=chosen * d, add=(chosen - tokens) * d, space=tokens * d)
+        )
+        return found * b + traffic(3 * b * tokens * d, b * tokens * d, dtype)

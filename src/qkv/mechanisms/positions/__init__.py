@@ -1,0 +1,1 @@
+"""Mechanisms whose scores depend on where tokens stand."""

@@ -1,0 +1,67 @@
+"""Attention with linear biases."""
+
+from __future__ import annotations
+
+from typing import Any, Self, Unpack
+
+from qkv.mechanisms.base.projected import Options, ProjectedAttention
+
+__all__ = ["ALiBi"]
+
+
+class ALiBi(ProjectedAttention):
+    """Scores fall with the distance of query and key, in each head at its own slope.
+
+        s[i, j] = q_i . k_j / sqrt(d) - slope_h |i - j|,   slope_h = 2 ** (-8 (h + 1) / num_heads)
+
+    A model trained on short texts keeps its quality on longer ones, as no position is unseen.
+
+    Parameters
+    ----------
+    embed_dim, num_heads : int
+    **options
+        As for `ProjectedAttention`.
+
+    Notes
+    -----
+    Three operations for each pair; no parameters. Source: Press et al., "Train Short, Test Long"
+    (2022).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from qkv.mechanisms import ALiBi
+    >>> ALiBi(4, causal=True).token_mixing(np.zeros((3, 4)))[0, 2].round(4)
+    array([0.332 , 0.3333, 0.3346])
+    """
+
+    name = "alibi"
+    paper = "Press et al., Train Short, Test Long: Attention with Linear Biases (2022)"
+    formula = "softmax(Q K^T / sqrt(d) - slope_h |i - j|) V"
+
+    def __init__(self, embed_dim: int, num_heads: int = 1, **options: Unpack[Options]) -> None:
+        options["alibi"] = True
+        super().__init__(embed_dim, num_heads, **options)
+
+    @classmethod
+    def from_transformers(cls, module: Any) -> Self:
+        """The mechanism with the weights of a BloomAttention.
+
+        Parameters
+        ----------
+        module : transformers BloomAttention
+            Its fused projection holds query, key and value of each head side by side.
+        """
+        weights = {}
+        for kind in ("weight", "bias"):
+            fused = getattr(module.query_key_value, kind).detach().clone()
+            parts = fused.unflatten(0, (module.num_heads, 3, module.head_dim))
+            for i, side in enumerate("qkv"):
+                weights[f"{side}_proj.{kind}"] = parts[:, i].flatten(0, 1)
+            weights[f"out_proj.{kind}"] = getattr(module.dense, kind).detach().clone()
+        return cls(module.hidden_size, module.num_heads, causal=True, weights=weights)
+
+    @classmethod
+    def example(cls) -> Self:
+        """Two heads, whose slopes are 1/16 and 1/256."""
+        return cls.for_example(num_heads=2)

@@ -1,0 +1,105 @@
+"""Attention with T5's learned bias of the distance."""
+
+from __future__ import annotations
+
+from typing import Any, Self, Unpack
+
+import numpy as np
+
+from qkv.ledger import Ledger, step
+from qkv.mechanisms.base.loading import named_weights
+from qkv.mechanisms.base.projected import Options, ProjectedAttention
+from qkv.variants import RelativeBias as BiasOfDistance
+
+__all__ = ["RelativeBias"]
+
+_TABLE = "relative_attention_bias.weight"
+
+
+class RelativeBias(ProjectedAttention):
+    """A learned number for each head and range of distances is added to the score.
+
+        s[i, j] = q_i . k_j + table[bucket(j - i), h]
+
+    Near distances have a bucket each, far ones share buckets that grow logarithmically.
+
+    Parameters
+    ----------
+    embed_dim, num_heads : int
+    num_buckets, max_distance : int
+        Buckets of the table, and the distance from which on all share the last one.
+    **options
+        As for `ProjectedAttention`; a causal mechanism spends all buckets on the past. Scores are
+        not scaled unless `scale` is given, and there are no biases of projections, as in T5.
+
+    Notes
+    -----
+    One addition for each pair; `num_buckets * num_heads` parameters,
+    `relative_attention_bias.weight`. Source: Raffel et al., "T5" (2020), section 2.1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from qkv.mechanisms import RelativeBias
+    >>> RelativeBias(8, num_heads=2).weights["relative_attention_bias.weight"].shape
+    (32, 2)
+    """
+
+    name = "relative-bias"
+    paper = "Raffel et al., Exploring the Limits of Transfer Learning (T5, 2020), section 2.1"
+    formula = "softmax(Q K^T + table[bucket(j - i)]) V"
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int = 1,
+        *,
+        num_buckets: int = 32,
+        max_distance: int = 128,
+        **options: Unpack[Options],
+    ) -> None:
+        self.num_buckets, self.max_distance = num_buckets, max_distance
+        options.setdefault("scale", 1.0)
+        options.setdefault("bias", False)
+        super().__init__(embed_dim, num_heads, **options)
+
+    def more_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The table."""
+        return {_TABLE: (self.num_buckets, self.num_heads)}
+
+    def variants(self, query: Any, key: Any) -> tuple[Any, ...]:
+        """The bias of the distance, and the causal mask if there is one."""
+        table = self.weight(_TABLE, query)
+        bias = BiasOfDistance(table, not self.causal, self.max_distance)
+        return (bias, *super().variants(query, key))
+
+    def score_cost(self, pairs: int) -> Ledger:
+        """One addition for each pair."""
+        return step("relative_bias", add=pairs)
+
+    @classmethod
+    def from_transformers(cls, module: Any) -> Self:
+        """The mechanism with the weights of a T5Attention that has a table.
+
+        Parameters
+        ----------
+        module : transformers T5Attention with `has_relative_attention_bias=True`
+        """
+        sides = {f"{side}_proj": side for side in "qkv"}
+        table = "relative_attention_bias"
+        return cls(
+            module.d_model,
+            module.n_heads,
+            num_buckets=module.relative_attention_num_buckets,
+            max_distance=module.relative_attention_max_distance,
+            head_dim=module.key_value_proj_dim,
+            causal=module.is_decoder,
+            weights=named_weights(module, {**sides, "out_proj": "o", table: table}),
+        )
+
+    @classmethod
+    def example(cls) -> Self:
+        """One head with eight buckets; the further away, the smaller the bias."""
+        # Buckets 0 to 3 are distances 0, 1, 2 to 3 and more of earlier keys, 4 to 7 of later ones.
+        table = np.array([0.5, 0.25, 0.0, -0.25, 0.5, 0.25, 0.0, -0.25])[:, None]
+        return cls.for_example(num_buckets=8, max_distance=8, scale=0.5, weights={_TABLE: table})

@@ -1,0 +1,83 @@
+"""Attention with rotary positions."""
+
+from __future__ import annotations
+
+from typing import Any, Self, Unpack
+
+from qkv.mechanisms.base.loading import named_weights, plain_rope
+from qkv.mechanisms.base.projected import Options, ProjectedAttention
+from qkv.variants import RoPE
+
+__all__ = ["Rotary"]
+
+
+class Rotary(ProjectedAttention):
+    """Queries and keys turned by their positions, so that scores depend on the distance.
+
+        s[i, j] = (R(i) q_i) . (R(j) k_j) / sqrt(d) = q_i . (R(j - i) k_j) / sqrt(d)
+
+    R(p) turns pair number m of the numbers of a row by `p * base ** (-2 m / d)` radians.
+
+    Parameters
+    ----------
+    embed_dim, num_heads : int
+    **options
+        As for `ProjectedAttention`; `rope` is `qkv.RoPE()` by default.
+
+    Notes
+    -----
+    `6` operations for each pair of numbers of query and key rows; no parameters. Source: Su et al.,
+    "RoFormer" (2021), equation 16.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> from qkv.mechanisms import Rotary
+    >>> layer = Rotary(8, num_heads=2, rope=qkv.RoPE(base=500000.0), causal=True)
+    >>> layer(np.ones((5, 8))).shape
+    (5, 8)
+    """
+
+    name = "rotary"
+    paper = "Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding (2021)"
+    formula = "softmax((R Q)(R K)^T / sqrt(d)) V, R(p) turns pair m by p * base^(-2m/d)"
+
+    def __init__(self, embed_dim: int, num_heads: int = 1, **options: Unpack[Options]) -> None:
+        if options.get("rope") is None:
+            options["rope"] = RoPE()
+        super().__init__(embed_dim, num_heads, **options)
+
+    @classmethod
+    def from_transformers(cls, module: Any, rope: RoPE | None = None) -> Self:
+        """The mechanism with the weights of a LlamaAttention, or another with its names.
+
+        Parameters
+        ----------
+        module : transformers attention module with q_proj, k_proj, v_proj and o_proj
+        rope : qkv.RoPE, optional
+            Its positions, where they are scaled.
+
+        Raises
+        ------
+        UnsupportedError
+            Its positions are scaled and `rope` is not given.
+        """
+        config = module.config
+        sides = {f"{side}_proj": f"{side}_proj" for side in "qkv"}
+        weights = named_weights(module, {**sides, "out_proj": "o_proj"})
+        return cls(
+            config.hidden_size,
+            config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=module.head_dim,
+            causal=True,
+            bias="q_proj.bias" in weights,
+            rope=plain_rope(config, rope),
+            scale=module.scaling,
+            weights=weights,
+        )
+
+    @classmethod
+    def example(cls) -> Self:
+        """One head of two pairs, which are neighbours, as in the paper."""
+        return cls.for_example(rope=RoPE(layout="interleaved"))

@@ -1,0 +1,1 @@
+"""Mechanisms that score some of the pairs of tokens only."""

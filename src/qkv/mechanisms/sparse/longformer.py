@@ -1,0 +1,228 @@
+"""Longformer: a window for all tokens, and some that see and are seen by all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self, Unpack
+
+import numpy as np
+
+import qkv
+from qkv.errors import ArgumentError
+from qkv.ledger import Count, Ledger, symbols
+from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, select_columns
+from qkv.mechanisms.base.loading import named_weights
+from qkv.mechanisms.base.mechanism import positive_integers
+from qkv.mechanisms.base.namespace import array_namespace, like, values
+from qkv.mechanisms.base.operations import projection
+from qkv.mechanisms.base.projected import Options, ProjectedAttention, split_heads
+from qkv.mechanisms.sparse.sliding_window import window_pairs
+from qkv.variants import GlobalTokens, SlidingWindow
+
+__all__ = ["Longformer"]
+
+
+class Longformer(ProjectedAttention):
+    """A window on both sides for every token; global tokens attend to all and all attend to them.
+
+        s[i, j] = -inf unless |i - j| <= window or i or j is global
+
+    Global tokens ask, are asked and answer with projections of their own when they attend
+    (`q_global`, `k_global`, `v_global`); the others read them with the ordinary ones.
+
+    Parameters
+    ----------
+    embed_dim, num_heads : int
+    window : int
+        Tokens on each side.
+    global_tokens : sequence of int
+        Which tokens are global, such as that of a classifier or those of a question.
+    **options
+        As for `ProjectedAttention`.
+
+    Raises
+    ------
+    ArgumentError
+        The window is negative, or a global token is below 0.
+
+    Notes
+    -----
+    About `n (2 window + 1 + 2 g)` pairs for g global tokens. Source: Beltagy et al., "Longformer"
+    (2020), section 3.1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from qkv.mechanisms import Longformer
+    >>> layer = Longformer(4, window=1, global_tokens=[0])
+    >>> layer.token_mixing(np.zeros((5, 4)))[0, 3].round(2)
+    array([0.25, 0.  , 0.25, 0.25, 0.25])
+    """
+
+    name = "longformer"
+    paper = "Beltagy et al., Longformer: The Long-Document Transformer (2020), section 3.1"
+    formula = "softmax(Q K^T / sqrt(d) + M) V, M = 0 for |i - j| <= window or i or j global"
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int = 1,
+        *,
+        window: int,
+        global_tokens: Sequence[int] = (),
+        **options: Unpack[Options],
+    ) -> None:
+        tokens = sorted({int(token) for token in global_tokens})
+        if window < 0 or (tokens and tokens[0] < 0):
+            raise ArgumentError(
+                f"window={window} and global_tokens={tokens}: neither may be below 0.",
+                action="Pass tokens on each side, and positions from the start.",
+            )
+        self.window, self.global_tokens = window, tokens
+        super().__init__(embed_dim, num_heads, **options)
+
+    def more_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The projections of global tokens."""
+        width = self.num_heads * self.head_dim
+        kinds = {"weight": (width, self.embed_dim)} | ({"bias": (width,)} if self.bias else {})
+        return {f"{s}_global.{kind}": shape for s in "qkv" for kind, shape in kinds.items()}
+
+    def variants(self, query: Any, key: Any) -> tuple[Any, ...]:
+        """The window, and the columns and rows of the global tokens."""
+        pattern: Any = SlidingWindow(self.window, self.window)
+        if self.global_tokens:
+            pattern = pattern | GlobalTokens(np.array(self.global_tokens))
+        return (*super().variants(query, key), pattern)
+
+    def __call__(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
+        """Mix the tokens of `x` (..., n, embed_dim); an array of the same library and dtype.
+
+        Raises
+        ------
+        ArgumentError
+            A key was given, or a global token is beyond the last.
+        """
+        self._check(x, key, value)
+        q, k, v = self.heads(x, x, x)
+        out = qkv.attention(q, k, v, *self.variants(q, k), scale=self.scale)
+        if self.global_tokens:
+            out = self._with_rows(out, qkv.attention(*self._global_heads(x), scale=self.scale))
+        return self.join(out)
+
+    def token_mixing(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
+        """The attention weights `(..., num_heads, n, n)`; values only, without a gradient.
+
+        Rows of global tokens are those of their own projections.
+        """
+        self._check(x, key, value)
+        look, rows = self.detached(), values(x, "x")
+        q, k, v = look.heads(rows, rows, rows)
+        weights = qkv.inspect(q, k, v, *look.variants(q, k), scale=look.scale).weights[...]
+        if self.global_tokens:
+            record = qkv.inspect(*look._global_heads(rows), scale=look.scale)
+            weights = look._with_rows(weights, record.weights[...])
+        return like(weights, x)
+
+    def problem_of(
+        self, index: int, query: Any, key: Any, value: Any
+    ) -> tuple[Any, Any, Any, tuple[Any, ...]]:
+        """The global projections without a mask for the row of a global token."""
+        if index not in self.global_tokens:
+            return super().problem_of(index, query, key, value)
+        rows = zip(("q_global", "k_global", "v_global"), (query, key, value), strict=True)
+        q, k, v = (split_heads(self.linear(name, x), self.num_heads) for name, x in rows)
+        return q, k, v, ()
+
+    def _check(self, x: Any, key: Any, value: Any) -> None:
+        if key is not None or value is not None:
+            raise ArgumentError(
+                "Longformer attends within one sequence.", action="Pass x alone, or use Cross."
+            )
+        if self.global_tokens and self.global_tokens[-1] >= x.shape[-2]:
+            raise ArgumentError(
+                f"global token {self.global_tokens[-1]} is beyond the {x.shape[-2]} rows of x.",
+                action="Choose tokens of the sequence.",
+            )
+
+    def _global_heads(self, x: Any) -> tuple[Any, Any, Any]:
+        """Queries of the global tokens, and keys and values of all, by the global projections."""
+        asking = x[..., np.array(self.global_tokens), :]
+        return (
+            split_heads(self.linear("q_global", asking), self.num_heads),
+            split_heads(self.linear("k_global", x), self.num_heads),
+            split_heads(self.linear("v_global", x), self.num_heads),
+        )
+
+    def _with_rows(self, array: Any, rows: Any) -> Any:
+        """`array` (..., n, m) in which the rows of the global tokens are `rows`, in order."""
+        namespace = array_namespace(array)
+        n = array.shape[-2]
+        is_global = np.isin(np.arange(n), self.global_tokens)
+        place = np.maximum(np.cumsum(is_global) - 1, 0)
+        chosen = like(is_global.astype(np.float64)[:, None], array) > 0
+        return namespace.where(chosen, rows[..., place, :], array)
+
+    def pairs(self, n: int) -> int:
+        """Pairs of the ordinary rows, and of the global rows with all keys."""
+        g = len(self.global_tokens)
+        rows = np.arange(int(n))
+        ordinary = rows[~np.isin(rows, self.global_tokens)]
+        if not g:
+            return window_pairs(n, self.window, self.window)
+        near = np.minimum(ordinary + self.window, int(n) - 1)
+        near = near - np.maximum(ordinary - self.window, 0) + 1
+        inside = (abs(ordinary[:, None] - self.global_tokens) <= self.window).sum(axis=1)
+        return Count(int((near + g - inside).sum()) + g * int(n), "pairs")
+
+    def cost(self, n: int, batch: int = 1, dtype: str = "float32") -> Ledger:
+        """Operations, parameters and bytes for `batch` sequences of `n` tokens.
+
+        Queries by the global projections are made for the global tokens only.
+        """
+        found = super().cost(n, batch, dtype)
+        positive_integers(n=n, batch=batch)
+        g = len(self.global_tokens)
+        if not g:
+            return found
+        tokens, some, e, d, h = symbols(
+            n=n, g=g, e=self.embed_dim, d=self.head_dim, h=self.num_heads
+        )
+        b = 1 if batch == 1 else Count(batch, "b")
+        for side, rows in (("q", some), ("k", tokens), ("v", tokens)):
+            more = projection(f"{side}_global", b * rows, e, h * d, self.bias)
+            found += Ledger(more.operations, more.space)
+        return found
+
+    @classmethod
+    def from_transformers(cls, module: Any, global_tokens: Sequence[int] = ()) -> Self:
+        """The mechanism with the weights of a LongformerSelfAttention.
+
+        Parameters
+        ----------
+        module : transformers LongformerSelfAttention
+            Its output projection is a module of its own, so there is none here.
+        global_tokens : sequence of int
+            Which tokens are global, which the module is told at every call.
+        """
+        names = {"q": "query", "k": "key", "v": "value"}
+        return cls(
+            module.embed_dim,
+            module.num_heads,
+            window=module.one_sided_attn_window_size,
+            global_tokens=global_tokens,
+            out_proj=False,
+            weights=named_weights(
+                module,
+                {f"{side}_proj": name for side, name in names.items()}
+                | {f"{side}_global": f"{name}_global" for side, name in names.items()},
+            ),
+        )
+
+    @classmethod
+    def example(cls) -> Self:
+        """A window of one token on each side, and the first token global."""
+        weights = {
+            f"{side}_global.weight": select_columns(range(first, first + EXAMPLE_HEAD_DIM))
+            for side, first in (("q", 0), ("k", 4), ("v", 8))
+        }
+        return cls.for_example(window=1, global_tokens=[0], weights=weights)

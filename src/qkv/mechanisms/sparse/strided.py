@@ -1,0 +1,73 @@
+"""The strided pattern of Sparse Transformers."""
+
+from __future__ import annotations
+
+from typing import Any, Self, Unpack
+
+from qkv.ledger import Count
+from qkv.mechanisms.base.mechanism import positive_integers
+from qkv.mechanisms.base.projected import Options, ProjectedAttention
+from qkv.variants import SlidingWindow
+from qkv.variants import Strided as EveryStride
+
+__all__ = ["Strided"]
+
+
+class Strided(ProjectedAttention):
+    """Each token sees the last `stride` tokens, and before them every token a stride apart.
+
+        s[i, j] = -inf unless j <= i and (i - j < stride or (i - j) % stride == 0)
+
+    Two steps of it connect any token with any earlier one. With a stride near sqrt(n), a row has
+    about 2 sqrt(n) pairs.
+
+    Parameters
+    ----------
+    embed_dim, num_heads : int
+    stride : int
+    **options
+        As for `ProjectedAttention`.
+
+    Notes
+    -----
+    Both parts of the pattern in one head, which the paper calls merged. About
+    `n (stride + n / (2 stride))` pairs. Source: Child et al., "Generating Long Sequences with
+    Sparse Transformers" (2019), sections 4.2 and 4.3.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from qkv.mechanisms import Strided
+    >>> Strided(4, stride=2).token_mixing(np.ones((5, 4)))[0, 4].round(2)
+    array([0.25, 0.  , 0.25, 0.25, 0.25])
+    """
+
+    name = "strided"
+    paper = "Child et al., Generating Long Sequences with Sparse Transformers (2019), section 4.3"
+    formula = "softmax(Q K^T / sqrt(d) + M) V, M = 0 for i-j < stride or (i-j) % stride = 0, j <= i"
+
+    def __init__(
+        self, embed_dim: int, num_heads: int = 1, *, stride: int, **options: Unpack[Options]
+    ) -> None:
+        positive_integers(stride=stride)
+        self.stride = stride
+        options["causal"] = True
+        super().__init__(embed_dim, num_heads, **options)
+
+    def variants(self, query: Any, key: Any) -> tuple[Any, ...]:
+        """The pattern, after the positions."""
+        pattern = SlidingWindow(self.stride - 1, 0) | EveryStride(self.stride)
+        return (*super().variants(query, key), pattern)
+
+    def pairs(self, n: int) -> int:
+        """Pairs of the pattern among `n` tokens, counted row by row."""
+        # Row i has min(i + 1, stride) near keys, and i // stride keys a stride or more away.
+        n = int(n)
+        near, whole = min(n, self.stride), n // self.stride
+        far = self.stride * (whole * (whole - 1) // 2) + whole * (n - whole * self.stride)
+        return Count(near * (near + 1) // 2 + (n - near) * self.stride + far, "pairs")
+
+    @classmethod
+    def example(cls) -> Self:
+        """A stride of two."""
+        return cls.for_example(stride=2)

@@ -1,0 +1,1 @@
+"""Full attention in another order: by tiles, token by token, or device by device."""

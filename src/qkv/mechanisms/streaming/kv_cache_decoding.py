@@ -1,0 +1,122 @@
+"""Decoding token by token with a cache of keys and values."""
+
+from __future__ import annotations
+
+from typing import Any, Self, Unpack
+
+from qkv.arrays import library_of
+from qkv.cache import Cache, ContiguousCache
+from qkv.errors import ArgumentError
+from qkv.ledger import Count, Ledger, symbols
+from qkv.mechanisms.base.namespace import array_namespace
+from qkv.mechanisms.base.operations import item_bytes
+from qkv.mechanisms.base.projected import Options, ProjectedAttention
+
+__all__ = ["KVCacheDecoding"]
+
+
+class KVCacheDecoding(ProjectedAttention):
+    """Causal attention one token at a time: only the new token is projected, earlier ones are kept.
+
+        K = [K_cache, k_t],  V = [V_cache, v_t],  out_t = softmax(q_t K^T / sqrt(d)) V
+
+    Earlier rows of a causal model do not change when a token is added, so their keys and values
+    need not be computed again: a step costs n instead of n squared, and the result is the same.
+
+    Parameters
+    ----------
+    embed_dim, num_heads : int
+    **options
+        As for `ProjectedAttention`; always causal.
+
+    Notes
+    -----
+    Calling it decodes all tokens of x one by one; `step` decodes what comes next. Rows of a cache
+    are written in place, which carries no gradient: where torch or JAX follows one, a call computes
+    all tokens at once as training does (`Causal`), and `step` refuses. Source: Shazeer, "Fast
+    Transformer Decoding" (2019), section 2.4.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from qkv.mechanisms import Causal, KVCacheDecoding
+    >>> layer, whole, x = KVCacheDecoding(8, 2), Causal(8, 2), np.eye(8)
+    >>> first, cache = layer.step(x[:5])
+    >>> rest, cache = layer.step(x[5:], cache)
+    >>> bool(np.allclose(np.concatenate([first, rest]), whole(x)))
+    True
+    """
+
+    name = "kv-cache-decoding"
+    paper = "Shazeer, Fast Transformer Decoding (2019), section 2.4"
+    formula = "out_t = softmax(q_t K^T / sqrt(d)) V, K = [K_cache, k_t], V = [V_cache, v_t]"
+
+    def __init__(self, embed_dim: int, num_heads: int = 1, **options: Unpack[Options]) -> None:
+        options["causal"] = True
+        super().__init__(embed_dim, num_heads, **options)
+
+    def __call__(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
+        """Decode the tokens of `x` (..., n, embed_dim) one by one.
+
+        Raises
+        ------
+        ArgumentError
+            A key was given.
+        """
+        if key is not None or value is not None:
+            raise ArgumentError(
+                "decoding reads one sequence.", action="Pass x alone, or use Cross."
+            )
+        if library_of(x, "x").follows(self.linear("k_proj", x)):
+            return super().__call__(x)
+        cache, outputs = None, []
+        for t in range(x.shape[-2]):
+            out, cache = self.step(x[..., t : t + 1, :], cache)
+            outputs.append(out)
+        return array_namespace(x).concat(outputs, axis=-2)
+
+    def step(self, x: Any, cache: Cache | None = None) -> tuple[Any, Cache]:
+        """Decode the next tokens.
+
+        Parameters
+        ----------
+        x : array (..., n, embed_dim)
+            The next tokens; usually one, several for a prompt.
+        cache : qkv.cache.Cache, optional
+            What the last step returned, or an empty cache of any kind; a new `ContiguousCache` by
+            default. Keys and values of x are appended to it.
+
+        Returns
+        -------
+        (array, qkv.cache.Cache)
+            Output of the tokens, and the cache.
+
+        Raises
+        ------
+        UnsupportedError
+            torch or JAX follows the gradient of x or of a weight.
+        """
+        q, k, v = self.heads(x, x, x)
+        cache = ContiguousCache() if cache is None else cache
+        rows = cache.append(k, v)
+        return self.join(rows.attention(q, *self.variants(q, k), scale=self.scale)), cache
+
+    def cost(self, n: int, batch: int = 1, dtype: str = "float32") -> Ledger:
+        """Operations, parameters and bytes of decoding `n` tokens of `batch` sequences one by one.
+
+        The operations of causal attention; every step reads all weights and the whole cache.
+        """
+        found = super().cost(n, batch, dtype)
+        tokens, d, g = symbols(n=n, d=self.head_dim, g=self.num_kv_heads)
+        b = 1 if batch == 1 else Count(batch, "b")
+        size = item_bytes(dtype)
+        cache = b * tokens * (tokens + 1) * g * d * size
+        return found + Ledger(
+            bytes_read=cache + (tokens - 1) * found.parameters * size,
+            bytes_written=2 * b * tokens * g * d * size,
+        )
+
+    @classmethod
+    def example(cls) -> Self:
+        """One head."""
+        return cls.for_example()

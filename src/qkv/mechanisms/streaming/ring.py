@@ -1,0 +1,207 @@
+"""Ring attention: blocks of keys and values travel from device to device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, Unpack
+
+import qkv
+from qkv.errors import ArgumentError
+from qkv.inspection.explain import chosen
+from qkv.ledger import Count, Ledger, step, symbols
+from qkv.mechanisms.base.attention import one_sequence
+from qkv.mechanisms.base.explanation import Explanation, Line, Step
+from qkv.mechanisms.base.mechanism import positive_integers, token_names
+from qkv.mechanisms.base.namespace import array_namespace, values
+from qkv.mechanisms.base.projected import Options, ProjectedAttention, join_heads
+
+__all__ = ["Hop", "Ring"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Hop:
+    """What one device computes while it holds the keys and values of another.
+
+    Attributes
+    ----------
+    device, source : int
+        Whose queries, and whose keys and values.
+    out : array (..., num_heads, queries, head_dim)
+        Attention over these keys alone.
+    lse : array (..., num_heads, queries)
+        The logarithm of the sum of its exponentials.
+    """
+
+    device: int
+    source: int
+    out: Any
+    lse: Any
+
+
+class Ring(ProjectedAttention):
+    """The sequence is cut into blocks, one for each device; keys and values go round in a ring.
+
+        out = sum_s exp(lse_s - lse) out_s,   lse = log sum_s exp(lse_s)
+
+    Every device keeps its queries. At hop s it attends to the keys that began s devices before it,
+    while the next ones arrive, and joins the parts by their lse. No device ever holds more than a
+    block, so that the length grows with the number of devices.
+
+    Parameters
+    ----------
+    embed_dim, num_heads : int
+    num_devices : int
+        Blocks; here all are in one process.
+    **options
+        As for `ProjectedAttention`. A causal ring skips blocks that lie in the future.
+
+    Notes
+    -----
+    Every device sends `2 n num_kv_heads head_dim / num_devices` numbers a hop. Parts are joined by
+    `qkv.merge`. Source: Liu et al., "Ring Attention with Blockwise Transformers" (2023).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from qkv.mechanisms import MultiHead, Ring
+    >>> x = np.random.default_rng(0).normal(size=(7, 8))
+    >>> bool(np.allclose(Ring(8, 2, num_devices=3)(x), MultiHead(8, 2)(x)))
+    True
+    """
+
+    name = "ring"
+    paper = "Liu et al., Ring Attention with Blockwise Transformers (2023)"
+    formula = "out = sum_s exp(lse_s - lse) out_s over the blocks s of keys and values"
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int = 1,
+        *,
+        num_devices: int,
+        **options: Unpack[Options],
+    ) -> None:
+        positive_integers(num_devices=num_devices)
+        self.num_devices = num_devices
+        super().__init__(embed_dim, num_heads, **options)
+
+    def __call__(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
+        """Mix the tokens of `x` (..., n, embed_dim); an array of the same library and dtype.
+
+        Raises
+        ------
+        ArgumentError
+            A key was given.
+        """
+        if key is not None or value is not None:
+            raise ArgumentError("the ring is one sequence.", action="Pass x alone, or use Cross.")
+        parts: dict[int, list[tuple[Any, Any]]] = {}
+        for hop in self.hops(x):
+            parts.setdefault(hop.device, []).append((hop.out, hop.lse))
+        outputs = [qkv.merge(*of_device)[0] for of_device in parts.values()]
+        return self.join(array_namespace(x).concat(outputs, axis=-2))
+
+    def hops(self, x: Any) -> Iterator[Hop]:
+        """What every device computes, device by device, at each hop in turn.
+
+        Parameters
+        ----------
+        x : array (..., n, embed_dim)
+
+        Yields
+        ------
+        Hop
+            A causal ring leaves out blocks that lie in the future of the device.
+        """
+        q, k, v = self.heads(x, x, x)
+        n = x.shape[-2]
+        size = -(-n // self.num_devices)
+        blocks = [slice(first, min(first + size, n)) for first in range(0, n, size)]
+        for device, rows in enumerate(blocks):
+            for hop in range(len(blocks)):
+                source = (device - hop) % len(blocks)
+                if self.causal and source > device:
+                    continue
+                keys = blocks[source]
+                query, key = q[..., rows, :], k[..., keys, :]
+                out, lse = qkv.attention(
+                    query,
+                    key,
+                    v[..., keys, :],
+                    *self.variants(query, key),
+                    scale=self.scale,
+                    q_offset=rows.start,
+                    kv_offset=keys.start,
+                    return_lse=True,
+                )
+                yield Hop(device, source, out, lse)
+
+    def explain(
+        self,
+        x: Any,
+        /,
+        tokens: Sequence[str] | None = None,
+        index: int = 0,
+        *,
+        key: Any = None,
+        value: Any = None,
+        kv_tokens: Sequence[str] | None = None,
+    ) -> Explanation:
+        """The hops of one token of `x` (n, embed_dim), and how their parts are joined.
+
+        Parameters
+        ----------
+        x : array (n, embed_dim)
+        tokens : sequence of str (n,), optional
+            Names of the rows; their numbers by default.
+        index : int
+            The token whose output is calculated, the first by default.
+        """
+        look, rows = self.detached(), values(x, "x")
+        one_sequence(rows)
+        names = token_names(tokens, len(rows))
+        row = int(chosen(index, len(names), "index", "tokens")[0])
+        size = -(-len(rows) // self.num_devices)
+        device, place = divmod(row, size)
+        steps: list[Step] = []
+        merged: tuple[Any, Any] | None = None
+        for hop in look.hops(rows):
+            if hop.device != device:
+                continue
+            part = (hop.out, hop.lse)
+            merged = part if merged is None else qkv.merge(merged, part)
+            held = ", ".join(names[hop.source * size : (hop.source + 1) * size])
+            lines = (
+                Line("lse of the block", hop.lse[:, place].tolist()),
+                Line("out of the block", join_heads(hop.out)[place].tolist()),
+                Line("lse so far", merged[1][:, place].tolist()),
+                Line("out so far", join_heads(merged[0])[place].tolist()),
+            )
+            formula = "lse = log(exp(lse) + exp(lse_s)), out = weighted by exp(lse_s - lse)"
+            steps.append(Step(f"Device {device} holds keys of {held}", formula, lines))
+        final = Line("out", look(rows)[row].tolist())
+        steps.append(Step("Join", "the heads side by side, projected back if they are", (final,)))
+        return self.explanation(steps, names[row])
+
+    def cost(self, n: int, batch: int = 1, dtype: str = "float32") -> Ledger:
+        """Operations, parameters and bytes for `batch` sequences of `n` tokens, of all devices.
+
+        To those of attention comes the joining of parts, of `head_dim + 1` numbers a row.
+        """
+        found = super().cost(n, batch, dtype)
+        d, h = symbols(d=self.head_dim, h=self.num_heads)
+        b = 1 if batch == 1 else Count(batch, "b")
+        blocks = -(-n // -(-n // self.num_devices))
+        joins = Count(blocks * (blocks - 1) // 2 if self.causal else blocks * (blocks - 1))
+        per_block = Count(-(-n // blocks), "n / devices")
+        rows: int = b * h * joins * per_block
+        return found + step(
+            "merge", subtract=2 * rows, exp=3 * rows, log=rows, add=rows * (d + 1),
+            multiply=2 * rows * d,
+        )  # fmt: skip
+
+    @classmethod
+    def example(cls) -> Self:
+        """Three devices, of two tokens each; the last has one."""
+        return cls.for_example(num_devices=3)

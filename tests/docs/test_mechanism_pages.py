@@ -1,0 +1,63 @@
+"""The pages of mechanisms are what the script makes, and explain all that they use."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from qkv.mechanisms import MECHANISMS
+from qkv.mechanisms.background import background
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "docs" / "mechanisms"
+
+WORDS = {
+    *("over", "the", "of", "it", "or", "in", "and", "for", "else", "by", "pair", "turns"),
+    *("largest", "scores", "blocks", "window", "first", "last", "random", "keys", "values"),
+    *("sqrt", "exp", "sum", "sum_j", "sum_s", "softmax_j", "log", "inf", "elu", "diag", "T"),
+}
+"""Words and functions in formulas."""
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, str]:
+    path = ROOT / "tools" / "mechanism_pages.py"
+    spec = importlib.util.spec_from_file_location("mechanism_pages", path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return dict(module.pages())
+
+
+def test_pages_are_what_the_script_makes(made: dict[str, str]) -> None:
+    assert {path.name for path in FOLDER.glob("*.md")} == made.keys()
+    stale = [
+        name for name, text in made.items() if (FOLDER / name).read_text(encoding="utf-8") != text
+    ]
+    assert not stale, "run python tools/mechanism_pages.py"
+
+
+def test_the_index_links_every_mechanism(made: dict[str, str]) -> None:
+    for name in MECHANISMS:
+        assert f"({name}.md)" in made["README.md"]
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_every_symbol_of_a_formula_is_explained(name: str) -> None:
+    about = background(name)
+    explained = set(re.findall(r"\w+", " ".join(symbol.name for symbol in about.symbols)))
+    formula = MECHANISMS[name].formula.replace("_{t-1}", "_t").replace("e^g", "exp(g_t)")
+    used = set(re.findall(r"[^\W\d]\w*", formula))
+    assert used - explained - WORDS == set()
+    assert about.invented_against.endswith(".")
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_every_size_of_a_closed_form_is_explained(name: str) -> None:
+    steps = MECHANISMS[name].example().cost(5).steps.values()
+    used = {size for count in steps for size in re.findall(r"[a-z]\w*", count.formula)}
+    assert used == background(name).sizes.keys()
