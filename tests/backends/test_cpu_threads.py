@@ -42,7 +42,7 @@ def in_a_process(script: str, **environment: str) -> str:
         env={**os.environ, "QKV_NUM_THREADS": "3", **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     assert not done.stderr

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
 from qkv.arrays import view
+from qkv.backends import Preparing
 from qkv.call.attend import attend
 from qkv.call.bound import BoundCall, bind
 from qkv.call.checked import CheckedCall
@@ -88,7 +89,11 @@ def vjp(
     found = attend(bound, backward=True, differentiable=True, given=variants)
     pullback: Pullback
     if found.call is not None and found.partial is not None:
-        pullback = Pullback(bound, variants, shapes, None, found.call, found.partial)
+        partial = found.partial
+        if isinstance(found.call.choice.backend, Preparing):
+            # A repeated call keeps the output as it was given, and must have the same gradients.
+            partial = replace(partial, out=partial.out.astype(found.call.dtype, copy=False))
+        pullback = Pullback(bound, variants, shapes, None, found.call, partial)
     else:
         residuals = Residuals(view(found.out, "out"), view(found.lse, "lse"), found.lse_rest)
         pullback = Pullback(bound, variants, shapes, residuals, None, None)
