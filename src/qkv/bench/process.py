@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -66,7 +67,9 @@ class Process:
 
     def close(self) -> None:
         assert self._child.stdin
-        self._child.stdin.close()
+        # What a process that has ended was still to be told goes nowhere.
+        with contextlib.suppress(BrokenPipeError):
+            self._child.stdin.close()
         try:
             self._child.wait(10)
         except subprocess.TimeoutExpired:
