@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import replace
 from itertools import product
 
 import ml_dtypes
@@ -47,6 +48,9 @@ def left_by(arrays, variants=(), **keywords):
     call, partial = check_call(bound, variants, backward=True), found.partial
     if partial is None:
         partial = call.run_for_backward()
+
+    # As `qkv.vjp` does: gradients start from the output as it was given.
+    partial = replace(partial, out=partial.out.astype(found.out.dtype, copy=False))
 
     def pullback(grad_out, grad_lse=None, wrt=()):
         shapes = [array.shape for array in arrays[:3]]
@@ -105,11 +109,11 @@ VARIANTS = {
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16])
 def test_recalled_gradients_have_the_same_bits(name, dtype) -> None:
-    if name in ("sinks", "rotation") and dtype not in (np.float32, np.float64):
-        return  # the way back starts from what is not rounded to 16 bits, and is not prepared
     for seed in range(5):
         check(operands(seed, dtype), VARIANTS[name](seed), q_offset="end")
-    assert CALLS.count("pull back") == 1
+    # Gradients of rotated rows of 16 bits are rounded after they were turned back, unprepared.
+    prepared = name != "rotation" or dtype in (np.float32, np.float64)
+    assert CALLS.count("pull back") == int(prepared)
 
 
 @pytest.mark.parametrize(
