@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from types import ModuleType
 from typing import Any
 
@@ -134,11 +135,18 @@ def test_released_contenders_are_gone(seat: Worker) -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peaks of memory: Linux only")
 def test_memory_beyond_the_output_is_seen(seat: Worker) -> None:
-    """64 MiB in use during the call, give or take what the allocator keeps."""
-    plain = ask(seat, "memory", name="right", workload="tiny", threads=1)
-    wasted = ask(seat, "memory", name="wasteful", workload="tiny", threads=1)
-    assert plain["extra"] < 2**22
-    assert abs(wasted["extra"] - 2**26) < 2**22
+    """64 MiB in use during the call, give or take what the allocator keeps.
+
+    Linux counts resident pages for each CPU and adds them up late, so one reading can be off by
+    megabytes; the median of three is not.
+    """
+
+    def extra(name: str) -> float:
+        found = [ask(seat, "memory", name=name, workload="tiny", threads=1) for _ in range(3)]
+        return median(one["extra"] for one in found)
+
+    assert extra("right") < 2**22
+    assert abs(extra("wasteful") - 2**26) < 2**22
 
 
 # --- peaks -------------------------------------------------------------------------------------

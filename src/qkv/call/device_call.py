@@ -151,6 +151,8 @@ def _device_arrays(
     if operands.sink_origin is not None:
         origins["sinks"] = operands.sink_origin
     for name, origin in origins.items():
+        if name in operands.tables and operands.tables[name].dtype.kind in "biu":
+            continue
         own = [n for n, owner in enumerate(owners) if n >= 3 and made(origin, owner)]
         own = [n for n in own if views[n].dtype.kind not in "biu"]
         if len(own) > 1:

@@ -127,7 +127,6 @@ def _row(e: Emitter, key: SinksKey) -> Value:
             return _stored(e, real, key.out_dtype)
 
         def several(d: Value, _: list[Value]) -> None:
-            d = e.least(d, e.sub(dim, e.lanes))
             value = storage.load(e, e.at(keys_out, e.mul(d, item)), key.dtype, e.lanes)
             e.store(product(value, factors), e.at(out, e.mul(d, out_item)), out_item)
 
@@ -135,8 +134,8 @@ def _row(e: Emitter, key: SinksKey) -> Value:
             value = storage.load(e, e.at(keys_out, e.mul(d, item)), key.dtype)
             e.store(product(value, factor), e.at(out, e.mul(d, out_item)), out_item)
 
-        enough = b.icmp_signed(">=", dim, e.index(e.lanes))
-        stop = b.select(enough, dim, e.index(0))
+        # Vectors may not overlap: where `out` is `keys_out`, an entry would be scaled twice.
+        stop = e.round_down(dim, e.lanes)
         e.loop(0, stop, e.lanes, [], several)
         e.loop(stop, dim, 1, [], single)
     return function

@@ -189,7 +189,7 @@ class TensorAttention:
         return restored.to(self.device)
 
     def _table(self, array: NDArray[Any], leaf: Tensor | None) -> Tensor:
-        if array.dtype.kind in "biu" or leaf is None:
+        if leaf is None:
             moved = self._moved(array)
             return moved.to(self.dtype) if moved.is_floating_point() else moved
         padded = leaf.reshape((1,) * (array.ndim - leaf.ndim) + tuple(leaf.shape))
