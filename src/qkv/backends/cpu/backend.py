@@ -139,7 +139,7 @@ class CpuBackend:
         if not partial.out.size:
             return finish(partial, sinks)
         with importing():
-            from qkv.backends.cpu.arguments import address_of
+            from qkv.backends.cpu.addresses import address_of
             from qkv.backends.cpu.sinks import Sinks
 
         dtype = partial.out.dtype

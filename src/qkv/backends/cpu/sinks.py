@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 
 from qkv._threads import get_num_threads
 from qkv.backends.cpu import storage, threads, vector_math
+from qkv.backends.cpu.addresses import address_of
 from qkv.backends.cpu.compile import Kernel, build
 from qkv.backends.cpu.host import Host, host
 from qkv.backends.cpu.ir import DOUBLE, FLOAT, INT64, POINTER, Emitter, Value
-from qkv.backends.cpu.row_pass import Block, address_of, each_head, words_of
+from qkv.backends.cpu.row_pass import Block, each_head, words_of
 
 Array = NDArray[Any]
 
