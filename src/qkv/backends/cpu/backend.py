@@ -157,7 +157,7 @@ class CpuBackend:
             from qkv.backends.cpu.prepared import PreparedForward
 
         spec = problem.spec
-        if not _is_preparable(spec) or spec.sinks or _streams(spec):
+        if not _is_preparable(spec) or _streams(spec):
             return None
         if spec.rotation and not stages.is_rotation_kept(problem):
             return None
@@ -165,6 +165,8 @@ class CpuBackend:
             return None
         form = stages.rotated_form(problem) if spec.rotation else problem
         ready: Any = PreparedForward(form, backward=False, arrays=arrays, statistics=True)
+        if spec.sinks:
+            ready = stages.SinksCall(problem, ready)
         return stages.RotatedCall(problem, ready) if spec.rotation else ready
 
     def prepare_growing(self, problem: Problem, arrays: tuple[Array, ...] = ()) -> Growing | None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from qkv.backends.cpu.addresses import quick_address_of
 from qkv.backends.cpu.rotation import AngleTable, Rotation, Turns, angle_tables
 from qkv.backends.cpu.sinks import Sinks
+from qkv.partial import RowStatistics, share_with_sinks
 from qkv.problem.rows import plain
 from qkv.problem.spec import Problem
 
@@ -118,7 +119,7 @@ class RotatedCall:
 
 
 class SinksCall:
-    """A prepared call whose sinks take their share afterwards."""
+    """A prepared call whose sinks take their share afterwards, of statistics too."""
 
     def __init__(self, problem: Problem, inner: Call) -> None:
         spec, sinks = problem.spec, problem.operands.sinks
@@ -127,6 +128,7 @@ class SinksCall:
         self._shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.v_head_dim)
         self._compute, self._dtype = spec.compute_dtype, problem.operands.query.dtype
         self._sinks = Sinks(sinks, self._shape, self._compute, self._dtype)
+        self._of_heads = np.array(sinks)
 
     def __call__(
         self, query: Array, key: Array, value: Array, rows: bool, arrays: Sequence[Array] = ()
@@ -137,7 +139,11 @@ class SinksCall:
             return None
         keys_out, lse, rest = found
         out = keys_out if self._dtype == self._compute else np.empty(self._shape, self._dtype)
-        at = 0 if rest is None else quick_address_of(rest)
+        at = 0
+        if isinstance(rest, RowStatistics):
+            rest = share_with_sinks(rest, self._of_heads)
+        elif rest is not None:
+            at = quick_address_of(rest)
         place = quick_address_of(lse)
         self._sinks(quick_address_of(keys_out), place, at, quick_address_of(out), place, found)
         return out, lse, rest
