@@ -31,6 +31,8 @@ __all__ = ["run"]
 
 _ROUNDS, _QUICK_ROUNDS = 7, 3
 _SECONDS, _QUICK_SECONDS = 0.15, 0.05
+_BETWEEN = 2
+"""Blanks between two columns."""
 
 
 def run(options: argparse.Namespace) -> str:
@@ -152,6 +154,10 @@ def _shown(done: record.Run, every: bool) -> str:
 
 
 def _table(page: Page, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
+    """A table; where the page is too narrow for it, heads of numbers have a line for each word."""
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    if sum(widths) + _BETWEEN * len(widths) > page.width:
+        columns = tuple(c.replace(" ", "\n") if c.startswith(">") else c for c in columns)
     table = page.table(*columns)
     for row in rows:
         table.add_row(*(Text(page.token(cell, 400)) for cell in row))

@@ -19,7 +19,7 @@ from qkv.errors import ArgumentError
 
 __all__ = ["COLUMNS", "beside", "rows"]
 
-COLUMNS = ("workload", "", ">ms", ">then", ">of peak", ">then", ">faster", ">noise")
+COLUMNS = ("workload", ">ms", ">then", ">of peak", ">then", ">faster", ">noise")
 
 
 def rows(before: Run, after: Run) -> list[tuple[str, ...]]:
@@ -47,9 +47,9 @@ def _row(old: Result, was: Entry, new: Result, now: Entry) -> tuple[str, ...] | 
         return None
     faster = b.share / a.share if a.share and b.share else a.seconds / b.seconds
     shares = ["" if x.share is None else f"{x.share:.0%}" for x in (a, b)]
+    name = new.workload if now.contender == "qkv" else f"{new.workload} ({now.contender})"
     return (
-        new.workload,
-        now.contender,
+        name,
         f"{a.seconds * 1e3:.3g}",
         f"{b.seconds * 1e3:.3g}",
         *shares,

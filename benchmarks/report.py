@@ -125,11 +125,12 @@ def headline(run: Run) -> list[str]:
     """The machine, the versions, and whether both were quiet."""
     machine = run.machine
     packages = ", ".join(f"{name} {number}" for name, number in machine["packages"].items())
+    peaks = [_rate(name, value) for name, value in machine["peaks"].items()]
     threads, rounds = run.settings["threads"], run.settings["rounds"]
     return [
         f"{machine['processor']}, {machine['isa']}, {threads} threads of {machine['cores']}",
         f"{machine['system']}, Python {machine['python']}, qkv {machine['qkv']}, {packages}",
-        f"Peaks: {', '.join(_rate(name, value) for name, value in machine['peaks'].items())}",
+        *([f"Peaks: {', '.join(peaks)}"] if peaks else []),
         f"{rounds} rounds in turns, beside {', '.join(_limits_in_words(run)) or 'no peak'}",
         _quiet(run),
     ]

@@ -1,4 +1,4 @@
-"""The table of a run: whole models, the attention interface alone, and the products around it."""
+"""The tables of a run: whole models, the attention interface alone, and the products around it."""
 
 from __future__ import annotations
 
@@ -10,33 +10,50 @@ from benchmarks.tables import Table
 
 __all__ = ["tables"]
 
-_TITLE = (
+_WHOLE = (
     "Small transformers models with random weights, float32. x: how many times as long the other "
     'implementation takes, "sdpa", or "eager" where sdpa has no sinks. decoding: from the first '
-    "generated token on; where tokens are generated, all that follows is of decoding alone. layer: "
-    "one call of the attention interface in us; first: that of the first layer; products: the "
-    "linear layers; outside: all but the interface; processor: what all threads used of it, over "
-    "the whole run. Training counts the interface forward only."
+    "generated token on; where tokens are generated, what follows is of decoding alone. products: "
+    "the linear layers; outside: all but the attention interface; processor: what all threads used "
+    "of it, over the whole run."
 )
-_COLUMNS = ("model", ">ms", ">x", ">decoding x", ">layer us", ">other us", ">x", ">first us",
-            ">other us", ">x", ">products x", ">outside x", ">processor x")  # fmt: skip
+_INTERFACE = (
+    "One call of the attention interface in the same runs. first: that of the first layer. "
+    "Training counts the interface forward only."
+)
+_WHOLE_COLUMNS = ("model", ">ms", ">x", ">decoding x", ">products x", ">outside x", ">processor x")
+_INTERFACE_COLUMNS = ("model", ">us", ">other us", ">x", ">first us", ">other us", ">x")
 
 
 def tables(run: Run) -> list[Table]:
-    """One table."""
-    return [Table(_TITLE, _COLUMNS, [_row(result) for result in run.results])]
+    """Whole models, and the attention interface alone."""
+    return [
+        Table(_WHOLE, _WHOLE_COLUMNS, [_whole(result) for result in run.results]),
+        Table(_INTERFACE, _INTERFACE_COLUMNS, [_interface(result) for result in run.results]),
+    ]
 
 
-def _row(result: Result) -> tuple[str, ...]:
-    of = {entry.contender: entry for entry in result.entries}
-    other = next((name.partition(": ")[0] for name in of if not name.startswith("qkv")), "")
-    name = f"{result.workload} ({other})" if other not in ("", "sdpa") else result.workload
-    row = [name, _time(of, "qkv: total", 1e3), _ratio(of, other, "total")]
-    row.append(_ratio(of, other, "decoding"))
+def _whole(result: Result) -> tuple[str, ...]:
+    of, other, name = _entries(result)
+    parts = ("total", "decoding", "products", "outside", "processor")
+    return name, _time(of, "qkv: total", 1e3), *(_ratio(of, other, part) for part in parts)
+
+
+def _interface(result: Result) -> tuple[str, ...]:
+    of, other, name = _entries(result)
+    row = [name]
     for part in ("interface", "first layer"):
         row += [_time(of, f"{who}: {part}", 1e6) for who in ("qkv", other)]
         row.append(_ratio(of, other, part))
-    return (*row, *(_ratio(of, other, part) for part in ("products", "outside", "processor")))
+    return tuple(row)
+
+
+def _entries(result: Result) -> tuple[dict[str, Entry], str, str]:
+    """Entries by their names, the other implementation, and the row's name in tables."""
+    of = {entry.contender: entry for entry in result.entries}
+    other = next((name.partition(": ")[0] for name in of if not name.startswith("qkv")), "")
+    name = f"{result.workload} ({other})" if other not in ("", "sdpa") else result.workload
+    return of, other, name
 
 
 def _time(of: dict[str, Entry], name: str, unit: float) -> str:

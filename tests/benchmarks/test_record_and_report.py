@@ -184,8 +184,8 @@ def test_two_runs_are_compared_by_their_share_of_the_peak() -> None:
     for entry in after.results[0].entries:
         entry.turns = [Turn(t.round, 0.5e11, t.seconds) for t in entry.turns]
     first, second = compare.rows(before, after)
-    assert first == ("fp32-1024", "qkv", "1", "1", "80%", "160%", "2.00", "0%")
-    assert second[1] == "torch"
+    assert first == ("fp32-1024", "1", "1", "80%", "160%", "2.00", "0%")
+    assert second[0] == "fp32-1024 (torch)"
 
 
 def test_what_only_one_run_has_is_left_out() -> None:
