@@ -183,6 +183,8 @@ class CpuBackend:
             return None
         if spec.rotation is None:
             return growing(problem, arrays)
+        if len(problem.operands.positions.q_shift) > 1:
+            return None
         ready = growing(stages.rotated_form(problem), arrays)
         return None if ready is None else stages.GrowingRotation(problem, ready)
 

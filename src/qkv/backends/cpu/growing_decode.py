@@ -219,16 +219,17 @@ def growing(problem: Problem, arrays: tuple[Array, ...]) -> GrowingDecode | None
 
     Tables that are no views of `arrays` must serve any number of keys.
     """
-    # Offsets of each batch row move with the keys, and calls have one number for them all.
-    if any(problem.operands.tables[name].ndim for name in _offsets(problem)):
-        return None
     read = tables_of(problem, arrays)
     if any(len(names) != 1 for names in read):
         return None
     brought = {name for names in read for name in names}
+    # Offsets of each batch row move with the keys.
+    if any(problem.operands.tables[n].ndim and n not in brought for n in _offsets(problem)):
+        return None
     spec, operands = problem.spec, problem.operands
     known = {t.name: t for t in spec.tables}
-    widest = [np.iinfo(known[n].dtype) for n in brought if known[n].kind == "int"]
+    shifts = set(_shifts(problem)) | _lengths(problem, brought)
+    widest = [np.iinfo(known[n].dtype) for n in brought - shifts if known[n].kind == "int"]
     limits = [(int(i.min), int(i.max)) for i in widest] or [(0, 0)]
     places = {
         **sizes_of(spec),
@@ -236,7 +237,6 @@ def growing(problem: Problem, arrays: tuple[Array, ...]) -> GrowingDecode | None
         "q_pos": Interval.of(-LONGEST, LONGEST),
         "kv_pos": Interval.of(min(low for low, _ in limits), max(high for _, high in limits)),
     }
-    shifts = set(_shifts(problem))
     roots = [_for_any_length(node, shifts, brought) for node in (spec.score, spec.mask)]
     try:
         for root in roots:
@@ -261,6 +261,17 @@ def _offsets(problem: Problem) -> list[str]:
         for table in problem.spec.tables
         if table.label == "q_offset" and origins[table.name].variant is None
     ]
+
+
+def _lengths(problem: Problem, brought: set[str]) -> set[str]:
+    """Tables that each step brings of numbers of keys, and of places that follow from them."""
+    of_lengths = {t.name for t in problem.spec.tables if t.label in ("kv_lens", "q_offset")}
+    return {
+        name
+        for name in of_lengths & brought
+        if "lengths" in getattr(problem.operands.origins[name].variant, "roles", {}).values()
+        or problem.operands.origins[name].variant is None
+    }
 
 
 def _shifts(problem: Problem) -> list[str]:

@@ -166,11 +166,18 @@ class PreparedForward:
 
 
 def tables_of(problem: Problem, arrays: tuple[Array, ...]) -> list[list[str]]:
-    """The names of the tables that are views of each array; both are in the order of variants."""
-    origins = iter(problem.operands.origins.items())
-    return [
-        next(([name] for name, origin in origins if origin.array is array), []) for array in arrays
-    ]
+    """The names of the tables that are views of each array, which is empty or one name.
+
+    An array that was given twice is two tables, in the order of variants.
+    """
+    origins = dict(problem.operands.origins)
+    found = []
+    for array in arrays:
+        names = [name for name, origin in origins.items() if origin.array is array][:1]
+        found.append(names)
+        for name in names:
+            del origins[name]
+    return found
 
 
 def without_values(problem: Problem, arrays: tuple[Array, ...]) -> tuple[Problem, list[list[str]]]:
