@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.backends.cpu.compile import optimized
-from qkv.backends.cpu.host import host
+from qkv.backends.cpu.compiler.compile import optimized
+from qkv.backends.cpu.machine.host import host
 from qkv.bench import compare, peaks, rules, session, worker
 from qkv.bench.contenders import CONTENDERS, Contender, Prepared, contender, contenders_of
 from qkv.bench.process import Process

@@ -9,7 +9,8 @@ import pytest
 from forced import kernels, takes
 
 import qkv
-from qkv.backends.cpu import backward_pass, forward_pass
+from qkv.backends.cpu.passes import backward as backward_pass
+from qkv.backends.cpu.passes import forward as forward_pass
 from qkv.problem.builder import Shape
 from qkv.testing import DTYPES, Case, random_case
 from sampling import sample

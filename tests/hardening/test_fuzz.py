@@ -5,7 +5,7 @@ A failure names its problem, `random_case(seed, structure, number)`, from which
     qkv.testing.check_case("cpu", qkv.testing.random_case(seed, structure, number))
 
 makes it again: of an odd number, once `FEW_OPERATIONS` of `schedule` and of `streaming` is 0; in
-parts, once `qkv.backends.cpu.forward_pass._PARTS_PAY` says (1, 1) of its type.
+parts, once `qkv.backends.cpu.passes.forward._PARTS_PAY` says (1, 1) of its type.
 """
 
 import numpy as np
