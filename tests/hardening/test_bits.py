@@ -10,7 +10,8 @@ from forced import kernels, takes
 from fuzz import random_case
 
 import qkv
-from qkv.backends.cpu import backward_pass, forward_pass
+from qkv.backends.cpu.passes import backward as backward_pass
+from qkv.backends.cpu.passes import forward as forward_pass
 from qkv.problem.builder import Shape
 from qkv.testing import DTYPES, Case
 from sampling import sample
