@@ -74,6 +74,12 @@ def get_num_threads() -> int:
     ------
     ArgumentError
         If nothing was chosen and `QKV_NUM_THREADS` is not a whole number from 1 to 4096.
+
+    Examples
+    --------
+    >>> import qkv
+    >>> qkv.get_num_threads() >= 1
+    True
     """
     return default_num_threads() if _chosen is None else _chosen
 

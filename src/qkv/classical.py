@@ -70,7 +70,13 @@ class ScaledDotProductAttention:
         return f"ScaledDotProductAttention(d_k={self.d_k})"
 
     def compute_scores(self, Q: Any, K: Any) -> Array:
-        """`Q K^T`, `(..., q_len, kv_len)`."""
+        """`Q K^T`, `(..., q_len, kv_len)`.
+
+        Raises
+        ------
+        ShapeError
+            If rows do not have length d_k, or leading dimensions do not broadcast.
+        """
         query, key = _matrix(Q, "Q"), _matrix(K, "K")
         for name, array in (("Q", query), ("K", key)):
             if array.shape[-1] != self.d_k:
@@ -111,6 +117,11 @@ class ScaledDotProductAttention:
             One for each row; bars have one `#` for each 1/40 of weight.
         query_idx : int
             Row of Q.
+
+        Raises
+        ------
+        ShapeError
+            If there are leading dimensions, or rows do not have length d_k.
         """
         query, key, value = _matrix(Q, "Q"), _matrix(K, "K"), _matrix(V, "V")
         self.compute_scores(query, key)

@@ -43,6 +43,15 @@ class QkvError(Exception):
         What was passed, one row each.
     action : str
         One thing to do about it.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> try:
+    ...     qkv.attention(np.zeros((2, 4)), np.zeros((2, 3)), np.zeros((2, 3)))
+    ... except qkv.QkvError as error:
+    ...     type(error).__name__
+    'ShapeError'
     """
 
     def __init__(self, fact: str, seen: Iterable[tuple[str, str]] = (), action: str = "") -> None:

@@ -35,6 +35,14 @@ class Plan:
     dense_bytes : int
         What the score matrix would take in the type of computation; never allocated unless the
         backend is `reference`.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> x = np.zeros((1000, 64), np.float32)
+    >>> plan = qkv.plan(x, x, x, qkv.Causal(), backend="blocked")
+    >>> plan.tiles.empty > 0, plan.dense_bytes
+    (True, 4000000)
     """
 
     problem: str

@@ -22,6 +22,11 @@ class PageAllocator:
     num_pages : int
         Pages 0 to `num_pages - 1`, all free at first.
 
+    Raises
+    ------
+    ArgumentError
+        If num_pages is not a whole number of 0 or more.
+
     Notes
     -----
     Holds no keys and values: `PagedCache` has an allocator beside its storage, and a scheduler may
@@ -55,7 +60,13 @@ class PageAllocator:
         return len(self._free)
 
     def references(self, page: int) -> int:
-        """How many times a page is held, 0 if it is free."""
+        """How many times a page is held, 0 if it is free.
+
+        Raises
+        ------
+        ArgumentError
+            If there is no such page.
+        """
         self._check([page])
         return self._references[page]
 
@@ -141,6 +152,11 @@ class PageAllocator:
         ----------
         num_pages : int
             No fewer than there are.
+
+        Raises
+        ------
+        ArgumentError
+            If there would be fewer pages than there are.
         """
         first = self.num_pages
         at_least(first, "num_pages", num_pages)

@@ -29,6 +29,11 @@ class ContiguousCache(BufferedCache):
         Keep rows as int8 with one scale for each token and kv head (`qkv.cache.quantize`, which
         states the error). Unless given, they stay in the dtype in which they come.
 
+    Raises
+    ------
+    ArgumentError
+        If the capacity is not a whole number of 0 or more, or the dtype is unknown.
+
     Notes
     -----
     `append` copies the new rows only, and hands out views. Memory for a token of one sequence:

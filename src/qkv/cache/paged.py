@@ -45,6 +45,11 @@ class PagedCache:
         Keep rows as int8 with one scale for each token and kv head (`qkv.cache.quantize`, which
         states the error). Unless given, they stay in the dtype in which they come.
 
+    Raises
+    ------
+    ArgumentError
+        If a size is not a whole number of its range, or the dtype is unknown.
+
     Notes
     -----
     Keys and values have four dimensions, (batch, num_kv_heads, new, dim). `append` copies the new
@@ -127,7 +132,13 @@ class PagedCache:
         return self._pool.nbytes
 
     def read(self) -> Rows:
-        """What is there, for queries at `q_offset` and after."""
+        """What is there, for queries at `q_offset` and after.
+
+        Raises
+        ------
+        ArgumentError
+            If the cache is empty.
+        """
         if self._pool.kind is None or not self._lengths.ndim:
             raise ArgumentError("the cache is empty.", action="Append keys and values first.")
         return self._rows(self._lengths)

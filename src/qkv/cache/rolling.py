@@ -38,6 +38,11 @@ class RollingCache(BufferedCache):
         Keep rows as int8 with one scale for each token and kv head (`qkv.cache.quantize`, which
         states the error). Unless given, they stay in the dtype in which they come.
 
+    Raises
+    ------
+    ArgumentError
+        If a size is not a whole number of its range, or the dtype is unknown.
+
     Notes
     -----
     Memory for one sequence: at most `2 window + sinks` tokens (and, after a longer append, that

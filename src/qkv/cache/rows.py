@@ -26,6 +26,14 @@ class Part:
         of a rolling cache.
     kv_offset : int or int64 array over the batch dimensions
         Position of key row 0.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv.cache
+    >>> x = np.zeros((1, 1, 3, 4))
+    >>> part = qkv.cache.ContiguousCache().append(x, x).parts[0]
+    >>> part.key.shape, part.kv_offset
+    ((1, 1, 3, 4), 0)
     """
 
     key: Any

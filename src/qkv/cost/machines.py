@@ -53,6 +53,12 @@ class Roofline(NamedTuple):
     seconds : float
     bound : str
         "operations" or "memory": which of the two takes longer.
+
+    Examples
+    --------
+    >>> from qkv.cost import machine
+    >>> machine("h100").roofline(10**9, 10**12, "bfloat16").bound
+    'memory'
     """
 
     seconds: float
@@ -74,6 +80,13 @@ class Machine:
         Where the numbers come from.
     estimated : bool
         Whether the peak is computed from other numbers because its maker publishes none.
+
+    Examples
+    --------
+    >>> from qkv.cost import Machine
+    >>> mine = Machine("mine", {"float32": 1e12}, 1e11, "its data sheet")
+    >>> mine.roofline(2 * 10**12, 10**11, "float32")
+    Roofline(seconds=2.0, bound='operations')
     """
 
     name: str
@@ -107,7 +120,14 @@ class Machine:
 
 
 def machine_names() -> tuple[str, ...]:
-    """Names that `machine` knows; "here" is the machine on which this runs."""
+    """Names that `machine` knows; "here" is the machine on which this runs.
+
+    Examples
+    --------
+    >>> from qkv.cost import machine_names
+    >>> "h100" in machine_names()
+    True
+    """
     return (*_described(), "here")
 
 

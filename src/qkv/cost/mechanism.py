@@ -29,6 +29,13 @@ class MechanismCost:
         Operations, parameters and bytes.
     score_bytes : int
         Bytes that the scores of all pairs of tokens would take, for all its heads.
+
+    Examples
+    --------
+    >>> from qkv.cost import mechanism_cost
+    >>> cost = mechanism_cost("scaled-dot-product", 1000, dtype="float64")
+    >>> cost.score_bytes
+    8000000
     """
 
     name: str

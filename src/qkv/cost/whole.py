@@ -38,6 +38,13 @@ class LayerCost:
         Bytes that it keeps of all tokens of all sequences.
     idle_parameters : int
         Learned numbers of the experts that a token does not go through.
+
+    Examples
+    --------
+    >>> from qkv.cost import model_cost
+    >>> layer = model_cost("llama-3-8b", 8192).layers[0]
+    >>> layer.count, int(layer.kv_cache_bytes) // 2**20
+    (32, 32)
     """
 
     kind: str
@@ -68,6 +75,13 @@ class ModelCost:
         Embedding, last norm and output head.
     ledger : Ledger
         All layers and what is outside of them.
+
+    Examples
+    --------
+    >>> from qkv.cost import model_cost
+    >>> cost = model_cost("llama-3-8b", 8192, decode=True)
+    >>> cost.operations < model_cost("llama-3-8b", 8192).operations
+    True
     """
 
     model: Model

@@ -34,6 +34,12 @@ class Verdict:
     right : bool
     why : str
         In one or two sentences.
+
+    Examples
+    --------
+    >>> import qkv
+    >>> print(qkv.exercises.check("003.2", 0.0))
+    wrong: the answer has shape (); (5,) is asked for.
     """
 
     right: bool

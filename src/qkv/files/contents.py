@@ -29,7 +29,15 @@ _REPR.maxstring = _REPR.maxother = 80
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrays:
-    """Query, key and value as they were stored; tokens if the file has any; other metadata."""
+    """Query, key and value as they were stored; tokens if the file has any; other metadata.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv.files
+    >>> x = np.eye(2)
+    >>> qkv.files.Arrays(x, x, x, tokens=None, metadata={}).value.shape
+    (2, 2)
+    """
 
     query: Array
     key: Array

@@ -51,9 +51,14 @@ def enable() -> None:
 
     Examples
     --------
-    >>> import qkv.hf  # doctest: +SKIP
-    >>> qkv.hf.enable()  # doctest: +SKIP
-    >>> model.set_attn_implementation("qkv")  # doctest: +SKIP
+    >>> import torch, qkv.hf
+    >>> from transformers import GPT2Config, GPT2Model
+    >>> qkv.hf.enable()
+    >>> model = GPT2Model(GPT2Config(n_embd=8, n_layer=1, n_head=2))
+    >>> ids = torch.tensor([[1, 2, 3]])
+    >>> model.set_attn_implementation("qkv")
+    >>> model(ids).last_hidden_state.shape
+    torch.Size([1, 3, 8])
     """
     AttentionInterface.register("qkv", attend)
     AttentionMaskInterface.register("qkv", state_mask)

@@ -136,7 +136,22 @@ _observers: list[Observer] = []
 
 @contextmanager
 def observe(observer: Observer) -> Iterator[None]:
-    """Call `observer` with every `LayerCall`, before it is computed."""
+    """Call `observer` with every `LayerCall`, before it is computed.
+
+    Examples
+    --------
+    >>> import torch, qkv.hf
+    >>> from transformers import GPT2Config, GPT2Model
+    >>> qkv.hf.enable()
+    >>> model = GPT2Model(GPT2Config(n_embd=8, n_layer=1, n_head=2))
+    >>> ids = torch.tensor([[1, 2, 3]])
+    >>> model.set_attn_implementation("qkv")
+    >>> calls = []
+    >>> with qkv.hf.observe(calls.append):
+    ...     output = model(ids)
+    >>> len(calls), calls[0].query.shape
+    (1, torch.Size([1, 2, 3, 4]))
+    """
     _observers.append(observer)
     try:
         yield

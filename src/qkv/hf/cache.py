@@ -58,8 +58,16 @@ class Cache(DynamicCache):
 
     Examples
     --------
-    >>> cache = qkv.hf.Cache(model.config, page_size=16)  # doctest: +SKIP
-    >>> model.generate(**inputs, past_key_values=cache)  # doctest: +SKIP
+    >>> import torch, qkv.hf
+    >>> from transformers import GPT2Config, GPT2Model
+    >>> qkv.hf.enable()
+    >>> model = GPT2Model(GPT2Config(n_embd=8, n_layer=1, n_head=2))
+    >>> model.set_attn_implementation("qkv")
+    >>> cache = qkv.hf.Cache(model.config, page_size=16)
+    >>> with torch.no_grad():
+    ...     output = model(torch.tensor([[1, 2, 3]]), past_key_values=cache)
+    >>> cache.get_seq_length()
+    3
     """
 
     def __init__(

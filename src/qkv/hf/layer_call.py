@@ -31,6 +31,14 @@ class LayerCall:
     scale : float or None
     q_offset, kv_offset : int
         Positions of the first query row and the first key row.
+
+    Examples
+    --------
+    >>> import torch, qkv, qkv.hf
+    >>> x = torch.zeros(1, 2, 3, 4)
+    >>> call = qkv.hf.LayerCall(torch.nn.Identity(), x, x, x, (qkv.Causal(),), None, 0, 0)
+    >>> call.output().shape
+    torch.Size([1, 3, 2, 4])
     """
 
     module: torch.nn.Module
@@ -67,6 +75,14 @@ class LayerWeights:
     dropout, without gradient. Keeps query, key and value of the layer, O(length) memory; the first
     slice costs one forward pass, every slice `2 head_dim` operations for each weight read. The
     whole matrix, `weights[...]`, is refused above qkv's reference limit, with its size.
+
+    Examples
+    --------
+    >>> import torch, qkv, qkv.hf
+    >>> x = torch.zeros(1, 2, 3, 4)
+    >>> call = qkv.hf.LayerCall(torch.nn.Identity(), x, x, x, (qkv.Causal(),), None, 0, 0)
+    >>> qkv.hf.LayerWeights(call)[0, 0, 1]
+    tensor([0.5000, 0.5000, 0.0000])
     """
 
     def __init__(self, call: LayerCall) -> None:

@@ -68,6 +68,13 @@ class StatedMask(torch.Tensor):
     -----
     Memory: O(batch * kv_len) for padding, nothing for the rest; the dense tensor takes
     `batch * q_len * kv_len` bytes.
+
+    Examples
+    --------
+    >>> from qkv.hf.masks import state_mask
+    >>> mask = state_mask(batch_size=1, q_length=3, kv_length=3)
+    >>> mask, mask.all(-1)
+    (StatedMask(Causal(), shape=(1, 1, 3, 3), q_offset=0), tensor([[[False, False,  True]]]))
     """
 
     pattern: Pattern

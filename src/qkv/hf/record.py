@@ -79,10 +79,15 @@ def inspect(
 
     Examples
     --------
-    >>> with qkv.hf.inspect(model) as record:  # doctest: +SKIP
-    ...     model(**tokenizer(text, return_tensors="pt"))
-    >>> record.best("induction")["head"]  # doctest: +SKIP
-    5
+    >>> import torch, qkv.hf
+    >>> from transformers import GPT2Config, GPT2Model
+    >>> qkv.hf.enable()
+    >>> model = GPT2Model(GPT2Config(n_embd=8, n_layer=1, n_head=2))
+    >>> ids = torch.tensor([[1, 2, 3]])
+    >>> with qkv.hf.inspect(model) as record:
+    ...     output = model(ids)
+    >>> record
+    ModelRecord('GPT2Model', 1 layers, 2 heads)
     """
     from qkv.hf import enable
 

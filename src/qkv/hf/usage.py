@@ -34,6 +34,12 @@ class Usage:
         Number of calls for each layer, by module name.
     silent : tuple of str
         Modules called attention that ran without a call of qkv inside.
+
+    Examples
+    --------
+    >>> import qkv.hf
+    >>> qkv.hf.Usage(calls={"layer.0": 1}, silent=("layer.1",)).complete
+    False
     """
 
     calls: dict[str, int]
@@ -68,6 +74,11 @@ def check(model: torch.nn.Module, /, *args: Any, **inputs: Any) -> Usage:
     NotUsedWarning
         If it never calls qkv, or some of its attention layers do not.
 
+    Raises
+    ------
+    UnsupportedError
+        If a layer asks for what qkv does not compute.
+
     Notes
     -----
     Modules with "Attention" in the name of their class are taken for attention layers, but for
@@ -75,8 +86,13 @@ def check(model: torch.nn.Module, /, *args: Any, **inputs: Any) -> Usage:
 
     Examples
     --------
-    >>> usage = qkv.hf.check(model, input_ids=ids)  # doctest: +SKIP
-    >>> usage.complete  # doctest: +SKIP
+    >>> import torch, qkv.hf
+    >>> from transformers import GPT2Config, GPT2Model
+    >>> qkv.hf.enable()
+    >>> model = GPT2Model(GPT2Config(n_embd=8, n_layer=1, n_head=2))
+    >>> ids = torch.tensor([[1, 2, 3]])
+    >>> model.set_attn_implementation("qkv")
+    >>> qkv.hf.check(model, input_ids=ids).complete
     True
     """
     names = {module: name for name, module in model.named_modules()}

@@ -37,6 +37,14 @@ class LayerRecord:
         Name of the module in its model.
     scores : HeadScores
         Query by query; see there.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> record, x = qkv.ModelRecord("one layer"), np.eye(4)[None]
+    >>> layer = record.add(x, x, qkv.Causal(), name="layer 0")
+    >>> layer, layer.rows["entropy"][0, 0, 0]
+    (LayerRecord(0, 'layer 0', 1 heads, 1 x 4 queries, 4 keys), np.float64(0.0))
     """
 
     index: int
@@ -45,6 +53,7 @@ class LayerRecord:
 
     @property
     def num_heads(self) -> int:
+        """Query heads of the layer."""
         return int(self.scores.received.shape[1])
 
     @property
@@ -64,7 +73,13 @@ class LayerRecord:
 
     @property
     def weights(self) -> LazyWeights:
-        """The weights `(batch, num_heads, q_len, kv_len)`, computed where they are sliced."""
+        """The weights `(batch, num_heads, q_len, kv_len)`, computed where they are sliced.
+
+        Raises
+        ------
+        ArgumentError
+            If the record did not keep this layer's query and key.
+        """
         if self.scores.weights is None:
             raise ArgumentError(
                 f"layer {self.index} ({self.name}) kept no query and key to compute weights from.",
@@ -127,6 +142,11 @@ class ModelRecord:
     texts : sequence of str or None
         The tokens of batch row 0, as text.
 
+    Raises
+    ------
+    ArgumentError
+        If `keep` is another string.
+
     Notes
     -----
     Memory: `4 * (9 + 2 * top)` bytes for each layer, head and query, and query and key of the
@@ -180,7 +200,13 @@ class ModelRecord:
         return layer
 
     def layer(self, index: int) -> LayerRecord:
-        """One layer, from the end if negative."""
+        """One layer, from the end if negative.
+
+        Raises
+        ------
+        ArgumentError
+            If there is no such layer.
+        """
         if not -len(self.layers) <= index < len(self.layers):
             raise ArgumentError(
                 f"layer {index} does not exist.",

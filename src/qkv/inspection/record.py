@@ -22,16 +22,14 @@ Array = NDArray[Any]
 
 
 class Record:
-    """One run of attention that can be looked into at any length.
+    """The result of `qkv.inspect`: the output, lse, and statistics of the weights.
 
-    Statistics are float32 (float64 for float64 input), before dropout, one row for each query
-    head. With the backend "cpu", entropy and largest weight come with the output. What else is
-    asked is computed when first asked for, in O(tile) memory: received weight and `top(8)` by one
-    compiled pass over the scores each, which takes a half to four fifths as long as the forward
-    pass; `mass`, `mass_at`, `weights` and more than 256 best keys in NumPy, tile by tile. Other
-    backends leave all to NumPy: one pass for entropy, largest and received weight together, one for
-    each other question. Of tensors on a device the output is computed there, and everything else in
-    main memory, on copies of query, key and value.
+    Parameters
+    ----------
+    found : Inspected
+        The call that ran, and what it left.
+    progress : callable (done, total), optional
+        Told of blocks of rows done while a statistic is computed.
 
     Attributes
     ----------
@@ -41,6 +39,27 @@ class Record:
         Logarithm of the row sums, natural.
     backend : str
         The backend that ran.
+
+    Notes
+    -----
+    Statistics are float32 (float64 for float64 input), before dropout, one row for each query
+    head. With the backend "cpu", entropy and largest weight come with the output. Everything else
+    is computed at its first use, in O(tile) memory: received weight and `top(8)` by one compiled
+    pass over the scores each, which takes a half to four fifths as long as the forward pass;
+    `mass`, `mass_at`, `weights` and more than 256 best keys in NumPy, tile by tile. Other backends
+    use NumPy for all statistics: one pass for entropy, largest and received weight together, and
+    one for each of the others. For tensors on another device, the output is computed there, and
+    the statistics in main memory, from copies of query, key and value.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> x = np.eye(3)
+    >>> record = qkv.inspect(x, x, x, qkv.Causal())
+    >>> record.mass([0]).round(3)
+    array([1.   , 0.36 , 0.264])
+    >>> record.received.round(3)
+    array([1.624, 0.905, 0.471])
     """
 
     def __init__(self, found: Inspected, progress: Progress | None = None) -> None:
@@ -102,6 +121,11 @@ class Record:
         (indices, weights)
             Each `(..., num_heads, q_len, k)`, falling; ties go to the lower index; rows with
             fewer allowed keys are padded with -1 and 0. A key whose score is NaN is never one.
+
+        Raises
+        ------
+        ArgumentError
+            If k is not a whole number of 1 or more.
         """
         if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
             raise ArgumentError(
@@ -119,6 +143,11 @@ class Record:
         ----------
         keys : int, integer array, slice or boolean array (kv_len,)
             Rows of the key array; naming one twice counts it once.
+
+        Raises
+        ------
+        ArgumentError
+            If a key is outside of the key array.
         """
         kv_index = self._key_rows(keys)
 
@@ -140,6 +169,11 @@ class Record:
 
         -1 is the previous token, 0 the query's own; rows without such a key give 0. Where
         positions restart in segments, the key is the one of the query's own segment.
+
+        Raises
+        ------
+        ArgumentError
+            If the offset is not a whole number.
         """
         if isinstance(offset, bool) or not isinstance(offset, int | np.integer):
             raise ArgumentError(f"mass_at(offset={offset!r}) is not a whole number.")

@@ -175,9 +175,26 @@ class Gradient:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Trace:
-    """Attention of chosen rows with every number on the way, in float64; see `qkv.explain`.
+    """Attention of some rows with every intermediate number, in float64, as `qkv.explain` gives it.
 
-    `tokens` name the query rows and `kv_tokens` the key rows, where they were given.
+    Attributes
+    ----------
+    problem : TracedProblem
+        Sizes, dtype, scale, and the variants in words.
+    tokens, kv_tokens : tuple of str or None
+        Names of the query rows and of the key rows, where they were given.
+    heads : tuple of TracedHead
+        The traced rows of each query head.
+    gradient : Gradient or None
+        dQ, dK and dV over all rows, with `grad=True`.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> x = np.eye(2)
+    >>> trace = qkv.explain(x, x, x, q_index=1)
+    >>> trace.heads[0].rows[0].softmax.weights.round(3)
+    array([0.33, 0.67])
     """
 
     problem: TracedProblem

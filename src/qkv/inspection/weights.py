@@ -21,8 +21,31 @@ class LazyWeights:
     """Weights `(..., num_heads, q_len, kv_len)`, before dropout; only what is sliced is computed.
 
     Slicing follows NumPy: slices, integers, integer and boolean arrays on any axis, `...` and
-    None. A slice that would hold more than the reference limit raises UnsupportedError with its
-    size. Cost: `2 head_dim` operations and one exp for each weight read.
+    None. Cost: `2 head_dim` operations and one exp for each weight read.
+
+    Parameters
+    ----------
+    replay : Replay
+        Computes the weights again from query, key and lse.
+    shape : tuple of int
+        `(..., num_heads, q_len, kv_len)`.
+
+    Raises
+    ------
+    UnsupportedError
+        From a slice that would hold more than the reference limit; the message has its size.
+    IndexError
+        From an index that does not fit the shape.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> x = np.zeros((100_000, 4), np.float32)
+    >>> weights = qkv.inspect(x, x, x, qkv.Causal(), backend="blocked").weights
+    >>> weights
+    LazyWeights(shape=(100000, 100000), dtype=float32, 37.3 GiB if dense)
+    >>> weights[1, :3]
+    array([0.5, 0.5, 0. ], dtype=float32)
     """
 
     replay: Replay
@@ -35,10 +58,12 @@ class LazyWeights:
 
     @property
     def ndim(self) -> int:
+        """Number of dimensions."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
+        """Number of weights in all."""
         return int(np.prod(self.shape, dtype=object))
 
     @property

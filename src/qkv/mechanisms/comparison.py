@@ -52,6 +52,13 @@ class Comparison:
     tokens : tuple of str
         Names of the five tokens.
     rows : tuple of Row
+
+    Examples
+    --------
+    >>> import qkv.mechanisms
+    >>> comparison = qkv.mechanisms.compare(["scaled-dot-product", "linear"])
+    >>> [row.name for row in comparison.rows], comparison.tokens[0]
+    (['scaled-dot-product', 'linear'], 'The')
     """
 
     tokens: tuple[str, ...]

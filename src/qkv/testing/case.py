@@ -52,6 +52,13 @@ class Inputs:
     variants : tuple
     keywords : mapping
         scale, q_offset, kv_offset and layout.
+
+    Examples
+    --------
+    >>> from qkv.testing import cases
+    >>> inputs = next(iter(cases())).build("float32")
+    >>> inputs.query.dtype
+    dtype('float32')
     """
 
     query: Array
@@ -90,6 +97,16 @@ class Case:
         Standard deviation of query and key.
     dtypes : tuple of str
         Names of `DTYPES`.
+
+    Examples
+    --------
+    >>> import qkv
+    >>> from qkv.testing import cases
+    >>> case = next(iter(cases()))
+    >>> inputs = case.build("float64")
+    >>> out = qkv.attention(*inputs.arrays, *inputs.variants, **inputs.keywords)
+    >>> out.shape == case.truth("float64").out.shape
+    True
     """
 
     name: str

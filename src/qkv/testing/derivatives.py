@@ -42,6 +42,15 @@ class GradientOracle:
     grad_lse : array (..., num_heads, q_len)
     shapes : sequence of tuple
         Of query, key and value with heads before rows; leading dimensions may broadcast.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from qkv.testing import truth
+    >>> x = np.eye(2)[None]
+    >>> oracle = GradientOracle(truth(x, x, x), np.ones((1, 2, 2)), np.zeros((1, 2)), [x.shape] * 3)
+    >>> oracle.bounds("float64")[0][2].tolist()  # of value
+    [[[1.0, 1.0], [1.0, 1.0]]]
     """
 
     truth: Truth

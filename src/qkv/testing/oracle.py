@@ -37,6 +37,15 @@ class Truth:
         The matrices of each batch row and query head, in order.
     variants : tuple
         What was said, bare arrays as `Mask` or `Bias`.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> from qkv.testing import truth
+    >>> x = np.eye(2)[None]
+    >>> truth(x, x, x, [qkv.Causal()]).allowed[0]
+    array([[ True, False],
+           [ True,  True]])
     """
 
     out: Array

@@ -39,6 +39,14 @@ class Bounds:
     ----------
     out, lse : float
         Of the output, and of lse where it is finite.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from qkv.testing import bounds, truth
+    >>> x = np.eye(2)[None]
+    >>> bounds(truth(x, x, x), "float32").out < 1e-6
+    True
     """
 
     out: float
@@ -101,6 +109,16 @@ def plain(
     0 it adds as the arrays lie; other numbers shuffle head_dim and keys. With `stepwise`, variants
     are given scores of the type of computation, what each adds is rounded to it, and so is the sum:
     as whoever computes in that type has to, and what shows where one large term cancels another.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from qkv.testing import truth
+    >>> x = np.eye(2)[None]
+    >>> exact = truth(x, x, x)
+    >>> out, lse = plain(exact.heads[0], exact.variants, "float16")
+    >>> bool(abs(out - exact.out[0]).max() < 1e-3)
+    True
     """
     dtype = np.dtype(dtype)
     compute = np.dtype(np.float64 if dtype == np.float64 else np.float32)

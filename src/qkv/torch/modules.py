@@ -32,6 +32,11 @@ class ScaledDotProductAttention(nn.Module):
     scale : float
         `sqrt(d_k)`, by which scores are divided.
 
+    Raises
+    ------
+    ArgumentError
+        If d_k is not a positive integer.
+
     Notes
     -----
     Returns the weights, so it holds the q_len x kv_len matrix; for long inputs call
@@ -74,6 +79,11 @@ class ScaledDotProductAttention(nn.Module):
 
         Both results have the type of the output; weights are computed in float32 (float64 for
         float64).
+
+        Raises
+        ------
+        ShapeError
+            If rows of Q or K do not have length d_k.
         """
         for name, rows in (("Q", Q), ("K", K)):
             if rows.shape[-1] != self.d_k:
@@ -118,6 +128,11 @@ class Cache(ContiguousCache):
     capacity : int
         Tokens that there is room for; memory is taken when the first arrive.
 
+    Raises
+    ------
+    ArgumentError
+        If the capacity is not a whole number of 0 or more.
+
     Examples
     --------
     >>> import torch, qkv.torch
@@ -160,6 +175,11 @@ class MultiHeadAttention(nn.Module):
         Whether projections have one.
     kv_dim : int, optional
         Width of what is attended to, `embed_dim` unless given.
+
+    Raises
+    ------
+    ArgumentError
+        If embed_dim is not a multiple of num_heads, or num_heads of num_kv_heads.
 
     Notes
     -----

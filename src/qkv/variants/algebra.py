@@ -21,6 +21,17 @@ class MaskVariant(Variant):
     """A variant that only forbids pairs; combines with `|`, `&` and `~`.
 
     The other side of `|` and `&` is a mask or a boolean array.
+
+    Raises
+    ------
+    ArgumentError
+        If the other side of `|` or `&` is neither a mask nor an array.
+
+    Examples
+    --------
+    >>> import qkv
+    >>> qkv.Causal() & ~qkv.SlidingWindow(1, 0)
+    (Causal() & ~SlidingWindow(1, 0))
     """
 
     def __or__(self, other: Any) -> MaskVariant:
@@ -68,7 +79,14 @@ class _Joined(MaskVariant):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AnyOf(_Joined):
-    """Allowed where any of the masks allows."""
+    """Allowed where any of the masks allows.
+
+    Examples
+    --------
+    >>> import qkv
+    >>> qkv.Causal() | qkv.Prefix(3)
+    (Causal() | Prefix(3))
+    """
 
     masks: tuple[Any, ...]
 
@@ -88,7 +106,14 @@ class AnyOf(_Joined):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AllOf(_Joined):
-    """Allowed where all of the masks allow."""
+    """Allowed where all of the masks allow.
+
+    Examples
+    --------
+    >>> import qkv
+    >>> qkv.Causal() & qkv.Prefix(3)
+    (Causal() & Prefix(3))
+    """
 
     masks: tuple[Any, ...]
 
@@ -108,7 +133,14 @@ class AllOf(_Joined):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Not(MaskVariant):
-    """Allowed where the mask forbids."""
+    """Allowed where the mask forbids.
+
+    Examples
+    --------
+    >>> import qkv
+    >>> ~qkv.Prefix(3)
+    ~Prefix(3)
+    """
 
     mask: Any
 

@@ -104,7 +104,13 @@ class Variant(ABC):
 
     @abstractmethod
     def lower(self, builder: Builder) -> None:
-        """Say the variant in expressions."""
+        """Add the variant to a problem, as expressions of scores and positions.
+
+        Raises
+        ------
+        ShapeError, DTypeError, ArgumentError
+            If what the variant holds does not fit the problem.
+        """
 
     def naive_rows(self, dense: Dense) -> None:  # noqa: B027 - most variants leave rows alone
         """Change positions or rows of query and key, before the product."""

@@ -26,6 +26,22 @@ class Bias(Variant):
     array : floating array that broadcasts to (..., num_heads, q_len, kv_len)
         Read in place, by row. A large finite entry such as -1e9 is ordinary arithmetic: a row
         that has nothing else still attends, uniformly.
+
+    Raises
+    ------
+    DTypeError
+        At the call, if the array is not of a floating type.
+    ShapeError
+        At the call, if it does not broadcast to the scores.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> x = np.zeros((2, 4))
+    >>> bias = np.array([[0.0, -np.inf], [0.0, np.log(3.0)]])
+    >>> qkv.inspect(x, x, x, qkv.Bias(bias)).weights[...]
+    array([[1.  , 0.  ],
+           [0.25, 0.75]])
     """
 
     roles: ClassVar[Mapping[str, Role]] = {"array": "in_place"}

@@ -28,9 +28,25 @@ class GlobalTokens(MaskVariant):
     positions : integer array (n,)
         Positions of the global tokens.
 
+    Raises
+    ------
+    ArgumentError
+        If positions are not a list of integers, or too far apart.
+
     Notes
     -----
     Source: Beltagy et al., "Longformer" (2020), section 3.1; Zaheer et al., "Big Bird" (2020).
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> x = np.zeros((4, 8))
+    >>> longformer = qkv.SlidingWindow(0, 0) | qkv.GlobalTokens([1])
+    >>> qkv.inspect(x, x, x, longformer).weights[...]
+    array([[0.5 , 0.5 , 0.  , 0.  ],
+           [0.25, 0.25, 0.25, 0.25],
+           [0.  , 0.5 , 0.5 , 0.  ],
+           [0.  , 0.5 , 0.  , 0.5 ]])
     """
 
     roles: ClassVar[Mapping[str, Role]] = {"positions": "value"}

@@ -29,6 +29,14 @@ class KeyLengths(MaskVariant):
     ------
     ShapeError
         If a length is negative or beyond kv_len, or the array does not fit the batch.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> x = np.zeros((2, 1, 3, 4))
+    >>> qkv.inspect(x, x, x, qkv.KeyLengths([1, 2])).weights[:, 0, 0]
+    array([[1. , 0. , 0. ],
+           [0.5, 0.5, 0. ]])
     """
 
     roles: ClassVar[Mapping[str, Role]] = {"kv_lens": "value"}

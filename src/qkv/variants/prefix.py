@@ -25,9 +25,21 @@ class Prefix(MaskVariant):
     length : int or integer array over the leading dimensions
         Number of positions in the prefix.
 
+    Raises
+    ------
+    ArgumentError
+        If a length is not a whole number of 0 or more.
+
     Notes
     -----
     Source: Raffel et al., "T5" (2020), section 3.2.1.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> x = np.zeros((3, 4))
+    >>> qkv.inspect(x, x, x, qkv.Causal() | qkv.Prefix(2)).weights[0]
+    array([0.5, 0.5, 0. ])
     """
 
     roles: ClassVar[Mapping[str, Role]] = {"length": "value"}

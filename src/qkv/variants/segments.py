@@ -39,6 +39,16 @@ class Segments(MaskVariant):
     -----
     A row's position is its rank among the rows with its id. Tiles of two segments that do not meet
     are skipped.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> x = np.zeros((3, 4))
+    >>> packed = qkv.Segments.from_cu_seqlens([0, 2, 3])
+    >>> qkv.inspect(x, x, x, packed).weights[...]
+    array([[0.5, 0.5, 0. ],
+           [0.5, 0.5, 0. ],
+           [0. , 0. , 1. ]])
     """
 
     roles: ClassVar[Mapping[str, Role]] = {"q_ids": "value", "kv_ids": "value"}
@@ -49,7 +59,13 @@ class Segments(MaskVariant):
 
     @classmethod
     def from_cu_seqlens(cls, cu_q: ArrayLike, cu_kv: ArrayLike | None = None) -> Segments:
-        """From cumulative lengths `[0, n0, n0 + n1, ...]`, as varlen interfaces take them."""
+        """From cumulative lengths `[0, n0, n0 + n1, ...]`, as varlen interfaces take them.
+
+        Raises
+        ------
+        ShapeError
+            If the lengths do not start at 0 and rise.
+        """
         return cls(_ids(cu_q, "cu_q"), None if cu_kv is None else _ids(cu_kv, "cu_kv"))
 
     def lower(self, builder: Builder) -> None:

@@ -63,6 +63,11 @@ class MultiHeadLatent(AttentionMechanism):
         Under the names that DeepSeek uses, and `out_proj.weight`; random by default.
     seed : int
 
+    Raises
+    ------
+    ArgumentError
+        If a size is not a positive integer.
+
     Notes
     -----
     Cache: `kv_lora_rank + qk_rope_head_dim` numbers a token and layer, 576 in DeepSeek-V3, instead

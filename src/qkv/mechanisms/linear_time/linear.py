@@ -87,7 +87,13 @@ class Linear(ProjectedAttention):
         return head_dim, step("features", compare=each, exp=each, add=each)
 
     def featured(self, x: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
-        """Features of queries and keys, and values, of as many heads as there are of queries."""
+        """Features of queries and keys, and values, of as many heads as there are of queries.
+
+        Raises
+        ------
+        ShapeError
+            If key and value, or causal query and key, differ in length, or are empty.
+        """
         query_rows, key_rows, value_rows = self.heads(x, key, value)
         if key_rows.shape[-2] != value_rows.shape[-2] or 0 in (x.shape[-2], key.shape[-2]):
             raise ShapeError(

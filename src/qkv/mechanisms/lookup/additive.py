@@ -47,6 +47,11 @@ class Additive(Mechanism):
         `score.weight` (1, hidden_dim) is v; random by default.
     seed : int
 
+    Raises
+    ------
+    ArgumentError
+        If a size is not a positive integer.
+
     Notes
     -----
     `n m hidden_dim` values of tanh for n queries and m keys, in blocks of rows and keys, so that at

@@ -74,6 +74,11 @@ class Flash(ProjectedAttention):
     **options
         As for `ProjectedAttention`.
 
+    Raises
+    ------
+    ArgumentError
+        If a size is not a positive integer.
+
     Notes
     -----
     The operations of full attention and a few for each tile; memory beyond the output does not grow
@@ -168,6 +173,11 @@ class Flash(ProjectedAttention):
             Names of the rows; their numbers by default.
         index : int
             The token whose output is calculated, the first by default.
+
+        Raises
+        ------
+        ArgumentError
+            If a key or value is given.
         """
         if key is not None or value is not None:
             raise ArgumentError(

@@ -56,6 +56,11 @@ class Ring(ProjectedAttention):
     **options
         As for `ProjectedAttention`. A causal ring skips blocks that lie in the future.
 
+    Raises
+    ------
+    ArgumentError
+        If a size is not a positive integer.
+
     Notes
     -----
     Every device sends `2 n num_kv_heads head_dim / num_devices` numbers a hop. Parts are joined by
