@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from qkv.arrays import view
 from qkv.errors import ArgumentError, DTypeError, ShapeError
-from qkv.inspection.explain import chosen, explain
+from qkv.inspection.explain import explain, selected_indices
 from qkv.inspection.steps import softmax
 from qkv.inspection.tokens import printable
 from qkv.inspection.trace_text import bar
@@ -131,7 +131,7 @@ class ScaledDotProductAttention:
                 [("Q", str(query.shape)), ("K", str(key.shape)), ("V", str(value.shape))],
                 "Pass one of them, as in explain(Q[0], K[0], V[0], tokens).",
             )
-        (q_index,) = chosen(query_idx, len(query), "query_idx", "rows of Q")
+        (q_index,) = selected_indices(query_idx, len(query), "query_idx", "rows of Q")
         trace = explain(
             query,
             key,

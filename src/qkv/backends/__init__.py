@@ -68,8 +68,8 @@ __all__ = [
     "choose",
     "describe",
     "device_backend",
+    "ensure_residuals",
     "generation",
-    "kept",
     "refusals",
     "register",
     "unregister",
@@ -80,7 +80,7 @@ Array = NDArray[Any]
 NO_BACKWARD = Refusal("has no backward pass", "the forward pass alone")
 
 
-def kept(
+def ensure_residuals(
     problem: Problem, inputs: BackwardInputs, forward: Callable[[Problem], Partial]
 ) -> BackwardInputs:
     """`inputs`, with out and lse of one more forward pass if nobody has kept `lse_rest`.

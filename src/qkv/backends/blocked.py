@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends import Refusal, kept
+from qkv.backends import Refusal, ensure_residuals
 from qkv.partial import Partial, rest_of
 from qkv.problem.backward import BackwardInputs, OperandGradients, backward
 from qkv.problem.scores import Scores, weighted_sum
 from qkv.problem.spec import Problem, Spec
-from qkv.problem.tiles import Run
+from qkv.problem.tiles import TileRun
 
 Array = NDArray[Any]
 
@@ -70,12 +70,12 @@ class BlockedBackend:
 
     def backward(self, problem: Problem, inputs: BackwardInputs) -> OperandGradients:
         scores = Scores(problem, problem.spec.compute_dtype)
-        inputs = kept(problem, inputs, self.run_for_backward)
+        inputs = ensure_residuals(problem, inputs, self.run_for_backward)
         return backward(scores, scores.grid(*self.blocks(problem.spec)), inputs)
 
 
 def attend(
-    scores: Scores, batch: int, head: int, q_rows: slice, runs: list[Run], block_kv: int
+    scores: Scores, batch: int, head: int, q_rows: slice, runs: list[TileRun], block_kv: int
 ) -> tuple[Array, Array, Array]:
     """Output rows, lse and its rest, of one block of queries over the runs of keys it may see."""
     dtype = scores.dtype

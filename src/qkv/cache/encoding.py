@@ -27,7 +27,7 @@ class Encoding(Protocol):
         ...
 
 
-class AsTheyCome:
+class Unquantized:
     """Rows in their own dtype."""
 
     def encode(self, rows: Any, memory: Memory) -> tuple[Any, ...]:
@@ -51,7 +51,7 @@ class Int8:
         return Quantized(*kept)
 
 
-_ENCODINGS: dict[str | None, Encoding] = {None: AsTheyCome(), "int8": Int8()}
+_ENCODINGS: dict[str | None, Encoding] = {None: Unquantized(), "int8": Int8()}
 
 
 def encoding_named(dtype: str | None) -> Encoding:

@@ -267,9 +267,9 @@ def decoding_step(
 def _prepare_step(step: Step, bound: BoundCall, call: CheckedCall) -> bool:
     """Prepare for more steps like this one, once there has been another; whether that can be."""
     backend, problem = call.choice.backend, call.problem
-    aligned = problem.operands.positions.aligned
+    align = problem.operands.positions.align
     # Whether a number and a word say the same depends on the lengths.
-    if step.q_offset is not None and aligned is not None:
+    if step.q_offset is not None and align is not None:
         return False
     if not isinstance(backend, PreparingSteps):
         return False
@@ -277,5 +277,5 @@ def _prepare_step(step: Step, bound: BoundCall, call: CheckedCall) -> bool:
         return True
     ready = backend.prepare_growing(problem, in_place(bound._replace(leaves=call.leaves)))
     if ready is not None:
-        CALLS.insert(without_arrays(step.key), GrowingCall(ready, aligned == "end"))
+        CALLS.insert(without_arrays(step.key), GrowingCall(ready, align == "end"))
     return ready is not None

@@ -177,25 +177,25 @@ class ModelRecord:
         self._top = top
         self._keep = keep
 
-    def add(self, query: Any, key: Any, *variants: Any, name: str, **said: Any) -> LayerRecord:
+    def add(self, query: Any, key: Any, *variants: Any, name: str, **options: Any) -> LayerRecord:
         """Compute the scores of the next layer, and keep them.
 
         Parameters
         ----------
-        query, key, *variants, **said
+        query, key, *variants, **options
             As for `head_scores`, which does not ask for values.
         name : str
             Name of the layer.
         """
         index = len(self.layers)
-        kept = (
+        keep_weights = (
             self._keep == "weights" if isinstance(self._keep, str) else index in (self._keep or ())
         )
-        if kept:
+        if keep_weights:
             # A static cache is written again by the next call.
             key = np.array(view(key, "key"))
-        scores = head_scores(query, key, *variants, top=self._top, **said)
-        layer = LayerRecord(index, name, scores if kept else replace(scores, weights=None))
+        scores = head_scores(query, key, *variants, top=self._top, **options)
+        layer = LayerRecord(index, name, scores if keep_weights else replace(scores, weights=None))
         self.layers.append(layer)
         return layer
 

@@ -111,7 +111,7 @@ class Record:
                 self._received = backend.received(problem, lse, self._progress)
             else:
                 self._received = self._weight_statistics.received
-        return self._of_rows(self._received)
+        return self._in_caller_shape(self._received)
 
     def top(self, k: int) -> tuple[Any, Any]:
         """The k keys with the largest weights of each row.
@@ -134,7 +134,7 @@ class Record:
         if k not in self._top:
             self._top[k] = self._top_keys(int(k))
         indices, weights = self._top[k]
-        return self._of_rows(indices, 1), self._of_rows(weights, 1)
+        return self._in_caller_shape(indices, 1), self._in_caller_shape(weights, 1)
 
     def mass(self, keys: Any) -> Any:
         """The weight that each row puts on a set of keys, `(..., num_heads, q_len)`.
@@ -151,7 +151,7 @@ class Record:
         """
         kv_index = self._key_rows(keys)
 
-        def of_head(batch: int, head: int) -> Array:
+        def head_mass(batch: int, head: int) -> Array:
             spec = self._call.problem.spec
             step = max(1, PAIRS * 16 // max(len(kv_index), 1))
             return np.concatenate(
@@ -162,7 +162,7 @@ class Record:
                 ]
             )
 
-        return self._each_head(of_head)
+        return self._map_heads(head_mass)
 
     def mass_at(self, offset: int) -> Any:
         """The weight of the key at position `q_pos + offset`, `(..., num_heads, q_len)`.
@@ -177,11 +177,11 @@ class Record:
         """
         if isinstance(offset, bool) or not isinstance(offset, int | np.integer):
             raise ArgumentError(f"mass_at(offset={offset!r}) is not a whole number.")
-        standing = self._call.problem.operands.positions
-        positions = standing.of_queries(), standing.of_keys()
+        positions = self._call.problem.operands.positions
+        q_pos_and_kv_pos = positions.query_positions(), positions.key_positions()
 
-        def of_head(batch: int, head: int) -> Array:
-            q_pos, kv_pos = (p[batch if len(p) > 1 else 0] for p in positions)
+        def head_mass(batch: int, head: int) -> Array:
+            q_pos, kv_pos = (p[batch if len(p) > 1 else 0] for p in q_pos_and_kv_pos)
             order = np.argsort(kv_pos, kind="stable")
             ordered = kv_pos[order]
             first = np.searchsorted(ordered, q_pos + offset, "left")
@@ -192,17 +192,17 @@ class Record:
             weights = self._replay.pairs(batch, head, q_index, kv_index)
             return np.bincount(q_index, weights, minlength=len(q_pos))
 
-        return self._each_head(of_head)
+        return self._map_heads(head_mass)
 
     def _statistic(self, name: str) -> Any:
         """One that comes with the output, if the backend tells it, else with all weights."""
         if self._rows is None:
-            return self._of_rows(getattr(self._weight_statistics, name))
+            return self._in_caller_shape(getattr(self._weight_statistics, name))
         array = getattr(self._rows, name)
         like = self._found.lse
         library = library_of(like, "lse")
-        shown = library.restore(array.reshape(tuple(like.shape)))
-        return shown.to(like.device) if hasattr(like, "is_meta") else shown
+        converted = library.restore(array.reshape(tuple(like.shape)))
+        return converted.to(like.device) if hasattr(like, "is_meta") else converted
 
     def _top_keys(self, k: int) -> tuple[Array, Array]:
         backend, found = self._call.choice.backend, None
@@ -216,15 +216,15 @@ class Record:
             self._statistics = weight_statistics(self._replay, self._progress)
         return self._statistics
 
-    def _each_head(self, of_head: Callable[[int, int], Array]) -> Any:
+    def _map_heads(self, head_function: Callable[[int, int], Array]) -> Any:
         spec = self._call.problem.spec
         out = np.zeros((spec.batch_size, spec.num_heads, spec.q_len), self._replay.dtype)
         for batch in range(spec.batch_size if spec.q_len and spec.kv_len else 0):
             for head in range(spec.num_heads):
-                out[batch, head] = of_head(batch, head)
-        return self._of_rows(out)
+                out[batch, head] = head_function(batch, head)
+        return self._in_caller_shape(out)
 
-    def _of_rows(self, array: Array, trailing: int = 0) -> Any:
+    def _in_caller_shape(self, array: Array, trailing: int = 0) -> Any:
         """`(batch, num_heads, rows, ...)`, batch flat or not, as the user sees it."""
         shape = array.shape[array.ndim - 2 - trailing :]
         shaped = array.reshape(*self._call.problem.spec.batch_shape, *shape)

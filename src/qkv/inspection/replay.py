@@ -32,7 +32,7 @@ LOG_ZERO = -1e4
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class ScoreTile:
     """One tile: its place, and its scores."""
 
     batch: int
@@ -74,8 +74,8 @@ class Replay:
             for batch, head in np.argwhere(large.any(axis=-1)):
                 rows = np.flatnonzero(large[batch, head])
                 for part in np.split(rows, range(BLOCK_Q, len(rows), BLOCK_Q)):
-                    place = (batch, head, part)
-                    a[place], b[place] = self._row_sums(int(batch), int(head), part)
+                    index = (batch, head, part)
+                    a[index], b[index] = self._row_sums(int(batch), int(head), part)
             self._shift = a, b
         return self._shift
 
@@ -95,7 +95,7 @@ class Replay:
             row_max = new_max
         return row_max, np.log(row_sum)
 
-    def tiles(self, progress: Progress | None = None) -> Iterator[Tile]:
+    def tiles(self, progress: Progress | None = None) -> Iterator[ScoreTile]:
         """All tiles that are not empty: batch, head, queries, then keys, in rising order."""
         spec = self.problem.spec
         grid = self.scores.grid(BLOCK_Q, BLOCK_KV)
@@ -108,12 +108,12 @@ class Replay:
                         for start in range(run.start, run.stop, BLOCK_KV):
                             kv_rows = slice(start, min(start + BLOCK_KV, run.stop))
                             s = self.scores.tile(batch, head, q_rows, kv_rows, run.kind)
-                            yield Tile(batch, head, q_rows, kv_rows, s)
+                            yield ScoreTile(batch, head, q_rows, kv_rows, s)
                     done += 1
                     if progress is not None:
                         progress(done, total)
 
-    def log_weights(self, tile: Tile) -> Array:
+    def log_weights(self, tile: ScoreTile) -> Array:
         """The logarithm of a tile's weights, at least `LOG_ZERO`."""
         a, b = (shift[tile.batch, tile.head, tile.q_rows, None] for shift in self.shift)
         lowest = self.dtype.type(LOG_ZERO)

@@ -109,17 +109,17 @@ def steps(scores: Scores, batch: int, head: int, q_index: Array) -> Steps:
     """Write out the rows `q_index` of one head."""
     problem, dtype = scores.problem, scores.dtype
     spec, operands = problem.spec, problem.operands
-    every = slice(None)
-    query, key = scores.query(batch, head, q_index), scores.key(batch, head, every)
+    all_keys = slice(None)
+    query, key = scores.query(batch, head, q_index), scores.key(batch, head, all_keys)
     rows, columns = q_index[:, None], np.arange(spec.kv_len)[None, :]
     with np.errstate(all="ignore"):
         # Not a BLAS product, whose bits would depend on how many rows were chosen.
         raw = np.einsum("id,jd->ij", query, key)
         scaled = raw * dtype.type(operands.scale)
-    place = {"batch": batch, "head": head, "q_index": rows, "kv_index": columns}
+    indices = {"batch": batch, "head": head, "q_index": rows, "kv_index": columns}
 
     def at_pairs(node: Any, score: Array, kind: Any) -> Array:
-        value = evaluate(node, {**place, "score": score}, operands.tables, dtype)
+        value = evaluate(node, {**indices, "score": score}, operands.tables, dtype)
         return np.broadcast_to(np.asarray(value, kind), raw.shape)
 
     stages: list[tuple[str, Array]] = []
@@ -134,7 +134,7 @@ def steps(scores: Scores, batch: int, head: int, q_index: Array) -> Steps:
         q_index=q_index,
         query=query,
         key=key,
-        value=scores.value(batch, head, every),
+        value=scores.value(batch, head, all_keys),
         raw=raw,
         scaled=scaled,
         stages=tuple(stages),

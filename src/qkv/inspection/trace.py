@@ -67,7 +67,7 @@ class Slope:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RowBack:
+class RowGradients:
     """The step back through one row, in the order in which it is taken.
 
     Attributes
@@ -124,7 +124,7 @@ class TracedRow:
         What each value adds to the output; 0 where forbidden.
     output : array (v_head_dim,)
         Their sum.
-    back : RowBack or None
+    back : RowGradients or None
         With `grad=True`.
     """
 
@@ -143,7 +143,7 @@ class TracedRow:
     factors: Array | None
     contributions: Array
     output: Array
-    back: RowBack | None
+    back: RowGradients | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,7 +164,7 @@ class TracedHead:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Gradient:
+class TracedGradients:
     """dQ, dK and dV over all rows and heads, shaped and laid out as query, key and value."""
 
     cotangent: Array
@@ -201,7 +201,7 @@ class Trace:
     tokens: tuple[str, ...] | None
     kv_tokens: tuple[str, ...] | None
     heads: tuple[TracedHead, ...]
-    gradient: Gradient | None
+    gradient: TracedGradients | None
 
     def __repr__(self) -> str:
         rows = sum(len(head.rows) for head in self.heads)

@@ -80,11 +80,11 @@ def backward(scores: Scores, grid: TileGrid, inputs: BackwardInputs) -> OperandG
     """All gradients of one problem, in the type of `scores`, by the tiles of a grid."""
     problem = scores.problem
     spec, operands = problem.spec, problem.operands
-    sums = _Sums(scores, inputs)
+    sums = _GradientSums(scores, inputs)
     for batch, index in enumerate(np.ndindex(*spec.batch_shape)):
         for head in range(spec.num_heads):
             for q_rows, tiles in grid.blocks(batch, head):
-                rows = _Rows(inputs, (*index, head, q_rows), scores.dtype)
+                rows = _QueryBlock(inputs, (*index, head, q_rows), scores.dtype)
                 for kv_rows, kind in tiles:
                     sums.add_tile(batch, head, q_rows, kv_rows, kind, rows)
     scale = scores.dtype.type(operands.scale)
@@ -94,27 +94,27 @@ def backward(scores: Scores, grid: TileGrid, inputs: BackwardInputs) -> OperandG
     query, key, value = (
         a.reshape(shape) for a, shape in zip((query, key, sums.value), shapes, strict=True)
     )
-    return OperandGradients(*turned_back(problem, query, key), value, sums.tables)
+    return OperandGradients(*rotate_back(problem, query, key), value, sums.tables)
 
 
-class _Rows:
+class _QueryBlock:
     """What is known of one block of queries."""
 
-    def __init__(self, inputs: BackwardInputs, place: tuple[Any, ...], dtype: np.dtype[Any]):
+    def __init__(self, inputs: BackwardInputs, index: tuple[Any, ...], dtype: np.dtype[Any]):
         rest = np.zeros_like(inputs.lse) if inputs.lse_rest is None else inputs.lse_rest
         self.lse, self.lse_rest, grad_lse = (
-            array[place].astype(dtype)[:, None] for array in (inputs.lse, rest, inputs.grad_lse)
+            array[index].astype(dtype)[:, None] for array in (inputs.lse, rest, inputs.grad_lse)
         )
-        self.grad_out = inputs.grad_out[place].astype(dtype)
+        self.grad_out = inputs.grad_out[index].astype(dtype)
         # Where one key has nearly all the weight, what is left of dP - delta is their rounding.
-        self.wide_grad_out = self.grad_out.astype(np.float64)
+        self.grad_out_float64 = self.grad_out.astype(np.float64)
         with np.errstate(all="ignore"):
-            products = self.wide_grad_out * inputs.out[place].astype(np.float64)
-            along = products.sum(axis=1, keepdims=True)
-            self.delta = along - grad_lse
+            products = self.grad_out_float64 * inputs.out[index].astype(np.float64)
+            row_sums = products.sum(axis=1, keepdims=True)
+            self.delta = row_sums - grad_lse
 
 
-class _Sums:
+class _GradientSums:
     """Gradients as they grow, the batch flat."""
 
     def __init__(self, scores: Scores, inputs: BackwardInputs) -> None:
@@ -138,37 +138,37 @@ class _Sums:
         q_rows: slice,
         kv_rows: slice,
         kind: TileKind,
-        rows: _Rows,
+        rows: _QueryBlock,
     ) -> None:
         scores, dtype, operands = self.scores, self.scores.dtype, self.problem.operands
         q_index, kv_index = (np.arange(r.start, r.stop) for r in (q_rows, kv_rows))
-        places = {
+        indices = {
             "batch": batch, "head": head, "q_index": q_index[:, None],
             "kv_index": kv_index[None, :],
         }  # fmt: skip
         query, key = scores.query(batch, head, q_rows), scores.key(batch, head, kv_rows)
         value = scores.value(batch, head, kv_rows)
-        factors = scores.factors(**places)
+        factors = scores.factors(**indices)
         with np.errstate(all="ignore"):
             scaled = (query @ key.T) * dtype.type(operands.scale)
-            variables = {**places, "score": scaled}
-            s = scores.finish(scaled, **places, kind=kind)
+            variables = {**indices, "score": scaled}
+            s = scores.finish(scaled, **indices, kind=kind)
             allowed = ~np.isneginf(s)
             weights = np.where(allowed, np.exp((s - rows.lse) - rows.lse_rest), dtype.type(0))
-            d_weights = rows.wide_grad_out @ value.T.astype(np.float64)
+            d_weights = rows.grad_out_float64 @ value.T.astype(np.float64)
             dropped = weights
             if factors is not None:
                 d_weights, dropped = d_weights * factors, weights * factors
             d_scores = (weights * (d_weights - rows.delta)).astype(dtype)
 
-            def through(slope: Node) -> Array:
+            def chain_rule(slope: Node) -> Array:
                 slopes = evaluate(slope, variables, operands.tables, dtype)
-                along = d_scores * np.asarray(slopes, dtype)
-                return np.asarray(np.where(allowed, along, dtype.type(0)))
+                contribution = d_scores * np.asarray(slopes, dtype)
+                return np.asarray(np.where(allowed, contribution, dtype.type(0)))
 
             for load, slope in self.reads.items():
-                add_entries(self.tables, load, variables, operands.tables, through(slope))
-            d_scaled = through(self.slope)
+                add_entries(self.tables, load, variables, operands.tables, chain_rule(slope))
+            d_scaled = chain_rule(self.slope)
         kv_head = head // self.problem.spec.group_size
         self.query[batch, head, q_rows] += weighted_sum(d_scaled, s, key)
         self.key[batch, kv_head, kv_rows] += weighted_sum(d_scaled.T, s.T, query)
@@ -189,7 +189,7 @@ def add_entries(
     np.add.at(sums[load.table][..., None], tuple(entry), shares)
 
 
-def turned_back(problem: Problem, d_query: Array, d_key: Array) -> tuple[Array, Array]:
+def rotate_back(problem: Problem, d_query: Array, d_key: Array) -> tuple[Array, Array]:
     """Take gradients back through the rotation.
 
     The transpose of a turn is the same turn the other way; the factor stays as it is.
@@ -197,18 +197,18 @@ def turned_back(problem: Problem, d_query: Array, d_key: Array) -> tuple[Array, 
     spec, angles = problem.spec, problem.operands.angles
     if angles is None:
         return d_query, d_key
-    back = replace(
+    operands = replace(
         problem.operands,
         query=d_query,
         key=d_key,
         angles=replace(angles, inv_freq=-angles.inv_freq),
     )
-    scores = Scores(replace(problem, operands=back), d_query.dtype)
-    turned_query, turned_key = np.empty_like(d_query), np.empty_like(d_key)
+    scores = Scores(replace(problem, operands=operands), d_query.dtype)
+    rotated_query, rotated_key = np.empty_like(d_query), np.empty_like(d_key)
     for batch, index in enumerate(np.ndindex(*spec.batch_shape)):
         for head in range(spec.num_heads):
-            turned_query[(*index, head)] = scores.query(batch, head, slice(None))
+            rotated_query[(*index, head)] = scores.query(batch, head, slice(None))
         for kv_head in range(spec.num_kv_heads):
             head = kv_head * spec.group_size
-            turned_key[(*index, kv_head)] = scores.key(batch, head, slice(None))
-    return turned_query, turned_key
+            rotated_key[(*index, kv_head)] = scores.key(batch, head, slice(None))
+    return rotated_query, rotated_key

@@ -41,5 +41,5 @@ def dropout_factors(
 ) -> Array:
     """What each weight is multiplied by: 0, or 1 / (1 - p)."""
     word = philox((kv_index, q_index, head, batch), dropout.seed)[0]
-    kept = word >= dropout.p * 2.0**32
-    return np.asarray(np.where(kept, dtype.type(1 / (1 - dropout.p)), dtype.type(0)))
+    is_kept = word >= dropout.p * 2.0**32
+    return np.asarray(np.where(is_kept, dtype.type(1 / (1 - dropout.p)), dtype.type(0)))

@@ -30,7 +30,7 @@ class Scores:
     dtype: np.dtype[Any]
     score: Node = field(init=False)
     mask: Node = field(init=False)
-    _turns: dict[tuple[str, int], tuple[Array, Array]] = field(init=False, default_factory=dict)
+    _cos_sin: dict[tuple[str, int], tuple[Array, Array]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.score = self.problem.spec.score
@@ -125,10 +125,10 @@ class Scores:
         angles, rotation = self.problem.operands.angles, self.problem.spec.rotation
         if angles is None or rotation is None or rotation.rotary_dim == 0:
             return array
-        which = batch if angles.rows(side) > 1 else 0
-        if (side, which) not in self._turns:
-            self._turns[side, which] = angles.turns(side, which)
-        cos, sin = (turn[rows] for turn in self._turns[side, which])
+        row = batch if angles.rows(side) > 1 else 0
+        if (side, row) not in self._cos_sin:
+            self._cos_sin[side, row] = angles.cos_sin(side, row)
+        cos, sin = (table[rows] for table in self._cos_sin[side, row])
         n = rotation.rotary_dim // 2
         if rotation.layout == "half_split":
             first, second = slice(0, n), slice(n, 2 * n)

@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.problem.backward import OperandGradients, add_entries, reads, turned_back
+from qkv.problem.backward import OperandGradients, add_entries, reads, rotate_back
 from qkv.problem.derivative import derivative, tangent
 from qkv.problem.evaluate import evaluate
 from qkv.problem.expressions import SCORE, Load, Node, Var
@@ -95,13 +95,13 @@ def forward_tangent(
 ) -> ForwardTangents:
     """Tangents of output and lse of one problem, in the type of `scores`."""
     direction = _Direction(scores, tangents)
-    forward = direction.nothing_yet()
+    forward = direction.zeros()
     with np.errstate(all="ignore"):
         for block in direction.blocks(grid, lse):
             block.sum_rows()
-            forward.lse[block.place] = block.lse_dot[:, 0]
+            forward.lse[block.index] = block.lse_dot[:, 0]
             for tile in block.tiles():
-                forward.out[block.place] += tile.out_dot(*block.weights(tile))
+                forward.out[block.index] += tile.out_dot(*block.weights(tile))
     return forward
 
 
@@ -114,15 +114,15 @@ def second_backward(
 ) -> SecondDerivatives:
     """Tangents of one problem's output, lse and gradients, in the type of `scores`."""
     direction = _Direction(scores, tangents)
-    forward, sums = direction.nothing_yet(), _Sums(direction, cotangents.tables)
+    forward, sums = direction.zeros(), _GradientTangents(direction, cotangents.tables)
     with np.errstate(all="ignore"):
         for block in direction.blocks(grid, lse):
             rows = _BackwardRows(block, cotangents)
-            forward.lse[block.place] = block.lse_dot[:, 0]
+            forward.lse[block.index] = block.lse_dot[:, 0]
             sums.sinks[block.head] += rows.d_sink_dot
             for tile in block.tiles():
                 weights, weights_dot = block.weights(tile)
-                forward.out[block.place] += tile.out_dot(weights, weights_dot)
+                forward.out[block.index] += tile.out_dot(weights, weights_dot)
                 sums.add_tile(block, tile, rows, weights, weights_dot)
         return SecondDerivatives(forward, sums.gradients(), sums.sinks)
 
@@ -138,16 +138,16 @@ class _Direction:
         self.scores = scores
         self.problem = problem = scores.problem
         self.spec, self.sinks, self.sinks_dot = problem.spec, problem.operands.sinks, tangents.sinks
-        moving = replace(
+        tangent_of = replace(
             problem.operands, query=tangents.query, key=tangents.key, value=tangents.value
         )
-        self.changes = Scores(replace(problem, operands=moving), scores.dtype)
+        self.tangent_scores = Scores(replace(problem, operands=tangent_of), scores.dtype)
         self.tables: dict[str, Array] = dict(problem.operands.tables)
         self.tables |= {_dot(name): array for name, array in tangents.tables.items()}
-        self.moving: dict[Node, Node] = {SCORE: SCALED_DOT}
+        self.tangent_of: dict[Node, Node] = {SCORE: SCALED_DOT}
         for load in reads(self.spec, frozenset(tangents.tables)):
-            self.moving[load] = replace(load, table=_dot(load.table))
-        self.score_dot = tangent(self.spec.score, self.moving)
+            self.tangent_of[load] = replace(load, table=_dot(load.table))
+        self.score_dot = tangent(self.spec.score, self.tangent_of)
 
     def blocks(self, grid: TileGrid, lse: Array) -> Iterator[_Block]:
         for batch, index in enumerate(np.ndindex(*self.spec.batch_shape)):
@@ -155,7 +155,7 @@ class _Direction:
                 for q_rows, tiles in grid.blocks(batch, head):
                     yield _Block(self, batch, index, head, q_rows, tiles, lse)
 
-    def nothing_yet(self) -> ForwardTangents:
+    def zeros(self) -> ForwardTangents:
         """Zeros for tangents of output and lse."""
         shape = (*self.spec.batch_shape, self.spec.num_heads, self.spec.q_len)
         dtype = self.scores.dtype
@@ -172,11 +172,17 @@ class _Tile:
 
     def __init__(self, block: _Block, kv_rows: slice, kind: TileKind) -> None:
         direction, batch, head = block.direction, block.batch, block.head
-        scores, changes, dtype = direction.scores, direction.changes, direction.scores.dtype
+        scores, tangent_scores, dtype = (
+            direction.scores,
+            direction.tangent_scores,
+            direction.scores.dtype,
+        )
         self.kv_rows, self.dtype = kv_rows, dtype
-        self.key, self.key_dot = (s.key(batch, head, kv_rows) for s in (scores, changes))
-        self.value, self.value_dot = (s.value(batch, head, kv_rows) for s in (scores, changes))
-        places = {
+        self.key, self.key_dot = (s.key(batch, head, kv_rows) for s in (scores, tangent_scores))
+        self.value, self.value_dot = (
+            s.value(batch, head, kv_rows) for s in (scores, tangent_scores)
+        )
+        indices = {
             "batch": batch,
             "head": head,
             "q_index": np.arange(block.q_rows.start, block.q_rows.stop)[:, None],
@@ -185,10 +191,10 @@ class _Tile:
         scale = dtype.type(direction.problem.operands.scale)
         scaled = scale * (block.query @ self.key.T)
         scaled_dot = scale * (block.query_dot @ self.key.T + block.query @ self.key_dot.T)
-        self.variables = {**places, "score": scaled}
+        self.variables = {**indices, "score": scaled}
         self.tables = direction.tables | {SCALED_DOT.table: scaled_dot}
-        self.scores = scores.finish(scaled, **places, kind=kind)
-        self.factors = scores.factors(**places)
+        self.scores = scores.finish(scaled, **indices, kind=kind)
+        self.factors = scores.factors(**indices)
         self.scores_dot = self.select(self.evaluate(direction.score_dot))
 
     def select(self, array: Array) -> Array:
@@ -229,12 +235,12 @@ class _Block:
         lse: Array,
     ) -> None:
         self.direction, self.batch, self.head, self.q_rows = direction, batch, head, q_rows
-        self.place: tuple[Any, ...] = (*index, head, q_rows)
+        self.index: tuple[Any, ...] = (*index, head, q_rows)
         self.query, self.query_dot = (
-            s.query(batch, head, q_rows) for s in (direction.scores, direction.changes)
+            s.query(batch, head, q_rows) for s in (direction.scores, direction.tangent_scores)
         )
         self.dtype = direction.scores.dtype
-        self.lse = lse[self.place].astype(self.dtype)[:, None]
+        self.lse = lse[self.index].astype(self.dtype)[:, None]
         self._tiles = tiles
         sinks, sinks_dot = direction.sinks, direction.sinks_dot
         self.sink: Array = np.zeros(self.lse.shape)
@@ -281,18 +287,18 @@ class _BackwardRows:
 
     def __init__(self, block: _Block, cotangents: Cotangents) -> None:
         dtype = block.dtype
-        self.grad_out = cotangents.grad_out[block.place].astype(dtype)
-        grad_lse = cotangents.grad_lse[block.place].astype(np.float64)[:, None]
+        self.grad_out = cotangents.grad_out[block.index].astype(dtype)
+        grad_lse = cotangents.grad_lse[block.index].astype(np.float64)[:, None]
         d_mean, d_mean_dot = block.sum_rows(self.grad_out)
         delta, delta_dot = d_mean - grad_lse, d_mean_dot - block.lse_dot * d_mean
         self.delta, self.delta_dot = delta.astype(dtype), delta_dot.astype(dtype)
         # A key of value 0 has dP = 0.
         share = block.sink / block.total
-        moved = share * (block.sink_dot - block.lse_dot)
-        self.d_sink_dot = -(moved * delta + share * delta_dot).sum()
+        share_dot = share * (block.sink_dot - block.lse_dot)
+        self.d_sink_dot = -(share_dot * delta + share * delta_dot).sum()
 
 
-class _Sums:
+class _GradientTangents:
     """Tangents of gradients as they grow, the batch flat."""
 
     def __init__(self, direction: _Direction, tables: frozenset[str]) -> None:
@@ -310,7 +316,7 @@ class _Sums:
 
     def _with_tangent(self, wrt: Var | Load) -> tuple[Node, Node]:
         slope = derivative(self.direction.spec.score, wrt)
-        return slope, tangent(slope, self.direction.moving)
+        return slope, tangent(slope, self.direction.tangent_of)
 
     def add_tile(
         self, block: _Block, tile: _Tile, rows: _BackwardRows, weights: Array, weights_dot: Array
@@ -321,14 +327,14 @@ class _Sums:
             d_weights_dot - rows.delta_dot
         )
 
-        def through(slope: Node, slope_dot: Node) -> Array:
-            along = d_scores_dot * tile.evaluate(slope) + d_scores * tile.evaluate(slope_dot)
-            return tile.select(along)
+        def chain_rule(slope: Node, slope_dot: Node) -> Array:
+            contribution = d_scores_dot * tile.evaluate(slope) + d_scores * tile.evaluate(slope_dot)
+            return tile.select(contribution)
 
         for load, slopes in self.reads.items():
-            add_entries(self.tables, load, tile.variables, tile.tables, through(*slopes))
+            add_entries(self.tables, load, tile.variables, tile.tables, chain_rule(*slopes))
         d_scaled = tile.select(d_scores * tile.evaluate(self.slope[0]))
-        d_scaled_dot = through(*self.slope)
+        d_scaled_dot = chain_rule(*self.slope)
         s, q_rows, kv_rows = tile.scores, block.q_rows, tile.kv_rows
         batch, head = block.batch, block.head
         kv_head = head // self.direction.spec.group_size
@@ -351,4 +357,4 @@ class _Sums:
                 (scale * self.query, scale * self.key, self.value), shapes, strict=True
             )
         )
-        return OperandGradients(*turned_back(problem, query, key), value, self.tables)
+        return OperandGradients(*rotate_back(problem, query, key), value, self.tables)

@@ -169,7 +169,7 @@ class Angles:
         """1 when all batch rows of this side ("q" or "kv") share their positions."""
         return len(self.q_pos if side == "q" else self.kv_pos)
 
-    def turns(self, side: str, batch: int) -> tuple[Array, Array]:
+    def cos_sin(self, side: str, batch: int) -> tuple[Array, Array]:
         """Cosines and sines `(length, rotary_dim / 2)` times `factor`, in float64."""
         positions = (self.q_pos if side == "q" else self.kv_pos)[batch]
         angle = positions[:, None].astype(np.float64) * self.inv_freq
@@ -198,18 +198,18 @@ class Positions:
     kv_rank: Array | int
     q_shift: Array
     kv_shift: Array
-    aligned: Literal["start", "end"] | None = None
+    align: Literal["start", "end"] | None = None
 
-    def of_queries(self) -> Array:
+    def query_positions(self) -> Array:
         """`(1 or batch, q_len)`."""
-        return _moved(self.q_rank, self.q_shift)
+        return _shifted(self.q_rank, self.q_shift)
 
-    def of_keys(self) -> Array:
+    def key_positions(self) -> Array:
         """`(1 or batch, kv_len)`."""
-        return _moved(self.kv_rank, self.kv_shift)
+        return _shifted(self.kv_rank, self.kv_shift)
 
 
-def _moved(rank: Array | int, shift: Array) -> Array:
+def _shifted(rank: Array | int, shift: Array) -> Array:
     rows = np.arange(rank, dtype=np.int64)[None] if isinstance(rank, int) else rank
     return np.asarray(rows + shift[:, None])
 

@@ -98,8 +98,8 @@ class Expr:
         if method != "__call__" or kwargs:
             return NotImplemented
         if ufunc in (np.greater, np.greater_equal):
-            turned = np.less if ufunc is np.greater else np.less_equal
-            return self.__array_ufunc__(turned, method, *inputs[::-1])
+            swapped = np.less if ufunc is np.greater else np.less_equal
+            return self.__array_ufunc__(swapped, method, *inputs[::-1])
         name = _UFUNCS.get(ufunc)
         if name is None:
             raise ArgumentError(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from qkv.errors import ArgumentError
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.variants.base import Role, Variant, briefly
+from qkv.variants.base import Role, Variant, short_repr
 
 
 class MaskVariant(Variant):
@@ -35,10 +35,10 @@ class MaskVariant(Variant):
     """
 
     def __or__(self, other: Any) -> MaskVariant:
-        return AnyOf((self, _checked(other)))
+        return AnyOf((self, _checked_mask(other)))
 
     def __and__(self, other: Any) -> MaskVariant:
-        return AllOf((self, _checked(other)))
+        return AllOf((self, _checked_mask(other)))
 
     def __invert__(self) -> MaskVariant:
         return Not(self)
@@ -48,7 +48,7 @@ class MaskVariant(Variant):
     __array_ufunc__ = None
 
 
-def _checked(mask: Any) -> Any:
+def _checked_mask(mask: Any) -> Any:
     if hasattr(mask, "dtype") and hasattr(mask, "shape"):
         return mask  # an array of any library
     if hasattr(mask, "lower") and not isinstance(mask, str | bytes | type):
@@ -72,7 +72,7 @@ class _Joined(MaskVariant):
                 mask.naive_rows(dense)
 
     @classmethod
-    def _pairs(cls, shape: Shape, rng: np.random.Generator) -> tuple[Any, Any]:
+    def _two_masks(cls, shape: Shape, rng: np.random.Generator) -> tuple[Any, Any]:
         """Two random arrays of different extent."""
         return rng.random(shape.scores) < 0.5, rng.random((shape.q_len, 1)) < 0.7
 
@@ -91,17 +91,17 @@ class AnyOf(_Joined):
     masks: tuple[Any, ...]
 
     def __repr__(self) -> str:
-        return "(" + " | ".join(map(briefly, self.masks)) + ")"
+        return "(" + " | ".join(map(short_repr, self.masks)) + ")"
 
     def lower(self, builder: Builder) -> None:
         builder.mask(reduce(or_, [builder.condition(mask) for mask in self.masks]))
 
     def naive(self, dense: Dense) -> None:
-        dense.allowed &= reduce(or_, [_allowed_alone(mask, dense) for mask in self.masks])
+        dense.allowed &= reduce(or_, [_allowed_by(mask, dense) for mask in self.masks])
 
     @classmethod
     def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[AnyOf]:
-        return (cls(cls._pairs(shape, rng)),)
+        return (cls(cls._two_masks(shape, rng)),)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -118,17 +118,17 @@ class AllOf(_Joined):
     masks: tuple[Any, ...]
 
     def __repr__(self) -> str:
-        return "(" + " & ".join(map(briefly, self.masks)) + ")"
+        return "(" + " & ".join(map(short_repr, self.masks)) + ")"
 
     def lower(self, builder: Builder) -> None:
         builder.mask(reduce(and_, [builder.condition(mask) for mask in self.masks]))
 
     def naive(self, dense: Dense) -> None:
-        dense.allowed &= reduce(and_, [_allowed_alone(mask, dense) for mask in self.masks])
+        dense.allowed &= reduce(and_, [_allowed_by(mask, dense) for mask in self.masks])
 
     @classmethod
     def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[AllOf]:
-        return (cls(cls._pairs(shape, rng)),)
+        return (cls(cls._two_masks(shape, rng)),)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -149,7 +149,7 @@ class Not(MaskVariant):
     positions_only: ClassVar[bool] = True
 
     def __repr__(self) -> str:
-        return f"~{briefly(self.mask)}"
+        return f"~{short_repr(self.mask)}"
 
     def lower(self, builder: Builder) -> None:
         builder.mask(~builder.condition(self.mask))
@@ -159,19 +159,19 @@ class Not(MaskVariant):
             self.mask.naive_rows(dense)
 
     def naive(self, dense: Dense) -> None:
-        dense.allowed &= ~_allowed_alone(self.mask, dense)
+        dense.allowed &= ~_allowed_by(self.mask, dense)
 
     @classmethod
     def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[Not]:
         return (cls(rng.random(shape.scores) < 0.5),)
 
 
-def _allowed_alone(mask: Any, dense: Dense) -> NDArray[np.bool_]:
+def _allowed_by(mask: Any, dense: Dense) -> NDArray[np.bool_]:
     before = dense.allowed
     dense.allowed = np.ones_like(before)
     if isinstance(mask, np.ndarray):
-        dense.allowed &= np.broadcast_to(dense.here(mask), before.shape)
+        dense.allowed &= np.broadcast_to(dense.head_matrix(mask), before.shape)
     else:
         mask.naive(dense)
-    alone, dense.allowed = dense.allowed, before
-    return alone
+    allowed, dense.allowed = dense.allowed, before
+    return allowed

@@ -92,15 +92,15 @@ class Variant(ABC):
 
     def __repr__(self) -> str:
         """The call that makes it, defaults left out and arrays by shape."""
-        said = []
+        arguments = []
         entries: tuple[Field[Any], ...] = fields(self) if is_dataclass(self) else ()
         for entry in entries:
             value: Any = getattr(self, entry.name)
             if value is entry.default or _is_equal_constant(value, entry.default):
                 continue
-            text = briefly(value)
-            said.append(text if entry.default is MISSING else f"{entry.name}={text}")
-        return f"{type(self).__name__}({', '.join(said)})"
+            text = short_repr(value)
+            arguments.append(text if entry.default is MISSING else f"{entry.name}={text}")
+        return f"{type(self).__name__}({', '.join(arguments)})"
 
     @abstractmethod
     def lower(self, builder: Builder) -> None:
@@ -125,7 +125,7 @@ class Variant(ABC):
         """Instances that fit a problem of this shape."""
 
 
-OWN_ARRAYS = (np.ndarray, np.generic, int, float, str, list, tuple, range)
+HOST_VALUES = (np.ndarray, np.generic, int, float, str, list, tuple, range)
 """What can be looked into when a variant is made. Arrays of other libraries may have no values
 before the call: they are checked then."""
 
@@ -137,7 +137,7 @@ def _is_equal_constant(value: Any, default: Any) -> bool:
     )
 
 
-def briefly(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """What `repr` says, arrays by type and shape."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"

@@ -96,7 +96,7 @@ class BlockSparse(MaskVariant):
         )
 
     def naive(self, dense: Dense) -> None:
-        blocks = dense.here(self.mask)
+        blocks = dense.head_matrix(self.mask)
         whole = np.repeat(np.repeat(blocks, self.block_q, axis=0), self.block_kv, axis=1)
         dense.allowed &= whole[: dense.allowed.shape[0], : dense.allowed.shape[1]]
 

@@ -48,7 +48,7 @@ class Mask(MaskVariant):
         builder.mask(builder.dense_mask(self.array))
 
     def naive(self, dense: Dense) -> None:
-        dense.allowed &= np.broadcast_to(dense.here(self.array), dense.allowed.shape)
+        dense.allowed &= np.broadcast_to(dense.head_matrix(self.array), dense.allowed.shape)
 
     @classmethod
     def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[Mask]:

@@ -11,7 +11,7 @@ import numpy as np
 from qkv.errors import ArgumentError
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.variants.base import OWN_ARRAYS, Role, Variant
+from qkv.variants.base import HOST_VALUES, Role, Variant
 
 
 @dataclass(frozen=True, repr=False)
@@ -63,7 +63,7 @@ class Dropout(Variant):
                 f"Dropout p={self.p!r} is not a probability below 1.",
                 action="Pass the share of weights to drop, as in Dropout(0.1, seed=0).",
             )
-        if isinstance(self.seed, OWN_ARRAYS):
+        if isinstance(self.seed, HOST_VALUES):
             self._seed()
 
     def _seed(self) -> int:

@@ -14,7 +14,7 @@ from qkv.problem.builder import INDEX_LIMIT, Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.problem.symbols import Expr
 from qkv.variants.algebra import MaskVariant
-from qkv.variants.base import OWN_ARRAYS, Role
+from qkv.variants.base import HOST_VALUES, Role
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -56,7 +56,7 @@ class GlobalTokens(MaskVariant):
     positions: ArrayLike
 
     def __post_init__(self) -> None:
-        if isinstance(self.positions, OWN_ARRAYS):
+        if isinstance(self.positions, HOST_VALUES):
             self._positions()
 
     def _positions(self) -> NDArray[np.int64]:

@@ -60,7 +60,7 @@ class KeyLengths(MaskVariant):
         builder.mask(builder.kv_index < builder.per_batch(lens.astype(np.int64), "kv_lens"))
 
     def naive(self, dense: Dense) -> None:
-        dense.allowed[:, int(dense.row(self.kv_lens)) :] = False
+        dense.allowed[:, int(dense.batch_entry(self.kv_lens)) :] = False
 
     @classmethod
     def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[KeyLengths]:

@@ -13,7 +13,7 @@ from qkv.errors import ArgumentError
 from qkv.problem.builder import INDEX_LIMIT, Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.variants.algebra import MaskVariant
-from qkv.variants.base import OWN_ARRAYS, Role
+from qkv.variants.base import HOST_VALUES, Role
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -49,7 +49,7 @@ class Prefix(MaskVariant):
     length: ArrayLike
 
     def __post_init__(self) -> None:
-        if isinstance(self.length, OWN_ARRAYS):
+        if isinstance(self.length, HOST_VALUES):
             self._lengths()
 
     def _lengths(self) -> NDArray[np.int64]:
@@ -66,7 +66,7 @@ class Prefix(MaskVariant):
         builder.mask(builder.kv_pos < builder.per_batch(self._lengths(), "prefix length"))
 
     def naive(self, dense: Dense) -> None:
-        dense.allowed[:, dense.kv_pos >= dense.row(self.length)] = False
+        dense.allowed[:, dense.kv_pos >= dense.batch_entry(self.length)] = False
 
     @classmethod
     def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[Prefix]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 import qkv
 from qkv.errors import ArgumentError
-from qkv.inspection.explain import chosen
+from qkv.inspection.explain import selected_indices
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.attention import one_sequence
 from qkv.mechanisms.base.explanation import Explanation, Line, Step, number, numbers
@@ -184,7 +184,7 @@ class Flash(ProjectedAttention):
                 "the tiles are those of one sequence.", action="Pass x alone, or use Cross."
             )
         names = token_names(tokens, len(x))
-        row = int(chosen(index, len(names), "index", "tokens")[0])
+        row = int(selected_indices(index, len(names), "index", "tokens")[0])
         steps: list[Step] = []
         output: list[float] = []
         last: Tile | None = None
