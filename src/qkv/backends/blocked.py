@@ -1,10 +1,10 @@
-"""Online softmax over tiles, in NumPy: the algorithm to read.
+"""Online softmax over tiles in NumPy, written to be read.
 
-Scores of one block of queries are met a block of keys at a time. Three running values per query
-row are enough: the largest score so far, the sum of exp(score - largest), and the sum of values
-weighted so. When the largest grows, the other two are rescaled. Sources: Rabe and Staats,
-"Self-attention Does Not Need O(n^2) Memory" (2021); Dao et al., "FlashAttention" (2022),
-algorithm 1.
+Each block of queries is computed against one block of keys at a time. Three running values for
+each query row are enough: the largest score so far, the sum of exp(score - largest), and the sum
+of values with these weights. When the largest score grows, the two sums are rescaled. Sources:
+Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory" (2021); Dao et al., "FlashAttention"
+(2022), algorithm 1.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BLOCK_Q, BLOCK_KV = 256, 512
 
 
 class BlockedBackend:
-    """Runs everything, in O(n) memory; slower than `cpu` and open to read."""
+    """Runs every problem in O(n) memory; slower than `cpu`, but readable."""
 
     name = "blocked"
     priority = 50
@@ -89,7 +89,7 @@ def attend(
             s = scores.tile(batch, head, q_rows, kv_rows, run.kind)
             with np.errstate(all="ignore"):
                 new_max = np.maximum(row_max, s.max(axis=1))
-                # A row that has seen no key yet has maximum -inf; shift it by 0 instead.
+                # A row without allowed keys so far has maximum -inf, and is shifted by 0 instead.
                 shift = np.where(np.isneginf(new_max), dtype.type(0), new_max)
                 weights = np.exp(s - shift[:, None])
                 rescale = np.exp(row_max - shift)

@@ -17,7 +17,7 @@ DENSE_LIMIT = 2 * 2**30
 
 
 def dense_bytes(spec: Spec) -> int:
-    """What the scores, weights and mask of one head hold in float64."""
+    """Bytes of the float64 scores, weights and mask of one head."""
     return spec.q_len * spec.kv_len * (3 * 8 + 1)
 
 

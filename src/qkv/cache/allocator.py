@@ -1,4 +1,4 @@
-"""Which pages are free, and how many sequences share each of the others."""
+"""The page allocator: a free list, and a reference count for each page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from qkv.cache.arguments import at_least
+from qkv.cache.arguments import checked_integer
 from qkv.errors import ArgumentError, ShapeError
 
 __all__ = ["PageAllocator"]
@@ -45,7 +45,7 @@ class PageAllocator:
     """
 
     def __init__(self, num_pages: int) -> None:
-        count = at_least(0, "num_pages", num_pages)
+        count = checked_integer(0, "num_pages", num_pages)
         self._references = [0] * count
         self._free = list(range(count))[::-1]
 
@@ -86,7 +86,7 @@ class PageAllocator:
         ShapeError
             If there are not as many.
         """
-        if at_least(0, "count", count) > self.num_free:
+        if checked_integer(0, "count", count) > self.num_free:
             raise ShapeError(
                 f"{count} pages are needed and {self.num_free} of {self.num_pages} are free.",
                 action="Make the cache with more pages, or free sequences that have ended.",
@@ -159,7 +159,7 @@ class PageAllocator:
             If there would be fewer pages than there are.
         """
         first = self.num_pages
-        at_least(first, "num_pages", num_pages)
+        checked_integer(first, "num_pages", num_pages)
         self._references += [0] * (num_pages - first)
         self._free[:0] = range(num_pages - 1, first - 1, -1)
 

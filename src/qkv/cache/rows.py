@@ -1,4 +1,4 @@
-"""What a cache hands out: keys, values, masks and offsets for `qkv.attention`."""
+"""Rows of a cache as arguments of `qkv.attention`: keys, values, masks and offsets."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Part:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Rows:
-    """What a cache holds, as arguments of `qkv.attention`.
+    """The rows of a cache as arguments of `qkv.attention`.
 
         attention(query, part.key, part.value, *variants, *part.masks,
                   q_offset=q_offset, kv_offset=part.kv_offset)
@@ -147,13 +147,13 @@ class Rows:
         """
         found = []
         for i, part in enumerate(self.parts):
-            said = [v for v in variants if not (i and isinstance(v, qkv.Sinks))]
+            part_variants = [v for v in variants if not (i and isinstance(v, qkv.Sinks))]
             found.append(
                 qkv.attention(
                     query,
                     part.key,
                     part.value,
-                    *said,
+                    *part_variants,
                     *part.masks,
                     scale=scale,
                     q_offset=self.q_offset,

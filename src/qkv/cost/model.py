@@ -1,4 +1,4 @@
-"""What a transformer is made of, as far as its cost depends on it."""
+"""The sizes of a transformer that determine its cost."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Attention:
 
     @property
     def kind(self) -> str:
-        """In a few words, for a table."""
+        """A few words for a table."""
         if self.latent:
             words = f"latent {self.latent.rank}+{self.latent.rope_dim}"
         elif self.num_kv_heads < self.num_heads:

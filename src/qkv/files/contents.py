@@ -1,4 +1,4 @@
-"""What the readers of all formats share: the open file, an array found in it, and the result."""
+"""The types that readers of all formats share: the open file, an array entry, and the result."""
 
 from __future__ import annotations
 

@@ -38,10 +38,9 @@ def enable() -> None:
 
     Registers the attention function and the mask function under that name; to call it again
     changes nothing. Models then take `attn_implementation="qkv"`, with padding, sliding windows,
-    softcap, sinks, position bias, static and dynamic caches, packed rows and training. Masks are
-    said rather than stored, so that memory does not grow with q_len * kv_len, and
-    `output_attentions=True`, given with the inputs, returns weights that are computed where they
-    are read.
+    softcap, sinks, position bias, static and dynamic caches, packed rows and training. Masks take
+    no memory of the size q_len * kv_len. `output_attentions=True`, given with the inputs, returns
+    weights that are computed where they are read.
 
     Notes
     -----

@@ -18,7 +18,7 @@ __all__ = ["LayerCall", "LayerWeights"]
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """One call of one attention layer, said as a call of qkv.
+    """One call of one attention layer, as arguments of `qkv.attention`.
 
     Attributes
     ----------
@@ -54,17 +54,17 @@ class LayerCall:
         """`attention` of it, (batch, q_len, num_heads, v_head_dim); differentiable."""
         key, value, lengths = layer_rows(self.key, self.value)
         variants = (*self.variants, *lengths) if lengths else self.variants
-        out: torch.Tensor = qkv.attention(self.query, key, value, *variants, **self._said)
-        # A decoding step has one row, and nothing is copied.
+        out: torch.Tensor = qkv.attention(self.query, key, value, *variants, **self._options)
+        # A decoding step has one row, for which `contiguous` copies nothing.
         return out.transpose(1, 2).contiguous()
 
     def inspect(self) -> Any:
         """`qkv.inspect` of it; no gradient goes through."""
         arrays = (array.detach() for array in (self.query, self.key, self.value))
-        return qkv.inspect(*arrays, *self.variants, **self._said)
+        return qkv.inspect(*arrays, *self.variants, **self._options)
 
     @property
-    def _said(self) -> dict[str, Any]:
+    def _options(self) -> dict[str, Any]:
         return {"scale": self.scale, "q_offset": self.q_offset, "kv_offset": self.kv_offset}
 
 

@@ -1,4 +1,4 @@
-"""Which earlier keys hold the query's token, or follow one that does."""
+"""Masks for duplicate and induction scores: earlier keys with the query's token, or after one."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Tokens:
         return EarlierToken(self.q_tokens, self.previous_tokens, 0)
 
     def queries_with(self, keys: EarlierToken) -> Array:
-        """Which queries have such a key at all, `(batch, q_len)`."""
+        """Whether each query has at least one such key, `(batch, q_len)`."""
         has_key = np.zeros(keys.q_ids.shape, bool)
         rows = (keys.q_ids, keys.kv_ids, self.q_pos, self.kv_pos)
         for b, (q_ids, kv_ids, q_pos, kv_pos) in enumerate(zip(*rows, strict=True)):
@@ -118,7 +118,7 @@ class Tokens:
 
 
 def sequence_starts(kv_pos: Array) -> Array:
-    """The rows (batch, kv_len) with which a sequence begins: positions do not go on from before."""
+    """Whether each row (batch, kv_len) begins a sequence: its position does not exceed the last."""
     first = np.ones(kv_pos.shape, bool)
     first[:, 1:] = kv_pos[:, 1:] <= kv_pos[:, :-1]
     return first

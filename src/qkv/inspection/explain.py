@@ -198,7 +198,7 @@ def _traced_row(
     allowed = ~np.isneginf(forward.scores[i])
     with np.errstate(all="ignore"):
         products = forward.query[i] * forward.key
-        # Selected, not multiplied by 0: a forbidden value may be NaN.
+        # `where` rather than a product with 0, because a forbidden value may be NaN.
         contributions = np.where(allowed[:, None], forward.dropped[i, :, None] * forward.value, 0.0)
     return TracedRow(
         q_index=int(forward.q_index[i]),
@@ -239,7 +239,7 @@ def _row_back(
 
 
 def selected_indices(value: Any, size: int, name: str, of: str) -> Array:
-    """All indices, or the one that was asked for."""
+    """All indices, or the requested one."""
     if value is None:
         return np.arange(size)
     try:

@@ -1,4 +1,4 @@
-"""What kind of head a head is: its weights, summed over the keys that tell kinds apart.
+"""Scores of attention heads: the weight on previous, own, duplicate and induction keys.
 
 Every score is a sum of weights over a set of keys that depends on the query. Such a sum needs no
 weights: it is one more run of attention in which a mask allows only the set,
@@ -50,13 +50,13 @@ SCORES = (
 )
 
 KINDS = ("induction", "duplicate", "previous", "own", "sink")
-"""Scores that name a kind of head; of equal ones the first."""
+"""The scores that decide the kind of a head; ties go to the first."""
 
 THRESHOLD = 0.4
-"""A head is of the kind of its largest score, if that is so large. A convention, no more."""
+"""The smallest mean score with which a head counts as of a kind; a convention."""
 
 _ROUNDING = 1e-4
-"""Relative error of a score from which on a layer is computed in float64."""
+"""A layer is computed in float64 if the relative error of its scores would exceed this."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -320,7 +320,7 @@ class _LayerHeads:
         return np.where(self.counted[:, None], share, 0)
 
     def _has_key_at(self, offset: int) -> Array:
-        """Which queries have a key `offset` positions away."""
+        """Whether each query has a key `offset` positions away."""
         rows = zip(self.q_pos, self.kv_pos, self.real, strict=True)
         return np.stack([np.isin(q_pos + offset, kv_pos[real]) for q_pos, kv_pos, real in rows])
 

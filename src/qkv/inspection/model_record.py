@@ -1,6 +1,6 @@
-"""Every head of a model on one text: numbers per layer and head, and how they are kept.
+"""Records of every head of a model on one text: statistics for each layer and head.
 
-Knows no library of models: layers are added one by one, as query, key and what was said between.
+This module knows no model library: layers are added one by one, as query, key and variants.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class ModelRecord:
             self._keep == "weights" if isinstance(self._keep, str) else index in (self._keep or ())
         )
         if keep_weights:
-            # A static cache is written again by the next call.
+            # Copied, because a static cache overwrites its keys in the next call.
             key = np.array(view(key, "key"))
         scores = head_scores(query, key, *variants, top=self._top, **options)
         layer = LayerRecord(index, name, scores if keep_weights else replace(scores, weights=None))

@@ -1,4 +1,4 @@
-"""What `qkv.inspect` returns: the output, and everything that can be asked about its weights."""
+"""The result of `qkv.inspect`: the output, and statistics of its weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The weights again, tile by tile: `w = exp(s - lse)`, from query, key and lse alone.
+"""Weights recomputed tile by tile, `w = exp(s - lse)`, from query, key and lse.
 
 The forward pass leaves one number for each row; with it any tile of the weights can be computed at
 any time in O(tile) memory. Where that number is so large that its rounding would show (a row whose
@@ -28,7 +28,7 @@ PAIRS = 1 << 15
 """Pairs computed at once where single weights are asked for."""
 
 LOG_ZERO = -1e4
-"""What log(weight) is raised to: its exp is 0 and, unlike -inf, times 0 it is still 0."""
+"""The smallest log(weight): its exp is 0, and unlike -inf its product with 0 is 0."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -236,7 +236,7 @@ def _pairs(record: ModelRecord, row: dict[str, Any], kind: str, tokens: list[str
 
 
 def _data(record: ModelRecord) -> str:
-    """What the script reads, as JSON in which nothing ends the element that it is in."""
+    """The data of the page's script, as JSON that cannot close its HTML element."""
     tokens = _tokens(record)
     heads = []
     for _, row in _strongest(record) if tokens else ():

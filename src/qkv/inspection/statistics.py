@@ -70,7 +70,7 @@ def _merge_tile(tile: ScoreTile, indices: Array, best: Array) -> None:
     count, k = best.shape
     better = scores > best[:, -1:]
     if k < scores.shape[1] and np.count_nonzero(better) > 4 * k * count:
-        # Most of the tile is new: keep what reaches the k-th best of the tile itself.
+        # Many scores are better: only those that reach the k-th best of the tile are merged.
         numbers = np.where(np.isnan(scores), -np.inf, scores)
         at_least = np.partition(numbers, scores.shape[1] - k, axis=1)[:, scores.shape[1] - k]
         better &= scores >= at_least[:, None]

@@ -23,7 +23,7 @@ SCHEMA, VERSION = "qkv-trace", 1
 
 @dataclass(frozen=True, slots=True)
 class TracedProblem:
-    """What was computed: the variants in words, sizes, and the scale.
+    """The problem of a trace: the variants in words, sizes, and the scale.
 
     `rotation` is the label of the rotary embedding; `dropout` is its probability.
     """
@@ -52,7 +52,7 @@ class ScoreStage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MaskStage:
-    """Which keys one mask allows a row, `(kv_len,)`."""
+    """The keys that one mask allows a row, `(kv_len,)`."""
 
     label: str
     allowed: Array

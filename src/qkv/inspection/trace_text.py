@@ -19,7 +19,7 @@ BAR = 40
 
 def bar(weight: float) -> str:
     """One `#` for each 1/40 of the weight, truncated."""
-    # A weight that is k/40 but for rounding has k characters.
+    # The small addend gives a weight of k/40 with rounding errors its k characters.
     return "#" * int(weight * BAR + 1e-9) if np.isfinite(weight) else ""
 
 

@@ -1,7 +1,7 @@
-"""The backward pass over tiles, in NumPy: the algorithm to read.
+"""The backward pass over tiles in NumPy, written to be read.
 
-Weights are computed again from the scores and what the forward pass left of each row, so that no
-matrix is kept. For one block of queries against one block of keys,
+Weights are recomputed from the scores and the lse of each row, so that no matrix is kept.
+For one block of queries against one block of keys,
 
     w[i,j]  = exp(s[i,j] - lse[i])
     dP[i,j] = f[i,j] * (dO[i] . v[j])                   f: dropout factors, 1 without
@@ -11,10 +11,10 @@ matrix is kept. For one block of queries against one block of keys,
     dV[j]  += sum_i f[i,j] w[i,j] dO[i]
 
 and a table entry t gets the sum of dS[i,j] * d s[i,j] / d t. The subtraction of delta is the
-derivative of the softmax: `delta = sum_j w[j] dP[j]`, which the forward pass has in another form.
-Forbidden pairs are left out by selection, never by multiplying with 0. What rounding took from lse
-would show in every weight of a row, so it is kept beside it; and scores are computed again in the
-order of the forward pass, so that weights and output belong together. Source: Dao et al.,
+derivative of the softmax: `delta = sum_j w[j] dP[j]`, which equals dO[i] . out[i]. Forbidden pairs
+are excluded with `where`, never by a product with 0. The rounding error of lse would change every
+weight of a row, so `lse_rest` corrects it; and scores are recomputed in the order of the forward
+pass, so that the weights match the output. Source: Dao et al.,
 "FlashAttention" (2022), algorithm 4.
 """
 
@@ -39,11 +39,11 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BackwardInputs:
-    """What a backward pass starts from.
+    """The inputs of a backward pass.
 
     `out` `(*batch_shape, num_heads, q_len, v_head_dim)` is the output and `lse`
     `(*batch_shape, num_heads, q_len)` its lse in the type of computation, sinks included.
-    `lse_rest` is what rounding took from lse, None if nobody has kept it. `grad_out` is like `out`,
+    `lse_rest` is the rounding error of lse, or None if it is not known. `grad_out` is like `out`,
     in the type of the query, `grad_lse` like `lse`. `tables` names the floating tables of the score
     whose gradients are wanted.
     """
@@ -71,7 +71,7 @@ class OperandGradients:
 
 
 def reads(spec: Spec, names: frozenset[str]) -> tuple[Load, ...]:
-    """Where the score reads these tables."""
+    """The places at which the score reads these tables."""
     found = (n for n in walk(spec.score) if isinstance(n, Load) and n.table in names)
     return tuple(dict.fromkeys(found))
 
@@ -98,7 +98,7 @@ def backward(scores: Scores, grid: TileGrid, inputs: BackwardInputs) -> OperandG
 
 
 class _QueryBlock:
-    """What is known of one block of queries."""
+    """The rows of the inputs for one block of queries."""
 
     def __init__(self, inputs: BackwardInputs, index: tuple[Any, ...], dtype: np.dtype[Any]):
         rest = np.zeros_like(inputs.lse) if inputs.lse_rest is None else inputs.lse_rest
@@ -106,7 +106,7 @@ class _QueryBlock:
             array[index].astype(dtype)[:, None] for array in (inputs.lse, rest, inputs.grad_lse)
         )
         self.grad_out = inputs.grad_out[index].astype(dtype)
-        # Where one key has nearly all the weight, what is left of dP - delta is their rounding.
+        # float64, because dP and delta nearly cancel where one key has nearly all the weight.
         self.grad_out_float64 = self.grad_out.astype(np.float64)
         with np.errstate(all="ignore"):
             products = self.grad_out_float64 * inputs.out[index].astype(np.float64)
@@ -126,7 +126,7 @@ class _GradientSums:
         self.query = np.zeros((spec.batch_size, spec.num_heads, spec.q_len, spec.head_dim), dtype)
         self.key = np.zeros((*kv_shape, spec.head_dim), dtype)
         self.value = np.zeros((*kv_shape, spec.v_head_dim), dtype)
-        # Many pairs add to one entry: in float64 the sum costs no accuracy.
+        # float64, because many pairs add to one entry.
         self.tables = {name: np.zeros(tables[name].shape) for name in sorted(inputs.tables)}
         self.slope = derivative(spec.score)
         self.reads = {load: derivative(spec.score, load) for load in reads(spec, inputs.tables)}
@@ -184,7 +184,7 @@ def add_entries(
 ) -> None:
     """Add each pair's share to the entry that it read."""
     entry = [evaluate(index, variables, tables, shares.dtype) for index in load.indices]
-    # One more index, always 0, so that a table without dimensions is no exception.
+    # One more index, always 0, so that tables without dimensions need no case of their own.
     *entry, _ = np.broadcast_arrays(*entry, 0, shares)
     np.add.at(sums[load.table][..., None], tuple(entry), shares)
 
@@ -192,7 +192,7 @@ def add_entries(
 def rotate_back(problem: Problem, d_query: Array, d_key: Array) -> tuple[Array, Array]:
     """Take gradients back through the rotation.
 
-    The transpose of a turn is the same turn the other way; the factor stays as it is.
+    The transpose of a rotation is the rotation by the opposite angle; the factor is unchanged.
     """
     spec, angles = problem.spec, problem.operands.angles
     if angles is None:

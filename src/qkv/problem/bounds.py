@@ -82,7 +82,7 @@ def bound(
                 return wrapped(exact) if n.kind == "int" else rounded(exact)
 
     result = interval(node)
-    known.clear()  # the two functions hold each other, and would hold the arrays of a whole grid
+    known.clear()  # The two functions refer to each other and would keep a grid's arrays alive.
     return result
 
 
@@ -184,7 +184,7 @@ def _ranges(a: Array, axis: int, starts: Array, ends: Array, smaller: np.ufunc) 
     if np.array_equal(starts, side_by_side) and np.array_equal(
         ends, np.minimum(side_by_side + step, size) - 1
     ):
-        # As the tiles of a grid are; a plain reduction is ten times faster.
+        # Tiles of a grid are such blocks, for which a plain reduction is ten times faster.
         return _blocks(a, axis, step, len(starts), smaller)
     pairs = np.stack([starts, ends + 1], axis=1).reshape(-1)
     # reduceat takes no index equal to the size: the last pair may end with the array instead,

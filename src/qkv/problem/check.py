@@ -1,4 +1,4 @@
-"""The only validation in the program: arrays and variants in, a checked `Problem` out."""
+"""Validation of a call: arrays and variants in, a checked `Problem` out."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def check(
 
 
 def _check_dtypes(arrays: Arrays) -> None:
-    # The type of quantised rows is checked with their scales; they go with any other.
+    # Quantised rows go with any floating type, and are checked together with their scales.
     arrays = {
         name: array
         for name, array in arrays.items()
@@ -211,7 +211,7 @@ def _broadcast(view: Rows, batch: tuple[int, ...]) -> Rows:
 
 
 def _described(arrays: Arrays, q: Rows, k: Rows, v: Rows) -> list[tuple[str, str]]:
-    """What was passed, as the rows of an error."""
+    """The arguments and their sizes, as rows of an error message."""
     given = _dtypes_and_shapes(arrays)
     width = max(map(len, given.values()))
     rows = {
@@ -311,7 +311,7 @@ def _position_node(
 
 
 def _requested_offset(builder: Builder, q_offset: Any) -> Any:
-    """What was said about where query rows stand: a word, offsets, or None."""
+    """The requested positions of the query rows: "start", "end", offsets, or None."""
     requests: list[tuple[str, Any]] = list(builder.alignments)
     if isinstance(q_offset, str):
         if q_offset not in ("start", "end"):

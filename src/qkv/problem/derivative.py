@@ -1,4 +1,4 @@
-"""Symbolic derivatives of expressions: what the step back through a score mod needs."""
+"""Symbolic derivatives of expressions, for gradients through score mods."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tangent(node: Node, tangents: Mapping[Node, Node]) -> Node:
         return cache[n]
 
     def _change(n: Node) -> Node:
-        # Table indices are integers, so that a load never changes with what it is indexed by.
+        # Table indices are integers, so a table entry has no derivative by its index.
         if n.kind != "float" or not isinstance(n, Op):
             return ZERO
         changes = tuple(map(change, n.args))

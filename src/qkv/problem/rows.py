@@ -166,7 +166,7 @@ class StoredRows:
         if self.page_table is not None:
             number, row = np.divmod(np.arange(self.shape[-2])[rows], self.page_size)
             entry = (self.page_table[index][number], head, row)
-        # Rows that are not real may hold anything, also what NumPy warns about.
+        # Padding may hold any values, some of which would raise warnings of NumPy.
         with np.errstate(invalid="ignore", over="ignore"):
             array = self.values[entry].astype(dtype)
             if self.scales is not None:

@@ -1,7 +1,7 @@
 """Scores of a tile, and the weighted sum of its values, from the definition.
 
-Every readable path (`blocked`, `reference`, replay, the trace) computes through here, so that a
-pair of a query and a key has one meaning.
+The backends `blocked` and `reference`, replay and the trace use this code, so that they agree on
+every score.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Scores:
         else:
             first, second = slice(0, 2 * n, 2), slice(1, 2 * n, 2)
         out = array.copy()
-        # Turned in float64 and rounded once, so that a rotation costs no accuracy.
+        # Computed in float64 and rounded once, so that a rotation loses no accuracy.
         a, b = array[..., first], array[..., second]
         with np.errstate(all="ignore"):
             out[..., first] = a * cos - b * sin
@@ -149,7 +149,7 @@ def weighted_sum(weights: Array, scores: Array, value: Array) -> Array:
     with np.errstate(all="ignore"):
         if finite.all():
             return np.asarray(weights @ value)
-        # 0 * NaN is NaN: rows with such values are added by selection instead.
+        # 0 * NaN is NaN, so values that are not finite are added with `where` instead.
         total = weights @ np.where(finite, value, value.dtype.type(0))
         for j in np.flatnonzero(~finite.all(axis=1)):
             share = weights[:, j, None] * np.where(finite[j], value.dtype.type(0), value[j])

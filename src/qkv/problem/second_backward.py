@@ -1,4 +1,4 @@
-"""Tangents of attention and of its backward pass over tiles, in NumPy: the algorithm to read.
+"""Tangents of attention and of its backward pass over tiles, in NumPy, written to be read.
 
 Everything that a call reads may have a tangent, written `dot`: how it changes along one direction.
 With x the scaled product, s the final score, t a table entry that s reads, `s_x` and `s_t` the
@@ -24,11 +24,11 @@ Each line of the backward pass has its tangent too, for cotangents dO and d lse 
 The right column is a product with the Hessian of `<dO, out> + <d lse, lse>`. A Hessian is
 symmetric, so it is also the gradient of `<dO, odot> + <d lse, r>`: the vector-Jacobian product of
 the backward pass. A sink is a key of value 0 whose score is the sink. Queries and keys are rotated
-before, as are their tangents, and what they get is turned back.
+before, as are their tangents, and their gradients are rotated back.
 
-Tiles are met twice: first for the sums over rows, `sum_j w`, r, delta and deltadot, then for the
-rest. Weights are divided by their sum, which gives back what rounding took of lse. Forbidden pairs
-are left out by selection, never by multiplying with 0.
+Tiles are computed twice: first for the sums over rows, `sum_j w`, r, delta and deltadot, then for
+the rest. Weights are divided by their sum, which corrects the rounding error of lse. Forbidden
+pairs are excluded with `where`, never by a product with 0.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ SCALED_DOT = Load("xdot", "float", ())
 
 
 class _Direction:
-    """A problem, and how all that it reads changes along one direction."""
+    """A problem, and the tangents of everything that it reads."""
 
     def __init__(self, scores: Scores, tangents: OperandTangents) -> None:
         self.scores = scores
@@ -168,7 +168,7 @@ def _dot(table: str) -> str:
 
 
 class _Tile:
-    """What a block of queries and a block of keys say of one another, and how it changes."""
+    """Scores of one block of queries against one block of keys, and their tangents."""
 
     def __init__(self, block: _Block, kv_rows: slice, kind: TileKind) -> None:
         direction, batch, head = block.direction, block.batch, block.head
@@ -215,7 +215,7 @@ class _Tile:
         return d_weights, d_weights_dot
 
     def out_dot(self, weights: Array, weights_dot: Array) -> Array:
-        """What these keys add to the tangent of the output."""
+        """The contribution of these keys to the tangent of the output."""
         return weighted_sum(self.dropped(weights_dot), self.scores, self.value) + weighted_sum(
             self.dropped(weights), self.scores, self.value_dot
         )
@@ -262,7 +262,7 @@ class _Block:
         sums = np.zeros((4, *self.lse.shape))
         sums[:2] = self.sink, self.sink * self.sink_dot
         for tile in self.tiles():
-            # In float64: in a sharp row, large products leave a small difference.
+            # float64, because large terms cancel in rows where one key has nearly all the weight.
             unscaled = tile.select(np.exp(tile.scores - self.lse)).astype(np.float64)
             terms = [unscaled, unscaled * tile.scores_dot]
             if grad_out is not None:
@@ -283,7 +283,7 @@ class _Block:
 
 
 class _BackwardRows:
-    """What the backward pass knows of a block of queries, and how it changes."""
+    """The rows of the backward pass for one block of queries, and their tangents."""
 
     def __init__(self, block: _Block, cotangents: Cotangents) -> None:
         dtype = block.dtype
@@ -292,7 +292,7 @@ class _BackwardRows:
         d_mean, d_mean_dot = block.sum_rows(self.grad_out)
         delta, delta_dot = d_mean - grad_lse, d_mean_dot - block.lse_dot * d_mean
         self.delta, self.delta_dot = delta.astype(dtype), delta_dot.astype(dtype)
-        # A key of value 0 has dP = 0.
+        # The sink acts as a key with value 0, for which dP = 0.
         share = block.sink / block.total
         share_dot = share * (block.sink_dot - block.lse_dot)
         self.d_sink_dot = -(share_dot * delta + share * delta_dot).sum()
@@ -308,7 +308,7 @@ class _GradientTangents:
         self.query = np.zeros((spec.batch_size, spec.num_heads, spec.q_len, spec.head_dim), dtype)
         self.key = np.zeros((*kv_shape, spec.head_dim), dtype)
         self.value = np.zeros((*kv_shape, spec.v_head_dim), dtype)
-        # Many pairs add to one entry: in float64 the sum costs no accuracy.
+        # float64, because many pairs add to one entry.
         self.tables = {name: np.zeros(direction.tables[name].shape) for name in sorted(tables)}
         self.sinks = np.zeros(spec.num_heads)
         self.slope = self._with_tangent(SCORE)
@@ -346,7 +346,7 @@ class _GradientTangents:
         self.value[batch, kv_head, kv_rows] += weighted_sum(dropped.T, s.T, rows.grad_out)
 
     def gradients(self) -> OperandGradients:
-        """In the order of the operands, turned back."""
+        """The gradients, rotated back, in the order of the operands."""
         problem = self.direction.problem
         operands = problem.operands
         scale = self.query.dtype.type(operands.scale)

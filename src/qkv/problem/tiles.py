@@ -1,4 +1,4 @@
-"""Which tiles of the score matrix are empty, full or partly allowed, without building it."""
+"""Classify tiles of the score matrix as empty, full or partial, without building it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class TileGrid:
 
     @property
     def depends_on(self) -> frozenset[str]:
-        """Which of batch and head change the schedule."""
+        """The variables, among batch and head, on which the mask depends."""
         return variables(self.mask) & {"batch", "head"}
 
     def classify(self, batch: int, head: int, first: int = 0, last: int | None = None) -> Array:

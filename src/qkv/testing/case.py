@@ -1,4 +1,4 @@
-"""A case: a shape, what is said about it, and how its arrays lie in memory.
+"""A case: a shape, its variants, and the memory layout of its arrays.
 
 Its values follow from its name, so that it means the same on every machine and in every process.
 """
@@ -84,7 +84,7 @@ class Case:
     shape : Shape
         Sizes of the whole problem.
     variants : callable (shape, rng) -> sequence
-        What is said between q.k and the softmax.
+        The variants of the call.
     scale, q_offset, kv_offset, layout
         As in `qkv.attention`.
     query_batch, kv_batch : tuple, optional
@@ -123,7 +123,7 @@ class Case:
     magnitude: float = 1.0
     dtypes: tuple[str, ...] = field(default=tuple(DTYPES))
     orders: ClassVar[tuple[int, ...]] = (1, ORDERS)
-    """Of how many orders of additions the bounds are tried, one after the other."""
+    """The numbers of summation orders for which bounds are computed, one after the other."""
 
     def __repr__(self) -> str:
         return f"Case({self.name!r})"

@@ -1,4 +1,4 @@
-"""What a bare array in the place of a variant means."""
+"""The variant that a bare array means."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a variant is.
+"""The base class of variants.
 
 A variant is any object with `lower(builder)`. Those of this package also carry `naive`, a dense
 float64 oracle written from their definition, and `examples`, from which tests, documents and
@@ -27,7 +27,7 @@ array that is read where it lies at each call, whatever its values are then.
 
 
 class Opaque:
-    """An object that declares nothing, as part of a call's structure: equal to itself alone.
+    """An object without declared fields, as part of a call's structure; equal only to itself.
 
     Attributes
     ----------
@@ -53,7 +53,7 @@ class Opaque:
 
 
 class Variant(ABC):
-    """What is said between q.k and the softmax.
+    """A change of scores, masks, positions or weights between q.k and the output.
 
     Subclass it, or pass any object with a `lower` method; see docs/add-a-variant.md.
 
@@ -91,7 +91,7 @@ class Variant(ABC):
     constant_fields: ClassVar[tuple[str, ...]] = ()
 
     def __repr__(self) -> str:
-        """The call that makes it, defaults left out and arrays by shape."""
+        """The constructor call, without defaults and with arrays by shape."""
         arguments = []
         entries: tuple[Field[Any], ...] = fields(self) if is_dataclass(self) else ()
         for entry in entries:
@@ -117,7 +117,7 @@ class Variant(ABC):
 
     @abstractmethod
     def naive(self, dense: Dense) -> None:
-        """Do the same to whole matrices, straight from the definition."""
+        """Do the same to whole matrices, from the definition, for tests."""
 
     @classmethod
     @abstractmethod
@@ -126,8 +126,8 @@ class Variant(ABC):
 
 
 HOST_VALUES = (np.ndarray, np.generic, int, float, str, list, tuple, range)
-"""What can be looked into when a variant is made. Arrays of other libraries may have no values
-before the call: they are checked then."""
+"""Types whose values are checked when a variant is made. Arrays of other libraries may be traced,
+and are checked at the call."""
 
 
 def _is_equal_constant(value: Any, default: Any) -> bool:
@@ -138,7 +138,7 @@ def _is_equal_constant(value: Any, default: Any) -> bool:
 
 
 def short_repr(value: Any) -> str:
-    """What `repr` says, arrays by type and shape."""
+    """`repr` of a value; arrays are shown by type and shape."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return repr(value)

@@ -1,4 +1,4 @@
-"""Tokens that see all and are seen by all."""
+"""Global tokens, which attend to all positions and are attended to by all."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class RandomBlocks(MaskVariant):
         return -(-(kv_len if self.length is None else int(self.length)) // int(self.block_size))
 
     def draws(self, num_heads: int, num_blocks: int) -> NDArray[np.int64]:
-        """Which blocks are drawn for `[head, q_block]`.
+        """The blocks that are drawn for `[head, q_block]`.
 
         Parameters
         ----------
@@ -147,7 +147,7 @@ class RandomBlocks(MaskVariant):
     def lower(self, builder: Builder) -> None:
         shape, size = builder.shape, int(self.block_size)
         count = self._num_blocks(shape.kv_len)
-        # One more block on either side stands for all positions outside.
+        # One more block on each side, which is never drawn, stands for positions outside.
         drawn = np.pad(self.blocks(shape.num_heads, count), ((0, 0), (1, 1), (1, 1)))
         member = builder.table(drawn, "random blocks")
         last = builder.scalar(count + 1, "number of blocks")

@@ -389,7 +389,7 @@ class RoPE(Variant):
         return out
 
     def naive(self, dense: Dense) -> None:
-        """Nothing is left to do after the product."""
+        """Do nothing: the rotation happens before the product."""
 
     @classmethod
     def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[RoPE]:

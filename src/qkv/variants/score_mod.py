@@ -1,4 +1,4 @@
-"""Any function of the score and its place."""
+"""Score mods: any function of the score, batch, head and positions."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ScoreMod(Variant):
         try:
             signature = inspect.signature(self.fn)
         except (TypeError, ValueError):
-            return  # written in C, perhaps: the call will tell
+            return  # Functions written in C may have no signature; the call checks them.
         try:
             signature.bind(*"sbhqk")
         except TypeError:
@@ -169,7 +169,7 @@ def _is_array(value: Any) -> bool:
 def _captured_values(
     fn: Any, arrays: list[Any], outer: tuple[Any, ...] = ()
 ) -> tuple[Any, ...] | None:
-    """What a function reads from outside, but for arrays, which are added to `arrays`.
+    """The values that a function captures, without its arrays, which are added to `arrays`.
 
     None if some of it may change without being replaced, as attributes of an object may. `outer`
     are the functions in which this one was found.
@@ -183,7 +183,7 @@ def _captured_values(
         return None
     if not isinstance(fn, types.FunctionType):
         return None
-    if fn in outer:  # it calls itself
+    if fn in outer:  # A recursive function refers to itself.
         return (fn.__code__,)
     found = [_constant_key(value, arrays, (*outer, fn)) for value in _values_of(fn)]
     return None if None in found else (fn.__code__, *found)

@@ -1,4 +1,4 @@
-"""Packed sequences: several examples in one row, each attending to itself alone."""
+"""Packed sequences: several sequences in one row, each of which attends only to itself."""
 
 from __future__ import annotations
 

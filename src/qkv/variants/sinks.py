@@ -1,4 +1,4 @@
-"""A logit that takes weight and gives nothing."""
+"""Attention sinks: a logit in the denominator of the softmax."""
 
 from __future__ import annotations
 

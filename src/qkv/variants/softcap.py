@@ -1,4 +1,4 @@
-"""Scores kept inside a bound."""
+"""Soft capping of scores with tanh."""
 
 from __future__ import annotations
 

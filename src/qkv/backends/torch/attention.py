@@ -21,13 +21,13 @@ from qkv.problem.spec import Problem
 __all__ = ["TensorAttention", "hides_values", "needs_derivatives"]
 
 PAIRS = 2**24
-"""Scores that are held at once."""
+"""Scores in memory at once, for all heads and batch rows."""
 
 _are_transforms_active = torch._C._are_functorch_transforms_active
 
 
 def hides_values(*tensors: Tensor) -> bool:
-    """Whether values cannot be asked for, since torch traces or transforms, or there are none."""
+    """Whether values cannot be read, because torch traces or transforms, or tensors are meta."""
     return (
         torch.compiler.is_compiling()
         or torch.is_autocast_enabled("cpu")
@@ -48,8 +48,8 @@ def needs_derivatives(*tensors: Tensor) -> bool:
 class TensorAttention:
     """One problem, with tensors for its operands and tables.
 
-    Blocks of queries are computed again on the way back, so that memory stays O(n); under
-    `torch.func` and forward mode, which do not take that, the weights are held.
+    Blocks of queries are recomputed in the backward pass, so that memory stays O(n). `torch.func`
+    and forward mode do not support that, so there the weights are kept.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -83,7 +83,7 @@ class TensorAttention:
         parts = []
         for start in range(0, max(spec.q_len, 1), step):
             stop = min(start + step, spec.q_len)
-            # What torch.func and compilers do not take; they hold what they need.
+            # torch.func and compilers do not support checkpoints; they hold the weights instead.
             if torch.is_grad_enabled() and not self.hides_values:
                 parts.append(checkpoint(self._block, start, stop, use_reentrant=False))
             else:
@@ -91,7 +91,7 @@ class TensorAttention:
         outs, rows = zip(*parts, strict=True)
         shape = (*spec.batch_shape, spec.num_heads, spec.q_len)
         out = torch.cat(outs, -2).reshape(*shape, spec.v_head_dim)
-        # A partial holds arrays of any library on its way back to the caller.
+        # `Partial` is typed for NumPy arrays, but carries tensors here.
         lse: Any = torch.cat(rows, -1).reshape(shape)
         return Partial(out, lse)  # type: ignore[arg-type]
 
@@ -104,7 +104,8 @@ class TensorAttention:
         clean = torch.where(key.isfinite(), key, 0.0)
         scaled = (grouped @ clean.mT * scale).flatten(1, 2)
         if self.hides_values or not bool(key.isfinite().all()):
-            # Nothing flows back through what is not finite; a forbidden pair must not see it.
+            # Products with keys that are not finite are added without a gradient, because 0 * NaN
+            # would reach forbidden pairs.
             raw = (grouped.detach() @ key.detach().mT * scale).flatten(1, 2)
             non_finite_keys = ~key.isfinite().all(-1).repeat_interleave(spec.group_size, 1)
             scaled = torch.where(non_finite_keys.flatten(1, 2)[:, :, None], raw, scaled)
@@ -145,7 +146,7 @@ class TensorAttention:
 
     @staticmethod
     def _not_finite(weights: Tensor, allowed: Tensor, value: Tensor) -> Tensor:
-        """What entries that are not finite add to the output, as constants: counts say where."""
+        """The NaN and infinite parts of the output, as constants without a gradient."""
         dtype = weights.dtype
         has_weight, has_no_weight = (
             (weights.detach() > 0).to(dtype),
@@ -171,7 +172,7 @@ class TensorAttention:
         return self._to_device(dropout_factors(dropout, **counters, dtype=compute_dtype))
 
     def _rotate(self) -> None:
-        """Turn query and key rows by their positions."""
+        """Rotate query and key rows by their positions."""
         rotation, angles = self.problem.spec.rotation, self.problem.operands.angles
         if rotation is None or angles is None:
             return
@@ -203,7 +204,7 @@ class TensorAttention:
             return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
         padded = leaf.reshape((1,) * (array.ndim - leaf.ndim) + tuple(leaf.shape))
         for axis, size in enumerate(array.shape):
-            padded = padded.narrow(axis, 0, size)  # axes that repeat are read once
+            padded = padded.narrow(axis, 0, size)  # A broadcast axis is read once.
         return padded.to(self.device, self.dtype)
 
 

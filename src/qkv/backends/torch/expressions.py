@@ -42,7 +42,7 @@ class TensorEvaluation:
                 return self.variables[name]
             case Load(table=table, indices=indices):
                 tensor = self.tables[table]
-                # A number on the device would have to be fetched from there.
+                # A constant index stays an int, because reading it from the device is slow.
                 index = tuple(
                     int(i.value) if isinstance(i, Const) else self.value(i) for i in indices
                 )

@@ -20,13 +20,13 @@ from qkv.mechanisms.base.namespace import values
 from qkv.mechanisms.base.operations import item_bytes
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
 
-__all__ = ["Flash", "Tile"]
+__all__ = ["Flash", "FlashTile"]
 
 Array = NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tile:
+class FlashTile:
     """The state of the queries of one tile after it has met one tile of keys.
 
     Attributes
@@ -112,7 +112,7 @@ class Flash(ProjectedAttention):
         self.block_q, self.block_kv = block_q, block_kv
         super().__init__(embed_dim, num_heads, **options)
 
-    def tiles(self, x: Any) -> Iterator[Tile]:
+    def tiles(self, x: Any) -> Iterator[FlashTile]:
         """The algorithm tile by tile, in float64, for every head of one sequence.
 
         Parameters
@@ -133,7 +133,7 @@ class Flash(ProjectedAttention):
             for first in range(0, len(rows), self.block_q):
                 yield from self._stream(head.head, scores, head.value, first)
 
-    def _stream(self, head: int, scores: Array, value: Array, first: int) -> Iterator[Tile]:
+    def _stream(self, head: int, scores: Array, value: Array, first: int) -> Iterator[FlashTile]:
         """One tile of queries against the tiles of keys in which a pair is allowed."""
         q_rows = slice(first, min(first + self.block_q, len(scores)))
         row_max = np.full(q_rows.stop - first, -np.inf)
@@ -151,7 +151,7 @@ class Flash(ProjectedAttention):
             row_sum = correction * row_sum + exps.sum(axis=1)
             accumulator = correction[:, None] * accumulator + exps @ value[kv_rows]
             row_max = largest
-            yield Tile(head, q_rows, kv_rows, tile, row_max, correction, row_sum, accumulator)
+            yield FlashTile(head, q_rows, kv_rows, tile, row_max, correction, row_sum, accumulator)
 
     def explain(
         self,
@@ -187,7 +187,7 @@ class Flash(ProjectedAttention):
         row = int(selected_indices(index, len(names), "index", "tokens")[0])
         steps: list[Step] = []
         output: list[float] = []
-        last: Tile | None = None
+        last: FlashTile | None = None
         for tile in self.tiles(x):
             if not tile.q_rows.start <= row < tile.q_rows.stop:
                 continue
@@ -234,7 +234,7 @@ class Flash(ProjectedAttention):
         return cls.for_example(block_q=5, block_kv=2)
 
 
-def _tile_step(tile: Tile, i: int, names: Sequence[str]) -> Step:
+def _tile_step(tile: FlashTile, i: int, names: Sequence[str]) -> Step:
     keys = names[tile.kv_rows]
     lines = [Line(f"s of {name}", score) for name, score in zip(keys, tile.scores[i], strict=True)]
     lines += [
@@ -248,7 +248,7 @@ def _tile_step(tile: Tile, i: int, names: Sequence[str]) -> Step:
                 tuple(lines))  # fmt: skip
 
 
-def _divide(tile: Tile, i: int, steps: list[Step]) -> list[float]:
+def _divide(tile: FlashTile, i: int, steps: list[Step]) -> list[float]:
     """Add the step that divides by the sum, and return the output of the head."""
     row: list[float] = (tile.accumulator[i] / tile.row_sum[i]).tolist()
     work = f"{numbers(tile.accumulator[i])} / {number(float(tile.row_sum[i]))}"
