@@ -1,7 +1,7 @@
 """Whether this machine multiplies bfloat16 tiles."""
 
 import qkv
-from qkv.backends.cpu import host
+from qkv.backends.cpu.machine import host
 
 
 def has_tiles() -> bool:

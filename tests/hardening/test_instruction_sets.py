@@ -7,7 +7,7 @@ import pytest
 from forced import instruction_sets, kernels, takes
 
 import qkv
-from qkv.backends.cpu import forward_pass
+from qkv.backends.cpu.passes import forward as forward_pass
 from qkv.testing import DTYPES, Case, cases, check_case
 from sampling import sample
 

@@ -39,7 +39,8 @@ class KeyLengths(MaskVariant):
            [0.5, 0.5, 0. ]])
     """
 
-    roles: ClassVar[Mapping[str, Role]] = {"kv_lens": "value"}
+    roles: ClassVar[Mapping[str, Role]] = {"kv_lens": "lengths"}
+    positions_only: ClassVar[bool] = True
     uses_batch_index: ClassVar[bool] = False
 
     kv_lens: ArrayLike
