@@ -7,10 +7,10 @@ import pytest
 from test_assembly import LINUX, compiled, number_of, straight_lines
 
 import qkv
-from qkv.backends.cpu.backend import kernel_spec
 from qkv.backends.cpu.backward.block import BackwardKey, TableGradient
 from qkv.backends.cpu.machine.host import Host
 from qkv.backends.cpu.machine.tiling import Shape
+from qkv.backends.cpu.plan.kernel_spec import kernel_spec
 from qkv.backends.cpu.replay.kernel import ReplayKey
 from qkv.backends.cpu.split_bf16.backward import emit_backward_parts
 from qkv.backends.cpu.split_bf16.replay import emit_part_replay
