@@ -107,7 +107,7 @@ def _write_page(page: Path, done: record.Run) -> None:
 
 def _threads() -> int:
     try:
-        from qkv.backends.cpu.host import host
+        from qkv.backends.cpu.machine.host import host
 
         host()
     except ImportError as error:

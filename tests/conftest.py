@@ -103,7 +103,8 @@ def x64() -> Iterator[None]:
 @pytest.fixture
 def every_task_a_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tasks are shared out however small they are: one thread would do most tests' problems."""
-    from qkv.backends.cpu import backward_pass, forward_pass
+    from qkv.backends.cpu.passes import backward as backward_pass
+    from qkv.backends.cpu.passes import forward as forward_pass
 
     for module in (forward_pass, backward_pass):
         monkeypatch.setattr(module, "_WORTH_A_THREAD", 1.0)
@@ -120,7 +121,7 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def masks_of_few_pairs_are_read(monkeypatch: pytest.MonkeyPatch, no_prepared_calls: None) -> None:
     """Masks are read for the tiles that they leave empty, however few pairs a problem has."""
-    from qkv.backends.cpu import schedule
+    from qkv.backends.cpu.plan import schedule
 
     monkeypatch.setattr(schedule, "FEW_OPERATIONS", 0)
 
@@ -143,7 +144,9 @@ def in_parts(monkeypatch: pytest.MonkeyPatch, no_prepared_calls: None) -> None:
     """Products of parts, and of tiles in the backward pass, wherever there can be any: the problems
     of most tests are too small.
     """
-    from qkv.backends.cpu import backward_pass, forward_pass, gradient
+    from qkv.backends.cpu.passes import backward as backward_pass
+    from qkv.backends.cpu.passes import forward as forward_pass
+    from qkv.backends.cpu.passes import gradient
 
     monkeypatch.setattr(forward_pass, "_PARTS_PAY", dict.fromkeys(forward_pass._PARTS_PAY, (1, 1)))
     monkeypatch.setattr(backward_pass, "_ROWS_PAY", 1)

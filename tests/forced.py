@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 
-from qkv.backends.cpu.host import host
+from qkv.backends.cpu.machine.host import host
 from qkv.errors import ArgumentError
 
 

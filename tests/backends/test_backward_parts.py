@@ -8,8 +8,10 @@ import torch
 
 import qkv
 from forced import NEEDS_TILES
-from qkv.backends.cpu import backward_pass, forward_pass, part_rows
-from qkv.backends.cpu.host import host
+from qkv.backends.cpu.machine.host import host
+from qkv.backends.cpu.passes import backward as backward_pass
+from qkv.backends.cpu.passes import forward as forward_pass
+from qkv.backends.cpu.split_bf16 import factors as part_rows
 from qkv.problem.check import check
 
 pytestmark = [NEEDS_TILES, pytest.mark.usefixtures("tiles")]

@@ -9,10 +9,11 @@ import pytest
 import qkv
 from processes import in_a_process
 from qkv.backends import backends
-from qkv.backends.cpu import CpuBackend, describe_host, forward_pass
-from qkv.backends.cpu.backend import integer_bits
-from qkv.backends.cpu.host import host
-from qkv.backends.cpu.schedule import TILE_KV, schedule
+from qkv.backends.cpu import CpuBackend, describe_host
+from qkv.backends.cpu.machine.host import host
+from qkv.backends.cpu.passes import forward as forward_pass
+from qkv.backends.cpu.plan.kernel_spec import integer_bits
+from qkv.backends.cpu.plan.schedule import TILE_KV, schedule
 from qkv.errors import ArgumentError
 from qkv.problem.builder import Shape
 from qkv.problem.check import check

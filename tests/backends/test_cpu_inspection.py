@@ -12,8 +12,9 @@ import pytest
 import qkv
 from forced import NEEDS_TILES
 from qkv.backends import Inspectable, backends
-from qkv.backends.cpu import forward_pass, replay_pass
-from qkv.backends.cpu.host import host
+from qkv.backends.cpu.machine.host import host
+from qkv.backends.cpu.passes import forward as forward_pass
+from qkv.backends.cpu.passes import replay as replay_pass
 from qkv.problem.builder import Shape
 from qkv.problem.check import check
 from qkv.testing import truth

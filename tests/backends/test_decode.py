@@ -9,14 +9,16 @@ import pytest
 
 import qkv
 from processes import in_a_process
-from qkv.backends.cpu import decode, forward_pass, streaming
-from qkv.backends.cpu.arguments import address_of, page_aligned, word_of
-from qkv.backends.cpu.decode import STRETCH_KV, panel_of, record_bytes
-from qkv.backends.cpu.decode_rows import FIELDS
-from qkv.backends.cpu.decode_tasks import BLOCK_KV, CHUNK, GROUP, TASK, chunk_of, shared_bytes
-from qkv.backends.cpu.host import host
-from qkv.backends.cpu.prepared import NOTHING, Block
-from qkv.backends.cpu.streaming import DecodeArguments, DecodePass
+from qkv.backends.cpu.decode import kernel as decode
+from qkv.backends.cpu.decode.kernel import STRETCH_KV, panel_of, record_bytes
+from qkv.backends.cpu.decode.rows import FIELDS
+from qkv.backends.cpu.decode.tasks import BLOCK_KV, CHUNK, GROUP, TASK, chunk_of, shared_bytes
+from qkv.backends.cpu.machine.host import host
+from qkv.backends.cpu.passes import decode as streaming
+from qkv.backends.cpu.passes import forward as forward_pass
+from qkv.backends.cpu.passes.arguments import address_of, page_aligned, word_of
+from qkv.backends.cpu.passes.decode import DecodeArguments, DecodePass
+from qkv.backends.cpu.prepared.forward import NOTHING, Block
 from qkv.problem.builder import Shape
 from qkv.problem.check import check
 from qkv.problem.scores import Scores

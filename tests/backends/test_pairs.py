@@ -9,12 +9,12 @@ import pytest
 import qkv
 from forced import instruction_sets
 from processes import in_a_process
-from qkv.backends.cpu import host as cpu_host
-from qkv.backends.cpu.forward import RUN, TASK
-from qkv.backends.cpu.forward_pass import ForwardPass
-from qkv.backends.cpu.host import host
-from qkv.backends.cpu.meeting import MEETINGS
-from qkv.backends.cpu.schedule import TILE_KV, schedule
+from qkv.backends.cpu.forward.kernel import RUN, TASK
+from qkv.backends.cpu.forward.score_blocks import MEETINGS
+from qkv.backends.cpu.machine import host as cpu_host
+from qkv.backends.cpu.machine.host import host
+from qkv.backends.cpu.passes.forward import ForwardPass
+from qkv.backends.cpu.plan.schedule import TILE_KV, schedule
 from qkv.problem.builder import Shape
 from qkv.problem.check import check
 from qkv.problem.tiles import TileGrid, TileKind
@@ -306,9 +306,9 @@ def test_tiles_are_released(monkeypatch) -> None:
     """What the processor says of its registers in use (XGETBV 1) after a job of this thread."""
     from llvmlite import ir
 
-    from qkv.backends.cpu import matrix_unit
-    from qkv.backends.cpu.compile import Kernel, build
-    from qkv.backends.cpu.ir import INT32, INT64, POINTER, Emitter
+    from qkv.backends.cpu.compiler.compile import Kernel, build
+    from qkv.backends.cpu.emit.emitter import INT32, INT64, POINTER, Emitter
+    from qkv.backends.cpu.products import matrix_unit
 
     def emit(used: bool) -> str:
         e = Emitter("in_use", 16)

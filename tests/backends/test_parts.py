@@ -5,8 +5,9 @@ import pytest
 
 import qkv
 from forced import NEEDS_TILES
-from qkv.backends.cpu import forward_pass, part_rows
-from qkv.backends.cpu.forward_pass import ForwardPass
+from qkv.backends.cpu.passes import forward as forward_pass
+from qkv.backends.cpu.passes.forward import ForwardPass
+from qkv.backends.cpu.split_bf16 import factors as part_rows
 from qkv.problem.check import check
 from qkv.testing import Case, bounds, cases, check_case, truth
 from qkv.testing.tolerances import ORDERS

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.backends.cpu.staircase import has_steps
+from qkv.backends.cpu.forward.boundary_blocks import has_steps
 from qkv.problem.builder import Shape
 from qkv.problem.check import check
 from qkv.testing import Case, check_case, truth

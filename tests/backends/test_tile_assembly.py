@@ -7,13 +7,13 @@ import pytest
 from test_assembly import LINUX, compiled, number_of, straight_lines
 
 import qkv
-from qkv.backends.cpu.backend import kernel_spec
-from qkv.backends.cpu.backward_block import BackwardKey, TableGradient
-from qkv.backends.cpu.backward_parts import emit_backward_parts
-from qkv.backends.cpu.frame import Shape
-from qkv.backends.cpu.host import Host
-from qkv.backends.cpu.replay import ReplayKey
-from qkv.backends.cpu.replay_parts import emit_part_replay
+from qkv.backends.cpu.backward.block import BackwardKey, TableGradient
+from qkv.backends.cpu.machine.host import Host
+from qkv.backends.cpu.machine.tiling import Shape
+from qkv.backends.cpu.plan.kernel_spec import kernel_spec
+from qkv.backends.cpu.replay.kernel import ReplayKey
+from qkv.backends.cpu.split_bf16.backward import emit_backward_parts
+from qkv.backends.cpu.split_bf16.replay import emit_part_replay
 from qkv.problem.check import check
 from qkv.problem.spec import Spec
 from qkv.testing import DTYPES

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.backends.cpu import CpuBackend, weightless
-from qkv.backends.cpu.backward_pass import BackwardPass
-from qkv.backends.cpu.forward_pass import ForwardPass
+from qkv.backends.cpu import CpuBackend
+from qkv.backends.cpu.passes.backward import BackwardPass
+from qkv.backends.cpu.passes.forward import ForwardPass
+from qkv.backends.cpu.plan import block_skipping as weightless
 from qkv.problem.backward import BackwardInputs
 from qkv.problem.builder import Shape
 from qkv.problem.check import check

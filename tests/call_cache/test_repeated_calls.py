@@ -298,7 +298,7 @@ def test_a_registered_backend_is_seen() -> None:
 
 
 def test_another_machine_is_seen(monkeypatch) -> None:
-    from qkv.backends.cpu.host import host
+    from qkv.backends.cpu.machine.host import host
 
     query = normal(1, 2, 8, 4)
     for _ in range(3):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import qkv
-from qkv.backends.cpu import host
+from qkv.backends.cpu.machine import host
 from qkv.call import pull_back as prepared_pull_back
 from qkv.call.attend import attend
 from qkv.call.bound import bind

@@ -13,7 +13,10 @@ import numpy as np
 from fuzz import memory, random_case
 
 import qkv
-from qkv.backends.cpu import arguments, forward_pass, prepared, prepared_backward
+from qkv.backends.cpu.passes import arguments
+from qkv.backends.cpu.passes import forward as forward_pass
+from qkv.backends.cpu.prepared import backward as prepared_backward
+from qkv.backends.cpu.prepared import forward as prepared
 from qkv.call.bound import bind
 from qkv.call.options import OptionValues
 from qkv.call.pull_back import Residuals, pull_back

@@ -17,7 +17,7 @@ import numpy as np
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
 
-Role: TypeAlias = Literal["static", "value", "in_place"]
+Role: TypeAlias = Literal["static", "value", "in_place", "lengths"]
 """How a call reads what a field of a variant holds.
 
 "static" is part of the structure: another value is another call. "value" is an array or number of

@@ -31,7 +31,8 @@ class KeyLengths(MaskVariant):
         If a length is negative or beyond kv_len, or the array does not fit the batch.
     """
 
-    roles: ClassVar[Mapping[str, Role]] = {"kv_lens": "value"}
+    roles: ClassVar[Mapping[str, Role]] = {"kv_lens": "lengths"}
+    positions_only: ClassVar[bool] = True
     uses_batch_index: ClassVar[bool] = False
 
     kv_lens: ArrayLike
