@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from itertools import product
 
 import numpy as np
 import pytest
@@ -100,9 +101,11 @@ def _views(full):
     return copies.items()
 
 
-@pytest.mark.parametrize("length", [16, 40])
-@pytest.mark.parametrize("batch", [(), (2,), (2, 3)])
-@pytest.mark.parametrize("kind", [qkv.Mask, qkv.Bias])
+@pytest.mark.sampled(
+    ("kind", "batch", "length"),
+    list(product([qkv.Mask, qkv.Bias], [(), (2,), (2, 3)], [16, 40])),
+    one_in=3,
+)
 def test_masks_and_biases_may_have_other_values(kind, batch, length) -> None:
     """Empty rows among them, and NaN behind what is masked everywhere."""
     random = np.random.default_rng(3)
@@ -266,7 +269,8 @@ def test_strides_are_part_of_it() -> None:
         _alike(broadcast)
 
 
-def test_few_are_kept() -> None:
+def test_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CALLS, "capacity", 40)
     key = normal(1, 1, 2 * CALLS.capacity, 2)
     for length in range(1, 2 * CALLS.capacity):
         part = key[:, :, :length]

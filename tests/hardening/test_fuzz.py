@@ -11,11 +11,11 @@ makes it again in this folder (`from fuzz import random_case`): of an odd number
 
 import numpy as np
 import pytest
-from forced import IN_PARTS, kernels
 from fuzz import random_case
 from fuzz.memory import scattered
 from fuzz.mods import random_mod
 
+from forced import IN_PARTS, kernels
 from qkv.backends.cpu import CpuBackend
 from qkv.problem.check import check
 from qkv.testing import DTYPES, check_case, truth
