@@ -13,8 +13,8 @@ import qkv
 from qkv.backends import Inspectable, backends
 from qkv.backends.cpu.machine import host as cpu_host
 from qkv.backends.cpu.machine.host import host
-from qkv.backends.cpu.passes import forward as forward_pass
 from qkv.backends.cpu.passes import replay as replay_pass
+from qkv.backends.cpu.split_bf16 import choice
 from qkv.problem.builder import Shape
 from qkv.problem.check import check
 from qkv.testing import truth
@@ -90,7 +90,7 @@ def products(request: pytest.FixtureRequest) -> str:
     if request.param == "parts":
         patch.setenv("QKV_ISA", "amx")
     else:
-        patch.setattr(forward_pass, "_PARTS_PAY", {})
+        patch.setattr(choice, "LEAST_SIZES", {})
     return str(request.param)
 
 
