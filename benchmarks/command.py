@@ -64,7 +64,7 @@ def _run(options: argparse.Namespace) -> record.Run:
         if value < 1:
             raise ArgumentError(f"{name}={value} is below 1.", action="Pass 1 or more.")
     for file in filter(None, (options.save, options.picture, options.markdown)):
-        # Not after minutes of work.
+        # Checked before minutes of work.
         if not Path(file).absolute().parent.is_dir():
             raise ArgumentError(f"{file} is in no folder.", action="Make the folder first.")
     if options.latency:

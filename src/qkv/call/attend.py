@@ -302,9 +302,9 @@ def decoding_step(
 def _prepare_step(step: Step, bound: BoundCall, call: CheckedCall) -> bool:
     """Prepare for more steps like this one, once there has been another; whether that can be."""
     backend, problem = call.choice.backend, call.problem
-    aligned = problem.operands.positions.aligned
+    align = problem.operands.positions.align
     # Whether a number and a word say the same depends on the lengths.
-    if step.q_offset is not None and aligned is not None:
+    if step.q_offset is not None and align is not None:
         return False
     if not isinstance(backend, PreparingSteps):
         return False
@@ -316,7 +316,7 @@ def _prepare_step(step: Step, bound: BoundCall, call: CheckedCall) -> bool:
         return False
     ready = backend.prepare_growing(problem, (*arrays, *from_lengths))
     if ready is not None:
-        found = GrowingCall(ready, aligned == "end", len(from_lengths))
+        found = GrowingCall(ready, align == "end", len(from_lengths))
         CALLS.insert(without_arrays(step.key), found)
     return ready is not None
 
@@ -337,4 +337,4 @@ def _from_lengths(problem: Problem) -> list[Array]:
             return []
         found += arrays
     moved = len(found) == 2
-    return [] if moved and problem.operands.positions.aligned != "end" else found
+    return [] if moved and problem.operands.positions.align != "end" else found

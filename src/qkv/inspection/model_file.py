@@ -28,8 +28,8 @@ def save(record: ModelRecord, path: str | os.PathLike[str]) -> None:
 
     arrays = {} if record.tokens is None else {"tokens": record.tokens.astype(np.int64)}
     for layer in record:
-        arrays.update(_named(layer))
-    about = {
+        arrays.update(_layer_arrays(layer))
+    header = {
         "schema": SCHEMA,
         "version": VERSION,
         "model": record.model,
@@ -37,7 +37,7 @@ def save(record: ModelRecord, path: str | os.PathLike[str]) -> None:
         "layers": [layer.name for layer in record],
     }
     contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-    replace_file(path, as_bytes(contiguous, {"qkv": json.dumps(about)}))
+    replace_file(path, as_bytes(contiguous, {"qkv": json.dumps(header)}))
 
 
 def load(path: str | os.PathLike[str]) -> ModelRecord:
@@ -47,9 +47,9 @@ def load(path: str | os.PathLike[str]) -> ModelRecord:
 
     name = repr(os.fspath(path))
     try:
-        about = _about(path, name)
+        header = _read_header(path, name)
         arrays = load_file(path)
-        return _record(about, arrays)
+        return _record(header, arrays)
     except FileError:
         raise
     except OSError as error:
@@ -63,52 +63,52 @@ def load(path: str | os.PathLike[str]) -> ModelRecord:
         ) from error
 
 
-def _named(layer: LayerRecord) -> dict[str, Array]:
-    scores, place = layer.scores, f"layers.{layer.index}"
+def _layer_arrays(layer: LayerRecord) -> dict[str, Array]:
+    scores, prefix = layer.scores, f"layers.{layer.index}"
     return {
-        **{f"{place}.rows.{name}": scores.rows[name] for name in SCORES},
-        **{f"{place}.counted.{name}": scores.counted[name] for name in SCORES},
-        f"{place}.received": scores.received,
-        f"{place}.top_keys": scores.top_keys,
-        f"{place}.top_weights": scores.top_weights,
+        **{f"{prefix}.rows.{name}": scores.rows[name] for name in SCORES},
+        **{f"{prefix}.counted.{name}": scores.counted[name] for name in SCORES},
+        f"{prefix}.received": scores.received,
+        f"{prefix}.top_keys": scores.top_keys,
+        f"{prefix}.top_weights": scores.top_weights,
     }
 
 
-def _about(path: str | os.PathLike[str], name: str) -> dict[str, Any]:
+def _read_header(path: str | os.PathLike[str], name: str) -> dict[str, Any]:
     from safetensors import safe_open
 
     with safe_open(path, "numpy") as file:
-        said = (file.metadata() or {}).get("qkv")
-    about = json.loads(said) if said else {}
-    if not isinstance(about, dict) or about.get("schema") != SCHEMA:
+        text = (file.metadata() or {}).get("qkv")
+    header = json.loads(text) if text else {}
+    if not isinstance(header, dict) or header.get("schema") != SCHEMA:
         raise FileError(
             f"{name} is a safetensors file, but no record of a model.",
             action="Write it with record.save(path).",
         )
-    if about.get("version") != VERSION:
+    if header.get("version") != VERSION:
         raise FileError(
-            f"{name} has version {about.get('version')!r}; this reads version {VERSION}.",
+            f"{name} has version {header.get('version')!r}; this reads version {VERSION}.",
             action="Read it with the version of qkv that wrote it.",
         )
-    return about
+    return header
 
 
-def _record(about: dict[str, Any], arrays: dict[str, Array]) -> ModelRecord:
-    record = ModelRecord(str(about["model"]))
+def _record(header: dict[str, Any], arrays: dict[str, Array]) -> ModelRecord:
+    record = ModelRecord(str(header["model"]))
     record.tokens = arrays.get("tokens")
-    texts = about["texts"]
+    texts = header["texts"]
     record.texts = None if texts is None else [str(text) for text in texts]
-    record.layers.extend(_layers(about["layers"], arrays))
+    record.layers.extend(_layers(header["layers"], arrays))
     return record
 
 
 def _layers(names: list[str], arrays: dict[str, Array]) -> Iterator[LayerRecord]:
     for index, name in enumerate(names):
-        place = f"layers.{index}"
-        rows = {score: arrays[f"{place}.rows.{score}"] for score in SCORES}
-        counted = {score: arrays[f"{place}.counted.{score}"] for score in SCORES}
+        prefix = f"layers.{index}"
+        rows = {score: arrays[f"{prefix}.rows.{score}"] for score in SCORES}
+        counted = {score: arrays[f"{prefix}.counted.{score}"] for score in SCORES}
         received, keys, best = (
-            arrays[f"{place}.{part}"] for part in ("received", "top_keys", "top_weights")
+            arrays[f"{prefix}.{part}"] for part in ("received", "top_keys", "top_weights")
         )
         batch, num_heads, q_len = rows["entropy"].shape
         fits = (

@@ -23,7 +23,7 @@ SCHEMA, VERSION = "qkv-trace", 1
 
 @dataclass(frozen=True, slots=True)
 class TracedProblem:
-    """What was computed: the variants in words, sizes, and the scale.
+    """The problem of a trace: the variants in words, sizes, and the scale.
 
     `rotation` is the label of the rotary embedding; `dropout` is its probability.
     """
@@ -52,7 +52,7 @@ class ScoreStage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MaskStage:
-    """Which keys one mask allows a row, `(kv_len,)`."""
+    """The keys that one mask allows a row, `(kv_len,)`."""
 
     label: str
     allowed: Array
@@ -67,7 +67,7 @@ class Slope:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RowBack:
+class RowGradients:
     """The step back through one row, in the order in which it is taken.
 
     Attributes
@@ -124,7 +124,7 @@ class TracedRow:
         What each value adds to the output; 0 where forbidden.
     output : array (v_head_dim,)
         Their sum.
-    back : RowBack or None
+    back : RowGradients or None
         With `grad=True`.
     """
 
@@ -143,7 +143,7 @@ class TracedRow:
     factors: Array | None
     contributions: Array
     output: Array
-    back: RowBack | None
+    back: RowGradients | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,7 +164,7 @@ class TracedHead:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Gradient:
+class TracedGradients:
     """dQ, dK and dV over all rows and heads, shaped and laid out as query, key and value."""
 
     cotangent: Array
@@ -175,16 +175,33 @@ class Gradient:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Trace:
-    """Attention of chosen rows with every number on the way, in float64; see `qkv.explain`.
+    """Attention of some rows with every intermediate number, in float64, as `qkv.explain` gives it.
 
-    `tokens` name the query rows and `kv_tokens` the key rows, where they were given.
+    Attributes
+    ----------
+    problem : TracedProblem
+        Sizes, dtype, scale, and the variants in words.
+    tokens, kv_tokens : tuple of str or None
+        Names of the query rows and of the key rows, where they were given.
+    heads : tuple of TracedHead
+        The traced rows of each query head.
+    gradient : Gradient or None
+        dQ, dK and dV over all rows, with `grad=True`.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> x = np.eye(2)
+    >>> trace = qkv.explain(x, x, x, q_index=1)
+    >>> trace.heads[0].rows[0].softmax.weights.round(3)
+    array([0.33, 0.67])
     """
 
     problem: TracedProblem
     tokens: tuple[str, ...] | None
     kv_tokens: tuple[str, ...] | None
     heads: tuple[TracedHead, ...]
-    gradient: Gradient | None
+    gradient: TracedGradients | None
 
     def __repr__(self) -> str:
         rows = sum(len(head.rows) for head in self.heads)

@@ -109,7 +109,7 @@ class TinyModel:
         return logits
 
     def _states(self, ids: Sequence[int]) -> Iterator[Array]:
-        """What each layer reads, (length, width), and at last what all of them have written."""
+        """The input (length, width) of each layer, and last the output of the final layer."""
         x = self._embedding[self._checked(ids)]
         yield x
         for layer, variants in zip(self._layers, LAYERS, strict=True):

@@ -16,7 +16,7 @@ from qkv.backends import (
     PreparedStatistics,
     Progress,
     Refusal,
-    kept,
+    ensure_residuals,
 )
 from qkv.backends.cpu.machine.fork_locks import importing
 from qkv.partial import Partial, RowStatistics, finish, identity, without_keys
@@ -193,7 +193,7 @@ class CpuBackend:
             from qkv.backends.cpu.passes.gradient import backward, sums_again
 
         if not sums_again(problem):
-            inputs = kept(problem, inputs, partial(self._run, few=False, backward=True))
+            inputs = ensure_residuals(problem, inputs, partial(self._run, few=False, backward=True))
         return backward(problem, inputs)
 
     def prepare_backward(

@@ -27,7 +27,7 @@ from qkv.backends.cpu.prepared.placeholders import tables_of, without_values
 from qkv.backends.cpu.rows.sinks import Sinks
 from qkv.errors import ArgumentError, ShapeError
 from qkv.partial import Partial
-from qkv.problem.bounds import prove_reads
+from qkv.problem.bounds import check_table_reads
 from qkv.problem.expressions import Const, Load, Node, Op, Var, walk
 from qkv.problem.intervals import Interval
 from qkv.problem.spec import Problem
@@ -241,7 +241,7 @@ def growing(problem: Problem, arrays: tuple[Array, ...]) -> GrowingDecode | None
     roots = [_for_any_length(node, shifts, brought) for node in (spec.score, spec.mask)]
     try:
         for root in roots:
-            prove_reads(root, places, operands.tables)
+            check_table_reads(root, places, operands.tables)
     except (ShapeError, ArgumentError):
         return None
     template = DecodeArguments(problem, NOTHING)

@@ -225,7 +225,7 @@ class AngleTable:
 
 def angle_tables(angles: Angles, side: str) -> Turns:
     """The angles of all rows of one side, "q" or "kv"."""
-    found = [angles.turns(side, batch) for batch in range(angles.rows(side))]
+    found = [angles.cos_sin(side, batch) for batch in range(angles.rows(side))]
     cosines, sines = (np.ascontiguousarray(np.stack(part)) for part in zip(*found, strict=True))
     return Turns(cosines, sines)
 

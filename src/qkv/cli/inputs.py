@@ -1,4 +1,4 @@
-"""What a command works on: arrays of a file or of a sample, cut down to what was asked for."""
+"""The input of a command: arrays of a file or sample, reduced to the chosen rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import qkv
-from qkv.cli.variants import joined
+from qkv.cli.variants import variants_of
 from qkv.errors import ArgumentError
 from qkv.files import read_arrays
 from qkv.inspection.record import Record
@@ -20,8 +20,8 @@ Array = NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Given:
-    """Arrays as they came, and where they came from."""
+class InputArrays:
+    """Arrays as they were read, and their source."""
 
     query: Array
     key: Array
@@ -31,13 +31,13 @@ class Given:
     source: str
 
     @classmethod
-    def from_file(cls, path: str) -> Given:
+    def from_file(cls, path: str) -> InputArrays:
         arrays = read_arrays(path)
         return cls(arrays.query, arrays.key, arrays.value, arrays.tokens, path, path)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Problem:
+class CommandInput:
     """One batch row as `(num_heads, length, head_dim)`, with names and positions of its rows.
 
     `head` and `q_index` say which head and query row of the given arrays come first here, `q_len`
@@ -45,12 +45,12 @@ class Problem:
     the same everywhere are computed over `given` as a whole, with `keywords`.
     """
 
-    given: Given
+    given: InputArrays
     query: Array
     key: Array
     value: Array
     variants: tuple[Any, ...]
-    everywhere: bool
+    uniform: bool
     keywords: dict[str, Any]
     scale: float | None
     q_offset: int
@@ -61,20 +61,20 @@ class Problem:
     q_index: int = 0
 
     @classmethod
-    def of(cls, given: Given, options: argparse.Namespace) -> Problem:
+    def of(cls, given: InputArrays, options: argparse.Namespace) -> CommandInput:
         """Check the arrays and options, and take the batch row that is wanted."""
-        variants = joined(options.variants)
+        variants = variants_of(options.variants)
         arrays = given.query, given.key, given.value
         keywords = {
             "scale": options.scale,
             "layout": options.layout,
             "q_offset": "start" if options.q_offset is None else options.q_offset,
         }
-        # The one place where arrays are checked; from here on they fit together.
+        # `plan` checks the arrays, so that the code below can rely on their shapes.
         qkv.plan(*arrays, *variants, **keywords)
         lead = np.broadcast_shapes(*(array.shape[:-3] for array in arrays))
         batch_size = int(np.prod(lead, dtype=object))
-        batch = chosen(options.batch or 0, batch_size, "batch")
+        batch = checked_index(options.batch or 0, batch_size, "batch")
         query, key, value = (_one_batch(array, lead, batch, options.layout) for array in arrays)
         num_heads, q_len, kv_len = len(query), query.shape[1], key.shape[1]
         if not (num_heads and q_len and kv_len):
@@ -97,7 +97,7 @@ class Problem:
             key,
             value,
             variants,
-            all(entry.option.everywhere for entry in options.variants),
+            all(entry.option.uniform for entry in options.variants),
             keywords,
             options.scale,
             q_offset,
@@ -106,9 +106,9 @@ class Problem:
             q_len,
         )
 
-    def with_head(self, head: int) -> Problem:
+    def with_head(self, head: int) -> CommandInput:
         """Only one query head, and the key head that it reads."""
-        head = chosen(head, len(self.query), "head")
+        head = checked_index(head, len(self.query), "head")
         kv_head = head // (len(self.query) // len(self.key))
         return replace(
             self,
@@ -118,9 +118,9 @@ class Problem:
             head=self.head + head,
         )
 
-    def with_query(self, q_index: int) -> Problem:
+    def with_query(self, q_index: int) -> CommandInput:
         """Only one query row, at the position that it had."""
-        q_index = chosen(q_index, self.query.shape[1], "query")
+        q_index = checked_index(q_index, self.query.shape[1], "query")
         return replace(
             self,
             query=self.query[:, q_index : q_index + 1],
@@ -133,26 +133,28 @@ class Problem:
         """Whether no query sees a later key."""
         return any(isinstance(variant, qkv.Causal) for variant in self.variants)
 
-    def inspected(self, progress: Callable[[int, int], object] | None = None) -> Inspected:
+    def head_statistics(
+        self, progress: Callable[[int, int], object] | None = None
+    ) -> HeadStatistics:
         """Statistics of the heads and rows of this problem."""
-        if self.everywhere:
+        if self.uniform:
             rows = self.query, self.key, self.value
             record = qkv.inspect(
                 *rows, *self.variants, scale=self.scale, q_offset=self.q_offset, progress=progress
             )
-            return Inspected(record, lambda array: array)
-        whole = self.given.query, self.given.key, self.given.value
-        record = qkv.inspect(*whole, *self.variants, **self.keywords, progress=progress)
+            return HeadStatistics(record, lambda array: array)
+        arrays = self.given.query, self.given.key, self.given.value
+        record = qkv.inspect(*arrays, *self.variants, **self.keywords, progress=progress)
         heads = slice(self.head, self.head + self.query.shape[0])
         q_rows = slice(self.q_index, self.q_index + self.query.shape[1])
 
-        def here(array: Array) -> Array:
+        def select(array: Array) -> Array:
             trailing = array.shape[record.entropy.ndim :]
             return array.reshape(self.batch_size, -1, self.q_len, *trailing)[
                 self.batch, heads, q_rows
             ]
 
-        return Inspected(record, here)
+        return HeadStatistics(record, select)
 
     def token_at(self, position: int) -> str | None:
         """The token of a query or key position, if there is one."""
@@ -171,28 +173,28 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Inspected:
-    """What `qkv.inspect` says, of some heads and rows: arrays `(heads, rows, ...)`."""
+class HeadStatistics:
+    """Statistics of `qkv.inspect` for some heads and rows: arrays `(heads, rows, ...)`."""
 
     record: Record
-    here: Callable[[Array], Array]
+    select: Callable[[Array], Array]
 
     @property
     def entropy(self) -> Array:
-        return self.here(self.record.entropy)
+        return self.select(self.record.entropy)
 
     def mass(self, keys: Any) -> Array:
-        return self.here(self.record.mass(keys))
+        return self.select(self.record.mass(keys))
 
     def mass_at(self, offset: int) -> Array:
-        return self.here(self.record.mass_at(offset))
+        return self.select(self.record.mass_at(offset))
 
     def top(self, count: int) -> tuple[Array, Array]:
         indices, weights = self.record.top(count)
-        return self.here(indices), self.here(weights)
+        return self.select(indices), self.select(weights)
 
 
-def chosen(index: int, count: int, what: str) -> int:
+def checked_index(index: int, count: int, what: str) -> int:
     """A row by number, from the end if negative."""
     if not -count <= index < count:
         raise ArgumentError(
@@ -209,10 +211,10 @@ def _one_batch(array: Array, lead: tuple[int, ...], batch: int, layout: str) -> 
     return row if layout == "bhld" else row.swapaxes(0, 1)
 
 
-def _offset(said: int | str | None, q_len: int, kv_len: int, real: int) -> int:
-    if said is None and q_len != kv_len:
+def _offset(requested: int | str | None, q_len: int, kv_len: int, real: int) -> int:
+    if requested is None and q_len != kv_len:
         raise ArgumentError(
             f"where do {q_len} queries stand among {kv_len} keys?",
             action="Pass --q-offset start, --q-offset end, or a position.",
         )
-    return said if isinstance(said, int) else real - q_len if said == "end" else 0
+    return requested if isinstance(requested, int) else real - q_len if requested == "end" else 0

@@ -13,14 +13,14 @@ from qkv.cache.encoding import Encoding
 from qkv.cache.memory import memory_with
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 
-__all__ = ["Arrival", "Kind", "check", "encode"]
+__all__ = ["NewRows", "RowFormat", "check", "encode"]
 
 _FLOATING = ("float64", "float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """What all rows of a cache have in common.
+class RowFormat:
+    """The library, shapes, dtype and device that all rows of a cache share.
 
     Attributes
     ----------
@@ -45,19 +45,19 @@ class Kind:
         """Leading dimensions without the heads."""
         return self.leading[0][:-1]
 
-    def with_batch(self, size: int) -> Kind:
+    def with_batch(self, size: int) -> RowFormat:
         """The same with another first batch dimension."""
         key, value = ((size, *leading[1:]) for leading in self.leading)
         return replace(self, leading=(key, value))
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class NewRows:
     """New rows, encoded.
 
     Attributes
     ----------
-    kind : Kind
+    row_format : RowFormat
     arrays : tuple
         What is kept of the keys, then what is kept of the values.
     of_key : int
@@ -66,16 +66,16 @@ class Arrival:
         Tokens of each sequence; rows behind them are padding.
     """
 
-    kind: Kind
+    row_format: RowFormat
     arrays: tuple[Any, ...]
     of_key: int
     new_lens: Lengths
 
 
 def check(
-    key: Any, value: Any, new_lens: Any, first: Kind | None, batched: bool
-) -> tuple[Kind, Lengths]:
-    """What new rows are, checked against each other and against `first`; tokens of each sequence.
+    key: Any, value: Any, new_lens: Any, first: RowFormat | None, batched: bool
+) -> tuple[RowFormat, Lengths]:
+    """The format of new rows, checked against `first`, and the tokens of each sequence.
 
     `batched` asks for exactly four dimensions.
     """
@@ -94,7 +94,7 @@ def check(
             seen,
             "Pass (batch, num_kv_heads, new, dim).",
         )
-    kind = Kind(
+    row_format = RowFormat(
         libraries["key"],
         (tuple(key.shape[:-2]), tuple(value.shape[:-2])),
         (key.shape[-1], value.shape[-1]),
@@ -102,21 +102,22 @@ def check(
         (_device(key), _device(value)),
     )
     if first is not None:
-        _compare(kind, libraries, first, seen)
-    for name, dtype in zip(("key", "value"), kind.dtype, strict=True):
+        _compare(row_format, libraries, first, seen)
+    for name, dtype in zip(("key", "value"), row_format.dtype, strict=True):
         if dtype.rpartition(".")[2] not in _FLOATING:
             raise DTypeError(
                 f"{name} has dtype {dtype}.", seen, f"Pass one of {', '.join(_FLOATING)}."
             )
-    if kind.dtype[0] != kind.dtype[1]:
+    if row_format.dtype[0] != row_format.dtype[1]:
         raise DTypeError(
-            f"key has dtype {kind.dtype[0]} and value {kind.dtype[1]}.",
+            f"key has dtype {row_format.dtype[0]} and value {row_format.dtype[1]}.",
             seen,
             "Convert them to one type, as qkv.attention wants them.",
         )
-    if kind.leading[0] != kind.leading[1]:
+    if row_format.leading[0] != row_format.leading[1]:
         raise ShapeError(
-            f"key has leading dimensions and heads {kind.leading[0]}, value {kind.leading[1]}.",
+            f"key has leading dimensions and heads {row_format.leading[0]}, "
+            f"value {row_format.leading[1]}.",
             seen,
             "Pass a key and a value for each token and kv head.",
         )
@@ -126,37 +127,39 @@ def check(
             seen,
             "Pass both as arrays of one library.",
         )
-    if kind.device[0] != kind.device[1]:
+    if row_format.device[0] != row_format.device[1]:
         raise ArgumentError(
-            f"key is on {kind.device[0]} and value on {kind.device[1]}.",
+            f"key is on {row_format.device[0]} and value on {row_format.device[1]}.",
             seen,
             "Move them to one device.",
         )
     new = int(key.shape[-2])
-    counts = np.full(kind.batch_shape, new, np.int64)
+    counts = np.full(row_format.batch_shape, new, np.int64)
     if new_lens is not None:
-        counts = whole_numbers("new_lens", new_lens, kind.batch_shape)
+        counts = whole_numbers("new_lens", new_lens, row_format.batch_shape)
         if counts.size and (counts.min() < 0 or counts.max() > new):
             raise ShapeError(
                 f"new_lens runs from {counts.min()} to {counts.max()}; {new} rows arrive.",
                 seen,
                 "Give each sequence a number of tokens from 0 to the rows that arrive.",
             )
-    return kind, counts
+    return row_format, counts
 
 
-def encode(key: Any, value: Any, kind: Kind, new_lens: Lengths, encoding: Encoding) -> Arrival:
-    """Checked rows as they will be kept; an error if their library follows what is done to them."""
-    memory = memory_with(kind.library)
+def encode(
+    key: Any, value: Any, row_format: RowFormat, new_lens: Lengths, encoding: Encoding
+) -> NewRows:
+    """Checked rows, encoded for storage; an error if their library tracks gradients."""
+    memory = memory_with(row_format.library)
     rows = [memory.rows(t, name) for name, t in (("key", key), ("value", value))]
-    kept = [encoding.encode(t, memory) for t in rows]
-    return Arrival(kind, (*kept[0], *kept[1]), len(kept[0]), new_lens)
+    encoded = [encoding.encode(t, memory) for t in rows]
+    return NewRows(row_format, (*encoded[0], *encoded[1]), len(encoded[0]), new_lens)
 
 
 def _compare(
-    kind: Kind, libraries: dict[str, str], first: Kind, seen: list[tuple[str, str]]
+    row_format: RowFormat, libraries: dict[str, str], first: RowFormat, seen: list[tuple[str, str]]
 ) -> None:
-    """Complain of what is not like the rows that came first."""
+    """Raise an error if new rows differ in format from the first ones."""
     for i, name in enumerate(("key", "value")):
         if libraries[name] != first.library:
             raise DTypeError(
@@ -165,29 +168,29 @@ def _compare(
                 seen,
                 "Convert it to the library of those that came first, or reset the cache.",
             )
-        if (kind.leading[i], kind.dims[i]) != (first.leading[i], first.dims[i]):
+        if (row_format.leading[i], row_format.dims[i]) != (first.leading[i], first.dims[i]):
             raise ShapeError(
-                f"{name} has leading dimensions and heads {kind.leading[i]} and rows of "
-                f"{kind.dims[i]}; the cache has {first.leading[i]} and {first.dims[i]}.",
+                f"{name} has leading dimensions and heads {row_format.leading[i]} and rows of "
+                f"{row_format.dims[i]}; the cache has {first.leading[i]} and {first.dims[i]}.",
                 seen,
                 "Use one cache for each layer and batch.",
             )
-        if kind.dtype[i] != first.dtype[i]:
+        if row_format.dtype[i] != first.dtype[i]:
             raise DTypeError(
-                f"{name} has dtype {kind.dtype[i]}; the cache has {first.dtype[i]}.",
+                f"{name} has dtype {row_format.dtype[i]}; the cache has {first.dtype[i]}.",
                 seen,
                 "Convert it to the type of those that came first.",
             )
-        if kind.device[i] != first.device[i]:
+        if row_format.device[i] != first.device[i]:
             raise ArgumentError(
-                f"{name} is on {kind.device[i]}; the cache is on {first.device[i]}.",
+                f"{name} is on {row_format.device[i]}; the cache is on {first.device[i]}.",
                 seen,
                 "Move it to the device of those that came first.",
             )
 
 
 def _device(array: Any) -> str:
-    """Where torch has it; arrays of other libraries are read from this machine's memory."""
+    """The device of a torch tensor; other arrays are read from main memory."""
     return str(array.device) if kind_of(array) == "torch" else "cpu"
 
 
