@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
 
+import qkv
 from qkv._threads import usable_cores
 from sampling import sample
 
@@ -81,6 +83,34 @@ def no_prepared_calls() -> Iterator[None]:
     CALLS.clear()
 
 
+@pytest.fixture(autouse=True)
+def same_torch_seed() -> None:
+    """Every test draws from torch's generator, if torch is loaded, as from a new one."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(0)
+
+
+@pytest.fixture
+def x64() -> Iterator[None]:
+    """64-bit JAX for one test; it is never switched on for the process."""
+    import jax
+
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
+def every_task_a_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tasks are shared out however small they are: one thread would do most tests' problems."""
+    from qkv.backends.cpu import backward_pass, forward_pass
+
+    for module in (forward_pass, backward_pass):
+        monkeypatch.setattr(module, "_WORTH_A_THREAD", 1.0)
+    yield
+    qkv.set_num_threads(None)
+
+
 @pytest.fixture
 def two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled code may use two threads; where tests run side by side, it uses one."""
@@ -100,6 +130,12 @@ def masks_unread_and_read(request: pytest.FixtureRequest) -> None:
     """A test twice: the problems of most are so small that their masks would not be read."""
     if request.param == "masks read":
         request.getfixturevalue("masks_of_few_pairs_are_read")
+
+
+@pytest.fixture
+def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bfloat16 tiles are used; they are there where `forced.NEEDS_TILES` does not skip."""
+    monkeypatch.setenv("QKV_ISA", "amx")
 
 
 @pytest.fixture

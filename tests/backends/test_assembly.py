@@ -13,13 +13,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from qkv.backends.cpu.backend import kernel_spec
 from qkv.backends.cpu.compiler.compile import optimized_for
 from qkv.backends.cpu.decode.kernel import DecodeKey, emit_decode
 from qkv.backends.cpu.forward.bf16_dot import emit_pairs
 from qkv.backends.cpu.forward.kernel import ForwardKey, emit_forward
 from qkv.backends.cpu.machine.host import Host
 from qkv.backends.cpu.machine.tiling import Shape
+from qkv.backends.cpu.plan.kernel_spec import kernel_spec
 from qkv.backends.cpu.split_bf16.forward import emit_parts
 from qkv.problem.check import check
 from qkv.problem.spec import Spec

@@ -1,17 +1,14 @@
 """The same bits whatever the number of threads, and every time."""
 
-from collections.abc import Iterator
 from functools import partial
 from itertools import cycle
 
 import numpy as np
 import pytest
-from forced import kernels, takes
 from fuzz import random_case
 
 import qkv
-from qkv.backends.cpu.passes import backward as backward_pass
-from qkv.backends.cpu.passes import forward as forward_pass
+from forced import kernels, takes
 from qkv.problem.builder import Shape
 from qkv.testing import DTYPES, Case
 from sampling import sample
@@ -20,13 +17,7 @@ THREADS = (1, 2, 3, 5)
 REPEATS = 250
 
 
-@pytest.fixture(autouse=True)
-def every_task_a_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Small problems would be done by one."""
-    for module in (forward_pass, backward_pass):
-        monkeypatch.setattr(module, "_WORTH_A_THREAD", 1.0)
-    yield
-    qkv.set_num_threads(None)
+pytestmark = pytest.mark.usefixtures("every_task_a_thread")
 
 
 def blocks(name: str, dtype: str, q_len: int, *variants: object) -> Case:

@@ -1,12 +1,15 @@
 """Instruction sets, and kernels, that can be forced on this machine."""
 
+from functools import cache
+
 import pytest
 
 from qkv.backends.cpu.machine.host import host
 from qkv.errors import ArgumentError
 
 
-def instruction_sets() -> list[str]:
+@cache
+def instruction_sets() -> tuple[str, ...]:
     """Those that run here, the most able first."""
     found = []
     with pytest.MonkeyPatch.context() as patch:
@@ -16,8 +19,12 @@ def instruction_sets() -> list[str]:
                 found.append(host().isa)
             except ArgumentError:
                 continue
-    return found
+    return tuple(found)
 
+
+NEEDS_TILES = pytest.mark.skipif(
+    "amx" not in instruction_sets(), reason="this processor has no bfloat16 tiles"
+)
 
 IN_PARTS = ("float32", "float16")
 """What is multiplied as sums of bfloat16 parts, where that pays."""
