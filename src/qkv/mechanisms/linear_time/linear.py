@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from qkv.errors import ArgumentError, ShapeError
@@ -16,6 +16,7 @@ from qkv.mechanisms.base.namespace import array_namespace, like, values
 from qkv.mechanisms.base.operations import projection, traffic
 from qkv.mechanisms.base.projected import ProjectedAttention
 from qkv.mechanisms.linear_time.activations import elu_plus_one
+from qkv.mechanisms.linear_time.chunks import in_chunks, state_of_no_tokens
 from qkv.mechanisms.linear_time.recurrent import repeated_heads
 
 __all__ = [
@@ -311,15 +312,7 @@ def recurrent(query: Any, key: Any, value: Any, state: Any = None) -> tuple[Any,
     state : array
         With the tokens of this call.
     """
-    xp = array_namespace(query)
-    value = _with_ones(value)
-    state = _no_tokens(key, value) if state is None else state
-    rows = []
-    for t in range(query.shape[-2]):
-        now = slice(t, t + 1)
-        state = state + key[..., now, :].mT @ value[..., now, :]
-        rows.append(query[..., now, :] @ state)
-    return _divided(xp.concat(rows, axis=-2)), state
+    return _in_chunks(lambda products: products, query, key, value, state, 1)
 
 
 def chunk(
@@ -333,16 +326,19 @@ def chunk(
     -----
     O(n (chunk_size + features) (features + v_head_dim)) operations.
     """
-    xp = array_namespace(query)
+    return _in_chunks(array_namespace(query).tril, query, key, value, state, chunk_size)
+
+
+def _in_chunks(
+    masked: Callable[[Any], Any], query: Any, key: Any, value: Any, state: Any, size: int
+) -> tuple[Any, Any]:
+    def tokens(state: Any, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        return masked(q @ k.mT) @ v + q @ state, state + k.mT @ v
+
     value = _with_ones(value)
-    state = _no_tokens(key, value) if state is None else state
-    rows = []
-    for start in range(0, query.shape[-2], chunk_size):
-        now = slice(start, start + chunk_size)
-        q, k, v = query[..., now, :], key[..., now, :], value[..., now, :]
-        rows.append(xp.tril(q @ k.mT) @ v + q @ state)
-        state = state + k.mT @ v
-    return _divided(xp.concat(rows, axis=-2)), state
+    state = state_of_no_tokens(key, value) if state is None else state
+    output, state = in_chunks(tokens, (query, key, value), state, size)
+    return _divided(output), state
 
 
 def _with_ones(value: Any) -> Any:
@@ -353,8 +349,3 @@ def _with_ones(value: Any) -> Any:
 
 def _divided(sums: Any) -> Any:
     return sums[..., :-1] / sums[..., -1:]
-
-
-def _no_tokens(key: Any, value: Any) -> Any:
-    """The state before the first token: a sum over no rows, in the library of its inputs."""
-    return key[..., :0, :].mT @ value[..., :0, :]
