@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from qkv.errors import ArgumentError, ShapeError
+from qkv.errors import ArgumentError, ShapeError, UnsupportedError
 from qkv.inspection.explain import chosen
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.attention import all_three, one_sequence
@@ -70,6 +70,9 @@ class Linear(ProjectedAttention):
     paper = "Katharopoulos et al., Transformers are RNNs (2020)"
     formula = "o_i = sum_j w_ij v_j, w_ij = phi(q_i) . phi(k_j) / sum_j of it, phi(x) = elu(x) + 1"
 
+    decodes: ClassVar[bool] = True
+    """Whether the features of a key are its own, so that a sum over keys can be continued."""
+
     def __init__(
         self, embed_dim: int, num_heads: int = 1, *, chunk_size: int = 64, **options: Any
     ) -> None:
@@ -132,6 +135,56 @@ class Linear(ProjectedAttention):
             The arrays do not fit the weights or one another.
         """
         return self.join(self.mix(*self.featured(*all_three(x, key, value))))
+
+    def step(self, x: Any, state: Any = None) -> tuple[Any, Any]:
+        """Mix the next tokens of a sequence: one when decoding, several for a prompt.
+
+        Parameters
+        ----------
+        x : array (..., n, embed_dim)
+        state : array (..., num_heads, head_dim, head_dim + 1), optional
+            What the last step returned; a sequence begins if there is none.
+
+        Returns
+        -------
+        output : array (..., n, width)
+            What a call with all tokens so far gives for these.
+        state : array
+            `sum_j phi(k_j)^T [v_j, 1]` over all tokens so far.
+
+        Raises
+        ------
+        UnsupportedError
+            The mechanism is not causal, or its features of one key depend on the others.
+        ShapeError
+            The state is of another mechanism, or for another batch.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from qkv.mechanisms import Linear
+        >>> layer, x = Linear(8, causal=True), np.eye(8)
+        >>> first, state = layer.step(x[:5])
+        >>> rest, state = layer.step(x[5:], state)
+        >>> bool(np.allclose(np.concatenate([first, rest]), layer(x)))
+        True
+        """
+        if not (self.causal and self.decodes):
+            raise UnsupportedError(
+                f"{self.name} with causal={self.causal} cannot be computed token by token.",
+                action="Pass the whole sequence to a call, or use Linear(..., causal=True).",
+            )
+        query, key, value = self.featured(x, x, x)
+        shape = (*key.shape[:-2], key.shape[-1], value.shape[-1] + 1)
+        if state is not None and tuple(state.shape) != shape:
+            raise ShapeError(
+                f"the state has shape {tuple(state.shape)}, not {shape}.",
+                [("x", str(tuple(x.shape)))],
+                "Pass what step returned for the tokens before, of the same sequences.",
+            )
+        state = None if state is None else like(state, x, "state")
+        out, state = chunk(query, key, value, state, self.chunk_size)
+        return self.join(out), state
 
     def token_mixing(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
         """The weights `(..., num_heads, q_len, kv_len)`; values only, without a gradient."""

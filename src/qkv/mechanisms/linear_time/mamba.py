@@ -104,7 +104,7 @@ class Mamba(RecurrentMechanism):
         bias: bool = False,
         conv_bias: bool = True,
         out_proj: bool = True,
-        chunk_size: int = 144,
+        chunk_size: int = 64,
         weights: Mapping[str, Any] | None = None,
         seed: int = 0,
     ) -> None:
@@ -166,8 +166,8 @@ class Mamba(RecurrentMechanism):
     def mix(self, inputs: Mapping[str, Any], state: dict[str, Any]) -> Any:
         """The selective scan, in chunks."""
         value, a = inputs["value"], self._a(inputs["value"])
-        inputs = (value, inputs["step"], a, inputs["B"], inputs["C"])
-        out, state["scan"] = chunk(*inputs, state["scan"], self.chunk_size)
+        rows = (value, inputs["step"], a, inputs["B"], inputs["C"])
+        out, state["scan"] = chunk(*rows, state["scan"], self.chunk_size)
         return out + self.weight("D", value) * value
 
     def mixing(self, inputs: Mapping[str, Any]) -> Any:
@@ -302,7 +302,7 @@ def recurrent(x: Any, step: Any, a: Any, b: Any, c: Any, state: Any = None) -> t
 
 
 def chunk(
-    x: Any, step: Any, a: Any, b: Any, c: Any, state: Any = None, chunk_size: int = 144
+    x: Any, step: Any, a: Any, b: Any, c: Any, state: Any = None, chunk_size: int = 64
 ) -> tuple[Any, Any]:
     """The selective scan in chunks, in each of which segments are computed side by side.
 
@@ -338,12 +338,9 @@ def chunk(
     steps, inputs, reads = (xp.moveaxis(r, -2, 0)[..., None, :] for r in (step, step * x, c))
     rows = []
     for where, length in segments(x.shape[-2], chunk_size):
-        tokens = (in_segments(r[where, ...], length) for r in (steps, writes, inputs))
-        pairs = [(xp.exp(dt * a), k * u) for dt, k, u in zip(*tokens, strict=True)]
-        decay, increment = zip(*pairs, strict=True)
-        states = linear_scan(decay, increment, state)
-        next(states)
-        read = in_segments(reads[where, ...], length)
-        rows.append(joined_segments([q @ (state := h) for q, h in zip(read, states, strict=True)]))
-        state = state[-1, ...]
+        decay = in_segments(xp.exp(steps[where, ...] * a), length)
+        increment = in_segments(writes[where, ...] * inputs[where, ...], length)
+        _, *after = linear_scan(decay, increment, state)
+        state = after[-1][-1, ...]
+        rows.append(reads[where, ...] @ joined_segments(after))
     return xp.moveaxis(xp.concat(rows)[..., 0, :], 0, -2), state.mT

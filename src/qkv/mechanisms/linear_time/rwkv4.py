@@ -73,6 +73,7 @@ class RWKV4(RecurrentMechanism):
     name = "rwkv4"
     paper = "Peng et al., RWKV: Reinventing RNNs for the Transformer Era (2023)"
     formula = "O (sigmoid(r_t) * sum_j p_tj v_j), p_t = softmax_j(k_j - (t - 1 - j) w, k_t + u)"
+    block_size: ClassVar[int] = 4096
     mixing_formula: ClassVar[str] = (
         "softmax over j of k_j - (t - 1 - j) w, and k_t + u for t itself"
     )
@@ -83,7 +84,7 @@ class RWKV4(RecurrentMechanism):
         hidden_dim: int | None = None,
         *,
         out_proj: bool = True,
-        chunk_size: int = 512,
+        chunk_size: int = 2048,
         weights: Mapping[str, Any] | None = None,
         seed: int = 0,
     ) -> None:
@@ -269,7 +270,7 @@ def chunk(
     decay: Any,
     bonus: Any,
     state: tuple[Any, Any, Any] | None = None,
-    chunk_size: int = 512,
+    chunk_size: int = 2048,
 ) -> tuple[Any, tuple[Any, Any, Any]]:
     """The same in chunks: scans for the largest score so far, and for the sums divided by its exp.
 
