@@ -72,6 +72,8 @@ class Linear(ProjectedAttention):
 
     decodes: ClassVar[bool] = True
     """Whether the features of a key are its own, so that a sum over keys can be continued."""
+    block_size: ClassVar[int] = 4096
+    """Tokens that are computed at once, if causal, so that they need little memory."""
 
     def __init__(
         self, embed_dim: int, num_heads: int = 1, *, chunk_size: int = 64, **options: Any
@@ -134,9 +136,13 @@ class Linear(ProjectedAttention):
         ShapeError
             The arrays do not fit the weights or one another.
         """
+        xp = array_namespace(x)
+        alone = key is None and value is None and x.ndim > 1
+        if alone and self.causal and self.decodes and x.shape[-2] > self.block_size:
+            return in_chunks(lambda state, x: self.step(x, state), [x], None, self.block_size)[0]
         out = self.join(self.mix(*self.featured(*all_three(x, key, value))))
         # NumPy multiplies bfloat16 to float32.
-        return array_namespace(x).astype(out, x.dtype, copy=False)
+        return xp.astype(out, x.dtype, copy=False)
 
     def step(self, x: Any, state: Any = None) -> tuple[Any, Any]:
         """Mix the next tokens of a sequence: one when decoding, several for a prompt.
