@@ -145,9 +145,9 @@ def in_parts(monkeypatch: pytest.MonkeyPatch, no_prepared_calls: None) -> None:
     of most tests are too small.
     """
     from qkv.backends.cpu.passes import backward as backward_pass
-    from qkv.backends.cpu.passes import forward as forward_pass
     from qkv.backends.cpu.passes import gradient
+    from qkv.backends.cpu.split_bf16 import choice
 
-    monkeypatch.setattr(forward_pass, "_PARTS_PAY", dict.fromkeys(forward_pass._PARTS_PAY, (1, 1)))
+    monkeypatch.setattr(choice, "LEAST_SIZES", dict.fromkeys(choice.LEAST_SIZES, (1, 1)))
     monkeypatch.setattr(backward_pass, "_ROWS_PAY", 1)
     monkeypatch.setattr(gradient, "_FEW", 0)

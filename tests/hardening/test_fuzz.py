@@ -6,7 +6,7 @@ A failure names its problem, `random_case(seed, structure, number)`, from which
 
 makes it again in this folder (`from fuzz import random_case`): of an odd number, once
 `FEW_OPERATIONS` of `schedule` and of `streaming` is 0; in parts, once
-`qkv.backends.cpu.passes.forward._PARTS_PAY` says (1, 1) of its type.
+`qkv.backends.cpu.split_bf16.choice.LEAST_SIZES` says (1, 1) of its type.
 """
 
 import numpy as np
