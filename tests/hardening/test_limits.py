@@ -228,7 +228,7 @@ def test_sixteen_thousand_tokens_take_sixteen_mebibytes(kind, dtype) -> None:
 
 
 @LINUX
-@pytest.mark.parametrize(
+@pytest.mark.sampled(
     ("kind", "dtype", "item"),
     [
         ("causal", "float32", 4),
@@ -236,6 +236,7 @@ def test_sixteen_thousand_tokens_take_sixteen_mebibytes(kind, dtype) -> None:
         ("window", "float32", 4),
         ("segments", "float16", 2),
     ],
+    one_in=4,
 )
 def test_a_hundred_and_thirty_thousand_tokens_take_sixteen_mebibytes(kind, dtype, item) -> None:
     """Of few dimensions, which what is beside the operands does not depend on."""
