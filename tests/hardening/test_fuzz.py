@@ -11,11 +11,11 @@ makes it again in this folder (`from fuzz import random_case`): of an odd number
 
 import numpy as np
 import pytest
-from forced import IN_PARTS, kernels
 from fuzz import random_case
 from fuzz.memory import scattered
 from fuzz.mods import random_mod
 
+from forced import IN_PARTS, kernels
 from qkv.backends.cpu import CpuBackend
 from qkv.problem.check import check
 from qkv.testing import DTYPES, check_case, truth
@@ -49,7 +49,7 @@ def test_random_problems(
     kernel: str, structure: int, count: int, request: pytest.FixtureRequest
 ) -> None:
     if kernel:
-        request.getfixturevalue("in_parts")
+        request.getfixturevalue("splits_operands")
     seed = request.config.getoption("fuzz_seed")
     for number in range(0, count, 2):
         check_case("cpu", random_case(seed, structure, number))

@@ -18,22 +18,26 @@ import numpy as np
 from qkv.backends.cpu.machine import threadpool_limits
 from qkv.backends.cpu.machine.fork_locks import alone_in_llvm
 from qkv.backends.cpu.machine.tile_permission import permitted
-from qkv.backends.cpu.machine.tiling import Shape
+from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.errors import ArgumentError
 
-_AVX512 = Shape(lanes=16, vectors=4, keys=4, halves=True)
+_AVX512 = TileShape(lanes=16, vectors=4, keys=4, halves=True)
 _SHAPES = {
     "amx": _AVX512,
     "avx512-bf16": _AVX512,
     "avx512": _AVX512,
-    "avx2": Shape(lanes=8, vectors=3, keys=4, halves=True),
-    "sse": Shape(lanes=4, vectors=3, keys=3, fused=False),
-    "neon": Shape(lanes=4, vectors=4, keys=4, halves=True),
+    "avx2": TileShape(lanes=8, vectors=3, keys=4, halves=True),
+    "sse": TileShape(lanes=4, vectors=3, keys=3, fused=False),
+    "neon": TileShape(lanes=4, vectors=4, keys=4, halves=True),
 }
 """For float32."""
 _BFLOAT16_SHAPES = {
-    "amx": Shape(lanes=16, vectors=2, keys=2, halves=True, product="tiles", together=8),
-    "avx512-bf16": Shape(lanes=16, vectors=4, keys=6, halves=True, product="pairs", together=4),
+    "amx": TileShape(
+        lanes=16, vectors=2, keys=2, halves=True, product="tiles", q_blocks_per_task=8
+    ),
+    "avx512-bf16": TileShape(
+        lanes=16, vectors=4, keys=6, halves=True, product="pairs", q_blocks_per_task=4
+    ),
 }
 """For products of bfloat16; other machines convert to float32."""
 _NEEDS_AVX512 = frozenset({"avx512f", "avx512vl", "avx512bw", "avx512dq", "fma", "f16c"})
@@ -68,15 +72,15 @@ class Host:
     isa: str
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> TileShape:
         return replace(_SHAPES[self.isa], **_ASKING.get(self.cpu, {}))
 
     @property
-    def bfloat16_shape(self) -> Shape | None:
+    def bfloat16_shape(self) -> TileShape | None:
         """For products of bfloat16, where the machine has them."""
         return _BFLOAT16_SHAPES.get(self.isa)
 
-    def shape_of(self, dtype: np.dtype[Any]) -> Shape:
+    def shape_of(self, dtype: np.dtype[Any]) -> TileShape:
         """For a type of computation: float64 has half as many lanes."""
         shape = self.shape
         return shape if dtype.itemsize == 4 else replace(shape, lanes=shape.lanes // 2)
@@ -108,7 +112,7 @@ def quick_setting(name: str) -> Callable[[], object]:
     return partial(os.environ.get, name)
 
 
-isa_said = quick_setting("QKV_ISA")
+isa_setting = quick_setting("QKV_ISA")
 
 
 @lru_cache(maxsize=8)

@@ -1,4 +1,4 @@
-"""What is known of each row in the backward pass, and what comes of the sums over its keys."""
+"""The numbers of each row that the backward pass reads, and lse and delta from sums over its keys."""
 
 from __future__ import annotations
 

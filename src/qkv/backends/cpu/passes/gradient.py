@@ -32,14 +32,14 @@ def backward(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
     passed = BackwardPass(
         problem, few=few, names=inputs.tables, out_dtype=inputs.out.dtype, inputs=inputs
     )
-    if passed.multiplies_parts and is_faint(inputs.grad_out, inputs.grad_lse):
+    if passed.splits_float32 and is_faint(inputs.grad_out, inputs.grad_lse):
         return _lifted(problem, inputs)
     results = Results(problem, passed)
     rows = Rows(problem, inputs, passed.splits if few else 0)
     workers = passed.workers()
     arguments = BackwardArguments(problem, inputs, passed, results, rows, workers)
     if few:
-        passed.launch(passed.residuals(), arguments, workers)
+        passed.launch(passed.delta_correction(), arguments, workers)
         rows.join(problem, inputs)
     passed.launch(passed.kernel(), arguments, workers)
     return results.finish()

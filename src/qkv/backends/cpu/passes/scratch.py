@@ -38,7 +38,7 @@ class Block:
         self.words = memoryview(words.data)
         self.address = address_of(words)
         self.pointer = ctypes.c_void_p(self.address)
-        self.kept: tuple[Any, ...] = ()
+        self.keep_alive: tuple[Any, ...] = ()
 
     def allow(self, start: int, stop: int) -> None:
         self.words[0] = start

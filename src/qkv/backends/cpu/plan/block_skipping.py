@@ -61,21 +61,21 @@ class _Fading:
     heads: tuple[bool, ...]
 
 
-def fades(problem: Problem) -> bool:
+def skips_by_value(problem: Problem) -> bool:
     """Whether which pairs are computed depends on values of query, key and value."""
     return _fading(problem) is not None
 
 
-def weightless(
+def block_skipping(
     problem: Problem, block_q: int, block_kv: int, inputs: BackwardInputs | None = None
-) -> Weightless | None:
+) -> BlockSkipping | None:
     """What to ask about the blocks of a problem, or of its gradients, if any may weigh nothing."""
     fading = _fading(problem)
-    return None if fading is None else Weightless(problem, (block_q, block_kv), fading, inputs)
+    return None if fading is None else BlockSkipping(problem, (block_q, block_kv), fading, inputs)
 
 
-class Weightless:
-    """Tells the blocks of one problem; made by `weightless`.
+class BlockSkipping:
+    """Tells the blocks of one problem; made by `block_skipping`.
 
     Only blocks of keys that a kernel would take as they are: if others were left out, the rest
     would be added up in another order, and the bits of a row would depend on what it may not see.
@@ -92,7 +92,7 @@ class Weightless:
         self._inputs = inputs
         self._group: tuple[int, int, Array, Array] | None = None
 
-    def spare(self, kinds: Array, tile_kv: int, batch: int, head: int, first: int) -> Array:
+    def skip(self, kinds: Array, tile_kv: int, batch: int, head: int, first: int) -> Array:
         """`TileKind` of query blocks from `first` on, where blocks that weigh nothing are empty."""
         if not self._fading.heads[head]:
             return kinds
@@ -113,8 +113,8 @@ class Weightless:
         # Kernels count blocks from the first tile of a run.
         after = np.where(full, 0, np.arange(1, full.shape[1] + 1))
         nothing &= np.maximum.accumulate(after, axis=1)[:, ::tiles] % tiles == 0
-        spared = np.repeat(nothing, tiles, axis=1)[:, : kinds.shape[1]]
-        return np.where(spared, TileKind.EMPTY, kinds)
+        skipped = np.repeat(nothing, tiles, axis=1)[:, : kinds.shape[1]]
+        return np.where(skipped, TileKind.EMPTY, kinds)
 
     def _bounds(self, queries: Array, keys: Array, head: int, first: int) -> tuple[Array, Array]:
         """Of each block the lowest and the highest score, given norms.

@@ -1,4 +1,4 @@
-"""Tables whose gradients are wanted: which tasks meet the same entries, and where each adds."""
+"""Gradients of tables: which tasks add to the same entries, and where each task adds."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.backends.cpu.machine.addresses import quick_address_of
-from qkv.backends.cpu.machine.host import isa_said
+from qkv.backends.cpu.machine.host import isa_setting
 from qkv.backends.cpu.passes.arguments import word_of
 from qkv.backends.cpu.passes.forward import ForwardPass
 from qkv.backends.cpu.passes.forward_arguments import ForwardArguments
@@ -45,7 +45,7 @@ class PreparedForward:
     ) -> None:
         problem, read = without_values(problem, arrays)
         spec, forward = problem.spec, ForwardPass(problem, statistics=statistics)
-        self._isa = isa_said()
+        self._isa = isa_setting()
         self._pass = forward
         self._count = forward.count
         self._alone = forward.most_workers <= 1
@@ -90,15 +90,17 @@ class PreparedForward:
         out: int,
         lse: int,
         lse_rest: int,
-        kept: Any,
+        keep_alive: Any,
         arrays: Sequence[int] = (),
         statistics: Sequence[int] = (),
     ) -> bool:
-        """Compute what lies at these addresses, of `kept`, into those of out, lse and lse_rest.
+        """Read operands at these addresses, and write out, lse and lse_rest at theirs.
+
+        `keep_alive` are the objects that own the memory.
 
         False if the machine is not taken for the same any more.
         """
-        if isa_said() != self._isa:
+        if isa_setting() != self._isa:
             return False
         try:
             block = self._blocks.pop()
@@ -127,9 +129,9 @@ class PreparedForward:
             words[_LIMIT] = self._count
             self._brief_job(block.pointer, _CALLER)
         else:
-            block.kept = scratch, kept
+            block.keep_alive = scratch, keep_alive
             self._pass.launch(block, workers)
-            block.kept = ()
+            block.keep_alive = ()
         self._blocks.append(block)
         give_back(scratch)
         return True

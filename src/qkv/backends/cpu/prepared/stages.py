@@ -1,4 +1,4 @@
-"""Prepared calls with a pass before them (rotation) or after them (sinks)."""
+"""Prepared calls with a compiled pass before them (rotary embedding) or after them (sinks)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Call(Protocol):
         out: int,
         lse: int,
         lse_rest: int,
-        kept: Any,
+        keep_alive: Any,
         arrays: Sequence[int] = (),
     ) -> bool: ...
 
@@ -94,13 +94,13 @@ class RotatedCall:
         out: int,
         lse: int,
         lse_rest: int,
-        kept: Any,
+        keep_alive: Any,
         arrays: Sequence[int] = (),
     ) -> bool:
         """As of the call."""
         turned = self._turned(query, key)
         at = quick_address_of(turned[0]), quick_address_of(turned[1])
-        found = self._inner.run(*at, value, out, lse, lse_rest, (kept, turned), arrays)
+        found = self._inner.run(*at, value, out, lse, lse_rest, (keep_alive, turned), arrays)
         self._give_back(turned)
         return found
 
@@ -156,7 +156,7 @@ class SinksCall:
         out: int,
         lse: int,
         lse_rest: int,
-        kept: Any,
+        keep_alive: Any,
         arrays: Sequence[int] = (),
     ) -> bool:
         """As of the call."""
@@ -168,7 +168,7 @@ class SinksCall:
         if not lse:
             own.append(np.empty(self._shape[:-1], self._compute))
             place = quick_address_of(own[-1])
-        held = kept, own
+        held = keep_alive, own
         if not self._inner.run(query, key, value, keys_out, place, lse_rest, held, arrays):
             return False
         self._sinks(keys_out, place, lse_rest, out, place, held)

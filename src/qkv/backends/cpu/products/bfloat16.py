@@ -1,4 +1,4 @@
-"""Pairs of bfloat16 in the lanes of a vector, and whole chunks of rows of them."""
+"""Pairs of bfloat16 numbers in the lanes of a vector, and rows of them in whole chunks."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ class _Protocol:
             job = b.inttoptr(address, _JOB)
             joined = self.variable(e.index(0))
 
-            def together() -> None:
+            def q_blocks_per_task() -> None:
                 b.store(address, self.word(block, "job"))
                 b.store(b.ptrtoint(arguments, INT64), self.word(block, "arguments"))
                 self.save_floating_mode(block)
@@ -167,7 +167,7 @@ class _Protocol:
 
             taken = b.atomic_rmw("xchg", self.word(block, "busy"), e.index(1), "acquire")
             free = b.icmp_signed("==", taken, e.index(0))
-            e.choose(free, together, lambda: b.call(job, [arguments, e.index(0)]))
+            e.choose(free, q_blocks_per_task, lambda: b.call(job, [arguments, e.index(0)]))
             b.ret(b.load(joined))
 
     def stop(self) -> None:
