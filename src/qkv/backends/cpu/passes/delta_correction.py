@@ -1,4 +1,4 @@
-"""The numbers of each row that the backward pass reads, and lse and delta from sums over its keys."""
+"""What the backward pass reads of each row, and lse and delta from sums over its keys."""
 
 from __future__ import annotations
 

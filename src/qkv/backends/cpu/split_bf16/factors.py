@@ -292,9 +292,8 @@ class SplitFactors:
     def turn_rows(self, number: int) -> Value:
         """A function `(rows, row, count, dim, to)`: pairs of neighbouring rows, elements in lanes.
 
-        A right factor for products over `number` rows, in panels of 32 columns. Elements that cannot
-        be split,
-        and rows from `count` on, are 0.
+        A right factor for products over `number` rows, in panels of 32 columns. Elements that
+        cannot be split, and rows from `count` on, are 0.
         """
         e = self.e
         with e.function("turn_rows", [POINTER, *[INT64] * 3, POINTER]) as (function, args):
