@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import qkv
+from qkv.backends.torch.attention import softmax
 from qkv.cache import ContiguousCache
 from qkv.cache.arguments import checked_integer
 from qkv.errors import ArgumentError, ShapeError
@@ -115,9 +116,7 @@ def _weights(Q: Tensor, K: Tensor, mask: Tensor | None, scale: float) -> Tensor:
         torch.where(finite_queries & finite_keys.mT, finite_products, Q.detach() @ K.detach().mT)
         * scale
     )
-    # Rows that are masked everywhere get finite scores, and weights 0 after the softmax.
-    scores = scores.masked_fill(mask, -torch.inf).masked_fill(mask.all(-1, True), 0.0)
-    return scores.softmax(-1).masked_fill(mask, 0.0)
+    return softmax(scores.masked_fill(mask, -torch.inf))[0]
 
 
 class Cache(ContiguousCache):

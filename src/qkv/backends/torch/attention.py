@@ -18,7 +18,7 @@ from qkv.partial import Partial
 from qkv.problem.philox import dropout_factors
 from qkv.problem.spec import Problem
 
-__all__ = ["TensorAttention", "hides_values", "needs_derivatives"]
+__all__ = ["TensorAttention", "hides_values", "needs_derivatives", "softmax"]
 
 PAIRS = 2**24
 """Scores in memory at once, for all heads and batch rows."""
@@ -114,7 +114,7 @@ class TensorAttention:
         allowed = evaluation.value(spec.mask)
         scores = torch.where(allowed, evaluation.value(spec.score), -torch.inf)
         scores = scores.expand(scaled.shape)
-        weights, lse = _softmax(scores, self.sinks)
+        weights, lse = softmax(scores, self.sinks)
         if self.problem.operands.dropout is not None:
             weights = weights * self._factors(indices)
         return self._weighted(weights, ~torch.isneginf(scores)), lse
@@ -208,10 +208,11 @@ class TensorAttention:
         return padded.to(self.device, self.dtype)
 
 
-def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def softmax(scores: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Weights and lse of each row; an empty one has weights 0 and lse -inf, with gradient 0.
 
-    Weights are not `exp(scores - lse)`: where scores are as large as -1e4, rounding lse would show.
+    Weights are not `exp(scores - lse)`, because the rounding of lse shows where scores are as large
+    as -1e4.
     """
     kv_len, forbidden = scores.shape[-1], torch.isneginf(scores)
     if sinks is not None:

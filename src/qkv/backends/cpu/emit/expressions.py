@@ -26,7 +26,6 @@ INTEGER_TYPES = {
     "bool": (8, False), "int8": (8, True), "int16": (16, True), "int32": (32, True),
     "int64": (64, True), "uint8": (8, False), "uint16": (16, False), "uint32": (32, False),
 }  # fmt: skip
-TABLE_DTYPES = frozenset({*INTEGER_TYPES, "float16", "bfloat16", "float32", "float64"})
 
 
 @dataclass(frozen=True, slots=True)
