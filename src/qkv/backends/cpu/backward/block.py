@@ -37,21 +37,22 @@ from qkv.problem.spec import Spec
 BLOCK_KV = 128
 """Keys whose weights are held at once."""
 _CHAIN = 8
-"""Products that are added in one chain, where there are few queries."""
+"""When there are few queries, this many products are added one after the other before the sums are
+combined."""
 _CHAIN_OF_KEYS = 16
-"""Keys that are added in one chain."""
+"""This many keys are added one after the other before the sums are combined."""
 
 AREAS = (
     "query", "grad_out", "query_sums", "query_rows", "grad_rows", "lse", "lse_rest",
     "delta", "weights", "score_grads", "products", "factors", "key_copy", "value_copy",
 )  # fmt: skip
-"""What a worker's scratch holds, in this order."""
+"""The areas of a worker's scratch memory, in this order."""
 PAIR_AREAS = ("query_pairs", "grad_pairs", "key_pairs", "value_pairs")
-"""And behind these, where pairs of bfloat16 are multiplied."""
+"""Further areas of scratch that follow these when the kernel multiplies pairs of bfloat16."""
 DELTA_REST = 2
-"""Which row of the area of delta holds what its two parts lack."""
+"""The row, in the area of delta, that holds what the sum of its two halves lacks."""
 EXPECTED = 1
-"""Which row of the area of lse holds what the dS of a row add up to."""
+"""The row, in the area of lse, that holds what the dS of each query should add up to."""
 
 FIELDS = (
     *COMMON_FIELDS,
@@ -62,10 +63,10 @@ FIELDS = (
     "key_sums", "key_sum_row", "d_key", "round_key",
     "value_sums", "value_sum_row", "d_value", "round_value", "q_blocks_per_task", "sinks",
 )  # fmt: skip
-"""Behind these, for each of the kernel's areas, where it begins."""
+"""The words of the argument block; behind them follows where each area of scratch begins."""
 TASK = ("batch", "kv_head", "start", "stop", "split")
-"""A range of keys; behind these, for each table with a gradient, where the task's copy of it
-begins, in bytes."""
+"""The words of a task, which is a range of keys. Behind them follows, for each table with a
+gradient, the byte at which the task's copy of that gradient begins."""
 
 
 def padded(dim: int, lanes: int) -> int:

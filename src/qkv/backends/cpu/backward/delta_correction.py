@@ -30,10 +30,10 @@ from qkv.backends.cpu.emit.emitter import POINTER, Value
 from qkv.backends.cpu.forward.kernel import RowSums
 
 ROW_SUMS = ("row_max", "row_sum", "residual")
-"""m, l and r, in the order of the results."""
+"""The arrays of m, l and r, in the order in which the kernel writes them."""
 
 _RESCALE, _LOST, _RESIDUAL = 2, 3, 5
-"""Rows of `RowSums`; r takes that of T, which nobody asks for here."""
+"""Rows of the statistics of `RowSums`. r takes the row of T, which is not needed here."""
 
 
 def emit_delta_correction(key: BackwardKey) -> str:

@@ -29,7 +29,7 @@ from qkv.backends.cpu.products.query_lanes import halves
 from qkv.problem.expressions import TRUE
 
 PAIRS_OF = {"query": "query_pairs", "grad_out": "grad_pairs"}
-"""Areas of packed rows, and of their pairs."""
+"""For each area of packed rows, the area that holds them as pairs of bfloat16."""
 
 
 class _Sums(NamedTuple):

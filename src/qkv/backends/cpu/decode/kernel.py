@@ -53,15 +53,19 @@ from qkv.problem.expressions import SCORE, TRUE
 from qkv.problem.spec import Spec
 
 STRETCH_KV = 512
-"""Keys whose scores are held at once: fewer turns, and long stretches of K, then V, to read."""
+"""Number of keys whose scores are held at once. A large number means fewer steps, and long
+sequential reads of K and then of V."""
 PART_KV = 32
-"""Of a block, how many meet all rows before the next ones do, where one tile does not hold them."""
+"""Number of keys of a block that all rows are multiplied with before the next keys follow, if one
+tile does not hold all rows."""
 _PANEL = 128
-"""Rows that meet a stretch at once, at most: their scores stay in a core's own cache."""
+"""The most rows that are multiplied with a stretch of keys at once, so that their scores stay in
+the core's own cache."""
 
 
 STATE = 4
-"""Vectors behind a row of O: row maximum, row sum, what rounding took from it, and T."""
+"""Number of vectors that follow each row of O: row maximum, row sum, the rounding error of the row
+sum, and T."""
 
 
 def padded(dim: int, lanes: int) -> int:

@@ -16,7 +16,7 @@ def page_fields(name: str) -> tuple[str, ...]:
 
 
 SCALES = ("key_scales", "value_scales")
-"""Rows of one element."""
+"""Operands whose rows have one element: the scales of quantised keys and values."""
 _SCALE_BYTES = storage.ITEM_BYTES["float32"]
 
 FIELDS = (

@@ -25,7 +25,8 @@ COMMON_FIELDS = (
     "num_heads", "group_size", "q_len", "kv_len", "head_dim", "v_head_dim", "scale",
     "dropout_seed", "dropout_threshold", "dropout_factor",
 )  # fmt: skip
-"""`limit` is the first task that this run does not take."""
+"""The first words of every argument block. `limit` is the number of the first task that a run
+leaves alone."""
 
 
 def operand_fields(*names: str) -> tuple[str, ...]:

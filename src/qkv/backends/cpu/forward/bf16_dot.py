@@ -53,12 +53,13 @@ from qkv.problem.expressions import TRUE
 from qkv.problem.spec import Spec
 
 BLOCK_KV = 256
-"""Keys whose scores are held at once, a multiple of `CHUNK`."""
+"""Number of keys whose scores are held at once; a multiple of `CHUNK`."""
 
 _PARTIAL = int("01" * CHUNK, 2)
-"""The bits of a partial block among the kinds of a run."""
+"""In the kinds of a run, two bits for each block of queries, the bit that marks a block as
+partial."""
 _V_ROW = 2 * BLOCK_KV
-"""Bytes of a row of transposed V."""
+"""Bytes of one row of transposed V."""
 
 
 def bf16_dot_scratch_bytes(spec: Spec, shape: TileShape) -> int:

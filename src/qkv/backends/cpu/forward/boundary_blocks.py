@@ -21,9 +21,10 @@ from qkv.backends.cpu.products.query_lanes import dot_rows, store_vectors
 from qkv.problem.expressions import TRUE, Load, Node, variables, walk
 
 STEP = 16
-"""Keys that are seen or left out together: those whose weights are added in one chain."""
+"""Ranges of keys are rounded to multiples of this number, which is how many weights are added in
+one chain."""
 _WORTH = 7, 8
-"""All vectors meet all keys, unless their own are less than such a part of them."""
+"""Vectors are computed separately only if the keys that they see are fewer than 7/8 of all."""
 
 Range = tuple[Value, Value]
 

@@ -62,10 +62,10 @@ from qkv.problem.expressions import SCORE, TRUE, walk
 from qkv.problem.spec import Spec
 
 BLOCK_KV = 64
-"""Keys whose scores are held at once."""
+"""Number of keys whose scores are held at once."""
 
 _SUM = 16
-"""Weights that are added in one chain: rounding errors grow with its length."""
+"""Number of weights that are added in one chain. Rounding errors grow with its length."""
 
 FIELDS = (
     *COMMON_FIELDS,
@@ -73,16 +73,17 @@ FIELDS = (
     "runs", "rows", "out", "lse", "lse_rest", "entropy", "max_score", "max_weight", "copy_key",
     "copy_value", "sign", "q_blocks_per_task",
 )  # fmt: skip
-"""`scale` is not negative: Q is packed times `sign`. `q_blocks_per_task` is
-that of the shape, which differs from problem to problem where the kernel does not."""
+"""Words of the argument block. `scale` is not negative, because Q is packed times `sign`.
+`q_blocks_per_task` differs from problem to problem while the kernel stays the same."""
 
 STATS = 6
-"""Row maximum, row sum, rescaling, what rounding took from the row sum, maximum of a block, T."""
+"""Number of rows of statistics: row maximum, row sum, rescaling factor, rounding error of the row
+sum, maximum of the current block, and T."""
 BLOCK_MAX = 4
 
 SOFTMAX = [*[POINTER] * 4, *[INT64] * 6, BIT]
-"""What `softmax` takes: arguments, S, statistics, turned tables, width, count, batch, head, first
-row, first key, and whether forbidden weights are marked."""
+"""Types of the arguments of `softmax`: arguments, S, statistics, transposed tables, width, count,
+batch, head, first row, first key, and whether the weights of forbidden pairs are marked."""
 
 TASK = ("batch", "head", "first_row", "first_run", "last_run")
 RUN = ("start", "stop", "partial")

@@ -28,8 +28,8 @@ from qkv.problem.tiles import TileKind
 
 QUARTERS = 4
 BLOCK_RUN = (*RUN, "first", "last")
-"""A run of blocks of keys, with two bits for each block of queries in each of three words: its
-`TileKind`, its first quarter and its last."""
+"""Words of a run of blocks of keys. Three of them hold two bits for each block of queries: its
+`TileKind`, and the first and the last quarter of the keys that it sees."""
 
 
 class Buffers(NamedTuple):

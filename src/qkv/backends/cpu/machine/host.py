@@ -30,7 +30,7 @@ _SHAPES = {
     "sse": TileShape(lanes=4, vectors=3, keys=3, fused=False),
     "neon": TileShape(lanes=4, vectors=4, keys=4, halves=True),
 }
-"""For float32."""
+"""The tile shape for float32, for each instruction set."""
 _BFLOAT16_SHAPES = {
     "amx": TileShape(
         lanes=16, vectors=2, keys=2, halves=True, product="tiles", q_blocks_per_task=8
@@ -39,7 +39,7 @@ _BFLOAT16_SHAPES = {
         lanes=16, vectors=4, keys=6, halves=True, product="pairs", q_blocks_per_task=4
     ),
 }
-"""For products of bfloat16; other machines convert to float32."""
+"""The tile shape for bfloat16. Machines that are not named convert bfloat16 to float32."""
 _NEEDS_AVX512 = frozenset({"avx512f", "avx512vl", "avx512bw", "avx512dq", "fma", "f16c"})
 _REQUIRED = {
     "amx": _NEEDS_AVX512 | {"avx512bf16", "amx-tile", "amx-bf16"},
@@ -47,20 +47,20 @@ _REQUIRED = {
     "avx512": _NEEDS_AVX512,
     "avx2": frozenset({"avx2", "fma", "f16c"}),
 }
-"""From the most able one on."""
+"""Features of the processor that each instruction set needs, the fastest set first."""
 _FARTHER: dict[str, Any] = {"nearest": False, "reach": 16 * 1024}
 _ASKING: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("znver1", "znver2", "znver3", "znver4"), _FARTHER),
     "znver5": {"reach": 4 * 1024},
 }
-"""How processors ask ahead, where not like others: those of `_FARTHER` would wait for memory."""
+"""How some processors prefetch best, where that differs from the defaults of `TileShape`."""
 _WITHOUT: dict[str, tuple[str, ...]] = {
     "avx512-bf16": ("amx",),
     "avx512": ("amx", "avx512bf16"),
     "avx2": ("amx", "avx512", "avx10"),
     "sse": ("amx", "avx", "fma", "f16c", "xop", "v"),
 }
-"""Beginnings of the names of features that code for this instruction set does without."""
+"""For each instruction set that is forced, prefixes of the features that are switched off."""
 
 
 @dataclass(frozen=True, slots=True)

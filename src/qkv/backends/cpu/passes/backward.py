@@ -38,19 +38,20 @@ from qkv.problem.spec import Problem, Spec
 Array = NDArray[Any]
 
 _TASKS = 64
-"""Tasks that are enough for many cores."""
+"""Number of tasks that is enough for many cores."""
 _KEYS, _KEYS_IN_TILES = 512, 1024
-"""Keys that are enough for a task: packing the queries again, and splitting them, is then cheap."""
+"""Keys of a task, without and with tiles, that make it cheap to pack or split the queries again for
+each task."""
 _PARTS = 8
-"""Parts of dQ that may lie beside one another."""
+"""The most partial sums of dQ that are held at once."""
 _FEW_KEYS = 512
-"""Keys up to which dP of few queries are added in float64, which takes a third longer."""
+"""Up to this many keys, dP of few queries is added in float64, which takes a third longer."""
 
 _VECTORS, _Q_BLOCKS_PER_TASK = 4, 8
-"""Of a block of queries in tiles; blocks that are packed at once: they fit a cache, and pay for
-splitting keys."""
+"""With tiles: vectors of a block of queries, and blocks that are packed at once. That many fit a
+cache and make splitting the keys worthwhile."""
 _ROWS_PAY = 32
-"""Queries from which on tiles are quicker."""
+"""The number of queries from which on tiles are quicker."""
 _SLICE_SECONDS = 0.1
 _WORTH_A_THREAD = 4e6
 

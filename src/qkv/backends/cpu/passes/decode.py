@@ -34,9 +34,10 @@ from qkv.problem.spec import Problem, Spec
 Array = NDArray[Any]
 
 _FEW = 0.75
-"""Of the lanes of a vector: so many queries, or fewer, leave the others idle in a forward pass."""
+"""The decode kernel is used up to this many queries for each lane of a vector. The forward kernel
+would leave the other lanes idle."""
 _ROWS_OF_A_READ = 8
-"""Rows of Q whose products take about as long as reading K and V."""
+"""Number of rows of Q whose products take about as long as reading K and V."""
 _LIMIT, _SCRATCH, _SHARED = (word_of(name, FIELDS) for name in ("limit", "scratch", "shared"))
 
 

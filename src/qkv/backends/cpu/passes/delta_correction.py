@@ -15,7 +15,7 @@ from qkv.problem.spec import Problem
 Array = NDArray[Any]
 
 _TOLD_APART = 2.0**-50
-"""Of delta. What it lacks beyond that is lost to float64 as well, which errors are measured by."""
+"""Relative to delta: smaller corrections are lost in float64 as well, so they are left out."""
 
 
 class Rows:

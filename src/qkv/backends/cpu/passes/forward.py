@@ -24,18 +24,18 @@ from qkv.problem.expressions import Op, walk
 from qkv.problem.spec import Problem, Spec
 
 _SLICE_SECONDS = 0.1
-"""How long compiled code may keep Ctrl-C waiting."""
+"""Seconds for which compiled code may keep Ctrl-C waiting."""
 OPERATIONS_PER_SECOND = {"elements": 5e10, "pairs": 5e10, "tiles": 1e11}
-"""Of one thread, roughly, by what its instructions multiply."""
+"""Rough number of operations per second and thread, by what one instruction multiplies."""
 OTHERS_PER_SECOND = 5e10
 _WORTH_A_THREAD = 4e6
-"""Operations that pay for waking one."""
+"""Number of operations that make it worthwhile to wake a thread."""
 _BRIEF = 1e6
-"""Operations, some twenty microseconds, for which other threads of Python may wait."""
+"""Number of operations, about 20 microseconds, for which Python may stay locked."""
 
 _SOFTMAX, _DROPOUT, _NODE = 25.0, 75.0, 5.0
-"""What else a pair costs, as operations of products: its weight, whether it is dropped, and each
-operation of mods and masks."""
+"""Cost of a pair beside its products, as operations: its weight, its dropout, and each operation of
+its mods and masks."""
 
 
 def alone_operations() -> tuple[float, float, float]:

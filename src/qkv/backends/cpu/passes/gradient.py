@@ -17,10 +17,10 @@ from qkv.problem.spec import Problem
 Array = NDArray[Any]
 
 _FEW = 12
-"""Queries of a head that see any key, and whose rows are summed again: among more, an error of one
-row is seldom the largest."""
+"""Up to this many queries of a head that see any key, sums over keys are computed again. With more
+queries, the error of one row is seldom the largest."""
 _FAINT, _LIFT = 2.0**-60, 2.0**64
-"""Cotangents that all are smaller than the first are multiplied by the second."""
+"""If all cotangents are smaller than the first number, they are multiplied by the second."""
 
 
 def backward(problem: Problem, inputs: BackwardInputs) -> OperandGradients:

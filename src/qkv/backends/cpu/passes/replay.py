@@ -40,12 +40,14 @@ from qkv.problem.spec import Problem, Spec
 Array = NDArray[Any]
 
 MOST = 256
-"""The longest list that is kept while the keys go by: an insertion takes its length."""
+"""The largest k for which the best keys are kept while scores are computed: inserting a key takes
+time in proportion to k."""
 
 _KEYS = 512
-"""Keys of one task of `received`: packing the queries again is then cheap."""
+"""Number of keys of one task of `received`, which makes it cheap to pack the queries for each
+task."""
 _FEW_KEYS = 128
-"""The same, where there would be fewer than `_TASKS` tasks."""
+"""Number of keys of one task of `received` if there would be fewer than `_TASKS` tasks."""
 _TASKS = 64
 
 _SLICE_SECONDS = 0.1

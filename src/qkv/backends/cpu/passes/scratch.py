@@ -16,9 +16,9 @@ Array = NDArray[Any]
 
 _LIMIT = word_of("limit")
 NOTHING = Partial(np.empty(0), np.empty(0))
-"""In the place of results whose addresses calls bring."""
+"""Stands for results whose addresses each call brings."""
 _FREE = 4
-"""Buffers of scratch that are kept for later calls."""
+"""Number of scratch buffers that are kept for later calls."""
 _free: list[Scratch] = []
 
 

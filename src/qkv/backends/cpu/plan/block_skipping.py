@@ -34,21 +34,23 @@ Array = NDArray[Any]
 
 _PLACES = {"q_index", "kv_index"}
 _WORTH = 5e8
-"""Operations of one head that pay for its norms and bounds."""
+"""Operations of one head from which on finding blocks to skip is worthwhile."""
 _LEAST_SHARE = 1 / 8
-"""Of a head, what would weigh nothing if all products were 0; less does not pay."""
+"""The least share of a head that must have no weight if all products were 0; with less, looking is
+not worthwhile."""
 _SKETCH = 64
-"""Blocks each way of the sketch that tells this share."""
+"""Number of blocks in each direction with which this share is estimated."""
 _ROUNDING = 2.0**-8
-"""More than products of any length, added in float32, are off, relative to B."""
+"""Relative to B, more than the rounding error of a product of any length in float32."""
 _UNDERFLOW = 1e-36
-"""More than is lost of squares that are too small for float32."""
+"""More than a sum of squares loses to numbers that are too small for float32."""
 _LARGE = 1e37
-"""What float32 holds, with room."""
+"""A number somewhat below the largest float32."""
 _ROWS = 2**12
-"""Rows whose squares are added at once."""
+"""Number of rows whose squares are added at once."""
 _KEPT_BLOCKS = 2**14
-"""Bounds of so many blocks, 256 KiB, are kept for later calls; more cost little beside the pass."""
+"""Bounds of up to this many blocks (256 KiB) are cached. For more blocks, bounding costs little
+beside the pass itself."""
 
 
 @dataclass(frozen=True, slots=True)

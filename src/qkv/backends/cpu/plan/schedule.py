@@ -18,22 +18,23 @@ from qkv.problem.tiles import TileGrid, TileKind
 
 Array = NDArray[Any]
 Numbers: TypeAlias = tuple[tuple[str, np.dtype[Any], tuple[int, ...], bytes], ...]
-"""Name, type, shape and bits of each table."""
+"""Name, dtype, shape and bytes of each table."""
 
 TILE_KV = 64
-"""Keys of one tile; neighbouring tiles of a kind are one run."""
+"""Number of keys of one tile; neighbouring tiles of one kind become one run."""
 
 _FINE, _FINE_CELLS = (16, 32), 2**17
-"""Keys of finer tiles, and how many of them may be classified for one head."""
+"""Numbers of keys of finer tiles, and the most of them that are classified for one head."""
 _CELLS = 2**16
-"""Tiles that are classified at once: some arrays of 512 KiB."""
+"""Number of tiles that are classified at once, in a few arrays of 512 KiB."""
 _SHARED = 8
-"""Heads and batch rows that must share a bias for its bounds to pay."""
+"""A bias is bounded only if at least this many heads and batch rows share it."""
 FEW_OPERATIONS = 1e7
-"""Products that take no longer than to find out from values of tables which can be spared."""
+"""With no more operations than this, computing all products is as quick as reading tables to find
+tiles to skip."""
 _NUMBERS_BYTES = 4096
 _KEPT_TASKS = 4096
-"""Schedules up to this long are worth keeping from call to call."""
+"""Schedules of up to this many tasks are cached from call to call."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,9 @@ Array = NDArray[Any]
 _LIMIT = word_of("limit")
 _WORDS = tuple([word_of(n) for n in ("scratch", "query", "key", "value", "out", "lse", "lse_rest")])
 _STATISTICS = tuple([word_of(name) for name in ("entropy", "max_score", "max_weight")])
-"""In the order of `RowStatistics`."""
+"""Words for the statistics, in the order of the fields of `RowStatistics`."""
 _CALLER = ctypes.c_int64(0)
-"""The number of the worker that is the calling thread."""
+"""The worker number of the thread that calls."""
 
 
 class PreparedForward:

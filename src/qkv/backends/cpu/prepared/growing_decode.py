@@ -35,7 +35,8 @@ from qkv.problem.spec import Problem
 Array = NDArray[Any]
 
 LONGEST = 2**29
-"""Keys, and |q_shift|, that steps are prepared for: differences stay within 32 bits."""
+"""The largest number of keys, and of |q_shift|, that steps are prepared for, so that differences of
+positions fit 32 bits."""
 
 _KV_LEN, _Q_SHIFT = (word_of(name, FIELDS) for name in ("kv_len", "q_shift"))
 

@@ -25,9 +25,10 @@ __all__ = [
 ]  # fmt: skip
 
 _MOST_ANGLES = 2**19
-"""Angles of one prepared call, 8 MiB with their cosines and sines."""
+"""The most angles of one prepared call: 8 MiB of cosines and sines."""
 _MOST_REUSED = 2**17
-"""Entries of rotated query and key whose memory a prepared call keeps for the next one."""
+"""The most elements of rotated query and key whose memory a prepared call keeps for the next
+one."""
 
 
 class Call(Protocol):

@@ -22,7 +22,7 @@ class RowRange(NamedTuple):
 
 
 _WORDS = 1 + 2 * len(RowRange._fields)
-"""Rows that are left, and two stretches."""
+"""Number of words of the state: how many rows are left, and two ranges of rows."""
 
 
 class Prefetcher:

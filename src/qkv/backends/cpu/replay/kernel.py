@@ -48,10 +48,12 @@ FIELDS = (
     "k", "best", "indices",
     "blocks", "shift", "padded_rows", "received", "q_blocks_per_task",
 )  # fmt: skip
-"""`shift` holds a and b of each vector of rows, side by side, up to `padded_rows` of a head."""
+"""Words of the argument block. `shift` points to a and b of each vector of rows, side by side; a
+head has `padded_rows` of them."""
 
 RANGE = ("batch", "head", "first_key", "last_key", "first_block", "last_block")
-"""A task of `received`; its blocks are rows of `blocks`, each a `TASK` of the forward pass."""
+"""Words of a task of `received`. Its blocks are rows of `blocks`, each a `TASK` of the forward
+pass."""
 
 
 def state_rows(question: Question, k: int) -> int:

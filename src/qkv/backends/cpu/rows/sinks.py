@@ -34,9 +34,9 @@ FIELDS = ("limit", "sinks", "keys_out", "keys_lse", "rest", "out", "lse", "heads
 `lse` may be where `keys_lse` is; `rest`, what rounding took from lse, is 0 if nobody wants it."""
 
 _WORTH_A_THREAD = 2**16
-"""Entries of the output that pay for waking one."""
+"""Number of output entries that makes it worthwhile to wake a thread."""
 _BRIEF = 2**16
-"""Entries for which other threads of Python may wait."""
+"""Number of output entries for which Python may stay locked."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from qkv.backends.cpu.split_bf16.factors import FLOAT_BYTES, SplitFactors
 from qkv.problem.expressions import TRUE
 
 OF_BLOCK = ("query_packed", "query_turned", "grad_packed", "grad_turned", "query_sums", "rows")
-"""What each of the blocks of queries has."""
+"""The areas that each block of queries has."""
 ROWS = ("lse", "lse_rest", "delta", "grad_lse", "query_odd", "grad_odd")
 SHARED = (
     "odd_keys", "odd_values", "weights", "score_grads", "products", "factors",
@@ -40,9 +40,9 @@ SHARED = (
 
 
 _PANEL = 2
-"""Vectors of a row of a tile."""
+"""Number of vectors in one row of a tile."""
 _KEYS_BESIDE = 8
-"""Whose weights are computed beside one step of a product."""
+"""Number of keys whose weights are computed during one step of a product."""
 
 
 class _OfPairs(NamedTuple):
@@ -61,9 +61,9 @@ class _OfPairs(NamedTuple):
 OF_PAIRS = (
     "rows", "weights", "score_grads", "factors", "weight_rows", "grad_rows", "grad_pairs",
 )  # fmt: skip
-"""The areas of these."""
+"""The areas that this takes."""
 _Pair = Callable[[Value, int], tuple[Value, Value]]
-"""Of a key and a vector of queries, P and dX."""
+"""Gives P and dX of a key and a vector of queries."""
 
 
 class _Stage(NamedTuple):

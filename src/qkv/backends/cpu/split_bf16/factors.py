@@ -40,16 +40,17 @@ _PRODUCTS: dict[int, matrix_unit.Products] = {
     2: ((0, 1), (1, 1), (1, 0), (0, 0)),
     3: ((0, 2), (0, 1), (1, 1), (1, 0), (2, 0), (0, 0)),
 }
-"""By number of terms: those that matter, each beside one that shares a term with it. The largest
-comes last: what is added to it is rounded as it is."""
+"""By number of terms, the products that are computed. Neighbours share a term. The largest product
+comes last, so that the small ones are added up first."""
 _OF_WEIGHTS: dict[int, matrix_unit.Products] = {**_PRODUCTS, 2: ((0, 1), (0, 0), (1, 0))}
-"""What is left out is 2^-16 of a weight: float16 keeps 2^-11 of it."""
+"""The same where the left factor is a weight. What is left out is 2^-16 of the weight, and float16
+keeps 2^-11 of it."""
 
 _LOWEST, _HIGHEST = (int(np.float32(x).view(np.int32)) for x in (2.0**-100, 2.0**60))
-"""Bits of the least and the largest magnitude whose products tiles take whole."""
+"""Bits of the smallest and of the largest magnitude that tiles multiply exactly."""
 _MAGNITUDE = 2**31 - 1
 _UPPER = -(2**16)
-"""The bits of a float32 that a bfloat16 keeps."""
+"""The bits of a float32 that a bfloat16 has too."""
 FLOAT_BYTES = 4
 
 

@@ -39,10 +39,11 @@ from qkv.problem.expressions import TRUE
 from qkv.problem.spec import Spec
 
 BLOCK_KV = 128
-"""Keys whose scores are held at once: they and their weights fit the nearest cache."""
+"""Number of keys whose scores are held at once. Scores and weights of a block fit the first-level
+cache."""
 
 _KEYS_BESIDE = 16
-"""Keys that are weighed, or finished, beside one step of a product."""
+"""Number of keys that are weighed or finished during one step of a product."""
 
 _Finish: TypeAlias = Callable[[Value, list[Value]], list[Value]]
 

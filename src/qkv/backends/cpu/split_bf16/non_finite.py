@@ -17,7 +17,7 @@ from qkv.backends.cpu.products.query_lanes import store_vectors, vectors_at
 from qkv.backends.cpu.split_bf16.factors import FLOAT_BYTES, SplitFactors
 
 NON_FINITE_BYTES = 2048
-"""For the rows of a left factor that cannot be split, and how many there are."""
+"""Bytes of the list of rows of a left factor that cannot be split, with their number in front."""
 
 
 def recompute(of: SplitFactors, name: str, left_dtype: str, right_dtype: str) -> Value:
