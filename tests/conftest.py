@@ -140,7 +140,7 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def in_parts(monkeypatch: pytest.MonkeyPatch, no_prepared_calls: None) -> None:
+def splits_operands(monkeypatch: pytest.MonkeyPatch, no_prepared_calls: None) -> None:
     """Products of parts, and of tiles in the backward pass, wherever there can be any: the problems
     of most tests are too small.
     """

@@ -40,12 +40,14 @@ from qkv.problem.spec import Problem, Spec
 Array = NDArray[Any]
 
 MOST = 256
-"""The longest list that is kept while the keys go by: an insertion takes its length."""
+"""The largest k for which the best keys are kept while scores are computed: inserting a key takes
+time in proportion to k."""
 
 _KEYS = 512
-"""Keys of one task of `received`: packing the queries again is then cheap."""
+"""Number of keys of one task of `received`, which makes it cheap to pack the queries for each
+task."""
 _FEW_KEYS = 128
-"""The same, where there would be fewer than `_TASKS` tasks."""
+"""Number of keys of one task of `received` if there would be fewer than `_TASKS` tasks."""
 _TASKS = 64
 
 _SLICE_SECONDS = 0.1
@@ -68,9 +70,9 @@ def top(
     indices, weights = np.full(shape, -1, np.int64), np.zeros(shape, spec.compute_dtype)
     if 0 in (*lse.shape, count):
         return indices, weights
-    in_parts = _in_parts(problem)
-    a, b = shift(problem, lse, in_parts=in_parts)
-    replay = _Replay(problem, "top", k=count, in_parts=in_parts)
+    splits_operands = _splits_operands(problem)
+    a, b = shift(problem, lse, splits_operands=splits_operands)
+    replay = _Replay(problem, "top", k=count, splits_operands=splits_operands)
     best = np.empty((*lse.shape, count), spec.compute_dtype)
     found = indices if count == k else np.empty(best.shape, np.int64)
     replay.run({"k": count}, {"best": best, "indices": found}, progress)
@@ -94,12 +96,12 @@ def received(problem: Problem, lse: Array, progress: Progress | None = None) -> 
     return total
 
 
-def _in_parts(problem: Problem) -> bool:
+def _splits_operands(problem: Problem) -> bool:
     """Whether the forward pass multiplied parts, so that a replay of rows does."""
-    return split_bf16.allows(problem) and shape_of(problem.spec, host()).parts > 1
+    return split_bf16.allows(problem) and shape_of(problem.spec, host()).terms > 1
 
 
-def shift(problem: Problem, lse: Array, *, in_parts: bool = False) -> tuple[Array, Array]:
+def shift(problem: Problem, lse: Array, *, splits_operands: bool = False) -> tuple[Array, Array]:
     """a and b with `log w = (s - a) - b`: lse and 0, or the maximum of a row and log of its sum.
 
     Both are 0 for a row without keys, which so stays empty.
@@ -108,14 +110,14 @@ def shift(problem: Problem, lse: Array, *, in_parts: bool = False) -> tuple[Arra
     b = np.zeros_like(a)
     rows = coarse(a)
     if rows.any():
-        row_max, log_sum = _sums(problem, rows, in_parts)
+        row_max, log_sum = _sums(problem, rows, splits_operands)
         a[rows], b[rows] = row_max[rows], log_sum[rows]
     return a, b
 
 
-def _sums(problem: Problem, rows: Array, in_parts: bool) -> tuple[Array, Array]:
+def _sums(problem: Problem, rows: Array, splits_operands: bool) -> tuple[Array, Array]:
     """Maximum of each of some rows, sinks included, and the logarithm of its sum over that."""
-    replay = _Replay(problem, "sums", rows, in_parts=in_parts)
+    replay = _Replay(problem, "sums", rows, splits_operands=splits_operands)
     row_max = np.full(rows.shape, -np.inf, problem.spec.compute_dtype)
     log_sum = np.full_like(row_max, -np.inf)
     replay.run({}, {"row_max": row_max, "log_sum": log_sum})
@@ -149,35 +151,35 @@ class _Replay:
         question: Question,
         rows: Array | None = None,
         k: int = 0,
-        in_parts: bool = False,
+        splits_operands: bool = False,
     ) -> None:
         spec, here = problem.spec, host()
         self.problem = problem
         self.shape = here.shape_of(spec.compute_dtype)
-        if in_parts:
+        if splits_operands:
             self.shape = shape_of(spec, here)
-        rows_fold = question != "received" and not in_parts
+        rows_fold = question != "received" and not splits_operands
         self.folded = rows_fold and folds(spec, self.shape.lanes)
         key = ReplayKey(
             question,
             replace(kernel_spec(spec), dropout=False),
-            replace(self.shape, together=1),
+            replace(self.shape, q_blocks_per_task=1),
             integer_bits(problem),
             self.folded,
             spec.rotation is not None,
         )
         self.kernel = _kernel(key, here)
         block_q = self.shape.block_q
-        coarse_tiles = self.folded or in_parts
+        coarse_tiles = self.folded or splits_operands
         tile_kv = TILE_KV if coarse_tiles else fine_tile(problem, block_q)
-        self.plan = schedule(problem, block_q, self.folded, self.shape.together, tile_kv)
+        self.plan = schedule(problem, block_q, self.folded, self.shape.q_blocks_per_task, tile_kv)
         self.tasks, keys = self.plan.tasks, 0
         if question == "received":
             self.plan = _in_order(self.plan)
             self.tasks, keys = _ranges(spec, self.plan)
         elif rows is not None:
             self.tasks = self._with_rows(rows)
-        if in_parts:
+        if splits_operands:
             self.scratch_bytes = split_bf16.REPLAY.scratch_bytes(question, spec, self.shape, k)
         else:
             self.scratch_bytes = scratch_bytes(question, spec, self.shape, k, keys)
@@ -187,7 +189,7 @@ class _Replay:
         spec, tasks = self.problem.spec, self.plan.tasks
         rows_of_block = spec.q_len * (spec.group_size if self.folded else 1)
         flat = rows.reshape(spec.batch_size, -1, rows_of_block)
-        rows_of_task = self.shape.block_q * self.shape.together
+        rows_of_task = self.shape.block_q * self.shape.q_blocks_per_task
         starts = np.arange(0, rows_of_block, rows_of_task)
         wanted = np.logical_or.reduceat(flat, starts, axis=-1)
         heads = tasks[:, 1] // (spec.group_size if self.folded else 1)
@@ -239,7 +241,7 @@ class _ReplayArguments(Arguments):
                 "scale": self._real(replay.problem.operands.scale),
                 "runs": self._address(replay.plan.runs),
                 "rows": spec.q_len * (spec.group_size if replay.folded else 1),
-                "together": replay.shape.together,
+                "q_blocks_per_task": replay.shape.q_blocks_per_task,
                 **numbers,
                 **{name: self._address(array) for name, array in arrays.items()},
             }
@@ -248,7 +250,7 @@ class _ReplayArguments(Arguments):
 
 @lru_cache(maxsize=256)
 def _kernel(key: ReplayKey, here: Host) -> Kernel:
-    emit = emit_replay if key.shape.parts == 1 else split_bf16.REPLAY.emit
+    emit = emit_replay if key.shape.terms == 1 else split_bf16.REPLAY.emit
     return Kernel(build(emit, (key,), here))
 
 
