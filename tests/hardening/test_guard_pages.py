@@ -12,7 +12,7 @@ from forced import IN_PARTS, instruction_sets, kernels
 from qkv.testing import DTYPES
 from sampling import sample
 
-PROGRAM = Path(__file__).with_name("fenced.py")
+PROGRAM = Path(__file__).with_name("guarded_memory.py")
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="guard pages are set with Linux's mprotect"

@@ -178,8 +178,12 @@ def test_chunked_prefill(family: str, cache: str) -> None:
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
 
     def at(start: int, end: int) -> dict[str, Any]:
-        said = {"input_ids": tokens[:, start:end], "attention_mask": mask[:, :end]}
-        return said if family == "opt" else {**said, "position_ids": positions[:, start:end]}
+        model_kwargs = {"input_ids": tokens[:, start:end], "attention_mask": mask[:, :end]}
+        return (
+            model_kwargs
+            if family == "opt"
+            else {**model_kwargs, "position_ids": positions[:, start:end]}
+        )
 
     expected = run(family, "eager", at(0, LENGTH), use_cache=False).logits
     config = model_of(family).config

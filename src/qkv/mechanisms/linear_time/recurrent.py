@@ -1,4 +1,4 @@
-"""What mechanisms share that keep a state of fixed size in place of the past."""
+"""The base of mechanisms with a recurrent state of fixed size."""
 
 from __future__ import annotations
 
