@@ -39,7 +39,7 @@ function Board({ example, steps, at }) {
     steps.slice(0, at + 1).some((step) => covers(step.writes, name, i, j));
   const { reads, writes } = steps[at];
   const titles = { query: "Q", key: "K", value: "V", raw: "scores", scaled: "scaled", shifted: "shifted", exp: "exp", weights: "weights", output: "output" };
-  return html`<div class="board">${Object.entries(matrices).map(([name, values]) => html`<div key=${name} class=${`small-matrix ${name}`}>
+  return html`<div class="board">${Object.entries(matrices).map(([name, values]) => html`<div key=${name} class="small-matrix" data-name=${name}>
     <p>${titles[name]}</p><${Grid} plain=${true} title=${titles[name]} values=${values} rows=${example.tokens} kind="tiny"
       mark=${(i, j) => (covers(writes, name, i, j) ? "written" : covers(reads, name, i, j) ? "read" : known(name, i, j) ? "" : "unknown")} /></div>`)}</div>`;
 }

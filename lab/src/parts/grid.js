@@ -106,7 +106,7 @@ export function Grid({
       onFocus=${() => { if (!isHere) setAt([i, j]); onSelect?.(i, j); }}
       onMouseEnter=${onSelect && !onEdit ? () => onSelect(i, j) : undefined}
       onClick=${(event) => (onEdit ? open(i, j, String(values[i][j])) : event.currentTarget.focus())}
-    ><${Num} x=${x} /></td>`;
+    ><${Num} x=${x} digits=${onEdit ? 12 : undefined} /></td>`;
   };
 
   const body = html`<div class="wide">
