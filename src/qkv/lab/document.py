@@ -30,7 +30,10 @@ FILES = {"/lab.js": "text/javascript; charset=utf-8", "/lab.css": "text/css; cha
 
 DATA_ID = "qkv-data"
 
-_MOST_QUERIES = 2000
+_PAGE = 512
+"""Queries whose best keys a page asks for at once."""
+
+_MOST_QUERIES = 4 * _PAGE
 """Queries of each head whose best keys are in a file."""
 
 _MOST_HEADS = 512
@@ -147,13 +150,12 @@ def export_data(session: Session) -> dict[str, Any]:
     """Everything that a page can show without asking."""
     methods = ("example", "scaling", "mechanisms", "code", "errata", "exercises")
     asked: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in methods]
-    for example in session.answer("example").result["examples"]:
-        asked += [(name, {"name": example["name"]}) for name in ("trace", "tiles")]
+    for example in session.examples:
+        if example.trace is None:
+            asked += [(name, {"name": example.name}) for name in ("trace", "tiles")]
     asked += [("count", {"example": "three"}), ("count", {"n": 1024, "d": 64})]
     results = session.results(*asked)
     source = session.source
-    if source is not None and source.trace is not None:
-        results[key_of("trace", {"name": "trace"})] = source.trace.to_dict()
     if source is not None and source.heads is not None:
         results |= _head_results(session, source.heads)
     return session.data("export", results)
@@ -166,8 +168,10 @@ def _head_results(session: Session, heads: Heads) -> dict[str, Any]:
     places = [(layer, head) for layer in heads.layers for head in range(layer.num_heads)]
     for layer, head in places[:_MOST_HEADS]:
         asked = {"layer": layer.index, "head": head}
-        found = session.answer("head", {**asked, "count": _MOST_QUERIES})
-        results[key_of("head", asked)] = found.result
+        results |= session.results(("head", asked))
+        if layer.q_len > _PAGE:
+            for first in range(0, min(layer.q_len, _MOST_QUERIES), _PAGE):
+                results |= session.results(("head", {**asked, "first": first, "count": _PAGE}))
     mapped = [(layer, head) for layer, head in places if _is_small(layer)]
     for layer, head in mapped[:_MOST_MAPS]:
         for reduce in ("max", "mean"):

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.inspection.trace import Projections
+from qkv.inspection.trace import Projections, Trace
 from qkv.samples import shared_example
 
-__all__ = ["LONGEST", "Example", "examples"]
+__all__ = ["LONGEST", "Example", "examples", "small_example", "traced_example"]
 
 Array = NDArray[Any]
 
@@ -37,6 +37,8 @@ class Example:
     value : array (n, v_head_dim)
     projections : Projections or None
         Where the rows come from, if that is known.
+    trace : Trace or None
+        What is shown of it, if it was traced elsewhere; a page computes nothing anew then.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Example:
     key: Array
     value: Array
     projections: Projections | None = None
+    trace: Trace | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and strings."""
@@ -63,6 +66,8 @@ class Example:
                 name: getattr(self.projections, name).tolist()
                 for name in ("x", "w_q", "w_k", "w_v")
             }
+        if self.trace is not None:
+            found["trace"] = self.trace.to_dict()
         return found
 
 
@@ -89,6 +94,14 @@ def _three_tokens() -> Example:
     return Example(
         "three", "Three tokens", tuple(given["tokens"]), *projections.heads(), projections
     )
+
+
+def traced_example(trace: Trace) -> Example:
+    """The first head of a trace, with the rows that were traced."""
+    head = trace.heads[0]
+    tokens = trace.kv_tokens or tuple(map(str, range(trace.problem.kv_len)))
+    query = np.stack([row.query for row in head.rows])
+    return Example("trace", "The trace", tokens, query, head.key, head.value, trace=trace)
 
 
 def small_example(

@@ -148,7 +148,9 @@ def application(session: Session, token: str, host: str, limits: Limits | None =
         Route("/call", call, methods=["POST"]),
         Route("/file", upload, methods=["POST"]),
     ]
-    return Guard(Starlette(routes=routes), token, host)
+    app = Starlette(routes=routes)
+    app.router.redirect_slashes = False
+    return Guard(app, token, host)
 
 
 def _type_of(request: Request) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from qkv.errors import UnsupportedError
-from qkv.lab.examples import examples
+from qkv.lab.examples import Example, examples
 from qkv.lab.heads import HeadLayer, Heads, shown
 from qkv.lab.messages import Answer, key_of, plain
 from qkv.lab.parameters import MissingError, Parameters
@@ -52,7 +52,7 @@ class Session:
         """Show something else beside the examples."""
         own = () if source is None or source.example is None else (source.example,)
         self.source = source
-        self._small = SmallMethods((*examples(), *own))
+        self._small = SmallMethods((*own, *examples()))
         self._maps = WeightMaps()
         small = self._small
         self._methods: dict[str, Callable[[Parameters], Any]] = {
@@ -72,6 +72,11 @@ class Session:
             "weight": self._weight,
             "intervene": self._intervene,
         }
+
+    @property
+    def examples(self) -> tuple[Example, ...]:
+        """The examples that come with qkv, and what was given, first."""
+        return tuple(self._small.examples.values())
 
     @property
     def title(self) -> str:

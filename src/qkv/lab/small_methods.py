@@ -103,6 +103,8 @@ class SmallMethods:
 
     def _trace(self, given: Parameters, block_kv: int | None) -> Trace:
         example = _given_rows(given) if "query" in given else self._example(given, "name", "shared")
+        if example.trace is not None:
+            return example.trace
         variants = _mask(given, len(example.key))
         return _trace_of(example, variants, block_kv, given.number("scale"))
 

@@ -15,7 +15,7 @@ from qkv.inspection.model_file import is_model_record
 from qkv.inspection.model_record import ModelRecord, load
 from qkv.inspection.record import Record
 from qkv.inspection.trace import Trace
-from qkv.lab.examples import Example, small_example
+from qkv.lab.examples import Example, small_example, traced_example
 from qkv.lab.heads import Heads, heads_of_model, heads_of_record
 from qkv.lab.parameters import Parameters
 
@@ -33,8 +33,6 @@ class Source:
         Rows that are few enough to be shown number by number.
     heads : Heads or None
         Layers and heads for the model panel.
-    trace : Trace or None
-        A trace that was made elsewhere.
     intervene : callable (Parameters) -> dict, or None
         Runs the model again with some heads changed; answers the method `intervene`.
     """
@@ -42,7 +40,6 @@ class Source:
     title: str
     example: Example | None = None
     heads: Heads | None = None
-    trace: Trace | None = None
     intervene: Callable[[Parameters], dict[str, Any]] | None = None
 
 
@@ -97,7 +94,7 @@ def source_of(shown: Any, tokens: Sequence[str] | None = None) -> Source:
     if isinstance(shown, Record):
         return Source("A record", heads=heads_of_record(shown, "A record", tokens))
     if isinstance(shown, Trace):
-        return Source("A trace", trace=shown)
+        return Source("A trace", traced_example(shown))
     raise qkv.ArgumentError(
         f"the lab cannot show {type(shown).__name__}.",
         action="Pass a record of qkv.inspect, a model record, a trace, or qkv.lab.open_file(path).",
