@@ -14,15 +14,18 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from qkv.errors import ArgumentError, FileError, QkvError, UnsupportedError
 from qkv.files.contents import shown
-from qkv.inspection.model_record import ModelRecord
+from qkv.inspection.model_record import Keep, ModelRecord
 
-__all__ = ["inspect_model"]
+if TYPE_CHECKING:
+    from qkv.lab.sources import Source
+
+__all__ = ["inspect_model", "lab_source"]
 
 Progress = Callable[[int, int], None]
 
@@ -34,8 +37,10 @@ _MOST_BYTES = 1 << 26
 _LONGEST_REASON = 300
 
 
-def inspect_model(options: argparse.Namespace, progress: Progress) -> ModelRecord:
-    """Run the model of `--model` on the text of `--text`.
+def inspect_model(
+    options: argparse.Namespace, progress: Progress, keep: Keep = None
+) -> ModelRecord:
+    """Run the model of `--model` on the text of `--text`; `keep` says whose weights to keep.
 
     Raises
     ------
@@ -44,12 +49,21 @@ def inspect_model(options: argparse.Namespace, progress: Progress) -> ModelRecor
     """
     text = None if options.text is None else _text(options.text)
     if options.model == TINY:
-        return _inspect_tiny(text, options.tokens, progress)
+        return _inspect_tiny(text, options.tokens, progress, keep)
     if text is None:
         from qkv.samples import real_sample
 
         text = real_sample().paragraph
-    return _inspect_transformer(options.model, text, options, progress)
+    return _inspect_transformer(options.model, text, options, progress, keep)
+
+
+def lab_source(options: argparse.Namespace, progress: Progress) -> Source:
+    """The same for the lab, with the weights of all layers."""
+    from qkv.lab.heads import heads_of_model
+    from qkv.lab.sources import Source
+
+    record = inspect_model(options, progress, keep="weights")
+    return Source(record.model, heads=heads_of_model(record))
 
 
 def _text(path: str) -> str:
@@ -84,14 +98,16 @@ def _text(path: str) -> str:
 # --- the embedded model --------------------------------------------------------------------------
 
 
-def _inspect_tiny(text: str | None, count: int | None, progress: Progress) -> ModelRecord:
+def _inspect_tiny(
+    text: str | None, count: int | None, progress: Progress, keep: Keep
+) -> ModelRecord:
     """qkv's own model; without a text it reads random characters, twice."""
     from qkv.samples.tiny import LAYERS, tiny_model
 
     model = tiny_model()
     ids = model.repeated_sequence() if text is None else model.encode(text)
     ids = ids[:count]
-    record = ModelRecord(model.name)
+    record = ModelRecord(model.name, keep=keep)
     record.tokens, record.texts = np.array([ids]), model.tokens(ids)
     for layer, (query, key, _, variants) in enumerate(model.attention_inputs(ids)):
         record.add(query, key, *variants, name=f"layers.{layer}", tokens=record.tokens)
@@ -103,7 +119,7 @@ def _inspect_tiny(text: str | None, count: int | None, progress: Progress) -> Mo
 
 
 def _inspect_transformer(
-    name: str, text: str, options: argparse.Namespace, progress: Progress
+    name: str, text: str, options: argparse.Namespace, progress: Progress, keep: Keep
 ) -> ModelRecord:
     _require_safetensors(name)
     with _offline(not options.download):
@@ -125,7 +141,7 @@ def _inspect_transformer(
     _require_room(ids, config, tokenizer)
     with (
         torch.no_grad(),
-        qkv.hf.inspect(model, progress=progress) as record,
+        qkv.hf.inspect(model, progress=progress, keep=keep) as record,
         _reading(type(model).__name__),
     ):
         model(input_ids=torch.tensor([ids]))

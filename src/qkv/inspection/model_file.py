@@ -15,7 +15,7 @@ from qkv.files.writing import replace_file
 from qkv.inspection.head_scores import SCORES, HeadScores
 from qkv.inspection.model_record import LayerRecord, ModelRecord
 
-__all__ = ["load", "save"]
+__all__ = ["is_model_record", "load", "save"]
 
 Array = NDArray[Any]
 
@@ -61,6 +61,18 @@ def load(path: str | os.PathLike[str]) -> ModelRecord:
         raise FileError(
             f"{name} is no record of a model ({error}).", action="Write it with record.save(path)."
         ) from error
+
+
+def is_model_record(path: str | os.PathLike[str]) -> bool:
+    """Whether a file says of itself that it is a record of a model; False if it cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "numpy") as file:
+            about = json.loads((file.metadata() or {}).get("qkv", "{}"))
+    except (SafetensorError, OSError, ValueError, RecursionError):
+        return False
+    return isinstance(about, dict) and about.get("schema") == SCHEMA
 
 
 def _named(layer: LayerRecord) -> dict[str, Array]:

@@ -1,0 +1,199 @@
+"""A map of the weights of one head at any length: tiles of a pyramid, computed when asked for.
+
+Level 0 has one number for each pair, level L one for each block of 2^L x 2^L pairs: their largest
+weight, and their mean. The matrix is never there. Levels with more than `BASE` numbers are computed
+for one tile at a time; those above come from the first level that has at most so many, which is
+computed once for the whole head and kept.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.inspection.replay import Replay
+
+__all__ = ["TILE", "MapTile", "WeightMaps", "levels_of"]
+
+Array = NDArray[Any]
+
+TILE = 256
+"""Numbers along a side of a tile."""
+
+BASE = 1 << 22
+"""Numbers of the level that is kept whole: 2048 x 2048, so 32 MiB with both reductions."""
+
+MOST_BYTES = 256 << 20
+"""Of tiles and levels that are kept; the oldest go first."""
+
+PAIRS = 1 << 21
+"""Weights that are computed at once."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MapTile:
+    """One tile: the largest and the mean weight of each block, float32 `(rows, columns)`.
+
+    `first_query` and `first_key` are the first pair of the tile; `block` is 2^level.
+    """
+
+    first_query: int
+    first_key: int
+    block: int
+    largest: Array
+    mean: Array
+
+
+def levels_of(q_len: int, kv_len: int) -> int:
+    """Levels of a map, the last of which is one tile.
+
+    Examples
+    --------
+    >>> levels_of(256, 100), levels_of(257, 100), levels_of(131_072, 131_072)
+    (1, 2, 10)
+    """
+    longest = max(q_len, kv_len, 1)
+    return max(0, (-(-longest // TILE) - 1).bit_length()) + 1
+
+
+class WeightMaps:
+    """Tiles of the maps of many heads, with what has been computed kept within `MOST_BYTES`."""
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self._most_bytes = most_bytes
+        self._kept: OrderedDict[Any, tuple[Array, Array]] = OrderedDict()
+        self._lock = Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept now."""
+        return sum(a.nbytes + b.nbytes for a, b in self._kept.values())
+
+    def tile(self, replay: Replay, head: int, level: int, row: int, column: int) -> MapTile:
+        """A tile of batch row 0.
+
+        Parameters
+        ----------
+        replay : Replay
+        head, level, row, column : int
+            Which head, level of detail, and tile of that level.
+        """
+        spec, block = replay.problem.spec, 1 << level
+        q_first, kv_first = row * TILE * block, column * TILE * block
+        q_stop = min(q_first + TILE * block, spec.q_len)
+        kv_stop = min(kv_first + TILE * block, spec.kv_len)
+        place = (id(replay), head, level, row, column)
+        found = self._get(place)
+        if found is None:
+            base = _base_level(spec.q_len, spec.kv_len)
+            if level < base:
+                found = reduced(replay, head, (q_first, q_stop), (kv_first, kv_stop), block)
+            else:
+                found = self._from_base(replay, head, base, level, row, column)
+            self._put(place, found)
+        return MapTile(q_first, kv_first, block, *found)
+
+    def _from_base(
+        self, replay: Replay, head: int, base: int, level: int, row: int, column: int
+    ) -> tuple[Array, Array]:
+        spec = replay.problem.spec
+        place = (id(replay), head, base)
+        whole = self._get(place)
+        if whole is None:
+            whole = reduced(replay, head, (0, spec.q_len), (0, spec.kv_len), 1 << base)
+            self._put(place, whole)
+        more = 1 << (level - base)
+        rows = slice(row * TILE * more, (row + 1) * TILE * more)
+        columns = slice(column * TILE * more, (column + 1) * TILE * more)
+        largest, mean = (array[rows, columns] for array in whole)
+        if more == 1:
+            return largest.copy(), mean.copy()
+        # Blocks at the edge hold fewer pairs, so means are weighted by what they hold.
+        q_count = _counts(spec.q_len, 1 << base)[rows, None]
+        kv_count = _counts(spec.kv_len, 1 << base)[None, columns]
+        pairs = (q_count * kv_count).astype(np.float64)
+        total, held = _sums(mean * pairs, more), _sums(pairs, more)
+        return _largest(largest, more), (total / held).astype(np.float32)
+
+    def _get(self, place: Any) -> tuple[Array, Array] | None:
+        with self._lock:
+            if place not in self._kept:
+                return None
+            self._kept.move_to_end(place)
+            return self._kept[place]
+
+    def _put(self, place: Any, found: tuple[Array, Array]) -> None:
+        with self._lock:
+            self._kept[place] = found
+            while len(self._kept) > 1 and self.nbytes > self._most_bytes:
+                self._kept.popitem(last=False)
+
+
+def _base_level(q_len: int, kv_len: int) -> int:
+    level = 0
+    while -(-q_len // (1 << level)) * -(-kv_len // (1 << level)) > BASE:
+        level += 1
+    return level
+
+
+def reduced(
+    replay: Replay, head: int, q_rows: tuple[int, int], kv_rows: tuple[int, int], block: int
+) -> tuple[Array, Array]:
+    """Largest and mean weight of blocks of `block` x `block` pairs of a rectangle of batch row 0.
+
+    Parameters
+    ----------
+    replay : Replay
+    head : int
+    q_rows, kv_rows : (first, stop)
+        The rectangle; it begins at multiples of `block`.
+    block : int
+        Blocks at the end may be smaller.
+
+    Returns
+    -------
+    (array, array)
+        float32 `(blocks of queries, blocks of keys)`.
+    """
+    (q_first, q_stop), (kv_first, kv_stop) = q_rows, kv_rows
+    shape = -(-(q_stop - q_first) // block), -(-(kv_stop - kv_first) // block)
+    largest, total = np.zeros(shape, np.float32), np.zeros(shape)
+    kv_index = np.arange(kv_first, kv_stop)
+    q_step = max(block, PAIRS // max(len(kv_index), 1) // block * block)
+    kv_step = max(block, PAIRS // min(q_step, 1 << 12) // block * block)
+    for q_start in range(q_first, q_stop, q_step):
+        rows = np.arange(q_start, min(q_start + q_step, q_stop))
+        for kv_start in range(0, len(kv_index), kv_step):
+            columns = kv_index[kv_start : kv_start + kv_step]
+            weights = np.nan_to_num(replay.block(0, head, rows, columns))
+            i, j = (q_start - q_first) // block, kv_start // block
+            part = _largest(weights, block)
+            place = slice(i, i + part.shape[0]), slice(j, j + part.shape[1])
+            largest[place], total[place] = part, _sums(weights, block)
+    pairs = _counts(q_stop - q_first, block)[:, None] * _counts(kv_stop - kv_first, block)
+    return largest, (total / pairs).astype(np.float32)
+
+
+def _counts(length: int, block: int) -> Array:
+    """How many rows each block has."""
+    return np.diff(np.append(np.arange(0, length, block), length))
+
+
+def _largest(array: Array, block: int) -> Array:
+    return np.asarray(_folded(array, block, np.maximum), np.float32)
+
+
+def _sums(array: Array, block: int) -> Array:
+    return _folded(array, block, np.add)
+
+
+def _folded(array: Array, block: int, reduce: np.ufunc) -> Array:
+    if block == 1:
+        return array
+    down = reduce.reduceat(array, np.arange(0, array.shape[0], block), axis=0)
+    return np.asarray(reduce.reduceat(down, np.arange(0, array.shape[1], block), axis=1))
