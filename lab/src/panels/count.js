@@ -19,6 +19,8 @@ const MODELS = [
   ["shared example", 1, 1, 4, 5],
 ];
 
+const bytes = (count) => `${size(count)}: ${grouped(count)} bytes`;
+
 const added = (steps) => {
   const counts = Object.fromEntries(COUNTS.map(([name]) => [name, 0]));
   steps.forEach((step) => Object.entries(step.counts).forEach(([name, count]) => { counts[name] += count; }));
@@ -78,8 +80,8 @@ export function Count() {
         { key: "products", cells: ["both products, a multiply-add as two", "4 n² d", grouped(4 * n * n * d)] }]} />
       <div><${DataTable} title="Memory" columns=${["what", "formula", "size"]} rows=${[
         { cells: ["scores", "n²", grouped(n * n)] },
-        { cells: ["scores in float16", "2 n²", size(2 * n * n)] },
-        { cells: ["scores in float32", "4 n²", size(4 * n * n)] },
+        { cells: ["scores in float16", "2 n²", bytes(2 * n * n)] },
+        { cells: ["scores in float32", "4 n²", bytes(4 * n * n)] },
         { cells: ["Q, K, V and output in float32", "16 n d", size(16 * n * d)] },
         { class: "here", cells: [`one tile of ${BLOCK} × ${BLOCK} in float32`, `4 × ${BLOCK}²`, size(4 * Math.min(n, BLOCK) ** 2)] },
         { class: "here", cells: ["largest, sum of each row in float32", "8 n", size(8 * n)] }]}
