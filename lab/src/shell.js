@@ -1,6 +1,6 @@
 // What is around the panels: their list, the theme, the keys, the live region.
 
-import { html, Lab, useEffect, useMemo, useRef, useState } from "./parts/lab.js";
+import { html, Lab, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./parts/lab.js";
 import { Start } from "./panels/start.js";
 import { Scaling } from "./panels/scaling.js";
 import { Pipeline } from "./panels/pipeline.js";
@@ -115,7 +115,7 @@ export function Shell({ client, store, root }) {
     };
   }, []);
 
-  useEffect(() => {
+  useLayoutEffect(() => {
     const common = {
       "[": () => go(-1),
       "]": () => go(1),

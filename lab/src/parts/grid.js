@@ -1,6 +1,6 @@
 // A matrix of numbers: one tab stop, arrow keys, cells that can be edited and coloured.
 
-import { html, useEffect, useLab, useRef, useState, inside } from "./lab.js";
+import { html, useLayoutEffect, useLab, useRef, useState, inside } from "./lab.js";
 import { Block, Num } from "./basics.js";
 import { paint } from "../colours.js";
 import { shown } from "../format.js";
@@ -32,7 +32,7 @@ export function Grid({
   const here = [inside(at[0], height), inside(at[1], width)];
   const names = columns ?? values[0].map((_, j) => String(j));
 
-  useEffect(() => {
+  useLayoutEffect(() => {
     if (!takeFocus.current) return;
     takeFocus.current = false;
     const cell = table.current.querySelector(editing ? "td input" : 'td[tabindex="0"]');

@@ -1,13 +1,13 @@
 // What every part shares: html, the context, and hooks over view and client.
 
 import { createContext, h } from "preact";
-import { useCallback, useContext, useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { useContext, useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import htm from "htm";
 import { BUILT_IN, decode, encode } from "../examples.js";
 import { traceOf } from "../kernel.js";
 import { DEFAULTS } from "../view.js";
 
-export { useCallback, useEffect, useMemo, useRef, useState };
+export { useEffect, useLayoutEffect, useMemo, useRef, useState };
 export const html = htm.bind(h);
 export const Lab = createContext(null);
 
@@ -39,7 +39,8 @@ export function useAsk(method, params = {}) {
 /** Keys of the panel that is shown, beside those of the page. @param {Record<string, Function>} handlers */
 export function useKeys(handlers) {
   const { keys } = useLab();
-  useEffect(() => {
+  // Before the next key, which may come before the next picture.
+  useLayoutEffect(() => {
     Object.entries(handlers).forEach(([key, each]) => keys.set(key, each));
     return () => Object.entries(handlers).forEach(([key, each]) => {
       if (keys.get(key) === each) keys.delete(key);
