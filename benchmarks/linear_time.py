@@ -1,7 +1,7 @@
 """Time and memory of the linear-time mechanisms, and their speed beside transformers.
 
-    python benchmarks/linear_time.py scaling        # 8k to 131k tokens, each in its own process
-    python benchmarks/linear_time.py transformers   # Mamba and RWKV-4 at 8k tokens
+    python -m benchmarks.linear_time scaling        # 8k to 131k tokens, each in its own process
+    python -m benchmarks.linear_time transformers   # Mamba and RWKV-4 at 8k tokens
 
 Times are of the processor, on one thread, the best of several runs: on a machine that others use,
 they say more than the clock. Memory is what the process holds at its peak beyond what it held
@@ -27,7 +27,7 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "
 # The number of threads is read when NumPy is imported.
 import numpy as np  # noqa: E402
 
-from qkv.mechanisms import MECHANISMS  # noqa: E402
+from qkv.mechanisms import MECHANISMS, Mechanism  # noqa: E402
 
 WIDTH = 64
 LENGTHS = [8192 << i for i in range(5)]
@@ -60,7 +60,8 @@ def best(call: Callable[[], Any]) -> float:
 def measured(name: str, n: int) -> dict[str, float]:
     """Seconds and MiB of one mechanism in this process."""
     options = OPTIONS[name] | ({"max_len": n} if name == "linformer" else {})
-    mechanism = MECHANISMS[name](WIDTH, **options)
+    make: Callable[..., Mechanism] = MECHANISMS[name]
+    mechanism = make(WIDTH, **options)
     mechanism.weights = {key: np.float32(array) for key, array in mechanism.weights.items()}
     x = np.random.default_rng(0).normal(size=(n, WIDTH)).astype(np.float32)
     mechanism(x[:1024])

@@ -11,21 +11,25 @@ from types import ModuleType
 
 import pytest
 
+import benchmarks
 import qkv
 import qkv.mechanisms
 import qkv.testing
 
-SOURCE = Path(qkv.__file__).parent
-FILES = sorted(SOURCE.rglob("*.py"))
+SOURCE, BENCHMARKS = (Path(package.__file__).parent for package in (qkv, benchmarks))
+FILES = sorted([*SOURCE.rglob("*.py"), *BENCHMARKS.rglob("*.py")])
 MODULES = sorted(
-    info.name for info in pkgutil.walk_packages(qkv.__path__, "qkv.") if "__main__" not in info.name
+    info.name
+    for package in (qkv, benchmarks)
+    for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    if "__main__" not in info.name
 )
 PACKAGES = [qkv, qkv.mechanisms, qkv.testing]
 NAMES = [(package, name) for package in PACKAGES for name in package.__all__ if name[0] != "_"]
 
 
 def shown(path: Path) -> str:
-    return str(path.relative_to(SOURCE))
+    return str(path.relative_to(BENCHMARKS.parent))
 
 
 @pytest.mark.parametrize("path", FILES, ids=shown)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import qkv.bench.peaks
+import qkv.cost.peaks
 from qkv.cost import (
     Machine,
     ModelCost,
@@ -201,9 +201,9 @@ def test_the_roofline_is_the_larger_of_two_times() -> None:
 
 
 def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(qkv.bench.peaks, "_BEYOND_CACHES", 2**24)
+    monkeypatch.setattr(qkv.cost.peaks, "_BEYOND_CACHES", 2**24)
     monkeypatch.setattr(machines, "_BEYOND_CACHES", 2**24)
-    monkeypatch.setattr(qkv.bench.peaks, "_TRIES", 1)
+    monkeypatch.setattr(qkv.cost.peaks, "_TRIES", 1)
     here = machine("here")
     machines._measured.cache_clear()
     assert "here" in machine_names()

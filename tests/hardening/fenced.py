@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 import numpy as np
+from fuzz import memory, random_case
 
 import qkv
 from qkv.backends.cpu import arguments, forward_pass, prepared, prepared_backward
@@ -17,8 +18,7 @@ from qkv.call.bound import bind
 from qkv.call.options import OptionValues
 from qkv.call.pull_back import Residuals, pull_back
 from qkv.problem.builder import Shape
-from qkv.testing import Case, random_case
-from qkv.testing.fuzz import memory
+from qkv.testing import Case
 
 PAGE = mmap.PAGESIZE
 LINE = 64

@@ -7,11 +7,12 @@ from itertools import cycle
 import numpy as np
 import pytest
 from forced import kernels, takes
+from fuzz import random_case
 
 import qkv
 from qkv.backends.cpu import backward_pass, forward_pass
 from qkv.problem.builder import Shape
-from qkv.testing import DTYPES, Case, random_case
+from qkv.testing import DTYPES, Case
 from sampling import sample
 
 THREADS = (1, 2, 3, 5)

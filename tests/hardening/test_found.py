@@ -3,9 +3,10 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from fuzz import random_case
 
 import qkv
-from qkv.testing import bounds, check_case, random_case, truth
+from qkv.testing import bounds, check_case, truth
 
 pytestmark = pytest.mark.usefixtures("masks_unread_and_read")
 

@@ -222,7 +222,7 @@ def _bomb() -> bytes:
     file = io.BytesIO()
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(
-        header, {"descr": "<f4", "fortran_order": False, "shape": (1 << 22,)}
+        header, {"descr": "<f4", "fortran_order": False, "shape": (2048, 2048)}
     )
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in "qkv":

@@ -33,6 +33,8 @@ export function Code() {
   const lines = (result?.[library] ?? []).map((text, i) => ({
     text, note: result.notes?.[i], value: own ? VALUES[result.shows?.[i]]?.(all) ?? result.values?.[i]?.[all.index] : undefined,
   }));
+  // The classes of the family take arrays of either library.
+  const same = result && String(result.numpy) === String(result.torch);
   const at = inside(view.line, lines.length || 1);
   const move = (event) => {
     const to = { ArrowUp: at - 1, ArrowDown: at + 1, Home: 0, End: lines.length - 1 }[event.key];
@@ -44,11 +46,12 @@ export function Code() {
   };
   return html`<p class="lead">The same steps as code. Every line says what it does and shows what it makes for the chosen query.</p>
     <${ExampleBar} withMask=${false} />
-    <div class="row"><${Choice} label="Library" value=${library} onChange=${(lib) => set({ lib, line: 0 })} options=${[["numpy", "NumPy"], ["torch", "torch"]]} />
+    <div class="row">${(own || !same) && html`<${Choice} label="Library" value=${library} onChange=${(lib) => set({ lib, line: 0 })} options=${[["numpy", "NumPy"], ["torch", "torch"]]} />`}
       ${names.length > 1 && html`<${Select} label="Mechanism" value=${name} onChange=${(code) => set({ code, line: 0 })} options=${names.map((each) => [each, each])} />`}
       <${Copy} rows=${() => lines.map(({ text }) => [text])} what="code" /></div>
     ${error ? html`<${Failure} error=${error} />` : !result ? html`<${Waiting} what="the code" />` : html`
     <div class="code" role="listbox" aria-label=${`Code of ${name}, ${library}`} data-keys onKeyDown=${move}>${lines.map(({ text, note, value }, i) => html`<div key=${i} role="option" aria-selected=${i === at} tabindex=${i === at ? 0 : -1} class=${i === at ? "now" : ""} onFocus=${() => i !== at && set({ line: i })} onClick=${(event) => event.currentTarget.focus()}>
       <code>${text || " "}</code>${(note || value) && html`<span class="side">${value && html`<span class="values" data-line=${i}>${value}</span>`}${note && html`<span class="note">${note}</span>`}</span>`}</div>`)}</div>
+    ${same && html`<p class="faint">The same code takes arrays of NumPy, torch and JAX.</p>`}
     ${own && html`<p class="faint">Values of <${Token} text=${all.name} />, without a mask.</p>`}`}`;
 }

@@ -141,15 +141,21 @@ def call_key(bound: BoundCall, views: tuple[Array, Array, Array], purpose: str) 
     )  # fmt: skip
 
 
-def _leaf_keys(bound: BoundCall, growing: bool = False) -> list[Hashable] | None:
-    """Of the arrays of variants and options; those that grow have any sizes and strides."""
+def _leaf_keys(bound: BoundCall, kv_len: int | None = None) -> list[Hashable] | None:
+    """What identifies the arrays of variants and options.
+
+    With `kv_len`, arrays that are read in place may be as long as there are keys, and have any
+    strides.
+    """
     by_value = bound.structure.by_value
     keys: list[Hashable] = []
     for n, array in enumerate(bound.leaves[3:], start=3):
         if type(array) is not np.ndarray:
             return None
         if n not in by_value:
-            sizes = array.ndim if growing else (array.shape, array.strides)
+            sizes: Hashable = array.shape, array.strides
+            if kv_len is not None:
+                sizes = tuple([None if size == kv_len else size for size in array.shape])
             keys.append((array.dtype, sizes))
         elif array.nbytes <= LARGEST_VALUE:
             keys.append((array.dtype, array.shape, array.tobytes()))
@@ -250,7 +256,7 @@ def decoding_step(
         if abs(q_offset) > INDEX_LIMIT:
             return None
         given, q_offset = q_offset, int
-    more = _leaf_keys(bound, growing=True)
+    more = _leaf_keys(bound, kv_len)
     if more is None:
         return None
     return Step(

@@ -87,7 +87,8 @@ def attend_for_inspection(bound: BoundCall, given: Sequence[Any] | None = None) 
     backend = call.choice.backend
     again = key is not None and bound.structure.is_known and not CALLS.is_new(key)
     if again and key is not None and isinstance(backend, PreparingStatistics) and call.ndim > 2:
-        prepared = backend.prepare_statistics(call.problem, in_place(seen))
+        checked = bound._replace(leaves=call.leaves)
+        prepared = backend.prepare_statistics(call.problem, in_place(checked))
         if prepared is not None:
             CALLS.insert(without_arrays(key), _Prepared(prepared, backend.name))
     return _checked(call)

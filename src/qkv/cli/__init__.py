@@ -1,4 +1,4 @@
-"""The command line: `qkv inspect`, `explain`, `plan`, `compare`, `cost`, `bench` and others.
+"""The command line: `qkv inspect`, `explain`, `plan`, `compare`, `cost` and others.
 
 A command makes its whole output before the first byte of it is written. Exit codes: 0, 1 if the
 output could not be written or memory ran out, 2 for bad input, 130 for Ctrl-C.
@@ -19,7 +19,7 @@ from qkv.cli.variants import add_variants, words
 from qkv.errors import ArgumentError, QkvError
 from qkv.inspection.tokens import printable
 
-__all__ = ["main"]
+__all__ = ["Parser", "exit_code", "main"]
 
 _EXAMPLES = """\
 examples:
@@ -33,7 +33,6 @@ examples:
   qkv cost --model llama-3-8b          operations, bytes, cache and least time of a model
   qkv compare                          every mechanism on the same five tokens
   qkv lab --model tiny                 all of it as a page to explore
-  qkv bench --quick                    speed on this machine, beside other libraries
   qkv info                             what this machine can run
 """
 
@@ -55,18 +54,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv : sequence of str, optional
         The words after `qkv`; those of the process by default.
     """
+    return exit_code(lambda: _run(argv))
+
+
+def exit_code(output: Callable[[], str], program: str = "qkv") -> int:
+    """Write what a command returns, or say on standard error why there is nothing.
+
+    Parameters
+    ----------
+    output : callable ()
+        Runs the command and returns its whole output.
+    program : str
+        Begins what is said on standard error.
+    """
     try:
-        _write(_run(argv))
+        _write(output())
     except QkvError as error:
-        return _complain(str(error), 2)
+        return _complain(program, str(error), 2)
     except BrokenPipeError:
         # Whoever read the output has seen enough. The interpreter flushes once more on its way out.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        return _complain(f"the output could not be written: {error.strerror or error}.", 1)
+        return _complain(program, f"the output could not be written: {error.strerror or error}.", 1)
     except MemoryError:
-        return _complain("there is not enough memory for this.", 1)
+        return _complain(program, "there is not enough memory for this.", 1)
     except KeyboardInterrupt:
         return 130
     return 0
@@ -94,13 +106,13 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def _complain(message: str, code: int) -> int:
+def _complain(program: str, message: str, code: int) -> int:
     lines = (printable(line, len(line)) for line in message.splitlines())
-    print("qkv: " + "\n".join(lines), file=sys.stderr)
+    print(f"{program}: " + "\n".join(lines), file=sys.stderr)
     return code
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Usage errors in the form of all others."""
 
     def error(self, message: str) -> NoReturn:
@@ -144,14 +156,8 @@ def _info(options: argparse.Namespace) -> str:
     return run(options)
 
 
-def _bench(options: argparse.Namespace) -> str:
-    from qkv.cli.bench_command import run
-
-    return run(options)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="qkv",
         description="Exact scaled dot-product attention that you can look into.",
         epilog=_EXAMPLES,
@@ -230,17 +236,6 @@ def _parser() -> argparse.ArgumentParser:
     _add_problem(plan)
     _add_sizes(plan)
 
-    bench = _command(
-        commands,
-        "bench",
-        _bench,
-        "speed on this machine, beside other libraries",
-        "Runs attention by qkv and by whichever of torch, ONNX Runtime, OpenVINO and JAX are "
-        "installed, in turns, beside the machine's own peaks. Whoever computes something else is "
-        "not timed. Ratios say how many times as long as the first one another takes.",
-    )
-    _add_bench(bench)
-
     for name, summary in _COMMANDS.items():
         module = import_module(f"qkv.cli.{name}_command")
         module.add_arguments(_command(commands, name, module.run, summary, module.DESCRIPTION))
@@ -257,7 +252,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _command(
-    commands: argparse._SubParsersAction[_Parser],
+    commands: argparse._SubParsersAction[Parser],
     name: str,
     run: Callable[[argparse.Namespace], str],
     summary: str,
@@ -315,39 +310,6 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--save", metavar="FILE", help="also write all numbers, as safetensors")
     model.add_argument(
         "--download", action="store_true", help="fetch the model if it is not on this machine"
-    )
-
-
-def _add_bench(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "workloads", nargs="*", metavar="NAME", help="workloads, or how their names begin"
-    )
-    parser.add_argument("--list", action="store_true", help="name the workloads and run none")
-    parser.add_argument("--quick", action="store_true", help="a few workloads, fewer rounds")
-    parser.add_argument(
-        "--latency", action="store_true", help="what a small call costs, for every variant"
-    )
-    parser.add_argument(
-        "--models", action="store_true", help="whole transformers models, beside torch's attention"
-    )
-    parser.add_argument("--rounds", type=int, metavar="N", help="turns of each (default 7)")
-    parser.add_argument("--threads", type=int, metavar="N", help="of everybody (default: qkv's)")
-    parser.add_argument("--details", action="store_true", help="every contender in a row")
-    parser.add_argument("--json", action="store_true", help="strict JSON, with every time")
-    parser.add_argument("--save", metavar="FILE", help="also write that JSON to a file")
-    parser.add_argument("--load", metavar="FILE", help="show a saved run instead of running")
-    parser.add_argument(
-        "--markdown", metavar="FILE", help="also write the table to a page, between its marks"
-    )
-    parser.add_argument("--picture", metavar="FILE", help="also draw it, as SVG")
-    parser.add_argument(
-        "--only", action="append", metavar="PACKAGE", help="beside the first, only these packages"
-    )
-    parser.add_argument(
-        "--compare",
-        nargs="+",
-        metavar="RUN",
-        help="two saved runs; or a git revision, run beside this one in turns",
     )
 
 

@@ -118,7 +118,7 @@ def machine(name: str) -> Machine:
     ----------
     name : str
         One of `machine_names()`. "here" measures this machine, which takes a few seconds: its
-        multiply-adds and its reading of memory, as `qkv bench` does.
+        multiply-adds and its reading of memory, as the benchmark does.
 
     Raises
     ------
@@ -153,7 +153,7 @@ def _described() -> dict[str, Machine]:
 @cache
 def _measured() -> Machine:
     try:
-        from qkv.bench.peaks import product_ceiling, read_ceiling
+        from qkv.cost.peaks import product_ceiling, read_ceiling
 
         threads = get_num_threads()
         peak = {

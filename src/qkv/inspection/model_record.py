@@ -243,6 +243,18 @@ class ModelRecord:
 
         save(self, path)
 
+    def to_html(self) -> str:
+        """The record as a page of the lab: one HTML file that works from disk, with no network.
+
+        Returns
+        -------
+        str
+            Everything is inside; see `qkv.lab.to_html`.
+        """
+        from qkv.lab.document import to_html
+
+        return to_html(self)
+
 
 def load(path: str | os.PathLike[str]) -> ModelRecord:
     """Read a record that `ModelRecord.save` wrote.

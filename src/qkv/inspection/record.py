@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -159,6 +159,23 @@ class Record:
             return np.bincount(q_index, weights, minlength=len(q_pos))
 
         return self._each_head(of_head)
+
+    def to_html(self, tokens: Sequence[str] | None = None) -> str:
+        """The record as a page of the lab: one HTML file that works from disk, with no network.
+
+        Parameters
+        ----------
+        tokens : sequence of str (kv_len,), optional
+            Names of the keys.
+
+        Returns
+        -------
+        str
+            Everything is inside; see `qkv.lab.to_html`.
+        """
+        from qkv.lab.document import to_html
+
+        return to_html(self, tokens)
 
     def _statistic(self, name: str) -> Any:
         """One that comes with the output, if the backend tells it, else with all weights."""

@@ -259,6 +259,18 @@ class Trace:
         """`to_dict` as strict JSON."""
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
+    def to_html(self) -> str:
+        """The trace as a page of the lab: one HTML file that works from disk, with no network.
+
+        Returns
+        -------
+        str
+            Everything is inside; see `qkv.lab.to_html`.
+        """
+        from qkv.lab.document import to_html
+
+        return to_html(self)
+
 
 def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic):

@@ -4,7 +4,6 @@ from qkv.testing.case import DTYPES, Case, Inputs, lay_out
 from qkv.testing.cases import cases, cases_of
 from qkv.testing.conformance import CHECKS, check_case
 from qkv.testing.derivatives import GradientOracle
-from qkv.testing.fuzz import random_case
 from qkv.testing.oracle import Truth, truth
 from qkv.testing.tolerances import Bounds, bounds, plain, ulp
 
@@ -22,7 +21,6 @@ __all__ = [
     "check_case",
     "lay_out",
     "plain",
-    "random_case",
     "truth",
     "ulp",
 ]

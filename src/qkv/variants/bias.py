@@ -29,6 +29,7 @@ class Bias(Variant):
     """
 
     roles: ClassVar[Mapping[str, Role]] = {"array": "in_place"}
+    positions_only: ClassVar[bool] = True
     uses_batch_index: ClassVar[bool] = False
 
     array: ArrayLike

@@ -27,6 +27,7 @@ class Mask(MaskVariant):
     """
 
     roles: ClassVar[Mapping[str, Role]] = {"array": "in_place"}
+    positions_only: ClassVar[bool] = True
     uses_batch_index: ClassVar[bool] = False
 
     array: ArrayLike

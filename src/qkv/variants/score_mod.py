@@ -163,7 +163,9 @@ class _Gap:
 
 
 def _is_array(value: Any) -> bool:
-    return hasattr(value, "dtype") and hasattr(value, "shape") and not isinstance(value, np.generic)
+    if isinstance(value, types.ModuleType | np.generic):
+        return False  # numpy itself has functions of these names
+    return hasattr(value, "dtype") and hasattr(value, "shape")
 
 
 def _captured(fn: Any, arrays: list[Any], outer: tuple[Any, ...] = ()) -> tuple[Any, ...] | None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.backends.cpu.addresses import address_of, page_aligned
 from qkv.backends.cpu.forward import FIELDS, scratch_bytes
 from qkv.backends.cpu.frame import COUNTER_BYTES, WORD, Shape
 from qkv.backends.cpu.pairs import pair_scratch_bytes
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 
 _FIRST = COUNTER_BYTES // WORD
-_PAGE = 4096
 
 
 def word_of(name: str, fields: tuple[str, ...] = FIELDS) -> int:
@@ -194,33 +193,3 @@ def rotated(problem: Problem) -> tuple[Array, Rows]:
         return operands.query, operands.key
     key = whole_rows(operands.key, problem.spec.compute_dtype)
     return rotated_rows(problem, operands.query, "q"), rotated_rows(problem, key, "kv")
-
-
-def address_of(array: Array) -> int:
-    """Where the first element lies."""
-    return int(array.__array_interface__["data"][0])
-
-
-def quick_address() -> Callable[[Array], int]:
-    """`address_of` at an eighth of its time, where it is known to be right.
-
-    NumPy's C interface fixes that an array object begins with Python's head, then the address of
-    its data; this is tried before it is relied on.
-    """
-    head, word = object.__basicsize__, ctypes.c_size_t
-
-    def read(array: Array) -> int:
-        return word.from_address(id(array) + head).value
-
-    tried = np.empty((3, 5))
-    for view in (tried, tried[1:, ::2], tried.T[::-1]):
-        if read(view) != address_of(view):
-            return address_of
-    return read
-
-
-def page_aligned(size: int) -> Array:
-    """Bytes that start at a page, uninitialised."""
-    raw = np.empty(size + _PAGE, np.uint8)
-    start = -address_of(raw) % _PAGE
-    return raw[start : start + size]

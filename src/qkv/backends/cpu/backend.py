@@ -18,6 +18,7 @@ from qkv.backends import (
     PreparedStatistics,
     Progress,
     Refusal,
+    WeightBlocks,
     kept,
 )
 from qkv.backends.cpu.fork_locks import importing
@@ -103,6 +104,13 @@ class CpuBackend:
 
         return received(problem.gathered(), lse, progress)
 
+    def weight_blocks(self, problem: Problem, lse: Array) -> WeightBlocks:
+        """Reductions of blocks of weights, by passes over the scores that they need."""
+        with importing():
+            from qkv.backends.cpu import weight_blocks_pass
+
+        return weight_blocks_pass.WeightBlocks(problem.gathered(), lse)
+
     def prepare(
         self, problem: Problem, backward: bool, arrays: tuple[Array, ...] = ()
     ) -> Prepared | None:
@@ -139,7 +147,7 @@ class CpuBackend:
         if not partial.out.size:
             return finish(partial, sinks)
         with importing():
-            from qkv.backends.cpu.arguments import address_of
+            from qkv.backends.cpu.addresses import address_of
             from qkv.backends.cpu.sinks import Sinks
 
         dtype = partial.out.dtype
@@ -157,7 +165,7 @@ class CpuBackend:
             from qkv.backends.cpu.prepared import PreparedForward
 
         spec = problem.spec
-        if not _is_preparable(spec) or spec.sinks or _streams(spec):
+        if not _is_preparable(spec) or _streams(spec):
             return None
         if spec.rotation and not stages.is_rotation_kept(problem):
             return None
@@ -165,6 +173,8 @@ class CpuBackend:
             return None
         form = stages.rotated_form(problem) if spec.rotation else problem
         ready: Any = PreparedForward(form, backward=False, arrays=arrays, statistics=True)
+        if spec.sinks:
+            ready = stages.SinksCall(problem, ready)
         return stages.RotatedCall(problem, ready) if spec.rotation else ready
 
     def prepare_growing(self, problem: Problem, arrays: tuple[Array, ...] = ()) -> Growing | None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends.cpu.arguments import Arguments, page_aligned, rotated
+from qkv.backends.cpu.addresses import page_aligned
+from qkv.backends.cpu.arguments import Arguments, rotated
 from qkv.backends.cpu.backward_block import fields_with, padded, scratch_areas
 from qkv.backends.cpu.backward_part_block import part_areas
 from qkv.backends.cpu.frame import Shape

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.backends.cpu.addresses import quick_address_of
 from qkv.backends.cpu.arguments import batch_offsets, word_of
 from qkv.backends.cpu.decode_rows import FIELDS
 from qkv.backends.cpu.frame import operand_fields
 from qkv.backends.cpu.host import isa_said
-from qkv.backends.cpu.prepared import NOTHING, Block, quick_address_of, without_values
+from qkv.backends.cpu.prepared import NOTHING, Block, without_values
 from qkv.backends.cpu.streaming import DecodeArguments, DecodePass, batch_stride
 from qkv.partial import Partial, RowStatistics
 from qkv.problem.spec import Problem

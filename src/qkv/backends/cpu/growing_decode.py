@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.backends.cpu.addresses import quick_address_of
 from qkv.backends.cpu.arguments import word_of
 from qkv.backends.cpu.backend import bits_of, sizes_of
 from qkv.backends.cpu.decode_calls import KEY, LSE, OUT, QUERY, VALUE
 from qkv.backends.cpu.decode_rows import FIELDS
 from qkv.backends.cpu.frame import WORD
 from qkv.backends.cpu.host import isa_said
-from qkv.backends.cpu.prepared import NOTHING, Block, quick_address_of, tables_of, without_values
+from qkv.backends.cpu.prepared import NOTHING, Block, tables_of, without_values
 from qkv.backends.cpu.sinks import Sinks
 from qkv.backends.cpu.streaming import DecodeArguments, DecodePass
 from qkv.errors import ArgumentError, ShapeError

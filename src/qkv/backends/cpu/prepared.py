@@ -11,13 +11,8 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from qkv.backends.cpu.arguments import (
-    ForwardArguments,
-    address_of,
-    page_aligned,
-    quick_address,
-    word_of,
-)
+from qkv.backends.cpu.addresses import address_of, page_aligned, quick_address_of
+from qkv.backends.cpu.arguments import ForwardArguments, word_of
 from qkv.backends.cpu.forward_pass import ForwardPass
 from qkv.backends.cpu.host import isa_said
 from qkv.partial import Partial, RowStatistics
@@ -34,7 +29,6 @@ _STATISTICS = tuple([word_of(name) for name in ("entropy", "max_score", "max_wei
 """In the order of `RowStatistics`."""
 NOTHING = Partial(np.empty(0), np.empty(0))
 """In the place of results whose addresses calls bring."""
-quick_address_of = quick_address()
 _CALLER = ctypes.c_int64(0)
 """The number of the worker that is the calling thread."""
 _FREE = 4

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends.cpu.arguments import quick_address, word_of
+from qkv.backends.cpu.addresses import quick_address_of
+from qkv.backends.cpu.arguments import word_of
 from qkv.backends.cpu.backward_arguments import (
     BackwardArguments,
     Results,
@@ -37,7 +38,6 @@ Array = NDArray[Any]
 _READ = ("query", "key", "value", "out", "grad_out", "lse", "lse_rest", "grad_lse")
 _WRITTEN = ("d_query", "query_parts", "d_key", "key_sums", "d_value", "value_sums")
 _SHARED = ("scratch", "finished")
-_address = quick_address()
 
 
 class PreparedBackward:
@@ -101,12 +101,12 @@ class PreparedBackward:
         except IndexError:
             block = Block(self._template.copy())
         words = block.words
-        addresses = [*map(_address, held), scratch.address, finished]
+        addresses = [*map(quick_address_of, held), scratch.address, finished]
         for word, address in zip(self._words, addresses, strict=True):
             words[word] = address
         for places, array in zip(self._read, arrays, strict=True):
             for word in places:
-                words[word] = _address(array)
+                words[word] = quick_address_of(array)
         block.kept = scratch, held, arrays
         self._pass.launch(self._kernel, block, workers)
         block.kept = ()

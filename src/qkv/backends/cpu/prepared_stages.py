@@ -9,9 +9,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends.cpu.arguments import quick_address
+from qkv.backends.cpu.addresses import quick_address_of
 from qkv.backends.cpu.rotation import AngleTable, Rotation, Turns, angle_tables
 from qkv.backends.cpu.sinks import Sinks
+from qkv.partial import RowStatistics, share_with_sinks
 from qkv.problem.rows import plain
 from qkv.problem.spec import Problem
 
@@ -23,9 +24,10 @@ __all__ = [
     "rotated_form",
 ]  # fmt: skip
 
-_address = quick_address()
 _MOST_ANGLES = 2**19
 """Angles of one prepared call, 8 MiB with their cosines and sines."""
+_MOST_REUSED = 2**17
+"""Entries of rotated query and key whose memory a prepared call keeps for the next one."""
 
 
 class Call(Protocol):
@@ -70,17 +72,18 @@ class RotatedCall:
         operands = problem.operands
         assert operands.angles is not None
         self._inner = inner
-        self._query = Rotation(problem, operands.query)
-        self._key = Rotation(problem, plain(operands.key))
+        self._rotation = Rotation(problem, [operands.query, plain(operands.key)])
         self._angles = angle_tables(operands.angles, "q"), angle_tables(operands.angles, "kv")
+        self._is_reused = sum(a.entries for a in self._rotation.layouts) <= _MOST_REUSED
+        self._free: list[list[Array]] = []
 
     def __call__(
         self, query: Array, key: Array, value: Array, rows: bool, arrays: Sequence[Array] = ()
     ) -> Results | None:
         """As of the call."""
-        of_query, of_key = self._angles
-        turned = self._query(_address(query), of_query), self._key(_address(key), of_key)
-        found: Results | None = self._inner(*turned, value, rows, arrays)
+        turned = self._turned(quick_address_of(query), quick_address_of(key))
+        found: Results | None = self._inner(turned[0], turned[1], value, rows, arrays)
+        self._give_back(turned)
         return found
 
     def run(
@@ -95,14 +98,28 @@ class RotatedCall:
         arrays: Sequence[int] = (),
     ) -> bool:
         """As of the call."""
-        of_query, of_key = self._angles
-        turned = self._query(query, of_query), self._key(key, of_key)
-        at = _address(turned[0]), _address(turned[1])
-        return self._inner.run(*at, value, out, lse, lse_rest, (kept, turned), arrays)
+        turned = self._turned(query, key)
+        at = quick_address_of(turned[0]), quick_address_of(turned[1])
+        found = self._inner.run(*at, value, out, lse, lse_rest, (kept, turned), arrays)
+        self._give_back(turned)
+        return found
+
+    def _turned(self, query: int, key: int) -> list[Array]:
+        """Query and key, turned; new memory costs more than a small rotation."""
+        try:
+            outputs = self._free.pop()
+        except IndexError:
+            outputs = self._rotation.outputs()
+        self._rotation((query, key), self._angles, outputs)
+        return outputs
+
+    def _give_back(self, turned: list[Array]) -> None:
+        if self._is_reused and not self._free:
+            self._free.append(turned)
 
 
 class SinksCall:
-    """A prepared call whose sinks take their share afterwards."""
+    """A prepared call whose sinks take their share afterwards, of statistics too."""
 
     def __init__(self, problem: Problem, inner: Call) -> None:
         spec, sinks = problem.spec, problem.operands.sinks
@@ -111,6 +128,7 @@ class SinksCall:
         self._shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.v_head_dim)
         self._compute, self._dtype = spec.compute_dtype, problem.operands.query.dtype
         self._sinks = Sinks(sinks, self._shape, self._compute, self._dtype)
+        self._of_heads = np.array(sinks)
 
     def __call__(
         self, query: Array, key: Array, value: Array, rows: bool, arrays: Sequence[Array] = ()
@@ -121,9 +139,13 @@ class SinksCall:
             return None
         keys_out, lse, rest = found
         out = keys_out if self._dtype == self._compute else np.empty(self._shape, self._dtype)
-        at = 0 if rest is None else _address(rest)
-        place = _address(lse)
-        self._sinks(_address(keys_out), place, at, _address(out), place, found)
+        at = 0
+        if isinstance(rest, RowStatistics):
+            rest = share_with_sinks(rest, self._of_heads)
+        elif rest is not None:
+            at = quick_address_of(rest)
+        place = quick_address_of(lse)
+        self._sinks(quick_address_of(keys_out), place, at, quick_address_of(out), place, found)
         return out, lse, rest
 
     def run(
@@ -142,10 +164,10 @@ class SinksCall:
         keys_out, place = out, lse
         if self._dtype != self._compute:
             own.append(np.empty(self._shape, self._compute))
-            keys_out = _address(own[-1])
+            keys_out = quick_address_of(own[-1])
         if not lse:
             own.append(np.empty(self._shape[:-1], self._compute))
-            place = _address(own[-1])
+            place = quick_address_of(own[-1])
         held = kept, own
         if not self._inner.run(query, key, value, keys_out, place, lse_rest, held, arrays):
             return False
@@ -178,10 +200,9 @@ class GrowingRotation:
             self._of_query.rows(q_shift, query.shape[-2]),
             self._of_key.rows(self._kv_shift, key.shape[-2]),
         )
-        turned = [
-            Rotation(self._problem, array)(_address(array), turns)
-            for array, turns in zip((query, key), angles, strict=True)
-        ]
+        rotation = Rotation(self._problem, [query, key])
+        turned = rotation.outputs()
+        rotation((quick_address_of(query), quick_address_of(key)), angles, turned)
         found: Results | None = self._inner(*turned, value, rows, q_shift, arrays)
         return found
 
@@ -193,9 +214,9 @@ class RotatedBackward:
         operands = problem.operands
         assert operands.angles is not None
         self._inner = inner
-        self._forth = Rotation(problem, operands.query), Rotation(problem, plain(operands.key))
+        self._forth = Rotation(problem, [operands.query, plain(operands.key)])
         form = rotated_form(problem).operands
-        self._back = Rotation(problem, form.query), Rotation(problem, plain(form.key))
+        self._back = Rotation(problem, [form.query, plain(form.key)])
         self._angles = angle_tables(operands.angles, "q"), angle_tables(operands.angles, "kv")
         self._reverse = tuple([Turns(t.cosines, -t.sines) for t in self._angles])
 
@@ -212,16 +233,13 @@ class RotatedBackward:
         arrays: Sequence[Array] = (),
     ) -> Results | None:
         """As of the gradients."""
-        turned = [
-            turn(_address(array), angles)
-            for turn, array, angles in zip(self._forth, (query, key), self._angles, strict=True)
-        ]
+        turned = self._forth.outputs()
+        self._forth((quick_address_of(query), quick_address_of(key)), self._angles, turned)
         beside = out, lse, lse_rest, grad_out, grad_lse, arrays
         found = self._inner(*turned, value, *beside)
         if found is None:
             return None
-        back = [
-            turn(_address(gradient), angles)
-            for turn, gradient, angles in zip(self._back, found[:2], self._reverse, strict=True)
-        ]
+        back = self._back.outputs()
+        gradients = quick_address_of(found[0]), quick_address_of(found[1])
+        self._back(gradients, self._reverse, back)
         return back[0], back[1], found[2]

@@ -37,7 +37,7 @@ from qkv.backends.cpu.turning import turned_bytes
 from qkv.problem.expressions import TRUE
 from qkv.problem.spec import Spec
 
-Question: TypeAlias = Literal["sums", "top", "received"]
+Question: TypeAlias = Literal["sums", "top", "received", "blocks"]
 
 FIELDS = (
     *COMMON_FIELDS,
@@ -46,6 +46,7 @@ FIELDS = (
     "row_max", "log_sum",
     "k", "best", "indices",
     "blocks", "shift", "padded_rows", "received", "together",
+    "unit", "first_vector", "first_unit", "units", "largest", "sums",
 )  # fmt: skip
 """`shift` holds a and b of each vector of rows, side by side, up to `padded_rows` of a head."""
 
@@ -55,7 +56,7 @@ RANGE = ("batch", "head", "first_key", "last_key", "first_block", "last_block")
 
 def state_rows(question: Question, k: int) -> int:
     """Numbers that are kept for each query."""
-    return {"sums": STATS, "top": 2 * (k + 1), "received": 0}[question]
+    return {"sums": STATS, "top": 2 * (k + 1), "received": 0, "blocks": 0}[question]
 
 
 def scratch_bytes(question: Question, spec: Spec, shape: Shape, k: int, keys: int) -> int:
@@ -82,7 +83,10 @@ class ReplayKey:
 
 def emit_replay(key: ReplayKey) -> str:
     """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
-    kinds: dict[str, type[Replay]] = {"sums": Sums, "top": Top, "received": Received}
+    from qkv.backends.cpu.weight_blocks import Blocks
+
+    kinds: dict[str, type[Replay]]
+    kinds = {"sums": Sums, "top": Top, "received": Received, "blocks": Blocks}
     kernel = kinds[key.question](key)
     kernel.all_tasks()
     return str(kernel.e.module)

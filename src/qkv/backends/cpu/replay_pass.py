@@ -157,7 +157,8 @@ class _Replay:
         self.shape = here.shape_of(spec.compute_dtype)
         if in_parts:
             self.shape = shape_of(spec, here)
-        rows_fold = question != "received" and not in_parts
+        by_keys = question in ("received", "blocks")
+        rows_fold = not by_keys and not in_parts
         self.folded = rows_fold and folds(spec, self.shape.lanes)
         key = ReplayKey(
             question,
@@ -173,8 +174,9 @@ class _Replay:
         tile_kv = TILE_KV if coarse_tiles else fine_tile(problem, block_q)
         self.plan = schedule(problem, block_q, self.folded, self.shape.together, tile_kv)
         self.tasks, keys = self.plan.tasks, 0
-        if question == "received":
+        if by_keys:
             self.plan = _in_order(self.plan)
+        if question == "received":
             self.tasks, keys = _ranges(spec, self.plan)
         elif rows is not None:
             self.tasks = self._with_rows(rows)

@@ -9,7 +9,7 @@ kernels then read the turned rows. The same kernel turns gradients back, with th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -20,25 +20,29 @@ from numpy.typing import NDArray
 
 from qkv._threads import get_num_threads
 from qkv.backends.cpu import storage, threads
+from qkv.backends.cpu.addresses import address_of, quick_address_of
 from qkv.backends.cpu.compile import Kernel, build
 from qkv.backends.cpu.frame import WORD
 from qkv.backends.cpu.host import Host, host
 from qkv.backends.cpu.ir import DOUBLE, FLOAT, INT64, POINTER, Emitter, Value
-from qkv.backends.cpu.row_pass import Block, address_of, each_head, words_of
+from qkv.backends.cpu.row_pass import Block, each_head, words_at, words_of
 from qkv.problem.spec import Angles, Problem
 
 Array = NDArray[Any]
 
 __all__ = ["AngleTable", "Rotation", "RotationKey", "angle_tables", "emit_rotation", "rotated_rows"]
 
-FIELDS = (
-    "limit", "rows", "batches", "head_stride", "row_stride", "element_stride", "out",
-    "heads", "length", "dim", "pairs", "cosines", "sines", "table_bytes",
+SHARED = ("limit", "first_count", "dim", "pairs")
+OF_ROWS = (
+    "rows", "batches", "head_stride", "row_stride", "element_stride", "out", "heads", "length",
+    "cosines", "sines", "table_bytes",
 )  # fmt: skip
-"""Words of the argument block after the counter; `table_bytes` is from one batch row's angles to
-the next one's, 0 if all share theirs."""
+FIELDS = (*SHARED, *[f"{name}_{n}" for n in (0, 1) for name in OF_ROWS])
+"""Words of the argument block after the counter. Tasks below `first_count` turn heads of the first
+array, the others of the second; `table_bytes` is from one batch row's angles to the next one's, 0
+if all share theirs."""
 
-_WORTH_A_THREAD = 2**16
+_WORTH_A_THREAD = 2**15
 """Entries that pay for waking one."""
 _BRIEF = 2**16
 """Entries for which other threads of Python may wait."""
@@ -62,9 +66,13 @@ def emit_rotation(key: RotationKey) -> str:
     e = Emitter("rotation", key.lanes, DOUBLE, halves=key.halves, fused=False)
     row = _row(e, key)
 
-    def turn_head(number: Value, fields: dict[str, Value]) -> None:
-        batch = e.builder.sdiv(number, fields["heads"])
-        head = e.builder.srem(number, fields["heads"])
+    def turn_head(number: Value, words: dict[str, Value]) -> None:
+        b = e.builder
+        is_first = e.below(number, words["first_count"])
+        fields = {n: b.select(is_first, words[f"{n}_0"], words[f"{n}_1"]) for n in OF_ROWS}
+        fields |= {name: words[name] for name in SHARED}
+        number = e.sub(number, b.select(is_first, e.index(0), words["first_count"]))
+        batch, head = b.sdiv(number, fields["heads"]), b.srem(number, fields["heads"])
         offset = e.load(e.at(e.pointer(fields["batches"]), e.mul(batch, WORD)), INT64, WORD)
         source = e.at(e.pointer(fields["rows"]), offset, e.mul(head, fields["head_stride"]))
         size = e.mul(fields["dim"], storage.ITEM_BYTES[key.out_dtype])
@@ -221,65 +229,90 @@ def angle_tables(angles: Angles, side: str) -> Turns:
     return Turns(cosines, sines)
 
 
+class RowLayout:
+    """Where the rows of an array `(*batch_shape, heads, length, head_dim)` lie."""
+
+    def __init__(self, array: Array) -> None:
+        *lead, heads, length, dim = array.shape
+        *steps, head, row, element = array.strides
+        self.shape = array.shape
+        self.count = math.prod(lead) * heads
+        self.entries = self.count * length * dim
+        batches = np.zeros(lead, np.int64)
+        for axis, stride in enumerate(steps):
+            along = np.arange(lead[axis], dtype=np.int64) * stride
+            batches += along.reshape(-1, *[1] * (len(lead) - axis - 1))
+        self.batches = np.ascontiguousarray(batches.reshape(-1))
+        self.fields = {
+            "batches": address_of(self.batches), "head_stride": head, "row_stride": row,
+            "element_stride": element, "heads": heads, "length": length,
+        }  # fmt: skip
+
+
 class Rotation:
-    """Turns the rows of arrays of one dtype, shape and strides.
+    """Turns the rows of one array or two, such as query and key, in one launch.
 
     Parameters
     ----------
     problem : Problem
         With a rotation.
-    rows : array (*batch_shape, heads, length, head_dim)
-        An array like those that will be turned.
+    arrays : sequence of array (*batch_shape, heads, length, head_dim)
+        Arrays like those that will be turned: of one dtype, with these shapes and strides.
     """
 
-    def __init__(self, problem: Problem, rows: Array) -> None:
+    def __init__(self, problem: Problem, arrays: Sequence[Array]) -> None:
         rotation = problem.spec.rotation
         assert rotation is not None
         here = host()
-        shape = here.shape_of(np.dtype(np.float64))
+        wide = here.shape_of(np.dtype(np.float64))
         self.out_dtype = problem.spec.compute_dtype
-        self.shape = rows.shape
         interleaved = rotation.layout == "interleaved"
         key = RotationKey(
-            rows.dtype.name, self.out_dtype.name, interleaved, shape.lanes, shape.halves
+            arrays[0].dtype.name, self.out_dtype.name, interleaved, wide.lanes, wide.halves
         )
         self._kernel = _kernel(key, here)
-        *lead, heads, length, dim = rows.shape
-        self._count = math.prod(lead) * heads
-        self._entries = self._count * length * dim
-        *steps, head, row, element = rows.strides
-        batches = np.zeros(lead, np.int64)
-        for axis, stride in enumerate(steps):
-            along = np.arange(lead[axis], dtype=np.int64) * stride
-            batches += along.reshape(-1, *[1] * (len(lead) - axis - 1))
-        self._batches = np.ascontiguousarray(batches.reshape(-1))
-        self._fields = {
-            "limit": self._count, "batches": address_of(self._batches), "head_stride": head,
-            "row_stride": row, "element_stride": element, "heads": heads, "length": length,
-            "dim": dim, "pairs": rotation.rotary_dim // 2,
+        self.layouts = layouts = [RowLayout(array) for array in arrays]
+        count = sum(layout.count for layout in layouts)
+        values = {
+            "limit": count, "first_count": layouts[0].count, "dim": arrays[0].shape[-1],
+            "pairs": rotation.rotary_dim // 2,
         }  # fmt: skip
+        for n, layout in enumerate(layouts):
+            values |= {f"{name}_{n}": value for name, value in layout.fields.items()}
+        self._words = words_of(FIELDS, values)
+        entries = sum(layout.entries for layout in layouts)
+        self._most_workers = max(1, min(count, entries // _WORTH_A_THREAD))
+        self._is_brief = entries <= _BRIEF
 
-    def __call__(self, address: int, turns: Turns) -> Array:
-        """The rows at an address, turned: dense, in the type of computation."""
-        out = np.empty(self.shape, self.out_dtype)
-        if not out.size:
-            return out
-        shared = len(turns.cosines) == 1
-        fields = {
-            **self._fields,
-            "rows": address,
-            "out": address_of(out),
-            "cosines": address_of(turns.cosines),
-            "sines": address_of(turns.sines),
-            "table_bytes": 0 if shared else turns.cosines.strides[0],
-        }
-        block = Block(words_of(FIELDS, fields), (out, turns, self._batches))
-        workers = min(get_num_threads(), self._count, self._entries // _WORTH_A_THREAD)
-        if workers <= 1 and self._entries <= _BRIEF:
+    def outputs(self) -> list[Array]:
+        """Memory for the turned rows: dense, in the type of computation."""
+        return [np.empty(layout.shape, self.out_dtype) for layout in self.layouts]
+
+    def __call__(
+        self, addresses: Sequence[int], angles: Sequence[Turns], outputs: Sequence[Array]
+    ) -> None:
+        """Turn the rows at these addresses by these angles into the outputs."""
+        block = Block(self._words, (outputs, angles, self.layouts))
+        words = block.words
+        for n, address in enumerate(addresses):
+            at_rows, at_out, at_cosines, at_sines, at_bytes = _WORDS[n]
+            out, (cosines, sines) = outputs[n], angles[n]
+            words[at_rows] = address
+            words[at_out] = quick_address_of(out)
+            words[at_cosines] = quick_address_of(cosines)
+            words[at_sines] = quick_address_of(sines)
+            words[at_bytes] = 0 if len(cosines) == 1 else cosines.strides[0]
+        workers = 1 if self._most_workers == 1 else min(get_num_threads(), self._most_workers)
+        if workers == 1 and self._is_brief:
             self._kernel.brief_job(block.address, 0)
         else:
-            threads.run(self._kernel, block, max(1, workers))
-        return out
+            threads.run(self._kernel, block, workers)
+
+
+_WORDS = [
+    words_at(FIELDS, f"rows_{n}", f"out_{n}", f"cosines_{n}", f"sines_{n}", f"table_bytes_{n}")
+    for n in (0, 1)
+]
 
 
 def rotated_rows(problem: Problem, array: Array, side: str, *, back: bool = False) -> Array:
@@ -289,4 +322,8 @@ def rotated_rows(problem: Problem, array: Array, side: str, *, back: bool = Fals
     turns = angle_tables(angles, side)
     if back:
         turns = Turns(turns.cosines, -turns.sines)
-    return Rotation(problem, array)(address_of(array), turns)
+    rotation = Rotation(problem, [array])
+    (out,) = outputs = rotation.outputs()
+    if out.size:
+        rotation([address_of(array)], [turns], outputs)
+    return out

@@ -8,10 +8,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.backends.cpu.addresses import quick_address_of
 from qkv.backends.cpu.frame import COUNTER_BYTES, WORD
 from qkv.backends.cpu.ir import INT64, POINTER, Emitter, Value
 
-__all__ = ["Block", "address_of", "each_head", "words_of"]
+Array = NDArray[np.int64]
+
+__all__ = ["Block", "each_head", "words_at", "words_of"]
+
+_LIMIT = COUNTER_BYTES // WORD
+"""The word of the first field, `limit`."""
 
 
 def each_head(
@@ -36,25 +42,26 @@ def each_head(
         e.take_while(take, lambda number: run(number, words))
 
 
-def words_of(fields: Sequence[str], values: Mapping[str, int]) -> list[int]:
-    """An argument block: the counter, then the fields in their order."""
-    return [*[0] * (COUNTER_BYTES // WORD), *[values[name] for name in fields]]
+def words_of(fields: Sequence[str], values: Mapping[str, int]) -> Array:
+    """An argument block: the counter, then the fields in their order, 0 if they have no value."""
+    return np.array([*[0] * _LIMIT, *[values.get(name, 0) for name in fields]], np.int64)
+
+
+def words_at(fields: Sequence[str], *names: str) -> tuple[int, ...]:
+    """Which words of an argument block some fields are."""
+    return tuple([_LIMIT + fields.index(name) for name in names])
 
 
 class Block:
     """Argument words of one run; keeps alive what they point to."""
 
-    def __init__(self, words: list[int], kept: Any) -> None:
-        self._words = np.array(words, np.int64)
-        self._kept = kept
-        self.address = address_of(self._words)
+    def __init__(self, words: Array, kept: Any) -> None:
+        own = words.copy()
+        self._kept = own, kept
+        self.words = memoryview(own.data)
+        self.address = quick_address_of(own)
 
     def allow(self, start: int, stop: int) -> None:
         """Let the next run take the heads from `start` to `stop`."""
-        self._words[0] = start
-        self._words[COUNTER_BYTES // WORD] = stop
-
-
-def address_of(array: NDArray[Any]) -> int:
-    """Where the first element lies."""
-    return int(array.__array_interface__["data"][0])
+        self.words[0] = start
+        self.words[_LIMIT] = stop

@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 
 from qkv._threads import get_num_threads
 from qkv.backends.cpu import storage, threads, vector_math
+from qkv.backends.cpu.addresses import address_of
 from qkv.backends.cpu.compile import Kernel, build
 from qkv.backends.cpu.host import Host, host
 from qkv.backends.cpu.ir import DOUBLE, FLOAT, INT64, POINTER, Emitter, Value
-from qkv.backends.cpu.row_pass import Block, address_of, each_head, words_of
+from qkv.backends.cpu.row_pass import Block, each_head, words_at, words_of
 
 Array = NDArray[Any]
 
@@ -33,6 +34,8 @@ FIELDS = ("limit", "sinks", "keys_out", "keys_lse", "rest", "out", "lse", "heads
 
 _WORTH_A_THREAD = 2**16
 """Entries of the output that pay for waking one."""
+_BRIEF = 2**16
+"""Entries for which other threads of Python may wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,8 @@ def emit_sinks(key: SinksKey) -> str:
     """The module of one kernel; `job(arguments, worker)` takes the rows of a head for each task."""
     e = Emitter("sinks", key.lanes, DOUBLE, halves=key.halves)
     item, out_item = storage.ITEM_BYTES[key.dtype], storage.ITEM_BYTES[key.out_dtype]
-    row = _row(e, key)
+    scale = _scale(e, key)
+    several, single = (_rows(e, key, scale, count) for count in (key.lanes, 1))
 
     def head(number: Value, fields: dict[str, Value]) -> None:
         b = e.builder
@@ -58,11 +62,11 @@ def emit_sinks(key: SinksKey) -> str:
         first = e.mul(number, fields["length"])
         wanted = b.icmp_signed("!=", fields["rest"], e.index(0))
 
-        def one(r: Value, _: list[Value]) -> None:
+        def call(rows: Value, r: Value) -> None:
             place = e.add(first, r)
             entries = e.mul(place, fields["dim"])
             b.call(
-                row,
+                rows,
                 [
                     e.at(e.pointer(fields["keys_out"]), e.mul(entries, item)),
                     e.at(e.pointer(fields["keys_lse"]), e.mul(place, item)),
@@ -75,48 +79,79 @@ def emit_sinks(key: SinksKey) -> str:
                 ],
             )
 
-        e.loop(0, fields["length"], 1, [], one)
+        whole = e.round_down(fields["length"], e.lanes)
+        e.loop(0, whole, e.lanes, [], lambda r, _: call(several, r))
+        e.loop(whole, fields["length"], 1, [], lambda r, _: call(single, r))
 
     each_head(e, FIELDS, head)
     return str(e.module)
 
 
-def _row(e: Emitter, key: SinksKey) -> Value:
-    """A function of one row: `(keys_out, keys_lse, rest, out, lse, sink, wanted, dim)`."""
+def _rows(e: Emitter, key: SinksKey, scale: Value, count: int) -> Value:
+    """A function of `count` rows, one or as many as lanes.
+
+    Its arguments are `(keys_out, keys_lse, rest, out, lse, sink, wanted, dim)`.
+    """
     item, out_item = storage.ITEM_BYTES[key.dtype], storage.ITEM_BYTES[key.out_dtype]
     arguments = [*[POINTER] * 5, DOUBLE, ir.IntType(1), INT64]
-    # Computed as vectors, of which lane 0 is used: the elementary functions are of vectors.
-    with e.function("row", arguments) as (function, args):
+    lanes = count if count > 1 else 0
+    with e.function(f"rows_{count}", arguments) as (function, args):
         keys_out, keys_lse, rest, out, lse, sink, wanted, dim = args
         b = e.builder
 
-        def wide(pointer: Value) -> Value:
-            return e.splat(storage.load(e, pointer, key.dtype))
+        def load(pointer: Value) -> Value:
+            # One row is computed as a vector too, since the elementary functions take vectors.
+            value = storage.load(e, pointer, key.dtype, lanes)
+            return value if lanes else e.splat(value)
+
+        def store(vector: Value, pointer: Value) -> None:
+            value = vector if lanes else e.extract(vector, 0)
+            if key.dtype != "float64":
+                value = b.fptrunc(value, ir.VectorType(FLOAT, lanes) if lanes else FLOAT)
+            e.store(value, pointer, item)
 
         place = e.words(e.lanes)
         e.store(ir.Constant(e.vector, None), place, 8)
         with b.if_then(wanted):
-            e.store(wide(rest), place, 8)
-        kept = b.fadd(wide(keys_lse), e.load(place, e.vector, 8))
+            e.store(load(rest), place, 8)
+        of_keys = b.fadd(load(keys_lse), e.load(place, e.vector, 8))
         sinks, one, zero = e.splat(sink), e.const(1.0), e.const(0.0)
         lowest = e.const(-math.inf)
-        away = b.fsub(sinks, kept)
+        away = b.fsub(sinks, of_keys)
         # Not exp(lse - new lse): where both are large, little is left of what tells them apart.
-        no_keys = b.fcmp_ordered("==", kept, lowest)
+        no_keys = b.fcmp_ordered("==", of_keys, lowest)
         share = b.select(no_keys, zero, b.fdiv(one, b.fadd(one, vector_math.exp(e, away))))
-        peak = b.select(b.fcmp_unordered("ugt", kept, sinks), kept, sinks)
+        peak = b.select(b.fcmp_unordered("ugt", of_keys, sinks), of_keys, sinks)
         nearer = e.intrinsic("fabs", away)
         small = vector_math.exp(e, b.fneg(nearer))
         more = b.select(b.fcmp_ordered("==", peak, lowest), zero, _log1p(e, small))
         total = b.fadd(peak, more)
         stored = _rounded(e, total, key.dtype)
-        e.store(_narrow(e, e.extract(stored, 0), key.dtype), lse, item)
+        store(stored, lse)
         with b.if_then(wanted):
             lost = b.fadd(b.fsub(peak, stored), more)
-            lost = b.select(b.fcmp_ordered("==", stored, lowest), zero, lost)
-            e.store(_narrow(e, e.extract(lost, 0), key.dtype), rest, item)
-        factor = e.extract(_rounded(e, share, key.dtype), 0)
-        factors = e.splat(factor)
+            store(b.select(b.fcmp_ordered("==", stored, lowest), zero, lost), rest)
+        factors = _rounded(e, share, key.dtype)
+        for n in range(count):
+            entries = e.mul(dim, n)
+            b.call(
+                scale,
+                [
+                    e.at(keys_out, e.mul(entries, item)),
+                    e.at(out, e.mul(entries, out_item)),
+                    e.extract(factors, n),
+                    dim,
+                ],
+            )
+    return function
+
+
+def _scale(e: Emitter, key: SinksKey) -> Value:
+    """A function that multiplies one row: `(keys_out, out, factor, dim)`."""
+    item, out_item = storage.ITEM_BYTES[key.dtype], storage.ITEM_BYTES[key.out_dtype]
+    with e.function("scale", [POINTER, POINTER, DOUBLE, INT64]) as (function, args):
+        keys_out, out, factor, dim = args
+        b, factors = e.builder, e.splat(factor)
 
         def product(value: Value, by: Value) -> Value:
             exact = b.fmul(value, by)
@@ -158,10 +193,6 @@ def _rounded(e: Emitter, vector: Value, dtype: str) -> Value:
     return b.fpext(b.fptrunc(vector, ir.VectorType(FLOAT, e.lanes)), e.vector)
 
 
-def _narrow(e: Emitter, scalar: Value, dtype: str) -> Value:
-    return scalar if dtype == "float64" else e.builder.fptrunc(scalar, FLOAT)
-
-
 def _stored(e: Emitter, real: Value, dtype: str) -> Value:
     """float32 as the output holds it."""
     return real if dtype == "float32" else storage.narrow_float32(e, real, dtype)
@@ -197,23 +228,29 @@ class Sinks:
         self._sinks = np.array(sinks, np.float64)
         *lead, heads, length, dim = shape
         self._count = math.prod(lead) * heads
-        self._entries = self._count * length * dim
-        self._fields = {
-            "limit": self._count, "sinks": address_of(self._sinks), "heads": heads,
-            "length": length, "dim": dim,
-        }  # fmt: skip
+        self._words = words_of(
+            FIELDS,
+            {
+                "limit": self._count, "sinks": address_of(self._sinks), "heads": heads,
+                "length": length, "dim": dim,
+            },
+        )  # fmt: skip
+        entries = self._count * length * dim
+        self._most_workers = max(1, min(self._count, entries // _WORTH_A_THREAD))
+        self._is_brief = entries <= _BRIEF
 
     def __call__(
         self, keys_out: int, keys_lse: int, rest: int, out: int, lse: int, kept: Any
     ) -> None:
         """Compute at these addresses, of what `kept` keeps; `rest` 0 is none."""
-        fields = {
-            **self._fields, "keys_out": keys_out, "keys_lse": keys_lse, "rest": rest, "out": out,
-            "lse": lse,
-        }  # fmt: skip
-        block = Block(words_of(FIELDS, fields), (kept, self._sinks))
-        workers = min(get_num_threads(), self._count, self._entries // _WORTH_A_THREAD)
-        if workers <= 1 and self._entries <= _WORTH_A_THREAD:
+        block = Block(self._words, (kept, self._sinks))
+        for word, address in zip(_WORDS, (keys_out, keys_lse, rest, out, lse), strict=True):
+            block.words[word] = address
+        workers = 1 if self._most_workers == 1 else min(get_num_threads(), self._most_workers)
+        if workers == 1 and self._is_brief:
             self._kernel.brief_job(block.address, 0)
         else:
-            threads.run(self._kernel, block, max(1, workers))
+            threads.run(self._kernel, block, workers)
+
+
+_WORDS = words_at(FIELDS, "keys_out", "keys_lse", "rest", "out", "lse")

@@ -1,0 +1,114 @@
+"""Two runs beside each other, or another revision beside this one in one run."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import qkv
+from benchmarks.contenders import Contender, contenders_of
+from benchmarks.record import Entry, Result, Run
+from benchmarks.samples import summary
+from benchmarks.session import LineUp
+from benchmarks.workloads import Workload
+from qkv.errors import ArgumentError
+
+__all__ = ["COLUMNS", "beside", "rows"]
+
+COLUMNS = ("workload", ">ms", ">then", ">of peak", ">then", ">faster", ">noise")
+
+
+def rows(before: Run, after: Run) -> list[tuple[str, ...]]:
+    """One row for each contender that both runs timed.
+
+    "faster" divides shares of the peak, since the two runs met the machine at different moments;
+    without a peak, seconds. "noise" is the larger spread between rounds of either.
+    """
+    earlier = {result.workload: result for result in before.results}
+    found = []
+    for result in after.results:
+        if result.workload not in earlier:
+            continue
+        of = {entry.contender: entry for entry in earlier[result.workload].entries}
+        for entry in result.entries:
+            if entry.contender in of:
+                row = _row(earlier[result.workload], of[entry.contender], result, entry)
+                found += [row] if row else []
+    return found
+
+
+def _row(old: Result, was: Entry, new: Result, now: Entry) -> tuple[str, ...] | None:
+    a, b = summary(old, was), summary(new, now)
+    if a is None or b is None:
+        return None
+    faster = b.share / a.share if a.share and b.share else a.seconds / b.seconds
+    shares = ["" if x.share is None else f"{x.share:.0%}" for x in (a, b)]
+    name = new.workload if now.contender == "qkv" else f"{new.workload} ({now.contender})"
+    return (
+        name,
+        f"{a.seconds * 1e3:.3g}",
+        f"{b.seconds * 1e3:.3g}",
+        *shares,
+        f"{faster:.2f}",
+        f"{max(a.spread, b.spread):.0%}",
+    )
+
+
+@contextmanager
+def beside(revision: str) -> Iterator[LineUp]:
+    """A line-up of qkv here and at a revision of its repository, in a tree of its own.
+
+    Its processes run this benchmark with the qkv of that revision, which `PYTHONPATH` puts before
+    what is installed. A contender that needs what the revision does not have is shown as
+    failed.
+
+    Raises
+    ------
+    ArgumentError
+        If this is no checkout, or has no such revision.
+    """
+    root = Path(qkv.__path__[0]).parents[1]
+    with tempfile.TemporaryDirectory(prefix="qkv-benchmarks-") as folder:
+        tree = Path(folder) / "tree"
+        name = _git(root, "rev-parse", "--short", "--verify", f"{revision}^{{commit}}")
+        _git(root, "worktree", "add", "--detach", "--quiet", str(tree), name)
+        try:
+            yield lambda workload: _pair(workload, name, tree)
+        finally:
+            _git(root, "worktree", "remove", "--force", str(tree))
+
+
+def _pair(workload: Workload, name: str, tree: Path) -> Sequence[Contender]:
+    own = contenders_of(workload, ("qkv",))
+    there = {"PYTHONPATH": str(tree / "src")}
+    return [
+        *own,
+        *(
+            replace(
+                one,
+                name=f"{one.name} at {name}",
+                environment={**one.environment, **there},
+                known_as=one.name,
+            )
+            for one in own
+        ),
+    ]
+
+
+def _git(root: Path, *words: str) -> str:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), *words], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        raise ArgumentError(
+            f"git {words[0]} did not work here.",
+            [("folder", str(root)), ("git", said.strip()[:300])],
+            "Name a revision of the checkout that qkv runs from, or two saved runs.",
+        ) from error
+    return done.stdout.strip()

@@ -1,0 +1,138 @@
+"""Every front end in a process of its own, one after the other, through all rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from benchmarks.latency.front_ends import FRONT_ENDS, FrontEnd
+from benchmarks.latency.rows import Row, rows
+from benchmarks.machine import describe, load_average
+from benchmarks.process import Process
+from benchmarks.record import Entry, Result, Run, Turn
+from qkv.errors import ArgumentError
+
+__all__ = ["KIND", "STEP", "Settings", "choose", "measure"]
+
+KIND = "latency"
+STEP = "step "
+"""How the names of decoding times begin; those of whole calls have no prefix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How much is measured.
+
+    Attributes
+    ----------
+    threads : int
+        Of everybody.
+    rounds : int
+        In each, every call of a row has one turn.
+    seconds : float
+        That a turn lasts, at least.
+    """
+
+    threads: int
+    rounds: int = 5
+    seconds: float = 0.01
+
+
+def choose(names: Sequence[str]) -> tuple[Row, ...]:
+    """The rows whose names begin with one of these; all if there are none.
+
+    Raises
+    ------
+    ArgumentError
+        If no row's name begins so.
+    """
+    known = rows()
+    for name in names:
+        if not any(row.name.startswith(name) for row in known):
+            raise ArgumentError(
+                f"there is no variant {name!r} among the rows.",
+                [("rows", "; ".join(row.name for row in known))],
+                "Use one of these, or the beginning of some.",
+            )
+    return tuple(row for row in known if not names or row.name.startswith(tuple(names)))
+
+
+def measure(
+    chosen: Sequence[Row],
+    settings: Settings,
+    packages: Sequence[str] = (),
+    tell: Callable[[str], None] = lambda text: None,
+    keep: Callable[[Run], None] = lambda run: None,
+) -> Run:
+    """Time every row through every front end.
+
+    Parameters
+    ----------
+    chosen : sequence of Row
+    settings : Settings
+    packages : sequence of str
+        Only front ends of these; all unless given.
+    tell : callable (text)
+        Told what is going on.
+    keep : callable (run)
+        Given the run after each front end.
+    """
+    said = {"kind": KIND, **asdict(settings)}
+    run = Run({**describe(), "peaks": {}}, said, [load_average()])
+    run.results += [Result(row.name, row.name, KIND, 0, "seconds", None) for row in chosen]
+    for one in FRONT_ENDS:
+        if packages and one.package not in packages:
+            continue
+        tell(one.name)
+        _front_end(one, run.results, settings)
+        run.load[1:] = [load_average()]
+        keep(run)
+    return run
+
+
+def _front_end(one: FrontEnd, results: Sequence[Result], settings: Settings) -> None:
+    number = _version(one.package)
+    environment = {
+        name: text.format(threads=settings.threads) for name, text in one.environment.items()
+    }
+    process = None
+    for result in results:
+        if number is None:
+            absent = Entry(one.name, None, "absent", f"{one.package} is not installed")
+            result.entries.append(absent)
+            continue
+        if process is None or not process.alive:
+            process = Process("benchmarks.latency.worker", environment)
+        asked = {
+            "front": one.name,
+            "row": result.workload,
+            "rounds": settings.rounds,
+            "seconds": settings.seconds,
+        }
+        result.entries += _entries(one.name, number, process.ask(asked))
+    if process is not None:
+        process.close()
+
+
+def _entries(name: str, number: str, said: dict[str, Any]) -> list[Entry]:
+    """One entry for each kind of call: "torch: call", "torch: step new first"."""
+    if said["state"] != "ready":
+        return [Entry(name, number, said["state"], said["detail"])]
+    steps = {f"{STEP}{kind}": times for kind, times in said["steps"].items()}
+    return [
+        Entry(f"{name}: {kind}", number, "timed", turns=_turns(times))
+        for kind, times in {**said["calls"], **steps}.items()
+    ]
+
+
+def _turns(times: Sequence[float]) -> list[Turn]:
+    return [Turn(number, None, [round(seconds, 9)]) for number, seconds in enumerate(times)]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
