@@ -15,7 +15,10 @@ const small = (query, key) => ({ tokens: query.map(String), query, key, value: k
 /** What was typed, as numbers, booleans or lists of them. @param {string} text */
 export function answerOf(text) {
   const plain = text.trim().toLowerCase().replace(/−/g, "-").replace(/[()]/g, (b) => (b === "(" ? "[" : "]"));
-  for (const each of [plain, `[${plain}]`, `[${plain.split(/[\s,;]+/).join(",")}]`, `[${plain.split(/\n+/).map((line) => `[${line.trim().split(/[\s,]+/).join(",")}]`).join(",")}]`]) {
+  const row = (line) => `[${line.trim().split(/[\s,;]+/).join(",")}]`;
+  const lines = plain.split(/\n+/);
+  const ways = [plain, `[${plain}]`, lines.length > 1 ? `[${lines.map(row).join(",")}]` : row(plain)];
+  for (const each of ways) {
     try {
       return JSON.parse(each);
     } catch {

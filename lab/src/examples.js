@@ -1,12 +1,16 @@
 // The examples that every host has, and how an edited one is written into the address.
 
-import { LONGEST } from "./kernel.js";
+import { LONGEST, product } from "./kernel.js";
+
+const projected = ({ x, w_q: q, w_k: k, w_v: v }) => ({
+  x, w_q: q, w_k: k, w_v: v, query: product(x, q), key: product(x, k), value: product(x, v),
+});
 
 /** @type {(import("./kernel.js").Example & {name: string, title: string})[]} */
 export const BUILT_IN = [
   {
     name: "shared",
-    title: "The cat sat on mat: five tokens of four numbers",
+    title: "Five tokens",
     tokens: ["The", "cat", "sat", "on", "mat"],
     query: [[1, 0, 1, 0], [0, 2, 0, 1], [1, 1, 1, 0], [0, 0, 1, 1], [1, 0, 0, 1]],
     key: [[0, 1, 0, 1], [1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0.5, 0.5]],
@@ -14,19 +18,18 @@ export const BUILT_IN = [
   },
   {
     name: "three",
-    title: "Three tokens of three numbers, projected from four",
-    tokens: ["we", "look", "up"],
-    x: [[1, 0, 1, 0], [0, 1, 0, 1], [1, 1, 0, 0]],
-    w_q: [[1, 0, 0], [0, 1, 1], [0, 0, 1], [1, 0, 0]],
-    w_k: [[0, 1, 0], [1, 0, 1], [1, 0, 0], [0, 0, 1]],
-    w_v: [[1, 0, 0], [0, 1, 0], [0, 0, 2], [0, 1, 1]],
-    query: [[1, 0, 1], [1, 1, 1], [1, 1, 1]],
-    key: [[1, 1, 0], [1, 0, 2], [1, 1, 1]],
-    value: [[1, 0, 2], [0, 2, 1], [1, 1, 0]],
+    title: "Three tokens",
+    tokens: ["the", "cat", "sat"],
+    ...projected({
+      x: [[1, 0, 1], [0, 2, 0], [1, 1, 1]],
+      w_q: [[1, 0, 1], [0, 1, 0], [0, 1, 1]],
+      w_k: [[0, 1, 0], [1, 0, 1], [1, 0, 0]],
+      w_v: [[1, 0, 0], [0, 0.5, 0.5], [0, 1, 2]],
+    }),
   },
   {
     name: "textbook",
-    title: "Three tokens of two numbers, Q = K",
+    title: "Three tokens, Q = K",
     tokens: ["a", "b", "c"],
     query: [[1, 0], [0, 1], [1, 1]],
     key: [[1, 0], [0, 1], [1, 1]],
@@ -34,7 +37,7 @@ export const BUILT_IN = [
   },
   {
     name: "cat-sat-mat",
-    title: "cat sat mat, without the divisor",
+    title: "cat sat mat, no divisor",
     tokens: ["cat", "sat", "mat"],
     scale: 1,
     query: [[1, 0], [0, 1], [1, 1]],
@@ -43,7 +46,7 @@ export const BUILT_IN = [
   },
   {
     name: "primer",
-    title: "the cat sat, of a primer",
+    title: "the cat sat",
     tokens: ["the", "cat", "sat"],
     query: [[1, 1, 0, 1], [1, 1, 1, 1], [0, 1, 1, 1]],
     key: [[1, 1, 0, 0], [1, 1, 1, 1], [0, 1, 1, 1]],

@@ -59,6 +59,26 @@ export function unpacked(bytes) {
   return [header, buffers];
 }
 
+/** A result that carries its arrays as base64. */
+function withArrays(result) {
+  const [buffer] = result?.buffers ?? [];
+  if (!buffer?.base64) return result;
+  const bytes = Uint8Array.from(atob(buffer.base64), (character) => character.charCodeAt(0));
+  return { ...result, shape: buffer.shape, values: new ARRAYS[buffer.dtype](bytes.buffer) };
+}
+
+/** The data of a page about a file, which the server reads. @param {File} file */
+export async function opened(file) {
+  const answer = await fetch("/file", {
+    method: "POST",
+    headers: { "Content-Type": "application/octet-stream" },
+    body: file,
+  });
+  const { ok, result, error } = await answer.json();
+  if (!ok) throw new HostError(error);
+  return result.data;
+}
+
 const ITEM_SIZES = { float32: 4, float64: 8 };
 const ARRAYS = { float32: Float32Array, float64: Float64Array };
 
@@ -105,7 +125,7 @@ export class Client {
   /** @returns {Promise<any>} the result; arrays come as {shape, values}. */
   ask(method, params = {}, { keep = true } = {}) {
     const key = keyOf(method, params);
-    if (this.has(method, params)) return Promise.resolve(this.data.results[key]);
+    if (this.has(method, params)) return Promise.resolve(withArrays(this.data.results[key]));
     if (this.known.has(key)) return this.known.get(key).promise;
     if (this.host === "export") {
       return Promise.reject(new HostError({
@@ -122,6 +142,12 @@ export class Client {
     }
     this.model.send({ id, method, params });
     return entry.promise;
+  }
+
+  /** Another file was opened: what was known is of the one before. */
+  replace(data) {
+    this.data = data;
+    this.known.clear();
   }
 
   receive(content, buffers = []) {

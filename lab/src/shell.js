@@ -1,6 +1,6 @@
 // What is around the panels: their list, the theme, the keys, the live region.
 
-import { html, Lab, useEffect, useMemo, useRef, useState } from "./parts/lab.js";
+import { html, Lab, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./parts/lab.js";
 import { Start } from "./panels/start.js";
 import { Scaling } from "./panels/scaling.js";
 import { Pipeline } from "./panels/pipeline.js";
@@ -85,13 +85,23 @@ export function Shell({ client, store, root }) {
     };
   }, []);
 
+  const replace = (data) => {
+    client.replace(data);
+    redraw((count) => count + 1);
+  };
+
   const theme = view.theme || (systemIsDark ? "dark" : "light");
   useEffect(() => {
     root.dataset.theme = theme;
     if (client.host !== "widget") document.documentElement.dataset.qkvTheme = theme;
   }, [theme]);
 
+  const list = useRef(null);
   useEffect(() => {
+    // On a narrow page the list is a strip that scrolls by itself.
+    const link = list.current.querySelector("[aria-current]");
+    const strip = list.current.parentElement;
+    if (link && strip.scrollWidth > strip.clientWidth) strip.scrollLeft = link.offsetLeft - strip.clientWidth / 2 + link.clientWidth / 2;
     if (client.host !== "widget") document.title = `${panel[1]} · qkv lab`;
   }, [panel]);
 
@@ -105,7 +115,7 @@ export function Shell({ client, store, root }) {
     };
   }, []);
 
-  useEffect(() => {
+  useLayoutEffect(() => {
     const common = {
       "[": () => go(-1),
       "]": () => go(1),
@@ -138,7 +148,7 @@ export function Shell({ client, store, root }) {
     event.preventDefault();
     set({ panel: to });
   };
-  return html`<${Lab.Provider} value=${{ view, set, client, theme, announce, keys, shown: shown.map(([each]) => each) }}>
+  return html`<${Lab.Provider} value=${{ view, set, client, theme, announce, keys, replace, data: client.data, shown: shown.map(([each]) => each) }}>
     <a class="skip" href="#main" onClick=${(event) => { event.preventDefault(); main.current.focus(); }}>To the panel</a>
     <header class="top">
       <p class="brand"><b>qkv</b> lab</p>
@@ -149,7 +159,7 @@ export function Shell({ client, store, root }) {
         <button type="button" class="small" onClick=${() => help.current.showModal()}>Keys <kbd>?</kbd></button>
       </div>
     </header>
-    <nav aria-label="Panels"><ol>${shown.map(([each, words]) => html`<li key=${each}>
+    <nav aria-label="Panels"><ol ref=${list}>${shown.map(([each, words]) => html`<li key=${each}>
       <a href=${`#${each}`} aria-current=${each === name ? "page" : undefined} onClick=${(event) => link(event, each)}>${words}</a></li>`)}</ol></nav>
     <main tabindex="-1" ref=${main} aria-labelledby="panel-title" data-panel=${name}>
       <h2 id="panel-title">${title}</h2>

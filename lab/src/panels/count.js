@@ -19,6 +19,8 @@ const MODELS = [
   ["shared example", 1, 1, 4, 5],
 ];
 
+const bytes = (count) => `${size(count)}: ${grouped(count)} bytes`;
+
 const added = (steps) => {
   const counts = Object.fromEntries(COUNTS.map(([name]) => [name, 0]));
   steps.forEach((step) => Object.entries(step.counts).forEach(([name, count]) => { counts[name] += count; }));
@@ -39,7 +41,7 @@ function Board({ example, steps, at }) {
     steps.slice(0, at + 1).some((step) => covers(step.writes, name, i, j));
   const { reads, writes } = steps[at];
   const titles = { query: "Q", key: "K", value: "V", raw: "scores", scaled: "scaled", shifted: "shifted", exp: "exp", weights: "weights", output: "output" };
-  return html`<div class="board">${Object.entries(matrices).map(([name, values]) => html`<div key=${name} class=${`small-matrix ${name}`}>
+  return html`<div class="board">${Object.entries(matrices).map(([name, values]) => html`<div key=${name} class="small-matrix" data-name=${name}>
     <p>${titles[name]}</p><${Grid} plain=${true} title=${titles[name]} values=${values} rows=${example.tokens} kind="tiny"
       mark=${(i, j) => (covers(writes, name, i, j) ? "written" : covers(reads, name, i, j) ? "read" : known(name, i, j) ? "" : "unknown")} /></div>`)}</div>`;
 }
@@ -78,8 +80,8 @@ export function Count() {
         { key: "products", cells: ["both products, a multiply-add as two", "4 n² d", grouped(4 * n * n * d)] }]} />
       <div><${DataTable} title="Memory" columns=${["what", "formula", "size"]} rows=${[
         { cells: ["scores", "n²", grouped(n * n)] },
-        { cells: ["scores in float16", "2 n²", size(2 * n * n)] },
-        { cells: ["scores in float32", "4 n²", size(4 * n * n)] },
+        { cells: ["scores in float16", "2 n²", bytes(2 * n * n)] },
+        { cells: ["scores in float32", "4 n²", bytes(4 * n * n)] },
         { cells: ["Q, K, V and output in float32", "16 n d", size(16 * n * d)] },
         { class: "here", cells: [`one tile of ${BLOCK} × ${BLOCK} in float32`, `4 × ${BLOCK}²`, size(4 * Math.min(n, BLOCK) ** 2)] },
         { class: "here", cells: ["largest, sum of each row in float32", "8 n", size(8 * n)] }]}

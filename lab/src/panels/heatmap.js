@@ -71,6 +71,6 @@ const Legend = ({ stage }) => html`<p class="legend faint"><span class=${`ramp $
 
 function RowTable({ rows, names }) {
   return html`<${Block} title="Rows in numbers" rows=${() => [["query", "largest weight", "entropy, nats", "lse"], ...rows.map(({ softmax }, i) => [names[i], Math.max(...softmax.weights), softmax.entropy, softmax.lse])]}>
-    <div class="wide" tabindex="0" role="group" aria-label="Rows in numbers"><table class="data"><thead><tr><th scope="col">query</th><th scope="col">largest</th><th scope="col">entropy</th><th scope="col">lse</th></tr></thead>
+    <div class="wide" tabindex="0" role="group" aria-label="Rows in numbers"><table class="data"><thead><tr><th scope="col">query</th><th scope="col" class="right">largest</th><th scope="col" class="right">entropy</th><th scope="col" class="right">lse</th></tr></thead>
     <tbody>${rows.map(({ softmax }, i) => html`<tr key=${i}><th scope="row"><${Token} text=${names[i]} /></th><td class="right"><${Num} x=${Math.max(...softmax.weights)} /></td><td class="right" data-name="entropy"><${Num} x=${softmax.entropy} /></td><td class="right" data-name="lse"><${Num} x=${softmax.lse} /></td></tr>`)}</tbody></table></div></${Block}>`;
 }

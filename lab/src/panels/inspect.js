@@ -40,10 +40,10 @@ function HeadGrid({ model, layers, score, layer, head }) {
 }
 
 function TopKeys({ model, layer, head, tokens, qLen }) {
-  const { view, set } = useLab();
+  const { view, set, client } = useLab();
   const query = inside(view.query, qLen);
   const first = Math.floor(query / PAGE) * PAGE;
-  const params = qLen > PAGE ? { layer, head, first, count: PAGE } : { layer, head };
+  const params = qLen > PAGE && !client.has("head", { layer, head }) ? { layer, head, first, count: PAGE } : { layer, head };
   const { result, error } = useAsk("head", params);
   if (error) return html`<${Failure} error=${error} />`;
   if (!result) return html`<${Waiting} what="the best keys" />`;
@@ -140,6 +140,7 @@ export function Inspect() {
     <div class="two">
       ${hasMap ? html`<${WeightMap} layer=${layer} head=${head} qLen=${qLen} kvLen=${kvLen} levels=${levels} tokens=${tokens} />` : html`<p class="faint">The map of weights is not in this page; it needs Python: <code>qkv lab</code>.</p>`}
       <${TopKeys} model=${model} layer=${layer} head=${head} tokens=${tokens} qLen=${qLen} /></div>
-    ${scores.length > 0 && html`<${DataTable} title="This head in numbers" columns=${["score", "mean"]} rows=${scores.map((name) => ({ key: name, cells: [name.replaceAll("_", " "), { x: current.heads[head][name] ?? NaN }] }))} />`}
+    ${scores.length > 0 && html`<${DataTable} title="All heads in numbers" sortable=${true} columns=${["head", "kind", ...scores.map((name) => name.replaceAll("_", " "))]}
+      rows=${layers.flatMap((each) => each.heads.map((one, i) => ({ key: `${each.index}.${i}`, class: each.index === layer && i === head ? "here" : "", cells: [`${each.index}.${i}`, one.kind ?? "", ...scores.map((name) => ({ x: one[name] ?? NaN }))] })))} />`}
     ${model.can_intervene && client.host !== "export" && html`<${WhatIf} model=${model} layers=${layers} layer=${layer} head=${head} />`}`;
 }

@@ -130,7 +130,7 @@ export function Pipeline() {
     <div class="explained" aria-live="polite"><p class="formula">${formula}</p><p>${sentence(step, all)}</p></div>
     ${step === "projections" && html`<${Projections} example=${example} index=${row.q_index} name=${name} />`}
     ${columns.length > 0 && html`<${Block} title=${`What ${name} reads`} rows=${raw}>
-      <div class="wide" tabindex="0" role="group" aria-label="Steps of all keys"><table class="data growing"><thead><tr><th scope="col">key</th>${columns.map(([column, title]) => html`<th scope="col" key=${column} class=${now(column)}>${title}</th>`)}</tr></thead>
+      <div class="wide" tabindex="0" role="group" aria-label="Steps of all keys"><table class="data growing"><thead><tr><th scope="col">key</th>${columns.map(([column, title]) => html`<th scope="col" key=${column} class=${`${now(column)} ${["products", "output"].includes(column) ? "" : "right"}`}>${title}</th>`)}</tr></thead>
         <tbody>${row.raw.map((_, j) => html`<tr key=${j} class=${row.allowed[j] || !reached("scores") ? "" : "masked"}><th scope="row"><${Token} text=${keyNames[j]} /></th>${columns.map((column) => cell(column, j))}</tr>`)}</tbody>
         <tfoot><tr><td></td>${columns.map(([column]) => html`<td class=${`right ${column === "scores" && step === "max" ? "now" : ""} ${column === "exp" && step === "sum" ? "now" : ""}`}>${totals[column] || ""}</td>`)}</tr></tfoot></table></div>
     </${Block}>`}`;

@@ -59,22 +59,32 @@ export function Block({ title, rows, children, class: kind = "", level = 3 }) {
   </section>`;
 }
 
-/** A table that can be copied. Cells are strings, numbers or {x: number} for all digits. */
-export function DataTable({ title, columns, rows, note, plain }) {
-  const cell = (value) =>
-    value !== null && typeof value === "object" && "x" in value ? html`<${Num} x=${value.x} />` : value;
-  const raw = (value) => (value !== null && typeof value === "object" && "x" in value ? value.x : value);
-  const table = html`<div class="wide" tabindex="0" role="group" aria-label=${title}><table class="data">
-    <caption class="unseen">${title}</caption>
-    <thead><tr>${columns.map((name) => html`<th scope="col">${name}</th>`)}</tr></thead>
-    <tbody>${rows.map(({ cells, class: kind, key }) => html`<tr key=${key} class=${kind ?? ""}>
-      ${cells.map((value, i) => (i === 0
-        ? html`<th scope="row">${cell(value)}</th>`
-        : html`<td class=${typeof raw(value) === "number" || /^[\d,.−e+]+$/.test(String(raw(value))) ? "right" : ""}>${cell(value)}</td>`))}
-    </tr>`)}</tbody></table></div>${note && html`<p class="faint">${note}</p>`}`;
-  if (plain) return table;
-  return html`<${Block} title=${title} rows=${() => [columns, ...rows.map(({ cells }) => cells.map((value) =>
-    (typeof value === "object" && value?.type ? value.props?.text ?? "" : raw(value))))]}>${table}</${Block}>`;
+const isCell = (value) => value !== null && typeof value === "object";
+const rawOf = (value) => (!isCell(value) ? value : "x" in value ? value.x : value.props?.text ?? "");
+const isNumeric = (value) => typeof rawOf(value) === "number" || /^[\d,.−e+ ]+( [KMGTP]iB| bytes)?$/.test(String(rawOf(value)));
+
+/**
+ * A table that can be copied. Cells are strings, numbers, {x: number} for all digits, or html.
+ * @param {{title: string, columns: string[], rows: {cells: any[], class?: string, key?: any}[], note?: string, sortable?: boolean}} props
+ */
+export function DataTable({ title, columns, rows, note, sortable = false }) {
+  const [order, setOrder] = useState(null);
+  const numeric = columns.map((_, i) => i > 0 && rows.every(({ cells }) => isNumeric(cells[i]) || rawOf(cells[i]) === ""));
+  const ordered = order === null ? rows : [...rows].sort((a, b) => {
+    const [x, y] = [a, b].map(({ cells }) => rawOf(cells[order.column]));
+    const later = typeof x === "number" && typeof y === "number" ? (Number.isNaN(x) ? -1 : x - (Number.isNaN(y) ? -Infinity : y)) : String(x) < String(y) ? -1 : 1;
+    return order.falling ? -later : later;
+  });
+  const sortBy = (column) => setOrder({ column, falling: !(order?.column === column && order.falling) });
+  const sorted = (i) => (order?.column === i ? (order.falling ? "descending" : "ascending") : undefined);
+  return html`<${Block} title=${title} rows=${() => [columns, ...ordered.map(({ cells }) => cells.map(rawOf))]}>
+    <div class="wide" tabindex="0" role="group" aria-label=${title}><table class="data">
+    <thead><tr>${columns.map((name, i) => html`<th scope="col" class=${numeric[i] ? "right" : ""} aria-sort=${sorted(i)}>${
+      sortable ? html`<button type="button" onClick=${() => sortBy(i)}>${name}</button>` : name}</th>`)}</tr></thead>
+    <tbody>${ordered.map(({ cells, class: kind, key }) => html`<tr key=${key} class=${kind ?? ""}>${cells.map((value, i) => {
+      const shownCell = isCell(value) && "x" in value ? html`<${Num} x=${value.x} />` : value;
+      return i === 0 ? html`<th scope="row">${shownCell}</th>` : html`<td class=${numeric[i] ? "right" : ""}>${shownCell}</td>`;
+    })}</tr>`)}</tbody></table></div>${note && html`<p class="faint">${note}</p>`}</${Block}>`;
 }
 
 let names = 0;

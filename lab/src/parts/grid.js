@@ -1,6 +1,6 @@
 // A matrix of numbers: one tab stop, arrow keys, cells that can be edited and coloured.
 
-import { html, useEffect, useLab, useRef, useState, inside } from "./lab.js";
+import { html, useLayoutEffect, useLab, useRef, useState, inside } from "./lab.js";
 import { Block, Num } from "./basics.js";
 import { paint } from "../colours.js";
 import { shown } from "../format.js";
@@ -32,7 +32,7 @@ export function Grid({
   const here = [inside(at[0], height), inside(at[1], width)];
   const names = columns ?? values[0].map((_, j) => String(j));
 
-  useEffect(() => {
+  useLayoutEffect(() => {
     if (!takeFocus.current) return;
     takeFocus.current = false;
     const cell = table.current.querySelector(editing ? "td input" : 'td[tabindex="0"]');
@@ -106,7 +106,7 @@ export function Grid({
       onFocus=${() => { if (!isHere) setAt([i, j]); onSelect?.(i, j); }}
       onMouseEnter=${onSelect && !onEdit ? () => onSelect(i, j) : undefined}
       onClick=${(event) => (onEdit ? open(i, j, String(values[i][j])) : event.currentTarget.focus())}
-    ><${Num} x=${x} /></td>`;
+    ><${Num} x=${x} digits=${onEdit ? 12 : undefined} /></td>`;
   };
 
   const body = html`<div class="wide">

@@ -1,12 +1,13 @@
 // What every part shares: html, the context, and hooks over view and client.
 
 import { createContext, h } from "preact";
-import { useCallback, useContext, useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { useContext, useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import htm from "htm";
 import { BUILT_IN, decode, encode } from "../examples.js";
 import { traceOf } from "../kernel.js";
+import { DEFAULTS } from "../view.js";
 
-export { useCallback, useEffect, useMemo, useRef, useState };
+export { useEffect, useLayoutEffect, useMemo, useRef, useState };
 export const html = htm.bind(h);
 export const Lab = createContext(null);
 
@@ -38,7 +39,8 @@ export function useAsk(method, params = {}) {
 /** Keys of the panel that is shown, beside those of the page. @param {Record<string, Function>} handlers */
 export function useKeys(handlers) {
   const { keys } = useLab();
-  useEffect(() => {
+  // Before the next key, which may come before the next picture.
+  useLayoutEffect(() => {
     Object.entries(handlers).forEach(([key, each]) => keys.set(key, each));
     return () => Object.entries(handlers).forEach(([key, each]) => {
       if (keys.get(key) === each) keys.delete(key);
@@ -46,25 +48,38 @@ export function useKeys(handlers) {
   });
 }
 
+/** A trace of Python as an example that is drawn as it is. */
+function traced(trace) {
+  const [head] = trace.heads;
+  const names = trace.kv_tokens ?? trace.tokens ?? head.key.map((_, j) => String(j));
+  return {
+    name: "trace", title: "The trace", tokens: trace.tokens ?? names, trace,
+    query: head.rows.map((row) => row.query), key: head.key, value: head.value,
+  };
+}
+
 /** The examples of the host, then those of the page that it does not have. */
 export function examplesOf(client) {
-  const given = client.given("example")?.examples ?? [];
+  const trace = client.given("trace", { name: "trace" });
+  const given = [...(trace ? [traced(trace)] : []), ...(client.given("example")?.examples ?? [])];
   return [...given, ...BUILT_IN.filter(({ name }) => !given.some((other) => other.name === name))];
 }
 
 /** The example, the options that apply to it, and its trace. */
-export function useExample() {
+export function useExample({ masked = true } = {}) {
   const { view, client } = useLab();
-  const { ex, own, mask, left, right, keys, scaled } = view;
+  const { ex, own, left, right, keys, scaled } = view;
+  const mask = masked ? view.mask : "none";
   return useMemo(() => {
     const all = examplesOf(client);
     const edited = ex === "own" && own ? decode(own) : null;
-    const example = edited ?? all.find(({ name }) => name === ex) ?? all[0];
+    const chosen = ex === DEFAULTS.ex && all[0].trace ? all[0].name : ex;
+    const example = edited ?? all.find(({ name }) => name === chosen) ?? all[0];
     const options = { mask, left, right, keys, scaled: scaled !== 0 };
     const fixed = Boolean(example.trace);
     const trace = fixed ? example.trace : traceOf(example, options);
-    return { example, options, trace, fixed, rows: trace.heads[0].rows };
-  }, [client, ex, own, mask, left, right, keys, scaled]);
+    return { example, options, trace, fixed, rows: trace.heads[0].rows, name: example.name ?? "own" };
+  }, [client.data, ex, own, mask, left, right, keys, scaled]);
 }
 
 /** The view of an edited example. */

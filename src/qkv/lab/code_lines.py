@@ -43,6 +43,7 @@ def code_lines(mechanism: str, trace: Trace) -> dict[str, Any]:
         "mechanism": mechanism,
         "numpy": given["numpy"],
         "torch": given["torch"],
+        "shows": given["shows"],
         "values": values,
         "notes": notes,
     }
