@@ -24,7 +24,13 @@ PANELS = (
     "errata", "exercises",
 )  # fmt: skip
 
-HOSTILE = ("<img src=x onerror=alert(1)>", "</script><b>", "\u202eright\u2066", "\x1b[31m", "a\u2028b")
+HOSTILE = (
+    "<img src=x onerror=alert(1)>",
+    "</script><b>",
+    "\u202eright\u2066",
+    "\x1b[31m",
+    "a\u2028b",
+)
 """Tokens that somebody else chose; the file is opened with them."""
 
 AXE = Path(__file__).parents[3] / "lab" / "node_modules" / "axe-core" / "axe.min.js"

@@ -30,7 +30,11 @@ def problem(seed: int) -> tuple[dict[str, Any], tuple[Any, ...]]:
     n = 64 if seed == 0 else n
     query, key = rng.normal(size=(2, n, d)) * (30 if seed % 3 == 0 else 1)
     value = rng.normal(size=(n, d_v))
-    left, right, keys = int(rng.integers(0, n)), int(rng.integers(0, 3)), int(rng.integers(1, n + 1))
+    left, right, keys = (
+        int(rng.integers(0, n)),
+        int(rng.integers(0, 3)),
+        int(rng.integers(1, n + 1)),
+    )
     mask = ("none", "causal", "padding", "window")[seed % 4]
     variants = {
         "none": (),
