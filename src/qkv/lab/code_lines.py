@@ -31,7 +31,8 @@ def code_lines(mechanism: str, trace: Trace) -> dict[str, Any]:
     """
     if mechanism != PLAIN:
         lines = inspect.getsource(mechanism_class(mechanism)).splitlines()
-        return {"mechanism": mechanism, "numpy": lines, "torch": lines, "values": {}, "notes": {}}
+        empty: dict[str, Any] = {"values": {}, "notes": {}, "shows": []}
+        return {"mechanism": mechanism, "numpy": lines, "torch": lines, **empty}
     file = resources.files("qkv.lab").joinpath("code.json")
     given = json.loads(file.read_text(encoding="utf-8"))
     rows = trace.heads[0].rows

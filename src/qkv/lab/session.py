@@ -125,12 +125,16 @@ class Session:
         results : mapping, optional
             Answers that the page need not ask for.
         """
+        found = dict(results or {})
+        for example in self.examples:
+            if example.trace is not None:
+                found[key_of("trace", {"name": example.name})] = example.trace.to_dict()
         return {
             "version": VERSION,
             "host": host,
             "title": self.title,
             "panels": self.panels(),
-            "results": dict(results or {}),
+            "results": found,
         }
 
     def panels(self) -> list[str]:

@@ -1,9 +1,9 @@
 """A map of the weights of one head at any length: tiles of a pyramid, computed when asked for.
 
 Level 0 has one number for each pair, level L one for each block of 2^L x 2^L pairs: their largest
-weight, and their mean. The matrix is never there. Levels with more than `BASE` numbers are computed
-for one tile at a time; those above come from the first level that has at most so many, which is
-computed once for the whole head and kept.
+weight, and their mean. The matrix is never there. Tiles of the lower levels are computed when they
+are asked for. A base level is computed once for the whole head, by one pass over all pairs, and the
+levels above come from it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.backends import ReducingWeights, WeightBlocks, choose
+from qkv.errors import UnsupportedError
 from qkv.inspection.replay import Replay
 
 __all__ = ["TILE", "MapTile", "WeightMaps", "levels_of"]
@@ -25,10 +27,11 @@ Array = NDArray[Any]
 TILE = 256
 """Numbers along a side of a tile."""
 
-BASE = 1 << 22
-"""Numbers of the level that is kept whole: 2048 x 2048, so 32 MiB with both reductions."""
+FIRST_BASE, BASE = 5, 1 << 24
+"""The base level is the first from 5 on that has no more numbers than this: at 131,072 tokens level
+5, 4096 x 4096, which takes 128 MiB with both reductions. A tile below it reads 2^24 pairs."""
 
-MOST_BYTES = 256 << 20
+MOST_BYTES = 512 << 20
 """Of tiles and levels that are kept; the oldest go first."""
 
 PAIRS = 1 << 21
@@ -66,6 +69,7 @@ class WeightMaps:
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes = most_bytes
+        self._blocks: dict[int, WeightBlocks | None] = {}
         self._kept: OrderedDict[Any, tuple[Array, Array]] = OrderedDict()
         self._lock = Lock()
 
@@ -90,35 +94,67 @@ class WeightMaps:
         place = (id(replay), head, level, row, column)
         found = self._get(place)
         if found is None:
-            base = _base_level(spec.q_len, spec.kv_len)
-            if level < base:
-                found = reduced(replay, head, (q_first, q_stop), (kv_first, kv_stop), block)
+            if level < _base_level(spec.q_len, spec.kv_len):
+                found = self._reduced(replay, head, (q_first, q_stop), (kv_first, kv_stop), block)
+                self._put(place, found)
             else:
-                found = self._from_base(replay, head, base, level, row, column)
-            self._put(place, found)
+                rows, columns = (slice(i * TILE, (i + 1) * TILE) for i in (row, column))
+                largest, mean = self._level(replay, head, level)
+                found = largest[rows, columns], mean[rows, columns]
         return MapTile(q_first, kv_first, block, *found)
 
-    def _from_base(
-        self, replay: Replay, head: int, base: int, level: int, row: int, column: int
-    ) -> tuple[Array, Array]:
+    def _level(self, replay: Replay, head: int, level: int) -> tuple[Array, Array]:
+        """A whole level, from the one below it or, at the base, from all weights."""
         spec = replay.problem.spec
-        place = (id(replay), head, base)
-        whole = self._get(place)
-        if whole is None:
-            whole = reduced(replay, head, (0, spec.q_len), (0, spec.kv_len), 1 << base)
-            self._put(place, whole)
-        more = 1 << (level - base)
-        rows = slice(row * TILE * more, (row + 1) * TILE * more)
-        columns = slice(column * TILE * more, (column + 1) * TILE * more)
-        largest, mean = (array[rows, columns] for array in whole)
-        if more == 1:
-            return largest.copy(), mean.copy()
-        # Blocks at the edge hold fewer pairs, so means are weighted by what they hold.
-        q_count = _counts(spec.q_len, 1 << base)[rows, None]
-        kv_count = _counts(spec.kv_len, 1 << base)[None, columns]
-        pairs = (q_count * kv_count).astype(np.float64)
-        total, held = _sums(mean * pairs, more), _sums(pairs, more)
-        return _largest(largest, more), (total / held).astype(np.float32)
+        place = (id(replay), head, level)
+        found = self._get(place)
+        if found is None:
+            if level == _base_level(spec.q_len, spec.kv_len):
+                whole = (0, spec.q_len), (0, spec.kv_len)
+                found = self._reduced(replay, head, *whole, 1 << level)
+            else:
+                found = self._halved(replay, head, level)
+            self._put(place, found)
+        return found
+
+    def _halved(self, replay: Replay, head: int, level: int) -> tuple[Array, Array]:
+        """A level from the one below it; means are weighted by what their blocks hold."""
+        spec, block = replay.problem.spec, 1 << (level - 1)
+        largest, mean = self._level(replay, head, level - 1)
+        pairs = _pairs(spec.q_len, spec.kv_len, block)
+        total = _folded(mean * pairs, 2, np.add)
+        held = _pairs(spec.q_len, spec.kv_len, 2 * block)
+        return _folded(largest, 2, np.maximum), (total / held).astype(np.float32)
+
+    def _reduced(
+        self,
+        replay: Replay,
+        head: int,
+        q_rows: tuple[int, int],
+        kv_rows: tuple[int, int],
+        block: int,
+    ) -> tuple[Array, Array]:
+        """By compiled code where the blocks are large enough for it, else in NumPy."""
+        blocks = self._blocks_of(replay) if block > 1 else None
+        found = None if blocks is None else blocks(0, head, slice(*q_rows), slice(*kv_rows), block)
+        if found is None:
+            return reduced(replay, head, q_rows, kv_rows, block)
+        largest, sums = found
+        pairs = _pairs(q_rows[1] - q_rows[0], kv_rows[1] - kv_rows[0], block)
+        return largest.astype(np.float32), (sums / pairs).astype(np.float32)
+
+    def _blocks_of(self, replay: Replay) -> WeightBlocks | None:
+        """The reductions of the backend that would run the problem, if it has them."""
+        if id(replay) not in self._blocks:
+            found = None
+            try:
+                backend = choose(replay.problem.spec).backend
+            except UnsupportedError:
+                backend = None
+            if isinstance(backend, ReducingWeights):
+                found = backend.weight_blocks(replay.problem, replay.lse)
+            self._blocks[id(replay)] = found
+        return self._blocks[id(replay)]
 
     def _get(self, place: Any) -> tuple[Array, Array] | None:
         with self._lock:
@@ -135,7 +171,7 @@ class WeightMaps:
 
 
 def _base_level(q_len: int, kv_len: int) -> int:
-    level = 0
+    level = FIRST_BASE
     while -(-q_len // (1 << level)) * -(-kv_len // (1 << level)) > BASE:
         level += 1
     return level
@@ -175,13 +211,16 @@ def reduced(
             part = _largest(weights, block)
             place = slice(i, i + part.shape[0]), slice(j, j + part.shape[1])
             largest[place], total[place] = part, _sums(weights, block)
-    pairs = _counts(q_stop - q_first, block)[:, None] * _counts(kv_stop - kv_first, block)
+    pairs = _pairs(q_stop - q_first, kv_stop - kv_first, block)
     return largest, (total / pairs).astype(np.float32)
 
 
-def _counts(length: int, block: int) -> Array:
-    """How many rows each block has."""
-    return np.diff(np.append(np.arange(0, length, block), length))
+def _pairs(q_len: int, kv_len: int, block: int) -> Array:
+    """How many pairs each block has, as float64."""
+    rows, columns = (
+        np.diff(np.append(np.arange(0, length, block), length)) for length in (q_len, kv_len)
+    )
+    return np.asarray(rows[:, None] * columns, np.float64)
 
 
 def _largest(array: Array, block: int) -> Array:

@@ -46,7 +46,7 @@ FIELDS = (
     "row_max", "log_sum",
     "k", "best", "indices",
     "blocks", "shift", "padded_rows", "received", "together",
-    "unit", "first_vector", "first_unit", "units", "largest", "sums",
+    "unit", "first_vector", "first_unit", "units", "joined", "largest", "sums",
 )  # fmt: skip
 """`shift` holds a and b of each vector of rows, side by side, up to `padded_rows` of a head."""
 

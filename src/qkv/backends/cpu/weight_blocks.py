@@ -1,11 +1,14 @@
 """The largest weight and the sum of the weights of blocks of pairs: a map of one head's weights.
 
 A replay, as `replay` has it, whose tasks are blocks of queries. Each vector of queries meets its
-keys, and the weights of `unit` keys at a time are reduced over keys and lanes to two numbers. What
-is kept of a head so takes `2 / (lanes * unit)` numbers for each pair.
+keys, and the weights of `unit` keys at a time are reduced to two numbers: for each lane, or where
+lanes are `joined`, for all of them. What is kept of a pair so takes `2 / unit` numbers, or
+`2 / (lanes * unit)`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from qkv.backends.cpu.forward import TASK
 from qkv.backends.cpu.frame import WORD
@@ -18,7 +21,8 @@ class Blocks(Received):
     """Reductions of the weights; those of keys in one unit are added to what is there.
 
     `largest` and `sums` have a row for each vector of queries from `first_vector` on, and `units`
-    columns, one for each `unit` keys from `first_unit` on.
+    columns, one for each `unit` keys from `first_unit` on. An entry is a number, or a vector where
+    lanes are not joined.
     """
 
     def after_keys(self, block: Block, kv_start: Value, count: Value) -> None:
@@ -56,14 +60,33 @@ class Blocks(Received):
                 start = self.pointer_field(arguments, name)
                 for j, value in enumerate(values):
                     place = e.add(e.mul(e.add(row, j), units), column)
-                    at = e.at(start, e.mul(place, e.real_bytes))
-                    old = e.splat(e.load(at, e.real, e.real_bytes))
-                    new = joined(old, e.reduce(value, joined))
-                    e.store(e.extract(new, 0), at, e.real_bytes)
+                    self._join(arguments, start, place, value, joined)
 
         first_unit = b.sdiv(kv_start, unit)
         last_unit = b.sdiv(e.add(e.sub(stop, 1), unit), unit)
         e.loop(first_unit, last_unit, 1, [], one_unit)
+
+    def _join(
+        self,
+        arguments: Value,
+        start: Value,
+        place: Value,
+        value: Value,
+        join: Callable[[Value, Value], Value],
+    ) -> None:
+        """Join what was found with what is there."""
+        e = self.e
+
+        def of_all_lanes() -> None:
+            at = e.at(start, e.mul(place, e.real_bytes))
+            old = e.splat(e.load(at, e.real, e.real_bytes))
+            e.store(e.extract(join(old, e.reduce(value, join)), 0), at, e.real_bytes)
+
+        def of_each_lane() -> None:
+            at = e.at(start, e.mul(place, e.vector_bytes))
+            e.store_vector(join(e.load_vector(at, aligned=False), value), at, aligned=False)
+
+        e.choose(e.below(0, self.field(arguments, "joined")), of_all_lanes, of_each_lane)
 
     def all_tasks(self) -> None:
         e, meet = self.e, self.meeting()

@@ -36,15 +36,16 @@ class WeightBlocks:
         self, batch: int, head: int, q_rows: slice, kv_rows: slice, block: int
     ) -> tuple[Array, Array] | None:
         """See `qkv.backends.protocols.WeightBlocks`."""
-        spec, shape = self._problem.spec, self._replay.shape
-        if block % shape.lanes or q_rows.start % block or kv_rows.start % block:
+        spec = self._problem.spec
+        if block < 2 or block & (block - 1) or q_rows.start % block or kv_rows.start % block:
             return None
         count = -(-(q_rows.stop - q_rows.start) // block)
         units = -(-(kv_rows.stop - kv_rows.start) // block)
         largest = np.zeros((count, units), spec.compute_dtype)
         sums = np.zeros((count, units))
-        row_bytes = units * spec.compute_dtype.itemsize // shape.lanes * 2
-        band = max(1, _BAND_BYTES // max(1, row_bytes * block)) * block
+        rows_of_entry = self._replay.shape.lanes if self._joins(block) else 1
+        row_bytes = 2 * units * spec.compute_dtype.itemsize / rows_of_entry
+        band = max(1, int(_BAND_BYTES / max(row_bytes * block, 1))) * block
         for start in range(q_rows.start, q_rows.stop, band):
             stop = min(start + band, q_rows.stop)
             first = (start - q_rows.start) // block
@@ -52,6 +53,10 @@ class WeightBlocks:
             place = slice(first, first + len(found[0]))
             largest[place], sums[place] = found
         return largest, sums
+
+    def _joins(self, block: int) -> bool:
+        """Whether the lanes of a vector are of one block."""
+        return block % self._replay.shape.lanes == 0
 
     def _band(
         self, batch: int, head: int, start: int, stop: int, kv_rows: slice, block: int, units: int
@@ -69,14 +74,16 @@ class WeightBlocks:
         tasks[:, 4] = offset + blocks
         tasks[:, 5] = tasks[:, 4] + 1
         replay.tasks = tasks
+        joins = self._joins(block)
         vectors = len(blocks) * block_q // lanes
-        found = np.zeros((2, vectors, units), spec.compute_dtype)
+        found = np.zeros((2, vectors, units, *(() if joins else (lanes,))), spec.compute_dtype)
         numbers = {
             "padded_rows": self._shift.shape[1] * self._shift.shape[3],
             "unit": block,
             "first_vector": first_block * block_q // lanes,
             "first_unit": kv_rows.start // block,
             "units": units,
+            "joined": joins,
         }
         arrays = {
             "shift": self._shift,
@@ -85,9 +92,12 @@ class WeightBlocks:
             "sums": found[1],
         }
         replay.run(numbers, arrays)
-        skip = (start - first_block * block_q) // lanes
-        largest, sums = found[:, skip : skip + -(-(stop - start) // lanes)]
-        starts = np.arange(0, len(largest), block // lanes)
+        if not joins:
+            found = found.swapaxes(2, 3).reshape(2, -1, units)
+        rows = lanes if joins else 1
+        skip = (start - first_block * block_q) // rows
+        largest, sums = found[:, skip : skip + -(-(stop - start) // rows)]
+        starts = np.arange(0, len(largest), block // rows)
         return (
             np.maximum.reduceat(largest, starts, axis=0),
             np.add.reduceat(sums, starts, axis=0, dtype=np.float64),
