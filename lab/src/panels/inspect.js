@@ -8,6 +8,7 @@ import { WeightMap } from "../parts/map.js";
 import { shown } from "../format.js";
 
 const PAGE = 512;
+const NOTE = "Attention is not explanation: weights show where a head reads, not why (Jain and Wallace, 2019).";
 const USUAL = ["entropy", "sink", "previous", "induction", "duplicate", "own", "learned_sink", "distance", "max_logit"];
 
 /** The record, whether heads lie in their layers or beside them. */
@@ -64,14 +65,15 @@ function TopKeys({ model, layer, head, tokens, qLen }) {
       const weight = strength.get(low + i) ?? 0;
       return html`<span key=${low + i} data-index=${low + i} class=${low + i === query ? "here" : ""} style=${weight >= 0.005 ? { "--weight": String(Math.sqrt(weight)) } : undefined}>${shown(token)}</span>`;
     })}</p>`}
-    <${Bars} label="Best keys" bars=${rows.map(([key, weight]) => ({ name: html`<span class="faint">${key}</span> <${Token} text=${name(key)} />`, value: weight, note: html`<${Num} x=${weight} />` }))} /></${Block}>`;
+    <${Bars} label="Best keys" bars=${rows.map(([key, weight]) => ({ name: html`<span class="faint">${key}</span> ${tokens && html`<${Token} text=${name(key)} />`}`, value: weight, note: html`<${Num} x=${weight} />` }))} /></${Block}>`;
 }
 
 const WHATS = [["off", "off"], ["uniform", "uniform"], ["copy", "as for another prompt"]];
 
 function Losses({ losses, tokens, title }) {
   if (!losses) return null;
-  return html`<${DataTable} title=${title} columns=${["token", "text", "before", "after"]} rows=${losses.before.map((x, i) => ({ key: i, class: Math.abs(x - losses.after[i]) > 0.5 ? "here" : "", cells: [i, shown(tokens?.[i] ?? ""), { x }, { x: losses.after[i] }] }))} />`;
+  // The first token has no loss: nothing predicted it.
+  return html`<${DataTable} title=${title} columns=${["token", "text", "before", "after"]} rows=${losses.before.map((x, i) => ({ key: i, class: Math.abs(x - losses.after[i]) > 0.5 ? "here" : "", cells: [i, shown(tokens?.[i] ?? ""), { x: x ?? undefined }, { x: losses.after[i] ?? undefined }] }))} />`;
 }
 
 function WhatIf({ model, layers, layer, head }) {
@@ -129,7 +131,7 @@ export function Inspect() {
   const kind = current.heads[head]?.kind;
   const hasMap = current.has_weights !== false && (client.host !== "export" || client.has("tile", { layer, head, level: 0, row: 0, column: 0, reduce: "max" }));
   return html`<p class="lead"><b>${model.title ?? model.model}</b>: ${layers.length} ${layers.length === 1 ? "layer" : "layers"}, ${qLen.toLocaleString("en-US")} queries, ${kvLen.toLocaleString("en-US")} keys${model.backend ? html`, computed by the backend <code>${model.backend}</code>` : ""}.
-      ${model.note && html` <span class="faint">${model.note}</span>`} Attention is not explanation: weights show where a head reads, not why <span class="faint">(Jain and Wallace, 2019)</span>.</p>
+      ${" "}${model.note ?? NOTE}</p>
     ${scores.length > 0 && html`<${Choice} label="Heads coloured by" value=${score} onChange=${(to) => set({ score: to })} options=${scores.map((name) => [name, name.replaceAll("_", " ")])} />
     ${model.meanings?.[score] && html`<p class="faint">${model.meanings[score]}</p>`}
     <${HeadGrid} model=${model} layers=${layers} score=${score} layer=${layer} head=${head} />`}

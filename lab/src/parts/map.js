@@ -28,7 +28,8 @@ export function WeightMap({ layer, head, qLen, kvLen, levels, tokens }) {
     const holder = canvas.current.parentElement;
     const fitted = () => {
       const across = Math.round(holder.clientWidth);
-      setSize([across, Math.round(Math.min(across, Math.max(260, innerHeight * 0.7), Math.max(260, (across * qLen) / kvLen)))]);
+      const down = Math.round(Math.min(across, Math.max(260, innerHeight * 0.7), Math.max(260, (across * qLen) / kvLen)));
+      setSize([Math.min(across, Math.max(260, Math.round((down * kvLen) / qLen))), down]);
     };
     const observer = new ResizeObserver(fitted);
     observer.observe(holder);
@@ -152,6 +153,6 @@ export function WeightMap({ layer, head, qLen, kvLen, levels, tokens }) {
     ${tiles.error && html`<p class="failure" role="alert">${tiles.error.message} ${tiles.error.action ?? ""}</p>`}
     <p class="readout"><span>query <b class="token" data-name="query">${name(query)}</b></span> <span>key <b class="token" data-name="key">${name(key)}</b></span>
       <span>weight <b data-name="weight">${isExact ? html`<${Num} x=${exact.weight} digits=${8} />` : "…"}</b></span></p>
-    ${isExact && html`<details class="faint"><summary>How it comes about</summary><dl class="sums">${Object.entries(exact).filter(([each]) => !["query", "key", "layer", "head", "weight", "query_token", "key_token"].includes(each)).map(([each, value]) => html`<div key=${each}><dt>${each.replaceAll("_", " ")}</dt><dd>${Array.isArray(value) ? html`[${value.map((v, i) => html`${i ? ", " : ""}<${Num} x=${v} />`)}]` : typeof value === "boolean" ? String(value) : html`<${Num} x=${value} digits=${8} />`}</dd></div>`)}</dl></details>`}
+    ${isExact && html`<details class="faint"><summary>How it comes about</summary><dl class="sums">${Object.entries(exact).filter(([each]) => !["query", "key", "layer", "head", "weight", "query_token", "key_token"].includes(each)).map(([each, value]) => html`<div key=${each}><dt>${each.replaceAll("_", " ")}</dt><dd>${Array.isArray(value) ? html`[${value.map((v, i) => html`${i ? ", " : ""}<${Num} x=${v} />`)}]` : typeof value === "boolean" ? String(value) : html`<${Num} x=${value ?? NaN} digits=${8} />`}</dd></div>`)}</dl></details>`}
   </div>`;
 }
