@@ -175,7 +175,9 @@ class ModelRecord:
             # A static cache is written again by the next call.
             key = np.array(view(key, "key"))
         scores = head_scores(query, key, *variants, top=self._top, **said)
-        layer = LayerRecord(index, name, scores if kept else replace(scores, weights=None))
+        layer = LayerRecord(
+            index, name, scores if kept else replace(scores, weights=None, inputs=None)
+        )
         self.layers.append(layer)
         return layer
 
@@ -232,12 +234,17 @@ class ModelRecord:
         return max(rows, key=lambda row: row[score], default=None)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all numbers to a safetensors file with names in its metadata; no weights.
+        """Write all numbers to a safetensors file with names in its metadata.
+
+        Of layers that are kept, query, key, lse and variants are written too, so that weights can
+        be read wherever the file is opened.
 
         Raises
         ------
         FileError
             If the file cannot be written.
+        UnsupportedError
+            A kept layer has a variant that is code, such as a `ScoreMod`.
         """
         from qkv.inspection.model_file import save
 
