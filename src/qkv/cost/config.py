@@ -61,7 +61,7 @@ _USUAL: dict[str, Any] = {
 
 @cache
 def families() -> dict[str, dict[str, Any]]:
-    """What each known `model_type` does that its config does not say."""
+    """Properties of each known `model_type` that its configuration does not state."""
     text = resources.files("qkv.cost").joinpath("families.json").read_text(encoding="utf-8")
     table = json.loads(text)
     return {
@@ -178,11 +178,11 @@ class _Fields:
         return default
 
     def flag(self, name: str) -> bool:
-        """What the family says, or the field that it names."""
-        said = self.family[name]
-        if isinstance(said, str):
-            return bool(self.fields.get(said, self.family.get(f"{name}_default", False)))
-        return bool(said)
+        """The family's value, or that of the configuration field that it names."""
+        value = self.family[name]
+        if isinstance(value, str):
+            return bool(self.fields.get(value, self.family.get(f"{name}_default", False)))
+        return bool(value)
 
 
 def _model(given: _Fields, name: str, source: str, notes: list[str]) -> Model:

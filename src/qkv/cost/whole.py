@@ -1,4 +1,4 @@
-"""What a whole model costs, layer by layer and in all."""
+"""The cost of a whole model, for each layer and in total."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qkv.cost.cards import model_card
-from qkv.cost.layers import Run, embedding_ledger, head_ledger, idle_parameters, layer_ledger
+from qkv.cost.layers import PassSizes, embedding_ledger, head_ledger, idle_parameters, layer_ledger
 from qkv.cost.machines import Machine, Roofline, bytes_of
 from qkv.cost.model import Layer, Model
 from qkv.errors import ArgumentError
@@ -38,6 +38,13 @@ class LayerCost:
         Bytes that it keeps of all tokens of all sequences.
     idle_parameters : int
         Learned numbers of the experts that a token does not go through.
+
+    Examples
+    --------
+    >>> from qkv.cost import model_cost
+    >>> layer = model_cost("llama-3-8b", 8192).layers[0]
+    >>> layer.count, int(layer.kv_cache_bytes) // 2**20
+    (32, 32)
     """
 
     kind: str
@@ -51,7 +58,7 @@ class LayerCost:
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """What one forward pass of a model costs.
+    """The cost of one forward pass of a model.
 
     Attributes
     ----------
@@ -68,6 +75,13 @@ class ModelCost:
         Embedding, last norm and output head.
     ledger : Ledger
         All layers and what is outside of them.
+
+    Examples
+    --------
+    >>> from qkv.cost import model_cost
+    >>> cost = model_cost("llama-3-8b", 8192, decode=True)
+    >>> cost.operations < model_cost("llama-3-8b", 8192).operations
+    True
     """
 
     model: Model
@@ -187,7 +201,7 @@ def model_cost(
     dtype: str = "bfloat16",
     decode: bool = False,
 ) -> ModelCost:
-    """What one forward pass of a model costs, counted from its sizes.
+    """The cost of one forward pass of a model, counted from its sizes.
 
     Parameters
     ----------
@@ -238,7 +252,7 @@ def model_cost(
             action="Leave decode out.",
         )
     length = Count(context, "n")
-    run = Run(
+    run = PassSizes(
         Count(batch, "b"), Count(1) if decode else length, length, Count(bytes_of(dtype), "s")
     )
     kinds: dict[Layer, int] = {}
@@ -250,20 +264,20 @@ def model_cost(
     return ModelCost(model, context, batch, dtype, decode, layers, outside, whole)
 
 
-def _layer_cost(model: Model, layer: Layer, count: int, run: Run) -> LayerCost:
+def _layer_cost(model: Model, layer: Layer, count: int, run: PassSizes) -> LayerCost:
     attention = layer.attention
     forward = layer.feed_forward
     kind = attention.kind
     if forward is not None and forward.experts:
         kind += f"; {forward.experts_per_token} of {forward.experts} experts"
     scores = run.rows * run.context * Count(attention.num_heads, "h")
-    kept = run.batch * attention.cached_tokens(run.context) * attention.cached_numbers
+    cached_numbers = run.batch * attention.cached_tokens(run.context) * attention.cached_numbers
     return LayerCost(
         kind,
         count,
         layer_ledger(model, layer, run),
         scores,
         scores * run.size,
-        kept * run.size,
+        cached_numbers * run.size,
         idle_parameters(model, layer),
     )

@@ -31,13 +31,13 @@ def save(record: ModelRecord, path: str | os.PathLike[str]) -> None:
     arrays = {} if record.tokens is None else {"tokens": record.tokens.astype(np.int64)}
     kept = {}
     for layer in record:
-        arrays.update(_named(layer))
+        arrays.update(_layer_arrays(layer))
         inputs, weights = layer.scores.inputs, layer.scores.weights
         if inputs is not None and weights is not None:
-            place = _place(layer.index)
-            kept[str(layer.index)] = inputs.to_data(arrays, place)
-            arrays[f"{place}.lse"] = weights.replay.lse
-    about = {
+            prefix = _prefix(layer.index)
+            kept[str(layer.index)] = inputs.to_data(arrays, prefix)
+            arrays[f"{prefix}.lse"] = weights.replay.lse
+    header = {
         "schema": SCHEMA,
         "version": VERSION,
         "model": record.model,
@@ -46,7 +46,7 @@ def save(record: ModelRecord, path: str | os.PathLike[str]) -> None:
         "kept": kept,
     }
     contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-    replace_file(path, as_bytes(contiguous, {"qkv": json.dumps(about)}))
+    replace_file(path, as_bytes(contiguous, {"qkv": json.dumps(header)}))
 
 
 def load(path: str | os.PathLike[str]) -> ModelRecord:
@@ -56,9 +56,9 @@ def load(path: str | os.PathLike[str]) -> ModelRecord:
 
     name = repr(os.fspath(path))
     try:
-        about = _about(path, name)
+        header = _read_header(path, name)
         arrays = load_file(path)
-        return _record(about, arrays)
+        return _record(header, arrays)
     except FileError:
         raise
     except OSError as error:
@@ -82,48 +82,48 @@ def is_model_record(path: str | os.PathLike[str]) -> bool:
 
     try:
         with safe_open(path, "numpy") as file:
-            about = json.loads((file.metadata() or {}).get("qkv", "{}"))
+            header = json.loads((file.metadata() or {}).get("qkv", "{}"))
     except (SafetensorError, OSError, ValueError, RecursionError):
         return False
-    return isinstance(about, dict) and about.get("schema") == SCHEMA
+    return isinstance(header, dict) and header.get("schema") == SCHEMA
 
 
-def _named(layer: LayerRecord) -> dict[str, Array]:
-    scores, place = layer.scores, _place(layer.index)
+def _layer_arrays(layer: LayerRecord) -> dict[str, Array]:
+    scores, prefix = layer.scores, _prefix(layer.index)
     return {
-        **{f"{place}.rows.{name}": scores.rows[name] for name in SCORES},
-        **{f"{place}.counted.{name}": scores.counted[name] for name in SCORES},
-        f"{place}.received": scores.received,
-        f"{place}.top_keys": scores.top_keys,
-        f"{place}.top_weights": scores.top_weights,
+        **{f"{prefix}.rows.{name}": scores.rows[name] for name in SCORES},
+        **{f"{prefix}.counted.{name}": scores.counted[name] for name in SCORES},
+        f"{prefix}.received": scores.received,
+        f"{prefix}.top_keys": scores.top_keys,
+        f"{prefix}.top_weights": scores.top_weights,
     }
 
 
-def _about(path: str | os.PathLike[str], name: str) -> dict[str, Any]:
+def _read_header(path: str | os.PathLike[str], name: str) -> dict[str, Any]:
     from safetensors import safe_open
 
     with safe_open(path, "numpy") as file:
-        said = (file.metadata() or {}).get("qkv")
-    about = json.loads(said) if said else {}
-    if not isinstance(about, dict) or about.get("schema") != SCHEMA:
+        text = (file.metadata() or {}).get("qkv")
+    header = json.loads(text) if text else {}
+    if not isinstance(header, dict) or header.get("schema") != SCHEMA:
         raise FileError(
             f"{name} is a safetensors file, but no record of a model.",
             action="Write it with record.save(path).",
         )
-    if about.get("version") not in range(1, VERSION + 1):
+    if header.get("version") not in range(1, VERSION + 1):
         raise FileError(
-            f"{name} has version {about.get('version')!r:.20}; this reads 1 to {VERSION}.",
+            f"{name} has version {header.get('version')!r:.20}; this reads 1 to {VERSION}.",
             action="Read it with the version of qkv that wrote it.",
         )
-    return about
+    return header
 
 
-def _record(about: dict[str, Any], arrays: dict[str, Array]) -> ModelRecord:
-    record = ModelRecord(str(about["model"]))
+def _record(header: dict[str, Any], arrays: dict[str, Array]) -> ModelRecord:
+    record = ModelRecord(str(header["model"]))
     record.tokens = arrays.get("tokens")
-    texts = about["texts"]
+    texts = header["texts"]
     record.texts = None if texts is None else [str(text) for text in texts]
-    record.layers.extend(_layers(about["layers"], about.get("kept", {}), arrays))
+    record.layers.extend(_layers(header["layers"], header.get("kept", {}), arrays))
     return record
 
 
@@ -131,11 +131,11 @@ def _layers(
     names: list[str], kept: dict[str, Any], arrays: dict[str, Array]
 ) -> Iterator[LayerRecord]:
     for index, name in enumerate(names):
-        place = _place(index)
-        rows = {score: arrays[f"{place}.rows.{score}"] for score in SCORES}
-        counted = {score: arrays[f"{place}.counted.{score}"] for score in SCORES}
+        prefix = _prefix(index)
+        rows = {score: arrays[f"{prefix}.rows.{score}"] for score in SCORES}
+        counted = {score: arrays[f"{prefix}.counted.{score}"] for score in SCORES}
         received, keys, best = (
-            arrays[f"{place}.{part}"] for part in ("received", "top_keys", "top_weights")
+            arrays[f"{prefix}.{part}"] for part in ("received", "top_keys", "top_weights")
         )
         batch, num_heads, q_len = rows["entropy"].shape
         fits = (
@@ -149,14 +149,14 @@ def _layers(
             raise ValueError(f"the shapes of layer {index} do not fit each other")
         inputs = weights = None
         if str(index) in kept:
-            inputs = KeptInputs.from_data(kept[str(index)], arrays, place)
-            weights = inputs.weights(arrays[f"{place}.lse"])
+            inputs = KeptInputs.from_data(kept[str(index)], arrays, prefix)
+            weights = inputs.weights(arrays[f"{prefix}.lse"])
             if weights.shape != (batch, num_heads, q_len, received.shape[-1]):
                 raise ValueError(f"the weights of layer {index} do not fit its scores")
         scores = HeadScores(rows, counted, received, keys, best, weights, inputs)
         yield LayerRecord(index, str(name), scores)
 
 
-def _place(index: int) -> str:
+def _prefix(index: int) -> str:
     """How the names of a layer's arrays begin."""
     return f"layers.{index}"

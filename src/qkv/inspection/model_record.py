@@ -1,6 +1,6 @@
-"""Every head of a model on one text: numbers per layer and head, and how they are kept.
+"""Records of every head of a model on one text: statistics for each layer and head.
 
-Knows no library of models: layers are added one by one, as query, key and what was said between.
+This module knows no model library: layers are added one by one, as query, key and variants.
 """
 
 from __future__ import annotations
@@ -38,6 +38,14 @@ class LayerRecord:
         Name of the module in its model.
     scores : HeadScores
         Query by query; see there.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> record, x = qkv.ModelRecord("one layer"), np.eye(4)[None]
+    >>> layer = record.add(x, x, qkv.Causal(), name="layer 0")
+    >>> layer, layer.rows["entropy"][0, 0, 0]
+    (LayerRecord(0, 'layer 0', 1 heads, 1 x 4 queries, 4 keys), np.float64(0.0))
     """
 
     index: int
@@ -46,6 +54,7 @@ class LayerRecord:
 
     @property
     def num_heads(self) -> int:
+        """Query heads of the layer."""
         return int(self.scores.received.shape[1])
 
     @property
@@ -65,7 +74,13 @@ class LayerRecord:
 
     @property
     def weights(self) -> LazyWeights:
-        """The weights `(batch, num_heads, q_len, kv_len)`, computed where they are sliced."""
+        """The weights `(batch, num_heads, q_len, kv_len)`, computed where they are sliced.
+
+        Raises
+        ------
+        ArgumentError
+            If the record did not keep this layer's query and key.
+        """
         if self.scores.weights is None:
             raise ArgumentError(
                 f"layer {self.index} ({self.name}) kept no query and key to compute weights from.",
@@ -128,6 +143,11 @@ class ModelRecord:
     texts : sequence of str or None
         The tokens of batch row 0, as text.
 
+    Raises
+    ------
+    ArgumentError
+        If `keep` is another string.
+
     Notes
     -----
     Memory: `4 * (9 + 2 * top)` bytes for each layer, head and query, and query and key of the
@@ -158,32 +178,38 @@ class ModelRecord:
         self._top = top
         self._keep = keep
 
-    def add(self, query: Any, key: Any, *variants: Any, name: str, **said: Any) -> LayerRecord:
+    def add(self, query: Any, key: Any, *variants: Any, name: str, **options: Any) -> LayerRecord:
         """Compute the scores of the next layer, and keep them.
 
         Parameters
         ----------
-        query, key, *variants, **said
+        query, key, *variants, **options
             As for `head_scores`, which does not ask for values.
         name : str
             Name of the layer.
         """
         index = len(self.layers)
-        kept = (
+        keep_weights = (
             self._keep == "weights" if isinstance(self._keep, str) else index in (self._keep or ())
         )
-        if kept:
-            # A static cache is written again by the next call.
+        if keep_weights:
+            # Copied, because a static cache overwrites its keys in the next call.
             key = np.array(view(key, "key"))
-        scores = head_scores(query, key, *variants, top=self._top, **said)
-        layer = LayerRecord(
-            index, name, scores if kept else replace(scores, weights=None, inputs=None)
-        )
+        scores = head_scores(query, key, *variants, top=self._top, **options)
+        if not keep_weights:
+            scores = replace(scores, weights=None, inputs=None)
+        layer = LayerRecord(index, name, scores)
         self.layers.append(layer)
         return layer
 
     def layer(self, index: int) -> LayerRecord:
-        """One layer, from the end if negative."""
+        """One layer, from the end if negative.
+
+        Raises
+        ------
+        ArgumentError
+            If there is no such layer.
+        """
         if not -len(self.layers) <= index < len(self.layers):
             raise ArgumentError(
                 f"layer {index} does not exist.",

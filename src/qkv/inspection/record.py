@@ -1,4 +1,4 @@
-"""What `qkv.inspect` returns: the output, and everything that can be asked about its weights."""
+"""The result of `qkv.inspect`: the output, and statistics of its weights."""
 
 from __future__ import annotations
 
@@ -25,16 +25,14 @@ Array = NDArray[Any]
 
 
 class Record:
-    """One run of attention that can be looked into at any length.
+    """The result of `qkv.inspect`: the output, lse, and statistics of the weights.
 
-    Statistics are float32 (float64 for float64 input), before dropout, one row for each query
-    head. With the backend "cpu", entropy and largest weight come with the output. What else is
-    asked is computed when first asked for, in O(tile) memory: received weight and `top(8)` by one
-    compiled pass over the scores each, which takes a half to four fifths as long as the forward
-    pass; `mass`, `mass_at`, `weights` and more than 256 best keys in NumPy, tile by tile. Other
-    backends leave all to NumPy: one pass for entropy, largest and received weight together, one for
-    each other question. Of tensors on a device the output is computed there, and everything else in
-    main memory, on copies of query, key and value.
+    Parameters
+    ----------
+    found : Inspected
+        The call that ran, and what it left.
+    progress : callable (done, total), optional
+        Told of blocks of rows done while a statistic is computed.
 
     Attributes
     ----------
@@ -44,6 +42,27 @@ class Record:
         Logarithm of the row sums, natural.
     backend : str
         The backend that ran.
+
+    Notes
+    -----
+    Statistics are float32 (float64 for float64 input), before dropout, one row for each query
+    head. With the backend "cpu", entropy and largest weight come with the output. Everything else
+    is computed at its first use, in O(tile) memory: received weight and `top(8)` by one compiled
+    pass over the scores each, which takes a half to four fifths as long as the forward pass;
+    `mass`, `mass_at`, `weights` and more than 256 best keys in NumPy, tile by tile. Other backends
+    use NumPy for all statistics: one pass for entropy, largest and received weight together, and
+    one for each of the others. For tensors on another device, the output is computed there, and
+    the statistics in main memory, from copies of query, key and value.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> x = np.eye(3)
+    >>> record = qkv.inspect(x, x, x, qkv.Causal())
+    >>> record.mass([0]).round(3)
+    array([1.   , 0.36 , 0.264])
+    >>> record.received.round(3)
+    array([1.624, 0.905, 0.471])
     """
 
     def __init__(self, found: Inspected, progress: Progress | None = None) -> None:
@@ -95,7 +114,7 @@ class Record:
                 self._received = backend.received(problem, lse, self._progress)
             else:
                 self._received = self._weight_statistics.received
-        return self._of_rows(self._received)
+        return self._in_caller_shape(self._received)
 
     def top(self, k: int) -> tuple[Any, Any]:
         """The k keys with the largest weights of each row.
@@ -105,6 +124,11 @@ class Record:
         (indices, weights)
             Each `(..., num_heads, q_len, k)`, falling; ties go to the lower index; rows with
             fewer allowed keys are padded with -1 and 0. A key whose score is NaN is never one.
+
+        Raises
+        ------
+        ArgumentError
+            If k is not a whole number of 1 or more.
         """
         if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
             raise ArgumentError(
@@ -113,7 +137,7 @@ class Record:
         if k not in self._top:
             self._top[k] = self._top_keys(int(k))
         indices, weights = self._top[k]
-        return self._of_rows(indices, 1), self._of_rows(weights, 1)
+        return self._in_caller_shape(indices, 1), self._in_caller_shape(weights, 1)
 
     def mass(self, keys: Any) -> Any:
         """The weight that each row puts on a set of keys, `(..., num_heads, q_len)`.
@@ -122,10 +146,15 @@ class Record:
         ----------
         keys : int, integer array, slice or boolean array (kv_len,)
             Rows of the key array; naming one twice counts it once.
+
+        Raises
+        ------
+        ArgumentError
+            If a key is outside of the key array.
         """
         kv_index = self._key_rows(keys)
 
-        def of_head(batch: int, head: int) -> Array:
+        def head_mass(batch: int, head: int) -> Array:
             spec = self._call.problem.spec
             step = max(1, PAIRS * 16 // max(len(kv_index), 1))
             return np.concatenate(
@@ -136,21 +165,26 @@ class Record:
                 ]
             )
 
-        return self._each_head(of_head)
+        return self._map_heads(head_mass)
 
     def mass_at(self, offset: int) -> Any:
         """The weight of the key at position `q_pos + offset`, `(..., num_heads, q_len)`.
 
         -1 is the previous token, 0 the query's own; rows without such a key give 0. Where
         positions restart in segments, the key is the one of the query's own segment.
+
+        Raises
+        ------
+        ArgumentError
+            If the offset is not a whole number.
         """
         if isinstance(offset, bool) or not isinstance(offset, int | np.integer):
             raise ArgumentError(f"mass_at(offset={offset!r}) is not a whole number.")
-        standing = self._call.problem.operands.positions
-        positions = standing.of_queries(), standing.of_keys()
+        positions = self._call.problem.operands.positions
+        q_pos_and_kv_pos = positions.query_positions(), positions.key_positions()
 
-        def of_head(batch: int, head: int) -> Array:
-            q_pos, kv_pos = (p[batch if len(p) > 1 else 0] for p in positions)
+        def head_mass(batch: int, head: int) -> Array:
+            q_pos, kv_pos = (p[batch if len(p) > 1 else 0] for p in q_pos_and_kv_pos)
             order = np.argsort(kv_pos, kind="stable")
             ordered = kv_pos[order]
             first = np.searchsorted(ordered, q_pos + offset, "left")
@@ -161,7 +195,7 @@ class Record:
             weights = self._replay.pairs(batch, head, q_index, kv_index)
             return np.bincount(q_index, weights, minlength=len(q_pos))
 
-        return self._each_head(of_head)
+        return self._map_heads(head_mass)
 
     def plot(
         self,
@@ -240,12 +274,12 @@ class Record:
     def _statistic(self, name: str) -> Any:
         """One that comes with the output, if the backend tells it, else with all weights."""
         if self._rows is None:
-            return self._of_rows(getattr(self._weight_statistics, name))
+            return self._in_caller_shape(getattr(self._weight_statistics, name))
         array = getattr(self._rows, name)
         like = self._found.lse
         library = library_of(like, "lse")
-        shown = library.restore(array.reshape(tuple(like.shape)))
-        return shown.to(like.device) if hasattr(like, "is_meta") else shown
+        converted = library.restore(array.reshape(tuple(like.shape)))
+        return converted.to(like.device) if hasattr(like, "is_meta") else converted
 
     def _top_keys(self, k: int) -> tuple[Array, Array]:
         backend, found = self._call.choice.backend, None
@@ -259,15 +293,15 @@ class Record:
             self._statistics = weight_statistics(self._replay, self._progress)
         return self._statistics
 
-    def _each_head(self, of_head: Callable[[int, int], Array]) -> Any:
+    def _map_heads(self, head_function: Callable[[int, int], Array]) -> Any:
         spec = self._call.problem.spec
         out = np.zeros((spec.batch_size, spec.num_heads, spec.q_len), self._replay.dtype)
         for batch in range(spec.batch_size if spec.q_len and spec.kv_len else 0):
             for head in range(spec.num_heads):
-                out[batch, head] = of_head(batch, head)
-        return self._of_rows(out)
+                out[batch, head] = head_function(batch, head)
+        return self._in_caller_shape(out)
 
-    def _of_rows(self, array: Array, trailing: int = 0) -> Any:
+    def _in_caller_shape(self, array: Array, trailing: int = 0) -> Any:
         """`(batch, num_heads, rows, ...)`, batch flat or not, as the user sees it."""
         shape = array.shape[array.ndim - 2 - trailing :]
         shaped = array.reshape(*self._call.problem.spec.batch_shape, *shape)

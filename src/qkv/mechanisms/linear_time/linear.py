@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qkv.errors import ArgumentError, ShapeError
-from qkv.inspection.explain import chosen
+from qkv.inspection.explain import selected_indices
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.attention import all_three, one_sequence
 from qkv.mechanisms.base.attention_steps import token_lines
@@ -87,7 +87,13 @@ class Linear(ProjectedAttention):
         return head_dim, step("features", compare=each, exp=each, add=each)
 
     def featured(self, x: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
-        """Features of queries and keys, and values, of as many heads as there are of queries."""
+        """Features of queries and keys, and values, of as many heads as there are of queries.
+
+        Raises
+        ------
+        ShapeError
+            If key and value, or causal query and key, differ in length, or are empty.
+        """
         query_rows, key_rows, value_rows = self.heads(x, key, value)
         if key_rows.shape[-2] != value_rows.shape[-2] or 0 in (x.shape[-2], key.shape[-2]):
             raise ShapeError(
@@ -168,7 +174,7 @@ class Linear(ProjectedAttention):
         names = token_names(tokens, len(given[0]))
         same = kv_tokens is None and len(given[1]) == len(names)
         kv_names = names if same else token_names(kv_tokens, len(given[1]))
-        row = int(chosen(index, len(names), "index", "tokens")[0])
+        row = int(selected_indices(index, len(names), "index", "tokens")[0])
         steps = look.steps_before(given, look.heads(*given), row, names, kv_names)
         query, key, value = look.featured(*given)
         seen = kv_names[: row + 1] if look.causal else kv_names

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from qkv.errors import ArgumentError, ShapeError
-from qkv.inspection.explain import chosen
+from qkv.inspection.explain import selected_indices
 from qkv.ledger import Count, Ledger, step
 from qkv.mechanisms.base.attention import one_sequence
 from qkv.mechanisms.base.attention_steps import token_lines
@@ -122,7 +122,7 @@ class RecurrentMechanism(Mechanism):
         one_sequence(x)
         look = self.detached()
         names = token_names(tokens, x.shape[0])
-        row = int(chosen(index, len(names), "index", "tokens")[0])
+        row = int(selected_indices(index, len(names), "index", "tokens")[0])
         seen = names[: row + 1]
         inputs, gate = look.project(values(x, "x"))
         steps = [

@@ -291,10 +291,10 @@ def chunk(
         loss = xp.broadcast_to(-decay, k.shape)
         tops = linear_scan(loss, xp.concat([first, k[1:, ...]]), xp.maximum, operator.add)
         before = xp.concat([largest[None, ...], tops[:-1, ...]])
-        kept, weight = xp.exp(before - decay - tops)[:, None, ...], xp.exp(k - tops)
+        decay_factors, weight = xp.exp(before - decay - tops)[:, None, ...], xp.exp(k - tops)
         added = xp.stack([weight * v, weight], axis=1)
-        first = kept[:1, ...] * sums + added[:1, ...]
-        totals = linear_scan(kept, xp.concat([first, added[1:, ...]]))
+        first = decay_factors[:1, ...] * sums + added[:1, ...]
+        totals = linear_scan(decay_factors, xp.concat([first, added[1:, ...]]))
         past = xp.concat([sums[None, ...], totals[:-1, ...]])
         top = xp.maximum(before, k + bonus)
         faded, own = xp.exp(before - top), xp.exp(k + bonus - top)
