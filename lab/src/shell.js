@@ -90,6 +90,12 @@ export function Shell({ client, store, root }) {
     redraw((count) => count + 1);
   };
 
+  useEffect(() => {
+    // What was opened may have an example of its own; until it is there, those of the page serve.
+    if (client.host === "export") return;
+    client.ask("example").then(() => redraw((count) => count + 1), () => {});
+  }, [client.data]);
+
   const theme = view.theme || (systemIsDark ? "dark" : "light");
   useEffect(() => {
     root.dataset.theme = theme;

@@ -44,6 +44,7 @@ export class View {
       ? parsed(location.hash)
       : { ...DEFAULTS, ...(model.get("view") ?? {}) };
     this.read = () => {
+      clearTimeout(this.later);
       if (address(this.values) === location.hash) return;
       this.values = parsed(location.hash);
       this.tell();

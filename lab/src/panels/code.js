@@ -25,6 +25,8 @@ export function Code() {
   const compared = useAsk("mechanisms").result?.mechanisms ?? [];
   const names = [OWN_NAME, ...compared.map(({ mechanism }) => mechanism).filter((name) => name !== OWN_NAME &&
     (client.host !== "export" || client.has("code", { mechanism: name })))];
+  // The list of all may not be there yet.
+  if (!names.includes(view.code) && client.host !== "export") names.push(view.code);
   const name = names.includes(view.code) ? view.code : OWN_NAME;
   // The others are shown as Python has them; this one with the numbers of the example.
   const own = name === OWN_NAME;

@@ -4,6 +4,7 @@ import { html, useLab } from "../parts/lab.js";
 import { ExampleBar, useRow } from "../parts/example.js";
 import { Block, Choice, Num, Token, Vector } from "../parts/basics.js";
 import { Grid, scoreShare, weightShare } from "../parts/grid.js";
+import { shown } from "../format.js";
 
 const STAGES = [["raw", "raw"], ["scaled", "scaled"], ["masked", "masked"], ["weights", "weights"]];
 
@@ -47,7 +48,7 @@ export function Heatmap() {
   const { rows, row, index, key, trace, example, keyNames, name } = useRow();
   const stage = STAGES.some(([each]) => each === view.stage) ? view.stage : "weights";
   const values = stageOf(rows, stage);
-  const names = rows.map(({ q_index: i }) => example.tokens[i] ?? String(i));
+  const names = rows.map(({ q_index: i }) => shown(example.tokens[i] ?? String(i)));
   const select = (i, j) => {
     if (i === index && j === key) return;
     set({ token: i, key: j });

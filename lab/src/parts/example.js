@@ -29,7 +29,7 @@ export function useRow(options) {
   const { view } = useLab();
   const all = useExample(options);
   const index = inside(view.token, all.rows.length);
-  const keyNames = all.trace.kv_tokens ?? all.example.tokens;
+  const keyNames = (all.trace.kv_tokens ?? all.example.tokens).map(shown);
   const row = all.rows[index];
-  return { ...all, index, row, name: all.example.tokens[row.q_index] ?? String(row.q_index), keyNames, key: inside(view.key, row.raw.length) };
+  return { ...all, index, row, name: shown(all.example.tokens[row.q_index] ?? String(row.q_index)), keyNames, key: inside(view.key, row.raw.length) };
 }

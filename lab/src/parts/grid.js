@@ -29,6 +29,7 @@ export function Grid({
   const [editing, setEditing] = useState(null);
   const table = useRef(null);
   const takeFocus = useRef(false);
+  const isOpen = useRef(false);
   const here = [inside(at[0], height), inside(at[1], width)];
   const names = columns ?? values[0].map((_, j) => String(j));
 
@@ -37,7 +38,8 @@ export function Grid({
     takeFocus.current = false;
     const cell = table.current.querySelector(editing ? "td input" : 'td[tabindex="0"]');
     cell?.focus();
-    if (editing) cell?.select();
+    // What was there is replaced by the first key; what was typed goes on.
+    if (editing) cell?.setSelectionRange(editing.typed ? cell.value.length : 0, cell.value.length);
   });
 
   const go = (i, j) => {
@@ -46,12 +48,16 @@ export function Grid({
     setAt(next);
     onSelect?.(...next);
   };
-  const open = (i, j, text) => {
+  const open = (i, j, text, typed = false) => {
     takeFocus.current = true;
+    isOpen.current = true;
     setAt([i, j]);
-    setEditing({ i, j, text });
+    setEditing({ i, j, text, typed });
   };
   const close = (text, move) => {
+    // An input that goes away loses the focus, which is no second answer.
+    if (!isOpen.current) return;
+    isOpen.current = false;
     const { i, j } = editing;
     const x = Number(text.trim().replace("−", "-").replace(",", "."));
     takeFocus.current = move !== null;
@@ -69,7 +75,7 @@ export function Grid({
     };
     if (event.key in moves && !event.altKey && !event.metaKey) go(...moves[event.key]);
     else if (onEdit && (event.key === "Enter" || event.key === "F2")) open(i, j, String(values[i][j]));
-    else if (onEdit && /^[-\d.]$/.test(event.key) && !event.ctrlKey && !event.metaKey && !event.altKey) open(i, j, event.key);
+    else if (onEdit && /^[-\d.]$/.test(event.key) && !event.ctrlKey && !event.metaKey && !event.altKey) open(i, j, event.key, true);
     else return;
     event.preventDefault();
     event.stopPropagation();

@@ -79,7 +79,7 @@ export function useExample({ masked = true } = {}) {
     const fixed = Boolean(example.trace);
     const trace = fixed ? example.trace : traceOf(example, options);
     return { example, options, trace, fixed, rows: trace.heads[0].rows, name: example.name ?? "own" };
-  }, [client.data, ex, own, mask, left, right, keys, scaled]);
+  }, [client.data, client.given("example"), ex, own, mask, left, right, keys, scaled]);
 }
 
 /** The view of an edited example. */

@@ -33,6 +33,11 @@ HOSTILE = (
 )
 """Tokens that somebody else chose; the file is opened with them."""
 
+FOLLOW = """async (there) => {
+    location.hash = there;
+    for (let frame = 0; frame < 3; frame += 1) await new Promise(requestAnimationFrame);
+}"""
+
 AXE = Path(__file__).parents[3] / "lab" / "node_modules" / "axe-core" / "axe.min.js"
 
 
@@ -59,13 +64,19 @@ class Lab:
         page.on("request", lambda request: self.asked.append(request.url))
         page.on("pageerror", lambda error: self.errors.append(str(error)))
         page.on("console", lambda m: m.type == "error" and self.errors.append(m.text))
-        page.on("dialog", lambda dialog: (self.errors.append(dialog.message), dialog.dismiss()))
+        page.on("dialog", self._refuse)
+
+    def _refuse(self, dialog: Any) -> None:
+        self.errors.append(f"a dialog: {dialog.message}")
+        dialog.dismiss()
 
     def open(self, panel: str, **view: Any) -> Any:
         """Go to a panel as a link does."""
         there = f"#{panel}" + (f"&{urlencode(view)}" if view else "")
-        self.page.goto("about:blank")
-        self.page.goto(self.address + there)
+        if self.page.url.partition("#")[0] == self.address:
+            self.page.evaluate(FOLLOW, there)
+        else:
+            self.page.goto(self.address + there)
         self.page.wait_for_selector(f'main[data-panel="{panel}"]')
         return self.page
 
@@ -127,7 +138,7 @@ def server_context(chromium: Any, server_address: str) -> Iterator[Any]:
 
 @pytest.fixture
 def opened(chromium: Any, file_page: Path) -> Iterator[Any]:
-    """Opens the file with some settings of the browser: `opened(width=390, color_scheme="dark")`."""
+    """Opens the file with settings of the browser: `opened(width=390, color_scheme="dark")`."""
     contexts = []
 
     def make(path: Path = file_page, width: int = 1280, height: int = 900, **settings: Any) -> Lab:

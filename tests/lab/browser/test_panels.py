@@ -34,7 +34,7 @@ def test_cells_are_edited_and_everything_follows(lab: Any) -> None:
     rows = lab.grid("Q") @ lab.grid("K").T / 2
     weights = np.exp(rows) / np.exp(rows).sum(axis=1, keepdims=True)
     np.testing.assert_allclose(lab.grid("Weights"), weights, rtol=1e-12)
-    page.wait_for_function("location.hash.includes('own=')")
+    page.wait_for_function("() => location.hash.includes('own=')")
     address = page.url
     page.goto("about:blank")
     page.goto(address)
@@ -103,7 +103,7 @@ def test_a_map_shows_the_weight_under_the_pointer(lab: Any) -> None:
     page = lab.open("inspect", layer=1, head=1, query=40, kkey=9)
     page.wait_for_selector('canvas[data-missing="0"]')
     page.wait_for_function(
-        """() => /^[\\d.]+$/.test(document.querySelector('.readout [data-name=weight]').innerText)"""
+        "() => document.querySelector('.readout [data-name=weight]').innerText !== '…'"
     )
     [weight] = lab.numbers(".readout")
     keys = {row[0].split()[0]: row for row in bars(page)}
