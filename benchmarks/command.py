@@ -64,7 +64,7 @@ def _run(options: argparse.Namespace) -> record.Run:
         if value < 1:
             raise ArgumentError(f"{name}={value} is below 1.", action="Pass 1 or more.")
     for file in filter(None, (options.save, options.picture, options.markdown)):
-        # Not after minutes of work.
+        # Checked before minutes of work.
         if not Path(file).absolute().parent.is_dir():
             raise ArgumentError(f"{file} is in no folder.", action="Make the folder first.")
     if options.latency:
@@ -107,7 +107,7 @@ def _write_page(page: Path, done: record.Run) -> None:
 
 def _threads() -> int:
     try:
-        from qkv.backends.cpu.host import host
+        from qkv.backends.cpu.machine.host import host
 
         host()
     except ImportError as error:

@@ -49,7 +49,7 @@ def _processor() -> str:
 def _isa() -> str:
     """What matters of it to a matrix product."""
     try:
-        from qkv.backends.cpu.host import host
+        from qkv.backends.cpu.machine.host import host
 
         here = host()
     except (ImportError, OSError, ArgumentError) as error:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
 
+import qkv
 from qkv._threads import usable_cores
 from sampling import sample
 
@@ -81,6 +83,35 @@ def no_prepared_calls() -> Iterator[None]:
     CALLS.clear()
 
 
+@pytest.fixture(autouse=True)
+def same_torch_seed() -> None:
+    """Every test draws from torch's generator, if torch is loaded, as from a new one."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(0)
+
+
+@pytest.fixture
+def x64() -> Iterator[None]:
+    """64-bit JAX for one test; it is never switched on for the process."""
+    import jax
+
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
+def every_task_a_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tasks are shared out however small they are: one thread would do most tests' problems."""
+    from qkv.backends.cpu.passes import backward as backward_pass
+    from qkv.backends.cpu.passes import forward as forward_pass
+
+    for module in (forward_pass, backward_pass):
+        monkeypatch.setattr(module, "_WORTH_A_THREAD", 1.0)
+    yield
+    qkv.set_num_threads(None)
+
+
 @pytest.fixture
 def two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled code may use two threads; where tests run side by side, it uses one."""
@@ -90,7 +121,7 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def masks_of_few_pairs_are_read(monkeypatch: pytest.MonkeyPatch, no_prepared_calls: None) -> None:
     """Masks are read for the tiles that they leave empty, however few pairs a problem has."""
-    from qkv.backends.cpu import schedule
+    from qkv.backends.cpu.plan import schedule
 
     monkeypatch.setattr(schedule, "FEW_OPERATIONS", 0)
 
@@ -103,12 +134,20 @@ def masks_unread_and_read(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture
+def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bfloat16 tiles are used; they are there where `forced.NEEDS_TILES` does not skip."""
+    monkeypatch.setenv("QKV_ISA", "amx")
+
+
+@pytest.fixture
 def in_parts(monkeypatch: pytest.MonkeyPatch, no_prepared_calls: None) -> None:
     """Products of parts, and of tiles in the backward pass, wherever there can be any: the problems
     of most tests are too small.
     """
-    from qkv.backends.cpu import backward_pass, forward_pass, gradient
+    from qkv.backends.cpu.passes import backward as backward_pass
+    from qkv.backends.cpu.passes import gradient
+    from qkv.backends.cpu.split_bf16 import choice
 
-    monkeypatch.setattr(forward_pass, "_PARTS_PAY", dict.fromkeys(forward_pass._PARTS_PAY, (1, 1)))
+    monkeypatch.setattr(choice, "LEAST_SIZES", dict.fromkeys(choice.LEAST_SIZES, (1, 1)))
     monkeypatch.setattr(backward_pass, "_ROWS_PAY", 1)
     monkeypatch.setattr(gradient, "_FEW", 0)

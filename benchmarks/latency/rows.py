@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,7 +56,14 @@ class Row:
 
 
 class OwnDecay:
-    """A variant as a user writes one: a score that falls with distance, and a mask."""
+    """A variant as a user writes one: a score that falls with distance, and a mask.
+
+    It declares how it is read, without which every call is checked.
+    """
+
+    roles: ClassVar = {"decay": "value"}
+    positions_only: ClassVar[bool] = True
+    uses_batch_index: ClassVar[bool] = False
 
     def __init__(self, decay: NDArray[Any]) -> None:
         self.decay = decay

@@ -7,7 +7,7 @@ from qkv._api import attention, inspect, merge, plan
 from qkv._threads import get_num_threads, set_num_threads
 from qkv._version import __version__
 from qkv.call.jvp import Tangents, jvp
-from qkv.call.vjp import Gradients, vjp
+from qkv.call.vjp import Gradients, Pullback, vjp
 from qkv.classical import ScaledDotProductAttention
 from qkv.errors import (
     AmbiguityError,
@@ -21,6 +21,11 @@ from qkv.errors import (
     UnsupportedError,
 )
 from qkv.inspection.explain import explain
+from qkv.inspection.model_record import LayerRecord, ModelRecord
+from qkv.inspection.record import Record
+from qkv.inspection.trace import Trace
+from qkv.inspection.weights import LazyWeights
+from qkv.planning import Plan
 from qkv.positions import LearnedPositions, SinusoidalPositions
 from qkv.problem.rows import Paged, Quantized
 from qkv.scaling import ScalingCurve, ScalingPoint, scaling_curve
@@ -61,15 +66,21 @@ __all__ = [
     "Gradients",
     "KernelBuildError",
     "KeyLengths",
+    "LayerRecord",
+    "LazyWeights",
     "LearnedPositions",
     "Mask",
     "MaskLooksBooleanWarning",
     "MaskVariant",
+    "ModelRecord",
     "Paged",
+    "Plan",
     "Prefix",
+    "Pullback",
     "QkvError",
     "Quantized",
     "RandomBlocks",
+    "Record",
     "RelativeBias",
     "RoPE",
     "ScaledDotProductAttention",
@@ -84,6 +95,7 @@ __all__ = [
     "Softcap",
     "Strided",
     "Tangents",
+    "Trace",
     "UnsupportedError",
     "Variant",
     "__version__",

@@ -1,4 +1,4 @@
-"""The front door: `attention`, `inspect`, `plan`, `merge`."""
+"""The public functions `attention`, `inspect`, `plan` and `merge`."""
 
 from __future__ import annotations
 
@@ -237,32 +237,32 @@ def merge(*parts: tuple[Any, Any], layout: Layout = "bhld") -> tuple[Any, Any]:
         raise ArgumentError(f"layout={layout!r} is not known.", action="Use 'bhld' or 'blhd'.")
     first = parts[0][0]
     library = library_of(first, "out")
-    followed = any(library.follows(a) for a in (*chain(*parts),) if is_array(a))
-    on_host = getattr(getattr(first, "device", None), "type", "cpu") == "cpu"
-    # Where nobody differentiates, all libraries have the bits of NumPy's functions.
-    xp = namespace(first, "out") if followed or not on_host else np
-    turned = layout == "blhd" and len(np.shape(first)) > 2
-    joined: list[Partial] = []
+    is_tracked = any(library.is_tracked(a) for a in (*chain(*parts),) if is_array(a))
+    on_cpu = getattr(getattr(first, "device", None), "type", "cpu") == "cpu"
+    # NumPy gives every library the same bits; others are needed only for gradients or devices.
+    xp = namespace(first, "out") if is_tracked or not on_cpu else np
+    is_blhd = layout == "blhd" and len(np.shape(first)) > 2
+    partials: list[Partial] = []
     for out, lse in parts:
-        array, rows = (view(out, "out"), view(lse, "lse")) if xp is np else (out, lse)
-        array = array.swapaxes(-3, -2) if turned else array
-        expected = joined[0].out.shape if joined else array.shape
-        if rows.shape != array.shape[:-1] or array.shape != expected:
+        array, lse_array = (view(out, "out"), view(lse, "lse")) if xp is np else (out, lse)
+        array = array.swapaxes(-3, -2) if is_blhd else array
+        expected = partials[0].out.shape if partials else array.shape
+        if lse_array.shape != array.shape[:-1] or array.shape != expected:
             raise ShapeError(
-                f"out has shape {tuple(array.shape)} and lse {tuple(rows.shape)}; they do not fit "
-                "each other or the first part.",
+                f"out has shape {tuple(array.shape)} and lse {tuple(lse_array.shape)}; they do not "
+                "fit each other or the first part.",
                 [(f"part {i}", f"out {np.shape(o)}, lse {np.shape(s)}")
                  for i, (o, s) in enumerate(parts)],
                 "Merge parts of the same queries, each with its own lse.",
             )  # fmt: skip
-        wide = xp.float64 if array.dtype == xp.float64 else xp.float32
-        joined.append(Partial(_cast(array, wide), _cast(rows, wide)))
-    whole = merge_partials(joined, xp)
-    out = _cast(whole.out, view(first, "out").dtype if xp is np else first.dtype)
-    out = out.swapaxes(-3, -2) if turned else out
+        compute_dtype = xp.float64 if array.dtype == xp.float64 else xp.float32
+        partials.append(Partial(_cast(array, compute_dtype), _cast(lse_array, compute_dtype)))
+    merged = merge_partials(partials, xp)
+    out = _cast(merged.out, view(first, "out").dtype if xp is np else first.dtype)
+    out = out.swapaxes(-3, -2) if is_blhd else out
     if xp is not np:
-        return out, whole.lse
-    return library.restore(np.ascontiguousarray(out)), library.restore(whole.lse)
+        return out, merged.lse
+    return library.restore(np.ascontiguousarray(out)), library.restore(merged.lse)
 
 
 def _cast(array: Any, dtype: Any) -> Any:

@@ -1,4 +1,4 @@
-"""How many threads compiled code may use: what was set, `QKV_NUM_THREADS`, or every core."""
+"""The number of threads of compiled code: the set one, `QKV_NUM_THREADS`, or all cores."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from qkv.errors import ArgumentError
 
 __all__ = ["get_num_threads", "set_num_threads"]
 
-MOST = 4096
+MAX_THREADS = 4096
 _DIGITS = 20
-"""Python refuses to read thousands of them."""
+"""The largest number of digits that is converted; Python refuses thousands."""
 
-_chosen: int | None = None
+_num_threads: int | None = None
 
 
 def set_num_threads(num_threads: int | None) -> None:
@@ -43,20 +43,20 @@ def set_num_threads(num_threads: int | None) -> None:
     1
     >>> qkv.set_num_threads(None)
     """
-    global _chosen
+    global _num_threads
     if num_threads is None:
-        _chosen = None
+        _num_threads = None
         return
     try:
         number = operator.index(num_threads)
     except TypeError:
         number = 0
-    if isinstance(num_threads, bool) or not 1 <= number <= MOST:
+    if isinstance(num_threads, bool) or not 1 <= number <= MAX_THREADS:
         raise ArgumentError(
             f"num_threads={num_threads!r} is not a number of threads.",
-            action=f"Pass a whole number from 1 to {MOST}, or None for the default.",
+            action=f"Pass a whole number from 1 to {MAX_THREADS}, or None for the default.",
         )
-    _chosen = number
+    _num_threads = number
 
 
 def get_num_threads() -> int:
@@ -74,22 +74,28 @@ def get_num_threads() -> int:
     ------
     ArgumentError
         If nothing was chosen and `QKV_NUM_THREADS` is not a whole number from 1 to 4096.
+
+    Examples
+    --------
+    >>> import qkv
+    >>> qkv.get_num_threads() >= 1
+    True
     """
-    return default_num_threads() if _chosen is None else _chosen
+    return default_num_threads() if _num_threads is None else _num_threads
 
 
 def default_num_threads() -> int:
     """The number when `set_num_threads` has chosen none."""
-    said = os.environ.get("QKV_NUM_THREADS", "")
-    if not said:
+    text = os.environ.get("QKV_NUM_THREADS", "")
+    if not text:
         return usable_cores()
-    is_number = said.isascii() and said.isdigit() and len(said) <= _DIGITS
-    if not is_number or not 1 <= int(said) <= MOST:
+    is_number = text.isascii() and text.isdigit() and len(text) <= _DIGITS
+    if not is_number or not 1 <= int(text) <= MAX_THREADS:
         raise ArgumentError(
-            f"QKV_NUM_THREADS={said!r:.60} is not a number of threads.",
-            action=f"Unset it to use every core, or set a whole number from 1 to {MOST}.",
+            f"QKV_NUM_THREADS={text!r:.60} is not a number of threads.",
+            action=f"Unset it to use every core, or set a whole number from 1 to {MAX_THREADS}.",
         )
-    return int(said)
+    return int(text)
 
 
 def usable_cores() -> int:
@@ -141,6 +147,10 @@ def _folder_quota(folder: Path, files: tuple[str, ...]) -> float:
     try:
         quota, period = " ".join((folder / name).read_text() for name in files).split()
         limit = int(quota) / int(period)
-    except (OSError, ValueError, ZeroDivisionError):  # no such file, or "max"
+    except (
+        OSError,
+        ValueError,
+        ZeroDivisionError,
+    ):  # No such file, or "max" for no limit.
         return math.inf
-    return limit if limit > 0 else math.inf  # -1 is none in version 1
+    return limit if limit > 0 else math.inf  # Version 1 writes -1 for no limit.

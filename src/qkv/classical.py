@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from qkv.arrays import view
 from qkv.errors import ArgumentError, DTypeError, ShapeError
-from qkv.inspection.explain import chosen, explain
+from qkv.inspection.explain import explain, selected_indices
 from qkv.inspection.steps import softmax
 from qkv.inspection.tokens import printable
 from qkv.inspection.trace_text import bar
@@ -70,7 +70,13 @@ class ScaledDotProductAttention:
         return f"ScaledDotProductAttention(d_k={self.d_k})"
 
     def compute_scores(self, Q: Any, K: Any) -> Array:
-        """`Q K^T`, `(..., q_len, kv_len)`."""
+        """`Q K^T`, `(..., q_len, kv_len)`.
+
+        Raises
+        ------
+        ShapeError
+            If rows do not have length d_k, or leading dimensions do not broadcast.
+        """
         query, key = _matrix(Q, "Q"), _matrix(K, "K")
         for name, array in (("Q", query), ("K", key)):
             if array.shape[-1] != self.d_k:
@@ -111,6 +117,11 @@ class ScaledDotProductAttention:
             One for each row; bars have one `#` for each 1/40 of weight.
         query_idx : int
             Row of Q.
+
+        Raises
+        ------
+        ShapeError
+            If there are leading dimensions, or rows do not have length d_k.
         """
         query, key, value = _matrix(Q, "Q"), _matrix(K, "K"), _matrix(V, "V")
         self.compute_scores(query, key)
@@ -120,7 +131,7 @@ class ScaledDotProductAttention:
                 [("Q", str(query.shape)), ("K", str(key.shape)), ("V", str(value.shape))],
                 "Pass one of them, as in explain(Q[0], K[0], V[0], tokens).",
             )
-        (q_index,) = chosen(query_idx, len(query), "query_idx", "rows of Q")
+        (q_index,) = selected_indices(query_idx, len(query), "query_idx", "rows of Q")
         trace = explain(
             query,
             key,

@@ -43,6 +43,15 @@ class QkvError(Exception):
         What was passed, one row each.
     action : str
         One thing to do about it.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> try:
+    ...     qkv.attention(np.zeros((2, 4)), np.zeros((2, 3)), np.zeros((2, 3)))
+    ... except qkv.QkvError as error:
+    ...     type(error).__name__
+    'ShapeError'
     """
 
     def __init__(self, fact: str, seen: Iterable[tuple[str, str]] = (), action: str = "") -> None:
@@ -64,7 +73,7 @@ class DTypeError(QkvError, TypeError):
 
 
 class AmbiguityError(QkvError, ValueError):
-    """Two readings are possible and nothing that was said chooses between them."""
+    """The arguments can be read in two ways, and nothing chooses between them."""
 
 
 class ArgumentError(QkvError, ValueError):
@@ -97,6 +106,6 @@ def render(fact: str, seen: tuple[tuple[str, str], ...], action: str) -> str:
     return "\n\n".join(parts)
 
 
-# A traceback then names them as users do: qkv.ShapeError.
+# Tracebacks then show the public names, such as qkv.ShapeError.
 for _error in (QkvError, *QkvError.__subclasses__(), MaskLooksBooleanWarning):
     _error.__module__ = "qkv"

@@ -50,6 +50,11 @@ class Ledger:
     bytes_read, bytes_written : Count
         What has to move between memory and the processor at least.
 
+    Raises
+    ------
+    ArgumentError
+        If an operation is not one of `KINDS`.
+
     Examples
     --------
     >>> from qkv.ledger import matmul, symbols

@@ -24,9 +24,9 @@ Array = NDArray[Any]
 class Partial:
     """`out` is `(..., q_len, v_head_dim)`, `lse` `(..., q_len)`, of one floating type.
 
-    `lse_rest` is what rounding took from lse, so that `exp((s - lse) - lse_rest)` are weights as
-    exact as those of the forward pass. Who has it has computed the scores as the backward pass
-    of the same backend will.
+    `lse_rest` is the rounding error of lse: `exp((s - lse) - lse_rest)` are weights as exact as
+    those of the forward pass. It is set only if the scores were computed in the same order as the
+    backward pass of the same backend computes them.
     """
 
     out: Array
@@ -36,7 +36,7 @@ class Partial:
 
 @dataclass(frozen=True, slots=True)
 class RowStatistics:
-    """Of each row `(..., q_len)`: entropy in nats, the largest score, and the largest weight.
+    """Entropy in nats, largest score and largest weight of each row `(..., q_len)`.
 
     `lse = max_score - log(max_weight)`, as long as no sink takes a share.
     """
@@ -51,7 +51,7 @@ LSE_ROUNDING = 4e-6
 
 
 def coarse(lse: Array, rounding: float = LSE_ROUNDING) -> Array:
-    """Which rows have an lse so large that its rounding would show in `exp(s - lse)`."""
+    """Whether the lse of each row is so large that its rounding would change `exp(s - lse)`."""
     with np.errstate(invalid="ignore"):
         return np.asarray(np.abs(lse) * np.finfo(lse.dtype).eps > rounding)
 
@@ -78,7 +78,7 @@ def merge(parts: Sequence[Partial], xp: Any = np) -> Partial:
     with np.errstate(all="ignore"):
         shift = xp.where(empty, 0, peak)
         shares = [xp.exp(part.lse - shift) for part in parts]
-        # Where no part has a key, the derivative of a logarithm of 0 would be NaN.
+        # For rows without keys in every part, log(0) would have the derivative NaN.
         total = xp.where(empty, 1, reduce(operator.add, shares))
         lse = xp.where(empty, peak, shift + xp.log(total))
         out: Any = 0
@@ -100,7 +100,7 @@ def finish(partial: Partial, sinks: Array | None) -> Partial:
         kept, sink = partial.lse.astype(np.float64), sinks.astype(np.float64)[:, None]
         if partial.lse_rest is not None:
             kept = kept + partial.lse_rest
-        # Not exp(lse - new lse): where both are large, little is left of what tells them apart.
+        # Not exp(lse - new lse), because the difference of two large numbers has lost digits.
         share = np.where(np.isneginf(kept), 0, 1 / (1 + np.exp(sink - kept)))
         peak = np.maximum(kept, sink)
         more = np.where(np.isneginf(peak), 0, np.log1p(np.exp(-np.abs(kept - sink))))
@@ -110,7 +110,7 @@ def finish(partial: Partial, sinks: Array | None) -> Partial:
 
 
 def rest_of(row_max: Array, log_sum: Array, lse: Array) -> Array:
-    """What rounding took from `lse = row_max + log_sum`, in its type; 0 for rows without keys."""
+    """The rounding error of `lse = row_max + log_sum`, in its type; 0 for rows without keys."""
     with np.errstate(invalid="ignore"):
         rest = np.where(np.isneginf(lse), 0, (row_max - lse.astype(np.float64)) + log_sum)
     return rest.astype(lse.dtype)
@@ -126,7 +126,7 @@ def share_with_sinks(rows: RowStatistics, sinks: Array | None) -> RowStatistics:
     if sinks is None:
         return rows
     with np.errstate(all="ignore"):
-        # lse in its two parts: where it is large, it has lost the smaller one.
+        # lse is used in two parts, because a large sum of them has lost the smaller one.
         sink = sinks.astype(rows.entropy.dtype)[:, None]
         log_share = -np.logaddexp(0, (sink - rows.max_score) + np.log(rows.max_weight))
         share = np.where(rows.max_weight == 0, 0, np.exp(log_share))

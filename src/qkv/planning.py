@@ -1,4 +1,4 @@
-"""What would run: the backend, the tiles, the operations and the bytes of one problem."""
+"""The plan of a problem: its backend, tiles, operations and bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qkv.problem.tiles import TileCounts, TileGrid, TileKind
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What `qkv.plan` answers.
+    """The backend, tiles, operations and bytes of one call, as `qkv.plan` gives them.
 
     Attributes
     ----------
@@ -35,6 +35,14 @@ class Plan:
     dense_bytes : int
         What the score matrix would take in the type of computation; never allocated unless the
         backend is `reference`.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> x = np.zeros((1000, 64), np.float32)
+    >>> plan = qkv.plan(x, x, x, qkv.Causal(), backend="blocked")
+    >>> plan.tiles.empty > 0, plan.dense_bytes
+    (True, 4000000)
     """
 
     problem: str
@@ -91,15 +99,15 @@ def _count(grid: TileGrid, batches: int, heads: int) -> tuple[TileCounts, int]:
     """Tiles of each kind and pairs in tiles that are not empty, over all batch rows and heads."""
     counts = dict.fromkeys(TileKind, 0)
     pairs = 0
-    each_batch, each_head = ("batch" in grid.depends_on), ("head" in grid.depends_on)
-    alike = (1 if each_batch else batches) * (1 if each_head else heads)
-    for batch in range(batches if each_batch else 1):
-        for head in range(heads if each_head else 1):
+    per_batch, per_head = ("batch" in grid.depends_on), ("head" in grid.depends_on)
+    repeats = (1 if per_batch else batches) * (1 if per_head else heads)
+    for batch in range(batches if per_batch else 1):
+        for head in range(heads if per_head else 1):
             for i, kinds in grid.rows(batch, head):
                 rows = min((i + 1) * grid.block_q, grid.q_len) - i * grid.block_q
                 for kind in TileKind:
-                    counts[kind] += int((kinds == kind).sum()) * alike
-                pairs += rows * sum(run.stop - run.start for run in grid.runs(kinds)) * alike
+                    counts[kind] += int((kinds == kind).sum()) * repeats
+                pairs += rows * sum(run.stop - run.start for run in grid.runs(kinds)) * repeats
     return (
         TileCounts(counts[TileKind.EMPTY], counts[TileKind.PARTIAL], counts[TileKind.FULL]),
         pairs,

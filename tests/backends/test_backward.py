@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.backends.cpu import backward_pass, summed_tables
-from qkv.backends.cpu.host import host
-from qkv.backends.cpu.schedule import schedule
+from qkv.backends.cpu.machine.host import host
+from qkv.backends.cpu.passes import backward as backward_pass
+from qkv.backends.cpu.plan import table_gradients as summed_tables
+from qkv.backends.cpu.plan.schedule import schedule
 from qkv.problem.backward import reads
 from qkv.problem.check import check
 from qkv.problem.evaluate import evaluate

@@ -5,22 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tiles import has_tiles
 
 import qkv
-from qkv.backends.cpu import backward_pass, forward_pass, part_rows
-from qkv.backends.cpu.host import host
+from forced import NEEDS_TILES
+from qkv.backends.cpu.machine.host import host
+from qkv.backends.cpu.passes import backward as backward_pass
+from qkv.backends.cpu.passes import forward as forward_pass
+from qkv.backends.cpu.split_bf16 import factors as part_rows
 from qkv.problem.check import check
 
-pytestmark = pytest.mark.skipif(not has_tiles(), reason="this processor has no bfloat16 tiles")
+pytestmark = [NEEDS_TILES, pytest.mark.usefixtures("tiles")]
 
 Q_LEN, KV_LEN, DIM, V_DIM = 700, 300, 64, 48
 NAMES = ("query", "key", "value", "grad_out")
-
-
-@pytest.fixture(autouse=True)
-def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QKV_ISA", "amx")
 
 
 def operands(q_len=Q_LEN, kv_len=KV_LEN, dtype="float32") -> dict[str, np.ndarray]:

@@ -1,5 +1,6 @@
 """The kernel cache on disk: used when it is right, survived whatever is wrong with it."""
 
+import ast
 import errno
 import math
 import os
@@ -15,11 +16,11 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.backends.cpu import compile as cpu_compile
-from qkv.backends.cpu import forward as cpu_forward
-from qkv.backends.cpu import forward_pass
-from qkv.backends.cpu.canonical import canonical
-from qkv.backends.cpu.host import host
+from qkv.backends.cpu.compiler import compile as cpu_compile
+from qkv.backends.cpu.compiler.canonical import canonical
+from qkv.backends.cpu.forward import kernel as cpu_forward
+from qkv.backends.cpu.machine.host import host
+from qkv.backends.cpu.passes import forward as forward_pass
 from qkv.call.cache import CALLS
 from qkv.errors import KernelBuildError
 from qkv.problem.check import check
@@ -180,7 +181,7 @@ def test_a_full_disk(monkeypatch, folder, compiled, call) -> None:
 
 SCRIPT = """
 import numpy as np, qkv, sys
-from qkv.backends.cpu import compile as cpu_compile
+from qkv.backends.cpu.compiler import compile as cpu_compile
 compiled = []
 def count(*args, compile_=cpu_compile._compile):
     compiled.append(args)
@@ -226,7 +227,7 @@ def test_processes_that_compile_at_once(tmp_path) -> None:
     assert finish(start(tmp_path)) == (0, found[0][1])
 
 
-@pytest.mark.parametrize("edited", ["backends/cpu/vector_math.py", "problem/expressions.py"])
+@pytest.mark.parametrize("edited", ["backends/cpu/emit/vector_math.py", "problem/expressions.py"])
 def test_an_edited_source_is_another_kernel(tmp_path, edited) -> None:
     package, folder = tmp_path / "qkv", tmp_path / "kernels"
     shutil.copytree(Path(qkv.__file__).parent, package)
@@ -234,10 +235,46 @@ def test_an_edited_source_is_another_kernel(tmp_path, edited) -> None:
     def compilations() -> int:
         return finish(start(folder, PYTHONPATH=str(tmp_path)))[0]
 
+    def remark(file: str) -> None:
+        with open(package / file, "a") as opened:
+            opened.write("# a remark\n")
+
     assert (compilations(), compilations()) == (1, 0)
-    with open(package / edited, "a") as file:
-        file.write("# a remark\n")
+    remark("problem/check.py")
+    remark("backends/cpu/backend.py")
+    assert compilations() == 0, "nothing there emits code"
+    remark(edited)
     assert (compilations(), compilations()) == (1, 0)
+
+
+def imported(file: Path) -> set[Path]:
+    """The files of qkv that a file imports, packages left out."""
+    root, found = Path(qkv.__file__).parents[1], set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("qkv."):
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            files = [root.joinpath(*name.split(".")).with_suffix(".py") for name in names]
+            found.update(file for file in files if file.exists())
+    return found
+
+
+def test_whatever_emits_code_is_digested() -> None:
+    """From the modules that emit kernels on, through whatever they import."""
+    package = Path(qkv.__file__).parent
+    digested = cpu_compile.emitter_files(package)
+    reached = set().union(*map(imported, digested)) - set(digested)
+    assert {str(file.relative_to(package)) for file in reached} == DECIDES_NO_CODE
+
+
+DECIDES_NO_CODE = {
+    "_threads.py", "errors.py",
+    "backends/cpu/compiler/canonical.py", "backends/cpu/machine/addresses.py",
+    "backends/cpu/machine/fork_locks.py", "backends/cpu/machine/host.py",
+    "backends/cpu/threads/jobs.py",
+    "problem/bounds.py", "problem/rows.py",
+}  # fmt: skip
+"""Imported by files that emit code, but not by what these emit. The machine is part of a key, and
+bounds only say which blocks are computed."""
 
 
 def test_without_sources_nothing_is_kept(monkeypatch, folder, compiled) -> None:

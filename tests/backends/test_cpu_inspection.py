@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import qkv
+from forced import NEEDS_TILES
 from qkv.backends import Inspectable, backends
-from qkv.backends.cpu import forward_pass, replay_pass
-from qkv.backends.cpu import host as cpu_host
-from qkv.backends.cpu.host import host
+from qkv.backends.cpu.machine.host import host
+from qkv.backends.cpu.passes import replay as replay_pass
+from qkv.backends.cpu.split_bf16 import choice
 from qkv.problem.builder import Shape
 from qkv.problem.check import check
 from qkv.testing import truth
@@ -67,18 +68,7 @@ def taken(weights: np.ndarray, indices: np.ndarray) -> np.ndarray:
     return np.take_along_axis(weights, np.maximum(indices, 0), -1)
 
 
-def has_tiles() -> bool:
-    """Whether this machine can be made to use them."""
-    try:
-        return cpu_host._host("amx").isa == "amx"
-    except qkv.QkvError:
-        return False
-
-
-PARTS = pytest.param(
-    "parts",
-    marks=pytest.mark.skipif(not has_tiles(), reason="this processor has no bfloat16 tiles"),
-)
+PARTS = pytest.param("parts", marks=NEEDS_TILES)
 
 
 @pytest.fixture(params=[PARTS, "elements"])
@@ -87,9 +77,9 @@ def products(request: pytest.FixtureRequest) -> str:
     request.getfixturevalue("in_parts")
     patch = request.getfixturevalue("monkeypatch")
     if request.param == "parts":
-        patch.setenv("QKV_ISA", "amx")
+        request.getfixturevalue("tiles")
     else:
-        patch.setattr(forward_pass, "_PARTS_PAY", {})
+        patch.setattr(choice, "LEAST_SIZES", {})
     return str(request.param)
 
 
@@ -97,7 +87,7 @@ BLOCKS = Shape((2,), 4, 2, 70, 150, 20, 5)
 """More than a block of queries and of keys, and neither whole."""
 
 
-@pytest.mark.sampled("variant", ALL, one_in=2, ids=lambda kind: kind.__name__)
+@pytest.mark.sampled("variant", ALL, one_in=6, ids=lambda kind: kind.__name__)
 def test_every_variant(variant) -> None:
     for example in variant.examples(BLOCKS, np.random.default_rng(3)):
         check_statistics(arrays(BLOCKS), [example], q_offset="end")
@@ -113,8 +103,9 @@ def several(shape: Shape) -> list:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [BLOCKS, Shape((), 6, 2, 2, 131, 32, 4)], ids=["blocks", "few"])
+@pytest.mark.sampled(
+    ("shape", "dtype"), list(product([BLOCKS, Shape((), 6, 2, 2, 131, 32, 4)], DTYPES)), one_in=3
+)
 def test_types_and_variants_together(dtype: str, shape: Shape) -> None:
     check_statistics(arrays(shape, DTYPES[dtype]), several(shape))
 

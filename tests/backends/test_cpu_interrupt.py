@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.backends.cpu import threads
+from qkv.backends.cpu.threads import jobs as threads
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 

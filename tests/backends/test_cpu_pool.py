@@ -17,13 +17,13 @@ if os.name != "posix":
 import torch
 from llvmlite import ir
 
-from qkv.backends.cpu import compile as cpu_compile
-from qkv.backends.cpu.compile import Code, Kernel
-from qkv.backends.cpu.host import host
-from qkv.backends.cpu.ir import DOUBLE, INT64, POINTER, Emitter
-from qkv.backends.cpu.pool import Pool
-from qkv.backends.cpu.pool_code import LINE, OFFSET, emit_pool
-from qkv.backends.cpu.python_threads import PythonThreads
+from qkv.backends.cpu.compiler import compile as cpu_compile
+from qkv.backends.cpu.compiler.compile import Code, Kernel
+from qkv.backends.cpu.emit.emitter import DOUBLE, INT64, POINTER, Emitter
+from qkv.backends.cpu.machine.host import host
+from qkv.backends.cpu.threads.pool import Pool
+from qkv.backends.cpu.threads.pool_code import LINE, OFFSET, emit_pool
+from qkv.backends.cpu.threads.python_threads import PythonThreads
 
 LINUX = sys.platform == "linux"
 SLEEPS = ["futex", "condition"] if LINUX else ["condition"]

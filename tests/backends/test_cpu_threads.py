@@ -14,8 +14,8 @@ import pytest
 
 import qkv
 from qkv._threads import quota_of, usable_cores
-from qkv.backends.cpu import forward_pass
-from qkv.backends.cpu import threads as cpu_threads
+from qkv.backends.cpu.passes import forward as forward_pass
+from qkv.backends.cpu.threads import jobs as cpu_threads
 from qkv.errors import ArgumentError
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -25,7 +25,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="Linux tells and limi
 PROBLEM = """
 import os, sys, threading, warnings
 import numpy as np, qkv
-from qkv.backends.cpu import threads
+from qkv.backends.cpu.threads import jobs as threads
 warnings.simplefilter("ignore")  # Python 3.12 warns of forking with threads
 x = np.random.default_rng(0).normal(size=(8, 400, 64)).astype("float32")
 def attend():
@@ -313,8 +313,8 @@ def test_forks_while_another_thread_is_in_llvm() -> None:
     """A child that inherits a lock of LLVM's would wait for it for ever."""
     in_a_process(
         """
-        from qkv.backends.cpu.compile import build
-        from qkv.backends.cpu.host import host
+        from qkv.backends.cpu.compiler.compile import build
+        from qkv.backends.cpu.machine.host import host
         kept, stop = [], threading.Event()
         def compile_():
             source = "define void @job(ptr %arguments, i64 %number) { ret void }"
@@ -370,7 +370,7 @@ def test_a_fork_while_another_thread_calls_for_the_first_time() -> None:
         inside, go = threading.Event(), threading.Event()
         class Slow(MetaPathFinder):
             def find_spec(self, name, path, target=None):
-                if name == "qkv.backends.cpu.gradient":
+                if name == "qkv.backends.cpu.passes.gradient":
                     inside.set()
                     go.wait(2)
         sys.meta_path.insert(0, Slow())
@@ -454,7 +454,7 @@ def test_the_end_while_a_thread_compiles() -> None:
     said = in_a_process(
         """
         import time
-        from qkv.backends.cpu import compile as cpu_compile
+        from qkv.backends.cpu.compiler import compile as cpu_compile
         compiling, optimized = threading.Event(), cpu_compile.optimized
         def slow(source, host):
             compiling.set()
@@ -496,8 +496,8 @@ def test_a_system_without_memory_for_threads() -> None:
     in_a_process(
         """
         import resource
-        from qkv.backends.cpu.compile import Kernel, build
-        from qkv.backends.cpu.host import host
+        from qkv.backends.cpu.compiler.compile import Kernel, build
+        from qkv.backends.cpu.machine.host import host
         source = "define void @job(ptr %arguments, i64 %number) { ret void }"
         job = Kernel(build(str, (source,), host()))
         class Nothing:

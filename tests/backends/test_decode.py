@@ -8,21 +8,24 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.backends.cpu import decode, forward_pass, streaming
-from qkv.backends.cpu.arguments import address_of, page_aligned, word_of
-from qkv.backends.cpu.decode import STRETCH_KV, panel_of, record_bytes
-from qkv.backends.cpu.decode_rows import FIELDS
-from qkv.backends.cpu.decode_tasks import BLOCK_KV, CHUNK, GROUP, TASK, chunk_of, shared_bytes
-from qkv.backends.cpu.host import host
-from qkv.backends.cpu.prepared import NOTHING, Block
-from qkv.backends.cpu.streaming import DecodeArguments, DecodePass
+from processes import in_a_process
+from qkv.backends.cpu.decode import kernel as decode
+from qkv.backends.cpu.decode.kernel import STRETCH_KV, panel_of, record_bytes
+from qkv.backends.cpu.decode.rows import FIELDS
+from qkv.backends.cpu.decode.tasks import BLOCK_KV, CHUNK, GROUP, TASK, chunk_of, shared_bytes
+from qkv.backends.cpu.machine.host import host
+from qkv.backends.cpu.passes import decode as streaming
+from qkv.backends.cpu.passes import forward as forward_pass
+from qkv.backends.cpu.passes.arguments import address_of, page_aligned, word_of
+from qkv.backends.cpu.passes.decode import DecodeArguments, DecodePass
+from qkv.backends.cpu.prepared.forward import NOTHING, Block
 from qkv.problem.builder import Shape
 from qkv.problem.check import check
 from qkv.problem.scores import Scores
 from qkv.testing import DTYPES, Case, bounds, cases, check_case, truth
 from qkv.variants import ALL
 
-from test_cpu import MODS, in_a_process  # isort: skip
+from test_cpu import MODS  # isort: skip
 
 
 NARROW = [isa for isa in ("avx2", "sse") if host().isa not in (isa, "neon", "sse")]
@@ -47,7 +50,7 @@ def always(monkeypatch):
     monkeypatch.setattr(streaming, "_FEW", float("inf"))
 
 
-@pytest.mark.sampled(("case", "dtype"), SUITE, one_in=20)
+@pytest.mark.sampled(("case", "dtype"), SUITE, one_in=40)
 @pytest.mark.usefixtures("always")
 def test_the_whole_suite(case, dtype) -> None:
     """Every variant, type and layout in memory."""
@@ -55,7 +58,7 @@ def test_the_whole_suite(case, dtype) -> None:
 
 
 @pytest.mark.parametrize("isa", NARROW)
-@pytest.mark.sampled(("case", "dtype"), SUITE, one_in=74)
+@pytest.mark.sampled(("case", "dtype"), SUITE, one_in=150)
 @pytest.mark.usefixtures("always")
 def test_narrower_vectors(isa, case, dtype, monkeypatch) -> None:
     monkeypatch.setenv("QKV_ISA", isa)
@@ -137,7 +140,7 @@ def test_chunks_whose_scores_are_far_apart(sign) -> None:
 # What is forbidden
 
 
-@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.sampled("dtype", list(DTYPES), one_in=2)
 def test_nothing_forbidden_leaks(dtype) -> None:
     shape = {"query": (4, 2, 12), "key": (2, 700, 12), "value": (2, 700, 9)}
     arrays = {n: normal(*s, dtype=DTYPES[dtype], seed=i) for i, (n, s) in enumerate(shape.items())}
@@ -207,7 +210,7 @@ def planned(problem):
     return keys, tasks, words[:at].reshape(-1, len(GROUP))
 
 
-@pytest.mark.parametrize("variant", ALL, ids=lambda v: v.__name__)
+@pytest.mark.sampled("variant", ALL, one_in=3, ids=lambda v: v.__name__)
 def test_tasks_hold_what_is_allowed(variant) -> None:
     shape = Shape((3,), 4, 2, 2, 2 * CHUNK + 75, 4, 4)
     arrays = normal(3, 4, 2, 4), normal(3, 2, shape.kv_len, 4), normal(3, 2, shape.kv_len, 4)
@@ -369,16 +372,18 @@ def test_strides_beyond_32_bits(tmp_path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="guard pages are set with Linux's mprotect")
-def test_nothing_outside_the_operands_is_read_or_written() -> None:
+@pytest.mark.sampled("dtype", ["np.float32", "ml_dtypes.bfloat16"], one_in=2)
+def test_nothing_outside_the_operands_is_read_or_written(dtype) -> None:
     """Operands end, or begin, at a page that may not be touched."""
     in_a_process(
         """
-        import ctypes, itertools, mmap
+        import ctypes, itertools, mmap, os
         import ml_dtypes, numpy as np, qkv
         from qkv.testing import truth
         libc = ctypes.CDLL(None)
         page = mmap.PAGESIZE
         rng = np.random.default_rng(0)
+        dtype = eval(os.environ["DTYPE"])
         kept = []
 
         def guarded(array, reverse):
@@ -398,8 +403,7 @@ def test_nothing_outside_the_operands_is_read_or_written() -> None:
 
         shapes = [(1, 1, 1, 1, 1), (3, 1, 5, 7, 2), (2, 2, 66, 16, 17), (4, 1, 131, 40, 33),
                   (8, 1, 64, 64, 64)]
-        types = [np.float32, ml_dtypes.bfloat16]
-        for shape, dtype, reverse in itertools.product(shapes, types, (False, True)):
+        for shape, reverse in itertools.product(shapes, (False, True)):
             heads, q_len, kv_len, dim, v_dim = shape
             query, key, value = (
                 guarded(rng.normal(size=s).astype(dtype), reverse)
@@ -433,4 +437,5 @@ def test_nothing_outside_the_operands_is_read_or_written() -> None:
             assert np.abs(found - expected).max() < 3e-2
         """,
         QKV_NUM_THREADS="2",
+        DTYPE=dtype,
     )

@@ -4,7 +4,7 @@ import ctypes
 import threading
 import time
 
-from qkv.backends.cpu.gate import Gate
+from qkv.backends.cpu.threads.gate import Gate
 
 Function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 

@@ -9,7 +9,7 @@ import pytest
 import qkv
 from qkv.backends import AddressedGrowing
 from qkv.backends.cpu import CpuBackend
-from qkv.backends.cpu.growing_decode import LONGEST
+from qkv.backends.cpu.prepared.growing_decode import LONGEST
 from qkv.problem.check import check
 
 CPU = CpuBackend()

@@ -7,12 +7,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from qkv.backends.cpu.compile import Code, optimized
-from qkv.backends.cpu.decode_tasks import EMPTY, FULL, PARTIAL
-from qkv.backends.cpu.frame import COMMON_FIELDS, COUNTER_BYTES, WORD, Frame
-from qkv.backends.cpu.host import host
-from qkv.backends.cpu.ir import DOUBLE, INT64, POINTER
-from qkv.backends.cpu.mask_bounds import MaskBounds
+from qkv.backends.cpu.compiler.compile import Code, optimized
+from qkv.backends.cpu.decode.tasks import EMPTY, FULL, PARTIAL
+from qkv.backends.cpu.emit.emitter import DOUBLE, INT64, POINTER
+from qkv.backends.cpu.emit.frame import COMMON_FIELDS, COUNTER_BYTES, WORD, Frame
+from qkv.backends.cpu.emit.mask_bounds import MaskBounds
+from qkv.backends.cpu.machine.host import host
 from qkv.problem.bounds import bound
 from qkv.problem.evaluate import evaluate
 from qkv.problem.expressions import Const, Load, Node, Var, constant, operation, walk
@@ -177,7 +177,7 @@ def is_known_alike(node: Node) -> bool:
     )
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.sampled("seed", range(3), one_in=3)
 def test_random_masks(seed) -> None:
     """Nothing is called empty or full wrongly; with enough reads as much is known as in NumPy."""
     rng = np.random.default_rng(seed)

@@ -1,21 +1,20 @@
 """The bfloat16 kernel: pairs, tiles, and what they add to the conformance suite."""
 
-import os
-import subprocess
 import sys
-import textwrap
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 import qkv
-from qkv.backends.cpu import host as cpu_host
-from qkv.backends.cpu.forward import RUN, TASK
-from qkv.backends.cpu.forward_pass import ForwardPass
-from qkv.backends.cpu.host import host
-from qkv.backends.cpu.meeting import MEETINGS
-from qkv.backends.cpu.schedule import TILE_KV, schedule
+from forced import instruction_sets
+from processes import in_a_process
+from qkv.backends.cpu.forward.kernel import RUN, TASK
+from qkv.backends.cpu.forward.score_blocks import MEETINGS
+from qkv.backends.cpu.machine import host as cpu_host
+from qkv.backends.cpu.machine.host import host
+from qkv.backends.cpu.passes.forward import ForwardPass
+from qkv.backends.cpu.plan.schedule import TILE_KV, schedule
 from qkv.problem.builder import Shape
 from qkv.problem.check import check
 from qkv.problem.tiles import TileGrid, TileKind
@@ -26,16 +25,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 CASES = [case for case in cases() if "bfloat16" in case.dtypes]
 
 
-def _has(isa: str) -> bool:
-    """Whether this machine can be made to use an instruction set."""
-    try:
-        cpu_host._host(isa)
-    except qkv.QkvError:
-        return False
-    return True
-
-
-ISAS = [isa for isa in ("amx", "avx512-bf16") if _has(isa)]
+ISAS = [isa for isa in ("amx", "avx512-bf16") if isa in instruction_sets()]
 pytestmark = pytest.mark.skipif(not ISAS, reason="this processor multiplies no bfloat16")
 
 
@@ -93,8 +83,8 @@ def test_tiles_that_the_system_refuses(monkeypatch) -> None:
 # Numbers
 
 
-@pytest.mark.parametrize("isa", [isa for isa in (*ISAS, "avx512") if _has(isa)])
-@pytest.mark.sampled("case", CASES, one_in=22, ids=lambda case: case.name)
+@pytest.mark.parametrize("isa", [isa for isa in (*ISAS, "avx512") if isa in instruction_sets()])
+@pytest.mark.sampled("case", CASES, one_in=44, ids=lambda case: case.name)
 def test_conformance_on_each(isa, case, monkeypatch) -> None:
     monkeypatch.setenv("QKV_ISA", isa)
     assert host().isa == isa
@@ -233,18 +223,6 @@ def test_meetings_leave_out_only_what_is_empty(
 # The machine
 
 
-def in_a_process(script: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="guard pages are set with Linux's mprotect")
 def test_nothing_outside_the_operands_is_read_or_written(isa) -> None:
     """Operands end (or begin, with negative strides) at a page that may not be touched."""
@@ -328,9 +306,9 @@ def test_tiles_are_released(monkeypatch) -> None:
     """What the processor says of its registers in use (XGETBV 1) after a job of this thread."""
     from llvmlite import ir
 
-    from qkv.backends.cpu import matrix_unit
-    from qkv.backends.cpu.compile import Kernel, build
-    from qkv.backends.cpu.ir import INT32, INT64, POINTER, Emitter
+    from qkv.backends.cpu.compiler.compile import Kernel, build
+    from qkv.backends.cpu.emit.emitter import INT32, INT64, POINTER, Emitter
+    from qkv.backends.cpu.products import matrix_unit
 
     def emit(used: bool) -> str:
         e = Emitter("in_use", 16)

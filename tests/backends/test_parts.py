@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
-from tiles import has_tiles
 
 import qkv
-from qkv.backends.cpu import forward_pass, part_rows
-from qkv.backends.cpu.forward_pass import ForwardPass
+from forced import NEEDS_TILES
+from qkv.backends.cpu.passes import forward as forward_pass
+from qkv.backends.cpu.passes.forward import ForwardPass
+from qkv.backends.cpu.split_bf16 import factors as part_rows
 from qkv.problem.check import check
 from qkv.testing import Case, bounds, cases, check_case, truth
 from qkv.testing.tolerances import ORDERS
@@ -19,12 +20,7 @@ PAIRS = [
     if dtype in DTYPES
 ]
 
-pytestmark = pytest.mark.skipif(not has_tiles(), reason="this processor has no bfloat16 tiles")
-
-
-@pytest.fixture(autouse=True)
-def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QKV_ISA", "amx")
+pytestmark = [NEEDS_TILES, pytest.mark.usefixtures("tiles")]
 
 
 def normal(*shape, dtype="float32", seed=0):

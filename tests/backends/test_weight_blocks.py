@@ -80,7 +80,7 @@ def test_bands_and_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> Non
     q, k = rng.normal(size=(2, 400, 8)).astype(np.float32)
     reduce = reducing(qkv.inspect(q, k, k))
     whole = reduce(0, 0, slice(0, 400), slice(0, 400), 32)
-    monkeypatch.setattr("qkv.backends.cpu.weight_blocks_pass._BAND_BYTES", 1)
+    monkeypatch.setattr("qkv.backends.cpu.passes.weight_blocks._BAND_BYTES", 1)
     before = qkv.get_num_threads()
     qkv.set_num_threads(2)
     try:

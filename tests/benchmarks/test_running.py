@@ -24,7 +24,7 @@ from benchmarks.reference import Inputs
 from benchmarks.session import Settings
 from benchmarks.worker import Worker
 from benchmarks.workloads import Workload, workloads
-from qkv.backends.cpu.host import host
+from qkv.backends.cpu.machine.host import host
 from qkv.cost.peaks import PRODUCTS
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.problem.builder import Shape

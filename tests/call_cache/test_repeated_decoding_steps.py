@@ -1,5 +1,7 @@
 """Steps of decoding are like the step before; what they give must not change."""
 
+from itertools import product
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -37,13 +39,16 @@ def near(found, said, keywords, dtype="float32") -> None:
         )
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("q_len", [1, 5, 16])
-@pytest.mark.parametrize(
-    ("dtype", "layout"), [*((dtype, "bhld") for dtype in ATOL), ("float32", "blhd")]
+@pytest.mark.sampled(
+    ("name", "q_len", "kind"),
+    list(
+        product(VARIANTS, [1, 5, 16], [*((dtype, "bhld") for dtype in ATOL), ("float32", "blhd")])
+    ),
+    one_in=4,
 )
-def test_a_cache_that_grows(name, q_len, dtype, layout) -> None:
+def test_a_cache_that_grows(name, q_len, kind) -> None:
     """In a buffer, whose strides stay, and anew each time; what it holds changes too."""
+    dtype, layout = kind
     variants, keywords = VARIANTS[name]
     for batch, heads, kv_heads in (((2,), 4, 2), ((2, 1), 3, 3)):
         cache = [normal(*batch, kv_heads, 1200, 24, seed=i, dtype=dtype) for i in range(2)]
@@ -174,3 +179,40 @@ def test_slopes_are_compared() -> None:
         found = qkv.attention(*said, q_offset="end", return_lse=True)
         near(found, said, {"q_offset": "end"})
     assert CALLS.count("step") == 2
+
+
+VARIANTS_OF_RAGGED_STEPS = {
+    "alone": lambda: (),
+    "causal": lambda: (qkv.Causal(),),
+    "window": lambda: (qkv.SlidingWindow(9, 0),),
+    "alibi, sinks": lambda: (qkv.ALiBi(), qkv.Sinks(0.3)),
+    "rotated": lambda: (qkv.RoPE(),),
+    "masked": lambda: (np.random.default_rng(3).random((2, 1, 1, 60)) < 0.9,),
+}
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("q_offset", ["end", "start", 31])
+@pytest.mark.parametrize("name", VARIANTS_OF_RAGGED_STEPS)
+def test_key_lengths_of_each_step(name, q_offset, batch) -> None:
+    """Sequences of different lengths in one cache: the lengths are read anew in every step."""
+    query, cache = normal(batch, 4, 1, 16), normal(batch, 2, 60, 16, seed=1)
+    for step in range(5):
+        lens = np.array([40, 31])[:batch] + step
+        variants = [
+            v[:batch] if type(v) is np.ndarray else v for v in VARIANTS_OF_RAGGED_STEPS[name]()
+        ]
+        said = query, cache, cache, qkv.KeyLengths(lens), *variants
+        near(qkv.attention(*said, q_offset=q_offset, return_lse=True), said, {"q_offset": q_offset})
+    expected = 0 if name == "rotated" and batch == 2 and q_offset == "end" else 1
+    assert CALLS.count("step") == expected
+    with pytest.raises(ShapeError, match="61"):
+        qkv.attention(query, cache, cache, qkv.KeyLengths(lens * 0 + 61), q_offset=q_offset)
+
+
+def test_a_length_that_is_a_number_stays() -> None:
+    """It is part of the structure: the queries stand at its end, however many keys there are."""
+    query, cache = normal(1, 2, 1, 16), normal(1, 2, 60, 16, seed=1)
+    for kv_len in (30, 31, 32, 40):
+        said = query, cache[:, :, :kv_len], cache[:, :, :kv_len], qkv.KeyLengths(30), qkv.ALiBi()
+        near(qkv.attention(*said, q_offset="end", return_lse=True), said, {"q_offset": "end"})

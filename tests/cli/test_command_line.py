@@ -44,12 +44,6 @@ HOSTILE = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("FORCE_COLOR", "NO_COLOR", "COLUMNS"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def qkv_process(
     *words: str, env: dict[str, str] | None = None, **options: Any
 ) -> subprocess.CompletedProcess[bytes]:

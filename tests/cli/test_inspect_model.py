@@ -29,12 +29,6 @@ HOSTILE = [
 ]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("FORCE_COLOR", "NO_COLOR", "COLUMNS"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def made(kinds: list[list[str]], texts: list[str] | None = None) -> ModelRecord:
     """A record whose heads are of known kinds: scores say "this token", "the one before", ..."""
     texts = texts or list("abcdabcdabcd")

@@ -12,7 +12,7 @@ from qkv.partial import Partial, finish
 from qkv.problem.expressions import Const, Load, Op, Var, constant, operation, substitute
 from qkv.problem.scores import Scores
 from qkv.problem.spec import Stage
-from qkv.problem.tiles import Run, TileKind
+from qkv.problem.tiles import TileKind, TileRun
 from qkv.testing import cases, check_case
 
 MUTANTS = {}
@@ -96,7 +96,7 @@ def scales_by_the_value_dimension(run, problem):
 @mutant
 def ignores_the_mask_in_partial_tiles(run, problem):
     def attend(scores, batch, head, rows, runs, block, intact=blocked.attend):
-        full = [Run(r.start, r.stop, TileKind.FULL) for r in runs]
+        full = [TileRun(r.start, r.stop, TileKind.FULL) for r in runs]
         return intact(scores, batch, head, rows, full, block)
 
     return attending(run, problem, attend)
@@ -160,7 +160,7 @@ def does_not_rescale(run, problem):
 def averages_blocks_of_keys(run, problem):
     def attend(scores, batch, head, rows, runs, block, intact=blocked.attend):
         parts = [
-            intact(scores, batch, head, rows, [Run(a, min(a + block, r.stop), r.kind)], block)
+            intact(scores, batch, head, rows, [TileRun(a, min(a + block, r.stop), r.kind)], block)
             for r in runs
             for a in range(r.start, r.stop, block)
         ]

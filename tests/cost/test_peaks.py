@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from qkv.backends.cpu.compile import optimized
-from qkv.backends.cpu.host import host
+from qkv.backends.cpu.compiler.compile import optimized
+from qkv.backends.cpu.machine.host import host
 from qkv.cost import peaks
 
 

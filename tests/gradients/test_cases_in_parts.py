@@ -19,10 +19,10 @@ PAIRS = [
     for dtype in DTYPES
     if dtype in case.dtypes
 ]
-HIDING = pytest.mark.sampled("case", test_forbidden.HIDING, one_in=36, ids=lambda case: case.name)
+HIDING = pytest.mark.sampled("case", test_forbidden.HIDING, one_in=72, ids=lambda case: case.name)
 
 
-@pytest.mark.sampled(("case", "dtype"), PAIRS, one_in=40)
+@pytest.mark.sampled(("case", "dtype"), PAIRS, one_in=80)
 def test_every_gradient(case: Case, dtype: str) -> None:
     test_cases.check_gradients("cpu", case, dtype)
 

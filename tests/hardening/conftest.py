@@ -2,7 +2,7 @@
 
 import pytest
 
-from qkv.backends.cpu.host import host
+from qkv.backends.cpu.machine.host import host
 
 
 @pytest.fixture

@@ -1,31 +1,23 @@
 """The same bits whatever the number of threads, and every time."""
 
-from collections.abc import Iterator
 from functools import partial
 from itertools import cycle
 
 import numpy as np
 import pytest
-from forced import kernels, takes
 from fuzz import random_case
 
 import qkv
-from qkv.backends.cpu import backward_pass, forward_pass
+from forced import kernels, takes
 from qkv.problem.builder import Shape
 from qkv.testing import DTYPES, Case
 from sampling import sample
 
 THREADS = (1, 2, 3, 5)
-REPEATS = 250
+REPEATS = 100
 
 
-@pytest.fixture(autouse=True)
-def every_task_a_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Small problems would be done by one."""
-    for module in (forward_pass, backward_pass):
-        monkeypatch.setattr(module, "_WORTH_A_THREAD", 1.0)
-    yield
-    qkv.set_num_threads(None)
+pytestmark = pytest.mark.usefixtures("every_task_a_thread")
 
 
 def blocks(name: str, dtype: str, q_len: int, *variants: object) -> Case:

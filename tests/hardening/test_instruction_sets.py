@@ -4,20 +4,11 @@ from collections.abc import Iterator
 from itertools import product
 
 import pytest
-from forced import instruction_sets, kernels, takes
 
 import qkv
-from qkv.backends.cpu import forward_pass
+from forced import instruction_sets, kernels, takes
 from qkv.testing import DTYPES, Case, cases, check_case
 from sampling import sample
-
-
-@pytest.fixture
-def every_tile_a_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The cases are small, and one thread would do them all."""
-    monkeypatch.setattr(forward_pass, "_WORTH_A_THREAD", 1.0)
-    yield
-    qkv.set_num_threads(None)
 
 
 def ways(config: pytest.Config) -> Iterator[tuple[str, int, Case, str]]:
@@ -41,7 +32,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         )
 
 
-@pytest.mark.usefixtures("every_tile_a_thread")
+@pytest.mark.usefixtures("every_task_a_thread")
 def test_conformance(
     isa: str, threads: int, case: Case, dtype: str, request: pytest.FixtureRequest
 ) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.backends.cpu.schedule import schedule
+from qkv.backends.cpu.plan.schedule import schedule
 from qkv.problem.check import check
 from qkv.testing import bounds, truth
 

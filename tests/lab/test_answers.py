@@ -14,11 +14,12 @@ import pytest
 
 import qkv
 from qkv.inspection.model_record import ModelRecord
+from qkv.inspection.weight_blocks import reduced
 from qkv.lab.document import export_data, to_html
 from qkv.lab.messages import key_of
 from qkv.lab.session import Session
 from qkv.lab.sources import open_file, source_of
-from qkv.lab.weight_map import TILE, WeightMaps, levels_of, reduced
+from qkv.lab.weight_map import TILE, WeightMaps, levels_of
 from qkv.samples import shared_example
 
 GOLDENS = json.loads(

@@ -45,11 +45,6 @@ TOLERANCE = 1e-10
 WIDTH = 24
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 @pytest.fixture
 def softmax_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some modules round scores to float32 before the softmax; here they keep their type."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -29,10 +28,7 @@ WITHOUT_PAIRS_OF_ONE_SEQUENCE = {"cross", "differential", "linear", "linformer",
 """Two sequences, differences of weights, or no softmax over pairs of tokens."""
 
 
-@pytest.fixture(autouse=True)
-def _in_64_bits() -> Iterator[None]:
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def keywords(arguments: tuple[Any, ...]) -> dict[str, Any]:

@@ -32,11 +32,6 @@ TOLERANCE = 1e-10
 N, WIDTH, HEADS = 9, 12, 3
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 def rows(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 

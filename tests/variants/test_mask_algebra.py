@@ -35,28 +35,47 @@ def matrix(name, *others):
     return ATOMS[name][1](ROWS, COLUMNS)
 
 
-def seen(*variants):
+def seen(*variants, backend="blocked"):
     """Which keys have any weight, through values that are the identity."""
     eye = np.broadcast_to(np.eye(N), (2, N, N))
-    return qkv.attention(X, X, eye, *variants)[0] > 0
+    return qkv.attention(X, X, eye, *variants, backend=backend)[0] > 0
+
+
+def check_one_mask(name, backend) -> None:
+    variant, mask = ATOMS[name][0], matrix(name)
+    np.testing.assert_array_equal(seen(variant, backend=backend), mask)
+    np.testing.assert_array_equal(seen(~variant, backend=backend), ~mask)
+    np.testing.assert_array_equal(seen(~~variant, backend=backend), mask)
+
+
+def check_two_masks(first, second, backend) -> None:
+    a, b = ATOMS[first][0], ATOMS[second][0]
+    in_a, in_b = matrix(first, second), matrix(second, first)
+    np.testing.assert_array_equal(seen(a & b, backend=backend), in_a & in_b)
+    np.testing.assert_array_equal(seen(a | b, backend=backend), in_a | in_b)
+    np.testing.assert_array_equal(seen(a, b, backend=backend), in_a & in_b)
+    np.testing.assert_array_equal(seen(~(a | b), backend=backend), ~(in_a | in_b))
+    np.testing.assert_array_equal(seen(~a & ~b, backend=backend), ~(in_a | in_b))
 
 
 @pytest.mark.parametrize("name", ATOMS)
 def test_a_mask_and_its_negation(name) -> None:
-    variant, mask = ATOMS[name][0], matrix(name)
-    np.testing.assert_array_equal(seen(variant), mask)
-    np.testing.assert_array_equal(seen(~variant), ~mask)
-    np.testing.assert_array_equal(seen(~~variant), mask)
+    check_one_mask(name, "blocked")
+
+
+@pytest.mark.sampled("name", list(ATOMS), one_in=4)
+def test_a_compiled_mask_and_its_negation(name) -> None:
+    check_one_mask(name, "cpu")
 
 
 @pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_two_masks(first, second) -> None:
-    a, b = ATOMS[first][0], ATOMS[second][0]
-    in_a, in_b = matrix(first, second), matrix(second, first)
-    np.testing.assert_array_equal(seen(a & b), in_a & in_b)
-    np.testing.assert_array_equal(seen(a | b), in_a | in_b)
-    np.testing.assert_array_equal(seen(a, b), in_a & in_b)
-    np.testing.assert_array_equal(seen(~(a | b)), seen(~a & ~b))
+    check_two_masks(first, second, "blocked")
+
+
+@pytest.mark.sampled(("first", "second"), PAIRS, one_in=20)
+def test_two_compiled_masks(first, second) -> None:
+    check_two_masks(first, second, "cpu")
 
 
 def test_two_masks_that_restart_positions_are_refused() -> None:

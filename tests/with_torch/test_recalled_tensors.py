@@ -362,7 +362,8 @@ def test_many_threads() -> None:
                 close(found, right)
 
 
-def test_few_are_kept() -> None:
+def test_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CALLS, "capacity", 40)
     key = normal(1, 1, 2 * CALLS.capacity + 20, 2)
     for length in range(16, 2 * CALLS.capacity):
         part = key[:, :, :length]

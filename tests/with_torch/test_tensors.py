@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import product
 
 import numpy as np
 import pytest
@@ -115,8 +116,7 @@ SAMPLES = {
 }
 
 
-@pytest.mark.parametrize("name", SAMPLES)
-@pytest.mark.parametrize("layout", ["bhld", "blhd"])
+@pytest.mark.sampled(("name", "layout"), list(product(SAMPLES, ["bhld", "blhd"])), one_in=2)
 def test_opcheck(name: str, layout: str) -> None:
     """torch's own tests of an operator: schema, fake tensors, dispatch under compilation."""
     query, key, value = operands(torch.float64)

@@ -20,7 +20,7 @@ __all__ = ["ArrayLibrary", "is_array", "kind_of", "library_of", "namespace", "vi
 
 
 class ArrayLibrary(Protocol):
-    """What one array library needs: a view without a copy, and an array like the query."""
+    """The operations that qkv needs of one array library."""
 
     name: str
 
@@ -33,15 +33,19 @@ class ArrayLibrary(Protocol):
         ...
 
     def described(self, array: Any) -> NDArray[Any]:
-        """A NumPy array of the same type and shape; more is not asked of it."""
+        """A NumPy array of the same type and shape; its values are not read."""
         ...
 
     def on_host(self, array: Any, role: str, *, by_value: bool) -> NDArray[Any]:
-        """The values in main memory; only type and shape where they are hidden and any will do."""
+        """The values in main memory.
+
+        While torch traces or transforms a call, values cannot be read. Then an array of the right
+        type and shape is returned, unless `by_value` asks for the values themselves.
+        """
         ...
 
-    def follows(self, array: Any) -> bool:
-        """Whether the library would differentiate or trace what is computed of the array."""
+    def is_tracked(self, array: Any) -> bool:
+        """Whether the library differentiates or traces computations on the array."""
         ...
 
 
@@ -58,10 +62,10 @@ def _jax() -> ArrayLibrary:
 
 
 NAMES = ("numpy", "torch", "jax")
-"""Libraries that are known. A constant: torch's compiler looks at it while it traces a call."""
+"""Names of the supported libraries; a constant, because torch's compiler reads it while tracing."""
 
 _LIBRARIES: dict[str, ArrayLibrary] = {"numpy": NumpyArrays()}
-_FOUND_LATER: dict[str, Callable[[], ArrayLibrary]] = {"torch": _torch, "jax": _jax}
+_LAZY_LIBRARIES: dict[str, Callable[[], ArrayLibrary]] = {"torch": _torch, "jax": _jax}
 
 
 def kind_of(array: Any) -> str | None:
@@ -78,7 +82,7 @@ def library_of(array: Any, role: str) -> ArrayLibrary:
     kind = kind_of(array)
     if kind is not None:
         if kind not in _LIBRARIES:
-            _LIBRARIES[kind] = _FOUND_LATER[kind]()
+            _LIBRARIES[kind] = _LAZY_LIBRARIES[kind]()
         return _LIBRARIES[kind]
     name = f"{type(array).__module__}.{type(array).__qualname__}"
     raise DTypeError(
@@ -92,18 +96,19 @@ def view(array: Any, role: str) -> NDArray[Any]:
 
 
 def view_beside(query: ArrayLibrary, array: Any, role: str) -> NDArray[Any]:
-    """A NumPy view of an array beside a query of the library given, of which the output will be.
+    """A NumPy view of an array that stands beside a query of the library given.
 
-    An array of another library that follows it is refused: it would lose its track in silence.
+    The output is an array of the query's library. An array that another library differentiates or
+    traces is refused, because that library would lose the gradient without an error.
     """
-    own = library_of(array, role)
-    if own.name != query.name and own.follows(array):
+    library = library_of(array, role)
+    if library.name != query.name and library.is_tracked(array):
         raise UnsupportedError(
-            f"{own.name} differentiates or traces {role}, and the output, like query, would be an "
-            f"array of {query.name}, which {own.name} cannot follow.",
-            action=f"Pass query as an array of {own.name}.",
+            f"{library.name} differentiates or traces {role}, and the output, like query, would be "
+            f"an array of {query.name}, which {library.name} cannot follow.",
+            action=f"Pass query as an array of {library.name}.",
         )
-    return np.asarray(own.view(array, role))
+    return np.asarray(library.view(array, role))
 
 
 def namespace(array: Any, role: str) -> Any:
@@ -114,7 +119,7 @@ def namespace(array: Any, role: str) -> Any:
 
 def is_array(value: Any) -> bool:
     """Whether a value is an array of a library that is known here."""
-    # Two questions, since torch's compiler does not follow a union of types.
+    # Two checks, because torch's compiler cannot trace isinstance with a union of types.
     if isinstance(value, np.ndarray):
         return True
     if isinstance(value, np.generic):

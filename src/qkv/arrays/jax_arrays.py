@@ -43,7 +43,7 @@ class JaxArrays:
         """The array itself."""
         return self.view(array, role)
 
-    def follows(self, array: Any) -> bool:
+    def is_tracked(self, array: Any) -> bool:
         """Whether the array is traced: by jit, grad, vmap or scan."""
         return isinstance(array, jax.core.Tracer)
 

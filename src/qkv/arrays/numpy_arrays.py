@@ -23,7 +23,7 @@ class NumpyArrays:
                 f"{role} is a {type(array).__name__}, not an array.",
                 action=f"Pass numpy.asarray({role}).",
             )
-        # numpy.ma takes long to import; nobody has a masked array without it.
+        # numpy.ma is slow to import, and a masked array exists only if it has been imported.
         masked = sys.modules.get("numpy.ma")
         if masked is not None and isinstance(array, masked.MaskedArray):
             raise DTypeError(
@@ -44,6 +44,6 @@ class NumpyArrays:
         """The array itself."""
         return self.view(array, role)
 
-    def follows(self, array: Any) -> bool:
-        """Never."""
+    def is_tracked(self, array: Any) -> bool:
+        """False, because NumPy neither differentiates nor traces."""
         return False

@@ -13,7 +13,7 @@ from qkv.errors import DTypeError, UnsupportedError
 
 
 class TorchArrays:
-    """torch, with bfloat16 through ml_dtypes; gradients are not followed here."""
+    """torch tensors, with bfloat16 through ml_dtypes; this module computes no gradients."""
 
     name = "torch"
 
@@ -23,7 +23,7 @@ class TorchArrays:
             try:
                 return np.asarray(array.numpy())
             except (RuntimeError, TypeError):
-                pass  # said in words below
+                pass  # The checks below raise an error that explains the reason.
         if array.device.type != "cpu":
             raise UnsupportedError(
                 f"{role} is on {array.device}; this computes on the CPU.",
@@ -54,7 +54,7 @@ class TorchArrays:
         return torch.from_numpy(np.asarray(array))
 
     def described(self, array: Any) -> NDArray[Any]:
-        """A NumPy array of the tensor's type and shape; more is not asked of it."""
+        """A NumPy array of the tensor's type and shape; its values are not read."""
         known = _DTYPES.get(array.dtype)
         if known is None:
             one = self.view(torch.zeros((), dtype=array.dtype), "an operand")
@@ -63,7 +63,7 @@ class TorchArrays:
         return np.broadcast_to(one, tuple(array.shape))
 
     def on_host(self, array: Any, role: str, *, by_value: bool) -> NDArray[Any]:
-        """The values in main memory; only type and shape where they are hidden and any will do."""
+        """The values in main memory; see `ArrayLibrary.on_host`."""
         if not isinstance(array, torch.Tensor):
             return np.asarray(array)
         hidden = (
@@ -82,8 +82,8 @@ class TorchArrays:
             "Pass it as a floating bias (0 or -inf), or call attention outside of that.",
         )
 
-    def follows(self, array: Any) -> bool:
-        """Whether autograd, either mode of it, or a transformation of `torch.func` is at work."""
+    def is_tracked(self, array: Any) -> bool:
+        """Whether autograd, in reverse or forward mode, or `torch.func` tracks the tensor."""
         return (
             (torch.is_grad_enabled() and array.requires_grad)
             or torch._C._functorch.is_functorch_wrapped_tensor(array)

@@ -1,4 +1,4 @@
-"""Backends: how one is described, found and chosen.
+"""Backends: the registry, and the choice of the one that runs a problem.
 
 A backend is any object with the protocol of `Backend`. What it has beyond that is a protocol each:
 `Differentiable`, `Inspectable`, `ReducingWeights`, `StoredRowsBackend`, `DeviceBackend`, and for
@@ -72,8 +72,8 @@ __all__ = [
     "choose",
     "describe",
     "device_backend",
+    "ensure_residuals",
     "generation",
-    "kept",
     "refusals",
     "register",
     "unregister",
@@ -84,12 +84,12 @@ Array = NDArray[Any]
 NO_BACKWARD = Refusal("has no backward pass", "the forward pass alone")
 
 
-def kept(
+def ensure_residuals(
     problem: Problem, inputs: BackwardInputs, forward: Callable[[Problem], Partial]
 ) -> BackwardInputs:
-    """`inputs`, with out and lse of one more forward pass if nobody has kept `lse_rest`.
+    """`inputs`, with out, lse and lse_rest of one more forward pass if lse_rest is missing.
 
-    `forward` adds up scores as the backward pass does.
+    `forward` must add up scores in the same order as the backward pass.
     """
     if inputs.lse_rest is not None:
         return inputs
@@ -133,7 +133,7 @@ def _found() -> dict[str, Backend]:
         try:
             known[point.name] = point.load()()
         except Exception as error:
-            # A broken package must not take the calls of every other backend with it.
+            # A package that cannot be imported must not break calls that use other backends.
             _broken[point.name] = f"{type(error).__name__}: {error}"
             warnings.warn(
                 f"the backend {point.name!r} ({point.value}) cannot be loaded and is left out: "
@@ -151,7 +151,7 @@ def broken_backends() -> dict[str, str]:
 
 
 def generation() -> int:
-    """Grows whenever a backend is registered or taken back."""
+    """A number that grows whenever a backend is registered or unregistered."""
     return _generation
 
 
@@ -168,7 +168,7 @@ def register(backend: Backend) -> None:
 
 
 def unregister(name: str) -> None:
-    """Take back what `register` added."""
+    """Remove a backend that `register` added."""
     global _generation
     _registered.pop(name, None)
     _generation += 1
@@ -187,7 +187,7 @@ def device_backend(name: str) -> DeviceBackend | None:
 
 
 def refusals(backend: Backend, spec: Spec, *, backward: bool = False) -> tuple[Refusal, ...]:
-    """Why a backend cannot run a problem; unless it says more, it takes arrays only."""
+    """Why a backend cannot run a problem; an empty tuple if it can."""
     reasons = backend.refusals(spec)
     if spec.device != "cpu" and not isinstance(backend, DeviceBackend):
         reasons = (Refusal(f"query is on {spec.device}", "arrays in main memory"), *reasons)
@@ -202,7 +202,7 @@ def refusals(backend: Backend, spec: Spec, *, backward: bool = False) -> tuple[R
 
 
 def stored_operands(spec: Spec) -> list[str]:
-    """What lies in pages or is quantised, in words."""
+    """Descriptions of the operands that are paged or quantised."""
     operands = ("key", spec.key_storage), ("value", spec.value_storage)
     return [f"{name} is {storage}" for name, storage in operands if storage is not None]
 

@@ -1,10 +1,10 @@
-"""Online softmax over tiles, in NumPy: the algorithm to read.
+"""Online softmax over tiles in NumPy, written to be read.
 
-Scores of one block of queries are met a block of keys at a time. Three running values per query
-row are enough: the largest score so far, the sum of exp(score - largest), and the sum of values
-weighted so. When the largest grows, the other two are rescaled. Sources: Rabe and Staats,
-"Self-attention Does Not Need O(n^2) Memory" (2021); Dao et al., "FlashAttention" (2022),
-algorithm 1.
+Each block of queries is computed against one block of keys at a time. Three running values for
+each query row are enough: the largest score so far, the sum of exp(score - largest), and the sum
+of values with these weights. When the largest score grows, the two sums are rescaled. Sources:
+Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory" (2021); Dao et al., "FlashAttention"
+(2022), algorithm 1.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends import Refusal, kept
+from qkv.backends import Refusal, ensure_residuals
 from qkv.partial import Partial, rest_of
 from qkv.problem.backward import BackwardInputs, OperandGradients, backward
 from qkv.problem.scores import Scores, weighted_sum
 from qkv.problem.spec import Problem, Spec
-from qkv.problem.tiles import Run
+from qkv.problem.tiles import TileRun
 
 Array = NDArray[Any]
 
@@ -27,7 +27,7 @@ BLOCK_Q, BLOCK_KV = 256, 512
 
 
 class BlockedBackend:
-    """Runs everything, in O(n) memory; slower than `cpu` and open to read."""
+    """Runs every problem in O(n) memory; slower than `cpu`, but readable."""
 
     name = "blocked"
     priority = 50
@@ -70,12 +70,12 @@ class BlockedBackend:
 
     def backward(self, problem: Problem, inputs: BackwardInputs) -> OperandGradients:
         scores = Scores(problem, problem.spec.compute_dtype)
-        inputs = kept(problem, inputs, self.run_for_backward)
+        inputs = ensure_residuals(problem, inputs, self.run_for_backward)
         return backward(scores, scores.grid(*self.blocks(problem.spec)), inputs)
 
 
 def attend(
-    scores: Scores, batch: int, head: int, q_rows: slice, runs: list[Run], block_kv: int
+    scores: Scores, batch: int, head: int, q_rows: slice, runs: list[TileRun], block_kv: int
 ) -> tuple[Array, Array, Array]:
     """Output rows, lse and its rest, of one block of queries over the runs of keys it may see."""
     dtype = scores.dtype
@@ -89,7 +89,7 @@ def attend(
             s = scores.tile(batch, head, q_rows, kv_rows, run.kind)
             with np.errstate(all="ignore"):
                 new_max = np.maximum(row_max, s.max(axis=1))
-                # A row that has seen no key yet has maximum -inf; shift it by 0 instead.
+                # A row without allowed keys so far has maximum -inf, and is shifted by 0 instead.
                 shift = np.where(np.isneginf(new_max), dtype.type(0), new_max)
                 weights = np.exp(s - shift[:, None])
                 rescale = np.exp(row_max - shift)

@@ -1,4 +1,4 @@
-"""What a backend is: one protocol that all have, and one for each part that some have beside it."""
+"""The protocol that every backend has, and one protocol for each optional capability."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class AddressedCall(Protocol):
 
 @runtime_checkable
 class Preparing(Protocol):
-    """What a backend also has that prepares for calls like an earlier one."""
+    """A backend that can prepare for repeated calls of one structure."""
 
     def prepare(self, problem: Problem, backward: bool, arrays: Any = ()) -> Prepared | None:
         """The problem made ready, None if values that calls may change decide what is computed.
@@ -178,12 +178,12 @@ class Preparing(Protocol):
 
 @runtime_checkable
 class PreparingGradients(Protocol):
-    """What a backend also has that prepares for gradients like earlier ones."""
+    """A backend that can prepare for repeated gradients of one structure."""
 
     def prepare_backward(
         self, problem: Problem, inputs: BackwardInputs, arrays: Any = ()
     ) -> PreparedBackward | None:
-        """As `Preparing.prepare`, where no table's gradient is wanted and no operand was broadcast.
+        """Like `Preparing.prepare`, for calls without table gradients and broadcast operands.
 
         Later residuals and cotangents have the dtypes, shapes and strides of `inputs`.
         """
@@ -192,7 +192,7 @@ class PreparingGradients(Protocol):
 
 @runtime_checkable
 class PreparingStatistics(Protocol):
-    """What a backend also has that prepares for inspecting calls like an earlier one."""
+    """A backend that can prepare for repeated inspection of one structure."""
 
     def prepare_statistics(
         self, problem: Problem, arrays: tuple[Array, ...] = ()
@@ -203,7 +203,7 @@ class PreparingStatistics(Protocol):
 
 @runtime_checkable
 class PreparingSteps(Protocol):
-    """What a backend also has that prepares for steps of decoding over any number of keys."""
+    """A backend that can prepare for decoding steps over any number of keys."""
 
     def prepare_growing(self, problem: Problem, arrays: tuple[Array, ...] = ()) -> Growing | None:
         """The problem made ready for any number of keys, or None; see `Growing`."""
@@ -212,19 +212,19 @@ class PreparingSteps(Protocol):
 
 @runtime_checkable
 class SinksBackend(Protocol):
-    """What a backend also has whose prepared calls let sinks take their share in its own code.
+    """A backend whose prepared calls apply the sinks themselves.
 
     The first call must give the bits of later ones, so it goes through the same code.
     """
 
     def add_sinks(self, problem: Problem, partial: Partial) -> Partial:
-        """What `qkv.partial.finish` gives; may write to the arrays of `partial`."""
+        """The result of `qkv.partial.finish`; may write to the arrays of `partial`."""
         ...
 
 
 @runtime_checkable
 class StoredRowsBackend(Protocol):
-    """What a backend has that says whether it takes keys and values in storage of their own."""
+    """A backend that states whether it accepts paged or quantised keys and values."""
 
     stored_rows: bool
     """Whether `Operands.key` and `value` may be `qkv.problem.rows.StoredRows`."""
@@ -232,10 +232,10 @@ class StoredRowsBackend(Protocol):
 
 @runtime_checkable
 class Differentiable(Protocol):
-    """What a backend also has that computes gradients."""
+    """A backend that computes gradients."""
 
     def run_for_backward(self, problem: Problem) -> Partial:
-        """What `run` gives; with `lse_rest` if scores are added up as `backward` adds them up.
+        """The result of `run`, with `lse_rest` if scores are summed in the order of `backward`.
 
         Where one key has nearly all the weight, gradients are differences of what the two passes
         found.
@@ -249,7 +249,7 @@ class Differentiable(Protocol):
 
 @runtime_checkable
 class DeviceBackend(Protocol):
-    """What a backend has that takes arrays of its own library, on any device.
+    """A backend that takes arrays of its own library, on any device.
 
     `Operands.device_arrays` has them; `run` is not asked. Results stay on the device, and are
     differentiable by their own library.
@@ -262,7 +262,7 @@ class DeviceBackend(Protocol):
 
 @runtime_checkable
 class Inspectable(Protocol):
-    """What a backend also has that tells of its weights; for the others `qkv.inspect` uses NumPy.
+    """A backend that computes statistics of the weights; otherwise `qkv.inspect` uses NumPy.
 
         w[i, j] = exp(s[i, j] - lse[i])
 
@@ -272,7 +272,7 @@ class Inspectable(Protocol):
     """
 
     def run_with_statistics(self, problem: Problem) -> tuple[Partial, RowStatistics]:
-        """What `run` gives, and statistics of its rows over the keys alone, without sinks."""
+        """The result of `run`, and statistics of its rows over the keys, without sinks."""
         ...
 
     def top(
@@ -329,7 +329,7 @@ class ReducingWeights(Protocol):
 
 @runtime_checkable
 class Backend(Protocol):
-    """What computes. It knows the expressions of a `Spec`, never the variants."""
+    """The protocol of every backend. It reads the expressions of a `Spec`, never the variants."""
 
     name: str
     priority: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from qkv.backends import Refusal, kept
+from qkv.backends import Refusal, ensure_residuals
 from qkv.ledger import memory
 from qkv.partial import Partial, rest_of
 from qkv.problem.backward import BackwardInputs, OperandGradients, backward
@@ -17,7 +17,7 @@ DENSE_LIMIT = 2 * 2**30
 
 
 def dense_bytes(spec: Spec) -> int:
-    """What the scores, weights and mask of one head hold in float64."""
+    """Bytes of the float64 scores, weights and mask of one head."""
     return spec.q_len * spec.kv_len * (3 * 8 + 1)
 
 
@@ -79,5 +79,5 @@ class ReferenceBackend:
 
     def backward(self, problem: Problem, inputs: BackwardInputs) -> OperandGradients:
         scores = Scores(problem, np.dtype(np.float64))
-        inputs = kept(problem, inputs, self.run_for_backward)
+        inputs = ensure_residuals(problem, inputs, self.run_for_backward)
         return backward(scores, scores.grid(*self.blocks(problem.spec)), inputs)

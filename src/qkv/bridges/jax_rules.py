@@ -189,7 +189,7 @@ _handler = handler(compute)
 def _function() -> int:
     """The address that XLA is given: through a gate, so that a process can end while XLA runs."""
     try:
-        from qkv.backends.cpu.gate import Gate
+        from qkv.backends.cpu.threads.gate import Gate
 
         gate = Gate(_handler, ANSWER_PATH)
     except (ImportError, OSError, QkvError):

@@ -182,7 +182,8 @@ def _step(bound: BoundCall) -> tuple[Key, int | None] | None:
     key_of_step = (
         "tensor step", generation(), structure.variants, values, scale, q_offset, kv_offset,
         backend, query.dtype, q_shape, key.dtype, k_shape[:-2], k_shape[-1], value.dtype,
-        v_shape[-1], *[(a.dtype, a.ndim) for a in read[3:]],
+        v_shape[-1],
+        *[(a.dtype, *[None if n == k_shape[-2] else n for n in a.shape]) for a in read[3:]],
     )  # fmt: skip
     return key_of_step, given
 
@@ -207,6 +208,8 @@ def _prepare_step(bound: BoundCall, seen: BoundCall, makers: tuple[Any, Any]) ->
     call: GrowingCall | None = None if step is None else CALLS.get(step.key)
     if call is None or not isinstance(call.growing, AddressedGrowing):
         return False
+    if call.lengths:
+        return True
     found = _step(bound)
     if found is not None:
         known = _PreparedStep(call, call.growing.run, *makers)

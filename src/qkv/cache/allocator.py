@@ -1,4 +1,4 @@
-"""Which pages are free, and how many sequences share each of the others."""
+"""The page allocator: a free list, and a reference count for each page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from qkv.cache.arguments import at_least
+from qkv.cache.arguments import checked_integer
 from qkv.errors import ArgumentError, ShapeError
 
 __all__ = ["PageAllocator"]
@@ -21,6 +21,11 @@ class PageAllocator:
     ----------
     num_pages : int
         Pages 0 to `num_pages - 1`, all free at first.
+
+    Raises
+    ------
+    ArgumentError
+        If num_pages is not a whole number of 0 or more.
 
     Notes
     -----
@@ -40,7 +45,7 @@ class PageAllocator:
     """
 
     def __init__(self, num_pages: int) -> None:
-        count = at_least(0, "num_pages", num_pages)
+        count = checked_integer(0, "num_pages", num_pages)
         self._references = [0] * count
         self._free = list(range(count))[::-1]
 
@@ -55,7 +60,13 @@ class PageAllocator:
         return len(self._free)
 
     def references(self, page: int) -> int:
-        """How many times a page is held, 0 if it is free."""
+        """How many times a page is held, 0 if it is free.
+
+        Raises
+        ------
+        ArgumentError
+            If there is no such page.
+        """
         self._check([page])
         return self._references[page]
 
@@ -75,7 +86,7 @@ class PageAllocator:
         ShapeError
             If there are not as many.
         """
-        if at_least(0, "count", count) > self.num_free:
+        if checked_integer(0, "count", count) > self.num_free:
             raise ShapeError(
                 f"{count} pages are needed and {self.num_free} of {self.num_pages} are free.",
                 action="Make the cache with more pages, or free sequences that have ended.",
@@ -141,9 +152,14 @@ class PageAllocator:
         ----------
         num_pages : int
             No fewer than there are.
+
+        Raises
+        ------
+        ArgumentError
+            If there would be fewer pages than there are.
         """
         first = self.num_pages
-        at_least(first, "num_pages", num_pages)
+        checked_integer(first, "num_pages", num_pages)
         self._references += [0] * (num_pages - first)
         self._free[:0] = range(num_pages - 1, first - 1, -1)
 

@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 from qkv.arrays import kind_of, library_of
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 
-__all__ = ["Lengths", "at_least", "sequence_indices", "shorter_lengths", "whole_numbers"]
+__all__ = ["Lengths", "checked_integer", "sequence_indices", "shorter_lengths", "whole_numbers"]
 
 Lengths: TypeAlias = NDArray[np.int64]
 
 
-def at_least(least: int, name: str, given: Any) -> int:
+def checked_integer(least: int, name: str, given: Any) -> int:
     """An integer that is not below `least`."""
     if isinstance(given, bool) or not isinstance(given, int | np.integer) or given < least:
         raise ArgumentError(

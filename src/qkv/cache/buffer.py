@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from qkv.cache.arguments import Lengths
-from qkv.cache.arrivals import Arrival
 from qkv.cache.encoding import Encoding
 from qkv.cache.memory import memory_with
+from qkv.cache.new_rows import NewRows
 
 __all__ = ["RowBuffer"]
 
@@ -22,7 +22,7 @@ class RowBuffer:
     Attributes
     ----------
     arrays : tuple
-        As `Arrival.arrays`, with `capacity` in place of the number of new rows.
+        As `NewRows.arrays`, with `capacity` in place of the number of new rows.
     of_key : int
         How many of them belong to the keys.
     axis : int
@@ -37,12 +37,12 @@ class RowBuffer:
     library: str
 
     @classmethod
-    def like(cls, arrival: Arrival, capacity: int) -> RowBuffer:
+    def like(cls, new_rows: NewRows, capacity: int) -> RowBuffer:
         """An empty one for rows like those that arrive."""
-        axis, library = len(arrival.kind.leading[0]), arrival.kind.library
+        axis, library = len(new_rows.row_format.leading[0]), new_rows.row_format.library
         return cls(
-            tuple(_room(a, axis, capacity, library) for a in arrival.arrays),
-            arrival.of_key,
+            tuple(_room(a, axis, capacity, library) for a in new_rows.arrays),
+            new_rows.of_key,
             axis,
             library,
         )
@@ -57,25 +57,25 @@ class RowBuffer:
         """Memory that the arrays take."""
         return sum(int(a.nbytes) for a in self.arrays)
 
-    def moved(self, capacity: int, start: Lengths, stop: Lengths) -> RowBuffer:
+    def grown(self, capacity: int, start: Lengths, stop: Lengths) -> RowBuffer:
         """Another buffer that begins with the rows from `start` to `stop` of each sequence."""
-        rooms = tuple(_room(a, self.axis, capacity, self.library) for a in self.arrays)
-        for new, old in zip(rooms, self.arrays, strict=True):
+        arrays = tuple(_room(a, self.axis, capacity, self.library) for a in self.arrays)
+        for new, old in zip(arrays, self.arrays, strict=True):
             _copy(new, np.zeros_like(start), old, start, stop - start, self.axis)
-        return replace(self, arrays=rooms)
+        return replace(self, arrays=arrays)
 
-    def write(self, arrival: Arrival, start: Lengths, counts: Lengths) -> None:
+    def write(self, new_rows: NewRows, start: Lengths, counts: Lengths) -> None:
         """Put the first `counts` of the new rows at row `start` of each sequence."""
-        for kept, new in zip(self.arrays, arrival.arrays, strict=True):
-            _copy(kept, start, new, np.zeros_like(start), counts, self.axis)
+        for stored, new in zip(self.arrays, new_rows.arrays, strict=True):
+            _copy(stored, start, new, np.zeros_like(start), counts, self.axis)
 
     def read(self, start: int, stop: int, encoding: Encoding) -> tuple[Any, Any]:
         """Key and value rows from `start` to `stop` of all sequences, without a copy."""
         index = (slice(None),) * self.axis + (slice(start, stop),)
-        kept = tuple(a[index] for a in self.arrays)
-        return encoding.decode(kept[: self.of_key]), encoding.decode(kept[self.of_key :])
+        stored = tuple(a[index] for a in self.arrays)
+        return encoding.decode(stored[: self.of_key]), encoding.decode(stored[self.of_key :])
 
-    def taken(self, indices: Lengths) -> RowBuffer:
+    def reordered(self, indices: Lengths) -> RowBuffer:
         """A copy in which sequence i is what sequence `indices[i]` of the first dimension was."""
         memory = memory_with(self.library)
         arrays = []
@@ -108,9 +108,11 @@ def _copy(
     """Rows from `start` of each sequence of `source` to row `at` of `target`."""
     if not counts.size:
         return
-    alike = all((n == n.flat[0]).all() for n in (at, start, counts))
-    groups = [()] if alike else list(np.ndindex(*counts.shape))
+    same_for_all = all((n == n.flat[0]).all() for n in (at, start, counts))
+    groups = [()] if same_for_all else list(np.ndindex(*counts.shape))
     for index in groups:
-        there, here, count = (int(n[index].flat[0]) for n in (at, start, counts))
-        rest = (*index, *(slice(None),) * (axis - len(index)))
-        target[(*rest, slice(there, there + count))] = source[(*rest, slice(here, here + count))]
+        target_row, source_row, count = (int(n[index].flat[0]) for n in (at, start, counts))
+        prefix = (*index, *(slice(None),) * (axis - len(index)))
+        target[(*prefix, slice(target_row, target_row + count))] = source[
+            (*prefix, slice(source_row, source_row + count))
+        ]

@@ -1,4 +1,4 @@
-"""What caches that keep each sequence in consecutive rows have in common."""
+"""The base of caches that store each sequence in consecutive rows."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from qkv.cache.arguments import Lengths, sequence_indices, shorter_lengths
-from qkv.cache.arrivals import Arrival, Kind, check, encode
 from qkv.cache.buffer import RowBuffer
-from qkv.cache.encoding import encoding_named
+from qkv.cache.encoding import encoding_of
+from qkv.cache.new_rows import NewRows, RowFormat, check, encode
 from qkv.cache.rows import Rows, as_offset
 from qkv.errors import ArgumentError
 
@@ -21,19 +21,19 @@ Self = TypeVar("Self", bound="BufferedCache")
 
 
 class BufferedCache(ABC):
-    """Sequences in a `RowBuffer`; which rows are kept and handed out, subclasses say.
+    """Sequences in a `RowBuffer`; subclasses decide which rows are stored and returned.
 
     Row 0 of the buffer holds position `_origin` of its sequence.
     """
 
     def __init__(self, dtype: str | None) -> None:
-        self._encoding = encoding_named(dtype)
+        self._encoding = encoding_of(dtype)
         self.dtype = dtype
         self.reset()
 
     def reset(self) -> None:
         """Forget all tokens, and give their memory back; any shapes may come next."""
-        self._kind: Kind | None = None
+        self._row_format: RowFormat | None = None
         self._buffer: RowBuffer | None = None
         self._lengths: Lengths = np.zeros((), np.int64)
         self._origin: Lengths = np.zeros((), np.int64)
@@ -54,7 +54,7 @@ class BufferedCache(ABC):
         return 0 if self._buffer is None else self._buffer.nbytes
 
     def read(self) -> Rows:
-        """What is there, for queries at `q_offset` and after."""
+        """The stored rows, for queries at `q_offset` and later."""
         return self._rows(self._lengths, self._lengths)
 
     def append(self, key: Any, value: Any, new_lens: Any = None) -> Rows:
@@ -62,13 +62,13 @@ class BufferedCache(ABC):
 
         Parameters, result and errors are those of `qkv.cache.Cache.append`.
         """
-        kind, counts = check(key, value, new_lens, self._kind, batched=False)
-        before = np.broadcast_to(self._lengths, kind.batch_shape)
+        row_format, counts = check(key, value, new_lens, self._row_format, batched=False)
+        before = np.broadcast_to(self._lengths, row_format.batch_shape)
         self._check_room(before, counts)
-        arrival = encode(key, value, kind, counts, self._encoding)
-        buffer, origin = self._with_room(arrival, before)
-        buffer.write(arrival, before - origin, counts)
-        self._kind, self._buffer, self._origin = kind, buffer, origin
+        new_rows = encode(key, value, row_format, counts, self._encoding)
+        buffer, origin = self._with_room(new_rows, before)
+        buffer.write(new_rows, before - origin, counts)
+        self._row_format, self._buffer, self._origin = row_format, buffer, origin
         self._lengths = before + counts
         return self._rows(before, self._lengths)
 
@@ -99,7 +99,7 @@ class BufferedCache(ABC):
         ArgumentError, ShapeError
             If there is no such sequence, or no batch dimension.
         """
-        self._taken(sequence_indices(indices, self._lengths.shape))
+        self._reorder(sequence_indices(indices, self._lengths.shape))
 
     def fork(self: Self) -> Self:
         """Another cache with the same tokens; copies all rows."""
@@ -112,7 +112,7 @@ class BufferedCache(ABC):
         """`(kv_len, kv_offset)` of the rows that `append` of `new` tokens would hand out."""
 
     @abstractmethod
-    def _with_room(self, arrival: Arrival, before: Lengths) -> tuple[RowBuffer, Lengths]:
+    def _with_room(self, new_rows: NewRows, before: Lengths) -> tuple[RowBuffer, Lengths]:
         """A buffer with room for what arrives, and the position of its row 0."""
 
     @abstractmethod
@@ -123,19 +123,19 @@ class BufferedCache(ABC):
         """An error if there is none for as many tokens."""
         return
 
-    def _taken(self, indices: Lengths) -> None:
+    def _reorder(self, indices: Lengths) -> None:
         """Reorder what is kept; the indices are checked."""
-        if self._kind is None or self._buffer is None:
+        if self._row_format is None or self._buffer is None:
             return
-        self._buffer = self._buffer.taken(indices)
-        self._kind = self._kind.with_batch(len(indices))
+        self._buffer = self._buffer.reordered(indices)
+        self._row_format = self._row_format.with_batch(len(indices))
         self._lengths, self._origin = self._lengths[indices], self._origin[indices]
 
     def _checked(self, lengths: Lengths) -> Lengths:
         """Lengths that the cache can go back to; an error if it cannot."""
         return lengths
 
-    def _filled(self) -> RowBuffer:
+    def _nonempty_buffer(self) -> RowBuffer:
         if self._buffer is None:
             raise ArgumentError("the cache is empty.", action="Append keys and values first.")
         return self._buffer

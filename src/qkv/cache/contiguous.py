@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 import qkv
-from qkv.cache.arguments import Lengths, at_least
-from qkv.cache.arrivals import Arrival
+from qkv.cache.arguments import Lengths, checked_integer
 from qkv.cache.buffer import RowBuffer
 from qkv.cache.buffered import BufferedCache
+from qkv.cache.new_rows import NewRows
 from qkv.cache.rows import Part, Rows, as_offset
 from qkv.errors import ShapeError
 
@@ -28,6 +28,11 @@ class ContiguousCache(BufferedCache):
     dtype : "int8", optional
         Keep rows as int8 with one scale for each token and kv head (`qkv.cache.quantize`, which
         states the error). Unless given, they stay in the dtype in which they come.
+
+    Raises
+    ------
+    ArgumentError
+        If the capacity is not a whole number of 0 or more, or the dtype is unknown.
 
     Notes
     -----
@@ -49,7 +54,7 @@ class ContiguousCache(BufferedCache):
     """
 
     def __init__(self, capacity: int | None = None, *, dtype: str | None = None) -> None:
-        self.capacity = None if capacity is None else at_least(0, "capacity", capacity)
+        self.capacity = None if capacity is None else checked_integer(0, "capacity", capacity)
         super().__init__(dtype)
 
     def kv_extent(self, new: int) -> tuple[int, int]:
@@ -65,20 +70,20 @@ class ContiguousCache(BufferedCache):
             action="Make one with a larger capacity.",
         )
 
-    def _with_room(self, arrival: Arrival, before: Lengths) -> tuple[RowBuffer, Lengths]:
-        needed = int((before + arrival.new_lens).max(initial=0))
+    def _with_room(self, new_rows: NewRows, before: Lengths) -> tuple[RowBuffer, Lengths]:
+        needed = int((before + new_rows.new_lens).max(initial=0))
         origin = np.zeros_like(before)
         if self._buffer is None:
             capacity = needed if self.capacity is None else self.capacity
-            return RowBuffer.like(arrival, capacity), origin
+            return RowBuffer.like(new_rows, capacity), origin
         if needed <= self._buffer.capacity:
             return self._buffer, origin
         grown = max(needed, 2 * self._buffer.capacity)
-        return self._buffer.moved(grown, origin, before), origin
+        return self._buffer.grown(grown, origin, before), origin
 
     def _rows(self, before: Lengths, after: Lengths) -> Rows:
         longest = int(after.max(initial=0))
-        key, value = self._filled().read(0, longest, self._encoding)
-        alike = bool((after == longest).all())
-        masks: tuple[Any, ...] = () if alike else (qkv.KeyLengths(after.copy()),)
+        key, value = self._nonempty_buffer().read(0, longest, self._encoding)
+        same_length = bool((after == longest).all())
+        masks: tuple[Any, ...] = () if same_length else (qkv.KeyLengths(after.copy()),)
         return Rows((Part(key, value, masks, 0),), as_offset(before.copy()))

@@ -1,4 +1,4 @@
-"""How a row is kept: as it comes, or as int8 with one scale.
+"""How a cache stores rows: unchanged, or as int8 with one scale for each row.
 
 An encoding turns rows `(..., num_kv_heads, length, dim)` into arrays that share all dimensions up
 to the length, so that storage can keep them side by side without knowing what they mean.
@@ -12,31 +12,31 @@ from qkv.cache.memory import Memory, memory_of
 from qkv.errors import ArgumentError
 from qkv.problem.rows import Quantized
 
-__all__ = ["Encoding", "encoding_named", "quantize"]
+__all__ = ["Encoding", "encoding_of", "quantize"]
 
 
 class Encoding(Protocol):
-    """How a row is kept."""
+    """How a cache stores rows."""
 
     def encode(self, rows: Any, memory: Memory) -> tuple[Any, ...]:
         """The arrays to keep for these rows."""
         ...
 
-    def decode(self, kept: tuple[Any, ...]) -> Any:
-        """What `qkv.attention` takes as key or value, made of such arrays."""
+    def decode(self, stored: tuple[Any, ...]) -> Any:
+        """These arrays as a key or value that `qkv.attention` takes."""
         ...
 
 
-class AsTheyCome:
+class Unquantized:
     """Rows in their own dtype."""
 
     def encode(self, rows: Any, memory: Memory) -> tuple[Any, ...]:
         """The rows themselves."""
         return (rows,)
 
-    def decode(self, kept: tuple[Any, ...]) -> Any:
+    def decode(self, stored: tuple[Any, ...]) -> Any:
         """The array itself."""
-        return kept[0]
+        return stored[0]
 
 
 class Int8:
@@ -46,15 +46,15 @@ class Int8:
         """`(values, scales)`."""
         return memory.int8_with_scales(rows)
 
-    def decode(self, kept: tuple[Any, ...]) -> Any:
+    def decode(self, stored: tuple[Any, ...]) -> Any:
         """`Quantized` rows."""
-        return Quantized(*kept)
+        return Quantized(*stored)
 
 
-_ENCODINGS: dict[str | None, Encoding] = {None: AsTheyCome(), "int8": Int8()}
+_ENCODINGS: dict[str | None, Encoding] = {None: Unquantized(), "int8": Int8()}
 
 
-def encoding_named(dtype: str | None) -> Encoding:
+def encoding_of(dtype: str | None) -> Encoding:
     """The encoding that the `dtype` of a cache asks for."""
     if not isinstance(dtype, str | None) or dtype not in _ENCODINGS:
         raise ArgumentError(

@@ -1,4 +1,4 @@
-"""Where a cache keeps its rows: in NumPy arrays for NumPy and JAX, in tensors for torch.
+"""The memory of a cache: NumPy arrays for NumPy and JAX, tensors for torch.
 
 JAX arrays cannot be written to, so the rows of a JAX cache lie in NumPy arrays, which
 `qkv.attention` reads in place beside a JAX query.
@@ -52,7 +52,7 @@ class HostMemory:
     def int8_with_scales(self, rows: Any) -> tuple[Any, Any]:
         """See `qkv.cache.quantize`."""
         wide = rows if rows.dtype == np.float64 else rows.astype(np.float32)
-        # Rows that hold NaN or infinity get such a scale, and are NaN when they are read.
+        # A row with NaN or infinity gets a scale that is not finite, so that it is read as NaN.
         with np.errstate(invalid="ignore", over="ignore"):
             scales = (np.abs(wide).max(-1, initial=0) / 127).astype(np.float32)
             divisor = np.where(scales > 0, scales, np.float32(1)).astype(wide.dtype)
@@ -71,7 +71,7 @@ class TorchMemory:
 
     def rows(self, array: Any, role: str) -> Any:
         """The tensor, detached; an error if torch would differentiate it."""
-        if self.library.follows(array):
+        if self.library.is_tracked(array):
             raise UnsupportedError(
                 f"torch differentiates {role}, and rows in a cache have no way back.",
                 [(role, f"{array.dtype} {tuple(array.shape)} on {array.device}")],
@@ -81,7 +81,7 @@ class TorchMemory:
 
     def empty(self, shape: tuple[int, ...], like: Any) -> Any:
         """A tensor that is not initialised."""
-        # Memory that is made in inference mode could never be written to outside it.
+        # torch does not allow writing to inference-mode tensors outside of inference mode.
         with self.torch.inference_mode(False):
             return self.torch.empty(shape, dtype=like.dtype, device=like.device)
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from qkv.cache.allocator import PageAllocator
 from qkv.cache.arguments import Lengths
-from qkv.cache.arrivals import Arrival, Kind
 from qkv.cache.encoding import Encoding
 from qkv.cache.memory import memory_with
+from qkv.cache.new_rows import NewRows, RowFormat
 from qkv.problem.rows import Paged
 
 __all__ = ["PagePool"]
@@ -26,7 +26,7 @@ class PagePool:
     fixed : bool
         Whether `num_pages` was given, and no more are made.
     allocator : PageAllocator
-    kind : Kind or None
+    row_format : RowFormat or None
         What the rows have in common, its batch dimension apart; None while no page is held.
     """
 
@@ -35,7 +35,7 @@ class PagePool:
         self.fixed = num_pages is not None
         self.encoding = encoding
         self.allocator = PageAllocator(num_pages or 0)
-        self.kind: Kind | None = None
+        self.row_format: RowFormat | None = None
         self._arrays: tuple[Any, ...] = ()
         self._of_key = 0
 
@@ -48,31 +48,31 @@ class PagePool:
         """Hold pages once less; when none is held, the memory is given back."""
         self.allocator.release(pages)
         if self.allocator.num_free == self.allocator.num_pages:
-            self.kind, self._arrays = None, ()
+            self.row_format, self._arrays = None, ()
             if not self.fixed:
                 self.allocator = PageAllocator(0)
 
-    def take(self, count: int, arrival: Arrival) -> list[int]:
+    def take(self, count: int, new_rows: NewRows) -> list[int]:
         """Take pages for rows like those that arrive, making more where that is allowed."""
         missing = count - self.allocator.num_free
         if missing <= 0 or not self.fixed:
             if missing > 0:
                 pages = self.allocator.num_pages
                 self.allocator.grow(max(pages + missing, 2 * pages, FIRST_PAGES))
-            self._make_room(arrival)
+            self._make_room(new_rows)
         return self.allocator.take(count)
 
-    def _make_room(self, arrival: Arrival) -> None:
-        memory, total = memory_with(arrival.kind.library), self.allocator.num_pages
+    def _make_room(self, new_rows: NewRows) -> None:
+        memory, total = memory_with(new_rows.row_format.library), self.allocator.num_pages
         if not self._arrays or len(self._arrays[0]) < total:
             grown = []
-            for i, new in enumerate(arrival.arrays):
+            for i, new in enumerate(new_rows.arrays):
                 shape = (total, new.shape[1], self.page_size, *new.shape[3:])
                 grown.append(memory.empty(shape, new))
                 if self._arrays:
                     grown[-1][: len(self._arrays[i])] = self._arrays[i]
-            self._arrays, self._of_key = tuple(grown), arrival.of_key
-        self.kind = arrival.kind
+            self._arrays, self._of_key = tuple(grown), new_rows.of_key
+        self.row_format = new_rows.row_format
 
     def copy_page(self, source: int, target: int) -> None:
         """Write one page over another."""
@@ -80,11 +80,11 @@ class PagePool:
             array[target] = array[source]
 
     def write(
-        self, arrival: Arrival, pages: Lengths, rows: Lengths, batch: Lengths, new: Lengths
+        self, new_rows: NewRows, pages: Lengths, rows: Lengths, batch: Lengths, new: Lengths
     ) -> None:
         """New row `new[i]` of sequence `batch[i]` into row `rows[i]` of page `pages[i]`."""
-        for kept, arrived in zip(self._arrays, arrival.arrays, strict=True):
-            kept[pages, :, rows] = arrived[batch, :, new]
+        for stored, new_array in zip(self._arrays, new_rows.arrays, strict=True):
+            stored[pages, :, rows] = new_array[batch, :, new]
 
     def paged(self, table: Lengths) -> tuple[Paged, Paged]:
         """Key and value of sequences with these pages."""

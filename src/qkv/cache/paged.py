@@ -11,13 +11,13 @@ import numpy as np
 import qkv
 from qkv.cache.arguments import (
     Lengths,
-    at_least,
+    checked_integer,
     sequence_indices,
     shorter_lengths,
     whole_numbers,
 )
-from qkv.cache.arrivals import Arrival, check, encode
-from qkv.cache.encoding import encoding_named
+from qkv.cache.encoding import encoding_of
+from qkv.cache.new_rows import NewRows, check, encode
 from qkv.cache.page_pool import PagePool
 from qkv.cache.rows import Part, Rows, as_offset
 from qkv.errors import ArgumentError, ShapeError
@@ -44,6 +44,11 @@ class PagedCache:
     dtype : "int8", optional
         Keep rows as int8 with one scale for each token and kv head (`qkv.cache.quantize`, which
         states the error). Unless given, they stay in the dtype in which they come.
+
+    Raises
+    ------
+    ArgumentError
+        If a size is not a whole number of its range, or the dtype is unknown.
 
     Notes
     -----
@@ -75,17 +80,17 @@ class PagedCache:
     def __init__(
         self, page_size: int = 16, num_pages: int | None = None, *, dtype: str | None = None
     ) -> None:
-        at_least(1, "page_size", page_size)
+        checked_integer(1, "page_size", page_size)
         if num_pages is not None:
-            at_least(0, "num_pages", num_pages)
+            checked_integer(0, "num_pages", num_pages)
         self.dtype = dtype
-        self._begin(PagePool(page_size, num_pages, encoding_named(dtype)))
+        self._begin(PagePool(page_size, num_pages, encoding_of(dtype)))
 
     def _begin(self, pool: PagePool) -> None:
         self._pool = pool
         self._pages: list[list[int]] = []
         self._lengths: Lengths = np.zeros((), np.int64)
-        # The list is changed in place, so that this releases what is held at the end.
+        # The finalizer reads this list, which is therefore only ever changed in place.
         weakref.finalize(self, _release_all, pool, self._pages).atexit = False
 
     @property
@@ -127,8 +132,14 @@ class PagedCache:
         return self._pool.nbytes
 
     def read(self) -> Rows:
-        """What is there, for queries at `q_offset` and after."""
-        if self._pool.kind is None or not self._lengths.ndim:
+        """The stored rows, for queries at `q_offset` and later.
+
+        Raises
+        ------
+        ArgumentError
+            If the cache is empty.
+        """
+        if self._pool.row_format is None or not self._lengths.ndim:
             raise ArgumentError("the cache is empty.", action="Append keys and values first.")
         return self._rows(self._lengths)
 
@@ -138,20 +149,20 @@ class PagedCache:
         Parameters, result and errors are those of `qkv.cache.Cache.append`; there is no room
         when `num_pages` was given and too few are free.
         """
-        first = self._pool.kind
-        if first is not None:  # That of a fork, which may have another batch size.
+        first = self._pool.row_format
+        if first is not None:  # The pool is shared with forks, which may have another batch size.
             first = first.with_batch((*getattr(key, "shape", ()), 0)[0])
-        kind, counts = check(key, value, new_lens, first, batched=True)
+        row_format, counts = check(key, value, new_lens, first, batched=True)
         if self._lengths.ndim and counts.shape != self._lengths.shape:
             raise ShapeError(
                 f"key and value have {len(counts)} sequences; the cache has {len(self._pages)}.",
                 action="Append to all of its sequences, or reorder it first.",
             )
-        arrival = encode(key, value, kind, counts, self._pool.encoding)
+        new_rows = encode(key, value, row_format, counts, self._pool.encoding)
         before = np.broadcast_to(self._lengths, counts.shape)
         pages = self._pages or [[] for _ in before]
-        self._pages[:] = self._pages_for(pages, before, arrival)
-        self._write(before, arrival)
+        self._pages[:] = self._pages_for(pages, before, new_rows)
+        self._write(before, new_rows)
         self._lengths = before + counts
         return self._rows(before)
 
@@ -259,24 +270,24 @@ class PagedCache:
         return other
 
     def _pages_for(
-        self, pages: list[list[int]], before: Lengths, arrival: Arrival
+        self, pages: list[list[int]], before: Lengths, new_rows: NewRows
     ) -> list[list[int]]:
         """Lists of pages with room for what arrives, none of which others hold where it writes."""
         size, allocator = self.page_size, self._pool.allocator
         writes = [
             held[-1]
-            for held, start, new in zip(pages, before, arrival.new_lens, strict=True)
+            for held, start, new in zip(pages, before, new_rows.new_lens, strict=True)
             if new and start % size
         ]
         copies = {
             page: writers - (allocator.references(page) == writers)
             for page, writers in Counter(writes).items()
         }
-        ends = -(-(before + arrival.new_lens) // size)
+        ends = -(-(before + new_rows.new_lens) // size)
         more = sum(int(end) - len(held) for held, end in zip(pages, ends, strict=True))
-        fresh = self._pool.take(more + sum(copies.values()), arrival)
+        fresh = self._pool.take(more + sum(copies.values()), new_rows)
         found = []
-        for held, start, new, end in zip(pages, before, arrival.new_lens, ends, strict=True):
+        for held, start, new, end in zip(pages, before, new_rows.new_lens, ends, strict=True):
             now = list(held)
             if new and start % size and copies[now[-1]]:
                 copies[now[-1]] -= 1
@@ -287,12 +298,12 @@ class PagedCache:
             found.append(now)
         return found
 
-    def _write(self, before: Lengths, arrival: Arrival) -> None:
-        batch = np.repeat(np.arange(len(before)), arrival.new_lens)
-        starts = np.repeat(np.cumsum(arrival.new_lens) - arrival.new_lens, arrival.new_lens)
+    def _write(self, before: Lengths, new_rows: NewRows) -> None:
+        batch = np.repeat(np.arange(len(before)), new_rows.new_lens)
+        starts = np.repeat(np.cumsum(new_rows.new_lens) - new_rows.new_lens, new_rows.new_lens)
         new = np.arange(len(batch)) - starts
         slot, row = np.divmod(before[batch] + new, self.page_size)
-        self._pool.write(arrival, self.page_table[batch, slot], row, batch, new)
+        self._pool.write(new_rows, self.page_table[batch, slot], row, batch, new)
 
     def _rows(self, before: Lengths) -> Rows:
         key, value = self._pool.paged(self.page_table)
@@ -301,5 +312,5 @@ class PagedCache:
 
 
 def _release_all(pool: PagePool, pages: list[list[int]]) -> None:
-    """What a cache still holds when it is collected."""
+    """Release the pages of a cache that is garbage-collected."""
     pool.release([page for held in pages for page in held])

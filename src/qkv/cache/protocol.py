@@ -1,4 +1,4 @@
-"""What all caches have in common."""
+"""The protocol of all caches."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Cache(Protocol):
         ...
 
     def read(self) -> Rows:
-        """What is there, for queries at `q_offset` and after."""
+        """The stored rows, for queries at `q_offset` and later."""
         ...
 
     @property

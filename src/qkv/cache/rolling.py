@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 import qkv
-from qkv.cache.arguments import Lengths, at_least
-from qkv.cache.arrivals import Arrival
+from qkv.cache.arguments import Lengths, checked_integer
 from qkv.cache.buffer import RowBuffer
 from qkv.cache.buffered import BufferedCache
+from qkv.cache.new_rows import NewRows
 from qkv.cache.rows import Part, Rows, as_offset
 from qkv.errors import ArgumentError
 
@@ -38,6 +38,11 @@ class RollingCache(BufferedCache):
         Keep rows as int8 with one scale for each token and kv head (`qkv.cache.quantize`, which
         states the error). Unless given, they stay in the dtype in which they come.
 
+    Raises
+    ------
+    ArgumentError
+        If a size is not a whole number of its range, or the dtype is unknown.
+
     Notes
     -----
     Memory for one sequence: at most `2 window + sinks` tokens (and, after a longer append, that
@@ -62,7 +67,10 @@ class RollingCache(BufferedCache):
     """
 
     def __init__(self, window: int, sinks: int = 0, *, dtype: str | None = None) -> None:
-        self.window, self.sinks = at_least(1, "window", window), at_least(0, "sinks", sinks)
+        self.window, self.sinks = (
+            checked_integer(1, "window", window),
+            checked_integer(0, "sinks", sinks),
+        )
         super().__init__(dtype)
 
     def reset(self) -> None:
@@ -90,25 +98,25 @@ class RollingCache(BufferedCache):
         before = min(length, self.window - 1)
         return before + new, length - before
 
-    def _with_room(self, arrival: Arrival, before: Lengths) -> tuple[RowBuffer, Lengths]:
-        after = before + arrival.new_lens
+    def _with_room(self, new_rows: NewRows, before: Lengths) -> tuple[RowBuffer, Lengths]:
+        after = before + new_rows.new_lens
         origin = np.broadcast_to(self._origin, before.shape)
         buffer = self._buffer
         if buffer is None:
-            buffer = RowBuffer.like(arrival, max(int(after.max(initial=0)), 1))
+            buffer = RowBuffer.like(new_rows, max(int(after.max(initial=0)), 1))
         elif int((after - origin).max(initial=0)) > buffer.capacity:
             dropped, origin = origin, self._oldest(before)
             needed = int((after - origin).max(initial=0))
-            buffer = buffer.moved(max(needed, 2 * self.window), origin - dropped, before - dropped)
+            buffer = buffer.grown(max(needed, 2 * self.window), origin - dropped, before - dropped)
         if self.sinks:
-            self._keep_first(arrival, before)
+            self._keep_first(new_rows, before)
         return buffer, origin
 
-    def _keep_first(self, arrival: Arrival, before: Lengths) -> None:
+    def _keep_first(self, new_rows: NewRows, before: Lengths) -> None:
         if self._first is None:
-            self._first = RowBuffer.like(arrival, self.sinks)
+            self._first = RowBuffer.like(new_rows, self.sinks)
         start = np.minimum(before, self.sinks)
-        self._first.write(arrival, start, np.minimum(arrival.new_lens, self.sinks - start))
+        self._first.write(new_rows, start, np.minimum(new_rows.new_lens, self.sinks - start))
 
     def _oldest(self, position: Lengths) -> Lengths:
         """The first position in the window of a query."""
@@ -118,7 +126,7 @@ class RollingCache(BufferedCache):
         start = _smallest(self._oldest(before) - self._origin)
         stop = max(start, int((after - self._origin).max(initial=0)))
         kv_offset = self._origin + start
-        key, value = self._filled().read(start, stop, self._encoding)
+        key, value = self._nonempty_buffer().read(start, stop, self._encoding)
         masks: list[Any] = [self._mask()]
         if (after - kv_offset != stop - start).any():
             masks.append(qkv.KeyLengths(after - kv_offset))
@@ -133,10 +141,10 @@ class RollingCache(BufferedCache):
         window = qkv.SlidingWindow(self.window - 1, None)
         return window | qkv.Prefix(self.sinks) if self.sinks else window
 
-    def _taken(self, indices: Lengths) -> None:
-        super()._taken(indices)
+    def _reorder(self, indices: Lengths) -> None:
+        super()._reorder(indices)
         if self._first is not None:
-            self._first = self._first.taken(indices)
+            self._first = self._first.reordered(indices)
 
     def _checked(self, lengths: Lengths) -> Lengths:
         gone = self._oldest(lengths) < self._origin

@@ -1,4 +1,4 @@
-"""What a cache hands out: keys, values, masks and offsets for `qkv.attention`."""
+"""Rows of a cache as arguments of `qkv.attention`: keys, values, masks and offsets."""
 
 from __future__ import annotations
 
@@ -26,6 +26,14 @@ class Part:
         of a rolling cache.
     kv_offset : int or int64 array over the batch dimensions
         Position of key row 0.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv.cache
+    >>> x = np.zeros((1, 1, 3, 4))
+    >>> part = qkv.cache.ContiguousCache().append(x, x).parts[0]
+    >>> part.key.shape, part.kv_offset
+    ((1, 1, 3, 4), 0)
     """
 
     key: Any
@@ -36,7 +44,7 @@ class Part:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Rows:
-    """What a cache holds, as arguments of `qkv.attention`.
+    """The rows of a cache as arguments of `qkv.attention`.
 
         attention(query, part.key, part.value, *variants, *part.masks,
                   q_offset=q_offset, kv_offset=part.kv_offset)
@@ -139,13 +147,13 @@ class Rows:
         """
         found = []
         for i, part in enumerate(self.parts):
-            said = [v for v in variants if not (i and isinstance(v, qkv.Sinks))]
+            part_variants = [v for v in variants if not (i and isinstance(v, qkv.Sinks))]
             found.append(
                 qkv.attention(
                     query,
                     part.key,
                     part.value,
-                    *said,
+                    *part_variants,
                     *part.masks,
                     scale=scale,
                     q_offset=self.q_offset,

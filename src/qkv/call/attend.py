@@ -21,6 +21,7 @@ from qkv.call.checked import CheckedCall, check_call
 from qkv.call.flatten import depends_on_positions_only, without_arrays
 from qkv.partial import Partial
 from qkv.problem.builder import INDEX_LIMIT
+from qkv.problem.spec import Problem
 
 __all__ = [
     "Attended", "GrowingCall", "Step", "attend", "call_key", "decoding_step", "heads_first",
@@ -78,7 +79,7 @@ def attend(
         if step is not None:
             growing = CALLS.get(step.key)
             if growing is not None:
-                found = growing.run(views, rows, step, in_place(bound))
+                found = growing.run(views, rows, step, bound)
                 if found is not None:
                     return _restored(found, bound)
                 CALLS.discard(step.key)
@@ -149,10 +150,13 @@ def _leaf_keys(bound: BoundCall, kv_len: int | None = None) -> list[Hashable] | 
     """
     by_value = bound.structure.by_value
     keys: list[Hashable] = []
+    lengths = () if kv_len is None else bound.structure.lengths
     for n, array in enumerate(bound.leaves[3:], start=3):
         if type(array) is not np.ndarray:
             return None
-        if n not in by_value:
+        if n in lengths:
+            keys.append((array.dtype, array.shape))
+        elif n not in by_value:
             sizes: Hashable = array.shape, array.strides
             if kv_len is not None:
                 sizes = tuple([None if size == kv_len else size for size in array.shape])
@@ -207,10 +211,21 @@ class Step(NamedTuple):
 
 
 class GrowingCall(NamedTuple):
-    """A prepared call for any number of keys; `at_end` if the last query is at the last key."""
+    """A prepared call for any number of keys.
+
+    Attributes
+    ----------
+    growing : Growing
+    at_end : bool
+        Whether the last query stands at the last key.
+    lengths : int
+        How many arrays of each step come from its numbers of keys: none, these numbers, or also
+        where the queries of each batch row stand.
+    """
 
     growing: Growing
     at_end: bool
+    lengths: int = 0
 
     def q_shift(self, given: int | None, q_len: int, kv_len: int) -> int:
         """The position of query row 0; `given` is the number that the call said, if any."""
@@ -223,11 +238,25 @@ class GrowingCall(NamedTuple):
         views: tuple[Array, Array, Array],
         rows: bool,
         step: Step,
-        arrays: tuple[Any, ...],
+        bound: BoundCall,
     ) -> Any:
         """The results of a step, None if something is not as it was prepared for."""
         query, key, value = views
-        q_shift = self.q_shift(step.q_offset, query.shape[-2], key.shape[-2])
+        q_len, kv_len = query.shape[-2], key.shape[-2]
+        q_shift = self.q_shift(step.q_offset, q_len, kv_len)
+        arrays = in_place(bound)
+        if self.lengths:
+            lens = bound.leaves[bound.structure.lengths[0]].astype(np.int64)
+            if lens.min() < 0 or lens.max() > kv_len:
+                return None  # the check says what is wrong
+            batch_shape = query.shape[:-3]
+            if lens.shape != batch_shape:
+                lens = np.broadcast_to(lens, batch_shape)
+            lens = lens.reshape(-1)
+            if self.at_end and len(lens) == 1:
+                q_shift = int(lens[0]) - q_len
+            ends = (lens - q_len,) if self.lengths == 2 else ()
+            arrays = (*arrays, lens, *ends)
         return self.growing(query, key, value, rows, q_shift, arrays)
 
 
@@ -257,7 +286,7 @@ def decoding_step(
             return None
         given, q_offset = q_offset, int
     more = _leaf_keys(bound, kv_len)
-    if more is None:
+    if more is None or len(structure.lengths) > 1:
         return None
     return Step(
         (
@@ -273,15 +302,39 @@ def decoding_step(
 def _prepare_step(step: Step, bound: BoundCall, call: CheckedCall) -> bool:
     """Prepare for more steps like this one, once there has been another; whether that can be."""
     backend, problem = call.choice.backend, call.problem
-    aligned = problem.operands.positions.aligned
+    align = problem.operands.positions.align
     # Whether a number and a word say the same depends on the lengths.
-    if step.q_offset is not None and aligned is not None:
+    if step.q_offset is not None and align is not None:
         return False
     if not isinstance(backend, PreparingSteps):
         return False
     if CALLS.is_new(step.key):
         return True
-    ready = backend.prepare_growing(problem, in_place(bound._replace(leaves=call.leaves)))
+    arrays = in_place(bound._replace(leaves=call.leaves))
+    from_lengths = _from_lengths(problem) if bound.structure.lengths else []
+    if bound.structure.lengths and not from_lengths:
+        return False
+    ready = backend.prepare_growing(problem, (*arrays, *from_lengths))
     if ready is not None:
-        CALLS.insert(without_arrays(step.key), GrowingCall(ready, aligned == "end"))
+        found = GrowingCall(ready, align == "end", len(from_lengths))
+        CALLS.insert(without_arrays(step.key), found)
     return ready is not None
+
+
+def _from_lengths(problem: Problem) -> list[Array]:
+    """The tables `(batch,)` of the numbers of keys, and of where they put the queries, if they do.
+
+    None of them if they are not the only such tables.
+    """
+    labels = {table.name: table.label for table in problem.spec.tables}
+    origins, tables = problem.operands.origins, problem.operands.tables
+    found: list[Array] = []
+    for label in ("kv_lens", "q_offset"):
+        arrays = [
+            origins[name].array for name in tables if labels[name] == label and tables[name].ndim
+        ]
+        if len(arrays) > 1 or (label == "kv_lens" and not arrays):
+            return []
+        found += arrays
+    moved = len(found) == 2
+    return [] if moved and problem.operands.positions.align != "end" else found

@@ -34,12 +34,15 @@ class Structure(NamedTuple):
         In the order of `OptionValues`.
     by_value : tuple of int
         Which leaves are compared by value.
+    lengths : tuple of int
+        Which of these are numbers of keys, which decoding steps read anew each time.
     """
 
     operands: tuple[Tree, ...]
     variants: tuple[Tree, ...]
     options: tuple[Tree, ...]
     by_value: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
 
     @property
     def is_plain(self) -> bool:
@@ -70,7 +73,7 @@ class Structure(NamedTuple):
     def text(self) -> str:
         """The structure as JSON, for compilers that take constants as text."""
         # Tuples of trees are written as sequences.
-        groups = self.operands, self.variants, self.options, self.by_value
+        groups = self.operands, self.variants, self.options, self.by_value, self.lengths
         return dumps((tuple, *[(tuple, *group) for group in groups]))
 
     @classmethod
@@ -129,7 +132,7 @@ class UnboundCall(NamedTuple):
 
 
 _PLAIN: tuple[Tree, ...] = (ReadInPlace, ReadInPlace, ReadInPlace)
-_DEFAULT_OPTIONS = tuple([flatten(option, Leaves([], [])) for option in DEFAULTS])
+_DEFAULT_OPTIONS = tuple([flatten(option, Leaves([], [], [])) for option in DEFAULTS])
 
 
 def bind(
@@ -151,7 +154,7 @@ def bind(
     """
     if not variants and options is DEFAULTS and _are_plain(query, key, value):
         return BoundCall(_OPERANDS_ALONE, [query, key, value])
-    leaves = Leaves([], [])
+    leaves = Leaves([], [], [])
     operands = _PLAIN
     leaves.arrays.append(query)
     if _are_plain(query, key, value):
@@ -162,7 +165,8 @@ def bind(
     said = _DEFAULT_OPTIONS
     if options is not DEFAULTS:
         said = tuple([flatten(option, leaves, "value", whole) for option in options])
-    return BoundCall(Structure(operands, trees, said, tuple(leaves.by_value)), leaves.arrays)
+    structure = Structure(operands, trees, said, tuple(leaves.by_value), tuple(leaves.lengths))
+    return BoundCall(structure, leaves.arrays)
 
 
 _OPERANDS_ALONE = Structure(_PLAIN, (), _DEFAULT_OPTIONS)

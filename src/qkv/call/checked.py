@@ -16,7 +16,7 @@ from qkv.call.bound import BoundCall, UnboundCall
 from qkv.partial import Partial, finish
 from qkv.problem.check import Layout, check
 from qkv.problem.spec import Problem
-from qkv.variants.bare import as_variant
+from qkv.variants.as_variant import as_variant
 
 __all__ = ["CheckedCall", "check_call", "views_of"]
 

@@ -18,7 +18,7 @@ from qkv.errors import UnsupportedError
 from qkv.partial import Partial
 from qkv.problem.check import check
 from qkv.problem.spec import Problem
-from qkv.variants.bare import as_variant
+from qkv.variants.as_variant import as_variant
 
 __all__ = ["DeviceCall", "check_device_call", "is_device_call", "is_on_device"]
 

@@ -56,10 +56,11 @@ class Numbered:
 
 
 class Leaves(NamedTuple):
-    """The arrays of a call, and which of them are compared by value."""
+    """The arrays of a call, which of them are compared by value, and which are lengths."""
 
     arrays: list[Any]
     by_value: list[int]
+    lengths: list[int]
 
 
 Whole: TypeAlias = Callable[[Any], int]
@@ -80,7 +81,7 @@ def flatten(value: Any, leaves: Leaves, role: Role = "value", whole: Whole | Non
         A variant, an option, an operand, or what these hold.
     leaves : Leaves
         Is added to.
-    role : "static", "value" or "in_place"
+    role : "static", "value", "in_place" or "lengths"
         How the arrays in it are read.
     whole : callable, optional
         Given while another library compiles: objects that declare nothing, and functions, stay
@@ -106,6 +107,8 @@ def flatten(value: Any, leaves: Leaves, role: Role = "value", whole: Whole | Non
             leaves.arrays.append(value)
             return ReadInPlace
         leaves.by_value.append(len(leaves.arrays))
+        if role == "lengths":
+            leaves.lengths.append(len(leaves.arrays))
         leaves.arrays.append(value)
         return ReadByValue
     if isinstance(value, np.generic):
@@ -182,8 +185,12 @@ def depends_on_positions_only(tree: Tree) -> bool:
     kind, *parts = tree
     if kind is object:
         kind, _, *parts = parts
-    if kind not in _CONTAINERS and not getattr(kind, "positions_only", False):
-        return False
+    if kind not in _CONTAINERS:
+        if not getattr(kind, "positions_only", False):
+            return False
+        # A length that is no array is the same in every step.
+        if any(parts[n] is not ReadByValue for n in _lengths_among(kind)):
+            return False
     return all(map(depends_on_positions_only, parts))
 
 
@@ -217,6 +224,12 @@ def _fields_of(kind: type, value: Any) -> tuple[tuple[str, Role], ...] | None:
         _declared[kind] = found
         return found
     return tuple([(name, roles.get(name, "value")) for name in sorted(vars(value))])
+
+
+@lru_cache(maxsize=256)
+def _lengths_among(kind: type) -> tuple[int, ...]:
+    """Which fields of a class are lengths."""
+    return tuple([n for n, (_, role) in enumerate(_declared.get(kind, ())) if role == "lengths"])
 
 
 def _rebuilt(kind: type, names: Sequence[str], values: Sequence[Any]) -> Any:

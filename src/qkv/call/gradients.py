@@ -72,6 +72,11 @@ class Gradients:
             One that `wrt` named.
         array : array, optional
             Which of the variant's arrays, if a `ScoreMod` reads several.
+
+        Raises
+        ------
+        ArgumentError
+            If there is no gradient of the variant, or it has several arrays and none is named.
         """
         known = variant
         if self._call is not None:

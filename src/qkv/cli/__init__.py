@@ -72,7 +72,7 @@ def exit_code(output: Callable[[], str], program: str = "qkv") -> int:
     except QkvError as error:
         return _complain(program, str(error), 2)
     except BrokenPipeError:
-        # Whoever read the output has seen enough. The interpreter flushes once more on its way out.
+        # The reader closed the pipe. The interpreter would flush once more at exit and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
@@ -165,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         add_help=False,
     )
-    # Help and version are returned as all other output is, not printed on the way.
+    # Help and version are returned as text, like all other output, instead of being printed.
     parser.add_argument("-h", "--help", action="store_true", dest="overview", help="show this")
     parser.add_argument("--version", action="store_true", help="show the version")
     parser.set_defaults(command=None, help=False)

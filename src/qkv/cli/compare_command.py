@@ -13,7 +13,7 @@ from rich.text import Text
 from qkv.cli.terminal import Page
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.files.writing import replace_file
-from qkv.mechanisms.comparison import Comparison, Row, compare
+from qkv.mechanisms.comparison import Comparison, ComparisonRow, compare
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> str:
 
 def _text(found: Comparison) -> str:
     page = Page()
-    # The token in the middle has others before and after it.
+    # The middle token is shown because it has tokens before and after it.
     index = len(found.tokens) // 2
     token = found.tokens[index]
     table = page.table("mechanism", f"weights of {token}", f"output of {token}", ">difference")
@@ -92,9 +92,9 @@ def picture(found: Comparison, kind: str) -> bytes:
     return memory.getvalue()
 
 
-def _draw(axis: Axes, row: Row, tokens: tuple[str, ...]) -> None:
+def _draw(axis: Axes, row: ComparisonRow, tokens: tuple[str, ...]) -> None:
     mixing = row.mixing.mean(axis=0)
-    # A difference of two softmax maps has negative weights.
+    # Differential attention has negative weights, so the colour scale is symmetric.
     largest = float(np.abs(mixing).max())
     axis.set_axis_on()
     axis.imshow(mixing, cmap="RdBu_r", vmin=-largest, vmax=largest)

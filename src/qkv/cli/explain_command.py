@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 import qkv
-from qkv.cli.problem import Given, Problem, chosen
+from qkv.cli.inputs import CommandInput, InputArrays, checked_index
 from qkv.cli.terminal import Page
 
 __all__ = ["run"]
@@ -14,14 +14,16 @@ __all__ = ["run"]
 def run(options: argparse.Namespace) -> str:
     """The output of the command."""
     given = _given(options.file)
-    problem = Problem.of(given, options)
+    problem = CommandInput.of(given, options)
     trace = qkv.explain(
         given.query,
         given.key,
         given.value,
         *problem.variants,
-        q_index=None if options.query is None else chosen(options.query, problem.q_len, "query"),
-        head=chosen(options.head, len(problem.query), "head"),
+        q_index=None
+        if options.query is None
+        else checked_index(options.query, problem.q_len, "query"),
+        head=checked_index(options.head, len(problem.query), "head"),
         batch=problem.batch,
         tokens=problem.q_tokens,
         kv_tokens=given.tokens,
@@ -31,10 +33,10 @@ def run(options: argparse.Namespace) -> str:
     return trace.to_json() + "\n" if options.json else trace.text(Page().width) + "\n"
 
 
-def _given(path: str | None) -> Given:
+def _given(path: str | None) -> InputArrays:
     if path is not None:
-        return Given.from_file(path)
+        return InputArrays.from_file(path)
     from qkv.samples import shared_example
 
     example = shared_example()
-    return Given(example.q, example.k, example.v, example.tokens, "the shared example", "qkv")
+    return InputArrays(example.q, example.k, example.v, example.tokens, "the shared example", "qkv")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from qkv.cli.problem import chosen
+from qkv.cli.inputs import checked_index
 from qkv.errors import ArgumentError
 from qkv.mechanisms import example_tokens
 from qkv.mechanisms.comparison import mechanism_class
@@ -33,7 +33,9 @@ def run(options: argparse.Namespace) -> str:
     every = range(len(tokens)) if options.query is None else [options.query]
     others = dict(zip(("key", "value"), arguments[1:], strict=False))
     found = [
-        mechanism.explain(arguments[0], tokens, chosen(index, len(tokens), "query"), **others)
+        mechanism.explain(
+            arguments[0], tokens, checked_index(index, len(tokens), "query"), **others
+        )
         for index in every
     ]
     if options.json:

@@ -1,4 +1,4 @@
-"""What `qkv inspect` says about each head: the numbers, and what stands out in them."""
+"""The statistics of each head that `qkv inspect` shows, and the notable heads."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.cli.problem import Problem
+from qkv.cli.inputs import CommandInput
 
 Array = NDArray[Any]
 
 FAR = 4
 """Positions between a query and a key from which the key counts as further away."""
 
-_STANDS_OUT = 0.5
-_WORTH_SAYING = 0.2
+_NOTABLE_MASS = 0.5
+_NOTABLE_WEIGHT = 0.2
 _KEYS_OF_A_ROW = 5
-"""A weight that is worth saying is among so many of its row, whose sum is 1."""
+"""Keys of each row that are searched: a row has at most so many weights of `_NOTABLE_WEIGHT`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,9 @@ class Head:
     far_pairs: tuple[Pair, ...]
 
 
-def heads(problem: Problem, top: int, progress: Callable[[int, int], object]) -> list[Head]:
+def heads(problem: CommandInput, top: int, progress: Callable[[int, int], object]) -> list[Head]:
     """All heads of a problem, `top` pairs of each."""
-    record = problem.inspected(progress)
+    record = problem.head_statistics(progress)
     kv_len = problem.key.shape[1]
     masses = {
         "first": record.mass([0]),
@@ -57,7 +57,7 @@ def heads(problem: Problem, top: int, progress: Callable[[int, int], object]) ->
     entropy = record.entropy
     q_index = np.arange(problem.query.shape[1])[:, None]
     beyond = indices != 0
-    far = beyond & (abs(q_index + problem.q_offset - indices) >= FAR) & (weights >= _WORTH_SAYING)
+    far = beyond & (abs(q_index + problem.q_offset - indices) >= FAR) & (weights >= _NOTABLE_WEIGHT)
     return [
         Head(
             index=problem.head + h,
@@ -89,13 +89,13 @@ def _mean(rows: Array) -> float:
     return float(np.mean(rows, dtype=np.float64))
 
 
-def stand_out(found: list[Head]) -> list[tuple[str, Head]]:
-    """For next, previous, own and first: the head that puts most there, if it is over half."""
+def notable_heads(found: list[Head]) -> list[tuple[str, Head]]:
+    """For next, previous, own and first key, the head with most weight on it, if over half."""
     best = ((name, max(found, key=lambda h: h.mass[name])) for name in found[0].mass)
-    return [(name, head) for name, head in best if head.mass[name] >= _STANDS_OUT]
+    return [(name, head) for name, head in best if head.mass[name] >= _NOTABLE_MASS]
 
 
-def reaches_far(found: list[Head]) -> Head | None:
-    """The head whose heaviest pairs of rows that are `FAR` apart weigh most, if any has some."""
+def most_distant_head(found: list[Head]) -> Head | None:
+    """The head with the largest total weight on distant pairs, or None."""
     head = max(found, key=lambda h: sum(pair.weight for pair in h.far_pairs))
     return head if head.far_pairs else None

@@ -55,7 +55,7 @@ def _version(name: str) -> str:
 
 
 def _machine() -> dict[str, str]:
-    """What the compiled backend knows of the machine, or why it knows nothing."""
+    """What the compiled backend detects of this machine, or why it cannot run."""
     try:
         from qkv.backends.cpu import describe_host
 
@@ -71,7 +71,8 @@ def _backends() -> dict[str, str]:
     row = np.ones((1, 1), np.float32)
     try:
         plan = qkv.plan(row, row, row)
-    except ArgumentError as error:  # the environment asks for what is not there
+    except ArgumentError as error:
+        # The environment requests an instruction set that this machine lacks.
         return {"cpu": error.fact}
     states = {plan.backend: "ready, the first choice for float32"}
     for name, refusals in plan.refusals.items():

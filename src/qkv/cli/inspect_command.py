@@ -15,10 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 import qkv
-from qkv.cli.heads import FAR, Head, Pair, heads, reaches_far, stand_out, strongest
-from qkv.cli.problem import Given, Problem
+from qkv.cli.heads import FAR, Head, Pair, heads, most_distant_head, notable_heads, strongest
+from qkv.cli.inputs import CommandInput, InputArrays
 from qkv.cli.terminal import Bar, Page, weight
-from qkv.cli.variants import said
+from qkv.cli.variants import command_line_of
 from qkv.errors import ArgumentError
 
 __all__ = ["run"]
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> str:
     """The output of the command."""
     if options.top is not None and options.top < 1:
         raise ArgumentError(f"--top {options.top} shows nothing.", action="Pass 1 or more.")
-    problem = Problem.of(_given(options.file), options)
+    problem = CommandInput.of(_given(options.file), options)
     if options.head is not None:
         problem = problem.with_head(options.head)
     if options.query is not None:
@@ -56,21 +56,21 @@ def run(options: argparse.Namespace) -> str:
     )
 
 
-def _given(path: str | None) -> Given:
+def _given(path: str | None) -> InputArrays:
     if path is not None:
-        return Given.from_file(path)
+        return InputArrays.from_file(path)
     from qkv.samples import real_sample
 
     sample = real_sample()
     title = f"{sample.title} ({sample.licence})"
-    return Given(sample.q, sample.k, sample.v, sample.tokens, title, sample.source)
+    return InputArrays(sample.q, sample.k, sample.v, sample.tokens, title, sample.source)
 
 
 def _command(options: argparse.Namespace) -> str:
     """This command line again, without what narrows it down."""
     words = ["qkv", "inspect"]
     words += [options.file] if options.file else []
-    words += said(options.variants)
+    words += command_line_of(options.variants)
     words += ["--layout", options.layout] if options.layout != "bhld" else []
     for name in ("q_offset", "scale", "batch"):
         value = getattr(options, name)
@@ -78,7 +78,7 @@ def _command(options: argparse.Namespace) -> str:
     return shlex.join(words)
 
 
-def _title(page: Page, problem: Problem) -> str:
+def _title(page: Page, problem: CommandInput) -> str:
     kv_len = problem.key.shape[1]
     length = f"{kv_len} tokens" if problem.q_len == kv_len else f"{problem.q_len} x {kv_len} rows"
     parts = [page.token(problem.given.title, 200), length, f"head_dim {problem.query.shape[2]}"]
@@ -95,7 +95,7 @@ def _title(page: Page, problem: Problem) -> str:
 
 
 def _table_of_heads(
-    page: Page, problem: Problem, found: list[Head], top: int, as_fits: bool
+    page: Page, problem: CommandInput, found: list[Head], top: int, as_fits: bool
 ) -> Table:
     masses = [name for name in _WORDS if not (problem.causal and name == "next")]
     numbers = ["head", "entropy", *masses]
@@ -108,14 +108,14 @@ def _table_of_heads(
     return table
 
 
-def _closing(page: Page, problem: Problem, found: list[Head], command: str) -> list[Text]:
-    """What these numbers show, and what to try next."""
+def _closing(page: Page, problem: CommandInput, found: list[Head], command: str) -> list[Text]:
+    """A summary of the notable heads, and a command to try next."""
     seen = [
         f"Head {head.index} gives {head.mass[name]:.0%} of its weight to the {_WORDS[name]} token."
-        for name, head in stand_out(found)
+        for name, head in notable_heads(found)
     ]
     head, query = found[0].index, problem.q_index
-    far = reaches_far(found)
+    far = most_distant_head(found)
     if far:
         head, query = far.index, far.far_pairs[0].q_index
         listed = ", ".join(_pair(page, problem, pair) for pair in far.far_pairs)
@@ -128,8 +128,8 @@ def _closing(page: Page, problem: Problem, found: list[Head], command: str) -> l
 # --- one query row -------------------------------------------------------------------------------
 
 
-def _one_query(problem: Problem, options: argparse.Namespace) -> str:
-    record = problem.inspected()
+def _one_query(problem: CommandInput, options: argparse.Namespace) -> str:
+    record = problem.head_statistics()
     count = min(options.top or _KEYS, problem.key.shape[1])
     indices, weights = record.top(count)
     entropies = [float(row[0]) for row in record.entropy]
@@ -158,7 +158,7 @@ def _one_query(problem: Problem, options: argparse.Namespace) -> str:
     return page.render(*parts)
 
 
-def _context(page: Page, problem: Problem) -> Text:
+def _context(page: Page, problem: CommandInput) -> Text:
     """The query's token among those around it."""
     line = Text(f"query {problem.q_index}:")
     own = problem.q_offset
@@ -170,7 +170,7 @@ def _context(page: Page, problem: Problem) -> Text:
     return line
 
 
-def _keys_of_head(page: Page, problem: Problem, top: Sequence[Pair]) -> Table:
+def _keys_of_head(page: Page, problem: CommandInput, top: Sequence[Pair]) -> Table:
     table = page.table(">key", "token", ">weight", f"in head {problem.head}")
     for pair in top:
         token = Text(page.token(problem.token_at(pair.kv_index)))
@@ -181,7 +181,7 @@ def _keys_of_head(page: Page, problem: Problem, top: Sequence[Pair]) -> Table:
 
 def _keys_of_heads(
     page: Page,
-    problem: Problem,
+    problem: CommandInput,
     entropies: list[float],
     tops: list[tuple[Pair, ...]],
     as_fits: bool,
@@ -201,7 +201,7 @@ def _keys_of_heads(
 # --- parts of both -------------------------------------------------------------------------------
 
 
-def _pair(page: Page, problem: Problem, pair: Pair) -> str:
+def _pair(page: Page, problem: CommandInput, pair: Pair) -> str:
     query = _name(page, pair.q_index, problem.q_token(pair.q_index))
     key = _name(page, pair.kv_index, problem.token_at(pair.kv_index))
     return f"{query} {page.arrow} {key} {pair.weight:.2f}"
@@ -242,7 +242,7 @@ def _side_by_side(rows: list[list[str]], top: int, room: int, as_fits: bool) -> 
 # --- JSON ----------------------------------------------------------------------------------------
 
 
-def _json(problem: Problem, found: list[dict[str, Any]]) -> str:
+def _json(problem: CommandInput, found: list[dict[str, Any]]) -> str:
     given, head_dim = problem.given, problem.query.shape[2]
     data = {
         "schema": SCHEMA,
@@ -264,7 +264,7 @@ def _json(problem: Problem, found: list[dict[str, Any]]) -> str:
     return json.dumps(data, indent=2, allow_nan=False) + "\n"
 
 
-def _head_data(problem: Problem, head: Head) -> dict[str, Any]:
+def _head_data(problem: CommandInput, head: Head) -> dict[str, Any]:
     return {
         "head": head.index,
         "entropy": _finite(head.entropy),
@@ -274,7 +274,7 @@ def _head_data(problem: Problem, head: Head) -> dict[str, Any]:
     }
 
 
-def _pair_data(problem: Problem, pairs: Sequence[Pair]) -> list[dict[str, Any]]:
+def _pair_data(problem: CommandInput, pairs: Sequence[Pair]) -> list[dict[str, Any]]:
     return [
         {
             "q_index": pair.q_index,

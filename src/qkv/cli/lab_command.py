@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qkv.cli.variants import add_variants, joined, said
+from qkv.cli.variants import add_variants, command_line_of, variants_of
 from qkv.errors import ArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ def run(options: argparse.Namespace) -> str:
                 raise ArgumentError(f"{name} goes with --model.", action="See qkv lab --help.")
     elif options.file is not None:
         raise ArgumentError("FILE and --model are two things to show.", action="Pass one of them.")
-    if options.file is None and said(options.variants):
-        raise ArgumentError(f"{said(options.variants)[0]} goes with a file of arrays.")
+    if options.file is None and command_line_of(options.variants):
+        raise ArgumentError(f"{command_line_of(options.variants)[0]} goes with a file of arrays.")
     if options.export is not None:
         return _export(options)
     try:
@@ -80,7 +80,7 @@ def _session(options: argparse.Namespace) -> Session:
             return Session(lab_source(options, bar))
     if options.file is None:
         return Session()
-    return Session(open_file(options.file, *joined(options.variants)))
+    return Session(open_file(options.file, *variants_of(options.variants)))
 
 
 def _export(options: argparse.Namespace) -> str:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from qkv.cli.model_loading import inspect_model
 from qkv.cli.terminal import Bar, Page
-from qkv.cli.variants import said
+from qkv.cli.variants import command_line_of
 from qkv.errors import ArgumentError
 from qkv.inspection.head_scores import KINDS, THRESHOLD
 from qkv.inspection.model_record import ModelRecord
@@ -32,11 +32,11 @@ _STYLES = {
     "sink": "bold black on yellow",
 }
 _CAUTION = "Attention is not explanation: weights show where a head reads, not why."
-_OF_A_FILE = {
+_FILE_OPTIONS = {
     "file": "FILE", "q_offset": "--q-offset", "scale": "--scale",
     "query": "--query", "head": "--head", "batch": "--batch", "top": "--top",
 }  # fmt: skip
-_OF_A_MODEL = {
+_MODEL_OPTIONS = {
     "text": "--text", "download": "--download", "tokens": "--tokens", "html": "--html",
     "save": "--save",
 }  # fmt: skip
@@ -44,15 +44,15 @@ _OF_A_MODEL = {
 
 def run(options: argparse.Namespace) -> str:
     """The output of the command."""
-    _refuse(options, _OF_A_FILE, "goes with a file of arrays, not with --model")
-    for word in said(options.variants)[:1]:
+    _refuse(options, _FILE_OPTIONS, "goes with a file of arrays, not with --model")
+    for word in command_line_of(options.variants)[:1]:
         raise ArgumentError(f"{word} goes with a file of arrays, not with --model.")
     if options.layout != "bhld":
         raise ArgumentError("--layout goes with a file of arrays, not with --model.")
     if options.tokens is not None and options.tokens < 1:
         raise ArgumentError(f"--tokens {options.tokens} reads nothing.", action="Pass 1 or more.")
     for file in filter(None, (options.html, options.save)):
-        # Not after minutes of work.
+        # Checked before minutes of work.
         if not Path(file).absolute().parent.is_dir():
             raise ArgumentError(f"{file} is in no folder.", action="Make the folder first.")
     with Bar(f"inspecting {Page().token(options.model, 40)}", passes=1) as bar:
@@ -61,25 +61,25 @@ def run(options: argparse.Namespace) -> str:
         record.save(options.save)
     if options.html:
         Path(options.html).write_text(html(record), encoding="utf-8")
-    return _json(record) if options.json else _shown(record, options)
+    return _json(record) if options.json else _text(record, options)
 
 
 def refuse_without_model(options: argparse.Namespace) -> None:
     """Complain of an option that says something of a model, where there is none."""
-    _refuse(options, _OF_A_MODEL, "goes with --model")
+    _refuse(options, _MODEL_OPTIONS, "goes with --model")
 
 
 def _refuse(options: argparse.Namespace, names: dict[str, str], reason: str) -> None:
     for attribute, shown in names.items():
-        said = getattr(options, attribute)
-        if said is not None and said is not False:
+        value = getattr(options, attribute)
+        if value is not None and value is not False:
             raise ArgumentError(f"{shown} {reason}.", action="See qkv inspect --help.")
 
 
 # --- the map -------------------------------------------------------------------------------------
 
 
-def _shown(record: ModelRecord, options: argparse.Namespace) -> str:
+def _text(record: ModelRecord, options: argparse.Namespace) -> str:
     page = Page()
     rows = list(record.rows())
     length = 0 if record.tokens is None else record.tokens.shape[-1]

@@ -1,4 +1,4 @@
-"""A model and a text for the command line, and what running the one on the other shows.
+"""Load a model and a text for the command line, and record the heads of one run.
 
 Weights come from safetensors files only and no code of a model's repository is run. Nothing is
 fetched unless that was asked for.
@@ -32,10 +32,10 @@ Progress = Callable[[int, int], None]
 
 TINY = "tiny"
 _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-_AFTER_ATTENTION = re.compile(r"(^|\.)(\w*pooler|\w*head|classifier|score)\.")
-"""Parts that files of another task lack, and that read what attention has made."""
-_MOST_BYTES = 1 << 26
-_LONGEST_REASON = 300
+_WEIGHTS_AFTER_ATTENTION = re.compile(r"(^|\.)(\w*pooler|\w*head|classifier|score)\.")
+"""Modules behind the attention layers, whose weights checkpoints of other tasks may lack."""
+_MAX_BYTES = 1 << 26
+_MAX_REASON_LENGTH = 300
 
 
 def inspect_model(
@@ -86,9 +86,9 @@ def _text(path: str) -> str:
         found = os.stat(path)
         if not stat.S_ISREG(found.st_mode):
             raise FileError(f"{name} is no regular file.", action="Pass a file of text.")
-        if found.st_size > _MOST_BYTES:
+        if found.st_size > _MAX_BYTES:
             raise FileError(
-                f"{name} has {found.st_size} bytes; at most {_MOST_BYTES} are read.",
+                f"{name} has {found.st_size} bytes; at most {_MAX_BYTES} are read.",
                 action="Cut the text.",
             )
         text = Path(path).read_text(encoding="utf-8")
@@ -174,14 +174,14 @@ def _run_transformer(
             ) from error
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
-        with _told(name, options.download):
-            config, tokenizer, model = _loaded(name, options.download, predicts)
+        with _loading_errors(name, options.download):
+            config, tokenizer, model = _load_model(name, options.download, predicts)
     ids = tokenizer(text, verbose=False)["input_ids"][: options.tokens]
     room = _require_room(ids, config, tokenizer)
     with (
         torch.no_grad(),
         qkv.hf.inspect(model, progress=progress, keep=keep) as record,
-        _reading(type(model).__name__),
+        _running_errors(type(model).__name__),
     ):
         model(input_ids=torch.tensor([ids]))
     record.model = name
@@ -215,15 +215,18 @@ def _require_safetensors(name: str) -> None:
 
 
 @contextmanager
-def _offline(asked: bool) -> Iterator[None]:
+def _offline(offline: bool) -> Iterator[None]:
     """No request to the hub inside, also none of those that loading from a folder makes."""
-    said = {"DISABLE_SAFETENSORS_CONVERSION": "1", **({"HF_HUB_OFFLINE": "1"} if asked else {})}
-    before = {name: os.environ.get(name) for name in said}
-    os.environ.update(said)
-    # The variable is read once, by whoever imports the library first.
+    variables = {
+        "DISABLE_SAFETENSORS_CONVERSION": "1",
+        **({"HF_HUB_OFFLINE": "1"} if offline else {}),
+    }
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    # huggingface_hub reads the variable once, when it is first imported.
     hub: Any = sys.modules.get("huggingface_hub.constants")
     was_offline = getattr(hub, "HF_HUB_OFFLINE", False)
-    if hub is not None and asked:
+    if hub is not None and offline:
         hub.HF_HUB_OFFLINE = True
     try:
         yield
@@ -237,7 +240,7 @@ def _offline(asked: bool) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _loaded(name: str, download: bool, predicts: bool) -> tuple[Any, Any, Any]:
+def _load_model(name: str, download: bool, predicts: bool) -> tuple[Any, Any, Any]:
     """Configuration, tokenizer and the part of the model that reads text."""
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
@@ -258,14 +261,16 @@ def _loaded(name: str, download: bool, predicts: bool) -> tuple[Any, Any, Any]:
         sorted(
             key
             for key, weight in whole.named_parameters(remove_duplicate=False)
-            if key in report["missing_keys"] and weight in read and not _AFTER_ATTENTION.search(key)
+            if key in report["missing_keys"]
+            and weight in read
+            and not _WEIGHTS_AFTER_ATTENTION.search(key)
         ),
     )
     return config, tokenizer, model.eval()
 
 
 def _require_weights(name: str, missing: list[str]) -> None:
-    """Complain of weights that transformers makes up, where no file holds them."""
+    """Raise an error if a weight is in no file, since transformers would make it random."""
     if missing:
         raise FileError(
             f"{shown(name)} lacks {len(missing)} of the model's weights; random ones would stand "
@@ -276,15 +281,15 @@ def _require_weights(name: str, missing: list[str]) -> None:
 
 
 @contextmanager
-def _told(name: str, download: bool) -> Iterator[None]:
-    """What goes wrong while a model is loaded, in the form of all other errors."""
+def _loading_errors(name: str, download: bool) -> Iterator[None]:
+    """Turn any error of loading a model into an error of this package."""
     quoted = shown(name)
     try:
         yield
     except QkvError:
         raise
     except Exception as error:
-        # Files of anybody, read by many libraries: what they raise has no common form.
+        # Many libraries read the files, and their errors have no common base class.
         reason = _reason(error)
         if "trust_remote_code" in str(error):
             raise UnsupportedError(
@@ -302,7 +307,7 @@ def _told(name: str, download: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _reading(name: str) -> Iterator[None]:
+def _running_errors(name: str) -> Iterator[None]:
     try:
         yield
     except QkvError:
@@ -316,12 +321,12 @@ def _reading(name: str) -> Iterator[None]:
 
 def _reason(error: Exception) -> str:
     """The first line of somebody else's message."""
-    said = str(error).strip() or type(error).__name__
-    return said.splitlines()[0][:_LONGEST_REASON]
+    message = str(error).strip() or type(error).__name__
+    return message.splitlines()[0][:_MAX_REASON_LENGTH]
 
 
 def _require_room(ids: list[int], config: Any, tokenizer: Any) -> int:
-    """As many tokens as the model has positions, which is returned."""
+    """The positions of the model; raise an error if the text has more tokens."""
     if not ids:
         raise ArgumentError("the text has no tokens.", action="Write a sentence into it.")
     text_config = config.get_text_config()

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 import qkv
 from qkv.cli.terminal import Page
-from qkv.cli.variants import joined
+from qkv.cli.variants import variants_of
 from qkv.errors import ArgumentError
 from qkv.files import read_arrays
 
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> str:
         query,
         key,
         value,
-        *joined(options.variants),
+        *variants_of(options.variants),
         scale=options.scale,
         layout=options.layout,
         q_offset=options.q_offset,
@@ -51,12 +51,12 @@ def run(options: argparse.Namespace) -> str:
 
 def _arrays(options: argparse.Namespace) -> tuple[Array, Array, Array]:
     given = {name: getattr(options, name) for name in _SIZES}
-    said = [name for name in (*given, "dtype") if getattr(options, name) is not None]
+    given_options = [name for name in (*given, "dtype") if getattr(options, name) is not None]
     if options.file is not None:
-        if said:
+        if given_options:
             raise ArgumentError(
-                f"{_flag(said[0])} was given, and the file {options.file!r:.80}, whose arrays "
-                "have sizes.",
+                f"{_flag(given_options[0])} was given, and the file {options.file!r:.80}, whose "
+                "arrays have sizes.",
                 action="Pass a file, or sizes.",
             )
         arrays = read_arrays(options.file)

@@ -1,4 +1,4 @@
-"""How commands look: console, tokens of other people, a bar for long work."""
+"""Terminal output of commands: tables, printable tokens, a progress bar."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ BAR_AFTER = 0.5
 
 
 class Page:
-    """Output in the making: rendered for standard output, given back as text."""
+    """Builds the output of a command and renders it as text for standard output."""
 
     def __init__(self) -> None:
-        # Nothing in a text is read as markup or emoji: most of it is other people's.
+        # Texts come from files, so nothing in them is interpreted as markup or emoji.
         self.console = Console(
             file=sys.stdout, markup=False, highlight=False, emoji=False, soft_wrap=False
         )
@@ -72,7 +72,7 @@ def weight(value: float) -> Text:
 
 
 class Bar:
-    """Progress on standard error, if that is a terminal and the work turns out to be long.
+    """A progress bar on standard error, if that is a terminal and the work takes long.
 
     Called with `(done, total)` by each of `passes` passes over the weights.
     """

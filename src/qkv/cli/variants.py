@@ -1,4 +1,4 @@
-"""The options that say variants: one table from option to variant, in the order they are given."""
+"""Command-line options for variants: one table, applied in the order of the command line."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 import qkv
 from qkv.errors import ArgumentError, FileError, QkvError
 
-__all__ = ["Said", "add_variants", "joined", "said", "words"]
+__all__ = ["VariantArgument", "add_variants", "command_line_of", "variants_of", "words"]
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option: what it takes, what it makes of that, and what may be left out.
+    """One option: its value, the variant that it makes, and its help.
 
-    `optional` says that the option may stand alone; without `takes` it always does. `everywhere`
+    `optional` says that the option may stand alone; without `takes` it always does. `uniform`
     says that the variant is the same for every batch row, head and query, so that any part of a
     problem can be computed alone.
     """
@@ -30,12 +30,12 @@ class Option:
     help: str
     make: Callable[[str], Any]
     optional: bool = False
-    everywhere: bool = True
+    uniform: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """An option as it was given, and its variant; `--or` has none."""
+class VariantArgument:
+    """An option of the command line and its variant, which is None for `--or`."""
 
     option: Option
     text: str
@@ -112,36 +112,36 @@ OPTIONS = (
     Option("--window", "LEFT,RIGHT", "keys before and after the query's own; none: no bound",
            _window),
     Option("--lengths", "N[,N...]", "real keys of all batch rows, or of each",
-           lambda text: qkv.KeyLengths(_one_or_more(_integers(text))), everywhere=False),
+           lambda text: qkv.KeyLengths(_one_or_more(_integers(text))), uniform=False),
     Option("--segments", "ID,ID...", "the segment of each row; queries see their own",
-           lambda text: qkv.Segments(_integers(text)), everywhere=False),
+           lambda text: qkv.Segments(_integers(text)), uniform=False),
     Option("--prefix", "N[,N...]", "keys before position N",
-           lambda text: qkv.Prefix(_one_or_more(_integers(text))), everywhere=False),
+           lambda text: qkv.Prefix(_one_or_more(_integers(text))), uniform=False),
     Option("--global", "P[,P...]", "positions that see all and are seen by all",
            lambda text: qkv.GlobalTokens(_integers(text))),
     Option("--strided", "N", "every N-th key, counted from the query",
            lambda text: qkv.Strided(int(text))),
     Option("--random-blocks", "SIZE,COUNT[,SEED]", "random blocks of keys, as in BigBird",
-           _random_blocks, everywhere=False),
+           _random_blocks, uniform=False),
     Option("--block-sparse", "FILE,BLOCK_Q,BLOCK_KV", "a boolean for each block, from a .npy file",
-           _block_sparse, everywhere=False),
+           _block_sparse, uniform=False),
     Option("--mask", "FILE", "a boolean array from a .npy file, True may attend",
-           lambda text: qkv.Mask(_array(text)), everywhere=False),
+           lambda text: qkv.Mask(_array(text)), uniform=False),
     Option("--bias", "FILE", "a floating array from a .npy file, added to the scores",
-           lambda text: qkv.Bias(_array(text)), everywhere=False),
+           lambda text: qkv.Bias(_array(text)), uniform=False),
     Option("--alibi", "SLOPE[,SLOPE...]", "a bias linear in the distance; slopes of the paper",
            lambda text: qkv.ALiBi(_one_or_more(_numbers(text)) if text else None), True, False),
     Option("--t5", "FILE[,encoder|decoder[,MAX_DISTANCE]]",
            "T5's bias: its table (num_buckets, num_heads) from a .npy file", _t5,
-           everywhere=False),
+           uniform=False),
     Option("--softcap", "CAP", "scores kept within CAP by tanh",
            lambda text: qkv.Softcap(float(text))),
     Option("--rope", "BASE[,ROTARY_DIM[,LAYOUT]]",
            "rotary positions; LAYOUT is half_split or interleaved", _rope, True),
     Option("--sinks", "S[,S...]", "a logit in the denominator, of all heads or each",
-           lambda text: qkv.Sinks(_one_or_more(_numbers(text))), everywhere=False),
+           lambda text: qkv.Sinks(_one_or_more(_numbers(text))), uniform=False),
     Option("--dropout", "P,SEED", "weights dropped with probability P", _dropout,
-           everywhere=False),
+           uniform=False),
     Option("--or", "", "join the masks before and after it: either may allow", lambda _: None,
            True),
 )  # fmt: skip
@@ -150,16 +150,16 @@ OPTIONS = (
 _BY_FLAG = {option.flag: option for option in OPTIONS}
 
 
-class _Say(argparse.Action):
+class _VariantAction(argparse.Action):
     """Keep variants in the order in which they were given."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         option = _BY_FLAG[str(option_string)]
-        found = Said(option, values or "", _made(option, values or ""))
+        found = VariantArgument(option, values or "", _make_variant(option, values or ""))
         setattr(namespace, self.dest, (*getattr(namespace, self.dest), found))
 
 
-def _made(option: Option, text: str) -> Any:
+def _make_variant(option: Option, text: str) -> Any:
     takes = f"{option.flag} takes {option.takes or 'no value'}: {option.help}."
     try:
         if text and not option.takes:
@@ -178,9 +178,9 @@ def add_variants(parser: argparse.ArgumentParser) -> None:
     )
     parser.set_defaults(variants=())
     for option in OPTIONS:
-        # `words` has put what belongs to an option behind an equals sign.
+        # `words` has joined each option and its value with an equals sign.
         group.add_argument(
-            option.flag, dest="variants", action=_Say, metavar=option.takes or None,
+            option.flag, dest="variants", action=_VariantAction, metavar=option.takes or None,
             nargs=None if not option.optional else "?" if option.takes else 0,
             help=option.help, default=argparse.SUPPRESS,
         )  # fmt: skip
@@ -198,9 +198,9 @@ def words(argv: Sequence[str]) -> list[str]:
         word = waiting.pop(0)
         option = _BY_FLAG.get(word)
         if option is not None and option.takes and waiting:
-            follows = waiting[0]
-            number = follows.lstrip("-")[:1]
-            if number.isdigit() or number == "." or not (option.optional or follows[:1] == "-"):
+            following = waiting[0]
+            number = following.lstrip("-")[:1]
+            if number.isdigit() or number == "." or not (option.optional or following[:1] == "-"):
                 word = f"{word}={waiting.pop(0)}"
         if option is not None and option.optional and option.takes and "=" not in word:
             word += "="
@@ -208,36 +208,36 @@ def words(argv: Sequence[str]) -> list[str]:
     return done
 
 
-def joined(given: Sequence[Said]) -> tuple[Any, ...]:
-    """The variants, neighbours of each `--or` as one."""
+def variants_of(given: Sequence[VariantArgument]) -> tuple[Any, ...]:
+    """The variants, with the masks on both sides of each `--or` joined."""
     found: list[Any] = []
     joining = False
     for entry in given:
         if entry.variant is None:
             if joining or not found or not isinstance(found[-1], qkv.MaskVariant):
-                raise _without_masks()
+                raise _or_without_masks()
             joining = True
         elif joining:
             if not isinstance(entry.variant, qkv.MaskVariant):
-                raise _without_masks()
+                raise _or_without_masks()
             found[-1] = found[-1] | entry.variant
             joining = False
         else:
             found.append(entry.variant)
     if joining:
-        raise _without_masks()
+        raise _or_without_masks()
     return tuple(found)
 
 
-def _without_masks() -> ArgumentError:
+def _or_without_masks() -> ArgumentError:
     return ArgumentError(
         "--or does not stand between two masks.",
         action="Write it as in --window 4,4 --or --global 0.",
     )
 
 
-def said(given: Sequence[Said]) -> list[str]:
-    """The words of the command line that say these variants."""
+def command_line_of(given: Sequence[VariantArgument]) -> list[str]:
+    """The command-line words that give these variants."""
     found = []
     for entry in given:
         found += [entry.option.flag, entry.text] if entry.text else [entry.option.flag]

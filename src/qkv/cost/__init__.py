@@ -1,4 +1,4 @@
-"""What attention and whole models cost: operations, parameters, bytes, cache, time at the roofline.
+"""The cost of attention and of models: operations, parameters, bytes, cache, roofline time.
 
 model     what a model is made of        config, cards   where models come from
 layers    the ledger of one layer        whole           of a whole model

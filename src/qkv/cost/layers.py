@@ -21,7 +21,7 @@ from qkv.ledger import (
 
 __all__ = [
     "ACTIVATIONS",
-    "Run",
+    "PassSizes",
     "embedding_ledger",
     "head_ledger",
     "idle_parameters",
@@ -36,8 +36,8 @@ ACTIVATIONS: dict[str, dict[str, int]] = {
 """Operations for each number; GELU by its usual approximation with tanh."""
 
 
-class Run(NamedTuple):
-    """What is computed.
+class PassSizes(NamedTuple):
+    """The sizes of one forward pass.
 
     Attributes
     ----------
@@ -49,17 +49,21 @@ class Run(NamedTuple):
         Tokens of each sequence, the new ones included.
     size : Count
         Bytes of a number.
+    source : Count
+        Tokens that an encoder read, for each sequence.
     """
 
     batch: Count
     tokens: Count
     context: Count
     size: Count
+    source: Count = Count(0)
 
     @property
     def rows(self) -> Count:
         """New tokens of all sequences."""
-        return self.batch * self.tokens  # type: ignore[no-any-return]
+        rows: Count = self.batch * self.tokens
+        return rows
 
     @property
     def decoding(self) -> bool:
@@ -67,7 +71,7 @@ class Run(NamedTuple):
         return self.tokens < self.context
 
 
-def layer_ledger(model: Model, layer: Layer, run: Run) -> Ledger:
+def layer_ledger(model: Model, layer: Layer, run: PassSizes) -> Ledger:
     """The cost of one layer.
 
     Parameters
@@ -75,7 +79,7 @@ def layer_ledger(model: Model, layer: Layer, run: Run) -> Ledger:
     model : Model
         The width and the kind of normalisation are read.
     layer : Layer
-    run : Run
+    run : PassSizes
     """
     width = Count(model.width, "e")
     attention = layer.attention
@@ -85,13 +89,15 @@ def layer_ledger(model: Model, layer: Layer, run: Run) -> Ledger:
     if not attention.projections:
         return counted
     counted += step("residual", add=run.rows * width)
+    if layer.cross is not None:
+        counted += _cross(layer.cross, width, run) + step("residual", add=run.rows * width)
     if layer.feed_forward is not None:
         counted += _feed_forward(layer.feed_forward, width, run)
         counted += step("residual", add=run.rows * width)
     return counted
 
 
-def embedding_ledger(model: Model, run: Run) -> Ledger:
+def embedding_ledger(model: Model, run: PassSizes) -> Ledger:
     """Looking up tokens, and every learned table outside the layers."""
     width, vocabulary = Count(model.width, "e"), Count(model.vocab_size, "V")
     read = run.rows * width if model.vocab_size else Count(0)
@@ -105,7 +111,7 @@ def embedding_ledger(model: Model, run: Run) -> Ledger:
     return tables + _norm("final_norm", model.norm, run.rows, width)
 
 
-def head_ledger(model: Model, run: Run) -> Ledger:
+def head_ledger(model: Model, run: PassSizes) -> Ledger:
     """Scores of the vocabulary for the last token of each sequence."""
     if not model.head:
         return Ledger()
@@ -146,24 +152,25 @@ def _rotation(rows: Count, heads: int, rope_dim: int) -> Ledger:
     return step("rope", multiply=4 * pairs, add=pairs, subtract=pairs) if rope_dim else Ledger()
 
 
-def _pairs(attention: Attention, run: Run) -> Count:
+def _pairs(attention: Attention, run: PassSizes) -> Count:
     """Pairs of query and key for one head of all sequences."""
     left = None
     if attention.window is not None:
         window = Count(attention.window, "w")
         left = window - 1 if attention.causal else Count(attention.window // 2, "w_side")
     pairs = attended_pairs(run.tokens, run.context, causal=attention.causal, left=left)
-    return run.batch * pairs  # type: ignore[no-any-return]
+    found: Count = run.batch * pairs
+    return found
 
 
-def _cache(attention: Attention, run: Run) -> Ledger:
+def _cache(attention: Attention, run: PassSizes) -> Ledger:
     """Reading what earlier tokens left; what new ones leave is written by their projections."""
     held = attention.cached_tokens(run.context) if run.decoding else int(run.context)
     named = run.context if held == run.context else Count(held, "w")
     return Ledger(bytes_read=run.batch * named * attention.cached_numbers * run.size)
 
 
-def _attention(attention: Attention, width: Count, run: Run) -> Ledger:
+def _attention(attention: Attention, width: Count, run: PassSizes) -> Ledger:
     rows, size = run.rows, run.size
     h, g = Count(attention.num_heads, "h"), Count(attention.num_kv_heads, "g")
     d = Count(attention.head_dim, "d")
@@ -175,7 +182,7 @@ def _attention(attention: Attention, width: Count, run: Run) -> Ledger:
         return core
     bias = attention.qkv_bias
     counted = _linear("q_proj", rows, width, h * d, bias, size)
-    counted += _linear("k_proj", rows, width, g * d, bias, size)
+    counted += _linear("k_proj", rows, width, g * d, bias and attention.key_bias, size)
     counted += _linear("v_proj", rows, width, g * d_v, bias, size)
     if attention.qk_norm == "head":
         counted += _norm("q_norm", Norm(), rows * h, d) + _norm("k_norm", Norm(), rows * g, d)
@@ -188,8 +195,10 @@ def _attention(attention: Attention, width: Count, run: Run) -> Ledger:
         counted += _linear("pair_bias", pairs, channels, h, False, size)
         counted += step("pair_bias", add=_pairs(attention, run) * h)
     counted += core
+    if attention.relative_bias:
+        counted += step("relative_bias", add=_pairs(attention, run) * h)
     if attention.sinks:
-        # The sink is one more entry of each row's sum, and of its maximum.
+        # The sink is one more term of each row's sum and of its maximum.
         extra = rows * h
         sink = step("sink", compare=extra, subtract=extra, exp=extra, add=extra)
         counted += sink + Ledger(parameters=h)
@@ -200,7 +209,24 @@ def _attention(attention: Attention, width: Count, run: Run) -> Ledger:
     return counted + _linear("out_proj", rows, h * d_v, width, attention.out_bias, size)
 
 
-def _latent(attention: Attention, width: Count, run: Run) -> Ledger:
+def _cross(attention: Attention, width: Count, run: PassSizes) -> Ledger:
+    """Attention to the source, whose keys and values are made once and kept while decoding."""
+    rows, size, bias = run.rows, run.size, attention.qkv_bias
+    h, g = Count(attention.num_heads, "h"), Count(attention.num_kv_heads, "g")
+    d, source = Count(attention.head_dim, "d"), run.batch * run.source
+    counted = _linear("cross_q_proj", rows, width, h * d, bias, size)
+    for name, has_bias in (("k", bias and attention.key_bias), ("v", bias)):
+        made = _linear(f"cross_{name}_proj", source, width, g * d, has_bias, size)
+        counted += Ledger(parameters=made.parameters) if run.decoding else made
+    counted += attention_ledger(rows * run.source, rows, d, d) * h
+    counted += Ledger(
+        bytes_read=(rows * h * d + source * attention.cached_numbers) * size,
+        bytes_written=rows * h * d * size,
+    )
+    return counted + _linear("cross_out_proj", rows, h * d, width, attention.out_bias, size)
+
+
+def _latent(attention: Attention, width: Count, run: PassSizes) -> Ledger:
     """Multi-head latent attention; while decoding in its absorbed form.
 
     Absorbed, a query is taken into the latent space, where all heads attend to the cached rows
@@ -250,13 +276,13 @@ def _latent(attention: Attention, width: Count, run: Run) -> Ledger:
     return counted + _linear("out_proj", rows, h * d_v, width, attention.out_bias, size)
 
 
-def _feed_forward(forward: FeedForward, width: Count, run: Run) -> Ledger:
+def _feed_forward(forward: FeedForward, width: Count, run: PassSizes) -> Ledger:
     hidden = Count(forward.width, "f")
     if not forward.experts:
         return _hidden(forward, "", run.rows, width, hidden, run.size)
     experts, chosen = Count(forward.experts, "E"), Count(forward.experts_per_token, "k")
     one = _hidden(forward, "expert_", run.rows, width, hidden, run.size)
-    # Each token goes through k experts. What moves are the weights of those that any token chose,
+    # Each token goes through k experts. Bytes moved are the weights of every chosen expert,
     # at most k for each token, and each token's rows k times.
     weights = one.parameters * run.size
     rows_read = one.bytes_read - weights

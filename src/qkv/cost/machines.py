@@ -1,4 +1,4 @@
-"""Machines for the roofline: what they compute and move at most in a second."""
+"""Machines for the roofline: their peak operations and bytes per second."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["DTYPE_BYTES", "Machine", "Roofline", "bytes_of", "machine", "machine
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "int8": 1,
 }  # fmt: skip
-"""Bytes of a number in each type that a cost can be asked for."""
+"""Bytes of one number, for each dtype whose cost can be computed."""
 
 _BEYOND_CACHES = 2**29
 """Bytes that are read to measure this machine's memory."""
@@ -53,6 +53,12 @@ class Roofline(NamedTuple):
     seconds : float
     bound : str
         "operations" or "memory": which of the two takes longer.
+
+    Examples
+    --------
+    >>> from qkv.cost import machine
+    >>> machine("h100").roofline(10**9, 10**12, "bfloat16").bound
+    'memory'
     """
 
     seconds: float
@@ -61,7 +67,7 @@ class Roofline(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a machine does at most.
+    """The peak operations and bandwidth of a machine.
 
     Attributes
     ----------
@@ -74,6 +80,13 @@ class Machine:
         Where the numbers come from.
     estimated : bool
         Whether the peak is computed from other numbers because its maker publishes none.
+
+    Examples
+    --------
+    >>> from qkv.cost import Machine
+    >>> mine = Machine("mine", {"float32": 1e12}, 1e11, "its data sheet")
+    >>> mine.roofline(2 * 10**12, 10**11, "float32")
+    Roofline(seconds=2.0, bound='operations')
     """
 
     name: str
@@ -107,7 +120,14 @@ class Machine:
 
 
 def machine_names() -> tuple[str, ...]:
-    """Names that `machine` knows; "here" is the machine on which this runs."""
+    """Names that `machine` knows; "here" is the machine on which this runs.
+
+    Examples
+    --------
+    >>> from qkv.cost import machine_names
+    >>> "h100" in machine_names()
+    True
+    """
     return (*_described(), "here")
 
 
@@ -166,6 +186,6 @@ def _measured() -> Machine:
             f"this machine cannot be measured: {error}.",
             action=f"Install llvmlite, or name one of {', '.join(_described())}.",
         ) from error
-    # There is no float16 arithmetic in the kernels: they widen it.
+    # The kernels convert float16 to float32 before arithmetic.
     peak["float16"] = peak["float32"]
     return Machine("this machine", peak, bandwidth, f"measured just now with {threads} threads")

@@ -1,4 +1,4 @@
-"""What one mechanism costs, by its own ledger."""
+"""The cost of one mechanism, from its own ledger."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["MechanismCost", "mechanism_cost"]
 
 @dataclass(frozen=True, slots=True)
 class MechanismCost:
-    """What one call of a mechanism costs.
+    """The cost of one call of a mechanism.
 
     Attributes
     ----------
@@ -29,6 +29,13 @@ class MechanismCost:
         Operations, parameters and bytes.
     score_bytes : int
         Bytes that the scores of all pairs of tokens would take, for all its heads.
+
+    Examples
+    --------
+    >>> from qkv.cost import mechanism_cost
+    >>> cost = mechanism_cost("scaled-dot-product", 1000, dtype="float64")
+    >>> cost.score_bytes
+    8000000
     """
 
     name: str
@@ -88,7 +95,7 @@ class MechanismCost:
 def mechanism_cost(
     mechanism: Mechanism | str, context: int = 5, *, batch: int = 1, dtype: str = "float32"
 ) -> MechanismCost:
-    """What one call of a mechanism costs.
+    """The cost of one call of a mechanism.
 
     Parameters
     ----------

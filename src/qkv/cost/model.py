@@ -1,4 +1,4 @@
-"""What a transformer is made of, as far as its cost depends on it."""
+"""The sizes of a transformer that determine its cost."""
 
 from __future__ import annotations
 
@@ -19,6 +19,12 @@ class Latent:
         Length of the latent row from which keys and values are made.
     rope_dim : int
         Components of a key that carry its position; shared by all heads and cached too.
+
+    Examples
+    --------
+    >>> from qkv.cost import Latent
+    >>> Latent(query_rank=0, rank=512, rope_dim=64).rank
+    512
     """
 
     query_rank: int
@@ -45,6 +51,10 @@ class Attention:
         Whether query, key, value and output are projected; False for attention by itself.
     qkv_bias, out_bias : bool
         Whether projections add a bias.
+    key_bias : bool
+        Whether the projection of keys adds one too, if `qkv_bias`.
+    relative_bias : bool
+        Whether a number from a table of distances is added to each score (T5).
     qk_norm : str
         What rows of query and key are normalised over: "" for not at all, "head" for each head
         with shared weights, "full" for all heads together.
@@ -56,6 +66,13 @@ class Attention:
         Whether outputs are multiplied by a gate of their own projection.
     pair_width : int
         Channels of a pair representation from which biases of scores are projected (AlphaFold2).
+
+    Examples
+    --------
+    >>> from qkv.cost import Attention
+    >>> layer = Attention(num_heads=32, num_kv_heads=8, head_dim=128, v_head_dim=128, window=4096)
+    >>> layer.kind, layer.cached_numbers, layer.cached_tokens(10_000)
+    ('32 heads over 8, window 4096', 2048, 4096)
     """
 
     num_heads: int
@@ -68,6 +85,8 @@ class Attention:
     projections: bool = True
     qkv_bias: bool = False
     out_bias: bool = False
+    key_bias: bool = True
+    relative_bias: bool = False
     qk_norm: str = ""
     rope_dim: int = 0
     sinks: bool = False
@@ -76,7 +95,7 @@ class Attention:
 
     @property
     def kind(self) -> str:
-        """In a few words, for a table."""
+        """A few words for a table."""
         if self.latent:
             words = f"latent {self.latent.rank}+{self.latent.rope_dim}"
         elif self.num_kv_heads < self.num_heads:
@@ -121,6 +140,12 @@ class FeedForward:
         Whether the router adds a bias.
     shared_gate : bool
         Whether the shared expert's output is multiplied by a learned gate.
+
+    Examples
+    --------
+    >>> from qkv.cost import FeedForward
+    >>> FeedForward(14336).gated
+    True
     """
 
     width: int
@@ -144,6 +169,12 @@ class Norm:
         True for LayerNorm.
     weight, bias : bool
         Whether it multiplies by learned numbers, and adds some.
+
+    Examples
+    --------
+    >>> from qkv.cost import Norm
+    >>> Norm(centred=True, bias=True).parameters(768)
+    1536
     """
 
     centred: bool = False
@@ -164,11 +195,20 @@ class Layer:
     attention : Attention
     feed_forward : FeedForward or None
     norms : int
+    cross : Attention or None
+        Attention of a decoder to what its encoder made of the source.
+
+    Examples
+    --------
+    >>> from qkv.cost import model_card
+    >>> model_card("llama-3-8b").layers[0].attention.num_heads
+    32
     """
 
     attention: Attention
     feed_forward: FeedForward | None
     norms: int
+    cross: Attention | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +242,15 @@ class Model:
         Whether the sizes are rumour rather than published.
     notes : tuple of str
         What the count leaves out or assumes.
+    encoder : Model or None
+        What reads the source, if this is a decoder that attends to one. Both share a token table.
+
+    Examples
+    --------
+    >>> from qkv.cost import model_card
+    >>> model = model_card("llama-3-8b")
+    >>> model.width, len(model.layers), model.causal
+    (4096, 32, True)
     """
 
     name: str
@@ -217,6 +266,7 @@ class Model:
     source: str = ""
     speculative: bool = False
     notes: tuple[str, ...] = ()
+    encoder: Model | None = None
 
     @property
     def causal(self) -> bool:

@@ -203,15 +203,15 @@ class _Block:
 
 def _compiled(source: str) -> Any:
     """Machine code with `run(block, worker)`; the one place that knows the compiler."""
-    from qkv.backends.cpu.compile import Kernel, build
-    from qkv.backends.cpu.host import host
+    from qkv.backends.cpu.compiler.compile import Kernel, build
+    from qkv.backends.cpu.machine.host import host
 
     return Kernel(build(str, (source,), host()))
 
 
 def _features() -> set[str]:
-    from qkv.backends.cpu.host import host
-    from qkv.backends.cpu.matrix_unit import permitted
+    from qkv.backends.cpu.machine.host import host
+    from qkv.backends.cpu.machine.tile_permission import permitted
 
     features = host().features.split(",")
     found = {"", *(name[1:] for name in features if name.startswith("+"))}

@@ -1,4 +1,4 @@
-"""What the classical teaching texts print wrongly, with what is right and why.
+"""Errors in the classical teaching texts, each with the right statement and the reason.
 
 `qkv.errata.ERRATA` holds all of them, `qkv.errata.erratum("cat-row")` one.
 """

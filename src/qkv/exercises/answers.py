@@ -1,4 +1,4 @@
-"""What is right in each exercise, and what usual mistakes look like."""
+"""The check of each exercise: the right answer, and the usual mistakes."""
 
 from __future__ import annotations
 
@@ -34,6 +34,12 @@ class Verdict:
     right : bool
     why : str
         In one or two sentences.
+
+    Examples
+    --------
+    >>> import qkv
+    >>> print(qkv.exercises.check("003.2", 0.0))
+    wrong: the answer has shape (); (5,) is asked for.
     """
 
     right: bool
@@ -52,7 +58,7 @@ class _NotNumbersError(Exception):
 
 def _numbers(answer: Any, shape: tuple[int, ...]) -> Array:
     """An answer as float64 numbers of a shape, all of them finite."""
-    if hasattr(answer, "get_array"):  # what imshow of matplotlib returns
+    if hasattr(answer, "get_array"):  # An image, as matplotlib's imshow returns it.
         answer = np.ma.filled(answer.get_array().astype(np.float64), np.nan)
     if isinstance(answer, str | bytes):
         raise _NotNumbersError("the answer is text; pass numbers, not a string of them.")
@@ -160,20 +166,20 @@ def _plot(answer: Any) -> Verdict:
 def _entropy(answer: Any) -> Verdict:
     scores = _numbers(answer, (2, 5))
     high, low = softmax(scores).entropy
-    said = f"the entropies are {high:.3f} and {low:.3f} nats"
+    entropies = f"the entropies are {high:.3f} and {low:.3f} nats"
     if high < 0.99 * log(5):
         hint = (
             "the rows are in the other order."
             if low >= 0.99 * log(5)
             else ("the first must be at least 0.99 log(5) = 1.593: nearly equal scores give it.")
         )
-        return Verdict(False, f"{said}; {hint}")
+        return Verdict(False, f"{entropies}; {hint}")
     if low >= 0.01:
         return Verdict(
             False,
-            f"{said}; the second must be below 0.01: one far larger score gives it.",
+            f"{entropies}; the second must be below 0.01: one far larger score gives it.",
         )
-    return Verdict(True, f"{said}: equal scores spread, one far above the others chooses.")
+    return Verdict(True, f"{entropies}: equal scores spread, one far above the others chooses.")
 
 
 def _same_projection(answer: Any) -> Verdict:
@@ -318,4 +324,4 @@ CHECKS: dict[str, Callable[[Any], Verdict]] = {
         "003.11": _dictionary,
     }.items()
 }
-"""What checks each exercise."""
+"""The function that checks each exercise, by its name."""

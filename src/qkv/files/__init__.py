@@ -55,7 +55,7 @@ def read_arrays(path: str | os.PathLike[str]) -> Arrays:
     """
     name = repr(os.fspath(path))
     try:
-        # Looked at before it is opened: opening a pipe would wait for a writer.
+        # Checked before the file is opened, because opening a pipe waits for a writer.
         mode = os.stat(path).st_mode
     except ValueError as error:
         raise FileError(f"{name} is not a path.", action="Pass the path of a file.") from error

@@ -1,4 +1,4 @@
-"""What the readers of all formats share: the open file, an array found in it, and the result."""
+"""The types that readers of all formats share: the open file, an array entry, and the result."""
 
 from __future__ import annotations
 
@@ -30,7 +30,15 @@ _REPR.maxstring = _REPR.maxother = 80
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrays:
-    """Query, key and value as they were stored; tokens if the file has any; other metadata."""
+    """Query, key and value as they were stored; tokens if the file has any; other metadata.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv.files
+    >>> x = np.eye(2)
+    >>> qkv.files.Arrays(x, x, x, tokens=None, metadata={}).value.shape
+    (2, 2)
+    """
 
     query: Array
     key: Array

@@ -56,10 +56,10 @@ def write_arrays(
     from safetensors.numpy import save
 
     arrays = {"q": query, "k": key, "v": value}
-    said = dict(metadata or {})
+    header = dict(metadata or {})
     if tokens is not None:
-        said["tokens"] = json.dumps(list(tokens))
-    data = save({name: np.ascontiguousarray(array) for name, array in arrays.items()}, said)
+        header["tokens"] = json.dumps(list(tokens))
+    data = save({name: np.ascontiguousarray(array) for name, array in arrays.items()}, header)
     replace_file(path, data)
 
 

@@ -41,10 +41,9 @@ def enable() -> None:
 
     Registers the attention function and the mask function under that name; to call it again
     changes nothing. Models then take `attn_implementation="qkv"`, with padding, sliding windows,
-    softcap, sinks, position bias, static and dynamic caches, packed rows and training. Masks are
-    said rather than stored, so that memory does not grow with q_len * kv_len, and
-    `output_attentions=True`, given with the inputs, returns weights that are computed where they
-    are read.
+    softcap, sinks, position bias, static and dynamic caches, packed rows and training. Masks take
+    no memory of the size q_len * kv_len. `output_attentions=True`, given with the inputs, returns
+    weights that are computed where they are read.
 
     Notes
     -----
@@ -54,9 +53,14 @@ def enable() -> None:
 
     Examples
     --------
-    >>> import qkv.hf  # doctest: +SKIP
-    >>> qkv.hf.enable()  # doctest: +SKIP
-    >>> model.set_attn_implementation("qkv")  # doctest: +SKIP
+    >>> import torch, qkv.hf
+    >>> from transformers import GPT2Config, GPT2Model
+    >>> qkv.hf.enable()
+    >>> model = GPT2Model(GPT2Config(n_embd=8, n_layer=1, n_head=2))
+    >>> ids = torch.tensor([[1, 2, 3]])
+    >>> model.set_attn_implementation("qkv")
+    >>> model(ids).last_hidden_state.shape
+    torch.Size([1, 3, 8])
     """
     AttentionInterface.register("qkv", attend)
     AttentionMaskInterface.register("qkv", state_mask)

@@ -98,8 +98,8 @@ def attend(
     lengths = query.shape[2], key.shape[2]
     masks, q_offset, kv_offset = _masks(attention_mask, causal and lengths[0] > 1, lengths)
     call = LayerCall(module, query, key, value, (*variants, *masks), scaling, q_offset, kv_offset)
-    for seen in _observers:
-        seen(call)
+    for observer in _observers:
+        observer(call)
     wanted = output_attentions or _collected()
     out = call.output()
     for change in _changes:
@@ -108,9 +108,9 @@ def attend(
 
 
 def _seed() -> Any:
-    """Of one call, from torch's default generator."""
+    """The dropout seed of one call, from torch's default generator."""
     drawn = torch.randint(2**63 - 1, (), device="cpu")
-    # Compiled code draws anew with each call; a number would be a break in its graph.
+    # Under torch.compile the seed stays a tensor, because a number would break the graph.
     return drawn if torch.compiler.is_compiling() else int(drawn)
 
 
@@ -123,13 +123,13 @@ def _masks(
     if not isinstance(given, StatedMask):
         return (given,), 0, 0
     pattern = given.pattern
-    if pattern.kept is not None or tuple(given.shape[2:]) != lengths:
+    if pattern.materialized is not None or tuple(given.shape[2:]) != lengths:
         return (pattern.dense(),), 0, 0
     return pattern.variants, pattern.q_offset, pattern.kv_offset
 
 
 def _collected() -> bool:
-    """Attentions are being collected, as some families tell nobody but the collector."""
+    """Whether transformers collects attentions; some models tell only its output collector."""
     collector = getattr(output_capturing, "_active_collector", None)
     keys = (collector.get() if collector is not None else None) or ()
     return any(key.endswith("attentions") for key in keys)
@@ -140,7 +140,22 @@ _observers: list[Observer] = []
 
 @contextmanager
 def observe(observer: Observer) -> Iterator[None]:
-    """Call `observer` with every `LayerCall`, before it is computed."""
+    """Call `observer` with every `LayerCall`, before it is computed.
+
+    Examples
+    --------
+    >>> import torch, qkv.hf
+    >>> from transformers import GPT2Config, GPT2Model
+    >>> qkv.hf.enable()
+    >>> model = GPT2Model(GPT2Config(n_embd=8, n_layer=1, n_head=2))
+    >>> ids = torch.tensor([[1, 2, 3]])
+    >>> model.set_attn_implementation("qkv")
+    >>> calls = []
+    >>> with qkv.hf.observe(calls.append):
+    ...     output = model(ids)
+    >>> len(calls), calls[0].query.shape
+    (1, torch.Size([1, 2, 3, 4]))
+    """
     _observers.append(observer)
     try:
         yield

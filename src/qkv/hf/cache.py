@@ -58,8 +58,16 @@ class Cache(DynamicCache):
 
     Examples
     --------
-    >>> cache = qkv.hf.Cache(model.config, page_size=16)  # doctest: +SKIP
-    >>> model.generate(**inputs, past_key_values=cache)  # doctest: +SKIP
+    >>> import torch, qkv.hf
+    >>> from transformers import GPT2Config, GPT2Model
+    >>> qkv.hf.enable()
+    >>> model = GPT2Model(GPT2Config(n_embd=8, n_layer=1, n_head=2))
+    >>> model.set_attn_implementation("qkv")
+    >>> cache = qkv.hf.Cache(model.config, page_size=16)
+    >>> with torch.no_grad():
+    ...     output = model(torch.tensor([[1, 2, 3]]), past_key_values=cache)
+    >>> cache.get_seq_length()
+    3
     """
 
     def __init__(
@@ -70,31 +78,34 @@ class Cache(DynamicCache):
         num_pages: int | None = None,
         dtype: str | None = None,
     ) -> None:
-        whole: Callable[[], RowCache]
+        full_cache: Callable[[], RowCache]
         if page_size is None:
-            whole = partial(ContiguousCache, dtype=dtype)
+            full_cache = partial(ContiguousCache, dtype=dtype)
         else:
-            whole = partial(PagedCache, page_size, num_pages, dtype=dtype)
-        whole()  # What is wrong with the arguments is said now, not in the first layer.
-        # DynamicCache would make layers of its own kind.
+            full_cache = partial(PagedCache, page_size, num_pages, dtype=dtype)
+        # Made once here, so that wrong arguments raise now and not in the first layer.
+        full_cache()
+        # DynamicCache.__init__ would make layers of its own class.
         if config is None:
-            replicate: Any = partial(_layer, whole)
+            replicate: Any = partial(_layer, full_cache)
             _LayerCaches.__init__(self, layer_class_to_replicate=replicate)
             return
         types, options = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
         layers: list[Any] = []
-        for kind, said in zip(types, options, strict=True):
+        for kind, layer_options in zip(types, options, strict=True):
             if kind in _WINDOWS:
-                layers.append(Layer(RollingCache(said["sliding_window"], dtype=dtype)))
+                layers.append(
+                    CacheLayer(RollingCache(layer_options["sliding_window"], dtype=dtype))
+                )
             elif kind == "full_attention":
-                layers.append(Layer(whole()))
+                layers.append(CacheLayer(full_cache()))
             else:
-                layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**said))
+                layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**layer_options))
         _LayerCaches.__init__(self, layers=layers)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """`(kv_len, kv_offset)` of what the next `update` of a layer will give."""
-        # transformers makes layers in their first `update`, and then takes them for unpaged here.
+        # transformers makes layers at their first `update`, but asks for their mask sizes before.
         while self.layer_class_to_replicate is not None and len(self.layers) <= layer_idx:
             self.layers.append(self.layer_class_to_replicate())
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
@@ -107,10 +118,10 @@ class Cache(DynamicCache):
     @property
     def nbytes(self) -> int:
         """Memory that keys and values of all layers take, in bytes."""
-        return sum(layer.cache.nbytes for layer in self.layers if isinstance(layer, Layer))
+        return sum(layer.cache.nbytes for layer in self.layers if isinstance(layer, CacheLayer))
 
 
-class Layer(CacheLayerMixin):
+class CacheLayer(CacheLayerMixin):
     """Keys and values of one layer, in a cache of qkv, for sequences of one length.
 
     Parameters
@@ -152,7 +163,7 @@ class Layer(CacheLayerMixin):
         return as_tensors(self.cache.read().parts[0], self._dtype)[which]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing: the first tokens say what is to be kept."""
+        """Do nothing: memory is taken when the first tokens arrive."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -211,5 +222,5 @@ class Layer(CacheLayerMixin):
     prefetch = offload
 
 
-def _layer(make: Callable[[], RowCache]) -> Layer:
-    return Layer(make())
+def _layer(make: Callable[[], RowCache]) -> CacheLayer:
+    return CacheLayer(make())

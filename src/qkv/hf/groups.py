@@ -37,7 +37,7 @@ class SameGroup(MaskVariant):
         builder.mask(of_query == of_key)
 
     def naive(self, dense: Dense) -> None:
-        q_ids, kv_ids = (dense.row(ids, trailing=1) for ids in (self.q_ids, self.kv_ids))
+        q_ids, kv_ids = (dense.batch_entry(ids, trailing=1) for ids in (self.q_ids, self.kv_ids))
         dense.allowed &= q_ids[:, None] == kv_ids
 
     @classmethod

@@ -54,7 +54,7 @@ def refuse_unread(module: torch.nn.Module, keywords: dict[str, Any], kv_len: int
         if value is None or name in _HARMLESS:
             continue
         if name == "indices" and value.shape[-1] == kv_len:
-            continue  # A layer that chooses the best keys has room for all of them.
+            continue  # If a layer may choose as many keys as there are, it chooses all of them.
         shape = f" {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
         raise UnsupportedError(
             f"{type(module).__name__} passes {name}= to attention, which qkv does not compute; "

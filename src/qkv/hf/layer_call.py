@@ -18,7 +18,7 @@ __all__ = ["LayerCall", "LayerWeights"]
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """One call of one attention layer, said as a call of qkv.
+    """One call of one attention layer, as arguments of `qkv.attention`.
 
     Attributes
     ----------
@@ -31,6 +31,14 @@ class LayerCall:
     scale : float or None
     q_offset, kv_offset : int
         Positions of the first query row and the first key row.
+
+    Examples
+    --------
+    >>> import torch, qkv, qkv.hf
+    >>> x = torch.zeros(1, 2, 3, 4)
+    >>> call = qkv.hf.LayerCall(torch.nn.Identity(), x, x, x, (qkv.Causal(),), None, 0, 0)
+    >>> call.output().shape
+    torch.Size([1, 3, 2, 4])
     """
 
     module: torch.nn.Module
@@ -46,17 +54,17 @@ class LayerCall:
         """`attention` of it, (batch, q_len, num_heads, v_head_dim); differentiable."""
         key, value, lengths = layer_rows(self.key, self.value)
         variants = (*self.variants, *lengths) if lengths else self.variants
-        out: torch.Tensor = qkv.attention(self.query, key, value, *variants, **self._said)
-        # A decoding step has one row, and nothing is copied.
+        out: torch.Tensor = qkv.attention(self.query, key, value, *variants, **self._options)
+        # A decoding step has one row, for which `contiguous` copies nothing.
         return out.transpose(1, 2).contiguous()
 
     def inspect(self) -> Any:
         """`qkv.inspect` of it; no gradient goes through."""
         arrays = (array.detach() for array in (self.query, self.key, self.value))
-        return qkv.inspect(*arrays, *self.variants, **self._said)
+        return qkv.inspect(*arrays, *self.variants, **self._options)
 
     @property
-    def _said(self) -> dict[str, Any]:
+    def _options(self) -> dict[str, Any]:
         return {"scale": self.scale, "q_offset": self.q_offset, "kv_offset": self.kv_offset}
 
 
@@ -67,6 +75,14 @@ class LayerWeights:
     dropout, without gradient. Keeps query, key and value of the layer, O(length) memory; the first
     slice costs one forward pass, every slice `2 head_dim` operations for each weight read. The
     whole matrix, `weights[...]`, is refused above qkv's reference limit, with its size.
+
+    Examples
+    --------
+    >>> import torch, qkv, qkv.hf
+    >>> x = torch.zeros(1, 2, 3, 4)
+    >>> call = qkv.hf.LayerCall(torch.nn.Identity(), x, x, x, (qkv.Causal(),), None, 0, 0)
+    >>> qkv.hf.LayerWeights(call)[0, 0, 1]
+    tensor([0.5000, 0.5000, 0.0000])
     """
 
     def __init__(self, call: LayerCall) -> None:

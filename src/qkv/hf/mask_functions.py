@@ -23,7 +23,7 @@ from transformers import masking_utils
 from qkv.hf.groups import SameGroup
 from qkv.variants import Causal, MaskVariant, Segments, SlidingWindow
 
-__all__ = ["Rows", "read"]
+__all__ = ["PositionRanges", "read"]
 
 MaskFunction = Callable[..., Any]
 
@@ -39,19 +39,19 @@ _MAKERS = (
 )
 
 
-class _Unread(Exception):
-    """The function is none of those that are known."""
+class _UnknownFunction(Exception):
+    """The function is not one that this module recognises."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class PositionRanges:
     """Positions of the query rows and the key rows of a call."""
 
     query: range
     key: range
 
 
-def read(function: MaskFunction, rows: Rows) -> tuple[MaskVariant, ...] | None:
+def read(function: MaskFunction, rows: PositionRanges) -> tuple[MaskVariant, ...] | None:
     """Masks whose intersection is the mask function, None where it is not one that is known.
 
     Parameters
@@ -73,7 +73,7 @@ def read(function: MaskFunction, rows: Rows) -> tuple[MaskVariant, ...] | None:
                 ids = _captured(parts[0])["packed_sequence_mask"]
                 return (Segments(ids), *_masks(_captured(parts[1])["mask_function"], None))
         return tuple(mask for part in parts for mask in _masks(part, rows))
-    except _Unread:
+    except _UnknownFunction:
         return None
 
 
@@ -85,7 +85,7 @@ def _factors(function: MaskFunction) -> Iterable[MaskFunction]:
     return (factor for part in parts for factor in _factors(part))
 
 
-def _masks(function: MaskFunction, rows: Rows | None) -> list[MaskVariant]:
+def _masks(function: MaskFunction, rows: PositionRanges | None) -> list[MaskVariant]:
     """Masks whose intersection it is; none of them for "every pair"."""
     if function is masking_utils.bidirectional_mask_function:
         return []
@@ -106,7 +106,7 @@ def _masks(function: MaskFunction, rows: Rows | None) -> list[MaskVariant]:
             return [_chunks(**_captured(function), rows=rows)]
         case "blockwise_overlay" if rows is not None:
             return [_blocks(**_captured(function), rows=rows)]
-    raise _Unread
+    raise _UnknownFunction
 
 
 def _window(width: int) -> MaskVariant:
@@ -114,7 +114,7 @@ def _window(width: int) -> MaskVariant:
     return SlidingWindow(width - 1, None) if width > 0 else ~SlidingWindow(None, -width)
 
 
-def _chunks(chunk_size: int, left_padding: torch.Tensor, rows: Rows) -> SameGroup:
+def _chunks(chunk_size: int, left_padding: torch.Tensor, rows: PositionRanges) -> SameGroup:
     """Chunks of a fixed size, from the first token that is no padding."""
     first = left_padding[:, None]
     q_pos, kv_pos = (
@@ -124,7 +124,7 @@ def _chunks(chunk_size: int, left_padding: torch.Tensor, rows: Rows) -> SameGrou
     return SameGroup((q_pos - first) // chunk_size, (kv_pos - first) // chunk_size)
 
 
-def _blocks(block_sequence_ids: torch.Tensor, rows: Rows) -> SameGroup:
+def _blocks(block_sequence_ids: torch.Tensor, rows: PositionRanges) -> SameGroup:
     """Blocks by number; a negative number is a token outside them."""
     of_query = block_sequence_ids[:, rows.query.start : rows.query.stop]
     of_key = block_sequence_ids[:, rows.key.start : rows.key.stop]
@@ -138,12 +138,12 @@ def _union(alternatives: list[list[MaskVariant]]) -> list[MaskVariant]:
 
 
 def _made_by(function: MaskFunction) -> str | None:
-    """Which maker of transformers the function comes from."""
+    """The name of the function of transformers that made this closure."""
     return _known_code().get(getattr(function, "__code__", None))
 
 
 def _captured(function: MaskFunction) -> dict[str, Any]:
-    """What the function's maker was called with."""
+    """The arguments that the closure captured."""
     return dict(getclosurevars(function).nonlocals)
 
 

@@ -1,4 +1,4 @@
-"""Masks that are said, not stored, in the place of transformers' boolean tensors."""
+"""Masks without storage, which replace the boolean tensors of transformers."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from transformers.masking_utils import causal_mask_function, prepare_padding_mas
 from transformers.utils.import_utils import is_tracing
 
 from qkv.errors import UnsupportedError
-from qkv.hf.mask_functions import Rows, read
+from qkv.hf.mask_functions import PositionRanges, read
 from qkv.variants import Causal, KeyLengths, Mask, MaskVariant, Prefix
 
 __all__ = ["StatedMask", "state_mask"]
 
 
 @dataclass(slots=True)
-class Pattern:
-    """Which pairs a mask allows.
+class MaskPattern:
+    """The pairs that a mask allows.
 
     Attributes
     ----------
@@ -31,24 +31,24 @@ class Pattern:
         Positions of the first query row and the first key row.
     make : callable
         Makes the dense boolean tensor.
-    kept : tensor or None
-        That tensor, once a view of it has been given away.
+    materialized : tensor or None
+        That tensor, after `materialize` has returned it.
     """
 
     variants: tuple[MaskVariant, ...]
     q_offset: int
     kv_offset: int
     make: Callable[[], torch.Tensor]
-    kept: torch.Tensor | None = None
+    materialized: torch.Tensor | None = None
 
     def dense(self) -> torch.Tensor:
         """The boolean tensor."""
-        return self.make() if self.kept is None else self.kept
+        return self.make() if self.materialized is None else self.materialized
 
-    def keep(self) -> torch.Tensor:
-        """The boolean tensor for somebody who may write to it: it is the mask from now on."""
-        self.kept = self.dense()
-        return self.kept
+    def materialize(self) -> torch.Tensor:
+        """The boolean tensor for code that may write to it; from now on it defines the mask."""
+        self.materialized = self.dense()
+        return self.materialized
 
 
 class StatedMask(torch.Tensor):
@@ -68,16 +68,23 @@ class StatedMask(torch.Tensor):
     -----
     Memory: O(batch * kv_len) for padding, nothing for the rest; the dense tensor takes
     `batch * q_len * kv_len` bytes.
+
+    Examples
+    --------
+    >>> from qkv.hf.masks import state_mask
+    >>> mask = state_mask(batch_size=1, q_length=3, kv_length=3)
+    >>> mask, mask.all(-1)
+    (StatedMask(Causal(), shape=(1, 1, 3, 3), q_offset=0), tensor([[[False, False,  True]]]))
     """
 
-    pattern: Pattern
+    pattern: MaskPattern
 
-    # As torch's documentation has it for subclasses; its stubs know a method only.
+    # torch documents this assignment for subclasses; its type stubs declare a method.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
-        cls, shape: tuple[int, ...], device: torch.device | str, pattern: Pattern
+        cls, shape: tuple[int, ...], device: torch.device | str, pattern: MaskPattern
     ) -> StatedMask:
         """A tensor without storage."""
         mask: StatedMask = torch.Tensor._make_wrapper_subclass(
@@ -86,10 +93,12 @@ class StatedMask(torch.Tensor):
         mask.pattern = pattern
         return mask
 
-    # torch passes these by name; its stubs say less.
+    # torch passes `tensor_contents` by name, which its type stubs do not declare.
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        said = " & ".join(map(repr, self.pattern.variants)) or "every pair"
-        return f"StatedMask({said}, shape={tuple(self.shape)}, q_offset={self.pattern.q_offset})"
+        variants = " & ".join(map(repr, self.pattern.variants)) or "every pair"
+        return (
+            f"StatedMask({variants}, shape={tuple(self.shape)}, q_offset={self.pattern.q_offset})"
+        )
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         return self.pattern.dense().clone()
@@ -98,14 +107,14 @@ class StatedMask(torch.Tensor):
         dense: Any = self.pattern.dense()
         return dense.__reduce_ex__(protocol)
 
-    # torch calls it on the class, which its stubs do not say.
+    # torch calls this on the class, which its type stubs do not declare.
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func in _SAME or (func is _ATEN.slice.Tensor and _whole(*args)):
+        if func in _IDENTITY_OPS or (func is _ATEN.slice.Tensor and _is_full_slice(*args)):
             return cls(tuple(args[0].shape), args[0].device, args[0].pattern)
-        if func in _SUMS:
+        if func in _ADDITIONS:
             raise UnsupportedError(
                 "a model adds its attention mask to scores of its own: it computes attention "
                 'itself and never calls the implementation "qkv".',
@@ -115,13 +124,13 @@ class StatedMask(torch.Tensor):
         writable = any(argument.alias_info for argument in func._schema.arguments)
 
         def dense(mask: StatedMask) -> torch.Tensor:
-            return mask.pattern.keep() if writable else mask.pattern.dense()
+            return mask.pattern.materialize() if writable else mask.pattern.dense()
 
         args, kwargs = tree_map_only(StatedMask, dense, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
-def _whole(
+def _is_full_slice(
     mask: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> bool:
     """A slice of everything."""
@@ -129,8 +138,8 @@ def _whole(
 
 
 _ATEN = torch.ops.aten
-_SAME = {_ATEN.alias.default, _ATEN.detach.default}
-_SUMS = {_ATEN.add.Tensor, _ATEN.add_.Tensor, _ATEN.sub.Tensor, _ATEN.sub_.Tensor}
+_IDENTITY_OPS = {_ATEN.alias.default, _ATEN.detach.default}
+_ADDITIONS = {_ATEN.add.Tensor, _ATEN.add_.Tensor, _ATEN.sub.Tensor, _ATEN.sub_.Tensor}
 
 
 def state_mask(
@@ -144,7 +153,7 @@ def state_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """The mask that transformers asks for, as a `StatedMask` wherever it can be said.
+    """The mask that transformers asks for, as a `StatedMask` wherever that is possible.
 
     A function that is registered with transformers' `AttentionMaskInterface`.
 
@@ -167,7 +176,7 @@ def state_mask(
         The dense boolean tensor of transformers' "sdpa" where the mask function is not one that
         is known, and while torch traces the model, when no value can be read; None only then.
     """
-    asked: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "batch_size": batch_size,
         "q_length": q_length,
         "kv_length": kv_length,
@@ -179,42 +188,44 @@ def state_mask(
     if torch.compiler.is_compiling() or any(
         is_tracing(t) for t in (attention_mask, q_offset) if isinstance(t, torch.Tensor)
     ):
-        traced: torch.Tensor | None = sdpa_mask(**{**kwargs, **asked, "q_offset": q_offset})
+        traced: torch.Tensor | None = sdpa_mask(**{**kwargs, **arguments, "q_offset": q_offset})
         return traced
-    # A static cache counts on in the tensor that it gives here.
-    asked["q_offset"] = q_offset = int(q_offset)
-    asked["use_vmap"] = kwargs.get("use_vmap", False)
-    dense: Callable[[], Any] = partial(sdpa_mask, **asked, allow_is_causal_skip=False)
-    rows = Rows(range(q_offset, q_offset + q_length), range(kv_offset, kv_offset + kv_length))
+    # A static cache passes its own counter tensor, which it changes in place later.
+    arguments["q_offset"] = q_offset = int(q_offset)
+    arguments["use_vmap"] = kwargs.get("use_vmap", False)
+    dense: Callable[[], Any] = partial(sdpa_mask, **arguments, allow_is_causal_skip=False)
+    rows = PositionRanges(
+        range(q_offset, q_offset + q_length), range(kv_offset, kv_offset + kv_length)
+    )
     variants = read(mask_function, rows)
     if variants is None:
-        made: torch.Tensor = dense()
-        return made
+        mask: torch.Tensor = dense()
+        return mask
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
-        reach = rows.key.stop
+        last_key = rows.key.stop
         if any(isinstance(mask, Causal) for mask in variants):
-            reach = min(reach, rows.query.stop)
-        variants += _padding(padding, range(kv_offset, max(reach, kv_offset)), kv_length)
+            last_key = min(last_key, rows.query.stop)
+        variants += _padding(padding, range(kv_offset, max(last_key, kv_offset)), kv_length)
     shape = (batch_size, 1, q_length, kv_length)
-    return StatedMask(shape, device, Pattern(variants, q_offset, kv_offset, dense))
+    return StatedMask(shape, device, MaskPattern(variants, q_offset, kv_offset, dense))
 
 
-def _padding(padding: torch.Tensor, seen: range, kv_length: int) -> tuple[MaskVariant, ...]:
+def _padding(padding: torch.Tensor, key_range: range, kv_length: int) -> tuple[MaskVariant, ...]:
     """Masks for `padding` (batch, positions), False for padded keys; `seen` are those that matter.
 
-    Padding at the ends is said by its length, so that tiles of it are skipped.
+    Padding at the ends becomes `KeyLengths` and `Prefix`, so that its tiles are skipped.
     """
-    keys = padding[:, seen.start : seen.stop]
+    keys = padding[:, key_range.start : key_range.stop]
     if keys.all():
         return ()
-    ends = (keys * torch.arange(1, len(seen) + 1, device=keys.device)).amax(-1)
+    ends = (keys * torch.arange(1, len(key_range) + 1, device=keys.device)).amax(-1)
     starts = keys.int().argmax(-1)
     if not torch.equal((ends - starts).clamp_min(0), keys.sum(-1)):
-        return (Mask(padding[:, None, None, seen.start : seen.start + kv_length]),)
+        return (Mask(padding[:, None, None, key_range.start : key_range.start + kv_length]),)
     masks: tuple[MaskVariant, ...] = ()
-    if bool((ends < len(seen)).any()):
+    if bool((ends < len(key_range)).any()):
         masks += (KeyLengths(ends),)
     if bool((starts > 0).any()):
-        masks += (~Prefix(seen.start + starts),)
+        masks += (~Prefix(key_range.start + starts),)
     return masks

@@ -79,10 +79,15 @@ def inspect(
 
     Examples
     --------
-    >>> with qkv.hf.inspect(model) as record:  # doctest: +SKIP
-    ...     model(**tokenizer(text, return_tensors="pt"))
-    >>> record.best("induction")["head"]  # doctest: +SKIP
-    5
+    >>> import torch, qkv.hf
+    >>> from transformers import GPT2Config, GPT2Model
+    >>> qkv.hf.enable()
+    >>> model = GPT2Model(GPT2Config(n_embd=8, n_layer=1, n_head=2))
+    >>> ids = torch.tensor([[1, 2, 3]])
+    >>> with qkv.hf.inspect(model) as record:
+    ...     output = model(ids)
+    >>> record
+    ModelRecord('GPT2Model', 1 layers, 2 heads)
     """
     from qkv.hf import enable
 
@@ -176,7 +181,8 @@ class _Run:
         kv_len = call.key.shape[2]
         ids, real = self._given(f"{prefix}input_ids"), self._given(f"{prefix}attention_mask")
         if ids is not None and (ids.shape != (batch, q_len) or call.q_offset or q_len > kv_len):
-            ids = None  # of another part of the model, or not all: the rest is in a cache
+            # Ids of another part of the model, or only the last ones while a cache holds the rest.
+            ids = None
         if real is not None and real.shape != (batch, call.q_offset + q_len):
             real = None
         if real is not None:

@@ -36,7 +36,7 @@ class StoredTensor(torch.Tensor):
     rows: qkv.Paged | qkv.Quantized
     kv_lens: qkv.KeyLengths | None
 
-    # As torch's documentation has it for subclasses; its stubs know a method only.
+    # torch documents this assignment for subclasses; its type stubs declare a method.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -54,7 +54,7 @@ class StoredTensor(torch.Tensor):
         made.rows, made.kv_lens = rows, kv_lens
         return made
 
-    # torch passes these by name; its stubs say less.
+    # torch passes `tensor_contents` by name, which its type stubs do not declare.
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         kind = type(self.rows).__name__
         return f"StoredTensor({kind}, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -75,7 +75,7 @@ class StoredTensor(torch.Tensor):
             found = torch.where(real, found, torch.zeros((), dtype=self.dtype, device=self.device))
         return found
 
-    # torch calls it on the class, which its stubs do not say.
+    # torch calls this on the class, which its type stubs do not declare.
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -40,8 +40,9 @@ def _models(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """No code of torch.compile is made or run: the numbers of a traced layer are not there."""
-    if "torch._dynamo" not in sys.modules:  # Nothing is compiled, and to import it takes seconds.
+    """Turn torch.compile off inside, because a traced layer has no values to record."""
+    # Importing torch's compiler takes seconds, and without it nothing can be compiled.
+    if "torch._dynamo" not in sys.modules:
         yield
         return
     with torch.compiler.set_stance("force_eager"):
@@ -61,7 +62,7 @@ def switched(model: Any) -> Iterator[None]:
         yield
     finally:
         for config, implementation in before.values():
-            # The property would hand it on to parts that have one of their own.
+            # Setting the property would overwrite the choice of sub-models that have their own.
             config._attn_implementation_internal = implementation
 
 

@@ -1,4 +1,4 @@
-"""Does a model really compute its attention here?"""
+"""Check whether a model computes its attention with qkv."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qkv.hf.layer_call import LayerCall
 __all__ = ["NotUsedWarning", "Usage", "check"]
 
 _ATTENTION = re.compile(r"Attention(?!(Bias|Loss|MLP|Output|Structure)$)")
-"""Class names of attention layers, not of what helps them."""
+"""Matches class names of attention layers, but not of their parts."""
 
 
 class NotUsedWarning(UserWarning):
@@ -26,7 +26,7 @@ class NotUsedWarning(UserWarning):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What one run of a model asked of qkv.
+    """The calls of qkv in one run of a model.
 
     Attributes
     ----------
@@ -34,6 +34,12 @@ class Usage:
         Number of calls for each layer, by module name.
     silent : tuple of str
         Modules called attention that ran without a call of qkv inside.
+
+    Examples
+    --------
+    >>> import qkv.hf
+    >>> qkv.hf.Usage(calls={"layer.0": 1}, silent=("layer.1",)).complete
+    False
     """
 
     calls: dict[str, int]
@@ -68,6 +74,11 @@ def check(model: torch.nn.Module, /, *args: Any, **inputs: Any) -> Usage:
     NotUsedWarning
         If it never calls qkv, or some of its attention layers do not.
 
+    Raises
+    ------
+    UnsupportedError
+        If a layer asks for what qkv does not compute.
+
     Notes
     -----
     Modules with "Attention" in the name of their class are taken for attention layers, but for
@@ -75,23 +86,28 @@ def check(model: torch.nn.Module, /, *args: Any, **inputs: Any) -> Usage:
 
     Examples
     --------
-    >>> usage = qkv.hf.check(model, input_ids=ids)  # doctest: +SKIP
-    >>> usage.complete  # doctest: +SKIP
+    >>> import torch, qkv.hf
+    >>> from transformers import GPT2Config, GPT2Model
+    >>> qkv.hf.enable()
+    >>> model = GPT2Model(GPT2Config(n_embd=8, n_layer=1, n_head=2))
+    >>> ids = torch.tensor([[1, 2, 3]])
+    >>> model.set_attn_implementation("qkv")
+    >>> qkv.hf.check(model, input_ids=ids).complete
     True
     """
     names = {module: name for name, module in model.named_modules()}
     calls: Counter[str] = Counter()
     silent: list[str] = []
-    entered: list[tuple[str, int]] = []
+    running: list[tuple[str, int]] = []
 
     def count(call: LayerCall) -> None:
         calls[names.get(call.module, type(call.module).__name__)] += 1
 
     def enter(module: torch.nn.Module, args: Any) -> None:
-        entered.append((names[module], calls.total()))
+        running.append((names[module], calls.total()))
 
     def leave(module: torch.nn.Module | None, args: Any, output: Any) -> None:
-        name, before = entered.pop()
+        name, before = running.pop()
         if before == calls.total() and not any(s.startswith(f"{name}.") for s in silent):
             silent.append(name)
 
@@ -104,8 +120,8 @@ def check(model: torch.nn.Module, /, *args: Any, **inputs: Any) -> Usage:
         with torch.no_grad(), observe(count):
             model(*args, **inputs)
     except UnsupportedError as error:
-        # A mask that was added to a model's own scores: the report says what that means.
-        if "mask" not in dict(error.seen) or calls or not entered:
+        # The model added its mask to scores of its own: the warning below explains that.
+        if "mask" not in dict(error.seen) or calls or not running:
             raise
         leave(None, None, None)
     finally:

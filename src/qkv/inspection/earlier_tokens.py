@@ -1,4 +1,4 @@
-"""Which earlier keys hold the query's token, or follow one that does."""
+"""Masks for duplicate and induction scores: earlier keys with the query's token, or after one."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class EarlierToken(MaskVariant):
     at_least: int
 
     def lower(self, builder: Builder) -> None:
-        of_query = builder.broadcast(self.q_ids[:, None, :, None], "q_ids")
-        of_key = builder.broadcast(self.kv_ids[:, None, None, :], "kv_ids")
-        builder.mask(of_query == of_key)
+        q_tokens = builder.broadcast(self.q_ids[:, None, :, None], "q_ids")
+        kv_tokens = builder.broadcast(self.kv_ids[:, None, None, :], "kv_ids")
+        builder.mask(q_tokens == kv_tokens)
         builder.mask(builder.kv_pos <= builder.q_pos - builder.scalar(self.at_least, "at_least"))
 
     def naive(self, dense: Dense) -> None:
-        q_ids, kv_ids = (dense.row(ids, trailing=1) for ids in (self.q_ids, self.kv_ids))
+        q_ids, kv_ids = (dense.batch_entry(ids, trailing=1) for ids in (self.q_ids, self.kv_ids))
         dense.allowed &= q_ids[:, None] == kv_ids
         dense.allowed &= dense.kv_pos <= dense.q_pos[:, None] - self.at_least
 
@@ -70,9 +70,9 @@ class Tokens:
     q_pos, kv_pos : integer array (batch, q_len), (batch, kv_len)
     """
 
-    of_query: Array
-    of_key: Array
-    before_key: Array
+    q_tokens: Array
+    kv_tokens: Array
+    previous_tokens: Array
     q_pos: Array
     kv_pos: Array
 
@@ -84,41 +84,41 @@ class Tokens:
         """
         _, numbers = np.unique(ids, return_inverse=True)
         numbers = numbers.reshape(ids.shape)
-        sequence = np.cumsum(starts(kv_pos), axis=1)
+        sequence = np.cumsum(sequence_starts(kv_pos), axis=1)
         numbers = numbers + sequence * (numbers.max(initial=0) + 1)
-        of_key = np.where(real, numbers, NO_TOKEN)
-        before = np.full_like(of_key, NO_TOKEN)
-        before[:, 1:] = np.where(starts(kv_pos)[:, 1:], NO_TOKEN, of_key[:, :-1])
-        mine = slice(first, first + q_pos.shape[1])
-        of_query = np.where(real[:, mine], of_key[:, mine], _NO_QUERY)
-        return cls(of_query, of_key, before, q_pos, kv_pos)
+        kv_tokens = np.where(real, numbers, NO_TOKEN)
+        previous = np.full_like(kv_tokens, NO_TOKEN)
+        previous[:, 1:] = np.where(sequence_starts(kv_pos)[:, 1:], NO_TOKEN, kv_tokens[:, :-1])
+        q_rows = slice(first, first + q_pos.shape[1])
+        q_tokens = np.where(real[:, q_rows], kv_tokens[:, q_rows], _NO_QUERY)
+        return cls(q_tokens, kv_tokens, previous, q_pos, kv_pos)
 
     @property
     def duplicates(self) -> EarlierToken:
         """Earlier positions that hold the query's token."""
-        return EarlierToken(self.of_query, self.of_key, 1)
+        return EarlierToken(self.q_tokens, self.kv_tokens, 1)
 
     @property
     def followers(self) -> EarlierToken:
         """Positions right after such positions."""
-        return EarlierToken(self.of_query, self.before_key, 0)
+        return EarlierToken(self.q_tokens, self.previous_tokens, 0)
 
     def queries_with(self, keys: EarlierToken) -> Array:
-        """Which queries have such a key at all, `(batch, q_len)`."""
-        found = np.zeros(keys.q_ids.shape, bool)
+        """Whether each query has at least one such key, `(batch, q_len)`."""
+        has_key = np.zeros(keys.q_ids.shape, bool)
         rows = (keys.q_ids, keys.kv_ids, self.q_pos, self.kv_pos)
         for b, (q_ids, kv_ids, q_pos, kv_pos) in enumerate(zip(*rows, strict=True)):
             order = np.lexsort((kv_pos, kv_ids))
             ids, nearest = np.unique(kv_ids[order], return_index=True)
             earliest = kv_pos[order][nearest]
-            place = np.minimum(np.searchsorted(ids, q_ids), len(ids) - 1)
-            behind = q_pos - earliest[place] >= keys.at_least
-            found[b] = (ids[place] == q_ids) & behind
-        return found
+            position = np.minimum(np.searchsorted(ids, q_ids), len(ids) - 1)
+            behind = q_pos - earliest[position] >= keys.at_least
+            has_key[b] = (ids[position] == q_ids) & behind
+        return has_key
 
 
-def starts(kv_pos: Array) -> Array:
-    """The rows (batch, kv_len) with which a sequence begins: positions do not go on from before."""
+def sequence_starts(kv_pos: Array) -> Array:
+    """Whether each row (batch, kv_len) begins a sequence: its position does not exceed the last."""
     first = np.ones(kv_pos.shape, bool)
     first[:, 1:] = kv_pos[:, 1:] <= kv_pos[:, :-1]
     return first

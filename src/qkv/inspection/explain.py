@@ -14,17 +14,17 @@ from qkv.call.checked import CheckedCall
 from qkv.call.dispatch import checked_on_host
 from qkv.call.options import Options, option_values, with_options
 from qkv.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
-from qkv.inspection.gradient import StepBack, gradients, step_back
+from qkv.inspection.gradient import BackwardSteps, backward_steps, gradients
 from qkv.inspection.steps import Steps, steps
 from qkv.inspection.streaming import TileState, stream
 from qkv.inspection.trace import (
-    Gradient,
     MaskStage,
     Projections,
-    RowBack,
+    RowGradients,
     ScoreStage,
     Slope,
     Trace,
+    TracedGradients,
     TracedHead,
     TracedLedger,
     TracedMechanism,
@@ -125,9 +125,9 @@ def explain(
         raise ArgumentError("a cotangent was given, but grad is False.", action="Pass grad=True.")
     call = checked_on_host(query, key, value, variants, option_values("explain", options))
     problem, spec = call.problem, call.problem.spec
-    batches = chosen(batch, spec.batch_size, "batch", "batch_size").tolist()
-    heads = chosen(head, spec.num_heads, "head", "num_heads").tolist()
-    q_rows = chosen(q_index, spec.q_len, "q_index", "q_len")
+    batches = selected_indices(batch, spec.batch_size, "batch", "batch_size").tolist()
+    heads = selected_indices(head, spec.num_heads, "head", "num_heads").tolist()
+    q_rows = selected_indices(q_index, spec.q_len, "q_index", "q_len")
     _check_size(spec, len(batches) * len(heads) * len(q_rows), grad)
     names = _tokens(tokens, spec.q_len, "tokens", "q_len")
     kv_names = _tokens(kv_tokens, spec.kv_len, "kv_tokens", "kv_len")
@@ -138,11 +138,11 @@ def explain(
     if grad:
         d_out = _cotangent(cotangent, call)
         d_query, d_key, d_value = gradients(problem, d_out)
-        gradient = Gradient(
-            _outside(d_out, call),
-            _like(d_query, view(query, "query"), call.layout),
-            _like(d_key, view(key, "key"), call.layout),
-            _like(d_value, view(value, "value"), call.layout),
+        gradient = TracedGradients(
+            _in_caller_layout(d_out, call),
+            _like_argument(d_query, view(query, "query"), call.layout),
+            _like_argument(d_key, view(key, "key"), call.layout),
+            _like_argument(d_value, view(value, "value"), call.layout),
         )
     traced = tuple(
         _traced_head(problem, b, h, q_rows, d_out, d_query, block_kv)
@@ -206,13 +206,13 @@ def _traced_head(
 ) -> TracedHead:
     spec, operands = problem.spec, problem.operands
     index: tuple[Any, ...] = np.unravel_index(batch, spec.batch_shape)
-    place = (*index, head)
+    q_head = (*index, head)
     forward = steps(Scores(problem, np.dtype(np.float64)), batch, head, q_rows)
-    back = None if d_out is None else step_back(problem, forward, d_out[place][q_rows])
+    back = None if d_out is None else backward_steps(problem, forward, d_out[q_head][q_rows])
     kv_head = head // spec.group_size
-    positions = operands.positions.of_queries(), operands.positions.of_keys()
+    positions = operands.positions.query_positions(), operands.positions.key_positions()
     q_pos, kv_pos = (p[batch if len(p) > 1 else 0] for p in positions)
-    given = operands.query[place][q_rows].astype(np.float64)
+    given = operands.query[q_head][q_rows].astype(np.float64)
     states = None
     if block_kv is not None:
         sink = None if operands.sinks is None else float(operands.sinks[head])
@@ -222,7 +222,7 @@ def _traced_head(
         tiles = None if states is None else tuple(state.row(i) for state in states)
         row_back = None
         if back is not None and d_out is not None and d_query is not None:
-            row_back = _row_back(forward, back, i, d_out[place][row], d_query[place][row])
+            row_back = _row_back(forward, back, i, d_out[q_head][row], d_query[q_head][row])
         rows.append(_traced_row(forward, i, int(q_pos[row]), given[i], tiles, row_back, spec))
     key = read_rows(operands.key, index, kv_head, slice(None), np.dtype(np.float64))
     return TracedHead(
@@ -243,13 +243,13 @@ def _traced_row(
     q_pos: int,
     given: Array,
     tiles: tuple[TileState, ...] | None,
-    back: RowBack | None,
+    back: RowGradients | None,
     spec: Spec,
 ) -> TracedRow:
     allowed = ~np.isneginf(forward.scores[i])
     with np.errstate(all="ignore"):
         products = forward.query[i] * forward.key
-        # Selected, not multiplied by 0: a forbidden value may be NaN.
+        # `where` rather than a product with 0, because a forbidden value may be NaN.
         contributions = np.where(allowed[:, None], forward.dropped[i, :, None] * forward.value, 0.0)
     return TracedRow(
         q_index=int(forward.q_index[i]),
@@ -272,11 +272,13 @@ def _traced_row(
     )
 
 
-def _row_back(forward: Steps, back: StepBack, i: int, d_out: Array, d_query: Array) -> RowBack:
+def _row_back(
+    forward: Steps, back: BackwardSteps, i: int, d_out: Array, d_query: Array
+) -> RowGradients:
     weights = forward.softmax.weights[i]
     with np.errstate(all="ignore"):
         jacobian = np.diag(weights) - np.outer(weights, weights)
-    return RowBack(
+    return RowGradients(
         cotangent=d_out,
         d_weights=back.d_weights[i],
         jacobian=jacobian,
@@ -288,8 +290,8 @@ def _row_back(forward: Steps, back: StepBack, i: int, d_out: Array, d_query: Arr
     )
 
 
-def chosen(value: Any, size: int, name: str, of: str) -> Array:
-    """All indices, or the one that was asked for."""
+def selected_indices(value: Any, size: int, name: str, of: str) -> Array:
+    """All indices, or the requested one."""
     if value is None:
         return np.arange(size)
     try:
@@ -339,7 +341,7 @@ def _cotangent(cotangent: Any, call: CheckedCall) -> Array:
     if cotangent is None:
         return np.ones(shape)
     given = view(cotangent, "cotangent")
-    outside = _outside(np.broadcast_to(0.0, shape), call).shape
+    outside = _in_caller_layout(np.broadcast_to(0.0, shape), call).shape
     if given.dtype.name not in FLOATS:
         raise DTypeError(
             f"cotangent has dtype {given.dtype}, not a floating type.",
@@ -350,22 +352,22 @@ def _cotangent(cotangent: Any, call: CheckedCall) -> Array:
             f"cotangent has shape {given.shape}; the output has {outside}.",
             action="Pass one number for each entry of the output.",
         )
-    turned = given.swapaxes(-3, -2) if call.layout == "blhd" and call.ndim > 2 else given
-    return np.asarray(turned.reshape(shape), np.float64)
+    heads_first = given.swapaxes(-3, -2) if call.layout == "blhd" and call.ndim > 2 else given
+    return np.asarray(heads_first.reshape(shape), np.float64)
 
 
-def _outside(array: Array, call: CheckedCall) -> Array:
+def _in_caller_layout(array: Array, call: CheckedCall) -> Array:
     """`(*batch_shape, num_heads, q_len, dim)` as the caller lays it out."""
     if call.ndim == 2:
         return array.reshape(array.shape[-2:])
     return array.swapaxes(-3, -2) if call.layout == "blhd" else array
 
 
-def _like(gradient: Array, array: Array, layout: Layout) -> Array:
+def _like_argument(gradient: Array, array: Array, layout: Layout) -> Array:
     """The gradient of an argument: summed over the dimensions it was broadcast along."""
-    turned = layout == "blhd" and array.ndim > 2
-    shape = array.swapaxes(-3, -2).shape if turned else array.shape
-    whole = (1,) * (gradient.ndim - len(shape)) + shape
-    axes = tuple(i for i, n in enumerate(whole) if n == 1 and gradient.shape[i] != 1)
+    is_blhd = layout == "blhd" and array.ndim > 2
+    shape = array.swapaxes(-3, -2).shape if is_blhd else array.shape
+    padded = (1,) * (gradient.ndim - len(shape)) + shape
+    axes = tuple(i for i, n in enumerate(padded) if n == 1 and gradient.shape[i] != 1)
     summed: Array = gradient.sum(axis=axes, keepdims=True).reshape(shape)
-    return summed.swapaxes(-3, -2) if turned else summed
+    return summed.swapaxes(-3, -2) if is_blhd else summed

@@ -22,7 +22,7 @@ from qkv.backends.reference import DENSE_LIMIT
 from qkv.errors import UnsupportedError
 from qkv.inspection.steps import Steps, steps
 from qkv.ledger import memory
-from qkv.problem.backward import turned_back
+from qkv.problem.backward import rotate_back
 from qkv.problem.derivative import derivative
 from qkv.problem.evaluate import evaluate
 from qkv.problem.scores import Scores, weighted_sum
@@ -32,7 +32,7 @@ Array = NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StepBack:
+class BackwardSteps:
     """Gradients of some rows with respect to what each step gave; arrays `(rows, kv_len)`.
 
     `slopes` holds the derivative of each score stage with respect to the score before it.
@@ -45,7 +45,7 @@ class StepBack:
     d_raw: Array
 
 
-def step_back(problem: Problem, forward: Steps, cotangent: Array) -> StepBack:
+def backward_steps(problem: Problem, forward: Steps, cotangent: Array) -> BackwardSteps:
     """Undo the steps of some rows, for the cotangent `(rows, v_head_dim)` of their outputs."""
     allowed = ~np.isneginf(forward.scores)
     weights = forward.softmax.weights
@@ -61,11 +61,11 @@ def step_back(problem: Problem, forward: Steps, cotangent: Array) -> StepBack:
         for _, slope in reversed(slopes):
             d_scaled = np.where(allowed, d_scaled * slope, 0.0)
         d_raw = d_scaled * problem.operands.scale
-    return StepBack(d_weights, d_scores, slopes, d_scaled, d_raw)
+    return BackwardSteps(d_weights, d_scores, slopes, d_scaled, d_raw)
 
 
 def _slopes(problem: Problem, forward: Steps) -> tuple[tuple[str, Array], ...]:
-    place = {
+    indices = {
         "batch": forward.batch,
         "head": forward.head,
         "q_index": forward.q_index[:, None],
@@ -76,7 +76,7 @@ def _slopes(problem: Problem, forward: Steps) -> tuple[tuple[str, Array], ...]:
     for stage, (label, after) in zip(problem.spec.scores, forward.stages, strict=True):
         slope = evaluate(
             derivative(stage.node),
-            {**place, "score": before},
+            {**indices, "score": before},
             problem.operands.tables,
             before.dtype,
         )
@@ -100,14 +100,14 @@ def gradients(problem: Problem, cotangent: Array) -> tuple[Array, Array, Array]:
     rows = np.arange(spec.q_len)
     for batch, index in enumerate(np.ndindex(*spec.batch_shape)):
         for head in range(spec.num_heads):
-            here, kv_here = (*index, head), (*index, head // spec.group_size)
+            q_head, kv_head = (*index, head), (*index, head // spec.group_size)
             forward = steps(scores, batch, head, rows)
-            back = step_back(problem, forward, cotangent[here])
-            seen_by_keys = forward.scores.T
-            d_query[here] = weighted_sum(back.d_raw, forward.scores, forward.key)
-            d_key[kv_here] += weighted_sum(back.d_raw.T, seen_by_keys, forward.query)
-            d_value[kv_here] += weighted_sum(forward.dropped.T, seen_by_keys, cotangent[here])
-    return (*turned_back(problem, d_query, d_key), d_value)
+            back = backward_steps(problem, forward, cotangent[q_head])
+            scores_by_key = forward.scores.T
+            d_query[q_head] = weighted_sum(back.d_raw, forward.scores, forward.key)
+            d_key[kv_head] += weighted_sum(back.d_raw.T, scores_by_key, forward.query)
+            d_value[kv_head] += weighted_sum(forward.dropped.T, scores_by_key, cotangent[q_head])
+    return (*rotate_back(problem, d_query, d_key), d_value)
 
 
 def _check_size(spec: Spec) -> None:

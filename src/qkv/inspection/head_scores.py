@@ -1,4 +1,4 @@
-"""What kind of head a head is: its weights, summed over the keys that tell kinds apart.
+"""Scores of attention heads: the weight on previous, own, duplicate and induction keys.
 
 Every score is a sum of weights over a set of keys that depends on the query. Such a sum needs no
 weights: it is one more run of attention in which a mask allows only the set,
@@ -25,7 +25,8 @@ from qkv.call.checked import CheckedCall, check_call
 from qkv.call.inspected import attend_for_inspection
 from qkv.call.options import OptionValues
 from qkv.errors import ShapeError
-from qkv.inspection.earlier_tokens import EarlierToken, Tokens, starts
+from qkv.inspection.earlier_tokens import EarlierToken, Tokens, sequence_starts
+from qkv.inspection.kept_inputs import KeptInputs
 from qkv.inspection.record import Record
 from qkv.inspection.weights import LazyWeights
 from qkv.partial import Partial, coarse
@@ -50,13 +51,13 @@ SCORES = (
 )
 
 KINDS = ("induction", "duplicate", "previous", "own", "sink")
-"""Scores that name a kind of head; of equal ones the first."""
+"""The scores that decide the kind of a head; ties go to the first."""
 
 THRESHOLD = 0.4
-"""A head is of the kind of its largest score, if that is so large. A convention, no more."""
+"""The smallest mean score with which a head counts as of a kind; a convention."""
 
 _ROUNDING = 1e-4
-"""Relative error of a score from which on a layer is computed in float64."""
+"""A layer is computed in float64 if the relative error of its scores would exceed this."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,6 +78,8 @@ class HeadScores:
         The keys with the largest weights, falling; padded with -1 and 0.
     weights : LazyWeights (batch, num_heads, q_len, kv_len) or None
         Holds query and key; rows of padding are 0.
+    inputs : KeptInputs or None
+        What the weights come from, as it can be kept in a file.
     """
 
     rows: dict[str, Array]
@@ -85,13 +88,16 @@ class HeadScores:
     top_keys: Array
     top_weights: Array
     weights: LazyWeights | None
+    inputs: KeptInputs | None = None
 
     def means(self) -> dict[str, Array]:
         """Each score, `(num_heads,)`: the mean over batch and counted queries.
 
         The largest for `max_logit`; NaN where no query counts.
         """
-        return {name: _over_queries(name, self.rows[name], self.counted[name]) for name in SCORES}
+        return {
+            name: _mean_over_queries(name, self.rows[name], self.counted[name]) for name in SCORES
+        }
 
 
 def head_scores(
@@ -159,11 +165,11 @@ def head_scores(
     >>> scores.means()["previous"].round(3)
     array([0.999])
     """
-    query, key = (_four_axes(array, name) for array, name in ((query, "query"), (key, "key")))
-    heads = _Heads(query, key, variants, scale, q_offset, kv_offset, real)
+    query, key = (_with_batch(array, name) for array, name in ((query, "query"), (key, "key")))
+    heads = _LayerHeads(query, key, variants, scale, q_offset, kv_offset, real)
     if coarse(heads.record.lse, _ROUNDING).any() and query.dtype != np.float64:
-        wide = (query.astype(np.float64), key.astype(np.float64))
-        heads = _Heads(*wide, variants, scale, q_offset, kv_offset, real)
+        float64_inputs = (query.astype(np.float64), key.astype(np.float64))
+        heads = _LayerHeads(*float64_inputs, variants, scale, q_offset, kv_offset, real)
     return heads.scores(tokens, top, one_sequence)
 
 
@@ -179,7 +185,7 @@ def kind_of(scores: dict[str, float]) -> str | None:
     return kind if scores[kind] >= THRESHOLD else None
 
 
-class _Heads:
+class _LayerHeads:
     """One layer as a problem of attention whose values are positions."""
 
     def __init__(
@@ -194,14 +200,14 @@ class _Heads:
     ) -> None:
         dtype = np.dtype(np.float64 if query.dtype == np.float64 else np.float32)
         self._query, self._key = (np.asarray(array, dtype) for array in (query, key))
-        self._said = {"scale": scale, "q_offset": q_offset, "kv_offset": kv_offset}
+        self._options = {"scale": scale, "q_offset": q_offset, "kv_offset": kv_offset}
         self._variants = tuple(v for v in variants if not isinstance(v, Dropout))
         batch, _, q_len, _ = self._query.shape
         kv_len = self._key.shape[2]
         self._value: Array = np.zeros((batch, 1, kv_len, 2), dtype)
         positions = self._bind().problem.operands.positions
-        self.q_pos = np.broadcast_to(positions.of_queries(), (batch, q_len))
-        self.kv_pos = np.broadcast_to(positions.of_keys(), (batch, kv_len))
+        self.q_pos = np.broadcast_to(positions.query_positions(), (batch, q_len))
+        self.kv_pos = np.broadcast_to(positions.key_positions(), (batch, kv_len))
         self._value[:, 0, :, 0] = self.kv_pos
         self._value[..., 1] = 1
         self.real = self._real_keys(real)
@@ -240,14 +246,23 @@ class _Heads:
             queries["own"] = counted & self._has_key_at(0)
         if one_sequence and tokens is not None and self.first < self._key.shape[2]:
             ids = np.broadcast_to(np.asarray(tokens), self.kv_pos.shape)
-            said = Tokens.of(ids, self.real, self.first, self.q_pos, self.kv_pos)
-            for name, keys in (("duplicate", said.duplicates), ("induction", said.followers)):
+            token_table = Tokens.of(ids, self.real, self.first, self.q_pos, self.kv_pos)
+            for name, keys in (
+                ("duplicate", token_table.duplicates),
+                ("induction", token_table.followers),
+            ):
                 rows[name] = self._mass(keys, lse)
-                queries[name] = counted & said.queries_with(keys)
+                queries[name] = counted & token_table.queries_with(keys)
         indices, largest = record.top(top)
         rows = {name: np.asarray(row, lse.dtype) for name, row in rows.items()}
         return HeadScores(
-            rows, queries, record.received, indices.astype(np.int32), largest, weights
+            rows,
+            queries,
+            record.received,
+            indices.astype(np.int32),
+            largest,
+            weights,
+            KeptInputs(self._query, self._key, self._variants, self._options),
         )
 
     def _bound(self, *more: Any) -> BoundCall:
@@ -256,7 +271,7 @@ class _Heads:
             self._value, (self._value.shape[0], num_kv_heads, *self._value.shape[2:])
         )
         variants = (*self._variants, *more)
-        return bind(self._query, self._key, value, variants, OptionValues(**self._said))
+        return bind(self._query, self._key, value, variants, OptionValues(**self._options))
 
     def _bind(self, *more: Any) -> CheckedCall:
         return check_call(self._bound(*more))
@@ -298,7 +313,7 @@ class _Heads:
         replay = self.record.weights.replay
         mass = np.zeros_like(self.record.lse)
         rows = np.arange(mass.shape[2])
-        begins = starts(self.kv_pos)
+        begins = sequence_starts(self.kv_pos)
         for batch, real in enumerate(self.real):
             begin = begins[batch] & real
             begin[np.argmax(real)] = True
@@ -315,12 +330,12 @@ class _Heads:
         return np.where(self.counted[:, None], share, 0)
 
     def _has_key_at(self, offset: int) -> Array:
-        """Which queries have a key `offset` positions away."""
+        """Whether each query has a key `offset` positions away."""
         rows = zip(self.q_pos, self.kv_pos, self.real, strict=True)
         return np.stack([np.isin(q_pos + offset, kv_pos[real]) for q_pos, kv_pos, real in rows])
 
 
-def _four_axes(array: Any, name: str) -> Array:
+def _with_batch(array: Any, name: str) -> Array:
     seen: Array = view(array, name)
     if seen.ndim not in (3, 4):
         raise ShapeError(
@@ -330,7 +345,7 @@ def _four_axes(array: Any, name: str) -> Array:
     return seen.reshape((1,) * (4 - seen.ndim) + seen.shape)
 
 
-def _over_queries(name: str, rows: Array, counted: Array) -> Array:
+def _mean_over_queries(name: str, rows: Array, counted: Array) -> Array:
     """Mean, or largest, over batch and counted queries: `(num_heads,)`."""
     chosen: Array = np.swapaxes(rows, 0, 1)[:, counted]
     if not chosen.size:

@@ -13,13 +13,15 @@ from numpy.typing import NDArray
 from qkv.errors import FileError
 from qkv.files.writing import replace_file
 from qkv.inspection.head_scores import SCORES, HeadScores
+from qkv.inspection.kept_inputs import KeptInputs
 from qkv.inspection.model_record import LayerRecord, ModelRecord
 
 __all__ = ["is_model_record", "load", "save"]
 
 Array = NDArray[Any]
 
-SCHEMA, VERSION = "qkv-model-record", 1
+SCHEMA, VERSION = "qkv-model-record", 2
+"""Version 2 has what the weights of kept layers come from; files of version 1 are read too."""
 
 
 def save(record: ModelRecord, path: str | os.PathLike[str]) -> None:
@@ -27,17 +29,24 @@ def save(record: ModelRecord, path: str | os.PathLike[str]) -> None:
     from safetensors.numpy import save as as_bytes
 
     arrays = {} if record.tokens is None else {"tokens": record.tokens.astype(np.int64)}
+    kept = {}
     for layer in record:
-        arrays.update(_named(layer))
-    about = {
+        arrays.update(_layer_arrays(layer))
+        inputs, weights = layer.scores.inputs, layer.scores.weights
+        if inputs is not None and weights is not None:
+            prefix = _prefix(layer.index)
+            kept[str(layer.index)] = inputs.to_data(arrays, prefix)
+            arrays[f"{prefix}.lse"] = weights.replay.lse
+    header = {
         "schema": SCHEMA,
         "version": VERSION,
         "model": record.model,
         "texts": None if record.texts is None else list(record.texts),
         "layers": [layer.name for layer in record],
+        "kept": kept,
     }
     contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-    replace_file(path, as_bytes(contiguous, {"qkv": json.dumps(about)}))
+    replace_file(path, as_bytes(contiguous, {"qkv": json.dumps(header)}))
 
 
 def load(path: str | os.PathLike[str]) -> ModelRecord:
@@ -47,9 +56,9 @@ def load(path: str | os.PathLike[str]) -> ModelRecord:
 
     name = repr(os.fspath(path))
     try:
-        about = _about(path, name)
+        header = _read_header(path, name)
         arrays = load_file(path)
-        return _record(about, arrays)
+        return _record(header, arrays)
     except FileError:
         raise
     except OSError as error:
@@ -57,9 +66,13 @@ def load(path: str | os.PathLike[str]) -> ModelRecord:
             f"{name} cannot be read: {error.strerror or error}.",
             action="Check the path and its permissions.",
         ) from error
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+    except (
+        SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError,
+        NotImplementedError,
+    ) as error:  # fmt: skip
+        reason = str(error).partition("\n")[0][:200]
         raise FileError(
-            f"{name} is no record of a model ({error}).", action="Write it with record.save(path)."
+            f"{name} is no record of a model ({reason}).", action="Write it with record.save(path)."
         ) from error
 
 
@@ -69,58 +82,60 @@ def is_model_record(path: str | os.PathLike[str]) -> bool:
 
     try:
         with safe_open(path, "numpy") as file:
-            about = json.loads((file.metadata() or {}).get("qkv", "{}"))
+            header = json.loads((file.metadata() or {}).get("qkv", "{}"))
     except (SafetensorError, OSError, ValueError, RecursionError):
         return False
-    return isinstance(about, dict) and about.get("schema") == SCHEMA
+    return isinstance(header, dict) and header.get("schema") == SCHEMA
 
 
-def _named(layer: LayerRecord) -> dict[str, Array]:
-    scores, place = layer.scores, f"layers.{layer.index}"
+def _layer_arrays(layer: LayerRecord) -> dict[str, Array]:
+    scores, prefix = layer.scores, _prefix(layer.index)
     return {
-        **{f"{place}.rows.{name}": scores.rows[name] for name in SCORES},
-        **{f"{place}.counted.{name}": scores.counted[name] for name in SCORES},
-        f"{place}.received": scores.received,
-        f"{place}.top_keys": scores.top_keys,
-        f"{place}.top_weights": scores.top_weights,
+        **{f"{prefix}.rows.{name}": scores.rows[name] for name in SCORES},
+        **{f"{prefix}.counted.{name}": scores.counted[name] for name in SCORES},
+        f"{prefix}.received": scores.received,
+        f"{prefix}.top_keys": scores.top_keys,
+        f"{prefix}.top_weights": scores.top_weights,
     }
 
 
-def _about(path: str | os.PathLike[str], name: str) -> dict[str, Any]:
+def _read_header(path: str | os.PathLike[str], name: str) -> dict[str, Any]:
     from safetensors import safe_open
 
     with safe_open(path, "numpy") as file:
-        said = (file.metadata() or {}).get("qkv")
-    about = json.loads(said) if said else {}
-    if not isinstance(about, dict) or about.get("schema") != SCHEMA:
+        text = (file.metadata() or {}).get("qkv")
+    header = json.loads(text) if text else {}
+    if not isinstance(header, dict) or header.get("schema") != SCHEMA:
         raise FileError(
             f"{name} is a safetensors file, but no record of a model.",
             action="Write it with record.save(path).",
         )
-    if about.get("version") != VERSION:
+    if header.get("version") not in range(1, VERSION + 1):
         raise FileError(
-            f"{name} has version {about.get('version')!r}; this reads version {VERSION}.",
+            f"{name} has version {header.get('version')!r:.20}; this reads 1 to {VERSION}.",
             action="Read it with the version of qkv that wrote it.",
         )
-    return about
+    return header
 
 
-def _record(about: dict[str, Any], arrays: dict[str, Array]) -> ModelRecord:
-    record = ModelRecord(str(about["model"]))
+def _record(header: dict[str, Any], arrays: dict[str, Array]) -> ModelRecord:
+    record = ModelRecord(str(header["model"]))
     record.tokens = arrays.get("tokens")
-    texts = about["texts"]
+    texts = header["texts"]
     record.texts = None if texts is None else [str(text) for text in texts]
-    record.layers.extend(_layers(about["layers"], arrays))
+    record.layers.extend(_layers(header["layers"], header.get("kept", {}), arrays))
     return record
 
 
-def _layers(names: list[str], arrays: dict[str, Array]) -> Iterator[LayerRecord]:
+def _layers(
+    names: list[str], kept: dict[str, Any], arrays: dict[str, Array]
+) -> Iterator[LayerRecord]:
     for index, name in enumerate(names):
-        place = f"layers.{index}"
-        rows = {score: arrays[f"{place}.rows.{score}"] for score in SCORES}
-        counted = {score: arrays[f"{place}.counted.{score}"] for score in SCORES}
+        prefix = _prefix(index)
+        rows = {score: arrays[f"{prefix}.rows.{score}"] for score in SCORES}
+        counted = {score: arrays[f"{prefix}.counted.{score}"] for score in SCORES}
         received, keys, best = (
-            arrays[f"{place}.{part}"] for part in ("received", "top_keys", "top_weights")
+            arrays[f"{prefix}.{part}"] for part in ("received", "top_keys", "top_weights")
         )
         batch, num_heads, q_len = rows["entropy"].shape
         fits = (
@@ -132,4 +147,16 @@ def _layers(names: list[str], arrays: dict[str, Array]) -> Iterator[LayerRecord]
         )
         if not fits:
             raise ValueError(f"the shapes of layer {index} do not fit each other")
-        yield LayerRecord(index, str(name), HeadScores(rows, counted, received, keys, best, None))
+        inputs = weights = None
+        if str(index) in kept:
+            inputs = KeptInputs.from_data(kept[str(index)], arrays, prefix)
+            weights = inputs.weights(arrays[f"{prefix}.lse"])
+            if weights.shape != (batch, num_heads, q_len, received.shape[-1]):
+                raise ValueError(f"the weights of layer {index} do not fit its scores")
+        scores = HeadScores(rows, counted, received, keys, best, weights, inputs)
+        yield LayerRecord(index, str(name), scores)
+
+
+def _prefix(index: int) -> str:
+    """How the names of a layer's arrays begin."""
+    return f"layers.{index}"

@@ -1,6 +1,6 @@
-"""Every head of a model on one text: numbers per layer and head, and how they are kept.
+"""Records of every head of a model on one text: statistics for each layer and head.
 
-Knows no library of models: layers are added one by one, as query, key and what was said between.
+This module knows no model library: layers are added one by one, as query, key and variants.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from qkv.arrays import view
 from qkv.errors import ArgumentError
 from qkv.inspection.head_scores import SCORES, HeadScores, head_scores, kind_of
+from qkv.inspection.pictures import draw_heads, save_picture
 from qkv.inspection.weights import LazyWeights
 
 __all__ = ["HeadTable", "Keep", "LayerRecord", "ModelRecord", "load"]
@@ -37,6 +38,14 @@ class LayerRecord:
         Name of the module in its model.
     scores : HeadScores
         Query by query; see there.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> record, x = qkv.ModelRecord("one layer"), np.eye(4)[None]
+    >>> layer = record.add(x, x, qkv.Causal(), name="layer 0")
+    >>> layer, layer.rows["entropy"][0, 0, 0]
+    (LayerRecord(0, 'layer 0', 1 heads, 1 x 4 queries, 4 keys), np.float64(0.0))
     """
 
     index: int
@@ -45,6 +54,7 @@ class LayerRecord:
 
     @property
     def num_heads(self) -> int:
+        """Query heads of the layer."""
         return int(self.scores.received.shape[1])
 
     @property
@@ -64,7 +74,13 @@ class LayerRecord:
 
     @property
     def weights(self) -> LazyWeights:
-        """The weights `(batch, num_heads, q_len, kv_len)`, computed where they are sliced."""
+        """The weights `(batch, num_heads, q_len, kv_len)`, computed where they are sliced.
+
+        Raises
+        ------
+        ArgumentError
+            If the record did not keep this layer's query and key.
+        """
         if self.scores.weights is None:
             raise ArgumentError(
                 f"layer {self.index} ({self.name}) kept no query and key to compute weights from.",
@@ -127,6 +143,11 @@ class ModelRecord:
     texts : sequence of str or None
         The tokens of batch row 0, as text.
 
+    Raises
+    ------
+    ArgumentError
+        If `keep` is another string.
+
     Notes
     -----
     Memory: `4 * (9 + 2 * top)` bytes for each layer, head and query, and query and key of the
@@ -157,30 +178,38 @@ class ModelRecord:
         self._top = top
         self._keep = keep
 
-    def add(self, query: Any, key: Any, *variants: Any, name: str, **said: Any) -> LayerRecord:
+    def add(self, query: Any, key: Any, *variants: Any, name: str, **options: Any) -> LayerRecord:
         """Compute the scores of the next layer, and keep them.
 
         Parameters
         ----------
-        query, key, *variants, **said
+        query, key, *variants, **options
             As for `head_scores`, which does not ask for values.
         name : str
             Name of the layer.
         """
         index = len(self.layers)
-        kept = (
+        keep_weights = (
             self._keep == "weights" if isinstance(self._keep, str) else index in (self._keep or ())
         )
-        if kept:
-            # A static cache is written again by the next call.
+        if keep_weights:
+            # Copied, because a static cache overwrites its keys in the next call.
             key = np.array(view(key, "key"))
-        scores = head_scores(query, key, *variants, top=self._top, **said)
-        layer = LayerRecord(index, name, scores if kept else replace(scores, weights=None))
+        scores = head_scores(query, key, *variants, top=self._top, **options)
+        if not keep_weights:
+            scores = replace(scores, weights=None, inputs=None)
+        layer = LayerRecord(index, name, scores)
         self.layers.append(layer)
         return layer
 
     def layer(self, index: int) -> LayerRecord:
-        """One layer, from the end if negative."""
+        """One layer, from the end if negative.
+
+        Raises
+        ------
+        ArgumentError
+            If there is no such layer.
+        """
         if not -len(self.layers) <= index < len(self.layers):
             raise ArgumentError(
                 f"layer {index} does not exist.",
@@ -232,16 +261,49 @@ class ModelRecord:
         return max(rows, key=lambda row: row[score], default=None)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all numbers to a safetensors file with names in its metadata; no weights.
+        """Write all numbers to a safetensors file with names in its metadata.
+
+        Of layers that are kept, query, key, lse and variants are written too, so that weights can
+        be read wherever the file is opened.
 
         Raises
         ------
         FileError
             If the file cannot be written.
+        UnsupportedError
+            A kept layer has a variant that is code, such as a `ScoreMod`.
         """
         from qkv.inspection.model_file import save
 
         save(self, path)
+
+    def plot(self, path: str | os.PathLike[str], score: str = "entropy") -> None:
+        """Draw one score of every head to a file, layers down and heads across.
+
+        Parameters
+        ----------
+        path : path
+            Its ending says the format: .svg, .png or .pdf. Needs matplotlib.
+        score : str
+            One of `qkv.inspection.head_scores.SCORES`.
+
+        Raises
+        ------
+        ArgumentError
+            There is no such score, or no layer.
+        """
+        if score not in SCORES or not self.layers:
+            raise ArgumentError(
+                f"there is no score {score!r:.40} of {len(self)} layers to draw.",
+                [("scores", ", ".join(SCORES))],
+                "Name one of these, of a record that has layers.",
+            )
+        widest = max(layer.num_heads for layer in self)
+        scores = np.full((len(self), widest), np.nan)
+        for row in self.rows():
+            scores[row["layer"], row["head"]] = row[score]
+        size = min(14.0, 2.5 + 0.4 * widest), min(14.0, 2.0 + 0.4 * len(self))
+        save_picture(path, size, lambda figure: draw_heads(figure, scores, score, self.model))
 
     def to_html(self) -> str:
         """The record as a page of the lab: one HTML file that works from disk, with no network.

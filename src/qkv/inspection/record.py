@@ -1,7 +1,8 @@
-"""What `qkv.inspect` returns: the output, and everything that can be asked about its weights."""
+"""The result of `qkv.inspect`: the output, and statistics of its weights."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
@@ -14,24 +15,24 @@ from qkv.backends import Inspectable, Progress
 from qkv.call.checked import CheckedCall
 from qkv.call.inspected import Inspected
 from qkv.errors import ArgumentError
+from qkv.inspection.pictures import LONGEST, draw_tiles, draw_weights, save_picture
 from qkv.inspection.replay import PAIRS, Replay
 from qkv.inspection.statistics import WeightStatistics, top_keys, weight_statistics
+from qkv.inspection.weight_blocks import reduced
 from qkv.inspection.weights import LazyWeights
 
 Array = NDArray[Any]
 
 
 class Record:
-    """One run of attention that can be looked into at any length.
+    """The result of `qkv.inspect`: the output, lse, and statistics of the weights.
 
-    Statistics are float32 (float64 for float64 input), before dropout, one row for each query
-    head. With the backend "cpu", entropy and largest weight come with the output. What else is
-    asked is computed when first asked for, in O(tile) memory: received weight and `top(8)` by one
-    compiled pass over the scores each, which takes a half to four fifths as long as the forward
-    pass; `mass`, `mass_at`, `weights` and more than 256 best keys in NumPy, tile by tile. Other
-    backends leave all to NumPy: one pass for entropy, largest and received weight together, one for
-    each other question. Of tensors on a device the output is computed there, and everything else in
-    main memory, on copies of query, key and value.
+    Parameters
+    ----------
+    found : Inspected
+        The call that ran, and what it left.
+    progress : callable (done, total), optional
+        Told of blocks of rows done while a statistic is computed.
 
     Attributes
     ----------
@@ -41,6 +42,27 @@ class Record:
         Logarithm of the row sums, natural.
     backend : str
         The backend that ran.
+
+    Notes
+    -----
+    Statistics are float32 (float64 for float64 input), before dropout, one row for each query
+    head. With the backend "cpu", entropy and largest weight come with the output. Everything else
+    is computed at its first use, in O(tile) memory: received weight and `top(8)` by one compiled
+    pass over the scores each, which takes a half to four fifths as long as the forward pass;
+    `mass`, `mass_at`, `weights` and more than 256 best keys in NumPy, tile by tile. Other backends
+    use NumPy for all statistics: one pass for entropy, largest and received weight together, and
+    one for each of the others. For tensors on another device, the output is computed there, and
+    the statistics in main memory, from copies of query, key and value.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> x = np.eye(3)
+    >>> record = qkv.inspect(x, x, x, qkv.Causal())
+    >>> record.mass([0]).round(3)
+    array([1.   , 0.36 , 0.264])
+    >>> record.received.round(3)
+    array([1.624, 0.905, 0.471])
     """
 
     def __init__(self, found: Inspected, progress: Progress | None = None) -> None:
@@ -92,7 +114,7 @@ class Record:
                 self._received = backend.received(problem, lse, self._progress)
             else:
                 self._received = self._weight_statistics.received
-        return self._of_rows(self._received)
+        return self._in_caller_shape(self._received)
 
     def top(self, k: int) -> tuple[Any, Any]:
         """The k keys with the largest weights of each row.
@@ -102,6 +124,11 @@ class Record:
         (indices, weights)
             Each `(..., num_heads, q_len, k)`, falling; ties go to the lower index; rows with
             fewer allowed keys are padded with -1 and 0. A key whose score is NaN is never one.
+
+        Raises
+        ------
+        ArgumentError
+            If k is not a whole number of 1 or more.
         """
         if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
             raise ArgumentError(
@@ -110,7 +137,7 @@ class Record:
         if k not in self._top:
             self._top[k] = self._top_keys(int(k))
         indices, weights = self._top[k]
-        return self._of_rows(indices, 1), self._of_rows(weights, 1)
+        return self._in_caller_shape(indices, 1), self._in_caller_shape(weights, 1)
 
     def mass(self, keys: Any) -> Any:
         """The weight that each row puts on a set of keys, `(..., num_heads, q_len)`.
@@ -119,10 +146,15 @@ class Record:
         ----------
         keys : int, integer array, slice or boolean array (kv_len,)
             Rows of the key array; naming one twice counts it once.
+
+        Raises
+        ------
+        ArgumentError
+            If a key is outside of the key array.
         """
         kv_index = self._key_rows(keys)
 
-        def of_head(batch: int, head: int) -> Array:
+        def head_mass(batch: int, head: int) -> Array:
             spec = self._call.problem.spec
             step = max(1, PAIRS * 16 // max(len(kv_index), 1))
             return np.concatenate(
@@ -133,21 +165,26 @@ class Record:
                 ]
             )
 
-        return self._each_head(of_head)
+        return self._map_heads(head_mass)
 
     def mass_at(self, offset: int) -> Any:
         """The weight of the key at position `q_pos + offset`, `(..., num_heads, q_len)`.
 
         -1 is the previous token, 0 the query's own; rows without such a key give 0. Where
         positions restart in segments, the key is the one of the query's own segment.
+
+        Raises
+        ------
+        ArgumentError
+            If the offset is not a whole number.
         """
         if isinstance(offset, bool) or not isinstance(offset, int | np.integer):
             raise ArgumentError(f"mass_at(offset={offset!r}) is not a whole number.")
-        standing = self._call.problem.operands.positions
-        positions = standing.of_queries(), standing.of_keys()
+        positions = self._call.problem.operands.positions
+        q_pos_and_kv_pos = positions.query_positions(), positions.key_positions()
 
-        def of_head(batch: int, head: int) -> Array:
-            q_pos, kv_pos = (p[batch if len(p) > 1 else 0] for p in positions)
+        def head_mass(batch: int, head: int) -> Array:
+            q_pos, kv_pos = (p[batch if len(p) > 1 else 0] for p in q_pos_and_kv_pos)
             order = np.argsort(kv_pos, kind="stable")
             ordered = kv_pos[order]
             first = np.searchsorted(ordered, q_pos + offset, "left")
@@ -158,7 +195,64 @@ class Record:
             weights = self._replay.pairs(batch, head, q_index, kv_index)
             return np.bincount(q_index, weights, minlength=len(q_pos))
 
-        return self._each_head(of_head)
+        return self._map_heads(head_mass)
+
+    def plot(
+        self,
+        path: str | os.PathLike[str],
+        head: int = 0,
+        batch: int = 0,
+        tokens: Sequence[str] | None = None,
+    ) -> None:
+        """Draw the weights of one head to a file, queries down and keys across.
+
+        Parameters
+        ----------
+        path : path
+            Its ending says the format: .svg, .png or .pdf. Needs matplotlib.
+        head, batch : int
+            Query head, and flat index over the leading dimensions.
+        tokens : sequence of str (kv_len,), optional
+            Names of the keys, written where there are at most 40.
+
+        Notes
+        -----
+        Beyond 1024 queries or keys each pixel is the largest weight of a block of pairs.
+        """
+        spec = self._call.problem.spec
+        self._require_head(head, batch)
+        longest = max(spec.q_len, spec.kv_len)
+        block = 1 << max(0, (-(-longest // LONGEST) - 1).bit_length())
+        whole = (0, spec.q_len), (0, spec.kv_len)
+        weights, _ = reduced(self._replay, head, *whole, block, batch)
+        title = f"head {head}" + (f" of batch row {batch}" if spec.batch_size > 1 else "")
+        save_picture(path, (7, 6), lambda f: draw_weights(f, weights, title, tokens, block))
+
+    def plot_tiles(self, path: str | os.PathLike[str], head: int = 0, batch: int = 0) -> None:
+        """Draw which tiles of one head the backend skips, and in which it evaluates a mask.
+
+        Parameters
+        ----------
+        path : path
+            Its ending says the format: .svg, .png or .pdf. Needs matplotlib.
+        head, batch : int
+            Query head, and flat index over the leading dimensions.
+        """
+        self._require_head(head, batch)
+        spec = self._call.problem.spec
+        grid = self._replay.scores.grid(*self._call.choice.backend.blocks(spec))
+        title = f"{spec.summary}, {self.backend}"
+        save_picture(path, (6, 6.5), lambda f: draw_tiles(f, grid, batch, head, title))
+
+    def _require_head(self, head: int, batch: int) -> None:
+        spec = self._call.problem.spec
+        there = 0 <= head < spec.num_heads and 0 <= batch < spec.batch_size
+        if not there or not (spec.q_len and spec.kv_len):
+            raise ArgumentError(
+                f"there is nothing to draw of head {head} and batch {batch}.",
+                [("num_heads", str(spec.num_heads)), ("batch_size", str(spec.batch_size))],
+                "Choose from 0 on, of arrays with queries and keys.",
+            )
 
     def to_html(self, tokens: Sequence[str] | None = None) -> str:
         """The record as a page of the lab: one HTML file that works from disk, with no network.
@@ -180,12 +274,12 @@ class Record:
     def _statistic(self, name: str) -> Any:
         """One that comes with the output, if the backend tells it, else with all weights."""
         if self._rows is None:
-            return self._of_rows(getattr(self._weight_statistics, name))
+            return self._in_caller_shape(getattr(self._weight_statistics, name))
         array = getattr(self._rows, name)
         like = self._found.lse
         library = library_of(like, "lse")
-        shown = library.restore(array.reshape(tuple(like.shape)))
-        return shown.to(like.device) if hasattr(like, "is_meta") else shown
+        converted = library.restore(array.reshape(tuple(like.shape)))
+        return converted.to(like.device) if hasattr(like, "is_meta") else converted
 
     def _top_keys(self, k: int) -> tuple[Array, Array]:
         backend, found = self._call.choice.backend, None
@@ -199,15 +293,15 @@ class Record:
             self._statistics = weight_statistics(self._replay, self._progress)
         return self._statistics
 
-    def _each_head(self, of_head: Callable[[int, int], Array]) -> Any:
+    def _map_heads(self, head_function: Callable[[int, int], Array]) -> Any:
         spec = self._call.problem.spec
         out = np.zeros((spec.batch_size, spec.num_heads, spec.q_len), self._replay.dtype)
         for batch in range(spec.batch_size if spec.q_len and spec.kv_len else 0):
             for head in range(spec.num_heads):
-                out[batch, head] = of_head(batch, head)
-        return self._of_rows(out)
+                out[batch, head] = head_function(batch, head)
+        return self._in_caller_shape(out)
 
-    def _of_rows(self, array: Array, trailing: int = 0) -> Any:
+    def _in_caller_shape(self, array: Array, trailing: int = 0) -> Any:
         """`(batch, num_heads, rows, ...)`, batch flat or not, as the user sees it."""
         shape = array.shape[array.ndim - 2 - trailing :]
         shaped = array.reshape(*self._call.problem.spec.batch_shape, *shape)

@@ -1,4 +1,4 @@
-"""The weights again, tile by tile: `w = exp(s - lse)`, from query, key and lse alone.
+"""Weights recomputed tile by tile, `w = exp(s - lse)`, from query, key and lse.
 
 The forward pass leaves one number for each row; with it any tile of the weights can be computed at
 any time in O(tile) memory. Where that number is so large that its rounding would show (a row whose
@@ -28,11 +28,11 @@ PAIRS = 1 << 15
 """Pairs computed at once where single weights are asked for."""
 
 LOG_ZERO = -1e4
-"""What log(weight) is raised to: its exp is 0 and, unlike -inf, times 0 it is still 0."""
+"""The smallest log(weight): its exp is 0, and unlike -inf its product with 0 is 0."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class ScoreTile:
     """One tile: its place, and its scores."""
 
     batch: int
@@ -74,8 +74,8 @@ class Replay:
             for batch, head in np.argwhere(large.any(axis=-1)):
                 rows = np.flatnonzero(large[batch, head])
                 for part in np.split(rows, range(BLOCK_Q, len(rows), BLOCK_Q)):
-                    place = (batch, head, part)
-                    a[place], b[place] = self._row_sums(int(batch), int(head), part)
+                    index = (batch, head, part)
+                    a[index], b[index] = self._row_sums(int(batch), int(head), part)
             self._shift = a, b
         return self._shift
 
@@ -95,7 +95,7 @@ class Replay:
             row_max = new_max
         return row_max, np.log(row_sum)
 
-    def tiles(self, progress: Progress | None = None) -> Iterator[Tile]:
+    def tiles(self, progress: Progress | None = None) -> Iterator[ScoreTile]:
         """All tiles that are not empty: batch, head, queries, then keys, in rising order."""
         spec = self.problem.spec
         grid = self.scores.grid(BLOCK_Q, BLOCK_KV)
@@ -108,12 +108,12 @@ class Replay:
                         for start in range(run.start, run.stop, BLOCK_KV):
                             kv_rows = slice(start, min(start + BLOCK_KV, run.stop))
                             s = self.scores.tile(batch, head, q_rows, kv_rows, run.kind)
-                            yield Tile(batch, head, q_rows, kv_rows, s)
+                            yield ScoreTile(batch, head, q_rows, kv_rows, s)
                     done += 1
                     if progress is not None:
                         progress(done, total)
 
-    def log_weights(self, tile: Tile) -> Array:
+    def log_weights(self, tile: ScoreTile) -> Array:
         """The logarithm of a tile's weights, at least `LOG_ZERO`."""
         a, b = (shift[tile.batch, tile.head, tile.q_rows, None] for shift in self.shift)
         lowest = self.dtype.type(LOG_ZERO)

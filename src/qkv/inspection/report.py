@@ -127,11 +127,11 @@ def _map(record: ModelRecord) -> Iterator[str]:
 def _cell(row: dict[str, Any]) -> str:
     place = f"layer {row['layer']} head {row['head']}"
     kind = row["kind"]
-    said = f"{place}: {kind} {row[kind]:.2f}" if kind else f"{place}: none of these kinds"
+    label = f"{place}: {kind} {row[kind]:.2f}" if kind else f"{place}: none of these kinds"
     marks = f' class="kind {kind}"' if kind else ""
     letter = LETTERS[kind] if kind else "·"
     target = f"h-{row['layer']}-{row['head']}"
-    return f'<td{marks}><a href="#{target}" title="{said}" aria-label="{said}">{letter}</a></td>'
+    return f'<td{marks}><a href="#{target}" title="{label}" aria-label="{label}">{letter}</a></td>'
 
 
 def _legend(record: ModelRecord) -> Iterator[str]:
@@ -236,7 +236,7 @@ def _pairs(record: ModelRecord, row: dict[str, Any], kind: str, tokens: list[str
 
 
 def _data(record: ModelRecord) -> str:
-    """What the script reads, as JSON in which nothing ends the element that it is in."""
+    """The data of the page's script, as JSON that cannot close its HTML element."""
     tokens = _tokens(record)
     heads = []
     for _, row in _strongest(record) if tokens else ():

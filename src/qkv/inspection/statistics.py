@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.backends import Progress
-from qkv.inspection.replay import Replay, Tile, weights_of
+from qkv.inspection.replay import Replay, ScoreTile, weights_of
 
 Array = NDArray[Any]
 
@@ -55,12 +55,12 @@ def top_keys(replay: Replay, k: int, progress: Progress | None = None) -> tuple[
     best = np.full(shape, -np.inf, replay.dtype)
     for tile in replay.tiles(progress):
         rows = (tile.batch, tile.head, tile.q_rows)
-        _keep_best(tile, indices[rows], best[rows])
+        _merge_tile(tile, indices[rows], best[rows])
     a, b = (shift[..., None] for shift in replay.shift)
     return indices, weights_of(best, a, b)
 
 
-def _keep_best(tile: Tile, indices: Array, best: Array) -> None:
+def _merge_tile(tile: ScoreTile, indices: Array, best: Array) -> None:
     """Merge a tile into the best k of its rows, in place.
 
     Tiles come in rising key order, so a later key must be strictly better to enter: ties stay
@@ -70,22 +70,22 @@ def _keep_best(tile: Tile, indices: Array, best: Array) -> None:
     count, k = best.shape
     better = scores > best[:, -1:]
     if k < scores.shape[1] and np.count_nonzero(better) > 4 * k * count:
-        # Most of the tile is new: keep what reaches the k-th best of the tile itself.
+        # Many scores are better: only those that reach the k-th best of the tile are merged.
         numbers = np.where(np.isnan(scores), -np.inf, scores)
         at_least = np.partition(numbers, scores.shape[1] - k, axis=1)[:, scores.shape[1] - k]
         better &= scores >= at_least[:, None]
-    places = np.flatnonzero(better)
-    if not len(places):
+    flat_index = np.flatnonzero(better)
+    if not len(flat_index):
         return
-    rows, columns = np.divmod(places, scores.shape[1])
-    touched = np.unique(rows)
-    kept_rows = np.repeat(touched, k)
-    row = np.concatenate([kept_rows, rows])
-    score = np.concatenate([best[touched].reshape(-1), scores[rows, columns]])
-    index = np.concatenate([indices[touched].reshape(-1), columns + tile.kv_rows.start])
+    rows, columns = np.divmod(flat_index, scores.shape[1])
+    changed = np.unique(rows)
+    repeated_rows = np.repeat(changed, k)
+    row = np.concatenate([repeated_rows, rows])
+    score = np.concatenate([best[changed].reshape(-1), scores[rows, columns]])
+    index = np.concatenate([indices[changed].reshape(-1), columns + tile.kv_rows.start])
     order = np.lexsort((index, -score, row))
     row, score, index = row[order], score[order], index[order]
-    starts = np.searchsorted(row, touched)
+    starts = np.searchsorted(row, changed)
     rank = np.arange(len(row)) - np.repeat(starts, np.diff([*starts, len(row)]))
     chosen = rank < k
     best[row[chosen], rank[chosen]] = score[chosen]

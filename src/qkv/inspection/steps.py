@@ -70,7 +70,7 @@ def softmax(scores: Array, sink: float | None = None) -> Softmax:
         weights = np.where(forbidden, 0.0, exp / row_sum[..., None])
         log_sum = np.log(row_sum)
         terms = np.where(weights == 0, 0.0, weights * (shifted - log_sum[..., None]))
-        # abs, because minus the sum of nothing would be -0.
+        # `abs` instead of a minus sign, because minus an empty sum would be -0.
         entropy = np.abs(terms.sum(axis=-1))
         lse = np.where(np.isneginf(row_max), -np.inf, row_max + log_sum)
     return Softmax(row_max, shifted, exp, sinks, sink_exp, row_sum, weights, entropy, lse)
@@ -109,17 +109,17 @@ def steps(scores: Scores, batch: int, head: int, q_index: Array) -> Steps:
     """Write out the rows `q_index` of one head."""
     problem, dtype = scores.problem, scores.dtype
     spec, operands = problem.spec, problem.operands
-    every = slice(None)
-    query, key = scores.query(batch, head, q_index), scores.key(batch, head, every)
+    all_keys = slice(None)
+    query, key = scores.query(batch, head, q_index), scores.key(batch, head, all_keys)
     rows, columns = q_index[:, None], np.arange(spec.kv_len)[None, :]
     with np.errstate(all="ignore"):
-        # Not a BLAS product, whose bits would depend on how many rows were chosen.
+        # Not a BLAS product, because its bits depend on the number of rows.
         raw = np.einsum("id,jd->ij", query, key)
         scaled = raw * dtype.type(operands.scale)
-    place = {"batch": batch, "head": head, "q_index": rows, "kv_index": columns}
+    indices = {"batch": batch, "head": head, "q_index": rows, "kv_index": columns}
 
     def at_pairs(node: Any, score: Array, kind: Any) -> Array:
-        value = evaluate(node, {**place, "score": score}, operands.tables, dtype)
+        value = evaluate(node, {**indices, "score": score}, operands.tables, dtype)
         return np.broadcast_to(np.asarray(value, kind), raw.shape)
 
     stages: list[tuple[str, Array]] = []
@@ -134,7 +134,7 @@ def steps(scores: Scores, batch: int, head: int, q_index: Array) -> Steps:
         q_index=q_index,
         query=query,
         key=key,
-        value=scores.value(batch, head, every),
+        value=scores.value(batch, head, all_keys),
         raw=raw,
         scaled=scaled,
         stages=tuple(stages),

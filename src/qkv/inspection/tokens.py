@@ -1,4 +1,4 @@
-"""Tokens are other people's text: made safe and short before they reach a terminal."""
+"""Make tokens safe and short before they reach a terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LONGEST = 24
 """Characters of a token that are shown."""
 
 # Control sequences (colours, cursor), strings (titles, links) and single escapes, in both the
-# 7-bit and the 8-bit form; one that never ends takes the rest of the token with it.
+# 7-bit and the 8-bit form. A sequence that never ends includes the rest of the token.
 _ESCAPES = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?"
     r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d\x9e\x9f]).*?(?:\x07|\x1b\\|\x9c|\Z)"

@@ -24,7 +24,7 @@ SCHEMA, VERSION = "qkv-trace", 2
 
 @dataclass(frozen=True, slots=True)
 class TracedProblem:
-    """What was computed: the variants in words, sizes, and the scale.
+    """The problem of a trace: the variants in words, sizes, and the scale.
 
     `rotation` is the label of the rotary embedding; `dropout` is its probability.
     """
@@ -53,7 +53,7 @@ class ScoreStage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MaskStage:
-    """Which keys one mask allows a row, `(kv_len,)`."""
+    """The keys that one mask allows a row, `(kv_len,)`."""
 
     label: str
     allowed: Array
@@ -68,7 +68,7 @@ class Slope:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RowBack:
+class RowGradients:
     """The step back through one row, in the order in which it is taken.
 
     Attributes
@@ -127,7 +127,7 @@ class TracedRow:
         Their sum.
     tiles : tuple of TileState or None
         The states of the streaming algorithm, with `block_kv=`.
-    back : RowBack or None
+    back : RowGradients or None
         With `grad=True`.
     """
 
@@ -147,7 +147,7 @@ class TracedRow:
     contributions: Array
     output: Array
     tiles: tuple[TileState, ...] | None
-    back: RowBack | None
+    back: RowGradients | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,7 +168,7 @@ class TracedHead:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Gradient:
+class TracedGradients:
     """dQ, dK and dV over all rows and heads, shaped and laid out as query, key and value."""
 
     cotangent: Array
@@ -220,17 +220,39 @@ class TracedLedger:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Trace:
-    """Attention of chosen rows with every number on the way, in float64; see `qkv.explain`.
+    """Attention of some rows with every intermediate number, in float64, as `qkv.explain` gives it.
 
-    `tokens` name the query rows and `kv_tokens` the key rows, where they were given. `mechanism`,
-    `projections` and `ledger` say what was traced, where its rows come from and what they cost.
+    Attributes
+    ----------
+    problem : TracedProblem
+        Sizes, dtype, scale, and the variants in words.
+    tokens, kv_tokens : tuple of str or None
+        Names of the query rows and of the key rows, where they were given.
+    heads : tuple of TracedHead
+        The traced rows of each query head.
+    gradient : Gradient or None
+        dQ, dK and dV over all rows, with `grad=True`.
+    mechanism : TracedMechanism or None
+        What was traced, if it has a name.
+    projections : Projections or None
+        Where the rows come from, if that was given.
+    ledger : TracedLedger
+        Operations of the traced pairs.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> x = np.eye(2)
+    >>> trace = qkv.explain(x, x, x, q_index=1)
+    >>> trace.heads[0].rows[0].softmax.weights.round(3)
+    array([0.33, 0.67])
     """
 
     problem: TracedProblem
     tokens: tuple[str, ...] | None
     kv_tokens: tuple[str, ...] | None
     heads: tuple[TracedHead, ...]
-    gradient: Gradient | None
+    gradient: TracedGradients | None
     mechanism: TracedMechanism | None
     projections: Projections | None
     ledger: TracedLedger

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.inspection.tokens import columns, printable
-from qkv.inspection.trace import Gradient, RowBack, Trace, TracedHead, TracedRow
+from qkv.inspection.trace import RowGradients, Trace, TracedGradients, TracedHead, TracedRow
 
 Array = NDArray[Any]
 
@@ -19,7 +19,7 @@ BAR = 40
 
 def bar(weight: float) -> str:
     """One `#` for each 1/40 of the weight, truncated."""
-    # A weight that is k/40 but for rounding has k characters.
+    # The small addend gives a weight of k/40 with rounding errors its k characters.
     return "#" * int(weight * BAR + 1e-9) if np.isfinite(weight) else ""
 
 
@@ -121,7 +121,7 @@ class _Row:
         yield from self.softmax()
         yield from self.weighted_sum()
         if self.row.back is not None:
-            yield from self.step_back(self.row.back)
+            yield from self.backward_steps(self.row.back)
 
     def step(self, title: str) -> str:
         self.number += 1
@@ -264,14 +264,14 @@ class _Row:
 
     def weighted_sum(self) -> Iterator[str]:
         row = self.row
-        kept = row.softmax.weights if row.factors is None else row.softmax.weights * row.factors
+        weights = row.softmax.weights if row.factors is None else row.softmax.weights * row.factors
         yield self.step("Output: the values, weighted and added")
-        for j, weight in enumerate(_aligned(kept)):
+        for j, weight in enumerate(_aligned(weights)):
             if row.allowed[j]:
                 yield from self.vector(f"{self.named(j)}{weight} * ", self.head.value[j])
         yield from self.vector("   o = ", row.output, form=_number)
 
-    def step_back(self, back: RowBack) -> Iterator[str]:
+    def backward_steps(self, back: RowGradients) -> Iterator[str]:
         yield self.step("The step back")
         yield from self.vector("   dO = ", back.cotangent)
         names = ["dw", "ds"]
@@ -282,9 +282,9 @@ class _Row:
         names += ["d(q.k)"]
         parts += [_numbers(back.d_raw)]
         times = " * slopes" if back.slopes else ""
-        kept = " * factor" if self.row.factors is not None else ""
+        times_factor = " * factor" if self.row.factors is not None else ""
         scale = _short(self.trace.problem.scale)
-        yield f"   dw = dO . v{kept},  ds = J dw,  d(q.k) = ds{times} * {scale}"
+        yield f"   dw = dO . v{times_factor},  ds = J dw,  d(q.k) = ds{times} * {scale}"
         yield from self.table(names, *parts)
         yield "   J = diag(w) - w w^T, how each weight (row) changes with each score (column)"
         cells = [_numbers(column) for column in back.jacobian.T]
@@ -292,7 +292,7 @@ class _Row:
         yield from self.vector("   dq = ", _without_noise(back.d_query), form=_number)
 
 
-def _gradients(gradient: Gradient, width: int) -> Iterator[str]:
+def _gradients(gradient: TracedGradients, width: int) -> Iterator[str]:
     yield "=== Gradients, summed over all rows and heads ==="
     arrays = {"dQ": gradient.d_query, "dK": gradient.d_key, "dV": gradient.d_value}
     for name, array in arrays.items():

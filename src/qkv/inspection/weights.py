@@ -21,8 +21,31 @@ class LazyWeights:
     """Weights `(..., num_heads, q_len, kv_len)`, before dropout; only what is sliced is computed.
 
     Slicing follows NumPy: slices, integers, integer and boolean arrays on any axis, `...` and
-    None. A slice that would hold more than the reference limit raises UnsupportedError with its
-    size. Cost: `2 head_dim` operations and one exp for each weight read.
+    None. Cost: `2 head_dim` operations and one exp for each weight read.
+
+    Parameters
+    ----------
+    replay : Replay
+        Computes the weights again from query, key and lse.
+    shape : tuple of int
+        `(..., num_heads, q_len, kv_len)`.
+
+    Raises
+    ------
+    UnsupportedError
+        From a slice that would hold more than the reference limit; the message has its size.
+    IndexError
+        From an index that does not fit the shape.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> x = np.zeros((100_000, 4), np.float32)
+    >>> weights = qkv.inspect(x, x, x, qkv.Causal(), backend="blocked").weights
+    >>> weights
+    LazyWeights(shape=(100000, 100000), dtype=float32, 37.3 GiB if dense)
+    >>> weights[1, :3]
+    array([0.5, 0.5, 0. ], dtype=float32)
     """
 
     replay: Replay
@@ -35,10 +58,12 @@ class LazyWeights:
 
     @property
     def ndim(self) -> int:
+        """Number of dimensions."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
+        """Number of weights in all."""
         return int(np.prod(self.shape, dtype=object))
 
     @property
@@ -62,14 +87,14 @@ class LazyWeights:
         return np.asarray(self[...], dtype)
 
     def __getitem__(self, index: Any) -> Array:
-        entries = _entries(index, self.shape)
+        entries = _index_per_axis(index, self.shape)
         axes = [e for e in entries if e is not None]
         arrays = [axis for axis, e in enumerate(axes) if isinstance(e, np.ndarray)]
         if {self.ndim - 2, self.ndim - 1} <= set(arrays):
-            return self._scattered(tuple(entries))
-        return self._rectangle(entries)
+            return self._pointwise(tuple(entries))
+        return self._outer(entries)
 
-    def _rectangle(self, entries: list[Any]) -> Array:
+    def _outer(self, entries: list[Any]) -> Array:
         """Each axis on its own: compute the rows and columns that are named, then index those."""
         coordinates: list[Array] = []
         local: list[Any] = []
@@ -85,47 +110,49 @@ class LazyWeights:
                 coordinates.append(np.array([entry]))
                 local.append(0)
             else:
-                named, places = np.unique(entry, return_inverse=True)
-                coordinates.append(named)
-                local.append(places.reshape(entry.shape))
+                values, inverse = np.unique(entry, return_inverse=True)
+                coordinates.append(values)
+                local.append(inverse.reshape(entry.shape))
         shape = tuple(map(len, coordinates))
         self._check_size(int(np.prod(shape, dtype=object)))
         block = np.empty(shape, self.dtype)
         q_index, kv_index = coordinates[-2:]
-        lead = coordinates[:-2]
-        for place in np.ndindex(*shape[:-2]):
-            batch, head = self._matrix([int(c[i]) for c, i in zip(lead, place, strict=True)])
+        leading_coordinates = coordinates[:-2]
+        for leading in np.ndindex(*shape[:-2]):
+            batch, head = self._matrix(
+                [int(c[i]) for c, i in zip(leading_coordinates, leading, strict=True)]
+            )
             for start in range(0, len(q_index), BLOCK_Q):
                 rows = slice(start, start + BLOCK_Q)
-                block[place][rows] = self.replay.block(batch, head, q_index[rows], kv_index)
+                block[leading][rows] = self.replay.block(batch, head, q_index[rows], kv_index)
         return np.asarray(block[tuple(local)])
 
-    def _scattered(self, index: tuple[Any, ...]) -> Array:
+    def _pointwise(self, index: tuple[Any, ...]) -> Array:
         """Query and key rows are named pair by pair: compute just the pairs."""
-        places = [
+        coordinates = [
             np.broadcast_to(np.arange(n).reshape(-1, *(1,) * (self.ndim - 1 - axis)), self.shape)[
                 index
             ]
             for axis, n in enumerate(self.shape)
         ]
-        shape = np.shape(places[0])
+        shape = np.shape(coordinates[0])
         self._check_size(int(np.prod(shape, dtype=object)))
-        flat = [np.reshape(place, -1) for place in places]
+        flat = [np.reshape(coordinate, -1) for coordinate in coordinates]
         out = np.empty(flat[0].shape, self.dtype)
-        lead = np.zeros(len(out), np.int64)
+        matrix_index = np.zeros(len(out), np.int64)
         if self.ndim > 2:
-            lead = np.ravel_multi_index(tuple(flat[:-2]), self.shape[:-2])
-        for matrix in np.unique(lead):
-            chosen = np.flatnonzero(lead == matrix)
+            matrix_index = np.ravel_multi_index(tuple(flat[:-2]), self.shape[:-2])
+        for matrix in np.unique(matrix_index):
+            selected = np.flatnonzero(matrix_index == matrix)
             batch, head = divmod(int(matrix), self.replay.problem.spec.num_heads)
-            out[chosen] = self.replay.pairs(batch, head, flat[-2][chosen], flat[-1][chosen])
+            out[selected] = self.replay.pairs(batch, head, flat[-2][selected], flat[-1][selected])
         return out.reshape(shape)
 
-    def _matrix(self, lead: list[int]) -> tuple[int, int]:
+    def _matrix(self, leading: list[int]) -> tuple[int, int]:
         """Flat batch index and head of leading coordinates."""
-        if not lead:
+        if not leading:
             return 0, 0
-        flat = int(np.ravel_multi_index(lead, self.shape[:-2]))
+        flat = int(np.ravel_multi_index(leading, self.shape[:-2]))
         return divmod(flat, self.replay.problem.spec.num_heads)
 
     def _check_size(self, count: int) -> None:
@@ -138,7 +165,7 @@ class LazyWeights:
             )
 
 
-def _entries(index: Any, shape: tuple[int, ...]) -> list[Any]:
+def _index_per_axis(index: Any, shape: tuple[int, ...]) -> list[Any]:
     """One entry for each axis: a slice, an int, an integer array; None for a new axis."""
     given = index if isinstance(index, tuple) else (index,)
     parts: list[Any] = []
@@ -183,16 +210,18 @@ def _entries(index: Any, shape: tuple[int, ...]) -> list[Any]:
             entries += list(np.nonzero(part))
             axis += part.ndim
         else:
-            entries.append(part if isinstance(part, slice) else _inside(part, shape[axis], axis))
+            entries.append(
+                part if isinstance(part, slice) else _checked_integers(part, shape[axis], axis)
+            )
             axis += 1
     return entries
 
 
-def _inside(part: Any, size: int, axis: int) -> Any:
+def _checked_integers(part: Any, size: int, axis: int) -> Any:
     """Integers with negative ones counted from the end, checked against the axis."""
     array = np.asarray(part)
     if array.size and (array.min() < -size or array.max() >= size):
         wrong = array.min() if array.min() < -size else array.max()
         raise IndexError(f"index {wrong} is out of bounds for axis {axis} with size {size}")
-    moved = np.where(array < 0, array + size, array)
-    return int(moved) if isinstance(part, int) else moved
+    positive = np.where(array < 0, array + size, array)
+    return int(positive) if isinstance(part, int) else positive

@@ -145,7 +145,7 @@ def _four_dimensions(array: Any) -> Any:
 
 
 def _check(query: Any, key: Any, value: Any) -> None:
-    """What JAX requires beyond qkv: one batch, and values as wide as keys."""
+    """Raise the errors of JAX that qkv would not raise: one batch, and values as wide as keys."""
     seen = [(name, f"{array.dtype} {array.shape}")
             for name, array in (("query", query), ("key", key), ("value", value))]  # fmt: skip
     if max(query.ndim, key.ndim, value.ndim) > 4:
@@ -155,7 +155,7 @@ def _check(query: Any, key: Any, value: Any) -> None:
             "Pass (batch, length, heads, dim), or qkv.attention(..., layout='blhd').",
         )
     if len({query.dtype, key.dtype, value.dtype}) > 1:
-        # jax.nn raises a ValueError here, which DTypeError is not.
+        # jax.nn raises a ValueError here, and DTypeError is not one.
         raise ArgumentError(
             "query, key and value have different dtypes.",
             seen,

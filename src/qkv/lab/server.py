@@ -245,9 +245,16 @@ def serve(
             server_header=False,
             timeout_graceful_shutdown=2,
         )
+
+        class Server(uvicorn.Server):
+            """Tells its address when it answers, and Ctrl-C ends it."""
+
+            async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+                await super().startup(sockets)
+                ready(f"http://{host}/?token={token}")
+
         opened.listen(128)
-        ready(f"http://{host}/?token={token}")
         try:
-            uvicorn.Server(config).run(sockets=[opened])
+            Server(config).run(sockets=[opened])
         except KeyboardInterrupt:
             return

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from qkv.backends import ReducingWeights, WeightBlocks, choose
 from qkv.errors import UnsupportedError
 from qkv.inspection.replay import Replay
+from qkv.inspection.weight_blocks import folded, pairs_of, reduced
 
 __all__ = ["TILE", "MapTile", "WeightMaps", "levels_of"]
 
@@ -33,9 +34,6 @@ FIRST_BASE, BASE = 5, 1 << 24
 
 MOST_BYTES = 512 << 20
 """Of tiles and levels that are kept; the oldest go first."""
-
-PAIRS = 1 << 21
-"""Weights that are computed at once."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,10 +119,10 @@ class WeightMaps:
         """A level from the one below it; means are weighted by what their blocks hold."""
         spec, block = replay.problem.spec, 1 << (level - 1)
         largest, mean = self._level(replay, head, level - 1)
-        pairs = _pairs(spec.q_len, spec.kv_len, block)
-        total = _folded(mean * pairs, 2, np.add)
-        held = _pairs(spec.q_len, spec.kv_len, 2 * block)
-        return _folded(largest, 2, np.maximum), (total / held).astype(np.float32)
+        pairs = pairs_of(spec.q_len, spec.kv_len, block)
+        total = folded(mean * pairs, 2, np.add)
+        held = pairs_of(spec.q_len, spec.kv_len, 2 * block)
+        return folded(largest, 2, np.maximum), (total / held).astype(np.float32)
 
     def _reduced(
         self,
@@ -140,7 +138,7 @@ class WeightMaps:
         if found is None:
             return reduced(replay, head, q_rows, kv_rows, block)
         largest, sums = found
-        pairs = _pairs(q_rows[1] - q_rows[0], kv_rows[1] - kv_rows[0], block)
+        pairs = pairs_of(q_rows[1] - q_rows[0], kv_rows[1] - kv_rows[0], block)
         return largest.astype(np.float32), (sums / pairs).astype(np.float32)
 
     def _blocks_of(self, replay: Replay) -> WeightBlocks | None:
@@ -175,64 +173,3 @@ def _base_level(q_len: int, kv_len: int) -> int:
     while -(-q_len // (1 << level)) * -(-kv_len // (1 << level)) > BASE:
         level += 1
     return level
-
-
-def reduced(
-    replay: Replay, head: int, q_rows: tuple[int, int], kv_rows: tuple[int, int], block: int
-) -> tuple[Array, Array]:
-    """Largest and mean weight of blocks of `block` x `block` pairs of a rectangle of batch row 0.
-
-    Parameters
-    ----------
-    replay : Replay
-    head : int
-    q_rows, kv_rows : (first, stop)
-        The rectangle; it begins at multiples of `block`.
-    block : int
-        Blocks at the end may be smaller.
-
-    Returns
-    -------
-    (array, array)
-        float32 `(blocks of queries, blocks of keys)`.
-    """
-    (q_first, q_stop), (kv_first, kv_stop) = q_rows, kv_rows
-    shape = -(-(q_stop - q_first) // block), -(-(kv_stop - kv_first) // block)
-    largest, total = np.zeros(shape, np.float32), np.zeros(shape)
-    kv_index = np.arange(kv_first, kv_stop)
-    q_step = max(block, PAIRS // max(len(kv_index), 1) // block * block)
-    kv_step = max(block, PAIRS // min(q_step, 1 << 12) // block * block)
-    for q_start in range(q_first, q_stop, q_step):
-        rows = np.arange(q_start, min(q_start + q_step, q_stop))
-        for kv_start in range(0, len(kv_index), kv_step):
-            columns = kv_index[kv_start : kv_start + kv_step]
-            weights = np.nan_to_num(replay.block(0, head, rows, columns))
-            i, j = (q_start - q_first) // block, kv_start // block
-            part = _largest(weights, block)
-            place = slice(i, i + part.shape[0]), slice(j, j + part.shape[1])
-            largest[place], total[place] = part, _sums(weights, block)
-    pairs = _pairs(q_stop - q_first, kv_stop - kv_first, block)
-    return largest, (total / pairs).astype(np.float32)
-
-
-def _pairs(q_len: int, kv_len: int, block: int) -> Array:
-    """How many pairs each block has, as float64."""
-    rows, columns = (
-        np.diff(np.append(np.arange(0, length, block), length)) for length in (q_len, kv_len)
-    )
-    return np.asarray(rows[:, None] * columns, np.float64)
-
-
-def _largest(array: Array, block: int) -> Array:
-    return np.asarray(_folded(array, block, np.maximum), np.float32)
-
-
-def _sums(array: Array, block: int) -> Array:
-    return _folded(array, block, np.add)
-
-
-def _folded(array: Array, block: int, reduce: np.ufunc) -> Array:
-    if block == 1:
-        return array
-    down = reduce.reduceat(array, np.arange(0, array.shape[0], block), axis=0)
-    return np.asarray(reduce.reduceat(down, np.arange(0, array.shape[1], block), axis=1))

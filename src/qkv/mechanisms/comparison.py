@@ -16,13 +16,13 @@ from qkv.mechanisms.base.mechanism import Mechanism
 from qkv.mechanisms.lookup.scaled_dot_product import ScaledDotProduct
 from qkv.mechanisms.registry import MECHANISMS
 
-__all__ = ["Comparison", "Row", "compare", "mechanism_class"]
+__all__ = ["Comparison", "ComparisonRow", "compare", "mechanism_class"]
 
 SCHEMA, VERSION = "qkv-compare", 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Row:
+class ComparisonRow:
     """One mechanism on the shared example.
 
     Attributes
@@ -51,11 +51,18 @@ class Comparison:
     ----------
     tokens : tuple of str
         Names of the five tokens.
-    rows : tuple of Row
+    rows : tuple of ComparisonRow
+
+    Examples
+    --------
+    >>> import qkv.mechanisms
+    >>> comparison = qkv.mechanisms.compare(["scaled-dot-product", "linear"])
+    >>> [row.name for row in comparison.rows], comparison.tokens[0]
+    (['scaled-dot-product', 'linear'], 'The')
     """
 
     tokens: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[ComparisonRow, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, numbers and strings."""
@@ -121,7 +128,7 @@ def compare(names: Sequence[str] = ()) -> Comparison:
         mixing = np.asarray(mechanism.token_mixing(*arguments))
         mixing = mixing if mixing.ndim == 3 else mixing[None]
         difference = float(np.abs(output - full).max())
-        rows.append(Row(name, cls.formula, cls.paper, mixing, output, difference))
+        rows.append(ComparisonRow(name, cls.formula, cls.paper, mixing, output, difference))
     return Comparison(example_tokens(), tuple(rows))
 
 

@@ -15,7 +15,7 @@ from qkv.positions import scaling
 __all__ = ["Found", "read"]
 
 DEFAULT_THETA = 10000.0
-"""What transformers takes for a model whose configuration does not name its base."""
+"""The default base of transformers, for configurations without one."""
 
 _THETA = ("rope_theta", "rotary_emb_base")
 _PROPORTION = ("partial_rotary_factor", "rotary_pct")
@@ -26,7 +26,7 @@ TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proporti
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a configuration says of its rotary embedding."""
+    """The rotary embedding that a configuration describes."""
 
     inv_freq: NDArray[np.float64]
     attention_factor: float = 1.0

@@ -26,17 +26,17 @@ def rotate(x: Any, positions: Any, inv_freq: Any, layout: str, attention_factor:
             action="Pass rows (..., head_dim) with head_dim of at least rotary_dim.",
         )
     cos, sin = _cos_and_sin(xp, x, positions, inv_freq, attention_factor)
-    turned, rest = x[..., : 2 * n], x[..., 2 * n :]
+    rotated, rest = x[..., : 2 * n], x[..., 2 * n :]
     if layout == "half_split":
-        a, b = turned[..., :n], turned[..., n:]
+        a, b = rotated[..., :n], rotated[..., n:]
     else:
-        a, b = turned[..., ::2], turned[..., 1::2]
-    # torch's compiler does not know errstate, which only NumPy needs.
+        a, b = rotated[..., ::2], rotated[..., 1::2]
+    # Only NumPy needs errstate, and torch's compiler cannot trace it.
     with np.errstate(all="ignore") if isinstance(x, np.ndarray) else nullcontext():
         parts = [cast(part, x.dtype) for part in (a * cos - b * sin, a * sin + b * cos)]
     if layout == "half_split":
         return xp.concat([*parts, rest], axis=-1)
-    return xp.concat([xp.stack(parts, axis=-1).reshape(turned.shape), rest], axis=-1)
+    return xp.concat([xp.stack(parts, axis=-1).reshape(rotated.shape), rest], axis=-1)
 
 
 def array_namespace(x: Any) -> Any:
@@ -46,7 +46,7 @@ def array_namespace(x: Any) -> Any:
         floating = x.is_floating_point()
         xp: Any = torch
     elif hasattr(x, "__array_namespace__") and hasattr(x, "shape"):
-        # NumPy does not count the types of ml_dtypes, such as bfloat16, as floating.
+        # NumPy does not treat bfloat16 and other types of ml_dtypes as floating.
         floating = x.dtype.kind == "f" or x.dtype.name == "bfloat16"
         xp = x.__array_namespace__()
     else:
@@ -77,16 +77,16 @@ def _cos_and_sin(xp: Any, x: Any, positions: Any, inv_freq: Any, factor: float) 
     check_positions(positions if where is None else where, x)
     if where is not None and frequencies is not None:
         angle = where[..., None].astype(np.float64) * frequencies.astype(np.float64)
-        turns = factor * np.cos(angle), factor * np.sin(angle)
+        cos_sin = factor * np.cos(angle), factor * np.sin(angle)
         if xp.__name__ != "torch":
-            return xp.asarray(turns[0]), xp.asarray(turns[1])
+            return xp.asarray(cos_sin[0]), xp.asarray(cos_sin[1])
         wide = xp.float64 if x.device.type == "cpu" else _compute_dtype(xp, x)
-        cos, sin = (xp.as_tensor(turn).to(dtype=wide, device=x.device) for turn in turns)
+        cos, sin = (xp.as_tensor(table).to(dtype=wide, device=x.device) for table in cos_sin)
         return cos, sin
     if xp.__name__ != "torch":
         angle = xp.asarray(positions)[..., None] * xp.asarray(inv_freq)
         return factor * xp.cos(angle), factor * xp.sin(angle)
-    # There is no float64 on Apple's devices.
+    # Apple's devices have no float64.
     wide = xp.float32 if x.device.type == "mps" else xp.float64
     angle = xp.as_tensor(positions, device=x.device)[..., None].to(wide) * xp.as_tensor(
         inv_freq, device=x.device

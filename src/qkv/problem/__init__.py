@@ -1,1 +1,1 @@
-"""What is computed, without saying how: specification, expressions, bounds, tiles, checks."""
+"""The problem to compute, independent of backends: specification, expressions, bounds, tiles."""

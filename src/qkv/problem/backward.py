@@ -1,7 +1,7 @@
-"""The backward pass over tiles, in NumPy: the algorithm to read.
+"""The backward pass over tiles in NumPy, written to be read.
 
-Weights are computed again from the scores and what the forward pass left of each row, so that no
-matrix is kept. For one block of queries against one block of keys,
+Weights are recomputed from the scores and the lse of each row, so that no matrix is kept.
+For one block of queries against one block of keys,
 
     w[i,j]  = exp(s[i,j] - lse[i])
     dP[i,j] = f[i,j] * (dO[i] . v[j])                   f: dropout factors, 1 without
@@ -11,10 +11,10 @@ matrix is kept. For one block of queries against one block of keys,
     dV[j]  += sum_i f[i,j] w[i,j] dO[i]
 
 and a table entry t gets the sum of dS[i,j] * d s[i,j] / d t. The subtraction of delta is the
-derivative of the softmax: `delta = sum_j w[j] dP[j]`, which the forward pass has in another form.
-Forbidden pairs are left out by selection, never by multiplying with 0. What rounding took from lse
-would show in every weight of a row, so it is kept beside it; and scores are computed again in the
-order of the forward pass, so that weights and output belong together. Source: Dao et al.,
+derivative of the softmax: `delta = sum_j w[j] dP[j]`, which equals dO[i] . out[i]. Forbidden pairs
+are excluded with `where`, never by a product with 0. The rounding error of lse would change every
+weight of a row, so `lse_rest` corrects it; and scores are recomputed in the order of the forward
+pass, so that the weights match the output. Source: Dao et al.,
 "FlashAttention" (2022), algorithm 4.
 """
 
@@ -39,11 +39,11 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BackwardInputs:
-    """What a backward pass starts from.
+    """The inputs of a backward pass.
 
     `out` `(*batch_shape, num_heads, q_len, v_head_dim)` is the output and `lse`
     `(*batch_shape, num_heads, q_len)` its lse in the type of computation, sinks included.
-    `lse_rest` is what rounding took from lse, None if nobody has kept it. `grad_out` is like `out`,
+    `lse_rest` is the rounding error of lse, or None if it is not known. `grad_out` is like `out`,
     in the type of the query, `grad_lse` like `lse`. `tables` names the floating tables of the score
     whose gradients are wanted.
     """
@@ -71,7 +71,7 @@ class OperandGradients:
 
 
 def reads(spec: Spec, names: frozenset[str]) -> tuple[Load, ...]:
-    """Where the score reads these tables."""
+    """The places at which the score reads these tables."""
     found = (n for n in walk(spec.score) if isinstance(n, Load) and n.table in names)
     return tuple(dict.fromkeys(found))
 
@@ -80,11 +80,11 @@ def backward(scores: Scores, grid: TileGrid, inputs: BackwardInputs) -> OperandG
     """All gradients of one problem, in the type of `scores`, by the tiles of a grid."""
     problem = scores.problem
     spec, operands = problem.spec, problem.operands
-    sums = _Sums(scores, inputs)
+    sums = _GradientSums(scores, inputs)
     for batch, index in enumerate(np.ndindex(*spec.batch_shape)):
         for head in range(spec.num_heads):
             for q_rows, tiles in grid.blocks(batch, head):
-                rows = _Rows(inputs, (*index, head, q_rows), scores.dtype)
+                rows = _QueryBlock(inputs, (*index, head, q_rows), scores.dtype)
                 for kv_rows, kind in tiles:
                     sums.add_tile(batch, head, q_rows, kv_rows, kind, rows)
     scale = scores.dtype.type(operands.scale)
@@ -94,27 +94,27 @@ def backward(scores: Scores, grid: TileGrid, inputs: BackwardInputs) -> OperandG
     query, key, value = (
         a.reshape(shape) for a, shape in zip((query, key, sums.value), shapes, strict=True)
     )
-    return OperandGradients(*turned_back(problem, query, key), value, sums.tables)
+    return OperandGradients(*rotate_back(problem, query, key), value, sums.tables)
 
 
-class _Rows:
-    """What is known of one block of queries."""
+class _QueryBlock:
+    """The rows of the inputs for one block of queries."""
 
-    def __init__(self, inputs: BackwardInputs, place: tuple[Any, ...], dtype: np.dtype[Any]):
+    def __init__(self, inputs: BackwardInputs, index: tuple[Any, ...], dtype: np.dtype[Any]):
         rest = np.zeros_like(inputs.lse) if inputs.lse_rest is None else inputs.lse_rest
         self.lse, self.lse_rest, grad_lse = (
-            array[place].astype(dtype)[:, None] for array in (inputs.lse, rest, inputs.grad_lse)
+            array[index].astype(dtype)[:, None] for array in (inputs.lse, rest, inputs.grad_lse)
         )
-        self.grad_out = inputs.grad_out[place].astype(dtype)
-        # Where one key has nearly all the weight, what is left of dP - delta is their rounding.
-        self.wide_grad_out = self.grad_out.astype(np.float64)
+        self.grad_out = inputs.grad_out[index].astype(dtype)
+        # float64, because dP and delta nearly cancel where one key has nearly all the weight.
+        self.grad_out_float64 = self.grad_out.astype(np.float64)
         with np.errstate(all="ignore"):
-            products = self.wide_grad_out * inputs.out[place].astype(np.float64)
-            along = products.sum(axis=1, keepdims=True)
-            self.delta = along - grad_lse
+            products = self.grad_out_float64 * inputs.out[index].astype(np.float64)
+            row_sums = products.sum(axis=1, keepdims=True)
+            self.delta = row_sums - grad_lse
 
 
-class _Sums:
+class _GradientSums:
     """Gradients as they grow, the batch flat."""
 
     def __init__(self, scores: Scores, inputs: BackwardInputs) -> None:
@@ -126,7 +126,7 @@ class _Sums:
         self.query = np.zeros((spec.batch_size, spec.num_heads, spec.q_len, spec.head_dim), dtype)
         self.key = np.zeros((*kv_shape, spec.head_dim), dtype)
         self.value = np.zeros((*kv_shape, spec.v_head_dim), dtype)
-        # Many pairs add to one entry: in float64 the sum costs no accuracy.
+        # float64, because many pairs add to one entry.
         self.tables = {name: np.zeros(tables[name].shape) for name in sorted(inputs.tables)}
         self.slope = derivative(spec.score)
         self.reads = {load: derivative(spec.score, load) for load in reads(spec, inputs.tables)}
@@ -138,37 +138,37 @@ class _Sums:
         q_rows: slice,
         kv_rows: slice,
         kind: TileKind,
-        rows: _Rows,
+        rows: _QueryBlock,
     ) -> None:
         scores, dtype, operands = self.scores, self.scores.dtype, self.problem.operands
         q_index, kv_index = (np.arange(r.start, r.stop) for r in (q_rows, kv_rows))
-        places = {
+        indices = {
             "batch": batch, "head": head, "q_index": q_index[:, None],
             "kv_index": kv_index[None, :],
         }  # fmt: skip
         query, key = scores.query(batch, head, q_rows), scores.key(batch, head, kv_rows)
         value = scores.value(batch, head, kv_rows)
-        factors = scores.factors(**places)
+        factors = scores.factors(**indices)
         with np.errstate(all="ignore"):
             scaled = (query @ key.T) * dtype.type(operands.scale)
-            variables = {**places, "score": scaled}
-            s = scores.finish(scaled, **places, kind=kind)
+            variables = {**indices, "score": scaled}
+            s = scores.finish(scaled, **indices, kind=kind)
             allowed = ~np.isneginf(s)
             weights = np.where(allowed, np.exp((s - rows.lse) - rows.lse_rest), dtype.type(0))
-            d_weights = rows.wide_grad_out @ value.T.astype(np.float64)
+            d_weights = rows.grad_out_float64 @ value.T.astype(np.float64)
             dropped = weights
             if factors is not None:
                 d_weights, dropped = d_weights * factors, weights * factors
             d_scores = (weights * (d_weights - rows.delta)).astype(dtype)
 
-            def through(slope: Node) -> Array:
+            def chain_rule(slope: Node) -> Array:
                 slopes = evaluate(slope, variables, operands.tables, dtype)
-                along = d_scores * np.asarray(slopes, dtype)
-                return np.asarray(np.where(allowed, along, dtype.type(0)))
+                contribution = d_scores * np.asarray(slopes, dtype)
+                return np.asarray(np.where(allowed, contribution, dtype.type(0)))
 
             for load, slope in self.reads.items():
-                add_entries(self.tables, load, variables, operands.tables, through(slope))
-            d_scaled = through(self.slope)
+                add_entries(self.tables, load, variables, operands.tables, chain_rule(slope))
+            d_scaled = chain_rule(self.slope)
         kv_head = head // self.problem.spec.group_size
         self.query[batch, head, q_rows] += weighted_sum(d_scaled, s, key)
         self.key[batch, kv_head, kv_rows] += weighted_sum(d_scaled.T, s.T, query)
@@ -184,31 +184,31 @@ def add_entries(
 ) -> None:
     """Add each pair's share to the entry that it read."""
     entry = [evaluate(index, variables, tables, shares.dtype) for index in load.indices]
-    # One more index, always 0, so that a table without dimensions is no exception.
+    # One more index, always 0, so that tables without dimensions need no case of their own.
     *entry, _ = np.broadcast_arrays(*entry, 0, shares)
     np.add.at(sums[load.table][..., None], tuple(entry), shares)
 
 
-def turned_back(problem: Problem, d_query: Array, d_key: Array) -> tuple[Array, Array]:
+def rotate_back(problem: Problem, d_query: Array, d_key: Array) -> tuple[Array, Array]:
     """Take gradients back through the rotation.
 
-    The transpose of a turn is the same turn the other way; the factor stays as it is.
+    The transpose of a rotation is the rotation by the opposite angle; the factor is unchanged.
     """
     spec, angles = problem.spec, problem.operands.angles
     if angles is None:
         return d_query, d_key
-    back = replace(
+    operands = replace(
         problem.operands,
         query=d_query,
         key=d_key,
         angles=replace(angles, inv_freq=-angles.inv_freq),
     )
-    scores = Scores(replace(problem, operands=back), d_query.dtype)
-    turned_query, turned_key = np.empty_like(d_query), np.empty_like(d_key)
+    scores = Scores(replace(problem, operands=operands), d_query.dtype)
+    rotated_query, rotated_key = np.empty_like(d_query), np.empty_like(d_key)
     for batch, index in enumerate(np.ndindex(*spec.batch_shape)):
         for head in range(spec.num_heads):
-            turned_query[(*index, head)] = scores.query(batch, head, slice(None))
+            rotated_query[(*index, head)] = scores.query(batch, head, slice(None))
         for kv_head in range(spec.num_kv_heads):
             head = kv_head * spec.group_size
-            turned_key[(*index, kv_head)] = scores.key(batch, head, slice(None))
-    return turned_query, turned_key
+            rotated_key[(*index, kv_head)] = scores.key(batch, head, slice(None))
+    return rotated_query, rotated_key

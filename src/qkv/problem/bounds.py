@@ -82,11 +82,13 @@ def bound(
                 return wrapped(exact) if n.kind == "int" else rounded(exact)
 
     result = interval(node)
-    known.clear()  # the two functions hold each other, and would hold the arrays of a whole grid
+    known.clear()  # The two functions refer to each other and would keep a grid's arrays alive.
     return result
 
 
-def prove_reads(node: Node, variables: Mapping[str, Interval], tables: Mapping[str, Array]) -> None:
+def check_table_reads(
+    node: Node, variables: Mapping[str, Interval], tables: Mapping[str, Array]
+) -> None:
     """Raise as `bound` does, without reading the tables that only give values."""
     for n in walk(node):
         match n:
@@ -122,9 +124,9 @@ def _reduce(table: Array, indices: list[Interval]) -> Interval:
     """
     low = high = table
     column_axes = row_axes = 0
-    kept: list[str] = []
+    tile_axes: list[str] = []
     for index in indices:
-        axis = len(kept)
+        axis = len(tile_axes)
         lo, hi = np.broadcast_arrays(index.low, index.high)
         rows, columns = (lo.shape + (1, 1))[:2] if lo.ndim == 2 else (1, 1)
         if rows > 1 and columns > 1:
@@ -142,18 +144,18 @@ def _reduce(table: Array, indices: list[Interval]) -> Interval:
                 _ranges(low, axis, starts, ends, np.minimum),
                 _ranges(high, axis, starts, ends, np.maximum),
             )
-            kept.append("rows" if rows > 1 else "columns")
+            tile_axes.append("rows" if rows > 1 else "columns")
             column_axes += rows > 1
             row_axes += columns > 1
     if column_axes > 1 or row_axes > 1:
         # The same tile coordinate indexes two axes; the product of ranges is still an outer bound.
         low, high = _least(low.reshape(-1), 0), _greatest(high.reshape(-1), 0)
-        kept = []
-    if kept == ["columns"]:
+        tile_axes = []
+    if tile_axes == ["columns"]:
         low, high = low[None, :], high[None, :]
-    elif kept == ["rows"]:
+    elif tile_axes == ["rows"]:
         low, high = low[:, None], high[:, None]
-    elif kept == ["columns", "rows"]:
+    elif tile_axes == ["columns", "rows"]:
         low, high = low.T, high.T
     if low.dtype.kind in "bi":
         return Interval(low.astype(np.int64), high.astype(np.int64))
@@ -182,7 +184,7 @@ def _ranges(a: Array, axis: int, starts: Array, ends: Array, smaller: np.ufunc) 
     if np.array_equal(starts, side_by_side) and np.array_equal(
         ends, np.minimum(side_by_side + step, size) - 1
     ):
-        # As the tiles of a grid are; a plain reduction is ten times faster.
+        # Tiles of a grid are such blocks, for which a plain reduction is ten times faster.
         return _blocks(a, axis, step, len(starts), smaller)
     pairs = np.stack([starts, ends + 1], axis=1).reshape(-1)
     # reduceat takes no index equal to the size: the last pair may end with the array instead,

@@ -1,4 +1,4 @@
-"""What a variant writes itself with: the argument of `lower`."""
+"""The builder: variants add masks, score changes and tables to a problem with it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Shape:
 
     @property
     def scores(self) -> tuple[int, ...]:
-        """What masks and biases broadcast to."""
+        """The shape to which masks and biases broadcast."""
         return (*self.batch_shape, self.num_heads, self.q_len, self.kv_len)
 
 
@@ -51,7 +51,7 @@ class Restart:
 
 
 class Builder:
-    """Collects what variants say about one problem.
+    """Collects the masks, score changes and tables of one problem's variants.
 
     A variant reads `q_pos`, `kv_pos`, `q_index`, `kv_index`, `head`, `batch` and `score`, makes
     tables of its arrays, and calls `mask` with a condition (True = may attend) or `mod` with a new
@@ -87,7 +87,7 @@ class Builder:
     score = property(lambda self: Expr(Var("score")), doc="The score so far.")
 
     def lower(self, variant: Any) -> None:
-        """Let a variant write itself."""
+        """Call `variant.lower` with this builder."""
         before = self._label, self._variant, self._first
         self._label, self._variant, self._first = repr(variant), variant, len(self.tables)
         try:
@@ -136,12 +136,12 @@ class Builder:
         return self.broadcast(given, "mask")
 
     def condition(self, variant: Any) -> Expr:
-        """What a mask variant or boolean array allows, as one condition, no stage of its own."""
+        """The condition of a mask variant or boolean array, without adding it as a mask."""
         if isinstance(variant, np.ndarray):
             return self.dense_mask(variant)
         scores, masks, limit = len(self.scores), len(self.masks), self.row_limit
         self.lower(variant)
-        # What one side of a | forbids, the other may allow.
+        # A key limit of one side of `|` is no limit of the whole mask.
         self.row_limit = limit
         if len(self.scores) != scores or len(self.masks) == masks:
             raise ArgumentError(

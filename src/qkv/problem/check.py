@@ -1,4 +1,4 @@
-"""The only validation in the program: arrays and variants in, a checked `Problem` out."""
+"""Validation of a call: arrays and variants in, a checked `Problem` out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.errors import AmbiguityError, ArgumentError, DTypeError, ShapeError
-from qkv.problem.bounds import prove_reads
+from qkv.problem.bounds import check_table_reads
 from qkv.problem.builder import FLOATS, INDEX_LIMIT, Align, Builder, Shape
 from qkv.problem.expressions import Node, Var, substitute, variables
 from qkv.problem.intervals import Interval
@@ -74,7 +74,7 @@ def check(
     positions, definitions = _positions(builder, q_offset, kv_offset)
     scores = tuple(Stage(s.label, substitute(s.node, definitions)) for s in builder.scores)
     masks = tuple(Stage(s.label, substitute(s.node, definitions)) for s in builder.masks)
-    _prove(shape, [s.node for s in (*scores, *masks)], builder.arrays)
+    _check_tables(shape, [s.node for s in (*scores, *masks)], builder.arrays)
     rotation, angles = _rotation(builder, positions)
     key_rows, value_rows = (
         checked_pages(views[name], builder.row_limit, name) for name in ("key", "value")
@@ -117,7 +117,7 @@ def check(
 
 
 def _check_dtypes(arrays: Arrays) -> None:
-    # The type of quantised rows is checked with their scales; they go with any other.
+    # Quantised rows go with any floating type, and are checked together with their scales.
     arrays = {
         name: array
         for name, array in arrays.items()
@@ -128,13 +128,13 @@ def _check_dtypes(arrays: Arrays) -> None:
             raise DTypeError(
                 f"{name} has dtype {array.dtype.str if not array.dtype.isnative else array.dtype}; "
                 f"attention takes {', '.join(FLOATS)} in the machine's byte order.",
-                _given(arrays).items(),
+                _dtypes_and_shapes(arrays).items(),
                 f"Convert it, as in {name}.astype('float32').",
             )
     if len({array.dtype for array in arrays.values()}) > 1:
         raise DTypeError(
             "query, key and value have different dtypes.",
-            _given(arrays).items(),
+            _dtypes_and_shapes(arrays).items(),
             "Convert them to one, as in key.astype(query.dtype).",
         )
 
@@ -144,7 +144,7 @@ def _is_float(dtype: np.dtype[Any]) -> bool:
     return dtype.name in FLOATS and dtype.isnative
 
 
-def _given(arrays: Arrays) -> dict[str, str]:
+def _dtypes_and_shapes(arrays: Arrays) -> dict[str, str]:
     return {name: f"{array.dtype} {array.shape}" for name, array in arrays.items()}
 
 
@@ -155,7 +155,7 @@ def _shape(arrays: Arrays, layout: Layout) -> tuple[Arrays, Shape]:
         if array.ndim < 2:
             raise ShapeError(
                 f"{name} has {array.ndim} dimensions; attention needs at least 2.",
-                _given(arrays).items(),
+                _dtypes_and_shapes(arrays).items(),
                 "Pass (..., heads, length, dim); two dimensions are one head.",
             )
         views[name] = array if isinstance(array, StoredRows) else _as_heads(array, layout)
@@ -166,7 +166,7 @@ def _shape(arrays: Arrays, layout: Layout) -> tuple[Arrays, Shape]:
         other = "blhd" if layout == "bhld" else "bhld"
         read = f'Arrays were read as layout="{layout}". If yours are {reading[layout]}, '
         action = action or f'{read}pass layout="{other}".'
-        return ShapeError(fact, _seen(arrays, q, k, v), action)
+        return ShapeError(fact, _described(arrays, q, k, v), action)
 
     if q.shape[-1] != k.shape[-1]:
         raise wrong(
@@ -210,9 +210,9 @@ def _broadcast(view: Rows, batch: tuple[int, ...]) -> Rows:
     return np.broadcast_to(view, (*batch, *view.shape[-3:]))
 
 
-def _seen(arrays: Arrays, q: Rows, k: Rows, v: Rows) -> list[tuple[str, str]]:
-    """What was passed, as the rows of an error."""
-    given = _given(arrays)
+def _described(arrays: Arrays, q: Rows, k: Rows, v: Rows) -> list[tuple[str, str]]:
+    """The arguments and their sizes, as rows of an error message."""
+    given = _dtypes_and_shapes(arrays)
     width = max(map(len, given.values()))
     rows = {
         "query": ("num_heads", "head_dim", q),
@@ -262,73 +262,75 @@ def _positions(
 ) -> tuple[Positions, dict[str, Node]]:
     """Positions of all rows, and what `q_pos` and `kv_pos` stand for in expressions."""
     shape, restart = builder.shape, builder.restart
-    statement = _statement(builder, q_offset)
-    aligned: Align | None = _word(statement)
+    requested = _requested_offset(builder, q_offset)
+    align: Align | None = _alignment(requested)
     kv_shift = _offset(kv_offset, "kv_offset", builder)
     q_rank: Array | int
     kv_rank: Array | int
     q_rank, kv_rank = (restart.q_rank, restart.kv_rank) if restart else (shape.q_len, shape.kv_len)
     q_shift: Array
-    if statement is None:
+    if requested is None:
         _refuse_ambiguous(builder)
-        statement = "start"
-    if isinstance(statement, str) and statement == "start":
+        requested = "start"
+    if isinstance(requested, str) and requested == "start":
         q_shift = np.zeros(1, np.int64)
-    elif isinstance(statement, str) and restart:
+    elif isinstance(requested, str) and restart:
         q_rank, q_shift = restart.q_rank + restart.end_shift, np.zeros(1, np.int64)
-    elif isinstance(statement, str):
+    elif isinstance(requested, str):
         kv_lens = builder.kv_lens if builder.kv_lens is not None else np.array([shape.kv_len])
         q_shift = kv_lens - shape.q_len
     else:
-        q_shift = statement
-    moved = not (isinstance(statement, str) and statement == "start")
-    q_pos = _place(builder, "q_index", q_rank, q_shift, moved, "q_offset")
-    kv_pos = _place(builder, "kv_index", kv_rank, kv_shift, bool(np.any(kv_shift)), "kv_offset")
-    positions = Positions(q_rank, kv_rank, q_shift, kv_shift, aligned)
+        q_shift = requested
+    is_shifted = not (isinstance(requested, str) and requested == "start")
+    q_pos = _position_node(builder, "q_index", q_rank, q_shift, is_shifted, "q_offset")
+    kv_pos = _position_node(
+        builder, "kv_index", kv_rank, kv_shift, bool(np.any(kv_shift)), "kv_offset"
+    )
+    positions = Positions(q_rank, kv_rank, q_shift, kv_shift, align)
     return positions, {"q_pos": q_pos, "kv_pos": kv_pos}
 
 
-def _word(statement: Any) -> Align | None:
-    if not isinstance(statement, str):
+def _alignment(requested: Any) -> Align | None:
+    if not isinstance(requested, str):
         return None
-    return "start" if statement == "start" else "end"
+    return "start" if requested == "start" else "end"
 
 
-def _place(
-    builder: Builder, index: str, rank: Array | int, shift: Array, moved: bool, label: str
+def _position_node(
+    builder: Builder, index: str, rank: Array | int, shift: Array, is_shifted: bool, label: str
 ) -> Node:
     position: Expr = Expr(Var(index))
     if not isinstance(rank, int):
         row = builder.batch if len(rank) > 1 else 0
         position = builder.table(rank, f"{label} ranks")[row, position]
-    if moved:
-        alone = len(shift) == 1
-        offsets = builder.table(shift[0] if alone else shift, label)
-        position = position + offsets[() if alone else builder.batch]
+    if is_shifted:
+        is_single = len(shift) == 1
+        offsets = builder.table(shift[0] if is_single else shift, label)
+        position = position + offsets[() if is_single else builder.batch]
     return position.node
 
 
-def _statement(builder: Builder, q_offset: Any) -> Any:
-    """What was said about where query rows stand: a word, offsets, or None."""
-    statements: list[tuple[str, Any]] = list(builder.alignments)
+def _requested_offset(builder: Builder, q_offset: Any) -> Any:
+    """The requested positions of the query rows: "start", "end", offsets, or None."""
+    requests: list[tuple[str, Any]] = list(builder.alignments)
     if isinstance(q_offset, str):
         if q_offset not in ("start", "end"):
             raise ArgumentError(
                 f"q_offset={q_offset!r} is not 'start' or 'end'.",
                 action="Pass one of the two words, or integers.",
             )
-        statements.append(("q_offset", q_offset))
+        requests.append(("q_offset", q_offset))
     elif q_offset is not None:
-        statements.append(("q_offset", _offset(q_offset, "q_offset", builder)))
-    if not statements:
+        requests.append(("q_offset", _offset(q_offset, "q_offset", builder)))
+    if not requests:
         return None
     shape = builder.shape
     ends: Array = np.array([shape.kv_len - shape.q_len])
     if builder.kv_lens is not None:
         ends = builder.kv_lens - shape.q_len
     resolved = {"start": np.zeros(1, np.int64), "end": ends}
-    _, first = statements[0]
-    for _, other in statements[1:]:
+    _, first = requests[0]
+    for _, other in requests[1:]:
         both_words = isinstance(first, str) and isinstance(other, str)
         if both_words and first == other:
             continue
@@ -337,12 +339,12 @@ def _statement(builder: Builder, q_offset: Any) -> Any:
         if both_words or builder.restart or np.any(a != b):
             raise AmbiguityError(
                 "two statements put the query rows at different positions.",
-                [(who, f"{what}" if isinstance(what, str) else f"offset {what}")
-                 for who, what in statements],
+                [(source, f"{request}" if isinstance(request, str) else f"offset {request}")
+                 for source, request in requests],
                 "Say it once, either in the mask or with q_offset.",
             )  # fmt: skip
-    words = [s for _, s in statements if isinstance(s, str)]
-    return words[0] if words else first
+    alignments = [s for _, s in requests if isinstance(s, str)]
+    return alignments[0] if alignments else first
 
 
 def _refuse_ambiguous(builder: Builder) -> None:
@@ -370,7 +372,7 @@ def _refuse_ambiguous(builder: Builder) -> None:
         )
 
 
-def _prove(shape: Shape, nodes: list[Node], arrays: dict[str, Array]) -> None:
+def _check_tables(shape: Shape, nodes: list[Node], arrays: dict[str, Array]) -> None:
     batches = int(np.prod(shape.batch_shape, dtype=np.int64))
     if 0 in (batches, shape.num_heads, shape.q_len, shape.kv_len):
         return
@@ -382,7 +384,7 @@ def _prove(shape: Shape, nodes: list[Node], arrays: dict[str, Array]) -> None:
     }
     known = {name: Interval.of(0, size - 1) for name, size in sizes.items()}
     for node in nodes:
-        prove_reads(node, known, arrays)
+        check_table_reads(node, known, arrays)
 
 
 def _rotation(builder: Builder, positions: Positions) -> tuple[Rotation | None, Angles | None]:
@@ -391,4 +393,6 @@ def _rotation(builder: Builder, positions: Positions) -> tuple[Rotation | None, 
     rotation, inv_freq, factor = builder.rotation
     if rotation.rotary_dim == 0:
         return None, None
-    return rotation, Angles(inv_freq, positions.of_queries(), positions.of_keys(), factor)
+    return rotation, Angles(
+        inv_freq, positions.query_positions(), positions.key_positions(), factor
+    )

@@ -54,7 +54,7 @@ class Dense:
         """`q_pos - kv_pos` for every pair."""
         return np.asarray(self.q_pos[:, None] - self.kv_pos[None, :])
 
-    def here(self, array: Any) -> Array:
+    def head_matrix(self, array: Any) -> Array:
         """The matrix of this batch row and head from an array that broadcasts to all scores."""
         full = np.asarray(array)
         lead = (*self.batch_index, self.head)
@@ -62,7 +62,7 @@ class Dense:
         picked = matrix[tuple(min(i, n - 1) for i, n in zip(lead, matrix.shape, strict=False))]
         return np.broadcast_to(picked, picked.shape)
 
-    def row(self, array: Any, trailing: int = 0) -> Array:
+    def batch_entry(self, array: Any, trailing: int = 0) -> Array:
         """The entry of this batch row from an array over the leading dimensions."""
         full = np.asarray(array)
         lead = full.ndim - trailing

@@ -1,4 +1,4 @@
-"""Symbolic derivatives of expressions: what the step back through a score mod needs."""
+"""Symbolic derivatives of expressions, for gradients through score mods."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ def derivative(node: Node, wrt: Var | Load = SCORE) -> Node:
     return tangent(node, {wrt: ONE})
 
 
-def tangent(node: Node, moving: Mapping[Node, Node]) -> Node:
+def tangent(node: Node, tangents: Mapping[Node, Node]) -> Node:
     """How `node` changes when variables and table entries in it do, each by its own expression.
 
     Piecewise operations have the derivative of the piece; where pieces meet, `min` and `max` give
     the mean of both sides and `abs` gives 0, as PyTorch does. Integers and conditions do not
     change. A part in which nothing moves is exactly 0, whatever it is multiplied with.
     """
-    known: dict[Node, Node] = dict(moving)
+    cache: dict[Node, Node] = dict(tangents)
 
     def change(n: Node) -> Node:
-        if n not in known:
-            known[n] = _change(n)
-        return known[n]
+        if n not in cache:
+            cache[n] = _change(n)
+        return cache[n]
 
     def _change(n: Node) -> Node:
-        # Table indices are integers, so that a load never changes with what it is indexed by.
+        # Table indices are integers, so a table entry has no derivative by its index.
         if n.kind != "float" or not isinstance(n, Op):
             return ZERO
         changes = tuple(map(change, n.args))
@@ -62,28 +62,28 @@ def _over(a: Node, b: Node) -> Node:
     return ZERO if a == ZERO else operation("div", a, b)
 
 
-def _chosen(condition: Node, a: Node, b: Node) -> Node:
+def _where(condition: Node, a: Node, b: Node) -> Node:
     return a if a == b else operation("where", condition, a, b)
 
 
-def _smaller(op: Op, d: tuple[Node, ...]) -> Node:
-    return _of_side(operation("lt", *op.args), operation("lt", *op.args[::-1]), d)
+def _minimum(op: Op, d: tuple[Node, ...]) -> Node:
+    return _piecewise(operation("lt", *op.args), operation("lt", *op.args[::-1]), d)
 
 
-def _larger(op: Op, d: tuple[Node, ...]) -> Node:
-    return _of_side(operation("lt", *op.args[::-1]), operation("lt", *op.args), d)
+def _maximum(op: Op, d: tuple[Node, ...]) -> Node:
+    return _piecewise(operation("lt", *op.args[::-1]), operation("lt", *op.args), d)
 
 
-def _of_side(first: Node, second: Node, d: tuple[Node, ...]) -> Node:
+def _piecewise(first: Node, second: Node, d: tuple[Node, ...]) -> Node:
     mean = _times(constant(0.5), _plus(*d))
-    return _chosen(first, d[0], _chosen(second, d[1], mean))
+    return _where(first, d[0], _where(second, d[1], mean))
 
 
 def _abs(op: Op, d: tuple[Node, ...]) -> Node:
     (x,) = op.args
     falling = operation("lt", x, constant(0))
     rising = operation("lt", constant(0), x)
-    return _chosen(rising, d[0], _chosen(falling, _minus(ZERO, d[0]), ZERO))
+    return _where(rising, d[0], _where(falling, _minus(ZERO, d[0]), ZERO))
 
 
 RULES: Mapping[str, Callable[[Op, tuple[Node, ...]], Node]] = {
@@ -91,11 +91,11 @@ RULES: Mapping[str, Callable[[Op, tuple[Node, ...]], Node]] = {
     "sub": lambda op, d: _minus(*d),
     "mul": lambda op, d: _plus(_times(d[0], op.args[1]), _times(op.args[0], d[1])),
     "div": lambda op, d: _minus(_over(d[0], op.args[1]), _times(op, _over(d[1], op.args[1]))),
-    "min": _smaller,
-    "max": _larger,
+    "min": _minimum,
+    "max": _maximum,
     "neg": lambda op, d: _minus(ZERO, d[0]),
     "abs": _abs,
-    "where": lambda op, d: _chosen(op.args[0], d[1], d[2]),
+    "where": lambda op, d: _where(op.args[0], d[1], d[2]),
     "exp": lambda op, d: _times(op, d[0]),
     "log": lambda op, d: _over(d[0], op.args[0]),
     "sqrt": lambda op, d: _over(d[0], _times(constant(2.0), op)),

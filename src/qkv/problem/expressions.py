@@ -80,7 +80,7 @@ def _chosen(_condition: Kind, first: Kind, second: Kind) -> Kind:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What an operation takes, gives and computes; integer division and remainder floor."""
+    """The argument kinds, result kind and NumPy function of an operation."""
 
     arity: int
     takes: frozenset[Kind]

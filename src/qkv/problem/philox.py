@@ -1,4 +1,4 @@
-"""Philox4x32-10: random bits that depend on a seed and a place, and on nothing else.
+"""Philox4x32-10: random bits that depend only on a seed and a counter.
 
 Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011).
 """
@@ -39,7 +39,7 @@ def philox(counter: tuple[Any, Any, Any, Any], seed: int) -> tuple[Array, Array,
 def dropout_factors(
     dropout: Dropout, batch: Any, head: Any, q_index: Any, kv_index: Any, dtype: np.dtype[Any]
 ) -> Array:
-    """What each weight is multiplied by: 0, or 1 / (1 - p)."""
+    """The factor of each weight: 0, or 1 / (1 - p)."""
     word = philox((kv_index, q_index, head, batch), dropout.seed)[0]
-    kept = word >= dropout.p * 2.0**32
-    return np.asarray(np.where(kept, dtype.type(1 / (1 - dropout.p)), dtype.type(0)))
+    is_kept = word >= dropout.p * 2.0**32
+    return np.asarray(np.where(is_kept, dtype.type(1 / (1 - dropout.p)), dtype.type(0)))

@@ -162,16 +162,16 @@ class StoredRows:
 
     def read(self, index: tuple[Any, ...], head: int, rows: Any, dtype: np.dtype[Any]) -> Array:
         """Some rows of one batch row and kv head, in a floating type."""
-        place: tuple[Any, ...] = (*index, head, rows)
+        entry: tuple[Any, ...] = (*index, head, rows)
         if self.page_table is not None:
             number, row = np.divmod(np.arange(self.shape[-2])[rows], self.page_size)
-            place = (self.page_table[index][number], head, row)
-        # Rows that are not real may hold anything, also what NumPy warns about.
+            entry = (self.page_table[index][number], head, row)
+        # Padding may hold any values, some of which would raise warnings of NumPy.
         with np.errstate(invalid="ignore", over="ignore"):
-            found = self.values[place].astype(dtype)
+            array = self.values[entry].astype(dtype)
             if self.scales is not None:
-                found *= self.scales[place].astype(dtype)[..., None]
-        return np.asarray(found)
+                array *= self.scales[entry].astype(dtype)[..., None]
+        return np.asarray(array)
 
 
 Rows: TypeAlias = Array | StoredRows
@@ -229,7 +229,7 @@ def stored_rows(given: Paged | Quantized, role: str, layout: Literal["bhld", "bl
     rows = (
         _quantized(inner, f"{role} pages", layout)
         if isinstance(inner, Quantized)
-        else StoredRows(_turned(inner, layout))
+        else StoredRows(_heads_first(inner, layout))
     )
     seen = [("pages", f"{inner.dtype} {inner.shape}")] if isinstance(inner, np.ndarray) else []
     seen += [("page_table", f"{table.dtype} {table.shape}")]
@@ -273,11 +273,11 @@ def _quantized(given: Quantized, role: str, layout: str) -> StoredRows:
     if values.ndim == 2:
         return StoredRows(values[None], scales[None])
     return StoredRows(
-        _turned(values, layout), scales.swapaxes(-2, -1) if layout == "blhd" else scales
+        _heads_first(values, layout), scales.swapaxes(-2, -1) if layout == "blhd" else scales
     )
 
 
-def _turned(array: Array, layout: str) -> Array:
+def _heads_first(array: Array, layout: str) -> Array:
     return array.swapaxes(-3, -2) if layout == "blhd" and array.ndim > 2 else array
 
 

@@ -1,7 +1,7 @@
 """Scores of a tile, and the weighted sum of its values, from the definition.
 
-Every readable path (`blocked`, `reference`, replay, the trace) computes through here, so that a
-pair of a query and a key has one meaning.
+The backends `blocked` and `reference`, replay and the trace use this code, so that they agree on
+every score.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Scores:
     dtype: np.dtype[Any]
     score: Node = field(init=False)
     mask: Node = field(init=False)
-    _turns: dict[tuple[str, int], tuple[Array, Array]] = field(init=False, default_factory=dict)
+    _cos_sin: dict[tuple[str, int], tuple[Array, Array]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.score = self.problem.spec.score
@@ -125,17 +125,17 @@ class Scores:
         angles, rotation = self.problem.operands.angles, self.problem.spec.rotation
         if angles is None or rotation is None or rotation.rotary_dim == 0:
             return array
-        which = batch if angles.rows(side) > 1 else 0
-        if (side, which) not in self._turns:
-            self._turns[side, which] = angles.turns(side, which)
-        cos, sin = (turn[rows] for turn in self._turns[side, which])
+        row = batch if angles.rows(side) > 1 else 0
+        if (side, row) not in self._cos_sin:
+            self._cos_sin[side, row] = angles.cos_sin(side, row)
+        cos, sin = (table[rows] for table in self._cos_sin[side, row])
         n = rotation.rotary_dim // 2
         if rotation.layout == "half_split":
             first, second = slice(0, n), slice(n, 2 * n)
         else:
             first, second = slice(0, 2 * n, 2), slice(1, 2 * n, 2)
         out = array.copy()
-        # Turned in float64 and rounded once, so that a rotation costs no accuracy.
+        # Computed in float64 and rounded once, so that a rotation loses no accuracy.
         a, b = array[..., first], array[..., second]
         with np.errstate(all="ignore"):
             out[..., first] = a * cos - b * sin
@@ -149,7 +149,7 @@ def weighted_sum(weights: Array, scores: Array, value: Array) -> Array:
     with np.errstate(all="ignore"):
         if finite.all():
             return np.asarray(weights @ value)
-        # 0 * NaN is NaN: rows with such values are added by selection instead.
+        # 0 * NaN is NaN, so values that are not finite are added with `where` instead.
         total = weights @ np.where(finite, value, value.dtype.type(0))
         for j in np.flatnonzero(~finite.all(axis=1)):
             share = weights[:, j, None] * np.where(finite[j], value.dtype.type(0), value[j])

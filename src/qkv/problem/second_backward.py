@@ -1,4 +1,4 @@
-"""Tangents of attention and of its backward pass over tiles, in NumPy: the algorithm to read.
+"""Tangents of attention and of its backward pass over tiles, in NumPy, written to be read.
 
 Everything that a call reads may have a tangent, written `dot`: how it changes along one direction.
 With x the scaled product, s the final score, t a table entry that s reads, `s_x` and `s_t` the
@@ -24,11 +24,11 @@ Each line of the backward pass has its tangent too, for cotangents dO and d lse 
 The right column is a product with the Hessian of `<dO, out> + <d lse, lse>`. A Hessian is
 symmetric, so it is also the gradient of `<dO, odot> + <d lse, r>`: the vector-Jacobian product of
 the backward pass. A sink is a key of value 0 whose score is the sink. Queries and keys are rotated
-before, as are their tangents, and what they get is turned back.
+before, as are their tangents, and their gradients are rotated back.
 
-Tiles are met twice: first for the sums over rows, `sum_j w`, r, delta and deltadot, then for the
-rest. Weights are divided by their sum, which gives back what rounding took of lse. Forbidden pairs
-are left out by selection, never by multiplying with 0.
+Tiles are computed twice: first for the sums over rows, `sum_j w`, r, delta and deltadot, then for
+the rest. Weights are divided by their sum, which corrects the rounding error of lse. Forbidden
+pairs are excluded with `where`, never by a product with 0.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.problem.backward import OperandGradients, add_entries, reads, turned_back
+from qkv.problem.backward import OperandGradients, add_entries, reads, rotate_back
 from qkv.problem.derivative import derivative, tangent
 from qkv.problem.evaluate import evaluate
 from qkv.problem.expressions import SCORE, Load, Node, Var
@@ -95,13 +95,13 @@ def forward_tangent(
 ) -> ForwardTangents:
     """Tangents of output and lse of one problem, in the type of `scores`."""
     direction = _Direction(scores, tangents)
-    forward = direction.nothing_yet()
+    forward = direction.zeros()
     with np.errstate(all="ignore"):
         for block in direction.blocks(grid, lse):
             block.sum_rows()
-            forward.lse[block.place] = block.lse_dot[:, 0]
+            forward.lse[block.index] = block.lse_dot[:, 0]
             for tile in block.tiles():
-                forward.out[block.place] += tile.out_dot(*block.weights(tile))
+                forward.out[block.index] += tile.out_dot(*block.weights(tile))
     return forward
 
 
@@ -114,15 +114,15 @@ def second_backward(
 ) -> SecondDerivatives:
     """Tangents of one problem's output, lse and gradients, in the type of `scores`."""
     direction = _Direction(scores, tangents)
-    forward, sums = direction.nothing_yet(), _Sums(direction, cotangents.tables)
+    forward, sums = direction.zeros(), _GradientTangents(direction, cotangents.tables)
     with np.errstate(all="ignore"):
         for block in direction.blocks(grid, lse):
             rows = _BackwardRows(block, cotangents)
-            forward.lse[block.place] = block.lse_dot[:, 0]
+            forward.lse[block.index] = block.lse_dot[:, 0]
             sums.sinks[block.head] += rows.d_sink_dot
             for tile in block.tiles():
                 weights, weights_dot = block.weights(tile)
-                forward.out[block.place] += tile.out_dot(weights, weights_dot)
+                forward.out[block.index] += tile.out_dot(weights, weights_dot)
                 sums.add_tile(block, tile, rows, weights, weights_dot)
         return SecondDerivatives(forward, sums.gradients(), sums.sinks)
 
@@ -132,22 +132,22 @@ SCALED_DOT = Load("xdot", "float", ())
 
 
 class _Direction:
-    """A problem, and how all that it reads changes along one direction."""
+    """A problem, and the tangents of everything that it reads."""
 
     def __init__(self, scores: Scores, tangents: OperandTangents) -> None:
         self.scores = scores
         self.problem = problem = scores.problem
         self.spec, self.sinks, self.sinks_dot = problem.spec, problem.operands.sinks, tangents.sinks
-        moving = replace(
+        tangent_of = replace(
             problem.operands, query=tangents.query, key=tangents.key, value=tangents.value
         )
-        self.changes = Scores(replace(problem, operands=moving), scores.dtype)
+        self.tangent_scores = Scores(replace(problem, operands=tangent_of), scores.dtype)
         self.tables: dict[str, Array] = dict(problem.operands.tables)
         self.tables |= {_dot(name): array for name, array in tangents.tables.items()}
-        self.moving: dict[Node, Node] = {SCORE: SCALED_DOT}
+        self.tangent_of: dict[Node, Node] = {SCORE: SCALED_DOT}
         for load in reads(self.spec, frozenset(tangents.tables)):
-            self.moving[load] = replace(load, table=_dot(load.table))
-        self.score_dot = tangent(self.spec.score, self.moving)
+            self.tangent_of[load] = replace(load, table=_dot(load.table))
+        self.score_dot = tangent(self.spec.score, self.tangent_of)
 
     def blocks(self, grid: TileGrid, lse: Array) -> Iterator[_Block]:
         for batch, index in enumerate(np.ndindex(*self.spec.batch_shape)):
@@ -155,7 +155,7 @@ class _Direction:
                 for q_rows, tiles in grid.blocks(batch, head):
                     yield _Block(self, batch, index, head, q_rows, tiles, lse)
 
-    def nothing_yet(self) -> ForwardTangents:
+    def zeros(self) -> ForwardTangents:
         """Zeros for tangents of output and lse."""
         shape = (*self.spec.batch_shape, self.spec.num_heads, self.spec.q_len)
         dtype = self.scores.dtype
@@ -168,15 +168,21 @@ def _dot(table: str) -> str:
 
 
 class _Tile:
-    """What a block of queries and a block of keys say of one another, and how it changes."""
+    """Scores of one block of queries against one block of keys, and their tangents."""
 
     def __init__(self, block: _Block, kv_rows: slice, kind: TileKind) -> None:
         direction, batch, head = block.direction, block.batch, block.head
-        scores, changes, dtype = direction.scores, direction.changes, direction.scores.dtype
+        scores, tangent_scores, dtype = (
+            direction.scores,
+            direction.tangent_scores,
+            direction.scores.dtype,
+        )
         self.kv_rows, self.dtype = kv_rows, dtype
-        self.key, self.key_dot = (s.key(batch, head, kv_rows) for s in (scores, changes))
-        self.value, self.value_dot = (s.value(batch, head, kv_rows) for s in (scores, changes))
-        places = {
+        self.key, self.key_dot = (s.key(batch, head, kv_rows) for s in (scores, tangent_scores))
+        self.value, self.value_dot = (
+            s.value(batch, head, kv_rows) for s in (scores, tangent_scores)
+        )
+        indices = {
             "batch": batch,
             "head": head,
             "q_index": np.arange(block.q_rows.start, block.q_rows.stop)[:, None],
@@ -185,10 +191,10 @@ class _Tile:
         scale = dtype.type(direction.problem.operands.scale)
         scaled = scale * (block.query @ self.key.T)
         scaled_dot = scale * (block.query_dot @ self.key.T + block.query @ self.key_dot.T)
-        self.variables = {**places, "score": scaled}
+        self.variables = {**indices, "score": scaled}
         self.tables = direction.tables | {SCALED_DOT.table: scaled_dot}
-        self.scores = scores.finish(scaled, **places, kind=kind)
-        self.factors = scores.factors(**places)
+        self.scores = scores.finish(scaled, **indices, kind=kind)
+        self.factors = scores.factors(**indices)
         self.scores_dot = self.select(self.evaluate(direction.score_dot))
 
     def select(self, array: Array) -> Array:
@@ -209,7 +215,7 @@ class _Tile:
         return d_weights, d_weights_dot
 
     def out_dot(self, weights: Array, weights_dot: Array) -> Array:
-        """What these keys add to the tangent of the output."""
+        """The contribution of these keys to the tangent of the output."""
         return weighted_sum(self.dropped(weights_dot), self.scores, self.value) + weighted_sum(
             self.dropped(weights), self.scores, self.value_dot
         )
@@ -229,12 +235,12 @@ class _Block:
         lse: Array,
     ) -> None:
         self.direction, self.batch, self.head, self.q_rows = direction, batch, head, q_rows
-        self.place: tuple[Any, ...] = (*index, head, q_rows)
+        self.index: tuple[Any, ...] = (*index, head, q_rows)
         self.query, self.query_dot = (
-            s.query(batch, head, q_rows) for s in (direction.scores, direction.changes)
+            s.query(batch, head, q_rows) for s in (direction.scores, direction.tangent_scores)
         )
         self.dtype = direction.scores.dtype
-        self.lse = lse[self.place].astype(self.dtype)[:, None]
+        self.lse = lse[self.index].astype(self.dtype)[:, None]
         self._tiles = tiles
         sinks, sinks_dot = direction.sinks, direction.sinks_dot
         self.sink: Array = np.zeros(self.lse.shape)
@@ -256,7 +262,7 @@ class _Block:
         sums = np.zeros((4, *self.lse.shape))
         sums[:2] = self.sink, self.sink * self.sink_dot
         for tile in self.tiles():
-            # In float64: in a sharp row, large products leave a small difference.
+            # float64, because large terms cancel in rows where one key has nearly all the weight.
             unscaled = tile.select(np.exp(tile.scores - self.lse)).astype(np.float64)
             terms = [unscaled, unscaled * tile.scores_dot]
             if grad_out is not None:
@@ -277,22 +283,22 @@ class _Block:
 
 
 class _BackwardRows:
-    """What the backward pass knows of a block of queries, and how it changes."""
+    """The rows of the backward pass for one block of queries, and their tangents."""
 
     def __init__(self, block: _Block, cotangents: Cotangents) -> None:
         dtype = block.dtype
-        self.grad_out = cotangents.grad_out[block.place].astype(dtype)
-        grad_lse = cotangents.grad_lse[block.place].astype(np.float64)[:, None]
+        self.grad_out = cotangents.grad_out[block.index].astype(dtype)
+        grad_lse = cotangents.grad_lse[block.index].astype(np.float64)[:, None]
         d_mean, d_mean_dot = block.sum_rows(self.grad_out)
         delta, delta_dot = d_mean - grad_lse, d_mean_dot - block.lse_dot * d_mean
         self.delta, self.delta_dot = delta.astype(dtype), delta_dot.astype(dtype)
-        # A key of value 0 has dP = 0.
+        # The sink acts as a key with value 0, for which dP = 0.
         share = block.sink / block.total
-        moved = share * (block.sink_dot - block.lse_dot)
-        self.d_sink_dot = -(moved * delta + share * delta_dot).sum()
+        share_dot = share * (block.sink_dot - block.lse_dot)
+        self.d_sink_dot = -(share_dot * delta + share * delta_dot).sum()
 
 
-class _Sums:
+class _GradientTangents:
     """Tangents of gradients as they grow, the batch flat."""
 
     def __init__(self, direction: _Direction, tables: frozenset[str]) -> None:
@@ -302,7 +308,7 @@ class _Sums:
         self.query = np.zeros((spec.batch_size, spec.num_heads, spec.q_len, spec.head_dim), dtype)
         self.key = np.zeros((*kv_shape, spec.head_dim), dtype)
         self.value = np.zeros((*kv_shape, spec.v_head_dim), dtype)
-        # Many pairs add to one entry: in float64 the sum costs no accuracy.
+        # float64, because many pairs add to one entry.
         self.tables = {name: np.zeros(direction.tables[name].shape) for name in sorted(tables)}
         self.sinks = np.zeros(spec.num_heads)
         self.slope = self._with_tangent(SCORE)
@@ -310,7 +316,7 @@ class _Sums:
 
     def _with_tangent(self, wrt: Var | Load) -> tuple[Node, Node]:
         slope = derivative(self.direction.spec.score, wrt)
-        return slope, tangent(slope, self.direction.moving)
+        return slope, tangent(slope, self.direction.tangent_of)
 
     def add_tile(
         self, block: _Block, tile: _Tile, rows: _BackwardRows, weights: Array, weights_dot: Array
@@ -321,14 +327,14 @@ class _Sums:
             d_weights_dot - rows.delta_dot
         )
 
-        def through(slope: Node, slope_dot: Node) -> Array:
-            along = d_scores_dot * tile.evaluate(slope) + d_scores * tile.evaluate(slope_dot)
-            return tile.select(along)
+        def chain_rule(slope: Node, slope_dot: Node) -> Array:
+            contribution = d_scores_dot * tile.evaluate(slope) + d_scores * tile.evaluate(slope_dot)
+            return tile.select(contribution)
 
         for load, slopes in self.reads.items():
-            add_entries(self.tables, load, tile.variables, tile.tables, through(*slopes))
+            add_entries(self.tables, load, tile.variables, tile.tables, chain_rule(*slopes))
         d_scaled = tile.select(d_scores * tile.evaluate(self.slope[0]))
-        d_scaled_dot = through(*self.slope)
+        d_scaled_dot = chain_rule(*self.slope)
         s, q_rows, kv_rows = tile.scores, block.q_rows, tile.kv_rows
         batch, head = block.batch, block.head
         kv_head = head // self.direction.spec.group_size
@@ -340,7 +346,7 @@ class _Sums:
         self.value[batch, kv_head, kv_rows] += weighted_sum(dropped.T, s.T, rows.grad_out)
 
     def gradients(self) -> OperandGradients:
-        """In the order of the operands, turned back."""
+        """The gradients, rotated back, in the order of the operands."""
         problem = self.direction.problem
         operands = problem.operands
         scale = self.query.dtype.type(operands.scale)
@@ -351,4 +357,4 @@ class _Sums:
                 (scale * self.query, scale * self.key, self.value), shapes, strict=True
             )
         )
-        return OperandGradients(*turned_back(problem, query, key), value, self.tables)
+        return OperandGradients(*rotate_back(problem, query, key), value, self.tables)

@@ -32,7 +32,7 @@ class TableSpec:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What one variant does: a new score in terms of `score`, or a condition."""
+    """The effect of one variant: a new score in terms of `score`, or a condition."""
 
     label: str
     node: Node
@@ -95,7 +95,7 @@ class Spec:
 
     @property
     def gathered_bytes(self) -> int:
-        """What `Problem.gathered` takes: keys and values, and a query that is widened with them."""
+        """Bytes that `Problem.gathered` allocates for keys, values and a widened query."""
         storages = self.key_storage, self.value_storage
         if not any(storages):
             return 0
@@ -154,10 +154,10 @@ class Dropout:
 
 @dataclass(frozen=True, slots=True)
 class Angles:
-    """How far each row is turned: position times `inv_freq`, in radians.
+    """The rotation angle of each row: position times `inv_freq`, in radians.
 
-    `q_pos` and `kv_pos` are `(1 or batch, length)`. What is turned is also multiplied by `factor`,
-    in query and key alike.
+    `q_pos` and `kv_pos` are `(1 or batch, length)`. Rotated entries of query and key are also
+    multiplied by `factor`.
     """
 
     inv_freq: Array
@@ -169,7 +169,7 @@ class Angles:
         """1 when all batch rows of this side ("q" or "kv") share their positions."""
         return len(self.q_pos if side == "q" else self.kv_pos)
 
-    def turns(self, side: str, batch: int) -> tuple[Array, Array]:
+    def cos_sin(self, side: str, batch: int) -> tuple[Array, Array]:
         """Cosines and sines `(length, rotary_dim / 2)` times `factor`, in float64."""
         positions = (self.q_pos if side == "q" else self.kv_pos)[batch]
         angle = positions[:, None].astype(np.float64) * self.inv_freq
@@ -178,7 +178,7 @@ class Angles:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Origin:
-    """Where values came from: the variant, which of its tables this is, and its own array."""
+    """The origin of a table: the variant, the index among its tables, and its array."""
 
     variant: Any
     place: int
@@ -187,29 +187,28 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Where rows stand; the arrays are made when they are asked for, for rows may be millions.
+    """The positions of all rows. Arrays are made on request, since there may be millions of rows.
 
     A rank is `(1 or batch, length)`, or the length where ranks are 0, 1, 2, ...; a shift is
-    `(1 or batch,)` and is added to it. `aligned` is the word that was said about where the queries
-    stand, None if there was none.
+    `(1 or batch,)` and is added to it. `align` is "start" or "end" if one of them was requested.
     """
 
     q_rank: Array | int
     kv_rank: Array | int
     q_shift: Array
     kv_shift: Array
-    aligned: Literal["start", "end"] | None = None
+    align: Literal["start", "end"] | None = None
 
-    def of_queries(self) -> Array:
+    def query_positions(self) -> Array:
         """`(1 or batch, q_len)`."""
-        return _moved(self.q_rank, self.q_shift)
+        return _shifted(self.q_rank, self.q_shift)
 
-    def of_keys(self) -> Array:
+    def key_positions(self) -> Array:
         """`(1 or batch, kv_len)`."""
-        return _moved(self.kv_rank, self.kv_shift)
+        return _shifted(self.kv_rank, self.kv_shift)
 
 
-def _moved(rank: Array | int, shift: Array) -> Array:
+def _shifted(rank: Array | int, shift: Array) -> Array:
     rows = np.arange(rank, dtype=np.int64)[None] if isinstance(rank, int) else rank
     return np.asarray(rows + shift[:, None])
 

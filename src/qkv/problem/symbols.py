@@ -86,7 +86,7 @@ class Expr:
     __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __round__ = _refuse_operator
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what Python and NumPy ask of any object
+        if name.startswith("__"):  # Python and NumPy look for optional methods of any object.
             raise AttributeError(name)
         raise ArgumentError(
             f".{name} is not part of the expression language.",
@@ -98,8 +98,8 @@ class Expr:
         if method != "__call__" or kwargs:
             return NotImplemented
         if ufunc in (np.greater, np.greater_equal):
-            turned = np.less if ufunc is np.greater else np.less_equal
-            return self.__array_ufunc__(turned, method, *inputs[::-1])
+            swapped = np.less if ufunc is np.greater else np.less_equal
+            return self.__array_ufunc__(swapped, method, *inputs[::-1])
         name = _UFUNCS.get(ufunc)
         if name is None:
             raise ArgumentError(
@@ -174,7 +174,7 @@ class Expr:
     def __ge__(self, other: Any) -> Expr:
         return build("le", other, self)
 
-    # Comparisons make expressions, as those of arrays make arrays; object's give a bool.
+    # `object` declares that comparisons return bool; here they return expressions.
     def __eq__(self, other: Any) -> Expr:  # type: ignore[override]
         return build("eq", self, other)
 
@@ -197,7 +197,7 @@ class Expr:
         return build("not", self)
 
     def clip(self, low: Any, high: Any) -> Expr:
-        """What `np.clip` makes of it."""
+        """The expression of `np.clip`."""
         return build("max", build("min", self, high), low)
 
 

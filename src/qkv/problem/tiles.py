@@ -1,4 +1,4 @@
-"""Which tiles of the score matrix are empty, full or partly allowed, without building it."""
+"""Classify tiles of the score matrix as empty, full or partial, without building it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TileCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TileRun:
     """Neighbouring key tiles of one kind: keys `start` to `stop` for one block of queries."""
 
     start: int
@@ -68,7 +68,7 @@ class TileGrid:
 
     @property
     def depends_on(self) -> frozenset[str]:
-        """Which of batch and head change the schedule."""
+        """The variables, among batch and head, on which the mask depends."""
         return variables(self.mask) & {"batch", "head"}
 
     def classify(self, batch: int, head: int, first: int = 0, last: int | None = None) -> Array:
@@ -108,7 +108,7 @@ class TileGrid:
             for i in range(first, last):
                 yield i, kinds[i - first]
 
-    def runs(self, kinds: Array) -> list[Run]:
+    def runs(self, kinds: Array) -> list[TileRun]:
         """The tiles of one query block as runs of keys, in order, empty ones left out."""
         if not len(kinds):
             return []
@@ -116,7 +116,7 @@ class TileGrid:
         starts = [0, *edges.tolist()]
         stops = [*edges.tolist(), len(kinds)]
         return [
-            Run(a * self.block_kv, min(b * self.block_kv, self.kv_len), TileKind(int(kinds[a])))
+            TileRun(a * self.block_kv, min(b * self.block_kv, self.kv_len), TileKind(int(kinds[a])))
             for a, b in zip(starts, stops, strict=True)
             if kinds[a] != TileKind.EMPTY
         ]

@@ -35,6 +35,6 @@ def shared_example() -> SharedExample:
     0.2976
     """
     file = resources.files("qkv.samples").joinpath("shared_example.json")
-    said = json.loads(file.read_text(encoding="utf-8"))
-    q, k, v = (np.array(said[name], np.float64) for name in ("query", "key", "value"))
-    return SharedExample(q, k, v, tuple(said["tokens"]))
+    data = json.loads(file.read_text(encoding="utf-8"))
+    q, k, v = (np.array(data[name], np.float64) for name in ("query", "key", "value"))
+    return SharedExample(q, k, v, tuple(data["tokens"]))

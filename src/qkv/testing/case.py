@@ -1,4 +1,4 @@
-"""A case: a shape, what is said about it, and how its arrays lie in memory.
+"""A case: a shape, its variants, and the memory layout of its arrays.
 
 Its values follow from its name, so that it means the same on every machine and in every process.
 """
@@ -52,6 +52,13 @@ class Inputs:
     variants : tuple
     keywords : mapping
         scale, q_offset, kv_offset and layout.
+
+    Examples
+    --------
+    >>> from qkv.testing import cases
+    >>> inputs = next(iter(cases())).build("float32")
+    >>> inputs.query.dtype
+    dtype('float32')
     """
 
     query: Array
@@ -77,7 +84,7 @@ class Case:
     shape : Shape
         Sizes of the whole problem.
     variants : callable (shape, rng) -> sequence
-        What is said between q.k and the softmax.
+        The variants of the call.
     scale, q_offset, kv_offset, layout
         As in `qkv.attention`.
     query_batch, kv_batch : tuple, optional
@@ -90,6 +97,16 @@ class Case:
         Standard deviation of query and key.
     dtypes : tuple of str
         Names of `DTYPES`.
+
+    Examples
+    --------
+    >>> import qkv
+    >>> from qkv.testing import cases
+    >>> case = next(iter(cases()))
+    >>> inputs = case.build("float64")
+    >>> out = qkv.attention(*inputs.arrays, *inputs.variants, **inputs.keywords)
+    >>> out.shape == case.truth("float64").out.shape
+    True
     """
 
     name: str
@@ -106,7 +123,7 @@ class Case:
     magnitude: float = 1.0
     dtypes: tuple[str, ...] = field(default=tuple(DTYPES))
     orders: ClassVar[tuple[int, ...]] = (1, ORDERS)
-    """Of how many orders of additions the bounds are tried, one after the other."""
+    """The numbers of summation orders for which bounds are computed, one after the other."""
 
     def __repr__(self) -> str:
         return f"Case({self.name!r})"

@@ -1,4 +1,4 @@
-"""What a backend must do with a case: refuse it and say why, or get it right.
+"""The conformance check: a backend must refuse a case with a reason, or compute it right.
 
     for case in cases():
         for what in CHECKS:
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from qkv.backends import Backend, Refusal, register, unregister
 from qkv.testing.case import Case, Inputs
 from qkv.testing.properties import decoding, gradients, inspection, prepared, tensors
-from qkv.testing.run import Run
+from qkv.testing.run import CaseRun
 
 Array = NDArray[Any]
 
@@ -88,7 +88,7 @@ def check_case(
     True
     """
     with _known(backend) as name:
-        ran = [CHECKS[what](Run(name, case, d)) for d in ((dtype,) if dtype else case.dtypes)]
+        ran = [CHECKS[what](CaseRun(name, case, d)) for d in ((dtype,) if dtype else case.dtypes)]
     return any(ran)
 
 
@@ -105,8 +105,8 @@ def _known(backend: Backend | str) -> Iterator[str]:
         unregister(backend.name)
 
 
-def _forward(run: Run) -> bool:
-    inputs, backend = run.case.build(run.dtype), run.known
+def _forward(run: CaseRun) -> bool:
+    inputs, backend = run.case.build(run.dtype), run.backend_object
     spec = run.spec(inputs)
     reasons = backend.refusals(spec)
     run.require(
@@ -124,14 +124,14 @@ def _forward(run: Run) -> bool:
     run.form(out, lse)
     run.values(out, lse)
     for array in (out, lse):
-        # Memory that is freed full of NaN is what an output that is not written would show.
+        # Freed memory full of NaN is used again, so that an unwritten output shows as NaN.
         np.full(array.shape, np.nan, array.dtype)
     run.same(run.attention(inputs), (out, lse), "the same call gave other bits")
     _leaks(run, inputs, out, lse)
     return True
 
 
-def _leaks(run: Run, inputs: Inputs, out: Array, lse: Array) -> None:
+def _leaks(run: CaseRun, inputs: Inputs, out: Array, lse: Array) -> None:
     """Change keys that some row may not see; such rows must not notice, the others must."""
     case, truth = run.case, run.case.truth(run.dtype)
     allowed = truth.allowed
@@ -153,7 +153,7 @@ def _leaks(run: Run, inputs: Inputs, out: Array, lse: Array) -> None:
         np.array_equal(case.plain_order(a).astype(float), b.astype(float), equal_nan=True)
         for a, b in zip(poisoned, (key, value), strict=True)
     ):
-        return  # rows that share their memory cannot be changed one by one
+        return  # Rows that share memory cannot be changed one by one.
     got, got_lse = run.attention(
         Inputs(inputs.query, poisoned[0], poisoned[1], inputs.variants, inputs.keywords)
     )
@@ -170,7 +170,7 @@ def _leaks(run: Run, inputs: Inputs, out: Array, lse: Array) -> None:
         run.require(np.isnan(after[reached]).all(), "a NaN value did not reach its rows")
 
 
-CHECKS: Mapping[str, Callable[[Run], bool]] = {
+CHECKS: Mapping[str, Callable[[CaseRun], bool]] = {
     "forward": _forward,
     "gradients": gradients,
     "inspection": inspection,
@@ -178,4 +178,4 @@ CHECKS: Mapping[str, Callable[[Run], bool]] = {
     "decoding": decoding,
     "tensors": tensors,
 }
-"""What `check_case` can be asked for."""
+"""The names of the checks of `check_case`."""

@@ -42,6 +42,15 @@ class GradientOracle:
     grad_lse : array (..., num_heads, q_len)
     shapes : sequence of tuple
         Of query, key and value with heads before rows; leading dimensions may broadcast.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from qkv.testing import truth
+    >>> x = np.eye(2)[None]
+    >>> oracle = GradientOracle(truth(x, x, x), np.ones((1, 2, 2)), np.zeros((1, 2)), [x.shape] * 3)
+    >>> oracle.bounds("float64")[0][2].tolist()  # of value
+    [[[1.0, 1.0], [1.0, 1.0]]]
     """
 
     truth: Truth
@@ -82,30 +91,34 @@ class GradientOracle:
         return exact, limits
 
     def _gradients(self, computed: Sequence[tuple[np.dtype[Any], int]]) -> list[list[Array]]:
-        """For each dtype and order: of query, key and value."""
+        """Gradients of query, key and value, for each dtype and order."""
         lead = self.truth.out.shape[:-3]
-        found = [[np.zeros((*lead, *s[-3:])) for s in self.shapes] for _ in computed]
+        gradients = [[np.zeros((*lead, *s[-3:])) for s in self.shapes] for _ in computed]
         kv_heads = self.shapes[1][-3]
         places = np.ndindex(*self.truth.out.shape[:-2])
         for place, dense in zip(places, self.truth.heads, strict=True):
-            of_key = (*place[:-1], place[-1] // (dense.num_heads // kv_heads))
-            turns = list(_turns(dense, self.truth.variants))
+            kv_place = (*place[:-1], place[-1] // (dense.num_heads // kv_heads))
+            rotations = list(_rotation_matrices(dense, self.truth.variants))
             slope = _slope(dense, self.truth.variants)
-            beside = self.grad_out[place], self.grad_lse[place], slope
-            for (dtype, order), sums in zip(computed, found, strict=True):
-                query, key, value = _of_head(dense, self.truth.variants, *beside, dtype, order)
-                for turn_query, turn_key in turns:
+            cotangents = self.grad_out[place], self.grad_lse[place], slope
+            for (dtype, order), sums in zip(computed, gradients, strict=True):
+                query, key, value = _head_gradients(
+                    dense, self.truth.variants, *cotangents, dtype, order
+                )
+                for query_rotation, key_rotation in rotations:
                     query, key = (
-                        np.einsum("ldr,lr->ld", turn, rows)
-                        for turn, rows in ((turn_query, query), (turn_key, key))
+                        np.einsum("ldr,lr->ld", rotation, rows)
+                        for rotation, rows in ((query_rotation, query), (key_rotation, key))
                     )
                 sums[0][place] += query
-                sums[1][of_key] += key
-                sums[2][of_key] += value
-        return [[_summed(g, s) for g, s in zip(sums, self.shapes, strict=True)] for sums in found]
+                sums[1][kv_place] += key
+                sums[2][kv_place] += value
+        return [
+            [_summed(g, s) for g, s in zip(sums, self.shapes, strict=True)] for sums in gradients
+        ]
 
 
-def _of_head(
+def _head_gradients(
     dense: Dense,
     variants: Sequence[Any],
     grad_out: Array,
@@ -134,9 +147,9 @@ def _of_head(
         terms = np.exp(scores - shift[:, None])
         total = terms[:, keys].sum(axis=1) + np.exp(compute.type(dense.sink) - shift)
         weights = rounded(terms / np.where(total == 0, 1, total)[:, None])
-        factors, along = dense.factors.astype(compute), rounded(grad_out)
-        grad_value = rounded(weights * factors)[rows].T @ along[rows]
-        grad_weights = rounded(along @ value.T) * factors
+        factors, d_out = dense.factors.astype(compute), rounded(grad_out)
+        grad_value = rounded(weights * factors)[rows].T @ d_out[rows]
+        grad_weights = rounded(d_out @ value.T) * factors
         delta = (weights * grad_weights)[:, keys].sum(axis=1) - grad_lse.astype(compute)
         grad_scores = rounded(weights * (grad_weights - delta[:, None])) * slope.astype(compute)
         grad_scores = rounded(grad_scores * compute.type(dense.scale))
@@ -154,21 +167,21 @@ def _slope(dense: Dense, variants: Sequence[Any]) -> Array:
     return np.where(np.isfinite(slope), slope, 0.0)
 
 
-def _turns(dense: Dense, variants: Sequence[Any]) -> Iterator[tuple[Array, Array]]:
-    """For each rotation, the last first: what each row of query and key is multiplied by.
+def _rotation_matrices(dense: Dense, variants: Sequence[Any]) -> Iterator[tuple[Array, Array]]:
+    """The rotation matrices of each query and key row, for each rotation, the last first.
 
     Entry `[l, d]` is what row l would be if it were 1 in dimension d, and 0 elsewhere.
     """
     for variant in reversed([v for v in variants if type(v).__name__ == "RoPE"]):
         dim = dense.query.shape[1]
-        turned = copy(dense)
-        found = np.zeros((len(dense.query), dim, dim)), np.zeros((len(dense.key), dim, dim))
+        rotated = copy(dense)
+        gradients = np.zeros((len(dense.query), dim, dim)), np.zeros((len(dense.key), dim, dim))
         for d, unit in enumerate(np.eye(dim)):
-            turned.query = np.tile(unit, (len(dense.query), 1))
-            turned.key = np.tile(unit, (len(dense.key), 1))
-            variant.naive_rows(turned)
-            found[0][:, d], found[1][:, d] = turned.query, turned.key
-        yield found
+            rotated.query = np.tile(unit, (len(dense.query), 1))
+            rotated.key = np.tile(unit, (len(dense.key), 1))
+            variant.naive_rows(rotated)
+            gradients[0][:, d], gradients[1][:, d] = rotated.query, rotated.key
+        yield gradients
 
 
 def _summed(gradient: Array, shape: tuple[int, ...]) -> Array:

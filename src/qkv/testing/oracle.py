@@ -36,7 +36,16 @@ class Truth:
     heads : tuple of Dense
         The matrices of each batch row and query head, in order.
     variants : tuple
-        What was said, bare arrays as `Mask` or `Bias`.
+        The variants of the call, bare arrays as `Mask` or `Bias`.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> from qkv.testing import truth
+    >>> x = np.eye(2)[None]
+    >>> truth(x, x, x, [qkv.Causal()]).allowed[0]
+    array([[ True, False],
+           [ True,  True]])
     """
 
     out: Array
@@ -48,13 +57,13 @@ class Truth:
 
     @property
     def allowed(self) -> Array:
-        """Which pairs no mask forbids."""
+        """Whether all masks allow each pair."""
         shape = self.scores.shape
         return np.array([dense.allowed for dense in self.heads], bool).reshape(shape)
 
     @property
     def factors(self) -> Array:
-        """What dropout multiplies the weights by."""
+        """The dropout factors of the weights."""
         shape = self.scores.shape
         return np.array([dense.factors for dense in self.heads], float).reshape(shape)
 
@@ -96,7 +105,7 @@ def truth(
            [0.33, 0.67]])
     """
     q, k, v = (np.asarray(a, np.float64) for a in (query, key, value))
-    said = tuple(_as_variant(variant) for variant in variants)
+    all_variants = tuple(_as_variant(variant) for variant in variants)
     batch_shape = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     q, k, v = (np.broadcast_to(a, (*batch_shape, *a.shape[-3:])) for a in (q, k, v))
     num_heads, q_len, kv_len = q.shape[-3], q.shape[-2], k.shape[-2]
@@ -107,7 +116,7 @@ def truth(
     scores = np.full(weights.shape, -np.inf)
     heads: list[Dense] = []
     for batch, index in enumerate(np.ndindex(*batch_shape)):
-        start, align = _start(said, q_offset, index, batch_shape, q_len, kv_len)
+        start, align = _start(all_variants, q_offset, index, batch_shape, q_len, kv_len)
         kv_start = int(np.broadcast_to(kv_offset, batch_shape)[index])
         for head in range(num_heads):
             dense = Dense(
@@ -123,12 +132,12 @@ def truth(
                 kv_pos=kv_start + np.arange(kv_len),
                 align=align,
             )
-            _apply(dense, said)
+            _apply(dense, all_variants)
             where = (*index, head)
             scores[where] = np.where(dense.allowed, dense.scores, -np.inf)
             out[where], lse[where], weights[where] = _softmax(dense)
             heads.append(dense)
-    return Truth(out, lse, weights, scores, tuple(heads), said)
+    return Truth(out, lse, weights, scores, tuple(heads), all_variants)
 
 
 def _as_variant(variant: Any) -> Any:
@@ -139,7 +148,7 @@ def _as_variant(variant: Any) -> Any:
 
 def _apply(dense: Dense, variants: Sequence[Any]) -> None:
     """Fill in scores, allowed pairs and factors."""
-    # Rotation comes last: segments restart the positions that it reads.
+    # RoPE comes last, because segments restart the positions that it reads.
     for variant in sorted(variants, key=lambda v: type(v).__name__ == "RoPE"):
         if hasattr(variant, "naive_rows"):
             variant.naive_rows(dense)
@@ -164,20 +173,20 @@ def _softmax(dense: Dense) -> tuple[Array, Array, Array]:
                 continue
             total = np.sum(np.exp(terms - peak))
             lse[i] = peak + np.log(total)
-            # Not exp(s - lse): where scores are as large as -1e30, lse has lost log(total).
+            # Not exp(s - lse), because lse has lost log(total) where scores are as large as -1e30.
             weights[i, seen] = np.exp(terms[:-1] - peak) / total
-            kept = weights[i, seen] * dense.factors[i, seen]
-            out[i] = np.sum(kept[:, None] * dense.value[seen], axis=0)
+            dropped_weights = weights[i, seen] * dense.factors[i, seen]
+            out[i] = np.sum(dropped_weights[:, None] * dense.value[seen], axis=0)
     return out, lse, weights
 
 
-def _parts(variants: Sequence[Any]) -> Iterator[Any]:
+def _flattened(variants: Sequence[Any]) -> Iterator[Any]:
     """Variants, and those inside masks joined with |, & and ~."""
     for variant in variants:
         yield variant
-        yield from _parts(getattr(variant, "masks", ()))
+        yield from _flattened(getattr(variant, "masks", ()))
         if hasattr(variant, "mask") and hasattr(variant.mask, "naive"):
-            yield from _parts((variant.mask,))
+            yield from _flattened((variant.mask,))
 
 
 def _start(
@@ -189,19 +198,19 @@ def _start(
     kv_len: int,
 ) -> tuple[int, str | None]:
     """Position of query row 0, and the word if the statement was one."""
-    said = q_offset
-    for variant in _parts(variants):
+    requested = q_offset
+    for variant in _flattened(variants):
         if getattr(variant, "align", None) is not None:
-            said = variant.align
-    if said is None:
+            requested = variant.align
+    if requested is None:
         return 0, None
-    if isinstance(said, str):
-        if said == "start":
-            return 0, said
+    if isinstance(requested, str):
+        if requested == "start":
+            return 0, requested
         lengths = [
             int(np.broadcast_to(variant.kv_lens, batch_shape)[index])
-            for variant in _parts(variants)
+            for variant in _flattened(variants)
             if hasattr(variant, "kv_lens")
         ]
-        return min([kv_len, *lengths]) - q_len, said
-    return int(np.broadcast_to(said, batch_shape)[index]), None
+        return min([kv_len, *lengths]) - q_len, requested
+    return int(np.broadcast_to(requested, batch_shape)[index]), None

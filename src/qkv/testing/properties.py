@@ -1,4 +1,4 @@
-"""What must hold of a case beside one call of it: see `qkv.testing.check_case`."""
+"""The checks of `qkv.testing.check_case` beyond the forward pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from qkv.errors import QkvError
 from qkv.testing.case import DTYPES, Case, Inputs, Variants
 from qkv.testing.derivatives import GradientOracle
 from qkv.testing.oracle import Truth
-from qkv.testing.run import Run, largest, tensor
+from qkv.testing.run import CaseRun, largest, tensor
 from qkv.testing.tolerances import bounds
 
 Array = NDArray[Any]
@@ -30,7 +30,7 @@ __all__ = ["decoding", "gradients", "inspection", "prepared", "tensors"]
 # Calls like an earlier one
 
 
-def prepared(run: Run) -> bool:
+def prepared(run: CaseRun) -> bool:
     """Calls like an earlier one give its bits, whatever arrays hold that are read in place."""
     inputs = run.case.build(run.dtype)
     if run.refusals(inputs):
@@ -62,7 +62,7 @@ def _reversed(array: Any) -> Any:
     return np.ascontiguousarray(array.ravel()[::-1]).reshape(array.shape)
 
 
-def tensors(run: Run) -> bool:
+def tensors(run: CaseRun) -> bool:
     """Torch tensors give what NumPy arrays give, three times."""
     inputs = run.case.build(run.dtype)
     if run.refusals(inputs):
@@ -86,7 +86,7 @@ _OPERANDS = ("query", "key", "value")
 # Gradients
 
 
-def gradients(run: Run) -> bool:
+def gradients(run: CaseRun) -> bool:
     """Gradients of query, key and value within their bounds, and prepared ones with their bits."""
     inputs, case = run.case.build(run.dtype), run.case
     if run.refusals(inputs, backward=not run.is_device):
@@ -123,7 +123,7 @@ def gradients(run: Run) -> bool:
     return True
 
 
-def _pulled_back(run: Run, inputs: Inputs, grad_out: Array, grad_lse: Array) -> list[Array]:
+def _pulled_back(run: CaseRun, inputs: Inputs, grad_out: Array, grad_lse: Array) -> list[Array]:
     keywords = {**inputs.keywords, "backend": run.backend}
     if not run.is_device:
         _, pullback = vjp(*inputs.arrays, *inputs.variants, **keywords)
@@ -134,12 +134,12 @@ def _pulled_back(run: Run, inputs: Inputs, grad_out: Array, grad_lse: Array) -> 
     leaves = [tensor(a).requires_grad_() for a in inputs.arrays]
     results = attention(*leaves, *inputs.variants, return_lse=True, **keywords)
     cotangents = tensor(grad_out), tensor(grad_lse)
-    # Of rows without keys torch follows nothing.
-    followed = [n for n, result in enumerate(results) if result.requires_grad]
+    # torch tracks no gradient through rows without keys.
+    differentiable = [n for n, result in enumerate(results) if result.requires_grad]
     along = torch.autograd.grad(
-        [results[n] for n in followed],
+        [results[n] for n in differentiable],
         leaves,
-        [cotangents[n] for n in followed],
+        [cotangents[n] for n in differentiable],
         materialize_grads=True,
     )
     return [view(gradient, "a gradient") for gradient in along]
@@ -148,7 +148,7 @@ def _pulled_back(run: Run, inputs: Inputs, grad_out: Array, grad_lse: Array) -> 
 # Inspection
 
 
-def inspection(run: Run) -> bool:
+def inspection(run: CaseRun) -> bool:
     """Weights, and what is told of them, follow from those of the truth."""
     inputs, case = run.case.build(run.dtype), run.case
     if run.refusals(inputs):
@@ -182,7 +182,7 @@ def inspection(run: Run) -> bool:
     return True
 
 
-def _best_keys(run: Run, best: Any, weights: Array, allowed: Array, limit: float) -> None:
+def _best_keys(run: CaseRun, best: Any, weights: Array, allowed: Array, limit: float) -> None:
     indices, values = (view(a, "top") for a in best)
     missing = indices < 0
     few = np.minimum(allowed.sum(axis=-1), 3)
@@ -235,7 +235,7 @@ class _Step(Case):
         return rows
 
 
-def decoding(run: Run) -> bool:
+def decoding(run: CaseRun) -> bool:
     """Steps over a number of keys that grows are right; a case may have no steps of some size."""
     case, ran = run.case, False
     if 0 in (case.shape.num_heads, *case.shape.batch_shape):
@@ -244,7 +244,7 @@ def decoding(run: Run) -> bool:
     for q_len, lengths in STEPS:
         for kv_len in lengths:
             step = _step(case, q_len, kv_len)
-            this = Run(run.backend, step, run.dtype)
+            this = CaseRun(run.backend, step, run.dtype)
             try:
                 inputs = step.build(run.dtype)
                 refused = this.refusals(inputs)

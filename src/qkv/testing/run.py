@@ -19,10 +19,10 @@ from qkv.variants import Bias, Mask
 
 Array = NDArray[Any]
 
-__all__ = ["Run", "largest", "tensor"]
+__all__ = ["CaseRun", "largest", "tensor"]
 
 
-class Run:
+class CaseRun:
     """One backend, case and dtype, and what is required of them.
 
     A backend of a device is given torch tensors, all others NumPy arrays.
@@ -32,17 +32,17 @@ class Run:
         self.backend, self.case, self.dtype = backend, case, dtype
 
     @property
-    def known(self) -> Backend:
+    def backend_object(self) -> Backend:
         """The backend itself."""
         return next(b for b in backends() if b.name == self.backend)
 
     @property
     def is_device(self) -> bool:
         """Whether the backend takes tensors."""
-        return isinstance(self.known, DeviceBackend)
+        return isinstance(self.backend_object, DeviceBackend)
 
     def spec(self, inputs: Inputs) -> Spec:
-        """What the backend is asked about."""
+        """The specification of the case's problem."""
         variants = [
             (Mask(v) if v.dtype == bool else Bias(v)) if isinstance(v, np.ndarray) else v
             for v in inputs.variants
@@ -52,7 +52,7 @@ class Run:
 
     def refusals(self, inputs: Inputs, *, backward: bool = False) -> tuple[Refusal, ...]:
         """Why the backend does not run the case."""
-        return refusals(self.known, self.spec(inputs), backward=backward)
+        return refusals(self.backend_object, self.spec(inputs), backward=backward)
 
     def require(self, condition: Any, fact: str) -> None:
         """Raise AssertionError with the fact unless the condition holds."""
@@ -108,7 +108,7 @@ class Run:
             ("output", largest(out - truth.out)),
             ("lse", largest(lse[~nothing] - truth.lse[~nothing])),
         )
-        for orders in self.case.orders:  # mostly the first is enough
+        for orders in self.case.orders:  # The first, tighter bound is usually enough.
             bounds = self.case.bounds(self.dtype, orders)
             limits = bounds.out, bounds.lse
             if all(error <= limit for (_, error), limit in zip(errors, limits, strict=True)):

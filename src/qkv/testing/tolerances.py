@@ -1,11 +1,10 @@
-"""How far a result may lie from the truth: a rule, not a number that someone chose.
+"""Error bounds of the tests, derived from the error of the plain computation.
 
 For float32, float16 and bfloat16 the bound is twice the error of the plain computation in the same
 type (matrix product, softmax, matrix product) on the same inputs, plus one unit in the last place.
-Whoever computes attention in that type without a thought makes the plain error; twice that leaves
-room for another order of additions, and for no mistake. The plain computation has no order of
-additions of its own, and in one order it may be lucky: its error is the largest of a few orders,
-so that the bound means the same with another BLAS. For float64 the bound is 64 eps times the
+Twice the plain error leaves room for another order of additions, but not for mistakes. The plain
+computation may be lucky in one order of additions, so its error is the largest of several orders,
+and the bound does not depend on the BLAS. For float64 the bound is 64 eps times the
 largest reference, or times 1 if that is larger.
 """
 
@@ -39,6 +38,14 @@ class Bounds:
     ----------
     out, lse : float
         Of the output, and of lse where it is finite.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from qkv.testing import bounds, truth
+    >>> x = np.eye(2)[None]
+    >>> bounds(truth(x, x, x), "float32").out < 1e-6
+    True
     """
 
     out: float
@@ -101,6 +108,16 @@ def plain(
     0 it adds as the arrays lie; other numbers shuffle head_dim and keys. With `stepwise`, variants
     are given scores of the type of computation, what each adds is rounded to it, and so is the sum:
     as whoever computes in that type has to, and what shows where one large term cancels another.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from qkv.testing import truth
+    >>> x = np.eye(2)[None]
+    >>> exact = truth(x, x, x)
+    >>> out, lse = plain(exact.heads[0], exact.variants, "float16")
+    >>> bool(abs(out - exact.out[0]).max() < 1e-3)
+    True
     """
     dtype = np.dtype(dtype)
     compute = np.dtype(np.float64 if dtype == np.float64 else np.float32)
@@ -136,7 +153,7 @@ def _product(a: Array, b: Array) -> Array:
 def modified(
     dense: Dense, variants: Sequence[Any], raw: Array, step: np.dtype[Any] | None
 ) -> Array:
-    """What the variants make of raw scores; most only forbid pairs, which is known already."""
+    """The scores after the variants. Most variants only forbid pairs, which `dense` has already."""
     if not np.array_equal(dense.scores, dense.products()):
         dense = replace(dense)
         dense.scores = raw
@@ -159,7 +176,7 @@ def ulp(magnitude: float, dtype: Any) -> float:
     >>> ulp(1.0, "float32") == 2.0**-23
     True
     """
-    # ml_dtypes gives it no types.
+    # ml_dtypes has no type annotations.
     info: Any = ml_dtypes.finfo(np.dtype(dtype))  # type: ignore[no-untyped-call]
     exponent = np.floor(np.log2(max(magnitude, float(info.smallest_normal))))
     return float(info.eps) * float(2.0**exponent)

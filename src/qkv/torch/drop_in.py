@@ -71,16 +71,16 @@ def scaled_dot_product_attention(
     >>> qkv.torch.scaled_dot_product_attention(x, x, x, is_causal=True)[0, 0, 0]
     tensor([1., 0.])
     """
-    asked = query, key, value
-    if any(t.is_nested for t in asked):
+    inputs = query, key, value
+    if any(t.is_nested for t in inputs):
         raise UnsupportedError(
             "a nested tensor was given.",
             action="Pack the sequences and pass qkv.Segments to qkv.attention, or pad them.",
         )
     if not enable_gqa:
-        query, key, value = _with_equal_heads(*asked)
-    elif key.shape[-3:-2] != value.shape[-3:-2] and min(t.ndim for t in asked) > 2:
-        key, value = _repeated(*asked)
+        query, key, value = _with_equal_heads(*inputs)
+    elif key.shape[-3:-2] != value.shape[-3:-2] and min(t.ndim for t in inputs) > 2:
+        key, value = _repeated(*inputs)
     if query.shape[-1] == key.shape[-1] == 0:
         query, key = (torch.nn.functional.pad(t, (0, 1)) for t in (query, key))
         scale = 1.0
@@ -96,8 +96,8 @@ def scaled_dot_product_attention(
     elif attn_mask is not None:
         variants.append(_mask(attn_mask))
     if dropout_p == 1:
-        kept = qkv.attention(query, key, value, *variants, scale=scale)
-        return torch.nn.functional.dropout(kept, 1.0)
+        out = qkv.attention(query, key, value, *variants, scale=scale)
+        return torch.nn.functional.dropout(out, 1.0)
     if dropout_p:
         variants.append(qkv.Dropout(dropout_p, torch.randint(2**63 - 1, ())))
     found: Tensor = qkv.attention(query, key, value, *variants, scale=scale)

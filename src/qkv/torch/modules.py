@@ -1,4 +1,4 @@
-"""Modules over `qkv.attention`: the one of the classical texts, and the one of models."""
+"""torch modules: attention of the classical texts, and multi-head attention."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import qkv
+from qkv.backends.torch.attention import softmax
 from qkv.cache import ContiguousCache
-from qkv.cache.arguments import at_least
+from qkv.cache.arguments import checked_integer
 from qkv.errors import ArgumentError, ShapeError
 
 __all__ = ["Cache", "MultiHeadAttention", "ScaledDotProductAttention"]
@@ -31,6 +32,11 @@ class ScaledDotProductAttention(nn.Module):
     d_k : int
     scale : float
         `sqrt(d_k)`, by which scores are divided.
+
+    Raises
+    ------
+    ArgumentError
+        If d_k is not a positive integer.
 
     Notes
     -----
@@ -74,6 +80,11 @@ class ScaledDotProductAttention(nn.Module):
 
         Both results have the type of the output; weights are computed in float32 (float64 for
         float64).
+
+        Raises
+        ------
+        ShapeError
+            If rows of Q or K do not have length d_k.
         """
         for name, rows in (("Q", Q), ("K", K)):
             if rows.shape[-1] != self.d_k:
@@ -93,30 +104,36 @@ class ScaledDotProductAttention(nn.Module):
 
 def _weights(Q: Tensor, K: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """`softmax(Q K^T / sqrt(d_k))` over what is not masked, float32 or float64."""
-    wide = torch.float64 if Q.dtype is torch.float64 else torch.float32
-    Q, K = Q.to(wide), K.to(wide)
+    compute_dtype = torch.float64 if Q.dtype is torch.float64 else torch.float32
+    Q, K = Q.to(compute_dtype), K.to(compute_dtype)
     if mask is None:
         return (Q @ K.mT * scale).softmax(-1)
-    # Zero gradients of masked pairs would be NaN times a row that is not finite: such rows take
-    # no part in the product that is differentiated, and show where they may be seen.
-    rows, columns = Q.isfinite().all(-1, True), K.isfinite().all(-1, True)
-    clean = torch.where(rows, Q, 0.0) @ torch.where(columns, K, 0.0).mT
-    scores = torch.where(rows & columns.mT, clean, Q.detach() @ K.detach().mT) * scale
-    # A row without keys is made of anything finite, and then of nothing.
-    scores = scores.masked_fill(mask, -torch.inf).masked_fill(mask.all(-1, True), 0.0)
-    return scores.softmax(-1).masked_fill(mask, 0.0)
+    # A masked pair has gradient 0, and 0 times a row that is not finite is NaN. So such rows are
+    # zeroed in the product that is differentiated, and added without a gradient.
+    finite_queries, finite_keys = Q.isfinite().all(-1, True), K.isfinite().all(-1, True)
+    finite_products = torch.where(finite_queries, Q, 0.0) @ torch.where(finite_keys, K, 0.0).mT
+    scores = (
+        torch.where(finite_queries & finite_keys.mT, finite_products, Q.detach() @ K.detach().mT)
+        * scale
+    )
+    return softmax(scores.masked_fill(mask, -torch.inf))[0]
 
 
 class Cache(ContiguousCache):
     """Keys and values of earlier tokens, at the end of which new ones are written.
 
-    `qkv.cache.ContiguousCache` with a capacity. For inference: rows are kept without their way
-    back, and what asks for gradients is refused.
+    `qkv.cache.ContiguousCache` with a capacity. For inference: rows are stored without gradients,
+    and rows that require gradients are refused.
 
     Parameters
     ----------
     capacity : int
         Tokens that there is room for; memory is taken when the first arrive.
+
+    Raises
+    ------
+    ArgumentError
+        If the capacity is not a whole number of 0 or more.
 
     Examples
     --------
@@ -128,7 +145,7 @@ class Cache(ContiguousCache):
     """
 
     def __init__(self, capacity: int) -> None:
-        super().__init__(at_least(0, "capacity", capacity))
+        super().__init__(checked_integer(0, "capacity", capacity))
 
     @property
     def length(self) -> int:
@@ -160,6 +177,11 @@ class MultiHeadAttention(nn.Module):
         Whether projections have one.
     kv_dim : int, optional
         Width of what is attended to, `embed_dim` unless given.
+
+    Raises
+    ------
+    ArgumentError
+        If embed_dim is not a multiple of num_heads, or num_heads of num_kv_heads.
 
     Notes
     -----
@@ -210,11 +232,11 @@ class MultiHeadAttention(nn.Module):
         self.k_proj = nn.Linear(kv_dim, kv_heads * self.head_dim, **like)
         self.v_proj = nn.Linear(kv_dim, kv_heads * self.head_dim, **like)
         self.out_proj = nn.Linear(embed_dim, embed_dim, **like)
-        self.register_load_state_dict_pre_hook(_translate)
+        self.register_load_state_dict_pre_hook(_rename_state)
 
     def extra_repr(self) -> str:
-        said = f"{self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
-        return f"{said}, causal={self.causal}, rope={self.rope}, alibi={self.alibi}"
+        sizes = f"{self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
+        return f"{sizes}, causal={self.causal}, rope={self.rope}, alibi={self.alibi}"
 
     def forward(
         self,
@@ -246,36 +268,36 @@ class MultiHeadAttention(nn.Module):
         q = self._heads(self.q_proj(query), self.num_heads)
         k = self._heads(self.k_proj(key), self.num_kv_heads)
         v = self._heads(self.v_proj(value), self.num_kv_heads)
-        before = cache.q_offset if cache is not None else 0
-        said: list[Any] = list(variants)
+        q_offset = cache.q_offset if cache is not None else 0
+        all_variants: list[Any] = list(variants)
         if self.rope is not None and cache is None:
-            said.append(self.rope)
+            all_variants.append(self.rope)
         elif self.rope is not None:
-            # Kept as they were turned at their own positions: no key is turned twice.
-            starts = torch.as_tensor(before, device=q.device)[..., None, None]
+            # The cache stores rotated keys, so each key is rotated once, at its own position.
+            starts = torch.as_tensor(q_offset, device=q.device)[..., None, None]
             q, k = (
                 self.rope.rotate(t, starts + torch.arange(t.shape[-2], device=t.device))
                 for t in (q, k)
             )
-        said += [qkv.Causal()] if self.causal else []
-        said += [qkv.ALiBi()] if self.alibi else []
+        all_variants += [qkv.Causal()] if self.causal else []
+        all_variants += [qkv.ALiBi()] if self.alibi else []
         if self.dropout and self.training:
-            said.append(qkv.Dropout(self.dropout, torch.randint(2**63 - 1, ())))
+            all_variants.append(qkv.Dropout(self.dropout, torch.randint(2**63 - 1, ())))
         out: Tensor
         if cache is None:
-            out = qkv.attention(q, k, v, *said, q_offset=0)
+            out = qkv.attention(q, k, v, *all_variants, q_offset=0)
         else:
-            out = cache.append(k, v).attention(q, *said)
-        found: Tensor = self.out_proj(out.transpose(-3, -2).flatten(-2))
-        return found
+            out = cache.append(k, v).attention(q, *all_variants)
+        projected: Tensor = self.out_proj(out.transpose(-3, -2).flatten(-2))
+        return projected
 
     def _heads(self, rows: Tensor, heads: int) -> Tensor:
         heads_apart: Tensor = rows.unflatten(-1, (heads, self.head_dim))
         return heads_apart.transpose(-3, -2)
 
 
-def _translate(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """The names of `torch.nn.MultiheadAttention` into those here."""
+def _rename_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Rename the parameters of `torch.nn.MultiheadAttention` to those of this module."""
     for name in ("bias_k", "bias_v"):
         if prefix + name in state:
             raise ArgumentError(
@@ -289,6 +311,6 @@ def _translate(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -
             for side, part in zip(sides, packed.chunk(3), strict=True):
                 state[f"{prefix}{side}_proj.{kind}"] = part
     for side in sides:
-        apart = state.pop(f"{prefix}{side}_proj_weight", None)
-        if apart is not None:
-            state[f"{prefix}{side}_proj.weight"] = apart
+        weight = state.pop(f"{prefix}{side}_proj_weight", None)
+        if weight is not None:
+            state[f"{prefix}{side}_proj.weight"] = weight

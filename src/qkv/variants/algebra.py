@@ -14,20 +14,31 @@ from numpy.typing import NDArray
 from qkv.errors import ArgumentError
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.variants.base import Role, Variant, briefly
+from qkv.variants.base import Role, Variant, short_repr
 
 
 class MaskVariant(Variant):
     """A variant that only forbids pairs; combines with `|`, `&` and `~`.
 
     The other side of `|` and `&` is a mask or a boolean array.
+
+    Raises
+    ------
+    ArgumentError
+        If the other side of `|` or `&` is neither a mask nor an array.
+
+    Examples
+    --------
+    >>> import qkv
+    >>> qkv.Causal() & ~qkv.SlidingWindow(1, 0)
+    (Causal() & ~SlidingWindow(1, 0))
     """
 
     def __or__(self, other: Any) -> MaskVariant:
-        return AnyOf((self, _checked(other)))
+        return AnyOf((self, _checked_mask(other)))
 
     def __and__(self, other: Any) -> MaskVariant:
-        return AllOf((self, _checked(other)))
+        return AllOf((self, _checked_mask(other)))
 
     def __invert__(self) -> MaskVariant:
         return Not(self)
@@ -37,9 +48,9 @@ class MaskVariant(Variant):
     __array_ufunc__ = None
 
 
-def _checked(mask: Any) -> Any:
+def _checked_mask(mask: Any) -> Any:
     if hasattr(mask, "dtype") and hasattr(mask, "shape"):
-        return mask  # an array of any library
+        return mask  # The array may be of any library.
     if hasattr(mask, "lower") and not isinstance(mask, str | bytes | type):
         return mask
     raise ArgumentError(
@@ -61,54 +72,75 @@ class _Joined(MaskVariant):
                 mask.naive_rows(dense)
 
     @classmethod
-    def _pairs(cls, shape: Shape, rng: np.random.Generator) -> tuple[Any, Any]:
+    def _two_masks(cls, shape: Shape, rng: np.random.Generator) -> tuple[Any, Any]:
         """Two random arrays of different extent."""
         return rng.random(shape.scores) < 0.5, rng.random((shape.q_len, 1)) < 0.7
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AnyOf(_Joined):
-    """Allowed where any of the masks allows."""
+    """Allowed where any of the masks allows.
+
+    Examples
+    --------
+    >>> import qkv
+    >>> qkv.Causal() | qkv.Prefix(3)
+    (Causal() | Prefix(3))
+    """
 
     masks: tuple[Any, ...]
 
     def __repr__(self) -> str:
-        return "(" + " | ".join(map(briefly, self.masks)) + ")"
+        return "(" + " | ".join(map(short_repr, self.masks)) + ")"
 
     def lower(self, builder: Builder) -> None:
         builder.mask(reduce(or_, [builder.condition(mask) for mask in self.masks]))
 
     def naive(self, dense: Dense) -> None:
-        dense.allowed &= reduce(or_, [_allowed_alone(mask, dense) for mask in self.masks])
+        dense.allowed &= reduce(or_, [_allowed_by(mask, dense) for mask in self.masks])
 
     @classmethod
     def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[AnyOf]:
-        return (cls(cls._pairs(shape, rng)),)
+        return (cls(cls._two_masks(shape, rng)),)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AllOf(_Joined):
-    """Allowed where all of the masks allow."""
+    """Allowed where all of the masks allow.
+
+    Examples
+    --------
+    >>> import qkv
+    >>> qkv.Causal() & qkv.Prefix(3)
+    (Causal() & Prefix(3))
+    """
 
     masks: tuple[Any, ...]
 
     def __repr__(self) -> str:
-        return "(" + " & ".join(map(briefly, self.masks)) + ")"
+        return "(" + " & ".join(map(short_repr, self.masks)) + ")"
 
     def lower(self, builder: Builder) -> None:
         builder.mask(reduce(and_, [builder.condition(mask) for mask in self.masks]))
 
     def naive(self, dense: Dense) -> None:
-        dense.allowed &= reduce(and_, [_allowed_alone(mask, dense) for mask in self.masks])
+        dense.allowed &= reduce(and_, [_allowed_by(mask, dense) for mask in self.masks])
 
     @classmethod
     def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[AllOf]:
-        return (cls(cls._pairs(shape, rng)),)
+        return (cls(cls._two_masks(shape, rng)),)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Not(MaskVariant):
-    """Allowed where the mask forbids."""
+    """Allowed where the mask forbids.
+
+    Examples
+    --------
+    >>> import qkv
+    >>> ~qkv.Prefix(3)
+    ~Prefix(3)
+    """
 
     mask: Any
 
@@ -117,7 +149,7 @@ class Not(MaskVariant):
     positions_only: ClassVar[bool] = True
 
     def __repr__(self) -> str:
-        return f"~{briefly(self.mask)}"
+        return f"~{short_repr(self.mask)}"
 
     def lower(self, builder: Builder) -> None:
         builder.mask(~builder.condition(self.mask))
@@ -127,19 +159,19 @@ class Not(MaskVariant):
             self.mask.naive_rows(dense)
 
     def naive(self, dense: Dense) -> None:
-        dense.allowed &= ~_allowed_alone(self.mask, dense)
+        dense.allowed &= ~_allowed_by(self.mask, dense)
 
     @classmethod
     def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[Not]:
         return (cls(rng.random(shape.scores) < 0.5),)
 
 
-def _allowed_alone(mask: Any, dense: Dense) -> NDArray[np.bool_]:
+def _allowed_by(mask: Any, dense: Dense) -> NDArray[np.bool_]:
     before = dense.allowed
     dense.allowed = np.ones_like(before)
     if isinstance(mask, np.ndarray):
-        dense.allowed &= np.broadcast_to(dense.here(mask), before.shape)
+        dense.allowed &= np.broadcast_to(dense.head_matrix(mask), before.shape)
     else:
         mask.naive(dense)
-    alone, dense.allowed = dense.allowed, before
-    return alone
+    allowed, dense.allowed = dense.allowed, before
+    return allowed

@@ -28,6 +28,13 @@ class ALiBi(Variant):
     For n heads, a power of two, slope i is `2 ** (-8 * (i + 1) / n)`; otherwise the slopes of the
     power of two below, then every other one of the power above. Source: Press et al., "Train
     Short, Test Long" (2022), section 3 and the published code.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> x = np.zeros((1, 2, 4))
+    >>> qkv.inspect(x, x, x, qkv.ALiBi(1.0)).weights[0, 0].round(3)
+    array([0.731, 0.269])
     """
 
     roles: ClassVar[Mapping[str, Role]] = {"slopes": "value"}

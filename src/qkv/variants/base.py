@@ -1,4 +1,4 @@
-"""What a variant is.
+"""The base class of variants.
 
 A variant is any object with `lower(builder)`. Those of this package also carry `naive`, a dense
 float64 oracle written from their definition, and `examples`, from which tests, documents and
@@ -17,7 +17,7 @@ import numpy as np
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
 
-Role: TypeAlias = Literal["static", "value", "in_place"]
+Role: TypeAlias = Literal["static", "value", "in_place", "lengths"]
 """How a call reads what a field of a variant holds.
 
 "static" is part of the structure: another value is another call. "value" is an array or number of
@@ -27,7 +27,7 @@ array that is read where it lies at each call, whatever its values are then.
 
 
 class Opaque:
-    """An object that declares nothing, as part of a call's structure: equal to itself alone.
+    """An object without declared fields, as part of a call's structure; equal only to itself.
 
     Attributes
     ----------
@@ -53,7 +53,7 @@ class Opaque:
 
 
 class Variant(ABC):
-    """What is said between q.k and the softmax.
+    """A change of scores, masks, positions or weights between q.k and the output.
 
     Subclass it, or pass any object with a `lower` method; see docs/add-a-variant.md.
 
@@ -91,27 +91,33 @@ class Variant(ABC):
     constant_fields: ClassVar[tuple[str, ...]] = ()
 
     def __repr__(self) -> str:
-        """The call that makes it, defaults left out and arrays by shape."""
-        said = []
+        """The constructor call, without defaults and with arrays by shape."""
+        arguments = []
         entries: tuple[Field[Any], ...] = fields(self) if is_dataclass(self) else ()
         for entry in entries:
             value: Any = getattr(self, entry.name)
             if value is entry.default or _is_equal_constant(value, entry.default):
                 continue
-            text = briefly(value)
-            said.append(text if entry.default is MISSING else f"{entry.name}={text}")
-        return f"{type(self).__name__}({', '.join(said)})"
+            text = short_repr(value)
+            arguments.append(text if entry.default is MISSING else f"{entry.name}={text}")
+        return f"{type(self).__name__}({', '.join(arguments)})"
 
     @abstractmethod
     def lower(self, builder: Builder) -> None:
-        """Say the variant in expressions."""
+        """Add the variant to a problem, as expressions of scores and positions.
+
+        Raises
+        ------
+        ShapeError, DTypeError, ArgumentError
+            If what the variant holds does not fit the problem.
+        """
 
     def naive_rows(self, dense: Dense) -> None:  # noqa: B027 - most variants leave rows alone
         """Change positions or rows of query and key, before the product."""
 
     @abstractmethod
     def naive(self, dense: Dense) -> None:
-        """Do the same to whole matrices, straight from the definition."""
+        """Do the same to whole matrices, from the definition, for tests."""
 
     @classmethod
     @abstractmethod
@@ -119,9 +125,9 @@ class Variant(ABC):
         """Instances that fit a problem of this shape."""
 
 
-OWN_ARRAYS = (np.ndarray, np.generic, int, float, str, list, tuple, range)
-"""What can be looked into when a variant is made. Arrays of other libraries may have no values
-before the call: they are checked then."""
+HOST_VALUES = (np.ndarray, np.generic, int, float, str, list, tuple, range)
+"""Types whose values are checked when a variant is made. Arrays of other libraries may be traced,
+and are checked at the call."""
 
 
 def _is_equal_constant(value: Any, default: Any) -> bool:
@@ -131,8 +137,8 @@ def _is_equal_constant(value: Any, default: Any) -> bool:
     )
 
 
-def briefly(value: Any) -> str:
-    """What `repr` says, arrays by type and shape."""
+def short_repr(value: Any) -> str:
+    """`repr` of a value; arrays are shown by type and shape."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return repr(value)

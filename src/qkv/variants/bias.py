@@ -26,6 +26,22 @@ class Bias(Variant):
     array : floating array that broadcasts to (..., num_heads, q_len, kv_len)
         Read in place, by row. A large finite entry such as -1e9 is ordinary arithmetic: a row
         that has nothing else still attends, uniformly.
+
+    Raises
+    ------
+    DTypeError
+        At the call, if the array is not of a floating type.
+    ShapeError
+        At the call, if it does not broadcast to the scores.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> x = np.zeros((2, 4))
+    >>> bias = np.array([[0.0, -np.inf], [0.0, np.log(3.0)]])
+    >>> qkv.inspect(x, x, x, qkv.Bias(bias)).weights[...]
+    array([[1.  , 0.  ],
+           [0.25, 0.75]])
     """
 
     roles: ClassVar[Mapping[str, Role]] = {"array": "in_place"}
@@ -46,7 +62,7 @@ class Bias(Variant):
         builder.mod(builder.score + bias)
 
     def naive(self, dense: Dense) -> None:
-        bias = np.broadcast_to(dense.here(self.array), dense.scores.shape).astype(np.float64)
+        bias = np.broadcast_to(dense.head_matrix(self.array), dense.scores.shape).astype(np.float64)
         dense.allowed &= ~np.isneginf(bias)
         dense.scores = dense.scores + bias
 
@@ -63,25 +79,25 @@ SAMPLED_PER_AXIS, SAMPLED = 32, 4096
 """Entries of a bare array that are looked at: along one axis, and in all."""
 
 
-def bare_bias(array: NDArray[Any]) -> Bias:
+def bias_from_array(array: NDArray[Any]) -> Bias:
     """An array that was given without a word is a bias; warn if it looks like a boolean mask.
 
     A mask of zeros and ones added to the scores favours what it allows by a factor of e and forbids
     nothing. Evenly spaced entries are looked at, and all of them only if those hold zeros and ones
     and nothing else.
     """
-    if _zeros_and_ones(array[_spaced(array.shape)]) and _zeros_and_ones(array):
+    if _is_zeros_and_ones(array[_evenly_spaced(array.shape)]) and _is_zeros_and_ones(array):
         warnings.warn(
             f"a floating array of shape {array.shape} holds only 0 and 1, and is added to the "
             "scores: it forbids nothing. If it is a mask, pass mask.astype(bool), or mask.bool() "
             "of a torch tensor (True = may attend); if it is a bias, pass qkv.Bias(array).",
             MaskLooksBooleanWarning,
-            stacklevel=_frames_of_this_package(),
+            stacklevel=_stacklevel_of_caller(),
         )
     return Bias(array)
 
 
-def _spaced(shape: tuple[int, ...]) -> tuple[slice, ...]:
+def _evenly_spaced(shape: tuple[int, ...]) -> tuple[slice, ...]:
     left, steps = SAMPLED, []
     for size in reversed(shape):
         steps.append(max(1, -(-size // min(SAMPLED_PER_AXIS, left))))
@@ -90,14 +106,14 @@ def _spaced(shape: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(None, None, step) for step in reversed(steps))
 
 
-def _zeros_and_ones(array: NDArray[Any]) -> bool:
+def _is_zeros_and_ones(array: NDArray[Any]) -> bool:
     """Whether there are both, and nothing else."""
     ones = array == 1
     found = np.count_nonzero(ones)
     return bool(0 < found < array.size and (ones | (array == 0)).all())
 
 
-def _frames_of_this_package() -> int:
+def _stacklevel_of_caller() -> int:
     """The `stacklevel` of whoever called the package."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("qkv."):

@@ -26,6 +26,21 @@ class BlockSparse(MaskVariant):
         Broadcast over batch and heads.
     block_q, block_kv : int
         Rows of one block.
+
+    Raises
+    ------
+    ArgumentError
+        If a block is not a whole number of 1 or more rows.
+    DTypeError, ShapeError
+        At the call, if the mask is not boolean or has another number of blocks.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> x = np.zeros((4, 8))
+    >>> blocks = np.array([[True, False], [True, True]])
+    >>> qkv.inspect(x, x, x, qkv.BlockSparse(blocks, 2, 2)).weights[:, 2]
+    array([0.  , 0.  , 0.25, 0.25])
     """
 
     roles: ClassVar[Mapping[str, Role]] = {
@@ -81,7 +96,7 @@ class BlockSparse(MaskVariant):
         )
 
     def naive(self, dense: Dense) -> None:
-        blocks = dense.here(self.mask)
+        blocks = dense.head_matrix(self.mask)
         whole = np.repeat(np.repeat(blocks, self.block_q, axis=0), self.block_kv, axis=1)
         dense.allowed &= whole[: dense.allowed.shape[0], : dense.allowed.shape[1]]
 

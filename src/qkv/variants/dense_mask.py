@@ -24,6 +24,19 @@ class Mask(MaskVariant):
     array : boolean array that broadcasts to (..., num_heads, q_len, kv_len)
         Read in place, by row. True = may attend, as in torch, JAX and Hugging Face's 4-D masks;
         the opposite of `nn.MultiheadAttention`'s.
+
+    Raises
+    ------
+    DTypeError, ShapeError
+        At the call, if the array is not boolean or does not broadcast to the scores.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> x = np.zeros((2, 4))
+    >>> qkv.inspect(x, x, x, qkv.Mask([[True, False], [True, True]])).weights[...]
+    array([[1. , 0. ],
+           [0.5, 0.5]])
     """
 
     roles: ClassVar[Mapping[str, Role]] = {"array": "in_place"}
@@ -36,7 +49,7 @@ class Mask(MaskVariant):
         builder.mask(builder.dense_mask(self.array))
 
     def naive(self, dense: Dense) -> None:
-        dense.allowed &= np.broadcast_to(dense.here(self.array), dense.allowed.shape)
+        dense.allowed &= np.broadcast_to(dense.head_matrix(self.array), dense.allowed.shape)
 
     @classmethod
     def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[Mask]:

@@ -11,7 +11,7 @@ import numpy as np
 from qkv.errors import ArgumentError
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.variants.base import OWN_ARRAYS, Role, Variant
+from qkv.variants.base import HOST_VALUES, Role, Variant
 
 
 @dataclass(frozen=True, repr=False)
@@ -27,12 +27,24 @@ class Dropout(Variant):
         on the flat batch index, query head, query row and key row alone: the same on every backend
         and tile size.
 
+    Raises
+    ------
+    ArgumentError
+        If p is not a probability below 1, or the seed not a whole number of 64 bits.
+
     Notes
     -----
     Word 0 of Philox4x32-10 with counter (key row, query row, head, batch) and key (low, high half
     of the seed); dropped where it is below `p * 2**32`. lse and statistics are those before
     dropout. Sources: Srivastava et al. (2014); Salmon et al., "Parallel Random Numbers: As Easy as
     1, 2, 3" (2011).
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> x = np.ones((4, 1))
+    >>> qkv.attention(x, x, x, qkv.Dropout(0.5, seed=1))[:, 0]
+    array([1.5, 2. , 2. , 1.5])
     """
 
     roles: ClassVar[Mapping[str, Role]] = {"p": "static", "seed": "value"}
@@ -51,7 +63,7 @@ class Dropout(Variant):
                 f"Dropout p={self.p!r} is not a probability below 1.",
                 action="Pass the share of weights to drop, as in Dropout(0.1, seed=0).",
             )
-        if isinstance(self.seed, OWN_ARRAYS):
+        if isinstance(self.seed, HOST_VALUES):
             self._seed()
 
     def _seed(self) -> int:

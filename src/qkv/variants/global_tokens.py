@@ -1,4 +1,4 @@
-"""Tokens that see all and are seen by all."""
+"""Global tokens, which attend to all positions and are attended to by all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qkv.problem.builder import INDEX_LIMIT, Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.problem.symbols import Expr
 from qkv.variants.algebra import MaskVariant
-from qkv.variants.base import OWN_ARRAYS, Role
+from qkv.variants.base import HOST_VALUES, Role
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -28,9 +28,25 @@ class GlobalTokens(MaskVariant):
     positions : integer array (n,)
         Positions of the global tokens.
 
+    Raises
+    ------
+    ArgumentError
+        If positions are not a list of integers, or too far apart.
+
     Notes
     -----
     Source: Beltagy et al., "Longformer" (2020), section 3.1; Zaheer et al., "Big Bird" (2020).
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> x = np.zeros((4, 8))
+    >>> longformer = qkv.SlidingWindow(0, 0) | qkv.GlobalTokens([1])
+    >>> qkv.inspect(x, x, x, longformer).weights[...]
+    array([[0.5 , 0.5 , 0.  , 0.  ],
+           [0.25, 0.25, 0.25, 0.25],
+           [0.  , 0.5 , 0.5 , 0.  ],
+           [0.  , 0.5 , 0.  , 0.5 ]])
     """
 
     roles: ClassVar[Mapping[str, Role]] = {"positions": "value"}
@@ -40,7 +56,7 @@ class GlobalTokens(MaskVariant):
     positions: ArrayLike
 
     def __post_init__(self) -> None:
-        if isinstance(self.positions, OWN_ARRAYS):
+        if isinstance(self.positions, HOST_VALUES):
             self._positions()
 
     def _positions(self) -> NDArray[np.int64]:

@@ -29,9 +29,18 @@ class KeyLengths(MaskVariant):
     ------
     ShapeError
         If a length is negative or beyond kv_len, or the array does not fit the batch.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> x = np.zeros((2, 1, 3, 4))
+    >>> qkv.inspect(x, x, x, qkv.KeyLengths([1, 2])).weights[:, 0, 0]
+    array([[1. , 0. , 0. ],
+           [0.5, 0.5, 0. ]])
     """
 
-    roles: ClassVar[Mapping[str, Role]] = {"kv_lens": "value"}
+    roles: ClassVar[Mapping[str, Role]] = {"kv_lens": "lengths"}
+    positions_only: ClassVar[bool] = True
     uses_batch_index: ClassVar[bool] = False
 
     kv_lens: ArrayLike
@@ -52,7 +61,7 @@ class KeyLengths(MaskVariant):
         builder.mask(builder.kv_index < builder.per_batch(lens.astype(np.int64), "kv_lens"))
 
     def naive(self, dense: Dense) -> None:
-        dense.allowed[:, int(dense.row(self.kv_lens)) :] = False
+        dense.allowed[:, int(dense.batch_entry(self.kv_lens)) :] = False
 
     @classmethod
     def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[KeyLengths]:

@@ -13,7 +13,7 @@ from qkv.errors import ArgumentError
 from qkv.problem.builder import INDEX_LIMIT, Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.variants.algebra import MaskVariant
-from qkv.variants.base import OWN_ARRAYS, Role
+from qkv.variants.base import HOST_VALUES, Role
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -25,9 +25,21 @@ class Prefix(MaskVariant):
     length : int or integer array over the leading dimensions
         Number of positions in the prefix.
 
+    Raises
+    ------
+    ArgumentError
+        If a length is not a whole number of 0 or more.
+
     Notes
     -----
     Source: Raffel et al., "T5" (2020), section 3.2.1.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> x = np.zeros((3, 4))
+    >>> qkv.inspect(x, x, x, qkv.Causal() | qkv.Prefix(2)).weights[0]
+    array([0.5, 0.5, 0. ])
     """
 
     roles: ClassVar[Mapping[str, Role]] = {"length": "value"}
@@ -37,7 +49,7 @@ class Prefix(MaskVariant):
     length: ArrayLike
 
     def __post_init__(self) -> None:
-        if isinstance(self.length, OWN_ARRAYS):
+        if isinstance(self.length, HOST_VALUES):
             self._lengths()
 
     def _lengths(self) -> NDArray[np.int64]:
@@ -47,14 +59,14 @@ class Prefix(MaskVariant):
                 f"Prefix length={self.length!r} is not a whole number of positions.",
                 action="Pass an integer of 0 or more, or one for each batch row.",
             )
-        # Any prefix beyond the last position is all keys.
+        # A longer prefix than any position allows all keys.
         return np.minimum(length.astype(np.uint64), 2 * INDEX_LIMIT).astype(np.int64)
 
     def lower(self, builder: Builder) -> None:
         builder.mask(builder.kv_pos < builder.per_batch(self._lengths(), "prefix length"))
 
     def naive(self, dense: Dense) -> None:
-        dense.allowed[:, dense.kv_pos >= dense.row(self.length)] = False
+        dense.allowed[:, dense.kv_pos >= dense.batch_entry(self.length)] = False
 
     @classmethod
     def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[Prefix]:

@@ -98,12 +98,12 @@ class RandomBlocks(MaskVariant):
                     action="Pass BigBird's numbers, as in RandomBlocks(64, 3, seed=0).",
                 )
 
-    def _count(self, kv_len: int) -> int:
+    def _num_blocks(self, kv_len: int) -> int:
         """Number of blocks, N."""
         return -(-(kv_len if self.length is None else int(self.length)) // int(self.block_size))
 
     def draws(self, num_heads: int, num_blocks: int) -> NDArray[np.int64]:
-        """Which blocks are drawn for `[head, q_block]`.
+        """The blocks that are drawn for `[head, q_block]`.
 
         Parameters
         ----------
@@ -146,8 +146,8 @@ class RandomBlocks(MaskVariant):
 
     def lower(self, builder: Builder) -> None:
         shape, size = builder.shape, int(self.block_size)
-        count = self._count(shape.kv_len)
-        # One more block on either side stands for all positions outside.
+        count = self._num_blocks(shape.kv_len)
+        # One more block on each side, which is never drawn, stands for positions outside.
         drawn = np.pad(self.blocks(shape.num_heads, count), ((0, 0), (1, 1), (1, 1)))
         member = builder.table(drawn, "random blocks")
         last = builder.scalar(count + 1, "number of blocks")
@@ -157,14 +157,14 @@ class RandomBlocks(MaskVariant):
         builder.mask(member[builder.head, q_block, kv_block])
 
     def naive(self, dense: Dense) -> None:
-        count = self._count(dense.allowed.shape[1])
+        count = self._num_blocks(dense.allowed.shape[1])
         for i, q_pos in enumerate(dense.q_pos):
-            chosen = self._drawn_one_by_one(int(q_pos) // self.block_size, dense.head, count)
+            chosen = self._draw_blocks(int(q_pos) // self.block_size, dense.head, count)
             for j, kv_pos in enumerate(dense.kv_pos):
                 if int(kv_pos) // self.block_size not in chosen:
                     dense.allowed[i, j] = False
 
-    def _drawn_one_by_one(self, q_block: int, head: int, count: int) -> set[int]:
+    def _draw_blocks(self, q_block: int, head: int, count: int) -> set[int]:
         chosen: set[int] = set()
         if not 0 <= q_block < count:
             return chosen

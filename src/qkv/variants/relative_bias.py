@@ -29,10 +29,26 @@ class RelativeBias(Variant):
     max_distance : int
         Distances from here on share the last bucket.
 
+    Raises
+    ------
+    ShapeError
+        If the table is not (num_buckets, num_heads), or has too few buckets.
+    ArgumentError
+        If max_distance is not beyond the buckets of one distance each.
+
     Notes
     -----
     Half of a direction's buckets hold one distance each, the others grow logarithmically. Source:
     Raffel et al., "T5" (2020), section 2.1 and the published code.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> x, table = np.zeros((1, 2, 4)), np.zeros((4, 1))
+    >>> table[3] = np.log(3.0)  # keys one or more after the query
+    >>> qkv.inspect(x, x, x, qkv.RelativeBias(table)).weights[0].round(2)
+    array([[0.25, 0.75],
+           [0.5 , 0.5 ]])
     """
 
     roles: ClassVar[Mapping[str, Role]] = {

@@ -39,12 +39,26 @@ class RoPE(Variant):
         Multiplies the rotated entries of query and key, so that their part of the score is
         multiplied by its square. transformers multiplies cos and sin by it.
 
+    Raises
+    ------
+    ArgumentError
+        If the layout is unknown, or a number is not positive or not even.
+
     Notes
     -----
     `R(q_i) . R(k_j)` depends on `q_pos - kv_pos` alone. `linear`, `ntk_aware`, `dynamic_ntk`,
     `yarn`, `llama3` and `longrope` make the `inv_freq` of contexts longer than those of training,
     `from_hf_config` reads them from the configuration of a model. Cost: one pass over query and
     key. Source: Su et al., "RoFormer" (2021), equation 15.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> q, k, v = np.random.default_rng(0).normal(size=(3, 5, 8))
+    >>> rope, positions = qkv.RoPE(), np.arange(5)
+    >>> rotated = rope.rotate(q, positions), rope.rotate(k, positions)
+    >>> bool(np.allclose(qkv.attention(*rotated, v), qkv.attention(q, k, v, rope)))
+    True
     """
 
     roles: ClassVar[Mapping[str, Role]] = {"base": "static", "layout": "static"}
@@ -270,8 +284,7 @@ class RoPE(Variant):
 
         Parameters
         ----------
-        config : transformers configuration, or dict
-            An object with the fields of `config.json`, or that file as `json.load` gives it.
+        config : transformers configuration, or the dict of its `config.json`
         layer_type : str, optional
             Which layers, where they differ, as in Gemma 3: "full_attention", "sliding_attention".
         seq_len : int, optional
@@ -344,26 +357,15 @@ class RoPE(Variant):
 
         Notes
         -----
-        On the CPU in float64 and rounded once, so that float32 rows are what attention itself
-        makes of them, to the last bit; in float32 for JAX without `jax_enable_x64` and on other
-        devices. There, positions that JAX traces have an error of `position * 2**-24` radians.
-        16-bit rows are rounded to 16 bits again; attention keeps its own in float32.
-
-        Examples
-        --------
-        >>> import numpy as np, qkv
-        >>> q, k, v = np.random.default_rng(0).normal(size=(3, 5, 8))
-        >>> rope, positions = qkv.RoPE(), np.arange(5)
-        >>> rotated = rope.rotate(q, positions), rope.rotate(k, positions)
-        >>> bool(np.allclose(qkv.attention(*rotated, v), qkv.attention(q, k, v, rope)))
-        True
+        On the CPU, angles are float64 and rows are rounded once: float32 rows get the bits that
+        attention gives them. JAX without `jax_enable_x64` and other devices compute in float32,
+        where positions that JAX traces have an error of `position * 2**-24` radians.
         """
         inv_freq: Any = self.inv_freq
         if hasattr(inv_freq, "shape"):
             self._check_inv_freq(inv_freq.shape)
         else:
-            shape = getattr(x, "shape", (0,))
-            inv_freq = self.frequencies(shape[-1] if len(shape) else 0)
+            inv_freq = self.frequencies((0, *getattr(x, "shape", ()))[-1])
         return rotate(x, positions, inv_freq, self.layout, self.attention_factor)
 
     def lower(self, builder: Builder) -> None:
@@ -387,13 +389,12 @@ class RoPE(Variant):
         return out
 
     def naive(self, dense: Dense) -> None:
-        """Nothing is left to do after the product."""
+        """Do nothing: the rotation happens before the product."""
 
     @classmethod
     def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[RoPE]:
         if shape.head_dim < 2:
             return (cls(rotary_dim=0),)
-        even = shape.head_dim // 2 * 2
-        half = max(2, shape.head_dim // 4 * 2)
+        even, half = shape.head_dim // 2 * 2, max(2, shape.head_dim // 4 * 2)
         plain = cls(rotary_dim=even), cls(layout="interleaved", rotary_dim=even)
         return (*plain, cls(base=500.0, rotary_dim=half), cls.yarn(half, 4.0, 32, base=500.0))

@@ -1,4 +1,4 @@
-"""Any function of the score and its place."""
+"""Score mods: any function of the score, batch, head and positions."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ScoreMod(Variant):
         try:
             signature = inspect.signature(self.fn)
         except (TypeError, ValueError):
-            return  # written in C, perhaps: the call will tell
+            return  # Functions written in C may have no signature; the call checks them.
         try:
             signature.bind(*"sbhqk")
         except TypeError:
@@ -76,7 +76,7 @@ class ScoreMod(Variant):
     def tree_flatten(self) -> tuple[Opaque, list[Any]]:
         """The function without its arrays, and these arrays."""
         arrays: list[Any] = []
-        constants = _captured(self.fn, arrays)
+        constants = _captured_values(self.fn, arrays)
         return _Function(self.fn, constants), arrays
 
     @classmethod
@@ -84,24 +84,24 @@ class ScoreMod(Variant):
         """The score mod whose function reads these arrays."""
         following = iter(arrays)
         made = object.__new__(cls)
-        fn = _with_values(function.thing, lambda v: next(following) if _is_array(v) else v)
+        fn = _with_replaced_values(function.thing, lambda v: next(following) if _is_array(v) else v)
         object.__setattr__(made, "fn", fn)
         return made
 
     def lower(self, builder: Builder) -> None:
-        known: dict[int, Any] = {}
+        tables: dict[int, Any] = {}
 
         def symbol(value: Any) -> Any:
             if isinstance(value, np.ndarray):
-                if id(value) not in known:
+                if id(value) not in tables:
                     table = builder.table(value, "closure array")
-                    known[id(value)] = table if value.ndim else table[()]
-                return known[id(value)]
+                    tables[id(value)] = table if value.ndim else table[()]
+                return tables[id(value)]
             if isinstance(value, np.generic):
                 return builder.scalar(value, "closure value")
             return value
 
-        result = _with_values(self.fn, symbol)(
+        result = _with_replaced_values(self.fn, symbol)(
             builder.score, builder.batch, builder.head, builder.q_pos, builder.kv_pos
         )
         if not isinstance(result, Expr | int | float | np.generic):
@@ -126,11 +126,11 @@ class ScoreMod(Variant):
         def curve(score: Any, batch: Any, head: Any, q_pos: Any, kv_pos: Any) -> Any:
             return np.exp(-np.abs(score)) * per_head[head] + 0.1 * (batch + 1)
 
-        def looked_up(score: Any, batch: Any, head: Any, q_pos: Any, kv_pos: Any) -> Any:
+        def from_table(score: Any, batch: Any, head: Any, q_pos: Any, kv_pos: Any) -> Any:
             near = by_distance[np.clip(q_pos - kv_pos, 0, 15)]
             return np.where((q_pos - kv_pos) % 3 == 1, -np.inf, score + near)
 
-        return (cls(curve), cls(looked_up))
+        return (cls(curve), cls(from_table))
 
 
 class _Function(Opaque):
@@ -152,11 +152,11 @@ class _Function(Opaque):
 
     def without_arrays(self) -> _Function:
         """An equal one that keeps none of the function's arrays alive."""
-        fn = _with_values(self.thing, lambda v: _Gap() if _is_array(v) else v)
+        fn = _with_replaced_values(self.thing, lambda v: _ArrayPlaceholder() if _is_array(v) else v)
         return _Function(fn, self.constants)
 
 
-class _Gap:
+class _ArrayPlaceholder:
     """Stands where a function had an array."""
 
     dtype = shape = None
@@ -168,24 +168,26 @@ def _is_array(value: Any) -> bool:
     return hasattr(value, "dtype") and hasattr(value, "shape")
 
 
-def _captured(fn: Any, arrays: list[Any], outer: tuple[Any, ...] = ()) -> tuple[Any, ...] | None:
-    """What a function reads from outside, but for arrays, which are added to `arrays`.
+def _captured_values(
+    fn: Any, arrays: list[Any], outer: tuple[Any, ...] = ()
+) -> tuple[Any, ...] | None:
+    """The values that a function captures, without its arrays, which are added to `arrays`.
 
     None if some of it may change without being replaced, as attributes of an object may. `outer`
     are the functions in which this one was found.
     """
     if isinstance(fn, partial):
-        inner = _captured(fn.func, arrays, outer)
-        found = [_constant(v, arrays, outer) for v in (*fn.args, *fn.keywords.values())]
+        inner = _captured_values(fn.func, arrays, outer)
+        found = [_constant_key(v, arrays, outer) for v in (*fn.args, *fn.keywords.values())]
         return None if inner is None or None in found else (*inner, tuple(fn.keywords), *found)
     if isinstance(fn, types.MethodType):
-        _captured(fn.__func__, arrays, outer)
+        _captured_values(fn.__func__, arrays, outer)
         return None
     if not isinstance(fn, types.FunctionType):
         return None
-    if fn in outer:  # it calls itself
+    if fn in outer:  # A recursive function refers to itself.
         return (fn.__code__,)
-    found = [_constant(value, arrays, (*outer, fn)) for value in _values_of(fn)]
+    found = [_constant_key(value, arrays, (*outer, fn)) for value in _values_of(fn)]
     return None if None in found else (fn.__code__, *found)
 
 
@@ -196,15 +198,15 @@ def _values_of(fn: types.FunctionType) -> list[Any]:
         *[cell.cell_contents for cell in fn.__closure__ or ()],
         *(fn.__defaults__ or ()),
         *(fn.__kwdefaults__ or {}).values(),
-        *[scope[name] for name in _names(fn.__code__) if name in scope],
+        *[scope[name] for name in _global_names(fn.__code__) if name in scope],
     ]
 
 
-def _constant(value: Any, arrays: list[Any], outer: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def _constant_key(value: Any, arrays: list[Any], outer: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """A value from outside as part of a structure, None if it may change."""
     if _is_array(value):
         arrays.append(value)
-        return (_Gap,)
+        return (_ArrayPlaceholder,)
     if value is None or isinstance(value, bool | int | float | str | np.generic):
         return type(value), repr(value)
     if value is np or value is math or isinstance(value, np.ufunc | types.BuiltinFunctionType):
@@ -215,25 +217,27 @@ def _constant(value: Any, arrays: list[Any], outer: tuple[Any, ...]) -> tuple[An
         if value.__module__.partition(".")[0] == "numpy":
             return (value,)
         inner: list[Any] = []
-        found = _captured(value, inner, outer)
+        found = _captured_values(value, inner, outer)
         return None if inner else found
     if isinstance(value, tuple):
         within: list[Any] = []
-        entries = [_constant(entry, within, outer) for entry in value]
+        entries = [_constant_key(entry, within, outer) for entry in value]
         return None if None in entries or within else (tuple, *entries)
     return None
 
 
-def _with_values(fn: Callable[..., Any], symbol: Callable[[Any], Any]) -> Callable[..., Any]:
+def _with_replaced_values(
+    fn: Callable[..., Any], symbol: Callable[[Any], Any]
+) -> Callable[..., Any]:
     """The function with values replaced: in closure, defaults and the globals that it names."""
     if isinstance(fn, partial):
         return partial(
-            _with_values(fn.func, symbol),
+            _with_replaced_values(fn.func, symbol),
             *map(symbol, fn.args),
             **{name: symbol(value) for name, value in fn.keywords.items()},
         )
     if isinstance(fn, types.MethodType):
-        return types.MethodType(_with_values(fn.__func__, symbol), fn.__self__)
+        return types.MethodType(_with_replaced_values(fn.__func__, symbol), fn.__self__)
     if not isinstance(fn, types.FunctionType):
         return fn
     closure = fn.__closure__ and tuple(
@@ -242,7 +246,7 @@ def _with_values(fn: Callable[..., Any], symbol: Callable[[Any], Any]) -> Callab
     defaults = fn.__defaults__ and tuple(map(symbol, fn.__defaults__))
     keyword_defaults = fn.__kwdefaults__ and {k: symbol(v) for k, v in fn.__kwdefaults__.items()}
     scope = dict(fn.__globals__)
-    scope.update({n: symbol(scope[n]) for n in _names(fn.__code__) if n in scope})
+    scope.update({n: symbol(scope[n]) for n in _global_names(fn.__code__) if n in scope})
     scope.setdefault("__builtins__", builtins)
     made = types.FunctionType(fn.__code__, scope, fn.__name__, defaults, closure)
     made.__kwdefaults__ = keyword_defaults
@@ -250,7 +254,7 @@ def _with_values(fn: Callable[..., Any], symbol: Callable[[Any], Any]) -> Callab
 
 
 @lru_cache(maxsize=256)
-def _names(code: types.CodeType) -> tuple[str, ...]:
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
     """Names that the code looks up, those of functions inside it too, in a fixed order."""
-    inner = [_names(const) for const in code.co_consts if isinstance(const, types.CodeType)]
+    inner = [_global_names(const) for const in code.co_consts if isinstance(const, types.CodeType)]
     return tuple(sorted({*code.co_names, *(name for names in inner for name in names)}))

@@ -1,4 +1,4 @@
-"""Packed sequences: several examples in one row, each attending to itself alone."""
+"""Packed sequences: several sequences in one row, each of which attends only to itself."""
 
 from __future__ import annotations
 
@@ -39,6 +39,16 @@ class Segments(MaskVariant):
     -----
     A row's position is its rank among the rows with its id. Tiles of two segments that do not meet
     are skipped.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> x = np.zeros((3, 4))
+    >>> packed = qkv.Segments.from_cu_seqlens([0, 2, 3])
+    >>> qkv.inspect(x, x, x, packed).weights[...]
+    array([[0.5, 0.5, 0. ],
+           [0.5, 0.5, 0. ],
+           [0. , 0. , 1. ]])
     """
 
     roles: ClassVar[Mapping[str, Role]] = {"q_ids": "value", "kv_ids": "value"}
@@ -49,8 +59,17 @@ class Segments(MaskVariant):
 
     @classmethod
     def from_cu_seqlens(cls, cu_q: ArrayLike, cu_kv: ArrayLike | None = None) -> Segments:
-        """From cumulative lengths `[0, n0, n0 + n1, ...]`, as varlen interfaces take them."""
-        return cls(_ids(cu_q, "cu_q"), None if cu_kv is None else _ids(cu_kv, "cu_kv"))
+        """From cumulative lengths `[0, n0, n0 + n1, ...]`, as varlen interfaces take them.
+
+        Raises
+        ------
+        ShapeError
+            If the lengths do not start at 0 and rise.
+        """
+        return cls(
+            _ids_from_cu_seqlens(cu_q, "cu_q"),
+            None if cu_kv is None else _ids_from_cu_seqlens(cu_kv, "cu_kv"),
+        )
 
     def lower(self, builder: Builder) -> None:
         shape = builder.shape
@@ -71,15 +90,15 @@ class Segments(MaskVariant):
             kv_rows = kv_rows[:1]
         q_rank, kv_rank = _ranks(q_rows), _ranks(kv_rows)
         builder.restart_positions(Restart(q_rank, kv_rank, _end_shift(q_rows, kv_rows)))
-        of_query = builder.table(q_rows, "q_ids")
-        of_key = builder.table(kv_rows, "kv_ids")
+        q_table = builder.table(q_rows, "q_ids")
+        kv_table = builder.table(kv_rows, "kv_ids")
         builder.mask(
-            of_query[builder.batch if len(q_rows) > 1 else 0, builder.q_index]
-            == of_key[builder.batch if len(kv_rows) > 1 else 0, builder.kv_index]
+            q_table[builder.batch if len(q_rows) > 1 else 0, builder.q_index]
+            == kv_table[builder.batch if len(kv_rows) > 1 else 0, builder.kv_index]
         )
 
     def naive_rows(self, dense: Dense) -> None:
-        q_ids, kv_ids = self._of(dense)
+        q_ids, kv_ids = self._segment_ids(dense)
         starts = dense.q_pos - np.arange(len(q_ids)), dense.kv_pos - np.arange(len(kv_ids))
         q_pos = [sum(1 for b in q_ids[:i] if b == a) for i, a in enumerate(q_ids)]
         kv_pos = [sum(1 for b in kv_ids[:i] if b == a) for i, a in enumerate(kv_ids)]
@@ -91,15 +110,15 @@ class Segments(MaskVariant):
         dense.kv_pos = np.asarray(kv_pos, np.int64) + starts[1]
 
     def naive(self, dense: Dense) -> None:
-        q_ids, kv_ids = self._of(dense)
+        q_ids, kv_ids = self._segment_ids(dense)
         for i, a in enumerate(q_ids):
             for j, b in enumerate(kv_ids):
                 if a != b:
                     dense.allowed[i, j] = False
 
-    def _of(self, dense: Dense) -> tuple[NDArray[Any], NDArray[Any]]:
-        q_ids = dense.row(self.q_ids, trailing=1)
-        return q_ids, q_ids if self.kv_ids is None else dense.row(self.kv_ids, trailing=1)
+    def _segment_ids(self, dense: Dense) -> tuple[NDArray[Any], NDArray[Any]]:
+        q_ids = dense.batch_entry(self.q_ids, trailing=1)
+        return q_ids, q_ids if self.kv_ids is None else dense.batch_entry(self.kv_ids, trailing=1)
 
     @classmethod
     def examples(cls, shape: Shape, rng: np.random.Generator) -> Sequence[Segments]:
@@ -110,7 +129,7 @@ class Segments(MaskVariant):
         return (cls(q_ids, kv_ids),)
 
 
-def _ids(cu_seqlens: ArrayLike, name: str) -> NDArray[np.int64]:
+def _ids_from_cu_seqlens(cu_seqlens: ArrayLike, name: str) -> NDArray[np.int64]:
     edges = np.asarray(cu_seqlens)
     lengths = np.diff(edges) if edges.ndim == 1 and edges.dtype.kind in "iu" else np.array([-1])
     if not len(edges.reshape(-1)) or edges.reshape(-1)[0] != 0 or (lengths < 0).any():
@@ -156,8 +175,10 @@ def _end_shift(q_ids: NDArray[np.int64], kv_ids: NDArray[np.int64]) -> NDArray[n
     kv_ids = np.broadcast_to(kv_ids, (rows, kv_ids.shape[1]))
     shift = np.zeros(q_ids.shape, np.int64)
     for q_row, kv_row, out in zip(q_ids, kv_ids, shift, strict=True):
-        known, where, q_count = np.unique(q_row, return_inverse=True, return_counts=True)
+        unique_ids, inverse, q_count = np.unique(q_row, return_inverse=True, return_counts=True)
         ordered = np.sort(kv_row)
-        kv_count = np.searchsorted(ordered, known, "right") - np.searchsorted(ordered, known)
-        out[:] = (kv_count - q_count)[where]
+        kv_count = np.searchsorted(ordered, unique_ids, "right") - np.searchsorted(
+            ordered, unique_ids
+        )
+        out[:] = (kv_count - q_count)[inverse]
     return shift

@@ -1,4 +1,4 @@
-"""A logit that takes weight and gives nothing."""
+"""Attention sinks: a logit in the denominator of the softmax."""
 
 from __future__ import annotations
 
@@ -23,9 +23,21 @@ class Sinks(Variant):
     values : float or array (num_heads,)
         Logit of each query head, on the scale of the final scores.
 
+    Raises
+    ------
+    ShapeError
+        At the call, if there is not one value for each query head.
+
     Notes
     -----
     Source: gpt-oss (2025); Miller, "Attention Is Off By One" (2023), is `Sinks(0.0)`.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> x = np.zeros((1, 1, 4))
+    >>> qkv.inspect(x, x, x, qkv.Sinks(0.0)).weights[...]
+    array([[[0.5]]])
     """
 
     roles: ClassVar[Mapping[str, Role]] = {"values": "value"}

@@ -34,6 +34,13 @@ class SlidingWindow(MaskVariant):
     -----
     Work is proportional to `q_len * (left + right + 1)`. Source: Beltagy et al., "Longformer"
     (2020), section 3.1.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> x = np.zeros((4, 8))
+    >>> qkv.inspect(x, x, x, qkv.SlidingWindow(1, 0)).weights[3]
+    array([0. , 0. , 0.5, 0.5])
     """
 
     roles: ClassVar[Mapping[str, Role]] = {"left": "static", "right": "static"}

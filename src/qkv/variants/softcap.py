@@ -1,4 +1,4 @@
-"""Scores kept inside a bound."""
+"""Soft capping of scores with tanh."""
 
 from __future__ import annotations
 
@@ -24,9 +24,21 @@ class Softcap(Variant):
     cap : float
         Bound on the absolute score, positive; a value, not structure.
 
+    Raises
+    ------
+    ArgumentError
+        If the cap is not a positive number.
+
     Notes
     -----
     Source: Gemma 2 (2024), section 2, after Bello et al. (2017).
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> x = 100 * np.eye(2)
+    >>> qkv.inspect(x, x, x, qkv.Softcap(1.0)).weights[0].round(3)
+    array([0.731, 0.269])
     """
 
     roles: ClassVar[Mapping[str, Role]] = {"cap": "value"}

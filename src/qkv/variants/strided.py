@@ -27,9 +27,21 @@ class Strided(MaskVariant):
     stride : int
         Distance between allowed keys, 1 or more.
 
+    Raises
+    ------
+    ArgumentError
+        If the stride is not a whole number of 1 or more.
+
     Notes
     -----
     Source: Child et al., "Generating Long Sequences with Sparse Transformers" (2019), section 4.2.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> x = np.zeros((4, 8))
+    >>> qkv.inspect(x, x, x, qkv.Causal() & qkv.Strided(2)).weights[3]
+    array([0. , 0.5, 0. , 0.5])
     """
 
     roles: ClassVar[Mapping[str, Role]] = {"stride": "static"}

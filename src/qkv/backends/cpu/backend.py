@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,14 +17,12 @@ from qkv.backends import (
     Progress,
     Refusal,
     WeightBlocks,
-    kept,
+    ensure_residuals,
 )
-from qkv.backends.cpu.fork_locks import importing
+from qkv.backends.cpu.machine.fork_locks import importing
 from qkv.partial import Partial, RowStatistics, finish, identity, without_keys
 from qkv.problem.backward import BackwardInputs, OperandGradients
-from qkv.problem.bounds import bound
-from qkv.problem.expressions import Load, Node, Op, tables, walk
-from qkv.problem.intervals import Interval
+from qkv.problem.expressions import tables
 from qkv.problem.spec import Problem, Spec
 
 Array = NDArray[Any]
@@ -46,7 +42,7 @@ class CpuBackend:
             return (Refusal(f"the dtype is {spec.dtype}", ", ".join(DTYPES)),)
         try:
             with importing():
-                from qkv.backends.cpu.host import host
+                from qkv.backends.cpu.machine.host import host
 
             host()
         except (ImportError, OSError) as error:
@@ -55,17 +51,16 @@ class CpuBackend:
 
     def blocks(self, spec: Spec) -> tuple[int, int]:
         with importing():
-            from qkv.backends.cpu.host import host
-            from qkv.backends.cpu.schedule import TILE_KV
+            from qkv.backends.cpu.machine.host import host
+            from qkv.backends.cpu.plan.schedule import TILE_KV
 
         return host().shape_of(spec.compute_dtype).block_q, TILE_KV
 
     def scratch_bytes(self, spec: Spec) -> int:
         with importing():
-            from qkv.backends.cpu.arguments import scratch_of
-            from qkv.backends.cpu.forward_pass import shape_of
-            from qkv.backends.cpu.host import host
-            from qkv.backends.cpu.streaming import decode_bytes, streams
+            from qkv.backends.cpu.machine.host import host
+            from qkv.backends.cpu.passes.decode import decode_bytes, streams
+            from qkv.backends.cpu.passes.forward import scratch_of, shape_of
 
         shape, item = host().shape_of(spec.compute_dtype), spec.compute_dtype.itemsize
         if streams(spec, shape):
@@ -93,23 +88,23 @@ class CpuBackend:
     ) -> tuple[Array, Array] | None:
         """The k best keys of each row, by one pass over the scores."""
         with importing():
-            from qkv.backends.cpu.replay_pass import top
+            from qkv.backends.cpu.passes.replay import top
 
         return top(problem.gathered(), lse, k, progress)
 
     def received(self, problem: Problem, lse: Array, progress: Progress | None = None) -> Array:
         """The weight that each key takes in all, by one pass over the scores."""
         with importing():
-            from qkv.backends.cpu.replay_pass import received
+            from qkv.backends.cpu.passes.replay import received
 
         return received(problem.gathered(), lse, progress)
 
     def weight_blocks(self, problem: Problem, lse: Array) -> WeightBlocks:
         """Reductions of blocks of weights, by passes over the scores that they need."""
         with importing():
-            from qkv.backends.cpu import weight_blocks_pass
+            from qkv.backends.cpu.passes import weight_blocks
 
-        return weight_blocks_pass.WeightBlocks(problem.gathered(), lse)
+        return weight_blocks.WeightBlocks(problem.gathered(), lse)
 
     def prepare(
         self, problem: Problem, backward: bool, arrays: tuple[Array, ...] = ()
@@ -119,9 +114,10 @@ class CpuBackend:
         None if which pairs are computed would depend on values.
         """
         with importing():
-            from qkv.backends.cpu import prepared_stages as stages
-            from qkv.backends.cpu.decode_calls import PreparedDecode
-            from qkv.backends.cpu.prepared import PreparedForward, tables_of
+            from qkv.backends.cpu.prepared import stages
+            from qkv.backends.cpu.prepared.decode import PreparedDecode
+            from qkv.backends.cpu.prepared.forward import PreparedForward
+            from qkv.backends.cpu.prepared.placeholders import tables_of
 
         spec = problem.spec
         if not _is_preparable(spec) or (spec.rotation and not stages.is_rotation_kept(problem)):
@@ -147,8 +143,8 @@ class CpuBackend:
         if not partial.out.size:
             return finish(partial, sinks)
         with importing():
-            from qkv.backends.cpu.addresses import address_of
-            from qkv.backends.cpu.sinks import Sinks
+            from qkv.backends.cpu.machine.addresses import address_of
+            from qkv.backends.cpu.rows.sinks import Sinks
 
         dtype = partial.out.dtype
         out, lse, rest = address_of(partial.out), address_of(partial.lse), partial.lse_rest
@@ -161,8 +157,8 @@ class CpuBackend:
     ) -> PreparedStatistics | None:
         """As `prepare`, for `run_with_statistics`."""
         with importing():
-            from qkv.backends.cpu import prepared_stages as stages
-            from qkv.backends.cpu.prepared import PreparedForward
+            from qkv.backends.cpu.prepared import stages
+            from qkv.backends.cpu.prepared.forward import PreparedForward
 
         spec = problem.spec
         if not _is_preparable(spec) or _streams(spec):
@@ -183,14 +179,16 @@ class CpuBackend:
         None if what variants hold, other than `arrays`, serves one number of keys only.
         """
         with importing():
-            from qkv.backends.cpu import prepared_stages as stages
-            from qkv.backends.cpu.growing_decode import growing
+            from qkv.backends.cpu.prepared import stages
+            from qkv.backends.cpu.prepared.growing_decode import growing
 
         spec = problem.spec
         if not (_is_preparable(spec) and _streams(spec)):
             return None
         if spec.rotation is None:
             return growing(problem, arrays)
+        if len(problem.operands.positions.q_shift) > 1:
+            return None
         ready = growing(stages.rotated_form(problem), arrays)
         return None if ready is None else stages.GrowingRotation(problem, ready)
 
@@ -200,10 +198,10 @@ class CpuBackend:
     def backward(self, problem: Problem, inputs: BackwardInputs) -> OperandGradients:
         """Gradients in one pass over recomputed weights."""
         with importing():
-            from qkv.backends.cpu.gradient import backward, sums_again
+            from qkv.backends.cpu.passes.gradient import backward, sums_again
 
         if not sums_again(problem):
-            inputs = kept(problem, inputs, partial(self._run, few=False, backward=True))
+            inputs = ensure_residuals(problem, inputs, partial(self._run, few=False, backward=True))
         return backward(problem, inputs)
 
     def prepare_backward(
@@ -211,8 +209,8 @@ class CpuBackend:
     ) -> PreparedBackward | None:
         """For gradients of operands and `arrays` like these, and inputs like these."""
         with importing():
-            from qkv.backends.cpu import prepared_backward
-            from qkv.backends.cpu import prepared_stages as stages
+            from qkv.backends.cpu.prepared import backward as prepared_backward
+            from qkv.backends.cpu.prepared import stages
 
         rotation = problem.spec.rotation
         if (
@@ -262,8 +260,8 @@ def _is_preparable(spec: Spec) -> bool:
 def _is_scheduled_alike(problem: Problem, arrays: tuple[Array, ...]) -> bool:
     """Whether calls with other values in `arrays` compute the same pairs in many rows."""
     with importing():
-        from qkv.backends.cpu import schedule
-        from qkv.backends.cpu.weightless import fades
+        from qkv.backends.cpu.plan import schedule
+        from qkv.backends.cpu.plan.block_skipping import fades
 
     return not fades(problem) and not _are_scheduled_by(problem, arrays, schedule.FEW_OPERATIONS)
 
@@ -273,8 +271,8 @@ def _are_scheduled_by(problem: Problem, arrays: tuple[Array, ...], few: float) -
     if not arrays:
         return False
     with importing():
-        from qkv.backends.cpu import schedule
-        from qkv.backends.cpu.prepared import tables_of
+        from qkv.backends.cpu.plan import schedule
+        from qkv.backends.cpu.prepared.placeholders import tables_of
 
     mask, _ = schedule.cheap_part(problem, few)
     return any(not names or tables(mask) & set(names) for names in tables_of(problem, arrays))
@@ -282,15 +280,15 @@ def _are_scheduled_by(problem: Problem, arrays: tuple[Array, ...], few: float) -
 
 def _streams(spec: Spec) -> bool:
     with importing():
-        from qkv.backends.cpu.host import host
-        from qkv.backends.cpu.streaming import streams
+        from qkv.backends.cpu.machine.host import host
+        from qkv.backends.cpu.passes.decode import streams
     return streams(spec, host().shape_of(spec.compute_dtype))
 
 
 def _decode(problem: Problem, result: Partial, statistics: RowStatistics | None) -> None:
     """Few queries: lanes along head_dim, keys in chunks."""
     with importing():
-        from qkv.backends.cpu.decode_calls import decode
+        from qkv.backends.cpu.prepared.decode import decode
 
     decode(problem, result, statistics)
 
@@ -298,54 +296,12 @@ def _decode(problem: Problem, result: Partial, statistics: RowStatistics | None)
 def _forward(problem: Problem, result: Partial, statistics: RowStatistics | None) -> None:
     """Many queries: lanes along queries."""
     with importing():
-        from qkv.backends.cpu.arguments import ForwardArguments
-        from qkv.backends.cpu.forward_pass import ForwardPass
+        from qkv.backends.cpu.passes.forward import ForwardPass
+        from qkv.backends.cpu.passes.forward_arguments import ForwardArguments
 
     forward = ForwardPass(problem, statistics=statistics is not None)
     workers = forward.workers()
     forward.launch(ForwardArguments(problem, forward, workers, result, statistics), workers)
-
-
-def kernel_spec(spec: Spec) -> Spec:
-    """The kernel takes sizes of rows at run time; rotation and sinks happen outside it."""
-    return replace(spec.kernel_key, head_dim=0, v_head_dim=0, rotation=None, sinks=False)
-
-
-def integer_bits(problem: Problem) -> int:
-    """32 when every integer of the expressions is known to fit, else 64.
-
-    Rows and heads fit by themselves; what is read or computed is bounded.
-    """
-    spec = problem.spec
-    return bits_of([spec.score, spec.mask], sizes_of(spec), problem.operands.tables)
-
-
-def sizes_of(spec: Spec) -> dict[str, Interval]:
-    """Smallest and largest value of each variable that counts rows or heads."""
-    sizes = {
-        "q_index": spec.q_len,
-        "kv_index": spec.kv_len,
-        "head": spec.num_heads,
-        "batch": spec.batch_size,
-    }
-    return {name: Interval.of(0, size - 1) for name, size in sizes.items()}
-
-
-def bits_of(
-    roots: Sequence[Node], places: Mapping[str, Interval], arrays: Mapping[str, Array]
-) -> int:
-    """`integer_bits` of some expressions, whose variables have these bounds."""
-    nodes = {
-        node
-        for root in roots
-        for node in walk(root)
-        if node.kind == "int" and isinstance(node, Op | Load)
-    }
-    for node in nodes:
-        found = bound(node, places, arrays)
-        if found.low.min() < -(2**31) or found.high.max() >= 2**31:
-            return 64
-    return 32
 
 
 def describe_host() -> dict[str, str]:
@@ -356,8 +312,8 @@ def describe_host() -> dict[str, str]:
     ArgumentError
         If `QKV_ISA` or `QKV_NUM_THREADS` is set to what cannot be.
     """
-    from qkv.backends.cpu.compile import cache_folder, kernel_files
-    from qkv.backends.cpu.host import host
+    from qkv.backends.cpu.compiler.compile import cache_folder, kernel_files
+    from qkv.backends.cpu.machine.host import host
 
     here, folder = host(), cache_folder()
     cache = "off"

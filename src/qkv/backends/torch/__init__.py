@@ -37,7 +37,7 @@ class TorchBackend:
         from qkv.backends.torch.attention import PAIRS
 
         pairs = spec.batch_size * spec.num_heads * spec.q_len * spec.kv_len
-        # Scores, weights and what they are made of, of one block of queries.
+        # One block of queries has scores, weights, and two temporaries of the same size.
         return 4 * min(pairs, PAIRS) * spec.compute_dtype.itemsize
 
     def run(self, problem: Problem) -> Partial:

@@ -13,21 +13,21 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from qkv.arrays.torch_arrays import TorchArrays
-from qkv.backends.torch.expressions import Evaluation
+from qkv.backends.torch.expressions import TensorEvaluation
 from qkv.partial import Partial
 from qkv.problem.philox import dropout_factors
 from qkv.problem.spec import Problem
 
-__all__ = ["TensorAttention", "is_followed", "is_looked_on"]
+__all__ = ["TensorAttention", "hides_values", "needs_derivatives", "softmax"]
 
 PAIRS = 2**24
-"""Scores that are held at once."""
+"""Scores in memory at once, for all heads and batch rows."""
 
 _are_transforms_active = torch._C._are_functorch_transforms_active
 
 
-def is_looked_on(*tensors: Tensor) -> bool:
-    """Whether values cannot be asked for, since torch traces or transforms, or there are none."""
+def hides_values(*tensors: Tensor) -> bool:
+    """Whether values cannot be read, because torch traces or transforms, or tensors are meta."""
     return (
         torch.compiler.is_compiling()
         or torch.is_autocast_enabled("cpu")
@@ -39,7 +39,7 @@ def is_looked_on(*tensors: Tensor) -> bool:
     )
 
 
-def is_followed(*tensors: Tensor) -> bool:
+def needs_derivatives(*tensors: Tensor) -> bool:
     """Whether torch will ask for derivatives."""
     wanted = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     return wanted or forward_ad._current_level >= 0 or _are_transforms_active()
@@ -48,33 +48,33 @@ def is_followed(*tensors: Tensor) -> bool:
 class TensorAttention:
     """One problem, with tensors for its operands and tables.
 
-    Blocks of queries are computed again on the way back, so that memory stays O(n); under
-    `torch.func` and forward mode, which do not take that, the weights are held.
+    Blocks of queries are recomputed in the backward pass, so that memory stays O(n). `torch.func`
+    and forward mode do not support that, so there the weights are kept.
     """
 
     def __init__(self, problem: Problem) -> None:
         spec, operands = problem.spec, problem.operands
-        given = operands.device_arrays
-        query = given["query"]
+        tensors = operands.device_arrays
+        query = tensors["query"]
         self.problem, self.device = problem, query.device
-        self.looked_on = is_looked_on(query, given["key"], given["value"])
+        self.hides_values = hides_values(query, tensors["key"], tensors["value"])
         self.dtype = torch.float64 if spec.dtype == "float64" else torch.float32
         self.query, self.key, self.value = (
-            given[name]
-            .expand(*spec.batch_shape, *given[name].shape[-3:])
-            .reshape(spec.batch_size, *given[name].shape[-3:])
+            tensors[name]
+            .expand(*spec.batch_shape, *tensors[name].shape[-3:])
+            .reshape(spec.batch_size, *tensors[name].shape[-3:])
             .to(self.dtype)
             for name in ("query", "key", "value")
         )
         self._rotate()
         self.tables = {
-            name: self._table(array, given.get(name)) for name, array in operands.tables.items()
+            name: self._table(array, tensors.get(name)) for name, array in operands.tables.items()
         }
         self.sinks = None
         if operands.sinks is not None:
-            own = given.get("sinks")
-            own = self._moved(operands.sinks) if own is None else own
-            self.sinks = own.to(self.device, self.dtype).expand(spec.num_heads)
+            sinks = tensors.get("sinks")
+            sinks = self._to_device(operands.sinks) if sinks is None else sinks
+            self.sinks = sinks.to(self.device, self.dtype).expand(spec.num_heads)
 
     def attend(self) -> Partial:
         """Output and lse, sinks included, in the type of computation."""
@@ -83,15 +83,15 @@ class TensorAttention:
         parts = []
         for start in range(0, max(spec.q_len, 1), step):
             stop = min(start + step, spec.q_len)
-            # What torch.func and compilers do not take; they hold what they need.
-            if torch.is_grad_enabled() and not self.looked_on:
+            # torch.func and compilers do not support checkpoints; they hold the weights instead.
+            if torch.is_grad_enabled() and not self.hides_values:
                 parts.append(checkpoint(self._block, start, stop, use_reentrant=False))
             else:
                 parts.append(self._block(start, stop))
         outs, rows = zip(*parts, strict=True)
         shape = (*spec.batch_shape, spec.num_heads, spec.q_len)
         out = torch.cat(outs, -2).reshape(*shape, spec.v_head_dim)
-        # A partial holds arrays of any library on its way back to the caller.
+        # `Partial` is typed for NumPy arrays, but carries tensors here.
         lse: Any = torch.cat(rows, -1).reshape(shape)
         return Partial(out, lse)  # type: ignore[arg-type]
 
@@ -103,22 +103,23 @@ class TensorAttention:
         key = self.key[:, :, None]
         clean = torch.where(key.isfinite(), key, 0.0)
         scaled = (grouped @ clean.mT * scale).flatten(1, 2)
-        if self.looked_on or not bool(key.isfinite().all()):
-            # Nothing flows back through what is not finite; a forbidden pair must not see it.
+        if self.hides_values or not bool(key.isfinite().all()):
+            # Products with keys that are not finite are added without a gradient, because 0 * NaN
+            # would reach forbidden pairs.
             raw = (grouped.detach() @ key.detach().mT * scale).flatten(1, 2)
-            spoiled = ~key.isfinite().all(-1).repeat_interleave(spec.group_size, 1)
-            scaled = torch.where(spoiled.flatten(1, 2)[:, :, None], raw, scaled)
-        places = self._places(start, stop) | {"score": scaled}
-        evaluation = Evaluation(places, self.tables, self.dtype)
+            non_finite_keys = ~key.isfinite().all(-1).repeat_interleave(spec.group_size, 1)
+            scaled = torch.where(non_finite_keys.flatten(1, 2)[:, :, None], raw, scaled)
+        indices = self._indices(start, stop) | {"score": scaled}
+        evaluation = TensorEvaluation(indices, self.tables, self.dtype)
         allowed = evaluation.value(spec.mask)
         scores = torch.where(allowed, evaluation.value(spec.score), -torch.inf)
         scores = scores.expand(scaled.shape)
-        weights, lse = _softmax(scores, self.sinks)
+        weights, lse = softmax(scores, self.sinks)
         if self.problem.operands.dropout is not None:
-            weights = weights * self._factors(places)
+            weights = weights * self._factors(indices)
         return self._weighted(weights, ~torch.isneginf(scores)), lse
 
-    def _places(self, start: int, stop: int) -> dict[str, Tensor]:
+    def _indices(self, start: int, stop: int) -> dict[str, Tensor]:
         spec = self.problem.spec
         sizes = {
             "batch": (0, spec.batch_size), "head": (0, spec.num_heads),
@@ -135,7 +136,7 @@ class TensorAttention:
         value = self.value.repeat_interleave(self.problem.spec.group_size, 1)
         finite = value.isfinite()
         out = weights @ torch.where(finite, value, 0.0)
-        if self.looked_on:
+        if self.hides_values:
             return out + self._not_finite(weights, allowed, value)
         for j in torch.nonzero(~finite.all(-1).all(0).all(0)).flatten().tolist():
             rest = torch.where(finite[:, :, j], 0.0, value[:, :, j])[:, :, None]
@@ -145,63 +146,73 @@ class TensorAttention:
 
     @staticmethod
     def _not_finite(weights: Tensor, allowed: Tensor, value: Tensor) -> Tensor:
-        """What entries that are not finite add to the output, as constants: counts say where."""
+        """The NaN and infinite parts of the output, as constants without a gradient."""
         dtype = weights.dtype
-        heavy, weightless = (weights.detach() > 0).to(dtype), allowed & (weights.detach() == 0)
-        up, down = (heavy @ (value == limit).to(dtype) > 0 for limit in (torch.inf, -torch.inf))
+        has_weight, has_no_weight = (
+            (weights.detach() > 0).to(dtype),
+            allowed & (weights.detach() == 0),
+        )
+        has_inf, has_negative_inf = (
+            has_weight @ (value == limit).to(dtype) > 0 for limit in (torch.inf, -torch.inf)
+        )
         nan = allowed.to(dtype) @ value.isnan().to(dtype) > 0
-        nan = nan | (weightless.to(dtype) @ value.isinf().to(dtype) > 0) | (up & down)
-        infinite = torch.where(up, torch.inf, torch.where(down, -torch.inf, 0.0))
+        nan = (
+            nan
+            | (has_no_weight.to(dtype) @ value.isinf().to(dtype) > 0)
+            | (has_inf & has_negative_inf)
+        )
+        infinite = torch.where(has_inf, torch.inf, torch.where(has_negative_inf, -torch.inf, 0.0))
         return torch.where(nan, torch.nan, infinite).to(dtype)
 
-    def _factors(self, places: Mapping[str, Tensor]) -> Tensor:
+    def _factors(self, indices: Mapping[str, Tensor]) -> Tensor:
         dropout = self.problem.operands.dropout
         assert dropout is not None
-        at = {n: places[n].cpu().numpy() for n in ("batch", "head", "q_index", "kv_index")}
-        wide = np.dtype(np.float64 if self.dtype is torch.float64 else np.float32)
-        return self._moved(dropout_factors(dropout, **at, dtype=wide))
+        counters = {n: indices[n].cpu().numpy() for n in ("batch", "head", "q_index", "kv_index")}
+        compute_dtype = np.dtype(np.float64 if self.dtype is torch.float64 else np.float32)
+        return self._to_device(dropout_factors(dropout, **counters, dtype=compute_dtype))
 
     def _rotate(self) -> None:
-        """Turn query and key rows by their positions."""
+        """Rotate query and key rows by their positions."""
         rotation, angles = self.problem.spec.rotation, self.problem.operands.angles
         if rotation is None or angles is None:
             return
 
-        def turned(rows: Tensor, side: str) -> Tensor:
-            turns = [angles.turns(side, b) for b in range(angles.rows(side))]
+        def rotated(rows: Tensor, side: str) -> Tensor:
+            cos_sin = [angles.cos_sin(side, b) for b in range(angles.rows(side))]
             cos, sin = (
-                self._moved(np.stack(part)).to(self.dtype)[:, None]
-                for part in zip(*turns, strict=True)
+                self._to_device(np.stack(part)).to(self.dtype)[:, None]
+                for part in zip(*cos_sin, strict=True)
             )
             n = rotation.rotary_dim
-            own, rest = rows[..., :n], rows[..., n:]
+            leading, rest = rows[..., :n], rows[..., n:]
             if rotation.layout == "half_split":
-                a, b = own.chunk(2, -1)
+                a, b = leading.chunk(2, -1)
                 return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], -1)
-            a, b = own[..., ::2], own[..., 1::2]
+            a, b = leading[..., ::2], leading[..., 1::2]
             pairs = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
             return torch.cat([pairs, rest], -1)
 
-        self.query, self.key = turned(self.query, "q"), turned(self.key, "kv")
+        self.query, self.key = rotated(self.query, "q"), rotated(self.key, "kv")
 
-    def _moved(self, array: NDArray[Any]) -> Tensor:
+    def _to_device(self, array: NDArray[Any]) -> Tensor:
         restored: Tensor = TorchArrays().restore(np.array(array, order="C"))
         return restored.to(self.device)
 
     def _table(self, array: NDArray[Any], leaf: Tensor | None) -> Tensor:
         if leaf is None:
-            moved = self._moved(array)
-            return moved.to(self.dtype) if moved.is_floating_point() else moved
+            tensor = self._to_device(array)
+            return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
         padded = leaf.reshape((1,) * (array.ndim - leaf.ndim) + tuple(leaf.shape))
         for axis, size in enumerate(array.shape):
-            padded = padded.narrow(axis, 0, size)  # axes that repeat are read once
+            padded = padded.narrow(axis, 0, size)  # A broadcast axis is read once.
         return padded.to(self.device, self.dtype)
 
 
-def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def softmax(scores: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Weights and lse of each row; an empty one has weights 0 and lse -inf, with gradient 0.
 
-    Weights are not `exp(scores - lse)`: where scores are as large as -1e4, rounding lse would show.
+    Weights are not `exp(scores - lse)`, because the rounding of lse shows where scores are as large
+    as -1e4.
     """
     kv_len, forbidden = scores.shape[-1], torch.isneginf(scores)
     if sinks is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qkv.problem.expressions import Const, Load, Node, Op, Var
 
-__all__ = ["Evaluation"]
+__all__ = ["TensorEvaluation"]
 
 _OPERATIONS: Mapping[str, Callable[..., Tensor]] = {
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div,
@@ -25,7 +25,7 @@ _OPERATIONS: Mapping[str, Callable[..., Tensor]] = {
 
 
 @dataclass(slots=True)
-class Evaluation:
+class TensorEvaluation:
     """Values of expressions on a device."""
 
     variables: Mapping[str, Tensor]
@@ -41,12 +41,12 @@ class Evaluation:
             case Var(name=name):
                 return self.variables[name]
             case Load(table=table, indices=indices):
-                found = self.tables[table]
-                # A number on the device would have to be fetched from there.
-                places = tuple(
+                tensor = self.tables[table]
+                # A constant index stays an int, because reading it from the device is slow.
+                index = tuple(
                     int(i.value) if isinstance(i, Const) else self.value(i) for i in indices
                 )
-                return found[places] if indices else found
+                return tensor[index] if indices else tensor
             case Op(name=name, kind=kind, args=args):
                 values = [self.value(arg) for arg in args]
                 if "float" in [arg.kind for arg in args] or (kind == "float" and name != "where"):

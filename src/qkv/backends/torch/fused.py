@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from qkv.backends.torch.attention import is_followed, is_looked_on
+from qkv.backends.torch.attention import hides_values, needs_derivatives
 from qkv.partial import Partial
 from qkv.problem.expressions import TRUE, Op, Var
 from qkv.problem.spec import Problem
@@ -29,11 +29,11 @@ def is_fused(problem: Problem) -> bool:
         return False
     if spec.scores or spec.rotation or spec.sinks or spec.dropout:
         return False
-    if is_followed(query, key, value):
+    if needs_derivatives(query, key, value):
         return False
     if spec.mask == TRUE:
         return True
-    if spec.mask != _CAUSAL or spec.q_len != spec.kv_len or is_looked_on(query, key, value):
+    if spec.mask != _CAUSAL or spec.q_len != spec.kv_len or hides_values(query, key, value):
         return False
     return bool(key.isfinite().all()) and bool(value.isfinite().all())
 

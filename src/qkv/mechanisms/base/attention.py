@@ -7,7 +7,7 @@ from typing import Any
 
 import qkv
 from qkv.errors import ShapeError
-from qkv.inspection.explain import chosen
+from qkv.inspection.explain import selected_indices
 from qkv.mechanisms.base.attention_steps import attention_steps
 from qkv.mechanisms.base.explanation import Explanation, Step
 from qkv.mechanisms.base.mechanism import Mechanism, token_names
@@ -113,7 +113,7 @@ class AttentionMechanism(Mechanism):
         names = token_names(tokens, given[0].shape[0])
         same = kv_tokens is None and len(given[1]) == len(names)
         kv_names = names if same else token_names(kv_tokens, len(given[1]))
-        row = int(chosen(index, len(names), "index", "tokens")[0])
+        row = int(selected_indices(index, len(names), "index", "tokens")[0])
         q, k, v, variants = look.problem_of(row, *given)
         trace = qkv.explain(q, k, v, *variants, scale=look.scale, q_index=row)
         out = qkv.attention(q, k, v, *variants, scale=look.scale)

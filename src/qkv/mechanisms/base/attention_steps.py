@@ -48,8 +48,8 @@ def _steps_of_head(trace: Trace, head: TracedHead, tokens: Sequence[str]) -> lis
     if row.rotated_query is not None and head.rotated_key is not None:
         lines = Line("q", row.rotated_query.tolist(), numbers(query))
         keys = tuple(
-            Line(token, turned.tolist(), numbers(given))
-            for token, given, turned in zip(tokens, key, head.rotated_key, strict=True)
+            Line(token, rotated.tolist(), numbers(given))
+            for token, given, rotated in zip(tokens, key, head.rotated_key, strict=True)
         )
         formula = "each pair of numbers turns by position * frequency"
         steps.append(Step("Rotate", formula, (lines, *keys)))

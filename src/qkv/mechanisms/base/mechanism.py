@@ -55,6 +55,13 @@ class Mechanism(ABC):
         A weight is missing, or a name is not one of the mechanism's.
     ShapeError
         A weight has another shape than its name asks for.
+
+    Examples
+    --------
+    >>> import qkv.mechanisms
+    >>> layer = qkv.mechanisms.MECHANISMS["multi-head"].example()
+    >>> isinstance(layer, qkv.mechanisms.Mechanism), layer.name
+    (True, 'multi-head')
     """
 
     name: ClassVar[str]

@@ -90,7 +90,7 @@ def as_numpy(array: Any, name: str = "array") -> Any:
         The library of `array` would follow its gradient, which would be lost.
     """
     library = library_of(array, name)
-    if library.follows(array):
+    if library.is_tracked(array):
         raise UnsupportedError(
             f"{library.name} differentiates or traces {name}, and NumPy cannot follow it.",
             action=f"Pass x as an array of {library.name}, or {name} without its gradient.",

@@ -63,6 +63,11 @@ class MultiHeadLatent(AttentionMechanism):
         Under the names that DeepSeek uses, and `out_proj.weight`; random by default.
     seed : int
 
+    Raises
+    ------
+    ArgumentError
+        If a size is not a positive integer.
+
     Notes
     -----
     Cache: `kv_lora_rank + qk_rope_head_dim` numbers a token and layer, 576 in DeepSeek-V3, instead
@@ -324,8 +329,8 @@ class MultiHeadLatent(AttentionMechanism):
                 norm = step("norm", multiply=2 * rows * rank, add=rows * rank, sqrt=rows,
                             divide=rows * (rank + 1))  # fmt: skip
                 found += norm + Ledger(parameters=Count(rank))
-        turned = rows * (h + 1) * r // 2
-        found += step("rope", multiply=4 * turned, add=turned, subtract=turned)
+        rotated = rows * (h + 1) * r // 2
+        found += step("rope", multiply=4 * rotated, add=rotated, subtract=rotated)
         pairs = tokens * (tokens + 1) // 2 if self.causal else tokens * tokens
         found += attention_over_pairs(pairs, tokens, p + r, v) * heads
         width = e if self.out_proj else h * v

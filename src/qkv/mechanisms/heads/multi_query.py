@@ -22,6 +22,11 @@ class MultiQuery(ProjectedAttention):
     **options
         As for `ProjectedAttention`, without num_kv_heads.
 
+    Raises
+    ------
+    ArgumentError
+        If num_kv_heads is given.
+
     Notes
     -----
     KV cache: `2 n head_dim` numbers a layer instead of `2 n num_heads head_dim`. Source: Shazeer,
@@ -54,6 +59,11 @@ class MultiQuery(ProjectedAttention):
         Parameters
         ----------
         module : transformers GPTBigCodeAttention with `multi_query=True`
+
+        Raises
+        ------
+        ArgumentError
+            If the module has more than one kv head.
         """
         d, h = module.head_dim, module.num_heads
         if not module.multi_query:

@@ -9,7 +9,7 @@ import numpy as np
 
 import qkv
 from qkv.errors import ShapeError
-from qkv.inspection.explain import chosen
+from qkv.inspection.explain import selected_indices
 from qkv.ledger import Count, Ledger, matmul, symbols
 from qkv.mechanisms.base.attention import all_three, one_sequence
 from qkv.mechanisms.base.attention_steps import attention_steps, token_lines
@@ -137,7 +137,7 @@ class Linformer(ProjectedAttention):
         names = token_names(tokens, len(given[0]))
         same = kv_tokens is None and len(given[1]) == len(names)
         kv_names = names if same else token_names(kv_tokens, len(given[1]))
-        row = int(chosen(index, len(names), "index", "tokens")[0])
+        row = int(selected_indices(index, len(names), "index", "tokens")[0])
         steps = look.steps_before(given, super(Linformer, look).heads(*given), row, names, kv_names)
         q, k, v = look.heads(*given)
         mixtures = [f"mixture {i}" for i in range(self.num_mixtures)]

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from qkv.inspection.explain import chosen
+from qkv.inspection.explain import selected_indices
 from qkv.inspection.steps import softmax
 from qkv.ledger import Count, Ledger, matmul, step, symbols
 from qkv.ledger import softmax as softmax_ledger
@@ -46,6 +46,11 @@ class Additive(Mechanism):
         `q_proj.weight` (hidden_dim, embed_dim) is W, `k_proj.weight` (hidden_dim, kv_dim) is U,
         `score.weight` (1, hidden_dim) is v; random by default.
     seed : int
+
+    Raises
+    ------
+    ArgumentError
+        If a size is not a positive integer.
 
     Notes
     -----
@@ -160,7 +165,7 @@ class Additive(Mechanism):
         names = token_names(tokens, len(query))
         same = kv_tokens is None and len(key) == len(names)
         kv_names = names if same else token_names(kv_tokens, len(key))
-        row = int(chosen(index, len(names), "index", "tokens")[0])
+        row = int(selected_indices(index, len(names), "index", "tokens")[0])
         hidden_q, hidden_k, vector = look._hidden(query, key)
         activations = np.tanh(hidden_q[row] + hidden_k)
         scores = activations @ vector[0]

@@ -28,6 +28,11 @@ class Strided(ProjectedAttention):
     **options
         As for `ProjectedAttention`.
 
+    Raises
+    ------
+    ArgumentError
+        If a size is not a positive integer.
+
     Notes
     -----
     Both parts of the pattern in one head, which the paper calls merged. About

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 import qkv
 from qkv.errors import ArgumentError
-from qkv.inspection.explain import chosen
+from qkv.inspection.explain import selected_indices
 from qkv.inspection.streaming import stream
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.attention import one_sequence
@@ -21,13 +21,13 @@ from qkv.mechanisms.base.namespace import values
 from qkv.mechanisms.base.operations import item_bytes
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
 
-__all__ = ["Flash", "Tile"]
+__all__ = ["Flash", "FlashTile"]
 
 Array = NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tile:
+class FlashTile:
     """The state of the queries of one tile after it has met one tile of keys.
 
     Attributes
@@ -75,6 +75,11 @@ class Flash(ProjectedAttention):
     **options
         As for `ProjectedAttention`.
 
+    Raises
+    ------
+    ArgumentError
+        If a size is not a positive integer.
+
     Notes
     -----
     The operations of full attention and a few for each tile; memory beyond the output does not grow
@@ -108,7 +113,7 @@ class Flash(ProjectedAttention):
         self.block_q, self.block_kv = block_q, block_kv
         super().__init__(embed_dim, num_heads, **options)
 
-    def tiles(self, x: Any) -> Iterator[Tile]:
+    def tiles(self, x: Any) -> Iterator[FlashTile]:
         """The algorithm tile by tile, in float64, for every head of one sequence.
 
         Parameters
@@ -129,11 +134,11 @@ class Flash(ProjectedAttention):
             for first in range(0, len(rows), self.block_q):
                 yield from self._stream(head.head, scores, head.value, first)
 
-    def _stream(self, head: int, scores: Array, value: Array, first: int) -> Iterator[Tile]:
+    def _stream(self, head: int, scores: Array, value: Array, first: int) -> Iterator[FlashTile]:
         """One tile of queries against the tiles of keys in which a pair is allowed."""
         q_rows = slice(first, min(first + self.block_q, len(scores)))
         for state in stream(scores[q_rows], value, self.block_kv):
-            yield Tile(
+            yield FlashTile(
                 head,
                 q_rows,
                 slice(state.first, state.stop),
@@ -164,16 +169,21 @@ class Flash(ProjectedAttention):
             Names of the rows; their numbers by default.
         index : int
             The token whose output is calculated, the first by default.
+
+        Raises
+        ------
+        ArgumentError
+            If a key or value is given.
         """
         if key is not None or value is not None:
             raise ArgumentError(
                 "the tiles are those of one sequence.", action="Pass x alone, or use Cross."
             )
         names = token_names(tokens, len(x))
-        row = int(chosen(index, len(names), "index", "tokens")[0])
+        row = int(selected_indices(index, len(names), "index", "tokens")[0])
         steps: list[Step] = []
         output: list[float] = []
-        last: Tile | None = None
+        last: FlashTile | None = None
         for tile in self.tiles(x):
             if not tile.q_rows.start <= row < tile.q_rows.stop:
                 continue
@@ -220,7 +230,7 @@ class Flash(ProjectedAttention):
         return cls.for_example(block_q=5, block_kv=2)
 
 
-def _tile_step(tile: Tile, i: int, names: Sequence[str]) -> Step:
+def _tile_step(tile: FlashTile, i: int, names: Sequence[str]) -> Step:
     keys = names[tile.kv_rows]
     lines = [Line(f"s of {name}", score) for name, score in zip(keys, tile.scores[i], strict=True)]
     lines += [
@@ -234,7 +244,7 @@ def _tile_step(tile: Tile, i: int, names: Sequence[str]) -> Step:
                 tuple(lines))  # fmt: skip
 
 
-def _divide(tile: Tile, i: int, steps: list[Step]) -> list[float]:
+def _divide(tile: FlashTile, i: int, steps: list[Step]) -> list[float]:
     """Add the step that divides by the sum, and return the output of the head."""
     row: list[float] = (tile.accumulator[i] / tile.row_sum[i]).tolist()
     work = f"{numbers(tile.accumulator[i])} / {number(float(tile.row_sum[i]))}"

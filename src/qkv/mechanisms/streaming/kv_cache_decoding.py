@@ -67,7 +67,7 @@ class KVCacheDecoding(ProjectedAttention):
             raise ArgumentError(
                 "decoding reads one sequence.", action="Pass x alone, or use Cross."
             )
-        if library_of(x, "x").follows(self.linear("k_proj", x)):
+        if library_of(x, "x").is_tracked(self.linear("k_proj", x)):
             return super().__call__(x)
         cache, outputs = None, []
         for t in range(x.shape[-2]):

@@ -8,7 +8,7 @@ from typing import Any, Self, Unpack
 
 import qkv
 from qkv.errors import ArgumentError
-from qkv.inspection.explain import chosen
+from qkv.inspection.explain import selected_indices
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.attention import one_sequence
 from qkv.mechanisms.base.explanation import Explanation, Line, Step
@@ -55,6 +55,11 @@ class Ring(ProjectedAttention):
         Blocks; here all are in one process.
     **options
         As for `ProjectedAttention`. A causal ring skips blocks that lie in the future.
+
+    Raises
+    ------
+    ArgumentError
+        If a size is not a positive integer.
 
     Notes
     -----
@@ -161,7 +166,7 @@ class Ring(ProjectedAttention):
         look, rows = self.detached(), values(x, "x")
         one_sequence(rows)
         names = token_names(tokens, len(rows))
-        row = int(chosen(index, len(names), "index", "tokens")[0])
+        row = int(selected_indices(index, len(names), "index", "tokens")[0])
         size = -(-len(rows) // self.num_devices)
         device, place = divmod(row, size)
         steps: list[Step] = []

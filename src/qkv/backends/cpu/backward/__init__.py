@@ -1,0 +1,1 @@
+"""The backward kernel, and the delta correction that few queries need before it."""

@@ -1,0 +1,667 @@
+"""What the backward kernel does with one block of queries and one block of keys.
+
+Functions that are emitted once for one vector of queries (`of_vector`) go from key to key; the
+others are the five products, for all vectors of a block at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from llvmlite import ir
+
+from qkv.backends.cpu.emit import vector_math
+from qkv.backends.cpu.emit.emitter import DOUBLE, FLOAT, INT64, POINTER, Emitter, Value
+from qkv.backends.cpu.emit.expressions import Expressions, TableView
+from qkv.backends.cpu.emit.frame import COMMON_FIELDS, COUNTER_BYTES, WORD, Frame, operand_fields
+from qkv.backends.cpu.emit.storage import real_dtype
+from qkv.backends.cpu.forward.boundary_blocks import has_steps, write_range
+from qkv.backends.cpu.forward.kernel import STATS
+from qkv.backends.cpu.machine.tiling import Shape
+from qkv.backends.cpu.products.bfloat16 import chunks, multiply_add_pairs
+from qkv.backends.cpu.products.query_lanes import (
+    MultiplyAdd,
+    combine_rows,
+    dot_rows,
+    store_vectors,
+    vectors_at,
+)
+from qkv.problem.derivative import ONE, derivative
+from qkv.problem.expressions import SCORE, TRUE, Load, variables, walk
+from qkv.problem.spec import Spec
+
+BLOCK_KV = 128
+"""Keys whose weights are held at once."""
+_CHAIN = 8
+"""Products that are added in one chain, where there are few queries."""
+_CHAIN_OF_KEYS = 16
+"""Keys that are added in one chain."""
+
+AREAS = (
+    "query", "grad_out", "query_sums", "query_rows", "grad_rows", "lse", "lse_rest",
+    "delta", "weights", "score_grads", "products", "factors", "key_copy", "value_copy",
+)  # fmt: skip
+"""What a worker's scratch holds, in this order."""
+PAIR_AREAS = ("query_pairs", "grad_pairs", "key_pairs", "value_pairs")
+"""And behind these, where pairs of bfloat16 are multiplied."""
+DELTA_REST = 2
+"""Which row of the area of delta holds what its two parts lack."""
+EXPECTED = 1
+"""Which row of the area of lse holds what the dS of a row add up to."""
+
+FIELDS = (
+    *COMMON_FIELDS,
+    *operand_fields("query", "key", "value", "out", "grad_out"),
+    "lse", "lse_rest", "grad_lse", "delta_rest", "row_sums", "row_bytes", "copy_key", "copy_value",
+    "blocks", "runs", "q_blocks", "splits", "finished",
+    "query_parts", "part_bytes", "d_query", "add_query",
+    "key_sums", "key_sum_row", "d_key", "round_key",
+    "value_sums", "value_sum_row", "d_value", "round_value", "together", "sinks",
+)  # fmt: skip
+"""Behind these, for each of the kernel's areas, where it begins."""
+TASK = ("batch", "kv_head", "start", "stop", "split")
+"""A range of keys; behind these, for each table with a gradient, where the task's copy of it
+begins, in bytes."""
+
+
+def padded(dim: int, lanes: int) -> int:
+    """Rows of sums are whole vectors."""
+    return -(-dim // lanes) * lanes
+
+
+def fields_with(areas: tuple[str, ...]) -> tuple[str, ...]:
+    """The words of a kernel with these areas."""
+    return (*FIELDS, *(f"area_{name}" for name in areas))
+
+
+def scratch_areas(shape: Shape, head_dim: int, v_head_dim: int, item: int) -> dict[str, int]:
+    """Bytes that each area takes."""
+    block_q = shape.lanes * shape.vectors
+    query, value = (padded(dim, shape.lanes) * block_q for dim in (head_dim, v_head_dim))
+    # Before there is an lse, its area holds what it is made of.
+    rows, block = (STATS * block_q, block_q, 3 * block_q), BLOCK_KV * block_q
+    copies = [BLOCK_KV * padded(dim, shape.lanes) for dim in (head_dim, v_head_dim)]
+    sizes = (query, value, max(query, value), query, value, *rows, *[block] * 4, *copies)
+    areas = dict(zip(AREAS, sizes, strict=True))
+    if shape.product == "pairs":
+        # Rows of pairs are whole chunks; a chunk is two vectors.
+        pairs = [BLOCK_KV * chunks(dim) // 2 for dim in (head_dim, v_head_dim)]
+        areas |= zip(PAIR_AREAS, (query, value, *pairs), strict=True)
+    return {name: size * item for name, size in areas.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class TableGradient:
+    """A table whose gradient is wanted, and whether it is added in float64."""
+
+    name: str
+    wide: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardKey:
+    """What the code of one kernel depends on.
+
+    `rotated` queries and keys come in the type of computation. `out_dtype` is that of the output
+    that is read, `grad_dtype` that of the gradients that are written. The rows of `few` queries
+    are summed again; if `wide`, their dP are added in float64.
+    """
+
+    spec: Spec
+    shape: Shape
+    int_bits: int
+    rotated: bool
+    out_dtype: str
+    grad_dtype: str
+    tables: tuple[TableGradient, ...] = ()
+    few: bool = False
+    wide: bool = False
+
+
+class Vector(NamedTuple):
+    """What a function of one vector of queries and one block of keys is given.
+
+    `weights`, `products`, `factors` and `score_grads` hold `count` vectors, `width` bytes apart;
+    `rows` is how many lanes are queries.
+    """
+
+    arguments: Value
+    task: Value
+    products: Value
+    weights: Value
+    factors: Value
+    score_grads: Value
+    lse: Value
+    lse_rest: Value
+    width: Value
+    count: Value
+    batch: Value
+    head: Value
+    first_row: Value
+    rows: Value
+    kv_start: Value
+
+
+VECTOR_AREAS = Vector._fields[2:8]
+
+
+class BackwardBlock(Frame):
+    """Emits the functions of one block; `forbidden` is what all of them agree on."""
+
+    area_names: tuple[str, ...] = AREAS
+
+    def __init__(self, key: BackwardKey) -> None:
+        self.in_pairs = key.shape.product == "pairs"
+        """Whether the first two products are of pairs of bfloat16."""
+        if self.in_pairs:
+            self.area_names = (*AREAS, *PAIR_AREAS)
+        fields = fields_with(self.area_names)
+        super().__init__("qkv_backward", key.spec, key.shape, key.int_bits, fields)
+        turned = real_dtype(self.e) if key.rotated else key.spec.dtype
+        self.dtypes = {
+            "query": turned, "key": turned, "value": key.spec.dtype,
+            "grad_out": key.spec.dtype, "out": key.out_dtype,
+        }  # fmt: skip
+        self.grad_dtype = key.grad_dtype
+        self.wanted = key.tables
+        self.plain = self.score == SCORE
+        self.slope = derivative(self.score)
+        names = {table.name for table in key.tables}
+        read = (n for n in walk(self.score) if isinstance(n, Load) and n.table in names)
+        self.loads = tuple(dict.fromkeys(read))
+        self.chained = bool(self.loads) or self.slope != ONE
+        """Whether mods are between dS and dX, or anything else is made of dS."""
+        self.may_forbid = self.mask != TRUE or not self.plain
+        self.wide = key.wide and self.e.real == FLOAT
+        """Whether dP is added in float64."""
+        self.chain_of_products = _CHAIN if key.few else None
+        self.has_delta_rest = key.few
+        self.has_steps = key.shape.product != "tiles" and has_steps(self.mask)
+        """Whether blocks that the mask cuts are met in steps."""
+        self.settles = key.shape.product != "tiles" and not key.few
+        """Whether the dS of rows that meet one block of keys are made to add up."""
+
+    @contextmanager
+    def of_vector(self, name: str) -> Iterator[tuple[Value, Vector]]:
+        pointers = 2 + len(VECTOR_AREAS)
+        types = [*[POINTER] * pointers, *[INT64] * (len(Vector._fields) - pointers)]
+        with self.e.function(name, types) as (function, args):
+            yield function, Vector(*args)
+
+    def rows_of_products(self, dim: Value) -> tuple[Value, MultiplyAdd]:
+        """Elements of a row as the first two products take them, and how they are multiplied."""
+        if self.in_pairs:
+            return self.e.builder.sdiv(self.e.add(dim, 1), self.e.index(2)), multiply_add_pairs
+        return dim, Emitter.fma
+
+    # P, one block of keys
+
+    def products(self, vectors: int) -> Value:
+        """P[k, :] = exp(scale * K[k, :] . packed Q - lse); with mods, the products alone.
+
+        Scores are rounded where the pass that lse comes from rounds them: weights have to be what
+        they were there.
+        """
+        e = self.e
+        arguments = [*[POINTER] * 6, *[INT64] * 3]
+        with e.function(f"products_{vectors}", arguments) as (function, args):
+            arguments_, key, packed, lse, lse_rest, out, key_row, head_dim, count = args
+            shifts, rests = (vectors_at(e, rows, vectors) for rows in (lse, lse_rest))
+            scale = e.splat(self.real_field(arguments_, "scale"))
+
+            def weight(n: int, product: Value) -> Value:
+                distance = b.fsub(b.fmul(product, scale), shifts[n % vectors])
+                return vector_math.exp_flushed(e, b.fsub(distance, rests[n % vectors]))
+
+            b = e.builder
+
+            def finish(k: Value, products: list[Value], _: list[Value]) -> list[Value]:
+                if self.plain:
+                    products = [weight(n, product) for n, product in enumerate(products)]
+                store_vectors(e, e.at(out, e.mul(k, vectors * e.vector_bytes)), products)
+                return []
+
+            dim, multiply_add = self.rows_of_products(head_dim)
+            dot_rows(
+                e, key, key_row, count, packed, vectors, dim, self.shape.keys_of(vectors), [],
+                finish, multiply_add, chain=self.chain_of_products,
+            )  # fmt: skip
+        return function
+
+    def seen(self) -> Value:
+        """From which key of a block to which one vector of queries may see any.
+
+        A function `(arguments, batch, head, first_row, rows, kv_start, count, range)`.
+        """
+        e = self.e
+        with e.function("seen", [POINTER, *[INT64] * 6, POINTER]) as (function, args):
+            arguments, *where, kv_start, count, found = args
+            write_range(e, self.places_of(arguments, *where), self.mask, kv_start, count, found)
+        return function
+
+    def weigh(self, name: str, masked: bool) -> Value:
+        """Mods and mask make P of the products; -0.0 where a pair is forbidden."""
+        e = self.e
+        with self.of_vector(name) as (function, at):
+            b = e.builder
+            places = self.places(at)
+            scale = e.splat(self.real_field(at.arguments, "scale"))
+            lse, rest = e.load_vector(at.lse), e.load_vector(at.lse_rest)
+
+            def each(k: Value, _: list[Value]) -> None:
+                place = e.at(at.weights, e.mul(k, at.width))
+                kv_index = e.add(at.kv_start, k)
+                if self.plain:
+                    weight = e.load_vector(place)
+                    allowed = places.inside(kv_index, e.const(0.0)).condition(self.mask)
+                else:
+                    product = e.load_vector(e.at(at.products, e.mul(k, at.width)))
+                    inner = places.inside(kv_index, b.fmul(product, scale))
+                    score = inner.floats(self.score)
+                    distance = b.fsub(b.fsub(score, lse), rest)
+                    weight = vector_math.exp_flushed(e, distance)
+                    allowed = b.fcmp_unordered("!=", score, e.const(-math.inf))
+                    if masked:
+                        allowed = b.and_(allowed, inner.condition(self.mask))
+                e.store_vector(b.select(allowed, weight, e.const(-0.0)), place)
+
+            if not self.plain:
+                places.hoist(self.score)
+            if masked:
+                places.hoist(self.mask)
+            e.loop(0, at.count, 1, [], each)
+        return function
+
+    def dropout(self) -> Value:
+        """The factors of weights."""
+        e = self.e
+        with self.of_vector("dropout") as (function, at):
+            places = self.places(at)
+
+            def each(k: Value, _: list[Value]) -> None:
+                factor = self.drop(at.arguments, places, e.add(at.kv_start, k))
+                e.store_vector(factor, e.at(at.factors, e.mul(k, at.width)))
+
+            e.loop(0, at.count, 1, [], each)
+        return function
+
+    def drop_weights(self) -> Value:
+        """P becomes f * P."""
+        e = self.e
+        with self.of_vector("drop_weights") as (function, at):
+
+            def each(k: Value, _: list[Value]) -> None:
+                weight, factor = (
+                    e.at(area, e.mul(k, at.width)) for area in (at.weights, at.factors)
+                )
+                product = e.builder.fmul(e.load_vector(weight), e.load_vector(factor))
+                e.store_vector(product, weight)
+
+            e.loop(0, at.count, 1, [], each)
+        return function
+
+    def places(self, at: Vector) -> Expressions:
+        return self.places_of(at.arguments, at.batch, at.head, at.first_row, at.rows)
+
+    def places_of(
+        self, arguments: Value, batch: Value, head: Value, first_row: Value, rows: Value
+    ) -> Expressions:
+        """Where the lanes are; those beyond the last row repeat it."""
+        e, b = self.e, self.e.builder
+        numbers = e.lane_numbers(ir.IntType(self.int_bits))
+        last = self.lane_integers(e.sub(rows, 1))
+        lane = b.select(b.icmp_signed("<", numbers, last), numbers, last)
+        row = b.add(self.lane_integers(first_row), lane)
+        where = {"batch": batch, "head": head, "q_index": row}
+        return Expressions(e, self.tables(arguments), where, self.int_bits)
+
+    def forbidden(self, weight: Value) -> Value:
+        """Which lanes' pairs are forbidden: -0.0 has a bit of its own."""
+        e = self.e
+        return e.builder.icmp_signed("==", e.as_bits(weight), e.as_bits(e.const(-0.0)))
+
+    # dS and dX, one block of keys
+
+    def score_gradients(self, vectors: int) -> Value:
+        """dS[k, :] = P * (f * V[k, :] . packed dO - delta), times scale if no mod is between.
+
+        `delta` is in two parts, of either half of v_head_dim, and what they lack, if that is known.
+        """
+        e = self.e
+        arguments = [*[POINTER] * 7, *[INT64] * 3]
+        with e.function(f"score_gradients_{vectors}", arguments) as (function, args):
+            (arguments_, value, packed, delta, weights, factors, out,
+             value_row, v_head_dim, count) = args  # fmt: skip
+            b = e.builder
+            scale = e.splat(self.real_field(arguments_, "scale"))
+
+            def parts(half: int) -> list[Value]:
+                return vectors_at(e, delta, vectors, half)
+
+            means = [b.fadd(*pair) for pair in zip(parts(0), parts(1), strict=True)]
+            rests = parts(DELTA_REST) if self.has_delta_rest else None
+
+            def gradient(place: Value, distance: Value, n: int) -> Value:
+                weight = e.load_vector(e.at(weights, place))
+                if self.spec.dropout:
+                    factor = e.load_vector(e.at(factors, place))
+                    distance = b.fsub(b.fmul(distance, factor), means[n])
+                if rests is not None:
+                    distance = b.fsub(distance, rests[n])
+                share = weight if self.chained else b.fmul(weight, scale)
+                found = b.fmul(share, distance)
+                if self.may_forbid:
+                    found = b.select(self.forbidden(weight), e.const(0.0), found)
+                return found
+
+            def finish(k: Value, products: list[Value], _: list[Value]) -> list[Value]:
+                for n, product in enumerate(products):
+                    place = e.add(e.mul(k, vectors * e.vector_bytes), n * e.vector_bytes)
+                    found = gradient(place, product, n % vectors)
+                    e.store_vector(found, e.at(out, place))
+                return []
+
+            less = None if self.spec.dropout else parts
+            dim, multiply_add = self.rows_of_products(v_head_dim)
+            dot_rows(
+                e, value, value_row, count, packed, vectors, dim, self.shape.keys_of(vectors), [],
+                finish, multiply_add, less=less, wide=self.wide,
+            )  # fmt: skip
+        return function
+
+    def settle(self) -> Value:
+        """dS of rows that have met all their keys: they add up to what the row after lse says.
+
+        What the sum has too much is what delta lacks, in every dS times its weight. Scaled dS are
+        settled with their scale.
+        """
+        e = self.e
+        with self.of_vector("settle") as (function, at):
+            b = e.builder
+
+            def gradient(k: Value) -> Value:
+                return e.load_vector(e.at(at.score_grads, e.mul(k, at.width)))
+
+            expected = e.load_vector(e.at(at.lse, e.mul(at.width, EXPECTED)))
+            if not self.chained:
+                expected = b.fmul(expected, e.splat(self.real_field(at.arguments, "scale")))
+            excess = b.fsub(sum_over_keys(e, at.count, gradient), expected)
+
+            def each(k: Value, _: list[Value]) -> None:
+                weight = e.load_vector(e.at(at.weights, e.mul(k, at.width)))
+                settled = b.fsub(gradient(k), b.fmul(weight, excess))
+                if self.may_forbid:
+                    settled = b.select(self.forbidden(weight), e.const(0.0), settled)
+                e.store_vector(settled, e.at(at.score_grads, e.mul(k, at.width)))
+
+            e.loop(0, at.count, 1, [], each)
+        return function
+
+    def chain(self) -> Value:
+        """Table gradients from dS, then dX in its place."""
+        e = self.e
+        with self.of_vector("chain") as (function, at):
+            b = e.builder
+            places = self.places(at)
+            scale = e.splat(self.real_field(at.arguments, "scale"))
+            views = self.table_gradients(at.arguments, at.task)
+            is_query = b.icmp_signed(
+                "<", e.lane_numbers(ir.IntType(self.int_bits)), self.lane_integers(at.rows)
+            )
+            fixed = [load for load in self.loads if _is_fixed(load)]
+            slopes = {load: derivative(self.score, load) for load in self.loads}
+
+            def each(k: Value, sums: list[Value]) -> list[Value]:
+                place = e.mul(k, at.width)
+                found = e.load_vector(e.at(at.score_grads, place))
+                product = b.fmul(e.load_vector(e.at(at.products, place)), scale)
+                forbidden = self.forbidden(e.load_vector(e.at(at.weights, place)))
+                counts = b.and_(b.not_(forbidden), is_query)
+                inner = places.inside(e.add(at.kv_start, k), product)
+                following: list[Value] = []
+                for load, slope in slopes.items():
+                    share = b.select(counts, b.fmul(found, inner.floats(slope)), e.const(0.0))
+                    if load in fixed:
+                        total = sums[len(following)]
+                        share = share if share.type == total.type else b.fpext(share, total.type)
+                        following.append(b.fadd(total, share))
+                    else:
+                        self.scatter(inner, load, views[load.table], share)
+                turned = b.fmul(b.fmul(found, scale), inner.floats(self.slope))
+                turned = b.select(forbidden, e.const(0.0), turned)
+                e.store_vector(turned, e.at(at.score_grads, place))
+                return following
+
+            places.hoist(self.score)
+            kinds = [ir.VectorType(self.sum_type(load.table), e.lanes) for load in fixed]
+            start = [ir.Constant(kind, [0.0] * e.lanes) for kind in kinds]
+            sums = e.loop(0, at.count, 1, start, each)
+            for load, total in zip(fixed, sums, strict=True):
+                self.scatter(places, load, views[load.table], total)
+        return function
+
+    def sum_type(self, table: str) -> ir.Type:
+        """In which the gradient of a table is added."""
+        wide = next(wanted.wide for wanted in self.wanted if wanted.name == table)
+        return DOUBLE if wide else self.e.real
+
+    def scatter(self, places: Expressions, load: Load, view: TableView, share: Value) -> None:
+        """Add each lane's share where it read the table, one lane after the other."""
+        e, b = self.e, self.e.builder
+        kind = self.sum_type(load.table)
+
+        def add(pointer: Value, number: Value) -> None:
+            if number.type != kind:
+                number = b.fpext(number, kind)
+            e.store(b.fadd(e.load(pointer, kind), number), pointer, 1)
+
+        uniform, varying = places.place(load, view)
+        start = e.at(view.pointer, uniform)
+        shares = [e.extract(share, lane) for lane in range(e.lanes)]
+        if varying is None:
+            while len(shares) > 1:
+                shares = [b.fadd(*pair) for pair in zip(shares[::2], shares[1::2], strict=True)]
+            add(start, shares[0])
+            return
+        for lane, number in enumerate(shares):
+            add(e.at(start, e.extract(varying, lane)), number)
+
+    def table_gradients(self, arguments: Value, task: Value) -> dict[str, TableView]:
+        """The task's copies of the gradients of tables, as the expressions index the tables."""
+        e = self.e
+        views = self.tables(arguments)
+        word = len(self.fields) + sum(1 + 2 * table.ndim for table in self.spec.tables)
+        found = {}
+        for n, table in enumerate(self.wanted):
+            view = views[table.name]
+            base, *strides = (
+                e.load(e.at(arguments, COUNTER_BYTES + WORD * (word + i)), INT64, WORD)
+                for i in range(1 + view.spec.ndim)
+            )
+            word += 1 + len(strides)
+            copy = e.load(e.at(task, WORD * (len(TASK) + n)), INT64, WORD)
+            pointer = e.at(e.pointer(base), copy)
+            found[table.name] = TableView(view.spec, pointer, view.sizes, tuple(strides))
+        return found
+
+    # dQ += dX^T K, transposed
+
+    def query_sums(self, vectors: int) -> Value:
+        """Add one block of keys to dQ."""
+        e = self.e
+        arguments = [*[POINTER] * 4, *[INT64] * 3]
+        with e.function(f"query_sums_{vectors}", arguments) as (function, args):
+            key, grads, _, sums, key_row, head_dim, count = args
+
+            def finish(d: Value, found: list[Value]) -> None:
+                self.advance(e.at(sums, e.mul(d, vectors * e.vector_bytes)), found)
+
+            columns = self.shape.keys_of(vectors)
+            combine_rows(e, key, key_row, count, grads, vectors, head_dim, columns, finish)
+        return function
+
+    def selected_query_sums(self, vectors: int) -> Value:
+        """The same for keys that are not all finite: forbidden pairs are left out."""
+        e = self.e
+        arguments = [*[POINTER] * 4, *[INT64] * 3]
+        with e.function(f"selected_query_sums_{vectors}", arguments) as (function, args):
+            key, grads, weights, sums, key_row, head_dim, count = args
+            b = e.builder
+
+            def column(d: Value, _: list[Value]) -> None:
+                start = e.at(key, e.mul(d, e.real_bytes))
+
+                def step(k: Value, totals: list[Value]) -> list[Value]:
+                    x = e.splat(e.load(e.at(start, e.mul(k, key_row)), e.real, e.real_bytes))
+                    pairs = zip(
+                        vectors_at(e, grads, vectors, k),
+                        vectors_at(e, weights, vectors, k),
+                        totals,
+                        strict=True,
+                    )
+                    return [
+                        b.select(self.forbidden(weight), old, e.fma(x, grad, old))
+                        for grad, weight, old in pairs
+                    ]
+
+                found = e.loop(0, count, 1, [e.const(0.0)] * vectors, step)
+                self.advance(e.at(sums, e.mul(d, vectors * e.vector_bytes)), found)
+
+            e.loop(0, head_dim, 1, [], column)
+        return function
+
+    def advance(self, place: Value, found: list[Value]) -> None:
+        e = self.e
+        for n, vector in enumerate(found):
+            at = e.at(place, n * e.vector_bytes)
+            old = e.load_vector(at, aligned=False)
+            e.store_vector(e.builder.fadd(old, vector), at, aligned=False)
+
+    # dV += (f P) dO and dK += dX Q
+
+    def column(self, width: Value, v: Value, columns: Value) -> tuple[Value, Value]:
+        """Where vector v of a turned row lies: bytes to that of row 0, and from row to row.
+
+        As many neighbouring vectors as fit the registers are the columns of one matrix; those
+        that are left over are matrices of one column. `width` is that of a packed row.
+        """
+        e, b = self.e, self.e.builder
+        together = self.shape.vectors
+        beside = b.srem(v, e.index(together))
+        start = e.add(e.mul(e.sub(v, beside), e.lanes, width), e.mul(beside, e.vector_bytes))
+        among = e.below(v, e.round_down(columns, together))
+        return (
+            b.select(among, start, e.mul(v, e.lanes, width)),
+            b.select(among, e.index(together * e.vector_bytes), e.index(e.vector_bytes)),
+        )
+
+    def turn(self) -> Value:
+        """Packed rows side by side again, for products over queries."""
+        e = self.e
+        with e.function("turn", [POINTER, POINTER, INT64, INT64]) as (function, args):
+            packed, out, columns, width = args
+
+            def each(v: Value, _: list[Value]) -> None:
+                start, row = self.column(width, v, columns)
+                first = e.at(packed, e.mul(v, e.lanes, width))
+
+                def vector_of_queries(offset: Value, _: list[Value]) -> None:
+                    tile = [
+                        e.load_vector(e.at(first, e.mul(i, width), offset)) for i in range(e.lanes)
+                    ]
+                    query = e.builder.sdiv(offset, e.index(e.real_bytes))
+                    for i, vector in enumerate(e.transpose(tile)):
+                        to = e.at(out, start, e.mul(row, e.add(query, i)))
+                        e.store_vector(vector, to)
+
+                e.loop(0, width, e.vector_bytes, [], vector_of_queries)
+
+            e.loop(0, columns, 1, [], each)
+        return function
+
+    def key_sums(self) -> Value:
+        """sums[k, :] += sum_q left[k, q] * rows[q, :], for rows from the first one on.
+
+        `left` begins with that of them, `rows` with the block's.
+        """
+        e = self.e
+        arguments = [*[POINTER] * 3, *[INT64] * 6]
+        with e.function("key_sums", arguments) as (function, args):
+            left, rows, sums, sum_row, columns, count, first_row, row_count, width = args
+
+            def tile(together: int, keys: int) -> Callable[[Value, list[Value]], None]:
+                def body(v: Value, _: list[Value]) -> None:
+                    first = e.at(sums, e.mul(v, e.vector_bytes))
+
+                    def finish(k: Value, found: list[Value], _: list[Value]) -> list[Value]:
+                        for i in range(0, len(found), together):
+                            row = e.mul(e.add(k, i // together), sum_row)
+                            self.advance(e.at(first, row), found[i : i + together])
+                        return []
+
+                    before = e.mul(first_row, together * e.vector_bytes)
+                    matrix = e.at(rows, e.mul(v, e.lanes, width), before)
+                    dot_rows(e, left, width, count, matrix, together, row_count, keys, [], finish)
+
+                return body
+
+            together, keys = self.shape.vectors, self.shape.keys
+            whole = e.round_down(columns, together)
+            e.loop(0, whole, together, [], tile(together, keys))
+            e.loop(whole, columns, 1, [], tile(1, keys * together))
+        return function
+
+    def selected_key_sums(self) -> Value:
+        """The same for rows that are not all finite: forbidden pairs are left out."""
+        e = self.e
+        arguments = [*[POINTER] * 4, *[INT64] * 5]
+        with e.function("selected_key_sums", arguments) as (function, args):
+            left, rows, weights, sums, sum_row, columns, count, row_count, width = args
+            b = e.builder
+            mark = ir.Constant(e.whole, 1 << 8 * e.real_bytes - 1)
+
+            def each(v: Value, _: list[Value]) -> None:
+                start, row = self.column(width, v, columns)
+
+                def key(k: Value, _: list[Value]) -> None:
+                    across = e.mul(k, width)
+
+                    def step(q: Value, totals: list[Value]) -> list[Value]:
+                        at = e.add(across, e.mul(q, e.real_bytes))
+                        bits = e.load(e.at(weights, at), e.whole, e.real_bytes)
+                        x = e.splat(e.load(e.at(left, at), e.real, e.real_bytes))
+                        vector = e.load_vector(e.at(rows, start, e.mul(q, row)))
+                        allowed = b.icmp_unsigned("!=", bits, mark)
+                        return [b.select(allowed, e.fma(x, vector, totals[0]), totals[0])]
+
+                    found = e.loop(0, row_count, 1, [e.const(0.0)], step)
+                    place = e.at(sums, e.mul(k, sum_row), e.mul(v, e.vector_bytes))
+                    self.advance(place, found)
+
+                e.loop(0, count, 1, [], key)
+
+            e.loop(0, columns, 1, [], each)
+        return function
+
+
+def sum_over_keys(e: Emitter, count: Value, body: Callable[[Value], Value]) -> Value:
+    """Sums of sums: rounding errors grow with the length of a chain."""
+    nothing = [e.const(0.0)]
+
+    def add(k: Value, total: list[Value]) -> list[Value]:
+        return [e.builder.fadd(total[0], body(k))]
+
+    def link(k: Value, total: list[Value]) -> list[Value]:
+        (part,) = e.loop(k, e.least(e.add(k, _CHAIN_OF_KEYS), count), 1, nothing, add)
+        return [e.builder.fadd(total[0], part)]
+
+    return e.loop(0, count, _CHAIN_OF_KEYS, nothing, link)[0]
+
+
+def _is_fixed(load: Load) -> bool:
+    """Whether all pairs of a block read the same entry."""
+    return not {"q_index", "kv_index", "score"} & set().union(*map(variables, load.indices))

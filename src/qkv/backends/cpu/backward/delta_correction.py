@@ -1,0 +1,149 @@
+"""The rows of few queries, summed again before the backward kernel meets them.
+
+The dS of a row add up to 0, if delta is the mean of dP by the very weights and products that they
+are made of:
+
+    dS[k, q] = P[k, q] * (dP[k, q] - delta[q]),   delta[q] = sum_k P[k, q] * dP[k, q]
+
+The kernel takes delta from the output, which has other rounding errors, and was perhaps rounded to
+16 bits. What delta lacks is in every dS of the row, times its weight. Among many rows that is below
+other errors; of few rows, each with one key that has nearly all the weight, it may be all that is
+seen. So keys are met twice, here without any output but, of each row,
+
+    m[q] = max_k S[k, q]
+    l[q] = sum_k exp(S[k, q] - m[q])
+    r[q] = sum_k exp(S[k, q] - m[q]) * (dP[k, q] - delta[q])
+
+of which lse = m + log(l), and r / l is what delta lacks. It takes the place of a second forward
+pass, which few queries would need in any case: their output comes from a kernel that adds up scores
+in another order.
+"""
+
+from __future__ import annotations
+
+import math
+
+from qkv.backends.cpu.backward.block import BackwardKey, sum_over_keys
+from qkv.backends.cpu.backward.kernel import Backward
+from qkv.backends.cpu.backward.query_block import MeetingOfKeys
+from qkv.backends.cpu.emit.emitter import POINTER, Value
+from qkv.backends.cpu.forward.kernel import RowSums
+
+ROW_SUMS = ("row_max", "row_sum", "residual")
+"""m, l and r, in the order of the results."""
+
+_RESCALE, _LOST, _RESIDUAL = 2, 3, 5
+"""Rows of `RowSums`; r takes that of T, which nobody asks for here."""
+
+
+def emit_residuals(key: BackwardKey) -> str:
+    """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
+    kernel = _Residuals(key)
+    kernel.all_tasks()
+    return str(kernel.e.module)
+
+
+class _Residuals(Backward):
+    def __init__(self, key: BackwardKey) -> None:
+        super().__init__(key)
+        self.has_delta_rest = False
+        # Products become scores and weights by `weigh`, and something is made of dS.
+        self.plain, self.chained = False, True
+
+    def weigh(self, name: str, masked: bool) -> Value:
+        """P = exp(S - m) of the products, -0.0 where a pair is forbidden; m and l advance."""
+        e = self.e
+        with self.of_vector(name) as (function, at):
+            b = e.builder
+            places = self.places(at)
+            scale = e.splat(self.real_field(at.arguments, "scale"))
+
+            def finish(k: Value, largest: list[Value]) -> list[Value]:
+                product = e.load_vector(e.at(at.products, e.mul(k, at.width)))
+                inner = places.inside(e.add(at.kv_start, k), b.fmul(product, scale))
+                score = inner.floats(self.score)
+                if masked:
+                    score = b.select(inner.condition(self.mask), score, e.const(-math.inf))
+                e.store_vector(score, e.at(at.weights, e.mul(k, at.width)))
+                return [e.greatest(largest[0], score)]
+
+            places.hoist(self.score)
+            if masked:
+                places.hoist(self.mask)
+            (largest,) = e.loop(0, at.count, 1, [e.const(-math.inf)], finish)
+            row = RowSums(e, at.lse, at.width, largest, statistics=False)
+
+            def weigh(k: Value) -> Value:
+                place = e.at(at.weights, e.mul(k, at.width))
+                weight, _ = row.weigh(e.load_vector(place), row.nothing, e.const(-0.0))
+                e.store_vector(weight, place)
+                return weight
+
+            row.advance([sum_over_keys(e, at.count, weigh)])
+        return function
+
+    def chain(self) -> Value:
+        """r advances by the dS of one block of keys."""
+        e = self.e
+        with self.of_vector("chain") as (function, at):
+            found = sum_over_keys(
+                e, at.count, lambda k: e.load_vector(e.at(at.score_grads, e.mul(k, at.width)))
+            )
+            rescale = e.load_vector(e.at(at.lse, e.mul(at.width, _RESCALE)))
+            place = e.at(at.lse, e.mul(at.width, _RESIDUAL))
+            e.store_vector(e.fma(e.load_vector(place), rescale, found), place)
+        return function
+
+    def meet(self, vectors: int, parts: dict[str, Value]) -> Value:
+        functions = {
+            **parts,
+            "products": self.products(vectors),
+            "score_gradients": self.score_gradients(vectors),
+        }
+        with self.e.function(f"meet_{vectors}", [POINTER] * 4) as (function, args):
+            meeting = _Meeting(self, vectors, functions, *args)
+            meeting.begin()
+            meeting.all_blocks(meeting.add_block)
+            meeting.end()
+        return function
+
+    def range_of_keys(self, parts: dict[str, Value]) -> Value:
+        meet = self.meeting(parts)
+        with self.e.function("range_of_keys", [POINTER] * 3) as (function, args):
+            arguments, task, scratch = args
+            self.meet_queries(arguments, task, scratch, meet)
+        return function
+
+
+class _Meeting(MeetingOfKeys):
+    """Leaves m, l and r of the block's rows."""
+
+    def begin(self) -> None:
+        e = self.e
+        self.each_vector(self._pack)
+
+        def no_keys(offset: Value, _: Value) -> None:
+            (sums,) = self.areas("lse")
+            for row, start in ((0, -math.inf), (1, 0.0), (_LOST, 0.0), (_RESIDUAL, 0.0)):
+                e.store_vector(e.const(start), e.at(sums, offset, e.mul(self.width, row)))
+
+        self.each_vector(no_keys)
+
+    def _add(self, key: tuple[Value, Value], kv_start: Value, count: Value, partial: Value) -> None:
+        """Nothing but the sums of rows is made of dS."""
+
+    def end(self) -> None:
+        e = self.e
+        size = self.field("row_bytes")
+        split = self.kernel.pointer_field(self.arguments, "row_sums")
+        split = e.at(split, e.mul(self.split, size, len(ROW_SUMS)))
+        first_row = e.mul(e.add(self.head_row, self.first_row), e.real_bytes)
+
+        def unpack(offset: Value, first: Value) -> None:
+            for n, row in enumerate((0, 1, _RESIDUAL)):
+                sums = e.at(self.area["lse"], offset, e.mul(self.width, row))
+                out = e.at(split, e.mul(size, n), first_row)
+                where = out, first, e.sub(self.rows, 1), e.index(1)
+                self.call("unpack", sums, self.width, *where)
+
+        self.each_vector(unpack)

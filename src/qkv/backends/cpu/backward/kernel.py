@@ -1,0 +1,202 @@
+"""The backward kernel: one pass over recomputed weights, five products, queries in lanes.
+
+One task is a range of keys of one kv head. It meets every block of queries of the heads that read
+this kv head, and for each block of keys computes, transposed as in the forward pass,
+
+    S[k, q]   = score(scale * K[k, :] . Q[q, :])
+    P[k, q]   = exp((S[k, q] - lse[q]) - rest[q])          0 where the mask forbids the pair
+    dP[k, q]  = f[k, q] * V[k, :] . dO[q, :]               f: dropout factors
+    dS[k, q]  = P[k, q] * (dP[k, q] - delta[q])            delta = rowsum(dO * O) - d lse
+    dX[k, q]  = dS[k, q] * scale * d score / d product
+    dQ[d, q] += sum_k K[k, d] * dX[k, q]
+    dV[k, :] += sum_q f[k, q] * P[k, q] * dO[q, :]
+    dK[k, :] += sum_q dX[k, q] * Q[q, :]
+
+dK and dV belong to the task. dQ is a part for each range of keys; whoever finishes the last range
+of a kv head adds its parts, in the order of the ranges. A table that the score reads gets
+`dS * d score / d entry` added where the entry was read.
+
+Q and dO are packed for the first two products and turned back, side by side, for the last two, so
+that nothing is transposed between products. A forbidden pair has P = -0.0, no other pair has: its
+dX is 0 by selection, and where K, Q or dO is not finite a slower path leaves it out of the sums.
+
+Sources: Dao et al., "FlashAttention" (2022), algorithm 4; Dao, "FlashAttention-2" (2023), for
+the parts over keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from qkv.backends.cpu.backward.block import TASK, BackwardKey
+from qkv.backends.cpu.backward.query_block import BackwardRows
+from qkv.backends.cpu.emit import storage
+from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value
+from qkv.backends.cpu.emit.frame import WORD
+from qkv.backends.cpu.emit.storage import ITEM_BYTES, real_dtype
+from qkv.backends.cpu.forward.kernel import RUN
+from qkv.backends.cpu.forward.kernel import TASK as BLOCK
+
+
+def emit_backward(key: BackwardKey) -> str:
+    """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
+    kernel = Backward(key)
+    kernel.all_tasks()
+    return str(kernel.e.module)
+
+
+class Backward(BackwardRows):
+    def add_parts(self) -> Value:
+        """out[i] = sum over parts, in their order, rounded: `count` numbers side by side."""
+        e = self.e
+        dtype = self.grad_dtype
+        arguments = [POINTER, INT64, INT64, INT64, POINTER]
+        with e.function("add_parts", arguments) as (function, args):
+            parts, stride, number, count, out = args
+            b = e.builder
+
+            def total(lanes: int) -> Callable[[Value, list[Value]], None]:
+                def body(i: Value, _: list[Value]) -> None:
+                    start = e.at(parts, e.mul(i, e.real_bytes))
+
+                    def load(n: Value) -> Value:
+                        return storage.load(e, e.at(start, e.mul(n, stride)), real_dtype(e), lanes)
+
+                    (found,) = e.loop(
+                        1, number, 1, [load(e.index(0))], lambda n, s: [b.fadd(s[0], load(n))]
+                    )
+                    storage.store(e, found, e.at(out, e.mul(i, ITEM_BYTES[dtype])), dtype)
+
+                return body
+
+            whole = e.round_down(count, e.lanes)
+            e.loop(0, whole, e.lanes, [], total(e.lanes))
+            e.loop(whole, count, 1, [], total(0))
+        return function
+
+    def round_rows(
+        self, sums: Value, row: Value, count: Value, dim: Value, out: Value, add_parts: Value
+    ) -> None:
+        """Rows of sums as the gradient's type, side by side."""
+        e = self.e
+        out_row = e.mul(dim, ITEM_BYTES[self.grad_dtype])
+
+        def each(k: Value, _: list[Value]) -> None:
+            at = e.at(sums, e.mul(k, row)), e.at(out, e.mul(k, out_row))
+            e.builder.call(add_parts, [at[0], e.index(0), e.index(1), dim, at[1]])
+
+        e.loop(0, count, 1, [], each)
+
+    def meeting(self, parts: dict[str, Value]) -> Callable[[Value, list[Value]], None]:
+        """Calls, for blocks of queries of which so many rows are left, what meets their keys."""
+        e = self.e
+        few, many = (self.meet(v, parts) for v in (1, self.shape.vectors))
+
+        def call(rows: Value, arguments: list[Value]) -> None:
+            e.choose(
+                e.below(rows, e.lanes + 1),
+                lambda: e.builder.call(few, arguments), lambda: e.builder.call(many, arguments),
+            )  # fmt: skip
+
+        return call
+
+    def meet_queries(
+        self,
+        arguments: Value,
+        task: Value,
+        scratch: Value,
+        meet: Callable[[Value, list[Value]], None],
+    ) -> None:
+        """The keys of a task meet all queries of which some may attend to some of them."""
+        e = self.e
+        batch, kv_head, start, stop, _ = self.record(task, TASK)
+        group_size, num_heads, q_len, q_blocks = (
+            self.field(arguments, n) for n in ("group_size", "num_heads", "q_len", "q_blocks")
+        )
+        blocks = self.pointer_field(arguments, "blocks")
+        runs = self.pointer_field(arguments, "runs")
+
+        def keys_of_run(r: Value, found: list[Value]) -> list[Value]:
+            first, end, _ = self.record(e.at(runs, e.mul(r, WORD * len(RUN))), RUN)
+            met = e.sub(e.least(end, stop), self.most(first, start))
+            return [e.add(found[0], self.most(met, e.index(0)))]
+
+        def each_block(n: Value, _: list[Value]) -> None:
+            block = e.at(blocks, e.mul(n, WORD * len(BLOCK)))
+            _, _, first_row, first_run, last_run = self.record(block, BLOCK)
+            (met,) = e.loop(first_run, last_run, 1, [e.index(0)], keys_of_run)
+            with e.builder.if_then(e.below(0, met)):
+                meet(e.sub(q_len, first_row), [arguments, task, block, scratch])
+
+        head_row = e.add(e.mul(batch, num_heads), e.mul(kv_head, group_size))
+        e.loop(
+            e.mul(head_row, q_blocks), e.mul(e.add(head_row, group_size), q_blocks), 1, [],
+            each_block,
+        )  # fmt: skip
+
+    def range_of_keys(self, parts: dict[str, Value]) -> Value:
+        """One task."""
+        e = self.e
+        meet = self.meeting(parts)
+        with e.function("range_of_keys", [POINTER] * 3) as (function, args):
+            arguments, task, scratch = args
+            b = e.builder
+            batch, kv_head, start, stop, _ = self.record(task, TASK)
+            group_size, num_heads, q_len, kv_len, splits = (
+                self.field(arguments, n)
+                for n in ("group_size", "num_heads", "q_len", "kv_len", "splits")
+            )
+            kv_head_row = e.add(e.mul(batch, b.sdiv(num_heads, group_size)), kv_head)
+            kv_row = e.add(e.mul(kv_head_row, kv_len), start)
+            keys = e.sub(stop, start)
+            dims = {"key": self.field(arguments, "head_dim"),
+                    "value": self.field(arguments, "v_head_dim")}  # fmt: skip
+            sums = {}
+            for name in dims:
+                row = self.field(arguments, f"{name}_sum_row")
+                pointer = self.pointer_field(arguments, f"{name}_sums")
+                sums[name] = e.at(pointer, e.mul(kv_row, row)), row
+                self.fill(sums[name][0], e.index(0), e.mul(keys, row))
+            self.meet_queries(arguments, task, scratch, meet)
+
+            head_row = e.add(e.mul(batch, num_heads), e.mul(kv_head, group_size))
+            item = ITEM_BYTES[self.grad_dtype]
+            for name, dim in dims.items():
+                pointer, row = sums[name]
+                out = e.at(self.pointer_field(arguments, f"d_{name}"), e.mul(kv_row, dim, item))
+                rounds = b.icmp_signed("!=", self.field(arguments, f"round_{name}"), e.index(0))
+                with b.if_then(rounds):
+                    self.round_rows(pointer, row, keys, dim, out, parts["add_parts"])
+            adds = b.icmp_signed("!=", self.field(arguments, "add_query"), e.index(0))
+            with b.if_then(adds):
+                counter = b.bitcast(
+                    e.at(self.pointer_field(arguments, "finished"), e.mul(kv_head_row, WORD)),
+                    INT64.as_pointer(),
+                )
+                before = b.atomic_rmw("add", counter, e.index(1), "acq_rel")
+                with b.if_then(b.icmp_signed("==", before, e.sub(splits, 1))):
+                    place = e.mul(head_row, q_len, dims["key"])
+                    b.call(
+                        parts["add_parts"],
+                        [
+                            e.at(self.pointer_field(arguments, "query_parts"),
+                                 e.mul(place, e.real_bytes)),
+                            self.field(arguments, "part_bytes"),
+                            splits,
+                            e.mul(group_size, q_len, dims["key"]),
+                            e.at(self.pointer_field(arguments, "d_query"), e.mul(place, item)),
+                        ],
+                    )  # fmt: skip
+        return function
+
+    def all_tasks(self) -> None:
+        e = self.e
+        parts = {"add_parts": self.add_parts(), **self.parts()}
+        range_of_keys = self.range_of_keys(parts)
+
+        def run(arguments: Value, number: Value, scratch: Value) -> None:
+            size = WORD * (len(TASK) + len(self.wanted))
+            task = e.at(self.pointer_field(arguments, "tasks"), e.mul(number, size))
+            e.builder.call(range_of_keys, [arguments, task, scratch])
+
+        self.job(run)

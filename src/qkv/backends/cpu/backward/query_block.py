@@ -1,0 +1,560 @@
+"""One block of queries meets the keys of one task: rows in, block after block, a part of dQ out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from llvmlite import ir
+
+from qkv.backends.cpu.backward.block import (
+    BLOCK_KV,
+    DELTA_REST,
+    EXPECTED,
+    TASK,
+    VECTOR_AREAS,
+    BackwardBlock,
+)
+from qkv.backends.cpu.emit import vector_math
+from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
+from qkv.backends.cpu.emit.frame import WORD, Rows
+from qkv.backends.cpu.emit.packing import all_finite, copy_rows, pack_rows, unpack_rows
+from qkv.backends.cpu.emit.storage import real_dtype
+from qkv.backends.cpu.forward.boundary_blocks import Range, each_step, read_range, worth
+from qkv.backends.cpu.forward.kernel import RUN
+from qkv.backends.cpu.forward.kernel import TASK as BLOCK
+from qkv.backends.cpu.products.bfloat16 import CHUNK, join, upper_halves, whole
+from qkv.backends.cpu.products.dim_lanes import first_lanes
+from qkv.backends.cpu.products.query_lanes import halves
+from qkv.problem.expressions import TRUE
+
+PAIRS_OF = {"query": "query_pairs", "grad_out": "grad_pairs"}
+"""Areas of packed rows, and of their pairs."""
+
+
+class _Sums(NamedTuple):
+    """dV or dK of a block: the left factor and the rows, where the sums are, columns in vectors."""
+
+    left: Value
+    rows: Value
+    sums: Value
+    row: Value
+    columns: Value
+
+
+class BackwardRows(BackwardBlock):
+    """Adds what is emitted once for rows of any dtype and stride."""
+
+    def pack(self, dtype: str) -> Value:
+        """One vector of rows, transposed; lanes beyond the last row repeat it."""
+        e = self.e
+        arguments = [POINTER, *[INT64] * 5, POINTER, INT64]
+        with e.function(f"pack_{dtype}", arguments) as (function, args):
+            pointer, row, element, first, last, dim, packed, width = args
+            rows = [
+                e.at(pointer, e.mul(e.least(e.add(first, i), last), row)) for i in range(e.lanes)
+            ]
+            pack_rows(
+                e, rows, element, dim, dtype,
+                lambda d, vector: e.store_vector(vector, e.at(packed, e.mul(d, width))),
+            )  # fmt: skip
+        return function
+
+    def finish_rows(self) -> Value:
+        """One vector of queries: delta = rowsum(dO * O) - d lse, which `delta` holds before.
+
+        In two parts, added up in the order of dO . V: if one key has all the weight they are equal.
+        """
+        e = self.e
+        with e.function("finish_rows", [*[POINTER] * 3, INT64, INT64]) as (function, args):
+            grad_out, out, delta, dim, width = args
+
+            number, _ = self.rows_of_products(dim)
+            size = 2 if self.in_pairs else 1
+
+            def step(d: Value, total: list[Value]) -> list[Value]:
+                a, b = (e.load_vector(e.at(rows, e.mul(d, width))) for rows in (grad_out, out))
+                return [e.fma(a, b, total[0])]
+
+            parts = [(e.mul(a, size), e.least(e.mul(b, size), dim)) for a, b in halves(e, number)]
+            first, second = (e.loop(*part, 1, [e.const(0.0)], step)[0] for part in parts)
+            second = e.builder.fsub(second, e.load_vector(delta))
+            e.store_vector(first, delta)
+            e.store_vector(second, e.at(delta, width))
+        return function
+
+    def pair_rows(self) -> Value:
+        """A packed matrix with the numbers of two rows, which are bfloat16, in each lane.
+
+        Behind an odd number of rows lies one of zeros.
+        """
+        e = self.e
+        with e.function("pair", [POINTER, INT64, INT64, POINTER]) as (function, args):
+            packed, dim, width, pairs = args
+
+            def row(p: Value, _: list[Value]) -> None:
+                first, to = e.at(packed, e.mul(p, 2, width)), e.at(pairs, e.mul(p, width))
+
+                def vector(offset: Value, _: list[Value]) -> None:
+                    both = [e.load_vector(e.at(first, n, offset)) for n in (e.index(0), width)]
+                    e.store_vector(join(e, *both), e.at(to, offset))
+
+                e.loop(0, width, e.vector_bytes, [], vector)
+
+            e.loop(0, self.rows_of_products(dim)[0], 1, [], row)
+        return function
+
+    def narrow(self) -> Value:
+        """Rows of bfloat16 that were widened, in whole chunks; 0 behind the last element."""
+        e = self.e
+        with e.function("narrow", [POINTER, INT64, INT64, INT64, POINTER]) as (function, args):
+            source, row, dim, count, target = args
+            b, size = e.builder, e.mul(2, whole(e, dim))
+
+            def each(k: Value, _: list[Value]) -> None:
+                start, to = e.at(source, e.mul(k, row)), e.at(target, e.mul(k, size))
+
+                def chunk(d: Value, _: list[Value]) -> None:
+                    halves = []
+                    for n in (0, e.lanes):
+                        at = e.at(start, e.mul(e.add(d, n), e.real_bytes))
+                        there = first_lanes(e, e.sub(dim, e.add(d, n)))
+                        x = e.load_vector(at, aligned=False)
+                        halves.append(b.select(there, x, e.const(0.0)))
+                    e.store_vector(
+                        b.bitcast(upper_halves(e, *map(e.as_bits, halves)), e.vector),
+                        e.at(to, e.mul(d, 2)),
+                    )
+
+                e.loop(0, dim, CHUNK, [], chunk)
+
+            e.loop(0, count, 1, [], each)
+        return function
+
+    def unpack(self) -> Value:
+        """One vector of queries: rows of a part of dQ; lanes beyond the last row write it again."""
+        e = self.e
+        arguments = [POINTER, INT64, POINTER, INT64, INT64, INT64]
+        with e.function("unpack", arguments) as (function, args):
+            sums, width, out, first, last, dim = args
+            row = e.mul(dim, e.real_bytes)
+            rows = [e.at(out, e.mul(e.least(e.add(first, i), last), row)) for i in range(e.lanes)]
+            unpack_rows(
+                e, rows, dim, real_dtype(e), lambda d: e.load_vector(e.at(sums, e.mul(d, width)))
+            )
+        return function
+
+    def fill(self, pointer: Value, start: Value, stop: Value) -> None:
+        """Zeros from byte `start` to byte `stop`, whole vectors."""
+        e = self.e
+
+        def each(offset: Value, _: list[Value]) -> None:
+            e.store_vector(e.const(0.0), e.at(pointer, offset), aligned=False)
+
+        e.loop(start, stop, e.vector_bytes, [], each)
+
+    def most(self, a: Value, b: Value) -> Value:
+        return self.e.builder.select(self.e.below(a, b), b, a)
+
+    def by_vector(self) -> dict[str, Value]:
+        """Functions of one vector of queries: mods and masks, dropout, the chain rule."""
+        found = {}
+        if not self.plain:
+            found["full"] = self.weigh("full", masked=False)
+        if self.mask != TRUE:
+            found["partial"] = self.weigh("partial", masked=True)
+        if self.spec.dropout:
+            found["dropout"] = self.dropout()
+        if self.chained:
+            found["chain"] = self.chain()
+        return found
+
+    def parts(self) -> dict[str, Value]:
+        """Functions that do not depend on the number of vectors."""
+        e = self.e
+        found = {"finish_rows": self.finish_rows(), "unpack": self.unpack()}
+        for dtype in sorted({real_dtype(e), *self.dtypes.values()}):
+            found[f"pack {dtype}"] = self.pack(dtype)
+        for dtype in sorted({self.dtypes["key"], self.dtypes["value"]}):
+            found[f"copy {dtype}"] = copy_rows(e, dtype)
+        found |= self.by_vector()
+        if self.in_pairs:
+            found |= {"pair": self.pair_rows(), "narrow": self.narrow()}
+        if self.settles:
+            found["settle"] = self.settle()
+        if self.spec.dropout:
+            found["drop_weights"] = self.drop_weights()
+        found["turn"], found["key_sums"] = self.turn(), self.key_sums()
+        if self.may_forbid:
+            found["all_finite"] = all_finite(e)
+            if self.has_steps:
+                found["seen"] = self.seen()
+            found["selected_key_sums"] = self.selected_key_sums()
+        return found
+
+    def meet(self, vectors: int, parts: dict[str, Value]) -> Value:
+        """A function `(arguments, task, block, scratch)` for blocks of so many vectors."""
+        of_block = {
+            "products": self.products(vectors),
+            "score_gradients": self.score_gradients(vectors),
+            "query_sums": self.query_sums(vectors),
+        }
+        if self.may_forbid:
+            of_block["selected_query_sums"] = self.selected_query_sums(vectors)
+        functions = {**parts, **of_block}
+        with self.e.function(f"meet_{vectors}", [POINTER] * 4) as (function, args):
+            meeting = MeetingOfKeys(self, vectors, functions, *args)
+            meeting.begin()
+            meeting.all_blocks(meeting.add_block)
+            meeting.end()
+        return function
+
+
+class MeetingOfKeys:
+    """Emits the meeting of one block of queries and the keys of one task."""
+
+    def __init__(
+        self,
+        kernel: BackwardRows,
+        vectors: int,
+        functions: dict[str, Value],
+        arguments: Value,
+        task: Value,
+        block: Value,
+        scratch: Value,
+    ) -> None:
+        self.kernel, self.e, self.functions = kernel, kernel.e, functions
+        self.arguments, self.task = arguments, task
+        e = self.e
+        self.vectors, self.width = vectors, e.index(vectors * e.vector_bytes)
+        self.batch, self.kv_head, self.start, self.stop, self.split = kernel.record(task, TASK)
+        _, self.head, self.first_row, self.first_run, self.last_run = kernel.record(block, BLOCK)
+        num_heads, group_size, q_len, kv_len = map(
+            self.field, ("num_heads", "group_size", "q_len", "kv_len")
+        )
+        head_dim, v_head_dim = self.field("head_dim"), self.field("v_head_dim")
+        self.dims = {
+            "query": head_dim, "key": head_dim, "grad_out": v_head_dim, "value": v_head_dim,
+        }  # fmt: skip
+        self.columns = {
+            name: e.builder.sdiv(e.add(self.dims[name], e.lanes - 1), e.index(e.lanes))
+            for name in ("query", "grad_out")
+        }
+        self.area = {n: e.at(scratch, self.field(f"area_{n}")) for n in kernel.area_names}
+        self.last = e.sub(q_len, 1)
+        self.rows = e.least(e.sub(q_len, self.first_row), vectors * e.lanes)
+        self.head_row = e.mul(e.add(e.mul(self.batch, num_heads), self.head), q_len)
+        num_kv_heads = e.builder.sdiv(num_heads, group_size)
+        self.kv_row = e.mul(e.add(e.mul(self.batch, num_kv_heads), self.kv_head), kv_len)
+        self.keys, self.values = (
+            kernel.operand(arguments, name, self.batch, self.kv_head) for name in ("key", "value")
+        )
+        self.finite: Value = ir.Constant(BIT, 1)
+        if kernel.settles:
+            self.settles = self._meets_one_block()
+
+    def field(self, name: str) -> Value:
+        return self.kernel.field(self.arguments, name)
+
+    def call(self, name: str, *arguments: Value) -> Value:
+        return self.e.builder.call(self.functions[name], arguments)
+
+    def areas(self, *names: str) -> list[Value]:
+        return [self.area[name] for name in names]
+
+    def each_vector(self, body: Callable[[Value, Value], None]) -> None:
+        """`body(offset, first)`: bytes to the vector, and its first query of the block."""
+        e = self.e
+        e.loop(
+            0, self.vectors, 1, [],
+            lambda j, _: body(e.mul(j, e.vector_bytes), e.mul(j, e.lanes)),
+        )  # fmt: skip
+
+    def begin(self) -> None:
+        """Q and dO packed and turned back, delta, and whether all of it is finite."""
+        e, kernel = self.e, self.kernel
+        self.each_vector(self._pack)
+        for name, turned in (("query", "query_rows"), ("grad_out", "grad_rows")):
+            columns = self.columns[name]
+            end = e.mul(columns, e.lanes, self.width)
+            kernel.fill(self.area[name], e.mul(self.dims[name], self.width), end)
+            self.call("turn", *self.areas(name, turned), columns, self.width)
+            if kernel.in_pairs:
+                pairs = self.area[PAIRS_OF[name]]
+                self.call("pair", self.area[name], self.dims[name], self.width, pairs)
+            if kernel.may_forbid:
+                lanes = e.index(self.vectors * e.lanes)
+                shape = self.width, self.dims[name], lanes
+                finite = self.call("all_finite", self.area[name], *shape)
+                self.finite = e.builder.and_(self.finite, finite)
+        kernel.fill(self.area["query_sums"], e.index(0), e.mul(self.dims["query"], self.width))
+
+    def _pack_rows(self, offset: Value, first: Value, dtype: str, rows: Rows, dim: Value,
+                   to: str) -> None:  # fmt: skip
+        e = self.e
+        where = e.add(self.first_row, first), self.last, dim
+        self.call(f"pack {dtype}", *rows, *where, e.at(self.area[to], offset), self.width)
+
+    def _pack_operand(self, offset: Value, first: Value, name: str, dim: str, to: str) -> None:
+        rows = self.kernel.operand(self.arguments, name, self.batch, self.head)
+        self._pack_rows(offset, first, self.kernel.dtypes[name], rows, self.dims[dim], to)
+
+    def _pack_column(self, offset: Value, first: Value, name: str, to: str) -> None:
+        e = self.e
+        start = self.kernel.pointer_field(self.arguments, name)
+        pointer = e.at(start, e.mul(self.head_row, e.real_bytes))
+        column = Rows(pointer, e.index(e.real_bytes), e.index(0))
+        self._pack_rows(offset, first, real_dtype(e), column, e.index(1), to)
+
+    def _pack(self, offset: Value, first: Value) -> None:
+        e = self.e
+        self._pack_operand(offset, first, "query", "query", "query")
+        for name in ("lse", "lse_rest"):
+            self._pack_column(offset, first, name, name)
+        self._pack_operand(offset, first, "grad_out", "grad_out", "grad_out")
+        # dQ is not begun yet: its area holds O meanwhile.
+        self._pack_operand(offset, first, "out", "value", "query_sums")
+        self._pack_column(offset, first, "grad_lse", "delta")
+        if self.kernel.has_delta_rest:
+            rest = e.add(offset, e.mul(self.width, DELTA_REST))
+            self._pack_column(rest, first, "delta_rest", "delta")
+        held = (e.at(area, offset) for area in self.areas("grad_out", "query_sums", "delta"))
+        self.call("finish_rows", *held, self.dims["value"], self.width)
+
+    def _meets_one_block(self) -> Value:
+        """Whether one block of this task's keys holds all keys of these queries."""
+        e, b = self.e, self.e.builder
+        run = e.at(self.kernel.pointer_field(self.arguments, "runs"),
+                   e.mul(self.first_run, WORD * len(RUN)))  # fmt: skip
+        first, end, _ = self.kernel.record(run, RUN)
+        only = b.icmp_signed("==", e.sub(self.last_run, self.first_run), e.index(1))
+        inside = b.and_(e.below(e.sub(self.start, 1), first), e.below(end, e.add(self.stop, 1)))
+        short = e.below(e.sub(end, first), BLOCK_KV + 1)
+        return b.and_(b.and_(only, inside), short)
+
+    def _sum_of_gradients(self, offset: Value, first: Value) -> None:
+        """What the dS of a row add up to: d lse, and what a sink's dS takes."""
+        e, b = self.e, self.e.builder
+        place = e.add(offset, e.mul(self.width, EXPECTED))
+        self._pack_column(place, first, "grad_lse", "lse")
+        sinks = self.field("sinks")
+        with b.if_then(b.icmp_signed("!=", sinks, e.index(0))):
+            lse, rest, delta, second = (
+                e.load_vector(e.at(self.area[name], offset, e.mul(self.width, row)))
+                for name, row in (("lse", 0), ("lse_rest", 0), ("delta", 0), ("delta", 1))
+            )
+            at = e.at(e.pointer(sinks), e.mul(self.head, e.real_bytes))
+            sink = e.splat(e.load(at, e.real, e.real_bytes))
+            weight = vector_math.exp(e, b.fsub(b.fsub(sink, lse), rest))
+            expected = e.at(self.area["lse"], place)
+            total = e.fma(weight, b.fadd(delta, second), e.load_vector(expected))
+            e.store_vector(total, expected)
+
+    def all_blocks(self, block: Callable[[Value, Value, Value], None]) -> None:
+        """`block(kv_start, count, kind)` for every block of keys."""
+        e, kernel = self.e, self.kernel
+        runs = kernel.pointer_field(self.arguments, "runs")
+
+        def each_run(r: Value, _: list[Value]) -> None:
+            first, end, kind = kernel.record(e.at(runs, e.mul(r, WORD * len(RUN))), RUN)
+            first, end = kernel.most(first, self.start), e.least(end, self.stop)
+            e.loop(
+                first, end, BLOCK_KV, [],
+                lambda k, _: block(k, e.least(BLOCK_KV, e.sub(end, k)), kind),
+            )  # fmt: skip
+
+        e.loop(self.first_run, self.last_run, 1, [], each_run)
+
+    def add_block(self, kv_start: Value, count: Value, kind: Value) -> None:
+        """P, dS and dX of one block of keys, and what they add to."""
+        kernel = self.kernel
+        partial = self.e.builder.icmp_signed("!=", kind, self.e.index(0))
+        key = self._side_by_side("key", self.keys, kv_start, count)
+        packed, first = {"key": "query", "value": "grad_out"}, key
+        if kernel.in_pairs:
+            packed = {name: PAIRS_OF[of] for name, of in packed.items()}
+            first = self._pairs("key", self.keys, kv_start, count)
+        held = self.areas(
+            packed["key"], "lse", "lse_rest", "weights" if kernel.plain else "products"
+        )
+        self.call("products", self.arguments, first[0], *held, first[1], self.dims["key"], count)
+        self._weigh(kv_start, count, partial)
+        of_values = self._pairs if kernel.in_pairs else self._side_by_side
+        value = of_values("value", self.values, kv_start, count)
+        if kernel.spec.dropout:
+            self._by_vector("dropout", kv_start, count)
+        held = self.areas(packed["value"], "delta", "weights", "factors", "score_grads")
+        self.call(
+            "score_gradients", self.arguments, value[0], *held, value[1], self.dims["value"], count
+        )
+        if kernel.settles:
+            with self.e.builder.if_then(self.settles):
+                self.each_vector(self._sum_of_gradients)
+                self._by_vector("settle", kv_start, count)
+        if kernel.spec.dropout:
+            self._by_vector("drop_weights", kv_start, count)
+        if kernel.chained:
+            self._by_vector("chain", kv_start, count)
+        self._add(key, kv_start, count, partial)
+
+    def _weigh(self, kv_start: Value, count: Value, partial: Value) -> None:
+        kernel = self.kernel
+
+        def weigh(name: str) -> None:
+            self._by_vector(name, kv_start, count)
+
+        if kernel.plain and kernel.mask != TRUE:
+            with self.e.builder.if_then(partial):
+                weigh("partial")
+        elif kernel.mask != TRUE:
+            self.e.choose(partial, lambda: weigh("partial"), lambda: weigh("full"))
+        elif not kernel.plain:
+            weigh("full")
+
+    def _by_vector(self, name: str, kv_start: Value, count: Value) -> None:
+        e = self.e
+
+        def body(offset: Value, first: Value) -> None:
+            # A vector beyond the last row repeats it, and counts for nothing.
+            held = (e.at(area, offset) for area in self.areas(*VECTOR_AREAS))
+            where = self.batch, self.head, e.add(self.first_row, first), e.sub(self.rows, first)
+            self.call(name, self.arguments, self.task, *held, self.width, count, *where, kv_start)
+
+        self.each_vector(body)
+
+    def _add(self, key: tuple[Value, Value], kv_start: Value, count: Value, partial: Value) -> None:
+        """To dQ, dV and dK; where pairs may be forbidden, not what is not finite."""
+        e, kernel = self.e, self.kernel
+
+        def add_query(name: str) -> None:
+            held = self.areas("score_grads", "weights", "query_sums")
+            self.call(name, key[0], *held, key[1], self.dims["key"], count)
+
+        def add_all_keys() -> None:
+            everyone = e.index(0), e.index(self.vectors)
+            self._add_keys(kv_start, *everyone, e.index(0), count)
+
+        def add() -> None:
+            add_query("query_sums")
+            add_all_keys()
+
+        def add_allowed() -> None:
+            finite = self.call("all_finite", *key, count, self.dims["key"])
+            e.choose(
+                finite, lambda: add_query("query_sums"), lambda: add_query("selected_query_sums")
+            )
+            e.choose(
+                self.finite,
+                lambda: e.choose(
+                    partial, lambda: self._add_seen_keys(kv_start, count), add_all_keys
+                ),
+                lambda: self._add_selected_keys(kv_start, count),
+            )
+
+        if not kernel.may_forbid:
+            add()
+        elif kernel.plain:
+            e.choose(partial, add_allowed, add)
+        else:
+            add_allowed()
+
+    def _sums_of_keys(self, kv_start: Value) -> Iterator[_Sums]:
+        """Of dV and of dK."""
+        e, kernel = self.e, self.kernel
+        for of, left, rows, packed in (
+            ("value", "weights", "grad_rows", "grad_out"),
+            ("key", "score_grads", "query_rows", "query"),
+        ):
+            row = self.field(f"{of}_sum_row")
+            pointer = kernel.pointer_field(self.arguments, f"{of}_sums")
+            sums = e.at(pointer, e.mul(e.add(self.kv_row, kv_start), row))
+            yield _Sums(self.area[left], self.area[rows], sums, row, self.columns[packed])
+
+    def _add_keys(self, kv_start: Value, first: Value, stop: Value, k: Value, keys: Value) -> None:
+        """Keys from k on meet the vectors from `first` to `stop`."""
+        e = self.e
+        row = e.mul(first, e.lanes)
+        count = e.sub(e.least(e.mul(stop, e.lanes), self.rows), row)
+        offset = e.add(e.mul(k, self.width), e.mul(first, e.vector_bytes))
+        for of in self._sums_of_keys(kv_start):
+            held = e.at(of.left, offset), of.rows, e.at(of.sums, e.mul(k, of.row))
+            self.call("key_sums", *held, of.row, of.columns, keys, row, count, self.width)
+
+    def _add_seen_keys(self, kv_start: Value, count: Value) -> None:
+        """Each step of keys meets the vectors that may see it."""
+        e = self.e
+
+        def add(first: Value, stop: Value, k: Value, keys: Value) -> None:
+            self._add_keys(kv_start, first, stop, k, keys)
+
+        def together() -> None:
+            add(e.index(0), e.index(self.vectors), e.index(0), count)
+
+        if not self.kernel.has_steps or self.vectors == 1:
+            together()
+            return
+        ranges = [self._range(j, kv_start, count) for j in range(self.vectors)]
+        apart = worth(e, ranges, count)
+        e.choose(apart, lambda: each_step(e, ranges, count, add), together)
+
+    def _add_selected_keys(self, kv_start: Value, count: Value) -> None:
+        """The same where a row is not finite."""
+        for of in self._sums_of_keys(kv_start):
+            held = of.left, of.rows, self.area["weights"], of.sums, of.row, of.columns
+            self.call("selected_key_sums", *held, count, self.rows, self.width)
+
+    def _range(self, j: int, kv_start: Value, count: Value) -> Range:
+        """From which key of a block to which the queries of vector j may see any."""
+        e, found, before = self.e, self.e.words(2), j * self.e.lanes
+        rows = e.add(self.first_row, before), e.sub(self.rows, before)
+        where = self.batch, self.head, *rows, kv_start, count
+        self.call("seen", self.arguments, *where, found)
+        return read_range(e, found)
+
+    def _side_by_side(
+        self, name: str, rows: Rows, kv_start: Value, count: Value
+    ) -> tuple[Value, Value]:
+        """A block of K or V with adjacent elements: where it lies, or copied."""
+        e, b, dtype = self.e, self.e.builder, self.kernel.dtypes[name]
+        here = e.at(rows.pointer, e.mul(kv_start, rows.row))
+        dim, to = self.dims[name], self.area[f"{name}_copy"]
+
+        def copy() -> None:
+            self.call(f"copy {dtype}", here, rows.row, rows.element, count, dim, to)
+
+        if dtype != real_dtype(e):
+            copy()
+            return to, e.mul(dim, e.real_bytes)
+        needed = b.icmp_signed("!=", self.field(f"copy_{name}"), e.index(0))
+        with b.if_then(needed, likely=False):
+            copy()
+        return b.select(needed, to, here), b.select(needed, e.mul(dim, e.real_bytes), rows.row)
+
+    def _pairs(self, name: str, rows: Rows, kv_start: Value, count: Value) -> tuple[Value, Value]:
+        """A block of K or V in pairs of neighbours: where it lies, or copied."""
+        e, b, dim = self.e, self.e.builder, self.dims[name]
+        here, to = e.at(rows.pointer, e.mul(kv_start, rows.row)), self.area[f"{name}_pairs"]
+        size = e.mul(2, whole(e, dim))
+        adjacent = b.icmp_signed("==", rows.element, e.index(2))
+        as_they_lie = b.and_(adjacent, b.icmp_signed("==", b.srem(dim, e.index(2)), e.index(0)))
+        with b.if_then(b.not_(as_they_lie), likely=False):
+            wide, row = self._side_by_side(name, rows, kv_start, count)
+            self.call("narrow", wide, row, dim, count, to)
+        return b.select(as_they_lie, here, to), b.select(as_they_lie, rows.row, size)
+
+    def end(self) -> None:
+        """The task's part of dQ."""
+        e = self.e
+        row = e.add(self.head_row, self.first_row)
+        part = e.at(
+            self.kernel.pointer_field(self.arguments, "query_parts"),
+            e.mul(self.split, self.field("part_bytes")),
+            e.mul(row, self.dims["query"], e.real_bytes),
+        )
+
+        def unpack(offset: Value, first: Value) -> None:
+            sums = e.at(self.area["query_sums"], offset)
+            where = part, first, e.sub(self.rows, 1), self.dims["query"]
+            self.call("unpack", sums, self.width, *where)
+
+        self.each_vector(unpack)

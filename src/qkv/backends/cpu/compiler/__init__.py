@@ -1,0 +1,1 @@
+"""LLVM IR to machine code, and the cache of machine code on disk."""

@@ -1,0 +1,332 @@
+"""LLVM IR to machine code, once for each kernel and machine.
+
+Machine code is kept on disk in a private folder of the user. A file there is used only when it is
+ours and its digest is right; whatever goes wrong with the folder only costs a compilation. Its name
+is a digest of what the code is made from: the function that emits it and what that is given, the
+source text of whatever emits, the compiler and the machine. So nothing is emitted to find it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import mmap
+import os
+import re
+import stat
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from qkv.backends.cpu.compiler.canonical import canonical
+from qkv.backends.cpu.machine.fork_locks import alone_in_llvm
+from qkv.backends.cpu.machine.host import Host
+from qkv.errors import KernelBuildError
+
+_MAGIC = b"qkv object 2\n"
+_DIGEST = 32
+
+_ROOM = 64 << 20
+"""Bytes of address space that must be free before LLVM is called: it ends the process without."""
+
+KEPT_FILES = 2000
+"""Kernels that the folder keeps, about 30 KB each; the least recently used go first."""
+_KERNEL_NAME = re.compile(r"[0-9a-f]{64}|new-\w+")
+"""A digest, or one that was never finished."""
+
+
+class Code:
+    """Machine code in memory."""
+
+    def __init__(self, data: bytes, host: Host, names: tuple[str, ...]) -> None:
+        import llvmlite.binding as llvm
+
+        empty = llvm.parse_assembly("")
+        self._engine = llvm.create_mcjit_compiler(empty, _machine(host))
+        self._engine.add_object_file(llvm.ObjectFileRef.from_data(data))
+        # An engine needs a module to begin with; compiling the empty one takes longer than linking.
+        self._engine.remove_module(empty)
+        self._engine.finalize_object()
+        self._addresses = {name: int(self._engine.get_function_address(name)) for name in names}
+        for name, address in self._addresses.items():
+            if not address:
+                raise RuntimeError(f"the object has no function {name}")
+
+    def address(self, name: str) -> int:
+        return self._addresses[name]
+
+
+class Runnable(Protocol):
+    """An argument block, which keeps alive whatever it points to."""
+
+    @property
+    def address(self) -> int: ...
+
+    def allow(self, start: int, stop: int) -> None:
+        """Let the next run take the tasks from `start` to `stop`."""
+
+
+class Kernel:
+    """A job, `job(arguments, worker)`: it takes tasks until none is left."""
+
+    def __init__(self, code: Code) -> None:
+        self._code = code
+        self.address = code.address("job")
+        signature = None, ctypes.c_void_p, ctypes.c_int64
+        self._job = ctypes.CFUNCTYPE(*signature)(self.address)
+        self.brief_job = ctypes.PYFUNCTYPE(*signature)(self.address)
+        """The job itself. Python's lock is kept: for what takes no longer than handing it over."""
+
+    def run(self, arguments: Runnable, worker: int) -> None:
+        """Run it on this thread; Python's lock is free meanwhile."""
+        self._job(arguments.address, worker)
+
+
+def build(
+    emit: Callable[..., str],
+    arguments: tuple[Any, ...],
+    host: Host,
+    names: tuple[str, ...] = ("job",),
+) -> Code:
+    """Machine code of the module `emit(*arguments)`, from the disk if it is there.
+
+    Parameters
+    ----------
+    emit : callable
+        A function of this package that gives the text of a module, and depends on nothing but its
+        arguments.
+    arguments : tuple
+        Values that `canonical` takes.
+    host : Host
+    names : tuple of str
+        The functions of the module whose addresses are wanted.
+
+    Raises
+    ------
+    KernelBuildError
+        If LLVM refuses the module or the machine.
+    MemoryError
+        If the process may not have the memory that LLVM needs.
+    """
+    with alone_in_llvm():
+        _require_room()
+        name = _digest(emit, arguments, host)
+        stored = _read(name)
+        source = emit(*arguments) if stored is None else ""
+        try:
+            data = _compile(source, host) if stored is None else stored
+            code = Code(data, host, names)
+        except (RuntimeError, OSError, MemoryError) as error:
+            raise KernelBuildError(
+                "the compiled kernel could not be made.",
+                [("machine", f"{host.cpu}, {host.isa}"), ("LLVM", str(error)[:500])],
+                'Pass backend="blocked", which needs no compiler, and report this.',
+            ) from error
+        if stored is None:
+            _write(name, data)
+    return code
+
+
+def _require_room() -> None:
+    try:
+        mmap.mmap(-1, _ROOM).close()  # of which nothing is touched
+    except (OSError, MemoryError) as error:
+        raise MemoryError(
+            f"a kernel is compiled with up to {_ROOM >> 20} MiB, which this process may not have "
+            '(ulimit -v). Free memory, or pass backend="blocked", which needs no compiler.'
+        ) from error
+
+
+@lru_cache(maxsize=1)
+def _initialize() -> None:
+    import llvmlite.binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+
+
+def _machine(host: Host) -> Any:
+    import llvmlite.binding as llvm
+
+    _initialize()
+    target = llvm.Target.from_default_triple()
+    return target.create_target_machine(cpu=host.cpu, features=host.features, opt=2, jit=True)
+
+
+def _compile(source: str, host: Host) -> bytes:
+    module, machine = optimized(source, host)
+    return bytes(machine.emit_object(module))
+
+
+def optimized(source: str, host: Host) -> tuple[Any, Any]:
+    """The module after LLVM's passes, and the machine it is for."""
+    import llvmlite.binding as llvm
+
+    machine = _machine(host)
+    return optimized_for(source, machine, llvm.get_process_triple()), machine
+
+
+def optimized_for(source: str, machine: Any, triple: str) -> Any:
+    """The module after LLVM's passes, for any machine that LLVM knows."""
+    import llvmlite.binding as llvm
+
+    module = llvm.parse_assembly(source)
+    module.triple = triple
+    module.data_layout = str(machine.target_data)
+    module.verify()
+    options = llvm.create_pipeline_tuning_options(speed_level=2)
+    # The kernels are vectors already; unrolling them further only takes time and registers.
+    options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
+    builder = llvm.create_pass_builder(machine, options)
+    builder.getModulePassManager().run(module, builder)
+    return module
+
+
+# The cache on disk
+
+
+def cache_folder() -> Path | None:
+    """`QKV_CACHE_DIR`, or the user's cache folder; None when it is set but empty."""
+    said = os.environ.get("QKV_CACHE_DIR")
+    if said is not None:
+        return Path(said) if said else None
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA")
+        root = Path(base) if base else Path.home() / "AppData" / "Local"
+        return root / "qkv" / "cache"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "qkv"
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base and os.path.isabs(base) else Path.home() / ".cache") / "qkv"
+
+
+def _digest(emit: Callable[..., str], arguments: tuple[Any, ...], host: Host) -> str | None:
+    """The name of the file; None when the sources cannot be read, and nothing is kept."""
+    if _SOURCES is None:
+        return None
+    import llvmlite
+    import llvmlite.binding as llvm
+
+    versions = (llvmlite.__version__, llvm.llvm_version_info, llvm.get_process_triple())
+    made_from = (emit.__module__, emit.__qualname__, arguments, host, versions, _SOURCES)
+    return hashlib.sha256(canonical(made_from).encode()).hexdigest()
+
+
+EMITTERS = (
+    "backends/cpu/emit", "backends/cpu/products", "backends/cpu/forward", "backends/cpu/decode",
+    "backends/cpu/backward", "backends/cpu/replay", "backends/cpu/split_bf16", "backends/cpu/rows",
+    "backends/cpu/threads/gate.py", "backends/cpu/threads/pool_code.py",
+    "backends/cpu/compiler/compile.py", "backends/cpu/machine/tiling.py",
+    "problem/derivative.py", "problem/expressions.py", "problem/intervals.py", "problem/philox.py",
+    "problem/spec.py", "problem/tiles.py",
+)  # fmt: skip
+"""The folders and files, below the package `qkv`, whose text decides what code is emitted."""
+
+
+def emitter_files(package: Path) -> list[Path]:
+    """All files of `EMITTERS`, at any depth, for the package `qkv` at this path.
+
+    Raises
+    ------
+    OSError
+        If one of them is not there as source text.
+    """
+    found: list[Path] = []
+    for name in EMITTERS:
+        place = package / name
+        files = sorted(place.rglob("*.py")) if place.suffix != ".py" else [place]
+        if not files:
+            raise FileNotFoundError(place)
+        found += files
+    return found
+
+
+def _source_digest() -> str | None:
+    """One number for the text of everything that emits code; None if it cannot be read."""
+    package = Path(__file__).parents[3]
+    total = hashlib.sha256()
+    try:
+        for file in emitter_files(package):
+            total.update(f"{file.relative_to(package)} ".encode())
+            total.update(hashlib.sha256(file.read_bytes()).digest())
+    except OSError:
+        return None
+    return total.hexdigest()
+
+
+_SOURCES = _source_digest()
+"""Taken as these modules are loaded: the files may be edited while they run."""
+
+
+def _private_folder() -> Path | None:
+    """The folder, made if need be; None unless it is ours and nobody else may write to it."""
+    try:
+        folder = cache_folder()
+        if folder is None:
+            return None
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return folder if _is_private(folder.stat()) else None
+    except (OSError, RuntimeError):
+        return None
+
+
+def _is_private(status: os.stat_result) -> bool:
+    if not hasattr(os, "getuid"):
+        return True
+    others_write = stat.S_IMODE(status.st_mode) & 0o022
+    return status.st_uid == os.getuid() and not others_write
+
+
+def _read(name: str | None) -> bytes | None:
+    folder = _private_folder()
+    if folder is None or name is None:
+        return None
+    try:
+        with open(folder / name, "rb") as file:
+            if not _is_private(os.fstat(file.fileno())):
+                return None
+            content = file.read()
+            with contextlib.suppress(OSError):
+                os.utime(folder / name)
+    except OSError:
+        return None
+    start = len(_MAGIC) + _DIGEST
+    code = content[start:]
+    if content[:start] != _MAGIC + hashlib.sha256(name.encode() + code).digest():
+        return None
+    return code
+
+
+def _write(name: str | None, code: bytes) -> None:
+    folder = _private_folder()
+    if folder is None or name is None:
+        return
+    temporary = None
+    try:
+        handle, temporary = tempfile.mkstemp(dir=folder, prefix="new-")
+        with os.fdopen(handle, "wb") as file:
+            file.write(_MAGIC + hashlib.sha256(name.encode() + code).digest() + code)
+        os.replace(temporary, folder / name)
+        _forget_oldest(folder)
+    except OSError:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+
+
+def kernel_files(folder: Path) -> list[Path]:
+    """What `_write` put there; the folder may hold other files of its owner."""
+    return [file for file in folder.iterdir() if _KERNEL_NAME.fullmatch(file.name)]
+
+
+def _forget_oldest(folder: Path) -> None:
+    files = kernel_files(folder)
+    if len(files) <= KEPT_FILES:
+        return
+    used = sorted((file.stat().st_mtime, file) for file in files)
+    for _, file in used[: len(files) - KEPT_FILES]:
+        file.unlink(missing_ok=True)

@@ -1,0 +1,725 @@
+"""The decode kernel: few query rows against many keys, lanes along head_dim.
+
+The query rows of all heads that share a kv head are the `rows` of one matrix Q, so that K and V are
+read once. Keys are split into chunks, one task each, whatever the number of threads. A task meets
+one stretch of keys after the other, by panels of rows where there are many:
+
+    S[i, k] = score(scale * Q[i, :] . K[k, :])            -inf where the mask forbids the pair
+    m'[i]   = max(m[i], max_k S[i, k])
+    P[i, k] = exp(S[i, k] - m'[i])
+    l[i]    = exp(m[i] - m'[i]) * l[i] + sum_k P[i, k]
+    O[i, :] = exp(m[i] - m'[i]) * O[i, :] + sum_k P[i, k] * V[k, :]
+
+with sums over blocks of it first, and leaves (O, m, l) in a record. Whoever finishes the last chunk
+of a kv head, as its counter tells, merges its records in the order of their keys:
+
+    m = max_c m_c,   l = sum_c exp(m_c - m) l_c,   out = sum_c exp(m_c - m) O_c / l
+
+so that the bits do not depend on who finished when. K and V of any type are widened as they are
+loaded. The scale of a quantised key multiplies its scores, that of a value its weights. A page of
+keys is a *segment*: rows at one distance from one another; without pages a block is one segment.
+
+Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Dao et al.,
+"Flash-Decoding for long-context inference" (2023); Kwon et al., "PagedAttention" (2023).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from llvmlite import ir
+
+from qkv.backends.cpu.decode.rows import FIELDS, DecodeRows
+from qkv.backends.cpu.decode.tasks import (
+    BLOCK_KV,
+    EMPTY,
+    FULL,
+    GROUP,
+    PARTIAL,
+    RECORD_ALIGNMENT,
+    TASK,
+    DecodeTasks,
+)
+from qkv.backends.cpu.emit import storage, vector_math
+from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
+from qkv.backends.cpu.emit.expressions import Expressions
+from qkv.backends.cpu.emit.frame import WORD
+from qkv.backends.cpu.emit.packing import all_finite, copy_rows, move_rows
+from qkv.backends.cpu.machine.tiling import Shape
+from qkv.backends.cpu.products.dim_lanes import RowProducts, first_lanes
+from qkv.problem.expressions import SCORE, TRUE
+from qkv.problem.spec import Spec
+
+STRETCH_KV = 512
+"""Keys whose scores are held at once: fewer turns, and long stretches of K, then V, to read."""
+PART_KV = 32
+"""Of a block, how many meet all rows before the next ones do, where one tile does not hold them."""
+_PANEL = 128
+"""Rows that meet a stretch at once, at most: their scores stay in a core's own cache."""
+
+
+STATE = 4
+"""Vectors behind a row of O: row maximum, row sum, what rounding took from it, and T."""
+
+
+def padded(dim: int, lanes: int) -> int:
+    return -(-dim // lanes) * lanes
+
+
+def panel_of(spec: Spec) -> int:
+    """Rows that meet a stretch at once: panels of one size, or nearly."""
+    rows = max(1, spec.group_size * spec.q_len)
+    return -(-rows // -(-rows // _PANEL))
+
+
+def record_bytes(spec: Spec, shape: Shape) -> int:
+    """What a task leaves: O to a whole number of vectors, and the state, of each row."""
+    width = padded(spec.v_head_dim, shape.lanes) + STATE * shape.lanes
+    row = -(-width * spec.compute_dtype.itemsize // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
+    return spec.group_size * spec.q_len * row
+
+
+def scratch_bytes(spec: Spec, shape: Shape) -> int:
+    """Memory of one worker: Q; P, B and factors of a panel; scales, and one block of K or V."""
+    rows, dims = spec.group_size * spec.q_len, (spec.head_dim, spec.v_head_dim)
+    each_row = STRETCH_KV + padded(spec.v_head_dim, shape.lanes) + 2 * shape.lanes
+    shared = 2 * STRETCH_KV + BLOCK_KV * max(dims) + rows * spec.head_dim
+    size = (each_row * panel_of(spec) + shared) * spec.compute_dtype.itemsize
+    return -(-size // 4096) * 4096
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeKey:
+    """What the code of one kernel depends on.
+
+    `dtypes` are those of query, key and value as they are read, `paged` says whether key and value
+    lie in pages; int8 has scales.
+    """
+
+    spec: Spec
+    shape: Shape
+    int_bits: int
+    dtypes: tuple[str, str, str]
+    paged: tuple[bool, bool]
+    out_dtype: str
+    statistics: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Scratch:
+    """A worker's memory: matrices of one panel, scales of one stretch, Q, and a block moved."""
+
+    weights: Value
+    block: Value
+    rescale: Value
+    key_scales: Value
+    value_scales: Value
+    packed: Value
+    moved: Value
+
+
+def emit_decode(key: DecodeKey) -> str:
+    """The module of one kernel.
+
+    `plan(arguments)` writes the tasks and says how many keys they have, `job(arguments, worker)`
+    runs tasks until none is left, and `step(arguments, most)` does both for at most so many keys.
+    """
+    kernel = _Decode(key)
+    kernel.all_tasks()
+    return str(kernel.e.module)
+
+
+class _Decode(DecodeRows):
+    def __init__(self, key: DecodeKey) -> None:
+        super().__init__("qkv_decode", key.spec, key.shape, key.int_bits, FIELDS)
+        self.paged = dict(zip(("key", "value"), key.paged, strict=True))
+        self.dtypes = dict(zip(("query", "key", "value"), key.dtypes, strict=True))
+        self.out_dtype = key.out_dtype
+        self.statistics = key.statistics
+        self.plain = self.score == SCORE
+        """No mods: scores are the scaled products."""
+        self.may_forbid = not self.plain or self.mask != TRUE
+        self.score_row = (STRETCH_KV + self.e.lanes) * self.e.real_bytes
+        """Bytes of a row of S, with room behind it for a vector."""
+        self.products = RowProducts(self.e, *key.dtypes[1:], self.score_row, key.shape)
+
+    def quantised(self, name: str) -> bool:
+        return self.dtypes[name] == "int8"
+
+    # P = exp(S - m)
+
+    def softmax(self, name: str, masked: bool) -> Value:
+        """One row of one stretch: S becomes P; row maximum and sum advance.
+
+        Says whether a pair is forbidden; the weight of such a pair is -0.0, no other weight is.
+        """
+        e = self.e
+        arguments = [*[POINTER] * 6, *[INT64] * 5]
+        with e.function(name, arguments, BIT) as (function, args):
+            arguments_, scores, state, rescale, key_scales, value_scales = args[:6]
+            count, kv_start, batch, head, q_index = args[6:]
+            b = e.builder
+            row_max, row_sum, lost, spread = (e.at(state, i * e.vector_bytes) for i in range(STATE))
+            places = Expressions(
+                e, self.tables(arguments_), {"batch": batch, "head": head, "q_index": q_index},
+                self.int_bits,
+            )  # fmt: skip
+            block_max = self._finish_scores(
+                arguments_, places, scores, key_scales, count, kv_start, masked
+            )
+            old_max, block_max = e.load_vector(row_max), e.reduce(block_max, e.greatest)
+            new_max = e.greatest(old_max, block_max)
+            # A row that has seen no key yet has maximum -inf; shift it by 0 instead.
+            unseen = b.fcmp_ordered("==", new_max, e.const(-math.inf))
+            shift = b.select(unseen, e.const(0.0), new_max)
+            nowhere = ir.Constant(ir.VectorType(BIT, e.lanes), None)
+
+            def weigh(k: Value, carried: list[Value]) -> list[Value]:
+                place = e.at(scores, e.mul(k, e.real_bytes))
+                score = e.load_vector(place)
+                distance = b.fsub(score, shift)
+                never = b.fcmp_ordered("==", score, e.const(-math.inf))
+                weight = vector_math.exp_flushed(e, distance)
+                if self.may_forbid:
+                    weight = b.select(never, e.const(0.0), weight)
+                following = [b.fadd(carried[0], weight)]
+                if self.statistics:
+                    # What weighs nothing adds nothing, at whatever distance.
+                    added = e.fma(weight, distance, carried[1])
+                    kept = vector_math.is_kept(e, distance)
+                    following.append(b.select(kept, added, carried[1]))
+                if self.quantised("value"):
+                    weight = b.fmul(
+                        weight, e.load_vector(e.at(value_scales, e.mul(k, e.real_bytes)))
+                    )
+                if self.spec.dropout:
+                    index = self._keys(e.add(kv_start, k), e.add(kv_start, count))
+                    weight = b.fmul(weight, self.drop(arguments_, places, index))
+                if self.may_forbid:
+                    weight = b.select(never, e.const(-0.0), weight)
+                    live = first_lanes(e, e.sub(count, k))
+                    following.append(b.or_(carried[-1], b.and_(never, live)))
+                e.store_vector(weight, place)
+                return following
+
+            zeros = [e.const(0.0)] * (1 + self.statistics)
+
+            def weigh_block(k: Value, carried: list[Value]) -> list[Value]:
+                stop = e.least(e.add(k, BLOCK_KV), count)
+                found = e.loop(k, stop, e.lanes, zeros + carried[len(zeros) :], weigh)
+                return [*map(b.fadd, carried, found[: len(zeros)]), *found[len(zeros) :]]
+
+            sums = e.loop(0, count, BLOCK_KV, zeros + [nowhere] * self.may_forbid, weigh_block)
+            step = b.fsub(old_max, shift)
+            factor = vector_math.exp_flushed(e, step)
+            e.store_vector(new_max, row_max)
+            e.store_vector(factor, rescale)
+            if self.statistics:
+                moved = b.fmul(e.load_vector(row_sum), e.greatest(e.const(-1e4), step))
+                old_spread = b.fmul(b.fadd(e.load_vector(spread), moved), factor)
+                e.store_vector(b.fadd(old_spread, sums[1]), spread)
+            self._compensate(row_sum, lost, factor, sums[0])
+            forbidden: Value = ir.Constant(BIT, 0)
+            if self.may_forbid:
+                lanes = ir.IntType(e.lanes)
+                forbidden = b.icmp_unsigned("!=", b.bitcast(sums[-1], lanes), ir.Constant(lanes, 0))
+            b.ret(forbidden)
+        return function
+
+    def _compensate(self, row_sum: Value, lost: Value, factor: Value, more: Value) -> None:
+        """row_sum = factor * row_sum + more (Kahan 1965): a plain sum over many blocks drifts."""
+        e, b = self.e, self.e.builder
+        old = b.fmul(e.load_vector(row_sum), factor)
+        more = b.fsub(more, b.fmul(e.load_vector(lost), factor))
+        new = b.fadd(old, more)
+        e.store_vector(new, row_sum)
+        e.store_vector(b.fsub(b.fsub(new, old), more), lost)
+
+    def _keys(self, first: Value, stop: Value) -> Value:
+        """Rows of K in the lanes; those from `stop` on repeat the last."""
+        e, b = self.e, self.e.builder
+        last = self.lane_integers(e.sub(stop, 1))
+        index = b.add(self.lane_integers(first), e.lane_numbers(ir.IntType(self.int_bits)))
+        return b.select(b.icmp_signed("<", index, last), index, last)
+
+    def _finish_scores(
+        self,
+        arguments: Value,
+        places: Expressions,
+        scores: Value,
+        key_scales: Value,
+        count: Value,
+        kv_start: Value,
+        masked: bool,
+    ) -> Value:
+        """Scales of keys, score mods and mask in place; the largest of each lane."""
+        e, b = self.e, self.e.builder
+        scale = e.splat(self.real_field(arguments, "scale"))
+        stop = e.add(kv_start, count)
+
+        def finish(k: Value, carried: list[Value]) -> list[Value]:
+            place = e.at(scores, e.mul(k, e.real_bytes))
+            score = b.fmul(e.load_vector(place), scale)
+            if self.quantised("key"):
+                score = b.fmul(score, e.load_vector(e.at(key_scales, e.mul(k, e.real_bytes))))
+            inner = places.inside(self._keys(e.add(kv_start, k), stop), score)
+            if not self.plain:
+                score = inner.floats(self.score)
+            live = first_lanes(e, e.sub(count, k))
+            if masked:
+                live = b.and_(live, inner.condition(self.mask))
+            score = b.select(live, score, e.const(-math.inf))
+            e.store_vector(score, place)
+            return [e.greatest(carried[0], score)]
+
+        if not self.plain:
+            places.hoist(self.score)
+        if masked:
+            places.hoist(self.mask)
+        (largest,) = e.loop(0, count, e.lanes, [e.const(-math.inf)], finish)
+        return largest
+
+    # All rows of Q
+
+    def each_tile(
+        self, rows: Value, tiles: Sequence[int], call: Callable[[int, Value], object]
+    ) -> None:
+        """`call(size, first_row)` until all rows are met."""
+        e = self.e
+        start = e.index(0)
+        for size in tiles:
+
+            def tile(i: Value, _: list[Value], size: int = size) -> None:
+                call(size, i)
+
+            stop = e.round_down(rows, size)
+            e.loop(start, stop, size, [], tile)
+            start = stop
+
+    # Products
+
+    def block_of(self, name: str, parts: dict[str, Value]) -> Value:
+        """A function that scores a block of K, or adds a block of V, segment by segment.
+
+        `(arguments, batch, kv_head, kv_start, count, rows, matrix, weights, moved, forbidden)`.
+        """
+        e, item = self.e, storage.ITEM_BYTES[self.dtypes[name]]
+        arguments, score_row = [POINTER, *[INT64] * 5, *[POINTER] * 3, BIT], self.score_row
+        with e.function(f"{name}_block", arguments) as (function, args):
+            arguments_, batch, kv_head, kv_start, count, rows, *matrices, forbidden = args
+            b, (matrix, weights, moved) = e.builder, matrices
+            place = self.operand(arguments_, name, batch, kv_head)
+            pages = self.pages(arguments_, name, batch)
+            dim = self.field(arguments_, "head_dim" if name == "key" else "v_head_dim")
+            scattered = b.icmp_signed("!=", place.element, e.index(item))
+
+            block_row = self.block_row(dim)
+            step = e.index(PART_KV)
+            for size in self.products.tiles:
+                alone = b.icmp_signed("==", rows, e.index(size))
+                step = b.select(alone, e.index(BLOCK_KV), step)
+
+            def tiles(pointer: Value, row: Value, scores: Value, keys: Value) -> None:
+                def part(k: Value, _: list[Value]) -> None:
+                    here, to = e.at(pointer, e.mul(k, row)), e.at(scores, e.mul(k, e.real_bytes))
+                    count = e.least(step, e.sub(keys, k))
+
+                    def tile(size: int, i: Value) -> None:
+                        stop, p = e.add(i, size), e.at(to, e.mul(i, score_row))
+                        asks = self.products.share(row, e.mul(dim, item), i, stop, rows, step)
+                        if name == "key":
+                            q = e.at(matrix, e.mul(i, dim, e.real_bytes))
+                            place = [here, q, p, row, dim, count]
+                            b.call(parts[f"scores {size}"], [*place, *asks])
+                        else:
+                            o = e.at(matrix, e.mul(i, block_row))
+                            place = [here, p, o, row, block_row, dim, count]
+                            b.call(parts[f"values {size}"], [*place, *asks])
+
+                    self.each_tile(rows, self.products.tiles, tile)
+
+                e.loop(0, keys, step, [], part)
+
+            def selected(pointer: Value, row: Value, scores: Value, keys: Value) -> None:
+                def one(_: int, i: Value) -> None:
+                    p, to = e.mul(i, score_row), e.mul(i, block_row)
+                    place = [pointer, e.at(scores, p), e.at(matrix, to)]
+                    b.call(parts["selected"], [*place, row, dim, keys])
+
+                self.each_tile(rows, [1], one)
+
+            def multiply(*where: Value) -> None:
+                if name == "key" or "all_finite" not in parts:
+                    tiles(*where)
+                    return
+                pointer, row, _, keys = where
+
+                def guarded() -> None:
+                    finite = b.call(parts["all_finite"], [pointer, row, keys, dim])
+                    e.choose(finite, lambda: tiles(*where), lambda: selected(*where))
+
+                e.choose(forbidden, guarded, lambda: tiles(*where))
+
+            def segment(pointer: Value, done: Value, keys: Value) -> None:
+                with b.if_then(scattered, likely=False):
+                    b.call(
+                        parts[f"move {name}"],
+                        [pointer, place.row, place.element, keys, dim, moved],
+                    )
+                here = b.select(scattered, moved, pointer)
+                row = b.select(scattered, e.mul(dim, item), place.row)
+                multiply(here, row, e.at(weights, e.mul(done, e.real_bytes)), keys)
+
+            self.segments(arguments_, name, place, pages, kv_start, count, segment)
+        return function
+
+    def block_row(self, v_head_dim: Value) -> Value:
+        """Bytes of a row of O in whole vectors."""
+        e = self.e
+        return e.mul(e.round_down(e.add(v_head_dim, e.lanes - 1), e.lanes), e.real_bytes)
+
+    # One chunk, and the merge of all of them
+
+    def record_row(self, block_row: Value) -> Value:
+        """Bytes of a row of a record, as `record_bytes` has it."""
+        e = self.e
+        size = e.add(block_row, STATE * e.vector_bytes + RECORD_ALIGNMENT - 1)
+        return e.round_down(size, RECORD_ALIGNMENT)
+
+    def clear(self, pointer: Value, size: Value) -> None:
+        e = self.e
+        e.loop(
+            0, size, e.vector_bytes, [],
+            lambda i, _: e.store_vector(e.const(0.0), e.at(pointer, i)),
+        )  # fmt: skip
+
+    def layout(self, arguments: Value, scratch: Value) -> _Scratch:
+        """As `scratch_bytes` has it."""
+        e = self.e
+        names = "rows", "panel", "head_dim", "v_head_dim"
+        rows, panel, head_dim, v_head_dim = (self.field(arguments, name) for name in names)
+        block = e.at(scratch, e.mul(panel, self.score_row))
+        rescale = e.at(block, e.mul(panel, self.block_row(v_head_dim)))
+        key_scales = e.at(rescale, e.mul(panel, e.vector_bytes))
+        value_scales = e.at(key_scales, STRETCH_KV * e.real_bytes)
+        packed = e.at(value_scales, STRETCH_KV * e.real_bytes)
+        moved = e.at(packed, e.mul(rows, head_dim, e.real_bytes))
+        return _Scratch(scratch, block, rescale, key_scales, value_scales, packed, moved)
+
+    def record_state(self, record: Value, row: Value, block_row: Value) -> Value:
+        """The vectors behind a row of O."""
+        return self.e.at(record, self.e.mul(row, self.record_row(block_row)), block_row)
+
+    def meet(self, parts: dict[str, Value]) -> Value:
+        """A function that takes one panel of rows, from `first` on, through one stretch of keys.
+
+        `(arguments, batch, kv_head, kv_start, count, first, record, scratch, partial)`.
+        """
+        e = self.e
+        with e.function("meet", [POINTER, *[INT64] * 5, *[POINTER] * 2, BIT]) as (function, args):
+            arguments, batch, kv_head, kv_start, count, first, record, scratch, partial = args
+            b, never = e.builder, ir.Constant(BIT, 0)
+            names = "group_size", "q_len", "rows", "panel", "head_dim", "v_head_dim"
+            group_size, q_len, rows, panel, head_dim, v_head_dim = (
+                self.field(arguments, name) for name in names
+            )
+            own, block_row = self.layout(arguments, scratch), self.block_row(v_head_dim)
+            held = e.least(panel, e.sub(rows, first))
+
+            def each_block(name: str, matrix: Value, forbidden: Value) -> None:
+                def one(k: Value, _: list[Value]) -> None:
+                    where = [arguments, batch, kv_head, e.add(kv_start, k)]
+                    keys = e.least(BLOCK_KV, e.sub(count, k))
+                    weights = e.at(own.weights, e.mul(k, e.real_bytes))
+                    matrices = [matrix, weights, own.moved]
+                    b.call(parts[name], [*where, keys, held, *matrices, forbidden])
+                    if name == "value":
+                        e.loop(0, held, 1, [], advance)
+
+                e.loop(0, count, BLOCK_KV, [], one)
+
+            def advance(i: Value, _: list[Value]) -> None:
+                """O = factor * O + B, the factor being 1 after the first block of a stretch."""
+                place = e.at(own.rescale, e.mul(i, e.vector_bytes))
+                factor = e.load_vector(place)
+                e.store_vector(e.const(1.0), place)
+                total = e.at(record, e.mul(e.add(first, i), self.record_row(block_row)))
+                added = e.at(own.block, e.mul(i, block_row))
+
+                def vector(d: Value, _: list[Value]) -> None:
+                    to, more = e.at(total, d), e.at(added, d)
+                    e.store_vector(e.fma(e.load_vector(to), factor, e.load_vector(more)), to)
+                    e.store_vector(e.const(0.0), more)
+
+                e.loop(0, block_row, e.vector_bytes, [], vector)
+
+            def finish(name: str) -> None:
+                def one(i: Value, seen: list[Value]) -> list[Value]:
+                    row = e.add(first, i)
+                    head = e.add(e.mul(kv_head, group_size), b.sdiv(row, q_len))
+                    forbidden = b.call(
+                        parts[name],
+                        [arguments, e.at(own.weights, e.mul(i, self.score_row)),
+                         self.record_state(record, row, block_row),
+                         e.at(own.rescale, e.mul(i, e.vector_bytes)), own.key_scales,
+                         own.value_scales, count, kv_start, batch, head, b.srem(row, q_len)],
+                    )  # fmt: skip
+                    return [b.or_(seen[0], forbidden)]
+
+                (forbidden,) = e.loop(0, held, 1, [never], one)
+                each_block("value", own.block, forbidden)
+
+            each_block("key", e.at(own.packed, e.mul(first, head_dim, e.real_bytes)), never)
+            if self.mask == TRUE:
+                finish("full")
+            else:
+                e.choose(partial, lambda: finish("partial"), lambda: finish("full"))
+        return function
+
+    def meet_run(self, parts: dict[str, Value]) -> Value:
+        """A function that takes all rows through neighbouring blocks of one kind.
+
+        `(arguments, batch, kv_head, start, stop, kind, record, scratch)`.
+        """
+        e = self.e
+        kinds = [POINTER, *[INT64] * 5, *[POINTER] * 2]
+        with e.function("meet_run", kinds) as (function, args):
+            arguments, batch, kv_head, start, stop, kind, record, scratch = args
+            b = e.builder
+            with b.if_then(b.icmp_signed("==", kind, e.index(EMPTY))):
+                b.ret_void()
+            partial = b.icmp_signed("==", kind, e.index(PARTIAL))
+            rows, panel = self.field(arguments, "rows"), self.field(arguments, "panel")
+            own = self.layout(arguments, scratch)
+
+            def stretch(k: Value, _: list[Value]) -> None:
+                where = [arguments, batch, kv_head, k, e.least(STRETCH_KV, e.sub(stop, k))]
+                for name, scales in (("key", own.key_scales), ("value", own.value_scales)):
+                    if self.quantised(name):
+                        b.call(parts[f"{name} scales"], [*where, scales])
+                e.loop(
+                    0, rows, panel, [],
+                    lambda first, _: b.call(
+                        parts["meet"], [*where, first, record, scratch, partial]
+                    ) and None,
+                )  # fmt: skip
+
+            e.loop(start, stop, STRETCH_KV, [], stretch)
+        return function
+
+    def attend(self, parts: dict[str, Value], tasks: DecodeTasks) -> Value:
+        """One chunk of keys: its record. `(arguments, task, record, scratch)`."""
+        e = self.e
+        with e.function("attend", [POINTER] * 4) as (function, args):
+            arguments, task, record, scratch = args
+            b = e.builder
+            group, start, stop, full = self.record(task, TASK)
+            names = (
+                "group_size", "q_len", "rows", "panel", "head_dim", "v_head_dim", "query_head",
+                "num_kv_heads",
+            )  # fmt: skip
+            group_size, q_len, rows, panel, head_dim, v_head_dim, query_head, kv_heads = (
+                self.field(arguments, name) for name in names
+            )
+            batch, kv_head = b.sdiv(group, kv_heads), b.srem(group, kv_heads)
+            own, block_row = self.layout(arguments, scratch), self.block_row(v_head_dim)
+
+            query = self.operand(arguments, "query", batch, e.mul(kv_head, group_size))
+            head_bytes = e.mul(q_len, head_dim, e.real_bytes)
+            e.loop(
+                0, group_size, 1, [],
+                lambda g, _: b.call(
+                    parts["copy query"],
+                    [e.at(query.pointer, e.mul(g, query_head)), query.row, query.element,
+                     q_len, head_dim, e.at(own.packed, e.mul(g, head_bytes))],
+                ) and None,
+            )  # fmt: skip
+            self.clear(own.block, e.mul(panel, block_row))
+            self.clear(record, e.mul(rows, self.record_row(block_row)))
+            e.loop(
+                0, rows, 1, [],
+                lambda i, _: e.store_vector(
+                    e.const(-math.inf), self.record_state(record, i, block_row)
+                ),
+            )  # fmt: skip
+            where = [arguments, batch, kv_head]
+
+            def meet(start: Value, stop: Value, kind: Value) -> Value:
+                return b.call(parts["meet run"], [*where, start, stop, kind, record, scratch])
+
+            if self.mask == TRUE:
+                meet(start, stop, e.index(FULL))
+            else:
+                e.choose(
+                    b.icmp_signed("!=", full, e.index(0)),
+                    lambda: meet(start, stop, e.index(FULL)),
+                    lambda: tasks.runs(where, start, stop, meet),
+                )
+        return function
+
+    def merge(self) -> Value:
+        """One row of a kv head: `(arguments, records, count, record_bytes, row, total)`.
+
+        `records` is the row's part of the first record, `row` its number among all rows, `total` is
+        scratch. A row without keys has l = 0.
+        """
+        e = self.e
+        arguments = [POINTER, POINTER, INT64, INT64, INT64, POINTER]
+        with e.function("merge", arguments) as (function, args):
+            arguments_, records, count, record_bytes, row, total = args
+            b = e.builder
+            v_head_dim = self.field(arguments_, "v_head_dim")
+            block_row = self.block_row(v_head_dim)
+
+            def state(c: Value) -> list[Value]:
+                start = e.at(records, e.mul(c, record_bytes), block_row)
+                return [e.load_vector(e.at(start, i * e.vector_bytes)) for i in range(STATE)]
+
+            lowest, nothing = e.const(-math.inf), e.const(0.0)
+            (row_max,) = e.loop(
+                0, count, 1, [lowest], lambda c, old: [e.greatest(old[0], state(c)[0])]
+            )
+            unseen = b.fcmp_ordered("==", row_max, lowest)
+            shift = b.select(unseen, nothing, row_max)
+            self.clear(total, block_row)
+
+            def add(c: Value, sums: list[Value]) -> list[Value]:
+                own_max, own_sum, lost, spread = state(c)
+                step = b.fsub(own_max, shift)
+                weight = vector_math.exp_flushed(e, step)
+                out = e.at(records, e.mul(c, record_bytes))
+
+                def vector(d: Value, _: list[Value]) -> None:
+                    to = e.at(total, d)
+                    e.store_vector(
+                        e.fma(weight, e.load_vector(e.at(out, d)), e.load_vector(to)), to
+                    )
+
+                e.loop(0, block_row, e.vector_bytes, [], vector)
+                added = b.fmul(weight, own_sum)
+                row_sum = b.fadd(sums[0], added)
+                rest = b.fsub(
+                    vector_math.rest_of_sum(e, sums[0], added, row_sum), b.fmul(weight, lost)
+                )
+                following = [row_sum, b.fadd(sums[1], rest)]
+                if self.statistics:
+                    moved = e.fma(own_sum, e.greatest(e.const(-1e4), step), spread)
+                    following.append(e.fma(weight, moved, sums[2]))
+                return following
+
+            row_sum, rest, *spread = e.loop(0, count, 1, [nothing] * (2 + self.statistics), add)
+            row_sum, rest = vector_math.sum_of_lanes(e, row_sum, rest)
+            spread = [e.reduce(x, b.fadd) for x in spread]
+            empty = b.fcmp_ordered("==", row_sum, nothing)
+            divisor = b.select(empty, e.const(1.0), row_sum)
+            statistics = row_max, row_sum, rest, empty, divisor, spread
+            self._write_statistics(arguments_, row, *statistics)
+            self._write_row(arguments_, row, total, divisor)
+        return function
+
+    def _write_statistics(
+        self,
+        arguments: Value,
+        row: Value,
+        row_max: Value,
+        row_sum: Value,
+        rest: Value,
+        empty: Value,
+        divisor: Value,
+        spread: list[Value],
+    ) -> None:
+        """lse = m + log(l), and entropy = log(l) - T / l."""
+        e, b = self.e, self.e.builder
+
+        def write(name: str, vector: Value) -> None:
+            at = e.at(self.pointer_field(arguments, name), e.mul(row, e.real_bytes))
+            e.store(e.extract(vector, 0), at, e.real_bytes)
+
+        nothing, lowest = e.const(0.0), e.const(-math.inf)
+        lse, _ = vector_math.add_log(e, row_max, row_sum, rest)
+        with b.if_then(b.icmp_signed("!=", self.field(arguments, "lse"), e.index(0))):
+            write("lse", b.select(empty, lowest, lse))
+        if self.statistics:
+            logarithm = vector_math.log(e, row_sum)
+            entropy = b.fsub(logarithm, b.fdiv(spread[0], divisor))
+            # Rounding may leave a sure choice a little below 0.
+            below = b.fcmp_ordered("<", entropy, nothing)
+            write("entropy", b.select(b.or_(empty, below), nothing, entropy))
+            write("max_score", row_max)
+            write("max_weight", b.select(empty, nothing, b.fdiv(e.const(1.0), divisor)))
+
+    def _write_row(self, arguments: Value, row: Value, total: Value, divisor: Value) -> None:
+        """out = O / l, rounded; adding 0 leaves one sign of zero."""
+        e, b, item = self.e, self.e.builder, storage.ITEM_BYTES[self.out_dtype]
+        v_head_dim = self.field(arguments, "v_head_dim")
+        out = e.at(self.pointer_field(arguments, "out"), e.mul(row, v_head_dim, item))
+
+        def vector(d: Value, _: list[Value]) -> None:
+            x = b.fdiv(e.load_vector(e.at(total, e.mul(d, e.real_bytes))), divisor)
+            x = b.fadd(x, e.const(0.0))
+            storage.store(e, x, e.at(out, e.mul(d, item)), self.out_dtype)
+
+        def scalar(d: Value, _: list[Value]) -> None:
+            x = e.load(e.at(total, e.mul(d, e.real_bytes)), e.real, e.real_bytes)
+            x = b.fadd(b.fdiv(x, e.extract(divisor, 0)), ir.Constant(e.real, 0.0))
+            storage.store(e, x, e.at(out, e.mul(d, item)), self.out_dtype)
+
+        whole = e.round_down(v_head_dim, e.lanes)
+        e.loop(0, whole, e.lanes, [], vector)
+        e.loop(whole, v_head_dim, 1, [], scalar)
+
+    def all_tasks(self) -> None:
+        e = self.e
+        parts = {"copy query": copy_rows(e, self.dtypes["query"])}
+        for rows in self.products.tiles:
+            parts[f"scores {rows}"] = self.products.scores(rows)
+            parts[f"values {rows}"] = self.products.values(rows)
+        for name in ("key", "value"):
+            parts[f"move {name}"] = move_rows(e, name, storage.ITEM_BYTES[self.dtypes[name]])
+        if self.may_forbid and not self.quantised("value"):
+            parts["all_finite"] = all_finite(e, self.dtypes["value"])
+            parts["selected"] = self.products.selected_values()
+        for name in ("key", "value"):
+            parts[name] = self.block_of(name, parts)
+            if self.quantised(name):
+                parts[f"{name} scales"] = self.scales_of(name)
+        parts["full"] = self.softmax("full", False)
+        if self.mask != TRUE:
+            parts["partial"] = self.softmax("partial", True)
+        parts["meet"] = self.meet(parts)
+        parts["meet run"] = self.meet_run(parts)
+        tasks = DecodeTasks(self)
+        attend, merge = self.attend(parts, tasks), self.merge()
+
+        def run(arguments: Value, number: Value, scratch: Value) -> None:
+            b = e.builder
+            task = e.at(self.pointer_field(arguments, "tasks"), e.mul(number, WORD * len(TASK)))
+            group, *_ = self.record(task, TASK)
+            groups = self.pointer_field(arguments, "groups")
+            own = e.at(groups, e.mul(group, WORD * len(GROUP)))
+            _, first_record, count, _ = self.record(own, GROUP)
+            rows = self.field(arguments, "rows")
+            record_row = self.record_row(self.block_row(self.field(arguments, "v_head_dim")))
+            record_bytes = e.mul(rows, record_row)
+            records = self.pointer_field(arguments, "records")
+            b.call(attend, [arguments, task, e.at(records, e.mul(number, record_bytes)), scratch])
+            counter = b.bitcast(own, INT64.as_pointer())
+            done = b.atomic_rmw("add", counter, e.index(1), "acq_rel")
+            with b.if_then(b.icmp_signed("==", done, e.sub(count, 1))):
+                first = e.at(records, e.mul(first_record, record_bytes))
+                # Rows of a group follow one another in the output.
+                place = e.mul(group, rows)
+                e.loop(
+                    0, rows, 1, [],
+                    lambda i, _: b.call(
+                        merge,
+                        [arguments, e.at(first, e.mul(i, record_row)), count, record_bytes,
+                         e.add(place, i), scratch],
+                    ) and None,
+                )  # fmt: skip
+
+        plan = tasks.plan()
+        self.job(run)
+        tasks.step(plan, e.module.globals["job"])

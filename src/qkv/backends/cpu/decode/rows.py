@@ -1,0 +1,119 @@
+"""Where the decode kernel finds its rows: its argument block, strides, pages and scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from qkv.backends.cpu.decode.tasks import BLOCK_KV
+from qkv.backends.cpu.emit import storage
+from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value
+from qkv.backends.cpu.emit.frame import COMMON_FIELDS, WORD, Frame, Rows, operand_fields
+
+
+def page_fields(name: str) -> tuple[str, ...]:
+    """Of a paged operand: bytes of a page, keys of a page, its table, and pages of a table row."""
+    return tuple(f"{name}_{part}" for part in ("page", "page_size", "table", "slots"))
+
+
+SCALES = ("key_scales", "value_scales")
+"""Rows of one element."""
+_SCALE_BYTES = storage.ITEM_BYTES["float32"]
+
+FIELDS = (
+    *COMMON_FIELDS,
+    *operand_fields("query", "key", "value"),
+    "batch_size", "num_kv_heads", "rows", "panel", "out", "lse",
+    "entropy", "max_score", "max_weight", "shared", "groups", "records", "q_shift",
+    *operand_fields(*SCALES),
+    *(f"{name}_batch" for name in ("query", "key", "value", *SCALES)),
+    *(field for name in ("key", "value", *SCALES) for field in page_fields(name)),
+)  # fmt: skip
+"""`shared` is memory for the tables that `plan` writes, and it fills in where these lie. `q_shift`
+is what an expression may read in the place of a table of one number. Batch rows lie `key_batch`
+bytes apart unless there is a table, `key_batches`.
+"""
+
+
+class DecodeRows(Frame):
+    """A kernel whose keys and values are arrays or lie in pages, as `paged` says of each."""
+
+    paged: Mapping[str, bool]
+
+    def operand(self, arguments: Value, name: str, batch: Value, head: Value) -> Rows:
+        e, b = self.e, self.e.builder
+        base, batches, stride, row, element = (
+            self.field(arguments, field) for field in operand_fields(name)
+        )
+        # One load, from the table of offsets or of the distance of batch rows.
+        tabled = b.icmp_signed("!=", batches, e.index(0))
+        apart = self._word(arguments, f"{name}_batch")
+        place = b.select(tabled, e.at(e.pointer(batches), e.mul(batch, WORD)), apart)
+        found = e.load(place, INT64, WORD)
+        offset = b.select(tabled, found, e.mul(found, batch))
+        return Rows(e.at(e.pointer(base), offset, e.mul(head, stride)), row, element)
+
+    def segments(
+        self,
+        arguments: Value,
+        name: str,
+        place: Rows,
+        pages: list[Value],
+        kv_start: Value,
+        count: Value,
+        body: Callable[[Value, Value, Value], None],
+    ) -> None:
+        """`body(pointer, done, keys)` for the rows from `kv_start` on, page by page."""
+        e, b = self.e, self.e.builder
+        if not self.paged[name.removesuffix("_scales")]:
+            body(e.at(place.pointer, e.mul(kv_start, place.row)), e.index(0), count)
+            return
+        page_bytes, page_size, table = pages
+        stop = e.add(kv_start, count)
+
+        def page(number: Value, _: list[Value]) -> None:
+            start = e.mul(number, page_size)
+            first = e.greater(start, kv_start)
+            keys = e.sub(e.least(e.add(start, page_size), stop), first)
+            which = e.load(e.at(table, e.mul(number, WORD)), INT64, WORD)
+            row = e.mul(e.sub(first, start), place.row)
+            body(e.at(place.pointer, e.mul(which, page_bytes), row), e.sub(first, kv_start), keys)
+
+        first_page = b.sdiv(kv_start, page_size)
+        last_page = e.add(b.sdiv(e.sub(stop, 1), page_size), 1)
+        e.loop(first_page, last_page, 1, [], page)
+
+    def pages(self, arguments: Value, name: str, batch: Value) -> list[Value]:
+        """Bytes of a page, keys of a page, and the page table of one batch row."""
+        if not self.paged[name.removesuffix("_scales")]:
+            return []
+        e = self.e
+        page, page_size, table, slots = (self.field(arguments, f) for f in page_fields(name))
+        return [page, page_size, e.at(e.pointer(table), e.mul(batch, slots, WORD))]
+
+    def scales_of(self, name: str) -> Value:
+        """A function that lays the scales of a block side by side."""
+        e, scales = self.e, f"{name}_scales"
+        with e.function(scales, [POINTER, *[INT64] * 4, POINTER]) as (function, args):
+            arguments, batch, kv_head, kv_start, count, target = args
+            b = e.builder
+            place = self.operand(arguments, scales, batch, kv_head)
+
+            def segment(pointer: Value, done: Value, keys: Value) -> None:
+                to = e.at(target, e.mul(done, e.real_bytes))
+
+                def copy(k: Value, lanes: int) -> None:
+                    source = e.at(pointer, e.mul(k, place.row))
+                    x = storage.load(e, source, "float32", lanes)
+                    e.store(x, e.at(to, e.mul(k, e.real_bytes)), e.real_bytes)
+                    if lanes:
+                        later = e.at(source, BLOCK_KV * _SCALE_BYTES)
+                        e.prefetch(later, soon=self.shape.nearest)
+
+                adjacent = b.icmp_signed("==", place.row, e.index(_SCALE_BYTES))
+                whole = b.select(adjacent, e.round_down(keys, e.lanes), e.index(0))
+                e.loop(0, whole, e.lanes, [], lambda k, _: copy(k, e.lanes))
+                e.loop(whole, keys, 1, [], lambda k, _: copy(k, 0))
+
+            pages = self.pages(arguments, scales, batch)
+            self.segments(arguments, scales, place, pages, kv_start, count, segment)
+        return function

@@ -1,0 +1,269 @@
+"""The tasks of a decoding step, written by the kernel itself.
+
+Keys are split into *chunks* by absolute position, and each chunk of each kv head that may hold an
+allowed pair is a task. `plan` bounds the mask over every chunk, then over the blocks of chunks that
+are neither empty nor full, and writes one row of `TASK` for each that remains: for the next step
+this takes a few microseconds at most, whatever the mask. It reads single elements of tables only.
+Inside a task each block is bounded once more; then elements of a dense mask are looked up too.
+
+    chunk = CHUNK * ceil(kv_len / (CHUNK * MOST_CHUNKS))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llvmlite import ir
+
+from qkv.backends.cpu.emit.emitter import DOUBLE, INT64, POINTER, Value
+from qkv.backends.cpu.emit.frame import COUNTER_BYTES, WORD, Frame
+from qkv.backends.cpu.emit.mask_bounds import MaskBounds
+from qkv.problem.expressions import FALSE, TRUE, variables
+
+CHUNK = 512
+"""Keys of one task, as long as that makes at most `MOST_CHUNKS` tasks of a kv head."""
+MOST_CHUNKS = 256
+BLOCK_KV = 64
+"""Keys whose products are summed in one chain; what is known of a mask is known of a block."""
+MOST_READS = 1024
+"""Elements of a table that are looked up for one block, at most."""
+
+EMPTY, PARTIAL, FULL = range(3)
+"""Whether none, some or all pairs of a block are allowed."""
+
+TASK = ("group", "start", "stop", "full")
+"""The number of the batch row and kv head, and the keys; `full` is 1 if no pair is forbidden."""
+GROUP = ("done", "first", "count", "keys")
+"""Of a batch row and kv head: tasks that are done, its first task, its tasks and their keys."""
+RECORD_ALIGNMENT = 64
+
+
+def chunk_of(kv_len: int) -> int:
+    """Keys of one task."""
+    return CHUNK * max(1, -(-kv_len // (CHUNK * MOST_CHUNKS)))
+
+
+def shared_bytes(groups: int, kv_len: int, record: int) -> int:
+    """Memory of the tables that `plan` writes, and of a record of `record` bytes for each task."""
+    tasks = groups * -(-kv_len // chunk_of(kv_len))
+    tables = WORD * (groups * len(GROUP) + tasks * len(TASK))
+    return tables + RECORD_ALIGNMENT + tasks * record
+
+
+class DecodeTasks:
+    """Writes the functions that find out which keys a kernel meets."""
+
+    def __init__(self, frame: Frame) -> None:
+        self.frame = frame
+        self.e = frame.e
+        self._kind = self._kind_function()
+
+    def kind(self, where: list[Value], start: Value, stop: Value, most_reads: int) -> Value:
+        """EMPTY, PARTIAL or FULL: keys from `start` to `stop`, all queries of a kv head.
+
+        `where` is the argument block, the batch row and the kv head.
+        """
+        e = self.e
+        if self.frame.mask in (TRUE, FALSE):
+            return e.index(FULL if self.frame.mask == TRUE else EMPTY)
+        reads = ir.Constant(DOUBLE, float(most_reads))
+        return e.builder.call(self._kind, [*where, start, stop, reads])
+
+    def runs(
+        self,
+        where: list[Value],
+        start: Value,
+        stop: Value,
+        meet: Callable[[Value, Value, Value], object],
+    ) -> None:
+        """`meet(start, stop, kind)` for neighbouring blocks of one kind, also where it is EMPTY."""
+        e, b = self.e, self.e.builder
+
+        def block(k: Value, run: list[Value]) -> list[Value]:
+            begin, kind = run
+            following = self.kind(where, k, e.least(e.add(k, BLOCK_KV), stop), MOST_READS)
+            changed = b.icmp_signed("!=", kind, following)
+            with b.if_then(changed):
+                meet(begin, k, kind)
+            return [b.select(changed, k, begin), following]
+
+        last = e.loop(start, stop, BLOCK_KV, [start, e.index(EMPTY)], block)
+        meet(last[0], stop, last[1])
+
+    def plan(self) -> Value:
+        """`plan(arguments)` writes all tasks; the result is how many keys they have together."""
+        e = self.e
+        chunk_keys = self._chunk_keys()
+        classify, repeat = self._classify(chunk_keys), self._repeat()
+        with e.function("plan", [POINTER], INT64, public=True) as (function, (arguments,)):
+            b = e.builder
+            batches, kv_heads, kv_len, shared = (
+                self.frame.field(arguments, name)
+                for name in ("batch_size", "num_kv_heads", "kv_len", "shared")
+            )
+            chunk = self._chunk(kv_len)
+            count = e.mul(batches, kv_heads)
+            chunks = b.sdiv(e.add(kv_len, e.sub(chunk, 1)), chunk)
+            tasks = e.add(shared, e.mul(count, WORD * len(GROUP)))
+            records = e.add(tasks, e.mul(count, chunks, WORD * len(TASK)), RECORD_ALIGNMENT - 1)
+            self._write(arguments, "groups", shared)
+            self._write(arguments, "tasks", tasks)
+            self._write(arguments, "records", e.round_down(records, RECORD_ALIGNMENT))
+            depends = variables(self.frame.mask)
+
+            def group(number: Value, carried: list[Value]) -> list[Value]:
+                first, keys = carried
+                # The first group with the same mask.
+                batch, kv_head = b.sdiv(number, kv_heads), b.srem(number, kv_heads)
+                source = e.add(
+                    e.mul(batch, kv_heads) if "batch" in depends else 0,
+                    kv_head if "head" in depends else 0,
+                )
+                row = self._group(arguments, number)
+                words = [e.index(0), first]
+                for i, word in enumerate(words):
+                    e.store(word, e.at(row, WORD * i), WORD)
+                e.choose(
+                    b.icmp_signed("==", source, number),
+                    lambda: b.call(classify, [arguments, batch, kv_head, chunk, number]),
+                    lambda: b.call(repeat, [arguments, source, number]),
+                )
+                own, own_keys = (e.load(e.at(row, WORD * i), INT64, WORD) for i in (2, 3))
+                return [e.add(first, own), e.add(keys, own_keys)]
+
+            tasks_in_all, keys = e.loop(0, count, 1, [e.index(0), e.index(0)], group)
+            self._write(arguments, "limit", tasks_in_all)
+            e.store(e.index(0), arguments, WORD)
+            b.ret(keys)
+        return function
+
+    def step(self, plan: Value, job: Value) -> None:
+        """`step(arguments, most)` plans, and runs all tasks if they have at most so many keys."""
+        e = self.e
+        kinds = [POINTER, INT64]
+        with e.function("step", kinds, INT64, public=True) as (_, (arguments, most)):
+            b = e.builder
+            keys = b.call(plan, [arguments])
+            with b.if_then(b.icmp_signed("<=", keys, most)):
+                b.call(job, [arguments, e.index(0)])
+            b.ret(keys)
+
+    # Functions
+
+    def _kind_function(self) -> Value:
+        """`(arguments, batch, kv_head, start, stop, most_reads)`: one of the three kinds."""
+        e, frame = self.e, self.frame
+        kinds = [POINTER, *[INT64] * 4, DOUBLE]
+        with e.function("kind", kinds, INT64) as (function, args):
+            arguments, batch, kv_head, start, stop, most_reads = args
+            b = e.builder
+            group_size, q_len = (frame.field(arguments, name) for name in ("group_size", "q_len"))
+            head = e.mul(kv_head, group_size)
+            # All heads of the group at once: where they differ, a block is partial.
+            places = {
+                "q_index": (e.index(0), e.sub(q_len, 1)),
+                "kv_index": (start, e.sub(stop, 1)),
+                "batch": (batch, batch),
+                "head": (head, e.sub(e.add(head, group_size), 1)),
+            }
+            bounds = MaskBounds(e, frame.tables(arguments), places, most_reads)
+            certain, possible = bounds.truth(frame.mask)
+            some = b.select(possible, e.index(PARTIAL), e.index(EMPTY))
+            b.ret(b.select(certain, e.index(FULL), some))
+        return function
+
+    def _chunk_keys(self) -> Value:
+        """`(arguments, batch, kv_head, start, stop)`: keys of blocks that may hold an allowed pair,
+        twice that, and one more if all pairs are allowed."""
+        e = self.e
+        with e.function("chunk_keys", [POINTER, *[INT64] * 4], INT64) as (function, args):
+            *where, start, stop = args
+            b = e.builder
+            kind = self.kind(where, start, stop, 1)
+            with b.if_then(b.icmp_signed("==", kind, e.index(FULL))):
+                b.ret(e.add(e.mul(2, e.sub(stop, start)), 1))
+            with b.if_then(b.icmp_signed("==", kind, e.index(EMPTY))):
+                b.ret(e.index(0))
+
+            def block(k: Value, keys: list[Value]) -> list[Value]:
+                until = e.least(e.add(k, BLOCK_KV), stop)
+                empty = b.icmp_signed("==", self.kind(where, k, until, 1), e.index(EMPTY))
+                return [e.add(keys[0], b.select(empty, e.index(0), e.sub(until, k)))]
+
+            (keys,) = e.loop(start, stop, BLOCK_KV, [e.index(0)], block)
+            b.ret(e.mul(2, keys))
+        return function
+
+    def _classify(self, chunk_keys: Value) -> Value:
+        """`(arguments, batch, kv_head, chunk, number)`: the tasks of one group."""
+        e = self.e
+        with e.function("classify", [POINTER, *[INT64] * 4]) as (function, args):
+            arguments, batch, kv_head, chunk, number = args
+            b = e.builder
+            kv_len = self.frame.field(arguments, "kv_len")
+            group = self._group(arguments, number)
+            first = e.load(e.at(group, WORD), INT64, WORD)
+
+            def one(start: Value, carried: list[Value]) -> list[Value]:
+                count, keys = carried
+                stop = e.least(e.add(start, chunk), kv_len)
+                found = b.call(chunk_keys, [arguments, batch, kv_head, start, stop])
+                own = b.ashr(found, e.index(1))
+                full = b.and_(found, e.index(1))
+                # The next one takes its place if there is nothing to do.
+                self._write_task(arguments, e.add(first, count), number, start, stop, full)
+                met = b.zext(e.below(0, own), INT64)
+                return [e.add(count, met), e.add(keys, own)]
+
+            count, keys = e.loop(0, kv_len, chunk, [e.index(0), e.index(0)], one)
+            nothing = b.icmp_signed("==", count, e.index(0))
+            with b.if_then(nothing):
+                # A task without keys writes the rows that have none.
+                self._write_task(arguments, first, number, e.index(0), e.index(0), e.index(1))
+            e.store(b.select(nothing, e.index(1), count), e.at(group, 2 * WORD), WORD)
+            e.store(keys, e.at(group, 3 * WORD), WORD)
+        return function
+
+    def _repeat(self) -> Value:
+        """`(arguments, source, number)`: the same tasks as of an earlier group."""
+        e = self.e
+        with e.function("repeat", [POINTER, INT64, INT64]) as (function, args):
+            arguments, source, number = args
+            group, other = self._group(arguments, number), self._group(arguments, source)
+            _, first, count, keys = self.frame.record(other, GROUP)
+            own = e.load(e.at(group, WORD), INT64, WORD)
+
+            def one(i: Value, _: list[Value]) -> None:
+                _, start, stop, full = self.frame.record(
+                    self._task(arguments, e.add(first, i)), TASK
+                )
+                self._write_task(arguments, e.add(own, i), number, start, stop, full)
+
+            e.loop(0, count, 1, [], one)
+            e.store(count, e.at(group, 2 * WORD), WORD)
+            e.store(keys, e.at(group, 3 * WORD), WORD)
+        return function
+
+    # Tables
+
+    def _chunk(self, kv_len: Value) -> Value:
+        e, most = self.e, CHUNK * MOST_CHUNKS
+        times = e.builder.sdiv(e.add(kv_len, most - 1), e.index(most))
+        return e.mul(CHUNK, e.greater(1, times))
+
+    def _group(self, arguments: Value, number: Value) -> Value:
+        groups = self.frame.pointer_field(arguments, "groups")
+        return self.e.at(groups, self.e.mul(number, WORD * len(GROUP)))
+
+    def _task(self, arguments: Value, number: Value) -> Value:
+        tasks = self.frame.pointer_field(arguments, "tasks")
+        return self.e.at(tasks, self.e.mul(number, WORD * len(TASK)))
+
+    def _write_task(self, arguments: Value, number: Value, *words: Value) -> None:
+        task = self._task(arguments, number)
+        for i, word in enumerate(words):
+            self.e.store(word, self.e.at(task, WORD * i), WORD)
+
+    def _write(self, arguments: Value, name: str, word: Value) -> None:
+        at = COUNTER_BYTES + WORD * self.frame.fields.index(name)
+        self.e.store(word, self.e.at(arguments, at), WORD)

@@ -1,0 +1,1 @@
+"""Writing LLVM IR: instructions, dtypes, elementary functions, expressions, argument blocks."""

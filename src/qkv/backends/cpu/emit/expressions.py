@@ -1,0 +1,353 @@
+"""Expressions as vector code: what `qkv.problem.evaluate` computes, for the lanes of one vector.
+
+A value is *uniform* (a scalar: the same for all lanes) or lane-varying (a vector), as the places
+that it is computed from. Uniform integers have 64 bits; integer lanes have 32 where the bounds of
+every integer of the problem fit, else 64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+
+from qkv.backends.cpu.emit import storage, vector_math
+from qkv.backends.cpu.emit.emitter import BIT, DOUBLE, FLOAT, INT64, Emitter, Value, is_vector
+from qkv.problem.expressions import Const, Load, Node, Op, Var, children, variables, walk
+from qkv.problem.spec import TableSpec
+
+INNER = frozenset({"kv_index", "score"})
+"""Variables that change inside the loop over keys."""
+
+INTEGER_TYPES = {
+    "bool": (8, False), "int8": (8, True), "int16": (16, True), "int32": (32, True),
+    "int64": (64, True), "uint8": (8, False), "uint16": (16, False), "uint32": (32, False),
+}  # fmt: skip
+TABLE_DTYPES = frozenset({*INTEGER_TYPES, "float16", "bfloat16", "float32", "float64"})
+
+
+@dataclass(frozen=True, slots=True)
+class TableView:
+    """A table at run time: its first byte, and the size and byte stride of each dimension."""
+
+    spec: TableSpec
+    pointer: Value
+    sizes: tuple[Value, ...]
+    strides: tuple[Value, ...]
+
+
+class Expressions:
+    """Emits nodes; equal nodes are emitted once."""
+
+    def __init__(
+        self,
+        e: Emitter,
+        tables: Mapping[str, TableView],
+        places: Mapping[str, Value],
+        int_bits: int,
+    ) -> None:
+        self.e = e
+        self.tables = tables
+        self.places = dict(places)
+        self.int_bits = int_bits
+        self.known: dict[Node, Value] = {}
+
+    def hoist(self, node: Node) -> None:
+        """Emit the largest parts that do not change from key to key, before the loop."""
+        if not variables(node) & INNER:
+            self.value(node)
+            return
+        for child in children(node):
+            self.hoist(child)
+
+    def inside(self, kv_index: Value, score: Value) -> Expressions:
+        """The same, in the loop over keys."""
+        inner = Expressions(self.e, self.tables, self.places, self.int_bits)
+        inner.places.update(kv_index=kv_index, score=score)
+        inner.known = dict(self.known)
+        return inner
+
+    def floats(self, node: Node) -> Value:
+        """The node as a vector of reals."""
+        return self._lanes(self._as_float(self.value(node)))
+
+    def condition(self, node: Node) -> Value:
+        """The node as a vector of bits."""
+        return self._lanes(self.value(node))
+
+    def value(self, node: Node) -> Value:
+        found = self.known.get(node)
+        if found is None:
+            found = self.known[node] = self._emit(node)
+        return found
+
+    def _emit(self, node: Node) -> Value:
+        match node:
+            case Const(kind="bool", value=value):
+                return ir.Constant(BIT, int(value))
+            case Const(kind="int", value=value):
+                return ir.Constant(INT64, int(value))
+            case Const(value=value):
+                with np.errstate(over="ignore"):
+                    rounded = float(np.float32(value)) if self.e.real == FLOAT else float(value)
+                return ir.Constant(self.e.real, rounded)
+            case Var(name=name):
+                return self.places[name]
+            case Load():
+                return self._load(node)
+            case Op():
+                return self._operation(node)
+
+    # Shapes and kinds of values
+
+    def _lanes(self, value: Value) -> Value:
+        if is_vector(value):
+            return value
+        if value.type == INT64 and self.int_bits == 32:
+            value = self.e.builder.trunc(value, ir.IntType(32))
+        return self.e.splat(value)
+
+    def _together(self, *values: Value) -> list[Value]:
+        """All uniform, or all lane-varying."""
+        if any(is_vector(v) for v in values):
+            return [self._lanes(v) for v in values]
+        return list(values)
+
+    def _as_float(self, value: Value) -> Value:
+        element = value.type.element if is_vector(value) else value.type
+        if element == self.e.real:
+            return value
+        wanted = self.e.vector if is_vector(value) else self.e.real
+        return self.e.builder.sitofp(value, wanted)
+
+    # Tables
+
+    def place(self, load: Load, table: TableView) -> tuple[Value, Value | None]:
+        """Where the entry lies, in bytes: a uniform part, and each lane's own if there is one."""
+        e, b = self.e, self.e.builder
+        uniform: Value = ir.Constant(INT64, 0)
+        varying: Value | None = None
+        for index, size, stride in zip(load.indices, table.sizes, table.strides, strict=True):
+            value = self.value(index)
+            if any(isinstance(n, Op) and n.name == "floor" for n in walk(index)):
+                value = self._inside(value, size)
+            if not is_vector(value):
+                uniform = b.add(uniform, b.mul(value, stride))
+                continue
+            wide = value if self.int_bits == 64 else b.sext(value, ir.VectorType(INT64, e.lanes))
+            offset = b.mul(wide, e.splat(stride))
+            varying = offset if varying is None else b.add(varying, offset)
+        return uniform, varying
+
+    def _load(self, load: Load) -> Value:
+        e, table = self.e, self.tables[load.table]
+        uniform, varying = self.place(load, table)
+        raw = raw_type(table.spec.dtype)
+        if varying is None:
+            return self._decode(e.load(e.at(table.pointer, uniform), raw), table.spec.dtype)
+        row = ir.Constant(ir.VectorType(raw, e.lanes), ir.Undefined)
+        for lane in range(e.lanes):
+            # The lane's own part first: it is the part that leaves the loop over keys.
+            start = e.at(table.pointer, e.extract(varying, lane))
+            row = e.insert(row, e.load(e.at(start, uniform), raw), lane)
+        return self._decode(row, table.spec.dtype)
+
+    def _inside(self, index: Value, size: Value) -> Value:
+        """Clamp: `floor` of float32 may round across the bound that was proved in float64."""
+        b = self.e.builder
+        index, last = self._together(index, b.sub(size, ir.Constant(INT64, 1)))
+        zero = ir.Constant(index.type, None)
+        index = b.select(b.icmp_signed("<", index, zero), zero, index)
+        return b.select(b.icmp_signed(">", index, last), last, index)
+
+    def _decode(self, raw: Value, dtype: str) -> Value:
+        """A stored element as a float, an integer of this width or a bit."""
+        e, b = self.e, self.e.builder
+        if dtype == "bool":
+            return b.icmp_unsigned("!=", raw, ir.Constant(raw.type, None))
+        if dtype == "float64" and e.real == FLOAT:
+            return b.fptrunc(self._within_float(raw), e.vector if is_vector(raw) else FLOAT)
+        if dtype not in INTEGER_TYPES:
+            return storage.widen(e, raw, dtype)
+        bits, signed = INTEGER_TYPES[dtype]
+        width = self.int_bits if is_vector(raw) else 64
+        if bits == width:
+            return raw
+        wanted: Any = ir.IntType(width)
+        if is_vector(raw):
+            wanted = ir.VectorType(wanted, e.lanes)
+        if bits > width:
+            return b.trunc(raw, wanted)
+        return b.sext(raw, wanted) if signed else b.zext(raw, wanted)
+
+    def _within_float(self, raw: Value) -> Value:
+        """What is finite in float64 stays finite in float32: a large bias is not a mask."""
+        b = self.e.builder
+
+        def constant(number: float) -> Value:
+            return ir.Constant(raw.type, [number] * self.e.lanes if is_vector(raw) else number)
+
+        largest = float(np.finfo(np.float32).max)
+        for sign, limit in (("<", -largest), (">", largest)):
+            infinite = b.fcmp_ordered("==", raw, constant(limit * np.inf))
+            beyond = b.and_(b.fcmp_ordered(sign, raw, constant(limit)), b.not_(infinite))
+            raw = b.select(beyond, constant(limit), raw)
+        return raw
+
+    # Operations
+
+    def _operation(self, op: Op) -> Value:
+        e, b = self.e, self.e.builder
+        if (found := _capped(op)) is not None:
+            cap, score, share = (self._lanes(self._as_float(self.value(n))) for n in found)
+            return vector_math.capped(e, cap, score, share)
+        if (fused := self._multiply_add(op)) is not None:
+            return fused
+        values = [self.value(arg) for arg in op.args]
+        kinds = {arg.kind for arg in op.args}
+        if "float" in kinds or (op.kind == "float" and op.name != "where"):
+            values = [
+                self._as_float(v) if arg.kind == "int" else v
+                for v, arg in zip(values, op.args, strict=True)
+            ]
+        if op.name in _FUNCTIONS:
+            return _FUNCTIONS[op.name](e, self._lanes(values[0]))
+        if op.name == "floor":
+            return self._floor(values[0])
+        values = self._together(*values)
+        if op.name in _COMPARISONS:
+            sign = _COMPARISONS[op.name]
+            if "float" not in kinds:
+                return b.icmp_signed(sign, *values)
+            compare = b.fcmp_unordered if op.name == "ne" else b.fcmp_ordered
+            return compare(sign, *values)
+        match op.name:
+            case "where":
+                return b.select(*values)
+            case "and":
+                return b.and_(*values)
+            case "or":
+                return b.or_(*values)
+            case "not":
+                return b.not_(*values)
+        if "float" in kinds or op.kind == "float":
+            return self._float_operation(op.name, values)
+        return self._int_operation(op.name, values)
+
+    def _multiply_add(self, op: Op) -> Value | None:
+        """A sum or difference with a product as a term, which is not rounded before it is added.
+
+        Of a slope times a distance, or whatever else cancels, rounding would be what is left.
+        """
+        if op.name not in ("add", "sub") or op.kind != "float":
+            return None
+        e, b = self.e, self.e.builder
+        for place, (product, other) in enumerate((op.args, op.args[::-1])):
+            if not isinstance(product, Op) or product.name != "mul" or product.kind != "float":
+                continue
+            if product in self.known or _capped(product) is not None:
+                continue
+            terms = (*product.args, other)
+            x, y, term = (self._lanes(self._as_float(self.value(n))) for n in terms)
+            if op.name == "sub":
+                x, term = (b.fneg(x), term) if place else (x, b.fneg(term))
+            return e.fma(x, y, term)
+        return None
+
+    def _float_operation(self, name: str, values: list[Value]) -> Value:
+        b = self.e.builder
+        match name:
+            case "add":
+                return b.fadd(*values)
+            case "sub":
+                return b.fsub(*values)
+            case "mul":
+                return b.fmul(*values)
+            case "div":
+                return b.fdiv(*values)
+            case "neg":
+                return b.fneg(*values)
+            case "abs":
+                return self.e.intrinsic("fabs", *values)
+        # NaN in either argument is the result.
+        first, second = values
+        better = b.fcmp_unordered("<" if name == "min" else ">", first, second)
+        second_is_nan = self.e.is_nan(second)
+        return b.select(second_is_nan, second, b.select(better, first, second))
+
+    def _int_operation(self, name: str, values: list[Value]) -> Value:
+        b = self.e.builder
+        zero = ir.Constant(values[0].type, None)
+        match name:
+            case "add":
+                return b.add(*values)
+            case "sub":
+                return b.sub(*values)
+            case "mul":
+                return b.mul(*values)
+            case "neg":
+                return b.sub(zero, values[0])
+            case "abs":
+                negative = b.icmp_signed("<", values[0], zero)
+                return b.select(negative, b.sub(zero, values[0]), values[0])
+            case "min" | "max":
+                better = b.icmp_signed("<" if name == "min" else ">", *values)
+                return b.select(better, *values)
+        # The divisor is known to be 1 or more: rounding down differs for a negative remainder.
+        remainder = b.srem(*values)
+        negative = b.icmp_signed("<", remainder, zero)
+        if name == "mod":
+            return b.select(negative, b.add(remainder, values[1]), remainder)
+        one = self._integer_like(remainder, 1)
+        quotient = b.sdiv(*values)
+        return b.select(negative, b.sub(quotient, one), quotient)
+
+    def _integer_like(self, value: Value, number: int) -> Value:
+        constant = [number] * self.e.lanes if is_vector(value) else number
+        return ir.Constant(value.type, constant)
+
+    def _floor(self, x: Value) -> Value:
+        """Rounded down to an integer: 0 for NaN, kept inside what the integers hold."""
+        e, b = self.e, self.e.builder
+        lanes = self._lanes(x)
+        # The largest numbers that float32 and these integers both hold.
+        limit = e.const(2.0**62 if self.int_bits == 64 else 2.0**31 - 128)
+        low = b.fneg(limit)
+        lanes = e.intrinsic("floor", lanes)
+        lanes = b.select(e.is_nan(lanes), e.const(0.0), lanes)
+        lanes = b.select(b.fcmp_ordered("<", lanes, low), low, lanes)
+        lanes = b.select(b.fcmp_ordered(">", lanes, limit), limit, lanes)
+        return b.fptosi(lanes, ir.VectorType(ir.IntType(self.int_bits), e.lanes))
+
+
+def raw_type(dtype: str) -> Any:
+    """What is loaded from memory."""
+    if dtype == "float32":
+        return FLOAT
+    if dtype == "float64":
+        return DOUBLE
+    return ir.IntType(INTEGER_TYPES.get(dtype, (16, False))[0])
+
+
+def _capped(op: Op) -> tuple[Node, Node, Node] | None:
+    """cap, x and x / cap of `cap * tanh(x / cap)`, which rounds less as one operation."""
+    if op.name != "mul":
+        return None
+    for cap, other in (op.args, op.args[::-1]):
+        if isinstance(other, Op) and other.name == "tanh":
+            (share,) = other.args
+            if isinstance(share, Op) and share.name == "div" and share.args[1] == cap:
+                return cap, share.args[0], share
+    return None
+
+
+_COMPARISONS = {"lt": "<", "le": "<=", "eq": "==", "ne": "!="}
+_FUNCTIONS: Mapping[str, Callable[[Emitter, Value], Value]] = {
+    "exp": vector_math.exp,
+    "log": vector_math.log,
+    "tanh": vector_math.tanh,
+    "sqrt": lambda e, x: e.intrinsic("sqrt", x),
+}

@@ -1,0 +1,143 @@
+"""What every kernel shares: its argument block, operands and tables, and the loop over tasks.
+
+The argument block is a counter of tasks with cache lines of its own, then one 64-bit word for each
+field, then the tables of the expressions: address, then size and byte stride of each dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from llvmlite import ir
+
+from qkv.backends.cpu.emit.emitter import DOUBLE, FLOAT, INT64, POINTER, Emitter, Value, is_vector
+from qkv.backends.cpu.emit.expressions import Expressions, TableView
+from qkv.backends.cpu.emit.philox import first_word
+from qkv.backends.cpu.machine.tiling import Shape
+from qkv.problem.spec import Spec
+
+WORD = 8
+COUNTER_BYTES = 128
+
+COMMON_FIELDS = (
+    "limit", "tasks", "scratch", "scratch_bytes",
+    "num_heads", "group_size", "q_len", "kv_len", "head_dim", "v_head_dim", "scale",
+    "dropout_seed", "dropout_threshold", "dropout_factor",
+)  # fmt: skip
+"""`limit` is the first task that this run does not take."""
+
+
+def operand_fields(*names: str) -> tuple[str, ...]:
+    """Of each operand: its address, byte offsets of its batch rows, and three byte strides."""
+    parts = ("", "_batches", "_head", "_row", "_element")
+    return tuple(f"{name}{part}" for name in names for part in parts)
+
+
+class Rows(NamedTuple):
+    """The rows of one head: the first one, and byte strides of rows and elements."""
+
+    pointer: Value
+    row: Value
+    element: Value
+
+
+class Frame:
+    """Writes the parts of a kernel that do not depend on what it computes."""
+
+    def __init__(
+        self, name: str, spec: Spec, shape: Shape, int_bits: int, fields: tuple[str, ...]
+    ) -> None:
+        real = DOUBLE if spec.dtype == "float64" else FLOAT
+        self.e = Emitter(name, shape.lanes, real, halves=shape.halves, fused=shape.fused)
+        self.spec = spec
+        self.shape = shape
+        self.int_bits = int_bits
+        self.fields = fields
+        self.score, self.mask = spec.score, spec.mask
+
+    # Arguments
+
+    def _word(self, arguments: Value, name: str) -> Value:
+        return self.e.at(arguments, COUNTER_BYTES + WORD * self.fields.index(name))
+
+    def field(self, arguments: Value, name: str) -> Value:
+        return self.e.load(self._word(arguments, name), INT64, WORD)
+
+    def real_field(self, arguments: Value, name: str) -> Value:
+        return self.e.load(self._word(arguments, name), self.e.real, WORD)
+
+    def pointer_field(self, arguments: Value, name: str) -> Value:
+        return self.e.pointer(self.field(arguments, name))
+
+    def record(self, pointer: Value, names: tuple[str, ...]) -> list[Value]:
+        """A row of a table of 64-bit words."""
+        return [self.e.load(self.e.at(pointer, WORD * i), INT64, WORD) for i in range(len(names))]
+
+    def tables(self, arguments: Value) -> dict[str, TableView]:
+        e, views = self.e, {}
+        offset = COUNTER_BYTES + WORD * len(self.fields)
+        for spec in self.spec.tables:
+            words = [
+                e.load(e.at(arguments, offset + WORD * i), INT64, WORD)
+                for i in range(1 + 2 * spec.ndim)
+            ]
+            offset += WORD * len(words)
+            views[spec.name] = TableView(
+                spec, e.pointer(words[0]), tuple(words[1::2]), tuple(words[2::2])
+            )
+        return views
+
+    def operand(self, arguments: Value, name: str, batch: Value, head: Value) -> Rows:
+        e = self.e
+        base, batches, stride, row, element = (
+            self.field(arguments, field) for field in operand_fields(name)
+        )
+        offset = e.load(e.at(e.pointer(batches), e.mul(batch, WORD)), INT64, WORD)
+        return Rows(e.at(e.pointer(base), offset, e.mul(head, stride)), row, element)
+
+    # Tasks
+
+    def job(self, run: Callable[[Value, Value, Value], None]) -> None:
+        """`job(arguments, worker)` takes tasks from the counter until none is left.
+
+        `run(arguments, number, scratch)` emits one task; `scratch` is the worker's own.
+        """
+        e = self.e
+        with e.function("job", [POINTER, INT64], public=True) as (_, (arguments, worker)):
+            limit = self.field(arguments, "limit")
+            size = self.field(arguments, "scratch_bytes")
+            scratch = e.at(self.pointer_field(arguments, "scratch"), e.mul(worker, size))
+            counter = e.builder.bitcast(arguments, INT64.as_pointer())
+
+            def take() -> tuple[Value, Value]:
+                number = e.builder.atomic_rmw("add", counter, e.index(1), "monotonic")
+                return number, e.below(number, limit)
+
+            e.take_while(take, lambda number: run(arguments, number, scratch))
+
+    # Dropout
+
+    def drop(self, arguments: Value, places: Expressions, kv_index: Value) -> Value:
+        """The factor of each lane's weight: 0 or 1 / (1 - p)."""
+        e, b = self.e, self.e.builder
+        wide = ir.VectorType(INT64, e.lanes)
+
+        def lanes(value: Value) -> Value:
+            if not is_vector(value):
+                return e.splat(value)
+            return value if value.type == wide else b.sext(value, wide)
+
+        names = ("q_index", "head", "batch")
+        counter = [lanes(kv_index), *(lanes(places.places[name]) for name in names)]
+        word = first_word(e, counter, self.field(arguments, "dropout_seed"))
+        kept = b.icmp_signed(">=", word, e.splat(self.field(arguments, "dropout_threshold")))
+        factor = e.splat(self.real_field(arguments, "dropout_factor"))
+        return b.select(kept, factor, e.const(0.0))
+
+    def lane_integers(self, scalar: Value) -> Value:
+        """A uniform integer in every lane, in the width of lane integers."""
+        e = self.e
+        if self.int_bits == 32:
+            scalar = e.builder.trunc(scalar, ir.IntType(32))
+        return e.splat(scalar)

@@ -1,0 +1,135 @@
+"""Tables with a column for each key, as dense masks and biases: a block turned into lanes.
+
+With queries in lanes, the entries of one key lie a row apart from lane to lane. Read one by one
+they take longer than the products. Rows are read a vector of keys at a time instead, transposed in
+registers and laid down as one vector for each key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from llvmlite import ir
+
+from qkv.backends.cpu.emit import storage
+from qkv.backends.cpu.emit.emitter import BYTE, INT64, POINTER, Emitter, Value
+from qkv.backends.cpu.emit.expressions import Expressions
+from qkv.backends.cpu.emit.frame import WORD
+from qkv.problem.expressions import Load, Node, Var, variables, walk
+from qkv.problem.spec import Spec
+
+_KEY = Var("kv_index")
+_FLOATS = ("float32", "float16", "bfloat16")
+
+
+def turned_loads(spec: Spec) -> tuple[Load, ...]:
+    """Reads whose column is the key and whose row depends on the query, in a fixed order."""
+    dtypes = {table.name: table.dtype for table in spec.tables}
+    found: dict[Node, None] = {}
+    for root in (spec.score, spec.mask):
+        for node in walk(root):
+            if isinstance(node, Load) and _turns(node, dtypes[node.table], spec.dtype):
+                found[node] = None
+    return tuple(node for node in found if isinstance(node, Load))
+
+
+def _turns(load: Load, stored: str, dtype: str) -> bool:
+    *rows, column = load.indices if load.indices else (None,)
+    if column != _KEY or not rows:
+        return False
+    reads = set().union(*(variables(row) for row in rows))
+    exact = stored in _FLOATS or (stored == "float64" and dtype == "float64")
+    return "q_index" in reads and not reads & {"kv_index", "score"} and (exact or stored == "bool")
+
+
+def turned_bytes(spec: Spec, block_kv: int, vector_bytes: int) -> int:
+    """Scratch that the blocks of one vector of queries take."""
+    return len(turned_loads(spec)) * block_kv * vector_bytes
+
+
+def lay_down(
+    e: Emitter,
+    places: Expressions,
+    loads: Sequence[Load],
+    kv_start: Value,
+    count: Value,
+    block_kv: int,
+    target: Value,
+) -> None:
+    """The entries of `count` keys from `kv_start` on, a vector for each key and load."""
+    b = e.builder
+    for n, load in enumerate(loads):
+        table = places.tables[load.table]
+        uniform, varying = places.inside(kv_start, e.const(0.0)).place(load, table)
+        assert varying is not None
+        rows = e.words(e.lanes)
+        for i in range(e.lanes):
+            row = e.at(table.pointer, e.extract(varying, i), uniform)
+            e.store(b.ptrtoint(row, INT64), e.at(rows, WORD * i), WORD)
+        here = e.at(target, n * block_kv * e.vector_bytes)
+        b.call(_laying(e, table.spec.dtype), [rows, table.strides[-1], count, here])
+
+
+def _laying(e: Emitter, dtype: str) -> Value:
+    """A function `(rows, element, count, target)`: a vector for each of `count` keys.
+
+    `rows` are the addresses of a row for each lane, `element` is the bytes from key to key.
+    """
+    name = f"lay_down_{dtype}"
+    held = e.module.globals.get(name)
+    if held is not None:
+        return held
+    item = 1 if dtype == "bool" else storage.ITEM_BYTES[dtype]
+    with e.function(name, [POINTER, INT64, INT64, POINTER]) as (function, args):
+        places, element, count, target = args
+        b = e.builder
+        rows = [e.pointer(e.load(e.at(places, WORD * i), INT64, WORD)) for i in range(e.lanes)]
+        enough = b.icmp_signed(">=", count, e.index(e.lanes))
+        side_by_side = b.and_(enough, b.icmp_signed("==", element, e.index(item)))
+
+        def put(k: Value, vector: Value) -> None:
+            e.store(vector, e.at(target, e.mul(k, e.vector_bytes)), e.vector_bytes)
+
+        def turn(k: Value, _: list[Value]) -> None:
+            # The last keys may overlap those before.
+            k = e.least(k, e.sub(count, e.lanes))
+            loaded = [_read(e, e.at(row, e.mul(k, item)), dtype, e.lanes) for row in rows]
+            for i, vector in enumerate(e.transpose(loaded)):
+                put(e.add(k, i), vector)
+
+        def gather(k: Value, _: list[Value]) -> None:
+            first = _read(e, e.at(rows[0], e.mul(k, element)), dtype)
+            vector = ir.Constant(ir.VectorType(first.type, e.lanes), ir.Undefined)
+            for i, row in enumerate(rows):
+                entry = first if i == 0 else _read(e, e.at(row, e.mul(k, element)), dtype)
+                vector = e.insert(vector, entry, i)
+            put(k, vector)
+
+        stop = b.select(side_by_side, count, e.index(0))
+        e.loop(0, stop, e.lanes, [], turn)
+        e.loop(stop, count, 1, [], gather)
+    return function
+
+
+def laid_down(
+    e: Emitter, spec: Spec, loads: Sequence[Load], source: Value, k: Value, block_kv: int
+) -> Mapping[Node, Value]:
+    """What the loads are for one key of the block."""
+    dtypes = {table.name: table.dtype for table in spec.tables}
+    known: dict[Node, Value] = {}
+    for n, load in enumerate(loads):
+        place = e.at(source, n * block_kv * e.vector_bytes, e.mul(k, e.vector_bytes))
+        if dtypes[load.table] == "bool":
+            bits = e.load(place, e.bits, e.vector_bytes)
+            known[load] = e.builder.icmp_unsigned("!=", bits, e.const_bits(0))
+        else:
+            known[load] = e.load_vector(place)
+    return known
+
+
+def _read(e: Emitter, pointer: Value, dtype: str, lanes: int = 0) -> Value:
+    """Numbers as reals; booleans as integers of the same width."""
+    if dtype != "bool":
+        return storage.load(e, pointer, dtype, lanes)
+    raw = e.load(pointer, ir.VectorType(BYTE, lanes) if lanes else BYTE)
+    return e.builder.zext(raw, ir.VectorType(e.whole, lanes) if lanes else e.whole)

@@ -1,0 +1,1 @@
+"""The forward kernels: online softmax over blocks of keys, for many queries."""

@@ -1,0 +1,255 @@
+"""Blocks of keys that a mask cuts: each vector of queries meets those it may see.
+
+Where the edge of a mask crosses a block, as a causal one does, the vectors of queries reach
+different keys, in steps like a staircase. Which, the mask itself says: it is asked before anything
+is multiplied. What is left out would weigh exactly 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import NamedTuple, Protocol
+
+from llvmlite import ir
+
+from qkv.backends.cpu.emit.emitter import INT64, POINTER, Emitter, Value
+from qkv.backends.cpu.emit.expressions import Expressions
+from qkv.backends.cpu.emit.frame import WORD
+from qkv.backends.cpu.machine.tiling import Shape
+from qkv.backends.cpu.products.query_lanes import dot_rows, store_vectors
+from qkv.problem.expressions import TRUE, Load, Node, variables, walk
+
+STEP = 16
+"""Keys that are seen or left out together: those whose weights are added in one chain."""
+_WORTH = 7, 8
+"""All vectors meet all keys, unless their own are less than such a part of them."""
+
+Range = tuple[Value, Value]
+
+
+def has_steps(mask: Node) -> bool:
+    """Whether a mask is asked for pairs twice: not if that takes a read for each pair."""
+    reads = (node for node in walk(mask) if isinstance(node, Load))
+    return mask != TRUE and not any({"q_index", "kv_index"} <= variables(read) for read in reads)
+
+
+def write_range(
+    e: Emitter, places: Expressions, mask: Node, kv_start: Value, count: Value, found: Value
+) -> None:
+    """From which key of a block to which one vector of queries may see any, in whole steps.
+
+    The mask is asked from either end until it allows a pair.
+    """
+    b, lanes = e.builder, ir.IntType(e.lanes)
+    places.hoist(mask)
+
+    def sees(k: Value) -> Value:
+        inner = places.inside(e.add(kv_start, k), e.const(0.0))
+        return b.icmp_unsigned("!=", b.bitcast(inner.condition(mask), lanes), ir.Constant(lanes, 0))
+
+    last = e.sub(count, 1)
+    before = e.find(count, sees)
+    behind = e.find(e.sub(count, before), lambda k: sees(e.sub(last, k)))
+    stop = e.round_down(e.add(e.sub(count, behind), STEP - 1), STEP)
+    bounds = e.round_down(before, STEP), e.least(stop, count)
+    none = b.icmp_signed("==", before, count)
+    for i, (bound, nothing) in enumerate(zip(bounds, (count, e.index(0)), strict=True)):
+        e.store(b.select(none, nothing, bound), e.at(found, WORD * i), WORD)
+
+
+def read_range(e: Emitter, found: Value) -> Range:
+    start, stop = (e.load(e.at(found, WORD * i), INT64, WORD) for i in range(2))
+    return start, stop
+
+
+def worth(e: Emitter, ranges: Sequence[Range], keys: Value) -> Value:
+    """Whether the vectors leave out enough of so many keys to meet their own."""
+    own = [e.greater(e.sub(stop, start), 0) for start, stop in ranges]
+    part, whole = _WORTH
+    return e.below(e.mul(e.add(*own), whole), e.mul(keys, part * len(ranges)))
+
+
+def each_step(
+    e: Emitter,
+    ranges: Sequence[Range],
+    count: Value,
+    body: Callable[[Value, Value, Value, Value], None],
+) -> None:
+    """`body(first, stop, k, keys)`: which neighbours meet the step of keys from k on.
+
+    They are those between the first and the last one that may see any; there may be none.
+    """
+    b = e.builder
+
+    def step(k: Value, _: list[Value]) -> None:
+        first, last = e.index(len(ranges)), e.index(0)
+        for j, (start, stop) in enumerate(ranges):
+            meets = b.and_(b.icmp_signed("<=", start, k), e.below(k, stop))
+            first = b.select(meets, e.least(first, j), first)
+            last = b.select(meets, e.index(j + 1), last)
+        body(first, last, k, e.least(STEP, e.sub(count, k)))
+
+    e.loop(0, count, STEP, [], step)
+
+
+class Cut(NamedTuple):
+    """A block of queries that meets a block of keys, as `forward` names its parts."""
+
+    vectors: int
+    arguments: Value
+    batch: Value
+    head: Value
+    first_row: Value
+    packed: Value
+    weights: Value
+    rescale: Value
+    total: Value
+    head_dim: Value
+    v_head_dim: Value
+    rows_of: Callable[[Value, Value], tuple[Value, ...]]
+    """K and V from a key on, so many keys: where they lie, each with its distance of rows."""
+    softmax: Callable[[int, Value, Value, Value, Value], None]
+    """One vector: its number, its scores, the first key, how many, whether marks are wanted."""
+    selected: Callable[[Value, Value, Value], None]
+    """Values that are not all finite: where they lie, distance of rows, and how many."""
+    together: Callable[[Value, Value], None]
+    """All vectors from a key on, so many keys."""
+
+
+class BlockKernel(Protocol):
+    """What is asked of the kernel that these functions are a part of."""
+
+    e: Emitter
+    shape: Shape
+    mask: Node
+
+    def places(self, arguments: Value, batch: Value, head: Value, first_row: Value) -> Expressions:
+        """Where the queries of one vector are."""
+
+    def values(self, vectors: int, across: int | None = None) -> Value:
+        """The function that adds values to some of the vectors of a block."""
+
+
+class Staircase:
+    """Writes the functions of one kernel, and what calls them."""
+
+    def __init__(self, kernel: BlockKernel) -> None:
+        self.e = kernel.e
+        self.seen = _seen(kernel)
+        self.scores = [_scores(kernel, n) for n in range(1, kernel.shape.vectors + 1)]
+        self.values = kernel.values(1, kernel.shape.vectors)
+
+    def meet(self, cut: Cut, all_finite: Value, kv_start: Value, count: Value) -> None:
+        """The queries meet the keys that they may see."""
+        e, b = self.e, self.e.builder
+        ranges = [self._range(cut, j, kv_start, count) for j in range(cut.vectors)]
+        starts, stops = zip(*ranges, strict=True)
+        start, stop = reduce(e.least, starts), reduce(e.greater, stops)
+        keys, first = e.sub(stop, start), e.add(kv_start, start)
+
+        def together() -> None:
+            cut.together(first, keys)
+
+        def any_key() -> None:
+            if cut.vectors == 1:
+                together()
+                return
+            inside = [(e.sub(low, start), e.sub(high, start)) for low, high in ranges]
+            e.choose(
+                worth(e, ranges, keys),
+                lambda: self._apart(cut, all_finite, first, keys, inside),
+                together,
+            )
+
+        with b.if_then(e.below(0, keys)):
+            any_key()
+
+    def _range(self, cut: Cut, j: int, kv_start: Value, count: Value) -> Range:
+        """From which key of the block to which the queries of vector j may see any."""
+        e, found = self.e, self.e.words(2)
+        first = e.add(cut.first_row, j * e.lanes)
+        where = cut.arguments, cut.batch, cut.head, first, kv_start, count, found
+        e.builder.call(self.seen, where)
+        return read_range(e, found)
+
+    def _apart(
+        self,
+        cut: Cut,
+        all_finite: Value,
+        kv_start: Value,
+        count: Value,
+        ranges: list[Range],
+    ) -> None:
+        """Each vector meets its own range of keys."""
+        e, b = self.e, self.e.builder
+        key, key_row, value, value_row = cut.rows_of(kv_start, count)
+        width = e.index(cut.vectors * e.vector_bytes)
+
+        def scores(first: Value, last: Value, k: Value, keys: Value) -> None:
+            offset, number = e.mul(first, e.vector_bytes), e.sub(last, first)
+            out = e.at(cut.weights, offset, e.mul(k, width))
+            places = e.at(key, e.mul(k, key_row)), e.at(cut.packed, offset), out
+            for vectors, scores in enumerate(self.scores, start=1):
+                with b.if_then(b.icmp_signed("==", number, e.index(vectors))):
+                    b.call(scores, [*places, key_row, cut.head_dim, keys])
+
+        finite = b.call(all_finite, [value, value_row, count, cut.v_head_dim])
+
+        def leave_out(weights: Value, first: Value, last: Value) -> None:
+            mark = e.const(-0.0)
+            e.loop(
+                first, last, 1, [],
+                lambda k, _: e.store_vector(mark, e.at(weights, e.mul(k, width))),
+            )  # fmt: skip
+
+        def vector(j: int, start: Value, stop: Value) -> None:
+            offset, keys = j * e.vector_bytes, e.sub(stop, start)
+            all_weights, rescale = e.at(cut.weights, offset), e.at(cut.rescale, offset)
+            weights, some = e.at(all_weights, e.mul(start, width)), e.below(0, keys)
+            with b.if_then(some):
+                cut.softmax(j, weights, e.add(kv_start, start), keys, b.not_(finite))
+            with b.if_then(b.and_(some, finite)):
+                rows, total = e.at(value, e.mul(start, value_row)), e.at(cut.total, offset)
+                sizes = value_row, cut.v_head_dim, keys
+                b.call(self.values, [rows, weights, rescale, total, *sizes])
+            with b.if_then(b.not_(finite)):
+                with b.if_then(b.not_(some)):
+                    e.store_vector(e.const(1.0), rescale)
+                leave_out(all_weights, e.index(0), b.select(some, start, count))
+                leave_out(all_weights, b.select(some, stop, count), count)
+
+        each_step(e, ranges, count, scores)
+        for j, own in enumerate(ranges):
+            vector(j, *own)
+        with b.if_then(b.not_(finite)):
+            cut.selected(value, value_row, count)
+
+
+def _seen(kernel: BlockKernel) -> Value:
+    """A function `(arguments, batch, head, first_row, kv_start, count, range)` of one vector."""
+    e = kernel.e
+    with e.function("seen", [POINTER, *[INT64] * 5, POINTER]) as (function, args):
+        arguments, batch, head, first_row, kv_start, count, found = args
+        places = kernel.places(arguments, batch, head, first_row)
+        write_range(e, places, kernel.mask, kv_start, count, found)
+    return function
+
+
+def _scores(kernel: BlockKernel, vectors: int) -> Value:
+    """S[k, :] = K[k, :] . packed Q of neighbouring vectors of queries."""
+    e, across = kernel.e, kernel.shape.vectors
+    with e.function(f"steps_of_{vectors}", [*[POINTER] * 3, *[INT64] * 3]) as (function, args):
+        key, packed, out, key_row, head_dim, count = args
+
+        def finish(k: Value, products: list[Value], _: list[Value]) -> list[Value]:
+            row = across * e.vector_bytes
+            first = e.at(out, e.mul(k, row))
+            for i in range(len(products) // vectors):
+                own = products[i * vectors : (i + 1) * vectors]
+                store_vectors(e, e.at(first, i * row), own)
+            return []
+
+        keys = kernel.shape.keys_of(vectors)
+        dot_rows(e, key, key_row, count, packed, vectors, head_dim, keys, [], finish, across=across)
+    return function

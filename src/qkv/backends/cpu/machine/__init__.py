@@ -1,0 +1,1 @@
+"""The machine that code is compiled for: instruction sets, tile shapes, permissions, fork locks."""

@@ -1,0 +1,144 @@
+"""The machine that code is compiled for.
+
+`QKV_ISA` forces a lesser instruction set: "amx" (bfloat16 tiles), "avx512-bf16" (pairs of
+bfloat16), "avx512", "avx2", "sse" or "neon".
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+
+from qkv.backends.cpu.machine import threadpool_limits
+from qkv.backends.cpu.machine.fork_locks import alone_in_llvm
+from qkv.backends.cpu.machine.tile_permission import permitted
+from qkv.backends.cpu.machine.tiling import Shape
+from qkv.errors import ArgumentError
+
+_AVX512 = Shape(lanes=16, vectors=4, keys=4, halves=True)
+_SHAPES = {
+    "amx": _AVX512,
+    "avx512-bf16": _AVX512,
+    "avx512": _AVX512,
+    "avx2": Shape(lanes=8, vectors=3, keys=4, halves=True),
+    "sse": Shape(lanes=4, vectors=3, keys=3, fused=False),
+    "neon": Shape(lanes=4, vectors=4, keys=4, halves=True),
+}
+"""For float32."""
+_BFLOAT16_SHAPES = {
+    "amx": Shape(lanes=16, vectors=2, keys=2, halves=True, product="tiles", together=8),
+    "avx512-bf16": Shape(lanes=16, vectors=4, keys=6, halves=True, product="pairs", together=4),
+}
+"""For products of bfloat16; other machines convert to float32."""
+_NEEDS_AVX512 = frozenset({"avx512f", "avx512vl", "avx512bw", "avx512dq", "fma", "f16c"})
+_REQUIRED = {
+    "amx": _NEEDS_AVX512 | {"avx512bf16", "amx-tile", "amx-bf16"},
+    "avx512-bf16": _NEEDS_AVX512 | {"avx512bf16"},
+    "avx512": _NEEDS_AVX512,
+    "avx2": frozenset({"avx2", "fma", "f16c"}),
+}
+"""From the most able one on."""
+_FARTHER: dict[str, Any] = {"nearest": False, "reach": 16 * 1024}
+_ASKING: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("znver1", "znver2", "znver3", "znver4"), _FARTHER),
+    "znver5": {"reach": 4 * 1024},
+}
+"""How processors ask ahead, where not like others: those of `_FARTHER` would wait for memory."""
+_WITHOUT: dict[str, tuple[str, ...]] = {
+    "avx512-bf16": ("amx",),
+    "avx512": ("amx", "avx512bf16"),
+    "avx2": ("amx", "avx512", "avx10"),
+    "sse": ("amx", "avx", "fma", "f16c", "xop", "v"),
+}
+"""Beginnings of the names of features that code for this instruction set does without."""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What the compiler is told, and the tile that fits the registers."""
+
+    cpu: str
+    features: str
+    isa: str
+
+    @property
+    def shape(self) -> Shape:
+        return replace(_SHAPES[self.isa], **_ASKING.get(self.cpu, {}))
+
+    @property
+    def bfloat16_shape(self) -> Shape | None:
+        """For products of bfloat16, where the machine has them."""
+        return _BFLOAT16_SHAPES.get(self.isa)
+
+    def shape_of(self, dtype: np.dtype[Any]) -> Shape:
+        """For a type of computation: float64 has half as many lanes."""
+        shape = self.shape
+        return shape if dtype.itemsize == 4 else replace(shape, lanes=shape.lanes // 2)
+
+
+def host() -> Host:
+    """This machine, or the narrower one that `QKV_ISA` names.
+
+    Raises
+    ------
+    ArgumentError
+        If `QKV_ISA` names an instruction set that this machine lacks.
+    """
+    return _host(os.environ.get("QKV_ISA", ""))
+
+
+def quick_setting(name: str) -> Callable[[], object]:
+    """What the environment says, in whatever form: to see whether it is what it was.
+
+    `os.environ.get` encodes the name and decodes the answer, each time; this looks at what lies
+    behind it, a thirtieth of the time, if it is as in every Python so far.
+    """
+    try:
+        behind, encoded = vars(os.environ)["_data"], os.environ.encodekey
+        if {encoded(known) for known in os.environ} == set(behind):
+            return partial(behind.get, encoded(name))
+    except (AttributeError, KeyError, TypeError):
+        pass
+    return partial(os.environ.get, name)
+
+
+isa_said = quick_setting("QKV_ISA")
+
+
+@lru_cache(maxsize=8)
+@alone_in_llvm()
+def _host(forced: str) -> Host:
+    import llvmlite.binding as llvm
+
+    threadpool_limits.register()
+    try:
+        features = dict(llvm.get_host_cpu_features())
+    except RuntimeError:  # LLVM cannot tell on every platform; the processor's name still says much
+        features = {}
+    has = {name for name, present in features.items() if present}
+    if platform.machine().lower() in ("arm64", "aarch64"):
+        usable = ["neon"]
+    else:
+        usable = [isa for isa, needs in _REQUIRED.items() if needs <= has] + ["sse"]
+        if usable[0] == "amx" and not permitted():
+            # Processors with tiles multiply pairs more slowly than float32.
+            usable[:3] = ["avx512", "avx512-bf16"]
+    isa = forced or usable[0]
+    if isa not in usable:
+        raise ArgumentError(
+            f"QKV_ISA={forced!r} is not an instruction set of this machine.",
+            [("has", ", ".join(usable))],
+            "Unset QKV_ISA, or name one of these.",
+        )
+    dropped = _WITHOUT.get(isa, ()) if isa != usable[0] else ()
+    for name in features:
+        if name.startswith(dropped):
+            features[name] = False
+    flat = ",".join(("+" if on else "-") + name for name, on in sorted(features.items()))
+    return Host(llvm.get_host_cpu_name(), flat, isa)

@@ -1,0 +1,137 @@
+"""The argument block of one call: addresses, strides and sizes as the kernel reads them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.backends.cpu.emit.frame import COUNTER_BYTES, WORD
+from qkv.backends.cpu.forward.kernel import FIELDS
+from qkv.backends.cpu.machine.addresses import address_of, page_aligned
+from qkv.backends.cpu.rows.rotation import rotated_rows
+from qkv.problem.rows import Rows, whole_rows
+from qkv.problem.spec import Problem
+
+Array = NDArray[Any]
+
+_FIRST = COUNTER_BYTES // WORD
+
+
+def word_of(name: str, fields: tuple[str, ...] = FIELDS) -> int:
+    """Which word of the block a field is, of the forward pass unless other fields are given."""
+    return _FIRST + fields.index(name)
+
+
+_LIMIT = word_of("limit")
+"""The same in every kernel: the common fields come first."""
+
+
+class Arguments:
+    """The words of one call as a kernel reads them; keeps alive whatever its addresses point to."""
+
+    def __init__(self, problem: Problem, names: tuple[str, ...]) -> None:
+        self._problem = problem
+        self._names = names
+        self._compute = problem.spec.compute_dtype
+        self._kept: list[Array] = []
+
+    def allow(self, start: int, stop: int) -> None:
+        """Let the next run take the tasks from `start` to `stop`."""
+        self._words[0] = start
+        self._words[_LIMIT] = stop
+
+    def copy(self) -> Array:
+        """The words alone, for a call of their own."""
+        words = page_aligned(self._words.nbytes).view(np.int64)
+        words[:] = self._words
+        return words
+
+    def word_of_table(self, name: str) -> int:
+        """Which word of the block is the address of a table."""
+        word = _FIRST + len(self._names)
+        for table in self._problem.spec.tables:
+            if table.name == name:
+                return word
+            word += 1 + 2 * table.ndim
+        raise KeyError(name)
+
+    def _write(self, fields: Mapping[str, int], more: Sequence[int] = ()) -> None:
+        """Lay out the block: counter, fields, tables of the expressions, and what follows them."""
+        words = [0] * _FIRST + [fields[name] for name in self._names]
+        for table in self._problem.spec.tables:
+            array = self._problem.operands.tables[table.name]
+            words.append(self._address(array))
+            for size, stride in zip(array.shape, array.strides, strict=True):
+                words += [size, stride]
+        words += more
+        self._words = page_aligned(len(words) * WORD).view(np.int64)
+        self._words[:] = words
+        self.address = address_of(self._words)
+
+    def _address(self, array: Array) -> int:
+        """Where an array lies; it stays there as long as the block."""
+        self._kept.append(array)
+        return address_of(array)
+
+    def _common(self, tasks: Array, per_worker: int, workers: int) -> dict[str, int]:
+        """The fields of every kernel but `scale`."""
+        spec, dropout = self._problem.spec, self._problem.operands.dropout
+        fields = {
+            "limit": 0,
+            "tasks": self._address(tasks),
+            "scratch": self._address(page_aligned(per_worker * workers)),
+            "scratch_bytes": per_worker,
+            "num_heads": spec.num_heads,
+            "group_size": spec.group_size,
+            "q_len": spec.q_len,
+            "kv_len": spec.kv_len,
+            "head_dim": spec.head_dim,
+            "v_head_dim": spec.v_head_dim,
+            "dropout_seed": 0,
+            "dropout_threshold": 0,
+            "dropout_factor": 0,
+        }
+        if dropout is not None:
+            signed = dropout.seed - 2**64 if dropout.seed >= 2**63 else dropout.seed
+            fields["dropout_seed"] = signed
+            fields["dropout_threshold"] = math.ceil(dropout.p * 2.0**32)
+            fields["dropout_factor"] = self._real(1 / (1 - dropout.p))
+        return fields
+
+    def _real(self, value: float) -> int:
+        """The bits of a number in the type of computation."""
+        with np.errstate(over="ignore"):
+            real = self._compute.type(value)
+        return int(real.view(np.int32 if real.itemsize == 4 else np.int64))
+
+    def _operand(self, name: str, array: Array) -> dict[str, int]:
+        *lead, head, row, element = array.strides
+        return {
+            name: self._address(array),
+            f"{name}_batches": self._address(batch_offsets(self._problem.spec.batch_shape, lead)),
+            f"{name}_head": head,
+            f"{name}_row": row,
+            f"{name}_element": element,
+        }
+
+
+def batch_offsets(batch_shape: Sequence[int], strides: Sequence[int]) -> Array:
+    """Where each batch row begins, in bytes."""
+    offsets = np.zeros(batch_shape, np.int64)
+    for axis, stride in enumerate(strides):
+        steps = np.arange(batch_shape[axis], dtype=np.int64) * stride
+        offsets += steps.reshape(-1, *[1] * (len(strides) - axis - 1))
+    return offsets
+
+
+def rotated(problem: Problem) -> tuple[Array, Rows]:
+    """Query and key as the product meets them: rotated copies, or as they are."""
+    operands = problem.operands
+    if problem.spec.rotation is None or operands.angles is None:
+        return operands.query, operands.key
+    key = whole_rows(operands.key, problem.spec.compute_dtype)
+    return rotated_rows(problem, operands.query, "q"), rotated_rows(problem, key, "kv")

@@ -1,0 +1,208 @@
+"""The host side of the backward pass: its kernels, its tasks, and how many threads share them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv._threads import get_num_threads
+from qkv.backends.cpu.backward.block import BLOCK_KV, TASK, BackwardKey, TableGradient
+from qkv.backends.cpu.backward.delta_correction import emit_residuals
+from qkv.backends.cpu.backward.kernel import emit_backward
+from qkv.backends.cpu.compiler.compile import Kernel, Runnable, build
+from qkv.backends.cpu.machine.host import Host, host
+from qkv.backends.cpu.machine.tiling import Shape
+from qkv.backends.cpu.passes.forward import (
+    OPERATIONS_PER_SECOND,
+    OTHERS_PER_SECOND,
+    operations_of_a_pair,
+    shape_of,
+)
+from qkv.backends.cpu.plan.block_skipping import weightless
+from qkv.backends.cpu.plan.kernel_spec import integer_bits, kernel_spec
+from qkv.backends.cpu.plan.schedule import Schedule, schedule
+from qkv.backends.cpu.plan.table_gradients import SummedTable, summed_table
+from qkv.backends.cpu.split_bf16 import choice as split_bf16
+from qkv.backends.cpu.threads import jobs
+from qkv.problem.backward import BackwardInputs
+from qkv.problem.rows import plain
+from qkv.problem.spec import Problem, Spec
+
+Array = NDArray[Any]
+
+_TASKS = 64
+"""Tasks that are enough for many cores."""
+_KEYS, _KEYS_IN_TILES = 512, 1024
+"""Keys that are enough for a task: packing the queries again, and splitting them, is then cheap."""
+_PARTS = 8
+"""Parts of dQ that may lie beside one another."""
+_FEW_KEYS = 512
+"""Keys up to which dP of few queries are added in float64, which takes a third longer."""
+
+_VECTORS, _TOGETHER = 4, 8
+"""Of a block of queries in tiles; blocks that are packed at once: they fit a cache, and pay for
+splitting keys."""
+_ROWS_PAY = 32
+"""Queries from which on tiles are quicker."""
+_SLICE_SECONDS = 0.1
+_WORTH_A_THREAD = 4e6
+
+
+class BackwardPass:
+    """The backward pass of one problem.
+
+    `few` says that few queries see any key, so that their rows are summed again first. `names` are
+    the tables whose gradients are wanted, `out_dtype` the type of the output. Which pairs weigh
+    nothing is told from `inputs`.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        *,
+        few: bool,
+        names: Iterable[str],
+        out_dtype: np.dtype[Any],
+        inputs: BackwardInputs | None = None,
+    ) -> None:
+        spec, here = problem.spec, host()
+        self._here = here
+        self.shape = here.shape_of(spec.compute_dtype) if few else backward_shape(problem, here)
+        block_q, together = self.shape.block_q, self.shape.together
+        known = not few and inputs is not None
+        sparing = weightless(problem, block_q, BLOCK_KV, inputs) if known else None
+        self.plan = _in_order(schedule(problem, block_q, together=together, sparing=sparing))
+        ranges = _ranges(spec, in_tiles=self.shape.product == "tiles")
+        self.splits = len(ranges)
+        self.tables = [summed_table(problem, name, self.splits) for name in sorted(names)]
+        self.tasks, self._launches = _tasks(spec, self.plan, ranges, self.tables)
+        self._key = BackwardKey(
+            kernel_spec(spec),
+            replace(self.shape, together=1),
+            integer_bits(problem),
+            spec.rotation is not None,
+            out_dtype.name,
+            gradient_dtype(problem).name,
+            tuple(TableGradient(table.name, table.wide) for table in self.tables),
+            few,
+            few and spec.kv_len <= _FEW_KEYS,
+        )
+        self._operations = 2.0 * self.plan.pairs * (3 * spec.head_dim + 2 * spec.v_head_dim)
+        self._others = 2 * operations_of_a_pair(spec) * self.plan.pairs
+
+    @property
+    def multiplies_parts(self) -> bool:
+        """Whether products of float32 are sums of those of their parts."""
+        return self.shape.parts > 1 and self._key.spec.dtype == "float32"
+
+    def residuals(self) -> Kernel:
+        """Sums the rows of few queries again."""
+        return _kernel(emit_residuals, self._key, self._here)
+
+    def kernel(self) -> Kernel:
+        tiles = self.shape.product == "tiles"
+        return _kernel(split_bf16.BACKWARD.emit if tiles else emit_backward, self._key, self._here)
+
+    def workers(self) -> int:
+        """Threads that pay, at most as many as may run."""
+        paying = int(self._operations / _WORTH_A_THREAD)
+        return max(1, min(get_num_threads(), len(self.tasks), paying))
+
+    def launch(self, kernel: Kernel, arguments: Runnable, workers: int) -> None:
+        rate = OPERATIONS_PER_SECOND[self.shape.product]
+        seconds = (self._operations / rate + self._others / OTHERS_PER_SECOND) / workers
+        # As many tasks for each: nobody waits for the last one.
+        rounds = len(self.tasks) / workers * _SLICE_SECONDS / max(seconds, _SLICE_SECONDS)
+        step = workers * max(1, int(rounds))
+        share = seconds * step / len(self.tasks)
+        for first, last in self._launches:
+            for start in range(first, last, step):
+                arguments.allow(start, min(start + step, last))
+                jobs.run(kernel, arguments, workers, share)
+
+
+def backward_shape(problem: Problem, here: Host) -> Shape:
+    """The tile of the kernel: products as the forward pass has them, where they pay."""
+    spec = problem.spec
+    shape = shape_of(spec, here, split=split_bf16.allows(problem))
+    if spec.q_len < _ROWS_PAY or shape.product == "elements":
+        return here.shape_of(spec.compute_dtype)
+    if shape.product == "pairs":
+        return replace(here.shape_of(spec.compute_dtype), product="pairs")
+    return replace(shape, vectors=_VECTORS, together=min(shape.together, _TOGETHER))
+
+
+def gradient_dtype(problem: Problem) -> np.dtype[Any]:
+    """Of the gradients that a kernel leaves: rounded once, after all has been added."""
+    spec, operands = problem.spec, problem.operands
+    broadcast = any(
+        stride == 0 and size > 1
+        for array in (operands.query, plain(operands.key), plain(operands.value))
+        for stride, size in zip(array.strides[:-3], array.shape[:-3], strict=True)
+    )
+    if broadcast or spec.rotation is not None:
+        return spec.compute_dtype
+    return operands.query.dtype
+
+
+@lru_cache(maxsize=256)
+def _kernel(emit: Callable[[BackwardKey], str], key: BackwardKey, here: Host) -> Kernel:
+    return Kernel(build(emit, (key,), here))
+
+
+def _ranges(spec: Spec, *, in_tiles: bool = False) -> list[tuple[int, int]]:
+    """Keys of each task of a kv head; their number depends on the shape alone."""
+    least = _KEYS_IN_TILES if in_tiles else _KEYS
+    wanted = -(-_TASKS // (spec.batch_size * spec.num_kv_heads))
+    number = max(1, min(wanted, spec.kv_len // least, _PARTS))
+    size = -(-spec.kv_len // (number * BLOCK_KV)) * BLOCK_KV
+    return [(k, min(k + size, spec.kv_len)) for k in range(0, spec.kv_len, size)]
+
+
+def _in_order(plan: Schedule) -> Schedule:
+    """Blocks by batch row, head and query."""
+    order = np.lexsort(plan.tasks[:, 2::-1].T)
+    return replace(plan, tasks=np.ascontiguousarray(plan.tasks[order]))
+
+
+def _tasks(
+    spec: Spec, plan: Schedule, ranges: list[tuple[int, int]], tables: list[SummedTable]
+) -> tuple[Array, list[tuple[int, int]]]:
+    """Rows of `TASK`, the longest first, and those of each launch.
+
+    Tasks that would add to the same entries of a large table are in different launches.
+    """
+    shape = spec.batch_size, spec.num_kv_heads, len(ranges)
+    places = np.stack(np.unravel_index(np.arange(math.prod(shape)), shape), axis=1)
+    tasks = np.zeros((len(places), len(TASK) + len(tables)), np.int64)
+    tasks[:, (0, 1, 4)] = places
+    tasks[:, 2:4] = np.array(ranges)[places[:, 2]]
+    for column, table in enumerate(tables, start=len(TASK)):
+        tasks[:, column] = table.copy_of(places) * math.prod(table.shape) * 8
+    launch = np.zeros(len(places), np.int64)
+    for axis, count in enumerate(shape):
+        if any(table.shared[axis] and not table.wide for table in tables):
+            launch = launch * count + places[:, axis]
+    order = np.lexsort((-_pairs(spec, plan, ranges).reshape(-1), launch))
+    edges = [0, *(np.flatnonzero(np.diff(launch[order])) + 1).tolist(), len(order)]
+    return np.ascontiguousarray(tasks[order]), list(pairwise(edges))
+
+
+def _pairs(spec: Spec, plan: Schedule, ranges: list[tuple[int, int]]) -> Array:
+    """Pairs of each task, `(batch, kv heads, ranges)`."""
+    starts, stops = plan.runs[:, 0], plan.runs[:, 1]
+    first, last = plan.tasks[:, 3], plan.tasks[:, 4]
+    found = np.empty((len(plan.tasks), len(ranges)), np.int64)
+    for n, (start, stop) in enumerate(ranges):
+        met = np.maximum(np.minimum(stops, stop) - np.maximum(starts, start), 0)
+        ends = np.concatenate([[0], np.cumsum(met)])
+        found[:, n] = ends[last] - ends[first]
+    by_block = found.reshape(spec.batch_size, spec.num_kv_heads, -1, len(ranges))
+    return np.asarray(by_block.sum(axis=2))

@@ -1,0 +1,154 @@
+"""The argument block of a backward pass, and the arrays that it writes."""
+
+from __future__ import annotations
+
+import math
+from copy import copy
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.backends.cpu.backward.block import fields_with, padded, scratch_areas
+from qkv.backends.cpu.machine.addresses import page_aligned
+from qkv.backends.cpu.machine.tiling import Shape
+from qkv.backends.cpu.passes.arguments import Arguments, rotated
+from qkv.backends.cpu.passes.backward import BackwardPass, gradient_dtype
+from qkv.backends.cpu.passes.delta_correction import Rows
+from qkv.backends.cpu.rows.rotation import rotated_rows
+from qkv.backends.cpu.split_bf16 import choice as split_bf16
+from qkv.problem.backward import BackwardInputs, OperandGradients
+from qkv.problem.rows import plain
+from qkv.problem.spec import Problem, Spec
+
+Array = NDArray[Any]
+
+
+class Results:
+    """Arrays that the kernels write, and what is left to do with them."""
+
+    def __init__(self, problem: Problem, backward: BackwardPass) -> None:
+        self.problem = problem
+        self.dtype = gradient_dtype(problem)
+        self.adds_query = backward.splits > 1 or self.dtype != problem.spec.compute_dtype
+        self._splits, self._lanes = backward.splits, backward.shape.lanes
+        self._tables = backward.tables
+        self._make()
+
+    def again(self) -> Results:
+        """Other arrays like these."""
+        made = copy(self)
+        made._make()
+        return made
+
+    def _make(self) -> None:
+        spec = self.problem.spec
+        compute = spec.compute_dtype
+        batch, kv_heads, kv_len = spec.batch_size, spec.num_kv_heads, spec.kv_len
+        rows = (batch, spec.num_heads, spec.q_len, spec.head_dim)
+        self.query = np.zeros(rows, self.dtype)
+        self.query_parts = self.query[None]
+        if self.adds_query:
+            self.query_parts = np.zeros((self._splits, *rows), compute)
+        self.key, self.key_sums = self._keys((batch, kv_heads, kv_len, spec.head_dim))
+        self.value, self.value_sums = self._keys((batch, kv_heads, kv_len, spec.v_head_dim))
+        self.tables = {
+            t.name: np.zeros((t.copies, *t.shape), np.float64 if t.wide else compute)
+            for t in self._tables
+        }
+
+    def _keys(self, shape: tuple[int, ...]) -> tuple[Array, Array]:
+        """A gradient, and where it is added: in place if its rows are whole vectors."""
+        compute = self.problem.spec.compute_dtype
+        out = _empty(shape, self.dtype)
+        if self.dtype == compute and shape[-1] % self._lanes == 0:
+            return out, out
+        return out, _empty((*shape[:-1], padded(shape[-1], self._lanes)), compute)
+
+    def finish(self) -> OperandGradients:
+        operands = self.problem.operands
+        query = self.query.reshape(operands.query.shape)
+        key = self.key.reshape(operands.key.shape)
+        if operands.angles is not None:
+            query = rotated_rows(self.problem, query, "q", back=True)
+            key = rotated_rows(self.problem, key, "kv", back=True)
+        value = self.value.reshape(operands.value.shape)
+        tables = {name: copies.sum(axis=0) for name, copies in self.tables.items()}
+        return OperandGradients(query, key, value, tables)
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    size = math.prod(shape) * dtype.itemsize
+    return page_aligned(size).view(dtype).reshape(shape)
+
+
+def areas_of(spec: Spec, shape: Shape) -> dict[str, int]:
+    """The parts of one worker's scratch, in bytes."""
+    if shape.product == "tiles":
+        return split_bf16.BACKWARD.areas(shape, spec.head_dim, spec.v_head_dim, shape.together)
+    return scratch_areas(shape, spec.head_dim, spec.v_head_dim, spec.compute_dtype.itemsize)
+
+
+def scratch_of(spec: Spec, shape: Shape) -> int:
+    """Memory of one worker: whole pages."""
+    return -(-sum(areas_of(spec, shape).values()) // 4096) * 4096
+
+
+class BackwardArguments(Arguments):
+    """The words of a backward pass."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        inputs: BackwardInputs,
+        backward: BackwardPass,
+        results: Results,
+        rows: Rows,
+        workers: int,
+    ) -> None:
+        spec, operands, shape = problem.spec, problem.operands, backward.shape
+        areas = areas_of(spec, shape)
+        super().__init__(problem, fields_with(tuple(areas)))
+        item = spec.compute_dtype.itemsize
+        ends = np.cumsum(list(areas.values()))
+        query, key = rotated(problem)
+        arrays = {
+            "query": query, "key": plain(key), "value": plain(operands.value),
+            "out": inputs.out, "grad_out": inputs.grad_out,
+        }  # fmt: skip
+        fields = {
+            **self._common(backward.tasks, scratch_of(spec, shape), workers),
+            "scale": self._real(operands.scale),
+            "blocks": self._address(backward.plan.tasks),
+            "runs": self._address(backward.plan.runs),
+            "q_blocks": -(-spec.q_len // (shape.block_q * shape.together)),
+            "together": shape.together,
+            "sinks": 0
+            if operands.sinks is None
+            else self._address(np.ascontiguousarray(operands.sinks, spec.compute_dtype)),
+            "splits": len(results.query_parts),
+            "finished": self._address(np.zeros(spec.batch_size * spec.num_kv_heads, np.int64)),
+            "query_parts": self._address(results.query_parts),
+            "part_bytes": results.query_parts.strides[0],
+            "d_query": self._address(results.query),
+            "add_query": int(results.adds_query),
+            "row_sums": self._address(rows.sums),
+            "row_bytes": rows.lse.nbytes,
+        }
+        for name in ("lse", "lse_rest", "grad_lse", "delta_rest"):
+            fields[name] = self._address(getattr(rows, name))
+        for name, array in arrays.items():
+            fields.update(self._operand(name, array))
+        for name in ("key", "value"):
+            fields[f"copy_{name}"] = int(arrays[name].strides[-1] != item)
+            out, sums = getattr(results, name), getattr(results, f"{name}_sums")
+            fields[f"{name}_sums"] = self._address(sums)
+            fields[f"{name}_sum_row"] = sums.shape[-1] * item
+            fields[f"d_{name}"] = self._address(out)
+            fields[f"round_{name}"] = int(out is not sums)
+        for name, end, size in zip(areas, ends.tolist(), areas.values(), strict=True):
+            fields[f"area_{name}"] = end - size
+        more = []
+        for copies in results.tables.values():
+            more += [self._address(copies), *copies.strides[1:]]
+        self._write(fields, more)

@@ -1,0 +1,222 @@
+"""The decode kernel made ready: when it runs, how much work it is, and its argument block."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv._threads import get_num_threads
+from qkv.backends.cpu.compiler.compile import Code, Kernel, build
+from qkv.backends.cpu.decode.kernel import (
+    DecodeKey,
+    emit_decode,
+    panel_of,
+    record_bytes,
+    scratch_bytes,
+)
+from qkv.backends.cpu.decode.rows import FIELDS, page_fields
+from qkv.backends.cpu.decode.tasks import shared_bytes
+from qkv.backends.cpu.machine.host import Host, host
+from qkv.backends.cpu.machine.tiling import Shape
+from qkv.backends.cpu.passes.arguments import Arguments, rotated, word_of
+from qkv.backends.cpu.passes.forward import Pass, alone_operations
+from qkv.backends.cpu.passes.scratch import Block, give_back, take
+from qkv.backends.cpu.plan.kernel_spec import integer_bits, kernel_spec
+from qkv.partial import Partial, RowStatistics
+from qkv.problem.rows import Rows, StoredRows
+from qkv.problem.spec import Problem, Spec
+
+Array = NDArray[Any]
+
+_FEW = 0.75
+"""Of the lanes of a vector: so many queries, or fewer, leave the others idle in a forward pass."""
+_ROWS_OF_A_READ = 8
+"""Rows of Q whose products take about as long as reading K and V."""
+_LIMIT, _SCRATCH, _SHARED = (word_of(name, FIELDS) for name in ("limit", "scratch", "shared"))
+
+
+def streams(spec: Spec, shape: Shape) -> bool:
+    """Whether there are so few queries that lanes along head_dim beat lanes along queries."""
+    return spec.q_len <= _FEW * shape.lanes
+
+
+class DecodeKernel(Kernel):
+    """The job of a decoding step, with the function that plans it and the one that does both."""
+
+    def __init__(self, code: Code) -> None:
+        super().__init__(code)
+        signature = ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64
+        address = code.address("step")
+        self.step = ctypes.CFUNCTYPE(*signature)(address)
+        self.brief_step = ctypes.PYFUNCTYPE(*signature)(address)
+        """The same. Python's lock is kept."""
+
+
+class DecodePass:
+    """The kernel for one kind of rows, and how its work is shared out: any number of keys."""
+
+    def __init__(
+        self, problem: Problem, *, statistics: bool = False, int_bits: int | None = None
+    ) -> None:
+        spec = problem.spec
+        shape = host().shape_of(spec.compute_dtype)
+        # Sinks scale the output afterwards: round to the type of storage only then.
+        self.out_dtype = spec.compute_dtype if spec.sinks else np.dtype(spec.dtype)
+        key = DecodeKey(
+            kernel_spec(spec),
+            shape,
+            int_bits or integer_bits(problem),
+            *_as_read(spec),
+            self.out_dtype.name,
+            statistics,
+        )
+        self.kernel = _kernel(key, host())
+        self.scratch_bytes = scratch_bytes(spec, shape)
+        """Of one worker."""
+        self._record_bytes = record_bytes(spec, shape)
+        self._groups = spec.batch_size * spec.num_kv_heads
+        rows = max(spec.group_size * spec.q_len, _ROWS_OF_A_READ)
+        self._operations = 2.0 * (spec.head_dim + spec.v_head_dim) * rows
+        self._brief_keys, self._alone_keys, self._slice_keys = (
+            int(operations / self._operations) for operations in alone_operations()
+        )
+
+    def run(self, block: Block, kv_len: int, kept: object) -> None:
+        """Plan, and compute what the block says; `kept` is what its addresses point to."""
+        keys = self._groups * kv_len
+        most = self._alone_keys
+        workers = 1
+        if keys > most:
+            threads = get_num_threads()
+            workers = self._pass(keys, keys).workers(threads)
+            if threads == 1:
+                most = self._slice_keys
+        own = self.scratch_bytes * workers
+        scratch = take(own + shared_bytes(self._groups, kv_len, self._record_bytes))
+        words = block.words
+        words[_SCRATCH] = scratch.address
+        words[_SHARED] = scratch.address + own
+        if keys <= self._brief_keys:
+            self.kernel.brief_step(block.pointer, keys)
+        else:
+            met = self.kernel.step(block.pointer, most)
+            if met > most:
+                block.kept = scratch, kept
+                planned = self._pass(met, words[_LIMIT])
+                planned.launch(block, min(workers, planned.workers()))
+                block.kept = ()
+        give_back(scratch)
+
+    def _pass(self, keys: int, tasks: int) -> Pass:
+        return Pass(self.kernel, tasks, self._operations * keys)
+
+
+def _as_read(spec: Spec) -> tuple[tuple[str, str, str], tuple[bool, bool]]:
+    """Types of query, key and value as the kernel reads them, and whether the last two are paged.
+
+    Rotated ones are arrays in the type of computation.
+    """
+    key, value = spec.key_storage, spec.value_storage
+    query_dtype = key_dtype = spec.dtype
+    if spec.rotation is not None:
+        key, query_dtype = None, spec.compute_dtype.name
+        key_dtype = query_dtype
+    dtypes = (
+        query_dtype,
+        key.dtype if key else key_dtype,
+        value.dtype if value else spec.dtype,
+    )
+    return dtypes, (key is not None and key.paged, value is not None and value.paged)
+
+
+@lru_cache(maxsize=256)
+def _kernel(key: DecodeKey, here: Host) -> DecodeKernel:
+    return DecodeKernel(build(emit_decode, (key,), here, ("job", "step")))
+
+
+def decode_bytes(spec: Spec, shape: Shape, workers: int) -> int:
+    """Memory of a pass beyond operands and output: scratch of the workers, and what they share."""
+    groups = spec.batch_size * spec.num_kv_heads
+    shared = shared_bytes(groups, spec.kv_len, record_bytes(spec, shape))
+    return workers * scratch_bytes(spec, shape) + shared
+
+
+class DecodeArguments(Arguments):
+    """The words of one pass of few queries; scratch is taken when it runs."""
+
+    def __init__(
+        self, problem: Problem, result: Partial, statistics: RowStatistics | None = None
+    ) -> None:
+        super().__init__(problem, FIELDS)
+        spec = problem.spec
+        per_worker = scratch_bytes(spec, host().shape_of(spec.compute_dtype))
+        fields = {
+            **dict.fromkeys(FIELDS, 0),
+            **self._common(np.empty(0, np.int64), per_worker, 0),
+            "scale": self._real(problem.operands.scale),
+            "batch_size": spec.batch_size,
+            "num_kv_heads": spec.num_kv_heads,
+            "rows": spec.group_size * spec.q_len,
+            "panel": panel_of(spec),
+            "out": self._address(result.out),
+            "lse": self._address(result.lse),
+        }
+        if statistics is not None:
+            fields["entropy"] = self._address(statistics.entropy)
+            fields["max_score"] = self._address(statistics.max_score)
+            fields["max_weight"] = self._address(statistics.max_weight)
+        query, key = rotated(problem)
+        fields |= self._operand("query", query)
+        fields |= self._rows("key", key) | self._rows("value", problem.operands.value)
+        self._write(fields)
+
+    def _operand(self, name: str, array: Array) -> dict[str, int]:
+        *lead, head, row, element = array.strides
+        batch = batch_stride(self._problem.spec.batch_shape, lead)
+        if batch is None:
+            return super()._operand(name, array)
+        return {
+            name: self._address(array),
+            f"{name}_batches": 0,
+            f"{name}_batch": batch,
+            f"{name}_head": head,
+            f"{name}_row": row,
+            f"{name}_element": element,
+        }
+
+    def _rows(self, name: str, rows: Rows) -> dict[str, int]:
+        """Keys or values, and their scales and pages if they have any."""
+        if not isinstance(rows, StoredRows):
+            return self._operand(name, rows)
+        parts = {name: rows.values}
+        if rows.scales is not None:
+            parts[f"{name}_scales"] = rows.scales[..., None]
+        fields: dict[str, int] = {}
+        for part, array in parts.items():
+            if rows.page_table is None:
+                fields |= self._operand(part, array)
+                continue
+            fields |= self._operand(part, array[0])
+            table, slots = self._address(rows.page_table), rows.page_table.shape[-1]
+            sizes = array.strides[0], rows.page_size, table, slots
+            fields |= zip(page_fields(part), sizes, strict=True)
+        return fields
+
+
+def batch_stride(sizes: Sequence[int], strides: Sequence[int]) -> int | None:
+    """Bytes from one batch row to the next in C order, none for all; None if these differ."""
+    found, count = None, 1
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=False):
+        if size == 1:
+            continue
+        if found is None:
+            found = stride
+        elif stride != found * count:
+            return None
+        count *= size
+    return found or 0

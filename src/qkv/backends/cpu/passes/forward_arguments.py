@@ -1,0 +1,57 @@
+"""The argument block of a forward pass."""
+
+from __future__ import annotations
+
+import math
+
+from qkv.backends.cpu.forward.kernel import FIELDS
+from qkv.backends.cpu.passes.arguments import Arguments, rotated
+from qkv.backends.cpu.passes.forward import ForwardPass
+from qkv.partial import Partial, RowStatistics
+from qkv.problem.rows import plain
+from qkv.problem.spec import Problem
+
+
+class ForwardArguments(Arguments):
+    """The words of a forward pass."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        forward: ForwardPass,
+        workers: int,
+        result: Partial,
+        statistics: RowStatistics | None = None,
+    ) -> None:
+        super().__init__(problem, FIELDS)
+        spec, operands = problem.spec, problem.operands
+        item = spec.compute_dtype.itemsize
+        fields = {
+            **self._common(forward.plan.tasks, forward.scratch_bytes, workers),
+            **self._scales(operands.scale),
+            "runs": self._address(forward.plan.runs),
+            "out": self._address(result.out),
+            "lse": self._address(result.lse),
+            "lse_rest": 0 if result.lse_rest is None else self._address(result.lse_rest),
+            "rows": spec.q_len,
+            "entropy": 0,
+            "max_score": 0,
+            "max_weight": 0,
+            "together": forward.shape.together,
+        }
+        if statistics is not None:
+            fields["entropy"] = self._address(statistics.entropy)
+            fields["max_score"] = self._address(statistics.max_score)
+            fields["max_weight"] = self._address(statistics.max_weight)
+        query, key = rotated(problem)
+        arrays = {"query": query, "key": plain(key), "value": plain(operands.value)}
+        for name, array in arrays.items():
+            fields.update(self._operand(name, array))
+            fields[f"copy_{name}"] = int(array.strides[-1] != item)
+        self._write(fields)
+
+    def _scales(self, scale: float) -> dict[str, int]:
+        return {
+            "sign": self._real(math.copysign(1.0, scale)),
+            "scale": self._real(abs(scale)),
+        }

@@ -1,0 +1,292 @@
+"""The host side of the replays: what `qkv.inspect` asks of weights that were never kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv._threads import get_num_threads
+from qkv.backends import Progress
+from qkv.backends.cpu.compiler.compile import Kernel, build
+from qkv.backends.cpu.machine.host import Host, host
+from qkv.backends.cpu.passes.arguments import Arguments, rotated
+from qkv.backends.cpu.passes.forward import (
+    OTHERS_PER_SECOND,
+    operations_of_a_pair,
+    shape_of,
+)
+from qkv.backends.cpu.plan.kernel_spec import integer_bits, kernel_spec
+from qkv.backends.cpu.plan.schedule import TILE_KV, Schedule, fine_tile, folds, schedule
+from qkv.backends.cpu.replay.kernel import (
+    FIELDS,
+    RANGE,
+    Question,
+    ReplayKey,
+    emit_replay,
+    scratch_bytes,
+)
+from qkv.backends.cpu.replay.weight_blocks import emit_weight_blocks
+from qkv.backends.cpu.split_bf16 import choice as split_bf16
+from qkv.backends.cpu.threads import jobs
+from qkv.partial import coarse
+from qkv.problem.rows import plain
+from qkv.problem.spec import Problem, Spec
+
+Array = NDArray[Any]
+
+MOST = 256
+"""The longest list that is kept while the keys go by: an insertion takes its length."""
+
+_KEYS = 512
+"""Keys of one task of `received`: packing the queries again is then cheap."""
+_FEW_KEYS = 128
+"""The same, where there would be fewer than `_TASKS` tasks."""
+_TASKS = 64
+
+_SLICE_SECONDS = 0.1
+_OPERATIONS_PER_SECOND = 5e10
+_WORTH_A_THREAD = 4e6
+
+
+def top(
+    problem: Problem, lse: Array, k: int, progress: Progress | None = None
+) -> tuple[Array, Array] | None:
+    """Indices and weights of the k best keys, `(*batch_shape, num_heads, q_len, k)`.
+
+    None where a list of k is too long to keep in order.
+    """
+    spec = problem.spec
+    count = min(k, spec.kv_len)
+    if count > MOST or spec.kv_len >= 2**31:
+        return None
+    shape = (*lse.shape, k)
+    indices, weights = np.full(shape, -1, np.int64), np.zeros(shape, spec.compute_dtype)
+    if 0 in (*lse.shape, count):
+        return indices, weights
+    in_parts = _in_parts(problem)
+    a, b = shift(problem, lse, in_parts=in_parts)
+    replay = ReplayPass(problem, "top", k=count, in_parts=in_parts)
+    best = np.empty((*lse.shape, count), spec.compute_dtype)
+    found = indices if count == k else np.empty(best.shape, np.int64)
+    replay.run({"k": count}, {"best": best, "indices": found}, progress)
+    with np.errstate(all="ignore"):
+        exact = np.exp((best - a[..., None]) - b[..., None])
+        weights[..., :count] = np.where(np.isneginf(best), 0, exact)
+    indices[..., :count] = found
+    return indices, weights
+
+
+def received(problem: Problem, lse: Array, progress: Progress | None = None) -> Array:
+    """The weight that each key takes in all, `(*batch_shape, num_heads, kv_len)`."""
+    spec = problem.spec
+    total = np.zeros((*lse.shape[:-1], spec.kv_len), spec.compute_dtype)
+    if 0 in (*lse.shape, spec.kv_len):
+        return total
+    padded = padded_shift(spec, *shift(problem, lse))
+    replay = ReplayPass(problem, "received")
+    arrays = {"shift": padded, "received": total, "blocks": replay.plan.tasks}
+    replay.run({"padded_rows": padded.shape[1] * padded.shape[3]}, arrays, progress)
+    return total
+
+
+def _in_parts(problem: Problem) -> bool:
+    """Whether the forward pass multiplied parts, so that a replay of rows does."""
+    return split_bf16.allows(problem) and shape_of(problem.spec, host()).parts > 1
+
+
+def shift(problem: Problem, lse: Array, *, in_parts: bool = False) -> tuple[Array, Array]:
+    """a and b with `log w = (s - a) - b`: lse and 0, or the maximum of a row and log of its sum.
+
+    Both are 0 for a row without keys, which so stays empty.
+    """
+    a = np.where(np.isneginf(lse), 0, lse)
+    b = np.zeros_like(a)
+    rows = coarse(a)
+    if rows.any():
+        row_max, log_sum = _sums(problem, rows, in_parts)
+        a[rows], b[rows] = row_max[rows], log_sum[rows]
+    return a, b
+
+
+def _sums(problem: Problem, rows: Array, in_parts: bool) -> tuple[Array, Array]:
+    """Maximum of each of some rows, sinks included, and the logarithm of its sum over that."""
+    replay = ReplayPass(problem, "sums", rows, in_parts=in_parts)
+    row_max = np.full(rows.shape, -np.inf, problem.spec.compute_dtype)
+    log_sum = np.full_like(row_max, -np.inf)
+    replay.run({}, {"row_max": row_max, "log_sum": log_sum})
+    sinks = problem.operands.sinks
+    if sinks is None:
+        return row_max, log_sum
+    with np.errstate(all="ignore"):
+        sink = sinks.astype(row_max.dtype)[:, None]
+        whole = np.maximum(row_max, sink)
+        return whole, np.logaddexp(row_max - whole + log_sum, sink - whole)
+
+
+def padded_shift(spec: Spec, a: Array, b: Array) -> Array:
+    """`(heads, vectors, 2, lanes)`: a and b of each vector of rows; b = inf beyond the last."""
+    shape, heads = host().shape_of(spec.compute_dtype), spec.batch_size * spec.num_heads
+    rows = -(-spec.q_len // shape.block_q) * shape.block_q
+    parts = []
+    for part, beyond in ((a, 0.0), (b, np.inf)):
+        padded = np.full((heads, rows), beyond, a.dtype)
+        padded[:, : spec.q_len] = part.reshape(heads, spec.q_len)
+        parts.append(padded.reshape(heads, -1, shape.lanes))
+    return np.stack(parts, axis=2)
+
+
+class ReplayPass:
+    """One question about one problem: its kernel, its tasks, and how they are run."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        question: Question,
+        rows: Array | None = None,
+        k: int = 0,
+        in_parts: bool = False,
+    ) -> None:
+        spec, here = problem.spec, host()
+        self.problem = problem
+        self.shape = here.shape_of(spec.compute_dtype)
+        if in_parts:
+            self.shape = shape_of(spec, here)
+        by_keys = question in ("received", "blocks")
+        rows_fold = not by_keys and not in_parts
+        self.folded = rows_fold and folds(spec, self.shape.lanes)
+        key = ReplayKey(
+            question,
+            replace(kernel_spec(spec), dropout=False),
+            replace(self.shape, together=1),
+            integer_bits(problem),
+            self.folded,
+            spec.rotation is not None,
+        )
+        self.kernel = _kernel(key, here)
+        block_q = self.shape.block_q
+        coarse_tiles = self.folded or in_parts
+        tile_kv = TILE_KV if coarse_tiles else fine_tile(problem, block_q)
+        self.plan = schedule(problem, block_q, self.folded, self.shape.together, tile_kv)
+        self.tasks, keys = self.plan.tasks, 0
+        if by_keys:
+            self.plan = _in_order(self.plan)
+        if question == "received":
+            self.tasks, keys = _ranges(spec, self.plan)
+        elif rows is not None:
+            self.tasks = self._with_rows(rows)
+        if in_parts:
+            self.scratch_bytes = split_bf16.REPLAY.scratch_bytes(question, spec, self.shape, k)
+        else:
+            self.scratch_bytes = scratch_bytes(question, spec, self.shape, k, keys)
+
+    def _with_rows(self, rows: Array) -> Array:
+        """The tasks of blocks that hold some of these rows."""
+        spec, tasks = self.problem.spec, self.plan.tasks
+        rows_of_block = spec.q_len * (spec.group_size if self.folded else 1)
+        flat = rows.reshape(spec.batch_size, -1, rows_of_block)
+        rows_of_task = self.shape.block_q * self.shape.together
+        starts = np.arange(0, rows_of_block, rows_of_task)
+        wanted = np.logical_or.reduceat(flat, starts, axis=-1)
+        heads = tasks[:, 1] // (spec.group_size if self.folded else 1)
+        chosen = wanted[tasks[:, 0], heads, tasks[:, 2] // rows_of_task]
+        return np.ascontiguousarray(tasks[chosen])
+
+    def run(
+        self,
+        numbers: Mapping[str, int],
+        arrays: Mapping[str, Array],
+        progress: Progress | None = None,
+    ) -> None:
+        spec, count = self.problem.spec, len(self.tasks)
+        share = count / max(len(self.plan.tasks), 1) if self.tasks is not self.plan.tasks else 1.0
+        operations = 2.0 * spec.head_dim * self.plan.pairs * min(share, 1.0)
+        workers = max(1, min(get_num_threads(), count, int(operations / _WORTH_A_THREAD)))
+        arguments = _ReplayArguments(self, numbers, arrays, workers)
+        others = operations_of_a_pair(spec) * self.plan.pairs * min(share, 1.0)
+        seconds = operations / _OPERATIONS_PER_SECOND + others / OTHERS_PER_SECOND
+        seconds /= workers
+        slices = max(1, math.ceil(seconds / _SLICE_SECONDS))
+        step = workers * max(1, -(-count // (workers * slices)))
+        for start in range(0, count, step):
+            stop = min(start + step, count)
+            arguments.allow(start, stop)
+            jobs.run(self.kernel, arguments, workers, seconds * step / max(count, 1))
+            if progress is not None:
+                progress(stop, count)
+
+
+class _ReplayArguments(Arguments):
+    """The words of one replay."""
+
+    def __init__(
+        self,
+        replay: ReplayPass,
+        numbers: Mapping[str, int],
+        arrays: Mapping[str, Array],
+        workers: int,
+    ) -> None:
+        super().__init__(replay.problem, FIELDS)
+        spec = replay.problem.spec
+        query, key_rows = rotated(replay.problem)
+        key = plain(key_rows)
+        self._write(
+            {
+                **dict.fromkeys(FIELDS, 0),
+                **self._common(replay.tasks, replay.scratch_bytes, workers),
+                **self._operand("query", query),
+                **self._operand("key", key),
+                "copy_key": int(key.strides[-1] != spec.compute_dtype.itemsize),
+                "sign": self._real(1.0),
+                "scale": self._real(replay.problem.operands.scale),
+                "runs": self._address(replay.plan.runs),
+                "rows": spec.q_len * (spec.group_size if replay.folded else 1),
+                "together": replay.shape.together,
+                **numbers,
+                **{name: self._address(array) for name, array in arrays.items()},
+            }
+        )
+
+
+@lru_cache(maxsize=256)
+def _kernel(key: ReplayKey, here: Host) -> Kernel:
+    emit = emit_replay if key.shape.parts == 1 else split_bf16.REPLAY.emit
+    if key.question == "blocks":
+        emit = emit_weight_blocks
+    return Kernel(build(emit, (key,), here))
+
+
+def _in_order(plan: Schedule) -> Schedule:
+    """Blocks by batch row, head and query."""
+    order = np.lexsort(plan.tasks[:, 2::-1].T)
+    return replace(plan, tasks=np.ascontiguousarray(plan.tasks[order]))
+
+
+def _ranges(spec: Spec, plan: Schedule) -> tuple[Array, int]:
+    """Rows of `RANGE`, and the most keys of one; blocks that see none of its keys are left out."""
+    heads = spec.batch_size * spec.num_heads
+    size = _KEYS if heads * spec.kv_len >= _TASKS * _KEYS else _FEW_KEYS
+    blocks = plan.tasks.reshape(heads, -1, plan.tasks.shape[1])
+    first_run, last_run = blocks[..., 3], blocks[..., 4]
+    # Of a block without runs the last key comes before the first.
+    runs = np.concatenate([plan.runs, [[spec.kv_len, 0, 0]]])
+    first_key = np.where(first_run < last_run, runs[first_run, 0], spec.kv_len)
+    last_key = np.where(first_run < last_run, runs[last_run - 1, 1], 0)
+    parts = []
+    for start in range(0, spec.kv_len, size):
+        stop = min(start + size, spec.kv_len)
+        seen = (first_key < stop) & (last_key > start)
+        some = np.flatnonzero(seen.any(axis=1))
+        tasks = np.empty((len(some), len(RANGE)), np.int64)
+        tasks[:, 0], tasks[:, 1] = np.divmod(some, spec.num_heads)
+        tasks[:, 2:4] = start, stop
+        first = some * blocks.shape[1]
+        tasks[:, 4] = first + seen[some].argmax(axis=1)
+        tasks[:, 5] = first + blocks.shape[1] - seen[some, ::-1].argmax(axis=1)
+        parts.append(tasks)
+    return np.concatenate(parts), size

@@ -1,0 +1,59 @@
+"""Memory and argument blocks that one call at a time uses, kept for later calls."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.backends.cpu.machine.addresses import address_of, page_aligned
+from qkv.backends.cpu.passes.arguments import word_of
+from qkv.partial import Partial
+
+Array = NDArray[Any]
+
+_LIMIT = word_of("limit")
+NOTHING = Partial(np.empty(0), np.empty(0))
+"""In the place of results whose addresses calls bring."""
+_FREE = 4
+"""Buffers of scratch that are kept for later calls."""
+_free: list[Scratch] = []
+
+
+class Scratch:
+    """Memory that one call at a time writes to."""
+
+    def __init__(self, size: int) -> None:
+        self.array = page_aligned(size)
+        self.size = size
+        self.address = address_of(self.array)
+
+
+class Block:
+    """Argument words that one call at a time fills in; keeps alive what they point to meanwhile."""
+
+    def __init__(self, words: Array) -> None:
+        self.words = memoryview(words.data)
+        self.address = address_of(words)
+        self.pointer = ctypes.c_void_p(self.address)
+        self.kept: tuple[Any, ...] = ()
+
+    def allow(self, start: int, stop: int) -> None:
+        self.words[0] = start
+        self.words[_LIMIT] = stop
+
+
+def take(size: int) -> Scratch:
+    """Scratch of at least `size` bytes."""
+    try:
+        found = _free.pop()
+    except IndexError:
+        return Scratch(size)
+    return found if found.size >= size else Scratch(size)
+
+
+def give_back(scratch: Scratch) -> None:
+    if len(_free) < _FREE:
+        _free.append(scratch)

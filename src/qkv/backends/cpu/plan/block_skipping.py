@@ -1,0 +1,260 @@
+"""Which blocks hold only pairs that weigh exactly nothing, found before their scores are computed.
+
+A bias that falls with distance, as of ALiBi, leaves most pairs of a long input without any weight.
+By the inequality of Cauchy and Schwarz a scaled product is at most
+
+    B = scale * |Q[q, :]| * |K[k, :]|
+
+so a score `f(product) + bias` lies inside the bounds of f over [-B, B] and of the bias over a
+block, and the maximum of a row is not below the lower bound of a block that the row sees whole.
+Where the upper bound of a block is so far below that the kernels' exponential is exactly 0, its
+weights are, and what is finite adds nothing times 0: the block need not be read, forward or
+backward. Norms cost O(n d), bounds some operations for each block.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.backends.cpu.plan.schedule import Numbers, as_arrays, numbers_of
+from qkv.problem.backward import BackwardInputs
+from qkv.problem.bounds import bound
+from qkv.problem.expressions import Node, Op, constant, operation, variables
+from qkv.problem.intervals import Interval
+from qkv.problem.spec import Problem
+from qkv.problem.tiles import TileKind
+
+Array = NDArray[Any]
+
+_PLACES = {"q_index", "kv_index"}
+_WORTH = 5e8
+"""Operations of one head that pay for its norms and bounds."""
+_LEAST_SHARE = 1 / 8
+"""Of a head, what would weigh nothing if all products were 0; less does not pay."""
+_SKETCH = 64
+"""Blocks each way of the sketch that tells this share."""
+_ROUNDING = 2.0**-8
+"""More than products of any length, added in float32, are off, relative to B."""
+_UNDERFLOW = 1e-36
+"""More than is lost of squares that are too small for float32."""
+_LARGE = 1e37
+"""What float32 holds, with room."""
+_ROWS = 2**12
+"""Rows whose squares are added at once."""
+_KEPT_BLOCKS = 2**14
+"""Bounds of so many blocks, 256 KiB, are kept for later calls; more cost little beside the pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Fading:
+    """Scores that are a function of the product plus a bias that falls, and in which heads."""
+
+    product: Node
+    bias: Node
+    numbers: Numbers
+    heads: tuple[bool, ...]
+
+
+def fades(problem: Problem) -> bool:
+    """Whether which pairs are computed depends on values of query, key and value."""
+    return _fading(problem) is not None
+
+
+def weightless(
+    problem: Problem, block_q: int, block_kv: int, inputs: BackwardInputs | None = None
+) -> Weightless | None:
+    """What to ask about the blocks of a problem, or of its gradients, if any may weigh nothing."""
+    fading = _fading(problem)
+    return None if fading is None else Weightless(problem, (block_q, block_kv), fading, inputs)
+
+
+class Weightless:
+    """Tells the blocks of one problem; made by `weightless`.
+
+    Only blocks of keys that a kernel would take as they are: if others were left out, the rest
+    would be added up in another order, and the bits of a row would depend on what it may not see.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        block: tuple[int, int],
+        fading: _Fading,
+        inputs: BackwardInputs | None,
+    ) -> None:
+        self._problem, self._block, self._fading = problem, block, fading
+        self._inputs = inputs
+        self._group: tuple[int, int, Array, Array] | None = None
+
+    def spare(self, kinds: Array, tile_kv: int, batch: int, head: int, first: int) -> Array:
+        """`TileKind` of query blocks from `first` on, where blocks that weigh nothing are empty."""
+        if not self._fading.heads[head]:
+            return kinds
+        spec, (block_q, block_kv) = self._problem.spec, self._block
+        where = (*np.unravel_index(batch, spec.batch_shape), head)
+        begin, end = first * block_q, (first + len(kinds)) * block_q
+        keys, values = self._keys(batch, head // spec.group_size)
+        queries = self._largest(self._problem.operands.query, where, begin, end)
+        low, high = self._bounds(queries, keys, head, first)
+
+        tiles = block_kv // tile_kv
+        full = np.zeros((len(kinds), len(keys) * tiles), bool)
+        full[:, : kinds.shape[1]] = kinds == TileKind.FULL
+        whole = np.logical_and.reduce([full[:, n::tiles] for n in range(tiles)])
+        seen = np.where(whole, low, -np.inf)
+        nothing = whole & _is_nothing(seen, high, _smallest(spec.compute_dtype))
+        nothing &= self._is_finite(values, where, begin, end)
+        # Kernels count blocks from the first tile of a run.
+        after = np.where(full, 0, np.arange(1, full.shape[1] + 1))
+        nothing &= np.maximum.accumulate(after, axis=1)[:, ::tiles] % tiles == 0
+        spared = np.repeat(nothing, tiles, axis=1)[:, : kinds.shape[1]]
+        return np.where(spared, TileKind.EMPTY, kinds)
+
+    def _bounds(self, queries: Array, keys: Array, head: int, first: int) -> tuple[Array, Array]:
+        """Of each block the lowest and the highest score, given norms.
+
+        A block with products that may not be finite has no bounds.
+        """
+        spec, operands, fading = self._problem.spec, self._problem.operands, self._fading
+        with np.errstate(all="ignore"):
+            most = abs(operands.scale) * (1 + _ROUNDING) * queries[:, None] * keys
+        known = np.isfinite(most)
+        most = np.where(known, most, np.inf)
+        places = {"score": Interval(-most, most), "head": Interval.of(head, head)}
+        product = bound(fading.product, places, operands.tables)
+        sizes = (spec.q_len, spec.kv_len, *self._block, first, *most.shape)
+        keep = _bias_bounds if most.size <= _KEPT_BLOCKS else _bias_bounds.__wrapped__
+        low, high = keep(fading.bias, fading.numbers, head, *sizes)
+        known &= ~np.asarray(product.nan)
+        with np.errstate(invalid="ignore"):
+            low, high = product.low + low, product.high + high
+        return np.where(known, low, -np.inf), np.where(known, high, np.inf)
+
+    def _is_finite(self, values: Array, where: tuple[Any, ...], begin: int, end: int) -> Array:
+        """Whether all that the weights of each block are multiplied with is finite.
+
+        That is V, and for gradients dO and `dO . V - dO . O + d lse`.
+        """
+        if self._inputs is None:
+            return np.isfinite(values)
+        found = self._inputs
+        grad_out, out, grad_lse = (
+            self._largest(array, where, begin, end)[:, None]
+            for array in (found.grad_out, found.out, found.grad_lse[..., None])
+        )
+        with np.errstate(all="ignore"):
+            return np.asarray(grad_out * (1 + values + out) + grad_lse < _LARGE)
+
+    def _largest(self, array: Array, where: tuple[Any, ...], begin: int, end: int) -> Array:
+        return _largest_norms(array[where][begin:end], self._block[0])
+
+    def _keys(self, batch: int, kv_head: int) -> tuple[Array, Array]:
+        """The largest norms of each block of K and of V."""
+        if self._group is None or self._group[:2] != (batch, kv_head):
+            operands = self._problem.operands
+            place = np.unravel_index(batch, self._problem.spec.batch_shape)
+            where: tuple[Any, ...] = (*place, kv_head)
+            rows = (np.asarray(operands.key)[where], np.asarray(operands.value)[where])
+            key, value = (_largest_norms(each, self._block[1]) for each in rows)
+            self._group = batch, kv_head, key, value
+        return self._group[2:]
+
+
+def _fading(problem: Problem) -> _Fading | None:
+    spec = problem.spec
+    if 2.0 * (spec.head_dim + spec.v_head_dim) * spec.q_len * spec.kv_len < _WORTH:
+        return None
+    parts = None if spec.rotation is not None else _parts(spec.score)
+    numbers = None if parts is None else numbers_of(parts[1], problem.operands.tables)
+    if parts is None or numbers is None:
+        return None
+    sizes = (spec.num_heads, spec.q_len, spec.kv_len)
+    heads = _fading_heads(parts[1], numbers, *sizes, _smallest(spec.compute_dtype))
+    return _Fading(*parts, numbers, heads) if any(heads) else None
+
+
+@lru_cache(maxsize=256)
+def _parts(score: Node) -> tuple[Node, Node] | None:
+    """What depends on the product, and a bias of heads and places; None if there are no such."""
+    bias: Node = constant(0.0)
+    while isinstance(score, Op) and score.name in ("add", "sub"):
+        left, right = score.args
+        if "score" not in variables(right):
+            bias = operation(score.name, bias, right)
+            score = left
+        elif score.name == "add" and "score" not in variables(left):
+            bias = operation("add", bias, left)
+            score = right
+        else:
+            break
+    if variables(score) - {"score", "head"} or not variables(bias) & _PLACES:
+        return None
+    return None if "batch" in variables(bias) else (score, bias)
+
+
+@lru_cache(maxsize=64)
+def _fading_heads(
+    bias: Node, numbers: Numbers, heads: int, q_len: int, kv_len: int, smallest: float
+) -> tuple[bool, ...]:
+    """The heads of which enough would weigh nothing if every product were 0."""
+    block_q, block_kv = -(-q_len // _SKETCH), -(-kv_len // _SKETCH)
+    sizes = (q_len, kv_len, block_q, block_kv, 0, -(-q_len // block_q), -(-kv_len // block_kv))
+    bounds = (_bias_bounds.__wrapped__(bias, numbers, head, *sizes) for head in range(heads))
+    return tuple(bool(_is_nothing(*each, smallest).mean() >= _LEAST_SHARE) for each in bounds)
+
+
+@lru_cache(maxsize=32)
+def _bias_bounds(
+    bias: Node,
+    numbers: Numbers,
+    head: int,
+    q_len: int,
+    kv_len: int,
+    block_q: int,
+    block_kv: int,
+    first: int,
+    rows: int,
+    columns: int,
+) -> tuple[Array, Array]:
+    """The lowest and the highest bias of each block, with room for adding it in float32."""
+    q_start = np.arange(first, first + rows)[:, None] * block_q
+    kv_start = np.arange(columns)[None, :] * block_kv
+    places = {
+        "q_index": Interval(q_start, np.minimum(q_start + block_q, q_len) - 1),
+        "kv_index": Interval(kv_start, np.minimum(kv_start + block_kv, kv_len) - 1),
+        "head": Interval.of(head, head),
+    }
+    found = bound(bias, places, as_arrays(numbers))
+    known = np.broadcast_to(~np.asarray(found.nan), (rows, columns))
+    room = _ROUNDING * np.maximum(np.abs(found.low), np.abs(found.high))
+    with np.errstate(invalid="ignore"):
+        low, high = found.low - room, found.high + room
+    return np.where(known, low, -np.inf), np.where(known, high, np.inf)
+
+
+def _is_nothing(low: Array, high: Array, smallest: float) -> Array:
+    """Blocks that weigh nothing beside what is at least as high as the highest `low` of a row."""
+    return np.asarray(high < low.max(axis=1, keepdims=True) + smallest)
+
+
+def _smallest(dtype: np.dtype[Any]) -> float:
+    """The exponent below which weights of this type are exactly 0, and some way further."""
+    return math.log(float(np.finfo(dtype).smallest_normal)) - 1.0
+
+
+def _largest_norms(rows: Array, block: int) -> Array:
+    """The largest norm in each block of rows, as float64; not finite where an element is not."""
+    squares = np.empty(len(rows), np.float64)
+    with np.errstate(all="ignore"):
+        for start in range(0, len(rows), _ROWS):
+            part = rows[start : start + _ROWS]
+            if part.dtype.itemsize < 4:
+                part = part.astype(np.float32)
+            squares[start : start + _ROWS] = np.einsum("ij,ij->i", part, part)
+        return np.sqrt(np.maximum.reduceat(squares, np.arange(0, len(rows), block)) + _UNDERFLOW)

@@ -1,0 +1,58 @@
+"""The part of a problem that the code of a kernel depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from numpy.typing import NDArray
+
+from qkv.problem.bounds import bound
+from qkv.problem.expressions import Load, Node, Op, walk
+from qkv.problem.intervals import Interval
+from qkv.problem.spec import Problem, Spec
+
+Array = NDArray[Any]
+
+
+def kernel_spec(spec: Spec) -> Spec:
+    """The kernel takes sizes of rows at run time; rotation and sinks happen outside it."""
+    return replace(spec.kernel_key, head_dim=0, v_head_dim=0, rotation=None, sinks=False)
+
+
+def integer_bits(problem: Problem) -> int:
+    """32 when every integer of the expressions is known to fit, else 64.
+
+    Rows and heads fit by themselves; what is read or computed is bounded.
+    """
+    spec = problem.spec
+    return bits_of([spec.score, spec.mask], sizes_of(spec), problem.operands.tables)
+
+
+def sizes_of(spec: Spec) -> dict[str, Interval]:
+    """Smallest and largest value of each variable that counts rows or heads."""
+    sizes = {
+        "q_index": spec.q_len,
+        "kv_index": spec.kv_len,
+        "head": spec.num_heads,
+        "batch": spec.batch_size,
+    }
+    return {name: Interval.of(0, size - 1) for name, size in sizes.items()}
+
+
+def bits_of(
+    roots: Sequence[Node], places: Mapping[str, Interval], arrays: Mapping[str, Array]
+) -> int:
+    """`integer_bits` of some expressions, whose variables have these bounds."""
+    nodes = {
+        node
+        for root in roots
+        for node in walk(root)
+        if node.kind == "int" and isinstance(node, Op | Load)
+    }
+    for node in nodes:
+        found = bound(node, places, arrays)
+        if found.low.min() < -(2**31) or found.high.max() >= 2**31:
+            return 64
+    return 32

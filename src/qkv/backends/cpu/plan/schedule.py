@@ -1,0 +1,273 @@
+"""Which keys each block of queries meets, as tables that the kernel reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.backends.cpu.forward.kernel import TASK
+from qkv.backends.cpu.forward.score_blocks import QUARTERS
+from qkv.problem.expressions import Node, Op, conjunction, tables, variables
+from qkv.problem.spec import Problem, Spec
+from qkv.problem.tiles import TileGrid, TileKind
+
+Array = NDArray[Any]
+Numbers: TypeAlias = tuple[tuple[str, np.dtype[Any], tuple[int, ...], bytes], ...]
+"""Name, type, shape and bits of each table."""
+
+TILE_KV = 64
+"""Keys of one tile; neighbouring tiles of a kind are one run."""
+
+_FINE, _FINE_CELLS = (16, 32), 2**17
+"""Keys of finer tiles, and how many of them may be classified for one head."""
+_CELLS = 2**16
+"""Tiles that are classified at once: some arrays of 512 KiB."""
+_SHARED = 8
+"""Heads and batch rows that must share a bias for its bounds to pay."""
+FEW_OPERATIONS = 1e7
+"""Products that take no longer than to find out from values of tables which can be spared."""
+_NUMBERS_BYTES = 4096
+_KEPT_TASKS = 4096
+"""Schedules up to this long are worth keeping from call to call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Rows of `TASK` and of `RUN` or `MEETINGS`, and the pairs of a query row and a key in them."""
+
+    tasks: Array
+    runs: Array
+    pairs: int
+
+
+class Sparing(Protocol):
+    """Knows tiles that a mask allows, but that need not be computed."""
+
+    def spare(self, kinds: Array, tile_kv: int, batch: int, head: int, first: int) -> Array:
+        """`TileKind` of the query blocks of a head from `first` on, of which some are now empty."""
+        ...
+
+
+def folds(spec: Spec, lanes: int) -> bool:
+    """Whether the heads that share a kv head are rows of one block: few queries fill no vector.
+
+    A mask that differs from head to head has a schedule for each.
+    """
+    few = spec.group_size > 1 and 2 * spec.q_len <= lanes
+    return few and "head" not in variables(spec.mask)
+
+
+def fine_tile(problem: Problem, block_q: int) -> int:
+    """Keys of a tile, so few that the edge of a mask wastes little, where that costs little."""
+    spec, arrays = problem.spec, problem.operands.tables
+    rows = spec.q_len + spec.kv_len
+    if any(arrays[name].size > rows for name in tables(spec.mask)):
+        return TILE_KV
+    cells = -(-spec.q_len // block_q) * spec.kv_len
+    return next((keys for keys in _FINE if cells <= keys * _FINE_CELLS), TILE_KV)
+
+
+def schedule(
+    problem: Problem,
+    block_q: int,
+    folded: bool = False,
+    together: int = 1,
+    tile_kv: int = TILE_KV,
+    block_kv: int | None = None,
+    sparing: Sparing | None = None,
+) -> Schedule:
+    """Every block of queries of every head, the longest of a head first, less what is spared.
+
+    If several blocks are one task, the kind of a run holds two bits for each of them, a `TileKind`.
+    With `block_kv`, of which a tile is at least a quarter, runs are of whole blocks of keys,
+    `MEETINGS`.
+    """
+    spec, (mask, unknown) = problem.spec, cheap_part(problem, FEW_OPERATIONS)
+    if folded:
+        return _folded(problem, mask, unknown, block_q)
+    blocks = spec.batch_size * spec.num_heads * -(-spec.q_len // block_q)
+    sizes = (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len, block_q, tile_kv)
+    numbers = numbers_of(mask, problem.operands.tables)
+    if numbers is not None and blocks <= _KEPT_TASKS and sparing is None:
+        return _of_numbers(mask, numbers, unknown, *sizes, together, block_kv)
+    grid = TileGrid(mask, problem.operands.tables, spec.q_len, spec.kv_len, block_q, tile_kv)
+    shape = (spec.batch_size, spec.num_heads)
+    return _schedule(grid, unknown, *shape, together, block_kv, sparing)
+
+
+def cheap_part(problem: Problem, few: float) -> tuple[Node, bool]:
+    """The conditions whose bounds cost little, and whether others were left out.
+
+    Those that read no arrays cost nothing: they have been bounded before. Up to `few` operations
+    pay for no others. Bounding a bias reads it all; one that few heads share is read in about the
+    time that its tiles take, and seldom spares any.
+    """
+    spec, arrays = problem.spec, problem.operands.tables
+    pairs = spec.batch_size * spec.num_heads * spec.q_len * spec.kv_len
+    alone = 2.0 * (spec.head_dim + spec.v_head_dim) * pairs <= few
+    dear = {
+        name
+        for name, array in arrays.items()
+        if (alone and array.ndim)
+        or (
+            array.dtype.kind != "b"
+            and array.size > max(4 * (spec.q_len + spec.kv_len), pairs // _SHARED)
+        )
+    }
+    parts = _conditions(spec.mask)
+    cheap = [part for part in parts if not tables(part) & dear]
+    return conjunction(cheap), len(cheap) < len(parts)
+
+
+def _conditions(node: Node) -> list[Node]:
+    if isinstance(node, Op) and node.name == "and":
+        return [part for arg in node.args for part in _conditions(arg)]
+    return [node]
+
+
+def _folded(problem: Problem, mask: Node, unknown: bool, block_q: int) -> Schedule:
+    """The queries of a group are `group_size * q_len` rows, all with the runs of their tile."""
+    spec, arrays = problem.spec, problem.operands.tables
+    grid = TileGrid(mask, arrays, spec.q_len, spec.kv_len, spec.q_len, TILE_KV)
+    whole = _schedule(grid, unknown, spec.batch_size, spec.num_kv_heads)
+    first_rows = np.arange(0, spec.group_size * spec.q_len, block_q)
+    tasks = np.repeat(whole.tasks, len(first_rows), axis=0)
+    tasks[:, TASK.index("head")] *= spec.group_size
+    tasks[:, TASK.index("first_row")] = np.tile(first_rows, len(whole.tasks))
+    return Schedule(tasks, whole.runs, whole.pairs * spec.group_size)
+
+
+def numbers_of(mask: Node, arrays: Mapping[str, Array]) -> Numbers | None:
+    """The tables that a mask reads, if they are small: layers of a model follow one another with
+    the same."""
+    read = [(name, arrays[name]) for name in sorted(tables(mask))]
+    if any(array.nbytes > _NUMBERS_BYTES for _, array in read):
+        return None
+    return tuple((name, array.dtype, array.shape, array.tobytes()) for name, array in read)
+
+
+def as_arrays(numbers: Numbers) -> dict[str, Array]:
+    return {name: np.frombuffer(bits, dtype).reshape(shape) for name, dtype, shape, bits in numbers}
+
+
+@lru_cache(maxsize=64)
+def _of_numbers(
+    mask: Node,
+    numbers: Numbers,
+    unknown: bool,
+    batches: int,
+    heads: int,
+    q_len: int,
+    kv_len: int,
+    block_q: int,
+    tile_kv: int,
+    together: int,
+    block_kv: int | None,
+) -> Schedule:
+    """A mask that reads the same numbers has the same schedule."""
+    grid = TileGrid(mask, as_arrays(numbers), q_len, kv_len, block_q, tile_kv)
+    return _schedule(grid, unknown, batches, heads, together, block_kv)
+
+
+def _schedule(
+    grid: TileGrid,
+    unknown: bool,
+    batches: int,
+    heads: int,
+    together: int = 1,
+    block_kv: int | None = None,
+    sparing: Sparing | None = None,
+) -> Schedule:
+    """With `unknown` conditions beside the grid's mask, no tile is known to be full."""
+    mask_batches = batches if "batch" in grid.depends_on else 1
+    mask_heads = heads if "head" in grid.depends_on else 1
+    own_batches, own_heads = (batches, heads) if sparing else (mask_batches, mask_heads)
+    blocks = -(-grid.q_blocks // together)
+    runs: list[Array] = []
+    counts: list[Array] = []
+    step = max(1, _CELLS // max(grid.kv_blocks * together, 1))
+    known: tuple[tuple[int, ...], Array] | None = None
+    for batch, head in np.ndindex(own_batches, own_heads):
+        for first in range(0, blocks, step):
+            place = min(batch, mask_batches - 1), min(head, mask_heads - 1), first * together
+            if known is None or known[0] != place:
+                last_block = min((first + step) * together, grid.q_blocks)
+                kinds = grid.classify(*place, last_block)
+                if unknown:
+                    kinds[kinds == TileKind.FULL] = TileKind.PARTIAL
+                known = place, kinds
+            kinds = known[1]
+            if sparing is not None:
+                kinds = sparing.spare(kinds, grid.block_kv, batch, head, first * together)
+            if block_kv is None:
+                words = _side_by_side(kinds, together)[..., None]
+                rows, found = _runs(words, grid.block_kv, grid.kv_len)
+            else:
+                parts = _quarters(kinds, block_kv // grid.block_kv)
+                words = np.stack([_side_by_side(part, together) for part in parts], axis=-1)
+                rows, found = _runs(words, block_kv, grid.kv_len)
+            if together == 1 and block_kv is None:
+                found[:, 2] = found[:, 2] == TileKind.PARTIAL
+            runs.append(found)
+            counts.append(np.bincount(rows, minlength=min(step, blocks - first)))
+    every_run, count = np.concatenate(runs), np.concatenate(counts)
+    last = np.cumsum(count)
+    ends = np.concatenate([[0], np.cumsum(every_run[:, 1] - every_run[:, 0])])
+    keys = ends[last] - ends[last - count]
+    shape = (own_batches, own_heads, blocks)
+    order = np.argsort(-keys.reshape(shape), axis=-1, kind="stable")
+    tasks = np.empty((batches, heads, blocks, len(TASK)), np.int64)
+    tasks[..., 0] = np.arange(batches)[:, None, None]
+    tasks[..., 1] = np.arange(heads)[:, None]
+    tasks[..., 2] = order * grid.block_q * together
+    for column, value in ((3, last - count), (4, last)):
+        tasks[..., column] = np.take_along_axis(value.reshape(shape), order, axis=-1)
+    copies = batches * heads // (own_batches * own_heads)
+    pairs = int(keys.sum()) * copies * grid.block_q * together
+    return Schedule(tasks.reshape(-1, len(TASK)), every_run, pairs)
+
+
+def _side_by_side(kinds: Array, together: int) -> Array:
+    """One row for `together` rows: two bits for each, the first one's lowest."""
+    if together == 1:
+        return kinds.astype(np.int64)
+    rows = -(-len(kinds) // together)
+    padded = np.zeros((rows * together, kinds.shape[1]), np.int64)
+    padded[: len(kinds)] = kinds
+    shifted = padded.reshape(rows, together, -1) << 2 * np.arange(together)[:, None]
+    return np.asarray(shifted.sum(axis=1))
+
+
+def _quarters(kinds: Array, tiles: int) -> tuple[Array, Array, Array]:
+    """Of blocks of some tiles, what they are between the first used quarter and the last."""
+    rows, columns = kinds.shape
+    padded = np.full((rows, -(-columns // tiles) * tiles), TileKind.EMPTY, kinds.dtype)
+    padded[:, :columns] = kinds
+    blocks = padded.reshape(rows, -1, tiles)
+    used = blocks != TileKind.EMPTY
+    some = used.any(axis=-1)
+    first, after = used.argmax(axis=-1), tiles - used[..., ::-1].argmax(axis=-1)
+    full = (blocks == TileKind.FULL).sum(axis=-1) == after - first
+    kind = np.where(full, TileKind.FULL, TileKind.PARTIAL)
+    first, last = first * QUARTERS // tiles, after * QUARTERS // tiles - 1
+    kind, first, last = (np.where(some, word, 0) for word in (kind, first, last))
+    return kind, first, last
+
+
+def _runs(words: Array, size: int, kv_len: int) -> tuple[Array, Array]:
+    """Runs of the same words in each row of blocks of keys, empty ones left out, and their rows.
+
+    The first word says what a block is.
+    """
+    edge = np.ones((words.shape[0], words.shape[1] + 1), bool)
+    edge[:, 1:-1] = (words[:, 1:] != words[:, :-1]).any(axis=-1)
+    used = words[..., 0] != TileKind.EMPTY
+    rows, first = np.nonzero(edge[:, :-1] & used)
+    _, final = np.nonzero(edge[:, 1:] & used)
+    starts, stops = first * size, np.minimum((final + 1) * size, kv_len)
+    return rows, np.column_stack([starts, stops, words[rows, first]])

@@ -1,0 +1,1 @@
+"""Calls made ready for arrays of one dtype, shape and strides, to be repeated quickly."""

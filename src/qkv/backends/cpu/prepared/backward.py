@@ -1,0 +1,140 @@
+"""Backward passes made ready for arrays of one dtype, shape and strides: all but addresses.
+
+Only gradients of query, key and value, and only where one run of compiled code finds them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.backends.cpu.backward.block import fields_with
+from qkv.backends.cpu.emit.frame import WORD
+from qkv.backends.cpu.machine.addresses import quick_address_of
+from qkv.backends.cpu.machine.host import isa_said
+from qkv.backends.cpu.passes.arguments import word_of
+from qkv.backends.cpu.passes.backward import BackwardPass, gradient_dtype
+from qkv.backends.cpu.passes.backward_arguments import (
+    BackwardArguments,
+    Results,
+    areas_of,
+    scratch_of,
+)
+from qkv.backends.cpu.passes.delta_correction import Rows
+from qkv.backends.cpu.passes.gradient import few_see, is_faint
+from qkv.backends.cpu.passes.scratch import Block, give_back, take
+from qkv.backends.cpu.prepared.placeholders import alike, without_values
+from qkv.problem.backward import BackwardInputs
+from qkv.problem.spec import Problem
+
+Array = NDArray[Any]
+
+_READ = ("query", "key", "value", "out", "grad_out", "lse", "lse_rest", "grad_lse")
+_WRITTEN = ("d_query", "query_parts", "d_key", "key_sums", "d_value", "value_sums")
+_SHARED = ("scratch", "finished")
+
+
+class PreparedBackward:
+    """Takes arrays like those of one problem and one set of inputs."""
+
+    def __init__(self, problem: Problem, inputs: BackwardInputs, arrays: tuple[Array, ...]) -> None:
+        problem, read = without_values(problem, arrays)
+        spec = problem.spec
+        self._isa = isa_said()
+        self._pass = BackwardPass(problem, few=False, names=(), out_dtype=inputs.out.dtype)
+        self._kernel = self._pass.kernel()
+        self._results = _forms(Results(problem, self._pass))
+        inputs = replace(inputs, out=alike(inputs.out), grad_out=alike(inputs.grad_out))
+        rows = Rows(problem, inputs, 0)
+        # Nothing as long as the arrays is kept but these.
+        self._zeros = np.zeros_like(rows.lse)
+        rows.lse = rows.lse_rest = rows.grad_lse = rows.delta_rest = self._zeros
+        self._template = BackwardArguments(
+            problem, inputs, self._pass, self._results, rows, workers=0
+        )
+        fields = fields_with(tuple(areas_of(spec, self._pass.shape)))
+        self._words = [word_of(name, fields) for name in (*_READ, *_WRITTEN, *_SHARED)]
+        self._read = [list(map(self._template.word_of_table, tables)) for tables in read]
+        self._scratch_bytes = scratch_of(spec, self._pass.shape)
+        self._finished_bytes = spec.batch_size * spec.num_kv_heads * WORD
+        self._blocks: list[Block] = []
+
+    def __call__(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        out: Array,
+        lse: Array,
+        lse_rest: Array,
+        grad_out: Array,
+        grad_lse: Array | None,
+        arrays: Sequence[Array] = (),
+    ) -> tuple[Array, Array, Array] | None:
+        """Gradients of query, key and value; None if something is not as it was prepared for."""
+        along_lse = self._zeros if grad_lse is None else grad_lse
+        unknown = np.isnan(lse_rest).any() or few_see(lse)
+        if unknown or isa_said() != self._isa:
+            return None
+        if self._pass.multiplies_parts and is_faint(grad_out, along_lse):
+            return None
+        finite = np.where(np.isneginf(lse), lse.dtype.type(0), lse)
+        finite, rest, along_lse = map(np.ascontiguousarray, (finite, lse_rest, along_lse))
+        results, workers = self._results.again(), self._pass.workers()
+        size = self._scratch_bytes * workers
+        scratch = take(size + self._finished_bytes)
+        finished = scratch.address + size
+        ctypes.memset(finished, 0, self._finished_bytes)
+        held = (
+            query, key, value, out, grad_out, finite, rest, along_lse,
+            results.query, results.query_parts, results.key, results.key_sums,
+            results.value, results.value_sums,
+        )  # fmt: skip
+        try:
+            block = self._blocks.pop()
+        except IndexError:
+            block = Block(self._template.copy())
+        words = block.words
+        addresses = [*map(quick_address_of, held), scratch.address, finished]
+        for word, address in zip(self._words, addresses, strict=True):
+            words[word] = address
+        for places, array in zip(self._read, arrays, strict=True):
+            for word in places:
+                words[word] = quick_address_of(array)
+        block.kept = scratch, held, arrays
+        self._pass.launch(self._kernel, block, workers)
+        block.kept = ()
+        self._blocks.append(block)
+        give_back(scratch)
+        found = results.finish()
+        return found.query, found.key, found.value
+
+
+def _forms(results: Results) -> Results:
+    """Results of the same shapes and strides without memory."""
+    forms = copy(results)
+    for name in ("query", "query_parts"):
+        setattr(forms, name, alike(getattr(results, name)))
+    for name in ("key", "value"):
+        gradient, sums = getattr(results, name), getattr(results, f"{name}_sums")
+        form = alike(gradient)
+        setattr(forms, name, form)
+        setattr(forms, f"{name}_sums", form if sums is gradient else alike(sums))
+    return forms
+
+
+def is_preparable(problem: Problem, inputs: BackwardInputs) -> bool:
+    """Whether one run of compiled code finds these gradients, in arrays of their own type."""
+    compute, rest = problem.spec.compute_dtype, inputs.lse_rest
+    return (
+        rest is not None
+        and compute == rest.dtype == inputs.lse.dtype
+        and not few_see(inputs.lse)
+        and gradient_dtype(problem) == problem.operands.query.dtype
+    )

@@ -1,0 +1,139 @@
+"""Calls of the decode kernel: one alone, and ones like it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.backends.cpu.decode.rows import FIELDS
+from qkv.backends.cpu.emit.frame import operand_fields
+from qkv.backends.cpu.machine.addresses import quick_address_of
+from qkv.backends.cpu.machine.host import isa_said
+from qkv.backends.cpu.passes.arguments import batch_offsets, word_of
+from qkv.backends.cpu.passes.decode import DecodeArguments, DecodePass, batch_stride
+from qkv.backends.cpu.passes.scratch import NOTHING, Block
+from qkv.backends.cpu.prepared.placeholders import without_values
+from qkv.partial import Partial, RowStatistics
+from qkv.problem.spec import Problem
+
+Array = NDArray[Any]
+
+OUT, LSE = word_of("out", FIELDS), word_of("lse", FIELDS)
+
+
+@dataclass(frozen=True, slots=True)
+class OperandWords:
+    """Which words of a block say where the rows of one operand lie."""
+
+    address: int
+    batches: int
+    batch: int
+    head: int
+    row: int
+    element: int
+
+    @classmethod
+    def of(cls, name: str) -> OperandWords:
+        address, batches, *strides = (word_of(field, FIELDS) for field in operand_fields(name))
+        return cls(address, batches, word_of(f"{name}_batch", FIELDS), *strides)
+
+    def write(
+        self, words: memoryview, batch_shape: tuple[int, ...], strides: Sequence[int]
+    ) -> Array | None:
+        """Write byte strides `(*batch, heads, rows, elements)`; the result must be kept alive."""
+        *lead, words[self.head], words[self.row], words[self.element] = strides
+        if len(lead) < 2:
+            words[self.batch] = lead[0] if lead else 0
+            words[self.batches] = 0
+            return None
+        batch = batch_stride(batch_shape, lead)
+        if batch is not None:
+            words[self.batch] = batch
+            words[self.batches] = 0
+            return None
+        offsets = batch_offsets(batch_shape, lead)
+        words[self.batches] = quick_address_of(offsets)
+        return offsets
+
+
+QUERY, KEY, VALUE = (OperandWords.of(name) for name in ("query", "key", "value"))
+
+
+def decode(problem: Problem, result: Partial, statistics: RowStatistics | None) -> None:
+    """One call, whose results go into these arrays."""
+    arguments = DecodeArguments(problem, result, statistics)
+    decode = DecodePass(problem, statistics=statistics is not None)
+    decode.run(Block(arguments.copy()), problem.spec.kv_len, arguments)
+
+
+class PreparedDecode:
+    """The pass of few queries for operands like those of one problem."""
+
+    def __init__(self, problem: Problem, *, arrays: tuple[Array, ...] = ()) -> None:
+        problem, read = without_values(problem, arrays)
+        spec = problem.spec
+        self._isa = isa_said()
+        self._pass = DecodePass(problem)
+        self._kv_len = spec.kv_len
+        self._template = template = DecodeArguments(problem, NOTHING)
+        shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.v_head_dim)
+        self._out = shape, self._pass.out_dtype
+        self._lse = shape[:-1], spec.compute_dtype
+        self._read = [list(map(template.word_of_table, tables)) for tables in read]
+        self._blocks: list[Block] = []
+
+    def __call__(
+        self, query: Array, key: Array, value: Array, rows: bool, arrays: Sequence[Array] = ()
+    ) -> tuple[Array, Array | None, None] | None:
+        at, out = quick_address_of, np.empty(*self._out)
+        lse = np.empty(*self._lse) if rows else None
+        found = self.run(
+            at(query),
+            at(key),
+            at(value),
+            at(out),
+            0 if lse is None else at(lse),
+            0,
+            (query, key, value, out, lse, arrays),
+            [at(array) for array in arrays],
+        )
+        return (out, lse, None) if found else None
+
+    def run(
+        self,
+        query: int,
+        key: int,
+        value: int,
+        out: int,
+        lse: int,
+        lse_rest: int,
+        kept: Any,
+        arrays: Sequence[int] = (),
+    ) -> bool:
+        """Compute what lies at these addresses, of `kept`, into those of out and lse.
+
+        False if the machine is not taken for the same any more.
+        """
+        if isa_said() != self._isa:
+            return False
+        try:
+            block = self._blocks.pop()
+        except IndexError:
+            block = Block(self._template.copy())
+        words = block.words
+        words[QUERY.address] = query
+        words[KEY.address] = key
+        words[VALUE.address] = value
+        words[OUT] = out
+        words[LSE] = lse
+        if arrays:
+            for places, address in zip(self._read, arrays, strict=True):
+                for place in places:
+                    words[place] = address
+        self._pass.run(block, self._kv_len, kept)
+        self._blocks.append(block)
+        return True

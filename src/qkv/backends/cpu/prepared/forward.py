@@ -1,0 +1,135 @@
+"""Passes made ready for arrays of one dtype, shape and strides: all but their addresses."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.backends.cpu.machine.addresses import quick_address_of
+from qkv.backends.cpu.machine.host import isa_said
+from qkv.backends.cpu.passes.arguments import word_of
+from qkv.backends.cpu.passes.forward import ForwardPass
+from qkv.backends.cpu.passes.forward_arguments import ForwardArguments
+from qkv.backends.cpu.passes.scratch import NOTHING, Block, give_back, take
+from qkv.backends.cpu.prepared.placeholders import without_values
+from qkv.partial import RowStatistics
+from qkv.problem.spec import Problem
+
+Array = NDArray[Any]
+
+_LIMIT = word_of("limit")
+_WORDS = tuple([word_of(n) for n in ("scratch", "query", "key", "value", "out", "lse", "lse_rest")])
+_STATISTICS = tuple([word_of(name) for name in ("entropy", "max_score", "max_weight")])
+"""In the order of `RowStatistics`."""
+_CALLER = ctypes.c_int64(0)
+"""The number of the worker that is the calling thread."""
+
+
+class PreparedForward:
+    """The forward pass of many queries; `backward` says what will follow.
+
+    With `statistics` those of the rows take the place of lse_rest among the results.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        *,
+        backward: bool,
+        arrays: tuple[Array, ...] = (),
+        statistics: bool = False,
+    ) -> None:
+        problem, read = without_values(problem, arrays)
+        spec, forward = problem.spec, ForwardPass(problem, statistics=statistics)
+        self._isa = isa_said()
+        self._pass = forward
+        self._count = forward.count
+        self._alone = forward.most_workers <= 1
+        self._brief_job = forward.kernel.brief_job if forward.is_brief else None
+        shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.v_head_dim)
+        self._out = shape, forward.out_dtype
+        self._lse = shape[:-1], spec.compute_dtype
+        self._rest = backward
+        self._statistics = statistics
+        self._scratch_bytes = forward.scratch_bytes
+        self._template = template = ForwardArguments(problem, forward, 0, NOTHING)
+        self._read = [list(map(template.word_of_table, tables)) for tables in read]
+        self._blocks: list[Block] = []
+
+    def __call__(
+        self, query: Array, key: Array, value: Array, rows: bool, arrays: Sequence[Array] = ()
+    ) -> tuple[Array, Array | None, Any] | None:
+        at, out = quick_address_of, np.empty(*self._out)
+        lse = np.empty(*self._lse) if rows else None
+        rest = np.empty(*self._lse) if rows and self._rest else None
+        statistics = [np.empty(*self._lse) for _ in _STATISTICS] if self._statistics else ()
+        found = self.run(
+            at(query),
+            at(key),
+            at(value),
+            at(out),
+            0 if lse is None else at(lse),
+            0 if rest is None else at(rest),
+            (query, key, value, out, lse, rest, arrays, statistics),
+            [at(array) for array in arrays],
+            [at(array) for array in statistics],
+        )
+        if not found:
+            return None
+        return out, lse, RowStatistics(*statistics) if statistics else rest
+
+    def run(
+        self,
+        query: int,
+        key: int,
+        value: int,
+        out: int,
+        lse: int,
+        lse_rest: int,
+        kept: Any,
+        arrays: Sequence[int] = (),
+        statistics: Sequence[int] = (),
+    ) -> bool:
+        """Compute what lies at these addresses, of `kept`, into those of out, lse and lse_rest.
+
+        False if the machine is not taken for the same any more.
+        """
+        if isa_said() != self._isa:
+            return False
+        try:
+            block = self._blocks.pop()
+        except IndexError:
+            block = Block(self._template.copy())
+        words = block.words
+        at_scratch, at_query, at_key, at_value, at_out, at_lse, at_rest = _WORDS
+        words[at_query] = query
+        words[at_key] = key
+        words[at_value] = value
+        words[at_out] = out
+        words[at_lse] = lse
+        words[at_rest] = lse_rest
+        if arrays:
+            for places, address in zip(self._read, arrays, strict=True):
+                for place in places:
+                    words[place] = address
+        for place, address in zip(_STATISTICS, statistics, strict=False):
+            words[place] = address
+        workers = 1 if self._alone else self._pass.workers()
+        scratch = take(self._scratch_bytes * workers)
+        words[at_scratch] = scratch.address
+        if self._brief_job is not None:
+            # What `launch` does, for one slice of one thread.
+            words[0] = 0
+            words[_LIMIT] = self._count
+            self._brief_job(block.pointer, _CALLER)
+        else:
+            block.kept = scratch, kept
+            self._pass.launch(block, workers)
+            block.kept = ()
+        self._blocks.append(block)
+        give_back(scratch)
+        return True

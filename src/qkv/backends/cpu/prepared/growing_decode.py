@@ -1,0 +1,320 @@
+"""Steps of decoding, prepared for any number of keys.
+
+Nothing about a step is worked out in Python. A call writes addresses, strides and lengths into an
+argument block, and the kernel finds out which keys it meets. What code depends on, above all how
+wide integers are, is found once for all lengths and shifts up to `LONGEST`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.backends.cpu.decode.rows import FIELDS
+from qkv.backends.cpu.emit.frame import WORD
+from qkv.backends.cpu.machine.addresses import quick_address_of
+from qkv.backends.cpu.machine.host import isa_said
+from qkv.backends.cpu.passes.arguments import word_of
+from qkv.backends.cpu.passes.decode import DecodeArguments, DecodePass
+from qkv.backends.cpu.passes.scratch import NOTHING, Block
+from qkv.backends.cpu.plan.kernel_spec import bits_of, sizes_of
+from qkv.backends.cpu.prepared.decode import KEY, LSE, OUT, QUERY, VALUE
+from qkv.backends.cpu.prepared.placeholders import tables_of, without_values
+from qkv.backends.cpu.rows.sinks import Sinks
+from qkv.errors import ArgumentError, ShapeError
+from qkv.partial import Partial
+from qkv.problem.bounds import check_table_reads
+from qkv.problem.expressions import Const, Load, Node, Op, Var, walk
+from qkv.problem.intervals import Interval
+from qkv.problem.spec import Problem
+
+Array = NDArray[Any]
+
+LONGEST = 2**29
+"""Keys, and |q_shift|, that steps are prepared for: differences stay within 32 bits."""
+
+_KV_LEN, _Q_SHIFT = (word_of(name, FIELDS) for name in ("kv_len", "q_shift"))
+
+
+@dataclass(frozen=True, slots=True)
+class _ArrayWords:
+    """Where the table of an array that each call brings stands in a block, and what it must be.
+
+    The size of an axis stands before its stride. `sizes` are None for an axis that is as long as
+    there are keys, 1 for one that is not indexed.
+    """
+
+    address: int
+    strides: tuple[int, ...]
+    sizes: tuple[int | None, ...]
+
+    def write(
+        self,
+        words: memoryview,
+        address: int,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        kv_len: int,
+    ) -> bool:
+        """Whether the array is like the one that was prepared for."""
+        if len(shape) != len(self.sizes):
+            return False
+        for word, expected, size, stride in zip(
+            self.strides, self.sizes, shape, strides, strict=True
+        ):
+            if expected is None and size == kv_len:
+                words[word - 1] = size
+            elif size != expected and (expected != 1 or stride):
+                return False
+            words[word] = stride
+        words[self.address] = address
+        return True
+
+
+class GrowingDecode:
+    """The pass of few queries for any number of keys and any distance between them.
+
+    A block of words is prepared once. A step writes into it where its operands lie, how many keys
+    there are and where the queries stand among them; all steps cost the same.
+    """
+
+    def __init__(
+        self, problem: Problem, int_bits: int, arrays: tuple[Array, ...], read: list[_ArrayWords]
+    ) -> None:
+        shifts = _shifts(problem)
+        problem, _ = without_values(problem, arrays)
+        spec = problem.spec
+        self._isa = isa_said()
+        self._pass = DecodePass(problem, int_bits=int_bits)
+        self._template = template = DecodeArguments(problem, NOTHING)
+        self._batch_shape = spec.batch_shape
+        shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.v_head_dim)
+        self._out = shape, np.dtype(spec.dtype)
+        self._partial_out = shape, self._pass.out_dtype
+        self._lse = shape[:-1], spec.compute_dtype
+        sinks = problem.operands.sinks
+        self._sinks = None if sinks is None else Sinks(sinks, shape, *self._types())
+        self._query_strides = problem.operands.query.strides
+        self._ndim = len(self._query_strides)
+        self._shifts = [template.word_of_table(name) for name in shifts]
+        self._read = read
+        self._blocks: list[Block] = []
+
+    def __call__(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        rows: bool,
+        q_shift: int,
+        arrays: Sequence[Array] = (),
+    ) -> tuple[Array, Array | None, None] | None:
+        at, out = quick_address_of, np.empty(*self._out)
+        lse = np.empty(*self._lse) if rows else None
+        found = self.run(
+            at(query),
+            at(key),
+            at(value),
+            at(out),
+            0 if lse is None else at(lse),
+            key.shape[-2],
+            q_shift,
+            key.strides,
+            value.strides,
+            (query, key, value, out, lse, arrays),
+            [(at(array), array.shape, array.strides) for array in arrays],
+            query.strides,
+        )
+        return (out, lse, None) if found else None
+
+    def run(
+        self,
+        query: int,
+        key: int,
+        value: int,
+        out: int,
+        lse: int,
+        kv_len: int,
+        q_shift: int,
+        key_strides: Sequence[int],
+        value_strides: Sequence[int],
+        kept: Any,
+        arrays: Sequence[tuple[int, Sequence[int], Sequence[int]]] = (),
+        query_strides: Sequence[int] | None = None,
+    ) -> bool:
+        """Compute what lies at these addresses, of `kept`, into those of out and lse.
+
+        False if something is not as it was prepared for: the machine, or a length or shift beyond
+        `LONGEST`, or an array of another form.
+        """
+        query_strides = query_strides or self._query_strides
+        if (
+            isa_said() != self._isa
+            or not 0 < kv_len <= LONGEST
+            or not -LONGEST <= q_shift <= LONGEST
+            or not self._ndim == len(key_strides) == len(value_strides) == len(query_strides)
+        ):
+            return False
+        try:
+            block = self._blocks.pop()
+        except IndexError:
+            block = self._new_block()
+        words = block.words
+        if (arrays or self._read) and not self._write_arrays(words, arrays, kv_len):
+            return False
+        words[QUERY.address] = query
+        words[KEY.address] = key
+        words[VALUE.address] = value
+        partial = None if self._sinks is None else self._new_partial()
+        words[OUT] = out if partial is None else quick_address_of(partial.out)
+        words[LSE] = lse if partial is None else quick_address_of(partial.lse)
+        words[_KV_LEN] = kv_len
+        words[_Q_SHIFT] = q_shift
+        batch_shape = self._batch_shape
+        tables = (
+            QUERY.write(words, batch_shape, query_strides),
+            KEY.write(words, batch_shape, key_strides),
+            VALUE.write(words, batch_shape, value_strides),
+        )
+        self._pass.run(block, kv_len, (kept, tables, partial))
+        self._blocks.append(block)
+        if partial is not None and self._sinks is not None:
+            place = quick_address_of(partial.lse)
+            self._sinks(quick_address_of(partial.out), place, 0, out, lse or place, partial)
+        return True
+
+    def _write_arrays(
+        self,
+        words: memoryview,
+        arrays: Sequence[tuple[int, Sequence[int], Sequence[int]]],
+        kv_len: int,
+    ) -> bool:
+        """Whether the arrays are like those that were prepared for."""
+        return len(arrays) == len(self._read) and all(
+            place.write(words, *array, kv_len)
+            for place, array in zip(self._read, arrays, strict=True)
+        )
+
+    def _new_partial(self) -> Partial:
+        """What the kernel leaves where sinks have not taken their share yet."""
+        return Partial(np.empty(*self._partial_out), np.empty(*self._lse))
+
+    def _types(self) -> tuple[np.dtype[Any], np.dtype[Any]]:
+        """Of what the kernel leaves, and of the output."""
+        return self._partial_out[1], self._out[1]
+
+    def _new_block(self) -> Block:
+        """A block whose expressions read the shift from one of its own words."""
+        block = Block(self._template.copy())
+        for word in self._shifts:
+            block.words[word] = block.address + WORD * _Q_SHIFT
+        return block
+
+
+def growing(problem: Problem, arrays: tuple[Array, ...]) -> GrowingDecode | None:
+    """The calls of a cache that grows; None if something depends on how many keys there are.
+
+    Tables that are no views of `arrays` must serve any number of keys.
+    """
+    read = tables_of(problem, arrays)
+    if any(len(names) != 1 for names in read):
+        return None
+    brought = {name for names in read for name in names}
+    # Offsets of each batch row move with the keys.
+    if any(problem.operands.tables[n].ndim and n not in brought for n in _offsets(problem)):
+        return None
+    spec, operands = problem.spec, problem.operands
+    known = {t.name: t for t in spec.tables}
+    shifts = set(_shifts(problem)) | _lengths(problem, brought)
+    widest = [np.iinfo(known[n].dtype) for n in brought - shifts if known[n].kind == "int"]
+    limits = [(int(i.min), int(i.max)) for i in widest] or [(0, 0)]
+    places = {
+        **sizes_of(spec),
+        "kv_index": Interval.of(0, LONGEST - 1),
+        "q_pos": Interval.of(-LONGEST, LONGEST),
+        "kv_pos": Interval.of(min(low for low, _ in limits), max(high for _, high in limits)),
+    }
+    roots = [_for_any_length(node, shifts, brought) for node in (spec.score, spec.mask)]
+    try:
+        for root in roots:
+            check_table_reads(root, places, operands.tables)
+    except (ShapeError, ArgumentError):
+        return None
+    template = DecodeArguments(problem, NOTHING)
+    words = []
+    for array, (name,) in zip(arrays, read, strict=True):
+        found = _array_words(problem, name, array, template.word_of_table(name))
+        if found is None:
+            return None
+        words.append(found)
+    return GrowingDecode(problem, bits_of(roots, places, operands.tables), arrays, words)
+
+
+def _offsets(problem: Problem) -> list[str]:
+    """Tables of where the queries stand."""
+    origins = problem.operands.origins
+    return [
+        table.name
+        for table in problem.spec.tables
+        if table.label == "q_offset" and origins[table.name].variant is None
+    ]
+
+
+def _lengths(problem: Problem, brought: set[str]) -> set[str]:
+    """Tables that each step brings of numbers of keys, and of places that follow from them."""
+    of_lengths = {t.name for t in problem.spec.tables if t.label in ("kv_lens", "q_offset")}
+    return {
+        name
+        for name in of_lengths & brought
+        if "lengths" in getattr(problem.operands.origins[name].variant, "roles", {}).values()
+        or problem.operands.origins[name].variant is None
+    }
+
+
+def _shifts(problem: Problem) -> list[str]:
+    """Of these, tables of one number, which each step has its own of."""
+    return [name for name in _offsets(problem) if not problem.operands.tables[name].ndim]
+
+
+def _for_any_length(node: Node, shifts: set[str], brought: set[str]) -> Node:
+    """The node with variables, of known bounds, in the place of what changes from step to step.
+
+    `q_pos` stands for where the queries are, `kv_pos` for integers of arrays that calls bring.
+    """
+
+    def changed(node: Node) -> Node:
+        return _for_any_length(node, shifts, brought)
+
+    match node:
+        case Load(table=table) if table in shifts:
+            return Var("q_pos")
+        case Load(table=table, kind="bool") if table in brought:
+            return Op("eq", "bool", (Var("q_pos"), Const("int", 0)))
+        case Load(table=table, kind=kind) if table in brought:
+            return Var("kv_pos" if kind == "int" else "score")
+        case Load(table=table, kind=kind, indices=indices):
+            return Load(table, kind, tuple(map(changed, indices)))
+        case Op(name=name, kind=kind, args=args):
+            return Op(name, kind, tuple(map(changed, args)))
+    return node
+
+
+def _array_words(problem: Problem, name: str, array: Array, word: int) -> _ArrayWords | None:
+    """How the table `name` is read at each step; None if an axis is not read as it is long."""
+    table = problem.operands.tables[name]
+    roots = problem.spec.score, problem.spec.mask
+    loads = {n for root in roots for n in walk(root) if isinstance(n, Load) and n.table == name}
+    axes = range(table.ndim - array.ndim, table.ndim)
+    sizes: list[int | None] = []
+    for axis in axes:
+        indices = {load.indices[axis] for load in loads}
+        along_keys = Var("kv_index") in indices
+        if along_keys and indices != {Var("kv_index")}:
+            return None
+        sizes.append(None if along_keys else table.shape[axis])
+    # Address, then size and stride of each axis.
+    return _ArrayWords(word, tuple(word + 2 + 2 * axis for axis in axes), tuple(sizes))

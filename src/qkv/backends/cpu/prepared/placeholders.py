@@ -1,0 +1,53 @@
+"""Problems whose arrays hold one element in the place of all: prepared calls keep no values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+
+from qkv.problem.rows import StoredRows
+from qkv.problem.spec import Problem
+
+Array = NDArray[Any]
+
+
+def tables_of(problem: Problem, arrays: tuple[Array, ...]) -> list[list[str]]:
+    """The names of the tables that are views of each array: one name or none.
+
+    An array that was given twice is two tables, in the order of variants.
+    """
+    origins = dict(problem.operands.origins)
+    found = []
+    for array in arrays:
+        names = [name for name, origin in origins.items() if origin.array is array][:1]
+        found.append(names)
+        for name in names:
+            del origins[name]
+    return found
+
+
+def without_values(problem: Problem, arrays: tuple[Array, ...]) -> tuple[Problem, list[list[str]]]:
+    """The problem of arrays like its own that hold one element, and the tables of each array."""
+    operands, read = problem.operands, tables_of(problem, arrays)
+    views = {name: alike(operands.tables[name]) for names in read for name in names}
+    # What was compared by value may change afterwards.
+    kept = {name: array.copy() for name, array in operands.tables.items() if name not in views}
+    operands = replace(
+        operands,
+        query=alike(operands.query),
+        key=alike(operands.key),
+        value=alike(operands.value),
+        tables={**kept, **views},
+        origins={},
+    )
+    return replace(problem, operands=operands), read
+
+
+def alike(array: Array | StoredRows) -> Array:
+    """An array with the same dtype, shape and strides that holds one element."""
+    assert isinstance(array, np.ndarray)  # stored rows are not recalled
+    return as_strided(np.empty(1, array.dtype), array.shape, array.strides, writeable=False)

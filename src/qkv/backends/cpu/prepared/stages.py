@@ -1,0 +1,245 @@
+"""Prepared calls with a pass before them (rotation) or after them (sinks)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.backends.cpu.machine.addresses import quick_address_of
+from qkv.backends.cpu.rows.rotation import AngleTable, Rotation, Turns, angle_tables
+from qkv.backends.cpu.rows.sinks import Sinks
+from qkv.partial import RowStatistics, share_with_sinks
+from qkv.problem.rows import plain
+from qkv.problem.spec import Problem
+
+Array = NDArray[Any]
+Results = tuple[Array, Any, Any]
+
+__all__ = [
+    "GrowingRotation", "RotatedBackward", "RotatedCall", "SinksCall", "is_rotation_kept",
+    "rotated_form",
+]  # fmt: skip
+
+_MOST_ANGLES = 2**19
+"""Angles of one prepared call, 8 MiB with their cosines and sines."""
+_MOST_REUSED = 2**17
+"""Entries of rotated query and key whose memory a prepared call keeps for the next one."""
+
+
+class Call(Protocol):
+    """A prepared call; see `qkv.backends.Prepared` and `AddressedCall`."""
+
+    def __call__(
+        self, query: Any, key: Any, value: Any, rows: bool, arrays: Sequence[Any] = ()
+    ) -> Any: ...
+
+    def run(
+        self,
+        query: int,
+        key: int,
+        value: int,
+        out: int,
+        lse: int,
+        lse_rest: int,
+        kept: Any,
+        arrays: Sequence[int] = (),
+    ) -> bool: ...
+
+
+def rotated_form(problem: Problem) -> Problem:
+    """The problem that is left once query and key have been turned: they are dense arrays then."""
+    operands, compute = problem.operands, problem.spec.compute_dtype
+    query, key = (np.empty(a.shape, compute) for a in (operands.query, plain(operands.key)))
+    return replace(problem, operands=replace(operands, query=query, key=key, angles=None))
+
+
+def is_rotation_kept(problem: Problem) -> bool:
+    """Whether the angles of all rows are few enough to be kept with a prepared call."""
+    angles = problem.operands.angles
+    assert angles is not None
+    positions = angles.q_pos.size + angles.kv_pos.size
+    return positions * len(angles.inv_freq) <= _MOST_ANGLES
+
+
+class RotatedCall:
+    """A prepared call whose query and key are turned first."""
+
+    def __init__(self, problem: Problem, inner: Call) -> None:
+        operands = problem.operands
+        assert operands.angles is not None
+        self._inner = inner
+        self._rotation = Rotation(problem, [operands.query, plain(operands.key)])
+        self._angles = angle_tables(operands.angles, "q"), angle_tables(operands.angles, "kv")
+        self._is_reused = sum(a.entries for a in self._rotation.layouts) <= _MOST_REUSED
+        self._free: list[list[Array]] = []
+
+    def __call__(
+        self, query: Array, key: Array, value: Array, rows: bool, arrays: Sequence[Array] = ()
+    ) -> Results | None:
+        """As of the call."""
+        turned = self._turned(quick_address_of(query), quick_address_of(key))
+        found: Results | None = self._inner(turned[0], turned[1], value, rows, arrays)
+        self._give_back(turned)
+        return found
+
+    def run(
+        self,
+        query: int,
+        key: int,
+        value: int,
+        out: int,
+        lse: int,
+        lse_rest: int,
+        kept: Any,
+        arrays: Sequence[int] = (),
+    ) -> bool:
+        """As of the call."""
+        turned = self._turned(query, key)
+        at = quick_address_of(turned[0]), quick_address_of(turned[1])
+        found = self._inner.run(*at, value, out, lse, lse_rest, (kept, turned), arrays)
+        self._give_back(turned)
+        return found
+
+    def _turned(self, query: int, key: int) -> list[Array]:
+        """Query and key, turned; new memory costs more than a small rotation."""
+        try:
+            outputs = self._free.pop()
+        except IndexError:
+            outputs = self._rotation.outputs()
+        self._rotation((query, key), self._angles, outputs)
+        return outputs
+
+    def _give_back(self, turned: list[Array]) -> None:
+        if self._is_reused and not self._free:
+            self._free.append(turned)
+
+
+class SinksCall:
+    """A prepared call whose sinks take their share afterwards, of statistics too."""
+
+    def __init__(self, problem: Problem, inner: Call) -> None:
+        spec, sinks = problem.spec, problem.operands.sinks
+        assert sinks is not None
+        self._inner = inner
+        self._shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.v_head_dim)
+        self._compute, self._dtype = spec.compute_dtype, problem.operands.query.dtype
+        self._sinks = Sinks(sinks, self._shape, self._compute, self._dtype)
+        self._of_heads = np.array(sinks)
+
+    def __call__(
+        self, query: Array, key: Array, value: Array, rows: bool, arrays: Sequence[Array] = ()
+    ) -> Results | None:
+        """As of the call."""
+        found = self._inner(query, key, value, True, arrays)
+        if found is None:
+            return None
+        keys_out, lse, rest = found
+        out = keys_out if self._dtype == self._compute else np.empty(self._shape, self._dtype)
+        at = 0
+        if isinstance(rest, RowStatistics):
+            rest = share_with_sinks(rest, self._of_heads)
+        elif rest is not None:
+            at = quick_address_of(rest)
+        place = quick_address_of(lse)
+        self._sinks(quick_address_of(keys_out), place, at, quick_address_of(out), place, found)
+        return out, lse, rest
+
+    def run(
+        self,
+        query: int,
+        key: int,
+        value: int,
+        out: int,
+        lse: int,
+        lse_rest: int,
+        kept: Any,
+        arrays: Sequence[int] = (),
+    ) -> bool:
+        """As of the call."""
+        own: list[Array] = []
+        keys_out, place = out, lse
+        if self._dtype != self._compute:
+            own.append(np.empty(self._shape, self._compute))
+            keys_out = quick_address_of(own[-1])
+        if not lse:
+            own.append(np.empty(self._shape[:-1], self._compute))
+            place = quick_address_of(own[-1])
+        held = kept, own
+        if not self._inner.run(query, key, value, keys_out, place, lse_rest, held, arrays):
+            return False
+        self._sinks(keys_out, place, lse_rest, out, place, held)
+        return True
+
+
+class GrowingRotation:
+    """Steps of decoding whose query and keys are turned first."""
+
+    def __init__(self, problem: Problem, inner: Any) -> None:
+        operands = problem.operands
+        assert operands.angles is not None
+        self._problem, self._inner = problem, inner
+        angles = operands.angles.inv_freq, operands.angles.factor
+        self._of_query, self._of_key = AngleTable(*angles), AngleTable(*angles)
+        self._kv_shift = int(operands.positions.kv_shift[0])
+
+    def __call__(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        rows: bool,
+        q_shift: int,
+        arrays: Sequence[Array] = (),
+    ) -> Results | None:
+        """As of the step."""
+        angles = (
+            self._of_query.rows(q_shift, query.shape[-2]),
+            self._of_key.rows(self._kv_shift, key.shape[-2]),
+        )
+        rotation = Rotation(self._problem, [query, key])
+        turned = rotation.outputs()
+        rotation((quick_address_of(query), quick_address_of(key)), angles, turned)
+        found: Results | None = self._inner(*turned, value, rows, q_shift, arrays)
+        return found
+
+
+class RotatedBackward:
+    """Prepared gradients whose query and key are turned first, and their gradients back."""
+
+    def __init__(self, problem: Problem, inner: Any) -> None:
+        operands = problem.operands
+        assert operands.angles is not None
+        self._inner = inner
+        self._forth = Rotation(problem, [operands.query, plain(operands.key)])
+        form = rotated_form(problem).operands
+        self._back = Rotation(problem, [form.query, plain(form.key)])
+        self._angles = angle_tables(operands.angles, "q"), angle_tables(operands.angles, "kv")
+        self._reverse = tuple([Turns(t.cosines, -t.sines) for t in self._angles])
+
+    def __call__(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        out: Array,
+        lse: Array,
+        lse_rest: Array,
+        grad_out: Array,
+        grad_lse: Array | None,
+        arrays: Sequence[Array] = (),
+    ) -> Results | None:
+        """As of the gradients."""
+        turned = self._forth.outputs()
+        self._forth((quick_address_of(query), quick_address_of(key)), self._angles, turned)
+        beside = out, lse, lse_rest, grad_out, grad_lse, arrays
+        found = self._inner(*turned, value, *beside)
+        if found is None:
+            return None
+        back = self._back.outputs()
+        gradients = quick_address_of(found[0]), quick_address_of(found[1])
+        self._back(gradients, self._reverse, back)
+        return back[0], back[1], found[2]

@@ -1,0 +1,1 @@
+"""The matrix products that kernels are made of, as register tiles and as matrix tiles."""

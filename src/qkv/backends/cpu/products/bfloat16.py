@@ -1,0 +1,47 @@
+"""Pairs of bfloat16 in the lanes of a vector, and whole chunks of rows of them."""
+
+from __future__ import annotations
+
+from llvmlite import ir
+
+from qkv.backends.cpu.emit.emitter import INT16, Emitter, Value
+
+CHUNK = 32
+"""bfloat16 elements of a vector, and a tile's row; rows of copies are whole chunks."""
+
+
+def chunks(dim: int) -> int:
+    """`dim` rounded up to whole chunks."""
+    return -(-dim // CHUNK) * CHUNK
+
+
+def whole(e: Emitter, dim: Value) -> Value:
+    """`chunks` of a value at run time."""
+    return e.round_down(e.add(dim, CHUNK - 1), CHUNK)
+
+
+def multiply_add_pairs(e: Emitter, x: Value, y: Value, total: Value) -> Value:
+    """total + x . y, for a pair of bfloat16 in each lane."""
+    pairs = (e.as_bits(x), e.as_bits(y))
+    return e.machine("llvm.x86.avx512bf16.dpbf16ps.512", e.vector, total, *pairs)
+
+
+def join(e: Emitter, first: Value, second: Value) -> Value:
+    """Two weights of each lane as a pair, to nearest; NaN stays NaN, and zeros keep their sign."""
+    b, both = e.builder, upper_halves(e, e.as_bits(first), e.as_bits(second))
+    order = [half * e.lanes + lane for lane in range(e.lanes) for half in range(2)]
+    return b.bitcast(b.shuffle_vector(both, both, e.picks(order)), e.vector)
+
+
+def upper_halves(e: Emitter, first: Value, second: Value) -> Value:
+    """float32 as bfloat16, to nearest; the second vector follows the first."""
+    halves = ir.VectorType(INT16, CHUNK)
+    floats = e.as_floats(second), e.as_floats(first)
+    return e.machine("llvm.x86.avx512bf16.cvtne2ps2bf16.512", halves, *floats)
+
+
+def split(e: Emitter, pairs: Value) -> tuple[Value, Value]:
+    """Both elements of the pair in each lane."""
+    b, bits = e.builder, e.as_bits(pairs)
+    first, second = b.shl(bits, e.const_bits(16)), b.and_(bits, e.const_bits(-(2**16)))
+    return e.as_floats(first), e.as_floats(second)

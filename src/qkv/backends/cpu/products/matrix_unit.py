@@ -1,0 +1,218 @@
+"""The matrix unit of some x86 processors (AMX): products of bfloat16 tiles.
+
+A tile is a register of 16 rows of 64 bytes. One instruction adds the product of two tiles to a
+third, pairs of neighbouring bfloat16 being multiplied and added:
+
+    C[m, n] += sum_p A[m, 2p] * B[p, 2n] + A[m, 2p+1] * B[p, 2n+1]        m, n, p < 16
+
+Subnormal numbers count as zero in such products. Source: Intel, "Architectures Software Developer's
+Manual", volume 1, chapter 18 (2024).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from llvmlite import ir
+
+from qkv.backends.cpu.emit.emitter import BYTE, INT64, POINTER, VOID, Emitter, Value
+
+TILE_ROWS = 16
+TILE_BYTES = 64
+"""Of one row."""
+TILE_SIZE = TILE_ROWS * TILE_BYTES
+
+Products = tuple[tuple[int, int], ...]
+"""Pairs of a part of the left factor and one of the right."""
+
+
+def configure(e: Emitter) -> None:
+    """All eight tiles get their full size; to be called before a thread uses one."""
+    setting = struct.pack("<BB14x8H16x8B8x", 1, 0, *[TILE_BYTES] * 8, *[TILE_ROWS] * 8)
+    kind = ir.ArrayType(BYTE, len(setting))
+    constant = e.module.globals.get("tile_sizes")
+    if constant is None:
+        constant = ir.GlobalVariable(e.module, kind, "tile_sizes")
+        constant.linkage, constant.global_constant = "internal", True
+        constant.initializer = ir.Constant(kind, bytearray(setting))
+    e.machine("llvm.x86.ldtilecfg", VOID, e.builder.bitcast(constant, POINTER))
+
+
+def release(e: Emitter) -> None:
+    """The tiles of this thread are empty again, so that nobody has to save them."""
+    e.machine("llvm.x86.tilerelease", VOID)
+
+
+def add_product(e: Emitter, name: str, vectors: int, *, onto: bool) -> Value:
+    """A function `(rows, packed, out, row, count, pairs)`:
+
+        out[i, :] = (out[i, :] if onto else 0) + sum_p rows[i, p] . packed[p, :]
+
+    `rows` are `row` bytes apart, their pairs adjacent; a row of `packed` and `out` is `vectors`
+    vectors. All are there up to `count` rounded up to 32 and `pairs` rounded up to 16. Two by two
+    tiles are held at once, so that four products share four loaded tiles.
+    """
+    across = min(vectors, 2)
+    width = e.index(vectors * TILE_BYTES)
+    totals = [[2 * m + n for n in range(across)] for m in range(2)]
+    left, right = (4, 5), (6, 7)
+
+    with e.function(name, [*[POINTER] * 3, *[INT64] * 3]) as (function, args):
+        rows, packed, out, row, count, pairs = args
+
+        def block(i: Value, _: list[Value]) -> None:
+            for first in range(0, vectors, across):
+                corner = e.at(out, e.mul(i, width), first * TILE_BYTES)
+                places = [
+                    (tile, e.at(corner, m * TILE_ROWS * vectors * TILE_BYTES, n * TILE_BYTES))
+                    for m in range(2)
+                    for n, tile in enumerate(totals[m])
+                ]
+                for tile, place in places:
+                    if onto:
+                        _tile(e, "tileloadd64", tile, place, width)
+                    else:
+                        _tile(e, "tilezero", tile)
+
+                def step(p: Value, _: list[Value], first: int = first) -> None:
+                    for m, tile in enumerate(left):
+                        place = e.at(rows, e.mul(e.add(i, m * TILE_ROWS), row), e.mul(p, 4))
+                        _tile(e, "tileloadd64", tile, place, row)
+                    for n, tile in enumerate(right[:across]):
+                        place = e.at(packed, e.mul(p, width), (first + n) * TILE_BYTES)
+                        _tile(e, "tileloadd64", tile, place, width)
+                    for m in range(2):
+                        for n in range(across):
+                            _tile(e, "tdpbf16ps", totals[m][n], left[m], right[n])
+
+                e.loop(0, pairs, TILE_ROWS, [], step)
+                for tile, place in places:
+                    _tile(e, "tilestored64", tile, place, width)
+
+        e.loop(0, count, 2 * TILE_ROWS, [], block)
+    return function
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Work for the vector units while tiles are multiplied, in equal steps.
+
+    `emit(step, group)` is called for `GROUPS` groups of products in each of the first `steps` steps
+    of the product.
+    """
+
+    steps: Value
+    emit: Callable[[Value, int], None]
+
+
+def steps_of(e: Emitter, vectors: int, count: Value, pairs: Value) -> Value:
+    """Of a product by `multiply`: 32 rows, two vectors and 16 pairs each."""
+    b = e.builder
+    blocks = b.sdiv(e.add(count, 2 * TILE_ROWS - 1), e.index(2 * TILE_ROWS))
+    deep = b.sdiv(e.add(pairs, TILE_ROWS - 1), e.index(TILE_ROWS))
+    return e.mul(blocks, -(-vectors // 2), deep)
+
+
+def add_products(e: Emitter, name: str, vectors: int, *, onto: bool, products: Products) -> Value:
+    """A function of the arguments of `multiply`."""
+    with e.function(name, [*[POINTER] * 3, *[INT64] * 3]) as (function, args):
+        multiply(e, args, vectors, onto=onto, products=products)
+    return function
+
+
+def multiply(
+    e: Emitter,
+    args: Sequence[Value],
+    vectors: int,
+    *,
+    onto: bool,
+    products: Products,
+    beside: Beside | None = None,
+) -> None:
+    """With `args` (rows, packed, out, band, count, pairs), as `add_product` for sums of parts:
+
+        out[i, :] = (out[i, :] if onto else 0) + sum_ab sum_p rows[a][i, p] . packed[b][p, :]
+
+    for the `products` a, b of a part of the left factor and one of the right, in this order for
+    each 16 pairs; neighbours that have a part in common spare loading it again. Both factors lie in
+    the order they are read: `rows` as tiles of 16 rows and 16 pairs, one for each part, then those
+    of further pairs, then, `band` bytes away, those of further rows; `packed` as 16 rows of
+    `vectors` vectors for each part, then those of further pairs.
+    """
+    rows, packed, out, band, count, pairs = args
+    across = min(vectors, 2)
+    parts = 1 + max(part for pair in products for part in pair)
+    tile_row, out_row = e.index(TILE_BYTES), e.index(vectors * TILE_BYTES)
+    totals = [[2 * m + n for n in range(across)] for m in range(2)]
+    left, right = (4, 5), (6, 7)
+    b = e.builder
+
+    def block(i: Value, _: list[Value]) -> None:
+        bands = [e.mul(b.sdiv(i, e.index(TILE_ROWS)), band)]
+        bands.append(e.add(bands[0], band))
+
+        def columns(first: Value, _: list[Value]) -> None:
+            corner = e.at(out, e.mul(i, vectors * TILE_BYTES), e.mul(first, TILE_BYTES))
+            places = [
+                (tile, e.at(corner, m * vectors * TILE_SIZE, n * TILE_BYTES))
+                for m in range(2)
+                for n, tile in enumerate(totals[m])
+            ]
+            for tile, place in places:
+                if onto:
+                    _tile(e, "tileloadd64", tile, place, out_row)
+                else:
+                    _tile(e, "tilezero", tile)
+
+            def step(p: Value, _: list[Value]) -> None:
+                # 16 pairs are one tile of either factor.
+                here = e.mul(p, TILE_BYTES * parts)
+                lefts = [e.at(rows, start, here) for start in bands]
+                there = e.at(packed, e.mul(here, vectors))
+                rights = [e.at(there, e.mul(e.add(first, n), TILE_BYTES)) for n in range(across)]
+
+                def all_products(meanwhile: Callable[[int], None]) -> None:
+                    held: tuple[int, int] = (-1, -1)
+                    for group, (x, y) in enumerate(products):
+                        if x != held[0]:
+                            for tile, place in zip(left, lefts, strict=True):
+                                _tile(e, "tileloadd64", tile, e.at(place, x * TILE_SIZE), tile_row)
+                        if y != held[1]:
+                            for tile, place in zip(right, rights, strict=False):
+                                place = e.at(place, y * vectors * TILE_SIZE)
+                                _tile(e, "tileloadd64", tile, place, out_row)
+                        held = (x, y)
+                        for m in range(2):
+                            for n in range(across):
+                                _tile(e, "tdpbf16ps", totals[m][n], left[m], right[n])
+                        meanwhile(group)
+
+                if beside is None:
+                    all_products(lambda _: None)
+                    return
+                blocks = e.mul(b.sdiv(i, e.index(2 * TILE_ROWS)), vectors // across)
+                blocks = e.add(blocks, b.sdiv(first, e.index(across)))
+                number = e.mul(blocks, b.sdiv(pairs, e.index(TILE_ROWS)))
+                number = e.add(number, b.sdiv(p, e.index(TILE_ROWS)))
+                emit = beside.emit
+                e.choose(
+                    e.below(number, beside.steps),
+                    lambda: all_products(lambda group: emit(number, group)),
+                    lambda: all_products(lambda _: None),
+                )
+
+            e.loop(0, pairs, TILE_ROWS, [], step)
+            for tile, place in places:
+                _tile(e, "tilestored64", tile, place, out_row)
+
+        e.loop(0, vectors, across, [], columns)
+
+    e.loop(0, count, 2 * TILE_ROWS, [], block)
+
+
+def _tile(e: Emitter, instruction: str, *args: Value | int) -> None:
+    """Whole numbers among the arguments are tiles."""
+    values = [ir.Constant(BYTE, arg) if isinstance(arg, int) else arg for arg in args]
+    e.machine(f"llvm.x86.{instruction}", VOID, *values)

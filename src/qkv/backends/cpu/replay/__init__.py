@@ -1,0 +1,1 @@
+"""The kernel that computes scores again to answer questions about the weights."""

@@ -1,0 +1,1 @@
+"""Compiled passes over rows before and after attention: rotary embedding and sinks."""

@@ -1,0 +1,67 @@
+"""Passes over the rows of each head before or after attention: their argument block and loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.backends.cpu.emit.emitter import INT64, POINTER, Emitter, Value
+from qkv.backends.cpu.emit.frame import COUNTER_BYTES, WORD
+from qkv.backends.cpu.machine.addresses import quick_address_of
+
+Array = NDArray[np.int64]
+
+__all__ = ["Block", "each_head", "words_at", "words_of"]
+
+_LIMIT = COUNTER_BYTES // WORD
+"""The word of the first field, `limit`."""
+
+
+def each_head(
+    e: Emitter, fields: Sequence[str], run: Callable[[Value, dict[str, Value]], None]
+) -> None:
+    """Emit `job(arguments, worker)`, which takes heads until none is left.
+
+    `run(number, words)` emits the pass over one head of one batch row, numbered through; `words`
+    has the words of the argument block by name, of which the first is `limit`.
+    """
+    with e.function("job", [POINTER, INT64], public=True) as (_, (arguments, _worker)):
+        words = {
+            name: e.load(e.at(arguments, COUNTER_BYTES + WORD * i), INT64, WORD)
+            for i, name in enumerate(fields)
+        }
+        counter = e.builder.bitcast(arguments, INT64.as_pointer())
+
+        def take() -> tuple[Value, Value]:
+            number = e.builder.atomic_rmw("add", counter, e.index(1), "monotonic")
+            return number, e.below(number, words["limit"])
+
+        e.take_while(take, lambda number: run(number, words))
+
+
+def words_of(fields: Sequence[str], values: Mapping[str, int]) -> Array:
+    """An argument block: the counter, then the fields in their order, 0 if they have no value."""
+    return np.array([*[0] * _LIMIT, *[values.get(name, 0) for name in fields]], np.int64)
+
+
+def words_at(fields: Sequence[str], *names: str) -> tuple[int, ...]:
+    """Which words of an argument block some fields are."""
+    return tuple([_LIMIT + fields.index(name) for name in names])
+
+
+class Block:
+    """Argument words of one run; keeps alive what they point to."""
+
+    def __init__(self, words: Array, kept: Any) -> None:
+        own = words.copy()
+        self._kept = own, kept
+        self.words = memoryview(own.data)
+        self.address = quick_address_of(own)
+
+    def allow(self, start: int, stop: int) -> None:
+        """Let the next run take the heads from `start` to `stop`."""
+        self.words[0] = start
+        self.words[_LIMIT] = stop

@@ -1,0 +1,356 @@
+"""The backward kernel of products of parts, for machines with bfloat16 tiles.
+
+It computes what `backward` says, with all five products as sums of products of parts
+(`part_rows`): a float32 has three, a float16 two, a bfloat16 is one. Each of K, Q and dO is a
+factor twice, along its rows and across them, and lies in parts both ways; so does dX, while P and V
+are needed one way:
+
+    S[k, q]    =  sum_d K[k, d] . Q[d, q]          K as tiles, Q packed
+    dP[k, q]   =  sum_d V[k, d] . dO[d, q]         V as tiles, dO packed
+    dQ[d, q]  +=  sum_k K[d, k] . dX[k, q]         K by columns, dX packed as pairs of keys
+    dV[k, d]  +=  sum_q P[k, q] . dO[q, d]         P as tiles, dO packed as pairs of queries
+    dK[k, d]  +=  sum_q dX[k, q] . Q[q, d]         dX as tiles, Q packed as pairs of queries
+
+Several blocks of queries are packed before they meet a block of keys, which is split once for all
+of them. P and dX of one block are computed while tiles of the next one's S and dP are multiplied.
+
+delta is a product of parts as well, of O and dO, added up in the order of dP: if one key has all
+the weight they are equal. dX is -0.0 where the mask forbids the pair and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from functools import reduce
+from typing import NamedTuple
+
+from llvmlite import ir
+
+from qkv.backends.cpu.backward.block import BLOCK_KV, BackwardKey
+from qkv.backends.cpu.backward.query_block import MeetingOfKeys
+from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value
+from qkv.backends.cpu.emit.frame import WORD, Rows
+from qkv.backends.cpu.products import matrix_unit
+from qkv.backends.cpu.products.bfloat16 import CHUNK, whole
+from qkv.backends.cpu.split_bf16 import non_finite
+from qkv.backends.cpu.split_bf16.backward_block import OF_BLOCK, OF_PAIRS, ROWS, PartBlock
+from qkv.backends.cpu.split_bf16.factors import FLOAT_BYTES
+from qkv.problem.expressions import TRUE
+from qkv.problem.tiles import TileKind
+
+
+def emit_backward_parts(key: BackwardKey) -> str:
+    """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
+    kernel = PartBackward(key)
+    kernel.all_tasks()
+    return str(kernel.e.module)
+
+
+class PartBackward(PartBlock):
+    def meeting(self, parts: dict[str, Value]) -> Callable[[Value, list[Value]], None]:
+        e = self.e
+        with e.function("meet", [POINTER] * 4) as (function, args):
+            matrix_unit.configure(e)
+            meeting = _Blocks(self, self.vectors, parts, *args)
+            meeting.begin()
+            meeting.all_blocks(meeting.add_block)
+            meeting.end()
+            matrix_unit.release(e)
+        return lambda _, arguments: e.builder.call(function, arguments)
+
+
+class _Product(NamedTuple):
+    """A product along the elements of rows of both factors, and the areas it needs."""
+
+    left: str
+    right: str
+    rows: str
+    packed: str
+    out: str
+    odd: str
+    lanes: str
+
+
+class _Blocks(MeetingOfKeys):
+    """Emits the meeting of some blocks of queries and the keys of one task."""
+
+    kernel: PartBackward
+
+    def __init__(
+        self, kernel: PartBackward, vectors: int, functions: dict[str, Value], *places: Value
+    ) -> None:
+        super().__init__(kernel, vectors, functions, *places)
+        e, b, split = self.e, self.e.builder, kernel.split
+        block_q = kernel.shape.block_q
+        self.q_len = self.field("q_len")
+        left = e.add(e.sub(self.q_len, self.first_row), block_q - 1)
+        self.count = e.least(self.field("together"), b.sdiv(left, e.index(block_q)))
+        self.wide = {name: whole(e, dim) for name, dim in self.dims.items()}
+        half = split.parts * split.width // 2
+        query, grad = (e.mul(self.wide[name], half) for name in ("query", "grad_out"))
+        sums, rows = e.mul(self.wide["query"], split.width), e.index(len(ROWS) * split.width)
+        self.strides = dict(zip(OF_BLOCK, (query, query, grad, grad, sums, rows), strict=True))
+
+    def block(self, i: Value, turn: Value) -> _Blocks:
+        """One of them, with one of two rooms for S and dP."""
+        e, block_q = self.e, self.kernel.shape.block_q
+        here = copy(self)
+        here.area = dict(self.area)
+        for name, stride in self.strides.items():
+            here.area[name] = e.at(self.area[name], e.mul(i, stride))
+        for n, name in enumerate(ROWS):
+            here.area[name] = e.at(here.area["rows"], n * self.kernel.width)
+        for name in ("weights", "score_grads"):
+            size = BLOCK_KV * self.kernel.width
+            here.area[name] = e.at(self.area[name], e.mul(turn, size))
+        here.first_row = e.add(self.first_row, e.mul(i, block_q))
+        here.rows = e.least(e.sub(self.q_len, here.first_row), block_q)
+        return here
+
+    def each_block(self, body: Callable[[_Blocks], None]) -> None:
+        self.e.loop(0, self.count, 1, [], lambda i, _: body(self.block(i, self.e.index(0))))
+
+    # Rows
+
+    def _floats(self, name: str, rows: Rows, first: Value, count: Value) -> tuple[Value, Value]:
+        kernel, e = self.kernel, self.e
+        here = Rows(e.at(rows.pointer, e.mul(first, rows.row)), rows.row, rows.element)
+        dtype = kernel.dtypes[name]
+        copying, to = self.functions[f"copy {dtype}"], self.area["copy"]
+        return kernel.split.floats(dtype, copying, here, count, self.dims[name], to)
+
+    def _products(self) -> tuple[_Product, ...]:
+        scores = "weights" if self.kernel.plain else "products"
+        return (
+            _Product("key", "query", "key_rows", "query_packed", scores, "odd_keys", "query_odd"),
+            _Product("value", "grad_out", "value_rows", "grad_packed", "score_grads",
+                     "odd_values", "grad_odd"),
+        )  # fmt: skip
+
+    def _factors(self, product: _Product, count: Value) -> list[Value]:
+        """The arguments of `matrix_unit.multiply`."""
+        e, of = self.e, product.left
+        pairs = e.builder.ashr(self.wide[of], e.index(1))
+        held = self.areas(product.rows, product.packed, product.out)
+        return [*held, self.kernel.split.band(self.dims[of]), count, pairs]
+
+    def _mend(self, product: _Product, first: Value, count: Value) -> None:
+        """Products that tiles could not take, of rows of the left factor from `first` on."""
+        e, kernel, left = self.e, self.kernel, product.left
+        marks = self.areas(product.odd, product.lanes)
+        with e.builder.if_then(non_finite.any_without(kernel.split, *marks), likely=False):
+            head = self.head if left == "out" else self.kv_head
+            rows, others = (
+                kernel.operand(self.arguments, name, self.batch, of)
+                for name, of in ((left, head), (product.right, self.head))
+            )
+            here = Rows(e.at(rows.pointer, e.mul(first, rows.row)), rows.row, rows.element)
+            where = self.first_row, self.last, self.dims[left], ir.Constant(e.real, 1.0)
+            name = kernel.name_of_mend(left, product.right)
+            met = e.index(0), count
+            self.call(name, *here, *others, *where, *met, *marks, self.area[product.out])
+
+    def begin(self) -> None:
+        """Q and dO in parts both ways, delta."""
+        self.dims["out"], self.wide["out"] = self.dims["value"], self.wide["value"]
+        self.each_block(lambda block: block.pack())
+
+    def pack(self) -> None:
+        e, kernel = self.e, self.kernel
+        for name, short in (("query", "query"), ("grad_out", "grad")):
+            rows = kernel.operand(self.arguments, name, self.batch, self.head)
+            start, row = self._floats(name, rows, self.first_row, self.rows)
+            for j in range(self.vectors):
+                where = e.index(j * e.lanes), e.sub(self.rows, 1), self.dims[name]
+                packed = e.at(self.area[f"{short}_packed"], j * e.vector_bytes)
+                odd = self.call("pack", start, row, *where, packed)
+                e.store(odd, e.at(self.area[f"{short}_odd"], j * e.vector_bytes), WORD)
+            turned = self.area[f"{short}_turned"]
+            self.call("turn_rows", start, row, self.rows, self.dims[name], turned)
+        self.each_vector(self._pack_rows_of_sums)
+        self._delta()
+        sums = e.mul(self.wide["query"], kernel.width)
+        kernel.fill(self.area["query_sums"], e.index(0), sums)
+
+    def _pack_rows_of_sums(self, offset: Value, first: Value) -> None:
+        for name in ("lse", "lse_rest", "grad_lse"):
+            self._pack_column(offset, first, name, name)
+
+    def _delta(self) -> None:
+        """The diagonal of O dO^T."""
+        e, kernel = self.e, self.kernel
+        rows = kernel.operand(self.arguments, "out", self.batch, self.head)
+        start, row = self._floats("out", rows, self.first_row, self.rows)
+        held = self.areas("key_rows", "odd_keys")
+        self.call("split_rows", start, row, self.rows, self.dims["out"], *held)
+        product = _Product(
+            "out", "grad_out", "key_rows", "grad_packed", "weights", "odd_keys", "grad_odd"
+        )
+        self.call("scores", *self._factors(product, self.rows))
+        self._mend(product, self.first_row, self.rows)
+
+        def diagonal(lane: Value, _: list[Value]) -> None:
+            own, column = e.least(lane, e.sub(self.rows, 1)), e.mul(lane, FLOAT_BYTES)
+            x = e.load(
+                e.at(self.area["weights"], e.mul(own, kernel.width), column), e.real, FLOAT_BYTES
+            )
+            e.store(x, e.at(self.area["delta"], column), FLOAT_BYTES)
+
+        e.loop(0, kernel.shape.block_q, 1, [], diagonal)
+
+    # Keys
+
+    def add_block(self, kv_start: Value, count: Value, kind: Value) -> None:
+        """One block of keys meets every block of queries that sees some of it."""
+        e = self.e
+        v, v_row = self._floats("value", self.values, kv_start, count)
+        held = self.areas("value_rows", "odd_values")
+        self.call("split_rows", v, v_row, count, self.dims["value"], *held)
+        key = self._floats("key", self.keys, kv_start, count)
+        held = self.areas("key_rows", "odd_keys")
+        self.call("split_rows", *key, count, self.dims["key"], *held)
+        sifted = self.call("split_columns", *key, count, self.dims["key"], self.area["key_columns"])
+        for name in ("key", "value"):
+            self._clear_sums(name, count)
+
+        self._meet_all(kv_start, count, kind, key, sifted)
+        for name in ("key", "value"):
+            row = self.field(f"{name}_sum_row")
+            pointer = self.kernel.pointer_field(self.arguments, f"{name}_sums")
+            to = e.at(pointer, e.mul(e.add(self.kv_row, kv_start), row))
+            self.call("add_sums", self.area[f"{name}_sums"], to, row, self.dims[name], count)
+
+    def _clear_sums(self, name: str, count: Value) -> None:
+        e, width = self.e, self.kernel.panels.width
+        rows = e.mul(whole(e, count), width)
+
+        def panel(d: Value, _: list[Value]) -> None:
+            start = e.mul(d, BLOCK_KV * width // CHUNK)
+            self.kernel.fill(self.area[f"{name}_sums"], start, e.add(start, rows))
+
+        e.loop(0, self.dims[name], CHUNK, [], panel)
+
+    def _meet_all(
+        self, kv_start: Value, count: Value, kinds: Value, key: tuple[Value, Value], sifted: Value
+    ) -> None:
+        """Each block of queries in turn: what is between its products, beside those of the next."""
+        e, b = self.e, self.e.builder
+        waiting, turn = e.words(), e.words()
+        e.store(e.index(-1), waiting, WORD)
+        e.store(e.index(0), turn, WORD)
+
+        def is_kind(i: Value, kind: TileKind) -> Value:
+            own = b.and_(b.lshr(kinds, e.mul(i, 2)), e.index(3))
+            return b.icmp_signed("==", own, e.index(kind))
+
+        def one(i: Value, _: list[Value]) -> None:
+            with b.if_then(b.not_(is_kind(i, TileKind.EMPTY))):
+                before, now = e.load(waiting, INT64, WORD), e.load(turn, INT64, WORD)
+                then = e.sub(1, now)
+                some = b.icmp_signed(">=", before, e.index(0))
+                earlier, here = self.block(e.greater(before, 0), then), self.block(i, now)
+
+                def in_turn() -> None:
+                    with b.if_then(some):
+                        earlier.compute(kv_start, count, is_kind(before, TileKind.PARTIAL))
+                    here.multiply(kv_start, count)
+
+                if self.kernel.plain:
+                    e.choose(
+                        b.and_(some, is_kind(e.greater(before, 0), TileKind.FULL)),
+                        lambda: earlier.compute_beside(here, kv_start, count),
+                        in_turn,
+                    )
+                else:
+                    in_turn()
+                with b.if_then(some):
+                    earlier.add(count, key, sifted)
+                e.store(i, waiting, WORD)
+                e.store(then, turn, WORD)
+
+        e.loop(0, self.count, 1, [], one)
+        last = e.load(waiting, INT64, WORD)
+        with b.if_then(b.icmp_signed(">=", last, e.index(0))):
+            block = self.block(last, e.sub(1, e.load(turn, INT64, WORD)))
+            block.compute(kv_start, count, is_kind(last, TileKind.PARTIAL))
+            block.add(count, key, sifted)
+
+    def multiply(self, kv_start: Value, count: Value) -> None:
+        """S and dP."""
+        for product in self._products():
+            self.call("scores", *self._factors(product, count))
+            self._mend(product, kv_start, count)
+
+    def compute_beside(self, following: _Blocks, kv_start: Value, count: Value) -> None:
+        """P and dX of this block beside S and dP of the following one."""
+        start: Value = self.e.index(0)
+        self._prepare("full", kv_start, count)
+        held = self.arguments, *self.areas(*OF_PAIRS)
+        for product in following._products():
+            start = self.call("beside", *held, start, *following._factors(product, count))
+            following._mend(product, kv_start, count)
+        self.call("all", *held, start, count)
+
+    def compute(self, kv_start: Value, count: Value, partial: Value) -> None:
+        """P and dX in parts, of S and dP."""
+
+        def compute(kind: str) -> None:
+            self._prepare(kind, kv_start, count)
+            self._stage(self.kernel.last_stage(kind), count)
+
+        self._by_kind(partial, compute)
+
+    def _by_kind(self, partial: Value, body: Callable[[str], None]) -> None:
+        if self.kernel.mask == TRUE:
+            body("full")
+        else:
+            self.e.choose(partial, lambda: body("partial"), lambda: body("full"))
+
+    def _prepare(self, kind: str, kv_start: Value, count: Value) -> None:
+        """All stages but the last."""
+        kernel = self.kernel
+        if kernel.spec.dropout:
+            self._by_vector("dropout", kv_start, count)
+        if kernel.plain and kind == "partial":
+            self._stage("weigh", count)
+        if not kernel.plain or kind == "partial":
+            self._by_vector(kind, kv_start, count)
+        if kernel.chained:
+            self._stage("grade", count)
+            self._by_vector("chain", kv_start, count)
+
+    def _stage(self, name: str, count: Value) -> None:
+        self.call(name, self.arguments, *self.areas(*OF_PAIRS), self.e.index(0), count)
+
+    def add(self, count: Value, key: tuple[Value, Value], sifted: Value) -> None:
+        """To dQ, dV and dK."""
+        e, kernel = self.e, self.kernel
+        pairs = e.builder.ashr(e.add(count, 1), e.index(1))
+        band, dim = e.index(kernel.split.column_band), self.dims["query"]
+        held = self.areas("key_columns", "grad_pairs", "query_sums")
+        self.call("add_by_queries", *held, band, dim, pairs)
+        with e.builder.if_then(sifted, likely=False):
+            held = self.areas("grad_pairs", "query_sums")
+            self.call("add_sifted", *key, *held, dim, count)
+        self._add_by_keys("value", "weight_rows", "grad_out", "grad", count)
+        self._add_by_keys("key", "grad_rows", "query", "query", count)
+
+    def _add_by_keys(self, of: str, left: str, name: str, short: str, count: Value) -> None:
+        """dV of P and dO, or dK of dX and Q."""
+        e, kernel = self.e, self.kernel
+        dim, sums = self.dims[name], f"{of}_sums"
+        self.call("add_by_keys", *self.areas(left, f"{short}_turned", sums), dim, count)
+        nothing = e.index(0)
+        words = [e.load(e.at(self.area[f"{short}_odd"], j * e.vector_bytes), INT64, WORD)
+                 for j in range(self.vectors)]  # fmt: skip
+        some = e.builder.icmp_signed("!=", reduce(e.builder.or_, words), nothing)
+        with e.builder.if_then(some, likely=False):
+            rows = kernel.operand(self.arguments, name, self.batch, self.head)
+            where = self.first_row, e.sub(e.add(self.first_row, self.rows), 1)
+            held = self.areas(f"{short}_odd", left, sums)
+            self.call(f"add_odd {kernel.dtypes[name]}", *rows, *where, *held, dim, count)
+
+    def end(self) -> None:
+        """The task's part of dQ."""
+        self.each_block(lambda block: super().end())

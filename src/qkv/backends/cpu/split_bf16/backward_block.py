@@ -1,0 +1,410 @@
+"""What the backward kernel of products of parts does with one block of queries and one of keys.
+
+Scores are transposed, as ever: a row for each key. A chunk is 32 queries: those of a row of P or dX
+that are a row of a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+
+from qkv.backends.cpu.backward.block import BLOCK_KV, BackwardKey
+from qkv.backends.cpu.backward.kernel import Backward
+from qkv.backends.cpu.emit import vector_math
+from qkv.backends.cpu.emit.emitter import BIT, INT16, INT64, POINTER, Value
+from qkv.backends.cpu.emit.frame import WORD
+from qkv.backends.cpu.emit.packing import copy_rows
+from qkv.backends.cpu.emit.storage import load, real_dtype
+from qkv.backends.cpu.machine.tiling import Shape
+from qkv.backends.cpu.products import matrix_unit
+from qkv.backends.cpu.products.bfloat16 import CHUNK, chunks, whole
+from qkv.backends.cpu.products.matrix_unit import TILE_BYTES, TILE_ROWS
+from qkv.backends.cpu.products.query_lanes import vectors_at
+from qkv.backends.cpu.split_bf16 import non_finite
+from qkv.backends.cpu.split_bf16.factors import FLOAT_BYTES, PartRows
+from qkv.problem.expressions import TRUE
+
+OF_BLOCK = ("query_packed", "query_turned", "grad_packed", "grad_turned", "query_sums", "rows")
+"""What each of the blocks of queries has."""
+ROWS = ("lse", "lse_rest", "delta", "grad_lse", "query_odd", "grad_odd")
+SHARED = (
+    "odd_keys", "odd_values", "weights", "score_grads", "products", "factors",
+    "weight_rows", "grad_rows", "grad_pairs", "key_rows", "key_columns", "value_rows", "copy",
+    "key_sums", "value_sums",
+)  # fmt: skip
+
+
+_PANEL = 2
+"""Vectors of a row of a tile."""
+_KEYS_BESIDE = 8
+"""Whose weights are computed beside one step of a product."""
+
+
+class _OfPairs(NamedTuple):
+    """What is known and computed of a block of queries and one of keys."""
+
+    arguments: Value
+    rows: Value
+    weights: Value
+    grads: Value
+    factors: Value
+    weight_rows: Value
+    grad_rows: Value
+    grad_pairs: Value
+
+
+OF_PAIRS = (
+    "rows", "weights", "score_grads", "factors", "weight_rows", "grad_rows", "grad_pairs",
+)  # fmt: skip
+"""The areas of these."""
+_Pair = Callable[[Value, int], tuple[Value, Value]]
+"""Of a key and a vector of queries, P and dX."""
+
+
+class _Stage(NamedTuple):
+    """What is done for a pair: P of S; dS of P and dP; both in parts."""
+
+    weigh: bool
+    grade: bool
+    """Times scale if no mod is between; P becomes P times its factor of dropout."""
+    lay: bool
+
+
+_STAGES = {
+    "weigh": _Stage(weigh=True, grade=False, lay=False),
+    "grade": _Stage(weigh=False, grade=True, lay=False),
+    "lay": _Stage(weigh=False, grade=False, lay=True),
+    "grade and lay": _Stage(weigh=False, grade=True, lay=True),
+    "all": _Stage(weigh=True, grade=True, lay=True),
+}
+
+
+def part_areas(shape: Shape, head_dim: int, v_head_dim: int, together: int) -> dict[str, int]:
+    """Bytes that each area takes, with so many blocks of queries."""
+    width, parts = FLOAT_BYTES * shape.block_q, shape.parts
+    dim, v_dim = chunks(head_dim), chunks(v_head_dim)
+    pairs, scores = BLOCK_KV // 2 * parts * width, BLOCK_KV * width
+    keys, values = (2 * parts * BLOCK_KV * d for d in (dim, v_dim))
+    key_sums, value_sums = (FLOAT_BYTES * BLOCK_KV * d for d in (dim, v_dim))
+    query, grad = (together * parts * width // 2 * d for d in (dim, v_dim))
+    odd = non_finite.ODD_BYTES
+    shared = (odd, odd, *[2 * scores] * 2, *[scores] * 2, *[pairs] * 3, keys, keys, values,
+              max(key_sums, value_sums), key_sums, value_sums)  # fmt: skip
+    own = query, query, grad, grad, together * width * dim, together * width * len(ROWS)
+    return dict(zip((*SHARED, *OF_BLOCK), (*shared, *own), strict=True))
+
+
+class PartBlock(Backward):
+    area_names = (*SHARED, *OF_BLOCK)
+
+    def __init__(self, key: BackwardKey) -> None:
+        super().__init__(key)
+        self.split = PartRows(self.e, self.shape, BLOCK_KV)
+        self.width, self.vectors = self.split.width, self.shape.vectors
+        self.panels = PartRows(self.e, replace(self.shape, vectors=_PANEL), BLOCK_KV)
+        """Of right factors and sums with keys for rows: a row of a tile is two vectors."""
+        self.row_band = self.shape.block_q // CHUNK * self.split.chunk_bytes
+        """From the tiles of P or dX of 16 keys to those of the next."""
+
+    # Rows
+
+    def pack_parts(self) -> Value:
+        """One vector of rows as pairs of parts; lanes beyond the last row repeat it."""
+        e = self.e
+        arguments = [POINTER, *[INT64] * 4, POINTER]
+        with e.function("pack", arguments, INT64) as (function, args):
+            rows, row, first, last, dim, packed = args
+            places = [
+                e.at(rows, e.mul(e.least(e.add(first, i), last), row)) for i in range(e.lanes)
+            ]
+            e.builder.ret(self.split.pack(places, dim, packed, None))
+        return function
+
+    # P, dS and dX
+
+    def stage(self, name: str) -> Value:
+        """A function `(*_OfPairs, start, count)`: a stage for keys from `start` on.
+
+        Keys are counted on from chunk to chunk of queries.
+        """
+        e = self.e
+        with e.function(name, [*[POINTER] * 8, INT64, INT64]) as (function, args):
+            block, start, count = _OfPairs(*args[:8]), *args[8:]
+            stage = _STAGES[name]
+
+            def chunk(c: Value, _: list[Value]) -> None:
+                begin = e.least(e.greater(e.sub(start, e.mul(c, count)), 0), count)
+                pair = self.pair(block, c, stage)
+
+                def store(k: Value, _: list[Value]) -> None:
+                    for j in range(_PANEL):
+                        place = self.place_of_pair(k, c, j)
+                        for of, x in zip((block.weights, block.grads), pair(k, j), strict=True):
+                            e.store_vector(x, e.at(of, place))
+
+                if stage.lay:
+                    e.loop(begin, count, 2, [], lambda k, _: self.lay(block, pair, k, c))
+                else:
+                    e.loop(begin, count, 1, [], store)
+
+            e.loop(0, self.chunks, 1, [], chunk)
+            if stage.lay:
+                pairs, end = (e.builder.ashr(x, e.index(1)) for x in (count, whole(e, count)))
+                odd = e.builder.trunc(e.builder.and_(count, e.index(1)), BIT)
+                with e.builder.if_then(odd, likely=False):
+                    self.split.drop_second(block.grad_pairs, e.sub(count, 1))
+                pairs = e.add(pairs, e.builder.zext(odd, INT64))
+                self.split.clear_pairs(block.grad_pairs, pairs, end)
+        return function
+
+    def last_stage(self, kind: str) -> str:
+        """In which P and dX of a full or partial block are split."""
+        if self.plain and kind == "full":
+            return "all"
+        return "lay" if self.chained else "grade and lay"
+
+    def beside(self) -> Value:
+        """A function `(*_OfPairs, start, *product) -> start`: stage "all", from `start` on.
+
+        For as many keys as there is time for while tiles of other blocks are multiplied; gives the
+        first one that is left. `product` are the arguments of `matrix_unit.multiply`.
+        """
+        e = self.e
+        arguments = [*[POINTER] * 8, INT64, *[POINTER] * 3, *[INT64] * 3]
+        with e.function("beside", arguments, INT64) as (function, args):
+            block, start, product = _OfPairs(*args[:8]), args[8], args[9:]
+            count, pairs = product[4:]
+            b, products = e.builder, self.split.products()
+            # A step must not go from one chunk to the next.
+            whole_steps = b.icmp_signed("==", b.srem(count, e.index(_KEYS_BESIDE)), e.index(0))
+            left = e.sub(e.mul(count, self.chunks), start)
+            wanted = b.select(whole_steps, b.sdiv(left, e.index(_KEYS_BESIDE)), e.index(0))
+            steps = e.least(wanted, matrix_unit.steps_of(e, self.vectors, count, pairs))
+            running: list[Any] = []
+
+            def some(step: Value, group: int) -> None:
+                """A share of the keys of this step."""
+                if group == 0:
+                    first = e.add(start, e.mul(step, _KEYS_BESIDE))
+                    chunk = b.sdiv(first, count)
+                    pair = self.pair(block, chunk, _STAGES["all"])
+                    running[:] = [e.sub(first, e.mul(chunk, count)), chunk, pair]
+                first, chunk, pair = running
+                units, groups = _KEYS_BESIDE // 2, len(products)
+                for n in range(units * group // groups, units * (group + 1) // groups):
+                    self.lay(block, pair, e.add(first, 2 * n), chunk)
+
+            matrix_unit.multiply(
+                e, product, self.vectors, onto=False, products=products,
+                beside=matrix_unit.Beside(steps, some),
+            )  # fmt: skip
+            b.ret(e.add(start, e.mul(steps, _KEYS_BESIDE)))
+        return function
+
+    def place_of_pair(self, k: Value, chunk: Value, j: int) -> Value:
+        """Of the scores of a key and a vector of a chunk of queries, in bytes."""
+        e = self.e
+        return e.add(e.mul(k, self.width), e.mul(chunk, self.panels.width), j * e.vector_bytes)
+
+    def pair(self, of: _OfPairs, chunk: Value, stage: _Stage) -> _Pair:
+        """P and dX of one key and one vector of a chunk of queries."""
+        e, b = self.e, self.e.builder
+        dropout = bool(self.spec.dropout)
+        scale = e.splat(self.real_field(of.arguments, "scale"))
+        rows = e.at(of.rows, e.mul(chunk, self.panels.width))
+        lse, rest, delta, grad_lse = (
+            vectors_at(e, e.at(rows, ROWS.index(name) * self.width), _PANEL)
+            for name in ("lse", "lse_rest", "delta", "grad_lse")
+        )
+
+        def pair(k: Value, j: int) -> tuple[Value, Value]:
+            place = self.place_of_pair(k, chunk, j)
+            weight, found = (e.load_vector(e.at(x, place)) for x in (of.weights, of.grads))
+            if stage.weigh:
+                distance = b.fsub(b.fsub(b.fmul(weight, scale), lse[j]), rest[j])
+                weight = vector_math.exp_flushed(e, distance)
+            forbidden = self.forbidden(weight)
+            if stage.grade:
+                factor = e.load_vector(e.at(of.factors, place)) if dropout else None
+                if factor is not None:
+                    found = b.fmul(found, factor)
+                found = b.fadd(b.fsub(found, delta[j]), grad_lse[j])
+                share = weight if self.chained else b.fmul(weight, scale)
+                # + 0.0: what is allowed is never -0.0.
+                found = e.fma(share, found, e.const(0.0))
+                if factor is not None:
+                    weight = b.fmul(weight, factor)
+            else:
+                found = b.fadd(found, e.const(0.0))
+            if stage.lay and self.may_forbid and not stage.weigh:
+                found = b.select(forbidden, e.const(-0.0), found)
+            return weight, found
+
+        return pair
+
+    @property
+    def chunks(self) -> int:
+        """Of queries: a row of P or dX is a row of as many tiles."""
+        return self.vectors // _PANEL
+
+    def lay(self, of: _OfPairs, pair: _Pair, k: Value, chunk: Value) -> None:
+        """P and dX of an even key and the next, with a chunk of queries, in parts."""
+        e, split = self.e, self.split
+        start, grads = self.place_in_rows(k, chunk), []
+        for n in range(2):
+            vectors = [pair(e.add(k, n), j) for j in range(_PANEL)]
+            weight, grad = (split.cut(both) for both in zip(*vectors, strict=True))
+            place = e.add(start, n * TILE_BYTES)
+            split.put_cut(weight, e.at(of.weight_rows, place))
+            split.put_cut(grad, e.at(of.grad_rows, place))
+            grads.append(grad)
+        packed = e.at(split.packed_row(of.grad_pairs, k), e.mul(chunk, self.panels.width))
+        for j in range(_PANEL):
+            pairs = [(first[j], second[j]) for first, second in zip(*grads, strict=True)]
+            split.put_pairs(pairs, e.at(packed, j * e.vector_bytes))
+
+    def place_in_rows(self, k: Value, chunk: Value) -> Value:
+        """Where a row of P or dX begins, in bytes."""
+        e, b = self.e, self.e.builder
+        band = e.mul(b.sdiv(k, e.index(TILE_ROWS)), self.row_band)
+        inside = e.mul(b.and_(k, e.index(TILE_ROWS - 1)), TILE_BYTES)
+        return e.add(band, e.mul(chunk, self.split.chunk_bytes), inside)
+
+    # dV and dK
+
+    def add_by_keys(self) -> Value:
+        """A function `(left, turned, sums, dim, count)`: a product for each panel of columns."""
+        e = self.e
+        with e.function("add_by_keys", [*[POINTER] * 3, INT64, INT64]) as (function, args):
+            left, turned, sums, dim, count = args
+
+            def panel(d: Value, _: list[Value]) -> None:
+                number = e.builder.sdiv(d, e.index(CHUNK))
+                right = e.at(turned, e.mul(number, self.chunks * self.panels.panel_bytes))
+                out = e.at(sums, e.mul(number, BLOCK_KV * self.panels.width))
+                band, pairs = e.index(self.row_band), e.index(self.shape.block_q // 2)
+                matrix_unit.multiply(
+                    e, (left, right, out, band, count, pairs), _PANEL, onto=True,
+                    products=self.split.products(of_weights=True),
+                )  # fmt: skip
+
+            e.loop(0, dim, CHUNK, [], panel)
+        return function
+
+    def add_odd_rows(self, name: str, dtype: str) -> Value:
+        """A function `(*rows, first, last, odd, left, sums, dim, count)`.
+
+        Adds what `turn_rows` left out: the elements without parts of the rows that `odd` marks. A
+        factor of -0.0 adds nothing.
+        """
+        e, split = self.e, self.split
+        rows = [POINTER, *[INT64] * 4]
+        with e.function(name, [*rows, *[POINTER] * 3, INT64, INT64]) as (function, args):
+            source, row, element, first, last, odd, left, sums, dim, count = args
+            b = e.builder
+
+            def each(lane: Value, _: list[Value]) -> None:
+                vector = b.sdiv(lane, e.index(e.lanes))
+                word = e.load(e.at(odd, e.mul(vector, e.vector_bytes)), INT64, WORD)
+                bit = b.and_(b.lshr(word, e.sub(lane, e.mul(vector, e.lanes))), e.index(1))
+                here = e.at(source, e.mul(e.add(first, lane), row))
+
+                def elements(d: Value, _: list[Value]) -> None:
+                    x = load(e, e.at(here, e.mul(d, element)), dtype)
+                    marks = split.huge(split.magnitude(e.splat(x)))
+                    panel = b.sdiv(d, e.index(CHUNK))
+                    inside = e.mul(e.sub(d, e.mul(panel, CHUNK)), FLOAT_BYTES)
+                    column = e.at(sums, e.mul(panel, BLOCK_KV * self.panels.width), inside)
+
+                    def key(k: Value, _: list[Value]) -> None:
+                        chunk = b.sdiv(lane, e.index(CHUNK))
+                        inside = e.mul(e.sub(lane, e.mul(chunk, CHUNK)), 2)
+                        place = e.at(left, self.place_in_rows(k, chunk), inside)
+                        upper = e.load(place, INT16, 2)
+                        weight = load(e, place, "bfloat16")
+                        for n in range(1, split.parts):
+                            part = load(e, e.at(place, n * matrix_unit.TILE_SIZE), "bfloat16")
+                            weight = b.fadd(weight, part)
+                        with b.if_then(b.icmp_unsigned("!=", upper, ir.Constant(INT16, 1 << 15))):
+                            to = e.at(column, e.mul(k, self.panels.width))
+                            total = e.load(to, e.real, FLOAT_BYTES)
+                            e.store(e.fma(x, weight, total), to, FLOAT_BYTES)
+
+                    some = b.icmp_unsigned("!=", marks, ir.Constant(marks.type, 0))
+                    e.loop(0, b.select(some, count, e.index(0)), 1, [], key)
+
+                marked = b.icmp_signed("!=", bit, e.index(0))
+                e.loop(0, b.select(marked, dim, e.index(0)), 1, [], elements)
+
+            e.loop(0, e.add(e.sub(last, first), 1), 1, [], each)
+        return function
+
+    def add_sums(self) -> Value:
+        """A function `(sums, to, row, dim, count)`: what a block of keys got, to all it got."""
+        e = self.e
+        with e.function("add_sums", [*[POINTER] * 2, *[INT64] * 3]) as (function, args):
+            sums, to, row, dim, count = args
+
+            def key(k: Value, _: list[Value]) -> None:
+                start, end = e.at(sums, e.mul(k, self.panels.width)), e.at(to, e.mul(k, row))
+
+                def elements(d: Value, _: list[Value]) -> None:
+                    panel = e.round_down(d, CHUNK)
+                    inside = e.mul(e.sub(d, panel), FLOAT_BYTES)
+                    place = e.at(start, e.mul(panel, BLOCK_KV * self.panels.width // CHUNK), inside)
+                    self.advance(e.at(end, e.mul(d, FLOAT_BYTES)), [e.load_vector(place)])
+
+                e.loop(0, dim, e.lanes, [], elements)
+
+            e.loop(0, count, 1, [], key)
+        return function
+
+    # One task
+
+    def parts(self) -> dict[str, Value]:
+        e, split, real = self.e, self.split, real_dtype(self.e)
+        multiply = partial(matrix_unit.add_products, e, vectors=self.vectors)
+        found = {
+            "unpack": self.unpack(),
+            f"pack {real}": self.pack(real),
+            "pack": self.pack_parts(),
+            "turn_rows": self.panels.turn_rows(self.shape.block_q),
+            "split_rows": split.split_rows(),
+            "split_columns": split.split_columns(),
+            "scores": multiply(name="scores", onto=False, products=split.products()),
+            "add_by_queries": multiply(
+                name="add_by_queries", onto=True, products=split.products(of_weights=True)
+            ),
+            "add_by_keys": self.add_by_keys(),
+            "add_sums": self.add_sums(),
+            "add_sifted": non_finite.add_sifted(split),
+        }
+        for dtype in sorted({*self.dtypes.values()}):
+            found[f"copy {dtype}"] = copy_rows(e, dtype)
+        for left, right in (("key", "query"), ("value", "grad_out"), ("out", "grad_out")):
+            name = self.name_of_mend(left, right)
+            if name not in found:
+                found[name] = non_finite.mend(split, name, self.dtypes[left], self.dtypes[right])
+        for name in ("query", "grad_out"):
+            odd = f"add_odd {self.dtypes[name]}"
+            if odd not in found:
+                found[odd] = self.add_odd_rows(odd, self.dtypes[name])
+        found |= self.by_vector()
+        stages = {self.last_stage("full")}
+        if self.mask != TRUE:
+            stages |= {self.last_stage("partial"), *(["weigh"] if self.plain else [])}
+        if self.chained:
+            stages.add("grade")
+        for name in sorted(stages):
+            found[name] = self.stage(name)
+        if self.plain:
+            found["beside"] = self.beside()
+        return found
+
+    def name_of_mend(self, left: str, right: str) -> str:
+        return f"mend {self.dtypes[left]} {self.dtypes[right]}"

@@ -1,0 +1,396 @@
+"""Rows of float32 and float16 as sums of bfloat16 parts, laid out as products of tiles read them.
+
+A float32 has 24 significant bits, a bfloat16 has 8: every float32 is a sum of three bfloat16
+numbers, every float16 of two:
+
+    x = x1 + x2 + x3,   |x2| <= 2^-8 |x1|,   |x3| <= 2^-9 |x2|
+    x . y = x1 . y1 + (x1 . y2 + x2 . y1) + (x1 . y3 + x2 . y2 + x3 . y1) + rest
+
+The rest is at most 2^-24 |x| . |y|, what rounding a product to float32 takes, and of either sign.
+For float16 nothing is left out. Operands are rounded to parts; what is computed between products,
+of which there is much more, is cut, which takes fewer steps and may triple the rest.
+
+Tiles take subnormal numbers for 0, and what is not finite, or huge, has no parts: such elements are
+found when rows are split, and left to `without_parts`.
+
+Sources: Dekker, "A floating-point technique for extending the available precision" (1971); Henry,
+Tang and Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision
+Computations" (2019).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from llvmlite import ir
+
+from qkv.backends.cpu.emit import storage
+from qkv.backends.cpu.emit.emitter import BIT, INT32, INT64, POINTER, Emitter, Value
+from qkv.backends.cpu.emit.frame import WORD, Rows
+from qkv.backends.cpu.machine.tiling import Shape
+from qkv.backends.cpu.products import matrix_unit
+from qkv.backends.cpu.products.bfloat16 import CHUNK, join, upper_halves, whole
+from qkv.backends.cpu.products.matrix_unit import TILE_BYTES, TILE_ROWS
+from qkv.backends.cpu.products.query_lanes import store_vectors, vectors_at
+
+_PRODUCTS: dict[int, matrix_unit.Products] = {
+    1: ((0, 0),),
+    2: ((0, 1), (1, 1), (1, 0), (0, 0)),
+    3: ((0, 2), (0, 1), (1, 1), (1, 0), (2, 0), (0, 0)),
+}
+"""By number of parts: those that matter, each beside one that shares a part with it. The largest
+comes last: what is added to it is rounded as it is."""
+_OF_WEIGHTS: dict[int, matrix_unit.Products] = {**_PRODUCTS, 2: ((0, 1), (0, 0), (1, 0))}
+"""What is left out is 2^-16 of a weight: float16 keeps 2^-11 of it."""
+
+_LOWEST, _HIGHEST = (int(np.float32(x).view(np.int32)) for x in (2.0**-100, 2.0**60))
+"""Bits of the least and the largest magnitude whose products tiles take whole."""
+_MAGNITUDE = 2**31 - 1
+_UPPER = -(2**16)
+"""The bits of a float32 that a bfloat16 keeps."""
+FLOAT_BYTES = 4
+
+
+class PartRows:
+    """Writes what splits rows of one kernel; `block_kv` keys are a row of tiles of columns."""
+
+    def __init__(self, e: Emitter, shape: Shape, block_kv: int) -> None:
+        self.e = e
+        self.parts, self.vectors = shape.parts, shape.vectors
+        self.width = self.vectors * e.vector_bytes
+        self.chunk_bytes = self.parts * matrix_unit.TILE_SIZE
+        """Of 16 rows and 32 columns of a left factor."""
+        self.column_band = block_kv // CHUNK * self.chunk_bytes
+        """From 16 columns to the next 16."""
+        self.part_bytes = TILE_ROWS * self.width
+        """From a part of 16 packed pairs to the next part."""
+        self.panel_bytes = self.parts * self.part_bytes
+        """Of 32 turned rows and as many columns."""
+
+    def products(self, *, of_weights: bool = False) -> matrix_unit.Products:
+        """Which parts are multiplied, in order."""
+        return (_OF_WEIGHTS if of_weights else _PRODUCTS)[self.parts]
+
+    # Parts
+
+    def rounded(self, x: Value) -> list[Value]:
+        """The parts of a vector of float32: bits whose lower half is 0."""
+        e, b = self.e, self.e.builder
+        found = []
+        for n in range(self.parts):
+            bits = e.as_bits(x)
+            if n < self.parts - 1:
+                bits = b.and_(b.add(bits, e.const_bits(0x8000)), e.const_bits(_UPPER))
+                x = b.fsub(x, e.as_floats(bits))
+            found.append(bits)
+        return found
+
+    def pair(self, first: Value, second: Value) -> Value:
+        """Two parts of each lane side by side."""
+        e, b = self.e, self.e.builder
+        return e.as_floats(
+            b.or_(b.lshr(first, e.const_bits(16)), b.and_(second, e.const_bits(_UPPER)))
+        )
+
+    def cut(self, both: Sequence[Value]) -> list[list[Value]]:
+        """Parts of vectors as bits: each takes the upper bits of what the ones before it left.
+
+        Lower halves are not cleared.
+        """
+        e, b = self.e, self.e.builder
+        found = []
+        for n in range(self.parts):
+            bits = [e.as_bits(x) for x in both]
+            found.append(bits)
+            if n < self.parts - 1:
+                upper = [e.as_floats(b.and_(x, e.const_bits(_UPPER))) for x in bits]
+                both = [b.fsub(x, part) for x, part in zip(both, upper, strict=True)]
+        return found
+
+    def packed_row(self, packed: Value, element: Value) -> Value:
+        """Where the pair of an even element and the next one is in its first part."""
+        e = self.e
+        chunk = e.round_down(element, CHUNK)
+        inside = e.mul(e.sub(element, chunk), self.width // 2)
+        return e.at(packed, e.mul(chunk, self.parts * self.width // 2), inside)
+
+    def store_pair(self, first: Value, second: Value, place: Value) -> None:
+        """What was computed for two keys, cut, as a pair in each lane."""
+        self.put_pairs(self.cut([first, second]), place)
+
+    def put_pairs(self, cut: Sequence[Sequence[Value]], place: Value) -> None:
+        """Of each part, two vectors as a pair in each lane; one part alone is rounded."""
+        if self.parts == 1:
+            pair = join(self.e, *map(self.e.as_floats, cut[0]))
+            self.e.store_vector(pair, place)
+            return
+        for n, (first, second) in enumerate(cut):
+            self.e.store_vector(self.pair(first, second), self.e.at(place, n * self.part_bytes))
+
+    def drop_second(self, packed: Value, element: Value) -> None:
+        """The second of a pair is 0."""
+        e, b = self.e, self.e.builder
+        place = self.packed_row(packed, element)
+        for n in range(self.parts):
+            here = e.at(place, n * self.part_bytes)
+            pairs = map(e.as_bits, vectors_at(e, here, self.vectors))
+            store_vectors(e, here, [e.as_floats(b.and_(x, e.const_bits(0xFFFF))) for x in pairs])
+
+    def clear_pairs(self, packed: Value, first: Value, stop: Value) -> None:
+        """Pairs that fill the last chunk are 0."""
+        e = self.e
+
+        def clear(p: Value, _: list[Value]) -> None:
+            place = self.packed_row(packed, e.mul(p, 2))
+            for n in range(self.parts):
+                store_vectors(e, e.at(place, n * self.part_bytes), [e.const(0.0)] * self.vectors)
+
+        e.loop(first, stop, 1, [], clear)
+
+    def put(self, halves: Sequence[Value], place: Value) -> None:
+        """The parts of 32 elements, each a row of its tile."""
+        e = self.e
+        for n, (first, second) in enumerate(zip(*map(self.rounded, halves), strict=True)):
+            row = upper_halves(e, first, second)
+            e.store(row, e.at(place, n * matrix_unit.TILE_SIZE), e.vector_bytes)
+
+    def put_cut(self, cut: Sequence[Sequence[Value]], place: Value) -> None:
+        """Of each part, two vectors as a row of its tile; the last part is rounded."""
+        e, b = self.e, self.e.builder
+        for n, both in enumerate(cut):
+            if n < self.parts - 1:
+                both = [b.and_(bits, e.const_bits(_UPPER)) for bits in both]
+            row = upper_halves(e, *both)
+            e.store(row, e.at(place, n * matrix_unit.TILE_SIZE), e.vector_bytes)
+
+    # Rows
+
+    def _row(self, start: Value, d: Value, dim: Value, exists: Value | None = None) -> Value:
+        """16 elements of a row of float32; 0 in place of those that are not there."""
+        e, b = self.e, self.e.builder
+        place = e.at(start, e.mul(d, FLOAT_BYTES))
+        left = e.sub(dim, d)
+        if exists is not None:
+            place = b.select(exists, place, e.zeros())
+            left = b.select(exists, left, e.index(0))
+        count = e.splat(b.trunc(e.least(left, e.lanes), INT32))
+        live = b.icmp_signed("<", e.lane_numbers(INT32), count)
+        return storage.load(e, place, "float32", e.lanes, live)
+
+    def _rows(
+        self, whole: Value, places: Sequence[Value], partly: Callable[[], list[Value]]
+    ) -> list[Value]:
+        """16 elements from each place, or what `partly` gives if they are not wholly there."""
+        e, b = self.e, self.e.builder
+        with b.if_else(whole) as (then, otherwise):
+            with then:
+                loaded = [e.load_vector(place, aligned=False) for place in places]
+                after_loading = b.block
+            with otherwise:
+                others = partly()
+                after_others = b.block
+        found = []
+        for one, other in zip(loaded, others, strict=True):
+            either = b.phi(e.vector)
+            either.add_incoming(one, after_loading)
+            either.add_incoming(other, after_others)
+            found.append(either)
+        return found
+
+    def split_rows(self) -> Value:
+        """A function `(from, row, count, dim, to, odd)`: rows of K in parts, as tiles.
+
+        `odd` begins with the number of keys without parts, then has which they are.
+        """
+        e = self.e
+        with e.function("split_rows", [POINTER, *[INT64] * 3, *[POINTER] * 2]) as (function, args):
+            source, row, count, dim, target, odd = args
+            b, bits = e.builder, ir.IntType(e.lanes)
+            wide, band = whole(e, dim), self.band(dim)
+
+            def key(k: Value, found: list[Value]) -> list[Value]:
+                start, exists = e.at(source, e.mul(k, row)), e.below(k, count)
+                inside = e.mul(b.and_(k, e.index(TILE_ROWS - 1)), TILE_BYTES)
+                tiles = e.at(target, e.mul(b.sdiv(k, e.index(TILE_ROWS)), band), inside)
+
+                def chunk(d: Value, seen: list[Value]) -> list[Value]:
+                    begins = [e.add(d, n) for n in (0, e.lanes)]
+                    halves = self._rows(
+                        b.and_(exists, e.below(e.add(d, CHUNK - 1), dim)),
+                        [e.at(start, e.mul(begin, FLOAT_BYTES)) for begin in begins],
+                        lambda: [self._row(start, begin, dim, exists) for begin in begins],
+                    )
+                    self.put(halves, e.at(tiles, e.mul(d, self.chunk_bytes // CHUNK)))
+                    return [self._larger(*pair) for pair in zip(seen, halves, strict=True)]
+
+                seen = e.loop(0, wide, CHUNK, [e.const_bits(0)] * 2, chunk)
+                e.store(k, e.at(odd, e.mul(e.add(found[0], 1), WORD)), WORD)
+                some = b.icmp_unsigned("!=", b.or_(*map(self.huge, seen)), ir.Constant(bits, 0))
+                return [e.add(found[0], b.zext(some, INT64))]
+
+            (found,) = e.loop(0, whole(e, count), 1, [e.index(0)], key)
+            e.store(found, odd, WORD)
+        return function
+
+    def split_columns(self) -> Value:
+        """A function `(rows, row, count, dim, to) -> bit`: columns of V in parts, as tiles.
+
+        Whether there are values without parts, which are left out.
+        """
+        e = self.e
+        arguments = [POINTER, *[INT64] * 3, POINTER]
+        with e.function("split_columns", arguments, BIT) as (function, args):
+            rows, row, count, dim, target = args
+            b, bits = e.builder, ir.IntType(e.lanes)
+            loaded, turned = self.room(e.lanes), self.room(2 * e.lanes)
+
+            def keys(k: Value, found: list[Value]) -> list[Value]:
+                chunk = e.at(target, e.mul(k, self.chunk_bytes // CHUNK))
+
+                def elements(d: Value, found: list[Value]) -> list[Value]:
+                    def half(n: Value, found: list[Value]) -> list[Value]:
+                        """16 keys."""
+                        first = e.add(k, e.mul(n, e.lanes))
+
+                        def key(i: Value, found: list[Value]) -> list[Value]:
+                            start = e.at(rows, e.mul(e.add(first, i), row))
+                            exists = e.below(e.add(first, i), count)
+                            (x,) = self._rows(
+                                b.and_(exists, e.below(e.add(d, e.lanes - 1), dim)),
+                                [e.at(start, e.mul(d, FLOAT_BYTES))],
+                                lambda: [self._row(start, d, dim, exists)],
+                            )
+                            odd = self.odd(x)
+                            kept = b.select(odd, e.const(0.0), x)
+                            e.store_vector(kept, e.at(loaded, e.mul(i, e.vector_bytes)))
+                            return [b.or_(found[0], b.bitcast(odd, bits))]
+
+                        found = e.loop(0, e.lanes, 1, found, key)
+                        place = e.at(turned, e.mul(n, e.vector_bytes))
+                        for i, x in enumerate(e.transpose(vectors_at(e, loaded, e.lanes))):
+                            e.store_vector(x, e.at(place, 2 * i * e.vector_bytes))
+                        return found
+
+                    found = e.loop(0, 2, 1, found, half)
+                    tiles = e.at(chunk, e.mul(b.sdiv(d, e.index(TILE_ROWS)), self.column_band))
+
+                    def column(i: Value, _: list[Value]) -> None:
+                        place = e.at(turned, e.mul(i, 2 * e.vector_bytes))
+                        self.put(vectors_at(e, place, 2), e.at(tiles, e.mul(i, TILE_BYTES)))
+
+                    e.loop(0, e.lanes, 1, [], column)
+                    return found
+
+                return e.loop(0, whole(e, dim), e.lanes, found, elements)
+
+            (found,) = e.loop(0, whole(e, count), CHUNK, [ir.Constant(bits, 0)], keys)
+            b.ret(b.icmp_unsigned("!=", found, ir.Constant(bits, 0)))
+        return function
+
+    def turn_rows(self, number: int) -> Value:
+        """A function `(rows, row, count, dim, to)`: pairs of neighbouring rows, elements in lanes.
+
+        A right factor for products over `number` rows, in panels of 32 columns. What has no parts,
+        and rows from `count` on, are 0.
+        """
+        e = self.e
+        with e.function("turn_rows", [POINTER, *[INT64] * 3, POINTER]) as (function, args):
+            rows, row, count, dim, target = args
+            b = e.builder
+
+            def pair(q: Value, _: list[Value]) -> None:
+                starts = [e.at(rows, e.mul(e.add(q, i), row)) for i in range(2)]
+                exist = [e.below(e.add(q, i), count) for i in range(2)]
+                here = self.packed_row(target, q)
+
+                def elements(d: Value, _: list[Value]) -> None:
+                    both = []
+                    for start, exists in zip(starts, exist, strict=True):
+                        x = self._row(start, d, dim, exists)
+                        bits = b.icmp_unsigned(">", self.magnitude(x), e.const_bits(_HIGHEST))
+                        both.append(self.rounded(b.select(bits, e.const(0.0), x)))
+                    panel = e.round_down(d, CHUNK)
+                    inside = e.mul(e.sub(d, panel), FLOAT_BYTES)
+                    stride = number // CHUNK * self.panel_bytes
+                    place = e.at(here, e.mul(panel, stride // CHUNK), inside)
+                    self.put_pairs(list(zip(*both, strict=True)), place)
+
+                e.loop(0, whole(e, dim), e.lanes, [], elements)
+
+            e.loop(0, number, 2, [], pair)
+        return function
+
+    def band(self, dim: Value) -> Value:
+        """Bytes of the tiles of 16 rows of K."""
+        e = self.e
+        return e.mul(whole(e, dim), self.chunk_bytes // CHUNK)
+
+    def floats(
+        self, dtype: str, copy: Value, rows: Rows, count: Value, dim: Value, to: Value
+    ) -> tuple[Value, Value]:
+        """Rows of float32 with adjacent elements: where they lie, or copied by `copy`."""
+        e, b = self.e, self.e.builder
+        needed = b.icmp_signed("!=", rows.element, e.index(FLOAT_BYTES))
+        if dtype != "float32":
+            needed = b.icmp_signed("==", dim, dim)
+        with b.if_then(needed, likely=False):
+            b.call(copy, [*rows, count, dim, to])
+        return b.select(needed, to, rows.pointer), b.select(needed, e.mul(dim, 4), rows.row)
+
+    def pack(self, places: Sequence[Value], dim: Value, packed: Value, sign: Value | None) -> Value:
+        """One row for each lane, as pairs of its elements, times `sign`.
+
+        Gives a bit for each row without parts.
+        """
+        e, b, bits = self.e, self.e.builder, ir.IntType(self.e.lanes)
+
+        def turn(d: Value, seen: list[Value]) -> list[Value]:
+            columns = e.transpose([self._row(place, d, dim) for place in places])
+            odd = seen[0]
+            for x in columns:
+                odd = b.or_(odd, self.huge(self.magnitude(x)))
+            if sign is not None:
+                columns = [b.fmul(x, sign) for x in columns]
+            split = [self.rounded(x) for x in columns]
+            end = self.packed_row(packed, d)
+            for p in range(e.lanes // 2):
+                both = list(zip(split[2 * p], split[2 * p + 1], strict=True))
+                self.put_pairs(both, e.at(end, p * self.width))
+            return [odd]
+
+        (odd,) = e.loop(0, whole(e, dim), e.lanes, [ir.Constant(bits, 0)], turn)
+        return b.zext(odd, INT64)
+
+    def room(self, count: int) -> Value:
+        """For vectors, as long as the function runs."""
+        e, b = self.e, self.e.builder
+        with b.goto_entry_block():
+            place = b.alloca(e.vector, e.index(count))
+        place.align = e.vector_bytes
+        return b.bitcast(place, POINTER)
+
+    # What has no parts
+
+    def magnitude(self, x: Value) -> Value:
+        """As bits, which are ordered as the numbers are; those of NaN are the largest."""
+        return self.e.builder.and_(self.e.as_bits(x), self.e.const_bits(_MAGNITUDE))
+
+    def _larger(self, seen: Value, x: Value) -> Value:
+        """The larger magnitudes."""
+        b, size = self.e.builder, self.magnitude(x)
+        return b.select(b.icmp_unsigned(">", size, seen), size, seen)
+
+    def huge(self, magnitude: Value) -> Value:
+        """Which elements of rows of Q or K have no parts: a bit for each lane."""
+        e, b = self.e, self.e.builder
+        above = b.icmp_unsigned(">", magnitude, e.const_bits(_HIGHEST))
+        return b.bitcast(above, ir.IntType(e.lanes))
+
+    def odd(self, x: Value) -> Value:
+        """Which elements of V have no parts, or parts that tiles take for 0."""
+        e, b = self.e, self.e.builder
+        size = self.magnitude(x)
+        tiny = b.icmp_unsigned("<", size, e.const_bits(_LOWEST))
+        tiny = b.and_(tiny, b.icmp_unsigned("!=", size, e.const_bits(0)))
+        return b.or_(tiny, b.icmp_unsigned(">", size, e.const_bits(_HIGHEST)))

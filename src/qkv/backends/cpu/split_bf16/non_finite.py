@@ -1,0 +1,124 @@
+"""What has no parts: products of such rows one by one, and such elements added one by one.
+
+It is found row by row and element by element, so that every row gets the bits that it would get if
+what it may not see were anything else.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+
+from qkv.backends.cpu.emit import storage
+from qkv.backends.cpu.emit.emitter import BIT, INT32, INT64, POINTER, Emitter, Value
+from qkv.backends.cpu.emit.frame import WORD, Rows
+from qkv.backends.cpu.products.bfloat16 import split
+from qkv.backends.cpu.products.query_lanes import store_vectors, vectors_at
+from qkv.backends.cpu.split_bf16.factors import FLOAT_BYTES, PartRows
+
+ODD_BYTES = 2048
+"""For the rows of a left factor that have no parts, and how many there are."""
+
+
+def mend(of: PartRows, name: str, left_dtype: str, right_dtype: str) -> Value:
+    """A function `(*left, *right, first, last, dim, sign, start, stop, odd, lanes, products)`.
+
+    Computes the products of rows without parts one by one. `left` and `right` are `Rows`: left rows
+    from `start` to `stop`, right ones from row `first` on, none beyond `last`. `odd` is
+    what `PartRows.split_rows` gave, `lanes` what `PartRows.pack` gave for each vector, a vector
+    apart.
+    """
+    e = of.e
+    rows = [POINTER, INT64, INT64]
+    arguments = [*rows, *rows, *[INT64] * 3, e.real, *[INT64] * 2, *[POINTER] * 3]
+    with e.function(name, arguments) as (function, args):
+        left, right = Rows(*args[:3]), Rows(*args[3:6])
+        first, last, dim, sign, start, stop, odd, lanes, products = args[6:]
+        b, block_q = e.builder, of.vectors * e.lanes
+
+        def one(k: Value, lane: Value) -> None:
+            row = e.least(e.add(first, lane), last)
+            x_row = e.at(right.pointer, e.mul(row, right.row))
+            y_row = e.at(left.pointer, e.mul(k, left.row))
+
+            def step(d: Value, total: list[Value]) -> list[Value]:
+                x = storage.load(e, e.at(x_row, e.mul(d, right.element)), right_dtype)
+                y = storage.load(e, e.at(y_row, e.mul(d, left.element)), left_dtype)
+                return [e.fma(b.fmul(sign, x), y, total[0])]
+
+            (product,) = e.loop(0, dim, 1, [ir.Constant(e.real, 0.0)], step)
+            place = e.at(products, e.mul(k, of.width), e.mul(lane, FLOAT_BYTES))
+            e.store(product, place, FLOAT_BYTES)
+
+        def odd_left(n: Value, _: list[Value]) -> None:
+            k = e.load(e.at(odd, e.mul(n, WORD)), INT64, WORD)
+            wanted = b.and_(b.not_(e.below(k, start)), e.below(k, stop))
+            with b.if_then(wanted):
+                e.loop(0, block_q, 1, [], lambda lane, _: one(k, lane))
+
+        def odd_right(lane: Value, _: list[Value]) -> None:
+            vector = b.sdiv(lane, e.index(e.lanes))
+            word = e.load(e.at(lanes, e.mul(vector, e.vector_bytes)), INT64, WORD)
+            bit = b.and_(b.lshr(word, e.sub(lane, e.mul(vector, e.lanes))), e.index(1))
+            end = b.select(_some(e, bit), stop, start)
+            e.loop(start, end, 1, [], lambda k, _: one(k, lane))
+
+        e.loop(1, e.add(e.load(odd, INT64, WORD), 1), 1, [], odd_left)
+        e.loop(0, block_q, 1, [], odd_right)
+    return function
+
+
+def any_without(of: PartRows, odd: Value, lanes: Value) -> Value:
+    """Whether there is anything to mend."""
+    e = of.e
+    words = [odd, *(e.at(lanes, j * e.vector_bytes) for j in range(of.vectors))]
+    some = ir.Constant(INT64, 0)
+    for word in words:
+        some = e.builder.or_(some, e.load(word, INT64, WORD))
+    return _some(e, some)
+
+
+def _some(e: Emitter, word: Value) -> Value:
+    return e.builder.icmp_signed("!=", word, e.index(0))
+
+
+def add_sifted(of: PartRows) -> Value:
+    """A function `(rows, row, weights, out, dim, count)`: what `PartRows.split_columns` left out.
+
+    A weight of -0.0 leaves `out` alone.
+    """
+    e = of.e
+    arguments = [POINTER, INT64, POINTER, POINTER, INT64, INT64]
+    with e.function("add_sifted", arguments) as (function, args):
+        rows, row, weights, out, dim, count = args
+        b = e.builder
+
+        def each(k: Value, _: list[Value]) -> None:
+            odd = b.trunc(b.and_(k, e.index(1)), BIT)
+            place = of.packed_row(weights, b.and_(k, e.index(-2)))
+            weighed: list[Value] = []
+            for n in range(of.parts):
+                pairs = vectors_at(e, e.at(place, n * of.part_bytes), of.vectors)
+                halves = [split(e, pair) for pair in pairs]
+                part = [b.select(odd, second, first) for first, second in halves]
+                weighed = list(map(b.fadd, weighed, part)) if weighed else part
+                if n == 0:
+                    allowed = [
+                        b.icmp_signed("!=", e.as_bits(p), e.as_bits(e.const(-0.0))) for p in part
+                    ]
+
+            def element(d: Value, _: list[Value]) -> None:
+                start = e.at(rows, e.mul(k, row), e.mul(d, FLOAT_BYTES))
+                x = e.splat(e.load(start, e.real, FLOAT_BYTES))
+                first = b.extract_element(of.odd(x), ir.Constant(INT32, 0))
+                with b.if_then(first, likely=False):
+                    place = e.at(out, e.mul(d, of.width))
+                    total = vectors_at(e, place, of.vectors)
+                    store_vectors(e, place, [
+                        b.select(may, e.fma(x, weight, old), old)
+                        for may, weight, old in zip(allowed, weighed, total, strict=True)
+                    ])  # fmt: skip
+
+            e.loop(0, dim, 1, [], element)
+
+        e.loop(0, count, 1, [], each)
+    return function

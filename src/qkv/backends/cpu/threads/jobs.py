@@ -1,0 +1,109 @@
+"""The threads of this process that compiled jobs run on: when they start, and how they end.
+
+They start with the first job that wants more than one thread. A forked child forgets its parent's
+and starts its own; at the end of the interpreter they are stopped and waited for, and what still
+calls afterwards runs alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from qkv.backends.cpu.compiler.compile import Kernel, Runnable
+
+
+class Workers(Protocol):
+    """Threads that join a caller."""
+
+    def run(self, kernel: Kernel, arguments: Runnable, workers: int) -> int:
+        """Run a job with at most so many workers; the result is how many joined."""
+
+    def stop(self) -> None:
+        """End the threads; later jobs run alone."""
+
+
+_lock = threading.Lock()
+_workers: Workers | None = None
+
+
+LONG_SECONDS = 0.15
+"""What is expected to take longer than this is not waited for inside compiled code."""
+_GLANCE = 0.05
+
+
+def run(kernel: Kernel, arguments: Runnable, threads: int, seconds: float = 0.0) -> None:
+    """Run a job on at most `threads` threads, this one among them.
+
+    It has been done when this returns, and nobody reads or writes its memory any more. Callers may
+    come from any number of threads. `seconds` is how long it may take.
+    """
+    if seconds > LONG_SECONDS and threading.current_thread() is threading.main_thread():
+        _run_beside(kernel, arguments, threads)
+    else:
+        _run(kernel, arguments, threads)
+
+
+def _run_beside(kernel: Kernel, arguments: Runnable, threads: int) -> None:
+    """Run it in another thread, so that Ctrl-C is answered here.
+
+    Then it goes on without anybody waiting, and keeps its memory until it is done.
+    """
+    errors: list[BaseException] = []
+
+    def job() -> None:
+        try:
+            _run(kernel, arguments, threads)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=job, name="qkv-long")
+    try:
+        thread.start()
+    except RuntimeError:  # no more threads, or the interpreter is ending
+        _run(kernel, arguments, threads)
+        return
+    while thread.is_alive():
+        thread.join(_GLANCE)
+    if errors:
+        raise errors[0]
+
+
+def _run(kernel: Kernel, arguments: Runnable, threads: int) -> None:
+    if threads == 1:
+        kernel.run(arguments, 0)
+    else:
+        (_workers or _start()).run(kernel, arguments, threads - 1)
+
+
+def _start() -> Workers:
+    global _workers
+    with _lock:
+        if _workers is None:
+            _workers = _new_workers()
+            atexit.register(_workers.stop)
+        return _workers
+
+
+def _new_workers() -> Workers:
+    if os.name == "posix" and sys.maxsize > 2**32:
+        from qkv.backends.cpu.threads.pool import Pool
+
+        return Pool()
+    from qkv.backends.cpu.threads.python_threads import PythonThreads
+
+    return PythonThreads()
+
+
+def _forget() -> None:
+    """A forked child has none of its parent's threads, and must not touch what they share."""
+    global _lock, _workers
+    _lock, _workers = threading.Lock(), None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

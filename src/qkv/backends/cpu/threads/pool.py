@@ -1,0 +1,160 @@
+"""Native workers that stay: their threads, started without a C compiler.
+
+What they run, and how they meet a caller, is in `pool_code`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from qkv.backends.cpu.compiler.compile import Code, build
+from qkv.backends.cpu.machine.host import host
+from qkv.backends.cpu.threads.pool_code import (
+    BLOCK_BYTES,
+    FUTEX_NUMBER,
+    LINE,
+    MOST_WORKERS,
+    OFFSET,
+    Processor,
+    Sleep,
+    emit_pool,
+)
+
+if TYPE_CHECKING:
+    from qkv.backends.cpu.compiler.compile import Kernel, Runnable
+
+SPIN_SECONDS = 75e-6
+"""How long an idle worker watches for the next launch before it sleeps, where launches follow one
+another within that time."""
+
+
+class Pool:
+    """Workers in one block of memory, more as they are wanted.
+
+    Parameters
+    ----------
+    sleep : "futex" or "condition"
+        How idle workers sleep; what the system has unless given.
+    """
+
+    def __init__(self, sleep: Sleep | None = None) -> None:
+        self._code = code = _code(sleep or _sleep())
+        self._launch = ctypes.CFUNCTYPE(
+            ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64
+        )(code.address("run"))
+        self._stop = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(code.address("stop"))
+        self._worker = code.address("worker")
+        self._memory = ctypes.create_string_buffer(BLOCK_BYTES + LINE)
+        self._block = -(-ctypes.addressof(self._memory) // LINE) * LINE
+        self._word("spins").value = _spins(code)
+        self._word("spin_nanoseconds").value = round(SPIN_SECONDS * 1e9)
+        if (sleep or _sleep()) == "condition":
+            for name in ("mutex", "condition"):
+                at = ctypes.c_void_p(self._block + OFFSET[name])
+                getattr(_libc(), f"pthread_{name.removesuffix('ition')}_init")(at, None)
+        # Written by the system itself: an exception between two lines of Python loses no thread.
+        self._handles = (ctypes.c_size_t * MOST_WORKERS)()
+        self._asked = 0
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+
+    def run(self, kernel: Kernel, arguments: Runnable, workers: int) -> int:
+        """Run a job with at most so many workers; the result is how many joined."""
+        if workers > self._asked:
+            self._grow(workers)
+        joined: int = self._launch(self._block, kernel.address, arguments.address, workers)
+        return joined
+
+    def _word(self, name: str) -> ctypes.c_int64:
+        """A word of the block, to be read and written."""
+        return ctypes.c_int64.from_address(self._block + OFFSET[name])
+
+    @property
+    def size(self) -> int:
+        """Workers that were started."""
+        return sum(map(bool, self._handles))
+
+    def stop(self) -> None:
+        """End the threads; whoever is inside finishes first. In a forked child there are none."""
+        if os.getpid() != self._process:
+            return  # the lock may have been another thread's, for ever
+        with self._lock:
+            self._asked = MOST_WORKERS
+            self._stop(self._block)
+            for i in range(self.size):
+                _libc().pthread_join(ctypes.c_size_t(self._handles[i]), None)
+                self._handles[i] = 0
+
+    def _grow(self, workers: int) -> None:
+        """Start what is missing; a system that refuses is asked again only for more."""
+        with self._lock, _signals_blocked():
+            for i in range(self.size, workers):
+                if not self._start(ctypes.byref(self._handles, i * ctypes.sizeof(ctypes.c_size_t))):
+                    self._handles[i] = 0
+                    break
+            self._asked = max(self._asked, workers)
+
+    def _start(self, handle: Any) -> bool:
+        """Whether the system has started one more thread."""
+        begin, block = ctypes.c_void_p(self._worker), ctypes.c_void_p(self._block)
+        error: int = _libc().pthread_create(handle, None, begin, block)
+        return error == 0
+
+
+@lru_cache(maxsize=2)
+def _code(sleep: Sleep) -> Code:
+    """Kept for good: threads are inside."""
+    return build(
+        emit_pool,
+        (_processor(), sleep, time.CLOCK_MONOTONIC),
+        host(),
+        ("run", "stop", "worker", "pauses"),
+    )
+
+
+def _processor() -> Processor:
+    machine = platform.machine().lower()
+    if machine in ("x86_64", "amd64"):
+        return "x86"
+    return "arm" if machine in ("arm64", "aarch64") else "other"
+
+
+def _sleep() -> Sleep:
+    return "futex" if sys.platform == "linux" and _processor() in FUTEX_NUMBER else "condition"
+
+
+@lru_cache(maxsize=1)
+def _libc() -> Any:
+    return ctypes.CDLL(None)
+
+
+def _spins(code: Code) -> int:
+    """Pauses in `SPIN_SECONDS`: processors differ by a factor of ten."""
+    pauses, count = ctypes.CFUNCTYPE(None, ctypes.c_int64)(code.address("pauses")), 200
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        pauses(count)
+        times.append(time.perf_counter() - start)
+    return int(count * SPIN_SECONDS / max(min(times), 1e-7))
+
+
+@contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """A thread inherits what its creator blocks: signals are for Python's threads."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,348 @@
+"""The code of native workers that stay, and of the caller that they join.
+
+A job is compiled code, `job(arguments, number)`, that takes its tasks from a counter: it is
+complete whoever runs it, in any number. The caller publishes it, runs it itself as number 0, and
+afterwards waits only for workers that have joined meanwhile, so that one that sleeps or is kept off
+its core costs nothing.
+
+Caller and workers meet in one block of memory, whose words are:
+
+    generation   counts launches; idle workers watch it
+    ticket       places left << 32 | workers inside
+    busy         1 while a caller is inside; another caller then runs its job alone
+    sleeping     workers that must be woken
+    ended        when the last launch was over, in nanoseconds
+    patience     how often a worker looks for the next launch before it sleeps
+    stopped      1 at the end
+
+A launch stores the job, then the ticket with as many places as workers are wanted, and then counts
+`generation` up. A worker joins by one compare-and-swap of the ticket, which takes a place and
+counts it in; the number of the place is its own for this launch, so whoever joins finds scratch
+memory for it. To close, the caller clears the places that are left. The job is stored only while
+nobody is inside and read only by workers that are.
+
+Idle workers spin for a short time if the launch before this one was over not longer ago than that,
+since launches that follow one another go on doing so, and then sleep: on the futex of `generation`
+where Linux has it, on a condition variable elsewhere. Where launches are far apart, as the layers
+of a model are, a worker that spun would only keep others off its core: it sleeps at once.
+
+Neither a launch nor going to sleep can miss the other: the worker announces itself in `sleeping`
+before the system compares `generation` once more, the caller counts `generation` up before it reads
+`sleeping`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, TypeAlias
+
+from llvmlite import ir
+
+from qkv.backends.cpu.emit.emitter import INT32, INT64, POINTER, VOID, Emitter, Value
+
+Sleep: TypeAlias = Literal["futex", "condition"]
+Processor: TypeAlias = Literal["x86", "arm", "other"]
+
+_PAUSES_TO_YIELD = 32
+"""About a microsecond. Where other programs keep the cores busy, the system often wakes a worker on
+its caller's core; one that only paused would then keep the caller off it for all of the spin."""
+
+MOST_WORKERS = 4096
+
+LINE = 128
+"""Two cache lines, which some processors fetch together: words of one line are changed together."""
+_LINES = (
+    ("generation", "stopped"),
+    ("ticket",),
+    ("busy",),
+    ("sleeping",),
+    ("job", "arguments", "floating"),
+    ("spins", "spin_nanoseconds"),
+    ("ended", "patience"),
+    ("mutex",),
+    ("condition",),
+)
+OFFSET = {
+    name: LINE * line + 8 * i for line, names in enumerate(_LINES) for i, name in enumerate(names)
+}
+BLOCK_BYTES = LINE * len(_LINES)
+
+_PLACE = 1 << 32
+"""One place in the ticket; what is below counts the workers inside."""
+
+_JOB = ir.FunctionType(VOID, [POINTER, INT64]).as_pointer()
+
+FUTEX_NUMBER = {"x86": 202, "arm": 98}
+_FUTEX_WAIT, _FUTEX_WAKE = 128, 129
+"""Within the process."""
+
+
+def emit_pool(processor: Processor, sleep: Sleep, clock: int) -> str:
+    """The module with `worker(block)`, `run(block, job, arguments, wanted)`, `stop(block)` and
+    `pauses(count)`; `clock` is the system's number of its steady clock."""
+    protocol = _Protocol(processor, sleep, clock)
+    protocol.worker()
+    protocol.run()
+    protocol.stop()
+    protocol.pauses()
+    return str(protocol.e.module)
+
+
+class _Protocol:
+    def __init__(self, processor: Processor, sleep: Sleep, clock: int) -> None:
+        self.e = Emitter("qkv_pool", 1)
+        self.processor = processor
+        self.sleep = sleep
+        self.clock = clock
+
+    # Functions
+
+    def worker(self) -> None:
+        """What a thread does from its start until the pool stops."""
+        e = self.e
+        with e.function("worker", [POINTER], POINTER, public=True) as (_, (block,)):
+            b = e.builder
+            # One launch back: whatever is open now may be joined.
+            seen = self.variable(e.sub(self.read(block, "generation"), 1))
+            patience = self.variable(self.read(block, "spins"))
+
+            def watch(_: Value) -> None:
+                generation = self.read(block, "generation")
+                unchanged = b.icmp_signed("==", generation, b.load(seen))
+                e.choose(unchanged, lambda: idle(generation), lambda: launched(generation))
+
+            def idle(generation: Value) -> None:
+                awake = e.below(0, b.load(patience))
+                e.choose(
+                    awake,
+                    lambda: self.relax(patience),
+                    lambda: self.fall_asleep(block, generation),
+                )
+
+            def launched(generation: Value) -> None:
+                b.store(generation, seen)
+                number = self.join(block)
+                with b.if_then(e.below(0, number)):
+                    self.adopt_floating_mode(block)
+                    job = b.inttoptr(b.load(self.word(block, "job")), _JOB)
+                    arguments = e.pointer(b.load(self.word(block, "arguments")))
+                    b.call(job, [arguments, number])
+                    b.atomic_rmw("sub", self.word(block, "ticket"), e.index(1), "release")
+                    # Only who was needed spins again; the others sleep when their time is up.
+                    b.store(self.read(block, "patience"), patience)
+
+            def going_on() -> tuple[Value, Value]:
+                return None, b.icmp_signed("==", self.read(block, "stopped"), e.index(0))
+
+            e.take_while(going_on, watch)
+            b.ret(ir.Constant(POINTER, None))
+
+    def run(self) -> None:
+        """Run a job with at most `wanted` workers; the result is how many joined."""
+        e = self.e
+        kinds = [POINTER, INT64, POINTER, INT64]
+        with e.function("run", kinds, INT64, public=True) as (
+            _,
+            (block, address, arguments, wanted),
+        ):
+            b = e.builder
+            job = b.inttoptr(address, _JOB)
+            joined = self.variable(e.index(0))
+
+            def together() -> None:
+                b.store(address, self.word(block, "job"))
+                b.store(b.ptrtoint(arguments, INT64), self.word(block, "arguments"))
+                self.save_floating_mode(block)
+                self.choose_patience(block)
+                ticket = self.word(block, "ticket")
+                b.store_atomic(e.mul(wanted, _PLACE), ticket, "release", 8)
+                self.next_generation(block, wanted)
+                b.call(job, [arguments, e.index(0)])
+                left = b.atomic_rmw("and", ticket, e.index(_PLACE - 1), "acq_rel")
+                b.store(e.sub(wanted, b.lshr(left, e.index(32))), joined)
+                self.wait_for_all(block)
+                b.store(self.now(), self.word(block, "ended"))
+                b.store_atomic(e.index(0), self.word(block, "busy"), "release", 8)
+
+            taken = b.atomic_rmw("xchg", self.word(block, "busy"), e.index(1), "acquire")
+            free = b.icmp_signed("==", taken, e.index(0))
+            e.choose(free, together, lambda: b.call(job, [arguments, e.index(0)]))
+            b.ret(b.load(joined))
+
+    def stop(self) -> None:
+        """Let every worker leave after what it does now."""
+        e = self.e
+        with e.function("stop", [POINTER], public=True) as (_, (block,)):
+            e.builder.store_atomic(e.index(1), self.word(block, "stopped"), "release", 8)
+            self.next_generation(block, e.index(MOST_WORKERS))
+
+    def pauses(self) -> None:
+        """Some pauses, to be timed."""
+        e = self.e
+        with e.function("pauses", [INT64], public=True) as (_, (count,)):
+            e.loop(0, count, 1, [], lambda i, _: self.pause())
+
+    # Steps of the protocol
+
+    def choose_patience(self, block: Value) -> None:
+        """Full if a worker that spun since the last launch would still be awake, else none."""
+        e, b = self.e, self.e.builder
+        gap = e.sub(self.now(), self.read(block, "ended"))
+        follows = b.icmp_signed("<=", gap, self.read(block, "spin_nanoseconds"))
+        patience = b.select(follows, self.read(block, "spins"), e.index(0))
+        b.store_atomic(patience, self.word(block, "patience"), "release", 8)
+
+    def join(self, block: Value) -> Value:
+        """Take a place; the result is its number, 0 if none is left."""
+        e, b = self.e, self.e.builder
+        number = self.variable(e.index(0))
+
+        def open_() -> tuple[Value, Value]:
+            ticket = self.read(block, "ticket")
+            places = b.lshr(ticket, e.index(32))
+            outside = b.icmp_signed("==", b.load(number), e.index(0))
+            return (ticket, places), b.and_(outside, e.below(0, places))
+
+        def attempt(seen: tuple[Value, Value]) -> None:
+            ticket, places = seen
+            inside = e.add(ticket, 1 - _PLACE)
+            swap = b.cmpxchg(self.word(block, "ticket"), ticket, inside, "acq_rel", "acquire")
+            b.store(b.select(b.extract_value(swap, 1), places, e.index(0)), number)
+
+        e.take_while(open_, attempt)
+        return b.load(number)
+
+    def next_generation(self, block: Value, wanted: Value) -> None:
+        """Tell the workers that something has changed, and wake some of those that sleep."""
+        e, b = self.e, self.e.builder
+        # Sequentially consistent, here and in fall_asleep: one of both sees the other.
+        b.atomic_rmw("add", self.word(block, "generation"), e.index(1), "seq_cst")
+        sleeping = b.load_atomic(self.word(block, "sleeping"), "seq_cst", 8)
+        count = e.least(wanted, sleeping)
+        with b.if_then(e.below(0, count)):
+            self.wake(block, count)
+
+    def wait_for_all(self, block: Value) -> None:
+        """Until no worker is inside."""
+        e, b = self.e, self.e.builder
+        turns = self.variable(e.index(0))
+
+        def somebody_inside() -> tuple[Value, Value]:
+            return None, b.icmp_signed("!=", self.read(block, "ticket"), e.index(0))
+
+        e.take_while(somebody_inside, lambda _: self.relax(turns))
+
+    def fall_asleep(self, block: Value, generation: Value) -> None:
+        """Sleep while this is the generation."""
+        e, b = self.e, self.e.builder
+        sleeping, word = self.word(block, "sleeping"), self.word(block, "generation")
+        b.atomic_rmw("add", sleeping, e.index(1), "seq_cst")
+        if self.sleep == "futex":
+            self.futex(word, _FUTEX_WAIT, generation)
+        else:
+
+            def unchanged() -> tuple[Value, Value]:
+                now = b.load_atomic(word, "seq_cst", 8)
+                return None, b.icmp_signed("==", now, generation)
+
+            with self.locked(block) as (mutex, condition):
+                e.take_while(unchanged, lambda _: self.pthread("cond_wait", condition, mutex))
+        b.atomic_rmw("sub", sleeping, e.index(1), "seq_cst")
+
+    def wake(self, block: Value, count: Value) -> None:
+        if self.sleep == "futex":
+            self.futex(self.word(block, "generation"), _FUTEX_WAKE, count)
+            return
+        with self.locked(block) as (_, condition):
+            self.e.loop(0, count, 1, [], lambda i, _: self.pthread("cond_signal", condition))
+
+    # The system
+
+    def futex(self, word: Value, operation: int, value: Value) -> None:
+        """Linux compares the low half of the word."""
+        e = self.e
+        function = self.external("syscall", INT64, INT64, variadic=True)
+        number = e.index(FUTEX_NUMBER[self.processor])
+        forever = ir.Constant(POINTER, None)
+        e.builder.call(function, [number, word, e.index(operation), value, forever])
+
+    def now(self) -> Value:
+        """Nanoseconds of a clock that only goes forward."""
+        e, b = self.e, self.e.builder
+        with b.goto_entry_block():
+            seconds = b.alloca(INT64, 2)
+        function = self.external("clock_gettime", INT32, INT32, POINTER)
+        b.call(function, [ir.Constant(INT32, self.clock), b.bitcast(seconds, POINTER)])
+        whole, rest = (b.load(b.gep(seconds, [e.index(i)])) for i in range(2))
+        return e.add(e.mul(whole, 1_000_000_000), rest)
+
+    @contextmanager
+    def locked(self, block: Value) -> Iterator[tuple[Value, Value]]:
+        mutex, condition = (self.e.at(block, OFFSET[name]) for name in ("mutex", "condition"))
+        self.pthread("mutex_lock", mutex)
+        yield mutex, condition
+        self.pthread("mutex_unlock", mutex)
+
+    def pthread(self, name: str, *args: Value) -> None:
+        function = self.external(f"pthread_{name}", INT32, *[POINTER] * len(args))
+        self.e.builder.call(function, args)
+
+    def external(self, name: str, result: Any, *kinds: Any, variadic: bool = False) -> Value:
+        found = self.e.module.globals.get(name)
+        if found is None:
+            kind = ir.FunctionType(result, kinds, var_arg=variadic)
+            found = ir.Function(self.e.module, kind, name)
+        return found
+
+    # The processor
+
+    def pause(self) -> None:
+        """What a loop that only waits owes to its neighbours on the core."""
+        b = self.e.builder
+        if self.processor == "x86":
+            b.call(self.external("llvm.x86.sse2.pause", VOID), [])
+        elif self.processor == "arm":
+            whole_system = ir.Constant(INT32, 15)
+            b.call(self.external("llvm.aarch64.isb", VOID, INT32), [whole_system])
+
+    def save_floating_mode(self, block: Value) -> None:
+        """Rounding and the flushing of subnormal numbers, as the caller has them."""
+        b, mode = self.e.builder, self.word(block, "floating")
+        if self.processor == "x86":
+            b.call(self.external("llvm.x86.sse.stmxcsr", VOID, POINTER), [b.bitcast(mode, POINTER)])
+        elif self.processor == "arm":
+            b.store(b.call(self.external("llvm.aarch64.get.fpcr", INT64), []), mode)
+
+    def adopt_floating_mode(self, block: Value) -> None:
+        """Bits must not depend on which thread has computed them."""
+        b, mode = self.e.builder, self.word(block, "floating")
+        if self.processor == "x86":
+            b.call(self.external("llvm.x86.sse.ldmxcsr", VOID, POINTER), [b.bitcast(mode, POINTER)])
+        elif self.processor == "arm":
+            b.call(self.external("llvm.aarch64.set.fpcr", VOID, INT64), [b.load(mode)])
+
+    # Words
+
+    def word(self, block: Value, name: str) -> Value:
+        return self.e.builder.bitcast(self.e.at(block, OFFSET[name]), INT64.as_pointer())
+
+    def read(self, block: Value, name: str) -> Value:
+        return self.e.builder.load_atomic(self.word(block, name), "acquire", 8)
+
+    def variable(self, value: Value) -> Value:
+        """A register that may be stored to."""
+        with self.e.builder.goto_entry_block():
+            slot = self.e.builder.alloca(INT64)
+        self.e.builder.store(value, slot)
+        return slot
+
+    def relax(self, turns: Value) -> None:
+        """Pause, count the turn down, and now and then give way to who waits for this core."""
+        e, b = self.e, self.e.builder
+        left = e.sub(b.load(turns), 1)
+        b.store(left, turns)
+        self.pause()
+        due = b.icmp_signed("==", b.and_(left, e.index(_PAUSES_TO_YIELD - 1)), e.index(0))
+        with b.if_then(due):
+            b.call(self.external("sched_yield", INT32), [])

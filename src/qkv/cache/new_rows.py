@@ -1,0 +1,201 @@
+"""New rows, checked against those that a cache holds before anything is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from qkv.arrays import kind_of, library_of
+from qkv.cache.arguments import Lengths, whole_numbers
+from qkv.cache.encoding import Encoding
+from qkv.cache.memory import memory_with
+from qkv.errors import ArgumentError, DTypeError, ShapeError
+
+__all__ = ["NewRows", "RowFormat", "check", "encode"]
+
+_FLOATING = ("float64", "float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """The library, shapes, dtype and device that all rows of a cache share.
+
+    Attributes
+    ----------
+    library : str
+        "numpy", "torch" or "jax".
+    leading : tuple of two tuples of int
+        Dimensions of keys and of values before the length: batch dimensions and heads.
+    dims : (int, int)
+        Length of a key and of a value.
+    dtype, device : tuple of str
+        Of keys and of values.
+    """
+
+    library: str
+    leading: tuple[tuple[int, ...], tuple[int, ...]]
+    dims: tuple[int, int]
+    dtype: tuple[str, str]
+    device: tuple[str, str]
+
+    @property
+    def batch_shape(self) -> tuple[int, ...]:
+        """Leading dimensions without the heads."""
+        return self.leading[0][:-1]
+
+    def with_batch(self, size: int) -> RowFormat:
+        """The same with another first batch dimension."""
+        key, value = ((size, *leading[1:]) for leading in self.leading)
+        return replace(self, leading=(key, value))
+
+
+@dataclass(frozen=True, slots=True)
+class NewRows:
+    """New rows, encoded.
+
+    Attributes
+    ----------
+    row_format : RowFormat
+    arrays : tuple
+        What is kept of the keys, then what is kept of the values.
+    of_key : int
+        How many of the arrays belong to the keys.
+    new_lens : int64 array (*batch_shape)
+        Tokens of each sequence; rows behind them are padding.
+    """
+
+    row_format: RowFormat
+    arrays: tuple[Any, ...]
+    of_key: int
+    new_lens: Lengths
+
+
+def check(
+    key: Any, value: Any, new_lens: Any, first: RowFormat | None, batched: bool
+) -> tuple[RowFormat, Lengths]:
+    """The format of new rows, checked against `first`, and the tokens of each sequence.
+
+    `batched` asks for exactly four dimensions.
+    """
+    seen = [(name, _shown(t)) for name, t in (("key", key), ("value", value))]
+    libraries = {name: library_of(t, name).name for name, t in (("key", key), ("value", value))}
+    if min(key.ndim, value.ndim) < 2 or key.shape[-2] != value.shape[-2]:
+        raise ShapeError(
+            "key and value are not rows of as many tokens.",
+            seen,
+            "Pass (..., num_kv_heads, new, dim).",
+        )
+    if batched and (key.ndim != 4 or value.ndim != 4):
+        raise ShapeError(
+            f"key has {key.ndim} dimensions and value {value.ndim}; pages are for one batch "
+            "dimension.",
+            seen,
+            "Pass (batch, num_kv_heads, new, dim).",
+        )
+    row_format = RowFormat(
+        libraries["key"],
+        (tuple(key.shape[:-2]), tuple(value.shape[:-2])),
+        (key.shape[-1], value.shape[-1]),
+        (str(key.dtype), str(value.dtype)),
+        (_device(key), _device(value)),
+    )
+    if first is not None:
+        _compare(row_format, libraries, first, seen)
+    for name, dtype in zip(("key", "value"), row_format.dtype, strict=True):
+        if dtype.rpartition(".")[2] not in _FLOATING:
+            raise DTypeError(
+                f"{name} has dtype {dtype}.", seen, f"Pass one of {', '.join(_FLOATING)}."
+            )
+    if row_format.dtype[0] != row_format.dtype[1]:
+        raise DTypeError(
+            f"key has dtype {row_format.dtype[0]} and value {row_format.dtype[1]}.",
+            seen,
+            "Convert them to one type, as qkv.attention wants them.",
+        )
+    if row_format.leading[0] != row_format.leading[1]:
+        raise ShapeError(
+            f"key has leading dimensions and heads {row_format.leading[0]}, "
+            f"value {row_format.leading[1]}.",
+            seen,
+            "Pass a key and a value for each token and kv head.",
+        )
+    if libraries["key"] != libraries["value"]:
+        raise DTypeError(
+            f"key is an array of {libraries['key']} and value of {libraries['value']}.",
+            seen,
+            "Pass both as arrays of one library.",
+        )
+    if row_format.device[0] != row_format.device[1]:
+        raise ArgumentError(
+            f"key is on {row_format.device[0]} and value on {row_format.device[1]}.",
+            seen,
+            "Move them to one device.",
+        )
+    new = int(key.shape[-2])
+    counts = np.full(row_format.batch_shape, new, np.int64)
+    if new_lens is not None:
+        counts = whole_numbers("new_lens", new_lens, row_format.batch_shape)
+        if counts.size and (counts.min() < 0 or counts.max() > new):
+            raise ShapeError(
+                f"new_lens runs from {counts.min()} to {counts.max()}; {new} rows arrive.",
+                seen,
+                "Give each sequence a number of tokens from 0 to the rows that arrive.",
+            )
+    return row_format, counts
+
+
+def encode(
+    key: Any, value: Any, row_format: RowFormat, new_lens: Lengths, encoding: Encoding
+) -> NewRows:
+    """Checked rows, encoded for storage; an error if their library tracks gradients."""
+    memory = memory_with(row_format.library)
+    rows = [memory.rows(t, name) for name, t in (("key", key), ("value", value))]
+    encoded = [encoding.encode(t, memory) for t in rows]
+    return NewRows(row_format, (*encoded[0], *encoded[1]), len(encoded[0]), new_lens)
+
+
+def _compare(
+    row_format: RowFormat, libraries: dict[str, str], first: RowFormat, seen: list[tuple[str, str]]
+) -> None:
+    """Raise an error if new rows differ in format from the first ones."""
+    for i, name in enumerate(("key", "value")):
+        if libraries[name] != first.library:
+            raise DTypeError(
+                f"{name} is an array of {libraries[name]}; the cache has arrays of "
+                f"{first.library}.",
+                seen,
+                "Convert it to the library of those that came first, or reset the cache.",
+            )
+        if (row_format.leading[i], row_format.dims[i]) != (first.leading[i], first.dims[i]):
+            raise ShapeError(
+                f"{name} has leading dimensions and heads {row_format.leading[i]} and rows of "
+                f"{row_format.dims[i]}; the cache has {first.leading[i]} and {first.dims[i]}.",
+                seen,
+                "Use one cache for each layer and batch.",
+            )
+        if row_format.dtype[i] != first.dtype[i]:
+            raise DTypeError(
+                f"{name} has dtype {row_format.dtype[i]}; the cache has {first.dtype[i]}.",
+                seen,
+                "Convert it to the type of those that came first.",
+            )
+        if row_format.device[i] != first.device[i]:
+            raise ArgumentError(
+                f"{name} is on {row_format.device[i]}; the cache is on {first.device[i]}.",
+                seen,
+                "Move it to the device of those that came first.",
+            )
+
+
+def _device(array: Any) -> str:
+    """The device of a torch tensor; other arrays are read from main memory."""
+    return str(array.device) if kind_of(array) == "torch" else "cpu"
+
+
+def _shown(array: Any) -> str:
+    if kind_of(array) is None:
+        return type(array).__name__
+    where = f" on {array.device}" if kind_of(array) == "torch" else ""
+    return f"{array.dtype} {tuple(array.shape)}{where}"

@@ -1,0 +1,220 @@
+"""The input of a command: arrays of a file or sample, reduced to the chosen rows."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import qkv
+from qkv.cli.variants import variants_of
+from qkv.errors import ArgumentError
+from qkv.files import read_arrays
+from qkv.inspection.record import Record
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InputArrays:
+    """Arrays as they were read, and their source."""
+
+    query: Array
+    key: Array
+    value: Array
+    tokens: tuple[str, ...] | None
+    title: str
+    source: str
+
+    @classmethod
+    def from_file(cls, path: str) -> InputArrays:
+        arrays = read_arrays(path)
+        return cls(arrays.query, arrays.key, arrays.value, arrays.tokens, path, path)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CommandInput:
+    """One batch row as `(num_heads, length, head_dim)`, with names and positions of its rows.
+
+    `head` and `q_index` say which head and query row of the given arrays come first here, `q_len`
+    how many rows those had; `q_offset` is the position of the first row here. Variants that are not
+    the same everywhere are computed over `given` as a whole, with `keywords`.
+    """
+
+    given: InputArrays
+    query: Array
+    key: Array
+    value: Array
+    variants: tuple[Any, ...]
+    uniform: bool
+    keywords: dict[str, Any]
+    scale: float | None
+    q_offset: int
+    batch: int
+    batch_size: int
+    q_len: int
+    head: int = 0
+    q_index: int = 0
+
+    @classmethod
+    def of(cls, given: InputArrays, options: argparse.Namespace) -> CommandInput:
+        """Check the arrays and options, and take the batch row that is wanted."""
+        variants = variants_of(options.variants)
+        arrays = given.query, given.key, given.value
+        keywords = {
+            "scale": options.scale,
+            "layout": options.layout,
+            "q_offset": "start" if options.q_offset is None else options.q_offset,
+        }
+        # `plan` checks the arrays, so that the code below can rely on their shapes.
+        qkv.plan(*arrays, *variants, **keywords)
+        lead = np.broadcast_shapes(*(array.shape[:-3] for array in arrays))
+        batch_size = int(np.prod(lead, dtype=object))
+        batch = checked_index(options.batch or 0, batch_size, "batch")
+        query, key, value = (_one_batch(array, lead, batch, options.layout) for array in arrays)
+        num_heads, q_len, kv_len = len(query), query.shape[1], key.shape[1]
+        if not (num_heads and q_len and kv_len):
+            raise ArgumentError(
+                f"there is nothing to look at: num_heads={num_heads}, q_len={q_len}, "
+                f"kv_len={kv_len}.",
+                action="Give arrays with at least one head, one query and one key.",
+            )
+        if given.tokens is not None and len(given.tokens) != kv_len:
+            raise ArgumentError(
+                f"there are {len(given.tokens)} tokens for {kv_len} keys.",
+                action="Give one token for each row of k.",
+            )
+        kv_lens = [v.kv_lens for v in variants if isinstance(v, qkv.KeyLengths)]
+        real = [np.broadcast_to(lens, lead).reshape(-1)[batch] for lens in kv_lens]
+        q_offset = _offset(options.q_offset, q_len, kv_len, min([kv_len, *map(int, real)]))
+        return cls(
+            given,
+            query,
+            key,
+            value,
+            variants,
+            all(entry.option.uniform for entry in options.variants),
+            keywords,
+            options.scale,
+            q_offset,
+            batch,
+            batch_size,
+            q_len,
+        )
+
+    def with_head(self, head: int) -> CommandInput:
+        """Only one query head, and the key head that it reads."""
+        head = checked_index(head, len(self.query), "head")
+        kv_head = head // (len(self.query) // len(self.key))
+        return replace(
+            self,
+            query=self.query[head : head + 1],
+            key=self.key[kv_head : kv_head + 1],
+            value=self.value[kv_head : kv_head + 1],
+            head=self.head + head,
+        )
+
+    def with_query(self, q_index: int) -> CommandInput:
+        """Only one query row, at the position that it had."""
+        q_index = checked_index(q_index, self.query.shape[1], "query")
+        return replace(
+            self,
+            query=self.query[:, q_index : q_index + 1],
+            q_offset=self.q_offset + q_index,
+            q_index=self.q_index + q_index,
+        )
+
+    @property
+    def causal(self) -> bool:
+        """Whether no query sees a later key."""
+        return any(isinstance(variant, qkv.Causal) for variant in self.variants)
+
+    def head_statistics(
+        self, progress: Callable[[int, int], object] | None = None
+    ) -> HeadStatistics:
+        """Statistics of the heads and rows of this problem."""
+        if self.uniform:
+            rows = self.query, self.key, self.value
+            record = qkv.inspect(
+                *rows, *self.variants, scale=self.scale, q_offset=self.q_offset, progress=progress
+            )
+            return HeadStatistics(record, lambda array: array)
+        arrays = self.given.query, self.given.key, self.given.value
+        record = qkv.inspect(*arrays, *self.variants, **self.keywords, progress=progress)
+        heads = slice(self.head, self.head + self.query.shape[0])
+        q_rows = slice(self.q_index, self.q_index + self.query.shape[1])
+
+        def select(array: Array) -> Array:
+            trailing = array.shape[record.entropy.ndim :]
+            return array.reshape(self.batch_size, -1, self.q_len, *trailing)[
+                self.batch, heads, q_rows
+            ]
+
+        return HeadStatistics(record, select)
+
+    def token_at(self, position: int) -> str | None:
+        """The token of a query or key position, if there is one."""
+        tokens = self.given.tokens
+        return tokens[position] if tokens and 0 <= position < len(tokens) else None
+
+    def q_token(self, q_index: int) -> str | None:
+        """The token of a query row of the given arrays, if there is one."""
+        return self.token_at(self.q_offset + q_index - self.q_index)
+
+    @property
+    def q_tokens(self) -> Sequence[str] | None:
+        """Names of the query rows, if all have one."""
+        names = [self.q_token(i) for i in range(self.q_len)]
+        return None if None in names else [name for name in names if name is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadStatistics:
+    """Statistics of `qkv.inspect` for some heads and rows: arrays `(heads, rows, ...)`."""
+
+    record: Record
+    select: Callable[[Array], Array]
+
+    @property
+    def entropy(self) -> Array:
+        return self.select(self.record.entropy)
+
+    def mass(self, keys: Any) -> Array:
+        return self.select(self.record.mass(keys))
+
+    def mass_at(self, offset: int) -> Array:
+        return self.select(self.record.mass_at(offset))
+
+    def top(self, count: int) -> tuple[Array, Array]:
+        indices, weights = self.record.top(count)
+        return self.select(indices), self.select(weights)
+
+
+def checked_index(index: int, count: int, what: str) -> int:
+    """A row by number, from the end if negative."""
+    if not -count <= index < count:
+        raise ArgumentError(
+            f"--{what} {index} does not exist.",
+            action=f"Choose from 0 to {count - 1}." if count else f"There is no {what} at all.",
+        )
+    return index % count
+
+
+def _one_batch(array: Array, lead: tuple[int, ...], batch: int, layout: str) -> Array:
+    if array.ndim == 2:
+        return array[None]
+    row: Array = np.broadcast_to(array, (*lead, *array.shape[-3:]))[np.unravel_index(batch, lead)]
+    return row if layout == "bhld" else row.swapaxes(0, 1)
+
+
+def _offset(requested: int | str | None, q_len: int, kv_len: int, real: int) -> int:
+    if requested is None and q_len != kv_len:
+        raise ArgumentError(
+            f"where do {q_len} queries stand among {kv_len} keys?",
+            action="Pass --q-offset start, --q-offset end, or a position.",
+        )
+    return requested if isinstance(requested, int) else real - q_len if requested == "end" else 0

@@ -1,0 +1,24 @@
+"""The bits of results are those that were recorded, on every instruction set of this machine."""
+
+import json
+
+import pytest
+from digests import CASES, RECORDED, digests
+
+from forced import instruction_sets
+from qkv.testing import Case
+
+KNOWN = json.loads(RECORDED.read_text())
+
+
+@pytest.mark.sampled(
+    ("isa", "case"), [(isa, case) for isa in KNOWN for case in CASES], one_in=3, ids=str
+)
+def test_bits_are_those_of_before(
+    isa: str, case: Case, monkeypatch: pytest.MonkeyPatch, no_prepared_calls: None
+) -> None:
+    if isa not in instruction_sets():
+        pytest.skip(f"this machine has no {isa}")
+    monkeypatch.setenv("QKV_ISA", isa)
+    found = digests(case)
+    assert found == {name: KNOWN[isa][name] for name in found}

@@ -1,0 +1,30 @@
+"""Programs in processes of their own: they may fork, crash, or start without our imports."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+
+def in_a_process(script: str, **environment: str) -> str:
+    """What a script prints that ends well within three minutes.
+
+    Parameters
+    ----------
+    script : str
+        Python, indented as the text around it is.
+    environment : str
+        Variables set besides those of this process.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
