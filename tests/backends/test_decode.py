@@ -50,7 +50,7 @@ def always(monkeypatch):
     monkeypatch.setattr(streaming, "_FEW", float("inf"))
 
 
-@pytest.mark.sampled(("case", "dtype"), SUITE, one_in=40)
+@pytest.mark.sampled(("case", "dtype"), SUITE, one_in=60)
 @pytest.mark.usefixtures("always")
 def test_the_whole_suite(case, dtype) -> None:
     """Every variant, type and layout in memory."""

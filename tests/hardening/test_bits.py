@@ -71,7 +71,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     gradients = metafunc.function is test_threads_of_gradients
     cases, known = (FEW if gradients else MIXED), kernels()
-    many, few = (sample(metafunc.config, cases, one_in) for one_in in (2, 5))
+    many, few = (sample(metafunc.config, cases, one_in) for one_in in (4, 10))
     metafunc.parametrize(
         ("isa", "case"),
         [

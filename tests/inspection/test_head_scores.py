@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,7 @@ def cases() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.sampled(("case", "dtype"), list(product(cases(), ["float64", "float32"])), one_in=3)
 def test_scores_are_those_of_the_definition(case: str, dtype: str) -> None:
     variants, allowed, segment, real = cases()[case]
     query, key, ids = arrays()
