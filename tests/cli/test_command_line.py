@@ -244,8 +244,8 @@ def test_tokens_of_other_people(
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw := io.BytesIO(), encoding))
     assert main([*words, "--json", path]) == 0
     assert raw.getvalue().isascii()
-    said = json.loads(raw.getvalue())
-    listed = said["tokens"] if words[0] == "inspect" else said["kv_tokens"]
+    report = json.loads(raw.getvalue())
+    listed = report["tokens"] if words[0] == "inspect" else report["kv_tokens"]
     assert listed == [*HOSTILE[:-1], "\ufffd"]
 
 
@@ -302,8 +302,8 @@ def test_explain_gives_the_shared_example(capsys: pytest.CaptureFixture[str]) ->
     assert text.count("=== '") == 5
     assert "Causal" in text
     assert main(["explain", "--json", "--query", "-1"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert [row["q_index"] for row in said["heads"][0]["rows"]] == [4]
+    report = json.loads(capsys.readouterr().out)
+    assert [row["q_index"] for row in report["heads"][0]["rows"]] == [4]
 
 
 def test_explain_of_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -312,29 +312,29 @@ def test_explain_of_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     path = save(tmp_path / "f", ["a", "b", "c", "d"], q=q, k=k, v=v)
     words = ["--query", "1", "--head", "1", "--batch", "1", "--q-offset", "end", "--causal"]
     assert main(["explain", path, "--json", *words]) == 0
-    said = json.loads(capsys.readouterr().out)
-    (head,) = said["heads"]
+    report = json.loads(capsys.readouterr().out)
+    (head,) = report["heads"]
     (row,) = head["rows"]
     assert (head["batch"], head["head"], row["q_index"], row["q_pos"]) == (1, 1, 1, 3)
     scores = np.exp(q[1, 1, 1].astype(float) @ k[1, 1].astype(float).T / 3**0.5)
     np.testing.assert_allclose(row["softmax"]["weights"], scores / scores.sum(), rtol=1e-12)
     np.testing.assert_allclose(row["output"], scores @ v[1, 1] / scores.sum(), rtol=1e-6)
-    assert said["tokens"] == ["c", "d"]
+    assert report["tokens"] == ["c", "d"]
     assert main(["explain", path, *words]) == 0
     assert "=== 'd' (row 1" in capsys.readouterr().out
 
 
 def test_info(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["info", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["qkv"]["version"] == qkv.__version__
-    assert said["packages"]["numpy"] == np.__version__
-    assert set(said["backends"]) >= {"cpu", "blocked", "reference"}
-    assert sum("first choice" in state for state in said["backends"].values()) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["qkv"]["version"] == qkv.__version__
+    assert report["packages"]["numpy"] == np.__version__
+    assert set(report["backends"]) >= {"cpu", "blocked", "reference"}
+    assert sum("first choice" in state for state in report["backends"].values()) == 1
     monkeypatch.setenv("COLUMNS", "120")
     assert main(["info"]) == 0
     text = capsys.readouterr().out
-    for part, rows in said.items():
+    for part, rows in report.items():
         assert f"{part}\n" in text
         assert all(f"  {label} " in text for label in rows)
 
@@ -345,10 +345,10 @@ def test_info_where_nothing_compiled_runs(
     monkeypatch.setenv("QKV_ISA", "abacus")
     monkeypatch.setattr(info_command, "_PACKAGES", ("numpy", "no-such-package"))
     assert main(["info", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert "abacus" in said["machine"]["compiled code"]
-    assert "abacus" in said["backends"]["cpu"]
-    assert said["packages"]["no-such-package"] == "not installed"
+    report = json.loads(capsys.readouterr().out)
+    assert "abacus" in report["machine"]["compiled code"]
+    assert "abacus" in report["backends"]["cpu"]
+    assert report["packages"]["no-such-package"] == "not installed"
     monkeypatch.setitem(sys.modules, "qkv.backends.cpu", None)
     assert main(["info", "--json"]) == 0
     assert "qkv.backends.cpu" in json.loads(capsys.readouterr().out)["machine"]["compiled code"]

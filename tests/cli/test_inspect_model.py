@@ -112,13 +112,17 @@ def test_ascii_alone() -> None:
 
 def test_the_tiny_model_has_both_heads(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--json")
-    said = json.loads(out)
+    report = json.loads(out)
     assert code == 0
-    assert (said["schema"], said["version"], said["model"]) == ("qkv-inspect-model", 1, "tiny")
-    kinds = {(row["layer"], row["kind"]) for row in said["heads"]}
+    assert (report["schema"], report["version"], report["model"]) == (
+        "qkv-inspect-model",
+        1,
+        "tiny",
+    )
+    kinds = {(row["layer"], row["kind"]) for row in report["heads"]}
     assert {(0, "previous"), (1, "induction")} <= kinds
-    assert said["ids"] == tiny_model().repeated_sequence()
-    assert set(said["heads"][0]) == {"layer", "head", "kind", *SCORES}
+    assert report["ids"] == tiny_model().repeated_sequence()
+    assert set(report["heads"][0]) == {"layer", "head", "kind", *SCORES}
 
 
 def test_the_tiny_model_brings_no_framework() -> None:
@@ -258,7 +262,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--text", "t"], "--text goes with --model"),
         (["--html", "t"], "--html goes with --model"),
@@ -280,19 +284,19 @@ def complaint(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["--model", "tiny", "--text", "a\0b"], "cannot be read: embedded null byte"),
     ],
 )
-def test_bad_words(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert said in complaint(capsys, *words)
+def test_bad_words(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in complaint(capsys, *words)
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [(b"", "holds no text"), (b" \n\t", "holds no text"), (b"abc\xff", "byte 3 is none")],
 )
 def test_bad_texts(
-    content: bytes, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    content: bytes, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "t").write_bytes(content)
-    assert said in complaint(capsys, "--model", "tiny", "--text", str(tmp_path / "t"))
+    assert message in complaint(capsys, "--model", "tiny", "--text", str(tmp_path / "t"))
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/null"), reason="a device of POSIX")
@@ -332,9 +336,9 @@ def test_folders_without_safetensors(capsys: pytest.CaptureFixture[str], tmp_pat
     assert "has no config.json" in complaint(capsys, "--model", str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
-    said = complaint(capsys, "--model", str(tmp_path))
-    assert "has no safetensors file" in said
-    assert "pytorch_model.bin, a pickle, which could run code" in said
+    message = complaint(capsys, "--model", str(tmp_path))
+    assert "has no safetensors file" in message
+    assert "pytorch_model.bin, a pickle, which could run code" in message
     assert "is a file" in complaint(capsys, "--model", str(tmp_path / "config.json"))
 
 
@@ -343,9 +347,9 @@ def test_without_transformers(
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.setitem(sys.modules, "torch", None)
-    said = complaint(capsys, "--model", "openai-community/gpt2")
-    assert "is not installed" in said
-    assert 'pip install "qkv[hf]"' in said
+    message = complaint(capsys, "--model", "openai-community/gpt2")
+    assert "is not installed" in message
+    assert 'pip install "qkv[hf]"' in message
 
 
 # --- models of transformers ----------------------------------------------------------------------
@@ -386,11 +390,11 @@ def test_a_model_in_a_folder(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("héllo, hello", encoding="utf-8")
     ran = process("--model", str(folder), "--text", str(tmp_path / "t.txt"), "--json")
     assert (ran.returncode, ran.stderr) == (0, "")
-    said = json.loads(ran.stdout)
-    assert said["model"] == str(folder)
-    assert "".join(said["tokens"]).replace("\ufffd", "") == "hllo, hello"
-    assert len(said["ids"]) == 13
-    assert [layer["name"] for layer in said["layers"]] == ["h.0.attn", "h.1.attn"]
+    report = json.loads(ran.stdout)
+    assert report["model"] == str(folder)
+    assert "".join(report["tokens"]).replace("\ufffd", "") == "hllo, hello"
+    assert len(report["ids"]) == 13
+    assert [layer["name"] for layer in report["layers"]] == ["h.0.attn", "h.1.attn"]
 
 
 def test_a_text_that_is_too_long(folder: Path, tmp_path: Path) -> None:
@@ -432,7 +436,7 @@ def broken(folder: Path, tmp_path: Path, fault: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         ("cut", "cannot be loaded"),
         ("no tokenizer", "cannot be loaded"),
@@ -442,10 +446,10 @@ def broken(folder: Path, tmp_path: Path, fault: str) -> Path:
     ],
 )
 def test_broken_models(
-    fault: str, said: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fault: str, message: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     err = complaint(capsys, "--model", str(broken(folder, tmp_path, fault)))
-    assert said in err
+    assert message in err
     assert "\x1b" not in err
     assert len(err) < 2000
 
@@ -517,7 +521,7 @@ def test_nothing_is_fetched_without_asking(
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    said = complaint(capsys, "--model", "nobody/has-this-model")
-    assert "no model of that name is on this machine" in said
-    assert "--download" in said
+    report = complaint(capsys, "--model", "nobody/has-this-model")
+    assert "no model of that name is on this machine" in report
+    assert "--download" in report
     assert not tried

@@ -52,11 +52,11 @@ def entropy(weights: Weights) -> float:
     return math.fsum(terms) / len(weights)
 
 
-def check(said: dict[str, Any], weights: Weights, start: int, top: int = 3) -> None:
+def check(report: dict[str, Any], weights: Weights, start: int, top: int = 3) -> None:
     """The JSON of all heads against weights by definition."""
-    assert [head["head"] for head in said["heads"]] == list(range(len(weights)))
-    tokens = said["tokens"]
-    for head, w in zip(said["heads"], weights, strict=True):
+    assert [head["head"] for head in report["heads"]] == list(range(len(weights)))
+    tokens = report["tokens"]
+    for head, w in zip(report["heads"], weights, strict=True):
         assert head["entropy"] == pytest.approx(entropy(w), rel=1e-5)
         expected = {
             "first": float(w[:, 0].mean()),
@@ -105,10 +105,10 @@ def sample_weights() -> Weights:
 
 
 def test_json_of_the_sample(capsys: pytest.CaptureFixture[str], sample_weights: Weights) -> None:
-    said = run_json(capsys)
-    assert said["tokens"] == list(real_sample().tokens)
-    assert (said["q_len"], said["kv_len"], said["head_dim"]) == (106, 106, 32)
-    check(said, sample_weights, 0)
+    report = run_json(capsys)
+    assert report["tokens"] == list(real_sample().tokens)
+    assert (report["q_len"], report["kv_len"], report["head_dim"]) == (106, 106, 32)
+    check(report, sample_weights, 0)
 
 
 def test_table_of_the_sample(
@@ -157,16 +157,16 @@ def test_what_is_said_below_the_table_is_so(
 
 
 def test_one_query(capsys: pytest.CaptureFixture[str], sample_weights: Weights) -> None:
-    said = run_json(capsys, "--query", "75")
-    for head, w in zip(said["heads"], sample_weights[:, 75], strict=True):
+    report = run_json(capsys, "--query", "75")
+    for head, w in zip(report["heads"], sample_weights[:, 75], strict=True):
         order = np.argsort(-w, kind="stable")[:8]
         assert [pair["kv_index"] for pair in head["pairs"]] == order.tolist()
         assert [pair["weight"] for pair in head["pairs"]] == pytest.approx(list(w[order]), rel=1e-4)
         assert {pair["q_index"] for pair in head["pairs"]} == {75}
         assert head["entropy"] == pytest.approx(entropy(w[None]), rel=1e-5)
-    assert run_json(capsys, "--query", "-31") == said
+    assert run_json(capsys, "--query", "-31") == report
     one = run_json(capsys, "--query", "75", "--head", "3", "--top", "2")
-    assert one["heads"][0]["pairs"] == said["heads"][3]["pairs"][:2]
+    assert one["heads"][0]["pairs"] == report["heads"][3]["pairs"][:2]
     text = run(capsys, "--query", "75", "--head", "3")
     assert "but [he] could" in text
     assert f" 71   policeman   {sample_weights[3, 75, 71]:.4f}   " in re.sub(" +", "   ", text)
@@ -175,8 +175,8 @@ def test_one_query(capsys: pytest.CaptureFixture[str], sample_weights: Weights) 
 def test_one_head_is_that_head(capsys: pytest.CaptureFixture[str]) -> None:
     whole = run_json(capsys)
     for head in ("0", "7", "-1"):
-        said = run_json(capsys, "--head", head)
-        assert said["heads"] == [whole["heads"][int(head)]]
+        report = run_json(capsys, "--head", head)
+        assert report["heads"] == [whole["heads"][int(head)]]
 
 
 @pytest.fixture
@@ -193,12 +193,12 @@ def grouped(tmp_path: Path) -> tuple[Path, dict[str, np.ndarray], list[str]]:
     return tmp_path / "g", arrays, tokens
 
 
-@pytest.mark.parametrize(("said", "start"), [("end", 3), ("start", 0), ("2", 2)])
+@pytest.mark.parametrize(("report", "start"), [("end", 3), ("start", 0), ("2", 2)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_groups_batches_and_offsets(
     capsys: pytest.CaptureFixture[str],
     grouped: tuple[Path, dict[str, np.ndarray], list[str]],
-    said: str,
+    report: str,
     start: int,
     causal: bool,
 ) -> None:
@@ -206,14 +206,14 @@ def test_groups_batches_and_offsets(
     flags = ["--causal"] if causal else []
     for batch in range(3):
         found = run_json(
-            capsys, str(path), "--q-offset", said, "--batch", str(batch), "--top", "4", *flags
+            capsys, str(path), "--q-offset", report, "--batch", str(batch), "--top", "4", *flags
         )
         assert (found["batch"], found["batch_size"], found["q_offset"]) == (batch, 3, start)
         weights = weights_by_definition(
             arrays["q"][batch], arrays["k"][batch], 8**-0.5, start, causal
         )
         check(found, weights, start, top=4)
-    row = run_json(capsys, str(path), "--q-offset", said, "--query", "2", *flags)
+    row = run_json(capsys, str(path), "--q-offset", report, "--query", "2", *flags)
     first = weights_by_definition(arrays["q"][0], arrays["k"][0], 8**-0.5, start, causal)
     for head, w in zip(row["heads"], first, strict=True):
         assert head["entropy"] == pytest.approx(entropy(w[2:3]), rel=1e-5, abs=1e-6)
@@ -232,9 +232,9 @@ def test_heads_of_groups_alone(
     words = (str(grouped[0]), "--q-offset", "end")
     whole = run_json(capsys, *words)
     for head in range(4):
-        said = run_json(capsys, *words, "--head", str(head))
-        assert [h["head"] for h in said["heads"]] == [head]
-        assert said["heads"][0]["mass"] == pytest.approx(whole["heads"][head]["mass"], rel=1e-5)
+        report = run_json(capsys, *words, "--head", str(head))
+        assert [h["head"] for h in report["heads"]] == [head]
+        assert report["heads"][0]["mass"] == pytest.approx(whole["heads"][head]["mass"], rel=1e-5)
 
 
 def test_a_far_key_behind_heavier_near_ones(
@@ -270,9 +270,9 @@ def test_layouts_and_files_agree(
 def test_two_dimensions_are_one_head(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     x = np.random.default_rng(1).standard_normal((5, 4))
     np.savez(tmp_path / "a.npz", q=x, k=x, v=x)
-    said = run_json(capsys, str(tmp_path / "a.npz"))
-    check(said, weights_by_definition(x[None], x[None], 0.5), 0)
-    assert said["tokens"] is None
+    report = run_json(capsys, str(tmp_path / "a.npz"))
+    check(report, weights_by_definition(x[None], x[None], 0.5), 0)
+    assert report["tokens"] is None
     assert re.search(r"\d → \d 0\.\d\d", run(capsys, str(tmp_path / "a.npz")))
 
 

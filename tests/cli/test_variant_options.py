@@ -92,10 +92,10 @@ def test_every_option_is_tried() -> None:
 def test_explain(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     words, variants = SAID[name]
     expected = truth(Q, K, V, variants, q_offset=0)
-    said = printed(
+    report = printed(
         capsys, "explain", "qkv.npz", *words, "--query", "all", "--head", "2", "--batch", "1"
     )
-    (head,) = said["heads"]
+    (head,) = report["heads"]
     for i, row in enumerate(head["rows"]):
         weights = np.array(row["softmax"]["weights"], float)
         np.testing.assert_allclose(weights, expected.weights[1, 2, i], rtol=1e-9, atol=1e-12)
@@ -110,11 +110,11 @@ def test_inspect_of_one_head_and_one_row(name: str, capsys: pytest.CaptureFixtur
     words, variants = SAID[name]
     weights = truth(Q, K, V, variants, q_offset=0).weights[1]
     entropy = -np.sum(weights * np.log(np.where(weights > 0, weights, 1)), axis=-1)
-    said = printed(capsys, "inspect", "qkv.npz", *words, "--batch", "1")
-    assert said["variants"] == [repr(variant) for variant in variants]
-    found = [head["entropy"] for head in said["heads"]]
+    report = printed(capsys, "inspect", "qkv.npz", *words, "--batch", "1")
+    assert report["variants"] == [repr(variant) for variant in variants]
+    found = [head["entropy"] for head in report["heads"]]
     np.testing.assert_allclose(found, entropy.mean(-1), rtol=1e-9)
-    for head, w in zip(said["heads"], weights, strict=True):
+    for head, w in zip(report["heads"], weights, strict=True):
         assert head["pairs"][0]["weight"] == pytest.approx(w.max(), rel=1e-9)
     narrow = ["--batch", "1", "--head", "3", "--query", "5"]
     (head,) = printed(capsys, "inspect", "qkv.npz", *words, *narrow)["heads"]
@@ -140,24 +140,24 @@ def test_text_of_inspect_says_the_variants_and_repeats_them(
 def test_plan(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     words, variants = SAID[name]
     expected = qkv.plan(Q, K, V, *variants)
-    said = printed(capsys, "plan", "qkv.npz", *words)
-    assert said["problem"] == expected.problem
-    assert said["tiles"]["full"] == expected.tiles.full
-    assert said["operations"] == expected.operations
+    report = printed(capsys, "plan", "qkv.npz", *words)
+    assert report["problem"] == expected.problem
+    assert report["tiles"]["full"] == expected.tiles.full
+    assert report["operations"] == expected.operations
 
 
 def test_plan_of_sizes_alone(capsys: pytest.CaptureFixture[str]) -> None:
     """Two products of 2 * 64 operations for each pair; half the tiles and the diagonal."""
     sizes = ["--q-len", "4096", "--heads", "16", "--kv-heads", "2", "--batch-size", "3"]
-    said = printed(capsys, "plan", *sizes)
-    assert said["operations"] == 3 * 16 * 4096**2 * 4 * 64
+    report = printed(capsys, "plan", *sizes)
+    assert report["operations"] == 3 * 16 * 4096**2 * 4 * 64
     causal = printed(capsys, "plan", *sizes, "--causal")
     tiles = causal["tiles"]
     side = 4096 // causal["block_q"]
     assert causal["block_q"] == causal["block_kv"]
     assert tiles["full"] + tiles["partial"] == 3 * 16 * side * (side + 1) // 2
     for more in (["--layout", "blhd"], ["--dtype", "bfloat16"], ["--kv-len", "4096"]):
-        assert printed(capsys, "plan", *sizes, *more)["operations"] == said["operations"]
+        assert printed(capsys, "plan", *sizes, *more)["operations"] == report["operations"]
     assert main(["plan", "--q-len", "100", "--rope", "--window", "3,0"]) == 0
     assert "RoPE() & SlidingWindow(3, 0)" in capsys.readouterr().out
 

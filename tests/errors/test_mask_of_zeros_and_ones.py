@@ -57,7 +57,7 @@ def test_few_zeros_of_a_long_array() -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "call_variants",
     [
         CAUSAL.astype(bool),
         qkv.Bias(CAUSAL),
@@ -70,10 +70,10 @@ def test_few_zeros_of_a_long_array() -> None:
         np.zeros((40, 0, 0)).sum((1, 2), keepdims=True)[..., 0],
     ],
 )
-def test_masks_and_biases_do_not_warn(said) -> None:
+def test_masks_and_biases_do_not_warn(call_variants) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        qkv.attention(Q, K, V, said, backend="blocked")
+        qkv.attention(Q, K, V, call_variants, backend="blocked")
 
 
 def test_an_entry_that_was_not_sampled_counts() -> None:
@@ -90,7 +90,7 @@ def test_calls_like_an_earlier_one_do_not_look_again(monkeypatch) -> None:
     from qkv.variants import bias
 
     looked = []
-    monkeypatch.setattr(bias, "_zeros_and_ones", lambda array: looked.append(array.size))
+    monkeypatch.setattr(bias, "_is_zeros_and_ones", lambda array: looked.append(array.size))
     rows = RNG.normal(size=(2, 4, 64, 16)).astype(np.float32)
     mask = RNG.normal(size=(64, 64)).astype(np.float32)
     for _ in range(3):

@@ -77,13 +77,13 @@ def in_a_process(code: str, **settings: str) -> str:
 
 
 def test_an_unknown_instruction_set_is_not_answered_by_another_backend() -> None:
-    said = in_a_process(
+    output = in_a_process(
         "import numpy as np, qkv; x = np.ones((1, 9, 8)); qkv.attention(x, x, x)",
         QKV_ISA="avx-512",
     )
-    assert "QKV_ISA='avx-512' is not an instruction set" in said
+    assert "QKV_ISA='avx-512' is not an instruction set" in output
 
 
 def test_a_number_of_threads_with_thousands_of_digits() -> None:
-    said = in_a_process("import qkv; qkv.get_num_threads()", QKV_NUM_THREADS="9" * 5000)
-    assert "is not a number of threads" in said
+    output = in_a_process("import qkv; qkv.get_num_threads()", QKV_NUM_THREADS="9" * 5000)
+    assert "is not a number of threads" in output

@@ -44,8 +44,13 @@ def safetensors(head: Any = None, data: bytes = bytes(48)) -> bytes:
 
 
 def npy(descr: Any = "<f4", shape: Any = (2, 2), data: bytes = bytes(16), text: str = "") -> bytes:
-    said = text or str({"descr": descr, "fortran_order": False, "shape": shape})
-    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(said)) + said.encode("latin-1") + data
+    npy_header = text or str({"descr": descr, "fortran_order": False, "shape": shape})
+    return (
+        b"\x93NUMPY\x01\x00"
+        + struct.pack("<H", len(npy_header))
+        + npy_header.encode("latin-1")
+        + data
+    )
 
 
 def archive(compression: int = zipfile.ZIP_STORED, **members: bytes) -> bytes:

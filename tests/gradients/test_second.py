@@ -380,23 +380,28 @@ Q, K, V, G = (draw(2, 9, 4) for _ in range(4))
 
 
 def test_the_output_is_that_of_attention() -> None:
-    said = qkv.Causal(), qkv.Sinks(0.3)
+    call_variants = qkv.Causal(), qkv.Sinks(0.3)
     tangents = qkv.Tangents(query=Q)
-    out, lse = qkv.attention(Q, K, V, *said, return_lse=True)
-    (got, rows), _ = qkv.jvp(Q, K, V, *said, tangents=tangents, return_lse=True)
+    out, lse = qkv.attention(Q, K, V, *call_variants, return_lse=True)
+    (got, rows), _ = qkv.jvp(Q, K, V, *call_variants, tangents=tangents, return_lse=True)
     np.testing.assert_array_equal(got, out)
     np.testing.assert_array_equal(rows, lse)
-    np.testing.assert_array_equal(qkv.jvp(Q, K, V, *said, tangents=tangents)[0], out)
+    np.testing.assert_array_equal(qkv.jvp(Q, K, V, *call_variants, tangents=tangents)[0], out)
 
 
 def test_a_tangent_that_is_none_is_zero() -> None:
-    said, one, all_of_them = qkv.Causal(), qkv.Tangents(key=K), qkv.Tangents(0 * Q, K, 0 * V)
-    for tangents in (one, all_of_them):
-        assert qkv.jvp(Q, K, V, said, tangents=tangents)[1].any()
-    np.testing.assert_array_equal(
-        qkv.jvp(Q, K, V, said, tangents=one)[1], qkv.jvp(Q, K, V, said, tangents=all_of_them)[1]
+    call_variants, one, all_of_them = (
+        qkv.Causal(),
+        qkv.Tangents(key=K),
+        qkv.Tangents(0 * Q, K, 0 * V),
     )
-    assert not qkv.jvp(Q, K, V, said, tangents=qkv.Tangents())[1].any()
+    for tangents in (one, all_of_them):
+        assert qkv.jvp(Q, K, V, call_variants, tangents=tangents)[1].any()
+    np.testing.assert_array_equal(
+        qkv.jvp(Q, K, V, call_variants, tangents=one)[1],
+        qkv.jvp(Q, K, V, call_variants, tangents=all_of_them)[1],
+    )
+    assert not qkv.jvp(Q, K, V, call_variants, tangents=qkv.Tangents())[1].any()
 
 
 def test_a_bias_that_is_given_twice_moves_twice() -> None:

@@ -22,9 +22,9 @@ def test_every_backend_of_this_package_computes_gradients() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_output_is_that_of_attention(backend) -> None:
-    said = qkv.Causal(), qkv.Sinks(0.3)
-    out, lse = qkv.attention(Q, K, V, *said, return_lse=True, backend=backend)
-    (got, rows), _ = qkv.vjp(Q, K, V, *said, return_lse=True, backend=backend)
+    call_variants = qkv.Causal(), qkv.Sinks(0.3)
+    out, lse = qkv.attention(Q, K, V, *call_variants, return_lse=True, backend=backend)
+    (got, rows), _ = qkv.vjp(Q, K, V, *call_variants, return_lse=True, backend=backend)
     np.testing.assert_array_equal(got, out)
     np.testing.assert_array_equal(rows, lse)
 

@@ -108,7 +108,7 @@ def test_ten_million_keys_in_sixteen_bits(dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "said"),
+    ("dtype", "call_variants"),
     [
         (np.float32, ()),
         (np.float64, (qkv.Causal("end"),)),
@@ -117,10 +117,10 @@ def test_ten_million_keys_in_sixteen_bits(dtype) -> None:
         (np.float32, (qkv.Mask(True),)),
     ],
 )
-def test_sides_of_no_rows_and_of_one(dtype, said) -> None:
+def test_sides_of_no_rows_and_of_one(dtype, call_variants) -> None:
     for q_len, kv_len in ((0, 0), (0, 1), (1, 0), (1, 1)):
         query, key = normal(2, 2, q_len, 4, dtype=dtype), normal(2, 1, kv_len, 4, dtype=dtype)
-        out, pullback = qkv.vjp(query, key, key, *said, backend="cpu")
+        out, pullback = qkv.vjp(query, key, key, *call_variants, backend="cpu")
         assert out.shape == query.shape
         expected = np.repeat(key, 2, axis=1) if kv_len and q_len else 0 * query
         np.testing.assert_array_equal(out, expected)
@@ -228,7 +228,7 @@ def test_sixteen_thousand_tokens_take_sixteen_mebibytes(kind, dtype) -> None:
 
 
 @LINUX
-@pytest.mark.parametrize(
+@pytest.mark.sampled(
     ("kind", "dtype", "item"),
     [
         ("causal", "float32", 4),
@@ -236,6 +236,7 @@ def test_sixteen_thousand_tokens_take_sixteen_mebibytes(kind, dtype) -> None:
         ("window", "float32", 4),
         ("segments", "float16", 2),
     ],
+    one_in=4,
 )
 def test_a_hundred_and_thirty_thousand_tokens_take_sixteen_mebibytes(kind, dtype, item) -> None:
     """Of few dimensions, which what is beside the operands does not depend on."""

@@ -127,9 +127,9 @@ FAMILIES = {**DECODERS, **TRANSLATORS, **ENCODERS}
 @cache
 def model_of(family: str) -> Any:
     """Wide random weights: with the default ones attention is uniform, and hides mistakes."""
-    model_name, config_name, said = FAMILIES[family]
+    model_name, config_name, model_kwargs = FAMILIES[family]
     torch.manual_seed(sum(map(ord, family)))
-    config = getattr(transformers, config_name)(**said)
+    config = getattr(transformers, config_name)(**model_kwargs)
     config._attn_implementation = config._experts_implementation = "eager"
     model = getattr(transformers, model_name)(config).double().eval()
     with torch.no_grad():

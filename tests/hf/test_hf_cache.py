@@ -101,12 +101,12 @@ def test_assisted_generation(family: str, helper: str, kind: str) -> None:
     with torch.no_grad():
         for parameter in assistant.parameters():
             parameter += 0.05 * parameter.std() * torch.randn_like(parameter)
-    said = {"prompt_lookup_num_tokens": 4} if helper == "the prompt" else {}
+    model_kwargs = {"prompt_lookup_num_tokens": 4} if helper == "the prompt" else {}
     if helper == "a model":
-        said = {"assistant_model": assistant}
+        model_kwargs = {"assistant_model": assistant}
     expected = generated(family, "eager", inputs, None, do_sample=False)
     cache = qkv.hf.Cache(config_of(family), **CACHES[kind])
-    same(generated(family, "qkv", inputs, cache, do_sample=False, **said), expected)
+    same(generated(family, "qkv", inputs, cache, do_sample=False, **model_kwargs), expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

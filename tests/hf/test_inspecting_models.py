@@ -37,7 +37,7 @@ def mean(values: list[float]) -> float:
 
 def by_loop(weights: Any, ids: Any, real: Any) -> dict[str, float]:
     """The scores of one head, from its weights (batch, length, length), by their definitions."""
-    said: dict[str, list[float]] = {name: [] for name in (
+    kwargs: dict[str, list[float]] = {name: [] for name in (
         "entropy", "sink", "learned_sink", "previous", "own", "duplicate", "induction", "distance"
     )}  # fmt: skip
     for b, keys in enumerate(real):
@@ -45,20 +45,20 @@ def by_loop(weights: Any, ids: Any, real: Any) -> dict[str, float]:
         for i in rows:
             w = [float(x) for x in weights[b, i]]
             learned = max(1 - math.fsum(w), 0.0)
-            said["entropy"].append(-math.fsum(x * math.log(x) for x in w if x > 0))
-            said["learned_sink"].append(learned)
-            said["sink"].append(w[rows[0]] + learned)
-            said["own"].append(w[i])
-            said["distance"].append(math.fsum(x * abs(i - j) for j, x in enumerate(w)))
+            kwargs["entropy"].append(-math.fsum(x * math.log(x) for x in w if x > 0))
+            kwargs["learned_sink"].append(learned)
+            kwargs["sink"].append(w[rows[0]] + learned)
+            kwargs["own"].append(w[i])
+            kwargs["distance"].append(math.fsum(x * abs(i - j) for j, x in enumerate(w)))
             if i - 1 in rows:
-                said["previous"].append(w[i - 1])
+                kwargs["previous"].append(w[i - 1])
             earlier = [j for j in rows if j < i and ids[b, j] == ids[b, i]]
             after = [j for j in rows if j <= i and j - 1 in rows and ids[b, j - 1] == ids[b, i]]
             if earlier:
-                said["duplicate"].append(math.fsum(w[j] for j in earlier))
+                kwargs["duplicate"].append(math.fsum(w[j] for j in earlier))
             if after:
-                said["induction"].append(math.fsum(w[j] for j in after))
-    return {name: mean(values) for name, values in said.items()}
+                kwargs["induction"].append(math.fsum(w[j] for j in after))
+    return {name: mean(values) for name, values in kwargs.items()}
 
 
 def inspected(model: Any, **inputs: Any) -> Any:
@@ -244,12 +244,12 @@ def test_a_module_without_one_model(count: int) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_backward_computes_anew_is_not_recorded_again(reentrant: bool) -> None:
     model = copy.deepcopy(model_of("llama")).train()
-    said = {"input_ids": IDS, "labels": IDS, "use_cache": False}
+    kwargs = {"input_ids": IDS, "labels": IDS, "use_cache": False}
     with torch.no_grad(), qkv.hf.inspect(model) as expected:
-        model(**said)
+        model(**kwargs)
     model.activation_checkpointing_enable({"use_reentrant": reentrant})
     with qkv.hf.inspect(model) as record:
-        model(**said).loss.backward()
+        model(**kwargs).loss.backward()
     assert [layer.name for layer in record] == [f"model.layers.{i}.self_attn" for i in (0, 1)]
     assert_same(record, expected)
     assert model.model.layers[0].self_attn.q_proj.weight.grad is not None

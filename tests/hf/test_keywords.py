@@ -52,10 +52,10 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
 @pytest.mark.parametrize("keyword", REFUSED)
 def test_models_that_hand_over_more_than_is_computed(keyword: str) -> None:
     """Eager computes it, sparse layers and sinks of each query; to drop it changes the logits."""
-    model_name, config_name, said = REFUSED[keyword]
+    model_name, config_name, kwargs = REFUSED[keyword]
     if not hasattr(transformers, model_name):
         pytest.skip(f"this transformers has no {model_name}")
-    config = getattr(transformers, config_name)(**said)
+    config = getattr(transformers, config_name)(**kwargs)
     config._experts_implementation = "eager"
     model = getattr(transformers, model_name)(config).eval()
     model.set_attn_implementation("eager")
@@ -72,8 +72,8 @@ def test_models_that_hand_over_more_than_is_computed(keyword: str) -> None:
 
 def test_a_sparse_layer_that_chooses_every_key() -> None:
     """A text that is shorter than what the layer may choose."""
-    _, _, said = REFUSED["indices"]
-    config = transformers.DeepseekV32Config(**{**said, "index_topk": 16})
+    _, _, kwargs = REFUSED["indices"]
+    config = transformers.DeepseekV32Config(**{**kwargs, "index_topk": 16})
     config._experts_implementation = "eager"
     model = transformers.DeepseekV32ForCausalLM(config).double().eval()
     logits = {}
@@ -96,7 +96,7 @@ def test_a_keyword_that_nobody_knows() -> None:
 def test_keywords_for_other_parts_of_a_model() -> None:
     """What tokenizers, collators and transformers itself pass on reaches every layer."""
     model = model_of("llama")
-    said = {
+    kwargs = {
         "token_type_ids": torch.zeros_like(IDS),
         "special_tokens_mask": torch.zeros_like(IDS),
         "cache_position": torch.arange(16),
@@ -109,5 +109,5 @@ def test_keywords_for_other_parts_of_a_model() -> None:
     logits = {}
     for implementation in ("eager", "qkv"):
         with attending(model, implementation), torch.no_grad():
-            logits[implementation] = model(input_ids=IDS, **said).logits
+            logits[implementation] = model(input_ids=IDS, **kwargs).logits
     torch.testing.assert_close(logits["qkv"], logits["eager"], rtol=1e-10, atol=1e-10)

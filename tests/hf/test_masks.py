@@ -97,7 +97,7 @@ def pairs(mask: Any, q_length: int, kv_length: int) -> Any:
 def test_stated_masks_allow_the_same_pairs(pattern: str, place: str) -> None:
     q_length, kv_length, q_offset, kv_offset = PLACES[place]
     for kind in PADDINGS:
-        said = {
+        kwargs = {
             "batch_size": 3,
             "q_length": q_length,
             "kv_length": kv_length,
@@ -106,8 +106,8 @@ def test_stated_masks_allow_the_same_pairs(pattern: str, place: str) -> None:
             "mask_function": PATTERNS[pattern],
             "attention_mask": padding(kind, q_offset + q_length),
         }
-        mask = state_mask(**said, device="cpu")
-        expected = sdpa_mask(**said, allow_is_causal_skip=False)
+        mask = state_mask(**kwargs, device="cpu")
+        expected = sdpa_mask(**kwargs, allow_is_causal_skip=False)
         assert isinstance(mask, StatedMask), kind
         assert mask.shape == expected.shape
         assert torch.equal(pairs(mask, q_length, kv_length), expected), kind
@@ -119,11 +119,11 @@ def test_packed_rows_are_segments() -> None:
     ids = masking_utils.find_packed_sequence_indices(positions)
     for inner in (PATTERNS["causal"], PATTERNS["window"], PATTERNS["full"]):
         function = masking_utils.packed_sequence_compatibility_function(inner, positions, ids)
-        said = {"batch_size": 3, "q_length": 6, "kv_length": 6, "mask_function": function}
-        mask = state_mask(**said)
+        kwargs = {"batch_size": 3, "q_length": 6, "kv_length": 6, "mask_function": function}
+        mask = state_mask(**kwargs)
         assert isinstance(mask, StatedMask)
         assert isinstance(mask.pattern.variants[0], qkv.Segments)
-        assert torch.equal(pairs(mask, 6, 6), sdpa_mask(**said, allow_is_causal_skip=False))
+        assert torch.equal(pairs(mask, 6, 6), sdpa_mask(**kwargs, allow_is_causal_skip=False))
 
 
 def even_keys(batch: Any, head: Any, q_pos: Any, kv_pos: Any) -> Any:
@@ -145,19 +145,19 @@ def even_keys(batch: Any, head: Any, q_pos: Any, kv_pos: Any) -> Any:
     ids=["own", "own or causal", "packed without positions", "chunks of packed rows"],
 )
 def test_unknown_mask_functions_are_evaluated_by_transformers(function: Any) -> None:
-    said = {"batch_size": 3, "q_length": 6, "kv_length": 6, "mask_function": function}
-    mask = state_mask(**said, allow_is_causal_skip=True)
+    kwargs = {"batch_size": 3, "q_length": 6, "kv_length": 6, "mask_function": function}
+    mask = state_mask(**kwargs, allow_is_causal_skip=True)
     assert not isinstance(mask, StatedMask)
-    expected = sdpa_mask(**said, allow_is_causal_skip=False)
+    expected = sdpa_mask(**kwargs, allow_is_causal_skip=False)
     assert torch.equal(mask, expected)
     assert torch.equal(pairs(mask, 6, 6), expected)
 
 
 def stated() -> tuple[Any, Any]:
     """A mask, and the tensor it stands for."""
-    said = {"batch_size": 3, "q_length": 6, "kv_length": 7, "q_offset": 1}
-    said["attention_mask"] = padding("left", 7)
-    return state_mask(**said), sdpa_mask(**said, allow_is_causal_skip=False)
+    kwargs = {"batch_size": 3, "q_length": 6, "kv_length": 7, "q_offset": 1}
+    kwargs["attention_mask"] = padding("left", 7)
+    return state_mask(**kwargs), sdpa_mask(**kwargs, allow_is_causal_skip=False)
 
 
 def test_to_a_model_it_is_a_boolean_tensor() -> None:
@@ -189,10 +189,10 @@ def test_what_is_written_to_it_holds() -> None:
 
 
 def test_pickling_makes_it_dense() -> None:
-    said = {"batch_size": 3, "q_length": 6, "kv_length": 6}
-    mask = state_mask(**said)
+    kwargs = {"batch_size": 3, "q_length": 6, "kv_length": 6}
+    mask = state_mask(**kwargs)
     assert torch.equal(
-        pickle.loads(pickle.dumps(mask)), sdpa_mask(**said, allow_is_causal_skip=False)
+        pickle.loads(pickle.dumps(mask)), sdpa_mask(**kwargs, allow_is_causal_skip=False)
     )
 
 
@@ -219,13 +219,13 @@ def test_padding_that_a_causal_query_never_sees_is_not_said() -> None:
     assert mask.pattern.variants == (qkv.Causal(),)
 
 
-def attended(mask: Any, q_length: int, kv_length: int, **said: Any) -> Any:
+def attended(mask: Any, q_length: int, kv_length: int, **kwargs: Any) -> Any:
     """Pairs of a layer that calls itself causal."""
     module = torch.nn.Module()
     module.is_causal = True
     zeros = torch.zeros(1, 1, 8, 1)
     values = torch.eye(kv_length)[None, None]
-    out, _ = attend(module, zeros[:, :, :q_length], zeros[:, :, :kv_length], values, mask, **said)
+    out, _ = attend(module, zeros[:, :, :q_length], zeros[:, :, :kv_length], values, mask, **kwargs)
     return (out.transpose(1, 2) > 0)[0, 0]
 
 

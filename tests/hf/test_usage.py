@@ -32,8 +32,8 @@ UNUSED = {
 
 
 def unused(family: str) -> tuple[Any, dict[str, Any]]:
-    model_name, config_name, said = UNUSED[family]
-    config = getattr(transformers, config_name)(**said)
+    model_name, config_name, model_kwargs = UNUSED[family]
+    config = getattr(transformers, config_name)(**model_kwargs)
     config._attn_implementation = "qkv"
     model = getattr(transformers, model_name)(config).eval()
     if family == "swin-v2":

@@ -192,7 +192,7 @@ def test_rows_of_a_block_are_orthogonal() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cls", "options", "error", "said"),
+    ("cls", "options", "error", "message"),
     [
         (Linear, {"scale": 2.0}, ArgumentError, "scale"),
         (Linear, {"alibi": True}, ArgumentError, "alibi"),
@@ -204,9 +204,9 @@ def test_rows_of_a_block_are_orthogonal() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(
-    cls: Any, options: dict[str, Any], error: type[Exception], said: str
+    cls: Any, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         cls(WIDTH, HEADS, **options)
 
 

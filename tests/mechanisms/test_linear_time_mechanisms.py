@@ -127,7 +127,7 @@ def test_the_number_of_tokens_in_a_chunk_changes_nothing(cls: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cls", "options", "said"),
+    ("cls", "options", "message"),
     [
         (RWKV4, {"hidden_dim": 0}, "hidden_dim=0"),
         (RWKV4, {"chunk_size": 0}, "chunk_size=0"),
@@ -138,6 +138,6 @@ def test_the_number_of_tokens_in_a_chunk_changes_nothing(cls: Any) -> None:
         (GatedDelta, {"weights": {"A_log": np.ones(1)}}, "in_proj_qkvz"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(cls: Any, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(QkvError, match=said):
+def test_sizes_that_do_not_fit_are_refused(cls: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(QkvError, match=message):
         cls(8, **options)

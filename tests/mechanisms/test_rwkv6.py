@@ -86,7 +86,7 @@ def test_gradients_agree(x: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"num_heads": 5}, "num_heads=5"),
         ({"chunk_size": 0}, "chunk_size=0"),
@@ -94,6 +94,6 @@ def test_gradients_agree(x: torch.Tensor) -> None:
         ({"weights": {}}, "time_decay"),
     ],
 )
-def test_what_does_not_fit_is_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ArgumentError, match=said):
+def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
         RWKV6(WIDTH, **options)

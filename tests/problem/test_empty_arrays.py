@@ -30,9 +30,9 @@ def test_arrays_of_no_size(backend, batch, heads, q_len, kv_len) -> None:
     query = np.ones((*batch, heads, q_len, 4), np.float32)
     key = value = np.ones((*batch, heads, kv_len, 4), np.float32)
     variants = (qkv.Causal(), qkv.ALiBi(), qkv.RoPE(), qkv.KeyLengths(kv_len), qkv.Softcap(2.0))
-    for said in ((), variants):
+    for call_variants in ((), variants):
         out, lse = qkv.attention(
-            query, key, value, *said, q_offset="end", backend=backend, return_lse=True
+            query, key, value, *call_variants, q_offset="end", backend=backend, return_lse=True
         )
         assert out.shape == query.shape
         assert lse.shape == query.shape[:-1]

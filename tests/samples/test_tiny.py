@@ -43,8 +43,8 @@ def script() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def curve() -> dict[str, Array]:
-    said = json.loads((SAMPLES / "tiny_loss.json").read_text(encoding="utf-8"))
-    return {name: np.array(column) for name, column in said.items()}
+    data = json.loads((SAMPLES / "tiny_loss.json").read_text(encoding="utf-8"))
+    return {name: np.array(column) for name, column in data.items()}
 
 
 # --- the model, from its definition --------------------------------------------------------------

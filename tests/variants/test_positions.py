@@ -70,10 +70,10 @@ def test_offsets_broadcast_over_leading_axes() -> None:
 
 def test_end_counts_from_the_real_keys_of_each_row() -> None:
     lens = np.array([5, 3])
-    for said in ((qkv.KeyLengths(lens), qkv.Causal(align="end")),
+    for variants in ((qkv.KeyLengths(lens), qkv.Causal(align="end")),
                  (qkv.Causal(align="end"), qkv.KeyLengths(lens)),
                  (qkv.KeyLengths(lens) & qkv.Causal(align="end"),)):  # fmt: skip
-        got = seen(2, 5, *said, batch=(2,))
+        got = seen(2, 5, *variants, batch=(2,))
         np.testing.assert_array_equal(got[0], causal([3, 4], range(5)))
         np.testing.assert_array_equal(got[1], causal([1, 2], range(5)))
     got = seen(2, 5, qkv.KeyLengths(lens), qkv.Causal(), batch=(2,), q_offset="end")
@@ -90,17 +90,17 @@ def test_positions_restart_in_each_segment() -> None:
     np.testing.assert_array_equal(prefix, same & (place < 1)[None, :])
 
 
-@pytest.mark.parametrize(("said", "q_pos"), [("start", [0, 1, 0, 1]), ("end", [1, 2, 0, 1])])
-def test_start_and_end_hold_in_each_segment(said, q_pos) -> None:
+@pytest.mark.parametrize(("requested", "q_pos"), [("start", [0, 1, 0, 1]), ("end", [1, 2, 0, 1])])
+def test_start_and_end_hold_in_each_segment(requested, q_pos) -> None:
     """Two queries and three keys in the first, two and two in the second."""
     q_ids, kv_ids = np.array([0, 0, 1, 1]), np.array([0, 0, 0, 1, 1])
     same = q_ids[:, None] == kv_ids[None, :]
     expected = same & causal(q_pos, [0, 1, 2, 0, 1])
     segments = qkv.Segments(q_ids, kv_ids)
-    np.testing.assert_array_equal(seen(4, 5, segments, qkv.Causal(), q_offset=said), expected)
-    np.testing.assert_array_equal(seen(4, 5, segments, qkv.Causal(align=said)), expected)
+    np.testing.assert_array_equal(seen(4, 5, segments, qkv.Causal(), q_offset=requested), expected)
+    np.testing.assert_array_equal(seen(4, 5, segments, qkv.Causal(align=requested)), expected)
     packed = qkv.Segments.from_cu_seqlens([0, 2, 4], [0, 3, 5])
-    np.testing.assert_array_equal(seen(4, 5, packed, qkv.Causal(align=said)), expected)
+    np.testing.assert_array_equal(seen(4, 5, packed, qkv.Causal(align=requested)), expected)
 
 
 def test_segments_of_equal_lengths_need_no_statement_although_the_whole_is_unequal() -> None:

@@ -46,8 +46,8 @@ WITHOUT_EFFECT = [
 @pytest.mark.parametrize("variant", WITHOUT_EFFECT, ids=lambda v: f"{v!r:.40}")
 def test_a_variant_without_effect_changes_no_bit(backend, variant) -> None:
     plain = qkv.attention(QUERY, KEY, VALUE, backend=backend, return_lse=True)
-    said = qkv.attention(QUERY, KEY, VALUE, variant, backend=backend, return_lse=True)
-    for a, b in zip(plain, said, strict=True):
+    with_variant = qkv.attention(QUERY, KEY, VALUE, variant, backend=backend, return_lse=True)
+    for a, b in zip(plain, with_variant, strict=True):
         assert a.tobytes() == b.tobytes()
 
 
@@ -61,9 +61,9 @@ def test_merge_of_one_part_is_that_part() -> None:
 def test_defaults_may_be_passed() -> None:
     x = QUERY[:, :2]
     plain = qkv.attention(x, KEY, VALUE)
-    said = qkv.attention(
+    with_variant = qkv.attention(
         x, KEY, VALUE, scale=None, layout="bhld", q_offset=None, kv_offset=0, return_lse=False,
         backend="auto",
     )  # fmt: skip
-    assert plain.tobytes() == said.tobytes()
+    assert plain.tobytes() == with_variant.tobytes()
     assert qkv.attention(x, KEY, VALUE, scale=8**-0.5).tobytes() == plain.tobytes()

@@ -149,8 +149,8 @@ def test_exported_code_does_not_mix_up_functions(monkeypatch: pytest.MonkeyPatch
 
     mod = qkv.ScoreMod(lambda score, batch, head, q_pos, kv_pos: score * 2)
     plain, modified = (
-        exported(lambda x, said=said: qkv.attention(x, x, x, *said))
-        for said in ([qkv.Causal()], [mod])
+        exported(lambda x, call_variants=call_variants: qkv.attention(x, x, x, *call_variants))
+        for call_variants in ([qkv.Causal()], [mod])
     )
     np.testing.assert_array_equal(modified(X), qkv.attention(X, X, X, mod))
     monkeypatch.setattr(jax_operations, "PROCESS", 1)

@@ -115,8 +115,8 @@ def test_vmap_over_arrays_of_variants() -> None:
     lens, slopes = jnp.array([4, 9, 0]), jnp.asarray(rng.random((3, 2)), jnp.float32)
 
     def f(q: Any, k: Any, v: Any, bias: Any, n: Any, slopes: Any) -> Any:
-        said = qkv.Bias(bias), qkv.KeyLengths(n), qkv.ALiBi(slopes)
-        return qkv.attention(q, k, v, *said).sum()
+        call_variants = qkv.Bias(bias), qkv.KeyLengths(n), qkv.ALiBi(slopes)
+        return qkv.attention(q, k, v, *call_variants).sum()
 
     mapped = jax.jit(jax.vmap(jax.value_and_grad(f, argnums=(0, 3, 5))))
     found = mapped(q, k, v, bias, lens, slopes)
@@ -125,9 +125,9 @@ def test_vmap_over_arrays_of_variants() -> None:
             q[i], k[i], v[i], bias[i], lens[i], slopes[i]
         )
         jax.tree.map(lambda whole, part, i=i: near(whole[i], part), found, alone)
-        said = [np.asarray(bias[i]), qkv.KeyLengths(np.asarray(lens[i])),
+        call_variants = [np.asarray(bias[i]), qkv.KeyLengths(np.asarray(lens[i])),
                 qkv.ALiBi(np.asarray(slopes[i]))]  # fmt: skip
-        near(found[0][i] / 100, truth(q[i], k[i], v[i], said).out.sum() / 100)
+        near(found[0][i] / 100, truth(q[i], k[i], v[i], call_variants).out.sum() / 100)
 
 
 def test_a_bias_shared_by_a_vmap_has_the_sum_of_gradients() -> None:
@@ -193,9 +193,11 @@ def test_values_that_jit_knows_are_constants() -> None:
     """NumPy arrays and lists in variants; offsets, traced or not."""
     q, k, v = arrays(2)
     mask = np.random.default_rng(0).random((9, 9)) < 0.5
-    said = [mask, qkv.SlidingWindow(3, 1) | qkv.GlobalTokens([0, 5])]
-    found = jax.jit(lambda q, at: qkv.attention(q, k, v, *said, q_offset=at))(q, jnp.int32(2))
-    near(found, truth(q, k, v, said, q_offset=2).out)
+    call_variants = [mask, qkv.SlidingWindow(3, 1) | qkv.GlobalTokens([0, 5])]
+    found = jax.jit(lambda q, at: qkv.attention(q, k, v, *call_variants, q_offset=at))(
+        q, jnp.int32(2)
+    )
+    near(found, truth(q, k, v, call_variants, q_offset=2).out)
 
 
 @pytest.mark.usefixtures("two_threads")

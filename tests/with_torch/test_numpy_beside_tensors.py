@@ -105,7 +105,7 @@ def test_numpy_arrays_in_compiled_code(place: str) -> None:
             return qkv.attention(x, k, v, qkv.Causal())
         return qkv.attention(x, x, x, mask if place == "mask" else qkv.Bias(BIAS))
 
-    said = {"key": [qkv.Causal()], "mask": [mask], "bias": [BIAS]}[place]
+    call_variants = {"key": [qkv.Causal()], "mask": [mask], "bias": [BIAS]}[place]
     arrays = (q, k, v) if place == "key" else (q, q, q)
     compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
-    near(compiled(tensor(q)), truth(*arrays, said).out)
+    near(compiled(tensor(q)), truth(*arrays, call_variants).out)

@@ -49,8 +49,8 @@ def test_variants_hold_tensors_of_any_type() -> None:
     query, key, value = operands()
     bias = normal(4, 9, 11, dtype=torch.bfloat16)
     lengths, ids = torch.tensor([11, 5]), torch.arange(11, dtype=torch.int32) // 6
-    said = (qkv.Bias(bias), qkv.KeyLengths(lengths), qkv.Segments(ids[:9], ids), ids > 0)
-    found = qkv.attention(query, key, value, *said, q_offset=torch.tensor([3, -1]))
+    call_variants = (qkv.Bias(bias), qkv.KeyLengths(lengths), qkv.Segments(ids[:9], ids), ids > 0)
+    found = qkv.attention(query, key, value, *call_variants, q_offset=torch.tensor([3, -1]))
     as_numpy = (
         qkv.Bias(qkv.arrays.view(bias, "bias")), qkv.KeyLengths(lengths.numpy()),
         qkv.Segments(ids[:9].numpy(), ids.numpy()), ids.numpy() > 0,

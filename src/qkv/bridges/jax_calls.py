@@ -35,7 +35,7 @@ def attention(
     options: OptionValues,
     return_lse: bool,
 ) -> Any:
-    """As `qkv.attention`."""
+    """See `qkv.attention`."""
     bound = bind(query, key, value, variants, options)
     structure, leaves = bound
     if any(isinstance(array, jax.core.Tracer) for array in leaves):

@@ -23,7 +23,7 @@ __all__ = ["ANSWER_PATH", "DTYPES", "STRUCTURES", "Compute", "cancelled", "handl
 
 Array = NDArray[Any]
 Compute = Callable[[str, Sequence[Array], Sequence[Array]], None]
-"""What a handler does with its one attribute, a string, its inputs and its results."""
+"""The function of a handler: its attribute (a string), inputs and results."""
 
 _SIZE, _POINTER = ctypes.c_size_t, ctypes.c_void_p
 _INT, _INT64, _UINT32 = ctypes.c_int, ctypes.c_int64, ctypes.c_uint32
@@ -147,7 +147,7 @@ STRUCTURES: dict[str, type[ctypes.Structure]] = {
 }
 
 ANSWER_PATH = (CallFrame.api.offset, Api.XLA_FFI_Error_Create.offset)
-"""Where a call frame has the function that makes errors."""
+"""The offset of the error-making function in a call frame."""
 
 _Handler = ctypes.CFUNCTYPE(_POINTER, _POINTER)
 _ErrorCreate = ctypes.CFUNCTYPE(_POINTER, _POINTER)
@@ -169,7 +169,7 @@ def handler(compute: Compute) -> Any:
             for array in inputs:
                 array.flags.writeable = False
             compute(_only_attribute(frame.attrs), inputs, results)
-        except BaseException as error:  # nothing may cross into C++
+        except BaseException as error:  # No Python exception may reach C++ code.
             return _failure(frame.api.contents, error)
         return None
 
@@ -177,7 +177,7 @@ def handler(compute: Compute) -> Any:
 
 
 def cancelled(message: str) -> ctypes.Structure:
-    """What XLA's error function makes an error of."""
+    """The arguments of XLA's error function."""
     size = ctypes.sizeof(ErrorCreateArgs)
     return ErrorCreateArgs(size, None, message.encode(), CODE_CANCELLED)
 
@@ -187,7 +187,7 @@ def _say_what_this_is(metadata: Metadata, api: Any) -> None:
     here has been the same in all."""
     theirs = api.contents.api_version.minor_version if api else OLDEST_MINOR
     if theirs >= API_VERSION[1]:
-        metadata.state_type_id = 0  # the structure of earlier versions ends before it
+        metadata.state_type_id = 0  # The structure of earlier versions has no such field.
     major, minor = API_VERSION[0], min(API_VERSION[1], theirs)
     metadata.api_version = ApiVersion(ctypes.sizeof(ApiVersion), None, major, minor)
     metadata.traits = 0

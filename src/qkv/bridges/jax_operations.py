@@ -1,4 +1,4 @@
-"""What XLA is told to compute: a text, and NumPy arrays to read and to fill.
+"""The operations that XLA calls: a text, NumPy arrays to read, and arrays to fill.
 
     forward     inputs                                            -> out, lse, lse_rest
     backward    inputs, out, lse, lse_rest, grad_out[, grad_lse]  -> the wanted gradients
@@ -128,7 +128,7 @@ def _leading(operation: Operation, inputs: Sequence[Array], lead: tuple[int, ...
     """All arrays for one call; matrices get an axis of one head."""
     added, count = len(lead), len(operation.ndims)
     before_rows = added + (operation.layout == "blhd")
-    # Which of the arrays after the inputs are like lse.
+    # Whether each array behind the inputs has the shape of lse.
     rows = (1, 2, 4) if operation.along is None else (1,)
 
     def whole(array: Array, n: int) -> Array:

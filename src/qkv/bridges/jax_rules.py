@@ -51,7 +51,7 @@ def attend(operation: Operation, inputs: tuple[Any, ...]) -> tuple[Any, Any, Any
 def _keep(operation: Operation, inputs: Any) -> Any:
     followed, values = _followed(inputs), _values(inputs)
     _refuse_constants(operation, values, _numbers(followed))
-    # Not _forward: what is kept may be differentiated in its turn.
+    # Not _forward, because the residuals may be differentiated again.
     results = attend(replace(operation, backward=True), values)
     return results, (values, results, followed)
 
@@ -108,7 +108,7 @@ def _values(inputs: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _followed(inputs: Sequence[Any]) -> tuple[Any, ...]:
-    """Which inputs JAX differentiates, as structure, not as values: () or None."""
+    """Whether JAX differentiates each input, as static structure: () or None."""
     return tuple(() if entry.perturbed else None for entry in inputs)
 
 
@@ -177,7 +177,7 @@ def _is_registered() -> bool:
     try:
         jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(_function()), platform="cpu")
     except Exception:
-        # An XLA with another version of the interface.
+        # This XLA has another version of the interface.
         return False
     return True
 
@@ -194,7 +194,7 @@ def _function() -> int:
         gate = Gate(_handler, ANSWER_PATH)
     except (ImportError, OSError, QkvError):
         return ctypes.cast(_handler, ctypes.c_void_p).value or 0
-    # Before JAX takes down its backends: it registered earlier.
+    # Runs before JAX shuts down its backends, because exit functions run in reverse order.
     atexit.register(gate.close, cancelled("qkv: the interpreter is ending"))
     return gate.address
 
@@ -208,7 +208,7 @@ def _on_host(operation: Operation, shapes: Shapes, *inputs: Any) -> tuple[Any, .
     return results
 
 
-# What is known while JAX traces: shapes and dtypes
+# Shapes and dtypes, which are known while JAX traces
 
 
 def _stand_in(array: Any) -> Any:
@@ -241,7 +241,7 @@ def _shapes_of_results(operation: Operation, inputs: Sequence[Any]) -> Shapes:
 def _axes(array: Any) -> frozenset[str]:
     """Axes of `shard_map` along which an array is not the same on every device."""
     kind = jax.typeof(array)
-    manual = getattr(kind, "manual_axis_type", None)  # since JAX 0.10
+    manual = getattr(kind, "manual_axis_type", None)  # The name since JAX 0.10.
     return frozenset(manual.varying if manual else getattr(kind, "vma", ()))
 
 

@@ -55,7 +55,7 @@ def batched(
         ]
         found = tuple(torch.stack(column) for column in zip(*rows, strict=True))
     else:
-        # The shapes of one call, of which there are none.
+        # An empty batch: the shapes of one call.
         one = function(
             *(t.new_zeros(t.shape[1:]) if b else t for t, b in zip(moved, has_batch, strict=True))
         )

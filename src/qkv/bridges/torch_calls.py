@@ -37,7 +37,7 @@ def attention(
     options: OptionValues,
     return_lse: bool,
 ) -> Any:
-    """As `qkv.attention`."""
+    """See `qkv.attention`."""
     if torch.compiler.is_dynamo_compiling():
         return _compiled(query, key, value, variants, options, return_lse)
     bound = bind(query, key, value, variants, options)
@@ -126,7 +126,7 @@ torch.compiler.allow_in_graph(_attend_on_device)
 def _on_device(bound: BoundCall, return_lse: bool) -> Any:
     device = bound.leaves[0].device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        # The operands have the type that it asks for; scores and sums keep their own.
+        # Autocast converts the operands; scores and sums keep their own type.
         with torch.autocast(device, enabled=False):
             return _on_device(bound, return_lse)
     out, lse = check_device_call(bound).attend(lse=return_lse)
@@ -163,7 +163,7 @@ def _tensor(array: Any) -> Any:
     if isinstance(array, Tensor):
         return array
     if torch.compiler.is_dynamo_compiling() and isinstance(array, np.ndarray):
-        return torch.as_tensor(array)  # which Dynamo knows
+        return torch.as_tensor(array)  # Dynamo can trace this check.
     if not is_array(array):
         return array
     seen = view_beside(_LIBRARY, array, "an array of the call")

@@ -62,12 +62,12 @@ def attend(
         out, lse, _ = _AttentionUnseen.apply(whole, *tensors)
         return out, lse
     if _is_functionalized() or (
-        # Dynamo hands a function that nobody differentiates its context as first argument.
+        # Dynamo passes the context as first argument of a function without a gradient.
         compiling and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
     ):
         out, lse, _ = operators.attention(query, key, value, arrays, _text(whole), False)
         return out, lse
-    # Dynamo refuses functions that have a forward-mode rule.
+    # Dynamo does not support functions with a forward-mode rule.
     function = _Attention if compiling else _AttentionBothWays
     out, lse, _ = function.apply(whole, *tensors)
     return out, lse
@@ -131,8 +131,7 @@ class _AttentionBothWays(_Attention):
 
 
 class _AttentionUnseen(Function):
-    """As `_Attention`, of tensors whose operations nobody sees: none is called for the first
-    derivative."""
+    """Like `_Attention`, for tensors that are not traced: the first gradient calls no operator."""
 
     @staticmethod
     def forward(ctx: Any, structure: Any, *inputs: Tensor) -> Any:
@@ -333,7 +332,7 @@ def _backward(
     inputs: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
     if torch.compiler.is_dynamo_compiling():
-        # Dynamo does not follow one function into another; what it compiles has one derivative.
+        # Dynamo cannot trace nested autograd functions: compiled code has first derivatives only.
         query, key, value, *arrays = inputs
         return tuple(
             operators.attention_backward(
@@ -355,7 +354,7 @@ def _apply(function: type[Function], *given: Any) -> Any:
         return function.apply(*given)
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
-    # A tensor that has no such batch comes out with one of a single entry.
+    # A tensor without this batch dimension gets one of size 1.
     apart = [torch._remove_batch_dim(t, level, 1, 0) if isinstance(t, Tensor) else t for t in given]
     sizes = [t.shape[0] for t in apart if isinstance(t, Tensor)]
     size = next((n for n in sizes if n != 1), 1)
@@ -375,7 +374,7 @@ class _Whole:
         self.structure = structure
 
     def __repr__(self) -> str:
-        """What a traced graph is compared by."""
+        """The key by which traced graphs are compared."""
         return self.text
 
     @cached_property

@@ -31,7 +31,7 @@ def of_inputs(
 def along_of(
     changes: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> tuple[tuple[int, ...], list[Tensor]]:
-    """Which arrays change, and changes of query, key, value and of those."""
+    """The arrays with tangents, and the tangents of query, key, value and these arrays."""
     directions = tuple(
         n
         for n, (change, array) in enumerate(zip(changes[3:], inputs[3:], strict=True))

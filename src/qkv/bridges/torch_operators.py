@@ -1,4 +1,4 @@
-"""What torch is told to compute: operators on CPU tensors, a text and a list of tensors.
+"""The operators that torch calls on CPU tensors: a text and a list of tensors.
 
     qkv::attention            out, lse, lse_rest
     qkv::attention_backward   gradients of query, key, value and of some of the arrays
@@ -66,7 +66,7 @@ def attention(
     structure: str,
     backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `compute_attention`."""
+    """See `compute_attention`."""
     made = Structure.from_text(structure)
     return compute_attention(query, key, value, arrays, made, backward)
 
@@ -121,7 +121,7 @@ def attention_backward(
     structure: str,
     wanted: Sequence[int],
 ) -> list[Tensor]:
-    """As `compute_gradients`."""
+    """See `compute_gradients`."""
     made = Structure.from_text(structure)
     results = out, lse, lse_rest, grad_out, grad_lse
     return compute_gradients(query, key, value, arrays, *results, made, wanted)
@@ -258,7 +258,7 @@ def _check_fit(query: Tensor, key: Tensor, value: Tensor, layout: str) -> None:
     tensors = query, key, value
     if all(type(n) is int for t in tensors for n in t.shape):
         arrays = _LIBRARY.described(query), _LIBRARY.described(key), _LIBRARY.described(value)
-        # The text of a statement says "bhld" or "blhd"; its type is any string.
+        # The layout in the text is "bhld" or "blhd", although its type is any string.
         check(*arrays, (), layout=layout)  # type: ignore[arg-type]
         return
     heads, length = (-2, -3) if layout == "blhd" else (-3, -2)

@@ -18,8 +18,8 @@ from qkv.arrays.torch_arrays import TorchArrays
 from qkv.backends import AddressedCall, AddressedGrowing, generation
 from qkv.bridges.torch_guards import Guard, guard
 from qkv.call.attend import (
-    LARGEST_VALUE,
-    MOST_QUERIES,
+    MAX_DECODE_QUERIES,
+    MAX_VALUE_BYTES,
     GrowingCall,
     decoding_step,
     heads_first,
@@ -86,7 +86,7 @@ def run_prepared(bound: BoundCall, rows: bool) -> Any:
         return None
     try:
         fits = known.generation == generation() and known.values == values and known.fits(*read)
-    except TypeError:  # an operand is no tensor
+    except TypeError:  # An operand is not a tensor.
         return None
     if not fits:
         if not _are_plain(*read):
@@ -168,7 +168,7 @@ def _step(bound: BoundCall) -> tuple[Key, int | None] | None:
     if (
         len(q_shape) < 3
         or not len(q_shape) == len(k_shape) == len(v_shape)
-        or not 0 < q_shape[-2] <= MOST_QUERIES
+        or not 0 < q_shape[-2] <= MAX_DECODE_QUERIES
         or not q_shape[-2] != k_shape[-2] > 0
         or k_shape[:-1] != v_shape[:-1]
     ):
@@ -254,12 +254,12 @@ def _values(bound: BoundCall) -> tuple[bytes, ...] | None:
     for n in bound.structure.by_value:
         leaf = bound.leaves[n]
         if isinstance(leaf, Tensor):
-            if not leaf.is_cpu or leaf.nbytes > LARGEST_VALUE or type(leaf) not in _PLAIN:
+            if not leaf.is_cpu or leaf.nbytes > MAX_VALUE_BYTES or type(leaf) not in _PLAIN:
                 return None
             if leaf.requires_grad and torch.is_grad_enabled():
                 return None
             leaf = _view(leaf, "an array of a variant")
-        if type(leaf) is not np.ndarray or leaf.nbytes > LARGEST_VALUE:
+        if type(leaf) is not np.ndarray or leaf.nbytes > MAX_VALUE_BYTES:
             return None
         found.append(leaf.tobytes())
     return tuple(found)
@@ -278,7 +278,7 @@ def _are_plain(*tensors: Any) -> bool:
 
 
 def _key(structure: Any, read: Sequence[Tensor], values: tuple[bytes, ...]) -> Key:
-    """What calls of plain tensors that are like one another have in common."""
+    """The key of a repeated call of plain tensors."""
     query, key, value, *_ = read
     return (
         "tensors", structure, values, query is key, key is value, generation(),

@@ -1,6 +1,6 @@
-"""One call, from a front door to a backend and back.
+"""One call, from a public function to a backend and back.
 
-    options         the keyword arguments that all front doors share
+    options         the keyword arguments that all public functions share
     flatten         a variant, an option or an operand as a tree without arrays, and its arrays
     bound           `bind`: a call as `BoundCall(structure, leaves)`
     checked         `check_call`: a bound call as a problem, with the backend that will run it
@@ -9,7 +9,7 @@
     vjp, pull_back  gradients, prepared or checked; `gradients` are what they give
     jvp             tangents, and second derivatives
     cotangents, variant_arrays
-                    what comes in and goes out beside a call; the arrays of variants
+                    cotangents, tangents and the form of gradients; the arrays of variants
 
 `attention`, `inspect`, `plan`, `explain`, `vjp`, `jvp` and the bridges to other libraries all begin
 with `bind`.

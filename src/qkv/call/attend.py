@@ -1,4 +1,4 @@
-"""Run a bound call of arrays in memory: prepared if a call like it was seen before, else checked.
+"""Run a bound call of arrays in memory: prepared if it repeats an earlier one, else checked.
 
 Two calls are alike if their structures are equal, and the types, shapes and strides of their
 arrays, and the values of those arrays that are compared by value. A call that is like an earlier
@@ -30,17 +30,17 @@ __all__ = [
 
 Array = NDArray[Any]
 
-LARGEST_VALUE = 2**15
-"""Bytes of an array that is compared by value; calls with larger ones are checked each time."""
-MOST_QUERIES = 16
+MAX_VALUE_BYTES = 2**15
+"""Largest array, in bytes, that is compared by value; calls with larger ones are always checked."""
+MAX_DECODE_QUERIES = 16
 """Query rows of a decoding step."""
 
 
 class Attended(NamedTuple):
     """Results as arrays of the query's library.
 
-    `lse` and `lse_rest` (what rounding took from lse, None if nobody knows) are anything unless
-    they were asked for. `call` and `partial` are there if the call was checked.
+    `lse` and `lse_rest` (the rounding error of lse, None if unknown) are undefined unless they were
+    requested. `call` and `partial` are set if the call was checked.
     """
 
     out: Any
@@ -99,7 +99,7 @@ def attend(
 
 
 def prepared(bound: BoundCall) -> Prepared | None:
-    """What was prepared for calls like this one without a backward pass, heads before rows."""
+    """The prepared call for calls like this one without a backward pass, or None."""
     views = heads_first(bound)
     key = None if views is None else call_key(bound, views, "forward")
     found: Prepared | None = None if key is None else CALLS.get(key)
@@ -123,27 +123,27 @@ def heads_first(bound: BoundCall) -> tuple[Array, Array, Array] | None:
 
 
 def call_key(bound: BoundCall, views: tuple[Array, Array, Array], purpose: str) -> Key | None:
-    """What calls that are like one another have in common; None for calls that are never alike."""
+    """The cache key of a call, which repeated calls share; None if it cannot be prepared."""
     structure, leaves = bound
     query, key, value = views
-    scale, _, *others = structure.options
+    scale, _, *other_options = structure.options
     if len(leaves) == 3:
-        more: Any = ()
+        leaf_keys: Any = ()
     else:
-        more = _leaf_keys(bound)
-        if more is None:
+        leaf_keys = _leaf_keys(bound)
+        if leaf_keys is None:
             return None
     return (
-        purpose, generation(), structure.variants, scale, *others, structure.by_value,
+        purpose, generation(), structure.variants, scale, *other_options, structure.by_value,
         query.dtype, query.shape, query.strides,
         key.dtype, key.shape, key.strides,
         value.dtype, value.shape, value.strides,
-        *more,
+        *leaf_keys,
     )  # fmt: skip
 
 
 def _leaf_keys(bound: BoundCall, kv_len: int | None = None) -> list[Hashable] | None:
-    """What identifies the arrays of variants and options.
+    """The part of a cache key for the arrays of variants and options.
 
     With `kv_len`, arrays that are read in place may be as long as there are keys, and have any
     strides.
@@ -161,7 +161,7 @@ def _leaf_keys(bound: BoundCall, kv_len: int | None = None) -> list[Hashable] | 
             if kv_len is not None:
                 sizes = tuple([None if size == kv_len else size for size in array.shape])
             keys.append((array.dtype, sizes))
-        elif array.nbytes <= LARGEST_VALUE:
+        elif array.nbytes <= MAX_VALUE_BYTES:
             keys.append((array.dtype, array.shape, array.tobytes()))
         else:
             return None
@@ -169,7 +169,7 @@ def _leaf_keys(bound: BoundCall, kv_len: int | None = None) -> list[Hashable] | 
 
 
 def in_place(bound: BoundCall) -> tuple[Any, ...]:
-    """The arrays of variants that are read where they lie."""
+    """The arrays of variants that are read in place."""
     if len(bound.leaves) == 3:
         return ()
     by_value = bound.structure.by_value
@@ -201,7 +201,7 @@ def _restored(found: tuple[Any, Any, Any], bound: BoundCall) -> Attended:
 
 
 class Step(NamedTuple):
-    """What decoding steps of any length have in common, and where the queries of this one stand.
+    """The cache key that decoding steps of any length share, and the position of the queries.
 
     `q_offset` is the number that was given, None if none was.
     """
@@ -248,7 +248,7 @@ class GrowingCall(NamedTuple):
         if self.lengths:
             lens = bound.leaves[bound.structure.lengths[0]].astype(np.int64)
             if lens.min() < 0 or lens.max() > kv_len:
-                return None  # the check says what is wrong
+                return None  # The checked call raises the error.
             batch_shape = query.shape[:-3]
             if lens.shape != batch_shape:
                 lens = np.broadcast_to(lens, batch_shape)
@@ -268,8 +268,8 @@ def decoding_step(
     if query.ndim < 3 or key.ndim != query.ndim:
         return None
     q_len, kv_len = query.shape[-2], key.shape[-2]
-    # With as many keys as queries nobody has to say where these stand.
-    if not (0 < q_len <= MOST_QUERIES and q_len != kv_len > 0):
+    # With equal lengths the positions need not be given, so such calls are no decoding steps.
+    if not (0 < q_len <= MAX_DECODE_QUERIES and q_len != kv_len > 0):
         return None
     structure = bound.structure
     scale, _, q_offset, kv_offset, backend = structure.options
@@ -280,22 +280,22 @@ def decoding_step(
         or not all(map(depends_on_positions_only, structure.variants))
     ):
         return None
-    given = None
+    q_position = None
     if type(q_offset) is int:
         if abs(q_offset) > INDEX_LIMIT:
             return None
-        given, q_offset = q_offset, int
-    more = _leaf_keys(bound, kv_len)
-    if more is None or len(structure.lengths) > 1:
+        q_position, q_offset = q_offset, int
+    leaf_keys = _leaf_keys(bound, kv_len)
+    if leaf_keys is None or len(structure.lengths) > 1:
         return None
     return Step(
         (
             "backward step" if backward else "step", generation(), structure.variants,
             scale, q_offset, kv_offset, backend,
             query.dtype, query.shape, key.dtype, key.shape[:-2], key.shape[-1], value.dtype,
-            value.shape[-1], *more,
+            value.shape[-1], *leaf_keys,
         ),
-        given,
+        q_position,
     )  # fmt: skip
 
 
@@ -303,7 +303,7 @@ def _prepare_step(step: Step, bound: BoundCall, call: CheckedCall) -> bool:
     """Prepare for more steps like this one, once there has been another; whether that can be."""
     backend, problem = call.choice.backend, call.problem
     align = problem.operands.positions.align
-    # Whether a number and a word say the same depends on the lengths.
+    # Whether a number and "start" or "end" agree depends on the lengths.
     if step.q_offset is not None and align is not None:
         return False
     if not isinstance(backend, PreparingSteps):
@@ -336,5 +336,5 @@ def _from_lengths(problem: Problem) -> list[Array]:
         if len(arrays) > 1 or (label == "kv_lens" and not arrays):
             return []
         found += arrays
-    moved = len(found) == 2
-    return [] if moved and problem.operands.positions.align != "end" else found
+    has_q_offset = len(found) == 2
+    return [] if has_q_offset and problem.operands.positions.align != "end" else found

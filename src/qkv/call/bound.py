@@ -1,4 +1,4 @@
-"""A call as every front door binds it: a structure without arrays, and the arrays."""
+"""A bound call: a structure without arrays, and the arrays."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["BoundCall", "Structure", "bind"]
 
 
 class Structure(NamedTuple):
-    """All of a call but its arrays; hashable.
+    """Everything of a call except its arrays; hashable.
 
     Attributes
     ----------
@@ -78,7 +78,7 @@ class Structure(NamedTuple):
 
     @classmethod
     def from_text(cls, text: str) -> Structure:
-        """What `text` was made of."""
+        """The structure of which `text` was made."""
         _, *groups = loads(text)
         return cls(*[tuple(group[1:]) for group in groups])
 
@@ -153,7 +153,7 @@ def bind(
         As for `flatten`.
     """
     if not variants and options is DEFAULTS and _are_plain(query, key, value):
-        return BoundCall(_OPERANDS_ALONE, [query, key, value])
+        return BoundCall(_PLAIN_CALL, [query, key, value])
     leaves = Leaves([], [], [])
     operands = _PLAIN
     leaves.arrays.append(query)
@@ -162,14 +162,16 @@ def bind(
     else:
         operands = (ReadInPlace, _operand(key, leaves), _operand(value, leaves))
     trees = tuple([flatten(variant, leaves, "in_place", whole) for variant in variants])
-    said = _DEFAULT_OPTIONS
+    option_trees = _DEFAULT_OPTIONS
     if options is not DEFAULTS:
-        said = tuple([flatten(option, leaves, "value", whole) for option in options])
-    structure = Structure(operands, trees, said, tuple(leaves.by_value), tuple(leaves.lengths))
+        option_trees = tuple([flatten(option, leaves, "value", whole) for option in options])
+    structure = Structure(
+        operands, trees, option_trees, tuple(leaves.by_value), tuple(leaves.lengths)
+    )
     return BoundCall(structure, leaves.arrays)
 
 
-_OPERANDS_ALONE = Structure(_PLAIN, (), _DEFAULT_OPTIONS)
+_PLAIN_CALL = Structure(_PLAIN, (), _DEFAULT_OPTIONS)
 
 
 def _are_plain(query: Any, key: Any, value: Any) -> bool:
@@ -178,7 +180,7 @@ def _are_plain(query: Any, key: Any, value: Any) -> bool:
 
 
 def _operand(operand: Any, leaves: Leaves) -> Tree:
-    """An operand is an array, whatever its type; who looks into it finds out if it is none."""
+    """The tree of an operand. Objects that are no arrays are refused later, when they are read."""
     if hasattr(operand, "shape") or not hasattr(operand, "ndim"):
         leaves.arrays.append(operand)
         return ReadInPlace

@@ -10,17 +10,17 @@ from weakref import WeakSet
 __all__ = ["CALLS", "CallCache", "Key"]
 
 Key: TypeAlias = tuple[Any, ...]
-"""Begins with a word that says what the call was prepared for."""
+"""A cache key; its first entry names the purpose, such as "forward"."""
 
 CAPACITY = 1024
 """Prepared calls that are kept, some 4 KB each; the oldest go first."""
 
 
 class CallCache:
-    """What was prepared for calls, by a key that says all that preparing depends on.
+    """Prepared calls, by a key that holds everything on which preparation depends.
 
-    A call is prepared for when it is seen a second time: lengths that change from call to call
-    would not be worth it.
+    A call is prepared when it is seen a second time, because preparing would not pay off for
+    lengths that change from call to call.
     """
 
     def __init__(self, capacity: int = CAPACITY) -> None:
@@ -38,7 +38,7 @@ class CallCache:
         return sum(key[0] in purposes for key in self._prepared)
 
     def get(self, key: Key) -> Any:
-        """What was prepared for the key, None if nothing was."""
+        """The prepared call for the key, or None."""
         return self._prepared.get(key)
 
     def is_new(self, key: Key) -> bool:
@@ -72,7 +72,7 @@ _every_cache: WeakSet[CallCache] = WeakSet()
 
 
 def _new_locks() -> None:
-    # Another thread of the parent may have held the old ones.
+    # Another thread of the parent process may have held the old locks.
     for cache in _every_cache:
         cache._lock = Lock()
 

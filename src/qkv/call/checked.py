@@ -1,4 +1,4 @@
-"""A bound call that was checked: its problem, the backend that will run it, and the way back."""
+"""A checked call: its problem, the backend that will run it, and how results are returned."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class CheckedCall:
         return self.with_sinks(run(self.problem))
 
     def with_sinks(self, partial: Partial) -> Partial:
-        """Let the sinks take their share, as the backend's prepared calls do if it has any."""
+        """Apply the sinks in the same way as the backend's prepared calls."""
         backend, sinks = self.choice.backend, self.problem.operands.sinks
         if sinks is not None and isinstance(backend, SinksBackend):
             return backend.add_sinks(self.problem, partial)
@@ -86,13 +86,13 @@ class CheckedCall:
             return self.library.restore(np.asarray(out, self.dtype, order="C"))
 
     def plain(self, out: Array) -> Array:
-        """What `output` gives, as `(*batch_shape, num_heads, q_len, v_head_dim)` again."""
+        """The result of `output`, rearranged to `(*batch_shape, num_heads, q_len, v_head_dim)`."""
         if self.ndim == 2:
             return out[None]
         return out.swapaxes(-3, -2) if self.layout == "blhd" else out
 
     def known_as(self, variant: Any) -> Any:
-        """What the problem knows in the place of a variant of this call."""
+        """The object by which the problem knows a variant of this call."""
         return next((known for given, known in self.variants if given is variant), variant)
 
     def named(self, variant: Any, array: Any = None) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""What comes in and goes out beside a call: cotangents and tangents, gradients like operands."""
+"""Check cotangents and tangents, and give gradients the form of the operands."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def cotangent_of_lse(call: CheckedCall, lse: Array, grad_lse: Any) -> Array:
 
 def like_operand(call: CheckedCall, gradient: Array, shape: Shape) -> Any:
     """A gradient like the operand: leading dimensions that were broadcast are summed."""
-    turned = call.layout == "blhd" and len(shape) > 2
+    is_blhd = call.layout == "blhd" and len(shape) > 2
     plain = (1, *shape) if len(shape) == 2 else shape
-    if turned:
+    if is_blhd:
         plain = (*shape[:-3], shape[-2], shape[-3], shape[-1])
     extra = gradient.ndim - len(plain)
     repeated = [
@@ -60,7 +60,7 @@ def like_operand(call: CheckedCall, gradient: Array, shape: Shape) -> Any:
         if repeated:
             gradient = gradient.sum(axis=tuple(repeated), keepdims=True)
         gradient = gradient.reshape(plain)
-        gradient = gradient.swapaxes(-3, -2) if turned else gradient
+        gradient = gradient.swapaxes(-3, -2) if is_blhd else gradient
         return call.library.restore(np.asarray(gradient.reshape(shape), call.dtype, order="C"))
 
 

@@ -34,6 +34,6 @@ def checked_on_host(
     variants: Sequence[Any],
     options: OptionValues = DEFAULTS,
 ) -> CheckedCall:
-    """The same for whoever looks at values; of tensors on a device, copies are looked at."""
+    """Bind and check a call whose values will be read; tensors on a device are copied."""
     call = checked(query, key, value, variants, options)
     return call.on_host() if isinstance(call, DeviceCall) else call

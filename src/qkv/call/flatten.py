@@ -142,17 +142,17 @@ def unflatten(tree: Tree, next_array: Callable[[], Any]) -> Any:
         return _numbered(parts[0]).thing
     if kind is object:
         kind, (_, *names), *parts = parts
-        return _rebuilt(kind, names, [unflatten(part, next_array) for part in parts])
+        return _rebuild(kind, names, [unflatten(part, next_array) for part in parts])
     if hasattr(kind, "tree_unflatten"):
         static, *places = parts
         static = _numbered(static[1]) if type(static) is tuple else static
         return kind.tree_unflatten(static, [unflatten(place, next_array) for place in places])
     names = [name for name, _ in _fields_of(kind, None) or ()]
-    return _rebuilt(kind, names, [unflatten(part, next_array) for part in parts])
+    return _rebuild(kind, names, [unflatten(part, next_array) for part in parts])
 
 
 def is_known(tree: Tree) -> bool:
-    """Whether a structure says all about its call: nothing in it is opaque."""
+    """Whether a structure determines its call: nothing in it is opaque."""
     if type(tree) is tuple:
         return tree[0] is not Numbered and all(map(is_known, tree[1:]))
     return not isinstance(tree, Opaque) or tree.known
@@ -188,7 +188,7 @@ def depends_on_positions_only(tree: Tree) -> bool:
     if kind not in _CONTAINERS:
         if not getattr(kind, "positions_only", False):
             return False
-        # A length that is no array is the same in every step.
+        # Lengths that are not arrays are constant, and cannot grow with the steps.
         if any(parts[n] is not ReadByValue for n in _lengths_among(kind)):
             return False
     return all(map(depends_on_positions_only, parts))
@@ -208,7 +208,7 @@ def without_arrays(tree: Tree) -> Tree:
 
 
 _declared: dict[type, tuple[tuple[str, Role], ...]] = {}
-"""Of dataclasses, whose instances all have the same fields."""
+"""Fields and roles of dataclasses, whose instances all have the same fields."""
 
 
 def _fields_of(kind: type, value: Any) -> tuple[tuple[str, Role], ...] | None:
@@ -228,16 +228,16 @@ def _fields_of(kind: type, value: Any) -> tuple[tuple[str, Role], ...] | None:
 
 @lru_cache(maxsize=256)
 def _lengths_among(kind: type) -> tuple[int, ...]:
-    """Which fields of a class are lengths."""
+    """The indices of the fields of a class that are lengths."""
     return tuple([n for n, (_, role) in enumerate(_declared.get(kind, ())) if role == "lengths"])
 
 
-def _rebuilt(kind: type, names: Sequence[str], values: Sequence[Any]) -> Any:
+def _rebuild(kind: type, names: Sequence[str], values: Sequence[Any]) -> Any:
     """An object of the class with these values, which were checked when it was first made."""
-    made: Any = object.__new__(kind)
+    rebuilt: Any = object.__new__(kind)
     for name, value in zip(names, values, strict=True):
-        object.__setattr__(made, name, value)
-    return made
+        object.__setattr__(rebuilt, name, value)
+    return rebuilt
 
 
 # Structures as text
@@ -245,8 +245,8 @@ def _rebuilt(kind: type, names: Sequence[str], values: Sequence[Any]) -> Any:
 
 _numbers = count()
 _by_number: WeakValueDictionary[int, Opaque] = WeakValueDictionary()
-_kept: dict[Opaque, Opaque] = {}
-"""What must live as long as the process, since compiled code does."""
+_process_lifetime: dict[Opaque, Opaque] = {}
+"""Objects that compiled code names, which are kept alive as long as the process."""
 
 
 def keep_for_good(thing: Any) -> int:
@@ -261,13 +261,13 @@ def hold(tree: Tree) -> None:
     if isinstance(tree, tuple):
         for part in tree:
             hold(part)
-    elif isinstance(tree, Opaque) and tree not in _kept:
-        kept = without_arrays(tree)
-        _kept[kept] = kept
+    elif isinstance(tree, Opaque) and tree not in _process_lifetime:
+        held = without_arrays(tree)
+        _process_lifetime[held] = held
 
 
 def _number_of(opaque: Opaque) -> int:
-    opaque = _kept.get(opaque, opaque)
+    opaque = _process_lifetime.get(opaque, opaque)
     if opaque.number is None:
         opaque.number = next(_numbers)
         _by_number[opaque.number] = opaque
@@ -295,7 +295,7 @@ def dumps(tree: Tree) -> str:
 
 @lru_cache(maxsize=1024)
 def loads(text: str) -> Tree:
-    """What `dumps` wrote."""
+    """The structure that `dumps` wrote."""
     return _decoded(json.loads(text))
 
 
@@ -307,8 +307,8 @@ _TYPE_NAMES = {kind: name for name, kind in _TYPES.items()}
 
 
 def _encoded(tree: Tree) -> Any:
-    """As JSON has it: a type is a list that begins with a string, a tuple one that begins with a
-    type."""
+    """A structure as JSON values: a type is a list that begins with a string, a tuple a list that
+    begins with a type."""
     if isinstance(tree, Opaque):
         return [["numbered"], _number_of(tree)]
     if isinstance(tree, type):
@@ -322,19 +322,19 @@ def _encoded(tree: Tree) -> Any:
     return [_encoded(part) for part in tree] if type(tree) is tuple else tree
 
 
-def _decoded(said: Any) -> Tree:
-    if isinstance(said, dict):
-        if "class" in said:
-            return _numbered(said["class"]).thing
-        return bytes.fromhex(said["bytes"])
-    if not isinstance(said, list):
-        return said
-    if not isinstance(said[0], str):
-        return tuple(map(_decoded, said))
-    if len(said) == 1:
-        return _TYPES[said[0]]
-    found: Any = import_module(said[0])
-    for name in said[1].split("."):
+def _decoded(data: Any) -> Tree:
+    if isinstance(data, dict):
+        if "class" in data:
+            return _numbered(data["class"]).thing
+        return bytes.fromhex(data["bytes"])
+    if not isinstance(data, list):
+        return data
+    if not isinstance(data[0], str):
+        return tuple(map(_decoded, data))
+    if len(data) == 1:
+        return _TYPES[data[0]]
+    found: Any = import_module(data[0])
+    for name in data[1].split("."):
         found = getattr(found, name)
     return found
 

@@ -126,7 +126,7 @@ def gradients_of(
     tables, sinks = wanted(problem, [call.named(variant)[0] for variant in wrt])
     inputs = replace(inputs, tables=frozenset(name for name, _ in tables))
     backend = call.choice.backend
-    # A backend that has no backward pass was refused when the call was checked.
+    # The check of the call refused backends without a backward pass.
     assert isinstance(backend, Differentiable)
     found = backend.backward(problem, inputs)
     own = by_origin([(origin, found.tables[name]) for name, origin in tables])
@@ -143,7 +143,7 @@ def gradients_of(
 def backward_inputs(
     call: CheckedCall, partial: Partial, grad_out: Any, grad_lse: Any = None
 ) -> BackwardInputs:
-    """What a backend starts from; no table is named."""
+    """The inputs of a backward pass, without requested tables."""
     cotangent = cotangent_of_out(call, partial.out, grad_out)
     of_lse = cotangent_of_lse(call, partial.lse, grad_lse)
     return BackwardInputs(partial.out, partial.lse, cotangent, of_lse, lse_rest=partial.lse_rest)

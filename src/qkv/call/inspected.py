@@ -24,7 +24,7 @@ Array = NDArray[Any]
 
 
 class Inspected:
-    """What a run for inspection left.
+    """The results of a run for inspection.
 
     Attributes
     ----------

@@ -136,7 +136,8 @@ def jvp_of(
 def _check(bound: BoundCall, given: Sequence[Any] | None) -> CheckedCall:
     if not bound.structure.is_plain:
         operands = bound.unflatten()
-        shapes_of(operands.query, operands.key, operands.value)  # raises for what is no array
+        # Raises for objects that are not arrays.
+        shapes_of(operands.query, operands.key, operands.value)
     return check_call(bound, given, backward=True)
 
 
@@ -270,7 +271,7 @@ def _of_operand(
 
 
 def _places(call: CheckedCall, variant: Any, array: Any) -> Iterator[tuple[str | None, Origin]]:
-    """Where the problem reads a variant's array: tables by name, None for sinks."""
+    """The tables, by name, in which the problem reads a variant's array; None for sinks."""
     tables, sinks = own_arrays(call.problem, variant)
     found: list[tuple[str | None, Origin]] = [*tables]
     if sinks is not None:

@@ -1,4 +1,4 @@
-"""The options that every front door takes, declared once."""
+"""The options that all public attention functions share."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def option_values(function: str, given: Mapping[str, Any]) -> OptionValues:
 
 
 def with_options(function: Function) -> Function:
-    """Let the signature of a front door name its options, for `help` and for editors."""
+    """Add the options to the signature of a function, for `help` and for editors."""
     signature = inspect.signature(function)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     options = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
         for name, default in OptionValues._field_defaults.items()
     ]
-    # A function's attributes are not part of its declared type.
+    # mypy does not know attributes of functions.
     function.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
     return function

@@ -27,10 +27,10 @@ Array = NDArray[Any]
 
 
 class Residuals(NamedTuple):
-    """What the forward pass left, as NumPy arrays in the layout of the call.
+    """The residuals of the forward pass, as NumPy arrays in the layout of the call.
 
-    `lse_rest` is what rounding took from lse; None, or NaN in it, if nobody knows: then the forward
-    pass is run again.
+    `lse_rest` is the rounding error of lse. If it is None or holds NaN, it is not known, and the
+    forward pass is run again.
     """
 
     out: Array
@@ -38,7 +38,7 @@ class Residuals(NamedTuple):
     lse_rest: Array | None
 
     def as_partial(self, call: CheckedCall) -> Partial:
-        """The same as the problem of the call has it."""
+        """The residuals in the shapes of the call's problem."""
         out = call.plain(self.out)
         shape = (*call.problem.spec.batch_shape, call.problem.spec.num_heads, out.shape[-2])
         rest = self.lse_rest
@@ -72,28 +72,28 @@ def pull_back(
     given : sequence, optional
         The variants as the caller gave them.
     """
-    like = views = None
+    cache_key = views = None
     blhd = bound.structure.layout == "blhd"
     if not wrt:
         views = heads_first(bound)
     if views is not None:
-        like = _key(bound, views, residuals, grad_out, grad_lse)
-    ready = None if like is None else CALLS.get(like)
-    if ready is not None and like is not None and views is not None:
-        out, along = (_turned(a) if blhd else a for a in (residuals.out, grad_out))
+        cache_key = _key(bound, views, residuals, grad_out, grad_lse)
+    ready = None if cache_key is None else CALLS.get(cache_key)
+    if ready is not None and cache_key is not None and views is not None:
+        out, cotangent = (_swap_heads(a) if blhd else a for a in (residuals.out, grad_out))
         found = ready(
-            *views, out, residuals.lse, residuals.lse_rest, along, grad_lse, in_place(bound)
+            *views, out, residuals.lse, residuals.lse_rest, cotangent, grad_lse, in_place(bound)
         )
         if found is not None:
-            query, key, value = (np.ascontiguousarray(_turned(a)) if blhd else a for a in found)
+            query, key, value = (np.ascontiguousarray(_swap_heads(a)) if blhd else a for a in found)
             return Gradients(query, key, value)
-        CALLS.discard(like)
+        CALLS.discard(cache_key)
     call = check_call(bound, given, backward=True)
     partial = residuals.as_partial(call)
     shapes = [leaf.shape for leaf in call.leaves[:3]]
     gradients = gradients_of(call, partial, shapes, grad_out, grad_lse, wrt)
-    if like is not None and bound.structure.is_known:
-        _prepare(like, bound, call, partial, grad_out, grad_lse)
+    if cache_key is not None and bound.structure.is_known:
+        _prepare(cache_key, bound, call, partial, grad_out, grad_lse)
     return gradients
 
 
@@ -104,18 +104,18 @@ def _key(
     grad_out: Any,
     grad_lse: Any,
 ) -> Any:
-    beside = (*residuals, grad_out, grad_lse)
-    if not all(a is None or type(a) is np.ndarray for a in beside):
+    arrays = (*residuals, grad_out, grad_lse)
+    if not all(a is None or type(a) is np.ndarray for a in arrays):
         return None
-    like = call_key(bound, views, "pull back")
-    if like is None:
+    cache_key = call_key(bound, views, "pull back")
+    if cache_key is None:
         return None
-    forms = [None if a is None else (a.dtype, a.shape, a.strides) for a in beside]
-    return "pull back", bound.structure.layout, like, *forms
+    layouts = [None if a is None else (a.dtype, a.shape, a.strides) for a in arrays]
+    return "pull back", bound.structure.layout, cache_key, *layouts
 
 
 def _prepare(
-    key: Any,
+    cache_key: Any,
     bound: BoundCall,
     call: CheckedCall,
     partial: Partial,
@@ -125,20 +125,20 @@ def _prepare(
     """Prepare for more like this one, once there has been another."""
     backend = call.choice.backend
     views, operands = heads_first(bound), call.problem.operands
-    whole = (operands.query, operands.key, operands.value)
+    operand_views = (operands.query, operands.key, operands.value)
     if views is None or call.ndim == 2 or not isinstance(backend, PreparingGradients):
         return
-    # Operands that were broadcast have gradients of other shapes.
-    if [a.shape for a in whole] != [a.shape for a in views] or CALLS.is_new(key):
+    # Gradients of broadcast operands have other shapes.
+    if [a.shape for a in operand_views] != [a.shape for a in views] or CALLS.is_new(cache_key):
         return
     inputs = backward_inputs(call, partial, grad_out, grad_lse)
     ready = backend.prepare_backward(
         call.problem, inputs, in_place(bound._replace(leaves=call.leaves))
     )
     if ready is not None:
-        CALLS.insert(without_arrays(key), ready)
+        CALLS.insert(without_arrays(cache_key), ready)
 
 
-def _turned(array: Array) -> Array:
-    """Heads and rows in each other's places."""
+def _swap_heads(array: Array) -> Array:
+    """The array with heads and rows swapped."""
     return array.swapaxes(-3, -2)

@@ -1,4 +1,4 @@
-"""Variants' own arrays: how they are named in a call, and gradients in their shape."""
+"""The arrays of variants: which tables they are, and gradients in their shape."""
 
 from __future__ import annotations
 

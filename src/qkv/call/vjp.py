@@ -1,4 +1,4 @@
-"""`vjp`: attention, and the way back from a cotangent of its output to everything it read."""
+"""`vjp`: attention, and the pullback from cotangents of its output to gradients."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ def vjp(
     if found.call is not None and found.partial is not None:
         partial = found.partial
         if isinstance(found.call.choice.backend, Preparing):
-            # A repeated call keeps the output as it was given, and must have the same gradients.
+            # Repeated calls keep the output in its returned dtype. Rounding it here too gives
+            # both the same gradients.
             partial = replace(partial, out=partial.out.astype(found.call.dtype, copy=False))
         pullback = Pullback(bound, variants, shapes, None, found.call, partial)
     else:

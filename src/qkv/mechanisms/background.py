@@ -1,4 +1,4 @@
-"""What each mechanism was invented against, and what the symbols of its formula mean."""
+"""The problem that each mechanism solves, and the symbols of its formula."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Symbol(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Background:
-    """What a formula alone does not say of a mechanism.
+    """Facts about a mechanism beyond its formula.
 
     Attributes
     ----------

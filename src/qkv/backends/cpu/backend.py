@@ -16,6 +16,7 @@ from qkv.backends import (
     PreparedStatistics,
     Progress,
     Refusal,
+    WeightBlocks,
     ensure_residuals,
 )
 from qkv.backends.cpu.machine.fork_locks import importing
@@ -97,6 +98,13 @@ class CpuBackend:
             from qkv.backends.cpu.passes.replay import received
 
         return received(problem.gathered(), lse, progress)
+
+    def weight_blocks(self, problem: Problem, lse: Array) -> WeightBlocks:
+        """Reductions of blocks of weights, by passes over the scores that they need."""
+        with importing():
+            from qkv.backends.cpu.passes import weight_blocks
+
+        return weight_blocks.WeightBlocks(problem.gathered(), lse)
 
     def prepare(
         self, problem: Problem, backward: bool, arrays: tuple[Array, ...] = ()

@@ -1,1 +1,1 @@
-"""What mechanisms are built from: base classes, the example, explanations, costs of parts."""
+"""The parts of mechanisms: base classes, the shared example, explanations, costs."""

@@ -1,4 +1,4 @@
-"""What mechanisms share that are a softmax over scores: built on `qkv.attention`."""
+"""The base of mechanisms with a softmax over scores, which use `qkv.attention`."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def softmax_and_output(softmax: Softmax, value: Any, tokens: Sequence[str]) -> l
         Line(token, float(weight), f"{number(float(exp))} / {total}")
         for token, exp, weight in zip(tokens, softmax.exp, softmax.weights, strict=True)
     ]
-    # A forbidden value is not multiplied by 0: it may be NaN.
+    # `where` rather than a product with 0, because a forbidden value may be NaN.
     parts = np.where(softmax.weights[:, None] == 0, 0.0, softmax.weights[:, None] * value)
     lines = [
         Line(token, part.tolist(), f"{number(float(weight))} * {numbers(row)}")

@@ -1,4 +1,4 @@
-"""What every mechanism is: tokens in, tokens out, named weights, an explanation and a cost."""
+"""The base class of mechanisms: tokens in and out, weights, an explanation and a cost."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class Mechanism(ABC):
 
     @classmethod
     def example_arguments(cls) -> tuple[Any, ...]:
-        """What `example()` is called with; only `example_input()` unless a subclass says more."""
+        """The arguments for `example()`; `example_input()` unless a subclass overrides it."""
         return (example_input(),)
 
     def __repr__(self) -> str:
@@ -195,7 +195,7 @@ class Mechanism(ABC):
         product = namespace.matmul(x, weight.T)
         if f"{name}.bias" in self.weights:
             product = product + self.weight(f"{name}.bias", x)
-        # NumPy multiplies bfloat16 to float32.
+        # A product of bfloat16 arrays in NumPy is float32.
         return namespace.astype(product, x.dtype, copy=False)
 
     def explanation(self, steps: Sequence[Step], token: str) -> Explanation:

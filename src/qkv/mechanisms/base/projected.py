@@ -1,4 +1,4 @@
-"""What mechanisms share that project x to heads, attend, and project back."""
+"""The base of mechanisms that project x to heads, attend, and project back."""
 
 from __future__ import annotations
 
@@ -166,13 +166,13 @@ class ProjectedAttention(AttentionMechanism):
         return ((self.pairs(n), h),)
 
     def score_cost(self, pairs: int) -> Ledger:
-        """What the score variants add for `pairs` pairs of one head."""
+        """The cost of the score variants for `pairs` pairs of one head."""
         if not self.alibi:
             return Ledger()
         return step("alibi", subtract=2 * pairs, multiply=pairs)
 
     def row_cost(self, rows: int) -> Ledger:
-        """What positions add for `rows` query or key rows of one head."""
+        """The cost of positions for `rows` query or key rows of one head."""
         if self.rope is None:
             return Ledger()
         turned = rows * len(self.rope.frequencies(self.head_dim))

@@ -1,4 +1,4 @@
-"""What mechanisms share that attend from query to key and value rows as they are."""
+"""The base of mechanisms that attend without projections."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class Differential(ProjectedAttention):
     def initial_weight(
         self, name: str, shape: tuple[int, ...], rng: np.random.Generator
     ) -> NDArray[Any]:
-        """As for other mechanisms; the vectors of lambda are normal with deviation 0.1."""
+        """Like other mechanisms, but lambda vectors are normal with deviation 0.1."""
         if name in _LAMBDAS:
             return rng.normal(0.0, 0.1, shape)
         return super().initial_weight(name, shape, rng)

@@ -121,7 +121,7 @@ class MultiHeadLatent(AttentionMechanism):
         self.embed_dim, self.num_heads, self.kv_lora_rank = embed_dim, num_heads, kv_lora_rank
         self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
         self.v_head_dim, self.q_lora_rank = v_head_dim, q_lora_rank
-        # Rotated numbers come first in a row, because qkv.RoPE turns the leading ones.
+        # Rotated entries come first in a row, because qkv.RoPE rotates the leading ones.
         rope = RoPE(layout="interleaved") if rope is None else rope
         self.rope = replace(rope, rotary_dim=qk_rope_head_dim)
         self.causal, self.latent_norm, self.eps = causal, latent_norm, eps
@@ -162,7 +162,7 @@ class MultiHeadLatent(AttentionMechanism):
     def initial_weight(
         self, name: str, shape: tuple[int, ...], rng: np.random.Generator
     ) -> NDArray[Any]:
-        """As for other mechanisms; ones for the norms."""
+        """Like other mechanisms, but ones for the norms."""
         if "layernorm" in name:
             return np.ones(shape)
         return super().initial_weight(name, shape, rng)
@@ -177,7 +177,7 @@ class MultiHeadLatent(AttentionMechanism):
         return apart[..., self.qk_nope_head_dim :], apart[..., : self.qk_nope_head_dim]
 
     def latents(self, x: Any) -> Any:
-        """What a cache keeps of x: `[k_rope | c]`, `(..., n, qk_rope_head_dim + kv_lora_rank)`.
+        """The cached rows of x: `[k_rope | c]`, `(..., n, qk_rope_head_dim + kv_lora_rank)`.
 
         `k_rope` is not yet turned.
         """
@@ -378,7 +378,7 @@ class MultiHeadLatent(AttentionMechanism):
     def example(cls) -> Self:
         """Two heads; the last two columns of K are k_rope, and c is the rest of K and all of V."""
         weights = {
-            # Head h asks with column h of Q, and with the last two, which turn.
+            # The query of head h is column h of Q and the last two columns, which are rotated.
             "q_proj.weight": select_columns([0, 2, 3, 1, 2, 3]),
             "kv_a_proj_with_mqa.weight": select_columns([4, 5, 8, 9, 10, 11, 6, 7]),
             # Head h has k = K[h] and v = V[2 h], V[2 h + 1].

@@ -31,7 +31,7 @@ from qkv.mechanisms.linear_time.state_space import require_silu
 __all__ = ["GatedDelta"]
 
 L2_EPSILON = 1e-6
-"""What is added to the squared length of query and key rows, as in the model."""
+"""The epsilon that is added to squared lengths of query and key rows, as in the model."""
 
 
 class GatedDelta(RecurrentMechanism):
@@ -197,7 +197,7 @@ class GatedDelta(RecurrentMechanism):
         return xp.reshape(out, value.shape)
 
     def mixing(self, inputs: Mapping[str, Any]) -> Any:
-        """What each value adds to each output, after all corrections."""
+        """The contribution of each value to each output, after all corrections."""
         times = self.num_heads // self.num_key_heads
         query, key = (repeated_heads(inputs[name], times) for name in ("query", "key"))
         return token_weights(query, key, inputs["log_decay"][..., 0], inputs["beta"][..., 0])

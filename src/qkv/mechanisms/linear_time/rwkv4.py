@@ -208,7 +208,7 @@ class RWKV4(RecurrentMechanism):
 
 
 def distance_bias(decay: Any, bonus: Any, rows: int, columns: int) -> Any:
-    """What is added to key j for the output of token i, in every channel.
+    """The decay that is added to key j for the output of token i, in every channel.
 
     `-(i - 1 - j) decay` for j < i, `bonus` for j = i, and -inf for j > i.
 

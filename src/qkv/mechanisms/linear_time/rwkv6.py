@@ -28,7 +28,7 @@ from qkv.mechanisms.linear_time.recurrent import (
 __all__ = ["RWKV6", "chunk", "naive", "recurrent", "token_weights"]
 
 MIXED = ("w", "k", "v", "r", "g")
-"""What is made of a mixture of this token and the last: decay, key, value, receptance, gate."""
+"""The projections of a mixture of this token and the last one."""
 
 PROJECTIONS = {"k": "key", "v": "value", "r": "receptance", "g": "gate"}
 

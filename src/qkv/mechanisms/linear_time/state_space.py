@@ -1,4 +1,4 @@
-"""What Mamba, Mamba-2 and gated delta networks start from: initial weights, and activations."""
+"""Initial weights and activations of Mamba, Mamba-2 and gated delta networks."""
 
 from __future__ import annotations
 

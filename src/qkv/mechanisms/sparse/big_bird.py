@@ -90,7 +90,7 @@ class BigBird(ProjectedAttention):
         super().__init__(embed_dim, num_heads, **options)
 
     def block_mask(self, n: int) -> NDArray[np.bool_]:
-        """Which blocks of `n` tokens see which, `(num_heads, blocks, blocks)`.
+        """Whether each block of `n` tokens attends to each other, `(num_heads, blocks, blocks)`.
 
         Raises
         ------
@@ -98,7 +98,7 @@ class BigBird(ProjectedAttention):
             random_blocks were given, for another number of blocks.
         """
         blocks = -(-n // self.block)
-        # One more column takes the -1 of blocks that have fewer to draw from.
+        # The last column receives the entries -1 of blocks with fewer draws.
         mask = np.pad(np.repeat(_near(blocks)[None], self.num_heads, 0), ((0, 0), (0, 0), (0, 1)))
         np.put_along_axis(mask, self._drawn(blocks), True, axis=2)
         return mask[..., :-1]
@@ -142,7 +142,7 @@ class BigBird(ProjectedAttention):
         near = np.stack([(b - 1).clip(0), b, (b + 1).clip(0, last), ends, ends + last], 1)
         found = []
         for drawn in self._drawn(blocks):
-            # Every block sees block 0, so that -1 adds nothing when it becomes 0.
+            # Every block attends to block 0 anyway, so -1 may become 0.
             seen = np.sort(np.concatenate([near, drawn.clip(0)], 1), 1)
             counted = np.where(np.diff(seen, prepend=-1) > 0, rows[seen], 0)
             if self.causal:
@@ -184,7 +184,7 @@ class BigBird(ProjectedAttention):
 
 
 def _near(blocks: int) -> NDArray[np.bool_]:
-    """Which blocks see which without the random ones: neighbours, the first and the last."""
+    """Whether each block attends to each other block, without the random ones."""
     b = np.arange(blocks)
     ends = np.isin(b, (0, blocks - 1))
     return np.asarray((abs(b[:, None] - b) <= 1) | ends | ends[:, None])

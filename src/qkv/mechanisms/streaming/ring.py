@@ -21,7 +21,7 @@ __all__ = ["Hop", "Ring"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hop:
-    """What one device computes while it holds the keys and values of another.
+    """The computation of one device on the keys and values of another.
 
     Attributes
     ----------
@@ -108,7 +108,7 @@ class Ring(ProjectedAttention):
         return self.join(array_namespace(x).concat(outputs, axis=-2))
 
     def hops(self, x: Any) -> Iterator[Hop]:
-        """What every device computes, device by device, at each hop in turn.
+        """The computations of all devices, for each hop and device.
 
         Parameters
         ----------

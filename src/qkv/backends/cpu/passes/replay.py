@@ -31,6 +31,7 @@ from qkv.backends.cpu.replay.kernel import (
     emit_replay,
     scratch_bytes,
 )
+from qkv.backends.cpu.replay.weight_blocks import emit_weight_blocks
 from qkv.backends.cpu.split_bf16 import choice as split_bf16
 from qkv.backends.cpu.threads import jobs
 from qkv.partial import coarse
@@ -72,7 +73,7 @@ def top(
         return indices, weights
     splits_operands = _splits_operands(problem)
     a, b = shift(problem, lse, splits_operands=splits_operands)
-    replay = _Replay(problem, "top", k=count, splits_operands=splits_operands)
+    replay = ReplayPass(problem, "top", k=count, splits_operands=splits_operands)
     best = np.empty((*lse.shape, count), spec.compute_dtype)
     found = indices if count == k else np.empty(best.shape, np.int64)
     replay.run({"k": count}, {"best": best, "indices": found}, progress)
@@ -89,8 +90,8 @@ def received(problem: Problem, lse: Array, progress: Progress | None = None) -> 
     total = np.zeros((*lse.shape[:-1], spec.kv_len), spec.compute_dtype)
     if 0 in (*lse.shape, spec.kv_len):
         return total
-    padded = _padded(spec, *shift(problem, lse))
-    replay = _Replay(problem, "received")
+    padded = padded_shift(spec, *shift(problem, lse))
+    replay = ReplayPass(problem, "received")
     arrays = {"shift": padded, "received": total, "blocks": replay.plan.tasks}
     replay.run({"padded_rows": padded.shape[1] * padded.shape[3]}, arrays, progress)
     return total
@@ -117,7 +118,7 @@ def shift(problem: Problem, lse: Array, *, splits_operands: bool = False) -> tup
 
 def _sums(problem: Problem, rows: Array, splits_operands: bool) -> tuple[Array, Array]:
     """Maximum of each of some rows, sinks included, and the logarithm of its sum over that."""
-    replay = _Replay(problem, "sums", rows, splits_operands=splits_operands)
+    replay = ReplayPass(problem, "sums", rows, splits_operands=splits_operands)
     row_max = np.full(rows.shape, -np.inf, problem.spec.compute_dtype)
     log_sum = np.full_like(row_max, -np.inf)
     replay.run({}, {"row_max": row_max, "log_sum": log_sum})
@@ -130,7 +131,7 @@ def _sums(problem: Problem, rows: Array, splits_operands: bool) -> tuple[Array, 
         return whole, np.logaddexp(row_max - whole + log_sum, sink - whole)
 
 
-def _padded(spec: Spec, a: Array, b: Array) -> Array:
+def padded_shift(spec: Spec, a: Array, b: Array) -> Array:
     """`(heads, vectors, 2, lanes)`: a and b of each vector of rows; b = inf beyond the last."""
     shape, heads = host().shape_of(spec.compute_dtype), spec.batch_size * spec.num_heads
     rows = -(-spec.q_len // shape.block_q) * shape.block_q
@@ -142,7 +143,7 @@ def _padded(spec: Spec, a: Array, b: Array) -> Array:
     return np.stack(parts, axis=2)
 
 
-class _Replay:
+class ReplayPass:
     """One question about one problem: its kernel, its tasks, and how they are run."""
 
     def __init__(
@@ -158,7 +159,8 @@ class _Replay:
         self.shape = here.shape_of(spec.compute_dtype)
         if splits_operands:
             self.shape = shape_of(spec, here)
-        rows_fold = question != "received" and not splits_operands
+        by_keys = question in ("received", "blocks")
+        rows_fold = not by_keys and not splits_operands
         self.folded = rows_fold and folds(spec, self.shape.lanes)
         key = ReplayKey(
             question,
@@ -174,8 +176,9 @@ class _Replay:
         tile_kv = TILE_KV if coarse_tiles else fine_tile(problem, block_q)
         self.plan = schedule(problem, block_q, self.folded, self.shape.q_blocks_per_task, tile_kv)
         self.tasks, keys = self.plan.tasks, 0
-        if question == "received":
+        if by_keys:
             self.plan = _in_order(self.plan)
+        if question == "received":
             self.tasks, keys = _ranges(spec, self.plan)
         elif rows is not None:
             self.tasks = self._with_rows(rows)
@@ -224,7 +227,11 @@ class _ReplayArguments(Arguments):
     """The words of one replay."""
 
     def __init__(
-        self, replay: _Replay, numbers: Mapping[str, int], arrays: Mapping[str, Array], workers: int
+        self,
+        replay: ReplayPass,
+        numbers: Mapping[str, int],
+        arrays: Mapping[str, Array],
+        workers: int,
     ) -> None:
         super().__init__(replay.problem, FIELDS)
         spec = replay.problem.spec
@@ -251,6 +258,8 @@ class _ReplayArguments(Arguments):
 @lru_cache(maxsize=256)
 def _kernel(key: ReplayKey, here: Host) -> Kernel:
     emit = emit_replay if key.shape.terms == 1 else split_bf16.REPLAY.emit
+    if key.question == "blocks":
+        emit = emit_weight_blocks
     return Kernel(build(emit, (key,), here))
 
 

@@ -38,7 +38,7 @@ from qkv.backends.cpu.products.query_lanes import dot_rows, store_vectors, vecto
 from qkv.problem.expressions import TRUE
 from qkv.problem.spec import Spec
 
-Question: TypeAlias = Literal["sums", "top", "received"]
+Question: TypeAlias = Literal["sums", "top", "received", "blocks"]
 
 FIELDS = (
     *COMMON_FIELDS,
@@ -47,6 +47,7 @@ FIELDS = (
     "row_max", "log_sum",
     "k", "best", "indices",
     "blocks", "shift", "padded_rows", "received", "q_blocks_per_task",
+    "unit", "first_vector", "first_unit", "units", "joined", "largest", "sums",
 )  # fmt: skip
 """Words of the argument block. `shift` points to a and b of each vector of rows, side by side; a
 head has `padded_rows` of them."""
@@ -58,7 +59,7 @@ pass."""
 
 def state_rows(question: Question, k: int) -> int:
     """Numbers that are kept for each query."""
-    return {"sums": STATS, "top": 2 * (k + 1), "received": 0}[question]
+    return {"sums": STATS, "top": 2 * (k + 1), "received": 0, "blocks": 0}[question]
 
 
 def scratch_bytes(question: Question, spec: Spec, shape: TileShape, k: int, keys: int) -> int:

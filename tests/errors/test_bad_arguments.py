@@ -504,8 +504,9 @@ def test_what_is_not_finite_behind_a_mask_stays_there(value, dtype) -> None:
     clean = FLAT.astype(dtype)
     dirty = clean.copy()
     dirty[4:] = value
-    for said in (qkv.KeyLengths(4), np.arange(6)[None, :] < 4):
+    for call_variants in (qkv.KeyLengths(4), np.arange(6)[None, :] < 4):
         np.testing.assert_array_equal(
-            qkv.attention(clean, dirty, dirty, said), qkv.attention(clean, clean, clean, said)
+            qkv.attention(clean, dirty, dirty, call_variants),
+            qkv.attention(clean, clean, clean, call_variants),
         )
     assert np.isnan(qkv.attention(clean, clean, dirty).astype(float)).any() or np.isinf(value)

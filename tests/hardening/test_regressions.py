@@ -50,9 +50,9 @@ def test_a_plan_for_few_queries_without_keys(kv_len) -> None:
 def test_a_sink_beside_large_scores(backend) -> None:
     """Its share was a quotient of two numbers that had lost their digits to the scores."""
     query, key, value = 30 * normal(1, 200, 1), normal(1, 1, 1, seed=1), normal(1, 1, 3, seed=2)
-    said = (qkv.Sinks(3.5),)
-    found = qkv.attention(query, key, value, *said, backend=backend)
-    expected = truth(query, key, value, said)
+    call_variants = (qkv.Sinks(3.5),)
+    found = qkv.attention(query, key, value, *call_variants, backend=backend)
+    expected = truth(query, key, value, call_variants)
     assert np.abs(expected.scores).max() > 20
     assert np.abs(found - expected.out).max() <= bounds(expected, np.float32).out
 
@@ -61,9 +61,9 @@ def test_two_dense_masks_of_bfloat16() -> None:
     """The second one was laid down over the first, from the 65th key on."""
     query, key = (normal(1, n, 8, dtype=ml_dtypes.bfloat16, seed=n) for n in (40, 100))
     bias, more = normal(2, 40, 100)
-    said = (qkv.Bias(bias), qkv.Bias(more))
-    _, lse = qkv.attention(query, key, key, *said, return_lse=True)
-    expected = truth(query, key, key, said)
+    call_variants = (qkv.Bias(bias), qkv.Bias(more))
+    _, lse = qkv.attention(query, key, key, *call_variants, return_lse=True)
+    expected = truth(query, key, key, call_variants)
     assert np.abs(lse - expected.lse).max() <= bounds(expected, ml_dtypes.bfloat16).lse
 
 
@@ -85,8 +85,8 @@ def test_a_capped_score_is_rounded_about_once(q_len, cap) -> None:
     query = normal(q_len, 1)
     one = np.ones((1, 1), np.float32)
     capped = (qkv.Softcap(cap), qkv.ScoreMod(lambda s, b, h, q, k: np.tanh(s / cap) * cap))
-    for said in capped:
-        _, lse = qkv.attention(query, one, one, said, return_lse=True)
+    for call_variants in capped:
+        _, lse = qkv.attention(query, one, one, call_variants, return_lse=True)
         rounded_cap = float(np.float32(cap))
         exact = rounded_cap * np.tanh(query[:, 0].astype(float) / rounded_cap)
         near = np.abs(query[:, 0]) < 0.6 * cap

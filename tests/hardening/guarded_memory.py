@@ -161,8 +161,10 @@ def backward(case: Case) -> None:
     rng = np.random.default_rng(1)
     found = []
     for backend in ("cpu", "blocked"):
-        said = {**call.keywords, "backend": backend}
-        (out, lse), pullback = qkv.vjp(*call.arrays, *call.variants, return_lse=True, **said)
+        given_options = {**call.keywords, "backend": backend}
+        (out, lse), pullback = qkv.vjp(
+            *call.arrays, *call.variants, return_lse=True, **given_options
+        )
         if not found:
             grad_out = rng.normal(size=out.shape).astype(out.dtype)
             grad_out = memory.laid(grad_out, np.arange(out.ndim), np.ones(out.ndim, int))
@@ -173,7 +175,7 @@ def backward(case: Case) -> None:
             out, lse, np.full_like(lse, np.nan) if rest is None else rest.reshape(lse.shape)
         )
         for _ in range(3 if backend == "cpu" else 0):
-            bound = bind(*call.arrays, tuple(call.variants), OptionValues(**said))
+            bound = bind(*call.arrays, tuple(call.variants), OptionValues(**given_options))
             again = pull_back(bound, left, grad_out)
             assert again.query.tobytes() == gradients.query.tobytes()
             assert again.key.tobytes() == gradients.key.tobytes()
