@@ -105,7 +105,7 @@ class TableGradient:
 
 @dataclass(frozen=True, slots=True)
 class BackwardKey:
-    """What the code of one kernel depends on.
+    """Everything that the code of one kernel depends on.
 
     `rotated` queries and keys come in the type of computation. `out_dtype` is that of the output
     that is read, `grad_dtype` that of the gradients that are written. The rows of `few` queries
@@ -124,7 +124,7 @@ class BackwardKey:
 
 
 class Vector(NamedTuple):
-    """What a function of one vector of queries and one block of keys is given.
+    """The arguments of a function for one vector of queries and one block of keys.
 
     `weights`, `products`, `factors` and `score_grads` hold `count` vectors, `width` bytes apart;
     `rows` is how many lanes are queries.
@@ -175,16 +175,16 @@ class BackwardBlock(Frame):
         read = (n for n in walk(self.score) if isinstance(n, Load) and n.table in names)
         self.loads = tuple(dict.fromkeys(read))
         self.chained = bool(self.loads) or self.slope != ONE
-        """Whether mods are between dS and dX, or anything else is made of dS."""
+        """Whether score mods have derivatives, or a table has a gradient, so that dS is stored."""
         self.may_forbid = self.mask != TRUE or not self.plain
         self.wide = key.wide and self.e.real == FLOAT
         """Whether dP is added in float64."""
         self.chain_of_products = _CHAIN if key.few else None
         self.has_delta_rest = key.few
         self.skips_within_blocks = key.shape.product != "tiles" and skips_within_blocks(self.mask)
-        """Whether blocks that the mask cuts are met in steps."""
+        """Whether each vector of queries computes only its own keys in partial blocks."""
         self.settles = key.shape.product != "tiles" and not key.few
-        """Whether the dS of rows that meet one block of keys are made to add up."""
+        """Whether dS of rows that see a single block of keys is corrected to add up exactly."""
 
     @contextmanager
     def of_vector(self, name: str) -> Iterator[tuple[Value, Vector]]:
@@ -234,7 +234,7 @@ class BackwardBlock(Frame):
         return function
 
     def seen(self) -> Value:
-        """From which key of a block to which one vector of queries may see any.
+        """The range of keys of a block that one vector of queries may see.
 
         A function `(arguments, batch, head, first_row, rows, kv_start, count, range)`.
         """
@@ -446,7 +446,7 @@ class BackwardBlock(Frame):
         return function
 
     def sum_type(self, table: str) -> ir.Type:
-        """In which the gradient of a table is added."""
+        """The type in which the gradient of a table is added."""
         wide = next(wanted.wide for wanted in self.wanted if wanted.name == table)
         return DOUBLE if wide else self.e.real
 

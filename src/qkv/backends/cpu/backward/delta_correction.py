@@ -94,28 +94,28 @@ class _DeltaCorrection(Backward):
             e.store_vector(e.fma(e.load_vector(place), rescale, found), place)
         return function
 
-    def meet(self, vectors: int, functions: dict[str, Value]) -> Value:
+    def query_block(self, vectors: int, functions: dict[str, Value]) -> Value:
         functions = {
             **functions,
             "products": self.products(vectors),
             "score_gradients": self.score_gradients(vectors),
         }
-        with self.e.function(f"meet_{vectors}", [POINTER] * 4) as (function, args):
-            meeting = _Meeting(self, vectors, functions, *args)
-            meeting.begin()
-            meeting.all_blocks(meeting.add_block)
-            meeting.end()
+        with self.e.function(f"query_block_{vectors}", [POINTER] * 4) as (function, args):
+            query_block_pass = _SumsOfRows(self, vectors, functions, *args)
+            query_block_pass.begin()
+            query_block_pass.all_blocks(query_block_pass.add_block)
+            query_block_pass.end()
         return function
 
     def range_of_keys(self, functions: dict[str, Value]) -> Value:
-        meet = self.meeting(functions)
+        query_block = self.query_block_pass(functions)
         with self.e.function("range_of_keys", [POINTER] * 3) as (function, args):
             arguments, task, scratch = args
-            self.meet_queries(arguments, task, scratch, meet)
+            self.all_query_blocks(arguments, task, scratch, query_block)
         return function
 
 
-class _Meeting(QueryBlockPass):
+class _SumsOfRows(QueryBlockPass):
     """Leaves m, l and r of the block's rows."""
 
     def begin(self) -> None:

@@ -87,10 +87,10 @@ class Backward(BackwardRows):
 
         e.loop(0, count, 1, [], each)
 
-    def meeting(self, functions: dict[str, Value]) -> Callable[[Value, list[Value]], None]:
+    def query_block_pass(self, functions: dict[str, Value]) -> Callable[[Value, list[Value]], None]:
         """Calls, for blocks of queries of which so many rows are left, what meets their keys."""
         e = self.e
-        few, many = (self.meet(v, functions) for v in (1, self.shape.vectors))
+        few, many = (self.query_block(v, functions) for v in (1, self.shape.vectors))
 
         def call(rows: Value, arguments: list[Value]) -> None:
             e.choose(
@@ -100,14 +100,14 @@ class Backward(BackwardRows):
 
         return call
 
-    def meet_queries(
+    def all_query_blocks(
         self,
         arguments: Value,
         task: Value,
         scratch: Value,
-        meet: Callable[[Value, list[Value]], None],
+        query_block: Callable[[Value, list[Value]], None],
     ) -> None:
-        """The keys of a task meet all queries of which some may attend to some of them."""
+        """Call `query_block` for each block of queries that may attend to some key of the task."""
         e = self.e
         batch, kv_head, start, stop, _ = self.record(task, TASK)
         group_size, num_heads, q_len, q_blocks = (
@@ -118,15 +118,15 @@ class Backward(BackwardRows):
 
         def keys_of_run(r: Value, found: list[Value]) -> list[Value]:
             first, end, _ = self.record(e.at(runs, e.mul(r, WORD * len(RUN))), RUN)
-            met = e.sub(e.least(end, stop), self.most(first, start))
-            return [e.add(found[0], self.most(met, e.index(0)))]
+            keys = e.sub(e.least(end, stop), self.most(first, start))
+            return [e.add(found[0], self.most(keys, e.index(0)))]
 
         def each_block(n: Value, _: list[Value]) -> None:
             block = e.at(blocks, e.mul(n, WORD * len(BLOCK)))
             _, _, first_row, first_run, last_run = self.record(block, BLOCK)
-            (met,) = e.loop(first_run, last_run, 1, [e.index(0)], keys_of_run)
-            with e.builder.if_then(e.below(0, met)):
-                meet(e.sub(q_len, first_row), [arguments, task, block, scratch])
+            (keys,) = e.loop(first_run, last_run, 1, [e.index(0)], keys_of_run)
+            with e.builder.if_then(e.below(0, keys)):
+                query_block(e.sub(q_len, first_row), [arguments, task, block, scratch])
 
         head_row = e.add(e.mul(batch, num_heads), e.mul(kv_head, group_size))
         e.loop(
@@ -137,7 +137,7 @@ class Backward(BackwardRows):
     def range_of_keys(self, functions: dict[str, Value]) -> Value:
         """One task."""
         e = self.e
-        meet = self.meeting(functions)
+        query_block = self.query_block_pass(functions)
         with e.function("range_of_keys", [POINTER] * 3) as (function, args):
             arguments, task, scratch = args
             b = e.builder
@@ -157,7 +157,7 @@ class Backward(BackwardRows):
                 pointer = self.pointer_field(arguments, f"{name}_sums")
                 sums[name] = e.at(pointer, e.mul(kv_row, row)), row
                 self.fill(sums[name][0], e.index(0), e.mul(keys, row))
-            self.meet_queries(arguments, task, scratch, meet)
+            self.all_query_blocks(arguments, task, scratch, query_block)
 
             head_row = e.add(e.mul(batch, num_heads), e.mul(kv_head, group_size))
             item = ITEM_BYTES[self.grad_dtype]

@@ -192,7 +192,7 @@ class BackwardRows(BackwardBlock):
             found["selected_key_sums"] = self.selected_key_sums()
         return found
 
-    def meet(self, vectors: int, functions: dict[str, Value]) -> Value:
+    def query_block(self, vectors: int, functions: dict[str, Value]) -> Value:
         """A function `(arguments, task, block, scratch)` for blocks of so many vectors."""
         of_block = {
             "products": self.products(vectors),
@@ -202,11 +202,11 @@ class BackwardRows(BackwardBlock):
         if self.may_forbid:
             of_block["selected_query_sums"] = self.selected_query_sums(vectors)
         functions = {**functions, **of_block}
-        with self.e.function(f"meet_{vectors}", [POINTER] * 4) as (function, args):
-            meeting = QueryBlockPass(self, vectors, functions, *args)
-            meeting.begin()
-            meeting.all_blocks(meeting.add_block)
-            meeting.end()
+        with self.e.function(f"query_block_{vectors}", [POINTER] * 4) as (function, args):
+            query_block_pass = QueryBlockPass(self, vectors, functions, *args)
+            query_block_pass.begin()
+            query_block_pass.all_blocks(query_block_pass.add_block)
+            query_block_pass.end()
         return function
 
 
@@ -251,7 +251,7 @@ class QueryBlockPass:
         )
         self.finite: Value = ir.Constant(BIT, 1)
         if kernel.settles:
-            self.settles = self._meets_one_block()
+            self.settles = self._sees_one_block()
 
     def field(self, name: str) -> Value:
         return self.kernel.field(self.arguments, name)
@@ -321,7 +321,7 @@ class QueryBlockPass:
         held = (e.at(area, offset) for area in self.areas("grad_out", "query_sums", "delta"))
         self.call("finish_rows", *held, self.dims["value"], self.width)
 
-    def _meets_one_block(self) -> Value:
+    def _sees_one_block(self) -> Value:
         """Whether one block of this task's keys holds all keys of these queries."""
         e, b = self.e, self.e.builder
         run = e.at(self.kernel.pointer_field(self.arguments, "runs"),
@@ -333,7 +333,7 @@ class QueryBlockPass:
         return b.and_(b.and_(only, inside), short)
 
     def _sum_of_gradients(self, offset: Value, first: Value) -> None:
-        """What the dS of a row add up to: d lse, and what a sink's dS takes."""
+        """The sum of dS over a row: d lse, less the dS of a sink."""
         e, b = self.e, self.e.builder
         place = e.add(offset, e.mul(self.width, EXPECTED))
         self._pack_column(place, first, "grad_lse", "lse")
@@ -423,7 +423,7 @@ class QueryBlockPass:
         self.each_vector(body)
 
     def _add(self, key: tuple[Value, Value], kv_start: Value, count: Value, partial: Value) -> None:
-        """To dQ, dV and dK; where pairs may be forbidden, not what is not finite."""
+        """Add to dQ, dV and dK. Where pairs may be forbidden, skip numbers that are not finite."""
         e, kernel = self.e, self.kernel
 
         def add_query(name: str) -> None:
@@ -459,7 +459,7 @@ class QueryBlockPass:
             add_allowed()
 
     def _sums_of_keys(self, kv_start: Value) -> Iterator[_Sums]:
-        """Of dV and of dK."""
+        """Add to dV and dK."""
         e, kernel = self.e, self.kernel
         for of, left, rows, packed in (
             ("value", "weights", "grad_rows", "grad_out"),
@@ -504,7 +504,7 @@ class QueryBlockPass:
             self.call("selected_key_sums", *held, count, self.rows, self.width)
 
     def _range(self, j: int, kv_start: Value, count: Value) -> Range:
-        """From which key of a block to which the queries of vector j may see any."""
+        """The range of keys of a block that the queries of vector j may see."""
         e, found, before = self.e, self.e.words(2), j * self.e.lanes
         rows = e.add(self.first_row, before), e.sub(self.rows, before)
         where = self.batch, self.head, *rows, kv_start, count

@@ -45,7 +45,7 @@ def _parts(value: object) -> tuple[object, ...]:
 
 
 def _content(value: object) -> str:
-    """What a value says by itself."""
+    """The text of a value without that of its parts."""
     if isinstance(value, float):
         return struct.pack(">d", value).hex()
     if value is None or isinstance(value, str | int):

@@ -80,7 +80,7 @@ class Kernel:
         signature = None, ctypes.c_void_p, ctypes.c_int64
         self._job = ctypes.CFUNCTYPE(*signature)(self.address)
         self.brief_job = ctypes.PYFUNCTYPE(*signature)(self.address)
-        """The job itself. Python's lock is kept: for what takes no longer than handing it over."""
+        """The same job without releasing Python's lock, for work as short as releasing it."""
 
     def run(self, arguments: Runnable, worker: int) -> None:
         """Run it on this thread; Python's lock is free meanwhile."""
@@ -320,7 +320,7 @@ def _write(name: str | None, code: bytes) -> None:
 
 
 def kernel_files(folder: Path) -> list[Path]:
-    """What `_write` put there; the folder may hold other files of its owner."""
+    """The files that `_write` made; the folder may hold other files of its owner."""
     return [file for file in folder.iterdir() if _KERNEL_NAME.fullmatch(file.name)]
 
 

@@ -79,7 +79,7 @@ def panel_of(spec: Spec) -> int:
 
 
 def record_bytes(spec: Spec, shape: TileShape) -> int:
-    """What a task leaves: O to a whole number of vectors, and the state, of each row."""
+    """Bytes of the result of a task: for each row O, padded to whole vectors, and its state."""
     width = padded(spec.v_head_dim, shape.lanes) + STATE * shape.lanes
     row = -(-width * spec.compute_dtype.itemsize // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
     return spec.group_size * spec.q_len * row
@@ -96,7 +96,7 @@ def scratch_bytes(spec: Spec, shape: TileShape) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DecodeKey:
-    """What the code of one kernel depends on.
+    """Everything that the code of one kernel depends on.
 
     `dtypes` are those of query, key and value as they are read, `paged` says whether key and value
     lie in pages; int8 has scales.
@@ -143,7 +143,7 @@ class _Decode(DecodeRows):
         self.out_dtype = key.out_dtype
         self.statistics = key.statistics
         self.plain = self.score == SCORE
-        """No mods: scores are the scaled products."""
+        """Whether there are no score mods, so that scores are the scaled products."""
         self.may_forbid = not self.plain or self.mask != TRUE
         self.score_row = (STRETCH_KV + self.e.lanes) * self.e.real_bytes
         """Bytes of a row of S, with room behind it for a vector."""
@@ -400,7 +400,7 @@ class _Decode(DecodeRows):
         )  # fmt: skip
 
     def layout(self, arguments: Value, scratch: Value) -> _Scratch:
-        """As `scratch_bytes` has it."""
+        """The areas of scratch memory, in the order of `scratch_bytes`."""
         e = self.e
         names = "rows", "panel", "head_dim", "v_head_dim"
         rows, panel, head_dim, v_head_dim = (self.field(arguments, name) for name in names)
@@ -416,13 +416,16 @@ class _Decode(DecodeRows):
         """The vectors behind a row of O."""
         return self.e.at(record, self.e.mul(row, self.record_row(block_row)), block_row)
 
-    def meet(self, functions: dict[str, Value]) -> Value:
+    def attend_stretch(self, functions: dict[str, Value]) -> Value:
         """A function that takes one panel of rows, from `first` on, through one stretch of keys.
 
         `(arguments, batch, kv_head, kv_start, count, first, record, scratch, partial)`.
         """
         e = self.e
-        with e.function("meet", [POINTER, *[INT64] * 5, *[POINTER] * 2, BIT]) as (function, args):
+        with e.function("attend_stretch", [POINTER, *[INT64] * 5, *[POINTER] * 2, BIT]) as (
+            function,
+            args,
+        ):
             arguments, batch, kv_head, kv_start, count, first, record, scratch, partial = args
             b, never = e.builder, ir.Constant(BIT, 0)
             names = "group_size", "q_len", "rows", "panel", "head_dim", "v_head_dim"
@@ -482,14 +485,14 @@ class _Decode(DecodeRows):
                 e.choose(partial, lambda: finish("partial"), lambda: finish("full"))
         return function
 
-    def meet_run(self, functions: dict[str, Value]) -> Value:
+    def attend_run(self, functions: dict[str, Value]) -> Value:
         """A function that takes all rows through neighbouring blocks of one kind.
 
         `(arguments, batch, kv_head, start, stop, kind, record, scratch)`.
         """
         e = self.e
         kinds = [POINTER, *[INT64] * 5, *[POINTER] * 2]
-        with e.function("meet_run", kinds) as (function, args):
+        with e.function("attend_run", kinds) as (function, args):
             arguments, batch, kv_head, start, stop, kind, record, scratch = args
             b = e.builder
             with b.if_then(b.icmp_signed("==", kind, e.index(EMPTY))):
@@ -506,7 +509,7 @@ class _Decode(DecodeRows):
                 e.loop(
                     0, rows, panel, [],
                     lambda first, _: b.call(
-                        functions["meet"], [*where, first, record, scratch, partial]
+                        functions["attend stretch"], [*where, first, record, scratch, partial]
                     ) and None,
                 )  # fmt: skip
 
@@ -550,16 +553,16 @@ class _Decode(DecodeRows):
             )  # fmt: skip
             where = [arguments, batch, kv_head]
 
-            def meet(start: Value, stop: Value, kind: Value) -> Value:
-                return b.call(functions["meet run"], [*where, start, stop, kind, record, scratch])
+            def attend_run(start: Value, stop: Value, kind: Value) -> Value:
+                return b.call(functions["attend run"], [*where, start, stop, kind, record, scratch])
 
             if self.mask == TRUE:
-                meet(start, stop, e.index(FULL))
+                attend_run(start, stop, e.index(FULL))
             else:
                 e.choose(
                     b.icmp_signed("!=", full, e.index(0)),
-                    lambda: meet(start, stop, e.index(FULL)),
-                    lambda: tasks.runs(where, start, stop, meet),
+                    lambda: attend_run(start, stop, e.index(FULL)),
+                    lambda: tasks.runs(where, start, stop, attend_run),
                 )
         return function
 
@@ -692,8 +695,8 @@ class _Decode(DecodeRows):
         functions["full"] = self.softmax("full", False)
         if self.mask != TRUE:
             functions["partial"] = self.softmax("partial", True)
-        functions["meet"] = self.meet(functions)
-        functions["meet run"] = self.meet_run(functions)
+        functions["attend stretch"] = self.attend_stretch(functions)
+        functions["attend run"] = self.attend_run(functions)
         tasks = DecodeTasks(self)
         attend, merge = self.attend(functions, tasks), self.merge()
 

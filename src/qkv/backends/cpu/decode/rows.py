@@ -11,7 +11,7 @@ from qkv.backends.cpu.emit.frame import COMMON_FIELDS, WORD, Frame, RowView, ope
 
 
 def page_fields(name: str) -> tuple[str, ...]:
-    """Of a paged operand: bytes of a page, keys of a page, its table, and pages of a table row."""
+    """Words of a paged operand: bytes and keys of a page, its table, and pages of a table row."""
     return tuple(f"{name}_{part}" for part in ("page", "page_size", "table", "slots"))
 
 

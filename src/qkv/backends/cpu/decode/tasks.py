@@ -76,9 +76,9 @@ class DecodeTasks:
         where: list[Value],
         start: Value,
         stop: Value,
-        meet: Callable[[Value, Value, Value], object],
+        attend: Callable[[Value, Value, Value], object],
     ) -> None:
-        """`meet(start, stop, kind)` for neighbouring blocks of one kind, also where it is EMPTY."""
+        """`attend(start, stop, kind)` is called for neighbouring blocks of a kind, EMPTY too."""
         e, b = self.e, self.e.builder
 
         def block(k: Value, run: list[Value]) -> list[Value]:
@@ -86,11 +86,11 @@ class DecodeTasks:
             following = self.kind(where, k, e.least(e.add(k, BLOCK_KV), stop), MOST_READS)
             changed = b.icmp_signed("!=", kind, following)
             with b.if_then(changed):
-                meet(begin, k, kind)
+                attend(begin, k, kind)
             return [b.select(changed, k, begin), following]
 
         last = e.loop(start, stop, BLOCK_KV, [start, e.index(EMPTY)], block)
-        meet(last[0], stop, last[1])
+        attend(last[0], stop, last[1])
 
     def plan(self) -> Value:
         """`plan(arguments)` writes all tasks; the result is how many keys they have together."""

@@ -334,7 +334,7 @@ class Emitter:
         return vector
 
     def sums(self, vectors: Sequence[Value]) -> Value:
-        """As many vectors as lanes, of any type: lane i is the sum of all lanes of vector i."""
+        """Add up each of as many vectors as there are lanes; lane i is the sum of vector i."""
         distance, known = 1, list(vectors)
         while len(known) > 1:
             pairs = []

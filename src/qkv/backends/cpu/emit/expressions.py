@@ -63,7 +63,7 @@ class Expressions:
             self.hoist(child)
 
     def inside(self, kv_index: Value, score: Value) -> Expressions:
-        """The same, in the loop over keys."""
+        """These expressions inside the loop over keys, at one key."""
         inner = Expressions(self.e, self.tables, self.places, self.int_bits)
         inner.places.update(kv_index=kv_index, score=score)
         inner.known = dict(self.known)
@@ -183,7 +183,7 @@ class Expressions:
         return b.sext(raw, wanted) if signed else b.zext(raw, wanted)
 
     def _within_float(self, raw: Value) -> Value:
-        """What is finite in float64 stays finite in float32: a large bias is not a mask."""
+        """Clamp to the range of float32, so that a large finite bias does not become -inf."""
         b = self.e.builder
 
         def constant(number: float) -> Value:
@@ -323,7 +323,7 @@ class Expressions:
 
 
 def raw_type(dtype: str) -> Any:
-    """What is loaded from memory."""
+    """The LLVM type in which an element lies in memory."""
     if dtype == "float32":
         return FLOAT
     if dtype == "float64":

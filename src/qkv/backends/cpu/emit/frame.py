@@ -1,4 +1,4 @@
-"""What every kernel shares: its argument block, operands and tables, and the loop over tasks.
+"""The parts that every kernel has: argument block, operands, tables, and the loop over tasks.
 
 The argument block is a counter of tasks with cache lines of its own, then one 64-bit word for each
 field, then the tables of the expressions: address, then size and byte stride of each dimension.
@@ -30,7 +30,7 @@ leaves alone."""
 
 
 def operand_fields(*names: str) -> tuple[str, ...]:
-    """Of each operand: its address, byte offsets of its batch rows, and three byte strides."""
+    """Words for each operand: address, byte offsets of batch rows, and three byte strides."""
     parts = ("", "_batches", "_head", "_row", "_element")
     return tuple(f"{name}{part}" for name in names for part in parts)
 

@@ -115,7 +115,7 @@ def _laying(e: Emitter, dtype: str) -> Value:
 def transposed_values(
     e: Emitter, spec: Spec, loads: Sequence[Load], source: Value, k: Value, block_kv: int
 ) -> Mapping[Node, Value]:
-    """What the loads are for one key of the block."""
+    """The values of the loads for one key of the block."""
     dtypes = {table.name: table.dtype for table in spec.tables}
     known: dict[Node, Value] = {}
     for n, load in enumerate(loads):

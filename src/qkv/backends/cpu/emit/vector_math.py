@@ -162,7 +162,7 @@ def add_log(e: Emitter, a: Value, x: Value, rest: Value) -> tuple[Value, Value]:
 
 
 def rest_of_sum(e: Emitter, first: Value, second: Value, total: Value) -> Value:
-    """What rounding took from first + second (Knuth's TwoSum)."""
+    """The rounding error of first + second (Knuth's TwoSum)."""
     b = e.builder
     seen = b.fsub(total, first)
     lost = b.fsub(first, b.fsub(total, seen))

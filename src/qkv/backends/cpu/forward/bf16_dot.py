@@ -86,10 +86,10 @@ class Bf16DotForward(Forward):
         self.terms = self.shape.terms
         """Rows of Q, K, transposed V and weights are this many rows of pairs."""
         self.weights_at = 0
-        """Bytes from scores to weights: these take their place."""
+        """Bytes from scores to weights; 0, because weights overwrite their scores."""
         self.value_row = _V_ROW
         self.unrolled: tuple[int, ...] = (4, 2, 1)
-        """Keys that are weighed in one step of the loop, and of those over what is left."""
+        """Numbers of keys weighed in one step: of the main loop, then of loops for the rest."""
         self.stats_rows = STATS
         """Rows of statistics of a block of queries; more of them hold what `pack` gives."""
         e = self.e
@@ -531,7 +531,7 @@ class Bf16DotForward(Forward):
         """Transposed V from a key on."""
         return self.e.at(values, self.e.mul(k, 2))
 
-    def meeting(self, task: QueryBlocks) -> ScoreBlocks:
+    def score_blocks(self, task: QueryBlocks) -> ScoreBlocks:
         return ScoreBlocks(self, task)
 
     def attend_together(self, functions: dict[str, Value]) -> Value:
@@ -619,12 +619,12 @@ class Bf16DotForward(Forward):
                 transposed=transposed,
             )
 
-            meeting = self.meeting(here)
+            score_blocks = self.score_blocks(here)
 
             def block_of_keys(
                 kv_start: Value, keys: Value, kinds: Value, first: Value, last: Value
             ) -> None:
-                meeting.begin()
+                score_blocks.begin()
                 where = (arguments, functions)
                 factor, row = self.block_of_keys(*where, key, kv_start, keys, head_dim, at)
 
@@ -633,7 +633,9 @@ class Bf16DotForward(Forward):
                         *where, value, kv_start, keys, v_head_dim, at, kinds
                     )
 
-                meeting.meet(KeyBlock(kv_start, keys, kinds, first, last, factor, row), values)
+                score_blocks.add_keys(
+                    KeyBlock(kv_start, keys, kinds, first, last, factor, row), values
+                )
 
             runs, size = self.pointer_field(arguments, "runs"), self.block_kv
 
@@ -646,7 +648,7 @@ class Bf16DotForward(Forward):
                 )  # fmt: skip
 
             e.loop(first_run, last_run, 1, [], each_run)
-            meeting.end()
+            score_blocks.end()
             place = e.mul(e.add(e.mul(batch, num_heads), head), q_len)
 
             def end(block: Block) -> None:

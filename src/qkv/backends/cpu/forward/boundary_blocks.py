@@ -38,9 +38,9 @@ def skips_within_blocks(mask: Node) -> bool:
 def write_range(
     e: Emitter, places: Expressions, mask: Node, kv_start: Value, count: Value, found: Value
 ) -> None:
-    """From which key of a block to which one vector of queries may see any, in whole steps.
+    """Write the range of keys of a block that one vector of queries may see, in whole steps.
 
-    The mask is asked from either end until it allows a pair.
+    The mask is evaluated from both ends of the block until it allows a pair.
     """
     b, lanes = e.builder, ir.IntType(e.lanes)
     places.hoist(mask)
@@ -109,17 +109,18 @@ class BoundaryBlock(NamedTuple):
     head_dim: Value
     v_head_dim: Value
     rows_of: Callable[[Value, Value], tuple[Value, ...]]
-    """K and V from a key on, so many keys: where they lie, each with its distance of rows."""
+    """Given a first key and a number of keys: addresses and row strides of K and V."""
     softmax: Callable[[int, Value, Value, Value, Value], None]
-    """One vector: its number, its scores, the first key, how many, whether marks are wanted."""
+    """Softmax of one vector, given its number, its scores, the first key, the number of keys, and
+    whether weights of forbidden pairs are marked."""
     selected: Callable[[Value, Value, Value], None]
-    """Values that are not all finite: where they lie, distance of rows, and how many."""
+    """Adds values that are not all finite, given their address, row stride and number."""
     all_vectors: Callable[[Value, Value], None]
-    """All vectors from a key on, so many keys."""
+    """Computes all vectors together, given the first key and the number of keys."""
 
 
 class BlockKernel(Protocol):
-    """What is asked of the kernel that these functions are a part of."""
+    """The kernel that these functions belong to, as far as they use it."""
 
     e: Emitter
     shape: TileShape
@@ -167,7 +168,7 @@ class BoundaryBlocks:
             any_key()
 
     def _range(self, cut: BoundaryBlock, j: int, kv_start: Value, count: Value) -> Range:
-        """From which key of the block to which the queries of vector j may see any."""
+        """The range of keys of the block that the queries of vector j may see."""
         e, found = self.e, self.e.words(2)
         first = e.add(cut.first_row, j * e.lanes)
         where = cut.arguments, cut.batch, cut.head, first, kv_start, count, found

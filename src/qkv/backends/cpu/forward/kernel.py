@@ -100,7 +100,7 @@ def scratch_bytes(spec: Spec, shape: TileShape) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ForwardKey:
-    """What the code of one kernel depends on.
+    """Everything that the code of one kernel depends on.
 
     `rotated` operands come in the type of computation.
     """
@@ -137,7 +137,7 @@ ONLINE_SOFTMAX = ForwardKernel(emit_forward, scratch_bytes, BLOCK_KV)
 
 
 class RowSums:
-    """What one block of keys adds to the rows of one vector of queries.
+    """The update of the rows of one vector of queries by one block of keys.
 
     `largest` is their largest score in the block.
     """
@@ -154,7 +154,7 @@ class RowSums:
         unseen = b.fcmp_ordered("==", self._new_max, e.const(-math.inf))
         self._shift = b.select(unseen, e.const(0.0), self._new_max)
         self.nothing = [e.const(0.0)] * (1 + statistics)
-        """Sums over no keys."""
+        """The sums before the first key."""
 
     def weigh(
         self, score: Value, sums: list[Value], forbidden: Value | None
@@ -210,7 +210,7 @@ class Forward(Frame):
         operand_dtype = real_dtype(self.e) if key.rotated else key.spec.dtype
         self.dtypes = {"query": operand_dtype, "key": operand_dtype, "value": key.spec.dtype}
         self.plain = self.score == SCORE
-        """No mods: scores are the scaled products."""
+        """Whether there are no score mods, so that scores are the scaled products."""
         self.steps: BoundaryBlocks | None = None
 
     # S = K Q^T, transposed
@@ -390,7 +390,7 @@ class Forward(Frame):
         kv_start: Value,
         masked: bool,
     ) -> Callable[[Value, list[Value]], list[Value]]:
-        """What finishes the scores of one key, given the largest so far."""
+        """A function that finishes the scores of one key and gives the largest so far."""
         e, b = self.e, self.e.builder
         loads = transposed_loads(self.spec)
         if not masked:

@@ -65,7 +65,7 @@ class QueryBlocks:
     head_dim: Value
     v_head_dim: Value
     count: Value
-    """Blocks."""
+    """Number of blocks of queries."""
     block: Callable[[Value], Block]
     at: Buffers
     transposed: Value
@@ -77,7 +77,7 @@ class KeyBlock(NamedTuple):
     start: Value
     count: Value
     kinds: Value
-    """As `BLOCK_RUN` has them, like those that follow."""
+    """The word of kinds of a `BLOCK_RUN`; `first` and `last` are its words of quarters."""
     first: Value
     last: Value
     rows: Value
@@ -103,12 +103,12 @@ class ScoreBlock(NamedTuple):
     """Whether its mask may differ from pair to pair."""
     first: Value
     start: Value
-    """Of the block of keys."""
+    """Number of the first key within the block of keys."""
     count: Value
 
 
 class ScoreKernel(Protocol):
-    """What the steps ask of the kernel that they are a part of."""
+    """The kernel that these steps belong to, as far as they use it."""
 
     e: Emitter
     mask: Node
@@ -134,20 +134,20 @@ class ScoreBlocks:
         self.scores = task.at.scores
         self.weights = self.e.at(self.scores, kernel.weights_at)
         self.pairs = self.e.builder.ashr(whole(self.e, task.head_dim), self.e.index(1))
-        """Of a row of Q, in whole chunks."""
+        """Number of pairs in a row of Q, in whole chunks."""
 
     def begin(self) -> None:
         """Called before K and V of a block take the place of those before."""
 
-    def meet(self, keys: KeyBlock, values: Callable[[], ValueBlock]) -> None:
+    def add_keys(self, keys: KeyBlock, values: Callable[[], ValueBlock]) -> None:
         """Every block of queries that sees some of a block of keys."""
         found = values()
 
-        def one(met: ScoreBlock) -> None:
-            self.score(keys, met)
-            self.finish(met)
-            self.weigh(met, found.has_non_finite)
-            self.add(met, found)
+        def one(at: ScoreBlock) -> None:
+            self.score(keys, at)
+            self.finish(at)
+            self.weigh(at, found.has_non_finite)
+            self.add(at, found)
 
         self.each(keys, one)
 
@@ -173,79 +173,77 @@ class ScoreBlocks:
 
         e.loop(0, self.task.count, 1, [], one)
 
-    def is_finished(self, met: ScoreBlock) -> Value:
+    def is_finished(self, at: ScoreBlock) -> Value:
         """Whether scores are weighed as they are."""
         kernel = self.kernel
         if kernel.plain and kernel.mask != TRUE:
-            return met.partial
+            return at.partial
         return ir.Constant(BIT, not kernel.plain)
 
-    def score(self, keys: KeyBlock, met: ScoreBlock) -> None:
-        rows, packed = self.kernel.from_key(keys, met.start), self.task.block(met.block).packed
-        args = [rows, packed, self.scores, keys.row, met.count, self.pairs]
+    def score(self, keys: KeyBlock, at: ScoreBlock) -> None:
+        rows, packed = self.kernel.from_key(keys, at.start), self.task.block(at.block).packed
+        args = [rows, packed, self.scores, keys.row, at.count, self.pairs]
         self.e.builder.call(self.functions["scores"], args)
 
-    def finish(self, met: ScoreBlock) -> None:
+    def finish(self, at: ScoreBlock) -> None:
         self.by_kind(
-            met,
-            full=lambda: (
-                self._largest(met) if self.kernel.plain else self._each(met, "finish_full")
-            ),
-            partial=lambda: self._each(met, "finish_partial"),
+            at,
+            full=lambda: self._largest(at) if self.kernel.plain else self._each(at, "finish_full"),
+            partial=lambda: self._each(at, "finish_partial"),
         )
 
-    def weigh(self, met: ScoreBlock, has_non_finite: Value) -> None:
+    def weigh(self, at: ScoreBlock, has_non_finite: Value) -> None:
         if not self.kernel.plain:
-            self._each(met, "weigh_finished", has_non_finite)
+            self._each(at, "weigh_finished", has_non_finite)
             return
         self.by_kind(
-            met,
-            full=lambda: self._each(met, "weigh_plain", has_non_finite),
-            partial=lambda: self._each(met, "weigh_finished", has_non_finite),
+            at,
+            full=lambda: self._each(at, "weigh_plain", has_non_finite),
+            partial=lambda: self._each(at, "weigh_finished", has_non_finite),
         )
 
-    def add(self, met: ScoreBlock, values: ValueBlock) -> None:
-        self.e.builder.call(self.functions["add_values"], self.adding(met))
-        self.add_non_finite(met, values)
+    def add(self, at: ScoreBlock, values: ValueBlock) -> None:
+        self.e.builder.call(self.functions["add_values"], self.adding(at))
+        self.add_non_finite(at, values)
 
     def by_kind(
-        self, met: ScoreBlock, *, full: Callable[[], None], partial: Callable[[], None]
+        self, at: ScoreBlock, *, full: Callable[[], None], partial: Callable[[], None]
     ) -> None:
         if self.kernel.mask == TRUE:
             full()
         else:
-            self.e.choose(met.partial, partial, full)
+            self.e.choose(at.partial, partial, full)
 
-    def adding(self, met: ScoreBlock) -> list[Value]:
-        """What `add_values` is called with."""
-        block, task = self.task.block(met.block), self.task
+    def adding(self, at: ScoreBlock) -> list[Value]:
+        """The arguments of `add_values`."""
+        block, task = self.task.block(at.block), self.task
         rescale = self.e.at(block.stats, 2 * self.kernel.width)
-        values = self.kernel.from_value(task.at.values, met.start)
-        return [values, self.weights, rescale, block.total, task.v_head_dim, met.count]
+        values = self.kernel.from_value(task.at.values, at.start)
+        return [values, self.weights, rescale, block.total, task.v_head_dim, at.count]
 
-    def add_non_finite(self, met: ScoreBlock, values: ValueBlock) -> None:
+    def add_non_finite(self, at: ScoreBlock, values: ValueBlock) -> None:
         """Add the values that were left out."""
         if "add_non_finite" not in self.functions:
             return
         b, row = self.e.builder, values.row
         with b.if_then(values.has_non_finite, likely=False):
-            _, weights, _, *rest = self.adding(met)
-            rows = self.e.at(values.rows, self.e.mul(met.start, row))
+            _, weights, _, *rest = self.adding(at)
+            rows = self.e.at(values.rows, self.e.mul(at.start, row))
             b.call(self.functions["add_non_finite"], [rows, row, weights, *rest])
 
-    def _largest(self, met: ScoreBlock) -> None:
-        largest = self.e.at(self.task.block(met.block).stats, BLOCK_MAX * self.kernel.width)
-        self.e.builder.call(self.functions["block_max"], [self.scores, largest, met.count])
+    def _largest(self, at: ScoreBlock) -> None:
+        largest = self.e.at(self.task.block(at.block).stats, BLOCK_MAX * self.kernel.width)
+        self.e.builder.call(self.functions["block_max"], [self.scores, largest, at.count])
 
-    def _each(self, met: ScoreBlock, name: str, marked: Value | None = None) -> None:
+    def _each(self, at: ScoreBlock, name: str, marked: Value | None = None) -> None:
         """Call a function as `softmax` for each vector of a block."""
-        e, task, block = self.e, self.task, self.task.block(met.block)
+        e, task, block = self.e, self.task, self.task.block(at.block)
         if marked is None:
             marked = ir.Constant(BIT, 0)
         for j in range(self.kernel.vectors):
             offset = j * e.vector_bytes
             places = (e.at(self.scores, offset), e.at(block.stats, offset), task.transposed)
             row = e.add(block.row, j * e.lanes)
-            where = (met.count, task.batch, task.head, row, met.first, marked)
+            where = (at.count, task.batch, task.head, row, at.first, marked)
             width = e.index(self.kernel.width)
             e.builder.call(self.functions[name], [task.arguments, *places, width, *where])

@@ -65,7 +65,7 @@ _WITHOUT: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What the compiler is told, and the tile that fits the registers."""
+    """A processor as the compiler is told of it, with the tile shapes that fit its registers."""
 
     cpu: str
     features: str
@@ -77,11 +77,11 @@ class Host:
 
     @property
     def bfloat16_shape(self) -> TileShape | None:
-        """For products of bfloat16, where the machine has them."""
+        """The tile shape for bfloat16, if the machine multiplies bfloat16."""
         return _BFLOAT16_SHAPES.get(self.isa)
 
     def shape_of(self, dtype: np.dtype[Any]) -> TileShape:
-        """For a type of computation: float64 has half as many lanes."""
+        """The tile shape for a type of computation; float64 has half as many lanes."""
         shape = self.shape
         return shape if dtype.itemsize == 4 else replace(shape, lanes=shape.lanes // 2)
 
@@ -98,7 +98,7 @@ def host() -> Host:
 
 
 def quick_setting(name: str) -> Callable[[], object]:
-    """What the environment says, in whatever form: to see whether it is what it was.
+    """A fast reader of an environment variable, to see whether it has changed.
 
     `os.environ.get` encodes the name and decodes the answer, each time; this looks at what lies
     behind it, a thirtieth of the time, if it is as in every Python so far.

@@ -8,7 +8,11 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """What fits the registers of a machine: lanes of a vector, vectors and keys of one tile."""
+    """The tile that fits the registers of a machine, and how the machine computes.
+
+    `lanes` is the number of elements of a vector, `vectors` the number of vectors of queries in a
+    tile, and `keys` the number of keys.
+    """
 
     lanes: int
     vectors: int
@@ -16,17 +20,17 @@ class TileShape:
     halves: bool = False
     """Whether the machine converts float16."""
     fused: bool = True
-    """Whether it multiplies and adds in one instruction."""
+    """Whether the machine multiplies and adds in one instruction (FMA)."""
     product: Literal["elements", "pairs", "tiles"] = "elements"
-    """What one instruction multiplies; pairs and tiles are of bfloat16."""
+    """What one instruction multiplies: elements, or pairs or tiles of bfloat16."""
     terms: int = 1
-    """Numbers of bfloat16 whose sum an operand is, where it is of another type."""
+    """Number of bfloat16 terms that each operand is split into."""
     q_blocks_per_task: int = 1
-    """Blocks of queries that are one task."""
+    """Number of blocks of queries in one task."""
     nearest: bool = True
-    """Whether rows that are read once are best asked for into the nearest cache."""
+    """Whether rows that are read once are prefetched into the first-level cache."""
     reach: int = 12 * 1024
-    """How many bytes ahead."""
+    """Number of bytes by which prefetching runs ahead."""
 
     @property
     def block_q(self) -> int:

@@ -147,7 +147,7 @@ def backward_shape(problem: Problem, here: Host) -> TileShape:
 
 
 def gradient_dtype(problem: Problem) -> np.dtype[Any]:
-    """Of the gradients that a kernel leaves: rounded once, after all has been added."""
+    """The dtype of the gradients that a kernel writes, rounded once after everything is added."""
     spec, operands = problem.spec, problem.operands
     broadcast = any(
         stride == 0 and size > 1

@@ -55,7 +55,7 @@ class DecodeKernel(Kernel):
         address = code.address("step")
         self.step = ctypes.CFUNCTYPE(*signature)(address)
         self.brief_step = ctypes.PYFUNCTYPE(*signature)(address)
-        """The same. Python's lock is kept."""
+        """The same function without releasing Python's lock."""
 
 
 class DecodePass:
@@ -78,7 +78,7 @@ class DecodePass:
         )
         self.kernel = _kernel(key, host())
         self.scratch_bytes = scratch_bytes(spec, shape)
-        """Of one worker."""
+        """Bytes of scratch memory that one worker needs."""
         self._record_bytes = record_bytes(spec, shape)
         self._groups = spec.batch_size * spec.num_kv_heads
         rows = max(spec.group_size * spec.q_len, _ROWS_OF_A_READ)

@@ -39,7 +39,7 @@ its mods and masks."""
 
 
 def alone_operations() -> tuple[float, float, float]:
-    """Up to how many operations a pass is brief, one thread does it best, and it is one slice."""
+    """The most operations of a pass that is brief, of one for one thread, and of one slice."""
     return _BRIEF, 2 * _WORTH_A_THREAD, _SLICE_SECONDS * OPERATIONS_PER_SECOND["elements"]
 
 
@@ -56,7 +56,7 @@ class Pass:
     ) -> None:
         self.kernel = kernel
         self.count = count
-        """Tasks."""
+        """Number of tasks."""
         self._operations, self._others = operations, others
         self._rate = OPERATIONS_PER_SECOND[product]
 
@@ -111,13 +111,13 @@ class ForwardPass(Pass):
 
 
 def operations_of_a_pair(spec: Spec) -> float:
-    """What a pair costs beside its products, roughly; short rows have little else."""
+    """Rough cost of a pair beside its products, in operations; it dominates for short rows."""
     nodes = sum(isinstance(n, Op) for root in (spec.score, spec.mask) for n in walk(root))
     return _SOFTMAX + _DROPOUT * spec.dropout + _NODE * nodes
 
 
 def _plan(problem: Problem, shape: TileShape) -> Schedule:
-    """What the kernel of this shape reads."""
+    """The schedule that the kernel of this shape reads."""
     block_q, tile_kv = shape.block_q, fine_tile(problem, shape.block_q)
     block_kv = _kernel_of(shape).block_kv
     block_filter = block_skipping(problem, block_q, block_kv)
@@ -140,7 +140,7 @@ def shape_of(spec: Spec, here: Host, *, split: bool = True) -> TileShape:
 
 
 def _shape(spec: Spec, here: Host) -> TileShape:
-    """For other products: of bfloat16 itself where that pays.
+    """The tile shape of the other kernels: for bfloat16 products where they are quicker.
 
     Rotated operands come as float32, and few queries do not pay for the transposition of V.
     """

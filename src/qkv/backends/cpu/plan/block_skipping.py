@@ -1,4 +1,4 @@
-"""Which blocks hold only pairs that weigh exactly nothing, found before their scores are computed.
+"""Blocks in which every weight is exactly 0 are found before their scores are computed.
 
 A bias that falls with distance, as of ALiBi, leaves most pairs of a long input without any weight.
 By the inequality of Cauchy and Schwarz a scaled product is at most
@@ -71,7 +71,7 @@ def skips_by_value(problem: Problem) -> bool:
 def block_skipping(
     problem: Problem, block_q: int, block_kv: int, inputs: BackwardInputs | None = None
 ) -> BlockSkipping | None:
-    """What to ask about the blocks of a problem, or of its gradients, if any may weigh nothing."""
+    """A filter for the blocks of a problem or of its gradients; None if none can be skipped."""
     fading = _fading(problem)
     return None if fading is None else BlockSkipping(problem, (block_q, block_kv), fading, inputs)
 
@@ -119,7 +119,7 @@ class BlockSkipping:
         return np.where(skipped, TileKind.EMPTY, kinds)
 
     def _bounds(self, queries: Array, keys: Array, head: int, first: int) -> tuple[Array, Array]:
-        """Of each block the lowest and the highest score, given norms.
+        """The lowest and the highest score of each block, given norms.
 
         A block with products that may not be finite has no bounds.
         """
@@ -183,7 +183,7 @@ def _fading(problem: Problem) -> _Fading | None:
 
 @lru_cache(maxsize=256)
 def _parts(score: Node) -> tuple[Node, Node] | None:
-    """What depends on the product, and a bias of heads and places; None if there are no such."""
+    """Split a score into f(product) and a bias of heads and positions; None if it cannot be."""
     bias: Node = constant(0.0)
     while isinstance(score, Op) and score.name in ("add", "sub"):
         left, right = score.args

@@ -184,7 +184,7 @@ def _schedule(
     block_kv: int | None = None,
     block_filter: BlockFilter | None = None,
 ) -> Schedule:
-    """With `unknown` conditions beside the grid's mask, no tile is known to be full."""
+    """The schedule of a grid. With `unknown` conditions beside its mask, no tile is full."""
     mask_batches = batches if "batch" in grid.depends_on else 1
     mask_heads = heads if "head" in grid.depends_on else 1
     own_batches, own_heads = (batches, heads) if block_filter else (mask_batches, mask_heads)
@@ -255,7 +255,7 @@ def _side_by_side(kinds: Array, q_blocks_per_task: int) -> Array:
 
 
 def _quarters(kinds: Array, tiles: int) -> tuple[Array, Array, Array]:
-    """Of blocks of some tiles, what they are between the first used quarter and the last."""
+    """For blocks of several tiles: kind, first used quarter and last used quarter."""
     rows, columns = kinds.shape
     padded = np.full((rows, -(-columns // tiles) * tiles), TileKind.EMPTY, kinds.dtype)
     padded[:, :columns] = kinds

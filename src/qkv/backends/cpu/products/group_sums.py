@@ -20,12 +20,12 @@ class GroupSums:
         store_vectors(e, room, [e.const(0.0)] * number)
 
     def add(self, sums: Sequence[Value]) -> None:
-        """Those of the next group."""
+        """Add the sums of the next group."""
         b = self.e.builder
         store_vectors(self.e, self.totals, list(map(b.fadd, self.values(), sums)))
 
     def keep(self, group: Value, sums: Sequence[Value]) -> None:
-        """Those of a group whose turn has not come."""
+        """Keep the sums of a group that is to be added later."""
         store_vectors(self.e, self._place(group), sums)
 
     def add_kept(self, group: Value) -> None:

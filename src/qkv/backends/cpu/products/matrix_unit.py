@@ -108,7 +108,7 @@ class Beside:
 
 
 def steps_of(e: Emitter, vectors: int, count: Value, pairs: Value) -> Value:
-    """Of a product by `multiply`: 32 rows, two vectors and 16 pairs each."""
+    """Number of steps of a product by `multiply`, each of 32 rows, two vectors and 16 pairs."""
     b = e.builder
     blocks = b.sdiv(e.add(count, 2 * TILE_ROWS - 1), e.index(2 * TILE_ROWS))
     deep = b.sdiv(e.add(pairs, TILE_ROWS - 1), e.index(TILE_ROWS))

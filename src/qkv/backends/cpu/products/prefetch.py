@@ -33,13 +33,13 @@ class Prefetcher:
 
     @classmethod
     def none(cls, e: Emitter, count: int) -> Prefetcher:
-        """With a place of its own, and no rows."""
+        """A prefetcher with memory of its own that has no rows to prefetch."""
         found = cls(e, e.words(_WORDS), count)
         found._keep(e.index(0))
         return found
 
     def plan(self, stretches: Sequence[RowRange], exist: Value) -> None:
-        """What to ask for from now on, if there are such rows."""
+        """Set the rows that are prefetched from now on, if there are any."""
         e, b = self.e, self.e.builder
         self._keep(b.select(exist, e.index(2 * self.count), e.index(0)))
         words = [word for each in stretches for word in (b.ptrtoint(each[0], INT64), *each[1:])]
@@ -47,7 +47,7 @@ class Prefetcher:
             e.store(word, e.at(self.place, WORD * n), WORD)
 
     def ask(self) -> None:
-        """For the next row."""
+        """Prefetch the next row."""
         e, b = self.e, self.e.builder
         left, *words = (e.load(e.at(self.place, WORD * n), INT64, WORD) for n in range(_WORDS))
         half = len(words) // 2

@@ -74,7 +74,7 @@ def scratch_bytes(question: Question, spec: Spec, shape: TileShape, k: int, keys
 
 @dataclass(frozen=True, slots=True)
 class ReplayKey:
-    """What the code of one replay depends on."""
+    """Everything that the code of one replay depends on."""
 
     question: Question
     spec: Spec
@@ -116,7 +116,7 @@ class Block(NamedTuple):
 
 
 class Replay(Forward):
-    """What all questions share: blocks of queries meet blocks of keys."""
+    """What all questions have in common: the loops over blocks of queries and of keys."""
 
     def __init__(self, key: ReplayKey) -> None:
         real = "float64" if key.spec.dtype == "float64" else "float32"
@@ -138,11 +138,11 @@ class Replay(Forward):
         raise NotImplementedError
 
     def state(self, block: Block, vector: int) -> Value:
-        """What `see` is given for a vector of the block."""
+        """The state of a vector of the block, as `see` takes it."""
         raise NotImplementedError
 
     def state_bytes(self, arguments: Value, row: int) -> Value:
-        """What the states of a block take in scratch, `row` bytes for one number of each query."""
+        """Bytes of the states of a block, where one number of each query takes `row` bytes."""
         return self.e.index(0)
 
     def begin(self, block: Block) -> None:
@@ -183,7 +183,7 @@ class Replay(Forward):
         """One block of queries, and those of its runs of keys from one key to another."""
         e = self.e
         scores = self.scores(vectors)
-        with e.function(f"meet_{vectors}", [POINTER] * 3 + [INT64] * 2) as (function, args):
+        with e.function(f"query_block_{vectors}", [POINTER] * 3 + [INT64] * 2) as (function, args):
             arguments, task, scratch, first_key, last_key = args
             b = e.builder
             batch, head, first_row, first_run, last_run = self.record(task, TASK)
@@ -400,7 +400,7 @@ class Top(RowReplay):
     def _insert(
         self, best: Value, width: Value, k: Value, score: Value, kv_index: Value, better: Value
     ) -> None:
-        """What is not as good moves down one place, the last out; equal scores stay before."""
+        """Insert a key into the list of the best; of equal scores, earlier keys come first."""
         e, b = self.e, self.e.builder
         keys = e.mul(e.add(k, 1), width)
         own = e.splat(b.trunc(kv_index, e.whole) if e.whole != INT64 else kv_index)

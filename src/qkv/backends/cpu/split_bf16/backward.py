@@ -49,14 +49,14 @@ def emit_split_backward(key: BackwardKey) -> str:
 
 
 class SplitBackward(SplitBackwardBlock):
-    def meeting(self, functions: dict[str, Value]) -> Callable[[Value, list[Value]], None]:
+    def query_block_pass(self, functions: dict[str, Value]) -> Callable[[Value, list[Value]], None]:
         e = self.e
-        with e.function("meet", [POINTER] * 4) as (function, args):
+        with e.function("query_block", [POINTER] * 4) as (function, args):
             matrix_unit.configure(e)
-            meeting = _Blocks(self, self.vectors, functions, *args)
-            meeting.begin()
-            meeting.all_blocks(meeting.add_block)
-            meeting.end()
+            query_block_pass = _Blocks(self, self.vectors, functions, *args)
+            query_block_pass.begin()
+            query_block_pass.all_blocks(query_block_pass.add_block)
+            query_block_pass.end()
             matrix_unit.release(e)
         return lambda _, arguments: e.builder.call(function, arguments)
 
@@ -217,7 +217,7 @@ class _Blocks(QueryBlockPass):
         for name in ("key", "value"):
             self._clear_sums(name, count)
 
-        self._meet_all(kv_start, count, kind, key, has_non_finite)
+        self._all_query_blocks(kv_start, count, kind, key, has_non_finite)
         for name in ("key", "value"):
             row = self.field(f"{name}_sum_row")
             pointer = self.kernel.pointer_field(self.arguments, f"{name}_sums")
@@ -234,7 +234,7 @@ class _Blocks(QueryBlockPass):
 
         e.loop(0, self.dims[name], CHUNK, [], panel)
 
-    def _meet_all(
+    def _all_query_blocks(
         self,
         kv_start: Value,
         count: Value,
@@ -332,7 +332,7 @@ class _Blocks(QueryBlockPass):
         self.call(name, self.arguments, *self.areas(*OF_PAIRS), self.e.index(0), count)
 
     def add(self, count: Value, key: tuple[Value, Value], has_non_finite: Value) -> None:
-        """To dQ, dV and dK."""
+        """Add to dQ, dV and dK."""
         e, kernel = self.e, self.kernel
         pairs = e.builder.ashr(e.add(count, 1), e.index(1))
         band, dim = e.index(kernel.split.column_band), self.dims["query"]

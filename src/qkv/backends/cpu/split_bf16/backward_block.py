@@ -46,7 +46,7 @@ _KEYS_BESIDE = 8
 
 
 class _OfPairs(NamedTuple):
-    """What is known and computed of a block of queries and one of keys."""
+    """Addresses and values for one block of queries and one block of keys."""
 
     arguments: Value
     rows: Value
@@ -67,7 +67,7 @@ _Pair = Callable[[Value, int], tuple[Value, Value]]
 
 
 class _Stage(NamedTuple):
-    """What is done for a pair: P of S; dS of P and dP; both as terms."""
+    """One stage of computing a pair: P from S, dS from P and dP, or splitting both."""
 
     weigh: bool
     grade: bool
@@ -118,9 +118,9 @@ class SplitBackwardBlock(Backward):
         self.split = SplitFactors(self.e, self.shape, BLOCK_KV)
         self.width, self.vectors = self.split.width, self.shape.vectors
         self.panels = SplitFactors(self.e, replace(self.shape, vectors=_PANEL), BLOCK_KV)
-        """Of right factors and sums with keys for rows: a row of a tile is two vectors."""
+        """Layout of right factors and sums whose rows are keys; a row of a tile is two vectors."""
         self.row_band = self.shape.block_q // CHUNK * self.split.chunk_bytes
-        """From the tiles of P or dX of 16 keys to those of the next."""
+        """Bytes from the tiles of P or dX of 16 keys to those of the next 16."""
 
     # Rows
 
@@ -174,7 +174,7 @@ class SplitBackwardBlock(Backward):
         return function
 
     def last_stage(self, kind: str) -> str:
-        """In which P and dX of a full or partial block are split."""
+        """The stage in which P and dX of a full or partial block are split."""
         if self.plain and kind == "full":
             return "all"
         return "lay" if self.chained else "grade and lay"
@@ -218,7 +218,7 @@ class SplitBackwardBlock(Backward):
         return function
 
     def place_of_pair(self, k: Value, chunk: Value, j: int) -> Value:
-        """Of the scores of a key and a vector of a chunk of queries, in bytes."""
+        """Byte offset of the scores of a key and a vector of a chunk of queries."""
         e = self.e
         return e.add(e.mul(k, self.width), e.mul(chunk, self.panels.width), j * e.vector_bytes)
 
@@ -260,7 +260,7 @@ class SplitBackwardBlock(Backward):
 
     @property
     def chunks(self) -> int:
-        """Of queries: a row of P or dX is a row of as many tiles."""
+        """Number of chunks of queries; a row of P or dX is a row of as many tiles."""
         return self.vectors // _PANEL
 
     def lay(self, of: _OfPairs, pair: _Pair, k: Value, chunk: Value) -> None:

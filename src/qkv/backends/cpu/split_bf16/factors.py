@@ -62,13 +62,13 @@ class SplitFactors:
         self.terms, self.vectors = shape.terms, shape.vectors
         self.width = self.vectors * e.vector_bytes
         self.chunk_bytes = self.terms * matrix_unit.TILE_SIZE
-        """Of 16 rows and 32 columns of a left factor."""
+        """Bytes of 16 rows and 32 columns of a left factor."""
         self.column_band = block_kv // CHUNK * self.chunk_bytes
-        """From 16 columns to the next 16."""
+        """Bytes from 16 columns to the next 16."""
         self.term_bytes = TILE_ROWS * self.width
-        """From a part of 16 packed pairs to the next part."""
+        """Bytes from one term of 16 packed pairs to the next term."""
         self.panel_bytes = self.terms * self.term_bytes
-        """Of 32 turned rows and as many columns."""
+        """Bytes of 32 transposed rows and as many columns."""
 
     def products(self, *, of_weights: bool = False) -> matrix_unit.Products:
         """Which terms are multiplied, in order."""
@@ -111,18 +111,18 @@ class SplitFactors:
         return found
 
     def packed_row(self, packed: Value, element: Value) -> Value:
-        """Where the pair of an even element and the next one is in its first part."""
+        """Where the pair of an even element and the next one is in its first term."""
         e = self.e
         chunk = e.round_down(element, CHUNK)
         inside = e.mul(e.sub(element, chunk), self.width // 2)
         return e.at(packed, e.mul(chunk, self.terms * self.width // 2), inside)
 
     def store_pair(self, first: Value, second: Value, place: Value) -> None:
-        """What was computed for two keys, cut, as a pair in each lane."""
+        """Store numbers of two keys, truncated to terms, as a pair in each lane."""
         self.put_pairs(self.cut([first, second]), place)
 
     def put_pairs(self, cut: Sequence[Sequence[Value]], place: Value) -> None:
-        """Of each part, two vectors as a pair in each lane; one part alone is rounded."""
+        """Store two vectors as pairs for each term; a single term is rounded."""
         if self.terms == 1:
             pair = join(self.e, *map(self.e.as_floats, cut[0]))
             self.e.store_vector(pair, place)
@@ -158,7 +158,7 @@ class SplitFactors:
             e.store(row, e.at(place, n * matrix_unit.TILE_SIZE), e.vector_bytes)
 
     def put_cut(self, cut: Sequence[Sequence[Value]], place: Value) -> None:
-        """Of each part, two vectors as a row of its tile; the last part is rounded."""
+        """Store two vectors as a row of a tile for each term; the last term is rounded."""
         e, b = self.e, self.e.builder
         for n, both in enumerate(cut):
             if n < self.terms - 1:
@@ -365,7 +365,7 @@ class SplitFactors:
         return b.zext(odd, INT64)
 
     def room(self, count: int) -> Value:
-        """For vectors, as long as the function runs."""
+        """Memory for vectors that lasts as long as the function runs."""
         e, b = self.e, self.e.builder
         with b.goto_entry_block():
             place = b.alloca(e.vector, e.index(count))
@@ -375,7 +375,7 @@ class SplitFactors:
     # What cannot be split
 
     def magnitude(self, x: Value) -> Value:
-        """As bits, which are ordered as the numbers are; those of NaN are the largest."""
+        """The bits of the magnitude, which have the order of the numbers; NaN is the largest."""
         return self.e.builder.and_(self.e.as_bits(x), self.e.const_bits(_MAGNITUDE))
 
     def _larger(self, seen: Value, x: Value) -> Value:

@@ -85,7 +85,7 @@ class SplitForward(Bf16DotForward):
         self.unrolled = (2, 1)
         self.stats_rows = STATS + 1
         self.offsets = [j * self.e.vector_bytes for j in range(self.vectors)]
-        """Of the vectors of a block of queries."""
+        """Byte offsets of the vectors of a block of queries."""
 
     def place_of_pair(self, scores: Value, k: Value, width: Value) -> Value:
         return self.split.packed_row(self.e.at(scores, self.weights_at), k)
@@ -229,7 +229,10 @@ class SplitForward(Bf16DotForward):
         return function
 
     def _finishing(self, block: Sequence[Value], count: Value, masked: bool) -> list[_Finish]:
-        """What finishes the scores of one key, for each vector; of plain ones it only looks."""
+        """Functions that finish the scores of one key for each vector.
+
+        Scores without mods and mask are only compared with the largest so far.
+        """
         e = self.e
         arguments, scores, _, transposed, batch, head, row, kv_start = block
         scale = e.splat(self.real_field(arguments, "scale"))
@@ -255,7 +258,7 @@ class SplitForward(Bf16DotForward):
         self.e.store_vector(x, place)
         return place
 
-    def meeting(self, task: QueryBlocks) -> ScoreBlocks:
+    def score_blocks(self, task: QueryBlocks) -> ScoreBlocks:
         return OverlappedScoreBlocks(self, task)
 
     def rows(self) -> dict[str, Value]:

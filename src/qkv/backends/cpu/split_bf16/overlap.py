@@ -32,7 +32,7 @@ from qkv.problem.spec import Spec
 
 
 class OverlapKernel(ScoreKernel, Protocol):
-    """What the overlapped steps ask of their kernel beside that."""
+    """The kernel of overlapped steps, as far as they use it."""
 
     spec: Spec
     dtypes: dict[str, str]
@@ -49,7 +49,7 @@ class OverlapKernel(ScoreKernel, Protocol):
 
 
 class OverlappedScoreBlocks(ScoreBlocks):
-    """Scores of what cannot be split are mended; of each step, what it may stand beside is said."""
+    """The overlapped steps of `ScoreBlocks`. Scores of rows that cannot be split are recomputed."""
 
     kernel: OverlapKernel
 
@@ -67,13 +67,13 @@ class OverlappedScoreBlocks(ScoreBlocks):
         with self.e.builder.if_then(self._saved_values().has_non_finite, likely=False):
             self.end()
 
-    def meet(self, keys: KeyBlock, values: Callable[[], ValueBlock]) -> None:
+    def add_keys(self, keys: KeyBlock, values: Callable[[], ValueBlock]) -> None:
         e, b = self.e, self.e.builder
         is_split = e.words()
         e.store(e.index(0), is_split, WORD)
         self._look_ahead(keys)
 
-        def one(met: ScoreBlock) -> None:
+        def one(at: ScoreBlock) -> None:
             before = self._who_waits()
             some = b.icmp_signed(">=", before.block, e.index(0))
             saved = self._saved_values()
@@ -81,29 +81,29 @@ class OverlappedScoreBlocks(ScoreBlocks):
             def weigh_and_score() -> None:
                 with b.if_then(some):
                     self.weigh(before, saved.has_non_finite)
-                self.score(keys, met)
+                self.score(keys, at)
 
             def add_and_finish() -> None:
                 with b.if_then(some):
                     self.add(before, saved)
-                self.finish(met)
+                self.finish(at)
 
             if self.kernel.spec.dropout:
                 weigh_and_score()
             else:
                 can = b.and_(some, self._can_weigh_overlapped(before, saved.has_non_finite))
-                e.choose(can, lambda: self._weigh_overlapped(before, keys, met), weigh_and_score)
+                e.choose(can, lambda: self._weigh_overlapped(before, keys, at), weigh_and_score)
             can = b.and_(some, self._can_add_overlapped())
-            e.choose(can, lambda: self._add_overlapped(before, saved, met), add_and_finish)
+            e.choose(can, lambda: self._add_overlapped(before, saved, at), add_and_finish)
             with b.if_then(b.icmp_signed("==", e.load(is_split, INT64, WORD), e.index(0))):
                 self._save(self._values, values())
                 e.store(e.index(1), is_split, WORD)
-            self._save(self._waiting, met)
+            self._save(self._waiting, at)
 
         self.each(keys, one)
 
     def _look_ahead(self, keys: KeyBlock) -> None:
-        """To the next block of keys."""
+        """Prefetch rows of the next block of keys."""
         e, task, kernel = self.e, self.task, self.kernel
         first, stretches = e.add(keys.start, keys.count), []
         for name, rows, dim in (
@@ -121,9 +121,9 @@ class OverlappedScoreBlocks(ScoreBlocks):
             self.add(before, values)
             self._nobody_waits()
 
-    def score(self, keys: KeyBlock, met: ScoreBlock) -> None:
-        super().score(keys, met)
-        self._recompute(met)
+    def score(self, keys: KeyBlock, at: ScoreBlock) -> None:
+        super().score(keys, at)
+        self._recompute(at)
 
     def _can_weigh_overlapped(self, before: ScoreBlock, has_non_finite: Value) -> Value:
         """Whether there are steps enough, and no weight is marked."""
@@ -131,45 +131,45 @@ class OverlappedScoreBlocks(ScoreBlocks):
         enough = self.e.below(CHUNK, self.task.head_dim)
         return b.and_(enough, b.not_(b.and_(has_non_finite, self.is_finished(before))))
 
-    def _weigh_overlapped(self, before: ScoreBlock, keys: KeyBlock, met: ScoreBlock) -> None:
+    def _weigh_overlapped(self, before: ScoreBlock, keys: KeyBlock, at: ScoreBlock) -> None:
         e, b, task = self.e, self.e.builder, self.task
         scale = self.kernel.real_field(task.arguments, "scale")
         scale = b.select(self.is_finished(before), ir.Constant(e.real, 1.0), scale)
-        rows, packed = self.kernel.from_key(keys, met.start), task.block(met.block).packed
+        rows, packed = self.kernel.from_key(keys, at.start), task.block(at.block).packed
         args = [rows, packed, self.scores, task.block(before.block).stats, scale]
-        args += [keys.row, before.count, met.count, self.pairs, self._ahead.place]
+        args += [keys.row, before.count, at.count, self.pairs, self._ahead.place]
         b.call(self.functions["weigh_overlapped"], args)
-        self._recompute(met)
+        self._recompute(at)
 
     def _can_add_overlapped(self) -> Value:
         """Whether there are steps enough."""
         return self.e.below(CHUNK, self.task.v_head_dim)
 
-    def _add_overlapped(self, before: ScoreBlock, values: ValueBlock, met: ScoreBlock) -> None:
-        task, block = self.task, self.task.block(met.block)
+    def _add_overlapped(self, before: ScoreBlock, values: ValueBlock, at: ScoreBlock) -> None:
+        task, block = self.task, self.task.block(at.block)
         args = [*self.adding(before), task.arguments, self.scores, block.stats, task.transposed]
-        args += [task.batch, task.head, block.row, met.first, met.count]
+        args += [task.batch, task.head, block.row, at.first, at.count]
 
         def call(name: str) -> None:
             self.e.builder.call(self.functions[name], args)
 
         self.by_kind(
-            met,
+            at,
             full=lambda: call("add_overlapped_full"),
             partial=lambda: call("add_overlapped_partial"),
         )
         self.add_non_finite(before, values)
 
-    def _recompute(self, met: ScoreBlock) -> None:
+    def _recompute(self, at: ScoreBlock) -> None:
         """Scores of rows that cannot be split."""
         e, task, kernel = self.e, self.task, self.kernel
-        block, (pointer, row, element) = task.block(met.block), task.key
+        block, (pointer, row, element) = task.block(at.block), task.key
         non_finite_rows = e.at(self.scores, -non_finite.NON_FINITE_BYTES)
         lanes = e.at(block.stats, STATS * kernel.width)
-        first = e.sub(met.first, met.start)
+        first = e.sub(at.first, at.start)
         key = RowView(e.at(pointer, e.mul(first, row)), row, element)
-        scores = e.at(self.scores, e.sub(e.index(0), e.mul(met.start, kernel.width)))
-        where = (block.row, met.start, e.add(met.start, met.count), non_finite_rows, lanes, scores)
+        scores = e.at(self.scores, e.sub(e.index(0), e.mul(at.start, kernel.width)))
+        where = (block.row, at.start, e.add(at.start, at.count), non_finite_rows, lanes, scores)
         kernel.factors.recompute(task.arguments, self.functions, key, task.query, *where)
 
     # What is known from one block of keys to the next

@@ -24,7 +24,7 @@ class SplitScores:
         self.split = SplitFactors(kernel.e, kernel.shape, block_kv)
 
     def functions(self, dtypes: Iterable[str]) -> dict[str, Value]:
-        """By name; rows of these types can be copied."""
+        """The functions by name, with copies for rows of these dtypes."""
         of, split = self.kernel.dtypes, self.split
         functions = {f"copy {dtype}": copy_rows(self.e, dtype) for dtype in sorted({*dtypes})}
         functions["split_rows"] = split.split_rows()

@@ -101,7 +101,7 @@ class _Protocol:
     # Functions
 
     def worker(self) -> None:
-        """What a thread does from its start until the pool stops."""
+        """The loop of a worker thread, from its start until the pool stops."""
         e = self.e
         with e.function("worker", [POINTER], POINTER, public=True) as (_, (block,)):
             b = e.builder
@@ -300,7 +300,7 @@ class _Protocol:
     # The processor
 
     def pause(self) -> None:
-        """What a loop that only waits owes to its neighbours on the core."""
+        """Pause inside a waiting loop, so that other threads of the core get on."""
         b = self.e.builder
         if self.processor == "x86":
             b.call(self.external("llvm.x86.sse2.pause", VOID), [])
