@@ -31,7 +31,7 @@ from qkv.mechanisms import MECHANISMS, Mechanism  # noqa: E402
 
 WIDTH = 64
 LENGTHS = [8192 << i for i in range(5)]
-REPEATS = 3
+REPEATS = 5
 LIMIT = 2.2
 """What time and memory may grow by when the number of tokens doubles."""
 

@@ -103,7 +103,8 @@ def x64() -> Iterator[None]:
 @pytest.fixture
 def every_task_a_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tasks are shared out however small they are: one thread would do most tests' problems."""
-    from qkv.backends.cpu import backward_pass, forward_pass
+    from qkv.backends.cpu.passes import backward as backward_pass
+    from qkv.backends.cpu.passes import forward as forward_pass
 
     for module in (forward_pass, backward_pass):
         monkeypatch.setattr(module, "_WORTH_A_THREAD", 1.0)
@@ -144,9 +145,9 @@ def in_parts(monkeypatch: pytest.MonkeyPatch, no_prepared_calls: None) -> None:
     of most tests are too small.
     """
     from qkv.backends.cpu.passes import backward as backward_pass
-    from qkv.backends.cpu.passes import forward as forward_pass
     from qkv.backends.cpu.passes import gradient
+    from qkv.backends.cpu.split_bf16 import choice
 
-    monkeypatch.setattr(forward_pass, "_PARTS_PAY", dict.fromkeys(forward_pass._PARTS_PAY, (1, 1)))
+    monkeypatch.setattr(choice, "LEAST_SIZES", dict.fromkeys(choice.LEAST_SIZES, (1, 1)))
     monkeypatch.setattr(backward_pass, "_ROWS_PAY", 1)
     monkeypatch.setattr(gradient, "_FEW", 0)

@@ -20,6 +20,7 @@ from qkv.backends.cpu.forward.kernel import ForwardKey, emit_forward
 from qkv.backends.cpu.machine.host import Host
 from qkv.backends.cpu.machine.tiling import Shape
 from qkv.backends.cpu.plan.kernel_spec import kernel_spec
+from qkv.backends.cpu.split_bf16.choice import split_shape
 from qkv.backends.cpu.split_bf16.forward import emit_parts
 from qkv.problem.check import check
 from qkv.problem.spec import Spec
@@ -163,7 +164,7 @@ SPILLED = re.compile(r"%zmm.*\(%rsp|\(%rsp.*%zmm")
 )
 def test_products_of_parts_share_loaded_tiles(dtype, scores, values) -> None:
     """Of two by two tiles and each pair of parts; a tile is loaded for two products or more."""
-    shape = Host("sapphirerapids", "", "amx").part_shape(dtype)
+    shape = split_shape(Host("sapphirerapids", "", "amx"), dtype)
     text = assembly(LINUX, "sapphirerapids", shape, dtype)
     loops = [loop for loop in innermost_loops(text) if number_of(loop, "tdpbf16ps")]
     assert {number_of(loop, "tdpbf16ps") for loop in loops} == {scores, values}
@@ -176,7 +177,7 @@ def test_products_of_parts_share_loaded_tiles(dtype, scores, values) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_weights_of_parts_stay_in_registers(dtype) -> None:
     """Two keys at once, where weights are computed alone: each takes eight multiply-adds."""
-    shape = Host("sapphirerapids", "", "amx").part_shape(dtype)
+    shape = split_shape(Host("sapphirerapids", "", "amx"), dtype)
     loops = innermost_loops(assembly(LINUX, "sapphirerapids", shape, dtype))
     alone = [loop for loop in loops if number_of(loop, "vfmadd") == 2 * 8]
     assert alone
@@ -190,7 +191,7 @@ def test_weights_are_computed_beside_products(dtype, products) -> None:
 
     Between one and the next, rows may be asked for; nowhere else is a jump.
     """
-    shape = Host("sapphirerapids", "", "amx").part_shape(dtype)
+    shape = split_shape(Host("sapphirerapids", "", "amx"), dtype)
     lines = straight_lines(assembly(LINUX, "sapphirerapids", shape, dtype))
     both = [line for line in lines if number_of(line, "tdpbf16ps") and number_of(line, "vfmadd")]
     assert [number_of(line, "tdpbf16ps") for line in both] == [4] * (products // 4)

@@ -13,8 +13,8 @@ import qkv
 from forced import NEEDS_TILES
 from qkv.backends import Inspectable, backends
 from qkv.backends.cpu.machine.host import host
-from qkv.backends.cpu.passes import forward as forward_pass
 from qkv.backends.cpu.passes import replay as replay_pass
+from qkv.backends.cpu.split_bf16 import choice
 from qkv.problem.builder import Shape
 from qkv.problem.check import check
 from qkv.testing import truth
@@ -79,7 +79,7 @@ def products(request: pytest.FixtureRequest) -> str:
     if request.param == "parts":
         request.getfixturevalue("tiles")
     else:
-        patch.setattr(forward_pass, "_PARTS_PAY", {})
+        patch.setattr(choice, "LEAST_SIZES", {})
     return str(request.param)
 
 

@@ -13,6 +13,7 @@ from qkv.backends.cpu.machine.tiling import Shape
 from qkv.backends.cpu.plan.kernel_spec import kernel_spec
 from qkv.backends.cpu.replay.kernel import ReplayKey
 from qkv.backends.cpu.split_bf16.backward import emit_backward_parts
+from qkv.backends.cpu.split_bf16.choice import split_shape
 from qkv.backends.cpu.split_bf16.replay import emit_part_replay
 from qkv.problem.check import check
 from qkv.problem.spec import Spec
@@ -29,7 +30,7 @@ VARIANTS = {
 
 def tile_shape(dtype: str) -> Shape:
     here = Host(CPU, "", "amx")
-    shape = here.bfloat16_shape if dtype == "bfloat16" else here.part_shape(dtype)
+    shape = here.bfloat16_shape if dtype == "bfloat16" else split_shape(here, dtype)
     assert shape
     return replace(shape, together=1)
 

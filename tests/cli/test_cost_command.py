@@ -133,3 +133,18 @@ def test_errata(said) -> None:
     assert "assert np.isfinite(np.exp(500.0))" in one
     assert "cat-row" not in one
     assert "no erratum is called 'x'" in said("errata", "x", code=2)
+
+
+def test_an_encoder_reads_a_source(said: Any, tmp_path: Path) -> None:
+    config = {"model_type": "t5", "is_encoder_decoder": True, "vocab_size": 96, "d_model": 32,
+              "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    words = ["cost", "--config", str(path), "--context", "10"]
+    costs = [strict(said(*words, "--source", m, "--json"))["cost"] for m in ("5", "15")]
+    # Keys and values of 10 tokens for each layer's own attention, of the source for the other.
+    for cost, m in zip(costs, (5, 15), strict=True):
+        assert cost["whole"]["kv_cache_bytes"] == 2 * (10 + m) * 2 * 4 * 8 * 2
+    assert "encoder, 4 heads" in said(*words)
+    assert "no encoder" in said("cost", "--model", "gpt-2", "--source", "5", code=2)
+    assert "--source" in said("cost", "--mechanism", "mamba", "--source", "5", code=2)

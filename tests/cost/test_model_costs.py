@@ -243,7 +243,7 @@ def test_the_text_part_of_a_model_of_images_is_counted() -> None:
         ({"num_key_value_heads": 3}, ArgumentError, "3 key and value heads do not divide 4"),
         ({"num_attention_heads": 6}, ArgumentError, "6 heads do not divide a width of 32"),
         ({"hidden_act": "sine"}, UnsupportedError, "activation 'sine' is not counted"),
-        ({"is_encoder_decoder": True}, UnsupportedError, "an encoder and a decoder"),
+        ({"is_encoder_decoder": True}, UnsupportedError, "is not counted"),
         ({"layer_types": ["linear_attention"] * 4}, UnsupportedError, "'linear_attention'"),
         ({"layer_types": ["full_attention"]}, UnsupportedError, "4, of which 1 have a type"),
         ({"layer_types": ["sliding_attention"] * 4}, ArgumentError, "has no sliding_window"),

@@ -11,9 +11,9 @@ import os
 from pathlib import Path
 
 import numpy as np
-from forced import instruction_sets
 
 import qkv
+from forced import instruction_sets
 from qkv.problem.builder import Shape
 from qkv.testing import Case
 

@@ -14,9 +14,9 @@ from fuzz import memory, random_case
 
 import qkv
 from qkv.backends.cpu.passes import arguments
-from qkv.backends.cpu.passes import forward as forward_pass
 from qkv.backends.cpu.prepared import backward as prepared_backward
 from qkv.backends.cpu.prepared import forward as prepared
+from qkv.backends.cpu.split_bf16 import choice
 from qkv.call.bound import bind
 from qkv.call.options import OptionValues
 from qkv.call.pull_back import Residuals, pull_back
@@ -200,8 +200,8 @@ def statistics(case: Case) -> None:
 def main(side: str, way: str, what: str, *which: str) -> None:
     problems = swept(list(which)) if what == "swept" else random(*map(int, which))
     if way == "in parts":
-        always = dict.fromkeys(forward_pass._PARTS_PAY, (1, 1))
-        forward_pass._PARTS_PAY = always
+        always = dict.fromkeys(choice.LEAST_SIZES, (1, 1))
+        choice.LEAST_SIZES = always
         problems = (case for case in problems if case.dtypes[0] in always)
     set_up(side)
     ways = {

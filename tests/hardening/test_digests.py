@@ -4,8 +4,8 @@ import json
 
 import pytest
 from digests import CASES, RECORDED, digests
-from forced import instruction_sets
 
+from forced import instruction_sets
 from qkv.testing import Case
 
 KNOWN = json.loads(RECORDED.read_text())

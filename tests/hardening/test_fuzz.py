@@ -6,16 +6,16 @@ A failure names its problem, `random_case(seed, structure, number)`, from which
 
 makes it again in this folder (`from fuzz import random_case`): of an odd number, once
 `FEW_OPERATIONS` of `schedule` and of `streaming` is 0; in parts, once
-`qkv.backends.cpu.passes.forward._PARTS_PAY` says (1, 1) of its type.
+`qkv.backends.cpu.split_bf16.choice.LEAST_SIZES` says (1, 1) of its type.
 """
 
 import numpy as np
 import pytest
-from forced import IN_PARTS, kernels
 from fuzz import random_case
 from fuzz.memory import scattered
 from fuzz.mods import random_mod
 
+from forced import IN_PARTS, kernels
 from qkv.backends.cpu import CpuBackend
 from qkv.problem.check import check
 from qkv.testing import DTYPES, check_case, truth

@@ -46,7 +46,7 @@ def made(cls: Any) -> Any:
 def test_token_mixing_times_values_is_what_the_heads_give(cls: Any) -> None:
     mechanism = made(cls)
     x = np.random.default_rng(0).normal(size=(2, 30, 8))
-    inputs, gate = mechanism.project(x)
+    inputs, gate = mechanism.project(x, mechanism.initial_state(x))
     value = inputs["value"]
     channels = value.ndim == 3
     heads = np.moveaxis(value, -1, -2)[..., None] if channels else value

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from qkv.mechanisms.linear_time import delta_rule, linear, mamba, mamba2, rwkv4, rwkv6
-from qkv.mechanisms.linear_time.scan import linear_scan
+from qkv.mechanisms.linear_time.scan import in_segments, joined_segments, linear_scan, segments
 
 Array = NDArray[Any]
 Inputs = dict[str, Array]
@@ -285,23 +285,39 @@ def test_keys_written_again_are_replaced() -> None:
     close(out, value, rtol=0, atol=1e-12)
 
 
+def scanned(decay: Array, increment: Array, state: Array, size: int, *ring: Any) -> Array:
+    """All states of a scan, and those before each segment checked against the ones after."""
+    rows = []
+    for where, length in segments(len(decay), size):
+        inputs = (in_segments(array[where], length) for array in (decay, increment))
+        states = list(linear_scan(*inputs, state, *ring))
+        rows.append(joined_segments(states[1:]))
+        close(states[0], np.stack([state, *states[-1][:-1]]), rtol=0, atol=1e-13)
+        state = states[-1][-1]
+    return np.concatenate(rows)
+
+
 @pytest.mark.parametrize("n", [1, 2, 3, 10, 64, 101])
-def test_a_scan_is_its_loop(n: int) -> None:
+@pytest.mark.parametrize("size", [1, 16, 50, 200])
+def test_a_scan_is_its_loop(n: int, size: int) -> None:
     rng = np.random.default_rng(n)
     decay, increment = rng.random((n, 3)), rng.normal(size=(n, 3))
-    state, right = np.zeros(3), []
+    start = state = rng.normal(size=3)
+    right = []
     for d, b in zip(decay, increment, strict=True):
         state = d * state + b
         right.append(state)
-    close(linear_scan(decay, increment), right, rtol=0, atol=1e-13)
+    close(scanned(decay, increment, start, size), right, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("n", [1, 2, 7, 64])
 def test_a_scan_for_the_largest_is_its_loop(n: int) -> None:
     rng = np.random.default_rng(n)
     loss, score = -rng.random((n, 3)), rng.normal(size=(n, 3))
-    state, right = np.full(3, -np.inf), []
+    start = state = np.full(3, -np.inf)
+    right = []
     for d, b in zip(loss, score, strict=True):
         state = np.maximum(state + d, b)
         right.append(state)
-    close(linear_scan(loss, score, np.maximum, operator.add), right, rtol=0, atol=1e-13)
+    found = scanned(loss, score, start, 16, np.maximum, operator.add)
+    close(found, right, rtol=0, atol=1e-13)

@@ -33,6 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--context", type=int, metavar="N", help="tokens (default: the model's, and 1k to 10M)"
     )
+    parser.add_argument(
+        "--source",
+        type=int,
+        metavar="N",
+        help="tokens that an encoder reads (default: the model's)",
+    )
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences (default 1)")
     parser.add_argument("--dtype", metavar="T", help="default bfloat16; float32 for mechanisms")
     parser.add_argument("--steps", action="store_true", help="every step, with its closed form")
@@ -45,8 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> str:
     """The output of the command."""
     from qkv.cost import machine
+    from qkv.errors import ArgumentError
 
     machines = [machine(name) for name in ([options.machine] if options.machine else _SHOWN)]
+    if options.source is not None and options.model is None and options.config is None:
+        raise ArgumentError(
+            "--source is for a model with an encoder.", action="Leave it out, or pass --config."
+        )
     if options.mechanism is not None:
         return _mechanism(options, machines)
     if options.model is None and options.config is None:
@@ -58,7 +69,8 @@ def _model(options: argparse.Namespace, machines: list[Machine]) -> str:
     from qkv.cost import CONTEXTS, model_card, model_cost, read_config
 
     model = model_card(options.model) if options.config is None else read_config(options.config)
-    same = {"batch": options.batch, "dtype": options.dtype or "bfloat16"}
+    same: dict[str, Any] = {"batch": options.batch, "dtype": options.dtype or "bfloat16"}
+    same["source"] = options.source
 
     def pair(context: int | None) -> tuple[ModelCost, ModelCost | None]:
         one = model_cost(model, context, decode=True, **same) if model.causal else None

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from qkv.cost.encoder_decoder import encoder_and_decoder
 from qkv.cost.model import Attention, FeedForward, Latent, Layer, Model, Norm
 from qkv.errors import ArgumentError, FileError, UnsupportedError
 
@@ -31,14 +33,17 @@ _CHOSEN = ("num_experts_per_tok", "experts_per_token")
 _USUAL: dict[str, Any] = {
     "activation": "silu",
     "attention_only": False,
+    "audio": False,
     "causal": True,
     "centred": False,
+    "cross": False,
     "embedding_norm": False,
     "expert_correction": False,
     "final_norm": True,
     "gated": True,
     "global_every": 0,
     "head": True,
+    "key_bias": True,
     "mlp_bias": False,
     "norm_bias": False,
     "norms": 2,
@@ -49,12 +54,14 @@ _USUAL: dict[str, Any] = {
     "qk_norm": "",
     "qkv_bias": False,
     "qkv_bias_default": False,
+    "relative_bias": False,
     "rotary": True,
     "router_bias": False,
     "shared_gate": False,
     "sinks": False,
     "tied": False,
     "token_types": False,
+    "tokens": True,
 }
 """What families.json leaves out: a Llama. A word where a boolean is meant names a field."""
 
@@ -95,7 +102,8 @@ def read_config(
     ArgumentError
         If a field is missing or has a value that no model can have.
     UnsupportedError
-        If the model has an encoder and a decoder, or layers that are not attention.
+        If the model has layers that are not attention, or an encoder and a decoder of a
+        `model_type` that is not known.
 
     Examples
     --------
@@ -113,17 +121,19 @@ def read_config(
     if "text_config" in fields and isinstance(fields["text_config"], Mapping):
         fields = fields["text_config"]
         notes.append("only the text model is counted")
-    if fields.get("is_encoder_decoder"):
-        raise UnsupportedError(
-            "a model of an encoder and a decoder is not counted.",
-            action="Pass the config of a model with one stack of layers.",
-        )
     kind = str(fields.get("model_type", ""))
+    encoder = None
+    if fields.get("is_encoder_decoder"):
+        reads, fields = encoder_and_decoder(fields)
+        given = _Fields(reads, families()[f"{kind} encoder"])
+        encoder = _model(given, f"{kind} encoder", source, [])
+        if given.flag("audio"):
+            notes.append("of the convolutions before the encoder only the parameters are counted")
     if kind not in families():
         notes.append(f"model_type {kind!r:.40} is not known; counted as llama")
     given = _Fields(fields, families().get(kind, families()["llama"]))
     called = name or str(fields.get("_name_or_path") or (path.name if path else "") or kind)
-    return _model(given, called, source, notes)
+    return replace(_model(given, called, source, notes), encoder=encoder)
 
 
 def _contents(path: Path) -> Mapping[str, Any]:
@@ -188,7 +198,9 @@ class _Fields:
 def _model(given: _Fields, name: str, source: str, notes: list[str]) -> Model:
     width, count = given.size(_WIDTH), given.size(_LAYERS)
     vocabulary = (
-        0 if given.flag("patches") or given.flag("attention_only") else given.size("vocab_size")
+        given.size("vocab_size")
+        if given.flag("tokens") and not given.flag("patches") and not given.flag("attention_only")
+        else 0
     )
     norm = Norm(given.flag("centred"), bias=given.flag("norm_bias"))
     layers = tuple(_layer(given, width, index, count) for index in range(count))
@@ -223,6 +235,12 @@ def _tables(given: _Fields, width: int, norm: Norm) -> dict[str, int]:
         tables["token types"] = given.size("type_vocab_size", default=2) * width
     if given.flag("embedding_norm"):
         tables["embedding norm"] = norm.parameters(width)
+    if given.flag("relative_bias"):
+        buckets = given.size("relative_attention_num_buckets", default=32)
+        tables["relative bias"] = buckets * given.size(_HEADS)
+    if given.flag("audio"):
+        mels, kernel = given.size("num_mel_bins"), 3
+        tables["convolutions"] = (kernel * (mels + width) + 2) * width
     if given.flag("pooler"):
         tables["pooler"] = width * width + width
     if given.flag("patches"):
@@ -247,7 +265,8 @@ def _layer(given: _Fields, width: int, index: int, count: int) -> Layer:
     attention = _attention(given, width, index, count)
     if given.flag("attention_only"):
         return Layer(attention, None, int(attention.projections))
-    return Layer(attention, _feed_forward(given, width, index), given.family["norms"])
+    cross = replace(attention, causal=False) if given.flag("cross") else None
+    return Layer(attention, _feed_forward(given, width, index), given.family["norms"], cross)
 
 
 def _attention(given: _Fields, width: int, index: int, count: int) -> Attention:
@@ -266,6 +285,8 @@ def _attention(given: _Fields, width: int, index: int, count: int) -> Attention:
         "qkv_bias": given.flag("qkv_bias"),
         "out_bias": given.flag("out_bias"),
         "qk_norm": given.family["qk_norm"],
+        "key_bias": given.flag("key_bias"),
+        "relative_bias": given.flag("relative_bias"),
         "sinks": given.flag("sinks"),
     }
     if fields.get("kv_lora_rank") is not None:

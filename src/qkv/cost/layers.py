@@ -49,17 +49,21 @@ class PassSizes(NamedTuple):
         Tokens of each sequence, the new ones included.
     size : Count
         Bytes of a number.
+    source : Count
+        Tokens that an encoder read, for each sequence.
     """
 
     batch: Count
     tokens: Count
     context: Count
     size: Count
+    source: Count = Count(0)
 
     @property
     def rows(self) -> Count:
         """New tokens of all sequences."""
-        return self.batch * self.tokens  # type: ignore[no-any-return]
+        rows: Count = self.batch * self.tokens
+        return rows
 
     @property
     def decoding(self) -> bool:
@@ -75,7 +79,7 @@ def layer_ledger(model: Model, layer: Layer, run: PassSizes) -> Ledger:
     model : Model
         The width and the kind of normalisation are read.
     layer : Layer
-    run : Run
+    run : PassSizes
     """
     width = Count(model.width, "e")
     attention = layer.attention
@@ -85,6 +89,8 @@ def layer_ledger(model: Model, layer: Layer, run: PassSizes) -> Ledger:
     if not attention.projections:
         return counted
     counted += step("residual", add=run.rows * width)
+    if layer.cross is not None:
+        counted += _cross(layer.cross, width, run) + step("residual", add=run.rows * width)
     if layer.feed_forward is not None:
         counted += _feed_forward(layer.feed_forward, width, run)
         counted += step("residual", add=run.rows * width)
@@ -153,7 +159,8 @@ def _pairs(attention: Attention, run: PassSizes) -> Count:
         window = Count(attention.window, "w")
         left = window - 1 if attention.causal else Count(attention.window // 2, "w_side")
     pairs = attended_pairs(run.tokens, run.context, causal=attention.causal, left=left)
-    return run.batch * pairs  # type: ignore[no-any-return]
+    found: Count = run.batch * pairs
+    return found
 
 
 def _cache(attention: Attention, run: PassSizes) -> Ledger:
@@ -175,7 +182,7 @@ def _attention(attention: Attention, width: Count, run: PassSizes) -> Ledger:
         return core
     bias = attention.qkv_bias
     counted = _linear("q_proj", rows, width, h * d, bias, size)
-    counted += _linear("k_proj", rows, width, g * d, bias, size)
+    counted += _linear("k_proj", rows, width, g * d, bias and attention.key_bias, size)
     counted += _linear("v_proj", rows, width, g * d_v, bias, size)
     if attention.qk_norm == "head":
         counted += _norm("q_norm", Norm(), rows * h, d) + _norm("k_norm", Norm(), rows * g, d)
@@ -188,6 +195,8 @@ def _attention(attention: Attention, width: Count, run: PassSizes) -> Ledger:
         counted += _linear("pair_bias", pairs, channels, h, False, size)
         counted += step("pair_bias", add=_pairs(attention, run) * h)
     counted += core
+    if attention.relative_bias:
+        counted += step("relative_bias", add=_pairs(attention, run) * h)
     if attention.sinks:
         # The sink is one more term of each row's sum and of its maximum.
         extra = rows * h
@@ -198,6 +207,23 @@ def _attention(attention: Attention, width: Count, run: PassSizes) -> Ledger:
         counted += _linear("gate", rows, width, h * d_v, True, size)
         counted += step("gate", exp=each, add=each, divide=each, multiply=each)
     return counted + _linear("out_proj", rows, h * d_v, width, attention.out_bias, size)
+
+
+def _cross(attention: Attention, width: Count, run: PassSizes) -> Ledger:
+    """Attention to the source, whose keys and values are made once and kept while decoding."""
+    rows, size, bias = run.rows, run.size, attention.qkv_bias
+    h, g = Count(attention.num_heads, "h"), Count(attention.num_kv_heads, "g")
+    d, source = Count(attention.head_dim, "d"), run.batch * run.source
+    counted = _linear("cross_q_proj", rows, width, h * d, bias, size)
+    for name, has_bias in (("k", bias and attention.key_bias), ("v", bias)):
+        made = _linear(f"cross_{name}_proj", source, width, g * d, has_bias, size)
+        counted += Ledger(parameters=made.parameters) if run.decoding else made
+    counted += attention_ledger(rows * run.source, rows, d, d) * h
+    counted += Ledger(
+        bytes_read=(rows * h * d + source * attention.cached_numbers) * size,
+        bytes_written=rows * h * d * size,
+    )
+    return counted + _linear("cross_out_proj", rows, h * d, width, attention.out_bias, size)
 
 
 def _latent(attention: Attention, width: Count, run: PassSizes) -> Ledger:

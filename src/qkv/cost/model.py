@@ -51,6 +51,10 @@ class Attention:
         Whether query, key, value and output are projected; False for attention by itself.
     qkv_bias, out_bias : bool
         Whether projections add a bias.
+    key_bias : bool
+        Whether the projection of keys adds one too, if `qkv_bias`.
+    relative_bias : bool
+        Whether a number from a table of distances is added to each score (T5).
     qk_norm : str
         What rows of query and key are normalised over: "" for not at all, "head" for each head
         with shared weights, "full" for all heads together.
@@ -81,6 +85,8 @@ class Attention:
     projections: bool = True
     qkv_bias: bool = False
     out_bias: bool = False
+    key_bias: bool = True
+    relative_bias: bool = False
     qk_norm: str = ""
     rope_dim: int = 0
     sinks: bool = False
@@ -189,6 +195,8 @@ class Layer:
     attention : Attention
     feed_forward : FeedForward or None
     norms : int
+    cross : Attention or None
+        Attention of a decoder to what its encoder made of the source.
 
     Examples
     --------
@@ -200,6 +208,7 @@ class Layer:
     attention: Attention
     feed_forward: FeedForward | None
     norms: int
+    cross: Attention | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +242,8 @@ class Model:
         Whether the sizes are rumour rather than published.
     notes : tuple of str
         What the count leaves out or assumes.
+    encoder : Model or None
+        What reads the source, if this is a decoder that attends to one. Both share a token table.
 
     Examples
     --------
@@ -255,6 +266,7 @@ class Model:
     source: str = ""
     speculative: bool = False
     notes: tuple[str, ...] = ()
+    encoder: Model | None = None
 
     @property
     def causal(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from qkv.cost.cards import model_card
@@ -200,6 +200,7 @@ def model_cost(
     batch: int = 1,
     dtype: str = "bfloat16",
     decode: bool = False,
+    source: int | None = None,
 ) -> ModelCost:
     """The cost of one forward pass of a model, counted from its sizes.
 
@@ -214,7 +215,10 @@ def model_cost(
     dtype : str
         The type of weights, activations and cache: one of `DTYPE_BYTES`.
     decode : bool
-        Compute only the last token of each sequence, from a cache; else all tokens.
+        Compute only the last token of each sequence, from a cache; else all tokens. The encoder of
+        a model that has one has run before.
+    source : int, optional
+        Tokens that the encoder reads; by default those that it is made for.
 
     Returns
     -------
@@ -241,7 +245,13 @@ def model_cost(
     if isinstance(model, str):
         model = model_card(model)
     context = model.context if context is None else context
-    for name, value in (("context", context), ("batch", batch)):
+    if source is not None and model.encoder is None:
+        raise ArgumentError(f"{model.name} has no encoder.", action="Leave source out.")
+    if source is None:
+        source = 0 if model.encoder is None else model.encoder.context
+    for name, value in (("context", context), ("batch", batch), ("source", source)):
+        if name == "source" and model.encoder is None:
+            continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ArgumentError(
                 f"{name}={value!r:.40} is not a positive integer.", action="Pass 1 or more."
@@ -252,16 +262,42 @@ def model_cost(
             action="Leave decode out.",
         )
     length = Count(context, "n")
+    reads = Count(source, "m")
     run = PassSizes(
-        Count(batch, "b"), Count(1) if decode else length, length, Count(bytes_of(dtype), "s")
+        Count(batch, "b"),
+        Count(1) if decode else length,
+        length,
+        Count(bytes_of(dtype), "s"),
+        reads,
     )
+    layers = _layer_costs(model, run)
+    outside = embedding_ledger(model, run) + head_ledger(model, run)
+    if model.encoder is not None:
+        # While decoding it is not run, and only its parameters are there.
+        first = run._replace(tokens=reads, context=reads)
+        read, tables = _layer_costs(model.encoder, first), embedding_ledger(model.encoder, first)
+        read = tuple(replace(layer, kind=f"encoder, {layer.kind}") for layer in read)
+        if decode:
+            read = tuple(_idle(layer) for layer in read)
+            tables = Ledger(parameters=tables.parameters)
+        layers, outside = read + layers, outside + tables
+    whole = sum((layer.ledger * layer.count for layer in layers), outside)
+    return ModelCost(model, context, batch, dtype, decode, layers, outside, whole)
+
+
+def _layer_costs(model: Model, run: PassSizes) -> tuple[LayerCost, ...]:
+    """The cost of each kind of layer; equal layers are counted once."""
     kinds: dict[Layer, int] = {}
     for layer in model.layers:
         kinds[layer] = kinds.get(layer, 0) + 1
-    layers = tuple(_layer_cost(model, layer, count, run) for layer, count in kinds.items())
-    outside = embedding_ledger(model, run) + head_ledger(model, run)
-    whole = sum((layer.ledger * layer.count for layer in layers), outside)
-    return ModelCost(model, context, batch, dtype, decode, layers, outside, whole)
+    return tuple(_layer_cost(model, layer, count, run) for layer, count in kinds.items())
+
+
+def _idle(layer: LayerCost) -> LayerCost:
+    """A layer that is there and not run."""
+    nothing = Count(0)
+    held = Ledger(parameters=layer.ledger.parameters)
+    return replace(layer, ledger=held, score_entries=nothing, score_bytes=nothing)
 
 
 def _layer_cost(model: Model, layer: Layer, count: int, run: PassSizes) -> LayerCost:
@@ -270,8 +306,13 @@ def _layer_cost(model: Model, layer: Layer, count: int, run: PassSizes) -> Layer
     kind = attention.kind
     if forward is not None and forward.experts:
         kind += f"; {forward.experts_per_token} of {forward.experts} experts"
-    scores = run.rows * run.context * Count(attention.num_heads, "h")
+    h = Count(attention.num_heads, "h")
+    scores = run.rows * run.context * h
     cached_numbers = run.batch * attention.cached_tokens(run.context) * attention.cached_numbers
+    if layer.cross is not None:
+        kind += ", and to the source"
+        scores += run.rows * run.source * h
+        cached_numbers += run.batch * run.source * layer.cross.cached_numbers
     return LayerCost(
         kind,
         count,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from qkv.mechanisms.base.namespace import array_namespace
+from qkv.mechanisms.linear_time.chunks import in_chunks, state_of_no_tokens
 from qkv.mechanisms.linear_time.mamba2 import decay_products
 
 __all__ = ["chunk", "inverse_of_unit_lower", "recurrent", "token_weights"]
@@ -31,16 +32,14 @@ def recurrent(
     `output[t] = query[t] S[t]`.
     """
     xp = array_namespace(query)
-    state = key[..., :0, :].mT @ value[..., :0, :] if state is None else state
-    decay, beta = xp.exp(log_decay)[..., None], beta[..., None]
-    rows = []
-    for t in range(value.shape[-2]):
-        now = slice(t, t + 1)
-        k = key[..., now, :]
-        state = decay[..., now, :] * state
-        state = state + k.mT @ (beta[..., now, :] * (value[..., now, :] - k @ state))
-        rows.append(query[..., now, :] @ state)
-    return xp.concat(rows, axis=-2), state
+
+    def token(state: Any, q: Any, k: Any, v: Any, log: Any, b: Any) -> tuple[Any, Any]:
+        state = xp.exp(log) * state
+        state = state + k.mT @ (b * (v - k @ state))
+        return q @ state, state
+
+    rows = (query, key, value, log_decay[..., None], beta[..., None])
+    return in_chunks(token, rows, state_of_no_tokens(key, value) if state is None else state, 1)
 
 
 def chunk(
@@ -81,20 +80,18 @@ def chunk(
     Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464, section 3.3.
     """
     xp = array_namespace(query)
-    state = key[..., :0, :].mT @ value[..., :0, :] if state is None else state
-    rows = []
-    for start in range(0, value.shape[-2], chunk_size):
-        now = slice(start, start + chunk_size)
-        q, k, v = query[..., now, :], key[..., now, :], value[..., now, :]
-        b, log = beta[..., now, None], log_decay[..., now]
-        products = decay_products(log)
-        since_start = xp.exp(xp.cumulative_sum(log, axis=-1))[..., None]
-        until_end = products[..., -1, :, None]
+
+    def tokens(state: Any, q: Any, k: Any, v: Any, log: Any, b: Any) -> tuple[Any, Any]:
+        products = decay_products(log[..., 0])
+        since_start, until_end = xp.exp(xp.cumulative_sum(log, axis=-2)), products[..., -1, :, None]
         reads = xp.tril(b * (k @ k.mT) * products, k=-1)
         written = inverse_of_unit_lower(reads) @ (b * (v - since_start * (k @ state)))
-        rows.append(since_start * (q @ state) + (q @ k.mT * products) @ written)
-        state = since_start[..., -1:, :] * state + k.mT @ (until_end * written)
-    return xp.concat(rows, axis=-2), state
+        output = since_start * (q @ state) + (q @ k.mT * products) @ written
+        return output, since_start[..., -1:, :] * state + k.mT @ (until_end * written)
+
+    rows = (query, key, value, log_decay[..., None], beta[..., None])
+    state = state_of_no_tokens(key, value) if state is None else state
+    return in_chunks(tokens, rows, state, chunk_size)
 
 
 def inverse_of_unit_lower(lower: Any) -> Any:

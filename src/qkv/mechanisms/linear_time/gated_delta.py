@@ -148,7 +148,16 @@ class GatedDelta(RecurrentMechanism):
             return np.log(rng.uniform(0.01, 16, shape))
         return super().initial_weight(name, shape, rng)
 
-    def project(self, x: Any) -> tuple[dict[str, Any], Any]:
+    @property
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """What is kept of the past: the rows that the convolution sees, and S of each head."""
+        keys, values = self.num_key_heads * self.head_dim, self.num_heads * self.v_head_dim
+        return {
+            "conv": (self.conv_kernel - 1, 2 * keys + values),
+            "scan": (self.num_heads, self.head_dim, self.v_head_dim),
+        }
+
+    def project(self, x: Any, state: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         """Query, key, value, log_decay and beta of every head, and the gate z."""
         xp = array_namespace(x)
         heads, d, group = self.num_key_heads, self.head_dim, self.num_heads // self.num_key_heads
@@ -157,7 +166,9 @@ class GatedDelta(RecurrentMechanism):
         q, k, v, z = _columns(self.linear("in_proj_qkvz", x), heads, (d, d, width, width))
         b, a = _columns(self.linear("in_proj_ba", x), heads, (group, group))
         mixed = xp.concat([q, k, v], axis=-1)
-        mixed = silu(causal_convolution(mixed, self.weight("conv1d.weight", x)))
+        weight = self.weight("conv1d.weight", x)
+        mixed, state["conv"] = causal_convolution(mixed, weight, state["conv"])
+        mixed = silu(mixed)
         keys = heads * d
         query = split_heads(mixed[..., :keys], heads)
         key = split_heads(mixed[..., keys : 2 * keys], heads)
@@ -171,16 +182,19 @@ class GatedDelta(RecurrentMechanism):
         }
         return inputs, z
 
-    def mix(self, inputs: Mapping[str, Any]) -> Any:
+    def mix(self, inputs: Mapping[str, Any], state: dict[str, Any]) -> Any:
         """The gated delta rule in chunks; value heads with one key head share its products."""
         value = inputs["value"]
         # A group becomes an axis of its own, along which its query and key are broadcast.
         query, key = inputs["query"][..., None, :, :], inputs["key"][..., None, :, :]
-        v, log_decay, beta = (
-            self._grouped(inputs[name]) for name in ("value", "log_decay", "beta")
+        v, log_decay, beta, start = map(
+            self._grouped, (value, inputs["log_decay"], inputs["beta"], state["scan"])
         )
-        out, _ = chunk(query, key, v, log_decay[..., 0], beta[..., 0], chunk_size=self.chunk_size)
-        return array_namespace(value).reshape(out, value.shape)
+        rows = (query, key, v, log_decay[..., 0], beta[..., 0])
+        out, end = chunk(*rows, start, self.chunk_size)
+        xp = array_namespace(value)
+        state["scan"] = xp.reshape(end, state["scan"].shape)
+        return xp.reshape(out, value.shape)
 
     def mixing(self, inputs: Mapping[str, Any]) -> Any:
         """The contribution of each value to each output, after all corrections."""

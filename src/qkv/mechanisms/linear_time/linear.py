@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
-from qkv.errors import ArgumentError, ShapeError
+from qkv.errors import ArgumentError, ShapeError, UnsupportedError
 from qkv.inspection.explain import selected_indices
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.attention import all_three, one_sequence
@@ -16,6 +16,7 @@ from qkv.mechanisms.base.namespace import array_namespace, like, values
 from qkv.mechanisms.base.operations import projection, traffic
 from qkv.mechanisms.base.projected import ProjectedAttention
 from qkv.mechanisms.linear_time.activations import elu_plus_one
+from qkv.mechanisms.linear_time.chunks import in_chunks, state_of_no_tokens
 from qkv.mechanisms.linear_time.recurrent import repeated_heads
 
 __all__ = [
@@ -68,6 +69,9 @@ class Linear(ProjectedAttention):
     name = "linear"
     paper = "Katharopoulos et al., Transformers are RNNs (2020)"
     formula = "o_i = sum_j w_ij v_j, w_ij = phi(q_i) . phi(k_j) / sum_j of it, phi(x) = elu(x) + 1"
+
+    decodes: ClassVar[bool] = True
+    """Whether the features of a key are its own, so that a sum over keys can be continued."""
 
     def __init__(
         self, embed_dim: int, num_heads: int = 1, *, chunk_size: int = 64, **options: Any
@@ -137,6 +141,56 @@ class Linear(ProjectedAttention):
             The arrays do not fit the weights or one another.
         """
         return self.join(self.mix(*self.featured(*all_three(x, key, value))))
+
+    def step(self, x: Any, state: Any = None) -> tuple[Any, Any]:
+        """Mix the next tokens of a sequence: one when decoding, several for a prompt.
+
+        Parameters
+        ----------
+        x : array (..., n, embed_dim)
+        state : array (..., num_heads, head_dim, head_dim + 1), optional
+            What the last step returned; a sequence begins if there is none.
+
+        Returns
+        -------
+        output : array (..., n, width)
+            What a call with all tokens so far gives for these.
+        state : array
+            `sum_j phi(k_j)^T [v_j, 1]` over all tokens so far.
+
+        Raises
+        ------
+        UnsupportedError
+            The mechanism is not causal, or its features of one key depend on the others.
+        ShapeError
+            The state is of another mechanism, or for another batch.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from qkv.mechanisms import Linear
+        >>> layer, x = Linear(8, causal=True), np.eye(8)
+        >>> first, state = layer.step(x[:5])
+        >>> rest, state = layer.step(x[5:], state)
+        >>> bool(np.allclose(np.concatenate([first, rest]), layer(x)))
+        True
+        """
+        if not (self.causal and self.decodes):
+            raise UnsupportedError(
+                f"{self.name} with causal={self.causal} cannot be computed token by token.",
+                action="Pass the whole sequence to a call, or use Linear(..., causal=True).",
+            )
+        query, key, value = self.featured(x, x, x)
+        shape = (*key.shape[:-2], key.shape[-1], value.shape[-1] + 1)
+        if state is not None and tuple(state.shape) != shape:
+            raise ShapeError(
+                f"the state has shape {tuple(state.shape)}, not {shape}.",
+                [("x", str(tuple(x.shape)))],
+                "Pass what step returned for the tokens before, of the same sequences.",
+            )
+        state = None if state is None else like(state, x, "state")
+        out, state = chunk(query, key, value, state, self.chunk_size)
+        return self.join(out), state
 
     def token_mixing(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
         """The weights `(..., num_heads, q_len, kv_len)`; values only, without a gradient."""
@@ -317,15 +371,7 @@ def recurrent(query: Any, key: Any, value: Any, state: Any = None) -> tuple[Any,
     state : array
         With the tokens of this call.
     """
-    xp = array_namespace(query)
-    value = _with_ones(value)
-    state = _no_tokens(key, value) if state is None else state
-    rows = []
-    for t in range(query.shape[-2]):
-        now = slice(t, t + 1)
-        state = state + key[..., now, :].mT @ value[..., now, :]
-        rows.append(query[..., now, :] @ state)
-    return _divided(xp.concat(rows, axis=-2)), state
+    return _in_chunks(lambda products: products, query, key, value, state, 1)
 
 
 def chunk(
@@ -339,16 +385,19 @@ def chunk(
     -----
     O(n (chunk_size + features) (features + v_head_dim)) operations.
     """
-    xp = array_namespace(query)
+    return _in_chunks(array_namespace(query).tril, query, key, value, state, chunk_size)
+
+
+def _in_chunks(
+    masked: Callable[[Any], Any], query: Any, key: Any, value: Any, state: Any, size: int
+) -> tuple[Any, Any]:
+    def tokens(state: Any, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        return masked(q @ k.mT) @ v + q @ state, state + k.mT @ v
+
     value = _with_ones(value)
-    state = _no_tokens(key, value) if state is None else state
-    rows = []
-    for start in range(0, query.shape[-2], chunk_size):
-        now = slice(start, start + chunk_size)
-        q, k, v = query[..., now, :], key[..., now, :], value[..., now, :]
-        rows.append(xp.tril(q @ k.mT) @ v + q @ state)
-        state = state + k.mT @ v
-    return _divided(xp.concat(rows, axis=-2)), state
+    state = state_of_no_tokens(key, value) if state is None else state
+    output, state = in_chunks(tokens, (query, key, value), state, size)
+    return _divided(output), state
 
 
 def _with_ones(value: Any) -> Any:
@@ -359,8 +408,3 @@ def _with_ones(value: Any) -> Any:
 
 def _divided(sums: Any) -> Any:
     return sums[..., :-1] / sums[..., -1:]
-
-
-def _no_tokens(key: Any, value: Any) -> Any:
-    """The state before the first token: a sum over no rows, in the library of its inputs."""
-    return key[..., :0, :].mT @ value[..., :0, :]

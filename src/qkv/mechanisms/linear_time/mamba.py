@@ -15,9 +15,10 @@ from qkv.mechanisms.base.mechanism import positive_integers
 from qkv.mechanisms.base.namespace import array_namespace
 from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.linear_time.activations import silu, softplus
+from qkv.mechanisms.linear_time.chunks import in_chunks, state_of_no_tokens
 from qkv.mechanisms.linear_time.convolution import causal_convolution
 from qkv.mechanisms.linear_time.recurrent import RecurrentMechanism, activation_cost
-from qkv.mechanisms.linear_time.scan import linear_scan
+from qkv.mechanisms.linear_time.scan import in_segments, joined_segments, linear_scan, segments
 from qkv.mechanisms.linear_time.state_space import (
     GATE_OF_ONE,
     HALVING,
@@ -139,13 +140,20 @@ class Mamba(RecurrentMechanism):
         found = initial_state_space_weight(kind, shape, rng)
         return super().initial_weight(name, shape, rng) if found is None else found
 
-    def project(self, x: Any) -> tuple[dict[str, Any], Any]:
+    @property
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """What is kept of the past: the rows that the convolution still sees, and h."""
+        inner = self.inner_dim
+        return {"conv": (self.conv_kernel - 1, inner), "scan": (inner, self.state_size)}
+
+    def project(self, x: Any, state: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         """Value, step, B and C of the scan, and the gate z."""
         inner, rank, states = self.inner_dim, self.time_step_rank, self.state_size
         both = self.linear("in_proj", x)
         bias = self.weight("conv1d.bias", x) if "conv1d.bias" in self.weights else None
         weight = self.weight("conv1d.weight", x)
-        value = silu(causal_convolution(both[..., :inner], weight, bias))
+        mixed, state["conv"] = causal_convolution(both[..., :inner], weight, state["conv"], bias)
+        value = silu(mixed)
         parts = self.linear("x_proj", value)
         inputs = {
             "value": value,
@@ -155,12 +163,11 @@ class Mamba(RecurrentMechanism):
         }
         return inputs, both[..., inner:]
 
-    def mix(self, inputs: Mapping[str, Any]) -> Any:
+    def mix(self, inputs: Mapping[str, Any], state: dict[str, Any]) -> Any:
         """The selective scan, in chunks."""
         value, a = inputs["value"], self._a(inputs["value"])
-        out, _ = chunk(
-            value, inputs["step"], a, inputs["B"], inputs["C"], chunk_size=self.chunk_size
-        )
+        rows = (value, inputs["step"], a, inputs["B"], inputs["C"])
+        out, state["scan"] = chunk(*rows, state["scan"], self.chunk_size)
         return out + self.weight("D", value) * value
 
     def mixing(self, inputs: Mapping[str, Any]) -> Any:
@@ -285,19 +292,19 @@ def token_weights(step: Any, a: Any, b: Any, c: Any) -> Any:
 def recurrent(x: Any, step: Any, a: Any, b: Any, c: Any, state: Any = None) -> tuple[Any, Any]:
     """The selective scan token by token; see `chunk` for the shapes."""
     xp = array_namespace(x)
-    rows = []
-    for t in range(x.shape[-2]):
-        dt = step[..., t, :, None]
-        increment = dt * x[..., t, :, None] * b[..., t, None, :]
-        state = increment if state is None else xp.exp(dt * a) * state + increment
-        rows.append(xp.sum(state * c[..., t, None, :], axis=-1))
-    return xp.stack(rows, axis=-2), state
+
+    def token(state: Any, x: Any, dt: Any, b: Any, c: Any) -> tuple[Any, Any]:
+        state = xp.exp(dt.mT * a) * state + (dt * x).mT * b
+        return c @ state.mT, state
+
+    state = state_of_no_tokens(x, b) if state is None else state
+    return in_chunks(token, (x, step, b, c), state, 1)
 
 
 def chunk(
     x: Any, step: Any, a: Any, b: Any, c: Any, state: Any = None, chunk_size: int = 64
 ) -> tuple[Any, Any]:
-    """The selective scan in chunks: a parallel scan within a chunk, a state between chunks.
+    """The selective scan in chunks, in each of which segments are computed side by side.
 
     `h[t] = exp(step[t] a) h[t-1] + step[t] x[t] b[t]` and `output[t] = sum_s c[t,s] h[t,s]`.
 
@@ -324,18 +331,16 @@ def chunk(
     Source: Gu and Dao, "Mamba", arXiv 2312.00752, algorithm 2.
     """
     xp = array_namespace(x)
-    # Scans run along axis 0.
-    x, step, b, c = (xp.moveaxis(array, -2, 0) for array in (x, step, b, c))
-    scaled = step * x
+    state = state_of_no_tokens(b, x) if state is None else state.mT
+    # Channels are the last axis, in memory too: they are more than states and fill vectors better.
+    a = xp.stack([a[:, s] for s in range(a.shape[1])])
+    writes = xp.moveaxis(b, -2, 0)[..., None]
+    steps, inputs, reads = (xp.moveaxis(r, -2, 0)[..., None, :] for r in (step, step * x, c))
     rows = []
-    for start in range(0, x.shape[0], chunk_size):
-        now = slice(start, start + chunk_size)
-        decay = xp.exp(step[now, ..., None] * a)
-        increment = scaled[now, ..., None] * b[now, ..., None, :]
-        if state is not None:
-            first = decay[:1, ...] * state + increment[:1, ...]
-            increment = xp.concat([first, increment[1:, ...]])
-        states = linear_scan(decay, increment)
-        state = states[-1, ...]
-        rows.append((states @ c[now, ..., None])[..., 0])
-    return xp.moveaxis(xp.concat(rows), 0, -2), state
+    for where, length in segments(x.shape[-2], chunk_size):
+        decay = in_segments(xp.exp(steps[where, ...] * a), length)
+        increment = in_segments(writes[where, ...] * inputs[where, ...], length)
+        _, *after = linear_scan(decay, increment, state)
+        state = after[-1][-1, ...]
+        rows.append(reads[where, ...] @ joined_segments(after))
+    return xp.moveaxis(xp.concat(rows)[..., 0, :], 0, -2), state.mT

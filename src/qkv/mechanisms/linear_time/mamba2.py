@@ -18,6 +18,7 @@ from qkv.mechanisms.base.namespace import array_namespace
 from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.base.projected import join_heads, split_heads
 from qkv.mechanisms.linear_time.activations import silu, softplus
+from qkv.mechanisms.linear_time.chunks import in_chunks, state_of_no_tokens
 from qkv.mechanisms.linear_time.convolution import causal_convolution
 from qkv.mechanisms.linear_time.normalization import rms_norm
 from qkv.mechanisms.linear_time.recurrent import (
@@ -156,14 +157,23 @@ class Mamba2(RecurrentMechanism):
         found = initial_state_space_weight(name, shape, rng)
         return super().initial_weight(name, shape, rng) if found is None else found
 
-    def project(self, x: Any) -> tuple[dict[str, Any], Any]:
+    @property
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """What is kept of the past: the rows that the convolution sees, and S of each head."""
+        heads = (self.num_heads, self.state_size, self.head_dim)
+        mixed = self.num_heads * self.head_dim + 2 * self.num_groups * self.state_size
+        return {"conv": (self.conv_kernel - 1, mixed), "scan": heads}
+
+    def project(self, x: Any, state: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         """C, B, value and step of every head or group, and the gate z."""
         xp = array_namespace(x)
         inner, states = self.num_heads * self.head_dim, self.num_groups * self.state_size
         rows = self.linear("in_proj", x)
         bias = self.weight("conv1d.bias", x) if "conv1d.bias" in self.weights else None
         mixed = rows[..., inner : -self.num_heads]
-        mixed = silu(causal_convolution(mixed, self.weight("conv1d.weight", x), bias))
+        weight = self.weight("conv1d.weight", x)
+        mixed, state["conv"] = causal_convolution(mixed, weight, state["conv"], bias)
+        mixed = silu(mixed)
         time_step = softplus(rows[..., -self.num_heads :] + self.weight("dt_bias", x))
         inputs = {
             "C": split_heads(mixed[..., inner + states :], self.num_groups),
@@ -173,15 +183,17 @@ class Mamba2(RecurrentMechanism):
         }
         return inputs, rows[..., :inner]
 
-    def mix(self, inputs: Mapping[str, Any]) -> Any:
+    def mix(self, inputs: Mapping[str, Any], state: dict[str, Any]) -> Any:
         """The heads in chunks; those of a group share the products of C and B."""
         value, time_step = inputs["value"], inputs["step"]
         # A group becomes an axis of its own, along which its C and B are broadcast.
         c, b = inputs["C"][..., None, :, :], inputs["B"][..., None, :, :]
         grouped = self._grouped(time_step * value)
         log_decay = self._grouped(time_step * self._a(value))[..., 0]
-        out, _ = chunk(c, b, grouped, log_decay, chunk_size=self.chunk_size)
-        out = array_namespace(value).reshape(out, value.shape)
+        start = self._grouped(state["scan"])
+        out, end = chunk(c, b, grouped, log_decay, start, self.chunk_size)
+        xp = array_namespace(value)
+        out, state["scan"] = xp.reshape(out, value.shape), xp.reshape(end, state["scan"].shape)
         return out + self.weight("D", value)[:, None, None] * value
 
     def mixing(self, inputs: Mapping[str, Any]) -> Any:
@@ -330,14 +342,13 @@ def recurrent(
 ) -> tuple[Any, Any]:
     """The same token by token: `S[t] = exp(log_decay[t]) S[t-1] + key[t]^T value[t]`."""
     xp = array_namespace(query)
-    state = key[..., :0, :].mT @ value[..., :0, :] if state is None else state
-    decay = xp.exp(log_decay)[..., None]
-    rows = []
-    for t in range(value.shape[-2]):
-        now = slice(t, t + 1)
-        state = decay[..., now, :] * state + key[..., now, :].mT @ value[..., now, :]
-        rows.append(query[..., now, :] @ state)
-    return xp.concat(rows, axis=-2), state
+
+    def token(state: Any, q: Any, k: Any, v: Any, log: Any) -> tuple[Any, Any]:
+        state = xp.exp(log) * state + k.mT @ v
+        return q @ state, state
+
+    rows = (query, key, value, log_decay[..., None])
+    return in_chunks(token, rows, state_of_no_tokens(key, value) if state is None else state, 1)
 
 
 def chunk(
@@ -373,14 +384,13 @@ def chunk(
     Source: Dao and Gu, "Transformers are SSMs", arXiv 2405.21060, section 6.
     """
     xp = array_namespace(query)
-    state = key[..., :0, :].mT @ value[..., :0, :] if state is None else state
-    rows = []
-    for start in range(0, value.shape[-2], chunk_size):
-        now = slice(start, start + chunk_size)
-        q, k, v, log = query[..., now, :], key[..., now, :], value[..., now, :], log_decay[..., now]
-        products = decay_products(log)
-        since_start = xp.exp(xp.cumulative_sum(log, axis=-1))[..., None]
-        until_end = products[..., -1, :, None]
-        rows.append((q @ k.mT * products) @ v + since_start * (q @ state))
-        state = since_start[..., -1:, :] * state + k.mT @ (until_end * v)
-    return xp.concat(rows, axis=-2), state
+
+    def tokens(state: Any, q: Any, k: Any, v: Any, log: Any) -> tuple[Any, Any]:
+        products = decay_products(log[..., 0])
+        since_start, until_end = xp.exp(xp.cumulative_sum(log, axis=-2)), products[..., -1, :, None]
+        output = (q @ k.mT * products) @ v + since_start * (q @ state)
+        return output, since_start[..., -1:, :] * state + k.mT @ (until_end * v)
+
+    rows = (query, key, value, log_decay[..., None])
+    state = state_of_no_tokens(key, value) if state is None else state
+    return in_chunks(tokens, rows, state, chunk_size)

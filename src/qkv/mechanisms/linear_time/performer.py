@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,7 +50,7 @@ class Performer(Linear):
 
     Keys are divided by their largest feature, over all tokens. In a causal sequence whose keys
     differ in length by more than the exponent range of the type, the weights of the first tokens
-    can therefore vanish.
+    can therefore vanish. For the same reason there is no `step`: a later key can be the largest.
 
     Examples
     --------
@@ -66,6 +66,8 @@ class Performer(Linear):
         "o_i = sum_j w_ij v_j, w_ij = phi(q_i) . phi(k_j) / sum_j of it, "
         "phi(x) = exp(w . x - |x|^2 / 2)"
     )
+
+    decodes: ClassVar[bool] = False
 
     def __init__(
         self,

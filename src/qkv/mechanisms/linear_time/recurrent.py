@@ -17,6 +17,7 @@ from qkv.mechanisms.base.explanation import Explanation, Line, Step, numbers
 from qkv.mechanisms.base.mechanism import Mechanism, positive_integers, token_names
 from qkv.mechanisms.base.namespace import array_namespace, like, values
 from qkv.mechanisms.base.operations import traffic
+from qkv.mechanisms.linear_time.chunks import in_chunks
 
 __all__ = ["RecurrentMechanism", "activation_cost", "head_dim_of", "repeated_heads", "token_shift"]
 
@@ -38,6 +39,8 @@ class RecurrentMechanism(Mechanism):
     """
 
     mixing_formula: ClassVar[str]
+    block_size: ClassVar[int] = 512
+    """Tokens that are projected, mixed and joined at once, so that they stay in the caches."""
 
     def __init__(
         self,
@@ -51,17 +54,28 @@ class RecurrentMechanism(Mechanism):
         self.embed_dim, self.chunk_size = embed_dim, chunk_size
         super().__init__(shapes, weights, seed)
 
+    @property
     @abstractmethod
-    def project(self, x: Any) -> tuple[dict[str, Any], Any]:
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of what is kept of the past, for one sequence."""
+
+    def initial_state(self, x: Any) -> dict[str, Any]:
+        """The state before the first token of `x`: zeros, in its library, dtype and device."""
+        shapes = self.state_shapes.items()
+        return {name: like(np.zeros((*x.shape[:-2], *shape)), x) for name, shape in shapes}
+
+    @abstractmethod
+    def project(self, x: Any, state: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         """The arrays of the recurrence by name, and the gate of the output or None.
 
+        What it reads of earlier tokens is in `state`, where it puts what later tokens will read.
         Tokens are the last axis but one of each. `value` holds what the state is made of:
         `(..., num_heads, n, v_head_dim)`, or `(..., n, channels)` where each channel is a head.
         """
 
     @abstractmethod
-    def mix(self, inputs: Mapping[str, Any]) -> Any:
-        """The output of the heads, in the shape of `value`."""
+    def mix(self, inputs: Mapping[str, Any], state: dict[str, Any]) -> Any:
+        """The output of the heads, in the shape of `value`; it reads and replaces its `state`."""
 
     @abstractmethod
     def mixing(self, inputs: Mapping[str, Any]) -> Any:
@@ -88,9 +102,63 @@ class RecurrentMechanism(Mechanism):
         ShapeError
             `x` has no tokens, or its rows are not of length embed_dim.
         """
+        return self.step(x)[0]
+
+    def step(self, x: Any, state: Mapping[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Mix the next tokens of a sequence: one when decoding, several for a prompt.
+
+        Parameters
+        ----------
+        x : array (..., n, embed_dim)
+        state : mapping of str to array, optional
+            What the last step returned; a sequence begins if there is none.
+
+        Returns
+        -------
+        output : array (..., n, width)
+            What a call with all tokens so far gives for these.
+        state : dict of str to array
+            Of a size that does not depend on how many tokens there were.
+
+        Raises
+        ------
+        ArgumentError, ShapeError
+            The state is not one of this mechanism, or for another batch.
+
+        Examples
+        --------
+        >>> from qkv.mechanisms import Mamba
+        >>> layer, x = Mamba(8), np.eye(8)
+        >>> first, state = layer.step(x[:5])
+        >>> rest, state = layer.step(x[5:], state)
+        >>> bool(np.allclose(np.concatenate([first, rest]), layer(x)))
+        True
+        """
         self.check(x)
-        inputs, gate = self.project(x)
-        return self.join(self.mix(inputs), gate)
+        kept = self.initial_state(x) if state is None else self._checked_state(state, x)
+
+        def block(kept: dict[str, Any], x: Any) -> tuple[Any, dict[str, Any]]:
+            inputs, gate = self.project(x, kept)
+            return self.join(self.mix(inputs, kept), gate), kept
+
+        return in_chunks(block, [x], kept, self.block_size)
+
+    def _checked_state(self, state: Mapping[str, Any], x: Any) -> dict[str, Any]:
+        shapes = {name: (*x.shape[:-2], *tail) for name, tail in self.state_shapes.items()}
+        if not isinstance(state, Mapping) or state.keys() != shapes.keys():
+            raise ArgumentError(
+                f"the state of {self.name} has the entries {', '.join(shapes)}.",
+                [("state", ", ".join(state) if isinstance(state, Mapping) else repr(state)[:60])],
+                "Pass what its step returned.",
+            )
+        for name, shape in shapes.items():
+            if tuple(state[name].shape) != shape:
+                raise ShapeError(
+                    f"{name} of the state has shape {tuple(state[name].shape)}, not {shape}.",
+                    [("x", str(tuple(x.shape)))],
+                    "Pass what step returned for the tokens before, of the same sequences.",
+                )
+        return {name: like(array, x, name) for name, array in state.items()}
 
     def token_mixing(self, x: Any, /) -> Any:
         """The matrix M `(..., num_heads, n, n)` for which a head gives `M @ value`.
@@ -99,8 +167,8 @@ class RecurrentMechanism(Mechanism):
         each channel if channels decay on their own.
         """
         self.check(x)
-        look = self.detached()
-        return like(look.mixing(look.project(values(x, "x"))[0]), x)
+        look, given = self.detached(), values(x, "x")
+        return like(look.mixing(look.project(given, look.initial_state(given))[0]), x)
 
     def explain(
         self, x: Any, /, tokens: Sequence[str] | None = None, index: int = 0
@@ -124,7 +192,9 @@ class RecurrentMechanism(Mechanism):
         names = token_names(tokens, x.shape[0])
         row = int(selected_indices(index, len(names), "index", "tokens")[0])
         seen = names[: row + 1]
-        inputs, gate = look.project(values(x, "x"))
+        given = values(x, "x")
+        state = look.initial_state(given)
+        inputs, gate = look.project(given, state)
         steps = [
             Step(
                 f"Project, {name}",
@@ -145,7 +215,7 @@ class RecurrentMechanism(Mechanism):
         ]
         total = Line("o", np.ravel(parts.sum(1)).tolist(), "their sum")
         steps.append(Step("Weighted sum", "o = sum_j M[i,j] value[j]", (*lines, total)))
-        output = look.join(look.mix(inputs), gate)[row]
+        output = look.join(look.mix(inputs, state), gate)[row]
         gated = () if gate is None else (Line("gate", np.ravel(gate[row]).tolist()),)
         steps.append(Step("Output", look.formula, (*gated, Line("out", output.tolist()))))
         return self.explanation(steps, names[row])
@@ -200,16 +270,15 @@ def head_dim_of(width: int, num_heads: int, head_dim: int | None) -> int:
     return width // num_heads if head_dim is None else head_dim
 
 
-def token_shift(x: Any) -> Any:
-    """Each row replaced by the row before it, and the first by zeros.
+def token_shift(x: Any, before: Any) -> Any:
+    """Each row of `x` replaced by the row before it, and the first by `before` (..., 1, width).
 
     Examples
     --------
-    >>> token_shift(np.array([[1.0], [2.0], [3.0]])).T
+    >>> token_shift(np.array([[1.0], [2.0], [3.0]]), np.zeros((1, 1))).T
     array([[0., 1., 2.]])
     """
-    xp = array_namespace(x)
-    return xp.concat([xp.zeros_like(x[..., :1, :]), x[..., :-1, :]], axis=-2)
+    return array_namespace(x).concat([before, x[..., :-1, :]], axis=-2)
 
 
 def repeated_heads(heads: Any, times: int) -> Any:

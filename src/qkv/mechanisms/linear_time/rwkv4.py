@@ -18,9 +18,12 @@ from qkv.mechanisms.base.namespace import array_namespace, like
 from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.linear_time.activations import sigmoid
 from qkv.mechanisms.linear_time.recurrent import RecurrentMechanism, activation_cost, token_shift
-from qkv.mechanisms.linear_time.scan import linear_scan
+from qkv.mechanisms.linear_time.scan import in_segments, joined_segments, linear_scan, segments
 
 __all__ = ["RWKV4", "chunk", "distance_bias", "recurrent", "token_weights"]
+
+SUMS = ("numerator", "denominator", "largest")
+"""What a channel keeps; see `chunk`."""
 
 
 class RWKV4(RecurrentMechanism):
@@ -70,6 +73,7 @@ class RWKV4(RecurrentMechanism):
     name = "rwkv4"
     paper = "Peng et al., RWKV: Reinventing RNNs for the Transformer Era (2023)"
     formula = "O (sigmoid(r_t) * sum_j p_tj v_j), p_t = softmax_j(k_j - (t - 1 - j) w, k_t + u)"
+    block_size: ClassVar[int] = 4096
     mixing_formula: ClassVar[str] = (
         "softmax over j of k_j - (t - 1 - j) w, and k_t + u for t itself"
     )
@@ -80,7 +84,7 @@ class RWKV4(RecurrentMechanism):
         hidden_dim: int | None = None,
         *,
         out_proj: bool = True,
-        chunk_size: int = 512,
+        chunk_size: int = 2048,
         weights: Mapping[str, Any] | None = None,
         seed: int = 0,
     ) -> None:
@@ -110,19 +114,33 @@ class RWKV4(RecurrentMechanism):
             else super().initial_weight(name, shape, rng)
         )
 
-    def project(self, x: Any) -> tuple[dict[str, Any], Any]:
+    @property
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """What is kept of the past: the last row, and the sums of each channel."""
+        return {"shift": (1, self.embed_dim)} | dict.fromkeys(SUMS, (self.hidden_dim,))
+
+    def initial_state(self, x: Any) -> dict[str, Any]:
+        """Sums of nothing, whose largest score is -inf."""
+        state = super().initial_state(x)
+        return state | {"largest": state["largest"] - math.inf}
+
+    def project(self, x: Any, state: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         """Key and value of every channel, and the gate `sigmoid(receptance)`."""
-        shifted = token_shift(x)
+        shifted = token_shift(x, state["shift"])
+        state["shift"] = x[..., -1:, :]
         sides = {}
         for side in ("key", "value", "receptance"):
             mix = self.weight(f"time_mix_{side}", x)[0, 0, :]
             sides[side] = self.linear(side, x * mix + shifted * (1 - mix))
         return {"key": sides["key"], "value": sides["value"]}, sigmoid(sides["receptance"])
 
-    def mix(self, inputs: Mapping[str, Any]) -> Any:
+    def mix(self, inputs: Mapping[str, Any], state: dict[str, Any]) -> Any:
         """The weighted mean of every channel, in chunks."""
         key, value = inputs["key"], inputs["value"]
-        return chunk(key, value, *self._decay_and_bonus(key), chunk_size=self.chunk_size)[0]
+        start = tuple(state[name] for name in SUMS)
+        out, end = chunk(key, value, *self._decay_and_bonus(key), start, self.chunk_size)
+        state |= zip(SUMS, end, strict=True)
+        return out
 
     def mixing(self, inputs: Mapping[str, Any]) -> Any:
         """The softmax weights of every channel."""
@@ -252,7 +270,7 @@ def chunk(
     decay: Any,
     bonus: Any,
     state: tuple[Any, Any, Any] | None = None,
-    chunk_size: int = 512,
+    chunk_size: int = 2048,
 ) -> tuple[Any, tuple[Any, Any, Any]]:
     """The same in chunks: scans for the largest score so far, and for the sums divided by its exp.
 
@@ -285,21 +303,20 @@ def chunk(
     # Scans run along axis 0.
     keys, values = xp.moveaxis(key, -2, 0), xp.moveaxis(value, -2, 0)
     rows = []
-    for start in range(0, keys.shape[0], chunk_size):
-        k, v = keys[start : start + chunk_size, ...], values[start : start + chunk_size, ...]
-        first = xp.maximum(k[:1, ...], largest - decay)
+    for where, length in segments(keys.shape[0], chunk_size):
+        k, v = (xp.stack(in_segments(array[where, ...], length)) for array in (keys, values))
         loss = xp.broadcast_to(-decay, k.shape)
-        tops = linear_scan(loss, xp.concat([first, k[1:, ...]]), xp.maximum, operator.add)
-        before = xp.concat([largest[None, ...], tops[:-1, ...]])
-        decay_factors, weight = xp.exp(before - decay - tops)[:, None, ...], xp.exp(k - tops)
-        added = xp.stack([weight * v, weight], axis=1)
-        first = decay_factors[:1, ...] * sums + added[:1, ...]
-        totals = linear_scan(decay_factors, xp.concat([first, added[1:, ...]]))
-        past = xp.concat([sums[None, ...], totals[:-1, ...]])
+        tops = xp.stack(list(linear_scan(loss, k, largest, xp.maximum, operator.add)))
+        before, tops = tops[:-1, ...], tops[1:, ...]
+        decay_factors, weight = xp.exp(before - decay - tops)[:, :, None, ...], xp.exp(k - tops)
+        added = xp.stack([weight * v, weight], axis=2)
+        totals = xp.stack(list(linear_scan(decay_factors, added, sums)))
+        past = totals[:-1, ...]
         top = xp.maximum(before, k + bonus)
         faded, own = xp.exp(before - top), xp.exp(k + bonus - top)
-        rows.append((faded * past[:, 0, ...] + own * v) / (faded * past[:, 1, ...] + own))
-        sums, largest = totals[-1, ...], tops[-1, ...]
+        read = (faded * past[:, :, 0, ...] + own * v) / (faded * past[:, :, 1, ...] + own)
+        rows.append(joined_segments(xp.unstack(read)))
+        sums, largest = totals[-1, -1, ...], tops[-1, -1, ...]
     return xp.moveaxis(xp.concat(rows), 0, -2), (sums[0, ...], sums[1, ...], largest)
 
 

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, matmul, step, symbols
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
 from qkv.mechanisms.base.mechanism import positive_integers
@@ -17,6 +16,7 @@ from qkv.mechanisms.base.namespace import array_namespace
 from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.base.projected import join_heads, split_heads
 from qkv.mechanisms.linear_time.activations import silu
+from qkv.mechanisms.linear_time.chunks import in_chunks, state_of_no_tokens
 from qkv.mechanisms.linear_time.normalization import layer_norm
 from qkv.mechanisms.linear_time.recurrent import (
     RecurrentMechanism,
@@ -58,7 +58,7 @@ class RWKV6(RecurrentMechanism):
     out_proj : bool
         Whether the heads are projected back to embed_dim.
     chunk_size : int
-        Tokens in a chunk, a power of two; changes speed and rounding only.
+        Tokens in a chunk; changes speed and rounding only.
     weights : mapping of str to array, optional
         Named as in the authors' `RWKV_Tmix_x060`: `time_maa_*`, `time_decay*`, `time_faaaa`,
         `receptance.weight`, `key.weight`, `value.weight`, `gate.weight`, `output.weight`,
@@ -109,10 +109,6 @@ class RWKV6(RecurrentMechanism):
         positive_integers(embed_dim=embed_dim, num_heads=num_heads, chunk_size=chunk_size)
         head_dim = head_dim_of(embed_dim, num_heads, head_dim)
         positive_integers(head_dim=head_dim, mix_rank=mix_rank, decay_rank=decay_rank)
-        if chunk_size & (chunk_size - 1):
-            raise ArgumentError(
-                f"chunk_size={chunk_size} is not a power of two.", action="Pass 64, for example."
-            )
         self.num_heads, self.head_dim = num_heads, head_dim
         self.mix_rank, self.decay_rank = mix_rank, decay_rank
         self.norm_epsilon, self.out_proj = norm_epsilon, out_proj
@@ -147,10 +143,18 @@ class RWKV6(RecurrentMechanism):
             return rng.random(shape)
         return super().initial_weight(name, shape, rng)
 
-    def project(self, x: Any) -> tuple[dict[str, Any], Any]:
+    @property
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """What is kept of the past: the last row, and S of each head."""
+        return {
+            "shift": (1, self.embed_dim),
+            "scan": (self.num_heads, self.head_dim, self.head_dim),
+        }
+
+    def project(self, x: Any, state: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         """Receptance, key, value and the logarithm of the decay of every head, and the gate."""
         xp = array_namespace(x)
-        past = token_shift(x) - x
+        past, state["shift"] = token_shift(x, state["shift"]) - x, x[..., -1:, :]
         mixed = x + past * self.weight("time_maa_x", x)[0, 0, :]
         low = xp.tanh(mixed @ self.weight("time_maa_w1", x))
         up = self.weight("time_maa_w2", x)
@@ -166,10 +170,13 @@ class RWKV6(RecurrentMechanism):
         inputs = {name: split_heads(row, self.num_heads) for name, row in rows.items()}
         return inputs | {"log_decay": split_heads(-xp.exp(exponent), self.num_heads)}, gate
 
-    def mix(self, inputs: Mapping[str, Any]) -> Any:
+    def mix(self, inputs: Mapping[str, Any], state: dict[str, Any]) -> Any:
         """The recurrence of every head, in chunks."""
         bonus = self._bonus(inputs["key"])
-        return chunk(**inputs, bonus=bonus, chunk_size=self.chunk_size)[0]
+        out, state["scan"] = chunk(
+            **inputs, bonus=bonus, state=state["scan"], chunk_size=self.chunk_size
+        )
+        return out
 
     def mixing(self, inputs: Mapping[str, Any]) -> Any:
         """Receptance times key, decayed on the way."""
@@ -265,15 +272,13 @@ def recurrent(
     Then `S[t] = exp(log_decay[t])^T S[t-1] + key[t]^T value[t]`, a decay for every row of S.
     """
     xp = array_namespace(receptance)
-    state = key[..., :0, :].mT @ value[..., :0, :] if state is None else state
-    decay = xp.exp(log_decay)
-    rows = []
-    for t in range(value.shape[-2]):
-        now = slice(t, t + 1)
-        r, k, v = receptance[..., now, :], key[..., now, :], value[..., now, :]
-        rows.append(r @ (state + (bonus * k).mT @ v))
-        state = decay[..., now, :].mT * state + k.mT @ v
-    return xp.concat(rows, axis=-2), state
+
+    def token(state: Any, r: Any, k: Any, v: Any, log: Any) -> tuple[Any, Any]:
+        new = k.mT @ v
+        return r @ (state + bonus.mT * new), xp.exp(log).mT * state + new
+
+    state = state_of_no_tokens(key, value) if state is None else state
+    return in_chunks(token, (receptance, key, value, log_decay), state, 1)
 
 
 def chunk(
@@ -298,7 +303,6 @@ def chunk(
     state : array (..., head_dim, v_head_dim), optional
         What an earlier call returned.
     chunk_size : int
-        A power of two.
 
     Returns
     -------
@@ -312,19 +316,20 @@ def chunk(
     Yang et al., "Gated linear attention", arXiv 2312.06635, section 4.
     """
     xp = array_namespace(receptance)
-    state = key[..., :0, :].mT @ value[..., :0, :] if state is None else state
-    n = value.shape[-2]
-    # Tokens of zeros behind the last fill its chunk; their keys are zero and they do not decay.
-    missing = -n % chunk_size
-    padded = [_padded(a, missing) for a in (receptance, key, value, log_decay)]
-    rows = []
-    for start in range(0, n, chunk_size):
-        r, k, v, log = (a[..., start : start + chunk_size, :] for a in padded)
+
+    def tokens(state: Any, r: Any, k: Any, v: Any, log: Any) -> tuple[Any, Any]:
+        n = v.shape[-2]
         own = xp.sum(r * bonus * k, axis=-1, keepdims=True) * v
+        # Rows of zeros make n a power of two; their keys are zero and they do not decay.
+        missing = (1 << (n - 1).bit_length()) - n
+        r, k, v, log = (_padded(a, missing) for a in (r, k, v, log))
         earlier, before, after, whole = _earlier_tokens(r, k, v, log)
-        rows.append(own + earlier + (r * xp.exp(before)) @ state)
+        output = earlier + (r * xp.exp(before)) @ state
         state = xp.exp(whole).mT * state + (k * xp.exp(after)).mT @ v
-    return xp.concat(rows, axis=-2)[..., :n, :], state
+        return own + output[..., :n, :], state
+
+    state = state_of_no_tokens(key, value) if state is None else state
+    return in_chunks(tokens, (receptance, key, value, log_decay), state, chunk_size)
 
 
 def _earlier_tokens(r: Any, k: Any, v: Any, log: Any) -> tuple[Any, Any, Any, Any]:

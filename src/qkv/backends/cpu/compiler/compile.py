@@ -33,7 +33,7 @@ _DIGEST = 32
 _ROOM = 64 << 20
 """Bytes of address space that must be free before LLVM is called: it ends the process without."""
 
-KEPT_FILES = 1000
+KEPT_FILES = 2000
 """Kernels that the folder keeps, about 30 KB each; the least recently used go first."""
 _KERNEL_NAME = re.compile(r"[0-9a-f]{64}|new-\w+")
 """A digest, or one that was never finished."""

@@ -27,7 +27,15 @@ from qkv.backends.cpu.emit import storage
 from qkv.backends.cpu.emit.emitter import BIT, FLOAT, INT16, INT32, INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import WORD, Rows
 from qkv.backends.cpu.emit.transpose import turned_bytes
-from qkv.backends.cpu.forward.kernel import BLOCK_MAX, SOFTMAX, STATS, TASK, Forward, ForwardKey
+from qkv.backends.cpu.forward.kernel import (
+    BLOCK_MAX,
+    SOFTMAX,
+    STATS,
+    TASK,
+    Forward,
+    ForwardKernel,
+    ForwardKey,
+)
 from qkv.backends.cpu.forward.score_blocks import (
     MEETINGS,
     Block,
@@ -678,3 +686,7 @@ class PairForward(Forward):
             e.builder.call(attend, [arguments, task, scratch])
 
         self.job(run)
+
+
+BF16_DOT = ForwardKernel(emit_pairs, pair_scratch_bytes, BLOCK_KV)
+"""The kernel for bfloat16 on machines that multiply it, by pairs or by tiles."""

@@ -30,6 +30,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from llvmlite import ir
 
@@ -108,6 +109,21 @@ def emit_forward(key: ForwardKey) -> str:
     kernel = Forward(key)
     kernel.all_tasks()
     return str(kernel.e.module)
+
+
+class ForwardKernel(NamedTuple):
+    """One of the forward kernels, as a forward pass uses it."""
+
+    emit: Callable[[ForwardKey], str]
+    """Writes the module."""
+    scratch_bytes: Callable[[Spec, Shape], int]
+    """Memory in bytes that one worker needs."""
+    block_kv: int
+    """Keys whose scores are held at once."""
+
+
+ONLINE_SOFTMAX = ForwardKernel(emit_forward, scratch_bytes, BLOCK_KV)
+"""The kernel for every dtype and machine."""
 
 
 class RowSums:

@@ -36,11 +36,6 @@ _BFLOAT16_SHAPES = {
     "avx512-bf16": Shape(lanes=16, vectors=4, keys=6, halves=True, product="pairs", together=4),
 }
 """For products of bfloat16; other machines convert to float32."""
-_PARTS = {"float16": 2, "float32": 3}
-_PART_SHAPES = {
-    "amx": Shape(lanes=16, vectors=2, keys=2, halves=True, product="tiles", together=32),
-}
-"""For products of other types as sums of bfloat16 parts."""
 _NEEDS_AVX512 = frozenset({"avx512f", "avx512vl", "avx512bw", "avx512dq", "fma", "f16c"})
 _REQUIRED = {
     "amx": _NEEDS_AVX512 | {"avx512bf16", "amx-tile", "amx-bf16"},
@@ -80,11 +75,6 @@ class Host:
     def bfloat16_shape(self) -> Shape | None:
         """For products of bfloat16, where the machine has them."""
         return _BFLOAT16_SHAPES.get(self.isa)
-
-    def part_shape(self, dtype: str) -> Shape | None:
-        """For products of a type as sums of parts, where the machine is quick at those."""
-        shape, parts = _PART_SHAPES.get(self.isa), _PARTS.get(dtype)
-        return None if shape is None or parts is None else replace(shape, parts=parts)
 
     def shape_of(self, dtype: np.dtype[Any]) -> Shape:
         """For a type of computation: float64 has half as many lanes."""

@@ -22,7 +22,6 @@ from qkv.backends.cpu.machine.tiling import Shape
 from qkv.backends.cpu.passes.forward import (
     OPERATIONS_PER_SECOND,
     OTHERS_PER_SECOND,
-    multiplies_parts,
     operations_of_a_pair,
     shape_of,
 )
@@ -30,7 +29,7 @@ from qkv.backends.cpu.plan.block_skipping import weightless
 from qkv.backends.cpu.plan.kernel_spec import integer_bits, kernel_spec
 from qkv.backends.cpu.plan.schedule import Schedule, schedule
 from qkv.backends.cpu.plan.table_gradients import SummedTable, summed_table
-from qkv.backends.cpu.split_bf16.backward import emit_backward_parts
+from qkv.backends.cpu.split_bf16 import choice as split_bf16
 from qkv.backends.cpu.threads import jobs
 from qkv.problem.backward import BackwardInputs
 from qkv.problem.rows import plain
@@ -109,7 +108,7 @@ class BackwardPass:
 
     def kernel(self) -> Kernel:
         tiles = self.shape.product == "tiles"
-        return _kernel(emit_backward_parts if tiles else emit_backward, self._key, self._here)
+        return _kernel(split_bf16.BACKWARD.emit if tiles else emit_backward, self._key, self._here)
 
     def workers(self) -> int:
         """Threads that pay, at most as many as may run."""
@@ -132,7 +131,7 @@ class BackwardPass:
 def backward_shape(problem: Problem, here: Host) -> Shape:
     """The tile of the kernel: products as the forward pass has them, where they pay."""
     spec = problem.spec
-    shape = shape_of(spec, here, in_parts=multiplies_parts(problem))
+    shape = shape_of(spec, here, split=split_bf16.allows(problem))
     if spec.q_len < _ROWS_PAY or shape.product == "elements":
         return here.shape_of(spec.compute_dtype)
     if shape.product == "pairs":

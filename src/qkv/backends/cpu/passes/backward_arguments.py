@@ -16,7 +16,7 @@ from qkv.backends.cpu.passes.arguments import Arguments, rotated
 from qkv.backends.cpu.passes.backward import BackwardPass, gradient_dtype
 from qkv.backends.cpu.passes.delta_correction import Rows
 from qkv.backends.cpu.rows.rotation import rotated_rows
-from qkv.backends.cpu.split_bf16.backward_block import part_areas
+from qkv.backends.cpu.split_bf16 import choice as split_bf16
 from qkv.problem.backward import BackwardInputs, OperandGradients
 from qkv.problem.rows import plain
 from qkv.problem.spec import Problem, Spec
@@ -85,7 +85,7 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 def areas_of(spec: Spec, shape: Shape) -> dict[str, int]:
     """The parts of one worker's scratch, in bytes."""
     if shape.product == "tiles":
-        return part_areas(shape, spec.head_dim, spec.v_head_dim, shape.together)
+        return split_bf16.BACKWARD.areas(shape, spec.head_dim, spec.v_head_dim, shape.together)
     return scratch_areas(shape, spec.head_dim, spec.v_head_dim, spec.compute_dtype.itemsize)
 
 

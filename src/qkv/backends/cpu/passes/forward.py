@@ -10,15 +10,15 @@ import numpy as np
 
 from qkv._threads import get_num_threads
 from qkv.backends.cpu.compiler.compile import Kernel, Runnable, build
-from qkv.backends.cpu.forward import bf16_dot
-from qkv.backends.cpu.forward.kernel import BLOCK_KV, ForwardKey, emit_forward, scratch_bytes
+from qkv.backends.cpu.forward.bf16_dot import BF16_DOT
+from qkv.backends.cpu.forward.kernel import ONLINE_SOFTMAX, ForwardKernel, ForwardKey
 from qkv.backends.cpu.forward.score_blocks import QUARTERS
 from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.machine.tiling import Shape
 from qkv.backends.cpu.plan.block_skipping import weightless
 from qkv.backends.cpu.plan.kernel_spec import integer_bits, kernel_spec
 from qkv.backends.cpu.plan.schedule import Schedule, fine_tile, schedule
-from qkv.backends.cpu.split_bf16 import forward as split_bf16
+from qkv.backends.cpu.split_bf16 import choice as split_bf16
 from qkv.backends.cpu.threads import jobs
 from qkv.problem.expressions import Op, walk
 from qkv.problem.spec import Problem, Spec
@@ -33,13 +33,6 @@ _WORTH_A_THREAD = 4e6
 _BRIEF = 1e6
 """Operations, some twenty microseconds, for which other threads of Python may wait."""
 
-_PARTS_PAY = {"float32": (160, 96), "float16": (32, 48)}
-"""Rows, and head_dim + v_head_dim, from which on products of parts are quicker."""
-_PART_SCALE = 2.0**10
-_ENOUGH_TASKS, _LEAST_TOGETHER = 32, 4
-"""Tasks that keep many cores busy; blocks of queries that splitting keys takes."""
-_LONG_TASK = 2e10
-"""Operations for which Ctrl-C may wait."""
 _SOFTMAX, _DROPOUT, _NODE = 25.0, 75.0, 5.0
 """What else a pair costs, as operations of products: its weight, whether it is dropped, and each
 operation of mods and masks."""
@@ -99,7 +92,7 @@ class ForwardPass(Pass):
         spec, here = problem.spec, host()
         # Sinks scale the output afterwards: round to the type of storage only then.
         self.out_dtype = spec.compute_dtype if spec.sinks else np.dtype(spec.dtype)
-        self.shape = shape_of(spec, here, in_parts=multiplies_parts(problem))
+        self.shape = shape_of(spec, here, split=split_bf16.allows(problem))
         key = ForwardKey(
             kernel_spec(spec),
             replace(self.shape, together=1),
@@ -126,61 +119,24 @@ def operations_of_a_pair(spec: Spec) -> float:
 def _plan(problem: Problem, shape: Shape) -> Schedule:
     """What the kernel of this shape reads."""
     block_q, tile_kv = shape.block_q, fine_tile(problem, shape.block_q)
-    if shape.product == "elements":
-        sparing = weightless(problem, block_q, BLOCK_KV)
-        return schedule(problem, block_q, tile_kv=tile_kv, sparing=sparing)
-    together, block_kv = shape.together, (bf16_dot if shape.parts == 1 else split_bf16).BLOCK_KV
-    tile_kv = max(tile_kv, block_kv // QUARTERS)
+    block_kv = _kernel_of(shape).block_kv
     sparing = weightless(problem, block_q, block_kv)
+    if shape.product == "elements":
+        return schedule(problem, block_q, tile_kv=tile_kv, sparing=sparing)
+    tile_kv = max(tile_kv, block_kv // QUARTERS)
     return schedule(
         problem,
         block_q,
-        together=together,
+        together=shape.together,
         tile_kv=tile_kv,
         block_kv=block_kv,
         sparing=sparing,
     )
 
 
-def multiplies_parts(problem: Problem) -> bool:
-    """Whether products of parts may be taken: tiles take for 0 what a larger scale would lift."""
-    return abs(problem.operands.scale) <= _PART_SCALE
-
-
-def shape_of(spec: Spec, here: Host, *, in_parts: bool = True) -> Shape:
+def shape_of(spec: Spec, here: Host, *, split: bool = True) -> Shape:
     """The tile of the kernel for this problem."""
-    return (_part_shape(spec, here) if in_parts else None) or _shape(spec, here)
-
-
-def _part_shape(spec: Spec, here: Host) -> Shape | None:
-    """For products of parts, where these are quicker.
-
-    Splitting keys pays if they meet enough queries, and products must outweigh the softmax.
-    """
-    shape, worth = here.part_shape(spec.dtype), _PARTS_PAY.get(spec.dtype)
-    if shape is None or worth is None:
-        return None
-    least_keys, least_dims = worth
-    enough = min(spec.q_len, spec.kv_len) >= least_keys
-    wide = spec.head_dim + spec.v_head_dim >= least_dims
-    plain = spec.rotation is None or spec.dtype == "float32"
-    if not (enough and wide and plain):
-        return None
-    return replace(shape, together=_together(spec, shape))
-
-
-def _together(spec: Spec, shape: Shape) -> int:
-    """Blocks of queries that share split keys: many, but then there are few tasks, and long ones.
-
-    What a task is decides where sums begin, so it must not depend on the number of threads.
-    """
-    blocks = spec.batch_size * spec.num_heads * -(-spec.q_len // shape.block_q)
-    operations = 2.0 * (spec.head_dim + spec.v_head_dim) * shape.block_q * spec.kv_len
-    most = min(blocks // _ENOUGH_TASKS, int(_LONG_TASK / operations))
-    together = shape.together
-    while together > max(most, _LEAST_TOGETHER):
-        together //= 2
-    return together
+    return (split_bf16.shape_for(spec, here) if split else None) or _shape(spec, here)
 
 
 def _shape(spec: Spec, here: Host) -> Shape:
@@ -199,19 +155,18 @@ def _shape(spec: Spec, here: Host) -> Shape:
     return shape
 
 
-def scratch_of(spec: Spec, shape: Shape) -> int:
-    """Memory of one worker of a forward pass."""
+def _kernel_of(shape: Shape) -> ForwardKernel:
+    """The kernel that multiplies as the shape says."""
     if shape.product == "elements":
-        return scratch_bytes(spec, shape)
-    if shape.parts == 1:
-        return bf16_dot.pair_scratch_bytes(spec, shape)
-    return split_bf16.part_scratch_bytes(spec, shape)
+        return ONLINE_SOFTMAX
+    return BF16_DOT if shape.parts == 1 else split_bf16.FORWARD
+
+
+def scratch_of(spec: Spec, shape: Shape) -> int:
+    """Memory in bytes that one worker of a forward pass needs."""
+    return _kernel_of(shape).scratch_bytes(spec, shape)
 
 
 @lru_cache(maxsize=256)
 def _kernel(key: ForwardKey, here: Host) -> Kernel:
-    if key.shape.product == "elements":
-        emit = emit_forward
-    else:
-        emit = bf16_dot.emit_pairs if key.shape.parts == 1 else split_bf16.emit_parts
-    return Kernel(build(emit, (key,), here))
+    return Kernel(build(_kernel_of(key.shape).emit, (key,), here))

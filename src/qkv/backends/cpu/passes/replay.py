@@ -18,7 +18,6 @@ from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.passes.arguments import Arguments, rotated
 from qkv.backends.cpu.passes.forward import (
     OTHERS_PER_SECOND,
-    multiplies_parts,
     operations_of_a_pair,
     shape_of,
 )
@@ -32,7 +31,7 @@ from qkv.backends.cpu.replay.kernel import (
     emit_replay,
     scratch_bytes,
 )
-from qkv.backends.cpu.split_bf16.replay import emit_part_replay, part_scratch_bytes
+from qkv.backends.cpu.split_bf16 import choice as split_bf16
 from qkv.backends.cpu.threads import jobs
 from qkv.partial import coarse
 from qkv.problem.rows import plain
@@ -97,7 +96,7 @@ def received(problem: Problem, lse: Array, progress: Progress | None = None) -> 
 
 def _in_parts(problem: Problem) -> bool:
     """Whether the forward pass multiplied parts, so that a replay of rows does."""
-    return multiplies_parts(problem) and shape_of(problem.spec, host()).parts > 1
+    return split_bf16.allows(problem) and shape_of(problem.spec, host()).parts > 1
 
 
 def shift(problem: Problem, lse: Array, *, in_parts: bool = False) -> tuple[Array, Array]:
@@ -179,7 +178,7 @@ class _Replay:
         elif rows is not None:
             self.tasks = self._with_rows(rows)
         if in_parts:
-            self.scratch_bytes = part_scratch_bytes(question, spec, self.shape, k)
+            self.scratch_bytes = split_bf16.REPLAY.scratch_bytes(question, spec, self.shape, k)
         else:
             self.scratch_bytes = scratch_bytes(question, spec, self.shape, k, keys)
 
@@ -249,7 +248,7 @@ class _ReplayArguments(Arguments):
 
 @lru_cache(maxsize=256)
 def _kernel(key: ReplayKey, here: Host) -> Kernel:
-    emit = emit_replay if key.shape.parts == 1 else emit_part_replay
+    emit = emit_replay if key.shape.parts == 1 else split_bf16.REPLAY.emit
     return Kernel(build(emit, (key,), here))
 
 

@@ -1,0 +1,64 @@
+"""Recurrences chunk after chunk of tokens, each of which starts from the state of the last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from qkv.mechanisms.base.namespace import array_namespace
+
+__all__ = ["in_chunks", "state_of_no_tokens"]
+
+
+def in_chunks(
+    function: Callable[..., tuple[Any, Any]], arrays: Sequence[Any], state: Any, size: int
+) -> tuple[Any, Any]:
+    """Call `function(state, *chunks)` for one chunk after another.
+
+    Parameters
+    ----------
+    function : callable
+        From a state and the rows of a chunk to `(output, state)`. The output has the tokens of
+        the chunk on its last axis but one.
+    arrays : sequence of arrays (..., n, width)
+        Cut along their last axis but one.
+    state : any
+        Before the first token.
+    size : int
+        Tokens in a chunk; the last may have fewer.
+
+    Returns
+    -------
+    output : array (..., n, width)
+    state : any
+        After the last token.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> def running_sum(state, x):
+    ...     return state + np.cumsum(x, axis=-2), state + x.sum(axis=-2)
+    >>> in_chunks(running_sum, [np.ones((5, 1))], np.zeros(1), 2)[0].T
+    array([[1., 2., 3., 4., 5.]])
+    """
+    outputs = []
+    for start in range(0, arrays[0].shape[-2], size):
+        chunks = (array[..., start : start + size, :] for array in arrays)
+        output, state = function(state, *chunks)
+        outputs.append(output)
+    if len(outputs) == 1:
+        return outputs[0], state
+    return array_namespace(arrays[0]).concat(outputs, axis=-2), state
+
+
+def state_of_no_tokens(key: Any, value: Any) -> Any:
+    """The sum of `key[j]^T value[j]` over no tokens: zeros of the shape and library of the state.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> state_of_no_tokens(np.ones((5, 2)), np.ones((5, 3)))
+    array([[0., 0., 0.],
+           [0., 0., 0.]])
+    """
+    return key[..., :0, :].mT @ value[..., :0, :]

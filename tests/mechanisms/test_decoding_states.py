@@ -1,0 +1,125 @@
+"""Recurrent mechanisms token by token, with a state from call to call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from qkv.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
+from qkv.mechanisms import RWKV4, RWKV6, GatedDelta, Linear, Mamba, Mamba2, Performer
+
+OPTIONS: dict[Any, dict[str, Any]] = {
+    Linear: {"num_heads": 2, "num_kv_heads": 1, "causal": True},
+    RWKV4: {"hidden_dim": 6},
+    RWKV6: {"num_heads": 2, "mix_rank": 2, "decay_rank": 3},
+    Mamba: {"state_size": 3},
+    Mamba2: {"num_heads": 4, "state_size": 6, "num_groups": 2},
+    GatedDelta: {"num_heads": 4, "num_key_heads": 2, "head_dim": 3, "v_head_dim": 5},
+}
+CLASSES = list(OPTIONS)
+N = 13
+
+close = np.testing.assert_allclose
+
+
+def made(cls: Any, **more: Any) -> Any:
+    return cls(8, **OPTIONS[cls], seed=1, **more)
+
+
+def draw(*shape: int) -> Any:
+    return np.random.default_rng(0).normal(size=shape)
+
+
+def whole(mechanism: Any, x: Any) -> Any:
+    """The output by the n x n matrix of token weights, without chunks and states."""
+    mixing = mechanism.token_mixing(x)
+    if isinstance(mechanism, Linear):
+        return mechanism.join(mixing @ mechanism.featured(x, x, x)[2])
+    inputs, gate = mechanism.project(x, mechanism.initial_state(x))
+    value = inputs["value"]
+    if value.ndim > x.ndim:
+        return mechanism.join(mixing @ value, gate)
+    return mechanism.join(np.einsum("...cij,...jc->...ic", mixing, value), gate)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("lengths", [[1] * N, [N], [5, 1, 7]])
+def test_steps_give_what_the_parallel_form_gives(cls: Any, lengths: list[int]) -> None:
+    mechanism, x = made(cls, chunk_size=4), draw(2, N, 8)
+    rows, state, start = [], None, 0
+    for n in lengths:
+        out, state = mechanism.step(x[:, start : start + n], state)
+        rows.append(out)
+        start += n
+    found = np.concatenate(rows, axis=-2)
+    close(found, whole(mechanism, x), rtol=0, atol=1e-11)
+    close(found, mechanism(x), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("cls", [c for c in CLASSES if c is not Linear])
+def test_blocks_change_nothing(cls: Any) -> None:
+    mechanism, x = made(cls), draw(2, N, 8)
+    right = mechanism(x)
+    mechanism.block_size = 4
+    close(mechanism(x), right, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_a_step_leaves_its_state_as_it_was(cls: Any) -> None:
+    mechanism, x = made(cls), draw(N, 8)
+    _, state = mechanism.step(x[:5])
+    first, _ = mechanism.step(x[5:], state)
+    second, _ = mechanism.step(x[5:], state)
+    assert (first == second).all()
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_a_state_does_not_grow(cls: Any) -> None:
+    mechanism, x = made(cls), draw(N, 8)
+    short, long = (jax.tree.leaves(mechanism.step(x[:n])[1]) for n in (1, N))
+    assert [a.shape for a in short] == [a.shape for a in long]
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_tensors_and_jax_arrays_decode(cls: Any) -> None:
+    mechanism, x = made(cls), np.float32(draw(2, N, 8))
+    right = mechanism(x)
+    tensor = torch.tensor(x, requires_grad=True)
+    _, state = mechanism.step(tensor[:, :9])
+    second, _ = mechanism.step(tensor[:, 9:], state)
+    assert isinstance(second, torch.Tensor)
+    close(second.detach().numpy(), right[:, 9:], rtol=0, atol=1e-5)
+    (gradient,) = torch.autograd.grad(second.sum(), tensor)  # through the state too
+    (expected,) = torch.autograd.grad(mechanism(tensor)[:, 9:].sum(), tensor)
+    assert float(gradient[:, :9].abs().max()) > 0
+    close(gradient.numpy(), expected.numpy(), rtol=0, atol=2e-4)
+    step = jax.jit(mechanism.step)
+    _, state = step(jnp.asarray(x[:, :9]))
+    second, _ = step(jnp.asarray(x[:, 9:]), state)
+    close(np.asarray(second), right[:, 9:], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_states_that_do_not_fit_are_refused(cls: Any) -> None:
+    mechanism = made(cls)
+    _, state = mechanism.step(draw(3, 4, 8))
+    with pytest.raises(ShapeError, match="state"):
+        mechanism.step(draw(2, 1, 8), state)
+    if cls is not Linear:
+        with pytest.raises(ArgumentError, match="state"):
+            mechanism.step(draw(3, 1, 8), {"nothing": draw(1)})
+        with pytest.raises(ArgumentError, match="state"):
+            mechanism.step(draw(3, 1, 8), 3)
+    with pytest.raises(DTypeError, match="floating"):
+        mechanism.step(np.ones((3, 1, 8), int))
+
+
+def test_what_is_no_recurrence_is_refused() -> None:
+    for mechanism in (Linear(8), Performer(8, num_features=4, causal=True)):
+        with pytest.raises(UnsupportedError, match="token by token"):
+            mechanism.step(draw(1, 8))
