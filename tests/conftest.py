@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--every-case", action="store_true", help="all cases of the suites that are sampled"
     )
     long.addoption(
-        "--fuzz", type=int, default=200, metavar="N", help="random problems (default: 200)"
+        "--fuzz", type=int, default=100, metavar="N", help="random problems (default: 100)"
     )
     long.addoption("--fuzz-seed", type=int, default=0, metavar="N", help="their seed (default: 0)")
 
@@ -140,7 +140,7 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def in_parts(monkeypatch: pytest.MonkeyPatch, no_prepared_calls: None) -> None:
+def splits_operands(monkeypatch: pytest.MonkeyPatch, no_prepared_calls: None) -> None:
     """Products of parts, and of tiles in the backward pass, wherever there can be any: the problems
     of most tests are too small.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.errors import ArgumentError, UnsupportedError
+from qkv.errors import ArgumentError
 from qkv.inspection.steps import softmax
 
 __all__ = ["ScalingCurve", "ScalingPoint", "scaling_curve"]
@@ -24,8 +23,6 @@ _LENGTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 _PAIRS = 10_000
 """The largest number of random query and key rows whose dot products are computed."""
-
-_FORMATS = ("pdf", "png", "svg")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,26 +114,11 @@ class ScalingCurve:
         FileError
             If the file cannot be written.
         """
-        kind = os.path.splitext(path)[1].removeprefix(".").lower()
-        if kind not in _FORMATS:
-            raise ArgumentError(
-                f"{str(path)!r:.100} does not end in {', '.join(f'.{f}' for f in _FORMATS)}.",
-                action="Name a file with one of these endings.",
-            )
-        from qkv.files.writing import replace_file
+        from qkv.inspection.pictures import save_picture
 
-        replace_file(path, self._drawn(kind))
+        save_picture(path, (11, 6), self._draw)
 
-    def _drawn(self, kind: str) -> bytes:
-        try:
-            from matplotlib import rc_context
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise UnsupportedError(
-                "a picture needs matplotlib, which is not installed.",
-                action='Install it, as with pip install "qkv[plot]", or print the JSON.',
-            ) from error
-        figure = Figure(figsize=(11, 6), layout="constrained")
+    def _draw(self, figure: Any) -> None:
         shown = {
             "score_variance": "variance of scores",
             "max_weight": "largest weight",
@@ -155,12 +137,6 @@ class ScalingCurve:
         figure.axes[0].set_yscale("log", base=2)
         figure.axes[-1].axis("off")
         figure.axes[-1].legend(*figure.axes[0].get_legend_handles_labels(), loc="center")
-        file = io.BytesIO()
-        # No date and fixed ids, so that the same curve gives the same file.
-        with rc_context({"svg.hashsalt": "qkv"}):
-            metadata = {"Date": None} if kind == "svg" else None
-            figure.savefig(file, format=kind, metadata=metadata)
-        return file.getvalue()
 
 
 def scaling_curve(

@@ -15,13 +15,13 @@ import pytest
 
 from qkv.backends.cpu.compiler.compile import optimized_for
 from qkv.backends.cpu.decode.kernel import DecodeKey, emit_decode
-from qkv.backends.cpu.forward.bf16_dot import emit_pairs
+from qkv.backends.cpu.forward.bf16_dot import emit_bf16_dot
 from qkv.backends.cpu.forward.kernel import ForwardKey, emit_forward
 from qkv.backends.cpu.machine.host import Host
-from qkv.backends.cpu.machine.tiling import Shape
+from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.plan.kernel_spec import kernel_spec
 from qkv.backends.cpu.split_bf16.choice import split_shape
-from qkv.backends.cpu.split_bf16.forward import emit_parts
+from qkv.backends.cpu.split_bf16.forward import emit_split_forward
 from qkv.problem.check import check
 from qkv.problem.spec import Spec
 
@@ -54,12 +54,12 @@ _STACK = re.compile(r"\(%[er]sp|\[sp\b|\bpush|\bcall|^bl\s")
 
 
 @lru_cache(maxsize=32)
-def assembly(triple: str, cpu: str, shape: Shape, dtype: str) -> str:
+def assembly(triple: str, cpu: str, shape: TileShape, dtype: str) -> str:
     """The forward kernel without variants, for a processor by name."""
     key = ForwardKey(plain_spec(dtype), shape, 32, False, False, dtype, False)
     emit = emit_forward
     if shape.product != "elements":
-        emit = emit_pairs if shape.parts == 1 else emit_parts
+        emit = emit_bf16_dot if shape.terms == 1 else emit_split_forward
     return compiled(emit(key), triple, cpu)
 
 

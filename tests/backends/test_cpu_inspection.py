@@ -74,7 +74,7 @@ PARTS = pytest.param("parts", marks=NEEDS_TILES)
 @pytest.fixture(params=[PARTS, "elements"])
 def products(request: pytest.FixtureRequest) -> str:
     """Both products of scores; problems are too small for parts to be chosen."""
-    request.getfixturevalue("in_parts")
+    request.getfixturevalue("splits_operands")
     patch = request.getfixturevalue("monkeypatch")
     if request.param == "parts":
         request.getfixturevalue("tiles")
@@ -275,7 +275,7 @@ def test_best_keys_of_several_tasks(products, dtype, name) -> None:
     }[name]
     given, said = arrays(TASKS, dtype), {} if name == "several" else {"q_offset": 0}
     rotated_halves = name == "several" and dtype == np.float16
-    assert replay_pass._in_parts(check(*given, tuple(variants), **said)) != rotated_halves
+    assert replay_pass._splits_operands(check(*given, tuple(variants), **said)) != rotated_halves
     check_statistics(given, variants, **said)
     if name == "causal":
         check_statistics(given, variants, q_offset=0, scale=-0.3)

@@ -348,8 +348,8 @@ def test_python_threads_in_place_of_workers() -> None:
         launch = Launch()
         assert 0 <= threads.run(KERNEL, launch, workers) <= workers
         assert launch.check() <= set(range(workers + 1))
-    together = Launch(expected=4)
-    assert threads.run(KERNEL, together, 3) == 3
+    q_blocks_per_task = Launch(expected=4)
+    assert threads.run(KERNEL, q_blocks_per_task, 3) == 3
     threads.stop()
     alone = Launch()
     assert threads.run(KERNEL, alone, 3) == 0

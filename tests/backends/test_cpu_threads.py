@@ -241,12 +241,12 @@ def test_many_kernels_at_once(monkeypatch, tmp_path) -> None:
     found: dict[int, bytes] = {}
     forward_pass._kernel.cache_clear()
     in_threads(16, attend)
-    together = dict(found)
+    q_blocks_per_task = dict(found)
     forward_pass._kernel.cache_clear()
     monkeypatch.setenv("QKV_CACHE_DIR", "")
     for i in (1, 2):
         attend(i)
-    assert found == together
+    assert found == q_blocks_per_task
     assert len(set(found.values())) == 6
     forward_pass._kernel.cache_clear()
 

@@ -9,12 +9,12 @@ from test_assembly import LINUX, compiled, number_of, straight_lines
 import qkv
 from qkv.backends.cpu.backward.block import BackwardKey, TableGradient
 from qkv.backends.cpu.machine.host import Host
-from qkv.backends.cpu.machine.tiling import Shape
+from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.plan.kernel_spec import kernel_spec
 from qkv.backends.cpu.replay.kernel import ReplayKey
-from qkv.backends.cpu.split_bf16.backward import emit_backward_parts
+from qkv.backends.cpu.split_bf16.backward import emit_split_backward
 from qkv.backends.cpu.split_bf16.choice import split_shape
-from qkv.backends.cpu.split_bf16.replay import emit_part_replay
+from qkv.backends.cpu.split_bf16.replay import emit_split_replay
 from qkv.problem.check import check
 from qkv.problem.spec import Spec
 from qkv.testing import DTYPES
@@ -28,11 +28,11 @@ VARIANTS = {
 }
 
 
-def tile_shape(dtype: str) -> Shape:
+def tile_shape(dtype: str) -> TileShape:
     here = Host(CPU, "", "amx")
     shape = here.bfloat16_shape if dtype == "bfloat16" else split_shape(here, dtype)
     assert shape
-    return replace(shape, together=1)
+    return replace(shape, q_blocks_per_task=1)
 
 
 def spec_of(dtype: str, *variants: object) -> Spec:
@@ -57,7 +57,7 @@ def test_products_of_the_backward_pass_share_tiles(dtype, scores, sums, variants
     spec = spec_of(dtype, *variants)
     shape = replace(tile_shape(dtype), vectors=4)
     key = BackwardKey(kernel_spec(spec), shape, 32, False, dtype, dtype)
-    text = compiled(emit_backward_parts(key), LINUX, CPU)
+    text = compiled(emit_split_backward(key), LINUX, CPU)
     found = products_and_loads(text)
     assert {4 * scores, 4 * sums} <= {products for products, _ in found}
     assert all(products % 4 == 0 and loads <= products for products, loads in found)
@@ -71,7 +71,7 @@ def test_a_table_in_the_backward_pass_of_tiles() -> None:
         kernel_spec(spec), replace(tile_shape("bfloat16"), vectors=4), 32, False, "bfloat16",
         "bfloat16", (TableGradient(table.name, wide=True),),
     )  # fmt: skip
-    assert products_and_loads(compiled(emit_backward_parts(key), LINUX, CPU))
+    assert products_and_loads(compiled(emit_split_backward(key), LINUX, CPU))
 
 
 @pytest.mark.parametrize("question", ["sums", "top", "received"])
@@ -79,7 +79,7 @@ def test_a_table_in_the_backward_pass_of_tiles() -> None:
 def test_products_of_a_replay_share_tiles(question, dtype, scores) -> None:
     spec = replace(kernel_spec(spec_of(dtype, qkv.Causal())), dropout=False)
     key = ReplayKey(question, spec, tile_shape(dtype), 32, False, False)
-    text = compiled(emit_part_replay(key), LINUX, CPU)
+    text = compiled(emit_split_replay(key), LINUX, CPU)
     found = products_and_loads(text)
     assert found
     assert all(4 * scores == products > loads for products, loads in found)

@@ -295,6 +295,6 @@ def test_what_is_remembered_keeps_no_arrays() -> None:
     gc.collect()
     assert not any(reference() is not None for reference in gone)
     results = ready._results
-    for array in (results.query, results.query_parts, results.key, results.value):
+    for array in (results.query, results.query_partials, results.key, results.value):
         assert array.size > 1000
         assert array.base.base.nbytes == 4

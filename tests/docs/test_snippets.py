@@ -21,6 +21,7 @@ PAGES = [
     "docs/exercises.md",
     "docs/caches.md",
     "docs/inspect-models.md",
+    "docs/lab.md",
     "docs/paged-and-quantized.md",
     "docs/positions.md",
     "docs/trace.md",

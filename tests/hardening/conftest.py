@@ -7,10 +7,10 @@ from qkv.backends.cpu.machine.host import host
 
 @pytest.fixture
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """An instruction set, forced, with `in_parts` if "parts" follows its name."""
+    """An instruction set, forced, with `splits_operands` if "parts" follows its name."""
     name, _, parts = str(request.param).partition(" ")
     monkeypatch.setenv("QKV_ISA", name)
     assert host().isa == name
     if parts:
-        request.getfixturevalue("in_parts")
+        request.getfixturevalue("splits_operands")
     return str(request.param)

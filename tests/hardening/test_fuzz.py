@@ -49,7 +49,7 @@ def test_random_problems(
     kernel: str, structure: int, count: int, request: pytest.FixtureRequest
 ) -> None:
     if kernel:
-        request.getfixturevalue("in_parts")
+        request.getfixturevalue("splits_operands")
     seed = request.config.getoption("fuzz_seed")
     for number in range(0, count, 2):
         check_case("cpu", random_case(seed, structure, number))

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -35,18 +36,17 @@ def check(*arguments: str, **environment: str) -> None:
     assert problems[-1] == "done", f"exit {done.returncode}: {problems[-1]}\n{done.stderr[-2000:]}"
 
 
+SIDES = ["end", "begin"]
 WAYS = ["forward", "backward", *(["in parts"] if len(kernels()) > len(instruction_sets()) else [])]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("side", ["end", "begin"])
+@pytest.mark.sampled(("side", "way"), list(product(SIDES, WAYS)), one_in=2)
 def test_every_head_dim(side: str, way: str, pytestconfig: pytest.Config) -> None:
     dtypes = IN_PARTS if way == "in parts" else list(DTYPES)
     check(side, way, "swept", *sample(pytestconfig, dtypes, 4))
 
 
-@pytest.mark.parametrize("way", [*WAYS, "statistics"])
-@pytest.mark.parametrize("side", ["end", "begin"])
+@pytest.mark.sampled(("side", "way"), list(product(SIDES, [*WAYS, "statistics"])), one_in=2)
 def test_random_problems(side: str, way: str, pytestconfig: pytest.Config) -> None:
     structures = pytestconfig.getoption("fuzz") // (100 if way == "statistics" else 50)
     check(side, way, "random", "0", str(structures))

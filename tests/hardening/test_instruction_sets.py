@@ -16,7 +16,7 @@ def ways(config: pytest.Config) -> Iterator[tuple[str, int, Case, str]]:
     for isa, dtype in product(kernels(), DTYPES):
         if takes(isa, dtype):
             of_dtype = [case for case in cases() if dtype in case.dtypes]
-            for threads, case in sample(config, list(product((1, 2), of_dtype)), 101):
+            for threads, case in sample(config, list(product((1, 2), of_dtype)), 130):
                 yield isa, threads, case, dtype
 
 
@@ -44,6 +44,4 @@ def test_conformance(
 
 def test_the_sample_has_every_dtype_on_each(pytestconfig: pytest.Config) -> None:
     for isa in instruction_sets():
-        sampled = {(case.shape, dtype) for i, _, case, dtype in ways(pytestconfig) if i == isa}
-        assert len({dtype for _, dtype in sampled}) == 4
-        assert len(sampled) >= 10
+        assert {dtype for i, _, _, dtype in ways(pytestconfig) if i == isa} == set(DTYPES)

@@ -130,9 +130,9 @@ def test_sides_of_no_rows_and_of_one(dtype, call_variants) -> None:
         assert (found.value == (2 if q_len else 0)).all()
 
 
-@pytest.mark.parametrize("together", [1, 4])
+@pytest.mark.parametrize("q_blocks_per_task", [1, 4])
 @pytest.mark.parametrize("kind", ["causal", "window", "segments"])
-def test_a_schedule_never_holds_all_its_tiles(kind, together) -> None:
+def test_a_schedule_never_holds_all_its_tiles(kind, q_blocks_per_task) -> None:
     """5.6 million of them, some arrays of eight bytes each."""
     length = 131_072
     rows = np.arange(length)
@@ -144,10 +144,10 @@ def test_a_schedule_never_holds_all_its_tiles(kind, together) -> None:
     array = np.broadcast_to(np.float32(0), (1, length, 64))
     problem = check(array, array, array, (variant,))
     tracemalloc.start()
-    plan = schedule(problem, 48, together=together)
+    plan = schedule(problem, 48, q_blocks_per_task=q_blocks_per_task)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(plan.tasks) == -(-length // (48 * together))
+    assert len(plan.tasks) == -(-length // (48 * q_blocks_per_task))
     assert peak < 10 * 2**20
 
 
@@ -228,7 +228,7 @@ def test_sixteen_thousand_tokens_take_sixteen_mebibytes(kind, dtype) -> None:
 
 
 @LINUX
-@pytest.mark.parametrize(
+@pytest.mark.sampled(
     ("kind", "dtype", "item"),
     [
         ("causal", "float32", 4),
@@ -236,6 +236,7 @@ def test_sixteen_thousand_tokens_take_sixteen_mebibytes(kind, dtype) -> None:
         ("window", "float32", 4),
         ("segments", "float16", 2),
     ],
+    one_in=4,
 )
 def test_a_hundred_and_thirty_thousand_tokens_take_sixteen_mebibytes(kind, dtype, item) -> None:
     """Of few dimensions, which what is beside the operands does not depend on."""

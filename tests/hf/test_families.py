@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import pytest
@@ -115,8 +116,7 @@ def test_eager_attention_is_far_from_uniform(family: str) -> None:
         assert float((entropy / allowed.clamp_min(2).log()).mean()) < 0.85
 
 
-@pytest.mark.parametrize("kind", PADDINGS)
-@pytest.mark.parametrize("family", TEXT)
+@pytest.mark.sampled(("family", "kind"), list(product(TEXT, PADDINGS)), one_in=3)
 def test_logits_of_padded_text(family: str, kind: str, monkeypatch: Any) -> None:
     inputs = inputs_of(family, kind)
     expected = run(family, "eager", inputs).logits
@@ -170,8 +170,7 @@ def test_generation(family: str) -> None:
         close(found[1], logits)
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.sampled(("family", "cache"), list(product(DECODERS, ["dynamic", "static"])), one_in=2)
 def test_chunked_prefill(family: str, cache: str) -> None:
     """Three chunks and a step through a cache give what eager gives in one pass without any."""
     inputs = inputs_of(family, "left")
@@ -219,7 +218,7 @@ def test_packed_rows(family: str, monkeypatch: Any) -> None:
             close(part, run(family, "eager", {"input_ids": alone[None]}).logits[0])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.sampled("family", list(FAMILIES), one_in=2)
 def test_gradients_of_all_parameters(family: str) -> None:
     inputs = inputs_of(family, "right")
     gradients = []
@@ -238,7 +237,7 @@ def test_gradients_of_all_parameters(family: str) -> None:
         assert float((got[name] - expected[name]).abs().max()) < BOUND * max(1.0, largest), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.sampled("family", list(FAMILIES), one_in=2)
 def test_weights_are_offered_lazily(family: str) -> None:
     inputs = inputs_of(family)
     expected = run(family, "eager", inputs, output_attentions=True)

@@ -187,7 +187,8 @@ def test_json_follows_the_schema(case: Case) -> None:
 def test_the_schema_says_something() -> None:
     good = explain(SMALL[0], q_index=0, head=0, batch=0).to_dict()
     for path, wrong in (
-        (["version"], 2),
+        (["version"], 3),
+        (["ledger", "total"], 1.5),
         (["problem", "scale"], "0.5"),
         (["heads", 0, "rows", 0, "raw", 0], "inf "),
         (["heads", 0, "rows", 0, "softmax", "weights"], [[1.0]]),
@@ -206,7 +207,7 @@ def test_the_schema_says_something() -> None:
 def test_json_has_the_numbers() -> None:
     trace = explain(SMALL[0], q_index=2, head=1, batch=1, grad=True)
     read, row = checked(trace), only(trace)
-    assert (read["schema"], read["version"]) == ("qkv-trace", 1)
+    assert (read["schema"], read["version"]) == ("qkv-trace", 2)
     head = read["heads"][0]
     assert (head["batch"], head["head"], head["kv_head"]) == (1, 1, 0)
     assert head["rows"][0]["products"] == row.products.tolist()

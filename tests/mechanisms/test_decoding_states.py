@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -61,7 +62,7 @@ def test_steps_give_what_the_parallel_form_gives(cls: Any, lengths: list[int]) -
     close(found, mechanism(x), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("cls", [c for c in CLASSES if c is not Linear])
+@pytest.mark.parametrize("cls", CLASSES)
 def test_blocks_change_nothing(cls: Any) -> None:
     mechanism, x = made(cls), draw(2, N, 8)
     right = mechanism(x)
@@ -115,8 +116,25 @@ def test_states_that_do_not_fit_are_refused(cls: Any) -> None:
             mechanism.step(draw(3, 1, 8), {"nothing": draw(1)})
         with pytest.raises(ArgumentError, match="state"):
             mechanism.step(draw(3, 1, 8), 3)
+        with pytest.raises(DTypeError, match="not an array"):
+            mechanism.step(draw(3, 1, 8), {name: [1.0] for name in state})
+    else:
+        with pytest.raises(DTypeError, match="not an array"):
+            mechanism.step(draw(3, 1, 8), [1.0])
     with pytest.raises(DTypeError, match="floating"):
         mechanism.step(np.ones((3, 1, 8), int))
+
+
+@pytest.mark.parametrize("cls", [*CLASSES, Performer])
+def test_the_output_has_the_dtype_of_x(cls: Any) -> None:
+    options = OPTIONS.get(cls, {"num_features": 4})
+    x = draw(2, N, 8).astype(ml_dtypes.bfloat16)
+    mechanism = cls(8, **options, seed=1)
+    out = mechanism(x)
+    assert out.dtype == x.dtype
+    # bfloat16 keeps eight bits.
+    right = mechanism(np.float64(x))
+    assert abs(np.float64(out) - right).max() < 0.1 * abs(right).max()
 
 
 def test_what_is_no_recurrence_is_refused() -> None:

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, settings
 settings.register_profile(
     "laws",
     derandomize=True,
-    max_examples=20,
+    max_examples=10,
     deadline=None,
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],

@@ -84,7 +84,9 @@ def identity_value(d):
 @BACKENDS
 @given(d=drawn(), shift=st.floats(-20, 20))
 def test_adding_a_constant_to_all_scores_moves_lse_alone(backend, d, shift):
-    shifted = qkv.ScoreMod(lambda score, b, h, q, k: score + shift)
+    # An array is an operand; a number would be compiled anew for each example.
+    constant = np.array([shift])
+    shifted = qkv.ScoreMod(lambda score, b, h, q, k: score + constant[0 * k])
     out, lse = qkv.attention(*d.arrays, backend=backend, return_lse=True)
     moved, moved_lse = qkv.attention(*d.arrays, shifted, backend=backend, return_lse=True)
     same(out, moved, d)

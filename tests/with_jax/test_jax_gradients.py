@@ -64,7 +64,7 @@ def arrays_of(variant: Any) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("variant", EXAMPLES)
+@pytest.mark.sampled("variant", EXAMPLES, one_in=3)
 def test_every_variant(variant: Any) -> None:
     """The arrays that it holds are traced as well, and differentiated where they are floating."""
     q, k, v = operands()

@@ -1,9 +1,9 @@
 """Backends: the registry, and the choice of the one that runs a problem.
 
 A backend is any object with the protocol of `Backend`. What it has beyond that is a protocol each:
-`Differentiable`, `Inspectable`, `StoredRowsBackend`, `DeviceBackend`, and for calls like an earlier
-one `Preparing`, `PreparingGradients` and `PreparingSteps`. Those of other packages are found
-through the entry point group `qkv.backends`; see docs/add-a-backend.md.
+`Differentiable`, `Inspectable`, `ReducingWeights`, `StoredRowsBackend`, `DeviceBackend`, and for
+calls like an earlier one `Preparing`, `PreparingGradients` and `PreparingSteps`. Those of other
+packages are found through the entry point group `qkv.backends`; see docs/add-a-backend.md.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ from qkv.backends.protocols import (
     PreparingStatistics,
     PreparingSteps,
     Progress,
+    ReducingWeights,
     Refusal,
     SinksBackend,
     StoredRowsBackend,
+    WeightBlocks,
 )
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.partial import Partial, finish
@@ -60,9 +62,11 @@ __all__ = [
     "PreparingStatistics",
     "PreparingSteps",
     "Progress",
+    "ReducingWeights",
     "Refusal",
     "SinksBackend",
     "StoredRowsBackend",
+    "WeightBlocks",
     "backends",
     "broken_backends",
     "choose",

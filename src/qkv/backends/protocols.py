@@ -290,6 +290,43 @@ class Inspectable(Protocol):
         ...
 
 
+class WeightBlocks(Protocol):
+    """The weights of one problem, reduced over blocks of pairs where that is asked for."""
+
+    def __call__(
+        self, batch: int, head: int, q_rows: slice, kv_rows: slice, block: int
+    ) -> tuple[Array, Array] | None:
+        """The largest weight, and the sum of the weights, of each `block` x `block` pairs.
+
+            largest[m, n] = max w[i, j],   sums[m, n] = sum w[i, j]
+            over q_rows.start + m block <= i < q_rows.start + (m + 1) block, and j alike
+
+        Parameters
+        ----------
+        batch, head : int
+            Flat batch index and query head.
+        q_rows, kv_rows : slice
+            A rectangle that begins at multiples of `block`; blocks at its end may be smaller.
+        block : int
+
+        Returns
+        -------
+        (array, array) or None
+            `(blocks of queries, blocks of keys)`; NaN counts as 0. None where the blocks are too
+            small to pay.
+        """
+        ...
+
+
+@runtime_checkable
+class ReducingWeights(Protocol):
+    """What a backend also has that reduces weights, for maps of them at any length."""
+
+    def weight_blocks(self, problem: Problem, lse: Array) -> WeightBlocks:
+        """A problem made ready, with the lse of the whole call; see `Inspectable`."""
+        ...
+
+
 @runtime_checkable
 class Backend(Protocol):
     """The protocol of every backend. It reads the expressions of a `Spec`, never the variants."""

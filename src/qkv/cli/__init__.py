@@ -32,6 +32,7 @@ examples:
   qkv plan --q-len 8192 --causal       what would run, how much it skips and what it takes
   qkv cost --model llama-3-8b          operations, bytes, cache and least time of a model
   qkv compare                          every mechanism on the same five tokens
+  qkv lab --model tiny                 all of it as a page to explore
   qkv info                             what this machine can run
 """
 
@@ -40,6 +41,7 @@ _COMMANDS = {
     "cost": "what a model or a mechanism costs",
     "scaling": "why scores are divided by sqrt(d_k)",
     "errata": "what the classical teaching texts print wrongly",
+    "lab": "a page that shows attention happen",
 }
 """Commands that describe themselves and their options in a module of their own."""
 

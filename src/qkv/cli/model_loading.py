@@ -13,16 +13,20 @@ import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from qkv.errors import ArgumentError, FileError, QkvError, UnsupportedError
 from qkv.files.contents import shown
-from qkv.inspection.model_record import ModelRecord
+from qkv.inspection.model_record import Keep, ModelRecord
 
-__all__ = ["inspect_model"]
+if TYPE_CHECKING:
+    from qkv.lab.sources import Source
+
+__all__ = ["inspect_model", "lab_source"]
 
 Progress = Callable[[int, int], None]
 
@@ -34,22 +38,45 @@ _MAX_BYTES = 1 << 26
 _MAX_REASON_LENGTH = 300
 
 
-def inspect_model(options: argparse.Namespace, progress: Progress) -> ModelRecord:
-    """Run the model of `--model` on the text of `--text`.
+def inspect_model(
+    options: argparse.Namespace, progress: Progress, keep: Keep = None
+) -> ModelRecord:
+    """Run the model of `--model` on the text of `--text`; `keep` says whose weights to keep.
 
     Raises
     ------
     QkvError
         The model or the text cannot be used; the message says why.
     """
-    text = None if options.text is None else _text(options.text)
     if options.model == TINY:
-        return _inspect_tiny(text, options.tokens, progress)
-    if text is None:
-        from qkv.samples import real_sample
+        text = None if options.text is None else _text(options.text)
+        return _inspect_tiny(text, options.tokens, progress, keep)
+    return _run_transformer(options.model, _text_of(options), options, progress, keep).record
 
-        text = real_sample().paragraph
-    return _inspect_transformer(options.model, text, options, progress)
+
+def lab_source(options: argparse.Namespace, progress: Progress) -> Source:
+    """The same for the lab, with the weights of all layers."""
+    from qkv.lab.heads import heads_of_model
+    from qkv.lab.sources import Source
+    from qkv.lab.what_if import tiny_what_if
+
+    if options.model != TINY:
+        return _transformer_source(options, progress)
+    record = inspect_model(options, progress, keep="weights")
+    ids = [] if record.tokens is None else record.tokens[0].tolist()
+    return Source(record.model, heads=heads_of_model(record), intervene=tiny_what_if(ids))
+
+
+def _transformer_source(options: argparse.Namespace, progress: Progress) -> Source:
+    from qkv.lab.heads import heads_of_model
+    from qkv.lab.sources import Source
+    from qkv.lab.what_if import transformer_what_if
+
+    ran = _run_transformer(options.model, _text_of(options), options, progress, "weights", True)
+    intervene = None
+    if hasattr(ran.model, "lm_head") or ran.model.get_output_embeddings() is not None:
+        intervene = transformer_what_if(ran.model, ran.tokenizer, ran.ids, ran.room)
+    return Source(ran.record.model, heads=heads_of_model(ran.record), intervene=intervene)
 
 
 def _text(path: str) -> str:
@@ -84,14 +111,16 @@ def _text(path: str) -> str:
 # --- the embedded model --------------------------------------------------------------------------
 
 
-def _inspect_tiny(text: str | None, count: int | None, progress: Progress) -> ModelRecord:
+def _inspect_tiny(
+    text: str | None, count: int | None, progress: Progress, keep: Keep
+) -> ModelRecord:
     """qkv's own model; without a text it reads random characters, twice."""
     from qkv.samples.tiny import LAYERS, tiny_model
 
     model = tiny_model()
     ids = model.repeated_sequence() if text is None else model.encode(text)
     ids = ids[:count]
-    record = ModelRecord(model.name)
+    record = ModelRecord(model.name, keep=keep)
     record.tokens, record.texts = np.array([ids]), model.tokens(ids)
     for layer, (query, key, _, variants) in enumerate(model.attention_inputs(ids)):
         record.add(query, key, *variants, name=f"layers.{layer}", tokens=record.tokens)
@@ -102,9 +131,35 @@ def _inspect_tiny(text: str | None, count: int | None, progress: Progress) -> Mo
 # --- models of transformers ----------------------------------------------------------------------
 
 
-def _inspect_transformer(
-    name: str, text: str, options: argparse.Namespace, progress: Progress
-) -> ModelRecord:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ran:
+    """A model that has read a text."""
+
+    record: ModelRecord
+    model: Any
+    tokenizer: Any
+    ids: list[int]
+    room: int
+
+
+def _text_of(options: argparse.Namespace) -> str:
+    """The text of `--text`, or a paragraph."""
+    if options.text is not None:
+        return _text(options.text)
+    from qkv.samples import real_sample
+
+    return real_sample().paragraph
+
+
+def _run_transformer(
+    name: str,
+    text: str,
+    options: argparse.Namespace,
+    progress: Progress,
+    keep: Keep,
+    predicts: bool = False,
+) -> _Ran:
+    """Record a model on a text; `predicts` asks for its head for the next token, if it has one."""
     _require_safetensors(name)
     with _offline(not options.download):
         try:
@@ -120,18 +175,18 @@ def _inspect_transformer(
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         with _loading_errors(name, options.download):
-            config, tokenizer, model = _load_model(name, options.download)
+            config, tokenizer, model = _load_model(name, options.download, predicts)
     ids = tokenizer(text, verbose=False)["input_ids"][: options.tokens]
-    _require_room(ids, config, tokenizer)
+    room = _require_room(ids, config, tokenizer)
     with (
         torch.no_grad(),
-        qkv.hf.inspect(model, progress=progress) as record,
+        qkv.hf.inspect(model, progress=progress, keep=keep) as record,
         _running_errors(type(model).__name__),
     ):
         model(input_ids=torch.tensor([ids]))
     record.model = name
     record.texts = [tokenizer.decode([index]) for index in ids]
-    return record
+    return _Ran(record, model, tokenizer, ids, room)
 
 
 def _require_safetensors(name: str) -> None:
@@ -185,15 +240,18 @@ def _offline(offline: bool) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _load_model(name: str, download: bool) -> tuple[Any, Any, Any]:
+def _load_model(name: str, download: bool, predicts: bool) -> tuple[Any, Any, Any]:
     """Configuration, tokenizer and the part of the model that reads text."""
-    from transformers import AutoConfig, AutoModel, AutoTokenizer
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
     safe = {"local_files_only": not download, "trust_remote_code": False}
     config = AutoConfig.from_pretrained(name, **safe)
     config.use_cache = False
     tokenizer = AutoTokenizer.from_pretrained(name, **safe)
-    whole, report = AutoModel.from_pretrained(
+    made = [str(said) for said in getattr(config, "architectures", None) or ()]
+    predicts = predicts and any(said.endswith(("ForCausalLM", "LMHeadModel")) for said in made)
+    kind: Any = AutoModelForCausalLM if predicts else AutoModel
+    whole, report = kind.from_pretrained(
         name, config=config, use_safetensors=True, output_loading_info=True, **safe
     )
     model = whole.get_encoder() if getattr(config, "is_encoder_decoder", False) else whole
@@ -267,8 +325,8 @@ def _reason(error: Exception) -> str:
     return message.splitlines()[0][:_MAX_REASON_LENGTH]
 
 
-def _require_room(ids: list[int], config: Any, tokenizer: Any) -> None:
-    """Raise an error if the text has more tokens than the model has positions."""
+def _require_room(ids: list[int], config: Any, tokenizer: Any) -> int:
+    """The positions of the model; raise an error if the text has more tokens."""
     if not ids:
         raise ArgumentError("the text has no tokens.", action="Write a sentence into it.")
     text_config = config.get_text_config()
@@ -279,3 +337,4 @@ def _require_room(ids: list[int], config: Any, tokenizer: Any) -> None:
             f"the text has {len(ids)} tokens; the model has {room} positions.",
             action=f"Add --tokens {room} to read the beginning.",
         )
+    return int(room)

@@ -7,16 +7,17 @@ is covered by real bytes. Pickles are never loaded. Whatever is wrong is a `File
 
 from __future__ import annotations
 
+import io
 import os
 import stat
 
 from qkv.errors import FileError
-from qkv.files.contents import Arrays, Source
+from qkv.files.contents import MAX_INFLATED, Arrays, Source
 from qkv.files.npz_format import read_npz
 from qkv.files.safetensors_format import read_safetensors
 from qkv.files.writing import write_arrays
 
-__all__ = ["Arrays", "read_arrays", "write_arrays"]
+__all__ = ["Arrays", "read_array_bytes", "read_arrays", "write_arrays"]
 
 
 def read_arrays(path: str | os.PathLike[str]) -> Arrays:
@@ -68,6 +69,30 @@ def read_arrays(path: str | os.PathLike[str]) -> Arrays:
             return _read(Source(file, os.fstat(file.fileno()).st_size, name))
     except OSError as error:
         raise _unreadable(name, error) from error
+
+
+def read_array_bytes(data: bytes, name: str, most_inflated: int = MAX_INFLATED) -> Arrays:
+    """Read query, key and value from the bytes of a safetensors or npz file.
+
+    Parameters
+    ----------
+    data : bytes
+        The whole file.
+    name : str
+        What to call it in errors.
+    most_inflated : int
+        Bytes that one compressed array may unpack to.
+
+    Returns
+    -------
+    Arrays
+
+    Raises
+    ------
+    FileError
+        As for `read_arrays`.
+    """
+    return _read(Source(io.BytesIO(data), len(data), name, most_inflated))
 
 
 def _unreadable(name: str, error: OSError) -> FileError:

@@ -20,6 +20,7 @@ MAX_DIMENSIONS = 32
 MAX_LENGTH = 1 << 48
 MAX_EMPTY = 1 << 20  # product of the other lengths of an array without elements
 CHUNK = 1 << 20
+MAX_INFLATED = 1 << 30  # bytes of one compressed array; a stored one is bounded by the file
 
 _SPELLINGS = (("q", "k", "v"), ("query", "key", "value"))
 
@@ -48,11 +49,15 @@ class Arrays:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """An open file, how many bytes it really has, and what to call it in errors."""
+    """An open file, how many bytes it really has, and what to call it in errors.
+
+    One compressed array may unpack to at most `most_inflated` bytes.
+    """
 
     file: BinaryIO
     size: int
     name: str
+    most_inflated: int = MAX_INFLATED
 
     def at(self, offset: int, count: int) -> bytes:
         """`count` bytes at `offset`, all of them."""

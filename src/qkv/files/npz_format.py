@@ -35,7 +35,6 @@ __all__ = ["read_npz"]
 
 MAX_DIRECTORY = 1 << 20  # bytes: about ten thousand arrays
 MAX_HEADER = 1024  # a plain array needs at most 700
-MAX_INFLATED = 1 << 30  # bytes of one compressed array; a stored one is bounded by the file
 
 _DTYPES = {f"{order}f{size}": f"{order}f{size}" for order in "<>=" for size in (2, 4, 8)}
 # NumPy has no code of its own for bfloat16 and saves it as two opaque bytes.
@@ -99,7 +98,7 @@ def _entry(source: Source, archive: zipfile.ZipFile, name: str, info: zipfile.Zi
     what = shown(name)
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or info.flag_bits & 1:
         raise source.error(f"packs {what} in a way that is not read", "Use numpy.savez.")
-    room = source.size if info.compress_type == zipfile.ZIP_STORED else MAX_INFLATED
+    room = source.size if info.compress_type == zipfile.ZIP_STORED else source.most_inflated
     if info.file_size > room:
         raise source.error(
             f"says that {what} unpacks to {info.file_size} bytes; at most {room} are read",

@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from qkv.hf.attention import attend, observe
 from qkv.hf.cache import Cache
+from qkv.hf.intervention import CopyFrom, intervene
 from qkv.hf.layer_call import LayerCall, LayerWeights
 from qkv.hf.masks import StatedMask, state_mask
 from qkv.hf.record import inspect
@@ -21,6 +22,7 @@ from qkv.hf.usage import NotUsedWarning, Usage, check
 
 __all__ = [
     "Cache",
+    "CopyFrom",
     "LayerCall",
     "LayerWeights",
     "NotUsedWarning",
@@ -29,6 +31,7 @@ __all__ = [
     "check",
     "enable",
     "inspect",
+    "intervene",
     "observe",
 ]
 

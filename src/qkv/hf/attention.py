@@ -15,9 +15,10 @@ from qkv.hf.keywords import refuse_unread
 from qkv.hf.layer_call import LayerCall, LayerWeights
 from qkv.hf.masks import StatedMask
 
-__all__ = ["Observer", "attend", "observe"]
+__all__ = ["Observer", "OutputChange", "attend", "change_outputs", "observe"]
 
 Observer = Callable[[LayerCall], None]
+OutputChange = Callable[[LayerCall, torch.Tensor], torch.Tensor]
 
 
 def attend(
@@ -100,7 +101,10 @@ def attend(
     for observer in _observers:
         observer(call)
     wanted = output_attentions or _collected()
-    return call.output(), LayerWeights(call) if wanted else None
+    out = call.output()
+    for change in _changes:
+        out = change(call, out)
+    return out, LayerWeights(call) if wanted else None
 
 
 def _seed() -> Any:
@@ -157,3 +161,16 @@ def observe(observer: Observer) -> Iterator[None]:
         yield
     finally:
         _observers.remove(observer)
+
+
+_changes: list[OutputChange] = []
+
+
+@contextmanager
+def change_outputs(change: OutputChange) -> Iterator[None]:
+    """Let `change` see every `LayerCall` with its output, and give the output that counts."""
+    _changes.append(change)
+    try:
+        yield
+    finally:
+        _changes.remove(change)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.hf.attention import observe
 from qkv.hf.layer_call import LayerCall
+from qkv.hf.switching import in_backward, inner_model, switched, uncompiled
 from qkv.inspection.model_record import Keep, ModelRecord
 
 __all__ = ["inspect"]
@@ -92,14 +92,14 @@ def inspect(
     from qkv.hf import enable
 
     enable()
-    model = _inside(model)
+    model = inner_model(model)
     _require_cpu(model)
     name = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
     record = ModelRecord(name, top=top, keep=keep)
     run = _Run(model, record, progress)
     hook = model.register_forward_pre_hook(run.begin, with_kwargs=True)
     try:
-        with _switched(model), _uncompiled(), observe(run.see):
+        with switched(model), uncompiled(), observe(run.see):
             yield record
     finally:
         hook.remove()
@@ -121,7 +121,7 @@ class _Run:
         self.names = {module: name for name, module in self.model.named_modules()}
 
     def begin(self, module: torch.nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
-        if _in_backward():
+        if in_backward():
             return
         if self.inputs is not None:
             raise ArgumentError(
@@ -136,7 +136,7 @@ class _Run:
     def see(self, call: LayerCall) -> None:
         """Add the scores of one layer, before its output is computed."""
         name = self.names.get(call.module)
-        if name is None or self.inputs is None or _in_backward():
+        if name is None or self.inputs is None or in_backward():
             return
         one_sequence = not _OTHER_SEQUENCE.search(name)
         ids, real = self._sequence_of(name, call) if one_sequence else (None, None)
@@ -200,45 +200,6 @@ class _Run:
         return sum("Attention" in type(module).__name__ for module in self.names)
 
 
-def _inside(module: torch.nn.Module) -> torch.nn.Module:
-    """The model of transformers that a module is, or wraps."""
-    found = list(dict.fromkeys(_models(module)))
-    if len(found) == 1:
-        return found[0]
-    raise ArgumentError(
-        f"{type(module).__name__} has {len(found)} models of transformers inside; "
-        "a record is of one.",
-        [("inside", type(model).__name__) for model in found[:3]],
-        "Pass the PreTrainedModel itself.",
-    )
-
-
-def _models(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The outermost ones."""
-    from transformers import PreTrainedModel
-
-    if isinstance(module, PreTrainedModel):
-        yield module
-        return
-    for part in module.children():
-        yield from _models(part)
-
-
-@contextmanager
-def _uncompiled() -> Iterator[None]:
-    """Turn torch.compile off inside, because a traced layer has no values to record."""
-    # Importing torch's compiler takes seconds, and without it nothing can be compiled.
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
-def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
 def _require_cpu(model: torch.nn.Module) -> None:
     elsewhere = {str(p.device) for p in model.parameters() if p.device.type != "cpu"}
     if elsewhere:
@@ -253,28 +214,3 @@ def _filled(rows: Array, length: int, fill: Any) -> Array:
     """Rows (batch, n) for `length` keys; what a static cache does not hold yet is `fill`."""
     missing = max(length - rows.shape[1], 0)
     return np.pad(rows[:, :length], ((0, 0), (0, missing)), constant_values=fill)
-
-
-@contextmanager
-def _switched(model: Any) -> Iterator[None]:
-    """The model with qkv as its implementation, in every part of it; then with its own again."""
-    before = {id(config): (config, config._attn_implementation) for config in _configs(model)}
-    try:
-        model.set_attn_implementation("qkv")
-        yield
-    finally:
-        for config, implementation in before.values():
-            # Setting the property would overwrite the choice of sub-models that have their own.
-            config._attn_implementation_internal = implementation
-
-
-def _configs(model: Any) -> Iterator[Any]:
-    """The configurations of a model, of its parts, and those inside them."""
-    found = [module.config for module in model.modules() if hasattr(module, "config")]
-    while found:
-        config = found.pop()
-        if not hasattr(config, "_attn_implementation_internal"):
-            continue
-        yield config
-        parts: Mapping[str, Any] = getattr(config, "sub_configs", {})
-        found += [part for name in parts if (part := getattr(config, name, None)) is not None]

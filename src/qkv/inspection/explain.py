@@ -16,17 +16,22 @@ from qkv.call.options import Options, option_values, with_options
 from qkv.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 from qkv.inspection.gradient import BackwardSteps, backward_steps, gradients
 from qkv.inspection.steps import Steps, steps
+from qkv.inspection.streaming import TileState, stream
 from qkv.inspection.trace import (
     MaskStage,
+    Projections,
     RowGradients,
     ScoreStage,
     Slope,
     Trace,
     TracedGradients,
     TracedHead,
+    TracedLedger,
+    TracedMechanism,
     TracedProblem,
     TracedRow,
 )
+from qkv.ledger import attention_ledger
 from qkv.problem.builder import FLOATS
 from qkv.problem.check import Layout
 from qkv.problem.rows import read_rows
@@ -52,6 +57,9 @@ def explain(
     kv_tokens: Sequence[str] | None = None,
     grad: bool = False,
     cotangent: Any = None,
+    block_kv: int | None = None,
+    projections: Projections | None = None,
+    mechanism: TracedMechanism | None = None,
     **options: Unpack[Options],
 ) -> Trace:
     """Every step of attention for some queries, as data that can be printed.
@@ -80,6 +88,12 @@ def explain(
         Add the step back: for each row the softmax Jacobian, and dQ, dK, dV over all rows.
     cotangent : array like the output, optional
         What the output is multiplied with before it is summed to a loss; ones by default.
+    block_kv : int, optional
+        Add the states of the streaming algorithm, for tiles of so many keys.
+    projections : Projections, optional
+        Where query, key and value come from; kept with the trace.
+    mechanism : TracedMechanism, optional
+        What is traced, if it has a name; kept with the trace.
 
     Returns
     -------
@@ -117,6 +131,7 @@ def explain(
     _check_size(spec, len(batches) * len(heads) * len(q_rows), grad)
     names = _tokens(tokens, spec.q_len, "tokens", "q_len")
     kv_names = _tokens(kv_tokens, spec.kv_len, "kv_tokens", "kv_len")
+    _check_block(block_kv)
     if kv_names is None and spec.q_len == spec.kv_len:
         kv_names = names
     d_out = d_query = gradient = None
@@ -129,13 +144,37 @@ def explain(
             _like_argument(d_key, view(key, "key"), call.layout),
             _like_argument(d_value, view(value, "value"), call.layout),
         )
+    traced = tuple(
+        _traced_head(problem, b, h, q_rows, d_out, d_query, block_kv)
+        for b in batches
+        for h in heads
+    )
     return Trace(
         _traced_problem(problem),
         names,
         kv_names,
-        tuple(_traced_head(problem, b, h, q_rows, d_out, d_query) for b in batches for h in heads),
+        traced,
         gradient,
+        mechanism,
+        projections,
+        _ledger(traced, spec),
     )
+
+
+def _ledger(heads: Sequence[TracedHead], spec: Spec) -> TracedLedger:
+    """Operations of the pairs that the traced rows attend to."""
+    pairs = [int(row.allowed.sum()) for head in heads for row in head.rows]
+    found = attention_ledger(sum(pairs), sum(map(bool, pairs)), spec.head_dim, spec.v_head_dim)
+    counts = {name: int(count) for name, count in found.counts.items()}
+    return TracedLedger(counts, found.formulas, int(found.total))
+
+
+def _check_block(block_kv: Any) -> None:
+    whole = isinstance(block_kv, int | np.integer) and not isinstance(block_kv, bool)
+    if block_kv is not None and (not whole or block_kv < 1):
+        raise ArgumentError(
+            f"block_kv={block_kv!r:.60} is no number of keys.", action="Pass 1 or more."
+        )
 
 
 def _traced_problem(problem: Problem) -> TracedProblem:
@@ -163,6 +202,7 @@ def _traced_head(
     q_rows: Array,
     d_out: Array | None,
     d_query: Array | None,
+    block_kv: int | None,
 ) -> TracedHead:
     spec, operands = problem.spec, problem.operands
     index: tuple[Any, ...] = np.unravel_index(batch, spec.batch_shape)
@@ -173,12 +213,17 @@ def _traced_head(
     positions = operands.positions.query_positions(), operands.positions.key_positions()
     q_pos, kv_pos = (p[batch if len(p) > 1 else 0] for p in positions)
     given = operands.query[q_head][q_rows].astype(np.float64)
+    states = None
+    if block_kv is not None:
+        sink = None if operands.sinks is None else float(operands.sinks[head])
+        states = tuple(stream(forward.scores, forward.value, block_kv, sink, forward.factors))
     rows = []
     for i, row in enumerate(q_rows):
+        tiles = None if states is None else tuple(state.row(i) for state in states)
         row_back = None
         if back is not None and d_out is not None and d_query is not None:
             row_back = _row_back(forward, back, i, d_out[q_head][row], d_query[q_head][row])
-        rows.append(_traced_row(forward, i, int(q_pos[row]), given[i], row_back, spec))
+        rows.append(_traced_row(forward, i, int(q_pos[row]), given[i], tiles, row_back, spec))
     key = read_rows(operands.key, index, kv_head, slice(None), np.dtype(np.float64))
     return TracedHead(
         batch=batch,
@@ -193,7 +238,13 @@ def _traced_head(
 
 
 def _traced_row(
-    forward: Steps, i: int, q_pos: int, given: Array, back: RowGradients | None, spec: Spec
+    forward: Steps,
+    i: int,
+    q_pos: int,
+    given: Array,
+    tiles: tuple[TileState, ...] | None,
+    back: RowGradients | None,
+    spec: Spec,
 ) -> TracedRow:
     allowed = ~np.isneginf(forward.scores[i])
     with np.errstate(all="ignore"):
@@ -216,6 +267,7 @@ def _traced_row(
         factors=None if forward.factors is None else forward.factors[i],
         contributions=contributions,
         output=contributions.sum(axis=0),
+        tiles=tiles,
         back=back,
     )
 

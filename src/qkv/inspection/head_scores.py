@@ -26,6 +26,7 @@ from qkv.call.inspected import attend_for_inspection
 from qkv.call.options import OptionValues
 from qkv.errors import ShapeError
 from qkv.inspection.earlier_tokens import EarlierToken, Tokens, sequence_starts
+from qkv.inspection.kept_inputs import KeptInputs
 from qkv.inspection.record import Record
 from qkv.inspection.weights import LazyWeights
 from qkv.partial import Partial, coarse
@@ -77,6 +78,8 @@ class HeadScores:
         The keys with the largest weights, falling; padded with -1 and 0.
     weights : LazyWeights (batch, num_heads, q_len, kv_len) or None
         Holds query and key; rows of padding are 0.
+    inputs : KeptInputs or None
+        What the weights come from, as it can be kept in a file.
     """
 
     rows: dict[str, Array]
@@ -85,6 +88,7 @@ class HeadScores:
     top_keys: Array
     top_weights: Array
     weights: LazyWeights | None
+    inputs: KeptInputs | None = None
 
     def means(self) -> dict[str, Array]:
         """Each score, `(num_heads,)`: the mean over batch and counted queries.
@@ -252,7 +256,13 @@ class _LayerHeads:
         indices, largest = record.top(top)
         rows = {name: np.asarray(row, lse.dtype) for name, row in rows.items()}
         return HeadScores(
-            rows, queries, record.received, indices.astype(np.int32), largest, weights
+            rows,
+            queries,
+            record.received,
+            indices.astype(np.int32),
+            largest,
+            weights,
+            KeptInputs(self._query, self._key, self._variants, self._options),
         )
 
     def _bound(self, *more: Any) -> BoundCall:

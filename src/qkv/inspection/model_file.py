@@ -13,13 +13,15 @@ from numpy.typing import NDArray
 from qkv.errors import FileError
 from qkv.files.writing import replace_file
 from qkv.inspection.head_scores import SCORES, HeadScores
+from qkv.inspection.kept_inputs import KeptInputs
 from qkv.inspection.model_record import LayerRecord, ModelRecord
 
-__all__ = ["load", "save"]
+__all__ = ["is_model_record", "load", "save"]
 
 Array = NDArray[Any]
 
-SCHEMA, VERSION = "qkv-model-record", 1
+SCHEMA, VERSION = "qkv-model-record", 2
+"""Version 2 has what the weights of kept layers come from; files of version 1 are read too."""
 
 
 def save(record: ModelRecord, path: str | os.PathLike[str]) -> None:
@@ -27,14 +29,21 @@ def save(record: ModelRecord, path: str | os.PathLike[str]) -> None:
     from safetensors.numpy import save as as_bytes
 
     arrays = {} if record.tokens is None else {"tokens": record.tokens.astype(np.int64)}
+    kept = {}
     for layer in record:
         arrays.update(_layer_arrays(layer))
+        inputs, weights = layer.scores.inputs, layer.scores.weights
+        if inputs is not None and weights is not None:
+            prefix = _prefix(layer.index)
+            kept[str(layer.index)] = inputs.to_data(arrays, prefix)
+            arrays[f"{prefix}.lse"] = weights.replay.lse
     header = {
         "schema": SCHEMA,
         "version": VERSION,
         "model": record.model,
         "texts": None if record.texts is None else list(record.texts),
         "layers": [layer.name for layer in record],
+        "kept": kept,
     }
     contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     replace_file(path, as_bytes(contiguous, {"qkv": json.dumps(header)}))
@@ -57,14 +66,30 @@ def load(path: str | os.PathLike[str]) -> ModelRecord:
             f"{name} cannot be read: {error.strerror or error}.",
             action="Check the path and its permissions.",
         ) from error
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+    except (
+        SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError,
+        NotImplementedError,
+    ) as error:  # fmt: skip
+        reason = str(error).partition("\n")[0][:200]
         raise FileError(
-            f"{name} is no record of a model ({error}).", action="Write it with record.save(path)."
+            f"{name} is no record of a model ({reason}).", action="Write it with record.save(path)."
         ) from error
 
 
+def is_model_record(path: str | os.PathLike[str]) -> bool:
+    """Whether a file says of itself that it is a record of a model; False if it cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "numpy") as file:
+            header = json.loads((file.metadata() or {}).get("qkv", "{}"))
+    except (SafetensorError, OSError, ValueError, RecursionError):
+        return False
+    return isinstance(header, dict) and header.get("schema") == SCHEMA
+
+
 def _layer_arrays(layer: LayerRecord) -> dict[str, Array]:
-    scores, prefix = layer.scores, f"layers.{layer.index}"
+    scores, prefix = layer.scores, _prefix(layer.index)
     return {
         **{f"{prefix}.rows.{name}": scores.rows[name] for name in SCORES},
         **{f"{prefix}.counted.{name}": scores.counted[name] for name in SCORES},
@@ -85,9 +110,9 @@ def _read_header(path: str | os.PathLike[str], name: str) -> dict[str, Any]:
             f"{name} is a safetensors file, but no record of a model.",
             action="Write it with record.save(path).",
         )
-    if header.get("version") != VERSION:
+    if header.get("version") not in range(1, VERSION + 1):
         raise FileError(
-            f"{name} has version {header.get('version')!r}; this reads version {VERSION}.",
+            f"{name} has version {header.get('version')!r:.20}; this reads 1 to {VERSION}.",
             action="Read it with the version of qkv that wrote it.",
         )
     return header
@@ -98,13 +123,15 @@ def _record(header: dict[str, Any], arrays: dict[str, Array]) -> ModelRecord:
     record.tokens = arrays.get("tokens")
     texts = header["texts"]
     record.texts = None if texts is None else [str(text) for text in texts]
-    record.layers.extend(_layers(header["layers"], arrays))
+    record.layers.extend(_layers(header["layers"], header.get("kept", {}), arrays))
     return record
 
 
-def _layers(names: list[str], arrays: dict[str, Array]) -> Iterator[LayerRecord]:
+def _layers(
+    names: list[str], kept: dict[str, Any], arrays: dict[str, Array]
+) -> Iterator[LayerRecord]:
     for index, name in enumerate(names):
-        prefix = f"layers.{index}"
+        prefix = _prefix(index)
         rows = {score: arrays[f"{prefix}.rows.{score}"] for score in SCORES}
         counted = {score: arrays[f"{prefix}.counted.{score}"] for score in SCORES}
         received, keys, best = (
@@ -120,4 +147,16 @@ def _layers(names: list[str], arrays: dict[str, Array]) -> Iterator[LayerRecord]
         )
         if not fits:
             raise ValueError(f"the shapes of layer {index} do not fit each other")
-        yield LayerRecord(index, str(name), HeadScores(rows, counted, received, keys, best, None))
+        inputs = weights = None
+        if str(index) in kept:
+            inputs = KeptInputs.from_data(kept[str(index)], arrays, prefix)
+            weights = inputs.weights(arrays[f"{prefix}.lse"])
+            if weights.shape != (batch, num_heads, q_len, received.shape[-1]):
+                raise ValueError(f"the weights of layer {index} do not fit its scores")
+        scores = HeadScores(rows, counted, received, keys, best, weights, inputs)
+        yield LayerRecord(index, str(name), scores)
+
+
+def _prefix(index: int) -> str:
+    """How the names of a layer's arrays begin."""
+    return f"layers.{index}"

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from qkv.arrays import view
 from qkv.errors import ArgumentError
 from qkv.inspection.head_scores import SCORES, HeadScores, head_scores, kind_of
+from qkv.inspection.pictures import draw_heads, save_picture
 from qkv.inspection.weights import LazyWeights
 
 __all__ = ["HeadTable", "Keep", "LayerRecord", "ModelRecord", "load"]
@@ -195,7 +196,9 @@ class ModelRecord:
             # Copied, because a static cache overwrites its keys in the next call.
             key = np.array(view(key, "key"))
         scores = head_scores(query, key, *variants, top=self._top, **options)
-        layer = LayerRecord(index, name, scores if keep_weights else replace(scores, weights=None))
+        if not keep_weights:
+            scores = replace(scores, weights=None, inputs=None)
+        layer = LayerRecord(index, name, scores)
         self.layers.append(layer)
         return layer
 
@@ -258,16 +261,61 @@ class ModelRecord:
         return max(rows, key=lambda row: row[score], default=None)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all numbers to a safetensors file with names in its metadata; no weights.
+        """Write all numbers to a safetensors file with names in its metadata.
+
+        Of layers that are kept, query, key, lse and variants are written too, so that weights can
+        be read wherever the file is opened.
 
         Raises
         ------
         FileError
             If the file cannot be written.
+        UnsupportedError
+            A kept layer has a variant that is code, such as a `ScoreMod`.
         """
         from qkv.inspection.model_file import save
 
         save(self, path)
+
+    def plot(self, path: str | os.PathLike[str], score: str = "entropy") -> None:
+        """Draw one score of every head to a file, layers down and heads across.
+
+        Parameters
+        ----------
+        path : path
+            Its ending says the format: .svg, .png or .pdf. Needs matplotlib.
+        score : str
+            One of `qkv.inspection.head_scores.SCORES`.
+
+        Raises
+        ------
+        ArgumentError
+            There is no such score, or no layer.
+        """
+        if score not in SCORES or not self.layers:
+            raise ArgumentError(
+                f"there is no score {score!r:.40} of {len(self)} layers to draw.",
+                [("scores", ", ".join(SCORES))],
+                "Name one of these, of a record that has layers.",
+            )
+        widest = max(layer.num_heads for layer in self)
+        scores = np.full((len(self), widest), np.nan)
+        for row in self.rows():
+            scores[row["layer"], row["head"]] = row[score]
+        size = min(14.0, 2.5 + 0.4 * widest), min(14.0, 2.0 + 0.4 * len(self))
+        save_picture(path, size, lambda figure: draw_heads(figure, scores, score, self.model))
+
+    def to_html(self) -> str:
+        """The record as a page of the lab: one HTML file that works from disk, with no network.
+
+        Returns
+        -------
+        str
+            Everything is inside; see `qkv.lab.to_html`.
+        """
+        from qkv.lab.document import to_html
+
+        return to_html(self)
 
 
 def load(path: str | os.PathLike[str]) -> ModelRecord:

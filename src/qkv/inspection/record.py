@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -14,8 +15,10 @@ from qkv.backends import Inspectable, Progress
 from qkv.call.checked import CheckedCall
 from qkv.call.inspected import Inspected
 from qkv.errors import ArgumentError
+from qkv.inspection.pictures import LONGEST, draw_tiles, draw_weights, save_picture
 from qkv.inspection.replay import PAIRS, Replay
 from qkv.inspection.statistics import WeightStatistics, top_keys, weight_statistics
+from qkv.inspection.weight_blocks import reduced
 from qkv.inspection.weights import LazyWeights
 
 Array = NDArray[Any]
@@ -193,6 +196,80 @@ class Record:
             return np.bincount(q_index, weights, minlength=len(q_pos))
 
         return self._map_heads(head_mass)
+
+    def plot(
+        self,
+        path: str | os.PathLike[str],
+        head: int = 0,
+        batch: int = 0,
+        tokens: Sequence[str] | None = None,
+    ) -> None:
+        """Draw the weights of one head to a file, queries down and keys across.
+
+        Parameters
+        ----------
+        path : path
+            Its ending says the format: .svg, .png or .pdf. Needs matplotlib.
+        head, batch : int
+            Query head, and flat index over the leading dimensions.
+        tokens : sequence of str (kv_len,), optional
+            Names of the keys, written where there are at most 40.
+
+        Notes
+        -----
+        Beyond 1024 queries or keys each pixel is the largest weight of a block of pairs.
+        """
+        spec = self._call.problem.spec
+        self._require_head(head, batch)
+        longest = max(spec.q_len, spec.kv_len)
+        block = 1 << max(0, (-(-longest // LONGEST) - 1).bit_length())
+        whole = (0, spec.q_len), (0, spec.kv_len)
+        weights, _ = reduced(self._replay, head, *whole, block, batch)
+        title = f"head {head}" + (f" of batch row {batch}" if spec.batch_size > 1 else "")
+        save_picture(path, (7, 6), lambda f: draw_weights(f, weights, title, tokens, block))
+
+    def plot_tiles(self, path: str | os.PathLike[str], head: int = 0, batch: int = 0) -> None:
+        """Draw which tiles of one head the backend skips, and in which it evaluates a mask.
+
+        Parameters
+        ----------
+        path : path
+            Its ending says the format: .svg, .png or .pdf. Needs matplotlib.
+        head, batch : int
+            Query head, and flat index over the leading dimensions.
+        """
+        self._require_head(head, batch)
+        spec = self._call.problem.spec
+        grid = self._replay.scores.grid(*self._call.choice.backend.blocks(spec))
+        title = f"{spec.summary}, {self.backend}"
+        save_picture(path, (6, 6.5), lambda f: draw_tiles(f, grid, batch, head, title))
+
+    def _require_head(self, head: int, batch: int) -> None:
+        spec = self._call.problem.spec
+        there = 0 <= head < spec.num_heads and 0 <= batch < spec.batch_size
+        if not there or not (spec.q_len and spec.kv_len):
+            raise ArgumentError(
+                f"there is nothing to draw of head {head} and batch {batch}.",
+                [("num_heads", str(spec.num_heads)), ("batch_size", str(spec.batch_size))],
+                "Choose from 0 on, of arrays with queries and keys.",
+            )
+
+    def to_html(self, tokens: Sequence[str] | None = None) -> str:
+        """The record as a page of the lab: one HTML file that works from disk, with no network.
+
+        Parameters
+        ----------
+        tokens : sequence of str (kv_len,), optional
+            Names of the keys.
+
+        Returns
+        -------
+        str
+            Everything is inside; see `qkv.lab.to_html`.
+        """
+        from qkv.lab.document import to_html
+
+        return to_html(self, tokens)
 
     def _statistic(self, name: str) -> Any:
         """One that comes with the output, if the backend tells it, else with all weights."""

@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.inspection.steps import Softmax
+from qkv.inspection.streaming import TileState
 
 Array = NDArray[Any]
 
-SCHEMA, VERSION = "qkv-trace", 1
+SCHEMA, VERSION = "qkv-trace", 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,8 @@ class TracedRow:
         What each value adds to the output; 0 where forbidden.
     output : array (v_head_dim,)
         Their sum.
+    tiles : tuple of TileState or None
+        The states of the streaming algorithm, with `block_kv=`.
     back : RowGradients or None
         With `grad=True`.
     """
@@ -143,6 +146,7 @@ class TracedRow:
     factors: Array | None
     contributions: Array
     output: Array
+    tiles: tuple[TileState, ...] | None
     back: RowGradients | None
 
 
@@ -173,6 +177,47 @@ class TracedGradients:
     d_value: Array
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Projections:
+    """Where query, key and value of one head come from: `query = x @ w_q`, and so on.
+
+    Attributes
+    ----------
+    x : array (length, embed_dim)
+        One row for each token.
+    w_q, w_k : array (embed_dim, head_dim)
+    w_v : array (embed_dim, v_head_dim)
+        Weights, which multiply from the right.
+    """
+
+    x: Array
+    w_q: Array
+    w_k: Array
+    w_v: Array
+
+    def heads(self) -> tuple[Array, Array, Array]:
+        """`x @ w_q`, `x @ w_k` and `x @ w_v`."""
+        return self.x @ self.w_q, self.x @ self.w_k, self.x @ self.w_v
+
+
+@dataclass(frozen=True, slots=True)
+class TracedMechanism:
+    """The attention mechanism that was traced, as `qkv.mechanisms` names it."""
+
+    name: str
+    formula: str
+    paper: str
+
+
+@dataclass(frozen=True, slots=True)
+class TracedLedger:
+    """Scalar operations of the traced rows, by step and kind, with their closed forms."""
+
+    counts: dict[str, int]
+    formulas: dict[str, str]
+    total: int
+
+
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Trace:
     """Attention of some rows with every intermediate number, in float64, as `qkv.explain` gives it.
@@ -187,6 +232,12 @@ class Trace:
         The traced rows of each query head.
     gradient : Gradient or None
         dQ, dK and dV over all rows, with `grad=True`.
+    mechanism : TracedMechanism or None
+        What was traced, if it has a name.
+    projections : Projections or None
+        Where the rows come from, if that was given.
+    ledger : TracedLedger
+        Operations of the traced pairs.
 
     Examples
     --------
@@ -202,6 +253,9 @@ class Trace:
     kv_tokens: tuple[str, ...] | None
     heads: tuple[TracedHead, ...]
     gradient: TracedGradients | None
+    mechanism: TracedMechanism | None
+    projections: Projections | None
+    ledger: TracedLedger
 
     def __repr__(self) -> str:
         rows = sum(len(head.rows) for head in self.heads)
@@ -227,6 +281,18 @@ class Trace:
         """`to_dict` as strict JSON."""
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
+    def to_html(self) -> str:
+        """The trace as a page of the lab: one HTML file that works from disk, with no network.
+
+        Returns
+        -------
+        str
+            Everything is inside; see `qkv.lab.to_html`.
+        """
+        from qkv.lab.document import to_html
+
+        return to_html(self)
+
 
 def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic):
@@ -236,6 +302,8 @@ def _plain(value: Any) -> Any:
         return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, float) and not isfinite(value):
         return None if value == -np.inf else str(float(value))
     return value

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from qkv._api import attention
 from qkv.errors import ArgumentError
+from qkv.interventions import HeadChange, HeadInputs, changed_heads
 from qkv.variants import Causal, RoPE, SlidingWindow
 
 __all__ = ["ALPHABET", "LAYERS", "NUM_HEADS", "TinyModel", "tiny_model"]
@@ -102,18 +103,63 @@ class TinyModel:
         for layer, variants, x in zip(self._layers, LAYERS, self._states(ids), strict=False):
             yield *self._heads(layer, x), variants
 
-    def logits(self, ids: Sequence[int]) -> Array:
-        """Scores of every character to follow each position, float32 (length, vocabulary)."""
-        *_, last = self._states(ids)
+    def logits(
+        self,
+        ids: Sequence[int],
+        changes: Mapping[tuple[int, int], str | Sequence[int]] | None = None,
+    ) -> Array:
+        """Scores of every character to follow each position, float32 (length, vocabulary).
+
+        Parameters
+        ----------
+        ids : sequence of int
+        changes : mapping of (layer, head) to "off", "uniform" or ids, optional
+            Heads that write nothing, that have equal weights, or that have the weights which they
+            have on other ids, as many of them; see `qkv.interventions`.
+        """
+        *_, last = self._states(ids, self._prepared(changes or {}))
         logits: Array = _norm(last) @ self._unembedding.T
         return logits
 
-    def _states(self, ids: Sequence[int]) -> Iterator[Array]:
-        """The input (length, width) of each layer, and last the output of the final layer."""
+    def loss(self, ids: Sequence[int], changes: Any = None) -> Array:
+        """`-log softmax(logits)[next id]` for each position but the last, float64 (length - 1,)."""
+        logits = self.logits(ids, changes)[:-1].astype(np.float64)
+        shifted = logits - logits.max(axis=1, keepdims=True)
+        chosen = np.take_along_axis(shifted, self._checked(ids)[1:, None], axis=1)[:, 0]
+        return np.asarray(np.log(np.exp(shifted).sum(axis=1)) - chosen)
+
+    def _prepared(
+        self, changes: Mapping[tuple[int, int], str | Sequence[int]]
+    ) -> dict[int, dict[int, HeadChange]]:
+        """Changes by layer and head, with the inputs of other ids computed."""
+        found: dict[int, dict[int, HeadChange]] = {}
+        others: dict[tuple[int, ...], list[HeadInputs]] = {}
+        for (layer, head), change in changes.items():
+            if not 0 <= layer < len(LAYERS):
+                raise ArgumentError(
+                    f"layer {layer} does not exist.", action=f"There are {len(LAYERS)}."
+                )
+            if isinstance(change, str):
+                found.setdefault(layer, {})[head] = cast(HeadChange, change)
+                continue
+            ids = tuple(map(int, change))
+            if ids not in others:
+                rows = self.attention_inputs(ids)
+                others[ids] = [HeadInputs(q, k, variants) for q, k, _, variants in rows]
+            found.setdefault(layer, {})[head] = others[ids][layer]
+        return found
+
+    def _states(
+        self, ids: Sequence[int], changes: Mapping[int, Mapping[int, HeadChange]] | None = None
+    ) -> Iterator[Array]:
+        """What each layer reads, (length, width), and at last what all of them have written."""
         x = self._embedding[self._checked(ids)]
         yield x
-        for layer, variants in zip(self._layers, LAYERS, strict=True):
-            out = attention(*self._heads(layer, x), *variants)
+        for index, (layer, variants) in enumerate(zip(self._layers, LAYERS, strict=True)):
+            query, key, value = self._heads(layer, x)
+            out = attention(query, key, value, *variants)
+            here = (changes or {}).get(index, {})
+            out = changed_heads(out, HeadInputs(query, key, variants), value, here)
             x = x + out.swapaxes(0, 1).reshape(x.shape) @ layer["out"].T
             yield x
 

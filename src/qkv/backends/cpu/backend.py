@@ -16,6 +16,7 @@ from qkv.backends import (
     PreparedStatistics,
     Progress,
     Refusal,
+    WeightBlocks,
     ensure_residuals,
 )
 from qkv.backends.cpu.machine.fork_locks import importing
@@ -58,11 +59,11 @@ class CpuBackend:
     def scratch_bytes(self, spec: Spec) -> int:
         with importing():
             from qkv.backends.cpu.machine.host import host
-            from qkv.backends.cpu.passes.decode import decode_bytes, streams
+            from qkv.backends.cpu.passes.decode import decode_bytes, is_decode
             from qkv.backends.cpu.passes.forward import scratch_of, shape_of
 
         shape, item = host().shape_of(spec.compute_dtype), spec.compute_dtype.itemsize
-        if streams(spec, shape):
+        if is_decode(spec, shape):
             size = decode_bytes(spec, shape, get_num_threads())
         else:
             worker = scratch_of(spec, shape_of(spec, host()))
@@ -73,14 +74,14 @@ class CpuBackend:
         return size
 
     def run(self, problem: Problem) -> Partial:
-        return self._run(problem, few=_streams(problem.spec))
+        return self._run(problem, few=_is_decode(problem.spec))
 
     def run_with_statistics(self, problem: Problem) -> tuple[Partial, RowStatistics]:
         """Entropy, largest score and largest weight in the same pass."""
         spec = problem.spec
         shape = (*spec.batch_shape, spec.num_heads, spec.q_len)
         statistics = without_keys(shape, spec.compute_dtype)
-        return self._run(problem, _streams(spec), statistics), statistics
+        return self._run(problem, _is_decode(spec), statistics), statistics
 
     def top(
         self, problem: Problem, lse: Array, k: int, progress: Progress | None = None
@@ -97,6 +98,13 @@ class CpuBackend:
             from qkv.backends.cpu.passes.replay import received
 
         return received(problem.gathered(), lse, progress)
+
+    def weight_blocks(self, problem: Problem, lse: Array) -> WeightBlocks:
+        """Reductions of blocks of weights, by passes over the scores that they need."""
+        with importing():
+            from qkv.backends.cpu.passes import weight_blocks
+
+        return weight_blocks.WeightBlocks(problem.gathered(), lse)
 
     def prepare(
         self, problem: Problem, backward: bool, arrays: tuple[Array, ...] = ()
@@ -116,7 +124,7 @@ class CpuBackend:
             return None
         form = stages.rotated_form(problem) if spec.rotation else problem
         ready: Any
-        if _streams(spec):
+        if _is_decode(spec):
             if not all(tables_of(problem, arrays)):
                 return None
             ready = PreparedDecode(form, arrays=arrays)
@@ -153,7 +161,7 @@ class CpuBackend:
             from qkv.backends.cpu.prepared.forward import PreparedForward
 
         spec = problem.spec
-        if not _is_preparable(spec) or _streams(spec):
+        if not _is_preparable(spec) or _is_decode(spec):
             return None
         if spec.rotation and not stages.is_rotation_kept(problem):
             return None
@@ -175,7 +183,7 @@ class CpuBackend:
             from qkv.backends.cpu.prepared.growing_decode import growing
 
         spec = problem.spec
-        if not (_is_preparable(spec) and _streams(spec)):
+        if not (_is_preparable(spec) and _is_decode(spec)):
             return None
         if spec.rotation is None:
             return growing(problem, arrays)
@@ -185,7 +193,7 @@ class CpuBackend:
         return None if ready is None else stages.GrowingRotation(problem, ready)
 
     def run_for_backward(self, problem: Problem) -> Partial:
-        return self._run(problem, few=_streams(problem.spec), backward=True)
+        return self._run(problem, few=_is_decode(problem.spec), backward=True)
 
     def backward(self, problem: Problem, inputs: BackwardInputs) -> OperandGradients:
         """Gradients in one pass over recomputed weights."""
@@ -253,9 +261,11 @@ def _is_scheduled_alike(problem: Problem, arrays: tuple[Array, ...]) -> bool:
     """Whether calls with other values in `arrays` compute the same pairs in many rows."""
     with importing():
         from qkv.backends.cpu.plan import schedule
-        from qkv.backends.cpu.plan.block_skipping import fades
+        from qkv.backends.cpu.plan.block_skipping import skips_by_value
 
-    return not fades(problem) and not _are_scheduled_by(problem, arrays, schedule.FEW_OPERATIONS)
+    return not skips_by_value(problem) and not _are_scheduled_by(
+        problem, arrays, schedule.FEW_OPERATIONS
+    )
 
 
 def _are_scheduled_by(problem: Problem, arrays: tuple[Array, ...], few: float) -> bool:
@@ -270,11 +280,11 @@ def _are_scheduled_by(problem: Problem, arrays: tuple[Array, ...], few: float) -
     return any(not names or tables(mask) & set(names) for names in tables_of(problem, arrays))
 
 
-def _streams(spec: Spec) -> bool:
+def _is_decode(spec: Spec) -> bool:
     with importing():
         from qkv.backends.cpu.machine.host import host
-        from qkv.backends.cpu.passes.decode import streams
-    return streams(spec, host().shape_of(spec.compute_dtype))
+        from qkv.backends.cpu.passes.decode import is_decode
+    return is_decode(spec, host().shape_of(spec.compute_dtype))
 
 
 def _decode(problem: Problem, result: Partial, statistics: RowStatistics | None) -> None:

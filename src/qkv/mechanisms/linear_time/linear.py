@@ -72,6 +72,8 @@ class Linear(ProjectedAttention):
 
     decodes: ClassVar[bool] = True
     """Whether the features of a key are its own, so that a sum over keys can be continued."""
+    block_size: ClassVar[int] = 4096
+    """Tokens that are computed at once, if causal, so that they need little memory."""
 
     def __init__(
         self, embed_dim: int, num_heads: int = 1, *, chunk_size: int = 64, **options: Any
@@ -140,7 +142,13 @@ class Linear(ProjectedAttention):
         ShapeError
             The arrays do not fit the weights or one another.
         """
-        return self.join(self.mix(*self.featured(*all_three(x, key, value))))
+        xp = array_namespace(x)
+        alone = key is None and value is None and x.ndim > 1
+        if alone and self.causal and self.decodes and x.shape[-2] > self.block_size:
+            return in_chunks(lambda state, x: self.step(x, state), [x], None, self.block_size)[0]
+        out = self.join(self.mix(*self.featured(*all_three(x, key, value))))
+        # NumPy multiplies bfloat16 to float32.
+        return xp.astype(out, x.dtype, copy=False)
 
     def step(self, x: Any, state: Any = None) -> tuple[Any, Any]:
         """Mix the next tokens of a sequence: one when decoding, several for a prompt.
@@ -182,15 +190,15 @@ class Linear(ProjectedAttention):
             )
         query, key, value = self.featured(x, x, x)
         shape = (*key.shape[:-2], key.shape[-1], value.shape[-1] + 1)
+        state = None if state is None else like(state, x, "state")
         if state is not None and tuple(state.shape) != shape:
             raise ShapeError(
                 f"the state has shape {tuple(state.shape)}, not {shape}.",
                 [("x", str(tuple(x.shape)))],
                 "Pass what step returned for the tokens before, of the same sequences.",
             )
-        state = None if state is None else like(state, x, "state")
         out, state = chunk(query, key, value, state, self.chunk_size)
-        return self.join(out), state
+        return array_namespace(x).astype(self.join(out), x.dtype, copy=False), state
 
     def token_mixing(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
         """The weights `(..., num_heads, q_len, kv_len)`; values only, without a gradient."""

@@ -139,7 +139,9 @@ class RecurrentMechanism(Mechanism):
 
         def block(kept: dict[str, Any], x: Any) -> tuple[Any, dict[str, Any]]:
             inputs, gate = self.project(x, kept)
-            return self.join(self.mix(inputs, kept), gate), kept
+            out = self.join(self.mix(inputs, kept), gate)
+            # NumPy multiplies bfloat16 to float32.
+            return array_namespace(x).astype(out, x.dtype, copy=False), kept
 
         return in_chunks(block, [x], kept, self.block_size)
 
@@ -152,6 +154,7 @@ class RecurrentMechanism(Mechanism):
                 "Pass what its step returned.",
             )
         for name, shape in shapes.items():
+            array_namespace(state[name])
             if tuple(state[name].shape) != shape:
                 raise ShapeError(
                     f"{name} of the state has shape {tuple(state[name].shape)}, not {shape}.",

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 import qkv
 from qkv.errors import ArgumentError
 from qkv.inspection.explain import selected_indices
+from qkv.inspection.streaming import stream
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.attention import one_sequence
 from qkv.mechanisms.base.explanation import Explanation, Line, Step, number, numbers
@@ -136,22 +137,17 @@ class Flash(ProjectedAttention):
     def _stream(self, head: int, scores: Array, value: Array, first: int) -> Iterator[FlashTile]:
         """One tile of queries against the tiles of keys in which a pair is allowed."""
         q_rows = slice(first, min(first + self.block_q, len(scores)))
-        row_max = np.full(q_rows.stop - first, -np.inf)
-        row_sum = np.zeros_like(row_max)
-        accumulator = np.zeros((len(row_max), value.shape[1]))
-        for start in range(0, len(value), self.block_kv):
-            kv_rows = slice(start, min(start + self.block_kv, len(value)))
-            tile = scores[q_rows, kv_rows]
-            if np.isneginf(tile).all():
-                continue
-            largest = np.maximum(row_max, tile.max(axis=1))
-            # A row without any key so far has the maximum -inf, and is shifted by 0.
-            shift = np.where(np.isneginf(largest), 0.0, largest)
-            correction, exps = np.exp(row_max - shift), np.exp(tile - shift[:, None])
-            row_sum = correction * row_sum + exps.sum(axis=1)
-            accumulator = correction[:, None] * accumulator + exps @ value[kv_rows]
-            row_max = largest
-            yield FlashTile(head, q_rows, kv_rows, tile, row_max, correction, row_sum, accumulator)
+        for state in stream(scores[q_rows], value, self.block_kv):
+            yield FlashTile(
+                head,
+                q_rows,
+                slice(state.first, state.stop),
+                state.scores,
+                state.row_max,
+                state.rescale,
+                state.row_sum,
+                state.accumulator,
+            )
 
     def explain(
         self,

@@ -19,9 +19,9 @@ from qkv.backends.cpu.emit.emitter import DOUBLE, FLOAT, INT64, POINTER, Emitter
 from qkv.backends.cpu.emit.expressions import Expressions, TableView
 from qkv.backends.cpu.emit.frame import COMMON_FIELDS, COUNTER_BYTES, WORD, Frame, operand_fields
 from qkv.backends.cpu.emit.storage import real_dtype
-from qkv.backends.cpu.forward.boundary_blocks import has_steps, write_range
+from qkv.backends.cpu.forward.boundary_blocks import skips_within_blocks, write_range
 from qkv.backends.cpu.forward.kernel import STATS
-from qkv.backends.cpu.machine.tiling import Shape
+from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products.bfloat16 import chunks, multiply_add_pairs
 from qkv.backends.cpu.products.query_lanes import (
     MultiplyAdd,
@@ -37,35 +37,36 @@ from qkv.problem.spec import Spec
 BLOCK_KV = 128
 """Keys whose weights are held at once."""
 _CHAIN = 8
-"""Products that are added in one chain, where there are few queries."""
+"""When there are few queries, this many products are added one after the other before the sums are
+combined."""
 _CHAIN_OF_KEYS = 16
-"""Keys that are added in one chain."""
+"""This many keys are added one after the other before the sums are combined."""
 
 AREAS = (
     "query", "grad_out", "query_sums", "query_rows", "grad_rows", "lse", "lse_rest",
     "delta", "weights", "score_grads", "products", "factors", "key_copy", "value_copy",
 )  # fmt: skip
-"""What a worker's scratch holds, in this order."""
+"""The areas of a worker's scratch memory, in this order."""
 PAIR_AREAS = ("query_pairs", "grad_pairs", "key_pairs", "value_pairs")
-"""And behind these, where pairs of bfloat16 are multiplied."""
+"""Further areas of scratch that follow these when the kernel multiplies pairs of bfloat16."""
 DELTA_REST = 2
-"""Which row of the area of delta holds what its two parts lack."""
+"""The row, in the area of delta, that holds what the sum of its two halves lacks."""
 EXPECTED = 1
-"""Which row of the area of lse holds what the dS of a row add up to."""
+"""The row, in the area of lse, that holds what the dS of each query should add up to."""
 
 FIELDS = (
     *COMMON_FIELDS,
     *operand_fields("query", "key", "value", "out", "grad_out"),
     "lse", "lse_rest", "grad_lse", "delta_rest", "row_sums", "row_bytes", "copy_key", "copy_value",
     "blocks", "runs", "q_blocks", "splits", "finished",
-    "query_parts", "part_bytes", "d_query", "add_query",
+    "query_partials", "partial_bytes", "d_query", "add_query",
     "key_sums", "key_sum_row", "d_key", "round_key",
-    "value_sums", "value_sum_row", "d_value", "round_value", "together", "sinks",
+    "value_sums", "value_sum_row", "d_value", "round_value", "q_blocks_per_task", "sinks",
 )  # fmt: skip
-"""Behind these, for each of the kernel's areas, where it begins."""
+"""The words of the argument block; behind them follows where each area of scratch begins."""
 TASK = ("batch", "kv_head", "start", "stop", "split")
-"""A range of keys; behind these, for each table with a gradient, where the task's copy of it
-begins, in bytes."""
+"""The words of a task, which is a range of keys. Behind them follows, for each table with a
+gradient, the byte at which the task's copy of that gradient begins."""
 
 
 def padded(dim: int, lanes: int) -> int:
@@ -78,7 +79,7 @@ def fields_with(areas: tuple[str, ...]) -> tuple[str, ...]:
     return (*FIELDS, *(f"area_{name}" for name in areas))
 
 
-def scratch_areas(shape: Shape, head_dim: int, v_head_dim: int, item: int) -> dict[str, int]:
+def scratch_areas(shape: TileShape, head_dim: int, v_head_dim: int, item: int) -> dict[str, int]:
     """Bytes that each area takes."""
     block_q = shape.lanes * shape.vectors
     query, value = (padded(dim, shape.lanes) * block_q for dim in (head_dim, v_head_dim))
@@ -112,7 +113,7 @@ class BackwardKey:
     """
 
     spec: Spec
-    shape: Shape
+    shape: TileShape
     int_bits: int
     rotated: bool
     out_dtype: str
@@ -161,9 +162,9 @@ class BackwardBlock(Frame):
             self.area_names = (*AREAS, *PAIR_AREAS)
         fields = fields_with(self.area_names)
         super().__init__("qkv_backward", key.spec, key.shape, key.int_bits, fields)
-        turned = real_dtype(self.e) if key.rotated else key.spec.dtype
+        operand_dtype = real_dtype(self.e) if key.rotated else key.spec.dtype
         self.dtypes = {
-            "query": turned, "key": turned, "value": key.spec.dtype,
+            "query": operand_dtype, "key": operand_dtype, "value": key.spec.dtype,
             "grad_out": key.spec.dtype, "out": key.out_dtype,
         }  # fmt: skip
         self.grad_dtype = key.grad_dtype
@@ -180,7 +181,7 @@ class BackwardBlock(Frame):
         """Whether dP is added in float64."""
         self.chain_of_products = _CHAIN if key.few else None
         self.has_delta_rest = key.few
-        self.has_steps = key.shape.product != "tiles" and has_steps(self.mask)
+        self.skips_within_blocks = key.shape.product != "tiles" and skips_within_blocks(self.mask)
         """Whether blocks that the mask cuts are met in steps."""
         self.settles = key.shape.product != "tiles" and not key.few
         """Whether the dS of rows that meet one block of keys are made to add up."""
@@ -550,13 +551,13 @@ class BackwardBlock(Frame):
         that are left over are matrices of one column. `width` is that of a packed row.
         """
         e, b = self.e, self.e.builder
-        together = self.shape.vectors
-        beside = b.srem(v, e.index(together))
+        vectors = self.shape.vectors
+        beside = b.srem(v, e.index(vectors))
         start = e.add(e.mul(e.sub(v, beside), e.lanes, width), e.mul(beside, e.vector_bytes))
-        among = e.below(v, e.round_down(columns, together))
+        among = e.below(v, e.round_down(columns, vectors))
         return (
             b.select(among, start, e.mul(v, e.lanes, width)),
-            b.select(among, e.index(together * e.vector_bytes), e.index(e.vector_bytes)),
+            b.select(among, e.index(vectors * e.vector_bytes), e.index(e.vector_bytes)),
         )
 
     def turn(self) -> Value:
@@ -593,26 +594,37 @@ class BackwardBlock(Frame):
         with e.function("key_sums", arguments) as (function, args):
             left, rows, sums, sum_row, columns, count, first_row, row_count, width = args
 
-            def tile(together: int, keys: int) -> Callable[[Value, list[Value]], None]:
+            def tile(vectors: int, keys: int) -> Callable[[Value, list[Value]], None]:
                 def body(v: Value, _: list[Value]) -> None:
                     first = e.at(sums, e.mul(v, e.vector_bytes))
 
                     def finish(k: Value, found: list[Value], _: list[Value]) -> list[Value]:
-                        for i in range(0, len(found), together):
-                            row = e.mul(e.add(k, i // together), sum_row)
-                            self.advance(e.at(first, row), found[i : i + together])
+                        for i in range(0, len(found), vectors):
+                            row = e.mul(e.add(k, i // vectors), sum_row)
+                            self.advance(e.at(first, row), found[i : i + vectors])
                         return []
 
-                    before = e.mul(first_row, together * e.vector_bytes)
+                    before = e.mul(first_row, vectors * e.vector_bytes)
                     matrix = e.at(rows, e.mul(v, e.lanes, width), before)
-                    dot_rows(e, left, width, count, matrix, together, row_count, keys, [], finish)
+                    dot_rows(
+                        e,
+                        left,
+                        width,
+                        count,
+                        matrix,
+                        vectors,
+                        row_count,
+                        keys,
+                        [],
+                        finish,
+                    )
 
                 return body
 
-            together, keys = self.shape.vectors, self.shape.keys
-            whole = e.round_down(columns, together)
-            e.loop(0, whole, together, [], tile(together, keys))
-            e.loop(whole, columns, 1, [], tile(1, keys * together))
+            vectors, keys = self.shape.vectors, self.shape.keys
+            whole = e.round_down(columns, vectors)
+            e.loop(0, whole, vectors, [], tile(vectors, keys))
+            e.loop(whole, columns, 1, [], tile(1, keys * vectors))
         return function
 
     def selected_key_sums(self) -> Value:

@@ -25,25 +25,25 @@ import math
 
 from qkv.backends.cpu.backward.block import BackwardKey, sum_over_keys
 from qkv.backends.cpu.backward.kernel import Backward
-from qkv.backends.cpu.backward.query_block import MeetingOfKeys
+from qkv.backends.cpu.backward.query_block import QueryBlockPass
 from qkv.backends.cpu.emit.emitter import POINTER, Value
 from qkv.backends.cpu.forward.kernel import RowSums
 
 ROW_SUMS = ("row_max", "row_sum", "residual")
-"""m, l and r, in the order of the results."""
+"""The arrays of m, l and r, in the order in which the kernel writes them."""
 
 _RESCALE, _LOST, _RESIDUAL = 2, 3, 5
-"""Rows of `RowSums`; r takes that of T, which nobody asks for here."""
+"""Rows of the statistics of `RowSums`. r takes the row of T, which is not needed here."""
 
 
-def emit_residuals(key: BackwardKey) -> str:
+def emit_delta_correction(key: BackwardKey) -> str:
     """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
-    kernel = _Residuals(key)
+    kernel = _DeltaCorrection(key)
     kernel.all_tasks()
     return str(kernel.e.module)
 
 
-class _Residuals(Backward):
+class _DeltaCorrection(Backward):
     def __init__(self, key: BackwardKey) -> None:
         super().__init__(key)
         self.has_delta_rest = False
@@ -94,9 +94,9 @@ class _Residuals(Backward):
             e.store_vector(e.fma(e.load_vector(place), rescale, found), place)
         return function
 
-    def meet(self, vectors: int, parts: dict[str, Value]) -> Value:
+    def meet(self, vectors: int, functions: dict[str, Value]) -> Value:
         functions = {
-            **parts,
+            **functions,
             "products": self.products(vectors),
             "score_gradients": self.score_gradients(vectors),
         }
@@ -107,15 +107,15 @@ class _Residuals(Backward):
             meeting.end()
         return function
 
-    def range_of_keys(self, parts: dict[str, Value]) -> Value:
-        meet = self.meeting(parts)
+    def range_of_keys(self, functions: dict[str, Value]) -> Value:
+        meet = self.meeting(functions)
         with self.e.function("range_of_keys", [POINTER] * 3) as (function, args):
             arguments, task, scratch = args
             self.meet_queries(arguments, task, scratch, meet)
         return function
 
 
-class _Meeting(MeetingOfKeys):
+class _Meeting(QueryBlockPass):
     """Leaves m, l and r of the block's rows."""
 
     def begin(self) -> None:

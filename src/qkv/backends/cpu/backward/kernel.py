@@ -46,18 +46,18 @@ def emit_backward(key: BackwardKey) -> str:
 
 
 class Backward(BackwardRows):
-    def add_parts(self) -> Value:
+    def add_partials(self) -> Value:
         """out[i] = sum over parts, in their order, rounded: `count` numbers side by side."""
         e = self.e
         dtype = self.grad_dtype
         arguments = [POINTER, INT64, INT64, INT64, POINTER]
-        with e.function("add_parts", arguments) as (function, args):
-            parts, stride, number, count, out = args
+        with e.function("add_partials", arguments) as (function, args):
+            functions, stride, number, count, out = args
             b = e.builder
 
             def total(lanes: int) -> Callable[[Value, list[Value]], None]:
                 def body(i: Value, _: list[Value]) -> None:
-                    start = e.at(parts, e.mul(i, e.real_bytes))
+                    start = e.at(functions, e.mul(i, e.real_bytes))
 
                     def load(n: Value) -> Value:
                         return storage.load(e, e.at(start, e.mul(n, stride)), real_dtype(e), lanes)
@@ -75,7 +75,7 @@ class Backward(BackwardRows):
         return function
 
     def round_rows(
-        self, sums: Value, row: Value, count: Value, dim: Value, out: Value, add_parts: Value
+        self, sums: Value, row: Value, count: Value, dim: Value, out: Value, add_partials: Value
     ) -> None:
         """Rows of sums as the gradient's type, side by side."""
         e = self.e
@@ -83,14 +83,14 @@ class Backward(BackwardRows):
 
         def each(k: Value, _: list[Value]) -> None:
             at = e.at(sums, e.mul(k, row)), e.at(out, e.mul(k, out_row))
-            e.builder.call(add_parts, [at[0], e.index(0), e.index(1), dim, at[1]])
+            e.builder.call(add_partials, [at[0], e.index(0), e.index(1), dim, at[1]])
 
         e.loop(0, count, 1, [], each)
 
-    def meeting(self, parts: dict[str, Value]) -> Callable[[Value, list[Value]], None]:
+    def meeting(self, functions: dict[str, Value]) -> Callable[[Value, list[Value]], None]:
         """Calls, for blocks of queries of which so many rows are left, what meets their keys."""
         e = self.e
-        few, many = (self.meet(v, parts) for v in (1, self.shape.vectors))
+        few, many = (self.meet(v, functions) for v in (1, self.shape.vectors))
 
         def call(rows: Value, arguments: list[Value]) -> None:
             e.choose(
@@ -134,10 +134,10 @@ class Backward(BackwardRows):
             each_block,
         )  # fmt: skip
 
-    def range_of_keys(self, parts: dict[str, Value]) -> Value:
+    def range_of_keys(self, functions: dict[str, Value]) -> Value:
         """One task."""
         e = self.e
-        meet = self.meeting(parts)
+        meet = self.meeting(functions)
         with e.function("range_of_keys", [POINTER] * 3) as (function, args):
             arguments, task, scratch = args
             b = e.builder
@@ -166,7 +166,7 @@ class Backward(BackwardRows):
                 out = e.at(self.pointer_field(arguments, f"d_{name}"), e.mul(kv_row, dim, item))
                 rounds = b.icmp_signed("!=", self.field(arguments, f"round_{name}"), e.index(0))
                 with b.if_then(rounds):
-                    self.round_rows(pointer, row, keys, dim, out, parts["add_parts"])
+                    self.round_rows(pointer, row, keys, dim, out, functions["add_partials"])
             adds = b.icmp_signed("!=", self.field(arguments, "add_query"), e.index(0))
             with b.if_then(adds):
                 counter = b.bitcast(
@@ -177,11 +177,11 @@ class Backward(BackwardRows):
                 with b.if_then(b.icmp_signed("==", before, e.sub(splits, 1))):
                     place = e.mul(head_row, q_len, dims["key"])
                     b.call(
-                        parts["add_parts"],
+                        functions["add_partials"],
                         [
-                            e.at(self.pointer_field(arguments, "query_parts"),
+                            e.at(self.pointer_field(arguments, "query_partials"),
                                  e.mul(place, e.real_bytes)),
-                            self.field(arguments, "part_bytes"),
+                            self.field(arguments, "partial_bytes"),
                             splits,
                             e.mul(group_size, q_len, dims["key"]),
                             e.at(self.pointer_field(arguments, "d_query"), e.mul(place, item)),
@@ -191,8 +191,8 @@ class Backward(BackwardRows):
 
     def all_tasks(self) -> None:
         e = self.e
-        parts = {"add_parts": self.add_parts(), **self.parts()}
-        range_of_keys = self.range_of_keys(parts)
+        functions = {"add_partials": self.add_partials(), **self.functions()}
+        range_of_keys = self.range_of_keys(functions)
 
         def run(arguments: Value, number: Value, scratch: Value) -> None:
             size = WORD * (len(TASK) + len(self.wanted))

@@ -1,4 +1,4 @@
-"""One block of queries meets the keys of one task: rows in, block after block, a part of dQ out."""
+"""The work of a backward task for one block of queries: rows in, all blocks of keys, dQ out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qkv.backends.cpu.backward.block import (
 )
 from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
-from qkv.backends.cpu.emit.frame import WORD, Rows
+from qkv.backends.cpu.emit.frame import WORD, RowView
 from qkv.backends.cpu.emit.packing import all_finite, copy_rows, pack_rows, unpack_rows
 from qkv.backends.cpu.emit.storage import real_dtype
 from qkv.backends.cpu.forward.boundary_blocks import Range, each_step, read_range, worth
@@ -29,7 +29,7 @@ from qkv.backends.cpu.products.query_lanes import halves
 from qkv.problem.expressions import TRUE
 
 PAIRS_OF = {"query": "query_pairs", "grad_out": "grad_pairs"}
-"""Areas of packed rows, and of their pairs."""
+"""For each area of packed rows, the area that holds them as pairs of bfloat16."""
 
 
 class _Sums(NamedTuple):
@@ -169,7 +169,7 @@ class BackwardRows(BackwardBlock):
             found["chain"] = self.chain()
         return found
 
-    def parts(self) -> dict[str, Value]:
+    def functions(self) -> dict[str, Value]:
         """Functions that do not depend on the number of vectors."""
         e = self.e
         found = {"finish_rows": self.finish_rows(), "unpack": self.unpack()}
@@ -187,12 +187,12 @@ class BackwardRows(BackwardBlock):
         found["turn"], found["key_sums"] = self.turn(), self.key_sums()
         if self.may_forbid:
             found["all_finite"] = all_finite(e)
-            if self.has_steps:
+            if self.skips_within_blocks:
                 found["seen"] = self.seen()
             found["selected_key_sums"] = self.selected_key_sums()
         return found
 
-    def meet(self, vectors: int, parts: dict[str, Value]) -> Value:
+    def meet(self, vectors: int, functions: dict[str, Value]) -> Value:
         """A function `(arguments, task, block, scratch)` for blocks of so many vectors."""
         of_block = {
             "products": self.products(vectors),
@@ -201,16 +201,16 @@ class BackwardRows(BackwardBlock):
         }
         if self.may_forbid:
             of_block["selected_query_sums"] = self.selected_query_sums(vectors)
-        functions = {**parts, **of_block}
+        functions = {**functions, **of_block}
         with self.e.function(f"meet_{vectors}", [POINTER] * 4) as (function, args):
-            meeting = MeetingOfKeys(self, vectors, functions, *args)
+            meeting = QueryBlockPass(self, vectors, functions, *args)
             meeting.begin()
             meeting.all_blocks(meeting.add_block)
             meeting.end()
         return function
 
 
-class MeetingOfKeys:
+class QueryBlockPass:
     """Emits the meeting of one block of queries and the keys of one task."""
 
     def __init__(
@@ -289,7 +289,7 @@ class MeetingOfKeys:
                 self.finite = e.builder.and_(self.finite, finite)
         kernel.fill(self.area["query_sums"], e.index(0), e.mul(self.dims["query"], self.width))
 
-    def _pack_rows(self, offset: Value, first: Value, dtype: str, rows: Rows, dim: Value,
+    def _pack_rows(self, offset: Value, first: Value, dtype: str, rows: RowView, dim: Value,
                    to: str) -> None:  # fmt: skip
         e = self.e
         where = e.add(self.first_row, first), self.last, dim
@@ -303,7 +303,7 @@ class MeetingOfKeys:
         e = self.e
         start = self.kernel.pointer_field(self.arguments, name)
         pointer = e.at(start, e.mul(self.head_row, e.real_bytes))
-        column = Rows(pointer, e.index(e.real_bytes), e.index(0))
+        column = RowView(pointer, e.index(e.real_bytes), e.index(0))
         self._pack_rows(offset, first, real_dtype(e), column, e.index(1), to)
 
     def _pack(self, offset: Value, first: Value) -> None:
@@ -487,15 +487,15 @@ class MeetingOfKeys:
         def add(first: Value, stop: Value, k: Value, keys: Value) -> None:
             self._add_keys(kv_start, first, stop, k, keys)
 
-        def together() -> None:
+        def all_vectors() -> None:
             add(e.index(0), e.index(self.vectors), e.index(0), count)
 
-        if not self.kernel.has_steps or self.vectors == 1:
-            together()
+        if not self.kernel.skips_within_blocks or self.vectors == 1:
+            all_vectors()
             return
         ranges = [self._range(j, kv_start, count) for j in range(self.vectors)]
         apart = worth(e, ranges, count)
-        e.choose(apart, lambda: each_step(e, ranges, count, add), together)
+        e.choose(apart, lambda: each_step(e, ranges, count, add), all_vectors)
 
     def _add_selected_keys(self, kv_start: Value, count: Value) -> None:
         """The same where a row is not finite."""
@@ -512,7 +512,7 @@ class MeetingOfKeys:
         return read_range(e, found)
 
     def _side_by_side(
-        self, name: str, rows: Rows, kv_start: Value, count: Value
+        self, name: str, rows: RowView, kv_start: Value, count: Value
     ) -> tuple[Value, Value]:
         """A block of K or V with adjacent elements: where it lies, or copied."""
         e, b, dtype = self.e, self.e.builder, self.kernel.dtypes[name]
@@ -530,7 +530,9 @@ class MeetingOfKeys:
             copy()
         return b.select(needed, to, here), b.select(needed, e.mul(dim, e.real_bytes), rows.row)
 
-    def _pairs(self, name: str, rows: Rows, kv_start: Value, count: Value) -> tuple[Value, Value]:
+    def _pairs(
+        self, name: str, rows: RowView, kv_start: Value, count: Value
+    ) -> tuple[Value, Value]:
         """A block of K or V in pairs of neighbours: where it lies, or copied."""
         e, b, dim = self.e, self.e.builder, self.dims[name]
         here, to = e.at(rows.pointer, e.mul(kv_start, rows.row)), self.area[f"{name}_pairs"]
@@ -547,8 +549,8 @@ class MeetingOfKeys:
         e = self.e
         row = e.add(self.head_row, self.first_row)
         part = e.at(
-            self.kernel.pointer_field(self.arguments, "query_parts"),
-            e.mul(self.split, self.field("part_bytes")),
+            self.kernel.pointer_field(self.arguments, "query_partials"),
+            e.mul(self.split, self.field("partial_bytes")),
             e.mul(row, self.dims["query"], e.real_bytes),
         )
 

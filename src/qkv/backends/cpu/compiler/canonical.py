@@ -1,4 +1,4 @@
-"""What a kernel is made from, as a text to be digested."""
+"""A text form of the values that a kernel is made from, to be hashed for the kernel cache."""
 
 from __future__ import annotations
 

@@ -31,12 +31,13 @@ _MAGIC = b"qkv object 2\n"
 _DIGEST = 32
 
 _ROOM = 64 << 20
-"""Bytes of address space that must be free before LLVM is called: it ends the process without."""
+"""Bytes of address space that must be free before LLVM is called: without memory, LLVM ends the
+whole process."""
 
 KEPT_FILES = 2000
 """Kernels that the folder keeps, about 30 KB each; the least recently used go first."""
 _KERNEL_NAME = re.compile(r"[0-9a-f]{64}|new-\w+")
-"""A digest, or one that was never finished."""
+"""The name of a finished file is a digest; a file that was never finished begins with "new-"."""
 
 
 class Code:
@@ -259,7 +260,7 @@ def _source_digest() -> str | None:
 
 
 _SOURCES = _source_digest()
-"""Taken as these modules are loaded: the files may be edited while they run."""
+"""Computed when this module is imported, because files may be edited while a process runs."""
 
 
 def _private_folder() -> Path | None:

@@ -47,21 +47,25 @@ from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.emit.expressions import Expressions
 from qkv.backends.cpu.emit.frame import WORD
 from qkv.backends.cpu.emit.packing import all_finite, copy_rows, move_rows
-from qkv.backends.cpu.machine.tiling import Shape
+from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products.dim_lanes import RowProducts, first_lanes
 from qkv.problem.expressions import SCORE, TRUE
 from qkv.problem.spec import Spec
 
 STRETCH_KV = 512
-"""Keys whose scores are held at once: fewer turns, and long stretches of K, then V, to read."""
+"""Number of keys whose scores are held at once. A large number means fewer steps, and long
+sequential reads of K and then of V."""
 PART_KV = 32
-"""Of a block, how many meet all rows before the next ones do, where one tile does not hold them."""
+"""Number of keys of a block that all rows are multiplied with before the next keys follow, if one
+tile does not hold all rows."""
 _PANEL = 128
-"""Rows that meet a stretch at once, at most: their scores stay in a core's own cache."""
+"""The most rows that are multiplied with a stretch of keys at once, so that their scores stay in
+the core's own cache."""
 
 
 STATE = 4
-"""Vectors behind a row of O: row maximum, row sum, what rounding took from it, and T."""
+"""Number of vectors that follow each row of O: row maximum, row sum, the rounding error of the row
+sum, and T."""
 
 
 def padded(dim: int, lanes: int) -> int:
@@ -74,14 +78,14 @@ def panel_of(spec: Spec) -> int:
     return -(-rows // -(-rows // _PANEL))
 
 
-def record_bytes(spec: Spec, shape: Shape) -> int:
+def record_bytes(spec: Spec, shape: TileShape) -> int:
     """What a task leaves: O to a whole number of vectors, and the state, of each row."""
     width = padded(spec.v_head_dim, shape.lanes) + STATE * shape.lanes
     row = -(-width * spec.compute_dtype.itemsize // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
     return spec.group_size * spec.q_len * row
 
 
-def scratch_bytes(spec: Spec, shape: Shape) -> int:
+def scratch_bytes(spec: Spec, shape: TileShape) -> int:
     """Memory of one worker: Q; P, B and factors of a panel; scales, and one block of K or V."""
     rows, dims = spec.group_size * spec.q_len, (spec.head_dim, spec.v_head_dim)
     each_row = STRETCH_KV + padded(spec.v_head_dim, shape.lanes) + 2 * shape.lanes
@@ -99,7 +103,7 @@ class DecodeKey:
     """
 
     spec: Spec
-    shape: Shape
+    shape: TileShape
     int_bits: int
     dtypes: tuple[str, str, str]
     paged: tuple[bool, bool]
@@ -300,7 +304,7 @@ class _Decode(DecodeRows):
 
     # Products
 
-    def block_of(self, name: str, parts: dict[str, Value]) -> Value:
+    def block_of(self, name: str, functions: dict[str, Value]) -> Value:
         """A function that scores a block of K, or adds a block of V, segment by segment.
 
         `(arguments, batch, kv_head, kv_start, count, rows, matrix, weights, moved, forbidden)`.
@@ -332,11 +336,11 @@ class _Decode(DecodeRows):
                         if name == "key":
                             q = e.at(matrix, e.mul(i, dim, e.real_bytes))
                             place = [here, q, p, row, dim, count]
-                            b.call(parts[f"scores {size}"], [*place, *asks])
+                            b.call(functions[f"scores {size}"], [*place, *asks])
                         else:
                             o = e.at(matrix, e.mul(i, block_row))
                             place = [here, p, o, row, block_row, dim, count]
-                            b.call(parts[f"values {size}"], [*place, *asks])
+                            b.call(functions[f"values {size}"], [*place, *asks])
 
                     self.each_tile(rows, self.products.tiles, tile)
 
@@ -346,18 +350,18 @@ class _Decode(DecodeRows):
                 def one(_: int, i: Value) -> None:
                     p, to = e.mul(i, score_row), e.mul(i, block_row)
                     place = [pointer, e.at(scores, p), e.at(matrix, to)]
-                    b.call(parts["selected"], [*place, row, dim, keys])
+                    b.call(functions["selected"], [*place, row, dim, keys])
 
                 self.each_tile(rows, [1], one)
 
             def multiply(*where: Value) -> None:
-                if name == "key" or "all_finite" not in parts:
+                if name == "key" or "all_finite" not in functions:
                     tiles(*where)
                     return
                 pointer, row, _, keys = where
 
                 def guarded() -> None:
-                    finite = b.call(parts["all_finite"], [pointer, row, keys, dim])
+                    finite = b.call(functions["all_finite"], [pointer, row, keys, dim])
                     e.choose(finite, lambda: tiles(*where), lambda: selected(*where))
 
                 e.choose(forbidden, guarded, lambda: tiles(*where))
@@ -365,7 +369,7 @@ class _Decode(DecodeRows):
             def segment(pointer: Value, done: Value, keys: Value) -> None:
                 with b.if_then(scattered, likely=False):
                     b.call(
-                        parts[f"move {name}"],
+                        functions[f"move {name}"],
                         [pointer, place.row, place.element, keys, dim, moved],
                     )
                 here = b.select(scattered, moved, pointer)
@@ -412,7 +416,7 @@ class _Decode(DecodeRows):
         """The vectors behind a row of O."""
         return self.e.at(record, self.e.mul(row, self.record_row(block_row)), block_row)
 
-    def meet(self, parts: dict[str, Value]) -> Value:
+    def meet(self, functions: dict[str, Value]) -> Value:
         """A function that takes one panel of rows, from `first` on, through one stretch of keys.
 
         `(arguments, batch, kv_head, kv_start, count, first, record, scratch, partial)`.
@@ -434,7 +438,7 @@ class _Decode(DecodeRows):
                     keys = e.least(BLOCK_KV, e.sub(count, k))
                     weights = e.at(own.weights, e.mul(k, e.real_bytes))
                     matrices = [matrix, weights, own.moved]
-                    b.call(parts[name], [*where, keys, held, *matrices, forbidden])
+                    b.call(functions[name], [*where, keys, held, *matrices, forbidden])
                     if name == "value":
                         e.loop(0, held, 1, [], advance)
 
@@ -460,7 +464,7 @@ class _Decode(DecodeRows):
                     row = e.add(first, i)
                     head = e.add(e.mul(kv_head, group_size), b.sdiv(row, q_len))
                     forbidden = b.call(
-                        parts[name],
+                        functions[name],
                         [arguments, e.at(own.weights, e.mul(i, self.score_row)),
                          self.record_state(record, row, block_row),
                          e.at(own.rescale, e.mul(i, e.vector_bytes)), own.key_scales,
@@ -478,7 +482,7 @@ class _Decode(DecodeRows):
                 e.choose(partial, lambda: finish("partial"), lambda: finish("full"))
         return function
 
-    def meet_run(self, parts: dict[str, Value]) -> Value:
+    def meet_run(self, functions: dict[str, Value]) -> Value:
         """A function that takes all rows through neighbouring blocks of one kind.
 
         `(arguments, batch, kv_head, start, stop, kind, record, scratch)`.
@@ -498,18 +502,18 @@ class _Decode(DecodeRows):
                 where = [arguments, batch, kv_head, k, e.least(STRETCH_KV, e.sub(stop, k))]
                 for name, scales in (("key", own.key_scales), ("value", own.value_scales)):
                     if self.quantised(name):
-                        b.call(parts[f"{name} scales"], [*where, scales])
+                        b.call(functions[f"{name} scales"], [*where, scales])
                 e.loop(
                     0, rows, panel, [],
                     lambda first, _: b.call(
-                        parts["meet"], [*where, first, record, scratch, partial]
+                        functions["meet"], [*where, first, record, scratch, partial]
                     ) and None,
                 )  # fmt: skip
 
             e.loop(start, stop, STRETCH_KV, [], stretch)
         return function
 
-    def attend(self, parts: dict[str, Value], tasks: DecodeTasks) -> Value:
+    def attend(self, functions: dict[str, Value], tasks: DecodeTasks) -> Value:
         """One chunk of keys: its record. `(arguments, task, record, scratch)`."""
         e = self.e
         with e.function("attend", [POINTER] * 4) as (function, args):
@@ -531,7 +535,7 @@ class _Decode(DecodeRows):
             e.loop(
                 0, group_size, 1, [],
                 lambda g, _: b.call(
-                    parts["copy query"],
+                    functions["copy query"],
                     [e.at(query.pointer, e.mul(g, query_head)), query.row, query.element,
                      q_len, head_dim, e.at(own.packed, e.mul(g, head_bytes))],
                 ) and None,
@@ -547,7 +551,7 @@ class _Decode(DecodeRows):
             where = [arguments, batch, kv_head]
 
             def meet(start: Value, stop: Value, kind: Value) -> Value:
-                return b.call(parts["meet run"], [*where, start, stop, kind, record, scratch])
+                return b.call(functions["meet run"], [*where, start, stop, kind, record, scratch])
 
             if self.mask == TRUE:
                 meet(start, stop, e.index(FULL))
@@ -672,26 +676,26 @@ class _Decode(DecodeRows):
 
     def all_tasks(self) -> None:
         e = self.e
-        parts = {"copy query": copy_rows(e, self.dtypes["query"])}
+        functions = {"copy query": copy_rows(e, self.dtypes["query"])}
         for rows in self.products.tiles:
-            parts[f"scores {rows}"] = self.products.scores(rows)
-            parts[f"values {rows}"] = self.products.values(rows)
+            functions[f"scores {rows}"] = self.products.scores(rows)
+            functions[f"values {rows}"] = self.products.values(rows)
         for name in ("key", "value"):
-            parts[f"move {name}"] = move_rows(e, name, storage.ITEM_BYTES[self.dtypes[name]])
+            functions[f"move {name}"] = move_rows(e, name, storage.ITEM_BYTES[self.dtypes[name]])
         if self.may_forbid and not self.quantised("value"):
-            parts["all_finite"] = all_finite(e, self.dtypes["value"])
-            parts["selected"] = self.products.selected_values()
+            functions["all_finite"] = all_finite(e, self.dtypes["value"])
+            functions["selected"] = self.products.selected_values()
         for name in ("key", "value"):
-            parts[name] = self.block_of(name, parts)
+            functions[name] = self.block_of(name, functions)
             if self.quantised(name):
-                parts[f"{name} scales"] = self.scales_of(name)
-        parts["full"] = self.softmax("full", False)
+                functions[f"{name} scales"] = self.scales_of(name)
+        functions["full"] = self.softmax("full", False)
         if self.mask != TRUE:
-            parts["partial"] = self.softmax("partial", True)
-        parts["meet"] = self.meet(parts)
-        parts["meet run"] = self.meet_run(parts)
+            functions["partial"] = self.softmax("partial", True)
+        functions["meet"] = self.meet(functions)
+        functions["meet run"] = self.meet_run(functions)
         tasks = DecodeTasks(self)
-        attend, merge = self.attend(parts, tasks), self.merge()
+        attend, merge = self.attend(functions, tasks), self.merge()
 
         def run(arguments: Value, number: Value, scratch: Value) -> None:
             b = e.builder

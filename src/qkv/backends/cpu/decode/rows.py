@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from qkv.backends.cpu.decode.tasks import BLOCK_KV
 from qkv.backends.cpu.emit import storage
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value
-from qkv.backends.cpu.emit.frame import COMMON_FIELDS, WORD, Frame, Rows, operand_fields
+from qkv.backends.cpu.emit.frame import COMMON_FIELDS, WORD, Frame, RowView, operand_fields
 
 
 def page_fields(name: str) -> tuple[str, ...]:
@@ -16,7 +16,7 @@ def page_fields(name: str) -> tuple[str, ...]:
 
 
 SCALES = ("key_scales", "value_scales")
-"""Rows of one element."""
+"""Operands whose rows have one element: the scales of quantised keys and values."""
 _SCALE_BYTES = storage.ITEM_BYTES["float32"]
 
 FIELDS = (
@@ -39,7 +39,7 @@ class DecodeRows(Frame):
 
     paged: Mapping[str, bool]
 
-    def operand(self, arguments: Value, name: str, batch: Value, head: Value) -> Rows:
+    def operand(self, arguments: Value, name: str, batch: Value, head: Value) -> RowView:
         e, b = self.e, self.e.builder
         base, batches, stride, row, element = (
             self.field(arguments, field) for field in operand_fields(name)
@@ -50,13 +50,13 @@ class DecodeRows(Frame):
         place = b.select(tabled, e.at(e.pointer(batches), e.mul(batch, WORD)), apart)
         found = e.load(place, INT64, WORD)
         offset = b.select(tabled, found, e.mul(found, batch))
-        return Rows(e.at(e.pointer(base), offset, e.mul(head, stride)), row, element)
+        return RowView(e.at(e.pointer(base), offset, e.mul(head, stride)), row, element)
 
     def segments(
         self,
         arguments: Value,
         name: str,
-        place: Rows,
+        place: RowView,
         pages: list[Value],
         kv_start: Value,
         count: Value,

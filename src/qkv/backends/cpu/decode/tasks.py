@@ -21,20 +21,22 @@ from qkv.backends.cpu.emit.mask_bounds import MaskBounds
 from qkv.problem.expressions import FALSE, TRUE, variables
 
 CHUNK = 512
-"""Keys of one task, as long as that makes at most `MOST_CHUNKS` tasks of a kv head."""
+"""Number of keys of one task, unless that would make more than `MOST_CHUNKS` tasks of a kv head."""
 MOST_CHUNKS = 256
 BLOCK_KV = 64
-"""Keys whose products are summed in one chain; what is known of a mask is known of a block."""
+"""Number of keys whose products are added in one chain, and for which the mask is bounded."""
 MOST_READS = 1024
-"""Elements of a table that are looked up for one block, at most."""
+"""The most elements of a table that are read to bound the mask over one block."""
 
 EMPTY, PARTIAL, FULL = range(3)
-"""Whether none, some or all pairs of a block are allowed."""
+"""Kinds of a block: no pair in it is allowed, some are, or all are."""
 
 TASK = ("group", "start", "stop", "full")
-"""The number of the batch row and kv head, and the keys; `full` is 1 if no pair is forbidden."""
+"""Words of a task: the number of its batch row and kv head, its first key and the key after its
+last one, and 1 if the mask allows every pair, else 0."""
 GROUP = ("done", "first", "count", "keys")
-"""Of a batch row and kv head: tasks that are done, its first task, its tasks and their keys."""
+"""Words kept for each batch row and kv head: how many tasks are done, its first task, its number of
+tasks, and their number of keys."""
 RECORD_ALIGNMENT = 64
 
 

@@ -353,7 +353,7 @@ class Emitter:
         """`lanes` vectors turned: element j of row i becomes element i of row j."""
         half = 1
         while half < self.lanes:
-            turned: list[Value] = [None] * self.lanes
+            transposed: list[Value] = [None] * self.lanes
             for i in range(self.lanes):
                 if i & half:
                     continue
@@ -363,6 +363,6 @@ class Emitter:
                         self.lanes + j - half + shift if j & half else j + shift
                         for j in range(self.lanes)
                     ]
-                    turned[row] = self.builder.shuffle_vector(upper, lower, self.picks(picks))
-            rows, half = turned, 2 * half
+                    transposed[row] = self.builder.shuffle_vector(upper, lower, self.picks(picks))
+            rows, half = transposed, 2 * half
         return rows

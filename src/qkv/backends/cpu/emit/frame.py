@@ -14,7 +14,7 @@ from llvmlite import ir
 from qkv.backends.cpu.emit.emitter import DOUBLE, FLOAT, INT64, POINTER, Emitter, Value, is_vector
 from qkv.backends.cpu.emit.expressions import Expressions, TableView
 from qkv.backends.cpu.emit.philox import first_word
-from qkv.backends.cpu.machine.tiling import Shape
+from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.problem.spec import Spec
 
 WORD = 8
@@ -25,7 +25,8 @@ COMMON_FIELDS = (
     "num_heads", "group_size", "q_len", "kv_len", "head_dim", "v_head_dim", "scale",
     "dropout_seed", "dropout_threshold", "dropout_factor",
 )  # fmt: skip
-"""`limit` is the first task that this run does not take."""
+"""The first words of every argument block. `limit` is the number of the first task that a run
+leaves alone."""
 
 
 def operand_fields(*names: str) -> tuple[str, ...]:
@@ -34,7 +35,7 @@ def operand_fields(*names: str) -> tuple[str, ...]:
     return tuple(f"{name}{part}" for name in names for part in parts)
 
 
-class Rows(NamedTuple):
+class RowView(NamedTuple):
     """The rows of one head: the first one, and byte strides of rows and elements."""
 
     pointer: Value
@@ -46,7 +47,7 @@ class Frame:
     """Writes the parts of a kernel that do not depend on what it computes."""
 
     def __init__(
-        self, name: str, spec: Spec, shape: Shape, int_bits: int, fields: tuple[str, ...]
+        self, name: str, spec: Spec, shape: TileShape, int_bits: int, fields: tuple[str, ...]
     ) -> None:
         real = DOUBLE if spec.dtype == "float64" else FLOAT
         self.e = Emitter(name, shape.lanes, real, halves=shape.halves, fused=shape.fused)
@@ -88,13 +89,13 @@ class Frame:
             )
         return views
 
-    def operand(self, arguments: Value, name: str, batch: Value, head: Value) -> Rows:
+    def operand(self, arguments: Value, name: str, batch: Value, head: Value) -> RowView:
         e = self.e
         base, batches, stride, row, element = (
             self.field(arguments, field) for field in operand_fields(name)
         )
         offset = e.load(e.at(e.pointer(batches), e.mul(batch, WORD)), INT64, WORD)
-        return Rows(e.at(e.pointer(base), offset, e.mul(head, stride)), row, element)
+        return RowView(e.at(e.pointer(base), offset, e.mul(head, stride)), row, element)
 
     # Tasks
 

@@ -1,4 +1,4 @@
-"""Rows of any dtype and stride turned into vectors of queries and back, and copied side by side."""
+"""Rows of any dtype and stride, transposed into vectors of queries and back, or copied densely."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def unpack_rows(
 
     def turn(d: Value, _: list[Value]) -> None:
         d = e.least(d, e.sub(dim, e.lanes))
-        turned = e.transpose([take(e.add(d, i)) for i in range(e.lanes)])
-        for row, vector in zip(rows, turned, strict=True):
+        transposed = e.transpose([take(e.add(d, i)) for i in range(e.lanes)])
+        for row, vector in zip(rows, transposed, strict=True):
             storage.store(e, vector, e.at(row, e.mul(d, item)), dtype)
 
     def scatter(d: Value, _: list[Value]) -> None:

@@ -1,8 +1,9 @@
-"""Tables with a column for each key, as dense masks and biases: a block turned into lanes.
+"""Blocks of tables that have an entry for every pair, such as dense masks and biases, transposed.
 
-With queries in lanes, the entries of one key lie a row apart from lane to lane. Read one by one
-they take longer than the products. Rows are read a vector of keys at a time instead, transposed in
-registers and laid down as one vector for each key.
+Kernels have queries in the lanes of a vector, but the entries of neighbouring queries are a whole
+row of the table apart, so that reading them one by one takes longer than the matrix products. Here
+rows are read as vectors of neighbouring keys, transposed in registers, and stored as one vector of
+queries for each key.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _KEY = Var("kv_index")
 _FLOATS = ("float32", "float16", "bfloat16")
 
 
-def turned_loads(spec: Spec) -> tuple[Load, ...]:
+def transposed_loads(spec: Spec) -> tuple[Load, ...]:
     """Reads whose column is the key and whose row depends on the query, in a fixed order."""
     dtypes = {table.name: table.dtype for table in spec.tables}
     found: dict[Node, None] = {}
@@ -42,12 +43,12 @@ def _turns(load: Load, stored: str, dtype: str) -> bool:
     return "q_index" in reads and not reads & {"kv_index", "score"} and (exact or stored == "bool")
 
 
-def turned_bytes(spec: Spec, block_kv: int, vector_bytes: int) -> int:
+def transposed_bytes(spec: Spec, block_kv: int, vector_bytes: int) -> int:
     """Scratch that the blocks of one vector of queries take."""
-    return len(turned_loads(spec)) * block_kv * vector_bytes
+    return len(transposed_loads(spec)) * block_kv * vector_bytes
 
 
-def lay_down(
+def transpose_tables(
     e: Emitter,
     places: Expressions,
     loads: Sequence[Load],
@@ -111,7 +112,7 @@ def _laying(e: Emitter, dtype: str) -> Value:
     return function
 
 
-def laid_down(
+def transposed_values(
     e: Emitter, spec: Spec, loads: Sequence[Load], source: Value, k: Value, block_kv: int
 ) -> Mapping[Node, Value]:
     """What the loads are for one key of the block."""

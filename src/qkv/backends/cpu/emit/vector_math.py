@@ -85,17 +85,6 @@ def polynomial(e: Emitter, coefficients: tuple[float, ...], x: Value) -> Value:
     return total
 
 
-def exp2_flushed(e: Emitter, x: Value) -> Value:
-    """2^x for x <= 0: exactly 0 once it leaves the normal numbers, NaN for NaN."""
-    b, form = e.builder, _format(e)
-    magic = e.const(form.round + form.bias)
-    shifted = b.fadd(x, magic)
-    f = b.fsub(x, b.fsub(shifted, magic))
-    power = e.as_floats(b.shl(e.as_bits(shifted), e.const_bits(form.fraction)))
-    normal = b.fcmp_unordered(">=", x, e.const(1 - form.bias))
-    return b.select(normal, b.fmul(polynomial(e, form.exp2, f), power), e.const(0.0))
-
-
 def _split(e: Emitter, x: Value) -> tuple[Value, Value]:
     """x = n * ln 2 + f with |f| <= ln(2) / 2: exp(f), and n + bias in the low bits of integers."""
     b, form = e.builder, _format(e)

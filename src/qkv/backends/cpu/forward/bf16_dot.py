@@ -25,8 +25,8 @@ from llvmlite import ir
 
 from qkv.backends.cpu.emit import storage
 from qkv.backends.cpu.emit.emitter import BIT, FLOAT, INT16, INT32, INT64, POINTER, Value
-from qkv.backends.cpu.emit.frame import WORD, Rows
-from qkv.backends.cpu.emit.transpose import turned_bytes
+from qkv.backends.cpu.emit.frame import WORD, RowView
+from qkv.backends.cpu.emit.transpose import transposed_bytes
 from qkv.backends.cpu.forward.kernel import (
     BLOCK_MAX,
     SOFTMAX,
@@ -37,15 +37,15 @@ from qkv.backends.cpu.forward.kernel import (
     ForwardKey,
 )
 from qkv.backends.cpu.forward.score_blocks import (
-    MEETINGS,
+    BLOCK_RUN,
     Block,
     Buffers,
-    Keys,
-    Meeting,
-    Together,
-    Values,
+    KeyBlock,
+    QueryBlocks,
+    ScoreBlocks,
+    ValueBlock,
 )
-from qkv.backends.cpu.machine.tiling import Shape
+from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products import matrix_unit
 from qkv.backends.cpu.products.bfloat16 import CHUNK, chunks, join, multiply_add_pairs, split, whole
 from qkv.backends.cpu.products.query_lanes import dot_rows, store_vectors, vectors_at
@@ -53,36 +53,37 @@ from qkv.problem.expressions import TRUE
 from qkv.problem.spec import Spec
 
 BLOCK_KV = 256
-"""Keys whose scores are held at once, a multiple of `CHUNK`."""
+"""Number of keys whose scores are held at once; a multiple of `CHUNK`."""
 
 _PARTIAL = int("01" * CHUNK, 2)
-"""The bits of a partial block among the kinds of a run."""
+"""In the kinds of a run, two bits for each block of queries, the bit that marks a block as
+partial."""
 _V_ROW = 2 * BLOCK_KV
-"""Bytes of a row of transposed V."""
+"""Bytes of one row of transposed V."""
 
 
-def pair_scratch_bytes(spec: Spec, shape: Shape) -> int:
+def bf16_dot_scratch_bytes(spec: Spec, shape: TileShape) -> int:
     """Memory of one worker: a block of S, V, K and tables; Q, O and statistics of each block."""
     width = 4 * shape.block_q
     head_dim, v_head_dim = chunks(spec.head_dim), chunks(spec.v_head_dim)
     shared = BLOCK_KV * (width + 2 * (head_dim + 2 * v_head_dim))
     own = width * (head_dim // 2 + v_head_dim + STATS)
-    turned = turned_bytes(spec, BLOCK_KV, 4 * shape.lanes)
-    return -(-(shared + shape.together * own + turned) // 4096) * 4096
+    transposed = transposed_bytes(spec, BLOCK_KV, 4 * shape.lanes)
+    return -(-(shared + shape.q_blocks_per_task * own + transposed) // 4096) * 4096
 
 
-def emit_pairs(key: ForwardKey) -> str:
+def emit_bf16_dot(key: ForwardKey) -> str:
     """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
-    kernel = PairForward(key)
+    kernel = Bf16DotForward(key)
     kernel.all_tasks()
     return str(kernel.e.module)
 
 
-class PairForward(Forward):
+class Bf16DotForward(Forward):
     def __init__(self, key: ForwardKey) -> None:
         super().__init__(key)
         self.block_kv = BLOCK_KV
-        self.parts = self.shape.parts
+        self.terms = self.shape.terms
         """Rows of Q, K, transposed V and weights are this many rows of pairs."""
         self.weights_at = 0
         """Bytes from scores to weights: these take their place."""
@@ -149,7 +150,7 @@ class PairForward(Forward):
             e.loop(0, whole(e, count), 1, [], each)
         return function
 
-    def pack_pairs(self, parts: dict[str, Value]) -> Value:
+    def pack_pairs(self, functions: dict[str, Value]) -> Value:
         """One vector of queries as pairs; lanes beyond the last row repeat it."""
         e = self.e
         arguments = [POINTER, POINTER, POINTER, POINTER, INT64]
@@ -160,7 +161,9 @@ class PairForward(Forward):
             row, element, head_dim, rows = (self.field(arguments_, name) for name in names)
             last = e.least(e.lanes - 1, e.sub(e.sub(rows, first_row), 1))
             here = e.at(query, e.mul(first_row, row))
-            start, row = self.adjacent(parts, (here, row, element), e.add(last, 1), head_dim, copy)
+            start, row = self.adjacent(
+                functions, (here, row, element), e.add(last, 1), head_dim, copy
+            )
             places = [e.at(start, e.mul(e.least(i, last), row)) for i in range(e.lanes)]
             negative = b.fcmp_ordered(
                 "<", self.real_field(arguments_, "sign"), ir.Constant(FLOAT, 0)
@@ -180,7 +183,7 @@ class PairForward(Forward):
 
     def adjacent(
         self,
-        parts: dict[str, Value],
+        functions: dict[str, Value],
         rows: tuple[Value, Value, Value],
         count: Value,
         dim: Value,
@@ -200,7 +203,7 @@ class PairForward(Forward):
                 broken = b.icmp_signed("!=", whole(e, size), size)
                 needed = b.or_(needed, broken)
         with b.if_then(needed, likely=False):
-            b.call(parts["copy"], [here, row, element, count, dim, copy])
+            b.call(functions["copy"], [here, row, element, count, dim, copy])
         return b.select(needed, copy, here), b.select(needed, e.mul(2, whole(e, dim)), row)
 
     def transpose_values(self) -> Value:
@@ -218,7 +221,7 @@ class PairForward(Forward):
                     there = self.first_of_chunk(e.sub(dim, d))
                     start = e.at(rows, e.mul(d, 2))
 
-                    def turned(first: int) -> list[Value]:
+                    def transposed(first: int) -> list[Value]:
                         """Pairs of elements of every other key."""
                         loaded = []
                         for i in range(first, CHUNK, 2):
@@ -229,7 +232,7 @@ class PairForward(Forward):
                         return [e.as_bits(vector) for vector in e.transpose(loaded)]
 
                     to = e.at(target, e.mul(d, _V_ROW), e.mul(k, 2))
-                    for p, (even, odd) in enumerate(zip(turned(0), turned(1), strict=True)):
+                    for p, (even, odd) in enumerate(zip(transposed(0), transposed(1), strict=True)):
                         below = b.or_(b.and_(even, low), b.shl(odd, sixteen))
                         above = b.or_(b.lshr(even, sixteen), b.and_(odd, high))
                         for half, pairs in enumerate((below, above)):
@@ -294,12 +297,12 @@ class PairForward(Forward):
         """A function as `softmax`, up to the weights: S is finished, its largest is kept."""
         e = self.e
         with e.function(name, SOFTMAX) as (function, args):
-            arguments_, scores, stats, turned, width, count, batch, head, first_row = args[:9]
+            arguments_, scores, stats, transposed, width, count, batch, head, first_row = args[:9]
             kv_start = args[9]
             places = self.places(arguments_, batch, head, first_row)
             scale = e.splat(self.real_field(arguments_, "scale"))
             largest = self.finish_scores(
-                places, scale, scores, turned, width, count, kv_start, masked
+                places, scale, scores, transposed, width, count, kv_start, masked
             )
             e.store_vector(largest, e.at(stats, e.mul(width, BLOCK_MAX)))
         return function
@@ -432,14 +435,14 @@ class PairForward(Forward):
             b.ret(b.icmp_unsigned("!=", found, ir.Constant(bits, 0)))
         return function
 
-    def add_sifted(self) -> Value:
+    def add_non_finite(self) -> Value:
         """A function `(rows, row, weights, out, v_head_dim, count)`: what `sift` left out.
 
         A weight of -0.0 leaves O alone.
         """
         e = self.e
         arguments = [POINTER, INT64, POINTER, POINTER, INT64, INT64]
-        with e.function("add_sifted", arguments) as (function, args):
+        with e.function("add_non_finite", arguments) as (function, args):
             rows, row, weights, out, v_head_dim, count = args
             b = e.builder
             forbidden = e.as_bits(e.const(-0.0))
@@ -480,8 +483,8 @@ class PairForward(Forward):
     def block_of_keys(
         self,
         arguments: Value,
-        parts: dict[str, Value],
-        rows: Rows,
+        functions: dict[str, Value],
+        rows: RowView,
         kv_start: Value,
         count: Value,
         head_dim: Value,
@@ -491,36 +494,36 @@ class PairForward(Forward):
         e = self.e
         here = e.at(rows.pointer, e.mul(kv_start, rows.row))
         strided = (here, rows.row, rows.element)
-        return self.adjacent(parts, strided, count, head_dim, at.key_copy, chunks=True)
+        return self.adjacent(functions, strided, count, head_dim, at.key_copy, chunks=True)
 
     def block_of_values(
         self,
         arguments: Value,
-        parts: dict[str, Value],
-        rows: Rows,
+        functions: dict[str, Value],
+        rows: RowView,
         kv_start: Value,
         count: Value,
         v_head_dim: Value,
         at: Buffers,
         kinds: Value,
-    ) -> Values:
+    ) -> ValueBlock:
         """Turn V."""
         e = self.e
         here = e.at(rows.pointer, e.mul(kv_start, rows.row))
         strided = (here, rows.row, rows.element)
-        v, row = self.adjacent(parts, strided, count, v_head_dim, at.value_copy)
+        v, row = self.adjacent(functions, strided, count, v_head_dim, at.value_copy)
         b = e.builder
-        b.call(parts["transpose_values"], [v, row, count, v_head_dim, at.values])
-        sifted: Value = ir.Constant(BIT, 0)
-        if "sift" in parts:
+        b.call(functions["transpose_values"], [v, row, count, v_head_dim, at.values])
+        has_non_finite: Value = ir.Constant(BIT, 0)
+        if "sift" in functions:
             careful = b.icmp_signed("!=", b.and_(kinds, e.index(_PARTIAL)), e.index(0))
             if not self.plain:
                 careful = ir.Constant(BIT, 1)
             sifted_keys = b.select(careful, count, e.index(0))
-            sifted = b.call(parts["sift"], [at.values, v_head_dim, sifted_keys])
-        return Values(v, row, sifted)
+            has_non_finite = b.call(functions["sift"], [at.values, v_head_dim, sifted_keys])
+        return ValueBlock(v, row, has_non_finite)
 
-    def from_key(self, keys: Keys, k: Value) -> Value:
+    def from_key(self, keys: KeyBlock, k: Value) -> Value:
         """Rows of K from one on."""
         return self.e.at(keys.rows, self.e.mul(k, keys.row))
 
@@ -528,10 +531,10 @@ class PairForward(Forward):
         """Transposed V from a key on."""
         return self.e.at(values, self.e.mul(k, 2))
 
-    def meeting(self, task: Together) -> Meeting:
-        return Meeting(self, task)
+    def meeting(self, task: QueryBlocks) -> ScoreBlocks:
+        return ScoreBlocks(self, task)
 
-    def attend_together(self, parts: dict[str, Value]) -> Value:
+    def attend_together(self, functions: dict[str, Value]) -> Value:
         """Some blocks of queries of one head over their runs of keys."""
         e = self.e
         with e.function("attend", [POINTER] * 3) as (function, args):
@@ -540,8 +543,15 @@ class PairForward(Forward):
             if self.shape.product == "tiles":
                 matrix_unit.configure(e)
             batch, head, first_row, first_run, last_run = self.record(task, TASK)
-            names = ("group_size", "num_heads", "q_len", "head_dim", "v_head_dim", "together")
-            group_size, num_heads, q_len, head_dim, v_head_dim, together = (
+            names = (
+                "group_size",
+                "num_heads",
+                "q_len",
+                "head_dim",
+                "v_head_dim",
+                "q_blocks_per_task",
+            )
+            group_size, num_heads, q_len, head_dim, v_head_dim, q_blocks_per_task = (
                 self.field(arguments, name) for name in names
             )
             kv_head = b.sdiv(head, group_size)
@@ -551,13 +561,13 @@ class PairForward(Forward):
 
             wide, v_wide = whole(e, head_dim), whole(e, v_head_dim)
             at = self.buffers(scratch, wide, v_wide)
-            total_at = e.mul(wide, self.parts * self.width // 2)
+            total_at = e.mul(wide, self.terms * self.width // 2)
             stats_at = e.add(total_at, e.mul(v_wide, self.width))
             block_bytes = e.add(stats_at, self.stats_rows * self.width)
             block_q = self.shape.block_q
             left = e.add(e.sub(q_len, first_row), block_q - 1)
-            count = e.least(together, b.sdiv(left, e.index(block_q)))
-            turned = e.at(at.blocks, e.mul(together, block_bytes))
+            count = e.least(q_blocks_per_task, b.sdiv(left, e.index(block_q)))
+            transposed = e.at(at.blocks, e.mul(q_blocks_per_task, block_bytes))
 
             def block_at(i: Value) -> Block:
                 packed = e.at(at.blocks, e.mul(i, block_bytes))
@@ -577,7 +587,7 @@ class PairForward(Forward):
 
                 def vector(offset: int, row: Value) -> None:
                     where = [query.pointer, e.at(block.packed, offset), at.key_copy, row]
-                    packing = b.call(parts["pack"], [arguments, *where])
+                    packing = b.call(functions["pack"], [arguments, *where])
                     if self.stats_rows > STATS:
                         e.store(packing, e.at(stats, offset + STATS * self.width), WORD)
                     e.store_vector(e.const(-math.inf), e.at(stats, offset))
@@ -593,8 +603,8 @@ class PairForward(Forward):
 
             each_block(begin)
 
-            here = Together(
-                parts=parts,
+            here = QueryBlocks(
+                functions=functions,
                 arguments=arguments,
                 batch=batch,
                 head=head,
@@ -606,7 +616,7 @@ class PairForward(Forward):
                 count=count,
                 block=block_at,
                 at=at,
-                turned=turned,
+                transposed=transposed,
             )
 
             meeting = self.meeting(here)
@@ -615,21 +625,21 @@ class PairForward(Forward):
                 kv_start: Value, keys: Value, kinds: Value, first: Value, last: Value
             ) -> None:
                 meeting.begin()
-                where = (arguments, parts)
+                where = (arguments, functions)
                 factor, row = self.block_of_keys(*where, key, kv_start, keys, head_dim, at)
 
-                def values() -> Values:
+                def values() -> ValueBlock:
                     return self.block_of_values(
                         *where, value, kv_start, keys, v_head_dim, at, kinds
                     )
 
-                meeting.meet(Keys(kv_start, keys, kinds, first, last, factor, row), values)
+                meeting.meet(KeyBlock(kv_start, keys, kinds, first, last, factor, row), values)
 
             runs, size = self.pointer_field(arguments, "runs"), self.block_kv
 
             def each_run(r: Value, _: list[Value]) -> None:
-                run = e.at(runs, e.mul(r, WORD * len(MEETINGS)))
-                start, stop, *seen = self.record(run, MEETINGS)
+                run = e.at(runs, e.mul(r, WORD * len(BLOCK_RUN)))
+                start, stop, *seen = self.record(run, BLOCK_RUN)
                 e.loop(
                     start, stop, size, [],
                     lambda k, _: block_of_keys(k, e.least(size, e.sub(stop, k)), *seen),
@@ -644,7 +654,7 @@ class PairForward(Forward):
                     held = e.at(block.total, offset), e.at(block.stats, offset), e.add(place, row)
                     last = e.sub(q_len, row)
                     size = e.index(self.width)
-                    b.call(parts["unpack"], [arguments, *held, v_head_dim, size, last])
+                    b.call(functions["unpack"], [arguments, *held, v_head_dim, size, last])
 
                 each_vector(block.row, vector)
 
@@ -655,15 +665,15 @@ class PairForward(Forward):
 
     def rows(self) -> dict[str, Value]:
         """The functions that read and pack rows."""
-        parts = {"copy": self.copy(), "transpose_values": self.transpose_values()}
-        parts["pack"] = self.pack_pairs(parts)
+        functions = {"copy": self.copy(), "transpose_values": self.transpose_values()}
+        functions["pack"] = self.pack_pairs(functions)
         if self.mask != TRUE or not self.plain:
-            parts["sift"], parts["add_sifted"] = self.sift(), self.add_sifted()
-        return parts
+            functions["sift"], functions["add_non_finite"] = self.sift(), self.add_non_finite()
+        return functions
 
     def all_tasks(self) -> None:
         e = self.e
-        parts = {
+        functions = {
             **self.rows(),
             "scores": self.product("scores", onto=False),
             "unpack": self.unpack(),
@@ -671,15 +681,15 @@ class PairForward(Forward):
         }
         masked = self.mask != TRUE
         if self.plain:
-            parts["block_max"] = self.block_max()
-            parts["weigh_plain"] = self.weigh("weigh_plain", finished=False)
+            functions["block_max"] = self.block_max()
+            functions["weigh_plain"] = self.weigh("weigh_plain", finished=False)
         else:
-            parts["finish_full"] = self.finish("finish_full", masked=False)
+            functions["finish_full"] = self.finish("finish_full", masked=False)
         if masked:
-            parts["finish_partial"] = self.finish("finish_partial", masked=True)
+            functions["finish_partial"] = self.finish("finish_partial", masked=True)
         if masked or not self.plain:
-            parts["weigh_finished"] = self.weigh("weigh_finished", finished=True)
-        attend = self.attend_together(parts)
+            functions["weigh_finished"] = self.weigh("weigh_finished", finished=True)
+        attend = self.attend_together(functions)
 
         def run(arguments: Value, number: Value, scratch: Value) -> None:
             task = e.at(self.pointer_field(arguments, "tasks"), e.mul(number, WORD * len(TASK)))
@@ -688,5 +698,5 @@ class PairForward(Forward):
         self.job(run)
 
 
-BF16_DOT = ForwardKernel(emit_pairs, pair_scratch_bytes, BLOCK_KV)
+BF16_DOT = ForwardKernel(emit_bf16_dot, bf16_dot_scratch_bytes, BLOCK_KV)
 """The kernel for bfloat16 on machines that multiply it, by pairs or by tiles."""

@@ -1,8 +1,8 @@
-"""Blocks of keys that a mask cuts: each vector of queries meets those it may see.
+"""Blocks on the boundary of a mask: each vector of queries computes only the keys that it may see.
 
-Where the edge of a mask crosses a block, as a causal one does, the vectors of queries reach
-different keys, in steps like a staircase. Which, the mask itself says: it is asked before anything
-is multiplied. What is left out would weigh exactly 0.
+Where the boundary of a mask, as of a causal one, crosses a block, some vectors of its queries see
+keys that others do not. The mask itself tells which: it is evaluated before anything is multiplied.
+The keys that are left out would have had a weight of exactly 0.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from llvmlite import ir
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.emit.expressions import Expressions
 from qkv.backends.cpu.emit.frame import WORD
-from qkv.backends.cpu.machine.tiling import Shape
+from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products.query_lanes import dot_rows, store_vectors
 from qkv.problem.expressions import TRUE, Load, Node, variables, walk
 
 STEP = 16
-"""Keys that are seen or left out together: those whose weights are added in one chain."""
+"""Ranges of keys are rounded to multiples of this number, which is how many weights are added in
+one chain."""
 _WORTH = 7, 8
-"""All vectors meet all keys, unless their own are less than such a part of them."""
+"""Vectors are computed separately only if the keys that they see are fewer than 7/8 of all."""
 
 Range = tuple[Value, Value]
 
 
-def has_steps(mask: Node) -> bool:
+def skips_within_blocks(mask: Node) -> bool:
     """Whether a mask is asked for pairs twice: not if that takes a read for each pair."""
     reads = (node for node in walk(mask) if isinstance(node, Load))
     return mask != TRUE and not any({"q_index", "kv_index"} <= variables(read) for read in reads)
@@ -93,7 +94,7 @@ def each_step(
     e.loop(0, count, STEP, [], step)
 
 
-class Cut(NamedTuple):
+class BoundaryBlock(NamedTuple):
     """A block of queries that meets a block of keys, as `forward` names its parts."""
 
     vectors: int
@@ -113,7 +114,7 @@ class Cut(NamedTuple):
     """One vector: its number, its scores, the first key, how many, whether marks are wanted."""
     selected: Callable[[Value, Value, Value], None]
     """Values that are not all finite: where they lie, distance of rows, and how many."""
-    together: Callable[[Value, Value], None]
+    all_vectors: Callable[[Value, Value], None]
     """All vectors from a key on, so many keys."""
 
 
@@ -121,7 +122,7 @@ class BlockKernel(Protocol):
     """What is asked of the kernel that these functions are a part of."""
 
     e: Emitter
-    shape: Shape
+    shape: TileShape
     mask: Node
 
     def places(self, arguments: Value, batch: Value, head: Value, first_row: Value) -> Expressions:
@@ -131,7 +132,7 @@ class BlockKernel(Protocol):
         """The function that adds values to some of the vectors of a block."""
 
 
-class Staircase:
+class BoundaryBlocks:
     """Writes the functions of one kernel, and what calls them."""
 
     def __init__(self, kernel: BlockKernel) -> None:
@@ -140,7 +141,7 @@ class Staircase:
         self.scores = [_scores(kernel, n) for n in range(1, kernel.shape.vectors + 1)]
         self.values = kernel.values(1, kernel.shape.vectors)
 
-    def meet(self, cut: Cut, all_finite: Value, kv_start: Value, count: Value) -> None:
+    def meet(self, cut: BoundaryBlock, all_finite: Value, kv_start: Value, count: Value) -> None:
         """The queries meet the keys that they may see."""
         e, b = self.e, self.e.builder
         ranges = [self._range(cut, j, kv_start, count) for j in range(cut.vectors)]
@@ -148,24 +149,24 @@ class Staircase:
         start, stop = reduce(e.least, starts), reduce(e.greater, stops)
         keys, first = e.sub(stop, start), e.add(kv_start, start)
 
-        def together() -> None:
-            cut.together(first, keys)
+        def all_vectors() -> None:
+            cut.all_vectors(first, keys)
 
         def any_key() -> None:
             if cut.vectors == 1:
-                together()
+                all_vectors()
                 return
             inside = [(e.sub(low, start), e.sub(high, start)) for low, high in ranges]
             e.choose(
                 worth(e, ranges, keys),
                 lambda: self._apart(cut, all_finite, first, keys, inside),
-                together,
+                all_vectors,
             )
 
         with b.if_then(e.below(0, keys)):
             any_key()
 
-    def _range(self, cut: Cut, j: int, kv_start: Value, count: Value) -> Range:
+    def _range(self, cut: BoundaryBlock, j: int, kv_start: Value, count: Value) -> Range:
         """From which key of the block to which the queries of vector j may see any."""
         e, found = self.e, self.e.words(2)
         first = e.add(cut.first_row, j * e.lanes)
@@ -175,7 +176,7 @@ class Staircase:
 
     def _apart(
         self,
-        cut: Cut,
+        cut: BoundaryBlock,
         all_finite: Value,
         kv_start: Value,
         count: Value,

@@ -45,47 +45,57 @@ from qkv.backends.cpu.emit.packing import (
     unpack_rows,
 )
 from qkv.backends.cpu.emit.storage import ITEM_BYTES, real_dtype
-from qkv.backends.cpu.emit.transpose import laid_down, lay_down, turned_bytes, turned_loads
-from qkv.backends.cpu.forward.boundary_blocks import Cut, Staircase, has_steps
-from qkv.backends.cpu.machine.tiling import Shape
+from qkv.backends.cpu.emit.transpose import (
+    transpose_tables,
+    transposed_bytes,
+    transposed_loads,
+    transposed_values,
+)
+from qkv.backends.cpu.forward.boundary_blocks import (
+    BoundaryBlock,
+    BoundaryBlocks,
+    skips_within_blocks,
+)
+from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products.query_lanes import combine_rows, dot_rows, store_vectors, vectors_at
 from qkv.problem.expressions import SCORE, TRUE, walk
 from qkv.problem.spec import Spec
 
 BLOCK_KV = 64
-"""Keys whose scores are held at once."""
+"""Number of keys whose scores are held at once."""
 
 _SUM = 16
-"""Weights that are added in one chain: rounding errors grow with its length."""
+"""Number of weights that are added in one chain. Rounding errors grow with its length."""
 
 FIELDS = (
     *COMMON_FIELDS,
     *operand_fields("query", "key", "value"),
     "runs", "rows", "out", "lse", "lse_rest", "entropy", "max_score", "max_weight", "copy_key",
-    "copy_value", "sign", "together",
+    "copy_value", "sign", "q_blocks_per_task",
 )  # fmt: skip
-"""`scale` is not negative: Q is packed times `sign`. `together` is that of the shape, which differs
-from problem to problem where the kernel does not."""
+"""Words of the argument block. `scale` is not negative, because Q is packed times `sign`.
+`q_blocks_per_task` differs from problem to problem while the kernel stays the same."""
 
 STATS = 6
-"""Row maximum, row sum, rescaling, what rounding took from the row sum, maximum of a block, T."""
+"""Number of rows of statistics: row maximum, row sum, rescaling factor, rounding error of the row
+sum, maximum of the current block, and T."""
 BLOCK_MAX = 4
 
 SOFTMAX = [*[POINTER] * 4, *[INT64] * 6, BIT]
-"""What `softmax` takes: arguments, S, statistics, turned tables, width, count, batch, head, first
-row, first key, and whether forbidden weights are marked."""
+"""Types of the arguments of `softmax`: arguments, S, statistics, transposed tables, width, count,
+batch, head, first row, first key, and whether the weights of forbidden pairs are marked."""
 
 TASK = ("batch", "head", "first_row", "first_run", "last_run")
 RUN = ("start", "stop", "partial")
 
 
-def scratch_bytes(spec: Spec, shape: Shape) -> int:
+def scratch_bytes(spec: Spec, shape: TileShape) -> int:
     """Memory of one worker: packed Q, O, P and the statistics; one block of K, V and tables."""
     real_bytes = spec.compute_dtype.itemsize
     rows = spec.head_dim + spec.v_head_dim + BLOCK_KV + STATS
     copies = BLOCK_KV * (spec.head_dim + spec.v_head_dim)
-    turned = turned_bytes(spec, BLOCK_KV, shape.lanes * real_bytes)
-    return -(-((rows * shape.block_q + copies) * real_bytes + turned) // 4096) * 4096
+    transposed = transposed_bytes(spec, BLOCK_KV, shape.lanes * real_bytes)
+    return -(-((rows * shape.block_q + copies) * real_bytes + transposed) // 4096) * 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +106,7 @@ class ForwardKey:
     """
 
     spec: Spec
-    shape: Shape
+    shape: TileShape
     int_bits: int
     folded: bool
     rotated: bool
@@ -116,7 +126,7 @@ class ForwardKernel(NamedTuple):
 
     emit: Callable[[ForwardKey], str]
     """Writes the module."""
-    scratch_bytes: Callable[[Spec, Shape], int]
+    scratch_bytes: Callable[[Spec, TileShape], int]
     """Memory in bytes that one worker needs."""
     block_kv: int
     """Keys whose scores are held at once."""
@@ -197,11 +207,11 @@ class Forward(Frame):
         self.out_dtype = key.out_dtype
         self.statistics = key.statistics
         self.block_kv = BLOCK_KV
-        turned = real_dtype(self.e) if key.rotated else key.spec.dtype
-        self.dtypes = {"query": turned, "key": turned, "value": key.spec.dtype}
+        operand_dtype = real_dtype(self.e) if key.rotated else key.spec.dtype
+        self.dtypes = {"query": operand_dtype, "key": operand_dtype, "value": key.spec.dtype}
         self.plain = self.score == SCORE
         """No mods: scores are the scaled products."""
-        self.steps: Staircase | None = None
+        self.steps: BoundaryBlocks | None = None
 
     # S = K Q^T, transposed
 
@@ -250,14 +260,14 @@ class Forward(Frame):
         """
         e = self.e
         with e.function(name, SOFTMAX) as (function, args):
-            arguments_, scores, stats, turned, width, count, batch, head, first_row = args[:9]
+            arguments_, scores, stats, transposed, width, count, batch, head, first_row = args[:9]
             kv_start, marked = args[9:]
             places = self.places(arguments_, batch, head, first_row)
             scale = e.splat(self.real_field(arguments_, "scale"))
             finished = masked or not self.plain
             if finished:
                 largest = self.finish_scores(
-                    places, scale, scores, turned, width, count, kv_start, masked
+                    places, scale, scores, transposed, width, count, kv_start, masked
                 )
             else:
                 largest = e.load_vector(e.at(stats, e.mul(width, BLOCK_MAX)))
@@ -316,8 +326,8 @@ class Forward(Frame):
         def group(k: Value, carried: list[Value]) -> list[Value]:
             # Sums of sums: rounding errors grow with the length of a chain.
             end = e.least(e.add(k, _SUM), count)
-            parts = self.store_weights(scores, width, k, end, row.nothing, weigh)
-            return [b.fadd(old, part) for old, part in zip(carried, parts, strict=True)]
+            functions = self.store_weights(scores, width, k, end, row.nothing, weigh)
+            return [b.fadd(old, part) for old, part in zip(carried, functions, strict=True)]
 
         if self.shape.product == "tiles":
             row.advance(e.loop(0, count, _SUM, row.nothing, group))
@@ -357,7 +367,7 @@ class Forward(Frame):
         places: Expressions,
         scale: Value,
         scores: Value,
-        turned: Value,
+        transposed: Value,
         width: Value,
         count: Value,
         kv_start: Value,
@@ -365,7 +375,7 @@ class Forward(Frame):
     ) -> Value:
         """Scale, score mods and mask in place; the largest of each row."""
         e = self.e
-        finish = self.finishing(places, scale, scores, turned, width, count, kv_start, masked)
+        finish = self.finishing(places, scale, scores, transposed, width, count, kv_start, masked)
         (largest,) = e.loop(0, count, 1, [e.const(-math.inf)], finish)
         return largest
 
@@ -374,7 +384,7 @@ class Forward(Frame):
         places: Expressions,
         scale: Value,
         scores: Value,
-        turned: Value,
+        transposed: Value,
         width: Value,
         count: Value,
         kv_start: Value,
@@ -382,17 +392,17 @@ class Forward(Frame):
     ) -> Callable[[Value, list[Value]], list[Value]]:
         """What finishes the scores of one key, given the largest so far."""
         e, b = self.e, self.e.builder
-        loads = turned_loads(self.spec)
+        loads = transposed_loads(self.spec)
         if not masked:
             read = set(walk(self.score))
             loads = tuple(load for load in loads if load in read)
-        lay_down(e, places, loads, kv_start, count, self.block_kv, turned)
+        transpose_tables(e, places, loads, kv_start, count, self.block_kv, transposed)
 
         def finish(k: Value, carried: list[Value]) -> list[Value]:
             place = e.at(scores, e.mul(k, width))
             score = b.fmul(e.load_vector(place), scale)
             inner = places.inside(e.add(kv_start, k), score)
-            inner.known.update(laid_down(e, self.spec, loads, turned, k, self.block_kv))
+            inner.known.update(transposed_values(e, self.spec, loads, transposed, k, self.block_kv))
             if not self.plain:
                 score = inner.floats(self.score)
             if masked:
@@ -567,11 +577,11 @@ class Forward(Frame):
 
     # One task, all tasks
 
-    def attend(self, vectors: int, parts: dict[str, Value]) -> Value:
+    def attend(self, vectors: int, functions: dict[str, Value]) -> Value:
         """One block of queries over its runs of keys."""
         e = self.e
         scores, values = self.scores(vectors), self.values(vectors)
-        selected = self.selected_values(vectors) if "all_finite" in parts else None
+        selected = self.selected_values(vectors) if "all_finite" in functions else None
         with e.function(f"attend_{vectors}", [POINTER] * 3) as (function, args):
             arguments, task, scratch = args
             b = e.builder
@@ -595,7 +605,7 @@ class Forward(Frame):
             rescale, block_max = e.at(stats, 2 * width), e.at(stats, 4 * width)
             key_copy = e.at(stats, STATS * row)
             value_copy = e.at(key_copy, e.mul(head_dim, BLOCK_KV * e.real_bytes))
-            turned = e.at(value_copy, e.mul(v_head_dim, BLOCK_KV * e.real_bytes))
+            transposed = e.at(value_copy, e.mul(v_head_dim, BLOCK_KV * e.real_bytes))
 
             def each_vector(body: Callable[[int, Value, Value], None]) -> None:
                 """A vector beyond the last row repeats it."""
@@ -605,7 +615,7 @@ class Forward(Frame):
 
             def begin(offset: int, first: Value, left: Value) -> None:
                 to, row = e.at(packed, offset), e.add(first_row, first)
-                b.call(parts["pack"], [arguments, query.pointer, to, row, e.index(width)])
+                b.call(functions["pack"], [arguments, query.pointer, to, row, e.index(width)])
                 e.store_vector(e.const(-math.inf), e.at(stats, offset))
                 for i in (1, 3, 5):
                     e.store_vector(e.const(0.0), e.at(stats, offset + i * width))
@@ -619,10 +629,10 @@ class Forward(Frame):
             def rows_of(kv_start: Value, keys: Value) -> tuple[Value, ...]:
                 return (
                     *self.block_of(
-                        arguments, "key", key, kv_start, keys, head_dim, key_copy, parts
+                        arguments, "key", key, kv_start, keys, head_dim, key_copy, functions
                     ),
                     *self.block_of(
-                        arguments, "value", value, kv_start, keys, v_head_dim, value_copy, parts
+                        arguments, "value", value, kv_start, keys, v_head_dim, value_copy, functions
                     ),
                 )
 
@@ -630,8 +640,8 @@ class Forward(Frame):
                 name: str, j: int, place: Value, kv_start: Value, keys: Value, marked: Value
             ) -> None:
                 offset, first = j * e.vector_bytes, e.add(first_row, j * e.lanes)
-                at = (arguments, place, e.at(stats, offset), turned, e.index(width))
-                b.call(parts[name], [*at, keys, batch, head, first, kv_start, marked])
+                at = (arguments, place, e.at(stats, offset), transposed, e.index(width))
+                b.call(functions[name], [*at, keys, batch, head, first, kv_start, marked])
 
             def together(name: str, kv_start: Value, keys: Value) -> None:
                 """All queries meet all keys."""
@@ -651,7 +661,7 @@ class Forward(Frame):
                     weigh(ir.Constant(BIT, 0))
                     add(values)
                     return
-                finite = b.call(parts["all_finite"], [v, value_row, keys, v_head_dim])
+                finite = b.call(functions["all_finite"], [v, value_row, keys, v_head_dim])
                 weigh(b.not_(finite))
                 e.choose(finite, lambda: add(values), lambda: add(selected))
 
@@ -664,12 +674,12 @@ class Forward(Frame):
                     held = v, weights, rescale, total, value_row, v_head_dim, count
                     b.call(selected, held)
 
-                cut = Cut(
+                cut = BoundaryBlock(
                     vectors, arguments, batch, head, first_row, packed, weights, rescale, total,
                     head_dim, v_head_dim, rows_of, partial(softmax, "partial"),
                     add_selected, partial(together, "partial"),
                 )  # fmt: skip
-                self.steps.meet(cut, parts["all_finite"], kv_start, keys)
+                self.steps.meet(cut, functions["all_finite"], kv_start, keys)
 
             def block(kv_start: Value, keys: Value, is_partial: Value) -> None:
                 def full() -> None:
@@ -695,7 +705,7 @@ class Forward(Frame):
 
             def end(offset: int, first: Value, left: Value) -> None:
                 held = e.at(total, offset), e.at(stats, offset), e.add(place, first)
-                b.call(parts["unpack"], [arguments, *held, v_head_dim, e.index(width), left])
+                b.call(functions["unpack"], [arguments, *held, v_head_dim, e.index(width), left])
 
             each_vector(end)
         return function
@@ -709,7 +719,7 @@ class Forward(Frame):
         keys: Value,
         dim: Value,
         copy: Value,
-        parts: dict[str, Value],
+        functions: dict[str, Value],
     ) -> tuple[Value, Value]:
         """A block of K or V with adjacent elements: where it lies, or copied."""
         e, b = self.e, self.e.builder
@@ -717,7 +727,7 @@ class Forward(Frame):
         here = e.at(pointer, e.mul(kv_start, row))
 
         def side_by_side() -> None:
-            copy_rows = parts[f"copy {self.dtypes[name]}"]
+            copy_rows = functions[f"copy {self.dtypes[name]}"]
             b.call(copy_rows, [here, row, element, keys, dim, copy])
 
         if self.dtypes[name] != real_dtype(e):
@@ -730,19 +740,19 @@ class Forward(Frame):
 
     def all_tasks(self) -> None:
         e = self.e
-        parts = {
+        functions = {
             "pack": self.pack(),
             "unpack": self.unpack(),
             "full": self.softmax("full", False),
         }
         for dtype in sorted(set(self.dtypes.values())):
-            parts[f"copy {dtype}"] = copy_rows(e, dtype)
+            functions[f"copy {dtype}"] = copy_rows(e, dtype)
         if self.mask != TRUE:
-            parts["partial"] = self.softmax("partial", True)
+            functions["partial"] = self.softmax("partial", True)
         if self.mask != TRUE or not self.plain:
-            parts["all_finite"] = all_finite(e)
-        self.steps = Staircase(self) if has_steps(self.mask) else None
-        one, many = (self.attend(v, parts) for v in (1, self.shape.vectors))
+            functions["all_finite"] = all_finite(e)
+        self.steps = BoundaryBlocks(self) if skips_within_blocks(self.mask) else None
+        one, many = (self.attend(v, functions) for v in (1, self.shape.vectors))
 
         def run(arguments: Value, number: Value, scratch: Value) -> None:
             tasks, rows = self.pointer_field(arguments, "tasks"), self.field(arguments, "rows")

@@ -14,7 +14,7 @@ Array = NDArray[Any]
 __all__ = ["address_of", "page_aligned", "quick_address_of"]
 
 _PAGE = 4096
-"""Bytes."""
+"""Bytes of one page of memory."""
 
 
 def address_of(array: Array) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _LONGEST_WAIT = 30.0
-"""Seconds for which the end of the process waits."""
+"""Seconds that the end of the process waits for a compilation."""
 
 
 class ForkLock:
@@ -43,7 +43,7 @@ class ForkLock:
 
 
 alone_in_llvm = ForkLock()
-"""Whoever calls llvmlite holds this, for a query as for a compilation."""
+"""Held by every thread that calls llvmlite."""
 importing = ForkLock()
-"""Whoever imports in the middle of a call holds this."""
+"""Held by every thread that imports a module during a call."""
 atexit.register(alone_in_llvm.keep)

@@ -18,24 +18,28 @@ import numpy as np
 from qkv.backends.cpu.machine import threadpool_limits
 from qkv.backends.cpu.machine.fork_locks import alone_in_llvm
 from qkv.backends.cpu.machine.tile_permission import permitted
-from qkv.backends.cpu.machine.tiling import Shape
+from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.errors import ArgumentError
 
-_AVX512 = Shape(lanes=16, vectors=4, keys=4, halves=True)
+_AVX512 = TileShape(lanes=16, vectors=4, keys=4, halves=True)
 _SHAPES = {
     "amx": _AVX512,
     "avx512-bf16": _AVX512,
     "avx512": _AVX512,
-    "avx2": Shape(lanes=8, vectors=3, keys=4, halves=True),
-    "sse": Shape(lanes=4, vectors=3, keys=3, fused=False),
-    "neon": Shape(lanes=4, vectors=4, keys=4, halves=True),
+    "avx2": TileShape(lanes=8, vectors=3, keys=4, halves=True),
+    "sse": TileShape(lanes=4, vectors=3, keys=3, fused=False),
+    "neon": TileShape(lanes=4, vectors=4, keys=4, halves=True),
 }
-"""For float32."""
+"""The tile shape for float32, for each instruction set."""
 _BFLOAT16_SHAPES = {
-    "amx": Shape(lanes=16, vectors=2, keys=2, halves=True, product="tiles", together=8),
-    "avx512-bf16": Shape(lanes=16, vectors=4, keys=6, halves=True, product="pairs", together=4),
+    "amx": TileShape(
+        lanes=16, vectors=2, keys=2, halves=True, product="tiles", q_blocks_per_task=8
+    ),
+    "avx512-bf16": TileShape(
+        lanes=16, vectors=4, keys=6, halves=True, product="pairs", q_blocks_per_task=4
+    ),
 }
-"""For products of bfloat16; other machines convert to float32."""
+"""The tile shape for bfloat16. Machines that are not named convert bfloat16 to float32."""
 _NEEDS_AVX512 = frozenset({"avx512f", "avx512vl", "avx512bw", "avx512dq", "fma", "f16c"})
 _REQUIRED = {
     "amx": _NEEDS_AVX512 | {"avx512bf16", "amx-tile", "amx-bf16"},
@@ -43,20 +47,20 @@ _REQUIRED = {
     "avx512": _NEEDS_AVX512,
     "avx2": frozenset({"avx2", "fma", "f16c"}),
 }
-"""From the most able one on."""
+"""Features of the processor that each instruction set needs, the fastest set first."""
 _FARTHER: dict[str, Any] = {"nearest": False, "reach": 16 * 1024}
 _ASKING: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("znver1", "znver2", "znver3", "znver4"), _FARTHER),
     "znver5": {"reach": 4 * 1024},
 }
-"""How processors ask ahead, where not like others: those of `_FARTHER` would wait for memory."""
+"""How some processors prefetch best, where that differs from the defaults of `TileShape`."""
 _WITHOUT: dict[str, tuple[str, ...]] = {
     "avx512-bf16": ("amx",),
     "avx512": ("amx", "avx512bf16"),
     "avx2": ("amx", "avx512", "avx10"),
     "sse": ("amx", "avx", "fma", "f16c", "xop", "v"),
 }
-"""Beginnings of the names of features that code for this instruction set does without."""
+"""For each instruction set that is forced, prefixes of the features that are switched off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +72,15 @@ class Host:
     isa: str
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> TileShape:
         return replace(_SHAPES[self.isa], **_ASKING.get(self.cpu, {}))
 
     @property
-    def bfloat16_shape(self) -> Shape | None:
+    def bfloat16_shape(self) -> TileShape | None:
         """For products of bfloat16, where the machine has them."""
         return _BFLOAT16_SHAPES.get(self.isa)
 
-    def shape_of(self, dtype: np.dtype[Any]) -> Shape:
+    def shape_of(self, dtype: np.dtype[Any]) -> TileShape:
         """For a type of computation: float64 has half as many lanes."""
         shape = self.shape
         return shape if dtype.itemsize == 4 else replace(shape, lanes=shape.lanes // 2)
@@ -108,7 +112,7 @@ def quick_setting(name: str) -> Callable[[], object]:
     return partial(os.environ.get, name)
 
 
-isa_said = quick_setting("QKV_ISA")
+isa_setting = quick_setting("QKV_ISA")
 
 
 @lru_cache(maxsize=8)

@@ -7,7 +7,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class TileShape:
     """What fits the registers of a machine: lanes of a vector, vectors and keys of one tile."""
 
     lanes: int
@@ -19,9 +19,9 @@ class Shape:
     """Whether it multiplies and adds in one instruction."""
     product: Literal["elements", "pairs", "tiles"] = "elements"
     """What one instruction multiplies; pairs and tiles are of bfloat16."""
-    parts: int = 1
+    terms: int = 1
     """Numbers of bfloat16 whose sum an operand is, where it is of another type."""
-    together: int = 1
+    q_blocks_per_task: int = 1
     """Blocks of queries that are one task."""
     nearest: bool = True
     """Whether rows that are read once are best asked for into the nearest cache."""

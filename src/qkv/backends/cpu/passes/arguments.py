@@ -27,7 +27,7 @@ def word_of(name: str, fields: tuple[str, ...] = FIELDS) -> int:
 
 
 _LIMIT = word_of("limit")
-"""The same in every kernel: the common fields come first."""
+"""The word of `limit`, the same in every kernel because common fields come first."""
 
 
 class Arguments:

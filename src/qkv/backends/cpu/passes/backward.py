@@ -14,18 +14,18 @@ from numpy.typing import NDArray
 
 from qkv._threads import get_num_threads
 from qkv.backends.cpu.backward.block import BLOCK_KV, TASK, BackwardKey, TableGradient
-from qkv.backends.cpu.backward.delta_correction import emit_residuals
+from qkv.backends.cpu.backward.delta_correction import emit_delta_correction
 from qkv.backends.cpu.backward.kernel import emit_backward
 from qkv.backends.cpu.compiler.compile import Kernel, Runnable, build
 from qkv.backends.cpu.machine.host import Host, host
-from qkv.backends.cpu.machine.tiling import Shape
+from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.passes.forward import (
     OPERATIONS_PER_SECOND,
     OTHERS_PER_SECOND,
     operations_of_a_pair,
     shape_of,
 )
-from qkv.backends.cpu.plan.block_skipping import weightless
+from qkv.backends.cpu.plan.block_skipping import block_skipping
 from qkv.backends.cpu.plan.kernel_spec import integer_bits, kernel_spec
 from qkv.backends.cpu.plan.schedule import Schedule, schedule
 from qkv.backends.cpu.plan.table_gradients import SummedTable, summed_table
@@ -38,19 +38,20 @@ from qkv.problem.spec import Problem, Spec
 Array = NDArray[Any]
 
 _TASKS = 64
-"""Tasks that are enough for many cores."""
+"""Number of tasks that is enough for many cores."""
 _KEYS, _KEYS_IN_TILES = 512, 1024
-"""Keys that are enough for a task: packing the queries again, and splitting them, is then cheap."""
+"""Keys of a task, without and with tiles, that make it cheap to pack or split the queries again for
+each task."""
 _PARTS = 8
-"""Parts of dQ that may lie beside one another."""
+"""The most partial sums of dQ that are held at once."""
 _FEW_KEYS = 512
-"""Keys up to which dP of few queries are added in float64, which takes a third longer."""
+"""Up to this many keys, dP of few queries is added in float64, which takes a third longer."""
 
-_VECTORS, _TOGETHER = 4, 8
-"""Of a block of queries in tiles; blocks that are packed at once: they fit a cache, and pay for
-splitting keys."""
+_VECTORS, _Q_BLOCKS_PER_TASK = 4, 8
+"""With tiles: vectors of a block of queries, and blocks that are packed at once. That many fit a
+cache and make splitting the keys worthwhile."""
 _ROWS_PAY = 32
-"""Queries from which on tiles are quicker."""
+"""The number of queries from which on tiles are quicker."""
 _SLICE_SECONDS = 0.1
 _WORTH_A_THREAD = 4e6
 
@@ -75,17 +76,21 @@ class BackwardPass:
         spec, here = problem.spec, host()
         self._here = here
         self.shape = here.shape_of(spec.compute_dtype) if few else backward_shape(problem, here)
-        block_q, together = self.shape.block_q, self.shape.together
+        block_q, q_blocks_per_task = self.shape.block_q, self.shape.q_blocks_per_task
         known = not few and inputs is not None
-        sparing = weightless(problem, block_q, BLOCK_KV, inputs) if known else None
-        self.plan = _in_order(schedule(problem, block_q, together=together, sparing=sparing))
+        block_filter = block_skipping(problem, block_q, BLOCK_KV, inputs) if known else None
+        self.plan = _in_order(
+            schedule(
+                problem, block_q, q_blocks_per_task=q_blocks_per_task, block_filter=block_filter
+            )
+        )
         ranges = _ranges(spec, in_tiles=self.shape.product == "tiles")
         self.splits = len(ranges)
         self.tables = [summed_table(problem, name, self.splits) for name in sorted(names)]
         self.tasks, self._launches = _tasks(spec, self.plan, ranges, self.tables)
         self._key = BackwardKey(
             kernel_spec(spec),
-            replace(self.shape, together=1),
+            replace(self.shape, q_blocks_per_task=1),
             integer_bits(problem),
             spec.rotation is not None,
             out_dtype.name,
@@ -98,13 +103,13 @@ class BackwardPass:
         self._others = 2 * operations_of_a_pair(spec) * self.plan.pairs
 
     @property
-    def multiplies_parts(self) -> bool:
+    def splits_float32(self) -> bool:
         """Whether products of float32 are sums of those of their parts."""
-        return self.shape.parts > 1 and self._key.spec.dtype == "float32"
+        return self.shape.terms > 1 and self._key.spec.dtype == "float32"
 
-    def residuals(self) -> Kernel:
+    def delta_correction(self) -> Kernel:
         """Sums the rows of few queries again."""
-        return _kernel(emit_residuals, self._key, self._here)
+        return _kernel(emit_delta_correction, self._key, self._here)
 
     def kernel(self) -> Kernel:
         tiles = self.shape.product == "tiles"
@@ -128,7 +133,7 @@ class BackwardPass:
                 jobs.run(kernel, arguments, workers, share)
 
 
-def backward_shape(problem: Problem, here: Host) -> Shape:
+def backward_shape(problem: Problem, here: Host) -> TileShape:
     """The tile of the kernel: products as the forward pass has them, where they pay."""
     spec = problem.spec
     shape = shape_of(spec, here, split=split_bf16.allows(problem))
@@ -136,7 +141,9 @@ def backward_shape(problem: Problem, here: Host) -> Shape:
         return here.shape_of(spec.compute_dtype)
     if shape.product == "pairs":
         return replace(here.shape_of(spec.compute_dtype), product="pairs")
-    return replace(shape, vectors=_VECTORS, together=min(shape.together, _TOGETHER))
+    return replace(
+        shape, vectors=_VECTORS, q_blocks_per_task=min(shape.q_blocks_per_task, _Q_BLOCKS_PER_TASK)
+    )
 
 
 def gradient_dtype(problem: Problem) -> np.dtype[Any]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from qkv.backends.cpu.backward.block import fields_with, padded, scratch_areas
 from qkv.backends.cpu.machine.addresses import page_aligned
-from qkv.backends.cpu.machine.tiling import Shape
+from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.passes.arguments import Arguments, rotated
 from qkv.backends.cpu.passes.backward import BackwardPass, gradient_dtype
 from qkv.backends.cpu.passes.delta_correction import Rows
@@ -47,9 +47,9 @@ class Results:
         batch, kv_heads, kv_len = spec.batch_size, spec.num_kv_heads, spec.kv_len
         rows = (batch, spec.num_heads, spec.q_len, spec.head_dim)
         self.query = np.zeros(rows, self.dtype)
-        self.query_parts = self.query[None]
+        self.query_partials = self.query[None]
         if self.adds_query:
-            self.query_parts = np.zeros((self._splits, *rows), compute)
+            self.query_partials = np.zeros((self._splits, *rows), compute)
         self.key, self.key_sums = self._keys((batch, kv_heads, kv_len, spec.head_dim))
         self.value, self.value_sums = self._keys((batch, kv_heads, kv_len, spec.v_head_dim))
         self.tables = {
@@ -82,14 +82,16 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     return page_aligned(size).view(dtype).reshape(shape)
 
 
-def areas_of(spec: Spec, shape: Shape) -> dict[str, int]:
+def areas_of(spec: Spec, shape: TileShape) -> dict[str, int]:
     """The parts of one worker's scratch, in bytes."""
     if shape.product == "tiles":
-        return split_bf16.BACKWARD.areas(shape, spec.head_dim, spec.v_head_dim, shape.together)
+        return split_bf16.BACKWARD.areas(
+            shape, spec.head_dim, spec.v_head_dim, shape.q_blocks_per_task
+        )
     return scratch_areas(shape, spec.head_dim, spec.v_head_dim, spec.compute_dtype.itemsize)
 
 
-def scratch_of(spec: Spec, shape: Shape) -> int:
+def scratch_of(spec: Spec, shape: TileShape) -> int:
     """Memory of one worker: whole pages."""
     return -(-sum(areas_of(spec, shape).values()) // 4096) * 4096
 
@@ -121,15 +123,15 @@ class BackwardArguments(Arguments):
             "scale": self._real(operands.scale),
             "blocks": self._address(backward.plan.tasks),
             "runs": self._address(backward.plan.runs),
-            "q_blocks": -(-spec.q_len // (shape.block_q * shape.together)),
-            "together": shape.together,
+            "q_blocks": -(-spec.q_len // (shape.block_q * shape.q_blocks_per_task)),
+            "q_blocks_per_task": shape.q_blocks_per_task,
             "sinks": 0
             if operands.sinks is None
             else self._address(np.ascontiguousarray(operands.sinks, spec.compute_dtype)),
-            "splits": len(results.query_parts),
+            "splits": len(results.query_partials),
             "finished": self._address(np.zeros(spec.batch_size * spec.num_kv_heads, np.int64)),
-            "query_parts": self._address(results.query_parts),
-            "part_bytes": results.query_parts.strides[0],
+            "query_partials": self._address(results.query_partials),
+            "partial_bytes": results.query_partials.strides[0],
             "d_query": self._address(results.query),
             "add_query": int(results.adds_query),
             "row_sums": self._address(rows.sums),

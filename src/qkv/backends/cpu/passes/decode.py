@@ -1,4 +1,4 @@
-"""The decode kernel made ready: when it runs, how much work it is, and its argument block."""
+"""When the decode kernel is used, how much work a step is, and its argument block."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from qkv.backends.cpu.decode.kernel import (
 from qkv.backends.cpu.decode.rows import FIELDS, page_fields
 from qkv.backends.cpu.decode.tasks import shared_bytes
 from qkv.backends.cpu.machine.host import Host, host
-from qkv.backends.cpu.machine.tiling import Shape
+from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.passes.arguments import Arguments, rotated, word_of
 from qkv.backends.cpu.passes.forward import Pass, alone_operations
 from qkv.backends.cpu.passes.scratch import Block, give_back, take
@@ -34,13 +34,14 @@ from qkv.problem.spec import Problem, Spec
 Array = NDArray[Any]
 
 _FEW = 0.75
-"""Of the lanes of a vector: so many queries, or fewer, leave the others idle in a forward pass."""
+"""The decode kernel is used up to this many queries for each lane of a vector. The forward kernel
+would leave the other lanes idle."""
 _ROWS_OF_A_READ = 8
-"""Rows of Q whose products take about as long as reading K and V."""
+"""Number of rows of Q whose products take about as long as reading K and V."""
 _LIMIT, _SCRATCH, _SHARED = (word_of(name, FIELDS) for name in ("limit", "scratch", "shared"))
 
 
-def streams(spec: Spec, shape: Shape) -> bool:
+def is_decode(spec: Spec, shape: TileShape) -> bool:
     """Whether there are so few queries that lanes along head_dim beat lanes along queries."""
     return spec.q_len <= _FEW * shape.lanes
 
@@ -86,8 +87,8 @@ class DecodePass:
             int(operations / self._operations) for operations in alone_operations()
         )
 
-    def run(self, block: Block, kv_len: int, kept: object) -> None:
-        """Plan, and compute what the block says; `kept` is what its addresses point to."""
+    def run(self, block: Block, kv_len: int, keep_alive: object) -> None:
+        """Plan, and compute what the block says; `keep_alive` is what its addresses point to."""
         keys = self._groups * kv_len
         most = self._alone_keys
         workers = 1
@@ -106,10 +107,10 @@ class DecodePass:
         else:
             met = self.kernel.step(block.pointer, most)
             if met > most:
-                block.kept = scratch, kept
+                block.keep_alive = scratch, keep_alive
                 planned = self._pass(met, words[_LIMIT])
                 planned.launch(block, min(workers, planned.workers()))
-                block.kept = ()
+                block.keep_alive = ()
         give_back(scratch)
 
     def _pass(self, keys: int, tasks: int) -> Pass:
@@ -139,7 +140,7 @@ def _kernel(key: DecodeKey, here: Host) -> DecodeKernel:
     return DecodeKernel(build(emit_decode, (key,), here, ("job", "step")))
 
 
-def decode_bytes(spec: Spec, shape: Shape, workers: int) -> int:
+def decode_bytes(spec: Spec, shape: TileShape, workers: int) -> int:
     """Memory of a pass beyond operands and output: scratch of the workers, and what they share."""
     groups = spec.batch_size * spec.num_kv_heads
     shared = shared_bytes(groups, spec.kv_len, record_bytes(spec, shape))

@@ -1,4 +1,4 @@
-"""What is known of each row in the backward pass, and what comes of the sums over its keys."""
+"""What the backward pass reads of each row, and lse and delta from sums over its keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qkv.problem.spec import Problem
 Array = NDArray[Any]
 
 _TOLD_APART = 2.0**-50
-"""Of delta. What it lacks beyond that is lost to float64 as well, which errors are measured by."""
+"""Relative to delta: smaller corrections are lost in float64 as well, so they are left out."""
 
 
 class Rows:

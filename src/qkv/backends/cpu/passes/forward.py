@@ -14,8 +14,8 @@ from qkv.backends.cpu.forward.bf16_dot import BF16_DOT
 from qkv.backends.cpu.forward.kernel import ONLINE_SOFTMAX, ForwardKernel, ForwardKey
 from qkv.backends.cpu.forward.score_blocks import QUARTERS
 from qkv.backends.cpu.machine.host import Host, host
-from qkv.backends.cpu.machine.tiling import Shape
-from qkv.backends.cpu.plan.block_skipping import weightless
+from qkv.backends.cpu.machine.tiling import TileShape
+from qkv.backends.cpu.plan.block_skipping import block_skipping
 from qkv.backends.cpu.plan.kernel_spec import integer_bits, kernel_spec
 from qkv.backends.cpu.plan.schedule import Schedule, fine_tile, schedule
 from qkv.backends.cpu.split_bf16 import choice as split_bf16
@@ -24,18 +24,18 @@ from qkv.problem.expressions import Op, walk
 from qkv.problem.spec import Problem, Spec
 
 _SLICE_SECONDS = 0.1
-"""How long compiled code may keep Ctrl-C waiting."""
+"""Seconds for which compiled code may keep Ctrl-C waiting."""
 OPERATIONS_PER_SECOND = {"elements": 5e10, "pairs": 5e10, "tiles": 1e11}
-"""Of one thread, roughly, by what its instructions multiply."""
+"""Rough number of operations per second and thread, by what one instruction multiplies."""
 OTHERS_PER_SECOND = 5e10
 _WORTH_A_THREAD = 4e6
-"""Operations that pay for waking one."""
+"""Number of operations that make it worthwhile to wake a thread."""
 _BRIEF = 1e6
-"""Operations, some twenty microseconds, for which other threads of Python may wait."""
+"""Number of operations, about 20 microseconds, for which Python may stay locked."""
 
 _SOFTMAX, _DROPOUT, _NODE = 25.0, 75.0, 5.0
-"""What else a pair costs, as operations of products: its weight, whether it is dropped, and each
-operation of mods and masks."""
+"""Cost of a pair beside its products, as operations: its weight, its dropout, and each operation of
+its mods and masks."""
 
 
 def alone_operations() -> tuple[float, float, float]:
@@ -95,7 +95,7 @@ class ForwardPass(Pass):
         self.shape = shape_of(spec, here, split=split_bf16.allows(problem))
         key = ForwardKey(
             kernel_spec(spec),
-            replace(self.shape, together=1),
+            replace(self.shape, q_blocks_per_task=1),
             integer_bits(problem),
             False,
             spec.rotation is not None,
@@ -116,30 +116,30 @@ def operations_of_a_pair(spec: Spec) -> float:
     return _SOFTMAX + _DROPOUT * spec.dropout + _NODE * nodes
 
 
-def _plan(problem: Problem, shape: Shape) -> Schedule:
+def _plan(problem: Problem, shape: TileShape) -> Schedule:
     """What the kernel of this shape reads."""
     block_q, tile_kv = shape.block_q, fine_tile(problem, shape.block_q)
     block_kv = _kernel_of(shape).block_kv
-    sparing = weightless(problem, block_q, block_kv)
+    block_filter = block_skipping(problem, block_q, block_kv)
     if shape.product == "elements":
-        return schedule(problem, block_q, tile_kv=tile_kv, sparing=sparing)
+        return schedule(problem, block_q, tile_kv=tile_kv, block_filter=block_filter)
     tile_kv = max(tile_kv, block_kv // QUARTERS)
     return schedule(
         problem,
         block_q,
-        together=shape.together,
+        q_blocks_per_task=shape.q_blocks_per_task,
         tile_kv=tile_kv,
         block_kv=block_kv,
-        sparing=sparing,
+        block_filter=block_filter,
     )
 
 
-def shape_of(spec: Spec, here: Host, *, split: bool = True) -> Shape:
+def shape_of(spec: Spec, here: Host, *, split: bool = True) -> TileShape:
     """The tile of the kernel for this problem."""
     return (split_bf16.shape_for(spec, here) if split else None) or _shape(spec, here)
 
 
-def _shape(spec: Spec, here: Host) -> Shape:
+def _shape(spec: Spec, here: Host) -> TileShape:
     """For other products: of bfloat16 itself where that pays.
 
     Rotated operands come as float32, and few queries do not pay for the transposition of V.
@@ -155,14 +155,14 @@ def _shape(spec: Spec, here: Host) -> Shape:
     return shape
 
 
-def _kernel_of(shape: Shape) -> ForwardKernel:
+def _kernel_of(shape: TileShape) -> ForwardKernel:
     """The kernel that multiplies as the shape says."""
     if shape.product == "elements":
         return ONLINE_SOFTMAX
-    return BF16_DOT if shape.parts == 1 else split_bf16.FORWARD
+    return BF16_DOT if shape.terms == 1 else split_bf16.FORWARD
 
 
-def scratch_of(spec: Spec, shape: Shape) -> int:
+def scratch_of(spec: Spec, shape: TileShape) -> int:
     """Memory in bytes that one worker of a forward pass needs."""
     return _kernel_of(shape).scratch_bytes(spec, shape)
 

@@ -37,7 +37,7 @@ class ForwardArguments(Arguments):
             "entropy": 0,
             "max_score": 0,
             "max_weight": 0,
-            "together": forward.shape.together,
+            "q_blocks_per_task": forward.shape.q_blocks_per_task,
         }
         if statistics is not None:
             fields["entropy"] = self._address(statistics.entropy)

@@ -17,10 +17,10 @@ from qkv.problem.spec import Problem
 Array = NDArray[Any]
 
 _FEW = 12
-"""Queries of a head that see any key, and whose rows are summed again: among more, an error of one
-row is seldom the largest."""
+"""Up to this many queries of a head that see any key, sums over keys are computed again. With more
+queries, the error of one row is seldom the largest."""
 _FAINT, _LIFT = 2.0**-60, 2.0**64
-"""Cotangents that all are smaller than the first are multiplied by the second."""
+"""If all cotangents are smaller than the first number, they are multiplied by the second."""
 
 
 def backward(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
@@ -32,14 +32,14 @@ def backward(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
     passed = BackwardPass(
         problem, few=few, names=inputs.tables, out_dtype=inputs.out.dtype, inputs=inputs
     )
-    if passed.multiplies_parts and is_faint(inputs.grad_out, inputs.grad_lse):
+    if passed.splits_float32 and is_faint(inputs.grad_out, inputs.grad_lse):
         return _lifted(problem, inputs)
     results = Results(problem, passed)
     rows = Rows(problem, inputs, passed.splits if few else 0)
     workers = passed.workers()
     arguments = BackwardArguments(problem, inputs, passed, results, rows, workers)
     if few:
-        passed.launch(passed.residuals(), arguments, workers)
+        passed.launch(passed.delta_correction(), arguments, workers)
         rows.join(problem, inputs)
     passed.launch(passed.kernel(), arguments, workers)
     return results.finish()

@@ -31,6 +31,7 @@ from qkv.backends.cpu.replay.kernel import (
     emit_replay,
     scratch_bytes,
 )
+from qkv.backends.cpu.replay.weight_blocks import emit_weight_blocks
 from qkv.backends.cpu.split_bf16 import choice as split_bf16
 from qkv.backends.cpu.threads import jobs
 from qkv.partial import coarse
@@ -40,12 +41,14 @@ from qkv.problem.spec import Problem, Spec
 Array = NDArray[Any]
 
 MOST = 256
-"""The longest list that is kept while the keys go by: an insertion takes its length."""
+"""The largest k for which the best keys are kept while scores are computed: inserting a key takes
+time in proportion to k."""
 
 _KEYS = 512
-"""Keys of one task of `received`: packing the queries again is then cheap."""
+"""Number of keys of one task of `received`, which makes it cheap to pack the queries for each
+task."""
 _FEW_KEYS = 128
-"""The same, where there would be fewer than `_TASKS` tasks."""
+"""Number of keys of one task of `received` if there would be fewer than `_TASKS` tasks."""
 _TASKS = 64
 
 _SLICE_SECONDS = 0.1
@@ -68,9 +71,9 @@ def top(
     indices, weights = np.full(shape, -1, np.int64), np.zeros(shape, spec.compute_dtype)
     if 0 in (*lse.shape, count):
         return indices, weights
-    in_parts = _in_parts(problem)
-    a, b = shift(problem, lse, in_parts=in_parts)
-    replay = _Replay(problem, "top", k=count, in_parts=in_parts)
+    splits_operands = _splits_operands(problem)
+    a, b = shift(problem, lse, splits_operands=splits_operands)
+    replay = ReplayPass(problem, "top", k=count, splits_operands=splits_operands)
     best = np.empty((*lse.shape, count), spec.compute_dtype)
     found = indices if count == k else np.empty(best.shape, np.int64)
     replay.run({"k": count}, {"best": best, "indices": found}, progress)
@@ -87,19 +90,19 @@ def received(problem: Problem, lse: Array, progress: Progress | None = None) -> 
     total = np.zeros((*lse.shape[:-1], spec.kv_len), spec.compute_dtype)
     if 0 in (*lse.shape, spec.kv_len):
         return total
-    padded = _padded(spec, *shift(problem, lse))
-    replay = _Replay(problem, "received")
+    padded = padded_shift(spec, *shift(problem, lse))
+    replay = ReplayPass(problem, "received")
     arrays = {"shift": padded, "received": total, "blocks": replay.plan.tasks}
     replay.run({"padded_rows": padded.shape[1] * padded.shape[3]}, arrays, progress)
     return total
 
 
-def _in_parts(problem: Problem) -> bool:
+def _splits_operands(problem: Problem) -> bool:
     """Whether the forward pass multiplied parts, so that a replay of rows does."""
-    return split_bf16.allows(problem) and shape_of(problem.spec, host()).parts > 1
+    return split_bf16.allows(problem) and shape_of(problem.spec, host()).terms > 1
 
 
-def shift(problem: Problem, lse: Array, *, in_parts: bool = False) -> tuple[Array, Array]:
+def shift(problem: Problem, lse: Array, *, splits_operands: bool = False) -> tuple[Array, Array]:
     """a and b with `log w = (s - a) - b`: lse and 0, or the maximum of a row and log of its sum.
 
     Both are 0 for a row without keys, which so stays empty.
@@ -108,14 +111,14 @@ def shift(problem: Problem, lse: Array, *, in_parts: bool = False) -> tuple[Arra
     b = np.zeros_like(a)
     rows = coarse(a)
     if rows.any():
-        row_max, log_sum = _sums(problem, rows, in_parts)
+        row_max, log_sum = _sums(problem, rows, splits_operands)
         a[rows], b[rows] = row_max[rows], log_sum[rows]
     return a, b
 
 
-def _sums(problem: Problem, rows: Array, in_parts: bool) -> tuple[Array, Array]:
+def _sums(problem: Problem, rows: Array, splits_operands: bool) -> tuple[Array, Array]:
     """Maximum of each of some rows, sinks included, and the logarithm of its sum over that."""
-    replay = _Replay(problem, "sums", rows, in_parts=in_parts)
+    replay = ReplayPass(problem, "sums", rows, splits_operands=splits_operands)
     row_max = np.full(rows.shape, -np.inf, problem.spec.compute_dtype)
     log_sum = np.full_like(row_max, -np.inf)
     replay.run({}, {"row_max": row_max, "log_sum": log_sum})
@@ -128,7 +131,7 @@ def _sums(problem: Problem, rows: Array, in_parts: bool) -> tuple[Array, Array]:
         return whole, np.logaddexp(row_max - whole + log_sum, sink - whole)
 
 
-def _padded(spec: Spec, a: Array, b: Array) -> Array:
+def padded_shift(spec: Spec, a: Array, b: Array) -> Array:
     """`(heads, vectors, 2, lanes)`: a and b of each vector of rows; b = inf beyond the last."""
     shape, heads = host().shape_of(spec.compute_dtype), spec.batch_size * spec.num_heads
     rows = -(-spec.q_len // shape.block_q) * shape.block_q
@@ -140,7 +143,7 @@ def _padded(spec: Spec, a: Array, b: Array) -> Array:
     return np.stack(parts, axis=2)
 
 
-class _Replay:
+class ReplayPass:
     """One question about one problem: its kernel, its tasks, and how they are run."""
 
     def __init__(
@@ -149,35 +152,37 @@ class _Replay:
         question: Question,
         rows: Array | None = None,
         k: int = 0,
-        in_parts: bool = False,
+        splits_operands: bool = False,
     ) -> None:
         spec, here = problem.spec, host()
         self.problem = problem
         self.shape = here.shape_of(spec.compute_dtype)
-        if in_parts:
+        if splits_operands:
             self.shape = shape_of(spec, here)
-        rows_fold = question != "received" and not in_parts
+        by_keys = question in ("received", "blocks")
+        rows_fold = not by_keys and not splits_operands
         self.folded = rows_fold and folds(spec, self.shape.lanes)
         key = ReplayKey(
             question,
             replace(kernel_spec(spec), dropout=False),
-            replace(self.shape, together=1),
+            replace(self.shape, q_blocks_per_task=1),
             integer_bits(problem),
             self.folded,
             spec.rotation is not None,
         )
         self.kernel = _kernel(key, here)
         block_q = self.shape.block_q
-        coarse_tiles = self.folded or in_parts
+        coarse_tiles = self.folded or splits_operands
         tile_kv = TILE_KV if coarse_tiles else fine_tile(problem, block_q)
-        self.plan = schedule(problem, block_q, self.folded, self.shape.together, tile_kv)
+        self.plan = schedule(problem, block_q, self.folded, self.shape.q_blocks_per_task, tile_kv)
         self.tasks, keys = self.plan.tasks, 0
-        if question == "received":
+        if by_keys:
             self.plan = _in_order(self.plan)
+        if question == "received":
             self.tasks, keys = _ranges(spec, self.plan)
         elif rows is not None:
             self.tasks = self._with_rows(rows)
-        if in_parts:
+        if splits_operands:
             self.scratch_bytes = split_bf16.REPLAY.scratch_bytes(question, spec, self.shape, k)
         else:
             self.scratch_bytes = scratch_bytes(question, spec, self.shape, k, keys)
@@ -187,7 +192,7 @@ class _Replay:
         spec, tasks = self.problem.spec, self.plan.tasks
         rows_of_block = spec.q_len * (spec.group_size if self.folded else 1)
         flat = rows.reshape(spec.batch_size, -1, rows_of_block)
-        rows_of_task = self.shape.block_q * self.shape.together
+        rows_of_task = self.shape.block_q * self.shape.q_blocks_per_task
         starts = np.arange(0, rows_of_block, rows_of_task)
         wanted = np.logical_or.reduceat(flat, starts, axis=-1)
         heads = tasks[:, 1] // (spec.group_size if self.folded else 1)
@@ -222,7 +227,11 @@ class _ReplayArguments(Arguments):
     """The words of one replay."""
 
     def __init__(
-        self, replay: _Replay, numbers: Mapping[str, int], arrays: Mapping[str, Array], workers: int
+        self,
+        replay: ReplayPass,
+        numbers: Mapping[str, int],
+        arrays: Mapping[str, Array],
+        workers: int,
     ) -> None:
         super().__init__(replay.problem, FIELDS)
         spec = replay.problem.spec
@@ -239,7 +248,7 @@ class _ReplayArguments(Arguments):
                 "scale": self._real(replay.problem.operands.scale),
                 "runs": self._address(replay.plan.runs),
                 "rows": spec.q_len * (spec.group_size if replay.folded else 1),
-                "together": replay.shape.together,
+                "q_blocks_per_task": replay.shape.q_blocks_per_task,
                 **numbers,
                 **{name: self._address(array) for name, array in arrays.items()},
             }
@@ -248,7 +257,9 @@ class _ReplayArguments(Arguments):
 
 @lru_cache(maxsize=256)
 def _kernel(key: ReplayKey, here: Host) -> Kernel:
-    emit = emit_replay if key.shape.parts == 1 else split_bf16.REPLAY.emit
+    emit = emit_replay if key.shape.terms == 1 else split_bf16.REPLAY.emit
+    if key.question == "blocks":
+        emit = emit_weight_blocks
     return Kernel(build(emit, (key,), here))
 
 

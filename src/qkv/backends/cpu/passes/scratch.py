@@ -16,9 +16,9 @@ Array = NDArray[Any]
 
 _LIMIT = word_of("limit")
 NOTHING = Partial(np.empty(0), np.empty(0))
-"""In the place of results whose addresses calls bring."""
+"""Stands for results whose addresses each call brings."""
 _FREE = 4
-"""Buffers of scratch that are kept for later calls."""
+"""Number of scratch buffers that are kept for later calls."""
 _free: list[Scratch] = []
 
 
@@ -38,7 +38,7 @@ class Block:
         self.words = memoryview(words.data)
         self.address = address_of(words)
         self.pointer = ctypes.c_void_p(self.address)
-        self.kept: tuple[Any, ...] = ()
+        self.keep_alive: tuple[Any, ...] = ()
 
     def allow(self, start: int, stop: int) -> None:
         self.words[0] = start

@@ -34,21 +34,23 @@ Array = NDArray[Any]
 
 _PLACES = {"q_index", "kv_index"}
 _WORTH = 5e8
-"""Operations of one head that pay for its norms and bounds."""
+"""Operations of one head from which on finding blocks to skip is worthwhile."""
 _LEAST_SHARE = 1 / 8
-"""Of a head, what would weigh nothing if all products were 0; less does not pay."""
+"""The least share of a head that must have no weight if all products were 0; with less, looking is
+not worthwhile."""
 _SKETCH = 64
-"""Blocks each way of the sketch that tells this share."""
+"""Number of blocks in each direction with which this share is estimated."""
 _ROUNDING = 2.0**-8
-"""More than products of any length, added in float32, are off, relative to B."""
+"""Relative to B, more than the rounding error of a product of any length in float32."""
 _UNDERFLOW = 1e-36
-"""More than is lost of squares that are too small for float32."""
+"""More than a sum of squares loses to numbers that are too small for float32."""
 _LARGE = 1e37
-"""What float32 holds, with room."""
+"""A number somewhat below the largest float32."""
 _ROWS = 2**12
-"""Rows whose squares are added at once."""
+"""Number of rows whose squares are added at once."""
 _KEPT_BLOCKS = 2**14
-"""Bounds of so many blocks, 256 KiB, are kept for later calls; more cost little beside the pass."""
+"""Bounds of up to this many blocks (256 KiB) are cached. For more blocks, bounding costs little
+beside the pass itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +63,21 @@ class _Fading:
     heads: tuple[bool, ...]
 
 
-def fades(problem: Problem) -> bool:
+def skips_by_value(problem: Problem) -> bool:
     """Whether which pairs are computed depends on values of query, key and value."""
     return _fading(problem) is not None
 
 
-def weightless(
+def block_skipping(
     problem: Problem, block_q: int, block_kv: int, inputs: BackwardInputs | None = None
-) -> Weightless | None:
+) -> BlockSkipping | None:
     """What to ask about the blocks of a problem, or of its gradients, if any may weigh nothing."""
     fading = _fading(problem)
-    return None if fading is None else Weightless(problem, (block_q, block_kv), fading, inputs)
+    return None if fading is None else BlockSkipping(problem, (block_q, block_kv), fading, inputs)
 
 
-class Weightless:
-    """Tells the blocks of one problem; made by `weightless`.
+class BlockSkipping:
+    """Tells the blocks of one problem; made by `block_skipping`.
 
     Only blocks of keys that a kernel would take as they are: if others were left out, the rest
     would be added up in another order, and the bits of a row would depend on what it may not see.
@@ -92,7 +94,7 @@ class Weightless:
         self._inputs = inputs
         self._group: tuple[int, int, Array, Array] | None = None
 
-    def spare(self, kinds: Array, tile_kv: int, batch: int, head: int, first: int) -> Array:
+    def skip(self, kinds: Array, tile_kv: int, batch: int, head: int, first: int) -> Array:
         """`TileKind` of query blocks from `first` on, where blocks that weigh nothing are empty."""
         if not self._fading.heads[head]:
             return kinds
@@ -113,8 +115,8 @@ class Weightless:
         # Kernels count blocks from the first tile of a run.
         after = np.where(full, 0, np.arange(1, full.shape[1] + 1))
         nothing &= np.maximum.accumulate(after, axis=1)[:, ::tiles] % tiles == 0
-        spared = np.repeat(nothing, tiles, axis=1)[:, : kinds.shape[1]]
-        return np.where(spared, TileKind.EMPTY, kinds)
+        skipped = np.repeat(nothing, tiles, axis=1)[:, : kinds.shape[1]]
+        return np.where(skipped, TileKind.EMPTY, kinds)
 
     def _bounds(self, queries: Array, keys: Array, head: int, first: int) -> tuple[Array, Array]:
         """Of each block the lowest and the highest score, given norms.

@@ -1,4 +1,4 @@
-"""Which keys each block of queries meets, as tables that the kernel reads."""
+"""Which blocks of keys each block of queries needs, as tables that the kernels read."""
 
 from __future__ import annotations
 
@@ -18,37 +18,38 @@ from qkv.problem.tiles import TileGrid, TileKind
 
 Array = NDArray[Any]
 Numbers: TypeAlias = tuple[tuple[str, np.dtype[Any], tuple[int, ...], bytes], ...]
-"""Name, type, shape and bits of each table."""
+"""Name, dtype, shape and bytes of each table."""
 
 TILE_KV = 64
-"""Keys of one tile; neighbouring tiles of a kind are one run."""
+"""Number of keys of one tile; neighbouring tiles of one kind become one run."""
 
 _FINE, _FINE_CELLS = (16, 32), 2**17
-"""Keys of finer tiles, and how many of them may be classified for one head."""
+"""Numbers of keys of finer tiles, and the most of them that are classified for one head."""
 _CELLS = 2**16
-"""Tiles that are classified at once: some arrays of 512 KiB."""
+"""Number of tiles that are classified at once, in a few arrays of 512 KiB."""
 _SHARED = 8
-"""Heads and batch rows that must share a bias for its bounds to pay."""
+"""A bias is bounded only if at least this many heads and batch rows share it."""
 FEW_OPERATIONS = 1e7
-"""Products that take no longer than to find out from values of tables which can be spared."""
+"""With no more operations than this, computing all products is as quick as reading tables to find
+tiles to skip."""
 _NUMBERS_BYTES = 4096
 _KEPT_TASKS = 4096
-"""Schedules up to this long are worth keeping from call to call."""
+"""Schedules of up to this many tasks are cached from call to call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Rows of `TASK` and of `RUN` or `MEETINGS`, and the pairs of a query row and a key in them."""
+    """Rows of `TASK`, rows of `RUN` or `BLOCK_RUN`, and how many pairs of a query and a key."""
 
     tasks: Array
     runs: Array
     pairs: int
 
 
-class Sparing(Protocol):
+class BlockFilter(Protocol):
     """Knows tiles that a mask allows, but that need not be computed."""
 
-    def spare(self, kinds: Array, tile_kv: int, batch: int, head: int, first: int) -> Array:
+    def skip(self, kinds: Array, tile_kv: int, batch: int, head: int, first: int) -> Array:
         """`TileKind` of the query blocks of a head from `first` on, of which some are now empty."""
         ...
 
@@ -76,16 +77,16 @@ def schedule(
     problem: Problem,
     block_q: int,
     folded: bool = False,
-    together: int = 1,
+    q_blocks_per_task: int = 1,
     tile_kv: int = TILE_KV,
     block_kv: int | None = None,
-    sparing: Sparing | None = None,
+    block_filter: BlockFilter | None = None,
 ) -> Schedule:
     """Every block of queries of every head, the longest of a head first, less what is spared.
 
     If several blocks are one task, the kind of a run holds two bits for each of them, a `TileKind`.
     With `block_kv`, of which a tile is at least a quarter, runs are of whole blocks of keys,
-    `MEETINGS`.
+    `BLOCK_RUN`.
     """
     spec, (mask, unknown) = problem.spec, cheap_part(problem, FEW_OPERATIONS)
     if folded:
@@ -93,11 +94,11 @@ def schedule(
     blocks = spec.batch_size * spec.num_heads * -(-spec.q_len // block_q)
     sizes = (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len, block_q, tile_kv)
     numbers = numbers_of(mask, problem.operands.tables)
-    if numbers is not None and blocks <= _KEPT_TASKS and sparing is None:
-        return _of_numbers(mask, numbers, unknown, *sizes, together, block_kv)
+    if numbers is not None and blocks <= _KEPT_TASKS and block_filter is None:
+        return _of_numbers(mask, numbers, unknown, *sizes, q_blocks_per_task, block_kv)
     grid = TileGrid(mask, problem.operands.tables, spec.q_len, spec.kv_len, block_q, tile_kv)
     shape = (spec.batch_size, spec.num_heads)
-    return _schedule(grid, unknown, *shape, together, block_kv, sparing)
+    return _schedule(grid, unknown, *shape, q_blocks_per_task, block_kv, block_filter)
 
 
 def cheap_part(problem: Problem, few: float) -> tuple[Node, bool]:
@@ -166,12 +167,12 @@ def _of_numbers(
     kv_len: int,
     block_q: int,
     tile_kv: int,
-    together: int,
+    q_blocks_per_task: int,
     block_kv: int | None,
 ) -> Schedule:
     """A mask that reads the same numbers has the same schedule."""
     grid = TileGrid(mask, as_arrays(numbers), q_len, kv_len, block_q, tile_kv)
-    return _schedule(grid, unknown, batches, heads, together, block_kv)
+    return _schedule(grid, unknown, batches, heads, q_blocks_per_task, block_kv)
 
 
 def _schedule(
@@ -179,39 +180,47 @@ def _schedule(
     unknown: bool,
     batches: int,
     heads: int,
-    together: int = 1,
+    q_blocks_per_task: int = 1,
     block_kv: int | None = None,
-    sparing: Sparing | None = None,
+    block_filter: BlockFilter | None = None,
 ) -> Schedule:
     """With `unknown` conditions beside the grid's mask, no tile is known to be full."""
     mask_batches = batches if "batch" in grid.depends_on else 1
     mask_heads = heads if "head" in grid.depends_on else 1
-    own_batches, own_heads = (batches, heads) if sparing else (mask_batches, mask_heads)
-    blocks = -(-grid.q_blocks // together)
+    own_batches, own_heads = (batches, heads) if block_filter else (mask_batches, mask_heads)
+    blocks = -(-grid.q_blocks // q_blocks_per_task)
     runs: list[Array] = []
     counts: list[Array] = []
-    step = max(1, _CELLS // max(grid.kv_blocks * together, 1))
+    step = max(1, _CELLS // max(grid.kv_blocks * q_blocks_per_task, 1))
     known: tuple[tuple[int, ...], Array] | None = None
     for batch, head in np.ndindex(own_batches, own_heads):
         for first in range(0, blocks, step):
-            place = min(batch, mask_batches - 1), min(head, mask_heads - 1), first * together
+            place = (
+                min(batch, mask_batches - 1),
+                min(head, mask_heads - 1),
+                first * q_blocks_per_task,
+            )
             if known is None or known[0] != place:
-                last_block = min((first + step) * together, grid.q_blocks)
+                last_block = min((first + step) * q_blocks_per_task, grid.q_blocks)
                 kinds = grid.classify(*place, last_block)
                 if unknown:
                     kinds[kinds == TileKind.FULL] = TileKind.PARTIAL
                 known = place, kinds
             kinds = known[1]
-            if sparing is not None:
-                kinds = sparing.spare(kinds, grid.block_kv, batch, head, first * together)
+            if block_filter is not None:
+                kinds = block_filter.skip(
+                    kinds, grid.block_kv, batch, head, first * q_blocks_per_task
+                )
             if block_kv is None:
-                words = _side_by_side(kinds, together)[..., None]
+                words = _side_by_side(kinds, q_blocks_per_task)[..., None]
                 rows, found = _runs(words, grid.block_kv, grid.kv_len)
             else:
                 parts = _quarters(kinds, block_kv // grid.block_kv)
-                words = np.stack([_side_by_side(part, together) for part in parts], axis=-1)
+                words = np.stack(
+                    [_side_by_side(part, q_blocks_per_task) for part in parts], axis=-1
+                )
                 rows, found = _runs(words, block_kv, grid.kv_len)
-            if together == 1 and block_kv is None:
+            if q_blocks_per_task == 1 and block_kv is None:
                 found[:, 2] = found[:, 2] == TileKind.PARTIAL
             runs.append(found)
             counts.append(np.bincount(rows, minlength=min(step, blocks - first)))
@@ -224,22 +233,24 @@ def _schedule(
     tasks = np.empty((batches, heads, blocks, len(TASK)), np.int64)
     tasks[..., 0] = np.arange(batches)[:, None, None]
     tasks[..., 1] = np.arange(heads)[:, None]
-    tasks[..., 2] = order * grid.block_q * together
+    tasks[..., 2] = order * grid.block_q * q_blocks_per_task
     for column, value in ((3, last - count), (4, last)):
         tasks[..., column] = np.take_along_axis(value.reshape(shape), order, axis=-1)
     copies = batches * heads // (own_batches * own_heads)
-    pairs = int(keys.sum()) * copies * grid.block_q * together
+    pairs = int(keys.sum()) * copies * grid.block_q * q_blocks_per_task
     return Schedule(tasks.reshape(-1, len(TASK)), every_run, pairs)
 
 
-def _side_by_side(kinds: Array, together: int) -> Array:
-    """One row for `together` rows: two bits for each, the first one's lowest."""
-    if together == 1:
+def _side_by_side(kinds: Array, q_blocks_per_task: int) -> Array:
+    """One row for `q_blocks_per_task` rows: two bits for each, the first one's lowest."""
+    if q_blocks_per_task == 1:
         return kinds.astype(np.int64)
-    rows = -(-len(kinds) // together)
-    padded = np.zeros((rows * together, kinds.shape[1]), np.int64)
+    rows = -(-len(kinds) // q_blocks_per_task)
+    padded = np.zeros((rows * q_blocks_per_task, kinds.shape[1]), np.int64)
     padded[: len(kinds)] = kinds
-    shifted = padded.reshape(rows, together, -1) << 2 * np.arange(together)[:, None]
+    shifted = (
+        padded.reshape(rows, q_blocks_per_task, -1) << 2 * np.arange(q_blocks_per_task)[:, None]
+    )
     return np.asarray(shifted.sum(axis=1))
 
 

@@ -1,4 +1,4 @@
-"""Tables whose gradients are wanted: which tasks meet the same entries, and where each adds."""
+"""Gradients of tables: which tasks add to the same entries, and where each task adds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from qkv.problem.spec import Problem
 Array = NDArray[Any]
 
 _COPIES_BYTES = 2**24
-"""What copies of a table's gradient, one for each task that shares entries, may take."""
+"""The most bytes for copies of a table's gradient, one for each task that adds to the same
+entries."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from qkv.backends.cpu.backward.block import fields_with
 from qkv.backends.cpu.emit.frame import WORD
 from qkv.backends.cpu.machine.addresses import quick_address_of
-from qkv.backends.cpu.machine.host import isa_said
+from qkv.backends.cpu.machine.host import isa_setting
 from qkv.backends.cpu.passes.arguments import word_of
 from qkv.backends.cpu.passes.backward import BackwardPass, gradient_dtype
 from qkv.backends.cpu.passes.backward_arguments import (
@@ -36,7 +36,7 @@ from qkv.problem.spec import Problem
 Array = NDArray[Any]
 
 _READ = ("query", "key", "value", "out", "grad_out", "lse", "lse_rest", "grad_lse")
-_WRITTEN = ("d_query", "query_parts", "d_key", "key_sums", "d_value", "value_sums")
+_WRITTEN = ("d_query", "query_partials", "d_key", "key_sums", "d_value", "value_sums")
 _SHARED = ("scratch", "finished")
 
 
@@ -46,7 +46,7 @@ class PreparedBackward:
     def __init__(self, problem: Problem, inputs: BackwardInputs, arrays: tuple[Array, ...]) -> None:
         problem, read = without_values(problem, arrays)
         spec = problem.spec
-        self._isa = isa_said()
+        self._isa = isa_setting()
         self._pass = BackwardPass(problem, few=False, names=(), out_dtype=inputs.out.dtype)
         self._kernel = self._pass.kernel()
         self._results = _forms(Results(problem, self._pass))
@@ -80,9 +80,9 @@ class PreparedBackward:
         """Gradients of query, key and value; None if something is not as it was prepared for."""
         along_lse = self._zeros if grad_lse is None else grad_lse
         unknown = np.isnan(lse_rest).any() or few_see(lse)
-        if unknown or isa_said() != self._isa:
+        if unknown or isa_setting() != self._isa:
             return None
-        if self._pass.multiplies_parts and is_faint(grad_out, along_lse):
+        if self._pass.splits_float32 and is_faint(grad_out, along_lse):
             return None
         finite = np.where(np.isneginf(lse), lse.dtype.type(0), lse)
         finite, rest, along_lse = map(np.ascontiguousarray, (finite, lse_rest, along_lse))
@@ -93,7 +93,7 @@ class PreparedBackward:
         ctypes.memset(finished, 0, self._finished_bytes)
         held = (
             query, key, value, out, grad_out, finite, rest, along_lse,
-            results.query, results.query_parts, results.key, results.key_sums,
+            results.query, results.query_partials, results.key, results.key_sums,
             results.value, results.value_sums,
         )  # fmt: skip
         try:
@@ -107,9 +107,9 @@ class PreparedBackward:
         for places, array in zip(self._read, arrays, strict=True):
             for word in places:
                 words[word] = quick_address_of(array)
-        block.kept = scratch, held, arrays
+        block.keep_alive = scratch, held, arrays
         self._pass.launch(self._kernel, block, workers)
-        block.kept = ()
+        block.keep_alive = ()
         self._blocks.append(block)
         give_back(scratch)
         found = results.finish()
@@ -119,7 +119,7 @@ class PreparedBackward:
 def _forms(results: Results) -> Results:
     """Results of the same shapes and strides without memory."""
     forms = copy(results)
-    for name in ("query", "query_parts"):
+    for name in ("query", "query_partials"):
         setattr(forms, name, alike(getattr(results, name)))
     for name in ("key", "value"):
         gradient, sums = getattr(results, name), getattr(results, f"{name}_sums")

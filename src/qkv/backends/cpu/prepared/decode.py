@@ -1,4 +1,4 @@
-"""Calls of the decode kernel: one alone, and ones like it."""
+"""The decode kernel for one call, and prepared for further calls of the same form."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from qkv.backends.cpu.decode.rows import FIELDS
 from qkv.backends.cpu.emit.frame import operand_fields
 from qkv.backends.cpu.machine.addresses import quick_address_of
-from qkv.backends.cpu.machine.host import isa_said
+from qkv.backends.cpu.machine.host import isa_setting
 from qkv.backends.cpu.passes.arguments import batch_offsets, word_of
 from qkv.backends.cpu.passes.decode import DecodeArguments, DecodePass, batch_stride
 from qkv.backends.cpu.passes.scratch import NOTHING, Block
@@ -76,7 +76,7 @@ class PreparedDecode:
     def __init__(self, problem: Problem, *, arrays: tuple[Array, ...] = ()) -> None:
         problem, read = without_values(problem, arrays)
         spec = problem.spec
-        self._isa = isa_said()
+        self._isa = isa_setting()
         self._pass = DecodePass(problem)
         self._kv_len = spec.kv_len
         self._template = template = DecodeArguments(problem, NOTHING)
@@ -111,14 +111,16 @@ class PreparedDecode:
         out: int,
         lse: int,
         lse_rest: int,
-        kept: Any,
+        keep_alive: Any,
         arrays: Sequence[int] = (),
     ) -> bool:
-        """Compute what lies at these addresses, of `kept`, into those of out and lse.
+        """Read operands at these addresses, and write out and lse at theirs.
+
+        `keep_alive` are the objects that own the memory.
 
         False if the machine is not taken for the same any more.
         """
-        if isa_said() != self._isa:
+        if isa_setting() != self._isa:
             return False
         try:
             block = self._blocks.pop()
@@ -134,6 +136,6 @@ class PreparedDecode:
             for places, address in zip(self._read, arrays, strict=True):
                 for place in places:
                     words[place] = address
-        self._pass.run(block, self._kv_len, kept)
+        self._pass.run(block, self._kv_len, keep_alive)
         self._blocks.append(block)
         return True

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.backends.cpu.machine.addresses import quick_address_of
-from qkv.backends.cpu.machine.host import isa_said
+from qkv.backends.cpu.machine.host import isa_setting
 from qkv.backends.cpu.passes.arguments import word_of
 from qkv.backends.cpu.passes.forward import ForwardPass
 from qkv.backends.cpu.passes.forward_arguments import ForwardArguments
@@ -24,9 +24,9 @@ Array = NDArray[Any]
 _LIMIT = word_of("limit")
 _WORDS = tuple([word_of(n) for n in ("scratch", "query", "key", "value", "out", "lse", "lse_rest")])
 _STATISTICS = tuple([word_of(name) for name in ("entropy", "max_score", "max_weight")])
-"""In the order of `RowStatistics`."""
+"""Words for the statistics, in the order of the fields of `RowStatistics`."""
 _CALLER = ctypes.c_int64(0)
-"""The number of the worker that is the calling thread."""
+"""The worker number of the thread that calls."""
 
 
 class PreparedForward:
@@ -45,7 +45,7 @@ class PreparedForward:
     ) -> None:
         problem, read = without_values(problem, arrays)
         spec, forward = problem.spec, ForwardPass(problem, statistics=statistics)
-        self._isa = isa_said()
+        self._isa = isa_setting()
         self._pass = forward
         self._count = forward.count
         self._alone = forward.most_workers <= 1
@@ -90,15 +90,17 @@ class PreparedForward:
         out: int,
         lse: int,
         lse_rest: int,
-        kept: Any,
+        keep_alive: Any,
         arrays: Sequence[int] = (),
         statistics: Sequence[int] = (),
     ) -> bool:
-        """Compute what lies at these addresses, of `kept`, into those of out, lse and lse_rest.
+        """Read operands at these addresses, and write out, lse and lse_rest at theirs.
+
+        `keep_alive` are the objects that own the memory.
 
         False if the machine is not taken for the same any more.
         """
-        if isa_said() != self._isa:
+        if isa_setting() != self._isa:
             return False
         try:
             block = self._blocks.pop()
@@ -127,9 +129,9 @@ class PreparedForward:
             words[_LIMIT] = self._count
             self._brief_job(block.pointer, _CALLER)
         else:
-            block.kept = scratch, kept
+            block.keep_alive = scratch, keep_alive
             self._pass.launch(block, workers)
-            block.kept = ()
+            block.keep_alive = ()
         self._blocks.append(block)
         give_back(scratch)
         return True

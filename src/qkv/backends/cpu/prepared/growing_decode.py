@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from qkv.backends.cpu.decode.rows import FIELDS
 from qkv.backends.cpu.emit.frame import WORD
 from qkv.backends.cpu.machine.addresses import quick_address_of
-from qkv.backends.cpu.machine.host import isa_said
+from qkv.backends.cpu.machine.host import isa_setting
 from qkv.backends.cpu.passes.arguments import word_of
 from qkv.backends.cpu.passes.decode import DecodeArguments, DecodePass
 from qkv.backends.cpu.passes.scratch import NOTHING, Block
@@ -35,7 +35,8 @@ from qkv.problem.spec import Problem
 Array = NDArray[Any]
 
 LONGEST = 2**29
-"""Keys, and |q_shift|, that steps are prepared for: differences stay within 32 bits."""
+"""The largest number of keys, and of |q_shift|, that steps are prepared for, so that differences of
+positions fit 32 bits."""
 
 _KV_LEN, _Q_SHIFT = (word_of(name, FIELDS) for name in ("kv_len", "q_shift"))
 
@@ -88,7 +89,7 @@ class GrowingDecode:
         shifts = _shifts(problem)
         problem, _ = without_values(problem, arrays)
         spec = problem.spec
-        self._isa = isa_said()
+        self._isa = isa_setting()
         self._pass = DecodePass(problem, int_bits=int_bits)
         self._template = template = DecodeArguments(problem, NOTHING)
         self._batch_shape = spec.batch_shape
@@ -142,18 +143,20 @@ class GrowingDecode:
         q_shift: int,
         key_strides: Sequence[int],
         value_strides: Sequence[int],
-        kept: Any,
+        keep_alive: Any,
         arrays: Sequence[tuple[int, Sequence[int], Sequence[int]]] = (),
         query_strides: Sequence[int] | None = None,
     ) -> bool:
-        """Compute what lies at these addresses, of `kept`, into those of out and lse.
+        """Read operands at these addresses, and write out and lse at theirs.
+
+        `keep_alive` are the objects that own the memory.
 
         False if something is not as it was prepared for: the machine, or a length or shift beyond
         `LONGEST`, or an array of another form.
         """
         query_strides = query_strides or self._query_strides
         if (
-            isa_said() != self._isa
+            isa_setting() != self._isa
             or not 0 < kv_len <= LONGEST
             or not -LONGEST <= q_shift <= LONGEST
             or not self._ndim == len(key_strides) == len(value_strides) == len(query_strides)
@@ -180,7 +183,7 @@ class GrowingDecode:
             KEY.write(words, batch_shape, key_strides),
             VALUE.write(words, batch_shape, value_strides),
         )
-        self._pass.run(block, kv_len, (kept, tables, partial))
+        self._pass.run(block, kv_len, (keep_alive, tables, partial))
         self._blocks.append(block)
         if partial is not None and self._sinks is not None:
             place = quick_address_of(partial.lse)

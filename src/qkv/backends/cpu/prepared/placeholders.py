@@ -35,13 +35,13 @@ def without_values(problem: Problem, arrays: tuple[Array, ...]) -> tuple[Problem
     operands, read = problem.operands, tables_of(problem, arrays)
     views = {name: alike(operands.tables[name]) for names in read for name in names}
     # What was compared by value may change afterwards.
-    kept = {name: array.copy() for name, array in operands.tables.items() if name not in views}
+    copies = {name: array.copy() for name, array in operands.tables.items() if name not in views}
     operands = replace(
         operands,
         query=alike(operands.query),
         key=alike(operands.key),
         value=alike(operands.value),
-        tables={**kept, **views},
+        tables={**copies, **views},
         origins={},
     )
     return replace(problem, operands=operands), read

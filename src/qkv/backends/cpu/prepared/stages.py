@@ -1,4 +1,4 @@
-"""Prepared calls with a pass before them (rotation) or after them (sinks)."""
+"""Prepared calls with a compiled pass before them (rotary embedding) or after them (sinks)."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ __all__ = [
 ]  # fmt: skip
 
 _MOST_ANGLES = 2**19
-"""Angles of one prepared call, 8 MiB with their cosines and sines."""
+"""The most angles of one prepared call: 8 MiB of cosines and sines."""
 _MOST_REUSED = 2**17
-"""Entries of rotated query and key whose memory a prepared call keeps for the next one."""
+"""The most elements of rotated query and key whose memory a prepared call keeps for the next
+one."""
 
 
 class Call(Protocol):
@@ -45,7 +46,7 @@ class Call(Protocol):
         out: int,
         lse: int,
         lse_rest: int,
-        kept: Any,
+        keep_alive: Any,
         arrays: Sequence[int] = (),
     ) -> bool: ...
 
@@ -94,13 +95,13 @@ class RotatedCall:
         out: int,
         lse: int,
         lse_rest: int,
-        kept: Any,
+        keep_alive: Any,
         arrays: Sequence[int] = (),
     ) -> bool:
         """As of the call."""
         turned = self._turned(query, key)
         at = quick_address_of(turned[0]), quick_address_of(turned[1])
-        found = self._inner.run(*at, value, out, lse, lse_rest, (kept, turned), arrays)
+        found = self._inner.run(*at, value, out, lse, lse_rest, (keep_alive, turned), arrays)
         self._give_back(turned)
         return found
 
@@ -156,7 +157,7 @@ class SinksCall:
         out: int,
         lse: int,
         lse_rest: int,
-        kept: Any,
+        keep_alive: Any,
         arrays: Sequence[int] = (),
     ) -> bool:
         """As of the call."""
@@ -168,7 +169,7 @@ class SinksCall:
         if not lse:
             own.append(np.empty(self._shape[:-1], self._compute))
             place = quick_address_of(own[-1])
-        held = kept, own
+        held = keep_alive, own
         if not self._inner.run(query, key, value, keys_out, place, lse_rest, held, arrays):
             return False
         self._sinks(keys_out, place, lse_rest, out, place, held)

@@ -1,4 +1,4 @@
-"""Pairs of bfloat16 in the lanes of a vector, and whole chunks of rows of them."""
+"""Pairs of bfloat16 numbers in the lanes of a vector, and rows of them in whole chunks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from llvmlite import ir
 from qkv.backends.cpu.emit.emitter import INT16, Emitter, Value
 
 CHUNK = 32
-"""bfloat16 elements of a vector, and a tile's row; rows of copies are whole chunks."""
+"""Number of bfloat16 elements in one vector, and in one row of a tile. Copied rows are padded to
+whole chunks."""
 
 
 def chunks(dim: int) -> int:

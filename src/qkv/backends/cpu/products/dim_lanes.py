@@ -14,7 +14,7 @@ from llvmlite import ir
 
 from qkv.backends.cpu.emit import storage
 from qkv.backends.cpu.emit.emitter import CACHE_LINE, DOUBLE, INT32, INT64, POINTER, Emitter, Value
-from qkv.backends.cpu.machine.tiling import Shape
+from qkv.backends.cpu.machine.tiling import TileShape
 
 
 def first_lanes(e: Emitter, count: Value) -> Value:
@@ -47,7 +47,7 @@ class RowProducts:
     """Writes the functions of one kernel."""
 
     def __init__(
-        self, e: Emitter, key_dtype: str, value_dtype: str, score_row: int, shape: Shape
+        self, e: Emitter, key_dtype: str, value_dtype: str, score_row: int, shape: TileShape
     ) -> None:
         self.e, self.shape = e, shape
         self.key_dtype, self.value_dtype = key_dtype, value_dtype

@@ -21,11 +21,11 @@ from qkv.backends.cpu.emit.emitter import BYTE, INT64, POINTER, VOID, Emitter, V
 
 TILE_ROWS = 16
 TILE_BYTES = 64
-"""Of one row."""
+"""Bytes of one row of a tile."""
 TILE_SIZE = TILE_ROWS * TILE_BYTES
 
 Products = tuple[tuple[int, int], ...]
-"""Pairs of a part of the left factor and one of the right."""
+"""Pairs of a term of the left factor and a term of the right factor."""
 
 
 def configure(e: Emitter) -> None:

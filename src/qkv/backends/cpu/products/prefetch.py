@@ -1,7 +1,7 @@
-"""Rows of K and V that are asked for before they are needed, one now and then.
+"""Rows of K and V that are prefetched before they are needed, a few at a time.
 
-Memory answers a dozen questions at a time; all the rows of a block at once would keep everything
-else waiting.
+A core has room for about a dozen outstanding reads from memory. Prefetching all rows of a block at
+once would make all other reads wait.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from qkv.backends.cpu.emit.emitter import CACHE_LINE, INT64, Emitter, Value
 from qkv.backends.cpu.emit.frame import WORD
 
 
-class Stretch(NamedTuple):
+class RowRange(NamedTuple):
     """Rows to ask for: where they start, byte strides, and bytes of each."""
 
     start: Value
@@ -21,24 +21,24 @@ class Stretch(NamedTuple):
     size: Value
 
 
-_WORDS = 1 + 2 * len(Stretch._fields)
-"""Rows that are left, and two stretches."""
+_WORDS = 1 + 2 * len(RowRange._fields)
+"""Number of words of the state: how many rows are left, and two ranges of rows."""
 
 
-class RowsAhead:
+class Prefetcher:
     """Two stretches of `count` rows, kept at a place in memory."""
 
     def __init__(self, e: Emitter, place: Value, count: int) -> None:
         self.e, self.place, self.count = e, place, count
 
     @classmethod
-    def none(cls, e: Emitter, count: int) -> RowsAhead:
+    def none(cls, e: Emitter, count: int) -> Prefetcher:
         """With a place of its own, and no rows."""
         found = cls(e, e.words(_WORDS), count)
         found._keep(e.index(0))
         return found
 
-    def plan(self, stretches: Sequence[Stretch], exist: Value) -> None:
+    def plan(self, stretches: Sequence[RowRange], exist: Value) -> None:
         """What to ask for from now on, if there are such rows."""
         e, b = self.e, self.e.builder
         self._keep(b.select(exist, e.index(2 * self.count), e.index(0)))

@@ -16,7 +16,7 @@ from qkv.backends.cpu.emit.emitter import DOUBLE, Emitter, Value
 
 MultiplyAdd = Callable[[Emitter, Value, Value, Value], Value]
 Less = Callable[[int], list[Value]]
-"""A vector of means for each vector of queries, of the first and of the second half."""
+"""Gives one vector of means for each vector of queries, for the first or the second half."""
 
 
 def vectors_at(

@@ -31,14 +31,14 @@ from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import COMMON_FIELDS, WORD, operand_fields
 from qkv.backends.cpu.emit.packing import copy_rows
-from qkv.backends.cpu.emit.transpose import turned_bytes
+from qkv.backends.cpu.emit.transpose import transposed_bytes
 from qkv.backends.cpu.forward.kernel import BLOCK_KV, RUN, SOFTMAX, STATS, TASK, Forward, ForwardKey
-from qkv.backends.cpu.machine.tiling import Shape
+from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products.query_lanes import dot_rows, store_vectors, vectors_at
 from qkv.problem.expressions import TRUE
 from qkv.problem.spec import Spec
 
-Question: TypeAlias = Literal["sums", "top", "received"]
+Question: TypeAlias = Literal["sums", "top", "received", "blocks"]
 
 FIELDS = (
     *COMMON_FIELDS,
@@ -46,26 +46,29 @@ FIELDS = (
     "copy_key", "sign", "runs", "rows",
     "row_max", "log_sum",
     "k", "best", "indices",
-    "blocks", "shift", "padded_rows", "received", "together",
+    "blocks", "shift", "padded_rows", "received", "q_blocks_per_task",
+    "unit", "first_vector", "first_unit", "units", "joined", "largest", "sums",
 )  # fmt: skip
-"""`shift` holds a and b of each vector of rows, side by side, up to `padded_rows` of a head."""
+"""Words of the argument block. `shift` points to a and b of each vector of rows, side by side; a
+head has `padded_rows` of them."""
 
 RANGE = ("batch", "head", "first_key", "last_key", "first_block", "last_block")
-"""A task of `received`; its blocks are rows of `blocks`, each a `TASK` of the forward pass."""
+"""Words of a task of `received`. Its blocks are rows of `blocks`, each a `TASK` of the forward
+pass."""
 
 
 def state_rows(question: Question, k: int) -> int:
     """Numbers that are kept for each query."""
-    return {"sums": STATS, "top": 2 * (k + 1), "received": 0}[question]
+    return {"sums": STATS, "top": 2 * (k + 1), "received": 0, "blocks": 0}[question]
 
 
-def scratch_bytes(question: Question, spec: Spec, shape: Shape, k: int, keys: int) -> int:
+def scratch_bytes(question: Question, spec: Spec, shape: TileShape, k: int, keys: int) -> int:
     """Memory of one worker: packed Q, S, states; one block of K and of tables; sums of keys."""
     real_bytes = spec.compute_dtype.itemsize
     rows = (spec.head_dim + BLOCK_KV + state_rows(question, k)) * shape.block_q
     totals = 2 * keys * shape.lanes if question == "received" else 0
-    turned = turned_bytes(spec, BLOCK_KV, shape.lanes * real_bytes)
-    size = (rows + BLOCK_KV * spec.head_dim + totals) * real_bytes + turned
+    transposed = transposed_bytes(spec, BLOCK_KV, shape.lanes * real_bytes)
+    size = (rows + BLOCK_KV * spec.head_dim + totals) * real_bytes + transposed
     return -(-size // 4096) * 4096
 
 
@@ -75,7 +78,7 @@ class ReplayKey:
 
     question: Question
     spec: Spec
-    shape: Shape
+    shape: TileShape
     int_bits: int
     folded: bool
     rotated: bool
@@ -96,7 +99,7 @@ class Areas(NamedTuple):
     scores: Value
     state: Value
     key_copy: Value
-    turned: Value
+    transposed: Value
     totals: Value
 
 
@@ -148,7 +151,7 @@ class Replay(Forward):
     def after_keys(self, block: Block, kv_start: Value, count: Value) -> None:
         """After all vectors of a block have seen a block of keys."""
 
-    def end(self, block: Block, parts: dict[str, Value]) -> None:
+    def end(self, block: Block, functions: dict[str, Value]) -> None:
         """After a block of queries has met its last keys."""
 
     # A block of queries meets its keys
@@ -172,11 +175,11 @@ class Replay(Forward):
         scores = e.at(scratch, e.mul(head_dim, row))
         state = e.at(scores, BLOCK_KV * row)
         key_copy = e.at(state, self.state_bytes(arguments, row))
-        turned = e.at(key_copy, e.mul(head_dim, BLOCK_KV * e.real_bytes))
-        totals = e.at(turned, turned_bytes(self.spec, BLOCK_KV, e.vector_bytes))
-        return Areas(scratch, scores, state, key_copy, turned, totals)
+        transposed = e.at(key_copy, e.mul(head_dim, BLOCK_KV * e.real_bytes))
+        totals = e.at(transposed, transposed_bytes(self.spec, BLOCK_KV, e.vector_bytes))
+        return Areas(scratch, scores, state, key_copy, transposed, totals)
 
-    def meet(self, vectors: int, parts: dict[str, Value]) -> Value:
+    def meet(self, vectors: int, functions: dict[str, Value]) -> Value:
         """One block of queries, and those of its runs of keys from one key to another."""
         e = self.e
         scores = self.scores(vectors)
@@ -201,19 +204,19 @@ class Replay(Forward):
                 for j in range(vectors):
                     to = e.at(areas.packed, j * e.vector_bytes)
                     first = e.add(first_row, j * e.lanes)
-                    b.call(parts["pack"], [arguments, query.pointer, to, first, width])
+                    b.call(functions["pack"], [arguments, query.pointer, to, first, width])
 
             def see(name: str, kv_start: Value, keys: Value) -> None:
                 for j in range(vectors):
                     part = e.at(areas.scores, j * e.vector_bytes)
                     first = e.add(first_row, j * e.lanes)
-                    at = (arguments, part, self.state(block, j), areas.turned, width)
+                    at = (arguments, part, self.state(block, j), areas.transposed, width)
                     where = (keys, batch, head, first, kv_start, ir.Constant(BIT, 0))
-                    b.call(parts[name], [*at, *where])
+                    b.call(functions[name], [*at, *where])
 
             def one_block(kv_start: Value, keys: Value, partial: Value) -> None:
                 k, key_row = self.block_of(
-                    arguments, "key", key, kv_start, keys, head_dim, areas.key_copy, parts
+                    arguments, "key", key, kv_start, keys, head_dim, areas.key_copy, functions
                 )
                 b.call(scores, [k, areas.packed, areas.scores, key_row, head_dim, keys])
                 if self.mask == TRUE:
@@ -243,21 +246,21 @@ class Replay(Forward):
             with b.if_then(e.below(0, met)):
                 pack()
                 e.loop(first_run, last_run, 1, [], each_run)
-            self.end(block, parts)
+            self.end(block, functions)
         return function
 
-    def parts(self) -> dict[str, Value]:
+    def functions(self) -> dict[str, Value]:
         dtype = self.dtypes["key"]
-        parts = {"pack": self.pack(), "full": self.see("full", False)}
-        parts[f"copy {dtype}"] = copy_rows(self.e, dtype)
+        functions = {"pack": self.pack(), "full": self.see("full", False)}
+        functions[f"copy {dtype}"] = copy_rows(self.e, dtype)
         if self.mask != TRUE:
-            parts["partial"] = self.see("partial", True)
-        return parts
+            functions["partial"] = self.see("partial", True)
+        return functions
 
     def meeting(self) -> Callable[..., None]:
         """Emits one call of `meet`, for few queries or many."""
-        e, parts = self.e, self.parts()
-        one, many = (self.meet(vectors, parts) for vectors in (1, self.shape.vectors))
+        e, functions = self.e, self.functions()
+        one, many = (self.meet(vectors, functions) for vectors in (1, self.shape.vectors))
 
         def meet(arguments: Value, task: Value, *rest: Value) -> None:
             first_row = self.record(task, TASK)[TASK.index("first_row")]
@@ -297,16 +300,16 @@ class RowReplay(Replay):
             self.write_rows(arguments, state, width, lanes)
         return function
 
-    def end(self, block: Block, parts: dict[str, Value]) -> None:
+    def end(self, block: Block, functions: dict[str, Value]) -> None:
         e = self.e
         width = e.index(block.vectors * e.vector_bytes)
         for j in range(block.vectors):
             first = e.add(block.first_row, j * e.lanes)
             where = (width, block.batch, block.head, first)
-            e.builder.call(parts["write"], [block.arguments, self.state(block, j), *where])
+            e.builder.call(functions["write"], [block.arguments, self.state(block, j), *where])
 
-    def parts(self) -> dict[str, Value]:
-        return {**super().parts(), "write": self.write()}
+    def functions(self) -> dict[str, Value]:
+        return {**super().functions(), "write": self.write()}
 
     def all_tasks(self) -> None:
         e, meet = self.e, self.meeting()
@@ -373,13 +376,13 @@ class Top(RowReplay):
     def see(self, name: str, masked: bool) -> Value:
         e = self.e
         with e.function(name, SOFTMAX) as (function, args):
-            arguments_, scores, best, turned, width, count, batch, head, first_row = args[:9]
+            arguments_, scores, best, transposed, width, count, batch, head, first_row = args[:9]
             kv_start = args[9]
             b = e.builder
             places = self.places(arguments_, batch, head, first_row)
             scale = e.splat(self.real_field(arguments_, "scale"))
             largest = self.finish_scores(
-                places, scale, scores, turned, width, count, kv_start, masked
+                places, scale, scores, transposed, width, count, kv_start, masked
             )
             k = self.field(arguments_, "k")
             last = e.at(best, e.mul(k, width))
@@ -464,12 +467,12 @@ class Received(Replay):
         """S becomes w; the padding of the rows has b = inf, which makes it 0."""
         e = self.e
         with e.function(name, SOFTMAX) as (function, args):
-            arguments_, scores, shift, turned, width, count, batch, head, first_row = args[:9]
+            arguments_, scores, shift, transposed, width, count, batch, head, first_row = args[:9]
             kv_start = args[9]
             b = e.builder
             places = self.places(arguments_, batch, head, first_row)
             scale = e.splat(self.real_field(arguments_, "scale"))
-            self.finish_scores(places, scale, scores, turned, width, count, kv_start, masked)
+            self.finish_scores(places, scale, scores, transposed, width, count, kv_start, masked)
             lse, log_sum = (
                 e.load_vector(e.at(shift, i * e.vector_bytes), aligned=False) for i in (0, 1)
             )

@@ -44,11 +44,11 @@ array, the others of the second; `table_bytes` is from one batch row's angles to
 if all share theirs."""
 
 _WORTH_A_THREAD = 2**15
-"""Entries that pay for waking one."""
+"""Number of entries that makes it worthwhile to wake a thread."""
 _BRIEF = 2**16
-"""Entries for which other threads of Python may wait."""
+"""Number of entries for which Python may stay locked."""
 _LARGEST_TABLE = 2**23
-"""Bytes of the angles that are kept from call to call."""
+"""The most bytes of cosines and sines that are kept from call to call."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,9 +55,9 @@ def words_at(fields: Sequence[str], *names: str) -> tuple[int, ...]:
 class Block:
     """Argument words of one run; keeps alive what they point to."""
 
-    def __init__(self, words: Array, kept: Any) -> None:
+    def __init__(self, words: Array, keep_alive: Any) -> None:
         own = words.copy()
-        self._kept = own, kept
+        self._keep_alive = own, keep_alive
         self.words = memoryview(own.data)
         self.address = quick_address_of(own)
 

@@ -34,9 +34,9 @@ FIELDS = ("limit", "sinks", "keys_out", "keys_lse", "rest", "out", "lse", "heads
 `lse` may be where `keys_lse` is; `rest`, what rounding took from lse, is 0 if nobody wants it."""
 
 _WORTH_A_THREAD = 2**16
-"""Entries of the output that pay for waking one."""
+"""Number of output entries that makes it worthwhile to wake a thread."""
 _BRIEF = 2**16
-"""Entries for which other threads of Python may wait."""
+"""Number of output entries for which Python may stay locked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,10 +241,10 @@ class Sinks:
         self._is_brief = entries <= _BRIEF
 
     def __call__(
-        self, keys_out: int, keys_lse: int, rest: int, out: int, lse: int, kept: Any
+        self, keys_out: int, keys_lse: int, rest: int, out: int, lse: int, keep_alive: Any
     ) -> None:
-        """Compute at these addresses, of what `kept` keeps; `rest` 0 is none."""
-        block = Block(self._words, (kept, self._sinks))
+        """Read and write at these addresses, of memory that `keep_alive` owns; `rest` 0 is none."""
+        block = Block(self._words, (keep_alive, self._sinks))
         for word, address in zip(_WORDS, (keys_out, keys_lse, rest, out, lse), strict=True):
             block.words[word] = address
         workers = 1 if self._most_workers == 1 else min(get_num_threads(), self._most_workers)

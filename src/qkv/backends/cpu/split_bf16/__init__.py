@@ -1,1 +1,1 @@
-"""Kernels that multiply float32 and float16 as sums of bfloat16 on matrix tiles (AMX)."""
+"""Kernels that multiply float32 and float16 as sums of bfloat16 numbers on matrix tiles (AMX)."""

@@ -1,9 +1,9 @@
-"""The backward kernel of products of parts, for machines with bfloat16 tiles.
+"""The backward kernel for machines with matrix tiles (AMX), for float32, float16 and bfloat16.
 
-It computes what `backward` says, with all five products as sums of products of parts
-(`part_rows`): a float32 has three, a float16 two, a bfloat16 is one. Each of K, Q and dO is a
-factor twice, along its rows and across them, and lies in parts both ways; so does dX, while P and V
-are needed one way:
+It computes what `backward.kernel` computes, with the same formulas. All five matrix products are
+sums of products of bfloat16 terms (`factors`): a float32 is split into three terms, a float16 into
+two, and a bfloat16 is one term. K, Q and dO are each needed as a left and as a right factor, so
+they are laid out both ways, and so is dX. P and V are needed one way only:
 
     S[k, q]    =  sum_d K[k, d] . Q[d, q]          K as tiles, Q packed
     dP[k, q]   =  sum_d V[k, d] . dO[d, q]         V as tiles, dO packed
@@ -11,11 +11,12 @@ are needed one way:
     dV[k, d]  +=  sum_q P[k, q] . dO[q, d]         P as tiles, dO packed as pairs of queries
     dK[k, d]  +=  sum_q dX[k, q] . Q[q, d]         dX as tiles, Q packed as pairs of queries
 
-Several blocks of queries are packed before they meet a block of keys, which is split once for all
-of them. P and dX of one block are computed while tiles of the next one's S and dP are multiplied.
+Several blocks of queries are packed first. Each block of keys is then split once and used with all
+of them. The vector units compute P and dX of one block of queries while the tiles multiply S and dP
+of the next one.
 
-delta is a product of parts as well, of O and dO, added up in the order of dP: if one key has all
-the weight they are equal. dX is -0.0 where the mask forbids the pair and nowhere else.
+delta is computed from split O and dO too, in the same order of additions as dP, so that the two are
+equal where one key has all the weight. dX is -0.0 where the mask forbids a pair, and nowhere else.
 """
 
 from __future__ import annotations
@@ -28,31 +29,31 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from qkv.backends.cpu.backward.block import BLOCK_KV, BackwardKey
-from qkv.backends.cpu.backward.query_block import MeetingOfKeys
+from qkv.backends.cpu.backward.query_block import QueryBlockPass
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value
-from qkv.backends.cpu.emit.frame import WORD, Rows
+from qkv.backends.cpu.emit.frame import WORD, RowView
 from qkv.backends.cpu.products import matrix_unit
 from qkv.backends.cpu.products.bfloat16 import CHUNK, whole
 from qkv.backends.cpu.split_bf16 import non_finite
-from qkv.backends.cpu.split_bf16.backward_block import OF_BLOCK, OF_PAIRS, ROWS, PartBlock
+from qkv.backends.cpu.split_bf16.backward_block import OF_BLOCK, OF_PAIRS, ROWS, SplitBackwardBlock
 from qkv.backends.cpu.split_bf16.factors import FLOAT_BYTES
 from qkv.problem.expressions import TRUE
 from qkv.problem.tiles import TileKind
 
 
-def emit_backward_parts(key: BackwardKey) -> str:
+def emit_split_backward(key: BackwardKey) -> str:
     """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
-    kernel = PartBackward(key)
+    kernel = SplitBackward(key)
     kernel.all_tasks()
     return str(kernel.e.module)
 
 
-class PartBackward(PartBlock):
-    def meeting(self, parts: dict[str, Value]) -> Callable[[Value, list[Value]], None]:
+class SplitBackward(SplitBackwardBlock):
+    def meeting(self, functions: dict[str, Value]) -> Callable[[Value, list[Value]], None]:
         e = self.e
         with e.function("meet", [POINTER] * 4) as (function, args):
             matrix_unit.configure(e)
-            meeting = _Blocks(self, self.vectors, parts, *args)
+            meeting = _Blocks(self, self.vectors, functions, *args)
             meeting.begin()
             meeting.all_blocks(meeting.add_block)
             meeting.end()
@@ -68,26 +69,26 @@ class _Product(NamedTuple):
     rows: str
     packed: str
     out: str
-    odd: str
+    non_finite_rows: str
     lanes: str
 
 
-class _Blocks(MeetingOfKeys):
+class _Blocks(QueryBlockPass):
     """Emits the meeting of some blocks of queries and the keys of one task."""
 
-    kernel: PartBackward
+    kernel: SplitBackward
 
     def __init__(
-        self, kernel: PartBackward, vectors: int, functions: dict[str, Value], *places: Value
+        self, kernel: SplitBackward, vectors: int, functions: dict[str, Value], *places: Value
     ) -> None:
         super().__init__(kernel, vectors, functions, *places)
         e, b, split = self.e, self.e.builder, kernel.split
         block_q = kernel.shape.block_q
         self.q_len = self.field("q_len")
         left = e.add(e.sub(self.q_len, self.first_row), block_q - 1)
-        self.count = e.least(self.field("together"), b.sdiv(left, e.index(block_q)))
+        self.count = e.least(self.field("q_blocks_per_task"), b.sdiv(left, e.index(block_q)))
         self.wide = {name: whole(e, dim) for name, dim in self.dims.items()}
-        half = split.parts * split.width // 2
+        half = split.terms * split.width // 2
         query, grad = (e.mul(self.wide[name], half) for name in ("query", "grad_out"))
         sums, rows = e.mul(self.wide["query"], split.width), e.index(len(ROWS) * split.width)
         self.strides = dict(zip(OF_BLOCK, (query, query, grad, grad, sums, rows), strict=True))
@@ -113,9 +114,9 @@ class _Blocks(MeetingOfKeys):
 
     # Rows
 
-    def _floats(self, name: str, rows: Rows, first: Value, count: Value) -> tuple[Value, Value]:
+    def _floats(self, name: str, rows: RowView, first: Value, count: Value) -> tuple[Value, Value]:
         kernel, e = self.kernel, self.e
-        here = Rows(e.at(rows.pointer, e.mul(first, rows.row)), rows.row, rows.element)
+        here = RowView(e.at(rows.pointer, e.mul(first, rows.row)), rows.row, rows.element)
         dtype = kernel.dtypes[name]
         copying, to = self.functions[f"copy {dtype}"], self.area["copy"]
         return kernel.split.floats(dtype, copying, here, count, self.dims[name], to)
@@ -135,24 +136,24 @@ class _Blocks(MeetingOfKeys):
         held = self.areas(product.rows, product.packed, product.out)
         return [*held, self.kernel.split.band(self.dims[of]), count, pairs]
 
-    def _mend(self, product: _Product, first: Value, count: Value) -> None:
+    def _recompute(self, product: _Product, first: Value, count: Value) -> None:
         """Products that tiles could not take, of rows of the left factor from `first` on."""
         e, kernel, left = self.e, self.kernel, product.left
-        marks = self.areas(product.odd, product.lanes)
-        with e.builder.if_then(non_finite.any_without(kernel.split, *marks), likely=False):
+        marks = self.areas(product.non_finite_rows, product.lanes)
+        with e.builder.if_then(non_finite.any_non_finite(kernel.split, *marks), likely=False):
             head = self.head if left == "out" else self.kv_head
             rows, others = (
                 kernel.operand(self.arguments, name, self.batch, of)
                 for name, of in ((left, head), (product.right, self.head))
             )
-            here = Rows(e.at(rows.pointer, e.mul(first, rows.row)), rows.row, rows.element)
+            here = RowView(e.at(rows.pointer, e.mul(first, rows.row)), rows.row, rows.element)
             where = self.first_row, self.last, self.dims[left], ir.Constant(e.real, 1.0)
-            name = kernel.name_of_mend(left, product.right)
+            name = kernel.name_of_recompute(left, product.right)
             met = e.index(0), count
             self.call(name, *here, *others, *where, *met, *marks, self.area[product.out])
 
     def begin(self) -> None:
-        """Q and dO in parts both ways, delta."""
+        """Q and dO as terms both ways, delta."""
         self.dims["out"], self.wide["out"] = self.dims["value"], self.wide["value"]
         self.each_block(lambda block: block.pack())
 
@@ -164,8 +165,8 @@ class _Blocks(MeetingOfKeys):
             for j in range(self.vectors):
                 where = e.index(j * e.lanes), e.sub(self.rows, 1), self.dims[name]
                 packed = e.at(self.area[f"{short}_packed"], j * e.vector_bytes)
-                odd = self.call("pack", start, row, *where, packed)
-                e.store(odd, e.at(self.area[f"{short}_odd"], j * e.vector_bytes), WORD)
+                non_finite_rows = self.call("pack", start, row, *where, packed)
+                e.store(non_finite_rows, e.at(self.area[f"{short}_odd"], j * e.vector_bytes), WORD)
             turned = self.area[f"{short}_turned"]
             self.call("turn_rows", start, row, self.rows, self.dims[name], turned)
         self.each_vector(self._pack_rows_of_sums)
@@ -188,7 +189,7 @@ class _Blocks(MeetingOfKeys):
             "out", "grad_out", "key_rows", "grad_packed", "weights", "odd_keys", "grad_odd"
         )
         self.call("scores", *self._factors(product, self.rows))
-        self._mend(product, self.first_row, self.rows)
+        self._recompute(product, self.first_row, self.rows)
 
         def diagonal(lane: Value, _: list[Value]) -> None:
             own, column = e.least(lane, e.sub(self.rows, 1)), e.mul(lane, FLOAT_BYTES)
@@ -210,11 +211,13 @@ class _Blocks(MeetingOfKeys):
         key = self._floats("key", self.keys, kv_start, count)
         held = self.areas("key_rows", "odd_keys")
         self.call("split_rows", *key, count, self.dims["key"], *held)
-        sifted = self.call("split_columns", *key, count, self.dims["key"], self.area["key_columns"])
+        has_non_finite = self.call(
+            "split_columns", *key, count, self.dims["key"], self.area["key_columns"]
+        )
         for name in ("key", "value"):
             self._clear_sums(name, count)
 
-        self._meet_all(kv_start, count, kind, key, sifted)
+        self._meet_all(kv_start, count, kind, key, has_non_finite)
         for name in ("key", "value"):
             row = self.field(f"{name}_sum_row")
             pointer = self.kernel.pointer_field(self.arguments, f"{name}_sums")
@@ -232,7 +235,12 @@ class _Blocks(MeetingOfKeys):
         e.loop(0, self.dims[name], CHUNK, [], panel)
 
     def _meet_all(
-        self, kv_start: Value, count: Value, kinds: Value, key: tuple[Value, Value], sifted: Value
+        self,
+        kv_start: Value,
+        count: Value,
+        kinds: Value,
+        key: tuple[Value, Value],
+        has_non_finite: Value,
     ) -> None:
         """Each block of queries in turn: what is between its products, beside those of the next."""
         e, b = self.e, self.e.builder
@@ -265,7 +273,7 @@ class _Blocks(MeetingOfKeys):
                 else:
                     in_turn()
                 with b.if_then(some):
-                    earlier.add(count, key, sifted)
+                    earlier.add(count, key, has_non_finite)
                 e.store(i, waiting, WORD)
                 e.store(then, turn, WORD)
 
@@ -274,13 +282,13 @@ class _Blocks(MeetingOfKeys):
         with b.if_then(b.icmp_signed(">=", last, e.index(0))):
             block = self.block(last, e.sub(1, e.load(turn, INT64, WORD)))
             block.compute(kv_start, count, is_kind(last, TileKind.PARTIAL))
-            block.add(count, key, sifted)
+            block.add(count, key, has_non_finite)
 
     def multiply(self, kv_start: Value, count: Value) -> None:
         """S and dP."""
         for product in self._products():
             self.call("scores", *self._factors(product, count))
-            self._mend(product, kv_start, count)
+            self._recompute(product, kv_start, count)
 
     def compute_beside(self, following: _Blocks, kv_start: Value, count: Value) -> None:
         """P and dX of this block beside S and dP of the following one."""
@@ -289,11 +297,11 @@ class _Blocks(MeetingOfKeys):
         held = self.arguments, *self.areas(*OF_PAIRS)
         for product in following._products():
             start = self.call("beside", *held, start, *following._factors(product, count))
-            following._mend(product, kv_start, count)
+            following._recompute(product, kv_start, count)
         self.call("all", *held, start, count)
 
     def compute(self, kv_start: Value, count: Value, partial: Value) -> None:
-        """P and dX in parts, of S and dP."""
+        """P and dX as terms, of S and dP."""
 
         def compute(kind: str) -> None:
             self._prepare(kind, kv_start, count)
@@ -323,16 +331,16 @@ class _Blocks(MeetingOfKeys):
     def _stage(self, name: str, count: Value) -> None:
         self.call(name, self.arguments, *self.areas(*OF_PAIRS), self.e.index(0), count)
 
-    def add(self, count: Value, key: tuple[Value, Value], sifted: Value) -> None:
+    def add(self, count: Value, key: tuple[Value, Value], has_non_finite: Value) -> None:
         """To dQ, dV and dK."""
         e, kernel = self.e, self.kernel
         pairs = e.builder.ashr(e.add(count, 1), e.index(1))
         band, dim = e.index(kernel.split.column_band), self.dims["query"]
         held = self.areas("key_columns", "grad_pairs", "query_sums")
         self.call("add_by_queries", *held, band, dim, pairs)
-        with e.builder.if_then(sifted, likely=False):
+        with e.builder.if_then(has_non_finite, likely=False):
             held = self.areas("grad_pairs", "query_sums")
-            self.call("add_sifted", *key, *held, dim, count)
+            self.call("add_non_finite", *key, *held, dim, count)
         self._add_by_keys("value", "weight_rows", "grad_out", "grad", count)
         self._add_by_keys("key", "grad_rows", "query", "query", count)
 

@@ -1,7 +1,7 @@
-"""What the backward kernel of products of parts does with one block of queries and one of keys.
+"""What the tile backward kernel does with one block of queries and one block of keys.
 
-Scores are transposed, as ever: a row for each key. A chunk is 32 queries: those of a row of P or dX
-that are a row of a tile.
+As in all kernels for many queries, scores are transposed: they have one row for each key. A chunk
+is 32 neighbouring queries, which is what one row of a tile holds when P or dX is a left factor.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from qkv.backends.cpu.emit.emitter import BIT, INT16, INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import WORD
 from qkv.backends.cpu.emit.packing import copy_rows
 from qkv.backends.cpu.emit.storage import load, real_dtype
-from qkv.backends.cpu.machine.tiling import Shape
+from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products import matrix_unit
 from qkv.backends.cpu.products.bfloat16 import CHUNK, chunks, whole
 from qkv.backends.cpu.products.matrix_unit import TILE_BYTES, TILE_ROWS
 from qkv.backends.cpu.products.query_lanes import vectors_at
 from qkv.backends.cpu.split_bf16 import non_finite
-from qkv.backends.cpu.split_bf16.factors import FLOAT_BYTES, PartRows
+from qkv.backends.cpu.split_bf16.factors import FLOAT_BYTES, SplitFactors
 from qkv.problem.expressions import TRUE
 
 OF_BLOCK = ("query_packed", "query_turned", "grad_packed", "grad_turned", "query_sums", "rows")
-"""What each of the blocks of queries has."""
+"""The areas that each block of queries has."""
 ROWS = ("lse", "lse_rest", "delta", "grad_lse", "query_odd", "grad_odd")
 SHARED = (
     "odd_keys", "odd_values", "weights", "score_grads", "products", "factors",
@@ -40,9 +40,9 @@ SHARED = (
 
 
 _PANEL = 2
-"""Vectors of a row of a tile."""
+"""Number of vectors in one row of a tile."""
 _KEYS_BESIDE = 8
-"""Whose weights are computed beside one step of a product."""
+"""Number of keys whose weights are computed during one step of a product."""
 
 
 class _OfPairs(NamedTuple):
@@ -61,13 +61,13 @@ class _OfPairs(NamedTuple):
 OF_PAIRS = (
     "rows", "weights", "score_grads", "factors", "weight_rows", "grad_rows", "grad_pairs",
 )  # fmt: skip
-"""The areas of these."""
+"""The areas that this takes."""
 _Pair = Callable[[Value, int], tuple[Value, Value]]
-"""Of a key and a vector of queries, P and dX."""
+"""Gives P and dX of a key and a vector of queries."""
 
 
 class _Stage(NamedTuple):
-    """What is done for a pair: P of S; dS of P and dP; both in parts."""
+    """What is done for a pair: P of S; dS of P and dP; both as terms."""
 
     weigh: bool
     grade: bool
@@ -84,37 +84,48 @@ _STAGES = {
 }
 
 
-def part_areas(shape: Shape, head_dim: int, v_head_dim: int, together: int) -> dict[str, int]:
+def split_areas(
+    shape: TileShape, head_dim: int, v_head_dim: int, q_blocks_per_task: int
+) -> dict[str, int]:
     """Bytes that each area takes, with so many blocks of queries."""
-    width, parts = FLOAT_BYTES * shape.block_q, shape.parts
+    width, terms = FLOAT_BYTES * shape.block_q, shape.terms
     dim, v_dim = chunks(head_dim), chunks(v_head_dim)
-    pairs, scores = BLOCK_KV // 2 * parts * width, BLOCK_KV * width
-    keys, values = (2 * parts * BLOCK_KV * d for d in (dim, v_dim))
+    pairs, scores = BLOCK_KV // 2 * terms * width, BLOCK_KV * width
+    keys, values = (2 * terms * BLOCK_KV * d for d in (dim, v_dim))
     key_sums, value_sums = (FLOAT_BYTES * BLOCK_KV * d for d in (dim, v_dim))
-    query, grad = (together * parts * width // 2 * d for d in (dim, v_dim))
-    odd = non_finite.ODD_BYTES
-    shared = (odd, odd, *[2 * scores] * 2, *[scores] * 2, *[pairs] * 3, keys, keys, values,
-              max(key_sums, value_sums), key_sums, value_sums)  # fmt: skip
-    own = query, query, grad, grad, together * width * dim, together * width * len(ROWS)
+    query, grad = (q_blocks_per_task * terms * width // 2 * d for d in (dim, v_dim))
+    non_finite_rows = non_finite.NON_FINITE_BYTES
+    shared = (
+        *[non_finite_rows] * 2, *[2 * scores] * 2, *[scores] * 2, *[pairs] * 3, keys, keys, values,
+        max(key_sums, value_sums), key_sums, value_sums,
+    )  # fmt: skip
+    own = (
+        query,
+        query,
+        grad,
+        grad,
+        q_blocks_per_task * width * dim,
+        q_blocks_per_task * width * len(ROWS),
+    )
     return dict(zip((*SHARED, *OF_BLOCK), (*shared, *own), strict=True))
 
 
-class PartBlock(Backward):
+class SplitBackwardBlock(Backward):
     area_names = (*SHARED, *OF_BLOCK)
 
     def __init__(self, key: BackwardKey) -> None:
         super().__init__(key)
-        self.split = PartRows(self.e, self.shape, BLOCK_KV)
+        self.split = SplitFactors(self.e, self.shape, BLOCK_KV)
         self.width, self.vectors = self.split.width, self.shape.vectors
-        self.panels = PartRows(self.e, replace(self.shape, vectors=_PANEL), BLOCK_KV)
+        self.panels = SplitFactors(self.e, replace(self.shape, vectors=_PANEL), BLOCK_KV)
         """Of right factors and sums with keys for rows: a row of a tile is two vectors."""
         self.row_band = self.shape.block_q // CHUNK * self.split.chunk_bytes
         """From the tiles of P or dX of 16 keys to those of the next."""
 
     # Rows
 
-    def pack_parts(self) -> Value:
-        """One vector of rows as pairs of parts; lanes beyond the last row repeat it."""
+    def pack_terms(self) -> Value:
+        """One vector of rows as pairs of terms; lanes beyond the last row repeat it."""
         e = self.e
         arguments = [POINTER, *[INT64] * 4, POINTER]
         with e.function("pack", arguments, INT64) as (function, args):
@@ -155,10 +166,10 @@ class PartBlock(Backward):
             e.loop(0, self.chunks, 1, [], chunk)
             if stage.lay:
                 pairs, end = (e.builder.ashr(x, e.index(1)) for x in (count, whole(e, count)))
-                odd = e.builder.trunc(e.builder.and_(count, e.index(1)), BIT)
-                with e.builder.if_then(odd, likely=False):
+                non_finite_rows = e.builder.trunc(e.builder.and_(count, e.index(1)), BIT)
+                with e.builder.if_then(non_finite_rows, likely=False):
                     self.split.drop_second(block.grad_pairs, e.sub(count, 1))
-                pairs = e.add(pairs, e.builder.zext(odd, INT64))
+                pairs = e.add(pairs, e.builder.zext(non_finite_rows, INT64))
                 self.split.clear_pairs(block.grad_pairs, pairs, end)
         return function
 
@@ -253,7 +264,7 @@ class PartBlock(Backward):
         return self.vectors // _PANEL
 
     def lay(self, of: _OfPairs, pair: _Pair, k: Value, chunk: Value) -> None:
-        """P and dX of an even key and the next, with a chunk of queries, in parts."""
+        """P and dX of an even key and the next, with a chunk of queries, as terms."""
         e, split = self.e, self.split
         start, grads = self.place_in_rows(k, chunk), []
         for n in range(2):
@@ -297,20 +308,20 @@ class PartBlock(Backward):
         return function
 
     def add_odd_rows(self, name: str, dtype: str) -> Value:
-        """A function `(*rows, first, last, odd, left, sums, dim, count)`.
+        """A function `(*rows, first, last, non_finite_rows, left, sums, dim, count)`.
 
-        Adds what `turn_rows` left out: the elements without parts of the rows that `odd` marks. A
-        factor of -0.0 adds nothing.
+        Adds what `turn_rows` left out: the elements that cannot be split, in the rows that
+        `non_finite_rows` marks. A factor of -0.0 adds nothing.
         """
         e, split = self.e, self.split
         rows = [POINTER, *[INT64] * 4]
         with e.function(name, [*rows, *[POINTER] * 3, INT64, INT64]) as (function, args):
-            source, row, element, first, last, odd, left, sums, dim, count = args
+            source, row, element, first, last, non_finite_rows, left, sums, dim, count = args
             b = e.builder
 
             def each(lane: Value, _: list[Value]) -> None:
                 vector = b.sdiv(lane, e.index(e.lanes))
-                word = e.load(e.at(odd, e.mul(vector, e.vector_bytes)), INT64, WORD)
+                word = e.load(e.at(non_finite_rows, e.mul(vector, e.vector_bytes)), INT64, WORD)
                 bit = b.and_(b.lshr(word, e.sub(lane, e.mul(vector, e.lanes))), e.index(1))
                 here = e.at(source, e.mul(e.add(first, lane), row))
 
@@ -327,7 +338,7 @@ class PartBlock(Backward):
                         place = e.at(left, self.place_in_rows(k, chunk), inside)
                         upper = e.load(place, INT16, 2)
                         weight = load(e, place, "bfloat16")
-                        for n in range(1, split.parts):
+                        for n in range(1, split.terms):
                             part = load(e, e.at(place, n * matrix_unit.TILE_SIZE), "bfloat16")
                             weight = b.fadd(weight, part)
                         with b.if_then(b.icmp_unsigned("!=", upper, ir.Constant(INT16, 1 << 15))):
@@ -366,13 +377,13 @@ class PartBlock(Backward):
 
     # One task
 
-    def parts(self) -> dict[str, Value]:
+    def functions(self) -> dict[str, Value]:
         e, split, real = self.e, self.split, real_dtype(self.e)
         multiply = partial(matrix_unit.add_products, e, vectors=self.vectors)
         found = {
             "unpack": self.unpack(),
             f"pack {real}": self.pack(real),
-            "pack": self.pack_parts(),
+            "pack": self.pack_terms(),
             "turn_rows": self.panels.turn_rows(self.shape.block_q),
             "split_rows": split.split_rows(),
             "split_columns": split.split_columns(),
@@ -382,18 +393,20 @@ class PartBlock(Backward):
             ),
             "add_by_keys": self.add_by_keys(),
             "add_sums": self.add_sums(),
-            "add_sifted": non_finite.add_sifted(split),
+            "add_non_finite": non_finite.add_non_finite(split),
         }
         for dtype in sorted({*self.dtypes.values()}):
             found[f"copy {dtype}"] = copy_rows(e, dtype)
         for left, right in (("key", "query"), ("value", "grad_out"), ("out", "grad_out")):
-            name = self.name_of_mend(left, right)
+            name = self.name_of_recompute(left, right)
             if name not in found:
-                found[name] = non_finite.mend(split, name, self.dtypes[left], self.dtypes[right])
+                found[name] = non_finite.recompute(
+                    split, name, self.dtypes[left], self.dtypes[right]
+                )
         for name in ("query", "grad_out"):
-            odd = f"add_odd {self.dtypes[name]}"
-            if odd not in found:
-                found[odd] = self.add_odd_rows(odd, self.dtypes[name])
+            non_finite_rows = f"add_odd {self.dtypes[name]}"
+            if non_finite_rows not in found:
+                found[non_finite_rows] = self.add_odd_rows(non_finite_rows, self.dtypes[name])
         found |= self.by_vector()
         stages = {self.last_stage("full")}
         if self.mask != TRUE:
@@ -406,5 +419,5 @@ class PartBlock(Backward):
             found["beside"] = self.beside()
         return found
 
-    def name_of_mend(self, left: str, right: str) -> str:
+    def name_of_recompute(self, left: str, right: str) -> str:
         return f"mend {self.dtypes[left]} {self.dtypes[right]}"

@@ -13,13 +13,13 @@ from typing import NamedTuple
 from qkv.backends.cpu.backward.block import BackwardKey
 from qkv.backends.cpu.forward.kernel import ForwardKernel
 from qkv.backends.cpu.machine.host import Host
-from qkv.backends.cpu.machine.tiling import Shape
+from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.replay.kernel import Question, ReplayKey
-from qkv.backends.cpu.split_bf16.backward import emit_backward_parts
-from qkv.backends.cpu.split_bf16.backward_block import part_areas
-from qkv.backends.cpu.split_bf16.forward import BLOCK_KV, emit_parts, part_scratch_bytes
-from qkv.backends.cpu.split_bf16.replay import emit_part_replay
-from qkv.backends.cpu.split_bf16.replay import part_scratch_bytes as replay_scratch_bytes
+from qkv.backends.cpu.split_bf16.backward import emit_split_backward
+from qkv.backends.cpu.split_bf16.backward_block import split_areas
+from qkv.backends.cpu.split_bf16.forward import BLOCK_KV, emit_split_forward, split_scratch_bytes
+from qkv.backends.cpu.split_bf16.replay import emit_split_replay
+from qkv.backends.cpu.split_bf16.replay import split_scratch_bytes as replay_scratch_bytes
 from qkv.problem.spec import Problem, Spec
 
 LEAST_SIZES = {"float32": (160, 96), "float16": (32, 48)}
@@ -29,14 +29,16 @@ which on split kernels are quicker."""
 _TERMS = {"float16": 2, "float32": 3}
 """How many bfloat16 numbers add up to one number of each dtype."""
 _SHAPES = {
-    "amx": Shape(lanes=16, vectors=2, keys=2, halves=True, product="tiles", together=32),
+    "amx": TileShape(
+        lanes=16, vectors=2, keys=2, halves=True, product="tiles", q_blocks_per_task=32
+    ),
 }
 """The tile shape for each instruction set that has split kernels."""
 _LARGEST_SCALE = 2.0**10
 """The largest absolute scale of scores with which operands are split."""
 _ENOUGH_TASKS = 32
 """Tasks that keep many cores busy."""
-_LEAST_TOGETHER = 4
+_LEAST_Q_BLOCKS = 4
 """The fewest blocks of queries that one task takes, so that splitting its keys pays."""
 _LONG_TASK = 2e10
 """Operations of one task for which Ctrl-C may wait."""
@@ -46,7 +48,7 @@ class ReplayKernel(NamedTuple):
     """A kernel that computes scores again."""
 
     emit: Callable[[ReplayKey], str]
-    scratch_bytes: Callable[[Question, Spec, Shape, int], int]
+    scratch_bytes: Callable[[Question, Spec, TileShape, int], int]
     """Memory in bytes that one worker needs."""
 
 
@@ -54,21 +56,21 @@ class BackwardKernel(NamedTuple):
     """A backward kernel."""
 
     emit: Callable[[BackwardKey], str]
-    areas: Callable[[Shape, int, int, int], dict[str, int]]
+    areas: Callable[[TileShape, int, int, int], dict[str, int]]
     """The areas of a worker's scratch, in bytes, given shape, head_dim, v_head_dim and the blocks
     of queries of one task."""
 
 
-FORWARD = ForwardKernel(emit_parts, part_scratch_bytes, BLOCK_KV)
-REPLAY = ReplayKernel(emit_part_replay, replay_scratch_bytes)
-BACKWARD = BackwardKernel(emit_backward_parts, part_areas)
+FORWARD = ForwardKernel(emit_split_forward, split_scratch_bytes, BLOCK_KV)
+REPLAY = ReplayKernel(emit_split_replay, replay_scratch_bytes)
+BACKWARD = BackwardKernel(emit_split_backward, split_areas)
 """This one also serves bfloat16, which is a sum of one term."""
 
 
-def split_shape(here: Host, dtype: str) -> Shape | None:
+def split_shape(here: Host, dtype: str) -> TileShape | None:
     """The tile shape of the split kernels for a dtype, or None if the machine has none for it."""
     shape, terms = _SHAPES.get(here.isa), _TERMS.get(dtype)
-    return None if shape is None or terms is None else replace(shape, parts=terms)
+    return None if shape is None or terms is None else replace(shape, terms=terms)
 
 
 def allows(problem: Problem) -> bool:
@@ -79,7 +81,7 @@ def allows(problem: Problem) -> bool:
     return abs(problem.operands.scale) <= _LARGEST_SCALE
 
 
-def shape_for(spec: Spec, here: Host) -> Shape | None:
+def shape_for(spec: Spec, here: Host) -> TileShape | None:
     """The tile shape of the split kernels if they are quicker for this problem, else None.
 
     Splitting keys pays if they meet enough queries, and products must outweigh the softmax.
@@ -93,10 +95,10 @@ def shape_for(spec: Spec, here: Host) -> Shape | None:
     plain = spec.rotation is None or spec.dtype == "float32"
     if not (enough and wide and plain):
         return None
-    return replace(shape, together=_together(spec, shape))
+    return replace(shape, q_blocks_per_task=_q_blocks_per_task(spec, shape))
 
 
-def _together(spec: Spec, shape: Shape) -> int:
+def _q_blocks_per_task(spec: Spec, shape: TileShape) -> int:
     """Blocks of queries that share split keys: many, but then there are few tasks, and long ones.
 
     What a task is decides where sums begin, so it must not depend on the number of threads.
@@ -104,7 +106,7 @@ def _together(spec: Spec, shape: Shape) -> int:
     blocks = spec.batch_size * spec.num_heads * -(-spec.q_len // shape.block_q)
     operations = 2.0 * (spec.head_dim + spec.v_head_dim) * shape.block_q * spec.kv_len
     most = min(blocks // _ENOUGH_TASKS, int(_LONG_TASK / operations))
-    together = shape.together
-    while together > max(most, _LEAST_TOGETHER):
-        together //= 2
-    return together
+    q_blocks_per_task = shape.q_blocks_per_task
+    while q_blocks_per_task > max(most, _LEAST_Q_BLOCKS):
+        q_blocks_per_task //= 2
+    return q_blocks_per_task

@@ -1,17 +1,18 @@
-"""Rows of float32 and float16 as sums of bfloat16 parts, laid out as products of tiles read them.
+"""Rows of float32 and float16 split into bfloat16 terms, in the layout that tile products read.
 
-A float32 has 24 significant bits, a bfloat16 has 8: every float32 is a sum of three bfloat16
-numbers, every float16 of two:
+A float32 has 24 significant bits and a bfloat16 has 8, so every float32 is a sum of three bfloat16
+numbers, and every float16 is a sum of two:
 
     x = x1 + x2 + x3,   |x2| <= 2^-8 |x1|,   |x3| <= 2^-9 |x2|
     x . y = x1 . y1 + (x1 . y2 + x2 . y1) + (x1 . y3 + x2 . y2 + x3 . y1) + rest
 
-The rest is at most 2^-24 |x| . |y|, what rounding a product to float32 takes, and of either sign.
-For float16 nothing is left out. Operands are rounded to parts; what is computed between products,
-of which there is much more, is cut, which takes fewer steps and may triple the rest.
+The rest is at most 2^-24 |x| . |y|, which is as much as rounding a product to float32 changes it,
+and it may have either sign. For float16 nothing is left out. Operands are rounded to terms. The
+numbers that are computed between two products, of which there are many more, are truncated instead:
+that takes fewer instructions and may make the rest three times as large.
 
-Tiles take subnormal numbers for 0, and what is not finite, or huge, has no parts: such elements are
-found when rows are split, and left to `without_parts`.
+Tiles treat subnormal numbers as 0, and numbers that are huge or not finite cannot be split. Such
+elements are found while rows are split, and are left to `non_finite`.
 
 Sources: Dekker, "A floating-point technique for extending the available precision" (1971); Henry,
 Tang and Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision
@@ -27,8 +28,8 @@ from llvmlite import ir
 
 from qkv.backends.cpu.emit import storage
 from qkv.backends.cpu.emit.emitter import BIT, INT32, INT64, POINTER, Emitter, Value
-from qkv.backends.cpu.emit.frame import WORD, Rows
-from qkv.backends.cpu.machine.tiling import Shape
+from qkv.backends.cpu.emit.frame import WORD, RowView
+from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products import matrix_unit
 from qkv.backends.cpu.products.bfloat16 import CHUNK, join, upper_halves, whole
 from qkv.backends.cpu.products.matrix_unit import TILE_BYTES, TILE_ROWS
@@ -39,55 +40,56 @@ _PRODUCTS: dict[int, matrix_unit.Products] = {
     2: ((0, 1), (1, 1), (1, 0), (0, 0)),
     3: ((0, 2), (0, 1), (1, 1), (1, 0), (2, 0), (0, 0)),
 }
-"""By number of parts: those that matter, each beside one that shares a part with it. The largest
-comes last: what is added to it is rounded as it is."""
+"""By number of terms, the products that are computed. Neighbours share a term. The largest product
+comes last, so that the small ones are added up first."""
 _OF_WEIGHTS: dict[int, matrix_unit.Products] = {**_PRODUCTS, 2: ((0, 1), (0, 0), (1, 0))}
-"""What is left out is 2^-16 of a weight: float16 keeps 2^-11 of it."""
+"""The same where the left factor is a weight. What is left out is 2^-16 of the weight, and float16
+keeps 2^-11 of it."""
 
 _LOWEST, _HIGHEST = (int(np.float32(x).view(np.int32)) for x in (2.0**-100, 2.0**60))
-"""Bits of the least and the largest magnitude whose products tiles take whole."""
+"""Bits of the smallest and of the largest magnitude that tiles multiply exactly."""
 _MAGNITUDE = 2**31 - 1
 _UPPER = -(2**16)
-"""The bits of a float32 that a bfloat16 keeps."""
+"""The bits of a float32 that a bfloat16 has too."""
 FLOAT_BYTES = 4
 
 
-class PartRows:
+class SplitFactors:
     """Writes what splits rows of one kernel; `block_kv` keys are a row of tiles of columns."""
 
-    def __init__(self, e: Emitter, shape: Shape, block_kv: int) -> None:
+    def __init__(self, e: Emitter, shape: TileShape, block_kv: int) -> None:
         self.e = e
-        self.parts, self.vectors = shape.parts, shape.vectors
+        self.terms, self.vectors = shape.terms, shape.vectors
         self.width = self.vectors * e.vector_bytes
-        self.chunk_bytes = self.parts * matrix_unit.TILE_SIZE
+        self.chunk_bytes = self.terms * matrix_unit.TILE_SIZE
         """Of 16 rows and 32 columns of a left factor."""
         self.column_band = block_kv // CHUNK * self.chunk_bytes
         """From 16 columns to the next 16."""
-        self.part_bytes = TILE_ROWS * self.width
+        self.term_bytes = TILE_ROWS * self.width
         """From a part of 16 packed pairs to the next part."""
-        self.panel_bytes = self.parts * self.part_bytes
+        self.panel_bytes = self.terms * self.term_bytes
         """Of 32 turned rows and as many columns."""
 
     def products(self, *, of_weights: bool = False) -> matrix_unit.Products:
-        """Which parts are multiplied, in order."""
-        return (_OF_WEIGHTS if of_weights else _PRODUCTS)[self.parts]
+        """Which terms are multiplied, in order."""
+        return (_OF_WEIGHTS if of_weights else _PRODUCTS)[self.terms]
 
     # Parts
 
     def rounded(self, x: Value) -> list[Value]:
-        """The parts of a vector of float32: bits whose lower half is 0."""
+        """The terms of a vector of float32: bits whose lower half is 0."""
         e, b = self.e, self.e.builder
         found = []
-        for n in range(self.parts):
+        for n in range(self.terms):
             bits = e.as_bits(x)
-            if n < self.parts - 1:
+            if n < self.terms - 1:
                 bits = b.and_(b.add(bits, e.const_bits(0x8000)), e.const_bits(_UPPER))
                 x = b.fsub(x, e.as_floats(bits))
             found.append(bits)
         return found
 
     def pair(self, first: Value, second: Value) -> Value:
-        """Two parts of each lane side by side."""
+        """Two terms of each lane side by side."""
         e, b = self.e, self.e.builder
         return e.as_floats(
             b.or_(b.lshr(first, e.const_bits(16)), b.and_(second, e.const_bits(_UPPER)))
@@ -100,10 +102,10 @@ class PartRows:
         """
         e, b = self.e, self.e.builder
         found = []
-        for n in range(self.parts):
+        for n in range(self.terms):
             bits = [e.as_bits(x) for x in both]
             found.append(bits)
-            if n < self.parts - 1:
+            if n < self.terms - 1:
                 upper = [e.as_floats(b.and_(x, e.const_bits(_UPPER))) for x in bits]
                 both = [b.fsub(x, part) for x, part in zip(both, upper, strict=True)]
         return found
@@ -113,7 +115,7 @@ class PartRows:
         e = self.e
         chunk = e.round_down(element, CHUNK)
         inside = e.mul(e.sub(element, chunk), self.width // 2)
-        return e.at(packed, e.mul(chunk, self.parts * self.width // 2), inside)
+        return e.at(packed, e.mul(chunk, self.terms * self.width // 2), inside)
 
     def store_pair(self, first: Value, second: Value, place: Value) -> None:
         """What was computed for two keys, cut, as a pair in each lane."""
@@ -121,19 +123,19 @@ class PartRows:
 
     def put_pairs(self, cut: Sequence[Sequence[Value]], place: Value) -> None:
         """Of each part, two vectors as a pair in each lane; one part alone is rounded."""
-        if self.parts == 1:
+        if self.terms == 1:
             pair = join(self.e, *map(self.e.as_floats, cut[0]))
             self.e.store_vector(pair, place)
             return
         for n, (first, second) in enumerate(cut):
-            self.e.store_vector(self.pair(first, second), self.e.at(place, n * self.part_bytes))
+            self.e.store_vector(self.pair(first, second), self.e.at(place, n * self.term_bytes))
 
     def drop_second(self, packed: Value, element: Value) -> None:
         """The second of a pair is 0."""
         e, b = self.e, self.e.builder
         place = self.packed_row(packed, element)
-        for n in range(self.parts):
-            here = e.at(place, n * self.part_bytes)
+        for n in range(self.terms):
+            here = e.at(place, n * self.term_bytes)
             pairs = map(e.as_bits, vectors_at(e, here, self.vectors))
             store_vectors(e, here, [e.as_floats(b.and_(x, e.const_bits(0xFFFF))) for x in pairs])
 
@@ -143,13 +145,13 @@ class PartRows:
 
         def clear(p: Value, _: list[Value]) -> None:
             place = self.packed_row(packed, e.mul(p, 2))
-            for n in range(self.parts):
-                store_vectors(e, e.at(place, n * self.part_bytes), [e.const(0.0)] * self.vectors)
+            for n in range(self.terms):
+                store_vectors(e, e.at(place, n * self.term_bytes), [e.const(0.0)] * self.vectors)
 
         e.loop(first, stop, 1, [], clear)
 
     def put(self, halves: Sequence[Value], place: Value) -> None:
-        """The parts of 32 elements, each a row of its tile."""
+        """The terms of 32 elements, each a row of its tile."""
         e = self.e
         for n, (first, second) in enumerate(zip(*map(self.rounded, halves), strict=True)):
             row = upper_halves(e, first, second)
@@ -159,7 +161,7 @@ class PartRows:
         """Of each part, two vectors as a row of its tile; the last part is rounded."""
         e, b = self.e, self.e.builder
         for n, both in enumerate(cut):
-            if n < self.parts - 1:
+            if n < self.terms - 1:
                 both = [b.and_(bits, e.const_bits(_UPPER)) for bits in both]
             row = upper_halves(e, *both)
             e.store(row, e.at(place, n * matrix_unit.TILE_SIZE), e.vector_bytes)
@@ -199,9 +201,9 @@ class PartRows:
         return found
 
     def split_rows(self) -> Value:
-        """A function `(from, row, count, dim, to, odd)`: rows of K in parts, as tiles.
+        """A function `(from, row, count, dim, to, odd)`: rows of K as terms, as tiles.
 
-        `odd` begins with the number of keys without parts, then has which they are.
+        `odd` begins with the number of keys that cannot be split, then has which they are.
         """
         e = self.e
         with e.function("split_rows", [POINTER, *[INT64] * 3, *[POINTER] * 2]) as (function, args):
@@ -234,9 +236,9 @@ class PartRows:
         return function
 
     def split_columns(self) -> Value:
-        """A function `(rows, row, count, dim, to) -> bit`: columns of V in parts, as tiles.
+        """A function `(rows, row, count, dim, to) -> bit`: columns of V as terms, as tiles.
 
-        Whether there are values without parts, which are left out.
+        Whether there are values that cannot be split, which are left out.
         """
         e = self.e
         arguments = [POINTER, *[INT64] * 3, POINTER]
@@ -291,8 +293,8 @@ class PartRows:
     def turn_rows(self, number: int) -> Value:
         """A function `(rows, row, count, dim, to)`: pairs of neighbouring rows, elements in lanes.
 
-        A right factor for products over `number` rows, in panels of 32 columns. What has no parts,
-        and rows from `count` on, are 0.
+        A right factor for products over `number` rows, in panels of 32 columns. Elements that
+        cannot be split, and rows from `count` on, are 0.
         """
         e = self.e
         with e.function("turn_rows", [POINTER, *[INT64] * 3, POINTER]) as (function, args):
@@ -327,7 +329,7 @@ class PartRows:
         return e.mul(whole(e, dim), self.chunk_bytes // CHUNK)
 
     def floats(
-        self, dtype: str, copy: Value, rows: Rows, count: Value, dim: Value, to: Value
+        self, dtype: str, copy: Value, rows: RowView, count: Value, dim: Value, to: Value
     ) -> tuple[Value, Value]:
         """Rows of float32 with adjacent elements: where they lie, or copied by `copy`."""
         e, b = self.e, self.e.builder
@@ -341,7 +343,7 @@ class PartRows:
     def pack(self, places: Sequence[Value], dim: Value, packed: Value, sign: Value | None) -> Value:
         """One row for each lane, as pairs of its elements, times `sign`.
 
-        Gives a bit for each row without parts.
+        Gives a bit for each row that cannot be split.
         """
         e, b, bits = self.e, self.e.builder, ir.IntType(self.e.lanes)
 
@@ -370,7 +372,7 @@ class PartRows:
         place.align = e.vector_bytes
         return b.bitcast(place, POINTER)
 
-    # What has no parts
+    # What cannot be split
 
     def magnitude(self, x: Value) -> Value:
         """As bits, which are ordered as the numbers are; those of NaN are the largest."""
@@ -382,13 +384,13 @@ class PartRows:
         return b.select(b.icmp_unsigned(">", size, seen), size, seen)
 
     def huge(self, magnitude: Value) -> Value:
-        """Which elements of rows of Q or K have no parts: a bit for each lane."""
+        """Which elements of rows of Q or K cannot be split: a bit for each lane."""
         e, b = self.e, self.e.builder
         above = b.icmp_unsigned(">", magnitude, e.const_bits(_HIGHEST))
         return b.bitcast(above, ir.IntType(e.lanes))
 
     def odd(self, x: Value) -> Value:
-        """Which elements of V have no parts, or parts that tiles take for 0."""
+        """Which elements of V cannot be split, or terms that tiles take for 0."""
         e, b = self.e, self.e.builder
         size = self.magnitude(x)
         tiny = b.icmp_unsigned("<", size, e.const_bits(_LOWEST))

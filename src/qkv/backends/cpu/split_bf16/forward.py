@@ -1,8 +1,9 @@
-"""The forward kernel for float32 and float16 on machines with bfloat16 tiles.
+"""The forward kernel for float32 and float16 on machines with matrix tiles (AMX).
 
-Such a machine does some thirteen times as many products of bfloat16 as multiply-adds of float32:
-both products of attention are sums of products of parts (`part_rows`). Sums are float32 as ever,
-and everything between the products is as in `pairs`.
+Such a machine multiplies about thirteen times as many bfloat16 numbers in a second as float32
+numbers. So both matrix products of attention are computed as sums of products of bfloat16 terms
+(`factors`). Sums are float32, and all that happens between the products is as in
+`forward.bf16_dot`.
 """
 
 from __future__ import annotations
@@ -13,58 +14,71 @@ from functools import partial
 from typing import TypeAlias
 
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value
-from qkv.backends.cpu.emit.frame import Rows
-from qkv.backends.cpu.emit.transpose import turned_bytes
-from qkv.backends.cpu.forward.bf16_dot import PairForward
+from qkv.backends.cpu.emit.frame import RowView
+from qkv.backends.cpu.emit.transpose import transposed_bytes
+from qkv.backends.cpu.forward.bf16_dot import Bf16DotForward
 from qkv.backends.cpu.forward.kernel import BLOCK_MAX, STATS, ForwardKey, RowSums
-from qkv.backends.cpu.forward.score_blocks import Buffers, Keys, Meeting, Together, Values
-from qkv.backends.cpu.machine.tiling import Shape
+from qkv.backends.cpu.forward.score_blocks import (
+    Buffers,
+    KeyBlock,
+    QueryBlocks,
+    ScoreBlocks,
+    ValueBlock,
+)
+from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products import matrix_unit
 from qkv.backends.cpu.products.bfloat16 import CHUNK, chunks, whole
 from qkv.backends.cpu.products.group_sums import GroupSums
 from qkv.backends.cpu.products.matrix_unit import TILE_ROWS
-from qkv.backends.cpu.products.prefetch import RowsAhead
+from qkv.backends.cpu.products.prefetch import Prefetcher
 from qkv.backends.cpu.split_bf16 import non_finite
 from qkv.backends.cpu.split_bf16.factors import FLOAT_BYTES
-from qkv.backends.cpu.split_bf16.overlap import PartMeeting
-from qkv.backends.cpu.split_bf16.scores import PartScores
+from qkv.backends.cpu.split_bf16.overlap import OverlappedScoreBlocks
+from qkv.backends.cpu.split_bf16.scores import SplitScores
 from qkv.problem.expressions import TRUE
 from qkv.problem.spec import Spec
 
 BLOCK_KV = 128
-"""Keys whose scores are held at once: they and their weights fit the nearest cache."""
+"""Number of keys whose scores are held at once. Scores and weights of a block fit the first-level
+cache."""
 
 _KEYS_BESIDE = 16
-"""Keys that are weighed, or finished, beside one step of a product."""
+"""Number of keys that are weighed or finished during one step of a product."""
 
 _Finish: TypeAlias = Callable[[Value, list[Value]], list[Value]]
 
 
-def part_scratch_bytes(spec: Spec, shape: Shape) -> int:
+def split_scratch_bytes(spec: Spec, shape: TileShape) -> int:
     """Memory of one worker: a block of scores, weights, V, K, copied rows and tables; Q, O and
     statistics of each block of queries."""
-    width, parts = 4 * shape.block_q, shape.parts
+    width, terms = 4 * shape.block_q, shape.terms
     head_dim, v_head_dim = chunks(spec.head_dim), chunks(spec.v_head_dim)
-    scores = BLOCK_KV * width + BLOCK_KV // 2 * parts * width
-    rows = 2 * parts * (head_dim + v_head_dim) + FLOAT_BYTES * max(head_dim, v_head_dim)
-    own = width * (parts * head_dim // 2 + v_head_dim + STATS + 1)
-    turned = turned_bytes(spec, BLOCK_KV, width)
-    total = non_finite.ODD_BYTES + scores + BLOCK_KV * rows + shape.together * own + turned
+    scores = BLOCK_KV * width + BLOCK_KV // 2 * terms * width
+    rows = 2 * terms * (head_dim + v_head_dim) + FLOAT_BYTES * max(head_dim, v_head_dim)
+    own = width * (terms * head_dim // 2 + v_head_dim + STATS + 1)
+    transposed = transposed_bytes(spec, BLOCK_KV, width)
+    total = (
+        non_finite.NON_FINITE_BYTES
+        + scores
+        + BLOCK_KV * rows
+        + shape.q_blocks_per_task * own
+        + transposed
+    )
     return -(-total // 4096) * 4096
 
 
-def emit_parts(key: ForwardKey) -> str:
+def emit_split_forward(key: ForwardKey) -> str:
     """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
-    kernel = PartForward(key)
+    kernel = SplitForward(key)
     kernel.all_tasks()
     return str(kernel.e.module)
 
 
-class PartForward(PairForward):
+class SplitForward(Bf16DotForward):
     def __init__(self, key: ForwardKey) -> None:
         super().__init__(key)
         self.block_kv = BLOCK_KV
-        self.factors = PartScores(self, BLOCK_KV)
+        self.factors = SplitScores(self, BLOCK_KV)
         self.split = self.factors.split
         self.weights_at = BLOCK_KV * self.width
         self.value_row = self.split.column_band
@@ -91,19 +105,19 @@ class PartForward(PairForward):
 
     # Vector units have time while tiles are multiplied
 
-    def weigh_beside(self) -> Value:
+    def weigh_overlapped(self) -> Value:
         """A function `(rows, packed, scores, stats, scale, band, count, following, pairs, ahead)`.
 
         The weights of `count` keys for one block of queries, whose finished `scores` and `stats`
         are given, and the scores of `following` keys for another, which take their place. In each
         step 16 keys leave, and at most as many come, if a row of Q is at least two chunks. `ahead`
-        is the place of `RowsAhead`.
+        is the place of `Prefetcher`.
         """
         e = self.e
         arguments = [*[POINTER] * 4, e.real, *[INT64] * 4, POINTER]
-        with e.function("weigh_beside", arguments) as (function, args):
+        with e.function("weigh_overlapped", arguments) as (function, args):
             rows, packed, scores, stats, factor, band, count, following, pairs, place = args
-            b, width, ahead = e.builder, e.index(self.width), RowsAhead(e, place, BLOCK_KV)
+            b, width, ahead = e.builder, e.index(self.width), Prefetcher(e, place, BLOCK_KV)
             products, scale = self.split.products(), e.splat(factor)
             rows_of = []
             for offset in self.offsets:
@@ -167,9 +181,9 @@ class PartForward(PairForward):
                 row.advance([next(totals) for _ in row.nothing])
         return function
 
-    def add_beside(self, name: str, *, masked: bool) -> Value:
-        """A function `(*add_values, arguments, scores, stats, turned, batch, head, row, kv_start,
-        following)`.
+    def add_overlapped(self, name: str, *, masked: bool) -> Value:
+        """A function `(*add_values, arguments, scores, stats, transposed, batch, head, row,
+        kv_start, following)`.
 
         Add the values of one block of queries, and finish the scores of another, `following` keys
         from `kv_start` on for queries from `row` on. In each step 16 keys are finished.
@@ -217,16 +231,16 @@ class PartForward(PairForward):
     def _finishing(self, block: Sequence[Value], count: Value, masked: bool) -> list[_Finish]:
         """What finishes the scores of one key, for each vector; of plain ones it only looks."""
         e = self.e
-        arguments, scores, _, turned, batch, head, row, kv_start = block
+        arguments, scores, _, transposed, batch, head, row, kv_start = block
         scale = e.splat(self.real_field(arguments, "scale"))
-        bytes_turned = turned_bytes(self.spec, BLOCK_KV, e.vector_bytes)
+        bytes_turned = transposed_bytes(self.spec, BLOCK_KV, e.vector_bytes)
 
         def look(here: Value, k: Value, seen: list[Value]) -> list[Value]:
             return [e.greatest(seen[0], e.load_vector(e.at(here, e.mul(k, self.width))))]
 
         found: list[_Finish] = []
         for j, offset in enumerate(self.offsets):
-            here, own = e.at(scores, offset), e.at(turned, j * bytes_turned)
+            here, own = e.at(scores, offset), e.at(transposed, j * bytes_turned)
             if self.plain and not masked:
                 found.append(partial(look, here))
                 continue
@@ -241,21 +255,23 @@ class PartForward(PairForward):
         self.e.store_vector(x, place)
         return place
 
-    def meeting(self, task: Together) -> Meeting:
-        return PartMeeting(self, task)
+    def meeting(self, task: QueryBlocks) -> ScoreBlocks:
+        return OverlappedScoreBlocks(self, task)
 
     def rows(self) -> dict[str, Value]:
-        parts = self.factors.functions(self.dtypes.values())
-        parts["split_columns"] = self.split.split_columns()
-        parts["add_sifted"] = non_finite.add_sifted(self.split)
+        functions = self.factors.functions(self.dtypes.values())
+        functions["split_columns"] = self.split.split_columns()
+        functions["add_non_finite"] = non_finite.add_non_finite(self.split)
         if not self.spec.dropout:
-            parts["weigh_beside"] = self.weigh_beside()
-        parts["add_beside_full"] = self.add_beside("add_beside_full", masked=False)
+            functions["weigh_overlapped"] = self.weigh_overlapped()
+        functions["add_overlapped_full"] = self.add_overlapped("add_overlapped_full", masked=False)
         if self.mask != TRUE:
-            parts["add_beside_partial"] = self.add_beside("add_beside_partial", masked=True)
-        return parts
+            functions["add_overlapped_partial"] = self.add_overlapped(
+                "add_overlapped_partial", masked=True
+            )
+        return functions
 
-    def from_key(self, keys: Keys, k: Value) -> Value:
+    def from_key(self, keys: KeyBlock, k: Value) -> Value:
         e = self.e
         return e.at(keys.rows, e.mul(e.builder.sdiv(k, e.index(TILE_ROWS)), keys.row))
 
@@ -266,43 +282,47 @@ class PartForward(PairForward):
 
     def buffers(self, scratch: Value, wide: Value, v_wide: Value) -> Buffers:
         e = self.e
-        scores = e.at(scratch, non_finite.ODD_BYTES)
+        scores = e.at(scratch, non_finite.NON_FINITE_BYTES)
         weights = e.at(scores, self.weights_at)
-        values = e.at(weights, BLOCK_KV // 2 * self.parts * self.width)
+        values = e.at(weights, BLOCK_KV // 2 * self.terms * self.width)
         keys = e.at(values, e.mul(v_wide, self.value_row // TILE_ROWS))
-        copy = e.at(keys, e.mul(wide, 2 * self.parts * BLOCK_KV))
+        copy = e.at(keys, e.mul(wide, 2 * self.terms * BLOCK_KV))
         blocks = e.at(copy, e.mul(e.greater(wide, v_wide), FLOAT_BYTES * BLOCK_KV))
         return Buffers(scores, values, keys, copy, blocks)
 
     def block_of_keys(
         self,
         arguments: Value,
-        parts: dict[str, Value],
-        rows: Rows,
+        functions: dict[str, Value],
+        rows: RowView,
         kv_start: Value,
         count: Value,
         head_dim: Value,
         at: Buffers,
     ) -> tuple[Value, Value]:
         e = self.e
-        here = Rows(e.at(rows.pointer, e.mul(kv_start, rows.row)), rows.row, rows.element)
-        odd = e.at(at.scores, -non_finite.ODD_BYTES)
-        self.factors.split_keys(parts, here, count, head_dim, at.value_copy, at.key_copy, odd)
+        here = RowView(e.at(rows.pointer, e.mul(kv_start, rows.row)), rows.row, rows.element)
+        non_finite_rows = e.at(at.scores, -non_finite.NON_FINITE_BYTES)
+        self.factors.split_keys(
+            functions, here, count, head_dim, at.value_copy, at.key_copy, non_finite_rows
+        )
         return at.key_copy, self.split.band(head_dim)
 
     def block_of_values(
         self,
         arguments: Value,
-        parts: dict[str, Value],
-        rows: Rows,
+        functions: dict[str, Value],
+        rows: RowView,
         kv_start: Value,
         count: Value,
         v_head_dim: Value,
         at: Buffers,
         kinds: Value,
-    ) -> Values:
+    ) -> ValueBlock:
         e = self.e
-        here = Rows(e.at(rows.pointer, e.mul(kv_start, rows.row)), rows.row, rows.element)
-        v, row = self.factors.floats(parts, "value", here, count, v_head_dim, at.value_copy)
-        sifted = e.builder.call(parts["split_columns"], [v, row, count, v_head_dim, at.values])
-        return Values(v, row, sifted)
+        here = RowView(e.at(rows.pointer, e.mul(kv_start, rows.row)), rows.row, rows.element)
+        v, row = self.factors.floats(functions, "value", here, count, v_head_dim, at.value_copy)
+        has_non_finite = e.builder.call(
+            functions["split_columns"], [v, row, count, v_head_dim, at.values]
+        )
+        return ValueBlock(v, row, has_non_finite)

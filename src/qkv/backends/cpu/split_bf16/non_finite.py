@@ -1,7 +1,8 @@
-"""What has no parts: products of such rows one by one, and such elements added one by one.
+"""Products of rows and elements that cannot be split, computed one by one.
 
-It is found row by row and element by element, so that every row gets the bits that it would get if
-what it may not see were anything else.
+These are rows with numbers that are not finite or are huge, and elements that tiles would take for
+0. Each row and each element is tested by itself, so that the bits of a row never depend on keys
+that it may not see.
 """
 
 from __future__ import annotations
@@ -10,28 +11,28 @@ from llvmlite import ir
 
 from qkv.backends.cpu.emit import storage
 from qkv.backends.cpu.emit.emitter import BIT, INT32, INT64, POINTER, Emitter, Value
-from qkv.backends.cpu.emit.frame import WORD, Rows
+from qkv.backends.cpu.emit.frame import WORD, RowView
 from qkv.backends.cpu.products.bfloat16 import split
 from qkv.backends.cpu.products.query_lanes import store_vectors, vectors_at
-from qkv.backends.cpu.split_bf16.factors import FLOAT_BYTES, PartRows
+from qkv.backends.cpu.split_bf16.factors import FLOAT_BYTES, SplitFactors
 
-ODD_BYTES = 2048
-"""For the rows of a left factor that have no parts, and how many there are."""
+NON_FINITE_BYTES = 2048
+"""Bytes of the list of rows of a left factor that cannot be split, with their number in front."""
 
 
-def mend(of: PartRows, name: str, left_dtype: str, right_dtype: str) -> Value:
+def recompute(of: SplitFactors, name: str, left_dtype: str, right_dtype: str) -> Value:
     """A function `(*left, *right, first, last, dim, sign, start, stop, odd, lanes, products)`.
 
-    Computes the products of rows without parts one by one. `left` and `right` are `Rows`: left rows
-    from `start` to `stop`, right ones from row `first` on, none beyond `last`. `odd` is
-    what `PartRows.split_rows` gave, `lanes` what `PartRows.pack` gave for each vector, a vector
-    apart.
+    Computes the products of rows that cannot be split one by one. `left` and `right` are
+    `RowView`: left rows from `start` to `stop`, right ones from row `first` on, none beyond `last`.
+    `odd` is what `SplitFactors.split_rows` gave, and `lanes` what `SplitFactors.pack` gave for each
+    vector, a vector apart.
     """
     e = of.e
     rows = [POINTER, INT64, INT64]
     arguments = [*rows, *rows, *[INT64] * 3, e.real, *[INT64] * 2, *[POINTER] * 3]
     with e.function(name, arguments) as (function, args):
-        left, right = Rows(*args[:3]), Rows(*args[3:6])
+        left, right = RowView(*args[:3]), RowView(*args[3:6])
         first, last, dim, sign, start, stop, odd, lanes, products = args[6:]
         b, block_q = e.builder, of.vectors * e.lanes
 
@@ -67,7 +68,7 @@ def mend(of: PartRows, name: str, left_dtype: str, right_dtype: str) -> Value:
     return function
 
 
-def any_without(of: PartRows, odd: Value, lanes: Value) -> Value:
+def any_non_finite(of: SplitFactors, odd: Value, lanes: Value) -> Value:
     """Whether there is anything to mend."""
     e = of.e
     words = [odd, *(e.at(lanes, j * e.vector_bytes) for j in range(of.vectors))]
@@ -81,14 +82,14 @@ def _some(e: Emitter, word: Value) -> Value:
     return e.builder.icmp_signed("!=", word, e.index(0))
 
 
-def add_sifted(of: PartRows) -> Value:
-    """A function `(rows, row, weights, out, dim, count)`: what `PartRows.split_columns` left out.
+def add_non_finite(of: SplitFactors) -> Value:
+    """A function `(rows, row, weights, out, dim, count)` for what `split_columns` left out.
 
     A weight of -0.0 leaves `out` alone.
     """
     e = of.e
     arguments = [POINTER, INT64, POINTER, POINTER, INT64, INT64]
-    with e.function("add_sifted", arguments) as (function, args):
+    with e.function("add_non_finite", arguments) as (function, args):
         rows, row, weights, out, dim, count = args
         b = e.builder
 
@@ -96,8 +97,8 @@ def add_sifted(of: PartRows) -> Value:
             odd = b.trunc(b.and_(k, e.index(1)), BIT)
             place = of.packed_row(weights, b.and_(k, e.index(-2)))
             weighed: list[Value] = []
-            for n in range(of.parts):
-                pairs = vectors_at(e, e.at(place, n * of.part_bytes), of.vectors)
+            for n in range(of.terms):
+                pairs = vectors_at(e, e.at(place, n * of.term_bytes), of.vectors)
                 halves = [split(e, pair) for pair in pairs]
                 part = [b.select(odd, second, first) for first, second in halves]
                 weighed = list(map(b.fadd, weighed, part)) if weighed else part

@@ -1,8 +1,8 @@
-"""Steps of two blocks of queries beside each other: tiles are multiplied for one while vectors are
-computed for the other.
+"""Two blocks of queries at a time: tiles multiply for one while vector units work for the other.
 
-The block that is met before another *waits*: its scores are finished, but not yet weighed. It waits
-across blocks of keys too: K of the next one is split before, V after its values have been added.
+The first of two blocks waits: its scores are finished, but its weights are not yet computed. It
+also waits from one block of keys to the next. K of the next block of keys is split before the
+waiting block is weighed, and V of the next block is split after the values of the last were added.
 """
 
 from __future__ import annotations
@@ -13,14 +13,21 @@ from typing import Protocol
 from llvmlite import ir
 
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
-from qkv.backends.cpu.emit.frame import WORD, Rows
+from qkv.backends.cpu.emit.frame import WORD, RowView
 from qkv.backends.cpu.emit.storage import ITEM_BYTES
 from qkv.backends.cpu.forward.kernel import STATS
-from qkv.backends.cpu.forward.score_blocks import Keys, Meeting, Met, ScoreKernel, Together, Values
+from qkv.backends.cpu.forward.score_blocks import (
+    KeyBlock,
+    QueryBlocks,
+    ScoreBlock,
+    ScoreBlocks,
+    ScoreKernel,
+    ValueBlock,
+)
 from qkv.backends.cpu.products.bfloat16 import CHUNK
-from qkv.backends.cpu.products.prefetch import RowsAhead, Stretch
+from qkv.backends.cpu.products.prefetch import Prefetcher, RowRange
 from qkv.backends.cpu.split_bf16 import non_finite
-from qkv.backends.cpu.split_bf16.scores import PartScores
+from qkv.backends.cpu.split_bf16.scores import SplitScores
 from qkv.problem.spec import Spec
 
 
@@ -29,7 +36,7 @@ class OverlapKernel(ScoreKernel, Protocol):
 
     spec: Spec
     dtypes: dict[str, str]
-    factors: PartScores
+    factors: SplitScores
 
     def field(self, arguments: Value, name: str) -> Value:
         """An integer of the argument block."""
@@ -41,39 +48,39 @@ class OverlapKernel(ScoreKernel, Protocol):
         """A row of a table of words."""
 
 
-class PartMeeting(Meeting):
-    """Scores of what has no parts are mended; of each step, what it may stand beside is said."""
+class OverlappedScoreBlocks(ScoreBlocks):
+    """Scores of what cannot be split are mended; of each step, what it may stand beside is said."""
 
     kernel: OverlapKernel
 
-    def __init__(self, kernel: OverlapKernel, task: Together) -> None:
+    def __init__(self, kernel: OverlapKernel, task: QueryBlocks) -> None:
         super().__init__(kernel, task)
         self._waiting, self._values = (
-            kernel.e.words(len(Met._fields)),
-            kernel.e.words(len(Values._fields)),
+            kernel.e.words(len(ScoreBlock._fields)),
+            kernel.e.words(len(ValueBlock._fields)),
         )
-        self._ahead = RowsAhead.none(kernel.e, kernel.block_kv)
+        self._ahead = Prefetcher.none(kernel.e, kernel.block_kv)
         self._nobody_waits()
 
     def begin(self) -> None:
         """Values that were left out are looked up among the rows, which are overwritten."""
-        with self.e.builder.if_then(self._saved_values().sifted, likely=False):
+        with self.e.builder.if_then(self._saved_values().has_non_finite, likely=False):
             self.end()
 
-    def meet(self, keys: Keys, values: Callable[[], Values]) -> None:
+    def meet(self, keys: KeyBlock, values: Callable[[], ValueBlock]) -> None:
         e, b = self.e, self.e.builder
         is_split = e.words()
         e.store(e.index(0), is_split, WORD)
         self._look_ahead(keys)
 
-        def one(met: Met) -> None:
+        def one(met: ScoreBlock) -> None:
             before = self._who_waits()
             some = b.icmp_signed(">=", before.block, e.index(0))
             saved = self._saved_values()
 
             def weigh_and_score() -> None:
                 with b.if_then(some):
-                    self.weigh(before, saved.sifted)
+                    self.weigh(before, saved.has_non_finite)
                 self.score(keys, met)
 
             def add_and_finish() -> None:
@@ -84,10 +91,10 @@ class PartMeeting(Meeting):
             if self.kernel.spec.dropout:
                 weigh_and_score()
             else:
-                can = b.and_(some, self._can_weigh_beside(before, saved.sifted))
-                e.choose(can, lambda: self._weigh_beside(before, keys, met), weigh_and_score)
-            can = b.and_(some, self._can_add_beside())
-            e.choose(can, lambda: self._add_beside(before, saved, met), add_and_finish)
+                can = b.and_(some, self._can_weigh_overlapped(before, saved.has_non_finite))
+                e.choose(can, lambda: self._weigh_overlapped(before, keys, met), weigh_and_score)
+            can = b.and_(some, self._can_add_overlapped())
+            e.choose(can, lambda: self._add_overlapped(before, saved, met), add_and_finish)
             with b.if_then(b.icmp_signed("==", e.load(is_split, INT64, WORD), e.index(0))):
                 self._save(self._values, values())
                 e.store(e.index(1), is_split, WORD)
@@ -95,7 +102,7 @@ class PartMeeting(Meeting):
 
         self.each(keys, one)
 
-    def _look_ahead(self, keys: Keys) -> None:
+    def _look_ahead(self, keys: KeyBlock) -> None:
         """To the next block of keys."""
         e, task, kernel = self.e, self.task, self.kernel
         first, stretches = e.add(keys.start, keys.count), []
@@ -103,76 +110,78 @@ class PartMeeting(Meeting):
             ("key", task.key, task.head_dim), ("value", task.value, task.v_head_dim)
         ):  # fmt: skip
             start = e.at(rows.pointer, e.mul(first, rows.row))
-            stretches.append(Stretch(start, rows.row, e.mul(dim, ITEM_BYTES[kernel.dtypes[name]])))
+            stretches.append(RowRange(start, rows.row, e.mul(dim, ITEM_BYTES[kernel.dtypes[name]])))
         kv_len = kernel.field(task.arguments, "kv_len")
         self._ahead.plan(stretches, e.below(first, kv_len))
 
     def end(self) -> None:
         e, before, values = self.e, self._who_waits(), self._saved_values()
         with e.builder.if_then(e.builder.icmp_signed(">=", before.block, e.index(0))):
-            self.weigh(before, values.sifted)
+            self.weigh(before, values.has_non_finite)
             self.add(before, values)
             self._nobody_waits()
 
-    def score(self, keys: Keys, met: Met) -> None:
+    def score(self, keys: KeyBlock, met: ScoreBlock) -> None:
         super().score(keys, met)
-        self._mend(met)
+        self._recompute(met)
 
-    def _can_weigh_beside(self, before: Met, sifted: Value) -> Value:
+    def _can_weigh_overlapped(self, before: ScoreBlock, has_non_finite: Value) -> Value:
         """Whether there are steps enough, and no weight is marked."""
         b = self.e.builder
         enough = self.e.below(CHUNK, self.task.head_dim)
-        return b.and_(enough, b.not_(b.and_(sifted, self.is_finished(before))))
+        return b.and_(enough, b.not_(b.and_(has_non_finite, self.is_finished(before))))
 
-    def _weigh_beside(self, before: Met, keys: Keys, met: Met) -> None:
+    def _weigh_overlapped(self, before: ScoreBlock, keys: KeyBlock, met: ScoreBlock) -> None:
         e, b, task = self.e, self.e.builder, self.task
         scale = self.kernel.real_field(task.arguments, "scale")
         scale = b.select(self.is_finished(before), ir.Constant(e.real, 1.0), scale)
         rows, packed = self.kernel.from_key(keys, met.start), task.block(met.block).packed
         args = [rows, packed, self.scores, task.block(before.block).stats, scale]
         args += [keys.row, before.count, met.count, self.pairs, self._ahead.place]
-        b.call(self.parts["weigh_beside"], args)
-        self._mend(met)
+        b.call(self.functions["weigh_overlapped"], args)
+        self._recompute(met)
 
-    def _can_add_beside(self) -> Value:
+    def _can_add_overlapped(self) -> Value:
         """Whether there are steps enough."""
         return self.e.below(CHUNK, self.task.v_head_dim)
 
-    def _add_beside(self, before: Met, values: Values, met: Met) -> None:
+    def _add_overlapped(self, before: ScoreBlock, values: ValueBlock, met: ScoreBlock) -> None:
         task, block = self.task, self.task.block(met.block)
-        args = [*self.adding(before), task.arguments, self.scores, block.stats, task.turned]
+        args = [*self.adding(before), task.arguments, self.scores, block.stats, task.transposed]
         args += [task.batch, task.head, block.row, met.first, met.count]
 
         def call(name: str) -> None:
-            self.e.builder.call(self.parts[name], args)
+            self.e.builder.call(self.functions[name], args)
 
         self.by_kind(
             met,
-            full=lambda: call("add_beside_full"),
-            partial=lambda: call("add_beside_partial"),
+            full=lambda: call("add_overlapped_full"),
+            partial=lambda: call("add_overlapped_partial"),
         )
-        self.add_sifted(before, values)
+        self.add_non_finite(before, values)
 
-    def _mend(self, met: Met) -> None:
-        """Scores of rows without parts."""
+    def _recompute(self, met: ScoreBlock) -> None:
+        """Scores of rows that cannot be split."""
         e, task, kernel = self.e, self.task, self.kernel
         block, (pointer, row, element) = task.block(met.block), task.key
-        odd = e.at(self.scores, -non_finite.ODD_BYTES)
+        non_finite_rows = e.at(self.scores, -non_finite.NON_FINITE_BYTES)
         lanes = e.at(block.stats, STATS * kernel.width)
         first = e.sub(met.first, met.start)
-        key = Rows(e.at(pointer, e.mul(first, row)), row, element)
+        key = RowView(e.at(pointer, e.mul(first, row)), row, element)
         scores = e.at(self.scores, e.sub(e.index(0), e.mul(met.start, kernel.width)))
-        where = (block.row, met.start, e.add(met.start, met.count), odd, lanes, scores)
-        kernel.factors.mend(task.arguments, self.parts, key, task.query, *where)
+        where = (block.row, met.start, e.add(met.start, met.count), non_finite_rows, lanes, scores)
+        kernel.factors.recompute(task.arguments, self.functions, key, task.query, *where)
 
     # What is known from one block of keys to the next
 
     def _nobody_waits(self) -> None:
         e = self.e
         e.store(e.index(-1), self._waiting, WORD)
-        e.store(e.index(0), e.at(self._values, WORD * Values._fields.index("sifted")), WORD)
+        e.store(
+            e.index(0), e.at(self._values, WORD * ValueBlock._fields.index("has_non_finite")), WORD
+        )
 
-    def _save(self, place: Value, values: Met | Values) -> None:
+    def _save(self, place: Value, values: ScoreBlock | ValueBlock) -> None:
         e, b = self.e, self.e.builder
         for n, value in enumerate(values):
             word = value
@@ -182,12 +191,12 @@ class PartMeeting(Meeting):
                 word = b.zext(value, INT64)
             e.store(word, e.at(place, WORD * n), WORD)
 
-    def _who_waits(self) -> Met:
+    def _who_waits(self) -> ScoreBlock:
         e, b = self.e, self.e.builder
-        block, partial, *keys = self.kernel.record(self._waiting, Met._fields)
-        return Met(block, b.icmp_signed("!=", partial, e.index(0)), *keys)
+        block, partial, *keys = self.kernel.record(self._waiting, ScoreBlock._fields)
+        return ScoreBlock(block, b.icmp_signed("!=", partial, e.index(0)), *keys)
 
-    def _saved_values(self) -> Values:
+    def _saved_values(self) -> ValueBlock:
         e, b = self.e, self.e.builder
-        rows, row, sifted = self.kernel.record(self._values, Values._fields)
-        return Values(e.pointer(rows), row, b.icmp_signed("!=", sifted, e.index(0)))
+        rows, row, has_non_finite = self.kernel.record(self._values, ValueBlock._fields)
+        return ValueBlock(e.pointer(rows), row, b.icmp_signed("!=", has_non_finite, e.index(0)))

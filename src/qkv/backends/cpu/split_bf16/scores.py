@@ -1,7 +1,7 @@
-"""S = K Q^T as products of parts: what the forward pass and the replay of its scores share.
+"""S = K Q^T with split operands, as the forward pass and the replay of its scores compute it.
 
-Queries are packed once, a block of keys is split for many of them; scores of rows without parts are
-computed one by one.
+Queries are packed once, and a block of keys is split once for many blocks of queries. Scores of
+rows that cannot be split are computed one by one.
 """
 
 from __future__ import annotations
@@ -9,33 +9,33 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value
-from qkv.backends.cpu.emit.frame import Rows
+from qkv.backends.cpu.emit.frame import RowView
 from qkv.backends.cpu.emit.packing import copy_rows
 from qkv.backends.cpu.forward.kernel import Forward
 from qkv.backends.cpu.split_bf16 import non_finite
-from qkv.backends.cpu.split_bf16.factors import PartRows
+from qkv.backends.cpu.split_bf16.factors import SplitFactors
 
 
-class PartScores:
+class SplitScores:
     """Writes the functions of one kernel; they find the operands in its arguments."""
 
     def __init__(self, kernel: Forward, block_kv: int) -> None:
         self.kernel, self.e = kernel, kernel.e
-        self.split = PartRows(kernel.e, kernel.shape, block_kv)
+        self.split = SplitFactors(kernel.e, kernel.shape, block_kv)
 
     def functions(self, dtypes: Iterable[str]) -> dict[str, Value]:
         """By name; rows of these types can be copied."""
         of, split = self.kernel.dtypes, self.split
-        parts = {f"copy {dtype}": copy_rows(self.e, dtype) for dtype in sorted({*dtypes})}
-        parts["split_rows"] = split.split_rows()
-        parts["pack"] = self._pack(parts)
-        parts["mend"] = non_finite.mend(split, "mend", of["key"], of["query"])
-        return parts
+        functions = {f"copy {dtype}": copy_rows(self.e, dtype) for dtype in sorted({*dtypes})}
+        functions["split_rows"] = split.split_rows()
+        functions["pack"] = self._pack(functions)
+        functions["recompute"] = non_finite.recompute(split, "recompute", of["key"], of["query"])
+        return functions
 
-    def _pack(self, parts: dict[str, Value]) -> Value:
-        """One vector of queries as pairs of parts; lanes beyond the last row repeat it.
+    def _pack(self, functions: dict[str, Value]) -> Value:
+        """One vector of queries as pairs of terms; lanes beyond the last row repeat it.
 
-        Gives a bit for each query without parts.
+        Gives a bit for each query that cannot be split.
         """
         e, kernel = self.e, self.kernel
         arguments = [POINTER, POINTER, POINTER, POINTER, INT64]
@@ -44,53 +44,59 @@ class PartScores:
             names = ("query_row", "query_element", "head_dim", "rows")
             row, element, head_dim, rows = (kernel.field(arguments_, name) for name in names)
             last = e.least(e.lanes - 1, e.sub(e.sub(rows, first_row), 1))
-            here = Rows(e.at(query, e.mul(first_row, row)), row, element)
-            start, row = self.floats(parts, "query", here, e.add(last, 1), head_dim, copy)
+            here = RowView(e.at(query, e.mul(first_row, row)), row, element)
+            start, row = self.floats(functions, "query", here, e.add(last, 1), head_dim, copy)
             places = [e.at(start, e.mul(e.least(i, last), row)) for i in range(e.lanes)]
             sign = e.splat(kernel.real_field(arguments_, "sign"))
             e.builder.ret(self.split.pack(places, head_dim, packed, sign))
         return function
 
     def floats(
-        self, parts: dict[str, Value], name: str, rows: Rows, count: Value, dim: Value, to: Value
+        self,
+        functions: dict[str, Value],
+        name: str,
+        rows: RowView,
+        count: Value,
+        dim: Value,
+        to: Value,
     ) -> tuple[Value, Value]:
         """Rows of float32 with adjacent elements."""
         dtype = self.kernel.dtypes[name]
-        return self.split.floats(dtype, parts[f"copy {dtype}"], rows, count, dim, to)
+        return self.split.floats(dtype, functions[f"copy {dtype}"], rows, count, dim, to)
 
     def split_keys(
         self,
-        parts: dict[str, Value],
-        rows: Rows,
+        functions: dict[str, Value],
+        rows: RowView,
         count: Value,
         head_dim: Value,
         copy: Value,
         to: Value,
-        odd: Value,
+        non_finite_rows: Value,
     ) -> None:
-        """Rows of K as tiles; `odd` is what `mend` is to be given."""
-        k, row = self.floats(parts, "key", rows, count, head_dim, copy)
-        self.e.builder.call(parts["split_rows"], [k, row, count, head_dim, to, odd])
+        """Rows of K as tiles; `non_finite_rows` is what `recompute` is to be given."""
+        k, row = self.floats(functions, "key", rows, count, head_dim, copy)
+        self.e.builder.call(functions["split_rows"], [k, row, count, head_dim, to, non_finite_rows])
 
-    def mend(
+    def recompute(
         self,
         arguments: Value,
-        parts: dict[str, Value],
-        key: Rows,
-        query: Rows,
+        functions: dict[str, Value],
+        key: RowView,
+        query: RowView,
         first_row: Value,
         start: Value,
         stop: Value,
-        odd: Value,
+        non_finite_rows: Value,
         lanes: Value,
         scores: Value,
     ) -> None:
-        """Scores of rows without parts, keys from `start` to `stop`.
+        """Scores of rows that cannot be split, keys from `start` to `stop`.
 
         `key` begins with the block, and so would `scores`; `lanes` is of its queries.
         """
         e, kernel = self.e, self.kernel
-        some = non_finite.any_without(self.split, odd, lanes)
+        some = non_finite.any_non_finite(self.split, non_finite_rows, lanes)
         with e.builder.if_then(some, likely=False):
             last = e.sub(kernel.field(arguments, "rows"), 1)
             head_dim, sign = (
@@ -98,4 +104,6 @@ class PartScores:
                 kernel.real_field(arguments, "sign"),
             )
             rows = [*key, *query, first_row, last, head_dim, sign]
-            e.builder.call(parts["mend"], [*rows, start, stop, odd, lanes, scores])
+            e.builder.call(
+                functions["recompute"], [*rows, start, stop, non_finite_rows, lanes, scores]
+            )

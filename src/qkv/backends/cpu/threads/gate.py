@@ -21,7 +21,8 @@ from qkv.backends.cpu.emit.emitter import INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.machine.host import host
 
 _WORDS = ("python", "inside", "answer")
-"""Address of the Python callback; threads inside; when closed, the argument of the answer."""
+"""The address of the Python callback, the number of threads inside, and, once the gate is closed,
+the argument of the answer."""
 _FUNCTION = ir.FunctionType(POINTER, [POINTER]).as_pointer()
 _WAIT_SECONDS = 1e-3
 

@@ -32,7 +32,7 @@ _workers: Workers | None = None
 
 
 LONG_SECONDS = 0.15
-"""What is expected to take longer than this is not waited for inside compiled code."""
+"""Jobs that are expected to take longer run in another thread, so that Ctrl-C is answered."""
 _GLANCE = 0.05
 
 

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from qkv.backends.cpu.compiler.compile import Kernel, Runnable
 
 SPIN_SECONDS = 75e-6
-"""How long an idle worker watches for the next launch before it sleeps, where launches follow one
-another within that time."""
+"""Seconds that an idle worker watches for the next launch before it sleeps, if launches follow one
+another that quickly."""
 
 
 class Pool:

@@ -45,13 +45,15 @@ Sleep: TypeAlias = Literal["futex", "condition"]
 Processor: TypeAlias = Literal["x86", "arm", "other"]
 
 _PAUSES_TO_YIELD = 32
-"""About a microsecond. Where other programs keep the cores busy, the system often wakes a worker on
-its caller's core; one that only paused would then keep the caller off it for all of the spin."""
+"""Number of pauses, about a microsecond, after which a worker yields its core. On busy machines the
+system often wakes a worker on its caller's core, and a worker that only paused would keep the
+caller waiting."""
 
 MOST_WORKERS = 4096
 
 LINE = 128
-"""Two cache lines, which some processors fetch together: words of one line are changed together."""
+"""Bytes of two cache lines, which some processors fetch together. Words that change together share
+one line."""
 _LINES = (
     ("generation", "stopped"),
     ("ticket",),
@@ -69,13 +71,13 @@ OFFSET = {
 BLOCK_BYTES = LINE * len(_LINES)
 
 _PLACE = 1 << 32
-"""One place in the ticket; what is below counts the workers inside."""
+"""What one launch adds to the ticket; the bits below count the workers inside."""
 
 _JOB = ir.FunctionType(VOID, [POINTER, INT64]).as_pointer()
 
 FUTEX_NUMBER = {"x86": 202, "arm": 98}
 _FUTEX_WAIT, _FUTEX_WAKE = 128, 129
-"""Within the process."""
+"""Operations of the Linux futex call, for threads of one process."""
 
 
 def emit_pool(processor: Processor, sleep: Sleep, clock: int) -> str:
@@ -150,7 +152,7 @@ class _Protocol:
             job = b.inttoptr(address, _JOB)
             joined = self.variable(e.index(0))
 
-            def together() -> None:
+            def q_blocks_per_task() -> None:
                 b.store(address, self.word(block, "job"))
                 b.store(b.ptrtoint(arguments, INT64), self.word(block, "arguments"))
                 self.save_floating_mode(block)
@@ -167,7 +169,7 @@ class _Protocol:
 
             taken = b.atomic_rmw("xchg", self.word(block, "busy"), e.index(1), "acquire")
             free = b.icmp_signed("==", taken, e.index(0))
-            e.choose(free, together, lambda: b.call(job, [arguments, e.index(0)]))
+            e.choose(free, q_blocks_per_task, lambda: b.call(job, [arguments, e.index(0)]))
             b.ret(b.load(joined))
 
     def stop(self) -> None:

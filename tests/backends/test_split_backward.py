@@ -30,7 +30,7 @@ def operands(q_len=Q_LEN, kv_len=KV_LEN, dtype="float32") -> dict[str, np.ndarra
 def gradients(arrays: dict[str, np.ndarray], *variants: object) -> list[np.ndarray]:
     q, k, v, grad_out = arrays.values()
     problem = check(q, k, v, variants, q_offset=0)
-    assert backward_pass.backward_shape(problem, host()).parts > 1, "another kernel runs"
+    assert backward_pass.backward_shape(problem, host()).terms > 1, "another kernel runs"
     _, pullback = qkv.vjp(q, k, v, *variants, q_offset=0, backend="cpu")
     found = pullback(grad_out)
     return [found.query, found.key, found.value]
@@ -177,5 +177,5 @@ def test_heads_and_ranges_of_keys(monkeypatch) -> None:
 
 def test_a_large_scale_has_no_parts() -> None:
     q, k, v, _ = operands().values()
-    assert backward_pass.backward_shape(check(q, k, v, (), scale=1025.0), host()).parts == 1
-    assert forward_pass.ForwardPass(check(q, k, v, (), scale=1025.0)).shape.parts == 1
+    assert backward_pass.backward_shape(check(q, k, v, (), scale=1025.0), host()).terms == 1
+    assert forward_pass.ForwardPass(check(q, k, v, (), scale=1025.0)).shape.terms == 1

@@ -10,7 +10,7 @@ import qkv
 from forced import instruction_sets
 from processes import in_a_process
 from qkv.backends.cpu.forward.kernel import RUN, TASK
-from qkv.backends.cpu.forward.score_blocks import MEETINGS
+from qkv.backends.cpu.forward.score_blocks import BLOCK_RUN
 from qkv.backends.cpu.machine import host as cpu_host
 from qkv.backends.cpu.machine.host import host
 from qkv.backends.cpu.passes.forward import ForwardPass
@@ -172,7 +172,7 @@ def examples_of(variant):
 @pytest.mark.parametrize("variant", ALL, ids=lambda v: v.__name__)
 def test_runs_say_what_each_block_sees(variant, masks_of_few_pairs_are_read) -> None:
     for problem in examples_of(variant):
-        plan = schedule(problem, 16, together=4)
+        plan = schedule(problem, 16, q_blocks_per_task=4)
         grid = TileGrid(problem.spec.mask, problem.operands.tables, 150, 333, 16, TILE_KV)
         assert len(plan.tasks) == 2 * 2 * 3
         for task in plan.tasks.tolist():
@@ -196,14 +196,14 @@ def test_meetings_leave_out_only_what_is_empty(
     """Quarters from the first to the last hold all that is seen, full blocks nothing else."""
     block_kv = 128
     for problem in examples_of(variant):
-        plan = schedule(problem, 16, together=4, tile_kv=tile_kv, block_kv=block_kv)
+        plan = schedule(problem, 16, q_blocks_per_task=4, tile_kv=tile_kv, block_kv=block_kv)
         grid = TileGrid(problem.spec.mask, problem.operands.tables, 150, 333, 16, 32)
         for task in plan.tasks.tolist():
             batch, head, first_row, first_run, last_run = task[: len(TASK)]
             kinds = grid.classify(batch, head)[first_row // 16 : first_row // 16 + 4]
             met = np.zeros_like(kinds)
             for run in plan.runs[first_run:last_run].tolist():
-                start, stop, *words = run[: len(MEETINGS)]
+                start, stop, *words = run[: len(BLOCK_RUN)]
                 assert start % block_kv == 0
                 for block, row in enumerate(met):
                     kind, first, last = (word >> 2 * block & 3 for word in words)

@@ -57,7 +57,7 @@ def parts_of(arrays, variants=(), **keywords) -> int:
     """How many parts an operand is cut into; 1 if it is multiplied as it is."""
     variants = tuple(qkv.Mask(v) if isinstance(v, np.ndarray) else v for v in variants)
     problem = check(*arrays, variants, **{"q_offset": 0, **keywords})
-    return ForwardPass(problem).shape.parts
+    return ForwardPass(problem).shape.terms
 
 
 def require_in_parts(arrays, variants=(), **keywords) -> None:
@@ -106,12 +106,12 @@ def test_a_call_runs_what_was_chosen(dtype, monkeypatch) -> None:
 
 
 @pytest.mark.sampled(("case", "dtype"), PAIRS, one_in=13)
-@pytest.mark.usefixtures("in_parts")
+@pytest.mark.usefixtures("splits_operands")
 def test_conformance(case: Case, dtype: str) -> None:
     assert check_case("cpu", case, dtype)
 
 
-@pytest.mark.usefixtures("in_parts")
+@pytest.mark.usefixtures("splits_operands")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("dim", "v_dim", "q_len", "kv_len"),
@@ -150,7 +150,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.usefixtures("in_parts")
+@pytest.mark.usefixtures("splits_operands")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants_of_several_tasks_and_groups(dtype, name) -> None:
@@ -254,7 +254,7 @@ def value_error(dtype) -> float:
     return float(np.abs(out / expected - 1).max())
 
 
-@pytest.mark.usefixtures("in_parts")
+@pytest.mark.usefixtures("splits_operands")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_product_of_parts_is_left_out(dtype) -> None:
     """The smallest of them would be 2**-18 of the sum."""
@@ -262,7 +262,7 @@ def test_no_product_of_parts_is_left_out(dtype) -> None:
     assert value_error(dtype) <= 2.0 ** (-20 if dtype == "float32" else -15)
 
 
-@pytest.mark.usefixtures("in_parts")
+@pytest.mark.usefixtures("splits_operands")
 @pytest.mark.parametrize(
     ("dtype", "number"), [("float32", n) for n in range(6)] + [("float16", n) for n in range(4)]
 )

@@ -12,7 +12,7 @@ import qkv
 from qkv.backends.cpu import CpuBackend
 from qkv.backends.cpu.passes.backward import BackwardPass
 from qkv.backends.cpu.passes.forward import ForwardPass
-from qkv.backends.cpu.plan import block_skipping as weightless
+from qkv.backends.cpu.plan import block_skipping as block_skipping
 from qkv.problem.backward import BackwardInputs
 from qkv.problem.builder import Shape
 from qkv.problem.check import check
@@ -35,11 +35,11 @@ def arrays(dtype="float32", length=LENGTH, dim=64, heads=2, seed=0):
 @pytest.fixture
 def always(monkeypatch):
     """However small the problem is, and however little is spared."""
-    monkeypatch.setattr(weightless, "_WORTH", 0)
-    monkeypatch.setattr(weightless, "_LEAST_SHARE", 0)
-    weightless._fading_heads.cache_clear()
+    monkeypatch.setattr(block_skipping, "_WORTH", 0)
+    monkeypatch.setattr(block_skipping, "_LEAST_SHARE", 0)
+    block_skipping._fading_heads.cache_clear()
     yield
-    weightless._fading_heads.cache_clear()
+    block_skipping._fading_heads.cache_clear()
 
 
 def pairs(*variants, dtype="float32", change=lambda *arrays: None, length=LENGTH):

@@ -1,0 +1,106 @@
+// The examples that every host has, and how an edited one is written into the address.
+
+import { LONGEST, product } from "./kernel.js";
+
+const projected = ({ x, w_q: q, w_k: k, w_v: v }) => ({
+  x, w_q: q, w_k: k, w_v: v, query: product(x, q), key: product(x, k), value: product(x, v),
+});
+
+/** @type {(import("./kernel.js").Example & {name: string, title: string})[]} */
+export const BUILT_IN = [
+  {
+    name: "shared",
+    title: "Five tokens",
+    tokens: ["The", "cat", "sat", "on", "mat"],
+    query: [[1, 0, 1, 0], [0, 2, 0, 1], [1, 1, 1, 0], [0, 0, 1, 1], [1, 0, 0, 1]],
+    key: [[0, 1, 0, 1], [1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0.5, 0.5]],
+    value: [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [0.5, 0.5, 0.5, 0.5]],
+  },
+  {
+    name: "three",
+    title: "Three tokens",
+    tokens: ["the", "cat", "sat"],
+    ...projected({
+      x: [[1, 0, 1], [0, 2, 0], [1, 1, 1]],
+      w_q: [[1, 0, 1], [0, 1, 0], [0, 1, 1]],
+      w_k: [[0, 1, 0], [1, 0, 1], [1, 0, 0]],
+      w_v: [[1, 0, 0], [0, 0.5, 0.5], [0, 1, 2]],
+    }),
+  },
+  {
+    name: "textbook",
+    title: "Three tokens, Q = K",
+    tokens: ["a", "b", "c"],
+    query: [[1, 0], [0, 1], [1, 1]],
+    key: [[1, 0], [0, 1], [1, 1]],
+    value: [[1, 0], [0, 1], [0, 0]],
+  },
+  {
+    name: "cat-sat-mat",
+    title: "cat sat mat, no divisor",
+    tokens: ["cat", "sat", "mat"],
+    scale: 1,
+    query: [[1, 0], [0, 1], [1, 1]],
+    key: [[1, 0], [0, 1], [1, 1]],
+    value: [[1, 0], [0, 1], [1, 1]],
+  },
+  {
+    name: "primer",
+    title: "the cat sat",
+    tokens: ["the", "cat", "sat"],
+    query: [[1, 1, 0, 1], [1, 1, 1, 1], [0, 1, 1, 1]],
+    key: [[1, 1, 0, 0], [1, 1, 1, 1], [0, 1, 1, 1]],
+    value: [[0.1, 0.4, 0.2, 0.5], [0.5, 0.6, 0.3, 0.1], [0.7, 0.2, 0.4, 0.8]],
+  },
+];
+
+const rows = (matrix) => matrix.map((row) => row.join(" ")).join(",");
+const unrowed = (text) => text.split(",").map((row) => row.split(" ").map(Number));
+
+/** An example as one value of the address. @param {import("./kernel.js").Example} example */
+export const encode = ({ tokens, query, key, value, scale }) =>
+  JSON.stringify([tokens, rows(query), rows(key), rows(value), ...(scale === undefined ? [] : [scale])]);
+
+/** What `encode` wrote, or null if it is not one. @param {string} text */
+export function decode(text) {
+  try {
+    const [tokens, ...rest] = JSON.parse(text);
+    const [query, key, value] = rest.slice(0, 3).map(unrowed);
+    const example = { tokens: tokens.map(String), query, key, value };
+    if (Number.isFinite(rest[3])) example.scale = rest[3];
+    return complaint(example) === null ? example : null;
+  } catch {
+    return null;
+  }
+}
+
+/**
+ * Rows of numbers from text: lines or `;` separate rows, blanks, commas or tabs numbers; also JSON
+ * lists, and what NumPy prints.
+ * @param {string} text @returns {number[][]}
+ */
+export function matrixOf(text) {
+  const lines = text.includes("[")
+    ? [...text.matchAll(/\[([^[\]]*)\]/g)].map((match) => match[1])
+    : text.split(/[\n;]+/);
+  return lines.map((line) => line.split(/[\s,]+/).filter(Boolean).map(Number))
+    .filter((row) => row.length);
+}
+
+/** Why an example cannot be computed here, or null. @param {import("./kernel.js").Example} example */
+export function complaint({ tokens, query, key, value }) {
+  const matrices = { Q: query, K: key, V: value };
+  for (const [name, matrix] of Object.entries(matrices)) {
+    if (!matrix.length || !matrix[0].length) return `${name} is empty.`;
+    if (matrix.some((row) => row.length !== matrix[0].length)) return `The rows of ${name} differ in length.`;
+    if (matrix.flat().some((x) => !Number.isFinite(x))) return `${name} holds something that is not a number.`;
+  }
+  if (query[0].length !== key[0].length) {
+    return `Rows of Q have ${query[0].length} numbers and rows of K ${key[0].length}; they must be as long.`;
+  }
+  if (key.length !== value.length) return `K has ${key.length} rows and V ${value.length}.`;
+  if (query.length !== key.length) return `Q has ${query.length} rows and K ${key.length}; the page shows one sequence.`;
+  if (tokens.length !== query.length) return `There are ${tokens.length} tokens and ${query.length} rows of Q.`;
+  if (query.length > LONGEST) return `${query.length} tokens are more than the ${LONGEST} that the page computes; run qkv lab FILE.`;
+  return null;
+}

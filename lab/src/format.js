@@ -1,0 +1,41 @@
+// How numbers are written.
+
+/** A number for reading; null is -inf. @param {number|null|string|undefined} x @param {number} digits */
+export function written(x, digits = 4) {
+  if (x === null || x === -Infinity || x === "-Infinity") return "−∞";
+  if (x === undefined) return "–";
+  if (x === Infinity || x === "Infinity") return "∞";
+  if (typeof x !== "number") return String(x);
+  if (Number.isNaN(x)) return "NaN";
+  const minus = (text) => text.replace("-", "−");
+  if (digits > 4) return minus(String(Number(x.toPrecision(digits))));
+  if (Number.isInteger(x) && Math.abs(x) < 1e7) return minus(String(x));
+  const size = Math.abs(x);
+  if (size !== 0 && (size < 5e-5 || size >= 1e7)) return minus(x.toExponential(2));
+  return minus(x.toFixed(digits));
+}
+
+/** An integer with its thousands apart. @param {number} x */
+export const grouped = (x) =>
+  Math.abs(x) < 1e15 ? x.toLocaleString("en-US", { maximumFractionDigits: 0 }) : x.toExponential(3);
+
+/** @param {number} bytes */
+export function size(bytes) {
+  const units = ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB"];
+  let place = 0;
+  while (bytes >= 1024 && place < units.length - 1) {
+    bytes /= 1024;
+    place += 1;
+  }
+  return `${Number(bytes.toPrecision(3))} ${units[place]}`;
+}
+
+/** Control characters and blanks of tokens, made visible. @param {string} token */
+export const shown = (token) =>
+  String(token).replace(/[\u0000-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u2069]/g, (c) =>
+    c === "\n" ? "⏎" : c === "\t" ? "⇥" : "�").replace(/^ +$/, (blanks) => "␣".repeat(blanks.length)) || "∅";
+
+/** Rows as tab-separated text, for spreadsheets. @param {unknown[][]} rows */
+export const tsv = (rows) =>
+  rows.map((row) => row.map((cell) =>
+    cell === null ? "-inf" : String(cell ?? "").replace(/[\t\r\n]+/g, " ")).join("\t")).join("\n");

@@ -1,0 +1,166 @@
+// The three hosts behind one model of the anywidget form: get, set, save_changes, on, off, send.
+
+/** The key under which a result is kept, as Python writes it. */
+export function keyOf(method, params = {}) {
+  const sorted = Object.fromEntries(Object.entries(params).sort(([a], [b]) => (a < b ? -1 : 1)));
+  return Object.keys(sorted).length ? `${method}:${JSON.stringify(sorted)}` : method;
+}
+
+/** A model over data that lies in the page; `send` posts to the server that gave it, if there is one. */
+export function pageModel(data) {
+  const values = { data, view: {} };
+  const listeners = new Map();
+  const emit = (event, ...given) => (listeners.get(event) ?? []).forEach((each) => each(...given));
+  return {
+    get: (name) => values[name],
+    set(name, value) {
+      values[name] = value;
+      emit(`change:${name}`);
+    },
+    save_changes() {},
+    on: (event, each) => listeners.set(event, [...(listeners.get(event) ?? []), each]),
+    off: (event, each) =>
+      listeners.set(event, (listeners.get(event) ?? []).filter((other) => other !== each)),
+    send: async (request) => {
+      const [content, buffers] = await post(request);
+      emit("msg:custom", content, buffers);
+    },
+  };
+}
+
+async function post(request) {
+  const failed = (message, action) => [{ id: request.id, ok: false, error: { message, action } }, []];
+  try {
+    const answer = await fetch("/call", {
+      method: "POST",
+      headers: { "Content-Type": "application/json" },
+      body: JSON.stringify(request),
+    });
+    const type = answer.headers.get("Content-Type") ?? "";
+    if (type.startsWith("application/octet-stream")) return unpacked(await answer.arrayBuffer());
+    if (type.startsWith("application/json")) return [await answer.json(), []];
+    return failed(`The server answered ${answer.status}.`, "Look at what it printed.");
+  } catch {
+    return failed("The server does not answer.", "Start qkv lab again and open the address that it prints.");
+  }
+}
+
+/** Four bytes of length, a header of JSON, arrays one after another. @param {ArrayBuffer} bytes */
+export function unpacked(bytes) {
+  const length = new DataView(bytes).getUint32(0, true);
+  const header = JSON.parse(new TextDecoder().decode(new Uint8Array(bytes, 4, length)));
+  let start = 4 + length;
+  const buffers = (header.buffers ?? []).map(({ dtype, shape }) => {
+    const count = shape.reduce((all, each) => all * each, 1) * ITEM_SIZES[dtype];
+    const part = bytes.slice(start, start + count);
+    start += count;
+    return new DataView(part);
+  });
+  return [header, buffers];
+}
+
+/** A result that carries its arrays as base64. */
+function withArrays(result) {
+  const [buffer] = result?.buffers ?? [];
+  if (!buffer?.base64) return result;
+  const bytes = Uint8Array.from(atob(buffer.base64), (character) => character.charCodeAt(0));
+  return { ...result, shape: buffer.shape, values: new ARRAYS[buffer.dtype](bytes.buffer) };
+}
+
+/** The data of a page about a file, which the server reads. @param {File} file */
+export async function opened(file) {
+  const answer = await fetch("/file", {
+    method: "POST",
+    headers: { "Content-Type": "application/octet-stream" },
+    body: file,
+  });
+  const { ok, result, error } = await answer.json();
+  if (!ok) throw new HostError(error);
+  return result.data;
+}
+
+const ITEM_SIZES = { float32: 4, float64: 8 };
+const ARRAYS = { float32: Float32Array, float64: Float64Array };
+
+/** An error in the words of the Python side. */
+export class HostError extends Error {
+  constructor({ message, action }) {
+    super(message);
+    this.action = action;
+  }
+}
+
+/** Asks the host's Python, and remembers what it answered. */
+export class Client {
+  /** @param {{get: Function, on: Function, off: Function, send: Function}} model */
+  constructor(model) {
+    this.model = model;
+    this.data = model.get("data") ?? { version: 1, host: "export", panels: [], results: {} };
+    this.waiting = new Map();
+    this.known = new Map();
+    // Ids of two pages on one kernel must not meet.
+    this.next = Math.floor(Math.random() * 2 ** 30) * 2 ** 16;
+    this.receive = this.receive.bind(this);
+    model.on("msg:custom", this.receive);
+  }
+
+  get host() {
+    return this.data.host;
+  }
+
+  close() {
+    this.model.off?.("msg:custom", this.receive);
+  }
+
+  has(method, params) {
+    return keyOf(method, params) in (this.data.results ?? {});
+  }
+
+  /** The result if it is there already. */
+  given(method, params) {
+    const key = keyOf(method, params);
+    return this.data.results?.[key] ?? this.known.get(key)?.result;
+  }
+
+  /** @returns {Promise<any>} the result; arrays come as {shape, values}. */
+  ask(method, params = {}, { keep = true } = {}) {
+    const key = keyOf(method, params);
+    if (this.has(method, params)) return Promise.resolve(withArrays(this.data.results[key]));
+    if (this.known.has(key)) return this.known.get(key).promise;
+    if (this.host === "export") {
+      return Promise.reject(new HostError({
+        message: "This page was exported, and what you ask for is not in it.",
+        action: "It needs Python: run qkv lab.",
+      }));
+    }
+    const id = this.next++;
+    const entry = {};
+    entry.promise = new Promise((resolve, reject) => this.waiting.set(id, { resolve, reject }));
+    if (keep) {
+      this.known.set(key, entry);
+      entry.promise.then((result) => (entry.result = result), () => this.known.delete(key));
+    }
+    this.model.send({ id, method, params });
+    return entry.promise;
+  }
+
+  /** Another file was opened: what was known is of the one before. */
+  replace(data) {
+    this.data = data;
+    this.known.clear();
+  }
+
+  receive(content, buffers = []) {
+    const waiting = this.waiting.get(content?.id);
+    if (!waiting) return;
+    this.waiting.delete(content.id);
+    if (!content.ok) return waiting.reject(new HostError(content.error));
+    const arrays = (content.buffers ?? []).map(({ dtype, shape }, i) => {
+      const view = buffers[i];
+      // A copy starts where a typed array may start.
+      const bytes = view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength);
+      return { shape, values: new ARRAYS[dtype](bytes) };
+    });
+    return waiting.resolve(arrays.length === 1 ? { ...content.result, ...arrays[0] } : content.result);
+  }
+}

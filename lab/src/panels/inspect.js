@@ -1,0 +1,148 @@
+// A model, or captured arrays: every head by its scores, one head's keys and its map, and what if.
+
+import { html, useAsk, useLab, useState, inside } from "../parts/lab.js";
+import { Block, Choice, DataTable, Failure, Num, Select, Token, Waiting, Whole } from "../parts/basics.js";
+import { Grid } from "../parts/grid.js";
+import { Bars } from "../parts/chart.js";
+import { WeightMap } from "../parts/map.js";
+import { shown } from "../format.js";
+
+const PAGE = 512;
+const NOTE = "Attention is not explanation: weights show where a head reads, not why (Jain and Wallace, 2019).";
+const USUAL = ["entropy", "sink", "previous", "induction", "duplicate", "own", "learned_sink", "distance", "max_logit"];
+
+/** The record, whether heads lie in their layers or beside them. */
+function layersOf(model) {
+  return model.layers.map((layer, place) => {
+    const index = layer.index ?? layer.layer ?? place;
+    const heads = layer.heads ?? model.heads.filter((head) => head.layer === index);
+    return { ...layer, index, heads };
+  });
+}
+
+function HeadGrid({ model, layers, score, layer, head }) {
+  const { set, announce } = useLab();
+  const most = Math.max(...layers.map(({ heads }) => heads.length));
+  const numbers = layers.flatMap(({ heads }) => heads.map((each) => each[score])).filter(Number.isFinite);
+  const largest = Math.max(1e-12, ...numbers);
+  const values = layers.map(({ heads }) => Array.from({ length: most }, (_, i) => (heads[i] ? heads[i][score] ?? undefined : undefined)));
+  const group = ({ heads, num_kv_heads: kv }) => (kv && kv < heads.length ? heads.length / kv : 1);
+  const place = layers.findIndex(({ index }) => index === layer);
+  const select = (i, j) => {
+    if (!layers[i].heads[j] || (layers[i].index === layer && j === head)) return;
+    set({ layer: layers[i].index, head: j });
+    announce(`layer ${layers[i].index}, head ${j}: ${score} ${layers[i].heads[j][score]?.toFixed?.(3) ?? "none"}${layers[i].heads[j].kind ? `, ${layers[i].heads[j].kind}` : ""}`);
+  };
+  const grouped = layers.some((each) => group(each) > 1);
+  return html`<${Grid} title=${`${score}: layers down, heads across`} kind="heat heads" values=${values} rows=${layers.map(({ index }) => `layer ${index}`)} columns=${Array.from({ length: most }, (_, i) => String(i))}
+      share=${(x) => (Number.isFinite(x) ? x / largest : null)} selected=${[place, head]} onSelect=${select} axes="layer ↓ head →"
+      mark=${(i, j) => { const each = group(layers[i]); return each === 1 ? "" : `grouped ${j % each === 0 ? "first" : ""} ${j % each === each - 1 ? "last" : ""}`; }} />
+    ${grouped && html`<p class="faint">Heads under one bracket read the same keys and values.</p>`}`;
+}
+
+function TopKeys({ model, layer, head, tokens, qLen }) {
+  const { view, set, client } = useLab();
+  const query = inside(view.query, qLen);
+  const first = Math.floor(query / PAGE) * PAGE;
+  const params = qLen > PAGE && !client.has("head", { layer, head }) ? { layer, head, first, count: PAGE } : { layer, head };
+  const { result, error } = useAsk("head", params);
+  if (error) return html`<${Failure} error=${error} />`;
+  if (!result) return html`<${Waiting} what="the best keys" />`;
+  const at = query - (result.first ?? 0);
+  const keys = (result.top_keys ?? result.keys)[at] ?? [];
+  const weights = (result.top_weights ?? result.weights)[at] ?? [];
+  const name = (index) => (tokens ? tokens[index] ?? "…" : "");
+  const rows = keys.map((key, i) => [key, weights[i]]).filter(([key]) => key >= 0);
+  const strength = new Map(rows);
+  const [low, high] = [Math.max(0, query - 80), Math.min(tokens?.length ?? 0, query + 81)];
+  return html`<${Block} title="Where one query looks" rows=${() => [["key", "token", "weight"], ...rows.map(([key, weight]) => [key, name(key), weight])]}>
+    <div class="row"><${Whole} label=${`Query, 0 to ${qLen - 1}`} value=${query} least=${0} most=${qLen - 1} onChange=${(to) => set({ query: to })} />
+      <p>entropy <b data-name="head-entropy"><${Num} x=${result.entropy[at]} /></b> nats</p></div>
+    ${tokens && html`<p class="words" role="group" aria-label="The text; choose a query with the number above" onClick=${(event) => {
+      const index = event.target.dataset?.index;
+      if (index !== undefined) set({ query: Number(index) });
+    }}>${tokens.slice(low, high).map((token, i) => {
+      const weight = strength.get(low + i) ?? 0;
+      return html`<span key=${low + i} data-index=${low + i} class=${low + i === query ? "here" : ""} style=${weight >= 0.005 ? { "--weight": String(Math.sqrt(weight)) } : undefined}>${shown(token)}</span>`;
+    })}</p>`}
+    <${Bars} label="Best keys" bars=${rows.map(([key, weight]) => ({ name: html`<span class="faint">${key}</span> ${tokens && html`<${Token} text=${name(key)} />`}`, value: weight, note: html`<${Num} x=${weight} />` }))} /></${Block}>`;
+}
+
+const WHATS = [["off", "off"], ["uniform", "uniform"], ["copy", "as for another prompt"]];
+
+function Losses({ losses, tokens, title }) {
+  if (!losses) return null;
+  // The first token has no loss: nothing predicted it.
+  return html`<${DataTable} title=${title} columns=${["token", "text", "before", "after"]} rows=${losses.before.map((x, i) => ({ key: i, class: Math.abs(x - losses.after[i]) > 0.5 ? "here" : "", cells: [i, shown(tokens?.[i] ?? ""), { x: x ?? undefined }, { x: losses.after[i] ?? undefined }] }))} />`;
+}
+
+function WhatIf({ model, layers, layer, head }) {
+  const { client } = useLab();
+  const [changes, setChanges] = useState([]);
+  const [what, setWhat] = useState("off");
+  const [prompt, setPrompt] = useState(model.prompt ?? "");
+  const [source, setSource] = useState("");
+  const [answer, setAnswer] = useState({});
+  const add = (list) => setChanges([...changes.filter((old) => !list.some((each) => each.layer === old.layer && each.head === old.head)), ...list]);
+  const kinds = [...new Set(layers.flatMap(({ heads }) => heads.map(({ kind }) => kind)).filter(Boolean))];
+  const run = async () => {
+    setAnswer({ pending: true });
+    try {
+      const params = { changes, ...(prompt ? { prompt } : {}), ...(source && changes.some((each) => each.what === "copy") ? { source } : {}) };
+      setAnswer({ result: await client.ask("intervene", params) });
+    } catch (error) {
+      setAnswer({ error });
+    }
+  };
+  const { result } = answer;
+  const predictions = (side) => side.prediction ?? side.top ?? [];
+  return html`<${Block} title="What if" class="whatif">
+    <p>Where a head reads is not why. Change heads, and see what the model then predicts.</p>
+    <div class="row"><${Choice} label=${`Layer ${layer}, head ${head} becomes`} value=${what} onChange=${setWhat} options=${WHATS} />
+      <button type="button" onClick=${() => add([{ layer, head, what }])}>Add this head</button>
+      ${kinds.includes("induction") && html`<button type="button" onClick=${() => add(layers.flatMap(({ index, heads }) => heads.filter(({ kind }) => kind === "induction").map((each) => ({ layer: index, head: each.head, what }))))}>Add all induction heads</button>`}</div>
+    <ul class="chips" aria-label="Changes">${changes.map((each, i) => html`<li key=${`${each.layer}.${each.head}`}>layer ${each.layer}, head ${each.head}: ${each.what} <button type="button" class="small" aria-label=${`Take back layer ${each.layer}, head ${each.head}`} onClick=${() => setChanges(changes.filter((_, j) => j !== i))}>×</button></li>`)}</ul>
+    <label class="field"><span>Prompt, or nothing for the text above</span><textarea rows="2" value=${prompt} onInput=${(event) => setPrompt(event.currentTarget.value)}></textarea></label>
+    ${changes.some((each) => each.what === "copy") && html`<label class="field"><span>The prompt to copy weights from</span><textarea rows="2" value=${source} onInput=${(event) => setSource(event.currentTarget.value)}></textarea></label>`}
+    <button type="button" class="main" disabled=${!changes.length || answer.pending} onClick=${run}>${answer.pending ? "The model runs …" : "Run the model"}</button>
+    ${answer.error && html`<${Failure} error=${answer.error} />`}
+    ${result && html`<div data-name="intervened"><${DataTable} title="Loss" columns=${["", "before", "after"]} rows=${[{ cells: ["loss, nats for each token", { x: result.before.loss }, { x: result.after.loss }] }]} />
+      <div class="pair">${["before", "after"].map((side) => html`<${Block} key=${side} title=${`Predicted next, ${side}`} rows=${() => predictions(result[side]).map(({ token, probability }) => [token, probability])}>
+        <${Bars} label=${`Predicted next, ${side}`} bars=${predictions(result[side]).map(({ token, probability }) => ({ name: html`<${Token} text=${token} />`, value: probability, note: html`<${Num} x=${probability} />` }))} /></${Block}>`)}</div>
+      <${Losses} title="Loss of each token" tokens=${result.tokens} losses=${result.before.losses && { before: result.before.losses, after: result.after.losses }} />
+      ${result.note && html`<p class="faint">${result.note}</p>`}</div>`}</${Block}>`;
+}
+
+export function Inspect() {
+  const { view, set, client } = useLab();
+  const { result: model, error } = useAsk("model");
+  if (error) return html`<p class="lead">Every head of a real model, and the map of its weights at any length.</p><${Failure} error=${error} />`;
+  if (!model) return html`<${Waiting} what="the record" />`;
+  const layers = layersOf(model);
+  const current = layers.find(({ index }) => index === view.layer) ?? layers[0];
+  const layer = current.index;
+  const head = inside(view.head, current.heads.length);
+  const tokens = model.tokens;
+  const qLen = model.q_len ?? tokens.length;
+  const kvLen = model.kv_len ?? tokens.length;
+  const levels = current.levels ?? model.levels ?? 1 + Math.max(0, Math.ceil(Math.log2(Math.max(qLen, kvLen) / 256)));
+  const scores = (model.scores ?? USUAL).filter((name) => layers.some(({ heads }) => heads.some((each) => Number.isFinite(each[name]))));
+  const score = scores.includes(view.score) ? view.score : scores[0];
+  const kind = current.heads[head]?.kind;
+  const hasMap = current.has_weights !== false && (client.host !== "export" || client.has("tile", { layer, head, level: 0, row: 0, column: 0, reduce: "max" }));
+  return html`<p class="lead"><b>${model.title ?? model.model}</b>: ${layers.length} ${layers.length === 1 ? "layer" : "layers"}, ${qLen.toLocaleString("en-US")} queries, ${kvLen.toLocaleString("en-US")} keys${model.backend ? html`, computed by the backend <code>${model.backend}</code>` : ""}.
+      ${" "}${model.note ?? NOTE}</p>
+    ${scores.length > 0 && html`<${Choice} label="Heads coloured by" value=${score} onChange=${(to) => set({ score: to })} options=${scores.map((name) => [name, name.replaceAll("_", " ")])} />
+    ${model.meanings?.[score] && html`<p class="faint">${model.meanings[score]}</p>`}
+    <${HeadGrid} model=${model} layers=${layers} score=${score} layer=${layer} head=${head} />`}
+    <h3 class="part">Layer ${layer}, head ${head}${kind ? html` <span class="kind">${kind}</span>` : ""}</h3>
+    <div class="row"><${Select} label="Layer" value=${layer} onChange=${(to) => set({ layer: Number(to) })} options=${layers.map(({ index, name }) => [index, name ? `${index}: ${name}` : String(index)])} />
+      <${Select} label="Head" value=${head} onChange=${(to) => set({ head: Number(to) })} options=${current.heads.map((each, i) => [i, each.kind ? `${i}: ${each.kind}` : String(i)])} /></div>
+    ${kind && model.meanings?.[kind] && html`<p class="faint">${model.meanings[kind]}</p>`}
+    <div class="two">
+      ${hasMap ? html`<${WeightMap} layer=${layer} head=${head} qLen=${qLen} kvLen=${kvLen} levels=${levels} tokens=${tokens} />` : html`<p class="faint">The map of weights is not in this page; it needs Python: <code>qkv lab</code>.</p>`}
+      <${TopKeys} model=${model} layer=${layer} head=${head} tokens=${tokens} qLen=${qLen} /></div>
+    ${scores.length > 0 && html`<${DataTable} title="All heads in numbers" sortable=${true} columns=${["head", "kind", ...scores.map((name) => name.replaceAll("_", " "))]}
+      rows=${layers.flatMap((each) => each.heads.map((one, i) => ({ key: `${each.index}.${i}`, class: each.index === layer && i === head ? "here" : "", cells: [`${each.index}.${i}`, one.kind ?? "", ...scores.map((name) => ({ x: one[name] ?? NaN }))] })))} />`}
+    ${model.can_intervene && client.host !== "export" && html`<${WhatIf} model=${model} layers=${layers} layer=${layer} head=${head} />`}`;
+}

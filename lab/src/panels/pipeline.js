@@ -1,0 +1,137 @@
+// One query, step by step: a table whose columns appear as they are computed.
+
+import { html, useLab, inside } from "../parts/lab.js";
+import { ExampleBar, useRow } from "../parts/example.js";
+import { Block, Num, Stepper, Token, Vector } from "../parts/basics.js";
+import { paint } from "../colours.js";
+import { product, LONGEST } from "../kernel.js";
+
+/** Steps: name, title, formula, the column that it adds. */
+const STEPS = [
+  ["projections", "Project", "q = x W_Q, k = x W_K, v = x W_V"],
+  ["products", "Multiply", "q · k, number by number"],
+  ["raw", "Add", "score = Σ q_d k_d"],
+  ["scaled", "Scale", "score ÷ √d"],
+  ["scores", "Mask", "forbidden scores become −∞"],
+  ["max", "Max", "m = largest score"],
+  ["shifted", "Shift", "score − m"],
+  ["exp", "Exp", "e^(score − m)"],
+  ["sum", "Sum", "l = Σ e^(score − m)"],
+  ["weights", "Divide", "weight = e^(score − m) ÷ l"],
+  ["output", "Mix", "output = Σ weight × value"],
+];
+
+function sentence(name, { row, trace, name: token, keyNames, example }) {
+  const { softmax } = row;
+  const scale = trace.problem.scale;
+  const root = Math.sqrt(trace.problem.head_dim);
+  const n = row.raw.length;
+  const forbidden = row.allowed.filter((allowed) => !allowed).length;
+  const best = softmax.weights.indexOf(Math.max(...softmax.weights));
+  switch (name) {
+    case "projections":
+      return html`The row x of <${Token} text=${token} /> is multiplied by three matrices. Its query asks, the keys are what is asked for, the values are what is returned.`;
+    case "products":
+      return html`Each number of the query <${Vector} of=${row.rotated_query ?? row.query} kind="q" /> meets the number of the key in the same place.`;
+    case "raw":
+      return html`The products of each key are added: one score says how well query and key agree. With ${trace.problem.head_dim} numbers it is ${trace.problem.head_dim} multiplies and ${trace.problem.head_dim - 1} adds.`;
+    case "scaled":
+      return scale === 1
+        ? html`Here nothing is divided: the scores stay as they are.`
+        : Math.abs(scale * root - 1) < 1e-12
+          ? html`All scores are divided by √${trace.problem.head_dim} = <${Num} x=${root} />, because sums of more products are larger. The scaling panel shows what happens without.`
+          : html`All scores are multiplied by <${Num} x=${scale} />.`;
+    case "scores":
+      return forbidden
+        ? html`${row.masks.map(({ label }) => html`<code>${label}</code> `)}forbids ${forbidden} of ${n} keys; their score becomes −∞, so that their exp is 0.`
+        : html`Nothing is forbidden to <${Token} text=${token} />${row.masks.length ? html` by <code>${row.masks.map(({ label }) => label).join(", ")}</code>` : ""}: it sees all ${n} keys.`;
+    case "max":
+      return softmax.row_max === null
+        ? html`Every key is forbidden, so there is no largest score.`
+        : html`The largest score is <${Num} x=${softmax.row_max} />. Subtracting it changes no weight and keeps exp from overflowing.`;
+    case "shifted":
+      return html`Now the largest is 0 and all others are below.`;
+    case "exp":
+      return html`exp makes every number positive, and differences of scores into ratios.`;
+    case "sum":
+      return html`They add up to <${Num} x=${softmax.row_sum} />.`;
+    case "weights":
+      return softmax.row_sum === 0
+        ? html`A row that may see nothing has weights 0 and output 0, not NaN.`
+        : html`Divided by the sum they are shares that add up to 1. The most, <${Num} x=${softmax.weights[best]} />, goes to <${Token} text=${keyNames[best]} />; the entropy is <${Num} x=${softmax.entropy} /> nats of at most <${Num} x=${Math.log(n)} />.`;
+    default:
+      return html`Each value is multiplied by its weight, and all are added: <${Vector} of=${row.output} kind="o" />. ${example.tokens.length <= LONGEST ? "This row is what the next layer reads." : ""}`;
+  }
+}
+
+function Projections({ example, index, name }) {
+  const x = example.x[index];
+  return html`<div class="cards">${[["W_Q", "w_q", "query", "q"], ["W_K", "w_k", "key", "k"], ["W_V", "w_v", "value", "v"]].map(([title, weights, role, kind]) => html`
+    <${Block} title=${`${role} of ${name} = x ${title}`} class=${`project ${kind}`} rows=${() => example[weights]}>
+      <p class="mono"><${Vector} of=${x} kind="x" /> × ${title}</p>
+      <table class="grid still"><tbody>${example[weights].map((row) => html`<tr>${row.map((w) => html`<td><${Num} x=${w} /></td>`)}</tr>`)}</tbody></table>
+      <p class="mono">= <${Vector} of=${product([x], example[weights])[0]} kind=${kind} /></p>
+    </${Block}>`)}</div>`;
+}
+
+export function Pipeline() {
+  const { view, set, theme } = useLab();
+  const all = useRow();
+  const { example, row, trace, keyNames, name } = all;
+  const steps = STEPS.filter(([step]) => step !== "projections" || example.x);
+  const at = inside(view.step, steps.length);
+  const [step, , formula] = steps[at];
+  const place = STEPS.findIndex(([each]) => each === step);
+  const reached = (each) => place >= STEPS.findIndex(([other]) => other === each);
+  const now = (each) => (each === step ? "now" : "");
+  const { softmax } = row;
+  const head = trace.heads[0];
+  const largest = Math.max(...row.raw.map(Math.abs), 1e-300);
+
+  const columns = [
+    ["products", "q × k", (j) => html`<span class="products">${row.products[j].map((p, d) => html`<span class="product" title=${`number ${d}`}>
+      <span class="q">${(row.rotated_query ?? row.query)[d]}</span>×<span class="k">${(head.rotated_key ?? head.key)[j][d]}</span></span>`)}</span>`],
+    ["raw", "score", (j) => [row.raw[j], row.raw[j] / largest]],
+    ["scaled", "scaled", (j) => [row.scaled[j], row.scaled[j] / largest]],
+    ["scores", "masked", (j) => [row.scores[j], null]],
+    ["shifted", "− max", (j) => [softmax.shifted[j], null]],
+    ["exp", "exp", (j) => [softmax.exp[j], softmax.exp[j]]],
+    ["weights", "weight", (j) => [softmax.weights[j], softmax.weights[j]]],
+    ["output", "weight × value", (j) => html`<${Vector} of=${row.contributions[j]} kind="v" />`],
+  ].filter(([column]) => reached(column));
+
+  const cell = ([column, , value], j) => {
+    const given = value(j);
+    if (!Array.isArray(given)) return html`<td class=${now(column)} data-column=${column}>${given}</td>`;
+    const [x, part] = given;
+    const style = part === null || x === null ? undefined : paint(part, theme);
+    return html`<td class=${`right ${now(column)} ${x === null ? "forbidden" : ""}`} data-column=${column}>
+      <span class="swatch" style=${style}><${Num} x=${x} /></span></td>`;
+  };
+  const totals = {
+    scores: reached("max") && html`max <${Num} x=${softmax.row_max} />`,
+    exp: reached("sum") && html`sum <${Num} x=${softmax.row_sum} />`,
+    weights: reached("weights") && html`sum <${Num} x=${softmax.weights.reduce((a, b) => a + b, 0)} />`,
+    output: reached("output") && html`<${Vector} of=${row.output} kind="o" />`,
+  };
+  const raw = () => [
+    ["key", ...columns.map(([, title]) => title)],
+    ...row.raw.map((_, j) => [keyNames[j], ...columns.map(([column]) => ({
+      products: row.products[j].join(" "), raw: row.raw[j], scaled: row.scaled[j], scores: row.scores[j],
+      shifted: softmax.shifted[j], exp: softmax.exp[j], weights: softmax.weights[j], output: row.contributions[j].join(" "),
+    })[column])]),
+  ];
+
+  return html`<p class="lead">One query from its row to its output. Pick a token, then go on step by step, also with the keys ← and →.</p>
+    <${ExampleBar} />
+    <ol class="track" aria-label="Steps of the pipeline">${steps.map(([each, title], i) => html`<li key=${each}>
+      <button type="button" class=${i < at ? "done" : ""} aria-current=${i === at ? "step" : undefined} onClick=${() => set({ step: i })}>${title}</button></li>`)}</ol>
+    <${Stepper} at=${at} length=${steps.length} onStep=${(to) => set({ step: to })} />
+    <div class="explained" aria-live="polite"><p class="formula">${formula}</p><p>${sentence(step, all)}</p></div>
+    ${step === "projections" && html`<${Projections} example=${example} index=${row.q_index} name=${name} />`}
+    ${columns.length > 0 && html`<${Block} title=${`What ${name} reads`} rows=${raw}>
+      <div class="wide" tabindex="0" role="group" aria-label="Steps of all keys"><table class="data growing"><thead><tr><th scope="col">key</th>${columns.map(([column, title]) => html`<th scope="col" key=${column} class=${`${now(column)} ${["products", "output"].includes(column) ? "" : "right"}`}>${title}</th>`)}</tr></thead>
+        <tbody>${row.raw.map((_, j) => html`<tr key=${j} class=${row.allowed[j] || !reached("scores") ? "" : "masked"}><th scope="row"><${Token} text=${keyNames[j]} /></th>${columns.map((column) => cell(column, j))}</tr>`)}</tbody>
+        <tfoot><tr><td></td>${columns.map(([column]) => html`<td class=${`right ${column === "scores" && step === "max" ? "now" : ""} ${column === "exp" && step === "sum" ? "now" : ""}`}>${totals[column] || ""}</td>`)}</tr></tfoot></table></div>
+    </${Block}>`}`;
+}

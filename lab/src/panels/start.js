@@ -1,0 +1,107 @@
+// The example: which one, its numbers as editable cells, and four figures that say what attention is.
+
+import { html, useLab, useExample, useRef, useState, edited, inside } from "../parts/lab.js";
+import { ExampleBar } from "../parts/example.js";
+import { Block } from "../parts/basics.js";
+import { Grid, weightShare } from "../parts/grid.js";
+import { Figures } from "../parts/figures.js";
+import { complaint, matrixOf } from "../examples.js";
+import { arraysOf, exampleOf } from "../files.js";
+import { opened } from "../host.js";
+import { LONGEST } from "../kernel.js";
+import { shown } from "../format.js";
+
+/** Bytes beyond which a file holds more than the page shows number by number. */
+const SMALL = 2 ** 17;
+
+const MATRICES = [["query", "Q"], ["key", "K"], ["value", "V"]];
+
+function plainCopy({ tokens, query, key, value, scale }) {
+  const rows = (matrix) => matrix.map((row) => [...row]);
+  const usual = scale === undefined || Math.abs(scale * Math.sqrt(query[0].length) - 1) < 1e-12;
+  return { tokens: [...tokens], query: rows(query), key: rows(key), value: rows(value), ...(usual ? {} : { scale }) };
+}
+
+function Paste({ onGiven }) {
+  const [open, setOpen] = useState(false);
+  const [texts, setTexts] = useState({ query: "", key: "", value: "" });
+  if (!open) return html`<button type="button" onClick=${() => setOpen(true)}>Paste Q, K and V</button>`;
+  return html`<form class="paste" onSubmit=${(event) => {
+    event.preventDefault();
+    const [query, key, value] = MATRICES.map(([role]) => matrixOf(texts[role]));
+    if (onGiven({ tokens: query.map((_, i) => `token ${i}`), query, key, value })) setOpen(false);
+  }}>${MATRICES.map(([role, name]) => html`<label class="field"><span>${name}, a line for each token</span>
+      <textarea rows="4" spellcheck=${false} value=${texts[role]} placeholder="1 0 1 0" onInput=${(event) => setTexts({ ...texts, [role]: event.currentTarget.value })}></textarea></label>`)}
+    <p class="row"><button class="main">Use these</button> <button type="button" onClick=${() => setOpen(false)}>Leave</button></p></form>`;
+}
+
+export function Start() {
+  const { view, set, announce, client, replace } = useLab();
+  const { example, rows, fixed, trace } = useExample();
+  const rowName = (row) => example.tokens[row.q_index] ?? String(row.q_index);
+  const [error, setError] = useState(null);
+  const file = useRef(null);
+  const n = example.tokens.length;
+
+  /** Takes an example if the page can compute it. */
+  const use = (next) => {
+    const reason = complaint(next);
+    setError(reason);
+    if (reason) return false;
+    set({ ...edited(next), token: inside(view.token, next.tokens.length) });
+    return true;
+  };
+  const change = (alter) => {
+    const next = plainCopy(example);
+    alter(next);
+    return use(next);
+  };
+  const resize = (by) => {
+    if (change((next) => {
+      for (const list of [next.query, next.key, next.value]) {
+        if (by > 0) list.push(list[0].map((_, c) => (c === (list.length % list[0].length) ? 1 : 0)));
+        else list.pop();
+      }
+      if (by > 0) next.tokens.push(`token ${n}`);
+      else next.tokens.pop();
+    })) announce(`${n + by} tokens`);
+  };
+  const read = async (event) => {
+    const [given] = event.currentTarget.files;
+    if (!given) return;
+    try {
+      if (client.host === "server") {
+        replace(await opened(given));
+        set({ ex: "file", panel: given.size > SMALL ? "inspect" : "start", token: 0, layer: 0, head: 0, query: 0, kkey: 0, zoom: -99 });
+      } else use(exampleOf(await arraysOf(given)));
+    } catch (reason) {
+      setError(`${given.name}: ${reason.message}`);
+    }
+    file.current.value = "";
+  };
+
+  return html`<p class="lead">Attention lets every token look at the others and take from each what it needs. Here is one small case of it, with every number; change any of them, and all panels follow.</p>
+    <p class="headline" aria-label="output = softmax of Q K transposed over root d, times V">output = softmax(<i class="q">Q</i> <i class="k">K</i><sup>T</sup> ÷ √d) <i class="v">V</i></p>
+    <${Figures} />
+    <h3 class="part">The example</h3>
+    <${ExampleBar} />
+    ${error && html`<p class="failure" role="alert">${error}</p>`}
+    ${!fixed && html`<div class="tokens-edit" role="group" aria-label="Tokens">${example.tokens.map((token, i) => html`<label key=${i}><span class="unseen">Token ${i}</span>
+      <input value=${token} size=${Math.max(3, Math.min(12, shown(token).length))} maxlength="40"
+        onChange=${(event) => change((next) => { next.tokens[i] = event.currentTarget.value; })} /></label>`)}
+      <button type="button" class="small" disabled=${n >= LONGEST} onClick=${() => resize(1)} aria-label="Add a token">+</button>
+      <button type="button" class="small" disabled=${n <= 1} onClick=${() => resize(-1)} aria-label="Remove the last token">−</button></div>`}
+    <div class="matrices">${MATRICES.map(([role, name]) => html`<${Grid} key=${role} title=${name} kind=${name.toLowerCase()} values=${example[role]} rows=${role === "query" ? rows.map(rowName) : trace.kv_tokens ?? example.tokens}
+      onEdit=${fixed ? undefined : (i, j, x) => change((next) => { next[role][i][j] = x; })}
+      onPaste=${fixed ? undefined : (text) => change((next) => { next[role] = matrixOf(text); if (next[role].length !== next.tokens.length) next.tokens = next[role].map((_, i) => `token ${i}`); })} />`)}</div>
+    <div class="matrices">
+      <${Grid} title="Weights" kind="heat" values=${rows.map((row) => row.softmax.weights)} rows=${rows.map(rowName)} columns=${trace.kv_tokens ?? example.tokens} share=${weightShare} selected=${[inside(view.token, rows.length), null]} onSelect=${(token) => set({ token })} />
+      <${Grid} title="Output" kind="output" values=${rows.map((row) => row.output)} rows=${rows.map(rowName)} selected=${[inside(view.token, rows.length), null]} onSelect=${(token) => set({ token })} />
+    </div>
+    <${Block} title="Your own" class="own"><p>Edit the cells of Q, K and V, paste numbers into one of them, or bring a file. The address of this page holds what you typed: send it as a link.</p>
+      <div class="row"><${Paste} onGiven=${use} />
+        <label class="button">Read a safetensors or npz file<input ref=${file} type="file" accept=".safetensors,.npz" onChange=${read} /></label></div>
+      <p class="faint">${client.host === "server"
+      ? html`A file holds q, k and v. Up to ${LONGEST} tokens are shown number by number; longer ones in the panel Inspect.`
+      : html`A file holds q, k and v of at most ${LONGEST} tokens; of more dimensions the first is taken. It is read in this page and goes nowhere. For longer ones: <code>qkv lab FILE</code>.`}</p></${Block}>`;
+}

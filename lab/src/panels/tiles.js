@@ -1,0 +1,49 @@
+// The streaming algorithm over one query: block by block, with a running max, sum and accumulator.
+
+import { html, useLab, inside } from "../parts/lab.js";
+import { ExampleBar, useRow } from "../parts/example.js";
+import { Block, DataTable, Num, Stepper, Token, Vector, Whole } from "../parts/basics.js";
+import { paint } from "../colours.js";
+import { tilesOf } from "../kernel.js";
+
+export function Tiles() {
+  const { view, set, theme } = useLab();
+  const { row, trace, name, keyNames } = useRow();
+  const n = row.scores.length;
+  const block = Math.min(Math.max(1, view.block), n);
+  const { states, output } = tilesOf(row.scores, trace.heads[0].value, block);
+  const at = inside(view.tile, states.length);
+  const state = states[at];
+  const before = states[at - 1];
+  const digits = (list) => list.map((x) => x.toPrecision(12)).join(" ");
+  const same = digits(output) === digits(row.output);
+  const weights = (j, last) => (row.scores[j] === null || last.row_max === -Infinity ? 0 : Math.exp(row.scores[j] - last.row_max));
+
+  return html`<p class="lead">Softmax seems to need the whole row: its largest score and its sum. It does not. Read a block of keys at a time, and when a larger score comes, shrink what was added so far.</p>
+    <${ExampleBar} />
+    <div class="row"><${Whole} label="Keys in a block" value=${block} least=${1} most=${n} onChange=${(to) => set({ block: to, tile: 0 })} /></div>
+    <${Stepper} at=${at} length=${states.length} what="block" onStep=${(tile) => set({ tile })} />
+    <div class="strip" role="img" aria-label=${`Keys ${state.start} to ${state.stop - 1} of ${n} are read now`}>${row.scores.map((score, j) => {
+      const read = j < state.stop;
+      const now = j >= state.start && read;
+      return html`<span key=${j} class=${`keycell ${now ? "now" : ""} ${j % block === 0 ? "first" : ""}`}
+        style=${read && score !== null ? paint(weights(j, state), theme) : undefined}><b>${keyNames[j]}</b><span>${read ? html`<${Num} x=${score} digits=${4} />` : "?"}</span></span>`;
+    })}</div>
+    <div class="explained" aria-live="polite">
+      <p>Block ${at + 1} has scores <${Vector} of=${state.scores} />; its largest is <b><${Num} x=${state.block_max} /></b>.</p>
+      <p>${!before || before.row_max === -Infinity
+        ? html`There is nothing yet to rescale: the running max becomes <${Num} x=${state.row_max} />.`
+        : before.row_max === state.row_max
+          ? html`The running max stays <${Num} x=${state.row_max} />, so what was added so far stays too: the factor is e^0 = <${Num} x=${state.rescale} />.`
+          : html`The running max grows from <${Num} x=${before.row_max} /> to <${Num} x=${state.row_max} />, so what was added so far shrinks by e^(<${Num} x=${before.row_max} /> − <${Num} x=${state.row_max} />) = <${Num} x=${state.rescale} />.`}</p>
+      <p>sum: ${before ? html`<${Num} x=${state.rescale} /> × <${Num} x=${before.row_sum} /> + ` : ""}${state.exp.map((e, i) => html`${i ? " + " : ""}<${Num} x=${e} />`)} = <b><${Num} x=${state.row_sum} /></b></p>
+    </div>
+    <${DataTable} title=${`States for ${name}`} columns=${["keys", "block max", "running max", "rescale", "running sum", "accumulator"]}
+      rows=${states.map((each, i) => ({ key: i, class: i === at ? "here" : i > at ? "later" : "", cells: [
+        each.stop - each.start === 1 ? String(each.start) : `${each.start}–${each.stop - 1}`, { x: each.block_max }, { x: each.row_max }, { x: each.rescale }, { x: each.row_sum },
+        html`<${Vector} of=${each.accumulator} text=${each.accumulator.join(" ")} />`] }))} />
+    <${Block} title="The end: accumulator ÷ sum" rows=${() => [["block by block", ...output], ["the whole row", ...row.output]]}>
+      <dl class="sums"><div><dt>block by block</dt><dd data-name="tiled">${output.map((x, i) => html`${i ? ", " : ""}<${Num} x=${x} digits=${12} />`)}</dd></div>
+        <div><dt>the whole row</dt><dd data-name="whole">${row.output.map((x, i) => html`${i ? ", " : ""}<${Num} x=${x} digits=${12} />`)}</dd></div>
+        <div><dt>query</dt><dd><${Token} text=${name} />: ${same ? html`<span class="verdict right">✓ the same 12 digits</span>` : "equal to rounding"}</dd></div></dl></${Block}>`;
+}

@@ -1,0 +1,137 @@
+// Small parts: numbers, copy buttons, titled blocks, tables, choices, steppers.
+
+import { html, useLab, useKeys, useRef, useState } from "./lab.js";
+import { shown, tsv, written } from "../format.js";
+
+/** A number for reading, with all its digits in `value`. */
+export function Num({ x, digits }) {
+  const { view } = useLab();
+  return html`<data class="num" value=${x === null ? "-inf" : String(x)}>${written(x, digits ?? view.digits)}</data>`;
+}
+
+/** Numbers of a vector in brackets. */
+export function Vector({ of, kind }) {
+  return html`<span class=${`vector ${kind ?? ""}`}>[${of.map((x, i) =>
+    html`${i ? ", " : ""}<${Num} x=${x} />`)}]</span>`;
+}
+
+/** A token of somebody's text, as text. */
+export const Token = ({ text }) => html`<span class="token">${shown(text)}</span>`;
+
+async function copied(text, holder) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return;
+  } catch {
+    // A page from disk or in a frame may have no clipboard; a selection works everywhere.
+    const area = document.createElement("textarea");
+    area.value = text;
+    holder.append(area);
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+  }
+}
+
+/** Copies rows as tab-separated text. @param {{rows: () => unknown[][], what: string}} props */
+export function Copy({ rows, what }) {
+  const { announce } = useLab();
+  const [done, setDone] = useState(false);
+  const holder = useRef(null);
+  const copy = async () => {
+    await copied(tsv(rows()), holder.current);
+    holder.current.querySelector("button").focus();
+    announce(`${what} copied`);
+    setDone(true);
+    setTimeout(() => setDone(false), 1500);
+  };
+  return html`<span class="copy" ref=${holder}>
+    <button type="button" class="small" onClick=${copy} aria-label=${`Copy ${what}`}>${done ? "Copied" : "Copy"}</button>
+  </span>`;
+}
+
+/** A titled block; `rows` makes it copyable. */
+export function Block({ title, rows, children, class: kind = "", level = 3 }) {
+  const Heading = `h${level}`;
+  return html`<section class=${`block ${kind}`}>
+    <header><${Heading}>${title}</${Heading}>${rows && html`<${Copy} rows=${rows} what=${title} />`}</header>
+    ${children}
+  </section>`;
+}
+
+const isCell = (value) => value !== null && typeof value === "object";
+const rawOf = (value) => (!isCell(value) ? value : "x" in value ? value.x : value.props?.text ?? "");
+const isNumeric = (value) => typeof rawOf(value) === "number" || /^[\d,.−e+ ]+( [KMGTP]iB| bytes)?$/.test(String(rawOf(value)));
+
+/**
+ * A table that can be copied. Cells are strings, numbers, {x: number} for all digits, or html.
+ * @param {{title: string, columns: string[], rows: {cells: any[], class?: string, key?: any}[], note?: string, sortable?: boolean}} props
+ */
+export function DataTable({ title, columns, rows, note, sortable = false }) {
+  const [order, setOrder] = useState(null);
+  const numeric = columns.map((_, i) => i > 0 && rows.every(({ cells }) => isNumeric(cells[i]) || rawOf(cells[i]) === ""));
+  const ordered = order === null ? rows : [...rows].sort((a, b) => {
+    const [x, y] = [a, b].map(({ cells }) => rawOf(cells[order.column]));
+    const later = typeof x === "number" && typeof y === "number" ? (Number.isNaN(x) ? -1 : x - (Number.isNaN(y) ? -Infinity : y)) : String(x) < String(y) ? -1 : 1;
+    return order.falling ? -later : later;
+  });
+  const sortBy = (column) => setOrder({ column, falling: !(order?.column === column && order.falling) });
+  const sorted = (i) => (order?.column === i ? (order.falling ? "descending" : "ascending") : undefined);
+  return html`<${Block} title=${title} rows=${() => [columns, ...ordered.map(({ cells }) => cells.map(rawOf))]}>
+    <div class="wide" tabindex="0" role="group" aria-label=${title}><table class="data">
+    <thead><tr>${columns.map((name, i) => html`<th scope="col" class=${numeric[i] ? "right" : ""} aria-sort=${sorted(i)}>${
+      sortable ? html`<button type="button" onClick=${() => sortBy(i)}>${name}</button>` : name}</th>`)}</tr></thead>
+    <tbody>${ordered.map(({ cells, class: kind, key }) => html`<tr key=${key} class=${kind ?? ""}>${cells.map((value, i) => {
+      const shownCell = isCell(value) && "x" in value ? html`<${Num} x=${value.x} />` : value;
+      return i === 0 ? html`<th scope="row">${shownCell}</th>` : html`<td class=${numeric[i] ? "right" : ""}>${shownCell}</td>`;
+    })}</tr>`)}</tbody></table></div>${note && html`<p class="faint">${note}</p>`}</${Block}>`;
+}
+
+let names = 0;
+
+/** One of a few, as radio buttons: one tab stop, arrow keys. @param {{options: [any, any][]}} props */
+export function Choice({ label, options, value, onChange, class: kind = "" }) {
+  const [name] = useState(() => `choice-${names++}`);
+  return html`<fieldset class=${`choice ${kind}`}><legend>${label}</legend><div>
+    ${options.map(([each, text]) => html`<label key=${each}>
+      <input type="radio" name=${name} checked=${each === value} onChange=${() => onChange(each)} /><span>${text}</span>
+    </label>`)}</div></fieldset>`;
+}
+
+/** One of many. */
+export function Select({ label, options, value, onChange }) {
+  return html`<label class="field"><span>${label}</span>
+    <select value=${value} onChange=${(event) => onChange(event.currentTarget.value)}>
+      ${options.map(([each, text]) => html`<option value=${each} selected=${String(each) === String(value)}>${text}</option>`)}
+    </select></label>`;
+}
+
+/** A whole number. */
+export function Whole({ label, value, least, most, onChange }) {
+  const change = (event) => {
+    const given = Math.round(Number(event.currentTarget.value));
+    if (event.currentTarget.value !== "" && Number.isFinite(given)) {
+      onChange(Math.min(most, Math.max(least, given)));
+    }
+  };
+  return html`<label class="field"><span>${label}</span>
+    <input type="number" inputmode="numeric" min=${least} max=${most} step="1" value=${value} onChange=${change} /></label>`;
+}
+
+/** Back and forth through steps, also with the left and right keys. */
+export function Stepper({ at, length, onStep, what = "step" }) {
+  const to = (step) => onStep(Math.min(Math.max(0, step), length - 1));
+  useKeys({ ArrowLeft: () => to(at - 1), ArrowRight: () => to(at + 1), Home: () => to(0), End: () => to(length - 1) });
+  return html`<div class="stepper" role="group" aria-label=${`Choose a ${what}`}>
+    <button type="button" onClick=${() => to(at - 1)} disabled=${at === 0}><span aria-hidden="true">← </span>Back</button>
+    <span class="place">${what} <b>${at + 1}</b> of ${length}</span>
+    <button type="button" class="main" onClick=${() => to(at + 1)} disabled=${at === length - 1}>Next<span aria-hidden="true"> →</span></button>
+    <progress max=${length} value=${at + 1} aria-label=${`${what} ${at + 1} of ${length}`}></progress>
+  </div>`;
+}
+
+/** What went wrong, and what to do. */
+export const Failure = ({ error }) => html`<div class="failure" role="alert">
+  <p>${error.message}</p>${error.action && html`<p class="faint">${error.action}</p>`}</div>`;
+
+export const Waiting = ({ what }) => html`<p class="faint waiting" role="status">Python computes ${what} …</p>`;

@@ -1,0 +1,89 @@
+// What every part shares: html, the context, and hooks over view and client.
+
+import { createContext, h } from "preact";
+import { useContext, useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
+import htm from "htm";
+import { BUILT_IN, decode, encode } from "../examples.js";
+import { traceOf } from "../kernel.js";
+import { DEFAULTS } from "../view.js";
+
+export { useEffect, useLayoutEffect, useMemo, useRef, useState };
+export const html = htm.bind(h);
+export const Lab = createContext(null);
+
+/** @returns {{view: typeof import("../view.js").DEFAULTS, set: Function, client: import("../host.js").Client, theme: "light"|"dark", announce: (text: string) => void, keys: Map<string, Function>}} */
+export const useLab = () => useContext(Lab);
+
+/**
+ * The result of a method of the host, undefined until it is there.
+ * @param {string|null} method null asks nothing
+ */
+export function useAsk(method, params = {}) {
+  const { client } = useLab();
+  const text = JSON.stringify(params);
+  const [state, setState] = useState({});
+  const now = method ? client.given(method, params) : undefined;
+  useEffect(() => {
+    if (!method || now !== undefined) return undefined;
+    let open = true;
+    client.ask(method, params).then(
+      (result) => open && setState({ for: method + text, result }),
+      (error) => open && setState({ for: method + text, error }),
+    );
+    return () => { open = false; };
+  }, [method, text]);
+  if (now !== undefined) return { result: now };
+  return state.for === method + text ? state : { pending: Boolean(method) };
+}
+
+/** Keys of the panel that is shown, beside those of the page. @param {Record<string, Function>} handlers */
+export function useKeys(handlers) {
+  const { keys } = useLab();
+  // Before the next key, which may come before the next picture.
+  useLayoutEffect(() => {
+    Object.entries(handlers).forEach(([key, each]) => keys.set(key, each));
+    return () => Object.entries(handlers).forEach(([key, each]) => {
+      if (keys.get(key) === each) keys.delete(key);
+    });
+  });
+}
+
+/** A trace of Python as an example that is drawn as it is. */
+function traced(trace) {
+  const [head] = trace.heads;
+  const names = trace.kv_tokens ?? trace.tokens ?? head.key.map((_, j) => String(j));
+  return {
+    name: "trace", title: "The trace", tokens: trace.tokens ?? names, trace,
+    query: head.rows.map((row) => row.query), key: head.key, value: head.value,
+  };
+}
+
+/** The examples of the host, then those of the page that it does not have. */
+export function examplesOf(client) {
+  const trace = client.given("trace", { name: "trace" });
+  const given = [...(trace ? [traced(trace)] : []), ...(client.given("example")?.examples ?? [])];
+  return [...given, ...BUILT_IN.filter(({ name }) => !given.some((other) => other.name === name))];
+}
+
+/** The example, the options that apply to it, and its trace. */
+export function useExample({ masked = true } = {}) {
+  const { view, client } = useLab();
+  const { ex, own, left, right, keys, scaled } = view;
+  const mask = masked ? view.mask : "none";
+  return useMemo(() => {
+    const all = examplesOf(client);
+    const edited = ex === "own" && own ? decode(own) : null;
+    const chosen = ex === DEFAULTS.ex && all[0].trace ? all[0].name : ex;
+    const example = edited ?? all.find(({ name }) => name === chosen) ?? all[0];
+    const options = { mask, left, right, keys, scaled: scaled !== 0 };
+    const fixed = Boolean(example.trace);
+    const trace = fixed ? example.trace : traceOf(example, options);
+    return { example, options, trace, fixed, rows: trace.heads[0].rows, name: example.name ?? "own" };
+  }, [client.data, client.given("example"), ex, own, mask, left, right, keys, scaled]);
+}
+
+/** The view of an edited example. */
+export const edited = (example) => ({ ex: "own", own: encode(example) });
+
+/** An index that stays inside a length. */
+export const inside = (index, length) => Math.min(Math.max(0, Math.trunc(index)), length - 1);

@@ -1,0 +1,181 @@
+// What is around the panels: their list, the theme, the keys, the live region.
+
+import { html, Lab, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./parts/lab.js";
+import { Start } from "./panels/start.js";
+import { Scaling } from "./panels/scaling.js";
+import { Pipeline } from "./panels/pipeline.js";
+import { Heatmap } from "./panels/heatmap.js";
+import { Count } from "./panels/count.js";
+import { Tiles } from "./panels/tiles.js";
+import { Mechanisms } from "./panels/mechanisms.js";
+import { Inspect } from "./panels/inspect.js";
+import { Code } from "./panels/code.js";
+import { Errata } from "./panels/errata.js";
+import { Exercises } from "./panels/exercises.js";
+
+/** Name in the address, title, component, and the results without which there is nothing to show. */
+const PANELS = [
+  ["start", "Start", Start],
+  ["scaling", "Scaling", Scaling],
+  ["pipeline", "Pipeline", Pipeline],
+  ["heatmap", "Heatmap", Heatmap],
+  ["count", "Count the work", Count],
+  ["tiles", "Tiles", Tiles],
+  ["mechanisms", "Mechanisms", Mechanisms],
+  ["inspect", "Inspect", Inspect],
+  ["code", "Code", Code],
+  ["errata", "Errata", Errata],
+  ["exercises", "Exercises", Exercises],
+];
+
+const KEYS = [
+  ["[ and ]", "the panel before, and the next"],
+  ["← and →", "a step back, and on; in a grid, the next cell"],
+  ["↑ and ↓, Home, End", "in a grid: other rows; ends of a row, with Ctrl of the grid"],
+  ["Enter or a digit", "in Q, K and V: edit the cell; Esc leaves it as it was"],
+  ["j and k", "the next query, and the one before"],
+  ["m", "the next mask"],
+  ["s", "with and without the division by √d"],
+  ["d", "4 or 12 digits"],
+  ["t", "light, dark, or as the system"],
+  ["?", "this list"],
+];
+
+const MASKS = ["none", "causal", "padding", "window"];
+const THEMES = ["", "light", "dark"];
+const THEME_NAMES = { "": "system", light: "light", dark: "dark" };
+const next = (list, value) => list[(list.indexOf(value) + 1) % list.length];
+
+const darkSystem = () => matchMedia("(prefers-color-scheme: dark)");
+
+/** Keys that an element uses itself. */
+function usesKeys(target) {
+  return target.closest?.('input:not([type="checkbox"]), select, textarea, [role="gridcell"], [contenteditable], [data-keys]');
+}
+
+export function Shell({ client, store, root }) {
+  const [, redraw] = useState(0);
+  const [systemIsDark, setSystemIsDark] = useState(darkSystem().matches);
+  const [text, setText] = useState("");
+  const help = useRef(null);
+  const main = useRef(null);
+  const keys = useMemo(() => new Map(), []);
+  const view = store.values;
+
+  const shown = PANELS.filter(([name]) => {
+    const named = client.data.panels ?? [];
+    return client.host !== "export" || !named.length || named.includes(name);
+  });
+  const panel = shown.find(([name]) => name === view.panel) ?? shown[0];
+  const set = (changes) => store.set(changes);
+  const go = (by) => {
+    const place = shown.indexOf(panel) + by;
+    if (place >= 0 && place < shown.length) set({ panel: shown[place][0] });
+  };
+
+  useEffect(() => {
+    const tell = () => redraw((count) => count + 1);
+    store.listeners.add(tell);
+    const media = darkSystem();
+    const follow = () => setSystemIsDark(media.matches);
+    media.addEventListener("change", follow);
+    return () => {
+      store.listeners.delete(tell);
+      media.removeEventListener("change", follow);
+    };
+  }, []);
+
+  const replace = (data) => {
+    client.replace(data);
+    redraw((count) => count + 1);
+  };
+
+  useEffect(() => {
+    // What was opened may have an example of its own; until it is there, those of the page serve.
+    if (client.host === "export") return;
+    client.ask("example").then(() => redraw((count) => count + 1), () => {});
+  }, [client.data]);
+
+  const theme = view.theme || (systemIsDark ? "dark" : "light");
+  useEffect(() => {
+    root.dataset.theme = theme;
+    if (client.host !== "widget") document.documentElement.dataset.qkvTheme = theme;
+  }, [theme]);
+
+  const list = useRef(null);
+  useEffect(() => {
+    // On a narrow page the list is a strip that scrolls by itself.
+    const link = list.current.querySelector("[aria-current]");
+    const strip = list.current.parentElement;
+    if (link && strip.scrollWidth > strip.clientWidth) strip.scrollLeft = link.offsetLeft - strip.clientWidth / 2 + link.clientWidth / 2;
+    if (client.host !== "widget") document.title = `${panel[1]} · qkv lab`;
+  }, [panel]);
+
+  const announce = useMemo(() => {
+    let later;
+    // The same text twice is said twice only if it was gone in between.
+    return (words) => {
+      clearTimeout(later);
+      setText("");
+      later = setTimeout(() => setText(words), 50);
+    };
+  }, []);
+
+  useLayoutEffect(() => {
+    const common = {
+      "[": () => go(-1),
+      "]": () => go(1),
+      "?": () => help.current.showModal(),
+      j: () => set({ token: view.token + 1 }),
+      k: () => set({ token: Math.max(0, view.token - 1) }),
+      m: () => { set({ mask: next(MASKS, view.mask) }); announce(`mask ${next(MASKS, view.mask)}`); },
+      s: () => { set({ scaled: view.scaled ? 0 : 1 }); announce(view.scaled ? "not scaled" : "scaled"); },
+      d: () => { set({ digits: view.digits === 4 ? 12 : 4 }); announce(view.digits === 4 ? "12 digits" : "4 digits"); },
+      t: () => { set({ theme: next(THEMES, view.theme) }); announce(`theme ${THEME_NAMES[next(THEMES, view.theme)]}`); },
+    };
+    const pressed = (event) => {
+      if (event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey) return;
+      if (usesKeys(event.target) || help.current?.open) return;
+      const each = keys.get(event.key) ?? common[event.key];
+      if (!each) return;
+      event.preventDefault();
+      event.stopPropagation();
+      each();
+    };
+    // In a notebook the keys belong to the notebook unless the focus is in the lab.
+    const holder = client.host === "widget" ? root : document;
+    holder.addEventListener("keydown", pressed);
+    return () => holder.removeEventListener("keydown", pressed);
+  });
+
+  const [name, title, Panel] = panel;
+  const link = (event, to) => {
+    if (event.ctrlKey || event.metaKey || event.shiftKey) return;
+    event.preventDefault();
+    set({ panel: to });
+  };
+  return html`<${Lab.Provider} value=${{ view, set, client, theme, announce, keys, replace, data: client.data, shown: shown.map(([each]) => each) }}>
+    <a class="skip" href="#main" onClick=${(event) => { event.preventDefault(); main.current.focus(); }}>To the panel</a>
+    <header class="top">
+      <p class="brand"><b>qkv</b> lab</p>
+      <div class="tools">
+        <button type="button" class="small" aria-pressed=${view.digits === 12} onClick=${() => set({ digits: view.digits === 4 ? 12 : 4 })}>12 digits</button>
+        <button type="button" class="small" onClick=${() => set({ theme: next(THEMES, view.theme) })} aria-label=${`Theme: ${THEME_NAMES[view.theme]}; change`}>
+          <span aria-hidden="true">${theme === "dark" ? "☾" : "☀"}</span> ${THEME_NAMES[view.theme]}</button>
+        <button type="button" class="small" onClick=${() => help.current.showModal()}>Keys <kbd>?</kbd></button>
+      </div>
+    </header>
+    <nav aria-label="Panels"><ol ref=${list}>${shown.map(([each, words]) => html`<li key=${each}>
+      <a href=${`#${each}`} aria-current=${each === name ? "page" : undefined} onClick=${(event) => link(event, each)}>${words}</a></li>`)}</ol></nav>
+    <main tabindex="-1" ref=${main} aria-labelledby="panel-title" data-panel=${name}>
+      <h2 id="panel-title">${title}</h2>
+      <${Panel} key=${name} />
+    </main>
+    <p class="unseen" role="status" aria-live="polite">${text}</p>
+    <dialog ref=${help} aria-labelledby="keys-title" onClick=${(event) => event.target === help.current && help.current.close()}>
+      <h2 id="keys-title">Keys</h2>
+      <dl class="keys">${KEYS.map(([key, words]) => html`<div><dt><kbd>${key}</kbd></dt><dd>${words}</dd></div>`)}</dl>
+      <form method="dialog"><button class="main">Close</button></form>
+    </dialog>
+  </${Lab.Provider}>`;
+}

@@ -1,0 +1,88 @@
+// What is shown, as one flat object of strings and numbers. In a page it is the part of the address
+// after #, so that a view can be sent as a link; in a notebook it is the trait `view`.
+
+export const DEFAULTS = {
+  panel: "start", ex: "shared", own: "", mask: "none", left: 1, right: 0, keys: 3, scaled: 1,
+  digits: 4, token: 0, key: 0, stage: "weights", step: 0, dk: 64, count: 0, n: 1024, d: 64,
+  block: 2, tile: 0, mech: "", mhead: 0, layer: 0, head: 0, score: "entropy", query: 0,
+  kkey: 0, zoom: -99, reduce: "max", ramp: "root", x: 0, y: 0, lib: "numpy", line: 0, code: "scaled-dot-product",
+  theme: "",
+};
+
+const numeric = (name) => typeof DEFAULTS[name] === "number";
+
+/** @param {string} hash such as "#heatmap&mask=causal&token=2" */
+export function parsed(hash) {
+  const [panel, ...rest] = hash.replace(/^#/, "").split("&");
+  const view = { ...DEFAULTS };
+  if (/^[a-z]+$/.test(panel)) view.panel = panel;
+  for (const [name, value] of new URLSearchParams(rest.join("&"))) {
+    if (!(name in DEFAULTS) || name === "panel") continue;
+    if (!numeric(name)) view[name] = value;
+    else if (Number.isFinite(Number(value))) view[name] = Number(value);
+  }
+  return view;
+}
+
+/** The address of a view: only what is not as at first. */
+export function address(view) {
+  const said = new URLSearchParams();
+  for (const [name, value] of Object.entries(view)) {
+    if (name !== "panel" && name in DEFAULTS && value !== DEFAULTS[name]) said.set(name, String(value));
+  }
+  const text = said.toString();
+  return `#${view.panel}${text && "&"}${text}`;
+}
+
+/** Keeps the view, tells who listens, and writes it to the address or to the trait. */
+export class View {
+  constructor(model, { inAddress }) {
+    this.model = model;
+    this.inAddress = inAddress;
+    this.listeners = new Set();
+    this.values = inAddress
+      ? parsed(location.hash)
+      : { ...DEFAULTS, ...(model.get("view") ?? {}) };
+    this.read = () => {
+      clearTimeout(this.later);
+      if (address(this.values) === location.hash) return;
+      this.values = parsed(location.hash);
+      this.tell();
+    };
+    this.follow = () => {
+      const given = { ...DEFAULTS, ...(model.get("view") ?? {}) };
+      if (address(given) === address(this.values)) return;
+      this.values = given;
+      this.tell();
+    };
+    if (inAddress) addEventListener("hashchange", this.read);
+    else model.on("change:view", this.follow);
+  }
+
+  close() {
+    if (this.inAddress) removeEventListener("hashchange", this.read);
+    else this.model.off?.("change:view", this.follow);
+  }
+
+  /** @param {Partial<typeof DEFAULTS>} changes */
+  set(changes) {
+    const before = this.values;
+    this.values = { ...before, ...changes };
+    if (this.inAddress) {
+      clearTimeout(this.later);
+      // A new panel is a place to come back to; a new cell is not, and sliders make many of them,
+      // more than browsers let a page write.
+      if (this.values.panel !== before.panel) history.pushState(null, "", address(this.values));
+      else this.later = setTimeout(() => history.replaceState(null, "", address(this.values)), 120);
+    }
+    const changed = Object.fromEntries(
+      Object.entries(this.values).filter(([name, value]) => value !== DEFAULTS[name]));
+    this.model.set("view", changed);
+    this.model.save_changes();
+    this.tell();
+  }
+
+  tell() {
+    this.listeners.forEach((each) => each());
+  }
+}

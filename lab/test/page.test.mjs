@@ -1,0 +1,120 @@
+// What is around the kernel: addresses, numbers, files, answers, requests.
+
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import { answerOf, check } from "../src/answers.js";
+import { BUILT_IN, complaint, decode, encode, matrixOf } from "../src/examples.js";
+import { arraysOf, exampleOf } from "../src/files.js";
+import { shown, size, tsv, written } from "../src/format.js";
+import { Client, keyOf, unpacked } from "../src/host.js";
+import { address, parsed } from "../src/view.js";
+
+test("a view survives its address", () => {
+  const view = { ...parsed(""), panel: "heatmap", mask: "window", left: 3, own: encode(BUILT_IN[0]), ex: "own" };
+  assert.deepEqual(parsed(address(view)), view);
+  assert.equal(address(parsed("#tiles")), "#tiles");
+});
+
+test("addresses of others change nothing but what they may", () => {
+  const view = parsed("#<img>&token=NaN&dk=1e3&__proto__=x&unknown=1&mask=causal");
+  assert.deepEqual({ ...view, mask: "none", dk: 64 }, parsed(""));
+  assert.equal(view.dk, 1000);
+});
+
+test("an edited example survives its address", () => {
+  for (const example of BUILT_IN) {
+    const { tokens, query, key, value } = decode(encode(example));
+    assert.deepEqual([tokens, query, key, value], [example.tokens, example.query, example.key, example.value]);
+  }
+  assert.equal(decode("[1"), null);
+  assert.equal(decode('[["a"],"1 x","1 2","1"]'), null);
+  assert.equal(decode('[["a"],"1 2","1","1"]'), null);
+});
+
+test("what is pasted", () => {
+  const rows = [[1, 0], [0, 2.5]];
+  for (const text of ["1 0\n0 2.5", "1,0;0,2.5", "1\t0\r\n0\t2.5", "[[1, 0], [0, 2.5]]", "array([[1. , 0. ],\n [0. , 2.5]])"]) {
+    assert.deepEqual(matrixOf(text), rows);
+  }
+  const [example] = BUILT_IN;
+  assert.match(complaint({ ...example, query: [[1, 2], [3]] }), /differ in length/);
+  assert.match(complaint({ ...example, value: [[1]] }), /K has 5 rows and V 1/);
+  assert.match(complaint({ ...example, query: matrixOf("a b") }), /not a number/);
+});
+
+test("numbers for reading", () => {
+  assert.deepEqual([0.109496351547, 1, -0.5, null, 1e-9, 0.00004, 123456789.5].map((x) => written(x)),
+    ["0.1095", "1", "−0.5000", "−∞", "1.00e−9", "4.00e−5", "1.23e+8"]);
+  assert.equal(written(0.10949635154667202, 12), "0.109496351547");
+  assert.equal(size(4 * 131072 ** 2), "64 GiB");
+  assert.equal(shown("a\n\u202eb\u0000"), "a⏎�b�");
+  assert.equal(tsv([["a\tb", null], [1, 0.5]]), "a b\t-inf\n1\t0.5");
+});
+
+test("keys of results are those of Python", () => {
+  assert.equal(keyOf("trace", { name: "shared", mask: "none" }), 'trace:{"mask":"none","name":"shared"}');
+  assert.equal(keyOf("scaling", {}), "scaling");
+});
+
+test("answers with arrays", () => {
+  const header = new TextEncoder().encode(JSON.stringify({ id: 1, ok: true, result: { level: 0 }, buffers: [{ dtype: "float32", shape: [1, 2] }] }));
+  const bytes = new Uint8Array(4 + header.length + 8);
+  new DataView(bytes.buffer).setUint32(0, header.length, true);
+  bytes.set(header, 4);
+  bytes.set(new Uint8Array(new Float32Array([0.25, 0.75]).buffer), 4 + header.length);
+  const [content, [view]] = unpacked(bytes.buffer);
+  assert.equal(content.id, 1);
+  assert.equal(view.getFloat32(4, true), 0.75);
+});
+
+test("a client asks once, and hands on what Python says", async () => {
+  const sent = [];
+  let receive;
+  const client = new Client({
+    get: () => ({ host: "widget", results: { errata: [1] } }), on: (_, each) => { receive = each; }, off() {}, send: (request) => sent.push(request),
+  });
+  assert.deepEqual(await client.ask("errata"), [1]);
+  const both = [client.ask("model"), client.ask("model")];
+  assert.equal(sent.length, 1);
+  receive({ id: sent[0].id, ok: true, result: { q_len: 5 } });
+  assert.deepEqual(await Promise.all(both), [{ q_len: 5 }, { q_len: 5 }]);
+  const failing = client.ask("head", { layer: 9 });
+  receive({ id: sent[1].id, ok: false, error: { message: "there is no layer 9.", action: "Choose from 0 to 1." } });
+  await assert.rejects(failing, { message: "there is no layer 9.", action: "Choose from 0 to 1." });
+  const tile = client.ask("tile", { layer: 0 });
+  receive({ id: sent[2].id, ok: true, result: { level: 1 }, buffers: [{ dtype: "float32", shape: [2] }] }, [new DataView(new Float32Array([1, 2]).buffer)]);
+  assert.deepEqual((await tile).values, new Float32Array([1, 2]));
+});
+
+function safetensors(header, floats) {
+  const text = new TextEncoder().encode(JSON.stringify(header));
+  const bytes = new Uint8Array(8 + text.length + 4 * floats.length);
+  new DataView(bytes.buffer).setBigUint64(0, BigInt(text.length), true);
+  bytes.set(text, 8);
+  bytes.set(new Uint8Array(new Float32Array(floats).buffer), 8 + text.length);
+  return new File([bytes], "a.safetensors");
+}
+
+test("a safetensors file, and ones that lie", async () => {
+  const part = (place) => ({ dtype: "F32", shape: [1, 1, 2], data_offsets: [8 * place, 8 * place + 8] });
+  const header = { q: part(0), k: part(1), v: part(2), __metadata__: { tokens: '["<b>"]' } };
+  const example = exampleOf(await arraysOf(safetensors(header, [1, 2, 3, 4, 5, 6])));
+  assert.deepEqual(example, { tokens: ["<b>"], query: [[1, 2]], key: [[3, 4]], value: [[5, 6]] });
+  await assert.rejects(arraysOf(safetensors({ q: { ...part(0), shape: [9e9, 9e9] } }, [1, 2])), /it says/);
+  await assert.rejects(arraysOf(safetensors({ q: part(7) }, [1, 2])), /outside the file/);
+  await assert.rejects(arraysOf(new File(["short"], "a.safetensors")), /too short/);
+  await assert.rejects(arraysOf(new File(["no archive at all, but long enough"], "a.npz")), /no npz file/);
+});
+
+test("right answers, and wrong ones", () => {
+  const right = {
+    "003.1": "[[1, 0.5], [1, 0.73]]", "003.2": "0.15 0.25 0.25 0.15 0.20", "003.4": "(1,1,1,1,1), (12,0,0,0,0)",
+    "003.5": "true, false", "003.8": "11.387", "003.9": "32", "003.10": "2048000000",
+    "003.11": "1 0 0 0\n0.46 0.15 0.30 0.21",
+  };
+  for (const [name, text] of Object.entries(right)) assert.equal(check(name, answerOf(text)).right, true, name);
+  for (const name of ["003.1", "003.2", "003.3", "003.4", "003.5", "003.6", "003.7", "003.8", "003.9", "003.10", "003.11"]) {
+    assert.equal(check(name, answerOf("0.1 0.2")).right, false, name);
+  }
+  assert.throws(() => answerOf("half"));
+});

@@ -1,0 +1,114 @@
+"""The largest weight and the sum of the weights of blocks of pairs: a map of one head's weights.
+
+A replay, as `replay.kernel` has it, whose tasks are blocks of queries. Each vector of queries meets
+its keys, and the weights of `unit` keys at a time are reduced to two numbers: for each lane, or
+where lanes are `joined`, for all of them. What is kept of a pair so takes `2 / unit` numbers, or
+`2 / (lanes * unit)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from qkv.backends.cpu.emit.emitter import Value
+from qkv.backends.cpu.emit.frame import WORD
+from qkv.backends.cpu.forward.kernel import TASK
+from qkv.backends.cpu.products.query_lanes import vectors_at
+from qkv.backends.cpu.replay.kernel import RANGE, Block, Received, ReplayKey
+
+
+def emit_weight_blocks(key: ReplayKey) -> str:
+    """The module of the kernel; `job(arguments, worker)` runs tasks until none is left."""
+    kernel = Blocks(key)
+    kernel.all_tasks()
+    return str(kernel.e.module)
+
+
+class Blocks(Received):
+    """Reductions of the weights; those of keys in one unit are added to what is there.
+
+    `largest` and `sums` have a row for each vector of queries from `first_vector` on, and `units`
+    columns, one for each `unit` keys from `first_unit` on. An entry is a number, or a vector where
+    lanes are not joined.
+    """
+
+    def after_keys(self, block: Block, kv_start: Value, count: Value) -> None:
+        """Reduce the weights of a block of keys, unit by unit."""
+        e, b, arguments = self.e, self.e.builder, block.arguments
+        unit, units = self.field(arguments, "unit"), self.field(arguments, "units")
+        stop = e.add(kv_start, count)
+        vector = b.sdiv(block.first_row, e.index(e.lanes))
+        row = e.sub(vector, self.field(arguments, "first_vector"))
+
+        def number(weight: Value) -> Value:
+            """0 in the place of NaN."""
+            return b.select(b.fcmp_ordered("ord", weight, weight), weight, e.const(0.0))
+
+        def one_unit(n: Value, _: list[Value]) -> None:
+            first = e.sub(e.greater(e.mul(n, unit), kv_start), kv_start)
+            last = e.sub(e.least(e.mul(e.add(n, 1), unit), stop), kv_start)
+
+            def one_key(k: Value, found: list[Value]) -> list[Value]:
+                weights = vectors_at(e, block.areas.scores, block.vectors, k)
+                weights = [number(weight) for weight in weights]
+                largest, sums = found[: block.vectors], found[block.vectors :]
+                return [
+                    *(e.greatest(old, new) for old, new in zip(largest, weights, strict=True)),
+                    *(b.fadd(old, new) for old, new in zip(sums, weights, strict=True)),
+                ]
+
+            nothing = [e.const(0.0)] * (2 * block.vectors)
+            found = e.loop(first, last, 1, nothing, one_key)
+            column = e.sub(n, self.field(arguments, "first_unit"))
+            for name, joined, values in (
+                ("largest", e.greatest, found[: block.vectors]),
+                ("sums", b.fadd, found[block.vectors :]),
+            ):
+                start = self.pointer_field(arguments, name)
+                for j, value in enumerate(values):
+                    place = e.add(e.mul(e.add(row, j), units), column)
+                    self._join(arguments, start, place, value, joined)
+
+        first_unit = b.sdiv(kv_start, unit)
+        last_unit = b.sdiv(e.add(e.sub(stop, 1), unit), unit)
+        e.loop(first_unit, last_unit, 1, [], one_unit)
+
+    def _join(
+        self,
+        arguments: Value,
+        start: Value,
+        place: Value,
+        value: Value,
+        join: Callable[[Value, Value], Value],
+    ) -> None:
+        """Join what was found with what is there."""
+        e = self.e
+
+        def of_all_lanes() -> None:
+            at = e.at(start, e.mul(place, e.real_bytes))
+            old = e.splat(e.load(at, e.real, e.real_bytes))
+            e.store(e.extract(join(old, e.reduce(value, join)), 0), at, e.real_bytes)
+
+        def of_each_lane() -> None:
+            at = e.at(start, e.mul(place, e.vector_bytes))
+            e.store_vector(join(e.load_vector(at, aligned=False), value), at, aligned=False)
+
+        e.choose(e.below(0, self.field(arguments, "joined")), of_all_lanes, of_each_lane)
+
+    def all_tasks(self) -> None:
+        e, meet = self.e, self.meeting()
+
+        def run(arguments: Value, number: Value, scratch: Value) -> None:
+            tasks = self.pointer_field(arguments, "tasks")
+            _, _, first_key, last_key, first_block, last_block = self.record(
+                e.at(tasks, e.mul(number, WORD * len(RANGE))), RANGE
+            )
+            blocks = self.pointer_field(arguments, "blocks")
+
+            def each(n: Value, _: list[Value]) -> None:
+                block = e.at(blocks, e.mul(n, WORD * len(TASK)))
+                meet(arguments, block, scratch, first_key, last_key)
+
+            e.loop(first_block, last_block, 1, [], each)
+
+        self.job(run)

@@ -1,0 +1,104 @@
+"""`qkv lab`: the page that shows attention happen, served on this machine or written as a file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qkv.cli.variants import add_variants, command_line_of, variants_of
+from qkv.errors import ArgumentError, UnsupportedError
+
+if TYPE_CHECKING:
+    from qkv.lab.session import Session
+
+__all__ = ["DESCRIPTION", "add_arguments", "run"]
+
+DESCRIPTION = (
+    "Serves a page on 127.0.0.1 and prints its address: every step of attention on small examples, "
+    "and with FILE or --model every head, with a map of the weights at any length. Ctrl-C ends it."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument(
+        "file",
+        nargs="?",
+        metavar="FILE",
+        help="safetensors or npz with q, k, v, or a saved record of a model",
+    )
+    parser.add_argument("--port", type=int, default=0, metavar="N", help="default: a free one")
+    parser.add_argument("--no-open", action="store_true", help="do not open a browser")
+    parser.add_argument("--export", metavar="FILE", help="write the page as one file instead")
+    parser.add_argument(
+        "--model", metavar="NAME", help="folder or name of a transformers model, or tiny"
+    )
+    parser.add_argument("--text", metavar="FILE", help="what it reads (default: a paragraph)")
+    parser.add_argument("--tokens", type=int, metavar="N", help="read only the first N tokens")
+    parser.add_argument(
+        "--download", action="store_true", help="fetch the model if it is not on this machine"
+    )
+    add_variants(parser)
+
+
+def run(options: argparse.Namespace) -> str:
+    """The output of the command; while the page is served, its address is all."""
+    if not 0 <= options.port < 1 << 16:
+        raise ArgumentError(f"--port {options.port} is no port.", action="Pass 0 to 65535.")
+    if options.model is None:
+        for attribute, name in (("text", "--text"), ("tokens", "--tokens")):
+            if getattr(options, attribute) is not None:
+                raise ArgumentError(f"{name} goes with --model.", action="See qkv lab --help.")
+    elif options.file is not None:
+        raise ArgumentError("FILE and --model are two things to show.", action="Pass one of them.")
+    if options.file is None and command_line_of(options.variants):
+        raise ArgumentError(f"{command_line_of(options.variants)[0]} goes with a file of arrays.")
+    if options.export is not None:
+        return _export(options)
+    try:
+        from qkv.lab.server import serve
+    except ImportError as error:
+        raise UnsupportedError(
+            f"the page needs a server, and {error.name} is not installed.",
+            action='pip install "qkv[lab]", or write a file with --export page.html.',
+        ) from error
+    serve(_session(options), options.port, lambda url: _ready(url, options.no_open))
+    return ""
+
+
+def _session(options: argparse.Namespace) -> Session:
+    from qkv.lab.session import Session
+    from qkv.lab.sources import open_file
+
+    if options.model is not None:
+        from qkv.cli.model_loading import lab_source
+        from qkv.cli.terminal import Bar, Page
+
+        with Bar(f"inspecting {Page().token(options.model, 40)}", passes=1) as bar:
+            return Session(lab_source(options, bar))
+    if options.file is None:
+        return Session()
+    return Session(open_file(options.file, *variants_of(options.variants)))
+
+
+def _export(options: argparse.Namespace) -> str:
+    from qkv.files.writing import replace_file
+    from qkv.lab.document import asset, export_data, offline_page
+
+    if not Path(options.export).absolute().parent.is_dir():
+        raise ArgumentError(f"{options.export} is in no folder.", action="Make the folder first.")
+    asset("lab.js")
+    page = offline_page(export_data(_session(options)))
+    replace_file(options.export, page.encode("utf-8"))
+    return f"Written: {options.export}\n"
+
+
+def _ready(url: str, stay: bool) -> None:
+    """Print the address on one line, and open it."""
+    print(url, flush=True)
+    if not stay and sys.stdout.isatty():
+        import webbrowser
+
+        webbrowser.open(url)

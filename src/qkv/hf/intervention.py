@@ -1,0 +1,221 @@
+"""Heads of a transformers model changed while it runs: what a head is for, not where it looks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from qkv.errors import ArgumentError, UnsupportedError
+from qkv.hf.attention import change_outputs, observe
+from qkv.hf.layer_call import LayerCall
+from qkv.hf.stored_tensor import StoredTensor
+from qkv.hf.switching import in_backward, inner_model, switched, uncompiled
+from qkv.interventions import HeadChange, HeadInputs, changed_heads
+
+__all__ = ["Change", "CopyFrom", "intervene"]
+
+
+class CopyFrom:
+    """Weights of another prompt: what the model is called with for it.
+
+    Parameters
+    ----------
+    *args, **inputs
+        As for the model, with as many tokens as the prompt that is run.
+
+    Examples
+    --------
+    >>> CopyFrom(input_ids=torch.tensor([[1, 2, 3]]))
+    CopyFrom(input_ids)
+    """
+
+    def __init__(self, *args: Any, **inputs: Any) -> None:
+        self.args = args
+        self.inputs = inputs
+
+    def __repr__(self) -> str:
+        said = [f"{len(self.args)} arguments"] if self.args else []
+        return f"CopyFrom({', '.join([*said, *self.inputs])})"
+
+
+Change: TypeAlias = Literal["off", "uniform"] | CopyFrom
+
+
+@contextmanager
+def intervene(model: torch.nn.Module, changes: Mapping[tuple[int, int], Change]) -> Iterator[None]:
+    """Run a model with some of its heads switched off, made uniform, or given other weights.
+
+        with qkv.hf.intervene(model, {(5, 1): "off"}):
+            logits = model(**inputs).logits
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel, or a module with one inside
+        Loaded with any attention implementation. It is switched to qkv inside the `with`, and is as
+        it was afterwards, also after an error.
+    changes : mapping of (layer, head) to change
+        Layers as `qkv.hf.inspect` numbers them, in the order of their calls, and query heads.
+        "off": the head writes 0. "uniform": equal weights on all keys that its masks allow,
+        without biases and sinks. `CopyFrom(**inputs)`: the weights that it has on another prompt
+        of the same length, which is run first, unchanged.
+
+    Raises
+    ------
+    ArgumentError
+        There is no such layer or head; that of a layer is known when the model has run.
+    ShapeError
+        The other prompt has another length.
+    UnsupportedError
+        The model computes its attention without asking for an implementation.
+
+    Notes
+    -----
+    The output of a head is changed before the layer's output projection. Gradients go through it.
+    Weights that `output_attentions=True` returns are those before the change. Cost: one more
+    attention of the layer for "uniform", and for each other prompt. Source: `qkv.interventions`.
+
+    Examples
+    --------
+    >>> with qkv.hf.intervene(model, {(1, 0): "off"}):  # doctest: +SKIP
+    ...     loss = model(input_ids=ids, labels=ids).loss
+    """
+    from qkv.hf import enable
+
+    enable()
+    found = inner_model(model)
+    wanted = _checked(changes)
+    with switched(found), uncompiled():
+        run = _Run(found, wanted, _copied(found, wanted))
+        hook = found.register_forward_pre_hook(run.begin)
+        try:
+            with change_outputs(run.change):
+                yield
+        finally:
+            hook.remove()
+    run.require_layers()
+
+
+def _checked(changes: Any) -> dict[tuple[int, int], Change]:
+    found: dict[tuple[int, int], Change] = {}
+    for place, change in dict(changes).items():
+        pair = isinstance(place, tuple) and len(place) == 2
+        if not pair or not all(type(index) is int and index >= 0 for index in place):
+            raise ArgumentError(
+                f"{place!r:.60} is no pair of layer and head.", action="Pass {(layer, head): ...}."
+            )
+        if not isinstance(change, CopyFrom) and change not in ("off", "uniform"):
+            raise ArgumentError(
+                f"{change!r:.60} is nothing that a head can become.",
+                action='Use "off", "uniform", or qkv.hf.CopyFrom(**inputs).',
+            )
+        found[place] = change
+    return found
+
+
+def _copied(
+    model: torch.nn.Module, changes: Mapping[tuple[int, int], Change]
+) -> dict[tuple[int, int], HeadInputs]:
+    """The inputs of the layers whose weights are copied, on their own prompts."""
+    found: dict[tuple[int, int], HeadInputs] = {}
+    prompts: dict[int, CopyFrom] = {
+        id(change): change for change in changes.values() if isinstance(change, CopyFrom)
+    }
+    for prompt in prompts.values():
+        seen: list[HeadInputs] = []
+        with torch.no_grad(), observe(lambda call, seen=seen: seen.append(_inputs(call))):  # type: ignore[misc]
+            model(*prompt.args, **prompt.inputs)
+        # A cache may write to these keys again.
+        seen = [replace(inputs, key=inputs.key.clone()) for inputs in seen]
+        for (layer, head), change in changes.items():
+            if change is prompt and layer < len(seen):
+                found[layer, head] = seen[layer]
+    return found
+
+
+def _inputs(call: LayerCall) -> HeadInputs:
+    """Of a layer's call, with keys of pages or int8 as a tensor."""
+    options = {"scale": call.scale, "q_offset": call.q_offset, "kv_offset": call.kv_offset}
+    if not isinstance(call.key, StoredTensor):
+        return HeadInputs(call.query, call.key, call.variants, options)
+    lengths = () if call.key.kv_lens is None else (call.key.kv_lens,)
+    return HeadInputs(call.query, call.key.dense(), (*call.variants, *lengths), options)
+
+
+@dataclass(slots=True)
+class _Run:
+    """The calls of a model's layers, counted anew each time that it is called."""
+
+    model: torch.nn.Module
+    changes: Mapping[tuple[int, int], Change]
+    copied: Mapping[tuple[int, int], HeadInputs]
+    count: int = 0
+    most: int = 0
+    runs: int = 0
+    places: dict[torch.nn.Module, list[int]] = field(default_factory=dict)
+
+    def begin(self, module: torch.nn.Module, args: Any) -> None:
+        if in_backward():
+            return
+        self.count, self.runs = 0, self.runs + 1
+        self.places.clear()
+
+    def change(self, call: LayerCall, output: torch.Tensor) -> torch.Tensor:
+        """The output of a layer, (batch, q_len, num_heads, v_head_dim)."""
+        layer = self._layer(call.module)
+        here: dict[int, HeadChange] = {}
+        for (index, head), change in self.changes.items():
+            if index == layer:
+                other = self.copied.get((index, head))
+                here[head] = change if not isinstance(change, CopyFrom) else _required(other)
+        if not here:
+            return output
+        inputs = _inputs(call)
+        value = call.value.dense() if isinstance(call.value, StoredTensor) else call.value
+        found: torch.Tensor = changed_heads(output.transpose(1, 2), inputs, value, here)
+        return found.transpose(1, 2).contiguous()
+
+    def _layer(self, module: torch.nn.Module) -> int:
+        """The number of this call; what a backward pass computes anew has the number it had."""
+        places = self.places.setdefault(module, [])
+        if in_backward() and len(places) == 1:
+            return places[0]
+        if in_backward():
+            raise UnsupportedError(
+                f"{type(module).__name__} is called several times, and a backward pass calls it "
+                "again; which call that is cannot be told.",
+                action="Switch activation checkpointing off.",
+            )
+        places.append(self.count)
+        self.count += 1
+        self.most = max(self.most, self.count)
+        return places[-1]
+
+    def require_layers(self) -> None:
+        """Complain of layers that were not called, if the model was."""
+        if not self.runs:
+            return
+        name = type(self.model).__name__
+        if not self.most:
+            raise UnsupportedError(
+                f"{name} computes its attention itself and never calls qkv: nothing was changed.",
+                action="Use a model that follows transformers' AttentionInterface.",
+            )
+        missing = sorted({layer for layer, _ in self.changes if layer >= self.most})
+        if missing:
+            raise ArgumentError(
+                f"layer {missing[0]} does not exist: {name} called {self.most} layers.",
+                action=f"Choose from 0 to {self.most - 1}.",
+            )
+
+
+def _required(inputs: HeadInputs | None) -> HeadInputs:
+    if inputs is None:
+        raise ArgumentError(
+            "the other prompt did not reach this layer.",
+            action="Copy from a prompt that the whole model reads.",
+        )
+    return inputs

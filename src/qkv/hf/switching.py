@@ -1,0 +1,78 @@
+"""A model with qkv as its attention for a while, and with its own again afterwards."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from qkv.errors import ArgumentError
+
+__all__ = ["in_backward", "inner_model", "switched", "uncompiled"]
+
+
+def inner_model(module: torch.nn.Module) -> torch.nn.Module:
+    """The model of transformers that a module is, or wraps."""
+    found = list(dict.fromkeys(_models(module)))
+    if len(found) == 1:
+        return found[0]
+    raise ArgumentError(
+        f"{type(module).__name__} has {len(found)} models of transformers inside; "
+        "one is looked into at a time.",
+        [("inside", type(model).__name__) for model in found[:3]],
+        "Pass the PreTrainedModel itself.",
+    )
+
+
+def _models(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The outermost ones."""
+    from transformers import PreTrainedModel
+
+    if isinstance(module, PreTrainedModel):
+        yield module
+        return
+    for part in module.children():
+        yield from _models(part)
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Turn torch.compile off inside, because a traced layer has no values to record."""
+    # Importing torch's compiler takes seconds, and without it nothing can be compiled.
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+@contextmanager
+def switched(model: Any) -> Iterator[None]:
+    """The model with qkv as its implementation, in every part of it; then with its own again."""
+    before = {id(config): (config, config._attn_implementation) for config in _configs(model)}
+    try:
+        model.set_attn_implementation("qkv")
+        yield
+    finally:
+        for config, implementation in before.values():
+            # Setting the property would overwrite the choice of sub-models that have their own.
+            config._attn_implementation_internal = implementation
+
+
+def _configs(model: Any) -> Iterator[Any]:
+    """The configurations of a model, of its parts, and those inside them."""
+    found = [module.config for module in model.modules() if hasattr(module, "config")]
+    while found:
+        config = found.pop()
+        if not hasattr(config, "_attn_implementation_internal"):
+            continue
+        yield config
+        parts: Mapping[str, Any] = getattr(config, "sub_configs", {})
+        found += [part for name in parts if (part := getattr(config, name, None)) is not None]

@@ -1,0 +1,167 @@
+"""Pictures for papers: weights, head scores and tile schedules as SVG, PNG or PDF.
+
+They need matplotlib. Without their date and with fixed names, the same numbers give the same file.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.errors import ArgumentError, UnsupportedError
+from qkv.files.writing import replace_file
+from qkv.inspection.tokens import printable
+from qkv.problem.tiles import TileGrid, TileKind
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["LONGEST", "draw_heads", "draw_tiles", "draw_weights", "save_picture"]
+
+Array = NDArray[Any]
+
+LONGEST = 1024
+"""Rows and columns of a picture of weights; longer ones show the largest weight of blocks."""
+
+_FORMATS = ("pdf", "png", "svg")
+_NAMED = 40
+"""Tokens that are written beside a picture, at most."""
+
+_KINDS = {
+    TileKind.EMPTY: ("skipped", "#ffffff"),
+    TileKind.PARTIAL: ("partial: the mask is evaluated", "#7fcdbb"),
+    TileKind.FULL: ("full: no mask needed", "#2c7fb8"),
+}
+
+
+def save_picture(
+    path: str | os.PathLike[str], size: tuple[float, float], draw: Callable[[Figure], None]
+) -> None:
+    """Draw a figure and write it to a file.
+
+    Parameters
+    ----------
+    path : path
+        Its ending says the format: .svg, .png or .pdf.
+    size : (width, height)
+        In inches.
+    draw : callable (figure)
+
+    Raises
+    ------
+    UnsupportedError
+        matplotlib is not installed.
+    ArgumentError
+        The ending is another.
+    FileError
+        The file cannot be written.
+    """
+    kind = os.path.splitext(path)[1].removeprefix(".").lower()
+    if kind not in _FORMATS:
+        raise ArgumentError(
+            f"{str(path)!r:.100} does not end in {', '.join(f'.{f}' for f in _FORMATS)}.",
+            action="Name a file with one of these endings.",
+        )
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UnsupportedError(
+            "a picture needs matplotlib, which is not installed.",
+            action='Install it, as with pip install "qkv[plot]".',
+        ) from error
+    file = io.BytesIO()
+    with rc_context({"svg.hashsalt": "qkv"}):
+        figure = Figure(figsize=size, layout="constrained")
+        draw(figure)
+        metadata = {"png": None, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
+        figure.savefig(file, format=kind, metadata=metadata, dpi=150)
+    replace_file(path, file.getvalue())
+
+
+def draw_weights(
+    figure: Figure, weights: Array, title: str, tokens: Sequence[str] | None, block: int
+) -> None:
+    """Weights `(queries, keys)` as a picture, queries down and keys across.
+
+    Parameters
+    ----------
+    figure : matplotlib.figure.Figure
+    weights : array (rows, columns)
+        Of single pairs, or the largest of blocks of `block` x `block`.
+    title : str
+    tokens : sequence of str or None
+        Names of the keys, and of the queries where there are as many.
+    block : int
+    """
+    from matplotlib.colors import PowerNorm
+
+    axes = figure.subplots()
+    extent = (-0.5, block * weights.shape[1] - 0.5, block * weights.shape[0] - 0.5, -0.5)
+    # Most weights are small: on a scale of square roots they can be told from 0.
+    norm = PowerNorm(0.5, 0.0, max(float(np.nan_to_num(weights).max()), 1e-30))
+    image = axes.imshow(weights, cmap="viridis", norm=norm, extent=extent, interpolation="nearest")
+    largest = f", largest of {block} x {block}" if block > 1 else ""
+    figure.colorbar(image, ax=axes, label=f"weight{largest}", shrink=0.8)
+    axes.set(xlabel="key", ylabel="query")
+    axes.set_title(title, parse_math=False)
+    if tokens is not None and len(tokens) <= _NAMED:
+        names = [printable(token) for token in tokens]
+        axes.set_xticks(range(len(names)), names, rotation=90, fontsize=7, parse_math=False)
+        if weights.shape[0] == len(names):
+            axes.set_yticks(range(len(names)), names, fontsize=7, parse_math=False)
+
+
+def draw_heads(figure: Figure, scores: Array, score: str, title: str) -> None:
+    """One score of every head, layers down and heads across.
+
+    Parameters
+    ----------
+    figure : matplotlib.figure.Figure
+    scores : array (layers, heads)
+        NaN where a layer has fewer heads, or the score does not apply.
+    score, title : str
+    """
+    axes = figure.subplots()
+    image = axes.imshow(scores, cmap="viridis", interpolation="nearest")
+    unit = {"entropy": "entropy, nats", "distance": "distance, tokens"}
+    figure.colorbar(image, ax=axes, label=unit.get(score, score.replace("_", " ")), shrink=0.8)
+    axes.set(xlabel="head", ylabel="layer")
+    # Names and tokens are other people's text: a dollar in one begins no formula.
+    axes.set_title(printable(title, 60), parse_math=False)
+    _whole_numbers(axes, scores.shape)
+
+
+def draw_tiles(figure: Figure, grid: TileGrid, batch: int, head: int, title: str) -> None:
+    """Which tiles of a head are skipped, which evaluate a mask, and which need none."""
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    kinds = grid.classify(batch, head)
+    axes = figure.subplots()
+    extent = (0, grid.kv_blocks * grid.block_kv, grid.q_blocks * grid.block_q, 0)
+    colours = ListedColormap([colour for _, colour in _KINDS.values()])
+    axes.imshow(
+        kinds, cmap=colours, vmin=0, vmax=2, extent=extent, interpolation="nearest", aspect="auto"
+    )
+    axes.set(xlabel="key", ylabel="query", xlim=(0, grid.kv_len), ylim=(grid.q_len, 0))
+    axes.set_title(title, parse_math=False)
+    counts = {kind: int((kinds == kind).sum()) for kind in TileKind}
+    patches = [
+        Patch(facecolor=colour, edgecolor="#555555", label=f"{counts[kind]:,} {name}")
+        for kind, (name, colour) in _KINDS.items()
+    ]
+    about = f"tiles of {grid.block_q} queries and {grid.block_kv} keys"
+    figure.legend(handles=patches, loc="outside lower center", title=about, fontsize=8)
+
+
+def _whole_numbers(axes: Axes, shape: tuple[int, ...]) -> None:
+    """Ticks at whole numbers, at most about twenty."""
+    for length, place in zip(shape, (axes.set_yticks, axes.set_xticks), strict=True):
+        place(np.arange(0, length, max(1, -(-length // 20))))

@@ -1,0 +1,197 @@
+"""The HTML of the lab: the page that the server gives out, and one file that needs nothing else.
+
+The file carries script, style and data inside. A content security policy in it names both by their
+hashes and allows nothing else, and no connection at all. What tokens and names say is text, never
+markup.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib import resources
+from typing import Any
+
+from qkv.errors import UnsupportedError
+from qkv.inspection.tokens import printable
+from qkv.lab.heads import HeadLayer, Heads
+from qkv.lab.messages import Answer, in_page, key_of
+from qkv.lab.session import Session
+from qkv.lab.sources import source_of
+from qkv.lab.weight_map import TILE
+
+__all__ = ["FILES", "asset", "export_data", "offline_page", "served_page", "to_html"]
+
+FILES = {"/lab.js": "text/javascript; charset=utf-8", "/lab.css": "text/css; charset=utf-8"}
+"""What the page loads, and its type."""
+
+DATA_ID = "qkv-data"
+
+_PAGE = 512
+"""Queries whose best keys a page asks for at once."""
+
+_MOST_QUERIES = 4 * _PAGE
+"""Queries of each head whose best keys are in a file."""
+
+_MOST_HEADS = 512
+"""Heads whose best keys are in a file."""
+
+_MOST_MAPS = 64
+"""Maps of one tile that are in a file: 256 KiB each at most, in base64 a third more."""
+
+
+def asset(name: str) -> str:
+    """A file of the bundle, `lab.js` or `lab.css`.
+
+    Raises
+    ------
+    UnsupportedError
+        It is not in the package.
+    """
+    file = resources.files("qkv.lab").joinpath("static", name)
+    if not file.is_file():
+        raise UnsupportedError(
+            f"the page of the lab is not in this package: {name} is missing.",
+            [("looked in", "qkv/lab/static")],
+            "Install a released wheel, or make it: cd lab && npm ci && npm run build.",
+        )
+    return file.read_text(encoding="utf-8")
+
+
+def served_page(data: Mapping[str, Any]) -> str:
+    """The page of the server: script and style are loaded from it."""
+    head = '<link rel="stylesheet" href="/lab.css">'
+    return _document(data, head, '<script type="module" src="/lab.js"></script>')
+
+
+def offline_page(data: Mapping[str, Any]) -> str:
+    """One file with everything inside, which opens from disk and asks for nothing."""
+    style, script = asset("lab.css"), asset("lab.js")
+    # Inside an element neither may contain what ends it.
+    script = re.sub(r"</(?=script)", r"<\\/", script, flags=re.IGNORECASE)
+    script = script.replace("<!--", "<\\!--")
+    style = re.sub(r"</(?=style)", r"<\\/", style, flags=re.IGNORECASE)
+    policy = "; ".join(
+        (
+            "default-src 'none'",
+            f"script-src '{_hash(script)}'",
+            f"style-src '{_hash(style)}'",
+            "img-src data: blob:",
+            "base-uri 'none'",
+            "form-action 'none'",
+        )
+    )
+    head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>'
+    return _document(data, head, f'<script type="module">{script}</script>')
+
+
+def _document(data: Mapping[str, Any], head: str, script: str) -> str:
+    parts = (
+        "<!doctype html>",
+        '<html lang="en">',
+        "<head>",
+        '<meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        '<link rel="icon" href="data:,">',
+        f"<title>{escape(printable(str(data['title']), 200))}</title>",
+        head,
+        "</head>",
+        "<body>",
+        '<div id="qkv-lab"></div>',
+        "<noscript>The lab draws with a script, and scripts are off.</noscript>",
+        f'<script type="application/json" id="{DATA_ID}">{in_page(data)}</script>',
+        script,
+        "</body>",
+        "</html>",
+    )
+    return "\n".join(parts) + "\n"
+
+
+def _hash(text: str) -> str:
+    digest = hashlib.sha256(text.encode("utf-8")).digest()
+    return "sha256-" + base64.b64encode(digest).decode("ascii")
+
+
+def to_html(shown: Any = None, tokens: Sequence[str] | None = None) -> str:
+    """The lab as one HTML file that works from disk, with no network.
+
+    Parameters
+    ----------
+    shown : Record, ModelRecord, Trace or Source, optional
+        What to show beside the examples that come with qkv.
+    tokens : sequence of str, optional
+        Names of the keys of a record.
+
+    Returns
+    -------
+    str
+        Some 300 kB, and what is shown: 0.3 kB for each head, 0.1 kB for each head and query, and
+        the map of each head of at most 256 tokens whose query and key were kept.
+
+    Raises
+    ------
+    ArgumentError
+        There is nothing to show of an object of this kind.
+
+    Examples
+    --------
+    >>> import qkv.lab
+    >>> page = qkv.lab.to_html()  # doctest: +SKIP
+    >>> open("lab.html", "w").write(page)  # doctest: +SKIP
+    """
+    session = Session(None if shown is None else source_of(shown, tokens))
+    return offline_page(export_data(session))
+
+
+def export_data(session: Session) -> dict[str, Any]:
+    """Everything that a page can show without asking."""
+    methods = ("example", "scaling", "mechanisms", "code", "errata", "exercises")
+    asked: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in methods]
+    for example in session.examples:
+        if example.trace is None:
+            asked += [(name, {"name": example.name}) for name in ("trace", "tiles")]
+    asked += [("count", {"example": "three"}), ("count", {"n": 1024, "d": 64})]
+    results = session.results(*asked)
+    source = session.source
+    if source is not None and source.heads is not None:
+        results |= _head_results(session, source.heads)
+    return session.data("export", results)
+
+
+def _head_results(session: Session, heads: Heads) -> dict[str, Any]:
+    results = session.results(("model", {}))
+    # Nothing answers in a file.
+    results["model"]["can_intervene"] = False
+    places = [(layer, head) for layer in heads.layers for head in range(layer.num_heads)]
+    for layer, head in places[:_MOST_HEADS]:
+        asked = {"layer": layer.index, "head": head}
+        results |= session.results(("head", asked))
+        if layer.q_len > _PAGE:
+            for first in range(0, min(layer.q_len, _MOST_QUERIES), _PAGE):
+                results |= session.results(("head", {**asked, "first": first, "count": _PAGE}))
+    mapped = [(layer, head) for layer, head in places if _is_small(layer)]
+    for layer, head in mapped[:_MOST_MAPS]:
+        for reduce in ("max", "mean"):
+            tile: dict[str, Any] = {
+                "layer": layer.index, "head": head, "level": 0, "row": 0, "column": 0,
+                "reduce": reduce,
+            }  # fmt: skip
+            results[key_of("tile", tile)] = _with_bytes(session.answer("tile", tile))
+    return results
+
+
+def _is_small(layer: HeadLayer) -> bool:
+    """Whether the map of a head is one tile."""
+    return layer.replay is not None and max(layer.q_len, layer.kv_len) <= TILE
+
+
+def _with_bytes(answer: Answer) -> dict[str, Any]:
+    """A result whose arrays are in it, as base64."""
+    buffers = [
+        {**about, "base64": base64.b64encode(array.tobytes()).decode("ascii")}
+        for about, array in zip(answer.buffers(), answer.arrays, strict=True)
+    ]
+    return {**answer.result, "buffers": buffers}

@@ -1,0 +1,250 @@
+"""Layers and heads that the lab shows: of a model record, of one record, or of captured arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.errors import ArgumentError
+from qkv.inspection.head_scores import KINDS, SCORES, THRESHOLD, kind_of
+from qkv.inspection.model_record import LayerRecord, ModelRecord
+from qkv.inspection.record import Record
+from qkv.inspection.replay import Replay
+from qkv.inspection.report import LETTERS, MEANINGS
+from qkv.inspection.tokens import printable
+
+__all__ = ["NOTE", "HeadLayer", "Heads", "heads_of_model", "heads_of_record", "shown"]
+
+Array = NDArray[Any]
+
+NOTE = (
+    "Attention is not explanation: weights show where a head reads, not why "
+    "(Jain and Wallace, 2019)."
+)
+
+_LONGEST_TOKEN = 40
+_TOP = 4
+_ROWS = 1 << 22
+"""Weights that are computed at once for the best keys of some queries."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadLayer:
+    """One layer of batch row 0.
+
+    Attributes
+    ----------
+    index : int
+    name : str
+    num_heads, num_kv_heads, q_len, kv_len : int
+    rows : callable () -> list of dict
+        One row for each head: head, kind and each score.
+    entropy : callable () -> array (num_heads, q_len)
+    top : callable (head, first, stop) -> (indices, weights)
+        The best keys of some queries, each `(stop - first, k)`.
+    received : callable () -> array (num_heads, kv_len), or None
+    replay : Replay or None
+        Computes weights, if query and key were kept.
+    """
+
+    index: int
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    q_len: int
+    kv_len: int
+    rows: Callable[[], list[dict[str, Any]]]
+    entropy: Callable[[], Array]
+    top: Callable[[int, int, int], tuple[Array, Array]]
+    received: Callable[[], Array] | None
+    replay: Replay | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Heads:
+    """What the model panel shows.
+
+    Attributes
+    ----------
+    title : str
+    kind : "model", "arrays" or "capture"
+    backend : str
+        The backend that ran, or what is known of it.
+    scores : tuple of str
+        Names of the scores of each head.
+    tokens : sequence of str or None
+        Of the keys of batch row 0.
+    layers : sequence of HeadLayer
+    batch_size : int
+    """
+
+    title: str
+    kind: str
+    backend: str
+    scores: tuple[str, ...]
+    tokens: Sequence[str] | None
+    layers: Sequence[HeadLayer]
+    batch_size: int = 1
+
+    def layer(self, index: int) -> HeadLayer:
+        """One layer, by its number."""
+        if not 0 <= index < len(self.layers):
+            raise ArgumentError(
+                f"layer {index} does not exist.", action=f"There are {len(self.layers)}."
+            )
+        return self.layers[index]
+
+    def summary(self, levels: Callable[[HeadLayer], int]) -> dict[str, Any]:
+        """The result of the method `model`."""
+        tokens = None
+        if self.tokens is not None:
+            tokens = [shown(token) for token in self.tokens]
+        return {
+            "model": printable(self.title, 200),
+            "backend": self.backend,
+            "note": NOTE,
+            "kind": self.kind,
+            "tokens": tokens,
+            "q_len": max((layer.q_len for layer in self.layers), default=0),
+            "kv_len": max((layer.kv_len for layer in self.layers), default=0),
+            "batch_size": self.batch_size,
+            "scores": list(self.scores),
+            "kinds": list(KINDS),
+            "letters": LETTERS,
+            "meanings": MEANINGS,
+            "threshold": THRESHOLD,
+            "layers": [
+                {
+                    "index": layer.index,
+                    "name": printable(layer.name, 200),
+                    "num_heads": layer.num_heads,
+                    "num_kv_heads": layer.num_kv_heads,
+                    "q_len": layer.q_len,
+                    "kv_len": layer.kv_len,
+                    "has_weights": layer.replay is not None,
+                    "levels": levels(layer) if layer.replay is not None else 0,
+                    "heads": [
+                        {**row, "kv_head": row["head"] * layer.num_kv_heads // layer.num_heads}
+                        for row in layer.rows()
+                    ],
+                }
+                for layer in self.layers
+            ],
+        }
+
+
+def shown(token: str) -> str:
+    """A token without characters that act, cut where it is long."""
+    return printable(token, _LONGEST_TOKEN)
+
+
+def heads_of_model(record: ModelRecord) -> Heads:
+    """The layers of a model record."""
+    layers = [_layer_of_model(layer) for layer in record]
+    batch_size = record[0].rows["entropy"].shape[0] if len(record) else 0
+    return Heads(record.model, "model", "qkv", SCORES, record.texts, layers, batch_size)
+
+
+def _layer_of_model(layer: LayerRecord) -> HeadLayer:
+    _, num_heads, q_len = layer.rows["entropy"].shape
+    replay = None if layer.scores.weights is None else layer.scores.weights.replay
+    num_kv_heads = num_heads if replay is None else replay.problem.spec.num_kv_heads
+
+    def rows() -> list[dict[str, Any]]:
+        return [{k: v for k, v in row.items() if k != "layer"} for row in layer.heads()]
+
+    def top(head: int, first: int, stop: int) -> tuple[Array, Array]:
+        keys, weights = layer.top
+        return keys[0, head, first:stop], weights[0, head, first:stop]
+
+    return HeadLayer(
+        layer.index,
+        layer.name,
+        num_heads,
+        num_kv_heads,
+        q_len,
+        int(layer.received.shape[-1]),
+        rows,
+        lambda: layer.rows["entropy"][0],
+        top,
+        lambda: layer.received[0],
+        replay,
+    )
+
+
+def heads_of_record(record: Record, title: str, tokens: Sequence[str] | None) -> Heads:
+    """One record as a model of one layer; scores that need no pass over all pairs."""
+    replay = record.weights.replay
+    spec = replay.problem.spec
+    shape = (spec.batch_size, spec.num_heads, spec.q_len)
+    entropy = np.asarray(record.entropy).reshape(shape)[0]
+    scores = ("entropy", "max_weight", "sink", "previous", "own")
+
+    def rows() -> list[dict[str, Any]]:
+        found = {
+            "entropy": entropy,
+            "max_weight": np.asarray(record.max_weight).reshape(shape)[0],
+            "sink": np.asarray(record.mass(0)).reshape(shape)[0],
+            "previous": np.asarray(record.mass_at(-1)).reshape(shape)[0],
+            "own": np.asarray(record.mass_at(0)).reshape(shape)[0],
+        }
+        means = [
+            {name: float(row[head].mean()) for name, row in found.items()}
+            for head in range(spec.num_heads)
+        ]
+        unknown = dict.fromkeys(KINDS, np.nan)
+        return [
+            {"head": head, "kind": kind_of({**unknown, **row}), **row}
+            for head, row in enumerate(means)
+        ]
+
+    layer = HeadLayer(
+        0,
+        title,
+        spec.num_heads,
+        spec.num_kv_heads,
+        spec.q_len,
+        spec.kv_len,
+        _once(rows),
+        lambda: entropy,
+        lambda head, first, stop: best_keys(replay, head, first, stop),
+        None,
+        replay,
+    )
+    return Heads(title, "arrays", record.backend, scores, tokens, [layer], spec.batch_size)
+
+
+def best_keys(replay: Replay, head: int, first: int, stop: int) -> tuple[Array, Array]:
+    """The best keys of some queries of batch row 0, from their weights alone."""
+    kv_len = replay.problem.spec.kv_len
+    count, step = min(_TOP, kv_len), max(1, _ROWS // max(kv_len, 1))
+    indices = np.full((stop - first, count), -1, np.int64)
+    best = np.zeros((stop - first, count), replay.dtype)
+    keys = np.arange(kv_len)
+    for start in range(first, stop, step):
+        rows = np.arange(start, min(start + step, stop))
+        weights = np.nan_to_num(replay.block(0, head, rows, keys))
+        some = np.argpartition(-weights, count - 1, axis=1)[:, :count]
+        found = np.take_along_axis(weights, some, axis=1)
+        # Falling, and of equal weights the lower key first.
+        order = np.lexsort((some, -found), axis=1)
+        found = np.take_along_axis(found, order, axis=1)
+        some = np.take_along_axis(some, order, axis=1)
+        here = slice(start - first, start - first + len(rows))
+        indices[here], best[here] = np.where(found > 0, some, -1), found
+    return indices, best
+
+
+def _once(rows: Callable[[], list[dict[str, Any]]]) -> Callable[[], list[dict[str, Any]]]:
+    kept: list[list[dict[str, Any]]] = []
+
+    def again() -> list[dict[str, Any]]:
+        if not kept:
+            kept.append(rows())
+        return kept[0]
+
+    return again

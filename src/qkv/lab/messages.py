@@ -1,0 +1,128 @@
+"""Requests and answers of the lab, as JSON and as bytes."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite, isnan
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.errors import ArgumentError, QkvError
+
+__all__ = ["Answer", "Request", "failure", "in_page", "key_of", "plain", "read_request"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One question: an id that the answer repeats, a method and its parameters."""
+
+    id: int
+    method: str
+    params: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a session answers: a result for JSON, and arrays that travel as bytes."""
+
+    result: Any
+    arrays: Sequence[NDArray[Any]] = field(default=())
+
+    def buffers(self) -> list[dict[str, Any]]:
+        """Type and shape of each array."""
+        return [{"dtype": str(a.dtype), "shape": list(a.shape)} for a in self.arrays]
+
+    def message(self, request_id: int) -> dict[str, Any]:
+        """The answer as a JSON object, without the bytes of its arrays."""
+        found = {"id": request_id, "ok": True, "result": self.result}
+        return {**found, "buffers": self.buffers()} if self.arrays else found
+
+    def frame(self, request_id: int) -> bytes:
+        """Length of the header (4 bytes, little-endian), the header, the arrays one by one."""
+        header = json.dumps(self.message(request_id), allow_nan=False).encode()
+        # Spaces make the arrays begin at a multiple of 8, where a page can view them in place.
+        header += b" " * (-(len(header) + 4) % 8)
+        data = [np.ascontiguousarray(a).astype(a.dtype.newbyteorder("<")) for a in self.arrays]
+        return struct.pack("<I", len(header)) + header + b"".join(a.tobytes() for a in data)
+
+
+def failure(request_id: int, error: Exception) -> dict[str, Any]:
+    """The answer to a request that failed."""
+    if isinstance(error, QkvError):
+        seen = "".join(f" {label}: {text}." for label, text in error.seen)
+        said = {"message": error.fact + seen, "action": error.action}
+    else:
+        said = {
+            "message": "this could not be computed.",
+            "action": "The terminal or the notebook's log says why.",
+        }
+    return {"id": request_id, "ok": False, "error": said}
+
+
+def read_request(given: Any) -> Request:
+    """A request out of parsed JSON.
+
+    Raises
+    ------
+    ArgumentError
+        It is no object with an id, a method and parameters.
+    """
+    if not isinstance(given, dict):
+        raise ArgumentError("the request is no JSON object.")
+    number, method, params = given.get("id"), given.get("method"), given.get("params", {})
+    if isinstance(number, bool) or not isinstance(number, int) or abs(number) > 2**53:
+        raise ArgumentError("the request has no whole number as its id.")
+    if not isinstance(method, str) or not isinstance(params, dict):
+        raise ArgumentError("the request has no method, or parameters that are no object.")
+    return Request(number, method, params)
+
+
+def key_of(method: str, params: Mapping[str, Any] | None = None) -> str:
+    """The name of a result in `data["results"]`.
+
+    Examples
+    --------
+    >>> key_of("errata"), key_of("count", {"n": 5, "d": 4})
+    ('errata', 'count:{"d":4,"n":5}')
+    """
+    if not params:
+        return method
+    return f"{method}:{json.dumps(params, sort_keys=True, separators=(',', ':'))}"
+
+
+def plain(value: Any) -> Any:
+    """Lists, numbers and strings; NaN is None, infinities are strings.
+
+    Examples
+    --------
+    >>> plain({"a": np.array([1.0, np.nan, -np.inf])})
+    {'a': [1.0, None, '-Infinity']}
+    """
+    if isinstance(value, np.ndarray | np.generic):
+        return plain(value.tolist())
+    if isinstance(value, Mapping):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not isfinite(value):
+        return None if isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return int(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def in_page(value: Any) -> str:
+    """JSON that can stand inside a `<script>` element: nothing in it ends or opens one.
+
+    Examples
+    --------
+    >>> in_page(["</script>"])
+    '["\\\\u003c/script\\\\u003e"]'
+    """
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text

@@ -1,0 +1,262 @@
+"""One session of the lab: it answers the questions of a page, a widget or an export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from qkv.errors import UnsupportedError
+from qkv.lab.examples import Example, examples
+from qkv.lab.heads import HeadLayer, Heads, shown
+from qkv.lab.messages import Answer, key_of, plain
+from qkv.lab.parameters import MissingError, Parameters
+from qkv.lab.small_methods import SmallMethods
+from qkv.lab.sources import Source
+from qkv.lab.weight_map import TILE, WeightMaps, levels_of
+
+__all__ = ["HEAVY", "Session"]
+
+VERSION = 1
+"""Of the data that a page is given."""
+
+HEAVY = frozenset({"head", "intervene", "mechanisms", "model", "scaling", "tile"})
+"""Methods that may take seconds; a host runs one of them at a time."""
+
+_MOST_QUERIES = 4096
+_LONGEST_RECEIVED = 4096
+
+
+class Session:
+    """Answers the methods of the lab.
+
+    Parameters
+    ----------
+    source : Source, optional
+        What is shown beside the examples; see `qkv.lab.open_file`.
+
+    Examples
+    --------
+    >>> session = Session()
+    >>> session.answer("count", {"n": 3, "d": 3}).result["total"]
+    138
+    """
+
+    def __init__(self, source: Source | None = None) -> None:
+        self._lock = Lock()
+        self.open(source)
+
+    def open(self, source: Source | None) -> None:
+        """Show something else beside the examples."""
+        own = () if source is None or source.example is None else (source.example,)
+        self.source = source
+        self._small = SmallMethods((*own, *examples()))
+        self._maps = WeightMaps()
+        small = self._small
+        self._methods: dict[str, Callable[[Parameters], Any]] = {
+            "example": small.example,
+            "trace": small.trace,
+            "tiles": small.tiles,
+            "count": small.count,
+            "scaling": small.scaling,
+            "mechanisms": small.mechanisms,
+            "code": small.code,
+            "errata": small.errata,
+            "exercises": small.exercises,
+            "check": small.check,
+            "model": self._model,
+            "head": self._head,
+            "tile": self._tile,
+            "weight": self._weight,
+            "intervene": self._intervene,
+        }
+
+    @property
+    def examples(self) -> tuple[Example, ...]:
+        """The examples that come with qkv, and what was given, first."""
+        return tuple(self._small.examples.values())
+
+    @property
+    def title(self) -> str:
+        """What is shown, in a few words."""
+        return "qkv lab" if self.source is None else f"{self.source.title}: qkv lab"
+
+    def answer(self, method: str, params: Mapping[str, Any] | None = None) -> Answer:
+        """Answer one question.
+
+        Parameters
+        ----------
+        method : str
+            example, trace, tiles, count, scaling, mechanisms, code, errata, exercises, check;
+            with a model or arrays also model, head, tile, weight, intervene.
+        params : mapping, optional
+            As JSON gives them.
+
+        Returns
+        -------
+        Answer
+
+        Raises
+        ------
+        QkvError
+            The method or what it names does not exist, or a parameter is not what it may be.
+        """
+        if method not in self._methods:
+            raise MissingError(
+                f"the lab has no method {method!r:.60}.",
+                [("methods", ", ".join(self._methods))],
+                "Use one of these.",
+            )
+        found = self._methods[method](Parameters(params or {}))
+        return found if isinstance(found, Answer) else Answer(found)
+
+    def results(self, *asked: tuple[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Answers to some questions, under the names by which pages look for them."""
+        return {key_of(name, params): self.answer(name, params).result for name, params in asked}
+
+    def data(self, host: str, results: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """What a page is given at first.
+
+        Parameters
+        ----------
+        host : "server", "widget" or "export"
+        results : mapping, optional
+            Answers that the page need not ask for.
+        """
+        found = dict(results or {})
+        for example in self.examples:
+            if example.trace is not None:
+                found[key_of("trace", {"name": example.name})] = example.trace.to_dict()
+        return {
+            "version": VERSION,
+            "host": host,
+            "title": self.title,
+            "panels": self.panels(),
+            "results": found,
+        }
+
+    def panels(self) -> list[str]:
+        """Panels that have something to show."""
+        names = [
+            "start", "scaling", "pipeline", "heatmap", "count", "tiles", "mechanisms", "inspect",
+            "code", "errata", "exercises",
+        ]  # fmt: skip
+        if self.source is None or self.source.heads is None:
+            names.remove("inspect")
+        return names
+
+    def heads(self) -> Heads:
+        """The layers of the model panel."""
+        if self.source is None or self.source.heads is None:
+            raise MissingError(
+                "no model and no arrays are open.",
+                action="Start qkv lab with a file or --model, or open a file in the page.",
+            )
+        return self.source.heads
+
+    def _model(self, given: Parameters) -> dict[str, Any]:
+        heads = self.heads()
+        summary = heads.summary(lambda layer: levels_of(layer.q_len, layer.kv_len))
+        changes = self.source is not None and self.source.intervene is not None
+        return {**plain(summary), "can_intervene": changes}
+
+    def _head(self, given: Parameters) -> dict[str, Any]:
+        layer, head = self._place(given)
+        first = given.integer("first", 0, max(layer.q_len - 1, 0), 0)
+        count = given.integer("count", 1, _MOST_QUERIES, 512)
+        stop = min(first + count, layer.q_len)
+        keys, weights = layer.top(head, first, stop)
+        found = {
+            "layer": layer.index,
+            "head": head,
+            "first": first,
+            "count": stop - first,
+            "entropy": layer.entropy()[head, first:stop],
+            "top_keys": keys,
+            "top_weights": weights,
+        }
+        if layer.received is not None and layer.kv_len <= _LONGEST_RECEIVED:
+            found["received"] = layer.received()[head]
+        result: dict[str, Any] = plain(found)
+        return result
+
+    def _tile(self, given: Parameters) -> Answer:
+        layer, head = self._place(given)
+        reduce = given.choice("reduce", ("max", "mean"), "max")
+        level = given.integer("level", 0, levels_of(layer.q_len, layer.kv_len) - 1, 0)
+        side = TILE << level
+        row = given.integer("row", 0, max(0, (layer.q_len - 1) // side), 0)
+        column = given.integer("column", 0, max(0, (layer.kv_len - 1) // side), 0)
+        tile = self._maps.tile(_replay(layer), head, level, row, column)
+        array = tile.largest if reduce == "max" else tile.mean
+        result = {
+            "layer": layer.index,
+            "head": head,
+            "level": level,
+            "row": row,
+            "column": column,
+            "reduce": reduce,
+            "rows": array.shape[0],
+            "columns": array.shape[1],
+            "first_query": tile.first_query,
+            "first_key": tile.first_key,
+            "block": tile.block,
+        }
+        return Answer(result, (np.ascontiguousarray(array),))
+
+    def _weight(self, given: Parameters) -> dict[str, Any]:
+        layer, head = self._place(given)
+        replay, heads = _replay(layer), self.heads()
+        i = given.integer("query", 0, layer.q_len - 1)
+        j = given.integer("key", 0, layer.kv_len - 1)
+        scores = replay.scores
+        one_query, one_key = np.array([i]), np.array([j])
+        query, key = scores.query(0, head, one_query)[0], scores.key(0, head, one_key)[0]
+        with np.errstate(all="ignore"):
+            raw = float(query.astype(np.float64) @ key.astype(np.float64))
+            score = float(scores.tile(0, head, one_query, one_key)[0, 0])
+        spec = replay.problem.spec
+        lse = replay.lse.reshape(spec.batch_size, spec.num_heads, spec.q_len)
+        found: dict[str, Any] = {
+            "weight": float(replay.pairs(0, head, one_query, one_key)[0]),
+            "raw": raw,
+            "scaled": raw * replay.problem.operands.scale,
+            "score": score,
+            "allowed": not np.isneginf(score),
+            "lse": float(lse[0, head, i]),
+            "query_row": query,
+            "key_row": key,
+        }
+        if heads.tokens is not None and len(heads.tokens) == layer.kv_len:
+            found["key_token"] = shown(heads.tokens[j])
+            if layer.q_len == layer.kv_len:
+                found["query_token"] = shown(heads.tokens[i])
+        result: dict[str, Any] = plain(found)
+        return result
+
+    def _intervene(self, given: Parameters) -> dict[str, Any]:
+        source = self.source
+        if source is None or source.intervene is None:
+            raise UnsupportedError(
+                "no model is open that could be run again.",
+                action="Start qkv lab with --model.",
+            )
+        with self._lock:
+            result: dict[str, Any] = plain(source.intervene(given))
+        return result
+
+    def _place(self, given: Parameters) -> tuple[HeadLayer, int]:
+        heads = self.heads()
+        layer = heads.layer(given.integer("layer", 0, max(len(heads.layers) - 1, 0)))
+        return layer, given.integer("head", 0, layer.num_heads - 1)
+
+
+def _replay(layer: HeadLayer) -> Any:
+    if layer.replay is None:
+        raise MissingError(
+            f"layer {layer.index} kept no query and key to compute weights from.",
+            action='Record it with keep="weights".',
+        )
+    return layer.replay

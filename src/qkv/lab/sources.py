@@ -1,0 +1,101 @@
+"""What the lab can be opened with: a file of arrays, a saved record, or a record in memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import qkv
+from qkv.files import Arrays, read_arrays
+from qkv.inspection.model_file import is_model_record
+from qkv.inspection.model_record import ModelRecord, load
+from qkv.inspection.record import Record
+from qkv.inspection.trace import Trace
+from qkv.lab.examples import Example, small_example, traced_example
+from qkv.lab.heads import Heads, heads_of_model, heads_of_record
+from qkv.lab.parameters import Parameters
+
+__all__ = ["Source", "open_arrays", "open_file", "source_of"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """What a session shows beside the examples.
+
+    Attributes
+    ----------
+    title : str
+    example : Example or None
+        Rows that are few enough to be shown number by number.
+    heads : Heads or None
+        Layers and heads for the model panel.
+    intervene : callable (Parameters) -> dict, or None
+        Runs the model again with some heads changed; answers the method `intervene`.
+    """
+
+    title: str
+    example: Example | None = None
+    heads: Heads | None = None
+    intervene: Callable[[Parameters], dict[str, Any]] | None = None
+
+
+def open_file(path: str | os.PathLike[str], *variants: Any, **options: Any) -> Source:
+    """Open a saved model record, or a safetensors or npz file with q, k and v.
+
+    Parameters
+    ----------
+    path : path
+    *variants, **options
+        For arrays: as `qkv.attention` takes them.
+
+    Raises
+    ------
+    FileError
+        The file cannot be read safely.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv.files, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     x = np.eye(3, dtype="float32")
+    ...     qkv.files.write_arrays(folder + "/a.safetensors", x, x, x)
+    ...     open_file(folder + "/a.safetensors").heads.layers[0].q_len
+    3
+    """
+    if is_model_record(path):
+        record = load(path)
+        return Source(record.model, heads=heads_of_model(record))
+    return open_arrays(read_arrays(path), os.path.basename(os.fspath(path)), *variants, **options)
+
+
+def open_arrays(arrays: Arrays, title: str, *variants: Any, **options: Any) -> Source:
+    """Inspect arrays out of a file."""
+    rows = arrays.query, arrays.key, arrays.value
+    record = qkv.inspect(*rows, *variants, **options)
+    tokens = arrays.tokens
+    if tokens is not None and len(tokens) != record.weights.shape[-1]:
+        tokens = None
+    example = None
+    if not variants and not options:
+        example = small_example("file", title, [np.asarray(row) for row in rows], tokens)
+    return Source(title, example, heads_of_record(record, title, tokens))
+
+
+def source_of(shown: Any, tokens: Sequence[str] | None = None) -> Source:
+    """What to show of a record, model record or trace, or of a source itself."""
+    if isinstance(shown, Source):
+        return shown
+    if isinstance(shown, ModelRecord):
+        return Source(shown.model, heads=heads_of_model(shown))
+    if isinstance(shown, Record):
+        return Source("A record", heads=heads_of_record(shown, "A record", tokens))
+    if isinstance(shown, Trace):
+        return Source("A trace", traced_example(shown))
+    raise qkv.ArgumentError(
+        f"the lab cannot show {type(shown).__name__}.",
+        action="Pass a record of qkv.inspect, a model record, a trace, or qkv.lab.open_file(path).",
+    )

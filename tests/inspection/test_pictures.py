@@ -1,0 +1,104 @@
+"""Pictures show the numbers that they are of, and are the same file each time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+matplotlib = pytest.importorskip("matplotlib", reason="the extra plot is not installed")
+from matplotlib.figure import Figure  # noqa: E402
+
+import qkv  # noqa: E402
+from qkv.inspection.model_record import ModelRecord  # noqa: E402
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(2, 50, 8))
+STARTS = {"svg": b"<?xml", "png": b"\x89PNG", "pdf": b"%PDF"}
+
+
+@pytest.fixture
+def images(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The arrays of all images that are drawn."""
+    found: list[Any] = []
+    save = Figure.savefig
+
+    def keep(self: Any, *args: Any, **keywords: Any) -> None:
+        found.append(np.ma.filled(self.axes[0].images[0].get_array(), np.nan))
+        save(self, *args, **keywords)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    return found
+
+
+def dense(q: Any, k: Any, mask: Any) -> Any:
+    scores = np.where(mask, q @ k.T / np.sqrt(q.shape[-1]), -np.inf)
+    exp = np.exp(scores - scores.max(axis=1, keepdims=True))
+    return exp / exp.sum(axis=1, keepdims=True)
+
+
+def test_weights_of_one_head(images: list[Any], tmp_path: Path) -> None:
+    record = qkv.inspect(X, X, X, qkv.Causal())
+    record.plot(tmp_path / "a.png", head=1)
+    np.testing.assert_allclose(images[0], dense(X[1], X[1], np.tri(50, dtype=bool)), atol=1e-12)
+
+
+def test_long_rows_show_the_largest_of_blocks(
+    images: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qkv.inspection.record.LONGEST", 16)
+    qkv.inspect(X[0], X[0], X[0]).plot(tmp_path / "a.png")
+    exact = dense(X[0], X[0], True)
+    blocks = [[exact[i : i + 4, j : j + 4].max() for j in range(0, 50, 4)] for i in range(0, 50, 4)]
+    np.testing.assert_allclose(images[0], blocks, atol=1e-6)
+
+
+def test_scores_of_every_head(images: list[Any], tmp_path: Path) -> None:
+    record = ModelRecord("a $model$ of two layers")
+    record.add(X[None], X[None], qkv.Causal(), name="0")
+    record.add(X[None, :1], X[None, :1], qkv.Causal(), name="1")
+    record.plot(tmp_path / "a.svg", "sink")
+    exact = [[dense(x, x, np.tri(50, dtype=bool))[:, 0].mean() for x in X]]
+    np.testing.assert_allclose(images[0], [exact[0], [exact[0][0], np.nan]], rtol=1e-6)
+    with pytest.raises(qkv.ArgumentError, match="no score 'x'"):
+        record.plot(tmp_path / "b.svg", "x")
+
+
+def test_the_tiles_of_a_causal_window(images: list[Any], tmp_path: Path) -> None:
+    x = RNG.normal(size=(700, 8)).astype(np.float32)
+    variants = qkv.Causal(), qkv.SlidingWindow(390, 0)
+    record = qkv.inspect(x, x, x, *variants, backend="blocked")
+    plan = qkv.plan(x, x, x, *variants, backend="blocked")
+    block_q, block_kv = plan.block_q, plan.block_kv
+    record.plot_tiles(tmp_path / "a.svg")
+    i, j = np.arange(700)[:, None], np.arange(700)
+    mask = (j <= i) & (j >= i - 390)
+    parts = [
+        [mask[a : a + block_q, b : b + block_kv] for b in range(0, 700, block_kv)]
+        for a in range(0, 700, block_q)
+    ]
+    expected = [[2 if p.all() else 1 if p.any() else 0 for p in line] for line in parts]
+    np.testing.assert_array_equal(images[0], expected)
+
+
+@pytest.mark.parametrize("ending", STARTS)
+def test_the_same_picture_is_the_same_file(ending: str, tmp_path: Path) -> None:
+    record = qkv.inspect(X[:, :6], X[:, :6], X[:, :6])
+    hostile = ["$x$", "\x1b[31m", "<b>", "\\frac", "x" * 100, "é"]
+    for name in ("a", "b"):
+        record.plot(tmp_path / f"{name}.{ending}", tokens=hostile)
+    data = (tmp_path / f"a.{ending}").read_bytes()
+    assert data == (tmp_path / f"b.{ending}").read_bytes()
+    assert data.startswith(STARTS[ending])
+
+
+def test_pictures_that_cannot_be(tmp_path: Path) -> None:
+    record = qkv.inspect(X, X, X)
+    with pytest.raises(qkv.ArgumentError, match=r"does not end in \.pdf, \.png, \.svg"):
+        record.plot(tmp_path / "a.txt")
+    for head, batch in ((2, 0), (0, 1), (-1, 0)):
+        with pytest.raises(qkv.ArgumentError, match="nothing to draw"):
+            record.plot(tmp_path / "a.png", head, batch)
+    assert list(tmp_path.iterdir()) == []

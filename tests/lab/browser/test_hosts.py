@@ -1,0 +1,163 @@
+"""The file from disk, the local page, a notebook, and tokens of other people."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import qkv
+import qkv.files
+import qkv.lab
+
+from .conftest import HOSTILE
+
+pytestmark = pytest.mark.browser
+
+STATIC = Path(qkv.lab.__file__).parent / "static"
+
+
+def test_the_local_page(served: Any) -> None:
+    page = served.open("inspect", layer=1, head=1, query=40, kkey=9)
+    page.wait_for_selector('canvas[data-missing="0"]')
+    page.wait_for_function(
+        "() => document.querySelector('.readout [data-name=weight]').innerText !== '…'"
+    )
+    [weight] = served.numbers(".readout")
+    page.click("summary")
+    score, lse = (
+        served.numbers(f'details .sums > div:has(dt:text-is("{name}"))')[0]
+        for name in ("score", "lse")
+    )
+    assert weight == pytest.approx(np.exp(score - lse), rel=1e-5)
+    served.open("code", code="flash")
+    page.wait_for_selector(".code")
+    assert "class" in page.inner_text(".code")
+
+
+def test_a_file_of_the_reader(served: Any, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = rng.normal(size=(3, 4, 3)).astype(np.float32)
+    path = tmp_path / "a.safetensors"
+    qkv.files.write_arrays(path, q, k, v, HOSTILE[:4])
+    page = served.open("start")
+    page.set_input_files('input[type="file"]', path)
+    page.wait_for_function("() => document.querySelector('select').value === 'file'")
+    rows = (x.astype(np.float64) for x in (q, k, v))
+    weights = qkv.inspect(*rows).weights[...]
+    np.testing.assert_allclose(served.grid("Weights"), weights, rtol=1e-12)
+
+
+def test_a_file_of_the_reader_without_python(lab: Any, tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    q, k, v = rng.normal(size=(3, 2, 5, 3))
+    for name in ("a.safetensors", "a.npz"):
+        path = tmp_path / name
+        if name.endswith("npz"):
+            np.savez_compressed(path, q=q, k=k, v=v)
+        else:
+            qkv.files.write_arrays(path, q, k, v, ["a", "b", "c", "d", "e"])
+        page = lab.open("start")
+        page.set_input_files('input[type="file"]', path)
+        page.wait_for_function("() => document.querySelector('select').value === 'own'")
+        weights = qkv.inspect(q[0], k[0], v[0]).weights[...]
+        np.testing.assert_allclose(lab.grid("Weights"), weights, rtol=1e-12)
+    broken = tmp_path / "b.safetensors"
+    broken.write_bytes(os.urandom(100))
+    page.set_input_files('input[type="file"]', broken)
+    page.wait_for_selector(".failure")
+
+
+@pytest.fixture(scope="module")
+def hostile_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rng = np.random.default_rng(2)
+    x = rng.normal(size=(len(HOSTILE), 4))
+    path = tmp_path_factory.mktemp("hostile") / "page.html"
+    path.write_text(qkv.explain(x, x, x, tokens=HOSTILE).to_html(), encoding="utf-8")
+    return path
+
+
+def test_hostile_tokens_are_text(opened: Any, hostile_page: Path) -> None:
+    lab = opened(hostile_page)
+    for panel in ("start", "pipeline", "heatmap", "tiles", "code"):
+        page = lab.open(panel)
+        assert page.query_selector("main img, main script, main b > img") is None
+        shown = page.evaluate("document.querySelector('main').textContent")
+        assert "<img src=x onerror=alert(1)>" in shown
+        assert not set("\u202e\x1b\u2028") & set(shown)
+    own = json.dumps([list(HOSTILE[:2]), "1,2", "1,2", "1,2"])
+    page = lab.open("heatmap", ex="own", own=own)
+    assert page.query_selector("main img") is None
+    assert "<img src=x onerror=alert(1)>" in page.inner_text("table")
+    assert lab.errors == []
+
+
+def test_a_trace_is_drawn_as_it_is(opened: Any, tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    q, k, v = rng.normal(size=(3, 6, 4))
+    trace = qkv.explain(q, k, v, qkv.Causal(), qkv.ALiBi(np.array([0.5])), q_index=5)
+    path = tmp_path / "trace.html"
+    path.write_text(trace.to_html(), encoding="utf-8")
+    lab = opened(path)
+    lab.open("heatmap")
+    wanted = [row.softmax.weights for row in trace.heads[0].rows]
+    np.testing.assert_allclose(lab.grid("weights matrix"), wanted, rtol=1e-12)
+    lab.open("pipeline", step=9)
+    np.testing.assert_allclose(
+        lab.numbers('tbody td[data-column="weights"]'), wanted[0], rtol=1e-12
+    )
+    assert lab.errors == []
+
+
+NOTEBOOK = """async ([script, data]) => {
+    const address = URL.createObjectURL(new Blob([script], { type: "text/javascript" }));
+    const { default: lab } = await import(address);
+    const listeners = {};
+    const traits = { data, view: { panel: "errata" } };
+    window.sent = [];
+    window.saved = 0;
+    window.model = {
+        get: (name) => traits[name],
+        set: (name, value) => { traits[name] = value; },
+        save_changes: () => { window.saved += 1; },
+        on: (event, each) => { (listeners[event] ??= []).push(each); },
+        off: () => {},
+        send: (content) => { window.sent.push(content); },
+        answer: (content) => listeners["msg:custom"].forEach((each) => each(content, [])),
+    };
+    const el = document.body.appendChild(document.createElement("div"));
+    lab.initialize({ model: window.model });
+    window.close = lab.render({ model: window.model, el });
+}"""
+
+
+def test_a_notebook(chromium: Any) -> None:
+    """The anywidget form with a model of its own: messages, traits, and no address."""
+    context = chromium.new_context(reduced_motion="reduce")
+    page = context.new_page()
+    page.set_content("<!doctype html><title>notebook</title>")
+    data = {"version": 1, "host": "widget", "panels": [], "results": {}}
+    page.evaluate(NOTEBOOK, [(STATIC / "lab.js").read_text("utf-8"), data])
+    page.wait_for_function("() => window.sent.length === 2")
+    sent = {each["method"]: each for each in page.evaluate("window.sent")}
+    assert set(sent) == {"errata", "example"}
+    asked = sent["errata"]
+    assert asked["params"] == {}
+    error = {"message": "the kernel is gone.", "action": "Start it again."}
+    page.evaluate(
+        "(content) => window.model.answer(content)",
+        {"id": asked["id"], "ok": False, "error": error},
+    )
+    page.wait_for_selector(".failure")
+    assert page.inner_text(".failure").splitlines()[0] == "the kernel is gone."
+    page.click('nav a[href="#heatmap"]')
+    assert page.evaluate("window.model.get('view')") == {"panel": "heatmap"}
+    assert page.evaluate("window.saved") >= 1
+    assert page.evaluate("location.hash") == ""
+    page.evaluate("window.close()")
+    assert page.inner_text("body").strip() == ""
+    context.close()

@@ -1,0 +1,133 @@
+"""The lab without a pointer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.browser
+
+FOCUSED = """() => {
+    const at = document.activeElement;
+    return [at.tagName, at.getAttribute("role"), at.dataset.row, at.dataset.column,
+            at.closest("table")?.getAttribute("aria-label") ?? at.innerText ?? ""];
+}"""
+
+
+def press(page: Any, *keys: str) -> None:
+    for key in keys:
+        page.keyboard.press(key)
+
+
+def tab_to(page: Any, selector: str) -> int:
+    """How many tab stops lie before an element; it has the focus then."""
+    for stops in range(1, 80):
+        page.keyboard.press("Tab")
+        if page.evaluate("selector => document.activeElement.matches(selector)", selector):
+            return stops
+    raise AssertionError(f"no tab stop is {selector}")
+
+
+def test_a_grid_is_one_tab_stop_with_arrow_keys(lab: Any) -> None:
+    page = lab.open("heatmap")
+    tab_to(page, 'table[aria-label="weights matrix"] td')
+    press(page, "ArrowDown", "ArrowRight", "ArrowRight")
+    assert page.evaluate(FOCUSED)[1:4] == ["gridcell", "1", "2"]
+    page.wait_for_selector('[data-cell="1,2"]')
+    page.wait_for_function(
+        """() => [...document.querySelectorAll('[role="status"]')]
+            .some((each) => each.textContent === "cat reads sat: 0.2442")"""
+    )
+    press(page, "Home", "Control+End")
+    assert page.evaluate(FOCUSED)[2:4] == ["4", "4"]
+    press(page, "ArrowDown")
+    assert page.evaluate(FOCUSED)[2:4] == ["4", "4"]
+    press(page, "Tab")
+    assert page.evaluate(FOCUSED)[4] != "weights matrix"
+    stops = page.query_selector_all('table[aria-label="weights matrix"] [tabindex="0"]')
+    assert len(stops) == 1
+
+
+def test_a_cell_is_edited(lab: Any) -> None:
+    page = lab.open("start")
+    tab_to(page, 'table[aria-label="K"] td')
+    press(page, "ArrowDown", "Enter")
+    page.keyboard.insert_text("x")
+    press(page, "Escape")
+    assert lab.grid("K")[1, 0] == 1
+    press(page, "4", "2", "Enter")
+    assert lab.grid("K")[1, 0] == 42
+    assert page.evaluate(FOCUSED)[1:4] == ["gridcell", "2", "0"]
+    press(page, "-", "2", "Enter")
+    assert lab.grid("K")[2, 0] == -2
+
+
+def test_every_panel_is_reached(lab: Any) -> None:
+    page = lab.open("start")
+    for _ in range(10):
+        press(page, "]")
+    assert page.get_attribute("main", "data-panel") == "exercises"
+    press(page, "[")
+    assert page.get_attribute("main", "data-panel") == "errata"
+    page.go_back()
+    page.wait_for_selector('main[data-panel="exercises"]')
+    tab_to(page, 'nav a[href="#tiles"]')
+    press(page, "Enter")
+    assert page.get_attribute("main", "data-panel") == "tiles"
+
+
+def test_keys_that_the_list_names(lab: Any) -> None:
+    page = lab.open("heatmap")
+    press(page, "m")
+    assert page.is_checked('label:has-text("causal") input')
+    press(page, "s")
+    assert page.is_checked('label:has-text("not divided") input')
+    press(page, "j", "j", "k")
+    page.wait_for_selector('[data-cell="1,0"]')
+    press(page, "d")
+    assert "0.952574126822" in page.inner_text('table[aria-label="weights matrix"]')
+    press(page, "t")
+    assert page.get_attribute(".qkv-lab", "data-theme") == "light"
+    press(page, "t")
+    assert page.get_attribute(".qkv-lab", "data-theme") == "dark"
+    press(page, "?")
+    assert page.is_visible("dialog")
+    listed = page.inner_text("dialog")
+    assert all(key in listed for key in ("[ and ]", "j and k", "Enter", "Esc"))
+    press(page, "Escape")
+    assert not page.is_visible("dialog")
+
+
+def test_choices_and_the_slider(lab: Any) -> None:
+    page = lab.open("pipeline")
+    tab_to(page, "fieldset.tokens input")
+    press(page, "ArrowRight", "ArrowRight")
+    assert page.is_checked('.tokens label:has-text("sat") input')
+    page = lab.open("scaling", dk=512)
+    tab_to(page, "#dk")
+    press(page, "ArrowRight")
+    assert page.get_attribute("#dk", "aria-valuetext") == "d_k 513"
+    press(page, "PageDown")
+    assert page.get_attribute("#dk", "aria-valuetext") == "d_k 257"
+
+
+def test_the_map(lab: Any) -> None:
+    page = lab.open("inspect", layer=1, head=1, query=40)
+    page.wait_for_selector('canvas[data-missing="0"]')
+    tab_to(page, "canvas")
+    press(page, "ArrowRight", "ArrowRight", "ArrowDown")
+    assert page.inner_text('.readout [data-name="query"]').endswith(" 41")
+    assert page.inner_text('.readout [data-name="key"]').endswith(" 2")
+    press(page, "+")
+    page.wait_for_function("() => location.hash.includes('zoom=')")
+    press(page, "0")
+    page.wait_for_function("() => !location.hash.includes('zoom=')")
+
+
+def test_lines_of_code(lab: Any) -> None:
+    page = lab.open("code")
+    tab_to(page, '.code [role="option"]')
+    press(page, "ArrowDown", "ArrowDown")
+    assert "scores = Q @ K.T" in page.evaluate("document.activeElement.innerText")
+    assert "dot product" in page.evaluate("document.activeElement.innerText")

@@ -1,0 +1,80 @@
+"""Light and dark, wide and narrow, and what axe finds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from .conftest import AXE, PANELS
+
+pytestmark = pytest.mark.browser
+
+SERIOUS = """async (rules) => {
+    const only = rules ? { runOnly: rules } : {};
+    const found = await axe.run(document, { resultTypes: ["violations"], ...only });
+    return found.violations
+        .filter((each) => ["serious", "critical"].includes(each.impact))
+        .map((each) => `${each.id}: ${each.nodes.map((node) => node.html).join(" | ")}`);
+}"""
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_axe_finds_no_serious_fault(opened: Any, theme: str) -> None:
+    lab = opened(color_scheme=theme)
+    axe = AXE.read_text("utf-8")
+    faults = {}
+    for panel in PANELS:
+        page = lab.open(panel, step=9, mask="causal", token=2, tile=1)
+        page.evaluate(axe)
+        # Both themes have the same elements; what differs is contrast.
+        found = page.evaluate(SERIOUS, None if theme == "light" else ["color-contrast"])
+        if found:
+            faults[panel] = found
+    assert faults == {}
+
+
+def background(page: Any) -> int:
+    """How light the page is, from 0 to 255."""
+    text = page.evaluate("getComputedStyle(document.querySelector('.qkv-lab')).backgroundColor")
+    return int(text[text.index("(") + 1 :].split(",")[0])
+
+
+def test_both_themes_and_the_switch(opened: Any) -> None:
+    for scheme, other in (("light", "dark"), ("dark", "light")):
+        lab = opened(color_scheme=scheme)
+        page = lab.open("start")
+        assert (background(page) > 128) is (scheme == "light")
+        switch = 'button[aria-label^="Theme"]'
+        page.click(switch)
+        while page.get_attribute(".qkv-lab", "data-theme") != other:
+            page.click(switch)
+        assert (background(page) > 128) is (other == "light")
+        page.wait_for_function(f"() => location.hash.includes('theme={other}')")
+
+
+def test_weights_are_told_apart_by_lightness_alone(opened: Any) -> None:
+    """Lightness goes one way with the weight, so that no kind of colour blindness hides it."""
+    for scheme in ("light", "dark"):
+        page = opened(color_scheme=scheme).open("heatmap")
+        cells = page.eval_on_selector_all(
+            'table[aria-label="weights matrix"] td[data-row]',
+            """all => all.map((each) => [Number(each.querySelector("data").value),
+                getComputedStyle(each).backgroundColor.match(/[0-9.]+/g).map(Number)])""",
+        )
+        lightness = [0.2126 * r + 0.7152 * g + 0.0722 * b for _, (r, g, b) in sorted(cells)]
+        assert lightness == sorted(lightness, reverse=scheme == "light")
+
+
+def test_nothing_is_wider_than_a_phone(opened: Any) -> None:
+    lab = opened(width=390, height=844)
+    for panel in PANELS:
+        page = lab.open(panel, step=9)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390, panel
+
+
+def test_motion_is_left_out_where_it_is_not_wanted(opened: Any) -> None:
+    for wanted, moves in (("no-preference", True), ("reduce", False)):
+        page = opened(reduced_motion=wanted).open("start")
+        running = page.evaluate("document.getAnimations().length")
+        assert (running > 0) is moves

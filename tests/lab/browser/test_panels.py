@@ -1,0 +1,175 @@
+"""Every panel does what it says."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qkv.errata import ERRATA
+from qkv.mechanisms import MECHANISMS
+
+from .conftest import PANELS
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.mark.parametrize("panel", PANELS)
+def test_every_panel_opens(lab: Any, panel: str) -> None:
+    page = lab.open(panel)
+    assert page.get_attribute('nav a[aria-current="page"]', "href") == f"#{panel}"
+    assert page.query_selector(".failure") is None
+    assert page.query_selector(".waiting") is None
+    assert len(page.inner_text("main")) > 200
+
+
+def test_cells_are_edited_and_everything_follows(lab: Any) -> None:
+    page = lab.open("start")
+    page.click('table[aria-label="Q"] td[data-row="0"][data-column="0"]')
+    page.keyboard.type("3")
+    page.keyboard.press("Enter")
+    assert lab.grid("Q")[0, 0] == 3
+    rows = lab.grid("Q") @ lab.grid("K").T / 2
+    weights = np.exp(rows) / np.exp(rows).sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(lab.grid("Weights"), weights, rtol=1e-12)
+    page.wait_for_function("() => location.hash.includes('own=')")
+    address = page.url
+    page.goto("about:blank")
+    page.goto(address)
+    np.testing.assert_allclose(lab.grid("Weights"), weights, rtol=1e-12)
+    page.click('label:has-text("causal")')
+    assert (np.triu(lab.grid("Weights"), 1) == 0).all()
+
+
+def test_numbers_are_pasted(lab: Any) -> None:
+    page = lab.open("start")
+    page.click("text=Paste Q, K and V")
+    for role, text in (("Q", "1 0\n0 1"), ("K", "[[1, 0], [0, 1]]"), ("V", "1;2")):
+        page.fill(f'label:has-text("{role}, a line for each token") textarea', text)
+    page.click("text=Use these")
+    assert lab.grid("Output").shape == (2, 1)
+    page.click("text=Paste Q, K and V")
+    page.fill('label:has-text("Q, a line") textarea', "1 0\n0")
+    page.click("text=Use these")
+    assert "differ in length" in page.inner_text(".failure")
+    assert lab.grid("Output").shape == (2, 1)
+
+
+def test_the_pipeline_grows_by_steps(lab: Any) -> None:
+    page = lab.open("pipeline", token=1, ex="three")
+    assert page.inner_text(".place") == "step 1 of 11"
+    for count, step in enumerate(["Multiply", "Add", "Scale", "Mask"]):
+        page.keyboard.press("ArrowRight")
+        assert page.inner_text('.track [aria-current="step"]') == step
+        assert len(page.query_selector_all(".growing thead th")) == count + 2
+    page.keyboard.press("End")
+    assert page.inner_text('.track [aria-current="step"]') == "Mix"
+    page.keyboard.press("ArrowLeft")
+    assert page.inner_text('.track [aria-current="step"]') == "Divide"
+
+
+def test_tiles_rescale(lab: Any) -> None:
+    page = lab.open("tiles", block=1, token=0)
+    assert page.inner_text(".place") == "block 1 of 5"
+    page.click("text=Next")
+    assert "The running max grows from 0 to 1" in page.inner_text(".explained")
+    assert np.isclose(lab.numbers(".explained"), np.exp(-1), rtol=1e-12, atol=0).any()
+
+
+def test_all_mechanisms_are_there(lab: Any) -> None:
+    page = lab.open("mechanisms")
+    names = [each.inner_text() for each in page.query_selector_all(".multiples b")]
+    assert names == list(MECHANISMS)
+    page.click('.multiples button:has-text("grouped-query")')
+    page.click('fieldset:has-text("Head") label:has-text("3")')
+    assert lab.grid("Token mixing, head 3").shape == (5, 5)
+
+
+def test_the_heads_of_a_model(lab: Any) -> None:
+    page = lab.open("inspect", score="induction")
+    scores = lab.grid("induction: layers down, heads across")
+    assert scores.shape == (2, 4)
+    layer, head = np.unravel_index(scores.argmax(), scores.shape)
+    page.click(f'.heads td[data-row="{layer}"][data-column="{head}"]')
+    assert f"Layer {layer}, head {head}" in page.inner_text("main")
+    assert "induction" in page.inner_text(".kind")
+    page.wait_for_selector('canvas[data-missing="0"]')
+    assert "Attention is not explanation" in page.inner_text(".lead")
+
+
+def test_a_map_shows_the_weight_under_the_pointer(lab: Any) -> None:
+    page = lab.open("inspect", layer=1, head=1, query=40, kkey=9)
+    page.wait_for_selector('canvas[data-missing="0"]')
+    page.wait_for_function(
+        "() => document.querySelector('.readout [data-name=weight]').innerText !== '…'"
+    )
+    [weight] = lab.numbers(".readout")
+    keys = {row[0].split()[0]: row for row in bars(page)}
+    assert abs(weight - float(keys["9"][1])) < 1e-6
+    painted = page.evaluate(
+        """() => {
+            const canvas = document.querySelector("canvas");
+            const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+            return new Set(new Uint32Array(pixels.data.buffer)).size;
+        }"""
+    )
+    assert painted > 10
+
+
+def bars(page: Any) -> list[list[str]]:
+    found: list[list[str]] = page.eval_on_selector_all(
+        '.bars[aria-label="Best keys"] > div',
+        "all => all.map((x) => [x.querySelector('dt').innerText, x.querySelector('data').value])",
+    )
+    return found
+
+
+def test_lines_of_code_show_their_values(lab: Any) -> None:
+    page = lab.open("code", token=1)
+    assert page.inner_text('[role="option"] >> nth=2').splitlines()[0].strip() == "scores = Q @ K.T"
+    assert lab.numbers('[data-line="2"]') == [3, 0, 2, 1, 0.5]
+    page.click('label:has-text("torch")')
+    assert "torch.exp" in page.inner_text(".code")
+    assert lab.numbers('[data-line="2"]') == [3, 0, 2, 1, 0.5]
+
+
+def test_no_erratum_is_displayed_as_right(lab: Any) -> None:
+    page = lab.open("errata")
+    assert len(page.query_selector_all(".errata > li")) == len(ERRATA)
+    for erratum in ERRATA:
+        place = f'.errata > li[data-name="{erratum.name}"]'
+        assert page.inner_text(f"{place} .wrong del") == erratum.printed
+        assert page.inner_text(f"{place} .right ins") == erratum.right
+        assert "✗ printed" in page.inner_text(f"{place} .wrong")
+        assert erratum.printed not in page.inner_text(f"{place} .right").splitlines()
+    page = lab.open("scaling")
+    assert "exp(500) overflows" in page.inner_text(".claims .wrong s")
+    assert "overflows" not in "".join(page.locator(".claims li.right > p").all_inner_texts())
+
+
+@pytest.mark.parametrize("host", ["lab", "served"])
+def test_answers_are_checked(host: str, request: pytest.FixtureRequest) -> None:
+    lab = request.getfixturevalue(host)
+    page = lab.open("exercises")
+    for name, answer, right in (
+        ("003.1", "[[1, 0.5], [1, 0.73]]", True),
+        ("003.2", "0.2 0.2 0.2 0.2 0.2", False),
+        ("003.5", "true, false", True),
+        ("003.10", "1000000", False),
+    ):
+        place = f'.exercise[data-name="{name}"]'
+        page.fill(f"{place} textarea", answer)
+        page.click(f"{place} button")
+        said = page.locator(f"{place} .answer").inner_text()
+        assert said.startswith("✓ right" if right else "✗ wrong")
+
+
+def test_a_table_is_copied(opened: Any) -> None:
+    lab = opened(permissions=["clipboard-read", "clipboard-write"])
+    page = lab.open("heatmap")
+    page.click('button[aria-label="Copy weights matrix"]')
+    rows = page.evaluate("navigator.clipboard.readText()").split("\n")
+    assert rows[0].split("\t") == ["", "The", "cat", "sat", "on", "mat"]
+    assert json.loads(rows[1].split("\t")[2]) == pytest.approx(0.297641942691882, abs=1e-15)

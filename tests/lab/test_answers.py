@@ -1,0 +1,310 @@
+"""What the lab answers, beside numbers that were not computed by it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+import qkv
+from qkv.inspection.model_record import ModelRecord
+from qkv.inspection.weight_blocks import reduced
+from qkv.lab.document import export_data, to_html
+from qkv.lab.messages import key_of
+from qkv.lab.session import Session
+from qkv.lab.sources import open_file, source_of
+from qkv.lab.weight_map import TILE, WeightMaps, levels_of
+from qkv.samples import shared_example
+
+GOLDENS = json.loads(
+    (Path(__file__).parents[1] / "golden" / "goldens.json").read_text(encoding="utf-8")
+)
+SCHEMA = json.loads(
+    (Path(qkv.__file__).parent / "inspection" / "trace.schema.json").read_text(encoding="utf-8")
+)
+
+
+def ask(session: Session, method: str, **params: Any) -> Any:
+    """An answer as a page would get it."""
+    return json.loads(json.dumps(session.answer(method, params).result, allow_nan=False))
+
+
+def dense(q: Any, k: Any, causal: bool = False) -> Any:
+    """Weights from the definition, in float64."""
+    scores = q.astype(float) @ k.astype(float).swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+    if causal:
+        scores = np.where(np.tri(*scores.shape[-2:], dtype=bool), scores, -np.inf)
+    exp = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return exp / exp.sum(axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize(
+    ("case", "params"),
+    [
+        ("shared_example", {}),
+        ("shared_example_causal", {"mask": "causal"}),
+        ("shared_example_causal_window_2", {"mask": "window", "left": 1}),
+        ("shared_example_causal_window_3", {"mask": "window", "left": 2}),
+        ("shared_example_unscaled", {"scale": 1.0}),
+    ],
+)
+def test_traces_have_the_numbers_of_the_texts(case: str, params: dict[str, Any]) -> None:
+    exact = GOLDENS["cases"][case]["exact"]
+    trace = ask(Session(), "trace", name="shared", block=2, **params)
+    jsonschema.validate(trace, SCHEMA)
+    for row, weights, output in zip(
+        trace["heads"][0]["rows"], exact["weights"], exact["output"], strict=True
+    ):
+        np.testing.assert_allclose(row["softmax"]["weights"], weights, atol=1e-12)
+        np.testing.assert_allclose(row["output"], output, atol=1e-12)
+        last = row["tiles"][-1]
+        tiled = np.array(last["accumulator"]) / last["row_sum"]
+        np.testing.assert_allclose(tiled, output, atol=1e-12)
+
+
+def test_padding_hides_the_last_keys() -> None:
+    trace = ask(Session(), "trace", name="shared", mask="padding", length=3)
+    example = shared_example()
+    expected = dense(example.q, example.k[:3])
+    for row, weights in zip(trace["heads"][0]["rows"], expected, strict=True):
+        np.testing.assert_allclose(row["softmax"]["weights"], [*weights, 0, 0], atol=1e-12)
+
+
+def test_thirty_steps_count_what_the_texts_count() -> None:
+    found = ask(Session(), "count", example="three")
+    steps = found["steps"]
+    assert len(steps) == 30
+    assert {**steps[-1]["ledger"], "total": steps[-1]["total"]} == GOLDENS["operation_ledger"][
+        "example_3x3"
+    ]
+    sums: dict[str, int] = {}
+    for number, step in enumerate(steps, start=1):
+        assert step["number"] == number
+        for name, count in step["operations"].items():
+            sums[name] = sums.get(name, 0) + count
+        assert step["ledger"] == sums
+    example = next(e for e in ask(Session(), "example")["examples"] if e["name"] == "three")
+    x, w_q, w_k, w_v = (np.array(example[name], float) for name in ("x", "w_q", "w_k", "w_v"))
+    weights = dense(x @ w_q, x @ w_k)
+    outputs = [step["values"] for step in steps if step["kind"] == "output"]
+    np.testing.assert_allclose(outputs, weights @ (x @ w_v), atol=1e-12)
+    five = ask(Session(), "count", n=5, d=4)
+    assert {**five["counts"], "total": five["total"]} == GOLDENS["operation_ledger"][
+        "shared_example"
+    ]
+    assert ask(Session(), "count", n=100_000, d=1)["score_bytes"]["float16"] == 20_000_000_000
+
+
+def test_the_scaling_curve_has_the_numbers_of_the_texts() -> None:
+    points = ask(Session(), "scaling")["curve"]["points"]
+    for point in points:
+        expected = GOLDENS["saturation"]["unscaled"].get(str(point["d_k"]))
+        if point["scaled"]:
+            expected = GOLDENS["saturation"]["scaled_any_d_k"]
+        if expected:
+            assert point["max_weight"] == pytest.approx(expected["max_weight"], abs=0.003)
+            assert point["entropy_nats"] == pytest.approx(expected["entropy_nats"], abs=0.003)
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_the_code_that_is_shown_computes_what_is_shown_beside_it(library: str) -> None:
+    module = pytest.importorskip(library)
+    found = ask(Session(), "code")
+    example = shared_example()
+    rows = [module.asarray(array) for array in (example.q, example.k, example.v)]
+    scope = {"np": np, library: module}
+    exec("\n".join(found[library]), scope)
+    exact = GOLDENS["cases"]["shared_example"]["exact"]
+    np.testing.assert_allclose(np.asarray(scope["attention"](*rows)), exact["output"], atol=1e-12)
+    last = str(len(found[library]) - 1)
+    shown = [[float(n) for n in text.split(", ")] for text in found["values"][last]]
+    np.testing.assert_allclose(shown, exact["output"], atol=5.1e-5)
+    assert set(found["values"]) == set(found["notes"]) == set(map(str, range(len(found["torch"]))))
+
+
+def test_no_erratum_is_an_answer() -> None:
+    """What the texts print wrongly is nowhere but in the list of errata."""
+    verdict = ask(Session(), "check", id="003.10", answer=1_000_000)
+    assert verdict["right"] is False
+    assert verdict["reason"]
+
+
+@pytest.fixture(scope="module")
+def model() -> Session:
+    """Two layers of random rows with grouped heads, 300 tokens, one head's weights known."""
+    rng = np.random.default_rng(0)
+    record = ModelRecord("two layers", keep="weights")
+    record.texts = ["<b>", "\x1b[31m", *("t" for _ in range(298))]
+    for layer in range(2):
+        q = rng.normal(size=(1, 4, 300, 8)).astype(np.float32) * 2
+        k = rng.normal(size=(1, 2, 300, 8)).astype(np.float32) * 2
+        record.add(q, k, qkv.Causal(), name=f"layer {layer}")
+        last = dense(q[0], k[0].repeat(2, axis=0), causal=True)
+    session = Session(source_of(record))
+    session.exact = last  # type: ignore[attr-defined]
+    return session
+
+
+def test_heads_of_a_model(model: Session) -> None:
+    exact = model.exact  # type: ignore[attr-defined]
+    found = ask(model, "model")
+    assert found["tokens"][:3] == ["<b>", "", "t"]
+    layer = found["layers"][1]
+    assert (layer["num_heads"], layer["num_kv_heads"], layer["levels"]) == (4, 2, 2)
+    assert [head["kv_head"] for head in layer["heads"]] == [0, 0, 1, 1]
+    head = ask(model, "head", layer=1, head=3, first=200, count=10)
+    order = np.argsort(-exact[3, 200:210], axis=1)[:, :4]
+    np.testing.assert_array_equal(head["top_keys"], order)
+    entropy = -np.sum(exact * np.log(np.where(exact > 0, exact, 1)), axis=-1)
+    np.testing.assert_allclose(head["entropy"], entropy[3, 200:210], atol=1e-5)
+    np.testing.assert_allclose(head["received"], exact[3].sum(axis=0), rtol=1e-4)
+    weight = ask(model, "weight", layer=1, head=2, query=20, key=30)
+    assert (weight["weight"], weight["allowed"], weight["score"]) == (0.0, False, "-Infinity")
+    weight = ask(model, "weight", layer=1, head=2, query=30, key=20)
+    assert weight["weight"] == pytest.approx(exact[2, 30, 20], rel=1e-4)
+    assert weight["scaled"] == pytest.approx(
+        np.dot(weight["query_row"], weight["key_row"]) / 8**0.5
+    )
+
+
+def blocks(exact: Any, block: int) -> tuple[Any, Any]:
+    """Maximum and mean of blocks, by a loop."""
+    if block == 1:
+        return exact, exact
+    rows, columns = (range(0, n, block) for n in exact.shape)
+    parts = [[exact[i : i + block, j : j + block] for j in columns] for i in rows]
+    return (
+        np.array([[part.max() for part in line] for line in parts]),
+        np.array([[part.mean() for part in line] for line in parts]),
+    )
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("reduce", ["max", "mean"])
+def test_tiles_of_a_model(model: Session, level: int, reduce: str) -> None:
+    exact = model.exact[1]  # type: ignore[attr-defined]
+    expected = blocks(exact, 1 << level)[reduce == "mean"]
+    for row in range(2 - level):
+        for column in range(2 - level):
+            answer = model.answer(
+                "tile",
+                {"layer": 1, "head": 1, "level": level, "row": row, "column": column,
+                 "reduce": reduce},
+            )  # fmt: skip
+            (found,) = answer.arrays
+            part = expected[row * TILE : (row + 1) * TILE, column * TILE : (column + 1) * TILE]
+            np.testing.assert_allclose(found, part, atol=1e-6)
+            assert (answer.result["rows"], answer.result["columns"]) == part.shape
+
+
+def record_of(q_len: int, kv_len: int, *variants: Any) -> tuple[Any, Any]:
+    rng = np.random.default_rng(q_len)
+    q, k = (rng.normal(size=(length, 8)).astype(np.float32) for length in (q_len, kv_len))
+    record = qkv.inspect(q * 2, k, k, *variants, q_offset="end")
+    return record, record.weights[...]
+
+
+def test_the_pyramid_of_an_uneven_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small base level, so that upper levels come from it."""
+    monkeypatch.setattr("qkv.lab.weight_map.FIRST_BASE", 1)
+    monkeypatch.setattr("qkv.lab.weight_map.BASE", 1 << 16)
+    record, exact = record_of(700, 1111, qkv.Causal())
+    maps = WeightMaps()
+    for level in range(levels_of(700, 1111)):
+        largest, mean = blocks(exact.astype(float), 1 << level)
+        for row in range(-(-largest.shape[0] // TILE)):
+            for column in range(-(-largest.shape[1] // TILE)):
+                tile = maps.tile(record.weights.replay, 0, level, row, column)
+                place = (
+                    slice(row * TILE, (row + 1) * TILE),
+                    slice(column * TILE, (column + 1) * TILE),
+                )
+                np.testing.assert_allclose(tile.largest, largest[place], atol=1e-7)
+                np.testing.assert_allclose(tile.mean, mean[place], rtol=2e-5, atol=1e-9)
+
+
+def test_a_map_keeps_a_bounded_number_of_bytes() -> None:
+    record, _ = record_of(600, 600)
+    maps = WeightMaps(most_bytes=1 << 20)
+    for row in range(3):
+        for column in range(3):
+            maps.tile(record.weights.replay, 0, 0, row, column)
+            assert maps.nbytes <= 1 << 20
+
+
+def test_a_single_bright_key_shows_at_every_level() -> None:
+    q, k = np.zeros((600, 4), np.float32), np.zeros((600, 4), np.float32)
+    q[417], k[123] = 8, 8
+    record = qkv.inspect(q, k, k)
+    maps = WeightMaps()
+    for level in range(3):
+        tile = maps.tile(record.weights.replay, 0, level, 417 >> (8 + level), 123 >> (8 + level))
+        assert tile.largest[(417 >> level) % TILE, (123 >> level) % TILE] > 0.99
+    largest, mean = reduced(record.weights.replay, 0, (0, 600), (0, 600), 600)
+    assert (largest[0, 0] > 0.99, mean[0, 0]) == (True, pytest.approx(1 / 600, rel=1e-5))
+
+
+def test_an_export_answers_from_its_data(model: Session) -> None:
+    data = export_data(model)
+    assert data["host"] == "export"
+    json.dumps(data, allow_nan=False)
+    assert data["results"]["model"]["can_intervene"] is False
+    place = {"layer": 1, "head": 2}
+    first = {**place, "first": 0, "count": 512}
+    assert key_of("head", place) in data["results"]
+    assert key_of("head", first) not in data["results"]
+    small, exact = record_of(40, 40)
+    found = export_data(Session(source_of(small)))["results"]
+    tile = found[
+        key_of("tile", {"layer": 0, "head": 0, "level": 0, "row": 0, "column": 0, "reduce": "max"})
+    ]
+    (buffer,) = tile["buffers"]
+    array = np.frombuffer(base64.b64decode(buffer["base64"]), "<f4").reshape(buffer["shape"])
+    np.testing.assert_allclose(array, exact, atol=1e-7)
+
+
+def test_files_of_one_page_ask_for_nothing() -> None:
+    example = shared_example()
+    hostile = ["</script><img src=x onerror=alert(1)>", "\u2028", "<!--", "&amp;", "x"]
+    trace = qkv.explain(example.q, example.k, example.v, tokens=hostile)
+    record = qkv.inspect(example.q, example.k, example.v)
+    models = ModelRecord(hostile[0], keep="weights")
+    models.texts = hostile
+    models.add(example.q[None], example.k[None], name="<b>")
+    for page in (trace.to_html(), record.to_html(hostile), models.to_html(), to_html()):
+        policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
+        assert policy is not None
+        assert policy[1].startswith("default-src 'none'; script-src 'sha256-")
+        assert "connect-src" not in policy[1]
+        assert "unsafe" not in policy[1]
+        assert "<img" not in page
+        data = page.partition('id="qkv-data">')[2].partition("</script>")[0]
+        assert json.loads(data)["host"] == "export"
+        assert not re.search(
+            r'(src|href)="(?!data:)', page.replace(data, "").partition("<style")[0]
+        )
+    shown = json.loads(trace.to_html().partition('id="qkv-data">')[2].partition("</script>")[0])
+    given = shown["results"]["example"]["examples"][0]
+    assert (given["name"], given["trace"]) == ("trace", trace.to_dict())
+
+
+def test_a_saved_record_opens(tmp_path: Path) -> None:
+    record = ModelRecord("saved")
+    x = np.eye(4, dtype=np.float32)[None]
+    record.add(x, x, name="layer 0")
+    record.save(tmp_path / "r.safetensors")
+    session = Session(open_file(tmp_path / "r.safetensors"))
+    assert ask(session, "model")["model"] == "saved"
+    with pytest.raises(qkv.ArgumentError, match="kept no query and key"):
+        session.answer("tile", {"layer": 0, "head": 0})
+
+
+def test_what_cannot_be_shown_is_refused() -> None:
+    with pytest.raises(qkv.ArgumentError, match="cannot show dict"):
+        to_html({})

@@ -1,0 +1,89 @@
+"""The heads of the small model that carry the repeat, and those that do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import qkv
+from qkv.inspection.model_record import ModelRecord
+from qkv.samples import tiny_model
+from qkv.samples.tiny import EPSILON
+
+MODEL = tiny_model()
+IDS = MODEL.repeated_sequence()
+SECOND = slice(33, None)
+"""Losses of the second period, but for that of its second character: the pair before it stood at
+the very beginning, where no head could read a previous character."""
+
+
+def induction_heads() -> list[tuple[int, int]]:
+    record = ModelRecord("tiny")
+    for layer, (query, key, _, variants) in enumerate(MODEL.attention_inputs(IDS)):
+        record.add(query, key, *variants, name=str(layer), tokens=[IDS])
+    return [(row["layer"], row["head"]) for row in record.rows() if row["kind"] == "induction"]
+
+
+def test_induction_heads_carry_the_repeat() -> None:
+    heads = induction_heads()
+    assert heads
+    plain = MODEL.loss(IDS)
+    off = MODEL.loss(IDS, dict.fromkeys(heads, "off"))
+    # Random characters: a guess costs log(97) = 4.57 nats, a repeated one next to nothing.
+    assert plain[SECOND].mean() < 0.05
+    assert off[SECOND].mean() > 3
+    assert plain[:31].mean() > 3
+    predicted = MODEL.logits(IDS).argmax(axis=1)[33:-1]
+    changed = MODEL.logits(IDS, dict.fromkeys(heads, "off")).argmax(axis=1)[33:-1]
+    assert np.mean(predicted == IDS[34:]) > 0.9
+    assert np.mean(changed == IDS[34:]) < 0.5
+
+
+def test_heads_that_are_off_by_hand() -> None:
+    """The last layer again in NumPy, with the weights from the definition."""
+    states = list(MODEL._states(IDS))
+    (_, _, _, _), (query, key, value, _) = MODEL.attention_inputs(IDS)
+    scores = query @ key.swapaxes(1, 2) / np.sqrt(query.shape[-1])
+    scores = np.where(np.tri(len(IDS), dtype=bool), scores, -np.inf)
+    exp = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    out = exp / exp.sum(axis=-1, keepdims=True) @ value
+    out[2] = 0
+    out[1] = np.tri(len(IDS)) / np.arange(1, len(IDS) + 1)[:, None] @ value[1]
+    last = states[1] + out.swapaxes(0, 1).reshape(len(IDS), -1) @ MODEL._layers[1]["out"].T
+    norm = last / np.sqrt((last**2).mean(axis=1, keepdims=True) + EPSILON)
+    found = MODEL.logits(IDS, {(1, 2): "off", (1, 1): "uniform"})
+    np.testing.assert_allclose(found, norm @ MODEL._unembedding.T, atol=1e-3)
+
+
+def test_weights_of_the_same_text_change_nothing() -> None:
+    found = MODEL.logits(IDS, {(1, head): IDS for head in range(4)})
+    np.testing.assert_array_equal(found, MODEL.logits(IDS))
+
+
+def test_weights_of_another_repeat_still_carry_it() -> None:
+    """Where an induction head reads depends on the period, not on the characters."""
+    other = MODEL.repeated_sequence(seed=5)
+    assert MODEL.loss(IDS, dict.fromkeys(induction_heads(), other))[SECOND].mean() < 0.1
+
+
+@pytest.mark.parametrize(
+    ("changes", "fact"),
+    [
+        ({(2, 0): "off"}, "layer 2"),
+        ({(0, 4): "off"}, "head 4"),
+        ({(0, 0): "on"}, "nothing that a head can become"),
+        ({(0, 0): [1, 2]}, "2 queries"),
+    ],
+)
+def test_wrong_changes(changes: Any, fact: str) -> None:
+    with pytest.raises(qkv.QkvError, match=fact):
+        MODEL.logits(IDS, changes)
+
+
+def test_the_loss_is_that_of_the_logits() -> None:
+    logits = MODEL.logits(IDS).astype(np.float64)
+    probabilities = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    expected = [-np.log(probabilities[i, IDS[i + 1]]) for i in range(len(IDS) - 1)]
+    np.testing.assert_allclose(MODEL.loss(IDS), expected, atol=1e-9)
