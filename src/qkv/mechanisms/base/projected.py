@@ -15,7 +15,14 @@ from qkv.mechanisms.base.namespace import array_namespace
 from qkv.mechanisms.base.operations import attention_over_pairs, projection, traffic
 from qkv.variants import ALiBi, Causal, RoPE
 
-__all__ = ["Options", "OptionsWithoutGroups", "ProjectedAttention", "join_heads", "split_heads"]
+__all__ = [
+    "Options",
+    "OptionsWithoutGroups",
+    "ProjectedAttention",
+    "join_heads",
+    "refuse_options",
+    "split_heads",
+]
 
 
 class OptionsWithoutGroups(TypedDict, total=False):
@@ -309,3 +316,19 @@ def join_heads(heads: Any) -> Any:
     namespace = array_namespace(heads)
     turned = namespace.moveaxis(heads, -3, -2)
     return namespace.reshape(turned, (*turned.shape[:-2], turned.shape[-2] * turned.shape[-1]))
+
+
+def refuse_options(mechanism: str, options: Mapping[str, Any], *names: str) -> None:
+    """Refuse options of `ProjectedAttention` that mean nothing in this mechanism.
+
+    Raises
+    ------
+    ArgumentError
+        Naming the first that is given.
+    """
+    for name in names:
+        if options.get(name):
+            raise ArgumentError(
+                f"{mechanism} does not take {name}: it has no n x n scores to change.",
+                action=f"Leave {name} out.",
+            )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from qkv.errors import ArgumentError, ShapeError, UnsupportedError
+from qkv.errors import ShapeError, UnsupportedError
 from qkv.inspection.explain import selected_indices
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.attention import all_three, one_sequence
@@ -14,20 +14,12 @@ from qkv.mechanisms.base.explanation import Explanation, Line, Step, dot_product
 from qkv.mechanisms.base.mechanism import positive_integers, token_names
 from qkv.mechanisms.base.namespace import array_namespace, like, values
 from qkv.mechanisms.base.operations import projection, traffic
-from qkv.mechanisms.base.projected import ProjectedAttention
+from qkv.mechanisms.base.projected import ProjectedAttention, refuse_options
 from qkv.mechanisms.linear_time.activations import elu_plus_one
 from qkv.mechanisms.linear_time.chunks import in_chunks, state_of_no_tokens
 from qkv.mechanisms.linear_time.recurrent import repeated_heads
 
-__all__ = [
-    "Linear",
-    "bidirectional",
-    "chunk",
-    "naive",
-    "recurrent",
-    "refuse_options",
-    "token_weights",
-]
+__all__ = ["Linear", "bidirectional", "chunk", "naive", "recurrent", "token_weights"]
 
 
 class Linear(ProjectedAttention):
@@ -278,22 +270,6 @@ class Linear(ProjectedAttention):
         read = tokens * projections[0][1] + found.parameters
         whole: Ledger = found + traffic(read, tokens * width, dtype)
         return whole
-
-
-def refuse_options(mechanism: str, options: Mapping[str, Any], *names: str) -> None:
-    """Refuse options of `ProjectedAttention` that mean nothing in this mechanism.
-
-    Raises
-    ------
-    ArgumentError
-        Naming the first that is given.
-    """
-    for name in names:
-        if options.get(name):
-            raise ArgumentError(
-                f"{mechanism} does not take {name}: it has no n x n scores to change.",
-                action=f"Leave {name} out.",
-            )
 
 
 def _steps(query: Any, key: Any, value: Any, tokens: Sequence[str]) -> list[Step]:

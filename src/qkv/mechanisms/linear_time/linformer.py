@@ -16,8 +16,7 @@ from qkv.mechanisms.base.attention_steps import attention_steps, token_lines
 from qkv.mechanisms.base.explanation import Explanation, Step
 from qkv.mechanisms.base.mechanism import positive_integers, token_names
 from qkv.mechanisms.base.namespace import like, values
-from qkv.mechanisms.base.projected import ProjectedAttention
-from qkv.mechanisms.linear_time.linear import refuse_options
+from qkv.mechanisms.base.projected import ProjectedAttention, refuse_options
 
 __all__ = ["Linformer"]
 
