@@ -2,7 +2,7 @@
 // after #, so that a view can be sent as a link; in a notebook it is the trait `view`.
 
 export const DEFAULTS = {
-  panel: "start", ex: "shared", own: "", mask: "none", left: 1, right: 0, keys: 3, scaled: 1,
+  panel: "start", ex: "", own: "", mask: "none", left: 1, right: 0, keys: 3, scaled: 1,
   digits: 4, token: 0, key: 0, stage: "weights", step: 0, dk: 64, count: 0, n: 1024, d: 64,
   block: 2, tile: 0, mech: "", mhead: 0, layer: 0, head: 0, score: "entropy", query: 0,
   kkey: 0, zoom: -99, reduce: "max", ramp: "root", x: 0, y: 0, lib: "numpy", line: 0, code: "scaled-dot-product",

@@ -22,8 +22,8 @@ const OWN_NAME = "scaled-dot-product";
 export function Code() {
   const { view, set, client } = useLab();
   const all = useRow({ masked: false });
-  const compared = useAsk("mechanisms").result?.mechanisms ?? [];
-  const names = [OWN_NAME, ...compared.map(({ mechanism }) => mechanism).filter((name) => name !== OWN_NAME &&
+  const family = useAsk("code").result?.mechanisms ?? [];
+  const names = [OWN_NAME, ...family.filter((name) => name !== OWN_NAME &&
     (client.host !== "export" || client.has("code", { mechanism: name })))];
   // The list of all may not be there yet.
   if (!names.includes(view.code) && client.host !== "export") names.push(view.code);

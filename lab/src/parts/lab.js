@@ -5,7 +5,6 @@ import { useContext, useEffect, useLayoutEffect, useMemo, useRef, useState } fro
 import htm from "htm";
 import { BUILT_IN, decode, encode } from "../examples.js";
 import { traceOf } from "../kernel.js";
-import { DEFAULTS } from "../view.js";
 
 export { useEffect, useLayoutEffect, useMemo, useRef, useState };
 export const html = htm.bind(h);
@@ -48,20 +47,9 @@ export function useKeys(handlers) {
   });
 }
 
-/** A trace of Python as an example that is drawn as it is. */
-function traced(trace) {
-  const [head] = trace.heads;
-  const names = trace.kv_tokens ?? trace.tokens ?? head.key.map((_, j) => String(j));
-  return {
-    name: "trace", title: "The trace", tokens: trace.tokens ?? names, trace,
-    query: head.rows.map((row) => row.query), key: head.key, value: head.value,
-  };
-}
-
 /** The examples of the host, then those of the page that it does not have. */
 export function examplesOf(client) {
-  const trace = client.given("trace", { name: "trace" });
-  const given = [...(trace ? [traced(trace)] : []), ...(client.given("example")?.examples ?? [])];
+  const given = client.given("example")?.examples ?? [];
   return [...given, ...BUILT_IN.filter(({ name }) => !given.some((other) => other.name === name))];
 }
 
@@ -73,8 +61,9 @@ export function useExample({ masked = true } = {}) {
   return useMemo(() => {
     const all = examplesOf(client);
     const edited = ex === "own" && own ? decode(own) : null;
-    const chosen = ex === DEFAULTS.ex && all[0].trace ? all[0].name : ex;
-    const example = edited ?? all.find(({ name }) => name === chosen) ?? all[0];
+    // A trace of Python is what its page was made for.
+    const first = all.find((each) => each.trace) ?? all[0];
+    const example = edited ?? all.find(({ name }) => name === ex) ?? first;
     const options = { mask, left, right, keys, scaled: scaled !== 0 };
     const fixed = Boolean(example.trace);
     const trace = fixed ? example.trace : traceOf(example, options);

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from qkv.inspection.trace import Trace, TracedRow
+from qkv.mechanisms import MECHANISMS
 from qkv.mechanisms.comparison import mechanism_class
 
 __all__ = ["code_lines"]
@@ -47,6 +48,7 @@ def code_lines(mechanism: str, trace: Trace) -> dict[str, Any]:
         "shows": given["shows"],
         "values": values,
         "notes": notes,
+        "mechanisms": list(MECHANISMS),
     }
 
 
