@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from lab_client import TOKEN, Client
 
 import qkv.files
-from conftest import TOKEN, Client
 from qkv.lab.guard import POLICY
 from qkv.lab.server import Limits, listen
 from qkv.lab.session import Session

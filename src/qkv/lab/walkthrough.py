@@ -47,8 +47,8 @@ def walkthrough(trace: Trace) -> list[dict[str, Any]]:
 
     Examples
     --------
-    >>> import qkv
-    >>> x = [[1.0, 0.0, 1.0]] * 3
+    >>> import numpy as np, qkv
+    >>> x = np.eye(3)
     >>> steps = walkthrough(qkv.explain(x, x, x))
     >>> len(steps), steps[-1]["total"]
     (30, 138)

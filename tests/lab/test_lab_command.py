@@ -1,0 +1,94 @@
+"""The command with a file to write, and the widget's messages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import qkv
+import qkv.files
+import qkv.lab
+from qkv.cli import main
+from qkv.lab.session import Session
+from qkv.lab.widget import reply
+
+X = np.random.default_rng(0).normal(size=(2, 6, 4)).astype(np.float32)
+
+
+def data_of(page: Path) -> Any:
+    text = page.read_text(encoding="utf-8")
+    return json.loads(text.partition('id="qkv-data">')[2].partition("</script>")[0])
+
+
+def test_the_command_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, page = tmp_path / "a.safetensors", tmp_path / "page.html"
+    qkv.files.write_arrays(file, X, X, X, tokens=list("abcdef"))
+    assert main(["lab", str(file), "--causal", "--export", str(page)]) == 0
+    assert capsys.readouterr().out == f"Written: {page}\n"
+    results = data_of(page)["results"]
+    assert results["model"]["tokens"] == list("abcdef")
+    head = results['head:{"head":1,"layer":0}']
+    scores = np.where(np.tri(6, dtype=bool), X[1].astype(float) @ X[1].T / 2, -np.inf)
+    np.testing.assert_array_equal(np.array(head["top_keys"])[3:, 0], scores[3:].argmax(axis=1))
+    # The same arrays again, without the mask: a small example too.
+    assert main(["lab", str(file), "--export", str(page)]) == 0
+    assert data_of(page)["results"]["example"]["examples"][0]["name"] == "file"
+
+
+@pytest.mark.parametrize(
+    ("argv", "fact"),
+    [
+        (["--port", "70000"], "no port"),
+        (["--text", "a"], "--text goes with --model"),
+        (["file", "--model", "tiny"], "two things to show"),
+        (["--causal"], "--causal goes with a file"),
+        (["nothing.safetensors", "--export", "page.html"], "cannot be read"),
+        (["--export", "nowhere/page.html"], "in no folder"),
+    ],
+)
+def test_wrong_options(
+    argv: list[str],
+    fact: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["lab", *argv]) == 2
+    assert fact in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_message_is_answered_and_an_error_is_an_answer() -> None:
+    source = qkv.lab.sources.source_of(qkv.inspect(X, X, X))
+    session = Session(source)
+    answer, buffers = reply(session, {"id": 3, "method": "tile", "params": {"layer": 0, "head": 1}})
+    assert (answer["id"], answer["ok"]) == (3, True)
+    (data,) = buffers
+    shape = answer["buffers"][0]["shape"]
+    scores = X[1].astype(float) @ X[1].T / 2
+    exp = np.exp(scores)
+    expected = exp / exp.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(np.frombuffer(data, "<f4").reshape(shape), expected, atol=1e-6)
+    for wrong in ({"id": 4, "method": "nothing"}, {"id": 4}, {"id": "x"}, [], None):
+        answer, buffers = reply(session, wrong)
+        assert (answer["ok"], buffers) == (False, [])
+        assert answer["error"]["message"]
+
+
+def test_the_widget_answers_messages() -> None:
+    pytest.importorskip("anywidget", reason="the extra lab is not installed")
+    example = qkv.samples.shared_example()
+    made = qkv.lab.widget(qkv.inspect(example.q, example.k, example.v), example.tokens)
+    assert made.data["host"] == "widget"
+    assert "inspect" in made.data["panels"]
+    sent: list[Any] = []
+    made.send = lambda content, buffers=None: sent.append((content, buffers))
+    made._handle_custom_msg({"id": 1, "method": "model", "params": {}}, [])
+    ((content, _),) = sent
+    assert content["result"]["tokens"] == list(example.tokens)
+    made.close()
