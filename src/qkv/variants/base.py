@@ -22,8 +22,9 @@ Role: TypeAlias = Literal["static", "value", "in_place", "lengths"]
 
 "static" is part of the structure: another value is another call. "value" is an array or number of
 which a prepared call holds a copy: calls with other values are prepared for anew. "in_place" is an
-array that is read where it lies at each call, whatever its values are then. "lengths" is "value" for
-an integer array with one number of keys for each batch row, which decoding steps read anew each time.
+array that is read where it lies at each call, whatever its values are then. "lengths" is "value"
+for an integer array with one number of keys for each batch row, which decoding steps read anew each
+time.
 """
 
 
