@@ -91,6 +91,14 @@ def read_array_bytes(data: bytes, name: str, most_inflated: int = MAX_INFLATED) 
     ------
     FileError
         As for `read_arrays`.
+
+    Examples
+    --------
+    >>> import io, numpy as np, qkv.files
+    >>> x, file = np.eye(2, dtype="float32"), io.BytesIO()
+    >>> np.savez(file, q=x, k=x, v=x, tokens=["to", "be"])
+    >>> qkv.files.read_array_bytes(file.getvalue(), "a.npz").tokens
+    ('to', 'be')
     """
     return _read(Source(io.BytesIO(data), len(data), name, most_inflated))
 

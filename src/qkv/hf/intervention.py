@@ -80,8 +80,15 @@ def intervene(model: torch.nn.Module, changes: Mapping[tuple[int, int], Change])
 
     Examples
     --------
-    >>> with qkv.hf.intervene(model, {(1, 0): "off"}):  # doctest: +SKIP
-    ...     loss = model(input_ids=ids, labels=ids).loss
+    >>> import torch, qkv.hf
+    >>> from transformers import GPT2Config, GPT2Model
+    >>> model = GPT2Model(GPT2Config(n_embd=8, n_layer=1, n_head=2)).eval()
+    >>> ids = torch.tensor([[1, 2, 3]])
+    >>> before = model(ids).last_hidden_state
+    >>> with qkv.hf.intervene(model, {(0, 1): "off"}):
+    ...     without = model(ids).last_hidden_state
+    >>> torch.equal(before, without), torch.equal(before, model(ids).last_hidden_state)
+    (False, True)
     """
     from qkv.hf import enable
 
