@@ -6,6 +6,8 @@
 
 `ContiguousCache` keeps all tokens in one array that grows, `RollingCache` a window and the first
 tokens, `PagedCache` pages that sequences share; each in the dtype in which rows come, or as int8.
+Nothing is evicted from a paged cache: `truncate` drops the last tokens, and `allocator` takes the
+page that was freed last first. To forget old tokens, use `RollingCache`.
 """
 
 from qkv.cache.allocator import PageAllocator

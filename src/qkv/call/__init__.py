@@ -6,6 +6,8 @@
     checked         `check_call`: a bound call as a problem, with the backend that will run it
     cache           prepared calls, by structure and by the layout of the leaves
     attend          run a bound call, prepared or checked
+    dispatch        whether a call runs in main memory or on a device
+    device_call     calls whose tensors stay where they are, as those on CUDA
     vjp, pull_back  gradients, prepared or checked; `gradients` are what they give
     jvp             tangents, and second derivatives
     cotangents, variant_arrays

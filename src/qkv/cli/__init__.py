@@ -2,6 +2,12 @@
 
 A command makes its whole output before the first byte of it is written. Exit codes: 0, 1 if the
 output could not be written or memory ran out, 2 for bad input, 130 for Ctrl-C.
+
+    X_command              what `qkv X` prints, and its tables
+    heads                  the numbers of `qkv inspect`, which `inspect_command` prints
+    inputs, model_loading  what a command is given: arrays, samples, models
+    variants               variants as options
+    terminal               widths, colours and characters
 """
 
 from __future__ import annotations

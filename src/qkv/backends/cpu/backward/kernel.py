@@ -47,17 +47,17 @@ def emit_backward(key: BackwardKey) -> str:
 
 class Backward(BackwardRows):
     def add_partials(self) -> Value:
-        """out[i] = sum over parts, in their order, rounded: `count` numbers side by side."""
+        """out[i] = sum of partial gradients in their order, rounded: `count` numbers side by side."""
         e = self.e
         dtype = self.grad_dtype
         arguments = [POINTER, INT64, INT64, INT64, POINTER]
         with e.function("add_partials", arguments) as (function, args):
-            functions, stride, number, count, out = args
+            partials, stride, number, count, out = args
             b = e.builder
 
             def total(lanes: int) -> Callable[[Value, list[Value]], None]:
                 def body(i: Value, _: list[Value]) -> None:
-                    start = e.at(functions, e.mul(i, e.real_bytes))
+                    start = e.at(partials, e.mul(i, e.real_bytes))
 
                     def load(n: Value) -> Value:
                         return storage.load(e, e.at(start, e.mul(n, stride)), real_dtype(e), lanes)

@@ -31,7 +31,10 @@ def tables_of(problem: Problem, arrays: tuple[Array, ...]) -> list[list[str]]:
 
 
 def without_values(problem: Problem, arrays: tuple[Array, ...]) -> tuple[Problem, list[list[str]]]:
-    """The problem of arrays like its own that hold one element, and the tables of each array."""
+    """The problem with placeholders for its operands and for the tables of `arrays`.
+
+    The second result has the names of these tables, for each array.
+    """
     operands, read = problem.operands, tables_of(problem, arrays)
     views = {name: alike(operands.tables[name]) for names in read for name in names}
     # What was compared by value may change afterwards.
@@ -48,6 +51,9 @@ def without_values(problem: Problem, arrays: tuple[Array, ...]) -> tuple[Problem
 
 
 def alike(array: Array | StoredRows) -> Array:
-    """An array with the same dtype, shape and strides that holds one element."""
+    """An array that claims the dtype, shape and strides of another over memory for one element.
+
+    It is there to be described, never read: all but its first element are out of bounds.
+    """
     assert isinstance(array, np.ndarray)  # stored rows are not recalled
     return as_strided(np.empty(1, array.dtype), array.shape, array.strides, writeable=False)

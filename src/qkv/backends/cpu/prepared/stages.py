@@ -106,7 +106,10 @@ class RotatedCall:
         return found
 
     def _turned(self, query: int, key: int) -> list[Array]:
-        """Query and key, turned; new memory costs more than a small rotation."""
+        """Query and key, rotated, in the memory of an earlier call if there is any.
+
+        New memory would cost more than a small rotation.
+        """
         try:
             outputs = self._free.pop()
         except IndexError:
