@@ -47,7 +47,7 @@ def emit_backward(key: BackwardKey) -> str:
 
 class Backward(BackwardRows):
     def add_partials(self) -> Value:
-        """out[i] = sum of partial gradients in their order, rounded: `count` numbers side by side."""
+        """out[i] = sum of partial gradients in order, rounded: `count` numbers side by side."""
         e = self.e
         dtype = self.grad_dtype
         arguments = [POINTER, INT64, INT64, INT64, POINTER]
