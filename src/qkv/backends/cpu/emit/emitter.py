@@ -59,9 +59,18 @@ class Emitter:
 
     @contextmanager
     def function(
-        self, name: str, arguments: Sequence[Any], result: Any = VOID, *, public: bool = False
+        self,
+        name: str,
+        arguments: Sequence[Any],
+        result: Any = VOID,
+        *,
+        public: bool = False,
+        in_place: bool = False,
     ) -> Iterator[tuple[Any, Sequence[Value]]]:
-        """Write the body of a function; pointers of an internal one do not alias."""
+        """Write the body of a function.
+
+        Pointers of an internal one do not alias, unless it writes to what it reads (`in_place`).
+        """
         function = ir.Function(self.module, ir.FunctionType(result, arguments), name)
         outside = self.builder
         self.builder = ir.IRBuilder(function.append_basic_block())
@@ -72,7 +81,7 @@ class Emitter:
             # Vectors that registers have no room for would straddle cache lines.
             function.attributes.alignstack = CACHE_LINE
             for argument in function.args:
-                if isinstance(argument.type, ir.PointerType):
+                if isinstance(argument.type, ir.PointerType) and not in_place:
                     argument.add_attribute("noalias")
         yield function, function.args
         if not self.builder.block.is_terminated:

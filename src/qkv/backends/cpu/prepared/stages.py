@@ -52,7 +52,7 @@ class Call(Protocol):
 
 
 def rotated_form(problem: Problem) -> Problem:
-    """The problem that is left once query and key have been turned: they are dense arrays then."""
+    """The problem that is left once query and key have been rotated: they are dense arrays then."""
     operands, compute = problem.operands, problem.spec.compute_dtype
     query, key = (np.empty(a.shape, compute) for a in (operands.query, plain(operands.key)))
     return replace(problem, operands=replace(operands, query=query, key=key, angles=None))
@@ -67,7 +67,7 @@ def is_rotation_kept(problem: Problem) -> bool:
 
 
 class RotatedCall:
-    """A prepared call whose query and key are turned first."""
+    """A prepared call whose query and key are rotated first."""
 
     def __init__(self, problem: Problem, inner: Call) -> None:
         operands = problem.operands
@@ -81,10 +81,10 @@ class RotatedCall:
     def __call__(
         self, query: Array, key: Array, value: Array, rows: bool, arrays: Sequence[Array] = ()
     ) -> Results | None:
-        """As of the call."""
-        turned = self._turned(quick_address_of(query), quick_address_of(key))
-        found: Results | None = self._inner(turned[0], turned[1], value, rows, arrays)
-        self._give_back(turned)
+        """See `qkv.backends.Prepared`."""
+        rotated = self._rotated(quick_address_of(query), quick_address_of(key))
+        found: Results | None = self._inner(rotated[0], rotated[1], value, rows, arrays)
+        self._give_back(rotated)
         return found
 
     def run(
@@ -98,14 +98,14 @@ class RotatedCall:
         keep_alive: Any,
         arrays: Sequence[int] = (),
     ) -> bool:
-        """As of the call."""
-        turned = self._turned(query, key)
-        at = quick_address_of(turned[0]), quick_address_of(turned[1])
-        found = self._inner.run(*at, value, out, lse, lse_rest, (keep_alive, turned), arrays)
-        self._give_back(turned)
+        """See `qkv.backends.AddressedCall`."""
+        rotated = self._rotated(query, key)
+        at = quick_address_of(rotated[0]), quick_address_of(rotated[1])
+        found = self._inner.run(*at, value, out, lse, lse_rest, (keep_alive, rotated), arrays)
+        self._give_back(rotated)
         return found
 
-    def _turned(self, query: int, key: int) -> list[Array]:
+    def _rotated(self, query: int, key: int) -> list[Array]:
         """Query and key, rotated, in the memory of an earlier call if there is any.
 
         New memory would cost more than a small rotation.
@@ -117,9 +117,9 @@ class RotatedCall:
         self._rotation((query, key), self._angles, outputs)
         return outputs
 
-    def _give_back(self, turned: list[Array]) -> None:
+    def _give_back(self, rotated: list[Array]) -> None:
         if self._is_reused and not self._free:
-            self._free.append(turned)
+            self._free.append(rotated)
 
 
 class SinksCall:
@@ -132,12 +132,12 @@ class SinksCall:
         self._shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.v_head_dim)
         self._compute, self._dtype = spec.compute_dtype, problem.operands.query.dtype
         self._sinks = Sinks(sinks, self._shape, self._compute, self._dtype)
-        self._of_heads = np.array(sinks)
+        self._sinks_of_heads = np.array(sinks)
 
     def __call__(
         self, query: Array, key: Array, value: Array, rows: bool, arrays: Sequence[Array] = ()
     ) -> Results | None:
-        """As of the call."""
+        """See `qkv.backends.Prepared`."""
         found = self._inner(query, key, value, True, arrays)
         if found is None:
             return None
@@ -145,7 +145,7 @@ class SinksCall:
         out = keys_out if self._dtype == self._compute else np.empty(self._shape, self._dtype)
         at = 0
         if isinstance(rest, RowStatistics):
-            rest = share_with_sinks(rest, self._of_heads)
+            rest = share_with_sinks(rest, self._sinks_of_heads)
         elif rest is not None:
             at = quick_address_of(rest)
         place = quick_address_of(lse)
@@ -163,7 +163,7 @@ class SinksCall:
         keep_alive: Any,
         arrays: Sequence[int] = (),
     ) -> bool:
-        """As of the call."""
+        """See `qkv.backends.AddressedCall`."""
         own: list[Array] = []
         keys_out, place = out, lse
         if self._dtype != self._compute:
@@ -180,7 +180,7 @@ class SinksCall:
 
 
 class GrowingRotation:
-    """Steps of decoding whose query and keys are turned first."""
+    """Steps of decoding whose query and keys are rotated first."""
 
     def __init__(self, problem: Problem, inner: Any) -> None:
         operands = problem.operands
@@ -199,20 +199,20 @@ class GrowingRotation:
         q_shift: int,
         arrays: Sequence[Array] = (),
     ) -> Results | None:
-        """As of the step."""
+        """See `qkv.backends.Growing`."""
         angles = (
             self._of_query.rows(q_shift, query.shape[-2]),
             self._of_key.rows(self._kv_shift, key.shape[-2]),
         )
         rotation = Rotation(self._problem, [query, key])
-        turned = rotation.outputs()
-        rotation((quick_address_of(query), quick_address_of(key)), angles, turned)
-        found: Results | None = self._inner(*turned, value, rows, q_shift, arrays)
+        rotated = rotation.outputs()
+        rotation((quick_address_of(query), quick_address_of(key)), angles, rotated)
+        found: Results | None = self._inner(*rotated, value, rows, q_shift, arrays)
         return found
 
 
 class RotatedBackward:
-    """Prepared gradients whose query and key are turned first, and their gradients back."""
+    """Prepared gradients whose query and key are rotated first, and their gradients back."""
 
     def __init__(self, problem: Problem, inner: Any) -> None:
         operands = problem.operands
@@ -236,11 +236,11 @@ class RotatedBackward:
         grad_lse: Array | None,
         arrays: Sequence[Array] = (),
     ) -> Results | None:
-        """As of the gradients."""
-        turned = self._forth.outputs()
-        self._forth((quick_address_of(query), quick_address_of(key)), self._angles, turned)
+        """See `qkv.backends.PreparedBackward`."""
+        rotated = self._forth.outputs()
+        self._forth((quick_address_of(query), quick_address_of(key)), self._angles, rotated)
         beside = out, lse, lse_rest, grad_out, grad_lse, arrays
-        found = self._inner(*turned, value, *beside)
+        found = self._inner(*rotated, value, *beside)
         if found is None:
             return None
         back = self._back.outputs()

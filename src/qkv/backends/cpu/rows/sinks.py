@@ -96,7 +96,7 @@ def _rows(e: Emitter, key: SinksKey, scale: Value, count: int) -> Value:
     item, out_item = storage.ITEM_BYTES[key.dtype], storage.ITEM_BYTES[key.out_dtype]
     arguments = [*[POINTER] * 5, DOUBLE, ir.IntType(1), INT64]
     lanes = count if count > 1 else 0
-    with e.function(f"rows_{count}", arguments) as (function, args):
+    with e.function(f"rows_{count}", arguments, in_place=True) as (function, args):
         keys_out, keys_lse, rest, out, lse, sink, wanted, dim = args
         b = e.builder
 
@@ -150,7 +150,7 @@ def _rows(e: Emitter, key: SinksKey, scale: Value, count: int) -> Value:
 def _scale(e: Emitter, key: SinksKey) -> Value:
     """A function that multiplies one row: `(keys_out, out, factor, dim)`."""
     item, out_item = storage.ITEM_BYTES[key.dtype], storage.ITEM_BYTES[key.out_dtype]
-    with e.function("scale", [POINTER, POINTER, DOUBLE, INT64]) as (function, args):
+    with e.function("scale", [POINTER, POINTER, DOUBLE, INT64], in_place=True) as (function, args):
         keys_out, out, factor, dim = args
         b, factors = e.builder, e.splat(factor)
 
