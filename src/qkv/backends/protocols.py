@@ -138,6 +138,42 @@ class AddressedGrowing(Protocol):
         """
         ...
 
+    def repeated(self) -> RepeatedStep:
+        """A step for callers one after the other, such as the layers of a model."""
+        ...
+
+
+class RepeatedStep(Protocol):
+    """A decoding step of which between two moves nothing but addresses changes.
+
+    It is for one caller at a time.
+    """
+
+    def move(
+        self,
+        kv_len: int,
+        q_shift: int,
+        key_strides: Sequence[int],
+        value_strides: Sequence[int],
+        arrays: Sequence[tuple[int, Sequence[int], Sequence[int]]] = (),
+        query_strides: Sequence[int] | None = None,
+    ) -> bool:
+        """Take the next length, position and strides; False is `AddressedGrowing.run`'s."""
+        ...
+
+    def run(
+        self,
+        query: int,
+        key: int,
+        value: int,
+        out: int,
+        lse: int,
+        kept: Any,
+        arrays: Sequence[int] = (),
+    ) -> bool:
+        """As `AddressedGrowing.run`."""
+        ...
+
 
 @runtime_checkable
 class AddressedCall(Protocol):

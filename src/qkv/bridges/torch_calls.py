@@ -17,7 +17,8 @@ from qkv.arrays.torch_arrays import TorchArrays
 from qkv.backends import device_backend
 from qkv.bridges import torch_functions as functions
 from qkv.bridges.torch_operators import contiguous
-from qkv.bridges.torch_prepared import looks_on, prepare, run_prepared, run_step
+from qkv.bridges.torch_prepared import looks_on, prepare, run_prepared
+from qkv.bridges.torch_steps import prepare_step, run_step
 from qkv.call.attend import attend
 from qkv.call.bound import BoundCall, Structure, bind
 from qkv.call.device_call import check_device_call, is_device_call
@@ -64,7 +65,7 @@ def attention(
     seen = BoundCall(bound.structure, (*map(_view, leaves, _ROLES), *views))
     attended = attend(seen, rows=return_lse)
     out = contiguous(_LIBRARY.restore(attended.out))
-    if leaves[0] is operands[0]:
+    if leaves[0] is operands[0] and not prepare_step(bound, seen, out):
         prepare(bound, seen, out)
     return (out, contiguous(_LIBRARY.restore(attended.lse))) if return_lse else out
 

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["Guard", "guard"]
+__all__ = ["Guard", "form_guard", "guard"]
 
 Guard: TypeAlias = Callable[..., bool]
 """Whether query, key, value and as many more as there were are alike."""
@@ -37,12 +37,17 @@ def guard(query: Tensor, key: Tensor, value: Tensor, *more: Tensor) -> Guard:
     return lambda query, key, value, *more: key is value and two(query, key, *more)
 
 
-def _guard(*tensors: Tensor) -> Guard:
+def form_guard(*tensors: Tensor) -> Guard:
+    """The same for tensors of any sizes and strides, of which no two are one object."""
+    return _guard(*tensors, any_size=True) if _can_tell() else lambda *tensors: False
+
+
+def _guard(*tensors: Tensor, any_size: bool = False) -> Guard:
     from torch._C._dynamo.guards import TensorGuards
 
     tensors = tuple(tensor.detach() for tensor in tensors)
-    sizes: Any = [list(tensor.shape) for tensor in tensors]
-    strides: Any = [list(tensor.stride()) for tensor in tensors]
+    sizes: Any = [[None] * t.ndim if any_size else list(t.shape) for t in tensors]
+    strides: Any = [[None] * t.ndim if any_size else list(t.stride()) for t in tensors]
     made = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     check: Guard = made.check
     return check

@@ -15,21 +15,23 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from qkv.arrays.torch_arrays import TorchArrays
-from qkv.backends import AddressedCall, AddressedGrowing, generation
+from qkv.backends import AddressedCall, generation
 from qkv.bridges.torch_guards import Guard, guard
-from qkv.call.attend import (
-    MAX_DECODE_QUERIES,
-    MAX_VALUE_BYTES,
-    GrowingCall,
-    decoding_step,
-    heads_first,
-    prepared,
-)
+from qkv.call.attend import MAX_VALUE_BYTES, prepared
 from qkv.call.bound import BoundCall
 from qkv.call.cache import CALLS, Key
 from qkv.call.flatten import without_arrays
 
-__all__ = ["follows", "looks_on", "prepare", "run_prepared", "run_step"]
+__all__ = [
+    "are_plain",
+    "empty_maker",
+    "follows",
+    "leaf_values",
+    "looks_on",
+    "prepare",
+    "read_in_place",
+    "run_prepared",
+]
 
 _view = TorchArrays().view
 _is_compiling = torch.compiler.is_compiling
@@ -76,8 +78,8 @@ def run_prepared(bound: BoundCall, rows: bool) -> Any:
     if looks_on():
         return None
     structure = bound.structure
-    read = _read_in_place(bound)
-    values = _values(bound)
+    read = read_in_place(bound)
+    values = leaf_values(bound)
     if values is None:
         return None
     latest = ("latest tensors", structure)
@@ -89,7 +91,7 @@ def run_prepared(bound: BoundCall, rows: bool) -> Any:
     except TypeError:  # An operand is not a tensor.
         return None
     if not fits:
-        if not _are_plain(*read):
+        if not are_plain(*read):
             return None
         known = CALLS.get(_key(structure, read, values))
         if known is None:
@@ -115,106 +117,12 @@ def run_prepared(bound: BoundCall, rows: bool) -> Any:
     return out if lse is None else (out, lse)
 
 
-def run_step(bound: BoundCall, rows: bool) -> Any:
-    """The same for a decoding step, whatever its number of keys."""
-    found = None if looks_on() else _step(bound)
-    if found is None:
-        return None
-    key, q_offset = found
-    known: _PreparedStep | None = CALLS.get(key)
-    if known is None:
-        return None
-    query, key_rows, value, *arrays = _read_in_place(bound)
-    out = known.empty_out()
-    lse = known.empty_lse() if rows else None
-    kv_len = key_rows.shape[-2]
-    done = known.run(
-        query.data_ptr(),
-        key_rows.data_ptr(),
-        value.data_ptr(),
-        out.data_ptr(),
-        0 if lse is None else lse.data_ptr(),
-        kv_len,
-        known.call.q_shift(q_offset, query.shape[-2], kv_len),
-        _byte_strides(key_rows),
-        _byte_strides(value),
-        (bound, out, lse),
-        [(a.data_ptr(), a.shape, _byte_strides(a)) for a in arrays],
-        _byte_strides(query),
-    )
-    if not done:
-        return None
-    return out if lse is None else (out, lse)
-
-
-class _PreparedStep(NamedTuple):
-    """A prepared decoding step, and what its results are written to."""
-
-    call: GrowingCall
-    run: Callable[..., bool]
-    empty_out: Callable[[], Tensor]
-    empty_lse: Callable[[], Tensor]
-
-
-def _step(bound: BoundCall) -> tuple[Key, int | None] | None:
-    """The key of a decoding step of plain tensors, and the place of its queries if it was said."""
-    structure = bound.structure
-    scale, layout, q_offset, kv_offset, backend = structure.options
-    read = _read_in_place(bound)
-    query, key, value = read[:3]
-    if layout != "bhld" or not structure.is_plain or not _are_plain(*read):
-        return None
-    q_shape, k_shape, v_shape = query.shape, key.shape, value.shape
-    if (
-        len(q_shape) < 3
-        or not len(q_shape) == len(k_shape) == len(v_shape)
-        or not 0 < q_shape[-2] <= MAX_DECODE_QUERIES
-        or not q_shape[-2] != k_shape[-2] > 0
-        or k_shape[:-1] != v_shape[:-1]
-    ):
-        return None
-    values = _values(bound)
-    if values is None:
-        return None
-    given = None
-    if type(q_offset) is int:
-        given, q_offset = q_offset, int
-    key_of_step = (
-        "tensor step", generation(), structure.variants, values, scale, q_offset, kv_offset,
-        backend, query.dtype, q_shape, key.dtype, k_shape[:-2], k_shape[-1], value.dtype,
-        v_shape[-1],
-        *[(a.dtype, *[None if n == k_shape[-2] else n for n in a.shape]) for a in read[3:]],
-    )  # fmt: skip
-    return key_of_step, given
-
-
-def _read_in_place(bound: BoundCall) -> Sequence[Any]:
+def read_in_place(bound: BoundCall) -> Sequence[Any]:
     """The leaves that are read where they lie: the operands, and arrays of variants."""
     by_value = bound.structure.by_value
     if not by_value:
         return bound.leaves
     return [leaf for n, leaf in enumerate(bound.leaves) if n not in by_value]
-
-
-def _byte_strides(tensor: Tensor) -> list[int]:
-    item = tensor.itemsize
-    return [item * stride for stride in tensor.stride()]
-
-
-def _prepare_step(bound: BoundCall, seen: BoundCall, makers: tuple[Any, Any]) -> bool:
-    """Whether the call is a decoding step that was prepared for; it is kept for tensors too."""
-    views = heads_first(seen)
-    step = None if views is None else decoding_step(seen, views)
-    call: GrowingCall | None = None if step is None else CALLS.get(step.key)
-    if call is None or not isinstance(call.growing, AddressedGrowing):
-        return False
-    if call.lengths:
-        return True
-    found = _step(bound)
-    if found is not None:
-        known = _PreparedStep(call, call.growing.run, *makers)
-        CALLS.insert(without_arrays(found[0]), known)
-    return True
 
 
 def prepare(bound: BoundCall, seen: BoundCall, out: Tensor) -> None:
@@ -227,16 +135,14 @@ def prepare(bound: BoundCall, seen: BoundCall, out: Tensor) -> None:
     out : Tensor
         What it gave.
     """
-    read = _read_in_place(bound)
-    values = _values(bound)
-    if values is None or out.ndim < 3 or looks_on() or not _are_plain(*read):
+    read = read_in_place(bound)
+    values = leaf_values(bound)
+    if values is None or out.ndim < 3 or looks_on() or not are_plain(*read):
         return
     wide = torch.float64 if out.dtype is torch.float64 else torch.float32
     rows_first = bound.structure.layout == "blhd"
     shape = out.transpose(-3, -2).shape if rows_first else out.shape
-    makers = _maker(shape, out.dtype), _maker(shape[:-1], wide)
-    if _prepare_step(bound, seen, makers):
-        return
+    makers = empty_maker(shape, out.dtype), empty_maker(shape[:-1], wide)
     call = prepared(seen)
     if call is None or not isinstance(call, AddressedCall):
         return
@@ -246,7 +152,7 @@ def prepare(bound: BoundCall, seen: BoundCall, out: Tensor) -> None:
     CALLS.insert(("latest tensors", structure), known)
 
 
-def _values(bound: BoundCall) -> tuple[bytes, ...] | None:
+def leaf_values(bound: BoundCall) -> tuple[bytes, ...] | None:
     """The bytes of the arrays that are compared by value, None if these are too many."""
     if not bound.structure.by_value:
         return ()
@@ -268,7 +174,7 @@ def _values(bound: BoundCall) -> tuple[bytes, ...] | None:
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _are_plain(*tensors: Any) -> bool:
+def are_plain(*tensors: Any) -> bool:
     """Whether these are tensors, dense numbers at an address, that want no gradients."""
     return all(
         type(t) is Tensor and t.is_cpu and t.layout is torch.strided and not t.is_neg()
@@ -286,7 +192,7 @@ def _key(structure: Any, read: Sequence[Tensor], values: tuple[bytes, ...]) -> K
     )  # fmt: skip
 
 
-def _maker(shape: Sequence[int], dtype: torch.dtype) -> Callable[[], Tensor]:
+def empty_maker(shape: Sequence[int], dtype: torch.dtype) -> Callable[[], Tensor]:
     """Makes dense tensors in main memory, whatever torch's default device is."""
     empty = _empty_of_compiled_code()
     if empty is not None:

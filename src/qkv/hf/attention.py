@@ -13,7 +13,7 @@ import qkv
 from qkv.errors import UnsupportedError
 from qkv.hf.keywords import refuse_unread
 from qkv.hf.layer_call import LayerCall, LayerWeights
-from qkv.hf.masks import StatedMask
+from qkv.hf.masks import MaskPattern, StatedMask
 
 __all__ = ["Observer", "OutputChange", "attend", "change_outputs", "observe"]
 
@@ -85,6 +85,16 @@ def attend(
             action='Use attn_implementation="sdpa" with generate_batch.',
         )
     refuse_unread(module, kwargs, key.shape[2])
+    wanted = output_attentions or _collected()
+    shared = None
+    if s_aux is None and not (dropout or wanted or _observers or _changes):
+        shared = _shared_pattern(attention_mask, query)
+    if shared is not None:
+        found = shared.steps.run(
+            shared.q_offset, query, key, value, scaling, softcap, position_bias
+        )
+        if found is not None:
+            return found, None
     variants: list[Any] = []
     if softcap is not None:
         variants.append(qkv.Softcap(softcap))
@@ -98,13 +108,23 @@ def attend(
     lengths = query.shape[2], key.shape[2]
     masks, q_offset, kv_offset = _masks(attention_mask, causal and lengths[0] > 1, lengths)
     call = LayerCall(module, query, key, value, (*variants, *masks), scaling, q_offset, kv_offset)
+    if shared is not None:
+        found = shared.steps.add(call, softcap, position_bias)
+        if found is not None:
+            return found, None
     for observer in _observers:
         observer(call)
-    wanted = output_attentions or _collected()
     out = call.output()
     for change in _changes:
         out = change(call, out)
     return out, LayerWeights(call) if wanted else None
+
+
+def _shared_pattern(mask: torch.Tensor | None, query: torch.Tensor) -> MaskPattern | None:
+    """The mask of a decoding step of one token, which layers prepare for one another."""
+    if torch.compiler.is_compiling() or not isinstance(mask, StatedMask) or query.shape[2] != 1:
+        return None
+    return mask.pattern if mask.pattern.materialized is None else None
 
 
 def _seed() -> Any:

@@ -50,6 +50,8 @@ _HARMLESS = frozenset(
 
 def refuse_unread(module: torch.nn.Module, keywords: dict[str, Any], kv_len: int) -> None:
     """Complain of a keyword that attention would have to obey, and that is not known here."""
+    if _HARMLESS.issuperset(keywords):
+        return
     for name, value in keywords.items():
         if value is None or name in _HARMLESS:
             continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -13,10 +13,11 @@ from transformers.masking_utils import causal_mask_function, prepare_padding_mas
 from transformers.utils.import_utils import is_tracing
 
 from qkv.errors import UnsupportedError
+from qkv.hf.layer_steps import LayerSteps, steps_of
 from qkv.hf.mask_functions import PositionRanges, read
-from qkv.variants import Causal, KeyLengths, Mask, MaskVariant, Prefix
+from qkv.variants import Causal, KeyLengths, Mask, MaskVariant, Prefix, SlidingWindow
 
-__all__ = ["StatedMask", "state_mask"]
+__all__ = ["MaskPattern", "StatedMask", "state_mask"]
 
 
 @dataclass(slots=True)
@@ -33,6 +34,8 @@ class MaskPattern:
         Makes the dense boolean tensor.
     materialized : tensor or None
         That tensor, after `materialize` has returned it.
+    steps : LayerSteps
+        What layers that decode with this mask have prepared for one another.
     """
 
     variants: tuple[MaskVariant, ...]
@@ -40,6 +43,7 @@ class MaskPattern:
     kv_offset: int
     make: Callable[[], torch.Tensor]
     materialized: torch.Tensor | None = None
+    steps: LayerSteps = field(default_factory=LayerSteps)
 
     def dense(self) -> torch.Tensor:
         """The boolean tensor."""
@@ -201,20 +205,34 @@ def state_mask(
     if variants is None:
         mask: torch.Tensor = dense()
         return mask
+    # The cache of a window drops its first keys, so that positions would change with every step.
+    first_key = 0 if all(type(mask) in _OF_DISTANCES for mask in variants) else kv_offset
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
         last_key = rows.key.stop
         if any(isinstance(mask, Causal) for mask in variants):
             last_key = min(last_key, rows.query.stop)
-        variants += _padding(padding, range(kv_offset, max(last_key, kv_offset)), kv_length)
+        key_range = range(kv_offset, max(last_key, kv_offset))
+        variants += _padding(padding, key_range, kv_length, first_key)
     shape = (batch_size, 1, q_length, kv_length)
-    return StatedMask(shape, device, MaskPattern(variants, q_offset, kv_offset, dense))
+    first_query = q_offset - kv_offset + first_key
+    steps = steps_of(variants, first_key) if q_length == 1 else LayerSteps()
+    return StatedMask(
+        shape, device, MaskPattern(variants, first_query, first_key, dense, steps=steps)
+    )
 
 
-def _padding(padding: torch.Tensor, key_range: range, kv_length: int) -> tuple[MaskVariant, ...]:
-    """Masks for `padding` (batch, positions), False for padded keys; `seen` are those that matter.
+_OF_DISTANCES = (Causal, SlidingWindow)
+"""Masks that read nothing but the distance of two positions."""
+
+
+def _padding(
+    padding: torch.Tensor, key_range: range, kv_length: int, first_key: int
+) -> tuple[MaskVariant, ...]:
+    """Masks for `padding` (batch, positions), False for padded keys, of those in `key_range`.
 
     Padding at the ends becomes `KeyLengths` and `Prefix`, so that its tiles are skipped.
+    `first_key` is the position that the masks give to the first key.
     """
     keys = padding[:, key_range.start : key_range.stop]
     if keys.all():
@@ -227,5 +245,5 @@ def _padding(padding: torch.Tensor, key_range: range, kv_length: int) -> tuple[M
     if bool((ends < len(key_range)).any()):
         masks += (KeyLengths(ends),)
     if bool((starts > 0).any()):
-        masks += (~Prefix(key_range.start + starts),)
+        masks += (~Prefix(first_key + starts),)
     return masks

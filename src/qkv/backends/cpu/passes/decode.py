@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,10 @@ _FEW = 0.75
 would leave the other lanes idle."""
 _ROWS_OF_A_READ = 8
 """Number of rows of Q whose products take about as long as reading K and V."""
+_BETWEEN_PRODUCTS = 4
+"""How many times as much work one thread does alone where the other cores' threads belong to a
+library that still waits for its next product on them: ours sleep, and would have to share a core.
+"""
 _LIMIT, _SCRATCH, _SHARED = (word_of(name, FIELDS) for name in ("limit", "scratch", "shared"))
 
 
@@ -56,6 +60,31 @@ class DecodeKernel(Kernel):
         self.step = ctypes.CFUNCTYPE(*signature)(address)
         self.brief_step = ctypes.PYFUNCTYPE(*signature)(address)
         """The same function without releasing Python's lock."""
+
+
+class Share(NamedTuple):
+    """How one step is shared out.
+
+    Attributes
+    ----------
+    keys : int
+        Of all groups of heads.
+    brief : bool
+        Whether Python may stay locked.
+    alone : int
+        Keys that one thread reads without asking others.
+    workers : int
+        Threads, if there are more keys than that.
+    workers_bytes, scratch_bytes : int
+        Scratch memory of the workers, and with what they share.
+    """
+
+    keys: int
+    brief: bool
+    alone: int
+    workers: int
+    workers_bytes: int
+    scratch_bytes: int
 
 
 class DecodePass:
@@ -87,29 +116,38 @@ class DecodePass:
             int(operations / self._operations) for operations in alone_operations()
         )
 
-    def run(self, block: Block, kv_len: int, keep_alive: object) -> None:
-        """Plan, and compute what the block says; `keep_alive` is what its addresses point to."""
+    def share(self, kv_len: int, *, between_products: bool = False) -> Share:
+        """How a step of this length is shared out.
+
+        `between_products` says that the threads of another library have just worked and will soon
+        again, as around the layers of a model.
+        """
         keys = self._groups * kv_len
-        most = self._alone_keys
+        alone = self._alone_keys * (_BETWEEN_PRODUCTS if between_products else 1)
         workers = 1
-        if keys > most:
+        if keys > alone:
             threads = get_num_threads()
             workers = self._pass(keys, keys).workers(threads)
             if threads == 1:
-                most = self._slice_keys
+                alone = self._slice_keys
         own = self.scratch_bytes * workers
-        scratch = take(own + shared_bytes(self._groups, kv_len, self._record_bytes))
+        total = own + shared_bytes(self._groups, kv_len, self._record_bytes)
+        return Share(keys, keys <= self._brief_keys, alone, workers, own, total)
+
+    def run(self, block: Block, share: Share, keep_alive: object) -> None:
+        """Plan, and compute what the block says; `keep_alive` is what its addresses point to."""
+        scratch = take(share.scratch_bytes)
         words = block.words
         words[_SCRATCH] = scratch.address
-        words[_SHARED] = scratch.address + own
-        if keys <= self._brief_keys:
-            self.kernel.brief_step(block.pointer, keys)
+        words[_SHARED] = scratch.address + share.workers_bytes
+        if share.brief:
+            self.kernel.brief_step(block.pointer, share.keys)
         else:
-            met = self.kernel.step(block.pointer, most)
-            if met > most:
+            met = self.kernel.step(block.pointer, share.alone)
+            if met > share.alone:
                 block.keep_alive = scratch, keep_alive
                 planned = self._pass(met, words[_LIMIT])
-                planned.launch(block, min(workers, planned.workers()))
+                planned.launch(block, min(share.workers, planned.workers()))
                 block.keep_alive = ()
         give_back(scratch)
 

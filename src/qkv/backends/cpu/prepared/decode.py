@@ -67,7 +67,7 @@ def decode(problem: Problem, result: Partial, statistics: RowStatistics | None) 
     """One call, whose results go into these arrays."""
     arguments = DecodeArguments(problem, result, statistics)
     decode = DecodePass(problem, statistics=statistics is not None)
-    decode.run(Block(arguments.copy()), problem.spec.kv_len, arguments)
+    decode.run(Block(arguments.copy()), decode.share(problem.spec.kv_len), arguments)
 
 
 class PreparedDecode:
@@ -136,6 +136,6 @@ class PreparedDecode:
             for places, address in zip(self._read, arrays, strict=True):
                 for place in places:
                     words[place] = address
-        self._pass.run(block, self._kv_len, keep_alive)
+        self._pass.run(block, self._pass.share(self._kv_len), keep_alive)
         self._blocks.append(block)
         return True

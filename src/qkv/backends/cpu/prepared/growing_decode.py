@@ -19,7 +19,7 @@ from qkv.backends.cpu.emit.frame import WORD
 from qkv.backends.cpu.machine.addresses import quick_address_of
 from qkv.backends.cpu.machine.host import isa_setting
 from qkv.backends.cpu.passes.arguments import word_of
-from qkv.backends.cpu.passes.decode import DecodeArguments, DecodePass
+from qkv.backends.cpu.passes.decode import DecodeArguments, DecodePass, Share
 from qkv.backends.cpu.passes.scratch import NOTHING, Block
 from qkv.backends.cpu.plan.kernel_spec import bits_of, sizes_of
 from qkv.backends.cpu.prepared.decode import KEY, LSE, OUT, QUERY, VALUE
@@ -154,41 +154,83 @@ class GrowingDecode:
         False if something is not as it was prepared for: the machine, or a length or shift beyond
         `LONGEST`, or an array of another form.
         """
+        block = self._take_block()
+        tables = self._fill(
+            block.words, kv_len, q_shift, key_strides, value_strides, arrays, query_strides
+        )
+        if tables is None:
+            return False
+        share = self._pass.share(kv_len)
+        self._run(block, share, query, key, value, out, lse, (keep_alive, tables))
+        self._blocks.append(block)
+        return True
+
+    def repeated(self) -> RepeatedDecode:
+        """A step for callers one after the other, whose operands are alike but lie elsewhere."""
+        return RepeatedDecode(self, self._new_block())
+
+    def _fill(
+        self,
+        words: memoryview,
+        kv_len: int,
+        q_shift: int,
+        key_strides: Sequence[int],
+        value_strides: Sequence[int],
+        arrays: Sequence[tuple[int, Sequence[int], Sequence[int]]],
+        query_strides: Sequence[int] | None,
+    ) -> tuple[Array | None, ...] | None:
+        """Write all of a step but where its operands lie. The result is to be kept alive; None if
+        something is not as it was prepared for."""
         query_strides = query_strides or self._query_strides
         if (
             isa_setting() != self._isa
             or not 0 < kv_len <= LONGEST
             or not -LONGEST <= q_shift <= LONGEST
             or not self._ndim == len(key_strides) == len(value_strides) == len(query_strides)
+            or ((arrays or self._read) and not self._write_arrays(words, arrays, kv_len))
         ):
-            return False
-        try:
-            block = self._blocks.pop()
-        except IndexError:
-            block = self._new_block()
-        words = block.words
-        if (arrays or self._read) and not self._write_arrays(words, arrays, kv_len):
-            return False
-        words[QUERY.address] = query
-        words[KEY.address] = key
-        words[VALUE.address] = value
-        partial = None if self._sinks is None else self._new_partial()
-        words[OUT] = out if partial is None else quick_address_of(partial.out)
-        words[LSE] = lse if partial is None else quick_address_of(partial.lse)
+            return None
         words[_KV_LEN] = kv_len
         words[_Q_SHIFT] = q_shift
         batch_shape = self._batch_shape
-        tables = (
+        return (
             QUERY.write(words, batch_shape, query_strides),
             KEY.write(words, batch_shape, key_strides),
             VALUE.write(words, batch_shape, value_strides),
         )
-        self._pass.run(block, kv_len, (keep_alive, tables, partial))
-        self._blocks.append(block)
-        if partial is not None and self._sinks is not None:
-            place = quick_address_of(partial.lse)
-            self._sinks(quick_address_of(partial.out), place, 0, out, lse or place, partial)
-        return True
+
+    def _run(
+        self,
+        block: Block,
+        share: Share,
+        query: int,
+        key: int,
+        value: int,
+        out: int,
+        lse: int,
+        keep_alive: Any,
+    ) -> None:
+        """Run a block that was filled for operands of this form."""
+        words = block.words
+        words[QUERY.address] = query
+        words[KEY.address] = key
+        words[VALUE.address] = value
+        if self._sinks is None:
+            words[OUT] = out
+            words[LSE] = lse
+            self._pass.run(block, share, keep_alive)
+            return
+        partial = self._new_partial()
+        words[OUT] = quick_address_of(partial.out)
+        words[LSE] = place = quick_address_of(partial.lse)
+        self._pass.run(block, share, (keep_alive, partial))
+        self._sinks(words[OUT], place, 0, out, lse or place, partial)
+
+    def _take_block(self) -> Block:
+        try:
+            return self._blocks.pop()
+        except IndexError:
+            return self._new_block()
 
     def _write_arrays(
         self,
@@ -216,6 +258,58 @@ class GrowingDecode:
         for word in self._shifts:
             block.words[word] = block.address + WORD * _Q_SHIFT
         return block
+
+
+class RepeatedDecode:
+    """A step that is run for several operands of one form, as by the layers of a model.
+
+    Between two calls of `move` nothing is written but addresses. It is for one caller at a time.
+    """
+
+    def __init__(self, growing: GrowingDecode, block: Block) -> None:
+        self._growing = growing
+        self._block = block
+        self._share: Share
+        self._tables: Any = None
+
+    def move(
+        self,
+        kv_len: int,
+        q_shift: int,
+        key_strides: Sequence[int],
+        value_strides: Sequence[int],
+        arrays: Sequence[tuple[int, Sequence[int], Sequence[int]]] = (),
+        query_strides: Sequence[int] | None = None,
+    ) -> bool:
+        """Take the next length, position and strides; False where `GrowingDecode.run` says so."""
+        self._share = self._growing._pass.share(kv_len, between_products=True)
+        self._tables = self._growing._fill(
+            self._block.words, kv_len, q_shift, key_strides, value_strides, arrays, query_strides
+        )
+        return self._tables is not None
+
+    def run(
+        self,
+        query: int,
+        key: int,
+        value: int,
+        out: int,
+        lse: int,
+        keep_alive: Any,
+        arrays: Sequence[int] = (),
+    ) -> bool:
+        """Read operands at these addresses, and write out and lse at theirs.
+
+        False if the machine is not taken for the same any more.
+        """
+        growing, block = self._growing, self._block
+        if isa_setting() != growing._isa:
+            return False
+        if arrays:
+            for place, address in zip(growing._read, arrays, strict=True):
+                block.words[place.address] = address
+        growing._run(block, self._share, query, key, value, out, lse, keep_alive)
+        return True
 
 
 def growing(problem: Problem, arrays: tuple[Array, ...]) -> GrowingDecode | None:

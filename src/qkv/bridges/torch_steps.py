@@ -1,0 +1,218 @@
+"""Decoding steps of tensors: prepared for any number of keys, and repeated by further layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qkv.backends import AddressedGrowing, generation
+from qkv.bridges.torch_guards import Guard, form_guard
+from qkv.bridges.torch_prepared import (
+    are_plain,
+    empty_maker,
+    leaf_values,
+    looks_on,
+    read_in_place,
+)
+from qkv.call.attend import MAX_DECODE_QUERIES, GrowingCall, decoding_step, heads_first
+from qkv.call.bound import BoundCall
+from qkv.call.cache import CALLS, Key
+from qkv.call.flatten import without_arrays
+
+__all__ = ["LayerStep", "layer_step", "prepare_step", "run_step"]
+
+
+class _PreparedStep(NamedTuple):
+    """A prepared decoding step, and what its results are written to.
+
+    `fits` asks of tensors whether they are like those that were prepared for, but for their sizes.
+    """
+
+    call: GrowingCall
+    growing: AddressedGrowing
+    fits: Guard
+    empty_out: Callable[[], Tensor]
+    empty_lse: Callable[[], Tensor]
+
+
+def run_step(bound: BoundCall, rows: bool) -> Any:
+    """Output, with lse if `rows`, of a step; None if it was not prepared for, or torch looks on."""
+    found = None if looks_on() else _find(bound)
+    if found is None:
+        return None
+    known, q_shift = found
+    query, key, value, *arrays = read_in_place(bound)
+    out = known.empty_out()
+    lse = known.empty_lse() if rows else None
+    done = known.growing.run(
+        query.data_ptr(),
+        key.data_ptr(),
+        value.data_ptr(),
+        out.data_ptr(),
+        0 if lse is None else lse.data_ptr(),
+        key.shape[-2],
+        q_shift,
+        _byte_strides(key),
+        _byte_strides(value),
+        (bound, out, lse),
+        [(a.data_ptr(), a.shape, _byte_strides(a)) for a in arrays],
+        _byte_strides(query),
+    )
+    if not done:
+        return None
+    return out if lse is None else (out, lse)
+
+
+class LayerStep:
+    """A decoding step that the layers of a model take one after the other, and the next step too.
+
+    The first layer has found what its variants and options come to. The others ask only whether
+    their tensors are like those of the first. It is for one caller at a time.
+    """
+
+    __slots__ = ("_empty_out", "_fits", "_form", "_generation", "_repeated", "_sizes")
+
+    def __init__(self, bound: BoundCall, known: _PreparedStep) -> None:
+        read = read_in_place(bound)
+        query, key, value = read[:3]
+        batch, heads, q_len, _ = query.shape
+        self._fits = known.fits
+        self._sizes = query.shape, key.shape[:2], key.shape[3:], value.shape[:2], value.shape[3:]
+        self._form: tuple[Any, ...] | None = None
+        self._generation = generation()
+        self._repeated = known.growing.repeated()
+        self._empty_out = empty_maker((batch, q_len, heads, value.shape[-1]), query.dtype)
+
+    def __call__(self, q_offset: int, *read: Tensor) -> Tensor | None:
+        """Output (batch, q_len, num_heads, v_head_dim); None if something is not as it was.
+
+        Parameters
+        ----------
+        q_offset : int
+            Position of the query.
+        read : tensors
+            Query, key, value, and the arrays of variants that are read in place.
+        """
+        if looks_on() or self._generation != generation() or not self._fits(*read):
+            return None
+        form = q_offset, *[tensor.shape for tensor in read], *[tensor.stride() for tensor in read]
+        if form != self._form and not self._move(form, read):
+            return None
+        query, key, value, *arrays = read
+        out = self._empty_out()
+        done = self._repeated.run(
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            out.data_ptr(),
+            0,
+            (read, out),
+            [array.data_ptr() for array in arrays] if arrays else (),
+        )
+        return out if done else None
+
+    def _move(self, form: tuple[Any, ...], read: tuple[Tensor, ...]) -> bool:
+        """Whether these tensors are another step of the same kind."""
+        query, key, value, *arrays = read
+        kv_len = key.shape[-2]
+        sizes = query.shape, key.shape[:2], key.shape[3:], value.shape[:2], value.shape[3:]
+        self._form = None
+        if (
+            sizes != self._sizes
+            or kv_len != value.shape[-2]
+            or not self._repeated.move(
+                kv_len,
+                form[0],
+                _byte_strides(key),
+                _byte_strides(value),
+                [(a.data_ptr(), a.shape, _byte_strides(a)) for a in arrays],
+                _byte_strides(query),
+            )
+        ):
+            return False
+        self._form = form
+        return True
+
+
+def layer_step(bound: BoundCall) -> LayerStep | None:
+    """A step of one query row in four dimensions, for further layers; None if none is prepared."""
+    if len(bound.leaves[0].shape) != 4 or bound.leaves[0].shape[2] != 1:
+        return None
+    found = None if looks_on() else _find(bound)
+    return None if found is None else LayerStep(bound, found[0])
+
+
+def _find(bound: BoundCall) -> tuple[_PreparedStep, int] | None:
+    """What was prepared for a step, and where its query row 0 stands."""
+    found = _key(bound)
+    if found is None:
+        return None
+    known: _PreparedStep | None = CALLS.get(found[0])
+    if known is None:
+        return None
+    query, key = bound.leaves[:2]
+    return known, known.call.q_shift(found[1], query.shape[-2], key.shape[-2])
+
+
+def _key(bound: BoundCall) -> tuple[Key, int | None] | None:
+    """The key of a decoding step of plain tensors, and the place of its queries if it was said."""
+    structure = bound.structure
+    scale, layout, q_offset, kv_offset, backend = structure.options
+    read = read_in_place(bound)
+    query, key, value = read[:3]
+    if layout != "bhld" or not structure.is_plain or not are_plain(*read):
+        return None
+    q_shape, k_shape, v_shape = query.shape, key.shape, value.shape
+    if (
+        len(q_shape) < 3
+        or not len(q_shape) == len(k_shape) == len(v_shape)
+        or not 0 < q_shape[-2] <= MAX_DECODE_QUERIES
+        or not q_shape[-2] != k_shape[-2] > 0
+        or k_shape[:-1] != v_shape[:-1]
+    ):
+        return None
+    values = leaf_values(bound)
+    if values is None:
+        return None
+    given = None
+    if type(q_offset) is int:
+        given, q_offset = q_offset, int
+    key_of_step = (
+        "tensor step", generation(), structure.variants, values, scale, q_offset, kv_offset,
+        backend, query.dtype, q_shape, key.dtype, k_shape[:-2], k_shape[-1], value.dtype,
+        v_shape[-1],
+        *[(a.dtype, *[None if n == k_shape[-2] else n for n in a.shape]) for a in read[3:]],
+    )  # fmt: skip
+    return key_of_step, given
+
+
+def _byte_strides(tensor: Tensor) -> list[int]:
+    item = tensor.itemsize
+    return [item * stride for stride in tensor.stride()]
+
+
+def prepare_step(bound: BoundCall, seen: BoundCall, out: Tensor) -> bool:
+    """Whether the call is a decoding step that was prepared for; it is kept for tensors too.
+
+    Parameters
+    ----------
+    bound, seen : BoundCall
+        The call as it was bound, and of NumPy views of the same memory.
+    out : Tensor
+        What it gave.
+    """
+    views = heads_first(seen)
+    step = None if views is None else decoding_step(seen, views)
+    call: GrowingCall | None = None if step is None else CALLS.get(step.key)
+    if call is None or not isinstance(call.growing, AddressedGrowing):
+        return False
+    found = None if call.lengths or looks_on() else _key(bound)
+    if found is not None:
+        wide = torch.float64 if out.dtype is torch.float64 else torch.float32
+        makers = empty_maker(out.shape, out.dtype), empty_maker(out.shape[:-1], wide)
+        fits = form_guard(*read_in_place(bound))
+        CALLS.insert(without_arrays(found[0]), _PreparedStep(call, call.growing, fits, *makers))
+    return True

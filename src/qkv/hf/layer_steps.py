@@ -1,0 +1,102 @@
+"""Decoding steps inside a model: what one layer has prepared, other layers and steps take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from qkv.bridges.torch_prepared import leaf_values, read_in_place
+from qkv.bridges.torch_steps import LayerStep, layer_step
+from qkv.call.bound import BoundCall, Structure, bind
+from qkv.call.flatten import Leaves, flatten
+from qkv.call.options import OptionValues
+
+if TYPE_CHECKING:
+    from qkv.hf.layer_call import LayerCall
+
+__all__ = ["LayerSteps", "steps_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A step, and the arrays of its mask, which all layers share."""
+
+    step: LayerStep
+    mask_arrays: tuple[Tensor, ...]
+
+
+class LayerSteps:
+    """The decoding steps of layers with equal masks, by what else layers say.
+
+    Parameters of layers are not part of it: layers with sinks are not taken here. A step that a
+    thread is in is not there for other threads, which then take the general way.
+    """
+
+    __slots__ = ("_known",)
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], _Known] = {}
+
+    def run(
+        self,
+        q_offset: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None,
+        softcap: float | None,
+        position_bias: Tensor | None,
+    ) -> Tensor | None:
+        """Output (batch, 1, num_heads, v_head_dim) of a layer like an earlier one, else None."""
+        kind = scaling, softcap, position_bias is None
+        known = self._known.pop(kind, None)
+        if known is None:
+            return None
+        if position_bias is None:
+            out = known.step(q_offset, query, key, value, *known.mask_arrays)
+        else:
+            out = known.step(q_offset, query, key, value, position_bias, *known.mask_arrays)
+        if out is not None:
+            self._known[kind] = known
+        return out
+
+    def add(
+        self, call: LayerCall, softcap: float | None, position_bias: Tensor | None
+    ) -> Tensor | None:
+        """Output of the first such layer, None if nothing was prepared for its call."""
+        options = OptionValues(call.scale, "bhld", call.q_offset, call.kv_offset)
+        bound = bind(call.query, call.key, call.value, call.variants, options)
+        step = layer_step(bound)
+        if step is None:
+            return None
+        read = tuple(read_in_place(bound))
+        mask_arrays = read[3:] if position_bias is None else read[4:]
+        out = step(call.q_offset, *read)
+        if out is not None:
+            self._known[call.scale, softcap, position_bias is None] = _Known(step, mask_arrays)
+        return out
+
+
+_MOST = 16
+"""Kinds of masks that are kept. A model has one for each kind of layer."""
+_latest: dict[Any, LayerSteps] = {}
+
+
+def steps_of(variants: Sequence[Any], kv_offset: int) -> LayerSteps:
+    """The steps of these masks: those of an equal mask before, unless it holds large arrays."""
+    leaves = Leaves([], [], [])
+    trees = tuple([flatten(variant, leaves, "in_place") for variant in variants])
+    if len(leaves.by_value) != len(leaves.arrays) or leaves.lengths:
+        return LayerSteps()
+    values = leaf_values(BoundCall(Structure((), trees, (), tuple(leaves.by_value)), leaves.arrays))
+    if values is None:
+        return LayerSteps()
+    known = _latest.get((trees, values, kv_offset))
+    if known is None:
+        if len(_latest) >= _MOST:
+            _latest.clear()
+        known = _latest.setdefault((trees, values, kv_offset), LayerSteps())
+    return known
