@@ -20,7 +20,7 @@ from qkv.backends.cpu.emit.expressions import Expressions, TableView
 from qkv.backends.cpu.emit.frame import COMMON_FIELDS, COUNTER_BYTES, WORD, Frame, operand_fields
 from qkv.backends.cpu.emit.storage import real_dtype
 from qkv.backends.cpu.forward.boundary_blocks import skips_within_blocks, write_range
-from qkv.backends.cpu.forward.kernel import STATS
+from qkv.backends.cpu.forward.frame import STATS
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products.bfloat16 import chunks, multiply_add_pairs
 from qkv.backends.cpu.products.query_lanes import (

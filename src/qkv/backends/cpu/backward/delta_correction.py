@@ -39,7 +39,7 @@ from qkv.backends.cpu.backward.kernel import (
 )
 from qkv.backends.cpu.backward.query_block import QueryBlockPass, block_functions
 from qkv.backends.cpu.emit.emitter import POINTER, Value
-from qkv.backends.cpu.forward.kernel import RowSums
+from qkv.backends.cpu.forward.softmax import RowSums
 
 ROW_SUMS = ("row_max", "row_sum", "residual")
 """The arrays of m, l and r, in the order in which the kernel writes them."""

@@ -36,8 +36,8 @@ from qkv.backends.cpu.emit import storage
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import WORD
 from qkv.backends.cpu.emit.storage import ITEM_BYTES, real_dtype
-from qkv.backends.cpu.forward.kernel import RUN
-from qkv.backends.cpu.forward.kernel import TASK as BLOCK
+from qkv.backends.cpu.forward.frame import RUN
+from qkv.backends.cpu.forward.frame import TASK as BLOCK
 
 QueryBlockCall: TypeAlias = Callable[[Value, list[Value]], None]
 """Emits a call, given the number of rows that are left and the arguments of the function."""

@@ -34,8 +34,8 @@ from qkv.backends.cpu.emit.frame import WORD, RowView
 from qkv.backends.cpu.emit.packing import all_finite, copy_rows, pack_rows, unpack_rows
 from qkv.backends.cpu.emit.storage import real_dtype
 from qkv.backends.cpu.forward.boundary_blocks import Range, each_step, read_range, worth
-from qkv.backends.cpu.forward.kernel import RUN
-from qkv.backends.cpu.forward.kernel import TASK as BLOCK
+from qkv.backends.cpu.forward.frame import RUN
+from qkv.backends.cpu.forward.frame import TASK as BLOCK
 from qkv.backends.cpu.products.bfloat16 import CHUNK, join, upper_halves, whole
 from qkv.backends.cpu.products.dim_lanes import first_lanes
 from qkv.backends.cpu.products.query_lanes import halves

@@ -43,6 +43,11 @@ class RowView(NamedTuple):
     element: Value
 
 
+def rows_from(e: Emitter, rows: RowView, first: Value) -> RowView:
+    """The rows from one on."""
+    return RowView(e.at(rows.pointer, e.mul(first, rows.row)), rows.row, rows.element)
+
+
 class Frame:
     """Writes the parts of a kernel that do not depend on what it computes."""
 
