@@ -211,7 +211,7 @@ class BackwardFrame(Frame):
     ) -> Expressions:
         """Where the lanes are; those beyond the last row repeat it."""
         e, b = self.e, self.e.builder
-        numbers = e.lane_numbers(ir.IntType(self.int_bits))
+        numbers = self.lane_numbers()
         last = self.lane_integers(e.sub(rows, 1))
         lane = b.select(b.icmp_signed("<", numbers, last), numbers, last)
         row = b.add(self.lane_integers(first_row), lane)
@@ -424,9 +424,7 @@ def chain_function(frame: BackwardFrame) -> Value:
         places = frame.places(at)
         scale = e.splat(frame.real_field(at.arguments, "scale"))
         views = _table_gradients(frame, at.arguments, at.task)
-        is_query = b.icmp_signed(
-            "<", e.lane_numbers(ir.IntType(frame.int_bits)), frame.lane_integers(at.rows)
-        )
+        is_query = b.icmp_signed("<", frame.lane_numbers(), frame.lane_integers(at.rows))
         fixed = [load for load in frame.loads if _is_fixed(load)]
         slopes = {load: derivative(frame.score, load) for load in frame.loads}
 

@@ -103,16 +103,8 @@ def _round_rows(
 
 def by_number_of_rows(frame: BackwardFrame, function_of: Callable[[int], Value]) -> QueryBlockCall:
     """Calls the function of one vector of queries or of many, by the number of rows left."""
-    e = frame.e
     one, many = (function_of(vectors) for vectors in (1, frame.shape.vectors))
-
-    def call(rows: Value, arguments: list[Value]) -> None:
-        e.choose(
-            e.below(rows, e.lanes + 1),
-            lambda: e.builder.call(one, arguments), lambda: e.builder.call(many, arguments),
-        )  # fmt: skip
-
-    return call
+    return lambda rows, arguments: frame.call_for_rows(rows, one, many, arguments)
 
 
 def all_query_blocks(
@@ -128,12 +120,12 @@ def all_query_blocks(
     runs = frame.pointer_field(arguments, "runs")
 
     def keys_of_run(r: Value, found: list[Value]) -> list[Value]:
-        first, end, _ = frame.record(e.at(runs, e.mul(r, WORD * len(RUN))), RUN)
+        first, end, _ = frame.record(runs, RUN, r)
         keys = e.sub(e.least(end, stop), e.greater(first, start))
         return [e.add(found[0], e.greater(keys, e.index(0)))]
 
     def each_block(n: Value, _: list[Value]) -> None:
-        block = e.at(blocks, e.mul(n, WORD * len(BLOCK)))
+        block = frame.record_at(blocks, n, BLOCK)
         _, _, first_row, first_run, last_run = frame.record(block, BLOCK)
         (keys,) = e.loop(first_run, last_run, 1, [e.index(0)], keys_of_run)
         with e.builder.if_then(e.below(0, keys)):
@@ -205,11 +197,5 @@ def range_of_keys_function(
 
 def emit_tasks(frame: BackwardFrame, range_of_keys: Value) -> None:
     """The `job` of the module."""
-    e = frame.e
-
-    def run(arguments: Value, number: Value, scratch: Value) -> None:
-        size = WORD * (len(TASK) + len(frame.wanted))
-        task = e.at(frame.pointer_field(arguments, "tasks"), e.mul(number, size))
-        e.builder.call(range_of_keys, [arguments, task, scratch])
-
-    frame.job(run)
+    tables = tuple([table.name for table in frame.wanted])
+    frame.call_for_each_task(range_of_keys, (*TASK, *tables))

@@ -30,12 +30,13 @@ from qkv.backends.cpu.backward.block import (
 )
 from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Emitter, Value
-from qkv.backends.cpu.emit.frame import WORD, RowView
+from qkv.backends.cpu.emit.frame import RowView
 from qkv.backends.cpu.emit.packing import all_finite, copy_rows, pack_rows, unpack_rows
 from qkv.backends.cpu.emit.storage import real_dtype
 from qkv.backends.cpu.forward.boundary_blocks import Range, each_step, read_range, worth
 from qkv.backends.cpu.forward.frame import RUN
 from qkv.backends.cpu.forward.frame import TASK as BLOCK
+from qkv.backends.cpu.forward.rows import rows_of_block
 from qkv.backends.cpu.products.bfloat16 import CHUNK, join, upper_halves, whole
 from qkv.backends.cpu.products.dim_lanes import first_lanes
 from qkv.backends.cpu.products.query_lanes import halves
@@ -355,9 +356,8 @@ class QueryBlockPass:
     def _sees_one_block(self) -> Value:
         """Whether one block of this task's keys holds all keys of these queries."""
         e, b = self.e, self.e.builder
-        run = e.at(self.frame.pointer_field(self.arguments, "runs"),
-                   e.mul(self.first_run, WORD * len(RUN)))  # fmt: skip
-        first, end, _ = self.frame.record(run, RUN)
+        runs = self.frame.pointer_field(self.arguments, "runs")
+        first, end, _ = self.frame.record(runs, RUN, self.first_run)
         only = b.icmp_signed("==", e.sub(self.last_run, self.first_run), e.index(1))
         inside = b.and_(e.below(e.sub(self.start, 1), first), e.below(end, e.add(self.stop, 1)))
         short = e.below(e.sub(end, first), BLOCK_KV + 1)
@@ -387,7 +387,7 @@ class QueryBlockPass:
         runs = frame.pointer_field(self.arguments, "runs")
 
         def each_run(r: Value, _: list[Value]) -> None:
-            first, end, kind = frame.record(e.at(runs, e.mul(r, WORD * len(RUN))), RUN)
+            first, end, kind = frame.record(runs, RUN, r)
             first, end = e.greater(first, self.start), e.least(end, self.stop)
             e.loop(
                 first, end, BLOCK_KV, [],
@@ -546,20 +546,10 @@ class QueryBlockPass:
         self, name: str, rows: RowView, kv_start: Value, count: Value
     ) -> tuple[Value, Value]:
         """A block of K or V with adjacent elements: where it lies, or copied."""
-        e, b, dtype = self.e, self.e.builder, self.frame.dtypes[name]
-        here = e.at(rows.pointer, e.mul(kv_start, rows.row))
-        dim, to = self.dims[name], self.area[f"{name}_copy"]
-
-        def copy() -> None:
-            self.call(f"copy {dtype}", here, rows.row, rows.element, count, dim, to)
-
-        if dtype != real_dtype(e):
-            copy()
-            return to, e.mul(dim, e.real_bytes)
-        needed = b.icmp_signed("!=", self.field(f"copy_{name}"), e.index(0))
-        with b.if_then(needed, likely=False):
-            copy()
-        return b.select(needed, to, here), b.select(needed, e.mul(dim, e.real_bytes), rows.row)
+        return rows_of_block(
+            self.frame, self.arguments, name, rows, kv_start, count, self.dims[name],
+            self.area[f"{name}_copy"], self.functions,
+        )  # fmt: skip
 
     def _pairs(
         self, name: str, rows: RowView, kv_start: Value, count: Value

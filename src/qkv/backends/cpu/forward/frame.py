@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from llvmlite import ir
-
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.emit.expressions import Expressions
 from qkv.backends.cpu.emit.frame import COMMON_FIELDS, Frame, operand_fields
@@ -109,7 +107,7 @@ class ForwardFrame(Frame):
         """Where the lanes are; those beyond the last row repeat it."""
         e, b = self.e, self.e.builder
         last = self.lane_integers(e.sub(self.field(arguments, "rows"), 1))
-        numbers = e.lane_numbers(ir.IntType(self.int_bits))
+        numbers = self.lane_numbers()
         row = b.add(self.lane_integers(first_row), numbers)
         row = b.select(b.icmp_signed("<", row, last), row, last)
         if self.folded:

@@ -34,7 +34,6 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from qkv.backends.cpu.emit.emitter import BIT, POINTER, Value
-from qkv.backends.cpu.emit.frame import WORD
 from qkv.backends.cpu.emit.packing import all_finite, copy_rows
 from qkv.backends.cpu.emit.transpose import transposed_bytes
 from qkv.backends.cpu.forward.boundary_blocks import (
@@ -84,11 +83,9 @@ def emit_forward(key: ForwardKey) -> str:
 
     def run(arguments: Value, number: Value, scratch: Value) -> None:
         tasks, rows = frame.pointer_field(arguments, "tasks"), frame.field(arguments, "rows")
-        task = e.at(tasks, e.mul(number, WORD * len(TASK)))
+        task = frame.record_at(tasks, number, TASK)
         first_row = frame.record(task, TASK)[TASK.index("first_row")]
-        fit_one = e.below(e.sub(rows, first_row), e.lanes + 1)
-        call = [arguments, task, scratch]
-        e.choose(fit_one, lambda: e.builder.call(one, call), lambda: e.builder.call(many, call))
+        frame.call_for_rows(e.sub(rows, first_row), one, many, [arguments, task, scratch])
 
     frame.job(run)
     return str(e.module)
@@ -226,7 +223,7 @@ def attend_function(
         runs = frame.pointer_field(arguments, "runs")
 
         def each_run(r: Value, _: list[Value]) -> None:
-            start, stop, kind = frame.record(e.at(runs, e.mul(r, WORD * len(RUN))), RUN)
+            start, stop, kind = frame.record(runs, RUN, r)
             is_partial = b.icmp_signed("!=", kind, e.index(0))
             e.loop(
                 start, stop, BLOCK_KV, [],

@@ -49,13 +49,7 @@ def emit_pair_kernel(operands: PairOperands) -> str:
         functions["finish_partial"] = finish_function(frame, "finish_partial", masked=True)
     if masked or not frame.plain:
         functions["weigh_finished"] = weights_function(operands, "weigh_finished", finished=True)
-    attend = attend_function(operands, functions)
-
-    def run(arguments: Value, number: Value, scratch: Value) -> None:
-        task = e.at(frame.pointer_field(arguments, "tasks"), e.mul(number, WORD * len(TASK)))
-        e.builder.call(attend, [arguments, task, scratch])
-
-    frame.job(run)
+    frame.call_for_each_task(attend_function(operands, functions), TASK)
     return str(e.module)
 
 
@@ -224,8 +218,7 @@ def attend_function(operands: PairOperands, functions: dict[str, Value]) -> Valu
         runs, size = frame.pointer_field(arguments, "runs"), frame.block_kv
 
         def each_run(r: Value, _: list[Value]) -> None:
-            run = e.at(runs, e.mul(r, WORD * len(BLOCK_RUN)))
-            start, stop, *seen = frame.record(run, BLOCK_RUN)
+            start, stop, *seen = frame.record(runs, BLOCK_RUN, r)
             e.loop(
                 start, stop, size, [],
                 lambda k, _: block_of_keys(k, e.least(size, e.sub(stop, k)), *seen),

@@ -6,7 +6,7 @@ import math
 
 from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value
-from qkv.backends.cpu.emit.frame import RowView
+from qkv.backends.cpu.emit.frame import Frame, RowView
 from qkv.backends.cpu.emit.packing import pack_rows, unpack_rows
 from qkv.backends.cpu.emit.storage import ITEM_BYTES, real_dtype
 from qkv.backends.cpu.forward.frame import STATS, ForwardFrame
@@ -96,7 +96,7 @@ def unpack_function(frame: ForwardFrame) -> Value:
 
 
 def rows_of_block(
-    frame: ForwardFrame,
+    frame: Frame,
     arguments: Value,
     name: str,
     rows: RowView,

@@ -235,7 +235,7 @@ def query_block_function(reduction: Reduction, vectors: int, functions: dict[str
         runs = frame.pointer_field(arguments, "runs")
 
         def run(r: Value) -> tuple[Value, Value, Value]:
-            start, stop, kind = frame.record(e.at(runs, e.mul(r, WORD * len(RUN))), RUN)
+            start, stop, kind = frame.record(runs, RUN, r)
             return e.greater(start, first_key), e.least(stop, last_key), kind
 
         def pack() -> None:
@@ -297,11 +297,7 @@ def query_block_call(reduction: Reduction, functions: dict[str, Value]) -> Calla
     def meet(arguments: Value, task: Value, *rest: Value) -> None:
         first_row = frame.record(task, TASK)[TASK.index("first_row")]
         left = e.sub(frame.field(arguments, "rows"), first_row)
-        call = [arguments, task, *rest]
-        e.choose(
-            e.below(left, e.lanes + 1),
-            lambda: e.builder.call(one, call), lambda: e.builder.call(many, call),
-        )  # fmt: skip
+        frame.call_for_rows(left, one, many, [arguments, task, *rest])
 
     return meet
 
@@ -323,7 +319,7 @@ def emit_row_tasks(reduction: Reduction) -> None:
     meet = query_block_call(reduction, {**functions, "write": reduction.write_function()})
 
     def run(arguments: Value, number: Value, scratch: Value) -> None:
-        task = e.at(frame.pointer_field(arguments, "tasks"), e.mul(number, WORD * len(TASK)))
+        task = frame.record_at(frame.pointer_field(arguments, "tasks"), number, TASK)
         meet(arguments, task, scratch, e.index(0), frame.field(arguments, "kv_len"))
 
     frame.job(run)
@@ -336,13 +332,13 @@ def emit_range_tasks(reduction: Reduction) -> None:
 
     def run(arguments: Value, number: Value, scratch: Value) -> None:
         tasks = frame.pointer_field(arguments, "tasks")
-        keys = frame.record(e.at(tasks, e.mul(number, WORD * len(RANGE))), RANGE)
+        keys = frame.record(tasks, RANGE, number)
         _, _, first_key, last_key, first_block, last_block = keys
         with reduction.range_of_keys(arguments, scratch, keys):
             blocks = frame.pointer_field(arguments, "blocks")
 
             def each(n: Value, _: list[Value]) -> None:
-                block = e.at(blocks, e.mul(n, WORD * len(TASK)))
+                block = frame.record_at(blocks, n, TASK)
                 meet(arguments, block, scratch, first_key, last_key)
 
             e.loop(first_block, last_block, 1, [], each)

@@ -62,13 +62,7 @@ def emit_split_replay(key: ReplayKey) -> str:
     functions["write"] = reduction.write_function()
     if masked:
         functions["partial"] = reduction.keys_function("partial", True)
-    whole_task = _task_function(reduction, factors, functions)
-
-    def run(arguments: Value, number: Value, scratch: Value) -> None:
-        task = e.at(frame.pointer_field(arguments, "tasks"), e.mul(number, WORD * len(TASK)))
-        e.builder.call(whole_task, [arguments, task, scratch])
-
-    frame.job(run)
+    frame.call_for_each_task(_task_function(reduction, factors, functions), TASK)
     return str(e.module)
 
 
@@ -156,8 +150,7 @@ def _task_function(
             e.loop(0, count, 1, [], one)
 
         def each_run(r: Value, _: list[Value]) -> None:
-            run = e.at(frame.pointer_field(arguments, "runs"), e.mul(r, WORD * len(RUN)))
-            start, stop, kinds = frame.record(run, RUN)
+            start, stop, kinds = frame.record(frame.pointer_field(arguments, "runs"), RUN, r)
             e.loop(
                 start, stop, BLOCK_KV, [],
                 lambda k, _: block_of_keys(k, e.least(BLOCK_KV, e.sub(stop, k)), kinds),
