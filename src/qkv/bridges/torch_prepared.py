@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from qkv.arrays.torch_arrays import TorchArrays
-from qkv.backends import AddressedCall, AddressedGrowing, generation
+from qkv.backends import AddressedCall, AddressedGrowing, Addresses, generation
 from qkv.bridges.torch_guards import Guard, guard
 from qkv.call.attend import (
     MAX_DECODE_QUERIES,
@@ -99,15 +99,12 @@ def run_prepared(bound: BoundCall, rows: bool) -> Any:
     out = known.empty_out()
     lse = known.empty_lse() if rows else None
     done = known.run(
-        query.data_ptr(),
-        key.data_ptr(),
-        value.data_ptr(),
-        out.data_ptr(),
-        0 if lse is None else lse.data_ptr(),
-        0,
+        Addresses(
+            query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
+            0 if lse is None else lse.data_ptr(), 0, [array.data_ptr() for array in arrays],
+        ),
         (read, out, lse),
-        [array.data_ptr() for array in arrays],
-    )
+    )  # fmt: skip
     if not done:
         return None
     if known.rows_first:
@@ -129,19 +126,16 @@ def run_step(bound: BoundCall, rows: bool) -> Any:
     lse = known.empty_lse() if rows else None
     kv_len = key_rows.shape[-2]
     done = known.run(
-        query.data_ptr(),
-        key_rows.data_ptr(),
-        value.data_ptr(),
-        out.data_ptr(),
-        0 if lse is None else lse.data_ptr(),
+        Addresses(
+            query.data_ptr(), key_rows.data_ptr(), value.data_ptr(), out.data_ptr(),
+            0 if lse is None else lse.data_ptr(),
+        ),
         kv_len,
         known.call.q_shift(q_offset, query.shape[-2], kv_len),
-        _byte_strides(key_rows),
-        _byte_strides(value),
+        (_byte_strides(query), _byte_strides(key_rows), _byte_strides(value)),
         (bound, out, lse),
         [(a.data_ptr(), a.shape, _byte_strides(a)) for a in arrays],
-        _byte_strides(query),
-    )
+    )  # fmt: skip
     if not done:
         return None
     return out if lse is None else (out, lse)

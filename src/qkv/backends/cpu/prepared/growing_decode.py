@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.backends import Addresses
 from qkv.backends.cpu.decode.rows import FIELDS
 from qkv.backends.cpu.emit.frame import WORD
 from qkv.backends.cpu.machine.addresses import quick_address_of
@@ -99,8 +100,7 @@ class GrowingDecode:
         self._lse = shape[:-1], spec.compute_dtype
         sinks = problem.operands.sinks
         self._sinks = None if sinks is None else Sinks(sinks, shape, *self._types())
-        self._query_strides = problem.operands.query.strides
-        self._ndim = len(self._query_strides)
+        self._ndim = problem.operands.query.ndim
         self._shifts = [template.word_of_table(name) for name in shifts]
         self._read = read
         self._blocks: list[Block] = []
@@ -117,49 +117,37 @@ class GrowingDecode:
         at, out = quick_address_of, np.empty(*self._out)
         lse = np.empty(*self._lse) if rows else None
         found = self.run(
-            at(query),
-            at(key),
-            at(value),
-            at(out),
-            0 if lse is None else at(lse),
+            Addresses(at(query), at(key), at(value), at(out), 0 if lse is None else at(lse)),
             key.shape[-2],
             q_shift,
-            key.strides,
-            value.strides,
+            (query.strides, key.strides, value.strides),
             (query, key, value, out, lse, arrays),
             [(at(array), array.shape, array.strides) for array in arrays],
-            query.strides,
         )
         return (out, lse, None) if found else None
 
     def run(
         self,
-        query: int,
-        key: int,
-        value: int,
-        out: int,
-        lse: int,
+        addresses: Addresses,
         kv_len: int,
         q_shift: int,
-        key_strides: Sequence[int],
-        value_strides: Sequence[int],
+        strides: tuple[Sequence[int], Sequence[int], Sequence[int]],
         keep_alive: Any,
         arrays: Sequence[tuple[int, Sequence[int], Sequence[int]]] = (),
-        query_strides: Sequence[int] | None = None,
     ) -> bool:
-        """Read operands at these addresses, and write out and lse at theirs.
+        """Read operands, and write out and lse, at these addresses.
 
         `keep_alive` are the objects that own the memory.
 
         False if something is not as it was prepared for: the machine, or a length or shift beyond
         `LONGEST`, or an array of another form.
         """
-        query_strides = query_strides or self._query_strides
+        of_query, of_key, of_value = strides
         if (
             isa_setting() != self._isa
             or not 0 < kv_len <= LONGEST
             or not -LONGEST <= q_shift <= LONGEST
-            or not self._ndim == len(key_strides) == len(value_strides) == len(query_strides)
+            or not self._ndim == len(of_query) == len(of_key) == len(of_value)
         ):
             return False
         try:
@@ -169,6 +157,7 @@ class GrowingDecode:
         words = block.words
         if (arrays or self._read) and not self._write_arrays(words, arrays, kv_len):
             return False
+        query, key, value, out, lse, _, _ = addresses
         words[QUERY.address] = query
         words[KEY.address] = key
         words[VALUE.address] = value
@@ -179,9 +168,9 @@ class GrowingDecode:
         words[_Q_SHIFT] = q_shift
         batch_shape = self._batch_shape
         tables = (
-            QUERY.write(words, batch_shape, query_strides),
-            KEY.write(words, batch_shape, key_strides),
-            VALUE.write(words, batch_shape, value_strides),
+            QUERY.write(words, batch_shape, of_query),
+            KEY.write(words, batch_shape, of_key),
+            VALUE.write(words, batch_shape, of_value),
         )
         self._pass.run(block, kv_len, (keep_alive, tables, partial))
         self._blocks.append(block)
