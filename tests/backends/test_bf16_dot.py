@@ -9,7 +9,7 @@ import pytest
 import qkv
 from forced import instruction_sets
 from processes import in_a_process
-from qkv.backends.cpu.forward.kernel import RUN, TASK
+from qkv.backends.cpu.forward.frame import RUN, TASK
 from qkv.backends.cpu.forward.score_blocks import BLOCK_RUN
 from qkv.backends.cpu.machine import host as cpu_host
 from qkv.backends.cpu.machine.host import host

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.backends import AddressedGrowing
+from qkv.backends import AddressedGrowing, Addresses
 from qkv.backends.cpu import CpuBackend
 from qkv.backends.cpu.prepared.growing_decode import LONGEST
 from qkv.problem.check import check
@@ -213,13 +213,14 @@ def test_steps_by_address(name) -> None:
         key, value = keys[:, :, :length], values[:, :, :length]
         out, lse = np.full((2, 4, 1, 24), np.nan, "float32"), np.full((2, 4, 1), np.nan, "float32")
         at = [a.ctypes.data for a in (query, key, value, out, lse)]
-        where = length, length - 1, key.strides, value.strides, (query, key, value)
-        assert grow.run(*at, *where)
+        strides = query.strides, key.strides, value.strides
+        where = length, length - 1, strides, (query, key, value)
+        assert grow.run(Addresses(*at), *where)
         expected = first_call(query, key, value, variants, q_offset="end")
         assert out.tobytes() == expected[0].tobytes()
         assert lse.tobytes() == expected[1].tobytes()
         out[:] = np.nan
-        assert grow.run(*at[:4], 0, *where)
+        assert grow.run(Addresses(*at[:4], 0), *where)
         assert out.tobytes() == expected[0].tobytes()
 
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from qkv.backends.protocols import (
     AddressedCall,
     AddressedGrowing,
+    Addresses,
     Backend,
     DeviceBackend,
     Differentiable,
@@ -48,6 +49,7 @@ from qkv.problem.spec import Problem, Spec
 __all__ = [
     "AddressedCall",
     "AddressedGrowing",
+    "Addresses",
     "Backend",
     "BrokenBackendWarning",
     "Choice",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from numpy.typing import NDArray
 
@@ -111,30 +111,36 @@ class Growing(Protocol):
         ...
 
 
+class Addresses(NamedTuple):
+    """Where the operands of one call lie, and where its results go; lse may be 0 for nowhere."""
+
+    query: int
+    key: int
+    value: int
+    out: int
+    lse: int
+    lse_rest: int = 0
+    arrays: Sequence[int] = ()
+
+
 @runtime_checkable
 class AddressedGrowing(Protocol):
     """Steps that other libraries may make without NumPy arrays in between."""
 
     def run(
         self,
-        query: int,
-        key: int,
-        value: int,
-        out: int,
-        lse: int,
+        addresses: Addresses,
         kv_len: int,
         q_shift: int,
-        key_strides: Sequence[int],
-        value_strides: Sequence[int],
+        strides: tuple[Sequence[int], Sequence[int], Sequence[int]],
         kept: Any,
         arrays: Sequence[tuple[int, Sequence[int], Sequence[int]]] = (),
-        query_strides: Sequence[int] | None = None,
     ) -> bool:
         """Compute at these addresses, of what `kept` keeps; False is `Growing`'s None.
 
-        Strides are bytes, of all axes `(*batch, heads, rows, elements)`; the query's are those that
-        were prepared for if None. Output and lse are dense, and nobody wants lse if its address
-        is 0. Each of `arrays` is its address, shape and strides.
+        `strides` are bytes of all axes `(*batch, heads, rows, elements)` of query, key and value.
+        Output and lse are dense. Each of `arrays` is its address, shape and strides; `addresses`
+        has none.
         """
         ...
 
@@ -153,25 +159,14 @@ class RepeatedStep(Protocol):
         self,
         kv_len: int,
         q_shift: int,
-        key_strides: Sequence[int],
-        value_strides: Sequence[int],
+        strides: tuple[Sequence[int], Sequence[int], Sequence[int]],
         arrays: Sequence[tuple[int, Sequence[int], Sequence[int]]] = (),
-        query_strides: Sequence[int] | None = None,
     ) -> bool:
         """Take the next length, position and strides; False is `AddressedGrowing.run`'s."""
         ...
 
-    def run(
-        self,
-        query: int,
-        key: int,
-        value: int,
-        out: int,
-        lse: int,
-        kept: Any,
-        arrays: Sequence[int] = (),
-    ) -> bool:
-        """As `AddressedGrowing.run`."""
+    def run(self, addresses: Addresses, kept: Any) -> bool:
+        """Compute at these addresses, which hold those of arrays too."""
         ...
 
 
@@ -179,21 +174,8 @@ class RepeatedStep(Protocol):
 class AddressedCall(Protocol):
     """A prepared call that other libraries may make without NumPy arrays in between."""
 
-    def run(
-        self,
-        query: int,
-        key: int,
-        value: int,
-        out: int,
-        lse: int,
-        lse_rest: int,
-        kept: Any,
-        arrays: Any = (),
-    ) -> bool:
-        """Compute at these addresses, of what `kept` keeps; False is `Prepared`'s None.
-
-        Nobody wants lse or lse_rest whose address is 0.
-        """
+    def run(self, addresses: Addresses, kept: Any) -> bool:
+        """Compute at these addresses, of what `kept` keeps; False is `Prepared`'s None."""
         ...
 
 

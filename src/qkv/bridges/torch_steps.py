@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qkv.backends import AddressedGrowing, generation
+from qkv.backends import AddressedGrowing, Addresses, generation
 from qkv.bridges.torch_guards import Guard, form_guard
 from qkv.bridges.torch_prepared import (
     are_plain,
@@ -47,20 +47,14 @@ def run_step(bound: BoundCall, rows: bool) -> Any:
     query, key, value, *arrays = read_in_place(bound)
     out = known.empty_out()
     lse = known.empty_lse() if rows else None
-    done = known.growing.run(
-        query.data_ptr(),
-        key.data_ptr(),
-        value.data_ptr(),
-        out.data_ptr(),
+    addresses = Addresses(
+        query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
         0 if lse is None else lse.data_ptr(),
-        key.shape[-2],
-        q_shift,
-        _byte_strides(key),
-        _byte_strides(value),
-        (bound, out, lse),
-        [(a.data_ptr(), a.shape, _byte_strides(a)) for a in arrays],
-        _byte_strides(query),
-    )
+    )  # fmt: skip
+    strides = _byte_strides(query), _byte_strides(key), _byte_strides(value)
+    where = [(a.data_ptr(), a.shape, _byte_strides(a)) for a in arrays]
+    kv_len = key.shape[-2]
+    done = known.growing.run(addresses, kv_len, q_shift, strides, (bound, out, lse), where)
     if not done:
         return None
     return out if lse is None else (out, lse)
@@ -103,15 +97,11 @@ class LayerStep:
             return None
         query, key, value, *arrays = read
         out = self._empty_out()
-        done = self._repeated.run(
-            query.data_ptr(),
-            key.data_ptr(),
-            value.data_ptr(),
-            out.data_ptr(),
-            0,
-            (read, out),
+        addresses = Addresses(
+            query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), 0, 0,
             [array.data_ptr() for array in arrays] if arrays else (),
-        )
+        )  # fmt: skip
+        done = self._repeated.run(addresses, (read, out))
         return out if done else None
 
     def _move(self, form: tuple[Any, ...], read: tuple[Tensor, ...]) -> bool:
@@ -126,10 +116,8 @@ class LayerStep:
             or not self._repeated.move(
                 kv_len,
                 form[0],
-                _byte_strides(key),
-                _byte_strides(value),
+                (_byte_strides(query), _byte_strides(key), _byte_strides(value)),
                 [(a.data_ptr(), a.shape, _byte_strides(a)) for a in arrays],
-                _byte_strides(query),
             )
         ):
             return False

@@ -20,7 +20,7 @@ from qkv.backends.cpu.emit.expressions import Expressions, TableView
 from qkv.backends.cpu.emit.frame import COMMON_FIELDS, COUNTER_BYTES, WORD, Frame, operand_fields
 from qkv.backends.cpu.emit.storage import real_dtype
 from qkv.backends.cpu.forward.boundary_blocks import skips_within_blocks, write_range
-from qkv.backends.cpu.forward.kernel import STATS
+from qkv.backends.cpu.forward.frame import STATS
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products.bfloat16 import chunks, multiply_add_pairs
 from qkv.backends.cpu.products.query_lanes import (
@@ -150,16 +150,19 @@ class Vector(NamedTuple):
 VECTOR_AREAS = Vector._fields[2:8]
 
 
-class BackwardBlock(Frame):
-    """Emits the functions of one block; `forbidden` is what all of them agree on."""
+class BackwardFrame(Frame):
+    """What all functions of a backward kernel know and agree on.
 
-    area_names: tuple[str, ...] = AREAS
+    `area_names` are those of a worker's scratch. With `sums_rows` the kernel only sums the rows of
+    few queries again.
+    """
 
-    def __init__(self, key: BackwardKey) -> None:
+    def __init__(
+        self, key: BackwardKey, area_names: tuple[str, ...] = AREAS, *, sums_rows: bool = False
+    ) -> None:
         self.in_pairs = key.shape.product == "pairs"
         """Whether the first two products are of pairs of bfloat16."""
-        if self.in_pairs:
-            self.area_names = (*AREAS, *PAIR_AREAS)
+        self.area_names = (*area_names, *(PAIR_AREAS if self.in_pairs else ()))
         fields = fields_with(self.area_names)
         super().__init__("qkv_backward", key.spec, key.shape, key.int_bits, fields)
         operand_dtype = real_dtype(self.e) if key.rotated else key.spec.dtype
@@ -169,18 +172,19 @@ class BackwardBlock(Frame):
         }  # fmt: skip
         self.grad_dtype = key.grad_dtype
         self.wanted = key.tables
-        self.plain = self.score == SCORE
+        self.plain = self.score == SCORE and not sums_rows
+        """Whether weights are computed with the products; otherwise from stored products."""
         self.slope = derivative(self.score)
         names = {table.name for table in key.tables}
         read = (n for n in walk(self.score) if isinstance(n, Load) and n.table in names)
         self.loads = tuple(dict.fromkeys(read))
-        self.chained = bool(self.loads) or self.slope != ONE
+        self.chained = bool(self.loads) or self.slope != ONE or sums_rows
         """Whether score mods have derivatives, or a table has a gradient, so that dS is stored."""
-        self.may_forbid = self.mask != TRUE or not self.plain
+        self.may_forbid = self.mask != TRUE or self.score != SCORE
         self.wide = key.wide and self.e.real == FLOAT
         """Whether dP is added in float64."""
         self.chain_of_products = _CHAIN if key.few else None
-        self.has_delta_rest = key.few
+        self.has_delta_rest = key.few and not sums_rows
         self.skips_within_blocks = key.shape.product != "tiles" and skips_within_blocks(self.mask)
         """Whether each vector of queries computes only its own keys in partial blocks."""
         self.settles = key.shape.product != "tiles" and not key.few
@@ -199,121 +203,15 @@ class BackwardBlock(Frame):
             return self.e.builder.sdiv(self.e.add(dim, 1), self.e.index(2)), multiply_add_pairs
         return dim, Emitter.fma
 
-    # P, one block of keys
-
-    def products(self, vectors: int) -> Value:
-        """P[k, :] = exp(scale * K[k, :] . packed Q - lse); with mods, the products alone.
-
-        Scores are rounded where the pass that lse comes from rounds them: weights have to be what
-        they were there.
-        """
-        e = self.e
-        arguments = [*[POINTER] * 6, *[INT64] * 3]
-        with e.function(f"products_{vectors}", arguments) as (function, args):
-            arguments_, key, packed, lse, lse_rest, out, key_row, head_dim, count = args
-            shifts, rests = (vectors_at(e, rows, vectors) for rows in (lse, lse_rest))
-            scale = e.splat(self.real_field(arguments_, "scale"))
-
-            def weight(n: int, product: Value) -> Value:
-                distance = b.fsub(b.fmul(product, scale), shifts[n % vectors])
-                return vector_math.exp_flushed(e, b.fsub(distance, rests[n % vectors]))
-
-            b = e.builder
-
-            def finish(k: Value, products: list[Value], _: list[Value]) -> list[Value]:
-                if self.plain:
-                    products = [weight(n, product) for n, product in enumerate(products)]
-                store_vectors(e, e.at(out, e.mul(k, vectors * e.vector_bytes)), products)
-                return []
-
-            dim, multiply_add = self.rows_of_products(head_dim)
-            dot_rows(
-                e, key, key_row, count, packed, vectors, dim, self.shape.keys_of(vectors), [],
-                finish, multiply_add, chain=self.chain_of_products,
-            )  # fmt: skip
-        return function
-
-    def seen(self) -> Value:
-        """The range of keys of a block that one vector of queries may see.
-
-        A function `(arguments, batch, head, first_row, rows, kv_start, count, range)`.
-        """
-        e = self.e
-        with e.function("seen", [POINTER, *[INT64] * 6, POINTER]) as (function, args):
-            arguments, *where, kv_start, count, found = args
-            write_range(e, self.places_of(arguments, *where), self.mask, kv_start, count, found)
-        return function
-
-    def weigh(self, name: str, masked: bool) -> Value:
-        """Mods and mask make P of the products; -0.0 where a pair is forbidden."""
-        e = self.e
-        with self.of_vector(name) as (function, at):
-            b = e.builder
-            places = self.places(at)
-            scale = e.splat(self.real_field(at.arguments, "scale"))
-            lse, rest = e.load_vector(at.lse), e.load_vector(at.lse_rest)
-
-            def each(k: Value, _: list[Value]) -> None:
-                place = e.at(at.weights, e.mul(k, at.width))
-                kv_index = e.add(at.kv_start, k)
-                if self.plain:
-                    weight = e.load_vector(place)
-                    allowed = places.inside(kv_index, e.const(0.0)).condition(self.mask)
-                else:
-                    product = e.load_vector(e.at(at.products, e.mul(k, at.width)))
-                    inner = places.inside(kv_index, b.fmul(product, scale))
-                    score = inner.floats(self.score)
-                    distance = b.fsub(b.fsub(score, lse), rest)
-                    weight = vector_math.exp_flushed(e, distance)
-                    allowed = b.fcmp_unordered("!=", score, e.const(-math.inf))
-                    if masked:
-                        allowed = b.and_(allowed, inner.condition(self.mask))
-                e.store_vector(b.select(allowed, weight, e.const(-0.0)), place)
-
-            if not self.plain:
-                places.hoist(self.score)
-            if masked:
-                places.hoist(self.mask)
-            e.loop(0, at.count, 1, [], each)
-        return function
-
-    def dropout(self) -> Value:
-        """The factors of weights."""
-        e = self.e
-        with self.of_vector("dropout") as (function, at):
-            places = self.places(at)
-
-            def each(k: Value, _: list[Value]) -> None:
-                factor = self.drop(at.arguments, places, e.add(at.kv_start, k))
-                e.store_vector(factor, e.at(at.factors, e.mul(k, at.width)))
-
-            e.loop(0, at.count, 1, [], each)
-        return function
-
-    def drop_weights(self) -> Value:
-        """P becomes f * P."""
-        e = self.e
-        with self.of_vector("drop_weights") as (function, at):
-
-            def each(k: Value, _: list[Value]) -> None:
-                weight, factor = (
-                    e.at(area, e.mul(k, at.width)) for area in (at.weights, at.factors)
-                )
-                product = e.builder.fmul(e.load_vector(weight), e.load_vector(factor))
-                e.store_vector(product, weight)
-
-            e.loop(0, at.count, 1, [], each)
-        return function
-
     def places(self, at: Vector) -> Expressions:
-        return self.places_of(at.arguments, at.batch, at.head, at.first_row, at.rows)
+        return self.expressions_of_rows(at.arguments, at.batch, at.head, at.first_row, at.rows)
 
-    def places_of(
+    def expressions_of_rows(
         self, arguments: Value, batch: Value, head: Value, first_row: Value, rows: Value
     ) -> Expressions:
         """Where the lanes are; those beyond the last row repeat it."""
         e, b = self.e, self.e.builder
-        numbers = e.lane_numbers(ir.IntType(self.int_bits))
+        numbers = self.lane_numbers()
         last = self.lane_integers(e.sub(rows, 1))
         lane = b.select(b.icmp_signed("<", numbers, last), numbers, last)
         row = b.add(self.lane_integers(first_row), lane)
@@ -325,339 +223,465 @@ class BackwardBlock(Frame):
         e = self.e
         return e.builder.icmp_signed("==", e.as_bits(weight), e.as_bits(e.const(-0.0)))
 
-    # dS and dX, one block of keys
 
-    def score_gradients(self, vectors: int) -> Value:
-        """dS[k, :] = P * (f * V[k, :] . packed dO - delta), times scale if no mod is between.
+# P, one block of keys
 
-        `delta` is in two parts, of either half of v_head_dim, and what they lack, if that is known.
-        """
-        e = self.e
-        arguments = [*[POINTER] * 7, *[INT64] * 3]
-        with e.function(f"score_gradients_{vectors}", arguments) as (function, args):
-            (arguments_, value, packed, delta, weights, factors, out,
-             value_row, v_head_dim, count) = args  # fmt: skip
-            b = e.builder
-            scale = e.splat(self.real_field(arguments_, "scale"))
 
-            def parts(half: int) -> list[Value]:
-                return vectors_at(e, delta, vectors, half)
+def products_function(frame: BackwardFrame, vectors: int) -> Value:
+    """P[k, :] = exp(scale * K[k, :] . packed Q - lse); with mods, the products alone.
 
-            means = [b.fadd(*pair) for pair in zip(parts(0), parts(1), strict=True)]
-            rests = parts(DELTA_REST) if self.has_delta_rest else None
+    Scores are rounded where the pass that lse comes from rounds them: weights have to be what
+    they were there.
+    """
+    e = frame.e
+    arguments = [*[POINTER] * 6, *[INT64] * 3]
+    with e.function(f"products_{vectors}", arguments) as (function, args):
+        arguments_, key, packed, lse, lse_rest, out, key_row, head_dim, count = args
+        shifts, rests = (vectors_at(e, rows, vectors) for rows in (lse, lse_rest))
+        scale = e.splat(frame.real_field(arguments_, "scale"))
 
-            def gradient(place: Value, distance: Value, n: int) -> Value:
-                weight = e.load_vector(e.at(weights, place))
-                if self.spec.dropout:
-                    factor = e.load_vector(e.at(factors, place))
-                    distance = b.fsub(b.fmul(distance, factor), means[n])
-                if rests is not None:
-                    distance = b.fsub(distance, rests[n])
-                share = weight if self.chained else b.fmul(weight, scale)
-                found = b.fmul(share, distance)
-                if self.may_forbid:
-                    found = b.select(self.forbidden(weight), e.const(0.0), found)
-                return found
+        def weight(n: int, product: Value) -> Value:
+            distance = b.fsub(b.fmul(product, scale), shifts[n % vectors])
+            return vector_math.exp_flushed(e, b.fsub(distance, rests[n % vectors]))
 
-            def finish(k: Value, products: list[Value], _: list[Value]) -> list[Value]:
-                for n, product in enumerate(products):
-                    place = e.add(e.mul(k, vectors * e.vector_bytes), n * e.vector_bytes)
-                    found = gradient(place, product, n % vectors)
-                    e.store_vector(found, e.at(out, place))
-                return []
+        b = e.builder
 
-            less = None if self.spec.dropout else parts
-            dim, multiply_add = self.rows_of_products(v_head_dim)
-            dot_rows(
-                e, value, value_row, count, packed, vectors, dim, self.shape.keys_of(vectors), [],
-                finish, multiply_add, less=less, wide=self.wide,
-            )  # fmt: skip
-        return function
+        def finish(k: Value, products: list[Value], _: list[Value]) -> list[Value]:
+            if frame.plain:
+                products = [weight(n, product) for n, product in enumerate(products)]
+            store_vectors(e, e.at(out, e.mul(k, vectors * e.vector_bytes)), products)
+            return []
 
-    def settle(self) -> Value:
-        """dS of rows that have met all their keys: they add up to what the row after lse says.
+        dim, multiply_add = frame.rows_of_products(head_dim)
+        dot_rows(
+            e, key, key_row, count, packed, vectors, dim, frame.shape.keys_of(vectors), [],
+            finish, multiply_add, chain=frame.chain_of_products,
+        )  # fmt: skip
+    return function
 
-        What the sum has too much is what delta lacks, in every dS times its weight. Scaled dS are
-        settled with their scale.
-        """
-        e = self.e
-        with self.of_vector("settle") as (function, at):
-            b = e.builder
 
-            def gradient(k: Value) -> Value:
-                return e.load_vector(e.at(at.score_grads, e.mul(k, at.width)))
+def seen_function(frame: BackwardFrame) -> Value:
+    """The range of keys of a block that one vector of queries may see.
 
-            expected = e.load_vector(e.at(at.lse, e.mul(at.width, EXPECTED)))
-            if not self.chained:
-                expected = b.fmul(expected, e.splat(self.real_field(at.arguments, "scale")))
-            excess = b.fsub(sum_over_keys(e, at.count, gradient), expected)
-
-            def each(k: Value, _: list[Value]) -> None:
-                weight = e.load_vector(e.at(at.weights, e.mul(k, at.width)))
-                settled = b.fsub(gradient(k), b.fmul(weight, excess))
-                if self.may_forbid:
-                    settled = b.select(self.forbidden(weight), e.const(0.0), settled)
-                e.store_vector(settled, e.at(at.score_grads, e.mul(k, at.width)))
-
-            e.loop(0, at.count, 1, [], each)
-        return function
-
-    def chain(self) -> Value:
-        """Table gradients from dS, then dX in its place."""
-        e = self.e
-        with self.of_vector("chain") as (function, at):
-            b = e.builder
-            places = self.places(at)
-            scale = e.splat(self.real_field(at.arguments, "scale"))
-            views = self.table_gradients(at.arguments, at.task)
-            is_query = b.icmp_signed(
-                "<", e.lane_numbers(ir.IntType(self.int_bits)), self.lane_integers(at.rows)
-            )
-            fixed = [load for load in self.loads if _is_fixed(load)]
-            slopes = {load: derivative(self.score, load) for load in self.loads}
-
-            def each(k: Value, sums: list[Value]) -> list[Value]:
-                place = e.mul(k, at.width)
-                found = e.load_vector(e.at(at.score_grads, place))
-                product = b.fmul(e.load_vector(e.at(at.products, place)), scale)
-                forbidden = self.forbidden(e.load_vector(e.at(at.weights, place)))
-                counts = b.and_(b.not_(forbidden), is_query)
-                inner = places.inside(e.add(at.kv_start, k), product)
-                following: list[Value] = []
-                for load, slope in slopes.items():
-                    share = b.select(counts, b.fmul(found, inner.floats(slope)), e.const(0.0))
-                    if load in fixed:
-                        total = sums[len(following)]
-                        share = share if share.type == total.type else b.fpext(share, total.type)
-                        following.append(b.fadd(total, share))
-                    else:
-                        self.scatter(inner, load, views[load.table], share)
-                turned = b.fmul(b.fmul(found, scale), inner.floats(self.slope))
-                turned = b.select(forbidden, e.const(0.0), turned)
-                e.store_vector(turned, e.at(at.score_grads, place))
-                return following
-
-            places.hoist(self.score)
-            kinds = [ir.VectorType(self.sum_type(load.table), e.lanes) for load in fixed]
-            start = [ir.Constant(kind, [0.0] * e.lanes) for kind in kinds]
-            sums = e.loop(0, at.count, 1, start, each)
-            for load, total in zip(fixed, sums, strict=True):
-                self.scatter(places, load, views[load.table], total)
-        return function
-
-    def sum_type(self, table: str) -> ir.Type:
-        """The type in which the gradient of a table is added."""
-        wide = next(wanted.wide for wanted in self.wanted if wanted.name == table)
-        return DOUBLE if wide else self.e.real
-
-    def scatter(self, places: Expressions, load: Load, view: TableView, share: Value) -> None:
-        """Add each lane's share where it read the table, one lane after the other."""
-        e, b = self.e, self.e.builder
-        kind = self.sum_type(load.table)
-
-        def add(pointer: Value, number: Value) -> None:
-            if number.type != kind:
-                number = b.fpext(number, kind)
-            e.store(b.fadd(e.load(pointer, kind), number), pointer, 1)
-
-        uniform, varying = places.place(load, view)
-        start = e.at(view.pointer, uniform)
-        shares = [e.extract(share, lane) for lane in range(e.lanes)]
-        if varying is None:
-            while len(shares) > 1:
-                shares = [b.fadd(*pair) for pair in zip(shares[::2], shares[1::2], strict=True)]
-            add(start, shares[0])
-            return
-        for lane, number in enumerate(shares):
-            add(e.at(start, e.extract(varying, lane)), number)
-
-    def table_gradients(self, arguments: Value, task: Value) -> dict[str, TableView]:
-        """The task's copies of the gradients of tables, as the expressions index the tables."""
-        e = self.e
-        views = self.tables(arguments)
-        word = len(self.fields) + sum(1 + 2 * table.ndim for table in self.spec.tables)
-        found = {}
-        for n, table in enumerate(self.wanted):
-            view = views[table.name]
-            base, *strides = (
-                e.load(e.at(arguments, COUNTER_BYTES + WORD * (word + i)), INT64, WORD)
-                for i in range(1 + view.spec.ndim)
-            )
-            word += 1 + len(strides)
-            copy = e.load(e.at(task, WORD * (len(TASK) + n)), INT64, WORD)
-            pointer = e.at(e.pointer(base), copy)
-            found[table.name] = TableView(view.spec, pointer, view.sizes, tuple(strides))
-        return found
-
-    # dQ += dX^T K, transposed
-
-    def query_sums(self, vectors: int) -> Value:
-        """Add one block of keys to dQ."""
-        e = self.e
-        arguments = [*[POINTER] * 4, *[INT64] * 3]
-        with e.function(f"query_sums_{vectors}", arguments) as (function, args):
-            key, grads, _, sums, key_row, head_dim, count = args
-
-            def finish(d: Value, found: list[Value]) -> None:
-                self.advance(e.at(sums, e.mul(d, vectors * e.vector_bytes)), found)
-
-            columns = self.shape.keys_of(vectors)
-            combine_rows(e, key, key_row, count, grads, vectors, head_dim, columns, finish)
-        return function
-
-    def selected_query_sums(self, vectors: int) -> Value:
-        """The same for keys that are not all finite: forbidden pairs are left out."""
-        e = self.e
-        arguments = [*[POINTER] * 4, *[INT64] * 3]
-        with e.function(f"selected_query_sums_{vectors}", arguments) as (function, args):
-            key, grads, weights, sums, key_row, head_dim, count = args
-            b = e.builder
-
-            def column(d: Value, _: list[Value]) -> None:
-                start = e.at(key, e.mul(d, e.real_bytes))
-
-                def step(k: Value, totals: list[Value]) -> list[Value]:
-                    x = e.splat(e.load(e.at(start, e.mul(k, key_row)), e.real, e.real_bytes))
-                    pairs = zip(
-                        vectors_at(e, grads, vectors, k),
-                        vectors_at(e, weights, vectors, k),
-                        totals,
-                        strict=True,
-                    )
-                    return [
-                        b.select(self.forbidden(weight), old, e.fma(x, grad, old))
-                        for grad, weight, old in pairs
-                    ]
-
-                found = e.loop(0, count, 1, [e.const(0.0)] * vectors, step)
-                self.advance(e.at(sums, e.mul(d, vectors * e.vector_bytes)), found)
-
-            e.loop(0, head_dim, 1, [], column)
-        return function
-
-    def advance(self, place: Value, found: list[Value]) -> None:
-        e = self.e
-        for n, vector in enumerate(found):
-            at = e.at(place, n * e.vector_bytes)
-            old = e.load_vector(at, aligned=False)
-            e.store_vector(e.builder.fadd(old, vector), at, aligned=False)
-
-    # dV += (f P) dO and dK += dX Q
-
-    def column(self, width: Value, v: Value, columns: Value) -> tuple[Value, Value]:
-        """Where vector v of a turned row lies: bytes to that of row 0, and from row to row.
-
-        As many neighbouring vectors as fit the registers are the columns of one matrix; those
-        that are left over are matrices of one column. `width` is that of a packed row.
-        """
-        e, b = self.e, self.e.builder
-        vectors = self.shape.vectors
-        beside = b.srem(v, e.index(vectors))
-        start = e.add(e.mul(e.sub(v, beside), e.lanes, width), e.mul(beside, e.vector_bytes))
-        among = e.below(v, e.round_down(columns, vectors))
-        return (
-            b.select(among, start, e.mul(v, e.lanes, width)),
-            b.select(among, e.index(vectors * e.vector_bytes), e.index(e.vector_bytes)),
+    A function `(arguments, batch, head, first_row, rows, kv_start, count, range)`.
+    """
+    e = frame.e
+    with e.function("seen", [POINTER, *[INT64] * 6, POINTER]) as (function, args):
+        arguments, *where, kv_start, count, found = args
+        write_range(
+            e, frame.expressions_of_rows(arguments, *where), frame.mask, kv_start, count, found
         )
+    return function
 
-    def turn(self) -> Value:
-        """Packed rows side by side again, for products over queries."""
-        e = self.e
-        with e.function("turn", [POINTER, POINTER, INT64, INT64]) as (function, args):
-            packed, out, columns, width = args
 
-            def each(v: Value, _: list[Value]) -> None:
-                start, row = self.column(width, v, columns)
-                first = e.at(packed, e.mul(v, e.lanes, width))
+def weights_function(frame: BackwardFrame, name: str, masked: bool) -> Value:
+    """Mods and mask make P of the products; -0.0 where a pair is forbidden."""
+    e = frame.e
+    with frame.of_vector(name) as (function, at):
+        b = e.builder
+        places = frame.places(at)
+        scale = e.splat(frame.real_field(at.arguments, "scale"))
+        lse, rest = e.load_vector(at.lse), e.load_vector(at.lse_rest)
 
-                def vector_of_queries(offset: Value, _: list[Value]) -> None:
-                    tile = [
-                        e.load_vector(e.at(first, e.mul(i, width), offset)) for i in range(e.lanes)
-                    ]
-                    query = e.builder.sdiv(offset, e.index(e.real_bytes))
-                    for i, vector in enumerate(e.transpose(tile)):
-                        to = e.at(out, start, e.mul(row, e.add(query, i)))
-                        e.store_vector(vector, to)
+        def each(k: Value, _: list[Value]) -> None:
+            place = e.at(at.weights, e.mul(k, at.width))
+            kv_index = e.add(at.kv_start, k)
+            if frame.plain:
+                weight = e.load_vector(place)
+                allowed = places.inside(kv_index, e.const(0.0)).condition(frame.mask)
+            else:
+                product = e.load_vector(e.at(at.products, e.mul(k, at.width)))
+                inner = places.inside(kv_index, b.fmul(product, scale))
+                score = inner.floats(frame.score)
+                distance = b.fsub(b.fsub(score, lse), rest)
+                weight = vector_math.exp_flushed(e, distance)
+                allowed = b.fcmp_unordered("!=", score, e.const(-math.inf))
+                if masked:
+                    allowed = b.and_(allowed, inner.condition(frame.mask))
+            e.store_vector(b.select(allowed, weight, e.const(-0.0)), place)
 
-                e.loop(0, width, e.vector_bytes, [], vector_of_queries)
+        if not frame.plain:
+            places.hoist(frame.score)
+        if masked:
+            places.hoist(frame.mask)
+        e.loop(0, at.count, 1, [], each)
+    return function
 
-            e.loop(0, columns, 1, [], each)
-        return function
 
-    def key_sums(self) -> Value:
-        """sums[k, :] += sum_q left[k, q] * rows[q, :], for rows from the first one on.
+def dropout_function(frame: BackwardFrame) -> Value:
+    """The factors of weights."""
+    e = frame.e
+    with frame.of_vector("dropout") as (function, at):
+        places = frame.places(at)
 
-        `left` begins with that of them, `rows` with the block's.
-        """
-        e = self.e
-        arguments = [*[POINTER] * 3, *[INT64] * 6]
-        with e.function("key_sums", arguments) as (function, args):
-            left, rows, sums, sum_row, columns, count, first_row, row_count, width = args
+        def each(k: Value, _: list[Value]) -> None:
+            factor = frame.drop(at.arguments, places, e.add(at.kv_start, k))
+            e.store_vector(factor, e.at(at.factors, e.mul(k, at.width)))
 
-            def tile(vectors: int, keys: int) -> Callable[[Value, list[Value]], None]:
-                def body(v: Value, _: list[Value]) -> None:
-                    first = e.at(sums, e.mul(v, e.vector_bytes))
+        e.loop(0, at.count, 1, [], each)
+    return function
 
-                    def finish(k: Value, found: list[Value], _: list[Value]) -> list[Value]:
-                        for i in range(0, len(found), vectors):
-                            row = e.mul(e.add(k, i // vectors), sum_row)
-                            self.advance(e.at(first, row), found[i : i + vectors])
-                        return []
 
-                    before = e.mul(first_row, vectors * e.vector_bytes)
-                    matrix = e.at(rows, e.mul(v, e.lanes, width), before)
-                    dot_rows(
-                        e,
-                        left,
-                        width,
-                        count,
-                        matrix,
-                        vectors,
-                        row_count,
-                        keys,
-                        [],
-                        finish,
-                    )
+def drop_weights_function(frame: BackwardFrame) -> Value:
+    """P becomes f * P."""
+    e = frame.e
+    with frame.of_vector("drop_weights") as (function, at):
 
-                return body
+        def each(k: Value, _: list[Value]) -> None:
+            weight, factor = (e.at(area, e.mul(k, at.width)) for area in (at.weights, at.factors))
+            product = e.builder.fmul(e.load_vector(weight), e.load_vector(factor))
+            e.store_vector(product, weight)
 
-            vectors, keys = self.shape.vectors, self.shape.keys
-            whole = e.round_down(columns, vectors)
-            e.loop(0, whole, vectors, [], tile(vectors, keys))
-            e.loop(whole, columns, 1, [], tile(1, keys * vectors))
-        return function
+        e.loop(0, at.count, 1, [], each)
+    return function
 
-    def selected_key_sums(self) -> Value:
-        """The same for rows that are not all finite: forbidden pairs are left out."""
-        e = self.e
-        arguments = [*[POINTER] * 4, *[INT64] * 5]
-        with e.function("selected_key_sums", arguments) as (function, args):
-            left, rows, weights, sums, sum_row, columns, count, row_count, width = args
-            b = e.builder
-            mark = ir.Constant(e.whole, 1 << 8 * e.real_bytes - 1)
 
-            def each(v: Value, _: list[Value]) -> None:
-                start, row = self.column(width, v, columns)
+# dS and dX, one block of keys
 
-                def key(k: Value, _: list[Value]) -> None:
-                    across = e.mul(k, width)
 
-                    def step(q: Value, totals: list[Value]) -> list[Value]:
-                        at = e.add(across, e.mul(q, e.real_bytes))
-                        bits = e.load(e.at(weights, at), e.whole, e.real_bytes)
-                        x = e.splat(e.load(e.at(left, at), e.real, e.real_bytes))
-                        vector = e.load_vector(e.at(rows, start, e.mul(q, row)))
-                        allowed = b.icmp_unsigned("!=", bits, mark)
-                        return [b.select(allowed, e.fma(x, vector, totals[0]), totals[0])]
+def score_gradients_function(frame: BackwardFrame, vectors: int) -> Value:
+    """dS[k, :] = P * (f * V[k, :] . packed dO - delta), times scale if no mod is between.
 
-                    found = e.loop(0, row_count, 1, [e.const(0.0)], step)
-                    place = e.at(sums, e.mul(k, sum_row), e.mul(v, e.vector_bytes))
-                    self.advance(place, found)
+    `delta` is in two parts, of either half of v_head_dim, and what they lack, if that is known.
+    """
+    e = frame.e
+    arguments = [*[POINTER] * 7, *[INT64] * 3]
+    with e.function(f"score_gradients_{vectors}", arguments) as (function, args):
+        (arguments_, value, packed, delta, weights, factors, out,
+         value_row, v_head_dim, count) = args  # fmt: skip
+        b = e.builder
+        scale = e.splat(frame.real_field(arguments_, "scale"))
 
-                e.loop(0, count, 1, [], key)
+        def parts(half: int) -> list[Value]:
+            return vectors_at(e, delta, vectors, half)
 
-            e.loop(0, columns, 1, [], each)
-        return function
+        means = [b.fadd(*pair) for pair in zip(parts(0), parts(1), strict=True)]
+        rests = parts(DELTA_REST) if frame.has_delta_rest else None
+
+        def gradient(place: Value, distance: Value, n: int) -> Value:
+            weight = e.load_vector(e.at(weights, place))
+            if frame.spec.dropout:
+                factor = e.load_vector(e.at(factors, place))
+                distance = b.fsub(b.fmul(distance, factor), means[n])
+            if rests is not None:
+                distance = b.fsub(distance, rests[n])
+            share = weight if frame.chained else b.fmul(weight, scale)
+            found = b.fmul(share, distance)
+            if frame.may_forbid:
+                found = b.select(frame.forbidden(weight), e.const(0.0), found)
+            return found
+
+        def finish(k: Value, products: list[Value], _: list[Value]) -> list[Value]:
+            for n, product in enumerate(products):
+                place = e.add(e.mul(k, vectors * e.vector_bytes), n * e.vector_bytes)
+                found = gradient(place, product, n % vectors)
+                e.store_vector(found, e.at(out, place))
+            return []
+
+        less = None if frame.spec.dropout else parts
+        dim, multiply_add = frame.rows_of_products(v_head_dim)
+        dot_rows(
+            e, value, value_row, count, packed, vectors, dim, frame.shape.keys_of(vectors), [],
+            finish, multiply_add, less=less, wide=frame.wide,
+        )  # fmt: skip
+    return function
+
+
+def settle_function(frame: BackwardFrame) -> Value:
+    """dS of rows that have met all their keys: they add up to what the row after lse says.
+
+    What the sum has too much is what delta lacks, in every dS times its weight. Scaled dS are
+    settled with their scale.
+    """
+    e = frame.e
+    with frame.of_vector("settle") as (function, at):
+        b = e.builder
+
+        def gradient(k: Value) -> Value:
+            return e.load_vector(e.at(at.score_grads, e.mul(k, at.width)))
+
+        expected = e.load_vector(e.at(at.lse, e.mul(at.width, EXPECTED)))
+        if not frame.chained:
+            expected = b.fmul(expected, e.splat(frame.real_field(at.arguments, "scale")))
+        excess = b.fsub(sum_over_keys(e, at.count, gradient), expected)
+
+        def each(k: Value, _: list[Value]) -> None:
+            weight = e.load_vector(e.at(at.weights, e.mul(k, at.width)))
+            settled = b.fsub(gradient(k), b.fmul(weight, excess))
+            if frame.may_forbid:
+                settled = b.select(frame.forbidden(weight), e.const(0.0), settled)
+            e.store_vector(settled, e.at(at.score_grads, e.mul(k, at.width)))
+
+        e.loop(0, at.count, 1, [], each)
+    return function
+
+
+def chain_function(frame: BackwardFrame) -> Value:
+    """Table gradients from dS, then dX in its place."""
+    e = frame.e
+    with frame.of_vector("chain") as (function, at):
+        b = e.builder
+        places = frame.places(at)
+        scale = e.splat(frame.real_field(at.arguments, "scale"))
+        views = _table_gradients(frame, at.arguments, at.task)
+        is_query = b.icmp_signed("<", frame.lane_numbers(), frame.lane_integers(at.rows))
+        fixed = [load for load in frame.loads if _is_fixed(load)]
+        slopes = {load: derivative(frame.score, load) for load in frame.loads}
+
+        def each(k: Value, sums: list[Value]) -> list[Value]:
+            place = e.mul(k, at.width)
+            found = e.load_vector(e.at(at.score_grads, place))
+            product = b.fmul(e.load_vector(e.at(at.products, place)), scale)
+            forbidden = frame.forbidden(e.load_vector(e.at(at.weights, place)))
+            counts = b.and_(b.not_(forbidden), is_query)
+            inner = places.inside(e.add(at.kv_start, k), product)
+            following: list[Value] = []
+            for load, slope in slopes.items():
+                share = b.select(counts, b.fmul(found, inner.floats(slope)), e.const(0.0))
+                if load in fixed:
+                    total = sums[len(following)]
+                    share = share if share.type == total.type else b.fpext(share, total.type)
+                    following.append(b.fadd(total, share))
+                else:
+                    _scatter(frame, inner, load, views[load.table], share)
+            turned = b.fmul(b.fmul(found, scale), inner.floats(frame.slope))
+            turned = b.select(forbidden, e.const(0.0), turned)
+            e.store_vector(turned, e.at(at.score_grads, place))
+            return following
+
+        places.hoist(frame.score)
+        kinds = [ir.VectorType(_sum_type(frame, load.table), e.lanes) for load in fixed]
+        start = [ir.Constant(kind, [0.0] * e.lanes) for kind in kinds]
+        sums = e.loop(0, at.count, 1, start, each)
+        for load, total in zip(fixed, sums, strict=True):
+            _scatter(frame, places, load, views[load.table], total)
+    return function
+
+
+def _sum_type(frame: BackwardFrame, table: str) -> ir.Type:
+    """The type in which the gradient of a table is added."""
+    wide = next(wanted.wide for wanted in frame.wanted if wanted.name == table)
+    return DOUBLE if wide else frame.e.real
+
+
+def _scatter(
+    frame: BackwardFrame, places: Expressions, load: Load, view: TableView, share: Value
+) -> None:
+    """Add each lane's share where it read the table, one lane after the other."""
+    e, b = frame.e, frame.e.builder
+    kind = _sum_type(frame, load.table)
+
+    def add(pointer: Value, number: Value) -> None:
+        if number.type != kind:
+            number = b.fpext(number, kind)
+        e.store(b.fadd(e.load(pointer, kind), number), pointer, 1)
+
+    uniform, varying = places.place(load, view)
+    start = e.at(view.pointer, uniform)
+    shares = [e.extract(share, lane) for lane in range(e.lanes)]
+    if varying is None:
+        while len(shares) > 1:
+            shares = [b.fadd(*pair) for pair in zip(shares[::2], shares[1::2], strict=True)]
+        add(start, shares[0])
+        return
+    for lane, number in enumerate(shares):
+        add(e.at(start, e.extract(varying, lane)), number)
+
+
+def _table_gradients(frame: BackwardFrame, arguments: Value, task: Value) -> dict[str, TableView]:
+    """The task's copies of the gradients of tables, as the expressions index the tables."""
+    e = frame.e
+    views = frame.tables(arguments)
+    word = len(frame.fields) + sum(1 + 2 * table.ndim for table in frame.spec.tables)
+    found = {}
+    for n, table in enumerate(frame.wanted):
+        view = views[table.name]
+        base, *strides = (
+            e.load(e.at(arguments, COUNTER_BYTES + WORD * (word + i)), INT64, WORD)
+            for i in range(1 + view.spec.ndim)
+        )
+        word += 1 + len(strides)
+        copy = e.load(e.at(task, WORD * (len(TASK) + n)), INT64, WORD)
+        pointer = e.at(e.pointer(base), copy)
+        found[table.name] = TableView(view.spec, pointer, view.sizes, tuple(strides))
+    return found
+
+
+# dQ += dX^T K, transposed
+
+
+def query_sums_function(frame: BackwardFrame, vectors: int) -> Value:
+    """Add one block of keys to dQ."""
+    e = frame.e
+    arguments = [*[POINTER] * 4, *[INT64] * 3]
+    with e.function(f"query_sums_{vectors}", arguments) as (function, args):
+        key, grads, _, sums, key_row, head_dim, count = args
+
+        def finish(d: Value, found: list[Value]) -> None:
+            add_vectors(e, e.at(sums, e.mul(d, vectors * e.vector_bytes)), found)
+
+        columns = frame.shape.keys_of(vectors)
+        combine_rows(e, key, key_row, count, grads, vectors, head_dim, columns, finish)
+    return function
+
+
+def selected_query_sums_function(frame: BackwardFrame, vectors: int) -> Value:
+    """The same for keys that are not all finite: forbidden pairs are left out."""
+    e = frame.e
+    arguments = [*[POINTER] * 4, *[INT64] * 3]
+    with e.function(f"selected_query_sums_{vectors}", arguments) as (function, args):
+        key, grads, weights, sums, key_row, head_dim, count = args
+        b = e.builder
+
+        def column(d: Value, _: list[Value]) -> None:
+            start = e.at(key, e.mul(d, e.real_bytes))
+
+            def step(k: Value, totals: list[Value]) -> list[Value]:
+                x = e.splat(e.load(e.at(start, e.mul(k, key_row)), e.real, e.real_bytes))
+                pairs = zip(
+                    vectors_at(e, grads, vectors, k),
+                    vectors_at(e, weights, vectors, k),
+                    totals,
+                    strict=True,
+                )
+                return [
+                    b.select(frame.forbidden(weight), old, e.fma(x, grad, old))
+                    for grad, weight, old in pairs
+                ]
+
+            found = e.loop(0, count, 1, [e.const(0.0)] * vectors, step)
+            add_vectors(e, e.at(sums, e.mul(d, vectors * e.vector_bytes)), found)
+
+        e.loop(0, head_dim, 1, [], column)
+    return function
+
+
+def add_vectors(e: Emitter, place: Value, found: list[Value]) -> None:
+    """Add to neighbouring vectors in memory."""
+    for n, vector in enumerate(found):
+        at = e.at(place, n * e.vector_bytes)
+        old = e.load_vector(at, aligned=False)
+        e.store_vector(e.builder.fadd(old, vector), at, aligned=False)
+
+
+# dV += (f P) dO and dK += dX Q
+
+
+def _column(frame: BackwardFrame, width: Value, v: Value, columns: Value) -> tuple[Value, Value]:
+    """Where vector v of a turned row lies: bytes to that of row 0, and from row to row.
+
+    As many neighbouring vectors as fit the registers are the columns of one matrix; those
+    that are left over are matrices of one column. `width` is that of a packed row.
+    """
+    e, b = frame.e, frame.e.builder
+    vectors = frame.shape.vectors
+    beside = b.srem(v, e.index(vectors))
+    start = e.add(e.mul(e.sub(v, beside), e.lanes, width), e.mul(beside, e.vector_bytes))
+    among = e.below(v, e.round_down(columns, vectors))
+    return (
+        b.select(among, start, e.mul(v, e.lanes, width)),
+        b.select(among, e.index(vectors * e.vector_bytes), e.index(e.vector_bytes)),
+    )
+
+
+def turn_function(frame: BackwardFrame) -> Value:
+    """Packed rows side by side again, for products over queries."""
+    e = frame.e
+    with e.function("turn", [POINTER, POINTER, INT64, INT64]) as (function, args):
+        packed, out, columns, width = args
+
+        def each(v: Value, _: list[Value]) -> None:
+            start, row = _column(frame, width, v, columns)
+            first = e.at(packed, e.mul(v, e.lanes, width))
+
+            def vector_of_queries(offset: Value, _: list[Value]) -> None:
+                tile = [e.load_vector(e.at(first, e.mul(i, width), offset)) for i in range(e.lanes)]
+                query = e.builder.sdiv(offset, e.index(e.real_bytes))
+                for i, vector in enumerate(e.transpose(tile)):
+                    to = e.at(out, start, e.mul(row, e.add(query, i)))
+                    e.store_vector(vector, to)
+
+            e.loop(0, width, e.vector_bytes, [], vector_of_queries)
+
+        e.loop(0, columns, 1, [], each)
+    return function
+
+
+def key_sums_function(frame: BackwardFrame) -> Value:
+    """sums[k, :] += sum_q left[k, q] * rows[q, :], for rows from the first one on.
+
+    `left` begins with that of them, `rows` with the block's.
+    """
+    e = frame.e
+    arguments = [*[POINTER] * 3, *[INT64] * 6]
+    with e.function("key_sums", arguments) as (function, args):
+        left, rows, sums, sum_row, columns, count, first_row, row_count, width = args
+
+        def tile(vectors: int, keys: int) -> Callable[[Value, list[Value]], None]:
+            def body(v: Value, _: list[Value]) -> None:
+                first = e.at(sums, e.mul(v, e.vector_bytes))
+
+                def finish(k: Value, found: list[Value], _: list[Value]) -> list[Value]:
+                    for i in range(0, len(found), vectors):
+                        row = e.mul(e.add(k, i // vectors), sum_row)
+                        add_vectors(e, e.at(first, row), found[i : i + vectors])
+                    return []
+
+                before = e.mul(first_row, vectors * e.vector_bytes)
+                matrix = e.at(rows, e.mul(v, e.lanes, width), before)
+                dot_rows(
+                    e,
+                    left,
+                    width,
+                    count,
+                    matrix,
+                    vectors,
+                    row_count,
+                    keys,
+                    [],
+                    finish,
+                )
+
+            return body
+
+        vectors, keys = frame.shape.vectors, frame.shape.keys
+        whole = e.round_down(columns, vectors)
+        e.loop(0, whole, vectors, [], tile(vectors, keys))
+        e.loop(whole, columns, 1, [], tile(1, keys * vectors))
+    return function
+
+
+def selected_key_sums_function(frame: BackwardFrame) -> Value:
+    """The same for rows that are not all finite: forbidden pairs are left out."""
+    e = frame.e
+    arguments = [*[POINTER] * 4, *[INT64] * 5]
+    with e.function("selected_key_sums", arguments) as (function, args):
+        left, rows, weights, sums, sum_row, columns, count, row_count, width = args
+        b = e.builder
+        mark = ir.Constant(e.whole, 1 << 8 * e.real_bytes - 1)
+
+        def each(v: Value, _: list[Value]) -> None:
+            start, row = _column(frame, width, v, columns)
+
+            def key(k: Value, _: list[Value]) -> None:
+                across = e.mul(k, width)
+
+                def step(q: Value, totals: list[Value]) -> list[Value]:
+                    at = e.add(across, e.mul(q, e.real_bytes))
+                    bits = e.load(e.at(weights, at), e.whole, e.real_bytes)
+                    x = e.splat(e.load(e.at(left, at), e.real, e.real_bytes))
+                    vector = e.load_vector(e.at(rows, start, e.mul(q, row)))
+                    allowed = b.icmp_unsigned("!=", bits, mark)
+                    return [b.select(allowed, e.fma(x, vector, totals[0]), totals[0])]
+
+                found = e.loop(0, row_count, 1, [e.const(0.0)], step)
+                place = e.at(sums, e.mul(k, sum_row), e.mul(v, e.vector_bytes))
+                add_vectors(e, place, found)
+
+            e.loop(0, count, 1, [], key)
+
+        e.loop(0, columns, 1, [], each)
+    return function
 
 
 def sum_over_keys(e: Emitter, count: Value, body: Callable[[Value], Value]) -> Value:

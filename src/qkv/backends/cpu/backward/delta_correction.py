@@ -22,12 +22,24 @@ in another order.
 from __future__ import annotations
 
 import math
+from functools import partial
 
-from qkv.backends.cpu.backward.block import BackwardKey, sum_over_keys
-from qkv.backends.cpu.backward.kernel import Backward
-from qkv.backends.cpu.backward.query_block import QueryBlockPass
+from qkv.backends.cpu.backward.block import (
+    BackwardFrame,
+    BackwardKey,
+    products_function,
+    score_gradients_function,
+    sum_over_keys,
+)
+from qkv.backends.cpu.backward.kernel import (
+    add_partials_function,
+    all_query_blocks,
+    by_number_of_rows,
+    emit_tasks,
+)
+from qkv.backends.cpu.backward.query_block import QueryBlockPass, block_functions
 from qkv.backends.cpu.emit.emitter import POINTER, Value
-from qkv.backends.cpu.forward.kernel import RowSums
+from qkv.backends.cpu.forward.softmax import RowSums
 
 ROW_SUMS = ("row_max", "row_sum", "residual")
 """The arrays of m, l and r, in the order in which the kernel writes them."""
@@ -38,81 +50,74 @@ _RESCALE, _LOST, _RESIDUAL = 2, 3, 5
 
 def emit_delta_correction(key: BackwardKey) -> str:
     """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
-    kernel = _DeltaCorrection(key)
-    kernel.all_tasks()
-    return str(kernel.e.module)
+    frame = BackwardFrame(key, sums_rows=True)
+    functions = {
+        "add_partials": add_partials_function(frame),
+        **block_functions(frame, _weights_function, _residual_function),
+    }
+    query_block = by_number_of_rows(frame, partial(_query_block_function, frame, functions))
+    with frame.e.function("range_of_keys", [POINTER] * 3) as (range_of_keys, args):
+        arguments, task, scratch = args
+        all_query_blocks(frame, arguments, task, scratch, query_block)
+    emit_tasks(frame, range_of_keys)
+    return str(frame.e.module)
 
 
-class _DeltaCorrection(Backward):
-    def __init__(self, key: BackwardKey) -> None:
-        super().__init__(key)
-        self.has_delta_rest = False
-        # Products become scores and weights by `weigh`, and something is made of dS.
-        self.plain, self.chained = False, True
+def _weights_function(frame: BackwardFrame, name: str, masked: bool) -> Value:
+    """P = exp(S - m) of the products, -0.0 where a pair is forbidden; m and l advance."""
+    e = frame.e
+    with frame.of_vector(name) as (function, at):
+        b = e.builder
+        places = frame.places(at)
+        scale = e.splat(frame.real_field(at.arguments, "scale"))
 
-    def weigh(self, name: str, masked: bool) -> Value:
-        """P = exp(S - m) of the products, -0.0 where a pair is forbidden; m and l advance."""
-        e = self.e
-        with self.of_vector(name) as (function, at):
-            b = e.builder
-            places = self.places(at)
-            scale = e.splat(self.real_field(at.arguments, "scale"))
-
-            def finish(k: Value, largest: list[Value]) -> list[Value]:
-                product = e.load_vector(e.at(at.products, e.mul(k, at.width)))
-                inner = places.inside(e.add(at.kv_start, k), b.fmul(product, scale))
-                score = inner.floats(self.score)
-                if masked:
-                    score = b.select(inner.condition(self.mask), score, e.const(-math.inf))
-                e.store_vector(score, e.at(at.weights, e.mul(k, at.width)))
-                return [e.greatest(largest[0], score)]
-
-            places.hoist(self.score)
+        def finish(k: Value, largest: list[Value]) -> list[Value]:
+            product = e.load_vector(e.at(at.products, e.mul(k, at.width)))
+            inner = places.inside(e.add(at.kv_start, k), b.fmul(product, scale))
+            score = inner.floats(frame.score)
             if masked:
-                places.hoist(self.mask)
-            (largest,) = e.loop(0, at.count, 1, [e.const(-math.inf)], finish)
-            row = RowSums(e, at.lse, at.width, largest, statistics=False)
+                score = b.select(inner.condition(frame.mask), score, e.const(-math.inf))
+            e.store_vector(score, e.at(at.weights, e.mul(k, at.width)))
+            return [e.greatest(largest[0], score)]
 
-            def weigh(k: Value) -> Value:
-                place = e.at(at.weights, e.mul(k, at.width))
-                weight, _ = row.weigh(e.load_vector(place), row.nothing, e.const(-0.0))
-                e.store_vector(weight, place)
-                return weight
+        places.hoist(frame.score)
+        if masked:
+            places.hoist(frame.mask)
+        (largest,) = e.loop(0, at.count, 1, [e.const(-math.inf)], finish)
+        row = RowSums(e, at.lse, at.width, largest, statistics=False)
 
-            row.advance([sum_over_keys(e, at.count, weigh)])
-        return function
+        def weigh(k: Value) -> Value:
+            place = e.at(at.weights, e.mul(k, at.width))
+            weight, _ = row.weigh(e.load_vector(place), row.nothing, e.const(-0.0))
+            e.store_vector(weight, place)
+            return weight
 
-    def chain(self) -> Value:
-        """r advances by the dS of one block of keys."""
-        e = self.e
-        with self.of_vector("chain") as (function, at):
-            found = sum_over_keys(
-                e, at.count, lambda k: e.load_vector(e.at(at.score_grads, e.mul(k, at.width)))
-            )
-            rescale = e.load_vector(e.at(at.lse, e.mul(at.width, _RESCALE)))
-            place = e.at(at.lse, e.mul(at.width, _RESIDUAL))
-            e.store_vector(e.fma(e.load_vector(place), rescale, found), place)
-        return function
+        row.advance([sum_over_keys(e, at.count, weigh)])
+    return function
 
-    def query_block(self, vectors: int, functions: dict[str, Value]) -> Value:
-        functions = {
-            **functions,
-            "products": self.products(vectors),
-            "score_gradients": self.score_gradients(vectors),
-        }
-        with self.e.function(f"query_block_{vectors}", [POINTER] * 4) as (function, args):
-            query_block_pass = _SumsOfRows(self, vectors, functions, *args)
-            query_block_pass.begin()
-            query_block_pass.all_blocks(query_block_pass.add_block)
-            query_block_pass.end()
-        return function
 
-    def range_of_keys(self, functions: dict[str, Value]) -> Value:
-        query_block = self.query_block_pass(functions)
-        with self.e.function("range_of_keys", [POINTER] * 3) as (function, args):
-            arguments, task, scratch = args
-            self.all_query_blocks(arguments, task, scratch, query_block)
-        return function
+def _residual_function(frame: BackwardFrame) -> Value:
+    """r advances by the dS of one block of keys."""
+    e = frame.e
+    with frame.of_vector("chain") as (function, at):
+        found = sum_over_keys(
+            e, at.count, lambda k: e.load_vector(e.at(at.score_grads, e.mul(k, at.width)))
+        )
+        rescale = e.load_vector(e.at(at.lse, e.mul(at.width, _RESCALE)))
+        place = e.at(at.lse, e.mul(at.width, _RESIDUAL))
+        e.store_vector(e.fma(e.load_vector(place), rescale, found), place)
+    return function
+
+
+def _query_block_function(frame: BackwardFrame, functions: dict[str, Value], vectors: int) -> Value:
+    functions = {
+        **functions,
+        "products": products_function(frame, vectors),
+        "score_gradients": score_gradients_function(frame, vectors),
+    }
+    with frame.e.function(f"query_block_{vectors}", [POINTER] * 4) as (function, args):
+        _SumsOfRows(frame, vectors, functions, *args).emit()
+    return function
 
 
 class _SumsOfRows(QueryBlockPass):
@@ -135,7 +140,7 @@ class _SumsOfRows(QueryBlockPass):
     def end(self) -> None:
         e = self.e
         size = self.field("row_bytes")
-        split = self.kernel.pointer_field(self.arguments, "row_sums")
+        split = self.frame.pointer_field(self.arguments, "row_sums")
         split = e.at(split, e.mul(self.split, size, len(ROW_SUMS)))
         first_row = e.mul(e.add(self.head_row, self.first_row), e.real_bytes)
 

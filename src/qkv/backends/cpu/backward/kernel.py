@@ -27,176 +27,175 @@ the parts over keys.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import TypeAlias
 
-from qkv.backends.cpu.backward.block import TASK, BackwardKey
-from qkv.backends.cpu.backward.query_block import BackwardRows
+from qkv.backends.cpu.backward.block import TASK, BackwardFrame, BackwardKey
+from qkv.backends.cpu.backward.query_block import block_functions, fill, query_block_function
 from qkv.backends.cpu.emit import storage
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import WORD
 from qkv.backends.cpu.emit.storage import ITEM_BYTES, real_dtype
-from qkv.backends.cpu.forward.kernel import RUN
-from qkv.backends.cpu.forward.kernel import TASK as BLOCK
+from qkv.backends.cpu.forward.frame import RUN
+from qkv.backends.cpu.forward.frame import TASK as BLOCK
+
+QueryBlockCall: TypeAlias = Callable[[Value, list[Value]], None]
+"""Emits a call, given the number of rows that are left and the arguments of the function."""
 
 
 def emit_backward(key: BackwardKey) -> str:
     """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
-    kernel = Backward(key)
-    kernel.all_tasks()
-    return str(kernel.e.module)
+    frame = BackwardFrame(key)
+    functions = {"add_partials": add_partials_function(frame), **block_functions(frame)}
+    query_block = by_number_of_rows(frame, partial(query_block_function, frame, functions))
+    emit_tasks(frame, range_of_keys_function(frame, functions, query_block))
+    return str(frame.e.module)
 
 
-class Backward(BackwardRows):
-    def add_partials(self) -> Value:
-        """out[i] = sum of partial gradients in order, rounded: `count` numbers side by side."""
-        e = self.e
-        dtype = self.grad_dtype
-        arguments = [POINTER, INT64, INT64, INT64, POINTER]
-        with e.function("add_partials", arguments) as (function, args):
-            partials, stride, number, count, out = args
-            b = e.builder
+def add_partials_function(frame: BackwardFrame) -> Value:
+    """out[i] = sum of partial gradients in order, rounded: `count` numbers side by side."""
+    e = frame.e
+    dtype = frame.grad_dtype
+    arguments = [POINTER, INT64, INT64, INT64, POINTER]
+    with e.function("add_partials", arguments) as (function, args):
+        partials, stride, number, count, out = args
+        b = e.builder
 
-            def total(lanes: int) -> Callable[[Value, list[Value]], None]:
-                def body(i: Value, _: list[Value]) -> None:
-                    start = e.at(partials, e.mul(i, e.real_bytes))
+        def total(lanes: int) -> Callable[[Value, list[Value]], None]:
+            def body(i: Value, _: list[Value]) -> None:
+                start = e.at(partials, e.mul(i, e.real_bytes))
 
-                    def load(n: Value) -> Value:
-                        return storage.load(e, e.at(start, e.mul(n, stride)), real_dtype(e), lanes)
+                def load(n: Value) -> Value:
+                    return storage.load(e, e.at(start, e.mul(n, stride)), real_dtype(e), lanes)
 
-                    (found,) = e.loop(
-                        1, number, 1, [load(e.index(0))], lambda n, s: [b.fadd(s[0], load(n))]
-                    )
-                    storage.store(e, found, e.at(out, e.mul(i, ITEM_BYTES[dtype])), dtype)
+                (found,) = e.loop(
+                    1, number, 1, [load(e.index(0))], lambda n, s: [b.fadd(s[0], load(n))]
+                )
+                storage.store(e, found, e.at(out, e.mul(i, ITEM_BYTES[dtype])), dtype)
 
-                return body
+            return body
 
-            whole = e.round_down(count, e.lanes)
-            e.loop(0, whole, e.lanes, [], total(e.lanes))
-            e.loop(whole, count, 1, [], total(0))
-        return function
+        whole = e.round_down(count, e.lanes)
+        e.loop(0, whole, e.lanes, [], total(e.lanes))
+        e.loop(whole, count, 1, [], total(0))
+    return function
 
-    def round_rows(
-        self, sums: Value, row: Value, count: Value, dim: Value, out: Value, add_partials: Value
-    ) -> None:
-        """Rows of sums as the gradient's type, side by side."""
-        e = self.e
-        out_row = e.mul(dim, ITEM_BYTES[self.grad_dtype])
 
-        def each(k: Value, _: list[Value]) -> None:
-            at = e.at(sums, e.mul(k, row)), e.at(out, e.mul(k, out_row))
-            e.builder.call(add_partials, [at[0], e.index(0), e.index(1), dim, at[1]])
+def _round_rows(
+    frame: BackwardFrame,
+    sums: Value,
+    row: Value,
+    count: Value,
+    dim: Value,
+    out: Value,
+    add_partials: Value,
+) -> None:
+    """Rows of sums as the gradient's type, side by side."""
+    e = frame.e
+    out_row = e.mul(dim, ITEM_BYTES[frame.grad_dtype])
 
-        e.loop(0, count, 1, [], each)
+    def each(k: Value, _: list[Value]) -> None:
+        at = e.at(sums, e.mul(k, row)), e.at(out, e.mul(k, out_row))
+        e.builder.call(add_partials, [at[0], e.index(0), e.index(1), dim, at[1]])
 
-    def query_block_pass(self, functions: dict[str, Value]) -> Callable[[Value, list[Value]], None]:
-        """Calls, for blocks of queries of which so many rows are left, what meets their keys."""
-        e = self.e
-        few, many = (self.query_block(v, functions) for v in (1, self.shape.vectors))
+    e.loop(0, count, 1, [], each)
 
-        def call(rows: Value, arguments: list[Value]) -> None:
-            e.choose(
-                e.below(rows, e.lanes + 1),
-                lambda: e.builder.call(few, arguments), lambda: e.builder.call(many, arguments),
-            )  # fmt: skip
 
-        return call
+def by_number_of_rows(frame: BackwardFrame, function_of: Callable[[int], Value]) -> QueryBlockCall:
+    """Calls the function of one vector of queries or of many, by the number of rows left."""
+    one, many = (function_of(vectors) for vectors in (1, frame.shape.vectors))
+    return lambda rows, arguments: frame.call_for_rows(rows, one, many, arguments)
 
-    def all_query_blocks(
-        self,
-        arguments: Value,
-        task: Value,
-        scratch: Value,
-        query_block: Callable[[Value, list[Value]], None],
-    ) -> None:
-        """Call `query_block` for each block of queries that may attend to some key of the task."""
-        e = self.e
-        batch, kv_head, start, stop, _ = self.record(task, TASK)
-        group_size, num_heads, q_len, q_blocks = (
-            self.field(arguments, n) for n in ("group_size", "num_heads", "q_len", "q_blocks")
+
+def all_query_blocks(
+    frame: BackwardFrame, arguments: Value, task: Value, scratch: Value, query_block: QueryBlockCall
+) -> None:
+    """Call `query_block` for each block of queries that may attend to some key of the task."""
+    e = frame.e
+    batch, kv_head, start, stop, _ = frame.record(task, TASK)
+    group_size, num_heads, q_len, q_blocks = (
+        frame.field(arguments, n) for n in ("group_size", "num_heads", "q_len", "q_blocks")
+    )
+    blocks = frame.pointer_field(arguments, "blocks")
+    runs = frame.pointer_field(arguments, "runs")
+
+    def keys_of_run(r: Value, found: list[Value]) -> list[Value]:
+        first, end, _ = frame.record(runs, RUN, r)
+        keys = e.sub(e.least(end, stop), e.greater(first, start))
+        return [e.add(found[0], e.greater(keys, e.index(0)))]
+
+    def each_block(n: Value, _: list[Value]) -> None:
+        block = frame.record_at(blocks, n, BLOCK)
+        _, _, first_row, first_run, last_run = frame.record(block, BLOCK)
+        (keys,) = e.loop(first_run, last_run, 1, [e.index(0)], keys_of_run)
+        with e.builder.if_then(e.below(0, keys)):
+            query_block(e.sub(q_len, first_row), [arguments, task, block, scratch])
+
+    head_row = e.add(e.mul(batch, num_heads), e.mul(kv_head, group_size))
+    e.loop(
+        e.mul(head_row, q_blocks), e.mul(e.add(head_row, group_size), q_blocks), 1, [],
+        each_block,
+    )  # fmt: skip
+
+
+def range_of_keys_function(
+    frame: BackwardFrame, functions: dict[str, Value], query_block: QueryBlockCall
+) -> Value:
+    """A function `(arguments, task, scratch)`: one task."""
+    e = frame.e
+    with e.function("range_of_keys", [POINTER] * 3) as (function, args):
+        arguments, task, scratch = args
+        b = e.builder
+        batch, kv_head, start, stop, _ = frame.record(task, TASK)
+        group_size, num_heads, q_len, kv_len, splits = (
+            frame.field(arguments, n)
+            for n in ("group_size", "num_heads", "q_len", "kv_len", "splits")
         )
-        blocks = self.pointer_field(arguments, "blocks")
-        runs = self.pointer_field(arguments, "runs")
-
-        def keys_of_run(r: Value, found: list[Value]) -> list[Value]:
-            first, end, _ = self.record(e.at(runs, e.mul(r, WORD * len(RUN))), RUN)
-            keys = e.sub(e.least(end, stop), self.most(first, start))
-            return [e.add(found[0], self.most(keys, e.index(0)))]
-
-        def each_block(n: Value, _: list[Value]) -> None:
-            block = e.at(blocks, e.mul(n, WORD * len(BLOCK)))
-            _, _, first_row, first_run, last_run = self.record(block, BLOCK)
-            (keys,) = e.loop(first_run, last_run, 1, [e.index(0)], keys_of_run)
-            with e.builder.if_then(e.below(0, keys)):
-                query_block(e.sub(q_len, first_row), [arguments, task, block, scratch])
+        kv_head_row = e.add(e.mul(batch, b.sdiv(num_heads, group_size)), kv_head)
+        kv_row = e.add(e.mul(kv_head_row, kv_len), start)
+        keys = e.sub(stop, start)
+        dims = {"key": frame.field(arguments, "head_dim"),
+                "value": frame.field(arguments, "v_head_dim")}  # fmt: skip
+        sums = {}
+        for name in dims:
+            row = frame.field(arguments, f"{name}_sum_row")
+            pointer = frame.pointer_field(arguments, f"{name}_sums")
+            sums[name] = e.at(pointer, e.mul(kv_row, row)), row
+            fill(e, sums[name][0], e.index(0), e.mul(keys, row))
+        all_query_blocks(frame, arguments, task, scratch, query_block)
 
         head_row = e.add(e.mul(batch, num_heads), e.mul(kv_head, group_size))
-        e.loop(
-            e.mul(head_row, q_blocks), e.mul(e.add(head_row, group_size), q_blocks), 1, [],
-            each_block,
-        )  # fmt: skip
-
-    def range_of_keys(self, functions: dict[str, Value]) -> Value:
-        """One task."""
-        e = self.e
-        query_block = self.query_block_pass(functions)
-        with e.function("range_of_keys", [POINTER] * 3) as (function, args):
-            arguments, task, scratch = args
-            b = e.builder
-            batch, kv_head, start, stop, _ = self.record(task, TASK)
-            group_size, num_heads, q_len, kv_len, splits = (
-                self.field(arguments, n)
-                for n in ("group_size", "num_heads", "q_len", "kv_len", "splits")
+        item = ITEM_BYTES[frame.grad_dtype]
+        for name, dim in dims.items():
+            pointer, row = sums[name]
+            out = e.at(frame.pointer_field(arguments, f"d_{name}"), e.mul(kv_row, dim, item))
+            rounds = b.icmp_signed("!=", frame.field(arguments, f"round_{name}"), e.index(0))
+            with b.if_then(rounds):
+                _round_rows(frame, pointer, row, keys, dim, out, functions["add_partials"])
+        adds = b.icmp_signed("!=", frame.field(arguments, "add_query"), e.index(0))
+        with b.if_then(adds):
+            counter = b.bitcast(
+                e.at(frame.pointer_field(arguments, "finished"), e.mul(kv_head_row, WORD)),
+                INT64.as_pointer(),
             )
-            kv_head_row = e.add(e.mul(batch, b.sdiv(num_heads, group_size)), kv_head)
-            kv_row = e.add(e.mul(kv_head_row, kv_len), start)
-            keys = e.sub(stop, start)
-            dims = {"key": self.field(arguments, "head_dim"),
-                    "value": self.field(arguments, "v_head_dim")}  # fmt: skip
-            sums = {}
-            for name in dims:
-                row = self.field(arguments, f"{name}_sum_row")
-                pointer = self.pointer_field(arguments, f"{name}_sums")
-                sums[name] = e.at(pointer, e.mul(kv_row, row)), row
-                self.fill(sums[name][0], e.index(0), e.mul(keys, row))
-            self.all_query_blocks(arguments, task, scratch, query_block)
+            before = b.atomic_rmw("add", counter, e.index(1), "acq_rel")
+            with b.if_then(b.icmp_signed("==", before, e.sub(splits, 1))):
+                place = e.mul(head_row, q_len, dims["key"])
+                b.call(
+                    functions["add_partials"],
+                    [
+                        e.at(frame.pointer_field(arguments, "query_partials"),
+                             e.mul(place, e.real_bytes)),
+                        frame.field(arguments, "partial_bytes"),
+                        splits,
+                        e.mul(group_size, q_len, dims["key"]),
+                        e.at(frame.pointer_field(arguments, "d_query"), e.mul(place, item)),
+                    ],
+                )  # fmt: skip
+    return function
 
-            head_row = e.add(e.mul(batch, num_heads), e.mul(kv_head, group_size))
-            item = ITEM_BYTES[self.grad_dtype]
-            for name, dim in dims.items():
-                pointer, row = sums[name]
-                out = e.at(self.pointer_field(arguments, f"d_{name}"), e.mul(kv_row, dim, item))
-                rounds = b.icmp_signed("!=", self.field(arguments, f"round_{name}"), e.index(0))
-                with b.if_then(rounds):
-                    self.round_rows(pointer, row, keys, dim, out, functions["add_partials"])
-            adds = b.icmp_signed("!=", self.field(arguments, "add_query"), e.index(0))
-            with b.if_then(adds):
-                counter = b.bitcast(
-                    e.at(self.pointer_field(arguments, "finished"), e.mul(kv_head_row, WORD)),
-                    INT64.as_pointer(),
-                )
-                before = b.atomic_rmw("add", counter, e.index(1), "acq_rel")
-                with b.if_then(b.icmp_signed("==", before, e.sub(splits, 1))):
-                    place = e.mul(head_row, q_len, dims["key"])
-                    b.call(
-                        functions["add_partials"],
-                        [
-                            e.at(self.pointer_field(arguments, "query_partials"),
-                                 e.mul(place, e.real_bytes)),
-                            self.field(arguments, "partial_bytes"),
-                            splits,
-                            e.mul(group_size, q_len, dims["key"]),
-                            e.at(self.pointer_field(arguments, "d_query"), e.mul(place, item)),
-                        ],
-                    )  # fmt: skip
-        return function
 
-    def all_tasks(self) -> None:
-        e = self.e
-        functions = {"add_partials": self.add_partials(), **self.functions()}
-        range_of_keys = self.range_of_keys(functions)
-
-        def run(arguments: Value, number: Value, scratch: Value) -> None:
-            size = WORD * (len(TASK) + len(self.wanted))
-            task = e.at(self.pointer_field(arguments, "tasks"), e.mul(number, size))
-            e.builder.call(range_of_keys, [arguments, task, scratch])
-
-        self.job(run)
+def emit_tasks(frame: BackwardFrame, range_of_keys: Value) -> None:
+    """The `job` of the module."""
+    tables = tuple([table.name for table in frame.wanted])
+    frame.call_for_each_task(range_of_keys, (*TASK, *tables))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from llvmlite import ir
 
@@ -13,16 +13,30 @@ from qkv.backends.cpu.backward.block import (
     EXPECTED,
     TASK,
     VECTOR_AREAS,
-    BackwardBlock,
+    BackwardFrame,
+    chain_function,
+    drop_weights_function,
+    dropout_function,
+    key_sums_function,
+    products_function,
+    query_sums_function,
+    score_gradients_function,
+    seen_function,
+    selected_key_sums_function,
+    selected_query_sums_function,
+    settle_function,
+    turn_function,
+    weights_function,
 )
 from qkv.backends.cpu.emit import vector_math
-from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
-from qkv.backends.cpu.emit.frame import WORD, RowView
+from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Emitter, Value
+from qkv.backends.cpu.emit.frame import RowView
 from qkv.backends.cpu.emit.packing import all_finite, copy_rows, pack_rows, unpack_rows
 from qkv.backends.cpu.emit.storage import real_dtype
 from qkv.backends.cpu.forward.boundary_blocks import Range, each_step, read_range, worth
-from qkv.backends.cpu.forward.kernel import RUN
-from qkv.backends.cpu.forward.kernel import TASK as BLOCK
+from qkv.backends.cpu.forward.frame import RUN
+from qkv.backends.cpu.forward.frame import TASK as BLOCK
+from qkv.backends.cpu.forward.rows import rows_of_block
 from qkv.backends.cpu.products.bfloat16 import CHUNK, join, upper_halves, whole
 from qkv.backends.cpu.products.dim_lanes import first_lanes
 from qkv.backends.cpu.products.query_lanes import halves
@@ -30,6 +44,9 @@ from qkv.problem.expressions import TRUE
 
 PAIRS_OF = {"query": "query_pairs", "grad_out": "grad_pairs"}
 """For each area of packed rows, the area that holds them as pairs of bfloat16."""
+
+WeightsFunction: TypeAlias = Callable[[BackwardFrame, str, bool], Value]
+ChainFunction: TypeAlias = Callable[[BackwardFrame], Value]
 
 
 class _Sums(NamedTuple):
@@ -42,172 +59,181 @@ class _Sums(NamedTuple):
     columns: Value
 
 
-class BackwardRows(BackwardBlock):
-    """Adds what is emitted once for rows of any dtype and stride."""
+def pack_function(frame: BackwardFrame, dtype: str) -> Value:
+    """One vector of rows, transposed; lanes beyond the last row repeat it."""
+    e = frame.e
+    arguments = [POINTER, *[INT64] * 5, POINTER, INT64]
+    with e.function(f"pack_{dtype}", arguments) as (function, args):
+        pointer, row, element, first, last, dim, packed, width = args
+        rows = [e.at(pointer, e.mul(e.least(e.add(first, i), last), row)) for i in range(e.lanes)]
+        pack_rows(
+            e, rows, element, dim, dtype,
+            lambda d, vector: e.store_vector(vector, e.at(packed, e.mul(d, width))),
+        )  # fmt: skip
+    return function
 
-    def pack(self, dtype: str) -> Value:
-        """One vector of rows, transposed; lanes beyond the last row repeat it."""
-        e = self.e
-        arguments = [POINTER, *[INT64] * 5, POINTER, INT64]
-        with e.function(f"pack_{dtype}", arguments) as (function, args):
-            pointer, row, element, first, last, dim, packed, width = args
-            rows = [
-                e.at(pointer, e.mul(e.least(e.add(first, i), last), row)) for i in range(e.lanes)
-            ]
-            pack_rows(
-                e, rows, element, dim, dtype,
-                lambda d, vector: e.store_vector(vector, e.at(packed, e.mul(d, width))),
-            )  # fmt: skip
-        return function
 
-    def finish_rows(self) -> Value:
-        """One vector of queries: delta = rowsum(dO * O) - d lse, which `delta` holds before.
+def finish_rows_function(frame: BackwardFrame) -> Value:
+    """One vector of queries: delta = rowsum(dO * O) - d lse, which `delta` holds before.
 
-        In two parts, added up in the order of dO . V: if one key has all the weight they are equal.
-        """
-        e = self.e
-        with e.function("finish_rows", [*[POINTER] * 3, INT64, INT64]) as (function, args):
-            grad_out, out, delta, dim, width = args
+    In two parts, added up in the order of dO . V: if one key has all the weight they are equal.
+    """
+    e = frame.e
+    with e.function("finish_rows", [*[POINTER] * 3, INT64, INT64]) as (function, args):
+        grad_out, out, delta, dim, width = args
 
-            number, _ = self.rows_of_products(dim)
-            size = 2 if self.in_pairs else 1
+        number, _ = frame.rows_of_products(dim)
+        size = 2 if frame.in_pairs else 1
 
-            def step(d: Value, total: list[Value]) -> list[Value]:
-                a, b = (e.load_vector(e.at(rows, e.mul(d, width))) for rows in (grad_out, out))
-                return [e.fma(a, b, total[0])]
+        def step(d: Value, total: list[Value]) -> list[Value]:
+            a, b = (e.load_vector(e.at(rows, e.mul(d, width))) for rows in (grad_out, out))
+            return [e.fma(a, b, total[0])]
 
-            parts = [(e.mul(a, size), e.least(e.mul(b, size), dim)) for a, b in halves(e, number)]
-            first, second = (e.loop(*part, 1, [e.const(0.0)], step)[0] for part in parts)
-            second = e.builder.fsub(second, e.load_vector(delta))
-            e.store_vector(first, delta)
-            e.store_vector(second, e.at(delta, width))
-        return function
+        parts = [(e.mul(a, size), e.least(e.mul(b, size), dim)) for a, b in halves(e, number)]
+        first, second = (e.loop(*part, 1, [e.const(0.0)], step)[0] for part in parts)
+        second = e.builder.fsub(second, e.load_vector(delta))
+        e.store_vector(first, delta)
+        e.store_vector(second, e.at(delta, width))
+    return function
 
-    def pair_rows(self) -> Value:
-        """A packed matrix with the numbers of two rows, which are bfloat16, in each lane.
 
-        Behind an odd number of rows lies one of zeros.
-        """
-        e = self.e
-        with e.function("pair", [POINTER, INT64, INT64, POINTER]) as (function, args):
-            packed, dim, width, pairs = args
+def pair_rows_function(frame: BackwardFrame) -> Value:
+    """A packed matrix with the numbers of two rows, which are bfloat16, in each lane.
 
-            def row(p: Value, _: list[Value]) -> None:
-                first, to = e.at(packed, e.mul(p, 2, width)), e.at(pairs, e.mul(p, width))
+    Behind an odd number of rows lies one of zeros.
+    """
+    e = frame.e
+    with e.function("pair", [POINTER, INT64, INT64, POINTER]) as (function, args):
+        packed, dim, width, pairs = args
 
-                def vector(offset: Value, _: list[Value]) -> None:
-                    both = [e.load_vector(e.at(first, n, offset)) for n in (e.index(0), width)]
-                    e.store_vector(join(e, *both), e.at(to, offset))
+        def row(p: Value, _: list[Value]) -> None:
+            first, to = e.at(packed, e.mul(p, 2, width)), e.at(pairs, e.mul(p, width))
 
-                e.loop(0, width, e.vector_bytes, [], vector)
+            def vector(offset: Value, _: list[Value]) -> None:
+                both = [e.load_vector(e.at(first, n, offset)) for n in (e.index(0), width)]
+                e.store_vector(join(e, *both), e.at(to, offset))
 
-            e.loop(0, self.rows_of_products(dim)[0], 1, [], row)
-        return function
+            e.loop(0, width, e.vector_bytes, [], vector)
 
-    def narrow(self) -> Value:
-        """Rows of bfloat16 that were widened, in whole chunks; 0 behind the last element."""
-        e = self.e
-        with e.function("narrow", [POINTER, INT64, INT64, INT64, POINTER]) as (function, args):
-            source, row, dim, count, target = args
-            b, size = e.builder, e.mul(2, whole(e, dim))
+        e.loop(0, frame.rows_of_products(dim)[0], 1, [], row)
+    return function
 
-            def each(k: Value, _: list[Value]) -> None:
-                start, to = e.at(source, e.mul(k, row)), e.at(target, e.mul(k, size))
 
-                def chunk(d: Value, _: list[Value]) -> None:
-                    halves = []
-                    for n in (0, e.lanes):
-                        at = e.at(start, e.mul(e.add(d, n), e.real_bytes))
-                        there = first_lanes(e, e.sub(dim, e.add(d, n)))
-                        x = e.load_vector(at, aligned=False)
-                        halves.append(b.select(there, x, e.const(0.0)))
-                    e.store_vector(
-                        b.bitcast(upper_halves(e, *map(e.as_bits, halves)), e.vector),
-                        e.at(to, e.mul(d, 2)),
-                    )
+def narrow_function(frame: BackwardFrame) -> Value:
+    """Rows of bfloat16 that were widened, in whole chunks; 0 behind the last element."""
+    e = frame.e
+    with e.function("narrow", [POINTER, INT64, INT64, INT64, POINTER]) as (function, args):
+        source, row, dim, count, target = args
+        b, size = e.builder, e.mul(2, whole(e, dim))
 
-                e.loop(0, dim, CHUNK, [], chunk)
+        def each(k: Value, _: list[Value]) -> None:
+            start, to = e.at(source, e.mul(k, row)), e.at(target, e.mul(k, size))
 
-            e.loop(0, count, 1, [], each)
-        return function
+            def chunk(d: Value, _: list[Value]) -> None:
+                halves = []
+                for n in (0, e.lanes):
+                    at = e.at(start, e.mul(e.add(d, n), e.real_bytes))
+                    there = first_lanes(e, e.sub(dim, e.add(d, n)))
+                    x = e.load_vector(at, aligned=False)
+                    halves.append(b.select(there, x, e.const(0.0)))
+                e.store_vector(
+                    b.bitcast(upper_halves(e, *map(e.as_bits, halves)), e.vector),
+                    e.at(to, e.mul(d, 2)),
+                )
 
-    def unpack(self) -> Value:
-        """One vector of queries: rows of a part of dQ; lanes beyond the last row write it again."""
-        e = self.e
-        arguments = [POINTER, INT64, POINTER, INT64, INT64, INT64]
-        with e.function("unpack", arguments) as (function, args):
-            sums, width, out, first, last, dim = args
-            row = e.mul(dim, e.real_bytes)
-            rows = [e.at(out, e.mul(e.least(e.add(first, i), last), row)) for i in range(e.lanes)]
-            unpack_rows(
-                e, rows, dim, real_dtype(e), lambda d: e.load_vector(e.at(sums, e.mul(d, width)))
-            )
-        return function
+            e.loop(0, dim, CHUNK, [], chunk)
 
-    def fill(self, pointer: Value, start: Value, stop: Value) -> None:
-        """Zeros from byte `start` to byte `stop`, whole vectors."""
-        e = self.e
+        e.loop(0, count, 1, [], each)
+    return function
 
-        def each(offset: Value, _: list[Value]) -> None:
-            e.store_vector(e.const(0.0), e.at(pointer, offset), aligned=False)
 
-        e.loop(start, stop, e.vector_bytes, [], each)
+def unpack_function(frame: BackwardFrame) -> Value:
+    """One vector of queries: rows of a part of dQ; lanes beyond the last row write it again."""
+    e = frame.e
+    arguments = [POINTER, INT64, POINTER, INT64, INT64, INT64]
+    with e.function("unpack", arguments) as (function, args):
+        sums, width, out, first, last, dim = args
+        row = e.mul(dim, e.real_bytes)
+        rows = [e.at(out, e.mul(e.least(e.add(first, i), last), row)) for i in range(e.lanes)]
+        unpack_rows(
+            e, rows, dim, real_dtype(e), lambda d: e.load_vector(e.at(sums, e.mul(d, width)))
+        )
+    return function
 
-    def most(self, a: Value, b: Value) -> Value:
-        return self.e.builder.select(self.e.below(a, b), b, a)
 
-    def by_vector(self) -> dict[str, Value]:
-        """Functions of one vector of queries: mods and masks, dropout, the chain rule."""
-        found = {}
-        if not self.plain:
-            found["full"] = self.weigh("full", masked=False)
-        if self.mask != TRUE:
-            found["partial"] = self.weigh("partial", masked=True)
-        if self.spec.dropout:
-            found["dropout"] = self.dropout()
-        if self.chained:
-            found["chain"] = self.chain()
-        return found
+def fill(e: Emitter, pointer: Value, start: Value, stop: Value) -> None:
+    """Zeros from byte `start` to byte `stop`, whole vectors."""
 
-    def functions(self) -> dict[str, Value]:
-        """Functions that do not depend on the number of vectors."""
-        e = self.e
-        found = {"finish_rows": self.finish_rows(), "unpack": self.unpack()}
-        for dtype in sorted({real_dtype(e), *self.dtypes.values()}):
-            found[f"pack {dtype}"] = self.pack(dtype)
-        for dtype in sorted({self.dtypes["key"], self.dtypes["value"]}):
-            found[f"copy {dtype}"] = copy_rows(e, dtype)
-        found |= self.by_vector()
-        if self.in_pairs:
-            found |= {"pair": self.pair_rows(), "narrow": self.narrow()}
-        if self.settles:
-            found["settle"] = self.settle()
-        if self.spec.dropout:
-            found["drop_weights"] = self.drop_weights()
-        found["turn"], found["key_sums"] = self.turn(), self.key_sums()
-        if self.may_forbid:
-            found["all_finite"] = all_finite(e)
-            if self.skips_within_blocks:
-                found["seen"] = self.seen()
-            found["selected_key_sums"] = self.selected_key_sums()
-        return found
+    def each(offset: Value, _: list[Value]) -> None:
+        e.store_vector(e.const(0.0), e.at(pointer, offset), aligned=False)
 
-    def query_block(self, vectors: int, functions: dict[str, Value]) -> Value:
-        """A function `(arguments, task, block, scratch)` for blocks of so many vectors."""
-        of_block = {
-            "products": self.products(vectors),
-            "score_gradients": self.score_gradients(vectors),
-            "query_sums": self.query_sums(vectors),
-        }
-        if self.may_forbid:
-            of_block["selected_query_sums"] = self.selected_query_sums(vectors)
-        functions = {**functions, **of_block}
-        with self.e.function(f"query_block_{vectors}", [POINTER] * 4) as (function, args):
-            query_block_pass = QueryBlockPass(self, vectors, functions, *args)
-            query_block_pass.begin()
-            query_block_pass.all_blocks(query_block_pass.add_block)
-            query_block_pass.end()
-        return function
+    e.loop(start, stop, e.vector_bytes, [], each)
+
+
+def most(frame: BackwardFrame, a: Value, b: Value) -> Value:
+    return frame.e.builder.select(frame.e.below(a, b), b, a)
+
+
+def vector_functions(
+    frame: BackwardFrame, weights_function: WeightsFunction, chain_function: ChainFunction
+) -> dict[str, Value]:
+    """Functions of one vector of queries: mods and masks, dropout, the chain rule."""
+    found = {}
+    if not frame.plain:
+        found["full"] = weights_function(frame, "full", False)
+    if frame.mask != TRUE:
+        found["partial"] = weights_function(frame, "partial", True)
+    if frame.spec.dropout:
+        found["dropout"] = dropout_function(frame)
+    if frame.chained:
+        found["chain"] = chain_function(frame)
+    return found
+
+
+def block_functions(
+    frame: BackwardFrame,
+    weights_function: WeightsFunction = weights_function,
+    chain_function: ChainFunction = chain_function,
+) -> dict[str, Value]:
+    """Functions that do not depend on the number of vectors.
+
+    The two that compute weights, and what becomes of dS, may be replaced.
+    """
+    e = frame.e
+    found = {"finish_rows": finish_rows_function(frame), "unpack": unpack_function(frame)}
+    for dtype in sorted({real_dtype(e), *frame.dtypes.values()}):
+        found[f"pack {dtype}"] = pack_function(frame, dtype)
+    for dtype in sorted({frame.dtypes["key"], frame.dtypes["value"]}):
+        found[f"copy {dtype}"] = copy_rows(e, dtype)
+    found |= vector_functions(frame, weights_function, chain_function)
+    if frame.in_pairs:
+        found |= {"pair": pair_rows_function(frame), "narrow": narrow_function(frame)}
+    if frame.settles:
+        found["settle"] = settle_function(frame)
+    if frame.spec.dropout:
+        found["drop_weights"] = drop_weights_function(frame)
+    found["turn"], found["key_sums"] = turn_function(frame), key_sums_function(frame)
+    if frame.may_forbid:
+        found["all_finite"] = all_finite(e)
+        if frame.skips_within_blocks:
+            found["seen"] = seen_function(frame)
+        found["selected_key_sums"] = selected_key_sums_function(frame)
+    return found
+
+
+def query_block_function(frame: BackwardFrame, functions: dict[str, Value], vectors: int) -> Value:
+    """A function `(arguments, task, block, scratch)` for blocks of so many vectors."""
+    of_block = {
+        "products": products_function(frame, vectors),
+        "score_gradients": score_gradients_function(frame, vectors),
+        "query_sums": query_sums_function(frame, vectors),
+    }
+    if frame.may_forbid:
+        of_block["selected_query_sums"] = selected_query_sums_function(frame, vectors)
+    functions = {**functions, **of_block}
+    with frame.e.function(f"query_block_{vectors}", [POINTER] * 4) as (function, args):
+        QueryBlockPass(frame, vectors, functions, *args).emit()
+    return function
 
 
 class QueryBlockPass:
@@ -215,7 +241,7 @@ class QueryBlockPass:
 
     def __init__(
         self,
-        kernel: BackwardRows,
+        frame: BackwardFrame,
         vectors: int,
         functions: dict[str, Value],
         arguments: Value,
@@ -223,12 +249,12 @@ class QueryBlockPass:
         block: Value,
         scratch: Value,
     ) -> None:
-        self.kernel, self.e, self.functions = kernel, kernel.e, functions
+        self.frame, self.e, self.functions = frame, frame.e, functions
         self.arguments, self.task = arguments, task
         e = self.e
         self.vectors, self.width = vectors, e.index(vectors * e.vector_bytes)
-        self.batch, self.kv_head, self.start, self.stop, self.split = kernel.record(task, TASK)
-        _, self.head, self.first_row, self.first_run, self.last_run = kernel.record(block, BLOCK)
+        self.batch, self.kv_head, self.start, self.stop, self.split = frame.record(task, TASK)
+        _, self.head, self.first_row, self.first_run, self.last_run = frame.record(block, BLOCK)
         num_heads, group_size, q_len, kv_len = map(
             self.field, ("num_heads", "group_size", "q_len", "kv_len")
         )
@@ -240,21 +266,27 @@ class QueryBlockPass:
             name: e.builder.sdiv(e.add(self.dims[name], e.lanes - 1), e.index(e.lanes))
             for name in ("query", "grad_out")
         }
-        self.area = {n: e.at(scratch, self.field(f"area_{n}")) for n in kernel.area_names}
+        self.area = {n: e.at(scratch, self.field(f"area_{n}")) for n in frame.area_names}
         self.last = e.sub(q_len, 1)
         self.rows = e.least(e.sub(q_len, self.first_row), vectors * e.lanes)
         self.head_row = e.mul(e.add(e.mul(self.batch, num_heads), self.head), q_len)
         num_kv_heads = e.builder.sdiv(num_heads, group_size)
         self.kv_row = e.mul(e.add(e.mul(self.batch, num_kv_heads), self.kv_head), kv_len)
         self.keys, self.values = (
-            kernel.operand(arguments, name, self.batch, self.kv_head) for name in ("key", "value")
+            frame.operand(arguments, name, self.batch, self.kv_head) for name in ("key", "value")
         )
         self.finite: Value = ir.Constant(BIT, 1)
-        if kernel.settles:
+        if frame.settles:
             self.settles = self._sees_one_block()
 
+    def emit(self) -> None:
+        """From packing the queries to writing what they got."""
+        self.begin()
+        self.all_blocks(self.add_block)
+        self.end()
+
     def field(self, name: str) -> Value:
-        return self.kernel.field(self.arguments, name)
+        return self.frame.field(self.arguments, name)
 
     def call(self, name: str, *arguments: Value) -> Value:
         return self.e.builder.call(self.functions[name], arguments)
@@ -272,22 +304,22 @@ class QueryBlockPass:
 
     def begin(self) -> None:
         """Q and dO packed and turned back, delta, and whether all of it is finite."""
-        e, kernel = self.e, self.kernel
+        e, frame = self.e, self.frame
         self.each_vector(self._pack)
         for name, turned in (("query", "query_rows"), ("grad_out", "grad_rows")):
             columns = self.columns[name]
             end = e.mul(columns, e.lanes, self.width)
-            kernel.fill(self.area[name], e.mul(self.dims[name], self.width), end)
+            fill(e, self.area[name], e.mul(self.dims[name], self.width), end)
             self.call("turn", *self.areas(name, turned), columns, self.width)
-            if kernel.in_pairs:
+            if frame.in_pairs:
                 pairs = self.area[PAIRS_OF[name]]
                 self.call("pair", self.area[name], self.dims[name], self.width, pairs)
-            if kernel.may_forbid:
+            if frame.may_forbid:
                 lanes = e.index(self.vectors * e.lanes)
                 shape = self.width, self.dims[name], lanes
                 finite = self.call("all_finite", self.area[name], *shape)
                 self.finite = e.builder.and_(self.finite, finite)
-        kernel.fill(self.area["query_sums"], e.index(0), e.mul(self.dims["query"], self.width))
+        fill(e, self.area["query_sums"], e.index(0), e.mul(self.dims["query"], self.width))
 
     def _pack_rows(self, offset: Value, first: Value, dtype: str, rows: RowView, dim: Value,
                    to: str) -> None:  # fmt: skip
@@ -296,12 +328,12 @@ class QueryBlockPass:
         self.call(f"pack {dtype}", *rows, *where, e.at(self.area[to], offset), self.width)
 
     def _pack_operand(self, offset: Value, first: Value, name: str, dim: str, to: str) -> None:
-        rows = self.kernel.operand(self.arguments, name, self.batch, self.head)
-        self._pack_rows(offset, first, self.kernel.dtypes[name], rows, self.dims[dim], to)
+        rows = self.frame.operand(self.arguments, name, self.batch, self.head)
+        self._pack_rows(offset, first, self.frame.dtypes[name], rows, self.dims[dim], to)
 
     def _pack_column(self, offset: Value, first: Value, name: str, to: str) -> None:
         e = self.e
-        start = self.kernel.pointer_field(self.arguments, name)
+        start = self.frame.pointer_field(self.arguments, name)
         pointer = e.at(start, e.mul(self.head_row, e.real_bytes))
         column = RowView(pointer, e.index(e.real_bytes), e.index(0))
         self._pack_rows(offset, first, real_dtype(e), column, e.index(1), to)
@@ -315,7 +347,7 @@ class QueryBlockPass:
         # dQ is not begun yet: its area holds O meanwhile.
         self._pack_operand(offset, first, "out", "value", "query_sums")
         self._pack_column(offset, first, "grad_lse", "delta")
-        if self.kernel.has_delta_rest:
+        if self.frame.has_delta_rest:
             rest = e.add(offset, e.mul(self.width, DELTA_REST))
             self._pack_column(rest, first, "delta_rest", "delta")
         held = (e.at(area, offset) for area in self.areas("grad_out", "query_sums", "delta"))
@@ -324,9 +356,8 @@ class QueryBlockPass:
     def _sees_one_block(self) -> Value:
         """Whether one block of this task's keys holds all keys of these queries."""
         e, b = self.e, self.e.builder
-        run = e.at(self.kernel.pointer_field(self.arguments, "runs"),
-                   e.mul(self.first_run, WORD * len(RUN)))  # fmt: skip
-        first, end, _ = self.kernel.record(run, RUN)
+        runs = self.frame.pointer_field(self.arguments, "runs")
+        first, end, _ = self.frame.record(runs, RUN, self.first_run)
         only = b.icmp_signed("==", e.sub(self.last_run, self.first_run), e.index(1))
         inside = b.and_(e.below(e.sub(self.start, 1), first), e.below(end, e.add(self.stop, 1)))
         short = e.below(e.sub(end, first), BLOCK_KV + 1)
@@ -352,12 +383,12 @@ class QueryBlockPass:
 
     def all_blocks(self, block: Callable[[Value, Value, Value], None]) -> None:
         """`block(kv_start, count, kind)` for every block of keys."""
-        e, kernel = self.e, self.kernel
-        runs = kernel.pointer_field(self.arguments, "runs")
+        e, frame = self.e, self.frame
+        runs = frame.pointer_field(self.arguments, "runs")
 
         def each_run(r: Value, _: list[Value]) -> None:
-            first, end, kind = kernel.record(e.at(runs, e.mul(r, WORD * len(RUN))), RUN)
-            first, end = kernel.most(first, self.start), e.least(end, self.stop)
+            first, end, kind = frame.record(runs, RUN, r)
+            first, end = e.greater(first, self.start), e.least(end, self.stop)
             e.loop(
                 first, end, BLOCK_KV, [],
                 lambda k, _: block(k, e.least(BLOCK_KV, e.sub(end, k)), kind),
@@ -367,48 +398,48 @@ class QueryBlockPass:
 
     def add_block(self, kv_start: Value, count: Value, kind: Value) -> None:
         """P, dS and dX of one block of keys, and what they add to."""
-        kernel = self.kernel
+        frame = self.frame
         partial = self.e.builder.icmp_signed("!=", kind, self.e.index(0))
         key = self._side_by_side("key", self.keys, kv_start, count)
         packed, first = {"key": "query", "value": "grad_out"}, key
-        if kernel.in_pairs:
+        if frame.in_pairs:
             packed = {name: PAIRS_OF[of] for name, of in packed.items()}
             first = self._pairs("key", self.keys, kv_start, count)
         held = self.areas(
-            packed["key"], "lse", "lse_rest", "weights" if kernel.plain else "products"
+            packed["key"], "lse", "lse_rest", "weights" if frame.plain else "products"
         )
         self.call("products", self.arguments, first[0], *held, first[1], self.dims["key"], count)
         self._weigh(kv_start, count, partial)
-        of_values = self._pairs if kernel.in_pairs else self._side_by_side
+        of_values = self._pairs if frame.in_pairs else self._side_by_side
         value = of_values("value", self.values, kv_start, count)
-        if kernel.spec.dropout:
+        if frame.spec.dropout:
             self._by_vector("dropout", kv_start, count)
         held = self.areas(packed["value"], "delta", "weights", "factors", "score_grads")
         self.call(
             "score_gradients", self.arguments, value[0], *held, value[1], self.dims["value"], count
         )
-        if kernel.settles:
+        if frame.settles:
             with self.e.builder.if_then(self.settles):
                 self.each_vector(self._sum_of_gradients)
                 self._by_vector("settle", kv_start, count)
-        if kernel.spec.dropout:
+        if frame.spec.dropout:
             self._by_vector("drop_weights", kv_start, count)
-        if kernel.chained:
+        if frame.chained:
             self._by_vector("chain", kv_start, count)
         self._add(key, kv_start, count, partial)
 
     def _weigh(self, kv_start: Value, count: Value, partial: Value) -> None:
-        kernel = self.kernel
+        frame = self.frame
 
         def weigh(name: str) -> None:
             self._by_vector(name, kv_start, count)
 
-        if kernel.plain and kernel.mask != TRUE:
+        if frame.plain and frame.mask != TRUE:
             with self.e.builder.if_then(partial):
                 weigh("partial")
-        elif kernel.mask != TRUE:
+        elif frame.mask != TRUE:
             self.e.choose(partial, lambda: weigh("partial"), lambda: weigh("full"))
-        elif not kernel.plain:
+        elif not frame.plain:
             weigh("full")
 
     def _by_vector(self, name: str, kv_start: Value, count: Value) -> None:
@@ -424,7 +455,7 @@ class QueryBlockPass:
 
     def _add(self, key: tuple[Value, Value], kv_start: Value, count: Value, partial: Value) -> None:
         """Add to dQ, dV and dK. Where pairs may be forbidden, skip numbers that are not finite."""
-        e, kernel = self.e, self.kernel
+        e, frame = self.e, self.frame
 
         def add_query(name: str) -> None:
             held = self.areas("score_grads", "weights", "query_sums")
@@ -451,22 +482,22 @@ class QueryBlockPass:
                 lambda: self._add_selected_keys(kv_start, count),
             )
 
-        if not kernel.may_forbid:
+        if not frame.may_forbid:
             add()
-        elif kernel.plain:
+        elif frame.plain:
             e.choose(partial, add_allowed, add)
         else:
             add_allowed()
 
     def _sums_of_keys(self, kv_start: Value) -> Iterator[_Sums]:
         """Add to dV and dK."""
-        e, kernel = self.e, self.kernel
+        e, frame = self.e, self.frame
         for of, left, rows, packed in (
             ("value", "weights", "grad_rows", "grad_out"),
             ("key", "score_grads", "query_rows", "query"),
         ):
             row = self.field(f"{of}_sum_row")
-            pointer = kernel.pointer_field(self.arguments, f"{of}_sums")
+            pointer = frame.pointer_field(self.arguments, f"{of}_sums")
             sums = e.at(pointer, e.mul(e.add(self.kv_row, kv_start), row))
             yield _Sums(self.area[left], self.area[rows], sums, row, self.columns[packed])
 
@@ -490,7 +521,7 @@ class QueryBlockPass:
         def all_vectors() -> None:
             add(e.index(0), e.index(self.vectors), e.index(0), count)
 
-        if not self.kernel.skips_within_blocks or self.vectors == 1:
+        if not self.frame.skips_within_blocks or self.vectors == 1:
             all_vectors()
             return
         ranges = [self._range(j, kv_start, count) for j in range(self.vectors)]
@@ -515,20 +546,10 @@ class QueryBlockPass:
         self, name: str, rows: RowView, kv_start: Value, count: Value
     ) -> tuple[Value, Value]:
         """A block of K or V with adjacent elements: where it lies, or copied."""
-        e, b, dtype = self.e, self.e.builder, self.kernel.dtypes[name]
-        here = e.at(rows.pointer, e.mul(kv_start, rows.row))
-        dim, to = self.dims[name], self.area[f"{name}_copy"]
-
-        def copy() -> None:
-            self.call(f"copy {dtype}", here, rows.row, rows.element, count, dim, to)
-
-        if dtype != real_dtype(e):
-            copy()
-            return to, e.mul(dim, e.real_bytes)
-        needed = b.icmp_signed("!=", self.field(f"copy_{name}"), e.index(0))
-        with b.if_then(needed, likely=False):
-            copy()
-        return b.select(needed, to, here), b.select(needed, e.mul(dim, e.real_bytes), rows.row)
+        return rows_of_block(
+            self.frame, self.arguments, name, rows, kv_start, count, self.dims[name],
+            self.area[f"{name}_copy"], self.functions,
+        )  # fmt: skip
 
     def _pairs(
         self, name: str, rows: RowView, kv_start: Value, count: Value
@@ -549,7 +570,7 @@ class QueryBlockPass:
         e = self.e
         row = e.add(self.head_row, self.first_row)
         part = e.at(
-            self.kernel.pointer_field(self.arguments, "query_partials"),
+            self.frame.pointer_field(self.arguments, "query_partials"),
             e.mul(self.split, self.field("partial_bytes")),
             e.mul(row, self.dims["query"], e.real_bytes),
         )

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
-from qkv.backends.cpu.decode.rows import FIELDS, DecodeRows
+from qkv.backends.cpu.decode.rows import DecodeFrame
 from qkv.backends.cpu.decode.tasks import (
     BLOCK_KV,
     EMPTY,
@@ -45,7 +45,6 @@ from qkv.backends.cpu.decode.tasks import (
 from qkv.backends.cpu.emit import storage, vector_math
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.emit.expressions import Expressions
-from qkv.backends.cpu.emit.frame import WORD
 from qkv.backends.cpu.emit.packing import all_finite, copy_rows, move_rows
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products.dim_lanes import RowProducts, first_lanes
@@ -135,22 +134,23 @@ def emit_decode(key: DecodeKey) -> str:
     return str(kernel.e.module)
 
 
-class _Decode(DecodeRows):
+class _Decode:
+    """Writes the functions of one kernel."""
+
     def __init__(self, key: DecodeKey) -> None:
-        super().__init__("qkv_decode", key.spec, key.shape, key.int_bits, FIELDS)
-        self.paged = dict(zip(("key", "value"), key.paged, strict=True))
-        self.dtypes = dict(zip(("query", "key", "value"), key.dtypes, strict=True))
+        self.frame = DecodeFrame(key.spec, key.shape, key.int_bits, key.dtypes, key.paged)
+        self.e = self.frame.e
         self.out_dtype = key.out_dtype
         self.statistics = key.statistics
-        self.plain = self.score == SCORE
+        self.plain = self.frame.score == SCORE
         """Whether there are no score mods, so that scores are the scaled products."""
-        self.may_forbid = not self.plain or self.mask != TRUE
+        self.may_forbid = not self.plain or self.frame.mask != TRUE
         self.score_row = (STRETCH_KV + self.e.lanes) * self.e.real_bytes
         """Bytes of a row of S, with room behind it for a vector."""
         self.products = RowProducts(self.e, *key.dtypes[1:], self.score_row, key.shape)
 
     def quantised(self, name: str) -> bool:
-        return self.dtypes[name] == "int8"
+        return self.frame.dtypes[name] == "int8"
 
     # P = exp(S - m)
 
@@ -167,8 +167,8 @@ class _Decode(DecodeRows):
             b = e.builder
             row_max, row_sum, lost, spread = (e.at(state, i * e.vector_bytes) for i in range(STATE))
             places = Expressions(
-                e, self.tables(arguments_), {"batch": batch, "head": head, "q_index": q_index},
-                self.int_bits,
+                e, self.frame.tables(arguments_),
+                {"batch": batch, "head": head, "q_index": q_index}, self.frame.int_bits,
             )  # fmt: skip
             block_max = self._finish_scores(
                 arguments_, places, scores, key_scales, count, kv_start, masked
@@ -198,9 +198,9 @@ class _Decode(DecodeRows):
                     weight = b.fmul(
                         weight, e.load_vector(e.at(value_scales, e.mul(k, e.real_bytes)))
                     )
-                if self.spec.dropout:
+                if self.frame.spec.dropout:
                     index = self._keys(e.add(kv_start, k), e.add(kv_start, count))
-                    weight = b.fmul(weight, self.drop(arguments_, places, index))
+                    weight = b.fmul(weight, self.frame.drop(arguments_, places, index))
                 if self.may_forbid:
                     weight = b.select(never, e.const(-0.0), weight)
                     live = first_lanes(e, e.sub(count, k))
@@ -244,8 +244,8 @@ class _Decode(DecodeRows):
     def _keys(self, first: Value, stop: Value) -> Value:
         """Rows of K in the lanes; those from `stop` on repeat the last."""
         e, b = self.e, self.e.builder
-        last = self.lane_integers(e.sub(stop, 1))
-        index = b.add(self.lane_integers(first), e.lane_numbers(ir.IntType(self.int_bits)))
+        last = self.frame.lane_integers(e.sub(stop, 1))
+        index = b.add(self.frame.lane_integers(first), self.frame.lane_numbers())
         return b.select(b.icmp_signed("<", index, last), index, last)
 
     def _finish_scores(
@@ -260,7 +260,7 @@ class _Decode(DecodeRows):
     ) -> Value:
         """Scales of keys, score mods and mask in place; the largest of each lane."""
         e, b = self.e, self.e.builder
-        scale = e.splat(self.real_field(arguments, "scale"))
+        scale = e.splat(self.frame.real_field(arguments, "scale"))
         stop = e.add(kv_start, count)
 
         def finish(k: Value, carried: list[Value]) -> list[Value]:
@@ -270,18 +270,18 @@ class _Decode(DecodeRows):
                 score = b.fmul(score, e.load_vector(e.at(key_scales, e.mul(k, e.real_bytes))))
             inner = places.inside(self._keys(e.add(kv_start, k), stop), score)
             if not self.plain:
-                score = inner.floats(self.score)
+                score = inner.floats(self.frame.score)
             live = first_lanes(e, e.sub(count, k))
             if masked:
-                live = b.and_(live, inner.condition(self.mask))
+                live = b.and_(live, inner.condition(self.frame.mask))
             score = b.select(live, score, e.const(-math.inf))
             e.store_vector(score, place)
             return [e.greatest(carried[0], score)]
 
         if not self.plain:
-            places.hoist(self.score)
+            places.hoist(self.frame.score)
         if masked:
-            places.hoist(self.mask)
+            places.hoist(self.frame.mask)
         (largest,) = e.loop(0, count, e.lanes, [e.const(-math.inf)], finish)
         return largest
 
@@ -309,14 +309,14 @@ class _Decode(DecodeRows):
 
         `(arguments, batch, kv_head, kv_start, count, rows, matrix, weights, moved, forbidden)`.
         """
-        e, item = self.e, storage.ITEM_BYTES[self.dtypes[name]]
+        e, item = self.e, storage.ITEM_BYTES[self.frame.dtypes[name]]
         arguments, score_row = [POINTER, *[INT64] * 5, *[POINTER] * 3, BIT], self.score_row
         with e.function(f"{name}_block", arguments) as (function, args):
             arguments_, batch, kv_head, kv_start, count, rows, *matrices, forbidden = args
             b, (matrix, weights, moved) = e.builder, matrices
-            place = self.operand(arguments_, name, batch, kv_head)
-            pages = self.pages(arguments_, name, batch)
-            dim = self.field(arguments_, "head_dim" if name == "key" else "v_head_dim")
+            place = self.frame.operand(arguments_, name, batch, kv_head)
+            pages = self.frame.pages(arguments_, name, batch)
+            dim = self.frame.field(arguments_, "head_dim" if name == "key" else "v_head_dim")
             scattered = b.icmp_signed("!=", place.element, e.index(item))
 
             block_row = self.block_row(dim)
@@ -376,7 +376,7 @@ class _Decode(DecodeRows):
                 row = b.select(scattered, e.mul(dim, item), place.row)
                 multiply(here, row, e.at(weights, e.mul(done, e.real_bytes)), keys)
 
-            self.segments(arguments_, name, place, pages, kv_start, count, segment)
+            self.frame.segments(arguments_, name, place, pages, kv_start, count, segment)
         return function
 
     def block_row(self, v_head_dim: Value) -> Value:
@@ -403,7 +403,7 @@ class _Decode(DecodeRows):
         """The areas of scratch memory, in the order of `scratch_bytes`."""
         e = self.e
         names = "rows", "panel", "head_dim", "v_head_dim"
-        rows, panel, head_dim, v_head_dim = (self.field(arguments, name) for name in names)
+        rows, panel, head_dim, v_head_dim = (self.frame.field(arguments, name) for name in names)
         block = e.at(scratch, e.mul(panel, self.score_row))
         rescale = e.at(block, e.mul(panel, self.block_row(v_head_dim)))
         key_scales = e.at(rescale, e.mul(panel, e.vector_bytes))
@@ -430,7 +430,7 @@ class _Decode(DecodeRows):
             b, never = e.builder, ir.Constant(BIT, 0)
             names = "group_size", "q_len", "rows", "panel", "head_dim", "v_head_dim"
             group_size, q_len, rows, panel, head_dim, v_head_dim = (
-                self.field(arguments, name) for name in names
+                self.frame.field(arguments, name) for name in names
             )
             own, block_row = self.layout(arguments, scratch), self.block_row(v_head_dim)
             held = e.least(panel, e.sub(rows, first))
@@ -479,7 +479,7 @@ class _Decode(DecodeRows):
                 each_block("value", own.block, forbidden)
 
             each_block("key", e.at(own.packed, e.mul(first, head_dim, e.real_bytes)), never)
-            if self.mask == TRUE:
+            if self.frame.mask == TRUE:
                 finish("full")
             else:
                 e.choose(partial, lambda: finish("partial"), lambda: finish("full"))
@@ -498,7 +498,7 @@ class _Decode(DecodeRows):
             with b.if_then(b.icmp_signed("==", kind, e.index(EMPTY))):
                 b.ret_void()
             partial = b.icmp_signed("==", kind, e.index(PARTIAL))
-            rows, panel = self.field(arguments, "rows"), self.field(arguments, "panel")
+            rows, panel = self.frame.field(arguments, "rows"), self.frame.field(arguments, "panel")
             own = self.layout(arguments, scratch)
 
             def stretch(k: Value, _: list[Value]) -> None:
@@ -522,18 +522,18 @@ class _Decode(DecodeRows):
         with e.function("attend", [POINTER] * 4) as (function, args):
             arguments, task, record, scratch = args
             b = e.builder
-            group, start, stop, full = self.record(task, TASK)
+            group, start, stop, full = self.frame.record(task, TASK)
             names = (
                 "group_size", "q_len", "rows", "panel", "head_dim", "v_head_dim", "query_head",
                 "num_kv_heads",
             )  # fmt: skip
             group_size, q_len, rows, panel, head_dim, v_head_dim, query_head, kv_heads = (
-                self.field(arguments, name) for name in names
+                self.frame.field(arguments, name) for name in names
             )
             batch, kv_head = b.sdiv(group, kv_heads), b.srem(group, kv_heads)
             own, block_row = self.layout(arguments, scratch), self.block_row(v_head_dim)
 
-            query = self.operand(arguments, "query", batch, e.mul(kv_head, group_size))
+            query = self.frame.operand(arguments, "query", batch, e.mul(kv_head, group_size))
             head_bytes = e.mul(q_len, head_dim, e.real_bytes)
             e.loop(
                 0, group_size, 1, [],
@@ -556,7 +556,7 @@ class _Decode(DecodeRows):
             def attend_run(start: Value, stop: Value, kind: Value) -> Value:
                 return b.call(functions["attend run"], [*where, start, stop, kind, record, scratch])
 
-            if self.mask == TRUE:
+            if self.frame.mask == TRUE:
                 attend_run(start, stop, e.index(FULL))
             else:
                 e.choose(
@@ -577,7 +577,7 @@ class _Decode(DecodeRows):
         with e.function("merge", arguments) as (function, args):
             arguments_, records, count, record_bytes, row, total = args
             b = e.builder
-            v_head_dim = self.field(arguments_, "v_head_dim")
+            v_head_dim = self.frame.field(arguments_, "v_head_dim")
             block_row = self.block_row(v_head_dim)
 
             def state(c: Value) -> list[Value]:
@@ -641,12 +641,12 @@ class _Decode(DecodeRows):
         e, b = self.e, self.e.builder
 
         def write(name: str, vector: Value) -> None:
-            at = e.at(self.pointer_field(arguments, name), e.mul(row, e.real_bytes))
+            at = e.at(self.frame.pointer_field(arguments, name), e.mul(row, e.real_bytes))
             e.store(e.extract(vector, 0), at, e.real_bytes)
 
         nothing, lowest = e.const(0.0), e.const(-math.inf)
         lse, _ = vector_math.add_log(e, row_max, row_sum, rest)
-        with b.if_then(b.icmp_signed("!=", self.field(arguments, "lse"), e.index(0))):
+        with b.if_then(b.icmp_signed("!=", self.frame.field(arguments, "lse"), e.index(0))):
             write("lse", b.select(empty, lowest, lse))
         if self.statistics:
             logarithm = vector_math.log(e, row_sum)
@@ -660,8 +660,8 @@ class _Decode(DecodeRows):
     def _write_row(self, arguments: Value, row: Value, total: Value, divisor: Value) -> None:
         """out = O / l, rounded; adding 0 leaves one sign of zero."""
         e, b, item = self.e, self.e.builder, storage.ITEM_BYTES[self.out_dtype]
-        v_head_dim = self.field(arguments, "v_head_dim")
-        out = e.at(self.pointer_field(arguments, "out"), e.mul(row, v_head_dim, item))
+        v_head_dim = self.frame.field(arguments, "v_head_dim")
+        out = e.at(self.frame.pointer_field(arguments, "out"), e.mul(row, v_head_dim, item))
 
         def vector(d: Value, _: list[Value]) -> None:
             x = b.fdiv(e.load_vector(e.at(total, e.mul(d, e.real_bytes))), divisor)
@@ -679,38 +679,41 @@ class _Decode(DecodeRows):
 
     def all_tasks(self) -> None:
         e = self.e
-        functions = {"copy query": copy_rows(e, self.dtypes["query"])}
+        functions = {"copy query": copy_rows(e, self.frame.dtypes["query"])}
         for rows in self.products.tiles:
             functions[f"scores {rows}"] = self.products.scores(rows)
             functions[f"values {rows}"] = self.products.values(rows)
         for name in ("key", "value"):
-            functions[f"move {name}"] = move_rows(e, name, storage.ITEM_BYTES[self.dtypes[name]])
+            functions[f"move {name}"] = move_rows(
+                e, name, storage.ITEM_BYTES[self.frame.dtypes[name]]
+            )
         if self.may_forbid and not self.quantised("value"):
-            functions["all_finite"] = all_finite(e, self.dtypes["value"])
+            functions["all_finite"] = all_finite(e, self.frame.dtypes["value"])
             functions["selected"] = self.products.selected_values()
         for name in ("key", "value"):
             functions[name] = self.block_of(name, functions)
             if self.quantised(name):
-                functions[f"{name} scales"] = self.scales_of(name)
+                functions[f"{name} scales"] = self.frame.scales_of(name)
         functions["full"] = self.softmax("full", False)
-        if self.mask != TRUE:
+        if self.frame.mask != TRUE:
             functions["partial"] = self.softmax("partial", True)
         functions["attend stretch"] = self.attend_stretch(functions)
         functions["attend run"] = self.attend_run(functions)
-        tasks = DecodeTasks(self)
+        tasks = DecodeTasks(self.frame)
         attend, merge = self.attend(functions, tasks), self.merge()
 
         def run(arguments: Value, number: Value, scratch: Value) -> None:
             b = e.builder
-            task = e.at(self.pointer_field(arguments, "tasks"), e.mul(number, WORD * len(TASK)))
-            group, *_ = self.record(task, TASK)
-            groups = self.pointer_field(arguments, "groups")
-            own = e.at(groups, e.mul(group, WORD * len(GROUP)))
-            _, first_record, count, _ = self.record(own, GROUP)
-            rows = self.field(arguments, "rows")
-            record_row = self.record_row(self.block_row(self.field(arguments, "v_head_dim")))
+            tasks = self.frame.pointer_field(arguments, "tasks")
+            task = self.frame.record_at(tasks, number, TASK)
+            group, *_ = self.frame.record(task, TASK)
+            groups = self.frame.pointer_field(arguments, "groups")
+            own = self.frame.record_at(groups, group, GROUP)
+            _, first_record, count, _ = self.frame.record(own, GROUP)
+            rows = self.frame.field(arguments, "rows")
+            record_row = self.record_row(self.block_row(self.frame.field(arguments, "v_head_dim")))
             record_bytes = e.mul(rows, record_row)
-            records = self.pointer_field(arguments, "records")
+            records = self.frame.pointer_field(arguments, "records")
             b.call(attend, [arguments, task, e.at(records, e.mul(number, record_bytes)), scratch])
             counter = b.bitcast(own, INT64.as_pointer())
             done = b.atomic_rmw("add", counter, e.index(1), "acq_rel")
@@ -728,5 +731,5 @@ class _Decode(DecodeRows):
                 )  # fmt: skip
 
         plan = tasks.plan()
-        self.job(run)
+        self.frame.job(run)
         tasks.step(plan, e.module.globals["job"])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from qkv.backends.cpu.decode.tasks import BLOCK_KV
 from qkv.backends.cpu.emit import storage
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import COMMON_FIELDS, WORD, Frame, RowView, operand_fields
+from qkv.backends.cpu.machine.tiling import TileShape
+from qkv.problem.spec import Spec
 
 
 def page_fields(name: str) -> tuple[str, ...]:
@@ -34,10 +36,23 @@ bytes apart unless there is a table, `key_batches`.
 """
 
 
-class DecodeRows(Frame):
-    """A kernel whose keys and values are arrays or lie in pages, as `paged` says of each."""
+class DecodeFrame(Frame):
+    """What all functions of the kernel know; keys and values are arrays or lie in pages.
 
-    paged: Mapping[str, bool]
+    `dtypes` are those of query, key and value as they are read, `paged` is of key and value.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        shape: TileShape,
+        int_bits: int,
+        dtypes: tuple[str, str, str],
+        paged: tuple[bool, bool],
+    ) -> None:
+        super().__init__("qkv_decode", spec, shape, int_bits, FIELDS)
+        self.dtypes = dict(zip(("query", "key", "value"), dtypes, strict=True))
+        self.paged = dict(zip(("key", "value"), paged, strict=True))
 
     def operand(self, arguments: Value, name: str, batch: Value, head: Value) -> RowView:
         e, b = self.e, self.e.builder

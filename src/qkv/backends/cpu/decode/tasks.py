@@ -255,11 +255,11 @@ class DecodeTasks:
 
     def _group(self, arguments: Value, number: Value) -> Value:
         groups = self.frame.pointer_field(arguments, "groups")
-        return self.e.at(groups, self.e.mul(number, WORD * len(GROUP)))
+        return self.frame.record_at(groups, number, GROUP)
 
     def _task(self, arguments: Value, number: Value) -> Value:
         tasks = self.frame.pointer_field(arguments, "tasks")
-        return self.e.at(tasks, self.e.mul(number, WORD * len(TASK)))
+        return self.frame.record_at(tasks, number, TASK)
 
     def _write_task(self, arguments: Value, number: Value, *words: Value) -> None:
         task = self._task(arguments, number)

@@ -43,8 +43,16 @@ class RowView(NamedTuple):
     element: Value
 
 
+def rows_from(e: Emitter, rows: RowView, first: Value) -> RowView:
+    """The rows from one on."""
+    return RowView(e.at(rows.pointer, e.mul(first, rows.row)), rows.row, rows.element)
+
+
 class Frame:
     """Writes the parts of a kernel that do not depend on what it computes."""
+
+    dtypes: dict[str, str]
+    """The type in which each operand is read."""
 
     def __init__(
         self, name: str, spec: Spec, shape: TileShape, int_bits: int, fields: tuple[str, ...]
@@ -71,9 +79,16 @@ class Frame:
     def pointer_field(self, arguments: Value, name: str) -> Value:
         return self.e.pointer(self.field(arguments, name))
 
-    def record(self, pointer: Value, names: tuple[str, ...]) -> list[Value]:
-        """A row of a table of 64-bit words."""
-        return [self.e.load(self.e.at(pointer, WORD * i), INT64, WORD) for i in range(len(names))]
+    def record_at(self, table: Value, number: Value, names: tuple[str, ...]) -> Value:
+        """Where a row of a table of 64-bit words begins."""
+        return self.e.at(table, self.e.mul(number, WORD * len(names)))
+
+    def record(
+        self, table: Value, names: tuple[str, ...], number: Value | None = None
+    ) -> list[Value]:
+        """The words of one row of a table, or of the row that the pointer is to."""
+        row = table if number is None else self.record_at(table, number, names)
+        return [self.e.load(self.e.at(row, WORD * i), INT64, WORD) for i in range(len(names))]
 
     def tables(self, arguments: Value) -> dict[str, TableView]:
         e, views = self.e, {}
@@ -117,6 +132,23 @@ class Frame:
 
             e.take_while(take, lambda number: run(arguments, number, scratch))
 
+    def call_for_each_task(self, function: Value, words: tuple[str, ...]) -> None:
+        """The `job` that calls `function(arguments, task, scratch)`; a task is a row of `words`."""
+
+        def run(arguments: Value, number: Value, scratch: Value) -> None:
+            task = self.record_at(self.pointer_field(arguments, "tasks"), number, words)
+            self.e.builder.call(function, [arguments, task, scratch])
+
+        self.job(run)
+
+    def call_for_rows(self, rows: Value, one: Value, many: Value, arguments: list[Value]) -> None:
+        """Call the function of one vector of queries, or of many, by how many rows are left."""
+        e = self.e
+        e.choose(
+            e.below(rows, e.lanes + 1),
+            lambda: e.builder.call(one, arguments), lambda: e.builder.call(many, arguments),
+        )  # fmt: skip
+
     # Dropout
 
     def drop(self, arguments: Value, places: Expressions, kv_index: Value) -> Value:
@@ -135,6 +167,10 @@ class Frame:
         kept = b.icmp_signed(">=", word, e.splat(self.field(arguments, "dropout_threshold")))
         factor = e.splat(self.real_field(arguments, "dropout_factor"))
         return b.select(kept, factor, e.const(0.0))
+
+    def lane_numbers(self) -> Value:
+        """0, 1, 2, ... in the width of lane integers."""
+        return self.e.lane_numbers(ir.IntType(self.int_bits))
 
     def lane_integers(self, scalar: Value) -> Value:
         """A uniform integer in every lane, in the width of lane integers."""

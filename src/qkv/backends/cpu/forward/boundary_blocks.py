@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from llvmlite import ir
 
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.emit.expressions import Expressions
 from qkv.backends.cpu.emit.frame import WORD
-from qkv.backends.cpu.machine.tiling import TileShape
+from qkv.backends.cpu.forward.frame import ForwardFrame
+from qkv.backends.cpu.forward.products import values_function
 from qkv.backends.cpu.products.query_lanes import dot_rows, store_vectors
 from qkv.problem.expressions import TRUE, Load, Node, variables, walk
 
@@ -119,28 +120,14 @@ class BoundaryBlock(NamedTuple):
     """Computes all vectors together, given the first key and the number of keys."""
 
 
-class BlockKernel(Protocol):
-    """The kernel that these functions belong to, as far as they use it."""
-
-    e: Emitter
-    shape: TileShape
-    mask: Node
-
-    def places(self, arguments: Value, batch: Value, head: Value, first_row: Value) -> Expressions:
-        """Where the queries of one vector are."""
-
-    def values(self, vectors: int, across: int | None = None) -> Value:
-        """The function that adds values to some of the vectors of a block."""
-
-
 class BoundaryBlocks:
     """Writes the functions of one kernel, and what calls them."""
 
-    def __init__(self, kernel: BlockKernel) -> None:
-        self.e = kernel.e
-        self.seen = _seen(kernel)
-        self.scores = [_scores(kernel, n) for n in range(1, kernel.shape.vectors + 1)]
-        self.values = kernel.values(1, kernel.shape.vectors)
+    def __init__(self, frame: ForwardFrame) -> None:
+        self.e = frame.e
+        self.seen = _seen(frame)
+        self.scores = [_scores(frame, n) for n in range(1, frame.shape.vectors + 1)]
+        self.values = values_function(frame, 1, frame.shape.vectors)
 
     def meet(self, cut: BoundaryBlock, all_finite: Value, kv_start: Value, count: Value) -> None:
         """The queries meet the keys that they may see."""
@@ -228,19 +215,19 @@ class BoundaryBlocks:
             cut.selected(value, value_row, count)
 
 
-def _seen(kernel: BlockKernel) -> Value:
+def _seen(frame: ForwardFrame) -> Value:
     """A function `(arguments, batch, head, first_row, kv_start, count, range)` of one vector."""
-    e = kernel.e
+    e = frame.e
     with e.function("seen", [POINTER, *[INT64] * 5, POINTER]) as (function, args):
         arguments, batch, head, first_row, kv_start, count, found = args
-        places = kernel.places(arguments, batch, head, first_row)
-        write_range(e, places, kernel.mask, kv_start, count, found)
+        places = frame.places(arguments, batch, head, first_row)
+        write_range(e, places, frame.mask, kv_start, count, found)
     return function
 
 
-def _scores(kernel: BlockKernel, vectors: int) -> Value:
+def _scores(frame: ForwardFrame, vectors: int) -> Value:
     """S[k, :] = K[k, :] . packed Q of neighbouring vectors of queries."""
-    e, across = kernel.e, kernel.shape.vectors
+    e, across = frame.e, frame.shape.vectors
     with e.function(f"steps_of_{vectors}", [*[POINTER] * 3, *[INT64] * 3]) as (function, args):
         key, packed, out, key_row, head_dim, count = args
 
@@ -252,6 +239,6 @@ def _scores(kernel: BlockKernel, vectors: int) -> Value:
                 store_vectors(e, e.at(first, i * row), own)
             return []
 
-        keys = kernel.shape.keys_of(vectors)
+        keys = frame.shape.keys_of(vectors)
         dot_rows(e, key, key_row, count, packed, vectors, head_dim, keys, [], finish, across=across)
     return function

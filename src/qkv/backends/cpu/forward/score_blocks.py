@@ -13,17 +13,19 @@ which it may see a key. Scores and weights lie where they would if the whole blo
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from llvmlite import ir
 
 from qkv.backends.cpu.emit.emitter import BIT, Emitter, Value
 from qkv.backends.cpu.emit.frame import RowView
-from qkv.backends.cpu.forward.kernel import BLOCK_MAX, RUN
+from qkv.backends.cpu.forward.frame import BLOCK_MAX, RUN, STATS, ForwardFrame
+from qkv.backends.cpu.forward.softmax import WeightOfKey
 from qkv.backends.cpu.products.bfloat16 import whole
-from qkv.problem.expressions import TRUE, Node
+from qkv.problem.expressions import TRUE
 from qkv.problem.tiles import TileKind
 
 QUARTERS = 4
@@ -107,32 +109,117 @@ class ScoreBlock(NamedTuple):
     count: Value
 
 
-class ScoreKernel(Protocol):
-    """The kernel that these steps belong to, as far as they use it."""
+class PairOperands(ABC):
+    """How a kernel keeps its operands as pairs of bfloat16, and what it multiplies them with."""
 
-    e: Emitter
-    mask: Node
-    plain: bool
-    block_kv: int
-    vectors: int
-    width: int
-    weights_at: int
+    terms = 1
+    """Rows of Q, K, transposed V and weights are this many rows of pairs."""
+    weights_at = 0
+    """Bytes from scores to weights; 0, because weights overwrite their scores."""
+    value_row: int
+    """Bytes of one row of transposed V."""
+    unrolled: tuple[int, ...] = (4, 2, 1)
+    """Numbers of keys whose weights are computed in one step: of the main loop, then of loops for
+    the rest."""
+    stats_rows = STATS
+    """Rows of statistics of a block of queries; more of them hold what `pack` gives."""
 
+    def __init__(self, frame: ForwardFrame) -> None:
+        self.frame, self.e = frame, frame.e
+        self.vectors = frame.shape.vectors
+        self.width = self.vectors * self.e.vector_bytes
+
+    @abstractmethod
+    def rows(self) -> dict[str, Value]:
+        """The functions that read and pack rows."""
+
+    @abstractmethod
+    def product(self, name: str, *, onto: bool) -> Value:
+        """A function `(rows, packed, out, row, count, pairs)`, as `matrix_unit.add_product`."""
+
+    @abstractmethod
+    def place_of_pair(self, scores: Value, k: Value, width: Value) -> Value:
+        """Where the weights of key k and the next one go, k even."""
+
+    @abstractmethod
+    def store_pair(self, first: Value, second: Value, place: Value) -> None:
+        """Two weights of each lane as a pair."""
+
+    @abstractmethod
+    def clear_pairs(self, weights: Value, first: Value, stop: Value) -> None:
+        """Pairs of weights that fill the last chunk are 0."""
+
+    @abstractmethod
+    def buffers(self, scratch: Value, wide: Value, v_wide: Value) -> Buffers:
+        """Where things lie in a worker's memory; rows of K and V are copied where they must be."""
+
+    @abstractmethod
+    def block_of_keys(
+        self, task: QueryBlocks, kv_start: Value, count: Value
+    ) -> tuple[Value, Value]:
+        """K as the left factor of the scores, and the bytes of its rows."""
+
+    @abstractmethod
+    def block_of_values(
+        self, task: QueryBlocks, kv_start: Value, count: Value, kinds: Value
+    ) -> ValueBlock:
+        """V as the left factor of the output."""
+
+    @abstractmethod
     def from_key(self, keys: KeyBlock, k: Value) -> Value:
-        """Where the left factor of a key lies."""
+        """Where the left factor of the keys from one on lies."""
 
+    @abstractmethod
     def from_value(self, values: Value, k: Value) -> Value:
         """Where the left factor of the values from a key on lies."""
+
+    def score_blocks(self, task: QueryBlocks) -> ScoreBlocks:
+        """The steps for the blocks of queries of one task."""
+        return ScoreBlocks(self, task)
+
+    def store_weights(
+        self,
+        e: Emitter,
+        scores: Value,
+        width: Value,
+        start: Value,
+        stop: Value,
+        sums: list[Value],
+        weight_of_key: WeightOfKey,
+        *,
+        short: bool = False,
+    ) -> list[Value]:
+        """As `softmax.store_weights`: weights of two keys share a lane, the last one with 0."""
+
+        def pairs(count: int) -> Callable[[Value, list[Value]], list[Value]]:
+            def body(k: Value, sums: list[Value]) -> list[Value]:
+                weights = []
+                for i in range(count):
+                    weight, sums = weight_of_key(e.add(k, i), sums)
+                    weights.append(weight)
+                weights += [e.const(0.0)] * (count % 2)
+                for p in range(0, len(weights), 2):
+                    place = self.place_of_pair(scores, e.add(k, p), width)
+                    self.store_pair(weights[p], weights[p + 1], place)
+                return sums
+
+            return body
+
+        for size in self.unrolled[short:]:
+            end = e.sub(stop, e.builder.srem(e.sub(stop, start), e.index(size)))
+            sums = e.loop(start, end, size, sums, pairs(size))
+            start = end
+        return sums
 
 
 class ScoreBlocks:
     """The steps for the blocks of queries of one task and block after block of keys."""
 
-    def __init__(self, kernel: ScoreKernel, task: QueryBlocks) -> None:
-        self.kernel, self.task = kernel, task
-        self.e, self.functions = kernel.e, task.functions
+    def __init__(self, operands: PairOperands, task: QueryBlocks) -> None:
+        self.operands, self.frame, self.task = operands, operands.frame, task
+        self.e, self.functions = operands.e, task.functions
         self.scores = task.at.scores
-        self.weights = self.e.at(self.scores, kernel.weights_at)
+        self.weights = self.e.at(self.scores, operands.weights_at)
         self.pairs = self.e.builder.ashr(whole(self.e, task.head_dim), self.e.index(1))
         """Number of pairs in a row of Q, in whole chunks."""
 
@@ -163,8 +250,8 @@ class ScoreBlocks:
                 for word in (keys.kinds, keys.first, keys.last)
             )
             start, count = e.index(0), keys.count
-            if self.kernel.mask != TRUE:
-                quarter = self.kernel.block_kv // QUARTERS
+            if self.frame.mask != TRUE:
+                quarter = self.frame.block_kv // QUARTERS
                 start = e.mul(first, quarter)
                 count = e.sub(e.least(e.mul(e.add(last, 1), quarter), count), start)
             partial = b.icmp_signed("==", kind, e.index(TileKind.PARTIAL))
@@ -175,25 +262,25 @@ class ScoreBlocks:
 
     def is_finished(self, at: ScoreBlock) -> Value:
         """Whether scores are weighed as they are."""
-        kernel = self.kernel
-        if kernel.plain and kernel.mask != TRUE:
+        frame = self.frame
+        if frame.plain and frame.mask != TRUE:
             return at.partial
-        return ir.Constant(BIT, not kernel.plain)
+        return ir.Constant(BIT, not frame.plain)
 
     def score(self, keys: KeyBlock, at: ScoreBlock) -> None:
-        rows, packed = self.kernel.from_key(keys, at.start), self.task.block(at.block).packed
+        rows, packed = self.operands.from_key(keys, at.start), self.task.block(at.block).packed
         args = [rows, packed, self.scores, keys.row, at.count, self.pairs]
         self.e.builder.call(self.functions["scores"], args)
 
     def finish(self, at: ScoreBlock) -> None:
         self.by_kind(
             at,
-            full=lambda: self._largest(at) if self.kernel.plain else self._each(at, "finish_full"),
+            full=lambda: self._largest(at) if self.frame.plain else self._each(at, "finish_full"),
             partial=lambda: self._each(at, "finish_partial"),
         )
 
     def weigh(self, at: ScoreBlock, has_non_finite: Value) -> None:
-        if not self.kernel.plain:
+        if not self.frame.plain:
             self._each(at, "weigh_finished", has_non_finite)
             return
         self.by_kind(
@@ -209,7 +296,7 @@ class ScoreBlocks:
     def by_kind(
         self, at: ScoreBlock, *, full: Callable[[], None], partial: Callable[[], None]
     ) -> None:
-        if self.kernel.mask == TRUE:
+        if self.frame.mask == TRUE:
             full()
         else:
             self.e.choose(at.partial, partial, full)
@@ -217,8 +304,8 @@ class ScoreBlocks:
     def adding(self, at: ScoreBlock) -> list[Value]:
         """The arguments of `add_values`."""
         block, task = self.task.block(at.block), self.task
-        rescale = self.e.at(block.stats, 2 * self.kernel.width)
-        values = self.kernel.from_value(task.at.values, at.start)
+        rescale = self.e.at(block.stats, 2 * self.operands.width)
+        values = self.operands.from_value(task.at.values, at.start)
         return [values, self.weights, rescale, block.total, task.v_head_dim, at.count]
 
     def add_non_finite(self, at: ScoreBlock, values: ValueBlock) -> None:
@@ -232,7 +319,7 @@ class ScoreBlocks:
             b.call(self.functions["add_non_finite"], [rows, row, weights, *rest])
 
     def _largest(self, at: ScoreBlock) -> None:
-        largest = self.e.at(self.task.block(at.block).stats, BLOCK_MAX * self.kernel.width)
+        largest = self.e.at(self.task.block(at.block).stats, BLOCK_MAX * self.operands.width)
         self.e.builder.call(self.functions["block_max"], [self.scores, largest, at.count])
 
     def _each(self, at: ScoreBlock, name: str, marked: Value | None = None) -> None:
@@ -240,10 +327,10 @@ class ScoreBlocks:
         e, task, block = self.e, self.task, self.task.block(at.block)
         if marked is None:
             marked = ir.Constant(BIT, 0)
-        for j in range(self.kernel.vectors):
+        for j in range(self.operands.vectors):
             offset = j * e.vector_bytes
             places = (e.at(self.scores, offset), e.at(block.stats, offset), task.transposed)
             row = e.add(block.row, j * e.lanes)
             where = (at.count, task.batch, task.head, row, at.first, marked)
-            width = e.index(self.kernel.width)
+            width = e.index(self.operands.width)
             e.builder.call(self.functions[name], [task.arguments, *places, width, *where])

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.backends.cpu.emit.frame import COUNTER_BYTES, WORD
-from qkv.backends.cpu.forward.kernel import FIELDS
+from qkv.backends.cpu.forward.frame import FIELDS
 from qkv.backends.cpu.machine.addresses import address_of, page_aligned
 from qkv.backends.cpu.rows.rotation import rotated_rows
 from qkv.problem.rows import Rows, whole_rows

@@ -11,7 +11,8 @@ import numpy as np
 from qkv._threads import get_num_threads
 from qkv.backends.cpu.compiler.compile import Kernel, Runnable, build
 from qkv.backends.cpu.forward.bf16_dot import BF16_DOT
-from qkv.backends.cpu.forward.kernel import ONLINE_SOFTMAX, ForwardKernel, ForwardKey
+from qkv.backends.cpu.forward.frame import ForwardKey
+from qkv.backends.cpu.forward.kernel import ONLINE_SOFTMAX, ForwardKernel
 from qkv.backends.cpu.forward.score_blocks import QUARTERS
 from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.machine.tiling import TileShape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from qkv.backends.cpu.forward.kernel import FIELDS
+from qkv.backends.cpu.forward.frame import FIELDS
 from qkv.backends.cpu.passes.arguments import Arguments, rotated
 from qkv.backends.cpu.passes.forward import ForwardPass
 from qkv.partial import Partial, RowStatistics

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends.cpu.forward.kernel import TASK
+from qkv.backends.cpu.forward.frame import TASK
 from qkv.backends.cpu.forward.score_blocks import QUARTERS
 from qkv.problem.expressions import Node, Op, conjunction, tables, variables
 from qkv.problem.spec import Problem, Spec

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.backends import Addresses
 from qkv.backends.cpu.decode.rows import FIELDS
 from qkv.backends.cpu.emit.frame import operand_fields
 from qkv.backends.cpu.machine.addresses import quick_address_of
@@ -92,29 +93,16 @@ class PreparedDecode:
         at, out = quick_address_of, np.empty(*self._out)
         lse = np.empty(*self._lse) if rows else None
         found = self.run(
-            at(query),
-            at(key),
-            at(value),
-            at(out),
-            0 if lse is None else at(lse),
-            0,
+            Addresses(
+                at(query), at(key), at(value), at(out), 0 if lse is None else at(lse),
+                arrays=[at(array) for array in arrays],
+            ),
             (query, key, value, out, lse, arrays),
-            [at(array) for array in arrays],
-        )
+        )  # fmt: skip
         return (out, lse, None) if found else None
 
-    def run(
-        self,
-        query: int,
-        key: int,
-        value: int,
-        out: int,
-        lse: int,
-        lse_rest: int,
-        keep_alive: Any,
-        arrays: Sequence[int] = (),
-    ) -> bool:
-        """Read operands at these addresses, and write out and lse at theirs.
+    def run(self, addresses: Addresses, keep_alive: Any) -> bool:
+        """Read operands, and write out and lse, at these addresses.
 
         `keep_alive` are the objects that own the memory.
 
@@ -127,11 +115,8 @@ class PreparedDecode:
         except IndexError:
             block = Block(self._template.copy())
         words = block.words
-        words[QUERY.address] = query
-        words[KEY.address] = key
-        words[VALUE.address] = value
-        words[OUT] = out
-        words[LSE] = lse
+        (words[QUERY.address], words[KEY.address], words[VALUE.address],
+         words[OUT], words[LSE], _, arrays) = addresses  # fmt: skip
         if arrays:
             for places, address in zip(self._read, arrays, strict=True):
                 for place in places:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.backends import Addresses
 from qkv.backends.cpu.machine.addresses import quick_address_of
 from qkv.backends.cpu.machine.host import isa_setting
 from qkv.backends.cpu.passes.arguments import word_of
@@ -21,8 +22,8 @@ from qkv.problem.spec import Problem
 
 Array = NDArray[Any]
 
-_LIMIT = word_of("limit")
-_WORDS = tuple([word_of(n) for n in ("scratch", "query", "key", "value", "out", "lse", "lse_rest")])
+_LIMIT, _SCRATCH = word_of("limit"), word_of("scratch")
+_WORDS = tuple([word_of(name) for name in Addresses._fields[:-1]])
 _STATISTICS = tuple([word_of(name) for name in ("entropy", "max_score", "max_weight")])
 """Words for the statistics, in the order of the fields of `RowStatistics`."""
 _CALLER = ctypes.c_int64(0)
@@ -68,33 +69,20 @@ class PreparedForward:
         rest = np.empty(*self._lse) if rows and self._rest else None
         statistics = [np.empty(*self._lse) for _ in _STATISTICS] if self._statistics else ()
         found = self.run(
-            at(query),
-            at(key),
-            at(value),
-            at(out),
-            0 if lse is None else at(lse),
-            0 if rest is None else at(rest),
+            Addresses(
+                at(query), at(key), at(value), at(out),
+                0 if lse is None else at(lse), 0 if rest is None else at(rest),
+                [at(array) for array in arrays],
+            ),
             (query, key, value, out, lse, rest, arrays, statistics),
-            [at(array) for array in arrays],
             [at(array) for array in statistics],
-        )
+        )  # fmt: skip
         if not found:
             return None
         return out, lse, RowStatistics(*statistics) if statistics else rest
 
-    def run(
-        self,
-        query: int,
-        key: int,
-        value: int,
-        out: int,
-        lse: int,
-        lse_rest: int,
-        keep_alive: Any,
-        arrays: Sequence[int] = (),
-        statistics: Sequence[int] = (),
-    ) -> bool:
-        """Read operands at these addresses, and write out, lse and lse_rest at theirs.
+    def run(self, addresses: Addresses, keep_alive: Any, statistics: Sequence[int] = ()) -> bool:
+        """Read operands, and write results and statistics, at these addresses.
 
         `keep_alive` are the objects that own the memory.
 
@@ -107,13 +95,9 @@ class PreparedForward:
         except IndexError:
             block = Block(self._template.copy())
         words = block.words
-        at_scratch, at_query, at_key, at_value, at_out, at_lse, at_rest = _WORDS
-        words[at_query] = query
-        words[at_key] = key
-        words[at_value] = value
-        words[at_out] = out
-        words[at_lse] = lse
-        words[at_rest] = lse_rest
+        at_query, at_key, at_value, at_out, at_lse, at_rest = _WORDS
+        (words[at_query], words[at_key], words[at_value],
+         words[at_out], words[at_lse], words[at_rest], arrays) = addresses  # fmt: skip
         if arrays:
             for places, address in zip(self._read, arrays, strict=True):
                 for place in places:
@@ -122,7 +106,7 @@ class PreparedForward:
             words[place] = address
         workers = 1 if self._alone else self._pass.workers()
         scratch = take(self._scratch_bytes * workers)
-        words[at_scratch] = scratch.address
+        words[_SCRATCH] = scratch.address
         if self._brief_job is not None:
             # What `launch` does, for one slice of one thread.
             words[0] = 0

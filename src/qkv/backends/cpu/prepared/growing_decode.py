@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.backends import Addresses
 from qkv.backends.cpu.decode.rows import FIELDS
 from qkv.backends.cpu.emit.frame import WORD
 from qkv.backends.cpu.machine.addresses import quick_address_of
@@ -99,8 +100,7 @@ class GrowingDecode:
         self._lse = shape[:-1], spec.compute_dtype
         sinks = problem.operands.sinks
         self._sinks = None if sinks is None else Sinks(sinks, shape, *self._types())
-        self._query_strides = problem.operands.query.strides
-        self._ndim = len(self._query_strides)
+        self._ndim = problem.operands.query.ndim
         self._shifts = [template.word_of_table(name) for name in shifts]
         self._read = read
         self._blocks: list[Block] = []
@@ -117,37 +117,25 @@ class GrowingDecode:
         at, out = quick_address_of, np.empty(*self._out)
         lse = np.empty(*self._lse) if rows else None
         found = self.run(
-            at(query),
-            at(key),
-            at(value),
-            at(out),
-            0 if lse is None else at(lse),
+            Addresses(at(query), at(key), at(value), at(out), 0 if lse is None else at(lse)),
             key.shape[-2],
             q_shift,
-            key.strides,
-            value.strides,
+            (query.strides, key.strides, value.strides),
             (query, key, value, out, lse, arrays),
             [(at(array), array.shape, array.strides) for array in arrays],
-            query.strides,
         )
         return (out, lse, None) if found else None
 
     def run(
         self,
-        query: int,
-        key: int,
-        value: int,
-        out: int,
-        lse: int,
+        addresses: Addresses,
         kv_len: int,
         q_shift: int,
-        key_strides: Sequence[int],
-        value_strides: Sequence[int],
+        strides: tuple[Sequence[int], Sequence[int], Sequence[int]],
         keep_alive: Any,
         arrays: Sequence[tuple[int, Sequence[int], Sequence[int]]] = (),
-        query_strides: Sequence[int] | None = None,
     ) -> bool:
-        """Read operands at these addresses, and write out and lse at theirs.
+        """Read operands, and write out and lse, at these addresses.
 
         `keep_alive` are the objects that own the memory.
 
@@ -155,13 +143,10 @@ class GrowingDecode:
         `LONGEST`, or an array of another form.
         """
         block = self._take_block()
-        tables = self._fill(
-            block.words, kv_len, q_shift, key_strides, value_strides, arrays, query_strides
-        )
+        tables = self._fill(block.words, kv_len, q_shift, strides, arrays)
         if tables is None:
             return False
-        share = self._pass.share(kv_len)
-        self._run(block, share, query, key, value, out, lse, (keep_alive, tables))
+        self._run(block, self._pass.share(kv_len), addresses, (keep_alive, tables))
         self._blocks.append(block)
         return True
 
@@ -174,19 +159,17 @@ class GrowingDecode:
         words: memoryview,
         kv_len: int,
         q_shift: int,
-        key_strides: Sequence[int],
-        value_strides: Sequence[int],
+        strides: tuple[Sequence[int], Sequence[int], Sequence[int]],
         arrays: Sequence[tuple[int, Sequence[int], Sequence[int]]],
-        query_strides: Sequence[int] | None,
     ) -> tuple[Array | None, ...] | None:
         """Write all of a step but where its operands lie. The result is to be kept alive; None if
         something is not as it was prepared for."""
-        query_strides = query_strides or self._query_strides
+        of_query, of_key, of_value = strides
         if (
             isa_setting() != self._isa
             or not 0 < kv_len <= LONGEST
             or not -LONGEST <= q_shift <= LONGEST
-            or not self._ndim == len(key_strides) == len(value_strides) == len(query_strides)
+            or not self._ndim == len(of_query) == len(of_key) == len(of_value)
             or ((arrays or self._read) and not self._write_arrays(words, arrays, kv_len))
         ):
             return None
@@ -194,27 +177,15 @@ class GrowingDecode:
         words[_Q_SHIFT] = q_shift
         batch_shape = self._batch_shape
         return (
-            QUERY.write(words, batch_shape, query_strides),
-            KEY.write(words, batch_shape, key_strides),
-            VALUE.write(words, batch_shape, value_strides),
+            QUERY.write(words, batch_shape, of_query),
+            KEY.write(words, batch_shape, of_key),
+            VALUE.write(words, batch_shape, of_value),
         )
 
-    def _run(
-        self,
-        block: Block,
-        share: Share,
-        query: int,
-        key: int,
-        value: int,
-        out: int,
-        lse: int,
-        keep_alive: Any,
-    ) -> None:
+    def _run(self, block: Block, share: Share, addresses: Addresses, keep_alive: Any) -> None:
         """Run a block that was filled for operands of this form."""
         words = block.words
-        words[QUERY.address] = query
-        words[KEY.address] = key
-        words[VALUE.address] = value
+        words[QUERY.address], words[KEY.address], words[VALUE.address], out, lse, _, _ = addresses
         if self._sinks is None:
             words[OUT] = out
             words[LSE] = lse
@@ -276,39 +247,26 @@ class RepeatedDecode:
         self,
         kv_len: int,
         q_shift: int,
-        key_strides: Sequence[int],
-        value_strides: Sequence[int],
+        strides: tuple[Sequence[int], Sequence[int], Sequence[int]],
         arrays: Sequence[tuple[int, Sequence[int], Sequence[int]]] = (),
-        query_strides: Sequence[int] | None = None,
     ) -> bool:
         """Take the next length, position and strides; False where `GrowingDecode.run` says so."""
         self._share = self._growing._pass.share(kv_len, between_products=True)
-        self._tables = self._growing._fill(
-            self._block.words, kv_len, q_shift, key_strides, value_strides, arrays, query_strides
-        )
+        self._tables = self._growing._fill(self._block.words, kv_len, q_shift, strides, arrays)
         return self._tables is not None
 
-    def run(
-        self,
-        query: int,
-        key: int,
-        value: int,
-        out: int,
-        lse: int,
-        keep_alive: Any,
-        arrays: Sequence[int] = (),
-    ) -> bool:
-        """Read operands at these addresses, and write out and lse at theirs.
+    def run(self, addresses: Addresses, keep_alive: Any) -> bool:
+        """Read operands, and write out and lse, at these addresses.
 
         False if the machine is not taken for the same any more.
         """
         growing, block = self._growing, self._block
         if isa_setting() != growing._isa:
             return False
-        if arrays:
-            for place, address in zip(growing._read, arrays, strict=True):
+        if addresses.arrays:
+            for place, address in zip(growing._read, addresses.arrays, strict=True):
                 block.words[place.address] = address
-        growing._run(block, self._share, query, key, value, out, lse, keep_alive)
+        growing._run(block, self._share, addresses, keep_alive)
         return True
 
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.backends import AddressedCall, Addresses, Prepared
 from qkv.backends.cpu.machine.addresses import quick_address_of
 from qkv.backends.cpu.rows.rotation import AngleTable, Rotation, Turns, angle_tables
 from qkv.backends.cpu.rows.sinks import Sinks
@@ -31,24 +32,8 @@ _MOST_REUSED = 2**17
 one."""
 
 
-class Call(Protocol):
-    """A prepared call; see `qkv.backends.Prepared` and `AddressedCall`."""
-
-    def __call__(
-        self, query: Any, key: Any, value: Any, rows: bool, arrays: Sequence[Any] = ()
-    ) -> Any: ...
-
-    def run(
-        self,
-        query: int,
-        key: int,
-        value: int,
-        out: int,
-        lse: int,
-        lse_rest: int,
-        keep_alive: Any,
-        arrays: Sequence[int] = (),
-    ) -> bool: ...
+class Call(Prepared, AddressedCall, Protocol):
+    """A prepared call that can be made with addresses too."""
 
 
 def rotated_form(problem: Problem) -> Problem:
@@ -83,25 +68,17 @@ class RotatedCall:
     ) -> Results | None:
         """See `qkv.backends.Prepared`."""
         rotated = self._rotated(quick_address_of(query), quick_address_of(key))
-        found: Results | None = self._inner(rotated[0], rotated[1], value, rows, arrays)
+        found = self._inner(rotated[0], rotated[1], value, rows, arrays)
         self._give_back(rotated)
         return found
 
-    def run(
-        self,
-        query: int,
-        key: int,
-        value: int,
-        out: int,
-        lse: int,
-        lse_rest: int,
-        keep_alive: Any,
-        arrays: Sequence[int] = (),
-    ) -> bool:
+    def run(self, addresses: Addresses, keep_alive: Any) -> bool:
         """See `qkv.backends.AddressedCall`."""
+        query, key, value, out, lse, rest, arrays = addresses
         rotated = self._rotated(query, key)
-        at = quick_address_of(rotated[0]), quick_address_of(rotated[1])
-        found = self._inner.run(*at, value, out, lse, lse_rest, (keep_alive, rotated), arrays)
+        own = quick_address_of(rotated[0]), quick_address_of(rotated[1])
+        inner = Addresses(*own, value, out, lse, rest, arrays)
+        found = self._inner.run(inner, (keep_alive, rotated))
         self._give_back(rotated)
         return found
 
@@ -152,19 +129,10 @@ class SinksCall:
         self._sinks(quick_address_of(keys_out), place, at, quick_address_of(out), place, found)
         return out, lse, rest
 
-    def run(
-        self,
-        query: int,
-        key: int,
-        value: int,
-        out: int,
-        lse: int,
-        lse_rest: int,
-        keep_alive: Any,
-        arrays: Sequence[int] = (),
-    ) -> bool:
+    def run(self, addresses: Addresses, keep_alive: Any) -> bool:
         """See `qkv.backends.AddressedCall`."""
         own: list[Array] = []
+        query, key, value, out, lse, rest, arrays = addresses
         keys_out, place = out, lse
         if self._dtype != self._compute:
             own.append(np.empty(self._shape, self._compute))
@@ -173,9 +141,10 @@ class SinksCall:
             own.append(np.empty(self._shape[:-1], self._compute))
             place = quick_address_of(own[-1])
         held = keep_alive, own
-        if not self._inner.run(query, key, value, keys_out, place, lse_rest, held, arrays):
+        inner = Addresses(query, key, value, keys_out, place, rest, arrays)
+        if not self._inner.run(inner, held):
             return False
-        self._sinks(keys_out, place, lse_rest, out, place, held)
+        self._sinks(keys_out, place, rest, out, place, held)
         return True
 
 

@@ -21,7 +21,8 @@ truncation errors" (1965).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -32,7 +33,9 @@ from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import COMMON_FIELDS, WORD, operand_fields
 from qkv.backends.cpu.emit.packing import copy_rows
 from qkv.backends.cpu.emit.transpose import transposed_bytes
-from qkv.backends.cpu.forward.kernel import BLOCK_KV, RUN, SOFTMAX, STATS, TASK, Forward, ForwardKey
+from qkv.backends.cpu.forward.frame import BLOCK_KV, RUN, STATS, TASK, ForwardFrame, ForwardKey
+from qkv.backends.cpu.forward.rows import pack_function, rows_of_block
+from qkv.backends.cpu.forward.softmax import finish_scores, softmax_function
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products.query_lanes import dot_rows, store_vectors, vectors_at
 from qkv.problem.expressions import TRUE
@@ -84,12 +87,23 @@ class ReplayKey:
     rotated: bool
 
 
+def replay_frame(key: ReplayKey, block_kv: int = BLOCK_KV) -> ForwardFrame:
+    """What the functions of a replay agree on: that of a forward pass without output."""
+    real = "float64" if key.spec.dtype == "float64" else "float32"
+    of_scores = ForwardKey(
+        key.spec, key.shape, key.int_bits, key.folded, key.rotated, real, statistics=False
+    )
+    return ForwardFrame(of_scores, fields=FIELDS, block_kv=block_kv, plain=False)
+
+
 def emit_replay(key: ReplayKey) -> str:
     """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
-    kinds: dict[str, type[Replay]] = {"sums": Sums, "top": Top, "received": Received}
-    kernel = kinds[key.question](key)
-    kernel.all_tasks()
-    return str(kernel.e.module)
+    frame = replay_frame(key)
+    if key.question == "received":
+        emit_range_tasks(Received(frame))
+    else:
+        emit_row_tasks((Top if key.question == "top" else Sums)(frame))
+    return str(frame.e.module)
 
 
 class Areas(NamedTuple):
@@ -115,31 +129,23 @@ class Block(NamedTuple):
     areas: Areas
 
 
-class Replay(Forward):
-    """What all questions have in common: the loops over blocks of queries and of keys."""
+class Reduction:
+    """What is kept of the scores of a block of keys, and what is written of it in the end.
 
-    def __init__(self, key: ReplayKey) -> None:
-        real = "float64" if key.spec.dtype == "float64" else "float32"
-        super().__init__(
-            ForwardKey(
-                key.spec, key.shape, key.int_bits, key.folded, key.rotated, real, statistics=False
-            )
-        )
-        self.fields = FIELDS
-        self.plain = False
+    A question about rows keeps some rows of numbers for each vector of queries, its state, which
+    takes the place of the statistics of the forward pass.
+    """
 
-    # What a question decides
+    def __init__(self, frame: ForwardFrame) -> None:
+        self.frame, self.e = frame, frame.e
 
-    def see(self, name: str, masked: bool) -> Value:
-        """A function with the arguments of `softmax`: one vector of queries sees a block of keys.
-
-        Its state takes the place of the statistics, and nothing is marked.
-        """
+    def keys_function(self, name: str, masked: bool) -> Value:
+        """A function of `ScoreVector`: one vector of queries meets a block of keys."""
         raise NotImplementedError
 
     def state(self, block: Block, vector: int) -> Value:
-        """The state of a vector of the block, as `see` takes it."""
-        raise NotImplementedError
+        """The state of a vector of the block."""
+        return self.e.at(block.areas.state, vector * self.e.vector_bytes)
 
     def state_bytes(self, arguments: Value, row: int) -> Value:
         """Bytes of the states of a block, where one number of each query takes `row` bytes."""
@@ -149,142 +155,12 @@ class Replay(Forward):
         """Before a block of queries meets its first keys."""
 
     def after_keys(self, block: Block, kv_start: Value, count: Value) -> None:
-        """After all vectors of a block have seen a block of keys."""
-
-    def end(self, block: Block, functions: dict[str, Value]) -> None:
-        """After a block of queries has met its last keys."""
-
-    # A block of queries meets its keys
-
-    def scores(self, vectors: int) -> Value:
-        """S[k, :] = K[k, :] . packed Q."""
-        e = self.e
-        with e.function(f"scores_{vectors}", [POINTER] * 3 + [INT64] * 3) as (function, args):
-            key, packed, out, key_row, head_dim, count = args
-
-            def finish(k: Value, products: list[Value], _: list[Value]) -> list[Value]:
-                store_vectors(e, e.at(out, e.mul(k, vectors * e.vector_bytes)), products)
-                return []
-
-            dot_rows(e, key, key_row, count, packed, vectors, head_dim, self.shape.keys, [], finish)
-        return function
-
-    def areas(self, arguments: Value, scratch: Value) -> Areas:
-        e, head_dim = self.e, self.field(arguments, "head_dim")
-        row = self.shape.block_q * e.real_bytes
-        scores = e.at(scratch, e.mul(head_dim, row))
-        state = e.at(scores, BLOCK_KV * row)
-        key_copy = e.at(state, self.state_bytes(arguments, row))
-        transposed = e.at(key_copy, e.mul(head_dim, BLOCK_KV * e.real_bytes))
-        totals = e.at(transposed, transposed_bytes(self.spec, BLOCK_KV, e.vector_bytes))
-        return Areas(scratch, scores, state, key_copy, transposed, totals)
-
-    def meet(self, vectors: int, functions: dict[str, Value]) -> Value:
-        """One block of queries, and those of its runs of keys from one key to another."""
-        e = self.e
-        scores = self.scores(vectors)
-        with e.function(f"query_block_{vectors}", [POINTER] * 3 + [INT64] * 2) as (function, args):
-            arguments, task, scratch, first_key, last_key = args
-            b = e.builder
-            batch, head, first_row, first_run, last_run = self.record(task, TASK)
-            areas = self.areas(arguments, scratch)
-            block = Block(arguments, batch, head, first_row, first_key, vectors, areas)
-            width = e.index(vectors * e.vector_bytes)
-            head_dim = self.field(arguments, "head_dim")
-            query = self.operand(arguments, "query", batch, head)
-            kv_head = b.sdiv(head, self.field(arguments, "group_size"))
-            key = self.operand(arguments, "key", batch, kv_head)
-            runs = self.pointer_field(arguments, "runs")
-
-            def run(r: Value) -> tuple[Value, Value, Value]:
-                start, stop, kind = self.record(e.at(runs, e.mul(r, WORD * len(RUN))), RUN)
-                return e.greater(start, first_key), e.least(stop, last_key), kind
-
-            def pack() -> None:
-                for j in range(vectors):
-                    to = e.at(areas.packed, j * e.vector_bytes)
-                    first = e.add(first_row, j * e.lanes)
-                    b.call(functions["pack"], [arguments, query.pointer, to, first, width])
-
-            def see(name: str, kv_start: Value, keys: Value) -> None:
-                for j in range(vectors):
-                    part = e.at(areas.scores, j * e.vector_bytes)
-                    first = e.add(first_row, j * e.lanes)
-                    at = (arguments, part, self.state(block, j), areas.transposed, width)
-                    where = (keys, batch, head, first, kv_start, ir.Constant(BIT, 0))
-                    b.call(functions[name], [*at, *where])
-
-            def one_block(kv_start: Value, keys: Value, partial: Value) -> None:
-                k, key_row = self.block_of(
-                    arguments, "key", key, kv_start, keys, head_dim, areas.key_copy, functions
-                )
-                b.call(scores, [k, areas.packed, areas.scores, key_row, head_dim, keys])
-                if self.mask == TRUE:
-                    see("full", kv_start, keys)
-                else:
-                    e.choose(
-                        partial,
-                        lambda: see("partial", kv_start, keys),
-                        lambda: see("full", kv_start, keys),
-                    )
-                self.after_keys(block, kv_start, keys)
-
-            def each_run(r: Value, _: list[Value]) -> None:
-                start, stop, kind = run(r)
-                partial = b.icmp_signed("!=", kind, e.index(0))
-                e.loop(
-                    start, stop, BLOCK_KV, [],
-                    lambda k, _: one_block(k, e.least(BLOCK_KV, e.sub(stop, k)), partial),
-                )  # fmt: skip
-
-            def number(r: Value, met: list[Value]) -> list[Value]:
-                start, stop, _ = run(r)
-                return [e.add(met[0], e.greater(e.sub(stop, start), 0))]
-
-            (met,) = e.loop(first_run, last_run, 1, [e.index(0)], number)
-            self.begin(block)
-            with b.if_then(e.below(0, met)):
-                pack()
-                e.loop(first_run, last_run, 1, [], each_run)
-            self.end(block, functions)
-        return function
-
-    def functions(self) -> dict[str, Value]:
-        dtype = self.dtypes["key"]
-        functions = {"pack": self.pack(), "full": self.see("full", False)}
-        functions[f"copy {dtype}"] = copy_rows(self.e, dtype)
-        if self.mask != TRUE:
-            functions["partial"] = self.see("partial", True)
-        return functions
-
-    def meeting(self) -> Callable[..., None]:
-        """Emits one call of `meet`, for few queries or many."""
-        e, functions = self.e, self.functions()
-        one, many = (self.meet(vectors, functions) for vectors in (1, self.shape.vectors))
-
-        def meet(arguments: Value, task: Value, *rest: Value) -> None:
-            first_row = self.record(task, TASK)[TASK.index("first_row")]
-            few = e.below(e.sub(self.field(arguments, "rows"), first_row), e.lanes + 1)
-            call = [arguments, task, *rest]
-            e.choose(few, lambda: e.builder.call(one, call), lambda: e.builder.call(many, call))
-
-        return meet
-
-
-class RowReplay(Replay):
-    """Questions about rows: a task is a block of queries, and what it found is written at the end.
-
-    The state of a vector is some rows of numbers, `width` bytes apart.
-    """
-
-    def state(self, block: Block, vector: int) -> Value:
-        return self.e.at(block.areas.state, vector * self.e.vector_bytes)
+        """After all vectors of a block have met a block of keys."""
 
     def write_rows(self, arguments: Value, state: Value, width: Value, rows: list[Value]) -> None:
         """Store what a vector found, lane by lane; `rows` are theirs of all, batch and heads."""
-        raise NotImplementedError
 
-    def write(self) -> Value:
+    def write_function(self) -> Value:
         """A function `(arguments, state, width, batch, head, first_row)`.
 
         Lanes beyond the last row hold what it holds and write it again.
@@ -293,39 +169,188 @@ class RowReplay(Replay):
         with e.function("write", [POINTER] * 2 + [INT64] * 4) as (function, args):
             arguments, state, width, batch, head, first_row = args
             num_heads, q_len, rows = (
-                self.field(arguments, n) for n in ("num_heads", "q_len", "rows")
+                self.frame.field(arguments, n) for n in ("num_heads", "q_len", "rows")
             )
             start, last = e.mul(e.add(e.mul(batch, num_heads), head), q_len), e.sub(rows, 1)
             lanes = [e.add(start, e.least(e.add(first_row, i), last)) for i in range(e.lanes)]
             self.write_rows(arguments, state, width, lanes)
         return function
 
-    def end(self, block: Block, functions: dict[str, Value]) -> None:
+    def end(self, block: Block, write: Value) -> None:
+        """After a block of queries has met its last keys, where there is a state to be written."""
         e = self.e
         width = e.index(block.vectors * e.vector_bytes)
         for j in range(block.vectors):
             first = e.add(block.first_row, j * e.lanes)
             where = (width, block.batch, block.head, first)
-            e.builder.call(functions["write"], [block.arguments, self.state(block, j), *where])
+            e.builder.call(write, [block.arguments, self.state(block, j), *where])
 
-    def functions(self) -> dict[str, Value]:
-        return {**super().functions(), "write": self.write()}
-
-    def all_tasks(self) -> None:
-        e, meet = self.e, self.meeting()
-
-        def run(arguments: Value, number: Value, scratch: Value) -> None:
-            task = e.at(self.pointer_field(arguments, "tasks"), e.mul(number, WORD * len(TASK)))
-            meet(arguments, task, scratch, e.index(0), self.field(arguments, "kv_len"))
-
-        self.job(run)
+    @contextmanager
+    def range_of_keys(self, arguments: Value, scratch: Value, keys: list[Value]) -> Iterator[None]:
+        """Around the meeting of blocks of queries with a range of keys, given as `RANGE`."""
+        yield
 
 
-class Sums(RowReplay):
+def _scores_function(frame: ForwardFrame, vectors: int) -> Value:
+    """S[k, :] = K[k, :] . packed Q."""
+    e = frame.e
+    with e.function(f"scores_{vectors}", [POINTER] * 3 + [INT64] * 3) as (function, args):
+        key, packed, out, key_row, head_dim, count = args
+
+        def finish(k: Value, products: list[Value], _: list[Value]) -> list[Value]:
+            store_vectors(e, e.at(out, e.mul(k, vectors * e.vector_bytes)), products)
+            return []
+
+        dot_rows(e, key, key_row, count, packed, vectors, head_dim, frame.shape.keys, [], finish)
+    return function
+
+
+def _areas(reduction: Reduction, arguments: Value, scratch: Value) -> Areas:
+    frame, e = reduction.frame, reduction.e
+    head_dim = frame.field(arguments, "head_dim")
+    row = frame.shape.block_q * e.real_bytes
+    scores = e.at(scratch, e.mul(head_dim, row))
+    state = e.at(scores, BLOCK_KV * row)
+    key_copy = e.at(state, reduction.state_bytes(arguments, row))
+    transposed = e.at(key_copy, e.mul(head_dim, BLOCK_KV * e.real_bytes))
+    totals = e.at(transposed, transposed_bytes(frame.spec, BLOCK_KV, e.vector_bytes))
+    return Areas(scratch, scores, state, key_copy, transposed, totals)
+
+
+def query_block_function(reduction: Reduction, vectors: int, functions: dict[str, Value]) -> Value:
+    """One block of queries, and those of its runs of keys from one key to another."""
+    frame, e = reduction.frame, reduction.e
+    scores = _scores_function(frame, vectors)
+    with e.function(f"query_block_{vectors}", [POINTER] * 3 + [INT64] * 2) as (function, args):
+        arguments, task, scratch, first_key, last_key = args
+        b = e.builder
+        batch, head, first_row, first_run, last_run = frame.record(task, TASK)
+        areas = _areas(reduction, arguments, scratch)
+        block = Block(arguments, batch, head, first_row, first_key, vectors, areas)
+        width = e.index(vectors * e.vector_bytes)
+        head_dim = frame.field(arguments, "head_dim")
+        query = frame.operand(arguments, "query", batch, head)
+        kv_head = b.sdiv(head, frame.field(arguments, "group_size"))
+        key = frame.operand(arguments, "key", batch, kv_head)
+        runs = frame.pointer_field(arguments, "runs")
+
+        def run(r: Value) -> tuple[Value, Value, Value]:
+            start, stop, kind = frame.record(runs, RUN, r)
+            return e.greater(start, first_key), e.least(stop, last_key), kind
+
+        def pack() -> None:
+            for j in range(vectors):
+                to = e.at(areas.packed, j * e.vector_bytes)
+                first = e.add(first_row, j * e.lanes)
+                b.call(functions["pack"], [arguments, query.pointer, to, first, width])
+
+        def meet_keys(name: str, kv_start: Value, keys: Value) -> None:
+            for j in range(vectors):
+                part = e.at(areas.scores, j * e.vector_bytes)
+                first = e.add(first_row, j * e.lanes)
+                at = (arguments, part, reduction.state(block, j), areas.transposed, width)
+                where = (keys, batch, head, first, kv_start, ir.Constant(BIT, 0))
+                b.call(functions[name], [*at, *where])
+
+        def one_block(kv_start: Value, keys: Value, partial: Value) -> None:
+            k, key_row = rows_of_block(
+                frame, arguments, "key", key, kv_start, keys, head_dim, areas.key_copy, functions
+            )
+            b.call(scores, [k, areas.packed, areas.scores, key_row, head_dim, keys])
+            if frame.mask == TRUE:
+                meet_keys("full", kv_start, keys)
+            else:
+                e.choose(
+                    partial,
+                    lambda: meet_keys("partial", kv_start, keys),
+                    lambda: meet_keys("full", kv_start, keys),
+                )
+            reduction.after_keys(block, kv_start, keys)
+
+        def each_run(r: Value, _: list[Value]) -> None:
+            start, stop, kind = run(r)
+            partial = b.icmp_signed("!=", kind, e.index(0))
+            e.loop(
+                start, stop, BLOCK_KV, [],
+                lambda k, _: one_block(k, e.least(BLOCK_KV, e.sub(stop, k)), partial),
+            )  # fmt: skip
+
+        def number(r: Value, met: list[Value]) -> list[Value]:
+            start, stop, _ = run(r)
+            return [e.add(met[0], e.greater(e.sub(stop, start), 0))]
+
+        (met,) = e.loop(first_run, last_run, 1, [e.index(0)], number)
+        reduction.begin(block)
+        with b.if_then(e.below(0, met)):
+            pack()
+            e.loop(first_run, last_run, 1, [], each_run)
+        if "write" in functions:
+            reduction.end(block, functions["write"])
+    return function
+
+
+def query_block_call(reduction: Reduction, functions: dict[str, Value]) -> Callable[..., None]:
+    """Emits one call of `query_block_function`, for one vector of queries or for many."""
+    frame, e = reduction.frame, reduction.e
+    one, many = (query_block_function(reduction, v, functions) for v in (1, frame.shape.vectors))
+
+    def meet(arguments: Value, task: Value, *rest: Value) -> None:
+        first_row = frame.record(task, TASK)[TASK.index("first_row")]
+        left = e.sub(frame.field(arguments, "rows"), first_row)
+        frame.call_for_rows(left, one, many, [arguments, task, *rest])
+
+    return meet
+
+
+def functions_of(reduction: Reduction) -> dict[str, Value]:
+    """The functions of one vector of queries."""
+    frame = reduction.frame
+    functions = {"pack": pack_function(frame), "full": reduction.keys_function("full", False)}
+    functions[f"copy {frame.dtypes['key']}"] = copy_rows(frame.e, frame.dtypes["key"])
+    if frame.mask != TRUE:
+        functions["partial"] = reduction.keys_function("partial", True)
+    return functions
+
+
+def emit_row_tasks(reduction: Reduction) -> None:
+    """The `job` of a question about rows: a task is a block of queries."""
+    frame, e = reduction.frame, reduction.e
+    functions = functions_of(reduction)
+    meet = query_block_call(reduction, {**functions, "write": reduction.write_function()})
+
+    def run(arguments: Value, number: Value, scratch: Value) -> None:
+        task = frame.record_at(frame.pointer_field(arguments, "tasks"), number, TASK)
+        meet(arguments, task, scratch, e.index(0), frame.field(arguments, "kv_len"))
+
+    frame.job(run)
+
+
+def emit_range_tasks(reduction: Reduction) -> None:
+    """The `job` of a question about keys: a task is a range of keys, or of blocks of queries."""
+    frame, e = reduction.frame, reduction.e
+    meet = query_block_call(reduction, functions_of(reduction))
+
+    def run(arguments: Value, number: Value, scratch: Value) -> None:
+        tasks = frame.pointer_field(arguments, "tasks")
+        keys = frame.record(tasks, RANGE, number)
+        _, _, first_key, last_key, first_block, last_block = keys
+        with reduction.range_of_keys(arguments, scratch, keys):
+            blocks = frame.pointer_field(arguments, "blocks")
+
+            def each(n: Value, _: list[Value]) -> None:
+                block = frame.record_at(blocks, n, TASK)
+                meet(arguments, block, scratch, first_key, last_key)
+
+            e.loop(first_block, last_block, 1, [], each)
+
+    frame.job(run)
+
+
+class Sums(Reduction):
     """m and log(l) of each row: the softmax of the forward pass, its weights left behind."""
 
-    def see(self, name: str, masked: bool) -> Value:
-        return self.softmax(name, masked)
+    def keys_function(self, name: str, masked: bool) -> Value:
+        return softmax_function(self.frame, name, masked)
 
     def state_bytes(self, arguments: Value, row: int) -> Value:
         return self.e.index(STATS * row)
@@ -341,12 +366,12 @@ class Sums(RowReplay):
         e = self.e
         row_max, row_sum = (e.load_vector(e.at(state, e.mul(width, i))) for i in (0, 1))
         for name, found in (("row_max", row_max), ("log_sum", vector_math.log(e, row_sum))):
-            start = self.pointer_field(arguments, name)
+            start = self.frame.pointer_field(arguments, name)
             for i, row in enumerate(rows):
                 e.store(e.extract(found, i), e.at(start, e.mul(row, e.real_bytes)), e.real_bytes)
 
 
-class Top(RowReplay):
+class Top(Reduction):
     """The k best scores of each row, falling, and their keys.
 
     The list of a vector of rows has k + 1 places: an infinite score that nothing passes, then the
@@ -355,11 +380,11 @@ class Top(RowReplay):
 
     def state_bytes(self, arguments: Value, row: int) -> Value:
         e = self.e
-        return e.mul(e.add(self.field(arguments, "k"), 1), 2 * row)
+        return e.mul(e.add(self.frame.field(arguments, "k"), 1), 2 * row)
 
     def begin(self, block: Block) -> None:
         e = self.e
-        places = e.add(self.field(block.arguments, "k"), 1)
+        places = e.add(self.frame.field(block.arguments, "k"), 1)
         width = block.vectors * e.vector_bytes
 
         def clear(i: Value, _: list[Value]) -> None:
@@ -373,28 +398,24 @@ class Top(RowReplay):
         for j in range(block.vectors):
             e.store_vector(e.const(math.inf), self.state(block, j))
 
-    def see(self, name: str, masked: bool) -> Value:
+    def keys_function(self, name: str, masked: bool) -> Value:
         e = self.e
-        with e.function(name, SOFTMAX) as (function, args):
-            arguments_, scores, best, transposed, width, count, batch, head, first_row = args[:9]
-            kv_start = args[9]
+        with self.frame.of_vector(name) as (function, at):
             b = e.builder
-            places = self.places(arguments_, batch, head, first_row)
-            scale = e.splat(self.real_field(arguments_, "scale"))
-            largest = self.finish_scores(
-                places, scale, scores, transposed, width, count, kv_start, masked
-            )
-            k = self.field(arguments_, "k")
-            last = e.at(best, e.mul(k, width))
+            places = self.frame.places_at(at)
+            scale = e.splat(self.frame.real_field(at.arguments, "scale"))
+            largest = finish_scores(self.frame, at, places, scale, masked)
+            k = self.frame.field(at.arguments, "k")
+            last = e.at(at.stats, e.mul(k, at.width))
 
             def each(n: Value, _: list[Value]) -> None:
-                score = e.load_vector(e.at(scores, e.mul(n, width)))
+                score = e.load_vector(e.at(at.scores, e.mul(n, at.width)))
                 better = b.fcmp_ordered(">", score, e.load_vector(last))
                 with b.if_then(self._any(better), likely=False):
-                    self._insert(best, width, k, score, e.add(kv_start, n), better)
+                    self._insert(at.stats, at.width, k, score, e.add(at.kv_start, n), better)
 
             with b.if_then(self._any(b.fcmp_ordered(">", largest, e.load_vector(last)))):
-                e.loop(0, count, 1, [], each)
+                e.loop(0, at.count, 1, [], each)
         return function
 
     def _insert(
@@ -431,7 +452,7 @@ class Top(RowReplay):
 
     def write_rows(self, arguments: Value, state: Value, width: Value, rows: list[Value]) -> None:
         e, b = self.e, self.e.builder
-        k, best, indices = (self.field(arguments, name) for name in ("k", "best", "indices"))
+        k, best, indices = (self.frame.field(arguments, name) for name in ("k", "best", "indices"))
         starts = [e.mul(row, k) for row in rows]
 
         def place(n: Value, _: list[Value]) -> None:
@@ -448,44 +469,50 @@ class Top(RowReplay):
         e.loop(0, k, 1, [], place)
 
 
-class Received(Replay):
+def shift_of_rows(frame: ForwardFrame, block: Block, vector: int) -> Value:
+    """Where a and b of the rows of a vector are."""
+    e = frame.e
+    names = ("num_heads", "padded_rows")
+    num_heads, padded = (frame.field(block.arguments, name) for name in names)
+    start = e.mul(e.add(e.mul(block.batch, num_heads), block.head), padded)
+    row = e.add(start, block.first_row, vector * e.lanes)
+    return e.at(frame.pointer_field(block.arguments, "shift"), e.mul(row, 2 * e.real_bytes))
+
+
+def weights_function(frame: ForwardFrame, name: str, masked: bool) -> Value:
+    """S becomes w; the padding of the rows has b = inf, which makes it 0."""
+    e = frame.e
+    with frame.of_vector(name) as (function, at):
+        b = e.builder
+        places = frame.places_at(at)
+        scale = e.splat(frame.real_field(at.arguments, "scale"))
+        finish_scores(frame, at, places, scale, masked)
+        lse, log_sum = (
+            e.load_vector(e.at(at.stats, i * e.vector_bytes), aligned=False) for i in (0, 1)
+        )
+
+        def one(k: Value, _: list[Value]) -> None:
+            place = e.at(at.scores, e.mul(k, at.width))
+            score = e.load_vector(place)
+            weight = vector_math.exp_flushed(e, b.fsub(b.fsub(score, lse), log_sum))
+            never = b.fcmp_ordered("==", score, e.const(-math.inf))
+            e.store_vector(b.select(never, e.const(0.0), weight), place)
+
+        e.loop(0, at.count, 1, [], one)
+    return function
+
+
+class Received(Reduction):
     """sum_i w[i, j] of each key j of a range.
 
     `totals` has two vectors for each key: the sums of the lanes, and what rounding took from them.
     """
 
+    def keys_function(self, name: str, masked: bool) -> Value:
+        return weights_function(self.frame, name, masked)
+
     def state(self, block: Block, vector: int) -> Value:
-        """a and b of the rows of a vector."""
-        e = self.e
-        names = ("num_heads", "padded_rows")
-        num_heads, padded = (self.field(block.arguments, name) for name in names)
-        start = e.mul(e.add(e.mul(block.batch, num_heads), block.head), padded)
-        row = e.add(start, block.first_row, vector * e.lanes)
-        return e.at(self.pointer_field(block.arguments, "shift"), e.mul(row, 2 * e.real_bytes))
-
-    def see(self, name: str, masked: bool) -> Value:
-        """S becomes w; the padding of the rows has b = inf, which makes it 0."""
-        e = self.e
-        with e.function(name, SOFTMAX) as (function, args):
-            arguments_, scores, shift, transposed, width, count, batch, head, first_row = args[:9]
-            kv_start = args[9]
-            b = e.builder
-            places = self.places(arguments_, batch, head, first_row)
-            scale = e.splat(self.real_field(arguments_, "scale"))
-            self.finish_scores(places, scale, scores, transposed, width, count, kv_start, masked)
-            lse, log_sum = (
-                e.load_vector(e.at(shift, i * e.vector_bytes), aligned=False) for i in (0, 1)
-            )
-
-            def weigh(k: Value, _: list[Value]) -> None:
-                at = e.at(scores, e.mul(k, width))
-                score = e.load_vector(at)
-                weight = vector_math.exp_flushed(e, b.fsub(b.fsub(score, lse), log_sum))
-                never = b.fcmp_ordered("==", score, e.const(-math.inf))
-                e.store_vector(b.select(never, e.const(0.0), weight), at)
-
-            e.loop(0, count, 1, [], weigh)
-        return function
+        return shift_of_rows(self.frame, block, vector)
 
     def after_keys(self, block: Block, kv_start: Value, count: Value) -> None:
         """Add the weights of all vectors to the sums of their keys."""
@@ -508,38 +535,26 @@ class Received(Replay):
 
         e.loop(0, count, 1, [], add)
 
-    def all_tasks(self) -> None:
-        e, meet = self.e, self.meeting()
+    @contextmanager
+    def range_of_keys(self, arguments: Value, scratch: Value, keys: list[Value]) -> Iterator[None]:
+        e = self.e
+        batch, head, first_key, last_key, _, _ = keys
+        count = e.sub(last_key, first_key)
+        totals = _areas(self, arguments, scratch).totals
+        e.loop(
+            0, e.mul(count, 2 * e.vector_bytes), e.vector_bytes, [],
+            lambda i, _: e.store_vector(e.const(0.0), e.at(totals, i)),
+        )  # fmt: skip
+        yield
+        num_heads, kv_len = (self.frame.field(arguments, n) for n in ("num_heads", "kv_len"))
+        start = e.add(e.mul(e.add(e.mul(batch, num_heads), head), kv_len), first_key)
+        received = self.frame.pointer_field(arguments, "received")
 
-        def run(arguments: Value, number: Value, scratch: Value) -> None:
-            tasks = self.pointer_field(arguments, "tasks")
-            batch, head, first_key, last_key, first_block, last_block = self.record(
-                e.at(tasks, e.mul(number, WORD * len(RANGE))), RANGE
-            )
-            count = e.sub(last_key, first_key)
-            totals = self.areas(arguments, scratch).totals
-            e.loop(
-                0, e.mul(count, 2 * e.vector_bytes), e.vector_bytes, [],
-                lambda i, _: e.store_vector(e.const(0.0), e.at(totals, i)),
-            )  # fmt: skip
-            blocks = self.pointer_field(arguments, "blocks")
+        def write(k: Value, _: list[Value]) -> None:
+            at = e.at(totals, e.mul(k, 2 * e.vector_bytes))
+            lost = e.load_vector(e.at(at, e.vector_bytes))
+            lanes = e.builder.fsub(e.load_vector(at), lost)
+            total = e.extract(e.reduce(lanes, e.builder.fadd), 0)
+            e.store(total, e.at(received, e.mul(e.add(start, k), e.real_bytes)), e.real_bytes)
 
-            def each(n: Value, _: list[Value]) -> None:
-                block = e.at(blocks, e.mul(n, WORD * len(TASK)))
-                meet(arguments, block, scratch, first_key, last_key)
-
-            e.loop(first_block, last_block, 1, [], each)
-            num_heads, kv_len = (self.field(arguments, n) for n in ("num_heads", "kv_len"))
-            start = e.add(e.mul(e.add(e.mul(batch, num_heads), head), kv_len), first_key)
-            received = self.pointer_field(arguments, "received")
-
-            def write(k: Value, _: list[Value]) -> None:
-                at = e.at(totals, e.mul(k, 2 * e.vector_bytes))
-                lost = e.load_vector(e.at(at, e.vector_bytes))
-                lanes = e.builder.fsub(e.load_vector(at), lost)
-                total = e.extract(e.reduce(lanes, e.builder.fadd), 0)
-                e.store(total, e.at(received, e.mul(e.add(start, k), e.real_bytes)), e.real_bytes)
-
-            e.loop(0, count, 1, [], write)
-
-        self.job(run)
+        e.loop(0, count, 1, [], write)

@@ -11,20 +11,26 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from qkv.backends.cpu.emit.emitter import Value
-from qkv.backends.cpu.emit.frame import WORD
-from qkv.backends.cpu.forward.kernel import TASK
 from qkv.backends.cpu.products.query_lanes import vectors_at
-from qkv.backends.cpu.replay.kernel import RANGE, Block, Received, ReplayKey
+from qkv.backends.cpu.replay.kernel import (
+    Block,
+    Reduction,
+    ReplayKey,
+    emit_range_tasks,
+    replay_frame,
+    shift_of_rows,
+    weights_function,
+)
 
 
 def emit_weight_blocks(key: ReplayKey) -> str:
     """The module of the kernel; `job(arguments, worker)` runs tasks until none is left."""
-    kernel = Blocks(key)
-    kernel.all_tasks()
-    return str(kernel.e.module)
+    frame = replay_frame(key)
+    emit_range_tasks(Blocks(frame))
+    return str(frame.e.module)
 
 
-class Blocks(Received):
+class Blocks(Reduction):
     """Reductions of the weights; those of keys in one unit are added to what is there.
 
     `largest` and `sums` have a row for each vector of queries from `first_vector` on, and `units`
@@ -32,13 +38,19 @@ class Blocks(Received):
     lanes are not joined.
     """
 
+    def keys_function(self, name: str, masked: bool) -> Value:
+        return weights_function(self.frame, name, masked)
+
+    def state(self, block: Block, vector: int) -> Value:
+        return shift_of_rows(self.frame, block, vector)
+
     def after_keys(self, block: Block, kv_start: Value, count: Value) -> None:
         """Reduce the weights of a block of keys, unit by unit."""
         e, b, arguments = self.e, self.e.builder, block.arguments
-        unit, units = self.field(arguments, "unit"), self.field(arguments, "units")
+        unit, units = self.frame.field(arguments, "unit"), self.frame.field(arguments, "units")
         stop = e.add(kv_start, count)
         vector = b.sdiv(block.first_row, e.index(e.lanes))
-        row = e.sub(vector, self.field(arguments, "first_vector"))
+        row = e.sub(vector, self.frame.field(arguments, "first_vector"))
 
         def number(weight: Value) -> Value:
             """0 in the place of NaN."""
@@ -59,12 +71,12 @@ class Blocks(Received):
 
             nothing = [e.const(0.0)] * (2 * block.vectors)
             found = e.loop(first, last, 1, nothing, one_key)
-            column = e.sub(n, self.field(arguments, "first_unit"))
+            column = e.sub(n, self.frame.field(arguments, "first_unit"))
             for name, joined, values in (
                 ("largest", e.greatest, found[: block.vectors]),
                 ("sums", b.fadd, found[block.vectors :]),
             ):
-                start = self.pointer_field(arguments, name)
+                start = self.frame.pointer_field(arguments, name)
                 for j, value in enumerate(values):
                     place = e.add(e.mul(e.add(row, j), units), column)
                     self._join(arguments, start, place, value, joined)
@@ -93,22 +105,4 @@ class Blocks(Received):
             at = e.at(start, e.mul(place, e.vector_bytes))
             e.store_vector(join(e.load_vector(at, aligned=False), value), at, aligned=False)
 
-        e.choose(e.below(0, self.field(arguments, "joined")), of_all_lanes, of_each_lane)
-
-    def all_tasks(self) -> None:
-        e, meet = self.e, self.meeting()
-
-        def run(arguments: Value, number: Value, scratch: Value) -> None:
-            tasks = self.pointer_field(arguments, "tasks")
-            _, _, first_key, last_key, first_block, last_block = self.record(
-                e.at(tasks, e.mul(number, WORD * len(RANGE))), RANGE
-            )
-            blocks = self.pointer_field(arguments, "blocks")
-
-            def each(n: Value, _: list[Value]) -> None:
-                block = e.at(blocks, e.mul(n, WORD * len(TASK)))
-                meet(arguments, block, scratch, first_key, last_key)
-
-            e.loop(first_block, last_block, 1, [], each)
-
-        self.job(run)
+        e.choose(e.below(0, self.frame.field(arguments, "joined")), of_all_lanes, of_each_lane)

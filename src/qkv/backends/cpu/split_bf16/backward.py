@@ -28,14 +28,19 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
-from qkv.backends.cpu.backward.block import BLOCK_KV, BackwardKey
-from qkv.backends.cpu.backward.query_block import QueryBlockPass
+from qkv.backends.cpu.backward.block import BLOCK_KV, BackwardFrame, BackwardKey
+from qkv.backends.cpu.backward.kernel import (
+    add_partials_function,
+    emit_tasks,
+    range_of_keys_function,
+)
+from qkv.backends.cpu.backward.query_block import QueryBlockPass, fill
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import WORD, RowView
 from qkv.backends.cpu.products import matrix_unit
 from qkv.backends.cpu.products.bfloat16 import CHUNK, whole
 from qkv.backends.cpu.split_bf16 import non_finite
-from qkv.backends.cpu.split_bf16.backward_block import OF_BLOCK, OF_PAIRS, ROWS, SplitBackwardBlock
+from qkv.backends.cpu.split_bf16.backward_block import AREAS, OF_BLOCK, OF_PAIRS, ROWS, SplitBlock
 from qkv.backends.cpu.split_bf16.factors import FLOAT_BYTES
 from qkv.problem.expressions import TRUE
 from qkv.problem.tiles import TileKind
@@ -43,22 +48,19 @@ from qkv.problem.tiles import TileKind
 
 def emit_split_backward(key: BackwardKey) -> str:
     """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
-    kernel = SplitBackward(key)
-    kernel.all_tasks()
-    return str(kernel.e.module)
+    frame = BackwardFrame(key, AREAS)
+    e, block = frame.e, SplitBlock(frame)
+    functions = {"add_partials": add_partials_function(frame), **block.functions()}
+    with e.function("query_block", [POINTER] * 4) as (query_block, args):
+        matrix_unit.configure(e)
+        _Blocks(block, functions, *args).emit()
+        matrix_unit.release(e)
 
+    def call(_: Value, arguments: list[Value]) -> None:
+        e.builder.call(query_block, arguments)
 
-class SplitBackward(SplitBackwardBlock):
-    def query_block_pass(self, functions: dict[str, Value]) -> Callable[[Value, list[Value]], None]:
-        e = self.e
-        with e.function("query_block", [POINTER] * 4) as (function, args):
-            matrix_unit.configure(e)
-            query_block_pass = _Blocks(self, self.vectors, functions, *args)
-            query_block_pass.begin()
-            query_block_pass.all_blocks(query_block_pass.add_block)
-            query_block_pass.end()
-            matrix_unit.release(e)
-        return lambda _, arguments: e.builder.call(function, arguments)
+    emit_tasks(frame, range_of_keys_function(frame, functions, call))
+    return str(e.module)
 
 
 class _Product(NamedTuple):
@@ -76,14 +78,11 @@ class _Product(NamedTuple):
 class _Blocks(QueryBlockPass):
     """Emits the meeting of some blocks of queries and the keys of one task."""
 
-    kernel: SplitBackward
-
-    def __init__(
-        self, kernel: SplitBackward, vectors: int, functions: dict[str, Value], *places: Value
-    ) -> None:
-        super().__init__(kernel, vectors, functions, *places)
-        e, b, split = self.e, self.e.builder, kernel.split
-        block_q = kernel.shape.block_q
+    def __init__(self, code: SplitBlock, functions: dict[str, Value], *places: Value) -> None:
+        super().__init__(code.frame, code.vectors, functions, *places)
+        self.code = code
+        e, b, split = self.e, self.e.builder, code.split
+        block_q = code.shape.block_q
         self.q_len = self.field("q_len")
         left = e.add(e.sub(self.q_len, self.first_row), block_q - 1)
         self.count = e.least(self.field("q_blocks_per_task"), b.sdiv(left, e.index(block_q)))
@@ -95,15 +94,15 @@ class _Blocks(QueryBlockPass):
 
     def block(self, i: Value, turn: Value) -> _Blocks:
         """One of them, with one of two rooms for S and dP."""
-        e, block_q = self.e, self.kernel.shape.block_q
+        e, block_q = self.e, self.frame.shape.block_q
         here = copy(self)
         here.area = dict(self.area)
         for name, stride in self.strides.items():
             here.area[name] = e.at(self.area[name], e.mul(i, stride))
         for n, name in enumerate(ROWS):
-            here.area[name] = e.at(here.area["rows"], n * self.kernel.width)
+            here.area[name] = e.at(here.area["rows"], n * self.code.width)
         for name in ("weights", "score_grads"):
-            size = BLOCK_KV * self.kernel.width
+            size = BLOCK_KV * self.code.width
             here.area[name] = e.at(self.area[name], e.mul(turn, size))
         here.first_row = e.add(self.first_row, e.mul(i, block_q))
         here.rows = e.least(e.sub(self.q_len, here.first_row), block_q)
@@ -115,14 +114,14 @@ class _Blocks(QueryBlockPass):
     # Rows
 
     def _floats(self, name: str, rows: RowView, first: Value, count: Value) -> tuple[Value, Value]:
-        kernel, e = self.kernel, self.e
+        frame, code, e = self.frame, self.code, self.e
         here = RowView(e.at(rows.pointer, e.mul(first, rows.row)), rows.row, rows.element)
-        dtype = kernel.dtypes[name]
+        dtype = frame.dtypes[name]
         copying, to = self.functions[f"copy {dtype}"], self.area["copy"]
-        return kernel.split.floats(dtype, copying, here, count, self.dims[name], to)
+        return code.split.floats(dtype, copying, here, count, self.dims[name], to)
 
     def _products(self) -> tuple[_Product, ...]:
-        scores = "weights" if self.kernel.plain else "products"
+        scores = "weights" if self.frame.plain else "products"
         return (
             _Product("key", "query", "key_rows", "query_packed", scores, "odd_keys", "query_odd"),
             _Product("value", "grad_out", "value_rows", "grad_packed", "score_grads",
@@ -134,21 +133,21 @@ class _Blocks(QueryBlockPass):
         e, of = self.e, product.left
         pairs = e.builder.ashr(self.wide[of], e.index(1))
         held = self.areas(product.rows, product.packed, product.out)
-        return [*held, self.kernel.split.band(self.dims[of]), count, pairs]
+        return [*held, self.code.split.band(self.dims[of]), count, pairs]
 
     def _recompute(self, product: _Product, first: Value, count: Value) -> None:
         """Products that tiles could not take, of rows of the left factor from `first` on."""
-        e, kernel, left = self.e, self.kernel, product.left
+        e, frame, code, left = self.e, self.frame, self.code, product.left
         marks = self.areas(product.non_finite_rows, product.lanes)
-        with e.builder.if_then(non_finite.any_non_finite(kernel.split, *marks), likely=False):
+        with e.builder.if_then(non_finite.any_non_finite(code.split, *marks), likely=False):
             head = self.head if left == "out" else self.kv_head
             rows, others = (
-                kernel.operand(self.arguments, name, self.batch, of)
+                frame.operand(self.arguments, name, self.batch, of)
                 for name, of in ((left, head), (product.right, self.head))
             )
             here = RowView(e.at(rows.pointer, e.mul(first, rows.row)), rows.row, rows.element)
             where = self.first_row, self.last, self.dims[left], ir.Constant(e.real, 1.0)
-            name = kernel.name_of_recompute(left, product.right)
+            name = code.name_of_recompute(left, product.right)
             met = e.index(0), count
             self.call(name, *here, *others, *where, *met, *marks, self.area[product.out])
 
@@ -158,9 +157,9 @@ class _Blocks(QueryBlockPass):
         self.each_block(lambda block: block.pack())
 
     def pack(self) -> None:
-        e, kernel = self.e, self.kernel
+        e, frame, code = self.e, self.frame, self.code
         for name, short in (("query", "query"), ("grad_out", "grad")):
-            rows = kernel.operand(self.arguments, name, self.batch, self.head)
+            rows = frame.operand(self.arguments, name, self.batch, self.head)
             start, row = self._floats(name, rows, self.first_row, self.rows)
             for j in range(self.vectors):
                 where = e.index(j * e.lanes), e.sub(self.rows, 1), self.dims[name]
@@ -171,8 +170,8 @@ class _Blocks(QueryBlockPass):
             self.call("turn_rows", start, row, self.rows, self.dims[name], turned)
         self.each_vector(self._pack_rows_of_sums)
         self._delta()
-        sums = e.mul(self.wide["query"], kernel.width)
-        kernel.fill(self.area["query_sums"], e.index(0), sums)
+        sums = e.mul(self.wide["query"], code.width)
+        fill(e, self.area["query_sums"], e.index(0), sums)
 
     def _pack_rows_of_sums(self, offset: Value, first: Value) -> None:
         for name in ("lse", "lse_rest", "grad_lse"):
@@ -180,8 +179,8 @@ class _Blocks(QueryBlockPass):
 
     def _delta(self) -> None:
         """The diagonal of O dO^T."""
-        e, kernel = self.e, self.kernel
-        rows = kernel.operand(self.arguments, "out", self.batch, self.head)
+        e, frame, code = self.e, self.frame, self.code
+        rows = frame.operand(self.arguments, "out", self.batch, self.head)
         start, row = self._floats("out", rows, self.first_row, self.rows)
         held = self.areas("key_rows", "odd_keys")
         self.call("split_rows", start, row, self.rows, self.dims["out"], *held)
@@ -194,11 +193,11 @@ class _Blocks(QueryBlockPass):
         def diagonal(lane: Value, _: list[Value]) -> None:
             own, column = e.least(lane, e.sub(self.rows, 1)), e.mul(lane, FLOAT_BYTES)
             x = e.load(
-                e.at(self.area["weights"], e.mul(own, kernel.width), column), e.real, FLOAT_BYTES
+                e.at(self.area["weights"], e.mul(own, code.width), column), e.real, FLOAT_BYTES
             )
             e.store(x, e.at(self.area["delta"], column), FLOAT_BYTES)
 
-        e.loop(0, kernel.shape.block_q, 1, [], diagonal)
+        e.loop(0, frame.shape.block_q, 1, [], diagonal)
 
     # Keys
 
@@ -220,17 +219,17 @@ class _Blocks(QueryBlockPass):
         self._all_query_blocks(kv_start, count, kind, key, has_non_finite)
         for name in ("key", "value"):
             row = self.field(f"{name}_sum_row")
-            pointer = self.kernel.pointer_field(self.arguments, f"{name}_sums")
+            pointer = self.frame.pointer_field(self.arguments, f"{name}_sums")
             to = e.at(pointer, e.mul(e.add(self.kv_row, kv_start), row))
             self.call("add_sums", self.area[f"{name}_sums"], to, row, self.dims[name], count)
 
     def _clear_sums(self, name: str, count: Value) -> None:
-        e, width = self.e, self.kernel.panels.width
+        e, width = self.e, self.code.panels.width
         rows = e.mul(whole(e, count), width)
 
         def panel(d: Value, _: list[Value]) -> None:
             start = e.mul(d, BLOCK_KV * width // CHUNK)
-            self.kernel.fill(self.area[f"{name}_sums"], start, e.add(start, rows))
+            fill(self.e, self.area[f"{name}_sums"], start, e.add(start, rows))
 
         e.loop(0, self.dims[name], CHUNK, [], panel)
 
@@ -264,7 +263,7 @@ class _Blocks(QueryBlockPass):
                         earlier.compute(kv_start, count, is_kind(before, TileKind.PARTIAL))
                     here.multiply(kv_start, count)
 
-                if self.kernel.plain:
+                if self.frame.plain:
                     e.choose(
                         b.and_(some, is_kind(e.greater(before, 0), TileKind.FULL)),
                         lambda: earlier.compute_beside(here, kv_start, count),
@@ -305,26 +304,26 @@ class _Blocks(QueryBlockPass):
 
         def compute(kind: str) -> None:
             self._prepare(kind, kv_start, count)
-            self._stage(self.kernel.last_stage(kind), count)
+            self._stage(self.code.last_stage(kind), count)
 
         self._by_kind(partial, compute)
 
     def _by_kind(self, partial: Value, body: Callable[[str], None]) -> None:
-        if self.kernel.mask == TRUE:
+        if self.frame.mask == TRUE:
             body("full")
         else:
             self.e.choose(partial, lambda: body("partial"), lambda: body("full"))
 
     def _prepare(self, kind: str, kv_start: Value, count: Value) -> None:
         """All stages but the last."""
-        kernel = self.kernel
-        if kernel.spec.dropout:
+        frame = self.frame
+        if frame.spec.dropout:
             self._by_vector("dropout", kv_start, count)
-        if kernel.plain and kind == "partial":
+        if frame.plain and kind == "partial":
             self._stage("weigh", count)
-        if not kernel.plain or kind == "partial":
+        if not frame.plain or kind == "partial":
             self._by_vector(kind, kv_start, count)
-        if kernel.chained:
+        if frame.chained:
             self._stage("grade", count)
             self._by_vector("chain", kv_start, count)
 
@@ -333,9 +332,9 @@ class _Blocks(QueryBlockPass):
 
     def add(self, count: Value, key: tuple[Value, Value], has_non_finite: Value) -> None:
         """Add to dQ, dV and dK."""
-        e, kernel = self.e, self.kernel
+        e, code = self.e, self.code
         pairs = e.builder.ashr(e.add(count, 1), e.index(1))
-        band, dim = e.index(kernel.split.column_band), self.dims["query"]
+        band, dim = e.index(code.split.column_band), self.dims["query"]
         held = self.areas("key_columns", "grad_pairs", "query_sums")
         self.call("add_by_queries", *held, band, dim, pairs)
         with e.builder.if_then(has_non_finite, likely=False):
@@ -346,7 +345,7 @@ class _Blocks(QueryBlockPass):
 
     def _add_by_keys(self, of: str, left: str, name: str, short: str, count: Value) -> None:
         """dV of P and dO, or dK of dX and Q."""
-        e, kernel = self.e, self.kernel
+        e, frame = self.e, self.frame
         dim, sums = self.dims[name], f"{of}_sums"
         self.call("add_by_keys", *self.areas(left, f"{short}_turned", sums), dim, count)
         nothing = e.index(0)
@@ -354,10 +353,10 @@ class _Blocks(QueryBlockPass):
                  for j in range(self.vectors)]  # fmt: skip
         some = e.builder.icmp_signed("!=", reduce(e.builder.or_, words), nothing)
         with e.builder.if_then(some, likely=False):
-            rows = kernel.operand(self.arguments, name, self.batch, self.head)
+            rows = frame.operand(self.arguments, name, self.batch, self.head)
             where = self.first_row, e.sub(e.add(self.first_row, self.rows), 1)
             held = self.areas(f"{short}_odd", left, sums)
-            self.call(f"add_odd {kernel.dtypes[name]}", *rows, *where, *held, dim, count)
+            self.call(f"add_odd {frame.dtypes[name]}", *rows, *where, *held, dim, count)
 
     def end(self) -> None:
         """The task's part of dQ."""

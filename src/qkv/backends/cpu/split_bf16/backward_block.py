@@ -13,8 +13,18 @@ from typing import Any, NamedTuple
 
 from llvmlite import ir
 
-from qkv.backends.cpu.backward.block import BLOCK_KV, BackwardKey
-from qkv.backends.cpu.backward.kernel import Backward
+from qkv.backends.cpu.backward.block import (
+    BLOCK_KV,
+    BackwardFrame,
+    add_vectors,
+    chain_function,
+    weights_function,
+)
+from qkv.backends.cpu.backward.query_block import (
+    pack_function,
+    unpack_function,
+    vector_functions,
+)
 from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import BIT, INT16, INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import WORD
@@ -37,7 +47,8 @@ SHARED = (
     "weight_rows", "grad_rows", "grad_pairs", "key_rows", "key_columns", "value_rows", "copy",
     "key_sums", "value_sums",
 )  # fmt: skip
-
+AREAS = (*SHARED, *OF_BLOCK)
+"""The areas of a worker's scratch memory, in this order."""
 
 _PANEL = 2
 """Number of vectors in one row of a tile."""
@@ -107,14 +118,14 @@ def split_areas(
         q_blocks_per_task * width * dim,
         q_blocks_per_task * width * len(ROWS),
     )
-    return dict(zip((*SHARED, *OF_BLOCK), (*shared, *own), strict=True))
+    return dict(zip(AREAS, (*shared, *own), strict=True))
 
 
-class SplitBackwardBlock(Backward):
-    area_names = (*SHARED, *OF_BLOCK)
+class SplitBlock:
+    """Writes the functions of one block of queries and one block of keys."""
 
-    def __init__(self, key: BackwardKey) -> None:
-        super().__init__(key)
+    def __init__(self, frame: BackwardFrame) -> None:
+        self.frame, self.e, self.shape = frame, frame.e, frame.shape
         self.split = SplitFactors(self.e, self.shape, BLOCK_KV)
         self.width, self.vectors = self.split.width, self.shape.vectors
         self.panels = SplitFactors(self.e, replace(self.shape, vectors=_PANEL), BLOCK_KV)
@@ -175,9 +186,9 @@ class SplitBackwardBlock(Backward):
 
     def last_stage(self, kind: str) -> str:
         """The stage in which P and dX of a full or partial block are split."""
-        if self.plain and kind == "full":
+        if self.frame.plain and kind == "full":
             return "all"
-        return "lay" if self.chained else "grade and lay"
+        return "lay" if self.frame.chained else "grade and lay"
 
     def beside(self) -> Value:
         """A function `(*_OfPairs, start, *product) -> start`: stage "all", from `start` on.
@@ -225,8 +236,8 @@ class SplitBackwardBlock(Backward):
     def pair(self, of: _OfPairs, chunk: Value, stage: _Stage) -> _Pair:
         """P and dX of one key and one vector of a chunk of queries."""
         e, b = self.e, self.e.builder
-        dropout = bool(self.spec.dropout)
-        scale = e.splat(self.real_field(of.arguments, "scale"))
+        dropout = bool(self.frame.spec.dropout)
+        scale = e.splat(self.frame.real_field(of.arguments, "scale"))
         rows = e.at(of.rows, e.mul(chunk, self.panels.width))
         lse, rest, delta, grad_lse = (
             vectors_at(e, e.at(rows, ROWS.index(name) * self.width), _PANEL)
@@ -239,20 +250,20 @@ class SplitBackwardBlock(Backward):
             if stage.weigh:
                 distance = b.fsub(b.fsub(b.fmul(weight, scale), lse[j]), rest[j])
                 weight = vector_math.exp_flushed(e, distance)
-            forbidden = self.forbidden(weight)
+            forbidden = self.frame.forbidden(weight)
             if stage.grade:
                 factor = e.load_vector(e.at(of.factors, place)) if dropout else None
                 if factor is not None:
                     found = b.fmul(found, factor)
                 found = b.fadd(b.fsub(found, delta[j]), grad_lse[j])
-                share = weight if self.chained else b.fmul(weight, scale)
+                share = weight if self.frame.chained else b.fmul(weight, scale)
                 # + 0.0: what is allowed is never -0.0.
                 found = e.fma(share, found, e.const(0.0))
                 if factor is not None:
                     weight = b.fmul(weight, factor)
             else:
                 found = b.fadd(found, e.const(0.0))
-            if stage.lay and self.may_forbid and not stage.weigh:
+            if stage.lay and self.frame.may_forbid and not stage.weigh:
                 found = b.select(forbidden, e.const(-0.0), found)
             return weight, found
 
@@ -368,7 +379,7 @@ class SplitBackwardBlock(Backward):
                     panel = e.round_down(d, CHUNK)
                     inside = e.mul(e.sub(d, panel), FLOAT_BYTES)
                     place = e.at(start, e.mul(panel, BLOCK_KV * self.panels.width // CHUNK), inside)
-                    self.advance(e.at(end, e.mul(d, FLOAT_BYTES)), [e.load_vector(place)])
+                    add_vectors(e, e.at(end, e.mul(d, FLOAT_BYTES)), [e.load_vector(place)])
 
                 e.loop(0, dim, e.lanes, [], elements)
 
@@ -381,8 +392,8 @@ class SplitBackwardBlock(Backward):
         e, split, real = self.e, self.split, real_dtype(self.e)
         multiply = partial(matrix_unit.add_products, e, vectors=self.vectors)
         found = {
-            "unpack": self.unpack(),
-            f"pack {real}": self.pack(real),
+            "unpack": unpack_function(self.frame),
+            f"pack {real}": pack_function(self.frame, real),
             "pack": self.pack_terms(),
             "turn_rows": self.panels.turn_rows(self.shape.block_q),
             "split_rows": split.split_rows(),
@@ -395,29 +406,29 @@ class SplitBackwardBlock(Backward):
             "add_sums": self.add_sums(),
             "add_non_finite": non_finite.add_non_finite(split),
         }
-        for dtype in sorted({*self.dtypes.values()}):
+        for dtype in sorted({*self.frame.dtypes.values()}):
             found[f"copy {dtype}"] = copy_rows(e, dtype)
         for left, right in (("key", "query"), ("value", "grad_out"), ("out", "grad_out")):
             name = self.name_of_recompute(left, right)
             if name not in found:
                 found[name] = non_finite.recompute(
-                    split, name, self.dtypes[left], self.dtypes[right]
+                    split, name, self.frame.dtypes[left], self.frame.dtypes[right]
                 )
         for name in ("query", "grad_out"):
-            non_finite_rows = f"add_odd {self.dtypes[name]}"
+            non_finite_rows = f"add_odd {self.frame.dtypes[name]}"
             if non_finite_rows not in found:
-                found[non_finite_rows] = self.add_odd_rows(non_finite_rows, self.dtypes[name])
-        found |= self.by_vector()
+                found[non_finite_rows] = self.add_odd_rows(non_finite_rows, self.frame.dtypes[name])
+        found |= vector_functions(self.frame, weights_function, chain_function)
         stages = {self.last_stage("full")}
-        if self.mask != TRUE:
-            stages |= {self.last_stage("partial"), *(["weigh"] if self.plain else [])}
-        if self.chained:
+        if self.frame.mask != TRUE:
+            stages |= {self.last_stage("partial"), *(["weigh"] if self.frame.plain else [])}
+        if self.frame.chained:
             stages.add("grade")
         for name in sorted(stages):
             found[name] = self.stage(name)
-        if self.plain:
+        if self.frame.plain:
             found["beside"] = self.beside()
         return found
 
     def name_of_recompute(self, left: str, right: str) -> str:
-        return f"mend {self.dtypes[left]} {self.dtypes[right]}"
+        return f"mend {self.frame.dtypes[left]} {self.frame.dtypes[right]}"

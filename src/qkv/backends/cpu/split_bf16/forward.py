@@ -13,18 +13,22 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
-from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value
-from qkv.backends.cpu.emit.frame import RowView
+from llvmlite import ir
+
+from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
+from qkv.backends.cpu.emit.frame import rows_from
 from qkv.backends.cpu.emit.transpose import transposed_bytes
-from qkv.backends.cpu.forward.bf16_dot import Bf16DotForward
-from qkv.backends.cpu.forward.kernel import BLOCK_MAX, STATS, ForwardKey, RowSums
+from qkv.backends.cpu.forward.frame import BLOCK_MAX, STATS, ForwardFrame, ForwardKey, ScoreVector
+from qkv.backends.cpu.forward.pair_kernel import before_adding, emit_pair_kernel
 from qkv.backends.cpu.forward.score_blocks import (
     Buffers,
     KeyBlock,
+    PairOperands,
     QueryBlocks,
     ScoreBlocks,
     ValueBlock,
 )
+from qkv.backends.cpu.forward.softmax import RowSums, finishing
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products import matrix_unit
 from qkv.backends.cpu.products.bfloat16 import CHUNK, chunks, whole
@@ -69,21 +73,22 @@ def split_scratch_bytes(spec: Spec, shape: TileShape) -> int:
 
 def emit_split_forward(key: ForwardKey) -> str:
     """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
-    kernel = SplitForward(key)
-    kernel.all_tasks()
-    return str(kernel.e.module)
+    return emit_pair_kernel(SplitOperands(ForwardFrame(key, block_kv=BLOCK_KV)))
 
 
-class SplitForward(Bf16DotForward):
-    def __init__(self, key: ForwardKey) -> None:
-        super().__init__(key)
-        self.block_kv = BLOCK_KV
-        self.factors = SplitScores(self, BLOCK_KV)
+class SplitOperands(PairOperands):
+    """Operands as terms of bfloat16 in the layout of tiles."""
+
+    unrolled = (2, 1)
+    stats_rows = STATS + 1
+
+    def __init__(self, frame: ForwardFrame) -> None:
+        super().__init__(frame)
+        self.factors = SplitScores(frame)
         self.split = self.factors.split
+        self.terms = self.split.terms
         self.weights_at = BLOCK_KV * self.width
         self.value_row = self.split.column_band
-        self.unrolled = (2, 1)
-        self.stats_rows = STATS + 1
         self.offsets = [j * self.e.vector_bytes for j in range(self.vectors)]
         """Byte offsets of the vectors of a block of queries."""
 
@@ -123,7 +128,7 @@ class SplitForward(Bf16DotForward):
             for offset in self.offsets:
                 here = e.at(stats, offset)
                 largest = b.fmul(e.load_vector(e.at(here, BLOCK_MAX * self.width)), scale)
-                rows_of.append(RowSums(e, here, width, largest, statistics=self.statistics))
+                rows_of.append(RowSums(e, here, width, largest, statistics=self.frame.statistics))
 
             def weigh(j: int, k: Value, carried: list[Value]) -> tuple[Value, list[Value]]:
                 place = e.at(scores, e.mul(k, width), self.offsets[j])
@@ -144,7 +149,7 @@ class SplitForward(Bf16DotForward):
                 for j, (offset, row) in enumerate(zip(self.offsets, rows_of, strict=True)):
                     here = e.at(scores, offset)
                     found += self.store_weights(
-                        here, width, start, stop, row.nothing, partial(weigh, j)
+                        e, here, width, start, stop, row.nothing, partial(weigh, j)
                     )
                 sums.keep(group, found)
 
@@ -194,7 +199,7 @@ class SplitForward(Bf16DotForward):
             values, weights, rescale, out, v_head_dim, count = args[: len(adding)]
             *where, following = args[len(adding) :]
             b, stats = e.builder, where[2]
-            self.before_adding(weights, rescale, out, v_head_dim, count)
+            before_adding(self, weights, rescale, out, v_head_dim, count)
             finish = self._finishing(where, following, masked)
             largest = [self._kept(e.const(-math.inf)) for _ in self.offsets]
 
@@ -234,22 +239,24 @@ class SplitForward(Bf16DotForward):
         Scores without mods and mask are only compared with the largest so far.
         """
         e = self.e
-        arguments, scores, _, transposed, batch, head, row, kv_start = block
-        scale = e.splat(self.real_field(arguments, "scale"))
-        bytes_turned = transposed_bytes(self.spec, BLOCK_KV, e.vector_bytes)
+        arguments, scores, stats, transposed, batch, head, row, kv_start = block
+        scale = e.splat(self.frame.real_field(arguments, "scale"))
+        bytes_transposed = transposed_bytes(self.frame.spec, BLOCK_KV, e.vector_bytes)
 
         def look(here: Value, k: Value, seen: list[Value]) -> list[Value]:
             return [e.greatest(seen[0], e.load_vector(e.at(here, e.mul(k, self.width))))]
 
         found: list[_Finish] = []
         for j, offset in enumerate(self.offsets):
-            here, own = e.at(scores, offset), e.at(transposed, j * bytes_turned)
-            if self.plain and not masked:
+            here, own = e.at(scores, offset), e.at(transposed, j * bytes_transposed)
+            if self.frame.plain and not masked:
                 found.append(partial(look, here))
                 continue
-            places = self.places(arguments, batch, head, e.add(row, j * e.lanes))
-            width = e.index(self.width)
-            found.append(self.finishing(places, scale, here, own, width, count, kv_start, masked))
+            at = ScoreVector(
+                arguments, here, stats, own, e.index(self.width), count, batch, head,
+                e.add(row, j * e.lanes), kv_start, ir.Constant(BIT, 0),
+            )  # fmt: skip
+            found.append(finishing(self.frame, at, self.frame.places_at(at), scale, masked))
         return found
 
     def _kept(self, x: Value) -> Value:
@@ -259,16 +266,16 @@ class SplitForward(Bf16DotForward):
         return place
 
     def score_blocks(self, task: QueryBlocks) -> ScoreBlocks:
-        return OverlappedScoreBlocks(self, task)
+        return OverlappedScoreBlocks(self, self.factors, task)
 
     def rows(self) -> dict[str, Value]:
-        functions = self.factors.functions(self.dtypes.values())
+        functions = self.factors.functions(self.frame.dtypes.values())
         functions["split_columns"] = self.split.split_columns()
         functions["add_non_finite"] = non_finite.add_non_finite(self.split)
-        if not self.spec.dropout:
+        if not self.frame.spec.dropout:
             functions["weigh_overlapped"] = self.weigh_overlapped()
         functions["add_overlapped_full"] = self.add_overlapped("add_overlapped_full", masked=False)
-        if self.mask != TRUE:
+        if self.frame.mask != TRUE:
             functions["add_overlapped_partial"] = self.add_overlapped(
                 "add_overlapped_partial", masked=True
             )
@@ -294,38 +301,21 @@ class SplitForward(Bf16DotForward):
         return Buffers(scores, values, keys, copy, blocks)
 
     def block_of_keys(
-        self,
-        arguments: Value,
-        functions: dict[str, Value],
-        rows: RowView,
-        kv_start: Value,
-        count: Value,
-        head_dim: Value,
-        at: Buffers,
+        self, task: QueryBlocks, kv_start: Value, count: Value
     ) -> tuple[Value, Value]:
-        e = self.e
-        here = RowView(e.at(rows.pointer, e.mul(kv_start, rows.row)), rows.row, rows.element)
-        non_finite_rows = e.at(at.scores, -non_finite.NON_FINITE_BYTES)
+        at, dim = task.at, task.head_dim
+        here = rows_from(self.e, task.key, kv_start)
+        non_finite_rows = self.e.at(at.scores, -non_finite.NON_FINITE_BYTES)
         self.factors.split_keys(
-            functions, here, count, head_dim, at.value_copy, at.key_copy, non_finite_rows
+            task.functions, here, count, dim, at.value_copy, at.key_copy, non_finite_rows
         )
-        return at.key_copy, self.split.band(head_dim)
+        return at.key_copy, self.split.band(dim)
 
     def block_of_values(
-        self,
-        arguments: Value,
-        functions: dict[str, Value],
-        rows: RowView,
-        kv_start: Value,
-        count: Value,
-        v_head_dim: Value,
-        at: Buffers,
-        kinds: Value,
+        self, task: QueryBlocks, kv_start: Value, count: Value, kinds: Value
     ) -> ValueBlock:
-        e = self.e
-        here = RowView(e.at(rows.pointer, e.mul(kv_start, rows.row)), rows.row, rows.element)
-        v, row = self.factors.floats(functions, "value", here, count, v_head_dim, at.value_copy)
-        has_non_finite = e.builder.call(
-            functions["split_columns"], [v, row, count, v_head_dim, at.values]
-        )
+        e, functions, at, dim = self.e, task.functions, task.at, task.v_head_dim
+        here = rows_from(e, task.value, kv_start)
+        v, row = self.factors.floats(functions, "value", here, count, dim, at.value_copy)
+        has_non_finite = e.builder.call(functions["split_columns"], [v, row, count, dim, at.values])
         return ValueBlock(v, row, has_non_finite)

@@ -8,58 +8,37 @@ waiting block is weighed, and V of the next block is split after the values of t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 from llvmlite import ir
 
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import WORD, RowView
 from qkv.backends.cpu.emit.storage import ITEM_BYTES
-from qkv.backends.cpu.forward.kernel import STATS
+from qkv.backends.cpu.forward.frame import STATS
 from qkv.backends.cpu.forward.score_blocks import (
     KeyBlock,
+    PairOperands,
     QueryBlocks,
     ScoreBlock,
     ScoreBlocks,
-    ScoreKernel,
     ValueBlock,
 )
 from qkv.backends.cpu.products.bfloat16 import CHUNK
 from qkv.backends.cpu.products.prefetch import Prefetcher, RowRange
 from qkv.backends.cpu.split_bf16 import non_finite
 from qkv.backends.cpu.split_bf16.scores import SplitScores
-from qkv.problem.spec import Spec
-
-
-class OverlapKernel(ScoreKernel, Protocol):
-    """The kernel of overlapped steps, as far as they use it."""
-
-    spec: Spec
-    dtypes: dict[str, str]
-    factors: SplitScores
-
-    def field(self, arguments: Value, name: str) -> Value:
-        """An integer of the argument block."""
-
-    def real_field(self, arguments: Value, name: str) -> Value:
-        """A number of the argument block."""
-
-    def record(self, pointer: Value, names: tuple[str, ...]) -> list[Value]:
-        """A row of a table of words."""
 
 
 class OverlappedScoreBlocks(ScoreBlocks):
     """The overlapped steps of `ScoreBlocks`. Scores of rows that cannot be split are recomputed."""
 
-    kernel: OverlapKernel
-
-    def __init__(self, kernel: OverlapKernel, task: QueryBlocks) -> None:
-        super().__init__(kernel, task)
+    def __init__(self, operands: PairOperands, factors: SplitScores, task: QueryBlocks) -> None:
+        super().__init__(operands, task)
+        self.factors = factors
         self._waiting, self._values = (
-            kernel.e.words(len(ScoreBlock._fields)),
-            kernel.e.words(len(ValueBlock._fields)),
+            self.e.words(len(fields)) for fields in (ScoreBlock._fields, ValueBlock._fields)
         )
-        self._ahead = Prefetcher.none(kernel.e, kernel.block_kv)
+        self._ahead = Prefetcher.none(self.e, self.frame.block_kv)
         self._nobody_waits()
 
     def begin(self) -> None:
@@ -88,7 +67,7 @@ class OverlappedScoreBlocks(ScoreBlocks):
                     self.add(before, saved)
                 self.finish(at)
 
-            if self.kernel.spec.dropout:
+            if self.frame.spec.dropout:
                 weigh_and_score()
             else:
                 can = b.and_(some, self._can_weigh_overlapped(before, saved.has_non_finite))
@@ -104,14 +83,14 @@ class OverlappedScoreBlocks(ScoreBlocks):
 
     def _look_ahead(self, keys: KeyBlock) -> None:
         """Prefetch rows of the next block of keys."""
-        e, task, kernel = self.e, self.task, self.kernel
+        e, task, frame = self.e, self.task, self.frame
         first, stretches = e.add(keys.start, keys.count), []
         for name, rows, dim in (
             ("key", task.key, task.head_dim), ("value", task.value, task.v_head_dim)
         ):  # fmt: skip
             start = e.at(rows.pointer, e.mul(first, rows.row))
-            stretches.append(RowRange(start, rows.row, e.mul(dim, ITEM_BYTES[kernel.dtypes[name]])))
-        kv_len = kernel.field(task.arguments, "kv_len")
+            stretches.append(RowRange(start, rows.row, e.mul(dim, ITEM_BYTES[frame.dtypes[name]])))
+        kv_len = frame.field(task.arguments, "kv_len")
         self._ahead.plan(stretches, e.below(first, kv_len))
 
     def end(self) -> None:
@@ -133,9 +112,9 @@ class OverlappedScoreBlocks(ScoreBlocks):
 
     def _weigh_overlapped(self, before: ScoreBlock, keys: KeyBlock, at: ScoreBlock) -> None:
         e, b, task = self.e, self.e.builder, self.task
-        scale = self.kernel.real_field(task.arguments, "scale")
+        scale = self.frame.real_field(task.arguments, "scale")
         scale = b.select(self.is_finished(before), ir.Constant(e.real, 1.0), scale)
-        rows, packed = self.kernel.from_key(keys, at.start), task.block(at.block).packed
+        rows, packed = self.operands.from_key(keys, at.start), task.block(at.block).packed
         args = [rows, packed, self.scores, task.block(before.block).stats, scale]
         args += [keys.row, before.count, at.count, self.pairs, self._ahead.place]
         b.call(self.functions["weigh_overlapped"], args)
@@ -162,15 +141,15 @@ class OverlappedScoreBlocks(ScoreBlocks):
 
     def _recompute(self, at: ScoreBlock) -> None:
         """Scores of rows that cannot be split."""
-        e, task, kernel = self.e, self.task, self.kernel
+        e, task = self.e, self.task
         block, (pointer, row, element) = task.block(at.block), task.key
         non_finite_rows = e.at(self.scores, -non_finite.NON_FINITE_BYTES)
-        lanes = e.at(block.stats, STATS * kernel.width)
+        lanes = e.at(block.stats, STATS * self.operands.width)
         first = e.sub(at.first, at.start)
         key = RowView(e.at(pointer, e.mul(first, row)), row, element)
-        scores = e.at(self.scores, e.sub(e.index(0), e.mul(at.start, kernel.width)))
+        scores = e.at(self.scores, e.sub(e.index(0), e.mul(at.start, self.operands.width)))
         where = (block.row, at.start, e.add(at.start, at.count), non_finite_rows, lanes, scores)
-        kernel.factors.recompute(task.arguments, self.functions, key, task.query, *where)
+        self.factors.recompute(task.arguments, self.functions, key, task.query, *where)
 
     # What is known from one block of keys to the next
 
@@ -193,10 +172,10 @@ class OverlappedScoreBlocks(ScoreBlocks):
 
     def _who_waits(self) -> ScoreBlock:
         e, b = self.e, self.e.builder
-        block, partial, *keys = self.kernel.record(self._waiting, ScoreBlock._fields)
+        block, partial, *keys = self.frame.record(self._waiting, ScoreBlock._fields)
         return ScoreBlock(block, b.icmp_signed("!=", partial, e.index(0)), *keys)
 
     def _saved_values(self) -> ValueBlock:
         e, b = self.e, self.e.builder
-        rows, row, has_non_finite = self.kernel.record(self._values, ValueBlock._fields)
+        rows, row, has_non_finite = self.frame.record(self._values, ValueBlock._fields)
         return ValueBlock(e.pointer(rows), row, b.icmp_signed("!=", has_non_finite, e.index(0)))

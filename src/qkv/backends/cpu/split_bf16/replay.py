@@ -12,9 +12,9 @@ from collections.abc import Callable
 from llvmlite import ir
 
 from qkv.backends.cpu.emit.emitter import BIT, POINTER, Value
-from qkv.backends.cpu.emit.frame import WORD, RowView
+from qkv.backends.cpu.emit.frame import WORD, rows_from
 from qkv.backends.cpu.emit.transpose import transposed_bytes
-from qkv.backends.cpu.forward.kernel import RUN, TASK
+from qkv.backends.cpu.forward.frame import RUN, TASK
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products import matrix_unit
 from qkv.backends.cpu.products.bfloat16 import chunks, whole
@@ -22,10 +22,11 @@ from qkv.backends.cpu.replay.kernel import (
     Areas,
     Block,
     Question,
+    Reduction,
     ReplayKey,
-    RowReplay,
     Sums,
     Top,
+    replay_frame,
     state_rows,
 )
 from qkv.backends.cpu.split_bf16 import non_finite
@@ -49,143 +50,114 @@ def split_scratch_bytes(question: Question, spec: Spec, shape: TileShape, k: int
 
 def emit_split_replay(key: ReplayKey) -> str:
     """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
-    kernel = (_SplitTop if key.question == "top" else _SplitSums)(key)
-    kernel.all_tasks()
-    return str(kernel.e.module)
+    frame = replay_frame(key, BLOCK_KV)
+    reduction = (Top if key.question == "top" else Sums)(frame)
+    factors, e, masked = SplitScores(frame), frame.e, frame.mask != TRUE
+    split = factors.split
+    functions = factors.functions((frame.dtypes["query"], frame.dtypes["key"]))
+    functions["scores"] = matrix_unit.add_products(
+        e, "scores", split.vectors, onto=False, products=split.products()
+    )
+    functions["full"] = reduction.keys_function("full", False)
+    functions["write"] = reduction.write_function()
+    if masked:
+        functions["partial"] = reduction.keys_function("partial", True)
+    frame.call_for_each_task(_task_function(reduction, factors, functions), TASK)
+    return str(e.module)
 
 
-class _SplitReplay(RowReplay):
-    """Some blocks of queries meet blocks of keys."""
+def _task_function(
+    reduction: Reduction, factors: SplitScores, functions: dict[str, Value]
+) -> Value:
+    """A function `(arguments, task, scratch)`: some blocks of queries meet blocks of keys."""
+    frame, e, split = reduction.frame, reduction.e, factors.split
+    vectors, width, block_q = split.vectors, split.width, frame.shape.block_q
+    with e.function("task", [POINTER] * 3) as (function, args):
+        arguments, task, scratch = args
+        b = e.builder
+        matrix_unit.configure(e)
+        batch, head, first_row, first_run, last_run = frame.record(task, TASK)
+        names = ("group_size", "q_len", "head_dim", "q_blocks_per_task")
+        group_size, q_len, head_dim, q_blocks_per_task = (frame.field(arguments, n) for n in names)
+        query = frame.operand(arguments, "query", batch, head)
+        key = frame.operand(arguments, "key", batch, b.sdiv(head, group_size))
 
-    def __init__(self, key: ReplayKey) -> None:
-        super().__init__(key)
-        self.block_kv = BLOCK_KV
-        self.factors = SplitScores(self, BLOCK_KV)
-        self.width = self.factors.split.width
+        wide = whole(e, head_dim)
+        scores = e.at(scratch, non_finite.NON_FINITE_BYTES)
+        keys = e.at(scores, BLOCK_KV * width)
+        copy = e.at(keys, e.mul(wide, 2 * split.terms * BLOCK_KV))
+        transposed = e.at(copy, e.mul(wide, FLOAT_BYTES * BLOCK_KV))
+        blocks = e.at(transposed, transposed_bytes(frame.spec, BLOCK_KV, e.vector_bytes))
+        lanes_at = e.mul(wide, split.terms * width // 2)
+        state_at = e.add(lanes_at, width)
+        block_bytes = e.add(state_at, reduction.state_bytes(arguments, width))
+        left = e.add(e.sub(q_len, first_row), block_q - 1)
+        count = e.least(q_blocks_per_task, b.sdiv(left, e.index(block_q)))
 
-    def functions(self) -> dict[str, Value]:
-        split = self.factors.split
-        functions = self.factors.functions((self.dtypes["query"], self.dtypes["key"]))
-        functions["scores"] = matrix_unit.add_products(
-            self.e, "scores", split.vectors, onto=False, products=split.products()
-        )
-        functions["full"], functions["write"] = self.see("full", False), self.write()
-        if self.mask != TRUE:
-            functions["partial"] = self.see("partial", True)
-        return functions
+        def block_at(i: Value) -> Block:
+            packed = e.at(blocks, e.mul(i, block_bytes))
+            row = e.add(first_row, e.mul(i, block_q))
+            areas = Areas(packed, scores, e.at(packed, state_at), copy, transposed, blocks)
+            return Block(arguments, batch, head, row, e.index(0), vectors, areas)
 
-    def task(self, functions: dict[str, Value]) -> Value:
-        """A function `(arguments, task, scratch)`."""
-        e, vectors = self.e, self.shape.vectors
-        with e.function("task", [POINTER] * 3) as (function, args):
-            arguments, task, scratch = args
-            b, split, block_q = e.builder, self.factors.split, self.shape.block_q
-            matrix_unit.configure(e)
-            batch, head, first_row, first_run, last_run = self.record(task, TASK)
-            names = ("group_size", "q_len", "head_dim", "q_blocks_per_task")
-            group_size, q_len, head_dim, q_blocks_per_task = (
-                self.field(arguments, n) for n in names
-            )
-            query = self.operand(arguments, "query", batch, head)
-            key = self.operand(arguments, "key", batch, b.sdiv(head, group_size))
+        def each_block(body: Callable[[Block], None]) -> None:
+            e.loop(0, count, 1, [], lambda i, _: body(block_at(i)))
 
-            wide = whole(e, head_dim)
-            scores = e.at(scratch, non_finite.NON_FINITE_BYTES)
-            keys = e.at(scores, BLOCK_KV * self.width)
-            copy = e.at(keys, e.mul(wide, 2 * split.terms * BLOCK_KV))
-            transposed = e.at(copy, e.mul(wide, FLOAT_BYTES * BLOCK_KV))
-            blocks = e.at(transposed, transposed_bytes(self.spec, BLOCK_KV, e.vector_bytes))
-            lanes_at = e.mul(wide, split.terms * self.width // 2)
-            state_at = e.add(lanes_at, self.width)
-            block_bytes = e.add(state_at, self.state_bytes(arguments, self.width))
-            left = e.add(e.sub(q_len, first_row), block_q - 1)
-            count = e.least(q_blocks_per_task, b.sdiv(left, e.index(block_q)))
+        def begin(block: Block) -> None:
+            for j in range(vectors):
+                row = e.least(e.add(block.first_row, j * e.lanes), e.sub(q_len, 1))
+                offset = j * e.vector_bytes
+                packed = e.at(block.areas.packed, offset)
+                lanes = b.call(functions["pack"], [arguments, query.pointer, packed, copy, row])
+                e.store(lanes, e.at(block.areas.packed, lanes_at, offset), WORD)
+            reduction.begin(block)
 
-            def block_at(i: Value) -> Block:
-                packed = e.at(blocks, e.mul(i, block_bytes))
-                row = e.add(first_row, e.mul(i, block_q))
-                areas = Areas(packed, scores, e.at(packed, state_at), copy, transposed, blocks)
-                return Block(arguments, batch, head, row, e.index(0), vectors, areas)
+        def meet_keys(name: str, block: Block, kv_start: Value, number: Value) -> None:
+            for j in range(vectors):
+                place = e.at(scores, j * e.vector_bytes)
+                first = e.add(block.first_row, j * e.lanes)
+                at = (arguments, place, reduction.state(block, j), transposed, e.index(width))
+                where = (number, batch, head, first, kv_start, ir.Constant(BIT, 0))
+                b.call(functions[name], [*at, *where])
 
-            def each_block(body: Callable[[Block], None]) -> None:
-                e.loop(0, count, 1, [], lambda i, _: body(block_at(i)))
+        def block_of_keys(kv_start: Value, number: Value, kinds: Value) -> None:
+            here = rows_from(e, key, kv_start)
+            factors.split_keys(functions, here, number, head_dim, copy, keys, scratch)
+            band, pairs = split.band(head_dim), b.ashr(wide, e.index(1))
 
-            def begin(block: Block) -> None:
-                for j in range(vectors):
-                    row = e.least(e.add(block.first_row, j * e.lanes), e.sub(q_len, 1))
-                    offset = j * e.vector_bytes
-                    packed = e.at(block.areas.packed, offset)
-                    lanes = b.call(functions["pack"], [arguments, query.pointer, packed, copy, row])
-                    e.store(lanes, e.at(block.areas.packed, lanes_at, offset), WORD)
-                self.begin(block)
+            def one(i: Value, _: list[Value]) -> None:
+                block = block_at(i)
+                kind = b.and_(b.lshr(kinds, e.mul(i, 2)), e.index(3))
 
-            def see(name: str, block: Block, kv_start: Value, number: Value) -> None:
-                for j in range(vectors):
-                    place = e.at(scores, j * e.vector_bytes)
-                    first = e.add(block.first_row, j * e.lanes)
-                    at = (arguments, place, self.state(block, j), transposed, e.index(self.width))
-                    where = (number, batch, head, first, kv_start, ir.Constant(BIT, 0))
-                    b.call(functions[name], [*at, *where])
+                def score() -> None:
+                    packed = block.areas.packed
+                    b.call(functions["scores"], [keys, packed, scores, band, number, pairs])
+                    non_finite_rows = (scratch, e.at(packed, lanes_at), scores)
+                    where = (block.first_row, e.index(0), number)
+                    factors.recompute(arguments, functions, here, query, *where, *non_finite_rows)
 
-            def block_of_keys(kv_start: Value, number: Value, kinds: Value) -> None:
-                here = RowView(e.at(key.pointer, e.mul(kv_start, key.row)), key.row, key.element)
-                self.factors.split_keys(functions, here, number, head_dim, copy, keys, scratch)
-                band, pairs = split.band(head_dim), b.ashr(wide, e.index(1))
-
-                def one(i: Value, _: list[Value]) -> None:
-                    block = block_at(i)
-                    kind = b.and_(b.lshr(kinds, e.mul(i, 2)), e.index(3))
-
-                    def score() -> None:
-                        packed = block.areas.packed
-                        b.call(functions["scores"], [keys, packed, scores, band, number, pairs])
-                        non_finite_rows = (scratch, e.at(packed, lanes_at), scores)
-                        where = (block.first_row, e.index(0), number)
-                        self.factors.recompute(
-                            arguments, functions, here, query, *where, *non_finite_rows
+                with b.if_then(b.icmp_signed("!=", kind, e.index(TileKind.EMPTY))):
+                    score()
+                    if frame.mask == TRUE:
+                        meet_keys("full", block, kv_start, number)
+                    else:
+                        e.choose(
+                            b.icmp_signed("==", kind, e.index(TileKind.PARTIAL)),
+                            lambda: meet_keys("partial", block, kv_start, number),
+                            lambda: meet_keys("full", block, kv_start, number),
                         )
 
-                    with b.if_then(b.icmp_signed("!=", kind, e.index(TileKind.EMPTY))):
-                        score()
-                        if self.mask == TRUE:
-                            see("full", block, kv_start, number)
-                        else:
-                            e.choose(
-                                b.icmp_signed("==", kind, e.index(TileKind.PARTIAL)),
-                                lambda: see("partial", block, kv_start, number),
-                                lambda: see("full", block, kv_start, number),
-                            )
+            e.loop(0, count, 1, [], one)
 
-                e.loop(0, count, 1, [], one)
+        def each_run(r: Value, _: list[Value]) -> None:
+            start, stop, kinds = frame.record(frame.pointer_field(arguments, "runs"), RUN, r)
+            e.loop(
+                start, stop, BLOCK_KV, [],
+                lambda k, _: block_of_keys(k, e.least(BLOCK_KV, e.sub(stop, k)), kinds),
+            )  # fmt: skip
 
-            def each_run(r: Value, _: list[Value]) -> None:
-                run = e.at(self.pointer_field(arguments, "runs"), e.mul(r, WORD * len(RUN)))
-                start, stop, kinds = self.record(run, RUN)
-                e.loop(
-                    start, stop, BLOCK_KV, [],
-                    lambda k, _: block_of_keys(k, e.least(BLOCK_KV, e.sub(stop, k)), kinds),
-                )  # fmt: skip
-
-            each_block(begin)
-            e.loop(first_run, last_run, 1, [], each_run)
-            each_block(lambda block: self.end(block, functions))
-            matrix_unit.release(e)
-        return function
-
-    def all_tasks(self) -> None:
-        e = self.e
-        whole_task = self.task(self.functions())
-
-        def run(arguments: Value, number: Value, scratch: Value) -> None:
-            task = e.at(self.pointer_field(arguments, "tasks"), e.mul(number, WORD * len(TASK)))
-            e.builder.call(whole_task, [arguments, task, scratch])
-
-        self.job(run)
-
-
-class _SplitSums(_SplitReplay, Sums):
-    pass
-
-
-class _SplitTop(_SplitReplay, Top):
-    pass
+        each_block(begin)
+        e.loop(first_run, last_run, 1, [], each_run)
+        each_block(lambda block: reduction.end(block, functions["write"]))
+        matrix_unit.release(e)
+    return function

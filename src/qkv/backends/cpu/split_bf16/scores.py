@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value
-from qkv.backends.cpu.emit.frame import RowView
+from qkv.backends.cpu.emit.frame import RowView, rows_from
 from qkv.backends.cpu.emit.packing import copy_rows
-from qkv.backends.cpu.forward.kernel import Forward
+from qkv.backends.cpu.forward.frame import ForwardFrame
 from qkv.backends.cpu.split_bf16 import non_finite
 from qkv.backends.cpu.split_bf16.factors import SplitFactors
 
@@ -19,13 +19,13 @@ from qkv.backends.cpu.split_bf16.factors import SplitFactors
 class SplitScores:
     """Writes the functions of one kernel; they find the operands in its arguments."""
 
-    def __init__(self, kernel: Forward, block_kv: int) -> None:
-        self.kernel, self.e = kernel, kernel.e
-        self.split = SplitFactors(kernel.e, kernel.shape, block_kv)
+    def __init__(self, frame: ForwardFrame) -> None:
+        self.frame, self.e = frame, frame.e
+        self.split = SplitFactors(frame.e, frame.shape, frame.block_kv)
 
     def functions(self, dtypes: Iterable[str]) -> dict[str, Value]:
         """The functions by name, with copies for rows of these dtypes."""
-        of, split = self.kernel.dtypes, self.split
+        of, split = self.frame.dtypes, self.split
         functions = {f"copy {dtype}": copy_rows(self.e, dtype) for dtype in sorted({*dtypes})}
         functions["split_rows"] = split.split_rows()
         functions["pack"] = self._pack(functions)
@@ -37,17 +37,17 @@ class SplitScores:
 
         Gives a bit for each query that cannot be split.
         """
-        e, kernel = self.e, self.kernel
+        e, frame = self.e, self.frame
         arguments = [POINTER, POINTER, POINTER, POINTER, INT64]
         with e.function("pack", arguments, INT64) as (function, args):
             arguments_, query, packed, copy, first_row = args
             names = ("query_row", "query_element", "head_dim", "rows")
-            row, element, head_dim, rows = (kernel.field(arguments_, name) for name in names)
+            row, element, head_dim, rows = (frame.field(arguments_, name) for name in names)
             last = e.least(e.lanes - 1, e.sub(e.sub(rows, first_row), 1))
-            here = RowView(e.at(query, e.mul(first_row, row)), row, element)
+            here = rows_from(e, RowView(query, row, element), first_row)
             start, row = self.floats(functions, "query", here, e.add(last, 1), head_dim, copy)
             places = [e.at(start, e.mul(e.least(i, last), row)) for i in range(e.lanes)]
-            sign = e.splat(kernel.real_field(arguments_, "sign"))
+            sign = e.splat(frame.real_field(arguments_, "sign"))
             e.builder.ret(self.split.pack(places, head_dim, packed, sign))
         return function
 
@@ -61,7 +61,7 @@ class SplitScores:
         to: Value,
     ) -> tuple[Value, Value]:
         """Rows of float32 with adjacent elements."""
-        dtype = self.kernel.dtypes[name]
+        dtype = self.frame.dtypes[name]
         return self.split.floats(dtype, functions[f"copy {dtype}"], rows, count, dim, to)
 
     def split_keys(
@@ -95,13 +95,13 @@ class SplitScores:
 
         `key` begins with the block, and so would `scores`; `lanes` is of its queries.
         """
-        e, kernel = self.e, self.kernel
+        e, frame = self.e, self.frame
         some = non_finite.any_non_finite(self.split, non_finite_rows, lanes)
         with e.builder.if_then(some, likely=False):
-            last = e.sub(kernel.field(arguments, "rows"), 1)
+            last = e.sub(frame.field(arguments, "rows"), 1)
             head_dim, sign = (
-                kernel.field(arguments, "head_dim"),
-                kernel.real_field(arguments, "sign"),
+                frame.field(arguments, "head_dim"),
+                frame.real_field(arguments, "sign"),
             )
             rows = [*key, *query, first_row, last, head_dim, sign]
             e.builder.call(

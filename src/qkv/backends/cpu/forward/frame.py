@@ -1,0 +1,126 @@
+"""What all forward kernels agree on: arguments, tasks, statistics, and queries in lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
+from qkv.backends.cpu.emit.expressions import Expressions
+from qkv.backends.cpu.emit.frame import COMMON_FIELDS, Frame, operand_fields
+from qkv.backends.cpu.emit.storage import real_dtype
+from qkv.backends.cpu.machine.tiling import TileShape
+from qkv.problem.expressions import SCORE
+from qkv.problem.spec import Spec
+
+BLOCK_KV = 64
+"""Number of keys whose scores are held at once, unless a kernel has another number of its own."""
+
+FIELDS = (
+    *COMMON_FIELDS,
+    *operand_fields("query", "key", "value"),
+    "runs", "rows", "out", "lse", "lse_rest", "entropy", "max_score", "max_weight", "copy_key",
+    "copy_value", "sign", "q_blocks_per_task",
+)  # fmt: skip
+"""Words of the argument block. `scale` is not negative, because Q is packed times `sign`.
+`q_blocks_per_task` differs from problem to problem while the kernel stays the same."""
+
+STATS = 6
+"""Number of rows of statistics: row maximum, row sum, rescaling factor, rounding error of the row
+sum, maximum of the current block, and T."""
+BLOCK_MAX = 4
+
+TASK = ("batch", "head", "first_row", "first_run", "last_run")
+RUN = ("start", "stop", "partial")
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardKey:
+    """Everything that the code of one kernel depends on.
+
+    `rotated` operands come in the type of computation.
+    """
+
+    spec: Spec
+    shape: TileShape
+    int_bits: int
+    folded: bool
+    rotated: bool
+    out_dtype: str
+    statistics: bool
+
+
+class ScoreVector(NamedTuple):
+    """The arguments of a function for one vector of queries and one block of keys.
+
+    `scores` holds `count` vectors, `width` bytes apart. If `marked`, the weight of a forbidden pair
+    becomes -0.0; no other weight is.
+    """
+
+    arguments: Value
+    scores: Value
+    stats: Value
+    transposed: Value
+    width: Value
+    count: Value
+    batch: Value
+    head: Value
+    first_row: Value
+    kv_start: Value
+    marked: Value
+
+
+class ForwardFrame(Frame):
+    """What all functions of a forward kernel, or of one that computes its scores again, know.
+
+    Other `fields` and another number of keys in a block may be given. Without `plain`, scores are
+    finished before weights are computed, even if they have no mods.
+    """
+
+    def __init__(
+        self,
+        key: ForwardKey,
+        *,
+        fields: tuple[str, ...] = FIELDS,
+        block_kv: int = BLOCK_KV,
+        plain: bool = True,
+    ) -> None:
+        super().__init__("qkv_forward", key.spec, key.shape, key.int_bits, fields)
+        self.folded = key.folded
+        self.out_dtype = key.out_dtype
+        self.statistics = key.statistics
+        self.block_kv = block_kv
+        operand_dtype = real_dtype(self.e) if key.rotated else key.spec.dtype
+        self.dtypes = {"query": operand_dtype, "key": operand_dtype, "value": key.spec.dtype}
+        self.plain = plain and self.score == SCORE
+        """Whether there are no score mods, so that scores are the scaled products."""
+
+    @contextmanager
+    def of_vector(self, name: str) -> Iterator[tuple[Value, ScoreVector]]:
+        """A function whose arguments are a `ScoreVector`."""
+        with self.e.function(name, [*[POINTER] * 4, *[INT64] * 6, BIT]) as (function, args):
+            yield function, ScoreVector(*args)
+
+    def places(self, arguments: Value, batch: Value, head: Value, first_row: Value) -> Expressions:
+        """Where the lanes are; those beyond the last row repeat it."""
+        e, b = self.e, self.e.builder
+        last = self.lane_integers(e.sub(self.field(arguments, "rows"), 1))
+        numbers = self.lane_numbers()
+        row = b.add(self.lane_integers(first_row), numbers)
+        row = b.select(b.icmp_signed("<", row, last), row, last)
+        if self.folded:
+            q_len = self.lane_integers(self.field(arguments, "q_len"))
+            head = b.add(self.lane_integers(head), b.sdiv(row, q_len))
+            row = b.srem(row, q_len)
+        variables = {"batch": batch, "head": head, "q_index": row}
+        return Expressions(e, self.tables(arguments), variables, self.int_bits)
+
+    def places_at(self, at: ScoreVector) -> Expressions:
+        """`places` of the queries of one vector."""
+        return self.places(at.arguments, at.batch, at.head, at.first_row)
+
+    def is_wanted(self, arguments: Value, name: str) -> Value:
+        """Whether there is an address to write to."""
+        return self.e.builder.icmp_signed("!=", self.field(arguments, name), self.e.index(0))

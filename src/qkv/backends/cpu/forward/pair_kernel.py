@@ -1,0 +1,242 @@
+"""A forward kernel whose products are of pairs of bfloat16, whatever lays the operands out.
+
+One task is several blocks of queries, so that they share transposed V. A run of keys says of each
+block whether it sees none, all or part of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from llvmlite import ir
+
+from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
+from qkv.backends.cpu.emit.frame import WORD
+from qkv.backends.cpu.forward.frame import BLOCK_MAX, STATS, TASK, ForwardFrame
+from qkv.backends.cpu.forward.rows import unpack_function
+from qkv.backends.cpu.forward.score_blocks import (
+    BLOCK_RUN,
+    Block,
+    KeyBlock,
+    PairOperands,
+    QueryBlocks,
+    ValueBlock,
+)
+from qkv.backends.cpu.forward.softmax import finish_scores, scores_to_weights
+from qkv.backends.cpu.products import matrix_unit
+from qkv.backends.cpu.products.bfloat16 import whole
+from qkv.backends.cpu.products.query_lanes import store_vectors, vectors_at
+from qkv.problem.expressions import TRUE
+
+
+def emit_pair_kernel(operands: PairOperands) -> str:
+    """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
+    frame, e = operands.frame, operands.e
+    functions = {
+        **operands.rows(),
+        "scores": operands.product("scores", onto=False),
+        "unpack": unpack_function(frame),
+        "add_values": add_values_function(operands, operands.product("products", onto=True)),
+    }
+    masked = frame.mask != TRUE
+    if frame.plain:
+        functions["block_max"] = block_max_function(operands)
+        functions["weigh_plain"] = weights_function(operands, "weigh_plain", finished=False)
+    else:
+        functions["finish_full"] = finish_function(frame, "finish_full", masked=False)
+    if masked:
+        functions["finish_partial"] = finish_function(frame, "finish_partial", masked=True)
+    if masked or not frame.plain:
+        functions["weigh_finished"] = weights_function(operands, "weigh_finished", finished=True)
+    frame.call_for_each_task(attend_function(operands, functions), TASK)
+    return str(e.module)
+
+
+def block_max_function(operands: PairOperands) -> Value:
+    """A function `(scores, block_max, count)`: the largest score of each query."""
+    e, at_once = operands.e, 4
+    with e.function("block_max", [POINTER, POINTER, INT64]) as (function, args):
+        scores, largest, count = args
+
+        def step(k: Value, seen: list[Value]) -> list[Value]:
+            # The last keys may be met twice.
+            rows = [e.least(e.add(k, i), e.sub(count, 1)) for i in range(at_once)]
+            vectors = [v for row in rows for v in vectors_at(e, scores, operands.vectors, row)]
+            return list(map(e.greatest, seen, vectors))
+
+        lowest = [e.const(-math.inf)] * (at_once * operands.vectors)
+        seen = e.loop(0, count, at_once, lowest, step)
+        for i in range(operands.vectors, len(seen)):
+            seen[i % operands.vectors] = e.greatest(seen[i % operands.vectors], seen[i])
+        store_vectors(e, largest, seen[: operands.vectors])
+    return function
+
+
+def finish_function(frame: ForwardFrame, name: str, *, masked: bool) -> Value:
+    """A function of `ScoreVector`: S is finished, and its largest is kept."""
+    e = frame.e
+    with frame.of_vector(name) as (function, at):
+        places = frame.places_at(at)
+        scale = e.splat(frame.real_field(at.arguments, "scale"))
+        largest = finish_scores(frame, at, places, scale, masked)
+        e.store_vector(largest, e.at(at.stats, e.mul(at.width, BLOCK_MAX)))
+    return function
+
+
+def weights_function(operands: PairOperands, name: str, *, finished: bool) -> Value:
+    """A function of `ScoreVector`: S becomes P; row maximum and sum advance."""
+    frame, e = operands.frame, operands.e
+    with frame.of_vector(name) as (function, at):
+        places = frame.places_at(at)
+        largest = e.load_vector(e.at(at.stats, e.mul(at.width, BLOCK_MAX)))
+        scores_to_weights(frame, at, places, largest, operands.store_weights, finished=finished)
+    return function
+
+
+def add_values_function(operands: PairOperands, add: Value) -> Value:
+    """A function `(values, weights, rescale, out, v_head_dim, count)`: one block of keys."""
+    e = operands.e
+    with e.function("add_values", [*[POINTER] * 4, INT64, INT64]) as (function, args):
+        values, weights, rescale, out, v_head_dim, count = args
+        pairs = before_adding(operands, weights, rescale, out, v_head_dim, count)
+        row = e.index(operands.value_row)
+        e.builder.call(add, [values, weights, out, row, v_head_dim, pairs])
+    return function
+
+
+def before_adding(
+    operands: PairOperands,
+    weights: Value,
+    rescale: Value,
+    out: Value,
+    v_head_dim: Value,
+    count: Value,
+) -> Value:
+    """Rescale O and fill the last chunk of weights; gives the number of pairs."""
+    e, b = operands.e, operands.e.builder
+    pairs = e.add(b.ashr(e.sub(count, 1), e.index(1)), 1)
+    operands.clear_pairs(weights, pairs, b.ashr(whole(e, count), e.index(1)))
+    factors = vectors_at(e, rescale, operands.vectors)
+    moved = ir.Constant(BIT, 0)
+    lanes = ir.IntType(e.lanes)
+    for factor in factors:
+        changed = b.fcmp_unordered("!=", factor, e.const(1.0))
+        some = b.icmp_unsigned("!=", b.bitcast(changed, lanes), ir.Constant(lanes, 0))
+        moved = b.or_(moved, some)
+
+    def scale(d: Value, _: list[Value]) -> None:
+        place = e.at(out, e.mul(d, operands.width))
+        held = vectors_at(e, place, operands.vectors)
+        store_vectors(e, place, list(map(b.fmul, held, factors)))
+
+    e.loop(0, b.select(moved, v_head_dim, e.index(0)), 1, [], scale)
+    return pairs
+
+
+def attend_function(operands: PairOperands, functions: dict[str, Value]) -> Value:
+    """A function `(arguments, task, scratch)`: some blocks of queries over their runs of keys."""
+    frame, e = operands.frame, operands.e
+    vectors, width, block_q = operands.vectors, operands.width, frame.shape.block_q
+    with e.function("attend", [POINTER] * 3) as (function, args):
+        arguments, task, scratch = args
+        b = e.builder
+        if frame.shape.product == "tiles":
+            matrix_unit.configure(e)
+        batch, head, first_row, first_run, last_run = frame.record(task, TASK)
+        group_size, num_heads, q_len, head_dim, v_head_dim, q_blocks_per_task = (
+            frame.field(arguments, name)
+            for name in (
+                "group_size", "num_heads", "q_len", "head_dim", "v_head_dim", "q_blocks_per_task",
+            )
+        )  # fmt: skip
+        kv_head = b.sdiv(head, group_size)
+        query = frame.operand(arguments, "query", batch, head)
+        key = frame.operand(arguments, "key", batch, kv_head)
+        value = frame.operand(arguments, "value", batch, kv_head)
+
+        wide, v_wide = whole(e, head_dim), whole(e, v_head_dim)
+        at = operands.buffers(scratch, wide, v_wide)
+        total_at = e.mul(wide, operands.terms * width // 2)
+        stats_at = e.add(total_at, e.mul(v_wide, width))
+        block_bytes = e.add(stats_at, operands.stats_rows * width)
+        left = e.add(e.sub(q_len, first_row), block_q - 1)
+        count = e.least(q_blocks_per_task, b.sdiv(left, e.index(block_q)))
+        transposed = e.at(at.blocks, e.mul(q_blocks_per_task, block_bytes))
+
+        def block_at(i: Value) -> Block:
+            packed = e.at(at.blocks, e.mul(i, block_bytes))
+            row = e.add(first_row, e.mul(i, block_q))
+            return Block(packed, e.at(packed, total_at), e.at(packed, stats_at), row)
+
+        def each_block(body: Callable[[Block], None]) -> None:
+            e.loop(0, count, 1, [], lambda i, _: body(block_at(i)))
+
+        def each_vector(row: Value, body: Callable[[int, Value], None]) -> None:
+            """A vector beyond the last row repeats it."""
+            for j in range(vectors):
+                body(j * e.vector_bytes, e.least(e.add(row, j * e.lanes), e.sub(q_len, 1)))
+
+        def begin(block: Block) -> None:
+            stats = block.stats
+
+            def vector(offset: int, row: Value) -> None:
+                where = [query.pointer, e.at(block.packed, offset), at.key_copy, row]
+                packing = b.call(functions["pack"], [arguments, *where])
+                if operands.stats_rows > STATS:
+                    e.store(packing, e.at(stats, offset + STATS * width), WORD)
+                e.store_vector(e.const(-math.inf), e.at(stats, offset))
+                for i in (1, 3, 5):
+                    e.store_vector(e.const(0.0), e.at(stats, offset + i * width))
+
+            each_vector(block.row, vector)
+            zeros = [e.const(0.0)] * vectors
+            e.loop(
+                0, v_wide, 1, [],
+                lambda d, _: store_vectors(e, e.at(block.total, e.mul(d, width)), zeros),
+            )  # fmt: skip
+
+        each_block(begin)
+        blocks = QueryBlocks(
+            functions, arguments, batch, head, query, key, value, head_dim, v_head_dim, count,
+            block_at, at, transposed,
+        )  # fmt: skip
+        score_blocks = operands.score_blocks(blocks)
+
+        def block_of_keys(
+            kv_start: Value, keys: Value, kinds: Value, first: Value, last: Value
+        ) -> None:
+            score_blocks.begin()
+            factor, row = operands.block_of_keys(blocks, kv_start, keys)
+
+            def values() -> ValueBlock:
+                return operands.block_of_values(blocks, kv_start, keys, kinds)
+
+            block = KeyBlock(kv_start, keys, kinds, first, last, factor, row)
+            score_blocks.add_keys(block, values)
+
+        runs, size = frame.pointer_field(arguments, "runs"), frame.block_kv
+
+        def each_run(r: Value, _: list[Value]) -> None:
+            start, stop, *seen = frame.record(runs, BLOCK_RUN, r)
+            e.loop(
+                start, stop, size, [],
+                lambda k, _: block_of_keys(k, e.least(size, e.sub(stop, k)), *seen),
+            )  # fmt: skip
+
+        e.loop(first_run, last_run, 1, [], each_run)
+        score_blocks.end()
+        place = e.mul(e.add(e.mul(batch, num_heads), head), q_len)
+
+        def end(block: Block) -> None:
+            def vector(offset: int, row: Value) -> None:
+                held = e.at(block.total, offset), e.at(block.stats, offset), e.add(place, row)
+                last = e.sub(q_len, row)
+                b.call(functions["unpack"], [arguments, *held, v_head_dim, e.index(width), last])
+
+            each_vector(block.row, vector)
+
+        each_block(end)
+        if frame.shape.product == "tiles":
+            matrix_unit.release(e)
+    return function

@@ -1,0 +1,124 @@
+"""Rows of queries in, packed; rows of the output out; blocks of keys and values side by side."""
+
+from __future__ import annotations
+
+import math
+
+from qkv.backends.cpu.emit import vector_math
+from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value
+from qkv.backends.cpu.emit.frame import Frame, RowView
+from qkv.backends.cpu.emit.packing import pack_rows, unpack_rows
+from qkv.backends.cpu.emit.storage import ITEM_BYTES, real_dtype
+from qkv.backends.cpu.forward.frame import STATS, ForwardFrame
+
+
+def pack_function(frame: ForwardFrame) -> Value:
+    """One vector of queries, transposed; lanes beyond the last row repeat it."""
+    e = frame.e
+    arguments = [POINTER, POINTER, POINTER, INT64, INT64]
+    with e.function("pack", arguments) as (function, args):
+        arguments_, query, packed, first_row, width = args
+        b = e.builder
+        names = ("query_head", "query_row", "query_element", "head_dim", "rows", "q_len")
+        query_head, query_row, query_element, head_dim, count, q_len = (
+            frame.field(arguments_, name) for name in names
+        )
+        sign = e.splat(frame.real_field(arguments_, "sign"))
+        rows = []
+        for i in range(e.lanes):
+            row = e.least(e.add(first_row, i), e.sub(count, 1))
+            head = e.index(0)
+            if frame.folded:
+                head, row = b.sdiv(row, q_len), b.srem(row, q_len)
+            rows.append(e.at(query, e.mul(head, query_head), e.mul(row, query_row)))
+        pack_rows(
+            e, rows, query_element, head_dim, frame.dtypes["query"],
+            lambda d, vector: e.store_vector(
+                b.fmul(vector, sign), e.at(packed, e.mul(d, width))
+            ),
+        )  # fmt: skip
+    return function
+
+
+def unpack_function(frame: ForwardFrame) -> Value:
+    """One vector of queries: out = O / l, transposed back, lse = m + log(l), and statistics.
+
+    Lanes beyond the last row hold what it holds and write it again. A row without keys has
+    l = 0.
+    """
+    e = frame.e
+    arguments = [*[POINTER] * 3, *[INT64] * 4]
+    with e.function("unpack", arguments) as (function, args):
+        arguments_, total, stats, first, v_head_dim, width, count = args
+        b = e.builder
+        row_max, row_sum, _, lost, _, spread = (
+            e.load_vector(e.at(stats, e.mul(width, i))) for i in range(STATS)
+        )
+        empty = b.fcmp_ordered("==", row_sum, e.const(0.0))
+        divisor = b.select(empty, e.const(1.0), row_sum)
+        share = b.fdiv(e.const(1.0), divisor)
+        lowest = e.const(-math.inf)
+        logarithm = vector_math.log(e, row_sum)
+        lanes = [e.least(i, e.sub(count, 1)) for i in range(e.lanes)]
+
+        def each(name: str, vector: Value) -> None:
+            """Statistics are small: one element after the other."""
+            start = e.at(frame.pointer_field(arguments_, name), e.mul(first, e.real_bytes))
+            for i, lane in enumerate(lanes):
+                e.store(e.extract(vector, i), e.at(start, e.mul(lane, e.real_bytes)), e.real_bytes)
+
+        lse, rest = vector_math.add_log(e, row_max, row_sum, b.fneg(lost))
+        with b.if_then(frame.is_wanted(arguments_, "lse")):
+            each("lse", b.select(empty, lowest, lse))
+        with b.if_then(frame.is_wanted(arguments_, "lse_rest")):
+            each("lse_rest", b.select(empty, e.const(0.0), rest))
+        if frame.statistics:
+            entropy = b.fsub(logarithm, b.fmul(spread, share))
+            # Rounding may leave a sure choice a little below 0.
+            below = b.fcmp_ordered("<", entropy, e.const(0.0))
+            entropy = b.select(b.or_(empty, below), e.const(0.0), entropy)
+            each("entropy", entropy)
+            each("max_score", row_max)
+            largest = b.fdiv(e.const(1.0), divisor)
+            each("max_weight", b.select(empty, e.const(0.0), largest))
+
+        row_bytes = e.mul(v_head_dim, ITEM_BYTES[frame.out_dtype])
+        out = e.at(frame.pointer_field(arguments_, "out"), e.mul(first, row_bytes))
+
+        def take(d: Value) -> Value:
+            # Adding 0 leaves one sign of zero.
+            vector = e.load_vector(e.at(total, e.mul(d, width)))
+            return e.fma(vector, share, e.const(0.0))
+
+        rows = [e.at(out, e.mul(lane, row_bytes)) for lane in lanes]
+        unpack_rows(e, rows, v_head_dim, frame.out_dtype, take)
+    return function
+
+
+def rows_of_block(
+    frame: Frame,
+    arguments: Value,
+    name: str,
+    rows: RowView,
+    kv_start: Value,
+    keys: Value,
+    dim: Value,
+    copy: Value,
+    functions: dict[str, Value],
+) -> tuple[Value, Value]:
+    """A block of K or V with adjacent elements: where it lies, or copied."""
+    e, b = frame.e, frame.e.builder
+    pointer, row, element = rows
+    here = e.at(pointer, e.mul(kv_start, row))
+
+    def side_by_side() -> None:
+        copy_rows = functions[f"copy {frame.dtypes[name]}"]
+        b.call(copy_rows, [here, row, element, keys, dim, copy])
+
+    if frame.dtypes[name] != real_dtype(e):
+        side_by_side()
+        return copy, e.mul(dim, e.real_bytes)
+    needed = b.icmp_signed("!=", frame.field(arguments, f"copy_{name}"), e.index(0))
+    with b.if_then(needed, likely=False):
+        side_by_side()
+    return b.select(needed, copy, here), b.select(needed, e.mul(dim, e.real_bytes), row)

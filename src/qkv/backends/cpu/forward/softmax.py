@@ -1,0 +1,217 @@
+"""From scores to weights: score mods, masks, and the online softmax of one vector of queries."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeAlias
+
+from llvmlite import ir
+
+from qkv.backends.cpu.emit import vector_math
+from qkv.backends.cpu.emit.emitter import Emitter, Value
+from qkv.backends.cpu.emit.expressions import Expressions
+from qkv.backends.cpu.emit.transpose import (
+    transpose_tables,
+    transposed_loads,
+    transposed_values,
+)
+from qkv.backends.cpu.forward.frame import BLOCK_MAX, STATS, ForwardFrame, ScoreVector
+from qkv.problem.expressions import walk
+
+_SUM = 16
+"""Number of weights that are added in one chain. Rounding errors grow with its length."""
+
+WeightOfKey: TypeAlias = Callable[[Value, list[Value]], tuple[Value, list[Value]]]
+"""Gives the weight of a key, and sums with it."""
+StoreWeights: TypeAlias = Callable[..., list[Value]]
+"""A function as `store_weights`."""
+
+
+class RowSums:
+    """The update of the rows of one vector of queries by one block of keys.
+
+    `largest` is their largest score in the block.
+    """
+
+    def __init__(
+        self, e: Emitter, stats: Value, width: Value, largest: Value, *, statistics: bool
+    ) -> None:
+        b = e.builder
+        self._e, self._statistics = e, statistics
+        self._at = [e.at(stats, e.mul(width, i)) for i in range(STATS)]
+        self._old_max = e.load_vector(self._at[0])
+        self._new_max = e.greatest(self._old_max, largest)
+        # A row that has seen no key yet has maximum -inf; shift it by 0 instead.
+        unseen = b.fcmp_ordered("==", self._new_max, e.const(-math.inf))
+        self._shift = b.select(unseen, e.const(0.0), self._new_max)
+        self.nothing = [e.const(0.0)] * (1 + statistics)
+        """The sums before the first key."""
+
+    def weigh(
+        self, score: Value, sums: list[Value], forbidden: Value | None
+    ) -> tuple[Value, list[Value]]:
+        """The weight of one key, and sums with it; `forbidden` weighs a score of -inf."""
+        e, b = self._e, self._e.builder
+        distance = b.fsub(score, self._shift)
+        weight = vector_math.exp_flushed(e, distance)
+        if forbidden is not None:
+            never = b.fcmp_ordered("==", score, e.const(-math.inf))
+            weight = b.select(never, forbidden, weight)
+        following = [b.fadd(sums[0], weight)]
+        if self._statistics:
+            # What weighs nothing adds nothing, at whatever distance.
+            added = e.fma(weight, distance, sums[1])
+            following.append(b.select(vector_math.is_kept(e, distance), added, sums[1]))
+        if len(sums) > len(self.nothing):
+            rest = vector_math.rest_of_sum(e, sums[0], weight, following[0])
+            following.append(b.fadd(sums[-1], rest))
+        return weight, following
+
+    def advance(self, sums: list[Value], rest: Value | None = None) -> None:
+        """Row maximum, sum, and T, after the block; how the output is to be rescaled.
+
+        `rest` is what rounding took from the block's sum, where that is known.
+        """
+        e, b = self._e, self._e.builder
+        row_max, row_sum, rescale, lost, _, spread = self._at
+        step = b.fsub(self._old_max, self._shift)
+        factor = vector_math.exp_flushed(e, step)
+        e.store_vector(self._new_max, row_max)
+        if self._statistics:
+            moved = b.fmul(e.load_vector(row_sum), e.greatest(e.const(-1e4), step))
+            old_spread = b.fmul(b.fadd(e.load_vector(spread), moved), factor)
+            e.store_vector(b.fadd(old_spread, sums[1]), spread)
+        # Compensated (Kahan 1965): a plain sum over thousands of blocks drifts.
+        old_sum = b.fmul(e.load_vector(row_sum), factor)
+        total = b.fsub(sums[0], b.fmul(e.load_vector(lost), factor))
+        new_sum = b.fadd(old_sum, total)
+        e.store_vector(new_sum, row_sum)
+        lost_here = b.fsub(b.fsub(new_sum, old_sum), total)
+        e.store_vector(lost_here if rest is None else b.fsub(lost_here, rest), lost)
+        e.store_vector(factor, rescale)
+
+
+def softmax_function(frame: ForwardFrame, name: str, masked: bool) -> Value:
+    """A function of `ScoreVector`: S becomes P; row maximum and sum advance."""
+    e = frame.e
+    with frame.of_vector(name) as (function, at):
+        places = frame.places_at(at)
+        scale = e.splat(frame.real_field(at.arguments, "scale"))
+        finished = masked or not frame.plain
+        if finished:
+            largest = finish_scores(frame, at, places, scale, masked)
+        else:
+            largest = e.load_vector(e.at(at.stats, e.mul(at.width, BLOCK_MAX)))
+        scores_to_weights(frame, at, places, largest, store_weights, finished=finished)
+    return function
+
+
+def scores_to_weights(
+    frame: ForwardFrame,
+    at: ScoreVector,
+    places: Expressions,
+    largest: Value,
+    store: StoreWeights,
+    *,
+    finished: bool,
+) -> None:
+    """S becomes P; if it is not `finished`, it is to be scaled, and nothing is forbidden."""
+    e, b = frame.e, frame.e.builder
+    scale = forbidden = None
+    if finished:
+        zero = (ir.Constant(e.real, sign) for sign in (-0.0, 0.0))
+        forbidden = e.splat(b.select(at.marked, *zero))
+    else:
+        scale = e.splat(frame.real_field(at.arguments, "scale"))
+        largest = b.fmul(largest, scale)
+    row = RowSums(e, at.stats, at.width, largest, statistics=frame.statistics)
+
+    def weight_of_key(k: Value, carried: list[Value]) -> tuple[Value, list[Value]]:
+        score = e.load_vector(e.at(at.scores, e.mul(k, at.width)))
+        if scale is not None:
+            score = b.fmul(score, scale)
+        weight, following = row.weigh(score, carried, forbidden)
+        if frame.spec.dropout:
+            factor = frame.drop(at.arguments, places, e.add(at.kv_start, k))
+            weight = b.fmul(weight, factor)
+        return weight, following
+
+    def group(k: Value, carried: list[Value]) -> list[Value]:
+        # Sums of sums: rounding errors grow with the length of a chain.
+        end = e.least(e.add(k, _SUM), at.count)
+        sums = store(e, at.scores, at.width, k, end, row.nothing, weight_of_key)
+        return [b.fadd(old, part) for old, part in zip(carried, sums, strict=True)]
+
+    if frame.shape.product == "tiles":
+        row.advance(e.loop(0, at.count, _SUM, row.nothing, group))
+        return
+    # A single chain of few weights hardly rounds, and what rounding takes from it is kept.
+    alone = b.select(e.below(at.count, _SUM + 1), at.count, e.index(0))
+    sums = [*row.nothing, e.const(0.0)]
+    *sums, rest = store(e, at.scores, at.width, e.index(0), alone, sums, weight_of_key, short=True)
+    row.advance(e.loop(alone, at.count, _SUM, sums, group), rest)
+
+
+def store_weights(
+    e: Emitter,
+    scores: Value,
+    width: Value,
+    start: Value,
+    stop: Value,
+    sums: list[Value],
+    weight_of_key: WeightOfKey,
+    *,
+    short: bool = False,
+) -> list[Value]:
+    """Weights of keys from `start` on take the place of their scores; gives the sums.
+
+    `short` says that there are few keys, so that long code does not pay.
+    """
+
+    def one(k: Value, sums: list[Value]) -> list[Value]:
+        weight, sums = weight_of_key(k, sums)
+        e.store_vector(weight, e.at(scores, e.mul(k, width)))
+        return sums
+
+    return e.loop(start, stop, 1, sums, one)
+
+
+def finish_scores(
+    frame: ForwardFrame, at: ScoreVector, places: Expressions, scale: Value, masked: bool
+) -> Value:
+    """Scale, score mods and mask in place; the largest of each row."""
+    e = frame.e
+    finish = finishing(frame, at, places, scale, masked)
+    (largest,) = e.loop(0, at.count, 1, [e.const(-math.inf)], finish)
+    return largest
+
+
+def finishing(
+    frame: ForwardFrame, at: ScoreVector, places: Expressions, scale: Value, masked: bool
+) -> Callable[[Value, list[Value]], list[Value]]:
+    """A function that finishes the scores of one key and gives the largest so far."""
+    e, b, spec, block_kv = frame.e, frame.e.builder, frame.spec, frame.block_kv
+    loads = transposed_loads(spec)
+    if not masked:
+        read = set(walk(frame.score))
+        loads = tuple(load for load in loads if load in read)
+    transpose_tables(e, places, loads, at.kv_start, at.count, block_kv, at.transposed)
+
+    def finish(k: Value, carried: list[Value]) -> list[Value]:
+        place = e.at(at.scores, e.mul(k, at.width))
+        score = b.fmul(e.load_vector(place), scale)
+        inner = places.inside(e.add(at.kv_start, k), score)
+        inner.known.update(transposed_values(e, spec, loads, at.transposed, k, block_kv))
+        if not frame.plain:
+            score = inner.floats(frame.score)
+        if masked:
+            score = b.select(inner.condition(frame.mask), score, e.const(-math.inf))
+        e.store_vector(score, place)
+        return [e.greatest(carried[0], score)]
+
+    if not frame.plain:
+        places.hoist(frame.score)
+    if masked:
+        places.hoist(frame.mask)
+    return finish
