@@ -142,6 +142,12 @@ def test_explanations_refuse_what_they_cannot_show(name: str) -> None:
         mechanism.explain(arguments[0], ["one"], **keywords(arguments))
     with pytest.raises(ArgumentError, match="index=9"):
         mechanism.explain(arguments[0], example_tokens(), 9, **keywords(arguments))
+    if type(mechanism).one_sequence_only:
+        with pytest.raises(ArgumentError, match=f"{name} reads one sequence"):
+            mechanism.explain(arguments[0], key=arguments[0])
+    if name == "cross":
+        with pytest.raises(ArgumentError, match="one sequence"):
+            mechanism.explain(arguments[0])
 
 
 def smaller(name: str) -> Any:

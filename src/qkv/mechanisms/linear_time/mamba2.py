@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, step, symbols
+from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
 from qkv.mechanisms.base.loading import named_weights
-from qkv.mechanisms.base.mechanism import positive_integers
 from qkv.mechanisms.base.namespace import array_namespace
 from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.base.projected import join_heads, split_heads
@@ -221,19 +221,11 @@ class Mamba2(RecurrentMechanism):
         shape = (*heads.shape[:-3], self.num_groups, -1, *heads.shape[-2:])
         return array_namespace(heads).reshape(heads, shape)
 
-    def cost(self, n: int, batch: int = 1, dtype: str = "float32") -> Ledger:
-        """Operations of the recurrence token by token, parameters and bytes.
-
-        Parameters
-        ----------
-        n, batch : int
-        dtype : str
-            The type in which arrays are stored.
-        """
-        positive_integers(n=n, batch=batch)
-        tokens, e, h, d = symbols(n=n, e=self.embed_dim, h=self.num_heads, d=self.head_dim)
+    def operations(self, tokens: Count, batch: int) -> Ledger:
+        """Those of the recurrence token by token; chunks do more in fewer products."""
+        e, h, d = symbols(e=self.embed_dim, h=self.num_heads, d=self.head_dim)
         s, g, k = symbols(s=self.state_size, g=self.num_groups, k=self.conv_kernel)
-        tokens = tokens * (1 if batch == 1 else Count(batch, "b"))
+        tokens = batch * tokens
         channels, mixed = tokens * h * d, h * d + 2 * g * s
         states = channels * s
         found = projection("in_proj", tokens, e, h * d + mixed + h, "in_proj.bias" in self.weights)
@@ -247,7 +239,12 @@ class Mamba2(RecurrentMechanism):
         found += step("norm", multiply=2 * channels, add=channels, divide=channels, sqrt=tokens * g)
         if self.out_proj:
             found += projection("out_proj", tokens, h * d, e, "out_proj.bias" in self.weights)
-        return self.with_traffic(found, tokens, e if self.out_proj else h * d, dtype)
+        return found
+
+    def widths(self) -> tuple[int, int]:
+        """Those of x and of the output."""
+        e, h, d = symbols(e=self.embed_dim, h=self.num_heads, d=self.head_dim)
+        return e, e if self.out_proj else h * d
 
     @classmethod
     def from_transformers(cls, module: Any) -> Self:
