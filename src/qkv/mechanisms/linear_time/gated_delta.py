@@ -23,6 +23,7 @@ from qkv.mechanisms.linear_time.normalization import l2_norm, rms_norm
 from qkv.mechanisms.linear_time.recurrent import (
     RecurrentMechanism,
     activation_cost,
+    grouped_heads,
     head_dim_of,
     repeated_heads,
 )
@@ -187,8 +188,9 @@ class GatedDelta(RecurrentMechanism):
         value = inputs["value"]
         # A group becomes an axis of its own, along which its query and key are broadcast.
         query, key = inputs["query"][..., None, :, :], inputs["key"][..., None, :, :]
-        v, log_decay, beta, start = map(
-            self._grouped, (value, inputs["log_decay"], inputs["beta"], state["scan"])
+        v, log_decay, beta, start = (
+            grouped_heads(heads, self.num_key_heads)
+            for heads in (value, inputs["log_decay"], inputs["beta"], state["scan"])
         )
         rows = (query, key, v, log_decay[..., 0], beta[..., 0])
         out, end = chunk(*rows, start, self.chunk_size)
@@ -207,10 +209,6 @@ class GatedDelta(RecurrentMechanism):
         rows = rms_norm(out, self.norm_epsilon) * self.weight("norm.weight", out)
         rows = join_heads(rows) * silu(gate)
         return self.linear("out_proj", rows) if self.out_proj else rows
-
-    def _grouped(self, heads: Any) -> Any:
-        shape = (*heads.shape[:-3], self.num_key_heads, -1, *heads.shape[-2:])
-        return array_namespace(heads).reshape(heads, shape)
 
     def operations(self, tokens: Count, batch: int) -> Ledger:
         """Those of the recurrence token by token; chunks do more in fewer products."""

@@ -24,6 +24,7 @@ from qkv.mechanisms.linear_time.normalization import rms_norm
 from qkv.mechanisms.linear_time.recurrent import (
     RecurrentMechanism,
     activation_cost,
+    grouped_heads,
     head_dim_of,
     repeated_heads,
 )
@@ -188,9 +189,9 @@ class Mamba2(RecurrentMechanism):
         value, time_step = inputs["value"], inputs["step"]
         # A group becomes an axis of its own, along which its C and B are broadcast.
         c, b = inputs["C"][..., None, :, :], inputs["B"][..., None, :, :]
-        grouped = self._grouped(time_step * value)
-        log_decay = self._grouped(time_step * self._a(value))[..., 0]
-        start = self._grouped(state["scan"])
+        grouped = grouped_heads(time_step * value, self.num_groups)
+        log_decay = grouped_heads(time_step * self._a(value), self.num_groups)[..., 0]
+        start = grouped_heads(state["scan"], self.num_groups)
         out, end = chunk(c, b, grouped, log_decay, start, self.chunk_size)
         xp = array_namespace(value)
         out, state["scan"] = xp.reshape(out, value.shape), xp.reshape(end, state["scan"].shape)
@@ -216,10 +217,6 @@ class Mamba2(RecurrentMechanism):
 
     def _a(self, x: Any) -> Any:
         return -array_namespace(x).exp(self.weight("A_log", x))[:, None, None]
-
-    def _grouped(self, heads: Any) -> Any:
-        shape = (*heads.shape[:-3], self.num_groups, -1, *heads.shape[-2:])
-        return array_namespace(heads).reshape(heads, shape)
 
     def operations(self, tokens: Count, batch: int) -> Ledger:
         """Those of the recurrence token by token; chunks do more in fewer products."""

@@ -17,7 +17,14 @@ from qkv.mechanisms.base.mechanism import Mechanism
 from qkv.mechanisms.base.namespace import array_namespace, like, values
 from qkv.mechanisms.linear_time.chunks import in_chunks
 
-__all__ = ["RecurrentMechanism", "activation_cost", "head_dim_of", "repeated_heads", "token_shift"]
+__all__ = [
+    "RecurrentMechanism",
+    "activation_cost",
+    "grouped_heads",
+    "head_dim_of",
+    "repeated_heads",
+    "token_shift",
+]
 
 
 class RecurrentMechanism(Mechanism):
@@ -258,6 +265,18 @@ def repeated_heads(heads: Any, times: int) -> Any:
     array([1., 1., 2., 2.])
     """
     return heads if times == 1 else array_namespace(heads).repeat(heads, times, axis=-3)
+
+
+def grouped_heads(heads: Any, groups: int) -> Any:
+    """`(..., h, n, d)` as `(..., groups, h / groups, n, d)`.
+
+    Examples
+    --------
+    >>> grouped_heads(np.zeros((6, 5, 4)), 2).shape
+    (2, 3, 5, 4)
+    """
+    shape = (*heads.shape[:-3], groups, -1, *heads.shape[-2:])
+    return array_namespace(heads).reshape(heads, shape)
 
 
 def activation_cost(name: str, count: int) -> Ledger:
