@@ -28,7 +28,7 @@ from qkv.inspection.weights import LazyWeights
 from qkv.planning import Plan
 from qkv.positions import LearnedPositions, SinusoidalPositions
 from qkv.problem.rows import Paged, Quantized
-from qkv.scaling import ScalingCurve, ScalingPoint, scaling_curve
+from qkv.saturation import ScalingCurve, ScalingPoint, scaling_curve
 from qkv.variants import (
     ALiBi,
     Bias,

@@ -44,6 +44,10 @@ VARIANTS: dict[str, tuple[Any, ...]] = {
     "prefix": (qkv.Causal() | qkv.Prefix(9), qkv.SlidingWindow(None, 0)),
     "global": (qkv.Causal() & (qkv.SlidingWindow(20, 0) | qkv.GlobalTokens([0, 5])),),
     "strided": (qkv.Causal() & (qkv.SlidingWindow(7, 0) | qkv.Strided(8)),),
+    "random blocks": (
+        qkv.SlidingWindow(20, 0) | qkv.RandomBlocks(16, 3, 7, causal=True, length=LENGTH),
+        qkv.Causal(),
+    ),
     "alibi": (qkv.Causal(), qkv.ALiBi(SLOPES)),
     "rope": (qkv.Causal(), qkv.RoPE()),
     "interleaved": (qkv.Causal(), qkv.RoPE(layout="interleaved", rotary_dim=4)),

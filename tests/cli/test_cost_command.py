@@ -99,16 +99,32 @@ def test_the_textbook_mechanism_takes_495_operations(said) -> None:
     assert found["operations_formula"] == "4 n^2 d + 5 n^2 - n d - 2 n"
 
 
+def test_symbols_of_a_mechanism_are_said(said) -> None:
+    text = " ".join(said("cost", "--mechanism", "sliding-window").split())
+    assert "d = head_dim, h = num_heads, l = left + right." in text
+
+
+def test_every_model_on_one_machine(said) -> None:
+    """The column is the least time that the command says of each model alone."""
+    text = said("cost", "--machine", "h100")
+    (row,) = (line for line in text.splitlines() if line.startswith("llama-2-7b"))
+    alone = strict(said("cost", "--model", "llama-2-7b", "--machine", "h100", "--json"))
+    (machine,) = alone["machines"]
+    assert row.endswith(f"{1000 * machine['all_tokens']['seconds']:.3g} ms")
+    assert "NVIDIA" not in said("cost")
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
         (("--model", "gpt-9"), "no card of a model 'gpt-9'"),
-        (("--mechanism", "telepathy"), "no mechanism is called 'telepathy'"),
+        (("--mechanism", "telepathy"), "there is no mechanism 'telepathy'"),
         (("--model", "gpt-2", "--context", "0"), "context=0 is not a positive integer"),
         (("--model", "gpt-2", "--batch", "-1"), "batch=-1 is not a positive integer"),
         (("--model", "gpt-2", "--dtype", "int3"), "dtype='int3' is not a type"),
         (("--model", "gpt-2", "--machine", "abacus"), "no machine is called 'abacus'"),
         (("--model", "gpt-2", "--mechanism", "self"), "not allowed with"),
+        (("--steps",), "none is named"),
     ],
 )
 def test_bad_input(said, words: tuple[str, ...], reason: str) -> None:

@@ -63,7 +63,7 @@ def test_compare_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "there is no mechanism 'causel'" in capsys.readouterr().err
     file = tmp_path / "picture.doc"
     assert main(["compare", "causal", "--plot", str(file)]) == 2
-    assert "cannot write 'doc' files" in capsys.readouterr().err
+    assert "does not end in .pdf, .png, .svg" in capsys.readouterr().err
     assert not file.exists()
 
 

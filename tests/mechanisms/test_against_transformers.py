@@ -17,6 +17,7 @@ from transformers import (
     GPTBigCodeConfig,
     LlamaConfig,
     LongformerConfig,
+    MistralConfig,
     T5Config,
 )
 from transformers.models.big_bird import modeling_big_bird
@@ -26,6 +27,7 @@ from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention
 from transformers.models.gpt_bigcode.modeling_gpt_bigcode import GPTBigCodeAttention
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
+from transformers.models.mistral.modeling_mistral import MistralAttention
 from transformers.models.t5.modeling_t5 import T5Attention
 
 import qkv
@@ -34,11 +36,13 @@ from qkv.mechanisms import (
     ALiBi,
     BigBird,
     Differential,
+    GroupedQuery,
     Longformer,
     MultiHeadLatent,
     MultiQuery,
     RelativeBias,
     Rotary,
+    SlidingWindow,
 )
 
 TOLERANCE = 1e-10
@@ -75,9 +79,23 @@ def causal(n: int) -> Tensor:
     return torch.full((n, n), lowest, dtype=torch.float64).triu(1)[None, None]
 
 
-def same(mechanism: Any, module: Callable[[Tensor], Tensor], n: int = 11) -> None:
-    """Equal outputs, equal gradients, and the same output from NumPy."""
+def same(
+    mechanism: Any,
+    module: Callable[[Tensor], Tensor],
+    n: int = 11,
+    of: torch.nn.Module | None = None,
+) -> None:
+    """Equal outputs, equal gradients of x and of the weights, and the same output from NumPy."""
     x = tokens(n)
+    theirs_by_name = {} if of is None else dict(of.named_parameters())
+    weights = getattr(mechanism, "weights", {})
+    pairs = [
+        (weight.requires_grad_(), parameter)
+        for weight in weights.values()
+        for parameter in theirs_by_name.values()
+        if weight.shape == parameter.shape and torch.equal(weight, parameter)
+    ]
+    assert of is None or len(pairs) >= 3, "weights that were loaded as they are"
     cotangent = torch.randn(2, n, WIDTH, dtype=torch.float64)
     ours, theirs = (x.clone().requires_grad_() for _ in range(2))
     out, expected = mechanism(ours), module(theirs)
@@ -85,6 +103,10 @@ def same(mechanism: Any, module: Callable[[Tensor], Tensor], n: int = 11) -> Non
     (out * cotangent).sum().backward()
     (expected * cotangent).sum().backward()
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=TOLERANCE)
+    for weight, parameter in pairs:
+        torch.testing.assert_close(weight.grad, parameter.grad, rtol=0, atol=TOLERANCE)
+    for weight, _ in pairs:
+        weight.requires_grad_(False).grad = None
     np.testing.assert_allclose(
         mechanism(x.numpy()), expected.detach().numpy(), rtol=0, atol=TOLERANCE
     )
@@ -100,7 +122,7 @@ def test_t5(decoder: bool) -> None:
     module = T5Attention(config, has_relative_attention_bias=True, layer_idx=0).double()
     torch.nn.init.normal_(module.relative_attention_bias.weight)
     mask = causal(11) if decoder else None
-    same(RelativeBias.from_transformers(module), lambda x: module(x, mask=mask)[0])
+    same(RelativeBias.from_transformers(module), lambda x: module(x, mask=mask)[0], of=module)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
@@ -112,7 +134,30 @@ def test_llama(kv_heads: int) -> None:
     config._attn_implementation = "sdpa"
     module = LlamaAttention(config, 0).double()
     positions = rotation(11, 6, 500.0)
-    same(Rotary.from_transformers(module), lambda x: module(x, positions, causal(11))[0])
+    for cls in (Rotary, GroupedQuery):
+        same(
+            cls.from_transformers(module), lambda x: module(x, positions, causal(11))[0], of=module
+        )
+        module.zero_grad()
+
+
+def test_mistral() -> None:
+    config = MistralConfig(
+        hidden_size=WIDTH, num_attention_heads=4, num_key_value_heads=2, head_dim=6,
+        sliding_window=3, rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+    )  # fmt: skip
+    config._attn_implementation = "sdpa"
+    module = MistralAttention(config, 0).double()
+    positions, lowest = rotation(11, 6, 500.0), torch.finfo(torch.float64).min
+    beyond = torch.full((11, 11), lowest, dtype=torch.float64).tril(-3)
+    same(
+        SlidingWindow.from_transformers(module),
+        lambda x: module(x, positions, causal(11) + beyond)[0],
+        of=module,
+    )
+    config.sliding_window = None
+    with pytest.raises(ArgumentError, match="no sliding_window"):
+        SlidingWindow.from_transformers(module)
 
 
 @pytest.mark.usefixtures("softmax_in_float64")
@@ -157,7 +202,7 @@ def test_longformer(global_tokens: tuple[int, ...]) -> None:
             is_global_attn=bool(global_tokens),
         )[0]
 
-    same(Longformer.from_transformers(module, global_tokens), forward, n)
+    same(Longformer.from_transformers(module, global_tokens), forward, n, of=module)
 
 
 def test_big_bird() -> None:
@@ -189,6 +234,7 @@ def test_big_bird() -> None:
         BigBird.from_transformers(module, random_blocks),
         lambda x: module(x, **arguments)[0],
         n,
+        of=module,
     )
 
 
@@ -220,7 +266,7 @@ def test_deepseek_v3(q_lora_rank: int | None, interleave: bool) -> None:
         return module(x, positions, causal(11))[0]
 
     mechanism = MultiHeadLatent.from_transformers(module)
-    same(mechanism, forward)
+    same(mechanism, forward, of=module)
     same(mechanism.absorbed, forward)
 
 
@@ -253,6 +299,7 @@ def test_diff_llama() -> None:
     same(
         Differential.from_transformers(module),
         lambda x: module(x, positions, causal(11))[0],
+        of=module,
     )
 
 

@@ -14,7 +14,15 @@ import torch
 import qkv
 from qkv.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 from qkv.ledger import ledger
-from qkv.mechanisms import MECHANISMS, Causal, MultiHead, Ring, example_input, example_tokens
+from qkv.mechanisms import (
+    MECHANISMS,
+    Causal,
+    MultiHead,
+    Ring,
+    Strided,
+    example_input,
+    example_tokens,
+)
 from qkv.mechanisms.base.attention import AttentionMechanism
 from qkv.mechanisms.base.operations import attention_over_pairs
 from qkv.mechanisms.base.projected import ProjectedAttention
@@ -142,6 +150,12 @@ def test_explanations_refuse_what_they_cannot_show(name: str) -> None:
         mechanism.explain(arguments[0], ["one"], **keywords(arguments))
     with pytest.raises(ArgumentError, match="index=9"):
         mechanism.explain(arguments[0], example_tokens(), 9, **keywords(arguments))
+    if type(mechanism).one_sequence_only:
+        with pytest.raises(ArgumentError, match=f"{name} reads one sequence"):
+            mechanism.explain(arguments[0], key=arguments[0])
+    if name == "cross":
+        with pytest.raises(ArgumentError, match="one sequence"):
+            mechanism.explain(arguments[0])
 
 
 def smaller(name: str) -> Any:
@@ -172,6 +186,16 @@ def test_costs_count_the_pairs_that_have_a_weight(name: str, n: int) -> None:
     assert int(twice.parameters) == int(found.parameters)
     half = mechanism.cost(n, dtype="bfloat16")
     assert 2 * int(half.bytes_moved) == int(found.bytes_moved)
+
+
+@pytest.mark.parametrize("root", [2, 7, 30])
+def test_a_stride_of_the_square_root_has_n_sqrt_n_pairs(root: int) -> None:
+    n = root * root
+    rows, columns = np.indices((n, n))
+    back = rows - columns
+    seen = (back >= 0) & ((back < root) | (back % root == 0))
+    pairs = Strided(4, stride=root).pairs(n)
+    assert int(pairs) == seen.sum() < 1.5 * n * root
 
 
 def test_costs_of_the_golden_example() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import qkv
-from qkv.errors import UnsupportedError
+from qkv.errors import ArgumentError, UnsupportedError
 from qkv.mechanisms import (
     Additive,
     Cross,
@@ -21,6 +21,7 @@ from qkv.mechanisms import (
     GroupedQuery,
     Hard,
     KVCacheDecoding,
+    Linformer,
     MultiHead,
     SlidingWindow,
     Soft,
@@ -71,9 +72,8 @@ PATTERNS: dict[str, tuple[type[ProjectedAttention], dict[str, Any], Tensor | Non
 def test_multi_head_attention_of_torch_with_gradients(pattern: str) -> None:
     cls, options, allowed = PATTERNS[pattern]
     module = of_torch()
-    loaded = MultiHead.from_torch(module).weights
-    weights = {name: weight.requires_grad_() for name, weight in loaded.items()}
-    layer = cls(WIDTH, HEADS, weights=weights, **options)
+    layer = cls.from_torch(module, **options)
+    weights = {name: weight.requires_grad_() for name, weight in layer.weights.items()}
     x = rows(2, N, WIDTH)
     again = x.detach().clone().requires_grad_()
     mask = None if allowed is None else ~allowed
@@ -94,10 +94,19 @@ def test_multi_head_attention_of_torch_with_gradients(pattern: str) -> None:
 def test_cross_attention_of_torch() -> None:
     module = of_torch(kdim=5, vdim=5, bias=False)
     x, context = rows(2, N, WIDTH), rows(2, 4, 5)
-    loaded = MultiHead.from_torch(module)
-    layer = Cross(WIDTH, HEADS, kv_dim=5, bias=False, weights=loaded.weights)
-    close(layer(x, context), module(x, context, context)[0])
-    close(loaded(x, context), module(x, context, context)[0])
+    for cls in (Cross, MultiHead, Flash):
+        close(cls.from_torch(module)(x, context), module(x, context, context)[0])
+
+
+def test_weights_that_a_module_of_torch_does_not_have_are_given() -> None:
+    module = of_torch(bias=False)
+    with pytest.raises(ArgumentError, match=r"missing\s+e_proj.weight, f_proj.weight"):
+        Linformer.from_torch(module, max_len=N, num_mixtures=N)
+    eye = torch.eye(N, dtype=torch.float64)
+    mixtures = {"e_proj.weight": eye, "f_proj.weight": eye}
+    layer = Linformer.from_torch(module, max_len=N, num_mixtures=N, weights=mixtures)
+    x = rows(2, N, WIDTH)
+    close(layer(x), module(x, x, x)[0])
 
 
 def test_modules_of_torch_with_rows_of_their_own_are_refused() -> None:
@@ -255,6 +264,16 @@ def test_every_tile_of_flash_is_attention_over_the_keys_so_far() -> None:
         seen += 1
     # Tiles of queries end at 4, 8 and 9 and meet 2, 3 and 3 tiles of keys, in each head.
     assert seen == 2 * (2 + 3 + 3)
+
+
+def test_flash_explains_keys_of_another_sequence() -> None:
+    layer = Flash(WIDTH, 2, block_q=4, block_kv=3)
+    rng = np.random.default_rng(0)
+    x, context = rng.normal(size=(N, WIDTH)), rng.normal(size=(5, WIDTH))
+    found = layer.explain(x, index=7, key=context, kv_tokens=list("abcde"))
+    names = [line.label for step in found.steps for line in step.lines if " of " in line.label]
+    assert names == [f"s of {token}" for token in "abcde"] * 2
+    np.testing.assert_allclose(found.steps[-1].lines[-1].value, layer(x, context)[7], atol=1e-13)
 
 
 def test_decoding_a_prompt_and_then_token_by_token() -> None:

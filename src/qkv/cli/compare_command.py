@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import io
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-import numpy as np
 from rich.text import Text
 
 from qkv.cli.terminal import Page
-from qkv.errors import ArgumentError, UnsupportedError
-from qkv.files.writing import replace_file
-from qkv.mechanisms.comparison import Comparison, ComparisonRow, compare
+from qkv.mechanisms.comparison import Comparison, compare
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-__all__ = ["picture", "run"]
-
-_COLUMNS = 6
-"""Pictures in a row."""
+__all__ = ["run"]
 
 
 def run(options: argparse.Namespace) -> str:
     """The output of the command."""
     found = compare(options.mechanisms)
     if options.plot is not None:
-        replace_file(options.plot, picture(found, Path(options.plot).suffix.removeprefix(".")))
+        found.plot(options.plot)
     return found.to_json(2) + "\n" if options.json else _text(found)
 
 
@@ -49,55 +37,3 @@ def _text(found: Comparison) -> str:
         f"Step by step: qkv explain --mechanism {found.rows[0].name}",
     ]
     return page.render(table, Text(), *map(Text, lines))
-
-
-def picture(found: Comparison, kind: str) -> bytes:
-    """The matrices of all mechanisms as one picture.
-
-    Parameters
-    ----------
-    found : Comparison
-    kind : str
-        What matplotlib calls the format, such as "png".
-
-    Raises
-    ------
-    UnsupportedError
-        matplotlib is not installed.
-    ArgumentError
-        matplotlib does not write this format.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UnsupportedError(
-            "--plot needs matplotlib, which is not installed.",
-            action="Run pip install 'qkv[plot]'.",
-        ) from error
-    columns = min(_COLUMNS, len(found.rows))
-    lines = -(-len(found.rows) // columns)
-    figure = Figure(figsize=(2.2 * columns, 2.5 * lines), layout="constrained")
-    kinds = figure.canvas.get_supported_filetypes()
-    if kind not in kinds:
-        raise ArgumentError(
-            f"--plot cannot write {kind!r:.60} files.", action=f"Use one of {', '.join(kinds)}."
-        )
-    axes = figure.subplots(lines, columns, squeeze=False).ravel()
-    for axis in axes:
-        axis.set_axis_off()
-    for axis, row in zip(axes, found.rows, strict=False):
-        _draw(axis, row, found.tokens)
-    memory = io.BytesIO()
-    figure.savefig(memory, format=kind)
-    return memory.getvalue()
-
-
-def _draw(axis: Axes, row: ComparisonRow, tokens: tuple[str, ...]) -> None:
-    mixing = row.mixing.mean(axis=0)
-    # Differential attention has negative weights, so the colour scale is symmetric.
-    largest = float(np.abs(mixing).max())
-    axis.set_axis_on()
-    axis.imshow(mixing, cmap="RdBu_r", vmin=-largest, vmax=largest)
-    axis.set_title(f"{row.name}\n{row.difference:.3f} from full", fontsize=8)
-    axis.set_xticks(range(mixing.shape[1]), tokens[: mixing.shape[1]], fontsize=6)
-    axis.set_yticks(range(mixing.shape[0]), tokens, fontsize=6)

@@ -61,6 +61,11 @@ def run(options: argparse.Namespace) -> str:
     if options.mechanism is not None:
         return _mechanism(options, machines)
     if options.model is None and options.config is None:
+        if options.steps:
+            raise ArgumentError(
+                "--steps shows those of one model or mechanism, and none is named.",
+                action="Add --model, --config or --mechanism.",
+            )
         return _overview(options, machines)
     return _model(options, machines)
 
@@ -209,6 +214,7 @@ def _mechanism(options: argparse.Namespace, machines: list[Machine]) -> str:
 
     from qkv.cli.terminal import Page
     from qkv.cost import mechanism_cost
+    from qkv.mechanisms.background import background
 
     context = 5 if options.context is None else options.context
     cost: MechanismCost = mechanism_cost(
@@ -234,7 +240,9 @@ def _mechanism(options: argparse.Namespace, machines: list[Machine]) -> str:
     kinds = ", ".join(f"{int(count):,} {kind}" for kind, count in ledger.kinds.items())
     timed = [(m.name, cost.roofline(m)) for m in machines]
     least = ", ".join(f"{name} {_seconds(t.seconds)} ({t.bound})" for name, t in timed if t)
-    parts += [Text(f"\n{int(ledger.total):,} operations: {kinds}"), Text(f"Least time: {least}")]
+    sizes = ", ".join(f"{name} = {size}" for name, size in background(cost.name).sizes.items())
+    parts += [Text(f"\nHere {sizes}."), Text(f"{int(ledger.total):,} operations: {kinds}")]
+    parts.append(Text(f"Least time: {least}"))
     return page.render(*parts)
 
 
@@ -256,18 +264,22 @@ def _overview(options: argparse.Namespace, machines: list[Machine]) -> str:
             }
         )
     page = Page()
-    table = page.table(
-        "model", ">context", ">layers", ">parameters", ">scores", ">operations", ">KV cache"
-    )
+    least = machines[0] if options.machine else None
+    # A machine takes the place of two columns, so that names stay whole on 80 columns.
+    some = (">layers", ">scores") if least is None else (f">{least.name}",)
+    table = page.table("model", ">context", ">parameters", ">operations", ">KV cache", *some)
     for name, cost in costs.items():
+        cells = [str(len(cost.model.layers)), _number(cost.score_entries)]
+        if least is not None:
+            time = cost.roofline(least)
+            cells = [_seconds(time.seconds) if time else f"no {cost.dtype}"]
         table.add_row(
             name + (" (speculative)" if cost.model.speculative else ""),
             f"{cost.context:,}",
-            str(len(cost.model.layers)),
             _number(cost.parameters),
-            _number(cost.score_entries),
             _number(cost.operations),
             _bytes(cost.kv_cache_bytes) if cost.model.causal else "",
+            *cells,
         )
     return page.render(table, Text("\nqkv cost --model NAME says more about one of them."))
 

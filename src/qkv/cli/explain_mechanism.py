@@ -8,7 +8,7 @@ import json
 from qkv.cli.inputs import checked_index
 from qkv.errors import ArgumentError
 from qkv.mechanisms import example_tokens
-from qkv.mechanisms.comparison import mechanism_class
+from qkv.mechanisms.registry import mechanism_class
 
 __all__ = ["run"]
 

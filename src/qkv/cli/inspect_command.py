@@ -15,7 +15,15 @@ from rich.table import Table
 from rich.text import Text
 
 import qkv
-from qkv.cli.heads import FAR, Head, Pair, heads, most_distant_head, notable_heads, strongest
+from qkv.cli.head_statistics import (
+    FAR,
+    Head,
+    Pair,
+    heads,
+    most_distant_head,
+    notable_heads,
+    strongest,
+)
 from qkv.cli.inputs import CommandInput, InputArrays
 from qkv.cli.terminal import Bar, Page, weight
 from qkv.cli.variants import command_line_of

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from qkv.cost.machines import Machine, Roofline, bytes_of
-from qkv.errors import ArgumentError
 from qkv.ledger import Ledger
-from qkv.mechanisms import MECHANISMS, Mechanism
+from qkv.mechanisms import Mechanism
+from qkv.mechanisms.base.arguments import positive_integers
+from qkv.mechanisms.registry import mechanism_class
 
 __all__ = ["MechanismCost", "mechanism_cost"]
 
@@ -119,18 +120,8 @@ def mechanism_cost(
     495
     """
     if isinstance(mechanism, str):
-        if mechanism not in MECHANISMS:
-            raise ArgumentError(
-                f"no mechanism is called {mechanism!r:.40}.",
-                [("mechanisms", ", ".join(MECHANISMS))],
-                "Name one of these.",
-            )
-        mechanism = MECHANISMS[mechanism].example()
-    for name, value in (("context", context), ("batch", batch)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ArgumentError(
-                f"{name}={value!r:.40} is not a positive integer.", action="Pass 1 or more."
-            )
+        mechanism = mechanism_class(mechanism).example()
+    positive_integers(context=context, batch=batch)
     size = bytes_of(dtype)
     heads = getattr(mechanism, "num_heads", 1)
     return MechanismCost(

@@ -11,6 +11,7 @@ from qkv.cost.machines import Machine, Roofline, bytes_of
 from qkv.cost.model import Layer, Model
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger
+from qkv.mechanisms.base.arguments import positive_integers
 
 __all__ = ["CONTEXTS", "LayerCost", "ModelCost", "model_cost"]
 
@@ -247,15 +248,12 @@ def model_cost(
     context = model.context if context is None else context
     if source is not None and model.encoder is None:
         raise ArgumentError(f"{model.name} has no encoder.", action="Leave source out.")
-    if source is None:
-        source = 0 if model.encoder is None else model.encoder.context
-    for name, value in (("context", context), ("batch", batch), ("source", source)):
-        if name == "source" and model.encoder is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ArgumentError(
-                f"{name}={value!r:.40} is not a positive integer.", action="Pass 1 or more."
-            )
+    positive_integers(context=context, batch=batch)
+    if model.encoder is None:
+        source = 0
+    else:
+        source = model.encoder.context if source is None else source
+        positive_integers(source=source)
     if decode and not model.causal:
         raise ArgumentError(
             f"{model.name} reads all its tokens at once; it has no cache to decode from.",

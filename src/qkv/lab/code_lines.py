@@ -11,7 +11,7 @@ import numpy as np
 
 from qkv.inspection.trace import Trace, TracedRow
 from qkv.mechanisms import MECHANISMS
-from qkv.mechanisms.comparison import mechanism_class
+from qkv.mechanisms.registry import mechanism_class
 
 __all__ = ["code_lines"]
 

@@ -18,9 +18,10 @@ from qkv.lab.examples import LONGEST, Example
 from qkv.lab.parameters import MissingError, Parameters
 from qkv.lab.walkthrough import walkthrough
 from qkv.ledger import ledger, memory, score_entries, symbols
-from qkv.mechanisms.comparison import compare, mechanism_class
+from qkv.mechanisms.comparison import compare
 from qkv.mechanisms.lookup.scaled_dot_product import ScaledDotProduct
-from qkv.scaling import scaling_curve
+from qkv.mechanisms.registry import mechanism_class
+from qkv.saturation import scaling_curve
 
 __all__ = ["SmallMethods"]
 

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.errors import ArgumentError
+from qkv.inspection.pictures import save_picture
 from qkv.mechanisms.base.example import example_tokens
-from qkv.mechanisms.base.mechanism import Mechanism
 from qkv.mechanisms.lookup.scaled_dot_product import ScaledDotProduct
-from qkv.mechanisms.registry import MECHANISMS
+from qkv.mechanisms.registry import MECHANISMS, mechanism_class
 
-__all__ = ["Comparison", "ComparisonRow", "compare", "mechanism_class"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["Comparison", "ComparisonRow", "compare"]
+
+_COLUMNS = 6
+"""Pictures in a row."""
 
 SCHEMA, VERSION = "qkv-compare", 1
 
@@ -88,6 +95,35 @@ class Comparison:
         """`to_dict` as strict JSON."""
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw the matrices of all mechanisms to a file, averaged over heads.
+
+        Parameters
+        ----------
+        path : path
+            Its ending says the format: .svg, .png or .pdf.
+
+        Raises
+        ------
+        UnsupportedError
+            If matplotlib is not installed.
+        ArgumentError
+            If the ending is another.
+        FileError
+            If the file cannot be written.
+        """
+        columns = min(_COLUMNS, len(self.rows))
+        lines = -(-len(self.rows) // columns)
+
+        def draw(figure: Figure) -> None:
+            axes = figure.subplots(lines, columns, squeeze=False).ravel()
+            for axis in axes:
+                axis.set_axis_off()
+            for axis, row in zip(axes, self.rows, strict=False):
+                _draw(axis, row, self.tokens)
+
+        save_picture(path, (2.2 * columns, 2.5 * lines), draw)
+
 
 def compare(names: Sequence[str] = ()) -> Comparison:
     """Run mechanisms on the shared five tokens and compare them with full attention.
@@ -132,18 +168,12 @@ def compare(names: Sequence[str] = ()) -> Comparison:
     return Comparison(example_tokens(), tuple(rows))
 
 
-def mechanism_class(name: str) -> type[Mechanism]:
-    """The class of a command-line name.
-
-    Raises
-    ------
-    ArgumentError
-        There is none of that name.
-    """
-    if name not in MECHANISMS:
-        raise ArgumentError(
-            f"there is no mechanism {name!r:.60}.",
-            [("mechanisms", ", ".join(MECHANISMS))],
-            "Choose one of these.",
-        )
-    return MECHANISMS[name]
+def _draw(axis: Axes, row: ComparisonRow, tokens: tuple[str, ...]) -> None:
+    mixing = row.mixing.mean(axis=0)
+    # Differential attention has negative weights, so the colour scale is symmetric.
+    largest = float(np.abs(mixing).max())
+    axis.set_axis_on()
+    axis.imshow(mixing, cmap="RdBu_r", vmin=-largest, vmax=largest)
+    axis.set_title(f"{row.name}\n{row.difference:.3f} from full", fontsize=8)
+    axis.set_xticks(range(mixing.shape[1]), tokens[: mixing.shape[1]], fontsize=6)
+    axis.set_yticks(range(mixing.shape[0]), tokens, fontsize=6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from qkv.errors import ArgumentError
 from qkv.mechanisms.base.mechanism import Mechanism
 from qkv.mechanisms.heads.causal import Causal
 from qkv.mechanisms.heads.cross import Cross
@@ -35,7 +36,7 @@ from qkv.mechanisms.streaming.flash import Flash
 from qkv.mechanisms.streaming.kv_cache_decoding import KVCacheDecoding
 from qkv.mechanisms.streaming.ring import Ring
 
-__all__ = ["MECHANISMS"]
+__all__ = ["MECHANISMS", "mechanism_class"]
 
 _CLASSES: tuple[type[Mechanism], ...] = (
     DotProduct,
@@ -73,3 +74,20 @@ _CLASSES: tuple[type[Mechanism], ...] = (
 
 MECHANISMS: dict[str, type[Mechanism]] = {cls.name: cls for cls in _CLASSES}
 """Command-line name to class, in the order in which tables show them."""
+
+
+def mechanism_class(name: str) -> type[Mechanism]:
+    """The class of a command-line name.
+
+    Raises
+    ------
+    ArgumentError
+        There is none of that name.
+    """
+    if name not in MECHANISMS:
+        raise ArgumentError(
+            f"there is no mechanism {name!r:.60}.",
+            [("mechanisms", ", ".join(MECHANISMS))],
+            "Choose one of these.",
+        )
+    return MECHANISMS[name]

@@ -10,7 +10,7 @@ import numpy as np
 
 from qkv.inspection.tokens import printable
 
-__all__ = ["Explanation", "Line", "Step", "dot_product", "number", "numbers"]
+__all__ = ["ExplainedToken", "Explanation", "Line", "Step", "dot_product", "number", "numbers"]
 
 SCHEMA, VERSION = "qkv-mechanism-explanation", 1
 
@@ -51,6 +51,33 @@ class Step:
     title: str
     formula: str
     lines: tuple[Line, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExplainedToken:
+    """The token whose output is explained, in its sequence.
+
+    Attributes
+    ----------
+    query, key, value : array (n, width), (kv_len, kv_dim), (kv_len, kv_dim)
+        What queries, keys and values are made of, as NumPy arrays.
+    index : int
+        The row of query.
+    tokens, kv_tokens : tuple of str
+        Names of the rows of query and of key.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    index: int
+    tokens: tuple[str, ...]
+    kv_tokens: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of the token."""
+        return self.tokens[self.index]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,29 +5,35 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from copy import copy
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from qkv.errors import ArgumentError, ShapeError
+from qkv.inspection.explain import selected_indices
+from qkv.ledger import Count, Ledger, symbols
+from qkv.mechanisms.base.arguments import (
+    all_three,
+    one_sequence,
+    positive_integers,
+    token_names,
+)
 from qkv.mechanisms.base.example import example_input
-from qkv.mechanisms.base.explanation import Explanation, Step
+from qkv.mechanisms.base.explanation import ExplainedToken, Explanation, Step
 from qkv.mechanisms.base.namespace import array_namespace, like, values
+from qkv.mechanisms.base.operations import traffic
 
-if TYPE_CHECKING:
-    from qkv.ledger import Ledger
-
-__all__ = ["Mechanism", "positive_integers", "token_names"]
+__all__ = ["Mechanism"]
 
 
 class Mechanism(ABC):
     """A layer that mixes tokens: x `(..., n, embed_dim)` to an output `(..., n, width)`.
 
     A subclass says `name`, `paper` and `formula`, passes the shapes of its weights to `__init__`,
-    and defines `__call__`, `token_mixing`, `explain`, `cost` and `example`. Formulas are written
-    with `array_namespace(x)`, so that NumPy arrays, torch tensors and JAX arrays all work and the
-    output is an array of the same library, dtype and device.
+    and defines `__call__`, `token_mixing`, `steps`, `operations`, `widths` and `example`. Formulas
+    are written with `array_namespace(x)`, so that NumPy arrays, torch tensors and JAX arrays all
+    work and the output is an array of the same library, dtype and device.
 
     Parameters
     ----------
@@ -67,6 +73,8 @@ class Mechanism(ABC):
     name: ClassVar[str]
     paper: ClassVar[str]
     formula: ClassVar[str]
+    one_sequence_only: ClassVar[bool] = False
+    """Whether keys and values can only be those of x."""
 
     def __init__(
         self,
@@ -95,31 +103,109 @@ class Mechanism(ABC):
         output of a head is `M @ values`. It is for looking: values only, without a gradient.
         """
 
-    @abstractmethod
+    def sequences(self, x: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+        """What queries, keys and values are made of: key is x unless given, and value is key.
+
+        Raises
+        ------
+        ArgumentError
+            A key or value is given to a mechanism that reads one sequence.
+        """
+        if self.one_sequence_only and not (key is None and value is None):
+            raise ArgumentError(
+                f"{self.name} reads one sequence, and a key or value is given.",
+                action="Pass x alone, or use Cross.",
+            )
+        return all_three(x, key, value)
+
     def explain(
-        self, x: Any, /, tokens: Sequence[str] | None = None, index: int = 0
+        self,
+        x: Any,
+        /,
+        tokens: Sequence[str] | None = None,
+        index: int = 0,
+        *,
+        key: Any = None,
+        value: Any = None,
+        kv_tokens: Sequence[str] | None = None,
     ) -> Explanation:
         """The calculation of one token of `x` (n, embed_dim), step by step.
 
         Parameters
         ----------
-        x : array (n, embed_dim)
+        x, key, value : array
+            As for a call, of one sequence.
         tokens : sequence of str (n,), optional
-            Names of the rows; their numbers by default.
+            Names of the rows of x; their numbers by default.
         index : int
             The token whose output is calculated, the first by default.
+        kv_tokens : sequence of str (kv_len,), optional
+            Names of the rows of key; those of x if they are as many, else numbers.
+
+        Raises
+        ------
+        ShapeError
+            An array has leading dimensions, or does not fit the weights.
+        ArgumentError
+            There is no such token, or not a name for each.
         """
+        x, key, value = (values(array, "x") for array in self.sequences(x, key, value))
+        one_sequence(x, key, value)
+        names, kv_len = token_names(tokens, len(x)), len(key)
+        same = kv_tokens is None and kv_len == len(names)
+        kv_names = names if same else token_names(kv_tokens, kv_len)
+        row = int(selected_indices(index, len(names), "index", "tokens")[0])
+        steps = self.detached().steps(ExplainedToken(x, key, value, row, names, kv_names))
+        return Explanation(self.name, self.formula, self.paper, names[row], tuple(steps))
 
     @abstractmethod
+    def steps(self, token: ExplainedToken) -> list[Step]:
+        """The steps of `explain`, whose last line is the output; weights are NumPy arrays."""
+
     def cost(self, n: int, batch: int = 1, dtype: str = "float32") -> Ledger:
         """Operations, parameters and bytes for `batch` sequences of `n` tokens.
+
+        Bytes are those of a fused kernel: input and weights are read once, the output is written
+        once, and scores stay in registers.
 
         Parameters
         ----------
         n, batch : int
         dtype : str
             The type in which arrays are stored, such as "float32" or "bfloat16".
+
+        Raises
+        ------
+        ArgumentError, DTypeError
+            A size is not a positive integer, or the type is not a floating one.
         """
+        positive_integers(n=n, batch=batch)
+        (tokens,) = symbols(n=n)
+        b = 1 if batch == 1 else Count(batch, "b")
+        found = self.operations(tokens, b)
+        found += Ledger(parameters=Count(self.parameters - int(found.parameters)))
+        return found + traffic(*self.numbers_moved(tokens, b, found.parameters), dtype)
+
+    @abstractmethod
+    def operations(self, tokens: Count, batch: int) -> Ledger:
+        """The operations of `cost`, step by step, with the parameters of projections.
+
+        Parameters
+        ----------
+        tokens : Count
+            Of one sequence, the symbol n.
+        batch : int
+            Sequences: 1, or the symbol b.
+        """
+
+    @abstractmethod
+    def widths(self) -> tuple[int, int]:
+        """How many numbers of each token are read, and how many are written."""
+
+    def numbers_moved(self, tokens: Count, batch: int, parameters: int) -> tuple[int, int]:
+        """How many numbers are read and written: input and weights once, the output once."""
+        read, written = self.widths()
+        return batch * tokens * read + parameters, batch * tokens * written
 
     @classmethod
     @abstractmethod
@@ -197,42 +283,6 @@ class Mechanism(ABC):
             product = product + self.weight(f"{name}.bias", x)
         # A product of bfloat16 arrays in NumPy is float32.
         return namespace.astype(product, x.dtype, copy=False)
-
-    def explanation(self, steps: Sequence[Step], token: str) -> Explanation:
-        """Wrap the steps for one token in an `Explanation` with this mechanism's name."""
-        return Explanation(self.name, self.formula, self.paper, token, tuple(steps))
-
-
-def positive_integers(**sizes: Any) -> None:
-    """Refuse sizes that are not integers of 1 or more.
-
-    Raises
-    ------
-    ArgumentError
-        Naming the size.
-    """
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
-            raise ArgumentError(
-                f"{name}={size!r:.60} is not a positive integer.", action=f"Pass {name} >= 1."
-            )
-
-
-def token_names(tokens: Sequence[str] | None, n: int) -> tuple[str, ...]:
-    """The names of `n` tokens, their numbers by default.
-
-    Raises
-    ------
-    ArgumentError
-        There are not `n` of them.
-    """
-    if tokens is None:
-        return tuple(map(str, range(n)))
-    if isinstance(tokens, str) or len(tokens) != n:
-        raise ArgumentError(
-            f"there are {len(tokens)} tokens for {n} rows of x.", action="Pass one for each row."
-        )
-    return tuple(tokens)
 
 
 def _checked(

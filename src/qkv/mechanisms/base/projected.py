@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Self, TypedDict, Unpack
 
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, step, symbols
+from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.attention import AttentionMechanism
+from qkv.mechanisms.base.attention_steps import token_lines
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
-from qkv.mechanisms.base.explanation import Line, Step
-from qkv.mechanisms.base.mechanism import positive_integers
+from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step
+from qkv.mechanisms.base.loading import torch_multi_head
 from qkv.mechanisms.base.namespace import array_namespace
-from qkv.mechanisms.base.operations import attention_over_pairs, projection, traffic
+from qkv.mechanisms.base.operations import attention_over_pairs, projection
 from qkv.variants import ALiBi, Causal, RoPE
 
 __all__ = [
     "Options",
     "OptionsWithoutGroups",
     "ProjectedAttention",
+    "head_lines",
     "join_heads",
-    "refuse_options",
     "split_heads",
 ]
 
@@ -185,59 +187,32 @@ class ProjectedAttention(AttentionMechanism):
         turned = rows * len(self.rope.frequencies(self.head_dim))
         return step("rope", multiply=4 * turned, add=turned, subtract=turned)
 
-    def cost(self, n: int, batch: int = 1, dtype: str = "float32") -> Ledger:
-        """Operations, parameters and bytes for `batch` sequences of `n` tokens.
-
-        Bytes are those of a fused kernel: x and the weights are read once, the output is written
-        once, and scores stay in registers.
-
-        Parameters
-        ----------
-        n, batch : int
-        dtype : str
-            The type in which arrays are stored.
-        """
-        positive_integers(n=n, batch=batch)
-        (tokens,) = symbols(n=n)
-        b = 1 if batch == 1 else Count(batch, "b")
-        (q_proj, *_) = projections = self._projections()
-        (h, g, d) = symbols(h=self.num_heads, g=self.num_kv_heads, d=self.head_dim)
+    def operations(self, tokens: Count, batch: int) -> Ledger:
+        """Those of the projections, of positions, and of attention over the allowed pairs."""
+        h, g, d = symbols(h=self.num_heads, g=self.num_kv_heads, d=self.head_dim)
         g = h if self.num_kv_heads == self.num_heads else g
+        projections = self._projections()
         found = Ledger()
         for name, inner, outer in projections[:3]:
-            found += projection(name, b * tokens, inner, outer, self.bias)
-        q_heads: int = b * h
-        kv_heads: int = b * g
-        found += self.row_cost(tokens) * q_heads + self.row_cost(tokens) * kv_heads
+            found += projection(name, batch * tokens, inner, outer, self.bias)
+        both: int = batch * (h + g)
+        found += self.row_cost(tokens) * both
         for pairs, heads in self.pairs_of_heads(tokens):
-            found += (attention_over_pairs(pairs, tokens, d, d) + self.score_cost(pairs)) * (
-                b * heads
-            )
+            each = attention_over_pairs(pairs, tokens, d, d) + self.score_cost(pairs)
+            found += each * (batch * heads)
         for name, inner, outer in projections[3:]:
-            found += projection(name, b * tokens, inner, outer, self.bias)
-        more = self.parameters - found.parameters
-        width = projections[-1][2] if self.out_proj else q_proj[2]
-        read = b * tokens * q_proj[1] + found.parameters + more
-        found += Ledger(parameters=more)
-        return found + traffic(read, b * tokens * width, dtype)
+            found += projection(name, batch * tokens, inner, outer, self.bias)
+        return found
 
-    def steps_before(
-        self,
-        given: Sequence[Any],
-        rows: Sequence[Any],
-        index: int,
-        tokens: Sequence[str],
-        kv_tokens: Sequence[str],
-    ) -> list[Step]:
+    def widths(self) -> tuple[int, int]:
+        """Those of x and of the output."""
+        (_, width, heads), *_ = self._projections()
+        return width, width if self.out_proj else heads
+
+    def steps_before(self, token: ExplainedToken, query: Any, key: Any, value: Any) -> list[Step]:
         """Query of one token, and keys and values of all."""
-        q, k, v = map(join_heads, rows)
-        lines = [Line(f"x of {tokens[index]}", given[0][index].tolist())]
-        lines.append(Line(f"q of {tokens[index]}", q[index].tolist()))
-        for name, array in (("k", k), ("v", v)):
-            lines += [
-                Line(f"{name} of {token}", row.tolist())
-                for token, row in zip(kv_tokens, array, strict=True)
-            ]
+        lines = [Line(f"x of {token.name}", token.query[token.index].tolist())]
+        lines += head_lines(token, query, key, value)
         return [Step("Project", "q = W_q x, k = W_k x, v = W_v x", tuple(lines))]
 
     def steps_after(self, out: Any, index: int) -> list[Step]:
@@ -250,6 +225,28 @@ class ProjectedAttention(AttentionMechanism):
             row = self.join(out)[index].tolist()
             steps.append(Step("Project back", "W_o o", (Line("out", row),)))
         return steps
+
+    @classmethod
+    def from_torch(cls, module: Any, **options: Any) -> Self:
+        """The mechanism with the weights of a `torch.nn.MultiheadAttention`.
+
+        Parameters
+        ----------
+        module : torch.nn.MultiheadAttention
+        **options
+            Further keywords of the class, such as `causal`, or `left` of a sliding window; weights
+            that the module does not have are given as `weights`.
+
+        Raises
+        ------
+        UnsupportedError
+            The module adds keys and values of its own, or its keys and values differ in width.
+        ArgumentError
+            The mechanism has weights that are neither in the module nor given.
+        """
+        found = torch_multi_head(module)
+        weights = {**found.pop("weights"), **options.pop("weights", {})}
+        return cls(**found, **options, weights=weights)
 
     @classmethod
     def for_example(
@@ -318,17 +315,11 @@ def join_heads(heads: Any) -> Any:
     return namespace.reshape(turned, (*turned.shape[:-2], turned.shape[-2] * turned.shape[-1]))
 
 
-def refuse_options(mechanism: str, options: Mapping[str, Any], *names: str) -> None:
-    """Refuse options of `ProjectedAttention` that mean nothing in this mechanism.
-
-    Raises
-    ------
-    ArgumentError
-        Naming the first that is given.
-    """
-    for name in names:
-        if options.get(name):
-            raise ArgumentError(
-                f"{mechanism} does not take {name}: it has no n x n scores to change.",
-                action=f"Leave {name} out.",
-            )
+def head_lines(token: ExplainedToken, query: Any, key: Any, value: Any) -> list[Line]:
+    """The query of a token, and all keys and values, of all heads side by side."""
+    q, k, v = map(join_heads, (query, key, value))
+    lines = [Line(f"q of {token.name}", q[token.index].tolist())]
+    for name, rows in (("k", k), ("v", v)):
+        labels = [f"{name} of {kv_token}" for kv_token in token.kv_tokens]
+        lines += token_lines(labels, rows)
+    return lines

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, Self
 
 from qkv.ledger import Count, Ledger, symbols
+from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.attention import AttentionMechanism
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM
-from qkv.mechanisms.base.mechanism import positive_integers
-from qkv.mechanisms.base.operations import attention_over_pairs, traffic
+from qkv.mechanisms.base.operations import attention_over_pairs
 from qkv.samples import shared_example
 
 __all__ = ["UnprojectedAttention"]
@@ -38,23 +38,16 @@ class UnprojectedAttention(AttentionMechanism):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(head_dim={self.head_dim})"
 
-    def cost(self, n: int, batch: int = 1, dtype: str = "float32") -> Ledger:
-        """Operations and bytes for `batch` sequences of `n` queries, keys and values.
-
-        Query, key and value are read once and the output is written once; scores stay in registers.
-
-        Parameters
-        ----------
-        n, batch : int
-        dtype : str
-            The type in which arrays are stored.
-        """
-        positive_integers(n=n, batch=batch)
-        tokens, d = symbols(n=n, d=self.head_dim)
-        b = 1 if batch == 1 else Count(batch, "b")
+    def operations(self, tokens: Count, batch: int) -> Ledger:
+        """Those of attention over all pairs."""
+        (d,) = symbols(d=self.head_dim)
         scaled = self.scale != 1
-        found = attention_over_pairs(tokens * tokens, tokens, d, d, scaled=scaled) * b
-        return found + traffic(3 * b * tokens * d, b * tokens * d, dtype)
+        return attention_over_pairs(tokens * tokens, tokens, d, d, scaled=scaled) * batch
+
+    def widths(self) -> tuple[int, int]:
+        """Query, key and value are read, and a row as long is written."""
+        (d,) = symbols(d=self.head_dim)
+        return 3 * d, d
 
     @classmethod
     def example(cls) -> Self:

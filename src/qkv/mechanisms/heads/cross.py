@@ -6,8 +6,8 @@ from typing import Any
 
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, symbols
+from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.example import example_input
-from qkv.mechanisms.base.mechanism import positive_integers
 from qkv.mechanisms.base.operations import attention_over_pairs, projection, traffic
 from qkv.mechanisms.base.projected import ProjectedAttention
 
@@ -49,23 +49,20 @@ class Cross(ProjectedAttention):
     paper = "Vaswani et al., Attention Is All You Need (2017), section 3.2.3"
     formula = "softmax(Q K^T / sqrt(d)) V, Q = X W_Q, K = C W_K, V = C W_V"
 
-    def __call__(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
-        """Attend from `x` to the other sequence.
+    def sequences(self, x: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+        """x, the other sequence for keys, and the same for values unless they are given.
 
-        Parameters
-        ----------
-        x : array (..., q_len, embed_dim)
-        key : array (..., kv_len, kv_dim)
-            The other sequence.
-        value : array (..., kv_len, kv_dim), optional
-            `key` unless given.
+        Raises
+        ------
+        ArgumentError
+            The other sequence is missing.
         """
         if key is None:
             raise ArgumentError(
                 "cross-attention was given one sequence.",
                 action="Pass the other one too: mechanism(x, context).",
             )
-        return super().__call__(x, key, value)
+        return super().sequences(x, key, value)
 
     def cost(
         self, n: int, batch: int = 1, dtype: str = "float32", kv_len: int | None = None
@@ -86,16 +83,15 @@ class Cross(ProjectedAttention):
         tokens, m, d, h = symbols(n=n, m=kv_len, d=self.head_dim, h=self.num_heads)
         b = 1 if batch == 1 else Count(batch, "b")
         found = Ledger()
-        projections = self._projections()
         rows = {"q_proj": tokens, "k_proj": m, "v_proj": m, "out_proj": tokens}
+        projections = self._projections()
         for name, inner, outer in projections:
             found += projection(name, b * rows[name], inner, outer, self.bias)
         heads: int = b * h
         found += attention_over_pairs(tokens * m, tokens, d, d) * heads
-        (_, e, q_width), (_, c, _), *_ = projections
-        read = b * (tokens * e + m * c) + found.parameters
-        width = e if self.out_proj else q_width
-        return found + traffic(read, b * tokens * width, dtype)
+        read, written = self.widths()
+        read = b * (tokens * read + m * projections[1][1]) + found.parameters
+        return found + traffic(read, b * tokens * written, dtype)
 
     @classmethod
     def example_arguments(cls) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.explanation import Line, Step, number
-from qkv.mechanisms.base.loading import named_weights, plain_rope
+from qkv.mechanisms.base.loading import llama_heads
 from qkv.mechanisms.base.namespace import array_namespace, like, values
 from qkv.mechanisms.base.operations import attention_over_pairs
 from qkv.mechanisms.base.projected import Options, ProjectedAttention, join_heads
@@ -159,15 +159,11 @@ class Differential(ProjectedAttention):
             Step("Join", "normalised, side by side, projected back, as far as used", (final,)),
         ]
 
-    def cost(self, n: int, batch: int = 1, dtype: str = "float32") -> Ledger:
-        """Operations, parameters and bytes for `batch` sequences of `n` tokens.
-
-        Each map sums values of `2 head_dim` numbers.
-        """
-        found = super().cost(n, batch, dtype)
-        tokens, d, h = symbols(n=n, d=self.head_dim, h=self.num_heads)
-        b = 1 if batch == 1 else Count(batch, "b")
-        pairs, heads = self.pairs(tokens), b * h
+    def operations(self, tokens: Count, batch: int) -> Ledger:
+        """Those of the maps, each of which sums values of `2 head_dim` numbers, and the rest."""
+        found = super().operations(tokens, batch)
+        d, h = symbols(d=self.head_dim, h=self.num_heads)
+        pairs, heads = self.pairs(tokens), batch * h
         wider = attention_over_pairs(pairs, tokens, d, 2 * d)
         narrow = attention_over_pairs(pairs, tokens, d, d)
         more = {
@@ -175,12 +171,11 @@ class Differential(ProjectedAttention):
             for key, count in wider.operations.items()
             if key[0] == "av"
         }
-        numbers = b * tokens * h * d
+        numbers = batch * tokens * h * d
         found += Ledger(more) + step("difference", multiply=numbers, subtract=numbers)
         if self.normalize:
-            rows = b * tokens * (h // 2)
-            norm = step("norm", multiply=3 * numbers, add=numbers, divide=rows, sqrt=rows)
-            found += norm
+            rows = batch * tokens * (h // 2)
+            found += step("norm", multiply=3 * numbers, add=numbers, divide=rows, sqrt=rows)
         return found
 
     @classmethod
@@ -198,21 +193,8 @@ class Differential(ProjectedAttention):
         UnsupportedError
             Its positions are scaled and `rope` is not given.
         """
-        config = module.config
-        names = {f"{side}_proj": f"{side}_proj" for side in "qkv"} | {"out_proj": "o_proj"}
-        weights = named_weights(module, names | {name: name for name in _LAMBDAS})
-        return cls(
-            config.hidden_size,
-            config.num_attention_heads,
-            lambda_init=module.lambda_init,
-            eps=config.rms_norm_eps,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=module.head_dim,
-            causal=True,
-            bias="q_proj.bias" in weights,
-            rope=plain_rope(config, rope),
-            weights=weights,
-        )
+        sizes = {"lambda_init": module.lambda_init, "eps": module.config.rms_norm_eps}
+        return cls(**llama_heads(module, rope, *_LAMBDAS), **sizes)
 
     @classmethod
     def example(cls) -> Self:

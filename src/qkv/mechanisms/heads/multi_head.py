@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Self
 
-from qkv.mechanisms.base.loading import torch_multi_head
 from qkv.mechanisms.base.projected import ProjectedAttention
 
 __all__ = ["MultiHead"]
@@ -40,21 +39,6 @@ class MultiHead(ProjectedAttention):
     name = "multi-head"
     paper = "Vaswani et al., Attention Is All You Need (2017), section 3.2.2"
     formula = "[head_0, ..., head_n] W_o, head_h = softmax(Q_h K_h^T / sqrt(d)) V_h"
-
-    @classmethod
-    def from_torch(cls, module: Any) -> Self:
-        """The mechanism with the weights of a `torch.nn.MultiheadAttention`.
-
-        Parameters
-        ----------
-        module : torch.nn.MultiheadAttention
-
-        Raises
-        ------
-        UnsupportedError
-            The module adds keys and values of its own, or its keys and values differ in width.
-        """
-        return cls(**torch_multi_head(module))
 
     @classmethod
     def example(cls) -> Self:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Self
 
@@ -11,14 +11,15 @@ from numpy.typing import NDArray
 
 import qkv
 from qkv.ledger import Count, Ledger, step, symbols
+from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.attention import AttentionMechanism
+from qkv.mechanisms.base.attention_steps import token_lines
 from qkv.mechanisms.base.example import EXAMPLE_WIDTH, select_columns
-from qkv.mechanisms.base.explanation import Line, Step
+from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step
 from qkv.mechanisms.base.loading import named_weights, plain_rope
-from qkv.mechanisms.base.mechanism import positive_integers
 from qkv.mechanisms.base.namespace import array_namespace
-from qkv.mechanisms.base.operations import attention_over_pairs, projection, traffic
-from qkv.mechanisms.base.projected import join_heads, split_heads
+from qkv.mechanisms.base.operations import attention_over_pairs, projection
+from qkv.mechanisms.base.projected import head_lines, join_heads, split_heads
 from qkv.variants import Causal, RoPE
 
 __all__ = ["MultiHeadLatent"]
@@ -270,29 +271,13 @@ class MultiHeadLatent(AttentionMechanism):
         square = namespace.mean(rows * rows, axis=-1, keepdims=True)
         return rows / namespace.sqrt(square + self.eps) * self.weight(f"{name}.weight", rows)
 
-    def steps_before(
-        self,
-        given: Sequence[Any],
-        rows: Sequence[Any],
-        index: int,
-        tokens: Sequence[str],
-        kv_tokens: Sequence[str],
-    ) -> list[Step]:
+    def steps_before(self, token: ExplainedToken, query: Any, key: Any, value: Any) -> list[Step]:
         """The latent rows, and what queries, keys and values are made of."""
-        latents = self.latents(given[1])
-        q, k, v = map(join_heads, rows)
-        cached = tuple(
-            Line(token, row.tolist()) for token, row in zip(kv_tokens, latents, strict=True)
-        )
-        made = [Line(f"q of {tokens[index]}", q[index].tolist())]
-        for name, array in (("k", k), ("v", v)):
-            made += [
-                Line(f"{name} of {token}", row.tolist())
-                for token, row in zip(kv_tokens, array, strict=True)
-            ]
+        cached = token_lines(token.kv_tokens, self.latents(token.key))
+        made = tuple(head_lines(token, query, key, value))
         return [
             Step("Latent rows", "[k_rope | c], all that a cache keeps", cached),
-            Step("Heads", "q = [q_rope | q_nope], k = [k_rope | c W_k], v = c W_v", tuple(made)),
+            Step("Heads", "q = [q_rope | q_nope], k = [k_rope | c W_k], v = c W_v", made),
         ]
 
     def steps_after(self, out: Any, index: int) -> list[Step]:
@@ -300,27 +285,16 @@ class MultiHeadLatent(AttentionMechanism):
         line = Line("out", self.join(out)[index].tolist())
         return [Step("Join", "the heads side by side, projected back if they are", (line,))]
 
-    def cost(self, n: int, batch: int = 1, dtype: str = "float32") -> Ledger:
-        """Operations, parameters and bytes for `batch` sequences of `n` tokens, not absorbed.
-
-        Parameters
-        ----------
-        n, batch : int
-        dtype : str
-            The type in which arrays are stored.
-        """
-        positive_integers(n=n, batch=batch)
-        tokens, e, h, r, p, v = symbols(
-            n=n,
-            e=self.embed_dim,
+    def operations(self, tokens: Count, batch: int) -> Ledger:
+        """Those of the form that is not absorbed."""
+        h, r, p, v = symbols(
             h=self.num_heads,
             r=self.qk_rope_head_dim,
             p=self.qk_nope_head_dim,
             v=self.v_head_dim,
         )
-        b = 1 if batch == 1 else Count(batch, "b")
-        rows: int = b * tokens
-        heads: int = b * h
+        rows: int = batch * tokens
+        heads: int = batch * h
         found = Ledger()
         for name, inner, outer, has_bias in self._projections():
             found += projection(name, rows, inner, outer, has_bias)
@@ -332,9 +306,12 @@ class MultiHeadLatent(AttentionMechanism):
         rotated = rows * (h + 1) * r // 2
         found += step("rope", multiply=4 * rotated, add=rotated, subtract=rotated)
         pairs = tokens * (tokens + 1) // 2 if self.causal else tokens * tokens
-        found += attention_over_pairs(pairs, tokens, p + r, v) * heads
-        width = e if self.out_proj else h * v
-        return found + traffic(rows * e + found.parameters, rows * width, dtype)
+        return found + attention_over_pairs(pairs, tokens, p + r, v) * heads
+
+    def widths(self) -> tuple[int, int]:
+        """Those of x and of the output."""
+        e, h, v = symbols(e=self.embed_dim, h=self.num_heads, v=self.v_head_dim)
+        return e, e if self.out_proj else h * v
 
     @classmethod
     def from_transformers(cls, module: Any, rope: RoPE | None = None) -> Self:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Unpack
 
 import numpy as np
 
-from qkv.mechanisms.base.explanation import Line, Step, number
+from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step, number
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
 
 __all__ = ["Self"]
@@ -48,16 +47,9 @@ class Self(ProjectedAttention):
         options.setdefault("out_proj", False)
         super().__init__(embed_dim, num_heads, **options)
 
-    def steps_before(
-        self,
-        given: Sequence[Any],
-        rows: Sequence[Any],
-        index: int,
-        tokens: Sequence[str],
-        kv_tokens: Sequence[str],
-    ) -> list[Step]:
+    def steps_before(self, token: ExplainedToken, query: Any, key: Any, value: Any) -> list[Step]:
         """The projections of one token with their products; then keys and values of all."""
-        x, name = given[0][index], tokens[index]
+        x, name = token.query[token.index], token.name
         steps = [Step("Input", "x, a row of X", (Line(f"x of {name}", x.tolist()),))]
         for side in "qkv":
             columns = np.asarray(self.weights[f"{side}_proj.weight"], np.float64)
@@ -68,7 +60,7 @@ class Self(ProjectedAttention):
             ]
             formula = f"{side} = x W_{side.upper()}, without terms that are 0"
             steps.append(Step(f"Project {name}", formula, tuple(lines)))
-        return steps + super().steps_before(given, rows, index, tokens, kv_tokens)
+        return steps + super().steps_before(token, query, key, value)
 
 
 def _product(x: Any, column: Any, bias: Any) -> tuple[float, str]:

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, step, symbols
+from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
 from qkv.mechanisms.base.loading import named_weights
-from qkv.mechanisms.base.mechanism import positive_integers
 from qkv.mechanisms.base.namespace import array_namespace
 from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.base.projected import join_heads, split_heads
@@ -23,6 +23,7 @@ from qkv.mechanisms.linear_time.normalization import l2_norm, rms_norm
 from qkv.mechanisms.linear_time.recurrent import (
     RecurrentMechanism,
     activation_cost,
+    grouped_heads,
     head_dim_of,
     repeated_heads,
 )
@@ -187,8 +188,9 @@ class GatedDelta(RecurrentMechanism):
         value = inputs["value"]
         # A group becomes an axis of its own, along which its query and key are broadcast.
         query, key = inputs["query"][..., None, :, :], inputs["key"][..., None, :, :]
-        v, log_decay, beta, start = map(
-            self._grouped, (value, inputs["log_decay"], inputs["beta"], state["scan"])
+        v, log_decay, beta, start = (
+            grouped_heads(heads, self.num_key_heads)
+            for heads in (value, inputs["log_decay"], inputs["beta"], state["scan"])
         )
         rows = (query, key, v, log_decay[..., 0], beta[..., 0])
         out, end = chunk(*rows, start, self.chunk_size)
@@ -208,23 +210,11 @@ class GatedDelta(RecurrentMechanism):
         rows = join_heads(rows) * silu(gate)
         return self.linear("out_proj", rows) if self.out_proj else rows
 
-    def _grouped(self, heads: Any) -> Any:
-        shape = (*heads.shape[:-3], self.num_key_heads, -1, *heads.shape[-2:])
-        return array_namespace(heads).reshape(heads, shape)
-
-    def cost(self, n: int, batch: int = 1, dtype: str = "float32") -> Ledger:
-        """Operations of the recurrence token by token, parameters and bytes.
-
-        Parameters
-        ----------
-        n, batch : int
-        dtype : str
-            The type in which arrays are stored.
-        """
-        positive_integers(n=n, batch=batch)
-        tokens, e, h, g = symbols(n=n, e=self.embed_dim, h=self.num_heads, g=self.num_key_heads)
+    def operations(self, tokens: Count, batch: int) -> Ledger:
+        """Those of the recurrence token by token; chunks do more in fewer products."""
+        e, h, g = symbols(e=self.embed_dim, h=self.num_heads, g=self.num_key_heads)
         d, d_v, k = symbols(d=self.head_dim, d_v=self.v_head_dim, k=self.conv_kernel)
-        tokens = tokens * (1 if batch == 1 else Count(batch, "b"))
+        tokens = batch * tokens
         keys, values = tokens * g * d, tokens * h * d_v
         states, scalars, mixed = values * d, tokens * h, 2 * keys + values
         found = projection("in_proj_qkvz", tokens, e, 2 * g * d + 2 * h * d_v)
@@ -242,7 +232,12 @@ class GatedDelta(RecurrentMechanism):
         found += activation_cost("gate", values) + step("gate", multiply=values)
         if self.out_proj:
             found += projection("out_proj", tokens, h * d_v, e)
-        return self.with_traffic(found, tokens, e if self.out_proj else h * d_v, dtype)
+        return found
+
+    def widths(self) -> tuple[int, int]:
+        """Those of x and of the output."""
+        e, h, d_v = symbols(e=self.embed_dim, h=self.num_heads, d_v=self.v_head_dim)
+        return e, e if self.out_proj else h * d_v
 
     @classmethod
     def from_transformers(cls, module: Any) -> Self:

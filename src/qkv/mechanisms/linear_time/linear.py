@@ -6,15 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from qkv.errors import ShapeError, UnsupportedError
-from qkv.inspection.explain import selected_indices
 from qkv.ledger import Count, Ledger, step, symbols
-from qkv.mechanisms.base.attention import all_three, one_sequence
+from qkv.mechanisms.base.arguments import positive_integers, refuse_options
 from qkv.mechanisms.base.attention_steps import token_lines
-from qkv.mechanisms.base.explanation import Explanation, Line, Step, dot_product, number, numbers
-from qkv.mechanisms.base.mechanism import positive_integers, token_names
+from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step, dot_product, number, numbers
 from qkv.mechanisms.base.namespace import array_namespace, like, values
-from qkv.mechanisms.base.operations import projection, traffic
-from qkv.mechanisms.base.projected import ProjectedAttention, refuse_options
+from qkv.mechanisms.base.operations import projection
+from qkv.mechanisms.base.projected import ProjectedAttention
 from qkv.mechanisms.linear_time.activations import elu_plus_one
 from qkv.mechanisms.linear_time.chunks import in_chunks, state_of_no_tokens
 from qkv.mechanisms.linear_time.recurrent import repeated_heads
@@ -138,7 +136,7 @@ class Linear(ProjectedAttention):
         alone = key is None and value is None and x.ndim > 1
         if alone and self.causal and self.decodes and x.shape[-2] > self.block_size:
             return in_chunks(lambda state, x: self.step(x, state), [x], None, self.block_size)[0]
-        out = self.join(self.mix(*self.featured(*all_three(x, key, value))))
+        out = self.join(self.mix(*self.featured(*self.sequences(x, key, value))))
         # NumPy multiplies bfloat16 to float32.
         return xp.astype(out, x.dtype, copy=False)
 
@@ -194,82 +192,39 @@ class Linear(ProjectedAttention):
 
     def token_mixing(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
         """The weights `(..., num_heads, q_len, kv_len)`; values only, without a gradient."""
-        given = (values(a, "x") for a in all_three(x, key, value))
+        given = (values(a, "x") for a in self.sequences(x, key, value))
         query, key, _ = self.detached().featured(*given)
         return like(token_weights(query, key, self.causal), x)
 
-    def explain(
-        self,
-        x: Any,
-        /,
-        tokens: Sequence[str] | None = None,
-        index: int = 0,
-        *,
-        key: Any = None,
-        value: Any = None,
-        kv_tokens: Sequence[str] | None = None,
-    ) -> Explanation:
-        """The calculation of one token of `x` (n, embed_dim), step by step.
-
-        Parameters
-        ----------
-        x, key, value : array
-            As for a call, of one sequence.
-        tokens : sequence of str (n,), optional
-            Names of the rows of x; their numbers by default.
-        index : int
-            The token whose output is calculated, the first by default.
-        kv_tokens : sequence of str (kv_len,), optional
-            Names of the rows of key; those of x if they are as many, else numbers.
-        """
-        look = self.detached()
-        given = [values(a, "x") for a in all_three(x, key, value)]
-        one_sequence(*given)
-        names = token_names(tokens, len(given[0]))
-        same = kv_tokens is None and len(given[1]) == len(names)
-        kv_names = names if same else token_names(kv_tokens, len(given[1]))
-        row = int(selected_indices(index, len(names), "index", "tokens")[0])
-        steps = look.steps_before(given, look.heads(*given), row, names, kv_names)
-        query, key, value = look.featured(*given)
-        seen = kv_names[: row + 1] if look.causal else kv_names
-        for head in range(look.num_heads):
-            title = f"Head {head}, " if look.num_heads > 1 else ""
-            rows = (query[head, row], key[head, : len(seen)], value[head, : len(seen)])
+    def steps(self, token: ExplainedToken) -> list[Step]:
+        """Projections, features, weights and sum of each head, and the output."""
+        given = token.query, token.key, token.value
+        steps = self.steps_before(token, *self.heads(*given))
+        query, key, value = self.featured(*given)
+        seen = token.kv_tokens[: token.index + 1] if self.causal else token.kv_tokens
+        for head in range(self.num_heads):
+            title = f"Head {head}, " if self.num_heads > 1 else ""
+            rows = (query[head, token.index], key[head, : len(seen)], value[head, : len(seen)])
             steps += [Step(f"{title}{s.title}", s.formula, s.lines) for s in _steps(*rows, seen)]
-        steps += look.steps_after(look.mix(query, key, value), row)
-        return self.explanation(steps, names[row])
+        return steps + self.steps_after(self.mix(query, key, value), token.index)
 
-    def cost(self, n: int, batch: int = 1, dtype: str = "float32") -> Ledger:
-        """Operations, parameters and bytes for `batch` sequences of `n` tokens.
-
-        Operations are those of sums that are taken once; chunks do more in fewer products.
-
-        Parameters
-        ----------
-        n, batch : int
-        dtype : str
-            The type in which arrays are stored.
-        """
-        positive_integers(n=n, batch=batch)
-        (tokens, h, g, d) = symbols(n=n, h=self.num_heads, g=self.num_kv_heads, d=self.head_dim)
-        tokens = tokens * (1 if batch == 1 else Count(batch, "b"))
-        projections = self._projections()
+    def operations(self, tokens: Count, batch: int) -> Ledger:
+        """Those of sums that are taken once; chunks do more in fewer products."""
+        h, g, d = symbols(h=self.num_heads, g=self.num_kv_heads, d=self.head_dim)
+        tokens = batch * tokens
         found = Ledger()
-        for name, inner, outer in projections:
+        for name, inner, outer in self._projections():
             found += projection(name, tokens, inner, outer, self.bias)
         features, ledger = self.feature_cost(tokens, d)
         pairs = tokens * features
         both: int = h + g
         found += ledger * both
-        found += (
+        of_head = (
             step("state", multiply=pairs * d, add=pairs * (d + 1), space=features * (d + 1))
             + step("read", multiply=pairs * (d + 1), add=(pairs - tokens) * (d + 1))
             + step("divide", divide=tokens * d, space=tokens * d)
-        ) * h
-        width = projections[-1][2] if self.out_proj else h * d
-        read = tokens * projections[0][1] + found.parameters
-        whole: Ledger = found + traffic(read, tokens * width, dtype)
-        return whole
+        )
+        return found + of_head * h
 
 
 def _steps(query: Any, key: Any, value: Any, tokens: Sequence[str]) -> list[Step]:

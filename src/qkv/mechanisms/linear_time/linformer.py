@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Self
 
 import numpy as np
 
 import qkv
 from qkv.errors import ShapeError
-from qkv.inspection.explain import selected_indices
 from qkv.ledger import Count, Ledger, matmul, symbols
-from qkv.mechanisms.base.attention import all_three, one_sequence
+from qkv.mechanisms.base.arguments import positive_integers, refuse_options
 from qkv.mechanisms.base.attention_steps import attention_steps, token_lines
-from qkv.mechanisms.base.explanation import Explanation, Step
-from qkv.mechanisms.base.mechanism import positive_integers, token_names
-from qkv.mechanisms.base.namespace import like, values
-from qkv.mechanisms.base.projected import ProjectedAttention, refuse_options
+from qkv.mechanisms.base.explanation import ExplainedToken, Step
+from qkv.mechanisms.base.namespace import like
+from qkv.mechanisms.base.projected import ProjectedAttention, join_heads
 
 __all__ = ["Linformer"]
 
@@ -103,70 +101,31 @@ class Linformer(ProjectedAttention):
         The matrix for which a head gives `M @ V`; its rows need not add up to one.
         """
         weights = super().token_mixing(x, key, value)
-        kv_len = all_three(x, key, value)[2].shape[-2]
+        kv_len = self.sequences(x, key, value)[2].shape[-2]
         return weights @ like(self.detached().weights["f_proj.weight"], x)[:, :kv_len]
 
-    def explain(
-        self,
-        x: Any,
-        /,
-        tokens: Sequence[str] | None = None,
-        index: int = 0,
-        *,
-        key: Any = None,
-        value: Any = None,
-        kv_tokens: Sequence[str] | None = None,
-    ) -> Explanation:
-        """The calculation of one token of `x` (n, embed_dim), step by step.
-
-        Parameters
-        ----------
-        x, key, value : array
-            As for a call, of one sequence.
-        tokens : sequence of str (n,), optional
-            Names of the rows of x; their numbers by default.
-        index : int
-            The token whose output is calculated, the first by default.
-        kv_tokens : sequence of str (kv_len,), optional
-            Names of the rows of key; those of x if they are as many, else numbers.
-        """
-        look = self.detached()
-        given = [values(a, "x") for a in all_three(x, key, value)]
-        one_sequence(*given)
-        names = token_names(tokens, len(given[0]))
-        same = kv_tokens is None and len(given[1]) == len(names)
-        kv_names = names if same else token_names(kv_tokens, len(given[1]))
-        row = int(selected_indices(index, len(names), "index", "tokens")[0])
-        steps = look.steps_before(given, super(Linformer, look).heads(*given), row, names, kv_names)
-        q, k, v = look.heads(*given)
+    def steps(self, token: ExplainedToken) -> list[Step]:
+        """Projections, the mixtures, attention to them, and the output."""
+        given = token.query, token.key, token.value
+        steps = self.steps_before(token, *super().heads(*given))
+        q, k, v = self.heads(*given)
         mixtures = [f"mixture {i}" for i in range(self.num_mixtures)]
         for name, symbol, heads in (("keys", "E K", k), ("values", "F V", v)):
-            rows = np.moveaxis(heads, 0, 1).reshape(len(mixtures), -1)
-            steps.append(Step(f"Mix {name}", symbol, token_lines(mixtures, rows)))
-        trace = qkv.explain(q, k, v, scale=look.scale, q_index=row)
+            steps.append(Step(f"Mix {name}", symbol, token_lines(mixtures, join_heads(heads))))
+        trace = qkv.explain(q, k, v, scale=self.scale, q_index=token.index)
         steps += attention_steps(trace, mixtures)
-        steps += look.steps_after(qkv.attention(q, k, v, scale=look.scale), row)
-        return self.explanation(steps, names[row])
+        return steps + self.steps_after(qkv.attention(q, k, v, scale=self.scale), token.index)
 
     def pairs(self, n: int) -> int:
         """`n` queries with `num_mixtures` keys each."""
         found: int = n * Count(self.num_mixtures, "k")
         return found
 
-    def cost(self, n: int, batch: int = 1, dtype: str = "float32") -> Ledger:
-        """Operations, parameters and bytes for `batch` sequences of `n` tokens.
-
-        Parameters
-        ----------
-        n, batch : int
-        dtype : str
-            The type in which arrays are stored.
-        """
-        positive_integers(n=n, batch=batch)
-        tokens, k, g, d = symbols(n=n, k=self.num_mixtures, g=self.num_kv_heads, d=self.head_dim)
-        found = matmul("mixtures", k, tokens, d) * (2 * g * batch)
-        whole: Ledger = found + super().cost(n, batch, dtype)
-        return whole
+    def operations(self, tokens: Count, batch: int) -> Ledger:
+        """Those of the mixtures, and of attention to them."""
+        k, g, d = symbols(k=self.num_mixtures, g=self.num_kv_heads, d=self.head_dim)
+        heads: int = 2 * g * batch
+        return matmul("mixtures", k, tokens, d) * heads + super().operations(tokens, batch)
 
     @classmethod
     def example(cls) -> Self:

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.ledger import Count, Ledger, step, symbols
+from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
 from qkv.mechanisms.base.loading import named_weights
-from qkv.mechanisms.base.mechanism import positive_integers
 from qkv.mechanisms.base.namespace import array_namespace
 from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.linear_time.activations import silu, softplus
@@ -185,19 +185,11 @@ class Mamba(RecurrentMechanism):
     def _a(self, x: Any) -> Any:
         return -array_namespace(x).exp(self.weight("A_log", x))
 
-    def cost(self, n: int, batch: int = 1, dtype: str = "float32") -> Ledger:
-        """Operations of the recurrence token by token, parameters and bytes.
-
-        Parameters
-        ----------
-        n, batch : int
-        dtype : str
-            The type in which arrays are stored.
-        """
-        positive_integers(n=n, batch=batch)
-        tokens, e, c = symbols(n=n, e=self.embed_dim, c=self.inner_dim)
+    def operations(self, tokens: Count, batch: int) -> Ledger:
+        """Those of the recurrence token by token; chunks do more in fewer products."""
+        e, c = symbols(e=self.embed_dim, c=self.inner_dim)
         s, r, k = symbols(s=self.state_size, r=self.time_step_rank, k=self.conv_kernel)
-        tokens = tokens * (1 if batch == 1 else Count(batch, "b"))
+        tokens = batch * tokens
         channels = tokens * c
         states = channels * s
         found = projection("in_proj", tokens, e, 2 * c, "in_proj.bias" in self.weights)
@@ -210,7 +202,12 @@ class Mamba(RecurrentMechanism):
         found += activation_cost("gate", channels) + step("gate", multiply=channels)
         if self.out_proj:
             found += projection("out_proj", tokens, c, e, "out_proj.bias" in self.weights)
-        return self.with_traffic(found, tokens, e if self.out_proj else c, dtype)
+        return found
+
+    def widths(self) -> tuple[int, int]:
+        """Those of x and of the output."""
+        e, c = symbols(e=self.embed_dim, c=self.inner_dim)
+        return e, e if self.out_proj else c
 
     @classmethod
     def from_transformers(cls, module: Any) -> Self:

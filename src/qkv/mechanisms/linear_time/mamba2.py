@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, step, symbols
+from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
 from qkv.mechanisms.base.loading import named_weights
-from qkv.mechanisms.base.mechanism import positive_integers
 from qkv.mechanisms.base.namespace import array_namespace
 from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.base.projected import join_heads, split_heads
@@ -24,6 +24,7 @@ from qkv.mechanisms.linear_time.normalization import rms_norm
 from qkv.mechanisms.linear_time.recurrent import (
     RecurrentMechanism,
     activation_cost,
+    grouped_heads,
     head_dim_of,
     repeated_heads,
 )
@@ -188,9 +189,9 @@ class Mamba2(RecurrentMechanism):
         value, time_step = inputs["value"], inputs["step"]
         # A group becomes an axis of its own, along which its C and B are broadcast.
         c, b = inputs["C"][..., None, :, :], inputs["B"][..., None, :, :]
-        grouped = self._grouped(time_step * value)
-        log_decay = self._grouped(time_step * self._a(value))[..., 0]
-        start = self._grouped(state["scan"])
+        grouped = grouped_heads(time_step * value, self.num_groups)
+        log_decay = grouped_heads(time_step * self._a(value), self.num_groups)[..., 0]
+        start = grouped_heads(state["scan"], self.num_groups)
         out, end = chunk(c, b, grouped, log_decay, start, self.chunk_size)
         xp = array_namespace(value)
         out, state["scan"] = xp.reshape(out, value.shape), xp.reshape(end, state["scan"].shape)
@@ -217,23 +218,11 @@ class Mamba2(RecurrentMechanism):
     def _a(self, x: Any) -> Any:
         return -array_namespace(x).exp(self.weight("A_log", x))[:, None, None]
 
-    def _grouped(self, heads: Any) -> Any:
-        shape = (*heads.shape[:-3], self.num_groups, -1, *heads.shape[-2:])
-        return array_namespace(heads).reshape(heads, shape)
-
-    def cost(self, n: int, batch: int = 1, dtype: str = "float32") -> Ledger:
-        """Operations of the recurrence token by token, parameters and bytes.
-
-        Parameters
-        ----------
-        n, batch : int
-        dtype : str
-            The type in which arrays are stored.
-        """
-        positive_integers(n=n, batch=batch)
-        tokens, e, h, d = symbols(n=n, e=self.embed_dim, h=self.num_heads, d=self.head_dim)
+    def operations(self, tokens: Count, batch: int) -> Ledger:
+        """Those of the recurrence token by token; chunks do more in fewer products."""
+        e, h, d = symbols(e=self.embed_dim, h=self.num_heads, d=self.head_dim)
         s, g, k = symbols(s=self.state_size, g=self.num_groups, k=self.conv_kernel)
-        tokens = tokens * (1 if batch == 1 else Count(batch, "b"))
+        tokens = batch * tokens
         channels, mixed = tokens * h * d, h * d + 2 * g * s
         states = channels * s
         found = projection("in_proj", tokens, e, h * d + mixed + h, "in_proj.bias" in self.weights)
@@ -247,7 +236,12 @@ class Mamba2(RecurrentMechanism):
         found += step("norm", multiply=2 * channels, add=channels, divide=channels, sqrt=tokens * g)
         if self.out_proj:
             found += projection("out_proj", tokens, h * d, e, "out_proj.bias" in self.weights)
-        return self.with_traffic(found, tokens, e if self.out_proj else h * d, dtype)
+        return found
+
+    def widths(self) -> tuple[int, int]:
+        """Those of x and of the output."""
+        e, h, d = symbols(e=self.embed_dim, h=self.num_heads, d=self.head_dim)
+        return e, e if self.out_proj else h * d
 
     @classmethod
     def from_transformers(cls, module: Any) -> Self:

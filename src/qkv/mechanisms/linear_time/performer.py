@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from qkv.errors import ShapeError
 from qkv.ledger import Count, Ledger, matmul, step
-from qkv.mechanisms.base.mechanism import positive_integers
+from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.namespace import array_namespace, like
 from qkv.mechanisms.linear_time.linear import Linear
 

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 
 from qkv.errors import ArgumentError, ShapeError
-from qkv.inspection.explain import selected_indices
-from qkv.ledger import Count, Ledger, step
-from qkv.mechanisms.base.attention import one_sequence
+from qkv.ledger import Ledger, step
+from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.attention_steps import token_lines
-from qkv.mechanisms.base.explanation import Explanation, Line, Step, numbers
-from qkv.mechanisms.base.mechanism import Mechanism, positive_integers, token_names
+from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step, numbers
+from qkv.mechanisms.base.mechanism import Mechanism
 from qkv.mechanisms.base.namespace import array_namespace, like, values
-from qkv.mechanisms.base.operations import traffic
 from qkv.mechanisms.linear_time.chunks import in_chunks
 
-__all__ = ["RecurrentMechanism", "activation_cost", "head_dim_of", "repeated_heads", "token_shift"]
+__all__ = [
+    "RecurrentMechanism",
+    "activation_cost",
+    "grouped_heads",
+    "head_dim_of",
+    "repeated_heads",
+    "token_shift",
+]
 
 
 class RecurrentMechanism(Mechanism):
@@ -38,6 +43,7 @@ class RecurrentMechanism(Mechanism):
         Tokens in a chunk. Any number gives the same output up to rounding.
     """
 
+    one_sequence_only = True
     mixing_formula: ClassVar[str]
     block_size: ClassVar[int] = 512
     """Tokens that are projected, mixed and joined at once, so that they stay in the caches."""
@@ -173,42 +179,25 @@ class RecurrentMechanism(Mechanism):
         look, given = self.detached(), values(x, "x")
         return like(look.mixing(look.project(given, look.initial_state(given))[0]), x)
 
-    def explain(
-        self, x: Any, /, tokens: Sequence[str] | None = None, index: int = 0
-    ) -> Explanation:
-        """The calculation of one token of `x` (n, embed_dim), step by step.
-
-        The recurrence is shown as what it amounts to: a weighted sum over this token and those
-        before it.
-
-        Parameters
-        ----------
-        x : array (n, embed_dim)
-        tokens : sequence of str (n,), optional
-            Names of the rows; their numbers by default.
-        index : int
-            The token whose output is calculated, the first by default.
-        """
+    def sequences(self, x: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+        """x for all three, if it is `(..., n, embed_dim)`."""
         self.check(x)
-        one_sequence(x)
-        look = self.detached()
-        names = token_names(tokens, x.shape[0])
-        row = int(selected_indices(index, len(names), "index", "tokens")[0])
-        seen = names[: row + 1]
-        given = values(x, "x")
-        state = look.initial_state(given)
-        inputs, gate = look.project(given, state)
+        return super().sequences(x, key, value)
+
+    def steps(self, token: ExplainedToken) -> list[Step]:
+        """The recurrence as what it amounts to: a weighted sum over the token and earlier ones."""
+        x, row = token.query, token.index
+        seen = token.tokens[: row + 1]
+        state = self.initial_state(x)
+        inputs, gate = self.project(x, state)
         steps = [
-            Step(
-                f"Project, {name}",
-                f"{name} of each token",
-                token_lines(seen, _by_token(array, row)),
-            )
+            Step(f"Project, {name}", f"{name} of each token",
+                 token_lines(seen, _by_token(array, row)))
             for name, array in inputs.items()
-        ]
-        weights = look.mixing(inputs)[:, row, : row + 1]
+        ]  # fmt: skip
+        weights = self.mixing(inputs)[:, row, : row + 1]
         shown = tuple(Line(t, w.tolist()) for t, w in zip(seen, weights.T, strict=True))
-        steps.append(Step("Token weights, one for each head", look.mixing_formula, shown))
+        steps.append(Step("Token weights, one for each head", self.mixing_formula, shown))
         value = inputs["value"]
         value = value.T[..., None] if value.ndim == 2 else value
         parts = weights[..., None] * value[:, : row + 1, :]
@@ -218,10 +207,10 @@ class RecurrentMechanism(Mechanism):
         ]
         total = Line("o", np.ravel(parts.sum(1)).tolist(), "their sum")
         steps.append(Step("Weighted sum", "o = sum_j M[i,j] value[j]", (*lines, total)))
-        output = look.join(look.mix(inputs, state), gate)[row]
+        output = self.join(self.mix(inputs, state), gate)[row]
         gated = () if gate is None else (Line("gate", np.ravel(gate[row]).tolist()),)
-        steps.append(Step("Output", look.formula, (*gated, Line("out", output.tolist()))))
-        return self.explanation(steps, names[row])
+        steps.append(Step("Output", self.formula, (*gated, Line("out", output.tolist()))))
+        return steps
 
     def check(self, x: Any) -> None:
         """Refuse an x that is not `(..., n, embed_dim)` with a token or more.
@@ -238,23 +227,6 @@ class RecurrentMechanism(Mechanism):
                 [("x", str(tuple(x.shape)))],
                 f"Pass x as (..., n, {self.embed_dim}).",
             )
-
-    def with_traffic(self, found: Ledger, tokens: int, width: int, dtype: str) -> Ledger:
-        """Add the parameters that no product counts, and the bytes of x, weights and output.
-
-        Parameters
-        ----------
-        found : Ledger
-            Operations, with the parameters of projections.
-        tokens : int
-            Rows of x, over the whole batch.
-        width : int
-            Length of a row of the output.
-        dtype : str
-        """
-        found += Ledger(parameters=Count(1) * (self.parameters - found.parameters))
-        read = tokens * self.embed_dim + found.parameters
-        return found + traffic(read, tokens * width, dtype)
 
 
 def head_dim_of(width: int, num_heads: int, head_dim: int | None) -> int:
@@ -293,6 +265,18 @@ def repeated_heads(heads: Any, times: int) -> Any:
     array([1., 1., 2., 2.])
     """
     return heads if times == 1 else array_namespace(heads).repeat(heads, times, axis=-3)
+
+
+def grouped_heads(heads: Any, groups: int) -> Any:
+    """`(..., h, n, d)` as `(..., groups, h / groups, n, d)`.
+
+    Examples
+    --------
+    >>> grouped_heads(np.zeros((6, 5, 4)), 2).shape
+    (2, 3, 5, 4)
+    """
+    shape = (*heads.shape[:-3], groups, -1, *heads.shape[-2:])
+    return array_namespace(heads).reshape(heads, shape)
 
 
 def activation_cost(name: str, count: int) -> Ledger:

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.ledger import Count, Ledger, step, symbols
+from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
 from qkv.mechanisms.base.loading import named_weights
-from qkv.mechanisms.base.mechanism import positive_integers
 from qkv.mechanisms.base.namespace import array_namespace, like
 from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.linear_time.activations import sigmoid
@@ -153,18 +153,10 @@ class RWKV4(RecurrentMechanism):
     def _decay_and_bonus(self, x: Any) -> tuple[Any, Any]:
         return array_namespace(x).exp(self.weight("time_decay", x)), self.weight("time_first", x)
 
-    def cost(self, n: int, batch: int = 1, dtype: str = "float32") -> Ledger:
-        """Operations of the recurrence token by token, parameters and bytes.
-
-        Parameters
-        ----------
-        n, batch : int
-        dtype : str
-            The type in which arrays are stored.
-        """
-        positive_integers(n=n, batch=batch)
-        tokens, e, h = symbols(n=n, e=self.embed_dim, h=self.hidden_dim)
-        tokens = tokens * (1 if batch == 1 else Count(batch, "b"))
+    def operations(self, tokens: Count, batch: int) -> Ledger:
+        """Those of the recurrence token by token; chunks do more in fewer products."""
+        e, h = symbols(e=self.embed_dim, h=self.hidden_dim)
+        tokens = batch * tokens
         found = step("token_shift", multiply=6 * tokens * e, add=3 * tokens * e, subtract=3 * e)
         for side in ("key", "value", "receptance"):
             found += projection(side, tokens, e, h)
@@ -176,7 +168,12 @@ class RWKV4(RecurrentMechanism):
         found += activation_cost("gate", each)
         if self.out_proj:
             found += projection("output", tokens, h, e)
-        return self.with_traffic(found, tokens, e if self.out_proj else h, dtype)
+        return found
+
+    def widths(self) -> tuple[int, int]:
+        """Those of x and of the output."""
+        e, h = symbols(e=self.embed_dim, h=self.hidden_dim)
+        return e, e if self.out_proj else h
 
     @classmethod
     def from_transformers(cls, module: Any) -> Self:

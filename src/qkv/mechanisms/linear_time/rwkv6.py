@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.ledger import Count, Ledger, matmul, step, symbols
+from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
-from qkv.mechanisms.base.mechanism import positive_integers
 from qkv.mechanisms.base.namespace import array_namespace
 from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.base.projected import join_heads, split_heads
@@ -192,19 +192,11 @@ class RWKV6(RecurrentMechanism):
     def _bonus(self, x: Any) -> Any:
         return self.weight("time_faaaa", x)[:, None, :]
 
-    def cost(self, n: int, batch: int = 1, dtype: str = "float32") -> Ledger:
-        """Operations of the recurrence token by token, parameters and bytes.
-
-        Parameters
-        ----------
-        n, batch : int
-        dtype : str
-            The type in which arrays are stored.
-        """
-        positive_integers(n=n, batch=batch)
-        tokens, e, h, d = symbols(n=n, e=self.embed_dim, h=self.num_heads, d=self.head_dim)
+    def operations(self, tokens: Count, batch: int) -> Ledger:
+        """Those of the recurrence token by token; chunks do more in fewer products."""
+        e, h, d = symbols(e=self.embed_dim, h=self.num_heads, d=self.head_dim)
         r, s = symbols(r=self.mix_rank, s=self.decay_rank)
-        tokens = tokens * (1 if batch == 1 else Count(batch, "b"))
+        tokens = batch * tokens
         each, channels = tokens * e, tokens * h * d
         found = step("token_shift", subtract=each, multiply=6 * each, add=11 * each)
         found += matmul("mix_down", tokens, e, 5 * r) + step("mix_down", tanh=5 * tokens * r)
@@ -223,7 +215,12 @@ class RWKV6(RecurrentMechanism):
         found += activation_cost("gate", channels) + step("gate", multiply=channels)
         if self.out_proj:
             found += projection("output", tokens, h * d, e)
-        return self.with_traffic(found, tokens, e if self.out_proj else h * d, dtype)
+        return found
+
+    def widths(self) -> tuple[int, int]:
+        """Those of x and of the output."""
+        e, h, d = symbols(e=self.embed_dim, h=self.num_heads, d=self.head_dim)
+        return e, e if self.out_proj else h * d
 
     @classmethod
     def example(cls) -> Self:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Self
 
 import numpy as np
 
-from qkv.inspection.explain import selected_indices
 from qkv.inspection.steps import softmax
 from qkv.ledger import Count, Ledger, matmul, step, symbols
 from qkv.ledger import softmax as softmax_ledger
-from qkv.mechanisms.base.attention import all_three, one_sequence
+from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.attention_steps import softmax_and_output, token_lines
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM
-from qkv.mechanisms.base.explanation import Explanation, Line, Step, dot_product
-from qkv.mechanisms.base.mechanism import Mechanism, positive_integers, token_names
+from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step, dot_product
+from qkv.mechanisms.base.mechanism import Mechanism
 from qkv.mechanisms.base.namespace import array_namespace, like, recomputed, values
-from qkv.mechanisms.base.operations import projection, traffic
+from qkv.mechanisms.base.operations import projection
 from qkv.samples import shared_example
 
 __all__ = ["Additive"]
@@ -106,7 +105,7 @@ class Additive(Mechanism):
         -------
         array (..., q_len, v_dim)
         """
-        query, key, value = all_three(x, key, value)
+        query, key, value = self.sequences(x, key, value)
         hidden_q, hidden_k = self.linear("q_proj", query), self.linear("k_proj", key)
         vector = self.weight("score.weight", x)
         namespace = array_namespace(x)
@@ -127,7 +126,7 @@ class Additive(Mechanism):
             As for a call.
         """
         look = self.detached()
-        query, key, _ = (values(array, "x") for array in all_three(x, key, value))
+        query, key, _ = (values(array, "x") for array in self.sequences(x, key, value))
         return like(_weights(*look._hidden(query, key)), x)
 
     def _hidden(self, query: Any, key: Any) -> tuple[Any, Any, Any]:
@@ -137,65 +136,27 @@ class Additive(Mechanism):
             self.weight("score.weight", query),
         )
 
-    def explain(
-        self,
-        x: Any,
-        /,
-        tokens: Sequence[str] | None = None,
-        index: int = 0,
-        *,
-        key: Any = None,
-        value: Any = None,
-        kv_tokens: Sequence[str] | None = None,
-    ) -> Explanation:
-        """The calculation of one token of `x` (n, embed_dim), step by step.
-
-        Parameters
-        ----------
-        x, key, value : array
-            As for a call, of one sequence.
-        tokens, kv_tokens : sequence of str, optional
-            Names of the rows of x and of key; numbers by default.
-        index : int
-            The token whose output is calculated, the first by default.
-        """
-        look = self.detached()
-        query, key, value = (values(a, "x").astype(np.float64) for a in all_three(x, key, value))
-        one_sequence(query, key, value)
-        names = token_names(tokens, len(query))
-        same = kv_tokens is None and len(key) == len(names)
-        kv_names = names if same else token_names(kv_tokens, len(key))
-        row = int(selected_indices(index, len(names), "index", "tokens")[0])
-        hidden_q, hidden_k, vector = look._hidden(query, key)
+    def steps(self, token: ExplainedToken) -> list[Step]:
+        """The hidden layer, its activation, and the softmax of the scores."""
+        query, key, value = (a.astype(np.float64) for a in (token.query, token.key, token.value))
+        row, kv_names = token.index, token.kv_tokens
+        hidden_q, hidden_k, vector = self._hidden(query, key)
         activations = np.tanh(hidden_q[row] + hidden_k)
         scores = activations @ vector[0]
-        query_line = Line(f"W q of {names[row]}", hidden_q[row].tolist())
+        query_line = Line(f"W q of {token.name}", hidden_q[row].tolist())
         keys = token_lines([f"U k of {name}" for name in kv_names], hidden_k)
         sums = zip(kv_names, activations, strict=True)
         lines = tuple(dot_product(name, vector[0], activation) for name, activation in sums)
-        steps = [
+        return [
             Step("Hidden layer", "W q and U k", (query_line, *keys)),
             Step("Activation", "tanh(W q + U k)", token_lines(kv_names, activations)),
             Step("Scores", "s = v . tanh(W q + U k)", lines),
             *softmax_and_output(softmax(scores), value, kv_names),
         ]
-        return self.explanation(steps, names[row])
 
-    def cost(self, n: int, batch: int = 1, dtype: str = "float32") -> Ledger:
-        """Operations, parameters and bytes for `batch` sequences of `n` queries and keys.
-
-        Values are as wide as keys.
-
-        Parameters
-        ----------
-        n, batch : int
-        dtype : str
-            The type in which arrays are stored.
-        """
-        positive_integers(n=n, batch=batch)
-        tokens, e, c, a = symbols(n=n, e=self.embed_dim, c=self.kv_dim, a=self.hidden_dim)
-        c = e if self.kv_dim == self.embed_dim else c
-        b = 1 if batch == 1 else Count(batch, "b")
+    def operations(self, tokens: Count, batch: int) -> Ledger:
+        """Those of a hidden row for each pair; values are as wide as keys."""
+        e, c, a = self._sizes()
         pairs = tokens * tokens
         scores = (
             step("hidden", add=pairs * a, tanh=pairs * a)
@@ -203,10 +164,18 @@ class Additive(Mechanism):
             + softmax_ledger("softmax", tokens, tokens)
             + matmul("av", tokens, tokens, c)
         )
-        found = scores * b + Ledger(parameters=Count(1) * a)
-        found += projection("q_proj", b * tokens, e, a) + projection("k_proj", b * tokens, c, a)
-        read = b * tokens * (e + 2 * c) + found.parameters
-        return found + traffic(read, b * tokens * c, dtype)
+        found = scores * batch + Ledger(parameters=Count(1) * a)
+        rows: int = batch * tokens
+        return found + projection("q_proj", rows, e, a) + projection("k_proj", rows, c, a)
+
+    def widths(self) -> tuple[int, int]:
+        """A query, a key and a value are read, and a row as long as a value is written."""
+        e, c, _ = self._sizes()
+        return e + 2 * c, c
+
+    def _sizes(self) -> tuple[Count, Count, Count]:
+        e, c, a = symbols(e=self.embed_dim, c=self.kv_dim, a=self.hidden_dim)
+        return e, e if self.kv_dim == self.embed_dim else c, a
 
     @classmethod
     def example(cls) -> Self:

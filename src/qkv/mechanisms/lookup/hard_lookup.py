@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from qkv.ledger import Count, Ledger, step, symbols
-from qkv.mechanisms.base.mechanism import positive_integers
+from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.namespace import array_namespace
-from qkv.mechanisms.base.operations import traffic
 from qkv.mechanisms.base.unprojected import UnprojectedAttention
 from qkv.variants import Mask
 
@@ -68,15 +67,12 @@ class Hard(UnprojectedAttention):
         rank = namespace.argsort(order, axis=-1, stable=True)
         return (Mask(rank < self.k),)
 
-    def cost(self, n: int, batch: int = 1, dtype: str = "float32") -> Ledger:
-        """Operations and bytes for `batch` sequences of `n` queries, keys and values.
+    def operations(self, tokens: Count, batch: int) -> Ledger:
+        """All scores are computed; only the k best enter the softmax and the sum.
 
-        All scores are computed; the k best are found with `k (n - 1)` comparisons a row, and only
-        they enter the softmax and the sum.
+        They are found with `k (n - 1)` comparisons a row.
         """
-        positive_integers(n=n, batch=batch)
-        tokens, d, k = symbols(n=n, d=self.head_dim, k=min(self.k, n))
-        b = 1 if batch == 1 else Count(batch, "b")
+        d, k = symbols(d=self.head_dim, k=min(self.k, int(tokens)))
         pairs, chosen = tokens * tokens, tokens * k
         found = (
             step("qk", multiply=pairs * d, add=pairs * (d - 1), space=pairs)
@@ -85,4 +81,4 @@ class Hard(UnprojectedAttention):
             + step("softmax", subtract=chosen, exp=chosen, add=chosen - tokens, divide=chosen)
             + step("av", multiply=chosen * d, add=(chosen - tokens) * d, space=tokens * d)
         )
-        return found * b + traffic(3 * b * tokens * d, b * tokens * d, dtype)
+        return found * batch

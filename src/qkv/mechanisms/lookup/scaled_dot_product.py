@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from qkv.classical import ScaledDotProductAttention
-from qkv.mechanisms.base.attention import all_three
 from qkv.mechanisms.base.namespace import like, values
 from qkv.mechanisms.base.unprojected import UnprojectedAttention
 
@@ -55,5 +54,5 @@ class ScaledDotProduct(UnprojectedAttention):
         x, key, value : array
             As for a call.
         """
-        weights, _ = self.layer(*(values(array, "x") for array in all_three(x, key, value)))
+        weights, _ = self.layer(*(values(array, "x") for array in self.sequences(x, key, value)))
         return like(weights, x)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Self, Unpack
 
-from qkv.mechanisms.base.loading import named_weights, plain_rope
+from qkv.mechanisms.base.loading import llama_heads
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
 from qkv.variants import RoPE
 
@@ -62,20 +62,7 @@ class Rotary(ProjectedAttention):
         UnsupportedError
             Its positions are scaled and `rope` is not given.
         """
-        config = module.config
-        sides = {f"{side}_proj": f"{side}_proj" for side in "qkv"}
-        weights = named_weights(module, {**sides, "out_proj": "o_proj"})
-        return cls(
-            config.hidden_size,
-            config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=module.head_dim,
-            causal=True,
-            bias="q_proj.bias" in weights,
-            rope=plain_rope(config, rope),
-            scale=module.scaling,
-            weights=weights,
-        )
+        return cls(**llama_heads(module, rope))
 
     @classmethod
     def example(cls) -> Self:

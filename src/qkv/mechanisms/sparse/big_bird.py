@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from qkv.errors import ArgumentError, ShapeError
 from qkv.ledger import Count
+from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.loading import named_weights
-from qkv.mechanisms.base.mechanism import positive_integers
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
 from qkv.variants import BlockSparse, RandomBlocks
 

@@ -11,8 +11,8 @@ import qkv
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, symbols
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, select_columns
+from qkv.mechanisms.base.explanation import ExplainedToken
 from qkv.mechanisms.base.loading import named_weights
-from qkv.mechanisms.base.mechanism import positive_integers
 from qkv.mechanisms.base.namespace import array_namespace, like, values
 from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.base.projected import Options, ProjectedAttention, split_heads
@@ -62,6 +62,7 @@ class Longformer(ProjectedAttention):
     name = "longformer"
     paper = "Beltagy et al., Longformer: The Long-Document Transformer (2020), section 3.1"
     formula = "softmax(Q K^T / sqrt(d) + M) V, M = 0 for |i - j| <= window or i or j global"
+    one_sequence_only = True
 
     def __init__(
         self,
@@ -102,8 +103,7 @@ class Longformer(ProjectedAttention):
         ArgumentError
             A key was given, or a global token is beyond the last.
         """
-        self._check(x, key, value)
-        q, k, v = self.heads(x, x, x)
+        q, k, v = self.heads(*self.sequences(x, key, value))
         out = qkv.attention(q, k, v, *self.variants(q, k), scale=self.scale)
         if self.global_tokens:
             out = self._with_rows(out, qkv.attention(*self._global_heads(x), scale=self.scale))
@@ -114,7 +114,7 @@ class Longformer(ProjectedAttention):
 
         Rows of global tokens are those of their own projections.
         """
-        self._check(x, key, value)
+        self.sequences(x, key, value)
         look, rows = self.detached(), values(x, "x")
         q, k, v = look.heads(rows, rows, rows)
         weights = qkv.inspect(q, k, v, *look.variants(q, k), scale=look.scale).weights[...]
@@ -123,26 +123,29 @@ class Longformer(ProjectedAttention):
             weights = look._with_rows(weights, record.weights[...])
         return like(weights, x)
 
-    def problem_of(
-        self, index: int, query: Any, key: Any, value: Any
-    ) -> tuple[Any, Any, Any, tuple[Any, ...]]:
+    def problem_of(self, token: ExplainedToken) -> tuple[Any, Any, Any, tuple[Any, ...]]:
         """The global projections without a mask for the row of a global token."""
-        if index not in self.global_tokens:
-            return super().problem_of(index, query, key, value)
-        rows = zip(("q_global", "k_global", "v_global"), (query, key, value), strict=True)
+        if token.index not in self.global_tokens:
+            return super().problem_of(token)
+        given = (token.query, token.key, token.value)
+        rows = zip(("q_global", "k_global", "v_global"), given, strict=True)
         q, k, v = (split_heads(self.linear(name, x), self.num_heads) for name, x in rows)
         return q, k, v, ()
 
-    def _check(self, x: Any, key: Any, value: Any) -> None:
-        if key is not None or value is not None:
-            raise ArgumentError(
-                "Longformer attends within one sequence.", action="Pass x alone, or use Cross."
-            )
+    def sequences(self, x: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+        """x for all three.
+
+        Raises
+        ------
+        ArgumentError
+            A key is given, or a global token is beyond the last.
+        """
         if self.global_tokens and self.global_tokens[-1] >= x.shape[-2]:
             raise ArgumentError(
                 f"global token {self.global_tokens[-1]} is beyond the {x.shape[-2]} rows of x.",
                 action="Choose tokens of the sequence.",
             )
+        return super().sequences(x, key, value)
 
     def _global_heads(self, x: Any) -> tuple[Any, Any, Any]:
         """Queries of the global tokens, and keys and values of all, by the global projections."""
@@ -174,22 +177,15 @@ class Longformer(ProjectedAttention):
         inside = (abs(ordinary[:, None] - self.global_tokens) <= self.window).sum(axis=1)
         return Count(int((near + g - inside).sum()) + g * int(n), "pairs")
 
-    def cost(self, n: int, batch: int = 1, dtype: str = "float32") -> Ledger:
-        """Operations, parameters and bytes for `batch` sequences of `n` tokens.
-
-        Queries by the global projections are made for the global tokens only.
-        """
-        found = super().cost(n, batch, dtype)
-        positive_integers(n=n, batch=batch)
+    def operations(self, tokens: Count, batch: int) -> Ledger:
+        """Queries by the global projections are made for the global tokens only."""
+        found = super().operations(tokens, batch)
         g = len(self.global_tokens)
         if not g:
             return found
-        tokens, some, e, d, h = symbols(
-            n=n, g=g, e=self.embed_dim, d=self.head_dim, h=self.num_heads
-        )
-        b = 1 if batch == 1 else Count(batch, "b")
+        some, e, d, h = symbols(g=g, e=self.embed_dim, d=self.head_dim, h=self.num_heads)
         for side, rows in (("q", some), ("k", tokens), ("v", tokens)):
-            more = projection(f"{side}_global", b * rows, e, h * d, self.bias)
+            more = projection(f"{side}_global", batch * rows, e, h * d, self.bias)
             found += Ledger(more.operations, more.space)
         return found
 

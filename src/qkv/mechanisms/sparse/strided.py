@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, Self, Unpack
 
 from qkv.ledger import Count
-from qkv.mechanisms.base.mechanism import positive_integers
+from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
+from qkv.mechanisms.sparse.sliding_window import window_pairs
 from qkv.variants import SlidingWindow
 from qkv.variants import Strided as EveryStride
 
@@ -65,12 +66,11 @@ class Strided(ProjectedAttention):
         return (*super().variants(query, key), pattern)
 
     def pairs(self, n: int) -> int:
-        """Pairs of the pattern among `n` tokens, counted row by row."""
-        # Row i has min(i + 1, stride) near keys, and i // stride keys a stride or more away.
-        n = int(n)
-        near, whole = min(n, self.stride), n // self.stride
-        far = self.stride * (whole * (whole - 1) // 2) + whole * (n - whole * self.stride)
-        return Count(near * (near + 1) // 2 + (n - near) * self.stride + far, "pairs")
+        """Pairs of the pattern among `n` tokens: near ones, and those a stride or more away."""
+        n, whole = int(n), int(n) // self.stride
+        # Row i has i // stride keys a stride or more away.
+        far = n * whole - self.stride * (whole * (whole + 1) // 2)
+        return Count(window_pairs(n, self.stride - 1, 0) + far, "pairs")
 
     @classmethod
     def example(cls) -> Self:

@@ -10,15 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 import qkv
-from qkv.errors import ArgumentError
-from qkv.inspection.explain import selected_indices
 from qkv.inspection.streaming import stream
 from qkv.ledger import Count, Ledger, step, symbols
-from qkv.mechanisms.base.attention import one_sequence
-from qkv.mechanisms.base.explanation import Explanation, Line, Step, number, numbers
-from qkv.mechanisms.base.mechanism import positive_integers, token_names
+from qkv.mechanisms.base.arguments import one_sequence, positive_integers
+from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step, number, numbers
 from qkv.mechanisms.base.namespace import values
-from qkv.mechanisms.base.operations import item_bytes
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
 
 __all__ = ["Flash", "FlashTile"]
@@ -113,25 +109,28 @@ class Flash(ProjectedAttention):
         self.block_q, self.block_kv = block_q, block_kv
         super().__init__(embed_dim, num_heads, **options)
 
-    def tiles(self, x: Any) -> Iterator[FlashTile]:
+    def tiles(self, x: Any, key: Any = None, value: Any = None) -> Iterator[FlashTile]:
         """The algorithm tile by tile, in float64, for every head of one sequence.
 
         Parameters
         ----------
         x : array (n, embed_dim)
+        key, value : array (kv_len, kv_dim), optional
+            `x` unless given; `value` is `key` unless given.
 
         Yields
         ------
-        Tile
+        FlashTile
             For each tile of queries, one for each tile of keys in which a pair is allowed.
         """
-        look, rows = self.detached(), values(x, "x").astype(np.float64)
-        one_sequence(rows)
-        q, k, v = look.heads(rows, rows, rows)
+        look = self.detached()
+        given = [values(a, "x").astype(np.float64) for a in self.sequences(x, key, value)]
+        one_sequence(*given)
+        q, k, v = look.heads(*given)
         trace = qkv.explain(q, k, v, *look.variants(q, k), scale=self.scale)
         for head in trace.heads:
             scores = np.stack([row.scores for row in head.rows])
-            for first in range(0, len(rows), self.block_q):
+            for first in range(0, len(scores), self.block_q):
                 yield from self._stream(head.head, scores, head.value, first)
 
     def _stream(self, head: int, scores: Array, value: Array, first: int) -> Iterator[FlashTile]:
@@ -149,80 +148,41 @@ class Flash(ProjectedAttention):
                 state.accumulator,
             )
 
-    def explain(
-        self,
-        x: Any,
-        /,
-        tokens: Sequence[str] | None = None,
-        index: int = 0,
-        *,
-        key: Any = None,
-        value: Any = None,
-        kv_tokens: Sequence[str] | None = None,
-    ) -> Explanation:
-        """The stream of one token of `x` (n, embed_dim), one step for each tile of keys.
-
-        Parameters
-        ----------
-        x : array (n, embed_dim)
-        tokens : sequence of str (n,), optional
-            Names of the rows; their numbers by default.
-        index : int
-            The token whose output is calculated, the first by default.
-
-        Raises
-        ------
-        ArgumentError
-            If a key or value is given.
-        """
-        if key is not None or value is not None:
-            raise ArgumentError(
-                "the tiles are those of one sequence.", action="Pass x alone, or use Cross."
-            )
-        names = token_names(tokens, len(x))
-        row = int(selected_indices(index, len(names), "index", "tokens")[0])
-        steps: list[Step] = []
+    def steps(self, token: ExplainedToken) -> list[Step]:
+        """One step for each tile of keys, and the division, in each head."""
+        row, steps = token.index, list[Step]()
         output: list[float] = []
         last: FlashTile | None = None
-        for tile in self.tiles(x):
+        for tile in self.tiles(token.query, token.key, token.value):
             if not tile.q_rows.start <= row < tile.q_rows.stop:
                 continue
             i = row - tile.q_rows.start
             if last is not None and last.head != tile.head:
                 output += _divide(last, i, steps)
-            steps.append(_tile_step(tile, i, names))
+            steps.append(_tile_step(tile, i, token.kv_tokens))
             last = tile
         if last is not None:
             output += _divide(last, row - last.q_rows.start, steps)
         if self.out_proj:
-            look = self.detached()
-            out = look.linear("out_proj", np.array([output]))[0].tolist()
+            out = self.linear("out_proj", np.array([output]))[0].tolist()
             steps.append(Step("Project back", "W_o o", (Line("out", out),)))
-        return self.explanation(steps, names[row])
+        return steps
 
-    def cost(self, n: int, batch: int = 1, dtype: str = "float32") -> Ledger:
-        """Operations, parameters and bytes for `batch` sequences of `n` tokens.
+    def operations(self, tokens: Count, batch: int) -> Ledger:
+        """Those of full attention, and for each row and tile one exp and the corrections."""
+        d, h = symbols(d=self.head_dim, h=self.num_heads)
+        each = tokens * Count(-(-int(tokens) // self.block_kv), "tiles")
+        more = step("correction", compare=each, subtract=each, exp=each,
+                    multiply=each * (d + 1), add=each * (d + 1))  # fmt: skip
+        heads: int = batch * h
+        return super().operations(tokens, batch) + more * heads
 
-        To those of full attention come, for each row and tile of keys, one exp and the corrections;
-        keys and values are read again for each tile of queries.
-        """
-        found = super().cost(n, batch, dtype)
-        tokens, d, h, g = symbols(n=n, d=self.head_dim, h=self.num_heads, g=self.num_kv_heads)
-        b = 1 if batch == 1 else Count(batch, "b")
-        tiles = Count(-(-n // self.block_kv), "tiles")
-        more = step(
-            "correction",
-            compare=tokens * tiles,
-            subtract=tokens * tiles,
-            exp=tokens * tiles,
-            multiply=tokens * tiles * (d + 1),
-            add=tokens * tiles * (d + 1),
-        )
-        again = Count(-(-n // self.block_q) - 1, "q_tiles - 1")
-        heads: int = b * h
-        size = item_bytes(dtype)
-        found += more * heads
-        return found + Ledger(bytes_read=again * (2 * b * tokens * g * d * size))
+    def numbers_moved(self, tokens: Count, batch: int, parameters: int) -> tuple[int, int]:
+        """Keys and values are read again for each tile of queries."""
+        read, written = super().numbers_moved(tokens, batch, parameters)
+        g, d = symbols(g=self.num_kv_heads, d=self.head_dim)
+        again = Count(-(-int(tokens) // self.block_q) - 1, "q_tiles - 1")
+        return read + again * (2 * batch * tokens * g * d), written
 
     @classmethod
     def example(cls) -> Self:

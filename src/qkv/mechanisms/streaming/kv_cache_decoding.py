@@ -6,10 +6,8 @@ from typing import Any, Self, Unpack
 
 from qkv.arrays import library_of
 from qkv.cache import Cache, ContiguousCache
-from qkv.errors import ArgumentError
-from qkv.ledger import Count, Ledger, symbols
+from qkv.ledger import Count, symbols
 from qkv.mechanisms.base.namespace import array_namespace
-from qkv.mechanisms.base.operations import item_bytes
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
 
 __all__ = ["KVCacheDecoding"]
@@ -50,6 +48,7 @@ class KVCacheDecoding(ProjectedAttention):
     name = "kv-cache-decoding"
     paper = "Shazeer, Fast Transformer Decoding (2019), section 2.4"
     formula = "out_t = softmax(q_t K^T / sqrt(d)) V, K = [K_cache, k_t], V = [V_cache, v_t]"
+    one_sequence_only = True
 
     def __init__(self, embed_dim: int, num_heads: int = 1, **options: Unpack[Options]) -> None:
         options["causal"] = True
@@ -63,10 +62,7 @@ class KVCacheDecoding(ProjectedAttention):
         ArgumentError
             A key was given.
         """
-        if key is not None or value is not None:
-            raise ArgumentError(
-                "decoding reads one sequence.", action="Pass x alone, or use Cross."
-            )
+        self.sequences(x, key, value)
         if library_of(x, "x").is_tracked(self.linear("k_proj", x)):
             return super().__call__(x)
         cache, outputs = None, []
@@ -101,20 +97,12 @@ class KVCacheDecoding(ProjectedAttention):
         rows = cache.append(k, v)
         return self.join(rows.attention(q, *self.variants(q, k), scale=self.scale)), cache
 
-    def cost(self, n: int, batch: int = 1, dtype: str = "float32") -> Ledger:
-        """Operations, parameters and bytes of decoding `n` tokens of `batch` sequences one by one.
-
-        The operations of causal attention; every step reads all weights and the whole cache.
-        """
-        found = super().cost(n, batch, dtype)
-        tokens, d, g = symbols(n=n, d=self.head_dim, g=self.num_kv_heads)
-        b = 1 if batch == 1 else Count(batch, "b")
-        size = item_bytes(dtype)
-        cache = b * tokens * (tokens + 1) * g * d * size
-        return found + Ledger(
-            bytes_read=cache + (tokens - 1) * found.parameters * size,
-            bytes_written=2 * b * tokens * g * d * size,
-        )
+    def numbers_moved(self, tokens: Count, batch: int, parameters: int) -> tuple[int, int]:
+        """Every step reads all weights and the whole cache, and writes a row to it."""
+        read, written = super().numbers_moved(tokens, batch, parameters)
+        g, d = symbols(g=self.num_kv_heads, d=self.head_dim)
+        row = batch * tokens * g * d
+        return read + row * (tokens + 1) + (tokens - 1) * parameters, written + 2 * row
 
     @classmethod
     def example(cls) -> Self:

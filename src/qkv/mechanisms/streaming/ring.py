@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self, Unpack
 
 import qkv
-from qkv.errors import ArgumentError
-from qkv.inspection.explain import selected_indices
 from qkv.ledger import Count, Ledger, step, symbols
-from qkv.mechanisms.base.attention import one_sequence
-from qkv.mechanisms.base.explanation import Explanation, Line, Step
-from qkv.mechanisms.base.mechanism import positive_integers, token_names
-from qkv.mechanisms.base.namespace import array_namespace, values
+from qkv.mechanisms.base.arguments import positive_integers
+from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step
+from qkv.mechanisms.base.namespace import array_namespace
 from qkv.mechanisms.base.projected import Options, ProjectedAttention, join_heads
 
 __all__ = ["Hop", "Ring"]
@@ -78,6 +75,7 @@ class Ring(ProjectedAttention):
     name = "ring"
     paper = "Liu et al., Ring Attention with Blockwise Transformers (2023)"
     formula = "out = sum_s exp(lse_s - lse) out_s over the blocks s of keys and values"
+    one_sequence_only = True
 
     def __init__(
         self,
@@ -99,8 +97,7 @@ class Ring(ProjectedAttention):
         ArgumentError
             A key was given.
         """
-        if key is not None or value is not None:
-            raise ArgumentError("the ring is one sequence.", action="Pass x alone, or use Cross.")
+        self.sequences(x, key, value)
         parts: dict[int, list[tuple[Any, Any]]] = {}
         for hop in self.hops(x):
             parts.setdefault(hop.device, []).append((hop.out, hop.lse))
@@ -142,36 +139,14 @@ class Ring(ProjectedAttention):
                 )
                 yield Hop(device, source, out, lse)
 
-    def explain(
-        self,
-        x: Any,
-        /,
-        tokens: Sequence[str] | None = None,
-        index: int = 0,
-        *,
-        key: Any = None,
-        value: Any = None,
-        kv_tokens: Sequence[str] | None = None,
-    ) -> Explanation:
-        """The hops of one token of `x` (n, embed_dim), and how their parts are joined.
-
-        Parameters
-        ----------
-        x : array (n, embed_dim)
-        tokens : sequence of str (n,), optional
-            Names of the rows; their numbers by default.
-        index : int
-            The token whose output is calculated, the first by default.
-        """
-        look, rows = self.detached(), values(x, "x")
-        one_sequence(rows)
-        names = token_names(tokens, len(rows))
-        row = int(selected_indices(index, len(names), "index", "tokens")[0])
-        size = -(-len(rows) // self.num_devices)
-        device, place = divmod(row, size)
+    def steps(self, token: ExplainedToken) -> list[Step]:
+        """The hops of the token's device, and how their parts are joined."""
+        x, names = token.query, token.tokens
+        size = -(-len(x) // self.num_devices)
+        device, place = divmod(token.index, size)
         steps: list[Step] = []
         merged: tuple[Any, Any] | None = None
-        for hop in look.hops(rows):
+        for hop in self.hops(x):
             if hop.device != device:
                 continue
             part = (hop.out, hop.lse)
@@ -185,23 +160,18 @@ class Ring(ProjectedAttention):
             )
             formula = "lse = log(exp(lse) + exp(lse_s)), out = weighted by exp(lse_s - lse)"
             steps.append(Step(f"Device {device} holds keys of {held}", formula, lines))
-        final = Line("out", look(rows)[row].tolist())
+        final = Line("out", self(x)[token.index].tolist())
         steps.append(Step("Join", "the heads side by side, projected back if they are", (final,)))
-        return self.explanation(steps, names[row])
+        return steps
 
-    def cost(self, n: int, batch: int = 1, dtype: str = "float32") -> Ledger:
-        """Operations, parameters and bytes for `batch` sequences of `n` tokens, of all devices.
-
-        To those of attention comes the joining of parts, of `head_dim + 1` numbers a row.
-        """
-        found = super().cost(n, batch, dtype)
+    def operations(self, tokens: Count, batch: int) -> Ledger:
+        """Those of attention on all devices, and the joining of parts, `head_dim + 1` a row."""
         d, h = symbols(d=self.head_dim, h=self.num_heads)
-        b = 1 if batch == 1 else Count(batch, "b")
+        n = int(tokens)
         blocks = -(-n // -(-n // self.num_devices))
         joins = Count(blocks * (blocks - 1) // 2 if self.causal else blocks * (blocks - 1))
-        per_block = Count(-(-n // blocks), "n / devices")
-        rows: int = b * h * joins * per_block
-        return found + step(
+        rows: int = batch * h * joins * Count(-(-n // blocks), "n / devices")
+        return super().operations(tokens, batch) + step(
             "merge", subtract=2 * rows, exp=3 * rows, log=rows, add=rows * (d + 1),
             multiply=2 * rows * d,
         )  # fmt: skip
