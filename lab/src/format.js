@@ -30,10 +30,10 @@ export function size(bytes) {
   return `${Number(bytes.toPrecision(3))} ${units[place]}`;
 }
 
-/** Control characters and blanks of tokens, made visible. @param {string} token */
+/** Control characters of tokens, and the blanks at their ends, made visible. @param {string} token */
 export const shown = (token) =>
   String(token).replace(/[\u0000-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u2069]/g, (c) =>
-    c === "\n" ? "⏎" : c === "\t" ? "⇥" : "�").replace(/^ +$/, (blanks) => "␣".repeat(blanks.length)) || "∅";
+    c === "\n" ? "⏎" : c === "\t" ? "⇥" : "�").replace(/^ +| +$/g, (blanks) => "␣".repeat(blanks.length)) || "∅";
 
 /** Rows as tab-separated text, for spreadsheets. @param {unknown[][]} rows */
 export const tsv = (rows) =>

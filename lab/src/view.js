@@ -11,10 +11,13 @@ export const DEFAULTS = {
 
 const numeric = (name) => typeof DEFAULTS[name] === "number";
 
-/** @param {string} hash such as "#heatmap&mask=causal&token=2" */
-export function parsed(hash) {
+/**
+ * @param {string} hash such as "#heatmap&mask=causal&token=2"
+ * @param {typeof DEFAULTS} first what the page opens with
+ */
+export function parsed(hash, first = DEFAULTS) {
   const [panel, ...rest] = hash.replace(/^#/, "").split("&");
-  const view = { ...DEFAULTS };
+  const view = { ...first };
   if (/^[a-z]+$/.test(panel)) view.panel = panel;
   for (const [name, value] of new URLSearchParams(rest.join("&"))) {
     if (!(name in DEFAULTS) || name === "panel") continue;
@@ -25,10 +28,10 @@ export function parsed(hash) {
 }
 
 /** The address of a view: only what is not as at first. */
-export function address(view) {
+export function address(view, first = DEFAULTS) {
   const said = new URLSearchParams();
   for (const [name, value] of Object.entries(view)) {
-    if (name !== "panel" && name in DEFAULTS && value !== DEFAULTS[name]) said.set(name, String(value));
+    if (name !== "panel" && name in DEFAULTS && value !== first[name]) said.set(name, String(value));
   }
   const text = said.toString();
   return `#${view.panel}${text && "&"}${text}`;
@@ -40,17 +43,16 @@ export class View {
     this.model = model;
     this.inAddress = inAddress;
     this.listeners = new Set();
-    this.values = inAddress
-      ? parsed(location.hash)
-      : { ...DEFAULTS, ...(model.get("view") ?? {}) };
+    const first = this.first = { ...DEFAULTS, ...(model.get("data")?.view ?? {}) };
+    this.values = inAddress ? parsed(location.hash, first) : { ...first, ...(model.get("view") ?? {}) };
     this.read = () => {
       clearTimeout(this.later);
-      if (address(this.values) === location.hash) return;
-      this.values = parsed(location.hash);
+      if (address(this.values, first) === location.hash) return;
+      this.values = parsed(location.hash, first);
       this.tell();
     };
     this.follow = () => {
-      const given = { ...DEFAULTS, ...(model.get("view") ?? {}) };
+      const given = { ...first, ...(model.get("view") ?? {}) };
       if (address(given) === address(this.values)) return;
       this.values = given;
       this.tell();
@@ -72,11 +74,11 @@ export class View {
       clearTimeout(this.later);
       // A new panel is a place to come back to; a new cell is not, and sliders make many of them,
       // more than browsers let a page write.
-      if (this.values.panel !== before.panel) history.pushState(null, "", address(this.values));
-      else this.later = setTimeout(() => history.replaceState(null, "", address(this.values)), 120);
+      if (this.values.panel !== before.panel) history.pushState(null, "", address(this.values, this.first));
+      else this.later = setTimeout(() => history.replaceState(null, "", address(this.values, this.first)), 120);
     }
     const changed = Object.fromEntries(
-      Object.entries(this.values).filter(([name, value]) => value !== DEFAULTS[name]));
+      Object.entries(this.values).filter(([name, value]) => value !== this.first[name]));
     this.model.set("view", changed);
     this.model.save_changes();
     this.tell();

@@ -1,5 +1,6 @@
 """qkv: exact scaled dot-product attention that you can look into."""
 
+from collections.abc import Sequence as _Sequence
 from importlib import import_module as _import_module
 from typing import Any as _Any
 
@@ -22,6 +23,7 @@ from qkv.errors import (
 )
 from qkv.inspection.explain import explain
 from qkv.inspection.model_record import LayerRecord, ModelRecord
+from qkv.inspection.pages import write_pages_with as _write_pages_with
 from qkv.inspection.record import Record
 from qkv.inspection.trace import Trace
 from qkv.inspection.weights import LazyWeights
@@ -113,6 +115,15 @@ __all__ = [
 
 _LAZY = ("cache", "cost", "errata", "exercises", "mechanisms")
 """Modules that are imported when they are first used."""
+
+
+def _page(shown: _Any, tokens: _Sequence[str] | None) -> str:
+    """The page of a result, by the lab, which is imported when the first page is written."""
+    page: str = _import_module("qkv.lab").to_html(shown, tokens)
+    return page
+
+
+_write_pages_with(_page)
 
 
 def __getattr__(name: str) -> _Any:

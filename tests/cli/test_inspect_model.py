@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ import qkv
 from qkv.cli import main, model_command
 from qkv.inspection.head_scores import KINDS, SCORES
 from qkv.inspection.model_record import ModelRecord, load
-from qkv.inspection.report import html
 from qkv.samples.tiny import tiny_model
 
 HOSTILE = [
@@ -65,7 +63,7 @@ def run(
 ) -> tuple[int, str, str]:
     with pytest.MonkeyPatch.context() as patch:
         if record is not None:
-            patch.setattr(model_command, "inspect_model", lambda options, progress: record)
+            patch.setattr(model_command, "inspect_model", lambda options, progress, keep: record)
         code = main(["inspect", "--model", "tiny", *words])
     return code, *capsys.readouterr()
 
@@ -149,105 +147,108 @@ def test_a_text_for_the_tiny_model(capsys: pytest.CaptureFixture[str], tmp_path:
 # --- the page ------------------------------------------------------------------------------------
 
 
-class Page(HTMLParser):
-    """Elements with their attributes, and the text in each script, style and table cell."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: dict[str, list[str]] = {"script": [], "style": [], "td": [], "h1": []}
-        self._open: list[str] = []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self.elements.append((tag, dict(attrs)))
-        self._open.append(tag)
-        if tag in self.texts:
-            self.texts[tag].append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        while self._open and self._open.pop() != tag:
-            pass
-
-    def handle_data(self, data: str) -> None:
-        for tag in reversed(self._open):
-            if tag in self.texts:
-                self.texts[tag][-1] += data
-                return
+def page_of(
+    capsys: pytest.CaptureFixture[str], path: Path, record: ModelRecord | None = None, *words: str
+) -> tuple[str, Any]:
+    """The page that the command writes, and the data in it."""
+    code, out, err = run(capsys, "--html", str(path), *words, record=record)
+    assert (code, err) == (0, "")
+    assert f"Written: {path}"[:80] in out
+    text = path.read_text(encoding="utf-8")
+    return text, json.loads(text.partition('id="qkv-data">')[2].partition("</script>")[0])
 
 
-def test_the_page_needs_nothing_else() -> None:
-    text = html(made(MADE))
-    page = Page(text)
-    for tag, attributes in page.elements:
-        assert tag not in {"iframe", "object", "embed", "base", "form", "img"}
-        assert "style" not in attributes
-        assert not [name for name in attributes if name.startswith("on")]
-        for name in ("src", "href"):
-            assert re.match(r"#|data:,$|$", attributes.get(name) or "")
-    assert "://" not in text
-    assert "@import" not in text
-    (policy,) = (
-        attributes["content"]
-        for tag, attributes in page.elements
-        if attributes.get("http-equiv") == "Content-Security-Policy"
-    )
-    assert policy is not None
+def test_the_page_needs_nothing_else(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text, _ = page_of(capsys, Path("r.html"), made(MADE))
+    script = text.rpartition('<script type="module">')[2].partition("</script>")[0]
+    style = text.partition("<style>")[2].partition("</style>")[0]
+    markup = text.replace(script, "").replace(style, "")
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', markup)
     assert policy.startswith("default-src 'none'")
     assert "unsafe" not in policy
-    for part in (page.texts["style"][0], page.texts["script"][1]):
+    assert "connect-src" not in policy
+    for part in (style, script):
         digest = base64.b64encode(hashlib.sha256(part.encode()).digest()).decode()
         assert f"'sha256-{digest}'" in policy
+    assert not re.findall(r'(?:src|href)="(?!data:,)', markup)
+    assert "@import" not in style
+    assert "url(" not in style
 
 
-def test_what_tokens_say_is_text() -> None:
+def test_what_tokens_say_is_text(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     record = made(MADE, HOSTILE * 2)
     record.model = HOSTILE[0]
-    text = html(record)
-    page = Page(text)
-    assert [tag for tag, _ in page.elements].count("script") == 2
-    assert "img" not in {tag for tag, _ in page.elements}
-    assert page.texts["h1"] == [HOSTILE[0]]
-    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e\u2028]", text)
-    assert not set("<>&") & set(page.texts["script"][0])
-    data = json.loads(page.texts["script"][0])
-    assert data["tokens"][0] == HOSTILE[0]
-    assert data["tokens"][3] == "\\u202eevil"
+    text, data = page_of(capsys, Path("r.html"), record)
+    assert text.count("<script") - text.count("\\<script") == 2
+    assert "<img" not in text
+    assert "<title>&lt;/script&gt;" in text
+    assert data["results"]["model"]["model"] == HOSTILE[0]
+    tokens = data["results"]["model"]["tokens"]
+    assert tokens[0] == HOSTILE[0]
+    assert tokens[3] == "\\u202eevil"
 
 
-def test_the_page_says_the_numbers() -> None:
+def test_every_head_opens(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where there are more heads than their queries have room for."""
+    monkeypatch.chdir(tmp_path)
+    for room, queries in ((1 << 18, 12), (60, 5)):
+        monkeypatch.setattr("qkv.lab.document._MOST_ROWS", room)
+        record = made(MADE)
+        _, data = page_of(capsys, Path("r.html"), record)
+        assert data["view"] == {"panel": "inspect"}
+        for row in record.rows():
+            where = f'{{"head":{row["head"]},"layer":{row["layer"]}}}'
+            head = data["results"][f"head:{where}"]
+            assert head["count"] == queries
+            keys, weights = record[row["layer"]].top
+            np.testing.assert_array_equal(head["top_keys"], keys[0, row["head"]][:queries])
+            np.testing.assert_allclose(
+                head["top_weights"], weights[0, row["head"]][:queries], atol=1e-7
+            )
+
+
+def test_means_say_over_how_many_queries(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     record = made(MADE)
-    page = Page(html(record))
-    cells = page.texts["td"]
-    for row in record.rows():
-        assert f"{row['entropy']:.3f}" in cells
-    targets = {attributes["id"] for _, attributes in page.elements if "id" in attributes}
-    links = [a["href"] for tag, a in page.elements if tag == "a"]
-    assert len(links) == 12
-    assert {link[1:] for link in links if link} <= targets
-    assert all(a.get("aria-label") for tag, a in page.elements if tag == "a")
-    data = json.loads(page.texts["script"][0])
-    best = record.best("induction")
-    assert best is not None
-    keys, weights = record[best["layer"]].top
-    np.testing.assert_array_equal(data["heads"][0]["keys"], keys[0, best["head"]])
-    np.testing.assert_allclose(data["heads"][0]["weights"], weights[0, best["head"]], atol=5e-4)
+    _, data = page_of(capsys, Path("r.html"), record)
+    for layer in data["results"]["model"]["layers"]:
+        # abcd three times: the last two have an earlier one each, and the token after it.
+        assert {name: layer["counted"][name] for name in ("sink", "previous", "duplicate")} == {
+            "sink": 12, "previous": 11, "duplicate": 8,
+        }  # fmt: skip
+        assert layer["counted"]["induction"] == 8
 
 
-def test_a_page_without_tokens() -> None:
+def test_random_characters_are_explained(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, data = page_of(capsys, Path("r.html"))
+    assert "random characters" in data["results"]["model"]["about"]
+    assert any(name.startswith("tile:") for name in data["results"])
+    Path("t.txt").write_text("to be or not to be", encoding="utf-8")
+    _, data = page_of(capsys, Path("r.html"), None, "--text", "t.txt")
+    assert data["results"]["model"]["about"] == ""
+
+
+def test_a_page_without_tokens(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     record = made(MADE)
     record.texts = None
-    text = html(record)
-    assert "No tokens are known" in text
-    assert json.loads(Page(text).texts["script"][0]) == {"tokens": [], "heads": []}
-
-
-def test_a_long_text_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qkv.inspection.report.LONGEST_TEXT", 5)
-    text = html(made(MADE))
-    assert "The first 5 of 12 tokens are shown" in text
-    assert len(json.loads(Page(text).texts["script"][0])["heads"][0]["keys"]) == 5
+    _, data = page_of(capsys, Path("r.html"), record)
+    assert data["results"]["model"]["tokens"] is None
 
 
 # --- bad input -----------------------------------------------------------------------------------
@@ -265,7 +266,6 @@ def complaint(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     ("words", "message"),
     [
         (["--text", "t"], "--text goes with --model"),
-        (["--html", "t"], "--html goes with --model"),
         (["--download"], "--download goes with --model"),
         (["--model", "tiny", "--causal"], "--causal goes with a file of arrays"),
         (["--model", "tiny", "a.npz"], "FILE goes with a file of arrays"),

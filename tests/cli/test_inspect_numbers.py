@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import re
@@ -218,6 +219,48 @@ def test_groups_batches_and_offsets(
     for head, w in zip(row["heads"], first, strict=True):
         assert head["entropy"] == pytest.approx(entropy(w[2:3]), rel=1e-5, abs=1e-6)
         assert [p["q_token"] for p in head["pairs"]] == [f"t{start + 2}"] * len(head["pairs"])
+
+
+def test_the_page_has_the_weights_of_the_chosen_row(
+    capsys: pytest.CaptureFixture[str],
+    grouped: tuple[Path, dict[str, np.ndarray], list[str]],
+    tmp_path: Path,
+) -> None:
+    path, arrays, tokens = grouped
+    page = tmp_path / "page.html"
+    words = ["--q-offset", "end", "--causal", "--batch", "1", "--head", "2", "--query", "1"]
+    assert run(capsys, str(path), *words, "--html", str(page)).endswith(f"Written: {page}\n")
+    text = page.read_text(encoding="utf-8")
+    data = json.loads(text.partition('id="qkv-data">')[2].partition("</script>")[0])
+    assert data["view"] == {"panel": "inspect", "head": 2, "query": 1}
+    results = data["results"]
+    assert results["model"]["tokens"] == tokens
+    weights = weights_by_definition(arrays["q"][1], arrays["k"][1], 8**-0.5, 3, causal=True)
+    for head, w in enumerate(weights):
+        found = results[f'head:{{"head":{head},"layer":0}}']
+        np.testing.assert_allclose(found["top_weights"], -np.sort(-w)[:, :4], atol=1e-6)
+        (tile,) = (
+            value["buffers"][0]
+            for name, value in results.items()
+            if name.startswith(f'tile:{{"column":0,"head":{head},')
+        )
+        drawn = np.frombuffer(base64.b64decode(tile["base64"]), "<f4").reshape(tile["shape"])
+        np.testing.assert_allclose(drawn, w, atol=1e-6)
+
+
+def test_the_page_of_the_sample_says_where_it_is_from(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page = tmp_path / "page.html"
+    run(capsys, "--html", str(page))
+    data = json.loads(
+        page.read_text(encoding="utf-8").partition('id="qkv-data">')[2].partition("</script>")[0]
+    )
+    sample = real_sample()
+    assert sample.title in data["results"]["model"]["model"]
+    assert sample.source in data["results"]["model"]["about"]
+    heads = [name for name in data["results"] if name.startswith("head:")]
+    assert len(heads) == len(sample.q)
 
 
 def test_the_first_batch_row_is_named(

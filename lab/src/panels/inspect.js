@@ -1,6 +1,6 @@
 // A model, or captured arrays: every head by its scores, one head's keys and its map, and what if.
 
-import { html, useAsk, useLab, useState, inside } from "../parts/lab.js";
+import { html, useAsk, useLab, useRef, useState, inside } from "../parts/lab.js";
 import { Block, Choice, DataTable, Failure, Num, Select, Token, Waiting, Whole } from "../parts/basics.js";
 import { Grid } from "../parts/grid.js";
 import { Bars } from "../parts/chart.js";
@@ -8,19 +8,17 @@ import { WeightMap } from "../parts/map.js";
 import { shown } from "../format.js";
 
 const PAGE = 512;
-const NOTE = "Attention is not explanation: weights show where a head reads, not why (Jain and Wallace, 2019).";
-const USUAL = ["entropy", "sink", "previous", "induction", "duplicate", "own", "learned_sink", "distance", "max_logit"];
+const AROUND = 250;
+const worded = (name) => name.replaceAll("_", " ");
 
-/** The record, whether heads lie in their layers or beside them. */
-function layersOf(model) {
-  return model.layers.map((layer, place) => {
-    const index = layer.index ?? layer.layer ?? place;
-    const heads = layer.heads ?? model.heads.filter((head) => head.layer === index);
-    return { ...layer, index, heads };
-  });
+/** Over how many queries the mean of a score goes, in words. */
+function meanOf(score, { counted, q_len: length }) {
+  const count = counted[score];
+  if (score === "max_logit") return "The largest of all queries";
+  return count === length ? `Mean of all ${length} queries` : `Mean of the ${count} queries that have such a key`;
 }
 
-function HeadGrid({ model, layers, score, layer, head }) {
+function HeadGrid({ layers, score, layer, head, onOpen }) {
   const { set, announce } = useLab();
   const most = Math.max(...layers.map(({ heads }) => heads.length));
   const numbers = layers.flatMap(({ heads }) => heads.map((each) => each[score])).filter(Number.isFinite);
@@ -35,37 +33,51 @@ function HeadGrid({ model, layers, score, layer, head }) {
   };
   const grouped = layers.some((each) => group(each) > 1);
   return html`<${Grid} title=${`${score}: layers down, heads across`} kind="heat heads" values=${values} rows=${layers.map(({ index }) => `layer ${index}`)} columns=${Array.from({ length: most }, (_, i) => String(i))}
-      share=${(x) => (Number.isFinite(x) ? x / largest : null)} selected=${[place, head]} onSelect=${select} axes="layer ↓ head →"
+      share=${(x) => (Number.isFinite(x) ? x / largest : null)} selected=${[place, head]} onSelect=${select} onOpen=${(i, j, byKey) => { select(i, j); onOpen(byKey); }} axes="layer ↓ head →"
       mark=${(i, j) => { const each = group(layers[i]); return each === 1 ? "" : `grouped ${j % each === 0 ? "first" : ""} ${j % each === each - 1 ? "last" : ""}`; }} />
     ${grouped && html`<p class="faint">Heads under one bracket read the same keys and values.</p>`}`;
 }
 
-function TopKeys({ model, layer, head, tokens, qLen }) {
-  const { view, set, client } = useLab();
+/** The text as its tokens; each is shaded by the weight that the chosen query puts on it. */
+function Words({ tokens, query, strength, canChoose }) {
+  const { set } = useLab();
+  const [low, high] = tokens.length <= 2 * AROUND ? [0, tokens.length] : [Math.max(0, query - AROUND), Math.min(tokens.length, query + AROUND + 1)];
+  const move = (event) => {
+    const to = { ArrowLeft: query - 1, ArrowRight: query + 1, Home: 0, End: tokens.length - 1 }[event.key];
+    if (to === undefined || !canChoose) return;
+    event.preventDefault();
+    event.stopPropagation();
+    set({ query: inside(to, tokens.length) });
+  };
+  return html`<p class="words" role="group" tabindex="0" data-keys aria-label="The text; left and right choose the query" onKeyDown=${move} onClick=${(event) => {
+    const index = event.target.dataset?.index;
+    if (index !== undefined && canChoose) set({ query: Number(index) });
+  }}>${low > 0 && "… "}${tokens.slice(low, high).map((token, i) => {
+    const weight = strength.get(low + i) ?? 0;
+    return html`<span key=${low + i} data-index=${low + i} class=${canChoose && low + i === query ? "here" : ""} style=${weight >= 0.005 ? { "--weight": String(Math.sqrt(weight)) } : undefined}>${shown(token)}</span><wbr />`;
+  })}${high < tokens.length && " …"}</p>`;
+}
+
+function TopKeys({ layer, head, tokens, qLen, kvLen }) {
+  const { view, set } = useLab();
   const query = inside(view.query, qLen);
   const first = Math.floor(query / PAGE) * PAGE;
-  const params = qLen > PAGE && !client.has("head", { layer, head }) ? { layer, head, first, count: PAGE } : { layer, head };
+  const params = qLen > PAGE ? { layer, head, first, count: PAGE } : { layer, head };
   const { result, error } = useAsk("head", params);
   if (error) return html`<${Failure} error=${error} />`;
   if (!result) return html`<${Waiting} what="the best keys" />`;
-  const at = query - (result.first ?? 0);
-  const keys = (result.top_keys ?? result.keys)[at] ?? [];
-  const weights = (result.top_weights ?? result.weights)[at] ?? [];
+  const at = query - result.first;
+  const isThere = at < result.count;
   const name = (index) => (tokens ? tokens[index] ?? "…" : "");
-  const rows = keys.map((key, i) => [key, weights[i]]).filter(([key]) => key >= 0);
-  const strength = new Map(rows);
-  const [low, high] = [Math.max(0, query - 80), Math.min(tokens?.length ?? 0, query + 81)];
+  const rows = isThere ? result.top_keys[at].map((key, i) => [key, result.top_weights[at][i]]).filter(([key]) => key >= 0) : [];
+  const rest = Math.max(0, 1 - rows.reduce((sum, [, weight]) => sum + weight, 0));
   return html`<${Block} title="Where one query looks" rows=${() => [["key", "token", "weight"], ...rows.map(([key, weight]) => [key, name(key), weight])]}>
     <div class="row"><${Whole} label=${`Query, 0 to ${qLen - 1}`} value=${query} least=${0} most=${qLen - 1} onChange=${(to) => set({ query: to })} />
-      <p>entropy <b data-name="head-entropy"><${Num} x=${result.entropy[at]} /></b> nats</p></div>
-    ${tokens && html`<p class="words" role="group" aria-label="The text; choose a query with the number above" onClick=${(event) => {
-      const index = event.target.dataset?.index;
-      if (index !== undefined) set({ query: Number(index) });
-    }}>${tokens.slice(low, high).map((token, i) => {
-      const weight = strength.get(low + i) ?? 0;
-      return html`<span key=${low + i} data-index=${low + i} class=${low + i === query ? "here" : ""} style=${weight >= 0.005 ? { "--weight": String(Math.sqrt(weight)) } : undefined}>${shown(token)}</span>`;
-    })}</p>`}
-    <${Bars} label="Best keys" bars=${rows.map(([key, weight]) => ({ name: html`<span class="faint">${key}</span> ${tokens && html`<${Token} text=${name(key)} />`}`, value: weight, note: html`<${Num} x=${weight} />` }))} /></${Block}>`;
+      ${isThere && html`<p>entropy <b data-name="head-entropy"><${Num} x=${result.entropy[at]} /></b> nats</p>`}</div>
+    ${tokens && html`<${Words} tokens=${tokens} query=${query} strength=${new Map(rows)} canChoose=${qLen === kvLen} />`}
+    ${!isThere && html`<${Failure} error=${{ message: `Of each head the first ${result.first + result.count} of ${qLen} queries are in this page.`, action: "The others need Python: run qkv lab." }} />`}
+    ${rows.length > 0 && html`<${Bars} label="Best keys" bars=${rows.map(([key, weight]) => ({ name: html`<span class="faint">${key}</span> ${tokens && html`<${Token} text=${name(key)} />`}`, value: weight, note: html`<${Num} x=${weight} />` }))} />
+    <p class="faint">Weights of this one query; all other keys, and a sink if there is one, share <${Num} x=${rest} />.</p>`}</${Block}>`;
 }
 
 const WHATS = [["off", "off"], ["uniform", "uniform"], ["copy", "as for another prompt"]];
@@ -80,7 +92,7 @@ function WhatIf({ model, layers, layer, head }) {
   const { client } = useLab();
   const [changes, setChanges] = useState([]);
   const [what, setWhat] = useState("off");
-  const [prompt, setPrompt] = useState(model.prompt ?? "");
+  const [prompt, setPrompt] = useState("");
   const [source, setSource] = useState("");
   const [answer, setAnswer] = useState({});
   const add = (list) => setChanges([...changes.filter((old) => !list.some((each) => each.layer === old.layer && each.head === old.head)), ...list]);
@@ -95,7 +107,6 @@ function WhatIf({ model, layers, layer, head }) {
     }
   };
   const { result } = answer;
-  const predictions = (side) => side.prediction ?? side.top ?? [];
   return html`<${Block} title="What if" class="whatif">
     <p>Where a head reads is not why. Change heads, and see what the model then predicts.</p>
     <div class="row"><${Choice} label=${`Layer ${layer}, head ${head} becomes`} value=${what} onChange=${setWhat} options=${WHATS} />
@@ -107,42 +118,43 @@ function WhatIf({ model, layers, layer, head }) {
     <button type="button" class="main" disabled=${!changes.length || answer.pending} onClick=${run}>${answer.pending ? "The model runs …" : "Run the model"}</button>
     ${answer.error && html`<${Failure} error=${answer.error} />`}
     ${result && html`<div data-name="intervened"><${DataTable} title="Loss" columns=${["", "before", "after"]} rows=${[{ cells: ["loss, nats for each token", { x: result.before.loss }, { x: result.after.loss }] }]} />
-      <div class="pair">${["before", "after"].map((side) => html`<${Block} key=${side} title=${`Predicted next, ${side}`} rows=${() => predictions(result[side]).map(({ token, probability }) => [token, probability])}>
-        <${Bars} label=${`Predicted next, ${side}`} bars=${predictions(result[side]).map(({ token, probability }) => ({ name: html`<${Token} text=${token} />`, value: probability, note: html`<${Num} x=${probability} />` }))} /></${Block}>`)}</div>
-      <${Losses} title="Loss of each token" tokens=${result.tokens} losses=${result.before.losses && { before: result.before.losses, after: result.after.losses }} />
-      ${result.note && html`<p class="faint">${result.note}</p>`}</div>`}</${Block}>`;
+      <div class="pair">${["before", "after"].map((side) => html`<${Block} key=${side} title=${`Predicted next, ${side}`} rows=${() => result[side].prediction.map(({ token, probability }) => [token, probability])}>
+        <${Bars} label=${`Predicted next, ${side}`} bars=${result[side].prediction.map(({ token, probability }) => ({ name: html`<${Token} text=${token} />`, value: probability, note: html`<${Num} x=${probability} />` }))} /></${Block}>`)}</div>
+      <${Losses} title="Loss of each token" tokens=${result.tokens} losses=${result.before.losses && { before: result.before.losses, after: result.after.losses }} /></div>`}</${Block}>`;
 }
 
 export function Inspect() {
   const { view, set, client } = useLab();
   const { result: model, error } = useAsk("model");
+  const text = useRef(null);
   if (error) return html`<p class="lead">Every head of a real model, and the map of its weights at any length.</p><${Failure} error=${error} />`;
   if (!model) return html`<${Waiting} what="the record" />`;
-  const layers = layersOf(model);
+  const { layers, tokens } = model;
   const current = layers.find(({ index }) => index === view.layer) ?? layers[0];
-  const layer = current.index;
+  const { index: layer, q_len: qLen, kv_len: kvLen } = current;
   const head = inside(view.head, current.heads.length);
-  const tokens = model.tokens;
-  const qLen = model.q_len ?? tokens.length;
-  const kvLen = model.kv_len ?? tokens.length;
-  const levels = current.levels ?? model.levels ?? 1 + Math.max(0, Math.ceil(Math.log2(Math.max(qLen, kvLen) / 256)));
-  const scores = (model.scores ?? USUAL).filter((name) => layers.some(({ heads }) => heads.some((each) => Number.isFinite(each[name]))));
+  const scores = model.scores.filter((name) => layers.some(({ heads }) => heads.some((each) => Number.isFinite(each[name]))));
   const score = scores.includes(view.score) ? view.score : scores[0];
   const kind = current.heads[head]?.kind;
-  const hasMap = current.has_weights !== false && (client.host !== "export" || client.has("tile", { layer, head, level: 0, row: 0, column: 0, reduce: "max" }));
-  return html`<p class="lead"><b>${model.title ?? model.model}</b>: ${layers.length} ${layers.length === 1 ? "layer" : "layers"}, ${qLen.toLocaleString("en-US")} queries, ${kvLen.toLocaleString("en-US")} keys${model.backend ? html`, computed by the backend <code>${model.backend}</code>` : ""}.
-      ${" "}${model.note ?? NOTE}</p>
-    ${scores.length > 0 && html`<${Choice} label="Heads coloured by" value=${score} onChange=${(to) => set({ score: to })} options=${scores.map((name) => [name, name.replaceAll("_", " ")])} />
-    ${model.meanings?.[score] && html`<p class="faint">${model.meanings[score]}</p>`}
-    <${HeadGrid} model=${model} layers=${layers} score=${score} layer=${layer} head=${head} />`}
+  const hasMap = current.has_weights && (client.host !== "export" || client.has("tile", { layer, head, level: 0, row: 0, column: 0, reduce: "max" }));
+  const read = (byKey) => {
+    text.current.scrollIntoView({ block: "nearest" });
+    if (byKey) (text.current.querySelector(".words") ?? text.current.querySelector("input"))?.focus();
+  };
+  return html`<p class="lead"><b class="token">${model.model}</b>: ${layers.length} ${layers.length === 1 ? "layer" : "layers"}, ${qLen.toLocaleString("en-US")} queries, ${kvLen.toLocaleString("en-US")} keys, computed by the backend <code>${model.backend}</code>.
+      ${" "}${model.about}</p><p>${model.note}</p>
+    <${Choice} label="Heads coloured by" value=${score} onChange=${(to) => set({ score: to })} options=${scores.map((name) => [name, worded(name)])} />
+    <p class="faint" data-name="about-score">${model.meanings[score] ? `Weight on ${model.meanings[score]}. ` : ""}${meanOf(score, current)}.</p>
+    <${HeadGrid} layers=${layers} score=${score} layer=${layer} head=${head} onOpen=${read} />
     <h3 class="part">Layer ${layer}, head ${head}${kind ? html` <span class="kind">${kind}</span>` : ""}</h3>
-    <div class="row"><${Select} label="Layer" value=${layer} onChange=${(to) => set({ layer: Number(to) })} options=${layers.map(({ index, name }) => [index, name ? `${index}: ${name}` : String(index)])} />
+    <div class="row">${layers.length > 1 && html`<${Select} label="Layer" value=${layer} onChange=${(to) => set({ layer: Number(to) })} options=${layers.map(({ index, name }) => [index, name ? `${index}: ${name}` : String(index)])} />`}
       <${Select} label="Head" value=${head} onChange=${(to) => set({ head: Number(to) })} options=${current.heads.map((each, i) => [i, each.kind ? `${i}: ${each.kind}` : String(i)])} /></div>
-    ${kind && model.meanings?.[kind] && html`<p class="faint">${model.meanings[kind]}</p>`}
+    ${kind && html`<p class="faint">It puts ${model.threshold} or more of its weight on ${model.meanings[kind]}, which is what the word says and no more.</p>`}
     <div class="two">
-      ${hasMap ? html`<${WeightMap} layer=${layer} head=${head} qLen=${qLen} kvLen=${kvLen} levels=${levels} tokens=${tokens} />` : html`<p class="faint">The map of weights is not in this page; it needs Python: <code>qkv lab</code>.</p>`}
-      <${TopKeys} model=${model} layer=${layer} head=${head} tokens=${tokens} qLen=${qLen} /></div>
-    ${scores.length > 0 && html`<${DataTable} title="All heads in numbers" sortable=${true} columns=${["head", "kind", ...scores.map((name) => name.replaceAll("_", " "))]}
-      rows=${layers.flatMap((each) => each.heads.map((one, i) => ({ key: `${each.index}.${i}`, class: each.index === layer && i === head ? "here" : "", cells: [`${each.index}.${i}`, one.kind ?? "", ...scores.map((name) => ({ x: one[name] ?? NaN }))] })))} />`}
+      ${hasMap ? html`<${WeightMap} layer=${layer} head=${head} qLen=${qLen} kvLen=${kvLen} levels=${current.levels} tokens=${tokens} onOpen=${read} />` : html`<p class="faint">The map of weights is not in this page; it needs Python: <code>qkv lab</code>.</p>`}
+      <div ref=${text}><${TopKeys} layer=${layer} head=${head} tokens=${tokens} qLen=${qLen} kvLen=${kvLen} /></div></div>
+    <${DataTable} title="All heads in numbers" sortable=${true} columns=${["head", "kind", ...scores.map(worded)]} under=${["", "", ...scores.map((name) => (name === "max_logit" ? "largest" : `of ${current.counted[name]}`))]}
+      rows=${layers.flatMap((each) => each.heads.map((one, i) => ({ key: `${each.index}.${i}`, class: each.index === layer && i === head ? "here" : "", cells: [`${each.index}.${i}`, one.kind ?? "", ...scores.map((name) => ({ x: one[name] ?? NaN }))] })))}
+      note="Each column is a mean over the queries that have such a key; under its name stands how many they are. The columns of a row are means over different queries, so they are not parts of one whole." />
     ${model.can_intervene && client.host !== "export" && html`<${WhatIf} model=${model} layers=${layers} layer=${layer} head=${head} />`}`;
 }

@@ -65,9 +65,9 @@ const isNumeric = (value) => typeof rawOf(value) === "number" || /^[\d,.−e+ ]+
 
 /**
  * A table that can be copied. Cells are strings, numbers, {x: number} for all digits, or html.
- * @param {{title: string, columns: string[], rows: {cells: any[], class?: string, key?: any}[], note?: string, sortable?: boolean}} props
+ * @param {{title: string, columns: string[], rows: {cells: any[], class?: string, key?: any}[], under?: string[], note?: string, sortable?: boolean}} props; `under` stands below the names of columns
  */
-export function DataTable({ title, columns, rows, note, sortable = false }) {
+export function DataTable({ title, columns, rows, under, note, sortable = false }) {
   const [order, setOrder] = useState(null);
   const numeric = columns.map((_, i) => i > 0 && rows.every(({ cells }) => isNumeric(cells[i]) || rawOf(cells[i]) === ""));
   const ordered = order === null ? rows : [...rows].sort((a, b) => {
@@ -80,7 +80,7 @@ export function DataTable({ title, columns, rows, note, sortable = false }) {
   return html`<${Block} title=${title} rows=${() => [columns, ...ordered.map(({ cells }) => cells.map(rawOf))]}>
     <div class="wide" tabindex="0" role="group" aria-label=${title}><table class="data">
     <thead><tr>${columns.map((name, i) => html`<th scope="col" class=${numeric[i] ? "right" : ""} aria-sort=${sorted(i)}>${
-      sortable ? html`<button type="button" onClick=${() => sortBy(i)}>${name}</button>` : name}</th>`)}</tr></thead>
+      sortable ? html`<button type="button" onClick=${() => sortBy(i)}>${name}</button>` : name}${under?.[i] && html`<br /><small>${under[i]}</small>`}</th>`)}</tr></thead>
     <tbody>${ordered.map(({ cells, class: kind, key }) => html`<tr key=${key} class=${kind ?? ""}>${cells.map((value, i) => {
       const shownCell = isCell(value) && "x" in value ? html`<${Num} x=${value.x} />` : value;
       return i === 0 ? html`<th scope="row">${shownCell}</th>` : html`<td class=${numeric[i] ? "right" : ""}>${shownCell}</td>`;

@@ -14,12 +14,13 @@ import { shown } from "../format.js";
  * @param {(x: number|null, i: number, j: number) => number|null} [props.share] -1 to 1, for colours
  * @param {[number|null, number|null]} [props.selected] a cell, or a row or column with null for the other
  * @param {(i: number, j: number) => void} [props.onSelect] focus or hover
+ * @param {(i: number, j: number) => void} [props.onOpen] click or Enter, where nothing is edited
  * @param {(i: number, j: number, x: number) => void} [props.onEdit]
  * @param {(text: string) => void} [props.onPaste]
  * @param {(i: number, j: number) => string} [props.mark] a class for a cell
  */
 export function Grid({
-  title, values, rows, columns, share, selected, onSelect, onEdit, onPaste, mark, kind = "",
+  title, values, rows, columns, share, selected, onSelect, onOpen, onEdit, onPaste, mark, kind = "",
   axes, plain = false,
 }) {
   const { theme } = useLab();
@@ -74,6 +75,7 @@ export function Grid({
       PageUp: [0, j], PageDown: [height - 1, j],
     };
     if (event.key in moves && !event.altKey && !event.metaKey) go(...moves[event.key]);
+    else if (onOpen && event.key === "Enter") onOpen(i, j, true);
     else if (onEdit && (event.key === "Enter" || event.key === "F2")) open(i, j, String(values[i][j]));
     else if (onEdit && /^[-\d.]$/.test(event.key) && !event.ctrlKey && !event.metaKey && !event.altKey) open(i, j, event.key, true);
     else return;
@@ -111,7 +113,7 @@ export function Grid({
       aria-readonly=${onEdit ? "false" : undefined}
       onFocus=${() => { if (!isHere) setAt([i, j]); onSelect?.(i, j); }}
       onMouseEnter=${onSelect && !onEdit ? () => onSelect(i, j) : undefined}
-      onClick=${(event) => (onEdit ? open(i, j, String(values[i][j])) : event.currentTarget.focus())}
+      onClick=${(event) => (onEdit ? open(i, j, String(values[i][j])) : (event.currentTarget.focus(), onOpen?.(i, j, false)))}
     ><${Num} x=${x} digits=${onEdit ? 12 : undefined} /></td>`;
   };
 

@@ -7,7 +7,7 @@ import { shown } from "../format.js";
 
 const bounded = (x, least, most) => Math.min(Math.max(x, least), most);
 
-export function WeightMap({ layer, head, qLen, kvLen, levels, tokens }) {
+export function WeightMap({ layer, head, qLen, kvLen, levels, tokens, onOpen }) {
   const { view, set, client, theme, announce } = useLab();
   const canvas = useRef(null);
   const [size, setSize] = useState([640, 480]);
@@ -70,10 +70,12 @@ export function WeightMap({ layer, head, qLen, kvLen, levels, tokens }) {
     return () => { open = false; clearTimeout(timer); };
   }, [layer, head, query, key]);
 
-  const name = (index) => (tokens?.[index] === undefined ? String(index) : `${shown(tokens[index])} ${index}`);
+  const name = (index, names = tokens) => (names?.[index] === undefined ? String(index) : `${shown(names[index])} ${index}`);
+  // Tokens are those of the keys.
+  const queryName = (index) => name(index, qLen === kvLen ? tokens : null);
   const isExact = exact && exact.query === query && exact.key === key && exact.layer === layer && exact.head === head;
   useEffect(() => {
-    if (isExact && document.activeElement === canvas.current) announce(`query ${name(query)}, key ${name(key)}: ${exact.weight?.toPrecision(4)}`);
+    if (isExact && document.activeElement === canvas.current) announce(`query ${queryName(query)}, key ${name(key)}: ${exact.weight?.toPrecision(4)}`);
   }, [isExact]);
 
   const zoomAt = (factor, px, py) => {
@@ -93,6 +95,7 @@ export function WeightMap({ layer, head, qLen, kvLen, levels, tokens }) {
     canvas.current.setPointerCapture(event.pointerId);
     pointers.current.set(event.pointerId, place(event));
     pinch.current = null;
+    pressed.current = pointers.current.size === 1 ? place(event) : null;
     pointAt(place(event));
   };
   const onPointerMove = (event) => {
@@ -111,7 +114,15 @@ export function WeightMap({ layer, head, qLen, kvLen, levels, tokens }) {
     }
     return undefined;
   };
-  const letGo = (event) => { pointers.current.delete(event.pointerId); pinch.current = null; };
+  const pressed = useRef(null);
+  const letGo = (event) => {
+    const from = pressed.current;
+    const at = place(event);
+    if (event.type === "pointerup" && pointers.current.size === 1 && from && Math.hypot(at[0] - from[0], at[1] - from[1]) < 5) onOpen?.(false);
+    pressed.current = null;
+    pointers.current.delete(event.pointerId);
+    pinch.current = null;
+  };
   const onKeyDown = (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     const step = Math.max(1, Math.round(1 / scale)) * (event.shiftKey ? 16 : 1);
@@ -123,7 +134,8 @@ export function WeightMap({ layer, head, qLen, kvLen, levels, tokens }) {
       if (next.kkey < x || next.kkey >= x + width / scale) next.x = Math.max(0, next.kkey - width / scale / 2);
       if (next.query < y || next.query >= y + height / scale) next.y = Math.max(0, next.query - height / scale / 2);
       set(next);
-    } else if (event.key === "+" || event.key === "=") zoomAt(2, px, py);
+    } else if (event.key === "Enter") onOpen?.(true);
+    else if (event.key === "+" || event.key === "=") zoomAt(2, px, py);
     else if (event.key === "-") zoomAt(0.5, px, py);
     else if (event.key === "0") set({ zoom: -99, x: 0, y: 0 });
     else return;
@@ -148,10 +160,10 @@ export function WeightMap({ layer, head, qLen, kvLen, levels, tokens }) {
       <button type="button" class="small" onClick=${() => zoomAt(0.5, width / 2, height / 2)} aria-label="Zoom out">−</button>
       <button type="button" class="small" onClick=${() => set({ zoom: -99, x: 0, y: 0 })}>All</button></span></div>
     <div class="mapholder"><canvas ref=${canvas} tabindex="0" data-keys style=${{ width: `${width}px`, height: `${height}px` }}
-      role="application" aria-roledescription="map of weights" aria-label=${`Weights of layer ${layer}, head ${head}: ${qLen} queries down, ${kvLen} keys across. Arrow keys move, plus and minus zoom, 0 shows all.`}
+      role="application" aria-roledescription="map of weights" aria-label=${`Weights of layer ${layer}, head ${head}: ${qLen} queries down, ${kvLen} keys across. Arrow keys move, plus and minus zoom, 0 shows all, Enter goes to the text.`}
       onPointerDown=${onPointerDown} onPointerMove=${onPointerMove} onPointerUp=${letGo} onPointerCancel=${letGo} onKeyDown=${onKeyDown}></canvas></div>
     ${tiles.error && html`<p class="failure" role="alert">${tiles.error.message} ${tiles.error.action ?? ""}</p>`}
-    <p class="readout"><span>query <b class="token" data-name="query">${name(query)}</b></span> <span>key <b class="token" data-name="key">${name(key)}</b></span>
+    <p class="readout"><span>query <b class="token" data-name="query">${queryName(query)}</b></span> <span>key <b class="token" data-name="key">${name(key)}</b></span>
       <span>weight <b data-name="weight">${isExact ? html`<${Num} x=${exact.weight} digits=${8} />` : "…"}</b></span></p>
     ${isExact && html`<details class="faint"><summary>How it comes about</summary><dl class="sums">${Object.entries(exact).filter(([each]) => !["query", "key", "layer", "head", "weight", "query_token", "key_token"].includes(each)).map(([each, value]) => html`<div key=${each}><dt>${each.replaceAll("_", " ")}</dt><dd>${Array.isArray(value) ? html`[${value.map((v, i) => html`${i ? ", " : ""}<${Num} x=${v} />`)}]` : typeof value === "boolean" ? String(value) : html`<${Num} x=${value ?? NaN} digits=${8} />`}</dd></div>`)}</dl></details>`}
   </div>`;

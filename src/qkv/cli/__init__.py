@@ -194,6 +194,9 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument(
         "--top", type=int, metavar="K", help="pairs, or keys, to show of each head"
     )
+    inspect.add_argument(
+        "--html", metavar="FILE", help="also write a page of all heads, which works offline"
+    )
     _add_model(inspect)
 
     explain = _command(
@@ -312,7 +315,6 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument("--text", metavar="FILE", help="what it reads (default: a paragraph)")
     model.add_argument("--tokens", type=int, metavar="N", help="read only the first N tokens")
-    model.add_argument("--html", metavar="FILE", help="also write a report, one page, offline")
     model.add_argument("--save", metavar="FILE", help="also write all numbers, as safetensors")
     model.add_argument(
         "--download", action="store_true", help="fetch the model if it is not on this machine"

@@ -25,9 +25,11 @@ from qkv.cli.head_statistics import (
     strongest,
 )
 from qkv.cli.inputs import CommandInput, InputArrays
+from qkv.cli.lab_command import require_place, write_page
 from qkv.cli.terminal import Bar, Page, weight
 from qkv.cli.variants import command_line_of
 from qkv.errors import ArgumentError
+from qkv.files import Arrays
 
 __all__ = ["run"]
 
@@ -44,7 +46,18 @@ def run(options: argparse.Namespace) -> str:
     """The output of the command."""
     if options.top is not None and options.top < 1:
         raise ArgumentError(f"--top {options.top} shows nothing.", action="Pass 1 or more.")
+    if options.html:
+        require_place(options.html)
     problem = CommandInput.of(_given(options.file), options)
+    printed = _printed(problem, options)
+    if options.html:
+        _write_page(problem, options)
+        if not options.json:
+            printed += f"Written: {Page().token(options.html, 300)}\n"
+    return printed
+
+
+def _printed(problem: CommandInput, options: argparse.Namespace) -> str:
     if options.head is not None:
         problem = problem.with_head(options.head)
     if options.query is not None:
@@ -72,6 +85,38 @@ def _given(path: str | None) -> InputArrays:
     sample = real_sample()
     title = f"{sample.title} ({sample.licence})"
     return InputArrays(sample.q, sample.k, sample.v, sample.tokens, title, sample.source)
+
+
+def _write_page(problem: CommandInput, options: argparse.Namespace) -> None:
+    """All heads as a page, opened at the head and the query that were asked for."""
+    from qkv.lab.session import Session
+    from qkv.lab.sources import open_arrays
+
+    given = problem.given
+    keywords: dict[str, Any] = {}
+    if problem.uniform:
+        arrays = problem.query, problem.key, problem.value
+        if problem.scale is not None:
+            keywords["scale"] = problem.scale
+        if problem.q_offset:
+            keywords["q_offset"] = problem.q_offset
+    elif problem.batch:
+        raise ArgumentError(
+            f"--html shows batch row 0 of variants that differ between rows, not {problem.batch}.",
+            action="Write a file with that row alone.",
+        )
+    else:
+        arrays, keywords = (given.query, given.key, given.value), problem.keywords
+    about = f"From {given.source}." if given.source != given.title else ""
+    source = open_arrays(
+        Arrays(*arrays, given.tokens, {}), given.title, *problem.variants, about=about, **keywords
+    )
+    view: dict[str, int] = {}
+    if options.head is not None:
+        view["head"] = problem.with_head(options.head).head
+    if options.query is not None:
+        view["query"] = problem.with_query(options.query).q_index
+    write_page(options.html, Session(source), view)
 
 
 def _command(options: argparse.Namespace) -> str:

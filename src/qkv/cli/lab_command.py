@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qkv.cli.variants import add_variants, command_line_of, variants_of
 from qkv.errors import ArgumentError, UnsupportedError
@@ -13,7 +14,7 @@ from qkv.errors import ArgumentError, UnsupportedError
 if TYPE_CHECKING:
     from qkv.lab.session import Session
 
-__all__ = ["DESCRIPTION", "add_arguments", "run"]
+__all__ = ["DESCRIPTION", "add_arguments", "require_place", "run", "write_page"]
 
 DESCRIPTION = (
     "Serves a page on 127.0.0.1 and prints its address: every step of attention on small examples, "
@@ -84,15 +85,27 @@ def _session(options: argparse.Namespace) -> Session:
 
 
 def _export(options: argparse.Namespace) -> str:
-    from qkv.files.writing import replace_file
-    from qkv.lab.document import asset, export_data, offline_page
-
-    if not Path(options.export).absolute().parent.is_dir():
-        raise ArgumentError(f"{options.export} is in no folder.", action="Make the folder first.")
-    asset("lab.js")
-    page = offline_page(export_data(_session(options)))
-    replace_file(options.export, page.encode("utf-8"))
+    require_place(options.export)
+    write_page(options.export, _session(options))
     return f"Written: {options.export}\n"
+
+
+def require_place(path: str) -> None:
+    """Raise an error if a page cannot be written there, before minutes of work."""
+    from qkv.lab.document import asset
+
+    if not Path(path).absolute().parent.is_dir():
+        raise ArgumentError(f"{path} is in no folder.", action="Make the folder first.")
+    asset("lab.js")
+
+
+def write_page(path: str, session: Session, view: Mapping[str, Any] | None = None) -> None:
+    """Write what a session shows as one file; `view` is what the page opens with."""
+    from qkv.files.writing import replace_file
+    from qkv.lab.document import export_data, offline_page
+
+    page = offline_page(export_data(session, view))
+    replace_file(path, page.encode("utf-8"))
 
 
 def _ready(url: str, stay: bool) -> None:

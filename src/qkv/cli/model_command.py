@@ -12,13 +12,13 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from qkv.cli.model_loading import inspect_model
+from qkv.cli.lab_command import require_place, write_page
+from qkv.cli.model_loading import about, inspect_model
 from qkv.cli.terminal import Bar, Page
 from qkv.cli.variants import command_line_of
 from qkv.errors import ArgumentError
-from qkv.inspection.head_scores import KINDS, THRESHOLD
+from qkv.inspection.head_scores import KINDS, LETTERS, MEANINGS, THRESHOLD
 from qkv.inspection.model_record import ModelRecord
-from qkv.inspection.report import LETTERS, MEANINGS, html
 
 __all__ = ["refuse_without_model", "run"]
 
@@ -37,8 +37,7 @@ _FILE_OPTIONS = {
     "query": "--query", "head": "--head", "batch": "--batch", "top": "--top",
 }  # fmt: skip
 _MODEL_OPTIONS = {
-    "text": "--text", "download": "--download", "tokens": "--tokens", "html": "--html",
-    "save": "--save",
+    "text": "--text", "download": "--download", "tokens": "--tokens", "save": "--save",
 }  # fmt: skip
 
 
@@ -51,16 +50,23 @@ def run(options: argparse.Namespace) -> str:
         raise ArgumentError("--layout goes with a file of arrays, not with --model.")
     if options.tokens is not None and options.tokens < 1:
         raise ArgumentError(f"--tokens {options.tokens} reads nothing.", action="Pass 1 or more.")
-    for file in filter(None, (options.html, options.save)):
-        # Checked before minutes of work.
-        if not Path(file).absolute().parent.is_dir():
-            raise ArgumentError(f"{file} is in no folder.", action="Make the folder first.")
+    # Checked before minutes of work.
+    if options.save and not Path(options.save).absolute().parent.is_dir():
+        raise ArgumentError(f"{options.save} is in no folder.", action="Make the folder first.")
+    if options.html:
+        require_place(options.html)
     with Bar(f"inspecting {Page().token(options.model, 40)}", passes=1) as bar:
-        record = inspect_model(options, bar)
+        # The page draws maps of the weights.
+        record = inspect_model(options, bar, keep="weights" if options.html else None)
+    if options.html:
+        from qkv.lab.heads import heads_of_model
+        from qkv.lab.session import Session
+        from qkv.lab.sources import Source
+
+        heads = heads_of_model(record, about(options))
+        write_page(options.html, Session(Source(record.model, heads=heads)))
     if options.save:
         record.save(options.save)
-    if options.html:
-        Path(options.html).write_text(html(record), encoding="utf-8")
     return _json(record) if options.json else _text(record, options)
 
 

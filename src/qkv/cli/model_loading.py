@@ -26,7 +26,7 @@ from qkv.inspection.model_record import Keep, ModelRecord
 if TYPE_CHECKING:
     from qkv.lab.sources import Source
 
-__all__ = ["inspect_model", "lab_source"]
+__all__ = ["about", "inspect_model", "lab_source"]
 
 Progress = Callable[[int, int], None]
 
@@ -54,6 +54,19 @@ def inspect_model(
     return _run_transformer(options.model, _text_of(options), options, progress, keep).record
 
 
+def about(options: argparse.Namespace) -> str:
+    """What the model of `--model` reads, in a sentence; nothing if that was said with `--text`."""
+    if options.text is not None:
+        return ""
+    if options.model == TINY:
+        return (
+            "The model reads random characters, and then the same ones again. No language helps "
+            "with the first half; the second can be predicted by a head that finds the character "
+            "before and reads what followed it."
+        )
+    return "The model reads a paragraph that comes with qkv."
+
+
 def lab_source(options: argparse.Namespace, progress: Progress) -> Source:
     """The same for the lab, with the weights of all layers."""
     from qkv.lab.heads import heads_of_model
@@ -64,7 +77,8 @@ def lab_source(options: argparse.Namespace, progress: Progress) -> Source:
         return _transformer_source(options, progress)
     record = inspect_model(options, progress, keep="weights")
     ids = [] if record.tokens is None else record.tokens[0].tolist()
-    return Source(record.model, heads=heads_of_model(record), intervene=tiny_what_if(ids))
+    heads = heads_of_model(record, about(options))
+    return Source(record.model, heads=heads, intervene=tiny_what_if(ids))
 
 
 def _transformer_source(options: argparse.Namespace, progress: Progress) -> Source:
@@ -76,7 +90,8 @@ def _transformer_source(options: argparse.Namespace, progress: Progress) -> Sour
     intervene = None
     if hasattr(ran.model, "lm_head") or ran.model.get_output_embeddings() is not None:
         intervene = transformer_what_if(ran.model, ran.tokenizer, ran.ids, ran.room)
-    return Source(ran.record.model, heads=heads_of_model(ran.record), intervene=intervene)
+    heads = heads_of_model(ran.record, about(options))
+    return Source(ran.record.model, heads=heads, intervene=intervene)
 
 
 def _text(path: str) -> str:

@@ -34,7 +34,9 @@ from qkv.variants.causal import Causal
 from qkv.variants.dense_mask import Mask
 from qkv.variants.dropout import Dropout
 
-__all__ = ["KINDS", "SCORES", "THRESHOLD", "HeadScores", "head_scores", "kind_of"]
+__all__ = [
+    "KINDS", "LETTERS", "MEANINGS", "SCORES", "THRESHOLD", "HeadScores", "head_scores", "kind_of",
+]  # fmt: skip
 
 Array = NDArray[Any]
 
@@ -52,6 +54,18 @@ SCORES = (
 
 KINDS = ("induction", "duplicate", "previous", "own", "sink")
 """The scores that decide the kind of a head; ties go to the first."""
+
+LETTERS = {"induction": "I", "duplicate": "D", "previous": "P", "own": "O", "sink": "S"}
+"""One for each kind, in a map of heads."""
+
+MEANINGS = {
+    "induction": "what followed this token before",
+    "duplicate": "the same token, earlier",
+    "previous": "the token before",
+    "own": "the token itself",
+    "sink": "the first token, or a sink",
+}
+"""Where a head of each kind puts most of its weight."""
 
 THRESHOLD = 0.4
 """The smallest mean score with which a head counts as of a kind; a convention."""

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from qkv.arrays import view
 from qkv.errors import ArgumentError
 from qkv.inspection.head_scores import SCORES, HeadScores, head_scores, kind_of
+from qkv.inspection.pages import page_of
 from qkv.inspection.pictures import draw_heads, save_picture
 from qkv.inspection.weights import LazyWeights
 
@@ -313,9 +314,7 @@ class ModelRecord:
         str
             Everything is inside; see `qkv.lab.to_html`.
         """
-        from qkv.lab.document import to_html
-
-        return to_html(self)
+        return page_of(self)
 
 
 def load(path: str | os.PathLike[str]) -> ModelRecord:

@@ -15,6 +15,7 @@ from qkv.backends import Inspectable, Progress
 from qkv.call.checked import CheckedCall
 from qkv.call.inspected import Inspected
 from qkv.errors import ArgumentError
+from qkv.inspection.pages import page_of
 from qkv.inspection.pictures import LONGEST, draw_tiles, draw_weights, save_picture
 from qkv.inspection.replay import PAIRS, Replay
 from qkv.inspection.statistics import WeightStatistics, top_keys, weight_statistics
@@ -267,9 +268,7 @@ class Record:
         str
             Everything is inside; see `qkv.lab.to_html`.
         """
-        from qkv.lab.document import to_html
-
-        return to_html(self, tokens)
+        return page_of(self, tokens)
 
     def _statistic(self, name: str) -> Any:
         """One that comes with the output, if the backend tells it, else with all weights."""

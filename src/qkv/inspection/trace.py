@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.inspection.pages import page_of
 from qkv.inspection.steps import Softmax
 from qkv.inspection.streaming import TileState
 
@@ -289,9 +290,7 @@ class Trace:
         str
             Everything is inside; see `qkv.lab.to_html`.
         """
-        from qkv.lab.document import to_html
-
-        return to_html(self)
+        return page_of(self)
 
 
 def _plain(value: Any) -> Any:

@@ -15,10 +15,12 @@ from html import escape
 from importlib import resources
 from typing import Any
 
+import numpy as np
+
 from qkv.errors import UnsupportedError
 from qkv.inspection.tokens import printable
 from qkv.lab.heads import HeadLayer, Heads
-from qkv.lab.messages import Answer, in_page, key_of
+from qkv.lab.messages import Answer, in_page, key_of, plain
 from qkv.lab.session import Session
 from qkv.lab.sources import source_of
 from qkv.lab.weight_map import TILE
@@ -34,13 +36,17 @@ _PAGE = 512
 """Queries whose best keys a page asks for at once."""
 
 _MOST_QUERIES = 4 * _PAGE
-"""Queries of each head whose best keys are in a file."""
+"""Queries of each head whose best keys are in a file, at most."""
 
-_MOST_HEADS = 512
-"""Heads whose best keys are in a file."""
+_MOST_ROWS = 1 << 18
+"""Queries of all heads together whose best keys are in a file, at 0.1 kB each: every head opens,
+with fewer queries where there are many heads."""
 
-_MOST_MAPS = 64
-"""Maps of one tile that are in a file: 256 KiB each at most, in base64 a third more."""
+_DECIMALS = 7
+"""Of weights and entropies in a file, which are float32."""
+
+_MOST_MAP_BYTES = 32 << 20
+"""Of maps of one tile that are in a file: 256 KiB each at most, in base64 a third more."""
 
 
 def asset(name: str) -> str:
@@ -146,8 +152,15 @@ def to_html(shown: Any = None, tokens: Sequence[str] | None = None) -> str:
     return offline_page(export_data(session))
 
 
-def export_data(session: Session) -> dict[str, Any]:
-    """Everything that a page can show without asking."""
+def export_data(session: Session, view: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Everything that a page can show without asking.
+
+    Parameters
+    ----------
+    session : Session
+    view : mapping, optional
+        What is shown first, such as `{"head": 3, "query": 75}`, as an address names it.
+    """
     methods = ("example", "scaling", "mechanisms", "code", "errata", "exercises")
     asked: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in methods]
     for example in session.examples:
@@ -158,7 +171,8 @@ def export_data(session: Session) -> dict[str, Any]:
     source = session.source
     if source is not None and source.heads is not None:
         results |= _head_results(session, source.heads)
-    return session.data("export", results)
+    data = session.data("export", results)
+    return {**data, "view": {**data["view"], **(view or {})}}
 
 
 def _head_results(session: Session, heads: Heads) -> dict[str, Any]:
@@ -166,18 +180,22 @@ def _head_results(session: Session, heads: Heads) -> dict[str, Any]:
     # Nothing answers in a file.
     results["model"]["can_intervene"] = False
     places = [(layer, head) for layer in heads.layers for head in range(layer.num_heads)]
-    for layer, head in places[:_MOST_HEADS]:
-        asked = {"layer": layer.index, "head": head}
-        results |= session.results(("head", asked))
-        if layer.q_len > _PAGE:
-            for first in range(0, min(layer.q_len, _MOST_QUERIES), _PAGE):
-                results |= session.results(("head", {**asked, "first": first, "count": _PAGE}))
-    mapped = [(layer, head) for layer, head in places if _is_small(layer)]
-    for layer, head in mapped[:_MOST_MAPS]:
-        for reduce in ("max", "mean"):
+    most = min(_MOST_QUERIES, max(_MOST_ROWS // max(len(places), 1), 1))
+    for layer, head in places:
+        for first in range(0, min(layer.q_len, most), _PAGE):
+            asked = {"layer": layer.index, "head": head}
+            if layer.q_len > _PAGE:
+                asked |= {"first": first, "count": _PAGE}
+            found = session.answer("head", {"first": first, **asked, "count": min(_PAGE, most)})
+            results[key_of("head", asked)] = _rounded(found.result)
+    room = _MOST_MAP_BYTES
+    for layer, head in places:
+        room -= 4 * layer.q_len * layer.kv_len if _is_small(layer) else 0
+        if _is_small(layer) and room >= 0:
+            # A single weight is its own largest and its own mean.
             tile: dict[str, Any] = {
                 "layer": layer.index, "head": head, "level": 0, "row": 0, "column": 0,
-                "reduce": reduce,
+                "reduce": "max",
             }  # fmt: skip
             results[key_of("tile", tile)] = _with_bytes(session.answer("tile", tile))
     return results
@@ -186,6 +204,17 @@ def _head_results(session: Session, heads: Heads) -> dict[str, Any]:
 def _is_small(layer: HeadLayer) -> bool:
     """Whether the map of a head is one tile."""
     return layer.replay is not None and max(layer.q_len, layer.kv_len) <= TILE
+
+
+def _rounded(head: dict[str, Any]) -> dict[str, Any]:
+    """The method `head` with fewer digits of numbers that are float32 anyway."""
+    rounded = {
+        name: np.round(np.array(head[name], float), _DECIMALS).tolist()
+        for name in ("entropy", "top_weights", "received")
+        if name in head
+    }
+    result: dict[str, Any] = plain({**head, **rounded})
+    return result
 
 
 def _with_bytes(answer: Answer) -> dict[str, Any]:

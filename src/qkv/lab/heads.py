@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.errors import ArgumentError
-from qkv.inspection.head_scores import KINDS, SCORES, THRESHOLD, kind_of
+from qkv.inspection.head_scores import KINDS, LETTERS, MEANINGS, SCORES, THRESHOLD, kind_of
 from qkv.inspection.model_record import LayerRecord, ModelRecord
 from qkv.inspection.record import Record
 from qkv.inspection.replay import Replay
-from qkv.inspection.report import LETTERS, MEANINGS
 from qkv.inspection.tokens import printable
 
 __all__ = ["NOTE", "HeadLayer", "Heads", "heads_of_model", "heads_of_record", "shown"]
@@ -43,6 +42,8 @@ class HeadLayer:
     num_heads, num_kv_heads, q_len, kv_len : int
     rows : callable () -> list of dict
         One row for each head: head, kind and each score.
+    counted : dict of str to int
+        For each score, the queries that its mean is over.
     entropy : callable () -> array (num_heads, q_len)
     top : callable (head, first, stop) -> (indices, weights)
         The best keys of some queries, each `(stop - first, k)`.
@@ -58,6 +59,7 @@ class HeadLayer:
     q_len: int
     kv_len: int
     rows: Callable[[], list[dict[str, Any]]]
+    counted: dict[str, int]
     entropy: Callable[[], Array]
     top: Callable[[int, int, int], tuple[Array, Array]]
     received: Callable[[], Array] | None
@@ -80,6 +82,8 @@ class Heads:
         Of the keys of batch row 0.
     layers : sequence of HeadLayer
     batch_size : int
+    about : str
+        What was read, in a sentence, where its name does not say it.
     """
 
     title: str
@@ -89,6 +93,7 @@ class Heads:
     tokens: Sequence[str] | None
     layers: Sequence[HeadLayer]
     batch_size: int = 1
+    about: str = ""
 
     def layer(self, index: int) -> HeadLayer:
         """One layer, by its number."""
@@ -107,6 +112,7 @@ class Heads:
             "model": printable(self.title, 200),
             "backend": self.backend,
             "note": NOTE,
+            "about": printable(self.about, 500),
             "kind": self.kind,
             "tokens": tokens,
             "q_len": max((layer.q_len for layer in self.layers), default=0),
@@ -127,6 +133,7 @@ class Heads:
                     "kv_len": layer.kv_len,
                     "has_weights": layer.replay is not None,
                     "levels": levels(layer) if layer.replay is not None else 0,
+                    "counted": layer.counted,
                     "heads": [
                         {**row, "kv_head": row["head"] * layer.num_kv_heads // layer.num_heads}
                         for row in layer.rows()
@@ -142,11 +149,11 @@ def shown(token: str) -> str:
     return printable(token, _LONGEST_TOKEN)
 
 
-def heads_of_model(record: ModelRecord) -> Heads:
-    """The layers of a model record."""
+def heads_of_model(record: ModelRecord, about: str = "") -> Heads:
+    """The layers of a model record, and a sentence about what the model read."""
     layers = [_layer_of_model(layer) for layer in record]
     batch_size = record[0].rows["entropy"].shape[0] if len(record) else 0
-    return Heads(record.model, "model", "qkv", SCORES, record.texts, layers, batch_size)
+    return Heads(record.model, "model", "qkv", SCORES, record.texts, layers, batch_size, about)
 
 
 def _layer_of_model(layer: LayerRecord) -> HeadLayer:
@@ -169,6 +176,7 @@ def _layer_of_model(layer: LayerRecord) -> HeadLayer:
         q_len,
         int(layer.received.shape[-1]),
         rows,
+        {name: int(each.sum()) for name, each in layer.scores.counted.items()},
         lambda: layer.rows["entropy"][0],
         top,
         lambda: layer.received[0],
@@ -176,7 +184,9 @@ def _layer_of_model(layer: LayerRecord) -> HeadLayer:
     )
 
 
-def heads_of_record(record: Record, title: str, tokens: Sequence[str] | None) -> Heads:
+def heads_of_record(
+    record: Record, title: str, tokens: Sequence[str] | None, about: str = ""
+) -> Heads:
     """One record as a model of one layer; scores that need no pass over all pairs."""
     replay = record.weights.replay
     spec = replay.problem.spec
@@ -210,12 +220,13 @@ def heads_of_record(record: Record, title: str, tokens: Sequence[str] | None) ->
         spec.q_len,
         spec.kv_len,
         _once(rows),
+        dict.fromkeys(scores, spec.q_len),
         lambda: entropy,
         lambda head, first, stop: best_keys(replay, head, first, stop),
         None,
         replay,
     )
-    return Heads(title, "arrays", record.backend, scores, tokens, [layer], spec.batch_size)
+    return Heads(title, "arrays", record.backend, scores, tokens, [layer], spec.batch_size, about)
 
 
 def best_keys(replay: Replay, head: int, first: int, stop: int) -> tuple[Array, Array]:

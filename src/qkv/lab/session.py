@@ -134,6 +134,7 @@ class Session:
             "host": host,
             "title": self.title,
             "panels": self.panels(),
+            "view": {"panel": "inspect"} if "inspect" in self.panels() else {},
             "results": found,
         }
 

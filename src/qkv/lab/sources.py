@@ -72,8 +72,10 @@ def open_file(path: str | os.PathLike[str], *variants: Any, **options: Any) -> S
     return open_arrays(read_arrays(path), os.path.basename(os.fspath(path)), *variants, **options)
 
 
-def open_arrays(arrays: Arrays, title: str, *variants: Any, **options: Any) -> Source:
-    """Inspect arrays out of a file."""
+def open_arrays(
+    arrays: Arrays, title: str, *variants: Any, about: str = "", **options: Any
+) -> Source:
+    """Inspect arrays out of a file; `about` says what they are, in a sentence."""
     rows = arrays.query, arrays.key, arrays.value
     record = qkv.inspect(*rows, *variants, **options)
     tokens = arrays.tokens
@@ -82,7 +84,7 @@ def open_arrays(arrays: Arrays, title: str, *variants: Any, **options: Any) -> S
     example = None
     if not variants and not options:
         example = small_example("file", title, [np.asarray(row) for row in rows], tokens)
-    return Source(title, example, heads_of_record(record, title, tokens))
+    return Source(title, example, heads_of_record(record, title, tokens, about))
 
 
 def source_of(shown: Any, tokens: Sequence[str] | None = None) -> Source:

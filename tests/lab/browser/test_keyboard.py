@@ -88,9 +88,9 @@ def test_keys_that_the_list_names(lab: Any) -> None:
     press(page, "d")
     assert "0.952574126822" in page.inner_text('table[aria-label="weights matrix"]')
     press(page, "t")
-    assert page.get_attribute(".qkv-lab", "data-theme") == "light"
+    page.wait_for_selector('.qkv-lab[data-theme="light"]')
     press(page, "t")
-    assert page.get_attribute(".qkv-lab", "data-theme") == "dark"
+    page.wait_for_selector('.qkv-lab[data-theme="dark"]')
     press(page, "?")
     assert page.is_visible("dialog")
     listed = page.inner_text("dialog")

@@ -96,7 +96,7 @@ def test_the_heads_of_a_model(lab: Any) -> None:
     assert f"Layer {layer}, head {head}" in page.inner_text("main")
     assert "induction" in page.inner_text(".kind")
     page.wait_for_selector('canvas[data-missing="0"]')
-    assert "Attention is not explanation" in page.inner_text(".lead")
+    assert "Attention is not explanation" in page.inner_text(".lead + p")
 
 
 def test_a_map_shows_the_weight_under_the_pointer(lab: Any) -> None:
