@@ -1,4 +1,4 @@
-"""Every Python block of the README and the guides runs, and prints no warning."""
+"""Every Python block of the README and the guides runs on its own, and prints what is shown."""
 
 from __future__ import annotations
 
@@ -35,23 +35,30 @@ PAGES += sorted(
 )
 
 
+BLOCK = re.compile(r"```python\n(.*?)```(?:\n\n```\n(.*?)```)?", re.DOTALL)
+"""A block of Python, and the text block right behind it, which is what it prints."""
+
+
 @pytest.mark.parametrize("page", PAGES)
-def test_python_blocks_run_in_order(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_each_python_block_runs_on_its_own(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = (ROOT / page).read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    blocks = BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
     assert blocks
-    script = tmp_path / "page.py"
-    script.write_text("\n".join(blocks), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    before = {backend.name for backend in backends()}
-    try:
-        runpy.run_path(str(script))
-    finally:
-        for backend in backends():
-            if backend.name not in before:
-                unregister(backend.name)
+    for n, (block, shown) in enumerate(blocks):
+        script = tmp_path / f"block_{n}.py"
+        script.write_text(block, encoding="utf-8")
+        before = {backend.name for backend in backends()}
+        try:
+            runpy.run_path(str(script))
+        finally:
+            for backend in backends():
+                if backend.name not in before:
+                    unregister(backend.name)
+        printed = capsys.readouterr().out
+        if shown:
+            assert printed == shown
 
 
 @pytest.mark.parametrize("page", sorted(p.relative_to(ROOT) for p in ROOT.glob("docs/**/*.md")))
