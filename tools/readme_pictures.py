@@ -63,7 +63,7 @@ def head_picture() -> str:
         f"Head {HEAD} of a layer of all-MiniLM-L6-v2: \u201c{sample.tokens[QUERY]}\u201d gives "
         f"{weights[best]:.0%} of its weight to \u201c{sample.tokens[best]}\u201d"
     )
-    caption = "The darker a word, the larger its weight (shading: its square root). Layer 1 of 6."
+    caption = "The bluer a word, the larger its weight (shading: its square root). Layer 1 of 6."
     shapes.append(f'<text class="small" x="16" y="{y + 28:.0f}">{caption}</text>')
     return _svg(title, y + 44, shapes)
 
