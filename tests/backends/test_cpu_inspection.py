@@ -14,6 +14,7 @@ from forced import NEEDS_TILES
 from qkv.backends import Inspectable, backends
 from qkv.backends.cpu.machine.host import host
 from qkv.backends.cpu.passes import replay as replay_pass
+from qkv.backends.cpu.passes import workers
 from qkv.backends.cpu.split_bf16 import choice
 from qkv.problem.builder import Shape
 from qkv.problem.check import check
@@ -307,10 +308,10 @@ def test_bits_do_not_depend_on_threads(monkeypatch) -> None:
     rows = np.zeros((300, 1), np.float32)
     rows[::7] = 1e3
     variants = [qkv.Causal("end"), qkv.Bias(rows), qkv.Sinks(0.0)]
-    monkeypatch.setattr(replay_pass, "_WORTH_A_THREAD", 1.0)
+    monkeypatch.setattr(workers, "_WORTH_A_THREAD", 1.0)
     found = set()
     for threads in (1, 2, 3, 4, 5, 2):
-        monkeypatch.setattr(replay_pass, "_SLICE_SECONDS", 1e-9 if len(found) else 0.1)
+        monkeypatch.setattr(workers, "_SLICE_SECONDS", 1e-9 if len(found) else 0.1)
         monkeypatch.setenv("QKV_NUM_THREADS", str(threads))
         record = qkv.inspect(*given, *variants, backend="cpu")
         indices, weights = record.top(7)

@@ -15,6 +15,7 @@ import pytest
 import qkv
 from qkv._threads import quota_of, usable_cores
 from qkv.backends.cpu.passes import forward as forward_pass
+from qkv.backends.cpu.passes import workers
 from qkv.backends.cpu.threads import jobs as cpu_threads
 from qkv.errors import ArgumentError
 
@@ -100,7 +101,7 @@ def test_what_was_set_is_what_runs(monkeypatch) -> None:
         run_(kernel, arguments, threads, *seconds)
 
     monkeypatch.setattr(cpu_threads, "run", count)
-    monkeypatch.setattr(forward_pass, "_WORTH_A_THREAD", 1.0)
+    monkeypatch.setattr(workers, "_WORTH_A_THREAD", 1.0)
     x = normal(8, 260, 32)
     for number in (1, 3, 2):
         qkv.set_num_threads(number)
@@ -179,13 +180,13 @@ def test_threadpoolctl_sees_and_limits_them(monkeypatch) -> None:
 def test_bits_do_not_depend_on_threads(monkeypatch) -> None:
     query, key, value = normal(8, 260, 32), normal(4, 300, 32), normal(4, 300, 32)
     found = set()
-    monkeypatch.setattr(forward_pass, "_WORTH_A_THREAD", 1.0)
+    monkeypatch.setattr(workers, "_WORTH_A_THREAD", 1.0)
     for threads in (1, 2, 3, 5, 2):
         qkv.set_num_threads(threads)
         for _ in range(10):
             out, lse = run(query, key, value, qkv.Causal("end"))
             found.add(out.tobytes() + lse.tobytes())
-    monkeypatch.setattr(forward_pass, "_SLICE_SECONDS", 1e-9)
+    monkeypatch.setattr(workers, "_SLICE_SECONDS", 1e-9)
     out, lse = run(query, key, value, qkv.Causal("end"))
     found.add(out.tobytes() + lse.tobytes())
     assert len(found) == 1
@@ -211,7 +212,7 @@ def in_threads(callers: int, call) -> None:
 
 
 def test_many_callers_at_once(monkeypatch) -> None:
-    monkeypatch.setattr(forward_pass, "_WORTH_A_THREAD", 1.0)
+    monkeypatch.setattr(workers, "_WORTH_A_THREAD", 1.0)
     problems = [(normal(4, 130 + i, 16, seed=i), normal(2, 90, 16, seed=i)) for i in range(16)]
     expected = [run(q, k, k, qkv.Causal("end"))[0].tobytes() for q, k in problems]
 
@@ -226,7 +227,7 @@ def test_many_callers_at_once(monkeypatch) -> None:
 
 def test_many_kernels_at_once(monkeypatch, tmp_path) -> None:
     """Sixteen threads and six kernels that nobody has compiled."""
-    monkeypatch.setattr(forward_pass, "_WORTH_A_THREAD", 1.0)
+    monkeypatch.setattr(workers, "_WORTH_A_THREAD", 1.0)
     monkeypatch.setenv("QKV_CACHE_DIR", str(tmp_path))
     qkv.set_num_threads(2)
     x = normal(4, 130, 16)

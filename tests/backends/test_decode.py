@@ -15,7 +15,7 @@ from qkv.backends.cpu.decode.rows import FIELDS
 from qkv.backends.cpu.decode.tasks import BLOCK_KV, CHUNK, GROUP, TASK, chunk_of, shared_bytes
 from qkv.backends.cpu.machine.host import host
 from qkv.backends.cpu.passes import decode as streaming
-from qkv.backends.cpu.passes import forward as forward_pass
+from qkv.backends.cpu.passes import workers
 from qkv.backends.cpu.passes.arguments import address_of, page_aligned, word_of
 from qkv.backends.cpu.passes.decode import DecodeArguments, DecodePass
 from qkv.backends.cpu.prepared.forward import NOTHING, Block
@@ -264,7 +264,7 @@ def test_chunks_follow_from_the_length_alone() -> None:
 
 
 def test_bits_do_not_depend_on_threads(monkeypatch) -> None:
-    monkeypatch.setattr(forward_pass, "_WORTH_A_THREAD", 1.0)
+    monkeypatch.setattr(workers, "_WORTH_A_THREAD", 1.0)
     query, key, value = normal(3, 8, 1, 40), normal(3, 2, 9000, 40), normal(3, 2, 9000, 24)
     found = set()
     before = qkv.get_num_threads()
@@ -274,7 +274,7 @@ def test_bits_do_not_depend_on_threads(monkeypatch) -> None:
             for _ in range(50):
                 out, lse = run(query, key, value, qkv.KeyLengths([9000, 5000, 77]))
                 found.add(out.tobytes() + lse.tobytes())
-        monkeypatch.setattr(forward_pass, "_SLICE_SECONDS", 1e-9)
+        monkeypatch.setattr(workers, "_SLICE_SECONDS", 1e-9)
         out, lse = run(query, key, value, qkv.KeyLengths([9000, 5000, 77]))
         found.add(out.tobytes() + lse.tobytes())
     finally:

@@ -12,25 +12,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv._threads import get_num_threads
 from qkv.backends.cpu.backward.block import BLOCK_KV, TASK, BackwardKey, TableGradient
 from qkv.backends.cpu.backward.delta_correction import emit_delta_correction
 from qkv.backends.cpu.backward.kernel import emit_backward
 from qkv.backends.cpu.compiler.compile import Kernel, Runnable, build
 from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.machine.tiling import TileShape
-from qkv.backends.cpu.passes.forward import (
-    OPERATIONS_PER_SECOND,
-    OTHERS_PER_SECOND,
-    operations_of_a_pair,
-    shape_of,
-)
+from qkv.backends.cpu.passes.forward import operations_of_a_pair, shape_of
+from qkv.backends.cpu.passes.workers import Workload
 from qkv.backends.cpu.plan.block_skipping import block_skipping
 from qkv.backends.cpu.plan.kernel_spec import integer_bits, kernel_spec
 from qkv.backends.cpu.plan.schedule import Schedule, schedule
 from qkv.backends.cpu.plan.table_gradients import SummedTable, summed_table
 from qkv.backends.cpu.split_bf16 import choice as split_bf16
-from qkv.backends.cpu.threads import jobs
 from qkv.problem.backward import BackwardInputs
 from qkv.problem.rows import plain
 from qkv.problem.spec import Problem, Spec
@@ -52,8 +46,6 @@ _VECTORS, _Q_BLOCKS_PER_TASK = 4, 8
 cache and make splitting the keys worthwhile."""
 _ROWS_PAY = 32
 """The number of queries from which on tiles are quicker."""
-_SLICE_SECONDS = 0.1
-_WORTH_A_THREAD = 4e6
 
 
 class BackwardPass:
@@ -99,8 +91,9 @@ class BackwardPass:
             few,
             few and spec.kv_len <= _FEW_KEYS,
         )
-        self._operations = 2.0 * self.plan.pairs * (3 * spec.head_dim + 2 * spec.v_head_dim)
-        self._others = 2 * operations_of_a_pair(spec) * self.plan.pairs
+        operations = 2.0 * self.plan.pairs * (3 * spec.head_dim + 2 * spec.v_head_dim)
+        others = 2 * operations_of_a_pair(spec) * self.plan.pairs
+        self._workload = Workload(len(self.tasks), operations, self.shape.product, others)
 
     @property
     def splits_float32(self) -> bool:
@@ -117,20 +110,10 @@ class BackwardPass:
 
     def workers(self) -> int:
         """Threads that pay, at most as many as may run."""
-        paying = int(self._operations / _WORTH_A_THREAD)
-        return max(1, min(get_num_threads(), len(self.tasks), paying))
+        return self._workload.workers()
 
     def launch(self, kernel: Kernel, arguments: Runnable, workers: int) -> None:
-        rate = OPERATIONS_PER_SECOND[self.shape.product]
-        seconds = (self._operations / rate + self._others / OTHERS_PER_SECOND) / workers
-        # As many tasks for each: nobody waits for the last one.
-        rounds = len(self.tasks) / workers * _SLICE_SECONDS / max(seconds, _SLICE_SECONDS)
-        step = workers * max(1, int(rounds))
-        share = seconds * step / len(self.tasks)
-        for first, last in self._launches:
-            for start in range(first, last, step):
-                arguments.allow(start, min(start + step, last))
-                jobs.run(kernel, arguments, workers, share)
+        self._workload.run(kernel, arguments, workers, self._launches)
 
 
 def backward_shape(problem: Problem, here: Host) -> TileShape:

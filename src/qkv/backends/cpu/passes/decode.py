@@ -24,8 +24,8 @@ from qkv.backends.cpu.decode.tasks import shared_bytes
 from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.passes.arguments import Arguments, rotated, word_of
-from qkv.backends.cpu.passes.forward import Pass, alone_operations
 from qkv.backends.cpu.passes.scratch import Block, give_back, take
+from qkv.backends.cpu.passes.workers import Workload, alone_operations
 from qkv.backends.cpu.plan.kernel_spec import integer_bits, kernel_spec
 from qkv.partial import Partial, RowStatistics
 from qkv.problem.rows import Rows, StoredRows
@@ -127,7 +127,7 @@ class DecodePass:
         workers = 1
         if keys > alone:
             threads = get_num_threads()
-            workers = self._pass(keys, keys).workers(threads)
+            workers = self._workload(keys, keys).workers(threads)
             if threads == 1:
                 alone = self._slice_keys
         own = self.scratch_bytes * workers
@@ -146,13 +146,13 @@ class DecodePass:
             met = self.kernel.step(block.pointer, share.alone)
             if met > share.alone:
                 block.keep_alive = scratch, keep_alive
-                planned = self._pass(met, words[_LIMIT])
-                planned.launch(block, min(share.workers, planned.workers()))
+                planned = self._workload(met, words[_LIMIT])
+                planned.run(self.kernel, block, min(share.workers, planned.workers()))
                 block.keep_alive = ()
         give_back(scratch)
 
-    def _pass(self, keys: int, tasks: int) -> Pass:
-        return Pass(self.kernel, tasks, self._operations * keys)
+    def _workload(self, keys: int, tasks: int) -> Workload:
+        return Workload(tasks, self._operations * keys)
 
 
 def _as_read(spec: Spec) -> tuple[tuple[str, str, str], tuple[bool, bool]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -11,16 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv._threads import get_num_threads
 from qkv.backends import Progress
 from qkv.backends.cpu.compiler.compile import Kernel, build
 from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.passes.arguments import Arguments, rotated
-from qkv.backends.cpu.passes.forward import (
-    OTHERS_PER_SECOND,
-    operations_of_a_pair,
-    shape_of,
-)
+from qkv.backends.cpu.passes.forward import operations_of_a_pair, shape_of
+from qkv.backends.cpu.passes.workers import Workload
 from qkv.backends.cpu.plan.kernel_spec import integer_bits, kernel_spec
 from qkv.backends.cpu.plan.schedule import TILE_KV, Schedule, fine_tile, folds, schedule
 from qkv.backends.cpu.replay.kernel import (
@@ -33,7 +28,6 @@ from qkv.backends.cpu.replay.kernel import (
 )
 from qkv.backends.cpu.replay.weight_blocks import emit_weight_blocks
 from qkv.backends.cpu.split_bf16 import choice as split_bf16
-from qkv.backends.cpu.threads import jobs
 from qkv.partial import coarse
 from qkv.problem.rows import plain
 from qkv.problem.spec import Problem, Spec
@@ -50,10 +44,6 @@ task."""
 _FEW_KEYS = 128
 """Number of keys of one task of `received` if there would be fewer than `_TASKS` tasks."""
 _TASKS = 64
-
-_SLICE_SECONDS = 0.1
-_OPERATIONS_PER_SECOND = 5e10
-_WORTH_A_THREAD = 4e6
 
 
 def top(
@@ -208,19 +198,11 @@ class ReplayPass:
         spec, count = self.problem.spec, len(self.tasks)
         share = count / max(len(self.plan.tasks), 1) if self.tasks is not self.plan.tasks else 1.0
         operations = 2.0 * spec.head_dim * self.plan.pairs * min(share, 1.0)
-        workers = max(1, min(get_num_threads(), count, int(operations / _WORTH_A_THREAD)))
-        arguments = _ReplayArguments(self, numbers, arrays, workers)
         others = operations_of_a_pair(spec) * self.plan.pairs * min(share, 1.0)
-        seconds = operations / _OPERATIONS_PER_SECOND + others / OTHERS_PER_SECOND
-        seconds /= workers
-        slices = max(1, math.ceil(seconds / _SLICE_SECONDS))
-        step = workers * max(1, -(-count // (workers * slices)))
-        for start in range(0, count, step):
-            stop = min(start + step, count)
-            arguments.allow(start, stop)
-            jobs.run(self.kernel, arguments, workers, seconds * step / max(count, 1))
-            if progress is not None:
-                progress(stop, count)
+        workload = Workload(count, operations, others=others)
+        workers = workload.workers()
+        arguments = _ReplayArguments(self, numbers, arrays, workers)
+        workload.run(self.kernel, arguments, workers, progress=progress)
 
 
 class _ReplayArguments(Arguments):
