@@ -47,7 +47,7 @@ def run(*args, **kwargs):
 @pytest.fixture
 def always(monkeypatch):
     """The decode kernel, whatever the number of queries."""
-    monkeypatch.setattr(streaming, "_FEW", float("inf"))
+    monkeypatch.setattr(streaming, "_MOST_QUERIES", float("inf"))
 
 
 @pytest.mark.sampled(("case", "dtype"), SUITE, one_in=60)

@@ -108,8 +108,8 @@ class BackwardKey:
     """Everything that the code of one kernel depends on.
 
     `rotated` queries and keys come in the type of computation. `out_dtype` is that of the output
-    that is read, `grad_dtype` that of the gradients that are written. The rows of `few` queries
-    are summed again; if `wide`, their dP are added in float64.
+    that is read, `grad_dtype` that of the gradients that are written. If the kernel
+    `corrects_delta`, rows were summed again before; if `wide`, their dP are added in float64.
     """
 
     spec: Spec
@@ -119,7 +119,7 @@ class BackwardKey:
     out_dtype: str
     grad_dtype: str
     tables: tuple[TableGradient, ...] = ()
-    few: bool = False
+    corrects_delta: bool = False
     wide: bool = False
 
 
@@ -183,11 +183,11 @@ class BackwardFrame(Frame):
         self.may_forbid = self.mask != TRUE or self.score != SCORE
         self.wide = key.wide and self.e.real == FLOAT
         """Whether dP is added in float64."""
-        self.chain_of_products = _CHAIN if key.few else None
-        self.has_delta_rest = key.few and not sums_rows
+        self.chain_of_products = _CHAIN if key.corrects_delta else None
+        self.has_delta_rest = key.corrects_delta and not sums_rows
         self.skips_within_blocks = key.shape.product != "tiles" and skips_within_blocks(self.mask)
         """Whether each vector of queries computes only its own keys in partial blocks."""
-        self.settles = key.shape.product != "tiles" and not key.few
+        self.settles = key.shape.product != "tiles" and not key.corrects_delta
         """Whether dS of rows that see a single block of keys is corrected to add up exactly."""
 
     @contextmanager
@@ -444,9 +444,9 @@ def chain_function(frame: BackwardFrame) -> Value:
                     following.append(b.fadd(total, share))
                 else:
                     _scatter(frame, inner, load, views[load.table], share)
-            turned = b.fmul(b.fmul(found, scale), inner.floats(frame.slope))
-            turned = b.select(forbidden, e.const(0.0), turned)
-            e.store_vector(turned, e.at(at.score_grads, place))
+            grad = b.fmul(b.fmul(found, scale), inner.floats(frame.slope))
+            grad = b.select(forbidden, e.const(0.0), grad)
+            e.store_vector(grad, e.at(at.score_grads, place))
             return following
 
         places.hoist(frame.score)
@@ -568,7 +568,7 @@ def add_vectors(e: Emitter, place: Value, found: list[Value]) -> None:
 
 
 def _column(frame: BackwardFrame, width: Value, v: Value, columns: Value) -> tuple[Value, Value]:
-    """Where vector v of a turned row lies: bytes to that of row 0, and from row to row.
+    """Where vector v of a transposed row lies: bytes to that of row 0, and from row to row.
 
     As many neighbouring vectors as fit the registers are the columns of one matrix; those
     that are left over are matrices of one column. `width` is that of a packed row.
@@ -584,10 +584,10 @@ def _column(frame: BackwardFrame, width: Value, v: Value, columns: Value) -> tup
     )
 
 
-def turn_function(frame: BackwardFrame) -> Value:
+def transpose_function(frame: BackwardFrame) -> Value:
     """Packed rows side by side again, for products over queries."""
     e = frame.e
-    with e.function("turn", [POINTER, POINTER, INT64, INT64]) as (function, args):
+    with e.function("transpose", [POINTER, POINTER, INT64, INT64]) as (function, args):
         packed, out, columns, width = args
 
         def each(v: Value, _: list[Value]) -> None:

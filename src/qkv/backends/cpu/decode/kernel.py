@@ -180,7 +180,7 @@ class _Decode:
             shift = b.select(unseen, e.const(0.0), new_max)
             nowhere = ir.Constant(ir.VectorType(BIT, e.lanes), None)
 
-            def weigh(k: Value, carried: list[Value]) -> list[Value]:
+            def one_vector(k: Value, carried: list[Value]) -> list[Value]:
                 place = e.at(scores, e.mul(k, e.real_bytes))
                 score = e.load_vector(place)
                 distance = b.fsub(score, shift)
@@ -210,12 +210,12 @@ class _Decode:
 
             zeros = [e.const(0.0)] * (1 + self.statistics)
 
-            def weigh_block(k: Value, carried: list[Value]) -> list[Value]:
+            def one_block(k: Value, carried: list[Value]) -> list[Value]:
                 stop = e.least(e.add(k, BLOCK_KV), count)
-                found = e.loop(k, stop, e.lanes, zeros + carried[len(zeros) :], weigh)
+                found = e.loop(k, stop, e.lanes, zeros + carried[len(zeros) :], one_vector)
                 return [*map(b.fadd, carried, found[: len(zeros)]), *found[len(zeros) :]]
 
-            sums = e.loop(0, count, BLOCK_KV, zeros + [nowhere] * self.may_forbid, weigh_block)
+            sums = e.loop(0, count, BLOCK_KV, zeros + [nowhere] * self.may_forbid, one_block)
             step = b.fsub(old_max, shift)
             factor = vector_math.exp_flushed(e, step)
             e.store_vector(new_max, row_max)

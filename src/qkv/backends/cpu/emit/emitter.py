@@ -359,7 +359,7 @@ class Emitter:
         return known[0]
 
     def transpose(self, rows: list[Value]) -> list[Value]:
-        """`lanes` vectors turned: element j of row i becomes element i of row j."""
+        """`lanes` vectors transposed: element j of row i becomes element i of row j."""
         half = 1
         while half < self.lanes:
             transposed: list[Value] = [None] * self.lanes

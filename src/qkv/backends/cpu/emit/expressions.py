@@ -109,7 +109,7 @@ class Expressions:
             value = self.e.builder.trunc(value, ir.IntType(32))
         return self.e.splat(value)
 
-    def _q_blocks_per_task(self, *values: Value) -> list[Value]:
+    def _alike(self, *values: Value) -> list[Value]:
         """All uniform, or all lane-varying."""
         if any(is_vector(v) for v in values):
             return [self._lanes(v) for v in values]
@@ -157,7 +157,7 @@ class Expressions:
     def _inside(self, index: Value, size: Value) -> Value:
         """Clamp: `floor` of float32 may round across the bound that was proved in float64."""
         b = self.e.builder
-        index, last = self._q_blocks_per_task(index, b.sub(size, ir.Constant(INT64, 1)))
+        index, last = self._alike(index, b.sub(size, ir.Constant(INT64, 1)))
         zero = ir.Constant(index.type, None)
         index = b.select(b.icmp_signed("<", index, zero), zero, index)
         return b.select(b.icmp_signed(">", index, last), last, index)
@@ -216,7 +216,7 @@ class Expressions:
             return _FUNCTIONS[op.name](e, self._lanes(values[0]))
         if op.name == "floor":
             return self._floor(values[0])
-        values = self._q_blocks_per_task(*values)
+        values = self._alike(*values)
         if op.name in _COMPARISONS:
             sign = _COMPARISONS[op.name]
             if "float" not in kinds:

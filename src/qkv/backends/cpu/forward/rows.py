@@ -28,7 +28,7 @@ def pack_function(frame: ForwardFrame) -> Value:
         for i in range(e.lanes):
             row = e.least(e.add(first_row, i), e.sub(count, 1))
             head = e.index(0)
-            if frame.folded:
+            if frame.pack_gqa:
                 head, row = b.sdiv(row, q_len), b.srem(row, q_len)
             rows.append(e.at(query, e.mul(head, query_head), e.mul(row, query_row)))
         pack_rows(

@@ -48,10 +48,10 @@ class RowSums:
         self.nothing = [e.const(0.0)] * (1 + statistics)
         """The sums before the first key."""
 
-    def weigh(
+    def weight(
         self, score: Value, sums: list[Value], forbidden: Value | None
     ) -> tuple[Value, list[Value]]:
-        """The weight of one key, and sums with it; `forbidden` weighs a score of -inf."""
+        """The weight of one key, and sums with it; `forbidden` is that of a score of -inf."""
         e, b = self._e, self._e.builder
         distance = b.fsub(score, self._shift)
         weight = vector_math.exp_flushed(e, distance)
@@ -131,7 +131,7 @@ def scores_to_weights(
         score = e.load_vector(e.at(at.scores, e.mul(k, at.width)))
         if scale is not None:
             score = b.fmul(score, scale)
-        weight, following = row.weigh(score, carried, forbidden)
+        weight, following = row.weight(score, carried, forbidden)
         if frame.spec.dropout:
             factor = frame.drop(at.arguments, places, e.add(at.kv_start, k))
             weight = b.fmul(weight, factor)

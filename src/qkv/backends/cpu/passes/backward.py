@@ -38,7 +38,7 @@ _KEYS, _KEYS_IN_TILES = 512, 1024
 each task."""
 _PARTS = 8
 """The most partial sums of dQ that are held at once."""
-_FEW_KEYS = 512
+_MOST_KEYS_IN_FLOAT64 = 512
 """Up to this many keys, dP of few queries is added in float64, which takes a third longer."""
 
 _VECTORS, _Q_BLOCKS_PER_TASK = 4, 8
@@ -51,25 +51,27 @@ _ROWS_PAY = 32
 class BackwardPass:
     """The backward pass of one problem.
 
-    `few` says that few queries see any key, so that their rows are summed again first. `names` are
-    the tables whose gradients are wanted, `out_dtype` the type of the output. Which pairs weigh
-    nothing is told from `inputs`.
+    `corrects_delta` says that few queries see any key, so that their rows are summed again first.
+    `names` are the tables whose gradients are wanted, `out_dtype` is the type of the output.
+    `inputs` tell which pairs have a weight of nearly 0 and are left out.
     """
 
     def __init__(
         self,
         problem: Problem,
         *,
-        few: bool,
+        corrects_delta: bool,
         names: Iterable[str],
         out_dtype: np.dtype[Any],
         inputs: BackwardInputs | None = None,
     ) -> None:
         spec, here = problem.spec, host()
         self._here = here
-        self.shape = here.shape_of(spec.compute_dtype) if few else backward_shape(problem, here)
+        self.shape = (
+            here.shape_of(spec.compute_dtype) if corrects_delta else backward_shape(problem, here)
+        )
         block_q, q_blocks_per_task = self.shape.block_q, self.shape.q_blocks_per_task
-        known = not few and inputs is not None
+        known = not corrects_delta and inputs is not None
         block_filter = block_skipping(problem, block_q, BLOCK_KV, inputs) if known else None
         self.plan = _in_order(
             schedule(
@@ -88,8 +90,8 @@ class BackwardPass:
             out_dtype.name,
             gradient_dtype(problem).name,
             tuple(TableGradient(table.name, table.wide) for table in self.tables),
-            few,
-            few and spec.kv_len <= _FEW_KEYS,
+            corrects_delta,
+            corrects_delta and spec.kv_len <= _MOST_KEYS_IN_FLOAT64,
         )
         operations = 2.0 * self.plan.pairs * (3 * spec.head_dim + 2 * spec.v_head_dim)
         others = 2 * operations_of_a_pair(spec) * self.plan.pairs

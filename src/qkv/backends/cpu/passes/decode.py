@@ -33,7 +33,7 @@ from qkv.problem.spec import Problem, Spec
 
 Array = NDArray[Any]
 
-_FEW = 0.75
+_MOST_QUERIES = 0.75
 """The decode kernel is used up to this many queries for each lane of a vector. The forward kernel
 would leave the other lanes idle."""
 _ROWS_OF_A_READ = 8
@@ -47,7 +47,7 @@ _LIMIT, _SCRATCH, _SHARED = (word_of(name, FIELDS) for name in ("limit", "scratc
 
 def is_decode(spec: Spec, shape: TileShape) -> bool:
     """Whether there are so few queries that lanes along head_dim beat lanes along queries."""
-    return spec.q_len <= _FEW * shape.lanes
+    return spec.q_len <= _MOST_QUERIES * shape.lanes
 
 
 class DecodeKernel(Kernel):

@@ -17,7 +17,7 @@ from qkv.backends.cpu.passes.arguments import Arguments, rotated
 from qkv.backends.cpu.passes.forward import operations_of_a_pair, shape_of
 from qkv.backends.cpu.passes.workers import Workload
 from qkv.backends.cpu.plan.kernel_spec import integer_bits, kernel_spec
-from qkv.backends.cpu.plan.schedule import TILE_KV, Schedule, fine_tile, folds, schedule
+from qkv.backends.cpu.plan.schedule import TILE_KV, Schedule, fine_tile, packs_gqa, schedule
 from qkv.backends.cpu.replay.kernel import (
     FIELDS,
     RANGE,
@@ -41,7 +41,7 @@ time in proportion to k."""
 _KEYS = 512
 """Number of keys of one task of `received`, which makes it cheap to pack the queries for each
 task."""
-_FEW_KEYS = 128
+_LEAST_KEYS = 128
 """Number of keys of one task of `received` if there would be fewer than `_TASKS` tasks."""
 _TASKS = 64
 
@@ -150,21 +150,21 @@ class ReplayPass:
         if splits_operands:
             self.shape = shape_of(spec, here)
         by_keys = question in ("received", "blocks")
-        rows_fold = not by_keys and not splits_operands
-        self.folded = rows_fold and folds(spec, self.shape.lanes)
+        can_pack = not by_keys and not splits_operands
+        self.pack_gqa = can_pack and packs_gqa(spec, self.shape.lanes)
         key = ReplayKey(
             question,
             replace(kernel_spec(spec), dropout=False),
             replace(self.shape, q_blocks_per_task=1),
             integer_bits(problem),
-            self.folded,
+            self.pack_gqa,
             spec.rotation is not None,
         )
         self.kernel = _kernel(key, here)
         block_q = self.shape.block_q
-        coarse_tiles = self.folded or splits_operands
+        coarse_tiles = self.pack_gqa or splits_operands
         tile_kv = TILE_KV if coarse_tiles else fine_tile(problem, block_q)
-        self.plan = schedule(problem, block_q, self.folded, self.shape.q_blocks_per_task, tile_kv)
+        self.plan = schedule(problem, block_q, self.pack_gqa, self.shape.q_blocks_per_task, tile_kv)
         self.tasks, keys = self.plan.tasks, 0
         if by_keys:
             self.plan = _in_order(self.plan)
@@ -180,12 +180,12 @@ class ReplayPass:
     def _with_rows(self, rows: Array) -> Array:
         """The tasks of blocks that hold some of these rows."""
         spec, tasks = self.problem.spec, self.plan.tasks
-        rows_of_block = spec.q_len * (spec.group_size if self.folded else 1)
+        rows_of_block = spec.q_len * (spec.group_size if self.pack_gqa else 1)
         flat = rows.reshape(spec.batch_size, -1, rows_of_block)
         rows_of_task = self.shape.block_q * self.shape.q_blocks_per_task
         starts = np.arange(0, rows_of_block, rows_of_task)
         wanted = np.logical_or.reduceat(flat, starts, axis=-1)
-        heads = tasks[:, 1] // (spec.group_size if self.folded else 1)
+        heads = tasks[:, 1] // (spec.group_size if self.pack_gqa else 1)
         chosen = wanted[tasks[:, 0], heads, tasks[:, 2] // rows_of_task]
         return np.ascontiguousarray(tasks[chosen])
 
@@ -229,7 +229,7 @@ class _ReplayArguments(Arguments):
                 "sign": self._real(1.0),
                 "scale": self._real(replay.problem.operands.scale),
                 "runs": self._address(replay.plan.runs),
-                "rows": spec.q_len * (spec.group_size if replay.folded else 1),
+                "rows": spec.q_len * (spec.group_size if replay.pack_gqa else 1),
                 "q_blocks_per_task": replay.shape.q_blocks_per_task,
                 **numbers,
                 **{name: self._address(array) for name, array in arrays.items()},
@@ -254,7 +254,7 @@ def _in_order(plan: Schedule) -> Schedule:
 def _ranges(spec: Spec, plan: Schedule) -> tuple[Array, int]:
     """Rows of `RANGE`, and the most keys of one; blocks that see none of its keys are left out."""
     heads = spec.batch_size * spec.num_heads
-    size = _KEYS if heads * spec.kv_len >= _TASKS * _KEYS else _FEW_KEYS
+    size = _KEYS if heads * spec.kv_len >= _TASKS * _KEYS else _LEAST_KEYS
     blocks = plan.tasks.reshape(heads, -1, plan.tasks.shape[1])
     first_run, last_run = blocks[..., 3], blocks[..., 4]
     # Of a block without runs the last key comes before the first.

@@ -1,9 +1,9 @@
-"""Rotary embedding as a compiled pass of its own: rows of query or key, turned by their positions.
+"""Rotary embedding as a compiled pass of its own: rows of query or key, rotated by their positions.
 
     out[2 i], out[2 i + 1] = a cos - b sin, a sin + b cos      of the pair (a, b) of entries
 
 in float64 and rounded once to the type of computation, so that a rotation costs no accuracy. Other
-kernels then read the turned rows. The same kernel turns gradients back, with the sines negated.
+kernels then read the rotated rows. The same kernel rotates gradients back, with the sines negated.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _kernel(key: RotationKey, here: Host) -> Kernel:
     return Kernel(build(emit_rotation, (key,), here))
 
 
-class Turns(NamedTuple):
+class CosSin(NamedTuple):
     """Cosines and sines `(1 or batch, length, pairs)`, dense float64."""
 
     cosines: Array
@@ -60,31 +60,31 @@ class AngleTable:
         self._inv_freq = np.asarray(inv_freq, np.float64)
         self._factor = factor
         self._start = 0
-        self._turns = self._made(0, 0)
+        self._table = self._made(0, 0)
 
-    def rows(self, start: int, count: int) -> Turns:
+    def rows(self, start: int, count: int) -> CosSin:
         """Of the positions from `start` on."""
-        first, turns = self._start, self._turns
-        if start < first or start + count > first + turns.cosines.shape[1]:
+        first, table = self._start, self._table
+        if start < first or start + count > first + table.cosines.shape[1]:
             # Twice as many, so that steps of decoding find theirs.
             room = (
                 max(2 * count, 256) if 16 * count * len(self._inv_freq) < _LARGEST_TABLE else count
             )
-            first, turns = start, self._made(start, room)
-            self._start, self._turns = first, turns
+            first, table = start, self._made(start, room)
+            self._start, self._table = first, table
         at = slice(start - first, start - first + count)
-        return Turns(turns.cosines[:, at], turns.sines[:, at])
+        return CosSin(table.cosines[:, at], table.sines[:, at])
 
-    def _made(self, start: int, count: int) -> Turns:
+    def _made(self, start: int, count: int) -> CosSin:
         angle = np.arange(start, start + count).astype(np.float64)[:, None] * self._inv_freq
-        return Turns(self._factor * np.cos(angle)[None], self._factor * np.sin(angle)[None])
+        return CosSin(self._factor * np.cos(angle)[None], self._factor * np.sin(angle)[None])
 
 
-def angle_tables(angles: Angles, side: str) -> Turns:
+def angle_tables(angles: Angles, side: str) -> CosSin:
     """The angles of all rows of one side, "q" or "kv"."""
     found = [angles.cos_sin(side, batch) for batch in range(angles.rows(side))]
     cosines, sines = (np.ascontiguousarray(np.stack(part)) for part in zip(*found, strict=True))
-    return Turns(cosines, sines)
+    return CosSin(cosines, sines)
 
 
 class RowLayout:
@@ -108,14 +108,14 @@ class RowLayout:
 
 
 class Rotation:
-    """Turns the rows of one array or two, such as query and key, in one launch.
+    """CosSin the rows of one array or two, such as query and key, in one launch.
 
     Parameters
     ----------
     problem : Problem
         With a rotation.
     arrays : sequence of array (*batch_shape, heads, length, head_dim)
-        Arrays like those that will be turned: of one dtype, with these shapes and strides.
+        Arrays like those that will be rotated: of one dtype, with these shapes and strides.
     """
 
     def __init__(self, problem: Problem, arrays: Sequence[Array]) -> None:
@@ -140,13 +140,13 @@ class Rotation:
         self._pass = RowPass(_kernel(key, here), words, count, entries, _WORTH_A_THREAD)
 
     def outputs(self) -> list[Array]:
-        """Memory for the turned rows: dense, in the type of computation."""
+        """Memory for the rotated rows: dense, in the type of computation."""
         return [np.empty(layout.shape, self.out_dtype) for layout in self.layouts]
 
     def __call__(
-        self, addresses: Sequence[int], angles: Sequence[Turns], outputs: Sequence[Array]
+        self, addresses: Sequence[int], angles: Sequence[CosSin], outputs: Sequence[Array]
     ) -> None:
-        """Turn the rows at these addresses by these angles into the outputs."""
+        """Rotate the rows at these addresses by these angles into the outputs."""
         block = self._pass.block((outputs, angles, self.layouts))
         words = block.words
         for n, address in enumerate(addresses):
@@ -167,14 +167,14 @@ _WORDS = [
 
 
 def rotated_rows(problem: Problem, array: Array, side: str, *, back: bool = False) -> Array:
-    """Rows of one side, "q" or "kv", turned by their positions, or turned back."""
+    """Rows of one side, "q" or "kv", rotated by their positions, or back."""
     angles = problem.operands.angles
     assert angles is not None
-    turns = angle_tables(angles, side)
+    table = angle_tables(angles, side)
     if back:
-        turns = Turns(turns.cosines, -turns.sines)
+        table = CosSin(table.cosines, -table.sines)
     rotation = Rotation(problem, [array])
     (out,) = outputs = rotation.outputs()
     if out.size:
-        rotation([address_of(array)], [turns], outputs)
+        rotation([address_of(array)], [table], outputs)
     return out

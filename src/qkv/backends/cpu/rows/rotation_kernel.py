@@ -21,9 +21,9 @@ OF_ROWS = (
     "cosines", "sines", "table_bytes",
 )  # fmt: skip
 FIELDS = (*SHARED, *[f"{name}_{n}" for n in (0, 1) for name in OF_ROWS])
-"""Words of the argument block after the counter. Tasks below `first_count` turn heads of the first
-array, the others of the second; `table_bytes` is from one batch row's angles to the next one's, 0
-if all share theirs."""
+"""Words of the argument block after the counter. Tasks below `first_count` rotate heads of the
+first array, the others of the second. From the angles of one batch row to those of the next it is
+`table_bytes`, 0 if all share theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,11 @@ class RotationKey:
 
 
 def emit_rotation(key: RotationKey) -> str:
-    """The module of one kernel; `job(arguments, worker)` turns the rows of a head for each task."""
+    """The module of one kernel; each task of `job(arguments, worker)` rotates rows of one head."""
     e = Emitter("rotation", key.lanes, DOUBLE, halves=key.halves, fused=False)
     row = _row(e, key)
 
-    def turn_head(number: Value, words: dict[str, Value]) -> None:
+    def rotate_head(number: Value, words: dict[str, Value]) -> None:
         b = e.builder
         is_first = e.below(number, words["first_count"])
         fields = {n: b.select(is_first, words[f"{n}_0"], words[f"{n}_1"]) for n in OF_ROWS}
@@ -55,7 +55,7 @@ def emit_rotation(key: RotationKey) -> str:
         target = e.at(e.pointer(fields["out"]), e.mul(number, fields["length"], size))
         angles = e.mul(batch, fields["table_bytes"])
 
-        def turn_row(r: Value, _: list[Value]) -> None:
+        def rotate_row(r: Value, _: list[Value]) -> None:
             place = e.add(angles, e.mul(r, fields["pairs"], 8))
             e.builder.call(
                 row,
@@ -70,14 +70,14 @@ def emit_rotation(key: RotationKey) -> str:
                 ],
             )
 
-        e.loop(0, fields["length"], 1, [], turn_row)
+        e.loop(0, fields["length"], 1, [], rotate_row)
 
-    each_head(e, FIELDS, turn_head)
+    each_head(e, FIELDS, rotate_head)
     return str(e.module)
 
 
 def _row(e: Emitter, key: RotationKey) -> Value:
-    """A function that turns one row: `(from, to, cosines, sines, element, dim, pairs)`."""
+    """A function that rotates one row: `(from, to, cosines, sines, element, dim, pairs)`."""
     item, out_item = storage.ITEM_BYTES[key.dtype], storage.ITEM_BYTES[key.out_dtype]
     with e.function("row", [*[POINTER] * 4, *[INT64] * 3]) as (function, args):
         source, target, cosines, sines, element, dim, pairs = args
@@ -89,7 +89,7 @@ def _row(e: Emitter, key: RotationKey) -> Value:
                 value = b.fptrunc(value, ir.VectorType(FLOAT, count) if count else FLOAT)
             e.store(value, place, out_item)
 
-        def turned(first: Value, second: Value, at: Value, lanes: int) -> tuple[Value, Value]:
+        def rotated(first: Value, second: Value, at: Value, lanes: int) -> tuple[Value, Value]:
             cos, sin = (storage.load(e, e.at(t, at), "float64", lanes) for t in (cosines, sines))
             return (
                 b.fsub(b.fmul(first, cos), b.fmul(second, sin)),
@@ -103,7 +103,7 @@ def _row(e: Emitter, key: RotationKey) -> Value:
                 storage.load(e, e.at(source, e.mul(i, item)), key.dtype, e.lanes) for i in ends
             ]
             for i, value in zip(
-                ends, turned(entries[0], entries[1], e.mul(d, 8), e.lanes), strict=True
+                ends, rotated(entries[0], entries[1], e.mul(d, 8), e.lanes), strict=True
             ):
                 store(value, e.at(target, e.mul(i, out_item)))
 
@@ -117,7 +117,7 @@ def _row(e: Emitter, key: RotationKey) -> Value:
             evens, odds = (
                 b.shuffle_vector(low, high, e.picks(range(n, 2 * e.lanes, 2))) for n in (0, 1)
             )
-            a, c = turned(evens, odds, e.mul(d, 8), e.lanes)
+            a, c = rotated(evens, odds, e.mul(d, 8), e.lanes)
             order = [half * e.lanes + lane for lane in range(e.lanes) for half in (0, 1)]
             for n, picks in ((0, order[: e.lanes]), (e.lanes, order[e.lanes :])):
                 value = b.shuffle_vector(a, c, e.picks(picks))
@@ -126,7 +126,7 @@ def _row(e: Emitter, key: RotationKey) -> Value:
         def one_pair(d: Value, _: list[Value]) -> None:
             ends = (e.mul(d, 2), e.add(e.mul(d, 2), 1)) if key.interleaved else (d, e.add(d, pairs))
             entries = [storage.load(e, e.at(source, e.mul(i, element)), key.dtype) for i in ends]
-            for i, value in zip(ends, turned(entries[0], entries[1], e.mul(d, 8), 0), strict=True):
+            for i, value in zip(ends, rotated(entries[0], entries[1], e.mul(d, 8), 0), strict=True):
                 store(value, e.at(target, e.mul(i, out_item)))
 
         def copy(load_lanes: int) -> Callable[[Value, list[Value]], None]:
