@@ -186,9 +186,9 @@ def test_narrower_vectors(isa, dtype, monkeypatch) -> None:
     monkeypatch.setenv("QKV_ISA", isa)
     q, k, v, grad_out = problem(70, 90, dim=21, v_dim=19, dtype=np.float64)
     rounded = [a.astype(dtype) for a in (q, k, v, grad_out)]
-    said = qkv.Causal("end"), qkv.Softcap(3.0), qkv.Dropout(0.2, 5)
-    got = gradients(*rounded, *said)
-    right = gradients(*(a.astype(np.float64) for a in rounded), *said, backend="blocked")
+    variants = qkv.Causal("end"), qkv.Softcap(3.0), qkv.Dropout(0.2, 5)
+    got = gradients(*rounded, *variants)
+    right = gradients(*(a.astype(np.float64) for a in rounded), *variants, backend="blocked")
     for a, b in zip(got, right, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-12 if dtype == np.float64 else 3e-5)
 

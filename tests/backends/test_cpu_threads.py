@@ -67,18 +67,18 @@ def default_threads():
 # How many
 
 
-@pytest.mark.parametrize("said", ["0", "-1", "two", "1.5", "10000", "²"])
-def test_a_wrong_number_in_the_environment(said, monkeypatch) -> None:
-    monkeypatch.setenv("QKV_NUM_THREADS", said)
+@pytest.mark.parametrize("setting", ["0", "-1", "two", "1.5", "10000", "²"])
+def test_a_wrong_number_in_the_environment(setting, monkeypatch) -> None:
+    monkeypatch.setenv("QKV_NUM_THREADS", setting)
     with pytest.raises(ArgumentError, match="QKV_NUM_THREADS"):
         qkv.get_num_threads()
 
 
-@pytest.mark.parametrize("said", [0, -1, 4097, 2.0, "2", True, [1]])
-def test_a_wrong_number(said) -> None:
+@pytest.mark.parametrize("setting", [0, -1, 4097, 2.0, "2", True, [1]])
+def test_a_wrong_number(setting) -> None:
     qkv.set_num_threads(5)
     with pytest.raises(ArgumentError, match="is not a number of threads"):
-        qkv.set_num_threads(said)
+        qkv.set_num_threads(setting)
     assert qkv.get_num_threads() == 5
 
 
@@ -258,7 +258,7 @@ def test_many_kernels_at_once(monkeypatch, tmp_path) -> None:
 @FORKS
 @pytest.mark.parametrize("leave", ["os._exit(0)", "sys.exit(0)"])
 def test_a_forked_child_has_workers_of_its_own(leave) -> None:
-    said = in_a_process(
+    setting = in_a_process(
         f"""
         before = attend()
         parent = threads._workers
@@ -279,7 +279,7 @@ def test_a_forked_child_has_workers_of_its_own(leave) -> None:
         print("the end")
         """
     )
-    assert said == "the end\n"
+    assert setting == "the end\n"
 
 
 @FORKS
@@ -452,7 +452,7 @@ def test_the_end_while_a_thread_computes() -> None:
 
 def test_the_end_while_a_thread_compiles() -> None:
     """The end waits: LLVM does not survive that the process goes away around it."""
-    said = in_a_process(
+    setting = in_a_process(
         """
         import time
         from qkv.backends.cpu.compiler import compile as cpu_compile
@@ -472,11 +472,11 @@ def test_the_end_while_a_thread_compiles() -> None:
         assert compiling.wait(30)
         """
     )
-    assert said == "compiled"
+    assert setting == "compiled"
 
 
 def test_a_call_after_the_workers_have_gone() -> None:
-    said = in_a_process(
+    setting = in_a_process(
         """
         import atexit
         def last():
@@ -488,7 +488,7 @@ def test_a_call_after_the_workers_have_gone() -> None:
         assert threads._workers.size == 2
         """
     )
-    assert said == "the end\n"
+    assert setting == "the end\n"
 
 
 @LINUX

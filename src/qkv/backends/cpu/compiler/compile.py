@@ -192,9 +192,9 @@ def optimized_for(source: str, machine: Any, triple: str) -> Any:
 
 def cache_folder() -> Path | None:
     """`QKV_CACHE_DIR`, or the user's cache folder; None when it is set but empty."""
-    said = os.environ.get("QKV_CACHE_DIR")
-    if said is not None:
-        return Path(said) if said else None
+    folder = os.environ.get("QKV_CACHE_DIR")
+    if folder is not None:
+        return Path(folder) if folder else None
     if sys.platform == "win32":
         base = os.environ.get("LOCALAPPDATA")
         root = Path(base) if base else Path.home() / "AppData" / "Local"
