@@ -83,13 +83,13 @@ def scratch_areas(shape: TileShape, head_dim: int, v_head_dim: int, item: int) -
     """Bytes that each area takes."""
     block_q = shape.lanes * shape.vectors
     query, value = (padded(dim, shape.lanes) * block_q for dim in (head_dim, v_head_dim))
-    # Before there is an lse, its area holds what it is made of.
+    # The delta correction keeps the statistics that lse is computed from in this area.
     rows, block = (STATS * block_q, block_q, 3 * block_q), BLOCK_KV * block_q
     copies = [BLOCK_KV * padded(dim, shape.lanes) for dim in (head_dim, v_head_dim)]
     sizes = (query, value, max(query, value), query, value, *rows, *[block] * 4, *copies)
     areas = dict(zip(AREAS, sizes, strict=True))
     if shape.product == "pairs":
-        # Rows of pairs are whole chunks; a chunk is two vectors.
+        # Rows of pairs are padded to whole chunks, which are two vectors each.
         pairs = [BLOCK_KV * chunks(dim) // 2 for dim in (head_dim, v_head_dim)]
         areas |= zip(PAIR_AREAS, (query, value, *pairs), strict=True)
     return {name: size * item for name, size in areas.items()}

@@ -344,7 +344,7 @@ class QueryBlockPass:
         for name in ("lse", "lse_rest"):
             self._pack_column(offset, first, name, name)
         self._pack_operand(offset, first, "grad_out", "grad_out", "grad_out")
-        # dQ is not begun yet: its area holds O meanwhile.
+        # The area of dQ is not in use yet, so it holds O meanwhile.
         self._pack_operand(offset, first, "out", "value", "query_sums")
         self._pack_column(offset, first, "grad_lse", "delta")
         if self.frame.has_delta_rest:
@@ -446,7 +446,7 @@ class QueryBlockPass:
         e = self.e
 
         def body(offset: Value, first: Value) -> None:
-            # A vector beyond the last row repeats it, and counts for nothing.
+            # A vector beyond the last row repeats that row, and its results are not used.
             held = (e.at(area, offset) for area in self.areas(*VECTOR_AREAS))
             where = self.batch, self.head, e.add(self.first_row, first), e.sub(self.rows, first)
             self.call(name, self.arguments, self.task, *held, self.width, count, *where, kv_start)

@@ -190,7 +190,7 @@ class _Decode:
                     weight = b.select(never, e.const(0.0), weight)
                 following = [b.fadd(carried[0], weight)]
                 if self.statistics:
-                    # What weighs nothing adds nothing, at whatever distance.
+                    # A weight of 0 adds 0, even where the distance is infinite.
                     added = e.fma(weight, distance, carried[1])
                     kept = vector_math.is_kept(e, distance)
                     following.append(b.select(kept, added, carried[1]))
@@ -651,7 +651,7 @@ class _Decode:
         if self.statistics:
             logarithm = vector_math.log(e, row_sum)
             entropy = b.fsub(logarithm, b.fdiv(spread[0], divisor))
-            # Rounding may leave a sure choice a little below 0.
+            # Rounding may make the entropy of a single key slightly negative.
             below = b.fcmp_ordered("<", entropy, nothing)
             write("entropy", b.select(b.or_(empty, below), nothing, entropy))
             write("max_score", row_max)

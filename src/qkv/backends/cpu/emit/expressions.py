@@ -149,7 +149,7 @@ class Expressions:
             return self._decode(e.load(e.at(table.pointer, uniform), raw), table.spec.dtype)
         row = ir.Constant(ir.VectorType(raw, e.lanes), ir.Undefined)
         for lane in range(e.lanes):
-            # The lane's own part first: it is the part that leaves the loop over keys.
+            # The lane's own offset comes first, so that LLVM moves it out of the loop over keys.
             start = e.at(table.pointer, e.extract(varying, lane))
             row = e.insert(row, e.load(e.at(start, uniform), raw), lane)
         return self._decode(row, table.spec.dtype)
@@ -271,7 +271,7 @@ class Expressions:
                 return b.fneg(*values)
             case "abs":
                 return self.e.intrinsic("fabs", *values)
-        # NaN in either argument is the result.
+        # If either argument is NaN, the result is NaN.
         first, second = values
         better = b.fcmp_unordered("<" if name == "min" else ">", first, second)
         second_is_nan = self.e.is_nan(second)
@@ -295,7 +295,7 @@ class Expressions:
             case "min" | "max":
                 better = b.icmp_signed("<" if name == "min" else ">", *values)
                 return b.select(better, *values)
-        # The divisor is known to be 1 or more: rounding down differs for a negative remainder.
+        # The divisor is at least 1, so only negative remainders are rounded differently.
         remainder = b.srem(*values)
         negative = b.icmp_signed("<", remainder, zero)
         if name == "mod":
@@ -312,7 +312,7 @@ class Expressions:
         """Rounded down to an integer: 0 for NaN, kept inside what the integers hold."""
         e, b = self.e, self.e.builder
         lanes = self._lanes(x)
-        # The largest numbers that float32 and these integers both hold.
+        # The largest magnitude that both float32 and these integers can hold.
         limit = e.const(2.0**62 if self.int_bits == 64 else 2.0**31 - 128)
         low = b.fneg(limit)
         lanes = e.intrinsic("floor", lanes)

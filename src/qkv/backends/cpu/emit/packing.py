@@ -126,7 +126,7 @@ def all_finite(e: Emitter, dtype: str = "") -> Value:
 
         def rows(d: Value, load: Callable[[Value], Value], seen: list[Value]) -> list[Value]:
             def some(k: Value, seen: list[Value]) -> list[Value]:
-                # Four rows at a time; the last ones may be met twice.
+                # Four rows are read at a time; the last ones may be read twice.
                 following = []
                 for i, old in enumerate(seen):
                     place = e.mul(e.least(e.add(k, i), last_row), row)

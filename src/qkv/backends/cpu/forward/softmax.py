@@ -60,7 +60,7 @@ class RowSums:
             weight = b.select(never, forbidden, weight)
         following = [b.fadd(sums[0], weight)]
         if self._statistics:
-            # What weighs nothing adds nothing, at whatever distance.
+            # A weight of 0 adds 0, even where the distance is infinite.
             added = e.fma(weight, distance, sums[1])
             following.append(b.select(vector_math.is_kept(e, distance), added, sums[1]))
         if len(sums) > len(self.nothing):

@@ -66,7 +66,7 @@ class Workload:
         """Run all tasks; those of different `ranges` never at the same time."""
         seconds = self._seconds / workers
         slices = max(1, math.ceil(seconds / _SLICE_SECONDS))
-        # As many tasks for each: nobody waits for the last one.
+        # Workers get equally many tasks of a slice, so that none waits for another.
         step = workers * max(1, -(-self.count // (workers * slices)))
         share = seconds * step / max(self.count, 1)
         for first, last in ranges or [(0, self.count)]:

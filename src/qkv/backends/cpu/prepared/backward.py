@@ -54,7 +54,7 @@ class PreparedBackward:
         self._results = _forms(Results(problem, self._pass))
         inputs = replace(inputs, out=alike(inputs.out), grad_out=alike(inputs.grad_out))
         rows = Rows(problem, inputs, 0)
-        # Nothing as long as the arrays is kept but these.
+        # These zeros are the only array with an element for each row that is kept.
         self._zeros = np.zeros_like(rows.lse)
         rows.lse = rows.lse_rest = rows.grad_lse = rows.delta_rest = self._zeros
         self._template = BackwardArguments(

@@ -160,7 +160,7 @@ class RowProducts:
             value, weights, block, value_row, block_row, v_head_dim, count, ahead, asked = args
 
             def tile(d: Value, live: Value | None, vectors: int) -> None:
-                # The first columns fetch for all.
+                # Only the first columns prefetch, on behalf of all.
                 mine = e.builder.select(e.below(0, d), e.index(0), asked)
                 here = [
                     e.at(block, e.mul(i, block_row), e.mul(d, e.real_bytes), j * e.vector_bytes)

@@ -66,7 +66,7 @@ class AngleTable:
         """Of the positions from `start` on."""
         first, table = self._start, self._table
         if start < first or start + count > first + table.cosines.shape[1]:
-            # Twice as many, so that steps of decoding find theirs.
+            # Twice as many are computed, so that later steps of decoding find theirs.
             room = (
                 max(2 * count, 256) if 16 * count * len(self._inv_freq) < _LARGEST_TABLE else count
             )

@@ -99,7 +99,7 @@ def _rows(e: Emitter, key: SinksKey, scale: Value, count: int) -> Value:
         sinks, one, zero = e.splat(sink), e.const(1.0), e.const(0.0)
         lowest = e.const(-math.inf)
         away = b.fsub(sinks, of_keys)
-        # Not exp(lse - new lse): where both are large, little is left of what tells them apart.
+        # The difference of lse and the new lse would be inaccurate where both are large.
         no_keys = b.fcmp_ordered("==", of_keys, lowest)
         share = b.select(no_keys, zero, b.fdiv(one, b.fadd(one, vector_math.exp(e, away))))
         peak = b.select(b.fcmp_unordered("ugt", of_keys, sinks), of_keys, sinks)

@@ -209,7 +209,7 @@ class SplitBlock:
             block, start, product = _OfPairs(*args[:8]), args[8], args[9:]
             count, pairs = product[4:]
             b, products = e.builder, self.split.products()
-            # A step must not go from one chunk to the next.
+            # All keys of a step must belong to one chunk of queries.
             whole_steps = b.icmp_signed("==", b.srem(count, e.index(_KEYS_BESIDE)), e.index(0))
             left = e.sub(e.mul(count, self.chunks), start)
             wanted = b.select(whole_steps, b.sdiv(left, e.index(_KEYS_BESIDE)), e.index(0))
@@ -264,7 +264,7 @@ class SplitBlock:
                     found = b.fmul(found, factor)
                 found = b.fadd(b.fsub(found, delta[j]), grad_lse[j])
                 share = weight if self.frame.chained else b.fmul(weight, scale)
-                # + 0.0: what is allowed is never -0.0.
+                # Adding 0.0 turns -0.0 into 0.0, because -0.0 marks forbidden pairs.
                 found = e.fma(share, found, e.const(0.0))
                 if factor is not None:
                     weight = b.fmul(weight, factor)

@@ -102,8 +102,6 @@ class SplitOperands(PairOperands):
     def clear_pairs(self, weights: Value, first: Value, stop: Value) -> None:
         self.split.clear_pairs(weights, first, stop)
 
-    # One task, all tasks
-
     def product(self, name: str, *, onto: bool) -> Value:
         """A function as `matrix_unit.add_products`."""
         products = self.split.products(of_weights=onto)
@@ -154,7 +152,7 @@ class SplitOperands(PairOperands):
                     )
                 sums.keep(group, found)
 
-            # These scores are gone when their turn comes.
+            # The product overwrites these scores, so their weights are computed before it.
             groups = b.sdiv(e.add(count, _KEYS_BESIDE - 1), e.index(_KEYS_BESIDE))
             e.loop(steps, groups, 1, [], group_of_keys)
             running: list[list[Value]] = []
@@ -180,7 +178,7 @@ class SplitOperands(PairOperands):
                 e, (rows, packed, scores, band, following, pairs), self.vectors, onto=False,
                 products=products, beside=matrix_unit.Beside(steps, some),
             )  # fmt: skip
-            # Group after group, as where weights are computed alone: bits are the same.
+            # Groups are added in the order in which `scores_to_weights` adds them: same bits.
             e.loop(steps, groups, 1, [], lambda group, _: sums.add_kept(group))
             totals = iter(sums.values())
             for row in rows_of:
