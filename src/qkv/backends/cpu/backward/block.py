@@ -25,6 +25,7 @@ from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products.bfloat16 import chunks, multiply_add_pairs
 from qkv.backends.cpu.products.query_lanes import (
     MultiplyAdd,
+    SumOrder,
     combine_rows,
     dot_rows,
     store_vectors,
@@ -255,7 +256,7 @@ def products_function(frame: BackwardFrame, vectors: int) -> Value:
         dim, multiply_add = frame.rows_of_products(head_dim)
         dot_rows(
             e, key, key_row, count, packed, vectors, dim, frame.shape.keys_of(vectors), [],
-            finish, multiply_add, chain=frame.chain_of_products,
+            finish, SumOrder(multiply_add, chain=frame.chain_of_products),
         )  # fmt: skip
     return function
 
@@ -382,7 +383,7 @@ def score_gradients_function(frame: BackwardFrame, vectors: int) -> Value:
         dim, multiply_add = frame.rows_of_products(v_head_dim)
         dot_rows(
             e, value, value_row, count, packed, vectors, dim, frame.shape.keys_of(vectors), [],
-            finish, multiply_add, less=less, wide=frame.wide,
+            finish, SumOrder(multiply_add, less, wide=frame.wide),
         )  # fmt: skip
     return function
 
@@ -685,7 +686,7 @@ def selected_key_sums_function(frame: BackwardFrame) -> Value:
 
 
 def sum_over_keys(e: Emitter, count: Value, body: Callable[[Value], Value]) -> Value:
-    """Sums of sums: rounding errors grow with the length of a chain."""
+    """SumOrder of sums: rounding errors grow with the length of a chain."""
     nothing = [e.const(0.0)]
 
     def add(k: Value, total: list[Value]) -> list[Value]:

@@ -37,7 +37,7 @@ from qkv.backends.cpu.forward.score_blocks import (
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products import matrix_unit
 from qkv.backends.cpu.products.bfloat16 import CHUNK, chunks, join, multiply_add_pairs, split, whole
-from qkv.backends.cpu.products.query_lanes import dot_rows, store_vectors, vectors_at
+from qkv.backends.cpu.products.query_lanes import SumOrder, dot_rows, store_vectors, vectors_at
 from qkv.problem.expressions import TRUE
 from qkv.problem.spec import Spec
 
@@ -242,7 +242,7 @@ class Bf16Operands(PairOperands):
 
             dot_rows(
                 e, rows, row, count, packed, self.vectors, pairs, self.frame.shape.keys, [], finish,
-                multiply_add_pairs,
+                SumOrder(multiply_add_pairs),
             )  # fmt: skip
         return function
 

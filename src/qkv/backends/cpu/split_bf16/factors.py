@@ -22,6 +22,7 @@ Computations" (2019).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from llvmlite import ir
@@ -247,46 +248,46 @@ class SplitFactors:
             b, bits = e.builder, ir.IntType(e.lanes)
             loaded, transposed = self.room(e.lanes), self.room(2 * e.lanes)
 
-            def keys(k: Value, found: list[Value]) -> list[Value]:
+            def load_key(first: Value, d: Value, i: Value, found: list[Value]) -> list[Value]:
+                """16 elements of one key, without those that cannot be split."""
+                start = e.at(rows, e.mul(e.add(first, i), row))
+                exists = e.below(e.add(first, i), count)
+                (x,) = self._rows(
+                    b.and_(exists, e.below(e.add(d, e.lanes - 1), dim)),
+                    [e.at(start, e.mul(d, FLOAT_BYTES))],
+                    lambda: [self._row(start, d, dim, exists)],
+                )
+                left_out = self.is_non_finite(x)
+                kept = b.select(left_out, e.const(0.0), x)
+                e.store_vector(kept, e.at(loaded, e.mul(i, e.vector_bytes)))
+                return [b.or_(found[0], b.bitcast(left_out, bits))]
+
+            def transpose_half(k: Value, d: Value, n: Value, found: list[Value]) -> list[Value]:
+                """16 elements of the first or the second 16 keys of a chunk."""
+                first = e.add(k, e.mul(n, e.lanes))
+                found = e.loop(0, e.lanes, 1, found, partial(load_key, first, d))
+                place = e.at(transposed, e.mul(n, e.vector_bytes))
+                for i, x in enumerate(e.transpose(vectors_at(e, loaded, e.lanes))):
+                    e.store_vector(x, e.at(place, 2 * i * e.vector_bytes))
+                return found
+
+            def store_column(tiles: Value, i: Value, _: list[Value]) -> None:
+                place = e.at(transposed, e.mul(i, 2 * e.vector_bytes))
+                self.put(vectors_at(e, place, 2), e.at(tiles, e.mul(i, TILE_BYTES)))
+
+            def columns(k: Value, chunk: Value, d: Value, found: list[Value]) -> list[Value]:
+                """16 columns of a chunk of keys."""
+                found = e.loop(0, 2, 1, found, partial(transpose_half, k, d))
+                tiles = e.at(chunk, e.mul(b.sdiv(d, e.index(TILE_ROWS)), self.column_band))
+                e.loop(0, e.lanes, 1, [], partial(store_column, tiles))
+                return found
+
+            def chunk_of_keys(k: Value, found: list[Value]) -> list[Value]:
                 chunk = e.at(target, e.mul(k, self.chunk_bytes // CHUNK))
+                return e.loop(0, whole(e, dim), e.lanes, found, partial(columns, k, chunk))
 
-                def elements(d: Value, found: list[Value]) -> list[Value]:
-                    def half(n: Value, found: list[Value]) -> list[Value]:
-                        """16 keys."""
-                        first = e.add(k, e.mul(n, e.lanes))
-
-                        def key(i: Value, found: list[Value]) -> list[Value]:
-                            start = e.at(rows, e.mul(e.add(first, i), row))
-                            exists = e.below(e.add(first, i), count)
-                            (x,) = self._rows(
-                                b.and_(exists, e.below(e.add(d, e.lanes - 1), dim)),
-                                [e.at(start, e.mul(d, FLOAT_BYTES))],
-                                lambda: [self._row(start, d, dim, exists)],
-                            )
-                            left_out = self.is_non_finite(x)
-                            kept = b.select(left_out, e.const(0.0), x)
-                            e.store_vector(kept, e.at(loaded, e.mul(i, e.vector_bytes)))
-                            return [b.or_(found[0], b.bitcast(left_out, bits))]
-
-                        found = e.loop(0, e.lanes, 1, found, key)
-                        place = e.at(transposed, e.mul(n, e.vector_bytes))
-                        for i, x in enumerate(e.transpose(vectors_at(e, loaded, e.lanes))):
-                            e.store_vector(x, e.at(place, 2 * i * e.vector_bytes))
-                        return found
-
-                    found = e.loop(0, 2, 1, found, half)
-                    tiles = e.at(chunk, e.mul(b.sdiv(d, e.index(TILE_ROWS)), self.column_band))
-
-                    def column(i: Value, _: list[Value]) -> None:
-                        place = e.at(transposed, e.mul(i, 2 * e.vector_bytes))
-                        self.put(vectors_at(e, place, 2), e.at(tiles, e.mul(i, TILE_BYTES)))
-
-                    e.loop(0, e.lanes, 1, [], column)
-                    return found
-
-                return e.loop(0, whole(e, dim), e.lanes, found, elements)
-
-            (found,) = e.loop(0, whole(e, count), CHUNK, [ir.Constant(bits, 0)], keys)
+            nothing = [ir.Constant(bits, 0)]
+            (found,) = e.loop(0, whole(e, count), CHUNK, nothing, chunk_of_keys)
             b.ret(b.icmp_unsigned("!=", found, ir.Constant(bits, 0)))
         return function
 
