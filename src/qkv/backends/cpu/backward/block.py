@@ -630,18 +630,7 @@ def key_sums_function(frame: BackwardFrame) -> Value:
 
                 before = e.mul(first_row, vectors * e.vector_bytes)
                 matrix = e.at(rows, e.mul(v, e.lanes, width), before)
-                dot_rows(
-                    e,
-                    left,
-                    width,
-                    count,
-                    matrix,
-                    vectors,
-                    row_count,
-                    keys,
-                    [],
-                    finish,
-                )
+                dot_rows(e, left, width, count, matrix, vectors, row_count, keys, [], finish)
 
             return body
 
@@ -686,7 +675,7 @@ def selected_key_sums_function(frame: BackwardFrame) -> Value:
 
 
 def sum_over_keys(e: Emitter, count: Value, body: Callable[[Value], Value]) -> Value:
-    """SumOrder of sums: rounding errors grow with the length of a chain."""
+    """Sums of sums: rounding errors grow with the length of a chain."""
     nothing = [e.const(0.0)]
 
     def add(k: Value, total: list[Value]) -> list[Value]:

@@ -155,8 +155,7 @@ class MaskBounds:
         low = b.select(never, second.low, self._least(first.low, second.low))
         high = b.select(never, second.high, self._greatest(first.high, second.high))
         nan = b.or_(
-            b.and_(condition.possible, first.nan),
-            b.and_(b.not_(condition.certain), second.nan),
+            b.and_(condition.possible, first.nan), b.and_(b.not_(condition.certain), second.nan)
         )
         return Bounds(
             b.select(condition.certain, first.low, low),

@@ -165,11 +165,7 @@ def _as_read(spec: Spec) -> tuple[tuple[str, str, str], tuple[bool, bool]]:
     if spec.rotation is not None:
         key, query_dtype = None, spec.compute_dtype.name
         key_dtype = query_dtype
-    dtypes = (
-        query_dtype,
-        key.dtype if key else key_dtype,
-        value.dtype if value else spec.dtype,
-    )
+    dtypes = (query_dtype, key.dtype if key else key_dtype, value.dtype if value else spec.dtype)
     return dtypes, (key is not None and key.paged, value is not None and value.paged)
 
 

@@ -46,11 +46,7 @@ class Sinks:
     """
 
     def __init__(
-        self,
-        sinks: Array,
-        shape: tuple[int, ...],
-        dtype: np.dtype[Any],
-        out_dtype: np.dtype[Any],
+        self, sinks: Array, shape: tuple[int, ...], dtype: np.dtype[Any], out_dtype: np.dtype[Any]
     ) -> None:
         wide = host().shape_of(np.dtype(np.float64))
         key = SinksKey(dtype.name, out_dtype.name, wide.lanes, wide.halves)

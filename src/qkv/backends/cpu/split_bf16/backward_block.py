@@ -20,11 +20,7 @@ from qkv.backends.cpu.backward.block import (
     chain_function,
     weights_function,
 )
-from qkv.backends.cpu.backward.query_block import (
-    pack_function,
-    unpack_function,
-    vector_functions,
-)
+from qkv.backends.cpu.backward.query_block import pack_function, unpack_function, vector_functions
 from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import BIT, INT16, INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import WORD

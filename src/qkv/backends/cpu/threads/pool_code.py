@@ -117,9 +117,7 @@ class _Protocol:
             def idle(generation: Value) -> None:
                 awake = e.below(0, b.load(patience))
                 e.choose(
-                    awake,
-                    lambda: self.relax(patience),
-                    lambda: self.fall_asleep(block, generation),
+                    awake, lambda: self.relax(patience), lambda: self.fall_asleep(block, generation)
                 )
 
             def launched(generation: Value) -> None:
