@@ -105,10 +105,10 @@ def _git(root: Path, *words: str) -> str:
             ["git", "-C", str(root), *words], capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
+        text = getattr(error, "stderr", None) or str(error)
         raise ArgumentError(
             f"git {words[0]} did not work here.",
-            [("folder", str(root)), ("git", said.strip()[:300])],
+            [("folder", str(root)), ("git", text.strip()[:300])],
             "Name a revision of the checkout that qkv runs from, or two saved runs.",
         ) from error
     return done.stdout.strip()

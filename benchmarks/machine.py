@@ -54,8 +54,8 @@ def _isa() -> str:
         here = host()
     except (ImportError, OSError, ArgumentError) as error:
         return f"unknown: {error}"
-    said = {name[1:] for name in here.features.split(",") if name.startswith("+")}
-    extra = sorted(said & {"avx512bf16", "avx512fp16", "amx-bf16", "avx512vnni", "f16c"})
+    features = {name[1:] for name in here.features.split(",") if name.startswith("+")}
+    extra = sorted(features & {"avx512bf16", "avx512fp16", "amx-bf16", "avx512vnni", "f16c"})
     return ", ".join([here.isa, *extra])
 
 

@@ -32,7 +32,7 @@ rect { fill: #b8bec6 } .lead { fill: #1b6ca8 } line { stroke: #999; stroke-dasha
 def svg(run: Run) -> str:
     """The picture, in light and dark; workloads without a peak are left out."""
     parts: list[str] = []
-    lines = [line for said in headline(run)[::3] for line in wrap(said, _SMALL)]
+    lines = [line for label in headline(run)[::3] for line in wrap(label, _SMALL)]
     y = top = _TOP + _SMALL_LINE * len(lines)
     for result in run.results:
         timed = [(e, s) for e in result.entries if (s := summary(result, e)) and s.share]
@@ -66,15 +66,15 @@ def _group(result: Result, timed: list[tuple[Entry, Summary]], y: int) -> list[s
         top = y + _GAP + _LINE * i
         share = 100 * (found.share or 0.0)
         long = min(share, (_WIDTH - _LEFT - _RIGHT) / _SCALE) * _SCALE
-        said = f"{share:.0f} %, {found.seconds * 1e3:.3g} ms"
+        label = f"{share:.0f} %, {found.seconds * 1e3:.3g} ms"
         if entry is not lead and times is not None:
-            said += f", {times:.2f} times"
+            label += f", {times:.2f} times"
         kind = "lead" if entry.contender.startswith("qkv") else "other"
         size = f'width="{long:.1f}" height="{_LINE - 5}"'
         lines += [
             _text(_LEFT - 8, top + 12, entry.contender, anchor="end"),
             f'<rect class="{kind}" x="{_LEFT}" y="{top + 2}" {size} rx="2"/>',
-            _text(_LEFT + long + 6, top + 12, said),
+            _text(_LEFT + long + 6, top + 12, label),
         ]
     return lines
 

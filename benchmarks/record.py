@@ -127,13 +127,13 @@ def load(path: str) -> Run:
         If the file is not one, or of another schema.
     """
     try:
-        said = json.loads(Path(path).read_text(encoding="utf-8"))
-        if said["schema"] != SCHEMA:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        if document["schema"] != SCHEMA:
             raise FileError(
-                f"{path} is a saved run of schema {said['schema']}; this version reads {SCHEMA}.",
+                f"{path} is a run of schema {document['schema']}; this version reads {SCHEMA}.",
                 action="Run python -m benchmarks --save again.",
             )
-        return Run(**{**said, "results": [_result(r) for r in said["results"]]})
+        return Run(**{**document, "results": [_result(r) for r in document["results"]]})
     except OSError as error:
         raise FileError(f"{path} cannot be read: {error.strerror}.") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -146,9 +146,9 @@ def load(path: str) -> Run:
         ) from error
 
 
-def _result(said: dict[str, Any]) -> Result:
-    return Result(**{**said, "entries": [_entry(e) for e in said["entries"]]})
+def _result(document: dict[str, Any]) -> Result:
+    return Result(**{**document, "entries": [_entry(e) for e in document["entries"]]})
 
 
-def _entry(said: dict[str, Any]) -> Entry:
-    return Entry(**{**said, "turns": [Turn(**turn) for turn in said["turns"]]})
+def _entry(document: dict[str, Any]) -> Entry:
+    return Entry(**{**document, "turns": [Turn(**turn) for turn in document["turns"]]})

@@ -84,25 +84,27 @@ def causal() -> Rule:
 
 def window(width: int) -> Rule:
     """A query sees its own key and the `width - 1` before it."""
-    said = (SlidingWindow(width - 1, 0),)
-    return Rule("window", said, lambda batch, i, j: (j <= i) & (j > i - width), None, (width,))
+    variants = (SlidingWindow(width - 1, 0),)
+    return Rule("window", variants, lambda batch, i, j: (j <= i) & (j > i - width), None, (width,))
 
 
 def alibi_causal(num_heads: int) -> Rule:
     """Causal with the slopes of Press et al. (2022) for a power of two heads."""
     slopes = 2.0 ** (-8.0 * np.arange(1, num_heads + 1) / num_heads)
-    said = (ALiBi(slopes), Causal())
-    return Rule("alibi causal", said, lambda batch, i, j: j <= i, slopes)
+    variants = (ALiBi(slopes), Causal())
+    return Rule("alibi causal", variants, lambda batch, i, j: j <= i, slopes)
 
 
 def key_lengths(lengths: Sequence[int]) -> Rule:
     """A padded batch: row b has `lengths[b]` real keys."""
-    said = (KeyLengths(np.asarray(lengths)),)
-    return Rule("key lengths", said, lambda batch, i, j: j < lengths[batch], None, tuple(lengths))
+    variants = (KeyLengths(np.asarray(lengths)),)
+    return Rule(
+        "key lengths", variants, lambda batch, i, j: j < lengths[batch], None, tuple(lengths)
+    )
 
 
 def segments(lengths: Sequence[int]) -> Rule:
     """Examples packed into one row, each of which sees itself alone."""
     ids = np.repeat(np.arange(len(lengths)), lengths)
-    said = (Segments(ids),)
-    return Rule("segments", said, lambda batch, i, j: ids[i] == ids[j], None, tuple(lengths))
+    variants = (Segments(ids),)
+    return Rule("segments", variants, lambda batch, i, j: ids[i] == ids[j], None, tuple(lengths))

@@ -205,11 +205,13 @@ class _Processes:
     def entry(self, what: str, one: Contender, workload: Workload) -> Entry:
         """Prepare a contender, or measure its memory, and say how that went."""
         threads = self._settings.threads
-        said = self._ask(one, what, workload=workload.name, threads=threads)
-        entry = Entry(one.name, one.version, "timed" if said["state"] == "ready" else said["state"])
-        entry.detail, entry.extra_bytes = said["detail"], said.get("extra")
+        answer = self._ask(one, what, workload=workload.name, threads=threads)
+        entry = Entry(
+            one.name, one.version, "timed" if answer["state"] == "ready" else answer["state"]
+        )
+        entry.detail, entry.extra_bytes = answer["detail"], answer.get("extra")
         entry.output, entry.error, entry.bound = (
-            said.get(field) for field in ("output", "error", "bound")
+            answer.get(field) for field in ("output", "error", "bound")
         )
         return entry
 

@@ -123,7 +123,7 @@ def masks_of_few_pairs_are_read(monkeypatch: pytest.MonkeyPatch, no_prepared_cal
     """Masks are read for the tiles that they leave empty, however few pairs a problem has."""
     from qkv.backends.cpu.plan import schedule
 
-    monkeypatch.setattr(schedule, "FEW_OPERATIONS", 0)
+    monkeypatch.setattr(schedule, "CHEAP_OPERATIONS", 0)
 
 
 @pytest.fixture(params=["masks unread", "masks read"])
@@ -150,4 +150,4 @@ def splits_operands(monkeypatch: pytest.MonkeyPatch, no_prepared_calls: None) ->
 
     monkeypatch.setattr(choice, "LEAST_SIZES", dict.fromkeys(choice.LEAST_SIZES, (1, 1)))
     monkeypatch.setattr(backward_pass, "_ROWS_PAY", 1)
-    monkeypatch.setattr(gradient, "_FEW", 0)
+    monkeypatch.setattr(gradient, "_MOST_QUERIES", 0)

@@ -137,7 +137,7 @@ def _interface(
     import qkv.hf
 
     qkv.hf.enable()
-    mask_function, padding, said = _in_transformers_words(variants)
+    mask_function, padding, options = _in_transformers_words(variants)
     q_len, kv_len = lengths
     kept = None
     if padding is not None:
@@ -154,10 +154,10 @@ def _interface(
         )
     attend = ALL_ATTENTION_FUNCTIONS["qkv"]
     module = torch.nn.Module()
-    said |= {"scaling": CALL.head_dim**-0.5, "is_causal": False}
+    options |= {"scaling": CALL.head_dim**-0.5, "is_causal": False}
 
     def run(query: Any, key: Any, value: Any) -> Any:
-        return attend(module, query, key, value, mask, **said)[0]
+        return attend(module, query, key, value, mask, **options)[0]
 
     return run
 
@@ -167,7 +167,7 @@ def _in_transformers_words(variants: Sequence[Any]) -> tuple[Any, Any, dict[str,
     from transformers import masking_utils
 
     mask, padding = None, None
-    said: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for variant in variants:
         if isinstance(variant, Causal):
             mask = masking_utils.causal_mask_function
@@ -176,15 +176,15 @@ def _in_transformers_words(variants: Sequence[Any]) -> tuple[Any, Any, dict[str,
         elif isinstance(variant, Not) and isinstance(variant.mask, Prefix):
             padding = variant.mask.length
         elif isinstance(variant, Softcap):
-            said["softcap"] = variant.cap
+            options["softcap"] = variant.cap
         elif isinstance(variant, Sinks):
             values = np.asarray(variant.values, np.float32)
-            said["s_aux"] = _tensor(np.broadcast_to(values, (CALL.num_heads,)))
+            options["s_aux"] = _tensor(np.broadcast_to(values, (CALL.num_heads,)))
         elif isinstance(variant, Bias):
-            said["position_bias"] = _tensor(np.asarray(variant.array))
+            options["position_bias"] = _tensor(np.asarray(variant.array))
         else:
             raise UnsupportedError("a layer of transformers has no words for it.")
-    return mask, padding, said
+    return mask, padding, options
 
 
 _QKV = {"QKV_NUM_THREADS": "{threads}"}

@@ -79,8 +79,8 @@ def measure(
     keep : callable (run)
         Given the run after each front end.
     """
-    said = {"kind": KIND, **asdict(settings)}
-    run = Run({**describe(), "peaks": {}}, said, [load_average()])
+    settings_of_run = {"kind": KIND, **asdict(settings)}
+    run = Run({**describe(), "peaks": {}}, settings_of_run, [load_average()])
     run.results += [Result(row.name, row.name, KIND, 0, "seconds", None) for row in chosen]
     for one in FRONT_ENDS:
         if packages and one.package not in packages:
@@ -116,14 +116,14 @@ def _front_end(one: FrontEnd, results: Sequence[Result], settings: Settings) -> 
         process.close()
 
 
-def _entries(name: str, number: str, said: dict[str, Any]) -> list[Entry]:
+def _entries(name: str, number: str, answer: dict[str, Any]) -> list[Entry]:
     """One entry for each kind of call: "torch: call", "torch: step new first"."""
-    if said["state"] != "ready":
-        return [Entry(name, number, said["state"], said["detail"])]
-    steps = {f"{STEP}{kind}": times for kind, times in said["steps"].items()}
+    if answer["state"] != "ready":
+        return [Entry(name, number, answer["state"], answer["detail"])]
+    steps = {f"{STEP}{kind}": times for kind, times in answer["steps"].items()}
     return [
         Entry(f"{name}: {kind}", number, "timed", turns=_turns(times))
-        for kind, times in {**said["calls"], **steps}.items()
+        for kind, times in {**answer["calls"], **steps}.items()
     ]
 
 

@@ -61,8 +61,8 @@ def _runs(one: FrontEnd, row: Row) -> dict[str, Run]:
             variants = _variants(row, shape)
         for name, what in (("base", BASE), ("call", row)):
             if one.name == "NumPy" or not suffix:
-                said = variants if what is row else _variants(what, CALL)
-                runs[f"{name}{suffix}"] = _checked(one, said, shape)
+                chosen = variants if what is row else _variants(what, CALL)
+                runs[f"{name}{suffix}"] = _checked(one, chosen, shape)
         if one.name == "NumPy":
             arrays = _arrays(shape)
             runs[f"inspect{suffix}"] = partial(qkv.inspect, *arrays, *variants)

@@ -68,10 +68,10 @@ def measure(
         If transformers or torch is not installed.
     """
     numbers = {name: _version(name) for name in ("qkv", "torch", "transformers")}
-    said = {"kind": KIND, **asdict(settings)}
+    settings_of_run = {"kind": KIND, **asdict(settings)}
     machine = describe()
     machine["packages"]["transformers"] = numbers["transformers"]
-    run = Run({**machine, "peaks": {}}, said, [load_average()])
+    run = Run({**machine, "peaks": {}}, settings_of_run, [load_average()])
     with tempfile.TemporaryDirectory(prefix="qkv-benchmarks-") as folder:
         processes: dict[str, Process] = {}
         try:
@@ -99,9 +99,9 @@ def _row(
     files = {name: folder / f"{name}.npz" for name in names}
     for name in names:
         asked = {"row": row.name, "implementation": name, "threads": settings.threads}
-        said = _ask(name, processes, settings, "prepare", **asked, result=str(files[name]))
-        if said["state"] != "ready":
-            result.entries.append(Entry(name, None, said["state"], said["detail"]))
+        answer = _ask(name, processes, settings, "prepare", **asked, result=str(files[name]))
+        if answer["state"] != "ready":
+            result.entries.append(Entry(name, None, answer["state"], answer["detail"]))
     if result.entries:
         return result
     found, expected = (dict(np.load(files[name])) for name in names)
@@ -113,12 +113,12 @@ def _row(
     turns: dict[str, list[Turn]] = {}
     for number in range(settings.rounds):
         for name in names if number % 2 == 0 else reversed(names):
-            said = _ask(name, processes, settings, "turn", seconds=settings.seconds)
-            if "runs" not in said:
-                result.entries.append(Entry(name, None, "failed", said["detail"]))
+            answer = _ask(name, processes, settings, "turn", seconds=settings.seconds)
+            if "runs" not in answer:
+                result.entries.append(Entry(name, None, "failed", answer["detail"]))
                 return result
-            for part in said["runs"][0]:
-                seconds = [round(run[part], 9) for run in said["runs"]]
+            for part in answer["runs"][0]:
+                seconds = [round(run[part], 9) for run in answer["runs"]]
                 turns.setdefault(f"{name}: {part}", []).append(Turn(number, None, seconds))
     for name, of_part in turns.items():
         who = "qkv" if name.startswith("qkv") else "torch"

@@ -71,9 +71,9 @@ def clocked() -> Iterator[Clock]:
     def timed_interface(self: Any, *names: Any) -> Callable[..., Any]:
         attend = find(self, *names)
 
-        def timed(module: Any, query: Any, *rest: Any, **said: Any) -> Any:
+        def timed(module: Any, query: Any, *rest: Any, **inputs: Any) -> Any:
             began = time.perf_counter()
-            result = attend(module, query, *rest, **said)
+            result = attend(module, query, *rest, **inputs)
             seconds = time.perf_counter() - began
             layer = getattr(module, "layer_idx", None) or 0
             clock.calls.append((query.shape[2], layer, began, seconds))
@@ -177,31 +177,31 @@ def _run(row: Row, model: Any) -> Callable[[], Any]:
     draw = torch.Generator().manual_seed(2)
     tokens = torch.randint(2, row.model.settings["vocab_size"], (row.batch, row.length),
                            generator=draw)  # fmt: skip
-    said = {"input_ids": tokens}
+    inputs = {"input_ids": tokens}
     if row.padded:
         starts = torch.arange(row.batch) * row.length // (2 * max(row.batch - 1, 1))
-        said["attention_mask"] = (torch.arange(row.length) >= starts[:, None]).long()
+        inputs["attention_mask"] = (torch.arange(row.length) >= starts[:, None]).long()
     if row.does == "train":
-        return lambda: _trained(model, said)
+        return lambda: _trained(model, inputs)
     passed = _generated if row.does == "generate" else _forward
 
     def run() -> Any:
         with torch.no_grad():
-            return passed(row, model, said)
+            return passed(row, model, inputs)
 
     return run
 
 
-def _forward(row: Row, model: Any, said: dict[str, Any]) -> Any:
-    return model(**said)
+def _forward(row: Row, model: Any, inputs: dict[str, Any]) -> Any:
+    return model(**inputs)
 
 
-def _generated(row: Row, model: Any, said: dict[str, Any]) -> Any:
+def _generated(row: Row, model: Any, inputs: dict[str, Any]) -> Any:
     import torch
 
-    kept = said.get("attention_mask", torch.ones_like(said["input_ids"]))
+    kept = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
     return model.generate(
-        input_ids=said["input_ids"],
+        input_ids=inputs["input_ids"],
         attention_mask=kept,
         max_new_tokens=row.new,
         min_new_tokens=row.new,
@@ -213,9 +213,9 @@ def _generated(row: Row, model: Any, said: dict[str, Any]) -> Any:
     )
 
 
-def _trained(model: Any, said: dict[str, Any]) -> Any:
+def _trained(model: Any, inputs: dict[str, Any]) -> Any:
     model.zero_grad()
-    result = model(**said, labels=said["input_ids"])
+    result = model(**inputs, labels=inputs["input_ids"])
     result.loss.backward()
     return model
 

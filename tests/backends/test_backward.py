@@ -13,6 +13,7 @@ import pytest
 import qkv
 from qkv.backends.cpu.machine.host import host
 from qkv.backends.cpu.passes import backward as backward_pass
+from qkv.backends.cpu.passes import workers
 from qkv.backends.cpu.plan import table_gradients as summed_tables
 from qkv.backends.cpu.plan.schedule import schedule
 from qkv.problem.backward import reads
@@ -66,7 +67,7 @@ def many_ranges(monkeypatch):
 
 def test_bits_do_not_depend_on_threads(monkeypatch, many_ranges) -> None:
     arrays = problem()
-    monkeypatch.setattr(backward_pass, "_WORTH_A_THREAD", 1.0)
+    monkeypatch.setattr(workers, "_WORTH_A_THREAD", 1.0)
     found = set()
 
     def run() -> None:
@@ -76,7 +77,7 @@ def test_bits_do_not_depend_on_threads(monkeypatch, many_ranges) -> None:
     for threads in (1, 2, 3, 7, 2, 2, 2, 2):
         monkeypatch.setenv("QKV_NUM_THREADS", str(threads))
         run()
-    monkeypatch.setattr(backward_pass, "_SLICE_SECONDS", 1e-9)
+    monkeypatch.setattr(workers, "_SLICE_SECONDS", 1e-9)
     run()
     assert len(found) == 1
 
@@ -185,9 +186,9 @@ def test_narrower_vectors(isa, dtype, monkeypatch) -> None:
     monkeypatch.setenv("QKV_ISA", isa)
     q, k, v, grad_out = problem(70, 90, dim=21, v_dim=19, dtype=np.float64)
     rounded = [a.astype(dtype) for a in (q, k, v, grad_out)]
-    said = qkv.Causal("end"), qkv.Softcap(3.0), qkv.Dropout(0.2, 5)
-    got = gradients(*rounded, *said)
-    right = gradients(*(a.astype(np.float64) for a in rounded), *said, backend="blocked")
+    variants = qkv.Causal("end"), qkv.Softcap(3.0), qkv.Dropout(0.2, 5)
+    got = gradients(*rounded, *variants)
+    right = gradients(*(a.astype(np.float64) for a in rounded), *variants, backend="blocked")
     for a, b in zip(got, right, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-12 if dtype == np.float64 else 3e-5)
 

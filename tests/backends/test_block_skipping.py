@@ -50,7 +50,7 @@ def pairs(*variants, dtype="float32", change=lambda *arrays: None, length=LENGTH
     forward = ForwardPass(problem).plan.pairs
     rows = np.zeros(q.shape[:-1], np.float32)
     inputs = BackwardInputs(out=v, lse=rows, grad_out=grad_out, grad_lse=rows)
-    passed = BackwardPass(problem, few=False, names=(), out_dtype=v.dtype, inputs=inputs)
+    passed = BackwardPass(problem, corrects_delta=False, names=(), out_dtype=v.dtype, inputs=inputs)
     return forward, passed.plan.pairs
 
 

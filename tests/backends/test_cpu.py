@@ -353,7 +353,7 @@ def test_nothing_outside_the_operands_is_read_or_written() -> None:
 
 
 def test_without_llvmlite_another_backend_runs() -> None:
-    said = in_a_process(
+    output = in_a_process(
         """
         import sys
         sys.modules["llvmlite"] = None
@@ -367,8 +367,8 @@ def test_without_llvmlite_another_backend_runs() -> None:
         print(CpuBackend().refusals(check(x, x, x, ()).spec)[0].fact)
         """
     )
-    assert said.splitlines()[:2] == ["blocked", "(3, 3)"]
-    assert "llvmlite cannot be loaded" in said
+    assert output.splitlines()[:2] == ["blocked", "(3, 3)"]
+    assert "llvmlite cannot be loaded" in output
 
 
 def test_describe_host(monkeypatch, tmp_path) -> None:

@@ -14,6 +14,7 @@ from forced import NEEDS_TILES
 from qkv.backends import Inspectable, backends
 from qkv.backends.cpu.machine.host import host
 from qkv.backends.cpu.passes import replay as replay_pass
+from qkv.backends.cpu.passes import workers
 from qkv.backends.cpu.split_bf16 import choice
 from qkv.problem.builder import Shape
 from qkv.problem.check import check
@@ -40,10 +41,10 @@ def entropy(weights: np.ndarray) -> np.ndarray:
     return -(weights * np.log(np.where(weights > 0, weights, 1))).sum(-1)
 
 
-def check_statistics(given: list[np.ndarray], variants: list, k: int = 5, **said) -> None:
+def check_statistics(given: list[np.ndarray], variants: list, k: int = 5, **keywords) -> None:
     """Everything that the backend tells, against whole matrices in float64."""
-    record = qkv.inspect(*given, *variants, backend="cpu", **said)
-    w = truth(*given, variants, **said).weights
+    record = qkv.inspect(*given, *variants, backend="cpu", **keywords)
+    w = truth(*given, variants, **keywords).weights
     exact = given[0].dtype == np.float64
     # A weight is known to the rounding of its score and of lse.
     close = {"rtol": 1e-12, "atol": 1e-13} if exact else {"rtol": 2e-5, "atol": 1e-6}
@@ -193,9 +194,9 @@ def test_nan_is_no_best_key_and_spoils_only_what_it_meets() -> None:
     query, key, value = arrays(Shape((), 1, 1, 70, 150, 8, 8))
     key[0, 130] = np.nan
     query[0, 3] = np.nan
-    said = (qkv.Causal("end"),)
-    found = qkv.inspect(query, key, value, *said, backend="cpu")
-    other = qkv.inspect(query, key, value, *said, backend="blocked")
+    variants = (qkv.Causal("end"),)
+    found = qkv.inspect(query, key, value, *variants, backend="cpu")
+    other = qkv.inspect(query, key, value, *variants, backend="blocked")
     for k in (4, 149):
         for one, two in zip(found.top(k), other.top(k), strict=True):
             np.testing.assert_allclose(one, two, rtol=1e-5)
@@ -205,7 +206,7 @@ def test_nan_is_no_best_key_and_spoils_only_what_it_meets() -> None:
         np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6)
     # Query 3 is NaN and sees keys 0 to 83; query 50 is the first that sees the NaN of key 130.
     assert np.isnan(found.entropy[0]).nonzero()[0].tolist() == [3, *range(50, 70)]
-    hidden = qkv.inspect(query, key, value, *said, qkv.SlidingWindow(10, 0), backend="cpu")
+    hidden = qkv.inspect(query, key, value, *variants, qkv.SlidingWindow(10, 0), backend="cpu")
     spoilt = np.isnan(hidden.received[0]).nonzero()[0]
     assert spoilt.tolist() == [*range(73, 84), *range(120, 141)]
 
@@ -273,10 +274,12 @@ def test_best_keys_of_several_tasks(products, dtype, name) -> None:
         "several": several(TASKS),
         "lengths": [qkv.KeyLengths(lengths)],
     }[name]
-    given, said = arrays(TASKS, dtype), {} if name == "several" else {"q_offset": 0}
+    given, keywords = arrays(TASKS, dtype), {} if name == "several" else {"q_offset": 0}
     rotated_halves = name == "several" and dtype == np.float16
-    assert replay_pass._splits_operands(check(*given, tuple(variants), **said)) != rotated_halves
-    check_statistics(given, variants, **said)
+    assert (
+        replay_pass._splits_operands(check(*given, tuple(variants), **keywords)) != rotated_halves
+    )
+    check_statistics(given, variants, **keywords)
     if name == "causal":
         check_statistics(given, variants, q_offset=0, scale=-0.3)
         given = [a[..., ::-1, ::-1] for a in given]
@@ -307,10 +310,10 @@ def test_bits_do_not_depend_on_threads(monkeypatch) -> None:
     rows = np.zeros((300, 1), np.float32)
     rows[::7] = 1e3
     variants = [qkv.Causal("end"), qkv.Bias(rows), qkv.Sinks(0.0)]
-    monkeypatch.setattr(replay_pass, "_WORTH_A_THREAD", 1.0)
+    monkeypatch.setattr(workers, "_WORTH_A_THREAD", 1.0)
     found = set()
     for threads in (1, 2, 3, 4, 5, 2):
-        monkeypatch.setattr(replay_pass, "_SLICE_SECONDS", 1e-9 if len(found) else 0.1)
+        monkeypatch.setattr(workers, "_SLICE_SECONDS", 1e-9 if len(found) else 0.1)
         monkeypatch.setenv("QKV_NUM_THREADS", str(threads))
         record = qkv.inspect(*given, *variants, backend="cpu")
         indices, weights = record.top(7)

@@ -84,18 +84,18 @@ def test_an_error_in_a_long_job_is_raised(monkeypatch) -> None:
 def test_what_costs_more_than_its_products_is_cut_into_more_slices(direction, monkeypatch) -> None:
     """Signals are answered between slices: 1.6 thousand million pairs take about three seconds."""
     x = np.zeros((1, 40_000, 1), np.float32)
-    said = (qkv.Softcap(5.0), qkv.Dropout(0.1, seed=1))
+    variants = (qkv.Softcap(5.0), qkv.Dropout(0.1, seed=1))
     calls = []
     monkeypatch.setattr(threads, "run", lambda *call: calls.append(call))
     qkv.set_num_threads(1)
     try:
         match direction:
             case "forward":
-                qkv.attention(x, x, x, *said, backend="cpu")
+                qkv.attention(x, x, x, *variants, backend="cpu")
             case "backward":
-                qkv.vjp(x, x, x, *said, backend="cpu")[1](x)
+                qkv.vjp(x, x, x, *variants, backend="cpu")[1](x)
             case "top":
-                qkv.inspect(x, x, x, *said, backend="cpu").top(2)
+                qkv.inspect(x, x, x, *variants, backend="cpu").top(2)
     finally:
         qkv.set_num_threads(None)
     assert len(calls) >= 25

@@ -15,6 +15,7 @@ import pytest
 import qkv
 from qkv._threads import quota_of, usable_cores
 from qkv.backends.cpu.passes import forward as forward_pass
+from qkv.backends.cpu.passes import workers
 from qkv.backends.cpu.threads import jobs as cpu_threads
 from qkv.errors import ArgumentError
 
@@ -66,18 +67,18 @@ def default_threads():
 # How many
 
 
-@pytest.mark.parametrize("said", ["0", "-1", "two", "1.5", "10000", "²"])
-def test_a_wrong_number_in_the_environment(said, monkeypatch) -> None:
-    monkeypatch.setenv("QKV_NUM_THREADS", said)
+@pytest.mark.parametrize("setting", ["0", "-1", "two", "1.5", "10000", "²"])
+def test_a_wrong_number_in_the_environment(setting, monkeypatch) -> None:
+    monkeypatch.setenv("QKV_NUM_THREADS", setting)
     with pytest.raises(ArgumentError, match="QKV_NUM_THREADS"):
         qkv.get_num_threads()
 
 
-@pytest.mark.parametrize("said", [0, -1, 4097, 2.0, "2", True, [1]])
-def test_a_wrong_number(said) -> None:
+@pytest.mark.parametrize("setting", [0, -1, 4097, 2.0, "2", True, [1]])
+def test_a_wrong_number(setting) -> None:
     qkv.set_num_threads(5)
     with pytest.raises(ArgumentError, match="is not a number of threads"):
-        qkv.set_num_threads(said)
+        qkv.set_num_threads(setting)
     assert qkv.get_num_threads() == 5
 
 
@@ -100,7 +101,7 @@ def test_what_was_set_is_what_runs(monkeypatch) -> None:
         run_(kernel, arguments, threads, *seconds)
 
     monkeypatch.setattr(cpu_threads, "run", count)
-    monkeypatch.setattr(forward_pass, "_WORTH_A_THREAD", 1.0)
+    monkeypatch.setattr(workers, "_WORTH_A_THREAD", 1.0)
     x = normal(8, 260, 32)
     for number in (1, 3, 2):
         qkv.set_num_threads(number)
@@ -179,13 +180,13 @@ def test_threadpoolctl_sees_and_limits_them(monkeypatch) -> None:
 def test_bits_do_not_depend_on_threads(monkeypatch) -> None:
     query, key, value = normal(8, 260, 32), normal(4, 300, 32), normal(4, 300, 32)
     found = set()
-    monkeypatch.setattr(forward_pass, "_WORTH_A_THREAD", 1.0)
+    monkeypatch.setattr(workers, "_WORTH_A_THREAD", 1.0)
     for threads in (1, 2, 3, 5, 2):
         qkv.set_num_threads(threads)
         for _ in range(10):
             out, lse = run(query, key, value, qkv.Causal("end"))
             found.add(out.tobytes() + lse.tobytes())
-    monkeypatch.setattr(forward_pass, "_SLICE_SECONDS", 1e-9)
+    monkeypatch.setattr(workers, "_SLICE_SECONDS", 1e-9)
     out, lse = run(query, key, value, qkv.Causal("end"))
     found.add(out.tobytes() + lse.tobytes())
     assert len(found) == 1
@@ -211,7 +212,7 @@ def in_threads(callers: int, call) -> None:
 
 
 def test_many_callers_at_once(monkeypatch) -> None:
-    monkeypatch.setattr(forward_pass, "_WORTH_A_THREAD", 1.0)
+    monkeypatch.setattr(workers, "_WORTH_A_THREAD", 1.0)
     problems = [(normal(4, 130 + i, 16, seed=i), normal(2, 90, 16, seed=i)) for i in range(16)]
     expected = [run(q, k, k, qkv.Causal("end"))[0].tobytes() for q, k in problems]
 
@@ -226,7 +227,7 @@ def test_many_callers_at_once(monkeypatch) -> None:
 
 def test_many_kernels_at_once(monkeypatch, tmp_path) -> None:
     """Sixteen threads and six kernels that nobody has compiled."""
-    monkeypatch.setattr(forward_pass, "_WORTH_A_THREAD", 1.0)
+    monkeypatch.setattr(workers, "_WORTH_A_THREAD", 1.0)
     monkeypatch.setenv("QKV_CACHE_DIR", str(tmp_path))
     qkv.set_num_threads(2)
     x = normal(4, 130, 16)
@@ -257,7 +258,7 @@ def test_many_kernels_at_once(monkeypatch, tmp_path) -> None:
 @FORKS
 @pytest.mark.parametrize("leave", ["os._exit(0)", "sys.exit(0)"])
 def test_a_forked_child_has_workers_of_its_own(leave) -> None:
-    said = in_a_process(
+    setting = in_a_process(
         f"""
         before = attend()
         parent = threads._workers
@@ -278,7 +279,7 @@ def test_a_forked_child_has_workers_of_its_own(leave) -> None:
         print("the end")
         """
     )
-    assert said == "the end\n"
+    assert setting == "the end\n"
 
 
 @FORKS
@@ -451,7 +452,7 @@ def test_the_end_while_a_thread_computes() -> None:
 
 def test_the_end_while_a_thread_compiles() -> None:
     """The end waits: LLVM does not survive that the process goes away around it."""
-    said = in_a_process(
+    setting = in_a_process(
         """
         import time
         from qkv.backends.cpu.compiler import compile as cpu_compile
@@ -471,11 +472,11 @@ def test_the_end_while_a_thread_compiles() -> None:
         assert compiling.wait(30)
         """
     )
-    assert said == "compiled"
+    assert setting == "compiled"
 
 
 def test_a_call_after_the_workers_have_gone() -> None:
-    said = in_a_process(
+    setting = in_a_process(
         """
         import atexit
         def last():
@@ -487,7 +488,7 @@ def test_a_call_after_the_workers_have_gone() -> None:
         assert threads._workers.size == 2
         """
     )
-    assert said == "the end\n"
+    assert setting == "the end\n"
 
 
 @LINUX

@@ -15,7 +15,7 @@ from qkv.backends.cpu.decode.rows import FIELDS
 from qkv.backends.cpu.decode.tasks import BLOCK_KV, CHUNK, GROUP, TASK, chunk_of, shared_bytes
 from qkv.backends.cpu.machine.host import host
 from qkv.backends.cpu.passes import decode as streaming
-from qkv.backends.cpu.passes import forward as forward_pass
+from qkv.backends.cpu.passes import workers
 from qkv.backends.cpu.passes.arguments import address_of, page_aligned, word_of
 from qkv.backends.cpu.passes.decode import DecodeArguments, DecodePass
 from qkv.backends.cpu.prepared.forward import NOTHING, Block
@@ -47,7 +47,7 @@ def run(*args, **kwargs):
 @pytest.fixture
 def always(monkeypatch):
     """The decode kernel, whatever the number of queries."""
-    monkeypatch.setattr(streaming, "_FEW", float("inf"))
+    monkeypatch.setattr(streaming, "_MOST_QUERIES", float("inf"))
 
 
 @pytest.mark.sampled(("case", "dtype"), SUITE, one_in=60)
@@ -80,12 +80,12 @@ def test_any_number_of_rows(group_size, q_len, panel, monkeypatch) -> None:
     """Heads and queries of a group are rows of one matrix, in panels, in tiles of 4, 2 and 1."""
     monkeypatch.setattr(decode, "_PANEL", panel)
 
-    def said(shape, rng):
+    def variants(shape, rng):
         bias = rng.normal(size=shape.scores)
         return bias, qkv.ALiBi(), qkv.Causal("end"), qkv.Dropout(0.3, 5)
 
     shape = Shape((2,), 2 * group_size, 2, q_len, 131, 20, 9)
-    assert check_case("cpu", Case(f"decode group {group_size} {q_len}", shape, said), "float32")
+    assert check_case("cpu", Case(f"decode group {group_size} {q_len}", shape, variants), "float32")
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ def test_any_number_of_rows(group_size, q_len, panel, monkeypatch) -> None:
 )
 def test_many_rows_go_in_panels(group_size, q_len, panel) -> None:
     shape = Shape((), group_size, 1, q_len, STRETCH_KV + 150, 9, 5)
-    said = (qkv.SlidingWindow(600, 3), qkv.ALiBi())
-    case = Case(f"decode panel {panel}", shape, lambda s, r: said, q_offset=STRETCH_KV)
+    variants = (qkv.SlidingWindow(600, 3), qkv.ALiBi())
+    case = Case(f"decode panel {panel}", shape, lambda s, r: variants, q_offset=STRETCH_KV)
     assert panel_of(SimpleNamespace(group_size=group_size, q_len=q_len)) == panel
     assert check_case("cpu", case, "float32")
 
@@ -147,11 +147,11 @@ def test_nothing_forbidden_leaks(dtype) -> None:
     hidden = np.random.default_rng(5).random(700) < 0.3
     mask = np.broadcast_to(~hidden, (2, 700))
     mod = qkv.ScoreMod(lambda s, b, h, q, k: np.where(hidden[k], -np.inf, s))
-    for said in (mask, mod):
-        clean, lse = run(*arrays.values(), said, q_offset=0)
+    for variant in (mask, mod):
+        clean, lse = run(*arrays.values(), variant, q_offset=0)
         for poison in (np.nan, np.inf, -np.inf):
             arrays["key"][:, hidden] = arrays["value"][:, hidden] = poison
-            found, again = run(*arrays.values(), said, q_offset=0)
+            found, again = run(*arrays.values(), variant, q_offset=0)
             assert found.tobytes() == clean.tobytes()
             assert again.tobytes() == lse.tobytes()
         for name in ("key", "value"):
@@ -264,7 +264,7 @@ def test_chunks_follow_from_the_length_alone() -> None:
 
 
 def test_bits_do_not_depend_on_threads(monkeypatch) -> None:
-    monkeypatch.setattr(forward_pass, "_WORTH_A_THREAD", 1.0)
+    monkeypatch.setattr(workers, "_WORTH_A_THREAD", 1.0)
     query, key, value = normal(3, 8, 1, 40), normal(3, 2, 9000, 40), normal(3, 2, 9000, 24)
     found = set()
     before = qkv.get_num_threads()
@@ -274,7 +274,7 @@ def test_bits_do_not_depend_on_threads(monkeypatch) -> None:
             for _ in range(50):
                 out, lse = run(query, key, value, qkv.KeyLengths([9000, 5000, 77]))
                 found.add(out.tobytes() + lse.tobytes())
-        monkeypatch.setattr(forward_pass, "_SLICE_SECONDS", 1e-9)
+        monkeypatch.setattr(workers, "_SLICE_SECONDS", 1e-9)
         out, lse = run(query, key, value, qkv.KeyLengths([9000, 5000, 77]))
         found.add(out.tobytes() + lse.tobytes())
     finally:

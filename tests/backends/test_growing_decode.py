@@ -43,16 +43,16 @@ VARIANTS = {
 }
 
 
-def prepared(query, key, value, variants=(), arrays=(), **said):
-    return CPU.prepare_growing(check(query, key, value, variants, **said), arrays)
+def prepared(query, key, value, variants=(), arrays=(), **keywords):
+    return CPU.prepare_growing(check(query, key, value, variants, **keywords), arrays)
 
 
 def caches(dtype="float32", batch=(2,), heads=2, dim=24):
     return [normal(*batch, heads, CACHE, dim, seed=i + 1, dtype=dtype) for i in range(2)]
 
 
-def first_call(query, key, value, variants, **said):
-    return qkv.attention(query, key, value, *variants, return_lse=True, backend="cpu", **said)
+def first_call(query, key, value, variants, **keywords):
+    return qkv.attention(query, key, value, *variants, return_lse=True, backend="cpu", **keywords)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -87,8 +87,8 @@ def test_every_type(dtype) -> None:
         key, value = keys[:, :, :length], values[:, :, :length]
         out, _, _ = grow(query, key, value, False, length - 2)
         assert out.dtype == query.dtype
-        said = {"q_offset": "end", "backend": "reference"}
-        right = qkv.attention(query, key, value, qkv.SlidingWindow(90, 0), **said)
+        keywords = {"q_offset": "end", "backend": "reference"}
+        right = qkv.attention(query, key, value, qkv.SlidingWindow(90, 0), **keywords)
         near = ATOL[dtype]
         np.testing.assert_allclose(out.astype(float), right.astype(float), atol=near, rtol=near)
 
@@ -127,18 +127,20 @@ def test_arrays_along_the_keys_are_read_where_they_lie(shape) -> None:
         return mask, np.where(rng.random(full) < 0.1, -np.inf, bias)
 
     mask, bias = drawn(40)
-    said = qkv.Mask(mask), qkv.Bias(bias), qkv.Causal()
-    grow = prepared(query, keys[:, :, :40], values[:, :, :40], said, (mask, bias), q_offset="end")
+    variants = qkv.Mask(mask), qkv.Bias(bias), qkv.Causal()
+    grow = prepared(
+        query, keys[:, :, :40], values[:, :, :40], variants, (mask, bias), q_offset="end"
+    )
     for length in LENGTHS:
         key, value = keys[:, :, :length], values[:, :, :length]
         mask, bias = drawn(length)
         for m, b in ((mask, bias), (mask[..., ::-1], np.repeat(bias, 3, axis=-1)[..., ::3])):
             out, lse, _ = grow(query, key, value, True, length - 1, (m, b))
-            said = qkv.Mask(m), qkv.Bias(b), qkv.Causal()
-            expected = first_call(query, key, value, said, q_offset="end")
+            variants = qkv.Mask(m), qkv.Bias(b), qkv.Causal()
+            expected = first_call(query, key, value, variants, q_offset="end")
             assert out.tobytes() == expected[0].tobytes()
             assert lse.tobytes() == expected[1].tobytes()
-            right = qkv.attention(query, key, value, *said, q_offset="end", backend="reference")
+            right = qkv.attention(query, key, value, *variants, q_offset="end", backend="reference")
             np.testing.assert_allclose(out, right, atol=2e-6)
 
 

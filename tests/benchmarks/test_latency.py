@@ -111,20 +111,20 @@ def test_names_choose_rows_by_their_beginning() -> None:
 def test_one_row_is_measured_in_every_kind(front: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch", reason="not installed")
     monkeypatch.setattr(worker, "STEP_STARTS", STEP_STARTS[:1])
-    said = worker.answer({"front": front, "row": "Causal, window", "rounds": 2, "seconds": 0.0})
-    assert said["state"] == "ready", said
-    assert {"base", "call"} <= set(said["calls"])
-    assert set(said["steps"]) == {"new first", "new later", "seen first", "seen later"}
-    assert all(len(times) == 2 and min(times) > 0 for times in said["calls"].values())
+    answer = worker.answer({"front": front, "row": "Causal, window", "rounds": 2, "seconds": 0.0})
+    assert answer["state"] == "ready", answer
+    assert {"base", "call"} <= set(answer["calls"])
+    assert set(answer["steps"]) == {"new first", "new later", "seen first", "seen later"}
+    assert all(len(times) == 2 and min(times) > 0 for times in answer["calls"].values())
 
 
 def test_new_lengths_are_new_and_come_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
-    def noted(query: Any, key: Any, value: Any, *said: Any, **options: Any) -> Any:
+    def noted(query: Any, key: Any, value: Any, *variants: Any, **options: Any) -> Any:
         if options.get("backend") is None:
             seen.append(key.shape[2])
-        return qkv_attention(query, key, value, *said, **options)
+        return qkv_attention(query, key, value, *variants, **options)
 
     qkv_attention = qkv.attention
     monkeypatch.setattr(qkv, "attention", noted)
@@ -137,19 +137,21 @@ def test_new_lengths_are_new_and_come_once_more(monkeypatch: pytest.MonkeyPatch)
 def test_a_wrong_call_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = qkv.attention
 
-    def forgets(query: Any, key: Any, value: Any, *said: Any, **options: Any) -> Any:
-        return right(query, key, value, *(said if "backend" in options else ()), **options)
+    def forgets(query: Any, key: Any, value: Any, *variants: Any, **options: Any) -> Any:
+        return right(query, key, value, *(variants if "backend" in options else ()), **options)
 
     monkeypatch.setattr(qkv, "attention", forgets)
-    said = worker.answer({"front": "NumPy", "row": BASE.name, "rounds": 1, "seconds": 0.0})
-    assert said["state"] == "failed"
-    assert "out is off by" in said["detail"]
+    answer = worker.answer({"front": "NumPy", "row": BASE.name, "rounds": 1, "seconds": 0.0})
+    assert answer["state"] == "failed"
+    assert "out is off by" in answer["detail"]
 
 
 def test_what_a_front_end_cannot_say_is_refused() -> None:
     pytest.importorskip("transformers", reason="not installed")
-    said = worker.answer({"front": "Hugging Face", "row": "Segments", "rounds": 1, "seconds": 0.0})
-    assert said["state"] == "refused"
+    answer = worker.answer(
+        {"front": "Hugging Face", "row": "Segments", "rounds": 1, "seconds": 0.0}
+    )
+    assert answer["state"] == "refused"
 
 
 def test_a_front_end_that_is_not_installed_is_absent() -> None:

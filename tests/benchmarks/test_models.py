@@ -28,11 +28,11 @@ SMALL: dict[str, Any] = {
 }
 
 
-def small(name: str, **said: Any) -> Row:
+def small(name: str, **options: Any) -> Row:
     """A row with its model made small."""
     row = row_of(name)
     settings = {**row.model.settings, **SMALL}
-    return replace(row, model=replace(row.model, settings=settings), length=20, **said)
+    return replace(row, model=replace(row.model, settings=settings), length=20, **options)
 
 
 # --- what is compared ----------------------------------------------------------------------------
@@ -73,7 +73,7 @@ def test_parts_of_decoding_begin_with_the_first_single_row() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "options"),
     [
         ("generate-512-padded", {"batch": 2, "new": 3}),
         ("generate-512-static", {"new": 3}),
@@ -82,10 +82,10 @@ def test_parts_of_decoding_begin_with_the_first_single_row() -> None:
     ],
 )
 def test_both_implementations_agree_and_are_timed(
-    name: str, said: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers", reason="not installed")
-    row = small(name, **said)
+    row = small(name, **options)
     monkeypatch.setattr(worker, "row_of", lambda name: row)
     results = {}
     for implementation in ("qkv", row.model.other):
@@ -119,11 +119,11 @@ class Answers:
         self.out = out
         monkeypatch.setattr(session, "_ask", self.ask)
 
-    def ask(self, name: str, processes: Any, settings: Any, what: str, **said: Any) -> Any:
+    def ask(self, name: str, processes: Any, settings: Any, what: str, **options: Any) -> Any:
         self.asked.append((name, what))
         if what == "turn":
             return {"runs": [{"total": 2.0 if name == "qkv" else 3.0}]}
-        np.savez(said["result"], out=np.array([self.out[name]]))
+        np.savez(options["result"], out=np.array([self.out[name]]))
         return {"state": "ready", "detail": ""}
 
 

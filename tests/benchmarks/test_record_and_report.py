@@ -55,10 +55,10 @@ def run(qkv: float = 0.001, load: float = 0.0) -> Run:
 
 def test_the_form_of_the_json_does_not_change_unnoticed() -> None:
     """Whoever changes this raises SCHEMA."""
-    said = json.loads(record.to_json(run()))
-    assert said["schema"] == record.SCHEMA == 2
-    assert set(said) == {"machine", "settings", "load", "results", "schema"}
-    result = said["results"][0]
+    document = json.loads(record.to_json(run()))
+    assert document["schema"] == record.SCHEMA == 2
+    assert set(document) == {"machine", "settings", "load", "results", "schema"}
+    result = document["results"][0]
     assert set(result) == {
         "workload", "summary", "measure", "work", "unit", "ceiling", "entries",
     }  # fmt: skip

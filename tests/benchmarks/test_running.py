@@ -87,9 +87,9 @@ def prepare(seat: Worker, name: str) -> dict[str, Any]:
 
 
 def test_a_right_contender_is_timed(seat: Worker) -> None:
-    said = prepare(seat, "right")
-    assert said["state"] == "ready"
-    assert said["error"] <= said["bound"]
+    answer = prepare(seat, "right")
+    assert answer["state"] == "ready"
+    assert answer["error"] <= answer["bound"]
     turn = ask(seat, "turn", name="right", seconds=0.0, least=4)
     assert len(turn["seconds"]) == 4
     assert all(seconds > 0 for seconds in turn["seconds"])
@@ -97,10 +97,10 @@ def test_a_right_contender_is_timed(seat: Worker) -> None:
 
 
 def test_a_wrong_contender_is_named_and_cannot_be_timed(seat: Worker) -> None:
-    said = prepare(seat, "forgets_the_mask")
-    assert said["state"] == "wrong"
-    assert said["error"] > said["bound"]
-    assert "out is off by" in said["detail"]
+    answer = prepare(seat, "forgets_the_mask")
+    assert answer["state"] == "wrong"
+    assert answer["error"] > answer["bound"]
+    assert "out is off by" in answer["detail"]
     assert ask(seat, "turn", name="forgets_the_mask", seconds=0.0, least=1)["state"] == "failed"
 
 
@@ -112,10 +112,10 @@ def test_who_cannot_says_why(seat: Worker) -> None:
 
 def test_who_is_not_installed_is_absent() -> None:
     seat = Worker(lambda name: Contender(name, "no-such-package", "made_up"))
-    said = prepare(seat, "short")
-    assert said["state"] == "failed"
-    said = ask(seat, "prepare", name="x", workload="short-16", threads=1)
-    assert said == {"state": "absent", "detail": "no-such-package is not installed"}
+    answer = prepare(seat, "short")
+    assert answer["state"] == "failed"
+    answer = ask(seat, "prepare", name="x", workload="short-16", threads=1)
+    assert answer == {"state": "absent", "detail": "no-such-package is not installed"}
 
 
 def test_whoever_answers_sleeps(seat: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,9 +206,9 @@ def test_everybody_has_a_turn_in_each_round_and_another_is_first(
 
 def test_a_process_that_ends_is_a_failure_with_its_last_words() -> None:
     process = Process("benchmarks.worker", {"PYTHONPATH": "", "PYTHONHOME": "/nowhere"})
-    said = process.ask({"do": "release", "with": {}})
-    assert said["state"] == "failed"
-    assert "its process ended with code 1" in said["detail"]
+    answer = process.ask({"do": "release", "with": {}})
+    assert answer["state"] == "failed"
+    assert "its process ended with code 1" in answer["detail"]
     assert not process.alive
     process.close()
 
@@ -270,8 +270,8 @@ def test_one_small_workload_from_end_to_end(
     files = ("--save", saved, "--markdown", page, "--picture", picture)
     done = bench("--quick", "short-16", "--rounds", "2", "--only", "torch", "--json", *files)
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    (result,) = said["results"]
+    answer = json.loads(done.stdout)
+    (result,) = answer["results"]
     entries = {entry["contender"]: entry for entry in result["entries"]}
     assert {name: entry["state"] for name, entry in entries.items()} == {
         "qkv": "timed",
@@ -282,7 +282,7 @@ def test_one_small_workload_from_end_to_end(
         assert [turn["round"] for turn in entry["turns"]] == [0, 1]
         assert all(turn["ceiling"] > 0 and len(turn["seconds"]) >= 3 for turn in entry["turns"])
         assert 0 <= entry["error"] <= entry["bound"]
-    assert json.loads(Path(saved).read_text()) == said
+    assert json.loads(Path(saved).read_text()) == answer
     assert "| short-16 |" in Path(page).read_text()
     assert Path(picture).read_text().startswith("<svg")
 
@@ -296,8 +296,8 @@ def test_one_small_workload_from_end_to_end(
 
 def test_the_list_names_every_workload(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list"]) == 0
-    said = capsys.readouterr().out
-    assert all(workload.name in said for workload in workloads())
+    answer = capsys.readouterr().out
+    assert all(workload.name in answer for workload in workloads())
 
 
 @pytest.mark.parametrize(

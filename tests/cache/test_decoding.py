@@ -133,7 +133,7 @@ def test_sequences_of_different_lengths(kind: str, dtype: str | None) -> None:
         for seed, (heads, dim) in enumerate(((4, DIM), (2, DIM), (2, V_DIM)))
     )
     keys, values = (key, value) if dtype is None else (rounded(key), rounded(value))
-    said = (qkv.Causal(), qkv.ALiBi(SLOPES))
+    variants = (qkv.Causal(), qkv.ALiBi(SLOPES))
     held = CACHES[kind](dtype=dtype)
     before = np.zeros(3, np.int64)
     found: list[list[Array]] = [[], [], []]
@@ -144,14 +144,14 @@ def test_sequences_of_different_lengths(kind: str, dtype: str | None) -> None:
             for rows, x in zip(arriving, (query, key, value), strict=True):
                 rows[b, :, :count] = x[b, :, before[b] : before[b] + count]
         handed = held.append(*arriving[1:], new_lens=counts)
-        out = handed.attention(np.nan_to_num(arriving[0]), *said)
+        out = handed.attention(np.nan_to_num(arriving[0]), *variants)
         for b, count in enumerate(counts):
             found[b].append(out[b, :, :count])
         before += counts
         assert held.lengths.tolist() == before.tolist()
     for b in range(3):
         rows = np.s_[b, :, : total[b]]
-        right = truth(query[rows], keys[rows], values[rows], (*said, *SAID.get(kind, ()))).out
+        right = truth(query[rows], keys[rows], values[rows], (*variants, *SAID.get(kind, ()))).out
         close(np.concatenate(found[b], 1), right)
 
 
@@ -258,8 +258,8 @@ def test_arrays_over_key_rows() -> None:
     for start, stop in ((0, 50), (50, 51), (51, 60)):
         now = np.s_[:, :, start:stop]
         rows = held.append(KEY[now], VALUE[now])
-        said = bias[:, start:stop, :stop], mask[start:stop, :stop]
-        parts.append(rows.attention(QUERY[now], *said))
+        variants = bias[:, start:stop, :stop], mask[start:stop, :stop]
+        parts.append(rows.attention(QUERY[now], *variants))
     first = np.s_[:, :, :60]
     close(np.concatenate(parts, 2), truth(QUERY[first], KEY[first], VALUE[first], (bias, mask)).out)
 

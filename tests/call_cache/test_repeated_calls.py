@@ -118,9 +118,9 @@ def test_masks_and_biases_may_have_other_values(kind, batch, length) -> None:
             allowed[..., [0, -1]] = False
             added = np.where(allowed, random.normal(size=shape), -np.inf)
             array = dict(_views(allowed if kind is qkv.Mask else added.astype(np.float32)))[name]
-            said = query, key, value, kind(array)
-            found = qkv.attention(*said, return_lse=True)
-            expected = qkv.attention(*said, return_lse=True, backend="reference")
+            given = query, key, value, kind(array)
+            found = qkv.attention(*given, return_lse=True)
+            expected = qkv.attention(*given, return_lse=True, backend="reference")
             for one, other in zip(found, expected, strict=True):
                 np.testing.assert_allclose(one, other, atol=2e-6)
             assert np.isfinite(found[0]).all()
@@ -136,9 +136,9 @@ def test_the_first_call_and_a_recalled_one_agree_in_every_bit() -> None:
         mask[:, :, :, 40:70] = False
         mask[0, :, 64:] = True
         bias = np.where(mask, normal(2, 1, 100, 100), -np.inf)
-        said = qkv.Causal(), qkv.Mask(mask), qkv.Bias(bias)
+        given = qkv.Causal(), qkv.Mask(mask), qkv.Bias(bias)
         first, *others = (
-            qkv.attention(query, query, query, *said, return_lse=True) for _ in range(4)
+            qkv.attention(query, query, query, *given, return_lse=True) for _ in range(4)
         )
         assert CALLS.count("forward") == 1
         for other in others:
@@ -151,9 +151,9 @@ def test_both_layouts_are_one() -> None:
     mask = np.random.default_rng(0).random((2, 1, 20, 30)) < 0.5
     for variant in (qkv.Mask(mask), qkv.Causal("end")):
         for query_now in (query, -query, query, -query):
-            said = query_now, key, key
-            heads_first = [array.swapaxes(1, 2) for array in said]
-            found = qkv.attention(*said, variant, layout="blhd", return_lse=True)
+            given = query_now, key, key
+            heads_first = [array.swapaxes(1, 2) for array in given]
+            found = qkv.attention(*given, variant, layout="blhd", return_lse=True)
             other = qkv.attention(*heads_first, variant, return_lse=True)
             expected = qkv.attention(*heads_first, variant, return_lse=True, backend="reference")
             assert found[0].tobytes() == other[0].swapaxes(1, 2).tobytes()
@@ -195,9 +195,9 @@ def test_an_array_for_two_variants_and_then_two_arrays() -> None:
     random = np.random.default_rng(0)
     masks = [random.random((16, 16)) < 0.7 for _ in range(4)]
     for one, other in ((0, 0), (1, 1), (0, 0), (0, 1), (1, 0), (2, 3)):
-        said = query, query, query, qkv.Mask(masks[one]), qkv.Mask(masks[other])
-        found = qkv.attention(*said)
-        expected = qkv.attention(*said, backend="reference")
+        given = query, query, query, qkv.Mask(masks[one]), qkv.Mask(masks[other])
+        found = qkv.attention(*given)
+        expected = qkv.attention(*given, backend="reference")
         np.testing.assert_allclose(found, expected, atol=1e-6)
     assert CALLS.count("forward") == 1
 
@@ -227,14 +227,14 @@ def test_few_numbers_are_compared(name, q_len) -> None:
     also = (qkv.Causal(),) if name == "KeyLengths, Causal" else ()
     for n in (0, 0, 0, 1, 0, 1, 1, 2, 0, 2, 2):
         held[...] = numbers[n]
-        said = query, key, key, kind(held), *also
+        given = query, key, key, kind(held), *also
         for _ in range(2):
-            found = qkv.attention(*said, q_offset=offset, return_lse=True)
+            found = qkv.attention(*given, q_offset=offset, return_lse=True)
         held[...] = numbers[2]
         again = kind(np.array(numbers[n]))
-        said = query, key, key, again, *also
-        alike = qkv.attention(*said, q_offset=offset, return_lse=True)
-        expected = qkv.attention(*said, q_offset=offset, return_lse=True, backend="reference")
+        given = query, key, key, again, *also
+        alike = qkv.attention(*given, q_offset=offset, return_lse=True)
+        expected = qkv.attention(*given, q_offset=offset, return_lse=True, backend="reference")
         for one, other, exact in zip(found, alike, expected, strict=True):
             np.testing.assert_allclose(one, exact, atol=1e-6)
             np.testing.assert_allclose(other, exact, atol=1e-6)
@@ -253,9 +253,9 @@ def test_many_numbers_are_read_each_time() -> None:
     ids = np.zeros(600, int)
     for n in range(4):
         ids[: 100 * n] = n
-        said = query, query, query, qkv.Segments(ids)
-        found = qkv.attention(*said)
-        np.testing.assert_allclose(found, qkv.attention(*said, backend="reference"), atol=1e-6)
+        given = query, query, query, qkv.Segments(ids)
+        found = qkv.attention(*given)
+        np.testing.assert_allclose(found, qkv.attention(*given, backend="reference"), atol=1e-6)
     assert not CALLS.count("forward")
 
 

@@ -30,8 +30,8 @@ def normal(*shape, seed=0, dtype="float32"):
 pytestmark = pytest.mark.usefixtures("no_prepared_calls")
 
 
-def near(found, said, keywords, dtype="float32") -> None:
-    expected = qkv.attention(*said, return_lse=True, backend="reference", **keywords)
+def near(found, given, keywords, dtype="float32") -> None:
+    expected = qkv.attention(*given, return_lse=True, backend="reference", **keywords)
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == other.dtype
         np.testing.assert_allclose(
@@ -59,11 +59,11 @@ def test_a_cache_that_grows(name, q_len, kind) -> None:
                 arrays = query, key, value
                 if layout == "blhd":
                     arrays = [array.swapaxes(-3, -2) for array in arrays]
-                said, asked = (*arrays, *variants), {**keywords, "layout": layout}
-                found = qkv.attention(*said, return_lse=True, **asked)
-                near(found, said, asked, dtype)
+                given, asked = (*arrays, *variants), {**keywords, "layout": layout}
+                found = qkv.attention(*given, return_lse=True, **asked)
+                near(found, given, asked, dtype)
                 assert found[0].flags.c_contiguous
-                alone = qkv.attention(*said, **asked)
+                alone = qkv.attention(*given, **asked)
                 assert alone.tobytes() == found[0].tobytes()
             cache[0][..., step, :] = 0
     assert CALLS.count("step") == (2 if q_len < 6 else 0)
@@ -75,11 +75,11 @@ def test_a_step_gives_what_a_first_call_gives(name) -> None:
     cache = normal(2, 2, 700, 64)
     query = normal(2, 8, 1, 64, seed=1)
     for length in (300, 301, 640, 642):
-        said = query, cache[:, :, :length], cache[:, :, :length], *variants
-        found = qkv.attention(*said, return_lse=True, **keywords)
+        given = query, cache[:, :, :length], cache[:, :, :length], *variants
+        found = qkv.attention(*given, return_lse=True, **keywords)
         known = {k: p for k, p in CALLS._prepared.items() if k[0] == "step"}
         CALLS.clear()
-        first = qkv.attention(*said, return_lse=True, **keywords)
+        first = qkv.attention(*given, return_lse=True, **keywords)
         for one, other in zip(found, first, strict=True):
             assert one.tobytes() == other.tobytes()
         CALLS._prepared.update(known)
@@ -95,15 +95,15 @@ def test_offsets_that_grow() -> None:
             for length in (place + 1, 50):
                 if not 1 < length <= 200:
                     continue
-                said = query, cache[:, :, :length], cache[:, :, :length], window
+                given = query, cache[:, :, :length], cache[:, :, :length], window
                 for keywords in (
                     {"q_offset": place, "kv_offset": 0}, {"q_offset": place, "kv_offset": -9},
                 ):  # fmt: skip
-                    near(qkv.attention(*said, return_lse=True, **keywords), said, keywords)
+                    near(qkv.attention(*given, return_lse=True, **keywords), given, keywords)
     assert CALLS.count("step") == 4
     for place in (2**31, -(2**31), 10**30):
         with pytest.raises(ArgumentError):
-            qkv.attention(*said, q_offset=place)
+            qkv.attention(*given, q_offset=place)
 
 
 def test_what_is_no_step_like_the_last_is_seen() -> None:
@@ -132,8 +132,8 @@ def test_what_is_no_step_like_the_last_is_seen() -> None:
         with pytest.raises(AmbiguityError):
             qkv.attention(query, row, row, qkv.Causal("end"), q_offset=7)
     for lens in (20, 21, 19, 30):
-        said = query, key, key, qkv.KeyLengths(lens)
-        near(qkv.attention(*said, return_lse=True), said, {})
+        given = query, key, key, qkv.KeyLengths(lens)
+        near(qkv.attention(*given, return_lse=True), given, {})
 
 
 def test_few_queries_with_masks_that_change() -> None:
@@ -144,8 +144,8 @@ def test_few_queries_with_masks_that_change() -> None:
         mask[0, :, 1] = False
         bias = np.where(mask, random.normal(size=(2, 1, 3, 50)), -np.inf).astype("float32")
         for variant in (qkv.Mask(mask), qkv.Bias(bias), qkv.Mask(mask[:1]), mask[:, :, :1]):
-            said = query, key, key, variant
-            near(qkv.attention(*said, return_lse=True), said, {})
+            given = query, key, key, variant
+            near(qkv.attention(*given, return_lse=True), given, {})
     assert CALLS.count("forward", "step") == 4
 
 
@@ -154,8 +154,8 @@ def test_a_machine_that_changes_is_seen(monkeypatch) -> None:
     query = normal(1, 2, 1, 16)
 
     def step(length):
-        said = query, cache[:, :, :length], cache[:, :, :length]
-        return qkv.attention(*said, return_lse=True), said
+        given = query, cache[:, :, :length], cache[:, :, :length]
+        return qkv.attention(*given, return_lse=True), given
 
     for length in (30, 31, 32):
         step(length)
@@ -175,9 +175,9 @@ def test_slopes_are_compared() -> None:
     held = np.zeros(2)
     for length, slopes in ((40, 0.1), (41, 0.1), (42, 0.1), (43, 0.5), (44, 0.5), (45, 0.1)):
         held[:] = slopes, 2 * slopes
-        said = query, cache[:, :, :length], cache[:, :, :length], qkv.ALiBi(held)
-        found = qkv.attention(*said, q_offset="end", return_lse=True)
-        near(found, said, {"q_offset": "end"})
+        given = query, cache[:, :, :length], cache[:, :, :length], qkv.ALiBi(held)
+        found = qkv.attention(*given, q_offset="end", return_lse=True)
+        near(found, given, {"q_offset": "end"})
     assert CALLS.count("step") == 2
 
 
@@ -202,8 +202,12 @@ def test_key_lengths_of_each_step(name, q_offset, batch) -> None:
         variants = [
             v[:batch] if type(v) is np.ndarray else v for v in VARIANTS_OF_RAGGED_STEPS[name]()
         ]
-        said = query, cache, cache, qkv.KeyLengths(lens), *variants
-        near(qkv.attention(*said, q_offset=q_offset, return_lse=True), said, {"q_offset": q_offset})
+        given = query, cache, cache, qkv.KeyLengths(lens), *variants
+        near(
+            qkv.attention(*given, q_offset=q_offset, return_lse=True),
+            given,
+            {"q_offset": q_offset},
+        )
     expected = 0 if name == "rotated" and batch == 2 and q_offset == "end" else 1
     assert CALLS.count("step") == expected
     with pytest.raises(ShapeError, match="61"):
@@ -214,5 +218,15 @@ def test_a_length_that_is_a_number_stays() -> None:
     """It is part of the structure: the queries stand at its end, however many keys there are."""
     query, cache = normal(1, 2, 1, 16), normal(1, 2, 60, 16, seed=1)
     for kv_len in (30, 31, 32, 40):
-        said = query, cache[:, :, :kv_len], cache[:, :, :kv_len], qkv.KeyLengths(30), qkv.ALiBi()
-        near(qkv.attention(*said, q_offset="end", return_lse=True), said, {"q_offset": "end"})
+        given = (
+            query,
+            cache[:, :, :kv_len],
+            cache[:, :, :kv_len],
+            qkv.KeyLengths(30),
+            qkv.ALiBi(),
+        )
+        near(
+            qkv.attention(*given, q_offset="end", return_lse=True),
+            given,
+            {"q_offset": "end"},
+        )

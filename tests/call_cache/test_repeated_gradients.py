@@ -69,8 +69,8 @@ def check(arrays, variants=(), **keywords):
     """The same bits as a pullback that remembers nothing."""
     q, k, v, grad_out, grad_lse = arrays
     left, pullback = left_by(arrays, variants, **keywords)
-    said = {**KEYWORDS, **keywords}
-    found = pull_back(q, k, v, variants, said, left, grad_out, grad_lse)
+    case = {**KEYWORDS, **keywords}
+    found = pull_back(q, k, v, variants, case, left, grad_out, grad_lse)
     right = pullback(grad_out, grad_lse)
     for name in ("query", "key", "value"):
         ours, theirs = getattr(found, name), getattr(right, name)
@@ -238,8 +238,8 @@ def test_gradients_of_variants_are_not_recalled() -> None:
         q, k, v, grad_out, grad_lse = arrays = operands(seed)
         (bias,) = VARIANTS["bias"](seed)
         left, pullback = left_by(arrays, (bias,))
-        said = (q, k, v, (bias,), KEYWORDS, left, grad_out, grad_lse)
-        assert pull_back(*said, [bias]).of(bias).tobytes() == (
+        case = (q, k, v, (bias,), KEYWORDS, left, grad_out, grad_lse)
+        assert pull_back(*case, [bias]).of(bias).tobytes() == (
             pullback(grad_out, grad_lse, [bias]).of(bias).tobytes()
         )
         check(arrays, (bias,))

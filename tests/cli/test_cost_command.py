@@ -20,7 +20,7 @@ def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def said(capsys: pytest.CaptureFixture[str]):
+def output_of(capsys: pytest.CaptureFixture[str]):
     def run(*words: str, code: int = 0) -> str:
         assert main(words) == code
         out, err = capsys.readouterr()
@@ -37,27 +37,27 @@ def strict(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
-def test_a_model(said) -> None:
-    text = said("cost", "--model", "LLaMA-3 8B")
+def test_a_model(output_of) -> None:
+    text = output_of("cost", "--model", "LLaMA-3 8B")
     for words in ("8,030,261,248 parameters", "32 heads over 8", "One more token", "NVIDIA H100",
                   "10,000,000", "Apple M4", "estimated peak"):  # fmt: skip
         assert words in text
-    assert "Other contexts" not in said("cost", "--model", "gpt-2", "--context", "100")
+    assert "Other contexts" not in output_of("cost", "--model", "gpt-2", "--context", "100")
 
 
-def test_a_model_as_json(said) -> None:
-    found = strict(said("cost", "--model", "llama-3-8b", "--context", "8192", "--json"))
+def test_a_model_as_json(output_of) -> None:
+    found = strict(output_of("cost", "--model", "llama-3-8b", "--context", "8192", "--json"))
     assert found["cost"]["whole"]["kv_cache_bytes"] == 2**30
     assert found["contexts"] == []
     assert {m["name"] for m in found["machines"]} >= {"NVIDIA H200 SXM", "AMD MI300X"}
     assert found["decode"]["whole"]["operations"] < found["cost"]["whole"]["operations"]
-    every = strict(said("cost", "--model", "vit-l", "--json", "--dtype", "float8"))
+    every = strict(output_of("cost", "--model", "vit-l", "--json", "--dtype", "float8"))
     assert every["decode"] is None
     assert [c["cost"]["context"] for c in every["contexts"]] == list(CONTEXTS)
     assert every["machines"][3]["all_tokens"] is None
 
 
-def test_a_config(said, tmp_path: Path) -> None:
+def test_a_config(output_of, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(
         json.dumps(
@@ -67,51 +67,51 @@ def test_a_config(said, tmp_path: Path) -> None:
             }
         )
     )  # fmt: skip
-    text = said("cost", "--config", str(tmp_path), "--batch", "3", "--steps")
+    text = output_of("cost", "--config", str(tmp_path), "--batch", "3", "--steps")
     assert "counted as llama" in text
     assert "\x1b" not in text
     assert "Steps of one layer" in text
     assert "n b e" in text
     file.write_text("{}")
-    assert "the config has no hidden_size" in said("cost", "--config", str(file), code=2)
-    assert "cannot be read" in said("cost", "--config", str(tmp_path / "no.json"), code=2)
+    assert "the config has no hidden_size" in output_of("cost", "--config", str(file), code=2)
+    assert "cannot be read" in output_of("cost", "--config", str(tmp_path / "no.json"), code=2)
 
 
-def test_every_card_in_one_table(said) -> None:
-    text = said("cost")
+def test_every_card_in_one_table(output_of) -> None:
+    text = output_of("cost")
     assert all(name in text for name in model_names())
     assert text.count("(speculative)") == 1
-    assert list(strict(said("cost", "--json"))) == list(model_names())
+    assert list(strict(output_of("cost", "--json"))) == list(model_names())
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
-def test_a_mechanism(said, name: str) -> None:
-    text = said("cost", "--mechanism", name)
-    found = strict(said("cost", "--mechanism", name, "--json"))
+def test_a_mechanism(output_of, name: str) -> None:
+    text = output_of("cost", "--mechanism", name)
+    found = strict(output_of("cost", "--mechanism", name, "--json"))
     assert f"{found['operations']:,} operations: " in text
     assert found["operations"] == sum(step["operations"] for step in found["steps"].values())
     assert found["operations"] == sum(found["by_kind"].values())
 
 
-def test_the_textbook_mechanism_takes_495_operations(said) -> None:
-    found = strict(said("cost", "--mechanism", "scaled-dot-product", "--json"))
+def test_the_textbook_mechanism_takes_495_operations(output_of) -> None:
+    found = strict(output_of("cost", "--mechanism", "scaled-dot-product", "--json"))
     assert found["operations"] == 495
     assert found["operations_formula"] == "4 n^2 d + 5 n^2 - n d - 2 n"
 
 
-def test_symbols_of_a_mechanism_are_said(said) -> None:
-    text = " ".join(said("cost", "--mechanism", "sliding-window").split())
+def test_symbols_of_a_mechanism_are_said(output_of) -> None:
+    text = " ".join(output_of("cost", "--mechanism", "sliding-window").split())
     assert "d = head_dim, h = num_heads, l = left + right." in text
 
 
-def test_every_model_on_one_machine(said) -> None:
+def test_every_model_on_one_machine(output_of) -> None:
     """The column is the least time that the command says of each model alone."""
-    text = said("cost", "--machine", "h100")
+    text = output_of("cost", "--machine", "h100")
     (row,) = (line for line in text.splitlines() if line.startswith("llama-2-7b"))
-    alone = strict(said("cost", "--model", "llama-2-7b", "--machine", "h100", "--json"))
+    alone = strict(output_of("cost", "--model", "llama-2-7b", "--machine", "h100", "--json"))
     (machine,) = alone["machines"]
     assert row.endswith(f"{1000 * machine['all_tokens']['seconds']:.3g} ms")
-    assert "NVIDIA" not in said("cost")
+    assert "NVIDIA" not in output_of("cost")
 
 
 @pytest.mark.parametrize(
@@ -127,40 +127,40 @@ def test_every_model_on_one_machine(said) -> None:
         (("--steps",), "none is named"),
     ],
 )
-def test_bad_input(said, words: tuple[str, ...], reason: str) -> None:
-    assert reason in said("cost", *words, code=2)
+def test_bad_input(output_of, words: tuple[str, ...], reason: str) -> None:
+    assert reason in output_of("cost", *words, code=2)
 
 
-def test_scaling(said, tmp_path: Path) -> None:
+def test_scaling(output_of, tmp_path: Path) -> None:
     few = ("--draws", "500", "--seed", "3")
-    text = said("scaling", *few, "--plot", str(tmp_path / "curve.svg"))
+    text = output_of("scaling", *few, "--plot", str(tmp_path / "curve.svg"))
     assert text.count("/ sqrt(d_k)") == 11
     assert b"<svg" in (tmp_path / "curve.svg").read_bytes()
-    found = strict(said("scaling", *few, "--json"))
+    found = strict(output_of("scaling", *few, "--json"))
     assert (found["draws"], found["seed"], len(found["points"])) == (500, 3, 22)
-    assert "does not end in" in said("scaling", *few, "--plot", "curve.bmp", code=2)
+    assert "does not end in" in output_of("scaling", *few, "--plot", "curve.bmp", code=2)
 
 
-def test_errata(said) -> None:
-    text = said("errata")
+def test_errata(output_of) -> None:
+    text = output_of("errata")
     assert all(entry.name in text for entry in ERRATA)
-    assert len(strict(said("errata", "--json"))) == 16
-    one = said("errata", "exp-500")
+    assert len(strict(output_of("errata", "--json"))) == 16
+    one = output_of("errata", "exp-500")
     assert "assert np.isfinite(np.exp(500.0))" in one
     assert "cat-row" not in one
-    assert "no erratum is called 'x'" in said("errata", "x", code=2)
+    assert "no erratum is called 'x'" in output_of("errata", "x", code=2)
 
 
-def test_an_encoder_reads_a_source(said: Any, tmp_path: Path) -> None:
+def test_an_encoder_reads_a_source(output_of: Any, tmp_path: Path) -> None:
     config = {"model_type": "t5", "is_encoder_decoder": True, "vocab_size": 96, "d_model": 32,
               "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}  # fmt: skip
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     words = ["cost", "--config", str(path), "--context", "10"]
-    costs = [strict(said(*words, "--source", m, "--json"))["cost"] for m in ("5", "15")]
+    costs = [strict(output_of(*words, "--source", m, "--json"))["cost"] for m in ("5", "15")]
     # Keys and values of 10 tokens for each layer's own attention, of the source for the other.
     for cost, m in zip(costs, (5, 15), strict=True):
         assert cost["whole"]["kv_cache_bytes"] == 2 * (10 + m) * 2 * 4 * 8 * 2
-    assert "encoder, 4 heads" in said(*words)
-    assert "no encoder" in said("cost", "--model", "gpt-2", "--source", "5", code=2)
-    assert "--source" in said("cost", "--mechanism", "mamba", "--source", "5", code=2)
+    assert "encoder, 4 heads" in output_of(*words)
+    assert "no encoder" in output_of("cost", "--model", "gpt-2", "--source", "5", code=2)
+    assert "--source" in output_of("cost", "--mechanism", "mamba", "--source", "5", code=2)

@@ -209,8 +209,8 @@ def test_local_layers_without_a_list_are_where_transformers_puts_them() -> None:
         fields = {**SMALL, "head_dim": 16, "num_hidden_layers": 13, "sliding_window": window}
         wanted = AutoConfig.for_model(kind, **fields).layer_types
         ours = read_config({"model_type": kind, **fields})
-        for layer, said in zip(ours.layers, wanted, strict=True):
-            assert layer.attention.window == (window if said == "sliding_attention" else None)
+        for layer, kind in zip(ours.layers, wanted, strict=True):
+            assert layer.attention.window == (window if kind == "sliding_attention" else None)
 
 
 def test_every_card_says_where_it_comes_from() -> None:

@@ -5,7 +5,7 @@ A failure names its problem, `random_case(seed, structure, number)`, from which
     qkv.testing.check_case("cpu", random_case(seed, structure, number))
 
 makes it again in this folder (`from fuzz import random_case`): of an odd number, once
-`FEW_OPERATIONS` of `schedule` and of `streaming` is 0; in parts, once
+`CHEAP_OPERATIONS` of `schedule` and of `streaming` is 0; in parts, once
 `qkv.backends.cpu.split_bf16.choice.LEAST_SIZES` says (1, 1) of its type.
 """
 

@@ -147,12 +147,12 @@ def test_several_heads_and_calls_and_a_gradient() -> None:
 
 def test_generation_counts_layers_anew() -> None:
     model = model_of("llama")
-    said = {"max_new_tokens": 4, "do_sample": False}
+    options = {"max_new_tokens": 4, "do_sample": False}
     with attending(model, "eager"):
         with by_hand(model, 1, 2, None):
-            expected = model.generate(IDS, **said)
+            expected = model.generate(IDS, **options)
         with qkv.hf.intervene(model, {(1, 2): "off"}):
-            found = model.generate(IDS, **said)
+            found = model.generate(IDS, **options)
     assert torch.equal(found, expected)
 
 

@@ -35,10 +35,10 @@ LAYERS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_weights_are_replayed_from_the_file(name: str, tmp_path: Path) -> None:
-    variants, said = LAYERS[name]
+    variants, keywords = LAYERS[name]
     record = ModelRecord("m", keep=[1])
-    record.add(Q, K, *variants, name="not kept", **said)
-    record.add(Q, K, *variants, name=name, **said)
+    record.add(Q, K, *variants, name="not kept", **keywords)
+    record.add(Q, K, *variants, name=name, **keywords)
     record.save(tmp_path / "r.safetensors")
     again = load(tmp_path / "r.safetensors")
     np.testing.assert_array_equal(again[1].weights[...], record[1].weights[...])

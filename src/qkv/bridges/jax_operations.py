@@ -78,10 +78,10 @@ class Operation:
 
 @lru_cache(maxsize=1024)
 def _read(text: str) -> Operation:
-    said = json.loads(text)
+    fields = json.loads(text)
     for name in ("ndims", "wanted", "along"):
-        said[name] = None if said[name] is None else tuple(said[name])
-    return Operation(**said)
+        fields[name] = None if fields[name] is None else tuple(fields[name])
+    return Operation(**fields)
 
 
 def compute(text: str, inputs: Sequence[Array], results: Sequence[Array]) -> None:

@@ -208,5 +208,5 @@ def _empty_of_compiled_code() -> Callable[..., Tensor] | None:
         made = guards._empty_strided_cpu((2, 3), (3, 1), torch.float16)
     except (AttributeError, TypeError):
         return None
-    said = made.shape == (2, 3) and made.stride() == (3, 1) and made.dtype is torch.float16
-    return guards._empty_strided_cpu if said and made.is_cpu else None
+    fits = made.shape == (2, 3) and made.stride() == (3, 1) and made.dtype is torch.float16
+    return guards._empty_strided_cpu if fits and made.is_cpu else None

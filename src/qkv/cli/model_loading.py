@@ -263,8 +263,8 @@ def _load_model(name: str, download: bool, predicts: bool) -> tuple[Any, Any, An
     config = AutoConfig.from_pretrained(name, **safe)
     config.use_cache = False
     tokenizer = AutoTokenizer.from_pretrained(name, **safe)
-    made = [str(said) for said in getattr(config, "architectures", None) or ()]
-    predicts = predicts and any(said.endswith(("ForCausalLM", "LMHeadModel")) for said in made)
+    made = [str(name) for name in getattr(config, "architectures", None) or ()]
+    predicts = predicts and any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in made)
     kind: Any = AutoModelForCausalLM if predicts else AutoModel
     whole, report = kind.from_pretrained(
         name, config=config, use_safetensors=True, output_loading_info=True, **safe

@@ -38,8 +38,8 @@ class CopyFrom:
         self.inputs = inputs
 
     def __repr__(self) -> str:
-        said = [f"{len(self.args)} arguments"] if self.args else []
-        return f"CopyFrom({', '.join([*said, *self.inputs])})"
+        parts = [f"{len(self.args)} arguments"] if self.args else []
+        return f"CopyFrom({', '.join([*parts, *self.inputs])})"
 
 
 Change: TypeAlias = Literal["off", "uniform"] | CopyFrom

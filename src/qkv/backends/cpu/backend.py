@@ -74,7 +74,7 @@ class CpuBackend:
         return size
 
     def run(self, problem: Problem) -> Partial:
-        return self._run(problem, few=_is_decode(problem.spec))
+        return self._run(problem, is_decode=_is_decode(problem.spec))
 
     def run_with_statistics(self, problem: Problem) -> tuple[Partial, RowStatistics]:
         """Entropy, largest score and largest weight in the same pass."""
@@ -193,15 +193,17 @@ class CpuBackend:
         return None if ready is None else stages.GrowingRotation(problem, ready)
 
     def run_for_backward(self, problem: Problem) -> Partial:
-        return self._run(problem, few=_is_decode(problem.spec), backward=True)
+        return self._run(problem, is_decode=_is_decode(problem.spec), backward=True)
 
     def backward(self, problem: Problem, inputs: BackwardInputs) -> OperandGradients:
         """Gradients in one pass over recomputed weights."""
         with importing():
-            from qkv.backends.cpu.passes.gradient import backward, sums_again
+            from qkv.backends.cpu.passes.gradient import backward, recomputes_lse
 
-        if not sums_again(problem):
-            inputs = ensure_residuals(problem, inputs, partial(self._run, few=False, backward=True))
+        if not recomputes_lse(problem):
+            inputs = ensure_residuals(
+                problem, inputs, partial(self._run, is_decode=False, backward=True)
+            )
         return backward(problem, inputs)
 
     def prepare_backward(
@@ -229,12 +231,12 @@ class CpuBackend:
     def _run(
         self,
         problem: Problem,
-        few: bool,
+        is_decode: bool,
         statistics: RowStatistics | None = None,
         backward: bool = False,
     ) -> Partial:
         # Stored rows are read where they lie, or gathered.
-        problem = problem if few else problem.gathered()
+        problem = problem if is_decode else problem.gathered()
         spec = problem.spec
         shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.v_head_dim)
         compute = spec.compute_dtype
@@ -242,9 +244,9 @@ class CpuBackend:
             return identity(shape, compute)
         # Sinks scale the output afterwards: round to the type of storage only then.
         out_dtype = compute if spec.sinks else np.dtype(spec.dtype)
-        rest = np.empty(shape[:-1], compute) if backward and not few else None
+        rest = np.empty(shape[:-1], compute) if backward and not is_decode else None
         whole = Partial(np.empty(shape, out_dtype), np.empty(shape[:-1], compute), rest)
-        if few:
+        if is_decode:
             _decode(problem, whole, statistics)
         else:
             _forward(problem, whole, statistics)
@@ -264,11 +266,11 @@ def _is_scheduled_alike(problem: Problem, arrays: tuple[Array, ...]) -> bool:
         from qkv.backends.cpu.plan.block_skipping import skips_by_value
 
     return not skips_by_value(problem) and not _are_scheduled_by(
-        problem, arrays, schedule.FEW_OPERATIONS
+        problem, arrays, schedule.CHEAP_OPERATIONS
     )
 
 
-def _are_scheduled_by(problem: Problem, arrays: tuple[Array, ...], few: float) -> bool:
+def _are_scheduled_by(problem: Problem, arrays: tuple[Array, ...], most: float) -> bool:
     """Whether which pairs are computed depends on the values of arrays, or might."""
     if not arrays:
         return False
@@ -276,7 +278,7 @@ def _are_scheduled_by(problem: Problem, arrays: tuple[Array, ...], few: float) -
         from qkv.backends.cpu.plan import schedule
         from qkv.backends.cpu.prepared.placeholders import tables_of
 
-    mask, _ = schedule.cheap_part(problem, few)
+    mask, _ = schedule.cheap_part(problem, most)
     return any(not names or tables(mask) & set(names) for names in tables_of(problem, arrays))
 
 

@@ -25,6 +25,7 @@ from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products.bfloat16 import chunks, multiply_add_pairs
 from qkv.backends.cpu.products.query_lanes import (
     MultiplyAdd,
+    SumOrder,
     combine_rows,
     dot_rows,
     store_vectors,
@@ -83,13 +84,13 @@ def scratch_areas(shape: TileShape, head_dim: int, v_head_dim: int, item: int) -
     """Bytes that each area takes."""
     block_q = shape.lanes * shape.vectors
     query, value = (padded(dim, shape.lanes) * block_q for dim in (head_dim, v_head_dim))
-    # Before there is an lse, its area holds what it is made of.
+    # The delta correction keeps the statistics that lse is computed from in this area.
     rows, block = (STATS * block_q, block_q, 3 * block_q), BLOCK_KV * block_q
     copies = [BLOCK_KV * padded(dim, shape.lanes) for dim in (head_dim, v_head_dim)]
     sizes = (query, value, max(query, value), query, value, *rows, *[block] * 4, *copies)
     areas = dict(zip(AREAS, sizes, strict=True))
     if shape.product == "pairs":
-        # Rows of pairs are whole chunks; a chunk is two vectors.
+        # Rows of pairs are padded to whole chunks, which are two vectors each.
         pairs = [BLOCK_KV * chunks(dim) // 2 for dim in (head_dim, v_head_dim)]
         areas |= zip(PAIR_AREAS, (query, value, *pairs), strict=True)
     return {name: size * item for name, size in areas.items()}
@@ -108,8 +109,8 @@ class BackwardKey:
     """Everything that the code of one kernel depends on.
 
     `rotated` queries and keys come in the type of computation. `out_dtype` is that of the output
-    that is read, `grad_dtype` that of the gradients that are written. The rows of `few` queries
-    are summed again; if `wide`, their dP are added in float64.
+    that is read, `grad_dtype` that of the gradients that are written. If the kernel
+    `corrects_delta`, rows were summed again before; if `wide`, their dP are added in float64.
     """
 
     spec: Spec
@@ -119,7 +120,7 @@ class BackwardKey:
     out_dtype: str
     grad_dtype: str
     tables: tuple[TableGradient, ...] = ()
-    few: bool = False
+    corrects_delta: bool = False
     wide: bool = False
 
 
@@ -183,11 +184,11 @@ class BackwardFrame(Frame):
         self.may_forbid = self.mask != TRUE or self.score != SCORE
         self.wide = key.wide and self.e.real == FLOAT
         """Whether dP is added in float64."""
-        self.chain_of_products = _CHAIN if key.few else None
-        self.has_delta_rest = key.few and not sums_rows
+        self.chain_of_products = _CHAIN if key.corrects_delta else None
+        self.has_delta_rest = key.corrects_delta and not sums_rows
         self.skips_within_blocks = key.shape.product != "tiles" and skips_within_blocks(self.mask)
         """Whether each vector of queries computes only its own keys in partial blocks."""
-        self.settles = key.shape.product != "tiles" and not key.few
+        self.settles = key.shape.product != "tiles" and not key.corrects_delta
         """Whether dS of rows that see a single block of keys is corrected to add up exactly."""
 
     @contextmanager
@@ -255,7 +256,7 @@ def products_function(frame: BackwardFrame, vectors: int) -> Value:
         dim, multiply_add = frame.rows_of_products(head_dim)
         dot_rows(
             e, key, key_row, count, packed, vectors, dim, frame.shape.keys_of(vectors), [],
-            finish, multiply_add, chain=frame.chain_of_products,
+            finish, SumOrder(multiply_add, chain=frame.chain_of_products),
         )  # fmt: skip
     return function
 
@@ -382,7 +383,7 @@ def score_gradients_function(frame: BackwardFrame, vectors: int) -> Value:
         dim, multiply_add = frame.rows_of_products(v_head_dim)
         dot_rows(
             e, value, value_row, count, packed, vectors, dim, frame.shape.keys_of(vectors), [],
-            finish, multiply_add, less=less, wide=frame.wide,
+            finish, SumOrder(multiply_add, less, wide=frame.wide),
         )  # fmt: skip
     return function
 
@@ -444,9 +445,9 @@ def chain_function(frame: BackwardFrame) -> Value:
                     following.append(b.fadd(total, share))
                 else:
                     _scatter(frame, inner, load, views[load.table], share)
-            turned = b.fmul(b.fmul(found, scale), inner.floats(frame.slope))
-            turned = b.select(forbidden, e.const(0.0), turned)
-            e.store_vector(turned, e.at(at.score_grads, place))
+            grad = b.fmul(b.fmul(found, scale), inner.floats(frame.slope))
+            grad = b.select(forbidden, e.const(0.0), grad)
+            e.store_vector(grad, e.at(at.score_grads, place))
             return following
 
         places.hoist(frame.score)
@@ -568,7 +569,7 @@ def add_vectors(e: Emitter, place: Value, found: list[Value]) -> None:
 
 
 def _column(frame: BackwardFrame, width: Value, v: Value, columns: Value) -> tuple[Value, Value]:
-    """Where vector v of a turned row lies: bytes to that of row 0, and from row to row.
+    """Where vector v of a transposed row lies: bytes to that of row 0, and from row to row.
 
     As many neighbouring vectors as fit the registers are the columns of one matrix; those
     that are left over are matrices of one column. `width` is that of a packed row.
@@ -584,10 +585,10 @@ def _column(frame: BackwardFrame, width: Value, v: Value, columns: Value) -> tup
     )
 
 
-def turn_function(frame: BackwardFrame) -> Value:
+def transpose_function(frame: BackwardFrame) -> Value:
     """Packed rows side by side again, for products over queries."""
     e = frame.e
-    with e.function("turn", [POINTER, POINTER, INT64, INT64]) as (function, args):
+    with e.function("transpose", [POINTER, POINTER, INT64, INT64]) as (function, args):
         packed, out, columns, width = args
 
         def each(v: Value, _: list[Value]) -> None:
@@ -629,18 +630,7 @@ def key_sums_function(frame: BackwardFrame) -> Value:
 
                 before = e.mul(first_row, vectors * e.vector_bytes)
                 matrix = e.at(rows, e.mul(v, e.lanes, width), before)
-                dot_rows(
-                    e,
-                    left,
-                    width,
-                    count,
-                    matrix,
-                    vectors,
-                    row_count,
-                    keys,
-                    [],
-                    finish,
-                )
+                dot_rows(e, left, width, count, matrix, vectors, row_count, keys, [], finish)
 
             return body
 

@@ -86,13 +86,13 @@ def _weights_function(frame: BackwardFrame, name: str, masked: bool) -> Value:
         (largest,) = e.loop(0, at.count, 1, [e.const(-math.inf)], finish)
         row = RowSums(e, at.lse, at.width, largest, statistics=False)
 
-        def weigh(k: Value) -> Value:
+        def weight_of_key(k: Value) -> Value:
             place = e.at(at.weights, e.mul(k, at.width))
-            weight, _ = row.weigh(e.load_vector(place), row.nothing, e.const(-0.0))
+            weight, _ = row.weight(e.load_vector(place), row.nothing, e.const(-0.0))
             e.store_vector(weight, place)
             return weight
 
-        row.advance([sum_over_keys(e, at.count, weigh)])
+        row.advance([sum_over_keys(e, at.count, weight_of_key)])
     return function
 
 

@@ -16,7 +16,7 @@ dK and dV belong to the task. dQ is a part for each range of keys; whoever finis
 of a kv head adds its parts, in the order of the ranges. A table that the score reads gets
 `dS * d score / d entry` added where the entry was read.
 
-Q and dO are packed for the first two products and turned back, side by side, for the last two, so
+Q and dO are packed for the first two products and transposed again for the last two, so
 that nothing is transposed between products. A forbidden pair has P = -0.0, no other pair has: its
 dX is 0 by selection, and where K, Q or dO is not finite a slower path leaves it out of the sums.
 

@@ -25,7 +25,7 @@ from qkv.backends.cpu.backward.block import (
     selected_key_sums_function,
     selected_query_sums_function,
     settle_function,
-    turn_function,
+    transpose_function,
     weights_function,
 )
 from qkv.backends.cpu.emit import vector_math
@@ -212,7 +212,7 @@ def block_functions(
         found["settle"] = settle_function(frame)
     if frame.spec.dropout:
         found["drop_weights"] = drop_weights_function(frame)
-    found["turn"], found["key_sums"] = turn_function(frame), key_sums_function(frame)
+    found["transpose"], found["key_sums"] = transpose_function(frame), key_sums_function(frame)
     if frame.may_forbid:
         found["all_finite"] = all_finite(e)
         if frame.skips_within_blocks:
@@ -303,14 +303,14 @@ class QueryBlockPass:
         )  # fmt: skip
 
     def begin(self) -> None:
-        """Q and dO packed and turned back, delta, and whether all of it is finite."""
+        """Q and dO packed and transposed, delta, and whether all of it is finite."""
         e, frame = self.e, self.frame
         self.each_vector(self._pack)
-        for name, turned in (("query", "query_rows"), ("grad_out", "grad_rows")):
+        for name, transposed in (("query", "query_rows"), ("grad_out", "grad_rows")):
             columns = self.columns[name]
             end = e.mul(columns, e.lanes, self.width)
             fill(e, self.area[name], e.mul(self.dims[name], self.width), end)
-            self.call("turn", *self.areas(name, turned), columns, self.width)
+            self.call("transpose", *self.areas(name, transposed), columns, self.width)
             if frame.in_pairs:
                 pairs = self.area[PAIRS_OF[name]]
                 self.call("pair", self.area[name], self.dims[name], self.width, pairs)
@@ -344,7 +344,7 @@ class QueryBlockPass:
         for name in ("lse", "lse_rest"):
             self._pack_column(offset, first, name, name)
         self._pack_operand(offset, first, "grad_out", "grad_out", "grad_out")
-        # dQ is not begun yet: its area holds O meanwhile.
+        # The area of dQ is not in use yet, so it holds O meanwhile.
         self._pack_operand(offset, first, "out", "value", "query_sums")
         self._pack_column(offset, first, "grad_lse", "delta")
         if self.frame.has_delta_rest:
@@ -409,7 +409,7 @@ class QueryBlockPass:
             packed["key"], "lse", "lse_rest", "weights" if frame.plain else "products"
         )
         self.call("products", self.arguments, first[0], *held, first[1], self.dims["key"], count)
-        self._weigh(kv_start, count, partial)
+        self._compute_weights(kv_start, count, partial)
         of_values = self._pairs if frame.in_pairs else self._side_by_side
         value = of_values("value", self.values, kv_start, count)
         if frame.spec.dropout:
@@ -428,25 +428,25 @@ class QueryBlockPass:
             self._by_vector("chain", kv_start, count)
         self._add(key, kv_start, count, partial)
 
-    def _weigh(self, kv_start: Value, count: Value, partial: Value) -> None:
+    def _compute_weights(self, kv_start: Value, count: Value, partial: Value) -> None:
         frame = self.frame
 
-        def weigh(name: str) -> None:
+        def compute(name: str) -> None:
             self._by_vector(name, kv_start, count)
 
         if frame.plain and frame.mask != TRUE:
             with self.e.builder.if_then(partial):
-                weigh("partial")
+                compute("partial")
         elif frame.mask != TRUE:
-            self.e.choose(partial, lambda: weigh("partial"), lambda: weigh("full"))
+            self.e.choose(partial, lambda: compute("partial"), lambda: compute("full"))
         elif not frame.plain:
-            weigh("full")
+            compute("full")
 
     def _by_vector(self, name: str, kv_start: Value, count: Value) -> None:
         e = self.e
 
         def body(offset: Value, first: Value) -> None:
-            # A vector beyond the last row repeats it, and counts for nothing.
+            # A vector beyond the last row repeats that row, and its results are not used.
             held = (e.at(area, offset) for area in self.areas(*VECTOR_AREAS))
             where = self.batch, self.head, e.add(self.first_row, first), e.sub(self.rows, first)
             self.call(name, self.arguments, self.task, *held, self.width, count, *where, kv_start)

@@ -134,7 +134,7 @@ def build(
 
 def _require_room() -> None:
     try:
-        mmap.mmap(-1, _ROOM).close()  # of which nothing is touched
+        mmap.mmap(-1, _ROOM).close()  # The memory is reserved and never touched.
     except (OSError, MemoryError) as error:
         raise MemoryError(
             f"a kernel is compiled with up to {_ROOM >> 20} MiB, which this process may not have "
@@ -180,7 +180,7 @@ def optimized_for(source: str, machine: Any, triple: str) -> Any:
     module.data_layout = str(machine.target_data)
     module.verify()
     options = llvm.create_pipeline_tuning_options(speed_level=2)
-    # The kernels are vectors already; unrolling them further only takes time and registers.
+    # Kernels are written with vectors; unrolling would only cost time and registers.
     options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
     builder = llvm.create_pass_builder(machine, options)
     builder.getModulePassManager().run(module, builder)
@@ -192,9 +192,9 @@ def optimized_for(source: str, machine: Any, triple: str) -> Any:
 
 def cache_folder() -> Path | None:
     """`QKV_CACHE_DIR`, or the user's cache folder; None when it is set but empty."""
-    said = os.environ.get("QKV_CACHE_DIR")
-    if said is not None:
-        return Path(said) if said else None
+    folder = os.environ.get("QKV_CACHE_DIR")
+    if folder is not None:
+        return Path(folder) if folder else None
     if sys.platform == "win32":
         base = os.environ.get("LOCALAPPDATA")
         root = Path(base) if base else Path.home() / "AppData" / "Local"

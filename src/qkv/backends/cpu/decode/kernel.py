@@ -180,7 +180,7 @@ class _Decode:
             shift = b.select(unseen, e.const(0.0), new_max)
             nowhere = ir.Constant(ir.VectorType(BIT, e.lanes), None)
 
-            def weigh(k: Value, carried: list[Value]) -> list[Value]:
+            def one_vector(k: Value, carried: list[Value]) -> list[Value]:
                 place = e.at(scores, e.mul(k, e.real_bytes))
                 score = e.load_vector(place)
                 distance = b.fsub(score, shift)
@@ -190,7 +190,7 @@ class _Decode:
                     weight = b.select(never, e.const(0.0), weight)
                 following = [b.fadd(carried[0], weight)]
                 if self.statistics:
-                    # What weighs nothing adds nothing, at whatever distance.
+                    # A weight of 0 adds 0, even where the distance is infinite.
                     added = e.fma(weight, distance, carried[1])
                     kept = vector_math.is_kept(e, distance)
                     following.append(b.select(kept, added, carried[1]))
@@ -210,12 +210,12 @@ class _Decode:
 
             zeros = [e.const(0.0)] * (1 + self.statistics)
 
-            def weigh_block(k: Value, carried: list[Value]) -> list[Value]:
+            def one_block(k: Value, carried: list[Value]) -> list[Value]:
                 stop = e.least(e.add(k, BLOCK_KV), count)
-                found = e.loop(k, stop, e.lanes, zeros + carried[len(zeros) :], weigh)
+                found = e.loop(k, stop, e.lanes, zeros + carried[len(zeros) :], one_vector)
                 return [*map(b.fadd, carried, found[: len(zeros)]), *found[len(zeros) :]]
 
-            sums = e.loop(0, count, BLOCK_KV, zeros + [nowhere] * self.may_forbid, weigh_block)
+            sums = e.loop(0, count, BLOCK_KV, zeros + [nowhere] * self.may_forbid, one_block)
             step = b.fsub(old_max, shift)
             factor = vector_math.exp_flushed(e, step)
             e.store_vector(new_max, row_max)
@@ -651,7 +651,7 @@ class _Decode:
         if self.statistics:
             logarithm = vector_math.log(e, row_sum)
             entropy = b.fsub(logarithm, b.fdiv(spread[0], divisor))
-            # Rounding may leave a sure choice a little below 0.
+            # Rounding may make the entropy of a single key slightly negative.
             below = b.fcmp_ordered("<", entropy, nothing)
             write("entropy", b.select(b.or_(empty, below), nothing, entropy))
             write("max_score", row_max)

@@ -59,7 +59,7 @@ class DecodeFrame(Frame):
         base, batches, stride, row, element = (
             self.field(arguments, field) for field in operand_fields(name)
         )
-        # One load, from the table of offsets or of the distance of batch rows.
+        # One load reads the offset of the batch row from a table, or the distance of rows.
         tabled = b.icmp_signed("!=", batches, e.index(0))
         apart = self._word(arguments, f"{name}_batch")
         place = b.select(tabled, e.at(e.pointer(batches), e.mul(batch, WORD)), apart)

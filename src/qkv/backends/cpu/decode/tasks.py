@@ -115,7 +115,7 @@ class DecodeTasks:
 
             def group(number: Value, carried: list[Value]) -> list[Value]:
                 first, keys = carried
-                # The first group with the same mask.
+                # The number of the first group that has the same mask.
                 batch, kv_head = b.sdiv(number, kv_heads), b.srem(number, kv_heads)
                 source = e.add(
                     e.mul(batch, kv_heads) if "batch" in depends else 0,
@@ -212,7 +212,7 @@ class DecodeTasks:
                 found = b.call(chunk_keys, [arguments, batch, kv_head, start, stop])
                 own = b.ashr(found, e.index(1))
                 full = b.and_(found, e.index(1))
-                # The next one takes its place if there is nothing to do.
+                # If this task has nothing to do, the next one overwrites it.
                 self._write_task(arguments, e.add(first, count), number, start, stop, full)
                 met = b.zext(e.below(0, own), INT64)
                 return [e.add(count, met), e.add(keys, own)]

@@ -76,9 +76,9 @@ class Emitter:
         self.builder = ir.IRBuilder(function.append_basic_block())
         if not public:
             function.linkage = "internal"
-            # Put into its one caller, as LLVM would, each makes the others slower to compile.
+            # LLVM would inline it into its only caller, and take longer to compile that one.
             function.attributes.add("noinline")
-            # Vectors that registers have no room for would straddle cache lines.
+            # Vectors that are spilled to the stack then do not straddle cache lines.
             function.attributes.alignstack = CACHE_LINE
             for argument in function.args:
                 if isinstance(argument.type, ir.PointerType) and not in_place:
@@ -359,7 +359,7 @@ class Emitter:
         return known[0]
 
     def transpose(self, rows: list[Value]) -> list[Value]:
-        """`lanes` vectors turned: element j of row i becomes element i of row j."""
+        """`lanes` vectors transposed: element j of row i becomes element i of row j."""
         half = 1
         while half < self.lanes:
             transposed: list[Value] = [None] * self.lanes

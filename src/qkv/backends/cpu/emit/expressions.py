@@ -109,7 +109,7 @@ class Expressions:
             value = self.e.builder.trunc(value, ir.IntType(32))
         return self.e.splat(value)
 
-    def _q_blocks_per_task(self, *values: Value) -> list[Value]:
+    def _alike(self, *values: Value) -> list[Value]:
         """All uniform, or all lane-varying."""
         if any(is_vector(v) for v in values):
             return [self._lanes(v) for v in values]
@@ -149,7 +149,7 @@ class Expressions:
             return self._decode(e.load(e.at(table.pointer, uniform), raw), table.spec.dtype)
         row = ir.Constant(ir.VectorType(raw, e.lanes), ir.Undefined)
         for lane in range(e.lanes):
-            # The lane's own part first: it is the part that leaves the loop over keys.
+            # The lane's own offset comes first, so that LLVM moves it out of the loop over keys.
             start = e.at(table.pointer, e.extract(varying, lane))
             row = e.insert(row, e.load(e.at(start, uniform), raw), lane)
         return self._decode(row, table.spec.dtype)
@@ -157,7 +157,7 @@ class Expressions:
     def _inside(self, index: Value, size: Value) -> Value:
         """Clamp: `floor` of float32 may round across the bound that was proved in float64."""
         b = self.e.builder
-        index, last = self._q_blocks_per_task(index, b.sub(size, ir.Constant(INT64, 1)))
+        index, last = self._alike(index, b.sub(size, ir.Constant(INT64, 1)))
         zero = ir.Constant(index.type, None)
         index = b.select(b.icmp_signed("<", index, zero), zero, index)
         return b.select(b.icmp_signed(">", index, last), last, index)
@@ -216,7 +216,7 @@ class Expressions:
             return _FUNCTIONS[op.name](e, self._lanes(values[0]))
         if op.name == "floor":
             return self._floor(values[0])
-        values = self._q_blocks_per_task(*values)
+        values = self._alike(*values)
         if op.name in _COMPARISONS:
             sign = _COMPARISONS[op.name]
             if "float" not in kinds:
@@ -271,7 +271,7 @@ class Expressions:
                 return b.fneg(*values)
             case "abs":
                 return self.e.intrinsic("fabs", *values)
-        # NaN in either argument is the result.
+        # If either argument is NaN, the result is NaN.
         first, second = values
         better = b.fcmp_unordered("<" if name == "min" else ">", first, second)
         second_is_nan = self.e.is_nan(second)
@@ -295,7 +295,7 @@ class Expressions:
             case "min" | "max":
                 better = b.icmp_signed("<" if name == "min" else ">", *values)
                 return b.select(better, *values)
-        # The divisor is known to be 1 or more: rounding down differs for a negative remainder.
+        # The divisor is at least 1, so only negative remainders are rounded differently.
         remainder = b.srem(*values)
         negative = b.icmp_signed("<", remainder, zero)
         if name == "mod":
@@ -312,7 +312,7 @@ class Expressions:
         """Rounded down to an integer: 0 for NaN, kept inside what the integers hold."""
         e, b = self.e, self.e.builder
         lanes = self._lanes(x)
-        # The largest numbers that float32 and these integers both hold.
+        # The largest magnitude that both float32 and these integers can hold.
         limit = e.const(2.0**62 if self.int_bits == 64 else 2.0**31 - 128)
         low = b.fneg(limit)
         lanes = e.intrinsic("floor", lanes)

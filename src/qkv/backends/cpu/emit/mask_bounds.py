@@ -155,8 +155,7 @@ class MaskBounds:
         low = b.select(never, second.low, self._least(first.low, second.low))
         high = b.select(never, second.high, self._greatest(first.high, second.high))
         nan = b.or_(
-            b.and_(condition.possible, first.nan),
-            b.and_(b.not_(condition.certain), second.nan),
+            b.and_(condition.possible, first.nan), b.and_(b.not_(condition.certain), second.nan)
         )
         return Bounds(
             b.select(condition.certain, first.low, low),
@@ -289,7 +288,7 @@ class MaskBounds:
         "exp": _unbounded, "log": _unbounded, "tanh": _unbounded,
     }  # fmt: skip
 
-    # Room for rounding, and for integers that wrap around
+    # Margins for rounding, and for integers that wrap around
 
     def _whole(self, a: Bounds) -> Bounds:
         """Integers that float64 tells apart; larger ones may be anything."""
@@ -404,12 +403,12 @@ class MaskBounds:
         if not axes:
             x = self._element(table, place)
             nan = e.is_nan(x)
-            # Where one is NaN, `bounds` takes the others for unknown.
+            # If one value is NaN, `bounds` treats all of them as unknown.
             low = b.select(nan, _number(-math.inf), self._least(seen[0], x))
             high = b.select(nan, _number(math.inf), self._greatest(seen[1], x))
             return [low, high, b.or_(seen[2], nan)]
         ((first, last), stride), *others = axes
-        # Nothing is read of what is unknown.
+        # Tables whose indices are unknown are not read.
         stop = b.select(known, e.add(last, 1), first)
 
         def one(i: Value, carried: list[Value]) -> list[Value]:

@@ -28,7 +28,7 @@ def pack_rows(
     """Transpose one row for each lane: `put(d, vector)` is given element d of every row."""
     item = storage.ITEM_BYTES[dtype]
 
-    def turn(d: Value, _: list[Value]) -> None:
+    def transpose(d: Value, _: list[Value]) -> None:
         # The last vector may overlap the one before.
         d = e.least(d, e.sub(dim, e.lanes))
         loaded = [storage.load(e, e.at(row, e.mul(d, item)), dtype, e.lanes) for row in rows]
@@ -43,7 +43,7 @@ def pack_rows(
         put(d, vector)
 
     stop = e.builder.select(adjacent(e, element, dim, item), dim, e.index(0))
-    e.loop(0, stop, e.lanes, [], turn)
+    e.loop(0, stop, e.lanes, [], transpose)
     e.loop(stop, dim, 1, [], gather)
 
 
@@ -53,7 +53,7 @@ def unpack_rows(
     """Transpose back: `take(d)` gives element d of every row; rows have adjacent elements."""
     item = storage.ITEM_BYTES[dtype]
 
-    def turn(d: Value, _: list[Value]) -> None:
+    def transpose(d: Value, _: list[Value]) -> None:
         d = e.least(d, e.sub(dim, e.lanes))
         transposed = e.transpose([take(e.add(d, i)) for i in range(e.lanes)])
         for row, vector in zip(rows, transposed, strict=True):
@@ -65,7 +65,7 @@ def unpack_rows(
             storage.store(e, e.extract(vector, i), e.at(row, e.mul(d, item)), dtype)
 
     stop = e.builder.select(adjacent(e, e.index(item), dim, item), dim, e.index(0))
-    e.loop(0, stop, e.lanes, [], turn)
+    e.loop(0, stop, e.lanes, [], transpose)
     e.loop(stop, dim, 1, [], scatter)
 
 
@@ -126,7 +126,7 @@ def all_finite(e: Emitter, dtype: str = "") -> Value:
 
         def rows(d: Value, load: Callable[[Value], Value], seen: list[Value]) -> list[Value]:
             def some(k: Value, seen: list[Value]) -> list[Value]:
-                # Four rows at a time; the last ones may be met twice.
+                # Four rows are read at a time; the last ones may be read twice.
                 following = []
                 for i, old in enumerate(seen):
                     place = e.mul(e.least(e.add(k, i), last_row), row)

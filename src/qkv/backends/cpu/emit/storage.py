@@ -132,11 +132,11 @@ def _float_to_half(e: Emitter, bits: Value) -> Value:
     real = _like(bits, FLOAT)
     magnitude = b.and_(bits, const(0x7FFFFFFF))
     sign = b.lshr(b.and_(bits, const(-(2**31))), const(16))
-    # Normal results: round the lower 13 bits away, ties to even.
+    # Normal results are rounded to the upper bits: 13 bits go, ties to even.
     odd = b.and_(b.lshr(magnitude, const(13)), const(1))
     normal = b.add(magnitude, b.add(odd, const(0xFFF - ((127 - 15) << 23))))
     normal = b.lshr(normal, const(13))
-    # Subnormal results are whole multiples of 2^-24: adding 1/2 lets the addition round.
+    # Subnormal results are multiples of 2^-24, which adding 1/2 rounds to.
     half = _constant(b.bitcast(magnitude, real), 0.5)
     shifted = b.fadd(b.bitcast(magnitude, real), half)
     subnormal = b.sub(b.bitcast(shifted, bits.type), const(126 << 23))

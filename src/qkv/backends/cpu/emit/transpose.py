@@ -29,12 +29,12 @@ def transposed_loads(spec: Spec) -> tuple[Load, ...]:
     found: dict[Node, None] = {}
     for root in (spec.score, spec.mask):
         for node in walk(root):
-            if isinstance(node, Load) and _turns(node, dtypes[node.table], spec.dtype):
+            if isinstance(node, Load) and _is_transposed(node, dtypes[node.table], spec.dtype):
                 found[node] = None
     return tuple(node for node in found if isinstance(node, Load))
 
 
-def _turns(load: Load, stored: str, dtype: str) -> bool:
+def _is_transposed(load: Load, stored: str, dtype: str) -> bool:
     *rows, column = load.indices if load.indices else (None,)
     if column != _KEY or not rows:
         return False
@@ -91,7 +91,7 @@ def _laying(e: Emitter, dtype: str) -> Value:
         def put(k: Value, vector: Value) -> None:
             e.store(vector, e.at(target, e.mul(k, e.vector_bytes)), e.vector_bytes)
 
-        def turn(k: Value, _: list[Value]) -> None:
+        def transpose(k: Value, _: list[Value]) -> None:
             # The last keys may overlap those before.
             k = e.least(k, e.sub(count, e.lanes))
             loaded = [_read(e, e.at(row, e.mul(k, item)), dtype, e.lanes) for row in rows]
@@ -107,7 +107,7 @@ def _laying(e: Emitter, dtype: str) -> Value:
             put(k, vector)
 
         stop = b.select(side_by_side, count, e.index(0))
-        e.loop(0, stop, e.lanes, [], turn)
+        e.loop(0, stop, e.lanes, [], transpose)
         e.loop(stop, count, 1, [], gather)
     return function
 

@@ -122,7 +122,7 @@ def exp(e: Emitter, x: Value) -> Value:
     x = b.select(b.fcmp_ordered("<", x, e.const(form.smallest)), e.const(form.smallest), x)
     x = b.select(b.fcmp_ordered(">", x, e.const(form.largest)), e.const(form.largest), x)
     fraction, exponent = _split(e, x)
-    # 2^n may lie outside the floats where the result does not: multiply in two halves.
+    # 2^n may overflow where the result does not, so it is multiplied in two halves.
     n = b.sub(exponent, e.const_bits(form.round_bits + form.bias))
     half = b.ashr(n, e.const_bits(1))
     for part in (half, b.sub(n, half)):
@@ -246,7 +246,7 @@ def capped(e: Emitter, cap: Value, x: Value, share: Value) -> Value:
         above, below = (polynomial(e, part, square) for part in _TANH64)
         tail = b.fdiv(above, below)
     near = e.fma(b.fmul(tail, square), x, x)
-    # 2 |share| is kept below the overflow of exp; NaN goes on.
+    # 2 |share| is limited so that exp does not overflow; NaN stays NaN.
     doubled = b.fadd(magnitude, magnitude)
     doubled = b.select(b.fcmp_ordered(">", doubled, e.const(40.0)), e.const(40.0), doubled)
     fraction, exponent = _split(e, doubled)

@@ -37,7 +37,7 @@ from qkv.backends.cpu.forward.score_blocks import (
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products import matrix_unit
 from qkv.backends.cpu.products.bfloat16 import CHUNK, chunks, join, multiply_add_pairs, split, whole
-from qkv.backends.cpu.products.query_lanes import dot_rows, store_vectors, vectors_at
+from qkv.backends.cpu.products.query_lanes import SumOrder, dot_rows, store_vectors, vectors_at
 from qkv.problem.expressions import TRUE
 from qkv.problem.spec import Spec
 
@@ -151,7 +151,7 @@ class Bf16Operands(PairOperands):
             )
             flip = e.splat(b.select(negative, *(ir.Constant(INT32, x) for x in (0x80008000, 0))))
 
-            def turn(d: Value, _: list[Value]) -> None:
+            def chunk(d: Value, _: list[Value]) -> None:
                 there = self.first_of_chunk(e.sub(head_dim, d))
                 loaded = [self.chunk(e.at(place, e.mul(d, 2)), there) for place in places]
                 start = e.at(packed, e.mul(d, self.width // 2))
@@ -159,7 +159,7 @@ class Bf16Operands(PairOperands):
                     signed = e.as_floats(b.xor(e.as_bits(pairs), flip))
                     e.store_vector(signed, e.at(start, p * self.width))
 
-            e.loop(0, head_dim, CHUNK, [], turn)
+            e.loop(0, head_dim, CHUNK, [], chunk)
         return function
 
     def adjacent(
@@ -242,7 +242,7 @@ class Bf16Operands(PairOperands):
 
             dot_rows(
                 e, rows, row, count, packed, self.vectors, pairs, self.frame.shape.keys, [], finish,
-                multiply_add_pairs,
+                SumOrder(multiply_add_pairs),
             )  # fmt: skip
         return function
 
@@ -301,10 +301,10 @@ class Bf16Operands(PairOperands):
             forbidden = e.as_bits(e.const(-0.0))
 
             def each(k: Value, _: list[Value]) -> None:
-                odd = b.trunc(b.and_(k, e.index(1)), BIT)
+                is_second = b.trunc(b.and_(k, e.index(1)), BIT)
                 pairs = vectors_at(e, weights, self.vectors, b.ashr(k, e.index(1)))
                 halves = [split(e, pair) for pair in pairs]
-                weighed = [b.select(odd, second, first) for first, second in halves]
+                weights_of_key = [b.select(is_second, second, first) for first, second in halves]
 
                 def element(d: Value, _: list[Value]) -> None:
                     x = storage.load(e, e.at(rows, e.mul(k, row), e.mul(d, 2)), "bfloat16")
@@ -312,7 +312,7 @@ class Bf16Operands(PairOperands):
                     with b.if_then(e.is_nan(difference), likely=False):
                         place = e.at(out, e.mul(d, self.width))
                         total = vectors_at(e, place, self.vectors)
-                        for j, (weight, old) in enumerate(zip(weighed, total, strict=True)):
+                        for j, (weight, old) in enumerate(zip(weights_of_key, total, strict=True)):
                             allowed = b.icmp_signed("!=", e.as_bits(weight), forbidden)
                             new = b.select(allowed, e.fma(e.splat(x), weight, old), old)
                             e.store_vector(new, e.at(place, j * e.vector_bytes))

@@ -18,7 +18,7 @@ from qkv.backends.cpu.emit.expressions import Expressions
 from qkv.backends.cpu.emit.frame import WORD
 from qkv.backends.cpu.forward.frame import ForwardFrame
 from qkv.backends.cpu.forward.products import values_function
-from qkv.backends.cpu.products.query_lanes import dot_rows, store_vectors
+from qkv.backends.cpu.products.query_lanes import SumOrder, dot_rows, store_vectors
 from qkv.problem.expressions import TRUE, Load, Node, variables, walk
 
 STEP = 16
@@ -240,5 +240,6 @@ def _scores(frame: ForwardFrame, vectors: int) -> Value:
             return []
 
         keys = frame.shape.keys_of(vectors)
-        dot_rows(e, key, key_row, count, packed, vectors, head_dim, keys, [], finish, across=across)
+        sums = SumOrder(across=across)
+        dot_rows(e, key, key_row, count, packed, vectors, head_dim, keys, [], finish, sums)
     return function

@@ -46,7 +46,7 @@ class ForwardKey:
     spec: Spec
     shape: TileShape
     int_bits: int
-    folded: bool
+    pack_gqa: bool
     rotated: bool
     out_dtype: str
     statistics: bool
@@ -88,7 +88,7 @@ class ForwardFrame(Frame):
         plain: bool = True,
     ) -> None:
         super().__init__("qkv_forward", key.spec, key.shape, key.int_bits, fields)
-        self.folded = key.folded
+        self.pack_gqa = key.pack_gqa
         self.out_dtype = key.out_dtype
         self.statistics = key.statistics
         self.block_kv = block_kv
@@ -110,7 +110,7 @@ class ForwardFrame(Frame):
         numbers = self.lane_numbers()
         row = b.add(self.lane_integers(first_row), numbers)
         row = b.select(b.icmp_signed("<", row, last), row, last)
-        if self.folded:
+        if self.pack_gqa:
             q_len = self.lane_integers(self.field(arguments, "q_len"))
             head = b.add(self.lane_integers(head), b.sdiv(row, q_len))
             row = b.srem(row, q_len)

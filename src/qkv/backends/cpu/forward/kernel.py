@@ -1,7 +1,7 @@
 """The forward kernel: online softmax with queries in lanes.
 
-One task is a block of queries of one head, `vectors * lanes` rows at most; where weights are
-replayed for few queries, the heads that share a kv head are rows of one *folded* block. Its scores
+One task is a block of queries of one head, `vectors * lanes` rows at most. Where weights are
+replayed for few queries, the heads that share a kv head are rows of one block (`pack_gqa`). Scores
 are computed transposed, one vector of queries for each key, so that the maximum, the sum, the
 rescaling and the mask of a row are all lane-wise:
 
@@ -179,7 +179,7 @@ def attend_function(
             sizes = (key_row, head_dim, keys, value_row, v_head_dim)
             b.call(scores, [k, packed, weights, block_max, v, *sizes])
 
-            def weigh(marked: Value) -> None:
+            def weights_of(marked: Value) -> None:
                 for j in range(vectors):
                     place = e.at(weights, j * e.vector_bytes)
                     softmax(name, j, place, kv_start, keys, marked)
@@ -188,11 +188,11 @@ def attend_function(
                 b.call(which, [v, weights, rescale, total, value_row, v_head_dim, keys])
 
             if name == "full" and frame.plain:
-                weigh(ir.Constant(BIT, 0))
+                weights_of(ir.Constant(BIT, 0))
                 add(values)
                 return
             finite = b.call(functions["all_finite"], [v, value_row, keys, v_head_dim])
-            weigh(b.not_(finite))
+            weights_of(b.not_(finite))
             e.choose(finite, lambda: add(values), lambda: add(selected))
 
         def partly(kv_start: Value, keys: Value) -> None:

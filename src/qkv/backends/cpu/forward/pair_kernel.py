@@ -42,13 +42,15 @@ def emit_pair_kernel(operands: PairOperands) -> str:
     masked = frame.mask != TRUE
     if frame.plain:
         functions["block_max"] = block_max_function(operands)
-        functions["weigh_plain"] = weights_function(operands, "weigh_plain", finished=False)
+        functions["weights_plain"] = weights_function(operands, "weights_plain", finished=False)
     else:
         functions["finish_full"] = finish_function(frame, "finish_full", masked=False)
     if masked:
         functions["finish_partial"] = finish_function(frame, "finish_partial", masked=True)
     if masked or not frame.plain:
-        functions["weigh_finished"] = weights_function(operands, "weigh_finished", finished=True)
+        functions["weights_finished"] = weights_function(
+            operands, "weights_finished", finished=True
+        )
     frame.call_for_each_task(attend_function(operands, functions), TASK)
     return str(e.module)
 

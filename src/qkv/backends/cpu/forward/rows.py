@@ -28,7 +28,7 @@ def pack_function(frame: ForwardFrame) -> Value:
         for i in range(e.lanes):
             row = e.least(e.add(first_row, i), e.sub(count, 1))
             head = e.index(0)
-            if frame.folded:
+            if frame.pack_gqa:
                 head, row = b.sdiv(row, q_len), b.srem(row, q_len)
             rows.append(e.at(query, e.mul(head, query_head), e.mul(row, query_row)))
         pack_rows(
@@ -74,7 +74,7 @@ def unpack_function(frame: ForwardFrame) -> Value:
             each("lse_rest", b.select(empty, e.const(0.0), rest))
         if frame.statistics:
             entropy = b.fsub(logarithm, b.fmul(spread, share))
-            # Rounding may leave a sure choice a little below 0.
+            # Rounding may make the entropy of a single key slightly negative.
             below = b.fcmp_ordered("<", entropy, e.const(0.0))
             entropy = b.select(b.or_(empty, below), e.const(0.0), entropy)
             each("entropy", entropy)
@@ -86,7 +86,7 @@ def unpack_function(frame: ForwardFrame) -> Value:
         out = e.at(frame.pointer_field(arguments_, "out"), e.mul(first, row_bytes))
 
         def take(d: Value) -> Value:
-            # Adding 0 leaves one sign of zero.
+            # Adding 0 turns -0.0 into 0.0.
             vector = e.load_vector(e.at(total, e.mul(d, width)))
             return e.fma(vector, share, e.const(0.0))
 

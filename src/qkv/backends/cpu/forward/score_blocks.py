@@ -2,10 +2,11 @@
 
     score     S = K Q^T
     finish    scale, score mods and mask; the largest score of each row
-    weigh     P = exp(S - m); row maximum and row sum are updated
+    weights   P = exp(S - m); row maximum and row sum are updated
     add       O = rescale * O + V^T P
 
-Scores without mods and mask are left alone by `finish`, and are scaled as they are weighed.
+Scores without mods and mask are left alone by `finish`, and are scaled when their weights are
+computed.
 
 Each block of queries reads only the quarters of a block of keys from the first to the last one in
 which it may see a key. Scores and weights lie where they would if the whole block was read.
@@ -233,7 +234,7 @@ class ScoreBlocks:
         def one(at: ScoreBlock) -> None:
             self.score(keys, at)
             self.finish(at)
-            self.weigh(at, found.has_non_finite)
+            self.compute_weights(at, found.has_non_finite)
             self.add(at, found)
 
         self.each(keys, one)
@@ -261,7 +262,7 @@ class ScoreBlocks:
         e.loop(0, self.task.count, 1, [], one)
 
     def is_finished(self, at: ScoreBlock) -> Value:
-        """Whether scores are weighed as they are."""
+        """Whether weights are computed of scores as they are."""
         frame = self.frame
         if frame.plain and frame.mask != TRUE:
             return at.partial
@@ -279,14 +280,14 @@ class ScoreBlocks:
             partial=lambda: self._each(at, "finish_partial"),
         )
 
-    def weigh(self, at: ScoreBlock, has_non_finite: Value) -> None:
+    def compute_weights(self, at: ScoreBlock, has_non_finite: Value) -> None:
         if not self.frame.plain:
-            self._each(at, "weigh_finished", has_non_finite)
+            self._each(at, "weights_finished", has_non_finite)
             return
         self.by_kind(
             at,
-            full=lambda: self._each(at, "weigh_plain", has_non_finite),
-            partial=lambda: self._each(at, "weigh_finished", has_non_finite),
+            full=lambda: self._each(at, "weights_plain", has_non_finite),
+            partial=lambda: self._each(at, "weights_finished", has_non_finite),
         )
 
     def add(self, at: ScoreBlock, values: ValueBlock) -> None:

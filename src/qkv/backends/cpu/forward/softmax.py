@@ -11,11 +11,7 @@ from llvmlite import ir
 from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import Emitter, Value
 from qkv.backends.cpu.emit.expressions import Expressions
-from qkv.backends.cpu.emit.transpose import (
-    transpose_tables,
-    transposed_loads,
-    transposed_values,
-)
+from qkv.backends.cpu.emit.transpose import transpose_tables, transposed_loads, transposed_values
 from qkv.backends.cpu.forward.frame import BLOCK_MAX, STATS, ForwardFrame, ScoreVector
 from qkv.problem.expressions import walk
 
@@ -48,10 +44,10 @@ class RowSums:
         self.nothing = [e.const(0.0)] * (1 + statistics)
         """The sums before the first key."""
 
-    def weigh(
+    def weight(
         self, score: Value, sums: list[Value], forbidden: Value | None
     ) -> tuple[Value, list[Value]]:
-        """The weight of one key, and sums with it; `forbidden` weighs a score of -inf."""
+        """The weight of one key, and sums with it; `forbidden` is that of a score of -inf."""
         e, b = self._e, self._e.builder
         distance = b.fsub(score, self._shift)
         weight = vector_math.exp_flushed(e, distance)
@@ -60,7 +56,7 @@ class RowSums:
             weight = b.select(never, forbidden, weight)
         following = [b.fadd(sums[0], weight)]
         if self._statistics:
-            # What weighs nothing adds nothing, at whatever distance.
+            # A weight of 0 adds 0, even where the distance is infinite.
             added = e.fma(weight, distance, sums[1])
             following.append(b.select(vector_math.is_kept(e, distance), added, sums[1]))
         if len(sums) > len(self.nothing):
@@ -131,7 +127,7 @@ def scores_to_weights(
         score = e.load_vector(e.at(at.scores, e.mul(k, at.width)))
         if scale is not None:
             score = b.fmul(score, scale)
-        weight, following = row.weigh(score, carried, forbidden)
+        weight, following = row.weight(score, carried, forbidden)
         if frame.spec.dropout:
             factor = frame.drop(at.arguments, places, e.add(at.kv_start, k))
             weight = b.fmul(weight, factor)

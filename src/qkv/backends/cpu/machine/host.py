@@ -123,7 +123,7 @@ def _host(forced: str) -> Host:
     threadpool_limits.register()
     try:
         features = dict(llvm.get_host_cpu_features())
-    except RuntimeError:  # LLVM cannot tell on every platform; the processor's name still says much
+    except RuntimeError:  # LLVM does not know the features on every platform.
         features = {}
     has = {name for name, present in features.items() if present}
     if platform.machine().lower() in ("arm64", "aarch64"):
@@ -131,7 +131,7 @@ def _host(forced: str) -> Host:
     else:
         usable = [isa for isa, needs in _REQUIRED.items() if needs <= has] + ["sse"]
         if usable[0] == "amx" and not permitted():
-            # Processors with tiles multiply pairs more slowly than float32.
+            # On processors with tiles, pairs of bfloat16 are slower than float32.
             usable[:3] = ["avx512", "avx512-bf16"]
     isa = forced or usable[0]
     if isa not in usable:

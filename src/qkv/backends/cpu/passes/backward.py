@@ -12,25 +12,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv._threads import get_num_threads
 from qkv.backends.cpu.backward.block import BLOCK_KV, TASK, BackwardKey, TableGradient
 from qkv.backends.cpu.backward.delta_correction import emit_delta_correction
 from qkv.backends.cpu.backward.kernel import emit_backward
 from qkv.backends.cpu.compiler.compile import Kernel, Runnable, build
 from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.machine.tiling import TileShape
-from qkv.backends.cpu.passes.forward import (
-    OPERATIONS_PER_SECOND,
-    OTHERS_PER_SECOND,
-    operations_of_a_pair,
-    shape_of,
-)
+from qkv.backends.cpu.passes.forward import operations_of_a_pair, shape_of
+from qkv.backends.cpu.passes.workers import Workload
 from qkv.backends.cpu.plan.block_skipping import block_skipping
 from qkv.backends.cpu.plan.kernel_spec import integer_bits, kernel_spec
 from qkv.backends.cpu.plan.schedule import Schedule, schedule
 from qkv.backends.cpu.plan.table_gradients import SummedTable, summed_table
 from qkv.backends.cpu.split_bf16 import choice as split_bf16
-from qkv.backends.cpu.threads import jobs
 from qkv.problem.backward import BackwardInputs
 from qkv.problem.rows import plain
 from qkv.problem.spec import Problem, Spec
@@ -44,7 +38,7 @@ _KEYS, _KEYS_IN_TILES = 512, 1024
 each task."""
 _PARTS = 8
 """The most partial sums of dQ that are held at once."""
-_FEW_KEYS = 512
+_MOST_KEYS_IN_FLOAT64 = 512
 """Up to this many keys, dP of few queries is added in float64, which takes a third longer."""
 
 _VECTORS, _Q_BLOCKS_PER_TASK = 4, 8
@@ -52,32 +46,32 @@ _VECTORS, _Q_BLOCKS_PER_TASK = 4, 8
 cache and make splitting the keys worthwhile."""
 _ROWS_PAY = 32
 """The number of queries from which on tiles are quicker."""
-_SLICE_SECONDS = 0.1
-_WORTH_A_THREAD = 4e6
 
 
 class BackwardPass:
     """The backward pass of one problem.
 
-    `few` says that few queries see any key, so that their rows are summed again first. `names` are
-    the tables whose gradients are wanted, `out_dtype` the type of the output. Which pairs weigh
-    nothing is told from `inputs`.
+    `corrects_delta` says that few queries see any key, so that their rows are summed again first.
+    `names` are the tables whose gradients are wanted, `out_dtype` is the type of the output.
+    `inputs` tell which pairs have a weight of nearly 0 and are left out.
     """
 
     def __init__(
         self,
         problem: Problem,
         *,
-        few: bool,
+        corrects_delta: bool,
         names: Iterable[str],
         out_dtype: np.dtype[Any],
         inputs: BackwardInputs | None = None,
     ) -> None:
         spec, here = problem.spec, host()
         self._here = here
-        self.shape = here.shape_of(spec.compute_dtype) if few else backward_shape(problem, here)
+        self.shape = (
+            here.shape_of(spec.compute_dtype) if corrects_delta else backward_shape(problem, here)
+        )
         block_q, q_blocks_per_task = self.shape.block_q, self.shape.q_blocks_per_task
-        known = not few and inputs is not None
+        known = not corrects_delta and inputs is not None
         block_filter = block_skipping(problem, block_q, BLOCK_KV, inputs) if known else None
         self.plan = _in_order(
             schedule(
@@ -96,11 +90,12 @@ class BackwardPass:
             out_dtype.name,
             gradient_dtype(problem).name,
             tuple(TableGradient(table.name, table.wide) for table in self.tables),
-            few,
-            few and spec.kv_len <= _FEW_KEYS,
+            corrects_delta,
+            corrects_delta and spec.kv_len <= _MOST_KEYS_IN_FLOAT64,
         )
-        self._operations = 2.0 * self.plan.pairs * (3 * spec.head_dim + 2 * spec.v_head_dim)
-        self._others = 2 * operations_of_a_pair(spec) * self.plan.pairs
+        operations = 2.0 * self.plan.pairs * (3 * spec.head_dim + 2 * spec.v_head_dim)
+        others = 2 * operations_of_a_pair(spec) * self.plan.pairs
+        self._workload = Workload(len(self.tasks), operations, self.shape.product, others)
 
     @property
     def splits_float32(self) -> bool:
@@ -117,20 +112,10 @@ class BackwardPass:
 
     def workers(self) -> int:
         """Threads that pay, at most as many as may run."""
-        paying = int(self._operations / _WORTH_A_THREAD)
-        return max(1, min(get_num_threads(), len(self.tasks), paying))
+        return self._workload.workers()
 
     def launch(self, kernel: Kernel, arguments: Runnable, workers: int) -> None:
-        rate = OPERATIONS_PER_SECOND[self.shape.product]
-        seconds = (self._operations / rate + self._others / OTHERS_PER_SECOND) / workers
-        # As many tasks for each: nobody waits for the last one.
-        rounds = len(self.tasks) / workers * _SLICE_SECONDS / max(seconds, _SLICE_SECONDS)
-        step = workers * max(1, int(rounds))
-        share = seconds * step / len(self.tasks)
-        for first, last in self._launches:
-            for start in range(first, last, step):
-                arguments.allow(start, min(start + step, last))
-                jobs.run(kernel, arguments, workers, share)
+        self._workload.run(kernel, arguments, workers, self._launches)
 
 
 def backward_shape(problem: Problem, here: Host) -> TileShape:

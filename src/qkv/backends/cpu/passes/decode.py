@@ -24,8 +24,8 @@ from qkv.backends.cpu.decode.tasks import shared_bytes
 from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.passes.arguments import Arguments, rotated, word_of
-from qkv.backends.cpu.passes.forward import Pass, alone_operations
 from qkv.backends.cpu.passes.scratch import Block, give_back, take
+from qkv.backends.cpu.passes.workers import Workload, alone_operations
 from qkv.backends.cpu.plan.kernel_spec import integer_bits, kernel_spec
 from qkv.partial import Partial, RowStatistics
 from qkv.problem.rows import Rows, StoredRows
@@ -33,7 +33,7 @@ from qkv.problem.spec import Problem, Spec
 
 Array = NDArray[Any]
 
-_FEW = 0.75
+_MOST_QUERIES = 0.75
 """The decode kernel is used up to this many queries for each lane of a vector. The forward kernel
 would leave the other lanes idle."""
 _ROWS_OF_A_READ = 8
@@ -47,7 +47,7 @@ _LIMIT, _SCRATCH, _SHARED = (word_of(name, FIELDS) for name in ("limit", "scratc
 
 def is_decode(spec: Spec, shape: TileShape) -> bool:
     """Whether there are so few queries that lanes along head_dim beat lanes along queries."""
-    return spec.q_len <= _FEW * shape.lanes
+    return spec.q_len <= _MOST_QUERIES * shape.lanes
 
 
 class DecodeKernel(Kernel):
@@ -127,7 +127,7 @@ class DecodePass:
         workers = 1
         if keys > alone:
             threads = get_num_threads()
-            workers = self._pass(keys, keys).workers(threads)
+            workers = self._workload(keys, keys).workers(threads)
             if threads == 1:
                 alone = self._slice_keys
         own = self.scratch_bytes * workers
@@ -146,13 +146,13 @@ class DecodePass:
             met = self.kernel.step(block.pointer, share.alone)
             if met > share.alone:
                 block.keep_alive = scratch, keep_alive
-                planned = self._pass(met, words[_LIMIT])
-                planned.launch(block, min(share.workers, planned.workers()))
+                planned = self._workload(met, words[_LIMIT])
+                planned.run(self.kernel, block, min(share.workers, planned.workers()))
                 block.keep_alive = ()
         give_back(scratch)
 
-    def _pass(self, keys: int, tasks: int) -> Pass:
-        return Pass(self.kernel, tasks, self._operations * keys)
+    def _workload(self, keys: int, tasks: int) -> Workload:
+        return Workload(tasks, self._operations * keys)
 
 
 def _as_read(spec: Spec) -> tuple[tuple[str, str, str], tuple[bool, bool]]:
@@ -165,11 +165,7 @@ def _as_read(spec: Spec) -> tuple[tuple[str, str, str], tuple[bool, bool]]:
     if spec.rotation is not None:
         key, query_dtype = None, spec.compute_dtype.name
         key_dtype = query_dtype
-    dtypes = (
-        query_dtype,
-        key.dtype if key else key_dtype,
-        value.dtype if value else spec.dtype,
-    )
+    dtypes = (query_dtype, key.dtype if key else key_dtype, value.dtype if value else spec.dtype)
     return dtypes, (key is not None and key.paged, value is not None and value.paged)
 
 

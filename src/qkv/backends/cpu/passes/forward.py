@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 
-from qkv._threads import get_num_threads
 from qkv.backends.cpu.compiler.compile import Kernel, Runnable, build
 from qkv.backends.cpu.forward.bf16_dot import BF16_DOT
 from qkv.backends.cpu.forward.frame import ForwardKey
@@ -16,77 +14,20 @@ from qkv.backends.cpu.forward.kernel import ONLINE_SOFTMAX, ForwardKernel
 from qkv.backends.cpu.forward.score_blocks import QUARTERS
 from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.machine.tiling import TileShape
+from qkv.backends.cpu.passes.workers import Workload
 from qkv.backends.cpu.plan.block_skipping import block_skipping
 from qkv.backends.cpu.plan.kernel_spec import integer_bits, kernel_spec
 from qkv.backends.cpu.plan.schedule import Schedule, fine_tile, schedule
 from qkv.backends.cpu.split_bf16 import choice as split_bf16
-from qkv.backends.cpu.threads import jobs
 from qkv.problem.expressions import Op, walk
 from qkv.problem.spec import Problem, Spec
-
-_SLICE_SECONDS = 0.1
-"""Seconds for which compiled code may keep Ctrl-C waiting."""
-OPERATIONS_PER_SECOND = {"elements": 5e10, "pairs": 5e10, "tiles": 1e11}
-"""Rough number of operations per second and thread, by what one instruction multiplies."""
-OTHERS_PER_SECOND = 5e10
-_WORTH_A_THREAD = 4e6
-"""Number of operations that make it worthwhile to wake a thread."""
-_BRIEF = 1e6
-"""Number of operations, about 20 microseconds, for which Python may stay locked."""
 
 _SOFTMAX, _DROPOUT, _NODE = 25.0, 75.0, 5.0
 """Cost of a pair beside its products, as operations: its weight, its dropout, and each operation of
 its mods and masks."""
 
 
-def alone_operations() -> tuple[float, float, float]:
-    """The most operations of a pass that is brief, of one for one thread, and of one slice."""
-    return _BRIEF, 2 * _WORTH_A_THREAD, _SLICE_SECONDS * OPERATIONS_PER_SECOND["elements"]
-
-
-class Pass:
-    """A kernel with its tasks: how many threads share them, and how they are run."""
-
-    def __init__(
-        self,
-        kernel: Kernel,
-        count: int,
-        operations: float,
-        product: str = "elements",
-        others: float = 0.0,
-    ) -> None:
-        self.kernel = kernel
-        self.count = count
-        """Number of tasks."""
-        self._operations, self._others = operations, others
-        self._rate = OPERATIONS_PER_SECOND[product]
-
-    @property
-    def is_brief(self) -> bool:
-        """Whether it is over as soon as it has begun: no thread pays, no signal has to wait."""
-        return self._operations <= _BRIEF
-
-    @property
-    def most_workers(self) -> int:
-        """Threads that pay."""
-        return min(int(self._operations / _WORTH_A_THREAD), self.count)
-
-    def workers(self, threads: int | None = None) -> int:
-        """Threads that pay, at most as many as may run."""
-        return max(1, min(self.most_workers, threads or get_num_threads()))
-
-    def launch(self, arguments: Runnable, workers: int) -> None:
-        seconds = (self._operations / self._rate + self._others / OTHERS_PER_SECOND) / workers
-        slices = max(1, math.ceil(seconds / _SLICE_SECONDS))
-        # As many tasks for each: nobody waits for the last one.
-        step = workers * -(-self.count // (workers * slices))
-        share = seconds * step / max(self.count, 1)
-        for start in range(0, self.count, step):
-            arguments.allow(start, min(start + step, self.count))
-            jobs.run(self.kernel, arguments, workers, share)
-
-
-class ForwardPass(Pass):
+class ForwardPass(Workload):
     """The forward pass of one problem."""
 
     def __init__(self, problem: Problem, *, statistics: bool = False) -> None:
@@ -108,7 +49,11 @@ class ForwardPass(Pass):
         operations = 2.0 * (spec.head_dim + spec.v_head_dim) * self.plan.pairs
         count, product = len(self.plan.tasks), self.shape.product
         others = operations_of_a_pair(spec) * self.plan.pairs
-        super().__init__(_kernel(key, here), count, operations, product, others)
+        super().__init__(count, operations, product, others)
+        self.kernel = _kernel(key, here)
+
+    def launch(self, arguments: Runnable, workers: int) -> None:
+        self.run(self.kernel, arguments, workers)
 
 
 def operations_of_a_pair(spec: Spec) -> float:

@@ -51,7 +51,4 @@ class ForwardArguments(Arguments):
         self._write(fields)
 
     def _scales(self, scale: float) -> dict[str, int]:
-        return {
-            "sign": self._real(math.copysign(1.0, scale)),
-            "scale": self._real(abs(scale)),
-        }
+        return {"sign": self._real(math.copysign(1.0, scale)), "scale": self._real(abs(scale))}

@@ -16,7 +16,7 @@ from qkv.problem.spec import Problem
 
 Array = NDArray[Any]
 
-_FEW = 12
+_MOST_QUERIES = 12
 """Up to this many queries of a head that see any key, sums over keys are computed again. With more
 queries, the error of one row is seldom the largest."""
 _FAINT, _LIFT = 2.0**-60, 2.0**64
@@ -28,35 +28,39 @@ def backward(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
     spec = problem.spec
     if 0 in (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len):
         return _nothing(problem, inputs)
-    few = few_see(inputs.lse)
+    corrects_delta = needs_delta_correction(inputs.lse)
     passed = BackwardPass(
-        problem, few=few, names=inputs.tables, out_dtype=inputs.out.dtype, inputs=inputs
+        problem,
+        corrects_delta=corrects_delta,
+        names=inputs.tables,
+        out_dtype=inputs.out.dtype,
+        inputs=inputs,
     )
     if passed.splits_float32 and is_faint(inputs.grad_out, inputs.grad_lse):
         return _lifted(problem, inputs)
     results = Results(problem, passed)
-    rows = Rows(problem, inputs, passed.splits if few else 0)
+    rows = Rows(problem, inputs, passed.splits if corrects_delta else 0)
     workers = passed.workers()
     arguments = BackwardArguments(problem, inputs, passed, results, rows, workers)
-    if few:
+    if corrects_delta:
         passed.launch(passed.delta_correction(), arguments, workers)
         rows.join(problem, inputs)
     passed.launch(passed.kernel(), arguments, workers)
     return results.finish()
 
 
-def sums_again(problem: Problem) -> bool:
+def recomputes_lse(problem: Problem) -> bool:
     """Whether the backward pass finds lse by itself, in the order in which it adds up scores."""
-    return problem.spec.q_len <= _FEW
+    return problem.spec.q_len <= _MOST_QUERIES
 
 
-def few_see(lse: Array) -> bool:
+def needs_delta_correction(lse: Array) -> bool:
     """Whether few queries see a key, also in the head where most of them do."""
     seeing = ~np.isneginf(lse)
     first = seeing[(0,) * (lse.ndim - 1)]
-    if np.count_nonzero(first) > _FEW:
+    if np.count_nonzero(first) > _MOST_QUERIES:
         return False
-    return bool(np.count_nonzero(seeing, axis=-1).max() <= _FEW)
+    return bool(np.count_nonzero(seeing, axis=-1).max() <= _MOST_QUERIES)
 
 
 def is_faint(grad_out: Array, grad_lse: Array) -> bool:

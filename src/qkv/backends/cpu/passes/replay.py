@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -11,18 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv._threads import get_num_threads
 from qkv.backends import Progress
 from qkv.backends.cpu.compiler.compile import Kernel, build
 from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.passes.arguments import Arguments, rotated
-from qkv.backends.cpu.passes.forward import (
-    OTHERS_PER_SECOND,
-    operations_of_a_pair,
-    shape_of,
-)
+from qkv.backends.cpu.passes.forward import operations_of_a_pair, shape_of
+from qkv.backends.cpu.passes.workers import Workload
 from qkv.backends.cpu.plan.kernel_spec import integer_bits, kernel_spec
-from qkv.backends.cpu.plan.schedule import TILE_KV, Schedule, fine_tile, folds, schedule
+from qkv.backends.cpu.plan.schedule import TILE_KV, Schedule, fine_tile, packs_gqa, schedule
 from qkv.backends.cpu.replay.kernel import (
     FIELDS,
     RANGE,
@@ -33,7 +28,6 @@ from qkv.backends.cpu.replay.kernel import (
 )
 from qkv.backends.cpu.replay.weight_blocks import emit_weight_blocks
 from qkv.backends.cpu.split_bf16 import choice as split_bf16
-from qkv.backends.cpu.threads import jobs
 from qkv.partial import coarse
 from qkv.problem.rows import plain
 from qkv.problem.spec import Problem, Spec
@@ -47,13 +41,9 @@ time in proportion to k."""
 _KEYS = 512
 """Number of keys of one task of `received`, which makes it cheap to pack the queries for each
 task."""
-_FEW_KEYS = 128
+_LEAST_KEYS = 128
 """Number of keys of one task of `received` if there would be fewer than `_TASKS` tasks."""
 _TASKS = 64
-
-_SLICE_SECONDS = 0.1
-_OPERATIONS_PER_SECOND = 5e10
-_WORTH_A_THREAD = 4e6
 
 
 def top(
@@ -160,21 +150,21 @@ class ReplayPass:
         if splits_operands:
             self.shape = shape_of(spec, here)
         by_keys = question in ("received", "blocks")
-        rows_fold = not by_keys and not splits_operands
-        self.folded = rows_fold and folds(spec, self.shape.lanes)
+        can_pack = not by_keys and not splits_operands
+        self.pack_gqa = can_pack and packs_gqa(spec, self.shape.lanes)
         key = ReplayKey(
             question,
             replace(kernel_spec(spec), dropout=False),
             replace(self.shape, q_blocks_per_task=1),
             integer_bits(problem),
-            self.folded,
+            self.pack_gqa,
             spec.rotation is not None,
         )
         self.kernel = _kernel(key, here)
         block_q = self.shape.block_q
-        coarse_tiles = self.folded or splits_operands
+        coarse_tiles = self.pack_gqa or splits_operands
         tile_kv = TILE_KV if coarse_tiles else fine_tile(problem, block_q)
-        self.plan = schedule(problem, block_q, self.folded, self.shape.q_blocks_per_task, tile_kv)
+        self.plan = schedule(problem, block_q, self.pack_gqa, self.shape.q_blocks_per_task, tile_kv)
         self.tasks, keys = self.plan.tasks, 0
         if by_keys:
             self.plan = _in_order(self.plan)
@@ -190,12 +180,12 @@ class ReplayPass:
     def _with_rows(self, rows: Array) -> Array:
         """The tasks of blocks that hold some of these rows."""
         spec, tasks = self.problem.spec, self.plan.tasks
-        rows_of_block = spec.q_len * (spec.group_size if self.folded else 1)
+        rows_of_block = spec.q_len * (spec.group_size if self.pack_gqa else 1)
         flat = rows.reshape(spec.batch_size, -1, rows_of_block)
         rows_of_task = self.shape.block_q * self.shape.q_blocks_per_task
         starts = np.arange(0, rows_of_block, rows_of_task)
         wanted = np.logical_or.reduceat(flat, starts, axis=-1)
-        heads = tasks[:, 1] // (spec.group_size if self.folded else 1)
+        heads = tasks[:, 1] // (spec.group_size if self.pack_gqa else 1)
         chosen = wanted[tasks[:, 0], heads, tasks[:, 2] // rows_of_task]
         return np.ascontiguousarray(tasks[chosen])
 
@@ -208,19 +198,11 @@ class ReplayPass:
         spec, count = self.problem.spec, len(self.tasks)
         share = count / max(len(self.plan.tasks), 1) if self.tasks is not self.plan.tasks else 1.0
         operations = 2.0 * spec.head_dim * self.plan.pairs * min(share, 1.0)
-        workers = max(1, min(get_num_threads(), count, int(operations / _WORTH_A_THREAD)))
-        arguments = _ReplayArguments(self, numbers, arrays, workers)
         others = operations_of_a_pair(spec) * self.plan.pairs * min(share, 1.0)
-        seconds = operations / _OPERATIONS_PER_SECOND + others / OTHERS_PER_SECOND
-        seconds /= workers
-        slices = max(1, math.ceil(seconds / _SLICE_SECONDS))
-        step = workers * max(1, -(-count // (workers * slices)))
-        for start in range(0, count, step):
-            stop = min(start + step, count)
-            arguments.allow(start, stop)
-            jobs.run(self.kernel, arguments, workers, seconds * step / max(count, 1))
-            if progress is not None:
-                progress(stop, count)
+        workload = Workload(count, operations, others=others)
+        workers = workload.workers()
+        arguments = _ReplayArguments(self, numbers, arrays, workers)
+        workload.run(self.kernel, arguments, workers, progress=progress)
 
 
 class _ReplayArguments(Arguments):
@@ -247,7 +229,7 @@ class _ReplayArguments(Arguments):
                 "sign": self._real(1.0),
                 "scale": self._real(replay.problem.operands.scale),
                 "runs": self._address(replay.plan.runs),
-                "rows": spec.q_len * (spec.group_size if replay.folded else 1),
+                "rows": spec.q_len * (spec.group_size if replay.pack_gqa else 1),
                 "q_blocks_per_task": replay.shape.q_blocks_per_task,
                 **numbers,
                 **{name: self._address(array) for name, array in arrays.items()},
@@ -272,10 +254,10 @@ def _in_order(plan: Schedule) -> Schedule:
 def _ranges(spec: Spec, plan: Schedule) -> tuple[Array, int]:
     """Rows of `RANGE`, and the most keys of one; blocks that see none of its keys are left out."""
     heads = spec.batch_size * spec.num_heads
-    size = _KEYS if heads * spec.kv_len >= _TASKS * _KEYS else _FEW_KEYS
+    size = _KEYS if heads * spec.kv_len >= _TASKS * _KEYS else _LEAST_KEYS
     blocks = plan.tasks.reshape(heads, -1, plan.tasks.shape[1])
     first_run, last_run = blocks[..., 3], blocks[..., 4]
-    # Of a block without runs the last key comes before the first.
+    # A block without runs gets a last key before its first one: no range meets it.
     runs = np.concatenate([plan.runs, [[spec.kv_len, 0, 0]]])
     first_key = np.where(first_run < last_run, runs[first_run, 0], spec.kv_len)
     last_key = np.where(first_run < last_run, runs[last_run - 1, 1], 0)

@@ -112,7 +112,7 @@ class BlockSkipping:
         seen = np.where(whole, low, -np.inf)
         nothing = whole & _is_nothing(seen, high, _smallest(spec.compute_dtype))
         nothing &= self._is_finite(values, where, begin, end)
-        # Kernels count blocks from the first tile of a run.
+        # Kernels count blocks of keys from the first tile of a run.
         after = np.where(full, 0, np.arange(1, full.shape[1] + 1))
         nothing &= np.maximum.accumulate(after, axis=1)[:, ::tiles] % tiles == 0
         skipped = np.repeat(nothing, tiles, axis=1)[:, : kinds.shape[1]]

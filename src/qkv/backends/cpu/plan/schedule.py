@@ -29,7 +29,7 @@ _CELLS = 2**16
 """Number of tiles that are classified at once, in a few arrays of 512 KiB."""
 _SHARED = 8
 """A bias is bounded only if at least this many heads and batch rows share it."""
-FEW_OPERATIONS = 1e7
+CHEAP_OPERATIONS = 1e7
 """With no more operations than this, computing all products is as quick as reading tables to find
 tiles to skip."""
 _NUMBERS_BYTES = 4096
@@ -54,13 +54,13 @@ class BlockFilter(Protocol):
         ...
 
 
-def folds(spec: Spec, lanes: int) -> bool:
+def packs_gqa(spec: Spec, lanes: int) -> bool:
     """Whether the heads that share a kv head are rows of one block: few queries fill no vector.
 
     A mask that differs from head to head has a schedule for each.
     """
-    few = spec.group_size > 1 and 2 * spec.q_len <= lanes
-    return few and "head" not in variables(spec.mask)
+    leave_lanes = spec.group_size > 1 and 2 * spec.q_len <= lanes
+    return leave_lanes and "head" not in variables(spec.mask)
 
 
 def fine_tile(problem: Problem, block_q: int) -> int:
@@ -76,7 +76,7 @@ def fine_tile(problem: Problem, block_q: int) -> int:
 def schedule(
     problem: Problem,
     block_q: int,
-    folded: bool = False,
+    pack_gqa: bool = False,
     q_blocks_per_task: int = 1,
     tile_kv: int = TILE_KV,
     block_kv: int | None = None,
@@ -88,8 +88,8 @@ def schedule(
     With `block_kv`, of which a tile is at least a quarter, runs are of whole blocks of keys,
     `BLOCK_RUN`.
     """
-    spec, (mask, unknown) = problem.spec, cheap_part(problem, FEW_OPERATIONS)
-    if folded:
+    spec, (mask, unknown) = problem.spec, cheap_part(problem, CHEAP_OPERATIONS)
+    if pack_gqa:
         return _folded(problem, mask, unknown, block_q)
     blocks = spec.batch_size * spec.num_heads * -(-spec.q_len // block_q)
     sizes = (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len, block_q, tile_kv)
@@ -101,16 +101,16 @@ def schedule(
     return _schedule(grid, unknown, *shape, q_blocks_per_task, block_kv, block_filter)
 
 
-def cheap_part(problem: Problem, few: float) -> tuple[Node, bool]:
+def cheap_part(problem: Problem, most: float) -> tuple[Node, bool]:
     """The conditions whose bounds cost little, and whether others were left out.
 
-    Those that read no arrays cost nothing: they have been bounded before. Up to `few` operations
+    Those that read no arrays cost nothing: they have been bounded before. Up to `most` operations
     pay for no others. Bounding a bias reads it all; one that few heads share is read in about the
     time that its tiles take, and seldom spares any.
     """
     spec, arrays = problem.spec, problem.operands.tables
     pairs = spec.batch_size * spec.num_heads * spec.q_len * spec.kv_len
-    alone = 2.0 * (spec.head_dim + spec.v_head_dim) * pairs <= few
+    alone = 2.0 * (spec.head_dim + spec.v_head_dim) * pairs <= most
     dear = {
         name
         for name, array in arrays.items()

@@ -63,7 +63,7 @@ def summed_table(problem: Problem, name: str, ranges: int) -> SummedTable:
         count > 1 and not all(_apart(problem, load, axis, length) for load in loads)
         for axis, count, length in zip(("batch", "head", "kv_index"), counts, lengths, strict=True)
     )
-    if len(loads) > 1:  # two reads may meet even if neither meets itself
+    if len(loads) > 1:  # Two reads may add to the same entry even if neither does alone.
         shared = tuple(count > 1 for count in counts)
     size = SummedTable._copies(shared, counts) * array.size * 8
     return SummedTable(name, array.shape, shared, counts, wide=size <= _COPIES_BYTES)

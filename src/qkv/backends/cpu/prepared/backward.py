@@ -27,7 +27,7 @@ from qkv.backends.cpu.passes.backward_arguments import (
     scratch_of,
 )
 from qkv.backends.cpu.passes.delta_correction import Rows
-from qkv.backends.cpu.passes.gradient import few_see, is_faint
+from qkv.backends.cpu.passes.gradient import is_faint, needs_delta_correction
 from qkv.backends.cpu.passes.scratch import Block, give_back, take
 from qkv.backends.cpu.prepared.placeholders import alike, without_values
 from qkv.problem.backward import BackwardInputs
@@ -47,12 +47,14 @@ class PreparedBackward:
         problem, read = without_values(problem, arrays)
         spec = problem.spec
         self._isa = isa_setting()
-        self._pass = BackwardPass(problem, few=False, names=(), out_dtype=inputs.out.dtype)
+        self._pass = BackwardPass(
+            problem, corrects_delta=False, names=(), out_dtype=inputs.out.dtype
+        )
         self._kernel = self._pass.kernel()
         self._results = _forms(Results(problem, self._pass))
         inputs = replace(inputs, out=alike(inputs.out), grad_out=alike(inputs.grad_out))
         rows = Rows(problem, inputs, 0)
-        # Nothing as long as the arrays is kept but these.
+        # These zeros are the only array with an element for each row that is kept.
         self._zeros = np.zeros_like(rows.lse)
         rows.lse = rows.lse_rest = rows.grad_lse = rows.delta_rest = self._zeros
         self._template = BackwardArguments(
@@ -79,7 +81,7 @@ class PreparedBackward:
     ) -> tuple[Array, Array, Array] | None:
         """Gradients of query, key and value; None if something is not as it was prepared for."""
         along_lse = self._zeros if grad_lse is None else grad_lse
-        unknown = np.isnan(lse_rest).any() or few_see(lse)
+        unknown = np.isnan(lse_rest).any() or needs_delta_correction(lse)
         if unknown or isa_setting() != self._isa:
             return None
         if self._pass.splits_float32 and is_faint(grad_out, along_lse):
@@ -135,6 +137,6 @@ def is_preparable(problem: Problem, inputs: BackwardInputs) -> bool:
     return (
         rest is not None
         and compute == rest.dtype == inputs.lse.dtype
-        and not few_see(inputs.lse)
+        and not needs_delta_correction(inputs.lse)
         and gradient_dtype(problem) == problem.operands.query.dtype
     )

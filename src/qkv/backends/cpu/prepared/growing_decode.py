@@ -279,7 +279,7 @@ def growing(problem: Problem, arrays: tuple[Array, ...]) -> GrowingDecode | None
     if any(len(names) != 1 for names in read):
         return None
     brought = {name for names in read for name in names}
-    # Offsets of each batch row move with the keys.
+    # Offsets of single batch rows change with the number of keys.
     if any(problem.operands.tables[n].ndim and n not in brought for n in _offsets(problem)):
         return None
     spec, operands = problem.spec, problem.operands
@@ -371,5 +371,5 @@ def _array_words(problem: Problem, name: str, array: Array, word: int) -> _Array
         if along_keys and indices != {Var("kv_index")}:
             return None
         sizes.append(None if along_keys else table.shape[axis])
-    # Address, then size and stride of each axis.
+    # The words of a table are its address, then the size and stride of each axis.
     return _ArrayWords(word, tuple(word + 2 + 2 * axis for axis in axes), tuple(sizes))

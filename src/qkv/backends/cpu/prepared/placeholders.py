@@ -37,7 +37,7 @@ def without_values(problem: Problem, arrays: tuple[Array, ...]) -> tuple[Problem
     """
     operands, read = problem.operands, tables_of(problem, arrays)
     views = {name: alike(operands.tables[name]) for names in read for name in names}
-    # What was compared by value may change afterwards.
+    # The caller may change these arrays later, and they are compared by value.
     copies = {name: array.copy() for name, array in operands.tables.items() if name not in views}
     operands = replace(
         operands,
@@ -55,5 +55,5 @@ def alike(array: Array | StoredRows) -> Array:
 
     It is there to be described, never read: all but its first element are out of bounds.
     """
-    assert isinstance(array, np.ndarray)  # stored rows are not recalled
+    assert isinstance(array, np.ndarray)  # Calls with stored rows are never prepared.
     return as_strided(np.empty(1, array.dtype), array.shape, array.strides, writeable=False)

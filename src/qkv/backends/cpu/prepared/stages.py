@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from qkv.backends import AddressedCall, Addresses, Prepared
 from qkv.backends.cpu.machine.addresses import quick_address_of
-from qkv.backends.cpu.rows.rotation import AngleTable, Rotation, Turns, angle_tables
+from qkv.backends.cpu.rows.rotation import AngleTable, CosSin, Rotation, angle_tables
 from qkv.backends.cpu.rows.sinks import Sinks
 from qkv.partial import RowStatistics, share_with_sinks
 from qkv.problem.rows import plain
@@ -191,7 +191,7 @@ class RotatedBackward:
         form = rotated_form(problem).operands
         self._back = Rotation(problem, [form.query, plain(form.key)])
         self._angles = angle_tables(operands.angles, "q"), angle_tables(operands.angles, "kv")
-        self._reverse = tuple([Turns(t.cosines, -t.sines) for t in self._angles])
+        self._reverse = tuple([CosSin(t.cosines, -t.sines) for t in self._angles])
 
     def __call__(
         self,

@@ -70,9 +70,9 @@ class RowProducts:
         e, b = self.e, self.e.builder
         lines = b.sdiv(e.add(size, CACHE_LINE - 1), e.index(CACHE_LINE))
         begin, end = (e.mul(b.sdiv(e.mul(lines, i), rows), CACHE_LINE) for i in (first, stop))
-        few = e.greater(b.sdiv(e.index(self.shape.reach), e.greater(size, 1)), 1)
+        rows_ahead = e.greater(b.sdiv(e.index(self.shape.reach), e.greater(size, 1)), 1)
         alone = b.icmp_signed("==", e.sub(stop, first), rows)
-        distance = b.select(alone, e.least(few, keys), keys)
+        distance = b.select(alone, e.least(rows_ahead, keys), keys)
         return e.add(e.mul(row, distance), begin), e.sub(end, begin)
 
     def fetch(self, row: Value, ahead: Value, asked: Value) -> None:
@@ -160,7 +160,7 @@ class RowProducts:
             value, weights, block, value_row, block_row, v_head_dim, count, ahead, asked = args
 
             def tile(d: Value, live: Value | None, vectors: int) -> None:
-                # The first columns fetch for all.
+                # Only the first columns prefetch, on behalf of all.
                 mine = e.builder.select(e.below(0, d), e.index(0), asked)
                 here = [
                     e.at(block, e.mul(i, block_row), e.mul(d, e.real_bytes), j * e.vector_bytes)

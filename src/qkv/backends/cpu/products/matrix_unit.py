@@ -167,7 +167,7 @@ def multiply(
                     _tile(e, "tilezero", tile)
 
             def step(p: Value, _: list[Value]) -> None:
-                # 16 pairs are one tile of either factor.
+                # 16 pairs fill one tile of each factor.
                 here = e.mul(p, TILE_BYTES * parts)
                 lefts = [e.at(rows, start, here) for start in bands]
                 there = e.at(packed, e.mul(here, vectors))

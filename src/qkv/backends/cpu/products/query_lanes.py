@@ -9,6 +9,7 @@ multiply-adds.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from llvmlite import ir
 
@@ -48,26 +49,35 @@ def _accumulate(
     return following
 
 
+class SumOrder(NamedTuple):
+    """How the products of two rows are added up."""
+
+    multiply_add: MultiplyAdd = Emitter.fma
+    less: Less | None = None
+    """Gives what is taken from the sum of each half of the products. Where that is their mean,
+    sums stay small, and their rounding errors too."""
+    chain: int | None = None
+    """Number of products that are added one after the other before these sums are added, because
+    rounding errors grow with the length of a chain."""
+    wide: bool = False
+    """Whether products are added in float64 and rounded once."""
+    across: int | None = None
+    """Vectors of a packed row, if only some of them are multiplied."""
+
+
+_IN_ORDER = SumOrder()
+
+
 def dot_tile(
     e: Emitter,
     rows: Sequence[Value],
     packed: Value,
     vectors: int,
     count: Value,
-    multiply_add: MultiplyAdd = Emitter.fma,
-    less: Less | None = None,
-    chain: int | None = None,
-    wide: bool = False,
-    across: int | None = None,
+    sums: SumOrder = _IN_ORDER,
 ) -> list[Value]:
-    """sum_d row[i][d] * packed[d][j], one vector for each row i and vector j.
-
-    With `less`, from the sum of either half of d its part of the mean is taken away: where a row
-    is what the mean was made of, little is left on the way, and of rounding too. With `chain`, it
-    is a sum of sums of so many products: rounding errors grow with the length of a chain. With
-    `wide` it is added in float64 and rounded once.
-    """
-    b = e.builder
+    """sum_d row[i][d] * packed[d][j], one vector for each row i and vector j."""
+    b, multiply_add, less, chain, wide = e.builder, *sums[:4]
     total_type = ir.VectorType(DOUBLE, e.lanes) if wide else e.vector
     if wide:
         multiply_add = _multiply_add_wide
@@ -75,7 +85,7 @@ def dot_tile(
     def step(d: Value, totals: list[Value]) -> list[Value]:
         column = e.mul(d, e.real_bytes)
         elements = [e.at(row, column) for row in rows]
-        row = vectors_at(e, packed, vectors, d, across)
+        row = vectors_at(e, packed, vectors, d, sums.across)
         return _accumulate(e, elements, row, totals, multiply_add)
 
     def rounded(totals: list[Value]) -> list[Value]:
@@ -122,11 +132,7 @@ def dot_rows(
     keys: int,
     carried: list[Value],
     finish: Callable[[Value, list[Value], list[Value]], list[Value]],
-    multiply_add: MultiplyAdd = Emitter.fma,
-    less: Less | None = None,
-    chain: int | None = None,
-    wide: bool = False,
-    across: int | None = None,
+    sums: SumOrder = _IN_ORDER,
 ) -> list[Value]:
     """`dot_tile` for all `count` rows, `keys` of them at a time.
 
@@ -136,9 +142,7 @@ def dot_rows(
     def tile(size: int) -> Callable[[Value, list[Value]], list[Value]]:
         def body(k: Value, carried: list[Value]) -> list[Value]:
             rows = [e.at(first_row, e.mul(e.add(k, i), row_stride)) for i in range(size)]
-            products = dot_tile(
-                e, rows, packed, vectors, dim, multiply_add, less, chain, wide, across
-            )
+            products = dot_tile(e, rows, packed, vectors, dim, sums)
             return finish(k, products, carried)
 
         return body

@@ -83,7 +83,7 @@ class ReplayKey:
     spec: Spec
     shape: TileShape
     int_bits: int
-    folded: bool
+    pack_gqa: bool
     rotated: bool
 
 
@@ -91,7 +91,7 @@ def replay_frame(key: ReplayKey, block_kv: int = BLOCK_KV) -> ForwardFrame:
     """What the functions of a replay agree on: that of a forward pass without output."""
     real = "float64" if key.spec.dtype == "float64" else "float32"
     of_scores = ForwardKey(
-        key.spec, key.shape, key.int_bits, key.folded, key.rotated, real, statistics=False
+        key.spec, key.shape, key.int_bits, key.pack_gqa, key.rotated, real, statistics=False
     )
     return ForwardFrame(of_scores, fields=FIELDS, block_kv=block_kv, plain=False)
 

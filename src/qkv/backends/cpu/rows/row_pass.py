@@ -8,16 +8,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv._threads import get_num_threads
+from qkv.backends.cpu.compiler.compile import Kernel
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.emit.frame import COUNTER_BYTES, WORD
 from qkv.backends.cpu.machine.addresses import quick_address_of
+from qkv.backends.cpu.threads import jobs
 
 Array = NDArray[np.int64]
 
-__all__ = ["Block", "each_head", "words_at", "words_of"]
+__all__ = ["RowPass", "each_head", "words_at", "words_of"]
 
 _LIMIT = COUNTER_BYTES // WORD
 """The word of the first field, `limit`."""
+_BRIEF = 2**16
+"""Number of entries of rows for which Python may stay locked."""
 
 
 def each_head(
@@ -65,3 +70,29 @@ class Block:
         """Let the next run take the heads from `start` to `stop`."""
         self.words[0] = start
         self.words[_LIMIT] = stop
+
+
+class RowPass:
+    """A kernel of this kind, its argument words, and how its heads are shared out.
+
+    A thread pays for `worth_a_thread` of the `entries`.
+    """
+
+    def __init__(
+        self, kernel: Kernel, words: Array, count: int, entries: int, worth_a_thread: int
+    ) -> None:
+        self._kernel, self._words = kernel, words
+        self._most_workers = max(1, min(count, entries // worth_a_thread))
+        self._is_brief = entries <= _BRIEF
+
+    def block(self, keep_alive: Any) -> Block:
+        """Words of one run, to be completed."""
+        return Block(self._words, keep_alive)
+
+    def run(self, block: Block) -> None:
+        """Run the kernel on all heads."""
+        workers = 1 if self._most_workers == 1 else min(get_num_threads(), self._most_workers)
+        if workers == 1 and self._is_brief:
+            self._kernel.brief_job(block.address, 0)
+        else:
+            jobs.run(self._kernel, block, workers)

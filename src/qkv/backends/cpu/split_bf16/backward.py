@@ -92,8 +92,8 @@ class _Blocks(QueryBlockPass):
         sums, rows = e.mul(self.wide["query"], split.width), e.index(len(ROWS) * split.width)
         self.strides = dict(zip(OF_BLOCK, (query, query, grad, grad, sums, rows), strict=True))
 
-    def block(self, i: Value, turn: Value) -> _Blocks:
-        """One of them, with one of two rooms for S and dP."""
+    def block(self, i: Value, buffer: Value) -> _Blocks:
+        """One of them, with one of two buffers for S and dP."""
         e, block_q = self.e, self.frame.shape.block_q
         here = copy(self)
         here.area = dict(self.area)
@@ -103,7 +103,7 @@ class _Blocks(QueryBlockPass):
             here.area[name] = e.at(here.area["rows"], n * self.code.width)
         for name in ("weights", "score_grads"):
             size = BLOCK_KV * self.code.width
-            here.area[name] = e.at(self.area[name], e.mul(turn, size))
+            here.area[name] = e.at(self.area[name], e.mul(buffer, size))
         here.first_row = e.add(self.first_row, e.mul(i, block_q))
         here.rows = e.least(e.sub(self.q_len, here.first_row), block_q)
         return here
@@ -123,9 +123,10 @@ class _Blocks(QueryBlockPass):
     def _products(self) -> tuple[_Product, ...]:
         scores = "weights" if self.frame.plain else "products"
         return (
-            _Product("key", "query", "key_rows", "query_packed", scores, "odd_keys", "query_odd"),
+            _Product("key", "query", "key_rows", "query_packed", scores,
+                     "non_finite_keys", "query_non_finite"),
             _Product("value", "grad_out", "value_rows", "grad_packed", "score_grads",
-                     "odd_values", "grad_odd"),
+                     "non_finite_values", "grad_non_finite"),
         )  # fmt: skip
 
     def _factors(self, product: _Product, count: Value) -> list[Value]:
@@ -165,9 +166,13 @@ class _Blocks(QueryBlockPass):
                 where = e.index(j * e.lanes), e.sub(self.rows, 1), self.dims[name]
                 packed = e.at(self.area[f"{short}_packed"], j * e.vector_bytes)
                 non_finite_rows = self.call("pack", start, row, *where, packed)
-                e.store(non_finite_rows, e.at(self.area[f"{short}_odd"], j * e.vector_bytes), WORD)
-            turned = self.area[f"{short}_turned"]
-            self.call("turn_rows", start, row, self.rows, self.dims[name], turned)
+                e.store(
+                    non_finite_rows,
+                    e.at(self.area[f"{short}_non_finite"], j * e.vector_bytes),
+                    WORD,
+                )
+            transposed = self.area[f"{short}_transposed"]
+            self.call("transpose_rows", start, row, self.rows, self.dims[name], transposed)
         self.each_vector(self._pack_rows_of_sums)
         self._delta()
         sums = e.mul(self.wide["query"], code.width)
@@ -182,10 +187,16 @@ class _Blocks(QueryBlockPass):
         e, frame, code = self.e, self.frame, self.code
         rows = frame.operand(self.arguments, "out", self.batch, self.head)
         start, row = self._floats("out", rows, self.first_row, self.rows)
-        held = self.areas("key_rows", "odd_keys")
+        held = self.areas("key_rows", "non_finite_keys")
         self.call("split_rows", start, row, self.rows, self.dims["out"], *held)
         product = _Product(
-            "out", "grad_out", "key_rows", "grad_packed", "weights", "odd_keys", "grad_odd"
+            "out",
+            "grad_out",
+            "key_rows",
+            "grad_packed",
+            "weights",
+            "non_finite_keys",
+            "grad_non_finite",
         )
         self.call("scores", *self._factors(product, self.rows))
         self._recompute(product, self.first_row, self.rows)
@@ -205,10 +216,10 @@ class _Blocks(QueryBlockPass):
         """One block of keys meets every block of queries that sees some of it."""
         e = self.e
         v, v_row = self._floats("value", self.values, kv_start, count)
-        held = self.areas("value_rows", "odd_values")
+        held = self.areas("value_rows", "non_finite_values")
         self.call("split_rows", v, v_row, count, self.dims["value"], *held)
         key = self._floats("key", self.keys, kv_start, count)
-        held = self.areas("key_rows", "odd_keys")
+        held = self.areas("key_rows", "non_finite_keys")
         self.call("split_rows", *key, count, self.dims["key"], *held)
         has_non_finite = self.call(
             "split_columns", *key, count, self.dims["key"], self.area["key_columns"]
@@ -243,9 +254,9 @@ class _Blocks(QueryBlockPass):
     ) -> None:
         """Each block of queries in turn: what is between its products, beside those of the next."""
         e, b = self.e, self.e.builder
-        waiting, turn = e.words(), e.words()
+        waiting, buffer = e.words(), e.words()
         e.store(e.index(-1), waiting, WORD)
-        e.store(e.index(0), turn, WORD)
+        e.store(e.index(0), buffer, WORD)
 
         def is_kind(i: Value, kind: TileKind) -> Value:
             own = b.and_(b.lshr(kinds, e.mul(i, 2)), e.index(3))
@@ -253,7 +264,7 @@ class _Blocks(QueryBlockPass):
 
         def one(i: Value, _: list[Value]) -> None:
             with b.if_then(b.not_(is_kind(i, TileKind.EMPTY))):
-                before, now = e.load(waiting, INT64, WORD), e.load(turn, INT64, WORD)
+                before, now = e.load(waiting, INT64, WORD), e.load(buffer, INT64, WORD)
                 then = e.sub(1, now)
                 some = b.icmp_signed(">=", before, e.index(0))
                 earlier, here = self.block(e.greater(before, 0), then), self.block(i, now)
@@ -274,12 +285,12 @@ class _Blocks(QueryBlockPass):
                 with b.if_then(some):
                     earlier.add(count, key, has_non_finite)
                 e.store(i, waiting, WORD)
-                e.store(then, turn, WORD)
+                e.store(then, buffer, WORD)
 
         e.loop(0, self.count, 1, [], one)
         last = e.load(waiting, INT64, WORD)
         with b.if_then(b.icmp_signed(">=", last, e.index(0))):
-            block = self.block(last, e.sub(1, e.load(turn, INT64, WORD)))
+            block = self.block(last, e.sub(1, e.load(buffer, INT64, WORD)))
             block.compute(kv_start, count, is_kind(last, TileKind.PARTIAL))
             block.add(count, key, has_non_finite)
 
@@ -320,11 +331,11 @@ class _Blocks(QueryBlockPass):
         if frame.spec.dropout:
             self._by_vector("dropout", kv_start, count)
         if frame.plain and kind == "partial":
-            self._stage("weigh", count)
+            self._stage("weights", count)
         if not frame.plain or kind == "partial":
             self._by_vector(kind, kv_start, count)
         if frame.chained:
-            self._stage("grade", count)
+            self._stage("gradients", count)
             self._by_vector("chain", kv_start, count)
 
     def _stage(self, name: str, count: Value) -> None:
@@ -347,16 +358,16 @@ class _Blocks(QueryBlockPass):
         """dV of P and dO, or dK of dX and Q."""
         e, frame = self.e, self.frame
         dim, sums = self.dims[name], f"{of}_sums"
-        self.call("add_by_keys", *self.areas(left, f"{short}_turned", sums), dim, count)
+        self.call("add_by_keys", *self.areas(left, f"{short}_transposed", sums), dim, count)
         nothing = e.index(0)
-        words = [e.load(e.at(self.area[f"{short}_odd"], j * e.vector_bytes), INT64, WORD)
+        words = [e.load(e.at(self.area[f"{short}_non_finite"], j * e.vector_bytes), INT64, WORD)
                  for j in range(self.vectors)]  # fmt: skip
         some = e.builder.icmp_signed("!=", reduce(e.builder.or_, words), nothing)
         with e.builder.if_then(some, likely=False):
             rows = frame.operand(self.arguments, name, self.batch, self.head)
             where = self.first_row, e.sub(e.add(self.first_row, self.rows), 1)
-            held = self.areas(f"{short}_odd", left, sums)
-            self.call(f"add_odd {frame.dtypes[name]}", *rows, *where, *held, dim, count)
+            held = self.areas(f"{short}_non_finite", left, sums)
+            self.call(f"add_non_finite_rows {frame.dtypes[name]}", *rows, *where, *held, dim, count)
 
     def end(self) -> None:
         """The task's part of dQ."""

@@ -20,11 +20,7 @@ from qkv.backends.cpu.backward.block import (
     chain_function,
     weights_function,
 )
-from qkv.backends.cpu.backward.query_block import (
-    pack_function,
-    unpack_function,
-    vector_functions,
-)
+from qkv.backends.cpu.backward.query_block import pack_function, unpack_function, vector_functions
 from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import BIT, INT16, INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import WORD
@@ -39,11 +35,18 @@ from qkv.backends.cpu.split_bf16 import non_finite
 from qkv.backends.cpu.split_bf16.factors import FLOAT_BYTES, SplitFactors
 from qkv.problem.expressions import TRUE
 
-OF_BLOCK = ("query_packed", "query_turned", "grad_packed", "grad_turned", "query_sums", "rows")
+OF_BLOCK = (
+    "query_packed",
+    "query_transposed",
+    "grad_packed",
+    "grad_transposed",
+    "query_sums",
+    "rows",
+)
 """The areas that each block of queries has."""
-ROWS = ("lse", "lse_rest", "delta", "grad_lse", "query_odd", "grad_odd")
+ROWS = ("lse", "lse_rest", "delta", "grad_lse", "query_non_finite", "grad_non_finite")
 SHARED = (
-    "odd_keys", "odd_values", "weights", "score_grads", "products", "factors",
+    "non_finite_keys", "non_finite_values", "weights", "score_grads", "products", "factors",
     "weight_rows", "grad_rows", "grad_pairs", "key_rows", "key_columns", "value_rows", "copy",
     "key_sums", "value_sums",
 )  # fmt: skip
@@ -80,18 +83,18 @@ _Pair = Callable[[Value, int], tuple[Value, Value]]
 class _Stage(NamedTuple):
     """One stage of computing a pair: P from S, dS from P and dP, or splitting both."""
 
-    weigh: bool
-    grade: bool
+    weights: bool
+    gradients: bool
     """Times scale if no mod is between; P becomes P times its factor of dropout."""
-    lay: bool
+    split: bool
 
 
 _STAGES = {
-    "weigh": _Stage(weigh=True, grade=False, lay=False),
-    "grade": _Stage(weigh=False, grade=True, lay=False),
-    "lay": _Stage(weigh=False, grade=False, lay=True),
-    "grade and lay": _Stage(weigh=False, grade=True, lay=True),
-    "all": _Stage(weigh=True, grade=True, lay=True),
+    "weights": _Stage(weights=True, gradients=False, split=False),
+    "gradients": _Stage(weights=False, gradients=True, split=False),
+    "split": _Stage(weights=False, gradients=False, split=True),
+    "gradients, split": _Stage(weights=False, gradients=True, split=True),
+    "all": _Stage(weights=True, gradients=True, split=True),
 }
 
 
@@ -169,13 +172,13 @@ class SplitBlock:
                         for of, x in zip((block.weights, block.grads), pair(k, j), strict=True):
                             e.store_vector(x, e.at(of, place))
 
-                if stage.lay:
-                    e.loop(begin, count, 2, [], lambda k, _: self.lay(block, pair, k, c))
+                if stage.split:
+                    e.loop(begin, count, 2, [], lambda k, _: self.store_terms(block, pair, k, c))
                 else:
                     e.loop(begin, count, 1, [], store)
 
             e.loop(0, self.chunks, 1, [], chunk)
-            if stage.lay:
+            if stage.split:
                 pairs, end = (e.builder.ashr(x, e.index(1)) for x in (count, whole(e, count)))
                 non_finite_rows = e.builder.trunc(e.builder.and_(count, e.index(1)), BIT)
                 with e.builder.if_then(non_finite_rows, likely=False):
@@ -188,7 +191,7 @@ class SplitBlock:
         """The stage in which P and dX of a full or partial block are split."""
         if self.frame.plain and kind == "full":
             return "all"
-        return "lay" if self.frame.chained else "grade and lay"
+        return "split" if self.frame.chained else "gradients, split"
 
     def beside(self) -> Value:
         """A function `(*_OfPairs, start, *product) -> start`: stage "all", from `start` on.
@@ -202,7 +205,7 @@ class SplitBlock:
             block, start, product = _OfPairs(*args[:8]), args[8], args[9:]
             count, pairs = product[4:]
             b, products = e.builder, self.split.products()
-            # A step must not go from one chunk to the next.
+            # All keys of a step must belong to one chunk of queries.
             whole_steps = b.icmp_signed("==", b.srem(count, e.index(_KEYS_BESIDE)), e.index(0))
             left = e.sub(e.mul(count, self.chunks), start)
             wanted = b.select(whole_steps, b.sdiv(left, e.index(_KEYS_BESIDE)), e.index(0))
@@ -219,7 +222,7 @@ class SplitBlock:
                 first, chunk, pair = running
                 units, groups = _KEYS_BESIDE // 2, len(products)
                 for n in range(units * group // groups, units * (group + 1) // groups):
-                    self.lay(block, pair, e.add(first, 2 * n), chunk)
+                    self.store_terms(block, pair, e.add(first, 2 * n), chunk)
 
             matrix_unit.multiply(
                 e, product, self.vectors, onto=False, products=products,
@@ -247,23 +250,23 @@ class SplitBlock:
         def pair(k: Value, j: int) -> tuple[Value, Value]:
             place = self.place_of_pair(k, chunk, j)
             weight, found = (e.load_vector(e.at(x, place)) for x in (of.weights, of.grads))
-            if stage.weigh:
+            if stage.weights:
                 distance = b.fsub(b.fsub(b.fmul(weight, scale), lse[j]), rest[j])
                 weight = vector_math.exp_flushed(e, distance)
             forbidden = self.frame.forbidden(weight)
-            if stage.grade:
+            if stage.gradients:
                 factor = e.load_vector(e.at(of.factors, place)) if dropout else None
                 if factor is not None:
                     found = b.fmul(found, factor)
                 found = b.fadd(b.fsub(found, delta[j]), grad_lse[j])
                 share = weight if self.frame.chained else b.fmul(weight, scale)
-                # + 0.0: what is allowed is never -0.0.
+                # Adding 0.0 turns -0.0 into 0.0, because -0.0 marks forbidden pairs.
                 found = e.fma(share, found, e.const(0.0))
                 if factor is not None:
                     weight = b.fmul(weight, factor)
             else:
                 found = b.fadd(found, e.const(0.0))
-            if stage.lay and self.frame.may_forbid and not stage.weigh:
+            if stage.split and self.frame.may_forbid and not stage.weights:
                 found = b.select(forbidden, e.const(-0.0), found)
             return weight, found
 
@@ -274,7 +277,7 @@ class SplitBlock:
         """Number of chunks of queries; a row of P or dX is a row of as many tiles."""
         return self.vectors // _PANEL
 
-    def lay(self, of: _OfPairs, pair: _Pair, k: Value, chunk: Value) -> None:
+    def store_terms(self, of: _OfPairs, pair: _Pair, k: Value, chunk: Value) -> None:
         """P and dX of an even key and the next, with a chunk of queries, as terms."""
         e, split = self.e, self.split
         start, grads = self.place_in_rows(k, chunk), []
@@ -300,14 +303,14 @@ class SplitBlock:
     # dV and dK
 
     def add_by_keys(self) -> Value:
-        """A function `(left, turned, sums, dim, count)`: a product for each panel of columns."""
+        """A function `(left, right, sums, dim, count)`: a product for each panel of columns."""
         e = self.e
         with e.function("add_by_keys", [*[POINTER] * 3, INT64, INT64]) as (function, args):
-            left, turned, sums, dim, count = args
+            left, transposed, sums, dim, count = args
 
             def panel(d: Value, _: list[Value]) -> None:
                 number = e.builder.sdiv(d, e.index(CHUNK))
-                right = e.at(turned, e.mul(number, self.chunks * self.panels.panel_bytes))
+                right = e.at(transposed, e.mul(number, self.chunks * self.panels.panel_bytes))
                 out = e.at(sums, e.mul(number, BLOCK_KV * self.panels.width))
                 band, pairs = e.index(self.row_band), e.index(self.shape.block_q // 2)
                 matrix_unit.multiply(
@@ -318,10 +321,10 @@ class SplitBlock:
             e.loop(0, dim, CHUNK, [], panel)
         return function
 
-    def add_odd_rows(self, name: str, dtype: str) -> Value:
+    def add_non_finite_rows(self, name: str, dtype: str) -> Value:
         """A function `(*rows, first, last, non_finite_rows, left, sums, dim, count)`.
 
-        Adds what `turn_rows` left out: the elements that cannot be split, in the rows that
+        Adds what `transpose_rows` left out: the elements that cannot be split, in the rows that
         `non_finite_rows` marks. A factor of -0.0 adds nothing.
         """
         e, split = self.e, self.split
@@ -395,7 +398,7 @@ class SplitBlock:
             "unpack": unpack_function(self.frame),
             f"pack {real}": pack_function(self.frame, real),
             "pack": self.pack_terms(),
-            "turn_rows": self.panels.turn_rows(self.shape.block_q),
+            "transpose_rows": self.panels.transpose_rows(self.shape.block_q),
             "split_rows": split.split_rows(),
             "split_columns": split.split_columns(),
             "scores": multiply(name="scores", onto=False, products=split.products()),
@@ -415,15 +418,17 @@ class SplitBlock:
                     split, name, self.frame.dtypes[left], self.frame.dtypes[right]
                 )
         for name in ("query", "grad_out"):
-            non_finite_rows = f"add_odd {self.frame.dtypes[name]}"
+            non_finite_rows = f"add_non_finite_rows {self.frame.dtypes[name]}"
             if non_finite_rows not in found:
-                found[non_finite_rows] = self.add_odd_rows(non_finite_rows, self.frame.dtypes[name])
+                found[non_finite_rows] = self.add_non_finite_rows(
+                    non_finite_rows, self.frame.dtypes[name]
+                )
         found |= vector_functions(self.frame, weights_function, chain_function)
         stages = {self.last_stage("full")}
         if self.frame.mask != TRUE:
-            stages |= {self.last_stage("partial"), *(["weigh"] if self.frame.plain else [])}
+            stages |= {self.last_stage("partial"), *(["weights"] if self.frame.plain else [])}
         if self.frame.chained:
-            stages.add("grade")
+            stages.add("gradients")
         for name in sorted(stages):
             found[name] = self.stage(name)
         if self.frame.plain:
@@ -431,4 +436,4 @@ class SplitBlock:
         return found
 
     def name_of_recompute(self, left: str, right: str) -> str:
-        return f"mend {self.frame.dtypes[left]} {self.frame.dtypes[right]}"
+        return f"recompute {self.frame.dtypes[left]} {self.frame.dtypes[right]}"

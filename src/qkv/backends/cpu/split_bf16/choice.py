@@ -31,7 +31,7 @@ _TERMS = {"float16": 2, "float32": 3}
 _SHAPES = {
     "amx": TileShape(
         lanes=16, vectors=2, keys=2, halves=True, product="tiles", q_blocks_per_task=32
-    ),
+    )
 }
 """The tile shape for each instruction set that has split kernels."""
 _LARGEST_SCALE = 2.0**10

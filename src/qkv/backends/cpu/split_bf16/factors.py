@@ -22,6 +22,7 @@ Computations" (2019).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from llvmlite import ir
@@ -201,13 +202,13 @@ class SplitFactors:
         return found
 
     def split_rows(self) -> Value:
-        """A function `(from, row, count, dim, to, odd)`: rows of K as terms, as tiles.
+        """A function `(from, row, count, dim, to, non_finite_rows)`: rows of K as terms, as tiles.
 
-        `odd` begins with the number of keys that cannot be split, then has which they are.
+        `non_finite_rows` gets the number of keys that cannot be split, and then which they are.
         """
         e = self.e
         with e.function("split_rows", [POINTER, *[INT64] * 3, *[POINTER] * 2]) as (function, args):
-            source, row, count, dim, target, odd = args
+            source, row, count, dim, target, non_finite_rows = args
             b, bits = e.builder, ir.IntType(e.lanes)
             wide, band = whole(e, dim), self.band(dim)
 
@@ -227,12 +228,12 @@ class SplitFactors:
                     return [self._larger(*pair) for pair in zip(seen, halves, strict=True)]
 
                 seen = e.loop(0, wide, CHUNK, [e.const_bits(0)] * 2, chunk)
-                e.store(k, e.at(odd, e.mul(e.add(found[0], 1), WORD)), WORD)
+                e.store(k, e.at(non_finite_rows, e.mul(e.add(found[0], 1), WORD)), WORD)
                 some = b.icmp_unsigned("!=", b.or_(*map(self.huge, seen)), ir.Constant(bits, 0))
                 return [e.add(found[0], b.zext(some, INT64))]
 
             (found,) = e.loop(0, whole(e, count), 1, [e.index(0)], key)
-            e.store(found, odd, WORD)
+            e.store(found, non_finite_rows, WORD)
         return function
 
     def split_columns(self) -> Value:
@@ -245,59 +246,59 @@ class SplitFactors:
         with e.function("split_columns", arguments, BIT) as (function, args):
             rows, row, count, dim, target = args
             b, bits = e.builder, ir.IntType(e.lanes)
-            loaded, turned = self.room(e.lanes), self.room(2 * e.lanes)
+            loaded, transposed = self.room(e.lanes), self.room(2 * e.lanes)
 
-            def keys(k: Value, found: list[Value]) -> list[Value]:
+            def load_key(first: Value, d: Value, i: Value, found: list[Value]) -> list[Value]:
+                """16 elements of one key, without those that cannot be split."""
+                start = e.at(rows, e.mul(e.add(first, i), row))
+                exists = e.below(e.add(first, i), count)
+                (x,) = self._rows(
+                    b.and_(exists, e.below(e.add(d, e.lanes - 1), dim)),
+                    [e.at(start, e.mul(d, FLOAT_BYTES))],
+                    lambda: [self._row(start, d, dim, exists)],
+                )
+                left_out = self.is_non_finite(x)
+                kept = b.select(left_out, e.const(0.0), x)
+                e.store_vector(kept, e.at(loaded, e.mul(i, e.vector_bytes)))
+                return [b.or_(found[0], b.bitcast(left_out, bits))]
+
+            def transpose_half(k: Value, d: Value, n: Value, found: list[Value]) -> list[Value]:
+                """16 elements of the first or the second 16 keys of a chunk."""
+                first = e.add(k, e.mul(n, e.lanes))
+                found = e.loop(0, e.lanes, 1, found, partial(load_key, first, d))
+                place = e.at(transposed, e.mul(n, e.vector_bytes))
+                for i, x in enumerate(e.transpose(vectors_at(e, loaded, e.lanes))):
+                    e.store_vector(x, e.at(place, 2 * i * e.vector_bytes))
+                return found
+
+            def store_column(tiles: Value, i: Value, _: list[Value]) -> None:
+                place = e.at(transposed, e.mul(i, 2 * e.vector_bytes))
+                self.put(vectors_at(e, place, 2), e.at(tiles, e.mul(i, TILE_BYTES)))
+
+            def columns(k: Value, chunk: Value, d: Value, found: list[Value]) -> list[Value]:
+                """16 columns of a chunk of keys."""
+                found = e.loop(0, 2, 1, found, partial(transpose_half, k, d))
+                tiles = e.at(chunk, e.mul(b.sdiv(d, e.index(TILE_ROWS)), self.column_band))
+                e.loop(0, e.lanes, 1, [], partial(store_column, tiles))
+                return found
+
+            def chunk_of_keys(k: Value, found: list[Value]) -> list[Value]:
                 chunk = e.at(target, e.mul(k, self.chunk_bytes // CHUNK))
+                return e.loop(0, whole(e, dim), e.lanes, found, partial(columns, k, chunk))
 
-                def elements(d: Value, found: list[Value]) -> list[Value]:
-                    def half(n: Value, found: list[Value]) -> list[Value]:
-                        """16 keys."""
-                        first = e.add(k, e.mul(n, e.lanes))
-
-                        def key(i: Value, found: list[Value]) -> list[Value]:
-                            start = e.at(rows, e.mul(e.add(first, i), row))
-                            exists = e.below(e.add(first, i), count)
-                            (x,) = self._rows(
-                                b.and_(exists, e.below(e.add(d, e.lanes - 1), dim)),
-                                [e.at(start, e.mul(d, FLOAT_BYTES))],
-                                lambda: [self._row(start, d, dim, exists)],
-                            )
-                            odd = self.odd(x)
-                            kept = b.select(odd, e.const(0.0), x)
-                            e.store_vector(kept, e.at(loaded, e.mul(i, e.vector_bytes)))
-                            return [b.or_(found[0], b.bitcast(odd, bits))]
-
-                        found = e.loop(0, e.lanes, 1, found, key)
-                        place = e.at(turned, e.mul(n, e.vector_bytes))
-                        for i, x in enumerate(e.transpose(vectors_at(e, loaded, e.lanes))):
-                            e.store_vector(x, e.at(place, 2 * i * e.vector_bytes))
-                        return found
-
-                    found = e.loop(0, 2, 1, found, half)
-                    tiles = e.at(chunk, e.mul(b.sdiv(d, e.index(TILE_ROWS)), self.column_band))
-
-                    def column(i: Value, _: list[Value]) -> None:
-                        place = e.at(turned, e.mul(i, 2 * e.vector_bytes))
-                        self.put(vectors_at(e, place, 2), e.at(tiles, e.mul(i, TILE_BYTES)))
-
-                    e.loop(0, e.lanes, 1, [], column)
-                    return found
-
-                return e.loop(0, whole(e, dim), e.lanes, found, elements)
-
-            (found,) = e.loop(0, whole(e, count), CHUNK, [ir.Constant(bits, 0)], keys)
+            nothing = [ir.Constant(bits, 0)]
+            (found,) = e.loop(0, whole(e, count), CHUNK, nothing, chunk_of_keys)
             b.ret(b.icmp_unsigned("!=", found, ir.Constant(bits, 0)))
         return function
 
-    def turn_rows(self, number: int) -> Value:
+    def transpose_rows(self, number: int) -> Value:
         """A function `(rows, row, count, dim, to)`: pairs of neighbouring rows, elements in lanes.
 
         A right factor for products over `number` rows, in panels of 32 columns. Elements that
         cannot be split, and rows from `count` on, are 0.
         """
         e = self.e
-        with e.function("turn_rows", [POINTER, *[INT64] * 3, POINTER]) as (function, args):
+        with e.function("transpose_rows", [POINTER, *[INT64] * 3, POINTER]) as (function, args):
             rows, row, count, dim, target = args
             b = e.builder
 
@@ -347,11 +348,11 @@ class SplitFactors:
         """
         e, b, bits = self.e, self.e.builder, ir.IntType(self.e.lanes)
 
-        def turn(d: Value, seen: list[Value]) -> list[Value]:
+        def vector(d: Value, seen: list[Value]) -> list[Value]:
             columns = e.transpose([self._row(place, d, dim) for place in places])
-            odd = seen[0]
+            found = seen[0]
             for x in columns:
-                odd = b.or_(odd, self.huge(self.magnitude(x)))
+                found = b.or_(found, self.huge(self.magnitude(x)))
             if sign is not None:
                 columns = [b.fmul(x, sign) for x in columns]
             split = [self.rounded(x) for x in columns]
@@ -359,10 +360,10 @@ class SplitFactors:
             for p in range(e.lanes // 2):
                 both = list(zip(split[2 * p], split[2 * p + 1], strict=True))
                 self.put_pairs(both, e.at(end, p * self.width))
-            return [odd]
+            return [found]
 
-        (odd,) = e.loop(0, whole(e, dim), e.lanes, [ir.Constant(bits, 0)], turn)
-        return b.zext(odd, INT64)
+        (found,) = e.loop(0, whole(e, dim), e.lanes, [ir.Constant(bits, 0)], vector)
+        return b.zext(found, INT64)
 
     def room(self, count: int) -> Value:
         """Memory for vectors that lasts as long as the function runs."""
@@ -389,7 +390,7 @@ class SplitFactors:
         above = b.icmp_unsigned(">", magnitude, e.const_bits(_HIGHEST))
         return b.bitcast(above, ir.IntType(e.lanes))
 
-    def odd(self, x: Value) -> Value:
+    def is_non_finite(self, x: Value) -> Value:
         """Which elements of V cannot be split, or terms that tiles take for 0."""
         e, b = self.e, self.e.builder
         size = self.magnitude(x)

@@ -47,7 +47,8 @@ BLOCK_KV = 128
 cache."""
 
 _KEYS_BESIDE = 16
-"""Number of keys that are weighed or finished during one step of a product."""
+"""Number of keys whose weights are computed, or whose scores are finished, during one step of a
+product."""
 
 _Finish: TypeAlias = Callable[[Value, list[Value]], list[Value]]
 
@@ -101,8 +102,6 @@ class SplitOperands(PairOperands):
     def clear_pairs(self, weights: Value, first: Value, stop: Value) -> None:
         self.split.clear_pairs(weights, first, stop)
 
-    # One task, all tasks
-
     def product(self, name: str, *, onto: bool) -> Value:
         """A function as `matrix_unit.add_products`."""
         products = self.split.products(of_weights=onto)
@@ -110,7 +109,7 @@ class SplitOperands(PairOperands):
 
     # Vector units have time while tiles are multiplied
 
-    def weigh_overlapped(self) -> Value:
+    def weights_overlapped(self) -> Value:
         """A function `(rows, packed, scores, stats, scale, band, count, following, pairs, ahead)`.
 
         The weights of `count` keys for one block of queries, whose finished `scores` and `stats`
@@ -120,7 +119,7 @@ class SplitOperands(PairOperands):
         """
         e = self.e
         arguments = [*[POINTER] * 4, e.real, *[INT64] * 4, POINTER]
-        with e.function("weigh_overlapped", arguments) as (function, args):
+        with e.function("weights_overlapped", arguments) as (function, args):
             rows, packed, scores, stats, factor, band, count, following, pairs, place = args
             b, width, ahead = e.builder, e.index(self.width), Prefetcher(e, place, BLOCK_KV)
             products, scale = self.split.products(), e.splat(factor)
@@ -130,9 +129,9 @@ class SplitOperands(PairOperands):
                 largest = b.fmul(e.load_vector(e.at(here, BLOCK_MAX * self.width)), scale)
                 rows_of.append(RowSums(e, here, width, largest, statistics=self.frame.statistics))
 
-            def weigh(j: int, k: Value, carried: list[Value]) -> tuple[Value, list[Value]]:
+            def weight(j: int, k: Value, carried: list[Value]) -> tuple[Value, list[Value]]:
                 place = e.at(scores, e.mul(k, width), self.offsets[j])
-                return rows_of[j].weigh(b.fmul(e.load_vector(place), scale), carried, None)
+                return rows_of[j].weight(b.fmul(e.load_vector(place), scale), carried, None)
 
             steps = e.least(
                 b.sdiv(count, e.index(_KEYS_BESIDE)),
@@ -142,20 +141,20 @@ class SplitOperands(PairOperands):
             room = self.split.room((1 + BLOCK_KV // _KEYS_BESIDE) * number)
             sums = GroupSums(e, room, number)
 
-            def weigh_group(group: Value, _: list[Value]) -> None:
+            def group_of_keys(group: Value, _: list[Value]) -> None:
                 start = e.mul(group, _KEYS_BESIDE)
                 stop = e.least(e.add(start, _KEYS_BESIDE), count)
                 found: list[Value] = []
                 for j, (offset, row) in enumerate(zip(self.offsets, rows_of, strict=True)):
                     here = e.at(scores, offset)
                     found += self.store_weights(
-                        e, here, width, start, stop, row.nothing, partial(weigh, j)
+                        e, here, width, start, stop, row.nothing, partial(weight, j)
                     )
                 sums.keep(group, found)
 
-            # These scores are gone when their turn comes.
+            # The product overwrites these scores, so their weights are computed before it.
             groups = b.sdiv(e.add(count, _KEYS_BESIDE - 1), e.index(_KEYS_BESIDE))
-            e.loop(steps, groups, 1, [], weigh_group)
+            e.loop(steps, groups, 1, [], group_of_keys)
             running: list[list[Value]] = []
 
             def some(step: Value, group: int) -> None:
@@ -167,8 +166,8 @@ class SplitOperands(PairOperands):
                 start, stop = (len(units) * n // shares for n in (group, group + 1))
                 for p, j in units[start:stop]:
                     k = e.add(e.mul(step, _KEYS_BESIDE), 2 * p)
-                    first, running[j] = weigh(j, k, running[j])
-                    second, running[j] = weigh(j, e.add(k, 1), running[j])
+                    first, running[j] = weight(j, k, running[j])
+                    second, running[j] = weight(j, e.add(k, 1), running[j])
                     place = self.place_of_pair(e.at(scores, self.offsets[j]), k, width)
                     self.store_pair(first, second, place)
                 if group == shares - 1:
@@ -179,7 +178,7 @@ class SplitOperands(PairOperands):
                 e, (rows, packed, scores, band, following, pairs), self.vectors, onto=False,
                 products=products, beside=matrix_unit.Beside(steps, some),
             )  # fmt: skip
-            # Group after group, as where weights are computed alone: bits are the same.
+            # Groups are added in the order in which `scores_to_weights` adds them: same bits.
             e.loop(steps, groups, 1, [], lambda group, _: sums.add_kept(group))
             totals = iter(sums.values())
             for row in rows_of:
@@ -273,7 +272,7 @@ class SplitOperands(PairOperands):
         functions["split_columns"] = self.split.split_columns()
         functions["add_non_finite"] = non_finite.add_non_finite(self.split)
         if not self.frame.spec.dropout:
-            functions["weigh_overlapped"] = self.weigh_overlapped()
+            functions["weights_overlapped"] = self.weights_overlapped()
         functions["add_overlapped_full"] = self.add_overlapped("add_overlapped_full", masked=False)
         if self.frame.mask != TRUE:
             functions["add_overlapped_partial"] = self.add_overlapped(

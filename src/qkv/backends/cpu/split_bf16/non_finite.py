@@ -21,19 +21,20 @@ NON_FINITE_BYTES = 2048
 
 
 def recompute(of: SplitFactors, name: str, left_dtype: str, right_dtype: str) -> Value:
-    """A function `(*left, *right, first, last, dim, sign, start, stop, odd, lanes, products)`.
+    """A function `(*left, *right, first, last, dim, sign, start, stop, non_finite_rows,
+    lanes, products)`.
 
     Computes the products of rows that cannot be split one by one. `left` and `right` are
     `RowView`: left rows from `start` to `stop`, right ones from row `first` on, none beyond `last`.
-    `odd` is what `SplitFactors.split_rows` gave, and `lanes` what `SplitFactors.pack` gave for each
-    vector, a vector apart.
+    `non_finite_rows` is what `SplitFactors.split_rows` gave, and `lanes` what `SplitFactors.pack`
+    gave for each vector, a vector apart.
     """
     e = of.e
     rows = [POINTER, INT64, INT64]
     arguments = [*rows, *rows, *[INT64] * 3, e.real, *[INT64] * 2, *[POINTER] * 3]
     with e.function(name, arguments) as (function, args):
         left, right = RowView(*args[:3]), RowView(*args[3:6])
-        first, last, dim, sign, start, stop, odd, lanes, products = args[6:]
+        first, last, dim, sign, start, stop, non_finite_rows, lanes, products = args[6:]
         b, block_q = e.builder, of.vectors * e.lanes
 
         def one(k: Value, lane: Value) -> None:
@@ -50,28 +51,28 @@ def recompute(of: SplitFactors, name: str, left_dtype: str, right_dtype: str) ->
             place = e.at(products, e.mul(k, of.width), e.mul(lane, FLOAT_BYTES))
             e.store(product, place, FLOAT_BYTES)
 
-        def odd_left(n: Value, _: list[Value]) -> None:
-            k = e.load(e.at(odd, e.mul(n, WORD)), INT64, WORD)
+        def left_rows(n: Value, _: list[Value]) -> None:
+            k = e.load(e.at(non_finite_rows, e.mul(n, WORD)), INT64, WORD)
             wanted = b.and_(b.not_(e.below(k, start)), e.below(k, stop))
             with b.if_then(wanted):
                 e.loop(0, block_q, 1, [], lambda lane, _: one(k, lane))
 
-        def odd_right(lane: Value, _: list[Value]) -> None:
+        def right_rows(lane: Value, _: list[Value]) -> None:
             vector = b.sdiv(lane, e.index(e.lanes))
             word = e.load(e.at(lanes, e.mul(vector, e.vector_bytes)), INT64, WORD)
             bit = b.and_(b.lshr(word, e.sub(lane, e.mul(vector, e.lanes))), e.index(1))
             end = b.select(_some(e, bit), stop, start)
             e.loop(start, end, 1, [], lambda k, _: one(k, lane))
 
-        e.loop(1, e.add(e.load(odd, INT64, WORD), 1), 1, [], odd_left)
-        e.loop(0, block_q, 1, [], odd_right)
+        e.loop(1, e.add(e.load(non_finite_rows, INT64, WORD), 1), 1, [], left_rows)
+        e.loop(0, block_q, 1, [], right_rows)
     return function
 
 
-def any_non_finite(of: SplitFactors, odd: Value, lanes: Value) -> Value:
-    """Whether there is anything to mend."""
+def any_non_finite(of: SplitFactors, non_finite_rows: Value, lanes: Value) -> Value:
+    """Whether there is anything to recompute."""
     e = of.e
-    words = [odd, *(e.at(lanes, j * e.vector_bytes) for j in range(of.vectors))]
+    words = [non_finite_rows, *(e.at(lanes, j * e.vector_bytes) for j in range(of.vectors))]
     some = ir.Constant(INT64, 0)
     for word in words:
         some = e.builder.or_(some, e.load(word, INT64, WORD))
@@ -94,14 +95,14 @@ def add_non_finite(of: SplitFactors) -> Value:
         b = e.builder
 
         def each(k: Value, _: list[Value]) -> None:
-            odd = b.trunc(b.and_(k, e.index(1)), BIT)
+            is_second = b.trunc(b.and_(k, e.index(1)), BIT)
             place = of.packed_row(weights, b.and_(k, e.index(-2)))
-            weighed: list[Value] = []
+            weights_of_key: list[Value] = []
             for n in range(of.terms):
                 pairs = vectors_at(e, e.at(place, n * of.term_bytes), of.vectors)
                 halves = [split(e, pair) for pair in pairs]
-                part = [b.select(odd, second, first) for first, second in halves]
-                weighed = list(map(b.fadd, weighed, part)) if weighed else part
+                part = [b.select(is_second, second, first) for first, second in halves]
+                weights_of_key = list(map(b.fadd, weights_of_key, part)) if weights_of_key else part
                 if n == 0:
                     allowed = [
                         b.icmp_signed("!=", e.as_bits(p), e.as_bits(e.const(-0.0))) for p in part
@@ -110,13 +111,13 @@ def add_non_finite(of: SplitFactors) -> Value:
             def element(d: Value, _: list[Value]) -> None:
                 start = e.at(rows, e.mul(k, row), e.mul(d, FLOAT_BYTES))
                 x = e.splat(e.load(start, e.real, FLOAT_BYTES))
-                first = b.extract_element(of.odd(x), ir.Constant(INT32, 0))
+                first = b.extract_element(of.is_non_finite(x), ir.Constant(INT32, 0))
                 with b.if_then(first, likely=False):
                     place = e.at(out, e.mul(d, of.width))
                     total = vectors_at(e, place, of.vectors)
                     store_vectors(e, place, [
                         b.select(may, e.fma(x, weight, old), old)
-                        for may, weight, old in zip(allowed, weighed, total, strict=True)
+                        for may, weight, old in zip(allowed, weights_of_key, total, strict=True)
                     ])  # fmt: skip
 
             e.loop(0, dim, 1, [], element)

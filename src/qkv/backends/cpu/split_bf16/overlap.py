@@ -2,7 +2,8 @@
 
 The first of two blocks waits: its scores are finished, but its weights are not yet computed. It
 also waits from one block of keys to the next. K of the next block of keys is split before the
-waiting block is weighed, and V of the next block is split after the values of the last were added.
+weights of the waiting block are computed, and V of the next block is split after the values of the
+last were added.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ class OverlappedScoreBlocks(ScoreBlocks):
             some = b.icmp_signed(">=", before.block, e.index(0))
             saved = self._saved_values()
 
-            def weigh_and_score() -> None:
+            def weights_and_scores() -> None:
                 with b.if_then(some):
-                    self.weigh(before, saved.has_non_finite)
+                    self.compute_weights(before, saved.has_non_finite)
                 self.score(keys, at)
 
             def add_and_finish() -> None:
@@ -68,12 +69,12 @@ class OverlappedScoreBlocks(ScoreBlocks):
                 self.finish(at)
 
             if self.frame.spec.dropout:
-                weigh_and_score()
+                weights_and_scores()
             else:
-                can = b.and_(some, self._can_weigh_overlapped(before, saved.has_non_finite))
-                e.choose(can, lambda: self._weigh_overlapped(before, keys, at), weigh_and_score)
-            can = b.and_(some, self._can_add_overlapped())
-            e.choose(can, lambda: self._add_overlapped(before, saved, at), add_and_finish)
+                can = b.and_(some, self._can_overlap_weights(before, saved.has_non_finite))
+                e.choose(can, lambda: self._overlap_weights(before, keys, at), weights_and_scores)
+            can = b.and_(some, self._can_overlap_values())
+            e.choose(can, lambda: self._overlap_values(before, saved, at), add_and_finish)
             with b.if_then(b.icmp_signed("==", e.load(is_split, INT64, WORD), e.index(0))):
                 self._save(self._values, values())
                 e.store(e.index(1), is_split, WORD)
@@ -96,7 +97,7 @@ class OverlappedScoreBlocks(ScoreBlocks):
     def end(self) -> None:
         e, before, values = self.e, self._who_waits(), self._saved_values()
         with e.builder.if_then(e.builder.icmp_signed(">=", before.block, e.index(0))):
-            self.weigh(before, values.has_non_finite)
+            self.compute_weights(before, values.has_non_finite)
             self.add(before, values)
             self._nobody_waits()
 
@@ -104,27 +105,27 @@ class OverlappedScoreBlocks(ScoreBlocks):
         super().score(keys, at)
         self._recompute(at)
 
-    def _can_weigh_overlapped(self, before: ScoreBlock, has_non_finite: Value) -> Value:
+    def _can_overlap_weights(self, before: ScoreBlock, has_non_finite: Value) -> Value:
         """Whether there are steps enough, and no weight is marked."""
         b = self.e.builder
         enough = self.e.below(CHUNK, self.task.head_dim)
         return b.and_(enough, b.not_(b.and_(has_non_finite, self.is_finished(before))))
 
-    def _weigh_overlapped(self, before: ScoreBlock, keys: KeyBlock, at: ScoreBlock) -> None:
+    def _overlap_weights(self, before: ScoreBlock, keys: KeyBlock, at: ScoreBlock) -> None:
         e, b, task = self.e, self.e.builder, self.task
         scale = self.frame.real_field(task.arguments, "scale")
         scale = b.select(self.is_finished(before), ir.Constant(e.real, 1.0), scale)
         rows, packed = self.operands.from_key(keys, at.start), task.block(at.block).packed
         args = [rows, packed, self.scores, task.block(before.block).stats, scale]
         args += [keys.row, before.count, at.count, self.pairs, self._ahead.place]
-        b.call(self.functions["weigh_overlapped"], args)
+        b.call(self.functions["weights_overlapped"], args)
         self._recompute(at)
 
-    def _can_add_overlapped(self) -> Value:
+    def _can_overlap_values(self) -> Value:
         """Whether there are steps enough."""
         return self.e.below(CHUNK, self.task.v_head_dim)
 
-    def _add_overlapped(self, before: ScoreBlock, values: ValueBlock, at: ScoreBlock) -> None:
+    def _overlap_values(self, before: ScoreBlock, values: ValueBlock, at: ScoreBlock) -> None:
         task, block = self.task, self.task.block(at.block)
         args = [*self.adding(before), task.arguments, self.scores, block.stats, task.transposed]
         args += [task.batch, task.head, block.row, at.first, at.count]

@@ -64,7 +64,7 @@ def _run_beside(kernel: Kernel, arguments: Runnable, threads: int) -> None:
     thread = threading.Thread(target=job, name="qkv-long")
     try:
         thread.start()
-    except RuntimeError:  # no more threads, or the interpreter is ending
+    except RuntimeError:  # There are no more threads, or the interpreter is ending.
         _run(kernel, arguments, threads)
         return
     while thread.is_alive():

@@ -62,7 +62,7 @@ class Pool:
             for name in ("mutex", "condition"):
                 at = ctypes.c_void_p(self._block + OFFSET[name])
                 getattr(_libc(), f"pthread_{name.removesuffix('ition')}_init")(at, None)
-        # Written by the system itself: an exception between two lines of Python loses no thread.
+        # The system writes it, so that an exception between two lines of Python loses no thread.
         self._handles = (ctypes.c_size_t * MOST_WORKERS)()
         self._asked = 0
         self._lock = threading.Lock()
@@ -87,7 +87,7 @@ class Pool:
     def stop(self) -> None:
         """End the threads; whoever is inside finishes first. In a forked child there are none."""
         if os.getpid() != self._process:
-            return  # the lock may have been another thread's, for ever
+            return  # Another thread may have held the lock when the process was forked.
         with self._lock:
             self._asked = MOST_WORKERS
             self._stop(self._block)

@@ -105,7 +105,7 @@ class _Protocol:
         e = self.e
         with e.function("worker", [POINTER], POINTER, public=True) as (_, (block,)):
             b = e.builder
-            # One launch back: whatever is open now may be joined.
+            # Counting begins one launch back, so that one that is open now can be joined.
             seen = self.variable(e.sub(self.read(block, "generation"), 1))
             patience = self.variable(self.read(block, "spins"))
 
@@ -117,9 +117,7 @@ class _Protocol:
             def idle(generation: Value) -> None:
                 awake = e.below(0, b.load(patience))
                 e.choose(
-                    awake,
-                    lambda: self.relax(patience),
-                    lambda: self.fall_asleep(block, generation),
+                    awake, lambda: self.relax(patience), lambda: self.fall_asleep(block, generation)
                 )
 
             def launched(generation: Value) -> None:
@@ -131,7 +129,7 @@ class _Protocol:
                     arguments = e.pointer(b.load(self.word(block, "arguments")))
                     b.call(job, [arguments, number])
                     b.atomic_rmw("sub", self.word(block, "ticket"), e.index(1), "release")
-                    # Only who was needed spins again; the others sleep when their time is up.
+                    # Only a worker that was needed spins again; others sleep when their time is up.
                     b.store(self.read(block, "patience"), patience)
 
             def going_on() -> tuple[Value, Value]:
@@ -218,7 +216,7 @@ class _Protocol:
     def next_generation(self, block: Value, wanted: Value) -> None:
         """Tell the workers that something has changed, and wake some of those that sleep."""
         e, b = self.e, self.e.builder
-        # Sequentially consistent, here and in fall_asleep: one of both sees the other.
+        # This and fall_asleep are sequentially consistent, so one of both sees the other.
         b.atomic_rmw("add", self.word(block, "generation"), e.index(1), "seq_cst")
         sleeping = b.load_atomic(self.word(block, "sleeping"), "seq_cst", 8)
         count = e.least(wanted, sleeping)

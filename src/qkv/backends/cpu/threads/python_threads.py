@@ -28,7 +28,7 @@ class PythonThreads:
         try:
             executor = self._of_size(workers)
             for number in range(1, workers + 1):
-                # One at a time: those that were submitted are waited for if the next is refused.
+                # They are submitted one by one: if one is refused, those before are waited for.
                 asked.append(executor.submit(kernel.run, arguments, number))  # noqa: PERF401
         except RuntimeError:
             # No thread can be started, or a larger executor has just taken the place of this one.

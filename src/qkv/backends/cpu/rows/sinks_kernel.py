@@ -1,0 +1,179 @@
+"""The kernel that lets sinks take their share; `sinks` has the formula.
+
+It computes in float64 and rounds once to the type of storage.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from llvmlite import ir
+
+from qkv.backends.cpu.emit import storage, vector_math
+from qkv.backends.cpu.emit.emitter import DOUBLE, FLOAT, INT64, POINTER, Emitter, Value
+from qkv.backends.cpu.rows.row_pass import each_head
+
+FIELDS = ("limit", "sinks", "keys_out", "keys_lse", "rest", "out", "lse", "heads", "length", "dim")
+"""Words of the argument block after the counter. `keys_out` and `keys_lse` are of the keys alone;
+`lse` may be where `keys_lse` is; `rest`, what rounding took from lse, is 0 if nobody wants it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SinksKey:
+    """What the kernel depends on: types of computation and of the output."""
+
+    dtype: str
+    out_dtype: str
+    lanes: int
+    halves: bool
+
+
+def emit_sinks(key: SinksKey) -> str:
+    """The module of one kernel; `job(arguments, worker)` takes the rows of a head for each task."""
+    e = Emitter("sinks", key.lanes, DOUBLE, halves=key.halves)
+    item, out_item = storage.ITEM_BYTES[key.dtype], storage.ITEM_BYTES[key.out_dtype]
+    scale = _scale(e, key)
+    several, single = (_rows(e, key, scale, count) for count in (key.lanes, 1))
+
+    def head(number: Value, fields: dict[str, Value]) -> None:
+        b = e.builder
+        which = b.srem(number, fields["heads"])
+        sink = e.load(e.at(e.pointer(fields["sinks"]), e.mul(which, 8)), DOUBLE, 8)
+        first = e.mul(number, fields["length"])
+        wanted = b.icmp_signed("!=", fields["rest"], e.index(0))
+
+        def call(rows: Value, r: Value) -> None:
+            place = e.add(first, r)
+            entries = e.mul(place, fields["dim"])
+            b.call(
+                rows,
+                [
+                    e.at(e.pointer(fields["keys_out"]), e.mul(entries, item)),
+                    e.at(e.pointer(fields["keys_lse"]), e.mul(place, item)),
+                    e.at(e.pointer(fields["rest"]), e.mul(place, item)),
+                    e.at(e.pointer(fields["out"]), e.mul(entries, out_item)),
+                    e.at(e.pointer(fields["lse"]), e.mul(place, item)),
+                    sink,
+                    wanted,
+                    fields["dim"],
+                ],
+            )
+
+        whole = e.round_down(fields["length"], e.lanes)
+        e.loop(0, whole, e.lanes, [], lambda r, _: call(several, r))
+        e.loop(whole, fields["length"], 1, [], lambda r, _: call(single, r))
+
+    each_head(e, FIELDS, head)
+    return str(e.module)
+
+
+def _rows(e: Emitter, key: SinksKey, scale: Value, count: int) -> Value:
+    """A function of `count` rows, one or as many as lanes.
+
+    Its arguments are `(keys_out, keys_lse, rest, out, lse, sink, wanted, dim)`.
+    """
+    item, out_item = storage.ITEM_BYTES[key.dtype], storage.ITEM_BYTES[key.out_dtype]
+    arguments = [*[POINTER] * 5, DOUBLE, ir.IntType(1), INT64]
+    lanes = count if count > 1 else 0
+    with e.function(f"rows_{count}", arguments, in_place=True) as (function, args):
+        keys_out, keys_lse, rest, out, lse, sink, wanted, dim = args
+        b = e.builder
+
+        def load(pointer: Value) -> Value:
+            # One row is computed as a vector too, since the elementary functions take vectors.
+            value = storage.load(e, pointer, key.dtype, lanes)
+            return value if lanes else e.splat(value)
+
+        def store(vector: Value, pointer: Value) -> None:
+            value = vector if lanes else e.extract(vector, 0)
+            if key.dtype != "float64":
+                value = b.fptrunc(value, ir.VectorType(FLOAT, lanes) if lanes else FLOAT)
+            e.store(value, pointer, item)
+
+        place = e.words(e.lanes)
+        e.store(ir.Constant(e.vector, None), place, 8)
+        with b.if_then(wanted):
+            e.store(load(rest), place, 8)
+        of_keys = b.fadd(load(keys_lse), e.load(place, e.vector, 8))
+        sinks, one, zero = e.splat(sink), e.const(1.0), e.const(0.0)
+        lowest = e.const(-math.inf)
+        away = b.fsub(sinks, of_keys)
+        # The difference of lse and the new lse would be inaccurate where both are large.
+        no_keys = b.fcmp_ordered("==", of_keys, lowest)
+        share = b.select(no_keys, zero, b.fdiv(one, b.fadd(one, vector_math.exp(e, away))))
+        peak = b.select(b.fcmp_unordered("ugt", of_keys, sinks), of_keys, sinks)
+        nearer = e.intrinsic("fabs", away)
+        small = vector_math.exp(e, b.fneg(nearer))
+        more = b.select(b.fcmp_ordered("==", peak, lowest), zero, _log1p(e, small))
+        total = b.fadd(peak, more)
+        stored = _rounded(e, total, key.dtype)
+        store(stored, lse)
+        with b.if_then(wanted):
+            lost = b.fadd(b.fsub(peak, stored), more)
+            store(b.select(b.fcmp_ordered("==", stored, lowest), zero, lost), rest)
+        factors = _rounded(e, share, key.dtype)
+        for n in range(count):
+            entries = e.mul(dim, n)
+            b.call(
+                scale,
+                [
+                    e.at(keys_out, e.mul(entries, item)),
+                    e.at(out, e.mul(entries, out_item)),
+                    e.extract(factors, n),
+                    dim,
+                ],
+            )
+    return function
+
+
+def _scale(e: Emitter, key: SinksKey) -> Value:
+    """A function that multiplies one row: `(keys_out, out, factor, dim)`."""
+    item, out_item = storage.ITEM_BYTES[key.dtype], storage.ITEM_BYTES[key.out_dtype]
+    with e.function("scale", [POINTER, POINTER, DOUBLE, INT64], in_place=True) as (function, args):
+        keys_out, out, factor, dim = args
+        b, factors = e.builder, e.splat(factor)
+
+        def product(value: Value, by: Value) -> Value:
+            exact = b.fmul(value, by)
+            if key.dtype == "float64":
+                return exact
+            count = exact.type.count if isinstance(exact.type, ir.VectorType) else 0
+            real = b.fptrunc(exact, ir.VectorType(FLOAT, count) if count else FLOAT)
+            return _stored(e, real, key.out_dtype)
+
+        def several(d: Value, _: list[Value]) -> None:
+            value = storage.load(e, e.at(keys_out, e.mul(d, item)), key.dtype, e.lanes)
+            e.store(product(value, factors), e.at(out, e.mul(d, out_item)), out_item)
+
+        def single(d: Value, _: list[Value]) -> None:
+            value = storage.load(e, e.at(keys_out, e.mul(d, item)), key.dtype)
+            e.store(product(value, factor), e.at(out, e.mul(d, out_item)), out_item)
+
+        # Vectors may not overlap: where `out` is `keys_out`, an entry would be scaled twice.
+        stop = e.round_down(dim, e.lanes)
+        e.loop(0, stop, e.lanes, [], several)
+        e.loop(stop, dim, 1, [], single)
+    return function
+
+
+def _log1p(e: Emitter, x: Value) -> Value:
+    """log(1 + x) for 0 <= x <= 1, also where 1 + x rounds x away."""
+    b = e.builder
+    one = e.const(1.0)
+    total = b.fadd(one, x)
+    lost = b.fsub(x, b.fsub(total, one))
+    return b.fadd(vector_math.log(e, total), b.fdiv(lost, total))
+
+
+def _rounded(e: Emitter, vector: Value, dtype: str) -> Value:
+    """float64 numbers that the type can hold."""
+    if dtype == "float64":
+        return vector
+    b = e.builder
+    return b.fpext(b.fptrunc(vector, ir.VectorType(FLOAT, e.lanes)), e.vector)
+
+
+def _stored(e: Emitter, real: Value, dtype: str) -> Value:
+    """float32 as the output holds it."""
+    return real if dtype == "float32" else storage.narrow_float32(e, real, dtype)
