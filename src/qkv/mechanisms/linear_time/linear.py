@@ -169,8 +169,8 @@ class Linear(ProjectedAttention):
         if self.causal:
             return in_chunks(self._causal, [x, key, value], state, self.block_size)[0]
         blocks = (blocks_of_rows(array, self.block_size) for array in (key, value))
-        for keys, values_ in zip(*blocks, strict=True):
-            features, rows, state = self.keys_and_values(keys, values_, state)
+        for k, v in zip(*blocks, strict=True):
+            features, rows, state = self.keys_and_values(k, v, state)
             state["sums"] = state["sums"] + features.mT @ _with_ones(rows)
 
         def read(sums: Any, x: Any) -> tuple[Any, Any]:
