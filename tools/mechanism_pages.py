@@ -34,12 +34,16 @@ SOURCE = ROOT / "src"
 METHODS = [
     "project",
     "heads",
-    "featured",
+    "query_features",
+    "key_features",
+    "queries",
+    "keys_and_values",
     "variants",
     "mix",
     "difference",
     "join",
     "__call__",
+    "_causal",
     "step",
 ]
 """What computes an output, in the order in which a call comes to it."""
@@ -144,8 +148,8 @@ def code(cls: type[Mechanism]) -> Iterable[str]:
     yield f"All of it: [`{path.name}`](../../src/{path.as_posix()}). What computes the output:"
     found: dict[str, list[str]] = {}
     for method in METHODS:
-        if method == "variants" and hasattr(cls, "mix"):
-            continue  # It goes to `qkv.attention`, which these do not call.
+        if method in ("heads", "variants") and hasattr(cls, "key_features"):
+            continue  # They go to `qkv.attention`, which linear attention does not call.
         owner = next((c for c in cls.__mro__ if method in vars(c)), Mechanism)
         if owner is not Mechanism:
             found.setdefault(owner.__name__, []).append(without_docstring(vars(owner)[method]))

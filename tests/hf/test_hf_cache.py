@@ -90,6 +90,35 @@ def test_ways_to_search(family: str, search: str, kind: str) -> None:
     same(generated(family, "qkv", prompts(), cache, **SEARCHES[search]), expected)
 
 
+LONG = [
+    (family, kind, beams)
+    for family, kind in (("llama", "paged"), ("gemma2", "contiguous"))
+    for beams in (1, 2)
+]
+
+
+@pytest.mark.sampled(("family", "kind", "beams"), LONG, one_in=4)
+def test_512_tokens_one_by_one_have_the_logits_of_all_at_once(
+    family: str, kind: str, beams: int
+) -> None:
+    cache, ids = qkv.hf.Cache(config_of(family), **CACHES[kind]), prompts(1, 12)["input_ids"]
+    with torch.no_grad():
+        with attending(model_of(family), "qkv") as model:
+            output = model.generate(
+                ids, past_key_values=cache, num_beams=beams, do_sample=False, min_new_tokens=500,
+                max_new_tokens=500, return_dict_in_generate=True, output_logits=True,
+                output_scores=True,
+            )  # fmt: skip
+        with attending(model_of(family), "eager") as model:
+            whole = model(output.sequences).logits[0, 11:-1]
+    assert output.sequences.shape == (1, 512)
+    if beams == 1:
+        close(torch.cat(output.logits), whole)
+    else:
+        new = output.sequences[0, 12:, None]
+        close(output.sequences_scores, whole.log_softmax(-1).gather(-1, new).mean()[None])
+
+
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("helper", ["a model", "the prompt"])

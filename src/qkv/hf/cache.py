@@ -142,6 +142,8 @@ class CacheLayer(CacheLayerMixin):
         """Whether old tokens are forgotten."""
         return isinstance(self.cache, RollingCache)
 
+    # transformers declares the next three as attributes that a layer sets; here they follow from
+    # the cache.
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
         """Whether tokens have come."""

@@ -123,6 +123,15 @@ def _checked(changes: Any) -> dict[tuple[int, int], Change]:
     return found
 
 
+def _inputs_of_layers(model: torch.nn.Module, prompt: CopyFrom) -> list[HeadInputs]:
+    """The inputs of all layers on a prompt."""
+    seen: list[HeadInputs] = []
+    with torch.no_grad(), observe(lambda call: seen.append(_inputs(call))):
+        model(*prompt.args, **prompt.inputs)
+    # A cache may write to these keys again.
+    return [replace(inputs, key=inputs.key.clone()) for inputs in seen]
+
+
 def _copied(
     model: torch.nn.Module, changes: Mapping[tuple[int, int], Change]
 ) -> dict[tuple[int, int], HeadInputs]:
@@ -132,11 +141,7 @@ def _copied(
         id(change): change for change in changes.values() if isinstance(change, CopyFrom)
     }
     for prompt in prompts.values():
-        seen: list[HeadInputs] = []
-        with torch.no_grad(), observe(lambda call, seen=seen: seen.append(_inputs(call))):  # type: ignore[misc]
-            model(*prompt.args, **prompt.inputs)
-        # A cache may write to these keys again.
-        seen = [replace(inputs, key=inputs.key.clone()) for inputs in seen]
+        seen = _inputs_of_layers(model, prompt)
         for (layer, head), change in changes.items():
             if change is prompt and layer < len(seen):
                 found[layer, head] = seen[layer]

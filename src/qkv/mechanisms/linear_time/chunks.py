@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from qkv.mechanisms.base.namespace import array_namespace
 
-__all__ = ["in_chunks", "state_of_no_tokens"]
+__all__ = ["blocks_of_rows", "in_chunks", "state_of_no_tokens"]
 
 
 def in_chunks(
@@ -42,13 +42,25 @@ def in_chunks(
     array([[1., 2., 3., 4., 5.]])
     """
     outputs = []
-    for start in range(0, arrays[0].shape[-2], size):
-        chunks = (array[..., start : start + size, :] for array in arrays)
+    for chunks in zip(*(blocks_of_rows(array, size) for array in arrays), strict=True):
         output, state = function(state, *chunks)
         outputs.append(output)
     if len(outputs) == 1:
         return outputs[0], state
     return array_namespace(arrays[0]).concat(outputs, axis=-2), state
+
+
+def blocks_of_rows(array: Any, size: int) -> Iterator[Any]:
+    """Views of at most `size` rows of `array` (..., n, width) after one another.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> [block.shape for block in blocks_of_rows(np.zeros((2, 5, 3)), 2)]
+    [(2, 2, 3), (2, 2, 3), (2, 1, 3)]
+    """
+    for start in range(0, array.shape[-2], size):
+        yield array[..., start : start + size, :]
 
 
 def state_of_no_tokens(key: Any, value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from qkv.errors import ShapeError, UnsupportedError
@@ -12,12 +12,12 @@ from qkv.mechanisms.base.attention_steps import token_lines
 from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step, dot_product, number, numbers
 from qkv.mechanisms.base.namespace import array_namespace, like, values
 from qkv.mechanisms.base.operations import projection
-from qkv.mechanisms.base.projected import ProjectedAttention
+from qkv.mechanisms.base.projected import ProjectedAttention, split_heads
 from qkv.mechanisms.linear_time.activations import elu_plus_one
-from qkv.mechanisms.linear_time.chunks import in_chunks, state_of_no_tokens
-from qkv.mechanisms.linear_time.recurrent import repeated_heads
+from qkv.mechanisms.linear_time.chunks import blocks_of_rows, in_chunks, state_of_no_tokens
+from qkv.mechanisms.linear_time.recurrent import checked_state, repeated_heads, state_of_zeros
 
-__all__ = ["Linear", "bidirectional", "chunk", "naive", "recurrent", "token_weights"]
+__all__ = ["Linear", "chunk", "naive", "recurrent", "token_weights"]
 
 
 class Linear(ProjectedAttention):
@@ -60,10 +60,8 @@ class Linear(ProjectedAttention):
     paper = "Katharopoulos et al., Transformers are RNNs (2020)"
     formula = "o_i = sum_j w_ij v_j, w_ij = phi(q_i) . phi(k_j) / sum_j of it, phi(x) = elu(x) + 1"
 
-    decodes: ClassVar[bool] = True
-    """Whether the features of a key are its own, so that a sum over keys can be continued."""
     block_size: ClassVar[int] = 4096
-    """Tokens that are computed at once, if causal, so that they need little memory."""
+    """Tokens that are computed at once, so that they need little memory and stay in the caches."""
 
     def __init__(
         self, embed_dim: int, num_heads: int = 1, *, chunk_size: int = 64, **options: Any
@@ -73,45 +71,79 @@ class Linear(ProjectedAttention):
         self.chunk_size = chunk_size
         super().__init__(embed_dim, num_heads, **options)
 
-    def features(self, query: Any, key: Any) -> tuple[Any, Any]:
-        """Positive features of query and key rows."""
-        return elu_plus_one(query), elu_plus_one(key)
+    def query_features(self, query: Any) -> Any:
+        """Positive features of query rows."""
+        return elu_plus_one(query)
+
+    def key_features(self, key: Any, state: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Positive features of the next key rows, and the state in the same scale."""
+        return elu_plus_one(key), state
 
     def feature_cost(self, rows: int, head_dim: int) -> tuple[int, Ledger]:
         """How many features a row has, and what those of `rows` rows take."""
         each = rows * head_dim
         return head_dim, step("features", compare=each, exp=each, add=each)
 
-    def featured(self, x: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
-        """Features of queries and keys, and values, of as many heads as there are of queries.
+    @property
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """What is kept of the past, for one sequence: `sum_j phi(k_j)^T [v_j, 1]` of each head."""
+        return {"sums": (self.num_heads, self.head_dim, self.head_dim + 1)}
+
+    def initial_state(self, x: Any) -> dict[str, Any]:
+        """The state before the first token of `x`: sums of nothing."""
+        return state_of_zeros(self, x)
+
+    def sequences(self, x: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+        """What queries, keys and values are made of.
 
         Raises
         ------
         ShapeError
-            If key and value, or causal query and key, differ in length, or are empty.
+            If key and value, or causal query and key, differ in length, or are empty, or an array
+            has less than two dimensions.
         """
-        query_rows, key_rows, value_rows = self.heads(x, key, value)
-        if key_rows.shape[-2] != value_rows.shape[-2] or 0 in (x.shape[-2], key.shape[-2]):
+        query, key, value = super().sequences(x, key, value)
+        for array in (query, key, value):
+            array_namespace(array)
+            if array.ndim < 2:
+                raise ShapeError(
+                    f"{self.name} reads sequences (..., n, {self.embed_dim}).",
+                    [("given", str(tuple(array.shape)))],
+                    "Pass one sequence or more.",
+                )
+        n, kv_len, v_len = (array.shape[-2] for array in (query, key, value))
+        if kv_len != v_len or 0 in (n, kv_len):
             raise ShapeError(
                 "key and value need as many rows as one another, and x and key one or more.",
-                [("key", str(tuple(key_rows.shape))), ("value", str(tuple(value_rows.shape)))],
+                [("key", str(tuple(key.shape))), ("value", str(tuple(value.shape)))],
                 "Pass sequences of one length.",
             )
-        if self.causal and key_rows.shape[-2] != query_rows.shape[-2]:
+        if self.causal and kv_len != n:
             raise ShapeError(
                 "causal linear attention reads as many keys as queries.",
                 [("x", str(tuple(x.shape))), ("key", str(tuple(key.shape)))],
                 "Pass x alone, or a mechanism with causal=False.",
             )
-        times = self.num_heads // self.num_kv_heads
-        query, key = self.features(query_rows, key_rows)
-        return query, repeated_heads(key, times), repeated_heads(value_rows, times)
+        return query, key, value
 
-    def mix(self, query: Any, key: Any, value: Any) -> Any:
-        """The output of the heads from features and values."""
-        if self.causal:
-            return chunk(query, key, value, chunk_size=self.chunk_size)[0]
-        return bidirectional(query, key, value)
+    def queries(self, x: Any) -> Any:
+        """Features of the queries of each head."""
+        return self.query_features(split_heads(self.linear("q_proj", x), self.num_heads))
+
+    def keys_and_values(
+        self, key: Any, value: Any, state: dict[str, Any]
+    ) -> tuple[Any, Any, dict[str, Any]]:
+        """Features of the keys and values of each query head, and the state in their scale."""
+        times = self.num_heads // self.num_kv_heads
+        rows = split_heads(self.linear("k_proj", key), self.num_kv_heads)
+        features, state = self.key_features(rows, state)
+        rows = split_heads(self.linear("v_proj", value), self.num_kv_heads)
+        return repeated_heads(features, times), repeated_heads(rows, times), state
+
+    def featured(self, x: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+        """Features of all queries and keys, and values, of as many heads as queries have."""
+        features, rows, _ = self.keys_and_values(key, value, self.initial_state(x))
+        return self.queries(x), features, rows
 
     def __call__(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
         """Attend from `x` to `key` and `value`, or to itself, in linear time.
@@ -132,36 +164,42 @@ class Linear(ProjectedAttention):
         ShapeError
             The arrays do not fit the weights or one another.
         """
-        xp = array_namespace(x)
-        alone = key is None and value is None and x.ndim > 1
-        if alone and self.causal and self.decodes and x.shape[-2] > self.block_size:
-            return in_chunks(lambda state, x: self.step(x, state), [x], None, self.block_size)[0]
-        out = self.join(self.mix(*self.featured(*self.sequences(x, key, value))))
-        # NumPy multiplies bfloat16 to float32.
-        return xp.astype(out, x.dtype, copy=False)
+        x, key, value = self.sequences(x, key, value)
+        state = self.initial_state(x)
+        if self.causal:
+            return in_chunks(self._causal, [x, key, value], state, self.block_size)[0]
+        blocks = (blocks_of_rows(array, self.block_size) for array in (key, value))
+        for k, v in zip(*blocks, strict=True):
+            features, rows, state = self.keys_and_values(k, v, state)
+            state["sums"] = state["sums"] + features.mT @ _with_ones(rows)
 
-    def step(self, x: Any, state: Any = None) -> tuple[Any, Any]:
+        def read(sums: Any, x: Any) -> tuple[Any, Any]:
+            return self._joined(_divided(self.queries(x) @ sums), x), sums
+
+        return in_chunks(read, [x], state["sums"], self.block_size)[0]
+
+    def step(self, x: Any, state: Mapping[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Mix the next tokens of a sequence: one when decoding, several for a prompt.
 
         Parameters
         ----------
         x : array (..., n, embed_dim)
-        state : array (..., num_heads, head_dim, head_dim + 1), optional
+        state : mapping of str to array, optional
             What the last step returned; a sequence begins if there is none.
 
         Returns
         -------
         output : array (..., n, width)
             What a call with all tokens so far gives for these.
-        state : array
-            `sum_j phi(k_j)^T [v_j, 1]` over all tokens so far.
+        state : dict of str to array
+            Of a size that does not depend on how many tokens there were.
 
         Raises
         ------
         UnsupportedError
-            The mechanism is not causal, or its features of one key depend on the others.
-        ShapeError
-            The state is of another mechanism, or for another batch.
+            The mechanism is not causal.
+        ArgumentError, ShapeError
+            The state is not one of this mechanism, or for another batch.
 
         Examples
         --------
@@ -173,22 +211,29 @@ class Linear(ProjectedAttention):
         >>> bool(np.allclose(np.concatenate([first, rest]), layer(x)))
         True
         """
-        if not (self.causal and self.decodes):
+        if not self.causal:
             raise UnsupportedError(
-                f"{self.name} with causal={self.causal} cannot be computed token by token.",
-                action="Pass the whole sequence to a call, or use Linear(..., causal=True).",
+                f"{self.name} with causal=False cannot be computed token by token.",
+                action="Pass the whole sequence to a call, or use causal=True.",
             )
-        query, key, value = self.featured(x, x, x)
-        shape = (*key.shape[:-2], key.shape[-1], value.shape[-1] + 1)
-        state = None if state is None else like(state, x, "state")
-        if state is not None and tuple(state.shape) != shape:
-            raise ShapeError(
-                f"the state has shape {tuple(state.shape)}, not {shape}.",
-                [("x", str(tuple(x.shape)))],
-                "Pass what step returned for the tokens before, of the same sequences.",
-            )
-        out, state = chunk(query, key, value, state, self.chunk_size)
-        return array_namespace(x).astype(self.join(out), x.dtype, copy=False), state
+        self.sequences(x, None, None)
+        kept = self.initial_state(x) if state is None else checked_state(self, state, x)
+        found: tuple[Any, dict[str, Any]] = in_chunks(
+            lambda kept, x: self._causal(kept, x, x, x), [x], kept, self.block_size
+        )
+        return found
+
+    def _causal(
+        self, state: dict[str, Any], x: Any, key: Any, value: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        """The output of the next tokens, and the state after them."""
+        features, rows, state = self.keys_and_values(key, value, state)
+        out, sums = chunk(self.queries(x), features, rows, state["sums"], self.chunk_size)
+        return self._joined(out, x), state | {"sums": sums}
+
+    def _joined(self, out: Any, x: Any) -> Any:
+        # NumPy multiplies bfloat16 to float32.
+        return array_namespace(x).astype(self.join(out), x.dtype, copy=False)
 
     def token_mixing(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
         """The weights `(..., num_heads, q_len, kv_len)`; values only, without a gradient."""
@@ -206,7 +251,8 @@ class Linear(ProjectedAttention):
             title = f"Head {head}, " if self.num_heads > 1 else ""
             rows = (query[head, token.index], key[head, : len(seen)], value[head, : len(seen)])
             steps += [Step(f"{title}{s.title}", s.formula, s.lines) for s in _steps(*rows, seen)]
-        return steps + self.steps_after(self.mix(query, key, value), token.index)
+        out = naive(query, key, value, self.causal)
+        return steps + self.steps_after(out, token.index)
 
     def operations(self, tokens: Count, batch: int) -> Ledger:
         """Those of sums that are taken once; chunks do more in fewer products."""
@@ -287,11 +333,6 @@ def token_weights(query: Any, key: Any, causal: bool) -> Any:
 def naive(query: Any, key: Any, value: Any, causal: bool) -> Any:
     """Linear attention through its n x n weights; O(n^2), the parallel form of the definition."""
     return token_weights(query, key, causal) @ value
-
-
-def bidirectional(query: Any, key: Any, value: Any) -> Any:
-    """Linear attention without a mask: one sum over all keys serves every query; O(n)."""
-    return _divided(query @ (key.mT @ _with_ones(value)))
 
 
 def recurrent(query: Any, key: Any, value: Any, state: Any = None) -> tuple[Any, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -14,7 +14,8 @@ from qkv.mechanisms.base.arguments import positive_integers, refuse_options
 from qkv.mechanisms.base.attention_steps import attention_steps, token_lines
 from qkv.mechanisms.base.explanation import ExplainedToken, Step
 from qkv.mechanisms.base.namespace import like
-from qkv.mechanisms.base.projected import ProjectedAttention, join_heads
+from qkv.mechanisms.base.projected import ProjectedAttention, join_heads, split_heads
+from qkv.mechanisms.linear_time.chunks import in_chunks
 
 __all__ = ["Linformer"]
 
@@ -76,24 +77,64 @@ class Linformer(ProjectedAttention):
         self.max_len, self.num_mixtures = max_len, num_mixtures
         super().__init__(embed_dim, num_heads, **options)
 
+    block_size: ClassVar[int] = 4096
+    """Tokens that are projected and mixed at once, so that they stay in the caches."""
+
     def more_shapes(self) -> dict[str, tuple[int, ...]]:
         """The mixtures of keys and of values."""
         shape = (self.num_mixtures, self.max_len)
         return {"e_proj.weight": shape, "f_proj.weight": shape}
 
+    def __call__(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
+        """Attend from `x` to the mixtures of `key` and `value`, or of itself.
+
+        Parameters
+        ----------
+        x : array (..., q_len, embed_dim)
+        key, value : array (..., kv_len, kv_dim), optional
+            `x` unless given; `value` is `key` unless given.
+
+        Returns
+        -------
+        array (..., q_len, width)
+
+        Raises
+        ------
+        ShapeError
+            The arrays do not fit the weights or one another, or kv_len is above max_len.
+        """
+        x, key, value = self.sequences(x, key, value)
+        k, v = self._mixtures("k_proj", "e_proj", key), self._mixtures("v_proj", "f_proj", value)
+
+        def read(_: None, x: Any) -> tuple[Any, None]:
+            q = split_heads(self.linear("q_proj", x), self.num_heads)
+            return self.join(qkv.attention(q, k, v, scale=self.scale)), None
+
+        if x.ndim < 2 or x.shape[-2] <= self.block_size:
+            return read(None, x)[0]
+        return in_chunks(read, [x], None, self.block_size)[0]
+
     def heads(self, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
         """Queries, and the mixtures of keys and of values, of every head."""
-        q, k, v = super().heads(query, key, value)
-        return q, self._mixtures("e_proj.weight", k), self._mixtures("f_proj.weight", v)
+        q = split_heads(self.linear("q_proj", query), self.num_heads)
+        k, v = self._mixtures("k_proj", "e_proj", key), self._mixtures("v_proj", "f_proj", value)
+        return q, k, v
 
-    def _mixtures(self, name: str, rows: Any) -> Any:
-        n = rows.shape[-2]
+    def _mixtures(self, projection: str, mixtures: str, rows: Any) -> Any:
+        """Rows projected to heads and mixed, `(..., num_kv_heads, num_mixtures, head_dim)`."""
+        n = rows.shape[-2] if rows.ndim > 1 else 0
         if n > self.max_len:
             raise ShapeError(
                 f"{n} tokens are more than max_len={self.max_len}.",
                 action=f"Pass at most {self.max_len} tokens, or build it for a longer max_len.",
             )
-        return like(self.weights[name][:, :n], rows, name) @ rows
+        weight = like(self.weights[f"{mixtures}.weight"], rows, mixtures)
+        found = 0
+        for start in range(0, max(n, 1), self.block_size):
+            block = rows if n <= self.block_size else rows[..., start : start + self.block_size, :]
+            heads = split_heads(self.linear(projection, block), self.num_kv_heads)
+            found = found + weight[:, start : min(start + self.block_size, n)] @ heads
+        return found
 
     def token_mixing(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
         """The weights of the mixtures times F, `(..., num_heads, q_len, kv_len)`.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
+import math
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +13,9 @@ from qkv.ledger import Count, Ledger, matmul, step
 from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.namespace import array_namespace, like
 from qkv.mechanisms.linear_time.linear import Linear
+from qkv.mechanisms.linear_time.recurrent import repeated_heads
 
-__all__ = ["Performer", "independent_projection", "orthogonal_projection", "softmax_features"]
+__all__ = ["Performer", "feature_exponents", "independent_projection", "orthogonal_projection"]
 
 
 class Performer(Linear):
@@ -48,9 +50,9 @@ class Performer(Linear):
     O(n num_features head_dim) operations for each head. Source: Choromanski et al., "Rethinking
     Attention with Performers", arXiv 2009.14794.
 
-    Keys are divided by their largest feature, over all tokens. In a causal sequence whose keys
-    differ in length by more than the exponent range of the type, the weights of the first tokens
-    can therefore vanish. For the same reason there is no `step`: a later key can be the largest.
+    Features of keys are divided by the largest so far, and sums are corrected when it grows, as in
+    flash attention. Within one block of `block_size` tokens the divisor is one, so that weights
+    vanish whose features differ by more than the exponent range of the type.
 
     Examples
     --------
@@ -67,8 +69,6 @@ class Performer(Linear):
         "phi(x) = exp(w . x - |x|^2 / 2)"
     )
 
-    decodes: ClassVar[bool] = False
-
     def __init__(
         self,
         embed_dim: int,
@@ -84,9 +84,8 @@ class Performer(Linear):
         shape = (num_features, self.head_dim)
         if projection is None:
             rng = np.random.default_rng(options.get("seed", 0))
-            projection = (
-                orthogonal_projection(*shape, rng) if orthogonal else rng.normal(size=shape)
-            )
+            draw = orthogonal_projection if orthogonal else independent_projection
+            projection = draw(*shape, rng)
         if tuple(projection.shape) != shape:
             raise ShapeError(
                 f"projection has shape {tuple(projection.shape)}, not (num_features, head_dim).",
@@ -95,10 +94,36 @@ class Performer(Linear):
             )
         self.num_features, self.projection = num_features, projection
 
-    def features(self, query: Any, key: Any) -> tuple[Any, Any]:
-        """Positive random features of query and key rows."""
-        projection = like(self.projection, query, "projection")
-        return softmax_features(query, projection), softmax_features(key, projection, (-2, -1))
+    @property
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """What is kept of the past: the sums of each head, divided by exp(largest)."""
+        return {
+            "sums": (self.num_heads, self.num_features, self.head_dim + 1),
+            "largest": (self.num_kv_heads, 1, 1),
+        }
+
+    def initial_state(self, x: Any) -> dict[str, Any]:
+        """Sums of nothing, whose largest exponent is -inf."""
+        state = super().initial_state(x)
+        return state | {"largest": state["largest"] - math.inf}
+
+    def query_features(self, query: Any) -> Any:
+        """Positive random features of query rows, each row divided by its largest."""
+        exponent = feature_exponents(query, like(self.projection, query, "projection"))
+        xp = array_namespace(exponent)
+        return self._exp(exponent - xp.max(exponent, axis=-1, keepdims=True))
+
+    def key_features(self, key: Any, state: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Positive random features of key rows, divided by the largest of all keys so far."""
+        exponent = feature_exponents(key, like(self.projection, key, "projection"))
+        xp = array_namespace(exponent)
+        largest = xp.maximum(xp.max(exponent, axis=(-2, -1), keepdims=True), state["largest"])
+        faded = xp.exp(state["largest"] - largest)
+        sums = repeated_heads(faded, self.num_heads // self.num_kv_heads) * state["sums"]
+        return self._exp(exponent - largest), {"sums": sums, "largest": largest}
+
+    def _exp(self, exponent: Any) -> Any:
+        return array_namespace(exponent).exp(exponent) * self.num_features**-0.5
 
     def feature_cost(self, rows: int, head_dim: int) -> tuple[int, Ledger]:
         """How many features a row has, and what those of `rows` rows take."""
@@ -167,19 +192,17 @@ def independent_projection(
     return rng.normal(size=(num_features, head_dim))
 
 
-def softmax_features(x: Any, projection: Any, axis: int | tuple[int, ...] = -1) -> Any:
-    """Positive features whose product estimates `exp(q . k / sqrt(head_dim))` up to a factor.
+def feature_exponents(x: Any, projection: Any) -> Any:
+    """Logarithms of features whose products estimate `exp(q . k / sqrt(head_dim))`.
 
-    `exp(w . y - |y|^2 / 2) / sqrt(num_features)` for each row w of the projection, where y is x
-    divided by the fourth root of head_dim. The largest exponent along `axis` is subtracted, which
+    `w . y - |y|^2 / 2` for each row w of the projection, where y is x divided by the fourth root of
+    head_dim. A number may be subtracted from those of a query, and one from those of all keys: it
     cancels when weights are divided by their sum.
 
     Parameters
     ----------
     x : array (..., n, head_dim)
     projection : array (num_features, head_dim)
-    axis : int or tuple of int
-        -1 for queries, whose rows may each have a factor; (-2, -1) for keys.
 
     Returns
     -------
@@ -187,6 +210,4 @@ def softmax_features(x: Any, projection: Any, axis: int | tuple[int, ...] = -1) 
     """
     xp = array_namespace(x)
     y = x * x.shape[-1] ** -0.25
-    exponent = y @ projection.T - 0.5 * xp.sum(y * y, axis=-1, keepdims=True)
-    largest = xp.max(exponent, axis=axis, keepdims=True)
-    return xp.exp(exponent - largest) * projection.shape[0] ** -0.5
+    return y @ projection.T - 0.5 * xp.sum(y * y, axis=-1, keepdims=True)

@@ -20,9 +20,11 @@ from qkv.mechanisms.linear_time.chunks import in_chunks
 __all__ = [
     "RecurrentMechanism",
     "activation_cost",
+    "checked_state",
     "grouped_heads",
     "head_dim_of",
     "repeated_heads",
+    "state_of_zeros",
     "token_shift",
 ]
 
@@ -67,8 +69,7 @@ class RecurrentMechanism(Mechanism):
 
     def initial_state(self, x: Any) -> dict[str, Any]:
         """The state before the first token of `x`: zeros, in its library, dtype and device."""
-        shapes = self.state_shapes.items()
-        return {name: like(np.zeros((*x.shape[:-2], *shape)), x) for name, shape in shapes}
+        return state_of_zeros(self, x)
 
     @abstractmethod
     def project(self, x: Any, state: dict[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -141,7 +142,7 @@ class RecurrentMechanism(Mechanism):
         True
         """
         self.check(x)
-        kept = self.initial_state(x) if state is None else self._checked_state(state, x)
+        kept = self.initial_state(x) if state is None else checked_state(self, state, x)
 
         def block(kept: dict[str, Any], x: Any) -> tuple[Any, dict[str, Any]]:
             inputs, gate = self.project(x, kept)
@@ -150,24 +151,6 @@ class RecurrentMechanism(Mechanism):
             return array_namespace(x).astype(out, x.dtype, copy=False), kept
 
         return in_chunks(block, [x], kept, self.block_size)
-
-    def _checked_state(self, state: Mapping[str, Any], x: Any) -> dict[str, Any]:
-        shapes = {name: (*x.shape[:-2], *tail) for name, tail in self.state_shapes.items()}
-        if not isinstance(state, Mapping) or state.keys() != shapes.keys():
-            raise ArgumentError(
-                f"the state of {self.name} has the entries {', '.join(shapes)}.",
-                [("state", ", ".join(state) if isinstance(state, Mapping) else repr(state)[:60])],
-                "Pass what its step returned.",
-            )
-        for name, shape in shapes.items():
-            array_namespace(state[name])
-            if tuple(state[name].shape) != shape:
-                raise ShapeError(
-                    f"{name} of the state has shape {tuple(state[name].shape)}, not {shape}.",
-                    [("x", str(tuple(x.shape)))],
-                    "Pass what step returned for the tokens before, of the same sequences.",
-                )
-        return {name: like(array, x, name) for name, array in state.items()}
 
     def token_mixing(self, x: Any, /) -> Any:
         """The matrix M `(..., num_heads, n, n)` for which a head gives `M @ value`.
@@ -227,6 +210,38 @@ class RecurrentMechanism(Mechanism):
                 [("x", str(tuple(x.shape)))],
                 f"Pass x as (..., n, {self.embed_dim}).",
             )
+
+
+def checked_state(mechanism: Any, state: Any, x: Any) -> dict[str, Any]:
+    """The state in the library, dtype and device of `x`, if it has the mechanism's `state_shapes`.
+
+    Raises
+    ------
+    ArgumentError, ShapeError
+        It is not one of this mechanism, or for another batch.
+    """
+    shapes = {name: (*x.shape[:-2], *tail) for name, tail in mechanism.state_shapes.items()}
+    if not isinstance(state, Mapping) or state.keys() != shapes.keys():
+        raise ArgumentError(
+            f"the state of {mechanism.name} has the entries {', '.join(shapes)}.",
+            [("state", ", ".join(state) if isinstance(state, Mapping) else repr(state)[:60])],
+            "Pass what its step returned.",
+        )
+    for name, shape in shapes.items():
+        array_namespace(state[name])
+        if tuple(state[name].shape) != shape:
+            raise ShapeError(
+                f"{name} of the state has shape {tuple(state[name].shape)}, not {shape}.",
+                [("x", str(tuple(x.shape)))],
+                "Pass what step returned for the tokens before, of the same sequences.",
+            )
+    return {name: like(array, x, name) for name, array in state.items()}
+
+
+def state_of_zeros(mechanism: Any, x: Any) -> dict[str, Any]:
+    """Zeros of the mechanism's `state_shapes`, in the library, dtype and device of `x`."""
+    shapes = mechanism.state_shapes.items()
+    return {name: like(np.zeros((*x.shape[:-2], *shape)), x) for name, shape in shapes}
 
 
 def head_dim_of(width: int, num_heads: int, head_dim: int | None) -> int:
