@@ -16,6 +16,7 @@ from qkv.errors import (
     DTypeError,
     FileError,
     KernelBuildError,
+    KeywordError,
     MaskLooksBooleanWarning,
     QkvError,
     ShapeError,
@@ -68,6 +69,7 @@ __all__ = [
     "Gradients",
     "KernelBuildError",
     "KeyLengths",
+    "KeywordError",
     "LayerRecord",
     "LazyWeights",
     "LearnedPositions",
@@ -113,8 +115,21 @@ __all__ = [
     "vjp",
 ]
 
-_LAZY = ("cache", "cost", "errata", "exercises", "mechanisms")
-"""Modules that are imported when they are first used."""
+_LAZY = {
+    "cache": "",
+    "cost": "",
+    "errata": "",
+    "exercises": "",
+    "files": "",
+    "hf": "hf",
+    "jax": "jax",
+    "lab": "",
+    "mechanisms": "",
+    "samples": "",
+    "torch": "torch",
+}
+"""Modules that are imported when they are first used, and the extra that installs what each needs,
+empty if it needs none."""
 
 
 def _page(shown: _Any, tokens: _Sequence[str] | None) -> str:
@@ -129,4 +144,14 @@ _write_pages_with(_page)
 def __getattr__(name: str) -> _Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'qkv' has no attribute {name!r}")
-    return _import_module(f"qkv.{name}")
+    try:
+        return _import_module(f"qkv.{name}")
+    except ModuleNotFoundError as error:
+        extra = _LAZY[name]
+        if not extra or (error.name or "qkv").partition(".")[0] == "qkv":
+            raise
+        raise ModuleNotFoundError(
+            f"qkv.{name} needs {error.name}, which is not installed. "
+            f"Install qkv with its extra [{extra}], as in: pip install -e '.[{extra}]'",
+            name=error.name,
+        ) from error

@@ -5,6 +5,7 @@
     |-- DTypeError(TypeError)                   an array of a kind that cannot be used here
     |-- AmbiguityError(ValueError)              two readings are possible and nothing chooses
     |-- ArgumentError(ValueError)               an argument outside what it may be
+    |-- KeywordError(TypeError)                 a keyword that the function does not take
     |-- FileError(ValueError)                   a file that cannot be read safely
     |-- UnsupportedError(NotImplementedError)   no backend can do it; says why for each
     `-- KernelBuildError(RuntimeError)          compiled code could not be made
@@ -25,6 +26,7 @@ __all__ = [
     "DTypeError",
     "FileError",
     "KernelBuildError",
+    "KeywordError",
     "MaskLooksBooleanWarning",
     "QkvError",
     "ShapeError",
@@ -78,6 +80,10 @@ class AmbiguityError(QkvError, ValueError):
 
 class ArgumentError(QkvError, ValueError):
     """An argument is outside what it may be."""
+
+
+class KeywordError(QkvError, TypeError):
+    """A function does not take a keyword; the message has the call to write instead."""
 
 
 class FileError(QkvError, ValueError):

@@ -59,3 +59,31 @@ qkv.attention(x, x, x, qkv.Causal(), backend={backend!r})
 qkv.attention(x, x, x, qkv.Causal())
 """
     assert "llvmlite.binding" not in imported(program)
+
+
+@pytest.mark.parametrize(
+    ("module", "missing", "extra"),
+    [("hf", "transformers", "hf"), ("hf", "torch", "hf"), ("torch", "torch", "torch"),
+     ("jax", "jax", "jax")],
+)  # fmt: skip
+def test_modules_are_attributes_that_name_the_extra_they_need(module, missing, extra) -> None:
+    program = f"""
+import sys
+import qkv
+assert not {{"torch", "jax", "transformers"}} & set(sys.modules)
+sys.modules[{missing!r}] = None
+try:
+    qkv.{module}
+except ModuleNotFoundError as error:
+    assert "[{extra}]" in str(error) and {missing!r} in str(error), error
+    assert error.name == {missing!r}
+else:
+    raise SystemExit("nothing was raised")
+"""
+    assert "qkv" in imported(program)
+
+
+def test_modules_are_attributes() -> None:
+    """`import qkv` is enough; each is imported when it is first named."""
+    assert "qkv.torch" in imported("import qkv\nqkv.torch.scaled_dot_product_attention")
+    assert "qkv.files" in imported("import qkv\nqkv.files.write_arrays")

@@ -6,6 +6,7 @@ memory. Else the call becomes an operation that torch differentiates, batches, t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,7 @@ def _compiled(
             "torch compiles this call, and paged or quantised rows are no tensors.",
             action="Call it outside of torch.compile, or gather the rows into a tensor first.",
         )
+    _tell_dynamo()
     bound = bind(query, key, value, variants, options, _keep)
     query, key, value, *tensors = [_tensor(leaf) for leaf in bound.leaves]
     operands = _autocast(query, key, value)
@@ -94,7 +96,13 @@ def _compiled(
     return (out, lse) if return_lse else out
 
 
-_keep = torch.compiler.assume_constant_result(keep_for_good)
+def _constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.compiler.assume_constant_result`, which would import the compiler to set this."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+_keep = _constant_result(keep_for_good)
 """Compiled code, and what it names, may live as long as the process. It takes score mods that were
 made outside it, and their arrays, as constants."""
 
@@ -103,14 +111,14 @@ def _is_device_backend(name: str) -> bool:
     return name != "auto" and device_backend(name) is not None
 
 
-_is_of_a_device = torch.compiler.assume_constant_result(_is_device_backend)
+_is_of_a_device = _constant_result(_is_device_backend)
 
 
 def _text_of_tuple(structure: tuple[Any, ...]) -> str:
     return Structure(*structure).text
 
 
-_text = torch.compiler.assume_constant_result(_text_of_tuple)
+_text = _constant_result(_text_of_tuple)
 
 
 def _attend_on_device(
@@ -121,7 +129,10 @@ def _attend_on_device(
     return _on_device(bound, return_lse)
 
 
-torch.compiler.allow_in_graph(_attend_on_device)
+@_constant_result
+def _tell_dynamo() -> None:
+    """Dynamo runs this before it reads the call that becomes a node: only now is it imported."""
+    torch.compiler.allow_in_graph(_attend_on_device)
 
 
 def _on_device(bound: BoundCall, return_lse: bool) -> Any:

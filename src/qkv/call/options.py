@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypedDict, TypeVar
 
+from qkv.call.unknown_keywords import keyword_error
 from qkv.problem.check import Layout
 
 __all__ = ["DEFAULTS", "OptionValues", "Options", "option_values", "with_options"]
@@ -48,19 +49,24 @@ class OptionValues(NamedTuple):
 DEFAULTS = OptionValues()
 
 
+_KEYWORDS: dict[str, tuple[list[str], list[str]]] = {}
+"""All keywords of each function that takes the options, and those that it must be given."""
+
+
 def option_values(function: str, given: Mapping[str, Any]) -> OptionValues:
     """The options of a call of `function`.
 
     Raises
     ------
-    TypeError
-        For a keyword that is none of them, as Python does for functions that name theirs.
+    KeywordError
+        For a keyword that is none of them; it is a TypeError, as Python raises for functions that
+        name theirs.
     """
     if not given:
         return DEFAULTS
     for name in given:
         if name not in OptionValues._fields:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+            raise keyword_error(function, given, *_KEYWORDS[function])
     return OptionValues(**given)
 
 
@@ -72,6 +78,9 @@ def with_options(function: Function) -> Function:
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
         for name, default in OptionValues._field_defaults.items()
     ]
+    keywords = [p for p in (*own, *options) if p.kind is p.KEYWORD_ONLY]
+    required = [p.name for p in keywords if p.default is p.empty]
+    _KEYWORDS[function.__name__] = [p.name for p in keywords], required
     # mypy does not know attributes of functions.
     function.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
     return function

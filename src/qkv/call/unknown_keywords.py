@@ -1,0 +1,105 @@
+"""The error for a keyword that a function does not take, with the call to write instead.
+
+torch, JAX, flash-attn and xformers name in keywords what is a variant here. Which of them a caller
+had in mind is known from the name, so the message has the whole call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from qkv.errors import KeywordError
+
+__all__ = ["keyword_error"]
+
+
+def keyword_error(
+    function: str, given: Mapping[str, Any], known: Sequence[str], required: Sequence[str]
+) -> KeywordError:
+    """What to raise for the keywords of a call, of which at least one is not known."""
+    unknown = [name for name in given if name not in known]
+    fact = f"{function}() got an unexpected keyword argument {unknown[0]!r}."
+    if len(unknown) > 1:
+        names = ", ".join(map(repr, unknown))
+        fact = f"{function}() got unexpected keyword arguments {names}."
+    if not all(name in _MEANINGS for name in unknown):
+        strange = next(name for name in unknown if name not in _MEANINGS)
+        close = get_close_matches(strange, known, 1)
+        action = f"Pass {close[0]}= instead." if close else "Pass only keywords from this list."
+        return KeywordError(fact, [("keywords", ", ".join(known))], action)
+    arguments = [word for name in unknown if (word := _MEANINGS[name](name, given[name]))]
+    options = [word for word in arguments if _is_keyword(word)]
+    variants = [word for word in arguments if not _is_keyword(word)]
+    options += [f"{name}={_short(name, given[name])}" for name in given if name in known]
+    options += [f"{name}={name}" for name in required]
+    seen = [(name, _REMARKS[name]) for name in unknown if name in _REMARKS]
+    call = f"qkv.{function}({', '.join(['q', 'k', 'v', *variants, *options])})"
+    return KeywordError(fact, seen, f"Write {call}.")
+
+
+def _is_keyword(word: str) -> bool:
+    return word.partition("=")[0].isidentifier() and "=" in word
+
+
+def _short(name: str, value: Any) -> str:
+    """A number or a word as it was given; the name of the caller's variable for anything else."""
+    return repr(value) if isinstance(value, int | float | str | None) else name
+
+
+Meaning = Callable[[str, Any], str]
+"""The argument that stands for a keyword and its value; empty if nothing has to be passed."""
+
+
+def _flag(variant: str) -> Meaning:
+    return lambda name, value: "" if value is None or value is False else variant
+
+
+def _array(wrapped: str = "{}") -> Meaning:
+    return lambda name, value: "" if value is None else wrapped.format(name)
+
+
+def _number(written: str, nothing: float | None = None) -> Meaning:
+    def argument(name: str, value: Any) -> str:
+        is_nothing = value is None or (isinstance(value, int | float) and value == nothing)
+        return "" if is_nothing else written.format(_short(name, value))
+
+    return argument
+
+
+def _window(name: str, value: Any) -> str:
+    """flash-attn's `(left, right)`, in which -1 is unbounded."""
+    if not (isinstance(value, tuple | list) and len(value) == 2):
+        return "qkv.SlidingWindow(left, right)"
+    left, right = (None if side == -1 else side for side in value)
+    return "" if left is right is None else f"qkv.SlidingWindow({left!r}, {right!r})"
+
+
+_MEANINGS: Mapping[str, Meaning] = {
+    "is_causal": _flag("qkv.Causal()"),
+    "causal": _flag("qkv.Causal()"),
+    "attn_mask": _array(),
+    "attention_mask": _array(),
+    "mask": _array(),
+    "bias": _array(),
+    "attn_bias": _array(),
+    "dropout_p": _number("qkv.Dropout({}, seed=0)", nothing=0),
+    "dropout": _number("qkv.Dropout({}, seed=0)", nothing=0),
+    "enable_gqa": lambda name, value: "",
+    "sm_scale": _number("scale={}"),
+    "softmax_scale": _number("scale={}"),
+    "softcap": _number("qkv.Softcap({})", nothing=0),
+    "window_size": _window,
+    "alibi_slopes": _array("qkv.ALiBi({})"),
+    "score_mod": _array("qkv.ScoreMod({})"),
+}
+
+_REMARKS = {
+    "attn_mask": "a boolean array is a mask (True = may attend), a floating one is added",
+    "attention_mask": "a boolean array is a mask (True = may attend), a floating one is added",
+    "mask": "a boolean array is a mask (True = may attend), a floating one is added",
+    "enable_gqa": "not needed: query heads are grouped by the number of heads of key and value",
+    "dropout_p": "a seed says which weights are dropped; choose a new one for each step",
+    "dropout": "a seed says which weights are dropped; choose a new one for each step",
+}
