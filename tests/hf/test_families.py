@@ -15,12 +15,17 @@ torch = pytest.importorskip("torch", reason=REASON)
 transformers = pytest.importorskip("transformers", reason=REASON)
 
 from families import (  # noqa: E402
+    BATCH,
     DECODERS,
     FAMILIES,
+    LENGTH,
     TRANSLATORS,
     VOCABULARY,
     attending,
+    inputs_of,
+    logits_of,
     model_of,
+    seen,
 )
 
 import qkv  # noqa: E402
@@ -29,49 +34,8 @@ import qkv.hf  # noqa: E402
 qkv.hf.enable()
 
 BOUND = 1e-10
-BATCH, LENGTH = 3, 14
 PADDINGS = ("none", "left", "right")
 TEXT = [*DECODERS, "t5", "bart", "bert"]
-
-
-def padding(kind: str, length: int = LENGTH) -> Any:
-    """1 for real tokens, 0 for padding, with another number of real tokens in each row."""
-    mask = torch.ones(BATCH, length, dtype=torch.long)
-    for row in range(1, BATCH):
-        gap = slice(0, 3 * row) if kind == "left" else slice(length - 3 * row, length)
-        if kind != "none":
-            mask[row, gap] = 0
-    return mask
-
-
-def inputs_of(family: str, kind: str = "none") -> dict[str, Any]:
-    """What a model of the family is called with."""
-    tokens = torch.randint(3, VOCABULARY, (BATCH, LENGTH))
-    picture = torch.randn(BATCH, 3, 24, 24, dtype=torch.float64)
-    if family == "vit":
-        return {"pixel_values": picture}
-    if family == "siglip":
-        return {"input_ids": tokens, "pixel_values": picture}
-    if family == "whisper":
-        sound = torch.randn(BATCH, 8, 40, dtype=torch.float64)
-        return {"input_features": sound, "decoder_input_ids": tokens}
-    inputs = {"input_ids": tokens, "attention_mask": padding(kind)}
-    if family in TRANSLATORS:
-        inputs["decoder_input_ids"] = tokens[:, 2:9]
-    return inputs
-
-
-def seen(family: str, inputs: dict[str, Any], logits: Any) -> Any:
-    """Logits of real tokens: what is computed for padding means nothing, and differs."""
-    if family in TRANSLATORS or "attention_mask" not in inputs:
-        return logits
-    return logits[inputs["attention_mask"].bool()]
-
-
-def logits_of(family: str, output: Any) -> Any:
-    if family != "siglip":
-        return output.logits
-    return torch.cat([output.text_embeds, output.image_embeds])
 
 
 def run(family: str, implementation: str, inputs: dict[str, Any], **more: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -39,6 +40,79 @@ def test_a_trace_of_version_1_follows_the_schema() -> None:
     for name in ("mechanism", "projections", "ledger"):
         new.pop(name)
     assert {**new, "version": 1} == old
+
+
+def everything(seed: int) -> qkv.Trace:
+    """A trace with every optional part, -inf, NaN and infinities."""
+    rng = np.random.default_rng(seed)
+    q = rng.normal(size=(2, 4, 6, 4))
+    k, v = rng.normal(size=(2, 2, 2, 6, 4))
+    v[1, 0, 5] = np.nan
+    k[0, 1, 0] = np.inf
+    return qkv.explain(
+        q, k, v, qkv.Causal(), qkv.ALiBi(), qkv.RoPE(), qkv.Sinks([0.1, 0.2, 0.3, 0.4]),
+        qkv.Dropout(0.25, 3), tokens=list("abcdef"), grad=True, block_kv=4, q_index=5,
+        mechanism=TracedMechanism("causal", "softmax(...) V", "a paper"),
+        projections=Projections(X, W_Q, W_K, W_V),
+    )  # fmt: skip
+
+
+def test_a_trace_is_read_back() -> None:
+    for trace in (everything(0), qkv.explain(np.eye(3), np.eye(3), np.eye(3))):
+        text = trace.to_json()
+        again = qkv.Trace.from_json(text)
+        assert again.to_json() == text
+        assert str(again) == str(trace)
+        assert repr(again) == repr(trace)
+        for head, wanted in zip(again.heads, trace.heads, strict=True):
+            assert head.kv_pos.dtype == wanted.kv_pos.dtype
+            for row, other in zip(head.rows, wanted.rows, strict=True):
+                np.testing.assert_array_equal(row.softmax.weights, other.softmax.weights)
+                np.testing.assert_array_equal(row.scores, other.scores)
+                assert row.allowed.dtype == bool
+                assert row.output.shape == (trace.problem.v_head_dim,)
+        if trace.gradient is not None and again.gradient is not None:
+            np.testing.assert_array_equal(again.gradient.d_key, trace.gradient.d_key)
+    assert qkv.Trace.from_json(text.encode()).to_html().startswith("<!doctype html>")
+
+
+def test_numbers_that_another_program_wrote_whole() -> None:
+    """JavaScript writes 1 where Python writes 1.0."""
+    trace = qkv.explain(np.eye(2), np.eye(2), np.eye(2))
+    whole = json.loads(trace.to_json().replace("1.0,", "1,").replace("0.0]", "0]"))
+    assert qkv.Trace.from_dict(whole).to_json() == trace.to_json()
+
+
+def test_a_trace_of_version_1_is_read() -> None:
+    trace = qkv.Trace.from_json((FILES / "trace-1.json").read_text(encoding="utf-8"))
+    example = shared_example()
+    anew = qkv.explain(
+        example.q, example.k, example.v, qkv.Causal(), tokens=example.tokens, q_index=2
+    )
+    assert trace.to_json() == anew.to_json()
+
+
+@pytest.mark.parametrize(
+    ("change", "fact"),
+    [
+        (lambda data: [], "no trace that this reads"),
+        (lambda data: {**data, "version": 3}, "version 3"),
+        (lambda data: {**data, "schema": "other"}, "'other'"),
+        (lambda data: {**data, "more": 1}, "has an unknown more"),
+        (lambda data: {key: data[key] for key in data if key != "heads"}, "lacks heads"),
+        (lambda data: {**data, "heads": {}}, "heads is no list"),
+        (lambda data: {**data, "tokens": [1]}, "tokens is no str"),
+        (lambda data: {**data, "problem": {**data["problem"], "q_len": 2.5}}, "q_len is no int"),
+        (lambda data: {**data, "heads": [{**data["heads"][0], "key": [[1.0], [1.0, 2.0]]}]}, "key"),
+        (lambda data: {**data, "heads": [{**data["heads"][0], "key": [["x"]]}]}, "key holds"),
+    ],
+)
+def test_what_is_no_trace_is_refused(change: Any, fact: str) -> None:
+    data = json.loads(qkv.explain(np.eye(2), np.eye(2), np.eye(2)).to_json())
+    with pytest.raises(qkv.ArgumentError, match=fact):
+        qkv.Trace.from_dict(change(data))
+    with pytest.raises(qkv.ArgumentError, match="no JSON"):
+        qkv.Trace.from_json("[" * 100_000)
 
 
 def test_a_model_record_of_version_1_opens() -> None:

@@ -2,7 +2,7 @@
 
 import { html, useLab, inside, examplesOf } from "../parts/lab.js";
 import { Block, DataTable, Stepper, Whole } from "../parts/basics.js";
-import { Chart } from "../parts/chart.js";
+import { Chart, Figure } from "../parts/chart.js";
 import { Grid } from "../parts/grid.js";
 import { COUNTS, MEANINGS, ledger, total, walkthrough } from "../ledger.js";
 import { traceOf } from "../kernel.js";
@@ -86,12 +86,12 @@ export function Count() {
         { class: "here", cells: [`one tile of ${BLOCK} × ${BLOCK} in float32`, `4 × ${BLOCK}²`, size(4 * Math.min(n, BLOCK) ** 2)] },
         { class: "here", cells: ["largest, sum of each row in float32", "8 n", size(8 * n)] }]}
         note="Tiling does the same operations, and a rescaling for each tile; it never holds the scores, so memory grows with n and not with n²." />
-      <figure><figcaption>The quadratic wall</figcaption><${Chart} title=${`Bytes by tokens: at ${n} tokens the scores take ${size(4 * n * n)}, and without them ${size(16 * n * d)}`}
+      <${Figure} title="The quadratic wall"><${Chart} title=${`Bytes by tokens: at ${n} tokens the scores take ${size(4 * n * n)}, and without them ${size(16 * n * d)}`}
         at=${Math.min(1048576, Math.max(256, n))}
         x=${{ label: "tokens n", min: 256, max: 1048576, log: true, ticks: [[1024, "1 Ki"], [16384, "16 Ki"], [131072, "128 Ki"], [1048576, "1 Mi"]] }}
         y=${{ label: "bytes", min: 2 ** 10, max: 2 ** 43, log: true, ticks: [[2 ** 10, "1 KiB"], [2 ** 20, "1 MiB"], [2 ** 30, "1 GiB"], [2 ** 40, "1 TiB"]] }}
         lines=${[{ name: "scores", kind: "plain", points: lengths.map((x) => [x, 4 * x * x]) }, { name: "tiled", kind: "even", points: lengths.map((x) => [x, Math.min(2 ** 43, 16 * x * d)]) }]} />
-        <p class="key"><span class="swatch plain"></span> all scores <span class="swatch even"></span> Q, K, V and output alone</p></figure></div></div>
+        <p class="key"><span class="swatch plain"></span> all scores <span class="swatch even"></span> Q, K, V and output alone</p></${Figure}></div></div>
     <${DataTable} title="Real models" columns=${["model", "layers", "heads", "d", "tokens", "scores", "multiply-adds of Q Kᵀ"]} note="Scores: layers × heads × n². Multiply-adds are d times as many; a text that calls the scores multiply-adds is listed in the errata."
       rows=${MODELS.map(([model, layers, heads, width, tokens]) => ({ cells: [model, layers, heads, width, grouped(tokens), grouped(layers * heads * tokens ** 2), grouped(layers * heads * tokens ** 2 * width)] }))} />`;
 }

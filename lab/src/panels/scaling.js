@@ -2,7 +2,7 @@
 
 import { html, useAsk, useLab } from "../parts/lab.js";
 import { Block, DataTable, Failure, Num, Waiting } from "../parts/basics.js";
-import { Bars, Chart, between } from "../parts/chart.js";
+import { Bars, Chart, Figure, between } from "../parts/chart.js";
 import { softmax } from "../kernel.js";
 import { written } from "../format.js";
 
@@ -87,11 +87,11 @@ export function Scaling() {
       { cells: ["Σ p (1 − p)", { x: trace(sharp.weights) }, { x: trace(even.weights) }] }]} />`}
     <h3 class="part">Means of ${curve.draws.toLocaleString("en-US")} such draws</h3>
     <p class="key"><span class="swatch plain"></span> not divided <span class="swatch even"></span> divided by √d_k</p>
-    <div class="charts">${MEASURES.map(([name, title, [min, max], ticks]) => html`<figure key=${name}><figcaption>${title}</figcaption>
+    <div class="charts">${MEASURES.map(([name, title, [min, max], ticks]) => html`<${Figure} key=${name} title=${title}>
       <${Chart} title=${`${title} by d_k: at ${d}, ${value(plain, name).toFixed(3)} not divided and ${value(scaled, name).toFixed(3)} divided`} at=${d}
         x=${{ label: "d_k", min: 1, max: LARGEST, log: true, ticks: D_TICKS }} y=${{ label: title, min, max, ticks }}
         lines=${[["not divided", plain, "plain"], ["divided", scaled, "even"]].map(([line, points, kind]) => ({ name: line, kind, points: points.map((point) => [point.d_k, point[name]]) }))} />
-      <p class="reading">at d_k = ${d}${isPoint ? "" : ", between points"}: <span class="plain"><${Num} x=${value(plain, name)} /></span> and <span class="even"><${Num} x=${value(scaled, name)} /></span></p></figure>`)}</div>
+      <p class="reading">at d_k = ${d}${isPoint ? "" : ", between points"}: <span class="plain"><${Num} x=${value(plain, name)} /></span> and <span class="even"><${Num} x=${value(scaled, name)} /></span></p></${Figure}>`)}</div>
     <${DataTable} title="The curves in numbers" columns=${["d_k", "variance", "largest", "entropy", "Σ p (1 − p)", "÷√: variance", "÷√: largest", "÷√: entropy", "÷√: Σ p (1 − p)"]}
       rows=${plain.map((point, i) => ({ key: point.d_k, class: point.d_k === d ? "here" : "", cells: [point.d_k, ...[point, scaled[i]].flatMap((each) => [{ x: each.score_variance }, { x: each.max_weight }, { x: each.entropy_nats }, { x: each.jacobian_trace }])] }))} />
     <${Claims} list=${claims({ plain, scaled })} />`;

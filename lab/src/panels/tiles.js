@@ -1,14 +1,38 @@
 // The streaming algorithm over one query: block by block, with a running max, sum and accumulator.
 
 import { html, useLab, inside } from "../parts/lab.js";
+import { Figure } from "../parts/chart.js";
 import { ExampleBar, useRow } from "../parts/example.js";
 import { Block, DataTable, Num, Stepper, Token, Vector, Whole } from "../parts/basics.js";
 import { paint } from "../colours.js";
 import { tilesOf } from "../kernel.js";
 
+const KINDS = { full: "no mask needed", partial: "the mask is evaluated", skipped: "never read" };
+
+/** Which blocks of queries and keys are read at all, under the mask. */
+function Schedule({ rows, block, index, tile }) {
+  const starts = (length) => Array.from({ length: Math.ceil(length / block) }, (_, i) => i * block);
+  const kinds = starts(rows.length).map((i) => starts(rows[0].allowed.length).map((j) => {
+    const pairs = rows.slice(i, i + block).flatMap((row) => row.allowed.slice(j, j + block));
+    return pairs.every(Boolean) ? "full" : pairs.some(Boolean) ? "partial" : "skipped";
+  }));
+  const count = (kind) => kinds.flat().filter((each) => each === kind).length;
+  const side = Math.min(40, 320 / Math.max(kinds.length, kinds[0].length));
+  const title = `Tiles of ${block} × ${block}`;
+  const said = Object.entries(KINDS).map(([kind, words]) => `${count(kind)} ${kind}: ${words}`);
+  return html`<${Figure} title=${title}>
+    <svg class="schedule" viewBox=${`0 0 ${Math.max(360, 40 + side * kinds[0].length)} ${side * kinds.length + 62}`} role="img" aria-label=${`${title}: ${said.join("; ")}`}>
+      ${kinds.map((row, i) => row.map((kind, j) => html`<rect key=${`${i}.${j}`} class=${kind} x=${24 + j * side} y=${i * side} width=${side - 2} height=${side - 2} rx="2" />`))}
+      <rect class="now" x=${24 + tile * side - 1} y=${Math.floor(index / block) * side - 1 + 1} width=${side} height=${side - 1} rx="3" />
+      <text x="14" y=${(side * kinds.length) / 2} text-anchor="middle" transform=${`rotate(-90 14 ${(side * kinds.length) / 2})`}>queries</text>
+      <text x="24" y=${side * kinds.length + 14}>keys</text>
+      ${Object.keys(KINDS).map((kind, i) => html`<g key=${kind}><rect class=${kind} x=${24 + i * 108} y=${side * kinds.length + 34} width="14" height="14" rx="2" /><text x=${44 + i * 108} y=${side * kinds.length + 45}>${count(kind)} ${kind}</text></g>`)}</svg>
+    <p class="faint">${said.join("; ")}.</p></${Figure}>`;
+}
+
 export function Tiles() {
   const { view, set, theme } = useLab();
-  const { row, trace, name, keyNames } = useRow();
+  const { row, rows, index, trace, name, keyNames } = useRow();
   const n = row.scores.length;
   const block = Math.min(Math.max(1, view.block), n);
   const { states, output } = tilesOf(row.scores, trace.heads[0].value, block);
@@ -42,6 +66,7 @@ export function Tiles() {
       rows=${states.map((each, i) => ({ key: i, class: i === at ? "here" : i > at ? "later" : "", cells: [
         each.stop - each.start === 1 ? String(each.start) : `${each.start}–${each.stop - 1}`, { x: each.block_max }, { x: each.row_max }, { x: each.rescale }, { x: each.row_sum },
         html`<${Vector} of=${each.accumulator} text=${each.accumulator.join(" ")} />`] }))} />
+    <${Schedule} rows=${rows} block=${block} index=${index} tile=${at} />
     <${Block} title="The end: accumulator ÷ sum" rows=${() => [["block by block", ...output], ["the whole row", ...row.output]]}>
       <dl class="sums"><div><dt>block by block</dt><dd data-name="tiled">${output.map((x, i) => html`${i ? ", " : ""}<${Num} x=${x} digits=${12} />`)}</dd></div>
         <div><dt>the whole row</dt><dd data-name="whole">${row.output.map((x, i) => html`${i ? ", " : ""}<${Num} x=${x} digits=${12} />`)}</dd></div>

@@ -2,6 +2,7 @@
 
 import { html, useLab, useKeys, useRef, useState } from "./lab.js";
 import { shown, tsv, written } from "../format.js";
+import { save } from "../picture.js";
 
 /** A number for reading, with all its digits in `value`. */
 export function Num({ x, digits }) {
@@ -50,11 +51,21 @@ export function Copy({ rows, what }) {
   </span>`;
 }
 
-/** A titled block; `rows` makes it copyable. */
-export function Block({ title, rows, children, class: kind = "", level = 3 }) {
+/** Saves a picture as a file. @param {{title: string, svg: () => string}} props */
+export function Save({ title, svg }) {
+  const { announce } = useLab();
+  const saved = async (kind) => {
+    await save(svg(), title, kind);
+    announce(`${title} saved as ${kind.toUpperCase()}`);
+  };
+  return html`<span class="copy">${["svg", "png"].map((kind) => html`<button key=${kind} type="button" class="small" onClick=${() => saved(kind)} aria-label=${`Save ${title} as ${kind.toUpperCase()}`}>${kind.toUpperCase()}</button>`)}</span>`;
+}
+
+/** A titled block; `rows` makes it copyable, and `svg` a picture to save. */
+export function Block({ title, rows, svg, children, class: kind = "", level = 3 }) {
   const Heading = `h${level}`;
   return html`<section class=${`block ${kind}`}>
-    <header><${Heading}>${title}</${Heading}>${rows && html`<${Copy} rows=${rows} what=${title} />`}</header>
+    <header><${Heading}>${title}</${Heading}>${(rows || svg) && html`<span class="actions">${svg && html`<${Save} title=${title} svg=${svg} />`}${rows && html`<${Copy} rows=${rows} what=${title} />`}</span>`}</header>
     ${children}
   </section>`;
 }

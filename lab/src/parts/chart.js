@@ -1,6 +1,15 @@
 // A small chart of lines, in SVG.
 
-import { html } from "./lab.js";
+import { html, useLab, useRef } from "./lab.js";
+import { Save } from "./basics.js";
+import { drawnSvg } from "../picture.js";
+
+/** A figure whose SVG can be saved. */
+export function Figure({ title, children }) {
+  const { theme } = useLab();
+  const figure = useRef(null);
+  return html`<figure ref=${figure}><figcaption>${title} <${Save} title=${title} svg=${() => drawnSvg(figure.current.querySelector("svg"), title, theme)} /></figcaption>${children}</figure>`;
+}
 
 /**
  * @param {object} props

@@ -4,6 +4,7 @@ import { html, useLayoutEffect, useLab, useRef, useState, inside } from "./lab.j
 import { Block, Num } from "./basics.js";
 import { paint } from "../colours.js";
 import { shown } from "../format.js";
+import { matrixSvg } from "../picture.js";
 
 /**
  * @param {object} props
@@ -124,7 +125,7 @@ export function Grid({
       <tbody>${values.map((row, i) => html`<tr role="row" key=${i}><th scope="row" role="rowheader">${shown(rows[i])}</th>${row.map((x, j) => cell(x, i, j))}</tr>`)}</tbody>
     </table></div>`;
   if (plain) return body;
-  return html`<${Block} title=${title} class="gridblock" rows=${() => [["", ...names], ...values.map((row, i) => [rows[i], ...row])]}>${body}</${Block}>`;
+  return html`<${Block} title=${title} class="gridblock" svg=${share && (() => matrixSvg({ title, values, rows, columns: names, share, theme }))} rows=${() => [["", ...names], ...values.map((row, i) => [rows[i], ...row])]}>${body}</${Block}>`;
 }
 
 /** How strong a score is against the largest of its matrix, with its sign. */

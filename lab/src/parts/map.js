@@ -1,7 +1,8 @@
 // The zoomable map of one head's weights: wheel, drag, pinch or keys; the exact weight under the pointer.
 
 import { html, useEffect, useLab, useMemo, useRef, useState } from "./lab.js";
-import { Choice, Num } from "./basics.js";
+import { Choice, Num, Save } from "./basics.js";
+import { canvasSvg } from "../picture.js";
 import { Tiles, drawMap } from "../map.js";
 import { shown } from "../format.js";
 
@@ -158,7 +159,8 @@ export function WeightMap({ layer, head, qLen, kvLen, levels, tokens, onOpen }) 
       <${Choice} label="Colours" value=${view.ramp} onChange=${(ramp) => set({ ramp })} options=${[["root", "fourth root"], ["linear", "linear"]]} />
       <span class="presets" role="group" aria-label="Zoom"><button type="button" class="small" onClick=${() => zoomAt(2, width / 2, height / 2)} aria-label="Zoom in">+</button>
       <button type="button" class="small" onClick=${() => zoomAt(0.5, width / 2, height / 2)} aria-label="Zoom out">−</button>
-      <button type="button" class="small" onClick=${() => set({ zoom: -99, x: 0, y: 0 })}>All</button></span></div>
+      <button type="button" class="small" onClick=${() => set({ zoom: -99, x: 0, y: 0 })}>All</button></span>
+      <${Save} title=${`Weights of layer ${layer}, head ${head}`} svg=${() => canvasSvg({ title: `Weights of layer ${layer}, head ${head}`, canvas: canvas.current, theme, across: `keys, ${kvLen}`, down: `queries, ${qLen}` })} /></div>
     <div class="mapholder"><canvas ref=${canvas} tabindex="0" data-keys style=${{ width: `${width}px`, height: `${height}px` }}
       role="application" aria-roledescription="map of weights" aria-label=${`Weights of layer ${layer}, head ${head}: ${qLen} queries down, ${kvLen} keys across. Arrow keys move, plus and minus zoom, 0 shows all, Enter goes to the text.`}
       onPointerDown=${onPointerDown} onPointerMove=${onPointerMove} onPointerUp=${letGo} onPointerCancel=${letGo} onKeyDown=${onKeyDown}></canvas></div>

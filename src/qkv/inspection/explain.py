@@ -31,7 +31,6 @@ from qkv.inspection.trace import (
     TracedProblem,
     TracedRow,
 )
-from qkv.ledger import attention_ledger
 from qkv.problem.builder import FLOATS
 from qkv.problem.check import Layout
 from qkv.problem.rows import read_rows
@@ -157,16 +156,8 @@ def explain(
         gradient,
         mechanism,
         projections,
-        _ledger(traced, spec),
+        TracedLedger.of(traced, spec.head_dim, spec.v_head_dim),
     )
-
-
-def _ledger(heads: Sequence[TracedHead], spec: Spec) -> TracedLedger:
-    """Operations of the pairs that the traced rows attend to."""
-    pairs = [int(row.allowed.sum()) for head in heads for row in head.rows]
-    found = attention_ledger(sum(pairs), sum(map(bool, pairs)), spec.head_dim, spec.v_head_dim)
-    counts = {name: int(count) for name, count in found.counts.items()}
-    return TracedLedger(counts, found.formulas, int(found.total))
 
 
 def _check_block(block_kv: Any) -> None:

@@ -7,16 +7,18 @@ a reader could notice raises `VERSION`.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields, is_dataclass
-from math import isfinite
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
+from qkv.errors import ArgumentError
 from qkv.inspection.pages import page_of
 from qkv.inspection.steps import Softmax
 from qkv.inspection.streaming import TileState
+from qkv.inspection.trace_data import built, plain
+from qkv.ledger import attention_ledger
 
 Array = NDArray[Any]
 
@@ -218,6 +220,14 @@ class TracedLedger:
     formulas: dict[str, str]
     total: int
 
+    @classmethod
+    def of(cls, heads: Sequence[TracedHead], head_dim: int, v_head_dim: int) -> TracedLedger:
+        """That of the pairs that the traced rows attend to."""
+        pairs = [int(row.allowed.sum()) for head in heads for row in head.rows]
+        found = attention_ledger(sum(pairs), sum(map(bool, pairs)), head_dim, v_head_dim)
+        counts = {name: int(count) for name, count in found.counts.items()}
+        return cls(counts, found.formulas, int(found.total))
+
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Trace:
@@ -276,11 +286,63 @@ class Trace:
 
         -inf is None; NaN and +inf are the strings "nan" and "inf".
         """
-        return {"schema": SCHEMA, "version": VERSION, **_plain(self)}
+        return {"schema": SCHEMA, "version": VERSION, **plain(self)}
 
     def to_json(self, indent: int | None = None) -> str:
         """`to_dict` as strict JSON."""
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Trace:
+        """The trace that `to_dict` gave, of this version of the schema or an earlier one.
+
+        Raises
+        ------
+        ArgumentError
+            It is none; the message names the first field that is wrong.
+        """
+        try:
+            header = data["schema"], data["version"]
+            fields = {name: data[name] for name in data if name not in ("schema", "version")}
+        except (TypeError, LookupError):
+            header, fields = ("nothing", 0), {}
+        if header[0] != SCHEMA or header[1] not in range(1, VERSION + 1):
+            raise ArgumentError(
+                f"schema {header[0]!r:.40}, version {header[1]!r:.20} is no trace that this reads.",
+                [("reads", f"{SCHEMA}, versions 1 to {VERSION}")],
+                "Pass what Trace.to_json wrote.",
+            )
+        try:
+            return built(cls, fields if header[1] == VERSION else _since_1(fields))
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            raise ArgumentError(
+                f"this is no trace: {error!s:.200}.", action="Pass what Trace.to_json wrote."
+            ) from error
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Trace:
+        """The trace that `to_json` wrote, of this version of the schema or an earlier one.
+
+        Raises
+        ------
+        ArgumentError
+            The text is no JSON, or no trace.
+
+        Examples
+        --------
+        >>> import numpy as np, qkv
+        >>> x = np.eye(2)
+        >>> trace = qkv.Trace.from_json(qkv.explain(x, x, x, q_index=1).to_json())
+        >>> trace.heads[0].rows[0].softmax.weights.round(3)
+        array([0.33, 0.67])
+        """
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ArgumentError(
+                f"the text is no JSON: {error!s:.200}.", action="Pass what Trace.to_json wrote."
+            ) from error
+        return cls.from_dict(data)
 
     def to_html(self) -> str:
         """The trace as a page of the lab: one HTML file that works from disk, with no network.
@@ -293,16 +355,19 @@ class Trace:
         return page_of(self)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray | np.generic):
-        whole = value.dtype.kind != "f" or bool(np.isfinite(value).all())
-        return value.tolist() if whole else _plain(value.tolist())
-    if is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, float) and not isfinite(value):
-        return None if value == -np.inf else str(float(value))
-    return value
+def _since_1(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of version 1 with those of version 2, of which only the counts can be known."""
+    heads = [
+        {**head, "rows": [{"tiles": None, **row} for row in head["rows"]]}
+        for head in fields["heads"]
+    ]
+    problem = built(TracedProblem, fields["problem"])
+    traced = [built(TracedHead, head) for head in heads]
+    ledger = TracedLedger.of(traced, problem.head_dim, problem.v_head_dim)
+    return {
+        **fields,
+        "heads": heads,
+        "mechanism": None,
+        "projections": None,
+        "ledger": plain(ledger),
+    }

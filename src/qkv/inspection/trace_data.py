@@ -1,0 +1,122 @@
+"""Dataclasses of numbers as plain lists, numbers and strings, and back.
+
+Numbers keep all their digits. -inf is None; NaN and +inf are the strings "nan" and "inf".
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from functools import cache
+from math import isfinite
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+__all__ = ["built", "plain"]
+
+T = TypeVar("T")
+
+_DTYPES: dict[str, Any] = {"allowed": np.bool_, "kv_pos": np.int64}
+"""Types of arrays by the name of their field; all others are float64."""
+
+_NOT_FINITE = {None: -np.inf, "nan": np.nan, "inf": np.inf}
+
+
+def plain(value: Any) -> Any:
+    """Plain lists, numbers and strings.
+
+    Examples
+    --------
+    >>> plain(np.array([1.0, -np.inf, np.nan]))
+    [1.0, None, 'nan']
+    """
+    if isinstance(value, np.ndarray | np.generic):
+        whole = value.dtype.kind != "f" or bool(np.isfinite(value).all())
+        return value.tolist() if whole else plain(value.tolist())
+    if is_dataclass(value):
+        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    if isinstance(value, float) and not isfinite(value):
+        return None if value == -np.inf else str(float(value))
+    return value
+
+
+def built(kind: type[T], value: Any) -> T:
+    """The dataclass that `plain` was given.
+
+    Raises
+    ------
+    ValueError
+        A field is missing, unknown, or of another type; the message names it.
+    """
+    found: T = _built(kind, value, kind.__name__)
+    return found
+
+
+def _built(kind: Any, value: Any, name: str) -> Any:
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin in (UnionType, Union):
+        (rest,) = (part for part in parts if part is not NoneType)
+        return None if value is None else _built(rest, value, name)
+    if origin is tuple:
+        return tuple(_built(parts[0], item, name) for item in _list(value, name))
+    if origin is dict:
+        items = _fields(value, name).items()
+        return {str(key): _built(parts[1], item, name) for key, item in items}
+    if origin is np.ndarray:
+        return _array(value, name)
+    if is_dataclass(kind):
+        return _dataclass(kind, _fields(value, name), name)
+    if kind is float:
+        value = _NOT_FINITE.get(value, value) if not isinstance(value, int) else float(value)
+    if type(value) is not kind:
+        raise ValueError(f"{name} is no {kind.__name__}")
+    return value
+
+
+def _dataclass(kind: Any, given: dict[str, Any], name: str) -> Any:
+    types = _types(kind)
+    for wrong in sorted(types.keys() ^ given.keys()):
+        raise ValueError(f"{name} {'lacks' if wrong in types else 'has an unknown'} {wrong:.40}")
+    return kind(**{key: _built(types[key], given[key], key) for key in types})
+
+
+@cache
+def _types(kind: Any) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {f.name: hints[f.name] for f in fields(kind)}
+
+
+def _array(value: Any, name: str) -> Any:
+    dtype = _DTYPES.get(name, np.float64)
+    try:
+        found = np.asarray(_finite(value) if dtype is np.float64 else value)
+    except ValueError:
+        raise ValueError(f"the rows of {name} differ in length") from None
+    right = {"b": (np.bool_,), "i": (np.int64, np.float64), "f": (np.float64,)}
+    if found.size and dtype not in right.get(found.dtype.kind, ()):
+        raise ValueError(f"{name} holds something else than {np.dtype(dtype)}")
+    # A single number stays one, and no array of no dimensions.
+    return found.astype(dtype)[()]
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return _NOT_FINITE.get(value, value) if value is None or isinstance(value, str) else value
+
+
+def _list(value: Any, name: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{name} is no list")
+    return value
+
+
+def _fields(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} is no object")
+    return value
