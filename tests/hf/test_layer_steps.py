@@ -110,6 +110,10 @@ def _call(mask: Any, kv_len: int, **keywords: Any) -> tuple[Any, Any]:
     if bias is not None:
         scores = scores + bias
     scores = scores.masked_fill(~mask.pattern.dense(), -torch.inf)
+    sinks = keywords.get("s_aux")
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, 4, 1, 1)], -1)
+        value = torch.cat([value, torch.zeros(1, 2, 1, 8, dtype=torch.float64)], 2)
     return out, (scores.softmax(-1) @ value.repeat_interleave(2, 1)).transpose(1, 2)
 
 
@@ -120,11 +124,15 @@ def _mask(kv_len: int, q_offset: int | None = None) -> Any:
 
 def test_what_else_a_layer_says_is_heard() -> None:
     bias = torch.linspace(-2, 2, 4 * 40, dtype=torch.float64).view(1, 4, 1, 40)
-    says: list[dict[str, Any]] = [{}, {"softcap": 2.0}, {"softcap": 5.0}]
+    sinks = [torch.tensor([x, 0.0, 1.0, -x], dtype=torch.float64) for x in (0.5, 2.0)]
+    says: list[dict[str, Any]] = [
+        {}, {"softcap": 2.0}, {"softcap": 5.0}, {"s_aux": sinks[0]}, {"s_aux": sinks[1]},
+    ]  # fmt: skip
     for kv_len in (5, 6, 7, 7, 9, 30):
         mask = _mask(kv_len)
         for keywords in [*says, {"position_bias": bias[..., :kv_len]}] * 3:
             torch.testing.assert_close(*_call(mask, kv_len, **keywords), rtol=1e-12, atol=1e-12)
+            sinks[1] += 0.25  # A parameter may change in place.
 
 
 def test_the_place_of_the_query_is_heard() -> None:

@@ -24,6 +24,7 @@ from qkv.call.flatten import without_arrays
 
 __all__ = [
     "are_plain",
+    "array_bytes",
     "empty_maker",
     "follows",
     "leaf_values",
@@ -155,17 +156,25 @@ def leaf_values(bound: BoundCall) -> tuple[bytes, ...] | None:
         return ()
     found = []
     for n in bound.structure.by_value:
-        leaf = bound.leaves[n]
-        if isinstance(leaf, Tensor):
-            if not leaf.is_cpu or leaf.nbytes > MAX_VALUE_BYTES or type(leaf) not in _PLAIN:
-                return None
-            if leaf.requires_grad and torch.is_grad_enabled():
-                return None
-            leaf = _view(leaf, "an array of a variant")
-        if type(leaf) is not np.ndarray or leaf.nbytes > MAX_VALUE_BYTES:
+        values = array_bytes(bound.leaves[n])
+        if values is None:
             return None
-        found.append(leaf.tobytes())
+        found.append(values)
     return tuple(found)
+
+
+def array_bytes(array: Any) -> bytes | None:
+    """The bytes of an array that is compared by value; None if these are too many, or a gradient
+    is wanted."""
+    if isinstance(array, Tensor):
+        if not array.is_cpu or array.nbytes > MAX_VALUE_BYTES or type(array) not in _PLAIN:
+            return None
+        if array.requires_grad and torch.is_grad_enabled():
+            return None
+        array = _view(array, "an array of a variant")
+    if type(array) is not np.ndarray or array.nbytes > MAX_VALUE_BYTES:
+        return None
+    return array.tobytes()
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

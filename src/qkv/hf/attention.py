@@ -13,6 +13,7 @@ import qkv
 from qkv.errors import UnsupportedError
 from qkv.hf.keywords import refuse_unread
 from qkv.hf.layer_call import LayerCall, LayerWeights
+from qkv.hf.layer_steps import LayerOptions
 from qkv.hf.masks import MaskPattern, StatedMask
 
 __all__ = ["Observer", "OutputChange", "attend", "change_outputs", "observe"]
@@ -86,13 +87,13 @@ def attend(
         )
     refuse_unread(module, kwargs, key.shape[2])
     wanted = output_attentions or _collected()
-    shared = None
-    if s_aux is None and not (dropout or wanted or _observers or _changes):
+    shared = says = None
+    if not (dropout or wanted or _observers or _changes):
         shared = _shared_pattern(attention_mask, query)
     if shared is not None:
-        found = shared.steps.run(
-            shared.q_offset, query, key, value, scaling, softcap, position_bias
-        )
+        says = LayerOptions.of(scaling, softcap, position_bias, s_aux)
+    if shared is not None and says is not None:
+        found = shared.steps.run(says, shared.q_offset, query, key, value, position_bias)
         if found is not None:
             return found, None
     variants: list[Any] = []
@@ -108,8 +109,8 @@ def attend(
     lengths = query.shape[2], key.shape[2]
     masks, q_offset, kv_offset = _masks(attention_mask, causal and lengths[0] > 1, lengths)
     call = LayerCall(module, query, key, value, (*variants, *masks), scaling, q_offset, kv_offset)
-    if shared is not None:
-        found = shared.steps.add(call, softcap, position_bias)
+    if shared is not None and says is not None:
+        found = shared.steps.add(says, call)
         if found is not None:
             return found, None
     for observer in _observers:

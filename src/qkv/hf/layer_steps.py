@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from qkv.bridges.torch_prepared import leaf_values, read_in_place
+from qkv.bridges.torch_prepared import array_bytes, leaf_values, read_in_place
 from qkv.bridges.torch_steps import LayerStep, layer_step
 from qkv.call.bound import BoundCall, Structure, bind
 from qkv.call.flatten import Leaves, flatten
@@ -17,7 +17,7 @@ from qkv.call.options import OptionValues
 if TYPE_CHECKING:
     from qkv.hf.layer_call import LayerCall
 
-__all__ = ["LayerSteps", "steps_of"]
+__all__ = ["LayerOptions", "LayerSteps", "steps_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,31 +28,53 @@ class _Known:
     mask_arrays: tuple[Tensor, ...]
 
 
+class LayerOptions(NamedTuple):
+    """What a layer says beside its mask and its operands, with its sinks as bytes."""
+
+    scaling: float | None
+    softcap: float | None
+    has_bias: bool
+    sinks: bytes | None
+
+    @classmethod
+    def of(
+        cls,
+        scaling: float | None,
+        softcap: float | None,
+        position_bias: Tensor | None,
+        sinks: Tensor | None,
+    ) -> LayerOptions | None:
+        """None if the sinks cannot be compared by value."""
+        values = None
+        if sinks is not None:
+            values = array_bytes(sinks)
+            if values is None:
+                return None
+        return cls(scaling, softcap, position_bias is not None, values)
+
+
 class LayerSteps:
     """The decoding steps of layers with equal masks, by what else layers say.
 
-    Parameters of layers are not part of it: layers with sinks are not taken here. A step that a
-    thread is in is not there for other threads, which then take the general way.
+    A step that a thread is in is not there for other threads, which then take the general way.
     """
 
     __slots__ = ("_known",)
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], _Known] = {}
+        self._known: dict[LayerOptions, _Known] = {}
 
     def run(
         self,
+        says: LayerOptions,
         q_offset: int,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        scaling: float | None,
-        softcap: float | None,
         position_bias: Tensor | None,
     ) -> Tensor | None:
         """Output (batch, 1, num_heads, v_head_dim) of a layer like an earlier one, else None."""
-        kind = scaling, softcap, position_bias is None
-        known = self._known.pop(kind, None)
+        known = self._known.pop(says, None)
         if known is None:
             return None
         if position_bias is None:
@@ -60,12 +82,10 @@ class LayerSteps:
         else:
             out = known.step(q_offset, query, key, value, position_bias, *known.mask_arrays)
         if out is not None:
-            self._known[kind] = known
+            self._known[says] = known
         return out
 
-    def add(
-        self, call: LayerCall, softcap: float | None, position_bias: Tensor | None
-    ) -> Tensor | None:
+    def add(self, says: LayerOptions, call: LayerCall) -> Tensor | None:
         """Output of the first such layer, None if nothing was prepared for its call."""
         options = OptionValues(call.scale, "bhld", call.q_offset, call.kv_offset)
         bound = bind(call.query, call.key, call.value, call.variants, options)
@@ -73,15 +93,18 @@ class LayerSteps:
         if step is None:
             return None
         read = tuple(read_in_place(bound))
-        mask_arrays = read[3:] if position_bias is None else read[4:]
         out = step(call.q_offset, *read)
         if out is not None:
-            self._known[call.scale, softcap, position_bias is None] = _Known(step, mask_arrays)
+            if len(self._known) >= _MOST_LAYERS:
+                self._known.clear()
+            self._known[says] = _Known(step, read[4:] if says.has_bias else read[3:])
         return out
 
 
 _MOST = 16
 """Kinds of masks that are kept. A model has one for each kind of layer."""
+_MOST_LAYERS = 256
+"""Layers of one mask that are kept. They differ where they have sinks, which are parameters."""
 _latest: dict[Any, LayerSteps] = {}
 
 
