@@ -14,6 +14,9 @@ from qkv.problem.dense import Dense
 from qkv.variants.algebra import MaskVariant
 from qkv.variants.base import Role
 
+_BEYOND = 3 * INDEX_LIMIT
+"""No two positions are so far apart: an offset and a length on one side, an offset on the other."""
+
 
 @dataclass(frozen=True, repr=False)
 class SlidingWindow(MaskVariant):
@@ -63,11 +66,15 @@ class SlidingWindow(MaskVariant):
 
     def lower(self, builder: Builder) -> None:
         distance = builder.q_pos - builder.kv_pos
-        if self.left is not None:
-            builder.mask(distance <= builder.scalar(min(int(self.left), INDEX_LIMIT), "left"))
-        if self.right is not None:
-            builder.mask(-distance <= builder.scalar(min(int(self.right), INDEX_LIMIT), "right"))
-        if self.left is None and self.right is None:
+        sides = ("left", self.left, distance), ("right", self.right, -distance)
+        bounds = [
+            (name, int(width), ahead)
+            for name, width, ahead in sides
+            if width is not None and width < _BEYOND
+        ]
+        for name, width, ahead in bounds:
+            builder.mask(ahead <= builder.scalar(width, name))
+        if not bounds:
             builder.mask(True)
 
     def naive(self, dense: Dense) -> None:

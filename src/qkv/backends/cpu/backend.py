@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from qkv.backends.cpu.machine.fork_locks import importing
 from qkv.partial import Partial, RowStatistics, finish, identity, without_keys
 from qkv.problem.backward import BackwardInputs, OperandGradients
 from qkv.problem.expressions import tables
+from qkv.problem.overflow import recomputed
 from qkv.problem.spec import Problem, Spec
 
 Array = NDArray[Any]
@@ -237,20 +239,33 @@ class CpuBackend:
     ) -> Partial:
         # Stored rows are read where they lie, or gathered.
         problem = problem if is_decode else problem.gathered()
+        whole, is_finite = self._computed(problem, is_decode, statistics, backward)
+        if is_finite:
+            return whole
+        return replace(
+            whole,
+            out=recomputed(problem, whole.out, lambda p: self._computed(p, is_decode)[0].out),
+        )
+
+    def _computed(
+        self,
+        problem: Problem,
+        is_decode: bool,
+        statistics: RowStatistics | None = None,
+        backward: bool = False,
+    ) -> tuple[Partial, bool]:
+        """The result, and whether its output is known to be finite."""
         spec = problem.spec
         shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.v_head_dim)
         compute = spec.compute_dtype
         if 0 in (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len):
-            return identity(shape, compute)
+            return identity(shape, compute), True
         # Sinks scale the output afterwards: round to the type of storage only then.
         out_dtype = compute if spec.sinks else np.dtype(spec.dtype)
         rest = np.empty(shape[:-1], compute) if backward and not is_decode else None
         whole = Partial(np.empty(shape, out_dtype), np.empty(shape[:-1], compute), rest)
-        if is_decode:
-            _decode(problem, whole, statistics)
-        else:
-            _forward(problem, whole, statistics)
-        return whole
+        compute_into = _decode if is_decode else _forward
+        return whole, compute_into(problem, whole, statistics)
 
 
 def _is_preparable(spec: Spec) -> bool:
@@ -289,23 +304,25 @@ def _is_decode(spec: Spec) -> bool:
     return is_decode(spec, host().shape_of(spec.compute_dtype))
 
 
-def _decode(problem: Problem, result: Partial, statistics: RowStatistics | None) -> None:
-    """Few queries: lanes along head_dim, keys in chunks."""
+def _decode(problem: Problem, result: Partial, statistics: RowStatistics | None) -> bool:
+    """Few queries: lanes along head_dim, keys in chunks; whether the output is finite."""
     with importing():
         from qkv.backends.cpu.prepared.decode import decode
 
-    decode(problem, result, statistics)
+    return decode(problem, result, statistics)
 
 
-def _forward(problem: Problem, result: Partial, statistics: RowStatistics | None) -> None:
-    """Many queries: lanes along queries."""
+def _forward(problem: Problem, result: Partial, statistics: RowStatistics | None) -> bool:
+    """Many queries: lanes along queries; whether the output is finite."""
     with importing():
         from qkv.backends.cpu.passes.forward import ForwardPass
         from qkv.backends.cpu.passes.forward_arguments import ForwardArguments
 
     forward = ForwardPass(problem, statistics=statistics is not None)
     workers = forward.workers()
-    forward.launch(ForwardArguments(problem, forward, workers, result, statistics), workers)
+    arguments = ForwardArguments(problem, forward, workers, result, statistics)
+    forward.launch(arguments, workers)
+    return arguments.is_finite()
 
 
 def describe_host() -> dict[str, str]:

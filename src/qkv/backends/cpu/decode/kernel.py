@@ -663,19 +663,23 @@ class _Decode:
         v_head_dim = self.frame.field(arguments, "v_head_dim")
         out = e.at(self.frame.pointer_field(arguments, "out"), e.mul(row, v_head_dim, item))
 
-        def vector(d: Value, _: list[Value]) -> None:
+        def vector(d: Value, seen: list[Value]) -> list[Value]:
             x = b.fdiv(e.load_vector(e.at(total, e.mul(d, e.real_bytes))), divisor)
             x = b.fadd(x, e.const(0.0))
             storage.store(e, x, e.at(out, e.mul(d, item)), self.out_dtype)
+            return [e.fma(x, e.const(0.0), seen[0])]
 
-        def scalar(d: Value, _: list[Value]) -> None:
+        def scalar(d: Value, seen: list[Value]) -> list[Value]:
+            zero = ir.Constant(e.real, 0.0)
             x = e.load(e.at(total, e.mul(d, e.real_bytes)), e.real, e.real_bytes)
-            x = b.fadd(b.fdiv(x, e.extract(divisor, 0)), ir.Constant(e.real, 0.0))
+            x = b.fadd(b.fdiv(x, e.extract(divisor, 0)), zero)
             storage.store(e, x, e.at(out, e.mul(d, item)), self.out_dtype)
+            return [e.fma(x, zero, seen[0])]
 
         whole = e.round_down(v_head_dim, e.lanes)
-        e.loop(0, whole, e.lanes, [], vector)
-        e.loop(whole, v_head_dim, 1, [], scalar)
+        (seen,) = e.loop(0, whole, e.lanes, [e.const(0.0)], vector)
+        (last,) = e.loop(whole, v_head_dim, 1, [ir.Constant(e.real, 0.0)], scalar)
+        self.frame.report_not_finite(arguments, b.fadd(seen, e.splat(last)))
 
     def all_tasks(self) -> None:
         e = self.e

@@ -26,13 +26,14 @@ FIELDS = (
     *operand_fields("query", "key", "value"),
     "batch_size", "num_kv_heads", "rows", "panel", "out", "lse",
     "entropy", "max_score", "max_weight", "shared", "groups", "records", "q_shift",
+    "not_finite",
     *operand_fields(*SCALES),
     *(f"{name}_batch" for name in ("query", "key", "value", *SCALES)),
     *(field for name in ("key", "value", *SCALES) for field in page_fields(name)),
 )  # fmt: skip
 """`shared` is memory for the tables that `plan` writes, and it fills in where these lie. `q_shift`
 is what an expression may read in the place of a table of one number. Batch rows lie `key_batch`
-bytes apart unless there is a table, `key_batches`.
+bytes apart unless there is a table, `key_batches`. `not_finite` is that of the forward pass.
 """
 
 

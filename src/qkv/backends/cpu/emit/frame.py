@@ -112,6 +112,19 @@ class Frame:
         offset = e.load(e.at(e.pointer(batches), e.mul(batch, WORD)), INT64, WORD)
         return RowView(e.at(e.pointer(base), offset, e.mul(head, stride)), row, element)
 
+    def report_not_finite(self, arguments: Value, seen: Value) -> None:
+        """Set the word `not_finite` if a lane of `seen` is NaN.
+
+        A float16 output is never infinite because a sum was: float32 holds all sums of float16.
+        """
+        if self.spec.dtype == "float16":
+            return
+        e, lanes = self.e, ir.IntType(self.e.lanes)
+        found = e.builder.bitcast(e.is_nan(seen), lanes)
+        is_found = e.builder.icmp_unsigned("!=", found, ir.Constant(lanes, 0))
+        with e.builder.if_then(is_found, likely=False):
+            e.store(e.index(1), self._word(arguments, "not_finite"), WORD)
+
     # Tasks
 
     def job(self, run: Callable[[Value, Value, Value], None]) -> None:

@@ -49,24 +49,35 @@ def pack_rows(
 
 def unpack_rows(
     e: Emitter, rows: Sequence[Value], dim: Value, dtype: str, take: Callable[[Value], Value]
-) -> None:
-    """Transpose back: `take(d)` gives element d of every row; rows have adjacent elements."""
+) -> Value:
+    """Transpose back: `take(d)` gives element d of every row; rows have adjacent elements.
+
+    Gives a vector that is 0 only if all elements are finite, or NaN. For large finite ones it may
+    be NaN too.
+    """
     item = storage.ITEM_BYTES[dtype]
+    b, zero = e.builder, e.const(0.0)
 
-    def transpose(d: Value, _: list[Value]) -> None:
+    def transpose(d: Value, seen: list[Value]) -> list[Value]:
         d = e.least(d, e.sub(dim, e.lanes))
-        transposed = e.transpose([take(e.add(d, i)) for i in range(e.lanes)])
-        for row, vector in zip(rows, transposed, strict=True):
+        vectors = [take(e.add(d, i)) for i in range(e.lanes)]
+        sums = vectors
+        while len(sums) > 1:
+            sums = list(map(b.fadd, sums[::2], sums[1::2]))
+        for row, vector in zip(rows, e.transpose(vectors), strict=True):
             storage.store(e, vector, e.at(row, e.mul(d, item)), dtype)
+        return [e.fma(sums[0], zero, seen[0])]
 
-    def scatter(d: Value, _: list[Value]) -> None:
+    def scatter(d: Value, seen: list[Value]) -> list[Value]:
         vector = take(d)
         for i, row in enumerate(rows):
             storage.store(e, e.extract(vector, i), e.at(row, e.mul(d, item)), dtype)
+        return [e.fma(vector, zero, seen[0])]
 
-    stop = e.builder.select(adjacent(e, e.index(item), dim, item), dim, e.index(0))
-    e.loop(0, stop, e.lanes, [], transpose)
-    e.loop(stop, dim, 1, [], scatter)
+    stop = b.select(adjacent(e, e.index(item), dim, item), dim, e.index(0))
+    seen = e.loop(0, stop, e.lanes, [zero], transpose)
+    (last,) = e.loop(stop, dim, 1, seen, scatter)
+    return last
 
 
 def copy_rows(e: Emitter, dtype: str) -> Value:

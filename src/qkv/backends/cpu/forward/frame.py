@@ -22,10 +22,11 @@ FIELDS = (
     *COMMON_FIELDS,
     *operand_fields("query", "key", "value"),
     "runs", "rows", "out", "lse", "lse_rest", "entropy", "max_score", "max_weight", "copy_key",
-    "copy_value", "sign", "q_blocks_per_task",
+    "copy_value", "sign", "q_blocks_per_task", "not_finite",
 )  # fmt: skip
 """Words of the argument block. `scale` is not negative, because Q is packed times `sign`.
-`q_blocks_per_task` differs from problem to problem while the kernel stays the same."""
+`q_blocks_per_task` differs from problem to problem while the kernel stays the same. `not_finite`
+becomes 1 if any output may not be finite; it is left alone where no sum can overflow."""
 
 STATS = 6
 """Number of rows of statistics: row maximum, row sum, rescaling factor, rounding error of the row

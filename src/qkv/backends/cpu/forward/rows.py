@@ -91,7 +91,8 @@ def unpack_function(frame: ForwardFrame) -> Value:
             return e.fma(vector, share, e.const(0.0))
 
         rows = [e.at(out, e.mul(lane, row_bytes)) for lane in lanes]
-        unpack_rows(e, rows, v_head_dim, frame.out_dtype, take)
+        seen = unpack_rows(e, rows, v_head_dim, frame.out_dtype, take)
+        frame.report_not_finite(arguments_, seen)
     return function
 
 

@@ -42,7 +42,9 @@ _BETWEEN_PRODUCTS = 4
 """How many times as much work one thread does alone where the other cores' threads belong to a
 library that still waits for its next product on them: ours sleep, and would have to share a core.
 """
-_LIMIT, _SCRATCH, _SHARED = (word_of(name, FIELDS) for name in ("limit", "scratch", "shared"))
+_LIMIT, _SCRATCH, _SHARED, _NOT_FINITE = (
+    word_of(name, FIELDS) for name in ("limit", "scratch", "shared", "not_finite")
+)
 
 
 def is_decode(spec: Spec, shape: TileShape) -> bool:
@@ -134,8 +136,11 @@ class DecodePass:
         total = own + shared_bytes(self._groups, kv_len, self._record_bytes)
         return Share(keys, keys <= self._brief_keys, alone, workers, own, total)
 
-    def run(self, block: Block, share: Share, keep_alive: object) -> None:
-        """Plan, and compute what the block says; `keep_alive` is what its addresses point to."""
+    def run(self, block: Block, share: Share, keep_alive: object) -> bool:
+        """Plan, and compute what the block says; `keep_alive` is what its addresses point to.
+
+        Whether the output is known to be finite.
+        """
         scratch = take(share.scratch_bytes)
         words = block.words
         words[_SCRATCH] = scratch.address
@@ -150,6 +155,10 @@ class DecodePass:
                 planned.run(self.kernel, block, min(share.workers, planned.workers()))
                 block.keep_alive = ()
         give_back(scratch)
+        if words[_NOT_FINITE]:
+            words[_NOT_FINITE] = 0
+            return False
+        return True
 
     def _workload(self, keys: int, tasks: int) -> Workload:
         return Workload(tasks, self._operations * keys)

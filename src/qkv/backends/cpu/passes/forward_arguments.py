@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 
 from qkv.backends.cpu.forward.frame import FIELDS
-from qkv.backends.cpu.passes.arguments import Arguments, rotated
+from qkv.backends.cpu.passes.arguments import Arguments, rotated, word_of
 from qkv.backends.cpu.passes.forward import ForwardPass
 from qkv.partial import Partial, RowStatistics
 from qkv.problem.rows import plain
 from qkv.problem.spec import Problem
+
+_NOT_FINITE = word_of("not_finite")
 
 
 class ForwardArguments(Arguments):
@@ -38,6 +40,7 @@ class ForwardArguments(Arguments):
             "max_score": 0,
             "max_weight": 0,
             "q_blocks_per_task": forward.shape.q_blocks_per_task,
+            "not_finite": 0,
         }
         if statistics is not None:
             fields["entropy"] = self._address(statistics.entropy)
@@ -49,6 +52,10 @@ class ForwardArguments(Arguments):
             fields.update(self._operand(name, array))
             fields[f"copy_{name}"] = int(array.strides[-1] != item)
         self._write(fields)
+
+    def is_finite(self) -> bool:
+        """Whether the output that the kernel has written is known to be finite."""
+        return not self._words[_NOT_FINITE]
 
     def _scales(self, scale: float) -> dict[str, int]:
         return {"sign": self._real(math.copysign(1.0, scale)), "scale": self._real(abs(scale))}

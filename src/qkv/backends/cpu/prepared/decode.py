@@ -64,11 +64,11 @@ class OperandWords:
 QUERY, KEY, VALUE = (OperandWords.of(name) for name in ("query", "key", "value"))
 
 
-def decode(problem: Problem, result: Partial, statistics: RowStatistics | None) -> None:
-    """One call, whose results go into these arrays."""
+def decode(problem: Problem, result: Partial, statistics: RowStatistics | None) -> bool:
+    """One call, whose results go into these arrays; whether the output is known to be finite."""
     arguments = DecodeArguments(problem, result, statistics)
     decode = DecodePass(problem, statistics=statistics is not None)
-    decode.run(Block(arguments.copy()), decode.share(problem.spec.kv_len), arguments)
+    return decode.run(Block(arguments.copy()), decode.share(problem.spec.kv_len), arguments)
 
 
 class PreparedDecode:
@@ -106,7 +106,8 @@ class PreparedDecode:
 
         `keep_alive` are the objects that own the memory.
 
-        False if the machine is not taken for the same any more.
+        False if the machine is not taken for the same any more, or an output is not finite: a
+        checked call may know better.
         """
         if isa_setting() != self._isa:
             return False
@@ -121,6 +122,6 @@ class PreparedDecode:
             for places, address in zip(self._read, arrays, strict=True):
                 for place in places:
                     words[place] = address
-        self._pass.run(block, self._pass.share(self._kv_len), keep_alive)
+        is_finite = self._pass.run(block, self._pass.share(self._kv_len), keep_alive)
         self._blocks.append(block)
-        return True
+        return is_finite

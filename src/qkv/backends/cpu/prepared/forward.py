@@ -22,7 +22,7 @@ from qkv.problem.spec import Problem
 
 Array = NDArray[Any]
 
-_LIMIT, _SCRATCH = word_of("limit"), word_of("scratch")
+_LIMIT, _SCRATCH, _NOT_FINITE = map(word_of, ("limit", "scratch", "not_finite"))
 _WORDS = tuple([word_of(name) for name in Addresses._fields[:-1]])
 _STATISTICS = tuple([word_of(name) for name in ("entropy", "max_score", "max_weight")])
 """Words for the statistics, in the order of the fields of `RowStatistics`."""
@@ -86,7 +86,8 @@ class PreparedForward:
 
         `keep_alive` are the objects that own the memory.
 
-        False if the machine is not taken for the same any more.
+        False if the machine is not taken for the same any more, or an output is not finite: a
+        checked call may know better.
         """
         if isa_setting() != self._isa:
             return False
@@ -116,6 +117,8 @@ class PreparedForward:
             block.keep_alive = scratch, keep_alive
             self._pass.launch(block, workers)
             block.keep_alive = ()
+        is_finite = not words[_NOT_FINITE]
+        words[_NOT_FINITE] = 0
         self._blocks.append(block)
         give_back(scratch)
-        return True
+        return is_finite

@@ -140,15 +140,16 @@ class GrowingDecode:
         `keep_alive` are the objects that own the memory.
 
         False if something is not as it was prepared for: the machine, or a length or shift beyond
-        `LONGEST`, or an array of another form.
+        `LONGEST`, or an array of another form; or if an output is not finite: a checked call may
+        know better.
         """
         block = self._take_block()
         tables = self._fill(block.words, kv_len, q_shift, strides, arrays)
         if tables is None:
             return False
-        self._run(block, self._pass.share(kv_len), addresses, (keep_alive, tables))
+        is_finite = self._run(block, self._pass.share(kv_len), addresses, (keep_alive, tables))
         self._blocks.append(block)
-        return True
+        return is_finite
 
     def repeated(self) -> RepeatedDecode:
         """A step for callers one after the other, whose operands are alike but lie elsewhere."""
@@ -182,20 +183,21 @@ class GrowingDecode:
             VALUE.write(words, batch_shape, of_value),
         )
 
-    def _run(self, block: Block, share: Share, addresses: Addresses, keep_alive: Any) -> None:
-        """Run a block that was filled for operands of this form."""
+    def _run(self, block: Block, share: Share, addresses: Addresses, keep_alive: Any) -> bool:
+        """Run a block that was filled for operands of this form; whether the output is finite."""
         words = block.words
         words[QUERY.address], words[KEY.address], words[VALUE.address], out, lse, _, _ = addresses
         if self._sinks is None:
             words[OUT] = out
             words[LSE] = lse
-            self._pass.run(block, share, keep_alive)
-            return
+            return self._pass.run(block, share, keep_alive)
         partial = self._new_partial()
         words[OUT] = quick_address_of(partial.out)
         words[LSE] = place = quick_address_of(partial.lse)
-        self._pass.run(block, share, (keep_alive, partial))
+        if not self._pass.run(block, share, (keep_alive, partial)):
+            return False
         self._sinks(words[OUT], place, 0, out, lse or place, partial)
+        return True
 
     def _take_block(self) -> Block:
         try:
@@ -258,7 +260,8 @@ class RepeatedDecode:
     def run(self, addresses: Addresses, keep_alive: Any) -> bool:
         """Read operands, and write out and lse, at these addresses.
 
-        False if the machine is not taken for the same any more.
+        False if the machine is not taken for the same any more, or an output is not finite: a
+        checked call may know better.
         """
         growing, block = self._growing, self._block
         if isa_setting() != growing._isa:
@@ -266,8 +269,7 @@ class RepeatedDecode:
         if addresses.arrays:
             for place, address in zip(growing._read, addresses.arrays, strict=True):
                 block.words[place.address] = address
-        growing._run(block, self._share, addresses, keep_alive)
-        return True
+        return growing._run(block, self._share, addresses, keep_alive)
 
 
 def growing(problem: Problem, arrays: tuple[Array, ...]) -> GrowingDecode | None:
