@@ -229,7 +229,7 @@ ROW = {"kv_index": Interval.of(0, 9), "q_index": Interval.of(0, 9)}
 def test_an_index_that_could_leave_its_table_is_refused(index) -> None:
     table = Table("t", "float", (3,))
     with pytest.raises(ShapeError, match="may reach"):
-        check_table_reads(table[index].node, ROW, {"t": np.zeros(3)})
+        check_table_reads([table[index].node], ROW, {"t": np.zeros(3)})
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_an_index_that_could_leave_its_table_is_refused(index) -> None:
 )
 def test_an_index_that_stays_inside_is_accepted(index) -> None:
     table = Table("t", "float", (3,))
-    check_table_reads(table[index].node, ROW, {"t": np.zeros(3)})
+    check_table_reads([table[index].node], ROW, {"t": np.zeros(3)})
 
 
 @pytest.mark.parametrize("divisor", [KEY, KEY - 1, Expr(as_node(0)), Expr(as_node(-2))], ids=str)

@@ -72,8 +72,7 @@ class OperandGradients:
 
 def reads(spec: Spec, names: frozenset[str]) -> tuple[Load, ...]:
     """The places at which the score reads these tables."""
-    found = (n for n in walk(spec.score) if isinstance(n, Load) and n.table in names)
-    return tuple(dict.fromkeys(found))
+    return tuple(n for n in walk(spec.score) if isinstance(n, Load) and n.table in names)
 
 
 def backward(scores: Scores, grid: TileGrid, inputs: BackwardInputs) -> OperandGradients:

@@ -8,14 +8,14 @@ condition is `[1, 1]` or `[0, 0]` only when every pair of the tile agrees.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from qkv.errors import ArgumentError, ShapeError
-from qkv.problem.expressions import Const, Load, Node, Op, Var, text, walk
+from qkv.problem.expressions import Const, Load, Node, Op, Var, text, upwards, walk
 from qkv.problem.intervals import (
     ROUNDS,
     RULES,
@@ -46,57 +46,70 @@ def bound(
     ArgumentError
         If an integer division or remainder could meet a divisor below one.
     """
+    (found,) = bounds([node], variables, tables)
+    return found
+
+
+def bounds(
+    nodes: Sequence[Node], variables: Mapping[str, Interval], tables: Mapping[str, Array]
+) -> list[Interval]:
+    """`bound` of each of some nodes, of which common parts are bounded once."""
     known: dict[Node, Interval] = {}
-
-    def interval(n: Node) -> Interval:
-        found = known.get(n)
-        if found is None:
+    for node in nodes:
+        for n in upwards(node, known):
             with np.errstate(all="ignore"):
-                found = known[n] = compute(n)
-        return found
+                known[n] = _bound(n, known, variables, tables)
+    return [known[node] for node in nodes]
 
-    def compute(n: Node) -> Interval:
-        match n:
-            case Const(value=value):
-                return constant_interval(value)
-            case Var(name=name):
-                return variables.get(name, UNKNOWN)
-            case Load():
-                return _table_bounds(n, tables[n.table], [interval(i) for i in n.indices])
-            case Op():
-                args = [interval(arg) for arg in n.args]
-                if n.name in ("floordiv", "mod") and not (args[1].low >= 1).all():
-                    raise ArgumentError(
-                        "an integer division may meet a divisor below 1.",
-                        [("expression", text(n))],
-                        "Divide by a positive constant, or np.maximum(divisor, 1).",
-                    )
-                kinds = [arg.kind for arg in n.args]
-                if n.kind == "int" and n.name != "floor":
-                    args = [whole(a) if k == "int" else a for a, k in zip(args, kinds, strict=True)]
-                elif n.kind == "float" or "float" in kinds:
-                    args = [real(a) if k == "int" else a for a, k in zip(args, kinds, strict=True)]
-                exact = RULES[n.name](*args)
-                if n.name not in ROUNDS:
-                    return exact
-                return wrapped(exact) if n.kind == "int" else rounded(exact)
 
-    result = interval(node)
-    known.clear()  # The two functions refer to each other and would keep a grid's arrays alive.
-    return result
+def _bound(
+    n: Node,
+    known: Mapping[Node, Interval],
+    variables: Mapping[str, Interval],
+    tables: Mapping[str, Array],
+) -> Interval:
+    """Bounds of a node whose children have been bounded."""
+    match n:
+        case Const(value=value):
+            return constant_interval(value)
+        case Var(name=name):
+            return variables.get(name, UNKNOWN)
+        case Load():
+            return _table_bounds(n, tables[n.table], [known[i] for i in n.indices])
+    args = [known[arg] for arg in n.args]
+    if n.name in ("floordiv", "mod") and not (args[1].low >= 1).all():
+        raise ArgumentError(
+            "an integer division may meet a divisor below 1.",
+            [("expression", text(n))],
+            "Divide by a positive constant, or np.maximum(divisor, 1).",
+        )
+    kinds = [arg.kind for arg in n.args]
+    if n.kind == "int" and n.name != "floor":
+        args = [whole(a) if k == "int" else a for a, k in zip(args, kinds, strict=True)]
+    elif n.kind == "float" or "float" in kinds:
+        args = [real(a) if k == "int" else a for a, k in zip(args, kinds, strict=True)]
+    exact = RULES[n.name](*args)
+    if n.name not in ROUNDS:
+        return exact
+    return wrapped(exact) if n.kind == "int" else rounded(exact)
 
 
 def check_table_reads(
-    node: Node, variables: Mapping[str, Interval], tables: Mapping[str, Array]
+    roots: Sequence[Node], variables: Mapping[str, Interval], tables: Mapping[str, Array]
 ) -> None:
     """Raise as `bound` does, without reading the tables that only give values."""
-    for n in walk(node):
+    loads: list[Load] = []
+    asked: list[Node] = []
+    for n in walk(*roots):
         match n:
-            case Load(table=table, indices=indices):
-                known = [bound(i, variables, tables) for i in indices]
-                _check_indices(n, tables[table], known)
+            case Load():
+                loads.append(n)
+                asked += n.indices
             case Op(name="floordiv" | "mod"):
-                bound(n, variables, tables)
+                asked.append(n)
+    known = dict(zip(asked, bounds(asked, variables, tables), strict=True))
+    for load in loads:
+        _check_indices(load, tables[load.table], [known[i] for i in load.indices])
 
 
 def _check_indices(load: Load, table: Array, indices: list[Interval]) -> None:

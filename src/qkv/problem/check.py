@@ -383,8 +383,7 @@ def _check_tables(shape: Shape, nodes: list[Node], arrays: dict[str, Array]) -> 
         "batch": batches,
     }
     known = {name: Interval.of(0, size - 1) for name, size in sizes.items()}
-    for node in nodes:
-        check_table_reads(node, known, arrays)
+    check_table_reads(nodes, known, arrays)
 
 
 def _rotation(builder: Builder, positions: Positions) -> tuple[Rotation | None, Angles | None]:

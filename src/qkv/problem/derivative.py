@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from qkv.problem.expressions import SCORE, Load, Node, Op, Var, constant, operation
+from qkv.problem.expressions import SCORE, Load, Node, Op, Var, constant, operation, upwards
 
 ZERO, ONE = constant(0.0), constant(1.0)
 
@@ -21,21 +21,15 @@ def tangent(node: Node, tangents: Mapping[Node, Node]) -> Node:
     the mean of both sides and `abs` gives 0, as PyTorch does. Integers and conditions do not
     change. A part in which nothing moves is exactly 0, whatever it is multiplied with.
     """
-    cache: dict[Node, Node] = dict(tangents)
-
-    def change(n: Node) -> Node:
-        if n not in cache:
-            cache[n] = _change(n)
-        return cache[n]
-
-    def _change(n: Node) -> Node:
+    changes: dict[Node, Node] = dict(tangents)
+    for n in upwards(node, changes):
+        changes[n] = ZERO
         # Table indices are integers, so a table entry has no derivative by its index.
-        if n.kind != "float" or not isinstance(n, Op):
-            return ZERO
-        changes = tuple(map(change, n.args))
-        return ZERO if all(c == ZERO for c in changes) else RULES[n.name](n, changes)
-
-    return change(node)
+        if n.kind == "float" and isinstance(n, Op):
+            of_args = tuple([changes[arg] for arg in n.args])
+            if any(change != ZERO for change in of_args):
+                changes[n] = RULES[n.name](n, of_args)
+    return changes[node]
 
 
 def _plus(a: Node, b: Node) -> Node:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.problem.expressions import OPERATIONS, Const, Load, Node, Op, Var
+from qkv.problem.expressions import OPERATIONS, Const, Load, Node, Op, Var, upwards
 
 Array = NDArray[Any]
 
@@ -40,10 +40,10 @@ class _Evaluation:
         self.variables, self.tables, self.dtype = variables, tables, dtype
         self.known: dict[Node, Any] = {}
 
-    def value(self, n: Node) -> Any:
-        if n not in self.known:
+    def value(self, node: Node) -> Any:
+        for n in upwards(node, self.known):
             self.known[n] = self._value(n)
-        return self.known[n]
+        return self.known[node]
 
     def _value(self, n: Node) -> Any:
         match n:
@@ -55,7 +55,7 @@ class _Evaluation:
             case Var(name=name):
                 return self.variables[name]
             case Load(table=table, kind=kind, indices=indices):
-                read = self.tables[table][tuple(map(self.value, indices))]
+                read = self.tables[table][tuple([self.known[i] for i in indices])]
                 if kind == "float":
                     return _narrowed(np.asarray(read), self.dtype)
                 return np.asarray(read).astype(np.int64) if kind == "int" else read
@@ -64,7 +64,7 @@ class _Evaluation:
 
     def _apply(self, op: Op) -> Any:
         rule = OPERATIONS[op.name]
-        args = [self.value(arg) for arg in op.args]
+        args = [self.known[arg] for arg in op.args]
         kinds = [arg.kind for arg in op.args]
         if "float" in kinds or (op.kind == "float" and op.name != "where"):
             args = [

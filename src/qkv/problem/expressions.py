@@ -1,73 +1,45 @@
 """The small language in which variants say what they do to a score.
 
-A *node* is immutable, hashable data: a constant, a variable (`q_index`, `kv_index`, `q_pos`,
-`kv_pos`, `head`, `batch`, `score`), a read from a table, or an operation. Nodes hold no arrays, so
-they can be cached, compared, compiled and written to files. `qkv.problem.symbols` is how they are
-written in Python.
+A *node* is a constant, a variable (`q_index`, `kv_index`, `q_pos`, `kv_pos`, `head`, `batch`,
+`score`), a read from a table, or an operation. Nodes are immutable and hold no arrays, so they can
+be cached, compared, compiled and written to files, and equal ones are one object.
+`qkv.problem.symbols` is how they are written in Python.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from qkv.errors import ArgumentError
+from qkv.problem.nodes import (
+    VARIABLES,
+    Const,
+    Kind,
+    Load,
+    Node,
+    Number,
+    Op,
+    Var,
+    children,
+    fields_of,
+    landings,
+    rebuilt,
+    tables,
+    text,
+    upwards,
+    variables,
+    walk,
+)
 
-Kind: TypeAlias = Literal["bool", "int", "float"]
-Number: TypeAlias = bool | int | float
-
-VARIABLES: Mapping[str, Kind] = {
-    "q_index": "int",
-    "kv_index": "int",
-    "q_pos": "int",
-    "kv_pos": "int",
-    "head": "int",
-    "batch": "int",
-    "score": "float",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Const:
-    """A number written into the expression."""
-
-    kind: Kind
-    value: Number
-
-
-@dataclass(frozen=True, slots=True)
-class Var:
-    """One of `VARIABLES`."""
-
-    name: str
-
-    @property
-    def kind(self) -> Kind:
-        return VARIABLES[self.name]
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """One element of a table; indices are integers, one for each dimension, zero-based."""
-
-    table: str
-    kind: Kind
-    indices: tuple[Node, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Op:
-    """An operation of `OPERATIONS` on its arguments."""
-
-    name: str
-    kind: Kind
-    args: tuple[Node, ...]
-
-
-Node: TypeAlias = Const | Var | Load | Op
+__all__ = [
+    "FALSE", "OPERATIONS", "SCORE", "TRUE", "VARIABLES", "Const", "Kind", "Load", "Node", "Number",
+    "Op", "Operation", "Var", "children", "conjunction", "constant", "fields_of", "landings",
+    "operation", "rebuilt", "substitute", "tables", "text", "upwards", "variables", "walk",
+]  # fmt: skip
 
 
 def _arithmetic(*kinds: Kind) -> Kind:
@@ -219,42 +191,20 @@ def _simplify(name: str, args: tuple[Node, ...]) -> Node | None:
     return None
 
 
-def children(node: Node) -> tuple[Node, ...]:
-    match node:
-        case Load(indices=indices):
-            return indices
-        case Op(args=args):
-            return args
-        case _:
-            return ()
-
-
-def walk(node: Node) -> Iterator[Node]:
-    """The node and everything below it."""
-    yield node
-    for child in children(node):
-        yield from walk(child)
-
-
-def variables(node: Node) -> frozenset[str]:
-    return frozenset(n.name for n in walk(node) if isinstance(n, Var))
-
-
-def tables(node: Node) -> frozenset[str]:
-    return frozenset(n.table for n in walk(node) if isinstance(n, Load))
-
-
 def substitute(node: Node, replacements: Mapping[str, Node]) -> Node:
     """The node with variables replaced."""
-    match node:
-        case Var(name=name):
-            return replacements.get(name, node)
-        case Load(table=table, kind=kind, indices=indices):
-            return Load(table, kind, tuple(substitute(i, replacements) for i in indices))
-        case Op(name=name, args=args):
-            return operation(name, *(substitute(arg, replacements) for arg in args))
-        case _:
-            return node
+
+    def changed(n: Node, following: tuple[Node, ...]) -> Node:
+        match n:
+            case Var(name=name):
+                return replacements.get(name, n)
+            case Load(table=table, kind=kind):
+                return Load(table, kind, following)
+            case Op(name=name):
+                return operation(name, *following)
+        return n
+
+    return rebuilt(node, changed)
 
 
 def conjunction(nodes: Iterator[Node] | list[Node] | tuple[Node, ...]) -> Node:
@@ -262,24 +212,3 @@ def conjunction(nodes: Iterator[Node] | list[Node] | tuple[Node, ...]) -> Node:
     for node in nodes:
         result = operation("and", result, node)
     return result
-
-
-_INFIX = {
-    "add": "+", "sub": "-", "mul": "*", "div": "/", "floordiv": "//", "mod": "%",
-    "lt": "<", "le": "<=", "eq": "==", "ne": "!=", "and": "&", "or": "|",
-}  # fmt: skip
-
-
-def text(node: Node) -> str:
-    """The node as a formula, for messages and reports."""
-    match node:
-        case Const(value=value):
-            return f"{value:g}" if isinstance(value, float) else str(value)
-        case Var(name=name):
-            return name
-        case Load(table=table, indices=indices):
-            return f"{table}[{', '.join(map(text, indices))}]"
-        case Op(name=name, args=args) if name in _INFIX:
-            return f"({text(args[0])} {_INFIX[name]} {text(args[1])})"
-        case Op(name=name, args=args):
-            return f"{name}({', '.join(map(text, args))})"

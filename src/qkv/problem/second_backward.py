@@ -146,7 +146,7 @@ class _Direction:
         self.tables |= {_dot(name): array for name, array in tangents.tables.items()}
         self.tangent_of: dict[Node, Node] = {SCORE: SCALED_DOT}
         for load in reads(self.spec, frozenset(tangents.tables)):
-            self.tangent_of[load] = replace(load, table=_dot(load.table))
+            self.tangent_of[load] = Load(_dot(load.table), load.kind, load.indices)
         self.score_dot = tangent(self.spec.score, self.tangent_of)
 
     def blocks(self, grid: TileGrid, lse: Array) -> Iterator[_Block]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from qkv.problem.expressions import Const, Load, Node, Op, Var
+from qkv.problem.expressions import Const, Load, Node, Op, Var, children, upwards
 
 __all__ = ["TensorEvaluation"]
 
@@ -33,26 +34,36 @@ class TensorEvaluation:
     dtype: torch.dtype
 
     def value(self, node: Node) -> Tensor:
+        order = list(upwards(node))
+        users = Counter(child for n in order for child in children(n))
+        known: dict[Node, Tensor] = {}
+        for n in order:
+            if not isinstance(n, Const):
+                known[n] = self._value(n, known)
+            for child in children(n):
+                users[child] -= 1
+                if not users[child]:  # Its memory is free again.
+                    known.pop(child, None)
+        return self._constant(node) if isinstance(node, Const) else known[node]
+
+    def _constant(self, node: Const) -> Tensor:
+        dtype = self.dtype if node.kind == "float" else None
+        return torch.tensor(node.value, dtype=dtype, device=self.variables["q_index"].device)
+
+    def _value(self, node: Var | Load | Op, known: Mapping[Node, Tensor]) -> Tensor:
         match node:
-            case Const(kind=kind, value=number):
-                device = self.variables["q_index"].device
-                dtype = self.dtype if kind == "float" else None
-                return torch.tensor(number, dtype=dtype, device=device)
             case Var(name=name):
                 return self.variables[name]
             case Load(table=table, indices=indices):
                 tensor = self.tables[table]
                 # A constant index stays an int, because reading it from the device is slow.
-                index = tuple(
-                    int(i.value) if isinstance(i, Const) else self.value(i) for i in indices
-                )
+                index = tuple(int(i.value) if isinstance(i, Const) else known[i] for i in indices)
                 return tensor[index] if indices else tensor
-            case Op(name=name, kind=kind, args=args):
-                values = [self.value(arg) for arg in args]
-                if "float" in [arg.kind for arg in args] or (kind == "float" and name != "where"):
-                    values = [
-                        v.to(self.dtype) if arg.kind == "int" else v
-                        for v, arg in zip(values, args, strict=True)
-                    ]
-                return _OPERATIONS[name](*values)
-        raise AssertionError(node)
+        name, args = node.name, node.args
+        values = [self._constant(a) if isinstance(a, Const) else known[a] for a in args]
+        if "float" in [arg.kind for arg in args] or (node.kind == "float" and name != "where"):
+            values = [
+                v.to(self.dtype) if arg.kind == "int" else v
+                for v, arg in zip(values, args, strict=True)
+            ]
+        return _OPERATIONS[name](*values)

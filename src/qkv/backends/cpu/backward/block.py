@@ -178,7 +178,7 @@ class BackwardFrame(Frame):
         self.slope = derivative(self.score)
         names = {table.name for table in key.tables}
         read = (n for n in walk(self.score) if isinstance(n, Load) and n.table in names)
-        self.loads = tuple(dict.fromkeys(read))
+        self.loads = tuple(read)
         self.chained = bool(self.loads) or self.slope != ONE or sums_rows
         """Whether score mods have derivatives, or a table has a gradient, so that dS is stored."""
         self.may_forbid = self.mask != TRUE or self.score != SCORE

@@ -5,14 +5,16 @@ from __future__ import annotations
 import struct
 from dataclasses import fields, is_dataclass
 
+from qkv.problem.expressions import Node, fields_of
+
 
 def canonical(value: object) -> str:
     """A text that equal values have in common, and that no two different ones have.
 
-    Values are None, booleans, integers, floats, strings, and tuples and dataclasses of values. Each
-    distinct part is one line, `number: type` and its content or the numbers of its parts, so the
-    length is linear in the distinct parts, where writing out an expression whose nodes are shared
-    may take forever. Floats are written by their bits: -0.0 is not 0.0.
+    Values are None, booleans, integers, floats, strings, and tuples, dataclasses and expressions of
+    values. Each distinct part is one line, `number: type` and its content or the numbers of its
+    parts, so the length is linear in the distinct parts, where writing out an expression whose
+    nodes are shared may take forever. Floats are written by their bits: -0.0 is not 0.0.
 
     Raises
     ------
@@ -39,6 +41,8 @@ def canonical(value: object) -> str:
 def _parts(value: object) -> tuple[object, ...]:
     if isinstance(value, tuple):
         return value
+    if isinstance(value, Node):
+        return fields_of(value)
     if is_dataclass(value):
         return tuple(getattr(value, field.name) for field in fields(value))
     return ()
@@ -50,6 +54,6 @@ def _content(value: object) -> str:
         return struct.pack(">d", value).hex()
     if value is None or isinstance(value, str | int):
         return repr(value)
-    if isinstance(value, tuple) or is_dataclass(value):
+    if isinstance(value, tuple | Node) or is_dataclass(value):
         return ""
     raise TypeError(f"{type(value).__name__} has no canonical text")

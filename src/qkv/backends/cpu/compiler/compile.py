@@ -222,8 +222,8 @@ EMITTERS = (
     "backends/cpu/backward", "backends/cpu/replay", "backends/cpu/split_bf16", "backends/cpu/rows",
     "backends/cpu/threads/gate.py", "backends/cpu/threads/pool_code.py",
     "backends/cpu/compiler/compile.py", "backends/cpu/machine/tiling.py",
-    "problem/derivative.py", "problem/expressions.py", "problem/intervals.py", "problem/philox.py",
-    "problem/spec.py", "problem/tiles.py",
+    "problem/derivative.py", "problem/expressions.py", "problem/intervals.py", "problem/nodes.py",
+    "problem/philox.py", "problem/spec.py", "problem/tiles.py",
 )  # fmt: skip
 """The folders and files, below the package `qkv`, whose text decides what code is emitted."""
 

@@ -16,7 +16,17 @@ from llvmlite import ir
 
 from qkv.backends.cpu.emit import storage, vector_math
 from qkv.backends.cpu.emit.emitter import BIT, DOUBLE, FLOAT, INT64, Emitter, Value, is_vector
-from qkv.problem.expressions import Const, Load, Node, Op, Var, children, variables, walk
+from qkv.problem.expressions import (
+    Const,
+    Load,
+    Node,
+    Op,
+    Var,
+    children,
+    landings,
+    variables,
+    walk,
+)
 from qkv.problem.spec import TableSpec
 
 INNER = frozenset({"kv_index", "score"})
@@ -56,11 +66,17 @@ class Expressions:
 
     def hoist(self, node: Node) -> None:
         """Emit the largest parts that do not change from key to key, before the loop."""
-        if not variables(node) & INNER:
-            self.value(node)
-            return
-        for child in children(node):
-            self.hoist(child)
+        seen: set[Node] = set()
+        waiting = [node]
+        while waiting:
+            n = waiting.pop()
+            if n in seen:
+                continue
+            seen.add(n)
+            if variables(n) & INNER:
+                waiting.extend(reversed(children(n)))
+            else:
+                self.value(n)
 
     def inside(self, kv_index: Value, score: Value) -> Expressions:
         """These expressions inside the loop over keys, at one key."""
@@ -80,6 +96,8 @@ class Expressions:
     def value(self, node: Node) -> Value:
         found = self.known.get(node)
         if found is None:
+            for landing in landings(node, self.known):
+                self.known[landing] = self._emit(landing)
             found = self.known[node] = self._emit(node)
         return found
 

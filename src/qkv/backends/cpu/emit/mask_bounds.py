@@ -23,7 +23,7 @@ from llvmlite import ir
 from qkv.backends.cpu.emit import storage
 from qkv.backends.cpu.emit.emitter import BIT, DOUBLE, INT64, Emitter, Value
 from qkv.backends.cpu.emit.expressions import INTEGER_TYPES, TableView, raw_type
-from qkv.problem.expressions import Const, Load, Node, Op, Var
+from qkv.problem.expressions import Const, Load, Node, Op, Var, landings
 from qkv.problem.intervals import EXACT, FLOAT32_MAX, ROUNDING, ROUNDS, TINY, constant_interval
 
 _INTEGER_LIMIT = 2.0**63
@@ -80,6 +80,8 @@ class MaskBounds:
     def _interval(self, node: Node) -> Bounds | Truth:
         found = self._known.get(node)
         if found is None:
+            for landing in landings(node, self._known):
+                self._known[landing] = self._emit(landing)
             found = self._known[node] = self._emit(node)
         return found
 

@@ -26,12 +26,11 @@ _FLOATS = ("float32", "float16", "bfloat16")
 def transposed_loads(spec: Spec) -> tuple[Load, ...]:
     """Reads whose column is the key and whose row depends on the query, in a fixed order."""
     dtypes = {table.name: table.dtype for table in spec.tables}
-    found: dict[Node, None] = {}
-    for root in (spec.score, spec.mask):
-        for node in walk(root):
-            if isinstance(node, Load) and _is_transposed(node, dtypes[node.table], spec.dtype):
-                found[node] = None
-    return tuple(node for node in found if isinstance(node, Load))
+    return tuple(
+        node
+        for node in walk(spec.score, spec.mask)
+        if isinstance(node, Load) and _is_transposed(node, dtypes[node.table], spec.dtype)
+    )
 
 
 def _is_transposed(load: Load, stored: str, dtype: str) -> bool:

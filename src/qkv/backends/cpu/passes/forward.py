@@ -58,7 +58,7 @@ class ForwardPass(Workload):
 
 def operations_of_a_pair(spec: Spec) -> float:
     """Rough cost of a pair beside its products, in operations; it dominates for short rows."""
-    nodes = sum(isinstance(n, Op) for root in (spec.score, spec.mask) for n in walk(root))
+    nodes = sum(isinstance(n, Op) for n in walk(spec.score, spec.mask))
     return _SOFTMAX + _DROPOUT * spec.dropout + _NODE * nodes
 
 

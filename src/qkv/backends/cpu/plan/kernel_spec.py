@@ -8,7 +8,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from qkv.problem.bounds import bound
+from qkv.problem.bounds import bounds
 from qkv.problem.expressions import Load, Node, Op, walk
 from qkv.problem.intervals import Interval
 from qkv.problem.spec import Problem, Spec
@@ -45,14 +45,8 @@ def bits_of(
     roots: Sequence[Node], places: Mapping[str, Interval], arrays: Mapping[str, Array]
 ) -> int:
     """`integer_bits` of some expressions, whose variables have these bounds."""
-    nodes = {
-        node
-        for root in roots
-        for node in walk(root)
-        if node.kind == "int" and isinstance(node, Op | Load)
-    }
-    for node in nodes:
-        found = bound(node, places, arrays)
+    integers = [n for n in walk(*roots) if n.kind == "int" and isinstance(n, Op | Load)]
+    for found in bounds(integers, places, arrays):
         if found.low.min() < -(2**31) or found.high.max() >= 2**31:
             return 64
     return 32

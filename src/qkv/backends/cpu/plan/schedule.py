@@ -126,9 +126,18 @@ def cheap_part(problem: Problem, most: float) -> tuple[Node, bool]:
 
 
 def _conditions(node: Node) -> list[Node]:
-    if isinstance(node, Op) and node.name == "and":
-        return [part for arg in node.args for part in _conditions(arg)]
-    return [node]
+    """The conditions that all have to hold, each once."""
+    found: dict[Node, None] = {}
+    seen: set[Node] = set()
+    waiting = [node]
+    while waiting:
+        part = waiting.pop()
+        if not (isinstance(part, Op) and part.name == "and"):
+            found[part] = None
+        elif part not in seen:
+            seen.add(part)
+            waiting.extend(reversed(part.args))
+    return list(found)
 
 
 def _folded(problem: Problem, mask: Node, unknown: bool, block_q: int) -> Schedule:

@@ -29,7 +29,7 @@ from qkv.backends.cpu.rows.sinks import Sinks
 from qkv.errors import ArgumentError, ShapeError
 from qkv.partial import Partial
 from qkv.problem.bounds import check_table_reads
-from qkv.problem.expressions import Const, Load, Node, Op, Var, walk
+from qkv.problem.expressions import Const, Load, Node, Op, Var, rebuilt, walk
 from qkv.problem.intervals import Interval
 from qkv.problem.spec import Problem
 
@@ -297,8 +297,7 @@ def growing(problem: Problem, arrays: tuple[Array, ...]) -> GrowingDecode | None
     }
     roots = [_for_any_length(node, shifts, brought) for node in (spec.score, spec.mask)]
     try:
-        for root in roots:
-            check_table_reads(root, places, operands.tables)
+        check_table_reads(roots, places, operands.tables)
     except (ShapeError, ArgumentError):
         return None
     template = DecodeArguments(problem, NOTHING)
@@ -343,28 +342,28 @@ def _for_any_length(node: Node, shifts: set[str], brought: set[str]) -> Node:
     `q_pos` stands for where the queries are, `kv_pos` for integers of arrays that calls bring.
     """
 
-    def changed(node: Node) -> Node:
-        return _for_any_length(node, shifts, brought)
+    def changed(n: Node, following: tuple[Node, ...]) -> Node:
+        match n:
+            case Load(table=table) if table in shifts:
+                return Var("q_pos")
+            case Load(table=table, kind="bool") if table in brought:
+                return Op("eq", "bool", (Var("q_pos"), Const("int", 0)))
+            case Load(table=table, kind=kind) if table in brought:
+                return Var("kv_pos" if kind == "int" else "score")
+            case Load(table=table, kind=kind):
+                return Load(table, kind, following)
+            case Op(name=name, kind=kind):
+                return Op(name, kind, following)
+        return n
 
-    match node:
-        case Load(table=table) if table in shifts:
-            return Var("q_pos")
-        case Load(table=table, kind="bool") if table in brought:
-            return Op("eq", "bool", (Var("q_pos"), Const("int", 0)))
-        case Load(table=table, kind=kind) if table in brought:
-            return Var("kv_pos" if kind == "int" else "score")
-        case Load(table=table, kind=kind, indices=indices):
-            return Load(table, kind, tuple(map(changed, indices)))
-        case Op(name=name, kind=kind, args=args):
-            return Op(name, kind, tuple(map(changed, args)))
-    return node
+    return rebuilt(node, changed)
 
 
 def _array_words(problem: Problem, name: str, array: Array, word: int) -> _ArrayWords | None:
     """How the table `name` is read at each step; None if an axis is not read as it is long."""
     table = problem.operands.tables[name]
     roots = problem.spec.score, problem.spec.mask
-    loads = {n for root in roots for n in walk(root) if isinstance(n, Load) and n.table == name}
+    loads = {n for n in walk(*roots) if isinstance(n, Load) and n.table == name}
     axes = range(table.ndim - array.ndim, table.ndim)
     sizes: list[int | None] = []
     for axis in axes:

@@ -1,0 +1,279 @@
+"""The nodes of expressions: graphs without arrays, in which equal parts are one object."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Mapping
+from typing import Any, Literal, Self, TypeAlias
+from weakref import WeakValueDictionary
+
+__all__ = [
+    "VARIABLES", "Const", "Kind", "Load", "Node", "Number", "Op", "Var", "children", "fields_of",
+    "landings", "rebuilt", "tables", "text", "upwards", "variables", "walk",
+]  # fmt: skip
+
+Kind: TypeAlias = Literal["bool", "int", "float"]
+Number: TypeAlias = bool | int | float
+
+VARIABLES: Mapping[str, Kind] = {
+    "q_index": "int",
+    "kv_index": "int",
+    "q_pos": "int",
+    "kv_pos": "int",
+    "head": "int",
+    "batch": "int",
+    "score": "float",
+}
+
+
+class _Node:
+    """What nodes have in common: there is one object for all equal ones.
+
+    Expressions are graphs, in which a part that is used twice is one node with two users. Equal
+    nodes are the same object, so that they are compared and hashed by identity, at no cost.
+
+    Attributes
+    ----------
+    height : int
+        Number of nodes on the longest way down.
+    variables, tables : frozenset of str
+        What the node or anything below it reads.
+    """
+
+    __match_args__: tuple[str, ...] = ()
+    __slots__ = ("__weakref__", "height", "kind", "tables", "variables")
+
+    kind: Kind
+    height: int
+    variables: frozenset[str]
+    tables: frozenset[str]
+
+    def __repr__(self) -> str:
+        return f"<{text(self)}>"  # type: ignore[arg-type]  # every node is one of `Node`
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), fields_of(self)
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, _: Any) -> Self:
+        return self
+
+
+def fields_of(node: _Node) -> tuple[Any, ...]:
+    """What a node is made from, in the order of its class's arguments."""
+    return tuple(getattr(node, name) for name in type(node).__match_args__)
+
+
+_Key: TypeAlias = tuple[Any, ...]
+_NODES: WeakValueDictionary[_Key, Any] = WeakValueDictionary()
+_find = _NODES.get
+_RECENT: deque[_Node] = deque(maxlen=4096)
+"""Nodes that are kept alive, since calls like the last ones make them again."""
+_LOCK = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release
+    )
+
+_NOTHING: frozenset[str] = frozenset()
+
+
+def _new(key: _Key, fields: tuple[Any, ...], parts: tuple[Node, ...], **own: Any) -> Any:
+    """The one node of a key, from its fields, the nodes below it, and attributes of its own."""
+    cls = key[0]
+    made = object.__new__(cls)
+    for name, value in zip(cls.__match_args__, fields, strict=True):
+        setattr(made, name, value)
+    made.height = 1 + max([part.height for part in parts], default=0)
+    made.variables = _union([part.variables for part in parts])
+    made.tables = _union([part.tables for part in parts])
+    for name, value in own.items():
+        setattr(made, name, value)
+    with _LOCK:
+        found = _NODES.setdefault(key, made)
+    _RECENT.append(found)
+    return found
+
+
+def _union(parts: list[frozenset[str]]) -> frozenset[str]:
+    """One of the sets if it holds all others: most of an expression reads the same."""
+    whole = max(parts, key=len, default=_NOTHING)
+    return whole if all(part <= whole for part in parts) else _NOTHING.union(*parts)
+
+
+class Const(_Node):
+    """A number written into the expression."""
+
+    __match_args__ = ("kind", "value")
+    __slots__ = ("value",)
+    value: Number
+
+    def __new__(cls, kind: Kind, value: Number) -> Const:
+        # 0.0 and -0.0 are equal numbers, and NaN equals nothing; their digits tell them apart.
+        key = (cls, kind, value.hex() if isinstance(value, float) else value)
+        found: Const | None = _find(key)
+        return found if found is not None else _new(key, (kind, value), ())
+
+
+class Var(_Node):
+    """One of `VARIABLES`."""
+
+    __match_args__ = ("name",)
+    __slots__ = ("name",)
+    name: str
+
+    def __new__(cls, name: str) -> Var:
+        key = (cls, name)
+        found: Var | None = _find(key)
+        if found is None:
+            found = _new(key, (name,), (), kind=VARIABLES[name], variables=frozenset({name}))
+        return found
+
+
+class Load(_Node):
+    """One element of a table; indices are integers, one for each dimension, zero-based."""
+
+    __match_args__ = ("table", "kind", "indices")
+    __slots__ = ("indices", "table")
+    table: str
+    indices: tuple[Node, ...]
+
+    def __new__(cls, table: str, kind: Kind, indices: tuple[Node, ...]) -> Load:
+        key = (cls, table, kind, indices)
+        found: Load | None = _find(key)
+        if found is None:
+            below = _union([index.tables for index in indices])
+            found = _new(key, (table, kind, indices), indices, tables=below | {table})
+        return found
+
+
+class Op(_Node):
+    """An operation of `OPERATIONS` on its arguments."""
+
+    __match_args__ = ("name", "kind", "args")
+    __slots__ = ("args", "name")
+    name: str
+    args: tuple[Node, ...]
+
+    def __new__(cls, name: str, kind: Kind, args: tuple[Node, ...]) -> Op:
+        key = (cls, name, kind, args)
+        found: Op | None = _find(key)
+        return found if found is not None else _new(key, (name, kind, args), args)
+
+
+Node: TypeAlias = Const | Var | Load | Op
+
+
+def children(node: Node) -> tuple[Node, ...]:
+    match node:
+        case Load(indices=indices):
+            return indices
+        case Op(args=args):
+            return args
+        case _:
+            return ()
+
+
+def walk(*roots: Node) -> Iterator[Node]:
+    """The nodes and everything below them, each once, users before what they use."""
+    seen: set[Node] = set()
+    waiting = list(reversed(roots))
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            waiting.extend(reversed(children(node)))
+
+
+def upwards(node: Node, known: Container[Node] = ()) -> Iterator[Node]:
+    """The node and everything below it, each once, after all that it uses.
+
+    What is `known`, which may grow meanwhile, is left out with what only it uses. Whoever computes
+    a value for each node in this order needs no recursion.
+    """
+    done: set[Node] = set()
+    waiting = [(node, False)]
+    while waiting:
+        n, is_entered = waiting.pop()
+        if is_entered:
+            yield n
+        elif n not in done and n not in known:
+            done.add(n)
+            waiting.append((n, True))
+            waiting.extend((child, False) for child in reversed(children(n)))
+
+
+_STOREYS = 64
+
+
+def landings(node: Node, known: Container[Node]) -> list[Node]:
+    """Parts that are to be emitted first, so that recursion is never deeper than `_STOREYS` nodes.
+
+    None of expressions that are less high than that, as almost all are.
+    """
+    if node.height <= _STOREYS:
+        return []
+    return [n for n in upwards(node, known) if n.height % _STOREYS == 0 and n is not node]
+
+
+def variables(node: Node) -> frozenset[str]:
+    return node.variables
+
+
+def tables(node: Node) -> frozenset[str]:
+    return node.tables
+
+
+def rebuilt(node: Node, change: Callable[[Node, tuple[Node, ...]], Node]) -> Node:
+    """The node built anew from the bottom; `change` is given a node and its new children."""
+    new: dict[Node, Node] = {}
+    for n in upwards(node):
+        new[n] = change(n, tuple([new[child] for child in children(n)]))
+    return new[node]
+
+
+_INFIX = {
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "floordiv": "//", "mod": "%",
+    "lt": "<", "le": "<=", "eq": "==", "ne": "!=", "and": "&", "or": "|",
+}  # fmt: skip
+
+
+_LONGEST_TEXT = 2000
+
+
+def text(node: Node) -> str:
+    """The node as a formula, for messages and reports; the beginning of a very long one."""
+    written: list[str] = []
+    length = 0
+    waiting: list[Node | str] = [node]
+    while waiting:
+        part = waiting.pop()
+        if not isinstance(part, str):
+            waiting.extend(reversed(_pieces(part)))
+            continue
+        written.append(part)
+        length += len(part)
+        if length > _LONGEST_TEXT:
+            return "".join(written)[:_LONGEST_TEXT] + " ..."
+    return "".join(written)
+
+
+def _pieces(node: Node) -> list[Node | str]:
+    """The formula of a node, with those of its children still to be written."""
+    match node:
+        case Const(value=value):
+            return [f"{value:g}" if isinstance(value, float) else str(value)]
+        case Var(name=name):
+            return [name]
+        case Op(name=name, args=args) if name in _INFIX:
+            return ["(", args[0], f" {_INFIX[name]} ", args[1], ")"]
+    opening, closing = (f"{node.table}[", "]") if isinstance(node, Load) else (f"{node.name}(", ")")
+    listed: list[Node | str] = []
+    for child in children(node):
+        listed += [", ", child] if listed else [child]
+    return [opening, *listed, closing]
