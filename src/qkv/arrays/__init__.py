@@ -16,7 +16,10 @@ from numpy.typing import NDArray
 from qkv.arrays.numpy_arrays import NumpyArrays
 from qkv.errors import DTypeError, UnsupportedError
 
-__all__ = ["ArrayLibrary", "is_array", "kind_of", "library_of", "namespace", "view", "view_beside"]
+__all__ = [
+    "ArrayLibrary", "has_shape", "is_array", "kind_of", "library_of", "namespace", "view",
+    "view_beside",
+]  # fmt: skip
 
 
 class ArrayLibrary(Protocol):
@@ -124,4 +127,16 @@ def is_array(value: Any) -> bool:
         return True
     if isinstance(value, np.generic):
         return False
-    return kind_of(value) is not None and hasattr(value, "dtype") and hasattr(value, "shape")
+    return kind_of(value) is not None and hasattr(value, "dtype") and has_shape(value)
+
+
+def has_shape(value: Any) -> bool:
+    """Whether a value says that it has a shape, as arrays do.
+
+    Tensors that cannot tell it, as torch's nested ones, are arrays too; they are refused by name
+    where they are read.
+    """
+    try:
+        return hasattr(value, "shape")
+    except RuntimeError:
+        return True

@@ -8,8 +8,29 @@ import ml_dtypes
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.parameter import is_lazy
 
 from qkv.errors import DTypeError, UnsupportedError
+
+
+def check_dense(array: torch.Tensor, role: str) -> None:
+    """Raise for a tensor whose elements do not lie in memory with a stride for each dimension."""
+    if is_lazy(array):
+        raise DTypeError(
+            f"{role} is a parameter that has no shape yet.",
+            action="Run its module once, so that it learns its shapes.",
+        )
+    if array.is_nested:
+        raise DTypeError(
+            f"{role} is a nested tensor, whose rows have lengths of their own.",
+            action=f"Pass torch.nested.to_padded_tensor({role}, 0.0) with qkv.KeyLengths, or rows "
+            "of all sequences in one tensor with qkv.Segments.",
+        )
+    if array.layout is not torch.strided or array.is_quantized:
+        raise DTypeError(
+            f"{role} is a {array.layout} tensor of {array.dtype}, not a dense one.",
+            action=f"Pass {role}.to_dense(), or {role}.dequantize().",
+        )
 
 
 class TorchArrays:
@@ -21,30 +42,39 @@ class TorchArrays:
         """The tensor's memory as a NumPy array."""
         if type(array) is torch.Tensor and not array.requires_grad and array.dtype in _PLAIN:
             try:
-                return np.asarray(array.numpy())
+                if array.data_ptr() or not array.numel():
+                    return np.asarray(array.numpy())
             except (RuntimeError, TypeError):
                 pass  # The checks below raise an error that explains the reason.
+        check_dense(array, role)
         if array.device.type != "cpu":
             raise UnsupportedError(
                 f"{role} is on {array.device}; this computes on the CPU.",
                 action=f"Pass {role}.cpu(), or call qkv.attention, which torch's own kernels can "
                 "run where the tensors are.",
             )
-        if array.layout is not torch.strided or array.is_quantized:
-            raise DTypeError(
-                f"{role} is a {array.layout} tensor of {array.dtype}, not a dense one.",
-                action=f"Pass {role}.to_dense(), or {role}.dequantize().",
-            )
-        plain = array.detach().resolve_neg()
-        if plain.dtype is torch.bfloat16:
-            return np.asarray(plain.view(torch.uint16).numpy()).view(ml_dtypes.bfloat16)
         try:
+            plain = array.detach().resolve_neg()
+            has_memory = bool(plain.data_ptr() or not plain.numel())
+            if plain.dtype is torch.bfloat16 and has_memory:
+                return np.asarray(plain.view(torch.uint16).numpy()).view(ml_dtypes.bfloat16)
             found = np.asarray(plain.numpy())
+        except RuntimeError as error:
+            raise DTypeError(
+                f"{role} is a {type(array).__name__} whose memory cannot be read.",
+                [("torch says", str(error))],
+                action="Pass a plain tensor with the same values.",
+            ) from error
         except TypeError as error:
             raise DTypeError(
                 f"{role} has dtype {array.dtype}, which NumPy does not have.",
                 action=f"Convert it, as in {role}.float().",
             ) from error
+        if not has_memory:
+            raise DTypeError(
+                f"{role} of shape {tuple(array.shape)} has no memory: its storage has been freed.",
+                action="Fill the tensor first; where a library shards parameters, gather them.",
+            )
         return found
 
     def restore(self, array: NDArray[Any]) -> Any:

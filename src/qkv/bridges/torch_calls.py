@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qkv.arrays import is_array, view_beside
-from qkv.arrays.torch_arrays import TorchArrays
+from qkv.arrays.torch_arrays import TorchArrays, check_dense
 from qkv.backends import device_backend
 from qkv.bridges import torch_functions as functions
 from qkv.bridges.torch_operators import contiguous
@@ -25,7 +25,7 @@ from qkv.call.bound import BoundCall, Structure, bind
 from qkv.call.device_call import check_device_call, is_device_call
 from qkv.call.flatten import hold, keep_for_good
 from qkv.call.options import OptionValues
-from qkv.errors import UnsupportedError
+from qkv.errors import DTypeError, UnsupportedError
 from qkv.problem.rows import Paged, Quantized
 
 __all__ = ["attention"]
@@ -52,15 +52,25 @@ def attention(
         _refuse_gradients(query, *_within(key), *_within(value))
         found = attend(bound)
         return (found.out, found.lse) if return_lse else found.out
-    operands = _tensor(bound.leaves[0]), _tensor(bound.leaves[1]), _tensor(bound.leaves[2])
+    query, key, value = map(_operand, bound.leaves[:3], _ROLES)
+    for leaf in bound.leaves[3:]:
+        if isinstance(leaf, Tensor):
+            check_dense(leaf, "an array of the call")
+    operands = query, key, value
     leaves = _autocast(*operands)
     if is_device_call(bound):
+        _check_devices(*leaves)
         tensors = tuple(map(_tensor, bound.leaves[3:]))
         return _on_device(BoundCall(bound.structure, (*leaves, *tensors)), return_lse)
     if _is_watched(*leaves, *bound.leaves[3:]):
         tensors = tuple(map(_tensor, bound.leaves[3:]))
+        _refuse_half_fake(*leaves, *tensors)
         _hold_if_seen(bound.structure)
-        out, lse = functions.attend(*leaves, tensors, bound.structure)
+        try:
+            out, lse = functions.attend(*leaves, tensors, bound.structure)
+        except (NotImplementedError, TypeError) as error:
+            _explain_subclasses(error, *leaves, *tensors)
+            raise
         return (out, lse) if return_lse else out
     views = [view_beside(_LIBRARY, leaf, "an array of the call") for leaf in bound.leaves[3:]]
     seen = BoundCall(bound.structure, (*map(_view, leaves, _ROLES), *views))
@@ -181,6 +191,49 @@ def _tensor(array: Any) -> Any:
     seen = view_beside(_LIBRARY, array, "an array of the call")
     dense = seen.flags.writeable and min(seen.strides, default=0) >= 0
     return _LIBRARY.restore(seen if dense else seen.copy())
+
+
+def _operand(array: Any, role: str) -> Tensor:
+    """An operand as a dense tensor."""
+    tensor = _tensor(array)
+    if not isinstance(tensor, Tensor):
+        name = f"{type(array).__module__}.{type(array).__qualname__}"
+        raise DTypeError(
+            f"{role} is a {name}, not an array.", action=f"Pass torch.as_tensor({role})."
+        )
+    check_dense(tensor, role)
+    return tensor
+
+
+def _check_devices(query: Tensor, key: Tensor, value: Tensor) -> None:
+    if not query.device == key.device == value.device:
+        raise UnsupportedError(
+            "query, key and value are on different devices.",
+            [("query", str(query.device)), ("key", str(key.device)), ("value", str(value.device))],
+            "Move them to one, as in key.to(query.device).",
+        )
+
+
+def _explain_subclasses(error: Exception, *tensors: Any) -> None:
+    """Tensors of classes of their own decide which operators they take."""
+    names = {type(t).__name__ for t in tensors if isinstance(t, Tensor) and type(t) not in PLAIN}
+    if names and "qkv" in str(error):
+        raise UnsupportedError(
+            f"{' and '.join(sorted(names))} refuses operators that it does not know.",
+            [("torch says", str(error).splitlines()[0][:200])],
+            "Pass plain tensors.",
+        ) from error
+
+
+def _refuse_half_fake(*tensors: Any) -> None:
+    """Fake tensors beside real ones, which torch joins only inside a mode that makes them."""
+    fake = [type(t).__module__ == "torch._subclasses.fake_tensor" for t in tensors]
+    if any(fake) and not all(fake) and torch._C._len_torch_dispatch_stack() == 0:
+        raise UnsupportedError(
+            "fake tensors, which have no values, stand beside real ones.",
+            [("fake", f"{sum(fake)} of {len(fake)} arrays of the call")],
+            "Call attention inside their FakeTensorMode, or convert all arrays with it.",
+        )
 
 
 _LIBRARY = TorchArrays()

@@ -88,8 +88,11 @@ def run_prepared(bound: BoundCall, rows: bool) -> Any:
     if known is None:
         return None
     try:
+        for tensor in read:
+            if tensor.is_nested:  # Asked for its shape by `fits`, it would end the process.
+                return None
         fits = known.generation == generation() and known.values == values and known.fits(*read)
-    except TypeError:  # An operand is not a tensor.
+    except (AttributeError, TypeError):  # An operand is not a tensor.
         return None
     if not fits:
         if not are_plain(*read):
@@ -99,11 +102,14 @@ def run_prepared(bound: BoundCall, rows: bool) -> Any:
             return None
         CALLS.insert(latest, known)
     query, key, value, *arrays = read
+    at_query, at_key, at_value = query.data_ptr(), key.data_ptr(), value.data_ptr()
+    if not (at_query and at_key and at_value):  # Their memory has been freed, as FSDP does.
+        return None
     out = known.empty_out()
     lse = known.empty_lse() if rows else None
     done = known.run(
         Addresses(
-            query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
+            at_query, at_key, at_value, out.data_ptr(),
             0 if lse is None else lse.data_ptr(), 0, [array.data_ptr() for array in arrays],
         ),
         (read, out, lse),
@@ -182,11 +188,13 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 def are_plain(*tensors: Any) -> bool:
     """Whether these are tensors, dense numbers at an address, that want no gradients."""
-    return all(
-        type(t) is Tensor and t.is_cpu and t.layout is torch.strided and not t.is_neg()
-        and not (t.requires_grad and torch.is_grad_enabled())
-        for t in tensors
-    )  # fmt: skip
+    with_gradients = torch.is_grad_enabled()
+    for t in tensors:
+        if type(t) is not Tensor or t.is_nested or not t.is_cpu or t.layout is not torch.strided:
+            return False
+        if t.is_neg() or (with_gradients and t.requires_grad):
+            return False
+    return True
 
 
 def _key(structure: Any, read: Sequence[Tensor], values: tuple[bytes, ...]) -> Key:

@@ -45,12 +45,14 @@ def run_step(bound: BoundCall, rows: bool) -> Any:
         return None
     known, q_shift = found
     query, key, value, *arrays = read_in_place(bound)
+    at_query, at_key, at_value = query.data_ptr(), key.data_ptr(), value.data_ptr()
+    if not (at_query and at_key and at_value):  # Their memory has been freed.
+        return None
     out = known.empty_out()
     lse = known.empty_lse() if rows else None
     addresses = Addresses(
-        query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
-        0 if lse is None else lse.data_ptr(),
-    )  # fmt: skip
+        at_query, at_key, at_value, out.data_ptr(), 0 if lse is None else lse.data_ptr()
+    )
     strides = _byte_strides(query), _byte_strides(key), _byte_strides(value)
     where = [(a.data_ptr(), a.shape, _byte_strides(a)) for a in arrays]
     kv_len = key.shape[-2]
@@ -96,9 +98,12 @@ class LayerStep:
         if form != self._form and not self._move(form, read):
             return None
         query, key, value, *arrays = read
+        at_query, at_key, at_value = query.data_ptr(), key.data_ptr(), value.data_ptr()
+        if not (at_query and at_key and at_value):  # Their memory has been freed.
+            return None
         out = self._empty_out()
         addresses = Addresses(
-            query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), 0, 0,
+            at_query, at_key, at_value, out.data_ptr(), 0, 0,
             [array.data_ptr() for array in arrays] if arrays else (),
         )  # fmt: skip
         done = self._repeated.run(addresses, (read, out))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from qkv.arrays import has_shape
 from qkv.call.flatten import (
     Leaves,
     ReadInPlace,
@@ -176,12 +177,12 @@ _PLAIN_CALL = Structure(_PLAIN, (), _DEFAULT_OPTIONS)
 
 def _are_plain(query: Any, key: Any, value: Any) -> bool:
     """Whether the operands are arrays, none of them in storage of its own."""
-    return hasattr(query, "shape") and hasattr(key, "shape") and hasattr(value, "shape")
+    return has_shape(query) and has_shape(key) and has_shape(value)
 
 
 def _operand(operand: Any, leaves: Leaves) -> Tree:
     """The tree of an operand. Objects that are no arrays are refused later, when they are read."""
-    if hasattr(operand, "shape") or not hasattr(operand, "ndim"):
+    if has_shape(operand) or not hasattr(operand, "ndim"):
         leaves.arrays.append(operand)
         return ReadInPlace
     return flatten(operand, leaves, "in_place")

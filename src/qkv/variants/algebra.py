@@ -49,7 +49,7 @@ class MaskVariant(Variant):
 
 
 def _checked_mask(mask: Any) -> Any:
-    if hasattr(mask, "dtype") and hasattr(mask, "shape"):
+    if hasattr(mask, "dtype") and hasattr(mask, "ndim"):
         return mask  # The array may be of any library.
     if hasattr(mask, "lower") and not isinstance(mask, str | bytes | type):
         return mask
