@@ -18,7 +18,7 @@ from qkv.errors import ArgumentError
 from qkv.inspection.pages import page_of
 from qkv.inspection.pictures import LONGEST, draw_tiles, draw_weights, save_picture
 from qkv.inspection.replay import PAIRS, Replay
-from qkv.inspection.statistics import WeightStatistics, top_keys, weight_statistics
+from qkv.inspection.statistics import WeightStatistics, by_weight, top_keys, weight_statistics
 from qkv.inspection.weight_blocks import reduced
 from qkv.inspection.weights import LazyWeights
 
@@ -123,8 +123,10 @@ class Record:
         Returns
         -------
         (indices, weights)
-            Each `(..., num_heads, q_len, k)`, falling; ties go to the lower index; rows with
-            fewer allowed keys are padded with -1 and 0. A key whose score is NaN is never one.
+            Each `(..., num_heads, q_len, k)`: the keys of the largest scores, of equal scores
+            those of lower index, in order of falling weights; keys of equal weight, as it is
+            returned, have rising indices. Rows with fewer allowed keys are padded with -1 and 0.
+            A key whose score is NaN is never one.
 
         Raises
         ------
@@ -284,7 +286,7 @@ class Record:
         backend, found = self._call.choice.backend, None
         if isinstance(backend, Inspectable):
             found = backend.top(self._call.problem, self._replay.lse, k, self._progress)
-        return found or top_keys(self._replay, k, self._progress)
+        return by_weight(*(found or top_keys(self._replay, k, self._progress)))
 
     @property
     def _weight_statistics(self) -> WeightStatistics:

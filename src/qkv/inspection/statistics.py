@@ -60,6 +60,26 @@ def top_keys(replay: Replay, k: int, progress: Progress | None = None) -> tuple[
     return indices, weights_of(best, a, b)
 
 
+def by_weight(indices: Array, weights: Array) -> tuple[Array, Array]:
+    """The same keys in order of their weights, and of equal weights by rising index, in place.
+
+    They come in order of their scores. Scores that differ may have weights that round to one
+    number, and then backends that round scores differently would disagree about the order.
+    """
+    if 0 in indices.shape:
+        return indices, weights
+    equal = weights[..., :-1] == weights[..., 1:]
+    turned = equal & (indices[..., :-1] > indices[..., 1:]) & (indices[..., 1:] >= 0)
+    rows = turned.any(axis=-1)
+    if rows.any():
+        some, theirs = indices[rows], weights[rows]
+        padded_last = np.where(some < 0, np.iinfo(np.int64).max, some)
+        order = np.lexsort((padded_last, -theirs), axis=-1)
+        indices[rows] = np.take_along_axis(some, order, axis=-1)
+        weights[rows] = np.take_along_axis(theirs, order, axis=-1)
+    return indices, weights
+
+
 def _merge_tile(tile: ScoreTile, indices: Array, best: Array) -> None:
     """Merge a tile into the best k of its rows, in place.
 
