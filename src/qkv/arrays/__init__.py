@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arrays.numpy_arrays import NumpyArrays
-from qkv.errors import DTypeError, UnsupportedError
+from qkv.errors import ArgumentError, DTypeError, UnsupportedError
 
 __all__ = [
     "ArrayLibrary", "has_shape", "is_array", "kind_of", "library_of", "namespace", "view",
@@ -88,6 +88,12 @@ def library_of(array: Any, role: str) -> ArrayLibrary:
             _LIBRARIES[kind] = _LAZY_LIBRARIES[kind]()
         return _LIBRARIES[kind]
     name = f"{type(array).__module__}.{type(array).__qualname__}"
+    if type(array).__module__ == "qkv.problem.symbols":
+        raise ArgumentError(
+            f"qkv is called inside a score mod, where arrays and positions are symbols; {role} is "
+            "one of them.",
+            action="Call it before, outside of the score mod, and index its result in there.",
+        )
     raise DTypeError(
         f"{role} is a {name}, not an array.", action=f"Pass numpy.asarray({role}, dtype='float32')."
     )

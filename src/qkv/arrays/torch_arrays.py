@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.parameter import is_lazy
 
-from qkv.errors import DTypeError, UnsupportedError
+from qkv.errors import DTypeError, ShapeError, UnsupportedError
 
 
 def check_dense(array: torch.Tensor, role: str) -> None:
@@ -44,7 +44,7 @@ class TorchArrays:
             try:
                 if array.data_ptr() or not array.numel():
                     return np.asarray(array.numpy())
-            except (RuntimeError, TypeError):
+            except (RuntimeError, TypeError, ValueError):
                 pass  # The checks below raise an error that explains the reason.
         check_dense(array, role)
         if array.device.type != "cpu":
@@ -59,6 +59,11 @@ class TorchArrays:
             if plain.dtype is torch.bfloat16 and has_memory:
                 return np.asarray(plain.view(torch.uint16).numpy()).view(ml_dtypes.bfloat16)
             found = np.asarray(plain.numpy())
+        except ValueError as error:
+            raise ShapeError(
+                f"{role} has {array.ndim} dimensions, more than NumPy can have.",
+                action=f"Join leading dimensions, as in {role}.flatten(0, -4).",
+            ) from error
         except RuntimeError as error:
             raise DTypeError(
                 f"{role} is a {type(array).__name__} whose memory cannot be read.",

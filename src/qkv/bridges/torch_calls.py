@@ -63,7 +63,9 @@ def attention(
         tensors = tuple(map(_tensor, bound.leaves[3:]))
         return _on_device(BoundCall(bound.structure, (*leaves, *tensors)), return_lse)
     if _is_watched(*leaves, *bound.leaves[3:]):
-        tensors = tuple(map(_tensor, bound.leaves[3:]))
+        query, key, value = map(_kept, leaves, bound.leaves)
+        leaves = query, key, value
+        tensors = tuple([_kept(_tensor(leaf), leaf) for leaf in bound.leaves[3:]])
         _refuse_half_fake(*leaves, *tensors)
         _hold_if_seen(bound.structure)
         try:
@@ -203,6 +205,17 @@ def _operand(array: Any, role: str) -> Tensor:
         )
     check_dense(tensor, role)
     return tensor
+
+
+def _kept(tensor: Any, given: Any) -> Any:
+    """The tensor of an array; a copy of a NumPy array that a backward pass may read again.
+
+    torch notices that a tensor has changed since the forward pass, but not that an array has.
+    """
+    if not isinstance(given, np.ndarray) or not torch.is_grad_enabled():
+        return tensor
+    narrow = tensor[tuple([slice(None) if step else slice(0, 1) for step in tensor.stride()])]
+    return narrow.clone().expand(tensor.shape) if tensor.numel() else tensor
 
 
 def _check_devices(query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -68,9 +68,20 @@ def attend(
         out, lse, _ = operators.attention(query, key, value, arrays, _text(whole), False)
         return out, lse
     # Dynamo does not support functions with a forward-mode rule.
-    function = _Attention if compiling else _AttentionBothWays
-    out, lse, _ = function.apply(whole, *tensors)
+    if compiling:
+        out, lse, _ = _Attention.apply(whole, *_apart(tensors))
+    else:
+        out, lse, _ = _AttentionBothWays.apply(whole, *tensors)
     return out, lse
+
+
+def _apart(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same tensors as different objects, which are all that Dynamo takes."""
+    found: list[Tensor] = []
+    for n, tensor in enumerate(tensors):
+        is_repeated = any(tensor is earlier for earlier in tensors[:n])
+        found.append(tensor.view_as(tensor) if is_repeated else tensor)
+    return found
 
 
 def _nobody_sees(*tensors: Tensor) -> bool:

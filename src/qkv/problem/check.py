@@ -31,6 +31,9 @@ Array = NDArray[Any]
 Layout = Literal["bhld", "blhd"]
 Arrays = dict[str, Rows]
 
+MAX_DIMENSIONS = 32
+"""Of an array. Its batch is broadcast with those of others, for which NumPy has this limit."""
+
 
 def check(
     query: Array,
@@ -157,6 +160,12 @@ def _shape(arrays: Arrays, layout: Layout) -> tuple[Arrays, Shape]:
                 f"{name} has {array.ndim} dimensions; attention needs at least 2.",
                 _dtypes_and_shapes(arrays).items(),
                 "Pass (..., heads, length, dim); two dimensions are one head.",
+            )
+        if array.ndim > MAX_DIMENSIONS:
+            raise ShapeError(
+                f"{name} has {array.ndim} dimensions; NumPy computes with at most "
+                f"{MAX_DIMENSIONS}.",
+                action=f"Join leading dimensions, as in {name}.reshape(-1, *{name}.shape[-3:]).",
             )
         views[name] = array if isinstance(array, StoredRows) else _as_heads(array, layout)
     q, k, v = views["query"], views["key"], views["value"]

@@ -287,8 +287,9 @@ def _read(name: str | None) -> bytes | None:
     if folder is None or name is None:
         return None
     try:
-        with open(folder / name, "rb") as file:
-            if not _is_private(os.fstat(file.fileno())):
+        with open(folder / name, "rb", opener=_open_at_once) as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode) or not _is_private(found):
                 return None
             content = file.read()
             with contextlib.suppress(OSError):
@@ -300,6 +301,11 @@ def _read(name: str | None) -> bytes | None:
     if content[:start] != _MAGIC + hashlib.sha256(name.encode() + code).digest():
         return None
     return code
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file; of a named pipe without a writer, which would keep `open` waiting, too."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _write(name: str | None, code: bytes) -> None:
