@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,8 +18,16 @@ from qkv.ledger import ledger
 from qkv.mechanisms import (
     MECHANISMS,
     Causal,
+    Flash,
+    Linear,
+    Linformer,
+    Longformer,
     MultiHead,
+    RelativeBias,
     Ring,
+    Rotary,
+    SlidingWindow,
+    Soft,
     Strided,
     example_input,
     example_tokens,
@@ -248,6 +257,51 @@ def test_input_that_does_not_fit_is_refused() -> None:
         layer.cost(5, dtype="int8")
     with pytest.raises(ArgumentError, match="one sequence"):
         MECHANISMS["cross"].example()(example_input())
+
+
+IMPOSSIBLE: list[tuple[str, Callable[[], Any], str]] = [
+    ("no kv heads", lambda: MultiHead(8, 2, num_kv_heads=0), "num_kv_heads=0"),
+    ("no kv width", lambda: MultiHead(8, 2, kv_dim=0), "kv_dim=0"),
+    ("no buckets", lambda: RelativeBias(8, num_buckets=0), "num_buckets=0"),
+    ("a window below zero", lambda: SlidingWindow(8, left=-1), "left=-1"),
+    ("a window on both sides", lambda: Longformer(8, window=-1), "window=-1"),
+    ("half a token", lambda: Longformer(8, window=1, global_tokens=[0.5]), "whole numbers"),
+    ("no temperature", lambda: Soft(4, temperature=0), "temperature=0 is not above 0"),
+    ("a word for a number", lambda: Soft(4, temperature="cold"), "'cold'"),  # type: ignore[arg-type]  # a user's mistake
+    ("an odd rotary dimension", lambda: Rotary(6, 2)(np.zeros((4, 6))), "3 entries"),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"), [i[1:] for i in IMPOSSIBLE], ids=[i[0] for i in IMPOSSIBLE]
+)
+def test_impossible_sizes_are_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        make()
+
+
+def test_as_many_values_as_keys() -> None:
+    x = np.zeros((5, 8))
+    for mechanism in (MultiHead(8), Linear(8), Linformer(8, max_len=5)):
+        with pytest.raises(ShapeError, match="value"):
+            mechanism(x, x[:3], x[:2])
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in PROJECTED if n not in ("cross", "linear", "performer")]
+)
+def test_no_tokens_are_no_rows(name: str) -> None:
+    if name == "longformer":
+        assert Longformer(8, 2, window=1)(np.zeros((0, 8))).shape == (0, 8)
+    else:
+        assert smaller(name)(np.zeros((0, 8))).shape == (0, 8)
+
+
+def test_an_explanation_without_keys_ends_in_what_attention_gives() -> None:
+    for mechanism in (MultiHead(8, 2), Flash(8, 2)):
+        x, nothing = np.ones((3, 8)), np.zeros((0, 8))
+        found = mechanism.explain(x, key=nothing).steps[-1].lines[-1].value
+        np.testing.assert_allclose(found, mechanism(x, nothing)[0], rtol=0, atol=1e-13)
 
 
 def test_a_gradient_is_never_lost_in_silence() -> None:

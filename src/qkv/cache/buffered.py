@@ -75,29 +75,14 @@ class BufferedCache(ABC):
     def truncate(self, lengths: Any) -> None:
         """Forget all tokens but the first `lengths` of each sequence.
 
-        Parameters
-        ----------
-        lengths : int or integer array over the batch dimensions
-
-        Raises
-        ------
-        ArgumentError
-            If a length is negative, or more than there is.
+        Parameters and errors are those of `qkv.cache.Cache.truncate`.
         """
         self._lengths = self._checked(shorter_lengths(lengths, self._lengths))
 
     def reorder(self, indices: Any) -> None:
         """Make sequence i of the batch what sequence `indices[i]` was; copies all rows.
 
-        Parameters
-        ----------
-        indices : integer array (new batch)
-            A sequence named twice is forked, one that is not named is dropped.
-
-        Raises
-        ------
-        ArgumentError, ShapeError
-            If there is no such sequence, or no batch dimension.
+        Parameters and errors are those of `qkv.cache.Cache.reorder`.
         """
         self._reorder(sequence_indices(indices, self._lengths.shape))
 

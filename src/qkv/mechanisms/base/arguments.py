@@ -75,8 +75,9 @@ def token_names(tokens: Sequence[str] | None, n: int) -> tuple[str, ...]:
     """
     if tokens is None:
         return tuple(map(str, range(n)))
-    if isinstance(tokens, str) or len(tokens) != n:
+    if isinstance(tokens, str) or not hasattr(tokens, "__len__") or len(tokens) != n:
         raise ArgumentError(
-            f"there are {len(tokens)} tokens for {n} rows of x.", action="Pass one for each row."
+            f"tokens={tokens!r:.60} are not names of the {n} rows of x.",
+            action="Pass one for each row.",
         )
     return tuple(tokens)

@@ -104,7 +104,8 @@ class ProjectedAttention(AttentionMechanism):
             )
         positive_integers(embed_dim=embed_dim, num_heads=num_heads)
         self.embed_dim, self.num_heads = embed_dim, num_heads
-        self.num_kv_heads = options.get("num_kv_heads") or num_heads
+        kv_heads, kv_dim = options.get("num_kv_heads"), options.get("kv_dim")
+        self.num_kv_heads = num_heads if kv_heads is None else kv_heads
         head_dim = options.get("head_dim")
         if head_dim is None and embed_dim % num_heads:
             raise ArgumentError(
@@ -112,7 +113,7 @@ class ProjectedAttention(AttentionMechanism):
                 action="Choose a multiple of num_heads, or pass head_dim.",
             )
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
-        self.kv_dim = options.get("kv_dim") or embed_dim
+        self.kv_dim = embed_dim if kv_dim is None else kv_dim
         positive_integers(
             num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, kv_dim=self.kv_dim
         )

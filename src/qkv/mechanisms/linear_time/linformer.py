@@ -85,6 +85,23 @@ class Linformer(ProjectedAttention):
         shape = (self.num_mixtures, self.max_len)
         return {"e_proj.weight": shape, "f_proj.weight": shape}
 
+    def sequences(self, x: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+        """What queries, keys and values are made of.
+
+        Raises
+        ------
+        ShapeError
+            Key and value differ in length.
+        """
+        query, key, value = super().sequences(x, key, value)
+        if key.shape[-2:-1] != value.shape[-2:-1]:
+            raise ShapeError(
+                "key and value have as many rows as one another.",
+                [("key", str(tuple(key.shape))), ("value", str(tuple(value.shape)))],
+                "Pass one value for each key.",
+            )
+        return query, key, value
+
     def __call__(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
         """Attend from `x` to the mixtures of `key` and `value`, or of itself.
 

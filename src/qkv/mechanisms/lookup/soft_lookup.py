@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Real
+
 from qkv.errors import ArgumentError
 from qkv.mechanisms.base.unprojected import UnprojectedAttention
 
@@ -45,7 +47,7 @@ class Soft(UnprojectedAttention):
     formula = "softmax(Q K^T / temperature) V"
 
     def __init__(self, head_dim: int, temperature: float | None = None) -> None:
-        if temperature is not None and not temperature > 0:
+        if temperature is not None and not (isinstance(temperature, Real) and temperature > 0):
             raise ArgumentError(
                 f"temperature={temperature!r:.60} is not above 0.",
                 action="Pass a positive number, or use Hard for the limit of 0.",

@@ -7,6 +7,7 @@ from typing import Any, Self, Unpack
 import numpy as np
 
 from qkv.ledger import Ledger, step
+from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.loading import named_weights
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
 from qkv.variants import RelativeBias as BiasOfDistance
@@ -31,6 +32,11 @@ class RelativeBias(ProjectedAttention):
     **options
         As for `ProjectedAttention`; a causal mechanism spends all buckets on the past. Scores are
         not scaled unless `scale` is given, and there are no biases of projections, as in T5.
+
+    Raises
+    ------
+    ArgumentError
+        A size is not a positive integer.
 
     Notes
     -----
@@ -58,6 +64,7 @@ class RelativeBias(ProjectedAttention):
         max_distance: int = 128,
         **options: Unpack[Options],
     ) -> None:
+        positive_integers(num_buckets=num_buckets, max_distance=max_distance)
         self.num_buckets, self.max_distance = num_buckets, max_distance
         options.setdefault("scale", 1.0)
         options.setdefault("bias", False)

@@ -73,12 +73,14 @@ class Longformer(ProjectedAttention):
         global_tokens: Sequence[int] = (),
         **options: Unpack[Options],
     ) -> None:
-        tokens = sorted({int(token) for token in global_tokens})
-        if window < 0 or (tokens and tokens[0] < 0):
+        numbers = [window, *global_tokens]
+        if not all(isinstance(i, int | np.integer) and i >= 0 for i in numbers):
             raise ArgumentError(
-                f"window={window} and global_tokens={tokens}: neither may be below 0.",
+                f"window={window!r:.40} and global_tokens={list(global_tokens)!r:.40}: "
+                "not all are whole numbers of 0 or more.",
                 action="Pass tokens on each side, and positions from the start.",
             )
+        tokens = sorted(set(map(int, global_tokens)))
         self.window, self.global_tokens = window, tokens
         super().__init__(embed_dim, num_heads, **options)
 

@@ -151,20 +151,21 @@ class Flash(ProjectedAttention):
     def steps(self, token: ExplainedToken) -> list[Step]:
         """One step for each tile of keys, and the division, in each head."""
         row, steps = token.index, list[Step]()
-        output: list[float] = []
+        # Zeros are the output of a head in which the row has no key.
+        output = np.zeros((self.num_heads, self.head_dim))
         last: FlashTile | None = None
         for tile in self.tiles(token.query, token.key, token.value):
             if not tile.q_rows.start <= row < tile.q_rows.stop:
                 continue
             i = row - tile.q_rows.start
             if last is not None and last.head != tile.head:
-                output += _divide(last, i, steps)
+                output[last.head] = _divide(last, i, steps)
             steps.append(_tile_step(tile, i, token.kv_tokens))
             last = tile
         if last is not None:
-            output += _divide(last, row - last.q_rows.start, steps)
+            output[last.head] = _divide(last, row - last.q_rows.start, steps)
         if self.out_proj:
-            out = self.linear("out_proj", np.array([output]))[0].tolist()
+            out = self.linear("out_proj", output.reshape(1, -1))[0].tolist()
             steps.append(Step("Project back", "W_o o", (Line("out", out),)))
         return steps
 

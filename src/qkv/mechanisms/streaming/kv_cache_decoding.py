@@ -63,7 +63,7 @@ class KVCacheDecoding(ProjectedAttention):
             A key was given.
         """
         self.sequences(x, key, value)
-        if library_of(x, "x").is_tracked(self.linear("k_proj", x)):
+        if not x.shape[-2] or library_of(x, "x").is_tracked(self.linear("k_proj", x)):
             return super().__call__(x)
         cache, outputs = None, []
         for t in range(x.shape[-2]):

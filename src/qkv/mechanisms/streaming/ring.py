@@ -98,6 +98,8 @@ class Ring(ProjectedAttention):
             A key was given.
         """
         self.sequences(x, key, value)
+        if not x.shape[-2]:
+            return super().__call__(x)
         parts: dict[int, list[tuple[Any, Any]]] = {}
         for hop in self.hops(x):
             parts.setdefault(hop.device, []).append((hop.out, hop.lse))
