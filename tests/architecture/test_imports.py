@@ -87,3 +87,20 @@ def test_modules_are_attributes() -> None:
     """`import qkv` is enough; each is imported when it is first named."""
     assert "qkv.torch" in imported("import qkv\nqkv.torch.scaled_dot_product_attention")
     assert "qkv.files" in imported("import qkv\nqkv.files.write_arrays")
+
+
+def test_torch_s_compiler_is_imported_only_to_compile() -> None:
+    """It takes longer to import than torch itself."""
+    program = """
+import torch, qkv
+x = torch.ones(1, 2, 8, 4, requires_grad=True)
+qkv.attention(x, x, x, qkv.Causal()).sum().backward()
+with torch.no_grad():
+    for _ in range(3):
+        qkv.attention(x, x, x, qkv.Causal())
+qkv.inspect(x.detach(), x.detach(), x.detach()).received
+mask = torch.ones(8, 8, dtype=torch.bool)
+qkv.torch.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+qkv.torch.MultiHeadAttention(4, num_heads=2, causal=True)(x[0, :1])
+"""
+    assert not imported(program) & {"torch._dynamo", "torch._inductor", "sympy"}

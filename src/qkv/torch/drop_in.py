@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 import qkv
 from qkv.errors import ArgumentError, ShapeError, UnsupportedError
@@ -85,8 +84,8 @@ def scaled_dot_product_attention(
         query, key = (torch.nn.functional.pad(t, (0, 1)) for t in (query, key))
         scale = 1.0
     variants: list[Any] = [qkv.Causal("start")] if is_causal else []
-    if isinstance(attn_mask, CausalBias):
-        lower_right = attn_mask.variant == CausalVariant.LOWER_RIGHT
+    lower_right = None if attn_mask is None else _lower_right(attn_mask)
+    if lower_right is not None:
         if is_causal and lower_right:
             raise ArgumentError(
                 "is_causal counts from the top left, the mask from the bottom right.",
@@ -102,6 +101,18 @@ def scaled_dot_product_attention(
         variants.append(qkv.Dropout(dropout_p, torch.randint(2**63 - 1, ())))
     found: Tensor = qkv.attention(query, key, value, *variants, scale=scale)
     return found
+
+
+def _lower_right(attn_mask: Tensor) -> bool | None:
+    """Whether a causal bias of torch counts from the bottom right; None for any other mask."""
+    if type(attn_mask) is Tensor:
+        return None
+    # Imported only here, because it imports torch's compiler.
+    from torch.nn.attention.bias import CausalBias, CausalVariant
+
+    if not isinstance(attn_mask, CausalBias):
+        return None
+    return bool(attn_mask.variant == CausalVariant.LOWER_RIGHT)
 
 
 def _mask(attn_mask: Tensor) -> qkv.Variant:
