@@ -126,7 +126,8 @@ export function Whole({ label, value, least, most, onChange }) {
     }
   };
   return html`<label class="field"><span>${label}</span>
-    <input type="number" inputmode="numeric" min=${least} max=${most} step="1" value=${value} onChange=${change} /></label>`;
+    <input type="number" inputmode="numeric" min=${least} max=${most} step="1" value=${value} onChange=${change}
+      onKeyDown=${(event) => event.key === "Enter" && change(event)} /></label>`;
 }
 
 /** Back and forth through steps, also with the left and right keys. */

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.backends import Progress
+from qkv.inspection.steps import softmax
 from qkv.partial import LSE_ROUNDING, coarse
 from qkv.problem.scores import Scores
 from qkv.problem.spec import Problem
@@ -130,6 +131,18 @@ class Replay:
         """Weights of some query rows on some key rows."""
         a, b = (shift[batch, head, q_index, None] for shift in self.shift)
         return weights_of(self.scores.tile(batch, head, q_index, kv_index), a, b)
+
+    def exact(self, batch: int, head: int, q_index: Array, kv_index: Array) -> Array:
+        """The same as `block` in float64, from whole rows and without their lse.
+
+        lse is rounded, and exp shows it: near 100 a float32 is off by 4e-6, and so is each weight.
+        Holds `len(q_index) * kv_len` numbers.
+        """
+        sinks = self.problem.operands.sinks
+        sink = None if sinks is None else float(sinks[head])
+        scores = Scores(self.problem, np.dtype(np.float64))
+        keys = np.arange(self.problem.spec.kv_len)
+        return softmax(scores.tile(batch, head, q_index, keys), sink).weights[:, kv_index]
 
     def pairs(self, batch: int, head: int, q_index: Array, kv_index: Array) -> Array:
         """Weights of single pairs, given by two index arrays of one length."""

@@ -27,6 +27,8 @@ NOTE = (
 
 _LONGEST_TOKEN = 40
 _TOP = 4
+_EXACT_KEYS = 1 << 13
+"""Keys up to which rows are computed in float64."""
 _ROWS = 1 << 22
 """Weights that are computed at once for the best keys of some queries."""
 
@@ -238,7 +240,8 @@ def best_keys(replay: Replay, head: int, first: int, stop: int) -> tuple[Array, 
     keys = np.arange(kv_len)
     for start in range(first, stop, step):
         rows = np.arange(start, min(start + step, stop))
-        weights = np.nan_to_num(replay.block(0, head, rows, keys))
+        weights_of = replay.exact if kv_len <= _EXACT_KEYS else replay.block
+        weights = np.minimum(np.nan_to_num(weights_of(0, head, rows, keys)), 1)
         some = np.argpartition(-weights, count - 1, axis=1)[:, :count]
         found = np.take_along_axis(weights, some, axis=1)
         # Falling, and of equal weights the lower key first.

@@ -221,7 +221,7 @@ class Session:
         spec = replay.problem.spec
         lse = replay.lse.reshape(spec.batch_size, spec.num_heads, spec.q_len)
         found: dict[str, Any] = {
-            "weight": float(replay.pairs(0, head, one_query, one_key)[0]),
+            "weight": float(replay.exact(0, head, one_query, one_key)[0, 0]),
             "raw": raw,
             "scaled": raw * replay.problem.operands.scale,
             "score": score,

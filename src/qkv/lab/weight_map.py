@@ -32,6 +32,9 @@ FIRST_BASE, BASE = 5, 1 << 24
 """The base level is the first from 5 on that has no more numbers than this: at 131,072 tokens level
 5, 4096 x 4096, which takes 128 MiB with both reductions. A tile below it reads 2^24 pairs."""
 
+EXACT = 1 << 20
+"""Pairs of whole rows up to which a tile of level 0 is computed in float64."""
+
 MOST_BYTES = 512 << 20
 """Of tiles and levels that are kept; the oldest go first."""
 
@@ -133,13 +136,19 @@ class WeightMaps:
         block: int,
     ) -> tuple[Array, Array]:
         """By compiled code where the blocks are large enough for it, else in NumPy."""
+        rows, columns = np.arange(*q_rows), np.arange(*kv_rows)
+        if block == 1 and len(rows) * replay.problem.spec.kv_len <= EXACT:
+            weights = replay.exact(0, head, rows, columns).astype(np.float32)
+            return weights, weights
         blocks = self._blocks_of(replay) if block > 1 else None
         found = None if blocks is None else blocks(0, head, slice(*q_rows), slice(*kv_rows), block)
         if found is None:
-            return reduced(replay, head, q_rows, kv_rows, block)
-        largest, sums = found
-        pairs = pairs_of(q_rows[1] - q_rows[0], kv_rows[1] - kv_rows[0], block)
-        return largest.astype(np.float32), (sums / pairs).astype(np.float32)
+            largest, mean = reduced(replay, head, q_rows, kv_rows, block)
+        else:
+            largest, sums = found
+            mean = sums / pairs_of(len(rows), len(columns), block)
+        # lse is rounded: a weight of 1 may come out as 1.00001.
+        return np.minimum(largest, 1).astype(np.float32), np.minimum(mean, 1).astype(np.float32)
 
     def _blocks_of(self, replay: Replay) -> WeightBlocks | None:
         """The reductions of the backend that would run the problem, if it has them."""
