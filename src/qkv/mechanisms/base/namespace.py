@@ -8,7 +8,7 @@ from typing import Any
 from qkv.arrays import kind_of, library_of, view
 from qkv.errors import DTypeError, UnsupportedError
 
-__all__ = ["array_namespace", "as_numpy", "like", "recomputed", "values"]
+__all__ = ["array_namespace", "as_numpy", "host_views", "like", "recomputed", "values"]
 
 
 def array_namespace(x: Any) -> Any:
@@ -110,6 +110,32 @@ def values(array: Any, name: str = "array") -> Any:
     array([1., 1.])
     """
     return view(array.detach().cpu() if kind_of(array) == "torch" else array, name)
+
+
+def host_views(*arrays: Any) -> tuple[Any, ...] | None:
+    """NumPy views of arrays that nobody differentiates or traces, if they lie in main memory.
+
+    None otherwise, and for JAX arrays, whose libraries allow no formula that writes in place.
+
+    Parameters
+    ----------
+    *arrays : arrays of one library
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> x = np.zeros(2)
+    >>> views = host_views(x)
+    >>> views[0] is x
+    True
+    """
+    for array in arrays:
+        kind, library = kind_of(array), library_of(array, "array")
+        if kind not in ("numpy", "torch") or library.is_tracked(array):
+            return None
+        if kind == "torch" and array.device.type != "cpu":
+            return None
+    return tuple(view(array, "array") for array in arrays)
 
 
 def recomputed(function: Any, x: Any) -> Any:
