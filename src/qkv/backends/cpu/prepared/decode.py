@@ -93,9 +93,9 @@ class PreparedDecode:
         at, out = quick_address_of, np.empty(*self._out)
         lse = np.empty(*self._lse) if rows else None
         found = self.run(
-            Addresses(
-                at(query), at(key), at(value), at(out), 0 if lse is None else at(lse),
-                arrays=[at(array) for array in arrays],
+            (
+                at(query), at(key), at(value), at(out), 0 if lse is None else at(lse), 0,
+                [at(array) for array in arrays],
             ),
             (query, key, value, out, lse, arrays),
         )  # fmt: skip
