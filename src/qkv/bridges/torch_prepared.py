@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from qkv.arrays.torch_arrays import TorchArrays
-from qkv.backends import AddressedCall, Addresses, generation
+from qkv.backends import AddressedCall, generation
 from qkv.bridges.torch_guards import Guard, guard
 from qkv.call.attend import MAX_VALUE_BYTES, prepared
 from qkv.call.bound import BoundCall
@@ -108,7 +108,7 @@ def run_prepared(bound: BoundCall, rows: bool) -> Any:
     out = known.empty_out()
     lse = known.empty_lse() if rows else None
     done = known.run(
-        Addresses(
+        (
             at_query, at_key, at_value, out.data_ptr(),
             0 if lse is None else lse.data_ptr(), 0, [array.data_ptr() for array in arrays],
         ),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qkv.backends import AddressedGrowing, Addresses, generation
+from qkv.backends import AddressedGrowing, generation
 from qkv.bridges.torch_guards import Guard, form_guard
 from qkv.bridges.torch_prepared import (
     are_plain,
@@ -50,9 +50,8 @@ def run_step(bound: BoundCall, rows: bool) -> Any:
         return None
     out = known.empty_out()
     lse = known.empty_lse() if rows else None
-    addresses = Addresses(
-        at_query, at_key, at_value, out.data_ptr(), 0 if lse is None else lse.data_ptr()
-    )
+    at_lse = 0 if lse is None else lse.data_ptr()
+    addresses = at_query, at_key, at_value, out.data_ptr(), at_lse, 0, ()
     strides = _byte_strides(query), _byte_strides(key), _byte_strides(value)
     where = [(a.data_ptr(), a.shape, _byte_strides(a)) for a in arrays]
     kv_len = key.shape[-2]
@@ -102,7 +101,7 @@ class LayerStep:
         if not (at_query and at_key and at_value):  # Their memory has been freed.
             return None
         out = self._empty_out()
-        addresses = Addresses(
+        addresses = (
             at_query, at_key, at_value, out.data_ptr(), 0, 0,
             [array.data_ptr() for array in arrays] if arrays else (),
         )  # fmt: skip

@@ -80,6 +80,9 @@ class PreparedDecode:
         self._isa = isa_setting()
         self._pass = DecodePass(problem)
         self._kv_len = spec.kv_len
+        share = self._pass.share(spec.kv_len)
+        self._share = share if share.brief else None
+        """How a brief call is shared out, which does not depend on the number of threads."""
         self._template = template = DecodeArguments(problem, NOTHING)
         shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.v_head_dim)
         self._out = shape, self._pass.out_dtype
@@ -93,9 +96,9 @@ class PreparedDecode:
         at, out = quick_address_of, np.empty(*self._out)
         lse = np.empty(*self._lse) if rows else None
         found = self.run(
-            Addresses(
-                at(query), at(key), at(value), at(out), 0 if lse is None else at(lse),
-                arrays=[at(array) for array in arrays],
+            (
+                at(query), at(key), at(value), at(out), 0 if lse is None else at(lse), 0,
+                [at(array) for array in arrays],
             ),
             (query, key, value, out, lse, arrays),
         )  # fmt: skip
@@ -122,6 +125,7 @@ class PreparedDecode:
             for places, address in zip(self._read, arrays, strict=True):
                 for place in places:
                     words[place] = address
-        is_finite = self._pass.run(block, self._pass.share(self._kv_len), keep_alive)
+        share = self._share or self._pass.share(self._kv_len)
+        is_finite = self._pass.run(block, share, keep_alive)
         self._blocks.append(block)
         return is_finite

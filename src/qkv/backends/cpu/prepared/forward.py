@@ -23,7 +23,8 @@ from qkv.problem.spec import Problem
 Array = NDArray[Any]
 
 _LIMIT, _SCRATCH, _NOT_FINITE = map(word_of, ("limit", "scratch", "not_finite"))
-_WORDS = tuple([word_of(name) for name in Addresses._fields[:-1]])
+_QUERY, _KEY, _VALUE = map(word_of, ("query", "key", "value"))
+_OUT, _LSE, _LSE_REST = map(word_of, ("out", "lse", "lse_rest"))
 _STATISTICS = tuple([word_of(name) for name in ("entropy", "max_score", "max_weight")])
 """Words for the statistics, in the order of the fields of `RowStatistics`."""
 _CALLER = ctypes.c_int64(0)
@@ -69,7 +70,7 @@ class PreparedForward:
         rest = np.empty(*self._lse) if rows and self._rest else None
         statistics = [np.empty(*self._lse) for _ in _STATISTICS] if self._statistics else ()
         found = self.run(
-            Addresses(
+            (
                 at(query), at(key), at(value), at(out),
                 0 if lse is None else at(lse), 0 if rest is None else at(rest),
                 [at(array) for array in arrays],
@@ -96,9 +97,8 @@ class PreparedForward:
         except IndexError:
             block = Block(self._template.copy())
         words = block.words
-        at_query, at_key, at_value, at_out, at_lse, at_rest = _WORDS
-        (words[at_query], words[at_key], words[at_value],
-         words[at_out], words[at_lse], words[at_rest], arrays) = addresses  # fmt: skip
+        (words[_QUERY], words[_KEY], words[_VALUE],
+         words[_OUT], words[_LSE], words[_LSE_REST], arrays) = addresses  # fmt: skip
         if arrays:
             for places, address in zip(self._read, arrays, strict=True):
                 for place in places:

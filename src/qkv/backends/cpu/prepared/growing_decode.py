@@ -117,7 +117,7 @@ class GrowingDecode:
         at, out = quick_address_of, np.empty(*self._out)
         lse = np.empty(*self._lse) if rows else None
         found = self.run(
-            Addresses(at(query), at(key), at(value), at(out), 0 if lse is None else at(lse)),
+            (at(query), at(key), at(value), at(out), 0 if lse is None else at(lse), 0, ()),
             key.shape[-2],
             q_shift,
             (query.strides, key.strides, value.strides),
@@ -266,8 +266,9 @@ class RepeatedDecode:
         growing, block = self._growing, self._block
         if isa_setting() != growing._isa:
             return False
-        if addresses.arrays:
-            for place, address in zip(growing._read, addresses.arrays, strict=True):
+        arrays = addresses[-1]
+        if arrays:
+            for place, address in zip(growing._read, arrays, strict=True):
                 block.words[place.address] = address
         return growing._run(block, self._share, addresses, keep_alive)
 

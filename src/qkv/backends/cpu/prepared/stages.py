@@ -77,7 +77,7 @@ class RotatedCall:
         query, key, value, out, lse, rest, arrays = addresses
         rotated = self._rotated(query, key)
         own = quick_address_of(rotated[0]), quick_address_of(rotated[1])
-        inner = Addresses(*own, value, out, lse, rest, arrays)
+        inner = (*own, value, out, lse, rest, arrays)
         found = self._inner.run(inner, (keep_alive, rotated))
         self._give_back(rotated)
         return found
@@ -141,7 +141,7 @@ class SinksCall:
             own.append(np.empty(self._shape[:-1], self._compute))
             place = quick_address_of(own[-1])
         held = keep_alive, own
-        inner = Addresses(query, key, value, keys_out, place, rest, arrays)
+        inner = query, key, value, keys_out, place, rest, arrays
         if not self._inner.run(inner, held):
             return False
         self._sinks(keys_out, place, rest, out, place, held)

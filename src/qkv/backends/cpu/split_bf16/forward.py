@@ -85,7 +85,7 @@ class SplitOperands(PairOperands):
 
     def __init__(self, frame: ForwardFrame) -> None:
         super().__init__(frame)
-        self.factors = SplitScores(frame)
+        self.factors = SplitScores(frame, frame.dtypes.values())
         self.split = self.factors.split
         self.terms = self.split.terms
         self.weights_at = BLOCK_KV * self.width
@@ -268,9 +268,11 @@ class SplitOperands(PairOperands):
         return OverlappedScoreBlocks(self, self.factors, task)
 
     def rows(self) -> dict[str, Value]:
-        functions = self.factors.functions(self.frame.dtypes.values())
-        functions["split_columns"] = self.split.split_columns()
-        functions["add_non_finite"] = non_finite.add_non_finite(self.split)
+        functions = {
+            **self.factors.functions,
+            "split_columns": self.split.split_columns(),
+            "add_non_finite": non_finite.add_non_finite(self.split),
+        }
         if not self.frame.spec.dropout:
             functions["weights_overlapped"] = self.weights_overlapped()
         functions["add_overlapped_full"] = self.add_overlapped("add_overlapped_full", masked=False)
@@ -304,17 +306,16 @@ class SplitOperands(PairOperands):
     ) -> tuple[Value, Value]:
         at, dim = task.at, task.head_dim
         here = rows_from(self.e, task.key, kv_start)
-        non_finite_rows = self.e.at(at.scores, -non_finite.NON_FINITE_BYTES)
-        self.factors.split_keys(
-            task.functions, here, count, dim, at.value_copy, at.key_copy, non_finite_rows
-        )
+        unsplit = self.e.at(at.scores, -non_finite.NON_FINITE_BYTES)
+        self.factors.split_keys(here, count, dim, at.value_copy, at.key_copy, unsplit)
         return at.key_copy, self.split.band(dim)
 
     def block_of_values(
         self, task: QueryBlocks, kv_start: Value, count: Value, kinds: Value
     ) -> ValueBlock:
-        e, functions, at, dim = self.e, task.functions, task.at, task.v_head_dim
+        e, at, dim = self.e, task.at, task.v_head_dim
         here = rows_from(e, task.value, kv_start)
-        v, row = self.factors.floats(functions, "value", here, count, dim, at.value_copy)
-        has_non_finite = e.builder.call(functions["split_columns"], [v, row, count, dim, at.values])
+        v, row = self.factors.floats("value", here, count, dim, at.value_copy)
+        where = [v, row, count, dim, at.values]
+        has_non_finite = e.builder.call(task.functions["split_columns"], where)
         return ValueBlock(v, row, has_non_finite)

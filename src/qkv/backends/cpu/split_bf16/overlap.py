@@ -149,8 +149,9 @@ class OverlappedScoreBlocks(ScoreBlocks):
         first = e.sub(at.first, at.start)
         key = RowView(e.at(pointer, e.mul(first, row)), row, element)
         scores = e.at(self.scores, e.sub(e.index(0), e.mul(at.start, self.operands.width)))
-        where = (block.row, at.start, e.add(at.start, at.count), non_finite_rows, lanes, scores)
-        self.factors.recompute(task.arguments, self.functions, key, task.query, *where)
+        keys = at.start, e.add(at.start, at.count)
+        where = (block.row, keys, non_finite_rows, lanes, scores)
+        self.factors.recompute(task.arguments, key, task.query, *where)
 
     # What is known from one block of keys to the next
 

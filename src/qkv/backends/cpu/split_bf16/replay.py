@@ -52,9 +52,9 @@ def emit_split_replay(key: ReplayKey) -> str:
     """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
     frame = replay_frame(key, BLOCK_KV)
     reduction = (Top if key.question == "top" else Sums)(frame)
-    factors, e, masked = SplitScores(frame), frame.e, frame.mask != TRUE
-    split = factors.split
-    functions = factors.functions((frame.dtypes["query"], frame.dtypes["key"]))
+    factors = SplitScores(frame, (frame.dtypes["query"], frame.dtypes["key"]))
+    e, split, masked = frame.e, factors.split, frame.mask != TRUE
+    functions = dict(factors.functions)
     functions["scores"] = matrix_unit.add_products(
         e, "scores", split.vectors, onto=False, products=split.products()
     )
@@ -122,7 +122,7 @@ def _task_function(
 
         def block_of_keys(kv_start: Value, number: Value, kinds: Value) -> None:
             here = rows_from(e, key, kv_start)
-            factors.split_keys(functions, here, number, head_dim, copy, keys, scratch)
+            factors.split_keys(here, number, head_dim, copy, keys, scratch)
             band, pairs = split.band(head_dim), b.ashr(wide, e.index(1))
 
             def one(i: Value, _: list[Value]) -> None:
@@ -132,9 +132,9 @@ def _task_function(
                 def score() -> None:
                     packed = block.areas.packed
                     b.call(functions["scores"], [keys, packed, scores, band, number, pairs])
-                    non_finite_rows = (scratch, e.at(packed, lanes_at), scores)
-                    where = (block.first_row, e.index(0), number)
-                    factors.recompute(arguments, functions, here, query, *where, *non_finite_rows)
+                    where = (block.first_row, (e.index(0), number), scratch)
+                    lanes = e.at(packed, lanes_at)
+                    factors.recompute(arguments, here, query, *where, lanes, scores)
 
                 with b.if_then(b.icmp_signed("!=", kind, e.index(TileKind.EMPTY))):
                     score()
