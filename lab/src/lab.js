@@ -11,8 +11,8 @@ function render({ model, el }) {
   const inNotebook = client.host === "widget";
   const view = new View(model, { inAddress: !inNotebook });
   el.classList.add("qkv-lab", inNotebook ? "in-notebook" : "in-page");
-  // Keys that are pressed in the lab are its own; JupyterLab would run or delete cells with them.
-  if (inNotebook) el.dataset.lmSuppressShortcuts = "true";
+  // Keys that are pressed in the lab are its own: in JupyterLab, d twice would delete the cell.
+  if (inNotebook) el.addEventListener("focusin", (event) => { event.target.dataset.lmSuppressShortcuts = "true"; });
   draw(html`<${Shell} client=${client} store=${view} root=${el} />`, el);
   return () => {
     draw(null, el);
