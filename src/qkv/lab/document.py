@@ -42,7 +42,7 @@ _MOST_ROWS = 1 << 18
 """Queries of all heads together whose best keys are in a file, at 0.1 kB each: every head opens,
 with fewer queries where there are many heads."""
 
-_DECIMALS = 7
+_DIGITS = 8
 """Of weights and entropies in a file, which are float32."""
 
 _MOST_MAP_BYTES = 32 << 20
@@ -208,8 +208,9 @@ def _is_small(layer: HeadLayer) -> bool:
 
 def _rounded(head: dict[str, Any]) -> dict[str, Any]:
     """The method `head` with fewer digits of numbers that are float32 anyway."""
+    shorter = np.vectorize(lambda x: float(f"{x:.{_DIGITS}g}"), otypes=[float])
     rounded = {
-        name: np.round(np.array(head[name], float), _DECIMALS).tolist()
+        name: shorter(np.array(head[name], float)).tolist()
         for name in ("entropy", "top_weights", "received")
         if name in head
     }
