@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from qkv.errors import AmbiguityError, ArgumentError, DTypeError, ShapeError
 from qkv.problem.bounds import check_table_reads
-from qkv.problem.builder import FLOATS, INDEX_LIMIT, Align, Builder, Shape
+from qkv.problem.builder import FLOATS, INDEX_LIMIT, MAX_DIMENSIONS, Align, Builder, Shape
 from qkv.problem.expressions import Node, Var, substitute, variables
 from qkv.problem.intervals import Interval
 from qkv.problem.rows import (
@@ -30,9 +30,6 @@ from qkv.problem.symbols import Expr
 Array = NDArray[Any]
 Layout = Literal["bhld", "blhd"]
 Arrays = dict[str, Rows]
-
-MAX_DIMENSIONS = 32
-"""Of an array. Its batch is broadcast with those of others, for which NumPy has this limit."""
 
 
 def check(
@@ -162,11 +159,8 @@ def _shape(arrays: Arrays, layout: Layout) -> tuple[Arrays, Shape]:
                 "Pass (..., heads, length, dim); two dimensions are one head.",
             )
         if array.ndim > MAX_DIMENSIONS:
-            raise ShapeError(
-                f"{name} has {array.ndim} dimensions; NumPy computes with at most "
-                f"{MAX_DIMENSIONS}.",
-                action=f"Join leading dimensions, as in {name}.reshape(-1, *{name}.shape[-3:]).",
-            )
+            fact = f"{name} has {array.ndim} dimensions; NumPy broadcasts at most {MAX_DIMENSIONS}."
+            raise ShapeError(fact, action=f"Pass {name}.reshape(-1, *{name}.shape[-3:]).")
         views[name] = array if isinstance(array, StoredRows) else _as_heads(array, layout)
     q, k, v = views["query"], views["key"], views["value"]
 
