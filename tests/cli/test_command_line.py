@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -278,6 +279,58 @@ def test_no_pair_is_broken_over_lines(
     rows = capsys.readouterr().out.splitlines()[4:]
     assert rows[0].startswith("   3 ")
     assert rows[1] == ""
+
+
+def test_nothing_is_cut_in_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every number and name that 200 columns show is there in 40 columns, and in one piece."""
+    for words in (
+        ["inspect", "--top", "1"],
+        ["inspect", "--model", "tiny"],
+        ["inspect", "--query", "9", "--top", "3"],
+        ["compare"],
+        ["scaling"],
+        ["cost", "--model", "llama-3-8b"],
+    ):
+        shown = {}
+        for width in (200, 40):
+            monkeypatch.setenv("COLUMNS", str(width))
+            assert main(words) == 0
+            shown[width] = capsys.readouterr().out
+        assert max(map(cell_len, shown[40].splitlines())) <= 40
+        assert "…" not in shown[40]
+        wide, narrow = (set(re.findall(r"[\d.]+", shown[width])) for width in (200, 40))
+        assert wide <= narrow, words
+
+
+def test_the_table_of_heads_has_a_legend(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect"]) == 0
+    shown = capsys.readouterr().out
+    assert "entropy: of the weights, in nats" in shown
+    for column in shown.splitlines()[2].split()[1:6]:
+        assert re.search(rf"^.*\b{column}\b.*:", shown, re.MULTILINE)
+    assert "next: " in " ".join(shown.split())
+    assert main(["inspect", "--causal"]) == 0
+    assert "previous, own: " in " ".join(capsys.readouterr().out.split())
+
+
+def test_query_all_is_every_row(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect"]) == 0
+    default = capsys.readouterr().out
+    assert main(["inspect", "--query", "all"]) == 0
+    assert capsys.readouterr().out == default
+
+
+def test_no_color_leaves_no_codes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", "1")
+    for words in (["inspect"], ["inspect", "--model", "tiny"], ["info"], ["cost"]):
+        assert main(words) == 0
+        assert "\x1b" not in capsys.readouterr().out
 
 
 def test_colour_only_on_a_terminal(

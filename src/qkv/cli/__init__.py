@@ -188,7 +188,9 @@ def _parser() -> argparse.ArgumentParser:
         "a layer of all-MiniLM-L6-v2 that reads a paragraph. With --model: every head of a model.",
     )
     _add_problem(inspect)
-    inspect.add_argument("--query", type=int, metavar="N", help="only query row N, its top keys")
+    inspect.add_argument(
+        "--query", type=_row_or_all, metavar="N", help="query row, or all: means (default all)"
+    )
     inspect.add_argument("--head", type=int, metavar="H", help="only query head H")
     inspect.add_argument("--batch", type=int, metavar="B", help="flat leading index (default 0)")
     inspect.add_argument(

@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.cells import cell_len
@@ -71,7 +71,9 @@ def _printed(problem: CommandInput, options: argparse.Namespace) -> str:
     return page.render(
         Text(_title(page, problem)),
         Text(),
-        _table_of_heads(page, problem, found, top, as_fits=options.top is None),
+        *_tables_of_heads(page, problem, found, top, as_fits=options.top is None),
+        Text(),
+        Text(_legend(page, problem), style="dim"),
         Text(),
         *_closing(page, problem, found, _command(options)),
     )
@@ -147,18 +149,46 @@ def _title(page: Page, problem: CommandInput) -> str:
 # --- all query rows ------------------------------------------------------------------------------
 
 
-def _table_of_heads(
+def _masses(problem: CommandInput) -> list[str]:
+    return [name for name in _WORDS if not (problem.causal and name == "next")]
+
+
+def _tables_of_heads(
     page: Page, problem: CommandInput, found: list[Head], top: int, as_fits: bool
-) -> Table:
-    masses = [name for name in _WORDS if not (problem.causal and name == "next")]
-    numbers = ["head", "entropy", *masses]
-    table = page.table(*(f">{name}" for name in numbers), "strongest pairs beyond key 0")
-    room = page.width - sum(max(len(name), len("0.00")) + 2 for name in numbers)
+) -> Iterator[RenderableType]:
+    """The numbers of each head, with its pairs beside them, or below where those do not fit."""
+    numbers = ["head", "entropy", *_masses(problem)]
     pairs = [[_pair(page, problem, pair) for pair in h.pairs_beyond_first] for h in found]
-    for head, cells in zip(found, _side_by_side(pairs, top, room, as_fits), strict=True):
-        shares = [weight(head.mass[name]) for name in masses]
-        table.add_row(str(head.index), f"{head.entropy:.2f}", *shares, Text(cells))
-    return table
+    room = page.width - sum(max(len(name), len("0.00")) + 2 for name in numbers)
+    widest = max((cell_len(text) for texts in pairs for text in texts[:1]), default=0)
+    beside = max(widest, len("strongest")) <= room
+    cells = _side_by_side(pairs, top, room if beside else page.width - len("head  "), as_fits)
+    names, title = [f">{name}" for name in numbers], "strongest pairs beyond key 0"
+    table = page.table(*names, title) if beside else page.table(*names, gap=1)
+    for head, cell in zip(found, cells, strict=True):
+        shares = [weight(head.mass[name]) for name in _masses(problem)]
+        texts = [Text(cell)] if beside else []
+        table.add_row(str(head.index), f"{head.entropy:.2f}", *shares, *texts)
+    yield table
+    if not beside:
+        below = page.table(">head", title)
+        for head, cell in zip(found, cells, strict=True):
+            below.add_row(str(head.index), Text(cell))
+        yield from (Text(), below)
+
+
+def _legend(page: Page, problem: CommandInput) -> str:
+    """What the columns of the table are."""
+    near = (
+        "previous, own: on the key before the query's position, and at it"
+        if problem.causal
+        else "previous, own, next: on the key before the query's position, at it, and after it"
+    )
+    return (
+        "entropy: of the weights, in nats; 0 where one key has all. first: the share of weight on "
+        f"key 0. {near}. All are means over the queries. A pair: token and row of a query, "
+        f"{page.arrow} token and row of a key, and the weight."
+    )
 
 
 def _closing(page: Page, problem: CommandInput, found: list[Head], command: str) -> list[Text]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from rich.box import Box
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -29,8 +32,14 @@ class Page:
 
     def __init__(self) -> None:
         # Texts come from files, so nothing in them is interpreted as markup or emoji.
+        # rich would still print bold and faint where NO_COLOR is set; many read it as: no codes.
         self.console = Console(
-            file=sys.stdout, markup=False, highlight=False, emoji=False, soft_wrap=False
+            file=sys.stdout,
+            markup=False,
+            highlight=False,
+            emoji=False,
+            soft_wrap=False,
+            color_system=None if os.environ.get("NO_COLOR") else "auto",
         )
         encoding = self.console.encoding
         self.ascii = not encoding.startswith("utf")
@@ -46,12 +55,15 @@ class Page:
         text = printable(token or "", longest)
         return text.encode("ascii", "backslashreplace").decode() if self.ascii else text
 
-    def table(self, *columns: str) -> Table:
-        """A table with a line under its head; columns whose name begins with `>` are numbers."""
+    def table(self, *columns: str, gap: int = 2) -> Table:
+        """A table with a line under its head; columns whose name begins with `>` are numbers.
+
+        Where it is too wide for the terminal, each row becomes a list with a line for each cell.
+        """
         rule = "-" if self.ascii else "─"
         blank = "    \n"
         box = Box(2 * blank + f" {rule}{rule} \n" + 5 * blank, ascii=self.ascii)
-        table = Table(box=box, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+        table = _Table(box=box, pad_edge=False, show_edge=False, padding=(0, gap - 1, 0, 0))
         for column in columns:
             name = column.removeprefix(">")
             table.add_column(Text(name), justify="left" if name == column else "right")
@@ -64,6 +76,31 @@ class Page:
                 whole = isinstance(part, Text) and part.no_wrap
                 self.console.print(part, soft_wrap=whole)
         return "\n".join(line.rstrip() for line in capture.get().split("\n"))
+
+
+class _Table(Table):
+    """A table that becomes a list where its longest words do not fit beside each other."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        unbounded = options.update(max_width=10_000)
+        if Measurement.get(console, unbounded, self).minimum <= options.max_width:
+            yield from super().__rich_console__(console, options)
+            return
+        names = [str(column.header) for column in self.columns]
+        label = max(map(len, names)) + 2
+        for row in zip(*(column.cells for column in self.columns), strict=True):
+            for name, cell in zip(names, row, strict=True):
+                if not str(cell):
+                    continue
+                if not name:
+                    yield cell
+                    continue
+                line = Table.grid()
+                line.add_column(width=label)
+                line.add_column()
+                line.add_row(Text(name, style="dim"), cell)
+                yield Padding(line, (0, 0, 0, 0 if name == names[0] else 2))
+            yield Text()
 
 
 def weight(value: float) -> Text:
