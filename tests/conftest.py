@@ -103,11 +103,9 @@ def x64() -> Iterator[None]:
 @pytest.fixture
 def every_task_a_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tasks are shared out however small they are: one thread would do most tests' problems."""
-    from qkv.backends.cpu.passes import backward as backward_pass
-    from qkv.backends.cpu.passes import forward as forward_pass
+    from qkv.backends.cpu.passes import workers
 
-    for module in (forward_pass, backward_pass):
-        monkeypatch.setattr(module, "_WORTH_A_THREAD", 1.0)
+    monkeypatch.setattr(workers, "_WORTH_A_THREAD", 1.0)
     yield
     qkv.set_num_threads(None)
 

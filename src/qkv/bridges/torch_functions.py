@@ -69,19 +69,10 @@ def attend(
         return out, lse
     # Dynamo does not support functions with a forward-mode rule.
     if compiling:
-        out, lse, _ = _Attention.apply(whole, *_apart(tensors))
+        out, lse, _ = _Attention.apply(whole, *operators.apart(tensors))
     else:
         out, lse, _ = _AttentionBothWays.apply(whole, *tensors)
     return out, lse
-
-
-def _apart(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same tensors as different objects, which are all that Dynamo takes."""
-    found: list[Tensor] = []
-    for n, tensor in enumerate(tensors):
-        is_repeated = any(tensor is earlier for earlier in tensors[:n])
-        found.append(tensor.view_as(tensor) if is_repeated else tensor)
-    return found
 
 
 def _nobody_sees(*tensors: Tensor) -> bool:

@@ -229,6 +229,15 @@ def contiguous(tensor: Tensor) -> Tensor:
     return tensor if tensor.numel() else tensor.new_empty(tensor.shape)
 
 
+def apart(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same tensors as different objects, which are all that Dynamo takes."""
+    found: list[Tensor] = []
+    for n, tensor in enumerate(tensors):
+        is_repeated = any(tensor is earlier for earlier in tensors[:n])
+        found.append(tensor.view_as(tensor) if is_repeated else tensor)
+    return found
+
+
 _LIBRARY = library_of(torch.empty(0), "a tensor")
 
 
