@@ -19,6 +19,7 @@ kept as fields (`fact`, `seen`, `action`), so that programs and tests read data,
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Self
 
 __all__ = [
     "AmbiguityError",
@@ -61,6 +62,10 @@ class QkvError(Exception):
         self.seen = tuple(seen)
         self.action = action
         super().__init__(render(fact, self.seen, action))
+
+    def with_action(self, action: str) -> Self:
+        """The same error with another thing to do."""
+        return type(self)(self.fact, self.seen, action)
 
     def __reduce__(self) -> tuple[type[QkvError], tuple[object, ...]]:
         return type(self), (self.fact, self.seen, self.action)
