@@ -90,7 +90,12 @@ class Record:
         """The weights (..., num_heads, q_len, kv_len), computed where they are sliced."""
         spec = self._call.problem.spec
         shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.kv_len)
-        return LazyWeights(self._replay, shape[-2:] if self._call.ndim == 2 else shape)
+        backend = self._call.choice.backend
+        return LazyWeights(
+            self._replay,
+            shape[-2:] if self._call.ndim == 2 else shape,
+            backend if isinstance(backend, Inspectable) else None,
+        )
 
     def __repr__(self) -> str:
         return f"Record(weights {self.weights.shape}, {self.weights.dtype}, run by {self.backend})"
