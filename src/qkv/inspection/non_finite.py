@@ -76,17 +76,11 @@ def non_finite(
             ]
         )
         if by_query.any():
-            what = "Mend these rows, or leave them out."
-            reasons.append(
-                _reason(
-                    "query", operands.query, of_query, of_queries, _count(by_query, first), what
-                )
-            )
+            what = f"{_count(by_query, first)} no weights. Mend these rows, or leave them out."
+            reasons.append(f"{_first('query', operands.query, of_query, of_queries)}: {what}")
         if by_key.any():
-            what = "Mend these keys, or hide them by a mask or qkv.KeyLengths."
-            reasons.append(
-                _reason("key", operands.key, of_key, of_keys, _count(by_key, first), what)
-            )
+            what = f"{_count(by_key, first)} no weights. Mend these keys, or hide them by a mask."
+            reasons.append(f"{_first('key', operands.key, of_key, of_keys)}: {what}")
         rest = bad & ~by_query & ~by_key
         if rest.any():
             reasons.append(_of_scores(problem, _count(rest, first)))
