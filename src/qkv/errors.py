@@ -10,7 +10,7 @@
     |-- UnsupportedError(NotImplementedError)   no backend can do it; says why for each
     `-- KernelBuildError(RuntimeError)          compiled code could not be made
 
-`MaskLooksBooleanWarning(UserWarning)` is the one warning.
+`MaskLooksBooleanWarning` and `KernelCacheWarning` are the warnings, both `UserWarning`.
 
 A message states the fact with numbers, then what was seen, then one thing to do. The parts are
 kept as fields (`fact`, `seen`, `action`), so that programs and tests read data, not prose.
@@ -27,6 +27,7 @@ __all__ = [
     "DTypeError",
     "FileError",
     "KernelBuildError",
+    "KernelCacheWarning",
     "KeywordError",
     "MaskLooksBooleanWarning",
     "QkvError",
@@ -107,6 +108,10 @@ class MaskLooksBooleanWarning(UserWarning):
     """A floating array of zeros and ones was added to the scores, where a mask was likely meant."""
 
 
+class KernelCacheWarning(UserWarning):
+    """Compiled kernels cannot be kept on disk; said once in a process."""
+
+
 def render(fact: str, seen: tuple[tuple[str, str], ...], action: str) -> str:
     parts = [fact]
     if seen:
@@ -118,5 +123,5 @@ def render(fact: str, seen: tuple[tuple[str, str], ...], action: str) -> str:
 
 
 # Tracebacks then show the public names, such as qkv.ShapeError.
-for _error in (QkvError, *QkvError.__subclasses__(), MaskLooksBooleanWarning):
+for _error in (QkvError, *QkvError.__subclasses__(), MaskLooksBooleanWarning, KernelCacheWarning):
     _error.__module__ = "qkv"
