@@ -127,7 +127,7 @@ ROLES = ["query", "key", "value"]
         ("abc", "str", "Pass an array of NumPy, torch or JAX."),
         ({}, "dict", "Pass an array of NumPy, torch or JAX."),
     ],
-    ids=lambda v: repr(v)[:20],
+    ids=["lists", "tuples", "number", "memoryview", "None", "ragged", "text", "dict"],
 )
 def test_what_is_no_array(thing, kind, action, place, function) -> None:
     arrays = [FLAT, FLAT, FLAT]

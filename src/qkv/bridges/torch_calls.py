@@ -206,7 +206,7 @@ def _tensor(array: Any) -> Any:
 
 def _operand(array: Any, role: str) -> Tensor:
     """An operand as a dense tensor."""
-    tensor = _tensor(array)
+    tensor: Tensor = _tensor(array)
     if not isinstance(tensor, Tensor):
         library_of(array, role, _LIBRARY)  # Raises, because it is an array of none.
     check_dense(tensor, role)
