@@ -16,6 +16,7 @@ from qkv.errors import (
     DTypeError,
     FileError,
     KernelBuildError,
+    KernelCacheWarning,
     KeywordError,
     MaskLooksBooleanWarning,
     QkvError,
@@ -25,6 +26,7 @@ from qkv.errors import (
 from qkv.inspection.explain import explain
 from qkv.inspection.model_record import LayerRecord, ModelRecord
 from qkv.inspection.pages import write_pages_with as _write_pages_with
+from qkv.inspection.pages import write_summaries_with as _write_summaries_with
 from qkv.inspection.record import Record
 from qkv.inspection.trace import Trace
 from qkv.inspection.weights import LazyWeights
@@ -68,6 +70,7 @@ __all__ = [
     "GlobalTokens",
     "Gradients",
     "KernelBuildError",
+    "KernelCacheWarning",
     "KeyLengths",
     "KeywordError",
     "LayerRecord",
@@ -138,7 +141,14 @@ def _page(shown: _Any, tokens: _Sequence[str] | None) -> str:
     return page
 
 
+def _summary(shown: _Any, tokens: _Sequence[str] | None, batch: int) -> str:
+    """The text of a result, by the command line, imported when the first is printed."""
+    text: str = _import_module("qkv.cli.summary").summary(shown, tokens, batch)
+    return text
+
+
 _write_pages_with(_page)
+_write_summaries_with(_summary)
 
 
 def __getattr__(name: str) -> _Any:

@@ -10,7 +10,7 @@
     |-- UnsupportedError(NotImplementedError)   no backend can do it; says why for each
     `-- KernelBuildError(RuntimeError)          compiled code could not be made
 
-`MaskLooksBooleanWarning(UserWarning)` is the one warning.
+`MaskLooksBooleanWarning` and `KernelCacheWarning` are the warnings, both `UserWarning`.
 
 A message states the fact with numbers, then what was seen, then one thing to do. The parts are
 kept as fields (`fact`, `seen`, `action`), so that programs and tests read data, not prose.
@@ -19,6 +19,7 @@ kept as fields (`fact`, `seen`, `action`), so that programs and tests read data,
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Self
 
 __all__ = [
     "AmbiguityError",
@@ -26,6 +27,7 @@ __all__ = [
     "DTypeError",
     "FileError",
     "KernelBuildError",
+    "KernelCacheWarning",
     "KeywordError",
     "MaskLooksBooleanWarning",
     "QkvError",
@@ -61,6 +63,10 @@ class QkvError(Exception):
         self.seen = tuple(seen)
         self.action = action
         super().__init__(render(fact, self.seen, action))
+
+    def with_action(self, action: str) -> Self:
+        """The same error with another thing to do."""
+        return type(self)(self.fact, self.seen, action)
 
     def __reduce__(self) -> tuple[type[QkvError], tuple[object, ...]]:
         return type(self), (self.fact, self.seen, self.action)
@@ -102,6 +108,10 @@ class MaskLooksBooleanWarning(UserWarning):
     """A floating array of zeros and ones was added to the scores, where a mask was likely meant."""
 
 
+class KernelCacheWarning(UserWarning):
+    """Compiled kernels cannot be kept on disk; said once in a process."""
+
+
 def render(fact: str, seen: tuple[tuple[str, str], ...], action: str) -> str:
     parts = [fact]
     if seen:
@@ -113,5 +123,5 @@ def render(fact: str, seen: tuple[tuple[str, str], ...], action: str) -> str:
 
 
 # Tracebacks then show the public names, such as qkv.ShapeError.
-for _error in (QkvError, *QkvError.__subclasses__(), MaskLooksBooleanWarning):
+for _error in (QkvError, *QkvError.__subclasses__(), MaskLooksBooleanWarning, KernelCacheWarning):
     _error.__module__ = "qkv"

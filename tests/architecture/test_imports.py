@@ -104,3 +104,33 @@ qkv.torch.scaled_dot_product_attention(x, x, x, attn_mask=mask)
 qkv.torch.MultiHeadAttention(4, num_heads=2, causal=True)(x[0, :1])
 """
     assert not imported(program) & {"torch._dynamo", "torch._inductor", "sympy"}
+
+
+def test_everything_runs_without_llvmlite() -> None:
+    """Attention, its gradients and inspection, and what `qkv info` says of it."""
+    program = """
+import sys
+sys.modules["llvmlite"] = None
+import numpy as np, qkv
+from qkv.cli import main
+q, k, v = np.random.default_rng(0).normal(size=(3, 2, 6, 4)).astype(np.float32)
+scores = np.einsum("hid,hjd->hij", q, k) / 2
+scores[:, ~np.tri(6, dtype=bool)] = -np.inf
+weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+assert qkv.plan(q, k, v, qkv.Causal()).backend == "blocked"
+assert np.allclose(qkv.attention(q, k, v, qkv.Causal()), weights @ v, atol=1e-6)
+out, pullback = qkv.vjp(q, k, v, qkv.Causal())
+assert np.allclose(pullback(np.ones_like(out)).value[..., 0], weights.sum(1), atol=1e-6)
+qkv.jvp(q, k, v, qkv.Causal(), tangents=qkv.Tangents(q, k, v))
+record = qkv.inspect(q, k, v, qkv.Causal())
+assert np.allclose(record.weights[...], weights, atol=1e-6)
+assert np.allclose(record.received, weights.sum(1), atol=1e-6)
+assert "head  entropy" in str(record)
+record.top(2), qkv.explain(q, k, v, qkv.Causal(), head=0)
+assert main(["info"]) == 0
+assert main(["inspect"]) == 0
+print(end=" ")
+"""
+    ran = run("-W", "error", "-c", program)
+    assert ran.returncode == 0, ran.stderr
+    assert "llvmlite cannot be loaded" in ran.stdout or "compiled code" in ran.stdout

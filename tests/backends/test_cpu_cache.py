@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import qkv
+from qkv.backends.cpu import describe_host
 from qkv.backends.cpu.compiler import compile as cpu_compile
 from qkv.backends.cpu.compiler.canonical import canonical
 from qkv.backends.cpu.forward import kernel as cpu_forward
@@ -32,6 +33,7 @@ X = np.random.default_rng(0).normal(size=(2, 80, 8)).astype(np.float32)
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
     monkeypatch.setenv("QKV_CACHE_DIR", str(tmp_path / "deep" / "cache"))
+    monkeypatch.setattr(cpu_compile, "_faults", [])
     forget_kernels()
     yield tmp_path / "deep" / "cache"
     forget_kernels()
@@ -113,7 +115,8 @@ def test_a_cached_kernel_is_found_without_emitting_it(folder, monkeypatch) -> No
 def test_what_others_may_write_is_not_used(folder, compiled) -> None:
     attend()
     folder.chmod(0o777)
-    attend()
+    with pytest.warns(qkv.KernelCacheWarning, match="others may write to it"):
+        attend()
     assert len(compiled) == 2
     folder.chmod(0o700)
     (file,) = folder.iterdir()
@@ -146,9 +149,14 @@ def test_the_least_recently_used_kernels_go(monkeypatch, folder, compiled) -> No
 
 def test_a_folder_that_cannot_be_made(monkeypatch, folder, compiled) -> None:
     folder.parent.write_text("a file where the folder should be")
-    attend()
-    attend()
+    with pytest.warns(qkv.KernelCacheWarning, match="QKV_CACHE_DIR") as caught:
+        attend()
+    attend()  # Which would raise if it were said again.
     assert len(compiled) == 2
+    assert str(folder.parent) in str(caught[0].message)
+    cache = describe_host()["kernel cache"]
+    assert cache.startswith("unusable: ")
+    assert str(folder.parent) in cache
 
 
 @pytest.mark.parametrize("refused", ["utime mkstemp", "utime replace unlink"])
@@ -162,7 +170,8 @@ def test_a_folder_that_may_only_be_read(monkeypatch, folder, compiled, refused) 
         monkeypatch.setattr(tempfile if name == "mkstemp" else os, name, refuse)
     attend()
     assert len(compiled) == 1, "what is there is used"
-    qkv.attention(X, X, X, qkv.Causal(), backend="cpu")
+    with pytest.warns(qkv.KernelCacheWarning, match="Permission denied"):
+        qkv.attention(X, X, X, qkv.Causal(), backend="cpu")
     attend()
     assert len(compiled) == 2
 
@@ -173,7 +182,8 @@ def test_a_full_disk(monkeypatch, folder, compiled, call) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, call, full)
-    attend()
+    with pytest.warns(qkv.KernelCacheWarning, match="No space left"):
+        attend()
     attend()
     assert len(compiled) == 2
     assert list(folder.iterdir()) == [], "nothing half-written stays"

@@ -109,11 +109,95 @@ def test_mixed_dtypes() -> None:
     assert "astype" in error.action
 
 
-@pytest.mark.parametrize("thing", [[[1.0, 2.0]], ((1.0,),), 1.0, None, "abc", {}, memoryview(b"")])
-def test_what_is_no_array(thing) -> None:
-    error = raises(DTypeError, thing, FLAT, FLAT)
-    assert type(thing).__name__ in error.fact
-    assert "numpy.asarray(query" in error.action
+FUNCTIONS = ["attention", "inspect", "explain", "plan", "vjp"]
+ROLES = ["query", "key", "value"]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("thing", "kind", "action"),
+    [
+        ([[1, 2], [3, 4]], "list", "Pass numpy.asarray({}, dtype='float32')."),
+        (((1.0,),), "tuple", "Pass numpy.asarray({}, dtype='float32')."),
+        (1.0, "float", "Pass numpy.asarray({}, dtype='float32')."),
+        (memoryview(b""), "memoryview", "Pass numpy.asarray({}, dtype='float32')."),
+        (None, "None", "Pass an array as {}."),
+        ([[1, 2], [3]], "list whose rows differ in length", "Pad the rows to one length"),
+        ("abc", "str", "Pass an array of NumPy, torch or JAX."),
+        ({}, "dict", "Pass an array of NumPy, torch or JAX."),
+    ],
+    ids=["lists", "tuples", "number", "memoryview", "None", "ragged", "text", "dict"],
+)
+def test_what_is_no_array(thing, kind, action, place, function) -> None:
+    arrays = [FLAT, FLAT, FLAT]
+    arrays[place] = thing
+    error = raises(DTypeError, *arrays, function=function)
+    assert re.match(rf"{ROLES[place]} is (a )?{kind}, not an array", error.fact), error.fact
+    assert error.action.startswith(action.format(ROLES[place]))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("thing", [None, [[1.0]], [[1.0], [1.0, 2.0]], 2.0], ids=repr)
+@pytest.mark.parametrize("library", ["torch", "jax.numpy"])
+def test_what_is_no_array_beside_those_of_another_library(library, thing, place, function) -> None:
+    import jax.numpy as jnp
+
+    arrays = [torch.from_numpy(FLAT) if library == "torch" else jnp.asarray(FLAT)] * 3
+    arrays[place] = thing
+    error = raises(DTypeError, *arrays, function=function)
+    assert error.fact.startswith(ROLES[place])
+    if place and isinstance(thing, float):
+        assert library in error.action
+
+
+def runs_as_it_is_written(action: str, **names) -> None:
+    """The expression that an action names is one of the caller's library."""
+    (written,) = re.findall(r"\b\w+\.(?:astype|to)\([^()]*\)", action)
+    converted = eval(written, {"np": np, "torch": torch, **names})
+    assert type(converted) is type(next(iter(names.values())))
+
+
+@pytest.mark.parametrize("make", ["numpy", "torch", "jax"])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_advice_is_in_the_words_of_the_library(make, function) -> None:
+    import jax.numpy as jnp
+
+    convert = {"numpy": np.asarray, "torch": torch.from_numpy, "jax": jnp.asarray}[make]
+    x, half = convert(X), convert(X.astype(np.float16))
+    error = raises(DTypeError, x, half, x, function=function)
+    runs_as_it_is_written(error.action, query=x, key=half)
+    if make == "torch":
+        error = raises(DTypeError, x.clone().requires_grad_(), half, x, function=function)
+        runs_as_it_is_written(error.action, query=x, key=half)
+    whole = convert(X.astype(np.int32))
+    error = raises(DTypeError, whole, whole, whole, function=function)
+    runs_as_it_is_written(error.action, query=whole)
+    lengths = convert(np.ones(2, np.float32))
+    error = raises(DTypeError, x, x, x, qkv.KeyLengths(lengths), function=function)
+    runs_as_it_is_written(error.action, kv_lens=lengths)
+
+
+def test_no_advice_names_an_argument_that_the_function_lacks() -> None:
+    import jax.numpy as jnp
+
+    query, key = torch.zeros(1, 128, 8, 64), torch.zeros(1, 512, 8, 64)
+    with pytest.raises(ShapeError) as caught:
+        qkv.torch.scaled_dot_product_attention(query, key, key, enable_gqa=True)
+    assert "layout" not in str(caught.value)
+    assert "transpose" in caught.value.action
+    query, key = jnp.zeros((1, 8, 128, 64)), jnp.zeros((1, 8, 512, 64))
+    with pytest.raises(ShapeError) as caught:
+        qkv.jax.dot_product_attention(query, key, key)
+    assert "layout" not in str(caught.value)
+    assert "swapaxes" in caught.value.action
+
+
+def test_the_other_layout_is_advised_only_where_it_helps() -> None:
+    error = raises(ShapeError, X, X, X[..., :5, :])
+    assert "layout" not in str(error)
+    assert error.action == "Give one row of value for each row of key."
 
 
 def test_a_masked_array_says_where_its_mask_goes() -> None:
@@ -212,6 +296,7 @@ def test_offsets_that_do_not_fit_the_batch(name) -> None:
     error = raises(ShapeError, X, X, X, **{name: np.zeros(3, int)})
     assert "(3,)" in error.fact
     assert "(2,)" in error.fact
+    assert dict(error.seen) == {name: "int64 (3,)", "batch": "(2,)"}
 
 
 VARIANTS = [

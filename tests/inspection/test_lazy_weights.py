@@ -10,6 +10,7 @@ from hypothesis.extra import numpy as hnp
 
 import qkv
 from qkv.backends import reference
+from qkv.inspection import weight_reductions
 from qkv.inspection import weights as lazy
 from qkv.testing.oracle import truth
 
@@ -118,3 +119,74 @@ def test_single_pairs_of_a_long_matrix_need_no_rectangle(monkeypatch: pytest.Mon
     scores = np.exp(x @ x.T / 2)
     np.testing.assert_allclose(diagonal, np.diag(scores) / scores.sum(1), rtol=1e-10)
     assert reference.DENSE_LIMIT == 2 * 2**30
+
+
+AXES = [None, -1, -2, 0, (-2, -1), (0, -1)]
+
+
+@pytest.mark.parametrize("axis", AXES, ids=str)
+@pytest.mark.parametrize("ndim", SHAPES)
+@pytest.mark.parametrize("name", ["sum", "mean", "max", "min", "argmax"])
+def test_reductions_equal_those_of_the_dense_matrix(name, ndim, axis, monkeypatch) -> None:
+    """Also over tiles smaller than the matrix, and through NumPy's own functions."""
+    if name == "argmax" and isinstance(axis, tuple):
+        return
+    monkeypatch.setattr(weight_reductions, "BLOCK_Q", 2)
+    monkeypatch.setattr(weight_reductions, "BLOCK_KV", 3)
+    weights, dense = PAIRS[ndim]
+    expected = getattr(dense, name)(axis=axis)
+    for found in (getattr(weights, name)(axis=axis), getattr(np, name)(weights, axis=axis)):
+        assert np.shape(found) == expected.shape
+        assert np.asarray(found).dtype == expected.dtype
+        np.testing.assert_allclose(found, expected, atol=1e-13)
+    kept = getattr(weights, name)(axis=axis, keepdims=True)
+    assert kept.shape == getattr(dense, name)(axis=axis, keepdims=True).shape
+
+
+def test_argmax_of_equal_weights_and_of_nan_is_numpy_s() -> None:
+    x = np.zeros((9, 4), np.float32)
+    weights = qkv.inspect(x, x, x, qkv.Causal()).weights
+    assert (weights.argmax(-1) == 0).all()
+    x[3] = np.nan
+    weights = qkv.inspect(x, x, x).weights
+    np.testing.assert_array_equal(weights.argmax(-1), weights[...].argmax(-1))
+    np.testing.assert_array_equal(weights.max(-1), weights[...].max(-1))
+
+
+def test_reductions_of_what_nobody_could_hold(monkeypatch) -> None:
+    """They need no more than their result; the weights are uniform, so it is known."""
+    x = np.zeros((3000, 4), np.float32)
+    weights = qkv.inspect(x, x, x).weights
+    monkeypatch.setattr(lazy, "DENSE_LIMIT", 100_000)
+    np.testing.assert_allclose(weights.sum(-1), np.ones(3000), rtol=1e-5)
+    np.testing.assert_allclose(weights.sum(-2), np.ones(3000), rtol=1e-5)
+    np.testing.assert_allclose(weights.max(-2), np.full(3000, 1 / 3000), rtol=1e-5)
+    for refused in (lambda: weights > 0.5, lambda: weights + weights, lambda: np.exp(weights)):
+        with pytest.raises(qkv.UnsupportedError, match=r"34\.3 MiB") as caught:
+            refused()
+        assert ".sum" in caught.value.action
+
+
+OPERATIONS = [
+    lambda w: w > 0.3, lambda w: w * 2, lambda w: 1 - w, lambda w: -w, lambda w: w == w,
+    lambda w: w != 0, lambda w: w + w, lambda w: np.exp(w), lambda w: w @ np.ones((7, 2)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("ndim", SHAPES)
+def test_operators_are_numpy_s(operation, ndim) -> None:
+    weights, dense = PAIRS[ndim]
+    np.testing.assert_allclose(operation(weights), operation(dense), atol=1e-13)
+
+
+def test_what_it_lacks_of_an_array_says_what_to_do() -> None:
+    weights, _ = PAIRS[4]
+    with pytest.raises(AttributeError, match=r"weights\[\.\.\.\] is the whole .* KiB"):
+        weights.std()
+    with pytest.raises(AttributeError, match=r"has no attribute 'foo'$"):
+        _ = weights.foo
+    with pytest.raises(np.exceptions.AxisError):
+        weights.sum(axis=4)
+    with pytest.raises(qkv.ArgumentError, match="new array"):
+        weights.sum(out=np.zeros(()))

@@ -51,6 +51,10 @@ class ArrayLibrary(Protocol):
         """Whether the library differentiates or traces computations on the array."""
         ...
 
+    def in_words(self, advice: str) -> str:
+        """Advice about NumPy arrays, in the functions that this library has."""
+        ...
+
 
 def _torch() -> ArrayLibrary:
     from qkv.arrays.torch_arrays import TorchArrays
@@ -80,22 +84,47 @@ def kind_of(array: Any) -> str | None:
     return None
 
 
-def library_of(array: Any, role: str) -> ArrayLibrary:
-    """The library of an array; an error for anything else."""
+def library_of(array: Any, role: str, query: ArrayLibrary | None = None) -> ArrayLibrary:
+    """The library of an array; for anything else an error, in the words of the query's library."""
     kind = kind_of(array)
     if kind is not None:
         if kind not in _LIBRARIES:
             _LIBRARIES[kind] = _LAZY_LIBRARIES[kind]()
         return _LIBRARIES[kind]
-    name = f"{type(array).__module__}.{type(array).__qualname__}"
     if type(array).__module__ == "qkv.problem.symbols":
         raise ArgumentError(
             f"qkv is called inside a score mod, where arrays and positions are symbols; {role} is "
             "one of them.",
             action="Call it before, outside of the score mod, and index its result in there.",
         )
-    raise DTypeError(
-        f"{role} is a {name}, not an array.", action=f"Pass numpy.asarray({role}, dtype='float32')."
+    error = _no_array(array, role)
+    raise error if query is None else error.with_action(query.in_words(error.action))
+
+
+def _no_array(given: Any, role: str) -> DTypeError:
+    """The error for an operand that is an array of no library."""
+    if given is None:
+        return DTypeError(f"{role} is None, not an array.", action=f"Pass an array as {role}.")
+    kind = type(given)
+    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+    if isinstance(given, list | tuple):
+        try:
+            np.asarray(given)
+        except ValueError as error:
+            if "inhomogeneous" in str(error):
+                return DTypeError(
+                    f"{role} is a {name} whose rows differ in length, not an array.",
+                    action="Pad the rows to one length; qkv.KeyLengths says how many are real.",
+                )
+        except (RuntimeError, TypeError):
+            pass  # A list of arrays that NumPy may not read.
+    if isinstance(given, list | tuple | int | float | memoryview):
+        return DTypeError(
+            f"{role} is a {name}, not an array.",
+            action=f"Pass numpy.asarray({role}, dtype='float32').",
+        )
+    return DTypeError(
+        f"{role} is a {name}, not an array.", action="Pass an array of NumPy, torch or JAX."
     )
 
 
@@ -110,7 +139,7 @@ def view_beside(query: ArrayLibrary, array: Any, role: str) -> NDArray[Any]:
     The output is an array of the query's library. An array that another library differentiates or
     traces is refused, because that library would lose the gradient without an error.
     """
-    library = library_of(array, role)
+    library = library_of(array, role, query)
     if library.name != query.name and library.is_tracked(array):
         raise UnsupportedError(
             f"{library.name} differentiates or traces {role}, and the output, like query, would be "

@@ -47,6 +47,10 @@ class JaxArrays:
         """Whether the array is traced: by jit, grad, vmap or scan."""
         return isinstance(array, jax.core.Tracer)
 
+    def in_words(self, advice: str) -> str:
+        """NumPy's methods are those of JAX arrays too; its functions are in `jax.numpy`."""
+        return advice.replace("numpy.asarray", "jax.numpy.asarray")
+
 
 def aligned(array: NDArray[Any]) -> NDArray[Any]:
     """A dense copy that begins at a multiple of `_ALIGNMENT`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import ml_dtypes
@@ -127,6 +128,19 @@ class TorchArrays:
                 and torch.autograd.forward_ad.unpack_dual(array).tangent is not None
             )
         )
+
+    def in_words(self, advice: str) -> str:
+        """Conversions as tensors have them, such as `key.to(query.dtype)`."""
+        advice = re.sub(r"numpy\.asarray\((\w+), dtype='float32'\)", r"torch.as_tensor(\1)", advice)
+        return re.sub(
+            r"\.astype\(([^()]*)\)", lambda found: f".to({_dtype_name(found[1])})", advice
+        )
+
+
+def _dtype_name(written: str) -> str:
+    """What torch calls a type of NumPy: 'float32', np.float32, bool, int."""
+    name = written.strip("'").removeprefix("np.")
+    return name if "." in name else f"torch.{name}"
 
 
 _DTYPES = {

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkv.arrays import is_array, view_beside
+from qkv.arrays import is_array, library_of, view_beside
 from qkv.arrays.torch_arrays import TorchArrays, check_dense
 from qkv.backends import device_backend
 from qkv.bridges import torch_functions as functions
@@ -25,7 +25,7 @@ from qkv.call.bound import BoundCall, Structure, bind
 from qkv.call.device_call import check_device_call, is_device_call
 from qkv.call.flatten import hold, keep_for_good
 from qkv.call.options import OptionValues
-from qkv.errors import DTypeError, UnsupportedError
+from qkv.errors import QkvError, UnsupportedError
 from qkv.problem.rows import Paged, Quantized
 
 __all__ = ["attention"]
@@ -48,7 +48,16 @@ def attention(
         found = run_prepared(bound, return_lse)
     if found is not None:
         return found
+    try:
+        return _attend(bound, return_lse)
+    except QkvError as error:
+        raise error.with_action(_LIBRARY.in_words(error.action)) from None
+
+
+def _attend(bound: BoundCall, return_lse: bool) -> Any:
+    """A call that was not prepared."""
     if not bound.structure.is_plain:
+        query, key, value, *_ = bound.unflatten()
         _refuse_gradients(query, *_within(key), *_within(value))
         found = attend(bound)
         return (found.out, found.lse) if return_lse else found.out
@@ -197,12 +206,9 @@ def _tensor(array: Any) -> Any:
 
 def _operand(array: Any, role: str) -> Tensor:
     """An operand as a dense tensor."""
-    tensor = _tensor(array)
+    tensor: Tensor = _tensor(array)
     if not isinstance(tensor, Tensor):
-        name = f"{type(array).__module__}.{type(array).__qualname__}"
-        raise DTypeError(
-            f"{role} is a {name}, not an array.", action=f"Pass torch.as_tensor({role})."
-        )
+        library_of(array, role, _LIBRARY)  # Raises, because it is an array of none.
     check_dense(tensor, role)
     return tensor
 

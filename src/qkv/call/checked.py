@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 from qkv.arrays import ArrayLibrary, library_of, view_beside
 from qkv.backends import Choice, Differentiable, SinksBackend, choose
 from qkv.call.bound import BoundCall, UnboundCall
+from qkv.errors import QkvError
 from qkv.partial import Partial, finish
 from qkv.problem.check import Layout, check
 from qkv.problem.spec import Problem
 from qkv.variants.as_variant import as_variant
 
-__all__ = ["CheckedCall", "check_call", "views_of"]
+__all__ = ["CheckedCall", "check_call", "checked_problem", "views_of"]
 
 Array = NDArray[Any]
 
@@ -136,29 +137,37 @@ def check_call(
     call = bound._replace(leaves=leaves).unflatten()
     if given is not None:
         call = _with_repeated(call, given)
-    options = call.options
-    problem = check(
-        call.query,
-        call.key,
-        call.value,
-        tuple(map(as_variant, call.variants)),
-        scale=options.scale,
-        layout=options.layout,
-        q_offset=options.q_offset,
-        kv_offset=options.kv_offset,
-    )
+    problem = checked_problem(call, library)
     return CheckedCall(
         problem,
-        choose(problem.spec, options.backend, backward=backward),
+        choose(problem.spec, call.options.backend, backward=backward),
         library,
         leaves[0].dtype,
-        options.layout,
+        call.options.layout,
         max(operand.ndim for operand in (call.query, call.key, call.value)),
         tuple(zip(call.variants if given is None else given, call.variants, strict=True)),
         call.owners,
         leaves,
         tuple(bound.leaves),
     )
+
+
+def checked_problem(call: UnboundCall, library: ArrayLibrary) -> Problem:
+    """The problem of a call of NumPy views; errors advise in the words of the caller's library."""
+    options = call.options
+    try:
+        return check(
+            call.query,
+            call.key,
+            call.value,
+            tuple(map(as_variant, call.variants)),
+            scale=options.scale,
+            layout=options.layout,
+            q_offset=options.q_offset,
+            kv_offset=options.kv_offset,
+        )
+    except QkvError as error:
+        raise error.with_action(library.in_words(error.action)) from None
 
 
 def _with_repeated(call: UnboundCall, given: Sequence[Any]) -> UnboundCall:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.arrays import view
+from qkv.arrays import library_of, view, view_beside
 from qkv.call.checked import CheckedCall
 from qkv.errors import DTypeError, ShapeError
 
@@ -19,7 +19,12 @@ Shape = tuple[int, ...]
 
 def shapes_of(query: Any, key: Any, value: Any) -> tuple[Shape, Shape, Shape]:
     """Shapes of the operands as they were given; raises for what is no array."""
-    return view(query, "query").shape, view(key, "key").shape, view(value, "value").shape
+    library = library_of(query, "query")
+    shapes = [
+        view_beside(library, array, role).shape
+        for array, role in ((query, "query"), (key, "key"), (value, "value"))
+    ]
+    return shapes[0], shapes[1], shapes[2]
 
 
 def cotangent_of_out(call: CheckedCall, out: Array, grad_out: Any) -> Array:

@@ -12,13 +12,11 @@ from numpy.typing import NDArray
 from qkv.arrays import library_of
 from qkv.backends import DeviceBackend, choose, device_backend
 from qkv.call.bound import BoundCall
-from qkv.call.checked import CheckedCall, check_call
+from qkv.call.checked import CheckedCall, check_call, checked_problem
 from qkv.call.variant_arrays import made
 from qkv.errors import UnsupportedError
 from qkv.partial import Partial
-from qkv.problem.check import check
 from qkv.problem.spec import Problem
-from qkv.variants.as_variant import as_variant
 
 __all__ = ["DeviceCall", "check_device_call", "is_device_call", "is_on_device"]
 
@@ -107,17 +105,7 @@ def check_device_call(bound: BoundCall, given: Sequence[Any] | None = None) -> D
     for n, leaf in enumerate(bound.leaves[3:], start=3):
         views.append(library.on_host(leaf, owners[n], by_value=n in by_value))
     call = bound._replace(leaves=views).unflatten()
-    options = call.options
-    problem = check(
-        call.query,
-        call.key,
-        call.value,
-        tuple(map(as_variant, call.variants)),
-        scale=options.scale,
-        layout=options.layout,
-        q_offset=options.q_offset,
-        kv_offset=options.kv_offset,
-    )
+    options, problem = call.options, checked_problem(call, library)
     device = getattr(bound.leaves[0].device, "type", "cpu")
     spec = replace(problem.spec, library=library.name, device=device)
     arrays = _device_arrays(problem, bound, call.owners, views, options.layout)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.cli.inputs import CommandInput
+from qkv.cli.inputs import CommandInput, HeadStatistics
 
 Array = NDArray[Any]
 
@@ -43,9 +42,8 @@ class Head:
     far_pairs: tuple[Pair, ...]
 
 
-def heads(problem: CommandInput, top: int, progress: Callable[[int, int], object]) -> list[Head]:
+def heads(problem: CommandInput, record: HeadStatistics, top: int) -> list[Head]:
     """All heads of a problem, `top` pairs of each."""
-    record = problem.head_statistics(progress)
     kv_len = problem.key.shape[1]
     masses = {
         "first": record.mass([0]),
@@ -86,12 +84,14 @@ def strongest(indices: Array, weights: Array, count: int, first_row: int = 0) ->
 
 
 def _mean(rows: Array) -> float:
-    return float(np.mean(rows, dtype=np.float64))
+    """The mean over the rows that have one; NaN if none has."""
+    there = rows[~np.isnan(rows)]
+    return float(np.mean(there, dtype=np.float64)) if len(there) else float("nan")
 
 
 def notable_heads(found: list[Head]) -> list[tuple[str, Head]]:
     """For next, previous, own and first key, the head with most weight on it, if over half."""
-    best = ((name, max(found, key=lambda h: h.mass[name])) for name in found[0].mass)
+    best = ((name, max(found, key=lambda h: np.nan_to_num(h.mass[name]))) for name in found[0].mass)
     return [(name, head) for name, head in best if head.mass[name] >= _NOTABLE_MASS]
 
 

@@ -14,6 +14,7 @@ import qkv
 from qkv.cli.variants import variants_of
 from qkv.errors import ArgumentError
 from qkv.files import read_arrays
+from qkv.inspection.non_finite import First
 from qkv.inspection.record import Record
 
 Array = NDArray[Any]
@@ -40,7 +41,7 @@ class InputArrays:
 class CommandInput:
     """One batch row as `(num_heads, length, head_dim)`, with names and positions of its rows.
 
-    `head` and `q_index` say which head and query row of the given arrays come first here, `q_len`
+    `head`, `kv_head` and `q_index` say which of the given arrays come first here, `q_len`
     how many rows those had; `q_offset` is the position of the first row here. Variants that are not
     the same everywhere are computed over `given` as a whole, with `keywords`.
     """
@@ -58,6 +59,7 @@ class CommandInput:
     batch_size: int
     q_len: int
     head: int = 0
+    kv_head: int = 0
     q_index: int = 0
 
     @classmethod
@@ -116,6 +118,7 @@ class CommandInput:
             key=self.key[kv_head : kv_head + 1],
             value=self.value[kv_head : kv_head + 1],
             head=self.head + head,
+            kv_head=self.kv_head + kv_head,
         )
 
     def with_query(self, q_index: int) -> CommandInput:
@@ -142,7 +145,8 @@ class CommandInput:
             record = qkv.inspect(
                 *rows, *self.variants, scale=self.scale, q_offset=self.q_offset, progress=progress
             )
-            return HeadStatistics(record, lambda array: array)
+            first = First(self.head, self.kv_head, self.q_index)
+            return HeadStatistics(record, lambda array: array, first)
         arrays = self.given.query, self.given.key, self.given.value
         record = qkv.inspect(*arrays, *self.variants, **self.keywords, progress=progress)
         heads = slice(self.head, self.head + self.query.shape[0])
@@ -178,6 +182,12 @@ class HeadStatistics:
 
     record: Record
     select: Callable[[Array], Array]
+    first: First | None = None
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why rows have no weights, if some have none."""
+        return self.record.non_finite_of(self.first)[1]
 
     @property
     def entropy(self) -> Array:

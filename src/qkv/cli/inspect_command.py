@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 from rich.cells import cell_len
 from rich.console import RenderableType
 from rich.table import Table
@@ -24,14 +25,14 @@ from qkv.cli.head_statistics import (
     notable_heads,
     strongest,
 )
-from qkv.cli.inputs import CommandInput, InputArrays
+from qkv.cli.inputs import CommandInput, HeadStatistics, InputArrays
 from qkv.cli.lab_command import require_place, write_page
 from qkv.cli.terminal import Bar, Page, weight
 from qkv.cli.variants import command_line_of
 from qkv.errors import ArgumentError
 from qkv.files import Arrays
 
-__all__ = ["run"]
+__all__ = ["run", "summary_of_heads"]
 
 SCHEMA, VERSION = "qkv-inspect", 1
 
@@ -64,18 +65,40 @@ def _printed(problem: CommandInput, options: argparse.Namespace) -> str:
         return _one_query(problem.with_query(options.query), options)
     top = options.top or _PAIRS
     with Bar("reading the weights", passes=2) as bar:
-        found = heads(problem, top, bar)
+        statistics = problem.head_statistics(bar)
+        found = heads(problem, statistics, top)
     if options.json:
         return _json(problem, [_head_data(problem, head) for head in found])
+    head, query = _next(problem, found)
+    again = f"Next: {Page().token(_command(options), 500)} --query {query} --head {head}"
+    return summary_of_heads(problem, statistics, found, options.top, again)
+
+
+def summary_of_heads(
+    problem: CommandInput,
+    statistics: HeadStatistics,
+    found: list[Head],
+    top: int | None = None,
+    again: str = "",
+) -> str:
+    """A table of the heads, what there is to say of them, and a command to try next, if any."""
     page = Page()
+    reasons = list(statistics.reasons)
+    table: list[RenderableType] = []
+    if not all(math.isnan(head.entropy) for head in found):
+        count, as_fits = top or _PAIRS, top is None
+        table = [*_tables_of_heads(page, problem, found, count, as_fits), Text()]
+        table += [Text(_legend(page, problem), style="dim"), Text()]
+        if np.isnan(statistics.entropy).any():
+            reasons.append("Means are those of the other rows.")
     return page.render(
         Text(_title(page, problem)),
         Text(),
-        *_tables_of_heads(page, problem, found, top, as_fits=options.top is None),
-        Text(),
-        Text(_legend(page, problem), style="dim"),
-        Text(),
-        *_closing(page, problem, found, _command(options)),
+        *table,
+        *(Text(reason, style="bold") for reason in reasons),
+        *_sentences(page, problem, found),
+        *([Text(again, no_wrap=True)] if again else []),
+        Text(_CAUTION, style="dim"),
     )
 
 
@@ -168,7 +191,7 @@ def _tables_of_heads(
     for head, cell in zip(found, cells, strict=True):
         shares = [weight(head.mass[name]) for name in _masses(problem)]
         texts = [Text(cell)] if beside else []
-        table.add_row(str(head.index), f"{head.entropy:.2f}", *shares, *texts)
+        table.add_row(str(head.index), _number(head.entropy), *shares, *texts)
     yield table
     if not beside:
         below = page.table(">head", title)
@@ -191,21 +214,23 @@ def _legend(page: Page, problem: CommandInput) -> str:
     )
 
 
-def _closing(page: Page, problem: CommandInput, found: list[Head], command: str) -> list[Text]:
-    """A summary of the notable heads, and a command to try next."""
+def _sentences(page: Page, problem: CommandInput, found: list[Head]) -> list[Text]:
+    """A summary of the notable heads."""
     seen = [
         f"Head {head.index} gives {head.mass[name]:.0%} of its weight to the {_WORDS[name]} token."
         for name, head in notable_heads(found)
     ]
-    head, query = found[0].index, problem.q_index
     far = most_distant_head(found)
     if far:
-        head, query = far.index, far.far_pairs[0].q_index
         listed = ", ".join(_pair(page, problem, pair) for pair in far.far_pairs)
-        seen.append(f"Head {head} looks {FAR} or more tokens away: {listed}.")
-    lines = [Text(sentence) for sentence in seen]
-    again = f"Next: {page.token(command, 500)} --query {query} --head {head}"
-    return [*lines, Text(again, no_wrap=True), Text(_CAUTION, style="dim")]
+        seen.append(f"Head {far.index} looks {FAR} or more tokens away: {listed}.")
+    return [Text(sentence) for sentence in seen]
+
+
+def _next(problem: CommandInput, found: list[Head]) -> tuple[int, int]:
+    """A head and a query to look at next."""
+    far = most_distant_head(found)
+    return (far.index, far.far_pairs[0].q_index) if far else (found[0].index, problem.q_index)
 
 
 # --- one query row -------------------------------------------------------------------------------
@@ -234,7 +259,11 @@ def _one_query(problem: CommandInput, options: argparse.Namespace) -> str:
         )
     page = Page()
     parts: list[RenderableType] = [Text(_title(page, problem)), _context(page, problem), Text()]
-    if options.head is None:
+    parts += [Text(reason, style="bold") for reason in record.reasons]
+    if not any(tops):
+        # An empty table would say less.
+        parts += [] if record.reasons else [Text("A mask hides every key from this query.")]
+    elif options.head is None:
         parts.append(_keys_of_heads(page, problem, entropies, tops, options.top is None))
     else:
         parts.append(_keys_of_head(page, problem, tops[0]))
@@ -277,7 +306,7 @@ def _keys_of_heads(
     ]  # fmt: skip
     cells = _side_by_side(keys, max(map(len, keys)), page.width - len("head  entropy  "), as_fits)
     for h, (entropy, cell) in enumerate(zip(entropies, cells, strict=True)):
-        table.add_row(str(problem.head + h), f"{entropy:.2f}", Text(cell))
+        table.add_row(str(problem.head + h), _number(entropy), Text(cell))
     return table
 
 
@@ -288,6 +317,11 @@ def _pair(page: Page, problem: CommandInput, pair: Pair) -> str:
     query = _name(page, pair.q_index, problem.q_token(pair.q_index))
     key = _name(page, pair.kv_index, problem.token_at(pair.kv_index))
     return f"{query} {page.arrow} {key} {pair.weight:.2f}"
+
+
+def _number(value: float) -> str:
+    """Two digits; a dash for what is no number."""
+    return f"{value:.2f}" if math.isfinite(value) else "-"
 
 
 def _name(page: Page, index: int, token: str | None) -> str:

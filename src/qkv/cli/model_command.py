@@ -20,7 +20,7 @@ from qkv.errors import ArgumentError
 from qkv.inspection.head_scores import KINDS, LETTERS, MEANINGS, THRESHOLD
 from qkv.inspection.model_record import ModelRecord
 
-__all__ = ["refuse_without_model", "run"]
+__all__ = ["refuse_without_model", "run", "summary_of_model"]
 
 SCHEMA, VERSION = "qkv-inspect-model", 1
 
@@ -67,7 +67,11 @@ def run(options: argparse.Namespace) -> str:
         write_page(options.html, Session(Source(record.model, heads=heads)))
     if options.save:
         record.save(options.save)
-    return _json(record) if options.json else _text(record, options)
+    if options.json:
+        return _json(record)
+    page = Page()
+    written = f"Written: {page.token(options.html, 300)}" if options.html else ""
+    return summary_of_model(record, written)
 
 
 def refuse_without_model(options: argparse.Namespace) -> None:
@@ -85,7 +89,8 @@ def _refuse(options: argparse.Namespace, names: dict[str, str], reason: str) -> 
 # --- the map -------------------------------------------------------------------------------------
 
 
-def _text(record: ModelRecord, options: argparse.Namespace) -> str:
+def summary_of_model(record: ModelRecord, written: str = "") -> str:
+    """A map of the heads of a model, and what the letters in it stand for."""
     page = Page()
     rows = list(record.rows())
     length = 0 if record.tokens is None else record.tokens.shape[-1]
@@ -94,8 +99,8 @@ def _text(record: ModelRecord, options: argparse.Namespace) -> str:
     parts += _map(page, record, rows)
     parts += [Text(), _legend(page, record, rows), Text()]
     parts.append(Text(f"A letter stands for a mean weight of {THRESHOLD} or more.", style="dim"))
-    if options.html:
-        parts.append(Text(f"Written: {page.token(options.html, 300)}", no_wrap=True))
+    if written:
+        parts.append(Text(written, no_wrap=True))
     parts.append(Text(_CAUTION, style="dim"))
     return page.render(*parts)
 

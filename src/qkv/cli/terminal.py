@@ -104,7 +104,9 @@ class _Table(Table):
 
 
 def weight(value: float) -> Text:
-    """A weight of 0 to 1, faint if small and strong if large."""
+    """A weight of 0 to 1, faint if small and strong if large; a dash for NaN."""
+    if value != value:
+        return Text("-", style="dim")
     return Text(f"{value:.2f}", style="bold" if value >= 0.5 else "dim" if value < 0.05 else "")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from importlib import import_module
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from qkv.arrays import view
 from qkv.errors import ArgumentError
 from qkv.inspection.head_scores import SCORES, HeadScores, head_scores, kind_of
-from qkv.inspection.pages import page_of
+from qkv.inspection.pages import page_of, summary_of
 from qkv.inspection.pictures import draw_heads, save_picture
 from qkv.inspection.weights import LazyWeights
 
@@ -257,9 +258,31 @@ class ModelRecord:
         return HeadTable(row for layer in self for row in layer.heads())
 
     def best(self, score: str) -> dict[str, Any] | None:
-        """The row of the head with the largest mean of a score; None if it applies to none."""
+        """The row of the head with the largest mean of a score; None if it applies to none.
+
+        Raises
+        ------
+        ArgumentError
+            If there is no such score; the message has their names.
+        """
+        if score not in SCORES:
+            raise ArgumentError(
+                f"there is no score {score!r:.60}.",
+                [("scores", ", ".join(SCORES))],
+                "Choose one of these.",
+            )
         rows = [row for row in self.rows() if np.isfinite(row[score])]
         return max(rows, key=lambda row: row[score], default=None)
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(self.summary())}</pre>"
+
+    def summary(self) -> str:
+        """What `qkv inspect --model` prints: a map of the heads, and the kinds of them."""
+        return summary_of(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all numbers to a safetensors file with names in its metadata.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from html import escape
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,14 @@ from qkv.backends import Inspectable, Progress
 from qkv.call.checked import CheckedCall
 from qkv.call.inspected import Inspected
 from qkv.errors import ArgumentError
-from qkv.inspection.pages import page_of
+from qkv.inspection.non_finite import First, NonFinite, non_finite
+from qkv.inspection.pages import page_of, summary_of
 from qkv.inspection.pictures import LONGEST, draw_tiles, draw_weights, save_picture
 from qkv.inspection.replay import PAIRS, Replay
 from qkv.inspection.statistics import WeightStatistics, by_weight, top_keys, weight_statistics
 from qkv.inspection.weight_blocks import reduced
 from qkv.inspection.weights import LazyWeights
+from qkv.problem.spec import Problem
 
 Array = NDArray[Any]
 
@@ -81,6 +84,16 @@ class Record:
     def _call(self) -> CheckedCall:
         return self._found.call
 
+    @property
+    def problem(self) -> Problem:
+        """The checked call: its sizes, operands, positions."""
+        return self._call.problem
+
+    @property
+    def variants(self) -> tuple[Any, ...]:
+        """As they were given."""
+        return tuple([given for given, _ in self._call.variants])
+
     @cached_property
     def _replay(self) -> Replay:
         return Replay(self._call.problem, self._found.row_lse)
@@ -90,10 +103,55 @@ class Record:
         """The weights (..., num_heads, q_len, kv_len), computed where they are sliced."""
         spec = self._call.problem.spec
         shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.kv_len)
-        return LazyWeights(self._replay, shape[-2:] if self._call.ndim == 2 else shape)
+        backend = self._call.choice.backend
+        return LazyWeights(
+            self._replay,
+            shape[-2:] if self._call.ndim == 2 else shape,
+            backend if isinstance(backend, Inspectable) else None,
+        )
 
     def __repr__(self) -> str:
         return f"Record(weights {self.weights.shape}, {self.weights.dtype}, run by {self.backend})"
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(self.summary())}</pre>"
+
+    def summary(self, tokens: Sequence[str] | None = None, *, batch: int = 0) -> str:
+        """What `qkv inspect` prints: a table of the heads, and where the notable ones look.
+
+        Parameters
+        ----------
+        tokens : sequence of str (kv_len,), optional
+            Names of the keys.
+        batch : int
+            Flat index over the leading dimensions.
+
+        Returns
+        -------
+        str
+            `print(record)` shows it for batch row 0, and a notebook does so.
+
+        Raises
+        ------
+        ArgumentError
+            If there is no such batch row, or not one token for each key.
+        """
+        return summary_of(self, tokens, batch)
+
+    @cached_property
+    def non_finite(self) -> NonFinite:
+        """The rows whose weights are NaN, and why; false if there is none."""
+        rows, reasons = self.non_finite_of()
+        return NonFinite(self._in_caller_shape(rows), reasons)
+
+    def non_finite_of(self, first: First | None = None) -> tuple[Array, tuple[str, ...]]:
+        """The same, where heads and rows are counted from others than 0."""
+        library = self._call.library
+        output = library.on_host(self.output, "output", by_value=True)
+        return non_finite(self.problem, self._found.row_lse, output, first)
 
     @property
     def entropy(self) -> Any:

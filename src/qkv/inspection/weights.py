@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.typing import NDArray
 
+from qkv.backends import Inspectable
 from qkv.backends.reference import DENSE_LIMIT
-from qkv.errors import UnsupportedError
+from qkv.errors import ArgumentError, UnsupportedError
 from qkv.inspection.replay import BLOCK_Q, Replay
+from qkv.inspection.weight_reductions import (
+    Axis,
+    largest,
+    place_of_largest,
+    reduced_axes,
+    smallest,
+    total,
+)
 from qkv.ledger import memory
 
 Array = NDArray[Any]
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class LazyWeights:
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class LazyWeights(NDArrayOperatorsMixin):
     """Weights `(..., num_heads, q_len, kv_len)`, before dropout; only what is sliced is computed.
 
     Slicing follows NumPy: slices, integers, integer and boolean arrays on any axis, `...` and
-    None. Cost: `2 head_dim` operations and one exp for each weight read.
+    None. `sum`, `mean`, `max`, `min` and `argmax` go tile by tile, in no more memory than their
+    result. Operators (`weights > 0.5`) and NumPy's functions compute the whole first, if it stays
+    below the reference limit. Cost: `2 head_dim` operations and one exp for each weight read.
 
     Parameters
     ----------
@@ -29,11 +42,14 @@ class LazyWeights:
         Computes the weights again from query, key and lse.
     shape : tuple of int
         `(..., num_heads, q_len, kv_len)`.
+    backend : Inspectable, optional
+        Adds the weights up over queries, in place of NumPy.
 
     Raises
     ------
     UnsupportedError
-        From a slice that would hold more than the reference limit; the message has its size.
+        From a slice or an operator that would hold more than the reference limit; the message has
+        its size.
     IndexError
         From an index that does not fit the shape.
 
@@ -46,10 +62,14 @@ class LazyWeights:
     LazyWeights(shape=(100000, 100000), dtype=float32, 37.3 GiB if dense)
     >>> weights[1, :3]
     array([0.5, 0.5, 0. ], dtype=float32)
+    >>> x = np.eye(2)
+    >>> qkv.inspect(x, x, x, qkv.Causal()).weights.max(axis=-1).round(2)
+    array([1.  , 0.67])
     """
 
     replay: Replay
     shape: tuple[int, ...]
+    backend: Inspectable | None = None
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -86,6 +106,68 @@ class LazyWeights:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         return np.asarray(self[...], dtype)
 
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+        """Operators and functions of NumPy, on the whole."""
+        whole = [given[...] if isinstance(given, LazyWeights) else given for given in inputs]
+        return getattr(ufunc, method)(*whole, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(np.ndarray, name):
+            raise AttributeError(f"LazyWeights has no attribute {name!r}")
+        raise AttributeError(
+            f"LazyWeights has no {name}: it is computed where it is read. weights[...] is the "
+            f"whole as a NumPy array, {memory(self.nbytes)}. sum, mean, max, min and argmax go "
+            "tile by tile, and so do entropy, received and top(k) of a record."
+        )
+
+    def sum(
+        self, axis: Axis = None, dtype: Any = None, out: None = None, keepdims: bool = False
+    ) -> Any:
+        """`numpy.sum`, added up in float64; over queries it is `Record.received`."""
+        axes = reduced_axes(axis, self.ndim)
+        if axes == {self.ndim - 2} and self.backend is not None:
+            received = self.backend.received(self.replay.problem, self.replay.lse, None)
+            found = received.reshape(*self.shape[:-2], self.shape[-1])
+        else:
+            found = total(self, axes)
+        return self._reduced(found, axes, dtype, out, keepdims)
+
+    def mean(
+        self, axis: Axis = None, dtype: Any = None, out: None = None, keepdims: bool = False
+    ) -> Any:
+        """`numpy.mean`; NaN of no weights."""
+        axes = reduced_axes(axis, self.ndim)
+        count = np.float64(np.prod([self.shape[n] for n in axes], dtype=object))
+        with np.errstate(invalid="ignore"):
+            found = np.asarray(self.sum(axis, np.float64)) / count
+        return self._reduced(found, axes, dtype, out, keepdims)
+
+    def max(self, axis: Axis = None, out: None = None, keepdims: bool = False) -> Any:
+        """`numpy.max`; 0 of no weights."""
+        axes = reduced_axes(axis, self.ndim)
+        return self._reduced(largest(self, axes), axes, None, out, keepdims)
+
+    def min(self, axis: Axis = None, out: None = None, keepdims: bool = False) -> Any:
+        """`numpy.min`; infinite of no weights."""
+        axes = reduced_axes(axis, self.ndim)
+        return self._reduced(smallest(self, axes), axes, None, out, keepdims)
+
+    def argmax(self, axis: int | None = None, out: None = None, *, keepdims: bool = False) -> Any:
+        """`numpy.argmax`: the first largest along one axis, or in the flattened whole."""
+        axes = reduced_axes(axis, self.ndim)
+        return self._reduced(place_of_largest(self, axis), axes, np.int64, out, keepdims)
+
+    def _reduced(self, found: Array, axes: set[int], dtype: Any, out: Any, keepdims: bool) -> Any:
+        """A result in the type and shape that was asked for."""
+        if out is not None:
+            raise ArgumentError(
+                "reductions of weights write to a new array.", action="Leave out= away."
+            )
+        result = found.astype(self.dtype if dtype is None else dtype)
+        if keepdims:
+            return result.reshape([1 if n in axes else size for n, size in enumerate(self.shape)])
+        return result[()]
+
     def __getitem__(self, index: Any) -> Array:
         entries = _index_per_axis(index, self.shape)
         axes = [e for e in entries if e is not None]
@@ -114,12 +196,12 @@ class LazyWeights:
                 coordinates.append(values)
                 local.append(inverse.reshape(entry.shape))
         shape = tuple(map(len, coordinates))
-        self._check_size(int(np.prod(shape, dtype=object)))
+        self.check_size(int(np.prod(shape, dtype=object)))
         block = np.empty(shape, self.dtype)
         q_index, kv_index = coordinates[-2:]
         leading_coordinates = coordinates[:-2]
         for leading in np.ndindex(*shape[:-2]):
-            batch, head = self._matrix(
+            batch, head = self.matrix(
                 [int(c[i]) for c, i in zip(leading_coordinates, leading, strict=True)]
             )
             for start in range(0, len(q_index), BLOCK_Q):
@@ -136,7 +218,7 @@ class LazyWeights:
             for axis, n in enumerate(self.shape)
         ]
         shape = np.shape(coordinates[0])
-        self._check_size(int(np.prod(shape, dtype=object)))
+        self.check_size(int(np.prod(shape, dtype=object)))
         flat = [np.reshape(coordinate, -1) for coordinate in coordinates]
         out = np.empty(flat[0].shape, self.dtype)
         matrix_index = np.zeros(len(out), np.int64)
@@ -148,20 +230,21 @@ class LazyWeights:
             out[selected] = self.replay.pairs(batch, head, flat[-2][selected], flat[-1][selected])
         return out.reshape(shape)
 
-    def _matrix(self, leading: list[int]) -> tuple[int, int]:
+    def matrix(self, leading: Sequence[int]) -> tuple[int, int]:
         """Flat batch index and head of leading coordinates."""
         if not leading:
             return 0, 0
         flat = int(np.ravel_multi_index(leading, self.shape[:-2]))
         return divmod(flat, self.replay.problem.spec.num_heads)
 
-    def _check_size(self, count: int) -> None:
+    def check_size(self, count: int) -> None:
         size = count * self.dtype.itemsize
         if size > DENSE_LIMIT:
             raise UnsupportedError(
                 f"this slice of the weights holds {memory(size)} (limit {memory(DENSE_LIMIT)}).",
                 [("weights", f"{self.dtype} {self.shape}, {memory(self.nbytes)} in all")],
-                "Read fewer rows, or use .top(k), .entropy, .mass(...), which stay small.",
+                "Read fewer rows, reduce it by .sum, .mean, .max, .min or .argmax, or use "
+                ".top(k), .entropy and .mass(...) of the record, which stay small.",
             )
 
 

@@ -129,9 +129,14 @@ def dot_product_attention(
         variants.append(KeyLengths(jnp.clip(lengths, 0, kv_len)))
     if isinstance(scale, jax.core.Tracer):
         q, scale = q * scale.astype(q.dtype), 1.0
-    out, lse = attention(
-        q, k, v, *variants, scale=scale, layout="blhd", q_offset="start", return_lse=True
-    )
+    try:
+        out, lse = attention(
+            q, k, v, *variants, scale=scale, layout="blhd", q_offset="start", return_lse=True
+        )
+    except ShapeError as error:
+        if 'layout="' not in error.action:
+            raise
+        raise error.with_action("Pass (batch, length, heads, dim), as by swapaxes(1, 2).") from None
     out = out.reshape(shape)
     if not return_residual:
         return out

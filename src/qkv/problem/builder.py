@@ -196,11 +196,13 @@ class Builder:
         try:
             full = np.broadcast_to(array, (*self.shape.batch_shape, *tail))
         except ValueError:
+            batch = f"{self.shape.batch_shape}"
+            of_option = [(label, f"{array.dtype} {array.shape}"), ("batch", batch)]
             raise ShapeError(
                 f"{label} has shape {array.shape}; its leading dimensions do not broadcast to "
                 f"the batch {self.shape.batch_shape}.",
-                [("variant", self._label)],
-                "Give one entry for each batch row.",
+                [("variant", self._label)] if self._label else of_option,
+                "Give one entry for each batch row, or a single one for all.",
             ) from None
         return full.reshape(prod(self.shape.batch_shape), *tail)
 

@@ -164,11 +164,14 @@ def _shape(arrays: Arrays, layout: Layout) -> tuple[Arrays, Shape]:
         views[name] = array if isinstance(array, StoredRows) else _as_heads(array, layout)
     q, k, v = views["query"], views["key"], views["value"]
 
-    def wrong(fact: str, action: str = "") -> ShapeError:
+    def wrong(fact: str, action: str) -> ShapeError:
         reading = {"bhld": "(batch, length, heads, dim)", "blhd": "(batch, heads, length, dim)"}
-        other = "blhd" if layout == "bhld" else "bhld"
-        read = f'Arrays were read as layout="{layout}". If yours are {reading[layout]}, '
-        action = action or f'{read}pass layout="{other}".'
+        other: Layout = "blhd" if layout == "bhld" else "bhld"
+        if _fits(arrays, other):
+            action = (
+                f'Arrays were read as layout="{layout}". If yours are {reading[layout]}, '
+                f'pass layout="{other}".'
+            )
         return ShapeError(fact, _described(arrays, q, k, v), action)
 
     if q.shape[-1] != k.shape[-1]:
@@ -177,14 +180,23 @@ def _shape(arrays: Arrays, layout: Layout) -> tuple[Arrays, Shape]:
             "The product q.k needs rows of one length.",
         )
     if q.shape[-1] == 0:
-        raise wrong("head_dim=0: there is nothing to multiply.")
+        raise wrong("head_dim=0: there is nothing to multiply.", "Give rows of 1 number or more.")
     if k.shape[-2] != v.shape[-2]:
-        raise wrong(f"key has kv_len={k.shape[-2]} and value has kv_len={v.shape[-2]}.")
+        raise wrong(
+            f"key has kv_len={k.shape[-2]} and value has kv_len={v.shape[-2]}.",
+            "Give one row of value for each row of key.",
+        )
     if k.shape[-3] != v.shape[-3]:
-        raise wrong(f"key has {k.shape[-3]} heads and value has {v.shape[-3]}.")
+        raise wrong(
+            f"key has {k.shape[-3]} heads and value has {v.shape[-3]}.",
+            "Give key and value one number of heads.",
+        )
     heads, kv_heads = q.shape[-3], k.shape[-3]
     if (heads % kv_heads if kv_heads else heads) != 0:
-        raise wrong(f"num_heads={heads} is not a multiple of num_kv_heads={kv_heads}.")
+        raise wrong(
+            f"num_heads={heads} is not a multiple of num_kv_heads={kv_heads}.",
+            "Let every head of key and value serve one number of query heads.",
+        )
     if max(q.shape[-2], k.shape[-2]) > INDEX_LIMIT:
         raise wrong(f"a length is beyond {INDEX_LIMIT}.", "Split the keys and use qkv.merge.")
     try:
@@ -192,7 +204,8 @@ def _shape(arrays: Arrays, layout: Layout) -> tuple[Arrays, Shape]:
     except ValueError:
         raise wrong(
             f"leading dimensions {q.shape[:-3]}, {k.shape[:-3]} and {v.shape[:-3]} do not "
-            "broadcast with one another."
+            "broadcast with one another.",
+            "Let them be equal, or 1 where they are the same for all.",
         ) from None
     for name, view in views.items():
         if view.shape[:-3] != batch:
@@ -200,6 +213,21 @@ def _shape(arrays: Arrays, layout: Layout) -> tuple[Arrays, Shape]:
     return views, Shape(
         batch, heads, kv_heads, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
     )  # fmt: skip
+
+
+def _fits(arrays: Arrays, layout: Layout) -> bool:
+    """Whether the shapes go together if they are read in a layout."""
+    if any(isinstance(array, StoredRows) or array.ndim < 3 for array in arrays.values()):
+        return False
+    heads, length = (-3, -2) if layout == "bhld" else (-2, -3)
+    q, k, v = (array.shape for array in arrays.values())
+    return bool(
+        k[heads] == v[heads]
+        and k[length] == v[length]
+        and q[-1] == k[-1] > 0
+        and k[heads]
+        and q[heads] % k[heads] == 0
+    )
 
 
 def _as_heads(array: Array, layout: Layout) -> Array:

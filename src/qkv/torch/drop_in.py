@@ -94,13 +94,17 @@ def scaled_dot_product_attention(
         variants = [qkv.Causal("end" if lower_right else "start")]
     elif attn_mask is not None:
         variants.append(_mask(attn_mask))
-    if dropout_p == 1:
-        out = qkv.attention(query, key, value, *variants, scale=scale)
-        return torch.nn.functional.dropout(out, 1.0)
-    if dropout_p:
+    if dropout_p and dropout_p != 1:
         variants.append(qkv.Dropout(dropout_p, torch.randint(2**63 - 1, ())))
-    found: Tensor = qkv.attention(query, key, value, *variants, scale=scale)
-    return found
+    try:
+        found: Tensor = qkv.attention(query, key, value, *variants, scale=scale)
+    except ShapeError as error:
+        if "layout=" not in error.action:
+            raise
+        raise error.with_action(
+            "Pass (..., heads, length, dim), as by transpose(-3, -2)."
+        ) from None
+    return torch.nn.functional.dropout(found, 1.0) if dropout_p == 1 else found
 
 
 def _lower_right(attn_mask: Tensor) -> bool | None:

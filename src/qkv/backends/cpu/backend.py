@@ -333,12 +333,12 @@ def describe_host() -> dict[str, str]:
     ArgumentError
         If `QKV_ISA` or `QKV_NUM_THREADS` is set to what cannot be.
     """
-    from qkv.backends.cpu.compiler.compile import cache_folder, kernel_files
+    from qkv.backends.cpu.compiler.compile import kernel_files, private_folder
     from qkv.backends.cpu.machine.host import host
 
-    here, folder = host(), cache_folder()
-    cache = "off"
-    if folder is not None:
+    here, (folder, fault) = host(), private_folder()
+    cache = f"unusable: {fault}" if fault else "off, because QKV_CACHE_DIR is empty"
+    if folder is not None and not fault:
         try:
             sizes = [f.stat().st_size for f in kernel_files(folder)]
         except OSError:

@@ -17,6 +17,7 @@ import re
 import stat
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import Any, Protocol
 from qkv.backends.cpu.compiler.canonical import canonical
 from qkv.backends.cpu.machine.fork_locks import alone_in_llvm
 from qkv.backends.cpu.machine.host import Host
-from qkv.errors import KernelBuildError
+from qkv.errors import KernelBuildError, KernelCacheWarning
 
 _MAGIC = b"qkv object 2\n"
 _DIGEST = 32
@@ -265,14 +266,40 @@ _SOURCES = _source_digest()
 
 def _private_folder() -> Path | None:
     """The folder, made if need be; None unless it is ours and nobody else may write to it."""
+    return private_folder()[0]
+
+
+def private_folder() -> tuple[Path | None, str]:
+    """The folder if it can be used, and why it cannot, empty if it can or is turned off."""
     try:
         folder = cache_folder()
         if folder is None:
-            return None
+            return None, ""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return folder if _is_private(folder.stat()) else None
-    except (OSError, RuntimeError):
-        return None
+        if not _is_private(folder.stat()):
+            return None, f"{folder} is another user's, or others may write to it"
+        if not os.access(folder, os.W_OK | os.X_OK):
+            return folder, f"{folder} may not be written to"
+    except (OSError, RuntimeError) as error:
+        return None, str(error)
+    return folder, ""
+
+
+def _warn_once(fault: str) -> None:
+    """Say that kernels are not kept, in the first call that finds out."""
+    if _faults:
+        return
+    _faults.append(fault)
+    warnings.warn(
+        f"compiled kernels cannot be kept, so that every process compiles them again: {fault}. "
+        "Set QKV_CACHE_DIR to a folder of your own, or to nothing if none is wanted.",
+        KernelCacheWarning,
+        stacklevel=2,
+    )
+
+
+_faults: list[str] = []
+"""What was warned of in this process."""
 
 
 def _is_private(status: os.stat_result) -> bool:
@@ -309,20 +336,22 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def _write(name: str | None, code: bytes) -> None:
-    folder = _private_folder()
-    if folder is None or name is None:
-        return
+    folder, fault = private_folder()
     temporary = None
-    try:
-        handle, temporary = tempfile.mkstemp(dir=folder, prefix="new-")
-        with os.fdopen(handle, "wb") as file:
-            file.write(_MAGIC + hashlib.sha256(name.encode() + code).digest() + code)
-        os.replace(temporary, folder / name)
-        _forget_oldest(folder)
-    except OSError:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
+    if folder is not None and name is not None:
+        try:
+            handle, temporary = tempfile.mkstemp(dir=folder, prefix="new-")
+            with os.fdopen(handle, "wb") as file:
+                file.write(_MAGIC + hashlib.sha256(name.encode() + code).digest() + code)
+            os.replace(temporary, folder / name)
+            _forget_oldest(folder)
+        except OSError as error:
+            fault = str(error)
+            if temporary is not None:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+    if fault:
+        _warn_once(fault)
 
 
 def kernel_files(folder: Path) -> list[Path]:

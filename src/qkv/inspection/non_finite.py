@@ -1,0 +1,149 @@
+"""Which rows of weights are NaN, and which entry of which operand is the reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.problem.rows import StoredRows
+from qkv.problem.spec import Problem
+
+__all__ = ["First", "NonFinite", "non_finite"]
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NonFinite:
+    """The rows whose weights are NaN.
+
+    Attributes
+    ----------
+    rows : boolean array (..., num_heads, q_len)
+        True where the lse is NaN or plus infinity, so that no weight is a number.
+    reasons : tuple of str
+        What holds NaN or infinity, where first, which rows that reaches, and what to do; empty if
+        everything is finite. NaN that a mask hides is no reason.
+    """
+
+    rows: Any
+    reasons: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.reasons)
+
+
+@dataclass(frozen=True, slots=True)
+class First:
+    """What a caller calls the first query head, key head and query row of a problem."""
+
+    head: int = 0
+    kv_head: int = 0
+    q_index: int = 0
+
+
+def non_finite(
+    problem: Problem, lse: Array, output: Array, first: First | None = None
+) -> tuple[Array, tuple[str, ...]]:
+    """Rows `(batch, num_heads, q_len)` without weights, and the reasons.
+
+    Parameters
+    ----------
+    problem : Problem
+    lse : array (*batch_shape, num_heads, q_len)
+    output : array
+        Of any shape; asked only whether it is finite.
+    first : First, optional
+        Where the problem is a part of what the caller knows.
+    """
+    first = first or First()
+    of_queries, of_keys = (first.head, first.q_index), (first.kv_head, 0)
+    spec, operands = problem.spec, problem.operands
+    shape = spec.batch_size, spec.num_heads, spec.q_len
+    bad = ~(np.isfinite(lse) | np.isneginf(lse)).reshape(shape)
+    reasons: list[str] = []
+    if bad.any():
+        of_query = _wrong(operands.query, spec.batch_size)
+        of_key = _wrong(operands.key, spec.batch_size)
+        by_query = bad & of_query.any(axis=-1)
+        by_key = (
+            bad
+            & np.repeat(of_key.any(axis=(-1, -2)), spec.num_heads // spec.num_kv_heads, axis=1)[
+                :, :, None
+            ]
+        )
+        if by_query.any():
+            what = f"{_count(by_query, first)} no weights. Mend these rows, or leave them out."
+            reasons.append(f"{_first('query', operands.query, of_query, of_queries)}: {what}")
+        if by_key.any():
+            what = f"{_count(by_key, first)} no weights. Mend these keys, or hide them by a mask."
+            reasons.append(f"{_first('key', operands.key, of_key, of_keys)}: {what}")
+        rest = bad & ~by_query & ~by_key
+        if rest.any():
+            reasons.append(_of_scores(problem, _count(rest, first)))
+    if not np.isfinite(np.asarray(output, np.float64)).all():
+        of_value = _wrong(operands.value, spec.batch_size)
+        if of_value.any():
+            reasons.append(
+                f"{_first('value', operands.value, of_value, of_keys)}: outputs that read it are "
+                "not finite, and the weights shown here do not depend on it. Mend these values, or "
+                "hide their keys by a mask."
+            )
+    return bad, tuple(reasons)
+
+
+def _of_scores(problem: Problem, rows: str) -> str:
+    """Why scores are not finite although query and key are."""
+    for name, table in problem.operands.tables.items():
+        if table.dtype.kind not in "biu":
+            values = np.asarray(table, np.float64)
+            if np.isnan(values).any() or np.isposinf(values).any():
+                label = next(t.label for t in problem.spec.tables if t.name == name)
+                return (
+                    f"{label} holds NaN or plus infinity: {rows} no weights. "
+                    "Mend it; minus infinity is what forbids a pair."
+                )
+    compute = problem.spec.compute_dtype
+    return (
+        f"Scores overflow {compute}, although query and key are finite: {rows} no "
+        "weights. Divide query or scale, or inspect them as float64. qkv.explain computes in "
+        "float64, so its numbers are finite where these are not."
+    )
+
+
+def _wrong(array: Any, batch_size: int) -> Array:
+    """Whether each entry is NaN or infinite, `(batch, heads, length, dim)`."""
+    if isinstance(array, StoredRows):
+        return np.zeros((batch_size, 1, 1, 1), bool)
+    found = ~np.isfinite(np.asarray(array, np.float64))
+    return found.reshape(batch_size, *found.shape[-3:])
+
+
+def _first(name: str, array: Any, wrong: Array, first: tuple[int, int]) -> str:
+    return f"{name} holds {_number(array, wrong)} first at {_place(wrong, first)}"
+
+
+def _place(wrong: Array, first: tuple[int, int]) -> str:
+    batch, head, row, dim = (int(n) for n in np.argwhere(wrong)[0])
+    of_batch = f"batch {batch}, " if wrong.shape[0] > 1 else ""
+    return f"{of_batch}head {first[0] + head}, row {first[1] + row}, dim {dim}"
+
+
+def _number(array: Any, wrong: Array) -> str:
+    number = float(np.asarray(array).reshape(wrong.shape)[tuple(np.argwhere(wrong)[0])])
+    return "NaN" if np.isnan(number) else "infinity" if number > 0 else "minus infinity"
+
+
+def _count(rows: Array, first: First) -> str:
+    """How many rows, and where the first are."""
+    batch, head, _ = (int(n) for n in np.argwhere(rows)[0])
+    numbers = [int(n) + first.q_index for n in np.flatnonzero(rows[batch, head])]
+    shown = ", ".join(map(str, numbers[:4])) + (", ..." if len(numbers) > 4 else "")
+    of_batch = f"batch {batch}, " if rows.shape[0] > 1 else ""
+    total, head = int(rows.sum()), head + first.head
+    if total == 1:
+        return f"query row {shown} of {of_batch}head {head} has"
+    return f"{total} query rows (of {of_batch}head {head}: {shown}) have"

@@ -1,0 +1,124 @@
+"""Sums and extremes of lazy weights, tile by tile: no more is held than a tile and the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.inspection.replay import BLOCK_KV, BLOCK_Q
+
+if TYPE_CHECKING:
+    from qkv.inspection.weights import LazyWeights
+
+__all__ = ["Axis", "largest", "place_of_largest", "reduced_axes", "smallest", "total"]
+
+Array = NDArray[Any]
+Axis: TypeAlias = int | tuple[int, ...] | None
+
+
+def reduced_axes(axis: Axis, ndim: int) -> set[int]:
+    """The axes that a reduction names, counted from the front.
+
+    Raises
+    ------
+    numpy.exceptions.AxisError
+        As NumPy does, for an axis that is not there.
+    """
+    if axis is None:
+        return set(range(ndim))
+    given = axis if isinstance(axis, tuple) else (axis,)
+    for n in given:
+        if not -ndim <= n < ndim:
+            raise np.exceptions.AxisError(n, ndim)
+    return {n % ndim for n in given}
+
+
+def total(weights: LazyWeights, axes: set[int]) -> Array:
+    """The sum over some axes, in float64."""
+    return _folded(weights, axes, np.add, np.zeros(_kept(weights, axes)))
+
+
+def largest(weights: LazyWeights, axes: set[int]) -> Array:
+    """The largest weight over some axes; NaN where one of them is."""
+    return _folded(weights, axes, np.maximum, np.zeros(_kept(weights, axes), weights.dtype))
+
+
+def smallest(weights: LazyWeights, axes: set[int]) -> Array:
+    """The smallest weight over some axes; NaN where one of them is."""
+    out = np.full(_kept(weights, axes), np.inf, weights.dtype)
+    return _folded(weights, axes, np.minimum, out)
+
+
+def place_of_largest(weights: LazyWeights, axis: int | None) -> Array:
+    """The index of the first largest weight along an axis; NaN counts as the largest."""
+    if axis is None:
+        best, last = _best_along(weights, weights.ndim - 1)
+        row = int(np.argmax(best))
+        return np.asarray(row * weights.shape[-1] + int(last.reshape(-1)[row]))
+    return _best_along(weights, *reduced_axes(axis, weights.ndim))[1]
+
+
+def _best_along(weights: LazyWeights, axis: int) -> tuple[Array, Array]:
+    """The largest weight along an axis, and its index."""
+    shape = _kept(weights, {axis})
+    best, index = np.full(shape, -1, weights.dtype), np.zeros(shape, np.int64)
+    inner = axis - (weights.ndim - 2)
+    for leading, first, tile in _tiles(weights):
+        local: Array | int
+        if inner >= 0:
+            local = np.argmax(tile, axis=inner)
+            value = np.take_along_axis(tile, np.expand_dims(local, inner), inner).squeeze(inner)
+            local = local + first[inner]
+        else:
+            value, local = tile, leading[axis]
+        place = _place(weights, leading, first, tile, {axis})
+        better = (value > best[place]) | (np.isnan(value) & ~np.isnan(best[place]))
+        best[place] = np.where(better, value, best[place])
+        index[place] = np.where(better, local, index[place])
+    return best, index
+
+
+def _kept(weights: LazyWeights, axes: set[int]) -> tuple[int, ...]:
+    """The shape of a result, which must stay below the reference limit."""
+    shape = tuple([size for n, size in enumerate(weights.shape) if n not in axes])
+    weights.check_size(int(np.prod(shape, dtype=object)))
+    return shape
+
+
+def _folded(weights: LazyWeights, axes: set[int], fold: np.ufunc, out: Array) -> Array:
+    """Tiles joined over some axes by a ufunc, into `out`, which holds where it begins."""
+    within = tuple([n for n in (0, 1) if n + weights.ndim - 2 in axes])
+    reduce: Callable[..., Array] = fold.reduce
+    for leading, first, tile in _tiles(weights):
+        place = _place(weights, leading, first, tile, axes)
+        part = reduce(tile, axis=within, dtype=out.dtype) if within else tile
+        out[place] = fold(out[place], part)
+    return out
+
+
+def _tiles(weights: LazyWeights) -> Iterator[tuple[tuple[int, ...], tuple[int, int], Array]]:
+    """Leading coordinates, first query and key, and the weights of each tile, in rising order."""
+    q_len, kv_len = weights.shape[-2:]
+    for leading in np.ndindex(*weights.shape[:-2]):
+        batch, head = weights.matrix(leading)
+        for q_first in range(0, q_len, BLOCK_Q):
+            rows = np.arange(q_first, min(q_first + BLOCK_Q, q_len))
+            for kv_first in range(0, kv_len, BLOCK_KV):
+                columns = np.arange(kv_first, min(kv_first + BLOCK_KV, kv_len))
+                tile = weights.replay.block(batch, head, rows, columns)
+                yield leading, (q_first, kv_first), tile
+
+
+def _place(
+    weights: LazyWeights,
+    leading: tuple[int, ...],
+    first: tuple[int, int],
+    tile: Array,
+    axes: set[int],
+) -> tuple[Any, ...]:
+    """Where the part of a tile stands in a result without some axes."""
+    inner = [slice(begin, begin + size) for begin, size in zip(first, tile.shape, strict=True)]
+    return tuple([entry for n, entry in enumerate((*leading, *inner)) if n not in axes])

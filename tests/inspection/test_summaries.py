@@ -1,0 +1,129 @@
+"""What records say of themselves, and what they say of NaN and infinity."""
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+
+import qkv
+from qkv.cli import main
+from qkv.files import write_arrays
+
+RANDOM = np.random.default_rng(0)
+Q, K, V = (RANDOM.normal(size=(4, 9, 8)).astype(np.float32) for _ in range(3))
+TOKENS = [f"t{i}" for i in range(9)]
+
+
+def of_command_line(tmp_path, capsys, q, k, v, *options: str) -> str:
+    write_arrays(tmp_path / "layer.safetensors", q, k, v, TOKENS)
+    with contextlib.chdir(tmp_path):
+        assert main(["inspect", "layer.safetensors", *options]) == 0
+    return capsys.readouterr().out
+
+
+def body(text: str) -> list[str]:
+    """Without the title, and the command to try next."""
+    return [line for line in text.rstrip("\n").split("\n")[1:] if not line.startswith("Next:")]
+
+
+def test_a_record_prints_what_the_command_line_does(tmp_path, capsys) -> None:
+    printed = of_command_line(tmp_path, capsys, Q, K, V, "--causal")
+    record = qkv.inspect(Q, K, V, qkv.Causal())
+    assert body(record.summary(TOKENS)) == body(printed)
+    assert str(record) == record.summary()
+    assert "\n" not in repr(record)
+    assert record._repr_html_().startswith("<pre>")
+    assert "t1" not in str(record)
+
+
+def test_the_numbers_of_a_summary_are_the_weights_s() -> None:
+    dense = torch.softmax(torch.from_numpy(Q @ K.swapaxes(1, 2) / 8**0.5), -1).numpy()
+    lines = str(qkv.inspect(Q, K, V)).split("\n")
+    for head in range(4):
+        (line,) = [x for x in lines if x.split()[:1] == [str(head)]]
+        w = dense[head]
+        entropy = -(w * np.log(w)).sum(-1).mean()
+        assert line.split()[1:3] == [f"{entropy:.2f}", f"{w[:, 0].mean():.2f}"]
+
+
+def test_batches_tensors_and_empty_records() -> None:
+    q, k, v = (torch.from_numpy(np.stack([a, a[:, ::-1]])) for a in (Q, K, V))
+    record = qkv.inspect(q, k, v, qkv.Causal())
+    assert record.summary(batch=1) != record.summary()
+    assert "batch 1 of 0..1" in record.summary(batch=1)
+    with pytest.raises(qkv.ArgumentError, match="batch row 2"):
+        record.summary(batch=2)
+    with pytest.raises(qkv.ArgumentError, match="3 tokens for 9 keys"):
+        record.summary(["a", "b", "c"])
+    assert "nothing to look at" in str(qkv.inspect(Q[:, :0], K, V))
+
+
+def test_a_model_record_prints_what_the_command_line_does() -> None:
+    record = qkv.ModelRecord("one layer")
+    x = 4 * np.eye(9)[None]
+    record.add(np.roll(x, -1, axis=2), x, qkv.Causal(), name="layer 0")
+    assert "layer 0  P" in str(record)
+    assert "the token before" in record.summary()
+    assert record._repr_html_().startswith("<pre>")
+
+
+def test_unknown_scores_list_those_that_are_known() -> None:
+    record = qkv.ModelRecord("none")
+    with pytest.raises(qkv.ArgumentError) as caught:
+        record.best("foo")
+    assert "induction" in dict(caught.value.seen)["scores"].split(", ")
+
+
+def with_number(array: np.ndarray, place: tuple[int, ...], number: float) -> np.ndarray:
+    changed = array.copy()
+    changed[place] = number
+    return changed
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_a_query_row_that_is_not_finite_is_named(number, tmp_path, capsys) -> None:
+    q = with_number(Q, (2, 5, 3), number)
+    record = qkv.inspect(q, K, V)
+    assert np.argwhere(record.non_finite.rows).tolist() == [[2, 5]]
+    (reason,) = record.non_finite.reasons
+    word = "NaN" if np.isnan(number) else "infinity"
+    assert reason.startswith(f"query holds {word} first at head 2, row 5, dim 3: query row 5")
+    assert reason in str(record).replace("\n", " ")
+    assert "nan" not in str(record)
+    for options in ((), ("--head", "2"), ("--head", "2", "--query", "5")):
+        printed = of_command_line(tmp_path, capsys, q, K, V, *options)
+        assert reason in printed.replace("\n", " ")
+    # The other rows of the head have their mean.
+    rest = np.delete(qkv.inspect(Q, K, V).entropy[2], 5).mean()
+    assert f"   2     {rest:.2f}" in str(record)
+
+
+def test_a_key_a_value_and_a_bias_that_are_not_finite() -> None:
+    record = qkv.inspect(Q, with_number(K, (1, 4, 0), np.nan), V, qkv.Causal())
+    assert np.argwhere(record.non_finite.rows).tolist() == [[1, i] for i in range(4, 9)]
+    (reason,) = record.non_finite.reasons
+    assert reason.startswith("key holds NaN first at head 1, row 4, dim 0: 5 query rows")
+    record = qkv.inspect(Q, K, with_number(V, (1, 4, 0), np.inf))
+    assert not np.any(record.non_finite.rows)
+    assert "value holds infinity first at head 1, row 4, dim 0" in str(record)
+    bias = with_number(np.zeros((9, 9), np.float32), (3, 3), np.nan)
+    assert "bias holds NaN or plus infinity" in str(qkv.inspect(Q, K, V, qkv.Bias(bias)))
+
+
+def test_what_a_mask_hides_is_no_reason() -> None:
+    dirty = with_number(K, (0, 8, 0), np.nan)
+    assert not qkv.inspect(Q, dirty, V, qkv.KeyLengths(8)).non_finite
+    assert not qkv.inspect(Q, K, V).non_finite
+
+
+def test_scores_that_overflow_say_that_explain_does_not() -> None:
+    record = qkv.inspect(Q * np.float32(1e20), K * np.float32(1e20), V)
+    (reason,) = record.non_finite.reasons
+    assert reason.startswith("Scores overflow float32")
+    assert "float64" in reason
+    trace = qkv.explain(Q * np.float32(1e20), K * np.float32(1e20), V, head=0, q_index=0)
+    assert np.isfinite(trace.heads[0].rows[0].softmax.weights).all()
+    assert "head  entropy" not in str(record)
+    double = qkv.inspect(*(a.astype(np.float64) for a in (Q * 1e20, K * 1e20, V)))
+    assert not double.non_finite
