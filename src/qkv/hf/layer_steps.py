@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,11 +12,12 @@ from qkv.bridges.torch_steps import LayerStep, layer_step
 from qkv.call.bound import BoundCall, Structure, bind
 from qkv.call.flatten import Leaves, flatten
 from qkv.call.options import OptionValues
+from qkv.variants import Causal, MaskVariant, SlidingWindow
 
 if TYPE_CHECKING:
     from qkv.hf.layer_call import LayerCall
 
-__all__ = ["LayerOptions", "LayerSteps", "steps_of"]
+__all__ = ["LayerOptions", "LayerSteps", "are_of_distances", "steps_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,18 +108,29 @@ _MOST_LAYERS = 256
 _latest: dict[Any, LayerSteps] = {}
 
 
-def steps_of(variants: Sequence[Any], kv_offset: int) -> LayerSteps:
+def steps_of(variants: tuple[MaskVariant, ...], kv_offset: int) -> LayerSteps:
     """The steps of these masks: those of an equal mask before, unless it holds large arrays."""
-    leaves = Leaves([], [], [])
-    trees = tuple([flatten(variant, leaves, "in_place") for variant in variants])
-    if len(leaves.by_value) != len(leaves.arrays) or leaves.lengths:
+    masks = variants if are_of_distances(variants) else _compared(variants)
+    if masks is None:
         return LayerSteps()
-    values = leaf_values(BoundCall(Structure((), trees, (), tuple(leaves.by_value)), leaves.arrays))
-    if values is None:
-        return LayerSteps()
-    known = _latest.get((trees, values, kv_offset))
+    known = _latest.get((masks, kv_offset))
     if known is None:
         if len(_latest) >= _MOST:
             _latest.clear()
-        known = _latest.setdefault((trees, values, kv_offset), LayerSteps())
+        known = _latest.setdefault((masks, kv_offset), LayerSteps())
     return known
+
+
+def are_of_distances(variants: tuple[MaskVariant, ...]) -> bool:
+    """Whether masks read nothing but the distance of two positions, and hold no arrays."""
+    return all(type(mask) is Causal or type(mask) is SlidingWindow for mask in variants)
+
+
+def _compared(variants: tuple[MaskVariant, ...]) -> tuple[Any, ...] | None:
+    """What masks are compared by; None if they hold large arrays."""
+    leaves = Leaves([], [], [])
+    trees = tuple([flatten(variant, leaves, "in_place") for variant in variants])
+    if len(leaves.by_value) != len(leaves.arrays) or leaves.lengths:
+        return None
+    values = leaf_values(BoundCall(Structure((), trees, (), tuple(leaves.by_value)), leaves.arrays))
+    return None if values is None else (trees, values)

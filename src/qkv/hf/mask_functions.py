@@ -39,6 +39,9 @@ _MAKERS = (
 )
 
 
+_CAUSAL: tuple[MaskVariant, ...] = (Causal(),)
+
+
 class _UnknownFunction(Exception):
     """The function is not one that this module recognises."""
 
@@ -66,6 +69,8 @@ def read(function: MaskFunction, rows: PositionRanges) -> tuple[MaskVariant, ...
     In packed rows transformers counts positions from the start of each sequence; so does
     `Segments`. Masks that read more than the distance of two positions are not read there.
     """
+    if function is masking_utils.causal_mask_function:
+        return _CAUSAL
     parts = list(_factors(function))
     try:
         match [_made_by(part) for part in parts]:

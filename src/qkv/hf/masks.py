@@ -13,9 +13,9 @@ from transformers.masking_utils import causal_mask_function, prepare_padding_mas
 from transformers.utils.import_utils import is_tracing
 
 from qkv.errors import UnsupportedError
-from qkv.hf.layer_steps import LayerSteps, steps_of
+from qkv.hf.layer_steps import LayerSteps, are_of_distances, steps_of
 from qkv.hf.mask_functions import PositionRanges, read
-from qkv.variants import Causal, KeyLengths, Mask, MaskVariant, Prefix, SlidingWindow
+from qkv.variants import Causal, KeyLengths, Mask, MaskVariant, Prefix
 
 __all__ = ["MaskPattern", "StatedMask", "state_mask"]
 
@@ -206,7 +206,7 @@ def state_mask(
         mask: torch.Tensor = dense()
         return mask
     # The cache of a window drops its first keys, so that positions would change with every step.
-    first_key = 0 if all(type(mask) in _OF_DISTANCES for mask in variants) else kv_offset
+    first_key = 0 if are_of_distances(variants) else kv_offset
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
         last_key = rows.key.stop
@@ -220,10 +220,6 @@ def state_mask(
     return StatedMask(
         shape, device, MaskPattern(variants, first_query, first_key, dense, steps=steps)
     )
-
-
-_OF_DISTANCES = (Causal, SlidingWindow)
-"""Masks that read nothing but the distance of two positions."""
 
 
 def _padding(
