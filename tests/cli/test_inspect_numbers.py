@@ -337,4 +337,7 @@ def test_not_a_number_is_null(capsys: pytest.CaptureFixture[str], tmp_path: Path
     head = run_json(capsys, str(tmp_path / "a.npz"))["heads"][0]
     assert head["entropy"] is None
     assert head["mass"]["own"] is None
-    assert "nan" in run(capsys, str(tmp_path / "a.npz"))
+    text = run(capsys, str(tmp_path / "a.npz"))
+    assert "query holds NaN first at" in text.replace("\n", " ")
+    assert "nan" not in text
+    assert "Next:" not in text

@@ -69,8 +69,10 @@ def _printed(problem: CommandInput, options: argparse.Namespace) -> str:
         found = heads(problem, statistics, top)
     if options.json:
         return _json(problem, [_head_data(problem, head) for head in found])
-    head, query = _next(problem, found)
-    again = f"Next: {Page().token(_command(options), 500)} --query {query} --head {head}"
+    again = ""
+    if not all(math.isnan(head.entropy) for head in found):
+        head, query = _next(problem, found)
+        again = f"Next: {Page().token(_command(options), 500)} --query {query} --head {head}"
     return summary_of_heads(problem, statistics, found, options.top, again)
 
 
