@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -124,6 +125,8 @@ class Parser(argparse.ArgumentParser):
     """Usage errors in the form of all others."""
 
     def error(self, message: str) -> NoReturn:
+        for kind, name in (("int", "integer"), ("float", "number")):
+            message = re.sub(rf"invalid {kind} value: ('.*')", rf"\1 is no {name}", message)
         raise ArgumentError(f"{message}.", action=f"See {self.prog} --help.")
 
 

@@ -217,7 +217,11 @@ def checked_index(index: int, count: int, what: str) -> int:
     if not -count <= index < count:
         raise ArgumentError(
             f"--{what} {index} does not exist.",
-            action=f"Choose from 0 to {count - 1}." if count else f"There is no {what} at all.",
+            action=f"Choose from 0 to {count - 1}."
+            if count > 1
+            else f"There is one {what}, 0."
+            if count
+            else f"There is no {what} at all.",
         )
     return index % count
 

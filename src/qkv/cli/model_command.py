@@ -12,6 +12,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from qkv.cli.inputs import checked_index
 from qkv.cli.inspect_command import require_top, run_layer
 from qkv.cli.lab_command import require_place, write_page
 from qkv.cli.model_layer import model_layer
@@ -66,14 +67,13 @@ def run(options: argparse.Namespace) -> str:
     with Bar(f"inspecting {Page().token(options.model, 40)}", passes=1) as bar:
         # The page draws maps of the weights.
         record = inspect_model(options, bar, keep="weights" if options.html else None)
+    view = _view(record, options)
     if options.html:
         from qkv.lab.heads import heads_of_model
         from qkv.lab.session import Session
         from qkv.lab.sources import Source
 
         heads = heads_of_model(record, about(options))
-        view = {name: getattr(options, name) for name in ("layer", "head", "query")}
-        view = {name: index for name, index in view.items() if index is not None}
         write_page(options.html, Session(Source(record.model, heads=heads)), view)
     if options.save:
         record.save(options.save)
@@ -82,6 +82,20 @@ def run(options: argparse.Namespace) -> str:
     page = Page()
     written = f"Written: {page.token(options.html, 300)}" if options.html else ""
     return summary_of_model(record, written)
+
+
+def _view(record: ModelRecord, options: argparse.Namespace) -> dict[str, int]:
+    """The layer, head and query that were asked for, which a page opens with."""
+    if options.layer is None:
+        return {}
+    layer = record[checked_index(options.layer, len(record), "layer")]
+    counts = {"head": layer.num_heads, "query": layer.rows["entropy"].shape[-1]}
+    asked = {name: getattr(options, name) for name in counts}
+    return {"layer": layer.index} | {
+        name: checked_index(asked[name], count, name)
+        for name, count in counts.items()
+        if asked[name] is not None
+    }
 
 
 def refuse_with_model(options: argparse.Namespace) -> None:
