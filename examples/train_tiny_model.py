@@ -205,6 +205,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--into", type=Path, default=Path(), help="folder to write to")
     options = parser.parse_args()
+    qkv.set_num_threads(1)  # rows of 64 are too short to share, above all beside other work
     model, curve = train(options.steps)
     weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     (options.into / "tiny.safetensors").write_bytes(save(weights))

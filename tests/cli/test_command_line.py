@@ -146,7 +146,7 @@ BAD = {
     "unknown option": (["inspect", "--bogus"], "unrecognized arguments: --bogus"),
     "shortened option": (["inspect", "--js"], "unrecognized arguments: --js"),
     "two files": (["inspect", "a", "b"], "unrecognized arguments: b"),
-    "no number": (["inspect", "--head", "x"], "invalid int value: 'x'"),
+    "no number": (["inspect", "--head", "x"], "'x' is no integer"),
     "no offset": (["inspect", "--q-offset", "middle"], "give an integer, start or end"),
     "no row": (["explain", "--query", "some"], "give a row, or all"),
     "no layout": (["inspect", "--layout", "lbhd"], "invalid choice: 'lbhd'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
@@ -41,3 +42,23 @@ def test_a_vision_transformer(tmp_path: Path) -> None:
     tags = [element.tag.rpartition("}")[2] for element in ElementTree.parse(page).iter()]
     assert tags.count("image") == 4
     assert tags.count("rect") > 4
+
+
+@pytest.mark.parametrize("name", ["torch_training_step", "train_tiny_model"])
+def test_small_models_train_on_one_thread(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads that wait for each other take several times as long beside other work."""
+    seen = []
+
+    def stop(*_: object, **__: object) -> None:
+        seen.append((torch.get_num_threads(), qkv.get_num_threads()))
+        raise InterruptedError
+
+    monkeypatch.setattr(sys, "argv", ["train", "--into", str(tmp_path)])
+    monkeypatch.setattr(torch.optim.Adam, "step", stop)
+    torch.set_num_threads(2)
+    qkv.set_num_threads(2)
+    with pytest.raises(InterruptedError):
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    assert seen == [(1, 1)]

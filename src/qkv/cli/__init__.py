@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -33,7 +34,9 @@ examples:
   qkv inspect --query 75 --head 3      where one token looks
   qkv inspect FILE --causal            arrays q, k, v from a safetensors or npz file
   qkv inspect --model tiny             a map of a whole model: which kind each head is
+  qkv inspect --model tiny --layer 1   the heads of one layer; --head and --query look closer
   qkv explain --query 1                attention step by step, with every number
+  qkv explain --model tiny --layer 1   the same for a head of a model
   qkv explain --window 1,0 --softcap 5 every variant has an option, as in inspect and plan
   qkv plan --q-len 8192 --causal       what would run, how much it skips and what it takes
   qkv cost --model llama-3-8b          operations, bytes, cache and least time of a model
@@ -122,6 +125,8 @@ class Parser(argparse.ArgumentParser):
     """Usage errors in the form of all others."""
 
     def error(self, message: str) -> NoReturn:
+        for kind, name in (("int", "integer"), ("float", "number")):
+            message = re.sub(rf"invalid {kind} value: ('.*')", rf"\1 is no {name}", message)
         raise ArgumentError(f"{message}.", action=f"See {self.prog} --help.")
 
 
@@ -199,7 +204,9 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument(
         "--html", metavar="FILE", help="also write a page of all heads, which works offline"
     )
-    _add_model(inspect)
+    kinds = "Which kind each head is: induction, duplicate, previous, own or sink."
+    _add_model(inspect, "a whole model, or one layer with --layer", kinds)
+    inspect.add_argument("--save", metavar="FILE", help="also write all numbers, as safetensors")
 
     explain = _command(
         commands,
@@ -213,14 +220,17 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument(
         "--query", type=_row_or_all, default=0, metavar="N", help="query row, or all (default 0)"
     )
-    explain.add_argument("--head", type=int, default=0, metavar="H", help="query head (default 0)")
+    explain.add_argument("--head", type=int, metavar="H", help="query head (default 0)")
+    explain.add_argument("--batch", type=int, metavar="B", help="flat leading index (default 0)")
     explain.add_argument(
-        "--batch", type=int, default=0, metavar="B", help="flat leading index (default 0)"
+        "--top", type=int, metavar="K", help="keys to show, those with most weight (all up to 32)"
     )
     explain.add_argument("--grad", action="store_true", help="add the step back, for dO = ones")
     explain.add_argument(
         "--mechanism", metavar="NAME", help="another mechanism on the five tokens; see qkv compare"
     )
+
+    _add_model(explain, "one layer of a model", "The arithmetic of a head of a real model.")
 
     compare = _command(
         commands,
@@ -308,16 +318,14 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    model = parser.add_argument_group(
-        "a whole model", "Which kind each head is: induction, duplicate, previous, own or sink."
-    )
+def _add_model(parser: argparse.ArgumentParser, title: str, about: str) -> None:
+    model = parser.add_argument_group(title, about)
     model.add_argument(
         "--model", metavar="NAME", help="folder or name of a transformers model, or tiny"
     )
+    model.add_argument("--layer", type=int, metavar="L", help="one layer, in the order of calls")
     model.add_argument("--text", metavar="FILE", help="what it reads (default: a paragraph)")
     model.add_argument("--tokens", type=int, metavar="N", help="read only the first N tokens")
-    model.add_argument("--save", metavar="FILE", help="also write all numbers, as safetensors")
     model.add_argument(
         "--download", action="store_true", help="fetch the model if it is not on this machine"
     )

@@ -7,30 +7,73 @@ import argparse
 import qkv
 from qkv.cli.inputs import CommandInput, InputArrays, checked_index
 from qkv.cli.terminal import Page
+from qkv.errors import ArgumentError, UnsupportedError
 
 __all__ = ["run"]
+
+_EXAMPLE = "the shared example"
+_MOST_ROWS = 16
+"""Rows that are printed at once."""
+_MOST_KEYS, _TOP = 32, 12
+"""Of more keys than these, so many are printed unless `--top` says otherwise."""
 
 
 def run(options: argparse.Namespace) -> str:
     """The output of the command."""
-    given = _given(options.file)
+    if options.top is not None and options.top < 1:
+        raise ArgumentError(f"--top {options.top} shows nothing.", action="Pass 1 or more.")
+    given = _of_model(options) if options.model is not None else _of_file(options)
     problem = CommandInput.of(given, options)
-    trace = qkv.explain(
-        given.query,
-        given.key,
-        given.value,
-        *problem.variants,
-        q_index=None
-        if options.query is None
-        else checked_index(options.query, problem.q_len, "query"),
-        head=checked_index(options.head, len(problem.query), "head"),
-        batch=problem.batch,
-        tokens=problem.q_tokens,
-        kv_tokens=given.tokens,
-        grad=options.grad,
-        **problem.keywords,
-    )
-    return trace.to_json() + "\n" if options.json else trace.text(Page().width) + "\n"
+    if options.query is None and not options.json and problem.q_len > _MOST_ROWS:
+        raise ArgumentError(
+            f"{problem.q_len} rows, step by step, are too long to read (at most {_MOST_ROWS}).",
+            action=f"Choose one with --query, 0 to {problem.q_len - 1}, or take all with --json.",
+        )
+    try:
+        trace = qkv.explain(
+            given.query,
+            given.key,
+            given.value,
+            *problem.variants,
+            q_index=None
+            if options.query is None
+            else checked_index(options.query, problem.q_len, "query"),
+            head=checked_index(options.head or 0, len(problem.query), "head"),
+            batch=problem.batch,
+            tokens=problem.q_tokens,
+            kv_tokens=given.tokens,
+            grad=options.grad,
+            **problem.keywords,
+        )
+    except UnsupportedError as error:
+        action = "Leave out --grad, or use" if options.grad else "Use"
+        if options.query is None:
+            action = "Choose a row with --query, or use"
+        raise UnsupportedError(
+            error.fact, error.seen, f"{action} qkv inspect, which has no limit."
+        ) from error
+    if options.json:
+        return trace.to_json() + "\n"
+    top = options.top or (_TOP if problem.key.shape[1] > _MOST_KEYS else None)
+    title = "" if given.title == _EXAMPLE else f"{Page().token(given.title, 200)}\n"
+    return title + trace.text(Page().width, top) + "\n"
+
+
+def _of_model(options: argparse.Namespace) -> InputArrays:
+    from qkv.cli.model_command import refuse_with_model
+    from qkv.cli.model_layer import model_layer
+
+    refuse_with_model(options)
+    if options.layer is None:
+        options.layer = 0
+    return model_layer(options)
+
+
+def _of_file(options: argparse.Namespace) -> InputArrays:
+    from qkv.cli.model_command import refuse_without_model
+
+    refuse_without_model(options)
+    return _given(options.file)
 
 
 def _given(path: str | None) -> InputArrays:
@@ -39,4 +82,4 @@ def _given(path: str | None) -> InputArrays:
     from qkv.samples import shared_example
 
     example = shared_example()
-    return InputArrays(example.q, example.k, example.v, example.tokens, "the shared example", "qkv")
+    return InputArrays(example.q, example.k, example.v, example.tokens, _EXAMPLE, "qkv")

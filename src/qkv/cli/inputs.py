@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,10 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InputArrays:
-    """Arrays as they were read, and their source."""
+    """Arrays as they were read, and their source.
+
+    Those of a layer of a model bring its variants and options along.
+    """
 
     query: Array
     key: Array
@@ -30,6 +33,8 @@ class InputArrays:
     tokens: tuple[str, ...] | None
     title: str
     source: str
+    variants: tuple[Any, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_file(cls, path: str) -> InputArrays:
@@ -65,12 +70,13 @@ class CommandInput:
     @classmethod
     def of(cls, given: InputArrays, options: argparse.Namespace) -> CommandInput:
         """Check the arrays and options, and take the batch row that is wanted."""
-        variants = variants_of(options.variants)
+        variants = (*given.variants, *variants_of(options.variants))
         arrays = given.query, given.key, given.value
         keywords = {
             "scale": options.scale,
             "layout": options.layout,
             "q_offset": "start" if options.q_offset is None else options.q_offset,
+            **given.options,
         }
         # `plan` checks the arrays, so that the code below can rely on their shapes.
         qkv.plan(*arrays, *variants, **keywords)
@@ -92,16 +98,18 @@ class CommandInput:
             )
         kv_lens = [v.kv_lens for v in variants if isinstance(v, qkv.KeyLengths)]
         real = [np.broadcast_to(lens, lead).reshape(-1)[batch] for lens in kv_lens]
-        q_offset = _offset(options.q_offset, q_len, kv_len, min([kv_len, *map(int, real)]))
+        requested = keywords["q_offset"] if given.variants else options.q_offset
+        q_offset = _offset(requested, q_len, kv_len, min([kv_len, *map(int, real)]))
+        q_offset -= keywords.get("kv_offset", 0)
         return cls(
             given,
             query,
             key,
             value,
             variants,
-            all(entry.option.uniform for entry in options.variants),
+            not given.variants and all(entry.option.uniform for entry in options.variants),
             keywords,
-            options.scale,
+            keywords["scale"],
             q_offset,
             batch,
             batch_size,
@@ -209,7 +217,11 @@ def checked_index(index: int, count: int, what: str) -> int:
     if not -count <= index < count:
         raise ArgumentError(
             f"--{what} {index} does not exist.",
-            action=f"Choose from 0 to {count - 1}." if count else f"There is no {what} at all.",
+            action=f"Choose from 0 to {count - 1}."
+            if count > 1
+            else f"There is one {what}, 0."
+            if count
+            else f"There is no {what} at all.",
         )
     return index % count
 

@@ -45,8 +45,7 @@ _CAUTION = "Attention is not explanation: weights show where a head reads, not w
 
 def run(options: argparse.Namespace) -> str:
     """The output of the command."""
-    if options.top is not None and options.top < 1:
-        raise ArgumentError(f"--top {options.top} shows nothing.", action="Pass 1 or more.")
+    require_top(options)
     if options.html:
         require_place(options.html)
     problem = CommandInput.of(_given(options.file), options)
@@ -56,6 +55,17 @@ def run(options: argparse.Namespace) -> str:
         if not options.json:
             printed += f"Written: {Page().token(options.html, 300)}\n"
     return printed
+
+
+def run_layer(options: argparse.Namespace, given: InputArrays) -> str:
+    """The output of the command for one layer of a model."""
+    return _printed(CommandInput.of(given, options), options)
+
+
+def require_top(options: argparse.Namespace) -> None:
+    """Complain of a number of keys or pairs that shows none."""
+    if options.top is not None and options.top < 1:
+        raise ArgumentError(f"--top {options.top} shows nothing.", action="Pass 1 or more.")
 
 
 def _printed(problem: CommandInput, options: argparse.Namespace) -> str:
@@ -152,7 +162,7 @@ def _command(options: argparse.Namespace) -> str:
     words += [options.file] if options.file else []
     words += command_line_of(options.variants)
     words += ["--layout", options.layout] if options.layout != "bhld" else []
-    for name in ("q_offset", "scale", "batch"):
+    for name in ("model", "layer", "text", "tokens", "q_offset", "scale", "batch"):
         value = getattr(options, name)
         words += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []
     return shlex.join(words)
@@ -211,8 +221,8 @@ def _legend(page: Page, problem: CommandInput) -> str:
     )
     return (
         "entropy: of the weights, in nats; 0 where one key has all. first: the share of weight on "
-        f"key 0. {near}. All are means over the queries. A pair: token and row of a query, "
-        f"{page.arrow} token and row of a key, and the weight."
+        f"key 0. {near}. All are means over the queries. A pair: the query's token and row "
+        f"{page.arrow} the key's, and the weight."
     )
 
 

@@ -12,7 +12,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from qkv.cli.inputs import checked_index
+from qkv.cli.inspect_command import require_top, run_layer
 from qkv.cli.lab_command import require_place, write_page
+from qkv.cli.model_layer import model_layer
 from qkv.cli.model_loading import about, inspect_model
 from qkv.cli.terminal import Bar, Page
 from qkv.cli.variants import command_line_of
@@ -20,7 +23,7 @@ from qkv.errors import ArgumentError
 from qkv.inspection.head_scores import KINDS, LETTERS, MEANINGS, THRESHOLD
 from qkv.inspection.model_record import ModelRecord
 
-__all__ = ["refuse_without_model", "run", "summary_of_model"]
+__all__ = ["refuse_with_model", "refuse_without_model", "run", "summary_of_model"]
 
 SCHEMA, VERSION = "qkv-inspect-model", 1
 
@@ -33,38 +36,45 @@ _STYLES = {
 }
 _CAUTION = "Attention is not explanation: weights show where a head reads, not why."
 _FILE_OPTIONS = {
-    "file": "FILE", "q_offset": "--q-offset", "scale": "--scale",
-    "query": "--query", "head": "--head", "batch": "--batch", "top": "--top",
+    "file": "FILE", "q_offset": "--q-offset", "scale": "--scale", "batch": "--batch",
 }  # fmt: skip
 _MODEL_OPTIONS = {
-    "text": "--text", "download": "--download", "tokens": "--tokens", "save": "--save",
+    "layer": "--layer", "text": "--text", "download": "--download", "tokens": "--tokens",
+    "save": "--save",
 }  # fmt: skip
+_LAYER_OPTIONS = {"query": "--query", "head": "--head", "top": "--top"}
 
 
 def run(options: argparse.Namespace) -> str:
     """The output of the command."""
-    _refuse(options, _FILE_OPTIONS, "goes with a file of arrays, not with --model")
-    for word in command_line_of(options.variants)[:1]:
-        raise ArgumentError(f"{word} goes with a file of arrays, not with --model.")
-    if options.layout != "bhld":
-        raise ArgumentError("--layout goes with a file of arrays, not with --model.")
-    if options.tokens is not None and options.tokens < 1:
-        raise ArgumentError(f"--tokens {options.tokens} reads nothing.", action="Pass 1 or more.")
+    refuse_with_model(options)
+    if options.layer is None:
+        for attribute, shown in _LAYER_OPTIONS.items():
+            if getattr(options, attribute) is not None:
+                raise ArgumentError(
+                    f"{shown} is about one layer, and --model {Page().token(options.model, 80)} "
+                    "shows all.",
+                    action="Say which with --layer N; without, the map lists them.",
+                )
+    require_top(options)
     # Checked before minutes of work.
     if options.save and not Path(options.save).absolute().parent.is_dir():
         raise ArgumentError(f"{options.save} is in no folder.", action="Make the folder first.")
     if options.html:
         require_place(options.html)
+    if options.layer is not None and not (options.save or options.html):
+        return run_layer(options, model_layer(options))
     with Bar(f"inspecting {Page().token(options.model, 40)}", passes=1) as bar:
         # The page draws maps of the weights.
         record = inspect_model(options, bar, keep="weights" if options.html else None)
+    view = _view(record, options)
     if options.html:
         from qkv.lab.heads import heads_of_model
         from qkv.lab.session import Session
         from qkv.lab.sources import Source
 
         heads = heads_of_model(record, about(options))
-        write_page(options.html, Session(Source(record.model, heads=heads)))
+        write_page(options.html, Session(Source(record.model, heads=heads)), view)
     if options.save:
         record.save(options.save)
     if options.json:
@@ -74,6 +84,31 @@ def run(options: argparse.Namespace) -> str:
     return summary_of_model(record, written)
 
 
+def _view(record: ModelRecord, options: argparse.Namespace) -> dict[str, int]:
+    """The layer, head and query that were asked for, which a page opens with."""
+    if options.layer is None:
+        return {}
+    layer = record[checked_index(options.layer, len(record), "layer")]
+    counts = {"head": layer.num_heads, "query": layer.rows["entropy"].shape[-1]}
+    asked = {name: getattr(options, name) for name in counts}
+    return {"layer": layer.index} | {
+        name: checked_index(asked[name], count, name)
+        for name, count in counts.items()
+        if asked[name] is not None
+    }
+
+
+def refuse_with_model(options: argparse.Namespace) -> None:
+    """Complain of an option that says something of arrays, where a model has them."""
+    _refuse(options, _FILE_OPTIONS, "goes with a file of arrays, not with --model")
+    for word in command_line_of(options.variants)[:1]:
+        raise ArgumentError(f"{word} goes with a file of arrays, not with --model.")
+    if options.layout != "bhld":
+        raise ArgumentError("--layout goes with a file of arrays, not with --model.")
+    if options.tokens is not None and options.tokens < 1:
+        raise ArgumentError(f"--tokens {options.tokens} reads nothing.", action="Pass 1 or more.")
+
+
 def refuse_without_model(options: argparse.Namespace) -> None:
     """Complain of an option that says something of a model, where there is none."""
     _refuse(options, _MODEL_OPTIONS, "goes with --model")
@@ -81,9 +116,9 @@ def refuse_without_model(options: argparse.Namespace) -> None:
 
 def _refuse(options: argparse.Namespace, names: dict[str, str], reason: str) -> None:
     for attribute, shown in names.items():
-        value = getattr(options, attribute)
+        value = getattr(options, attribute, None)
         if value is not None and value is not False:
-            raise ArgumentError(f"{shown} {reason}.", action="See qkv inspect --help.")
+            raise ArgumentError(f"{shown} {reason}.", action=f"See {options.parser.prog} --help.")
 
 
 # --- the map -------------------------------------------------------------------------------------

@@ -29,17 +29,23 @@ if TYPE_CHECKING:
 __all__ = ["about", "inspect_model", "lab_source"]
 
 Progress = Callable[[int, int], None]
+SeeValue = Callable[[ModelRecord, Any], None]
+"""Given a record, right after its newest layer was added, and the value of that layer."""
 
 TINY = "tiny"
 _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _WEIGHTS_AFTER_ATTENTION = re.compile(r"(^|\.)(\w*pooler|\w*head|classifier|score)\.")
 """Modules behind the attention layers, whose weights checkpoints of other tasks may lack."""
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.*", "spiece.model", "*.spm")
 _MAX_BYTES = 1 << 26
 _MAX_REASON_LENGTH = 300
 
 
 def inspect_model(
-    options: argparse.Namespace, progress: Progress, keep: Keep = None
+    options: argparse.Namespace,
+    progress: Progress,
+    keep: Keep = None,
+    see: SeeValue | None = None,
 ) -> ModelRecord:
     """Run the model of `--model` on the text of `--text`; `keep` says whose weights to keep.
 
@@ -50,8 +56,9 @@ def inspect_model(
     """
     if options.model == TINY:
         text = None if options.text is None else _text(options.text)
-        return _inspect_tiny(text, options.tokens, progress, keep)
-    return _run_transformer(options.model, _text_of(options), options, progress, keep).record
+        return _inspect_tiny(text, options.tokens, progress, keep, see)
+    text = _text_of(options)
+    return _run_transformer(options.model, text, options, progress, keep, see=see).record
 
 
 def about(options: argparse.Namespace) -> str:
@@ -127,7 +134,7 @@ def _text(path: str) -> str:
 
 
 def _inspect_tiny(
-    text: str | None, count: int | None, progress: Progress, keep: Keep
+    text: str | None, count: int | None, progress: Progress, keep: Keep, see: SeeValue | None
 ) -> ModelRecord:
     """qkv's own model; without a text it reads random characters, twice."""
     from qkv.samples.tiny import LAYERS, tiny_model
@@ -137,8 +144,10 @@ def _inspect_tiny(
     ids = ids[:count]
     record = ModelRecord(model.name, keep=keep)
     record.tokens, record.texts = np.array([ids]), model.tokens(ids)
-    for layer, (query, key, _, variants) in enumerate(model.attention_inputs(ids)):
+    for layer, (query, key, value, variants) in enumerate(model.attention_inputs(ids)):
         record.add(query, key, *variants, name=f"layers.{layer}", tokens=record.tokens)
+        if see is not None:
+            see(record, value[None])
         progress(layer + 1, len(LAYERS))
     return record
 
@@ -173,6 +182,7 @@ def _run_transformer(
     progress: Progress,
     keep: Keep,
     predicts: bool = False,
+    see: SeeValue | None = None,
 ) -> _Ran:
     """Record a model on a text; `predicts` asks for its head for the next token, if it has one."""
     _require_safetensors(name)
@@ -196,6 +206,7 @@ def _run_transformer(
     with (
         torch.no_grad(),
         qkv.hf.inspect(model, progress=progress, keep=keep) as record,
+        qkv.hf.observe(lambda call: see(record, call.value) if see is not None else None),
         _running_errors(type(model).__name__),
     ):
         model(input_ids=torch.tensor([ids]))
@@ -257,12 +268,12 @@ def _offline(offline: bool) -> Iterator[None]:
 
 def _load_model(name: str, download: bool, predicts: bool) -> tuple[Any, Any, Any]:
     """Configuration, tokenizer and the part of the model that reads text."""
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     safe = {"local_files_only": not download, "trust_remote_code": False}
     config = AutoConfig.from_pretrained(name, **safe)
     config.use_cache = False
-    tokenizer = AutoTokenizer.from_pretrained(name, **safe)
+    tokenizer = _load_tokenizer(name, safe)
     made = [str(name) for name in getattr(config, "architectures", None) or ()]
     predicts = predicts and any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in made)
     kind: Any = AutoModelForCausalLM if predicts else AutoModel
@@ -282,6 +293,25 @@ def _load_model(name: str, download: bool, predicts: bool) -> tuple[Any, Any, An
         ),
     )
     return config, tokenizer, model.eval()
+
+
+def _load_tokenizer(name: str, safe: dict[str, Any]) -> Any:
+    """The tokenizer, whose absence transformers reports in the words of whatever it tried last."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name, **safe)
+    except Exception as error:
+        folder = Path(name)
+        if "trust_remote_code" in str(error) or not folder.is_dir():
+            raise
+        if any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+            raise
+        raise FileError(
+            f"{shown(name)} has no tokenizer, so a text cannot be turned into its tokens.",
+            [("looked for", ", ".join(_TOKENIZER_FILES))],
+            "Write it beside the model: tokenizer.save_pretrained(folder).",
+        ) from error
 
 
 def _require_weights(name: str, missing: list[str]) -> None:

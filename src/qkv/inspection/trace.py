@@ -275,11 +275,15 @@ class Trace:
     def __str__(self) -> str:
         return self.text()
 
-    def text(self, width: int = 100) -> str:
-        """The trace to read: plain text, long lines of products folded at `width` columns."""
+    def text(self, width: int = 100, top: int | None = None) -> str:
+        """The trace to read: plain text, long lines of products folded at `width` columns.
+
+        With `top`, only the keys with most weight of each row are printed, so many of them, and of
+        the step back as many rows of each gradient; the sums are still those over all keys.
+        """
         from qkv.inspection.trace_text import render
 
-        return render(self, width)
+        return render(self, width, top)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, numbers and strings, as `trace.schema.json` says.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,12 @@ def bar(weight: float) -> str:
     """One `#` for each 1/40 of the weight, truncated."""
     # The small addend gives a weight of k/40 with rounding errors its k characters.
     return "#" * int(weight * BAR + 1e-9) if np.isfinite(weight) else ""
+
+
+def _key_name(trace: Trace, j: int, numbered: bool) -> str:
+    """A key by its token, and by its row where neighbours are missing."""
+    name = _name(trace.kv_tokens, j, "key")
+    return f"{name} {j}" if numbered and trace.kv_tokens is not None else name
 
 
 def _name(tokens: Sequence[str] | None, i: int, word: str) -> str:
@@ -78,14 +85,14 @@ def _without_noise(array: Array) -> Array:
     return np.where(np.abs(array) < 1e-14 * largest, 0.0, array)
 
 
-def render(trace: Trace, width: int = 100) -> str:
-    """The whole trace; products are folded at `width` columns."""
+def render(trace: Trace, width: int = 100, top: int | None = None) -> str:
+    """The trace; products are folded at `width` columns, and `top` keys of a row are printed."""
     lines = list(_heading(trace))
     for head in trace.heads:
         for row in head.rows:
-            lines += ["", *_Row(trace, head, row, width).lines()]
+            lines += ["", *_Row(trace, head, row, width, top).lines()]
     if trace.gradient is not None:
-        lines += ["", *_gradients(trace.gradient, width)]
+        lines += ["", *_gradients(trace.gradient, width, top)]
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -105,11 +112,19 @@ def _heading(trace: Trace) -> Iterator[str]:
 class _Row:
     """The sections of one query row."""
 
-    def __init__(self, trace: Trace, head: TracedHead, row: TracedRow, width: int) -> None:
+    def __init__(
+        self, trace: Trace, head: TracedHead, row: TracedRow, width: int, top: int | None
+    ) -> None:
         self.trace, self.head, self.row = trace, head, row
         self.width = width
-        self.keys = [_name(trace.kv_tokens, j, "key") for j in range(len(head.kv_pos))]
-        self.margin = max(map(columns, self.keys), default=0)
+        kv_len = len(head.kv_pos)
+        self.shown = list(range(kv_len))
+        if top is not None and top < kv_len:
+            # Keys that are allowed come before those that are not, of the same weight 0.
+            order = np.lexsort((~row.allowed, -np.nan_to_num(row.softmax.weights, nan=2.0)))
+            self.shown = sorted(order[:top].tolist())
+        self.keys = {j: _key_name(trace, j, len(self.shown) < kv_len) for j in self.shown}
+        self.margin = max(map(columns, self.keys.values()), default=0)
         self.number = 0
 
     def lines(self) -> Iterator[str]:
@@ -140,8 +155,8 @@ class _Row:
         if any(header):
             titles = "  ".join(f"{t:>{w}}" for t, w in zip(header, widths, strict=True))
             yield self.indent + titles
-        for j, cells in enumerate(zip(*parts, strict=True)):
-            row = "  ".join(f"{c:>{w}}" for c, w in zip(cells, widths, strict=True))
+        for i, j in enumerate(self.shown):
+            row = "  ".join(f"{part[i]:>{w}}" for part, w in zip(parts, widths, strict=True))
             yield self.named(j) + row
 
     def title(self) -> Iterator[str]:
@@ -158,6 +173,12 @@ class _Row:
             place.append(f"batch {head.batch}")
         shown = f"'{name}'" if self.trace.tokens else name
         yield f"=== {shown} ({', '.join(place)}) ==="
+        if len(self.shown) < len(row.allowed):
+            share = row.softmax.weights[self.shown].sum()
+            yield (
+                f"Of {len(row.allowed):,} keys, the {len(self.shown)} with most weight are shown; "
+                f"together they have {share:.4f} of it. Sums are over all."
+            )
         yield from self.vector("q = ", row.query)
         if row.rotated_query is not None:
             rotation = printable(str(problem.rotation), 80)
@@ -169,18 +190,22 @@ class _Row:
         query = row.query if row.rotated_query is None else row.rotated_query
         key = self.head.key if self.head.rotated_key is None else self.head.rotated_key
         yield self.step("Dot products: " + ("R q . R k" if rotated else "q . k"))
-        raw = _aligned(row.raw)
+        raw = _aligned(row.raw[self.shown])
         width = self.width - self.margin - max(map(len, raw), default=0) - 8
         sums = [
             _fold([f"{_short(a)}*{_short(b)}" for a, b in zip(query, k, strict=True)], " + ", width)
-            for k in key
+            for k in key[self.shown]
         ]
         widest = max((len(lines[-1]) for lines in sums), default=0)
-        for j, lines in enumerate(sums):
+        for j, lines, total in zip(self.shown, sums, raw, strict=True):
             starts = [self.named(j)] + [self.indent] * (len(lines) - 1)
-            ends = [""] * (len(lines) - 1) + [f"{'':{widest - len(lines[-1])}} = {raw[j]}"]
+            ends = [""] * (len(lines) - 1) + [f"{'':{widest - len(lines[-1])}} = {total}"]
             for start, line, end in zip(starts, lines, ends, strict=True):
                 yield start + line + end
+
+    def numbers(self, of_keys: Array) -> list[str]:
+        """The numbers of the keys that are shown."""
+        return _numbers(of_keys[self.shown])
 
     @property
     def indent(self) -> str:
@@ -197,13 +222,15 @@ class _Row:
         if abs(p.scale - p.head_dim**-0.5) <= 1e-12:
             why = f" = 1 / sqrt({p.head_dim})"
         yield self.step(f"Scale: times {_short(p.scale)}{why}")
-        yield from self.table([""], _numbers(self.row.scaled))
+        yield from self.table([""], self.numbers(self.row.scaled))
 
     def score_stages(self) -> Iterator[str]:
         before = self.row.scaled
         for stage in self.row.stages:
             yield self.step(f"Score: {printable(stage.label, 80)}")
-            yield from self.table(["before", "after"], _numbers(before), _numbers(stage.scores))
+            yield from self.table(
+                ["before", "after"], self.numbers(before), self.numbers(stage.scores)
+            )
             before = stage.scores
 
     def masking(self) -> Iterator[str]:
@@ -213,7 +240,7 @@ class _Row:
             return
         yield self.step("Mask: " + (" and ".join(printable(m.label, 80) for m in row.masks)
                                     or "scores of -inf"))  # fmt: skip
-        for j in range(len(row.allowed)):
+        for j in self.shown:
             if row.allowed[j]:
                 yield self.named(j) + "allowed"
                 continue
@@ -230,16 +257,16 @@ class _Row:
             f"Softmax: subtract the largest, {_number(s.row_max)}; take exp; "
             f"divide by the sum, {_number(s.row_sum)}"
         )
-        shown = [_number(x) if row.allowed[j] else "masked" for j, x in enumerate(row.scores)]
-        shifted = [_number(x) if row.allowed[j] else "" for j, x in enumerate(s.shifted)]
-        exp = [_number(x) if row.allowed[j] else "" for j, x in enumerate(s.exp)]
+        shown = [_number(row.scores[j]) if row.allowed[j] else "masked" for j in self.shown]
+        shifted = [_number(s.shifted[j]) if row.allowed[j] else "" for j in self.shown]
+        exp = [_number(s.exp[j]) if row.allowed[j] else "" for j in self.shown]
         yield from self.table(
             ["score", "shifted", "exp", "weight", ""],
             shown,
             shifted,
             exp,
-            _numbers(s.weights),
-            [f"|{bar(w):<{BAR}}|" for w in s.weights],
+            self.numbers(s.weights),
+            [f"|{bar(w):<{BAR}}|" for w in s.weights[self.shown]],
         )
         if s.sink is not None and s.sink_exp is not None:
             share = s.sink_exp / s.row_sum
@@ -257,16 +284,16 @@ class _Row:
             yield self.step(f"Dropout: p = {_short(self.trace.problem.dropout or 0.0)}")
             yield from self.table(
                 ["weight", "factor", "kept"],
-                _numbers(s.weights),
-                _numbers(row.factors),
-                _numbers(dropped),
+                self.numbers(s.weights),
+                self.numbers(row.factors),
+                self.numbers(dropped),
             )
 
     def weighted_sum(self) -> Iterator[str]:
         row = self.row
         weights = row.softmax.weights if row.factors is None else row.softmax.weights * row.factors
         yield self.step("Output: the values, weighted and added")
-        for j, weight in enumerate(_aligned(weights)):
+        for j, weight in zip(self.shown, _aligned(weights[self.shown]), strict=True):
             if row.allowed[j]:
                 yield from self.vector(f"{self.named(j)}{weight} * ", self.head.value[j])
         yield from self.vector("   o = ", row.output, form=_number)
@@ -275,28 +302,31 @@ class _Row:
         yield self.step("The step back")
         yield from self.vector("   dO = ", back.cotangent)
         names = ["dw", "ds"]
-        parts = [_numbers(back.d_weights), _numbers(back.d_scores)]
+        parts = [self.numbers(back.d_weights), self.numbers(back.d_scores)]
         for slope in back.slopes:
             names.append("slope of " + printable(slope.label, 24))
-            parts.append(_numbers(slope.values))
+            parts.append(self.numbers(slope.values))
         names += ["d(q.k)"]
-        parts += [_numbers(back.d_raw)]
+        parts += [self.numbers(back.d_raw)]
         times = " * slopes" if back.slopes else ""
         times_factor = " * factor" if self.row.factors is not None else ""
         scale = _short(self.trace.problem.scale)
         yield f"   dw = dO . v{times_factor},  ds = J dw,  d(q.k) = ds{times} * {scale}"
         yield from self.table(names, *parts)
         yield "   J = diag(w) - w w^T, how each weight (row) changes with each score (column)"
-        cells = [_numbers(column) for column in back.jacobian.T]
+        cells = [self.numbers(column) for column in back.jacobian.T[self.shown]]
         yield from self.table([""] * len(cells), *cells)
         yield from self.vector("   dq = ", _without_noise(back.d_query), form=_number)
 
 
-def _gradients(gradient: TracedGradients, width: int) -> Iterator[str]:
+def _gradients(gradient: TracedGradients, width: int, top: int | None) -> Iterator[str]:
     yield "=== Gradients, summed over all rows and heads ==="
     arrays = {"dQ": gradient.d_query, "dK": gradient.d_key, "dV": gradient.d_value}
     for name, array in arrays.items():
         shown = _without_noise(array)
-        for index in np.ndindex(*array.shape[:-1]):
+        for index in islice(np.ndindex(*array.shape[:-1]), top):
             start = f"{name}[{', '.join(map(str, index))}] = "
             yield from _vector(start, shown[index], width, form=_number)
+        rows = int(np.prod(array.shape[:-1], dtype=object))
+        if top is not None and rows > top:
+            yield f"{name} has {rows - top:,} more rows."
