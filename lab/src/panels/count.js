@@ -1,7 +1,7 @@
 // Every multiply and add of three tokens, one step at a time, and the same ledger for any size.
 
 import { html, useLab, inside, examplesOf } from "../parts/lab.js";
-import { Block, DataTable, Stepper, Whole } from "../parts/basics.js";
+import { DataTable, Stepper, Unbroken, Whole } from "../parts/basics.js";
 import { Chart, Figure } from "../parts/chart.js";
 import { Grid } from "../parts/grid.js";
 import { COUNTS, MEANINGS, ledger, total, walkthrough } from "../ledger.js";
@@ -75,7 +75,7 @@ export function Count() {
       <span class="presets" role="group" aria-label="Lengths">${[5, 1000, 8192, 100000].map((to) => html`<button type="button" class="small" onClick=${() => set({ n: to })}>n = ${grouped(to)}</button>`)}</span></div>
     <div class="pair">
       <${DataTable} title="Operations" columns=${["operation", "formula", "count"]} rows=${[
-        ...COUNTS.map(([name, formula]) => ({ key: name, cells: [MEANINGS[name], formula, grouped(big[name])] })),
+        ...COUNTS.map(([name, formula]) => ({ key: name, cells: [MEANINGS[name], html`<${Unbroken} text=${formula} />`, grouped(big[name])] })),
         { key: "all", class: "total", cells: ["all", "", grouped(total(big))] },
         { key: "products", cells: ["both products, a multiply-add as two", "4 n² d", grouped(4 * n * n * d)] }]} />
       <div><${DataTable} title="Memory" columns=${["what", "formula", "size"]} rows=${[

@@ -39,5 +39,5 @@ export function Mechanisms() {
       ${heads > 1 && html`<${Choice} label="Head" value=${head} onChange=${(to) => set({ mhead: to })} options=${chosen.token_mixing.map((_, i) => [i, i])} />`}
       <div class="pair"><${Grid} title=${heads > 1 ? `Token mixing, head ${head}` : "Token mixing"} kind="heat" values=${matrix} rows=${tokens} columns=${columns} share=${share} />
         <${Grid} title="Output" kind="output" values=${chosen.output} rows=${tokens} /></div></${Block}>
-    <${DataTable} title="All of them" columns=${["mechanism", "difference", "formula", "paper"]} rows=${all.map((each) => ({ key: each.mechanism, class: each === chosen ? "here" : "", cells: [each.mechanism, { x: each.difference_from_full_attention }, each.formula, each.paper] }))} />`;
+    <${DataTable} title="All of them" class="texts" columns=${["mechanism", "difference", "formula", "paper"]} rows=${all.map((each) => ({ key: each.mechanism, class: each === chosen ? "here" : "", cells: [each.mechanism, { x: each.difference_from_full_attention }, each.formula, each.paper] }))} />`;
 }

@@ -16,6 +16,9 @@ export function Vector({ of, kind }) {
     html`${i ? ", " : ""}<${Num} x=${x} />`)}]</span>`;
 }
 
+/** Text on one line, such as a formula in a narrow column. */
+export const Unbroken = ({ text }) => html`<span class="unbroken">${text}</span>`;
+
 /** A token of somebody's text, as text. */
 export const Token = ({ text }) => html`<span class="token">${shown(text)}</span>`;
 
@@ -76,9 +79,9 @@ const isNumeric = (value) => typeof rawOf(value) === "number" || /^[\d,.−e+ ]+
 
 /**
  * A table that can be copied. Cells are strings, numbers, {x: number} for all digits, or html.
- * @param {{title: string, columns: string[], rows: {cells: any[], class?: string, key?: any}[], under?: string[], note?: string, sortable?: boolean}} props; `under` stands below the names of columns
+ * @param {{title: string, columns: string[], rows: {cells: any[], class?: string, key?: any}[], under?: string[], note?: string, sortable?: boolean, class?: string}} props; `under` stands below the names of columns
  */
-export function DataTable({ title, columns, rows, under, note, sortable = false }) {
+export function DataTable({ title, columns, rows, under, note, sortable = false, class: kind = "" }) {
   const [order, setOrder] = useState(null);
   const numeric = columns.map((_, i) => i > 0 && rows.every(({ cells }) => isNumeric(cells[i]) || rawOf(cells[i]) === ""));
   const ordered = order === null ? rows : [...rows].sort((a, b) => {
@@ -89,10 +92,10 @@ export function DataTable({ title, columns, rows, under, note, sortable = false 
   const sortBy = (column) => setOrder({ column, falling: !(order?.column === column && order.falling) });
   const sorted = (i) => (order?.column === i ? (order.falling ? "descending" : "ascending") : undefined);
   return html`<${Block} title=${title} rows=${() => [columns, ...ordered.map(({ cells }) => cells.map(rawOf))]}>
-    <div class="wide" tabindex="0" role="group" aria-label=${title}><table class="data">
+    <div class="wide" tabindex="0" role="group" aria-label=${title}><table class=${`data ${kind}`}>
     <thead><tr>${columns.map((name, i) => html`<th scope="col" class=${numeric[i] ? "right" : ""} aria-sort=${sorted(i)}>${
       sortable ? html`<button type="button" onClick=${() => sortBy(i)}>${name}</button>` : name}${under?.[i] && html`<br /><small>${under[i]}</small>`}</th>`)}</tr></thead>
-    <tbody>${ordered.map(({ cells, class: kind, key }) => html`<tr key=${key} class=${kind ?? ""}>${cells.map((value, i) => {
+    <tbody>${ordered.map(({ cells, class: mark, key }) => html`<tr key=${key} class=${mark ?? ""}>${cells.map((value, i) => {
       const shownCell = isCell(value) && "x" in value ? html`<${Num} x=${value.x} />` : value;
       return i === 0 ? html`<th scope="row">${shownCell}</th>` : html`<td class=${numeric[i] ? "right" : ""}>${shownCell}</td>`;
     })}</tr>`)}</tbody></table></div>${note && html`<p class="faint">${note}</p>`}</${Block}>`;
