@@ -71,6 +71,21 @@ def test_nothing_is_wider_than_a_phone(opened: Any) -> None:
         assert page.evaluate("document.documentElement.scrollWidth") <= 390, panel
 
 
+def test_code_formulas_and_the_board_fit_a_phone(opened: Any) -> None:
+    lab = opened(width=390, height=844)
+    code = lab.open("code").locator(".code")
+    assert code.evaluate("code => code.scrollWidth <= code.clientWidth")
+    page = lab.open("count")
+    lines = "all => all.map((each) => each.getClientRects().length)"
+    formulas = page.eval_on_selector_all('[aria-label="Operations"] tbody td:nth-child(2) *', lines)
+    assert formulas
+    assert set(formulas) == {1}
+    tops = "all => all.map((each) => each.getBoundingClientRect().top)"
+    rows = page.eval_on_selector_all(".board > *", tops)
+    assert len(rows) == 9
+    assert all(a == b for a, b in zip(rows[:8:2], rows[1:8:2], strict=True))
+
+
 def test_motion_is_left_out_where_it_is_not_wanted(opened: Any) -> None:
     for wanted, moves in (("no-preference", True), ("reduce", False)):
         page = opened(reduced_motion=wanted).open("start")
