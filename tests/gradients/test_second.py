@@ -448,6 +448,12 @@ def test_what_is_refused(tangents: dict[str, Any], kind: type[Exception], match:
         qkv.jvp(Q, K, V, qkv.Causal(), cap, tangents=qkv.Tangents(**tangents, of_variants=own))
 
 
+def test_a_tuple_is_no_direction() -> None:
+    x = np.ones((3, 4))
+    with pytest.raises(ArgumentError, match="tangents is a tuple"):
+        qkv.jvp(x, x, x, tangents=(x, x, x))  # type: ignore[arg-type]  # what is refused
+
+
 def test_stored_rows_have_no_tangents() -> None:
     q, pages = Q.astype(np.float32), np.zeros((3, 2, 4, 4), np.float32)
     paged = qkv.Paged(pages, np.zeros((3,), int))

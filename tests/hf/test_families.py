@@ -216,6 +216,10 @@ def test_weights_are_offered_lazily(family: str) -> None:
             assert ours.shape == theirs.shape
             close(ours[...], theirs)
             close(ours[1, :, -2:, ::3], theirs[1, :, -2:, ::3])
+            close(ours.sum(-2), theirs.sum(-2))
+            close(ours.mean(-1, keepdim=True), theirs.mean(-1, keepdim=True))
+            close(ours.amax(-1), theirs.amax(-1))
+            assert torch.equal(ours.argmax(-1), ours[...].argmax(-1))
 
 
 def test_dropout_draws_a_seed_for_each_layer_from_torch() -> None:

@@ -35,7 +35,7 @@ def cotangent_of_out(call: CheckedCall, out: Array, grad_out: Any) -> Array:
         expected = expected[-2:]
     elif call.layout == "blhd":
         expected = (*expected[:-3], expected[-2], expected[-3], expected[-1])
-    fits("grad_out", seen, expected, call.dtype, "the output")
+    fits(call, "grad_out", seen, expected, call.dtype, "the output")
     return call.plain(seen)
 
 
@@ -45,7 +45,7 @@ def cotangent_of_lse(call: CheckedCall, lse: Array, grad_lse: Any) -> Array:
         return np.zeros_like(lse)
     seen = view(grad_lse, "grad_lse")
     expected = lse.shape[-1:] if call.ndim == 2 else lse.shape
-    fits("grad_lse", seen, expected, lse.dtype, "lse")
+    fits(call, "grad_lse", seen, expected, lse.dtype, "lse")
     return seen.reshape(lse.shape)
 
 
@@ -69,7 +69,9 @@ def like_operand(call: CheckedCall, gradient: Array, shape: Shape) -> Any:
         return call.library.restore(np.asarray(gradient.reshape(shape), call.dtype, order="C"))
 
 
-def fits(role: str, seen: Array, shape: Shape, dtype: np.dtype[Any], other: str) -> None:
+def fits(
+    call: CheckedCall, role: str, seen: Array, shape: Shape, dtype: np.dtype[Any], other: str
+) -> None:
     """Raise unless an array that goes along with another has its shape and dtype."""
     if seen.shape != shape:
         raise ShapeError(
@@ -79,5 +81,5 @@ def fits(role: str, seen: Array, shape: Shape, dtype: np.dtype[Any], other: str)
     if seen.dtype != dtype:
         raise DTypeError(
             f"{role} has dtype {seen.dtype}, {other} {dtype}.",
-            action=f"Convert it, as in {role}.astype('{dtype}').",
+            action=call.library.in_words(f"Convert it, as in array.astype('{dtype}')."),
         )

@@ -233,6 +233,11 @@ def _direction(
     call: CheckedCall, tangents: Tangents, shapes: tuple[tuple[int, ...], ...]
 ) -> OperandTangents:
     """Tangents as the problem holds its values."""
+    if not isinstance(tangents, Tangents):
+        raise ArgumentError(
+            f"tangents is a {type(tangents).__name__}, not a qkv.Tangents.",
+            action="Write tangents=qkv.Tangents(query=..., key=..., value=...).",
+        )
     operands = call.problem.operands
     query, key, value = (
         _of_operand(call, role, tangent, shape, plain(operand))
@@ -249,7 +254,7 @@ def _direction(
     for variant, array, tangent in tangents.of_variants:
         seen = view(tangent, "a tangent")
         for name, origin in _places(call, *call.named(variant, array)):
-            _check_own(seen, origin, variant)
+            _check_own(call, seen, origin, variant)
             if name is None:
                 sinks = np.broadcast_to(seen.astype(np.float64), call.problem.spec.num_heads)
             else:
@@ -264,7 +269,7 @@ def _of_operand(
     if tangent is None:
         return np.broadcast_to(np.zeros((), call.dtype), operand.shape)
     seen = view(tangent, f"the tangent of {role}")
-    fits(f"the tangent of {role}", seen, shape, call.dtype, role)
+    fits(call, f"the tangent of {role}", seen, shape, call.dtype, role)
     if seen.ndim > 2 and call.layout == "blhd":
         seen = seen.swapaxes(-3, -2)
     return np.broadcast_to(seen, operand.shape)
@@ -288,7 +293,7 @@ def _places(call: CheckedCall, variant: Any, array: Any) -> Iterator[tuple[str |
     )
 
 
-def _check_own(tangent: Array, origin: Origin, variant: Any) -> None:
+def _check_own(call: CheckedCall, tangent: Array, origin: Origin, variant: Any) -> None:
     if tangent.shape != origin.array.shape:
         raise ShapeError(
             f"a tangent has shape {tangent.shape}, the array of {briefly(variant)} "
@@ -298,5 +303,5 @@ def _check_own(tangent: Array, origin: Origin, variant: Any) -> None:
     if tangent.dtype.name not in FLOATS:
         raise DTypeError(
             f"the tangent of an array of {briefly(variant)} has dtype {tangent.dtype}.",
-            action="Convert it, as in tangent.astype('float64').",
+            action=call.library.in_words("Convert it, as in tangent.astype('float64')."),
         )

@@ -117,6 +117,22 @@ class LayerWeights:
     def __getitem__(self, index: Any) -> torch.Tensor:
         return torch.as_tensor(self.record.weights[index])
 
+    def sum(self, dim: int | None = None, keepdim: bool = False) -> torch.Tensor:
+        """`torch.sum`, tile by tile in float64."""
+        return torch.as_tensor(self.record.weights.sum(dim, keepdims=keepdim))
+
+    def mean(self, dim: int | None = None, keepdim: bool = False) -> torch.Tensor:
+        """`torch.mean`, tile by tile in float64."""
+        return torch.as_tensor(self.record.weights.mean(dim, keepdims=keepdim))
+
+    def amax(self, dim: int | None = None, keepdim: bool = False) -> torch.Tensor:
+        """`torch.amax`, tile by tile."""
+        return torch.as_tensor(self.record.weights.max(dim, keepdims=keepdim))
+
+    def argmax(self, dim: int | None = None, keepdim: bool = False) -> torch.Tensor:
+        """`torch.argmax`, tile by tile."""
+        return torch.as_tensor(self.record.weights.argmax(dim, keepdims=keepdim))
+
     def numpy(self) -> NDArray[Any]:
         """The whole matrix."""
         return self[...].numpy()
