@@ -130,7 +130,7 @@ def load(path: str) -> Run:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
         if document["schema"] != SCHEMA:
             raise FileError(
-                f"{path} is a run of schema {document['schema']}; this version reads {SCHEMA}.",
+                f"{path} is a saved run of schema {document['schema']}, and {SCHEMA} is read.",
                 action="Run python -m benchmarks --save again.",
             )
         return Run(**{**document, "results": [_result(r) for r in document["results"]]})

@@ -107,7 +107,7 @@ def test_a_cached_kernel_is_found_without_emitting_it(folder, monkeypatch) -> No
     def refuse(*args):
         raise AssertionError("emitted again")
 
-    monkeypatch.setattr(cpu_forward, "Forward", refuse)
+    monkeypatch.setattr(cpu_forward, "ForwardFrame", refuse)
     attend()
 
 

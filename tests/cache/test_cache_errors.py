@@ -63,7 +63,7 @@ APPENDS: dict[str, tuple[Any, Any, Any, type[Exception], str]] = {
     "dimensions": (ONE[0], WIDE[0], None, qkv.ShapeError, "dimensions"),
     "dtype": (ONE, WIDE.astype("f"), None, qkv.DTypeError, "value has dtype float32; .* float64"),
     "integers": (ONE.astype(int), WIDE.astype(int), None, qkv.DTypeError, "dtype int64"),
-    "no array": (ONE.tolist(), WIDE, None, qkv.DTypeError, "key is a builtins.list"),
+    "no array": (ONE.tolist(), WIDE, None, qkv.DTypeError, "key is a list, not an array"),
     "lengths": (KEY, VALUE, [8, 1], qkv.ShapeError, "new_lens runs from 1 to 8; 7 rows"),
     "negative lengths": (KEY, VALUE, [-1, 1], qkv.ShapeError, "new_lens runs from -1 to 1"),
     "too many lengths": (KEY, VALUE, [1, 1, 1], qkv.ShapeError, r"new_lens has shape \(3,\)"),

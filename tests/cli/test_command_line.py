@@ -421,7 +421,11 @@ def test_ctrl_c(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
         os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(terminal.Bar, "__call__", interrupt)
-    assert main(["inspect"]) == 130
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert main(["inspect"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert capsys.readouterr() == ("", "")
 
 

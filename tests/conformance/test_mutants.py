@@ -77,7 +77,7 @@ def causal_is_strict(run, problem):
             case Op(name=name, args=args):
                 return Op("lt" if name == "le" else name, node.kind, tuple(map(strict, args)))
             case Load():
-                return replace(node, indices=tuple(map(strict, node.indices)))
+                return Load(node.table, node.kind, tuple(map(strict, node.indices)))
         return node
 
     return run(rewritten(problem, strict))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import shlex
 from collections.abc import Iterator, Sequence
@@ -26,6 +25,7 @@ from qkv.cli.head_statistics import (
     strongest,
 )
 from qkv.cli.inputs import CommandInput, HeadStatistics, InputArrays
+from qkv.cli.inspect_json import finite, head_data, json_of_heads, pair_data
 from qkv.cli.lab_command import require_place, write_page
 from qkv.cli.terminal import Bar, Page, weight
 from qkv.cli.variants import command_line_of
@@ -33,8 +33,6 @@ from qkv.errors import ArgumentError
 from qkv.files import Arrays
 
 __all__ = ["run", "summary_of_heads"]
-
-SCHEMA, VERSION = "qkv-inspect", 1
 
 _PAIRS = 3
 _KEYS = 8
@@ -78,7 +76,7 @@ def _printed(problem: CommandInput, options: argparse.Namespace) -> str:
         statistics = problem.head_statistics(bar)
         found = heads(problem, statistics, top)
     if options.json:
-        return _json(problem, [_head_data(problem, head) for head in found])
+        return json_of_heads(problem, [head_data(problem, head) for head in found])
     again = ""
     if not all(math.isnan(head.entropy) for head in found):
         head, query = _next(problem, found)
@@ -258,13 +256,13 @@ def _one_query(problem: CommandInput, options: argparse.Namespace) -> str:
         for rows, values in zip(indices, weights, strict=True)
     ]
     if options.json:
-        return _json(
+        return json_of_heads(
             problem,
             [
                 {
                     "head": problem.head + h,
-                    "entropy": _finite(entropies[h]),
-                    "pairs": _pair_data(problem, top),
+                    "entropy": finite(entropies[h]),
+                    "pairs": pair_data(problem, top),
                 }
                 for h, top in enumerate(tops)
             ],
@@ -369,52 +367,3 @@ def _side_by_side(rows: list[list[str]], top: int, room: int, as_fits: bool) -> 
 
 
 # --- JSON ----------------------------------------------------------------------------------------
-
-
-def _json(problem: CommandInput, found: list[dict[str, Any]]) -> str:
-    given, head_dim = problem.given, problem.query.shape[2]
-    data = {
-        "schema": SCHEMA,
-        "version": VERSION,
-        "title": given.title,
-        "source": given.source,
-        "q_len": problem.q_len,
-        "kv_len": problem.key.shape[1],
-        "head_dim": head_dim,
-        "batch": problem.batch,
-        "batch_size": problem.batch_size,
-        "causal": problem.causal,
-        "variants": [repr(variant) for variant in problem.variants],
-        "q_offset": problem.q_offset - problem.q_index,
-        "scale": head_dim**-0.5 if problem.scale is None else problem.scale,
-        "tokens": given.tokens,
-        "heads": found,
-    }
-    return json.dumps(data, indent=2, allow_nan=False) + "\n"
-
-
-def _head_data(problem: CommandInput, head: Head) -> dict[str, Any]:
-    return {
-        "head": head.index,
-        "entropy": _finite(head.entropy),
-        "mass": {name: _finite(mass) for name, mass in head.mass.items()},
-        "pairs": _pair_data(problem, head.pairs),
-        "pairs_beyond_first": _pair_data(problem, head.pairs_beyond_first),
-    }
-
-
-def _pair_data(problem: CommandInput, pairs: Sequence[Pair]) -> list[dict[str, Any]]:
-    return [
-        {
-            "q_index": pair.q_index,
-            "q_token": problem.q_token(pair.q_index),
-            "kv_index": pair.kv_index,
-            "kv_token": problem.token_at(pair.kv_index),
-            "weight": pair.weight,
-        }
-        for pair in pairs
-    ]
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None

@@ -238,6 +238,13 @@ class LazyWeights(NDArrayOperatorsMixin):
         return divmod(flat, self.replay.problem.spec.num_heads)
 
     def check_size(self, count: int) -> None:
+        """Refuse to hold so many weights at once.
+
+        Raises
+        ------
+        UnsupportedError
+            If they take more memory than the reference backend may.
+        """
         size = count * self.dtype.itemsize
         if size > DENSE_LIMIT:
             raise UnsupportedError(
