@@ -37,6 +37,14 @@ def test_a_record_prints_what_the_command_line_does(tmp_path, capsys) -> None:
     assert "t1" not in str(record)
 
 
+def test_html_has_no_codes_of_terminals(monkeypatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    record = qkv.inspect(8 * Q, K, V, qkv.Causal())
+    assert "\x1b" in record.summary()
+    assert "\x1b" not in record._repr_html_()
+
+
 def test_the_numbers_of_a_summary_are_the_weights_s() -> None:
     dense = torch.softmax(torch.from_numpy(Q @ K.swapaxes(1, 2) / 8**0.5), -1).numpy()
     lines = str(qkv.inspect(Q, K, V)).split("\n")

@@ -39,6 +39,7 @@ class Page:
             highlight=False,
             emoji=False,
             soft_wrap=False,
+            force_jupyter=False,  # rich would display there what is to be returned as text
             color_system=None if os.environ.get("NO_COLOR") else "auto",
         )
         encoding = self.console.encoding

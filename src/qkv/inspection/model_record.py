@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from html import escape
 from importlib import import_module
 from typing import Any, Literal
 
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from qkv.arrays import view
 from qkv.errors import ArgumentError
 from qkv.inspection.head_scores import SCORES, HeadScores, head_scores, kind_of
-from qkv.inspection.pages import page_of, summary_of
+from qkv.inspection.pages import page_of, summary_in_html, summary_of
 from qkv.inspection.pictures import draw_heads, save_picture
 from qkv.inspection.weights import LazyWeights
 
@@ -278,7 +277,7 @@ class ModelRecord:
         return self.summary()
 
     def _repr_html_(self) -> str:
-        return f"<pre>{escape(self.summary())}</pre>"
+        return summary_in_html(self)
 
     def summary(self) -> str:
         """What `qkv inspect --model` prints: a map of the heads, and the kinds of them."""

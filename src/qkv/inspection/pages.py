@@ -7,13 +7,15 @@ the package `qkv` is put together.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from html import escape
 from typing import Any, Protocol
 
 from qkv.errors import UnsupportedError
 
 __all__ = [
-    "PageWriter", "SummaryWriter", "page_of", "summary_of", "write_pages_with",
+    "PageWriter", "SummaryWriter", "page_of", "summary_in_html", "summary_of", "write_pages_with",
     "write_summaries_with",
 ]  # fmt: skip
 
@@ -51,6 +53,14 @@ def summary_of(shown: Any, tokens: Sequence[str] | None = None, batch: int = 0) 
     if _summary_writer is None:
         raise UnsupportedError("nothing writes summaries.", action="Use repr(record).")
     return _summary_writer(shown, tokens, batch)
+
+
+def summary_in_html(shown: Any) -> str:
+    """The text of a result as notebooks show it, without the colours of a terminal."""
+    return f"<pre>{escape(re.sub(_COLOUR, '', summary_of(shown)))}</pre>"
+
+
+_COLOUR = r"\x1b\[[0-9;]*m"
 
 
 def write_pages_with(writer: PageWriter | None) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from html import escape
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from qkv.call.checked import CheckedCall
 from qkv.call.inspected import Inspected
 from qkv.errors import ArgumentError
 from qkv.inspection.non_finite import First, NonFinite, non_finite
-from qkv.inspection.pages import page_of, summary_of
+from qkv.inspection.pages import page_of, summary_in_html, summary_of
 from qkv.inspection.pictures import LONGEST, draw_tiles, draw_weights, save_picture
 from qkv.inspection.replay import PAIRS, Replay
 from qkv.inspection.statistics import WeightStatistics, by_weight, top_keys, weight_statistics
@@ -117,7 +116,7 @@ class Record:
         return self.summary()
 
     def _repr_html_(self) -> str:
-        return f"<pre>{escape(self.summary())}</pre>"
+        return summary_in_html(self)
 
     def summary(self, tokens: Sequence[str] | None = None, *, batch: int = 0) -> str:
         """What `qkv inspect` prints: a table of the heads, and where the notable ones look.
