@@ -20,6 +20,7 @@ from qkv.call.checked import check_call
 from qkv.call.gradients import gradients_of
 from qkv.call.options import OptionValues
 from qkv.call.pull_back import Residuals
+from qkv.errors import ArgumentError
 
 KEYWORDS = {"scale": None, "layout": "bhld", "q_offset": None, "kv_offset": 0, "backend": "cpu"}
 
@@ -298,3 +299,28 @@ def test_what_is_remembered_keeps_no_arrays() -> None:
     for array in (results.query, results.query_partials, results.key, results.value):
         assert array.size > 1000
         assert array.base.base.nbytes == 4
+
+
+def test_a_constant_of_a_score_mod_changes_between_forward_and_backward() -> None:
+    """Gradients are those of the forward pass, or an error; later calls are not touched."""
+    slope = 1.0
+
+    def sloped(score, batch, head, q_pos, kv_pos):
+        return score * slope
+
+    query, key, value, grad_out, _ = operands(0)
+    expected = qkv.vjp(query, key, value, backend="cpu")[1](grad_out).query
+    refused = 0
+    for change in (True, True, True, True, False, False, False):
+        slope = 1.0
+        _, pullback = qkv.vjp(query, key, value, qkv.ScoreMod(sloped), backend="cpu")
+        slope = 3.0 if change else 1.0
+        try:
+            found = pullback(grad_out).query
+        except ArgumentError as error:
+            assert change
+            assert "sloped reads a constant that has changed" in str(error)
+            refused += 1
+        else:
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert refused

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 import qkv
 from qkv.bridges import jax_operations, jax_rules
+from qkv.call.cache import CALLS
 from qkv.testing import truth
 
 
@@ -198,6 +199,25 @@ def test_values_that_jit_knows_are_constants() -> None:
         q, jnp.int32(2)
     )
     near(found, truth(q, k, v, call_variants, q_offset=2).out)
+
+
+def test_a_compiled_score_mod_is_prepared() -> None:
+    """It keeps the constants that it was compiled with, as everything does under jit."""
+    slope = 0.1
+
+    def mod(score: Any, batch: Any, head: Any, q_pos: Any, kv_pos: Any) -> Any:
+        return score - slope * abs(q_pos - kv_pos)
+
+    q, k, v = arrays(2)
+    variants = [qkv.ScoreMod(mod)]
+    expected = truth(q, k, v, variants).out
+    compiled = jax.jit(lambda q: qkv.attention(q, k, v, *variants))
+    before = CALLS.count("forward")
+    near(compiled(q), expected)
+    slope = 5.0
+    for _ in range(3):
+        near(compiled(q), expected)
+    assert CALLS.count("forward") == before + 1
 
 
 @pytest.mark.usefixtures("two_threads")

@@ -145,7 +145,6 @@ def unflatten(tree: Tree, next_array: Callable[[], Any]) -> Any:
         return _rebuild(kind, names, [unflatten(part, next_array) for part in parts])
     if hasattr(kind, "tree_unflatten"):
         static, *places = parts
-        static = _numbered(static[1]) if type(static) is tuple else static
         return kind.tree_unflatten(static, [unflatten(place, next_array) for place in places])
     names = [name for name, _ in _fields_of(kind, None) or ()]
     return _rebuild(kind, names, [unflatten(part, next_array) for part in parts])
@@ -310,7 +309,7 @@ def _encoded(tree: Tree) -> Any:
     """A structure as JSON values: a type is a list that begins with a string, a tuple a list that
     begins with a type."""
     if isinstance(tree, Opaque):
-        return [["numbered"], _number_of(tree)]
+        return {"object": _number_of(tree)}
     if isinstance(tree, type):
         if tree in _TYPE_NAMES:
             return [_TYPE_NAMES[tree]]
@@ -324,6 +323,8 @@ def _encoded(tree: Tree) -> Any:
 
 def _decoded(data: Any) -> Tree:
     if isinstance(data, dict):
+        if "object" in data:
+            return _numbered(data["object"])
         if "class" in data:
             return _numbered(data["class"]).thing
         return bytes.fromhex(data["bytes"])

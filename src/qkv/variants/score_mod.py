@@ -82,6 +82,8 @@ class ScoreMod(Variant):
     @classmethod
     def tree_unflatten(cls, function: Opaque, arrays: Sequence[Any]) -> ScoreMod:
         """The score mod whose function reads these arrays."""
+        if isinstance(function, _Function):
+            function.check_constants()
         following = iter(arrays)
         made = object.__new__(cls)
         fn = _with_replaced_values(function.thing, lambda v: next(following) if _is_array(v) else v)
@@ -149,6 +151,16 @@ class _Function(Opaque):
 
     def __hash__(self) -> int:
         return super().__hash__() if self.constants is None else hash(self.constants)
+
+    def check_constants(self) -> None:
+        """Raise ArgumentError if the function reads other constants than when it was taken apart."""
+        if self.constants is not None and _captured_values(self.thing, []) != self.constants:
+            name = getattr(self.thing, "__name__", "a score mod")
+            raise ArgumentError(
+                f"{name} reads a constant that has changed since the call that it belongs to.",
+                action="Leave what a score mod reads as it is until its gradients and weights are "
+                "computed, or make another function.",
+            )
 
     def without_arrays(self) -> _Function:
         """An equal one that keeps none of the function's arrays alive."""
