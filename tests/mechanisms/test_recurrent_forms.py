@@ -190,11 +190,19 @@ def test_both_forms_give_what_the_definition_gives(name: str) -> None:
         close(module.chunk(**inputs, chunk_size=size)[0], right, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["linear", "mamba2", "rwkv6"])
-def test_the_parallel_form_gives_what_the_definition_gives(name: str) -> None:
-    module, _, inputs = CASES[name]
-    causal = {"causal": True} if name == "linear" else {}
-    close(module.naive(**inputs, **causal), loop(name), rtol=0, atol=1e-12)
+PARALLEL: dict[str, Callable[..., Array]] = {
+    "linear": lambda query, key: linear.token_weights(query, key, causal=True),
+    "mamba2": lambda query, key, log_decay: query @ key.mT * mamba2.decay_products(log_decay),
+    "gated_delta": delta_rule.token_weights,
+    "rwkv6": rwkv6.token_weights,
+}
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_token_weights_give_what_the_definition_gives(name: str) -> None:
+    inputs = dict(CASES[name][2])
+    value = inputs.pop("value")
+    close(PARALLEL[name](**inputs) @ value, loop(name), rtol=0, atol=1e-12)
 
 
 def test_linear_attention_without_a_mask_gives_what_the_definition_gives() -> None:

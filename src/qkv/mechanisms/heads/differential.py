@@ -11,18 +11,17 @@ from numpy.typing import NDArray
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.explanation import Line, Step, number
-from qkv.mechanisms.base.loading import llama_heads
+from qkv.mechanisms.base.llama import LlamaAttention
 from qkv.mechanisms.base.namespace import array_namespace, like, values
 from qkv.mechanisms.base.operations import attention_over_pairs
-from qkv.mechanisms.base.projected import Options, ProjectedAttention, join_heads
-from qkv.variants import RoPE
+from qkv.mechanisms.base.projected import Options, join_heads
 
 __all__ = ["Differential"]
 
 _LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
 
-class Differential(ProjectedAttention):
+class Differential(LlamaAttention):
     """The difference of two softmax maps, which cancels the attention that both give to noise.
 
         out_h  = (softmax(Q1 K1^T / sqrt(d)) - lambda softmax(Q2 K2^T / sqrt(d))) V
@@ -67,6 +66,7 @@ class Differential(ProjectedAttention):
     name = "differential"
     paper = "Ye et al., Differential Transformer (2024), section 2.1"
     formula = "(softmax(Q1 K1^T / sqrt(d)) - lambda softmax(Q2 K2^T / sqrt(d))) V"
+    further_weights = _LAMBDAS
 
     def __init__(
         self,
@@ -179,22 +179,9 @@ class Differential(ProjectedAttention):
         return found
 
     @classmethod
-    def from_transformers(cls, module: Any, rope: RoPE | None = None) -> Self:
-        """The mechanism with the weights of a DiffLlamaAttention.
-
-        Parameters
-        ----------
-        module : transformers DiffLlamaAttention
-        rope : qkv.RoPE, optional
-            Its positions, where they are scaled.
-
-        Raises
-        ------
-        UnsupportedError
-            Its positions are scaled and `rope` is not given.
-        """
-        sizes = {"lambda_init": module.lambda_init, "eps": module.config.rms_norm_eps}
-        return cls(**llama_heads(module, rope, *_LAMBDAS), **sizes)
+    def options_of(cls, module: Any) -> dict[str, Any]:
+        """The numbers of a DiffLlamaAttention."""
+        return {"lambda_init": module.lambda_init, "eps": module.config.rms_norm_eps}
 
     @classmethod
     def example(cls) -> Self:

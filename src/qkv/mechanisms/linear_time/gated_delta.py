@@ -14,12 +14,12 @@ from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
 from qkv.mechanisms.base.loading import named_weights
 from qkv.mechanisms.base.namespace import array_namespace
+from qkv.mechanisms.base.normalization import l2_norm, rms_norm
 from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.base.projected import join_heads, split_heads
 from qkv.mechanisms.linear_time.activations import sigmoid, silu, softplus
 from qkv.mechanisms.linear_time.convolution import causal_convolution
 from qkv.mechanisms.linear_time.delta_rule import chunk, token_weights
-from qkv.mechanisms.linear_time.normalization import l2_norm, rms_norm
 from qkv.mechanisms.linear_time.recurrent import (
     RecurrentMechanism,
     activation_cost,
@@ -262,7 +262,7 @@ class GatedDelta(RecurrentMechanism):
             v_head_dim=module.head_v_dim,
             conv_kernel=module.conv_kernel_size,
             norm_epsilon=module.layer_norm_epsilon,
-            weights=named_weights(module, {name: name for name in names}),
+            weights=named_weights(module, names),
         )
 
     @classmethod

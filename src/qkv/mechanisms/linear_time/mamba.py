@@ -232,7 +232,7 @@ class Mamba(RecurrentMechanism):
             time_step_rank=module.time_step_rank,
             bias=module.in_proj.bias is not None,
             conv_bias=module.conv1d.bias is not None,
-            weights=named_weights(module, {name: name for name in names}),
+            weights=named_weights(module, names),
         )
 
     @classmethod
