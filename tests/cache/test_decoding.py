@@ -103,10 +103,11 @@ INT8 = ("causal", "rope", "everything")
 """Variants do not see how rows are kept, so that a few of them are enough."""
 
 
+KINDS = list(product(CACHES, (None, "int8")))
 READ = [*((v, None) for v in VARIANTS), *((v, "int8") for v in INT8)]
 
 
-@pytest.mark.sampled(("kind", "read"), list(product(CACHES, READ)), one_in=4)
+@pytest.mark.sampled(("kind", "read"), list(product(CACHES, READ)), one_in=16)
 def test_decoding_is_prefill(kind: str, read: tuple[str, str | None]) -> None:
     variant, dtype = read
     held = CACHES[kind](dtype=dtype)
@@ -122,8 +123,7 @@ def test_decoding_is_prefill(kind: str, read: tuple[str, str | None]) -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", [None, "int8"], ids=["float64", "int8"])
-@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.sampled(("kind", "dtype"), KINDS, one_in=4)
 def test_sequences_of_different_lengths(kind: str, dtype: str | None) -> None:
     """Each sequence of a batch gives what it gives alone, whatever lies behind its last token."""
     new = ([40, 0, 7], [1, 1, 1], [0, 130, 33], [1, 1, 1], [5, 2, 1])
@@ -190,8 +190,7 @@ def test_a_fork_goes_its_own_way(kind: str) -> None:
     assert one.lengths.tolist() == [149]
 
 
-@pytest.mark.parametrize("dtype", [None, "int8"], ids=["float32", "int8"])
-@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.sampled(("kind", "dtype"), KINDS, one_in=4)
 @pytest.mark.parametrize("queries", [1, 70], ids=["in place", "gathered"])
 def test_what_was_truncated_cannot_leak(kind: str, dtype: str | None, queries: int) -> None:
     """Memory behind the last token may hold NaN, also one that NumPy warns about."""
@@ -207,8 +206,7 @@ def test_what_was_truncated_cannot_leak(kind: str, dtype: str | None, queries: i
     assert np.isfinite(out).all()
 
 
-@pytest.mark.parametrize("dtype", [None, "int8"], ids=["float32", "int8"])
-@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.sampled(("kind", "dtype"), KINDS, one_in=4)
 @pytest.mark.parametrize("library", ["torch", "jax"])
 def test_arrays_of_other_libraries(library: str, kind: str, dtype: str | None) -> None:
     """The same bits as NumPy's."""
