@@ -35,11 +35,11 @@ def arrays(dtype="float32", length=LENGTH, dim=64, heads=2, seed=0):
 @pytest.fixture
 def always(monkeypatch):
     """However small the problem is, and however little is spared."""
-    monkeypatch.setattr(block_skipping, "_WORTH", 0)
+    monkeypatch.setattr(block_skipping, "_LEAST_OPERATIONS", 0)
     monkeypatch.setattr(block_skipping, "_LEAST_SHARE", 0)
-    block_skipping._fading_heads.cache_clear()
+    block_skipping._heads_with_falling_bias.cache_clear()
     yield
-    block_skipping._fading_heads.cache_clear()
+    block_skipping._heads_with_falling_bias.cache_clear()
 
 
 def pairs(*variants, dtype="float32", change=lambda *arrays: None, length=LENGTH):

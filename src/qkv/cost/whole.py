@@ -106,7 +106,7 @@ class ModelCost:
 
     @property
     def active_parameters(self) -> int:
-        """Learned numbers that one token meets: without the experts that it does not go through."""
+        """Parameters that one token uses: all but the experts that it is not routed to."""
         return self.parameters - sum(la.idle_parameters * la.count for la in self.layers)
 
     @property

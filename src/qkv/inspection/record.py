@@ -330,7 +330,7 @@ class Record:
         return page_of(self, tokens)
 
     def _statistic(self, name: str) -> Any:
-        """One that comes with the output, if the backend tells it, else with all weights."""
+        """One statistic, with the output if the backend computes it so, else with all weights."""
         if self._rows is None:
             return self._in_caller_shape(getattr(self._weight_statistics, name))
         array = getattr(self._rows, name)

@@ -49,7 +49,7 @@ def constant_interval(value: float) -> Interval:
 
 
 def whole(a: Interval) -> Interval:
-    """Integers as float64, which tells those below 2**53 apart."""
+    """Integers as float64, which is exact below 2**53."""
     low, high = np.asarray(a.low, float), np.asarray(a.high, float)
     return Interval(
         np.where(abs(low) < EXACT, low, -(2.0**63)), np.where(abs(high) < EXACT, high, 2.0**63)

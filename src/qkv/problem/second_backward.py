@@ -222,7 +222,7 @@ class _Tile:
 
 
 class _Block:
-    """A block of queries of one head, the tiles that it meets, and sums over its rows."""
+    """A block of queries of one head, the tiles that it attends to, and sums over its rows."""
 
     def __init__(
         self,

@@ -328,8 +328,8 @@ def _earlier_tokens(r: Any, k: Any, v: Any, log: Any) -> tuple[Any, Any, Any, An
     """The part of each output that comes from earlier tokens of its chunk, and sums of decays.
 
     Tokens in pairs, then pairs in fours, and so on: the second half of each block reads the first
-    in one matrix product. Decays are counted from where the halves meet, so that both factors of
-    the product are exponentials of zero or less, however strong the decay.
+    in one matrix product. Decays are counted from the boundary of the halves, so that both factors
+    of the product are exponentials of zero or less, however strong the decay.
 
     Returns
     -------

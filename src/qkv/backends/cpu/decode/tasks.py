@@ -53,7 +53,7 @@ def shared_bytes(groups: int, kv_len: int, record: int) -> int:
 
 
 class DecodeTasks:
-    """Writes the functions that find out which keys a kernel meets."""
+    """Writes the functions that find out which keys a kernel reads."""
 
     def __init__(self, frame: Frame) -> None:
         self.frame = frame
@@ -214,8 +214,8 @@ class DecodeTasks:
                 full = b.and_(found, e.index(1))
                 # If this task has nothing to do, the next one overwrites it.
                 self._write_task(arguments, e.add(first, count), number, start, stop, full)
-                met = b.zext(e.below(0, own), INT64)
-                return [e.add(count, met), e.add(keys, own)]
+                is_task = b.zext(e.below(0, own), INT64)
+                return [e.add(count, is_task), e.add(keys, own)]
 
             count, keys = e.loop(0, kv_len, chunk, [e.index(0), e.index(0)], one)
             nothing = b.icmp_signed("==", count, e.index(0))

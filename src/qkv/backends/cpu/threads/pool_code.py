@@ -5,7 +5,7 @@ complete whoever runs it, in any number. The caller publishes it, runs it itself
 afterwards waits only for workers that have joined meanwhile, so that one that sleeps or is kept off
 its core costs nothing.
 
-Caller and workers meet in one block of memory, whose words are:
+Caller and workers share one block of memory, whose words are:
 
     generation   counts launches; idle workers watch it
     ticket       places left << 32 | workers inside
