@@ -14,7 +14,7 @@ from qkv.testing import DTYPES, Case
 from sampling import sample
 
 THREADS = (1, 2, 3, 5)
-REPEATS = 100
+REPEATS = 40
 
 
 pytestmark = pytest.mark.usefixtures("every_task_a_thread")

@@ -64,7 +64,7 @@ def arrays_of(variant: Any) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.sampled("variant", EXAMPLES, one_in=3)
+@pytest.mark.sampled("variant", EXAMPLES, one_in=7)
 def test_every_variant(variant: Any) -> None:
     """The arrays that it holds are traced as well, and differentiated where they are floating."""
     q, k, v = operands()
@@ -257,7 +257,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize("through", ["jit", "eager", "callback"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.sampled("way", WAYS, one_in=3)
 def test_the_way_back_runs_no_forward_pass(
     monkeypatch: pytest.MonkeyPatch, way: Any, through: str
 ) -> None:

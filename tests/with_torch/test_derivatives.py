@@ -101,7 +101,7 @@ WHOLE = ("many",)
 
 
 # Both draw the same sample, and share its kernels.
-@pytest.mark.sampled("name", list(VARIANTS), one_in=3)
+@pytest.mark.sampled("name", list(VARIANTS), one_in=8)
 def test_gradcheck(name: str) -> None:
     function, inputs = case(name)
     inputs = [t.requires_grad_() for t in inputs]
@@ -111,7 +111,7 @@ def test_gradcheck(name: str) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.sampled("name", list(VARIANTS), one_in=3)
+@pytest.mark.sampled("name", list(VARIANTS), one_in=8)
 def test_gradgradcheck(name: str) -> None:
     function, inputs = case(name)
     inputs = [t.requires_grad_() for t in inputs]
