@@ -132,7 +132,7 @@ def test_weights_are_rounded_to_nearest(isa) -> None:
 # What is forbidden, and what is not finite
 
 
-def test_what_is_not_finite_reaches_only_who_may_see_it(isa) -> None:
+def test_what_is_not_finite_reaches_only_rows_that_may_see_it(isa) -> None:
     """Some blocks of the task see all of a block of keys, others part of it or none."""
     query, key, value = (normal(1, 700, 40, seed=s) for s in range(3))
     before, lse = run(query, key, value, qkv.Causal(), q_offset=0)

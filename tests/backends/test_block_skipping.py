@@ -135,7 +135,7 @@ def test_differences_that_overflow_are_computed():
     assert np.isnan(qkv.vjp(q, k, v, *STEEP)[1](grad_out).key[..., :64, :]).all()
 
 
-def test_keys_that_nobody_may_see_do_not_outweigh_others():
+def test_masked_keys_do_not_outweigh_others():
     q, k, v, _ = arrays()
     blocks = np.tri(LENGTH // 64, k=-9, dtype=bool)  # all or nothing, however wide a tile is
     far = qkv.BlockSparse(blocks, 64, 64)
@@ -159,7 +159,7 @@ def test_what_a_row_may_not_see_does_not_change_its_bits(value):
     np.testing.assert_array_equal(now[..., :1400, :], d_query[..., :1400, :])
 
 
-def test_the_next_call_with_such_arrays_looks_again():
+def test_blocks_are_looked_for_in_every_call():
     q, k, v, grad_out = arrays()
     for _ in range(4):
         qkv.vjp(q, k, v, *STEEP)[1](grad_out)

@@ -1,4 +1,4 @@
-"""Blocks of keys that a mask cuts are met in steps: what is left out is not read, nor missed."""
+"""Blocks of keys at the edge of a mask are computed in steps; keys outside of it are not read."""
 
 from __future__ import annotations
 

@@ -287,7 +287,7 @@ DECIDES_NO_CODE = {
 bounds only say which blocks are computed."""
 
 
-def test_without_sources_nothing_is_kept(monkeypatch, folder, compiled) -> None:
+def test_without_sources_nothing_is_cached(monkeypatch, folder, compiled) -> None:
     """A package of bytecode alone: nobody could tell one version from the next."""
     monkeypatch.setattr(cpu_compile, "_SOURCES", None)
     attend()
@@ -318,7 +318,7 @@ def test_what_a_key_depends_on(monkeypatch) -> None:
     assert len(names) == 8
 
 
-def test_an_empty_name_turns_it_off(monkeypatch, folder, compiled) -> None:
+def test_an_empty_name_turns_the_cache_off(monkeypatch, folder, compiled) -> None:
     monkeypatch.setenv("QKV_CACHE_DIR", "")
     attend()
     attend()

@@ -175,7 +175,7 @@ def test_beams(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", CACHES)
-def test_a_fork_goes_its_own_way(kind: str) -> None:
+def test_forks_are_independent(kind: str) -> None:
     one = CACHES[kind]()
     one.append(KEY[:, :, :149], VALUE[:, :, :149])
     forks = [one.fork() for _ in range(3)]
@@ -290,7 +290,7 @@ def test_lse_and_statistics(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", CACHES)
-def test_keys_that_are_kept_rotated(kind: str) -> None:
+def test_keys_that_are_stored_rotated(kind: str) -> None:
     """`RoPE.rotate` before `append` is `RoPE` as a variant."""
     rope, held, parts = qkv.RoPE(), CACHES[kind](), []
     for start, stop in pairwise(STEPS):

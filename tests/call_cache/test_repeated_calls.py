@@ -177,7 +177,7 @@ def test_large_masks_are_read_for_what_they_spare() -> None:
     assert not CALLS.count("forward")
 
 
-def test_arrays_of_remembered_calls_are_let_go() -> None:
+def test_prepared_calls_keep_no_array_alive() -> None:
     query, mask = normal(1, 2, 16, 4), np.tri(16, dtype=bool)
     gone = []
     for _ in range(3):
@@ -275,7 +275,7 @@ def test_strides_are_part_of_it() -> None:
         _alike(broadcast)
 
 
-def test_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_of_calls_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CALLS, "capacity", 40)
     key = normal(1, 1, 2 * CALLS.capacity, 2)
     for length in range(1, 2 * CALLS.capacity):

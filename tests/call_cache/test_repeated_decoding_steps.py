@@ -1,4 +1,4 @@
-"""Steps of decoding are like the step before; what they give must not change."""
+"""Steps of decoding are prepared from the step before, and give what a first call gives."""
 
 from itertools import product
 

@@ -87,7 +87,7 @@ class Refuses(BlockedBackend):
         return (Refusal(f"dtype is {spec.dtype}", "float64"),)
 
 
-def test_a_refusal_is_told_apart_from_a_pass() -> None:
+def test_a_refusal_is_not_a_pass() -> None:
     case = Case("refused", SMALL)
     assert check_case(Refuses(), case, "float64") is True
     assert check_case(Refuses(), case, "float32") is False

@@ -310,7 +310,7 @@ def test_forbidden_keys_reach_nothing(poison: float, own: tuple[Any, ...]) -> No
 
 
 @pytest.mark.sampled(("poison", "own"), list(product([np.nan, np.inf], OWN)), one_in=3)
-def test_rows_are_felt_by_their_own_keys_alone(poison: float, own: tuple[Any, ...]) -> None:
+def test_rows_change_gradients_of_their_own_keys_alone(poison: float, own: tuple[Any, ...]) -> None:
     before = with_poison(poison, {}, own)
     names = "query", "query_dot", "grad_out", "grad_lse"
     after = with_poison(poison, dict.fromkeys(names, FIRST[:10]), own)
@@ -373,7 +373,7 @@ def test_memory_grows_with_the_length() -> None:
     assert peak < 20e6, "the matrix would take 268e6 bytes"
 
 
-# The front door
+# Arguments
 
 Q, K, V, G = (draw(2, 9, 4) for _ in range(4))
 

@@ -306,7 +306,7 @@ def test_a_static_cache_is_longer_than_its_tokens() -> None:
     np.testing.assert_array_equal(found[0].weights[..., :14], before)
 
 
-def test_weights_are_kept_on_request() -> None:
+def test_weights_are_stored_on_request() -> None:
     model = model_of("llama")
     with torch.no_grad(), qkv.hf.inspect(model, keep=[1]) as record:
         model(IDS)

@@ -122,7 +122,7 @@ def _mask(kv_len: int, q_offset: int | None = None) -> Any:
     return state_mask(batch_size=1, q_length=1, kv_length=kv_len, q_offset=place)
 
 
-def test_what_else_a_layer_says_is_heard() -> None:
+def test_softcap_bias_and_sinks_of_a_layer_are_used() -> None:
     bias = torch.linspace(-2, 2, 4 * 40, dtype=torch.float64).view(1, 4, 1, 40)
     sinks = [torch.tensor([x, 0.0, 1.0, -x], dtype=torch.float64) for x in (0.5, 2.0)]
     says: list[dict[str, Any]] = [

@@ -54,7 +54,7 @@ FORMS = list(itertools.product((1, 3, 20), (1, 5, 16), ("float32", "bfloat16"), 
 
 @pytest.mark.parametrize("backend", NAMES)
 @pytest.mark.sampled(("q_len", "page_size", "dtype", "quantised"), FORMS, one_in=6)
-def test_pages_mean_what_they_stand_for(backend, q_len, page_size, dtype, quantised) -> None:
+def test_paged_rows_give_what_dense_rows_give(backend, q_len, page_size, dtype, quantised) -> None:
     slots = -(-90 // page_size)
     lens = [slots * page_size, 23, 64]
     form = {"slots": slots, "page_size": page_size, "lens": lens, "quantised": quantised}

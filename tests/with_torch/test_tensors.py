@@ -1,4 +1,4 @@
-"""Tensors through the front door: devices, libraries, tracing, compiling."""
+"""Tensors in `qkv.attention`: devices, libraries, tracing, compiling."""
 
 from __future__ import annotations
 

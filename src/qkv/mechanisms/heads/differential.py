@@ -180,7 +180,7 @@ class Differential(LlamaAttention):
 
     @classmethod
     def options_of(cls, module: Any) -> dict[str, Any]:
-        """The numbers of a DiffLlamaAttention."""
+        """lambda_init and epsilon of a DiffLlamaAttention."""
         return {"lambda_init": module.lambda_init, "eps": module.config.rms_norm_eps}
 
     @classmethod

@@ -163,7 +163,7 @@ class GatedDelta(RecurrentMechanism):
         xp = array_namespace(x)
         heads, d, group = self.num_key_heads, self.head_dim, self.num_heads // self.num_key_heads
         width = group * self.v_head_dim
-        # The columns of a key head stand together: its query, key, values and gates.
+        # The columns of one key head are adjacent: its query, key, values and gates.
         q, k, v, z = _columns(self.linear("in_proj_qkvz", x), heads, (d, d, width, width))
         b, a = _columns(self.linear("in_proj_ba", x), heads, (group, group))
         mixed = xp.concat([q, k, v], axis=-1)
