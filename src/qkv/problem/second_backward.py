@@ -255,7 +255,7 @@ class _Block:
             yield _Tile(self, kv_rows, kind)
 
     def sum_rows(self, grad_out: Array | None = None) -> tuple[Array, Array]:
-        """Compute `total`, the sum of exp(s - lse), and `lse_dot`; for a cotangent, return means too.
+        """Compute `total`, the sum of exp(s - lse), and `lse_dot`; for a cotangent, means too.
 
         These are of dP, and of `sdot dP + dPdot`. All are `(rows, 1)`, in float64.
         """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import exp
 from typing import Any, Self, Unpack
 
 import numpy as np
@@ -188,14 +187,3 @@ class Differential(LlamaAttention):
         """One pair of maps of two numbers with lambda = 0.5, not normalised."""
         zeros: dict[str, Any] = {name: np.zeros(2) for name in _LAMBDAS}
         return cls.for_example(2, lambda_init=0.5, normalize=False, weights=zeros)
-
-
-def paper_lambda_init(layer: int) -> float:
-    """`0.8 - 0.6 exp(-0.3 layer)`, what the paper starts from in each layer, the first being 0.
-
-    Examples
-    --------
-    >>> round(paper_lambda_init(0), 3)
-    0.2
-    """
-    return 0.8 - 0.6 * exp(-0.3 * layer)

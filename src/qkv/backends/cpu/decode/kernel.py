@@ -376,7 +376,7 @@ class _Decode:
                 row = b.select(scattered, e.mul(dim, item), place.row)
                 multiply(here, row, e.at(weights, e.mul(done, e.real_bytes)), keys)
 
-            self.frame.segments(arguments_, name, place, pages, kv_start, count, segment)
+            self.frame.segments(name, place, pages, kv_start, count, segment)
         return function
 
     def block_row(self, v_head_dim: Value) -> Value:
