@@ -230,7 +230,7 @@ def test_arrays_of_other_libraries(library: str, kind: str, dtype: str | None) -
         assert isinstance(getattr(held, "values", held) if dtype else held, kept)
 
 
-@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.sampled("kind", list(CACHES), one_in=2)
 def test_bfloat16(kind: str) -> None:
     """A cache copies bits, so that the result is that of the same rows without it."""
     torch = pytest.importorskip("torch", reason="bfloat16 tensors")
@@ -262,7 +262,7 @@ def test_arrays_over_key_rows() -> None:
     close(np.concatenate(parts, 2), truth(QUERY[first], KEY[first], VALUE[first], (bias, mask)).out)
 
 
-@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.sampled("kind", list(CACHES), one_in=2)
 def test_lse_and_statistics(kind: str) -> None:
     """Rows are ordinary arguments: lse comes with them, and `inspect` takes those of one part."""
     held = CACHES[kind]()
@@ -289,7 +289,7 @@ def test_lse_and_statistics(kind: str) -> None:
             rows.key  # noqa: B018
 
 
-@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.sampled("kind", list(CACHES), one_in=2)
 def test_keys_that_are_stored_rotated(kind: str) -> None:
     """`RoPE.rotate` before `append` is `RoPE` as a variant."""
     rope, held, parts = qkv.RoPE(), CACHES[kind](), []
@@ -301,7 +301,7 @@ def test_keys_that_are_stored_rotated(kind: str) -> None:
     assert np.abs(np.concatenate(parts, 2)[:, :, LAST:] - right).max() < 1e-12
 
 
-@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.sampled("kind", list(CACHES), one_in=2)
 def test_a_layer_with_any_cache(kind: str) -> None:
     """`MultiHeadAttention` token by token, with keys that are rotated once."""
     torch = pytest.importorskip("torch", reason="the layer is torch's")

@@ -418,7 +418,7 @@ def test_a_text_that_is_too_long(folder: Path, tmp_path: Path) -> None:
         "",
         "Add --tokens 32 to read the beginning.",
     ]
-    assert process(*words, "--tokens", "32").returncode == 0
+    assert main(["inspect", *words, "--tokens", "32"]) == 0
 
 
 def broken(folder: Path, tmp_path: Path, fault: str) -> Path:
