@@ -51,7 +51,7 @@ def random_scores(rng: Rng, axes: int) -> list[Make]:
 
 
 def random_others(rng: Rng, axes: int) -> list[Make]:
-    """Some of those that may be given only once."""
+    """Some of those that can be said only once."""
     return [kind(rng, axes) for kind in ONCE if rng.random() < 0.12]
 
 
