@@ -19,7 +19,8 @@ _WHOLE = (
 )
 _INTERFACE = (
     "One call of the attention interface in the same runs, the mean over layers of the median of "
-    "each. first: that of the layer that is called first. Training counts the interface forward only."
+    "each. first: that of the layer that is called first. Training counts the interface forward "
+    "only."
 )
 _WHOLE_COLUMNS = ("model", ">ms", ">x", ">decoding x", ">products x", ">outside x", ">processor x")
 _INTERFACE_COLUMNS = ("model", ">us", ">other us", ">x", ">first us", ">other us", ">x")
