@@ -106,12 +106,33 @@ def test_stated_masks_allow_the_same_pairs(pattern: str, place: str) -> None:
             "mask_function": PATTERNS[pattern],
             "attention_mask": padding(kind, q_offset + q_length),
         }
-        mask = state_mask(**kwargs, device="cpu")
+        mask = state_mask(**kwargs, device="cpu", allow_is_causal_skip=False)
         expected = sdpa_mask(**kwargs, allow_is_causal_skip=False)
         assert isinstance(mask, StatedMask), kind
         assert mask.shape == expected.shape
         assert torch.equal(pairs(mask, q_length, kv_length), expected), kind
         assert torch.equal(mask.logical_not(), ~expected), kind
+
+
+def test_one_token_that_sees_every_key_has_no_mask() -> None:
+    """Where a dense mask would be True everywhere, and only for a causal mask of one token."""
+    unmasked = []
+    for pattern, place, kind in itertools.product(PATTERNS, PLACES, PADDINGS):
+        q_length, kv_length, q_offset, kv_offset = PLACES[place]
+        kwargs = {
+            "batch_size": 3,
+            "q_length": q_length,
+            "kv_length": kv_length,
+            "q_offset": q_offset,
+            "kv_offset": kv_offset,
+            "mask_function": PATTERNS[pattern],
+            "attention_mask": padding(kind, q_offset + q_length),
+        }
+        if state_mask(**kwargs) is None:
+            unmasked.append((pattern, place, kind))
+            assert sdpa_mask(**kwargs, allow_is_causal_skip=False).all()
+    assert {(pattern, place) for pattern, place, _ in unmasked} == {("causal", "step")}
+    assert 0 < len(unmasked) < len(PADDINGS)
 
 
 @pytest.mark.parametrize("order", [lambda a, b: (a, b), lambda a, b: (b, a)], ids=["ab", "ba"])
