@@ -18,8 +18,9 @@ _WHOLE = (
     "of it, over the whole run."
 )
 _INTERFACE = (
-    "One call of the attention interface in the same runs. first: that of the first layer. "
-    "Training counts the interface forward only."
+    "One call of the attention interface in the same runs, the mean over layers of the median of "
+    "each. first: that of the layer that is called first. Training counts the interface forward "
+    "only."
 )
 _WHOLE_COLUMNS = ("model", ">ms", ">x", ">decoding x", ">products x", ">outside x", ">processor x")
 _INTERFACE_COLUMNS = ("model", ">us", ">other us", ">x", ">first us", ">other us", ">x")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ class Clock:
 
     Attributes
     ----------
-    calls : list of (query rows, layer, beginning, seconds)
+    calls : list of (query rows, number of the module, beginning, seconds)
         Of the attention interface.
     products : list of (beginning, seconds)
         Of `torch.nn.Linear`.
@@ -40,22 +40,24 @@ class Clock:
         """Seconds of the whole run, and of its parts.
 
         With `steps`, parts are those of decoding: what comes from the first call with one query
-        row on. "interface" and "first layer" are the median of all calls and of those of the first
-        layer, "products" and "outside" the sums of matrix products and of all that is not in the
-        interface.
+        row on. "interface" is the mean over modules of the median of their calls, since modules
+        differ: self and cross attention, or layers with and without a window. "first layer" is
+        that of the module that is called first. "products" and "outside" are the sums of matrix
+        products and of all that is not in the interface.
         """
         found = {"total": ended - began}
         start = began
         if steps:
             start = next(at for rows, _, at, _ in self.calls if rows == 1)
             found["decoding"] = ended - start
-        inside = [seconds for _, _, at, seconds in self.calls if at >= start]
-        first = [seconds for _, layer, at, seconds in self.calls if at >= start and layer == 0]
-        found["interface"] = median(inside)
-        if first:
-            found["first layer"] = median(first)
+        inside: dict[int, list[float]] = {}
+        for _, module, at, seconds in self.calls:
+            if at >= start:
+                inside.setdefault(module, []).append(seconds)
+        medians = [median(calls) for calls in inside.values()]
+        found["interface"], found["first layer"] = mean(medians), medians[0]
         found["products"] = sum(seconds for at, seconds in self.products if at >= start)
-        found["outside"] = ended - start - sum(inside)
+        found["outside"] = ended - start - sum(map(sum, inside.values()))
         return found
 
 
@@ -75,8 +77,7 @@ def clocked() -> Iterator[Clock]:
             began = time.perf_counter()
             result = attend(module, query, *rest, **inputs)
             seconds = time.perf_counter() - began
-            layer = getattr(module, "layer_idx", None) or 0
-            clock.calls.append((query.shape[2], layer, began, seconds))
+            clock.calls.append((query.shape[2], id(module), began, seconds))
             return result
 
         return timed

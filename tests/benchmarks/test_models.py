@@ -63,7 +63,7 @@ def test_parts_of_decoding_begin_with_the_first_single_row() -> None:
     assert clock.parts(0.0, 10.0, steps=True) == {
         "total": 10.0,
         "decoding": 4.0,
-        "interface": 0.5,
+        "interface": 0.4375,
         "first layer": 0.625,
         "products": 0.25,
         "outside": 2.5,

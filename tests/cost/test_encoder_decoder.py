@@ -87,11 +87,12 @@ def test_the_cache_of_a_step_is_that_of_transformers(tmp_path: Path) -> None:
 
     model, batch, n, m = made("bart", BART, tmp_path, "cpu"), 2, 5, 7
     with torch.no_grad():
-        cache = model(
+        output = model(
             input_ids=torch.ones(batch, m, dtype=torch.int64),
             decoder_input_ids=torch.ones(batch, n, dtype=torch.int64),
             use_cache=True,
-        ).past_key_values
+        )
+        cache = getattr(output, "cache", None) or output.past_key_values
     held = 0
     for side in (cache.self_attention_cache, cache.cross_attention_cache):
         held += sum(la.keys.numel() + la.values.numel() for la in side.layers)

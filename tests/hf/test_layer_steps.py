@@ -109,7 +109,8 @@ def _call(mask: Any, kv_len: int, **keywords: Any) -> tuple[Any, Any]:
     bias = keywords.get("position_bias")
     if bias is not None:
         scores = scores + bias
-    scores = scores.masked_fill(~mask.pattern.dense(), -torch.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask.pattern.dense(), -torch.inf)
     sinks = keywords.get("s_aux")
     if sinks is not None:
         scores = torch.cat([scores, sinks.view(1, 4, 1, 1)], -1)
@@ -117,19 +118,22 @@ def _call(mask: Any, kv_len: int, **keywords: Any) -> tuple[Any, Any]:
     return out, (scores.softmax(-1) @ value.repeat_interleave(2, 1)).transpose(1, 2)
 
 
-def _mask(kv_len: int, q_offset: int | None = None) -> Any:
+def _mask(kv_len: int, q_offset: int | None = None, skip: bool = False) -> Any:
     place = kv_len - 1 if q_offset is None else q_offset
-    return state_mask(batch_size=1, q_length=1, kv_length=kv_len, q_offset=place)
+    sizes = {"batch_size": 1, "q_length": 1, "kv_length": kv_len, "q_offset": place}
+    return state_mask(**sizes, allow_is_causal_skip=skip)
 
 
-def test_softcap_bias_and_sinks_of_a_layer_are_used() -> None:
+@pytest.mark.parametrize("skip", [False, True], ids=["a mask", "no mask"])
+def test_softcap_bias_and_sinks_of_a_layer_are_used(skip: bool) -> None:
     bias = torch.linspace(-2, 2, 4 * 40, dtype=torch.float64).view(1, 4, 1, 40)
     sinks = [torch.tensor([x, 0.0, 1.0, -x], dtype=torch.float64) for x in (0.5, 2.0)]
     says: list[dict[str, Any]] = [
         {}, {"softcap": 2.0}, {"softcap": 5.0}, {"s_aux": sinks[0]}, {"s_aux": sinks[1]},
     ]  # fmt: skip
     for kv_len in (5, 6, 7, 7, 9, 30):
-        mask = _mask(kv_len)
+        mask = _mask(kv_len, skip=skip)
+        assert (mask is None) == skip
         for keywords in [*says, {"position_bias": bias[..., :kv_len]}] * 3:
             torch.testing.assert_close(*_call(mask, kv_len, **keywords), rtol=1e-12, atol=1e-12)
             sinks[1] += 0.25  # A parameter may change in place.
@@ -162,14 +166,16 @@ def test_gradients_of_a_step() -> None:
     assert float(value.grad.sum()) == pytest.approx(16)
 
 
-def test_observers_see_every_layer() -> None:
-    mask = _mask(8)
+@pytest.mark.parametrize("skip", [False, True], ids=["a mask", "no mask"])
+def test_observers_see_every_layer(skip: bool) -> None:
+    mask = _mask(8, skip=skip)
     for _ in range(3):
         _call(mask, 8)
     seen: list[Any] = []
     with qkv.hf.observe(seen.append):
         _call(mask, 8)
-    assert len(seen) == 1
+    (call,) = seen
+    assert (call.q_offset, call.kv_offset) == (7, 0)
 
 
 def test_threads_do_not_share_a_step() -> None:

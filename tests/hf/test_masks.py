@@ -13,7 +13,7 @@ REASON = "the Hugging Face plug-in needs transformers: pip install transformers"
 torch = pytest.importorskip("torch", reason=REASON)
 transformers = pytest.importorskip("transformers", reason=REASON)
 
-from families import VOCABULARY, attending, model_of  # noqa: E402
+from families import CACHE, VOCABULARY, attending, model_of  # noqa: E402
 from transformers import masking_utils  # noqa: E402
 from transformers.masking_utils import sdpa_mask  # noqa: E402
 
@@ -106,7 +106,7 @@ def test_stated_masks_allow_the_same_pairs(pattern: str, place: str) -> None:
             "mask_function": PATTERNS[pattern],
             "attention_mask": padding(kind, q_offset + q_length),
         }
-        mask = state_mask(**kwargs, device="cpu")
+        mask = state_mask(**kwargs, device="cpu", allow_is_causal_skip=False)
         expected = sdpa_mask(**kwargs, allow_is_causal_skip=False)
         assert isinstance(mask, StatedMask), kind
         assert mask.shape == expected.shape
@@ -114,11 +114,36 @@ def test_stated_masks_allow_the_same_pairs(pattern: str, place: str) -> None:
         assert torch.equal(mask.logical_not(), ~expected), kind
 
 
-def test_packed_rows_are_segments() -> None:
+def test_one_token_that_sees_every_key_has_no_mask() -> None:
+    """Where a dense mask would be True everywhere, and only for a causal mask of one token."""
+    unmasked = []
+    for pattern, place, kind in itertools.product(PATTERNS, PLACES, PADDINGS):
+        q_length, kv_length, q_offset, kv_offset = PLACES[place]
+        kwargs = {
+            "batch_size": 3,
+            "q_length": q_length,
+            "kv_length": kv_length,
+            "q_offset": q_offset,
+            "kv_offset": kv_offset,
+            "mask_function": PATTERNS[pattern],
+            "attention_mask": padding(kind, q_offset + q_length),
+        }
+        if state_mask(**kwargs) is None:
+            unmasked.append((pattern, place, kind))
+            assert sdpa_mask(**kwargs, allow_is_causal_skip=False).all()
+    assert {(pattern, place) for pattern, place, _ in unmasked} == {("causal", "step")}
+    assert 0 < len(unmasked) < len(PADDINGS)
+
+
+@pytest.mark.parametrize("order", [lambda a, b: (a, b), lambda a, b: (b, a)], ids=["ab", "ba"])
+def test_packed_rows_are_segments(order: Any) -> None:
     positions = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5], [4, 5, 0, 1, 2, 3]])
     ids = masking_utils.find_packed_sequence_indices(positions)
     for inner in (PATTERNS["causal"], PATTERNS["window"], PATTERNS["full"]):
-        function = masking_utils.packed_sequence_compatibility_function(inner, positions, ids)
+        alone = masking_utils.packed_sequence_mask_function(ids)
+        remapped = masking_utils.remap_positions_for_packed_sequence(inner, positions)
+        # Versions of transformers differ in the order.
+        function = masking_utils.and_masks(*order(alone, remapped))
         kwargs = {"batch_size": 3, "q_length": 6, "kv_length": 6, "mask_function": function}
         mask = state_mask(**kwargs)
         assert isinstance(mask, StatedMask)
@@ -136,10 +161,12 @@ def even_keys(batch: Any, head: Any, q_pos: Any, kv_pos: Any) -> Any:
         even_keys,
         masking_utils.or_masks(masking_utils.causal_mask_function, even_keys),
         masking_utils.packed_sequence_mask_function(torch.tensor([[0, 0, 1, 1, 1, 2]] * 3)),
-        masking_utils.packed_sequence_compatibility_function(
-            masking_utils.chunked_causal_mask_function(2, torch.tensor([0, 0, 0])),
-            torch.tensor([[0, 1, 2, 3, 0, 1]] * 3),
-            torch.tensor([[0, 0, 0, 0, 1, 1]] * 3),
+        masking_utils.and_masks(
+            masking_utils.packed_sequence_mask_function(torch.tensor([[0, 0, 0, 0, 1, 1]] * 3)),
+            masking_utils.remap_positions_for_packed_sequence(
+                masking_utils.chunked_causal_mask_function(2, torch.tensor([0, 0, 0])),
+                torch.tensor([[0, 1, 2, 3, 0, 1]] * 3),
+            ),
         ),
     ],
     ids=["own", "own or causal", "packed without positions", "chunks of packed rows"],
@@ -275,7 +302,7 @@ def test_images_inside_text_attend_both_ways() -> None:
             config=model.config,
             inputs_embeds=torch.zeros(1, 8, 1),
             attention_mask=None,
-            past_key_values=None,
+            **{CACHE: None},
             block_sequence_ids=ids,
         )
     assert isinstance(mask, StatedMask)

@@ -13,8 +13,8 @@ import qkv
 from qkv.errors import UnsupportedError
 from qkv.hf.keywords import refuse_unread
 from qkv.hf.layer_call import LayerCall, LayerWeights
-from qkv.hf.layer_steps import LayerOptions
-from qkv.hf.masks import MaskPattern, StatedMask
+from qkv.hf.layer_steps import LayerOptions, LayerSteps
+from qkv.hf.masks import StatedMask
 
 __all__ = ["Observer", "OutputChange", "attend", "change_outputs", "observe"]
 
@@ -58,7 +58,8 @@ def attend(
     scaling : float, optional
         `head_dim ** -0.5` unless given.
     is_causal : bool, optional
-        Holds without a mask and for more than one query row, which then start at key 0.
+        Holds without a mask. Several query rows then start at key 0; one row is the last key's, and
+        attends to all.
     softcap, s_aux, position_bias : optional
         Bound on the scores; sink logits (num_heads,); a bias that broadcasts to
         (batch, num_heads, q_len, kv_len).
@@ -87,13 +88,17 @@ def attend(
         )
     refuse_unread(module, kwargs, key.shape[2])
     wanted = output_attentions or _collected()
-    shared = says = None
+    steps = says = None
     if not (dropout or wanted or _observers or _changes):
-        shared = _shared_pattern(attention_mask, query)
-    if shared is not None:
+        steps = _shared_steps(attention_mask, query)
+    lengths = query.shape[2], key.shape[2]
+    if steps is not None:
         says = LayerOptions.of(scaling, softcap, position_bias, s_aux)
-    if shared is not None and says is not None:
-        found = shared.steps.run(says, shared.q_offset, query, key, value, position_bias)
+    if steps is not None and says is not None:
+        at = lengths[1] - 1
+        if isinstance(attention_mask, StatedMask):
+            at = attention_mask.pattern.q_offset
+        found = steps.run(says, at, query, key, value, position_bias)
         if found is not None:
             return found, None
     variants: list[Any] = []
@@ -106,11 +111,10 @@ def attend(
     if dropout > 0:
         variants.append(qkv.Dropout(dropout, _seed()))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    lengths = query.shape[2], key.shape[2]
-    masks, q_offset, kv_offset = _masks(attention_mask, causal and lengths[0] > 1, lengths)
+    masks, q_offset, kv_offset = _masks(attention_mask, causal, lengths)
     call = LayerCall(module, query, key, value, (*variants, *masks), scaling, q_offset, kv_offset)
-    if shared is not None and says is not None:
-        found = shared.steps.add(says, call)
+    if steps is not None and says is not None:
+        found = steps.add(says, call)
         if found is not None:
             return found, None
     for observer in _observers:
@@ -121,11 +125,19 @@ def attend(
     return out, LayerWeights(call) if wanted else None
 
 
-def _shared_pattern(mask: torch.Tensor | None, query: torch.Tensor) -> MaskPattern | None:
-    """The mask of a decoding step of one token, which layers prepare for one another."""
-    if torch.compiler.is_compiling() or not isinstance(mask, StatedMask) or query.shape[2] != 1:
+_unmasked_steps = LayerSteps()
+"""Decoding steps of one token that attends to every key."""
+
+
+def _shared_steps(mask: Any, query: torch.Tensor) -> LayerSteps | None:
+    """What layers prepare for one another, in a decoding step of one token."""
+    if torch.compiler.is_compiling() or query.shape[2] != 1:
         return None
-    return mask.pattern if mask.pattern.materialized is None else None
+    if mask is None:
+        return _unmasked_steps
+    if not isinstance(mask, StatedMask) or mask.pattern.materialized is not None:
+        return None
+    return mask.pattern.steps
 
 
 def _seed() -> Any:
@@ -138,7 +150,12 @@ def _seed() -> Any:
 def _masks(
     given: torch.Tensor | None, causal: bool, lengths: tuple[int, int]
 ) -> tuple[tuple[Any, ...], int, int]:
-    """Masks of a call, and the offsets that they count from; `causal` holds if none is given."""
+    """Masks of a call, and the offsets that they count from; `causal` holds if none is given.
+
+    One query row without a mask is the last token of its cache, if attention is causal.
+    """
+    if given is None and lengths[0] == 1:
+        return (), lengths[1] - 1 if causal else 0, 0
     if given is None:
         return (qkv.Causal(),) if causal else (), 0, 0
     if not isinstance(given, StatedMask):

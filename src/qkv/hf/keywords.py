@@ -26,7 +26,7 @@ _OF_OTHER_KERNELS = """
 """
 _OF_OTHER_PARTS = """
     attention_dropout audio_attention_mask audio_embed_sizes audio_feature_lengths bool_masked_pos
-    cache_params conv_mask cross_attention_mask decoder_attention_mask decoder_input_ids
+    cache cache_params conv_mask cross_attention_mask decoder_attention_mask decoder_input_ids
     decoder_inputs_embeds decoder_position_ids deepstack_visual_embeds encoder_attention_mask
     encoder_hidden_states encoder_outputs feature_attention_mask grid_thw image_attention_mask
     image_embeds image_grid_thw image_position_ids image_sizes input_features

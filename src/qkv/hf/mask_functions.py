@@ -27,6 +27,8 @@ __all__ = ["PositionRanges", "read"]
 
 MaskFunction = Callable[..., Any]
 
+_PACKED = "packed_sequence_mask_function"
+_REMAPPED = "remap_positions_for_packed_sequence"
 _MAKERS = (
     "and_masks",
     "or_masks",
@@ -34,10 +36,9 @@ _MAKERS = (
     "sliding_window_bidirectional_overlay",
     "chunked_overlay",
     "blockwise_overlay",
-    "packed_sequence_mask_function",
-    "remap_positions_for_packed_sequence",
+    _PACKED,
+    _REMAPPED,
 )
-
 
 _CAUSAL: tuple[MaskVariant, ...] = (Causal(),)
 
@@ -73,10 +74,11 @@ def read(function: MaskFunction, rows: PositionRanges) -> tuple[MaskVariant, ...
         return _CAUSAL
     parts = list(_factors(function))
     try:
-        match [_made_by(part) for part in parts]:
-            case ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]:
-                ids = _captured(parts[0])["packed_sequence_mask"]
-                return (Segments(ids), *_masks(_captured(parts[1])["mask_function"], None))
+        by_maker = {_made_by(part): part for part in parts}
+        if len(parts) == 2 and by_maker.keys() == {_PACKED, _REMAPPED}:
+            ids = _captured(by_maker[_PACKED])["packed_sequence_mask"]
+            inner = _captured(by_maker[_REMAPPED])["mask_function"]
+            return (Segments(ids), *_masks(inner, None))
         return tuple(mask for part in parts for mask in _masks(part, rows))
     except _UnknownFunction:
         return None

@@ -178,26 +178,38 @@ def state_mask(
     -------
     StatedMask, tensor or None
         The dense boolean tensor of transformers' "sdpa" where the mask function is not one that
-        is known, and while torch traces the model, when no value can be read; None only then.
+        is known, and while torch traces the model, when no value can be read. None then, or for
+        one token that sees every key.
     """
-    arguments: dict[str, Any] = {
-        "batch_size": batch_size,
-        "q_length": q_length,
-        "kv_length": kv_length,
-        "kv_offset": kv_offset,
-        "mask_function": mask_function,
-        "attention_mask": attention_mask,
-        "device": device,
-    }
-    if torch.compiler.is_compiling() or any(
-        is_tracing(t) for t in (attention_mask, q_offset) if isinstance(t, torch.Tensor)
-    ):
-        traced: torch.Tensor | None = sdpa_mask(**{**kwargs, **arguments, "q_offset": q_offset})
+    is_traced = torch.compiler.is_compiling() or _is_traced(attention_mask) or _is_traced(q_offset)
+    if not is_traced:
+        # A static cache passes its own counter tensor, which it changes in place later.
+        q_offset = int(q_offset)
+        if (
+            q_length == 1
+            and q_offset == kv_length - 1
+            and not kv_offset
+            and mask_function is causal_mask_function
+            and kwargs.get("allow_is_causal_skip", True)
+            and (attention_mask is None or _keeps_all(attention_mask, kv_length))
+        ):
+            return None
+        kwargs = {"use_vmap": kwargs.get("use_vmap", False), "allow_is_causal_skip": False}
+    dense: Callable[[], Any] = partial(
+        sdpa_mask,
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        device=device,
+        **kwargs,
+    )
+    if is_traced:
+        traced: torch.Tensor | None = dense()
         return traced
-    # A static cache passes its own counter tensor, which it changes in place later.
-    arguments["q_offset"] = q_offset = int(q_offset)
-    arguments["use_vmap"] = kwargs.get("use_vmap", False)
-    dense: Callable[[], Any] = partial(sdpa_mask, **arguments, allow_is_causal_skip=False)
     rows = PositionRanges(
         range(q_offset, q_offset + q_length), range(kv_offset, kv_offset + kv_length)
     )
@@ -222,6 +234,20 @@ def state_mask(
     )
 
 
+def _is_traced(value: Any) -> bool:
+    """Whether torch follows what becomes of a value, so that it cannot be read."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    if type(value) is torch.Tensor and value.is_cpu:
+        return torch._C._get_tracing_state() is not None
+    return bool(is_tracing(value))
+
+
+def _keeps_all(attention_mask: torch.Tensor, kv_length: int) -> bool:
+    """Whether no key is padding."""
+    return attention_mask.shape[-1] == kv_length and bool(attention_mask.all())
+
+
 def _padding(
     padding: torch.Tensor, key_range: range, kv_length: int, first_key: int
 ) -> tuple[MaskVariant, ...]:
@@ -230,7 +256,9 @@ def _padding(
     Padding at the ends becomes `KeyLengths` and `Prefix`, so that its tiles are skipped.
     `first_key` is the position that the masks give to the first key.
     """
-    keys = padding[:, key_range.start : key_range.stop]
+    keys = padding
+    if len(key_range) != padding.shape[1]:
+        keys = padding[:, key_range.start : key_range.stop]
     if keys.all():
         return ()
     ends = (keys * torch.arange(1, len(key_range) + 1, device=keys.device)).amax(-1)
