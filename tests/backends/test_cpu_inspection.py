@@ -185,7 +185,7 @@ def test_long_lists_are_left_to_numpy() -> None:
     given = arrays(Shape((), 1, 1, 6, 400, 8, 8))
     problem = check(*given, ())
     record = qkv.inspect(*given, backend="cpu")
-    most = replay_pass.MOST
+    most = replay_pass.MOST_TOP_KEYS
     assert replay_pass.top(problem, record.lse, most + 1) is None
     compiled, numpy = record.top(most), record.top(most + 1)
     np.testing.assert_array_equal(compiled[0], numpy[0][..., :most])

@@ -63,7 +63,7 @@ def wrapped(a: Interval) -> Interval:
 
 
 def real(a: Interval) -> Interval:
-    """Integers turned into floating numbers, which float32 rounds beyond 2**24."""
+    """Integers converted to floating point, which float32 rounds beyond 2**24."""
     low, high = np.asarray(a.low, float), np.asarray(a.high, float)
     near = np.maximum(np.abs(low), np.abs(high)) <= 2.0**24
     wide = rounded(Interval(low, high))

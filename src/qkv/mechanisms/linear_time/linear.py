@@ -142,24 +142,7 @@ class Linear(StatefulMechanism, ProjectedAttention):
         return self.queries(x), features, rows
 
     def __call__(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
-        """Attend from `x` to `key` and `value`, or to itself, in linear time.
-
-        Parameters
-        ----------
-        x : array (..., q_len, embed_dim)
-        key, value : array (..., kv_len, kv_dim), optional
-            `x` unless given; `value` is `key` unless given.
-
-        Returns
-        -------
-        array (..., q_len, width)
-            In the library, dtype and device of `x`.
-
-        Raises
-        ------
-        ShapeError
-            The arrays do not fit the weights or one another.
-        """
+        """Attend from `x` to `key` and `value`, or to itself; see `AttentionMechanism`."""
         x, key, value = self.sequences(x, key, value)
         state = self.initial_state(x)
         if self.causal:

@@ -97,7 +97,7 @@ def _weights_function(frame: BackwardFrame, name: str, masked: bool) -> Value:
 
 
 def _residual_function(frame: BackwardFrame) -> Value:
-    """r advances by the dS of one block of keys."""
+    """Rescale the residual of each row, and add the dS of one block of keys."""
     e = frame.e
     with frame.of_vector("chain") as (function, at):
         found = sum_over_keys(

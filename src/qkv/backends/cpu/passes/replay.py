@@ -34,7 +34,7 @@ from qkv.problem.spec import Problem, Spec
 
 Array = NDArray[Any]
 
-MOST = 256
+MOST_TOP_KEYS = 256
 """The largest k for which the best keys are kept while scores are computed: inserting a key takes
 time in proportion to k."""
 
@@ -55,7 +55,7 @@ def top(
     """
     spec = problem.spec
     count = min(k, spec.kv_len)
-    if count > MOST or spec.kv_len >= 2**31:
+    if count > MOST_TOP_KEYS or spec.kv_len >= 2**31:
         return None
     shape = (*lse.shape, k)
     indices, weights = np.full(shape, -1, np.int64), np.zeros(shape, spec.compute_dtype)
