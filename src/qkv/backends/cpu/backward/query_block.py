@@ -222,7 +222,7 @@ def block_functions(
 
 
 def query_block_function(frame: BackwardFrame, functions: dict[str, Value], vectors: int) -> Value:
-    """A function `(arguments, task, block, scratch)` for blocks of so many vectors."""
+    """A function `(arguments, task, block, scratch)` for blocks of `vectors` vectors of queries."""
     of_block = {
         "products": products_function(frame, vectors),
         "score_gradients": score_gradients_function(frame, vectors),

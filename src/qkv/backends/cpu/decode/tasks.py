@@ -115,7 +115,7 @@ class DecodeTasks:
 
             def group(number: Value, carried: list[Value]) -> list[Value]:
                 first, keys = carried
-                # The number of the first group that has the same mask.
+                # The first group of kv heads that has the same mask.
                 batch, kv_head = b.sdiv(number, kv_heads), b.srem(number, kv_heads)
                 source = e.add(
                     e.mul(batch, kv_heads) if "batch" in depends else 0,

@@ -178,7 +178,7 @@ class _Protocol:
             self.next_generation(block, e.index(MOST_WORKERS))
 
     def pauses(self) -> None:
-        """Some pauses, to be timed."""
+        """A function of many pauses, which the pool times once to know how long one takes."""
         e = self.e
         with e.function("pauses", [INT64], public=True) as (_, (count,)):
             e.loop(0, count, 1, [], lambda i, _: self.pause())
