@@ -45,6 +45,7 @@ METHODS = [
     "__call__",
     "_causal",
     "step",
+    "next_tokens",
 ]
 """What computes an output, in the order in which a call comes to it."""
 

@@ -58,12 +58,7 @@ class ScaledDotProductAttention:
     """
 
     def __init__(self, d_k: int) -> None:
-        if isinstance(d_k, bool) or not isinstance(d_k, int | np.integer) or d_k < 1:
-            raise ArgumentError(
-                f"d_k={d_k!r:.60} is not a positive integer.",
-                action="Pass the length of a query row.",
-            )
-        self.d_k = int(d_k)
+        self.d_k = checked_d_k(d_k)
         self.scale = sqrt(self.d_k)
 
     def __repr__(self) -> str:
@@ -163,6 +158,22 @@ class ScaledDotProductAttention:
 
 def _row(array: Array) -> str:
     return np.array2string(array, precision=4, max_line_width=10**6, threshold=10**6)
+
+
+def checked_d_k(d_k: Any) -> int:
+    """The length of a query row.
+
+    Raises
+    ------
+    ArgumentError
+        It is not a positive integer.
+    """
+    if isinstance(d_k, bool) or not isinstance(d_k, int | np.integer) or d_k < 1:
+        raise ArgumentError(
+            f"d_k={d_k!r:.60} is not a positive integer.",
+            action="Pass the length of a query row.",
+        )
+    return int(d_k)
 
 
 def _matrix(array: Any, name: str) -> Array:

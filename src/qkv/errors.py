@@ -109,7 +109,7 @@ class MaskLooksBooleanWarning(UserWarning):
 
 
 class KernelCacheWarning(UserWarning):
-    """Compiled kernels cannot be kept on disk; said once in a process."""
+    """Compiled kernels cannot be cached on disk; issued once in a process."""
 
 
 def render(fact: str, seen: tuple[tuple[str, str], ...], action: str) -> str:

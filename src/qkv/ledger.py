@@ -28,7 +28,7 @@ __all__ = [
 KINDS = (
     "multiply", "add", "subtract", "divide", "compare", "exp", "log", "sqrt", "tanh", "sin", "cos",
 )  # fmt: skip
-"""Every kind of scalar operation that a ledger tells apart."""
+"""Every kind of scalar operation that a ledger counts."""
 
 _ZERO = Count(0)
 

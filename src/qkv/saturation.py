@@ -100,19 +100,7 @@ class ScalingCurve:
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the curves, with the divisor and without, to a file.
 
-        Parameters
-        ----------
-        path : path
-            Its ending says the format: .svg, .png or .pdf.
-
-        Raises
-        ------
-        UnsupportedError
-            If matplotlib is not installed.
-        ArgumentError
-            If the ending is another.
-        FileError
-            If the file cannot be written.
+        The path and the errors are those of `qkv.Record.plot`.
         """
         from qkv.inspection.pictures import save_picture
 

@@ -38,11 +38,11 @@ def imported(program: str) -> set[str]:
     return set(ran.stdout.split())
 
 
-def test_import_qkv_brings_no_framework() -> None:
+def test_import_qkv_imports_no_framework() -> None:
     assert not imported("import qkv") & set(LAZY)
 
 
-def test_import_qkv_testing_brings_no_test_framework() -> None:
+def test_import_qkv_testing_imports_no_test_framework() -> None:
     """So that a backend of another package may use any."""
     assert not imported("import qkv.testing") & {"pytest", "hypothesis", "torch"}
 

@@ -202,7 +202,7 @@ def test_weights_are_computed_beside_products(dtype, products) -> None:
 @pytest.mark.parametrize(
     ("cpu", "cache"), [("znver4", "t1"), ("znver5", "t0"), ("sapphirerapids", "t0")]
 )
-def test_rows_to_decode_are_asked_for_where_a_processor_wants_them(cpu, cache) -> None:
+def test_decoding_prefetches_rows_where_a_processor_needs_it(cpu, cache) -> None:
     triple, isa = MACHINES[cpu]
     shape = Host(cpu, "", isa).shape
     dtypes = ("float32",) * 3

@@ -181,7 +181,7 @@ def test_no_table_is_copied_for_each_task() -> None:
 
 
 @pytest.mark.parametrize("isa", NARROW)
-@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.sampled("dtype", [np.float64, np.float32], one_in=2)
 def test_narrower_vectors(isa, dtype, monkeypatch) -> None:
     monkeypatch.setenv("QKV_ISA", isa)
     q, k, v, grad_out = problem(70, 90, dim=21, v_dim=19, dtype=np.float64)

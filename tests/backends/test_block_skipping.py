@@ -35,11 +35,11 @@ def arrays(dtype="float32", length=LENGTH, dim=64, heads=2, seed=0):
 @pytest.fixture
 def always(monkeypatch):
     """However small the problem is, and however little is spared."""
-    monkeypatch.setattr(block_skipping, "_WORTH", 0)
+    monkeypatch.setattr(block_skipping, "_LEAST_OPERATIONS", 0)
     monkeypatch.setattr(block_skipping, "_LEAST_SHARE", 0)
-    block_skipping._fading_heads.cache_clear()
+    block_skipping._heads_with_falling_bias.cache_clear()
     yield
-    block_skipping._fading_heads.cache_clear()
+    block_skipping._heads_with_falling_bias.cache_clear()
 
 
 def pairs(*variants, dtype="float32", change=lambda *arrays: None, length=LENGTH):
@@ -94,7 +94,7 @@ def test_a_key_far_away_that_has_all_the_weight_is_seen(dtype):
     assert np.abs(lse - exact.lse).max() <= limits.lse
 
 
-@pytest.mark.sampled("dtype", list(DTYPES), one_in=2)
+@pytest.mark.sampled("dtype", list(DTYPES), one_in=4)
 def test_outputs_and_gradients_are_those_of_all_pairs(dtype):
     q, k, v, grad_out = arrays(dtype)
     exact = truth(q, k, v, STEEP)
@@ -135,7 +135,7 @@ def test_differences_that_overflow_are_computed():
     assert np.isnan(qkv.vjp(q, k, v, *STEEP)[1](grad_out).key[..., :64, :]).all()
 
 
-def test_keys_that_nobody_may_see_do_not_outweigh_others():
+def test_masked_keys_do_not_outweigh_others():
     q, k, v, _ = arrays()
     blocks = np.tri(LENGTH // 64, k=-9, dtype=bool)  # all or nothing, however wide a tile is
     far = qkv.BlockSparse(blocks, 64, 64)
@@ -159,7 +159,7 @@ def test_what_a_row_may_not_see_does_not_change_its_bits(value):
     np.testing.assert_array_equal(now[..., :1400, :], d_query[..., :1400, :])
 
 
-def test_the_next_call_with_such_arrays_looks_again():
+def test_blocks_are_looked_for_in_every_call():
     q, k, v, grad_out = arrays()
     for _ in range(4):
         qkv.vjp(q, k, v, *STEEP)[1](grad_out)
@@ -200,7 +200,7 @@ WAYS = {
 }
 
 
-SMALL = pytest.mark.sampled(("way", "shape"), list(product(WAYS, SHAPES)), one_in=12)
+SMALL = pytest.mark.sampled(("way", "shape"), list(product(WAYS, SHAPES)), one_in=27)
 
 
 def small(way, shape):

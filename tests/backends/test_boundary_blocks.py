@@ -1,4 +1,4 @@
-"""Blocks of keys that a mask cuts are met in steps: what is left out is not read, nor missed."""
+"""Blocks of keys at the edge of a mask are computed in steps; keys outside of it are not read."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def case(way, shape):
     return Case(f"steps {way} {shape}", SHAPES[shape], WAYS[way], q_offset="end")
 
 
-@pytest.mark.sampled(("way", "shape"), list(product(WAYS, SHAPES)), one_in=16)
+@pytest.mark.sampled(("way", "shape"), list(product(WAYS, SHAPES)), one_in=48)
 def test_small_problems(way, shape):
     assert check_case("cpu", case(way, shape))
 
 
-@pytest.mark.sampled(("way", "shape"), list(product(WAYS, SHAPES)), one_in=16)
+@pytest.mark.sampled(("way", "shape"), list(product(WAYS, SHAPES)), one_in=48)
 def test_gradients_of_small_problems(way, shape):
     inputs = case(way, shape).build("float64")
     v_head_dim = SHAPES[shape].v_head_dim

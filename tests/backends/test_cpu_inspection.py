@@ -88,7 +88,7 @@ BLOCKS = Shape((2,), 4, 2, 70, 150, 20, 5)
 """More than a block of queries and of keys, and neither whole."""
 
 
-@pytest.mark.sampled("variant", ALL, one_in=6, ids=lambda kind: kind.__name__)
+@pytest.mark.sampled("variant", ALL, one_in=19, ids=lambda kind: kind.__name__)
 def test_every_variant(variant) -> None:
     for example in variant.examples(BLOCKS, np.random.default_rng(3)):
         check_statistics(arrays(BLOCKS), [example], q_offset="end")
@@ -105,7 +105,7 @@ def several(shape: Shape) -> list:
 
 
 @pytest.mark.sampled(
-    ("shape", "dtype"), list(product([BLOCKS, Shape((), 6, 2, 2, 131, 32, 4)], DTYPES)), one_in=3
+    ("shape", "dtype"), list(product([BLOCKS, Shape((), 6, 2, 2, 131, 32, 4)], DTYPES)), one_in=6
 )
 def test_types_and_variants_together(dtype: str, shape: Shape) -> None:
     check_statistics(arrays(shape, DTYPES[dtype]), several(shape))
@@ -120,7 +120,7 @@ def test_narrower_vectors(isa, monkeypatch) -> None:
 SIZES = list(product([1, 3, 15, 16, 17, 63, 64, 65, 129], [1, 5, 64, 129]))
 
 
-@pytest.mark.sampled(("q_len", "kv_len"), SIZES, one_in=4)
+@pytest.mark.sampled(("q_len", "kv_len"), SIZES, one_in=8)
 def test_sizes(q_len: int, kv_len: int) -> None:
     shape = Shape((), 4, 2, q_len, kv_len, 7, 3)
     check_statistics(arrays(shape), [qkv.Causal("start"), qkv.Sinks(0.5)], k=3)
@@ -185,7 +185,7 @@ def test_long_lists_are_left_to_numpy() -> None:
     given = arrays(Shape((), 1, 1, 6, 400, 8, 8))
     problem = check(*given, ())
     record = qkv.inspect(*given, backend="cpu")
-    most = replay_pass.MOST
+    most = replay_pass.MOST_TOP_KEYS
     assert replay_pass.top(problem, record.lse, most + 1) is None
     compiled, numpy = record.top(most), record.top(most + 1)
     np.testing.assert_array_equal(compiled[0], numpy[0][..., :most])

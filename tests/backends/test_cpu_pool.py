@@ -332,7 +332,7 @@ def test_code_for_other_machines(triple, processor, sleep, words) -> None:
     assert all(word in assembly for word in words)
 
 
-def test_the_words_of_the_block_are_apart() -> None:
+def test_words_of_different_writers_have_cache_lines_of_their_own() -> None:
     """What different sides write has a line of its own, and a mutex has room: 64 bytes on macOS."""
     apart = ("generation", "ticket", "busy", "sleeping", "job", "spins", "ended",
              "mutex", "condition")  # fmt: skip

@@ -52,7 +52,7 @@ def test_a_gate_that_is_closed_waits_for_those_inside_and_answers_the_others() -
     assert inside.wait(60)
     closer = threading.Thread(target=close)
     closer.start()
-    while not gate.is_closed:
+    while not gate._words[2]:  # the answer, once it is closed
         time.sleep(1e-3)
     assert enter(ctypes.addressof(argument)) == 7
     assert not closed.is_set(), "somebody is still inside"

@@ -37,7 +37,7 @@ def reducing(record: Any) -> Any:
 
 
 @pytest.mark.parametrize("block", [2, 8, 16, 64])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.sampled("dtype", ["float32", "float64"], one_in=2)
 def test_blocks_of_a_masked_head(block: int, dtype: str) -> None:
     rng = np.random.default_rng(0)
     q, k = (rng.normal(size=(2, n, 24)).astype(dtype) for n in (333, 501))

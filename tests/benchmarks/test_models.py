@@ -72,7 +72,7 @@ def test_parts_of_decoding_begin_with_the_first_single_row() -> None:
     assert (whole["products"], whole["outside"], "decoding" in whole) == (9.25, 4.5, False)
 
 
-@pytest.mark.parametrize(
+@pytest.mark.sampled(
     ("name", "options"),
     [
         ("generate-512-padded", {"batch": 2, "new": 3}),
@@ -80,6 +80,7 @@ def test_parts_of_decoding_begin_with_the_first_single_row() -> None:
         ("generate-512-sinks", {"new": 2}),
         ("train-4x256", {"batch": 1}),
     ],
+    one_in=2,
 )
 def test_both_implementations_agree_and_are_timed(
     name: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -87,7 +87,7 @@ def test_what_is_no_saved_run_is_said_to_be_none(tmp_path: Path, text: str) -> N
         record.load(str(file))
 
 
-def test_a_missing_file_is_said_to_be_missing(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="cannot be read"):
         record.load(str(tmp_path / "none.json"))
 
@@ -179,7 +179,7 @@ def test_the_picture_is_xml_with_a_bar_for_each_time() -> None:
 
 
 def test_two_runs_are_compared_by_their_share_of_the_peak() -> None:
-    """The later one met a machine of half the speed, and took as long."""
+    """The later one ran on a machine of half the speed, and took as long."""
     before, after = run(), run()
     for entry in after.results[0].entries:
         entry.turns = [Turn(t.round, 0.5e11, t.seconds) for t in entry.turns]

@@ -104,13 +104,13 @@ def test_a_wrong_contender_is_named_and_cannot_be_timed(seat: Worker) -> None:
     assert ask(seat, "turn", name="forgets_the_mask", seconds=0.0, least=1)["state"] == "failed"
 
 
-def test_who_cannot_says_why(seat: Worker) -> None:
+def test_a_contender_that_cannot_take_part_says_why(seat: Worker) -> None:
     refused = {"state": "refused", "detail": "it has no words for this."}
     assert prepare(seat, "refuses") == refused
     assert prepare(seat, "breaks") == {"state": "failed", "detail": "RuntimeError: a bug"}
 
 
-def test_who_is_not_installed_is_absent() -> None:
+def test_a_contender_that_is_not_installed_is_absent() -> None:
     seat = Worker(lambda name: Contender(name, "no-such-package", "made_up"))
     answer = prepare(seat, "short")
     assert answer["state"] == "failed"
@@ -312,7 +312,7 @@ def test_the_list_names_every_workload(capsys: pytest.CaptureFixture[str]) -> No
         (["--compare", "no-such-revision"], "git rev-parse did not work"),
     ],
 )
-def test_bad_words_are_told_before_anything_runs(
+def test_wrong_arguments_are_reported_before_anything_runs(
     words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(list(words)) == 2

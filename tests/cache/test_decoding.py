@@ -103,10 +103,11 @@ INT8 = ("causal", "rope", "everything")
 """Variants do not see how rows are kept, so that a few of them are enough."""
 
 
+KINDS = list(product(CACHES, (None, "int8")))
 READ = [*((v, None) for v in VARIANTS), *((v, "int8") for v in INT8)]
 
 
-@pytest.mark.sampled(("kind", "read"), list(product(CACHES, READ)), one_in=4)
+@pytest.mark.sampled(("kind", "read"), list(product(CACHES, READ)), one_in=16)
 def test_decoding_is_prefill(kind: str, read: tuple[str, str | None]) -> None:
     variant, dtype = read
     held = CACHES[kind](dtype=dtype)
@@ -122,8 +123,7 @@ def test_decoding_is_prefill(kind: str, read: tuple[str, str | None]) -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", [None, "int8"], ids=["float64", "int8"])
-@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.sampled(("kind", "dtype"), KINDS, one_in=4)
 def test_sequences_of_different_lengths(kind: str, dtype: str | None) -> None:
     """Each sequence of a batch gives what it gives alone, whatever lies behind its last token."""
     new = ([40, 0, 7], [1, 1, 1], [0, 130, 33], [1, 1, 1], [5, 2, 1])
@@ -175,7 +175,7 @@ def test_beams(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", CACHES)
-def test_a_fork_goes_its_own_way(kind: str) -> None:
+def test_forks_are_independent(kind: str) -> None:
     one = CACHES[kind]()
     one.append(KEY[:, :, :149], VALUE[:, :, :149])
     forks = [one.fork() for _ in range(3)]
@@ -190,8 +190,7 @@ def test_a_fork_goes_its_own_way(kind: str) -> None:
     assert one.lengths.tolist() == [149]
 
 
-@pytest.mark.parametrize("dtype", [None, "int8"], ids=["float32", "int8"])
-@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.sampled(("kind", "dtype"), KINDS, one_in=4)
 @pytest.mark.parametrize("queries", [1, 70], ids=["in place", "gathered"])
 def test_what_was_truncated_cannot_leak(kind: str, dtype: str | None, queries: int) -> None:
     """Memory behind the last token may hold NaN, also one that NumPy warns about."""
@@ -207,8 +206,7 @@ def test_what_was_truncated_cannot_leak(kind: str, dtype: str | None, queries: i
     assert np.isfinite(out).all()
 
 
-@pytest.mark.parametrize("dtype", [None, "int8"], ids=["float32", "int8"])
-@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.sampled(("kind", "dtype"), KINDS, one_in=4)
 @pytest.mark.parametrize("library", ["torch", "jax"])
 def test_arrays_of_other_libraries(library: str, kind: str, dtype: str | None) -> None:
     """The same bits as NumPy's."""
@@ -232,7 +230,7 @@ def test_arrays_of_other_libraries(library: str, kind: str, dtype: str | None) -
         assert isinstance(getattr(held, "values", held) if dtype else held, kept)
 
 
-@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.sampled("kind", list(CACHES), one_in=2)
 def test_bfloat16(kind: str) -> None:
     """A cache copies bits, so that the result is that of the same rows without it."""
     torch = pytest.importorskip("torch", reason="bfloat16 tensors")
@@ -264,7 +262,7 @@ def test_arrays_over_key_rows() -> None:
     close(np.concatenate(parts, 2), truth(QUERY[first], KEY[first], VALUE[first], (bias, mask)).out)
 
 
-@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.sampled("kind", list(CACHES), one_in=2)
 def test_lse_and_statistics(kind: str) -> None:
     """Rows are ordinary arguments: lse comes with them, and `inspect` takes those of one part."""
     held = CACHES[kind]()
@@ -291,8 +289,8 @@ def test_lse_and_statistics(kind: str) -> None:
             rows.key  # noqa: B018
 
 
-@pytest.mark.parametrize("kind", CACHES)
-def test_keys_that_are_kept_rotated(kind: str) -> None:
+@pytest.mark.sampled("kind", list(CACHES), one_in=2)
+def test_keys_that_are_stored_rotated(kind: str) -> None:
     """`RoPE.rotate` before `append` is `RoPE` as a variant."""
     rope, held, parts = qkv.RoPE(), CACHES[kind](), []
     for start, stop in pairwise(STEPS):
@@ -303,7 +301,7 @@ def test_keys_that_are_kept_rotated(kind: str) -> None:
     assert np.abs(np.concatenate(parts, 2)[:, :, LAST:] - right).max() < 1e-12
 
 
-@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.sampled("kind", list(CACHES), one_in=2)
 def test_a_layer_with_any_cache(kind: str) -> None:
     """`MultiHeadAttention` token by token, with keys that are rotated once."""
     torch = pytest.importorskip("torch", reason="the layer is torch's")

@@ -110,7 +110,7 @@ VARIANTS = {
 @pytest.mark.sampled(
     ("name", "dtype"),
     list(product(VARIANTS, [np.float32, np.float64, np.float16, ml_dtypes.bfloat16])),
-    one_in=4,
+    one_in=11,
 )
 def test_recalled_gradients_have_the_same_bits(name, dtype) -> None:
     for seed in range(5):
@@ -214,7 +214,7 @@ def test_rows_that_see_nothing_are_looked_at_each_time() -> None:
         check(operands(seed), (qkv.Mask(mask),))
 
 
-def test_what_nobody_knows_of_lse_is_found_again() -> None:
+def test_a_missing_lse_rest_is_computed_again() -> None:
     for seed in range(5):
         q, k, v, grad_out, grad_lse = arrays = operands(seed)
         left, pullback = left_by(arrays)

@@ -99,7 +99,7 @@ def test_the_textbook_mechanism_takes_495_operations(output_of) -> None:
     assert found["operations_formula"] == "4 n^2 d + 5 n^2 - n d - 2 n"
 
 
-def test_symbols_of_a_mechanism_are_said(output_of) -> None:
+def test_symbols_of_a_mechanism_are_explained(output_of) -> None:
     text = " ".join(output_of("cost", "--mechanism", "sliding-window").split())
     assert "d = head_dim, h = num_heads, l = left + right." in text
 

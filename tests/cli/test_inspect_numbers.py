@@ -136,7 +136,7 @@ def test_table_of_the_sample(
             assert float(weight) == pytest.approx(beyond[rank], abs=0.00501)
 
 
-def test_what_is_said_below_the_table_is_so(
+def test_the_summary_below_the_table_is_right(
     capsys: pytest.CaptureFixture[str], sample_weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")

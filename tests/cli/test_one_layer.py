@@ -160,7 +160,7 @@ def test_a_long_file_shows_the_keys_with_most_weight(
     assert len(capsys.readouterr().out) < 20_000
 
 
-def test_every_row_of_a_long_file_asks_for_one(
+def test_all_rows_of_a_long_file_are_refused(
     long_file: tuple[str, np.ndarray, np.ndarray], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["explain", long_file[0], "--query", "all"]) == 2

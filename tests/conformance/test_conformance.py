@@ -19,7 +19,7 @@ NAMES = [backend.name for backend in backends()]
 
 # The backend varies fastest, so that the dense answer of a case is computed once.
 @pytest.mark.parametrize("backend", NAMES)
-@pytest.mark.sampled(("case", "dtype"), PAIRS, one_in=18)
+@pytest.mark.sampled(("case", "dtype"), PAIRS, one_in=48)
 def test_conformance(backend: str, case: Case, dtype: str, request: pytest.FixtureRequest) -> None:
     check_case(backend, case, dtype)
     if backend == "cpu":
@@ -87,7 +87,7 @@ class Refuses(BlockedBackend):
         return (Refusal(f"dtype is {spec.dtype}", "float64"),)
 
 
-def test_a_refusal_is_told_apart_from_a_pass() -> None:
+def test_a_refusal_is_not_a_pass() -> None:
     case = Case("refused", SMALL)
     assert check_case(Refuses(), case, "float64") is True
     assert check_case(Refuses(), case, "float32") is False

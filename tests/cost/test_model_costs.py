@@ -222,7 +222,7 @@ def test_every_card_says_where_it_comes_from() -> None:
         assert model_card(model.name) == model
 
 
-def test_a_model_type_that_nobody_knows_is_said() -> None:
+def test_an_unknown_model_type_is_reported() -> None:
     model = read_config({**SMALL, "model_type": "brand_new"})
     assert model.notes == ("model_type 'brand_new' is not known; counted as llama",)
 

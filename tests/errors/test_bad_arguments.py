@@ -1,4 +1,4 @@
-"""Bad input at the front door: the right class, a fact, what was seen, one thing to do."""
+"""Errors for wrong arguments: the class, the fact, the values given, and one thing to do."""
 
 import math
 import pickle

@@ -86,7 +86,7 @@ def test_keywords_of_other_libraries(keywords, in_torch) -> None:
         ({"enable_gqa": True, "sm_scale": 2.0}, "(q, k, v, scale=2.0)"),
     ],
 )
-def test_every_front_door(function, keywords, call) -> None:
+def test_every_entry_point(function, keywords, call) -> None:
     if function == "jvp":
         call = f"{call[:-1]}, tangents=tangents)"
     assert written(function, q, k, v, **keywords) == f"qkv.{function}{call}"

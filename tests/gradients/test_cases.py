@@ -66,7 +66,7 @@ def expected(case: Case, dtype: str) -> tuple[list[np.ndarray], list[float]]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.sampled(("case", "dtype"), PAIRS, one_in=48)
+@pytest.mark.sampled(("case", "dtype"), PAIRS, one_in=144)
 def test_gradients(backend: str, case: Case, dtype: str, request: pytest.FixtureRequest) -> None:
     check_gradients(backend, case, dtype)
     if backend == "cpu":

@@ -22,7 +22,7 @@ PAIRS = [
 HIDING = pytest.mark.sampled("case", test_forbidden.HIDING, one_in=72, ids=lambda case: case.name)
 
 
-@pytest.mark.sampled(("case", "dtype"), PAIRS, one_in=120)
+@pytest.mark.sampled(("case", "dtype"), PAIRS, one_in=240)
 def test_every_gradient(case: Case, dtype: str) -> None:
     test_cases.check_gradients("cpu", case, dtype)
 

@@ -42,7 +42,7 @@ def unchanged(before: np.ndarray, after: np.ndarray, rows: np.ndarray) -> None:
 
 @pytest.mark.usefixtures("masks_unread_and_read")
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.sampled("case", HIDING, one_in=9, ids=lambda case: case.name)
+@pytest.mark.sampled("case", HIDING, one_in=36, ids=lambda case: case.name)
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_forbidden_keys_and_values(case: Case, backend: str, poison: float) -> None:
     inputs, truth = case.build("float32"), case.truth("float32")
@@ -73,7 +73,7 @@ def test_forbidden_keys_and_values(case: Case, backend: str, poison: float) -> N
 
 @pytest.mark.usefixtures("masks_unread_and_read")
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.sampled("case", HIDING, one_in=9, ids=lambda case: case.name)
+@pytest.mark.sampled("case", HIDING, one_in=36, ids=lambda case: case.name)
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_queries_that_may_not_see_a_key(case: Case, backend: str, poison: float) -> None:
     inputs, truth = case.build("float32"), case.truth("float32")

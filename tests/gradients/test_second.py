@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -135,7 +136,7 @@ def hold(found: list[Array], exact: list[Array], limits: list[float]) -> None:
         assert error <= limit, f"result {n} is {error:.3g} off, allowed is {limit:.3g}"
 
 
-@pytest.mark.parametrize("case", EXACT, ids=lambda case: case.name)
+@pytest.mark.sampled("case", EXACT, one_in=3, ids=lambda case: case.name)
 def test_double_backward_in_float64(case: Case) -> None:
     second = Second(case, "float64")
     exact = second.by_torch("float64")
@@ -297,8 +298,7 @@ def same_bits(before: SecondGradients, after: SecondGradients, rows: Array, keys
         assert getattr(before, name)[:, keys].tobytes() == getattr(after, name)[:, keys].tobytes()
 
 
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
-@pytest.mark.parametrize("own", OWN)
+@pytest.mark.sampled(("poison", "own"), list(product([np.nan, np.inf], OWN)), one_in=3)
 def test_forbidden_keys_reach_nothing(poison: float, own: tuple[Any, ...]) -> None:
     before = with_poison(poison, {}, own)
     places = dict.fromkeys(("key", "value", "key_dot", "value_dot"), HIDDEN)
@@ -309,9 +309,8 @@ def test_forbidden_keys_reach_nothing(poison: float, own: tuple[Any, ...]) -> No
     assert np.isnan(after.query[:, sees]).all() or np.isinf(poison)
 
 
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
-@pytest.mark.parametrize("own", OWN)
-def test_rows_are_felt_by_their_own_keys_alone(poison: float, own: tuple[Any, ...]) -> None:
+@pytest.mark.sampled(("poison", "own"), list(product([np.nan, np.inf], OWN)), one_in=3)
+def test_rows_change_gradients_of_their_own_keys_alone(poison: float, own: tuple[Any, ...]) -> None:
     before = with_poison(poison, {}, own)
     names = "query", "query_dot", "grad_out", "grad_lse"
     after = with_poison(poison, dict.fromkeys(names, FIRST[:10]), own)
@@ -361,7 +360,7 @@ def test_what_rounding_took_of_lse_is_given_back(level: float) -> None:
 
 
 def test_memory_grows_with_the_length() -> None:
-    n, window = 16_384, qkv.SlidingWindow(100, 0)
+    n, window = 8_192, qkv.SlidingWindow(100, 0)
     q, k, v, grad_out, *along = (draw(n, 16).astype(np.float32) for _ in range(7))
     tangents = qkv.Tangents(*along)
     tracemalloc.start()
@@ -371,10 +370,10 @@ def test_memory_grows_with_the_length() -> None:
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak < 30e6, "the matrix would take 1.07e9 bytes"
+    assert peak < 20e6, "the matrix would take 268e6 bytes"
 
 
-# The front door
+# Arguments
 
 Q, K, V, G = (draw(2, 9, 4) for _ in range(4))
 

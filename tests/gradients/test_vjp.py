@@ -1,4 +1,4 @@
-"""`qkv.vjp` at its front door: what goes in, what comes back, and what is refused."""
+"""The arguments and results of `qkv.vjp`, and what it refuses."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ KNOWN = json.loads(RECORDED.read_text())
 
 
 @pytest.mark.sampled(
-    ("isa", "case"), [(isa, case) for isa in KNOWN for case in CASES], one_in=3, ids=str
+    ("isa", "case"), [(isa, case) for isa in KNOWN for case in CASES], one_in=9, ids=str
 )
 def test_bits_are_those_of_before(
     isa: str, case: Case, monkeypatch: pytest.MonkeyPatch, no_prepared_calls: None

@@ -40,13 +40,13 @@ SIDES = ["end", "begin"]
 WAYS = ["forward", "backward", *(["in parts"] if len(kernels()) > len(instruction_sets()) else [])]
 
 
-@pytest.mark.sampled(("side", "way"), list(product(SIDES, WAYS)), one_in=2)
+@pytest.mark.sampled(("side", "way"), list(product(SIDES, WAYS)), one_in=4)
 def test_every_head_dim(side: str, way: str, pytestconfig: pytest.Config) -> None:
     dtypes = IN_PARTS if way == "in parts" else list(DTYPES)
     check(side, way, "swept", *sample(pytestconfig, dtypes, 4))
 
 
-@pytest.mark.sampled(("side", "way"), list(product(SIDES, [*WAYS, "statistics"])), one_in=2)
+@pytest.mark.sampled(("side", "way"), list(product(SIDES, [*WAYS, "statistics"])), one_in=4)
 def test_random_problems(side: str, way: str, pytestconfig: pytest.Config) -> None:
     structures = pytestconfig.getoption("fuzz") // (100 if way == "statistics" else 50)
     check(side, way, "random", "0", str(structures))

@@ -16,7 +16,7 @@ def ways(config: pytest.Config) -> Iterator[tuple[str, int, Case, str]]:
     for isa, dtype in product(kernels(), DTYPES):
         if takes(isa, dtype):
             of_dtype = [case for case in cases() if dtype in case.dtypes]
-            for threads, case in sample(config, list(product((1, 2), of_dtype)), 200):
+            for threads, case in sample(config, list(product((1, 2), of_dtype)), 1000):
                 yield isa, threads, case, dtype
 
 

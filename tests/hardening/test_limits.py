@@ -4,6 +4,7 @@ import mmap
 import subprocess
 import sys
 import tracemalloc
+from itertools import product
 
 import ml_dtypes
 import numpy as np
@@ -43,9 +44,11 @@ def far_apart(array: np.ndarray, axis: int, step: int = 2**31 + 40) -> np.ndarra
 
 @LINUX
 @pytest.mark.parametrize("axis", [0, 1, 2, 3], ids=["batch", "head", "row", "element"])
-@pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-@pytest.mark.parametrize("q_len", [3, 40])
+@pytest.mark.sampled(
+    ("sign", "dtype", "q_len"),
+    list(product([1, -1], [np.float32, ml_dtypes.bfloat16], [3, 40])),
+    one_in=4,
+)
 def test_strides_beyond_two_to_the_31(axis, sign, dtype, q_len) -> None:
     query, key, value = (
         normal(2, 2, length, 3, dtype=dtype, seed=seed) for seed, length in enumerate((q_len, 5, 5))
@@ -212,7 +215,7 @@ BEYOND = 16
 
 
 @LINUX
-@pytest.mark.parametrize(
+@pytest.mark.sampled(
     ("kind", "dtype"),
     [
         ("plain", "bfloat16"),
@@ -220,6 +223,7 @@ BEYOND = 16
         ("window", "float16"),
         ("segments", "float32"),
     ],
+    one_in=2,
 )
 def test_sixteen_thousand_tokens_take_sixteen_mebibytes(kind, dtype) -> None:
     length = 16_384
@@ -246,14 +250,14 @@ def test_a_hundred_and_thirty_thousand_tokens_take_sixteen_mebibytes(kind, dtype
 
 
 @LINUX
-@pytest.mark.parametrize("kind", ["plain", "window"])
+@pytest.mark.sampled("kind", ["plain", "window"], one_in=2)
 def test_a_step_against_eight_million_keys_takes_sixteen_mebibytes(kind) -> None:
     """An integer for each key would be 61."""
     assert growth(kind, "bfloat16", "forward", 1, 1, 8_000_000, 16) < BEYOND
 
 
 @LINUX
-@pytest.mark.parametrize("kind", ["window", "segments"])
+@pytest.mark.sampled("kind", ["window", "segments"], one_in=2)
 def test_gradients_of_sixteen_thousand_tokens_take_a_few_arrays(kind) -> None:
     """At most eight like query, as `vjp` says, and sixteen mebibytes."""
     length = 16_384

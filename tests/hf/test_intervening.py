@@ -194,7 +194,7 @@ def test_wrong_changes(changes: Any, fact: str) -> None:
         logits(model)
 
 
-def test_a_model_that_goes_its_own_way() -> None:
+def test_a_model_that_ignores_the_implementation() -> None:
     config = transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4)
     model = transformers.BloomForCausalLM(config).eval()
     with (

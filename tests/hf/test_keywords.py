@@ -83,7 +83,7 @@ def test_a_sparse_layer_that_chooses_every_key() -> None:
     torch.testing.assert_close(logits["qkv"], logits["eager"], rtol=1e-10, atol=1e-10)
 
 
-def test_a_keyword_that_nobody_knows() -> None:
+def test_an_unknown_keyword() -> None:
     rows = torch.randn(1, 2, 3, 4)
     layer = torch.nn.Identity()
     with pytest.raises(qkv.UnsupportedError, match="Identity passes softcapp= to attention"):

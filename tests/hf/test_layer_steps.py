@@ -125,7 +125,7 @@ def _mask(kv_len: int, q_offset: int | None = None, skip: bool = False) -> Any:
 
 
 @pytest.mark.parametrize("skip", [False, True], ids=["a mask", "no mask"])
-def test_what_else_a_layer_says_is_heard(skip: bool) -> None:
+def test_softcap_bias_and_sinks_of_a_layer_are_used(skip: bool) -> None:
     bias = torch.linspace(-2, 2, 4 * 40, dtype=torch.float64).view(1, 4, 1, 40)
     sinks = [torch.tensor([x, 0.0, 1.0, -x], dtype=torch.float64) for x in (0.5, 2.0)]
     says: list[dict[str, Any]] = [

@@ -1,4 +1,4 @@
-"""What is said of a mask is what transformers' own boolean tensor holds."""
+"""Masks described by variants equal transformers' own boolean tensors."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_it_takes_no_memory() -> None:
     assert mask.pattern.variants == (qkv.Causal(),)
 
 
-def test_padding_that_a_causal_query_never_sees_is_not_said() -> None:
+def test_padding_that_a_causal_query_never_sees_is_not_in_the_mask() -> None:
     """The keys that a static cache has not filled yet."""
     seen = torch.ones(2, 5, dtype=torch.bool)
     mask = state_mask(2, 3, 64, q_offset=2, attention_mask=seen)

@@ -1,4 +1,4 @@
-"""Models that accept the name of the implementation and never call it are told of."""
+"""A warning for models that accept the name of the implementation and never call it."""
 
 from __future__ import annotations
 

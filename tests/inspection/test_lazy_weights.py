@@ -153,7 +153,7 @@ def test_argmax_of_equal_weights_and_of_nan_is_numpy_s() -> None:
     np.testing.assert_array_equal(weights.max(-1), weights[...].max(-1))
 
 
-def test_reductions_of_what_nobody_could_hold(monkeypatch) -> None:
+def test_reductions_of_weights_too_large_for_memory(monkeypatch) -> None:
     """They need no more than their result; the weights are uniform, so it is known."""
     x = np.zeros((3000, 4), np.float32)
     weights = qkv.inspect(x, x, x).weights

@@ -12,11 +12,11 @@ import os, resource, sys
 import numpy as np, qkv
 n = 65_536
 rng = np.random.default_rng(0)
-q, k, v = (rng.normal(size=(n, 64)).astype(np.float32) for _ in range(3))
+q, k, v = (rng.normal(size=(n, 16)).astype(np.float32) for _ in range(3))
 record = qkv.inspect(q, k, v)
 entropy, (indices, weights) = record.entropy, record.top(8)
 rows = np.array([0, 1, 511, 512, 40_000, n - 1])
-scores = q[rows].astype(np.float64) @ k.T.astype(np.float64) / 8
+scores = q[rows].astype(np.float64) @ k.T.astype(np.float64) / 4
 dense = np.exp(scores - scores.max(1, keepdims=True))
 dense /= dense.sum(1, keepdims=True)
 order = np.argsort(-dense, axis=1)[:, :8]

@@ -96,7 +96,7 @@ def test_classical_printout(capsys: pytest.CaptureFixture[str]) -> None:
     assert "=== Attention trace for 'mat' (row 4) ===" in capsys.readouterr().out
 
 
-def test_masks_stages_sink_and_dropout_are_told() -> None:
+def test_masks_stages_sink_and_dropout_are_in_the_text() -> None:
     text = qkv.explain(
         EXAMPLE.q, EXAMPLE.k, EXAMPLE.v, qkv.Causal(), qkv.ALiBi(0.5), qkv.RoPE(), qkv.Sinks(0.0),
         qkv.Dropout(0.3, 1), tokens=EXAMPLE.tokens, q_index=2, grad=True,

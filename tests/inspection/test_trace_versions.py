@@ -161,7 +161,7 @@ def test_nan_behind_a_mask_reaches_no_tile() -> None:
     assert np.isfinite(tile.accumulator).all()
 
 
-def test_projections_mechanism_and_ledger_are_kept() -> None:
+def test_json_holds_projections_mechanism_and_ledger() -> None:
     projections = Projections(X, W_Q, W_K, W_V)
     mechanism = TracedMechanism("causal", "softmax(...) V", "a paper")
     trace = qkv.explain(

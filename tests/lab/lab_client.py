@@ -1,4 +1,4 @@
-"""A plain client of the lab's server, which sends what it is told to send."""
+"""A plain client of the lab's server, which sends any bytes."""
 
 from __future__ import annotations
 

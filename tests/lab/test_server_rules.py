@@ -291,7 +291,7 @@ def test_a_tile_comes_as_bytes(client: Client) -> None:
 
 
 class SlowSession(Session):
-    """A session whose heavy jobs wait until they are told to go on."""
+    """A session whose long jobs wait until they are released."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -52,7 +52,7 @@ def keywords(arguments: tuple[Any, ...]) -> dict[str, Any]:
     return dict(zip(("key", "value"), arguments[1:], strict=False))
 
 
-@pytest.mark.sampled("name", NAMES, one_in=3)
+@pytest.mark.sampled("name", NAMES, one_in=6)
 def test_one_class_takes_the_arrays_of_every_library(name: str) -> None:
     mechanism, arguments = MECHANISMS[name].example(), MECHANISMS[name].example_arguments()
     expected = mechanism(*arguments)
@@ -70,7 +70,7 @@ def test_one_class_takes_the_arrays_of_every_library(name: str) -> None:
     np.testing.assert_allclose(single.numpy(), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.sampled("name", NAMES, one_in=3)
+@pytest.mark.sampled("name", NAMES, one_in=6)
 def test_gradients_of_torch_and_jax_agree_with_differences(name: str) -> None:
     mechanism, arguments = MECHANISMS[name].example(), MECHANISMS[name].example_arguments()
     rng = np.random.default_rng(0)

@@ -54,7 +54,7 @@ def test_tiles_are_those_of_the_dense_mask(variant: object, allowed: object, bac
     assert plan.backend == backend
 
 
-def test_masks_that_differ_by_batch_and_head_are_counted_apart() -> None:
+def test_masks_that_differ_by_batch_and_head_are_counted_separately() -> None:
     x = zeros(2, 2, 600, 8)
     mask = np.zeros((2, 2, 600, 600), bool)
     mask[0, 0] = mask[1, 1] = True

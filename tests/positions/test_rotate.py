@@ -58,7 +58,7 @@ def test_attention_over_rotated_rows_is_attention_with_the_variant(rope, dtype) 
 
 
 @each_rope
-@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.sampled("dtype", ["float64", "float32", "float16", "bfloat16"], one_in=4)
 def test_torch_and_jax_agree_with_numpy(rope, dtype) -> None:
     x = rows(2, 2, 5, 8).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     at = np.array([3, 1, 4, 1, 59])
@@ -87,7 +87,7 @@ def test_torch_and_jax_agree_with_numpy(rope, dtype) -> None:
 
 
 @each_rope
-def test_gradients_go_through_and_turn_back(rope) -> None:
+def test_gradients_are_rotated_back(rope) -> None:
     x, direction, at = rows(3, 5, 8), rows(3, 5, 8, seed=1), np.arange(5)
     # The rotation is linear: its gradient is the transpose, found here column by column.
     identity = np.eye(8).reshape(8, 1, 8).repeat(5, 1)

@@ -53,8 +53,8 @@ FORMS = list(itertools.product((1, 3, 20), (1, 5, 16), ("float32", "bfloat16"), 
 
 
 @pytest.mark.parametrize("backend", NAMES)
-@pytest.mark.parametrize(("q_len", "page_size", "dtype", "quantised"), FORMS)
-def test_pages_mean_what_they_stand_for(backend, q_len, page_size, dtype, quantised) -> None:
+@pytest.mark.sampled(("q_len", "page_size", "dtype", "quantised"), FORMS, one_in=6)
+def test_paged_rows_give_what_dense_rows_give(backend, q_len, page_size, dtype, quantised) -> None:
     slots = -(-90 // page_size)
     lens = [slots * page_size, 23, 64]
     form = {"slots": slots, "page_size": page_size, "lens": lens, "quantised": quantised}
@@ -73,8 +73,7 @@ def test_pages_mean_what_they_stand_for(backend, q_len, page_size, dtype, quanti
 
 
 @pytest.mark.parametrize("backend", NAMES)
-@pytest.mark.parametrize("dtype", list(DTYPES))
-@pytest.mark.parametrize("q_len", [2, 40])
+@pytest.mark.sampled(("dtype", "q_len"), list(itertools.product(DTYPES, [2, 40])), one_in=4)
 def test_quantised_rows_without_pages(backend, dtype, q_len) -> None:
     rng = np.random.default_rng(3)
     query = query_of(q_len, dtype)

@@ -75,7 +75,7 @@ def test_equal_nodes_are_one() -> None:
     assert constant(float("nan")) is numbers[4]
 
 
-def test_nodes_that_nobody_uses_are_forgotten() -> None:
+def test_unused_nodes_are_freed() -> None:
     """All but the latest, which calls like the last ones make again."""
     for i in range(20_000):
         operation("mul", Var("score"), constant(i + 0.123))

@@ -58,7 +58,7 @@ def test_a_seed_gives_the_same_curve() -> None:
     json.loads(qkv.scaling_curve([8], **few).to_json())
 
 
-@pytest.mark.parametrize("ending", ["svg", "png", "pdf"])
+@pytest.mark.sampled("ending", ["svg", "png", "pdf"], one_in=3)
 def test_a_picture(ending: str, tmp_path: Path) -> None:
     curve = qkv.scaling_curve([1, 64], draws=100)
     curve.plot(tmp_path / f"curve.{ending}")

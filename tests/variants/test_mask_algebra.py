@@ -63,7 +63,7 @@ def test_a_mask_and_its_negation(name) -> None:
     check_one_mask(name, "blocked")
 
 
-@pytest.mark.sampled("name", list(ATOMS), one_in=4)
+@pytest.mark.sampled("name", list(ATOMS), one_in=12)
 def test_a_compiled_mask_and_its_negation(name) -> None:
     check_one_mask(name, "cpu")
 
@@ -73,7 +73,7 @@ def test_two_masks(first, second) -> None:
     check_two_masks(first, second, "blocked")
 
 
-@pytest.mark.sampled(("first", "second"), PAIRS, one_in=20)
+@pytest.mark.sampled(("first", "second"), PAIRS, one_in=60)
 def test_two_compiled_masks(first, second) -> None:
     check_two_masks(first, second, "cpu")
 

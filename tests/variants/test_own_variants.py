@@ -48,7 +48,7 @@ def expected(words, arrays):
 
 
 @pytest.mark.parametrize("layout", ["bhld", "blhd"])
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.sampled("name", list(VARIANTS), one_in=4)
 def test_calls(name, layout) -> None:
     make, words, declared = VARIANTS[name]
     for seed in range(4):
@@ -60,7 +60,7 @@ def test_calls(name, layout) -> None:
     assert CALLS.count("forward") == declared
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.sampled("name", list(VARIANTS), one_in=4)
 def test_decoding_steps_at_new_lengths(name) -> None:
     make, words, declared = VARIANTS[name]
     for length in (17, 18, 19, 40, 18):
@@ -71,7 +71,7 @@ def test_decoding_steps_at_new_lengths(name) -> None:
     assert not CALLS.count("forward")
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.sampled("name", list(VARIANTS), one_in=4)
 def test_gradients(name) -> None:
     """Against differences of the definition in one direction."""
     make, words, declared = VARIANTS[name]
@@ -94,7 +94,7 @@ def test_gradients(name) -> None:
 
 
 @pytest.mark.parametrize("layout", ["bhld", "blhd"])
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.sampled("name", list(VARIANTS), one_in=4)
 def test_tensors(name, layout) -> None:
     make, words, declared = VARIANTS[name]
     for seed in range(4):

@@ -64,7 +64,7 @@ def arrays_of(variant: Any) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.sampled("variant", EXAMPLES, one_in=3)
+@pytest.mark.sampled("variant", EXAMPLES, one_in=7)
 def test_every_variant(variant: Any) -> None:
     """The arrays that it holds are traced as well, and differentiated where they are floating."""
     q, k, v = operands()
@@ -257,7 +257,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize("through", ["jit", "eager", "callback"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.sampled("way", WAYS, one_in=3)
 def test_the_way_back_runs_no_forward_pass(
     monkeypatch: pytest.MonkeyPatch, way: Any, through: str
 ) -> None:
@@ -322,7 +322,7 @@ def test_rows_without_keys_have_gradient_zero() -> None:
     assert not gradients[2][..., 3, :].any()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.sampled("dtype", ["bfloat16", "float16"], one_in=2)
 def test_16_bits(dtype: str) -> None:
     """Within three times the error of the formula in that type, in the worst of a few orders."""
     shape = Shape((2,), 4, 2, 24, 24, 16, 16)

@@ -101,7 +101,7 @@ WHOLE = ("many",)
 
 
 # Both draw the same sample, and share its kernels.
-@pytest.mark.sampled("name", list(VARIANTS), one_in=3)
+@pytest.mark.sampled("name", list(VARIANTS), one_in=8)
 def test_gradcheck(name: str) -> None:
     function, inputs = case(name)
     inputs = [t.requires_grad_() for t in inputs]
@@ -111,7 +111,7 @@ def test_gradcheck(name: str) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.sampled("name", list(VARIANTS), one_in=3)
+@pytest.mark.sampled("name", list(VARIANTS), one_in=8)
 def test_gradgradcheck(name: str) -> None:
     function, inputs = case(name)
     inputs = [t.requires_grad_() for t in inputs]
@@ -299,7 +299,7 @@ NAIVE = {
 @pytest.mark.sampled(
     ("name", "dtype"),
     list(product(NAIVE, [torch.float32, torch.bfloat16, torch.float16])),
-    one_in=3,
+    one_in=8,
 )
 def test_gradients_as_near_as_three_times_the_naive_ones(name: str, dtype: torch.dtype) -> None:
     """And three units in the last place of the largest."""

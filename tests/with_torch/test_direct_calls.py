@@ -50,7 +50,7 @@ class Seen(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_who_looks_on_sees_operators() -> None:
+def test_modes_see_operators() -> None:
     tensors = operands()
     with Seen() as seen:
         out = attend(*tensors)
@@ -58,7 +58,7 @@ def test_who_looks_on_sees_operators() -> None:
     assert seen.names == ["qkv::attention", "qkv::attention_backward"]
 
 
-def test_who_looks_on_at_the_way_back_only() -> None:
+def test_a_mode_around_the_backward_pass_only() -> None:
     tensors = operands()
     out = attend(*tensors)
     with Seen() as seen:
@@ -159,7 +159,7 @@ def test_second_derivatives_of_a_graph_made_unseen() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-10)
 
 
-def test_what_was_kept_may_be_elsewhere_meanwhile() -> None:
+def test_saved_tensors_may_be_copies() -> None:
     tensors = operands()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t.clone()):
         out = attend(*tensors)
@@ -169,7 +169,7 @@ def test_what_was_kept_may_be_elsewhere_meanwhile() -> None:
     close(torch.autograd.grad(again.sum(), tensors), right)
 
 
-def test_what_was_kept_may_not_change_meanwhile() -> None:
+def test_saved_tensors_may_not_change() -> None:
     tensors = operands()
     out = attend(*tensors)
     with torch.no_grad():

@@ -48,7 +48,7 @@ def naive(query, key, value, attn_mask=None, is_causal=False, **_):
     return scores.softmax(-1) @ value
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.sampled("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str, one_in=3)
 def test_the_samples_of_torch(dtype) -> None:
     """float64 within 64 eps; others twice the naive error and a unit, gradients three times."""
     count = 0
@@ -81,7 +81,7 @@ def test_dropout_keeps_the_mean_and_follows_the_generator() -> None:
     assert_close(mean, torch.ones_like(mean), rtol=0.03, atol=0.03)
 
 
-def test_causal_counts_from_the_top_left_and_meets_the_mask() -> None:
+def test_causal_counts_from_the_top_left_and_is_combined_with_the_mask() -> None:
     query, key = normal(2, 3, 5, 4), normal(2, 3, 7, 4, seed=1)
     allowed = torch.ones(5, 7, dtype=torch.bool).tril()
     assert_close(ours(query, key, key, is_causal=True), theirs(query, key, key, is_causal=True))

@@ -186,7 +186,7 @@ def test_transformations_are_seen(function) -> None:
 
 
 @pytest.mark.parametrize("function", [qkv.attention, drop_in])
-def test_whoever_looks_on_sees_the_operation(function) -> None:
+def test_modes_see_the_operation(function) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -247,7 +247,7 @@ def test_heads_of_the_drop_in() -> None:
         close(drop_in(q[:, :1], k, v), sdpa(q[:, :1], k, v))
 
 
-def test_the_drop_in_knows_its_arguments_apart() -> None:
+def test_the_drop_in_distinguishes_its_arguments() -> None:
     tensors = remembered(drop_in)
     mask = torch.ones(16, 16).tril().bool()
     for _ in range(4):
@@ -278,7 +278,7 @@ def test_masks_may_have_other_values(function) -> None:
 
 
 @pytest.mark.parametrize("function", [qkv.attention, drop_in])
-def test_masks_are_told_apart(function) -> None:
+def test_other_masks_are_other_calls(function) -> None:
     """By what they are of, how they lie in memory and where."""
     tensors = remembered(function, masks()[0])
     allowed, bias = masks(1)
@@ -362,7 +362,7 @@ def test_many_threads() -> None:
                 close(found, right)
 
 
-def test_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_of_calls_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CALLS, "capacity", 40)
     key = normal(1, 1, 2 * CALLS.capacity + 20, 2)
     for length in range(16, 2 * CALLS.capacity):
@@ -373,7 +373,7 @@ def test_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(CALLS) == CALLS.capacity
 
 
-def test_rows_that_nobody_wants_are_not_written() -> None:
+def test_statistics_that_are_not_asked_for_are_not_written() -> None:
     arrays = [t.numpy() for t in operands()]
     bound = bind(*arrays, (qkv.Causal(),), OptionValues(backend="cpu"))
     for _ in range(3):

@@ -119,6 +119,7 @@ def _compiled(
 
 def _constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
     """`torch.compiler.assume_constant_result`, which would import the compiler to set this."""
+    # mypy does not know attributes of functions.
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 

@@ -112,7 +112,7 @@ def check(
         raise DTypeError(
             f"key has dtype {row_format.dtype[0]} and value {row_format.dtype[1]}.",
             seen,
-            "Convert them to one type, as qkv.attention wants them.",
+            "Convert them to one type, as for qkv.attention.",
         )
     if row_format.leading[0] != row_format.leading[1]:
         raise ShapeError(

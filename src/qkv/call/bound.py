@@ -87,7 +87,7 @@ class Structure(NamedTuple):
 
 
 class BoundCall(NamedTuple):
-    """A call of a front door; made once, where it comes in.
+    """A call of `attention` or another entry point, bound once.
 
     Attributes
     ----------
@@ -151,7 +151,7 @@ def bind(
     Parameters
     ----------
     query, key, value, variants, options
-        As the front door was given them.
+        As the entry point was given them.
     whole : callable, optional
         As for `flatten`.
     """

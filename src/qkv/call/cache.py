@@ -49,7 +49,7 @@ class CallCache:
         return True
 
     def insert(self, key: Key, prepared: Any) -> None:
-        """Keep what was prepared for the key."""
+        """Store what was prepared for the key."""
         self._insert(self._prepared, key, prepared)
 
     def discard(self, key: Key) -> None:

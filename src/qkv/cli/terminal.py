@@ -71,7 +71,7 @@ class Page:
         return table
 
     def render(self, *parts: RenderableType) -> str:
-        """All parts, one below the other; a text that is not to be wrapped stays whole."""
+        """All parts, one below the other; texts marked as unwrapped keep their lines."""
         with self.console.capture() as capture:
             for part in parts:
                 whole = isinstance(part, Text) and part.no_wrap

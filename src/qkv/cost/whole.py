@@ -106,7 +106,7 @@ class ModelCost:
 
     @property
     def active_parameters(self) -> int:
-        """Learned numbers that one token meets: without the experts that it does not go through."""
+        """Parameters that one token uses: all but the experts that it is not routed to."""
         return self.parameters - sum(la.idle_parameters * la.count for la in self.layers)
 
     @property
@@ -271,7 +271,7 @@ def model_cost(
     layers = _layer_costs(model, run)
     outside = embedding_ledger(model, run) + head_ledger(model, run)
     if model.encoder is not None:
-        # While decoding it is not run, and only its parameters are there.
+        # While decoding the encoder is not run; only its parameters are counted.
         first = run._replace(tokens=reads, context=reads)
         read, tables = _layer_costs(model.encoder, first), embedding_ledger(model.encoder, first)
         read = tuple(replace(layer, kind=f"encoder, {layer.kind}") for layer in read)

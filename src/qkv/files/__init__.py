@@ -1,4 +1,4 @@
-"""Arrays out of files that somebody else wrote: safetensors and npz.
+"""Arrays read from untrusted files: safetensors and npz.
 
 Nothing that a file says is believed before it is compared with the bytes that are there. A file is
 opened once, headers are parsed within fixed limits, and memory is taken only for arrays whose size
@@ -21,7 +21,7 @@ __all__ = ["Arrays", "read_array_bytes", "read_arrays", "write_arrays"]
 
 
 def read_arrays(path: str | os.PathLike[str]) -> Arrays:
-    """Read query, key and value from a safetensors or npz file, told apart by content.
+    """Read query, key and value from a safetensors or npz file, recognised by its content.
 
     Parameters
     ----------

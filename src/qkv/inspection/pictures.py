@@ -104,7 +104,7 @@ def draw_weights(
 
     axes = figure.subplots()
     extent = (-0.5, block * weights.shape[1] - 0.5, block * weights.shape[0] - 0.5, -0.5)
-    # Most weights are small: on a scale of square roots they can be told from 0.
+    # Most weights are small: on a scale of square roots they differ visibly from 0.
     norm = PowerNorm(0.5, 0.0, max(float(np.nan_to_num(weights).max()), 1e-30))
     image = axes.imshow(weights, cmap="viridis", norm=norm, extent=extent, interpolation="nearest")
     largest = f", largest of {block} x {block}" if block > 1 else ""

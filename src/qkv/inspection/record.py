@@ -275,6 +275,15 @@ class Record:
         tokens : sequence of str (kv_len,), optional
             Names of the keys, written where there are at most 40.
 
+        Raises
+        ------
+        UnsupportedError
+            matplotlib is not installed.
+        ArgumentError
+            There is no such head, or the ending is another.
+        FileError
+            The file cannot be written.
+
         Notes
         -----
         Beyond 1024 queries or keys each pixel is the largest weight of a block of pairs.
@@ -291,12 +300,7 @@ class Record:
     def plot_tiles(self, path: str | os.PathLike[str], head: int = 0, batch: int = 0) -> None:
         """Draw which tiles of one head the backend skips, and in which it evaluates a mask.
 
-        Parameters
-        ----------
-        path : path
-            Its ending says the format: .svg, .png or .pdf. Needs matplotlib.
-        head, batch : int
-            Query head, and flat index over the leading dimensions.
+        Parameters and errors are those of `plot`.
         """
         self._require_head(head, batch)
         spec = self._call.problem.spec
@@ -330,7 +334,7 @@ class Record:
         return page_of(self, tokens)
 
     def _statistic(self, name: str) -> Any:
-        """One that comes with the output, if the backend tells it, else with all weights."""
+        """One statistic, with the output if the backend computes it so, else with all weights."""
         if self._rows is None:
             return self._in_caller_shape(getattr(self._weight_statistics, name))
         array = getattr(self._rows, name)

@@ -18,7 +18,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TileState:
-    """The state of some queries after they have met one tile of keys.
+    """The state of some queries after one more tile of keys.
 
         m' = max(m, max s),   a = exp(m - m')
         l' = a l + sum exp(s - m'),   o' = a o + exp(s - m') v

@@ -57,7 +57,7 @@ class LazyWeights(NDArrayOperatorsMixin):
     --------
     >>> import numpy as np, qkv
     >>> x = np.zeros((100_000, 4), np.float32)
-    >>> weights = qkv.inspect(x, x, x, qkv.Causal(), backend="blocked").weights
+    >>> weights = qkv.inspect(x, x, x, qkv.SlidingWindow(7, 0)).weights
     >>> weights
     LazyWeights(shape=(100000, 100000), dtype=float32, 37.3 GiB if dense)
     >>> weights[1, :3]

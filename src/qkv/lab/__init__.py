@@ -1,4 +1,4 @@
-"""The lab: a page, a notebook widget and an offline file that show attention happen.
+"""The lab: a page, a notebook widget and an offline file that show how attention is computed.
 
 `qkv lab` at the command line serves the page; `qkv.lab.widget(...)` shows it in a notebook;
 `qkv.lab.to_html(...)` writes it as one file that needs no network. All three show what a `Session`

@@ -74,7 +74,7 @@ def served_page(data: Mapping[str, Any]) -> str:
 
 
 def offline_page(data: Mapping[str, Any]) -> str:
-    """One file with everything inside, which opens from disk and asks for nothing."""
+    """A self-contained HTML file, which opens from disk and loads nothing."""
     style, script = asset("lab.css"), asset("lab.js")
     # Inside an element neither may contain what ends it.
     script = re.sub(r"</(?=script)", r"<\\/", script, flags=re.IGNORECASE)

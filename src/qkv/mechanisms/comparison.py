@@ -98,19 +98,7 @@ class Comparison:
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the matrices of all mechanisms to a file, averaged over heads.
 
-        Parameters
-        ----------
-        path : path
-            Its ending says the format: .svg, .png or .pdf.
-
-        Raises
-        ------
-        UnsupportedError
-            If matplotlib is not installed.
-        ArgumentError
-            If the ending is another.
-        FileError
-            If the file cannot be written.
+        The path and the errors are those of `qkv.Record.plot`.
         """
         columns = min(_COLUMNS, len(self.rows))
         lines = -(-len(self.rows) // columns)

@@ -44,7 +44,7 @@ def bound(
     ShapeError
         If a table could be read outside its shape.
     ArgumentError
-        If an integer division or remainder could meet a divisor below one.
+        If the divisor of an integer division or remainder could be below one.
     """
     (found,) = bounds([node], variables, tables)
     return found
@@ -79,7 +79,7 @@ def _bound(
     args = [known[arg] for arg in n.args]
     if n.name in ("floordiv", "mod") and not (args[1].low >= 1).all():
         raise ArgumentError(
-            "an integer division may meet a divisor below 1.",
+            "the divisor of an integer division may be below 1.",
             [("expression", text(n))],
             "Divide by a positive constant, or np.maximum(divisor, 1).",
         )

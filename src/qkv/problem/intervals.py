@@ -49,7 +49,7 @@ def constant_interval(value: float) -> Interval:
 
 
 def whole(a: Interval) -> Interval:
-    """Integers as float64, which tells those below 2**53 apart."""
+    """Integers as float64, which is exact below 2**53."""
     low, high = np.asarray(a.low, float), np.asarray(a.high, float)
     return Interval(
         np.where(abs(low) < EXACT, low, -(2.0**63)), np.where(abs(high) < EXACT, high, 2.0**63)
@@ -63,7 +63,7 @@ def wrapped(a: Interval) -> Interval:
 
 
 def real(a: Interval) -> Interval:
-    """Integers turned into floating numbers, which float32 rounds beyond 2**24."""
+    """Integers converted to floating point, which float32 rounds beyond 2**24."""
     low, high = np.asarray(a.low, float), np.asarray(a.high, float)
     near = np.maximum(np.abs(low), np.abs(high)) <= 2.0**24
     wide = rounded(Interval(low, high))

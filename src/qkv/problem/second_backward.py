@@ -222,7 +222,7 @@ class _Tile:
 
 
 class _Block:
-    """A block of queries of one head, the tiles that it meets, and sums over its rows."""
+    """A block of queries of one head, the tiles that it attends to, and sums over its rows."""
 
     def __init__(
         self,
@@ -255,7 +255,7 @@ class _Block:
             yield _Tile(self, kv_rows, kind)
 
     def sum_rows(self, grad_out: Array | None = None) -> tuple[Array, Array]:
-        """Find `total`, the sum of exp(s - lse), and `lse_dot`; for a cotangent, also give means.
+        """Compute `total`, the sum of exp(s - lse), and `lse_dot`; for a cotangent, means too.
 
         These are of dP, and of `sdot dP + dPdot`. All are `(rows, 1)`, in float64.
         """

@@ -122,7 +122,7 @@ class TileGrid:
         ]
 
     def blocks(self, batch: int, head: int) -> Iterator[tuple[slice, list[tuple[slice, TileKind]]]]:
-        """Rows of each query block, with rows and kind of the key blocks that it meets."""
+        """Rows of each query block, with rows and kind of the key blocks that are not empty."""
         for i, kinds in self.rows(batch, head):
             tiles = [
                 (slice(start, min(start + self.block_kv, run.stop)), run.kind)

@@ -94,7 +94,7 @@ def check_case(
 
 @contextmanager
 def _known(backend: Backend | str) -> Iterator[str]:
-    """The backend's name, by which the front door finds it meanwhile."""
+    """The backend's name, by which calls find it while it is registered."""
     if isinstance(backend, str):
         yield backend
         return

@@ -149,7 +149,7 @@ def _pulled_back(run: CaseRun, inputs: Inputs, grad_out: Array, grad_lse: Array)
 
 
 def inspection(run: CaseRun) -> bool:
-    """Weights, and what is told of them, follow from those of the truth."""
+    """Weights and their statistics are those of the truth."""
     inputs, case = run.case.build(run.dtype), run.case
     if run.refusals(inputs):
         return False

@@ -12,6 +12,7 @@ import qkv
 from qkv.backends.torch.attention import softmax
 from qkv.cache import ContiguousCache
 from qkv.cache.arguments import checked_integer
+from qkv.classical import checked_d_k
 from qkv.errors import ArgumentError, ShapeError
 
 __all__ = ["Cache", "MultiHeadAttention", "ScaledDotProductAttention"]
@@ -56,13 +57,8 @@ class ScaledDotProductAttention(nn.Module):
 
     def __init__(self, d_k: int) -> None:
         super().__init__()
-        if isinstance(d_k, bool) or not isinstance(d_k, int) or d_k < 1:
-            raise ArgumentError(
-                f"d_k={d_k!r:.60} is not a positive integer.",
-                action="Pass the length of a query row.",
-            )
-        self.d_k = d_k
-        self.scale = sqrt(d_k)
+        self.d_k = checked_d_k(d_k)
+        self.scale = sqrt(self.d_k)
 
     def extra_repr(self) -> str:
         return f"d_k={self.d_k}"

@@ -112,7 +112,7 @@ def test_keys_lead_from_the_maps_to_the_text(opened: Any, sample_page: Path) -> 
         assert page.evaluate("document.activeElement.classList.contains('words')")
 
 
-def test_means_of_different_queries_are_told_apart(opened: Any, tiny_page: Path) -> None:
+def test_means_over_different_queries_say_how_many(opened: Any, tiny_page: Path) -> None:
     """Previous and own, duplicate and induction can add up to more than one in a row."""
     lab = opened(tiny_page)
     page = plainly(lab)

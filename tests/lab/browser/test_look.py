@@ -51,7 +51,7 @@ def test_both_themes_and_the_switch(opened: Any) -> None:
         page.wait_for_function(f"() => location.hash.includes('theme={other}')")
 
 
-def test_weights_are_told_apart_by_lightness_alone(opened: Any) -> None:
+def test_weights_differ_in_lightness(opened: Any) -> None:
     """Lightness goes one way with the weight, so that no kind of colour blindness hides it."""
     for scheme in ("light", "dark"):
         page = opened(color_scheme=scheme).open("heatmap")

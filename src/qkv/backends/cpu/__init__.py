@@ -1,9 +1,9 @@
 """Compiled attention for the CPU that it runs on.
 
-The rooms of this package, from the top to the bottom. Imports go down this list only, never up, and
-rooms on one line do not import one another:
+The layers of this package, from the top to the bottom. Imports go down this list only, never up,
+and packages on one line do not import one another:
 
-    backend       the class `CpuBackend`: what it takes, and which room a call goes to
+    backend       the class `CpuBackend`: what it accepts, and which pass a call goes to
     prepared      calls made ready for arrays of one form, so that repeating them costs little
     passes        one call of a kernel: the choice of it, its argument block, its tasks and threads
     plan | rows   plan: which blocks are computed at all, and what a kernel is compiled for
@@ -18,12 +18,12 @@ rooms on one line do not import one another:
                   emit: how LLVM IR is written; compiler: IR to machine code, and its cache on disk
     machine       the processor, its instruction set, and the tiles that fit its registers
 
-The way of a call of `qkv.attention`: `call` checks it and chooses `backend.CpuBackend.run`. For
-many queries that makes a `passes.forward.ForwardPass`: it asks `plan.schedule` which blocks of keys
-each block of queries meets, asks `machine.host` for the tile, and `compiler.compile.build` for the
-machine code of `forward.kernel.emit_forward`, or of one of its relatives. `ForwardArguments` writes
-the addresses and strides of the arrays into an argument block, and `threads.jobs.run` runs the code
-on one or more threads, each of which takes tasks from a counter in the block. The kernel has then
+What happens in a call of `qkv.attention`: `call` checks it and chooses `backend.CpuBackend.run`.
+For many queries that makes a `passes.forward.ForwardPass`: it asks `plan.schedule` which blocks of
+keys each block of queries needs, asks `machine.host` for the tile, and `compiler.compile.build` for
+the machine code of `forward.kernel.emit_forward`, or of one like it. `ForwardArguments` writes the
+addresses and strides of the arrays into an argument block, and `threads.jobs.run` runs the code on
+one or more threads, each of which takes tasks from a counter in the block. The kernel has then
 written `out` and `lse` into the arrays of a `Partial`, which `run` returns. Few queries go through
 `passes.decode` instead, gradients through `passes.gradient`, inspection through `passes.replay`.
 """

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.variants import RoPE
 
-__all__ = ["llama_heads", "named_weights", "plain_rope", "torch_multi_head"]
+__all__ = ["named_weights", "plain_rope", "torch_multi_head"]
 
 
-def named_weights(module: Any, names: Mapping[str, str]) -> dict[str, Any]:
-    """Copies of a module's weights under other names, and their biases where there are some.
+def named_weights(module: Any, names: Mapping[str, str] | Iterable[str]) -> dict[str, Any]:
+    """Copies of a module's weights, and their biases where there are some.
 
     Parameters
     ----------
     module : torch.nn.Module
-    names : mapping of str to str
-        Name here, such as "out_proj", to the name in the module, such as "o_proj". Without a
-        "weight" or "bias" below it, the parameter of that name itself.
+    names : mapping of str to str, or iterable of str
+        Name here, such as "out_proj", to the name in the module, such as "o_proj"; names alone are
+        the same here and there. Without a "weight" or "bias" below it, the parameter of that name
+        itself.
 
     Returns
     -------
@@ -32,6 +33,7 @@ def named_weights(module: Any, names: Mapping[str, str]) -> dict[str, Any]:
         The module has no such parameter.
     """
     state = module.state_dict()
+    names = names if isinstance(names, Mapping) else {name: name for name in names}
     found: dict[str, Any] = {}
     for name, theirs in names.items():
         parts = [part for part in ("", ".weight", ".bias") if f"{theirs}{part}" in state]
@@ -63,38 +65,6 @@ def plain_rope(config: Any, rope: RoPE | None, layout: Any = "half_split") -> Ro
             action="Pass rope=qkv.RoPE(inv_freq=...) with its frequencies.",
         )
     return RoPE(base=positions["rope_theta"], layout=layout)
-
-
-def llama_heads(module: Any, rope: RoPE | None, *more: str) -> dict[str, Any]:
-    """Arguments of `ProjectedAttention` from an attention module with the names of Llama.
-
-    Parameters
-    ----------
-    module : transformers attention module with q_proj, k_proj, v_proj and o_proj
-    rope : qkv.RoPE, optional
-        Its positions, where they are scaled.
-    *more : str
-        Names of further weights.
-
-    Raises
-    ------
-    UnsupportedError
-        Its positions are scaled and `rope` is not given.
-    """
-    config = module.config
-    names = {f"{side}_proj": f"{side}_proj" for side in "qkv"} | {"out_proj": "o_proj"}
-    weights = named_weights(module, names | {name: name for name in more})
-    return {
-        "embed_dim": config.hidden_size,
-        "num_heads": config.num_attention_heads,
-        "num_kv_heads": config.num_key_value_heads,
-        "head_dim": module.head_dim,
-        "causal": True,
-        "bias": "q_proj.bias" in weights,
-        "rope": plain_rope(config, rope),
-        "scale": module.scaling,
-        "weights": weights,
-    }
 
 
 def torch_multi_head(module: Any) -> dict[str, Any]:

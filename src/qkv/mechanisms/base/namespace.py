@@ -113,7 +113,7 @@ def values(array: Any, name: str = "array") -> Any:
 
 
 def host_views(*arrays: Any) -> tuple[Any, ...] | None:
-    """NumPy views of arrays that nobody differentiates or traces, if they lie in main memory.
+    """NumPy views of arrays that are neither differentiated nor traced, if they lie in main memory.
 
     None otherwise, and for JAX arrays, whose libraries allow no formula that writes in place.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, ClassVar, Self, TypedDict, Unpack
 
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, step, symbols
@@ -90,12 +90,18 @@ class ProjectedAttention(AttentionMechanism):
         The sizes, or the weights, do not fit one another, or an option is unknown.
     """
 
+    default_options: ClassVar[Options] = {}
+    """Options of a subclass that a caller may override."""
+    fixed_options: ClassVar[Options] = {}
+    """Options that define a subclass, whatever a caller passes."""
+
     def __init__(
         self,
         embed_dim: int,
         num_heads: int = 1,
         **options: Unpack[Options],
     ) -> None:
+        options = {**self.default_options, **options, **self.fixed_options}
         unknown = options.keys() - Options.__optional_keys__
         if unknown:
             raise ArgumentError(

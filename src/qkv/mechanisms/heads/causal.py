@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import ClassVar
 
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
 
@@ -41,7 +41,4 @@ class Causal(ProjectedAttention):
     name = "causal"
     paper = "Vaswani et al., Attention Is All You Need (2017), section 3.2.3"
     formula = "softmax(Q K^T / sqrt(d) + M) V, M[i, j] = -inf for j > i, else 0"
-
-    def __init__(self, embed_dim: int, num_heads: int = 1, **options: Unpack[Options]) -> None:
-        options.setdefault("causal", True)
-        super().__init__(embed_dim, num_heads, **options)
+    default_options: ClassVar[Options] = {"causal": True}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import exp
 from typing import Any, Self, Unpack
 
 import numpy as np
@@ -11,18 +10,17 @@ from numpy.typing import NDArray
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.explanation import Line, Step, number
-from qkv.mechanisms.base.loading import llama_heads
+from qkv.mechanisms.base.llama import LlamaAttention
 from qkv.mechanisms.base.namespace import array_namespace, like, values
 from qkv.mechanisms.base.operations import attention_over_pairs
-from qkv.mechanisms.base.projected import Options, ProjectedAttention, join_heads
-from qkv.variants import RoPE
+from qkv.mechanisms.base.projected import Options, join_heads
 
 __all__ = ["Differential"]
 
 _LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
 
-class Differential(ProjectedAttention):
+class Differential(LlamaAttention):
     """The difference of two softmax maps, which cancels the attention that both give to noise.
 
         out_h  = (softmax(Q1 K1^T / sqrt(d)) - lambda softmax(Q2 K2^T / sqrt(d))) V
@@ -67,6 +65,7 @@ class Differential(ProjectedAttention):
     name = "differential"
     paper = "Ye et al., Differential Transformer (2024), section 2.1"
     formula = "(softmax(Q1 K1^T / sqrt(d)) - lambda softmax(Q2 K2^T / sqrt(d))) V"
+    further_weights = _LAMBDAS
 
     def __init__(
         self,
@@ -179,36 +178,12 @@ class Differential(ProjectedAttention):
         return found
 
     @classmethod
-    def from_transformers(cls, module: Any, rope: RoPE | None = None) -> Self:
-        """The mechanism with the weights of a DiffLlamaAttention.
-
-        Parameters
-        ----------
-        module : transformers DiffLlamaAttention
-        rope : qkv.RoPE, optional
-            Its positions, where they are scaled.
-
-        Raises
-        ------
-        UnsupportedError
-            Its positions are scaled and `rope` is not given.
-        """
-        sizes = {"lambda_init": module.lambda_init, "eps": module.config.rms_norm_eps}
-        return cls(**llama_heads(module, rope, *_LAMBDAS), **sizes)
+    def options_of(cls, module: Any) -> dict[str, Any]:
+        """lambda_init and epsilon of a DiffLlamaAttention."""
+        return {"lambda_init": module.lambda_init, "eps": module.config.rms_norm_eps}
 
     @classmethod
     def example(cls) -> Self:
         """One pair of maps of two numbers with lambda = 0.5, not normalised."""
         zeros: dict[str, Any] = {name: np.zeros(2) for name in _LAMBDAS}
         return cls.for_example(2, lambda_init=0.5, normalize=False, weights=zeros)
-
-
-def paper_lambda_init(layer: int) -> float:
-    """`0.8 - 0.6 exp(-0.3 layer)`, what the paper starts from in each layer, the first being 0.
-
-    Examples
-    --------
-    >>> round(paper_lambda_init(0), 3)
-    0.2
-    """
-    return 0.8 - 0.6 * exp(-0.3 * layer)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Self, Unpack
+from typing import Self, Unpack
 
-from qkv.mechanisms.base.loading import llama_heads
-from qkv.mechanisms.base.projected import OptionsWithoutGroups, ProjectedAttention
-from qkv.variants import RoPE
+from qkv.mechanisms.base.llama import LlamaAttention
+from qkv.mechanisms.base.projected import OptionsWithoutGroups
 
 __all__ = ["GroupedQuery"]
 
 
-class GroupedQuery(ProjectedAttention):
+class GroupedQuery(LlamaAttention):
     """Groups of query heads that share a key head and a value head.
 
         head_h = softmax(Q_h K_g^T / sqrt(d)) V_g,   g = h // (num_heads / num_kv_heads)
@@ -51,23 +50,6 @@ class GroupedQuery(ProjectedAttention):
         **options: Unpack[OptionsWithoutGroups],
     ) -> None:
         super().__init__(embed_dim, num_heads, num_kv_heads=num_kv_heads, **options)
-
-    @classmethod
-    def from_transformers(cls, module: Any, rope: RoPE | None = None) -> Self:
-        """The mechanism with the weights of a LlamaAttention, or another with its names.
-
-        Parameters
-        ----------
-        module : transformers attention module with q_proj, k_proj, v_proj and o_proj
-        rope : qkv.RoPE, optional
-            Its positions, where they are scaled.
-
-        Raises
-        ------
-        UnsupportedError
-            Its positions are scaled and `rope` is not given.
-        """
-        return cls(**llama_heads(module, rope))
 
     @classmethod
     def example(cls) -> Self:

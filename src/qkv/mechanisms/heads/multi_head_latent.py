@@ -18,6 +18,7 @@ from qkv.mechanisms.base.example import EXAMPLE_WIDTH, select_columns
 from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step
 from qkv.mechanisms.base.loading import named_weights, plain_rope
 from qkv.mechanisms.base.namespace import array_namespace
+from qkv.mechanisms.base.normalization import rms_norm
 from qkv.mechanisms.base.operations import attention_over_pairs, projection
 from qkv.mechanisms.base.projected import head_lines, join_heads, split_heads
 from qkv.variants import Causal, RoPE
@@ -267,9 +268,7 @@ class MultiHeadLatent(AttentionMechanism):
     def _norm(self, name: str, rows: Any) -> Any:
         if not self.latent_norm:
             return rows
-        namespace = array_namespace(rows)
-        square = namespace.mean(rows * rows, axis=-1, keepdims=True)
-        return rows / namespace.sqrt(square + self.eps) * self.weight(f"{name}.weight", rows)
+        return rms_norm(rows, self.eps) * self.weight(f"{name}.weight", rows)
 
     def steps_before(self, token: ExplainedToken, query: Any, key: Any, value: Any) -> list[Step]:
         """The latent rows, and what queries, keys and values are made of."""
@@ -330,13 +329,10 @@ class MultiHeadLatent(AttentionMechanism):
         """
         config = module.config
         interleaved = getattr(config, "rope_interleave", True)
-        names = {name: name for name in ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")}
-        names |= (
-            {"q_proj": "q_proj"}
-            if config.q_lora_rank is None
-            else {name: name for name in ("q_a_proj", "q_a_layernorm", "q_b_proj")}
-        )
-        weights = named_weights(module, {**names, "out_proj": "o_proj"})
+        names = ["kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"]
+        latent = config.q_lora_rank is not None
+        names += ["q_a_proj", "q_a_layernorm", "q_b_proj"] if latent else ["q_proj"]
+        weights = named_weights(module, names) | named_weights(module, {"out_proj": "o_proj"})
         return cls(
             config.hidden_size,
             config.num_attention_heads,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -42,10 +42,7 @@ class Self(ProjectedAttention):
     name = "self"
     paper = "Cheng et al., LSTM-Networks for Machine Reading (2016); Vaswani et al. (2017)"
     formula = "softmax(Q K^T / sqrt(d)) V, Q = X W_Q, K = X W_K, V = X W_V"
-
-    def __init__(self, embed_dim: int, num_heads: int = 1, **options: Unpack[Options]) -> None:
-        options.setdefault("out_proj", False)
-        super().__init__(embed_dim, num_heads, **options)
+    default_options: ClassVar[Options] = {"out_proj": False}
 
     def steps_before(self, token: ExplainedToken, query: Any, key: Any, value: Any) -> list[Step]:
         """The projections of one token with their products; then keys and values of all."""

@@ -59,7 +59,7 @@ def chunk(
     Parameters
     ----------
     query, key : arrays (..., n, head_dim)
-        Scaled and of length one, as the model wants them.
+        Scaled and of length one.
     value : array (..., n, v_head_dim)
     log_decay : array (..., n)
         Zero or below.

@@ -14,12 +14,12 @@ from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
 from qkv.mechanisms.base.loading import named_weights
 from qkv.mechanisms.base.namespace import array_namespace
+from qkv.mechanisms.base.normalization import l2_norm, rms_norm
 from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.base.projected import join_heads, split_heads
 from qkv.mechanisms.linear_time.activations import sigmoid, silu, softplus
 from qkv.mechanisms.linear_time.convolution import causal_convolution
 from qkv.mechanisms.linear_time.delta_rule import chunk, token_weights
-from qkv.mechanisms.linear_time.normalization import l2_norm, rms_norm
 from qkv.mechanisms.linear_time.recurrent import (
     RecurrentMechanism,
     activation_cost,
@@ -163,7 +163,7 @@ class GatedDelta(RecurrentMechanism):
         xp = array_namespace(x)
         heads, d, group = self.num_key_heads, self.head_dim, self.num_heads // self.num_key_heads
         width = group * self.v_head_dim
-        # The columns of a key head stand together: its query, key, values and gates.
+        # The columns of one key head are adjacent: its query, key, values and gates.
         q, k, v, z = _columns(self.linear("in_proj_qkvz", x), heads, (d, d, width, width))
         b, a = _columns(self.linear("in_proj_ba", x), heads, (group, group))
         mixed = xp.concat([q, k, v], axis=-1)
@@ -262,7 +262,7 @@ class GatedDelta(RecurrentMechanism):
             v_head_dim=module.head_v_dim,
             conv_kernel=module.conv_kernel_size,
             norm_epsilon=module.layer_norm_epsilon,
-            weights=named_weights(module, {name: name for name in names}),
+            weights=named_weights(module, names),
         )
 
     @classmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from qkv.errors import ShapeError, UnsupportedError
@@ -15,12 +15,13 @@ from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.base.projected import ProjectedAttention, split_heads
 from qkv.mechanisms.linear_time.activations import elu_plus_one
 from qkv.mechanisms.linear_time.chunks import blocks_of_rows, in_chunks, state_of_no_tokens
-from qkv.mechanisms.linear_time.recurrent import checked_state, repeated_heads, state_of_zeros
+from qkv.mechanisms.linear_time.recurrent import repeated_heads
+from qkv.mechanisms.linear_time.stateful import StatefulMechanism
 
 __all__ = ["Linear", "chunk", "naive", "recurrent", "token_weights"]
 
 
-class Linear(ProjectedAttention):
+class Linear(StatefulMechanism, ProjectedAttention):
     """Linear attention: weights are products of positive features, so sums can be taken first.
 
         o_i = sum_j (phi(q_i) . phi(k_j)) v_j / sum_j phi(q_i) . phi(k_j),   phi(x) = elu(x) + 1
@@ -61,7 +62,6 @@ class Linear(ProjectedAttention):
     formula = "o_i = sum_j w_ij v_j, w_ij = phi(q_i) . phi(k_j) / sum_j of it, phi(x) = elu(x) + 1"
 
     block_size: ClassVar[int] = 4096
-    """Tokens that are computed at once, so that they need little memory and stay in the caches."""
 
     def __init__(
         self, embed_dim: int, num_heads: int = 1, *, chunk_size: int = 64, **options: Any
@@ -88,10 +88,6 @@ class Linear(ProjectedAttention):
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         """What is kept of the past, for one sequence: `sum_j phi(k_j)^T [v_j, 1]` of each head."""
         return {"sums": (self.num_heads, self.head_dim, self.head_dim + 1)}
-
-    def initial_state(self, x: Any) -> dict[str, Any]:
-        """The state before the first token of `x`: sums of nothing."""
-        return state_of_zeros(self, x)
 
     def sequences(self, x: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
         """What queries, keys and values are made of.
@@ -146,24 +142,7 @@ class Linear(ProjectedAttention):
         return self.queries(x), features, rows
 
     def __call__(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
-        """Attend from `x` to `key` and `value`, or to itself, in linear time.
-
-        Parameters
-        ----------
-        x : array (..., q_len, embed_dim)
-        key, value : array (..., kv_len, kv_dim), optional
-            `x` unless given; `value` is `key` unless given.
-
-        Returns
-        -------
-        array (..., q_len, width)
-            In the library, dtype and device of `x`.
-
-        Raises
-        ------
-        ShapeError
-            The arrays do not fit the weights or one another.
-        """
+        """Attend from `x` to `key` and `value`, or to itself; see `AttentionMechanism`."""
         x, key, value = self.sequences(x, key, value)
         state = self.initial_state(x)
         if self.causal:
@@ -178,38 +157,15 @@ class Linear(ProjectedAttention):
 
         return in_chunks(read, [x], state["sums"], self.block_size)[0]
 
-    def step(self, x: Any, state: Mapping[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Mix the next tokens of a sequence: one when decoding, several for a prompt.
-
-        Parameters
-        ----------
-        x : array (..., n, embed_dim)
-        state : mapping of str to array, optional
-            What the last step returned; a sequence begins if there is none.
-
-        Returns
-        -------
-        output : array (..., n, width)
-            What a call with all tokens so far gives for these.
-        state : dict of str to array
-            Of a size that does not depend on how many tokens there were.
+    def check(self, x: Any) -> None:
+        """Refuse what cannot be computed token by token.
 
         Raises
         ------
         UnsupportedError
             The mechanism is not causal.
-        ArgumentError, ShapeError
-            The state is not one of this mechanism, or for another batch.
-
-        Examples
-        --------
-        >>> import numpy as np
-        >>> from qkv.mechanisms import Linear
-        >>> layer, x = Linear(8, causal=True), np.eye(8)
-        >>> first, state = layer.step(x[:5])
-        >>> rest, state = layer.step(x[5:], state)
-        >>> bool(np.allclose(np.concatenate([first, rest]), layer(x)))
-        True
+        ShapeError
+            `x` has no tokens or no rows.
         """
         if not self.causal:
             raise UnsupportedError(
@@ -217,11 +173,10 @@ class Linear(ProjectedAttention):
                 action="Pass the whole sequence to a call, or use causal=True.",
             )
         self.sequences(x, None, None)
-        kept = self.initial_state(x) if state is None else checked_state(self, state, x)
-        found: tuple[Any, dict[str, Any]] = in_chunks(
-            lambda kept, x: self._causal(kept, x, x, x), [x], kept, self.block_size
-        )
-        return found
+
+    def next_tokens(self, state: dict[str, Any], x: Any) -> tuple[Any, dict[str, Any]]:
+        """The output of one block of tokens, and the state after them."""
+        return self._causal(state, x, x, x)
 
     def _causal(
         self, state: dict[str, Any], x: Any, key: Any, value: Any

@@ -105,20 +105,7 @@ class Linformer(ProjectedAttention):
     def __call__(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
         """Attend from `x` to the mixtures of `key` and `value`, or of itself.
 
-        Parameters
-        ----------
-        x : array (..., q_len, embed_dim)
-        key, value : array (..., kv_len, kv_dim), optional
-            `x` unless given; `value` is `key` unless given.
-
-        Returns
-        -------
-        array (..., q_len, width)
-
-        Raises
-        ------
-        ShapeError
-            The arrays do not fit the weights or one another, or kv_len is above max_len.
+        Arrays and errors are those of `AttentionMechanism`; kv_len is at most max_len.
         """
         x, key, value = self.sequences(x, key, value)
         k, v = self._mixtures("k_proj", "e_proj", key), self._mixtures("v_proj", "f_proj", value)

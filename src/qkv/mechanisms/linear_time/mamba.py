@@ -232,7 +232,7 @@ class Mamba(RecurrentMechanism):
             time_step_rank=module.time_step_rank,
             bias=module.in_proj.bias is not None,
             conv_bias=module.conv1d.bias is not None,
-            weights=named_weights(module, {name: name for name in names}),
+            weights=named_weights(module, names),
         )
 
     @classmethod
@@ -325,7 +325,7 @@ def chunk(
     -----
     O(n channels state_size) operations, and memory for the states of one chunk. Each state of a
     channel decays at its own rate, so that a chunk is no matrix product as it is in Mamba-2. NumPy
-    arrays, and tensors in main memory that nobody differentiates, are computed token by token in
+    arrays, and tensors in main memory that carry no gradient, are computed token by token in
     memory that is used again.
     Source: Gu and Dao, "Mamba", arXiv 2312.00752, algorithm 2.
     """

@@ -15,12 +15,12 @@ from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
 from qkv.mechanisms.base.loading import named_weights
 from qkv.mechanisms.base.namespace import array_namespace
+from qkv.mechanisms.base.normalization import rms_norm
 from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.base.projected import join_heads, split_heads
 from qkv.mechanisms.linear_time.activations import silu, softplus
 from qkv.mechanisms.linear_time.chunks import in_chunks, state_of_no_tokens
 from qkv.mechanisms.linear_time.convolution import causal_convolution
-from qkv.mechanisms.linear_time.normalization import rms_norm
 from qkv.mechanisms.linear_time.recurrent import (
     RecurrentMechanism,
     activation_cost,
@@ -36,7 +36,7 @@ from qkv.mechanisms.linear_time.state_space import (
     require_silu,
 )
 
-__all__ = ["Mamba2", "chunk", "decay_products", "naive", "recurrent"]
+__all__ = ["Mamba2", "chunk", "decay_products", "recurrent"]
 
 
 class Mamba2(RecurrentMechanism):
@@ -269,7 +269,7 @@ class Mamba2(RecurrentMechanism):
             norm_epsilon=module.layer_norm_epsilon,
             bias=module.in_proj.bias is not None,
             conv_bias=module.conv1d.bias is not None,
-            weights=named_weights(module, {name: name for name in names}),
+            weights=named_weights(module, names),
         )
 
     @classmethod
@@ -324,11 +324,6 @@ def decay_products(log_decay: Any) -> Any:
     # Each sum is taken on its own: the difference of two long sums would lose digits.
     between = xp.cumulative_sum(xp.tril(rows, k=-1), axis=-2)
     return xp.tril(xp.exp(between))
-
-
-def naive(query: Any, key: Any, value: Any, log_decay: Any) -> Any:
-    """`((query key^T) * L) value`: the dual, quadratic form; see `chunk` for the shapes."""
-    return (query @ key.mT * decay_products(log_decay)) @ value
 
 
 def recurrent(

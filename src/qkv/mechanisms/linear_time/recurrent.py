@@ -13,23 +13,20 @@ from qkv.ledger import Ledger, step
 from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.attention_steps import token_lines
 from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step, numbers
-from qkv.mechanisms.base.mechanism import Mechanism
 from qkv.mechanisms.base.namespace import array_namespace, like, values
-from qkv.mechanisms.linear_time.chunks import in_chunks
+from qkv.mechanisms.linear_time.stateful import StatefulMechanism
 
 __all__ = [
     "RecurrentMechanism",
     "activation_cost",
-    "checked_state",
     "grouped_heads",
     "head_dim_of",
     "repeated_heads",
-    "state_of_zeros",
     "token_shift",
 ]
 
 
-class RecurrentMechanism(Mechanism):
+class RecurrentMechanism(StatefulMechanism):
     """A mechanism that reads tokens in order into a state; linear in time and memory.
 
     A subclass makes the inputs of its recurrence (`project`), runs it in chunks (`mix`), says to
@@ -48,7 +45,6 @@ class RecurrentMechanism(Mechanism):
     one_sequence_only = True
     mixing_formula: ClassVar[str]
     block_size: ClassVar[int] = 512
-    """Tokens that are projected, mixed and joined at once, so that they stay in the caches."""
 
     def __init__(
         self,
@@ -61,15 +57,6 @@ class RecurrentMechanism(Mechanism):
         positive_integers(embed_dim=embed_dim, chunk_size=chunk_size)
         self.embed_dim, self.chunk_size = embed_dim, chunk_size
         super().__init__(shapes, weights, seed)
-
-    @property
-    @abstractmethod
-    def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of what is kept of the past, for one sequence."""
-
-    def initial_state(self, x: Any) -> dict[str, Any]:
-        """The state before the first token of `x`: zeros, in its library, dtype and device."""
-        return state_of_zeros(self, x)
 
     @abstractmethod
     def project(self, x: Any, state: dict[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -111,46 +98,12 @@ class RecurrentMechanism(Mechanism):
         """
         return self.step(x)[0]
 
-    def step(self, x: Any, state: Mapping[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Mix the next tokens of a sequence: one when decoding, several for a prompt.
-
-        Parameters
-        ----------
-        x : array (..., n, embed_dim)
-        state : mapping of str to array, optional
-            What the last step returned; a sequence begins if there is none.
-
-        Returns
-        -------
-        output : array (..., n, width)
-            What a call with all tokens so far gives for these.
-        state : dict of str to array
-            Of a size that does not depend on how many tokens there were.
-
-        Raises
-        ------
-        ArgumentError, ShapeError
-            The state is not one of this mechanism, or for another batch.
-
-        Examples
-        --------
-        >>> from qkv.mechanisms import Mamba
-        >>> layer, x = Mamba(8), np.eye(8)
-        >>> first, state = layer.step(x[:5])
-        >>> rest, state = layer.step(x[5:], state)
-        >>> bool(np.allclose(np.concatenate([first, rest]), layer(x)))
-        True
-        """
-        self.check(x)
-        kept = self.initial_state(x) if state is None else checked_state(self, state, x)
-
-        def block(kept: dict[str, Any], x: Any) -> tuple[Any, dict[str, Any]]:
-            inputs, gate = self.project(x, kept)
-            out = self.join(self.mix(inputs, kept), gate)
-            # NumPy multiplies bfloat16 to float32.
-            return array_namespace(x).astype(out, x.dtype, copy=False), kept
-
-        return in_chunks(block, [x], kept, self.block_size)
+    def next_tokens(self, state: dict[str, Any], x: Any) -> tuple[Any, dict[str, Any]]:
+        """The output of one block of tokens, and the state after them."""
+        inputs, gate = self.project(x, state)
+        out = self.join(self.mix(inputs, state), gate)
+        # NumPy multiplies bfloat16 to float32.
+        return array_namespace(x).astype(out, x.dtype, copy=False), state
 
     def token_mixing(self, x: Any, /) -> Any:
         """The matrix M `(..., num_heads, n, n)` for which a head gives `M @ value`.
@@ -210,38 +163,6 @@ class RecurrentMechanism(Mechanism):
                 [("x", str(tuple(x.shape)))],
                 f"Pass x as (..., n, {self.embed_dim}).",
             )
-
-
-def checked_state(mechanism: Any, state: Any, x: Any) -> dict[str, Any]:
-    """The state in the library, dtype and device of `x`, if it has the mechanism's `state_shapes`.
-
-    Raises
-    ------
-    ArgumentError, ShapeError
-        It is not one of this mechanism, or for another batch.
-    """
-    shapes = {name: (*x.shape[:-2], *tail) for name, tail in mechanism.state_shapes.items()}
-    if not isinstance(state, Mapping) or state.keys() != shapes.keys():
-        raise ArgumentError(
-            f"the state of {mechanism.name} has the entries {', '.join(shapes)}.",
-            [("state", ", ".join(state) if isinstance(state, Mapping) else repr(state)[:60])],
-            "Pass what its step returned.",
-        )
-    for name, shape in shapes.items():
-        array_namespace(state[name])
-        if tuple(state[name].shape) != shape:
-            raise ShapeError(
-                f"{name} of the state has shape {tuple(state[name].shape)}, not {shape}.",
-                [("x", str(tuple(x.shape)))],
-                "Pass what step returned for the tokens before, of the same sequences.",
-            )
-    return {name: like(array, x, name) for name, array in state.items()}
-
-
-def state_of_zeros(mechanism: Any, x: Any) -> dict[str, Any]:
-    """Zeros of the mechanism's `state_shapes`, in the library, dtype and device of `x`."""
-    shapes = mechanism.state_shapes.items()
-    return {name: like(np.zeros((*x.shape[:-2], *shape)), x) for name, shape in shapes}
 
 
 def head_dim_of(width: int, num_heads: int, head_dim: int | None) -> int:

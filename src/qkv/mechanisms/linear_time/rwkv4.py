@@ -186,7 +186,7 @@ class RWKV4(RecurrentMechanism):
         names = ["time_decay", "time_first", "output"]
         for side in ("key", "value", "receptance"):
             names += [side, f"time_mix_{side}"]
-        weights = named_weights(module, {name: name for name in names})
+        weights = named_weights(module, names)
         hidden_dim, embed_dim = weights["key.weight"].shape
         return cls(embed_dim, hidden_dim, weights=weights)
 

@@ -13,11 +13,11 @@ from qkv.ledger import Count, Ledger, matmul, step, symbols
 from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
 from qkv.mechanisms.base.namespace import array_namespace
+from qkv.mechanisms.base.normalization import layer_norm
 from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.base.projected import join_heads, split_heads
 from qkv.mechanisms.linear_time.activations import silu
 from qkv.mechanisms.linear_time.chunks import in_chunks, state_of_no_tokens
-from qkv.mechanisms.linear_time.normalization import layer_norm
 from qkv.mechanisms.linear_time.recurrent import (
     RecurrentMechanism,
     activation_cost,
@@ -25,7 +25,7 @@ from qkv.mechanisms.linear_time.recurrent import (
     token_shift,
 )
 
-__all__ = ["RWKV6", "chunk", "naive", "recurrent", "token_weights"]
+__all__ = ["RWKV6", "chunk", "recurrent", "token_weights"]
 
 MIXED = ("w", "k", "v", "r", "g")
 """The projections of a mixture of this token and the last one."""
@@ -256,11 +256,6 @@ def token_weights(receptance: Any, key: Any, log_decay: Any, bonus: Any) -> Any:
     return xp.tril(weights, k=-1) + xp.tril(xp.triu(own + xp.zeros_like(weights)))
 
 
-def naive(receptance: Any, key: Any, value: Any, log_decay: Any, bonus: Any) -> Any:
-    """The parallel form of the definition; see `chunk` for the shapes."""
-    return token_weights(receptance, key, log_decay, bonus) @ value
-
-
 def recurrent(
     receptance: Any, key: Any, value: Any, log_decay: Any, bonus: Any, state: Any = None
 ) -> tuple[Any, Any]:
@@ -333,8 +328,8 @@ def _earlier_tokens(r: Any, k: Any, v: Any, log: Any) -> tuple[Any, Any, Any, An
     """The part of each output that comes from earlier tokens of its chunk, and sums of decays.
 
     Tokens in pairs, then pairs in fours, and so on: the second half of each block reads the first
-    in one matrix product. Decays are counted from where the halves meet, so that both factors of
-    the product are exponentials of zero or less, however strong the decay.
+    in one matrix product. Decays are counted from the boundary of the halves, so that both factors
+    of the product are exponentials of zero or less, however strong the decay.
 
     Returns
     -------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self, Unpack
+from typing import Any, ClassVar, Self
 
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
 
@@ -38,10 +38,7 @@ class ALiBi(ProjectedAttention):
     name = "alibi"
     paper = "Press et al., Train Short, Test Long: Attention with Linear Biases (2022)"
     formula = "softmax(Q K^T / sqrt(d) - slope_h |i - j|) V"
-
-    def __init__(self, embed_dim: int, num_heads: int = 1, **options: Unpack[Options]) -> None:
-        options["alibi"] = True
-        super().__init__(embed_dim, num_heads, **options)
+    fixed_options: ClassVar[Options] = {"alibi": True}
 
     @classmethod
     def from_transformers(cls, module: Any) -> Self:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self, Unpack
+from typing import Any, ClassVar, Self, Unpack
 
 import numpy as np
 
@@ -54,6 +54,7 @@ class RelativeBias(ProjectedAttention):
     name = "relative-bias"
     paper = "Raffel et al., Exploring the Limits of Transfer Learning (T5, 2020), section 2.1"
     formula = "softmax(Q K^T + table[bucket(j - i)]) V"
+    default_options: ClassVar[Options] = {"scale": 1.0, "bias": False}
 
     def __init__(
         self,
@@ -66,8 +67,6 @@ class RelativeBias(ProjectedAttention):
     ) -> None:
         positive_integers(num_buckets=num_buckets, max_distance=max_distance)
         self.num_buckets, self.max_distance = num_buckets, max_distance
-        options.setdefault("scale", 1.0)
-        options.setdefault("bias", False)
         super().__init__(embed_dim, num_heads, **options)
 
     def more_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Self, Unpack
+from typing import Self, Unpack
 
-from qkv.mechanisms.base.loading import llama_heads
-from qkv.mechanisms.base.projected import Options, ProjectedAttention
+from qkv.mechanisms.base.llama import LlamaAttention
+from qkv.mechanisms.base.projected import Options
 from qkv.variants import RoPE
 
 __all__ = ["Rotary"]
 
 
-class Rotary(ProjectedAttention):
+class Rotary(LlamaAttention):
     """Queries and keys turned by their positions, so that scores depend on the distance.
 
         s[i, j] = (R(i) q_i) . (R(j) k_j) / sqrt(d) = q_i . (R(j - i) k_j) / sqrt(d)
@@ -46,23 +46,6 @@ class Rotary(ProjectedAttention):
         if options.get("rope") is None:
             options["rope"] = RoPE()
         super().__init__(embed_dim, num_heads, **options)
-
-    @classmethod
-    def from_transformers(cls, module: Any, rope: RoPE | None = None) -> Self:
-        """The mechanism with the weights of a LlamaAttention, or another with its names.
-
-        Parameters
-        ----------
-        module : transformers attention module with q_proj, k_proj, v_proj and o_proj
-        rope : qkv.RoPE, optional
-            Its positions, where they are scaled.
-
-        Raises
-        ------
-        UnsupportedError
-            Its positions are scaled and `rope` is not given.
-        """
-        return cls(**llama_heads(module, rope))
 
     @classmethod
     def example(cls) -> Self:

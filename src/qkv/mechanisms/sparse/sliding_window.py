@@ -6,15 +6,14 @@ from typing import Any, Self, Unpack
 
 from qkv.errors import ArgumentError
 from qkv.ledger import symbols
-from qkv.mechanisms.base.loading import llama_heads
-from qkv.mechanisms.base.projected import Options, ProjectedAttention
-from qkv.variants import RoPE
+from qkv.mechanisms.base.llama import LlamaAttention
+from qkv.mechanisms.base.projected import Options
 from qkv.variants import SlidingWindow as Window
 
 __all__ = ["SlidingWindow", "window_pairs"]
 
 
-class SlidingWindow(ProjectedAttention):
+class SlidingWindow(LlamaAttention):
     """Each token sees the `left` tokens before it, itself, and the `right` tokens after it.
 
         s[i, j] = -inf unless i - left <= j <= i + right
@@ -81,22 +80,13 @@ class SlidingWindow(ProjectedAttention):
         return window_pairs(n, left, right if self.right and not self.causal else 0)
 
     @classmethod
-    def from_transformers(cls, module: Any, rope: RoPE | None = None) -> Self:
-        """The mechanism with the weights of a MistralAttention, or another with its names.
-
-        Parameters
-        ----------
-        module : transformers attention module with q_proj, k_proj, v_proj and o_proj
-            Its config has a `sliding_window`.
-        rope : qkv.RoPE, optional
-            Its positions, where they are scaled.
+    def options_of(cls, module: Any) -> dict[str, Any]:
+        """The window of a MistralAttention, or of another module whose config has one.
 
         Raises
         ------
         ArgumentError
             Its config has no window.
-        UnsupportedError
-            Its positions are scaled and `rope` is not given.
         """
         window = getattr(module.config, "sliding_window", None)
         if window is None:
@@ -104,7 +94,7 @@ class SlidingWindow(ProjectedAttention):
                 f"the config of this {type(module).__name__} has no sliding_window.",
                 action="Use Rotary for a layer that sees all earlier tokens.",
             )
-        return cls(**llama_heads(module, rope), left=window - 1)
+        return {"left": window - 1}
 
     @classmethod
     def example(cls) -> Self:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self, Unpack
+from typing import Any, ClassVar, Self, Unpack
 
 from qkv.ledger import Count
 from qkv.mechanisms.base.arguments import positive_integers
@@ -51,13 +51,13 @@ class Strided(ProjectedAttention):
     name = "strided"
     paper = "Child et al., Generating Long Sequences with Sparse Transformers (2019), section 4.3"
     formula = "softmax(Q K^T / sqrt(d) + M) V, M = 0 for i-j < stride or (i-j) % stride = 0, j <= i"
+    fixed_options: ClassVar[Options] = {"causal": True}
 
     def __init__(
         self, embed_dim: int, num_heads: int = 1, *, stride: int, **options: Unpack[Options]
     ) -> None:
         positive_integers(stride=stride)
         self.stride = stride
-        options["causal"] = True
         super().__init__(embed_dim, num_heads, **options)
 
     def variants(self, query: Any, key: Any) -> tuple[Any, ...]:

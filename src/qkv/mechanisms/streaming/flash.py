@@ -24,7 +24,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlashTile:
-    """The state of the queries of one tile after it has met one tile of keys.
+    """The state of one tile of queries after one more tile of keys.
 
     Attributes
     ----------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self, Unpack
+from typing import Any, ClassVar, Self
 
 from qkv.arrays import library_of
 from qkv.cache import Cache, ContiguousCache
@@ -49,10 +49,7 @@ class KVCacheDecoding(ProjectedAttention):
     paper = "Shazeer, Fast Transformer Decoding (2019), section 2.4"
     formula = "out_t = softmax(q_t K^T / sqrt(d)) V, K = [K_cache, k_t], V = [V_cache, v_t]"
     one_sequence_only = True
-
-    def __init__(self, embed_dim: int, num_heads: int = 1, **options: Unpack[Options]) -> None:
-        options["causal"] = True
-        super().__init__(embed_dim, num_heads, **options)
+    fixed_options: ClassVar[Options] = {"causal": True}
 
     def __call__(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
         """Decode the tokens of `x` (..., n, embed_dim) one by one.

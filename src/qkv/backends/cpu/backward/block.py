@@ -389,10 +389,10 @@ def score_gradients_function(frame: BackwardFrame, vectors: int) -> Value:
 
 
 def settle_function(frame: BackwardFrame) -> Value:
-    """dS of rows that have met all their keys: they add up to what the row after lse says.
+    """Correct dS of rows that have no other keys: they should add up to the row `EXPECTED`.
 
-    What the sum has too much is what delta lacks, in every dS times its weight. Scaled dS are
-    settled with their scale.
+    The excess of their sum is the error of delta, which is in every dS times its weight. Where dS
+    are scaled, so is what they should add up to.
     """
     e = frame.e
     with frame.of_vector("settle") as (function, at):

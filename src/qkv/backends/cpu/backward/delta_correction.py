@@ -1,4 +1,4 @@
-"""The rows of few queries, summed again before the backward kernel meets them.
+"""The rows of few queries, summed again before the backward kernel.
 
 The dS of a row add up to 0, if delta is the mean of dP by the very weights and products that they
 are made of:
@@ -8,7 +8,7 @@ are made of:
 The kernel takes delta from the output, which has other rounding errors, and was perhaps rounded to
 16 bits. What delta lacks is in every dS of the row, times its weight. Among many rows that is below
 other errors; of few rows, each with one key that has nearly all the weight, it may be all that is
-seen. So keys are met twice, here without any output but, of each row,
+seen. So keys are read twice, here without any output but, of each row,
 
     m[q] = max_k S[k, q]
     l[q] = sum_k exp(S[k, q] - m[q])
@@ -97,7 +97,7 @@ def _weights_function(frame: BackwardFrame, name: str, masked: bool) -> Value:
 
 
 def _residual_function(frame: BackwardFrame) -> Value:
-    """r advances by the dS of one block of keys."""
+    """Rescale the residual of each row, and add the dS of one block of keys."""
     e = frame.e
     with frame.of_vector("chain") as (function, at):
         found = sum_over_keys(

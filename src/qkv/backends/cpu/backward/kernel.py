@@ -1,7 +1,7 @@
 """The backward kernel: one pass over recomputed weights, five products, queries in lanes.
 
-One task is a range of keys of one kv head. It meets every block of queries of the heads that read
-this kv head, and for each block of keys computes, transposed as in the forward pass,
+One task is a range of keys of one kv head. For each block of keys, and every block of queries of
+the heads that read this kv head, it computes, transposed as in the forward pass,
 
     S[k, q]   = score(scale * K[k, :] . Q[q, :])
     P[k, q]   = exp((S[k, q] - lse[q]) - rest[q])          0 where the mask forbids the pair

@@ -33,7 +33,7 @@ from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.emit.frame import RowView
 from qkv.backends.cpu.emit.packing import all_finite, copy_rows, pack_rows, unpack_rows
 from qkv.backends.cpu.emit.storage import real_dtype
-from qkv.backends.cpu.forward.boundary_blocks import Range, each_step, read_range, worth
+from qkv.backends.cpu.forward.boundary_blocks import Range, are_narrow, each_step, read_range
 from qkv.backends.cpu.forward.frame import RUN
 from qkv.backends.cpu.forward.frame import TASK as BLOCK
 from qkv.backends.cpu.forward.rows import rows_of_block
@@ -98,9 +98,9 @@ def finish_rows_function(frame: BackwardFrame) -> Value:
 
 
 def pair_rows_function(frame: BackwardFrame) -> Value:
-    """A packed matrix with the numbers of two rows, which are bfloat16, in each lane.
+    """Packs rows of bfloat16 in pairs: each lane then holds the elements of two neighbouring rows.
 
-    Behind an odd number of rows lies one of zeros.
+    If the number of rows is odd, the last one is paired with zeros.
     """
     e = frame.e
     with e.function("pair", [POINTER, INT64, INT64, POINTER]) as (function, args):
@@ -222,7 +222,7 @@ def block_functions(
 
 
 def query_block_function(frame: BackwardFrame, functions: dict[str, Value], vectors: int) -> Value:
-    """A function `(arguments, task, block, scratch)` for blocks of so many vectors."""
+    """A function `(arguments, task, block, scratch)` for blocks of `vectors` vectors of queries."""
     of_block = {
         "products": products_function(frame, vectors),
         "score_gradients": score_gradients_function(frame, vectors),
@@ -237,7 +237,7 @@ def query_block_function(frame: BackwardFrame, functions: dict[str, Value], vect
 
 
 class QueryBlockPass:
-    """Emits the meeting of one block of queries and the keys of one task."""
+    """Emits what is computed for one block of queries and the keys of one task."""
 
     def __init__(
         self,
@@ -502,7 +502,7 @@ class QueryBlockPass:
             yield _Sums(self.area[left], self.area[rows], sums, row, self.columns[packed])
 
     def _add_keys(self, kv_start: Value, first: Value, stop: Value, k: Value, keys: Value) -> None:
-        """Keys from k on meet the vectors from `first` to `stop`."""
+        """The keys from k on, for the vectors from `first` to `stop`."""
         e = self.e
         row = e.mul(first, e.lanes)
         count = e.sub(e.least(e.mul(stop, e.lanes), self.rows), row)
@@ -512,7 +512,7 @@ class QueryBlockPass:
             self.call("key_sums", *held, of.row, of.columns, keys, row, count, self.width)
 
     def _add_seen_keys(self, kv_start: Value, count: Value) -> None:
-        """Each step of keys meets the vectors that may see it."""
+        """Each step of keys, for the vectors that may see it."""
         e = self.e
 
         def add(first: Value, stop: Value, k: Value, keys: Value) -> None:
@@ -525,7 +525,7 @@ class QueryBlockPass:
             all_vectors()
             return
         ranges = [self._range(j, kv_start, count) for j in range(self.vectors)]
-        apart = worth(e, ranges, count)
+        apart = are_narrow(e, ranges, count)
         e.choose(apart, lambda: each_step(e, ranges, count, add), all_vectors)
 
     def _add_selected_keys(self, kv_start: Value, count: Value) -> None:

@@ -11,7 +11,7 @@ one stretch of keys after the other, by panels of rows where there are many:
     O[i, :] = exp(m[i] - m'[i]) * O[i, :] + sum_k P[i, k] * V[k, :]
 
 with sums over blocks of it first, and leaves (O, m, l) in a record. Whoever finishes the last chunk
-of a kv head, as its counter tells, merges its records in the order of their keys:
+of a kv head, which its counter shows, merges its records in the order of their keys:
 
     m = max_c m_c,   l = sum_c exp(m_c - m) l_c,   out = sum_c exp(m_c - m) O_c / l
 
@@ -72,7 +72,7 @@ def padded(dim: int, lanes: int) -> int:
 
 
 def panel_of(spec: Spec) -> int:
-    """Rows that meet a stretch at once: panels of one size, or nearly."""
+    """Rows that are multiplied with a stretch of keys at once: panels of about one size."""
     rows = max(1, spec.group_size * spec.q_len)
     return -(-rows // -(-rows // _PANEL))
 
@@ -290,7 +290,7 @@ class _Decode:
     def each_tile(
         self, rows: Value, tiles: Sequence[int], call: Callable[[int, Value], object]
     ) -> None:
-        """`call(size, first_row)` until all rows are met."""
+        """`call(size, first_row)` for all rows, in tiles."""
         e = self.e
         start = e.index(0)
         for size in tiles:
@@ -304,8 +304,8 @@ class _Decode:
 
     # Products
 
-    def block_of(self, name: str, functions: dict[str, Value]) -> Value:
-        """A function that scores a block of K, or adds a block of V, segment by segment.
+    def block_function(self, name: str, functions: dict[str, Value]) -> Value:
+        """A function that multiplies by a block of K, or adds a block of V, part by part.
 
         `(arguments, batch, kv_head, kv_start, count, rows, matrix, weights, moved, forbidden)`.
         """
@@ -376,7 +376,7 @@ class _Decode:
                 row = b.select(scattered, e.mul(dim, item), place.row)
                 multiply(here, row, e.at(weights, e.mul(done, e.real_bytes)), keys)
 
-            self.frame.segments(arguments_, name, place, pages, kv_start, count, segment)
+            self.frame.segments(name, place, pages, kv_start, count, segment)
         return function
 
     def block_row(self, v_head_dim: Value) -> Value:
@@ -695,7 +695,7 @@ class _Decode:
             functions["all_finite"] = all_finite(e, self.frame.dtypes["value"])
             functions["selected"] = self.products.selected_values()
         for name in ("key", "value"):
-            functions[name] = self.block_of(name, functions)
+            functions[name] = self.block_function(name, functions)
             if self.quantised(name):
                 functions[f"{name} scales"] = self.frame.scales_of(name)
         functions["full"] = self.softmax("full", False)

@@ -70,7 +70,6 @@ class DecodeFrame(Frame):
 
     def segments(
         self,
-        arguments: Value,
         name: str,
         place: RowView,
         pages: list[Value],
@@ -131,5 +130,5 @@ class DecodeFrame(Frame):
                 e.loop(whole, keys, 1, [], lambda k, _: copy(k, 0))
 
             pages = self.pages(arguments, scales, batch)
-            self.segments(arguments, scales, place, pages, kv_start, count, segment)
+            self.segments(scales, place, pages, kv_start, count, segment)
         return function

@@ -53,7 +53,7 @@ def shared_bytes(groups: int, kv_len: int, record: int) -> int:
 
 
 class DecodeTasks:
-    """Writes the functions that find out which keys a kernel meets."""
+    """Writes the functions that find out which keys a kernel reads."""
 
     def __init__(self, frame: Frame) -> None:
         self.frame = frame
@@ -115,7 +115,7 @@ class DecodeTasks:
 
             def group(number: Value, carried: list[Value]) -> list[Value]:
                 first, keys = carried
-                # The number of the first group that has the same mask.
+                # The first group of kv heads that has the same mask.
                 batch, kv_head = b.sdiv(number, kv_heads), b.srem(number, kv_heads)
                 source = e.add(
                     e.mul(batch, kv_heads) if "batch" in depends else 0,
@@ -214,8 +214,8 @@ class DecodeTasks:
                 full = b.and_(found, e.index(1))
                 # If this task has nothing to do, the next one overwrites it.
                 self._write_task(arguments, e.add(first, count), number, start, stop, full)
-                met = b.zext(e.below(0, own), INT64)
-                return [e.add(count, met), e.add(keys, own)]
+                is_task = b.zext(e.below(0, own), INT64)
+                return [e.add(count, is_task), e.add(keys, own)]
 
             count, keys = e.loop(0, kv_len, chunk, [e.index(0), e.index(0)], one)
             nothing = b.icmp_signed("==", count, e.index(0))

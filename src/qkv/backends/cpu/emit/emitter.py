@@ -260,7 +260,7 @@ class Emitter:
         return self._constants[name]
 
     def zeros(self) -> Value:
-        """Where a vector of zero bytes is."""
+        """The address of a vector of zero bytes."""
         held = self.module.globals.get("zeros")
         if held is None:
             kind = ir.ArrayType(BYTE, self.vector_bytes)

@@ -124,7 +124,7 @@ class MaskBounds:
         return self._wrapped(exact) if op.kind == "int" else self._rounded(exact)
 
     def _numbers(self, op: Op, args: tuple[Node, ...]) -> list[Bounds]:
-        """Integers among the arguments as the operation meets them."""
+        """Integer arguments in the type in which the operation computes."""
         found = [self.bounds(arg) for arg in args]
         if op.kind == "int" and op.name != "floor":
             return found
@@ -174,8 +174,10 @@ class MaskBounds:
                 b.fcmp_ordered("==", c.low, c.high),
                 b.fcmp_ordered("==", a.low, c.low),
             )
-            meet = b.and_(b.fcmp_ordered(">=", a.high, c.low), b.fcmp_ordered(">=", c.high, a.low))
-            found = Truth(same, meet)
+            overlap = b.and_(
+                b.fcmp_ordered(">=", a.high, c.low), b.fcmp_ordered(">=", c.high, a.low)
+            )
+            found = Truth(same, overlap)
         else:
             sign = "<" if name == "lt" else "<="
             found = Truth(b.fcmp_ordered(sign, a.high, c.low), b.fcmp_ordered(sign, a.low, c.high))
@@ -293,7 +295,7 @@ class MaskBounds:
     # Margins for rounding, and for integers that wrap around
 
     def _whole(self, a: Bounds) -> Bounds:
-        """Integers that float64 tells apart; larger ones may be anything."""
+        """Bounds of integers that float64 holds exactly; larger ones have no bounds."""
         b = self.e.builder
         return Bounds(
             b.select(self._is_exact(a.low), a.low, _number(-_INTEGER_LIMIT)),
@@ -361,7 +363,7 @@ class MaskBounds:
     # Tables
 
     def _load(self, load: Load) -> Bounds | Truth:
-        """The element, the extremes of few elements, or what the type holds."""
+        """The bounds of what is read: of the elements if they are few, else of their type."""
         e, b = self.e, self.e.builder
         table = self.tables[load.table]
         ranges = [self._range(i, n) for i, n in zip(load.indices, table.sizes, strict=True)]

@@ -136,7 +136,7 @@ def all_finite(e: Emitter, dtype: str = "") -> Value:
         last_row, last_vector = e.sub(count, 1), e.sub(dim, e.lanes)
 
         def rows(d: Value, load: Callable[[Value], Value], seen: list[Value]) -> list[Value]:
-            def some(k: Value, seen: list[Value]) -> list[Value]:
+            def four_rows(k: Value, seen: list[Value]) -> list[Value]:
                 # Four rows are read at a time; the last ones may be read twice.
                 following = []
                 for i, old in enumerate(seen):
@@ -145,7 +145,7 @@ def all_finite(e: Emitter, dtype: str = "") -> Value:
                     following.append(e.fma(x, ir.Constant(x.type, None), old))
                 return following
 
-            return e.loop(0, count, 4, seen, some)
+            return e.loop(0, count, 4, seen, four_rows)
 
         wide = b.icmp_signed(">=", dim, e.index(e.lanes))
         stop = b.select(wide, dim, e.index(0))

@@ -347,10 +347,10 @@ class Bf16Operands(PairOperands):
         b.call(functions["transpose_values"], [v, row, count, dim, at.values])
         has_non_finite: Value = ir.Constant(BIT, 0)
         if "sift" in functions:
-            careful = b.icmp_signed("!=", b.and_(kinds, e.index(_PARTIAL)), e.index(0))
+            has_partial = b.icmp_signed("!=", b.and_(kinds, e.index(_PARTIAL)), e.index(0))
             if not self.frame.plain:
-                careful = ir.Constant(BIT, 1)
-            sifted_keys = b.select(careful, count, e.index(0))
+                has_partial = ir.Constant(BIT, 1)
+            sifted_keys = b.select(has_partial, count, e.index(0))
             has_non_finite = b.call(functions["sift"], [at.values, dim, sifted_keys])
         return ValueBlock(v, row, has_non_finite)
 

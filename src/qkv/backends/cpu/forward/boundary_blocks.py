@@ -1,7 +1,7 @@
 """Blocks on the boundary of a mask: each vector of queries computes only the keys that it may see.
 
 Where the boundary of a mask, as of a causal one, crosses a block, some vectors of its queries see
-keys that others do not. The mask itself tells which: it is evaluated before anything is multiplied.
+keys that others do not. The mask itself shows which: it is evaluated before anything is multiplied.
 The keys that are left out would have had a weight of exactly 0.
 """
 
@@ -24,14 +24,14 @@ from qkv.problem.expressions import TRUE, Load, Node, variables, walk
 STEP = 16
 """Ranges of keys are rounded to multiples of this number, which is how many weights are added in
 one chain."""
-_WORTH = 7, 8
+_NARROW = 7, 8
 """Vectors are computed separately only if the keys that they see are fewer than 7/8 of all."""
 
 Range = tuple[Value, Value]
 
 
 def skips_within_blocks(mask: Node) -> bool:
-    """Whether a mask is asked for pairs twice: not if that takes a read for each pair."""
+    """Whether a mask is evaluated twice for some pairs: not if that reads an element for each."""
     reads = (node for node in walk(mask) if isinstance(node, Load))
     return mask != TRUE and not any({"q_index", "kv_index"} <= variables(read) for read in reads)
 
@@ -65,10 +65,10 @@ def read_range(e: Emitter, found: Value) -> Range:
     return start, stop
 
 
-def worth(e: Emitter, ranges: Sequence[Range], keys: Value) -> Value:
-    """Whether the vectors leave out enough of so many keys to meet their own."""
+def are_narrow(e: Emitter, ranges: Sequence[Range], keys: Value) -> Value:
+    """Whether vectors see so few of a block's keys that each should compute its own range only."""
     own = [e.greater(e.sub(stop, start), 0) for start, stop in ranges]
-    part, whole = _WORTH
+    part, whole = _NARROW
     return e.below(e.mul(e.add(*own), whole), e.mul(keys, part * len(ranges)))
 
 
@@ -78,7 +78,7 @@ def each_step(
     count: Value,
     body: Callable[[Value, Value, Value, Value], None],
 ) -> None:
-    """`body(first, stop, k, keys)`: which neighbours meet the step of keys from k on.
+    """`body(first, stop, k, keys)`: which neighbouring vectors see the step of keys from k on.
 
     They are those between the first and the last one that may see any; there may be none.
     """
@@ -87,16 +87,16 @@ def each_step(
     def step(k: Value, _: list[Value]) -> None:
         first, last = e.index(len(ranges)), e.index(0)
         for j, (start, stop) in enumerate(ranges):
-            meets = b.and_(b.icmp_signed("<=", start, k), e.below(k, stop))
-            first = b.select(meets, e.least(first, j), first)
-            last = b.select(meets, e.index(j + 1), last)
+            seen = b.and_(b.icmp_signed("<=", start, k), e.below(k, stop))
+            first = b.select(seen, e.least(first, j), first)
+            last = b.select(seen, e.index(j + 1), last)
         body(first, last, k, e.least(STEP, e.sub(count, k)))
 
     e.loop(0, count, STEP, [], step)
 
 
 class BoundaryBlock(NamedTuple):
-    """A block of queries that meets a block of keys, as `forward` names its parts."""
+    """A block of queries with a block of keys, as `forward` names its parts."""
 
     vectors: int
     arguments: Value
@@ -129,8 +129,8 @@ class BoundaryBlocks:
         self.scores = [_scores(frame, n) for n in range(1, frame.shape.vectors + 1)]
         self.values = values_function(frame, 1, frame.shape.vectors)
 
-    def meet(self, cut: BoundaryBlock, all_finite: Value, kv_start: Value, count: Value) -> None:
-        """The queries meet the keys that they may see."""
+    def compute(self, cut: BoundaryBlock, all_finite: Value, kv_start: Value, count: Value) -> None:
+        """The queries, with the keys that they may see."""
         e, b = self.e, self.e.builder
         ranges = [self._range(cut, j, kv_start, count) for j in range(cut.vectors)]
         starts, stops = zip(*ranges, strict=True)
@@ -146,7 +146,7 @@ class BoundaryBlocks:
                 return
             inside = [(e.sub(low, start), e.sub(high, start)) for low, high in ranges]
             e.choose(
-                worth(e, ranges, keys),
+                are_narrow(e, ranges, keys),
                 lambda: self._apart(cut, all_finite, first, keys, inside),
                 all_vectors,
             )
@@ -170,7 +170,7 @@ class BoundaryBlocks:
         count: Value,
         ranges: list[Range],
     ) -> None:
-        """Each vector meets its own range of keys."""
+        """Each vector, with its own range of keys."""
         e, b = self.e, self.e.builder
         key, key_row, value, value_row = cut.rows_of(kv_start, count)
         width = e.index(cut.vectors * e.vector_bytes)

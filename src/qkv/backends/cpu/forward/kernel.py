@@ -174,7 +174,7 @@ def attend_function(
             b.call(functions[name], [*at, keys, batch, head, first, kv_start, marked])
 
         def together(name: str, kv_start: Value, keys: Value) -> None:
-            """All queries meet all keys."""
+            """All queries, with all keys."""
             k, key_row, v, value_row = rows_of(kv_start, keys)
             sizes = (key_row, head_dim, keys, value_row, v_head_dim)
             b.call(scores, [k, packed, weights, block_max, v, *sizes])
@@ -209,7 +209,7 @@ def attend_function(
                 head_dim, v_head_dim, rows_of, partial(softmax, "partial"),
                 add_selected, partial(together, "partial"),
             )  # fmt: skip
-            steps.meet(cut, functions["all_finite"], kv_start, keys)
+            steps.compute(cut, functions["all_finite"], kv_start, keys)
 
         def block(kv_start: Value, keys: Value, is_partial: Value) -> None:
             def full() -> None:

@@ -62,7 +62,7 @@ def block_max_function(operands: PairOperands) -> Value:
         scores, largest, count = args
 
         def step(k: Value, seen: list[Value]) -> list[Value]:
-            # The last keys may be met twice.
+            # The last keys may be read twice.
             rows = [e.least(e.add(k, i), e.sub(count, 1)) for i in range(at_once)]
             vectors = [v for row in rows for v in vectors_at(e, scores, operands.vectors, row)]
             return list(map(e.greatest, seen, vectors))

@@ -45,7 +45,7 @@ def scores_function(frame: ForwardFrame, vectors: int) -> Value:
 
 
 def values_function(frame: ForwardFrame, vectors: int, across: int | None = None) -> Value:
-    """Add one block of keys to O, for neighbouring ones of `across` vectors."""
+    """O = rescale * O + P V for one block of keys, for `vectors` of `across` vectors of queries."""
     e, across = frame.e, across or vectors
     arguments = [*[POINTER] * 4, *[INT64] * 3]
     with e.function(f"values_{vectors}_of_{across}", arguments) as (function, args):

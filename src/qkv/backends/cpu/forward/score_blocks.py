@@ -75,7 +75,7 @@ class QueryBlocks:
 
 
 class KeyBlock(NamedTuple):
-    """A block of keys: K as a left factor, and who meets it."""
+    """A block of keys: K as a left factor, and which blocks of queries see it."""
 
     start: Value
     count: Value
@@ -88,9 +88,9 @@ class KeyBlock(NamedTuple):
 
 
 class ValueBlock(NamedTuple):
-    """V of a block of keys as it lies, and whether some values are left out of the left factor.
+    """The rows of V of a block of keys, and whether values that are not finite were replaced by 0.
 
-    Then forbidden weights are marked.
+    If they were, forbidden weights are marked, so that those values can be added for the others.
     """
 
     rows: Value
@@ -99,7 +99,7 @@ class ValueBlock(NamedTuple):
 
 
 class ScoreBlock(NamedTuple):
-    """A block of queries, by number, and the keys that it meets."""
+    """A block of queries, by number, and the keys that it sees."""
 
     block: Value
     partial: Value

@@ -65,7 +65,7 @@ _WITHOUT: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A processor as the compiler is told of it, with the tile shapes that fit its registers."""
+    """A processor as the compiler knows it, with the tile shapes that fit its registers."""
 
     cpu: str
     features: str

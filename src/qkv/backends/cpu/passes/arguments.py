@@ -129,7 +129,7 @@ def batch_offsets(batch_shape: Sequence[int], strides: Sequence[int]) -> Array:
 
 
 def rotated(problem: Problem) -> tuple[Array, Rows]:
-    """Query and key as the product meets them: rotated copies, or as they are."""
+    """Query and key as they are multiplied: rotated copies, or as they are."""
     operands = problem.operands
     if problem.spec.rotation is None or operands.angles is None:
         return operands.query, operands.key

@@ -193,8 +193,8 @@ def _pairs(spec: Spec, plan: Schedule, ranges: list[tuple[int, int]]) -> Array:
     first, last = plan.tasks[:, 3], plan.tasks[:, 4]
     found = np.empty((len(plan.tasks), len(ranges)), np.int64)
     for n, (start, stop) in enumerate(ranges):
-        met = np.maximum(np.minimum(stops, stop) - np.maximum(starts, start), 0)
-        ends = np.concatenate([[0], np.cumsum(met)])
+        counts = np.maximum(np.minimum(stops, stop) - np.maximum(starts, start), 0)
+        ends = np.concatenate([[0], np.cumsum(counts)])
         found[:, n] = ends[last] - ends[first]
     by_block = found.reshape(spec.batch_size, spec.num_kv_heads, -1, len(ranges))
     return np.asarray(by_block.sum(axis=2))

@@ -36,7 +36,7 @@ class Results:
         self._make()
 
     def again(self) -> Results:
-        """Other arrays like these."""
+        """The same with new arrays, of the same shapes."""
         made = copy(self)
         made._make()
         return made

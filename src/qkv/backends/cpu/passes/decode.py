@@ -148,10 +148,10 @@ class DecodePass:
         if share.brief:
             self.kernel.brief_step(block.pointer, share.keys)
         else:
-            met = self.kernel.step(block.pointer, share.alone)
-            if met > share.alone:
+            keys = self.kernel.step(block.pointer, share.alone)
+            if keys > share.alone:
                 block.keep_alive = scratch, keep_alive
-                planned = self._workload(met, words[_LIMIT])
+                planned = self._workload(keys, words[_LIMIT])
                 planned.run(self.kernel, block, min(share.workers, planned.workers()))
                 block.keep_alive = ()
         give_back(scratch)

@@ -34,7 +34,7 @@ from qkv.problem.spec import Problem, Spec
 
 Array = NDArray[Any]
 
-MOST = 256
+MOST_TOP_KEYS = 256
 """The largest k for which the best keys are kept while scores are computed: inserting a key takes
 time in proportion to k."""
 
@@ -55,7 +55,7 @@ def top(
     """
     spec = problem.spec
     count = min(k, spec.kv_len)
-    if count > MOST or spec.kv_len >= 2**31:
+    if count > MOST_TOP_KEYS or spec.kv_len >= 2**31:
         return None
     shape = (*lse.shape, k)
     indices, weights = np.full(shape, -1, np.int64), np.zeros(shape, spec.compute_dtype)
@@ -257,7 +257,7 @@ def _ranges(spec: Spec, plan: Schedule) -> tuple[Array, int]:
     size = _KEYS if heads * spec.kv_len >= _TASKS * _KEYS else _LEAST_KEYS
     blocks = plan.tasks.reshape(heads, -1, plan.tasks.shape[1])
     first_run, last_run = blocks[..., 3], blocks[..., 4]
-    # A block without runs gets a last key before its first one: no range meets it.
+    # A block without runs gets a last key before its first one: no range contains it.
     runs = np.concatenate([plan.runs, [[spec.kv_len, 0, 0]]])
     first_key = np.where(first_run < last_run, runs[first_run, 0], spec.kv_len)
     last_key = np.where(first_run < last_run, runs[last_run - 1, 1], 0)

@@ -33,12 +33,12 @@ from qkv.problem.tiles import TileKind
 Array = NDArray[Any]
 
 _PLACES = {"q_index", "kv_index"}
-_WORTH = 5e8
+_LEAST_OPERATIONS = 5e8
 """Operations of one head from which on finding blocks to skip is worthwhile."""
 _LEAST_SHARE = 1 / 8
 """The least share of a head that must have no weight if all products were 0; with less, looking is
 not worthwhile."""
-_SKETCH = 64
+_SAMPLED_BLOCKS = 64
 """Number of blocks in each direction with which this share is estimated."""
 _ROUNDING = 2.0**-8
 """Relative to B, more than the rounding error of a product of any length in float32."""
@@ -54,7 +54,7 @@ beside the pass itself."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Fading:
+class _FallingBias:
     """Scores that are a function of the product plus a bias that falls, and in which heads."""
 
     product: Node
@@ -65,21 +65,21 @@ class _Fading:
 
 def skips_by_value(problem: Problem) -> bool:
     """Whether which pairs are computed depends on values of query, key and value."""
-    return _fading(problem) is not None
+    return _falling_bias(problem) is not None
 
 
 def block_skipping(
     problem: Problem, block_q: int, block_kv: int, inputs: BackwardInputs | None = None
 ) -> BlockSkipping | None:
     """A filter for the blocks of a problem or of its gradients; None if none can be skipped."""
-    fading = _fading(problem)
-    return None if fading is None else BlockSkipping(problem, (block_q, block_kv), fading, inputs)
+    falling = _falling_bias(problem)
+    return None if falling is None else BlockSkipping(problem, (block_q, block_kv), falling, inputs)
 
 
 class BlockSkipping:
-    """Tells the blocks of one problem; made by `block_skipping`.
+    """Finds the blocks of keys of one problem that need not be computed; made by `block_skipping`.
 
-    Only blocks of keys that a kernel would take as they are: if others were left out, the rest
+    Only blocks that a kernel processes as a whole are skipped: without a part of one, the rest
     would be added up in another order, and the bits of a row would depend on what it may not see.
     """
 
@@ -87,16 +87,16 @@ class BlockSkipping:
         self,
         problem: Problem,
         block: tuple[int, int],
-        fading: _Fading,
+        falling: _FallingBias,
         inputs: BackwardInputs | None,
     ) -> None:
-        self._problem, self._block, self._fading = problem, block, fading
+        self._problem, self._block, self._falling_bias = problem, block, falling
         self._inputs = inputs
         self._group: tuple[int, int, Array, Array] | None = None
 
     def skip(self, kinds: Array, tile_kv: int, batch: int, head: int, first: int) -> Array:
         """`TileKind` of query blocks from `first` on, where blocks that weigh nothing are empty."""
-        if not self._fading.heads[head]:
+        if not self._falling_bias.heads[head]:
             return kinds
         spec, (block_q, block_kv) = self._problem.spec, self._block
         where = (*np.unravel_index(batch, spec.batch_shape), head)
@@ -123,16 +123,16 @@ class BlockSkipping:
 
         A block with products that may not be finite has no bounds.
         """
-        spec, operands, fading = self._problem.spec, self._problem.operands, self._fading
+        spec, operands, falling = self._problem.spec, self._problem.operands, self._falling_bias
         with np.errstate(all="ignore"):
             most = abs(operands.scale) * (1 + _ROUNDING) * queries[:, None] * keys
         known = np.isfinite(most)
         most = np.where(known, most, np.inf)
         places = {"score": Interval(-most, most), "head": Interval.of(head, head)}
-        product = bound(fading.product, places, operands.tables)
+        product = bound(falling.product, places, operands.tables)
         sizes = (spec.q_len, spec.kv_len, *self._block, first, *most.shape)
         keep = _bias_bounds if most.size <= _KEPT_BLOCKS else _bias_bounds.__wrapped__
-        low, high = keep(fading.bias, fading.numbers, head, *sizes)
+        low, high = keep(falling.bias, falling.numbers, head, *sizes)
         known &= ~np.asarray(product.nan)
         with np.errstate(invalid="ignore"):
             low, high = product.low + low, product.high + high
@@ -168,17 +168,17 @@ class BlockSkipping:
         return self._group[2:]
 
 
-def _fading(problem: Problem) -> _Fading | None:
+def _falling_bias(problem: Problem) -> _FallingBias | None:
     spec = problem.spec
-    if 2.0 * (spec.head_dim + spec.v_head_dim) * spec.q_len * spec.kv_len < _WORTH:
+    if 2.0 * (spec.head_dim + spec.v_head_dim) * spec.q_len * spec.kv_len < _LEAST_OPERATIONS:
         return None
     parts = None if spec.rotation is not None else _parts(spec.score)
     numbers = None if parts is None else numbers_of(parts[1], problem.operands.tables)
     if parts is None or numbers is None:
         return None
     sizes = (spec.num_heads, spec.q_len, spec.kv_len)
-    heads = _fading_heads(parts[1], numbers, *sizes, _smallest(spec.compute_dtype))
-    return _Fading(*parts, numbers, heads) if any(heads) else None
+    heads = _heads_with_falling_bias(parts[1], numbers, *sizes, _smallest(spec.compute_dtype))
+    return _FallingBias(*parts, numbers, heads) if any(heads) else None
 
 
 @lru_cache(maxsize=256)
@@ -201,11 +201,11 @@ def _parts(score: Node) -> tuple[Node, Node] | None:
 
 
 @lru_cache(maxsize=64)
-def _fading_heads(
+def _heads_with_falling_bias(
     bias: Node, numbers: Numbers, heads: int, q_len: int, kv_len: int, smallest: float
 ) -> tuple[bool, ...]:
     """The heads of which enough would weigh nothing if every product were 0."""
-    block_q, block_kv = -(-q_len // _SKETCH), -(-kv_len // _SKETCH)
+    block_q, block_kv = -(-q_len // _SAMPLED_BLOCKS), -(-kv_len // _SAMPLED_BLOCKS)
     sizes = (q_len, kv_len, block_q, block_kv, 0, -(-q_len // block_q), -(-kv_len // block_kv))
     bounds = (_bias_bounds.__wrapped__(bias, numbers, head, *sizes) for head in range(heads))
     return tuple(bool(_is_nothing(*each, smallest).mean() >= _LEAST_SHARE) for each in bounds)

@@ -47,7 +47,7 @@ class Schedule:
 
 
 class BlockFilter(Protocol):
-    """Knows tiles that a mask allows, but that need not be computed."""
+    """Finds tiles that a mask allows, but that need not be computed."""
 
     def skip(self, kinds: Array, tile_kv: int, batch: int, head: int, first: int) -> Array:
         """`TileKind` of the query blocks of a head from `first` on, of which some are now empty."""
@@ -64,7 +64,10 @@ def packs_gqa(spec: Spec, lanes: int) -> bool:
 
 
 def fine_tile(problem: Problem, block_q: int) -> int:
-    """Keys of a tile, so few that the edge of a mask wastes little, where that costs little."""
+    """How many keys a tile has: few, if classifying many small tiles costs little.
+
+    With small tiles, less is computed along the edge of a mask.
+    """
     spec, arrays = problem.spec, problem.operands.tables
     rows = spec.q_len + spec.kv_len
     if any(arrays[name].size > rows for name in tables(spec.mask)):
@@ -82,7 +85,7 @@ def schedule(
     block_kv: int | None = None,
     block_filter: BlockFilter | None = None,
 ) -> Schedule:
-    """Every block of queries of every head, the longest of a head first, less what is spared.
+    """Tasks and runs of keys for every block of queries; in each head, those with most keys first.
 
     If several blocks are one task, the kind of a run holds two bits for each of them, a `TileKind`.
     With `block_kv`, of which a tile is at least a quarter, runs are of whole blocks of keys,
@@ -106,12 +109,12 @@ def cheap_part(problem: Problem, most: float) -> tuple[Node, bool]:
 
     Those that read no arrays cost nothing: they have been bounded before. Up to `most` operations
     pay for no others. Bounding a bias reads it all; one that few heads share is read in about the
-    time that its tiles take, and seldom spares any.
+    time that its tiles take, and seldom empties any.
     """
     spec, arrays = problem.spec, problem.operands.tables
     pairs = spec.batch_size * spec.num_heads * spec.q_len * spec.kv_len
     alone = 2.0 * (spec.head_dim + spec.v_head_dim) * pairs <= most
-    dear = {
+    costly = {
         name
         for name, array in arrays.items()
         if (alone and array.ndim)
@@ -121,7 +124,7 @@ def cheap_part(problem: Problem, most: float) -> tuple[Node, bool]:
         )
     }
     parts = _conditions(spec.mask)
-    cheap = [part for part in parts if not tables(part) & dear]
+    cheap = [part for part in parts if not tables(part) & costly]
     return conjunction(cheap), len(cheap) < len(parts)
 
 

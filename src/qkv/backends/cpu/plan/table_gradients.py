@@ -27,7 +27,7 @@ class SummedTable:
     """A table whose gradient is wanted: where tasks that share its entries add.
 
     `shared` says for each of batch row, kv head and range of keys whether tasks that differ in it
-    may meet the same entry. They have a copy each, of float64, if that is little; else one array
+    may add to the same entry. They have a copy each, of float64, if that is little; else one array
     for all, and run one after the other.
     """
 

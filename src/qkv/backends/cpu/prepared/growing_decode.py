@@ -1,7 +1,7 @@
 """Steps of decoding, prepared for any number of keys.
 
 Nothing about a step is worked out in Python. A call writes addresses, strides and lengths into an
-argument block, and the kernel finds out which keys it meets. What code depends on, above all how
+argument block, and the kernel finds out which keys it reads. What code depends on, above all how
 wide integers are, is found once for all lengths and shifts up to `LONGEST`.
 """
 
@@ -83,7 +83,7 @@ class GrowingDecode:
     """The pass of few queries for any number of keys and any distance between them.
 
     A block of words is prepared once. A step writes into it where its operands lie, how many keys
-    there are and where the queries stand among them; all steps cost the same.
+    there are and the position of the queries; all steps cost the same.
     """
 
     def __init__(
@@ -283,14 +283,14 @@ def growing(problem: Problem, arrays: tuple[Array, ...]) -> GrowingDecode | None
     read = tables_of(problem, arrays)
     if any(len(names) != 1 for names in read):
         return None
-    brought = {name for names in read for name in names}
+    from_calls = {name for names in read for name in names}
     # Offsets of single batch rows change with the number of keys.
-    if any(problem.operands.tables[n].ndim and n not in brought for n in _offsets(problem)):
+    if any(problem.operands.tables[n].ndim and n not in from_calls for n in _offsets(problem)):
         return None
     spec, operands = problem.spec, problem.operands
     known = {t.name: t for t in spec.tables}
-    shifts = set(_shifts(problem)) | _lengths(problem, brought)
-    widest = [np.iinfo(known[n].dtype) for n in brought - shifts if known[n].kind == "int"]
+    shifts = set(_shifts(problem)) | _lengths(problem, from_calls)
+    widest = [np.iinfo(known[n].dtype) for n in from_calls - shifts if known[n].kind == "int"]
     limits = [(int(i.min), int(i.max)) for i in widest] or [(0, 0)]
     places = {
         **sizes_of(spec),
@@ -298,9 +298,11 @@ def growing(problem: Problem, arrays: tuple[Array, ...]) -> GrowingDecode | None
         "q_pos": Interval.of(-LONGEST, LONGEST),
         "kv_pos": Interval.of(min(low for low, _ in limits), max(high for _, high in limits)),
     }
-    roots = [_for_any_length(node, shifts, brought) for node in (spec.score, spec.mask)]
-    loads = [n for n in walk(spec.score, spec.mask) if isinstance(n, Load) and n.table in brought]
-    reads = [_read_for_any_length(load, shifts, brought) for load in loads]
+    roots = [_for_any_length(node, shifts, from_calls) for node in (spec.score, spec.mask)]
+    loads = [
+        n for n in walk(spec.score, spec.mask) if isinstance(n, Load) and n.table in from_calls
+    ]
+    reads = [_read_for_any_length(load, shifts, from_calls) for load in loads]
     try:
         check_table_reads([*roots, *reads], places, operands.tables)
     except (ShapeError, ArgumentError):
@@ -316,7 +318,7 @@ def growing(problem: Problem, arrays: tuple[Array, ...]) -> GrowingDecode | None
 
 
 def _offsets(problem: Problem) -> list[str]:
-    """Tables of where the queries stand."""
+    """Tables of the positions of queries."""
     origins = problem.operands.origins
     return [
         table.name
@@ -325,12 +327,12 @@ def _offsets(problem: Problem) -> list[str]:
     ]
 
 
-def _lengths(problem: Problem, brought: set[str]) -> set[str]:
-    """Tables that each step brings of numbers of keys, and of places that follow from them."""
+def _lengths(problem: Problem, from_calls: set[str]) -> set[str]:
+    """Tables, given anew in each step, of numbers of keys and of offsets that follow from them."""
     of_lengths = {t.name for t in problem.spec.tables if t.label in ("kv_lens", "q_offset")}
     return {
         name
-        for name in of_lengths & brought
+        for name in of_lengths & from_calls
         if "lengths" in getattr(problem.operands.origins[name].variant, "roles", {}).values()
         or problem.operands.origins[name].variant is None
     }
@@ -341,19 +343,19 @@ def _shifts(problem: Problem) -> list[str]:
     return [name for name in _offsets(problem) if not problem.operands.tables[name].ndim]
 
 
-def _for_any_length(node: Node, shifts: set[str], brought: set[str]) -> Node:
+def _for_any_length(node: Node, shifts: set[str], from_calls: set[str]) -> Node:
     """The node with variables, of known bounds, in the place of what changes from step to step.
 
-    `q_pos` stands for where the queries are, `kv_pos` for integers of arrays that calls bring.
+    `q_pos` stands for where the queries are, `kv_pos` for integers of arrays that each call passes.
     """
 
     def changed(n: Node, following: tuple[Node, ...]) -> Node:
         match n:
             case Load(table=table) if table in shifts:
                 return Var("q_pos")
-            case Load(table=table, kind="bool") if table in brought:
+            case Load(table=table, kind="bool") if table in from_calls:
                 return Op("eq", "bool", (Var("q_pos"), Const("int", 0)))
-            case Load(table=table, kind=kind) if table in brought:
+            case Load(table=table, kind=kind) if table in from_calls:
                 return Var("kv_pos" if kind == "int" else "score")
             case Load(table=table, kind=kind):
                 return Load(table, kind, following)
@@ -364,10 +366,10 @@ def _for_any_length(node: Node, shifts: set[str], brought: set[str]) -> Node:
     return rebuilt(node, changed)
 
 
-def _read_for_any_length(load: Load, shifts: set[str], brought: set[str]) -> Load:
+def _read_for_any_length(load: Load, shifts: set[str], from_calls: set[str]) -> Load:
     """The read of an array that calls bring, without the axes that are as long as its keys ask."""
     indices = [
-        Const("int", 0) if _keys_of_entry(index) else _for_any_length(index, shifts, brought)
+        Const("int", 0) if _keys_of_entry(index) else _for_any_length(index, shifts, from_calls)
         for index in load.indices
     ]
     return Load(load.table, load.kind, tuple(indices))

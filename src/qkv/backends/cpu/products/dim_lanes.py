@@ -1,8 +1,9 @@
 """The two matrix products of attention as register tiles, lanes along head_dim.
 
 K and V are read as they lie, rows with adjacent elements of any type, a vector at a time. Each
-vector of them meets several rows of Q, so that it is loaded and widened once. A product of two rows
-leaves its sum spread over the lanes; as many as there are lanes are then added up together.
+vector of them is multiplied with several rows of Q, so that it is loaded and widened once. A
+product of two rows leaves its sum spread over the lanes; as many sums as there are lanes are then
+added up together.
 Matrices of scores have `score_row` bytes from row to row of Q, one element for each key.
 """
 
@@ -64,7 +65,7 @@ class RowProducts:
 
         Rows of K or V have `size` bytes and a distance of `row`; the tile has the rows of Q from
         `first` to `stop`, of `rows`. One tile of all rows fetches whole rows, just in time. Of
-        several, which meet the same `keys` one after the other, each fetches its share of the next
+        several, which read the same `keys` one after the other, each fetches its share of the next
         keys, so that memory is never idle.
         """
         e, b = self.e, self.e.builder

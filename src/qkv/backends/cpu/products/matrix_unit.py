@@ -41,7 +41,7 @@ def configure(e: Emitter) -> None:
 
 
 def release(e: Emitter) -> None:
-    """The tiles of this thread are empty again, so that nobody has to save them."""
+    """The tiles of this thread are empty again, so that a task switch need not save them."""
     e.machine("llvm.x86.tilerelease", VOID)
 
 

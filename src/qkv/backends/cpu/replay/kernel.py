@@ -10,12 +10,12 @@ blocks and the same products but no values, answers one *question* about the wei
 - top: the k best scores of each row and their keys. A sorted list of k is kept for each lane. A
   block is looked at only if its best score enters some list, and a score is inserted only if it
   is above the last of some lane's; keys come in rising order, so that ties stay with the lower;
-- received: sum_i w[i, j] of each key j. A task is a range of keys and meets the blocks of queries
+- received: sum_i w[i, j] of each key j. A task is a range of keys, with the blocks of queries
   in rising order; each lane has a compensated sum for each key, and the lanes are added at the
   end, so that the bits depend on the number of queries alone.
 
-Scores are natural here, mods or not. Sources: as `forward`; Kahan, "Further remarks on reducing
-truncation errors" (1965).
+Scores are in base e here, with mods or without. Sources: as `forward`; Kahan, "Further remarks on
+reducing truncation errors" (1965).
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Reduction:
         self.frame, self.e = frame, frame.e
 
     def keys_function(self, name: str, masked: bool) -> Value:
-        """A function of `ScoreVector`: one vector of queries meets a block of keys."""
+        """A function of `ScoreVector`: one vector of queries with a block of keys."""
         raise NotImplementedError
 
     def state(self, block: Block, vector: int) -> Value:
@@ -152,10 +152,10 @@ class Reduction:
         return self.e.index(0)
 
     def begin(self, block: Block) -> None:
-        """Before a block of queries meets its first keys."""
+        """Before the first keys of a block of queries."""
 
     def after_keys(self, block: Block, kv_start: Value, count: Value) -> None:
-        """After all vectors of a block have met a block of keys."""
+        """After a block of keys, for all vectors of a block of queries."""
 
     def write_rows(self, arguments: Value, state: Value, width: Value, rows: list[Value]) -> None:
         """Store what a vector found, lane by lane; `rows` are theirs of all, batch and heads."""
@@ -177,7 +177,7 @@ class Reduction:
         return function
 
     def end(self, block: Block, write: Value) -> None:
-        """After a block of queries has met its last keys, where there is a state to be written."""
+        """After the last keys of a block of queries, where there is a state to be written."""
         e = self.e
         width = e.index(block.vectors * e.vector_bytes)
         for j in range(block.vectors):
@@ -187,7 +187,7 @@ class Reduction:
 
     @contextmanager
     def range_of_keys(self, arguments: Value, scratch: Value, keys: list[Value]) -> Iterator[None]:
-        """Around the meeting of blocks of queries with a range of keys, given as `RANGE`."""
+        """A context for all that is computed with a range of keys, given as `RANGE`."""
         yield
 
 
@@ -218,7 +218,7 @@ def _areas(reduction: Reduction, arguments: Value, scratch: Value) -> Areas:
 
 
 def query_block_function(reduction: Reduction, vectors: int, functions: dict[str, Value]) -> Value:
-    """One block of queries, and those of its runs of keys from one key to another."""
+    """A function for one block of queries and its keys from `first_key` to `last_key`."""
     frame, e = reduction.frame, reduction.e
     scores = _scores_function(frame, vectors)
     with e.function(f"query_block_{vectors}", [POINTER] * 3 + [INT64] * 2) as (function, args):
@@ -275,13 +275,13 @@ def query_block_function(reduction: Reduction, vectors: int, functions: dict[str
                 lambda k, _: one_block(k, e.least(BLOCK_KV, e.sub(stop, k)), partial),
             )  # fmt: skip
 
-        def number(r: Value, met: list[Value]) -> list[Value]:
+        def number(r: Value, count: list[Value]) -> list[Value]:
             start, stop, _ = run(r)
-            return [e.add(met[0], e.greater(e.sub(stop, start), 0))]
+            return [e.add(count[0], e.greater(e.sub(stop, start), 0))]
 
-        (met,) = e.loop(first_run, last_run, 1, [e.index(0)], number)
+        (count,) = e.loop(first_run, last_run, 1, [e.index(0)], number)
         reduction.begin(block)
-        with b.if_then(e.below(0, met)):
+        with b.if_then(e.below(0, count)):
             pack()
             e.loop(first_run, last_run, 1, [], each_run)
         if "write" in functions:
@@ -294,12 +294,12 @@ def query_block_call(reduction: Reduction, functions: dict[str, Value]) -> Calla
     frame, e = reduction.frame, reduction.e
     one, many = (query_block_function(reduction, v, functions) for v in (1, frame.shape.vectors))
 
-    def meet(arguments: Value, task: Value, *rest: Value) -> None:
+    def call(arguments: Value, task: Value, *rest: Value) -> None:
         first_row = frame.record(task, TASK)[TASK.index("first_row")]
         left = e.sub(frame.field(arguments, "rows"), first_row)
         frame.call_for_rows(left, one, many, [arguments, task, *rest])
 
-    return meet
+    return call
 
 
 def functions_of(reduction: Reduction) -> dict[str, Value]:
@@ -316,11 +316,11 @@ def emit_row_tasks(reduction: Reduction) -> None:
     """The `job` of a question about rows: a task is a block of queries."""
     frame, e = reduction.frame, reduction.e
     functions = functions_of(reduction)
-    meet = query_block_call(reduction, {**functions, "write": reduction.write_function()})
+    call = query_block_call(reduction, {**functions, "write": reduction.write_function()})
 
     def run(arguments: Value, number: Value, scratch: Value) -> None:
         task = frame.record_at(frame.pointer_field(arguments, "tasks"), number, TASK)
-        meet(arguments, task, scratch, e.index(0), frame.field(arguments, "kv_len"))
+        call(arguments, task, scratch, e.index(0), frame.field(arguments, "kv_len"))
 
     frame.job(run)
 
@@ -328,7 +328,7 @@ def emit_row_tasks(reduction: Reduction) -> None:
 def emit_range_tasks(reduction: Reduction) -> None:
     """The `job` of a question about keys: a task is a range of keys, or of blocks of queries."""
     frame, e = reduction.frame, reduction.e
-    meet = query_block_call(reduction, functions_of(reduction))
+    call = query_block_call(reduction, functions_of(reduction))
 
     def run(arguments: Value, number: Value, scratch: Value) -> None:
         tasks = frame.pointer_field(arguments, "tasks")
@@ -339,7 +339,7 @@ def emit_range_tasks(reduction: Reduction) -> None:
 
             def each(n: Value, _: list[Value]) -> None:
                 block = frame.record_at(blocks, n, TASK)
-                meet(arguments, block, scratch, first_key, last_key)
+                call(arguments, block, scratch, first_key, last_key)
 
             e.loop(first_block, last_block, 1, [], each)
 
@@ -470,7 +470,7 @@ class Top(Reduction):
 
 
 def shift_of_rows(frame: ForwardFrame, block: Block, vector: int) -> Value:
-    """Where a and b of the rows of a vector are."""
+    """The address of a and b (see above) for one vector of rows."""
     e = frame.e
     names = ("num_heads", "padded_rows")
     num_heads, padded = (frame.field(block.arguments, name) for name in names)
@@ -480,7 +480,7 @@ def shift_of_rows(frame: ForwardFrame, block: Block, vector: int) -> Value:
 
 
 def weights_function(frame: ForwardFrame, name: str, masked: bool) -> Value:
-    """S becomes w; the padding of the rows has b = inf, which makes it 0."""
+    """Scores become weights; b = inf in rows of padding, whose weights are therefore 0."""
     e = frame.e
     with frame.of_vector(name) as (function, at):
         b = e.builder

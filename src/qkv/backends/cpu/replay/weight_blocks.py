@@ -1,6 +1,6 @@
 """The largest weight and the sum of the weights of blocks of pairs: a map of one head's weights.
 
-A replay, as `replay.kernel` has it, whose tasks are blocks of queries. Each vector of queries meets
+A replay, as `replay.kernel` has it, whose tasks are blocks of queries. Each vector of queries reads
 its keys, and the weights of `unit` keys at a time are reduced to two numbers: for each lane, or
 where lanes are `joined`, for all of them. What is kept of a pair so takes `2 / unit` numbers, or
 `2 / (lanes * unit)`.
@@ -93,7 +93,7 @@ class Blocks(Reduction):
         value: Value,
         join: Callable[[Value, Value], Value],
     ) -> None:
-        """Join what was found with what is there."""
+        """Combine a value with the one in memory."""
         e = self.e
 
         def of_all_lanes() -> None:

@@ -16,7 +16,7 @@ from qkv.backends.cpu.rows.row_pass import each_head
 
 FIELDS = ("limit", "sinks", "keys_out", "keys_lse", "rest", "out", "lse", "heads", "length", "dim")
 """Words of the argument block after the counter. `keys_out` and `keys_lse` are of the keys alone;
-`lse` may be where `keys_lse` is; `rest`, what rounding took from lse, is 0 if nobody wants it."""
+`lse` may be where `keys_lse` is; `rest`, what rounding took from lse, is 0 if it is not needed."""
 
 
 @dataclass(frozen=True, slots=True)

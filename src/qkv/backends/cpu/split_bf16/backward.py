@@ -76,7 +76,7 @@ class _Product(NamedTuple):
 
 
 class _Blocks(QueryBlockPass):
-    """Emits the meeting of some blocks of queries and the keys of one task."""
+    """Emits what is computed for some blocks of queries and the keys of one task."""
 
     def __init__(self, code: SplitBlock, functions: dict[str, Value], *places: Value) -> None:
         super().__init__(code.frame, code.vectors, functions, *places)
@@ -149,8 +149,8 @@ class _Blocks(QueryBlockPass):
             here = RowView(e.at(rows.pointer, e.mul(first, rows.row)), rows.row, rows.element)
             where = self.first_row, self.last, self.dims[left], ir.Constant(e.real, 1.0)
             name = code.name_of_recompute(left, product.right)
-            met = e.index(0), count
-            self.call(name, *here, *others, *where, *met, *marks, self.area[product.out])
+            span = e.index(0), count
+            self.call(name, *here, *others, *where, *span, *marks, self.area[product.out])
 
     def begin(self) -> None:
         """Q and dO as terms both ways, delta."""
@@ -213,7 +213,7 @@ class _Blocks(QueryBlockPass):
     # Keys
 
     def add_block(self, kv_start: Value, count: Value, kind: Value) -> None:
-        """One block of keys meets every block of queries that sees some of it."""
+        """One block of keys, with every block of queries that sees some of it."""
         e = self.e
         v, v_row = self._floats("value", self.values, kv_start, count)
         held = self.areas("value_rows", "non_finite_values")

@@ -212,7 +212,7 @@ class SplitBlock:
             steps = e.least(wanted, matrix_unit.steps_of(e, self.vectors, count, pairs))
             running: list[Any] = []
 
-            def some(step: Value, group: int) -> None:
+            def share_of_keys(step: Value, group: int) -> None:
                 """A share of the keys of this step."""
                 if group == 0:
                     first = e.add(start, e.mul(step, _KEYS_BESIDE))
@@ -226,7 +226,7 @@ class SplitBlock:
 
             matrix_unit.multiply(
                 e, product, self.vectors, onto=False, products=products,
-                beside=matrix_unit.Beside(steps, some),
+                beside=matrix_unit.Beside(steps, share_of_keys),
             )  # fmt: skip
             b.ret(e.add(start, e.mul(steps, _KEYS_BESIDE)))
         return function

@@ -84,7 +84,7 @@ def allows(problem: Problem) -> bool:
 def shape_for(spec: Spec, here: Host) -> TileShape | None:
     """The tile shape of the split kernels if they are quicker for this problem, else None.
 
-    Splitting keys pays if they meet enough queries, and products must outweigh the softmax.
+    Splitting keys pays if enough queries read them, and products must outweigh the softmax.
     """
     shape, worth = split_shape(here, spec.dtype), LEAST_SIZES.get(spec.dtype)
     if shape is None or worth is None:

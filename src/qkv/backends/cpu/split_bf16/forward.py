@@ -157,7 +157,7 @@ class SplitOperands(PairOperands):
             e.loop(steps, groups, 1, [], group_of_keys)
             running: list[list[Value]] = []
 
-            def some(step: Value, group: int) -> None:
+            def share_of_keys(step: Value, group: int) -> None:
                 """A share of the keys of this step."""
                 if group == 0:
                     running[:] = [list(row.nothing) for row in rows_of]
@@ -176,7 +176,7 @@ class SplitOperands(PairOperands):
 
             matrix_unit.multiply(
                 e, (rows, packed, scores, band, following, pairs), self.vectors, onto=False,
-                products=products, beside=matrix_unit.Beside(steps, some),
+                products=products, beside=matrix_unit.Beside(steps, share_of_keys),
             )  # fmt: skip
             # Groups are added in the order in which `scores_to_weights` adds them: same bits.
             e.loop(steps, groups, 1, [], lambda group, _: sums.add_kept(group))
@@ -217,14 +217,15 @@ class SplitOperands(PairOperands):
                 matrix_unit.steps_of(e, self.vectors, v_head_dim, pairs),
             )
 
-            def some(step: Value, group: int) -> None:
+            def share_of_keys(step: Value, group: int) -> None:
                 """A share of the keys of this step."""
                 shares = (_KEYS_BESIDE * n // len(products) for n in (group, group + 1))
                 keys(*(e.add(e.mul(step, _KEYS_BESIDE), share) for share in shares))
 
             matrix_unit.multiply(
                 e, (values, weights, out, e.index(self.value_row), v_head_dim, pairs),
-                self.vectors, onto=True, products=products, beside=matrix_unit.Beside(steps, some),
+                self.vectors, onto=True, products=products,
+                beside=matrix_unit.Beside(steps, share_of_keys),
             )  # fmt: skip
             keys(e.mul(steps, _KEYS_BESIDE), following)
             for offset, place in zip(self.offsets, largest, strict=True):

@@ -69,7 +69,7 @@ def emit_split_replay(key: ReplayKey) -> str:
 def _task_function(
     reduction: Reduction, factors: SplitScores, functions: dict[str, Value]
 ) -> Value:
-    """A function `(arguments, task, scratch)`: some blocks of queries meet blocks of keys."""
+    """A function `(arguments, task, scratch)`: some blocks of queries with blocks of keys."""
     frame, e, split = reduction.frame, reduction.e, factors.split
     vectors, width, block_q = split.vectors, split.width, frame.shape.block_q
     with e.function("task", [POINTER] * 3) as (function, args):

@@ -28,15 +28,15 @@ _WAIT_SECONDS = 1e-3
 
 
 class Gate:
-    """Takes one pointer and gives one.
+    """A compiled function of one pointer, which calls Python until it is closed.
 
     Parameters
     ----------
     callback : ctypes function
-        What it leads to.
+        What is called while the gate is open.
     answer_path : tuple of int
-        Where, once it is closed, the function is that answers: offsets in bytes, each of a pointer
-        in what the one before points to, beginning at the argument.
+        Where the function lies that is called once the gate is closed: offsets in bytes, each of a
+        pointer in what the one before points to, beginning at the argument.
     """
 
     def __init__(self, callback: Any, answer_path: tuple[int, ...]) -> None:
@@ -50,12 +50,8 @@ class Gate:
         _keep_for_ever(code)
         _keep_for_ever(callback)
 
-    @property
-    def is_closed(self) -> bool:
-        return bool(self._words[2])
-
     def close(self, answer: ctypes.Structure) -> None:
-        """Let nobody in any more, and wait for those inside; the others get `function(answer)`."""
+        """Close the gate and wait for calls inside; later ones get `function(answer)`."""
         _keep_for_ever(answer)
         self._words[2] = ctypes.addressof(answer)
         # A forked child has none of the threads that its parent counted.

@@ -39,8 +39,8 @@ _GLANCE = 0.05
 def run(kernel: Kernel, arguments: Runnable, threads: int, seconds: float = 0.0) -> None:
     """Run a job on at most `threads` threads, this one among them.
 
-    It has been done when this returns, and nobody reads or writes its memory any more. Callers may
-    come from any number of threads. `seconds` is how long it may take.
+    It has been done when this returns, and its memory is neither read nor written any more. Any
+    number of threads may call it. `seconds` is how long it may take.
     """
     if seconds > LONG_SECONDS and threading.current_thread() is threading.main_thread():
         _run_beside(kernel, arguments, threads)

@@ -1,6 +1,6 @@
 """Native workers that stay: their threads, started without a C compiler.
 
-What they run, and how they meet a caller, is in `pool_code`.
+What they run, and how they take jobs from a caller, is in `pool_code`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ complete whoever runs it, in any number. The caller publishes it, runs it itself
 afterwards waits only for workers that have joined meanwhile, so that one that sleeps or is kept off
 its core costs nothing.
 
-Caller and workers meet in one block of memory, whose words are:
+Caller and workers share one block of memory, whose words are:
 
     generation   counts launches; idle workers watch it
     ticket       places left << 32 | workers inside
@@ -178,7 +178,7 @@ class _Protocol:
             self.next_generation(block, e.index(MOST_WORKERS))
 
     def pauses(self) -> None:
-        """Some pauses, to be timed."""
+        """A function of many pauses, which the pool times once to know how long one takes."""
         e = self.e
         with e.function("pauses", [INT64], public=True) as (_, (count,)):
             e.loop(0, count, 1, [], lambda i, _: self.pause())

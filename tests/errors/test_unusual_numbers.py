@@ -1,4 +1,4 @@
-"""Numbers and formulas that nobody needs are understood, or refused in words."""
+"""Unusual numbers and formulas are computed right, or refused with an error."""
 
 import os
 import subprocess
