@@ -127,10 +127,10 @@ class AddressedGrowing(Protocol):
         kv_len: int,
         q_shift: int,
         strides: tuple[Sequence[int], Sequence[int], Sequence[int]],
-        kept: Any,
+        keep_alive: Any,
         arrays: Sequence[tuple[int, Sequence[int], Sequence[int]]] = (),
     ) -> bool:
-        """Compute at these addresses, of what `kept` keeps; False is `Growing`'s None.
+        """Compute at these addresses, whose memory `keep_alive` owns; False is `Growing`'s None.
 
         `strides` are bytes of all axes `(*batch, heads, rows, elements)` of query, key and value.
         Output and lse are dense. Each of `arrays` is its address, shape and strides; `addresses`
@@ -159,7 +159,7 @@ class RepeatedStep(Protocol):
         """Take the next length, position and strides; False is `AddressedGrowing.run`'s."""
         ...
 
-    def run(self, addresses: Addresses, kept: Any) -> bool:
+    def run(self, addresses: Addresses, keep_alive: Any) -> bool:
         """Compute at these addresses, which hold those of arrays too."""
         ...
 
@@ -168,8 +168,8 @@ class RepeatedStep(Protocol):
 class AddressedCall(Protocol):
     """A prepared call that other libraries may make without NumPy arrays in between."""
 
-    def run(self, addresses: Addresses, kept: Any) -> bool:
-        """Compute at these addresses, of what `kept` keeps; False is `Prepared`'s None."""
+    def run(self, addresses: Addresses, keep_alive: Any) -> bool:
+        """Compute at these addresses, whose memory `keep_alive` owns. False: `Prepared` is None."""
         ...
 
 

@@ -1,7 +1,7 @@
 """What the backward kernel does with one block of queries and one block of keys.
 
-Functions that are emitted once for one vector of queries (`of_vector`) go from key to key; the
-others are the five products, for all vectors of a block at once.
+Functions that are emitted once for one vector of queries (`vector_function`) go from key to key;
+the others are the five products, for all vectors of a block at once.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class BackwardFrame(Frame):
         """Whether dS of rows that see a single block of keys is corrected to add up exactly."""
 
     @contextmanager
-    def of_vector(self, name: str) -> Iterator[tuple[Value, Vector]]:
+    def vector_function(self, name: str) -> Iterator[tuple[Value, Vector]]:
         pointers = 2 + len(VECTOR_AREAS)
         types = [*[POINTER] * pointers, *[INT64] * (len(Vector._fields) - pointers)]
         with self.e.function(name, types) as (function, args):
@@ -278,7 +278,7 @@ def seen_function(frame: BackwardFrame) -> Value:
 def weights_function(frame: BackwardFrame, name: str, masked: bool) -> Value:
     """Mods and mask make P of the products; -0.0 where a pair is forbidden."""
     e = frame.e
-    with frame.of_vector(name) as (function, at):
+    with frame.vector_function(name) as (function, at):
         b = e.builder
         places = frame.places(at)
         scale = e.splat(frame.real_field(at.arguments, "scale"))
@@ -312,7 +312,7 @@ def weights_function(frame: BackwardFrame, name: str, masked: bool) -> Value:
 def dropout_function(frame: BackwardFrame) -> Value:
     """The factors of weights."""
     e = frame.e
-    with frame.of_vector("dropout") as (function, at):
+    with frame.vector_function("dropout") as (function, at):
         places = frame.places(at)
 
         def each(k: Value, _: list[Value]) -> None:
@@ -326,7 +326,7 @@ def dropout_function(frame: BackwardFrame) -> Value:
 def drop_weights_function(frame: BackwardFrame) -> Value:
     """P becomes f * P."""
     e = frame.e
-    with frame.of_vector("drop_weights") as (function, at):
+    with frame.vector_function("drop_weights") as (function, at):
 
         def each(k: Value, _: list[Value]) -> None:
             weight, factor = (e.at(area, e.mul(k, at.width)) for area in (at.weights, at.factors))
@@ -395,7 +395,7 @@ def settle_function(frame: BackwardFrame) -> Value:
     are scaled, so is what they should add up to.
     """
     e = frame.e
-    with frame.of_vector("settle") as (function, at):
+    with frame.vector_function("settle") as (function, at):
         b = e.builder
 
         def gradient(k: Value) -> Value:
@@ -420,7 +420,7 @@ def settle_function(frame: BackwardFrame) -> Value:
 def chain_function(frame: BackwardFrame) -> Value:
     """Table gradients from dS, then dX in its place."""
     e = frame.e
-    with frame.of_vector("chain") as (function, at):
+    with frame.vector_function("chain") as (function, at):
         b = e.builder
         places = frame.places(at)
         scale = e.splat(frame.real_field(at.arguments, "scale"))

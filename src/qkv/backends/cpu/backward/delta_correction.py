@@ -66,7 +66,7 @@ def emit_delta_correction(key: BackwardKey) -> str:
 def _weights_function(frame: BackwardFrame, name: str, masked: bool) -> Value:
     """P = exp(S - m) of the products, -0.0 where a pair is forbidden; m and l advance."""
     e = frame.e
-    with frame.of_vector(name) as (function, at):
+    with frame.vector_function(name) as (function, at):
         b = e.builder
         places = frame.places(at)
         scale = e.splat(frame.real_field(at.arguments, "scale"))
@@ -99,7 +99,7 @@ def _weights_function(frame: BackwardFrame, name: str, masked: bool) -> Value:
 def _residual_function(frame: BackwardFrame) -> Value:
     """Rescale the residual of each row, and add the dS of one block of keys."""
     e = frame.e
-    with frame.of_vector("chain") as (function, at):
+    with frame.vector_function("chain") as (function, at):
         found = sum_over_keys(
             e, at.count, lambda k: e.load_vector(e.at(at.score_grads, e.mul(k, at.width)))
         )

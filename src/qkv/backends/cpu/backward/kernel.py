@@ -61,8 +61,8 @@ def add_partials_function(frame: BackwardFrame) -> Value:
         partials, stride, number, count, out = args
         b = e.builder
 
-        def total(lanes: int) -> Callable[[Value, list[Value]], None]:
-            def body(i: Value, _: list[Value]) -> None:
+        def adding(lanes: int) -> Callable[[Value, list[Value]], None]:
+            def add_up(i: Value, _: list[Value]) -> None:
                 start = e.at(partials, e.mul(i, e.real_bytes))
 
                 def load(n: Value) -> Value:
@@ -73,11 +73,11 @@ def add_partials_function(frame: BackwardFrame) -> Value:
                 )
                 storage.store(e, found, e.at(out, e.mul(i, ITEM_BYTES[dtype])), dtype)
 
-            return body
+            return add_up
 
         whole = e.round_down(count, e.lanes)
-        e.loop(0, whole, e.lanes, [], total(e.lanes))
-        e.loop(whole, count, 1, [], total(0))
+        e.loop(0, whole, e.lanes, [], adding(e.lanes))
+        e.loop(whole, count, 1, [], adding(0))
     return function
 
 

@@ -73,13 +73,13 @@ def pack_function(frame: BackwardFrame, dtype: str) -> Value:
     return function
 
 
-def finish_rows_function(frame: BackwardFrame) -> Value:
+def delta_function(frame: BackwardFrame) -> Value:
     """One vector of queries: delta = rowsum(dO * O) - d lse, which `delta` holds before.
 
     In two parts, added up in the order of dO . V: if one key has all the weight they are equal.
     """
     e = frame.e
-    with e.function("finish_rows", [*[POINTER] * 3, INT64, INT64]) as (function, args):
+    with e.function("delta", [*[POINTER] * 3, INT64, INT64]) as (function, args):
         grad_out, out, delta, dim, width = args
 
         number, _ = frame.rows_of_products(dim)
@@ -200,7 +200,7 @@ def block_functions(
     The two that compute weights, and what becomes of dS, may be replaced.
     """
     e = frame.e
-    found = {"finish_rows": finish_rows_function(frame), "unpack": unpack_function(frame)}
+    found = {"delta": delta_function(frame), "unpack": unpack_function(frame)}
     for dtype in sorted({real_dtype(e), *frame.dtypes.values()}):
         found[f"pack {dtype}"] = pack_function(frame, dtype)
     for dtype in sorted({frame.dtypes["key"], frame.dtypes["value"]}):
@@ -351,7 +351,7 @@ class QueryBlockPass:
             rest = e.add(offset, e.mul(self.width, DELTA_REST))
             self._pack_column(rest, first, "delta_rest", "delta")
         held = (e.at(area, offset) for area in self.areas("grad_out", "query_sums", "delta"))
-        self.call("finish_rows", *held, self.dims["value"], self.width)
+        self.call("delta", *held, self.dims["value"], self.width)
 
     def _sees_one_block(self) -> Value:
         """Whether one block of this task's keys holds all keys of these queries."""

@@ -152,7 +152,7 @@ class _Decode:
     def quantised(self, name: str) -> bool:
         return self.frame.dtypes[name] == "int8"
 
-    # P = exp(S - m)
+    # --- P = exp(S - m) --------------------------------------------------------------------------
 
     def softmax(self, name: str, masked: bool) -> Value:
         """One row of one stretch: S becomes P; row maximum and sum advance.
@@ -285,7 +285,7 @@ class _Decode:
         (largest,) = e.loop(0, count, e.lanes, [e.const(-math.inf)], finish)
         return largest
 
-    # All rows of Q
+    # --- All rows of Q ---------------------------------------------------------------------------
 
     def each_tile(
         self, rows: Value, tiles: Sequence[int], call: Callable[[int, Value], object]
@@ -302,7 +302,7 @@ class _Decode:
             e.loop(start, stop, size, [], tile)
             start = stop
 
-    # Products
+    # --- Products --------------------------------------------------------------------------------
 
     def block_function(self, name: str, functions: dict[str, Value]) -> Value:
         """A function that multiplies by a block of K, or adds a block of V, part by part.
@@ -384,7 +384,7 @@ class _Decode:
         e = self.e
         return e.mul(e.round_down(e.add(v_head_dim, e.lanes - 1), e.lanes), e.real_bytes)
 
-    # One chunk, and the merge of all of them
+    # --- One chunk, and the merge of all of them -------------------------------------------------
 
     def record_row(self, block_row: Value) -> Value:
         """Bytes of a row of a record, as `record_bytes` has it."""

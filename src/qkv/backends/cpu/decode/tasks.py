@@ -175,8 +175,11 @@ class DecodeTasks:
         return function
 
     def _chunk_keys(self) -> Value:
-        """`(arguments, batch, kv_head, start, stop)`: keys of blocks that may hold an allowed pair,
-        twice that, and one more if all pairs are allowed."""
+        """A function `(arguments, batch, kv_head, start, stop)` that gives 2 n + full.
+
+        n is the number of keys in blocks that may hold an allowed pair; full is 1 if all pairs are
+        allowed.
+        """
         e = self.e
         with e.function("chunk_keys", [POINTER, *[INT64] * 4], INT64) as (function, args):
             *where, start, stop = args

@@ -105,7 +105,7 @@ class MaskBounds:
             case Op():
                 return self._operation(node)
 
-    # Operations
+    # --- Operations ------------------------------------------------------------------------------
 
     def _operation(self, op: Op) -> Bounds | Truth:
         if op.name in ("and", "or", "not"):
@@ -213,7 +213,8 @@ class MaskBounds:
         return self._unless(self._has_zero(c), Bounds(low, high, nan))
 
     def _floor_divide(self, a: Bounds, c: Bounds) -> Bounds:
-        """Divisors are 1 or more; the quotient of exact integers rounds to the right side."""
+        """Divisors are 1 or more. The rounded quotient of exact integers never crosses a whole
+        number, so that its floor is exact; ends that are not exact stay as they are."""
         b = self.e.builder
 
         def quotient(x: Value, y: Value) -> Value:
@@ -292,7 +293,7 @@ class MaskBounds:
         "exp": _unbounded, "log": _unbounded, "tanh": _unbounded,
     }  # fmt: skip
 
-    # Margins for rounding, and for integers that wrap around
+    # --- Margins for rounding, and for integers that wrap around ---------------------------------
 
     def _whole(self, a: Bounds) -> Bounds:
         """Bounds of integers that float64 holds exactly; larger ones have no bounds."""
@@ -324,7 +325,7 @@ class MaskBounds:
     def _rounded(self, a: Bounds) -> Bounds:
         """Room for the rounding, overflow and underflow of float32."""
         b = self.e.builder
-        low, high = self._widened(a)
+        low, high = self._with_margin(a)
         beneath = b.fcmp_ordered("<", low, _number(-FLOAT32_MAX))
         above = b.fcmp_ordered(">", high, _number(FLOAT32_MAX))
         return Bounds(
@@ -336,7 +337,7 @@ class MaskBounds:
     def _narrowed(self, a: Bounds) -> Bounds:
         """Elements of a float64 table, which are rounded to float32 but stay finite."""
         b = self.e.builder
-        low, high = self._widened(a)
+        low, high = self._with_margin(a)
         infinite = [self._equals(self._float("fabs", x), math.inf) for x in (a.low, a.high)]
         return Bounds(
             b.select(infinite[0], a.low, self._least(low, _number(FLOAT32_MAX))),
@@ -344,7 +345,7 @@ class MaskBounds:
             a.nan,
         )
 
-    def _widened(self, a: Bounds) -> tuple[Value, Value]:
+    def _with_margin(self, a: Bounds) -> tuple[Value, Value]:
         b, zero = self.e.builder, _number(0.0)
 
         def room(x: Value) -> Value:
@@ -360,7 +361,7 @@ class MaskBounds:
             b.select(negative, self._least(high, zero), high),
         )
 
-    # Tables
+    # --- Tables ----------------------------------------------------------------------------------
 
     def _load(self, load: Load) -> Bounds | Truth:
         """The bounds of what is read: of the elements if they are few, else of their type."""
@@ -375,7 +376,7 @@ class MaskBounds:
         start = [_number(math.inf), _number(-math.inf), _bit(False)]
         start = [b.select(known, x, y) for x, y in zip(start, whatever, strict=True)]
         place, axes = table.pointer, list(zip(ranges, table.strides, strict=True))
-        found = Bounds(*self._extremes(table, place, axes, known, start))
+        found = Bounds(*self._table_extremes(table, place, axes, known, start))
         if load.kind == "bool":
             zero = _number(0.0)
             return Truth(*(b.fcmp_ordered(">", x, zero) for x in (found.low, found.high)))
@@ -394,7 +395,7 @@ class MaskBounds:
         )
         return b.fptosi(low, INT64), b.fptosi(high, INT64)
 
-    def _extremes(
+    def _table_extremes(
         self,
         table: TableView,
         place: Value,
@@ -416,7 +417,9 @@ class MaskBounds:
         stop = b.select(known, e.add(last, 1), first)
 
         def one(i: Value, carried: list[Value]) -> list[Value]:
-            return self._extremes(table, e.at(place, e.mul(i, stride)), others, known, carried)
+            return self._table_extremes(
+                table, e.at(place, e.mul(i, stride)), others, known, carried
+            )
 
         return e.loop(first, stop, 1, seen, one)
 
@@ -442,7 +445,7 @@ class MaskBounds:
             return _constant_bounds(float(limits.min), float(limits.max))
         return UNKNOWN
 
-    # Numbers
+    # --- Numbers ---------------------------------------------------------------------------------
 
     def _corners(
         self, combine: Callable[[Value, Value], Value], a: Bounds, c: Bounds

@@ -91,7 +91,7 @@ class Bf16Operands(PairOperands):
         numbers = ir.Constant(self.halves, list(range(CHUNK)))
         return b.icmp_signed("<", numbers, b.shuffle_vector(first, empty, e.picks([0] * CHUNK)))
 
-    def chunk(self, place: Value, there: Value) -> Value:
+    def load_chunk(self, place: Value, there: Value) -> Value:
         """32 elements as 16 pairs; 0 in place of those that are not there, which are not read."""
         e, b = self.e, self.e.builder
         loaded = e.machine(
@@ -117,16 +117,16 @@ class Bf16Operands(PairOperands):
                 start, end = e.at(source, e.mul(k, row)), e.at(target, e.mul(k, width))
                 exists = e.below(k, count)
 
-                def chunk(d: Value, _: list[Value]) -> None:
+                def copy_chunk(d: Value, _: list[Value]) -> None:
                     place = b.select(exists, e.at(start, e.mul(d, 2)), e.zeros())
                     there = self.first_of_chunk(b.select(adjacent, e.sub(dim, d), e.index(0)))
-                    e.store_vector(self.chunk(place, there), e.at(end, e.mul(d, 2)))
+                    e.store_vector(self.load_chunk(place, there), e.at(end, e.mul(d, 2)))
 
                 def single(d: Value, _: list[Value]) -> None:
                     x = e.load(e.at(start, e.mul(d, element)), INT16, 2)
                     e.store(x, e.at(end, e.mul(d, 2)), 2)
 
-                e.loop(0, dim, CHUNK, [], chunk)
+                e.loop(0, dim, CHUNK, [], copy_chunk)
                 scattered = b.and_(exists, b.not_(adjacent))
                 e.loop(0, b.select(scattered, dim, e.index(0)), 1, [], single)
 
@@ -151,15 +151,15 @@ class Bf16Operands(PairOperands):
             )
             flip = e.splat(b.select(negative, *(ir.Constant(INT32, x) for x in (0x80008000, 0))))
 
-            def chunk(d: Value, _: list[Value]) -> None:
+            def pack_chunk(d: Value, _: list[Value]) -> None:
                 there = self.first_of_chunk(e.sub(head_dim, d))
-                loaded = [self.chunk(e.at(place, e.mul(d, 2)), there) for place in places]
+                loaded = [self.load_chunk(e.at(place, e.mul(d, 2)), there) for place in places]
                 start = e.at(packed, e.mul(d, self.width // 2))
                 for p, pairs in enumerate(e.transpose(loaded)):
                     signed = e.as_floats(b.xor(e.as_bits(pairs), flip))
                     e.store_vector(signed, e.at(start, p * self.width))
 
-            e.loop(0, head_dim, CHUNK, [], chunk)
+            e.loop(0, head_dim, CHUNK, [], pack_chunk)
         return function
 
     def adjacent(
@@ -206,7 +206,7 @@ class Bf16Operands(PairOperands):
                             key = e.add(k, i)
                             place = e.at(start, e.mul(key, row))
                             place = b.select(e.below(key, count), place, e.zeros())
-                            loaded.append(self.chunk(place, there))
+                            loaded.append(self.load_chunk(place, there))
                         return [e.as_bits(vector) for vector in e.transpose(loaded)]
 
                     to = e.at(target, e.mul(d, _V_ROW), e.mul(k, 2))
@@ -274,7 +274,7 @@ class Bf16Operands(PairOperands):
             bits = ir.IntType(CHUNK)
 
             def row(d: Value, found: list[Value]) -> list[Value]:
-                def chunk(k: Value, found: list[Value]) -> list[Value]:
+                def look_at_chunk(k: Value, found: list[Value]) -> list[Value]:
                     place = e.at(values, e.mul(d, _V_ROW), e.mul(k, 2))
                     x = e.load(place, self.halves, e.vector_bytes)
                     broken = b.icmp_unsigned("==", b.and_(x, exponent), exponent)
@@ -282,7 +282,7 @@ class Bf16Operands(PairOperands):
                     e.store(b.select(broken, zeros, x), place, e.vector_bytes)
                     return [b.or_(found[0], b.bitcast(broken, bits))]
 
-                return e.loop(0, count, CHUNK, found, chunk)
+                return e.loop(0, count, CHUNK, found, look_at_chunk)
 
             (found,) = e.loop(0, v_head_dim, 1, [ir.Constant(bits, 0)], row)
             b.ret(b.icmp_unsigned("!=", found, ir.Constant(bits, 0)))
@@ -354,10 +354,10 @@ class Bf16Operands(PairOperands):
             has_non_finite = b.call(functions["sift"], [at.values, dim, sifted_keys])
         return ValueBlock(v, row, has_non_finite)
 
-    def from_key(self, keys: KeyBlock, k: Value) -> Value:
+    def keys_from(self, keys: KeyBlock, k: Value) -> Value:
         return self.e.at(keys.rows, self.e.mul(k, keys.row))
 
-    def from_value(self, values: Value, k: Value) -> Value:
+    def values_from(self, values: Value, k: Value) -> Value:
         return self.e.at(values, self.e.mul(k, 2))
 
 

@@ -99,7 +99,7 @@ class ForwardFrame(Frame):
         """Whether there are no score mods, so that scores are the scaled products."""
 
     @contextmanager
-    def of_vector(self, name: str) -> Iterator[tuple[Value, ScoreVector]]:
+    def vector_function(self, name: str) -> Iterator[tuple[Value, ScoreVector]]:
         """A function whose arguments are a `ScoreVector`."""
         with self.e.function(name, [*[POINTER] * 4, *[INT64] * 6, BIT]) as (function, args):
             yield function, ScoreVector(*args)

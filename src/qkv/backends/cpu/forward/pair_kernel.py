@@ -78,7 +78,7 @@ def block_max_function(operands: PairOperands) -> Value:
 def finish_function(frame: ForwardFrame, name: str, *, masked: bool) -> Value:
     """A function of `ScoreVector`: S is finished, and its largest is kept."""
     e = frame.e
-    with frame.of_vector(name) as (function, at):
+    with frame.vector_function(name) as (function, at):
         places = frame.places_at(at)
         scale = e.splat(frame.real_field(at.arguments, "scale"))
         largest = finish_scores(frame, at, places, scale, masked)
@@ -89,7 +89,7 @@ def finish_function(frame: ForwardFrame, name: str, *, masked: bool) -> Value:
 def weights_function(operands: PairOperands, name: str, *, finished: bool) -> Value:
     """A function of `ScoreVector`: S becomes P; row maximum and sum advance."""
     frame, e = operands.frame, operands.e
-    with frame.of_vector(name) as (function, at):
+    with frame.vector_function(name) as (function, at):
         places = frame.places_at(at)
         largest = e.load_vector(e.at(at.stats, e.mul(at.width, BLOCK_MAX)))
         scores_to_weights(frame, at, places, largest, operands.store_weights, finished=finished)

@@ -167,12 +167,12 @@ class PairOperands(ABC):
         """V as the left factor of the output."""
 
     @abstractmethod
-    def from_key(self, keys: KeyBlock, k: Value) -> Value:
-        """Where the left factor of the keys from one on lies."""
+    def keys_from(self, keys: KeyBlock, k: Value) -> Value:
+        """The address of the left factor of the keys from `k` on."""
 
     @abstractmethod
-    def from_value(self, values: Value, k: Value) -> Value:
-        """Where the left factor of the values from a key on lies."""
+    def values_from(self, values: Value, k: Value) -> Value:
+        """The address of the left factor of the values from key `k` on."""
 
     def score_blocks(self, task: QueryBlocks) -> ScoreBlocks:
         """The steps for the blocks of queries of one task."""
@@ -269,7 +269,7 @@ class ScoreBlocks:
         return ir.Constant(BIT, not frame.plain)
 
     def score(self, keys: KeyBlock, at: ScoreBlock) -> None:
-        rows, packed = self.operands.from_key(keys, at.start), self.task.block(at.block).packed
+        rows, packed = self.operands.keys_from(keys, at.start), self.task.block(at.block).packed
         args = [rows, packed, self.scores, keys.row, at.count, self.pairs]
         self.e.builder.call(self.functions["scores"], args)
 
@@ -306,7 +306,7 @@ class ScoreBlocks:
         """The arguments of `add_values`."""
         block, task = self.task.block(at.block), self.task
         rescale = self.e.at(block.stats, 2 * self.operands.width)
-        values = self.operands.from_value(task.at.values, at.start)
+        values = self.operands.values_from(task.at.values, at.start)
         return [values, self.weights, rescale, block.total, task.v_head_dim, at.count]
 
     def add_non_finite(self, at: ScoreBlock, values: ValueBlock) -> None:

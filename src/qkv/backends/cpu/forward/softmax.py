@@ -91,7 +91,7 @@ class RowSums:
 def softmax_function(frame: ForwardFrame, name: str, masked: bool) -> Value:
     """A function of `ScoreVector`: S becomes P; row maximum and sum advance."""
     e = frame.e
-    with frame.of_vector(name) as (function, at):
+    with frame.vector_function(name) as (function, at):
         places = frame.places_at(at)
         scale = e.splat(frame.real_field(at.arguments, "scale"))
         finished = masked or not frame.plain

@@ -24,7 +24,7 @@ from qkv.backends.cpu.decode.tasks import shared_bytes
 from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.passes.arguments import Arguments, rotated, word_of
-from qkv.backends.cpu.passes.scratch import Block, give_back, take
+from qkv.backends.cpu.passes.scratch import ArgumentBlock, give_back, take
 from qkv.backends.cpu.passes.workers import Workload, alone_operations
 from qkv.backends.cpu.plan.kernel_spec import integer_bits, kernel_spec
 from qkv.partial import Partial, RowStatistics
@@ -136,7 +136,7 @@ class DecodePass:
         total = own + shared_bytes(self._groups, kv_len, self._record_bytes)
         return Share(keys, keys <= self._brief_keys, alone, workers, own, total)
 
-    def run(self, block: Block, share: Share, keep_alive: object) -> bool:
+    def run(self, block: ArgumentBlock, share: Share, keep_alive: object) -> bool:
         """Plan, and compute what the block says; `keep_alive` is what its addresses point to.
 
         Whether the output is known to be finite.

@@ -31,7 +31,7 @@ class Scratch:
         self.address = address_of(self.array)
 
 
-class Block:
+class ArgumentBlock:
     """Argument words that one call at a time fills in; keeps alive what they point to meanwhile."""
 
     def __init__(self, words: Array) -> None:

@@ -18,7 +18,7 @@ _BAND_BYTES = 1 << 25
 
 
 class WeightBlocks:
-    """A problem whose weights can be reduced over blocks, part by part.
+    """Reduces the weights of one problem over blocks, one rectangle of one head at a call.
 
     Parameters
     ----------

@@ -22,7 +22,8 @@ _BRIEF = 1e6
 
 
 def alone_operations() -> tuple[float, float, float]:
-    """The most operations of a pass that is brief, of one for one thread, and of one slice."""
+    """Limits in operations: of a pass during which Python stays locked, of one that a single thread
+    runs, and of one slice."""
     return _BRIEF, 2 * _WORTH_A_THREAD, _SLICE_SECONDS * _OPERATIONS_PER_SECOND["elements"]
 
 

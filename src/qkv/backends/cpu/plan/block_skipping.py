@@ -204,7 +204,8 @@ def _parts(score: Node) -> tuple[Node, Node] | None:
 def _heads_with_falling_bias(
     bias: Node, numbers: Numbers, heads: int, q_len: int, kv_len: int, smallest: float
 ) -> tuple[bool, ...]:
-    """The heads of which enough would weigh nothing if every product were 0."""
+    """For each head, whether at least a share `_LEAST_SHARE` of its blocks would weigh nothing
+    if every product were 0."""
     block_q, block_kv = -(-q_len // _SAMPLED_BLOCKS), -(-kv_len // _SAMPLED_BLOCKS)
     sizes = (q_len, kv_len, block_q, block_kv, 0, -(-q_len // block_q), -(-kv_len // block_kv))
     bounds = (_bias_bounds.__wrapped__(bias, numbers, head, *sizes) for head in range(heads))

@@ -39,11 +39,8 @@ class SummedTable:
 
     @property
     def copies(self) -> int:
-        return self._copies(self.shared, self.counts) if self.wide else 1
-
-    @staticmethod
-    def _copies(shared: Sequence[bool], counts: Sequence[int]) -> int:
-        return math.prod(n for n, s in zip(counts, shared, strict=True) if s)
+        """How many arrays tasks add to, so that no two add to one entry at the same time."""
+        return _number_of_copies(self.shared, self.counts) if self.wide else 1
 
     def copy_of(self, places: Array) -> Array:
         """Which copy each task adds to; `places` is (tasks, 3)."""
@@ -65,8 +62,13 @@ def summed_table(problem: Problem, name: str, ranges: int) -> SummedTable:
     )
     if len(loads) > 1:  # Two reads may add to the same entry even if neither does alone.
         shared = tuple(count > 1 for count in counts)
-    size = SummedTable._copies(shared, counts) * array.size * 8
+    size = _number_of_copies(shared, counts) * array.size * 8
     return SummedTable(name, array.shape, shared, counts, wide=size <= _COPIES_BYTES)
+
+
+def _number_of_copies(shared: Sequence[bool], counts: Sequence[int]) -> int:
+    """One for each combination of the counted ranges that share entries."""
+    return math.prod(n for n, s in zip(counts, shared, strict=True) if s)
 
 
 def _apart(problem: Problem, load: Load, axis: str, length: int) -> bool:

@@ -28,7 +28,7 @@ from qkv.backends.cpu.passes.backward_arguments import (
 )
 from qkv.backends.cpu.passes.delta_correction import Rows
 from qkv.backends.cpu.passes.gradient import is_faint, needs_delta_correction
-from qkv.backends.cpu.passes.scratch import Block, give_back, take
+from qkv.backends.cpu.passes.scratch import ArgumentBlock, give_back, take
 from qkv.backends.cpu.prepared.placeholders import alike, without_values
 from qkv.problem.backward import BackwardInputs
 from qkv.problem.spec import Problem
@@ -65,7 +65,7 @@ class PreparedBackward:
         self._read = [list(map(self._template.word_of_table, tables)) for tables in read]
         self._scratch_bytes = scratch_of(spec, self._pass.shape)
         self._finished_bytes = spec.batch_size * spec.num_kv_heads * WORD
-        self._blocks: list[Block] = []
+        self._blocks: list[ArgumentBlock] = []
 
     def __call__(
         self,
@@ -101,7 +101,7 @@ class PreparedBackward:
         try:
             block = self._blocks.pop()
         except IndexError:
-            block = Block(self._template.copy())
+            block = ArgumentBlock(self._template.copy())
         words = block.words
         addresses = [*map(quick_address_of, held), scratch.address, finished]
         for word, address in zip(self._words, addresses, strict=True):

@@ -16,7 +16,7 @@ from qkv.backends.cpu.machine.addresses import quick_address_of
 from qkv.backends.cpu.machine.host import isa_setting
 from qkv.backends.cpu.passes.arguments import batch_offsets, word_of
 from qkv.backends.cpu.passes.decode import DecodeArguments, DecodePass, batch_stride
-from qkv.backends.cpu.passes.scratch import NOTHING, Block
+from qkv.backends.cpu.passes.scratch import NOTHING, ArgumentBlock
 from qkv.backends.cpu.prepared.placeholders import without_values
 from qkv.partial import Partial, RowStatistics
 from qkv.problem.spec import Problem
@@ -68,7 +68,7 @@ def decode(problem: Problem, result: Partial, statistics: RowStatistics | None) 
     """One call, whose results go into these arrays; whether the output is known to be finite."""
     arguments = DecodeArguments(problem, result, statistics)
     decode = DecodePass(problem, statistics=statistics is not None)
-    return decode.run(Block(arguments.copy()), decode.share(problem.spec.kv_len), arguments)
+    return decode.run(ArgumentBlock(arguments.copy()), decode.share(problem.spec.kv_len), arguments)
 
 
 class PreparedDecode:
@@ -88,7 +88,7 @@ class PreparedDecode:
         self._out = shape, self._pass.out_dtype
         self._lse = shape[:-1], spec.compute_dtype
         self._read = [list(map(template.word_of_table, tables)) for tables in read]
-        self._blocks: list[Block] = []
+        self._blocks: list[ArgumentBlock] = []
 
     def __call__(
         self, query: Array, key: Array, value: Array, rows: bool, arrays: Sequence[Array] = ()
@@ -117,7 +117,7 @@ class PreparedDecode:
         try:
             block = self._blocks.pop()
         except IndexError:
-            block = Block(self._template.copy())
+            block = ArgumentBlock(self._template.copy())
         words = block.words
         (words[QUERY.address], words[KEY.address], words[VALUE.address],
          words[OUT], words[LSE], _, arrays) = addresses  # fmt: skip

@@ -15,7 +15,7 @@ from qkv.backends.cpu.machine.host import isa_setting
 from qkv.backends.cpu.passes.arguments import word_of
 from qkv.backends.cpu.passes.forward import ForwardPass
 from qkv.backends.cpu.passes.forward_arguments import ForwardArguments
-from qkv.backends.cpu.passes.scratch import NOTHING, Block, give_back, take
+from qkv.backends.cpu.passes.scratch import NOTHING, ArgumentBlock, give_back, take
 from qkv.backends.cpu.prepared.placeholders import without_values
 from qkv.partial import RowStatistics
 from qkv.problem.spec import Problem
@@ -60,7 +60,7 @@ class PreparedForward:
         self._scratch_bytes = forward.scratch_bytes
         self._template = template = ForwardArguments(problem, forward, 0, NOTHING)
         self._read = [list(map(template.word_of_table, tables)) for tables in read]
-        self._blocks: list[Block] = []
+        self._blocks: list[ArgumentBlock] = []
 
     def __call__(
         self, query: Array, key: Array, value: Array, rows: bool, arrays: Sequence[Array] = ()
@@ -95,7 +95,7 @@ class PreparedForward:
         try:
             block = self._blocks.pop()
         except IndexError:
-            block = Block(self._template.copy())
+            block = ArgumentBlock(self._template.copy())
         words = block.words
         (words[_QUERY], words[_KEY], words[_VALUE],
          words[_OUT], words[_LSE], words[_LSE_REST], arrays) = addresses  # fmt: skip

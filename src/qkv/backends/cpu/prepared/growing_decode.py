@@ -21,7 +21,7 @@ from qkv.backends.cpu.machine.addresses import quick_address_of
 from qkv.backends.cpu.machine.host import isa_setting
 from qkv.backends.cpu.passes.arguments import word_of
 from qkv.backends.cpu.passes.decode import DecodeArguments, DecodePass, Share
-from qkv.backends.cpu.passes.scratch import NOTHING, Block
+from qkv.backends.cpu.passes.scratch import NOTHING, ArgumentBlock
 from qkv.backends.cpu.plan.kernel_spec import bits_of, sizes_of
 from qkv.backends.cpu.prepared.decode import KEY, LSE, OUT, QUERY, VALUE
 from qkv.backends.cpu.prepared.placeholders import tables_of, without_values
@@ -105,7 +105,7 @@ class GrowingDecode:
         self._ndim = problem.operands.query.ndim
         self._shifts = [template.word_of_table(name) for name in shifts]
         self._read = read
-        self._blocks: list[Block] = []
+        self._blocks: list[ArgumentBlock] = []
 
     def __call__(
         self,
@@ -185,7 +185,9 @@ class GrowingDecode:
             VALUE.write(words, batch_shape, of_value),
         )
 
-    def _run(self, block: Block, share: Share, addresses: Addresses, keep_alive: Any) -> bool:
+    def _run(
+        self, block: ArgumentBlock, share: Share, addresses: Addresses, keep_alive: Any
+    ) -> bool:
         """Run a block that was filled for operands of this form; whether the output is finite."""
         words = block.words
         words[QUERY.address], words[KEY.address], words[VALUE.address], out, lse, _, _ = addresses
@@ -201,7 +203,7 @@ class GrowingDecode:
         self._sinks(words[OUT], place, 0, out, lse or place, partial)
         return True
 
-    def _take_block(self) -> Block:
+    def _take_block(self) -> ArgumentBlock:
         try:
             return self._blocks.pop()
         except IndexError:
@@ -227,9 +229,9 @@ class GrowingDecode:
         """Of what the kernel leaves, and of the output."""
         return self._partial_out[1], self._out[1]
 
-    def _new_block(self) -> Block:
+    def _new_block(self) -> ArgumentBlock:
         """A block whose expressions read the shift from one of its own words."""
-        block = Block(self._template.copy())
+        block = ArgumentBlock(self._template.copy())
         for word in self._shifts:
             block.words[word] = block.address + WORD * _Q_SHIFT
         return block
@@ -241,7 +243,7 @@ class RepeatedDecode:
     Between two calls of `move` nothing is written but addresses. It is for one caller at a time.
     """
 
-    def __init__(self, growing: GrowingDecode, block: Block) -> None:
+    def __init__(self, growing: GrowingDecode, block: ArgumentBlock) -> None:
         self._growing = growing
         self._block = block
         self._share: Share

@@ -192,12 +192,12 @@ class RowProducts:
             start, vectors = e.index(0), e.lanes // rows
             while vectors:
 
-                def columns(d: Value, _: list[Value], vectors: int = vectors) -> None:
+                def add_columns(d: Value, _: list[Value], vectors: int = vectors) -> None:
                     tile(d, None, vectors)
 
                 step = vectors * e.lanes
                 whole = e.round_down(v_head_dim, step)
-                e.loop(start, whole, step, [], columns)
+                e.loop(start, whole, step, [], add_columns)
                 start, vectors = whole, vectors // 2
             e.loop(
                 whole, v_head_dim, e.lanes, [],

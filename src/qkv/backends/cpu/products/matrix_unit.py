@@ -25,7 +25,7 @@ TILE_BYTES = 64
 TILE_SIZE = TILE_ROWS * TILE_BYTES
 
 Products = tuple[tuple[int, int], ...]
-"""Pairs of a term of the left factor and a term of the right factor."""
+"""Which products are added: each is a term of the left factor with a term of the right."""
 
 
 def configure(e: Emitter) -> None:
@@ -131,19 +131,20 @@ def multiply(
     products: Products,
     beside: Beside | None = None,
 ) -> None:
-    """With `args` (rows, packed, out, band, count, pairs), as `add_product` for sums of parts:
+    """Emit `add_product` for factors that are sums of bfloat16 terms:
 
         out[i, :] = (out[i, :] if onto else 0) + sum_ab sum_p rows[a][i, p] . packed[b][p, :]
 
-    for the `products` a, b of a part of the left factor and one of the right, in this order for
-    each 16 pairs; neighbours that have a part in common spare loading it again. Both factors lie in
-    the order they are read: `rows` as tiles of 16 rows and 16 pairs, one for each part, then those
-    of further pairs, then, `band` bytes away, those of further rows; `packed` as 16 rows of
-    `vectors` vectors for each part, then those of further pairs.
+    for the `products` a, b of a term of the left factor and one of the right, in this order for
+    each 16 pairs of bfloat16; neighbours that have a term in common spare loading it again. `args`
+    are (rows, packed, out, band, count, pairs). Both factors lie in the order they are read: `rows`
+    as tiles of 16 rows and 16 pairs, one for each term, then those of further pairs, then, `band`
+    bytes away, those of further rows; `packed` as 16 rows of `vectors` vectors for each term, then
+    those of further pairs.
     """
     rows, packed, out, band, count, pairs = args
     across = min(vectors, 2)
-    parts = 1 + max(part for pair in products for part in pair)
+    terms = 1 + max(term for product in products for term in product)
     tile_row, out_row = e.index(TILE_BYTES), e.index(vectors * TILE_BYTES)
     totals = [[2 * m + n for n in range(across)] for m in range(2)]
     left, right = (4, 5), (6, 7)
@@ -153,7 +154,8 @@ def multiply(
         bands = [e.mul(b.sdiv(i, e.index(TILE_ROWS)), band)]
         bands.append(e.add(bands[0], band))
 
-        def columns(first: Value, _: list[Value]) -> None:
+        def strip(first: Value, _: list[Value]) -> None:
+            """The sums of 32 rows and of as many vectors as tiles hold, from vector `first` on."""
             corner = e.at(out, e.mul(i, vectors * TILE_BYTES), e.mul(first, TILE_BYTES))
             places = [
                 (tile, e.at(corner, m * vectors * TILE_SIZE, n * TILE_BYTES))
@@ -168,7 +170,7 @@ def multiply(
 
             def step(p: Value, _: list[Value]) -> None:
                 # 16 pairs fill one tile of each factor.
-                here = e.mul(p, TILE_BYTES * parts)
+                here = e.mul(p, TILE_BYTES * terms)
                 lefts = [e.at(rows, start, here) for start in bands]
                 there = e.at(packed, e.mul(here, vectors))
                 rights = [e.at(there, e.mul(e.add(first, n), TILE_BYTES)) for n in range(across)]
@@ -207,7 +209,7 @@ def multiply(
             for tile, place in places:
                 _tile(e, "tilestored64", tile, place, out_row)
 
-        e.loop(0, vectors, across, [], columns)
+        e.loop(0, vectors, across, [], strip)
 
     e.loop(0, count, 2 * TILE_ROWS, [], block)
 

@@ -400,7 +400,7 @@ class Top(Reduction):
 
     def keys_function(self, name: str, masked: bool) -> Value:
         e = self.e
-        with self.frame.of_vector(name) as (function, at):
+        with self.frame.vector_function(name) as (function, at):
             b = e.builder
             places = self.frame.places_at(at)
             scale = e.splat(self.frame.real_field(at.arguments, "scale"))
@@ -482,7 +482,7 @@ def shift_of_rows(frame: ForwardFrame, block: Block, vector: int) -> Value:
 def weights_function(frame: ForwardFrame, name: str, masked: bool) -> Value:
     """Scores become weights; b = inf in rows of padding, whose weights are therefore 0."""
     e = frame.e
-    with frame.of_vector(name) as (function, at):
+    with frame.vector_function(name) as (function, at):
         b = e.builder
         places = frame.places_at(at)
         scale = e.splat(frame.real_field(at.arguments, "scale"))

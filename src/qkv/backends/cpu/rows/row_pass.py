@@ -57,7 +57,7 @@ def words_at(fields: Sequence[str], *names: str) -> tuple[int, ...]:
     return tuple([_LIMIT + fields.index(name) for name in names])
 
 
-class Block:
+class ArgumentBlock:
     """Argument words of one run; keeps alive what they point to."""
 
     def __init__(self, words: Array, keep_alive: Any) -> None:
@@ -85,11 +85,11 @@ class RowPass:
         self._most_workers = max(1, min(count, entries // worth_a_thread))
         self._is_brief = entries <= _BRIEF
 
-    def block(self, keep_alive: Any) -> Block:
+    def block(self, keep_alive: Any) -> ArgumentBlock:
         """Words of one run, to be completed."""
-        return Block(self._words, keep_alive)
+        return ArgumentBlock(self._words, keep_alive)
 
-    def run(self, block: Block) -> None:
+    def run(self, block: ArgumentBlock) -> None:
         """Run the kernel on all heads."""
         workers = 1 if self._most_workers == 1 else min(get_num_threads(), self._most_workers)
         if workers == 1 and self._is_brief:

@@ -43,11 +43,11 @@ def emit_sinks(key: SinksKey) -> str:
         first = e.mul(number, fields["length"])
         wanted = b.icmp_signed("!=", fields["rest"], e.index(0))
 
-        def call(rows: Value, r: Value) -> None:
+        def share_rows(function: Value, r: Value) -> None:
             place = e.add(first, r)
             entries = e.mul(place, fields["dim"])
             b.call(
-                rows,
+                function,
                 [
                     e.at(e.pointer(fields["keys_out"]), e.mul(entries, item)),
                     e.at(e.pointer(fields["keys_lse"]), e.mul(place, item)),
@@ -61,8 +61,8 @@ def emit_sinks(key: SinksKey) -> str:
             )
 
         whole = e.round_down(fields["length"], e.lanes)
-        e.loop(0, whole, e.lanes, [], lambda r, _: call(several, r))
-        e.loop(whole, fields["length"], 1, [], lambda r, _: call(single, r))
+        e.loop(0, whole, e.lanes, [], lambda r, _: share_rows(several, r))
+        e.loop(whole, fields["length"], 1, [], lambda r, _: share_rows(single, r))
 
     each_head(e, FIELDS, head)
     return str(e.module)

@@ -111,7 +111,7 @@ class _Blocks(QueryBlockPass):
     def each_block(self, body: Callable[[_Blocks], None]) -> None:
         self.e.loop(0, self.count, 1, [], lambda i, _: body(self.block(i, self.e.index(0))))
 
-    # Rows
+    # --- Rows ------------------------------------------------------------------------------------
 
     def _floats(self, name: str, rows: RowView, first: Value, count: Value) -> tuple[Value, Value]:
         frame, code, e = self.frame, self.code, self.e
@@ -210,7 +210,7 @@ class _Blocks(QueryBlockPass):
 
         e.loop(0, frame.shape.block_q, 1, [], diagonal)
 
-    # Keys
+    # --- Keys ------------------------------------------------------------------------------------
 
     def add_block(self, kv_start: Value, count: Value, kind: Value) -> None:
         """One block of keys, with every block of queries that sees some of it."""

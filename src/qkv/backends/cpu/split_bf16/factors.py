@@ -275,7 +275,7 @@ class SplitFactors:
                 place = e.at(transposed, e.mul(i, 2 * e.vector_bytes))
                 self.put(vectors_at(e, place, 2), e.at(tiles, e.mul(i, TILE_BYTES)))
 
-            def columns(k: Value, chunk: Value, d: Value, found: list[Value]) -> list[Value]:
+            def store_columns(k: Value, chunk: Value, d: Value, found: list[Value]) -> list[Value]:
                 """16 columns of a chunk of keys."""
                 found = e.loop(0, 2, 1, found, partial(transpose_half, k, d))
                 tiles = e.at(chunk, e.mul(b.sdiv(d, e.index(TILE_ROWS)), self.column_band))
@@ -284,7 +284,7 @@ class SplitFactors:
 
             def chunk_of_keys(k: Value, found: list[Value]) -> list[Value]:
                 chunk = e.at(target, e.mul(k, self.chunk_bytes // CHUNK))
-                return e.loop(0, whole(e, dim), e.lanes, found, partial(columns, k, chunk))
+                return e.loop(0, whole(e, dim), e.lanes, found, partial(store_columns, k, chunk))
 
             nothing = [ir.Constant(bits, 0)]
             (found,) = e.loop(0, whole(e, count), CHUNK, nothing, chunk_of_keys)

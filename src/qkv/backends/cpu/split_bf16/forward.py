@@ -283,11 +283,11 @@ class SplitOperands(PairOperands):
             )
         return functions
 
-    def from_key(self, keys: KeyBlock, k: Value) -> Value:
+    def keys_from(self, keys: KeyBlock, k: Value) -> Value:
         e = self.e
         return e.at(keys.rows, e.mul(e.builder.sdiv(k, e.index(TILE_ROWS)), keys.row))
 
-    def from_value(self, values: Value, k: Value) -> Value:
+    def values_from(self, values: Value, k: Value) -> Value:
         e = self.e
         chunk = e.builder.sdiv(k, e.index(CHUNK))
         return e.at(values, e.mul(chunk, self.split.chunk_bytes))

@@ -115,7 +115,7 @@ class OverlappedScoreBlocks(ScoreBlocks):
         e, b, task = self.e, self.e.builder, self.task
         scale = self.frame.real_field(task.arguments, "scale")
         scale = b.select(self.is_finished(before), ir.Constant(e.real, 1.0), scale)
-        rows, packed = self.operands.from_key(keys, at.start), task.block(at.block).packed
+        rows, packed = self.operands.keys_from(keys, at.start), task.block(at.block).packed
         args = [rows, packed, self.scores, task.block(before.block).stats, scale]
         args += [keys.row, before.count, at.count, self.pairs, self._ahead.place]
         b.call(self.functions["weights_overlapped"], args)

@@ -81,7 +81,7 @@ class Pool:
 
     @property
     def size(self) -> int:
-        """Workers that were started."""
+        """How many workers were started."""
         return sum(map(bool, self._handles))
 
     def stop(self) -> None:

@@ -224,7 +224,7 @@ class _Protocol:
             self.wake(block, count)
 
     def wait_for_all(self, block: Value) -> None:
-        """Until no worker is inside."""
+        """Wait until no worker is inside the job."""
         e, b = self.e, self.e.builder
         turns = self.variable(e.index(0))
 
