@@ -130,7 +130,8 @@ class AddressedGrowing(Protocol):
         keep_alive: Any,
         arrays: Sequence[tuple[int, Sequence[int], Sequence[int]]] = (),
     ) -> bool:
-        """Compute at these addresses, whose memory `keep_alive` owns; False is `Growing`'s None.
+        """Compute at these addresses, whose memory `keep_alive` owns; False where `Growing`
+        gives None.
 
         `strides` are bytes of all axes `(*batch, heads, rows, elements)` of query, key and value.
         Output and lse are dense. Each of `arrays` is its address, shape and strides; `addresses`
@@ -169,7 +170,8 @@ class AddressedCall(Protocol):
     """A prepared call that other libraries may make without NumPy arrays in between."""
 
     def run(self, addresses: Addresses, keep_alive: Any) -> bool:
-        """Compute at these addresses, whose memory `keep_alive` owns. False: `Prepared` is None."""
+        """Compute at these addresses, whose memory `keep_alive` owns; False where `Prepared` gives
+        None."""
         ...
 
 
