@@ -26,12 +26,14 @@ class Partial:
 
     `lse_rest` is the rounding error of lse: `exp((s - lse) - lse_rest)` are weights as exact as
     those of the forward pass. It is set only if the scores were computed in the same order as the
-    backward pass of the same backend computes them.
+    backward pass of the same backend computes them. `unrounded` is `out` before it was rounded to
+    16 bits, for the backward pass, which would take that for a part of the gradients.
     """
 
     out: Array
     lse: Array
     lse_rest: Array | None = None
+    unrounded: Array | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,9 @@ def finish(partial: Partial, sinks: Array | None) -> Partial:
         more = np.where(np.isneginf(peak), 0, np.log1p(np.exp(-np.abs(kept - sink))))
         lse = (peak + more).astype(dtype)
         rest = None if partial.lse_rest is None else rest_of(peak, more, lse)
-    return Partial(partial.out * share[..., None].astype(dtype), lse, rest)
+    share = share[..., None].astype(dtype)
+    unrounded = None if partial.unrounded is None else partial.unrounded * share
+    return Partial(partial.out * share, lse, rest, unrounded)
 
 
 def rest_of(row_max: Array, log_sum: Array, lse: Array) -> Array:

@@ -56,7 +56,7 @@ def test_products_of_the_backward_pass_share_tiles(dtype, scores, sums, variants
     """Two by two tiles of each pair of parts, and no tile for less than one product."""
     spec = spec_of(dtype, *variants)
     shape = replace(tile_shape(dtype), vectors=4)
-    key = BackwardKey(kernel_spec(spec), shape, 32, False, dtype, dtype)
+    key = BackwardKey(kernel_spec(spec), shape, 32, False, "float32", dtype)
     text = compiled(emit_split_backward(key), LINUX, CPU)
     found = products_and_loads(text)
     assert {4 * scores, 4 * sums} <= {products for products, _ in found}

@@ -170,10 +170,11 @@ def backward(case: Case) -> None:
             grad_out = memory.laid(grad_out, np.arange(out.ndim), np.ones(out.ndim, int))
         gradients = pullback(grad_out)
         found.append((gradients.query, gradients.key, gradients.value))
-        rest = (pullback._partial or pullback._residuals).lse_rest
-        left = Residuals(
-            out, lse, np.full_like(lse, np.nan) if rest is None else rest.reshape(lse.shape)
-        )
+        kept = pullback._partial or pullback._residuals
+        rest = np.full_like(lse, np.nan) if kept.lse_rest is None else kept.lse_rest
+        # Not `out`, which was rounded to 16 bits.
+        unrounded = kept.out if pullback._call is None else pullback._call.arranged(kept.out)
+        left = Residuals(unrounded, lse, rest.reshape(lse.shape))
         for _ in range(3 if backend == "cpu" else 0):
             bound = bind(*call.arrays, tuple(call.variants), OptionValues(**given_options))
             again = pull_back(bound, left, grad_out)

@@ -130,7 +130,7 @@ def test_opcheck(name: str, layout: str) -> None:
     text = bound.structure.text
     numbers = [n for n, a in enumerate(arrays) if a.is_floating_point()]
     inputs = (query, key, value, arrays)
-    out, lse, rest = operators.attention(*inputs, text, True)
+    out, lse, rest, _ = operators.attention(*inputs, text, True)
     along = [torch.ones_like(t) for t in (query, key, value, *(arrays[n] for n in numbers))]
     torch.library.opcheck(operators.attention, (*inputs, text, True))
     torch.library.opcheck(

@@ -99,7 +99,8 @@ def ensure_residuals(
         return inputs
     found = finish(forward(problem), problem.operands.sinks)
     rest = np.zeros_like(found.lse) if found.lse_rest is None else found.lse_rest
-    return replace(inputs, out=found.out, lse=found.lse, lse_rest=rest)
+    out = found.out if found.unrounded is None else found.unrounded
+    return replace(inputs, out=out, lse=found.lse, lse_rest=rest)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,9 +33,9 @@ class Prepared(Protocol):
 
     def __call__(
         self, query: Any, key: Any, value: Any, rows: bool, arrays: Any = ()
-    ) -> tuple[Any, Any, Any] | None:
-        """Output, lse and lse_rest as `run` gives them, or as `run_for_backward` does if a
-        `backward` pass was said to follow; the last two only if `rows` are wanted.
+    ) -> tuple[Any, Any, Any, Any] | None:
+        """Output, lse, lse_rest and `unrounded` as `run` gives them, or as `run_for_backward` does
+        if a `backward` pass was said to follow; all but the output only if `rows` are wanted.
 
         None in place of all if the machine is no longer what it was prepared for.
         """
@@ -71,8 +71,8 @@ class PreparedStatistics(Protocol):
 
     def __call__(
         self, query: Any, key: Any, value: Any, rows: bool, arrays: Any = ()
-    ) -> tuple[Any, Any, Any] | None:
-        """Output, lse and `RowStatistics` as `run_with_statistics` gives them."""
+    ) -> tuple[Any, Any, Any, None] | None:
+        """Output, lse and `RowStatistics` as `run_with_statistics` gives them, and None."""
         ...
 
 
@@ -249,7 +249,8 @@ class Differentiable(Protocol):
     """A backend that computes gradients."""
 
     def run_for_backward(self, problem: Problem) -> Partial:
-        """The result of `run`, with `lse_rest` if scores are summed in the order of `backward`.
+        """The result of `run`, with `lse_rest` if scores are summed in the order of `backward`, and
+        with `unrounded` if `out` was rounded to 16 bits.
 
         Where one key has nearly all the weight, gradients are differences of what the two passes
         found.

@@ -1,11 +1,12 @@
 """The operations that XLA calls: a text, NumPy arrays to read, and arrays to fill.
 
-    forward     inputs                                            -> out, lse, lse_rest
+    forward     inputs                                            -> out, lse, lse_rest[, unrounded]
     backward    inputs, out, lse, lse_rest, grad_out[, grad_lse]  -> the wanted gradients
     second      inputs, grad_out, grad_lse, along                 -> the wanted gradients
 
 `inputs` are the leaves of a bound call: query, key, value and the arrays of its variants; `along`
 the cotangents of gradients. `lse_rest` is what rounding took from lse, NaN where that is not known.
+`unrounded` is the output before it was rounded to 16 bits, and takes its place on the way back.
 
 Under `jax.vmap` every array has more dimensions in front, of size 1 where it is the same for all.
 Where that means the same they become leading dimensions of one call; else there is one call for
@@ -145,7 +146,9 @@ def _leading(operation: Operation, inputs: Sequence[Array], lead: tuple[int, ...
 
 def _forward(operation: Operation, inputs: Sequence[Array], results: Sequence[Array]) -> None:
     found = attend(_bound(operation, inputs), backward=operation.backward)
-    for array, result in zip(found[:3], results, strict=True):
+    unrounded = found.out if found.unrounded is None else found.unrounded
+    arrays = found.out, found.lse, found.lse_rest, unrounded
+    for array, result in zip(arrays, results, strict=False):
         result[...] = np.nan if array is None else array.reshape(result.shape)
 
 

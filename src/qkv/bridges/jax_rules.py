@@ -1,7 +1,7 @@
 """How JAX runs, batches and differentiates attention.
 
     function     computes                                     its derivative is
-    attend       out, lse, lse_rest                           gradients
+    attend       out, lse, lse_rest[, unrounded]              gradients
     gradients    gradients of what JAX follows, and no more   _second
     _second      gradients of <along, gradients>              refused, by JAX
 
@@ -39,12 +39,14 @@ Shapes = tuple[jax.ShapeDtypeStruct, ...]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(operation: Operation, inputs: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+def attend(operation: Operation, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Output and lse, differentiable in all floating inputs but the frequencies of RoPE.
 
-    The third is for the way back alone: what rounding took from lse has no derivative.
+    The others are for the way back alone, and have no derivative: what rounding took from lse, and
+    of a call whose output was rounded to 16 bits, which `backward` says will be differentiated,
+    what the output was before.
     """
-    found: tuple[Any, Any, Any] = _forward(operation, *inputs)
+    found: tuple[Any, ...] = _forward(operation, *inputs)
     return found
 
 
@@ -53,13 +55,16 @@ def _keep(operation: Operation, inputs: Any) -> Any:
     _refuse_constants(operation, values, _numbers(followed))
     # Not _forward, because the residuals may be differentiated again.
     results = attend(replace(operation, backward=True), values)
-    return results, (values, results, followed)
+    out, lse, rest, *unrounded = results
+    kept = (unrounded[0] if unrounded else out, lse, rest)
+    return results if operation.backward else results[:3], (values, kept, followed)
 
 
 def _back(operation: Operation, kept: Any, cotangents: Any) -> Any:
     values, results, followed = kept
-    grad_out, grad_lse, _ = cotangents
-    along = (_zeros_like(results[0]) if _is_zero(grad_out) else grad_out,)
+    grad_out, grad_lse, *_ = cotangents
+    nothing = varying((results[0], jnp.zeros(results[0].shape, values[0].dtype)))[1]
+    along = (nothing if _is_zero(grad_out) else grad_out,)
     along += () if _is_zero(grad_lse) else (grad_lse,)
     wanted = replace(operation, wanted=_numbers(followed))
     found = gradients(wanted, values, results, along)
@@ -216,7 +221,7 @@ def _stand_in(array: Any) -> Any:
 
 
 def _shapes_of_results(operation: Operation, inputs: Sequence[Any]) -> Shapes:
-    """Of out, lse and lse_rest; errors that values have no part in are raised now, not by XLA."""
+    """Of what `attend` gives; errors that values have no part in are raised now, not by XLA."""
     query, key, value, *arrays = stand_ins = list(map(_stand_in, inputs))
     bound = BoundCall(Structure.from_text(operation.structure), stand_ins)
     options = OptionValues(layout=operation.layout, backend=bound.unflatten().options.backend)
@@ -235,7 +240,10 @@ def _shapes_of_results(operation: Operation, inputs: Sequence[Any]) -> Shapes:
     elif operation.layout == "blhd":
         out = (*out[:-3], out[-2], out[-3], out[-1])
     lse = jax.ShapeDtypeStruct(rows, spec.compute_dtype)
-    return jax.ShapeDtypeStruct(out, query.dtype), lse, lse
+    results = jax.ShapeDtypeStruct(out, query.dtype), lse, lse
+    if not operation.backward or query.dtype == spec.compute_dtype:
+        return results
+    return *results, jax.ShapeDtypeStruct(out, spec.compute_dtype)
 
 
 def _axes(array: Any) -> frozenset[str]:

@@ -1,7 +1,7 @@
 """How torch differentiates and batches attention.
 
     function         computes                                  its derivatives are made of
-    Attention        out, lse, lse_rest                        Backward, Tangent
+    Attention        out, lse, lse_rest, unrounded             Backward, Tangent
     AttentionUnseen  the same where nobody sees it             Backward
     Backward         gradients of the inputs, along grad_out   Second, Backward
     Tangent          change of out, along the inputs' change   Second, Backward
@@ -10,7 +10,8 @@
 Backward is linear in grad_out, and the gradient of <grad_out, out> in everything else, whose second
 derivatives are symmetric: one function serves both ways. Tensors come in groups, in this order:
 
-    results      out, lse, lse_rest; what follows from the others, so nothing flows back to them
+    results      out, or what it was before it was rounded to 16 bits, lse and lse_rest; they follow
+                 from the others, so nothing flows back to them
     cotangents   grad_out, grad_lse
     along        changes of query, key, value and of the arrays numbered in `directions`
     inputs       query, key, value and all arrays that the call holds
@@ -59,19 +60,19 @@ def attend(
     whole = structure if isinstance(structure, str) else _Whole(structure)
     tensors = (query, key, value, *arrays)
     if not compiling and _nobody_sees(*tensors):
-        out, lse, _ = _AttentionUnseen.apply(whole, *tensors)
+        out, lse = _AttentionUnseen.apply(whole, *tensors)
         return out, lse
     if _is_functionalized() or (
         # Dynamo passes the context as first argument of a function without a gradient.
         compiling and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
     ):
-        out, lse, _ = operators.attention(query, key, value, arrays, _text(whole), False)
+        out, lse, *_ = operators.attention(query, key, value, arrays, _text(whole), False)
         return out, lse
     # Dynamo does not support functions with a forward-mode rule.
     if compiling:
-        out, lse, _ = _Attention.apply(whole, *operators.apart(tensors))
+        out, lse, *_ = _Attention.apply(whole, *operators.apart(tensors))
     else:
-        out, lse, _ = _AttentionBothWays.apply(whole, *tensors)
+        out, lse, *_ = _AttentionBothWays.apply(whole, *tensors)
     return out, lse
 
 
@@ -92,7 +93,7 @@ def _is_functionalized() -> bool:
 
 
 class _Attention(Function):
-    """inputs -> results"""
+    """inputs -> out, lse, lse_rest, unrounded"""
 
     @staticmethod
     def forward(structure: Any, *inputs: Tensor) -> Any:
@@ -102,12 +103,14 @@ class _Attention(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.structure, *tensors = inputs
-        ctx.mark_non_differentiable(output[2])
-        ctx.save_for_backward(*output, *tensors)
-        ctx.save_for_forward(*output, *tensors)
+        out, lse, rest, unrounded = output
+        ctx.mark_non_differentiable(rest, unrounded)
+        kept = unrounded if operators.is_rounded(tensors[0]) else out
+        ctx.save_for_backward(kept, lse, rest, *tensors)
+        ctx.save_for_forward(kept, lse, rest, *tensors)
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor, _: None) -> Any:
+    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor, *_: None) -> Any:
         results, inputs = results_first(ctx.saved_tensors)
         wanted = numbers(ctx.needs_input_grad[4:])
         found = _backward(ctx, wanted, results, (grad_out, grad_lse), inputs)
@@ -129,7 +132,7 @@ class _AttentionBothWays(_Attention):
         results, inputs = results_first(ctx.saved_tensors)
         directions, along = along_of(changes, inputs)
         moved = _apply(_Tangent, ctx.structure, directions, *results, *along, *inputs)
-        return *moved, None
+        return *moved, None, None
 
 
 class _AttentionUnseen(Function):
@@ -138,16 +141,17 @@ class _AttentionUnseen(Function):
     @staticmethod
     def forward(ctx: Any, structure: Any, *inputs: Tensor) -> Any:
         query, key, value, *arrays = inputs
-        results = operators.compute_attention(query, key, value, arrays, structure.structure, True)
+        out, lse, rest, unrounded = operators.compute_attention(
+            query, key, value, arrays, structure.structure, True
+        )
         ctx.structure = structure
-        ctx.mark_non_differentiable(results[2])
-        ctx.save_for_backward(*results, *inputs)
-        return results
+        ctx.save_for_backward(out if unrounded is None else unrounded, lse, rest, *inputs)
+        return out, lse
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor, _: None) -> Any:
+    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> Any:
         if torch.is_grad_enabled() or not _nobody_sees(grad_out, grad_lse):
-            return _Attention.backward(ctx, grad_out, grad_lse, None)
+            return _Attention.backward(ctx, grad_out, grad_lse)
         results, inputs = results_first(ctx.saved_tensors)
         wanted = numbers(ctx.needs_input_grad[4:])
         query, key, value, *arrays = inputs

@@ -1,6 +1,6 @@
 """The operators that torch calls on CPU tensors: a text and a list of tensors.
 
-    qkv::attention            out, lse, lse_rest
+    qkv::attention            out, lse, lse_rest, unrounded
     qkv::attention_backward   gradients of query, key, value and of some of the arrays
     qkv::attention_tangent    how out and lse change along a direction of the inputs
     qkv::attention_second     gradients of <grad_out, tangent of out> + <grad_lse, tangent of lse>
@@ -8,9 +8,11 @@
 `structure` is the text of a `qkv.call.bound.Structure`, `arrays` are the leaves after query, key
 and value; `wanted` numbers those of them that are to have gradients, `directions` those that
 change. `backward` says that a backward pass will follow. `lse_rest` is what rounding took from lse,
-NaN where that is not known. Operators know nothing of derivatives: `torch_functions` says which
-belongs to which. The first two are functions too, for when nobody would see that an operator was
-called; these take the structure itself.
+NaN where that is not known. `unrounded` is the output before it was rounded to 16 bits, without any
+element in its rows where it was not, or where no backward pass follows; `attention_backward` takes
+either as `out`. Operators know nothing of derivatives: `torch_functions` says which belongs to
+which. The first two are functions too, for when nobody would see that an operator was called; these
+take the structure itself.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ __all__ = [
     "compute_attention",
     "compute_gradients",
     "contiguous",
+    "is_rounded",
 ]
 
 
@@ -49,12 +52,21 @@ def compute_attention(
     arrays: Sequence[Tensor],
     structure: Structure,
     backward: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """`out, lse = qkv.attention(..., return_lse=True)`, and what its gradients take beside them."""
     found = attend(_bound(query, key, value, arrays, structure), backward=backward)
     out, lse, rest = found.out, found.lse, found.lse_rest
     rest = np.full_like(lse, np.nan) if rest is None else rest.reshape(lse.shape)
-    return _tensor(out), _tensor(lse), _tensor(rest)
+    results = _tensor(out), _tensor(lse), _tensor(rest)
+    if not backward or not is_rounded(query):
+        return *results, None
+    unrounded = out if found.unrounded is None else found.unrounded
+    return *results, _tensor(unrounded.astype(lse.dtype, copy=False))
+
+
+def is_rounded(query: Tensor) -> bool:
+    """Whether outputs are rounded to 16 bits."""
+    return query.itemsize < 4
 
 
 @torch.library.custom_op("qkv::attention", mutates_args=(), device_types="cpu")
@@ -65,10 +77,13 @@ def attention(
     arrays: Sequence[Tensor],
     structure: str,
     backward: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `compute_attention`."""
     made = Structure.from_text(structure)
-    return compute_attention(query, key, value, arrays, made, backward)
+    out, lse, rest, unrounded = compute_attention(query, key, value, arrays, made, backward)
+    if unrounded is None:
+        unrounded = lse.new_empty(*out.shape[:-1], 0)
+    return out, lse, rest, unrounded
 
 
 @attention.register_fake
@@ -79,11 +94,13 @@ def _(
     arrays: Sequence[Tensor],
     structure: str,
     backward: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     layout = Structure.from_text(structure).layout
     _check_fit(query, key, value, layout)
     lse, rest = (_like_lse(query, key, value, layout) for _ in range(2))
-    return _like_output(query, key, value, layout), lse, rest
+    out = _like_output(query, key, value, layout)
+    dim = out.shape[-1] if backward and is_rounded(query) else 0
+    return out, lse, rest, lse.new_empty(*out.shape[:-1], dim)
 
 
 def compute_gradients(

@@ -40,12 +40,15 @@ class Attended(NamedTuple):
     """Results as arrays of the query's library.
 
     `lse` and `lse_rest` (the rounding error of lse, None if unknown) are undefined unless they were
-    requested. `call` and `partial` are set if the call was checked.
+    requested. `unrounded` is for the backward pass: a NumPy array in the type of computation and in
+    the layout of the call, None if the output is of that type, or is all that there is. `call` and
+    `partial`, what the backward pass reads, are set if the call was checked.
     """
 
     out: Any
     lse: Any
     lse_rest: Array | None
+    unrounded: Array | None = None
     call: CheckedCall | None = None
     partial: Partial | None = None
 
@@ -81,7 +84,7 @@ def attend(
             if growing is not None:
                 found = growing.run(views, rows, step, bound)
                 if found is not None:
-                    return _restored(found, bound)
+                    return _restored((*found, None), bound)
                 CALLS.discard(step.key)
         key = call_key(bound, views, "backward" if backward else "forward")
         ready = None if key is None else CALLS.get(key)
@@ -95,7 +98,9 @@ def attend(
         _prepare(key, bound, call, backward)
     partial = call.run_for_backward() if backward else call.run()
     out, lse = call.output(partial), call.rows(partial.lse)
-    return Attended(out, lse, partial.lse_rest, call, partial)
+    kept = call.kept(partial)
+    unrounded = None if kept.out.dtype == call.dtype else call.arranged(kept.out)
+    return Attended(out, lse, partial.lse_rest, unrounded, call, kept)
 
 
 def prepared(bound: BoundCall) -> Prepared | None:
@@ -194,11 +199,12 @@ def _prepare(key: Key | None, bound: BoundCall, call: CheckedCall, backward: boo
         CALLS.insert(without_arrays(key), ready)
 
 
-def _restored(found: tuple[Any, Any, Any], bound: BoundCall) -> Attended:
-    out, lse, rest = found
+def _restored(found: tuple[Any, Any, Any, Any], bound: BoundCall) -> Attended:
+    out, lse, rest, unrounded = found
     if bound.structure.options[1] == "blhd":
         out = np.ascontiguousarray(out.swapaxes(-3, -2))
-    return Attended(out, lse, rest)
+        unrounded = None if unrounded is None else unrounded.swapaxes(-3, -2)
+    return Attended(out, lse, rest, unrounded)
 
 
 # Decoding steps

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arrays import ArrayLibrary, library_of, view_beside
-from qkv.backends import Choice, Differentiable, SinksBackend, choose
+from qkv.backends import Choice, Differentiable, Preparing, SinksBackend, choose
 from qkv.call.bound import BoundCall, UnboundCall
 from qkv.errors import QkvError
 from qkv.partial import Partial, finish
@@ -78,16 +78,26 @@ class CheckedCall:
 
     def output(self, partial: Partial) -> Any:
         """Output like the query: its library, dtype and layout."""
-        out = partial.out
-        if self.ndim == 2:
-            out = out.reshape(out.shape[-2:])
-        elif self.layout == "blhd":
-            out = out.swapaxes(-3, -2)
         with np.errstate(all="ignore"):
-            return self.library.restore(np.asarray(out, self.dtype, order="C"))
+            out = np.asarray(self.arranged(partial.out), self.dtype, order="C")
+        return self.library.restore(out)
+
+    def kept(self, partial: Partial) -> Partial:
+        """What the backward pass reads; prepared calls leave the same."""
+        out = partial.unrounded
+        if out is None:
+            prepares = isinstance(self.choice.backend, Preparing)
+            out = partial.out.astype(self.dtype, copy=False) if prepares else partial.out
+        return Partial(out, partial.lse, partial.lse_rest)
+
+    def arranged(self, out: Array) -> Array:
+        """`(*batch_shape, num_heads, q_len, v_head_dim)` in the layout of the call."""
+        if self.ndim == 2:
+            return out.reshape(out.shape[-2:])
+        return out.swapaxes(-3, -2) if self.layout == "blhd" else out
 
     def plain(self, out: Array) -> Array:
-        """The result of `output`, rearranged to `(*batch_shape, num_heads, q_len, v_head_dim)`."""
+        """The inverse of `arranged`."""
         if self.ndim == 2:
             return out[None]
         return out.swapaxes(-3, -2) if self.layout == "blhd" else out

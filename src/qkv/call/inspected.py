@@ -77,7 +77,7 @@ def attend_for_inspection(bound: BoundCall, given: Sequence[Any] | None = None) 
     if views is not None and key is not None and ready is not None:
         found = ready.run(*views, True, in_place(seen))
         if found is not None:
-            out, lse, rows = found
+            out, lse, rows, _ = found
             if bound.structure.layout == "blhd":
                 out = np.ascontiguousarray(out.swapaxes(-3, -2))
             restored = library.restore(out), library.restore(lse)

@@ -29,8 +29,8 @@ Array = NDArray[Any]
 class Residuals(NamedTuple):
     """The residuals of the forward pass, as NumPy arrays in the layout of the call.
 
-    `lse_rest` is the rounding error of lse. If it is None or holds NaN, it is not known, and the
-    forward pass is run again.
+    `out` is the output, or what it was before it was rounded to 16 bits. `lse_rest` is the rounding
+    error of lse. If it is None or holds NaN, it is not known, and the forward pass is run again.
     """
 
     out: Array

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Unpack
 
 from qkv.arrays import view
-from qkv.backends import Preparing
 from qkv.call.attend import attend
 from qkv.call.bound import BoundCall, bind
 from qkv.call.checked import CheckedCall
@@ -89,14 +88,10 @@ def vjp(
     found = attend(bound, backward=True, differentiable=True, given=variants)
     pullback: Pullback
     if found.call is not None and found.partial is not None:
-        partial = found.partial
-        if isinstance(found.call.choice.backend, Preparing):
-            # Repeated calls keep the output in its returned dtype. Rounding it here too gives
-            # both the same gradients.
-            partial = replace(partial, out=partial.out.astype(found.call.dtype, copy=False))
-        pullback = Pullback(bound, variants, shapes, None, found.call, partial)
+        pullback = Pullback(bound, variants, shapes, None, found.call, found.partial)
     else:
-        residuals = Residuals(view(found.out, "out"), view(found.lse, "lse"), found.lse_rest)
+        out = view(found.out, "out") if found.unrounded is None else found.unrounded
+        residuals = Residuals(out, view(found.lse, "lse"), found.lse_rest)
         pullback = Pullback(bound, variants, shapes, residuals, None, None)
     return ((found.out, found.lse) if return_lse else found.out), pullback
 

@@ -135,7 +135,7 @@ class CpuBackend:
         else:
             return None
         if spec.sinks:
-            ready = stages.SinksCall(problem, ready)
+            ready = stages.SinksCall(problem, ready, backward=backward)
         return stages.RotatedCall(problem, ready) if spec.rotation else ready
 
     def add_sinks(self, problem: Problem, partial: Partial) -> Partial:
@@ -242,10 +242,18 @@ class CpuBackend:
         whole, is_finite = self._computed(problem, is_decode, statistics, backward)
         if is_finite:
             return whole
-        return replace(
-            whole,
-            out=recomputed(problem, whole.out, lambda p: self._computed(p, is_decode)[0].out),
-        )
+
+        def again(name: str) -> Array:
+            return recomputed(
+                problem,
+                getattr(whole, name),
+                lambda p: getattr(self._computed(p, is_decode, backward=backward)[0], name),
+            )
+
+        out, unrounded = again("out"), whole.unrounded
+        if unrounded is not None:
+            unrounded = out if unrounded is whole.out else again("unrounded")
+        return replace(whole, out=out, unrounded=unrounded)
 
     def _computed(
         self,
@@ -262,8 +270,12 @@ class CpuBackend:
             return identity(shape, compute), True
         # Sinks scale the output afterwards: round to the type of storage only then.
         out_dtype = compute if spec.sinks else np.dtype(spec.dtype)
-        rest = np.empty(shape[:-1], compute) if backward and not is_decode else None
-        whole = Partial(np.empty(shape, out_dtype), np.empty(shape[:-1], compute), rest)
+        out, rest, unrounded = np.empty(shape, out_dtype), None, None
+        if backward and not is_decode:
+            rest = np.empty(shape[:-1], compute)
+            if spec.dtype != compute.name:
+                unrounded = out if out_dtype == compute else np.empty(shape, compute)
+        whole = Partial(out, np.empty(shape[:-1], compute), rest, unrounded)
         compute_into = _decode if is_decode else _forward
         return whole, compute_into(problem, whole, statistics)
 

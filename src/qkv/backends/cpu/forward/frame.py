@@ -21,8 +21,8 @@ BLOCK_KV = 64
 FIELDS = (
     *COMMON_FIELDS,
     *operand_fields("query", "key", "value"),
-    "runs", "rows", "out", "lse", "lse_rest", "entropy", "max_score", "max_weight", "copy_key",
-    "copy_value", "sign", "q_blocks_per_task", "not_finite",
+    "runs", "rows", "out", "unrounded", "lse", "lse_rest", "entropy", "max_score", "max_weight",
+    "copy_key", "copy_value", "sign", "q_blocks_per_task", "not_finite",
 )  # fmt: skip
 """Words of the argument block. `scale` is not negative, because Q is packed times `sign`.
 `q_blocks_per_task` differs from problem to problem while the kernel stays the same. `not_finite`

@@ -82,17 +82,21 @@ def unpack_function(frame: ForwardFrame) -> Value:
             largest = b.fdiv(e.const(1.0), divisor)
             each("max_weight", b.select(empty, e.const(0.0), largest))
 
-        row_bytes = e.mul(v_head_dim, ITEM_BYTES[frame.out_dtype])
-        out = e.at(frame.pointer_field(arguments_, "out"), e.mul(first, row_bytes))
-
         def take(d: Value) -> Value:
             # Adding 0 turns -0.0 into 0.0.
             vector = e.load_vector(e.at(total, e.mul(d, width)))
             return e.fma(vector, share, e.const(0.0))
 
-        rows = [e.at(out, e.mul(lane, row_bytes)) for lane in lanes]
-        seen = unpack_rows(e, rows, v_head_dim, frame.out_dtype, take)
-        frame.report_not_finite(arguments_, seen)
+        def write(name: str, dtype: str) -> Value:
+            row_bytes = e.mul(v_head_dim, ITEM_BYTES[dtype])
+            start = e.at(frame.pointer_field(arguments_, name), e.mul(first, row_bytes))
+            rows = [e.at(start, e.mul(lane, row_bytes)) for lane in lanes]
+            return unpack_rows(e, rows, v_head_dim, dtype, take)
+
+        frame.report_not_finite(arguments_, write("out", frame.out_dtype))
+        if frame.out_dtype != real_dtype(e):
+            with b.if_then(frame.is_wanted(arguments_, "unrounded")):
+                write("unrounded", real_dtype(e))
     return function
 
 

@@ -33,6 +33,7 @@ class ForwardArguments(Arguments):
             **self._scales(operands.scale),
             "runs": self._address(forward.plan.runs),
             "out": self._address(result.out),
+            "unrounded": 0 if result.unrounded is None else self._address(result.unrounded),
             "lse": self._address(result.lse),
             "lse_rest": 0 if result.lse_rest is None else self._address(result.lse_rest),
             "rows": spec.q_len,

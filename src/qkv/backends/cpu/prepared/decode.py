@@ -92,7 +92,7 @@ class PreparedDecode:
 
     def __call__(
         self, query: Array, key: Array, value: Array, rows: bool, arrays: Sequence[Array] = ()
-    ) -> tuple[Array, Array | None, None] | None:
+    ) -> tuple[Array, Array | None, None, None] | None:
         at, out = quick_address_of, np.empty(*self._out)
         lse = np.empty(*self._lse) if rows else None
         found = self.run(
@@ -102,7 +102,7 @@ class PreparedDecode:
             ),
             (query, key, value, out, lse, arrays),
         )  # fmt: skip
-        return (out, lse, None) if found else None
+        return (out, lse, None, None) if found else None
 
     def run(self, addresses: Addresses, keep_alive: Any) -> bool:
         """Read operands, and write out and lse, at these addresses.

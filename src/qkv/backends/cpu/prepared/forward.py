@@ -25,6 +25,7 @@ Array = NDArray[Any]
 _LIMIT, _SCRATCH, _NOT_FINITE = map(word_of, ("limit", "scratch", "not_finite"))
 _QUERY, _KEY, _VALUE = map(word_of, ("query", "key", "value"))
 _OUT, _LSE, _LSE_REST = map(word_of, ("out", "lse", "lse_rest"))
+_UNROUNDED = word_of("unrounded")
 _STATISTICS = tuple([word_of(name) for name in ("entropy", "max_score", "max_weight")])
 """Words for the statistics, in the order of the fields of `RowStatistics`."""
 _CALLER = ctypes.c_int64(0)
@@ -56,6 +57,7 @@ class PreparedForward:
         self._out = shape, forward.out_dtype
         self._lse = shape[:-1], spec.compute_dtype
         self._rest = backward
+        self._rounds = backward and forward.out_dtype != spec.compute_dtype
         self._statistics = statistics
         self._scratch_bytes = forward.scratch_bytes
         self._template = template = ForwardArguments(problem, forward, 0, NOTHING)
@@ -64,10 +66,11 @@ class PreparedForward:
 
     def __call__(
         self, query: Array, key: Array, value: Array, rows: bool, arrays: Sequence[Array] = ()
-    ) -> tuple[Array, Array | None, Any] | None:
+    ) -> tuple[Array, Array | None, Any, Array | None] | None:
         at, out = quick_address_of, np.empty(*self._out)
         lse = np.empty(*self._lse) if rows else None
         rest = np.empty(*self._lse) if rows and self._rest else None
+        unrounded = np.empty(out.shape, self._lse[1]) if rows and self._rounds else None
         statistics = [np.empty(*self._lse) for _ in _STATISTICS] if self._statistics else ()
         found = self.run(
             (
@@ -75,14 +78,21 @@ class PreparedForward:
                 0 if lse is None else at(lse), 0 if rest is None else at(rest),
                 [at(array) for array in arrays],
             ),
-            (query, key, value, out, lse, rest, arrays, statistics),
+            (query, key, value, out, lse, rest, arrays, statistics, unrounded),
             [at(array) for array in statistics],
+            0 if unrounded is None else at(unrounded),
         )  # fmt: skip
         if not found:
             return None
-        return out, lse, RowStatistics(*statistics) if statistics else rest
+        return out, lse, RowStatistics(*statistics) if statistics else rest, unrounded
 
-    def run(self, addresses: Addresses, keep_alive: Any, statistics: Sequence[int] = ()) -> bool:
+    def run(
+        self,
+        addresses: Addresses,
+        keep_alive: Any,
+        statistics: Sequence[int] = (),
+        unrounded: int = 0,
+    ) -> bool:
         """Read operands, and write results and statistics, at these addresses.
 
         `keep_alive` are the objects that own the memory.
@@ -105,6 +115,8 @@ class PreparedForward:
                     words[place] = address
         for place, address in zip(_STATISTICS, statistics, strict=False):
             words[place] = address
+        if self._rounds:
+            words[_UNROUNDED] = unrounded
         workers = 1 if self._alone else self._pass.workers()
         scratch = take(self._scratch_bytes * workers)
         words[_SCRATCH] = scratch.address

@@ -18,7 +18,8 @@ from qkv.problem.rows import plain
 from qkv.problem.spec import Problem
 
 Array = NDArray[Any]
-Results = tuple[Array, Any, Any]
+Results = tuple[Array, Any, Any, Any]
+Gradients = tuple[Array, Array, Array]
 
 __all__ = [
     "GrowingRotation", "RotatedBackward", "RotatedCall", "SinksCall", "is_rotation_kept",
@@ -102,13 +103,15 @@ class RotatedCall:
 class SinksCall:
     """A prepared call whose sinks take their share afterwards, of statistics too."""
 
-    def __init__(self, problem: Problem, inner: Call) -> None:
+    def __init__(self, problem: Problem, inner: Call, *, backward: bool = False) -> None:
         spec, sinks = problem.spec, problem.operands.sinks
         assert sinks is not None
         self._inner = inner
         self._shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.v_head_dim)
         self._compute, self._dtype = spec.compute_dtype, problem.operands.query.dtype
-        self._sinks = Sinks(sinks, self._shape, self._compute, self._dtype)
+        self._rounds = self._dtype != self._compute
+        self._keeps = backward and self._rounds
+        self._sinks = Sinks(sinks, self._shape, self._compute, self._dtype, keeps=self._keeps)
         self._sinks_of_heads = np.array(sinks)
 
     def __call__(
@@ -118,8 +121,8 @@ class SinksCall:
         found = self._inner(query, key, value, True, arrays)
         if found is None:
             return None
-        keys_out, lse, rest = found
-        out = keys_out if self._dtype == self._compute else np.empty(self._shape, self._dtype)
+        keys_out, lse, rest, _ = found
+        out = np.empty(self._shape, self._dtype) if self._rounds else keys_out
         at = 0
         if isinstance(rest, RowStatistics):
             rest = share_with_sinks(rest, self._sinks_of_heads)
@@ -127,14 +130,14 @@ class SinksCall:
             at = quick_address_of(rest)
         place = quick_address_of(lse)
         self._sinks(quick_address_of(keys_out), place, at, quick_address_of(out), place, found)
-        return out, lse, rest
+        return out, lse, rest, keys_out if self._keeps and rest is not None else None
 
     def run(self, addresses: Addresses, keep_alive: Any) -> bool:
         """See `qkv.backends.AddressedCall`."""
         own: list[Array] = []
         query, key, value, out, lse, rest, arrays = addresses
         keys_out, place = out, lse
-        if self._dtype != self._compute:
+        if self._rounds:
             own.append(np.empty(self._shape, self._compute))
             keys_out = quick_address_of(own[-1])
         if not lse:
@@ -167,7 +170,7 @@ class GrowingRotation:
         rows: bool,
         q_shift: int,
         arrays: Sequence[Array] = (),
-    ) -> Results | None:
+    ) -> tuple[Array, Any, None] | None:
         """See `qkv.backends.Growing`."""
         angles = (
             self._of_query.rows(q_shift, query.shape[-2]),
@@ -176,7 +179,7 @@ class GrowingRotation:
         rotation = Rotation(self._problem, [query, key])
         rotated = rotation.outputs()
         rotation((quick_address_of(query), quick_address_of(key)), angles, rotated)
-        found: Results | None = self._inner(*rotated, value, rows, q_shift, arrays)
+        found: tuple[Array, Any, None] | None = self._inner(*rotated, value, rows, q_shift, arrays)
         return found
 
 
@@ -204,7 +207,7 @@ class RotatedBackward:
         grad_out: Array,
         grad_lse: Array | None,
         arrays: Sequence[Array] = (),
-    ) -> Results | None:
+    ) -> Gradients | None:
         """See `qkv.backends.PreparedBackward`."""
         rotated = self._forth.outputs()
         self._forth((quick_address_of(query), quick_address_of(key)), self._angles, rotated)

@@ -43,13 +43,21 @@ class Sinks:
         Of the output, `(*batch_shape, num_heads, q_len, v_head_dim)`.
     dtype, out_dtype : NumPy dtype
         Of the results over the keys alone, and of the output.
+    keeps : bool
+        Whether the output over the keys becomes the output before it is rounded.
     """
 
     def __init__(
-        self, sinks: Array, shape: tuple[int, ...], dtype: np.dtype[Any], out_dtype: np.dtype[Any]
+        self,
+        sinks: Array,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        out_dtype: np.dtype[Any],
+        *,
+        keeps: bool = False,
     ) -> None:
         wide = host().shape_of(np.dtype(np.float64))
-        key = SinksKey(dtype.name, out_dtype.name, wide.lanes, wide.halves)
+        key = SinksKey(dtype.name, out_dtype.name, wide.lanes, wide.halves, keeps)
         self._sinks = np.array(sinks, np.float64)
         *lead, heads, length, dim = shape
         count = math.prod(lead) * heads

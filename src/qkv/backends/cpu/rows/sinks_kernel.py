@@ -21,12 +21,16 @@ FIELDS = ("limit", "sinks", "keys_out", "keys_lse", "rest", "out", "lse", "heads
 
 @dataclass(frozen=True, slots=True)
 class SinksKey:
-    """What the kernel depends on: types of computation and of the output."""
+    """What the kernel depends on: types of computation and of the output.
+
+    If it `keeps` the output, that takes the place of `keys_out` before it is rounded.
+    """
 
     dtype: str
     out_dtype: str
     lanes: int
     halves: bool
+    keeps: bool = False
 
 
 def emit_sinks(key: SinksKey) -> str:
@@ -134,21 +138,21 @@ def _scale(e: Emitter, key: SinksKey) -> Value:
         keys_out, out, factor, dim = args
         b, factors = e.builder, e.splat(factor)
 
-        def product(value: Value, by: Value) -> Value:
-            exact = b.fmul(value, by)
-            if key.dtype == "float64":
-                return exact
-            count = exact.type.count if isinstance(exact.type, ir.VectorType) else 0
-            real = b.fptrunc(exact, ir.VectorType(FLOAT, count) if count else FLOAT)
-            return _stored(e, real, key.out_dtype)
+        def multiply(d: Value, by: Value, lanes: int) -> None:
+            place = e.at(keys_out, e.mul(d, item))
+            product = b.fmul(storage.load(e, place, key.dtype, lanes), by)
+            if key.dtype != "float64":
+                real = b.fptrunc(product, ir.VectorType(FLOAT, lanes) if lanes else FLOAT)
+                if key.keeps:
+                    e.store(real, place, item)
+                product = _stored(e, real, key.out_dtype)
+            e.store(product, e.at(out, e.mul(d, out_item)), out_item)
 
         def several(d: Value, _: list[Value]) -> None:
-            value = storage.load(e, e.at(keys_out, e.mul(d, item)), key.dtype, e.lanes)
-            e.store(product(value, factors), e.at(out, e.mul(d, out_item)), out_item)
+            multiply(d, factors, e.lanes)
 
         def single(d: Value, _: list[Value]) -> None:
-            value = storage.load(e, e.at(keys_out, e.mul(d, item)), key.dtype)
-            e.store(product(value, factor), e.at(out, e.mul(d, out_item)), out_item)
+            multiply(d, factor, 0)
 
         # Vectors may not overlap: where `out` is `keys_out`, an entry would be scaled twice.
         stop = e.round_down(dim, e.lanes)

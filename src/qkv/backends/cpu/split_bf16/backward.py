@@ -113,11 +113,13 @@ class _Blocks(QueryBlockPass):
 
     # --- Rows ------------------------------------------------------------------------------------
 
-    def _floats(self, name: str, rows: RowView, first: Value, count: Value) -> tuple[Value, Value]:
+    def _floats(
+        self, name: str, rows: RowView, first: Value, count: Value, to: Value | None = None
+    ) -> tuple[Value, Value]:
         frame, code, e = self.frame, self.code, self.e
         here = RowView(e.at(rows.pointer, e.mul(first, rows.row)), rows.row, rows.element)
         dtype = frame.dtypes[name]
-        copying, to = self.functions[f"copy {dtype}"], self.area["copy"]
+        copying, to = self.functions[f"copy {dtype}"], to or self.area["copy"]
         return code.split.floats(dtype, copying, here, count, self.dims[name], to)
 
     def _products(self) -> tuple[_Product, ...]:
@@ -199,6 +201,13 @@ class _Blocks(QueryBlockPass):
             "grad_non_finite",
         )
         self.call("scores", *self._factors(product, self.rows))
+        if code.has_left_out:
+            # A block of queries is at most half of what "copy" has room for.
+            to = e.at(self.area["copy"], e.mul(self.frame.shape.block_q, self.dims["out"], 4))
+            rows = frame.operand(self.arguments, "grad_out", self.batch, self.head)
+            grad = self._floats("grad_out", rows, self.first_row, self.rows, to)
+            where = self.rows, self.dims["out"], self.area["weights"]
+            self.call("add_left_out", start, row, *grad, *where)
         self._recompute(product, self.first_row, self.rows)
 
         def diagonal(lane: Value, _: list[Value]) -> None:

@@ -133,6 +133,8 @@ class SplitBlock:
         self.width, self.vectors = self.split.width, self.shape.vectors
         self.panels = SplitFactors(self.e, replace(self.shape, vectors=_PANEL), BLOCK_KV)
         """Layout of right factors and sums whose rows are keys; a row of a tile is two vectors."""
+        self.has_left_out = frame.dtypes["out"] != frame.dtypes["grad_out"]
+        """Whether the output has more digits than its terms."""
         self.row_band = self.shape.block_q // CHUNK * self.split.chunk_bytes
         """Bytes from the tiles of P or dX of 16 keys to those of the next 16."""
 
@@ -148,6 +150,33 @@ class SplitBlock:
                 e.at(rows, e.mul(e.least(e.add(first, i), last), row)) for i in range(e.lanes)
             ]
             e.builder.ret(self.split.pack(places, dim, packed, None))
+        return function
+
+    def add_left_out(self) -> Value:
+        """A function `(out, out_row, grad, grad_row, count, dim, products)`.
+
+        Of products of rows of O with rows of dO, those of the same query get what the terms of O
+        lack of it: the output was not rounded to 16 bits, and has more digits than the terms.
+        """
+        e, split = self.e, self.split
+        arguments = [*[POINTER, INT64] * 2, INT64, INT64, POINTER]
+        with e.function("add_left_out", arguments) as (function, args):
+            out, out_row, grad, grad_row, count, dim, products = args
+
+            def query(i: Value, _: list[Value]) -> None:
+                starts = e.at(out, e.mul(i, out_row)), e.at(grad, e.mul(i, grad_row))
+
+                def elements(d: Value, total: list[Value]) -> list[Value]:
+                    x, y = (split.row(start, d, dim) for start in starts)
+                    return [e.fma(split.left_out(x), y, total[0])]
+
+                (total,) = e.loop(0, dim, e.lanes, [e.const(0.0)], elements)
+                lacking = e.extract(e.reduce(total, e.builder.fadd), 0)
+                place = e.at(products, e.mul(i, self.width), e.mul(i, FLOAT_BYTES))
+                product = e.load(place, e.real, FLOAT_BYTES)
+                e.store(e.builder.fadd(product, lacking), place, FLOAT_BYTES)
+
+            e.loop(0, count, 1, [], query)
         return function
 
     # P, dS and dX
@@ -409,6 +438,8 @@ class SplitBlock:
             "add_sums": self.add_sums(),
             "add_non_finite": non_finite.add_non_finite(split),
         }
+        if self.has_left_out:
+            found["add_left_out"] = self.add_left_out()
         for dtype in sorted({*self.frame.dtypes.values()}):
             found[f"copy {dtype}"] = copy_rows(e, dtype)
         for left, right in (("key", "query"), ("value", "grad_out"), ("out", "grad_out")):

@@ -89,6 +89,13 @@ class SplitFactors:
             found.append(bits)
         return found
 
+    def left_out(self, x: Value) -> Value:
+        """What the terms of a vector lack as `put` stores them, the last one rounded."""
+        e = self.e
+        last = e.as_floats(self.rounded(x)[-1])
+        rounded = storage.widen(e, storage.narrow(e, last, "bfloat16"), "bfloat16")
+        return e.builder.fsub(last, rounded)
+
     def pair(self, first: Value, second: Value) -> Value:
         """Two terms of each lane side by side."""
         e, b = self.e, self.e.builder
@@ -169,7 +176,7 @@ class SplitFactors:
 
     # Rows
 
-    def _row(self, start: Value, d: Value, dim: Value, exists: Value | None = None) -> Value:
+    def row(self, start: Value, d: Value, dim: Value, exists: Value | None = None) -> Value:
         """16 elements of a row of float32; 0 in place of those that are not there."""
         e, b = self.e, self.e.builder
         place = e.at(start, e.mul(d, FLOAT_BYTES))
@@ -222,7 +229,7 @@ class SplitFactors:
                     halves = self._rows(
                         b.and_(exists, e.below(e.add(d, CHUNK - 1), dim)),
                         [e.at(start, e.mul(begin, FLOAT_BYTES)) for begin in begins],
-                        lambda: [self._row(start, begin, dim, exists) for begin in begins],
+                        lambda: [self.row(start, begin, dim, exists) for begin in begins],
                     )
                     self.put(halves, e.at(tiles, e.mul(d, self.chunk_bytes // CHUNK)))
                     return [self._larger(*pair) for pair in zip(seen, halves, strict=True)]
@@ -255,7 +262,7 @@ class SplitFactors:
                 (x,) = self._rows(
                     b.and_(exists, e.below(e.add(d, e.lanes - 1), dim)),
                     [e.at(start, e.mul(d, FLOAT_BYTES))],
-                    lambda: [self._row(start, d, dim, exists)],
+                    lambda: [self.row(start, d, dim, exists)],
                 )
                 left_out = self.is_non_finite(x)
                 kept = b.select(left_out, e.const(0.0), x)
@@ -310,7 +317,7 @@ class SplitFactors:
                 def elements(d: Value, _: list[Value]) -> None:
                     both = []
                     for start, exists in zip(starts, exist, strict=True):
-                        x = self._row(start, d, dim, exists)
+                        x = self.row(start, d, dim, exists)
                         bits = b.icmp_unsigned(">", self.magnitude(x), e.const_bits(_HIGHEST))
                         both.append(self.rounded(b.select(bits, e.const(0.0), x)))
                     panel = e.round_down(d, CHUNK)
@@ -349,7 +356,7 @@ class SplitFactors:
         e, b, bits = self.e, self.e.builder, ir.IntType(self.e.lanes)
 
         def vector(d: Value, seen: list[Value]) -> list[Value]:
-            columns = e.transpose([self._row(place, d, dim) for place in places])
+            columns = e.transpose([self.row(place, d, dim) for place in places])
             found = seen[0]
             for x in columns:
                 found = b.or_(found, self.huge(self.magnitude(x)))
