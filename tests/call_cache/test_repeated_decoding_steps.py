@@ -107,7 +107,7 @@ def test_offsets_that_grow() -> None:
 
 
 def test_keys_of_each_batch_row_stand_somewhere_else() -> None:
-    """The third step and later ones rotated the keys of all batch rows from where the first stood."""
+    """From the third step on, keys of all batch rows were rotated from where the first stood."""
     cache = normal(3, 2, 20, 16)
     for length in range(12, 20):
         query = normal(3, 2, 2, 16, seed=length)
