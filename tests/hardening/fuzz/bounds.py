@@ -8,7 +8,7 @@ are exceeded, and in more orders only where fewer do not suffice: that can only 
 
 Of a million draws some have few orders, one or two where there are two keys or a head_dim of 2, and
 are lucky in all of them. Their plain error is then the largest of neighbouring problems, whose
-operands differ by some hundredths (docs/adr/0008-error-bound.md); they are counted in `LUCKY`.
+numbers differ by some hundredths (docs/adr/0008-error-bound.md); they are counted in `LUCKY`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .oracle import Oracle
-from .problem import DTYPES, Problem
+from .problem import DTYPES, Problem, Variant
 
 Array = NDArray[Any]
 
@@ -107,17 +107,33 @@ def _plain_errors(oracle: Oracle, result: Result, exact: Array, enough: Array) -
 
 
 def neighbour(problem: Problem, number: int) -> Problem:
-    """A problem whose operands differ by up to three hundredths, in every entry."""
+    """A problem whose operands, biases, tables and sinks differ by some hundredths."""
     rng = np.random.default_rng(number)
-    moved = {
-        name: (array.astype(float) * rng.uniform(1 - 2**-5, 1 + 2**-5, array.shape)).astype(
-            array.dtype
+
+    def moved(array: Any) -> Array:
+        factors = rng.uniform(1 - 2**-5, 1 + 2**-5, np.shape(array))
+        return (np.asarray(array, np.float64) * factors).astype(np.asarray(array).dtype)
+
+    variants = [
+        Variant(
+            v.name,
+            {
+                name: moved(field)
+                if name in ("array", "table", "values") and np.asarray(field).dtype != bool
+                else field
+                for name, field in v.fields.items()
+            },
+            v.varies,
         )
-        for name, array in (
-            ("query", problem.query), ("key", problem.key), ("value", problem.value),
-        )
-    }  # fmt: skip
-    return replace(problem, **moved)
+        for v in problem.variants
+    ]
+    return replace(
+        problem,
+        query=moved(problem.query),
+        key=moved(problem.key),
+        value=moved(problem.value),
+        variants=tuple(variants),
+    )
 
 
 def _errors_of_neighbours(problem: Problem, draw: int, result: Result) -> float:

@@ -11,6 +11,7 @@ from qkv.testing import Inputs
 
 from .calls import keywords, made
 from .checks import heads_first
+from .draw.shape import Shape
 from .draw.structure import random_problem
 from .oracle import Oracle
 
@@ -32,6 +33,14 @@ class RandomCase:
     def oracle(self) -> Oracle:
         """The answer, of one draw."""
         return Oracle(self.problem)
+
+    @property
+    def shape(self) -> Shape:
+        """Its sizes."""
+        o = self.oracle
+        kv_heads = o.num_heads // max(o.group_size, 1)
+        sizes = o.q_len, o.kv_len, o.head_dim, o.value.shape[-1]
+        return Shape(o.batch_shape, o.num_heads, kv_heads, *sizes)
 
     def build(self, dtype: str) -> Inputs:
         """The arguments of `qkv.attention`."""
