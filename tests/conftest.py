@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--every-case", action="store_true", help="all cases of the suites that are sampled"
     )
     long.addoption(
-        "--fuzz", type=int, default=100, metavar="N", help="random problems (default: 100)"
+        "--fuzz", type=int, default=150, metavar="N", help="random problems (default: 150)"
     )
     long.addoption("--fuzz-seed", type=int, default=0, metavar="N", help="their seed (default: 0)")
 

@@ -107,6 +107,16 @@ def test_offsets_that_grow() -> None:
             qkv.attention(*given, q_offset=place)
 
 
+def test_keys_of_each_batch_row_stand_somewhere_else() -> None:
+    """From the third step on, keys of all batch rows were rotated from where the first stood."""
+    cache = normal(3, 2, 20, 16)
+    for length in range(12, 20):
+        query = normal(3, 2, 2, 16, seed=length)
+        given = query, cache[:, :, :length], cache[:, :, :length], qkv.RoPE()
+        keywords = {"q_offset": "end", "kv_offset": np.array([0, 5, -3])}
+        near(qkv.attention(*given, return_lse=True, **keywords), given, keywords)
+
+
 def test_what_is_no_step_like_the_last_is_seen() -> None:
     cache = normal(1, 2, 40, 16)
     query = normal(1, 4, 2, 16)

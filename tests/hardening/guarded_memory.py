@@ -10,7 +10,8 @@ import sys
 from typing import Any
 
 import numpy as np
-from fuzz import memory, random_case
+from fuzz import random_case
+from fuzz.draw import memory
 
 import qkv
 from qkv.backends.cpu.passes import arguments

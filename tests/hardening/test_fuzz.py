@@ -1,113 +1,106 @@
-"""Random problems against float64: `--fuzz 50000 --fuzz-seed 1` for a long run.
+"""Random problems against the oracle of `fuzz`; many, with `python -m tests.hardening.fuzz`.
 
-A failure names its problem, `random_case(seed, structure, number)`, from which
-
-    qkv.testing.check_case("cpu", random_case(seed, structure, number))
-
-makes it again in this folder (`from fuzz import random_case`): of an odd number, once
-`CHEAP_OPERATIONS` of `schedule` and of `streaming` is 0; in parts, once
-`qkv.backends.cpu.split_bf16.choice.LEAST_SIZES` says (1, 1) of its type.
+A failure names its problem; `check(random_problem(seed, structure, layout))` runs it again.
 """
+
+import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from fuzz import random_case
-from fuzz.memory import scattered
-from fuzz.mods import random_mod
+from fuzz.bounds import neighbour
+from fuzz.calls import calls, keywords
+from fuzz.checks import check
+from fuzz.draw.memory import scattered
+from fuzz.draw.mods import as_function, derivative, evaluate, random_tree
+from fuzz.draw.structure import DRAWS, random_problem
+from fuzz.oracle import Oracle
+from fuzz.problem import DTYPES, Problem, Variant, from_json
+from fuzz.runner import State, run
+from fuzz.shrink import keep, kept, read, shrunk
 
-from forced import IN_PARTS, kernels
-from qkv.backends.cpu import CpuBackend
-from qkv.problem.check import check
-from qkv.testing import DTYPES, check_case, truth
-from qkv.testing.tolerances import plain
+from qkv.testing import truth
+from qkv.variants.causal import Causal
 
 EACH = 25
-"""Problems of one structure, at least; a kernel takes longer to compile than they do."""
-MOST_STRUCTURES = 1200
+"""Layouts of one structure; its kernels take longer to compile than many of them."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "structure" in metafunc.fixturenames:
-        number = metafunc.config.getoption("fuzz")
-        structures = max(1, min(number // EACH, MOST_STRUCTURES))
-        count = -(-number // structures)
-        chosen = [("", structure, count) for structure in range(structures)]
-        if any(kernel.endswith("parts") for kernel in kernels()):
-            seed = metafunc.config.getoption("fuzz_seed")
-            many = [s for s in range(structures) if may_be_in_parts(seed, s)]
-            chosen += [("in parts", structure, -(-count // 2)) for structure in many]
-        metafunc.parametrize(("kernel", "structure", "count"), chosen)
+        structures = -(-metafunc.config.getoption("fuzz") // EACH)
+        metafunc.parametrize("structure", range(structures))
 
 
-def may_be_in_parts(seed: int, structure: int) -> bool:
-    """Whether problems of a structure have such a type, and not all few queries."""
-    drawn = [random_case(seed, structure, number) for number in range(8)]
-    return drawn[0].dtypes[0] in IN_PARTS and any(case.shape.q_len > 12 for case in drawn)
-
-
-def test_random_problems(
-    kernel: str, structure: int, count: int, request: pytest.FixtureRequest
-) -> None:
-    if kernel:
-        request.getfixturevalue("splits_operands")
+def test_random_problems(structure: int, request: pytest.FixtureRequest) -> None:
     seed = request.config.getoption("fuzz_seed")
-    for number in range(0, count, 2):
-        check_case("cpu", random_case(seed, structure, number))
-    request.getfixturevalue("masks_of_few_pairs_are_read")
-    for number in range(1, count, 2):
-        check_case("cpu", random_case(seed, structure, number))
+    for layout in range(EACH):
+        try:
+            check(random_problem(seed, structure, layout))
+        except Exception as error:
+            error.add_note(f"of random_problem({seed}, {structure}, {layout})")
+            raise
+
+
+@pytest.mark.parametrize("path", kept(), ids=lambda path: path.stem)
+def test_problems_that_once_failed(path) -> None:
+    check(read(path))
 
 
 # The problems
 
 
-def drawn(structures=120, numbers=3):
-    return [random_case(0, s, n) for s in range(structures) for n in range(numbers)]
+def drawn(structures=150, layouts=2):
+    return [random_problem(0, s, n, draws=2) for s in range(structures) for n in range(layouts)]
 
 
-def test_a_random_case_is_the_same_in_every_process() -> None:
-    for case in drawn(20, 2):
-        again = eval(case.name)  # the name is the call
-        (dtype,) = case.dtypes
-        for first, second in zip(case.build(dtype).arrays, again.build(dtype).arrays, strict=True):
-            assert first.strides == second.strides
-            np.testing.assert_array_equal(first.astype(float), second.astype(float))
+def same(one, other) -> bool:
+    """Whether two problems are the same, strides included."""
+    first, second = (json.dumps(p.to_json(), default=str) for p in (one, other))
+    return first == second
 
 
-def test_random_cases_are_of_every_kind() -> None:
-    cases = drawn()
-    shapes = [case.shape for case in cases]
-    assert {case.dtypes[0] for case in cases} == set(DTYPES)
-    assert {case.layout for case in cases} == {"bhld", "blhd"}
-    assert {0, 1} <= {s.q_len for s in shapes} & {s.kv_len for s in shapes}
-    assert {0, 1, 2, 3} == {len(s.batch_shape) for s in shapes}
-    assert len({s.head_dim for s in shapes}) > 50
-    assert max(s.head_dim for s in shapes) > 256
-    assert max(s.v_head_dim for s in shapes) > 256
-    assert any(s.num_heads > s.num_kv_heads > 1 for s in shapes)
-    assert any(s.kv_len > 1000 for s in shapes)
-    kinds, strides = set(), set()
-    for case in cases:
-        call = case.build(case.dtypes[0])
-        kinds |= {type(variant).__name__ for variant in call.variants}
-        for array in call.arrays:
+def test_a_random_problem_is_the_same_in_json() -> None:
+    for problem in drawn(40, 1):
+        stored = json.loads(json.dumps(problem.to_json()))
+        assert same(problem, from_json(stored))
+        again = problem.only(range(problem.draws))
+        assert again.query.strides[1:] == problem.query.strides[1:]
+        np.testing.assert_array_equal(again.query, problem.query)
+
+
+def test_random_problems_are_of_every_kind() -> None:
+    problems = drawn()
+    assert {p.purpose for p in problems} == set(DRAWS)
+    assert {p.dtype for p in problems} == set(DTYPES)
+    assert {p.layout for p in problems} == {"bhld", "blhd"}
+    oracles = [Oracle(p) for p in problems]
+    assert {0, 1} <= {o.q_len for o in oracles} & {o.kv_len for o in oracles}
+    assert {0, 1, 2, 3} == {len(o.batch_shape) for o in oracles}
+    assert len({o.head_dim for o in oracles}) > 30
+    assert any(o.num_heads > o.num_heads // o.group_size > 1 for o in oracles)
+    assert any(o.kv_len > 300 for o in oracles)
+    names = {"Mask"} | {v.name for p in problems for v in p.variants}
+    assert names >= {
+        "ALiBi", "AllOf", "AnyOf", "Bias", "BlockSparse", "Causal", "Dropout", "GlobalTokens",
+        "KeyLengths", "Mask", "Not", "Prefix", "RandomBlocks", "RelativeBias", "RoPE", "ScoreMod",
+        "Segments", "Sinks", "SlidingWindow", "Softcap", "Strided", "array",
+    }  # fmt: skip
+    strides = set()
+    for p in problems:
+        for array in (p.query[0], p.key[0], p.value[0]):
             if array.size > 1:
                 signs = tuple(np.sign(array.strides[-2:]).tolist())
                 strides.add((signs, array.strides[-1] == array.itemsize))
-    assert {
-        "ALiBi", "AllOf", "AnyOf", "Bias", "BlockSparse", "Causal", "Dropout", "GlobalTokens",
-        "KeyLengths", "Mask", "Not", "Prefix", "RelativeBias", "RoPE", "ScoreMod", "Segments",
-        "Sinks", "SlidingWindow", "Softcap", "Strided", "ndarray",
-    } <= kinds  # fmt: skip
-    assert {(s, False) for s in [(1, 1), (-1, 1), (1, -1), (-1, -1), (0, 1), (1, 0)]} <= strides
+    assert {(s, False) for s in [(1, 1), (-1, 1), (1, -1), (-1, -1), (0, 1)]} <= strides
 
 
 def test_scattered_arrays_keep_their_values() -> None:
     rng = np.random.default_rng(0)
     array = rng.normal(size=(3, 4, 5)).astype(np.float32)
     changed = 0
-    for _ in range(200):
-        there = scattered(array, rng)
+    for n in range(200):
+        there = scattered(array, rng, draws=bool(n % 2))
         assert there.shape == array.shape
         repeats = tuple(slice(None) if s else slice(1) for s in there.strides)
         np.testing.assert_array_equal(there[repeats], array[repeats])
@@ -115,51 +108,108 @@ def test_scattered_arrays_keep_their_values() -> None:
     assert changed > 80
 
 
-def test_mods_of_float32_are_rounded_at_every_step() -> None:
-    """The plain computation of these problems would else be nearer than any can be."""
+def test_score_mods_as_a_user_writes_them() -> None:
+    """Of float32, every step is rounded; derivatives are those of differences."""
     rng = np.random.default_rng(0)
-    scores = rng.normal(size=200).astype(np.float32)
-    other = 0
-    for _ in range(40):
-        mod = random_mod(rng)(rng).fn
-        exact, found = (mod(s, 1, 0, 7, np.arange(200)) for s in (scores.astype(float), scores))
-        assert found.dtype == np.float32
-        np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-6)
-        other += (found != exact.astype(np.float32)).any()
-    assert other > 20
+    scores = rng.normal(size=200)
+    for n in range(60):
+        tree, constants = random_tree(rng, forbids=n % 5 == 0), rng.uniform(0.25, 1.0, 8)
+        places = 1, 0, 7, np.arange(200)
+        exact = evaluate(tree, constants, scores, *places)
+        np.testing.assert_allclose(as_function(tree, constants)(scores, *places), exact)
+        small = evaluate(tree, constants, scores.astype(np.float32), *places)
+        assert small.dtype == np.float32
+        np.testing.assert_allclose(small, exact, rtol=1e-5, atol=1e-6)
+        value, slope = derivative(tree, constants, scores, *places)
+        np.testing.assert_array_equal(value, exact)
+        with np.errstate(invalid="ignore"):
+            above, below = (evaluate(tree, constants, scores + h, *places) for h in (1e-6, -1e-6))
+            found = np.where(np.isneginf(exact), 0, (above - below) / 2e-6)
+        bends = np.abs(found - slope) > 1e-6 + 1e-6 * np.abs(found)
+        assert bends.mean() < 0.03  # where pieces meet
 
 
-def test_one_score_is_added_in_its_own_type() -> None:
-    """BLAS adds a single dot product in double, in which one order is as good as another."""
-    rng = np.random.default_rng(3)
-    query, key = rng.normal(size=(2, 1, 1, 20)).astype(np.float32)
-    exact = truth(query, key, key)
-    found = {float(plain(exact.heads[0], (), "float32", order)[1][0]) for order in range(40)}
-    assert len(found) > 1
+def test_the_oracle_is_like_the_one_of_every_variant() -> None:
+    """That of `qkv.testing` is slow, and shares the variants; both were written by themselves."""
+    compared = 0
+    for p in drawn(80, 1):
+        if p.kv_lens or any(v.name == "ScoreMod" for v in p.variants):
+            continue
+        call = next(calls(p))
+        arrays = [a.swapaxes(-3, -2) if p.layout == "blhd" else a for a in call.arguments[:3]]
+        options = {k: v for k, v in keywords(p).items() if k not in ("layout", "backend")}
+        known, oracle = truth(*arrays, call.variants, **options), Oracle(p)
+        np.testing.assert_allclose(oracle.out[0], known.out, atol=1e-12)
+        np.testing.assert_allclose(oracle.lse[0], known.lse, atol=1e-11)
+        compared += 1
+    assert compared > 40
 
 
-# That it finds what is wrong
+# That it finds what is wrong, and goes on where it was
 
 
-def test_a_key_too_few_is_found() -> None:
-    """The last key of some plain problems, forgotten."""
+PLAIN = Problem(
+    "forward", "float32",
+    *np.random.default_rng(0).normal(size=(3, 4, 1, 2, 20, 8)).astype(np.float32),
+    variants=(Variant("Causal"), Variant("Softcap", {"cap": 3.0})), q_offset="start",
+)  # fmt: skip
 
-    class Forgetful(CpuBackend):
-        name = "forgetful"
 
-        def run(self, problem):
-            spec, o = problem.spec, problem.operands
-            if spec.kv_len % 4 == 3 and not (spec.scores or spec.masks or spec.rotation):
-                key, value = o.key[..., :-1, :], o.value[..., :-1, :]
-                problem = check(o.query, key, value, (), scale=o.scale)
-            return super().run(problem)
+@pytest.fixture
+def later_keys(monkeypatch: pytest.MonkeyPatch, no_prepared_calls: None) -> None:
+    """A causal mask that allows one key too many."""
 
-    plain = [case for case in drawn(60, 8) if not case.build(case.dtypes[0]).variants]
-    assert any(case.shape.kv_len % 4 == 3 for case in plain)
+    def lower(self, builder) -> None:
+        builder.mask(builder.kv_pos <= builder.q_pos + 1)
 
-    def check_all() -> None:
-        for case in plain:
-            check_case(Forgetful(), case)
+    monkeypatch.setattr(Causal, "lower", lower)
 
-    with pytest.raises(AssertionError, match=r"on 'random_case\(0, \d+, \d+\)'.* is .* off"):
-        check_all()
+
+def test_a_key_too_many_is_found_and_made_small(later_keys, tmp_path) -> None:
+    with pytest.raises(AssertionError, match="off, allowed") as found:
+        check(PLAIN)
+    problem, error = shrunk(PLAIN, found.value, seconds=20)
+    assert [v.name for v in problem.variants] == ["Causal"]
+    assert problem.draws == 1
+    assert problem.query.shape[-2] * problem.key.shape[-2] <= 4
+    assert same(problem, read(keep("causal", problem, error, tmp_path)))
+
+
+def test_a_problem_that_is_right_is_right() -> None:
+    check(PLAIN)
+    for purpose in DRAWS:
+        if purpose != "decoding":
+            check(replace(PLAIN, purpose=purpose))
+
+
+def test_neighbours_are_near() -> None:
+    found = neighbour(PLAIN, 1)
+    assert not same(found, PLAIN)
+    np.testing.assert_allclose(found.query, PLAIN.query, rtol=0.04)
+
+
+def test_a_run_goes_on_where_it_was(tmp_path, monkeypatch) -> None:
+    from fuzz import runner
+
+    seen = []
+    monkeypatch.setattr(runner, "LAYOUTS", 3)
+    monkeypatch.setattr(runner, "random_problem", lambda *key: (seen.append(key), PLAIN)[1])
+
+    def check_all(problem) -> None:
+        if len(seen) == 5:
+            raise KeyboardInterrupt
+        assert len(seen) != 8, "wrong"
+
+    monkeypatch.setattr(runner, "check", check_all)
+    path = tmp_path / "state.json"
+    failed = lambda name, problem, error: f"{name}: {error}"  # noqa: E731
+    with pytest.raises(KeyboardInterrupt):
+        run(State.read(path, 7), path, 40, 60, failed)
+    state = State.read(path, 7)
+    assert (state.structure, state.layout, state.cases) == (1, 1, 16)
+    run(state, path, 40, 60, failed)
+    assert seen == [(7, *divmod(n, 3)) for n in (0, 1, 2, 3, 4, 4, 5, 6, 7, 8, 9)]
+    assert [f["problem"] for f in state.failures] == ["random_problem(7, 2, 0)"]
+    assert State.read(path, 7) == state
+    with pytest.raises(SystemExit, match="seed 7, not 8"):
+        State.read(path, 8)

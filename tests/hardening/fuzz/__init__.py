@@ -1,5 +1,16 @@
-"""Random problems, each named by the numbers that it is drawn from."""
+"""Random problems against an oracle that shares no code with the library.
 
-from fuzz.problems import random_case
+problem         a problem as plain data; also as JSON
+draw/           random problems: structures, their layouts, variants, memory
+oracle          what a problem means, in float64
+derivatives     gradients and tangents, and the plain computation in any type
+bounds          how far results may be off
+calls, tensors  a problem as calls of the library
+checks          what is required, by the purpose of a problem
+shrink, kept/   smaller problems that fail, and those that once did
+runner          long runs: `python -m tests.hardening.fuzz --help`
+"""
+
+from .case import random_case
 
 __all__ = ["random_case"]

@@ -189,7 +189,9 @@ class CpuBackend:
             return None
         if spec.rotation is None:
             return growing(problem, arrays)
-        if len(problem.operands.positions.q_shift) > 1:
+        positions = problem.operands.positions
+        # The rows of a side have one table of angles.
+        if max(len(positions.q_shift), len(positions.kv_shift)) > 1:
             return None
         ready = growing(stages.rotated_form(problem), arrays)
         return None if ready is None else stages.GrowingRotation(problem, ready)

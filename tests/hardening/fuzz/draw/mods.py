@@ -1,20 +1,19 @@
 """Score mods that nobody has written, drawn from the language of expressions.
 
-A tree of names and numbers says what is computed; `evaluate` computes it, on symbols or numbers
-alike. Every mod is well conditioned: it is continuous in the score and changes it by a few units at
-most, so that an error beyond the bound is one of the kernel and not one of the formula.
+A tree of names and numbers says what is computed: `evaluate` computes it, `derivative` how it
+changes with the score, and `as_function` writes it down as a user would. Every mod is well
+conditioned: it is continuous in the score and changes it by a few units at most, so that an error
+beyond the bound is one of the kernel and not one of the formula.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-
-from qkv.variants import ScoreMod
 
 Array = NDArray[Any]
 Tree: TypeAlias = tuple[Any, ...]
@@ -51,18 +50,10 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = {
 }
 
 
-def random_mod(
-    rng: np.random.Generator, forbids: bool = False
-) -> Callable[[np.random.Generator], ScoreMod]:
-    """A tree, and what makes a score mod of it with new numbers."""
+def random_tree(rng: np.random.Generator, forbids: bool = False) -> Tree:
+    """A score mod; with `forbids`, one that gives some pairs a score of -inf."""
     tree = _score(rng, int(rng.integers(1, 3)))
-    if forbids:
-        tree = ("where", _condition(rng), tree, -np.inf)
-
-    def make(values: np.random.Generator) -> ScoreMod:
-        return ScoreMod(partial(evaluate, tree, values.uniform(0.25, 1.0, CONSTANTS)))
-
-    return make
+    return ("where", _condition(rng), tree, -np.inf) if forbids else tree
 
 
 def evaluate(tree: Any, constants: Any, score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -84,6 +75,83 @@ def _rounded(found: Any, score: Array) -> Any:
     """Integers and conditions stay as they are."""
     array = np.asarray(found)
     return array.astype(score.dtype) if array.dtype.kind == "f" else found
+
+
+def derivative(
+    tree: Any, constants: Any, score: Any, b: Any, h: Any, q: Any, k: Any
+) -> tuple[Any, Any]:
+    """The value of a tree, and its derivative by the score; 0.0 where no score is in it."""
+    if not isinstance(tree, tuple):
+        return tree, 0.0
+    name, *parts = tree
+    if name == "place":
+        return {"score": score, "b": b, "h": h, "q": q, "k": k}[parts[0]], float(
+            parts[0] == "score"
+        )
+    if name == "constant":
+        index, _ = derivative(parts[0], constants, score, b, h, q, k)
+        return constants[index], 0.0
+    found = [derivative(part, constants, score, b, h, q, k) for part in parts]
+    values, slopes = [v for v, _ in found], [d for _, d in found]
+    value = OPERATIONS[name](*values)
+    if all(isinstance(d, float) and d == 0.0 for d in slopes):
+        return value, 0.0
+    return value, DERIVATIVES[name](value, values, slopes)
+
+
+DERIVATIVES: Mapping[str, Callable[..., Any]] = {
+    "add": lambda y, v, d: d[0] + d[1],
+    "sub": lambda y, v, d: d[0] - d[1],
+    "mul": lambda y, v, d: d[0] * v[1] + v[0] * d[1],
+    "div": lambda y, v, d: (d[0] - y * d[1]) / v[1],
+    "neg": lambda y, v, d: -d[0],
+    "abs": lambda y, v, d: np.sign(v[0]) * d[0],
+    "min": lambda y, v, d: np.where(v[0] == v[1], (d[0] + d[1]) / 2, np.where(v[0] < v[1], *d)),
+    "max": lambda y, v, d: np.where(v[0] == v[1], (d[0] + d[1]) / 2, np.where(v[0] > v[1], *d)),
+    "exp": lambda y, v, d: y * d[0],
+    "log": lambda y, v, d: d[0] / v[0],
+    "sqrt": lambda y, v, d: d[0] / (2 * y),
+    "tanh": lambda y, v, d: (1 - y * y) * d[0],
+    "where": lambda y, v, d: np.where(v[0], d[1], d[2]),
+    "lt": lambda y, v, d: 0.0,
+}
+"""Of those operations that scores go through, from the value, the parts and their derivatives."""
+
+
+def as_function(tree: Tree, constants: Array) -> Callable[..., Any]:
+    """`lambda score, batch, head, q_pos, kv_pos: ...`, which closes over the constants."""
+    return _maker(tree)(constants)
+
+
+@lru_cache(maxsize=256)
+def _maker(tree: Tree) -> Callable[[Array], Callable[..., Any]]:
+    scope = {"np": np}
+    source = f"lambda constants: lambda score, b, h, q, k: {written(tree)}"
+    return eval(source, scope)  # type: ignore[no-any-return]
+
+
+def written(tree: Any) -> str:
+    """A tree as Python."""
+    if not isinstance(tree, tuple):
+        return "-np.inf" if tree == -np.inf else repr(tree)
+    name, *parts = tree
+    if name == "place":
+        return str(parts[0])
+    if name == "constant":
+        return f"constants[{written(parts[0])}]"
+    values = list(map(written, parts))
+    if name in SIGNS:
+        return f"({f' {SIGNS[name]} '.join(values)})"
+    return f"{NAMES.get(name, 'np.' + name)}({', '.join(values)})"
+
+
+SIGNS: Mapping[str, str] = {
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "mod": "%", "floordiv": "//", "lt": "<",
+    "le": "<=", "eq": "==", "ne": "!=", "and": "&", "or": "|",
+}  # fmt: skip
+NAMES: Mapping[str, str] = {
+    "neg": "-", "abs": "abs", "min": "np.minimum", "max": "np.maximum", "not": "~",
+}  # fmt: skip
 
 
 SCORE: Tree = ("place", "score")

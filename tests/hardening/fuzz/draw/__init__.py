@@ -1,0 +1,1 @@
+"""Random problems: their structures, values and places in memory."""

@@ -1,0 +1,50 @@
+"""Kernels that the library would not choose for small problems, or on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+from qkv.backends.cpu.machine.host import host
+from qkv.backends.cpu.passes import backward, gradient
+from qkv.backends.cpu.plan import schedule
+from qkv.backends.cpu.split_bf16 import choice
+from qkv.call.cache import CALLS
+from qkv.errors import ArgumentError
+
+__all__ = ["forced"]
+
+
+@cache
+def instruction_sets() -> tuple[str, ...]:
+    """Those that run here, the most able first."""
+    found = []
+    for isa in ("amx", "avx512-bf16", "avx512", "avx2", "sse", "neon"):
+        with patch.dict("os.environ", QKV_ISA=isa):
+            try:
+                found.append(host().isa)
+            except ArgumentError:
+                continue
+    return tuple(found)
+
+
+@contextmanager
+def forced(wanted: Mapping[str, Any]) -> Iterator[None]:
+    """What `Problem.forced` says, without anything that was prepared before or stays prepared."""
+    known = instruction_sets()
+    with ExitStack() as stack:
+        isa = known[wanted.get("isa", 0) % len(known)]
+        stack.enter_context(patch.dict("os.environ", QKV_ISA=isa))
+        if wanted.get("masks read"):
+            stack.enter_context(patch.object(schedule, "CHEAP_OPERATIONS", 0))
+        if wanted.get("parts") and isa == "amx":
+            least = dict.fromkeys(choice.LEAST_SIZES, (1, 1))
+            stack.enter_context(patch.object(choice, "LEAST_SIZES", least))
+            stack.enter_context(patch.object(backward, "_ROWS_PAY", 1))
+            stack.enter_context(patch.object(gradient, "_MOST_QUERIES", 0))
+        CALLS.clear()
+        stack.callback(CALLS.clear)
+        yield
