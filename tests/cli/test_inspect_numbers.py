@@ -341,3 +341,24 @@ def test_not_a_number_is_null(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert "query holds NaN first at" in text.replace("\n", " ")
     assert "nan" not in text
     assert "Next:" not in text
+
+
+@pytest.mark.parametrize("variant", [[], ["--lengths", "6"]], ids=["uniform", "of each row"])
+def test_json_says_which_rows_are_not_finite_and_why(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, variant: list[str]
+) -> None:
+    q, k, v = np.random.default_rng(0).normal(size=(3, 4, 6, 8)).astype("f4")
+    q[2, 3, 1] = np.inf
+    k[1, 0, 5] = np.nan
+    path = str(tmp_path / "a.npz")
+    np.savez(path, q=q, k=k, v=v)
+    data = run_json(capsys, path, *variant)
+    assert [head["non_finite_rows"] for head in data["heads"]] == [[], [0, 1, 2, 3, 4, 5], [3], []]
+    of_query, of_key = data["non_finite"]
+    assert of_query.startswith("query holds infinity first at head 2, row 3, dim 1")
+    assert of_key.startswith("key holds NaN first at head 1, row 0, dim 5")
+    one = run_json(capsys, path, *variant, "--query", "3", "--head", "2")
+    assert [head["non_finite_rows"] for head in one["heads"]] == [[3]]
+    assert "head 2, row 3" in one["non_finite"][0]
+    fine = run_json(capsys, path, *variant, "--head", "0")
+    assert fine["heads"][0]["non_finite_rows"] == []

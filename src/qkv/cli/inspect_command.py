@@ -76,7 +76,7 @@ def _printed(problem: CommandInput, options: argparse.Namespace) -> str:
         statistics = problem.head_statistics(bar)
         found = heads(problem, statistics, top)
     if options.json:
-        return json_of_heads(problem, [head_data(problem, head) for head in found])
+        return json_of_heads(problem, statistics, [head_data(problem, head) for head in found])
     again = ""
     if not all(math.isnan(head.entropy) for head in found):
         head, query = _next(problem, found)
@@ -258,6 +258,7 @@ def _one_query(problem: CommandInput, options: argparse.Namespace) -> str:
     if options.json:
         return json_of_heads(
             problem,
+            record,
             [
                 {
                     "head": problem.head + h,
@@ -364,6 +365,3 @@ def _side_by_side(rows: list[list[str]], top: int, room: int, as_fits: bool) -> 
         )
         for lines in folded
     ]
-
-
-# --- JSON ----------------------------------------------------------------------------------------
