@@ -1,6 +1,7 @@
 """Steps of decoding are like the step before; what they give must not change."""
 
 from itertools import product
+from typing import ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -230,3 +231,64 @@ def test_a_length_that_is_a_number_stays() -> None:
             given,
             {"q_offset": "end"},
         )
+
+
+def _sorted_ids(draw, *shape):
+    return np.sort(draw.integers(0, 3, shape), axis=-1)
+
+
+PER_STEP = {
+    "segments": lambda draw, n: qkv.Segments(np.array([1]), _sorted_ids(draw, n)),
+    "segments of each row": lambda draw, n: qkv.Segments(
+        np.array([[0], [2]]), _sorted_ids(draw, 2, n).astype(np.int32)
+    ),
+    "blocks": lambda draw, n: qkv.BlockSparse(draw.random((4, 1, -(-n // 8))) < 0.6, 4, 8),
+    "both": lambda draw, n: (
+        qkv.Segments(np.array([1]), _sorted_ids(draw, n))
+        & qkv.BlockSparse(draw.random((1, -(-n // 5))) < 0.6, 4, 5)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PER_STEP)
+def test_arrays_that_each_step_has_its_own_of(name) -> None:
+    """Segment ids and block masks have other values in each step, also at a length seen before."""
+    draw = np.random.default_rng(0)
+    for n in (17, 18, 18, 23, 24, 25, 640, 3, 1100):
+        query, cache = normal(2, 4, 1, 24, seed=n), normal(2, 2, n, 24, seed=n + 1)
+        given = query, cache, cache, PER_STEP[name](draw, n)
+        near(qkv.attention(*given, return_lse=True, q_offset="end"), given, {"q_offset": "end"})
+    assert CALLS.count("step") == 1
+    assert CALLS.count("forward") == 0
+
+
+class ReadsOn(qkv.Variant):
+    """Reads an array five entries behind the key."""
+
+    roles: ClassVar = {"values": "in_place"}
+    positions_only = True
+
+    def __init__(self, values):
+        self.values = values
+
+    def lower(self, builder):
+        builder.mod(builder.score + builder.table(self.values)[builder.kv_index + 5])
+
+    def naive(self, dense):
+        raise NotImplementedError
+
+    @classmethod
+    def examples(cls, shape, rng):
+        return ()
+
+
+def test_no_step_reads_behind_an_array() -> None:
+    """A step that is prepared for any number of keys must not read an array of one length."""
+    variant = ReadsOn(np.zeros(30, np.float32))
+    query = normal(1, 2, 1, 16)
+    for n in (10, 11, 12, 25):
+        given = query, normal(1, 2, n, 16, seed=n), normal(1, 2, n, 16, seed=n), variant
+        near(qkv.attention(*given, return_lse=True, q_offset="end"), given, {"q_offset": "end"})
+    longer = normal(1, 2, 26, 16)
+    with pytest.raises(ShapeError, match="may reach 5 to 30; it has 30 entries"):
+        qkv.attention(query, longer, longer, variant, q_offset="end")

@@ -201,7 +201,8 @@ def prepare_step(bound: BoundCall, seen: BoundCall, out: Tensor) -> bool:
     call: GrowingCall | None = None if step is None else CALLS.get(step.key)
     if call is None or not isinstance(call.growing, AddressedGrowing):
         return False
-    found = None if call.lengths or looks_on() else _key(bound)
+    has_own = call.lengths or bound.structure.per_step
+    found = None if has_own or looks_on() else _key(bound)
     if found is not None:
         wide = torch.float64 if out.dtype is torch.float64 else torch.float32
         makers = empty_maker(out.shape, out.dtype), empty_maker(out.shape[:-1], wide)

@@ -145,17 +145,19 @@ def call_key(bound: BoundCall, views: tuple[Array, Array, Array], purpose: str) 
 def _leaf_keys(bound: BoundCall, kv_len: int | None = None) -> list[Hashable] | None:
     """The part of a cache key for the arrays of variants and options.
 
-    With `kv_len`, arrays that are read in place may be as long as there are keys, and have any
-    strides.
+    With `kv_len` the call is a decoding step: arrays that are read in place may be as long as there
+    are keys, and have any strides, and those that each step has its own of any size.
     """
     by_value = bound.structure.by_value
     keys: list[Hashable] = []
-    lengths = () if kv_len is None else bound.structure.lengths
+    lengths, per_step = ((), ()) if kv_len is None else bound.structure[-2:]
     for n, array in enumerate(bound.leaves[3:], start=3):
         if type(array) is not np.ndarray:
             return None
         if n in lengths:
             keys.append((array.dtype, array.shape))
+        elif n in per_step:
+            keys.append((array.dtype, array.ndim))
         elif n not in by_value:
             sizes: Hashable = array.shape, array.strides
             if kv_len is not None:
@@ -168,11 +170,13 @@ def _leaf_keys(bound: BoundCall, kv_len: int | None = None) -> list[Hashable] | 
     return keys
 
 
-def in_place(bound: BoundCall) -> tuple[Any, ...]:
-    """The arrays of variants that are read in place."""
+def in_place(bound: BoundCall, is_step: bool = False) -> tuple[Any, ...]:
+    """The arrays of variants that are read in place, by a decoding step if it is one."""
     if len(bound.leaves) == 3:
         return ()
-    by_value = bound.structure.by_value
+    by_value: Any = bound.structure.by_value
+    if is_step and bound.structure.per_step:
+        by_value = set(by_value).difference(bound.structure.per_step)
     return tuple([a for n, a in enumerate(bound.leaves[3:], start=3) if n not in by_value])
 
 
@@ -244,7 +248,7 @@ class GrowingCall(NamedTuple):
         query, key, value = views
         q_len, kv_len = query.shape[-2], key.shape[-2]
         q_shift = self.q_shift(step.q_offset, q_len, kv_len)
-        arrays = in_place(bound)
+        arrays = in_place(bound, is_step=True)
         if self.lengths:
             lens = bound.leaves[bound.structure.lengths[0]].astype(np.int64)
             if lens.min() < 0 or lens.max() > kv_len:
@@ -310,7 +314,7 @@ def _prepare_step(step: Step, bound: BoundCall, call: CheckedCall) -> bool:
         return False
     if CALLS.is_new(step.key):
         return True
-    arrays = in_place(bound._replace(leaves=call.leaves))
+    arrays = in_place(bound._replace(leaves=call.leaves), is_step=True)
     from_lengths = _from_lengths(problem) if bound.structure.lengths else []
     if bound.structure.lengths and not from_lengths:
         return False

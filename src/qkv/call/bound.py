@@ -37,6 +37,8 @@ class Structure(NamedTuple):
         Which leaves are compared by value.
     lengths : tuple of int
         Which of these are numbers of keys, which decoding steps read anew each time.
+    per_step : tuple of int
+        Which others decoding steps read anew each time.
     """
 
     operands: tuple[Tree, ...]
@@ -44,6 +46,7 @@ class Structure(NamedTuple):
     options: tuple[Tree, ...]
     by_value: tuple[int, ...] = ()
     lengths: tuple[int, ...] = ()
+    per_step: tuple[int, ...] = ()
 
     @property
     def is_plain(self) -> bool:
@@ -74,8 +77,7 @@ class Structure(NamedTuple):
     def text(self) -> str:
         """The structure as JSON, for compilers that take constants as text."""
         # Tuples of trees are written as sequences.
-        groups = self.operands, self.variants, self.options, self.by_value, self.lengths
-        return dumps((tuple, *[(tuple, *group) for group in groups]))
+        return dumps((tuple, *[(tuple, *group) for group in self]))
 
     @classmethod
     def from_text(cls, text: str) -> Structure:
@@ -133,7 +135,7 @@ class UnboundCall(NamedTuple):
 
 
 _PLAIN: tuple[Tree, ...] = (ReadInPlace, ReadInPlace, ReadInPlace)
-_DEFAULT_OPTIONS = tuple([flatten(option, Leaves([], [], [])) for option in DEFAULTS])
+_DEFAULT_OPTIONS = tuple([flatten(option, Leaves.none()) for option in DEFAULTS])
 
 
 def bind(
@@ -155,7 +157,7 @@ def bind(
     """
     if not variants and options is DEFAULTS and _are_plain(query, key, value):
         return BoundCall(_PLAIN_CALL, [query, key, value])
-    leaves = Leaves([], [], [])
+    leaves = Leaves.none()
     operands = _PLAIN
     leaves.arrays.append(query)
     if _are_plain(query, key, value):
@@ -167,7 +169,10 @@ def bind(
     if options is not DEFAULTS:
         option_trees = tuple([flatten(option, leaves, "value", whole) for option in options])
     structure = Structure(
-        operands, trees, option_trees, tuple(leaves.by_value), tuple(leaves.lengths)
+        operands,
+        trees,
+        option_trees,
+        *map(tuple, (leaves.by_value, leaves.lengths, leaves.per_step)),
     )
     return BoundCall(structure, leaves.arrays)
 

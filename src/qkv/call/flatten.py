@@ -56,11 +56,18 @@ class Numbered:
 
 
 class Leaves(NamedTuple):
-    """The arrays of a call, which of them are compared by value, and which are lengths."""
+    """The arrays of a call, which of them are compared by value, and which of these are lengths or
+    arrays that each decoding step has its own of."""
 
     arrays: list[Any]
     by_value: list[int]
     lengths: list[int]
+    per_step: list[int]
+
+    @classmethod
+    def none(cls) -> Leaves:
+        """No arrays yet."""
+        return cls([], [], [], [])
 
 
 Whole: TypeAlias = Callable[[Any], int]
@@ -81,7 +88,7 @@ def flatten(value: Any, leaves: Leaves, role: Role = "value", whole: Whole | Non
         A variant, an option, an operand, or what these hold.
     leaves : Leaves
         Is added to.
-    role : "static", "value", "in_place" or "lengths"
+    role : Role
         How the arrays in it are read.
     whole : callable, optional
         Given while another library compiles: objects that declare nothing, and functions, stay
@@ -109,6 +116,8 @@ def flatten(value: Any, leaves: Leaves, role: Role = "value", whole: Whole | Non
         leaves.by_value.append(len(leaves.arrays))
         if role == "lengths":
             leaves.lengths.append(len(leaves.arrays))
+        elif role == "per_step":
+            leaves.per_step.append(len(leaves.arrays))
         leaves.arrays.append(value)
         return ReadByValue
     if isinstance(value, np.generic):
@@ -187,8 +196,8 @@ def depends_on_positions_only(tree: Tree) -> bool:
     if kind not in _CONTAINERS:
         if not getattr(kind, "positions_only", False):
             return False
-        # Lengths that are not arrays are constant, and cannot grow with the steps.
-        if any(parts[n] is not ReadByValue for n in _lengths_among(kind)):
+        # What is not an array is constant, and cannot grow with the steps.
+        if any(parts[n] is not ReadByValue for n in _growing_fields(kind)):
             return False
     return all(map(depends_on_positions_only, parts))
 
@@ -226,9 +235,10 @@ def _fields_of(kind: type, value: Any) -> tuple[tuple[str, Role], ...] | None:
 
 
 @lru_cache(maxsize=256)
-def _lengths_among(kind: type) -> tuple[int, ...]:
-    """The indices of the fields of a class that are lengths."""
-    return tuple([n for n, (_, role) in enumerate(_declared.get(kind, ())) if role == "lengths"])
+def _growing_fields(kind: type) -> tuple[int, ...]:
+    """The indices of the fields of a class that each decoding step has its own of."""
+    roles = [role for _, role in _declared.get(kind, ())]
+    return tuple([n for n, role in enumerate(roles) if role in ("lengths", "per_step")])
 
 
 def _rebuild(kind: type, names: Sequence[str], values: Sequence[Any]) -> Any:

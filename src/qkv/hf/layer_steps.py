@@ -128,7 +128,7 @@ def are_of_distances(variants: tuple[MaskVariant, ...]) -> bool:
 
 def _compared(variants: tuple[MaskVariant, ...]) -> tuple[Any, ...] | None:
     """What masks are compared by; None if they hold large arrays."""
-    leaves = Leaves([], [], [])
+    leaves = Leaves.none()
     trees = tuple([flatten(variant, leaves, "in_place") for variant in variants])
     if len(leaves.by_value) != len(leaves.arrays) or leaves.lengths:
         return None

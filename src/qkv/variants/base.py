@@ -17,14 +17,14 @@ import numpy as np
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
 
-Role: TypeAlias = Literal["static", "value", "in_place", "lengths"]
+Role: TypeAlias = Literal["static", "value", "in_place", "lengths", "per_step"]
 """How a call reads what a field of a variant holds.
 
 "static" is part of the structure: another value is another call. "value" is an array or number of
 which a prepared call holds a copy: calls with other values are prepared for anew. "in_place" is an
 array that is read where it lies at each call, whatever its values are then. "lengths" is "value"
-for an integer array with one number of keys for each batch row, which decoding steps read anew each
-time.
+for an integer array with one number of keys for each batch row, and "per_step" for an array with
+entries for keys or blocks of keys: decoding steps read both anew each time.
 """
 
 

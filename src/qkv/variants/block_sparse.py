@@ -44,11 +44,12 @@ class BlockSparse(MaskVariant):
     """
 
     roles: ClassVar[Mapping[str, Role]] = {
-        "mask": "value",
+        "mask": "per_step",
         "block_q": "static",
         "block_kv": "static",
     }
     uses_batch_index: ClassVar[bool] = False
+    positions_only: ClassVar[bool] = True
 
     mask: ArrayLike
     block_q: int

@@ -153,7 +153,7 @@ class _Function(Opaque):
         return super().__hash__() if self.constants is None else hash(self.constants)
 
     def check_constants(self) -> None:
-        """Raise ArgumentError if the function reads other constants than when it was taken apart."""
+        """Raise ArgumentError if the function reads other constants than when it was flattened."""
         if self.constants is not None and _captured_values(self.thing, []) != self.constants:
             name = getattr(self.thing, "__name__", "a score mod")
             raise ArgumentError(

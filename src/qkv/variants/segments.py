@@ -51,8 +51,9 @@ class Segments(MaskVariant):
            [0. , 0. , 1. ]])
     """
 
-    roles: ClassVar[Mapping[str, Role]] = {"q_ids": "value", "kv_ids": "value"}
+    roles: ClassVar[Mapping[str, Role]] = {"q_ids": "per_step", "kv_ids": "per_step"}
     uses_batch_index: ClassVar[bool] = False
+    positions_only: ClassVar[bool] = True
 
     q_ids: ArrayLike
     kv_ids: ArrayLike | None = None
@@ -90,11 +91,11 @@ class Segments(MaskVariant):
             kv_rows = kv_rows[:1]
         q_rank, kv_rank = _ranks(q_rows), _ranks(kv_rows)
         builder.restart_positions(Restart(q_rank, kv_rank, _end_shift(q_rows, kv_rows)))
-        q_table = builder.table(q_rows, "q_ids")
-        kv_table = builder.table(kv_rows, "kv_ids")
+        q_axes = [("q_len", shape.q_len, builder.q_index)]
+        kv_axes = [("kv_len", shape.kv_len, builder.kv_index)]
         builder.mask(
-            q_table[builder.batch if len(q_rows) > 1 else 0, builder.q_index]
-            == kv_table[builder.batch if len(kv_rows) > 1 else 0, builder.kv_index]
+            builder.broadcast(q_ids, "q_ids", q_axes)
+            == builder.broadcast(kv_ids, "kv_ids", kv_axes)
         )
 
     def naive_rows(self, dense: Dense) -> None:
@@ -153,7 +154,8 @@ def _rows(ids: ArrayLike, name: str, length: int, length_name: str) -> NDArray[A
             f"{name} has shape {array.shape}; {length_name}={length}.",
             action=f"Give one id for each row: shape (..., {length}).",
         )
-    return array.astype(np.int64)
+    is_read = array.dtype.isnative and array.dtype != np.uint64
+    return array if is_read else array.astype(np.int64)
 
 
 def _ranks(ids: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -46,13 +46,15 @@ _KV_LEN, _Q_SHIFT = (word_of(name, FIELDS) for name in ("kv_len", "q_shift"))
 class _ArrayWords:
     """Where the table of an array that each call brings stands in a block, and what it must be.
 
-    The size of an axis stands before its stride. `sizes` are None for an axis that is as long as
-    there are keys, 1 for one that is not indexed.
+    The size of an axis stands before its stride. `sizes` are 1 for an axis that is not indexed;
+    where `keys` is not 0, the axis has an entry for so many keys instead, the last perhaps for
+    fewer.
     """
 
     address: int
     strides: tuple[int, ...]
-    sizes: tuple[int | None, ...]
+    sizes: tuple[int, ...]
+    keys: tuple[int, ...]
 
     def write(
         self,
@@ -65,12 +67,12 @@ class _ArrayWords:
         """Whether the array is like the one that was prepared for."""
         if len(shape) != len(self.sizes):
             return False
-        for word, expected, size, stride in zip(
-            self.strides, self.sizes, shape, strides, strict=True
+        for word, expected, keys, size, stride in zip(
+            self.strides, self.sizes, self.keys, shape, strides, strict=True
         ):
-            if expected is None and size == kv_len:
+            if keys and size == -(-kv_len // keys):
                 words[word - 1] = size
-            elif size != expected and (expected != 1 or stride):
+            elif keys or (size != expected and (expected != 1 or stride)):
                 return False
             words[word] = stride
         words[self.address] = address
@@ -297,8 +299,10 @@ def growing(problem: Problem, arrays: tuple[Array, ...]) -> GrowingDecode | None
         "kv_pos": Interval.of(min(low for low, _ in limits), max(high for _, high in limits)),
     }
     roots = [_for_any_length(node, shifts, brought) for node in (spec.score, spec.mask)]
+    loads = [n for n in walk(spec.score, spec.mask) if isinstance(n, Load) and n.table in brought]
+    reads = [_read_for_any_length(load, shifts, brought) for load in loads]
     try:
-        check_table_reads(roots, places, operands.tables)
+        check_table_reads([*roots, *reads], places, operands.tables)
     except (ShapeError, ArgumentError):
         return None
     template = DecodeArguments(problem, NOTHING)
@@ -360,18 +364,38 @@ def _for_any_length(node: Node, shifts: set[str], brought: set[str]) -> Node:
     return rebuilt(node, changed)
 
 
+def _read_for_any_length(load: Load, shifts: set[str], brought: set[str]) -> Load:
+    """The read of an array that calls bring, without the axes that are as long as its keys ask."""
+    indices = [
+        Const("int", 0) if _keys_of_entry(index) else _for_any_length(index, shifts, brought)
+        for index in load.indices
+    ]
+    return Load(load.table, load.kind, tuple(indices))
+
+
 def _array_words(problem: Problem, name: str, array: Array, word: int) -> _ArrayWords | None:
     """How the table `name` is read at each step; None if an axis is not read as it is long."""
     table = problem.operands.tables[name]
     roots = problem.spec.score, problem.spec.mask
     loads = {n for n in walk(*roots) if isinstance(n, Load) and n.table == name}
     axes = range(table.ndim - array.ndim, table.ndim)
-    sizes: list[int | None] = []
+    keys = []
     for axis in axes:
         indices = {load.indices[axis] for load in loads}
-        along_keys = Var("kv_index") in indices
-        if along_keys and indices != {Var("kv_index")}:
+        found = {_keys_of_entry(index) for index in indices}
+        if len(found) > 1:
             return None
-        sizes.append(None if along_keys else table.shape[axis])
+        keys.append(found.pop() if found else 0)
     # The words of a table are its address, then the size and stride of each axis.
-    return _ArrayWords(word, tuple(word + 2 + 2 * axis for axis in axes), tuple(sizes))
+    strides = tuple(word + 2 + 2 * axis for axis in axes)
+    return _ArrayWords(word, strides, tuple(table.shape[axis] for axis in axes), tuple(keys))
+
+
+def _keys_of_entry(index: Node) -> int:
+    """For how many keys an axis with this index has one entry; 0 if it does not go along keys."""
+    match index:
+        case Var(name="kv_index"):
+            return 1
+        case Op(name="floordiv", args=(Var(name="kv_index"), Const(value=int(keys)))):
+            return keys
+    return 0
