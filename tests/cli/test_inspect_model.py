@@ -360,7 +360,7 @@ def test_without_transformers(
     monkeypatch.setitem(sys.modules, "torch", None)
     message = complaint(capsys, "--model", "openai-community/gpt2")
     assert "is not installed" in message
-    assert 'pip install "qkv[hf]"' in message
+    assert 'pip install -e ".[hf]"' in message
 
 
 # --- models of transformers ----------------------------------------------------------------------
