@@ -194,6 +194,17 @@ def test_what_tokens_say_is_text(
     assert tokens[3] == "\\u202eevil"
 
 
+def test_a_page_of_a_model_opens_at_an_induction_head(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The tiny model reads 32 characters twice: what followed row 48 before is row 17."""
+    page = tmp_path / "page.html"
+    assert main(["inspect", "--model", "tiny", "--html", str(page)]) == 0
+    text = page.read_text(encoding="utf-8")
+    data = json.loads(text.partition('id="qkv-data">')[2].partition("</script>")[0])
+    assert data["view"] == {"panel": "inspect", "layer": 1, "head": 0, "query": 48, "kkey": 17}
+
+
 def test_every_head_opens(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,7 +214,6 @@ def test_every_head_opens(
         monkeypatch.setattr("qkv.lab.document._MOST_ROWS", room)
         record = made(MADE)
         _, data = page_of(capsys, Path("r.html"), record)
-        assert data["view"] == {"panel": "inspect"}
         for row in record.rows():
             where = f'{{"head":{row["head"]},"layer":{row["layer"]}}}'
             head = data["results"][f"head:{where}"]

@@ -319,6 +319,17 @@ def test_two_dimensions_are_one_head(capsys: pytest.CaptureFixture[str], tmp_pat
     assert re.search(r"\d → \d 0\.\d\d", run(capsys, str(tmp_path / "a.npz")))
 
 
+def test_the_page_of_the_sample_opens_where_there_is_something_to_see(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page = tmp_path / "page.html"
+    assert "Next: qkv inspect --query 18 --head 3\n" in run(capsys, "--html", str(page))
+    text = page.read_text(encoding="utf-8")
+    data = json.loads(text.partition('id="qkv-data">')[2].partition("</script>")[0])
+    assert data["view"] == {"panel": "inspect", "head": 3, "query": 18, "kkey": 14}
+    assert data["results"]["model"]["tokens"][14] == "anna"
+
+
 def test_one_token(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     x = np.ones((1, 1), "f4")
     np.savez(tmp_path / "a.npz", q=x, k=x, v=x)

@@ -85,9 +85,15 @@ def run(options: argparse.Namespace) -> str:
 
 
 def _view(record: ModelRecord, options: argparse.Namespace) -> dict[str, int]:
-    """The layer, head and query that were asked for, which a page opens with."""
+    """Where a page opens: what was asked for, or a head that has a kind and a query in the text."""
     if options.layer is None:
-        return {}
+        best = [row for kind in KINDS if (row := record.best(kind)) and row[kind] >= THRESHOLD]
+        if not best:
+            return {}
+        number, head = best[0]["layer"], best[0]["head"]
+        keys = record[number].top[0][0, head]
+        query = 3 * len(keys) // 4
+        return {"layer": number, "head": head, "query": query, "kkey": max(0, int(keys[query, 0]))}
     layer = record[checked_index(options.layer, len(record), "layer")]
     counts = {"head": layer.num_heads, "query": layer.rows["entropy"].shape[-1]}
     asked = {name: getattr(options, name) for name in counts}
