@@ -278,7 +278,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["--text", "t"], "--text goes with --model"),
         (["--download"], "--download goes with --model"),
         (["--model", "tiny", "--causal"], "--causal goes with a file of arrays"),
-        (["--model", "tiny", "a.npz"], "FILE goes with a file of arrays"),
+        (["--model", "tiny", "a.npz"], "the file 'a.npz' and --model tiny are two inputs"),
         (["--model", "tiny", "--layout", "blhd"], "--layout goes with"),
         (["--layer", "0"], "--layer goes with --model"),
         (["--model", "tiny", "--head", "0"], "--head is about one layer"),

@@ -285,7 +285,7 @@ def _one_query(problem: CommandInput, options: argparse.Namespace) -> str:
 
 def _context(page: Page, problem: CommandInput) -> Text:
     """The query's token among those around it."""
-    line = Text(f"query {problem.q_index}:")
+    line = Text(f"query {problem.q_index}" + (":" if problem.given.tokens else ""))
     own = problem.q_offset
     for position in range(own - _CONTEXT, own + _CONTEXT + 1):
         token = problem.token_at(position)

@@ -36,7 +36,7 @@ _STYLES = {
 }
 _CAUTION = "Attention is not explanation: weights show where a head reads, not why."
 _FILE_OPTIONS = {
-    "file": "FILE", "q_offset": "--q-offset", "scale": "--scale", "batch": "--batch",
+    "q_offset": "--q-offset", "scale": "--scale", "batch": "--batch",
 }  # fmt: skip
 _MODEL_OPTIONS = {
     "layer": "--layer", "text": "--text", "download": "--download", "tokens": "--tokens",
@@ -106,6 +106,12 @@ def _view(record: ModelRecord, options: argparse.Namespace) -> dict[str, int]:
 
 def refuse_with_model(options: argparse.Namespace) -> None:
     """Complain of an option that says something of arrays, where a model has them."""
+    if options.file is not None:
+        raise ArgumentError(
+            f"the file {options.file!r:.80} and --model {Page().token(options.model, 80)} are two "
+            "inputs.",
+            action="Leave one of them out.",
+        )
     _refuse(options, _FILE_OPTIONS, "goes with a file of arrays, not with --model")
     for word in command_line_of(options.variants)[:1]:
         raise ArgumentError(f"{word} goes with a file of arrays, not with --model.")
