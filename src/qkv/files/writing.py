@@ -66,8 +66,8 @@ def write_arrays(
 def replace_file(path: str | os.PathLike[str], data: bytes) -> None:
     """Write a file whole under another name, then move it to `path`.
 
-    It has the mode that `open` gives: that of the file it replaces, else what the umask leaves. What is
-    no file, such as /dev/stdout or a named pipe, is written to and stays.
+    It has the mode that `open` gives: that of the file it replaces, else what the umask leaves.
+    What is no file, such as /dev/stdout or a named pipe, is written to and stays.
     """
     name = os.fspath(path)
     if os.path.exists(name) and not os.path.isfile(name):
