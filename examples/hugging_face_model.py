@@ -1,6 +1,6 @@
 """A Hugging Face model with and without qkv: the same logits, and weights that can be read.
 
-    pip install "qkv[hf]" && python examples/hugging_face_model.py
+    pip install -e ".[hf]" && python examples/hugging_face_model.py
 
 The model is a small Mistral with random weights; nothing is downloaded. Any model of transformers
 that uses its attention interface works the same way.

@@ -1,6 +1,6 @@
 """Train the model that comes with qkv, and see a previous-token head and induction heads form.
 
-    pip install "qkv[torch]" && python examples/train_tiny_model.py
+    pip install -e ".[torch]" && python examples/train_tiny_model.py
 
 Two layers of attention and nothing else read random characters that repeat after a random period.
 What comes the first time cannot be known; what comes again can, by looking back. The way to do it

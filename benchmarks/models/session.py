@@ -169,5 +169,5 @@ def _version(package: str) -> str:
     except PackageNotFoundError as error:
         raise UnsupportedError(
             f"models need {package}, which is not installed.",
-            action='Install it: pip install "qkv[hf]".',
+            action='Install it: pip install -e ".[hf]".',
         ) from error

@@ -1,5 +1,15 @@
 """qkv: exact scaled dot-product attention that you can look into."""
 
+# isort: off
+import sys as _sys
+
+# `python -m qkv` imports this package before the program begins; until then its path is `-m`.
+if getattr(_sys, "argv", [])[:1] == ["-m"] and _sys.orig_argv[-len(_sys.argv)] == "qkv":
+    from qkv_command import leave_on_interrupt as _leave_on_interrupt
+
+    _leave_on_interrupt()
+# isort: on
+
 from collections.abc import Sequence as _Sequence
 from importlib import import_module as _import_module
 from typing import Any as _Any

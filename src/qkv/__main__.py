@@ -2,7 +2,7 @@
 
 import sys
 
-from qkv.cli import main
+from qkv_command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -143,16 +143,24 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 BAD = {
     "unknown command": (["bogus"], "invalid choice: 'bogus'"),
-    "unknown option": (["inspect", "--bogus"], "unrecognized arguments: --bogus"),
-    "shortened option": (["inspect", "--js"], "unrecognized arguments: --js"),
-    "two files": (["inspect", "a", "b"], "unrecognized arguments: b"),
+    "unknown option": (
+        ["inspect", "--bogus=3"],
+        "qkv inspect has no option '--bogus'.\n\nSee qkv inspect",
+    ),
+    "shortened option": (["inspect", "--js"], "Did you mean --json?"),
+    "option in no command": (["--verbos"], "qkv has no option '--verbos'"),
+    "heads in no groups": (
+        ["plan", "--heads", "3", "--kv-heads", "2"],
+        "--heads 3 is not a multiple of --kv-heads 2",
+    ),
+    "two files": (["inspect", "a", "b"], "there is no place for 'b' here"),
     "no number": (["inspect", "--head", "x"], "'x' is no integer"),
     "no offset": (["inspect", "--q-offset", "middle"], "give an integer, start or end"),
     "no row": (["explain", "--query", "some"], "give a row, or all"),
     "no layout": (["inspect", "--layout", "lbhd"], "invalid choice: 'lbhd'"),
     "missing file": (["inspect", "missing"], "'missing' cannot be read"),
     "escapes in a name": (["inspect", "\x1b[31m"], r"'\x1b[31m' cannot be read"),
-    "escapes in an option": (["inspect", "--\x1b[31mx"], "unrecognized arguments: --x"),
+    "escapes in an option": (["inspect", "--\x1b[31mx"], "has no option '--\\x1b[31mx'"),
     "head": (["inspect", "--head", "12"], "--head 12 does not exist"),
     "head below": (["inspect", "--head", "-13"], "--head -13 does not exist"),
     "query": (["inspect", "--query", "106"], "--query 106 does not exist"),

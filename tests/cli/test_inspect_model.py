@@ -194,6 +194,17 @@ def test_what_tokens_say_is_text(
     assert tokens[3] == "\\u202eevil"
 
 
+def test_a_page_of_a_model_opens_at_an_induction_head(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The tiny model reads 32 characters twice: what followed row 48 before is row 17."""
+    page = tmp_path / "page.html"
+    assert main(["inspect", "--model", "tiny", "--html", str(page)]) == 0
+    text = page.read_text(encoding="utf-8")
+    data = json.loads(text.partition('id="qkv-data">')[2].partition("</script>")[0])
+    assert data["view"] == {"panel": "inspect", "layer": 1, "head": 0, "query": 48, "kkey": 17}
+
+
 def test_every_head_opens(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,7 +214,6 @@ def test_every_head_opens(
         monkeypatch.setattr("qkv.lab.document._MOST_ROWS", room)
         record = made(MADE)
         _, data = page_of(capsys, Path("r.html"), record)
-        assert data["view"] == {"panel": "inspect"}
         for row in record.rows():
             where = f'{{"head":{row["head"]},"layer":{row["layer"]}}}'
             head = data["results"][f"head:{where}"]
@@ -268,7 +278,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["--text", "t"], "--text goes with --model"),
         (["--download"], "--download goes with --model"),
         (["--model", "tiny", "--causal"], "--causal goes with a file of arrays"),
-        (["--model", "tiny", "a.npz"], "FILE goes with a file of arrays"),
+        (["--model", "tiny", "a.npz"], "the file 'a.npz' and --model tiny are two inputs"),
         (["--model", "tiny", "--layout", "blhd"], "--layout goes with"),
         (["--layer", "0"], "--layer goes with --model"),
         (["--model", "tiny", "--head", "0"], "--head is about one layer"),
@@ -360,7 +370,7 @@ def test_without_transformers(
     monkeypatch.setitem(sys.modules, "torch", None)
     message = complaint(capsys, "--model", "openai-community/gpt2")
     assert "is not installed" in message
-    assert 'pip install "qkv[hf]"' in message
+    assert 'pip install -e ".[hf]"' in message
 
 
 # --- models of transformers ----------------------------------------------------------------------

@@ -319,6 +319,17 @@ def test_two_dimensions_are_one_head(capsys: pytest.CaptureFixture[str], tmp_pat
     assert re.search(r"\d → \d 0\.\d\d", run(capsys, str(tmp_path / "a.npz")))
 
 
+def test_the_page_of_the_sample_opens_where_there_is_something_to_see(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page = tmp_path / "page.html"
+    assert "Next: qkv inspect --query 18 --head 3\n" in run(capsys, "--html", str(page))
+    text = page.read_text(encoding="utf-8")
+    data = json.loads(text.partition('id="qkv-data">')[2].partition("</script>")[0])
+    assert data["view"] == {"panel": "inspect", "head": 3, "query": 18, "kkey": 14}
+    assert data["results"]["model"]["tokens"][14] == "anna"
+
+
 def test_one_token(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     x = np.ones((1, 1), "f4")
     np.savez(tmp_path / "a.npz", q=x, k=x, v=x)
@@ -341,3 +352,24 @@ def test_not_a_number_is_null(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert "query holds NaN first at" in text.replace("\n", " ")
     assert "nan" not in text
     assert "Next:" not in text
+
+
+@pytest.mark.parametrize("variant", [[], ["--lengths", "6"]], ids=["uniform", "of each row"])
+def test_json_says_which_rows_are_not_finite_and_why(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, variant: list[str]
+) -> None:
+    q, k, v = np.random.default_rng(0).normal(size=(3, 4, 6, 8)).astype("f4")
+    q[2, 3, 1] = np.inf
+    k[1, 0, 5] = np.nan
+    path = str(tmp_path / "a.npz")
+    np.savez(path, q=q, k=k, v=v)
+    data = run_json(capsys, path, *variant)
+    assert [head["non_finite_rows"] for head in data["heads"]] == [[], [0, 1, 2, 3, 4, 5], [3], []]
+    of_query, of_key = data["non_finite"]
+    assert of_query.startswith("query holds infinity first at head 2, row 3, dim 1")
+    assert of_key.startswith("key holds NaN first at head 1, row 0, dim 5")
+    one = run_json(capsys, path, *variant, "--query", "3", "--head", "2")
+    assert [head["non_finite_rows"] for head in one["heads"]] == [[3]]
+    assert "head 2, row 3" in one["non_finite"][0]
+    fine = run_json(capsys, path, *variant, "--head", "0")
+    assert fine["heads"][0]["non_finite_rows"] == []

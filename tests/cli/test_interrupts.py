@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -37,6 +39,37 @@ sys.exit(main())
 def test_ctrl_c_while_modules_are_imported(module: str) -> None:
     ran = interrupted(module)
     assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no signal to send to oneself there")
+@pytest.mark.parametrize("module", ["numpy", "qkv.errors", "qkv.cli", "rich.table"])
+def test_ctrl_c_while_a_package_is_imported_to_be_run(module: str, tmp_path: Path) -> None:
+    """`python -m qkv` imports qkv, and so NumPy, before the program begins."""
+    (tmp_path / "sitecustomize.py").write_text(f"""
+import os, signal, sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+""")
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    ran = subprocess.run(
+        [sys.executable, "-m", "qkv", "inspect", "--head", "0"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "")
+
+
+def test_importing_the_package_leaves_ctrl_c_alone() -> None:
+    program = "import signal, qkv; print(signal.getsignal(2) is signal.default_int_handler)"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert ran.stdout.split() == [b"True"]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no signal to send to oneself there")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,32 +13,20 @@ import pytest
 from qkv.backends import backends, unregister
 
 ROOT = Path(__file__).parents[2]
-PAGES = [
-    "README.md",
-    "docs/add-a-variant.md",
-    "docs/add-a-backend.md",
-    "docs/comparisons.md",
-    "docs/cost.md",
-    "docs/errata.md",
-    "docs/exercises.md",
-    "docs/caches.md",
-    "docs/inspect-models.md",
-    "docs/lab.md",
-    "docs/paged-and-quantized.md",
-    "docs/positions.md",
-    "docs/trace.md",
-]
+ELSEWHERE = {"docs/migrate.md"}
+"""Pages whose blocks another test runs."""
 
-
-PAGES += sorted(
-    f"docs/mechanisms/{page.name}"
-    for page in ROOT.glob("docs/mechanisms/*.md")
-    if page.name != "README.md"
-)
-
-
+FENCE = "```python"
 BLOCK = re.compile(r"```python\n(.*?)```(?:\n\n```\n(.*?)```)?", re.DOTALL)
 """A block of Python, and the text block right behind it, which is what it prints."""
+
+MARKDOWN = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+PAGES = [
+    str(page.relative_to(ROOT))
+    for page in MARKDOWN
+    if FENCE in page.read_text(encoding="utf-8")
+    and page.relative_to(ROOT).as_posix() not in ELSEWHERE
+]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -61,8 +51,37 @@ def test_each_python_block_runs_on_its_own(
             assert printed == shown
 
 
-@pytest.mark.parametrize("page", sorted(p.relative_to(ROOT) for p in ROOT.glob("docs/**/*.md")))
+@pytest.mark.parametrize("page", [page.relative_to(ROOT) for page in MARKDOWN])
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (ROOT / page).parent.joinpath(target).exists(), target
+
+
+README = BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("n", range(len(README)))
+def test_a_block_of_the_readme_runs_in_a_new_interpreter(n: int, tmp_path: Path) -> None:
+    """As a stranger pastes it: nothing was imported before, and nothing warns."""
+    block, shown = README[n]
+    ran = subprocess.run(
+        [sys.executable, "-"],
+        input=block,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=300,
+        check=False,
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, shown, "")
+
+
+@pytest.mark.parametrize("folder", ["src", "docs", "examples", "benchmarks", "README.md"])
+def test_nobody_is_told_to_install_from_an_index(folder: str) -> None:
+    """The package is on none yet: every command installs a checkout."""
+    place = ROOT / folder
+    files = [place] if place.is_file() else [*place.rglob("*.py"), *place.rglob("*.md")]
+    told = re.compile(r"""pip install (?:-\w+ )*["']?qkv\b""")
+    assert not [str(file) for file in files if told.search(file.read_text(encoding="utf-8"))]

@@ -40,7 +40,7 @@ def raises(expected, *arguments, function="attention", **keywords):
 
 
 SHAPES = {
-    "a vector": ((FLAT[0], FLAT, FLAT), "query has 1 dimensions"),
+    "a vector": ((FLAT[0], FLAT, FLAT), "query has 1 dimension;"),
     "a number": ((FLAT, np.float32(1.0)[...], FLAT), "key has 0 dimensions"),
     "head_dim": ((X, X[..., :5], X), r"head_dim=8 and key has head_dim=5"),
     "no head_dim": ((X[..., :0], X[..., :0], X), "head_dim=0"),
@@ -255,6 +255,23 @@ def test_what_is_no_variant(thing) -> None:
     error = raises(ArgumentError, FLAT, FLAT, FLAT, thing)
     assert "is not a variant" in error.fact
     assert dict(error.seen)["type"] == type(thing).__name__
+
+
+@pytest.mark.parametrize(
+    ("thing", "action"),
+    [
+        (None, "Leave it out"),
+        ([[True, False]], "Pass an array: True may attend"),
+        (lambda score: score, "Pass qkv.ScoreMod(fn)."),
+        (len, "Pass qkv.ScoreMod(len)."),
+        (0.5, "other arguments have names, as scale=0.5."),
+    ],
+    ids=["nothing", "a list", "a lambda", "a function", "a number"],
+)
+def test_what_to_pass_as_a_variant(thing, action) -> None:
+    error = raises(ArgumentError, FLAT, FLAT, FLAT, thing)
+    assert action in error.action
+    assert "0x" not in error.fact
 
 
 def test_a_class_instead_of_a_variant() -> None:

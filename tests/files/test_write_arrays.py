@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from safetensors import safe_open
 
 from qkv.errors import FileError
 from qkv.files import read_arrays, write_arrays
+from qkv.files.writing import replace_file
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
@@ -39,3 +43,16 @@ def test_a_failure_keeps_what_was_there(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="cannot be written"):
         write_arrays(tmp_path / "missing" / "a", x, x, x)
     assert [f.name for f in tmp_path.rglob("*")] == ["folder"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes there")
+def test_what_is_no_file_is_written_to_and_stays(tmp_path: Path) -> None:
+    """Moved onto /dev/null, a page of a superuser would replace the device."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(pipe.read_bytes)
+        replace_file(pipe, b"a page")
+        assert found.result(timeout=60) == b"a page"
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert os.listdir(tmp_path) == ["pipe"]

@@ -254,3 +254,13 @@ def test_wrong_arguments_of_the_class() -> None:
         layer.explain(x, x, x, ["a"])
     with pytest.raises(qkv.ArgumentError, match="query_idx=2 is not one of the 2"):
         layer.explain(x, x, x, ["a", "b"], query_idx=2)
+
+
+def test_weights_that_are_no_numbers_are_said_to_be_none() -> None:
+    q, k, v = np.random.default_rng(0).normal(size=(3, 40, 4))
+    q[3, 1] = np.nan
+    text = qkv.explain(q, k, v, q_index=3).text(80, 12)
+    assert "Of 40 keys, 12 are shown." in text
+    assert "have nan of it" not in text
+    assert "Its weights are no numbers" in text
+    assert "no numbers" not in qkv.explain(q, k, v, q_index=2).text(80, 12)

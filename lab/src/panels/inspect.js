@@ -32,10 +32,25 @@ function HeadGrid({ layers, score, layer, head, onOpen }) {
     announce(`layer ${layers[i].index}, head ${j}: ${score} ${layers[i].heads[j][score]?.toFixed?.(3) ?? "none"}${layers[i].heads[j].kind ? `, ${layers[i].heads[j].kind}` : ""}`);
   };
   const grouped = layers.some((each) => group(each) > 1);
-  return html`<${Grid} title=${`${score}: layers down, heads across`} kind="heat heads" values=${values} rows=${layers.map(({ index }) => `layer ${index}`)} columns=${Array.from({ length: most }, (_, i) => String(i))}
-      share=${(x) => (Number.isFinite(x) ? x / largest : null)} selected=${[place, head]} onSelect=${select} onOpen=${(i, j, byKey) => { select(i, j); onOpen(byKey); }} axes="layer ↓ head →"
+  const isOne = layers.length === 1;
+  return html`<${Grid} title=${isOne ? `${score} of each head` : `${score}: layers down, heads across`} kind="heat heads" values=${values} rows=${isOne ? [score === "max_logit" ? "largest" : "mean"] : layers.map(({ index }) => `layer ${index}`)} columns=${Array.from({ length: most }, (_, i) => String(i))}
+      share=${(x) => (Number.isFinite(x) ? x / largest : null)} selected=${[place, head]} onSelect=${select} onOpen=${(i, j, byKey) => { select(i, j); onOpen(byKey); }} axes=${isOne ? "head →" : "layer ↓ head →"}
       mark=${(i, j) => { const each = group(layers[i]); return each === 1 ? "" : `grouped ${j % each === 0 ? "first" : ""} ${j % each === each - 1 ? "last" : ""}`; }} />
     ${grouped && html`<p class="faint">Heads under one bracket read the same keys and values.</p>`}`;
+}
+
+function HowToRead() {
+  const { set, shown: panels } = useLab();
+  const open = (event) => {
+    event.preventDefault();
+    set({ panel: "pipeline" });
+  };
+  return html`<details class="howto"><summary>How to read this page</summary>
+    <p>A square of the grid is one head, coloured by the score that is chosen above it. Choose one to open that head.</p>
+    <p>In the map, each row is a query and each column a key; the colour is the weight that this query gives to this key. A row adds to one, or to less where a sink takes the rest. A dark column is a key that many queries read, a line along the diagonal a head that reads at a fixed distance.</p>
+    <p>Colours follow the fourth root of the weight, so that small weights are seen too; “linear” shows them as they are.</p>
+    <p>Choose a point of the map, or a word of the text, and the keys of that query are listed. Entropy, in nats, says how widely it reads: 0 where one key has all.</p>
+    ${panels.includes("pipeline") && html`<p><a href="#pipeline" onClick=${open}>Where a weight comes from, step by step</a></p>`}</details>`;
 }
 
 /** The text as its tokens; each is shaded by the weight that the chosen query puts on it. */
@@ -141,12 +156,12 @@ export function Inspect() {
     text.current.scrollIntoView({ block: "nearest" });
     if (byKey) (text.current.querySelector(".words") ?? text.current.querySelector("input"))?.focus();
   };
-  return html`<p class="lead"><b class="token">${model.model}</b>: ${layers.length} ${layers.length === 1 ? "layer" : "layers"}, ${qLen.toLocaleString("en-US")} queries, ${kvLen.toLocaleString("en-US")} keys, computed by the backend <code>${model.backend}</code>.
-      ${" "}${model.about}</p><p>${model.note}</p>
+  return html`<p class="lead"><b class="token">${model.model}</b>: ${layers.length} ${layers.length === 1 ? "layer" : "layers"}, ${qLen.toLocaleString("en-US")} queries, ${kvLen.toLocaleString("en-US")} keys${model.kind === "model" ? "" : html`, computed by the backend <code>${model.backend}</code>`}.
+      ${" "}${model.about}</p><p>${model.note}</p><${HowToRead} />
     <${Choice} label="Heads coloured by" value=${score} onChange=${(to) => set({ score: to })} options=${scores.map((name) => [name, worded(name)])} />
     <p class="faint" data-name="about-score">${model.meanings[score] ? `Weight on ${model.meanings[score]}. ` : ""}${meanOf(score, current)}.</p>
     <${HeadGrid} layers=${layers} score=${score} layer=${layer} head=${head} onOpen=${read} />
-    <h3 class="part">Layer ${layer}, head ${head}${kind ? html` <span class="kind">${kind}</span>` : ""}</h3>
+    <h3 class="part">${layers.length > 1 ? `Layer ${layer}, head ${head}` : `Head ${head}`}${kind ? html` <span class="kind">${kind}</span>` : ""}</h3>
     <div class="row">${layers.length > 1 && html`<${Select} label="Layer" value=${layer} onChange=${(to) => set({ layer: Number(to) })} options=${layers.map(({ index, name }) => [index, name ? `${index}: ${name}` : String(index)])} />`}
       <${Select} label="Head" value=${head} onChange=${(to) => set({ head: Number(to) })} options=${current.heads.map((each, i) => [i, each.kind ? `${i}: ${each.kind}` : String(i)])} /></div>
     ${kind && html`<p class="faint">It puts ${model.threshold} or more of its weight on ${model.meanings[kind]}, which is what the word says and no more.</p>`}
@@ -154,7 +169,7 @@ export function Inspect() {
       ${hasMap ? html`<${WeightMap} layer=${layer} head=${head} qLen=${qLen} kvLen=${kvLen} levels=${current.levels} tokens=${tokens} onOpen=${read} />` : html`<p class="faint">The map of weights is not in this page; it needs Python: <code>qkv lab</code>.</p>`}
       <div ref=${text}><${TopKeys} layer=${layer} head=${head} tokens=${tokens} qLen=${qLen} kvLen=${kvLen} /></div></div>
     <${DataTable} title="All heads in numbers" sortable=${true} columns=${["head", "kind", ...scores.map(worded)]} under=${["", "", ...scores.map((name) => (name === "max_logit" ? "largest" : `of ${current.counted[name]}`))]}
-      rows=${layers.flatMap((each) => each.heads.map((one, i) => ({ key: `${each.index}.${i}`, class: each.index === layer && i === head ? "here" : "", cells: [`${each.index}.${i}`, one.kind ?? "", ...scores.map((name) => ({ x: one[name] ?? NaN }))] })))}
+      rows=${layers.flatMap((each) => each.heads.map((one, i) => ({ key: `${each.index}.${i}`, class: each.index === layer && i === head ? "here" : "", cells: [layers.length > 1 ? `${each.index}.${i}` : i, one.kind ?? "", ...scores.map((name) => ({ x: one[name] ?? NaN }))] })))}
       note="Each column is a mean over the queries that have such a key; under its name stands how many they are. The columns of a row are means over different queries, so they are not parts of one whole." />
     ${model.can_intervene && client.host !== "export" && html`<${WhatIf} model=${model} layers=${layers} layer=${layer} head=${head} />`}`;
 }

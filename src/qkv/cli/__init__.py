@@ -18,6 +18,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from typing import NoReturn
 
@@ -95,7 +96,9 @@ def exit_code(output: Callable[[], str], program: str = "qkv") -> int:
 
 def _run(argv: Sequence[str] | None) -> str:
     parser = _parser()
-    options = parser.parse_args(words(sys.argv[1:] if argv is None else argv))
+    options, unknown = parser.parse_known_args(words(sys.argv[1:] if argv is None else argv))
+    if unknown:
+        raise _unknown(unknown[0], getattr(options, "parser", parser))
     if options.version:
         return f"qkv {__version__}\n"
     if options.command is None or options.overview:
@@ -104,6 +107,20 @@ def _run(argv: Sequence[str] | None) -> str:
         return str(options.parser.format_help())
     command: Callable[[argparse.Namespace], str] = options.command
     return command(options)
+
+
+def _unknown(word: str, parser: Parser) -> ArgumentError:
+    """The error for a word that no option takes."""
+    flag = word.partition("=")[0]
+    if not flag.startswith("-"):
+        return ArgumentError(
+            f"there is no place for {word!r:.80} here.", action=f"See {parser.prog} --help."
+        )
+    like = get_close_matches(flag, parser.flags, 1, cutoff=0.7)
+    action = f"Did you mean {like[0]}? " if like else ""
+    return ArgumentError(
+        f"{parser.prog} has no option {flag!r:.80}.", action=f"{action}See {parser.prog} --help."
+    )
 
 
 def _write(text: str) -> None:
@@ -123,6 +140,11 @@ def _complain(program: str, message: str, code: int) -> int:
 
 class Parser(argparse.ArgumentParser):
     """Usage errors in the form of all others."""
+
+    @property
+    def flags(self) -> list[str]:
+        """Every option by name."""
+        return list(self._option_string_actions)
 
     def error(self, message: str) -> NoReturn:
         for kind, name in (("int", "integer"), ("float", "number")):
@@ -167,7 +189,7 @@ def _info(options: argparse.Namespace) -> str:
     return run(options)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     parser = Parser(
         prog="qkv",
         description="Exact scaled dot-product attention that you can look into.",

@@ -6,6 +6,10 @@ import argparse
 import json
 from dataclasses import asdict
 
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
 __all__ = ["DESCRIPTION", "add_arguments", "run"]
 
 DESCRIPTION = "Each with what is right and why; with its name, also code that shows it."
@@ -19,8 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> str:
     """The output of the command."""
-    from rich.text import Text
-
     from qkv.cli.terminal import Page
     from qkv.errata import ERRATA, erratum
 
@@ -28,15 +30,22 @@ def run(options: argparse.Namespace) -> str:
     if options.json:
         return json.dumps([asdict(entry) for entry in chosen], indent=2, ensure_ascii=True) + "\n"
     page = Page()
-    parts = []
+    parts: list[RenderableType] = []
     for entry in chosen:
         parts += [
             Text(entry.name, style="bold"),
             Text(f"{entry.text}: {entry.what}"),
-            Text(f"  printed  {entry.printed}"),
-            Text(f"  right    {entry.right}"),
-            Text(f"  why      {entry.why}\n"),
+            _labelled(printed=entry.printed, right=entry.right, why=entry.why),
+            Text(),
         ]
         if options.name is not None:
             parts.append(Text(entry.shown_by, no_wrap=True))
     return page.render(*parts)
+
+
+def _labelled(**texts: str) -> Table:
+    """Texts beside their names; lines that go on stay in their column."""
+    grid = Table.grid(padding=(0, 2))
+    for name, text in texts.items():
+        grid.add_row(f"  {name}", Text(text))
+    return grid

@@ -14,7 +14,7 @@ import qkv
 from qkv.cli.variants import variants_of
 from qkv.errors import ArgumentError
 from qkv.files import read_arrays
-from qkv.inspection.non_finite import First
+from qkv.inspection.non_finite import First, NonFinite
 from qkv.inspection.record import Record
 
 Array = NDArray[Any]
@@ -193,9 +193,15 @@ class HeadStatistics:
     first: First | None = None
 
     @property
+    def non_finite(self) -> NonFinite:
+        """Which rows have no weights, and why."""
+        rows, reasons = self.record.non_finite_of(self.first)
+        return NonFinite(self.select(rows.reshape(self.record.entropy.shape)), reasons)
+
+    @property
     def reasons(self) -> tuple[str, ...]:
         """Why rows have no weights, if some have none."""
-        return self.record.non_finite_of(self.first)[1]
+        return self.non_finite.reasons
 
     @property
     def entropy(self) -> Array:

@@ -47,9 +47,9 @@ def run(options: argparse.Namespace) -> str:
     if options.html:
         require_place(options.html)
     problem = CommandInput.of(_given(options.file), options)
-    printed = _printed(problem, options)
+    printed, view = _printed(problem, options)
     if options.html:
-        _write_page(problem, options)
+        _write_page(problem, options.html, view)
         if not options.json:
             printed += f"Written: {Page().token(options.html, 300)}\n"
     return printed
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> str:
 
 def run_layer(options: argparse.Namespace, given: InputArrays) -> str:
     """The output of the command for one layer of a model."""
-    return _printed(CommandInput.of(given, options), options)
+    return _printed(CommandInput.of(given, options), options)[0]
 
 
 def require_top(options: argparse.Namespace) -> None:
@@ -66,22 +66,26 @@ def require_top(options: argparse.Namespace) -> None:
         raise ArgumentError(f"--top {options.top} shows nothing.", action="Pass 1 or more.")
 
 
-def _printed(problem: CommandInput, options: argparse.Namespace) -> str:
+def _printed(problem: CommandInput, options: argparse.Namespace) -> tuple[str, dict[str, int]]:
+    """The text or JSON, and where a page opens: at what was asked for, or at a notable pair."""
     if options.head is not None:
         problem = problem.with_head(options.head)
     if options.query is not None:
-        return _one_query(problem.with_query(options.query), options)
+        problem = problem.with_query(options.query)
+        return _one_query(problem, options), {"head": problem.head, "query": problem.q_index}
     top = options.top or _PAIRS
     with Bar("reading the weights", passes=2) as bar:
         statistics = problem.head_statistics(bar)
         found = heads(problem, statistics, top)
+    view = _next(problem, found)
     if options.json:
-        return json_of_heads(problem, [head_data(problem, head) for head in found])
+        heads_data = [head_data(problem, each) for each in found]
+        return json_of_heads(problem, statistics, heads_data), view
     again = ""
     if not all(math.isnan(head.entropy) for head in found):
-        head, query = _next(problem, found)
-        again = f"Next: {Page().token(_command(options), 500)} --query {query} --head {head}"
-    return summary_of_heads(problem, statistics, found, options.top, again)
+        closer = f"--query {view['query']} --head {view['head']}"
+        again = f"Next: {Page().token(_command(options), 500)} {closer}"
+    return summary_of_heads(problem, statistics, found, options.top, again), view
 
 
 def summary_of_heads(
@@ -122,8 +126,8 @@ def _given(path: str | None) -> InputArrays:
     return InputArrays(sample.q, sample.k, sample.v, sample.tokens, title, sample.source)
 
 
-def _write_page(problem: CommandInput, options: argparse.Namespace) -> None:
-    """All heads as a page, opened at the head and the query that were asked for."""
+def _write_page(problem: CommandInput, path: str, view: dict[str, int]) -> None:
+    """All heads as a page, opened at a head and a query."""
     from qkv.lab.session import Session
     from qkv.lab.sources import open_arrays
 
@@ -146,12 +150,7 @@ def _write_page(problem: CommandInput, options: argparse.Namespace) -> None:
     source = open_arrays(
         Arrays(*arrays, given.tokens, {}), given.title, *problem.variants, about=about, **keywords
     )
-    view: dict[str, int] = {}
-    if options.head is not None:
-        view["head"] = problem.with_head(options.head).head
-    if options.query is not None:
-        view["query"] = problem.with_query(options.query).q_index
-    write_page(options.html, Session(source), view)
+    write_page(path, Session(source), view)
 
 
 def _command(options: argparse.Namespace) -> str:
@@ -237,10 +236,13 @@ def _sentences(page: Page, problem: CommandInput, found: list[Head]) -> list[Tex
     return [Text(sentence) for sentence in seen]
 
 
-def _next(problem: CommandInput, found: list[Head]) -> tuple[int, int]:
-    """A head and a query to look at next."""
+def _next(problem: CommandInput, found: list[Head]) -> dict[str, int]:
+    """A head and a query to look at next, and the key that this reads, as a page names them."""
     far = most_distant_head(found)
-    return (far.index, far.far_pairs[0].q_index) if far else (found[0].index, problem.q_index)
+    if far is None:
+        return {"head": found[0].index, "query": problem.q_index}
+    pair = far.far_pairs[0]
+    return {"head": far.index, "query": pair.q_index, "kkey": pair.kv_index}
 
 
 # --- one query row -------------------------------------------------------------------------------
@@ -258,6 +260,7 @@ def _one_query(problem: CommandInput, options: argparse.Namespace) -> str:
     if options.json:
         return json_of_heads(
             problem,
+            record,
             [
                 {
                     "head": problem.head + h,
@@ -282,7 +285,7 @@ def _one_query(problem: CommandInput, options: argparse.Namespace) -> str:
 
 def _context(page: Page, problem: CommandInput) -> Text:
     """The query's token among those around it."""
-    line = Text(f"query {problem.q_index}:")
+    line = Text(f"query {problem.q_index}" + (":" if problem.given.tokens else ""))
     own = problem.q_offset
     for position in range(own - _CONTEXT, own + _CONTEXT + 1):
         token = problem.token_at(position)
@@ -364,6 +367,3 @@ def _side_by_side(rows: list[list[str]], top: int, room: int, as_fits: bool) -> 
         )
         for lines in folded
     ]
-
-
-# --- JSON ----------------------------------------------------------------------------------------

@@ -7,16 +7,23 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from qkv.cli.head_statistics import Head, Pair
-from qkv.cli.inputs import CommandInput
+from qkv.cli.inputs import CommandInput, HeadStatistics
 
 __all__ = ["finite", "head_data", "json_of_heads", "pair_data"]
 
 SCHEMA, VERSION = "qkv-inspect", 1
 
 
-def json_of_heads(problem: CommandInput, found: list[dict[str, Any]]) -> str:
+def json_of_heads(
+    problem: CommandInput, statistics: HeadStatistics, found: list[dict[str, Any]]
+) -> str:
     """The whole document; `found` are its heads."""
+    rows = statistics.non_finite.rows
+    for of_head, without in zip(found, rows, strict=True):
+        of_head["non_finite_rows"] = [problem.q_index + int(row) for row in np.flatnonzero(without)]
     given, head_dim = problem.given, problem.query.shape[2]
     data = {
         "schema": SCHEMA,
@@ -33,6 +40,7 @@ def json_of_heads(problem: CommandInput, found: list[dict[str, Any]]) -> str:
         "q_offset": problem.q_offset - problem.q_index,
         "scale": head_dim**-0.5 if problem.scale is None else problem.scale,
         "tokens": given.tokens,
+        "non_finite": statistics.reasons,
         "heads": found,
     }
     return json.dumps(data, indent=2, allow_nan=False) + "\n"

@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> str:
     except ImportError as error:
         raise UnsupportedError(
             f"the page needs a server, and {error.name} is not installed.",
-            action='pip install "qkv[lab]", or write a file with --export page.html.',
+            action='pip install -e ".[lab]", or write a file with --export page.html.',
         ) from error
     serve(_session(options), options.port, lambda url: _ready(url, options.no_open))
     return ""

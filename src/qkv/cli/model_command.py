@@ -36,7 +36,7 @@ _STYLES = {
 }
 _CAUTION = "Attention is not explanation: weights show where a head reads, not why."
 _FILE_OPTIONS = {
-    "file": "FILE", "q_offset": "--q-offset", "scale": "--scale", "batch": "--batch",
+    "q_offset": "--q-offset", "scale": "--scale", "batch": "--batch",
 }  # fmt: skip
 _MODEL_OPTIONS = {
     "layer": "--layer", "text": "--text", "download": "--download", "tokens": "--tokens",
@@ -85,9 +85,15 @@ def run(options: argparse.Namespace) -> str:
 
 
 def _view(record: ModelRecord, options: argparse.Namespace) -> dict[str, int]:
-    """The layer, head and query that were asked for, which a page opens with."""
+    """Where a page opens: what was asked for, or a head that has a kind and a query in the text."""
     if options.layer is None:
-        return {}
+        best = [row for kind in KINDS if (row := record.best(kind)) and row[kind] >= THRESHOLD]
+        if not best:
+            return {}
+        number, head = best[0]["layer"], best[0]["head"]
+        keys = record[number].top[0][0, head]
+        query = 3 * len(keys) // 4
+        return {"layer": number, "head": head, "query": query, "kkey": max(0, int(keys[query, 0]))}
     layer = record[checked_index(options.layer, len(record), "layer")]
     counts = {"head": layer.num_heads, "query": layer.rows["entropy"].shape[-1]}
     asked = {name: getattr(options, name) for name in counts}
@@ -100,6 +106,12 @@ def _view(record: ModelRecord, options: argparse.Namespace) -> dict[str, int]:
 
 def refuse_with_model(options: argparse.Namespace) -> None:
     """Complain of an option that says something of arrays, where a model has them."""
+    if options.file is not None:
+        raise ArgumentError(
+            f"the file {options.file!r:.80} and --model {Page().token(options.model, 80)} are two "
+            "inputs.",
+            action="Leave one of them out.",
+        )
     _refuse(options, _FILE_OPTIONS, "goes with a file of arrays, not with --model")
     for word in command_line_of(options.variants)[:1]:
         raise ArgumentError(f"{word} goes with a file of arrays, not with --model.")

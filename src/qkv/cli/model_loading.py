@@ -195,7 +195,7 @@ def _run_transformer(
         except ImportError as error:
             raise UnsupportedError(
                 f"--model needs torch and transformers, and {error.name} is not installed.",
-                action='pip install "qkv[hf]", or --model tiny, which needs neither.',
+                action='pip install -e ".[hf]", or --model tiny, which needs neither.',
             ) from error
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()

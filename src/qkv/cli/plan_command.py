@@ -69,6 +69,11 @@ def _arrays(options: argparse.Namespace) -> tuple[Array, Array, Array]:
             sizes[name] = sizes[_LIKE[name]]
         if sizes[name] < 0:
             raise ArgumentError(f"{_flag(name)} {value} is below zero.", action="Pass 0 or more.")
+    if sizes["kv_heads"] and sizes["heads"] % sizes["kv_heads"]:
+        raise ArgumentError(
+            f"--heads {sizes['heads']} is not a multiple of --kv-heads {sizes['kv_heads']}.",
+            action="Groups of query heads of one size share a key head.",
+        )
     nothing = np.zeros((), _dtype(options.dtype or "float32"))
 
     def rows(heads: int, length: int) -> Array:

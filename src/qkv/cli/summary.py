@@ -34,7 +34,10 @@ def summary(shown: Record | ModelRecord, tokens: Sequence[str] | None, batch: in
         return f"{shown!r}: there is nothing to look at."
     if not 0 <= batch < spec.batch_size:
         raise ArgumentError(
-            f"batch row {batch} does not exist.", action=f"Choose from 0 to {spec.batch_size - 1}."
+            f"batch row {batch} does not exist.",
+            action=f"Choose from 0 to {spec.batch_size - 1}."
+            if spec.batch_size > 1
+            else "There is one, 0.",
         )
     if tokens is not None and len(tokens) != spec.kv_len:
         raise ArgumentError(

@@ -67,8 +67,16 @@ def replace_file(path: str | os.PathLike[str], data: bytes) -> None:
     """Write a file whole under another name, then move it to `path`.
 
     It has the mode that `open` gives: that of the file it replaces, else what the umask leaves.
+    What is no file, such as /dev/stdout or a named pipe, is written to and stays.
     """
     name = os.fspath(path)
+    if os.path.exists(name) and not os.path.isfile(name):
+        try:
+            with open(name, "wb") as device:
+                device.write(data)
+        except OSError as error:
+            raise _not_written(name, error) from error
+        return
     temporary = os.path.join(os.path.dirname(name), f".qkv-{secrets.token_hex(8)}")
     try:
         with open(temporary, "xb") as file:
@@ -82,7 +90,11 @@ def replace_file(path: str | os.PathLike[str], data: bytes) -> None:
                 os.unlink(temporary)
                 raise
     except OSError as error:
-        raise FileError(
-            f"{shown(name)} cannot be written: {error.strerror or error}.",
-            action="Check the folder, its permissions and the space left.",
-        ) from error
+        raise _not_written(name, error) from error
+
+
+def _not_written(name: str, error: OSError) -> FileError:
+    return FileError(
+        f"{shown(name)} cannot be written: {error.strerror or error}.",
+        action="Check the folder, its permissions and the space left.",
+    )

@@ -74,7 +74,7 @@ def save_picture(
     except ImportError as error:
         raise UnsupportedError(
             "a picture needs matplotlib, which is not installed.",
-            action='Install it, as with pip install "qkv[plot]".',
+            action='Install it, as with pip install -e ".[plot]".',
         ) from error
     file = io.BytesIO()
     with rc_context({"svg.hashsalt": "qkv"}):

@@ -174,11 +174,16 @@ class _Row:
         shown = f"'{name}'" if self.trace.tokens else name
         yield f"=== {shown} ({', '.join(place)}) ==="
         if len(self.shown) < len(row.allowed):
-            share = row.softmax.weights[self.shown].sum()
+            share, keys = row.softmax.weights[self.shown].sum(), f"Of {len(row.allowed):,} keys"
             yield (
-                f"Of {len(row.allowed):,} keys, the {len(self.shown)} with most weight are shown; "
+                f"{keys}, {len(self.shown)} are shown. Sums are over all."
+                if np.isnan(share)
+                else f"{keys}, the {len(self.shown)} with most weight are shown; "
                 f"together they have {share:.4f} of it. Sums are over all."
             )
+        if np.isnan(row.softmax.weights).any():
+            yield "Its weights are no numbers: query, key or what is added to the scores holds"
+            yield "NaN or infinity. qkv.inspect says where."
         yield from self.vector("q = ", row.query)
         if row.rotated_query is not None:
             rotation = printable(str(problem.rotation), 80)

@@ -48,7 +48,7 @@ def widget(shown: Any = None, tokens: Sequence[str] | None = None) -> Any:
     except ImportError as error:
         raise UnsupportedError(
             f"a widget needs anywidget, and {error.name} is not installed.",
-            action='pip install "qkv[lab]"',
+            action='pip install -e ".[lab]"',
         ) from error
     session = Session(None if shown is None else source_of(shown, tokens))
 

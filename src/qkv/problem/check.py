@@ -65,11 +65,7 @@ def check(
                 action=f"Make one: {variant.__name__}(...).",
             )
         if not hasattr(variant, "lower") or isinstance(variant, str | bytes):
-            raise ArgumentError(
-                f"{variant!r:.80} is not a variant.",
-                [("type", type(variant).__name__)],
-                "Pass masks, score variants or arrays; other arguments have names, as scale=0.5.",
-            )
+            raise _no_variant(variant)
         builder.lower(variant)
     positions, definitions = positions_of(builder, q_offset, kv_offset)
     scores = tuple(Stage(s.label, substitute(s.node, definitions)) for s in builder.scores)
@@ -139,6 +135,25 @@ def _check_dtypes(arrays: Arrays) -> None:
         )
 
 
+def _no_variant(given: Any) -> ArgumentError:
+    """The error for a fourth argument that is neither a variant nor an array."""
+    kind, name = type(given).__name__, getattr(given, "__name__", "")
+    fact, action = f"{given!r:.80} is not a variant.", ""
+    if given is None:
+        action = "Leave it out: without a mask every query sees every key."
+    elif isinstance(given, list | tuple):
+        fact = f"a {kind} of {len(given)} is not a variant."
+        action = "Pass an array: True may attend, numbers are added to the scores."
+    elif callable(given) and name:
+        fact = f"the function {name} is not a variant."
+        action = f"Pass qkv.ScoreMod({'fn' if name == '<lambda>' else name})."
+    return ArgumentError(
+        fact,
+        [("type", kind)],
+        action or "Pass masks, score variants or arrays; other arguments have names, as scale=0.5.",
+    )
+
+
 @lru_cache(maxsize=64)
 def _is_float(dtype: np.dtype[Any]) -> bool:
     return dtype.name in FLOATS and dtype.isnative
@@ -154,7 +169,8 @@ def _shape(arrays: Arrays, layout: Layout) -> tuple[Arrays, Shape]:
     for name, array in arrays.items():
         if array.ndim < 2:
             raise ShapeError(
-                f"{name} has {array.ndim} dimensions; attention needs at least 2.",
+                f"{name} has {array.ndim} {'dimension' if array.ndim == 1 else 'dimensions'}; "
+                "attention needs at least 2.",
                 _dtypes_and_shapes(arrays).items(),
                 "Pass (..., heads, length, dim); two dimensions are one head.",
             )

@@ -58,7 +58,7 @@ def test_every_head_of_the_sample_opens(opened: Any, sample_page: Path) -> None:
     assert len(weights) > 8
     for head, w in enumerate(weights):
         page.click(f'.heads td[data-column="{head}"]')
-        assert f"Layer 0, head {head}" in page.inner_text("main")
+        assert f"Head {head}" in page.inner_text("main")
         page.fill(".field input[type=number]", "75")
         page.keyboard.press("Enter")
         bars = page.locator('.bars[aria-label="Best keys"] data').all()

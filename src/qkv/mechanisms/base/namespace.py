@@ -51,7 +51,7 @@ def array_namespace(x: Any) -> Any:
     except ImportError as error:
         raise UnsupportedError(
             "mechanisms read torch tensors through array-api-compat, which is not installed.",
-            action="Run pip install 'qkv[mechanisms]'.",
+            action="Run pip install -e '.[mechanisms]'.",
         ) from error
     return namespace
 

@@ -281,8 +281,17 @@ def private_folder() -> tuple[Path | None, str]:
         if not os.access(folder, os.W_OK | os.X_OK):
             return folder, f"{folder} may not be written to"
     except (OSError, RuntimeError) as error:
-        return None, str(error)
+        return None, _in_words(error)
     return folder, ""
+
+
+def _in_words(error: Exception) -> str:
+    """What went wrong, without the number that the system gives it."""
+    if isinstance(error, FileExistsError) and error.filename:
+        return f"{error.filename} is no folder"
+    words = getattr(error, "strerror", None) or str(error)
+    path = getattr(error, "filename", None)
+    return f"{path}: {words}" if path else words
 
 
 def _warn_once(fault: str) -> None:
@@ -346,7 +355,7 @@ def _write(name: str | None, code: bytes) -> None:
             os.replace(temporary, folder / name)
             _forget_oldest(folder)
         except OSError as error:
-            fault = str(error)
+            fault = _in_words(error)
             if temporary is not None:
                 with contextlib.suppress(OSError):
                     os.unlink(temporary)
