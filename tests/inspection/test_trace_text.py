@@ -264,3 +264,13 @@ def test_weights_that_are_no_numbers_are_said_to_be_none() -> None:
     assert "have nan of it" not in text
     assert "Its weights are no numbers" in text
     assert "no numbers" not in qkv.explain(q, k, v, q_index=2).text(80, 12)
+
+
+@pytest.mark.parametrize("width", [80, 60, 44])
+def test_the_bars_of_weights_fit_the_terminal(width: int) -> None:
+    lines = qkv.explain(*np.random.default_rng(0).normal(size=(3, 5, 4))).text(width).splitlines()
+    start = next(i for i, line in enumerate(lines) if "Softmax" in line)
+    table = lines[start + 1 : start + 10]
+    assert "weight" in table[0]
+    assert max(map(len, table)) <= width
+    assert any("|#" in line for line in table) == (width > 44)

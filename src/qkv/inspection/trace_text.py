@@ -15,13 +15,15 @@ from qkv.inspection.trace import RowGradients, Trace, TracedGradients, TracedHea
 Array = NDArray[Any]
 
 BAR = 40
-"""Characters of the bar of a weight of 1."""
+"""Characters of the bar of a weight of 1, where there is room."""
+_SHORTEST_BAR = 8
+"""Where there is room for fewer characters, there are no bars."""
 
 
-def bar(weight: float) -> str:
-    """One `#` for each 1/40 of the weight, truncated."""
-    # The small addend gives a weight of k/40 with rounding errors its k characters.
-    return "#" * int(weight * BAR + 1e-9) if np.isfinite(weight) else ""
+def bar(weight: float, length: int = BAR) -> str:
+    """One `#` for each 1/length of the weight, truncated."""
+    # The small addend gives a weight of k/length with rounding errors its k characters.
+    return "#" * int(weight * length + 1e-9) if np.isfinite(weight) else ""
 
 
 def _key_name(trace: Trace, j: int, numbered: bool) -> str:
@@ -265,25 +267,28 @@ class _Row:
         shown = [_number(row.scores[j]) if row.allowed[j] else "masked" for j in self.shown]
         shifted = [_number(s.shifted[j]) if row.allowed[j] else "" for j in self.shown]
         exp = [_number(s.exp[j]) if row.allowed[j] else "" for j in self.shown]
-        yield from self.table(
-            ["score", "shifted", "exp", "weight", ""],
-            shown,
-            shifted,
-            exp,
-            self.numbers(s.weights),
-            [f"|{bar(w):<{BAR}}|" for w in s.weights[self.shown]],
+        numbers = [shown, shifted, exp, self.numbers(s.weights)]
+        header = ["score", "shifted", "exp", "weight"]
+        used = sum(
+            2 + max(len(title), *map(len, part))
+            for title, part in zip(header, numbers, strict=True)
         )
+        room = min(BAR, self.width - len(self.indent) - used - len("||"))
+        weights = s.weights[self.shown]
+        bars = [f"|{bar(w, room):<{room}}|" if room >= _SHORTEST_BAR else "" for w in weights]
+        yield from map(str.rstrip, self.table([*header, ""], *numbers, bars))
         if s.sink is not None and s.sink_exp is not None:
             share = s.sink_exp / s.row_sum
             yield (
                 f"   The sink, {_number(s.sink)}, adds exp {_number(s.sink_exp)} to the sum "
                 f"and takes weight {_number(share)}"
             )
-        yield (
-            f"   weights add to {s.weights.sum():.6f}   lse = {_number(s.row_max)} + "
-            f"log {_number(s.row_sum)} = {_number(s.lse)}   "
-            f"entropy = {_number(s.entropy)} nats"
-        )
+        sums = [
+            f"   weights add to {s.weights.sum():.6f}",
+            f"   lse = {_number(s.row_max)} + log {_number(s.row_sum)} = {_number(s.lse)}",
+            f"   entropy = {_number(s.entropy)} nats",
+        ]
+        yield from ["".join(sums)] if sum(map(len, sums)) <= self.width else sums
         if row.factors is not None:
             dropped = s.weights * row.factors
             yield self.step(f"Dropout: p = {_short(self.trace.problem.dropout or 0.0)}")
