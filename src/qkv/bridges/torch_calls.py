@@ -140,7 +140,7 @@ def _keep(variant: Any) -> int:
     Those that are made inside come as objects without their fields. Dynamo ends its graph at the
     error and calls the function as it is, or, with `fullgraph`, raises it.
     """
-    number = _kept_number(variant)
+    number: int = _kept_number(variant)
     if number < 0:
         raise ArgumentError(
             "a score mod is made inside of a function that torch compiles as a whole.",
