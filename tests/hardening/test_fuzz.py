@@ -50,7 +50,7 @@ def test_problems_that_once_failed(path) -> None:
 # The problems
 
 
-def drawn(structures=150, layouts=2):
+def drawn(structures=300, layouts=4):
     return [random_problem(0, s, n, draws=2) for s in range(structures) for n in range(layouts)]
 
 

@@ -263,3 +263,55 @@ def test_gradients_of_sixteen_thousand_tokens_take_a_few_arrays(kind) -> None:
     length = 16_384
     arrays = 8 * 2 * length * 64 * 4 / 2**20
     assert growth(kind, "float32", "backward", 2, length, length, 64) < arrays + BEYOND
+
+
+ROWS = 46_400
+"""Their square is beyond 2**31."""
+
+
+def few_keys() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Which keys all rows may see, rows, and the output of the first of them."""
+    seen = np.random.default_rng(0).random(ROWS) < 0.01
+    rows = normal(1, ROWS, 4)
+    return seen, rows, truth(rows[:, :64], rows[:, seen], rows[:, seen]).out
+
+
+def test_a_mask_of_more_than_two_to_the_31_entries() -> None:
+    """It repeats a row, and takes no memory; forward, backward and inspected."""
+    seen, rows, expected = few_keys()
+    mask = np.lib.stride_tricks.as_strided(seen, (1, ROWS, ROWS), (0, 0, 1))
+    assert mask.size > 2**31
+    few = rows[:, :64]
+    out = qkv.attention(rows, rows, rows, mask, backend="cpu")
+    assert np.abs(out[:, :64] - expected).max() < 1e-5
+    again = qkv.attention(rows[:, -64:], rows, rows, mask[:, -64:], backend="cpu")
+    assert np.abs(out[:, -64:] - again).max() < 1e-5
+    _, pullback = qkv.vjp(few, rows, rows, mask[:, :64])
+    assert not pullback(np.ones_like(few)).key[:, ~seen].any()
+    record = qkv.inspect(few, rows, rows, mask[:, :64])
+    assert seen[record.top(3)[0]].all()
+
+
+def test_a_mask_of_many_heads() -> None:
+    heads, length = 70_000, 180
+    rows = normal(heads, length, 2)
+    causal = np.lib.stride_tricks.as_strided(
+        np.tri(length, dtype=bool), (heads, length, length), (0, length, 1)
+    )
+    assert causal.size > 2**31
+    out = qkv.attention(rows, rows, rows, causal, backend="cpu")
+    assert np.array_equal(out[:, 0], rows[:, 0])
+    last = qkv.attention(rows[-2:], rows[-2:], rows[-2:], qkv.Causal(), backend="cpu")
+    assert np.abs(out[-2:] - last).max() < 1e-6
+
+
+def test_a_mask_of_more_than_two_to_the_31_bytes(pytestconfig: pytest.Config) -> None:
+    if not pytestconfig.getoption("every_case"):
+        pytest.skip("takes 2.2 GB and a minute; runs with --every-case")
+    rows = normal(1, ROWS, 4)
+    mask = np.zeros((ROWS, ROWS), bool)
+    mask[:, ::700] = True
+    mask[-2:] = False
+    mask[-2, 0] = mask[-1, -1] = True
+    out = qkv.attention(rows, rows, rows, mask, backend="cpu")
+    assert np.array_equal(out[0, -2:], rows[0, [0, -1]])

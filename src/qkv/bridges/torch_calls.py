@@ -23,9 +23,9 @@ from qkv.bridges.torch_steps import prepare_step, run_step
 from qkv.call.attend import attend
 from qkv.call.bound import BoundCall, Structure, bind
 from qkv.call.device_call import check_device_call, is_device_call
-from qkv.call.flatten import hold, keep_for_good
+from qkv.call.flatten import declared_fields, hold, keep_for_good
 from qkv.call.options import OptionValues
-from qkv.errors import QkvError, UnsupportedError
+from qkv.errors import ArgumentError, QkvError, UnsupportedError
 from qkv.problem.rows import Paged, Quantized
 
 __all__ = ["attention"]
@@ -124,9 +124,30 @@ def _constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-_keep = _constant_result(keep_for_good)
-"""Compiled code, and what it names, may live as long as the process. It takes score mods that were
-made outside it, and their arrays, as constants."""
+_constant_result(declared_fields)
+
+
+def _keep_if_whole(variant: Any) -> int:
+    return keep_for_good(variant) if vars(variant) else -1
+
+
+_kept_number = _constant_result(_keep_if_whole)
+
+
+def _keep(variant: Any) -> int:
+    """Compiled code, and what it names, may live as long as the process. It takes score mods that
+    were made outside it, and their arrays, as constants.
+
+    Those that are made inside come as objects without their fields. Dynamo ends its graph at the
+    error and calls the function as it is, or, with `fullgraph`, raises it.
+    """
+    number: int = _kept_number(variant)
+    if number < 0:
+        raise ArgumentError(
+            "a score mod is made inside of a function that torch compiles as a whole.",
+            action="Make it before: compiled code takes score mods as constants.",
+        )
+    return number
 
 
 def _is_device_backend(name: str) -> bool:

@@ -54,12 +54,14 @@ class CallCache:
 
     def discard(self, key: Key) -> None:
         """Forget what was prepared for the key."""
-        self._prepared.pop(key, None)
+        with self._lock:
+            self._prepared.pop(key, None)
 
     def clear(self) -> None:
         """Forget everything."""
-        self._prepared.clear()
-        self._seen.clear()
+        with self._lock:
+            self._prepared.clear()
+            self._seen.clear()
 
     def _insert(self, table: dict[Key, Any], key: Key, value: Any) -> None:
         with self._lock:

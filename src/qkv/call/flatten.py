@@ -33,10 +33,9 @@ from qkv.problem.rows import Paged, Quantized
 from qkv.variants.base import Opaque, Role
 
 __all__ = [
-    "Leaves", "ReadByValue", "ReadInPlace", "Tree", "depends_on_positions_only", "dumps",
-    "flatten", "hold", "is_known",
-    "is_portable", "keep_for_good", "loads", "unflatten", "uses_batch_index",
-    "without_arrays",
+    "Leaves", "ReadByValue", "ReadInPlace", "Tree", "declared_fields", "depends_on_positions_only",
+    "dumps", "flatten", "hold", "is_known", "is_portable", "keep_for_good", "loads", "unflatten",
+    "uses_batch_index", "without_arrays",
 ]  # fmt: skip
 
 Tree: TypeAlias = Any
@@ -97,6 +96,10 @@ def flatten(value: Any, leaves: Leaves, role: Role = "value", whole: Whole | Non
     kind = type(value)
     if value is None or kind is int or kind is str:
         return value
+    if whole is not None:
+        of_class = declared_fields(kind)
+        if of_class:
+            return (kind, *[flatten(getattr(value, n), leaves, r, whole) for n, r in of_class])
     named = _fields_of(kind, value)
     if named is not None:
         parts = [flatten(getattr(value, n), leaves, r, whole) for n, r in named]
@@ -227,11 +230,22 @@ def _fields_of(kind: type, value: Any) -> tuple[tuple[str, Role], ...] | None:
     roles = _STORAGE_ROLES.get(kind) or getattr(kind, "roles", None)
     if roles is None:
         return None
-    if "__dataclass_fields__" in vars(kind):
-        found = tuple([(field.name, roles.get(field.name, "value")) for field in fields(kind)])
-        _declared[kind] = found
-        return found
-    return tuple([(name, roles.get(name, "value")) for name in sorted(vars(value))])
+    of_class = declared_fields(kind)
+    return of_class or tuple([(name, roles.get(name, "value")) for name in sorted(vars(value))])
+
+
+def declared_fields(kind: type) -> tuple[tuple[str, Role], ...]:
+    """Names and roles of the fields of a dataclass that declares roles; empty for other classes.
+
+    A function of its own, since the first call with a class may be one that another library
+    compiles: that library runs this, and does not read it.
+    """
+    roles = _STORAGE_ROLES.get(kind) or getattr(kind, "roles", None)
+    if roles is None or "__dataclass_fields__" not in vars(kind):
+        return ()
+    found = tuple([(field.name, roles.get(field.name, "value")) for field in fields(kind)])
+    _declared[kind] = found
+    return found
 
 
 @lru_cache(maxsize=256)

@@ -20,7 +20,7 @@ Rng = np.random.Generator
 __all__ = ["random_problem"]
 
 DRAWS: Mapping[str, int] = {
-    "forward": 96, "decoding": 96, "gradients": 24, "tangents": 4, "inspection": 8, "torch": 16,
+    "forward": 192, "decoding": 96, "gradients": 24, "tangents": 4, "inspection": 8, "torch": 16,
 }  # fmt: skip
 """Of each purpose, the draws of values for one layout: the more of them, the quicker they are."""
 _SHARES = ("forward",) * 7 + ("decoding",) * 3 + ("gradients",) * 4 + (

@@ -59,19 +59,19 @@ class AngleTable:
     def __init__(self, inv_freq: Array, factor: float = 1.0) -> None:
         self._inv_freq = np.asarray(inv_freq, np.float64)
         self._factor = factor
-        self._start = 0
-        self._table = self._made(0, 0)
+        # One attribute, so that a thread never sees the start of one table with another.
+        self._kept = 0, self._made(0, 0)
 
     def rows(self, start: int, count: int) -> CosSin:
         """Of the positions from `start` on."""
-        first, table = self._start, self._table
+        first, table = self._kept
         if start < first or start + count > first + table.cosines.shape[1]:
             # Twice as many are computed, so that later steps of decoding find theirs.
             room = (
                 max(2 * count, 256) if 16 * count * len(self._inv_freq) < _LARGEST_TABLE else count
             )
             first, table = start, self._made(start, room)
-            self._start, self._table = first, table
+            self._kept = first, table
         at = slice(start - first, start - first + count)
         return CosSin(table.cosines[:, at], table.sines[:, at])
 
