@@ -256,7 +256,8 @@ def products_function(frame: BackwardFrame, vectors: int) -> Value:
         dim, multiply_add = frame.rows_of_products(head_dim)
         dot_rows(
             e, key, key_row, count, packed, vectors, dim, frame.shape.keys_of(vectors), [],
-            finish, SumOrder(multiply_add, chain=frame.chain_of_products),
+            finish,
+            SumOrder(multiply_add, chain=frame.chain_of_products, wide=frame.shape.wide),
         )  # fmt: skip
     return function
 

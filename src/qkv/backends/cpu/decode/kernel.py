@@ -320,6 +320,7 @@ class _Decode:
             scattered = b.icmp_signed("!=", place.element, e.index(item))
 
             block_row = self.block_row(dim)
+            only = b.icmp_signed("==", self.frame.field(arguments_, "kv_len"), e.index(1))
             step = e.index(PART_KV)
             for size in self.products.tiles:
                 alone = b.icmp_signed("==", rows, e.index(size))
@@ -336,7 +337,7 @@ class _Decode:
                         if name == "key":
                             q = e.at(matrix, e.mul(i, dim, e.real_bytes))
                             place = [here, q, p, row, dim, count]
-                            b.call(functions[f"scores {size}"], [*place, *asks])
+                            b.call(functions[f"scores {size}"], [*place, *asks, only])
                         else:
                             o = e.at(matrix, e.mul(i, block_row))
                             place = [here, p, o, row, block_row, dim, count]

@@ -240,6 +240,6 @@ def _scores(frame: ForwardFrame, vectors: int) -> Value:
             return []
 
         keys = frame.shape.keys_of(vectors)
-        sums = SumOrder(across=across)
+        sums = SumOrder(wide=frame.shape.wide, across=across)
         dot_rows(e, key, key_row, count, packed, vectors, head_dim, keys, [], finish, sums)
     return function

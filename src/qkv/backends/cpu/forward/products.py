@@ -6,7 +6,13 @@ import math
 
 from qkv.backends.cpu.emit.emitter import CACHE_LINE, INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.forward.frame import ForwardFrame
-from qkv.backends.cpu.products.query_lanes import combine_rows, dot_rows, store_vectors, vectors_at
+from qkv.backends.cpu.products.query_lanes import (
+    SumOrder,
+    combine_rows,
+    dot_rows,
+    store_vectors,
+    vectors_at,
+)
 
 
 def scores_function(frame: ForwardFrame, vectors: int) -> Value:
@@ -38,7 +44,7 @@ def scores_function(frame: ForwardFrame, vectors: int) -> Value:
         lowest = [e.const(-math.inf)] * vectors
         largest = dot_rows(
             e, key, key_row, count, packed, vectors, head_dim, frame.shape.keys_of(vectors),
-            lowest, finish,
+            lowest, finish, SumOrder(wide=frame.shape.wide),
         )  # fmt: skip
         store_vectors(e, block_max, largest)
     return function

@@ -25,6 +25,8 @@ class TileShape:
     """What one instruction multiplies: elements, or pairs or tiles of bfloat16."""
     terms: int = 1
     """Number of bfloat16 terms that each operand is split into."""
+    wide: bool = False
+    """Whether products of a query and a key are added in float64 and rounded once."""
     q_blocks_per_task: int = 1
     """Number of blocks of queries in one task."""
     nearest: bool = True

@@ -18,7 +18,7 @@ from qkv.backends.cpu.backward.kernel import emit_backward
 from qkv.backends.cpu.compiler.compile import Kernel, Runnable, build
 from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.machine.tiling import TileShape
-from qkv.backends.cpu.passes.forward import operations_of_a_pair, shape_of
+from qkv.backends.cpu.passes.forward import operations_of_a_pair, shape_of, wide_shape
 from qkv.backends.cpu.passes.workers import Workload
 from qkv.backends.cpu.plan.block_skipping import block_skipping
 from qkv.backends.cpu.plan.kernel_spec import integer_bits, kernel_spec
@@ -123,7 +123,7 @@ def backward_shape(problem: Problem, here: Host) -> TileShape:
     spec = problem.spec
     shape = shape_of(spec, here, split=split_bf16.allows(problem))
     if spec.q_len < _ROWS_PAY or shape.product == "elements":
-        return here.shape_of(spec.compute_dtype)
+        return wide_shape(spec, here)
     if shape.product == "pairs":
         return replace(here.shape_of(spec.compute_dtype), product="pairs")
     return replace(

@@ -82,7 +82,18 @@ def _plan(problem: Problem, shape: TileShape) -> Schedule:
 
 def shape_of(spec: Spec, here: Host, *, split: bool = True) -> TileShape:
     """The tile of the kernel for this problem."""
+    if spec.kv_len == 1:
+        return wide_shape(spec, here)
     return (split_bf16.shape_for(spec, here) if split else None) or _shape(spec, here)
+
+
+def wide_shape(spec: Spec, here: Host) -> TileShape:
+    """A tile of elements; a single key takes so few products that they are added in float64.
+
+    Its lse is its score, in which a chain of float32 would be all the error there is.
+    """
+    shape = here.shape_of(spec.compute_dtype)
+    return replace(shape, wide=spec.kv_len == 1 and spec.compute_dtype == np.float32)
 
 
 def _shape(spec: Spec, here: Host) -> TileShape:

@@ -14,7 +14,7 @@ from qkv.backends import Progress
 from qkv.backends.cpu.compiler.compile import Kernel, build
 from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.passes.arguments import Arguments, rotated
-from qkv.backends.cpu.passes.forward import operations_of_a_pair, shape_of
+from qkv.backends.cpu.passes.forward import operations_of_a_pair, shape_of, wide_shape
 from qkv.backends.cpu.passes.workers import Workload
 from qkv.backends.cpu.plan.kernel_spec import integer_bits, kernel_spec
 from qkv.backends.cpu.plan.schedule import TILE_KV, Schedule, fine_tile, packs_gqa, schedule
@@ -146,7 +146,7 @@ class ReplayPass:
     ) -> None:
         spec, here = problem.spec, host()
         self.problem = problem
-        self.shape = here.shape_of(spec.compute_dtype)
+        self.shape = wide_shape(spec, here)
         if splits_operands:
             self.shape = shape_of(spec, here)
         by_keys = question in ("received", "blocks")

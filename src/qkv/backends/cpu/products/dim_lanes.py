@@ -14,7 +14,16 @@ from collections.abc import Callable
 from llvmlite import ir
 
 from qkv.backends.cpu.emit import storage
-from qkv.backends.cpu.emit.emitter import CACHE_LINE, DOUBLE, INT32, INT64, POINTER, Emitter, Value
+from qkv.backends.cpu.emit.emitter import (
+    BIT,
+    CACHE_LINE,
+    DOUBLE,
+    INT32,
+    INT64,
+    POINTER,
+    Emitter,
+    Value,
+)
 from qkv.backends.cpu.machine.tiling import TileShape
 
 
@@ -88,12 +97,12 @@ class RowProducts:
     # S = Q K^T
 
     def scores(self, rows: int) -> Value:
-        """S of `rows` rows of Q with a segment of keys."""
+        """S of `rows` rows of Q with a segment of keys, or with the `only` key that there is."""
         e = self.e
         keys = e.lanes // rows
-        arguments = [*[POINTER] * 3, *[INT64] * 5]
+        arguments = [*[POINTER] * 3, *[INT64] * 5, BIT]
         with e.function(f"scores_{rows}", arguments) as (function, args):
-            key, query, out, key_row, head_dim, count, ahead, asked = args
+            key, query, out, key_row, head_dim, count, ahead, asked, only = args
             b, real = e.builder, storage.real_dtype(e)
 
             def query_row(i: int) -> Value:
@@ -143,10 +152,28 @@ class RowProducts:
                     products = e.sums([b.fmul(each, q[i]) for i in range(rows) for each in x])
                     keep(b.fptrunc(products, e.vector))
 
+                def one_key() -> None:
+                    """Its score is its lse, in which these sums would be all the error there is."""
+                    wide = ir.VectorType(DOUBLE, e.lanes)
+
+                    def multiply(d: Value, live: Value | None, old: list[Value]) -> list[Value]:
+                        x = b.fpext(vector_at(e, here[0], d, self.key_dtype, live), wide)
+                        q = [
+                            b.fpext(vector_at(e, query_row(i), d, real, live), wide)
+                            for i in range(rows)
+                        ]
+                        return [e.fma(x, *pair) for pair in zip(q, old, strict=True)]
+
+                    zero = ir.Constant(wide, None)
+                    totals = along(e, head_dim, [zero] * rows, multiply)
+                    repeated = [total for total in totals for _ in range(keys)]
+                    keep(b.fptrunc(e.sums(repeated), e.vector))
+
                 if e.real == DOUBLE:
                     long()
                 else:
-                    e.choose(e.below(head_dim, e.lanes + 1), short, long)
+                    is_short = e.below(head_dim, e.lanes + 1)
+                    e.choose(is_short, short, lambda: e.choose(only, one_key, long))
 
             e.loop(0, count, keys, [], tile)
         return function

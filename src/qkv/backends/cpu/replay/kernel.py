@@ -37,7 +37,7 @@ from qkv.backends.cpu.forward.frame import BLOCK_KV, RUN, STATS, TASK, ForwardFr
 from qkv.backends.cpu.forward.rows import pack_function, rows_of_block
 from qkv.backends.cpu.forward.softmax import finish_scores, softmax_function
 from qkv.backends.cpu.machine.tiling import TileShape
-from qkv.backends.cpu.products.query_lanes import dot_rows, store_vectors, vectors_at
+from qkv.backends.cpu.products.query_lanes import SumOrder, dot_rows, store_vectors, vectors_at
 from qkv.problem.expressions import TRUE
 from qkv.problem.spec import Spec
 
@@ -201,7 +201,10 @@ def _scores_function(frame: ForwardFrame, vectors: int) -> Value:
             store_vectors(e, e.at(out, e.mul(k, vectors * e.vector_bytes)), products)
             return []
 
-        dot_rows(e, key, key_row, count, packed, vectors, head_dim, frame.shape.keys, [], finish)
+        dot_rows(
+            e, key, key_row, count, packed, vectors, head_dim, frame.shape.keys, [], finish,
+            SumOrder(wide=frame.shape.wide),
+        )  # fmt: skip
     return function
 
 
