@@ -110,7 +110,7 @@ def gradients(
                 own = np.where(oracle.allowed, grad_scores, compute.type(0))
                 at = np.where(oracle.allowed, before, 0.0).astype(compute)
                 found[str(number)] = mod.of_own(at, own).astype(np.float64)
-            slope = mod.slope(before)
+            slope = mod.slope(before.astype(compute))
             grad_scores = np.where(oracle.allowed, grad_scores * slope.astype(compute), 0)
         grad_scores = rounded(grad_scores * compute.type(oracle.scale))
         grad_query = grad_scores[..., keys] @ plain.key[..., keys, :]
@@ -146,7 +146,7 @@ def tangents(
         moved = rounded(moved) + rounded(plain.query[..., dims] @ d_key[..., dims].swapaxes(-1, -2))
         moved = rounded(moved * compute.type(oracle.scale))
         for number, mod in enumerate(oracle.mods):
-            moved = moved * mod.slope(plain.steps[number]).astype(compute)
+            moved = moved * mod.slope(plain.steps[number].astype(compute)).astype(compute)
             if str(number) in along and mod.along is not None:
                 moved = moved + mod.along(along[str(number)]).astype(compute)
         moved = np.where(oracle.allowed, moved, compute.type(0))

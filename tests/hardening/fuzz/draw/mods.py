@@ -80,7 +80,11 @@ def _rounded(found: Any, score: Array) -> Any:
 def derivative(
     tree: Any, constants: Any, score: Any, b: Any, h: Any, q: Any, k: Any
 ) -> tuple[Any, Any]:
-    """The value of a tree, and its derivative by the score; 0.0 where no score is in it."""
+    """The value of a tree, and its derivative by the score; 0.0 where no score is in it.
+
+    Given scores of float32, every step of both is rounded to float32, so that `1 - tanh(x) ** 2`
+    cancels as it does for whoever computes in that type.
+    """
     if not isinstance(tree, tuple):
         return tree, 0.0
     name, *parts = tree
@@ -90,13 +94,13 @@ def derivative(
         )
     if name == "constant":
         index, _ = derivative(parts[0], constants, score, b, h, q, k)
-        return constants[index], 0.0
+        return _rounded(constants[index], score), 0.0
     found = [derivative(part, constants, score, b, h, q, k) for part in parts]
     values, slopes = [v for v, _ in found], [d for _, d in found]
-    value = OPERATIONS[name](*values)
+    value = _rounded(OPERATIONS[name](*values), score)
     if all(isinstance(d, float) and d == 0.0 for d in slopes):
         return value, 0.0
-    return value, DERIVATIVES[name](value, values, slopes)
+    return value, _rounded(DERIVATIVES[name](value, values, slopes), score)
 
 
 DERIVATIVES: Mapping[str, Callable[..., Any]] = {
