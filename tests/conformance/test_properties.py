@@ -62,7 +62,7 @@ class WrongWhenPrepared(BlockedBackend):
 
     def prepare(self, problem, backward, arrays=()):
         found = self.run(problem)
-        return lambda *given: (found.out, found.lse, found.lse_rest)
+        return lambda *given: (found.out, found.lse, found.lse_rest, None)
 
 
 class WrongSteps(BlockedBackend):

@@ -394,8 +394,7 @@ def _text(structure: _Whole | str) -> str:
 
 
 def _uses_batch_index(structure: _Whole | str) -> bool:
-    whole = Structure.from_text(structure) if isinstance(structure, str) else structure.structure
-    return whole.uses_batch_index
+    return Structure.from_text(_text(structure)).uses_batch_index
 
 
 _is_old_batch = torch._C._functorch.is_legacy_batchedtensor
