@@ -362,8 +362,7 @@ def _apply(function: type[Function], *given: Any) -> Any:
     torch._C._vmapmode_decrement_nesting()
     # A tensor without this batch dimension gets one of size 1.
     apart = [torch._remove_batch_dim(t, level, 1, 0) if isinstance(t, Tensor) else t for t in given]
-    sizes = [t.shape[0] for t in apart if isinstance(t, Tensor)]
-    size = next((n for n in sizes if n != 1), 1)
+    size = next((t.shape[0] for t in apart if isinstance(t, Tensor) and t.shape[0] != 1), 1)
     dims: list[int | None] = []
     for n, t in enumerate(apart):
         alone = not isinstance(t, Tensor) or t.shape[0] != size
@@ -394,7 +393,8 @@ def _text(structure: _Whole | str) -> str:
 
 
 def _uses_batch_index(structure: _Whole | str) -> bool:
-    return Structure.from_text(_text(structure)).uses_batch_index
+    whole = Structure.from_text(structure) if isinstance(structure, str) else structure.structure
+    return whole.uses_batch_index
 
 
 _is_old_batch = torch._C._functorch.is_legacy_batchedtensor
