@@ -13,7 +13,7 @@ import pytest
 
 import qkv
 from qkv.inspection.model_record import load
-from qkv.inspection.trace import Projections, TracedMechanism
+from qkv.inspection.trace_fields import Projections, TracedMechanism
 from qkv.samples import shared_example
 
 FILES = Path(__file__).parent / "files"

@@ -17,13 +17,13 @@ from qkv.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 from qkv.inspection.gradient import BackwardSteps, backward_steps, gradients
 from qkv.inspection.steps import Steps, steps
 from qkv.inspection.streaming import TileState, stream
-from qkv.inspection.trace import (
+from qkv.inspection.trace import Trace
+from qkv.inspection.trace_fields import (
     MaskStage,
     Projections,
     RowGradients,
     ScoreStage,
     Slope,
-    Trace,
     TracedGradients,
     TracedHead,
     TracedLedger,

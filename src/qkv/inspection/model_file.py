@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +14,8 @@ from qkv.errors import FileError
 from qkv.files.writing import replace_file
 from qkv.inspection.head_scores import SCORES, HeadScores
 from qkv.inspection.kept_inputs import KeptInputs
-from qkv.inspection.model_record import LayerRecord, ModelRecord
 
-__all__ = ["is_model_record", "load", "save"]
+__all__ = ["RecordFields", "is_model_record", "load", "save"]
 
 Array = NDArray[Any]
 
@@ -24,32 +23,40 @@ SCHEMA, VERSION = "qkv-model-record", 2
 """Version 2 has what the weights of kept layers come from; files of version 1 are read too."""
 
 
-def save(record: ModelRecord, path: str | os.PathLike[str]) -> None:
+class RecordFields(NamedTuple):
+    """What a file holds of a `ModelRecord`: its fields, and name and scores of each layer."""
+
+    model: str
+    tokens: Array | None
+    texts: Sequence[str] | None
+    layers: Sequence[tuple[str, HeadScores]]
+
+
+def save(record: RecordFields, path: str | os.PathLike[str]) -> None:
     """Write a record; see `ModelRecord.save`."""
     from safetensors.numpy import save as as_bytes
 
     arrays = {} if record.tokens is None else {"tokens": record.tokens.astype(np.int64)}
     kept = {}
-    for layer in record:
-        arrays.update(_layer_arrays(layer))
-        inputs, weights = layer.scores.inputs, layer.scores.weights
-        if inputs is not None and weights is not None:
-            prefix = _prefix(layer.index)
-            kept[str(layer.index)] = inputs.to_data(arrays, prefix)
-            arrays[f"{prefix}.lse"] = weights.replay.lse
+    for index, (_, scores) in enumerate(record.layers):
+        prefix = _prefix(index)
+        arrays.update(_layer_arrays(scores, prefix))
+        if scores.inputs is not None and scores.weights is not None:
+            kept[str(index)] = scores.inputs.to_data(arrays, prefix)
+            arrays[f"{prefix}.lse"] = scores.weights.replay.lse
     header = {
         "schema": SCHEMA,
         "version": VERSION,
         "model": record.model,
         "texts": None if record.texts is None else list(record.texts),
-        "layers": [layer.name for layer in record],
+        "layers": [name for name, _ in record.layers],
         "kept": kept,
     }
     contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     replace_file(path, as_bytes(contiguous, {"qkv": json.dumps(header)}))
 
 
-def load(path: str | os.PathLike[str]) -> ModelRecord:
+def load(path: str | os.PathLike[str]) -> RecordFields:
     """Read a record; see `qkv.inspection.model_record.load`."""
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
@@ -88,8 +95,7 @@ def is_model_record(path: str | os.PathLike[str]) -> bool:
     return isinstance(header, dict) and header.get("schema") == SCHEMA
 
 
-def _layer_arrays(layer: LayerRecord) -> dict[str, Array]:
-    scores, prefix = layer.scores, _prefix(layer.index)
+def _layer_arrays(scores: HeadScores, prefix: str) -> dict[str, Array]:
     return {
         **{f"{prefix}.rows.{name}": scores.rows[name] for name in SCORES},
         **{f"{prefix}.counted.{name}": scores.counted[name] for name in SCORES},
@@ -118,18 +124,19 @@ def _read_header(path: str | os.PathLike[str], name: str) -> dict[str, Any]:
     return header
 
 
-def _record(header: dict[str, Any], arrays: dict[str, Array]) -> ModelRecord:
-    record = ModelRecord(str(header["model"]))
-    record.tokens = arrays.get("tokens")
+def _record(header: dict[str, Any], arrays: dict[str, Array]) -> RecordFields:
     texts = header["texts"]
-    record.texts = None if texts is None else [str(text) for text in texts]
-    record.layers.extend(_layers(header["layers"], header.get("kept", {}), arrays))
-    return record
+    return RecordFields(
+        str(header["model"]),
+        arrays.get("tokens"),
+        None if texts is None else [str(text) for text in texts],
+        list(_layers(header["layers"], header.get("kept", {}), arrays)),
+    )
 
 
 def _layers(
     names: list[str], kept: dict[str, Any], arrays: dict[str, Array]
-) -> Iterator[LayerRecord]:
+) -> Iterator[tuple[str, HeadScores]]:
     for index, name in enumerate(names):
         prefix = _prefix(index)
         rows = {score: arrays[f"{prefix}.rows.{score}"] for score in SCORES}
@@ -153,8 +160,7 @@ def _layers(
             weights = inputs.weights(arrays[f"{prefix}.lse"])
             if weights.shape != (batch, num_heads, q_len, received.shape[-1]):
                 raise ValueError(f"the weights of layer {index} do not fit its scores")
-        scores = HeadScores(rows, counted, received, keys, best, weights, inputs)
-        yield LayerRecord(index, str(name), scores)
+        yield str(name), HeadScores(rows, counted, received, keys, best, weights, inputs)
 
 
 def _prefix(index: int) -> str:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from qkv.arrays import view
 from qkv.errors import ArgumentError
+from qkv.inspection import model_file
 from qkv.inspection.head_scores import SCORES, HeadScores, head_scores, kind_of
 from qkv.inspection.pages import page_of, summary_in_html, summary_of
 from qkv.inspection.pictures import draw_heads, save_picture
@@ -296,9 +297,8 @@ class ModelRecord:
         UnsupportedError
             A kept layer has a variant that is code, such as a `ScoreMod`.
         """
-        from qkv.inspection.model_file import save
-
-        save(self, path)
+        layers = [(layer.name, layer.scores) for layer in self]
+        model_file.save(model_file.RecordFields(self.model, self.tokens, self.texts, layers), path)
 
     def plot(self, path: str | os.PathLike[str], score: str = "entropy") -> None:
         """Draw one score of every head to a file, layers down and heads across.
@@ -347,9 +347,12 @@ def load(path: str | os.PathLike[str]) -> ModelRecord:
     FileError
         The file is missing, broken, or of another kind.
     """
-    from qkv.inspection.model_file import load
-
-    return load(path)
+    fields = model_file.load(path)
+    record = ModelRecord(fields.model)
+    record.tokens, record.texts = fields.tokens, fields.texts
+    for index, (name, scores) in enumerate(fields.layers):
+        record.layers.append(LayerRecord(index, name, scores))
+    return record
 
 
 def _cell(value: Any) -> str:

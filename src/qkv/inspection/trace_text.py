@@ -10,7 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.inspection.tokens import columns, printable
-from qkv.inspection.trace import RowGradients, Trace, TracedGradients, TracedHead, TracedRow
+from qkv.inspection.trace_fields import (
+    RowGradients,
+    TracedGradients,
+    TracedHead,
+    TracedRow,
+    TraceFields,
+)
 
 Array = NDArray[Any]
 
@@ -26,7 +32,7 @@ def bar(weight: float, length: int = BAR) -> str:
     return "#" * int(weight * length + 1e-9) if np.isfinite(weight) else ""
 
 
-def _key_name(trace: Trace, j: int, numbered: bool) -> str:
+def _key_name(trace: TraceFields, j: int, numbered: bool) -> str:
     """A key by its token, and by its row where neighbours are missing."""
     name = _name(trace.kv_tokens, j, "key")
     return f"{name} {j}" if numbered and trace.kv_tokens is not None else name
@@ -87,7 +93,7 @@ def _without_noise(array: Array) -> Array:
     return np.where(np.abs(array) < 1e-14 * largest, 0.0, array)
 
 
-def render(trace: Trace, width: int = 100, top: int | None = None) -> str:
+def render(trace: TraceFields, width: int = 100, top: int | None = None) -> str:
     """The trace; products are folded at `width` columns, and `top` keys of a row are printed."""
     lines = list(_heading(trace))
     for head in trace.heads:
@@ -98,7 +104,7 @@ def render(trace: Trace, width: int = 100, top: int | None = None) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _heading(trace: Trace) -> Iterator[str]:
+def _heading(trace: TraceFields) -> Iterator[str]:
     p = trace.problem
     yield f"Attention: {printable(p.summary, 200)}"
     heads = f"{p.num_heads} heads" if p.num_heads != 1 else "1 head"
@@ -115,7 +121,7 @@ class _Row:
     """The sections of one query row."""
 
     def __init__(
-        self, trace: Trace, head: TracedHead, row: TracedRow, width: int, top: int | None
+        self, trace: TraceFields, head: TracedHead, row: TracedRow, width: int, top: int | None
     ) -> None:
         self.trace, self.head, self.row = trace, head, row
         self.width = width

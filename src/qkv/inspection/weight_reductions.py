@@ -3,20 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.inspection.replay import BLOCK_KV, BLOCK_Q
+from qkv.inspection.replay import BLOCK_KV, BLOCK_Q, Replay
 
-if TYPE_CHECKING:
-    from qkv.inspection.weights import LazyWeights
-
-__all__ = ["Axis", "largest", "place_of_largest", "reduced_axes", "smallest", "total"]
+__all__ = ["Axis", "Tiled", "largest", "place_of_largest", "reduced_axes", "smallest", "total"]
 
 Array = NDArray[Any]
 Axis: TypeAlias = int | tuple[int, ...] | None
+
+
+class Tiled(Protocol):
+    """Weights that are read tile by tile; see `LazyWeights`."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def ndim(self) -> int: ...
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+    @property
+    def replay(self) -> Replay: ...
+
+    def matrix(self, leading: tuple[int, ...]) -> tuple[int, int]:
+        """Flat batch index and head of leading coordinates."""
+        ...
+
+    def check_size(self, count: int) -> None:
+        """Refuse to hold so many weights at once."""
+        ...
 
 
 def reduced_axes(axis: Axis, ndim: int) -> set[int]:
@@ -36,23 +57,23 @@ def reduced_axes(axis: Axis, ndim: int) -> set[int]:
     return {n % ndim for n in given}
 
 
-def total(weights: LazyWeights, axes: set[int]) -> Array:
+def total(weights: Tiled, axes: set[int]) -> Array:
     """The sum over some axes, in float64."""
     return _folded(weights, axes, np.add, np.zeros(_kept(weights, axes)))
 
 
-def largest(weights: LazyWeights, axes: set[int]) -> Array:
+def largest(weights: Tiled, axes: set[int]) -> Array:
     """The largest weight over some axes; NaN where one of them is."""
     return _folded(weights, axes, np.maximum, np.zeros(_kept(weights, axes), weights.dtype))
 
 
-def smallest(weights: LazyWeights, axes: set[int]) -> Array:
+def smallest(weights: Tiled, axes: set[int]) -> Array:
     """The smallest weight over some axes; NaN where one of them is."""
     out = np.full(_kept(weights, axes), np.inf, weights.dtype)
     return _folded(weights, axes, np.minimum, out)
 
 
-def place_of_largest(weights: LazyWeights, axis: int | None) -> Array:
+def place_of_largest(weights: Tiled, axis: int | None) -> Array:
     """The index of the first largest weight along an axis; NaN counts as the largest."""
     if axis is None:
         best, last = _best_along(weights, weights.ndim - 1)
@@ -61,7 +82,7 @@ def place_of_largest(weights: LazyWeights, axis: int | None) -> Array:
     return _best_along(weights, *reduced_axes(axis, weights.ndim))[1]
 
 
-def _best_along(weights: LazyWeights, axis: int) -> tuple[Array, Array]:
+def _best_along(weights: Tiled, axis: int) -> tuple[Array, Array]:
     """The largest weight along an axis, and its index."""
     shape = _kept(weights, {axis})
     best, index = np.full(shape, -1, weights.dtype), np.zeros(shape, np.int64)
@@ -81,14 +102,14 @@ def _best_along(weights: LazyWeights, axis: int) -> tuple[Array, Array]:
     return best, index
 
 
-def _kept(weights: LazyWeights, axes: set[int]) -> tuple[int, ...]:
+def _kept(weights: Tiled, axes: set[int]) -> tuple[int, ...]:
     """The shape of a result, which must stay below the reference limit."""
     shape = tuple([size for n, size in enumerate(weights.shape) if n not in axes])
     weights.check_size(int(np.prod(shape, dtype=object)))
     return shape
 
 
-def _folded(weights: LazyWeights, axes: set[int], fold: np.ufunc, out: Array) -> Array:
+def _folded(weights: Tiled, axes: set[int], fold: np.ufunc, out: Array) -> Array:
     """Tiles joined over some axes by a ufunc, into `out`, which holds where it begins."""
     within = tuple([n for n in (0, 1) if n + weights.ndim - 2 in axes])
     reduce: Callable[..., Array] = fold.reduce
@@ -99,7 +120,7 @@ def _folded(weights: LazyWeights, axes: set[int], fold: np.ufunc, out: Array) ->
     return out
 
 
-def _tiles(weights: LazyWeights) -> Iterator[tuple[tuple[int, ...], tuple[int, int], Array]]:
+def _tiles(weights: Tiled) -> Iterator[tuple[tuple[int, ...], tuple[int, int], Array]]:
     """Leading coordinates, first query and key, and the weights of each tile, in rising order."""
     q_len, kv_len = weights.shape[-2:]
     for leading in np.ndindex(*weights.shape[:-2]):
@@ -113,7 +134,7 @@ def _tiles(weights: LazyWeights) -> Iterator[tuple[tuple[int, ...], tuple[int, i
 
 
 def _place(
-    weights: LazyWeights,
+    weights: Tiled,
     leading: tuple[int, ...],
     first: tuple[int, int],
     tile: Array,

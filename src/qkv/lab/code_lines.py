@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from qkv.inspection.trace import Trace, TracedRow
+from qkv.inspection.trace import Trace
+from qkv.inspection.trace_fields import TracedRow
 from qkv.mechanisms import MECHANISMS
 from qkv.mechanisms.registry import mechanism_class
 

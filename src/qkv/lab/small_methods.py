@@ -12,7 +12,8 @@ import numpy as np
 import qkv
 from qkv.errata import ERRATA
 from qkv.exercises import EXERCISES, check
-from qkv.inspection.trace import Trace, TracedMechanism
+from qkv.inspection.trace import Trace
+from qkv.inspection.trace_fields import TracedMechanism
 from qkv.lab.code_lines import PLAIN, code_lines
 from qkv.lab.examples import LONGEST, Example
 from qkv.lab.parameters import MissingError, Parameters
