@@ -92,20 +92,26 @@ def pairs(mask: Any, q_length: int, kv_length: int) -> Any:
     return out > 0
 
 
+def asked(pattern: str, place: str, kind: str) -> dict[str, Any]:
+    """What transformers says of a mask."""
+    q_length, kv_length, q_offset, kv_offset = PLACES[place]
+    return {
+        "batch_size": 3,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "q_offset": q_offset,
+        "kv_offset": kv_offset,
+        "mask_function": PATTERNS[pattern],
+        "attention_mask": padding(kind, q_offset + q_length),
+    }
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_stated_masks_allow_the_same_pairs(pattern: str, place: str) -> None:
-    q_length, kv_length, q_offset, kv_offset = PLACES[place]
+    q_length, kv_length = PLACES[place][:2]
     for kind in PADDINGS:
-        kwargs = {
-            "batch_size": 3,
-            "q_length": q_length,
-            "kv_length": kv_length,
-            "q_offset": q_offset,
-            "kv_offset": kv_offset,
-            "mask_function": PATTERNS[pattern],
-            "attention_mask": padding(kind, q_offset + q_length),
-        }
+        kwargs = asked(pattern, place, kind)
         mask = state_mask(**kwargs, device="cpu", allow_is_causal_skip=False)
         expected = sdpa_mask(**kwargs, allow_is_causal_skip=False)
         assert isinstance(mask, StatedMask), kind
@@ -118,16 +124,7 @@ def test_one_token_that_sees_every_key_has_no_mask() -> None:
     """Where a dense mask would be True everywhere, and only for a causal mask of one token."""
     unmasked = []
     for pattern, place, kind in itertools.product(PATTERNS, PLACES, PADDINGS):
-        q_length, kv_length, q_offset, kv_offset = PLACES[place]
-        kwargs = {
-            "batch_size": 3,
-            "q_length": q_length,
-            "kv_length": kv_length,
-            "q_offset": q_offset,
-            "kv_offset": kv_offset,
-            "mask_function": PATTERNS[pattern],
-            "attention_mask": padding(kind, q_offset + q_length),
-        }
+        kwargs = asked(pattern, place, kind)
         if state_mask(**kwargs) is None:
             unmasked.append((pattern, place, kind))
             assert sdpa_mask(**kwargs, allow_is_causal_skip=False).all()

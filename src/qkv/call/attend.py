@@ -155,7 +155,9 @@ def _leaf_keys(bound: BoundCall, kv_len: int | None = None) -> list[Hashable] | 
     """
     by_value = bound.structure.by_value
     keys: list[Hashable] = []
-    lengths, per_step = ((), ()) if kv_len is None else bound.structure[-2:]
+    is_step = kv_len is not None
+    lengths = bound.structure.lengths if is_step else ()
+    per_step = bound.structure.per_step if is_step else ()
     for n, array in enumerate(bound.leaves[3:], start=3):
         if type(array) is not np.ndarray:
             return None
@@ -165,7 +167,7 @@ def _leaf_keys(bound: BoundCall, kv_len: int | None = None) -> list[Hashable] | 
             keys.append((array.dtype, array.ndim))
         elif n not in by_value:
             sizes: Hashable = array.shape, array.strides
-            if kv_len is not None:
+            if is_step:
                 sizes = tuple([None if size == kv_len else size for size in array.shape])
             keys.append((array.dtype, sizes))
         elif array.nbytes <= MAX_VALUE_BYTES:

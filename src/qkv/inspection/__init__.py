@@ -1,1 +1,13 @@
-"""Looking into attention: weights, statistics and traces, recomputed from query, key and lse."""
+"""Looking into attention: weights, statistics and traces, recomputed from query, key and lse.
+
+explain         `qkv.explain`, which makes a Trace from steps, streaming and gradient
+trace           the Trace; trace_fields, trace_data (JSON) and trace_text are its parts
+record          the result of `qkv.inspect`
+model_record    every head of a model: head_scores, earlier_tokens, kept_inputs; model_file
+weights         the lazy array of weights: weight_reductions, weight_blocks, and replay
+statistics      those of rows, for backends that have none
+non_finite      which rows are NaN, and why
+variant_data    variants as names, numbers and arrays
+pages, pictures, tokens
+                results as HTML and text, as SVG and PNG, and tokens made safe to print
+"""

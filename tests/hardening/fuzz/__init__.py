@@ -2,8 +2,7 @@
 
 problem         a problem as plain data; also as JSON
 draw/           random problems: structures, their layouts, variants, memory
-oracle          what a problem means, in float64
-derivatives     gradients and tangents, and the plain computation in any type
+oracle/         what a problem means, in float64, and its derivatives
 bounds          how far results may be off
 calls, tensors  a problem as calls of the library
 checks          what is required, by the purpose of a problem

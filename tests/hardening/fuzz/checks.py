@@ -14,9 +14,9 @@ from qkv.call.cache import CALLS
 
 from .bounds import LUCKY, NEIGHBOURS, ORDERS, Result, largest, near, neighbour, require, ulp
 from .calls import Call, calls, keywords, spoiled
-from .derivatives import Plain, gradients, tangents
 from .forcing import forced
 from .oracle import Oracle
+from .oracle.derivatives import Plain, gradients, tangents
 from .problem import DTYPES, Problem
 from .tensors import through_torch
 

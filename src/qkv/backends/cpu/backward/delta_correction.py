@@ -25,12 +25,11 @@ import math
 from functools import partial
 
 from qkv.backends.cpu.backward.block import (
-    BackwardFrame,
-    BackwardKey,
     products_function,
     score_gradients_function,
     sum_over_keys,
 )
+from qkv.backends.cpu.backward.frame import BackwardFrame, BackwardKey
 from qkv.backends.cpu.backward.kernel import (
     add_partials_function,
     all_query_blocks,

@@ -30,7 +30,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
 
-from qkv.backends.cpu.backward.block import TASK, BackwardFrame, BackwardKey
+from qkv.backends.cpu.backward.frame import TASK, BackwardFrame, BackwardKey
 from qkv.backends.cpu.backward.query_block import block_functions, fill, query_block_function
 from qkv.backends.cpu.emit import storage
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value

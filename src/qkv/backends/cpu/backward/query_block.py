@@ -8,12 +8,6 @@ from typing import NamedTuple, TypeAlias
 from llvmlite import ir
 
 from qkv.backends.cpu.backward.block import (
-    BLOCK_KV,
-    DELTA_REST,
-    EXPECTED,
-    TASK,
-    VECTOR_AREAS,
-    BackwardFrame,
     chain_function,
     drop_weights_function,
     dropout_function,
@@ -27,6 +21,14 @@ from qkv.backends.cpu.backward.block import (
     settle_function,
     transpose_function,
     weights_function,
+)
+from qkv.backends.cpu.backward.frame import (
+    BLOCK_KV,
+    DELTA_REST,
+    EXPECTED,
+    TASK,
+    VECTOR_AREAS,
+    BackwardFrame,
 )
 from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Emitter, Value

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends.cpu.backward.block import BLOCK_KV, TASK, BackwardKey, TableGradient
 from qkv.backends.cpu.backward.delta_correction import emit_delta_correction
+from qkv.backends.cpu.backward.frame import BLOCK_KV, TASK, BackwardKey, TableGradient
 from qkv.backends.cpu.backward.kernel import emit_backward
 from qkv.backends.cpu.compiler.compile import Kernel, Runnable, build
 from qkv.backends.cpu.machine.host import Host, host

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends.cpu.backward.block import fields_with, padded, scratch_areas
+from qkv.backends.cpu.backward.frame import fields_with, padded, scratch_areas
 from qkv.backends.cpu.machine.addresses import page_aligned
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.passes.arguments import Arguments, rotated

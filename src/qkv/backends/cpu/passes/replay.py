@@ -18,14 +18,8 @@ from qkv.backends.cpu.passes.forward import operations_of_a_pair, shape_of, wide
 from qkv.backends.cpu.passes.workers import Workload
 from qkv.backends.cpu.plan.kernel_spec import integer_bits, kernel_spec
 from qkv.backends.cpu.plan.schedule import TILE_KV, Schedule, fine_tile, packs_gqa, schedule
-from qkv.backends.cpu.replay.kernel import (
-    FIELDS,
-    RANGE,
-    Question,
-    ReplayKey,
-    emit_replay,
-    scratch_bytes,
-)
+from qkv.backends.cpu.replay.kernel import emit_replay
+from qkv.backends.cpu.replay.reduction import FIELDS, RANGE, Question, ReplayKey, scratch_bytes
 from qkv.backends.cpu.replay.weight_blocks import emit_weight_blocks
 from qkv.backends.cpu.split_bf16 import choice as split_bf16
 from qkv.partial import coarse

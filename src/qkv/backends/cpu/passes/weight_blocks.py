@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.backends.cpu.passes.replay import ReplayPass, padded_shift, shift
-from qkv.backends.cpu.replay.kernel import RANGE
+from qkv.backends.cpu.replay.reduction import RANGE
 from qkv.problem.spec import Problem
 
 Array = NDArray[Any]

@@ -12,14 +12,13 @@ from collections.abc import Callable
 
 from qkv.backends.cpu.emit.emitter import Value
 from qkv.backends.cpu.products.query_lanes import vectors_at
-from qkv.backends.cpu.replay.kernel import (
+from qkv.backends.cpu.replay.kernel import shift_of_rows, weights_function
+from qkv.backends.cpu.replay.reduction import (
     Block,
     Reduction,
     ReplayKey,
     emit_range_tasks,
     replay_frame,
-    shift_of_rows,
-    weights_function,
 )
 
 

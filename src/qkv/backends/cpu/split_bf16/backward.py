@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
-from qkv.backends.cpu.backward.block import BLOCK_KV, BackwardFrame, BackwardKey
+from qkv.backends.cpu.backward.frame import BLOCK_KV, BackwardFrame, BackwardKey
 from qkv.backends.cpu.backward.kernel import (
     add_partials_function,
     emit_tasks,

@@ -13,13 +13,8 @@ from typing import Any, NamedTuple
 
 from llvmlite import ir
 
-from qkv.backends.cpu.backward.block import (
-    BLOCK_KV,
-    BackwardFrame,
-    add_vectors,
-    chain_function,
-    weights_function,
-)
+from qkv.backends.cpu.backward.block import add_vectors, chain_function, weights_function
+from qkv.backends.cpu.backward.frame import BLOCK_KV, BackwardFrame
 from qkv.backends.cpu.backward.query_block import pack_function, unpack_function, vector_functions
 from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import BIT, INT16, INT64, POINTER, Value

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from qkv.backends.cpu.backward.block import BackwardKey
+from qkv.backends.cpu.backward.frame import BackwardKey
 from qkv.backends.cpu.forward.kernel import ForwardKernel
 from qkv.backends.cpu.machine.host import Host
 from qkv.backends.cpu.machine.tiling import TileShape
-from qkv.backends.cpu.replay.kernel import Question, ReplayKey
+from qkv.backends.cpu.replay.reduction import Question, ReplayKey
 from qkv.backends.cpu.split_bf16.backward import emit_split_backward
 from qkv.backends.cpu.split_bf16.backward_block import split_areas
 from qkv.backends.cpu.split_bf16.forward import BLOCK_KV, emit_split_forward, split_scratch_bytes

@@ -18,14 +18,13 @@ from qkv.backends.cpu.forward.frame import RUN, TASK
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products import matrix_unit
 from qkv.backends.cpu.products.bfloat16 import chunks, whole
-from qkv.backends.cpu.replay.kernel import (
+from qkv.backends.cpu.replay.kernel import Sums, Top
+from qkv.backends.cpu.replay.reduction import (
     Areas,
     Block,
     Question,
     Reduction,
     ReplayKey,
-    Sums,
-    Top,
     replay_frame,
     state_rows,
 )

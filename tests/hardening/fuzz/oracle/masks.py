@@ -1,6 +1,6 @@
 """Sizes, positions, rotation and masks of a problem, from their definitions.
 
-Like `oracle`, after docs/semantics.md and the papers, without the library. All arrays of scores are
+Like `attention`, after docs/semantics.md and the papers, without the library. All arrays of scores are
 `(draws, *batch_shape, num_heads, q_len, kv_len)`, or broadcast to that.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .problem import Problem, Variant
+from ..problem import Problem, Variant  # noqa: TID252 - it has two names
 from .published import philox
 
 Array = NDArray[Any]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .oracle import Oracle, by_head, summed
+from .attention import Oracle, by_head, summed
 
 Array = NDArray[Any]
 

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .draw.mods import derivative, evaluate
+from ..draw.mods import derivative, evaluate  # noqa: TID252 - it has two names
+from ..problem import Variant  # noqa: TID252 - it has two names
 from .masks import Masks
-from .problem import Variant
 from .published import alibi_slopes, philox, t5_bucket
 
 Array = NDArray[Any]

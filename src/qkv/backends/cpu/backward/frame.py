@@ -1,0 +1,212 @@
+"""What the functions of a backward kernel agree on: its key, argument block and scratch memory.
+
+Those for one vector of queries have the arguments `Vector`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from qkv.backends.cpu.emit.emitter import FLOAT, INT64, POINTER, Emitter, Value
+from qkv.backends.cpu.emit.expressions import Expressions
+from qkv.backends.cpu.emit.frame import COMMON_FIELDS, Frame, operand_fields
+from qkv.backends.cpu.emit.storage import real_dtype
+from qkv.backends.cpu.forward.boundary_blocks import skips_within_blocks
+from qkv.backends.cpu.forward.frame import STATS
+from qkv.backends.cpu.machine.tiling import TileShape
+from qkv.backends.cpu.products.bfloat16 import chunks, multiply_add_pairs
+from qkv.backends.cpu.products.query_lanes import (
+    MultiplyAdd,
+)
+from qkv.problem.derivative import ONE, derivative
+from qkv.problem.expressions import SCORE, TRUE, Load, walk
+from qkv.problem.spec import Spec
+
+BLOCK_KV = 128
+"""Keys whose weights are held at once."""
+_CHAIN = 8
+"""When there are few queries, this many products are added one after the other before the sums are
+combined."""
+AREAS = (
+    "query", "grad_out", "query_sums", "query_rows", "grad_rows", "lse", "lse_rest",
+    "delta", "weights", "score_grads", "products", "factors", "key_copy", "value_copy",
+)  # fmt: skip
+"""The areas of a worker's scratch memory, in this order."""
+PAIR_AREAS = ("query_pairs", "grad_pairs", "key_pairs", "value_pairs")
+"""Further areas of scratch that follow these when the kernel multiplies pairs of bfloat16."""
+DELTA_REST = 2
+"""The row, in the area of delta, that holds what the sum of its two halves lacks."""
+EXPECTED = 1
+"""The row, in the area of lse, that holds what the dS of each query should add up to."""
+
+FIELDS = (
+    *COMMON_FIELDS,
+    *operand_fields("query", "key", "value", "out", "grad_out"),
+    "lse", "lse_rest", "grad_lse", "delta_rest", "row_sums", "row_bytes", "copy_key", "copy_value",
+    "blocks", "runs", "q_blocks", "splits", "finished",
+    "query_partials", "partial_bytes", "d_query", "add_query",
+    "key_sums", "key_sum_row", "d_key", "round_key",
+    "value_sums", "value_sum_row", "d_value", "round_value", "q_blocks_per_task", "sinks",
+)  # fmt: skip
+"""The words of the argument block; behind them follows where each area of scratch begins."""
+TASK = ("batch", "kv_head", "start", "stop", "split")
+"""The words of a task, which is a range of keys. Behind them follows, for each table with a
+gradient, the byte at which the task's copy of that gradient begins."""
+
+
+def padded(dim: int, lanes: int) -> int:
+    """Rows of sums are whole vectors."""
+    return -(-dim // lanes) * lanes
+
+
+def fields_with(areas: tuple[str, ...]) -> tuple[str, ...]:
+    """The words of a kernel with these areas."""
+    return (*FIELDS, *(f"area_{name}" for name in areas))
+
+
+def scratch_areas(shape: TileShape, head_dim: int, v_head_dim: int, item: int) -> dict[str, int]:
+    """Bytes that each area takes."""
+    block_q = shape.lanes * shape.vectors
+    query, value = (padded(dim, shape.lanes) * block_q for dim in (head_dim, v_head_dim))
+    # The delta correction keeps the statistics that lse is computed from in this area.
+    rows, block = (STATS * block_q, block_q, 3 * block_q), BLOCK_KV * block_q
+    copies = [BLOCK_KV * padded(dim, shape.lanes) for dim in (head_dim, v_head_dim)]
+    sizes = (query, value, max(query, value), query, value, *rows, *[block] * 4, *copies)
+    areas = dict(zip(AREAS, sizes, strict=True))
+    if shape.product == "pairs":
+        # Rows of pairs are padded to whole chunks, which are two vectors each.
+        pairs = [BLOCK_KV * chunks(dim) // 2 for dim in (head_dim, v_head_dim)]
+        areas |= zip(PAIR_AREAS, (query, value, *pairs), strict=True)
+    return {name: size * item for name, size in areas.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class TableGradient:
+    """A table whose gradient is wanted, and whether it is added in float64."""
+
+    name: str
+    wide: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardKey:
+    """Everything that the code of one kernel depends on.
+
+    `rotated` queries and keys come in the type of computation. `out_dtype` is that of the output
+    that is read, `grad_dtype` that of the gradients that are written. If the kernel
+    `corrects_delta`, rows were summed again before; if `wide`, their dP are added in float64.
+    """
+
+    spec: Spec
+    shape: TileShape
+    int_bits: int
+    rotated: bool
+    out_dtype: str
+    grad_dtype: str
+    tables: tuple[TableGradient, ...] = ()
+    corrects_delta: bool = False
+    wide: bool = False
+
+
+class Vector(NamedTuple):
+    """The arguments of a function for one vector of queries and one block of keys.
+
+    `weights`, `products`, `factors` and `score_grads` hold `count` vectors, `width` bytes apart;
+    `rows` is how many lanes are queries.
+    """
+
+    arguments: Value
+    task: Value
+    products: Value
+    weights: Value
+    factors: Value
+    score_grads: Value
+    lse: Value
+    lse_rest: Value
+    width: Value
+    count: Value
+    batch: Value
+    head: Value
+    first_row: Value
+    rows: Value
+    kv_start: Value
+
+
+VECTOR_AREAS = Vector._fields[2:8]
+
+
+class BackwardFrame(Frame):
+    """What all functions of a backward kernel know and agree on.
+
+    `area_names` are those of a worker's scratch. With `sums_rows` the kernel only sums the rows of
+    few queries again.
+    """
+
+    def __init__(
+        self, key: BackwardKey, area_names: tuple[str, ...] = AREAS, *, sums_rows: bool = False
+    ) -> None:
+        self.in_pairs = key.shape.product == "pairs"
+        """Whether the first two products are of pairs of bfloat16."""
+        self.area_names = (*area_names, *(PAIR_AREAS if self.in_pairs else ()))
+        fields = fields_with(self.area_names)
+        super().__init__("qkv_backward", key.spec, key.shape, key.int_bits, fields)
+        operand_dtype = real_dtype(self.e) if key.rotated else key.spec.dtype
+        self.dtypes = {
+            "query": operand_dtype, "key": operand_dtype, "value": key.spec.dtype,
+            "grad_out": key.spec.dtype, "out": key.out_dtype,
+        }  # fmt: skip
+        self.grad_dtype = key.grad_dtype
+        self.wanted = key.tables
+        self.plain = self.score == SCORE and not sums_rows
+        """Whether weights are computed with the products; otherwise from stored products."""
+        self.slope = derivative(self.score)
+        names = {table.name for table in key.tables}
+        read = (n for n in walk(self.score) if isinstance(n, Load) and n.table in names)
+        self.loads = tuple(read)
+        self.chained = bool(self.loads) or self.slope != ONE or sums_rows
+        """Whether score mods have derivatives, or a table has a gradient, so that dS is stored."""
+        self.may_forbid = self.mask != TRUE or self.score != SCORE
+        self.wide = key.wide and self.e.real == FLOAT
+        """Whether dP is added in float64."""
+        self.chain_of_products = _CHAIN if key.corrects_delta else None
+        self.has_delta_rest = key.corrects_delta and not sums_rows
+        self.skips_within_blocks = key.shape.product != "tiles" and skips_within_blocks(self.mask)
+        """Whether each vector of queries computes only its own keys in partial blocks."""
+        self.settles = key.shape.product != "tiles" and not key.corrects_delta
+        """Whether dS of rows that see a single block of keys is corrected to add up exactly."""
+
+    @contextmanager
+    def vector_function(self, name: str) -> Iterator[tuple[Value, Vector]]:
+        pointers = 2 + len(VECTOR_AREAS)
+        types = [*[POINTER] * pointers, *[INT64] * (len(Vector._fields) - pointers)]
+        with self.e.function(name, types) as (function, args):
+            yield function, Vector(*args)
+
+    def rows_of_products(self, dim: Value) -> tuple[Value, MultiplyAdd]:
+        """Elements of a row as the first two products take them, and how they are multiplied."""
+        if self.in_pairs:
+            return self.e.builder.sdiv(self.e.add(dim, 1), self.e.index(2)), multiply_add_pairs
+        return dim, Emitter.fma
+
+    def places(self, at: Vector) -> Expressions:
+        return self.expressions_of_rows(at.arguments, at.batch, at.head, at.first_row, at.rows)
+
+    def expressions_of_rows(
+        self, arguments: Value, batch: Value, head: Value, first_row: Value, rows: Value
+    ) -> Expressions:
+        """Where the lanes are; those beyond the last row repeat it."""
+        e, b = self.e, self.e.builder
+        numbers = self.lane_numbers()
+        last = self.lane_integers(e.sub(rows, 1))
+        lane = b.select(b.icmp_signed("<", numbers, last), numbers, last)
+        row = b.add(self.lane_integers(first_row), lane)
+        where = {"batch": batch, "head": head, "q_index": row}
+        return Expressions(e, self.tables(arguments), where, self.int_bits)
+
+    def forbidden(self, weight: Value) -> Value:
+        """Which lanes' pairs are forbidden: -0.0 has a bit of its own."""
+        e = self.e
+        return e.builder.icmp_signed("==", e.as_bits(weight), e.as_bits(e.const(-0.0)))

@@ -1,0 +1,203 @@
+"""What a decoding step reads, for any number of keys: proved once from its expressions.
+
+Bounds of integers, and with them how wide code must compute them, are those of all lengths and
+shifts up to `LONGEST`. Each array that calls bring has an entry for each key, for each block of
+keys, or of a fixed number; `ArrayWords` writes where it lies into an argument block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.backends.cpu.passes.decode import DecodeArguments
+from qkv.backends.cpu.passes.scratch import NOTHING
+from qkv.backends.cpu.plan.kernel_spec import bits_of, sizes_of
+from qkv.backends.cpu.prepared.placeholders import tables_of
+from qkv.errors import ArgumentError, ShapeError
+from qkv.problem.bounds import check_table_reads
+from qkv.problem.expressions import Const, Load, Node, Op, Var, rebuilt, walk
+from qkv.problem.intervals import Interval
+from qkv.problem.spec import Problem
+
+Array = NDArray[Any]
+
+LONGEST = 2**29
+"""The largest number of keys, and of |q_shift|, that steps are prepared for, so that differences of
+positions fit 32 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayWords:
+    """Where the table of an array that each call brings stands in a block, and what it must be.
+
+    The size of an axis stands before its stride. `sizes` are 1 for an axis that is not indexed;
+    where `keys` is not 0, the axis has an entry for so many keys instead, the last perhaps for
+    fewer.
+    """
+
+    address: int
+    strides: tuple[int, ...]
+    sizes: tuple[int, ...]
+    keys: tuple[int, ...]
+
+    def write(
+        self,
+        words: memoryview,
+        address: int,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        kv_len: int,
+    ) -> bool:
+        """Whether the array is like the one that was prepared for."""
+        if len(shape) != len(self.sizes):
+            return False
+        for word, expected, keys, size, stride in zip(
+            self.strides, self.sizes, self.keys, shape, strides, strict=True
+        ):
+            if keys and size == -(-kv_len // keys):
+                words[word - 1] = size
+            elif keys or (size != expected and (expected != 1 or stride)):
+                return False
+            words[word] = stride
+        words[self.address] = address
+        return True
+
+
+class AnyLength(NamedTuple):
+    """How wide integers are, and where the tables of the arrays of calls stand in a block."""
+
+    int_bits: int
+    words: list[ArrayWords]
+
+
+def for_any_length(problem: Problem, arrays: tuple[Array, ...]) -> AnyLength | None:
+    """What steps like this problem need; None if something depends on how many keys there are.
+
+    Tables that are no views of `arrays` must serve any number of keys.
+    """
+    read = tables_of(problem, arrays)
+    if any(len(names) != 1 for names in read):
+        return None
+    from_calls = {name for names in read for name in names}
+    # Offsets of single batch rows change with the number of keys.
+    if any(problem.operands.tables[n].ndim and n not in from_calls for n in _offsets(problem)):
+        return None
+    spec, operands = problem.spec, problem.operands
+    known = {t.name: t for t in spec.tables}
+    shifts = set(shifts_of(problem)) | _lengths(problem, from_calls)
+    widest = [np.iinfo(known[n].dtype) for n in from_calls - shifts if known[n].kind == "int"]
+    limits = [(int(i.min), int(i.max)) for i in widest] or [(0, 0)]
+    places = {
+        **sizes_of(spec),
+        "kv_index": Interval.of(0, LONGEST - 1),
+        "q_pos": Interval.of(-LONGEST, LONGEST),
+        "kv_pos": Interval.of(min(low for low, _ in limits), max(high for _, high in limits)),
+    }
+    roots = [_for_any_length(node, shifts, from_calls) for node in (spec.score, spec.mask)]
+    loads = [
+        n for n in walk(spec.score, spec.mask) if isinstance(n, Load) and n.table in from_calls
+    ]
+    reads = [_read_for_any_length(load, shifts, from_calls) for load in loads]
+    try:
+        check_table_reads([*roots, *reads], places, operands.tables)
+    except (ShapeError, ArgumentError):
+        return None
+    template = DecodeArguments(problem, NOTHING)
+    words = []
+    for array, (name,) in zip(arrays, read, strict=True):
+        found = _array_words(problem, name, array, template.word_of_table(name))
+        if found is None:
+            return None
+        words.append(found)
+    return AnyLength(bits_of(roots, places, operands.tables), words)
+
+
+def _offsets(problem: Problem) -> list[str]:
+    """Tables of the positions of queries."""
+    origins = problem.operands.origins
+    return [
+        table.name
+        for table in problem.spec.tables
+        if table.label == "q_offset" and origins[table.name].variant is None
+    ]
+
+
+def _lengths(problem: Problem, from_calls: set[str]) -> set[str]:
+    """Tables, given anew in each step, of numbers of keys and of offsets that follow from them."""
+    of_lengths = {t.name for t in problem.spec.tables if t.label in ("kv_lens", "q_offset")}
+    return {
+        name
+        for name in of_lengths & from_calls
+        if "lengths" in getattr(problem.operands.origins[name].variant, "roles", {}).values()
+        or problem.operands.origins[name].variant is None
+    }
+
+
+def shifts_of(problem: Problem) -> list[str]:
+    """Of these, tables of one number, which each step has its own of."""
+    return [name for name in _offsets(problem) if not problem.operands.tables[name].ndim]
+
+
+def _for_any_length(node: Node, shifts: set[str], from_calls: set[str]) -> Node:
+    """The node with variables, of known bounds, in the place of what changes from step to step.
+
+    `q_pos` stands for where the queries are, `kv_pos` for integers of arrays that each call passes.
+    """
+
+    def changed(n: Node, following: tuple[Node, ...]) -> Node:
+        match n:
+            case Load(table=table) if table in shifts:
+                return Var("q_pos")
+            case Load(table=table, kind="bool") if table in from_calls:
+                return Op("eq", "bool", (Var("q_pos"), Const("int", 0)))
+            case Load(table=table, kind=kind) if table in from_calls:
+                return Var("kv_pos" if kind == "int" else "score")
+            case Load(table=table, kind=kind):
+                return Load(table, kind, following)
+            case Op(name=name, kind=kind):
+                return Op(name, kind, following)
+        return n
+
+    return rebuilt(node, changed)
+
+
+def _read_for_any_length(load: Load, shifts: set[str], from_calls: set[str]) -> Load:
+    """The read of an array that calls bring, without the axes that are as long as its keys ask."""
+    indices = [
+        Const("int", 0) if _keys_of_entry(index) else _for_any_length(index, shifts, from_calls)
+        for index in load.indices
+    ]
+    return Load(load.table, load.kind, tuple(indices))
+
+
+def _array_words(problem: Problem, name: str, array: Array, word: int) -> ArrayWords | None:
+    """How the table `name` is read at each step; None if an axis is not read as it is long."""
+    table = problem.operands.tables[name]
+    roots = problem.spec.score, problem.spec.mask
+    loads = {n for n in walk(*roots) if isinstance(n, Load) and n.table == name}
+    axes = range(table.ndim - array.ndim, table.ndim)
+    keys = []
+    for axis in axes:
+        indices = {load.indices[axis] for load in loads}
+        found = {_keys_of_entry(index) for index in indices}
+        if len(found) > 1:
+            return None
+        keys.append(found.pop() if found else 0)
+    # The words of a table are its address, then the size and stride of each axis.
+    strides = tuple(word + 2 + 2 * axis for axis in axes)
+    return ArrayWords(word, strides, tuple(table.shape[axis] for axis in axes), tuple(keys))
+
+
+def _keys_of_entry(index: Node) -> int:
+    """For how many keys an axis with this index has one entry; 0 if it does not go along keys."""
+    match index:
+        case Var(name="kv_index"):
+            return 1
+        case Op(name="floordiv", args=(Var(name="kv_index"), Const(value=int(keys)))):
+            return keys
+    return 0

@@ -1,0 +1,321 @@
+"""What all replays have: the argument block, the scores of blocks of keys, and `Reduction`.
+
+A replay is a `Reduction` of these scores; `replay.kernel` says which there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
+
+from llvmlite import ir
+
+from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
+from qkv.backends.cpu.emit.frame import COMMON_FIELDS, operand_fields
+from qkv.backends.cpu.emit.packing import copy_rows
+from qkv.backends.cpu.emit.transpose import transposed_bytes
+from qkv.backends.cpu.forward.frame import BLOCK_KV, RUN, STATS, TASK, ForwardFrame, ForwardKey
+from qkv.backends.cpu.forward.rows import pack_function, rows_of_block
+from qkv.backends.cpu.machine.tiling import TileShape
+from qkv.backends.cpu.products.query_lanes import SumOrder, dot_rows, store_vectors
+from qkv.problem.expressions import TRUE
+from qkv.problem.spec import Spec
+
+Question: TypeAlias = Literal["sums", "top", "received", "blocks"]
+
+FIELDS = (
+    *COMMON_FIELDS,
+    *operand_fields("query", "key"),
+    "copy_key", "sign", "runs", "rows",
+    "row_max", "log_sum",
+    "k", "best", "indices",
+    "blocks", "shift", "padded_rows", "received", "q_blocks_per_task",
+    "unit", "first_vector", "first_unit", "units", "joined", "largest", "sums",
+)  # fmt: skip
+"""Words of the argument block. `shift` points to a and b of each vector of rows, side by side; a
+head has `padded_rows` of them."""
+
+RANGE = ("batch", "head", "first_key", "last_key", "first_block", "last_block")
+"""Words of a task of `received`. Its blocks are rows of `blocks`, each a `TASK` of the forward
+pass."""
+
+
+def state_rows(question: Question, k: int) -> int:
+    """Numbers that are kept for each query."""
+    return {"sums": STATS, "top": 2 * (k + 1), "received": 0, "blocks": 0}[question]
+
+
+def scratch_bytes(question: Question, spec: Spec, shape: TileShape, k: int, keys: int) -> int:
+    """Memory of one worker: packed Q, S, states; one block of K and of tables; sums of keys."""
+    real_bytes = spec.compute_dtype.itemsize
+    rows = (spec.head_dim + BLOCK_KV + state_rows(question, k)) * shape.block_q
+    totals = 2 * keys * shape.lanes if question == "received" else 0
+    transposed = transposed_bytes(spec, BLOCK_KV, shape.lanes * real_bytes)
+    size = (rows + BLOCK_KV * spec.head_dim + totals) * real_bytes + transposed
+    return -(-size // 4096) * 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayKey:
+    """Everything that the code of one replay depends on."""
+
+    question: Question
+    spec: Spec
+    shape: TileShape
+    int_bits: int
+    pack_gqa: bool
+    rotated: bool
+
+
+def replay_frame(key: ReplayKey, block_kv: int = BLOCK_KV) -> ForwardFrame:
+    """What the functions of a replay agree on: that of a forward pass without output."""
+    real = "float64" if key.spec.dtype == "float64" else "float32"
+    of_scores = ForwardKey(
+        key.spec, key.shape, key.int_bits, key.pack_gqa, key.rotated, real, statistics=False
+    )
+    return ForwardFrame(of_scores, fields=FIELDS, block_kv=block_kv, plain=False)
+
+
+class Areas(NamedTuple):
+    """Where a block of queries keeps what, in the scratch of its worker."""
+
+    packed: Value
+    scores: Value
+    state: Value
+    key_copy: Value
+    transposed: Value
+    totals: Value
+
+
+class Block(NamedTuple):
+    """A block of queries: its task, and its areas for `vectors` vectors."""
+
+    arguments: Value
+    batch: Value
+    head: Value
+    first_row: Value
+    first_key: Value
+    vectors: int
+    areas: Areas
+
+
+class Reduction:
+    """What is kept of the scores of a block of keys, and what is written of it in the end.
+
+    A question about rows keeps some rows of numbers for each vector of queries, its state, which
+    takes the place of the statistics of the forward pass.
+    """
+
+    def __init__(self, frame: ForwardFrame) -> None:
+        self.frame, self.e = frame, frame.e
+
+    def keys_function(self, name: str, masked: bool) -> Value:
+        """A function of `ScoreVector`: one vector of queries with a block of keys."""
+        raise NotImplementedError
+
+    def state(self, block: Block, vector: int) -> Value:
+        """The state of a vector of the block."""
+        return self.e.at(block.areas.state, vector * self.e.vector_bytes)
+
+    def state_bytes(self, arguments: Value, row: int) -> Value:
+        """Bytes of the states of a block, where one number of each query takes `row` bytes."""
+        return self.e.index(0)
+
+    def begin(self, block: Block) -> None:
+        """Before the first keys of a block of queries."""
+
+    def after_keys(self, block: Block, kv_start: Value, count: Value) -> None:
+        """After a block of keys, for all vectors of a block of queries."""
+
+    def write_rows(self, arguments: Value, state: Value, width: Value, rows: list[Value]) -> None:
+        """Store what a vector found, lane by lane; `rows` are theirs of all, batch and heads."""
+
+    def write_function(self) -> Value:
+        """A function `(arguments, state, width, batch, head, first_row)`.
+
+        Lanes beyond the last row hold what it holds and write it again.
+        """
+        e = self.e
+        with e.function("write", [POINTER] * 2 + [INT64] * 4) as (function, args):
+            arguments, state, width, batch, head, first_row = args
+            num_heads, q_len, rows = (
+                self.frame.field(arguments, n) for n in ("num_heads", "q_len", "rows")
+            )
+            start, last = e.mul(e.add(e.mul(batch, num_heads), head), q_len), e.sub(rows, 1)
+            lanes = [e.add(start, e.least(e.add(first_row, i), last)) for i in range(e.lanes)]
+            self.write_rows(arguments, state, width, lanes)
+        return function
+
+    def end(self, block: Block, write: Value) -> None:
+        """After the last keys of a block of queries, where there is a state to be written."""
+        e = self.e
+        width = e.index(block.vectors * e.vector_bytes)
+        for j in range(block.vectors):
+            first = e.add(block.first_row, j * e.lanes)
+            where = (width, block.batch, block.head, first)
+            e.builder.call(write, [block.arguments, self.state(block, j), *where])
+
+    @contextmanager
+    def range_of_keys(self, arguments: Value, scratch: Value, keys: list[Value]) -> Iterator[None]:
+        """A context for all that is computed with a range of keys, given as `RANGE`."""
+        yield
+
+
+def _scores_function(frame: ForwardFrame, vectors: int) -> Value:
+    """S[k, :] = K[k, :] . packed Q."""
+    e = frame.e
+    with e.function(f"scores_{vectors}", [POINTER] * 3 + [INT64] * 3) as (function, args):
+        key, packed, out, key_row, head_dim, count = args
+
+        def finish(k: Value, products: list[Value], _: list[Value]) -> list[Value]:
+            store_vectors(e, e.at(out, e.mul(k, vectors * e.vector_bytes)), products)
+            return []
+
+        dot_rows(
+            e, key, key_row, count, packed, vectors, head_dim, frame.shape.keys, [], finish,
+            SumOrder(wide=frame.shape.wide),
+        )  # fmt: skip
+    return function
+
+
+def areas_of(reduction: Reduction, arguments: Value, scratch: Value) -> Areas:
+    frame, e = reduction.frame, reduction.e
+    head_dim = frame.field(arguments, "head_dim")
+    row = frame.shape.block_q * e.real_bytes
+    scores = e.at(scratch, e.mul(head_dim, row))
+    state = e.at(scores, BLOCK_KV * row)
+    key_copy = e.at(state, reduction.state_bytes(arguments, row))
+    transposed = e.at(key_copy, e.mul(head_dim, BLOCK_KV * e.real_bytes))
+    totals = e.at(transposed, transposed_bytes(frame.spec, BLOCK_KV, e.vector_bytes))
+    return Areas(scratch, scores, state, key_copy, transposed, totals)
+
+
+def query_block_function(reduction: Reduction, vectors: int, functions: dict[str, Value]) -> Value:
+    """A function for one block of queries and its keys from `first_key` to `last_key`."""
+    frame, e = reduction.frame, reduction.e
+    scores = _scores_function(frame, vectors)
+    with e.function(f"query_block_{vectors}", [POINTER] * 3 + [INT64] * 2) as (function, args):
+        arguments, task, scratch, first_key, last_key = args
+        b = e.builder
+        batch, head, first_row, first_run, last_run = frame.record(task, TASK)
+        areas = areas_of(reduction, arguments, scratch)
+        block = Block(arguments, batch, head, first_row, first_key, vectors, areas)
+        width = e.index(vectors * e.vector_bytes)
+        head_dim = frame.field(arguments, "head_dim")
+        query = frame.operand(arguments, "query", batch, head)
+        kv_head = b.sdiv(head, frame.field(arguments, "group_size"))
+        key = frame.operand(arguments, "key", batch, kv_head)
+        runs = frame.pointer_field(arguments, "runs")
+
+        def run(r: Value) -> tuple[Value, Value, Value]:
+            start, stop, kind = frame.record(runs, RUN, r)
+            return e.greater(start, first_key), e.least(stop, last_key), kind
+
+        def pack() -> None:
+            for j in range(vectors):
+                to = e.at(areas.packed, j * e.vector_bytes)
+                first = e.add(first_row, j * e.lanes)
+                b.call(functions["pack"], [arguments, query.pointer, to, first, width])
+
+        def meet_keys(name: str, kv_start: Value, keys: Value) -> None:
+            for j in range(vectors):
+                part = e.at(areas.scores, j * e.vector_bytes)
+                first = e.add(first_row, j * e.lanes)
+                at = (arguments, part, reduction.state(block, j), areas.transposed, width)
+                where = (keys, batch, head, first, kv_start, ir.Constant(BIT, 0))
+                b.call(functions[name], [*at, *where])
+
+        def one_block(kv_start: Value, keys: Value, partial: Value) -> None:
+            k, key_row = rows_of_block(
+                frame, arguments, "key", key, kv_start, keys, head_dim, areas.key_copy, functions
+            )
+            b.call(scores, [k, areas.packed, areas.scores, key_row, head_dim, keys])
+            if frame.mask == TRUE:
+                meet_keys("full", kv_start, keys)
+            else:
+                e.choose(
+                    partial,
+                    lambda: meet_keys("partial", kv_start, keys),
+                    lambda: meet_keys("full", kv_start, keys),
+                )
+            reduction.after_keys(block, kv_start, keys)
+
+        def each_run(r: Value, _: list[Value]) -> None:
+            start, stop, kind = run(r)
+            partial = b.icmp_signed("!=", kind, e.index(0))
+            e.loop(
+                start, stop, BLOCK_KV, [],
+                lambda k, _: one_block(k, e.least(BLOCK_KV, e.sub(stop, k)), partial),
+            )  # fmt: skip
+
+        def number(r: Value, count: list[Value]) -> list[Value]:
+            start, stop, _ = run(r)
+            return [e.add(count[0], e.greater(e.sub(stop, start), 0))]
+
+        (count,) = e.loop(first_run, last_run, 1, [e.index(0)], number)
+        reduction.begin(block)
+        with b.if_then(e.below(0, count)):
+            pack()
+            e.loop(first_run, last_run, 1, [], each_run)
+        if "write" in functions:
+            reduction.end(block, functions["write"])
+    return function
+
+
+def query_block_call(reduction: Reduction, functions: dict[str, Value]) -> Callable[..., None]:
+    """Emits one call of `query_block_function`, for one vector of queries or for many."""
+    frame, e = reduction.frame, reduction.e
+    one, many = (query_block_function(reduction, v, functions) for v in (1, frame.shape.vectors))
+
+    def call(arguments: Value, task: Value, *rest: Value) -> None:
+        first_row = frame.record(task, TASK)[TASK.index("first_row")]
+        left = e.sub(frame.field(arguments, "rows"), first_row)
+        frame.call_for_rows(left, one, many, [arguments, task, *rest])
+
+    return call
+
+
+def functions_of(reduction: Reduction) -> dict[str, Value]:
+    """The functions of one vector of queries."""
+    frame = reduction.frame
+    functions = {"pack": pack_function(frame), "full": reduction.keys_function("full", False)}
+    functions[f"copy {frame.dtypes['key']}"] = copy_rows(frame.e, frame.dtypes["key"])
+    if frame.mask != TRUE:
+        functions["partial"] = reduction.keys_function("partial", True)
+    return functions
+
+
+def emit_row_tasks(reduction: Reduction) -> None:
+    """The `job` of a question about rows: a task is a block of queries."""
+    frame, e = reduction.frame, reduction.e
+    functions = functions_of(reduction)
+    call = query_block_call(reduction, {**functions, "write": reduction.write_function()})
+
+    def run(arguments: Value, number: Value, scratch: Value) -> None:
+        task = frame.record_at(frame.pointer_field(arguments, "tasks"), number, TASK)
+        call(arguments, task, scratch, e.index(0), frame.field(arguments, "kv_len"))
+
+    frame.job(run)
+
+
+def emit_range_tasks(reduction: Reduction) -> None:
+    """The `job` of a question about keys: a task is a range of keys, or of blocks of queries."""
+    frame, e = reduction.frame, reduction.e
+    call = query_block_call(reduction, functions_of(reduction))
+
+    def run(arguments: Value, number: Value, scratch: Value) -> None:
+        tasks = frame.pointer_field(arguments, "tasks")
+        keys = frame.record(tasks, RANGE, number)
+        _, _, first_key, last_key, first_block, last_block = keys
+        with reduction.range_of_keys(arguments, scratch, keys):
+            blocks = frame.pointer_field(arguments, "blocks")
+
+            def each(n: Value, _: list[Value]) -> None:
+                block = frame.record_at(blocks, n, TASK)
+                call(arguments, block, scratch, first_key, last_key)
+
+            e.loop(first_block, last_block, 1, [], each)
+
+    frame.job(run)
