@@ -95,10 +95,10 @@ def attend(
     if steps is not None:
         says = LayerOptions.of(scaling, softcap, position_bias, s_aux)
     if steps is not None and says is not None:
-        at = lengths[1] - 1
+        position = lengths[1] - 1
         if isinstance(attention_mask, StatedMask):
-            at = attention_mask.pattern.q_offset
-        found = steps.run(says, at, query, key, value, position_bias)
+            position = attention_mask.pattern.q_offset
+        found = steps.run(says, position, query, key, value, position_bias)
         if found is not None:
             return found, None
     variants: list[Any] = []
