@@ -172,10 +172,6 @@ def fill(e: Emitter, pointer: Value, start: Value, stop: Value) -> None:
     e.loop(start, stop, e.vector_bytes, [], each)
 
 
-def most(frame: BackwardFrame, a: Value, b: Value) -> Value:
-    return frame.e.builder.select(frame.e.below(a, b), b, a)
-
-
 def vector_functions(
     frame: BackwardFrame, weights_function: WeightsFunction, chain_function: ChainFunction
 ) -> dict[str, Value]:

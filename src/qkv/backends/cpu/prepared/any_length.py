@@ -176,7 +176,10 @@ def _read_for_any_length(load: Load, shifts: set[str], from_calls: set[str]) -> 
 
 
 def _array_words(problem: Problem, name: str, array: Array, word: int) -> ArrayWords | None:
-    """How the table `name` is read at each step; None if an axis is not read as it is long."""
+    """Where the words of the table `name` stand.
+
+    None if one axis is read along keys in two ways, so that its length follows from neither.
+    """
     table = problem.operands.tables[name]
     roots = problem.spec.score, problem.spec.mask
     loads = {n for n in walk(*roots) if isinstance(n, Load) and n.table == name}

@@ -162,7 +162,7 @@ class Top(Reduction):
         k, best, indices = (self.frame.field(arguments, name) for name in ("k", "best", "indices"))
         starts = [e.mul(row, k) for row in rows]
 
-        def place(n: Value, _: list[Value]) -> None:
+        def write_entry(n: Value, _: list[Value]) -> None:
             at = e.at(state, e.mul(e.add(n, 1), width))
             scores = e.load_vector(at)
             keys = e.load(e.at(at, e.mul(e.add(k, 1), width)), e.bits, e.vector_bytes)
@@ -173,7 +173,7 @@ class Top(Reduction):
                 e.store(e.extract(scores, i), score_at, e.real_bytes)
                 e.store(key, e.at(e.pointer(indices), e.mul(to, WORD)), WORD)
 
-        e.loop(0, k, 1, [], place)
+        e.loop(0, k, 1, [], write_entry)
 
 
 def shift_of_rows(frame: ForwardFrame, block: Block, vector: int) -> Value:

@@ -309,8 +309,8 @@ class SplitBlock:
             vectors = [pair(e.add(k, n), j) for j in range(_PANEL)]
             weight, grad = (split.cut(both) for both in zip(*vectors, strict=True))
             place = e.add(start, n * TILE_BYTES)
-            split.put_cut(weight, e.at(of.weight_rows, place))
-            split.put_cut(grad, e.at(of.grad_rows, place))
+            split.store_terms(weight, e.at(of.weight_rows, place))
+            split.store_terms(grad, e.at(of.grad_rows, place))
             grads.append(grad)
         packed = e.at(split.packed_row(of.grad_pairs, k), e.mul(chunk, self.panels.width))
         for j in range(_PANEL):

@@ -165,7 +165,7 @@ class SplitFactors:
             row = upper_halves(e, first, second)
             e.store(row, e.at(place, n * matrix_unit.TILE_SIZE), e.vector_bytes)
 
-    def put_cut(self, cut: Sequence[Sequence[Value]], place: Value) -> None:
+    def store_terms(self, cut: Sequence[Sequence[Value]], place: Value) -> None:
         """Store two vectors as a row of a tile for each term; the last term is rounded."""
         e, b = self.e, self.e.builder
         for n, both in enumerate(cut):
