@@ -39,6 +39,7 @@ from qkv.inspection.pages import write_pages_with as _write_pages_with
 from qkv.inspection.pages import write_summaries_with as _write_summaries_with
 from qkv.inspection.record import Record
 from qkv.inspection.trace import Trace
+from qkv.inspection.trace_fields import Projections
 from qkv.inspection.weights import LazyWeights
 from qkv.planning import Plan
 from qkv.positions import LearnedPositions, SinusoidalPositions
@@ -93,6 +94,7 @@ __all__ = [
     "Paged",
     "Plan",
     "Prefix",
+    "Projections",
     "Pullback",
     "QkvError",
     "Quantized",

@@ -181,6 +181,14 @@ class Projections:
     w_q, w_k : array (embed_dim, head_dim)
     w_v : array (embed_dim, v_head_dim)
         Weights, which multiply from the right.
+
+    Examples
+    --------
+    >>> import numpy as np, qkv
+    >>> projections = qkv.Projections(np.eye(2), 2 * np.eye(2), np.eye(2), np.eye(2))
+    >>> trace = qkv.explain(*projections.heads(), projections=projections)
+    >>> trace.projections.w_q[0].tolist()
+    [2.0, 0.0]
     """
 
     x: Array
