@@ -6,6 +6,7 @@ from typing import ClassVar
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 
 import qkv
 from qkv.call.cache import CALLS
@@ -272,6 +273,29 @@ def test_arrays_that_each_step_has_its_own_of(name) -> None:
         near(qkv.attention(*given, return_lse=True, q_offset="end"), given, {"q_offset": "end"})
     assert CALLS.count("step") == 1
     assert CALLS.count("forward") == 0
+
+
+@pytest.mark.parametrize("arrays", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_steps_whose_blocks_are_drawn_from_as_many_share_what_is_prepared(arrays, causal) -> None:
+    """Blocks are drawn anew where a block of keys is added."""
+    blocks = qkv.SlidingWindow(2, 0) | qkv.RandomBlocks(4, 2, 5, causal)
+    for n in (17, 18, 19, 20, 21, 22, 23, 18, 24, 20, 21):
+        query, cache = normal(2, 4, 1, 24, seed=n), normal(2, 2, n, 24, seed=n + 1)
+        given = query, cache, cache, blocks
+        found = qkv.attention(*map(arrays, given[:3]), blocks, return_lse=True, q_offset="end")
+        near(tuple(map(np.asarray, found)), given, {"q_offset": "end"})
+    assert CALLS.count("step") == 2  # Of 5 blocks, and of 6.
+    assert CALLS.count("forward") == CALLS.count("tensor step") == 0
+
+
+def test_steps_of_a_length_that_was_given_are_all_alike() -> None:
+    blocks = qkv.RandomBlocks(4, 2, 5, causal=True, length=48)
+    for n in (17, 18, 24, 25, 40, 18):
+        query, cache = normal(2, 4, 1, 24, seed=n), normal(2, 2, n, 24, seed=n + 1)
+        given = query, cache, cache, blocks
+        near(qkv.attention(*given, return_lse=True, q_offset="end"), given, {"q_offset": "end"})
+    assert CALLS.count("step") == 1
 
 
 class ReadsOn(qkv.Variant):

@@ -199,9 +199,9 @@ def prepare_step(bound: BoundCall, seen: BoundCall, out: Tensor) -> bool:
     views = heads_first(seen)
     step = None if views is None else decoding_step(seen, views)
     call: GrowingCall | None = None if step is None else CALLS.get(step.key)
-    if call is None or not isinstance(call.growing, AddressedGrowing):
+    if step is None or call is None or not isinstance(call.growing, AddressedGrowing):
         return False
-    has_own = call.lengths or bound.structure.per_step
+    has_own = call.lengths or bound.structure.per_step or not step.any_length
     found = None if has_own or looks_on() else _key(bound)
     if found is not None:
         wide = torch.float64 if out.dtype is torch.float64 else torch.float32

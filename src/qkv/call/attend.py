@@ -18,7 +18,7 @@ from qkv.backends import Growing, Prepared, Preparing, PreparingSteps, generatio
 from qkv.call.bound import BoundCall
 from qkv.call.cache import CALLS, Key
 from qkv.call.checked import CheckedCall, check_call
-from qkv.call.flatten import depends_on_positions_only, without_arrays
+from qkv.call.flatten import add_length_keys, without_arrays
 from qkv.partial import Partial
 from qkv.problem.builder import INDEX_LIMIT
 from qkv.problem.spec import Problem
@@ -213,13 +213,22 @@ def _restored(found: tuple[Any, Any, Any, Any], bound: BoundCall) -> Attended:
 
 
 class Step(NamedTuple):
-    """The cache key that decoding steps of any length share, and the position of the queries.
+    """A call as a decoding step.
 
-    `q_offset` is the number that was given, None if none was.
+    Attributes
+    ----------
+    key : Key
+        The cache key that steps of other lengths share.
+    q_offset : int or None
+        The position of the queries, if a number was given.
+    any_length : bool
+        Whether all lengths share it. Otherwise those do for which variants have the same
+        `length_key`.
     """
 
     key: Key
     q_offset: int | None
+    any_length: bool
 
 
 class GrowingCall(NamedTuple):
@@ -289,8 +298,10 @@ def decoding_step(
         value.shape[:-1] != key.shape[:-1]
         or key.shape[:-3] != query.shape[:-3]
         or not (q_offset is None or type(q_offset) is int or type(q_offset) is str)
-        or not all(map(depends_on_positions_only, structure.variants))
     ):
+        return None
+    length_keys: list[Hashable] = []
+    if not all(add_length_keys(tree, kv_len, length_keys) for tree in structure.variants):
         return None
     q_position = None
     if type(q_offset) is int:
@@ -305,9 +316,10 @@ def decoding_step(
             "backward step" if backward else "step", generation(), structure.variants,
             scale, q_offset, kv_offset, backend,
             query.dtype, query.shape, key.dtype, key.shape[:-2], key.shape[-1], value.dtype,
-            value.shape[-1], *leaf_keys,
+            value.shape[-1], *leaf_keys, *length_keys,
         ),
         q_position,
+        not length_keys,
     )  # fmt: skip
 
 

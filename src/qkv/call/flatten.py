@@ -17,7 +17,7 @@ declares nothing. Other libraries' compilers hold a structure as text (`dumps`, 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import fields
 from functools import lru_cache
 from importlib import import_module
@@ -33,7 +33,7 @@ from qkv.problem.rows import Paged, Quantized
 from qkv.variants.base import Opaque, Role
 
 __all__ = [
-    "Leaves", "ReadByValue", "ReadInPlace", "Tree", "declared_fields", "depends_on_positions_only",
+    "Leaves", "ReadByValue", "ReadInPlace", "Tree", "add_length_keys", "declared_fields",
     "dumps", "flatten", "hold", "is_known", "is_portable", "keep_for_good", "loads", "unflatten",
     "uses_batch_index", "without_arrays",
 ]  # fmt: skip
@@ -189,8 +189,11 @@ def uses_batch_index(tree: Tree) -> bool:
     return isinstance(tree, Opaque)
 
 
-def depends_on_positions_only(tree: Tree) -> bool:
-    """Whether every variant in the structure says the same for any number of keys."""
+def add_length_keys(tree: Tree, kv_len: int, found: list[Hashable]) -> bool:
+    """Whether every variant in the structure says how it depends on the number of keys.
+
+    To `found` is added what `Variant.length_key` gives, for those that have it.
+    """
     if type(tree) is not tuple:
         return True
     kind, *parts = tree
@@ -202,7 +205,9 @@ def depends_on_positions_only(tree: Tree) -> bool:
         # What is not an array is constant, and cannot grow with the steps.
         if any(parts[n] is not ReadByValue for n in _growing_fields(kind)):
             return False
-    return all(map(depends_on_positions_only, parts))
+        if getattr(kind, "length_key", None) is not None:
+            found.append(unflatten(tree, lambda: None).length_key(kv_len))
+    return all(add_length_keys(part, kv_len, found) for part in parts)
 
 
 _CONTAINERS = (tuple, list, float, bool, np.generic)

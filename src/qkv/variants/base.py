@@ -8,7 +8,7 @@ benchmarks are made.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -67,8 +67,11 @@ class Variant(ABC):
         nothing else that could change, so that calls of one structure are checked once. Without a
         declaration (None) every call is checked.
     positions_only : bool
-        Whether `lower` says the same for any number of keys, but for where the queries stand: a
-        decoding step is then prepared for all lengths at once.
+        Whether `lower` says the same for any number of keys, but for where the queries stand and
+        what `length_key` gives: a decoding step is then prepared for all lengths at once.
+    length_key : callable or None
+        `length_key(kv_len)` is what `lower` makes of the number of keys, if it reads that, as a
+        hashable; steps are prepared once for each. Arrays among the fields are None in it.
     uses_batch_index : bool
         Whether `lower` may tell batch rows apart by their flat index, as a score mod can. Batching
         transformations of other libraries then make a call of each instead of a wider one.
@@ -89,6 +92,7 @@ class Variant(ABC):
 
     roles: ClassVar[Mapping[str, Role] | None] = None
     positions_only: ClassVar[bool] = False
+    length_key: ClassVar[Callable[[Any, int], Hashable] | None] = None
     uses_batch_index: ClassVar[bool] = True
     constant_fields: ClassVar[tuple[str, ...]] = ()
 

@@ -73,6 +73,7 @@ class RandomBlocks(MaskVariant):
         "length": "static",
     }
     uses_batch_index: ClassVar[bool] = False
+    positions_only: ClassVar[bool] = True
 
     block_size: int
     num_random_blocks: int
@@ -98,8 +99,8 @@ class RandomBlocks(MaskVariant):
                     action="Pass BigBird's numbers, as in RandomBlocks(64, 3, seed=0).",
                 )
 
-    def _num_blocks(self, kv_len: int) -> int:
-        """Number of blocks, N."""
+    def length_key(self, kv_len: int) -> int:
+        """Number of blocks, N, all that is drawn from."""
         return -(-(kv_len if self.length is None else int(self.length)) // int(self.block_size))
 
     def draws(self, num_heads: int, num_blocks: int) -> NDArray[np.int64]:
@@ -146,7 +147,7 @@ class RandomBlocks(MaskVariant):
 
     def lower(self, builder: Builder) -> None:
         shape, size = builder.shape, int(self.block_size)
-        count = self._num_blocks(shape.kv_len)
+        count = self.length_key(shape.kv_len)
         # One more block on each side, which is never drawn, stands for positions outside.
         drawn = np.pad(self.blocks(shape.num_heads, count), ((0, 0), (1, 1), (1, 1)))
         member = builder.table(drawn, "random blocks")
@@ -157,7 +158,7 @@ class RandomBlocks(MaskVariant):
         builder.mask(member[builder.head, q_block, kv_block])
 
     def naive(self, dense: Dense) -> None:
-        count = self._num_blocks(dense.allowed.shape[1])
+        count = self.length_key(dense.allowed.shape[1])
         for i, q_pos in enumerate(dense.q_pos):
             chosen = self._draw_blocks(int(q_pos) // self.block_size, dense.head, count)
             for j, kv_pos in enumerate(dense.kv_pos):
