@@ -13,10 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qkv._threads import caller
 from qkv.arrays import is_array, library_of, view_beside
 from qkv.arrays.torch_arrays import TorchArrays, check_dense
 from qkv.backends import device_backend
 from qkv.bridges import torch_functions as functions
+from qkv.bridges.torch_openmp import torch_openmp
 from qkv.bridges.torch_operators import contiguous
 from qkv.bridges.torch_prepared import looks_on, prepare, run_prepared
 from qkv.bridges.torch_steps import prepare_step, run_step
@@ -43,15 +45,16 @@ def attention(
     if torch.compiler.is_dynamo_compiling():
         return _compiled(query, key, value, variants, options, return_lse)
     bound = bind(query, key, value, variants, options)
-    found = run_step(bound, return_lse)
-    if found is None:
-        found = run_prepared(bound, return_lse)
-    if found is not None:
-        return found
+    before, caller.openmp = caller.openmp, torch_openmp()
     try:
-        return _attend(bound, return_lse)
+        found = run_step(bound, return_lse)
+        if found is None:
+            found = run_prepared(bound, return_lse)
+        return _attend(bound, return_lse) if found is None else found
     except QkvError as error:
         raise error.with_action(_LIBRARY.in_words(error.action)) from None
+    finally:
+        caller.openmp = before
 
 
 def _attend(bound: BoundCall, return_lse: bool) -> Any:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from qkv.arrays import library_of
+from qkv.bridges.torch_openmp import on_torch_threads
 from qkv.call.attend import attend
 from qkv.call.bound import BoundCall, Structure
 from qkv.call.jvp import Tangents, jvp_of, second_vjp
@@ -54,7 +55,8 @@ def compute_attention(
     backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """`out, lse = qkv.attention(..., return_lse=True)`, and what its gradients take beside them."""
-    found = attend(_bound(query, key, value, arrays, structure), backward=backward)
+    with on_torch_threads():
+        found = attend(_bound(query, key, value, arrays, structure), backward=backward)
     out, lse, rest = found.out, found.lse, found.lse_rest
     rest = np.full_like(lse, np.nan) if rest is None else rest.reshape(lse.shape)
     results = _tensor(out), _tensor(lse), _tensor(rest)
@@ -120,7 +122,8 @@ def compute_gradients(
     bound = _bound(query, key, value, arrays, structure)
     residuals = Residuals(_view(out), _view(lse), _view(lse_rest))
     leaves = [3 + n for n in wanted]
-    found = pull_back(bound, residuals, _view(grad_out), _view(grad_lse), leaves)
+    with on_torch_threads():
+        found = pull_back(bound, residuals, _view(grad_out), _view(grad_lse), leaves)
     return _gradients(found, arrays, wanted)
 
 
@@ -173,7 +176,8 @@ def attention_tangent(
 ) -> tuple[Tensor, Tensor]:
     """How out and lse change along tangents of query, key, value and some of the arrays."""
     bound = _bound(query, key, value, arrays, Structure.from_text(structure))
-    _, (out, lse) = jvp_of(bound, _tangents(tangents, directions))
+    with on_torch_threads():
+        _, (out, lse) = jvp_of(bound, _tangents(tangents, directions))
     return _tensor(out), _tensor(lse)
 
 
@@ -205,13 +209,14 @@ def attention_second(
     wanted: Sequence[int],
 ) -> list[Tensor]:
     """Gradients with respect to query, key, value, grad_out, grad_lse and the wanted arrays."""
-    found = second_vjp(
-        _bound(query, key, value, arrays, Structure.from_text(structure)),
-        grad_out=_view(grad_out),
-        grad_lse=_view(grad_lse),
-        tangents=_tangents(tangents, directions),
-        wrt=[3 + n for n in wanted],
-    )
+    with on_torch_threads():
+        found = second_vjp(
+            _bound(query, key, value, arrays, Structure.from_text(structure)),
+            grad_out=_view(grad_out),
+            grad_lse=_view(grad_lse),
+            tangents=_tangents(tangents, directions),
+            wrt=[3 + n for n in wanted],
+        )
     operands = _gradients(found, arrays, wanted)
     return [*operands[:3], _tensor(found.grad_out), _tensor(found.grad_lse), *operands[3:]]
 

@@ -13,6 +13,8 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Protocol
 
+from qkv._threads import caller
+
 if TYPE_CHECKING:
     from qkv.backends.cpu.compiler.compile import Kernel, Runnable
 
@@ -76,8 +78,13 @@ def _run_beside(kernel: Kernel, arguments: Runnable, threads: int) -> None:
 def _run(kernel: Kernel, arguments: Runnable, threads: int) -> None:
     if threads == 1:
         kernel.run(arguments, 0)
-    else:
-        (_workers or _start()).run(kernel, arguments, threads - 1)
+        return
+    if caller.openmp is not None:
+        from qkv.backends.cpu.threads.openmp import team_of
+
+        if team_of(caller.openmp).run(kernel, arguments, threads):
+            return
+    (_workers or _start()).run(kernel, arguments, threads - 1)
 
 
 def _start() -> Workers:

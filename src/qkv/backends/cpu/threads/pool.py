@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 import signal
 import sys
 import threading
@@ -19,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from qkv.backends.cpu.compiler.compile import Code, build
 from qkv.backends.cpu.machine.host import host
+from qkv.backends.cpu.threads.floating_mode import this_processor
 from qkv.backends.cpu.threads.pool_code import (
     BLOCK_BYTES,
     FUTEX_NUMBER,
     LINE,
     MOST_WORKERS,
     OFFSET,
-    Processor,
     Sleep,
     emit_pool,
 )
@@ -116,21 +115,14 @@ def _code(sleep: Sleep) -> Code:
     """Kept for good: threads are inside."""
     return build(
         emit_pool,
-        (_processor(), sleep, time.CLOCK_MONOTONIC),
+        (this_processor(), sleep, time.CLOCK_MONOTONIC),
         host(),
         ("run", "stop", "worker", "pauses"),
     )
 
 
-def _processor() -> Processor:
-    machine = platform.machine().lower()
-    if machine in ("x86_64", "amd64"):
-        return "x86"
-    return "arm" if machine in ("arm64", "aarch64") else "other"
-
-
 def _sleep() -> Sleep:
-    return "futex" if sys.platform == "linux" and _processor() in FUTEX_NUMBER else "condition"
+    return "futex" if sys.platform == "linux" and this_processor() in FUTEX_NUMBER else "condition"
 
 
 @lru_cache(maxsize=1)

@@ -40,9 +40,13 @@ from typing import Any, Literal, TypeAlias
 from llvmlite import ir
 
 from qkv.backends.cpu.emit.emitter import INT32, INT64, POINTER, VOID, Emitter, Value
+from qkv.backends.cpu.threads.floating_mode import (
+    Processor,
+    adopt_floating_mode,
+    save_floating_mode,
+)
 
 Sleep: TypeAlias = Literal["futex", "condition"]
-Processor: TypeAlias = Literal["x86", "arm", "other"]
 
 _PAUSES_TO_YIELD = 32
 """Number of pauses, about a microsecond, after which a worker yields its core. On busy machines the
@@ -124,7 +128,7 @@ class _Protocol:
                 b.store(generation, seen)
                 number = self.join(block)
                 with b.if_then(e.below(0, number)):
-                    self.adopt_floating_mode(block)
+                    adopt_floating_mode(e, self.processor, self.word(block, "floating"))
                     job = b.inttoptr(b.load(self.word(block, "job")), _JOB)
                     arguments = e.pointer(b.load(self.word(block, "arguments")))
                     b.call(job, [arguments, number])
@@ -153,7 +157,7 @@ class _Protocol:
             def q_blocks_per_task() -> None:
                 b.store(address, self.word(block, "job"))
                 b.store(b.ptrtoint(arguments, INT64), self.word(block, "arguments"))
-                self.save_floating_mode(block)
+                save_floating_mode(e, self.processor, self.word(block, "floating"))
                 self.choose_patience(block)
                 ticket = self.word(block, "ticket")
                 b.store_atomic(e.mul(wanted, _PLACE), ticket, "release", 8)
@@ -289,11 +293,9 @@ class _Protocol:
         self.e.builder.call(function, args)
 
     def external(self, name: str, result: Any, *kinds: Any, variadic: bool = False) -> Value:
-        found = self.e.module.globals.get(name)
-        if found is None:
-            kind = ir.FunctionType(result, kinds, var_arg=variadic)
-            found = ir.Function(self.e.module, kind, name)
-        return found
+        """A function of the system, or an intrinsic."""
+        kind = ir.FunctionType(result, kinds, var_arg=variadic)
+        return self.e.module.declare_intrinsic(name, fnty=kind)
 
     # The processor
 
@@ -305,22 +307,6 @@ class _Protocol:
         elif self.processor == "arm":
             whole_system = ir.Constant(INT32, 15)
             b.call(self.external("llvm.aarch64.isb", VOID, INT32), [whole_system])
-
-    def save_floating_mode(self, block: Value) -> None:
-        """Rounding and the flushing of subnormal numbers, as the caller has them."""
-        b, mode = self.e.builder, self.word(block, "floating")
-        if self.processor == "x86":
-            b.call(self.external("llvm.x86.sse.stmxcsr", VOID, POINTER), [b.bitcast(mode, POINTER)])
-        elif self.processor == "arm":
-            b.store(b.call(self.external("llvm.aarch64.get.fpcr", INT64), []), mode)
-
-    def adopt_floating_mode(self, block: Value) -> None:
-        """Bits must not depend on which thread has computed them."""
-        b, mode = self.e.builder, self.word(block, "floating")
-        if self.processor == "x86":
-            b.call(self.external("llvm.x86.sse.ldmxcsr", VOID, POINTER), [b.bitcast(mode, POINTER)])
-        elif self.processor == "arm":
-            b.call(self.external("llvm.aarch64.set.fpcr", VOID, INT64), [b.load(mode)])
 
     # Words
 

@@ -1,0 +1,46 @@
+"""Rounding and the flushing of subnormal numbers, which each thread has its own setting of.
+
+Bits must not depend on which thread has computed them: a thread that joins a job takes over the
+setting of the thread that began it.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import Any, Literal, TypeAlias
+
+from llvmlite import ir
+
+from qkv.backends.cpu.emit.emitter import INT64, POINTER, VOID, Emitter, Value
+
+Processor: TypeAlias = Literal["x86", "arm", "other"]
+
+
+def this_processor() -> Processor:
+    """The one that this process runs on."""
+    machine = platform.machine().lower()
+    if machine in ("x86_64", "amd64"):
+        return "x86"
+    return "arm" if machine in ("arm64", "aarch64") else "other"
+
+
+def save_floating_mode(e: Emitter, processor: Processor, word: Value) -> None:
+    """Write the setting of this thread to a word of 64 bits."""
+    b = e.builder
+    if processor == "x86":
+        b.call(_intrinsic(e, "x86.sse.stmxcsr", VOID, POINTER), [b.bitcast(word, POINTER)])
+    elif processor == "arm":
+        b.store(b.call(_intrinsic(e, "aarch64.get.fpcr", INT64), []), word)
+
+
+def adopt_floating_mode(e: Emitter, processor: Processor, word: Value) -> None:
+    """Give this thread the setting that was written to a word."""
+    b = e.builder
+    if processor == "x86":
+        b.call(_intrinsic(e, "x86.sse.ldmxcsr", VOID, POINTER), [b.bitcast(word, POINTER)])
+    elif processor == "arm":
+        b.call(_intrinsic(e, "aarch64.set.fpcr", VOID, INT64), [b.load(word)])
+
+
+def _intrinsic(e: Emitter, name: str, result: Any, *kinds: Any) -> Value:
+    return e.module.declare_intrinsic(f"llvm.{name}", fnty=ir.FunctionType(result, kinds))

@@ -1,0 +1,43 @@
+"""The OpenMP threads that torch computes with, for calls that bring its tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from qkv._threads import OpenMP, caller
+
+__all__ = ["on_torch_threads", "torch_openmp"]
+
+
+@cache
+def torch_openmp() -> OpenMP | None:
+    """The functions of torch's OpenMP library, None if it has none that are called as GNU's are."""
+    if not torch.backends.openmp.is_available():
+        return None
+    # What torch was linked with is found through torch's own library, and not another copy.
+    for library in Path(torch.__file__).parent.joinpath("lib").glob("libtorch_cpu.so*"):
+        try:
+            loaded = ctypes.CDLL(str(library), mode=os.RTLD_LAZY | os.RTLD_NOLOAD)
+            names = "GOMP_parallel", "omp_get_thread_num", "omp_get_max_threads"
+            found = [ctypes.cast(getattr(loaded, n), ctypes.c_void_p).value or 0 for n in names]
+        except (OSError, AttributeError):
+            continue
+        return OpenMP(*found)
+    return None
+
+
+@contextmanager
+def on_torch_threads() -> Iterator[None]:
+    """Compiled code may run on torch's threads meanwhile."""
+    before, caller.openmp = caller.openmp, torch_openmp()
+    try:
+        yield
+    finally:
+        caller.openmp = before
