@@ -4,6 +4,7 @@ import ast
 import errno
 import math
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -276,6 +277,18 @@ def test_whatever_emits_code_is_digested() -> None:
     digested = cpu_compile.emitter_files(package)
     reached = set().union(*map(imported, digested)) - set(digested)
     assert {str(file.relative_to(package)) for file in reached} == DECIDES_NO_CODE
+
+
+def test_what_is_called_emit_is_digested() -> None:
+    package = Path(qkv.__file__).parent
+    digested = set(cpu_compile.emitter_files(package))
+    emitting = {
+        file
+        for file in package.joinpath("backends", "cpu").rglob("*.py")
+        if re.search(r"^ *def emit(_\w+)?\(", file.read_text(), re.MULTILINE)
+    }
+    assert len(emitting) > 10
+    assert emitting <= digested
 
 
 DECIDES_NO_CODE = {
