@@ -25,8 +25,8 @@ def set_num_threads(num_threads: int | None) -> None:
     """Choose how many threads compiled code uses, `1 <= num_threads <= 4096`, in this process.
 
     The bits of a result do not depend on it. It holds for calls that begin later, of all threads,
-    and for children of a fork; with more threads than cores they get in each other's way. Calls that
-    bring torch tensors run on the threads of torch's OpenMP, if these are no more.
+    and for children of a fork; with more threads than cores they get in each other's way. Calls
+    that bring torch tensors run on the threads of torch's OpenMP, if these are no more.
 
     Parameters
     ----------
