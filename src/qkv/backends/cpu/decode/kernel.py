@@ -192,7 +192,7 @@ class _Decode:
                 if self.statistics:
                     # A weight of 0 adds 0, even where the distance is infinite.
                     added = e.fma(weight, distance, carried[1])
-                    kept = vector_math.is_kept(e, distance)
+                    kept = vector_math.exp_is_nonzero(e, distance)
                     following.append(b.select(kept, added, carried[1]))
                 if self.quantised("value"):
                     weight = b.fmul(

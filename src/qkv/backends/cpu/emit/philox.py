@@ -13,7 +13,7 @@ _LOW = 0xFFFFFFFF
 
 
 def first_word(e: Emitter, counter: Sequence[Value], seed: Value) -> Value:
-    """Word 0 for four counters, each a vector of 64-bit integers, and a uniform seed."""
+    """The first word of the output, for four counter words in 64-bit lanes and a uniform seed."""
     b = e.builder
     wide = ir.VectorType(INT64, e.lanes)
 

@@ -58,7 +58,7 @@ class RowSums:
         if self._statistics:
             # A weight of 0 adds 0, even where the distance is infinite.
             added = e.fma(weight, distance, sums[1])
-            following.append(b.select(vector_math.is_kept(e, distance), added, sums[1]))
+            following.append(b.select(vector_math.exp_is_nonzero(e, distance), added, sums[1]))
         if len(sums) > len(self.nothing):
             rest = vector_math.rest_of_sum(e, sums[0], weight, following[0])
             following.append(b.fadd(sums[-1], rest))
