@@ -68,7 +68,7 @@ class DecodeFrame(Frame):
         offset = b.select(tabled, found, e.mul(found, batch))
         return RowView(e.at(e.pointer(base), offset, e.mul(head, stride)), row, element)
 
-    def segments(
+    def for_each_segment(
         self,
         name: str,
         place: RowView,
@@ -85,17 +85,21 @@ class DecodeFrame(Frame):
         page_bytes, page_size, table = pages
         stop = e.add(kv_start, count)
 
-        def page(number: Value, _: list[Value]) -> None:
+        def visit_page(number: Value, _: list[Value]) -> None:
             start = e.mul(number, page_size)
             first = e.greater(start, kv_start)
             keys = e.sub(e.least(e.add(start, page_size), stop), first)
-            which = e.load(e.at(table, e.mul(number, WORD)), INT64, WORD)
+            page_number = e.load(e.at(table, e.mul(number, WORD)), INT64, WORD)
             row = e.mul(e.sub(first, start), place.row)
-            body(e.at(place.pointer, e.mul(which, page_bytes), row), e.sub(first, kv_start), keys)
+            body(
+                e.at(place.pointer, e.mul(page_number, page_bytes), row),
+                e.sub(first, kv_start),
+                keys,
+            )
 
         first_page = b.sdiv(kv_start, page_size)
         last_page = e.add(b.sdiv(e.sub(stop, 1), page_size), 1)
-        e.loop(first_page, last_page, 1, [], page)
+        e.loop(first_page, last_page, 1, [], visit_page)
 
     def pages(self, arguments: Value, name: str, batch: Value) -> list[Value]:
         """Bytes of a page, keys of a page, and the page table of one batch row."""
@@ -105,7 +109,7 @@ class DecodeFrame(Frame):
         page, page_size, table, slots = (self.field(arguments, f) for f in page_fields(name))
         return [page, page_size, e.at(e.pointer(table), e.mul(batch, slots, WORD))]
 
-    def scales_of(self, name: str) -> Value:
+    def copy_scales_function(self, name: str) -> Value:
         """A function that lays the scales of a block side by side."""
         e, scales = self.e, f"{name}_scales"
         with e.function(scales, [POINTER, *[INT64] * 4, POINTER]) as (function, args):
@@ -113,10 +117,10 @@ class DecodeFrame(Frame):
             b = e.builder
             place = self.operand(arguments, scales, batch, kv_head)
 
-            def segment(pointer: Value, done: Value, keys: Value) -> None:
+            def copy_segment(pointer: Value, done: Value, keys: Value) -> None:
                 to = e.at(target, e.mul(done, e.real_bytes))
 
-                def copy(k: Value, lanes: int) -> None:
+                def copy_scales(k: Value, lanes: int) -> None:
                     source = e.at(pointer, e.mul(k, place.row))
                     x = storage.load(e, source, "float32", lanes)
                     e.store(x, e.at(to, e.mul(k, e.real_bytes)), e.real_bytes)
@@ -126,9 +130,9 @@ class DecodeFrame(Frame):
 
                 adjacent = b.icmp_signed("==", place.row, e.index(_SCALE_BYTES))
                 whole = b.select(adjacent, e.round_down(keys, e.lanes), e.index(0))
-                e.loop(0, whole, e.lanes, [], lambda k, _: copy(k, e.lanes))
-                e.loop(whole, keys, 1, [], lambda k, _: copy(k, 0))
+                e.loop(0, whole, e.lanes, [], lambda k, _: copy_scales(k, e.lanes))
+                e.loop(whole, keys, 1, [], lambda k, _: copy_scales(k, 0))
 
             pages = self.pages(arguments, scales, batch)
-            self.segments(scales, place, pages, kv_start, count, segment)
+            self.for_each_segment(scales, place, pages, kv_start, count, copy_segment)
         return function

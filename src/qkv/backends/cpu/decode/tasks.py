@@ -58,9 +58,9 @@ class DecodeTasks:
     def __init__(self, frame: Frame) -> None:
         self.frame = frame
         self.e = frame.e
-        self._kind = self._kind_function()
+        self._kind_of_block = self._kind_function()
 
-    def kind(self, where: list[Value], start: Value, stop: Value, most_reads: int) -> Value:
+    def block_kind(self, where: list[Value], start: Value, stop: Value, most_reads: int) -> Value:
         """EMPTY, PARTIAL or FULL: keys from `start` to `stop`, all queries of a kv head.
 
         `where` is the argument block, the batch row and the kv head.
@@ -69,9 +69,9 @@ class DecodeTasks:
         if self.frame.mask in (TRUE, FALSE):
             return e.index(FULL if self.frame.mask == TRUE else EMPTY)
         reads = ir.Constant(DOUBLE, float(most_reads))
-        return e.builder.call(self._kind, [*where, start, stop, reads])
+        return e.builder.call(self._kind_of_block, [*where, start, stop, reads])
 
-    def runs(
+    def for_each_run(
         self,
         where: list[Value],
         start: Value,
@@ -81,47 +81,47 @@ class DecodeTasks:
         """`attend(start, stop, kind)` is called for neighbouring blocks of a kind, EMPTY too."""
         e, b = self.e, self.e.builder
 
-        def block(k: Value, run: list[Value]) -> list[Value]:
+        def extend_run(k: Value, run: list[Value]) -> list[Value]:
             begin, kind = run
-            following = self.kind(where, k, e.least(e.add(k, BLOCK_KV), stop), MOST_READS)
+            following = self.block_kind(where, k, e.least(e.add(k, BLOCK_KV), stop), MOST_READS)
             changed = b.icmp_signed("!=", kind, following)
             with b.if_then(changed):
                 attend(begin, k, kind)
             return [b.select(changed, k, begin), following]
 
-        last = e.loop(start, stop, BLOCK_KV, [start, e.index(EMPTY)], block)
+        last = e.loop(start, stop, BLOCK_KV, [start, e.index(EMPTY)], extend_run)
         attend(last[0], stop, last[1])
 
-    def plan(self) -> Value:
+    def plan_function(self) -> Value:
         """`plan(arguments)` writes all tasks; the result is how many keys they have together."""
         e = self.e
-        chunk_keys = self._chunk_keys()
-        classify, repeat = self._classify(chunk_keys), self._repeat()
+        chunk_keys = self._chunk_keys_function()
+        classify, repeat = self._classify_function(chunk_keys), self._repeat_function()
         with e.function("plan", [POINTER], INT64, public=True) as (function, (arguments,)):
             b = e.builder
             batches, kv_heads, kv_len, shared = (
                 self.frame.field(arguments, name)
                 for name in ("batch_size", "num_kv_heads", "kv_len", "shared")
             )
-            chunk = self._chunk(kv_len)
+            chunk = self._chunk_size(kv_len)
             count = e.mul(batches, kv_heads)
             chunks = b.sdiv(e.add(kv_len, e.sub(chunk, 1)), chunk)
             tasks = e.add(shared, e.mul(count, WORD * len(GROUP)))
             records = e.add(tasks, e.mul(count, chunks, WORD * len(TASK)), RECORD_ALIGNMENT - 1)
-            self._write(arguments, "groups", shared)
-            self._write(arguments, "tasks", tasks)
-            self._write(arguments, "records", e.round_down(records, RECORD_ALIGNMENT))
-            depends = variables(self.frame.mask)
+            self._write_field(arguments, "groups", shared)
+            self._write_field(arguments, "tasks", tasks)
+            self._write_field(arguments, "records", e.round_down(records, RECORD_ALIGNMENT))
+            mask_variables = variables(self.frame.mask)
 
-            def group(number: Value, carried: list[Value]) -> list[Value]:
+            def plan_group(number: Value, carried: list[Value]) -> list[Value]:
                 first, keys = carried
                 # The first group of kv heads that has the same mask.
                 batch, kv_head = b.sdiv(number, kv_heads), b.srem(number, kv_heads)
                 source = e.add(
-                    e.mul(batch, kv_heads) if "batch" in depends else 0,
-                    kv_head if "head" in depends else 0,
+                    e.mul(batch, kv_heads) if "batch" in mask_variables else 0,
+                    kv_head if "head" in mask_variables else 0,
                 )
-                row = self._group(arguments, number)
+                row = self._group_address(arguments, number)
                 words = [e.index(0), first]
                 for i, word in enumerate(words):
                     e.store(word, e.at(row, WORD * i), WORD)
@@ -133,13 +133,13 @@ class DecodeTasks:
                 own, own_keys = (e.load(e.at(row, WORD * i), INT64, WORD) for i in (2, 3))
                 return [e.add(first, own), e.add(keys, own_keys)]
 
-            tasks_in_all, keys = e.loop(0, count, 1, [e.index(0), e.index(0)], group)
-            self._write(arguments, "limit", tasks_in_all)
+            tasks_in_all, keys = e.loop(0, count, 1, [e.index(0), e.index(0)], plan_group)
+            self._write_field(arguments, "limit", tasks_in_all)
             e.store(e.index(0), arguments, WORD)
             b.ret(keys)
         return function
 
-    def step(self, plan: Value, job: Value) -> None:
+    def emit_step(self, plan: Value, job: Value) -> None:
         """`step(arguments, most)` plans, and runs all tasks if they have at most so many keys."""
         e = self.e
         kinds = [POINTER, INT64]
@@ -174,7 +174,7 @@ class DecodeTasks:
             b.ret(b.select(certain, e.index(FULL), some))
         return function
 
-    def _chunk_keys(self) -> Value:
+    def _chunk_keys_function(self) -> Value:
         """A function `(arguments, batch, kv_head, start, stop)` that gives 2 n + full.
 
         n is the number of keys in blocks that may hold an allowed pair; full is 1 if all pairs are
@@ -184,32 +184,32 @@ class DecodeTasks:
         with e.function("chunk_keys", [POINTER, *[INT64] * 4], INT64) as (function, args):
             *where, start, stop = args
             b = e.builder
-            kind = self.kind(where, start, stop, 1)
+            kind = self.block_kind(where, start, stop, 1)
             with b.if_then(b.icmp_signed("==", kind, e.index(FULL))):
                 b.ret(e.add(e.mul(2, e.sub(stop, start)), 1))
             with b.if_then(b.icmp_signed("==", kind, e.index(EMPTY))):
                 b.ret(e.index(0))
 
-            def block(k: Value, keys: list[Value]) -> list[Value]:
+            def count_block(k: Value, keys: list[Value]) -> list[Value]:
                 until = e.least(e.add(k, BLOCK_KV), stop)
-                empty = b.icmp_signed("==", self.kind(where, k, until, 1), e.index(EMPTY))
+                empty = b.icmp_signed("==", self.block_kind(where, k, until, 1), e.index(EMPTY))
                 return [e.add(keys[0], b.select(empty, e.index(0), e.sub(until, k)))]
 
-            (keys,) = e.loop(start, stop, BLOCK_KV, [e.index(0)], block)
+            (keys,) = e.loop(start, stop, BLOCK_KV, [e.index(0)], count_block)
             b.ret(e.mul(2, keys))
         return function
 
-    def _classify(self, chunk_keys: Value) -> Value:
+    def _classify_function(self, chunk_keys: Value) -> Value:
         """`(arguments, batch, kv_head, chunk, number)`: the tasks of one group."""
         e = self.e
         with e.function("classify", [POINTER, *[INT64] * 4]) as (function, args):
             arguments, batch, kv_head, chunk, number = args
             b = e.builder
             kv_len = self.frame.field(arguments, "kv_len")
-            group = self._group(arguments, number)
+            group = self._group_address(arguments, number)
             first = e.load(e.at(group, WORD), INT64, WORD)
 
-            def one(start: Value, carried: list[Value]) -> list[Value]:
+            def plan_chunk(start: Value, carried: list[Value]) -> list[Value]:
                 count, keys = carried
                 stop = e.least(e.add(start, chunk), kv_len)
                 found = b.call(chunk_keys, [arguments, batch, kv_head, start, stop])
@@ -220,55 +220,58 @@ class DecodeTasks:
                 is_task = b.zext(e.below(0, own), INT64)
                 return [e.add(count, is_task), e.add(keys, own)]
 
-            count, keys = e.loop(0, kv_len, chunk, [e.index(0), e.index(0)], one)
-            nothing = b.icmp_signed("==", count, e.index(0))
-            with b.if_then(nothing):
+            count, keys = e.loop(0, kv_len, chunk, [e.index(0), e.index(0)], plan_chunk)
+            is_empty = b.icmp_signed("==", count, e.index(0))
+            with b.if_then(is_empty):
                 # A task without keys writes the rows that have none.
                 self._write_task(arguments, first, number, e.index(0), e.index(0), e.index(1))
-            e.store(b.select(nothing, e.index(1), count), e.at(group, 2 * WORD), WORD)
+            e.store(b.select(is_empty, e.index(1), count), e.at(group, 2 * WORD), WORD)
             e.store(keys, e.at(group, 3 * WORD), WORD)
         return function
 
-    def _repeat(self) -> Value:
+    def _repeat_function(self) -> Value:
         """`(arguments, source, number)`: the same tasks as of an earlier group."""
         e = self.e
         with e.function("repeat", [POINTER, INT64, INT64]) as (function, args):
             arguments, source, number = args
-            group, other = self._group(arguments, number), self._group(arguments, source)
+            group, other = (
+                self._group_address(arguments, number),
+                self._group_address(arguments, source),
+            )
             _, first, count, keys = self.frame.record(other, GROUP)
             own = e.load(e.at(group, WORD), INT64, WORD)
 
-            def one(i: Value, _: list[Value]) -> None:
+            def copy_task(i: Value, _: list[Value]) -> None:
                 _, start, stop, full = self.frame.record(
-                    self._task(arguments, e.add(first, i)), TASK
+                    self._task_address(arguments, e.add(first, i)), TASK
                 )
                 self._write_task(arguments, e.add(own, i), number, start, stop, full)
 
-            e.loop(0, count, 1, [], one)
+            e.loop(0, count, 1, [], copy_task)
             e.store(count, e.at(group, 2 * WORD), WORD)
             e.store(keys, e.at(group, 3 * WORD), WORD)
         return function
 
     # Tables
 
-    def _chunk(self, kv_len: Value) -> Value:
+    def _chunk_size(self, kv_len: Value) -> Value:
         e, most = self.e, CHUNK * MOST_CHUNKS
         times = e.builder.sdiv(e.add(kv_len, most - 1), e.index(most))
         return e.mul(CHUNK, e.greater(1, times))
 
-    def _group(self, arguments: Value, number: Value) -> Value:
+    def _group_address(self, arguments: Value, number: Value) -> Value:
         groups = self.frame.pointer_field(arguments, "groups")
         return self.frame.record_at(groups, number, GROUP)
 
-    def _task(self, arguments: Value, number: Value) -> Value:
+    def _task_address(self, arguments: Value, number: Value) -> Value:
         tasks = self.frame.pointer_field(arguments, "tasks")
         return self.frame.record_at(tasks, number, TASK)
 
     def _write_task(self, arguments: Value, number: Value, *words: Value) -> None:
-        task = self._task(arguments, number)
+        task = self._task_address(arguments, number)
         for i, word in enumerate(words):
             self.e.store(word, self.e.at(task, WORD * i), WORD)
 
-    def _write(self, arguments: Value, name: str, word: Value) -> None:
+    def _write_field(self, arguments: Value, name: str, word: Value) -> None:
         at = COUNTER_BYTES + WORD * self.frame.fields.index(name)
         self.e.store(word, self.e.at(arguments, at), WORD)

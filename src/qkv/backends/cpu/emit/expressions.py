@@ -182,7 +182,7 @@ class Expressions:
         return b.select(b.icmp_signed(">", index, last), last, index)
 
     def _widen(self, raw: Value, dtype: str) -> Value:
-        """A stored element as a real, as an integer of the width of lanes or scalars, or as a bit."""
+        """A stored element as a real, as an integer of this width, or as a bit."""
         e, b = self.e, self.e.builder
         if dtype == "bool":
             return b.icmp_unsigned("!=", raw, ir.Constant(raw.type, None))

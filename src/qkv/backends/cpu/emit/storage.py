@@ -1,7 +1,7 @@
 """Numbers as they are stored: widened to the type of computation, and rounded to the stored type.
 
-All functions take scalars and vectors alike. float16 goes through the machine's own conversions where it has them, and
-through integer arithmetic elsewhere; bfloat16 is the upper half of a float32.
+All functions take scalars and vectors alike. float16 is converted by the machine where it can, and
+by integer arithmetic elsewhere; bfloat16 is the upper half of a float32.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sums over keys as sums of groups, added in the order of the keys whoever computes them first."""
+"""Sums over keys as sums of groups of keys, added in their order, in whichever they are computed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from qkv.backends.cpu.products.query_lanes import store_vectors, vectors_at
 
 
 class GroupSums:
-    """Totals of `number` sums, begun with 0, and room for those of groups that come too early.
+    """Totals of `number` sums, which begin with 0, and sums of groups that are added later.
 
     `room` has a vector for each total and for each sum of every group.
     """
