@@ -1,8 +1,8 @@
 """The decode kernel: few query rows against many keys, lanes along head_dim.
 
 The query rows of all heads that share a kv head are the `rows` of one matrix Q, so that K and V are
-read once. Keys are split into chunks, one task each, whatever the number of threads. A task meets
-one stretch of keys after the other, by panels of rows where there are many:
+read once. Keys are split into chunks, one task each, whatever the number of threads. A task goes
+through its chunk stretch by stretch, and through many rows panel by panel:
 
     S[i, k] = score(scale * Q[i, :] . K[k, :])            -inf where the mask forbids the pair
     m'[i]   = max(m[i], max_k S[i, k])
@@ -10,14 +10,15 @@ one stretch of keys after the other, by panels of rows where there are many:
     l[i]    = exp(m[i] - m'[i]) * l[i] + sum_k P[i, k]
     O[i, :] = exp(m[i] - m'[i]) * O[i, :] + sum_k P[i, k] * V[k, :]
 
-with sums over blocks of it first, and leaves (O, m, l) in a record. Whoever finishes the last chunk
-of a kv head, which its counter shows, merges its records in the order of their keys:
+where sums over k are sums of one sum for each block, and leaves (O, m, l) in a record. A counter of
+each kv head shows which task is its last to finish. That task merges the records of all chunks of
+the kv head, in the order of their keys:
 
     m = max_c m_c,   l = sum_c exp(m_c - m) l_c,   out = sum_c exp(m_c - m) O_c / l
 
-so that the bits do not depend on who finished when. K and V of any type are widened as they are
-loaded. The scale of a quantised key multiplies its scores, that of a value its weights. A page of
-keys is a *segment*: rows at one distance from one another; without pages a block is one segment.
+so that results do not depend on which task finishes first. K and V of any type are widened as they
+are loaded. The scale of a quantised key multiplies its scores, that of a value its weights. A
+*segment* is rows of K or V with one stride: those of a block that lie in one page, or all of them.
 
 Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Dao et al.,
 "Flash-Decoding for long-context inference" (2023); Kwon et al., "PagedAttention" (2023).
@@ -52,19 +53,19 @@ from qkv.problem.expressions import SCORE, TRUE
 from qkv.problem.spec import Spec
 
 STRETCH_KV = 512
-"""Number of keys whose scores are held at once. A large number means fewer steps, and long
-sequential reads of K and then of V."""
+"""Number of keys whose scores are held at once. A large number means few updates of row maximum and
+row sum, and long sequential reads of K and then of V."""
 PART_KV = 32
-"""Number of keys of a block that all rows are multiplied with before the next keys follow, if one
-tile does not hold all rows."""
+"""Number of keys that all rows are multiplied with before the next keys of the block, if one tile
+does not hold all rows."""
 _PANEL = 128
 """The most rows that are multiplied with a stretch of keys at once, so that their scores stay in
 the core's own cache."""
 
 
 STATE = 4
-"""Number of vectors that follow each row of O: row maximum, row sum, the rounding error of the row
-sum, and T."""
+"""Number of vectors that follow each row of O: row maximum m, row sum l, the rounding error of l,
+and T = sum_k P[k] * (S[k] - m), which entropy is computed from."""
 
 
 def padded(dim: int, lanes: int) -> int:
@@ -72,7 +73,7 @@ def padded(dim: int, lanes: int) -> int:
 
 
 def panel_of(spec: Spec) -> int:
-    """Rows that are multiplied with a stretch of keys at once: panels of about one size."""
+    """Rows that are multiplied with a stretch of keys at once: all panels have about this size."""
     rows = max(1, spec.group_size * spec.q_len)
     return -(-rows // -(-rows // _PANEL))
 
@@ -85,7 +86,7 @@ def record_bytes(spec: Spec, shape: TileShape) -> int:
 
 
 def scratch_bytes(spec: Spec, shape: TileShape) -> int:
-    """Memory of one worker: Q; P, B and factors of a panel; scales, and one block of K or V."""
+    """Memory of one worker: Q; P, the sums B of a block, and factors of a panel; scales, K or V."""
     rows, dims = spec.group_size * spec.q_len, (spec.head_dim, spec.v_head_dim)
     each_row = STRETCH_KV + padded(spec.v_head_dim, shape.lanes) + 2 * shape.lanes
     shared = 2 * STRETCH_KV + BLOCK_KV * max(dims) + rows * spec.head_dim
@@ -155,9 +156,9 @@ class _Decode:
     # --- P = exp(S - m) --------------------------------------------------------------------------
 
     def softmax_function(self, name: str, masked: bool) -> Value:
-        """One row of one stretch: S becomes P; row maximum and sum advance.
+        """A function for one row of one stretch: S becomes P; row maximum and sum are updated.
 
-        Says whether a pair is forbidden; the weight of such a pair is -0.0, no other weight is.
+        It returns whether a pair is forbidden, whose weight is then -0.0; no other weight is.
         """
         e = self.e
         arguments = [*[POINTER] * 6, *[INT64] * 5]
@@ -165,7 +166,9 @@ class _Decode:
             arguments_, scores, state, rescale, key_scales, value_scales = args[:6]
             count, kv_start, batch, head, q_index = args[6:]
             b = e.builder
-            row_max, row_sum, lost, t_sum = (e.at(state, i * e.vector_bytes) for i in range(STATE))
+            row_max, row_sum, sum_error, t_sum = (
+                e.at(state, i * e.vector_bytes) for i in range(STATE)
+            )
             places = Expressions(
                 e, self.frame.tables(arguments_),
                 {"batch": batch, "head": head, "q_index": q_index}, self.frame.int_bits,
@@ -175,7 +178,7 @@ class _Decode:
             )
             old_max, block_max = e.load_vector(row_max), e.reduce(block_max, e.greatest)
             new_max = e.greatest(old_max, block_max)
-            # A row that has seen no key yet has maximum -inf; shift it by 0 instead.
+            # A row that has seen no key has maximum -inf; shifted by it, -inf would become NaN.
             is_unseen = b.fcmp_ordered("==", new_max, e.const(-math.inf))
             shift = b.select(is_unseen, e.const(0.0), new_max)
             no_lanes = ir.Constant(ir.VectorType(BIT, e.lanes), None)
@@ -190,10 +193,10 @@ class _Decode:
                     weight = b.select(is_forbidden, e.const(0.0), weight)
                 following = [b.fadd(carried[0], weight)]
                 if self.statistics:
-                    # A weight of 0 adds 0, even where the distance is infinite.
+                    # T += weight * exponent, except where the weight is 0: 0 * -inf would be NaN.
                     added = e.fma(weight, exponent, carried[1])
-                    kept = vector_math.exp_is_nonzero(e, exponent)
-                    following.append(b.select(kept, added, carried[1]))
+                    adds = vector_math.exp_is_nonzero(e, exponent)
+                    following.append(b.select(adds, added, carried[1]))
                 if self.is_quantised("value"):
                     weight = b.fmul(
                         weight, e.load_vector(e.at(value_scales, e.mul(k, e.real_bytes)))
@@ -221,10 +224,11 @@ class _Decode:
             e.store_vector(new_max, row_max)
             e.store_vector(factor, rescale)
             if self.statistics:
+                # Before the first key the change is -inf, but 0 * -inf would be NaN.
                 rebased = b.fmul(e.load_vector(row_sum), e.greatest(e.const(-1e4), max_change))
                 old_t_sum = b.fmul(b.fadd(e.load_vector(t_sum), rebased), factor)
                 e.store_vector(b.fadd(old_t_sum, sums[1]), t_sum)
-            self._add_compensated(row_sum, lost, factor, sums[0])
+            self._add_compensated(row_sum, sum_error, factor, sums[0])
             any_forbidden: Value = ir.Constant(BIT, 0)
             if self.may_forbid:
                 lanes = ir.IntType(e.lanes)
@@ -234,17 +238,22 @@ class _Decode:
             b.ret(any_forbidden)
         return function
 
-    def _add_compensated(self, row_sum: Value, lost: Value, factor: Value, more: Value) -> None:
-        """row_sum = factor * row_sum + more (Kahan 1965): a plain sum over many blocks drifts."""
+    def _add_compensated(
+        self, row_sum: Value, sum_error: Value, factor: Value, more: Value
+    ) -> None:
+        """row_sum = factor * row_sum + more, compensated (Kahan 1965).
+
+        The rounding errors of a plain sum grow with the number of blocks.
+        """
         e, b = self.e, self.e.builder
         old = b.fmul(e.load_vector(row_sum), factor)
-        more = b.fsub(more, b.fmul(e.load_vector(lost), factor))
+        more = b.fsub(more, b.fmul(e.load_vector(sum_error), factor))
         new = b.fadd(old, more)
         e.store_vector(new, row_sum)
-        e.store_vector(b.fsub(b.fsub(new, old), more), lost)
+        e.store_vector(b.fsub(b.fsub(new, old), more), sum_error)
 
     def _key_numbers(self, first: Value, stop: Value) -> Value:
-        """Rows of K in the lanes; those from `stop` on repeat the last."""
+        """Numbers of keys in the lanes, from `first` on; lanes from `stop` on repeat the last."""
         e, b = self.e, self.e.builder
         last = self.frame.lane_integers(e.sub(stop, 1))
         index = b.add(self.frame.lane_integers(first), self.frame.lane_numbers())
@@ -260,7 +269,7 @@ class _Decode:
         kv_start: Value,
         masked: bool,
     ) -> Value:
-        """Scales of keys, score mods and mask in place; the largest of each lane."""
+        """Apply scales of keys, score mods and mask in place; gives each lane's largest score."""
         e, b = self.e, self.e.builder
         scale = e.splat(self.frame.real_field(arguments, "scale"))
         stop = e.add(kv_start, count)
@@ -292,7 +301,7 @@ class _Decode:
     def for_each_tile(
         self, rows: Value, tiles: Sequence[int], call: Callable[[int, Value], object]
     ) -> None:
-        """`call(size, first_row)` for all rows, in tiles."""
+        """`call(size, first_row)` for all rows, in tiles of the sizes in `tiles`."""
         e = self.e
         start = e.index(0)
         for size in tiles:
@@ -307,7 +316,7 @@ class _Decode:
     # --- Products --------------------------------------------------------------------------------
 
     def block_function(self, name: str, functions: dict[str, Value]) -> Value:
-        """A function that multiplies by a block of K, or adds a block of V, part by part.
+        """A function that multiplies Q with a block of K, or weights with a block of V.
 
         `(arguments, batch, kv_head, kv_start, count, rows, matrix, weights, moved, forbidden)`.
         """
@@ -394,7 +403,7 @@ class _Decode:
     # --- One chunk, and the merge of all of them -------------------------------------------------
 
     def record_row_bytes(self, block_row: Value) -> Value:
-        """Bytes of a row of a record, as `record_bytes` has it."""
+        """Bytes of one row of a record: a row of O and its state."""
         e = self.e
         size = e.add(block_row, STATE * e.vector_bytes + RECORD_ALIGNMENT - 1)
         return e.round_down(size, RECORD_ALIGNMENT)
@@ -420,7 +429,7 @@ class _Decode:
         return _Scratch(scratch, block, rescale, key_scales, value_scales, packed, moved)
 
     def state_address(self, record: Value, row: Value, block_row: Value) -> Value:
-        """The vectors behind a row of O."""
+        """Where the state of a row lies, behind its row of O."""
         return self.e.at(record, self.e.mul(row, self.record_row_bytes(block_row)), block_row)
 
     def attend_stretch_function(self, functions: dict[str, Value]) -> Value:
@@ -458,7 +467,7 @@ class _Decode:
                 e.loop(0, count, BLOCK_KV, [], multiply_block)
 
             def add_block(i: Value, _: list[Value]) -> None:
-                """O = factor * O + B, the factor being 1 after the first block of a stretch."""
+                """O = factor * O + B; the factor is then 1 for the other blocks of the stretch."""
                 place = e.at(own.rescale, e.mul(i, e.vector_bytes))
                 factor = e.load_vector(place)
                 e.store_vector(e.const(1.0), place)
@@ -527,7 +536,7 @@ class _Decode:
         return function
 
     def attend_function(self, functions: dict[str, Value], tasks: DecodeTasks) -> Value:
-        """One chunk of keys: its record. `(arguments, task, record, scratch)`."""
+        """A function `(arguments, task, record, scratch)` that writes the record of one chunk."""
         e = self.e
         with e.function("attend", [POINTER] * 4) as (function, args):
             arguments, task, record, scratch = args
@@ -580,10 +589,10 @@ class _Decode:
         return function
 
     def merge_function(self) -> Value:
-        """One row of a kv head: `(arguments, records, count, record_bytes, row, total)`.
+        """A function `(arguments, records, count, record_bytes, row, total)` that merges one row.
 
-        `records` is the row's part of the first record, `row` its number among all rows, `total` is
-        scratch. A row without keys has l = 0.
+        `records` is where the row lies in the first record, `row` its number among all rows of the
+        output, `total` is scratch memory. A row without keys has l = 0.
         """
         e = self.e
         arguments = [POINTER, POINTER, INT64, INT64, INT64, POINTER]
@@ -606,7 +615,7 @@ class _Decode:
             self.clear_bytes(total, block_row)
 
             def add_record(c: Value, sums: list[Value]) -> list[Value]:
-                own_max, own_sum, lost, t_sum = load_state(c)
+                own_max, own_sum, sum_error, t_sum = load_state(c)
                 exponent = b.fsub(own_max, shift)
                 weight = vector_math.exp_flushed(e, exponent)
                 out = e.at(records, e.mul(c, record_bytes))
@@ -621,7 +630,7 @@ class _Decode:
                 added = b.fmul(weight, own_sum)
                 row_sum = b.fadd(sums[0], added)
                 rest = b.fsub(
-                    vector_math.rest_of_sum(e, sums[0], added, row_sum), b.fmul(weight, lost)
+                    vector_math.rest_of_sum(e, sums[0], added, row_sum), b.fmul(weight, sum_error)
                 )
                 following = [row_sum, b.fadd(sums[1], rest)]
                 if self.statistics:
@@ -665,13 +674,13 @@ class _Decode:
             logarithm = vector_math.log(e, row_sum)
             entropy = b.fsub(logarithm, b.fdiv(t_sum[0], divisor))
             # Rounding may make the entropy of a single key slightly negative.
-            below = b.fcmp_ordered("<", entropy, zero)
-            write_first_lane("entropy", b.select(b.or_(empty, below), zero, entropy))
+            is_negative = b.fcmp_ordered("<", entropy, zero)
+            write_first_lane("entropy", b.select(b.or_(empty, is_negative), zero, entropy))
             write_first_lane("max_score", row_max)
             write_first_lane("max_weight", b.select(empty, zero, b.fdiv(e.const(1.0), divisor)))
 
     def _write_row(self, arguments: Value, row: Value, total: Value, divisor: Value) -> None:
-        """out = O / l, rounded; adding 0 leaves one sign of zero."""
+        """out = O / l, rounded; adding 0 turns -0.0 into 0.0."""
         e, b, item = self.e, self.e.builder, storage.ITEM_BYTES[self.out_dtype]
         v_head_dim = self.frame.field(arguments, "v_head_dim")
         out = e.at(self.frame.pointer_field(arguments, "out"), e.mul(row, v_head_dim, item))
@@ -738,14 +747,14 @@ class _Decode:
             done = b.atomic_rmw("add", counter, e.index(1), "acq_rel")
             with b.if_then(b.icmp_signed("==", done, e.sub(count, 1))):
                 first = e.at(records, e.mul(first_record, record_bytes))
-                # Rows of a group follow one another in the output.
-                place = e.mul(group, rows)
+                # In the output, `rows` rows of every group follow one another.
+                first_row = e.mul(group, rows)
                 e.loop(
                     0, rows, 1, [],
                     lambda i, _: b.call(
                         merge,
                         [arguments, e.at(first, e.mul(i, record_row)), count, record_bytes,
-                         e.add(place, i), scratch],
+                         e.add(first_row, i), scratch],
                     ) and None,
                 )  # fmt: skip
 

@@ -18,7 +18,7 @@ def page_fields(name: str) -> tuple[str, ...]:
 
 
 SCALES = ("key_scales", "value_scales")
-"""Operands whose rows have one element: the scales of quantised keys and values."""
+"""The scales of quantised keys and values, operands whose rows have one element each."""
 _SCALE_BYTES = storage.ITEM_BYTES["float32"]
 
 FIELDS = (
@@ -31,9 +31,10 @@ FIELDS = (
     *(f"{name}_batch" for name in ("query", "key", "value", *SCALES)),
     *(field for name in ("key", "value", *SCALES) for field in page_fields(name)),
 )  # fmt: skip
-"""`shared` is memory for the tables that `plan` writes, and it fills in where these lie. `q_shift`
-is what an expression may read in the place of a table of one number. Batch rows lie `key_batch`
-bytes apart unless there is a table, `key_batches`. `not_finite` is that of the forward pass.
+"""`shared` is memory for the tables that `plan` writes, which sets `tasks`, `groups` and `records`
+to where these lie. An expression may read `q_shift` in place of a table of one number. Batch rows
+of the key lie `key_batch` bytes apart, unless `key_batches` is a table of their offsets.
+`not_finite` is that of the forward pass.
 """
 
 
@@ -60,12 +61,12 @@ class DecodeFrame(Frame):
         base, batches, stride, row, element = (
             self.field(arguments, field) for field in operand_fields(name)
         )
-        # One load reads the offset of the batch row from a table, or the distance of rows.
-        tabled = b.icmp_signed("!=", batches, e.index(0))
-        apart = self._word(arguments, f"{name}_batch")
-        place = b.select(tabled, e.at(e.pointer(batches), e.mul(batch, WORD)), apart)
+        # One load reads either the offset of this batch row, or the byte stride of batch rows.
+        has_table = b.icmp_signed("!=", batches, e.index(0))
+        stride_word = self._word(arguments, f"{name}_batch")
+        place = b.select(has_table, e.at(e.pointer(batches), e.mul(batch, WORD)), stride_word)
         found = e.load(place, INT64, WORD)
-        offset = b.select(tabled, found, e.mul(found, batch))
+        offset = b.select(has_table, found, e.mul(found, batch))
         return RowView(e.at(e.pointer(base), offset, e.mul(head, stride)), row, element)
 
     def for_each_segment(
@@ -77,7 +78,10 @@ class DecodeFrame(Frame):
         count: Value,
         body: Callable[[Value, Value, Value], None],
     ) -> None:
-        """`body(pointer, done, keys)` for the rows from `kv_start` on, page by page."""
+        """`body(pointer, done, keys)` for the segments of `count` rows from `kv_start` on.
+
+        A segment has `keys` rows, and `done` rows come before it.
+        """
         e, b = self.e, self.e.builder
         if not self.paged[name.removesuffix("_scales")]:
             body(e.at(place.pointer, e.mul(kv_start, place.row)), e.index(0), count)
@@ -110,7 +114,7 @@ class DecodeFrame(Frame):
         return [page, page_size, e.at(e.pointer(table), e.mul(batch, slots, WORD))]
 
     def copy_scales_function(self, name: str) -> Value:
-        """A function that lays the scales of a block side by side."""
+        """A function that copies the scales of a block side by side."""
         e, scales = self.e, f"{name}_scales"
         with e.function(scales, [POINTER, *[INT64] * 4, POINTER]) as (function, args):
             arguments, batch, kv_head, kv_start, count, target = args

@@ -2,9 +2,9 @@
 
 Keys are split into *chunks* by absolute position, and each chunk of each kv head that may hold an
 allowed pair is a task. `plan` bounds the mask over every chunk, then over the blocks of chunks that
-are neither empty nor full, and writes one row of `TASK` for each that remains: for the next step
-this takes a few microseconds at most, whatever the mask. It reads single elements of tables only.
-Inside a task each block is bounded once more; then elements of a dense mask are looked up too.
+are neither empty nor full, and writes one row of `TASK` for each chunk that remains. This takes a
+few microseconds at most, because `plan` looks up only single elements of tables. A task bounds the
+mask over each of its blocks once more, and then looks up many elements of a dense mask too.
 
     chunk = CHUNK * ceil(kv_len / (CHUNK * MOST_CHUNKS))
 """
@@ -21,10 +21,10 @@ from qkv.backends.cpu.emit.mask_bounds import MaskBounds
 from qkv.problem.expressions import FALSE, TRUE, variables
 
 CHUNK = 512
-"""Number of keys of one task, unless that would make more than `MOST_CHUNKS` tasks of a kv head."""
+"""Number of keys of one task, unless a kv head would then have more than `MOST_CHUNKS` tasks."""
 MOST_CHUNKS = 256
 BLOCK_KV = 64
-"""Number of keys whose products are added in one chain, and for which the mask is bounded."""
+"""Number of keys whose products are added in one chain, and over which the mask is bounded."""
 MOST_READS = 1024
 """The most elements of a table that are read to bound the mask over one block."""
 
@@ -32,11 +32,11 @@ EMPTY, PARTIAL, FULL = range(3)
 """Kinds of a block: no pair in it is allowed, some are, or all are."""
 
 TASK = ("group", "start", "stop", "full")
-"""Words of a task: the number of its batch row and kv head, its first key and the key after its
-last one, and 1 if the mask allows every pair, else 0."""
+"""Words of a task: the number of its group, its first key and the key after its last one, and 1 if
+the mask allows every pair, else 0."""
 GROUP = ("done", "first", "count", "keys")
-"""Words kept for each batch row and kv head: how many tasks are done, its first task, its number of
-tasks, and their number of keys."""
+"""Words of a group, which is a kv head of a batch row: how many of its tasks are done, its first
+task, its number of tasks, and how many keys these have together."""
 RECORD_ALIGNMENT = 64
 
 
@@ -61,7 +61,7 @@ class DecodeTasks:
         self._kind_of_block = self._kind_function()
 
     def block_kind(self, where: list[Value], start: Value, stop: Value, most_reads: int) -> Value:
-        """EMPTY, PARTIAL or FULL: keys from `start` to `stop`, all queries of a kv head.
+        """EMPTY, PARTIAL or FULL, for the keys from `start` to `stop` and all queries of a kv head.
 
         `where` is the argument block, the batch row and the kv head.
         """
@@ -78,7 +78,7 @@ class DecodeTasks:
         stop: Value,
         attend: Callable[[Value, Value, Value], object],
     ) -> None:
-        """`attend(start, stop, kind)` is called for neighbouring blocks of a kind, EMPTY too."""
+        """`attend(start, stop, kind)` for each run of neighbouring blocks of a kind, EMPTY too."""
         e, b = self.e, self.e.builder
 
         def extend_run(k: Value, run: list[Value]) -> list[Value]:
@@ -93,7 +93,7 @@ class DecodeTasks:
         attend(last[0], stop, last[1])
 
     def plan_function(self) -> Value:
-        """`plan(arguments)` writes all tasks; the result is how many keys they have together."""
+        """`plan(arguments)` writes all tasks, and returns how many keys they have together."""
         e = self.e
         chunk_keys = self._chunk_keys_function()
         classify, repeat = self._classify_function(chunk_keys), self._repeat_function()
@@ -115,7 +115,7 @@ class DecodeTasks:
 
             def plan_group(number: Value, carried: list[Value]) -> list[Value]:
                 first, keys = carried
-                # The first group of kv heads that has the same mask.
+                # `source` is the first group with the same mask, whose tasks are copied.
                 batch, kv_head = b.sdiv(number, kv_heads), b.srem(number, kv_heads)
                 source = e.add(
                     e.mul(batch, kv_heads) if "batch" in mask_variables else 0,
@@ -140,7 +140,7 @@ class DecodeTasks:
         return function
 
     def emit_step(self, plan: Value, job: Value) -> None:
-        """`step(arguments, most)` plans, and runs all tasks if they have at most so many keys."""
+        """`step(arguments, most)` plans, and runs all tasks if they have at most `most` keys."""
         e = self.e
         kinds = [POINTER, INT64]
         with e.function("step", kinds, INT64, public=True) as (_, (arguments, most)):
@@ -153,7 +153,7 @@ class DecodeTasks:
     # Functions
 
     def _kind_function(self) -> Value:
-        """`(arguments, batch, kv_head, start, stop, most_reads)`: one of the three kinds."""
+        """A function `(arguments, batch, kv_head, start, stop, most_reads)` that gives a kind."""
         e, frame = self.e, self.frame
         kinds = [POINTER, *[INT64] * 4, DOUBLE]
         with e.function("kind", kinds, INT64) as (function, args):
@@ -161,7 +161,7 @@ class DecodeTasks:
             b = e.builder
             group_size, q_len = (frame.field(arguments, name) for name in ("group_size", "q_len"))
             head = e.mul(kv_head, group_size)
-            # All heads of the group at once: where they differ, a block is partial.
+            # Bounds over all query heads of the kv head: where their masks differ, it is partial.
             places = {
                 "q_index": (e.index(0), e.sub(q_len, 1)),
                 "kv_index": (start, e.sub(stop, 1)),
@@ -200,7 +200,7 @@ class DecodeTasks:
         return function
 
     def _classify_function(self, chunk_keys: Value) -> Value:
-        """`(arguments, batch, kv_head, chunk, number)`: the tasks of one group."""
+        """A function `(arguments, batch, kv_head, chunk, number)` that writes a group's tasks."""
         e = self.e
         with e.function("classify", [POINTER, *[INT64] * 4]) as (function, args):
             arguments, batch, kv_head, chunk, number = args
@@ -215,7 +215,7 @@ class DecodeTasks:
                 found = b.call(chunk_keys, [arguments, batch, kv_head, start, stop])
                 own = b.ashr(found, e.index(1))
                 full = b.and_(found, e.index(1))
-                # If this task has nothing to do, the next one overwrites it.
+                # If no pair of the chunk is allowed, the next chunk overwrites this task.
                 self._write_task(arguments, e.add(first, count), number, start, stop, full)
                 is_task = b.zext(e.below(0, own), INT64)
                 return [e.add(count, is_task), e.add(keys, own)]
@@ -223,14 +223,14 @@ class DecodeTasks:
             count, keys = e.loop(0, kv_len, chunk, [e.index(0), e.index(0)], plan_chunk)
             is_empty = b.icmp_signed("==", count, e.index(0))
             with b.if_then(is_empty):
-                # A task without keys writes the rows that have none.
+                # A group without keys has one task, which writes the output of its rows.
                 self._write_task(arguments, first, number, e.index(0), e.index(0), e.index(1))
             e.store(b.select(is_empty, e.index(1), count), e.at(group, 2 * WORD), WORD)
             e.store(keys, e.at(group, 3 * WORD), WORD)
         return function
 
     def _repeat_function(self) -> Value:
-        """`(arguments, source, number)`: the same tasks as of an earlier group."""
+        """A function `(arguments, source, number)` that copies the tasks of an earlier group."""
         e = self.e
         with e.function("repeat", [POINTER, INT64, INT64]) as (function, args):
             arguments, source, number = args

@@ -154,7 +154,7 @@ class RowProducts:
                     store_products(b.fptrunc(products, e.vector))
 
                 def multiply_only_key() -> None:
-                    """The score of an only key is its lse: all its error would be that of this sum."""
+                    """An only key's score is its lse: this sum would be all the error of lse."""
                     wide = ir.VectorType(DOUBLE, e.lanes)
 
                     def add_products(d: Value, live: Value | None, old: list[Value]) -> list[Value]:

@@ -1,4 +1,4 @@
-"""Sums over keys as sums of groups of keys, added in their order, in whichever they are computed."""
+"""Sums over keys as sums of groups, added in the order of the keys, whichever is computed first."""
 
 from __future__ import annotations
 
