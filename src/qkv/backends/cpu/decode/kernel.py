@@ -46,7 +46,11 @@ from qkv.backends.cpu.decode.tasks import (
 from qkv.backends.cpu.emit import storage, vector_math
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.emit.expressions import Expressions
-from qkv.backends.cpu.emit.packing import all_finite, copy_rows, move_rows
+from qkv.backends.cpu.emit.packing import (
+    all_finite_function,
+    copy_rows_function,
+    move_rows_function,
+)
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products.dim_lanes import RowProducts, first_lanes
 from qkv.problem.expressions import SCORE, TRUE
@@ -203,7 +207,7 @@ class _Decode:
                     )
                 if self.frame.spec.dropout:
                     index = self._key_numbers(e.add(kv_start, k), e.add(kv_start, count))
-                    weight = b.fmul(weight, self.frame.drop(arguments_, places, index))
+                    weight = b.fmul(weight, self.frame.dropout_factor(arguments_, places, index))
                 if self.may_forbid:
                     weight = b.select(is_forbidden, e.const(-0.0), weight)
                     exists = first_lanes(e, e.sub(count, k))
@@ -279,7 +283,7 @@ class _Decode:
             score = b.fmul(e.load_vector(place), scale)
             if self.is_quantised("key"):
                 score = b.fmul(score, e.load_vector(e.at(key_scales, e.mul(k, e.real_bytes))))
-            inner = places.inside(self._key_numbers(e.add(kv_start, k), stop), score)
+            inner = places.at_key(self._key_numbers(e.add(kv_start, k), stop), score)
             if not self.plain:
                 score = inner.floats(self.frame.score)
             is_allowed = first_lanes(e, e.sub(count, k))
@@ -705,16 +709,16 @@ class _Decode:
 
     def emit_functions(self) -> None:
         e = self.e
-        functions = {"copy query": copy_rows(e, self.frame.dtypes["query"])}
+        functions = {"copy query": copy_rows_function(e, self.frame.dtypes["query"])}
         for rows in self.products.tiles:
             functions[f"scores {rows}"] = self.products.scores_function(rows)
             functions[f"values {rows}"] = self.products.values_function(rows)
         for name in ("key", "value"):
-            functions[f"move {name}"] = move_rows(
+            functions[f"move {name}"] = move_rows_function(
                 e, name, storage.ITEM_BYTES[self.frame.dtypes[name]]
             )
         if self.may_forbid and not self.is_quantised("value"):
-            functions["all_finite"] = all_finite(e, self.frame.dtypes["value"])
+            functions["all_finite"] = all_finite_function(e, self.frame.dtypes["value"])
             functions["selected"] = self.products.selected_values_function()
         for name in ("key", "value"):
             functions[name] = self.block_function(name, functions)

@@ -91,7 +91,7 @@ class DecodeFrame(Frame):
 
         def visit_page(number: Value, _: list[Value]) -> None:
             start = e.mul(number, page_size)
-            first = e.greater(start, kv_start)
+            first = e.larger_of(start, kv_start)
             keys = e.sub(e.least(e.add(start, page_size), stop), first)
             page_number = e.load(e.at(table, e.mul(number, WORD)), INT64, WORD)
             row = e.mul(e.sub(first, start), place.row)

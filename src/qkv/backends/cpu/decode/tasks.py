@@ -257,7 +257,7 @@ class DecodeTasks:
     def _chunk_size(self, kv_len: Value) -> Value:
         e, most = self.e, CHUNK * MOST_CHUNKS
         times = e.builder.sdiv(e.add(kv_len, most - 1), e.index(most))
-        return e.mul(CHUNK, e.greater(1, times))
+        return e.mul(CHUNK, e.larger_of(1, times))
 
     def _group_address(self, arguments: Value, number: Value) -> Value:
         groups = self.frame.pointer_field(arguments, "groups")

@@ -48,9 +48,9 @@ class Emitter:
         self.halves = halves
         self.fused = fused
         self.real_bytes = 4 if real == FLOAT else 8
-        self.whole = ir.IntType(8 * self.real_bytes)
+        self.real_bits = ir.IntType(8 * self.real_bytes)
         self.vector = ir.VectorType(real, lanes)
-        self.bits = ir.VectorType(self.whole, lanes)
+        self.bits = ir.VectorType(self.real_bits, lanes)
         self.vector_bytes = self.real_bytes * lanes
         self.builder: Any = None
         self._constants: dict[str, Value] = {}
@@ -182,7 +182,7 @@ class Emitter:
         a, b = self.index(a), self.index(b)
         return self.builder.select(self.builder.icmp_signed("<", a, b), a, b)
 
-    def greater(self, a: Any, b: Any) -> Value:
+    def larger_of(self, a: Any, b: Any) -> Value:
         a, b = self.index(a), self.index(b)
         return self.builder.select(self.builder.icmp_signed(">", a, b), a, b)
 
@@ -238,7 +238,7 @@ class Emitter:
     def store_vector(self, value: Value, pointer: Value, *, aligned: bool = True) -> None:
         self.store(value, pointer, self.vector_bytes if aligned else self.real_bytes)
 
-    def words(self, count: int = 1) -> Value:
+    def stack_words(self, count: int = 1) -> Value:
         """Memory for 64-bit words on the stack of the function."""
         with self.builder.goto_entry_block():
             place = self.builder.alloca(INT64, count)
@@ -259,7 +259,7 @@ class Emitter:
             self._constants[name] = ir.Constant(kind, lanes)
         return self._constants[name]
 
-    def zeros(self) -> Value:
+    def zeros_address(self) -> Value:
         """The address of zero bytes, as many as a vector has."""
         constant = self.module.globals.get("zeros")
         if constant is None:
@@ -274,9 +274,9 @@ class Emitter:
         type_ = ir.VectorType(scalar.type, self.lanes)
         empty = ir.Constant(type_, ir.Undefined)
         first = self.builder.insert_element(empty, scalar, ir.Constant(INT32, 0))
-        return self.builder.shuffle_vector(first, empty, self.picks([0] * self.lanes))
+        return self.builder.shuffle_vector(first, empty, self.shuffle_mask([0] * self.lanes))
 
-    def picks(self, lanes: Sequence[int]) -> Value:
+    def shuffle_mask(self, lanes: Sequence[int]) -> Value:
         """The constant by which a shuffle takes these lanes of its two vectors."""
         return self._constant(ir.VectorType(INT32, len(lanes)), list(lanes))
 
@@ -301,7 +301,7 @@ class Emitter:
             function = ir.Function(self.module, kind, full)
         return self.builder.call(function, args)
 
-    def machine(self, name: str, result: Any, *args: Value) -> Value:
+    def machine_intrinsic(self, name: str, result: Any, *args: Value) -> Value:
         """An instruction that only some machines have, by the name of its intrinsic."""
         function = self.module.globals.get(name)
         if function is None:
@@ -328,21 +328,21 @@ class Emitter:
         """Lane-wise `b if b > a else a`, which ignores a NaN in b."""
         return self.builder.select(self.builder.fcmp_ordered(">", b, a), b, a)
 
-    def part(self, vector: Value, first: int, count: int) -> Value:
+    def lanes_from(self, vector: Value, first: int, count: int) -> Value:
         """Some neighbouring lanes as a shorter vector."""
-        picks = self.picks(range(first, first + count))
+        picks = self.shuffle_mask(range(first, first + count))
         return self.builder.shuffle_vector(vector, vector, picks)
 
     def reduce(self, vector: Value, join: Callable[[Value, Value], Value]) -> Value:
         """`join` over all lanes, the result in every lane; neighbours are joined first."""
         shift = 1
         while shift < self.lanes:
-            picks = self.picks([i ^ shift for i in range(self.lanes)])
+            picks = self.shuffle_mask([i ^ shift for i in range(self.lanes)])
             vector = join(vector, self.builder.shuffle_vector(vector, vector, picks))
             shift *= 2
         return vector
 
-    def sums(self, vectors: Sequence[Value]) -> Value:
+    def sum_each(self, vectors: Sequence[Value]) -> Value:
         """The sums of as many vectors as there are lanes: lane i is the sum of vector i."""
         shift, vectors_left = 1, list(vectors)
         while len(vectors_left) > 1:
@@ -352,7 +352,8 @@ class Emitter:
                 near = [self.lanes + i - shift if i & shift else i for i in range(self.lanes)]
                 far = [self.lanes + i if i & shift else i + shift for i in range(self.lanes)]
                 halves = (
-                    self.builder.shuffle_vector(first, second, self.picks(p)) for p in (near, far)
+                    self.builder.shuffle_vector(first, second, self.shuffle_mask(p))
+                    for p in (near, far)
                 )
                 pairs.append(self.builder.fadd(*halves))
             shift, vectors_left = 2 * shift, pairs
@@ -372,6 +373,8 @@ class Emitter:
                         self.lanes + j - half + shift if j & half else j + shift
                         for j in range(self.lanes)
                     ]
-                    transposed[row] = self.builder.shuffle_vector(upper, lower, self.picks(picks))
+                    transposed[row] = self.builder.shuffle_vector(
+                        upper, lower, self.shuffle_mask(picks)
+                    )
             rows, half = transposed, 2 * half
         return rows

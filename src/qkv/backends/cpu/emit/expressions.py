@@ -79,7 +79,7 @@ class Expressions:
             else:
                 self.value(n)
 
-    def inside(self, kv_index: Value, score: Value) -> Expressions:
+    def at_key(self, kv_index: Value, score: Value) -> Expressions:
         """These expressions inside the loop over keys, at one key."""
         inner = Expressions(self.e, self.tables, self.places, self.int_bits)
         inner.places.update(kv_index=kv_index, score=score)
@@ -143,7 +143,7 @@ class Expressions:
 
     # Tables
 
-    def place(self, load: Load, table: TableView) -> tuple[Value, Value | None]:
+    def entry_offset(self, load: Load, table: TableView) -> tuple[Value, Value | None]:
         """Byte offset of the entry: a uniform part, and a lane-varying one if there is any."""
         e, b = self.e, self.e.builder
         uniform: Value = ir.Constant(INT64, 0)
@@ -162,7 +162,7 @@ class Expressions:
 
     def _emit_load(self, load: Load) -> Value:
         e, table = self.e, self.tables[load.table]
-        uniform, varying = self.place(load, table)
+        uniform, varying = self.entry_offset(load, table)
         raw = raw_type(table.spec.dtype)
         if varying is None:
             return self._widen(e.load(e.at(table.pointer, uniform), raw), table.spec.dtype)

@@ -168,7 +168,7 @@ class Frame:
 
     # Dropout
 
-    def drop(self, arguments: Value, places: Expressions, kv_index: Value) -> Value:
+    def dropout_factor(self, arguments: Value, places: Expressions, kv_index: Value) -> Value:
         """The dropout factor of each lane's weight: 0 or 1 / (1 - p)."""
         e, b = self.e, self.e.builder
         wide = ir.VectorType(INT64, e.lanes)

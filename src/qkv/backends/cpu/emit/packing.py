@@ -80,7 +80,7 @@ def unpack_rows(
     return last
 
 
-def copy_rows(e: Emitter, dtype: str) -> Value:
+def copy_rows_function(e: Emitter, dtype: str) -> Value:
     """A function `(from, row, element, count, dim, to)` that copies rows, widened to `e.real`.
 
     `row` and `element` are byte strides in `from`; the copies are dense.
@@ -110,8 +110,8 @@ def copy_rows(e: Emitter, dtype: str) -> Value:
     return function
 
 
-def move_rows(e: Emitter, name: str, item: int) -> Value:
-    """A function of the same arguments as that of `copy_rows`, which does not widen elements."""
+def move_rows_function(e: Emitter, name: str, item: int) -> Value:
+    """A function of the same arguments as that of `copy_rows_function`, without widening."""
     with e.function(f"move_{name}", [POINTER, *[INT64] * 4, POINTER]) as (function, args):
         source, row, element, count, dim, target = args
         raw = ir.IntType(8 * item)
@@ -129,7 +129,7 @@ def move_rows(e: Emitter, name: str, item: int) -> Value:
     return function
 
 
-def all_finite(e: Emitter, dtype: str = "") -> Value:
+def all_finite_function(e: Emitter, dtype: str = "") -> Value:
     """A function `(rows, row, count, dim)`: whether all elements are finite.
 
     x * 0 is 0 for a finite x, and NaN for any other.

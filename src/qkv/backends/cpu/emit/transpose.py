@@ -60,9 +60,9 @@ def transpose_tables(
     b = e.builder
     for n, load in enumerate(loads):
         table = places.tables[load.table]
-        uniform, varying = places.inside(kv_start, e.const(0.0)).place(load, table)
+        uniform, varying = places.at_key(kv_start, e.const(0.0)).entry_offset(load, table)
         assert varying is not None
-        rows = e.words(e.lanes)
+        rows = e.stack_words(e.lanes)
         for i in range(e.lanes):
             row = e.at(table.pointer, e.extract(varying, i), uniform)
             e.store(b.ptrtoint(row, INT64), e.at(rows, WORD * i), WORD)
@@ -132,4 +132,4 @@ def _load_entries(e: Emitter, pointer: Value, dtype: str, lanes: int = 0) -> Val
     if dtype != "bool":
         return storage.load(e, pointer, dtype, lanes)
     raw = e.load(pointer, ir.VectorType(BYTE, lanes) if lanes else BYTE)
-    return e.builder.zext(raw, ir.VectorType(e.whole, lanes) if lanes else e.whole)
+    return e.builder.zext(raw, ir.VectorType(e.real_bits, lanes) if lanes else e.real_bits)

@@ -173,7 +173,7 @@ def sum_of_lanes(e: Emitter, x: Value, rest: Value) -> tuple[Value, Value]:
     """The rounded sum of all lanes of x and of its `rest`, and the rounding error of this sum."""
     b, shift = e.builder, 1
     while shift < e.lanes:
-        picks = e.picks([i ^ shift for i in range(e.lanes)])
+        picks = e.shuffle_mask([i ^ shift for i in range(e.lanes)])
         other, its_rest = (b.shuffle_vector(vector, vector, picks) for vector in (x, rest))
         total = b.fadd(x, other)
         rest = b.fadd(b.fadd(rest, its_rest), rest_of_sum(e, x, other, total))

@@ -36,7 +36,14 @@ from qkv.backends.cpu.forward.score_blocks import (
 )
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products import matrix_unit
-from qkv.backends.cpu.products.bfloat16 import CHUNK, chunks, join, multiply_add_pairs, split, whole
+from qkv.backends.cpu.products.bfloat16 import (
+    CHUNK,
+    emit_round_to_chunks,
+    join_pairs,
+    multiply_add_pairs,
+    round_to_chunks,
+    split_pairs,
+)
 from qkv.backends.cpu.products.query_lanes import SumOrder, dot_rows, store_vectors, vectors_at
 from qkv.problem.expressions import TRUE
 from qkv.problem.spec import Spec
@@ -54,7 +61,7 @@ _V_ROW = 2 * BLOCK_KV
 def bf16_dot_scratch_bytes(spec: Spec, shape: TileShape) -> int:
     """Memory of one worker: a block of S, V, K and tables; Q, O and statistics of each block."""
     width = 4 * shape.block_q
-    head_dim, v_head_dim = chunks(spec.head_dim), chunks(spec.v_head_dim)
+    head_dim, v_head_dim = round_to_chunks(spec.head_dim), round_to_chunks(spec.v_head_dim)
     shared = BLOCK_KV * (width + 2 * (head_dim + 2 * v_head_dim))
     own = width * (head_dim // 2 + v_head_dim + STATS)
     transposed = transposed_bytes(spec, BLOCK_KV, 4 * shape.lanes)
@@ -75,7 +82,7 @@ class Bf16Operands(PairOperands):
         super().__init__(frame)
         self.halves = ir.VectorType(INT16, CHUNK)
 
-    def rows(self) -> dict[str, Value]:
+    def row_functions(self) -> dict[str, Value]:
         functions = {"copy": self.copy_function(), "transpose_values": self.transpose_function()}
         functions["pack"] = self.pack_function(functions)
         if self.frame.mask != TRUE or not self.frame.plain:
@@ -92,12 +99,14 @@ class Bf16Operands(PairOperands):
         empty = ir.Constant(self.halves, ir.Undefined)
         first = b.insert_element(empty, left, ir.Constant(INT32, 0))
         numbers = ir.Constant(self.halves, list(range(CHUNK)))
-        return b.icmp_signed("<", numbers, b.shuffle_vector(first, empty, e.picks([0] * CHUNK)))
+        return b.icmp_signed(
+            "<", numbers, b.shuffle_vector(first, empty, e.shuffle_mask([0] * CHUNK))
+        )
 
     def load_chunk(self, place: Value, present: Value) -> Value:
         """32 elements as 16 pairs; elements that are not `present` are not read, but 0."""
         e, b = self.e, self.e.builder
-        loaded = e.machine(
+        loaded = e.machine_intrinsic(
             "llvm.masked.load.v32i16.p0", self.halves,
             b.bitcast(place, self.halves.as_pointer()), ir.Constant(INT32, 2), present,
             ir.Constant(self.halves, None),
@@ -113,7 +122,7 @@ class Bf16Operands(PairOperands):
         with e.function("copy", [POINTER, *[INT64] * 4, POINTER]) as (function, args):
             source, row, element, count, dim, target = args
             b = e.builder
-            width = e.mul(2, whole(e, dim))
+            width = e.mul(2, emit_round_to_chunks(e, dim))
             adjacent = b.icmp_signed("==", element, e.index(2))
 
             def copy_row(k: Value, _: list[Value]) -> None:
@@ -121,7 +130,7 @@ class Bf16Operands(PairOperands):
                 exists = e.below(k, count)
 
                 def copy_chunk(d: Value, _: list[Value]) -> None:
-                    place = b.select(exists, e.at(start, e.mul(d, 2)), e.zeros())
+                    place = b.select(exists, e.at(start, e.mul(d, 2)), e.zeros_address())
                     present = self.present_elements(b.select(adjacent, e.sub(dim, d), e.index(0)))
                     e.store_vector(self.load_chunk(place, present), e.at(end, e.mul(d, 2)))
 
@@ -133,7 +142,7 @@ class Bf16Operands(PairOperands):
                 scattered = b.and_(exists, b.not_(adjacent))
                 e.loop(0, b.select(scattered, dim, e.index(0)), 1, [], copy_element)
 
-            e.loop(0, whole(e, count), 1, [], copy_row)
+            e.loop(0, emit_round_to_chunks(e, count), 1, [], copy_row)
         return function
 
     def pack_function(self, functions: dict[str, Value]) -> Value:
@@ -181,11 +190,13 @@ class Bf16Operands(PairOperands):
         is_copied = b.icmp_signed("!=", element, e.index(2))
         if whole_chunks:
             for size in (count, dim):
-                has_rest = b.icmp_signed("!=", whole(e, size), size)
+                has_rest = b.icmp_signed("!=", emit_round_to_chunks(e, size), size)
                 is_copied = b.or_(is_copied, has_rest)
         with b.if_then(is_copied, likely=False):
             b.call(functions["copy"], [here, row, element, count, dim, copy])
-        return b.select(is_copied, copy, here), b.select(is_copied, e.mul(2, whole(e, dim)), row)
+        return b.select(is_copied, copy, here), b.select(
+            is_copied, e.mul(2, emit_round_to_chunks(e, dim)), row
+        )
 
     def transpose_function(self) -> Value:
         """A function `(rows, row, count, dim, to)`: V[keys, d] becomes [d, keys], whole chunks."""
@@ -208,7 +219,7 @@ class Bf16Operands(PairOperands):
                         for i in range(first, CHUNK, 2):
                             key = e.add(k, i)
                             place = e.at(start, e.mul(key, row))
-                            place = b.select(e.below(key, count), place, e.zeros())
+                            place = b.select(e.below(key, count), place, e.zeros_address())
                             loaded.append(self.load_chunk(place, present))
                         return [e.as_bits(vector) for vector in e.transpose(loaded)]
 
@@ -227,10 +238,10 @@ class Bf16Operands(PairOperands):
             e.loop(0, count, CHUNK, [], transpose_keys)
         return function
 
-    def product(self, name: str, *, onto: bool) -> Value:
+    def product_function(self, name: str, *, onto: bool) -> Value:
         """`matrix_unit.add_product`, or the same function by vectors where there are no tiles."""
         e = self.e
-        if self.frame.shape.product == "tiles":
+        if self.frame.shape.product_function == "tiles":
             return matrix_unit.add_product(e, name, self.vectors, onto=onto)
         with e.function(name, [*[POINTER] * 3, *[INT64] * 3]) as (function, args):
             rows, packed, out, row, count, pairs = args
@@ -256,7 +267,7 @@ class Bf16Operands(PairOperands):
         return e.at(scores, e.mul(e.builder.ashr(k, e.index(1)), width))
 
     def store_pair(self, first: Value, second: Value, place: Value) -> None:
-        self.e.store_vector(join(self.e, first, second), place)
+        self.e.store_vector(join_pairs(self.e, first, second), place)
 
     def clear_pairs(self, weights: Value, first: Value, stop: Value) -> None:
         e = self.e
@@ -308,7 +319,7 @@ class Bf16Operands(PairOperands):
             def add_key(k: Value, _: list[Value]) -> None:
                 is_second = b.trunc(b.and_(k, e.index(1)), BIT)
                 pairs = vectors_at(e, weights, self.vectors, b.ashr(k, e.index(1)))
-                halves = [split(e, pair) for pair in pairs]
+                halves = [split_pairs(e, pair) for pair in pairs]
                 weights_of_key = [b.select(is_second, second, first) for first, second in halves]
 
                 def add_element(d: Value, _: list[Value]) -> None:
@@ -335,14 +346,12 @@ class Bf16Operands(PairOperands):
         blocks = e.at(value_copy, e.mul(v_wide, 2 * BLOCK_KV))
         return Buffers(scratch, values, key_copy, value_copy, blocks)
 
-    def block_of_keys(
-        self, task: QueryBlocks, kv_start: Value, count: Value
-    ) -> tuple[Value, Value]:
+    def prepare_keys(self, task: QueryBlocks, kv_start: Value, count: Value) -> tuple[Value, Value]:
         here = rows_from(self.e, task.key, kv_start)
         functions, copy = task.functions, task.at.key_copy
         return self.make_adjacent(functions, here, count, task.head_dim, copy, whole_chunks=True)
 
-    def block_of_values(
+    def prepare_values(
         self, task: QueryBlocks, kv_start: Value, count: Value, kinds: Value
     ) -> ValueBlock:
         """V transposed. Where pairs may be forbidden, 0 replaces values that are not finite."""

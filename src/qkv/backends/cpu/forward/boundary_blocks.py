@@ -50,7 +50,7 @@ def write_range(
     places.hoist(mask)
 
     def is_seen(k: Value) -> Value:
-        inner = places.inside(e.add(kv_start, k), e.const(0.0))
+        inner = places.at_key(e.add(kv_start, k), e.const(0.0))
         return b.icmp_unsigned("!=", b.bitcast(inner.condition(mask), lanes), ir.Constant(lanes, 0))
 
     last = e.sub(count, 1)
@@ -70,12 +70,12 @@ def read_range(e: Emitter, found: Value) -> Range:
 
 def are_narrow(e: Emitter, ranges: Sequence[Range], keys: Value) -> Value:
     """Whether vectors see so few of a block's keys that each is computed with its own range."""
-    own = [e.greater(e.sub(stop, start), 0) for start, stop in ranges]
+    own = [e.larger_of(e.sub(stop, start), 0) for start, stop in ranges]
     part, whole = _NARROW
     return e.below(e.mul(e.add(*own), whole), e.mul(keys, part * len(ranges)))
 
 
-def each_step(
+def for_each_step(
     e: Emitter,
     ranges: Sequence[Range],
     count: Value,
@@ -140,7 +140,7 @@ class BoundaryBlocks:
         e, b = self.e, self.e.builder
         ranges = [self._range_of_vector(block, j, kv_start, count) for j in range(block.vectors)]
         starts, stops = zip(*ranges, strict=True)
-        start, stop = reduce(e.least, starts), reduce(e.greater, stops)
+        start, stop = reduce(e.least, starts), reduce(e.larger_of, stops)
         keys, first = e.sub(stop, start), e.add(kv_start, start)
 
         def attend_together() -> None:
@@ -164,7 +164,7 @@ class BoundaryBlocks:
         self, block: BoundaryBlock, j: int, kv_start: Value, count: Value
     ) -> Range:
         """The range of keys of the block that the queries of vector j may see."""
-        e, found = self.e, self.e.words(2)
+        e, found = self.e, self.e.stack_words(2)
         first = e.add(block.first_row, j * e.lanes)
         where = block.arguments, block.batch, block.head, first, kv_start, count, found
         e.builder.call(self.range_function, where)
@@ -216,7 +216,7 @@ class BoundaryBlocks:
                 mark_forbidden(all_weights, e.index(0), b.select(some, start, count))
                 mark_forbidden(all_weights, b.select(some, stop, count), count)
 
-        each_step(e, ranges, count, compute_scores)
+        for_each_step(e, ranges, count, compute_scores)
         for j, own in enumerate(ranges):
             attend_vector(j, *own)
         with b.if_then(b.not_(finite)):

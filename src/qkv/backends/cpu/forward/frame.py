@@ -25,8 +25,8 @@ FIELDS = (
     "copy_key", "copy_value", "sign", "q_blocks_per_task", "not_finite",
 )  # fmt: skip
 """Words of the argument block. `scale` is not negative, because Q is packed times `sign`.
-`q_blocks_per_task` is a field because problems that share a kernel differ in it. `not_finite`
-becomes 1 if any output may not be finite; it is not written where no sum can overflow."""
+Problems that share a kernel differ in `q_blocks_per_task`. `not_finite` becomes 1 if any output may
+not be finite; it is not written where no sum can overflow."""
 
 STATS = 6
 """Number of rows of statistics: row maximum, row sum, rescaling factor, rounding error of the row
@@ -57,7 +57,7 @@ class ForwardKey:
 class ScoreVector(NamedTuple):
     """The arguments of a function for one vector of queries and one block of keys.
 
-    `scores` holds `count` vectors, `width` bytes apart. If `marked`, forbidden pairs get a weight of
+    `scores` holds `count` vectors, `width` bytes apart. If `marked`, forbidden pairs get the weight
     -0.0, which no other pair has.
     """
 

@@ -34,7 +34,7 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from qkv.backends.cpu.emit.emitter import BIT, POINTER, Value
-from qkv.backends.cpu.emit.packing import all_finite, copy_rows
+from qkv.backends.cpu.emit.packing import all_finite_function, copy_rows_function
 from qkv.backends.cpu.emit.transpose import transposed_bytes
 from qkv.backends.cpu.forward.boundary_blocks import (
     BoundaryBlock,
@@ -73,11 +73,11 @@ def emit_forward(key: ForwardKey) -> str:
         "full": softmax_function(frame, "full", False),
     }
     for dtype in sorted(set(frame.dtypes.values())):
-        functions[f"copy {dtype}"] = copy_rows(e, dtype)
+        functions[f"copy {dtype}"] = copy_rows_function(e, dtype)
     if masked:
         functions["partial"] = softmax_function(frame, "partial", True)
     if masked or not frame.plain:
-        functions["all_finite"] = all_finite(e)
+        functions["all_finite"] = all_finite_function(e)
     boundary = BoundaryBlocks(frame) if skips_within_blocks(frame.mask) else None
     attend_one, attend_many = (
         attend_function(frame, v, functions, boundary) for v in (1, frame.shape.vectors)

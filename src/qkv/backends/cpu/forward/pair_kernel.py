@@ -25,7 +25,7 @@ from qkv.backends.cpu.forward.score_blocks import (
 )
 from qkv.backends.cpu.forward.softmax import finish_scores, scores_to_weights
 from qkv.backends.cpu.products import matrix_unit
-from qkv.backends.cpu.products.bfloat16 import whole
+from qkv.backends.cpu.products.bfloat16 import emit_round_to_chunks
 from qkv.backends.cpu.products.query_lanes import store_vectors, vectors_at
 from qkv.problem.expressions import TRUE
 
@@ -34,10 +34,12 @@ def emit_pair_kernel(operands: PairOperands) -> str:
     """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
     frame, e = operands.frame, operands.e
     functions = {
-        **operands.rows(),
-        "scores": operands.product("scores", onto=False),
+        **operands.row_functions(),
+        "scores": operands.product_function("scores", onto=False),
         "unpack": unpack_function(frame),
-        "add_values": add_values_function(operands, operands.product("products", onto=True)),
+        "add_values": add_values_function(
+            operands, operands.product_function("products", onto=True)
+        ),
     }
     masked = frame.mask != TRUE
     if frame.plain:
@@ -118,7 +120,7 @@ def rescale_output(
     """Rescale O and pad the weights to a whole chunk; gives the number of pairs of weights."""
     e, b = operands.e, operands.e.builder
     pairs = e.add(b.ashr(e.sub(count, 1), e.index(1)), 1)
-    operands.clear_pairs(weights, pairs, b.ashr(whole(e, count), e.index(1)))
+    operands.clear_pairs(weights, pairs, b.ashr(emit_round_to_chunks(e, count), e.index(1)))
     factors = vectors_at(e, rescale, operands.vectors)
     any_rescaled = ir.Constant(BIT, 0)
     lanes = ir.IntType(e.lanes)
@@ -143,7 +145,7 @@ def attend_function(operands: PairOperands, functions: dict[str, Value]) -> Valu
     with e.function("attend", [POINTER] * 3) as (function, args):
         arguments, task, scratch = args
         b = e.builder
-        if frame.shape.product == "tiles":
+        if frame.shape.product_function == "tiles":
             matrix_unit.configure(e)
         batch, head, first_row, first_run, last_run = frame.record(task, TASK)
         group_size, num_heads, q_len, head_dim, v_head_dim, q_blocks_per_task = (
@@ -157,7 +159,10 @@ def attend_function(operands: PairOperands, functions: dict[str, Value]) -> Valu
         key = frame.operand(arguments, "key", batch, kv_head)
         value = frame.operand(arguments, "value", batch, kv_head)
 
-        padded_head_dim, padded_v_head_dim = whole(e, head_dim), whole(e, v_head_dim)
+        padded_head_dim, padded_v_head_dim = (
+            emit_round_to_chunks(e, head_dim),
+            emit_round_to_chunks(e, v_head_dim),
+        )
         at = operands.buffers(scratch, padded_head_dim, padded_v_head_dim)
         total_at = e.mul(padded_head_dim, operands.terms * width // 2)
         stats_at = e.add(total_at, e.mul(padded_v_head_dim, width))
@@ -209,10 +214,10 @@ def attend_function(operands: PairOperands, functions: dict[str, Value]) -> Valu
             kv_start: Value, keys: Value, kinds: Value, first: Value, last: Value
         ) -> None:
             score_blocks.begin()
-            factor, row = operands.block_of_keys(blocks, kv_start, keys)
+            factor, row = operands.prepare_keys(blocks, kv_start, keys)
 
             def prepare_values() -> ValueBlock:
-                return operands.block_of_values(blocks, kv_start, keys, kinds)
+                return operands.prepare_values(blocks, kv_start, keys, kinds)
 
             block = KeyBlock(kv_start, keys, kinds, first, last, factor, row)
             score_blocks.add_keys(block, prepare_values)
@@ -239,6 +244,6 @@ def attend_function(operands: PairOperands, functions: dict[str, Value]) -> Valu
             for_each_vector(block.row, end_vector)
 
         for_each_block(end_block)
-        if frame.shape.product == "tiles":
+        if frame.shape.product_function == "tiles":
             matrix_unit.release(e)
     return function

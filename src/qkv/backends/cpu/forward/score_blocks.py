@@ -1,12 +1,12 @@
 """One block of queries with one block of keys, step by step, in `bf16_dot` and `split_bf16`.
 
-    score     S = K Q^T
-    finish    scale, score mods and mask; the largest score of each row
-    weights   P = exp(S - m); row maximum and row sum are updated
-    add       O = rescale * O + V^T P
+    compute_scores    S = K Q^T
+    finish_scores     scale, score mods and mask; the largest score of each row
+    compute_weights   P = exp(S - m); row maximum and row sum are updated
+    add_values        O = rescale * O + V^T P
 
-Without score mods and mask, `finish` leaves scores alone, and they are scaled when their weights
-are computed.
+Without score mods and mask, `finish_scores` leaves scores alone, and they are scaled when their
+weights are computed.
 
 Each block of queries reads only the quarters of a block of keys from the first to the last one in
 which it may see a key.
@@ -25,7 +25,7 @@ from qkv.backends.cpu.emit.emitter import BIT, Emitter, Value
 from qkv.backends.cpu.emit.frame import RowView
 from qkv.backends.cpu.forward.frame import BLOCK_MAX, RUN, STATS, ForwardFrame
 from qkv.backends.cpu.forward.softmax import WeightOfKey
-from qkv.backends.cpu.products.bfloat16 import whole
+from qkv.backends.cpu.products.bfloat16 import emit_round_to_chunks
 from qkv.problem.expressions import TRUE
 from qkv.problem.tiles import TileKind
 
@@ -133,11 +133,11 @@ class PairOperands(ABC):
         self.width = self.vectors * self.e.vector_bytes
 
     @abstractmethod
-    def rows(self) -> dict[str, Value]:
+    def row_functions(self) -> dict[str, Value]:
         """The functions that read and pack rows."""
 
     @abstractmethod
-    def product(self, name: str, *, onto: bool) -> Value:
+    def product_function(self, name: str, *, onto: bool) -> Value:
         """A function `(rows, packed, out, row, count, pairs)`, as `matrix_unit.add_product`."""
 
     @abstractmethod
@@ -157,13 +157,11 @@ class PairOperands(ABC):
         """The buffers in a worker's memory, for padded head dimensions."""
 
     @abstractmethod
-    def block_of_keys(
-        self, task: QueryBlocks, kv_start: Value, count: Value
-    ) -> tuple[Value, Value]:
+    def prepare_keys(self, task: QueryBlocks, kv_start: Value, count: Value) -> tuple[Value, Value]:
         """K as the left factor of the scores, and the bytes of its rows."""
 
     @abstractmethod
-    def block_of_values(
+    def prepare_values(
         self, task: QueryBlocks, kv_start: Value, count: Value, kinds: Value
     ) -> ValueBlock:
         """V as the left factor of the output."""
@@ -223,7 +221,9 @@ class ScoreBlocks:
         self.e, self.functions = operands.e, task.functions
         self.scores = task.at.scores
         self.weights = self.e.at(self.scores, operands.weights_at)
-        self.pairs = self.e.builder.ashr(whole(self.e, task.head_dim), self.e.index(1))
+        self.pairs = self.e.builder.ashr(
+            emit_round_to_chunks(self.e, task.head_dim), self.e.index(1)
+        )
         """Number of pairs in a row of Q, in whole chunks."""
 
     def begin(self) -> None:
@@ -234,17 +234,17 @@ class ScoreBlocks:
         found = values()
 
         def attend(at: ScoreBlock) -> None:
-            self.score(keys, at)
-            self.finish(at)
+            self.compute_scores(keys, at)
+            self.finish_scores(at)
             self.compute_weights(at, found.has_non_finite)
-            self.add(at, found)
+            self.add_values(at, found)
 
-        self.each(keys, attend)
+        self.for_each_query_block(keys, attend)
 
     def end(self) -> None:
         """Called after the last block of keys."""
 
-    def each(self, keys: KeyBlock, body: Callable[[ScoreBlock], None]) -> None:
+    def for_each_query_block(self, keys: KeyBlock, body: Callable[[ScoreBlock], None]) -> None:
         e, b = self.e, self.e.builder
 
         def visit(i: Value, _: list[Value]) -> None:
@@ -264,19 +264,19 @@ class ScoreBlocks:
         e.loop(0, self.task.count, 1, [], visit)
 
     def is_finished(self, at: ScoreBlock) -> Value:
-        """Whether `finish` has applied scale, score mods and mask to these scores."""
+        """Whether `finish_scores` has applied scale, score mods and mask to these scores."""
         frame = self.frame
         if frame.plain and frame.mask != TRUE:
             return at.partial
         return ir.Constant(BIT, not frame.plain)
 
-    def score(self, keys: KeyBlock, at: ScoreBlock) -> None:
+    def compute_scores(self, keys: KeyBlock, at: ScoreBlock) -> None:
         rows, packed = self.operands.keys_from(keys, at.start), self.task.block(at.block).packed
         args = [rows, packed, self.scores, keys.row, at.count, self.pairs]
         self.e.builder.call(self.functions["scores"], args)
 
-    def finish(self, at: ScoreBlock) -> None:
-        self.by_kind(
+    def finish_scores(self, at: ScoreBlock) -> None:
+        self.choose_by_kind(
             at,
             full=lambda: (
                 self._find_block_max(at)
@@ -290,17 +290,17 @@ class ScoreBlocks:
         if not self.frame.plain:
             self._call_for_each_vector(at, "weights_finished", has_non_finite)
             return
-        self.by_kind(
+        self.choose_by_kind(
             at,
             full=lambda: self._call_for_each_vector(at, "weights_plain", has_non_finite),
             partial=lambda: self._call_for_each_vector(at, "weights_finished", has_non_finite),
         )
 
-    def add(self, at: ScoreBlock, values: ValueBlock) -> None:
-        self.e.builder.call(self.functions["add_values"], self.adding(at))
+    def add_values(self, at: ScoreBlock, values: ValueBlock) -> None:
+        self.e.builder.call(self.functions["add_values"], self.add_values_arguments(at))
         self.add_non_finite(at, values)
 
-    def by_kind(
+    def choose_by_kind(
         self, at: ScoreBlock, *, full: Callable[[], None], partial: Callable[[], None]
     ) -> None:
         if self.frame.mask == TRUE:
@@ -308,7 +308,7 @@ class ScoreBlocks:
         else:
             self.e.choose(at.partial, partial, full)
 
-    def adding(self, at: ScoreBlock) -> list[Value]:
+    def add_values_arguments(self, at: ScoreBlock) -> list[Value]:
         """The arguments of `add_values`."""
         block, task = self.task.block(at.block), self.task
         rescale = self.e.at(block.stats, 2 * self.operands.width)
@@ -321,7 +321,7 @@ class ScoreBlocks:
             return
         b, row = self.e.builder, values.row
         with b.if_then(values.has_non_finite, likely=False):
-            _, weights, _, *rest = self.adding(at)
+            _, weights, _, *rest = self.add_values_arguments(at)
             rows = self.e.at(values.rows, self.e.mul(at.start, row))
             b.call(self.functions["add_non_finite"], [rows, row, weights, *rest])
 

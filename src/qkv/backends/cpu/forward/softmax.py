@@ -41,10 +41,10 @@ class RowSums:
         # A row that has seen no key has maximum -inf; shifted by it, -inf would become NaN.
         unseen = b.fcmp_ordered("==", self._new_max, e.const(-math.inf))
         self._shift = b.select(unseen, e.const(0.0), self._new_max)
-        self.nothing = [e.const(0.0)] * (1 + statistics)
+        self.zero_sums = [e.const(0.0)] * (1 + statistics)
         """The sums before the first key."""
 
-    def weight(
+    def weigh_key(
         self, score: Value, sums: list[Value], forbidden: Value | None
     ) -> tuple[Value, list[Value]]:
         """The weight of one key, and the sums with it; a score of -inf has weight `forbidden`."""
@@ -59,7 +59,7 @@ class RowSums:
             # T += weight * exponent, except where the weight is 0: 0 * -inf would be NaN.
             added = e.fma(weight, exponent, sums[1])
             following.append(b.select(vector_math.exp_is_nonzero(e, exponent), added, sums[1]))
-        if len(sums) > len(self.nothing):
+        if len(sums) > len(self.zero_sums):
             rest = vector_math.rest_of_sum(e, sums[0], weight, following[0])
             following.append(b.fadd(sums[-1], rest))
         return weight, following
@@ -128,24 +128,24 @@ def scores_to_weights(
         score = e.load_vector(e.at(at.scores, e.mul(k, at.width)))
         if scale is not None:
             score = b.fmul(score, scale)
-        weight, following = row.weight(score, carried, forbidden)
+        weight, following = row.weigh_key(score, carried, forbidden)
         if frame.spec.dropout:
-            factor = frame.drop(at.arguments, places, e.add(at.kv_start, k))
+            factor = frame.dropout_factor(at.arguments, places, e.add(at.kv_start, k))
             weight = b.fmul(weight, factor)
         return weight, following
 
     def add_group(k: Value, carried: list[Value]) -> list[Value]:
         # Sums of sums: rounding errors grow with the length of a chain.
         end = e.least(e.add(k, _SUM), at.count)
-        sums = store(e, at.scores, at.width, k, end, row.nothing, weight_of_key)
+        sums = store(e, at.scores, at.width, k, end, row.zero_sums, weight_of_key)
         return [b.fadd(old, part) for old, part in zip(carried, sums, strict=True)]
 
     if frame.shape.product == "tiles":
-        row.advance(e.loop(0, at.count, _SUM, row.nothing, add_group))
+        row.advance(e.loop(0, at.count, _SUM, row.zero_sums, add_group))
         return
     # If all keys are one group, the rounding error of its sum is known: `store` adds it up too.
     first_group = b.select(e.below(at.count, _SUM + 1), at.count, e.index(0))
-    sums = [*row.nothing, e.const(0.0)]
+    sums = [*row.zero_sums, e.const(0.0)]
     *sums, rest = store(
         e, at.scores, at.width, e.index(0), first_group, sums, weight_of_key, short=True
     )
@@ -181,12 +181,12 @@ def finish_scores(
 ) -> Value:
     """Apply scale, score mods and mask to S in place; gives each query's largest score."""
     e = frame.e
-    finish_key = finishing(frame, at, places, scale, masked)
+    finish_key = finish_key_function(frame, at, places, scale, masked)
     (largest,) = e.loop(0, at.count, 1, [e.const(-math.inf)], finish_key)
     return largest
 
 
-def finishing(
+def finish_key_function(
     frame: ForwardFrame, at: ScoreVector, places: Expressions, scale: Value, masked: bool
 ) -> Callable[[Value, list[Value]], list[Value]]:
     """`finish_key(k, [largest])` finishes the scores of one key and gives the largest so far."""
@@ -200,7 +200,7 @@ def finishing(
     def finish_key(k: Value, carried: list[Value]) -> list[Value]:
         place = e.at(at.scores, e.mul(k, at.width))
         score = b.fmul(e.load_vector(place), scale)
-        inner = places.inside(e.add(at.kv_start, k), score)
+        inner = places.at_key(e.add(at.kv_start, k), score)
         inner.known.update(transposed_values(e, spec, loads, at.transposed, k, block_kv))
         if not frame.plain:
             score = inner.floats(frame.score)

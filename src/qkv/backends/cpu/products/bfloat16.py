@@ -11,37 +11,37 @@ CHUNK = 32
 whole chunks."""
 
 
-def chunks(dim: int) -> int:
+def round_to_chunks(dim: int) -> int:
     """`dim` rounded up to whole chunks."""
     return -(-dim // CHUNK) * CHUNK
 
 
-def whole(e: Emitter, dim: Value) -> Value:
-    """`chunks` of a value at run time."""
+def emit_round_to_chunks(e: Emitter, dim: Value) -> Value:
+    """`round_to_chunks` of a value at run time."""
     return e.round_down(e.add(dim, CHUNK - 1), CHUNK)
 
 
 def multiply_add_pairs(e: Emitter, x: Value, y: Value, total: Value) -> Value:
     """total + x . y, for a pair of bfloat16 in each lane."""
     pairs = (e.as_bits(x), e.as_bits(y))
-    return e.machine("llvm.x86.avx512bf16.dpbf16ps.512", e.vector, total, *pairs)
+    return e.machine_intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", e.vector, total, *pairs)
 
 
-def join(e: Emitter, first: Value, second: Value) -> Value:
+def join_pairs(e: Emitter, first: Value, second: Value) -> Value:
     """Two vectors of float32 as pairs, rounded to nearest; NaN and the sign of zeros stay."""
-    b, both = e.builder, upper_halves(e, e.as_bits(first), e.as_bits(second))
+    b, both = e.builder, round_to_bfloat16(e, e.as_bits(first), e.as_bits(second))
     order = [half * e.lanes + lane for lane in range(e.lanes) for half in range(2)]
-    return b.bitcast(b.shuffle_vector(both, both, e.picks(order)), e.vector)
+    return b.bitcast(b.shuffle_vector(both, both, e.shuffle_mask(order)), e.vector)
 
 
-def upper_halves(e: Emitter, first: Value, second: Value) -> Value:
+def round_to_bfloat16(e: Emitter, first: Value, second: Value) -> Value:
     """Two vectors of float32 as one of bfloat16, rounded to nearest, the first one in front."""
     halves = ir.VectorType(INT16, CHUNK)
     floats = e.as_floats(second), e.as_floats(first)
-    return e.machine("llvm.x86.avx512bf16.cvtne2ps2bf16.512", halves, *floats)
+    return e.machine_intrinsic("llvm.x86.avx512bf16.cvtne2ps2bf16.512", halves, *floats)
 
 
-def split(e: Emitter, pairs: Value) -> tuple[Value, Value]:
+def split_pairs(e: Emitter, pairs: Value) -> tuple[Value, Value]:
     """The first and the second element of every pair, as float32."""
     b, bits = e.builder, e.as_bits(pairs)
     first, second = b.shl(bits, e.const_bits(16)), b.and_(bits, e.const_bits(-(2**16)))

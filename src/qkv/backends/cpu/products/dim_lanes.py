@@ -80,7 +80,7 @@ class RowProducts:
         e, b = self.e, self.e.builder
         lines = b.sdiv(e.add(size, CACHE_LINE - 1), e.index(CACHE_LINE))
         begin, end = (e.mul(b.sdiv(e.mul(lines, i), rows), CACHE_LINE) for i in (first, stop))
-        in_reach = e.greater(b.sdiv(e.index(self.shape.reach), e.greater(size, 1)), 1)
+        in_reach = e.larger_of(b.sdiv(e.index(self.shape.reach), e.larger_of(size, 1)), 1)
         alone = b.icmp_signed("==", e.sub(stop, first), rows)
         rows_ahead = b.select(alone, e.least(in_reach, keys), keys)
         return e.add(e.mul(row, rows_ahead), begin), e.sub(end, begin)
@@ -130,13 +130,13 @@ class RowProducts:
 
                 def store_products(products: Value) -> None:
                     for i in range(rows):
-                        part = e.part(products, i * keys, keys)
+                        part = e.lanes_from(products, i * keys, keys)
                         at = e.at(out, i * self.score_row, e.mul(k, e.real_bytes))
                         e.store(part, at, e.real_bytes)
 
                 def multiply_rows() -> None:
                     totals = [e.const(0.0)] * e.lanes
-                    store_products(e.sums(loop_over_vectors(e, head_dim, totals, add_products)))
+                    store_products(e.sum_each(loop_over_vectors(e, head_dim, totals, add_products)))
 
                 def multiply_short_rows() -> None:
                     """Rows of one vector: float64, because float32 would round every product."""
@@ -150,7 +150,7 @@ class RowProducts:
                         b.fpext(load_vector_at(e, row, e.index(0), self.key_dtype, live), wide)
                         for row in key_rows
                     ]
-                    products = e.sums([b.fmul(each, q[i]) for i in range(rows) for each in x])
+                    products = e.sum_each([b.fmul(each, q[i]) for i in range(rows) for each in x])
                     store_products(b.fptrunc(products, e.vector))
 
                 def multiply_only_key() -> None:
@@ -168,7 +168,7 @@ class RowProducts:
                     zero = ir.Constant(wide, None)
                     totals = loop_over_vectors(e, head_dim, [zero] * rows, add_products)
                     repeated = [total for total in totals for _ in range(keys)]
-                    store_products(b.fptrunc(e.sums(repeated), e.vector))
+                    store_products(b.fptrunc(e.sum_each(repeated), e.vector))
 
                 if e.real == DOUBLE:
                     multiply_rows()

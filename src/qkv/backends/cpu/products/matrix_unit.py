@@ -37,12 +37,12 @@ def configure(e: Emitter) -> None:
         constant = ir.GlobalVariable(e.module, kind, "tile_sizes")
         constant.linkage, constant.global_constant = "internal", True
         constant.initializer = ir.Constant(kind, bytearray(setting))
-    e.machine("llvm.x86.ldtilecfg", VOID, e.builder.bitcast(constant, POINTER))
+    e.machine_intrinsic("llvm.x86.ldtilecfg", VOID, e.builder.bitcast(constant, POINTER))
 
 
 def release(e: Emitter) -> None:
     """Empty the tiles of this thread, so that a task switch need not save them."""
-    e.machine("llvm.x86.tilerelease", VOID)
+    e.machine_intrinsic("llvm.x86.tilerelease", VOID)
 
 
 def add_product(e: Emitter, name: str, vectors: int, *, onto: bool) -> Value:
@@ -96,7 +96,7 @@ def add_product(e: Emitter, name: str, vectors: int, *, onto: bool) -> Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class SideWork:
     """Work for the vector units while tiles are multiplied, in equal steps.
 
     `emit(step, group)` is called for `GROUPS` groups of products in each of the first `steps` steps
@@ -129,7 +129,7 @@ def multiply(
     *,
     onto: bool,
     products: Products,
-    beside: Beside | None = None,
+    side_work: SideWork | None = None,
 ) -> None:
     """Emit `add_product` for factors that are sums of bfloat16 terms:
 
@@ -193,16 +193,16 @@ def multiply(
                                 _emit_tile(e, "tdpbf16ps", totals[m][n], left[m], right[n])
                         meanwhile(group)
 
-                if beside is None:
+                if side_work is None:
                     add_all_products(lambda _: None)
                     return
                 blocks = e.mul(b.sdiv(i, e.index(2 * TILE_ROWS)), vectors // across)
                 blocks = e.add(blocks, b.sdiv(first, e.index(across)))
                 number = e.mul(blocks, b.sdiv(pairs, e.index(TILE_ROWS)))
                 number = e.add(number, b.sdiv(p, e.index(TILE_ROWS)))
-                emit = beside.emit
+                emit = side_work.emit
                 e.choose(
-                    e.below(number, beside.steps),
+                    e.below(number, side_work.steps),
                     lambda: add_all_products(lambda group: emit(number, group)),
                     lambda: add_all_products(lambda _: None),
                 )
@@ -219,4 +219,4 @@ def multiply(
 def _emit_tile(e: Emitter, instruction: str, *args: Value | int) -> None:
     """Emit an instruction of the matrix unit; arguments of type int are numbers of tiles."""
     values = [ir.Constant(BYTE, arg) if isinstance(arg, int) else arg for arg in args]
-    e.machine(f"llvm.x86.{instruction}", VOID, *values)
+    e.machine_intrinsic(f"llvm.x86.{instruction}", VOID, *values)

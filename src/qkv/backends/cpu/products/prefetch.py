@@ -32,9 +32,9 @@ class Prefetcher:
         self.e, self.place, self.count = e, place, count
 
     @classmethod
-    def none(cls, e: Emitter, count: int) -> Prefetcher:
+    def idle(cls, e: Emitter, count: int) -> Prefetcher:
         """A prefetcher with memory of its own that has no rows to prefetch."""
-        found = cls(e, e.words(_WORDS), count)
+        found = cls(e, e.stack_words(_WORDS), count)
         found._store_rows_left(e.index(0))
         return found
 
@@ -46,7 +46,7 @@ class Prefetcher:
         for n, word in enumerate(words, start=1):
             e.store(word, e.at(self.place, WORD * n), WORD)
 
-    def ask(self) -> None:
+    def prefetch_row(self) -> None:
         """Prefetch the next row."""
         e, b = self.e, self.e.builder
         rows_left, *words = (e.load(e.at(self.place, WORD * n), INT64, WORD) for n in range(_WORDS))
