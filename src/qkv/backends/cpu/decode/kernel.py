@@ -10,9 +10,9 @@ through its chunk stretch by stretch, and through many rows panel by panel:
     l[i]    = exp(m[i] - m'[i]) * l[i] + sum_k P[i, k]
     O[i, :] = exp(m[i] - m'[i]) * O[i, :] + sum_k P[i, k] * V[k, :]
 
-where sums over k are sums of one sum for each block, and leaves (O, m, l) in a record. A counter of
-each kv head shows which task is its last to finish. That task merges the records of all chunks of
-the kv head, in the order of their keys:
+where each sum over k adds up one sum for every block, and leaves (O, m, l) in a record. A counter
+of each kv head shows which task is its last to finish. That task merges the records of all chunks
+of the kv head, in the order of their keys:
 
     m = max_c m_c,   l = sum_c exp(m_c - m) l_c,   out = sum_c exp(m_c - m) O_c / l
 
@@ -170,9 +170,7 @@ class _Decode:
             arguments_, scores, state, rescale, key_scales, value_scales = args[:6]
             count, kv_start, batch, head, q_index = args[6:]
             b = e.builder
-            row_max, row_sum, sum_error, t_sum = (
-                e.at(state, i * e.vector_bytes) for i in range(STATE)
-            )
+            row_max, row_sum, error, t_sum = (e.at(state, i * e.vector_bytes) for i in range(STATE))
             places = Expressions(
                 e, self.frame.tables(arguments_),
                 {"batch": batch, "head": head, "q_index": q_index}, self.frame.int_bits,
@@ -232,29 +230,22 @@ class _Decode:
                 rebased = b.fmul(e.load_vector(row_sum), e.greatest(e.const(-1e4), max_change))
                 old_t_sum = b.fmul(b.fadd(e.load_vector(t_sum), rebased), factor)
                 e.store_vector(b.fadd(old_t_sum, sums[1]), t_sum)
-            self._add_compensated(row_sum, sum_error, factor, sums[0])
-            any_forbidden: Value = ir.Constant(BIT, 0)
+            self._add_compensated(row_sum, error, factor, sums[0])
+            forbidden: Value = ir.Constant(BIT, 0)
             if self.may_forbid:
                 lanes = ir.IntType(e.lanes)
-                any_forbidden = b.icmp_unsigned(
-                    "!=", b.bitcast(sums[-1], lanes), ir.Constant(lanes, 0)
-                )
-            b.ret(any_forbidden)
+                forbidden = b.icmp_unsigned("!=", b.bitcast(sums[-1], lanes), ir.Constant(lanes, 0))
+            b.ret(forbidden)
         return function
 
-    def _add_compensated(
-        self, row_sum: Value, sum_error: Value, factor: Value, more: Value
-    ) -> None:
-        """row_sum = factor * row_sum + more, compensated (Kahan 1965).
-
-        The rounding errors of a plain sum grow with the number of blocks.
-        """
+    def _add_compensated(self, row_sum: Value, error: Value, factor: Value, more: Value) -> None:
+        """row_sum = factor * row_sum + more (Kahan 1965): a plain sum over many blocks drifts."""
         e, b = self.e, self.e.builder
         old = b.fmul(e.load_vector(row_sum), factor)
-        more = b.fsub(more, b.fmul(e.load_vector(sum_error), factor))
+        more = b.fsub(more, b.fmul(e.load_vector(error), factor))
         new = b.fadd(old, more)
         e.store_vector(new, row_sum)
-        e.store_vector(b.fsub(b.fsub(new, old), more), sum_error)
+        e.store_vector(b.fsub(b.fsub(new, old), more), error)
 
     def _key_numbers(self, first: Value, stop: Value) -> Value:
         """Numbers of keys in the lanes, from `first` on; lanes from `stop` on repeat the last."""
@@ -452,10 +443,8 @@ class _Decode:
             group_size, q_len, rows, panel, head_dim, v_head_dim = (
                 self.frame.field(arguments, name) for name in names
             )
-            own, block_row = (
-                self.scratch_areas(arguments, scratch),
-                self.block_row_bytes(v_head_dim),
-            )
+            own = self.scratch_areas(arguments, scratch)
+            block_row = self.block_row_bytes(v_head_dim)
             panel_rows = e.least(panel, e.sub(rows, first))
 
             def for_each_block(name: str, matrix: Value, forbidden: Value) -> None:
@@ -554,10 +543,8 @@ class _Decode:
                 self.frame.field(arguments, name) for name in names
             )
             batch, kv_head = b.sdiv(group, kv_heads), b.srem(group, kv_heads)
-            own, block_row = (
-                self.scratch_areas(arguments, scratch),
-                self.block_row_bytes(v_head_dim),
-            )
+            own = self.scratch_areas(arguments, scratch)
+            block_row = self.block_row_bytes(v_head_dim)
 
             query = self.frame.operand(arguments, "query", batch, e.mul(kv_head, group_size))
             head_bytes = e.mul(q_len, head_dim, e.real_bytes)

@@ -96,7 +96,10 @@ class DecodeTasks:
         """`plan(arguments)` writes all tasks, and returns how many keys they have together."""
         e = self.e
         chunk_keys = self._chunk_keys_function()
-        classify, repeat = self._classify_function(chunk_keys), self._repeat_function()
+        write_tasks, copy_tasks = (
+            self._group_tasks_function(chunk_keys),
+            self._copy_tasks_function(),
+        )
         with e.function("plan", [POINTER], INT64, public=True) as (function, (arguments,)):
             b = e.builder
             batches, kv_heads, kv_len, shared = (
@@ -127,11 +130,11 @@ class DecodeTasks:
                     e.store(word, e.at(row, WORD * i), WORD)
                 e.choose(
                     b.icmp_signed("==", source, number),
-                    lambda: b.call(classify, [arguments, batch, kv_head, chunk, number]),
-                    lambda: b.call(repeat, [arguments, source, number]),
+                    lambda: b.call(write_tasks, [arguments, batch, kv_head, chunk, number]),
+                    lambda: b.call(copy_tasks, [arguments, source, number]),
                 )
-                own, own_keys = (e.load(e.at(row, WORD * i), INT64, WORD) for i in (2, 3))
-                return [e.add(first, own), e.add(keys, own_keys)]
+                own_tasks, own_keys = (e.load(e.at(row, WORD * i), INT64, WORD) for i in (2, 3))
+                return [e.add(first, own_tasks), e.add(keys, own_keys)]
 
             tasks_in_all, keys = e.loop(0, count, 1, [e.index(0), e.index(0)], plan_group)
             self._write_field(arguments, "limit", tasks_in_all)
@@ -199,7 +202,7 @@ class DecodeTasks:
             b.ret(e.mul(2, keys))
         return function
 
-    def _classify_function(self, chunk_keys: Value) -> Value:
+    def _group_tasks_function(self, chunk_keys: Value) -> Value:
         """A function `(arguments, batch, kv_head, chunk, number)` that writes a group's tasks."""
         e = self.e
         with e.function("classify", [POINTER, *[INT64] * 4]) as (function, args):
@@ -213,12 +216,12 @@ class DecodeTasks:
                 count, keys = carried
                 stop = e.least(e.add(start, chunk), kv_len)
                 found = b.call(chunk_keys, [arguments, batch, kv_head, start, stop])
-                own = b.ashr(found, e.index(1))
+                own_keys = b.ashr(found, e.index(1))
                 full = b.and_(found, e.index(1))
                 # If no pair of the chunk is allowed, the next chunk overwrites this task.
                 self._write_task(arguments, e.add(first, count), number, start, stop, full)
-                is_task = b.zext(e.below(0, own), INT64)
-                return [e.add(count, is_task), e.add(keys, own)]
+                is_task = b.zext(e.below(0, own_keys), INT64)
+                return [e.add(count, is_task), e.add(keys, own_keys)]
 
             count, keys = e.loop(0, kv_len, chunk, [e.index(0), e.index(0)], plan_chunk)
             is_empty = b.icmp_signed("==", count, e.index(0))
@@ -229,7 +232,7 @@ class DecodeTasks:
             e.store(keys, e.at(group, 3 * WORD), WORD)
         return function
 
-    def _repeat_function(self) -> Value:
+    def _copy_tasks_function(self) -> Value:
         """A function `(arguments, source, number)` that copies the tasks of an earlier group."""
         e = self.e
         with e.function("repeat", [POINTER, INT64, INT64]) as (function, args):
@@ -239,13 +242,13 @@ class DecodeTasks:
                 self._group_address(arguments, source),
             )
             _, first, count, keys = self.frame.record(other, GROUP)
-            own = e.load(e.at(group, WORD), INT64, WORD)
+            own_first = e.load(e.at(group, WORD), INT64, WORD)
 
             def copy_task(i: Value, _: list[Value]) -> None:
                 _, start, stop, full = self.frame.record(
                     self._task_address(arguments, e.add(first, i)), TASK
                 )
-                self._write_task(arguments, e.add(own, i), number, start, stop, full)
+                self._write_task(arguments, e.add(own_first, i), number, start, stop, full)
 
             e.loop(0, count, 1, [], copy_task)
             e.store(count, e.at(group, 2 * WORD), WORD)

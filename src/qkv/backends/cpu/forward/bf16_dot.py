@@ -52,8 +52,8 @@ BLOCK_KV = 256
 """Number of keys whose scores are held at once; a multiple of `CHUNK`."""
 
 _PARTIAL_BITS = int("01" * CHUNK, 2)
-"""In the word of kinds of a run, which has two bits for each block of queries, all the bits that
-mark a block as partial."""
+"""A run's word of kinds has two bits for each block of queries. These are the bits that mark blocks
+as partial."""
 _V_ROW = 2 * BLOCK_KV
 """Bytes of one row of transposed V."""
 
@@ -86,10 +86,8 @@ class Bf16Operands(PairOperands):
         functions = {"copy": self.copy_function(), "transpose_values": self.transpose_function()}
         functions["pack"] = self.pack_function(functions)
         if self.frame.mask != TRUE or not self.frame.plain:
-            functions["sift"], functions["add_non_finite"] = (
-                self.sift_function(),
-                self.add_non_finite_function(),
-            )
+            functions["sift"] = self.sift_function()
+            functions["add_non_finite"] = self.add_non_finite_function()
         return functions
 
     def present_elements(self, count: Value) -> Value:
@@ -99,9 +97,8 @@ class Bf16Operands(PairOperands):
         empty = ir.Constant(self.halves, ir.Undefined)
         first = b.insert_element(empty, left, ir.Constant(INT32, 0))
         numbers = ir.Constant(self.halves, list(range(CHUNK)))
-        return b.icmp_signed(
-            "<", numbers, b.shuffle_vector(first, empty, e.shuffle_mask([0] * CHUNK))
-        )
+        counts = b.shuffle_vector(first, empty, e.shuffle_mask([0] * CHUNK))
+        return b.icmp_signed("<", numbers, counts)
 
     def load_chunk(self, place: Value, present: Value) -> Value:
         """32 elements as 16 pairs; elements that are not `present` are not read, but 0."""
@@ -194,9 +191,8 @@ class Bf16Operands(PairOperands):
                 is_copied = b.or_(is_copied, has_rest)
         with b.if_then(is_copied, likely=False):
             b.call(functions["copy"], [here, row, element, count, dim, copy])
-        return b.select(is_copied, copy, here), b.select(
-            is_copied, e.mul(2, emit_round_to_chunks(e, dim)), row
-        )
+        start = b.select(is_copied, copy, here)
+        return start, b.select(is_copied, e.mul(2, emit_round_to_chunks(e, dim)), row)
 
     def transpose_function(self) -> Value:
         """A function `(rows, row, count, dim, to)`: V[keys, d] becomes [d, keys], whole chunks."""
@@ -224,9 +220,8 @@ class Bf16Operands(PairOperands):
                         return [e.as_bits(vector) for vector in e.transpose(loaded)]
 
                     to = e.at(target, e.mul(d, _V_ROW), e.mul(k, 2))
-                    for p, (even, odd) in enumerate(
-                        zip(load_every_other(0), load_every_other(1), strict=True)
-                    ):
+                    evens, odds = load_every_other(0), load_every_other(1)
+                    for p, (even, odd) in enumerate(zip(evens, odds, strict=True)):
                         below = b.or_(b.and_(even, low), b.shl(odd, sixteen))
                         above = b.or_(b.lshr(even, sixteen), b.and_(odd, high))
                         for half, pairs in enumerate((below, above)):
@@ -241,7 +236,7 @@ class Bf16Operands(PairOperands):
     def product_function(self, name: str, *, onto: bool) -> Value:
         """`matrix_unit.add_product`, or the same function by vectors where there are no tiles."""
         e = self.e
-        if self.frame.shape.product_function == "tiles":
+        if self.frame.shape.product == "tiles":
             return matrix_unit.add_product(e, name, self.vectors, onto=onto)
         with e.function(name, [*[POINTER] * 3, *[INT64] * 3]) as (function, args):
             rows, packed, out, row, count, pairs = args

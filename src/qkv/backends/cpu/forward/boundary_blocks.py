@@ -54,11 +54,11 @@ def write_range(
         return b.icmp_unsigned("!=", b.bitcast(inner.condition(mask), lanes), ir.Constant(lanes, 0))
 
     last = e.sub(count, 1)
-    before = e.find(count, is_seen)
-    behind = e.find(e.sub(count, before), lambda k: is_seen(e.sub(last, k)))
-    stop = e.round_down(e.add(e.sub(count, behind), STEP - 1), STEP)
-    bounds = e.round_down(before, STEP), e.least(stop, count)
-    is_empty = b.icmp_signed("==", before, count)
+    unseen_before = e.find(count, is_seen)
+    unseen_after = e.find(e.sub(count, unseen_before), lambda k: is_seen(e.sub(last, k)))
+    stop = e.round_down(e.add(e.sub(count, unseen_after), STEP - 1), STEP)
+    bounds = e.round_down(unseen_before, STEP), e.least(stop, count)
+    is_empty = b.icmp_signed("==", unseen_before, count)
     for i, (bound, empty_bound) in enumerate(zip(bounds, (count, e.index(0)), strict=True)):
         e.store(b.select(is_empty, empty_bound, bound), e.at(found, WORD * i), WORD)
 

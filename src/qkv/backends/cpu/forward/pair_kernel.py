@@ -145,7 +145,7 @@ def attend_function(operands: PairOperands, functions: dict[str, Value]) -> Valu
     with e.function("attend", [POINTER] * 3) as (function, args):
         arguments, task, scratch = args
         b = e.builder
-        if frame.shape.product_function == "tiles":
+        if frame.shape.product == "tiles":
             matrix_unit.configure(e)
         batch, head, first_row, first_run, last_run = frame.record(task, TASK)
         group_size, num_heads, q_len, head_dim, v_head_dim, q_blocks_per_task = (
@@ -244,6 +244,6 @@ def attend_function(operands: PairOperands, functions: dict[str, Value]) -> Valu
             for_each_vector(block.row, end_vector)
 
         for_each_block(end_block)
-        if frame.shape.product_function == "tiles":
+        if frame.shape.product == "tiles":
             matrix_unit.release(e)
     return function
