@@ -380,9 +380,9 @@ class MaskBounds:
         for first, last in ranges:
             count = b.fmul(count, b.sitofp(e.add(e.sub(last, first), 1), DOUBLE))
         is_read = b.fcmp_ordered("<=", count, self._most_reads)
-        whatever = self._bounds_of_type(load, table)
+        type_bounds = self._bounds_of_type(load, table)
         start = [_constant(math.inf), _constant(-math.inf), _bool_constant(False)]
-        start = [b.select(is_read, x, y) for x, y in zip(start, whatever, strict=True)]
+        start = [b.select(is_read, x, y) for x, y in zip(start, type_bounds, strict=True)]
         place, axes = table.pointer, list(zip(ranges, table.strides, strict=True))
         found = Bounds(*self._table_extremes(table, place, axes, is_read, start))
         if load.kind == "bool":

@@ -144,12 +144,12 @@ def scores_to_weights(
         row.advance(e.loop(0, at.count, _SUM, row.zero_sums, add_group))
         return
     # If all keys are one group, the rounding error of its sum is known: `store` adds it up too.
-    first_group = b.select(e.below(at.count, _SUM + 1), at.count, e.index(0))
+    only_group = b.select(e.below(at.count, _SUM + 1), at.count, e.index(0))
     sums = [*row.zero_sums, e.const(0.0)]
     *sums, rest = store(
-        e, at.scores, at.width, e.index(0), first_group, sums, weight_of_key, short=True
+        e, at.scores, at.width, e.index(0), only_group, sums, weight_of_key, short=True
     )
-    row.advance(e.loop(first_group, at.count, _SUM, sums, add_group), rest)
+    row.advance(e.loop(only_group, at.count, _SUM, sums, add_group), rest)
 
 
 def store_weights(

@@ -139,7 +139,7 @@ class RowProducts:
                     store_products(e.sum_each(loop_over_vectors(e, head_dim, totals, add_products)))
 
                 def multiply_short_rows() -> None:
-                    """Rows of one vector: float64, because float32 would round every product."""
+                    """Rows of one vector: float64, because no addition is fused with a product."""
                     live = first_lanes(e, head_dim)
                     wide = ir.VectorType(DOUBLE, e.lanes)
                     q = [
@@ -193,7 +193,7 @@ class RowProducts:
             value, weights, block, value_row, block_row, v_head_dim, count, ahead, asked = args
 
             def add_tile(d: Value, live: Value | None, vectors: int) -> None:
-                # The first columns prefetch whole rows of V, the others nothing.
+                # The first columns prefetch for all columns, the others nothing.
                 asked_here = e.builder.select(e.below(0, d), e.index(0), asked)
                 places = [
                     e.at(block, e.mul(i, block_row), e.mul(d, e.real_bytes), j * e.vector_bytes)
