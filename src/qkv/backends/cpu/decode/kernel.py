@@ -131,7 +131,7 @@ class _Scratch:
 def emit_decode(key: DecodeKey) -> str:
     """The module of one kernel.
 
-    `plan(arguments)` writes the tasks and says how many keys they have, `job(arguments, worker)`
+    `plan(arguments)` writes the tasks and says how many keys they have, `emit_job(arguments, worker)`
     runs tasks until none is left, and `step(arguments, most)` does both for at most so many keys.
     """
     kernel = _Decode(key)
@@ -621,7 +621,7 @@ class _Decode:
                 added = b.fmul(weight, own_sum)
                 row_sum = b.fadd(sums[0], added)
                 rest = b.fsub(
-                    vector_math.rest_of_sum(e, sums[0], added, row_sum), b.fmul(weight, sum_error)
+                    vector_math.error_of_sum(e, sums[0], added, row_sum), b.fmul(weight, sum_error)
                 )
                 following = [row_sum, b.fadd(sums[1], rest)]
                 if self.statistics:
@@ -750,5 +750,5 @@ class _Decode:
                 )  # fmt: skip
 
         plan = tasks.plan_function()
-        self.frame.job(run_task)
+        self.frame.emit_job(run_task)
         tasks.emit_step(plan, e.module.globals["job"])

@@ -128,7 +128,7 @@ class Expressions:
             value = self.e.builder.trunc(value, ir.IntType(32))
         return self.e.splat(value)
 
-    def _same_shape(self, *values: Value) -> list[Value]:
+    def _to_same_shape(self, *values: Value) -> list[Value]:
         """The values, as vectors if any of them is one."""
         if any(is_vector(v) for v in values):
             return [self._as_lanes(v) for v in values]
@@ -176,7 +176,7 @@ class Expressions:
     def _clamp_index(self, index: Value, size: Value) -> Value:
         """The index, clamped: bounds are proved in float64, `floor` of float32 may exceed them."""
         b = self.e.builder
-        index, last = self._same_shape(index, b.sub(size, ir.Constant(INT64, 1)))
+        index, last = self._to_same_shape(index, b.sub(size, ir.Constant(INT64, 1)))
         zero = ir.Constant(index.type, None)
         index = b.select(b.icmp_signed("<", index, zero), zero, index)
         return b.select(b.icmp_signed(">", index, last), last, index)
@@ -235,7 +235,7 @@ class Expressions:
             return _FUNCTIONS[op.name](e, self._as_lanes(values[0]))
         if op.name == "floor":
             return self._emit_floor(values[0])
-        values = self._same_shape(*values)
+        values = self._to_same_shape(*values)
         if op.name in _COMPARISONS:
             sign = _COMPARISONS[op.name]
             if "float" not in kinds:

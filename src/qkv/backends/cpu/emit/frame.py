@@ -14,7 +14,7 @@ from llvmlite import ir
 
 from qkv.backends.cpu.emit.emitter import DOUBLE, FLOAT, INT64, POINTER, Emitter, Value, is_vector
 from qkv.backends.cpu.emit.expressions import Expressions, TableView
-from qkv.backends.cpu.emit.philox import first_word
+from qkv.backends.cpu.emit.philox import random_word
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.problem.spec import Spec
 
@@ -128,8 +128,8 @@ class Frame:
 
     # Tasks
 
-    def job(self, run: Callable[[Value, Value, Value], None]) -> None:
-        """`job(arguments, worker)` takes tasks from the counter until none is left.
+    def emit_job(self, run: Callable[[Value, Value, Value], None]) -> None:
+        """`emit_job(arguments, worker)` takes tasks from the counter until none is left.
 
         `run(arguments, number, scratch)` emits one task; `scratch` is the worker's own.
         """
@@ -147,13 +147,13 @@ class Frame:
             e.take_while(take_number, lambda number: run(arguments, number, scratch))
 
     def call_for_each_task(self, function: Value, words: tuple[str, ...]) -> None:
-        """A `job` that calls `function(arguments, task, scratch)`; a task is a row of `words`."""
+        """A `emit_job` that calls `function(arguments, task, scratch)`; a task is a row of `words`."""
 
         def call_task(arguments: Value, number: Value, scratch: Value) -> None:
             task = self.record_at(self.pointer_field(arguments, "tasks"), number, words)
             self.e.builder.call(function, [arguments, task, scratch])
 
-        self.job(call_task)
+        self.emit_job(call_task)
 
     def call_for_rows(
         self, rows: Value, one_vector: Value, all_vectors: Value, arguments: list[Value]
@@ -180,7 +180,7 @@ class Frame:
 
         names = ("q_index", "head", "batch")
         counter = [as_wide_lanes(kv_index), *(as_wide_lanes(places.places[name]) for name in names)]
-        word = first_word(e, counter, self.field(arguments, "dropout_seed"))
+        word = random_word(e, counter, self.field(arguments, "dropout_seed"))
         is_kept = b.icmp_signed(">=", word, e.splat(self.field(arguments, "dropout_threshold")))
         factor = e.splat(self.real_field(arguments, "dropout_factor"))
         return b.select(is_kept, factor, e.const(0.0))

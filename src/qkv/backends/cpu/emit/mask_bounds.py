@@ -101,21 +101,21 @@ class MaskBounds:
             case Var():
                 return ANY_VALUE
             case Load():
-                return self._load(node)
+                return self._emit_load(node)
             case Op():
-                return self._operation(node)
+                return self._emit_operation(node)
 
     # --- Operations ------------------------------------------------------------------------------
 
-    def _operation(self, op: Op) -> Bounds | Truth:
+    def _emit_operation(self, op: Op) -> Bounds | Truth:
         if op.name in ("and", "or", "not"):
             return self._combine_conditions(op.name, [self.truth(arg) for arg in op.args])
         if op.kind == "bool" and op.name == "where":
             return self._where_condition(*(self.truth(arg) for arg in op.args))
         if op.name == "where":
             condition = self.truth(op.args[0])
-            return self._where_number(condition, *self._numbers(op, op.args[1:]))
-        numbers = self._numbers(op, op.args)
+            return self._where_number(condition, *self._argument_bounds(op, op.args[1:]))
+        numbers = self._argument_bounds(op, op.args)
         if op.kind == "bool":
             return self._compare(op.name, *numbers)
         exact = self._RULES[op.name](self, *numbers)
@@ -123,7 +123,7 @@ class MaskBounds:
             return exact
         return self._unless_wrapped(exact) if op.kind == "int" else self._rounded(exact)
 
-    def _numbers(self, op: Op, args: tuple[Node, ...]) -> list[Bounds]:
+    def _argument_bounds(self, op: Op, args: tuple[Node, ...]) -> list[Bounds]:
         """Bounds of arguments, integers among them as float32 if the operation computes in it."""
         found = [self.bounds(arg) for arg in args]
         if op.kind == "int" and op.name != "floor":
@@ -371,7 +371,7 @@ class MaskBounds:
 
     # --- Tables ----------------------------------------------------------------------------------
 
-    def _load(self, load: Load) -> Bounds | Truth:
+    def _emit_load(self, load: Load) -> Bounds | Truth:
         """Bounds of the elements that may be read if they are few, else of the table's type."""
         e, b = self.e, self.e.builder
         table = self.tables[load.table]

@@ -153,15 +153,15 @@ def add_log(e: Emitter, a: Value, x: Value, rest: Value) -> tuple[Value, Value]:
     high, tail = _log32_terms(e, f, n) if e.real == FLOAT else _log64_terms(e, f, n)
     first = b.fadd(a, high)
     second = b.fadd(first, f)
-    lost = b.fadd(rest_of_sum(e, a, high, first), rest_of_sum(e, first, f, second))
+    lost = b.fadd(error_of_sum(e, a, high, first), error_of_sum(e, first, f, second))
     tail = b.fadd(b.fadd(tail, b.fdiv(rest, x)), lost)
     total = b.fadd(second, tail)
     finite = b.fcmp_ordered("<", x, e.const(math.inf))
     total = b.select(finite, total, b.fadd(a, x))
-    return total, rest_of_sum(e, second, tail, total)
+    return total, error_of_sum(e, second, tail, total)
 
 
-def rest_of_sum(e: Emitter, first: Value, second: Value, total: Value) -> Value:
+def error_of_sum(e: Emitter, first: Value, second: Value, total: Value) -> Value:
     """The rounding error of first + second (Knuth's TwoSum)."""
     b = e.builder
     seen = b.fsub(total, first)
@@ -176,10 +176,10 @@ def sum_of_lanes(e: Emitter, x: Value, rest: Value) -> tuple[Value, Value]:
         picks = e.shuffle_mask([i ^ shift for i in range(e.lanes)])
         other, its_rest = (b.shuffle_vector(vector, vector, picks) for vector in (x, rest))
         total = b.fadd(x, other)
-        rest = b.fadd(b.fadd(rest, its_rest), rest_of_sum(e, x, other, total))
+        rest = b.fadd(b.fadd(rest, its_rest), error_of_sum(e, x, other, total))
         x, shift = total, 2 * shift
     total = b.fadd(x, rest)
-    return total, rest_of_sum(e, x, rest, total)
+    return total, error_of_sum(e, x, rest, total)
 
 
 def _split_log(e: Emitter, x: Value) -> tuple[Value, Value]:

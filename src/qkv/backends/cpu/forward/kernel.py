@@ -64,7 +64,7 @@ def scratch_bytes(spec: Spec, shape: TileShape) -> int:
 
 
 def emit_forward(key: ForwardKey) -> str:
-    """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
+    """The module of one kernel; `emit_job(arguments, worker)` runs tasks until none is left."""
     frame = ForwardFrame(key)
     e, masked = frame.e, frame.mask != TRUE
     functions = {
@@ -91,7 +91,7 @@ def emit_forward(key: ForwardKey) -> str:
             e.sub(rows, first_row), attend_one, attend_many, [arguments, task, scratch]
         )
 
-    frame.job(run_task)
+    frame.emit_job(run_task)
     return str(e.module)
 
 

@@ -32,7 +32,7 @@ def scores_function(frame: ForwardFrame, vectors: int) -> Value:
                 lambda offset, _: e.prefetch(e.at(row, offset)),
             )  # fmt: skip
 
-        def finish_keys(k: Value, products: list[Value], largest: list[Value]) -> list[Value]:
+        def store_scores(k: Value, products: list[Value], largest: list[Value]) -> list[Value]:
             for i in range(len(products) // vectors):
                 prefetch_row(e.at(value, e.mul(e.add(k, i), value_row)))
             store_vectors(e, e.at(out, e.mul(k, vectors * e.vector_bytes)), products)
@@ -44,7 +44,7 @@ def scores_function(frame: ForwardFrame, vectors: int) -> Value:
         lowest = [e.const(-math.inf)] * vectors
         largest = dot_rows(
             e, key, key_row, count, packed, vectors, head_dim, frame.shape.keys_of(vectors),
-            lowest, finish_keys, SumOrder(wide=frame.shape.wide),
+            lowest, store_scores, SumOrder(wide=frame.shape.wide),
         )  # fmt: skip
         store_vectors(e, block_max, largest)
     return function
@@ -58,7 +58,7 @@ def values_function(frame: ForwardFrame, vectors: int, across: int | None = None
         value, weights, rescale, out, value_row, v_head_dim, count = args
         factors = vectors_at(e, rescale, vectors)
 
-        def finish_columns(d: Value, sums: list[Value]) -> None:
+        def add_columns(d: Value, sums: list[Value]) -> None:
             row = across * e.vector_bytes
             first = e.at(out, e.mul(d, row))
             for i in range(len(sums) // vectors):
@@ -67,7 +67,7 @@ def values_function(frame: ForwardFrame, vectors: int, across: int | None = None
 
         combine_rows(
             e, value, value_row, count, weights, vectors, v_head_dim,
-            frame.shape.keys_of(vectors), finish_columns, across,
+            frame.shape.keys_of(vectors), add_columns, across,
         )  # fmt: skip
     return function
 

@@ -247,7 +247,7 @@ class ScoreBlocks:
     def for_each_query_block(self, keys: KeyBlock, body: Callable[[ScoreBlock], None]) -> None:
         e, b = self.e, self.e.builder
 
-        def visit(i: Value, _: list[Value]) -> None:
+        def visit_block(i: Value, _: list[Value]) -> None:
             kind, first, last = (
                 b.and_(b.lshr(word, e.mul(i, 2)), e.index(QUARTERS - 1))
                 for word in (keys.kinds, keys.first, keys.last)
@@ -261,7 +261,7 @@ class ScoreBlocks:
             with b.if_then(b.icmp_signed("!=", kind, e.index(TileKind.EMPTY))):
                 body(ScoreBlock(i, partial, e.add(keys.start, start), start, count))
 
-        e.loop(0, self.task.count, 1, [], visit)
+        e.loop(0, self.task.count, 1, [], visit_block)
 
     def is_finished(self, at: ScoreBlock) -> Value:
         """Whether `finish_scores` has applied scale, score mods and mask to these scores."""

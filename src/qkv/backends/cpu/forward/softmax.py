@@ -60,7 +60,7 @@ class RowSums:
             added = e.fma(weight, exponent, sums[1])
             following.append(b.select(vector_math.exp_is_nonzero(e, exponent), added, sums[1]))
         if len(sums) > len(self.zero_sums):
-            rest = vector_math.rest_of_sum(e, sums[0], weight, following[0])
+            rest = vector_math.error_of_sum(e, sums[0], weight, following[0])
             following.append(b.fadd(sums[-1], rest))
         return weight, following
 

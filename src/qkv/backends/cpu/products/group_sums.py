@@ -26,13 +26,13 @@ class GroupSums:
 
     def defer(self, group: Value, sums: Sequence[Value]) -> None:
         """Keep the sums of a group that is to be added later."""
-        store_vectors(self.e, self._place(group), sums)
+        store_vectors(self.e, self._address_of_group(group), sums)
 
     def add_deferred(self, group: Value) -> None:
-        self.add(vectors_at(self.e, self._place(group), self.number))
+        self.add(vectors_at(self.e, self._address_of_group(group), self.number))
 
     def values(self) -> list[Value]:
         return vectors_at(self.e, self.totals, self.number)
 
-    def _place(self, group: Value) -> Value:
+    def _address_of_group(self, group: Value) -> Value:
         return self.e.at(self._deferred, self.e.mul(group, self.number * self.e.vector_bytes))

@@ -139,12 +139,12 @@ def dot_rows(
     """
 
     def multiply_rows(size: int) -> Callable[[Value, list[Value]], list[Value]]:
-        def multiply_at(k: Value, carried: list[Value]) -> list[Value]:
+        def multiply_from(k: Value, carried: list[Value]) -> list[Value]:
             rows = [e.at(first_row, e.mul(e.add(k, i), row_stride)) for i in range(size)]
             products = dot_tile(e, rows, packed, vectors, dim, sums)
             return finish(k, products, carried)
 
-        return multiply_at
+        return multiply_from
 
     start = e.index(0)
     # Two rows before single ones: with few sums, each multiply-add waits for the one before it.

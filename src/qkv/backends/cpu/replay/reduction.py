@@ -288,7 +288,7 @@ def functions_of(reduction: Reduction) -> dict[str, Value]:
 
 
 def emit_row_tasks(reduction: Reduction) -> None:
-    """The `job` of a question about rows: a task is a block of queries."""
+    """The `emit_job` of a question about rows: a task is a block of queries."""
     frame, e = reduction.frame, reduction.e
     functions = functions_of(reduction)
     call = query_block_call(reduction, {**functions, "write": reduction.write_function()})
@@ -297,11 +297,11 @@ def emit_row_tasks(reduction: Reduction) -> None:
         task = frame.record_at(frame.pointer_field(arguments, "tasks"), number, TASK)
         call(arguments, task, scratch, e.index(0), frame.field(arguments, "kv_len"))
 
-    frame.job(run)
+    frame.emit_job(run)
 
 
 def emit_range_tasks(reduction: Reduction) -> None:
-    """The `job` of a question about keys: a task is a range of keys, or of blocks of queries."""
+    """The `emit_job` of a question about keys: a task is a range of keys, or of blocks of queries."""
     frame, e = reduction.frame, reduction.e
     call = query_block_call(reduction, functions_of(reduction))
 
@@ -318,4 +318,4 @@ def emit_range_tasks(reduction: Reduction) -> None:
 
             e.loop(first_block, last_block, 1, [], each)
 
-    frame.job(run)
+    frame.emit_job(run)
