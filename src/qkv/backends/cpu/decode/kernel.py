@@ -131,7 +131,7 @@ class _Scratch:
 def emit_decode(key: DecodeKey) -> str:
     """The module of one kernel.
 
-    `plan(arguments)` writes the tasks and says how many keys they have, `emit_job(arguments, worker)`
+    `plan(arguments)` writes the tasks and says how many keys they have, `job(arguments, worker)`
     runs tasks until none is left, and `step(arguments, most)` does both for at most so many keys.
     """
     kernel = _Decode(key)

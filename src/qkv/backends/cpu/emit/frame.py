@@ -129,7 +129,7 @@ class Frame:
     # Tasks
 
     def emit_job(self, run: Callable[[Value, Value, Value], None]) -> None:
-        """`emit_job(arguments, worker)` takes tasks from the counter until none is left.
+        """`job(arguments, worker)` takes tasks from the counter until none is left.
 
         `run(arguments, number, scratch)` emits one task; `scratch` is the worker's own.
         """
@@ -147,7 +147,7 @@ class Frame:
             e.take_while(take_number, lambda number: run(arguments, number, scratch))
 
     def call_for_each_task(self, function: Value, words: tuple[str, ...]) -> None:
-        """A `emit_job` that calls `function(arguments, task, scratch)`; a task is a row of `words`."""
+        """A `job` that calls `function(arguments, task, scratch)`; a task is a row of `words`."""
 
         def call_task(arguments: Value, number: Value, scratch: Value) -> None:
             task = self.record_at(self.pointer_field(arguments, "tasks"), number, words)

@@ -64,7 +64,7 @@ def scratch_bytes(spec: Spec, shape: TileShape) -> int:
 
 
 def emit_forward(key: ForwardKey) -> str:
-    """The module of one kernel; `emit_job(arguments, worker)` runs tasks until none is left."""
+    """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
     frame = ForwardFrame(key)
     e, masked = frame.e, frame.mask != TRUE
     functions = {

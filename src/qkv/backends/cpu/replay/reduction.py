@@ -288,7 +288,7 @@ def functions_of(reduction: Reduction) -> dict[str, Value]:
 
 
 def emit_row_tasks(reduction: Reduction) -> None:
-    """The `emit_job` of a question about rows: a task is a block of queries."""
+    """The `job` of a question about rows: a task is a block of queries."""
     frame, e = reduction.frame, reduction.e
     functions = functions_of(reduction)
     call = query_block_call(reduction, {**functions, "write": reduction.write_function()})
@@ -301,7 +301,7 @@ def emit_row_tasks(reduction: Reduction) -> None:
 
 
 def emit_range_tasks(reduction: Reduction) -> None:
-    """The `emit_job` of a question about keys: a task is a range of keys, or of blocks of queries."""
+    """The `job` of a question about keys: a task is a range of keys, or of blocks of queries."""
     frame, e = reduction.frame, reduction.e
     call = query_block_call(reduction, functions_of(reduction))
 
