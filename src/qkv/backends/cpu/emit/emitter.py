@@ -69,7 +69,7 @@ class Emitter:
     ) -> Iterator[tuple[Any, Sequence[Value]]]:
         """Write the body of a function.
 
-        Pointer arguments of an internal function do not alias, unless it is `in_place`.
+        Pointers of an internal function do not alias, unless it writes what it reads (`in_place`).
         """
         function = ir.Function(self.module, ir.FunctionType(result, arguments), name)
         outside = self.builder
