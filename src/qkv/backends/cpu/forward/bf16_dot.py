@@ -333,12 +333,12 @@ class Bf16Operands(PairOperands):
             e.loop(0, count, 1, [], add_key)
         return function
 
-    def buffers(self, scratch: Value, wide: Value, v_wide: Value) -> Buffers:
+    def buffers(self, scratch: Value, head_dim: Value, v_head_dim: Value) -> Buffers:
         e = self.e
         values = e.at(scratch, BLOCK_KV * self.width)
-        key_copy = e.at(values, e.mul(v_wide, _V_ROW))
-        value_copy = e.at(key_copy, e.mul(wide, 2 * BLOCK_KV))
-        blocks = e.at(value_copy, e.mul(v_wide, 2 * BLOCK_KV))
+        key_copy = e.at(values, e.mul(v_head_dim, _V_ROW))
+        value_copy = e.at(key_copy, e.mul(head_dim, 2 * BLOCK_KV))
+        blocks = e.at(value_copy, e.mul(v_head_dim, 2 * BLOCK_KV))
         return Buffers(scratch, values, key_copy, value_copy, blocks)
 
     def prepare_keys(self, task: QueryBlocks, kv_start: Value, count: Value) -> tuple[Value, Value]:

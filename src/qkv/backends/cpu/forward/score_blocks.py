@@ -153,8 +153,8 @@ class PairOperands(ABC):
         """Set pairs of weights to 0, which pad the last chunk."""
 
     @abstractmethod
-    def buffers(self, scratch: Value, wide: Value, v_wide: Value) -> Buffers:
-        """The buffers in a worker's memory, for padded head dimensions."""
+    def buffers(self, scratch: Value, head_dim: Value, v_head_dim: Value) -> Buffers:
+        """The buffers in a worker's memory; head dimensions are padded to whole chunks."""
 
     @abstractmethod
     def prepare_keys(self, task: QueryBlocks, kv_start: Value, count: Value) -> tuple[Value, Value]:

@@ -294,14 +294,14 @@ class SplitOperands(PairOperands):
         chunk = e.builder.sdiv(k, e.index(CHUNK))
         return e.at(values, e.mul(chunk, self.split.chunk_bytes))
 
-    def buffers(self, scratch: Value, wide: Value, v_wide: Value) -> Buffers:
+    def buffers(self, scratch: Value, head_dim: Value, v_head_dim: Value) -> Buffers:
         e = self.e
         scores = e.at(scratch, non_finite.NON_FINITE_BYTES)
         weights = e.at(scores, self.weights_at)
         values = e.at(weights, BLOCK_KV // 2 * self.terms * self.width)
-        keys = e.at(values, e.mul(v_wide, self.value_row // TILE_ROWS))
-        copy = e.at(keys, e.mul(wide, 2 * self.terms * BLOCK_KV))
-        blocks = e.at(copy, e.mul(e.larger_of(wide, v_wide), FLOAT_BYTES * BLOCK_KV))
+        keys = e.at(values, e.mul(v_head_dim, self.value_row // TILE_ROWS))
+        copy = e.at(keys, e.mul(head_dim, 2 * self.terms * BLOCK_KV))
+        blocks = e.at(copy, e.mul(e.larger_of(head_dim, v_head_dim), FLOAT_BYTES * BLOCK_KV))
         return Buffers(scores, values, keys, copy, blocks)
 
     def prepare_keys(self, task: QueryBlocks, kv_start: Value, count: Value) -> tuple[Value, Value]:
