@@ -317,7 +317,7 @@ def test_tiles_are_released(monkeypatch) -> None:
         with e.function("job", [POINTER, INT64], public=True) as (_, (result, _worker)):
             if used:
                 matrix_unit.configure(e)
-            state = e.machine("llvm.x86.xgetbv", INT64, ir.Constant(INT32, 1))
+            state = e.machine_intrinsic("llvm.x86.xgetbv", INT64, ir.Constant(INT32, 1))
             e.store(state, result, 8)
             if used:
                 matrix_unit.release(e)

@@ -96,10 +96,10 @@ def weights_function(frame: BackwardFrame, name: str, masked: bool) -> Value:
             kv_index = e.add(at.kv_start, k)
             if frame.plain:
                 weight = e.load_vector(place)
-                allowed = places.inside(kv_index, e.const(0.0)).condition(frame.mask)
+                allowed = places.at_key(kv_index, e.const(0.0)).condition(frame.mask)
             else:
                 product = e.load_vector(e.at(at.products, e.mul(k, at.width)))
-                inner = places.inside(kv_index, b.fmul(product, scale))
+                inner = places.at_key(kv_index, b.fmul(product, scale))
                 score = inner.floats(frame.score)
                 distance = b.fsub(b.fsub(score, lse), rest)
                 weight = vector_math.exp_flushed(e, distance)
@@ -123,7 +123,7 @@ def dropout_function(frame: BackwardFrame) -> Value:
         places = frame.places(at)
 
         def each(k: Value, _: list[Value]) -> None:
-            factor = frame.drop(at.arguments, places, e.add(at.kv_start, k))
+            factor = frame.dropout_factor(at.arguments, places, e.add(at.kv_start, k))
             e.store_vector(factor, e.at(at.factors, e.mul(k, at.width)))
 
         e.loop(0, at.count, 1, [], each)
@@ -242,7 +242,7 @@ def chain_function(frame: BackwardFrame) -> Value:
             product = b.fmul(e.load_vector(e.at(at.products, place)), scale)
             forbidden = frame.forbidden(e.load_vector(e.at(at.weights, place)))
             counts = b.and_(b.not_(forbidden), is_query)
-            inner = places.inside(e.add(at.kv_start, k), product)
+            inner = places.at_key(e.add(at.kv_start, k), product)
             following: list[Value] = []
             for load, slope in slopes.items():
                 share = b.select(counts, b.fmul(found, inner.floats(slope)), e.const(0.0))
@@ -284,7 +284,7 @@ def _scatter(
             number = b.fpext(number, kind)
         e.store(b.fadd(e.load(pointer, kind), number), pointer, 1)
 
-    uniform, varying = places.place(load, view)
+    uniform, varying = places.entry_offset(load, view)
     start = e.at(view.pointer, uniform)
     shares = [e.extract(share, lane) for lane in range(e.lanes)]
     if varying is None:
@@ -455,7 +455,7 @@ def selected_key_sums_function(frame: BackwardFrame) -> Value:
     with e.function("selected_key_sums", arguments) as (function, args):
         left, rows, weights, sums, sum_row, columns, count, row_count, width = args
         b = e.builder
-        mark = ir.Constant(e.whole, 1 << 8 * e.real_bytes - 1)
+        mark = ir.Constant(e.real_bits, 1 << 8 * e.real_bytes - 1)
 
         def each(v: Value, _: list[Value]) -> None:
             start, row = _column(frame, width, v, columns)
@@ -465,7 +465,7 @@ def selected_key_sums_function(frame: BackwardFrame) -> Value:
 
                 def step(q: Value, totals: list[Value]) -> list[Value]:
                     at = e.add(across, e.mul(q, e.real_bytes))
-                    bits = e.load(e.at(weights, at), e.whole, e.real_bytes)
+                    bits = e.load(e.at(weights, at), e.real_bits, e.real_bytes)
                     x = e.splat(e.load(e.at(left, at), e.real, e.real_bytes))
                     vector = e.load_vector(e.at(rows, start, e.mul(q, row)))
                     allowed = b.icmp_unsigned("!=", bits, mark)

@@ -72,7 +72,7 @@ def _weights_function(frame: BackwardFrame, name: str, masked: bool) -> Value:
 
         def finish(k: Value, largest: list[Value]) -> list[Value]:
             product = e.load_vector(e.at(at.products, e.mul(k, at.width)))
-            inner = places.inside(e.add(at.kv_start, k), b.fmul(product, scale))
+            inner = places.at_key(e.add(at.kv_start, k), b.fmul(product, scale))
             score = inner.floats(frame.score)
             if masked:
                 score = b.select(inner.condition(frame.mask), score, e.const(-math.inf))
@@ -87,7 +87,7 @@ def _weights_function(frame: BackwardFrame, name: str, masked: bool) -> Value:
 
         def weight_of_key(k: Value) -> Value:
             place = e.at(at.weights, e.mul(k, at.width))
-            weight, _ = row.weight(e.load_vector(place), row.nothing, e.const(-0.0))
+            weight, _ = row.weigh_key(e.load_vector(place), row.zero_sums, e.const(-0.0))
             e.store_vector(weight, place)
             return weight
 

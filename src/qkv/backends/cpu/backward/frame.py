@@ -17,7 +17,7 @@ from qkv.backends.cpu.emit.storage import real_dtype
 from qkv.backends.cpu.forward.boundary_blocks import skips_within_blocks
 from qkv.backends.cpu.forward.frame import STATS
 from qkv.backends.cpu.machine.tiling import TileShape
-from qkv.backends.cpu.products.bfloat16 import chunks, multiply_add_pairs
+from qkv.backends.cpu.products.bfloat16 import multiply_add_pairs, round_to_chunks
 from qkv.backends.cpu.products.query_lanes import (
     MultiplyAdd,
 )
@@ -78,7 +78,7 @@ def scratch_areas(shape: TileShape, head_dim: int, v_head_dim: int, item: int) -
     areas = dict(zip(AREAS, sizes, strict=True))
     if shape.product == "pairs":
         # Rows of pairs are padded to whole chunks, which are two vectors each.
-        pairs = [BLOCK_KV * chunks(dim) // 2 for dim in (head_dim, v_head_dim)]
+        pairs = [BLOCK_KV * round_to_chunks(dim) // 2 for dim in (head_dim, v_head_dim)]
         areas |= zip(PAIR_AREAS, (query, value, *pairs), strict=True)
     return {name: size * item for name, size in areas.items()}
 

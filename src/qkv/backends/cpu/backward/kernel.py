@@ -121,8 +121,8 @@ def all_query_blocks(
 
     def keys_of_run(r: Value, found: list[Value]) -> list[Value]:
         first, end, _ = frame.record(runs, RUN, r)
-        keys = e.sub(e.least(end, stop), e.greater(first, start))
-        return [e.add(found[0], e.greater(keys, e.index(0)))]
+        keys = e.sub(e.least(end, stop), e.larger_of(first, start))
+        return [e.add(found[0], e.larger_of(keys, e.index(0)))]
 
     def each_block(n: Value, _: list[Value]) -> None:
         block = frame.record_at(blocks, n, BLOCK)

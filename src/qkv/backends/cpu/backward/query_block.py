@@ -33,15 +33,25 @@ from qkv.backends.cpu.backward.frame import (
 from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.emit.frame import RowView
-from qkv.backends.cpu.emit.packing import all_finite, copy_rows, pack_rows, unpack_rows
+from qkv.backends.cpu.emit.packing import (
+    all_finite_function,
+    copy_rows_function,
+    pack_rows,
+    unpack_rows,
+)
 from qkv.backends.cpu.emit.storage import real_dtype
-from qkv.backends.cpu.forward.boundary_blocks import Range, are_narrow, each_step, read_range
+from qkv.backends.cpu.forward.boundary_blocks import Range, are_narrow, for_each_step, read_range
 from qkv.backends.cpu.forward.frame import RUN
 from qkv.backends.cpu.forward.frame import TASK as BLOCK
 from qkv.backends.cpu.forward.rows import rows_of_block
-from qkv.backends.cpu.products.bfloat16 import CHUNK, join, upper_halves, whole
+from qkv.backends.cpu.products.bfloat16 import (
+    CHUNK,
+    emit_round_to_chunks,
+    join_pairs,
+    round_to_bfloat16,
+)
 from qkv.backends.cpu.products.dim_lanes import first_lanes
-from qkv.backends.cpu.products.query_lanes import halves
+from qkv.backends.cpu.products.query_lanes import half_ranges
 from qkv.problem.expressions import TRUE
 
 PAIRS_OF = {"query": "query_pairs", "grad_out": "grad_pairs"}
@@ -91,7 +101,7 @@ def delta_function(frame: BackwardFrame) -> Value:
             a, b = (e.load_vector(e.at(rows, e.mul(d, width))) for rows in (grad_out, out))
             return [e.fma(a, b, total[0])]
 
-        parts = [(e.mul(a, size), e.least(e.mul(b, size), dim)) for a, b in halves(e, number)]
+        parts = [(e.mul(a, size), e.least(e.mul(b, size), dim)) for a, b in half_ranges(e, number)]
         first, second = (e.loop(*part, 1, [e.const(0.0)], step)[0] for part in parts)
         second = e.builder.fsub(second, e.load_vector(delta))
         e.store_vector(first, delta)
@@ -113,7 +123,7 @@ def pair_rows_function(frame: BackwardFrame) -> Value:
 
             def vector(offset: Value, _: list[Value]) -> None:
                 both = [e.load_vector(e.at(first, n, offset)) for n in (e.index(0), width)]
-                e.store_vector(join(e, *both), e.at(to, offset))
+                e.store_vector(join_pairs(e, *both), e.at(to, offset))
 
             e.loop(0, width, e.vector_bytes, [], vector)
 
@@ -126,7 +136,7 @@ def narrow_function(frame: BackwardFrame) -> Value:
     e = frame.e
     with e.function("narrow", [POINTER, INT64, INT64, INT64, POINTER]) as (function, args):
         source, row, dim, count, target = args
-        b, size = e.builder, e.mul(2, whole(e, dim))
+        b, size = e.builder, e.mul(2, emit_round_to_chunks(e, dim))
 
         def each(k: Value, _: list[Value]) -> None:
             start, to = e.at(source, e.mul(k, row)), e.at(target, e.mul(k, size))
@@ -139,7 +149,7 @@ def narrow_function(frame: BackwardFrame) -> Value:
                     x = e.load_vector(at, aligned=False)
                     halves.append(b.select(there, x, e.const(0.0)))
                 e.store_vector(
-                    b.bitcast(upper_halves(e, *map(e.as_bits, halves)), e.vector),
+                    b.bitcast(round_to_bfloat16(e, *map(e.as_bits, halves)), e.vector),
                     e.at(to, e.mul(d, 2)),
                 )
 
@@ -202,7 +212,7 @@ def block_functions(
     for dtype in sorted({real_dtype(e), *frame.dtypes.values()}):
         found[f"pack {dtype}"] = pack_function(frame, dtype)
     for dtype in sorted({frame.dtypes["key"], frame.dtypes["value"]}):
-        found[f"copy {dtype}"] = copy_rows(e, dtype)
+        found[f"copy {dtype}"] = copy_rows_function(e, dtype)
     found |= vector_functions(frame, weights_function, chain_function)
     if frame.in_pairs:
         found |= {"pair": pair_rows_function(frame), "narrow": narrow_function(frame)}
@@ -212,7 +222,7 @@ def block_functions(
         found["drop_weights"] = drop_weights_function(frame)
     found["transpose"], found["key_sums"] = transpose_function(frame), key_sums_function(frame)
     if frame.may_forbid:
-        found["all_finite"] = all_finite(e)
+        found["all_finite"] = all_finite_function(e)
         if frame.skips_within_blocks:
             found["seen"] = seen_function(frame)
         found["selected_key_sums"] = selected_key_sums_function(frame)
@@ -386,7 +396,7 @@ class QueryBlockPass:
 
         def each_run(r: Value, _: list[Value]) -> None:
             first, end, kind = frame.record(runs, RUN, r)
-            first, end = e.greater(first, self.start), e.least(end, self.stop)
+            first, end = e.larger_of(first, self.start), e.least(end, self.stop)
             e.loop(
                 first, end, BLOCK_KV, [],
                 lambda k, _: block(k, e.least(BLOCK_KV, e.sub(end, k)), kind),
@@ -524,7 +534,7 @@ class QueryBlockPass:
             return
         ranges = [self._range(j, kv_start, count) for j in range(self.vectors)]
         apart = are_narrow(e, ranges, count)
-        e.choose(apart, lambda: each_step(e, ranges, count, add), all_vectors)
+        e.choose(apart, lambda: for_each_step(e, ranges, count, add), all_vectors)
 
     def _add_selected_keys(self, kv_start: Value, count: Value) -> None:
         """The same where a row is not finite."""
@@ -534,7 +544,7 @@ class QueryBlockPass:
 
     def _range(self, j: int, kv_start: Value, count: Value) -> Range:
         """The range of keys of a block that the queries of vector j may see."""
-        e, found, before = self.e, self.e.words(2), j * self.e.lanes
+        e, found, before = self.e, self.e.stack_words(2), j * self.e.lanes
         rows = e.add(self.first_row, before), e.sub(self.rows, before)
         where = self.batch, self.head, *rows, kv_start, count
         self.call("seen", self.arguments, *where, found)
@@ -555,7 +565,7 @@ class QueryBlockPass:
         """A block of K or V in pairs of neighbours: where it lies, or copied."""
         e, b, dim = self.e, self.e.builder, self.dims[name]
         here, to = e.at(rows.pointer, e.mul(kv_start, rows.row)), self.area[f"{name}_pairs"]
-        size = e.mul(2, whole(e, dim))
+        size = e.mul(2, emit_round_to_chunks(e, dim))
         adjacent = b.icmp_signed("==", rows.element, e.index(2))
         as_they_lie = b.and_(adjacent, b.icmp_signed("==", b.srem(dim, e.index(2)), e.index(0)))
         with b.if_then(b.not_(as_they_lie), likely=False):

@@ -1,5 +1,9 @@
 """The decode kernel: few queries against many keys, split over tasks (split-K).
 
+kernel          the kernel: blocks of keys, their softmax, and how results of tasks are merged
+tasks           which keys each task reads, planned by the kernel itself
+rows            where rows lie: argument block, pages, and scales of quantised rows
+
 Sums are of `Spec.compute_dtype`, which is float32 for float16 and bfloat16. The products are in
-`products.dim_lanes`; blocks of keys and how their results are merged are in `kernel`.
+`products.dim_lanes`.
 """

@@ -18,7 +18,7 @@ def page_fields(name: str) -> tuple[str, ...]:
 
 
 SCALES = ("key_scales", "value_scales")
-"""Operands whose rows have one element: the scales of quantised keys and values."""
+"""The scales of quantised keys and values, operands whose rows have one element each."""
 _SCALE_BYTES = storage.ITEM_BYTES["float32"]
 
 FIELDS = (
@@ -31,9 +31,10 @@ FIELDS = (
     *(f"{name}_batch" for name in ("query", "key", "value", *SCALES)),
     *(field for name in ("key", "value", *SCALES) for field in page_fields(name)),
 )  # fmt: skip
-"""`shared` is memory for the tables that `plan` writes, and it fills in where these lie. `q_shift`
-is what an expression may read in the place of a table of one number. Batch rows lie `key_batch`
-bytes apart unless there is a table, `key_batches`. `not_finite` is that of the forward pass.
+"""`shared` is memory for the tables that `plan` writes, which sets `tasks`, `groups` and `records`
+to where these lie. An expression may read `q_shift` in place of a table of one number. Batch rows
+of the key lie `key_batch` bytes apart, unless `key_batches` is a table of their offsets.
+`not_finite` is that of the forward pass.
 """
 
 
@@ -60,15 +61,15 @@ class DecodeFrame(Frame):
         base, batches, stride, row, element = (
             self.field(arguments, field) for field in operand_fields(name)
         )
-        # One load reads the offset of the batch row from a table, or the distance of rows.
-        tabled = b.icmp_signed("!=", batches, e.index(0))
-        apart = self._word(arguments, f"{name}_batch")
-        place = b.select(tabled, e.at(e.pointer(batches), e.mul(batch, WORD)), apart)
+        # One load reads either the offset of this batch row, or the byte stride of batch rows.
+        has_table = b.icmp_signed("!=", batches, e.index(0))
+        stride_word = self._word(arguments, f"{name}_batch")
+        place = b.select(has_table, e.at(e.pointer(batches), e.mul(batch, WORD)), stride_word)
         found = e.load(place, INT64, WORD)
-        offset = b.select(tabled, found, e.mul(found, batch))
+        offset = b.select(has_table, found, e.mul(found, batch))
         return RowView(e.at(e.pointer(base), offset, e.mul(head, stride)), row, element)
 
-    def segments(
+    def for_each_segment(
         self,
         name: str,
         place: RowView,
@@ -77,7 +78,10 @@ class DecodeFrame(Frame):
         count: Value,
         body: Callable[[Value, Value, Value], None],
     ) -> None:
-        """`body(pointer, done, keys)` for the rows from `kv_start` on, page by page."""
+        """`body(pointer, done, keys)` for the segments of `count` rows from `kv_start` on.
+
+        A segment has `keys` rows, and `done` rows come before it.
+        """
         e, b = self.e, self.e.builder
         if not self.paged[name.removesuffix("_scales")]:
             body(e.at(place.pointer, e.mul(kv_start, place.row)), e.index(0), count)
@@ -85,17 +89,21 @@ class DecodeFrame(Frame):
         page_bytes, page_size, table = pages
         stop = e.add(kv_start, count)
 
-        def page(number: Value, _: list[Value]) -> None:
+        def visit_page(number: Value, _: list[Value]) -> None:
             start = e.mul(number, page_size)
-            first = e.greater(start, kv_start)
+            first = e.larger_of(start, kv_start)
             keys = e.sub(e.least(e.add(start, page_size), stop), first)
-            which = e.load(e.at(table, e.mul(number, WORD)), INT64, WORD)
+            page_number = e.load(e.at(table, e.mul(number, WORD)), INT64, WORD)
             row = e.mul(e.sub(first, start), place.row)
-            body(e.at(place.pointer, e.mul(which, page_bytes), row), e.sub(first, kv_start), keys)
+            body(
+                e.at(place.pointer, e.mul(page_number, page_bytes), row),
+                e.sub(first, kv_start),
+                keys,
+            )
 
         first_page = b.sdiv(kv_start, page_size)
         last_page = e.add(b.sdiv(e.sub(stop, 1), page_size), 1)
-        e.loop(first_page, last_page, 1, [], page)
+        e.loop(first_page, last_page, 1, [], visit_page)
 
     def pages(self, arguments: Value, name: str, batch: Value) -> list[Value]:
         """Bytes of a page, keys of a page, and the page table of one batch row."""
@@ -105,18 +113,18 @@ class DecodeFrame(Frame):
         page, page_size, table, slots = (self.field(arguments, f) for f in page_fields(name))
         return [page, page_size, e.at(e.pointer(table), e.mul(batch, slots, WORD))]
 
-    def scales_of(self, name: str) -> Value:
-        """A function that lays the scales of a block side by side."""
+    def copy_scales_function(self, name: str) -> Value:
+        """A function that copies the scales of a block side by side."""
         e, scales = self.e, f"{name}_scales"
         with e.function(scales, [POINTER, *[INT64] * 4, POINTER]) as (function, args):
             arguments, batch, kv_head, kv_start, count, target = args
             b = e.builder
             place = self.operand(arguments, scales, batch, kv_head)
 
-            def segment(pointer: Value, done: Value, keys: Value) -> None:
+            def copy_segment(pointer: Value, done: Value, keys: Value) -> None:
                 to = e.at(target, e.mul(done, e.real_bytes))
 
-                def copy(k: Value, lanes: int) -> None:
+                def copy_scales(k: Value, lanes: int) -> None:
                     source = e.at(pointer, e.mul(k, place.row))
                     x = storage.load(e, source, "float32", lanes)
                     e.store(x, e.at(to, e.mul(k, e.real_bytes)), e.real_bytes)
@@ -126,9 +134,9 @@ class DecodeFrame(Frame):
 
                 adjacent = b.icmp_signed("==", place.row, e.index(_SCALE_BYTES))
                 whole = b.select(adjacent, e.round_down(keys, e.lanes), e.index(0))
-                e.loop(0, whole, e.lanes, [], lambda k, _: copy(k, e.lanes))
-                e.loop(whole, keys, 1, [], lambda k, _: copy(k, 0))
+                e.loop(0, whole, e.lanes, [], lambda k, _: copy_scales(k, e.lanes))
+                e.loop(whole, keys, 1, [], lambda k, _: copy_scales(k, 0))
 
             pages = self.pages(arguments, scales, batch)
-            self.segments(scales, place, pages, kv_start, count, segment)
+            self.for_each_segment(scales, place, pages, kv_start, count, copy_segment)
         return function

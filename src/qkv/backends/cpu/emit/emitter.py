@@ -48,9 +48,9 @@ class Emitter:
         self.halves = halves
         self.fused = fused
         self.real_bytes = 4 if real == FLOAT else 8
-        self.whole = ir.IntType(8 * self.real_bytes)
+        self.real_bits = ir.IntType(8 * self.real_bytes)
         self.vector = ir.VectorType(real, lanes)
-        self.bits = ir.VectorType(self.whole, lanes)
+        self.bits = ir.VectorType(self.real_bits, lanes)
         self.vector_bytes = self.real_bytes * lanes
         self.builder: Any = None
         self._constants: dict[str, Value] = {}
@@ -69,14 +69,14 @@ class Emitter:
     ) -> Iterator[tuple[Any, Sequence[Value]]]:
         """Write the body of a function.
 
-        Pointers of an internal one do not alias, unless it writes to what it reads (`in_place`).
+        Pointers of an internal function do not alias, unless it writes what it reads (`in_place`).
         """
         function = ir.Function(self.module, ir.FunctionType(result, arguments), name)
         outside = self.builder
         self.builder = ir.IRBuilder(function.append_basic_block())
         if not public:
             function.linkage = "internal"
-            # LLVM would inline it into its only caller, and take longer to compile that one.
+            # LLVM would inline a function into its only caller, which then compiles more slowly.
             function.attributes.add("noinline")
             # Vectors that are spilled to the stack then do not straddle cache lines.
             function.attributes.alignstack = CACHE_LINE
@@ -106,28 +106,28 @@ class Emitter:
             phis.append(phi)
         b.cbranch(b.icmp_signed("<", index, self.index(stop)), inside, after)
         b.position_at_end(inside)
-        following = body(index, list(phis)) or ()
+        next_values = body(index, list(phis)) or ()
         index.add_incoming(b.add(index, self.index(step)), b.block)
-        for phi, value in zip(phis, following, strict=True):
+        for phi, value in zip(phis, next_values, strict=True):
             phi.add_incoming(value, b.block)
         b.branch(head)
         b.position_at_end(after)
         return phis
 
-    def find(self, count: Value, is_it: Callable[[Value], Value]) -> Value:
-        """The first i below `count` with `is_it(i)`, or `count`."""
+    def find(self, count: Value, condition: Callable[[Value], Value]) -> Value:
+        """The first i below `count` for which `condition(i)` holds, or `count` if none does."""
         b = self.builder
         index, (head, inside, after) = self._count_from(0)
         b.cbranch(b.icmp_signed("<", index, count), inside, after)
         b.position_at_end(inside)
-        found = is_it(index)
+        holds = condition(index)
         index.add_incoming(b.add(index, self.index(1)), b.block)
-        b.cbranch(found, after, head)
+        b.cbranch(holds, after, head)
         b.position_at_end(after)
         return index
 
     def _count_from(self, start: Any) -> tuple[Value, list[Value]]:
-        """A counter, in the first of the three blocks of a loop: head, body, and what follows."""
+        """A counter from `start` on, and the basic blocks of its loop: head, body, and after it."""
         b, before = self.builder, self.builder.block
         blocks = [b.append_basic_block(part) for part in ("head", "body", "after")]
         b.branch(blocks[0])
@@ -182,7 +182,7 @@ class Emitter:
         a, b = self.index(a), self.index(b)
         return self.builder.select(self.builder.icmp_signed("<", a, b), a, b)
 
-    def greater(self, a: Any, b: Any) -> Value:
+    def larger_of(self, a: Any, b: Any) -> Value:
         a, b = self.index(a), self.index(b)
         return self.builder.select(self.builder.icmp_signed(">", a, b), a, b)
 
@@ -211,7 +211,7 @@ class Emitter:
         )
 
     def load_where(self, live: Value, pointer: Value, type_: Any, align: int = 1) -> Value:
-        """A vector of which only the lanes that are live are read; 0 in the others."""
+        """A vector of which only the lanes in `live` are read; the others are 0."""
         element = str(type_.element).replace("float", "f32").replace("double", "f64")
         name = f"llvm.masked.load.v{type_.count}{element}.p0".replace("half", "f16")
         function = self.module.globals.get(name)
@@ -219,18 +219,18 @@ class Emitter:
             arguments = [type_.as_pointer(), INT32, live.type, type_]
             function = ir.Function(self.module, ir.FunctionType(type_, arguments), name)
         typed = self.builder.bitcast(pointer, type_.as_pointer())
-        nothing = ir.Constant(type_, None)
-        return self.builder.call(function, [typed, ir.Constant(INT32, align), live, nothing])
+        zeros = ir.Constant(type_, None)
+        return self.builder.call(function, [typed, ir.Constant(INT32, align), live, zeros])
 
     def prefetch(self, pointer: Value, *, soon: bool = True) -> None:
-        """Ask for the cache line of an address, which need not exist: to be read soon, or later."""
+        """Prefetch the cache line of an address, which may be invalid, for a read soon or later."""
         name = "llvm.prefetch.p0"
         function = self.module.globals.get(name)
         if function is None:
             kind = ir.FunctionType(VOID, [POINTER, INT32, INT32, INT32])
             function = ir.Function(self.module, kind, name)
-        read, close, data = (ir.Constant(INT32, n) for n in (0, 3 if soon else 2, 1))
-        self.builder.call(function, [pointer, read, close, data])
+        read, locality, data_cache = (ir.Constant(INT32, n) for n in (0, 3 if soon else 2, 1))
+        self.builder.call(function, [pointer, read, locality, data_cache])
 
     def load_vector(self, pointer: Value, *, aligned: bool = True) -> Value:
         return self.load(pointer, self.vector, self.vector_bytes if aligned else self.real_bytes)
@@ -238,8 +238,8 @@ class Emitter:
     def store_vector(self, value: Value, pointer: Value, *, aligned: bool = True) -> None:
         self.store(value, pointer, self.vector_bytes if aligned else self.real_bytes)
 
-    def words(self, count: int = 1) -> Value:
-        """Memory for 64-bit words, as long as the function runs."""
+    def stack_words(self, count: int = 1) -> Value:
+        """Memory for 64-bit words on the stack of the function."""
         with self.builder.goto_entry_block():
             place = self.builder.alloca(INT64, count)
         return self.builder.bitcast(place, POINTER)
@@ -253,31 +253,31 @@ class Emitter:
         return self._constant(self.bits, [value] * self.lanes)
 
     def _constant(self, kind: Any, lanes: Sequence[float]) -> Value:
-        """One object for each: it is spelt out once, which is a third of emission."""
-        name = f"{kind} {lanes}"  # 0.0 is not -0.0
+        """A constant, made once: writing out constants as text takes a third of all emission."""
+        name = f"{kind} {lanes}"  # Text, because 0.0 == -0.0.
         if name not in self._constants:
             self._constants[name] = ir.Constant(kind, lanes)
         return self._constants[name]
 
-    def zeros(self) -> Value:
-        """The address of a vector of zero bytes."""
-        held = self.module.globals.get("zeros")
-        if held is None:
+    def zeros_address(self) -> Value:
+        """The address of zero bytes, as many as a vector has."""
+        constant = self.module.globals.get("zeros")
+        if constant is None:
             kind = ir.ArrayType(BYTE, self.vector_bytes)
-            held = ir.GlobalVariable(self.module, kind, "zeros")
-            held.linkage, held.global_constant = "internal", True
-            held.initializer = ir.Constant(kind, None)
-        return held.bitcast(POINTER)
+            constant = ir.GlobalVariable(self.module, kind, "zeros")
+            constant.linkage, constant.global_constant = "internal", True
+            constant.initializer = ir.Constant(kind, None)
+        return constant.bitcast(POINTER)
 
     def splat(self, scalar: Value) -> Value:
         """The scalar in every lane."""
         type_ = ir.VectorType(scalar.type, self.lanes)
         empty = ir.Constant(type_, ir.Undefined)
         first = self.builder.insert_element(empty, scalar, ir.Constant(INT32, 0))
-        return self.builder.shuffle_vector(first, empty, self.picks([0] * self.lanes))
+        return self.builder.shuffle_vector(first, empty, self.shuffle_mask([0] * self.lanes))
 
-    def picks(self, lanes: Sequence[int]) -> Value:
-        """Which lanes a shuffle takes."""
+    def shuffle_mask(self, lanes: Sequence[int]) -> Value:
+        """The constant by which a shuffle takes these lanes of its two vectors."""
         return self._constant(ir.VectorType(INT32, len(lanes)), list(lanes))
 
     def lane_numbers(self, type_: Any) -> Value:
@@ -290,7 +290,7 @@ class Emitter:
         return self.builder.insert_element(vector, scalar, ir.Constant(INT32, lane))
 
     def intrinsic(self, name: str, *args: Value) -> Value:
-        """A floating intrinsic from and to one type, as `fma` or `sqrt`."""
+        """An intrinsic whose result is of the type of its arguments, such as `fma` or `sqrt`."""
         type_ = args[0].type
         element = type_.element if isinstance(type_, ir.VectorType) else type_
         count = f"v{type_.count}" if isinstance(type_, ir.VectorType) else ""
@@ -301,8 +301,8 @@ class Emitter:
             function = ir.Function(self.module, kind, full)
         return self.builder.call(function, args)
 
-    def machine(self, name: str, result: Any, *args: Value) -> Value:
-        """An instruction of one kind of machine, by its intrinsic."""
+    def machine_intrinsic(self, name: str, result: Any, *args: Value) -> Value:
+        """An instruction that only some machines have, by the name of its intrinsic."""
         function = self.module.globals.get(name)
         if function is None:
             kind = ir.FunctionType(result, [arg.type for arg in args])
@@ -325,38 +325,39 @@ class Emitter:
         return self.builder.fcmp_unordered("uno", x, x)
 
     def greatest(self, a: Value, b: Value) -> Value:
-        """Lane-wise `b if b > a else a`: a NaN in b is passed over."""
+        """Lane-wise `b if b > a else a`, which ignores a NaN in b."""
         return self.builder.select(self.builder.fcmp_ordered(">", b, a), b, a)
 
-    def part(self, vector: Value, first: int, count: int) -> Value:
+    def lanes_from(self, vector: Value, first: int, count: int) -> Value:
         """Some neighbouring lanes as a shorter vector."""
-        picks = self.picks(range(first, first + count))
+        picks = self.shuffle_mask(range(first, first + count))
         return self.builder.shuffle_vector(vector, vector, picks)
 
     def reduce(self, vector: Value, join: Callable[[Value, Value], Value]) -> Value:
-        """All lanes joined, in every lane: neighbours first."""
-        distance = 1
-        while distance < self.lanes:
-            picks = self.picks([i ^ distance for i in range(self.lanes)])
+        """`join` over all lanes, the result in every lane; neighbours are joined first."""
+        shift = 1
+        while shift < self.lanes:
+            picks = self.shuffle_mask([i ^ shift for i in range(self.lanes)])
             vector = join(vector, self.builder.shuffle_vector(vector, vector, picks))
-            distance *= 2
+            shift *= 2
         return vector
 
-    def sums(self, vectors: Sequence[Value]) -> Value:
-        """Add up each of as many vectors as there are lanes; lane i is the sum of vector i."""
-        distance, known = 1, list(vectors)
-        while len(known) > 1:
+    def sum_each(self, vectors: Sequence[Value]) -> Value:
+        """The sums of as many vectors as there are lanes: lane i is the sum of vector i."""
+        shift, vectors_left = 1, list(vectors)
+        while len(vectors_left) > 1:
             pairs = []
-            for first, second in zip(known[::2], known[1::2], strict=True):
-                # Lanes with the bit `distance` go on with the second vector.
-                near = [self.lanes + i - distance if i & distance else i for i in range(self.lanes)]
-                far = [self.lanes + i if i & distance else i + distance for i in range(self.lanes)]
+            for first, second in zip(vectors_left[::2], vectors_left[1::2], strict=True):
+                # Lanes whose number has the bit `shift` hold sums of the second vector.
+                near = [self.lanes + i - shift if i & shift else i for i in range(self.lanes)]
+                far = [self.lanes + i if i & shift else i + shift for i in range(self.lanes)]
                 halves = (
-                    self.builder.shuffle_vector(first, second, self.picks(p)) for p in (near, far)
+                    self.builder.shuffle_vector(first, second, self.shuffle_mask(p))
+                    for p in (near, far)
                 )
                 pairs.append(self.builder.fadd(*halves))
-            distance, known = 2 * distance, pairs
-        return known[0]
+            shift, vectors_left = 2 * shift, pairs
+        return vectors_left[0]
 
     def transpose(self, rows: list[Value]) -> list[Value]:
         """`lanes` vectors transposed: element j of row i becomes element i of row j."""
@@ -372,6 +373,8 @@ class Emitter:
                         self.lanes + j - half + shift if j & half else j + shift
                         for j in range(self.lanes)
                     ]
-                    transposed[row] = self.builder.shuffle_vector(upper, lower, self.picks(picks))
+                    transposed[row] = self.builder.shuffle_vector(
+                        upper, lower, self.shuffle_mask(picks)
+                    )
             rows, half = transposed, 2 * half
         return rows

@@ -1,8 +1,8 @@
 """Expressions as vector code: what `qkv.problem.evaluate` computes, for the lanes of one vector.
 
-A value is *uniform* (a scalar: the same for all lanes) or lane-varying (a vector), as the places
-that it is computed from. Uniform integers have 64 bits; integer lanes have 32 where the bounds of
-every integer of the problem fit, else 64.
+A value is *uniform* (a scalar: the same for all lanes) or lane-varying (a vector), like the
+variables that it is computed from. Uniform integers have 64 bits; integer lanes have 32 if every
+integer of the problem fits, else 64.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from qkv.problem.expressions import (
 )
 from qkv.problem.spec import TableSpec
 
-INNER = frozenset({"kv_index", "score"})
-"""Variables that change inside the loop over keys."""
+KEY_VARIABLES = frozenset({"kv_index", "score"})
+"""Variables that change from key to key."""
 
 INTEGER_TYPES = {
     "bool": (8, False), "int8": (8, True), "int16": (16, True), "int32": (32, True),
     "int64": (64, True), "uint8": (8, False), "uint16": (16, False), "uint32": (32, False),
 }  # fmt: skip
+"""Bits of an element, and whether it is signed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class TableView:
 
 
 class Expressions:
-    """Emits nodes; equal nodes are emitted once."""
+    """Emits nodes; equal nodes are emitted once. `places` are the values of variables."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class Expressions:
         self.known: dict[Node, Value] = {}
 
     def hoist(self, node: Node) -> None:
-        """Emit the largest parts that do not change from key to key, before the loop."""
+        """Emit the largest subexpressions that do not change from key to key, before the loop."""
         seen: set[Node] = set()
         waiting = [node]
         while waiting:
@@ -73,12 +74,12 @@ class Expressions:
             if n in seen:
                 continue
             seen.add(n)
-            if variables(n) & INNER:
+            if variables(n) & KEY_VARIABLES:
                 waiting.extend(reversed(children(n)))
             else:
                 self.value(n)
 
-    def inside(self, kv_index: Value, score: Value) -> Expressions:
+    def at_key(self, kv_index: Value, score: Value) -> Expressions:
         """These expressions inside the loop over keys, at one key."""
         inner = Expressions(self.e, self.tables, self.places, self.int_bits)
         inner.places.update(kv_index=kv_index, score=score)
@@ -87,11 +88,11 @@ class Expressions:
 
     def floats(self, node: Node) -> Value:
         """The node as a vector of reals."""
-        return self._lanes(self._as_float(self.value(node)))
+        return self._as_lanes(self._as_float(self.value(node)))
 
     def condition(self, node: Node) -> Value:
         """The node as a vector of bits."""
-        return self._lanes(self.value(node))
+        return self._as_lanes(self.value(node))
 
     def value(self, node: Node) -> Value:
         found = self.known.get(node)
@@ -114,23 +115,23 @@ class Expressions:
             case Var(name=name):
                 return self.places[name]
             case Load():
-                return self._load(node)
+                return self._emit_load(node)
             case Op():
-                return self._operation(node)
+                return self._emit_operation(node)
 
     # Shapes and kinds of values
 
-    def _lanes(self, value: Value) -> Value:
+    def _as_lanes(self, value: Value) -> Value:
         if is_vector(value):
             return value
         if value.type == INT64 and self.int_bits == 32:
             value = self.e.builder.trunc(value, ir.IntType(32))
         return self.e.splat(value)
 
-    def _alike(self, *values: Value) -> list[Value]:
-        """All uniform, or all lane-varying."""
+    def _to_same_shape(self, *values: Value) -> list[Value]:
+        """The values, as vectors if any of them is one."""
         if any(is_vector(v) for v in values):
-            return [self._lanes(v) for v in values]
+            return [self._as_lanes(v) for v in values]
         return list(values)
 
     def _as_float(self, value: Value) -> Value:
@@ -142,15 +143,15 @@ class Expressions:
 
     # Tables
 
-    def place(self, load: Load, table: TableView) -> tuple[Value, Value | None]:
-        """Where the entry lies, in bytes: a uniform part, and each lane's own if there is one."""
+    def entry_offset(self, load: Load, table: TableView) -> tuple[Value, Value | None]:
+        """Byte offset of the entry: a uniform part, and a lane-varying one if there is any."""
         e, b = self.e, self.e.builder
         uniform: Value = ir.Constant(INT64, 0)
         varying: Value | None = None
         for index, size, stride in zip(load.indices, table.sizes, table.strides, strict=True):
             value = self.value(index)
             if any(isinstance(n, Op) and n.name == "floor" for n in walk(index)):
-                value = self._inside(value, size)
+                value = self._clamp_index(value, size)
             if not is_vector(value):
                 uniform = b.add(uniform, b.mul(value, stride))
                 continue
@@ -159,34 +160,34 @@ class Expressions:
             varying = offset if varying is None else b.add(varying, offset)
         return uniform, varying
 
-    def _load(self, load: Load) -> Value:
+    def _emit_load(self, load: Load) -> Value:
         e, table = self.e, self.tables[load.table]
-        uniform, varying = self.place(load, table)
+        uniform, varying = self.entry_offset(load, table)
         raw = raw_type(table.spec.dtype)
         if varying is None:
-            return self._decode(e.load(e.at(table.pointer, uniform), raw), table.spec.dtype)
+            return self._widen(e.load(e.at(table.pointer, uniform), raw), table.spec.dtype)
         row = ir.Constant(ir.VectorType(raw, e.lanes), ir.Undefined)
         for lane in range(e.lanes):
             # The lane's own offset comes first, so that LLVM moves it out of the loop over keys.
             start = e.at(table.pointer, e.extract(varying, lane))
             row = e.insert(row, e.load(e.at(start, uniform), raw), lane)
-        return self._decode(row, table.spec.dtype)
+        return self._widen(row, table.spec.dtype)
 
-    def _inside(self, index: Value, size: Value) -> Value:
-        """Clamp: `floor` of float32 may round across the bound that was proved in float64."""
+    def _clamp_index(self, index: Value, size: Value) -> Value:
+        """The index, clamped: bounds are proved in float64, `floor` of float32 may exceed them."""
         b = self.e.builder
-        index, last = self._alike(index, b.sub(size, ir.Constant(INT64, 1)))
+        index, last = self._to_same_shape(index, b.sub(size, ir.Constant(INT64, 1)))
         zero = ir.Constant(index.type, None)
         index = b.select(b.icmp_signed("<", index, zero), zero, index)
         return b.select(b.icmp_signed(">", index, last), last, index)
 
-    def _decode(self, raw: Value, dtype: str) -> Value:
-        """A stored element as a float, an integer of this width or a bit."""
+    def _widen(self, raw: Value, dtype: str) -> Value:
+        """A stored element as a real, as an integer of this width, or as a bit."""
         e, b = self.e, self.e.builder
         if dtype == "bool":
             return b.icmp_unsigned("!=", raw, ir.Constant(raw.type, None))
         if dtype == "float64" and e.real == FLOAT:
-            return b.fptrunc(self._within_float(raw), e.vector if is_vector(raw) else FLOAT)
+            return b.fptrunc(self._clamp_to_float32(raw), e.vector if is_vector(raw) else FLOAT)
         if dtype not in INTEGER_TYPES:
             return storage.widen(e, raw, dtype)
         bits, signed = INTEGER_TYPES[dtype]
@@ -200,7 +201,7 @@ class Expressions:
             return b.trunc(raw, wanted)
         return b.sext(raw, wanted) if signed else b.zext(raw, wanted)
 
-    def _within_float(self, raw: Value) -> Value:
+    def _clamp_to_float32(self, raw: Value) -> Value:
         """Clamp to the range of float32, so that a large finite bias does not become -inf."""
         b = self.e.builder
 
@@ -216,12 +217,12 @@ class Expressions:
 
     # Operations
 
-    def _operation(self, op: Op) -> Value:
+    def _emit_operation(self, op: Op) -> Value:
         e, b = self.e, self.e.builder
-        if (found := _capped(op)) is not None:
-            cap, score, share = (self._lanes(self._as_float(self.value(n))) for n in found)
-            return vector_math.capped(e, cap, score, share)
-        if (fused := self._multiply_add(op)) is not None:
+        if (found := _soft_cap_parts(op)) is not None:
+            cap, score, ratio = (self._as_lanes(self._as_float(self.value(n))) for n in found)
+            return vector_math.soft_cap(e, cap, score, ratio)
+        if (fused := self._emit_multiply_add(op)) is not None:
             return fused
         values = [self.value(arg) for arg in op.args]
         kinds = {arg.kind for arg in op.args}
@@ -231,10 +232,10 @@ class Expressions:
                 for v, arg in zip(values, op.args, strict=True)
             ]
         if op.name in _FUNCTIONS:
-            return _FUNCTIONS[op.name](e, self._lanes(values[0]))
+            return _FUNCTIONS[op.name](e, self._as_lanes(values[0]))
         if op.name == "floor":
-            return self._floor(values[0])
-        values = self._alike(*values)
+            return self._emit_floor(values[0])
+        values = self._to_same_shape(*values)
         if op.name in _COMPARISONS:
             sign = _COMPARISONS[op.name]
             if "float" not in kinds:
@@ -251,13 +252,14 @@ class Expressions:
             case "not":
                 return b.not_(*values)
         if "float" in kinds or op.kind == "float":
-            return self._float_operation(op.name, values)
-        return self._int_operation(op.name, values)
+            return self._emit_float_operation(op.name, values)
+        return self._emit_int_operation(op.name, values)
 
-    def _multiply_add(self, op: Op) -> Value | None:
-        """A sum or difference with a product as a term, which is not rounded before it is added.
+    def _emit_multiply_add(self, op: Op) -> Value | None:
+        """A sum or difference one of whose terms is a product, as one fused multiply-add.
 
-        Of a slope times a distance, or whatever else cancels, rounding would be what is left.
+        Where the product and the other term cancel, as with the bias of ALiBi, the rounding error
+        of the product alone would be most of the result.
         """
         if op.name not in ("add", "sub") or op.kind != "float":
             return None
@@ -265,16 +267,16 @@ class Expressions:
         for place, (product, other) in enumerate((op.args, op.args[::-1])):
             if not isinstance(product, Op) or product.name != "mul" or product.kind != "float":
                 continue
-            if product in self.known or _capped(product) is not None:
+            if product in self.known or _soft_cap_parts(product) is not None:
                 continue
             terms = (*product.args, other)
-            x, y, term = (self._lanes(self._as_float(self.value(n))) for n in terms)
+            x, y, term = (self._as_lanes(self._as_float(self.value(n))) for n in terms)
             if op.name == "sub":
                 x, term = (b.fneg(x), term) if place else (x, b.fneg(term))
             return e.fma(x, y, term)
         return None
 
-    def _float_operation(self, name: str, values: list[Value]) -> Value:
+    def _emit_float_operation(self, name: str, values: list[Value]) -> Value:
         b = self.e.builder
         match name:
             case "add":
@@ -295,7 +297,7 @@ class Expressions:
         second_is_nan = self.e.is_nan(second)
         return b.select(second_is_nan, second, b.select(better, first, second))
 
-    def _int_operation(self, name: str, values: list[Value]) -> Value:
+    def _emit_int_operation(self, name: str, values: list[Value]) -> Value:
         b = self.e.builder
         zero = ir.Constant(values[0].type, None)
         match name:
@@ -326,10 +328,10 @@ class Expressions:
         constant = [number] * self.e.lanes if is_vector(value) else number
         return ir.Constant(value.type, constant)
 
-    def _floor(self, x: Value) -> Value:
-        """Rounded down to an integer: 0 for NaN, kept inside what the integers hold."""
+    def _emit_floor(self, x: Value) -> Value:
+        """Rounded down to an integer: 0 for NaN, clamped to the range of integer lanes."""
         e, b = self.e, self.e.builder
-        lanes = self._lanes(x)
+        lanes = self._as_lanes(x)
         # The largest magnitude that both float32 and these integers can hold.
         limit = e.const(2.0**62 if self.int_bits == 64 else 2.0**31 - 128)
         low = b.fneg(limit)
@@ -349,15 +351,15 @@ def raw_type(dtype: str) -> Any:
     return ir.IntType(INTEGER_TYPES.get(dtype, (16, False))[0])
 
 
-def _capped(op: Op) -> tuple[Node, Node, Node] | None:
-    """cap, x and x / cap of `cap * tanh(x / cap)`, which rounds less as one operation."""
+def _soft_cap_parts(op: Op) -> tuple[Node, Node, Node] | None:
+    """cap, x and x / cap of `cap * tanh(x / cap)`, which rounds less as a single function."""
     if op.name != "mul":
         return None
     for cap, other in (op.args, op.args[::-1]):
         if isinstance(other, Op) and other.name == "tanh":
-            (share,) = other.args
-            if isinstance(share, Op) and share.name == "div" and share.args[1] == cap:
-                return cap, share.args[0], share
+            (ratio,) = other.args
+            if isinstance(ratio, Op) and ratio.name == "div" and ratio.args[1] == cap:
+                return cap, ratio.args[0], ratio
     return None
 
 

@@ -1,7 +1,8 @@
 """The parts that every kernel has: argument block, operands, tables, and the loop over tasks.
 
-The argument block is a counter of tasks with cache lines of its own, then one 64-bit word for each
-field, then the tables of the expressions: address, then size and byte stride of each dimension.
+The argument block begins with the counter of tasks, alone in its cache lines. One 64-bit word for
+each field follows, then the tables of the expressions: the address of each, and the size and byte
+stride of each dimension.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from llvmlite import ir
 
 from qkv.backends.cpu.emit.emitter import DOUBLE, FLOAT, INT64, POINTER, Emitter, Value, is_vector
 from qkv.backends.cpu.emit.expressions import Expressions, TableView
-from qkv.backends.cpu.emit.philox import first_word
+from qkv.backends.cpu.emit.philox import random_word
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.problem.spec import Spec
 
@@ -44,7 +45,7 @@ class RowView(NamedTuple):
 
 
 def rows_from(e: Emitter, rows: RowView, first: Value) -> RowView:
-    """The rows from one on."""
+    """The rows from row number `first` on."""
     return RowView(e.at(rows.pointer, e.mul(first, rows.row)), rows.row, rows.element)
 
 
@@ -86,7 +87,7 @@ class Frame:
     def record(
         self, table: Value, names: tuple[str, ...], number: Value | None = None
     ) -> list[Value]:
-        """The words of one row of a table, or of the row that the pointer is to."""
+        """The words of row `number` of a table, or of the row that `table` points to."""
         row = table if number is None else self.record_at(table, number, names)
         return [self.e.load(self.e.at(row, WORD * i), INT64, WORD) for i in range(len(names))]
 
@@ -115,7 +116,7 @@ class Frame:
     def report_not_finite(self, arguments: Value, seen: Value) -> None:
         """Set the word `not_finite` if a lane of `seen` is NaN.
 
-        A float16 output is never infinite because a sum was: float32 holds all sums of float16.
+        Not for float16: no sum of float16 numbers overflows in float32.
         """
         if self.spec.dtype == "float16":
             return
@@ -127,7 +128,7 @@ class Frame:
 
     # Tasks
 
-    def job(self, run: Callable[[Value, Value, Value], None]) -> None:
+    def emit_job(self, run: Callable[[Value, Value, Value], None]) -> None:
         """`job(arguments, worker)` takes tasks from the counter until none is left.
 
         `run(arguments, number, scratch)` emits one task; `scratch` is the worker's own.
@@ -139,47 +140,50 @@ class Frame:
             scratch = e.at(self.pointer_field(arguments, "scratch"), e.mul(worker, size))
             counter = e.builder.bitcast(arguments, INT64.as_pointer())
 
-            def take() -> tuple[Value, Value]:
+            def take_number() -> tuple[Value, Value]:
                 number = e.builder.atomic_rmw("add", counter, e.index(1), "monotonic")
                 return number, e.below(number, limit)
 
-            e.take_while(take, lambda number: run(arguments, number, scratch))
+            e.take_while(take_number, lambda number: run(arguments, number, scratch))
 
     def call_for_each_task(self, function: Value, words: tuple[str, ...]) -> None:
-        """The `job` that calls `function(arguments, task, scratch)`; a task is a row of `words`."""
+        """A `job` that calls `function(arguments, task, scratch)`; a task is a row of `words`."""
 
-        def run(arguments: Value, number: Value, scratch: Value) -> None:
+        def call_task(arguments: Value, number: Value, scratch: Value) -> None:
             task = self.record_at(self.pointer_field(arguments, "tasks"), number, words)
             self.e.builder.call(function, [arguments, task, scratch])
 
-        self.job(run)
+        self.emit_job(call_task)
 
-    def call_for_rows(self, rows: Value, one: Value, many: Value, arguments: list[Value]) -> None:
-        """Call the function of one vector of queries, or of many, by how many rows are left."""
+    def call_for_rows(
+        self, rows: Value, one_vector: Value, all_vectors: Value, arguments: list[Value]
+    ) -> None:
+        """Call `one_vector` if at most one vector of queries is left, else `all_vectors`."""
         e = self.e
         e.choose(
             e.below(rows, e.lanes + 1),
-            lambda: e.builder.call(one, arguments), lambda: e.builder.call(many, arguments),
+            lambda: e.builder.call(one_vector, arguments),
+            lambda: e.builder.call(all_vectors, arguments),
         )  # fmt: skip
 
     # Dropout
 
-    def drop(self, arguments: Value, places: Expressions, kv_index: Value) -> Value:
-        """The factor of each lane's weight: 0 or 1 / (1 - p)."""
+    def dropout_factor(self, arguments: Value, places: Expressions, kv_index: Value) -> Value:
+        """The dropout factor of each lane's weight: 0 or 1 / (1 - p)."""
         e, b = self.e, self.e.builder
         wide = ir.VectorType(INT64, e.lanes)
 
-        def lanes(value: Value) -> Value:
+        def as_wide_lanes(value: Value) -> Value:
             if not is_vector(value):
                 return e.splat(value)
             return value if value.type == wide else b.sext(value, wide)
 
         names = ("q_index", "head", "batch")
-        counter = [lanes(kv_index), *(lanes(places.places[name]) for name in names)]
-        word = first_word(e, counter, self.field(arguments, "dropout_seed"))
-        kept = b.icmp_signed(">=", word, e.splat(self.field(arguments, "dropout_threshold")))
+        counter = [as_wide_lanes(kv_index), *(as_wide_lanes(places.places[name]) for name in names)]
+        word = random_word(e, counter, self.field(arguments, "dropout_seed"))
+        is_kept = b.icmp_signed(">=", word, e.splat(self.field(arguments, "dropout_threshold")))
         factor = e.splat(self.real_field(arguments, "dropout_factor"))
-        return b.select(kept, factor, e.const(0.0))
+        return b.select(is_kept, factor, e.const(0.0))
 
     def lane_numbers(self) -> Value:
         """0, 1, 2, ... in the width of lane integers."""

@@ -1,14 +1,14 @@
 """Interval arithmetic in machine code: what a mask can be over a block of keys.
 
 This is `qkv.problem.bounds` for one block at a time, with the same rules and the same room for
-rounding, so that a kernel finds out by itself which blocks it may skip and which need no mask. An
-interval is a pair of float64 numbers and a bit that says whether the value may be NaN; of a
-condition it is two bits, whether it certainly holds and whether it possibly does.
+rounding, so that a kernel finds out by itself which blocks it may skip and which need no mask. The
+bounds of a number are two float64 numbers and a bit that says whether it may be NaN; those of a
+condition are two bits, whether it certainly holds and whether it possibly does.
 
-A table is read where all its indices are exact. Over ranges of indices its smallest and largest
-element are looked up if these are few; otherwise its values may be whatever its type holds. Less is
-known than in NumPy of exponentials, logarithms and hyperbolic tangents, which are not bounded, and
-of integers beyond 2**53, which may be anything.
+The elements of a table that a block may read are looked up if they are few; otherwise they may be
+any value of the table's type. Two things are bounded less tightly than in `qkv.problem.bounds`:
+exponentials, logarithms and hyperbolic tangents have no bounds at all, and neither have integers
+beyond 2**53.
 """
 
 from __future__ import annotations
@@ -89,52 +89,53 @@ class MaskBounds:
         b = self.e.builder
         match node:
             case Const(kind="bool", value=value):
-                return Truth(_bit(bool(value)), _bit(bool(value)))
+                return Truth(_bool_constant(bool(value)), _bool_constant(bool(value)))
             case Const(kind="int", value=value):
-                return self._whole(_constant_bounds(float(value), float(value)))
+                return self._exact_integers(_constant_bounds(float(value), float(value)))
             case Const(value=value):
                 known = constant_interval(float(value))
                 return _constant_bounds(float(known.low), float(known.high), bool(known.nan))
             case Var(name=name) if name in self._places:
                 low, high = self._places[name]
-                return Bounds(b.sitofp(low, DOUBLE), b.sitofp(high, DOUBLE), _bit(False))
+                return Bounds(b.sitofp(low, DOUBLE), b.sitofp(high, DOUBLE), _bool_constant(False))
             case Var():
-                return UNKNOWN
+                return ANY_VALUE
             case Load():
-                return self._load(node)
+                return self._emit_load(node)
             case Op():
-                return self._operation(node)
+                return self._emit_operation(node)
 
     # --- Operations ------------------------------------------------------------------------------
 
-    def _operation(self, op: Op) -> Bounds | Truth:
+    def _emit_operation(self, op: Op) -> Bounds | Truth:
         if op.name in ("and", "or", "not"):
-            return self._logic(op.name, [self.truth(arg) for arg in op.args])
+            return self._combine_conditions(op.name, [self.truth(arg) for arg in op.args])
         if op.kind == "bool" and op.name == "where":
-            return self._choice(*(self.truth(arg) for arg in op.args))
+            return self._where_condition(*(self.truth(arg) for arg in op.args))
         if op.name == "where":
             condition = self.truth(op.args[0])
-            return self._where(condition, *self._numbers(op, op.args[1:]))
-        numbers = self._numbers(op, op.args)
+            return self._where_number(condition, *self._argument_bounds(op, op.args[1:]))
+        numbers = self._argument_bounds(op, op.args)
         if op.kind == "bool":
             return self._compare(op.name, *numbers)
         exact = self._RULES[op.name](self, *numbers)
         if op.name not in ROUNDS:
             return exact
-        return self._wrapped(exact) if op.kind == "int" else self._rounded(exact)
+        return self._unless_wrapped(exact) if op.kind == "int" else self._rounded(exact)
 
-    def _numbers(self, op: Op, args: tuple[Node, ...]) -> list[Bounds]:
-        """Integer arguments in the type in which the operation computes."""
+    def _argument_bounds(self, op: Op, args: tuple[Node, ...]) -> list[Bounds]:
+        """Bounds of arguments, integers among them as float32 if the operation computes in it."""
         found = [self.bounds(arg) for arg in args]
         if op.kind == "int" and op.name != "floor":
             return found
         if op.kind != "float" and all(arg.kind != "float" for arg in args):
             return found
         return [
-            self._real(x) if arg.kind == "int" else x for x, arg in zip(found, args, strict=True)
+            self._as_float(x) if arg.kind == "int" else x
+            for x, arg in zip(found, args, strict=True)
         ]
 
-    def _logic(self, name: str, args: list[Truth]) -> Truth:
+    def _combine_conditions(self, name: str, args: list[Truth]) -> Truth:
         b = self.e.builder
         if name == "not":
             (a,) = args
@@ -142,8 +143,8 @@ class MaskBounds:
         combine = b.and_ if name == "and" else b.or_
         return Truth(*(combine(x, y) for x, y in zip(*args, strict=True)))
 
-    def _choice(self, condition: Truth, first: Truth, second: Truth) -> Truth:
-        """Conditions as 0 and 1, under the rule of `_where`."""
+    def _where_condition(self, condition: Truth, first: Truth, second: Truth) -> Truth:
+        """`_where_number` for conditions, taken as 0 and 1."""
         b, never = self.e.builder, self.e.builder.not_(condition.possible)
         certain = b.select(never, second.certain, b.and_(first.certain, second.certain))
         possible = b.select(never, second.possible, b.or_(first.possible, second.possible))
@@ -152,7 +153,7 @@ class MaskBounds:
             b.select(condition.certain, first.possible, possible),
         )
 
-    def _where(self, condition: Truth, first: Bounds, second: Bounds) -> Bounds:
+    def _where_number(self, condition: Truth, first: Bounds, second: Bounds) -> Bounds:
         b, never = self.e.builder, self.e.builder.not_(condition.possible)
         low = b.select(never, second.low, self._least(first.low, second.low))
         high = b.select(never, second.high, self._greatest(first.high, second.high))
@@ -169,7 +170,7 @@ class MaskBounds:
         """A comparison with NaN is false, and `ne` with it is true."""
         b = self.e.builder
         if name in ("eq", "ne"):
-            same = self._all(
+            same = self._all_of(
                 b.fcmp_ordered("==", a.low, a.high),
                 b.fcmp_ordered("==", c.low, c.high),
                 b.fcmp_ordered("==", a.low, c.low),
@@ -182,7 +183,7 @@ class MaskBounds:
             sign = "<" if name == "lt" else "<="
             found = Truth(b.fcmp_ordered(sign, a.high, c.low), b.fcmp_ordered(sign, a.low, c.high))
         found = found._replace(certain=b.and_(found.certain, b.not_(b.or_(a.nan, c.nan))))
-        return self._logic("not", [found]) if name == "ne" else found
+        return self._combine_conditions("not", [found]) if name == "ne" else found
 
     def _add(self, a: Bounds, c: Bounds) -> Bounds:
         b = self.e.builder
@@ -192,52 +193,56 @@ class MaskBounds:
             b.and_(self._equals(a.low, -math.inf), self._equals(c.high, math.inf)),
         )
         return Bounds(
-            self._unless_nan(low, -math.inf),
-            self._unless_nan(high, math.inf),
+            self._replace_nan(low, -math.inf),
+            self._replace_nan(high, math.inf),
             b.or_(b.or_(a.nan, c.nan), opposite),
         )
 
     def _multiply(self, a: Bounds, c: Bounds) -> Bounds:
         b = self.e.builder
-        low, high = self._corners(b.fmul, a, c)
+        low, high = self._corner_extremes(b.fmul, a, c)
         zero_by_infinite = b.or_(
-            b.and_(self._has_zero(a), self._infinite(c)),
-            b.and_(self._has_zero(c), self._infinite(a)),
+            b.and_(self._may_be_zero(a), self._may_be_infinite(c)),
+            b.and_(self._may_be_zero(c), self._may_be_infinite(a)),
         )
         return Bounds(low, high, b.or_(b.or_(a.nan, c.nan), zero_by_infinite))
 
     def _divide(self, a: Bounds, c: Bounds) -> Bounds:
         b = self.e.builder
-        low, high = self._corners(b.fdiv, a, c)
-        nan = b.or_(b.or_(a.nan, c.nan), b.and_(self._infinite(a), self._infinite(c)))
-        return self._unless(self._has_zero(c), Bounds(low, high, nan))
+        low, high = self._corner_extremes(b.fdiv, a, c)
+        nan = b.or_(b.or_(a.nan, c.nan), b.and_(self._may_be_infinite(a), self._may_be_infinite(c)))
+        return self._any_value_if(self._may_be_zero(c), Bounds(low, high, nan))
 
     def _floor_divide(self, a: Bounds, c: Bounds) -> Bounds:
-        """Divisors are 1 or more. The rounded quotient of exact integers never crosses a whole
-        number, so that its floor is exact; ends that are not exact stay as they are."""
+        """Divisors are 1 or more. The rounded quotient of exact integers never crosses an integer,
+        so that its floor is exact; a bound that is not exact stays as it is."""
         b = self.e.builder
 
         def quotient(x: Value, y: Value) -> Value:
-            found = self._float("floor", b.fdiv(x, y))
+            found = self._intrinsic("floor", b.fdiv(x, y))
             return b.select(self._is_exact(x), found, x)
 
-        low, high = self._corners(quotient, a, c)
-        return self._unless(self._below_one(c), Bounds(low, high, _bit(False)))
+        low, high = self._corner_extremes(quotient, a, c)
+        return self._any_value_if(
+            self._may_be_below_one(c), Bounds(low, high, _bool_constant(False))
+        )
 
     def _remainder(self, a: Bounds, c: Bounds) -> Bounds:
-        b, one = self.e.builder, _number(1.0)
-        first, last = (self._float("floor", b.fdiv(x, c.low)) for x in (a.low, a.high))
+        b, one = self.e.builder, _constant(1.0)
+        first, last = (self._intrinsic("floor", b.fdiv(x, c.low)) for x in (a.low, a.high))
         small = [
-            b.fcmp_ordered("<", self._float("fabs", x), _number(EXACT / 2))
+            b.fcmp_ordered("<", self._intrinsic("fabs", x), _constant(EXACT / 2))
             for x in (a.low, a.high, c.low)
         ]
-        inside = self._all(
+        inside = self._all_of(
             b.fcmp_ordered("==", first, last), b.fcmp_ordered("==", c.low, c.high), *small
         )
         start = b.fmul(first, c.low)
-        low = b.select(inside, b.fsub(a.low, start), _number(0.0))
+        low = b.select(inside, b.fsub(a.low, start), _constant(0.0))
         high = b.select(inside, b.fsub(a.high, start), b.fsub(c.high, one))
-        return self._unless(self._below_one(c), Bounds(low, high, _bit(False)))
+        return self._any_value_if(
+            self._may_be_below_one(c), Bounds(low, high, _bool_constant(False))
+        )
 
     def _minimum(self, a: Bounds, c: Bounds) -> Bounds:
         nan = self.e.builder.or_(a.nan, c.nan)
@@ -255,36 +260,38 @@ class MaskBounds:
         return self._add(a, self._negative(c))
 
     def _absolute(self, a: Bounds) -> Bounds:
-        b, zero = self.e.builder, _number(0.0)
+        b, zero = self.e.builder, _constant(0.0)
         below = b.select(b.fcmp_ordered("<", a.high, zero), b.fneg(a.high), zero)
         low = b.select(b.fcmp_ordered(">", a.low, zero), a.low, below)
         return Bounds(low, self._greatest(b.fneg(a.low), a.high), a.nan)
 
     def _square_root(self, a: Bounds) -> Bounds:
         b = self.e.builder
-        low, high = self._float("sqrt", a.low), self._float("sqrt", a.high)
+        low, high = self._intrinsic("sqrt", a.low), self._intrinsic("sqrt", a.high)
         return Bounds(
-            self._unless_nan(low, 0.0),
-            self._unless_nan(high, math.inf),
+            self._replace_nan(low, 0.0),
+            self._replace_nan(high, math.inf),
             b.or_(a.nan, self.e.is_nan(low)),
         )
 
     def _floor(self, a: Bounds) -> Bounds:
         """Saturates, and turns NaN into 0, as `evaluate` does."""
-        b, zero = self.e.builder, _number(0.0)
-        limit = _number(_FLOOR_LIMIT)
+        b, zero = self.e.builder, _constant(0.0)
+        limit = _constant(_FLOOR_LIMIT)
         low, high = (
-            self._greatest(self._least(self._float("floor", x), limit), _number(-_FLOOR_LIMIT))
+            self._greatest(
+                self._least(self._intrinsic("floor", x), limit), _constant(-_FLOOR_LIMIT)
+            )
             for x in (a.low, a.high)
         )
         return Bounds(
             b.select(a.nan, self._least(low, zero), low),
             b.select(a.nan, self._greatest(high, zero), high),
-            _bit(False),
+            _bool_constant(False),
         )
 
     def _unbounded(self, _: Bounds) -> Bounds:
-        return UNKNOWN
+        return ANY_VALUE
 
     _RULES: Mapping[str, Callable[..., Bounds]] = {
         "add": _add, "sub": _subtract, "mul": _multiply, "div": _divide,
@@ -295,65 +302,66 @@ class MaskBounds:
 
     # --- Margins for rounding, and for integers that wrap around ---------------------------------
 
-    def _whole(self, a: Bounds) -> Bounds:
-        """Bounds of integers that float64 holds exactly; larger ones have no bounds."""
+    def _exact_integers(self, a: Bounds) -> Bounds:
+        """Bounds that float64 holds exactly; beyond 2**53 only the bounds of int64 are known."""
         b = self.e.builder
         return Bounds(
-            b.select(self._is_exact(a.low), a.low, _number(-_INTEGER_LIMIT)),
-            b.select(self._is_exact(a.high), a.high, _number(_INTEGER_LIMIT)),
+            b.select(self._is_exact(a.low), a.low, _constant(-_INTEGER_LIMIT)),
+            b.select(self._is_exact(a.high), a.high, _constant(_INTEGER_LIMIT)),
             a.nan,
         )
 
-    def _wrapped(self, a: Bounds) -> Bounds:
+    def _unless_wrapped(self, a: Bounds) -> Bounds:
+        """The bounds of a sum or product, unless either is so large that the integer may wrap."""
         b = self.e.builder
         safe = b.and_(self._is_exact(a.low), self._is_exact(a.high))
         return Bounds(
-            b.select(safe, a.low, _number(-_INTEGER_LIMIT)),
-            b.select(safe, a.high, _number(_INTEGER_LIMIT)),
+            b.select(safe, a.low, _constant(-_INTEGER_LIMIT)),
+            b.select(safe, a.high, _constant(_INTEGER_LIMIT)),
             a.nan,
         )
 
-    def _real(self, a: Bounds) -> Bounds:
-        """Integers turned into floating numbers, which float32 rounds beyond 2**24."""
-        b, limit = self.e.builder, _number(2.0**24)
-        near = self._all(
-            *(b.fcmp_ordered("<=", self._float("fabs", x), limit) for x in (a.low, a.high))
+    def _as_float(self, a: Bounds) -> Bounds:
+        """Bounds of an integer that is converted to float32, which rounds it beyond 2**24."""
+        b, limit = self.e.builder, _constant(2.0**24)
+        near = self._all_of(
+            *(b.fcmp_ordered("<=", self._intrinsic("fabs", x), limit) for x in (a.low, a.high))
         )
         wide = self._rounded(a)
         return Bounds(b.select(near, a.low, wide.low), b.select(near, a.high, wide.high), a.nan)
 
     def _rounded(self, a: Bounds) -> Bounds:
-        """Room for the rounding, overflow and underflow of float32."""
+        """Bounds with a margin for the rounding, overflow and underflow of float32."""
         b = self.e.builder
         low, high = self._with_margin(a)
-        beneath = b.fcmp_ordered("<", low, _number(-FLOAT32_MAX))
-        above = b.fcmp_ordered(">", high, _number(FLOAT32_MAX))
+        beneath = b.fcmp_ordered("<", low, _constant(-FLOAT32_MAX))
+        above = b.fcmp_ordered(">", high, _constant(FLOAT32_MAX))
         return Bounds(
-            b.select(beneath, _number(-math.inf), low),
-            b.select(above, _number(math.inf), high),
+            b.select(beneath, _constant(-math.inf), low),
+            b.select(above, _constant(math.inf), high),
             a.nan,
         )
 
-    def _narrowed(self, a: Bounds) -> Bounds:
-        """Elements of a float64 table, which are rounded to float32 but stay finite."""
+    def _as_float32(self, a: Bounds) -> Bounds:
+        """Bounds of elements of a float64 table, rounded to float32; finite ones stay finite."""
         b = self.e.builder
         low, high = self._with_margin(a)
-        infinite = [self._equals(self._float("fabs", x), math.inf) for x in (a.low, a.high)]
+        infinite = [self._equals(self._intrinsic("fabs", x), math.inf) for x in (a.low, a.high)]
         return Bounds(
-            b.select(infinite[0], a.low, self._least(low, _number(FLOAT32_MAX))),
-            b.select(infinite[1], a.high, self._greatest(high, _number(-FLOAT32_MAX))),
+            b.select(infinite[0], a.low, self._least(low, _constant(FLOAT32_MAX))),
+            b.select(infinite[1], a.high, self._greatest(high, _constant(-FLOAT32_MAX))),
             a.nan,
         )
 
     def _with_margin(self, a: Bounds) -> tuple[Value, Value]:
-        b, zero = self.e.builder, _number(0.0)
+        b, zero = self.e.builder, _constant(0.0)
 
-        def room(x: Value) -> Value:
-            size = self._float("fabs", x)
-            wide = b.fadd(b.fmul(size, _number(ROUNDING)), _number(TINY))
-            return b.select(b.fcmp_ordered("<", size, _number(math.inf)), wide, zero)
+        def margin(x: Value) -> Value:
+            size = self._intrinsic("fabs", x)
+            wide = b.fadd(b.fmul(size, _constant(ROUNDING)), _constant(TINY))
+            return b.select(b.fcmp_ordered("<", size, _constant(math.inf)), wide, zero)
 
-        low, high = b.fsub(a.low, room(a.low)), b.fadd(a.high, room(a.high))
+        low, high = b.fsub(a.low, margin(a.low)), b.fadd(a.high, margin(a.high))
         positive = b.fcmp_ordered(">=", a.low, zero)
         negative = b.fcmp_ordered("<=", a.high, zero)
         return (
@@ -363,35 +371,36 @@ class MaskBounds:
 
     # --- Tables ----------------------------------------------------------------------------------
 
-    def _load(self, load: Load) -> Bounds | Truth:
-        """The bounds of what is read: of the elements if they are few, else of their type."""
+    def _emit_load(self, load: Load) -> Bounds | Truth:
+        """Bounds of the elements that may be read if they are few, else of the table's type."""
         e, b = self.e, self.e.builder
         table = self.tables[load.table]
-        ranges = [self._range(i, n) for i, n in zip(load.indices, table.sizes, strict=True)]
-        count = _number(1.0)
+        ranges = [self._index_range(i, n) for i, n in zip(load.indices, table.sizes, strict=True)]
+        count = _constant(1.0)
         for first, last in ranges:
             count = b.fmul(count, b.sitofp(e.add(e.sub(last, first), 1), DOUBLE))
-        known = b.fcmp_ordered("<=", count, self._most_reads)
-        whatever = self._whatever(load, table)
-        start = [_number(math.inf), _number(-math.inf), _bit(False)]
-        start = [b.select(known, x, y) for x, y in zip(start, whatever, strict=True)]
+        is_read = b.fcmp_ordered("<=", count, self._most_reads)
+        type_bounds = self._bounds_of_type(load, table)
+        start = [_constant(math.inf), _constant(-math.inf), _bool_constant(False)]
+        start = [b.select(is_read, x, y) for x, y in zip(start, type_bounds, strict=True)]
         place, axes = table.pointer, list(zip(ranges, table.strides, strict=True))
-        found = Bounds(*self._table_extremes(table, place, axes, known, start))
+        found = Bounds(*self._table_extremes(table, place, axes, is_read, start))
         if load.kind == "bool":
-            zero = _number(0.0)
+            zero = _constant(0.0)
             return Truth(*(b.fcmp_ordered(">", x, zero) for x in (found.low, found.high)))
         if load.kind == "int":
-            return self._whole(found)
+            return self._exact_integers(found)
         wide = table.spec.dtype == "float64"
-        return self._narrowed(found) if wide else found
+        return self._as_float32(found) if wide else found
 
-    def _range(self, index: Node, size: Value) -> tuple[Value, Value]:
-        """First and last index, which are proved to lie inside; `size` only fences them off."""
+    def _index_range(self, index: Node, size: Value) -> tuple[Value, Value]:
+        """First and last index. Indices are proved to lie inside the table, but their bounds may
+        be wider, so that they are cut off at `size`."""
         e, b = self.e, self.e.builder
         last = b.sitofp(e.sub(size, 1), DOUBLE)
         found = self.bounds(index)
         low, high = (
-            self._greatest(self._least(x, last), _number(0.0)) for x in (found.low, found.high)
+            self._greatest(self._least(x, last), _constant(0.0)) for x in (found.low, found.high)
         )
         return b.fptosi(low, INT64), b.fptosi(high, INT64)
 
@@ -400,30 +409,33 @@ class MaskBounds:
         table: TableView,
         place: Value,
         axes: list[tuple[tuple[Value, Value], Value]],
-        known: Value,
+        is_read: Value,
         seen: list[Value],
     ) -> list[Value]:
-        """Smallest and largest element of a box of indices, and whether one is NaN."""
+        """Smallest and largest element of a box of indices, and whether one is NaN.
+
+        `axes` are the index ranges and strides still to go through, `seen` is the result so far.
+        """
         e, b = self.e, self.e.builder
         if not axes:
-            x = self._element(table, place)
+            x = self._load_element(table, place)
             nan = e.is_nan(x)
-            # If one value is NaN, `bounds` treats all of them as unknown.
-            low = b.select(nan, _number(-math.inf), self._least(seen[0], x))
-            high = b.select(nan, _number(math.inf), self._greatest(seen[1], x))
+            # `qkv.problem.bounds` has the same rule: one NaN leaves a table without bounds.
+            low = b.select(nan, _constant(-math.inf), self._least(seen[0], x))
+            high = b.select(nan, _constant(math.inf), self._greatest(seen[1], x))
             return [low, high, b.or_(seen[2], nan)]
         ((first, last), stride), *others = axes
-        # Tables whose indices are unknown are not read.
-        stop = b.select(known, e.add(last, 1), first)
+        # If too many elements may be read, the loop is empty and none is.
+        stop = b.select(is_read, e.add(last, 1), first)
 
-        def one(i: Value, carried: list[Value]) -> list[Value]:
+        def read_along_axis(i: Value, carried: list[Value]) -> list[Value]:
             return self._table_extremes(
-                table, e.at(place, e.mul(i, stride)), others, known, carried
+                table, e.at(place, e.mul(i, stride)), others, is_read, carried
             )
 
-        return e.loop(first, stop, 1, seen, one)
+        return e.loop(first, stop, 1, seen, read_along_axis)
 
-    def _element(self, table: TableView, place: Value) -> Value:
+    def _load_element(self, table: TableView, place: Value) -> Value:
         e, b, dtype = self.e, self.e.builder, table.spec.dtype
         raw = e.load(place, raw_type(dtype))
         if dtype == "bool":
@@ -436,35 +448,36 @@ class MaskBounds:
         wide = storage.widen(e, raw, dtype)
         return wide if wide.type == DOUBLE else b.fpext(wide, DOUBLE)
 
-    def _whatever(self, load: Load, table: TableView) -> Bounds:
-        """All that the type of a table holds."""
+    def _bounds_of_type(self, load: Load, table: TableView) -> Bounds:
+        """The smallest and largest value that the type of a table holds."""
         if load.kind == "bool":
             return _constant_bounds(0.0, 1.0)
         if load.kind == "int":
             limits = np.iinfo(table.spec.dtype)
             return _constant_bounds(float(limits.min), float(limits.max))
-        return UNKNOWN
+        return ANY_VALUE
 
     # --- Numbers ---------------------------------------------------------------------------------
 
-    def _corners(
+    def _corner_extremes(
         self, combine: Callable[[Value, Value], Value], a: Bounds, c: Bounds
     ) -> tuple[Value, Value]:
+        """Smallest and largest result for the bounds of both arguments; 0 where one is NaN."""
         values = [
-            self._unless_nan(combine(x, y), 0.0) for x in (a.low, a.high) for y in (c.low, c.high)
+            self._replace_nan(combine(x, y), 0.0) for x in (a.low, a.high) for y in (c.low, c.high)
         ]
         low = high = values[0]
         for value in values[1:]:
             low, high = self._least(low, value), self._greatest(high, value)
         return low, high
 
-    def _unless(self, condition: Value, found: Bounds) -> Bounds:
-        """Unknown where the condition holds."""
+    def _any_value_if(self, condition: Value, found: Bounds) -> Bounds:
+        """`ANY_VALUE` where the condition holds, else the bounds found."""
         b = self.e.builder
-        return Bounds(*(b.select(condition, x, y) for x, y in zip(UNKNOWN, found, strict=True)))
+        return Bounds(*(b.select(condition, x, y) for x, y in zip(ANY_VALUE, found, strict=True)))
 
-    def _unless_nan(self, x: Value, otherwise: float) -> Value:
-        return self.e.builder.select(self.e.is_nan(x), _number(otherwise), x)
+    def _replace_nan(self, x: Value, otherwise: float) -> Value:
+        return self.e.builder.select(self.e.is_nan(x), _constant(otherwise), x)
 
     def _least(self, x: Value, y: Value) -> Value:
         return self.e.builder.select(self.e.builder.fcmp_ordered("<", y, x), y, x)
@@ -473,43 +486,43 @@ class MaskBounds:
         return self.e.builder.select(self.e.builder.fcmp_ordered(">", y, x), y, x)
 
     def _equals(self, x: Value, number: float) -> Value:
-        return self.e.builder.fcmp_ordered("==", x, _number(number))
+        return self.e.builder.fcmp_ordered("==", x, _constant(number))
 
     def _is_exact(self, x: Value) -> Value:
-        return self.e.builder.fcmp_ordered("<", self._float("fabs", x), _number(EXACT))
+        return self.e.builder.fcmp_ordered("<", self._intrinsic("fabs", x), _constant(EXACT))
 
-    def _below_one(self, a: Bounds) -> Value:
-        return self.e.builder.fcmp_ordered("<", a.low, _number(1.0))
+    def _may_be_below_one(self, a: Bounds) -> Value:
+        return self.e.builder.fcmp_ordered("<", a.low, _constant(1.0))
 
-    def _has_zero(self, a: Bounds) -> Value:
-        b, zero = self.e.builder, _number(0.0)
+    def _may_be_zero(self, a: Bounds) -> Value:
+        b, zero = self.e.builder, _constant(0.0)
         return b.and_(b.fcmp_ordered("<=", a.low, zero), b.fcmp_ordered(">=", a.high, zero))
 
-    def _infinite(self, a: Bounds) -> Value:
+    def _may_be_infinite(self, a: Bounds) -> Value:
         return self.e.builder.or_(
-            *(self._equals(self._float("fabs", x), math.inf) for x in (a.low, a.high))
+            *(self._equals(self._intrinsic("fabs", x), math.inf) for x in (a.low, a.high))
         )
 
-    def _float(self, name: str, x: Value) -> Value:
+    def _intrinsic(self, name: str, x: Value) -> Value:
         return self.e.intrinsic(name, x)
 
-    def _all(self, *conditions: Value) -> Value:
+    def _all_of(self, *conditions: Value) -> Value:
         found = conditions[0]
         for condition in conditions[1:]:
             found = self.e.builder.and_(found, condition)
         return found
 
 
-def _number(value: float) -> Value:
+def _constant(value: float) -> Value:
     return ir.Constant(DOUBLE, value)
 
 
-def _bit(value: bool) -> Value:
+def _bool_constant(value: bool) -> Value:
     return ir.Constant(BIT, int(value))
 
 
 def _constant_bounds(low: float, high: float, nan: bool = False) -> Bounds:
-    return Bounds(_number(low), _number(high), _bit(nan))
+    return Bounds(_constant(low), _constant(high), _bool_constant(nan))
 
 
-UNKNOWN = _constant_bounds(-math.inf, math.inf, nan=True)
+ANY_VALUE = _constant_bounds(-math.inf, math.inf, nan=True)

@@ -12,8 +12,8 @@ from qkv.problem.philox import MULTIPLIERS, WEYL
 _LOW = 0xFFFFFFFF
 
 
-def first_word(e: Emitter, counter: Sequence[Value], seed: Value) -> Value:
-    """Word 0 for four counters, each a vector of 64-bit integers, and a uniform seed."""
+def random_word(e: Emitter, counter: Sequence[Value], seed: Value) -> Value:
+    """The first word of the output, for four counter words in 64-bit lanes and a uniform seed."""
     b = e.builder
     wide = ir.VectorType(INT64, e.lanes)
 

@@ -1,4 +1,4 @@
-"""Blocks of tables that have an entry for every pair, such as dense masks and biases, transposed.
+"""Transposed blocks of tables that have an entry for every pair, as dense masks and biases do.
 
 Kernels have queries in the lanes of a vector, but the entries of neighbouring queries are a whole
 row of the table apart, so that reading them one by one takes longer than the matrix products. Here
@@ -24,7 +24,7 @@ _FLOATS = ("float32", "float16", "bfloat16")
 
 
 def transposed_loads(spec: Spec) -> tuple[Load, ...]:
-    """Reads whose column is the key and whose row depends on the query, in a fixed order."""
+    """Loads whose column is the key and whose row depends on the query, in a fixed order."""
     dtypes = {table.name: table.dtype for table in spec.tables}
     return tuple(
         node
@@ -43,7 +43,7 @@ def _is_transposed(load: Load, stored: str, dtype: str) -> bool:
 
 
 def transposed_bytes(spec: Spec, block_kv: int, vector_bytes: int) -> int:
-    """Scratch that the blocks of one vector of queries take."""
+    """Bytes of scratch memory for all transposed blocks of one vector of queries."""
     return len(transposed_loads(spec)) * block_kv * vector_bytes
 
 
@@ -56,24 +56,24 @@ def transpose_tables(
     block_kv: int,
     target: Value,
 ) -> None:
-    """The entries of `count` keys from `kv_start` on, a vector for each key and load."""
+    """Write the entries of `count` keys from `kv_start` on, a vector for each key and load."""
     b = e.builder
     for n, load in enumerate(loads):
         table = places.tables[load.table]
-        uniform, varying = places.inside(kv_start, e.const(0.0)).place(load, table)
+        uniform, varying = places.at_key(kv_start, e.const(0.0)).entry_offset(load, table)
         assert varying is not None
-        rows = e.words(e.lanes)
+        rows = e.stack_words(e.lanes)
         for i in range(e.lanes):
             row = e.at(table.pointer, e.extract(varying, i), uniform)
             e.store(b.ptrtoint(row, INT64), e.at(rows, WORD * i), WORD)
         here = e.at(target, n * block_kv * e.vector_bytes)
-        b.call(_laying(e, table.spec.dtype), [rows, table.strides[-1], count, here])
+        b.call(_transpose_function(e, table.spec.dtype), [rows, table.strides[-1], count, here])
 
 
-def _laying(e: Emitter, dtype: str) -> Value:
-    """A function `(rows, element, count, target)`: a vector for each of `count` keys.
+def _transpose_function(e: Emitter, dtype: str) -> Value:
+    """A function `(rows, element, count, target)` that writes a vector for each of `count` keys.
 
-    `rows` are the addresses of a row for each lane, `element` is the bytes from key to key.
+    `rows` are the addresses of one row for each lane, `element` is the byte stride from key to key.
     """
     name = f"lay_down_{dtype}"
     held = e.module.globals.get(name)
@@ -84,30 +84,30 @@ def _laying(e: Emitter, dtype: str) -> Value:
         places, element, count, target = args
         b = e.builder
         rows = [e.pointer(e.load(e.at(places, WORD * i), INT64, WORD)) for i in range(e.lanes)]
-        enough = b.icmp_signed(">=", count, e.index(e.lanes))
-        side_by_side = b.and_(enough, b.icmp_signed("==", element, e.index(item)))
+        is_long = b.icmp_signed(">=", count, e.index(e.lanes))
+        side_by_side = b.and_(is_long, b.icmp_signed("==", element, e.index(item)))
 
-        def put(k: Value, vector: Value) -> None:
+        def store_key(k: Value, vector: Value) -> None:
             e.store(vector, e.at(target, e.mul(k, e.vector_bytes)), e.vector_bytes)
 
-        def transpose(k: Value, _: list[Value]) -> None:
-            # The last keys may overlap those before.
+        def transpose_keys(k: Value, _: list[Value]) -> None:
+            # The last step ends with the last key, so it may repeat keys of the step before it.
             k = e.least(k, e.sub(count, e.lanes))
-            loaded = [_read(e, e.at(row, e.mul(k, item)), dtype, e.lanes) for row in rows]
+            loaded = [_load_entries(e, e.at(row, e.mul(k, item)), dtype, e.lanes) for row in rows]
             for i, vector in enumerate(e.transpose(loaded)):
-                put(e.add(k, i), vector)
+                store_key(e.add(k, i), vector)
 
-        def gather(k: Value, _: list[Value]) -> None:
-            first = _read(e, e.at(rows[0], e.mul(k, element)), dtype)
+        def gather_key(k: Value, _: list[Value]) -> None:
+            first = _load_entries(e, e.at(rows[0], e.mul(k, element)), dtype)
             vector = ir.Constant(ir.VectorType(first.type, e.lanes), ir.Undefined)
             for i, row in enumerate(rows):
-                entry = first if i == 0 else _read(e, e.at(row, e.mul(k, element)), dtype)
+                entry = first if i == 0 else _load_entries(e, e.at(row, e.mul(k, element)), dtype)
                 vector = e.insert(vector, entry, i)
-            put(k, vector)
+            store_key(k, vector)
 
         stop = b.select(side_by_side, count, e.index(0))
-        e.loop(0, stop, e.lanes, [], transpose)
-        e.loop(stop, count, 1, [], gather)
+        e.loop(0, stop, e.lanes, [], transpose_keys)
+        e.loop(stop, count, 1, [], gather_key)
     return function
 
 
@@ -127,9 +127,9 @@ def transposed_values(
     return known
 
 
-def _read(e: Emitter, pointer: Value, dtype: str, lanes: int = 0) -> Value:
+def _load_entries(e: Emitter, pointer: Value, dtype: str, lanes: int = 0) -> Value:
     """Numbers as reals; booleans as integers of the same width."""
     if dtype != "bool":
         return storage.load(e, pointer, dtype, lanes)
     raw = e.load(pointer, ir.VectorType(BYTE, lanes) if lanes else BYTE)
-    return e.builder.zext(raw, ir.VectorType(e.whole, lanes) if lanes else e.whole)
+    return e.builder.zext(raw, ir.VectorType(e.real_bits, lanes) if lanes else e.real_bits)

@@ -24,7 +24,7 @@ class _Format:
     bias: int
     exp2: tuple[float, ...]
     ln2: tuple[float, float]
-    """High and low part; whole numbers in range times the high part are exact."""
+    """ln 2 as a high and a low part. Products of the high part with exponents are exact."""
     smallest: float
     """Below this, exp is 0."""
     largest: float
@@ -85,8 +85,8 @@ def polynomial(e: Emitter, coefficients: tuple[float, ...], x: Value) -> Value:
     return total
 
 
-def _split(e: Emitter, x: Value) -> tuple[Value, Value]:
-    """x = n * ln 2 + f with |f| <= ln(2) / 2: exp(f), and n + bias in the low bits of integers."""
+def _split_exp(e: Emitter, x: Value) -> tuple[Value, Value]:
+    """exp(f), and n + bias in the low bits, for x = n * ln 2 + f with |f| <= ln(2) / 2."""
     b, form = e.builder, _format(e)
     magic = e.const(form.round + form.bias)
     shifted = e.fma(x, e.const(LOG2_E), magic)
@@ -98,20 +98,20 @@ def _split(e: Emitter, x: Value) -> tuple[Value, Value]:
 
 
 def exp_flushed(e: Emitter, x: Value) -> Value:
-    """exp(x) for x <= 0: exactly 0 once it leaves the normal numbers, NaN for NaN.
+    """exp(x) for x <= 0, NaN for NaN. Subnormal results are flushed to 0.
 
-    `x log2(e)` is not rounded before its whole part is taken off.
+    `x log2(e)` is not rounded before its integer part is subtracted.
     """
     b, form = e.builder, _format(e)
     magic, unit = e.const(form.round + form.bias), e.const(LOG2_E)
     shifted = e.fma(x, unit, magic)
     f = e.fma(x, unit, b.fsub(magic, shifted))
     power = e.as_floats(b.shl(e.as_bits(shifted), e.const_bits(form.fraction)))
-    return b.select(is_kept(e, x), b.fmul(polynomial(e, form.exp2, f), power), e.const(0.0))
+    return b.select(exp_is_nonzero(e, x), b.fmul(polynomial(e, form.exp2, f), power), e.const(0.0))
 
 
-def is_kept(e: Emitter, x: Value) -> Value:
-    """Whether `exp_flushed` does not make exp(x) exactly 0."""
+def exp_is_nonzero(e: Emitter, x: Value) -> Value:
+    """Whether `exp_flushed(x)` is not 0: x is large enough, or NaN."""
     return e.builder.fcmp_unordered(">=", x, e.const((1 - _format(e).bias) * LN_2))
 
 
@@ -121,8 +121,8 @@ def exp(e: Emitter, x: Value) -> Value:
     # Beyond these bounds the result is 0 or infinity; NaN passes both selections.
     x = b.select(b.fcmp_ordered("<", x, e.const(form.smallest)), e.const(form.smallest), x)
     x = b.select(b.fcmp_ordered(">", x, e.const(form.largest)), e.const(form.largest), x)
-    fraction, exponent = _split(e, x)
-    # 2^n may overflow where the result does not, so it is multiplied in two halves.
+    fraction, exponent = _split_exp(e, x)
+    # 2^n may overflow where the result does not, so it is applied as two factors.
     n = b.sub(exponent, e.const_bits(form.round_bits + form.bias))
     half = b.ashr(n, e.const_bits(1))
     for part in (half, b.sub(n, half)):
@@ -134,7 +134,7 @@ def exp(e: Emitter, x: Value) -> Value:
 def log(e: Emitter, x: Value) -> Value:
     """Natural logarithm; log(0) = -inf, log of a negative number is NaN."""
     b = e.builder
-    f, n = _near_one(e, x)
+    f, n = _split_log(e, x)
     result = _log32(e, f, n) if e.real == FLOAT else _log64(e, f, n)
     result = b.select(b.fcmp_ordered("==", x, e.const(0.0)), e.const(-math.inf), result)
     result = b.select(b.fcmp_ordered("==", x, e.const(math.inf)), x, result)
@@ -143,25 +143,25 @@ def log(e: Emitter, x: Value) -> Value:
 
 
 def add_log(e: Emitter, a: Value, x: Value, rest: Value) -> tuple[Value, Value]:
-    """a + log(x + rest) for x >= 1 or NaN, and what rounding took from it.
+    """a + log(x + rest) for x >= 1 or NaN, and the rounding error of this sum.
 
-    Where the two cancel, rounding x or log(x) first would be most of the error, so `rest` is what
-    rounding took from x.
+    `rest` is the rounding error of x. Where a and log(x) cancel, this error and that of log(x)
+    would be most of the error of the result.
     """
     b = e.builder
-    f, n = _near_one(e, x)
+    f, n = _split_log(e, x)
     high, tail = _log32_terms(e, f, n) if e.real == FLOAT else _log64_terms(e, f, n)
     first = b.fadd(a, high)
     second = b.fadd(first, f)
-    lost = b.fadd(rest_of_sum(e, a, high, first), rest_of_sum(e, first, f, second))
+    lost = b.fadd(error_of_sum(e, a, high, first), error_of_sum(e, first, f, second))
     tail = b.fadd(b.fadd(tail, b.fdiv(rest, x)), lost)
     total = b.fadd(second, tail)
     finite = b.fcmp_ordered("<", x, e.const(math.inf))
     total = b.select(finite, total, b.fadd(a, x))
-    return total, rest_of_sum(e, second, tail, total)
+    return total, error_of_sum(e, second, tail, total)
 
 
-def rest_of_sum(e: Emitter, first: Value, second: Value, total: Value) -> Value:
+def error_of_sum(e: Emitter, first: Value, second: Value, total: Value) -> Value:
     """The rounding error of first + second (Knuth's TwoSum)."""
     b = e.builder
     seen = b.fsub(total, first)
@@ -170,19 +170,19 @@ def rest_of_sum(e: Emitter, first: Value, second: Value, total: Value) -> Value:
 
 
 def sum_of_lanes(e: Emitter, x: Value, rest: Value) -> tuple[Value, Value]:
-    """The sum of all lanes of x and of its `rest`, rounded, and what rounding took from it."""
-    b, distance = e.builder, 1
-    while distance < e.lanes:
-        picks = e.picks([i ^ distance for i in range(e.lanes)])
+    """The rounded sum of all lanes of x and of its `rest`, and the rounding error of this sum."""
+    b, shift = e.builder, 1
+    while shift < e.lanes:
+        picks = e.shuffle_mask([i ^ shift for i in range(e.lanes)])
         other, its_rest = (b.shuffle_vector(vector, vector, picks) for vector in (x, rest))
         total = b.fadd(x, other)
-        rest = b.fadd(b.fadd(rest, its_rest), rest_of_sum(e, x, other, total))
-        x, distance = total, 2 * distance
+        rest = b.fadd(b.fadd(rest, its_rest), error_of_sum(e, x, other, total))
+        x, shift = total, 2 * shift
     total = b.fadd(x, rest)
-    return total, rest_of_sum(e, x, rest, total)
+    return total, error_of_sum(e, x, rest, total)
 
 
-def _near_one(e: Emitter, x: Value) -> tuple[Value, Value]:
+def _split_log(e: Emitter, x: Value) -> tuple[Value, Value]:
     """f and n of x = (1 + f) 2^n, with 1 + f in [sqrt(1/2), sqrt(2))."""
     b, form = e.builder, _format(e)
     lift = form.fraction + 2
@@ -220,7 +220,7 @@ def _log64(e: Emitter, f: Value, n: Value) -> Value:
 
 
 def _log64_terms(e: Emitter, f: Value, n: Value) -> tuple[Value, Value]:
-    """The same, with log(1 + f) as 2 atanh(s), s = f / (2 + f)."""
+    """`_log32_terms` for float64, with log(1 + f) as 2 atanh(s), s = f / (2 + f)."""
     b = e.builder
     s = b.fdiv(f, b.fadd(f, e.const(2.0)))
     square = b.fmul(s, s)
@@ -232,26 +232,26 @@ def _log64_terms(e: Emitter, f: Value, n: Value) -> tuple[Value, Value]:
 
 def tanh(e: Emitter, x: Value) -> Value:
     """Odd polynomial near 0, 1 - 2 / (exp(2 |x|) + 1) elsewhere."""
-    return capped(e, e.const(1.0), x, x)
+    return soft_cap(e, e.const(1.0), x, x)
 
 
-def capped(e: Emitter, cap: Value, x: Value, share: Value) -> Value:
-    """cap * tanh(share), where share is x / cap rounded: near 0 it is x and a little."""
+def soft_cap(e: Emitter, cap: Value, x: Value, ratio: Value) -> Value:
+    """cap * tanh(ratio), where `ratio` is x / cap, rounded. Near 0 it is x plus a small term."""
     b, form = e.builder, _format(e)
-    magnitude = e.intrinsic("fabs", share)
-    square = b.fmul(share, share)
+    magnitude = e.intrinsic("fabs", ratio)
+    square = b.fmul(ratio, ratio)
     if e.real == FLOAT:
         tail = polynomial(e, _TANH32, square)
     else:
         above, below = (polynomial(e, part, square) for part in _TANH64)
         tail = b.fdiv(above, below)
     near = e.fma(b.fmul(tail, square), x, x)
-    # 2 |share| is limited so that exp does not overflow; NaN stays NaN.
+    # 2 |ratio| is limited so that exp does not overflow; NaN stays NaN.
     doubled = b.fadd(magnitude, magnitude)
     doubled = b.select(b.fcmp_ordered(">", doubled, e.const(40.0)), e.const(40.0), doubled)
-    fraction, exponent = _split(e, doubled)
+    fraction, exponent = _split_exp(e, doubled)
     power = e.as_floats(b.shl(exponent, e.const_bits(form.fraction)))
     quotient = b.fdiv(e.const(-2.0), e.fma(fraction, power, e.const(1.0)))
-    sign = b.and_(e.as_bits(share), e.as_bits(e.const(-0.0)))
+    sign = b.and_(e.as_bits(ratio), e.as_bits(e.const(-0.0)))
     far = e.as_floats(b.xor(e.as_bits(e.fma(quotient, cap, cap)), sign))
     return b.select(b.fcmp_ordered("<", magnitude, e.const(0.625)), near, far)

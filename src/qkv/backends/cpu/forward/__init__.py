@@ -1,1 +1,12 @@
-"""The forward kernels: online softmax over blocks of keys, for many queries."""
+"""The forward kernels: online softmax over blocks of keys, for many queries.
+
+kernel          the kernel for every dtype and machine
+bf16_dot        the kernel for bfloat16 on machines that multiply it
+pair_kernel     what kernels for pairs of bfloat16 share: bf16_dot and those of split_bf16
+score_blocks    one block of queries with one block of keys, in a pair_kernel
+boundary_blocks blocks that the boundary of a mask crosses, in `kernel`
+softmax         scores to weights: score mods, masks, row maximum and row sum
+products        S = Q K^T and O += P V for one block of keys, in `kernel`
+rows            queries packed; outputs and statistics unpacked
+frame           argument block, tasks and statistics of all forward kernels
+"""

@@ -1,8 +1,8 @@
 """Blocks on the boundary of a mask: each vector of queries computes only the keys that it may see.
 
-Where the boundary of a mask, as of a causal one, crosses a block, some vectors of its queries see
-keys that others do not. The mask itself shows which: it is evaluated before anything is multiplied.
-The keys that are left out would have had a weight of exactly 0.
+Where the boundary of a mask, such as a causal one, crosses a block, some vectors of queries see
+keys that others do not. Which they see is found by evaluating the mask, before anything is
+multiplied. The keys that are left out would have had a weight of exactly 0.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ STEP = 16
 """Ranges of keys are rounded to multiples of this number, which is how many weights are added in
 one chain."""
 _NARROW = 7, 8
-"""Vectors are computed separately only if the keys that they see are fewer than 7/8 of all."""
+"""Vectors are computed separately only if this saves more than 1/8 of the products."""
 
 Range = tuple[Value, Value]
 
 
 def skips_within_blocks(mask: Node) -> bool:
-    """Whether a mask is evaluated twice for some pairs: not if that reads an element for each."""
+    """Whether blocks at the boundary of this mask are cut down to the keys that may be seen.
+
+    That evaluates the mask twice for some pairs, too slow if each pair has an element in a table.
+    """
     reads = (node for node in walk(mask) if isinstance(node, Load))
     return mask != TRUE and not any({"q_index", "kv_index"} <= variables(read) for read in reads)
 
@@ -46,18 +49,18 @@ def write_range(
     b, lanes = e.builder, ir.IntType(e.lanes)
     places.hoist(mask)
 
-    def sees(k: Value) -> Value:
-        inner = places.inside(e.add(kv_start, k), e.const(0.0))
+    def is_seen(k: Value) -> Value:
+        inner = places.at_key(e.add(kv_start, k), e.const(0.0))
         return b.icmp_unsigned("!=", b.bitcast(inner.condition(mask), lanes), ir.Constant(lanes, 0))
 
     last = e.sub(count, 1)
-    before = e.find(count, sees)
-    behind = e.find(e.sub(count, before), lambda k: sees(e.sub(last, k)))
-    stop = e.round_down(e.add(e.sub(count, behind), STEP - 1), STEP)
-    bounds = e.round_down(before, STEP), e.least(stop, count)
-    none = b.icmp_signed("==", before, count)
-    for i, (bound, nothing) in enumerate(zip(bounds, (count, e.index(0)), strict=True)):
-        e.store(b.select(none, nothing, bound), e.at(found, WORD * i), WORD)
+    unseen_before = e.find(count, is_seen)
+    unseen_after = e.find(e.sub(count, unseen_before), lambda k: is_seen(e.sub(last, k)))
+    stop = e.round_down(e.add(e.sub(count, unseen_after), STEP - 1), STEP)
+    bounds = e.round_down(unseen_before, STEP), e.least(stop, count)
+    is_empty = b.icmp_signed("==", unseen_before, count)
+    for i, (bound, empty_bound) in enumerate(zip(bounds, (count, e.index(0)), strict=True)):
+        e.store(b.select(is_empty, empty_bound, bound), e.at(found, WORD * i), WORD)
 
 
 def read_range(e: Emitter, found: Value) -> Range:
@@ -66,25 +69,26 @@ def read_range(e: Emitter, found: Value) -> Range:
 
 
 def are_narrow(e: Emitter, ranges: Sequence[Range], keys: Value) -> Value:
-    """Whether vectors see so few of a block's keys that each should compute its own range only."""
-    own = [e.greater(e.sub(stop, start), 0) for start, stop in ranges]
+    """Whether vectors see so few of a block's keys that each is computed with its own range."""
+    own = [e.larger_of(e.sub(stop, start), 0) for start, stop in ranges]
     part, whole = _NARROW
     return e.below(e.mul(e.add(*own), whole), e.mul(keys, part * len(ranges)))
 
 
-def each_step(
+def for_each_step(
     e: Emitter,
     ranges: Sequence[Range],
     count: Value,
     body: Callable[[Value, Value, Value, Value], None],
 ) -> None:
-    """`body(first, stop, k, keys)`: which neighbouring vectors see the step of keys from k on.
+    """`body(first, stop, k, keys)` for each step of `keys` keys from k on.
 
-    They are those between the first and the last one that may see any; there may be none.
+    The vectors from `first` to `stop` are all between the first and the last one that may see any
+    key of the step. If none does, `stop` is not above `first`.
     """
     b = e.builder
 
-    def step(k: Value, _: list[Value]) -> None:
+    def visit_step(k: Value, _: list[Value]) -> None:
         first, last = e.index(len(ranges)), e.index(0)
         for j, (start, stop) in enumerate(ranges):
             seen = b.and_(b.icmp_signed("<=", start, k), e.below(k, stop))
@@ -92,11 +96,11 @@ def each_step(
             last = b.select(seen, e.index(j + 1), last)
         body(first, last, k, e.least(STEP, e.sub(count, k)))
 
-    e.loop(0, count, STEP, [], step)
+    e.loop(0, count, STEP, [], visit_step)
 
 
 class BoundaryBlock(NamedTuple):
-    """A block of queries with a block of keys, as `forward` names its parts."""
+    """A block of queries with a block of keys; the names are those of `kernel.attend_function`."""
 
     vectors: int
     arguments: Value
@@ -109,114 +113,118 @@ class BoundaryBlock(NamedTuple):
     total: Value
     head_dim: Value
     v_head_dim: Value
-    rows_of: Callable[[Value, Value], tuple[Value, ...]]
-    """Given a first key and a number of keys: addresses and row strides of K and V."""
-    softmax: Callable[[int, Value, Value, Value, Value], None]
+    key_and_value_rows: Callable[[Value, Value], tuple[Value, ...]]
+    """Addresses and row strides of K and V, given the first key and the number of keys."""
+    call_softmax: Callable[[int, Value, Value, Value, Value], None]
     """Softmax of one vector, given its number, its scores, the first key, the number of keys, and
     whether weights of forbidden pairs are marked."""
-    selected: Callable[[Value, Value, Value], None]
+    add_selected: Callable[[Value, Value, Value], None]
     """Adds values that are not all finite, given their address, row stride and number."""
-    all_vectors: Callable[[Value, Value], None]
+    attend_together: Callable[[Value, Value], None]
     """Computes all vectors together, given the first key and the number of keys."""
 
 
 class BoundaryBlocks:
-    """Writes the functions of one kernel, and what calls them."""
+    """Writes the functions for boundary blocks of one kernel, and calls to them."""
 
     def __init__(self, frame: ForwardFrame) -> None:
         self.e = frame.e
-        self.seen = _seen(frame)
-        self.scores = [_scores(frame, n) for n in range(1, frame.shape.vectors + 1)]
+        self.range_function = _range_function(frame)
+        self.scores = [_scores_function(frame, n) for n in range(1, frame.shape.vectors + 1)]
         self.values = values_function(frame, 1, frame.shape.vectors)
 
-    def compute(self, cut: BoundaryBlock, all_finite: Value, kv_start: Value, count: Value) -> None:
-        """The queries, with the keys that they may see."""
+    def attend(
+        self, block: BoundaryBlock, all_finite: Value, kv_start: Value, count: Value
+    ) -> None:
+        """Attend to the keys of a block that its queries may see."""
         e, b = self.e, self.e.builder
-        ranges = [self._range(cut, j, kv_start, count) for j in range(cut.vectors)]
+        ranges = [self._range_of_vector(block, j, kv_start, count) for j in range(block.vectors)]
         starts, stops = zip(*ranges, strict=True)
-        start, stop = reduce(e.least, starts), reduce(e.greater, stops)
+        start, stop = reduce(e.least, starts), reduce(e.larger_of, stops)
         keys, first = e.sub(stop, start), e.add(kv_start, start)
 
-        def all_vectors() -> None:
-            cut.all_vectors(first, keys)
+        def attend_together() -> None:
+            block.attend_together(first, keys)
 
-        def any_key() -> None:
-            if cut.vectors == 1:
-                all_vectors()
+        def attend_to_range() -> None:
+            if block.vectors == 1:
+                attend_together()
                 return
             inside = [(e.sub(low, start), e.sub(high, start)) for low, high in ranges]
             e.choose(
                 are_narrow(e, ranges, keys),
-                lambda: self._apart(cut, all_finite, first, keys, inside),
-                all_vectors,
+                lambda: self._attend_apart(block, all_finite, first, keys, inside),
+                attend_together,
             )
 
         with b.if_then(e.below(0, keys)):
-            any_key()
+            attend_to_range()
 
-    def _range(self, cut: BoundaryBlock, j: int, kv_start: Value, count: Value) -> Range:
+    def _range_of_vector(
+        self, block: BoundaryBlock, j: int, kv_start: Value, count: Value
+    ) -> Range:
         """The range of keys of the block that the queries of vector j may see."""
-        e, found = self.e, self.e.words(2)
-        first = e.add(cut.first_row, j * e.lanes)
-        where = cut.arguments, cut.batch, cut.head, first, kv_start, count, found
-        e.builder.call(self.seen, where)
+        e, found = self.e, self.e.stack_words(2)
+        first = e.add(block.first_row, j * e.lanes)
+        where = block.arguments, block.batch, block.head, first, kv_start, count, found
+        e.builder.call(self.range_function, where)
         return read_range(e, found)
 
-    def _apart(
+    def _attend_apart(
         self,
-        cut: BoundaryBlock,
+        block: BoundaryBlock,
         all_finite: Value,
         kv_start: Value,
         count: Value,
         ranges: list[Range],
     ) -> None:
-        """Each vector, with its own range of keys."""
+        """Attend to each vector's own range of keys."""
         e, b = self.e, self.e.builder
-        key, key_row, value, value_row = cut.rows_of(kv_start, count)
-        width = e.index(cut.vectors * e.vector_bytes)
+        key, key_row, value, value_row = block.key_and_value_rows(kv_start, count)
+        width = e.index(block.vectors * e.vector_bytes)
 
-        def scores(first: Value, last: Value, k: Value, keys: Value) -> None:
+        def compute_scores(first: Value, last: Value, k: Value, keys: Value) -> None:
             offset, number = e.mul(first, e.vector_bytes), e.sub(last, first)
-            out = e.at(cut.weights, offset, e.mul(k, width))
-            places = e.at(key, e.mul(k, key_row)), e.at(cut.packed, offset), out
-            for vectors, scores in enumerate(self.scores, start=1):
+            out = e.at(block.weights, offset, e.mul(k, width))
+            places = e.at(key, e.mul(k, key_row)), e.at(block.packed, offset), out
+            for vectors, function in enumerate(self.scores, start=1):
                 with b.if_then(b.icmp_signed("==", number, e.index(vectors))):
-                    b.call(scores, [*places, key_row, cut.head_dim, keys])
+                    b.call(function, [*places, key_row, block.head_dim, keys])
 
-        finite = b.call(all_finite, [value, value_row, count, cut.v_head_dim])
+        finite = b.call(all_finite, [value, value_row, count, block.v_head_dim])
 
-        def leave_out(weights: Value, first: Value, last: Value) -> None:
+        def mark_forbidden(weights: Value, first: Value, last: Value) -> None:
             mark = e.const(-0.0)
             e.loop(
                 first, last, 1, [],
                 lambda k, _: e.store_vector(mark, e.at(weights, e.mul(k, width))),
             )  # fmt: skip
 
-        def vector(j: int, start: Value, stop: Value) -> None:
+        def attend_vector(j: int, start: Value, stop: Value) -> None:
             offset, keys = j * e.vector_bytes, e.sub(stop, start)
-            all_weights, rescale = e.at(cut.weights, offset), e.at(cut.rescale, offset)
+            all_weights, rescale = e.at(block.weights, offset), e.at(block.rescale, offset)
             weights, some = e.at(all_weights, e.mul(start, width)), e.below(0, keys)
             with b.if_then(some):
-                cut.softmax(j, weights, e.add(kv_start, start), keys, b.not_(finite))
+                block.call_softmax(j, weights, e.add(kv_start, start), keys, b.not_(finite))
             with b.if_then(b.and_(some, finite)):
-                rows, total = e.at(value, e.mul(start, value_row)), e.at(cut.total, offset)
-                sizes = value_row, cut.v_head_dim, keys
+                rows, total = e.at(value, e.mul(start, value_row)), e.at(block.total, offset)
+                sizes = value_row, block.v_head_dim, keys
                 b.call(self.values, [rows, weights, rescale, total, *sizes])
             with b.if_then(b.not_(finite)):
                 with b.if_then(b.not_(some)):
                     e.store_vector(e.const(1.0), rescale)
-                leave_out(all_weights, e.index(0), b.select(some, start, count))
-                leave_out(all_weights, b.select(some, stop, count), count)
+                mark_forbidden(all_weights, e.index(0), b.select(some, start, count))
+                mark_forbidden(all_weights, b.select(some, stop, count), count)
 
-        each_step(e, ranges, count, scores)
+        for_each_step(e, ranges, count, compute_scores)
         for j, own in enumerate(ranges):
-            vector(j, *own)
+            attend_vector(j, *own)
         with b.if_then(b.not_(finite)):
-            cut.selected(value, value_row, count)
+            block.add_selected(value, value_row, count)
 
 
-def _seen(frame: ForwardFrame) -> Value:
-    """A function `(arguments, batch, head, first_row, kv_start, count, range)` of one vector."""
+def _range_function(frame: ForwardFrame) -> Value:
+    """A function `(arguments, batch, head, first_row, kv_start, count, range)`: `write_range`."""
     e = frame.e
     with e.function("seen", [POINTER, *[INT64] * 5, POINTER]) as (function, args):
         arguments, batch, head, first_row, kv_start, count, found = args
@@ -225,13 +233,13 @@ def _seen(frame: ForwardFrame) -> Value:
     return function
 
 
-def _scores(frame: ForwardFrame, vectors: int) -> Value:
-    """S[k, :] = K[k, :] . packed Q of neighbouring vectors of queries."""
+def _scores_function(frame: ForwardFrame, vectors: int) -> Value:
+    """S[k, :] = K[k, :] . packed Q for `vectors` neighbouring vectors of queries."""
     e, across = frame.e, frame.shape.vectors
     with e.function(f"steps_of_{vectors}", [*[POINTER] * 3, *[INT64] * 3]) as (function, args):
         key, packed, out, key_row, head_dim, count = args
 
-        def finish(k: Value, products: list[Value], _: list[Value]) -> list[Value]:
+        def store_scores(k: Value, products: list[Value], _: list[Value]) -> list[Value]:
             row = across * e.vector_bytes
             first = e.at(out, e.mul(k, row))
             for i in range(len(products) // vectors):
@@ -241,5 +249,5 @@ def _scores(frame: ForwardFrame, vectors: int) -> Value:
 
         keys = frame.shape.keys_of(vectors)
         sums = SumOrder(wide=frame.shape.wide, across=across)
-        dot_rows(e, key, key_row, count, packed, vectors, head_dim, keys, [], finish, sums)
+        dot_rows(e, key, key_row, count, packed, vectors, head_dim, keys, [], store_scores, sums)
     return function

@@ -25,13 +25,14 @@ FIELDS = (
     "copy_key", "copy_value", "sign", "q_blocks_per_task", "not_finite",
 )  # fmt: skip
 """Words of the argument block. `scale` is not negative, because Q is packed times `sign`.
-`q_blocks_per_task` differs from problem to problem while the kernel stays the same. `not_finite`
-becomes 1 if any output may not be finite; it is left alone where no sum can overflow."""
+Problems that share a kernel differ in `q_blocks_per_task`. `not_finite` becomes 1 if any output may
+not be finite; it is not written where no sum can overflow."""
 
 STATS = 6
 """Number of rows of statistics: row maximum, row sum, rescaling factor, rounding error of the row
-sum, maximum of the current block, and T."""
+sum, maximum of the current block, and T, of which entropy is computed (see `kernel`)."""
 BLOCK_MAX = 4
+"""Number of the row with the maximum of the current block."""
 
 TASK = ("batch", "head", "first_row", "first_run", "last_run")
 RUN = ("start", "stop", "partial")
@@ -41,7 +42,7 @@ RUN = ("start", "stop", "partial")
 class ForwardKey:
     """Everything that the code of one kernel depends on.
 
-    `rotated` operands come in the type of computation.
+    If the operands were `rotated`, they are of the type of computation.
     """
 
     spec: Spec
@@ -56,8 +57,8 @@ class ForwardKey:
 class ScoreVector(NamedTuple):
     """The arguments of a function for one vector of queries and one block of keys.
 
-    `scores` holds `count` vectors, `width` bytes apart. If `marked`, the weight of a forbidden pair
-    becomes -0.0; no other weight is.
+    `scores` holds `count` vectors, `width` bytes apart. If `marked`, forbidden pairs get the weight
+    -0.0, which no other pair has.
     """
 
     arguments: Value
@@ -74,10 +75,9 @@ class ScoreVector(NamedTuple):
 
 
 class ForwardFrame(Frame):
-    """What all functions of a forward kernel, or of one that computes its scores again, know.
+    """What the functions of a forward kernel share, or of a kernel that recomputes its scores.
 
-    Other `fields` and another number of keys in a block may be given. Without `plain`, scores are
-    finished before weights are computed, even if they have no mods.
+    If `plain` is False, scores are finished before weights are computed, even without score mods.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class ForwardFrame(Frame):
             yield function, ScoreVector(*args)
 
     def places(self, arguments: Value, batch: Value, head: Value, first_row: Value) -> Expressions:
-        """Where the lanes are; those beyond the last row repeat it."""
+        """Expressions of the queries in the lanes; lanes beyond the last row repeat it."""
         e, b = self.e, self.e.builder
         last = self.lane_integers(e.sub(self.field(arguments, "rows"), 1))
         numbers = self.lane_numbers()
@@ -123,5 +123,5 @@ class ForwardFrame(Frame):
         return self.places(at.arguments, at.batch, at.head, at.first_row)
 
     def is_wanted(self, arguments: Value, name: str) -> Value:
-        """Whether there is an address to write to."""
+        """Whether the caller wants this result: its field is an address, not 0."""
         return self.e.builder.icmp_signed("!=", self.field(arguments, name), self.e.index(0))

@@ -11,14 +11,14 @@ rescaling and the mask of a row are all lane-wise:
     l[q]    = exp(m[q] - m'[q]) * l[q] + sum_k P[k, q]
     O[d, q] = exp(m[q] - m'[q]) * O[d, q] + sum_k V[k, d] * P[k, q]
 
-for one block of keys after the other; then `out = O / l` and `lse = m + log(l)`, with what rounding
-takes from it for the backward pass. On request the same pass gives max score, max weight and
+for one block of keys after the other; then `out = O / l` and `lse = m + log(l)`, with the rounding
+error of lse for the backward pass. On request the same pass gives max score, max weight and
 entropy, from `T[q] = sum_k P[k, q] * (S[k, q] - m[q])`:
 
     max weight = 1 / l,    entropy = log(l) - T / l
 
 Only Q is packed. K and V are read where they lie if they are of the type of computation and their
-elements adjacent; else each block of keys is first copied side by side.
+elements are adjacent; else each block of keys is first copied side by side.
 
 Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Dao et al.,
 "FlashAttention" (2022), algorithm 1.
@@ -34,7 +34,7 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from qkv.backends.cpu.emit.emitter import BIT, POINTER, Value
-from qkv.backends.cpu.emit.packing import all_finite, copy_rows
+from qkv.backends.cpu.emit.packing import all_finite_function, copy_rows_function
 from qkv.backends.cpu.emit.transpose import transposed_bytes
 from qkv.backends.cpu.forward.boundary_blocks import (
     BoundaryBlock,
@@ -73,21 +73,25 @@ def emit_forward(key: ForwardKey) -> str:
         "full": softmax_function(frame, "full", False),
     }
     for dtype in sorted(set(frame.dtypes.values())):
-        functions[f"copy {dtype}"] = copy_rows(e, dtype)
+        functions[f"copy {dtype}"] = copy_rows_function(e, dtype)
     if masked:
         functions["partial"] = softmax_function(frame, "partial", True)
     if masked or not frame.plain:
-        functions["all_finite"] = all_finite(e)
-    steps = BoundaryBlocks(frame) if skips_within_blocks(frame.mask) else None
-    one, many = (attend_function(frame, v, functions, steps) for v in (1, frame.shape.vectors))
+        functions["all_finite"] = all_finite_function(e)
+    boundary = BoundaryBlocks(frame) if skips_within_blocks(frame.mask) else None
+    attend_one, attend_many = (
+        attend_function(frame, v, functions, boundary) for v in (1, frame.shape.vectors)
+    )
 
-    def run(arguments: Value, number: Value, scratch: Value) -> None:
+    def run_task(arguments: Value, number: Value, scratch: Value) -> None:
         tasks, rows = frame.pointer_field(arguments, "tasks"), frame.field(arguments, "rows")
         task = frame.record_at(tasks, number, TASK)
         first_row = frame.record(task, TASK)[TASK.index("first_row")]
-        frame.call_for_rows(e.sub(rows, first_row), one, many, [arguments, task, scratch])
+        frame.call_for_rows(
+            e.sub(rows, first_row), attend_one, attend_many, [arguments, task, scratch]
+        )
 
-    frame.job(run)
+    frame.emit_job(run_task)
     return str(e.module)
 
 
@@ -107,9 +111,9 @@ ONLINE_SOFTMAX = ForwardKernel(emit_forward, scratch_bytes, BLOCK_KV)
 
 
 def attend_function(
-    frame: ForwardFrame, vectors: int, functions: dict[str, Value], steps: BoundaryBlocks | None
+    frame: ForwardFrame, vectors: int, functions: dict[str, Value], boundary: BoundaryBlocks | None
 ) -> Value:
-    """One block of queries over its runs of keys."""
+    """A function `(arguments, task, scratch)`: one block of queries over its runs of keys."""
     e = frame.e
     scores, values = scores_function(frame, vectors), values_function(frame, vectors)
     selected = selected_values_function(frame, vectors) if "all_finite" in functions else None
@@ -138,26 +142,26 @@ def attend_function(
         value_copy = e.at(key_copy, e.mul(head_dim, BLOCK_KV * e.real_bytes))
         transposed = e.at(value_copy, e.mul(v_head_dim, BLOCK_KV * e.real_bytes))
 
-        def each_vector(body: Callable[[int, Value, Value], None]) -> None:
-            """A vector beyond the last row repeats it."""
+        def for_each_vector(body: Callable[[int, Value, Value], None]) -> None:
+            """`body(offset, first, left)`; a vector beyond the last row repeats that row."""
             for j in range(vectors):
                 first = e.least(j * e.lanes, e.sub(count, 1))
                 body(j * e.vector_bytes, first, e.sub(count, first))
 
-        def begin(offset: int, first: Value, left: Value) -> None:
+        def begin_vector(offset: int, first: Value, left: Value) -> None:
             to, row = e.at(packed, offset), e.add(first_row, first)
             b.call(functions["pack"], [arguments, query.pointer, to, row, e.index(width)])
             e.store_vector(e.const(-math.inf), e.at(stats, offset))
             for i in (1, 3, 5):
                 e.store_vector(e.const(0.0), e.at(stats, offset + i * width))
 
-        each_vector(begin)
+        for_each_vector(begin_vector)
         e.loop(
             0, e.mul(v_head_dim, width), e.vector_bytes, [],
             lambda i, _: e.store_vector(e.const(0.0), e.at(total, i)),
         )  # fmt: skip
 
-        def rows_of(kv_start: Value, keys: Value) -> tuple[Value, ...]:
+        def key_and_value_rows(kv_start: Value, keys: Value) -> tuple[Value, ...]:
             held = kv_start, keys
             return (
                 *rows_of_block(frame, arguments, "key", key, *held, head_dim, key_copy, functions),
@@ -166,76 +170,76 @@ def attend_function(
                 ),
             )
 
-        def softmax(
+        def call_softmax(
             name: str, j: int, place: Value, kv_start: Value, keys: Value, marked: Value
         ) -> None:
             offset, first = j * e.vector_bytes, e.add(first_row, j * e.lanes)
             at = (arguments, place, e.at(stats, offset), transposed, e.index(width))
             b.call(functions[name], [*at, keys, batch, head, first, kv_start, marked])
 
-        def together(name: str, kv_start: Value, keys: Value) -> None:
-            """All queries, with all keys."""
-            k, key_row, v, value_row = rows_of(kv_start, keys)
+        def attend_together(name: str, kv_start: Value, keys: Value) -> None:
+            """Attend to the same keys with all vectors of queries."""
+            k, key_row, v, value_row = key_and_value_rows(kv_start, keys)
             sizes = (key_row, head_dim, keys, value_row, v_head_dim)
             b.call(scores, [k, packed, weights, block_max, v, *sizes])
 
-            def weights_of(marked: Value) -> None:
+            def compute_weights(marked: Value) -> None:
                 for j in range(vectors):
                     place = e.at(weights, j * e.vector_bytes)
-                    softmax(name, j, place, kv_start, keys, marked)
+                    call_softmax(name, j, place, kv_start, keys, marked)
 
-            def add(which: Value) -> None:
+            def add_values(which: Value) -> None:
                 b.call(which, [v, weights, rescale, total, value_row, v_head_dim, keys])
 
             if name == "full" and frame.plain:
-                weights_of(ir.Constant(BIT, 0))
-                add(values)
+                compute_weights(ir.Constant(BIT, 0))
+                add_values(values)
                 return
             finite = b.call(functions["all_finite"], [v, value_row, keys, v_head_dim])
-            weights_of(b.not_(finite))
-            e.choose(finite, lambda: add(values), lambda: add(selected))
+            compute_weights(b.not_(finite))
+            e.choose(finite, lambda: add_values(values), lambda: add_values(selected))
 
-        def partly(kv_start: Value, keys: Value) -> None:
-            if not steps:
-                together("partial", kv_start, keys)
+        def attend_at_boundary(kv_start: Value, keys: Value) -> None:
+            if not boundary:
+                attend_together("partial", kv_start, keys)
                 return
 
             def add_selected(v: Value, value_row: Value, count: Value) -> None:
                 held = v, weights, rescale, total, value_row, v_head_dim, count
                 b.call(selected, held)
 
-            cut = BoundaryBlock(
+            boundary_block = BoundaryBlock(
                 vectors, arguments, batch, head, first_row, packed, weights, rescale, total,
-                head_dim, v_head_dim, rows_of, partial(softmax, "partial"),
-                add_selected, partial(together, "partial"),
+                head_dim, v_head_dim, key_and_value_rows, partial(call_softmax, "partial"),
+                add_selected, partial(attend_together, "partial"),
             )  # fmt: skip
-            steps.compute(cut, functions["all_finite"], kv_start, keys)
+            boundary.attend(boundary_block, functions["all_finite"], kv_start, keys)
 
-        def block(kv_start: Value, keys: Value, is_partial: Value) -> None:
-            def full() -> None:
-                together("full", kv_start, keys)
+        def attend_to_block(kv_start: Value, keys: Value, is_partial: Value) -> None:
+            def attend_to_all_keys() -> None:
+                attend_together("full", kv_start, keys)
 
             if frame.mask == TRUE:
-                full()
+                attend_to_all_keys()
             else:
-                e.choose(is_partial, lambda: partly(kv_start, keys), full)
+                e.choose(is_partial, lambda: attend_at_boundary(kv_start, keys), attend_to_all_keys)
 
         runs = frame.pointer_field(arguments, "runs")
 
-        def each_run(r: Value, _: list[Value]) -> None:
+        def attend_to_run(r: Value, _: list[Value]) -> None:
             start, stop, kind = frame.record(runs, RUN, r)
             is_partial = b.icmp_signed("!=", kind, e.index(0))
             e.loop(
                 start, stop, BLOCK_KV, [],
-                lambda k, _: block(k, e.least(BLOCK_KV, e.sub(stop, k)), is_partial),
+                lambda k, _: attend_to_block(k, e.least(BLOCK_KV, e.sub(stop, k)), is_partial),
             )  # fmt: skip
 
-        e.loop(first_run, last_run, 1, [], each_run)
+        e.loop(first_run, last_run, 1, [], attend_to_run)
         place = e.add(e.mul(e.add(e.mul(batch, num_heads), head), q_len), first_row)
 
-        def end(offset: int, first: Value, left: Value) -> None:
+        def end_vector(offset: int, first: Value, left: Value) -> None:
             held = e.at(total, offset), e.at(stats, offset), e.add(place, first)
             b.call(functions["unpack"], [arguments, *held, v_head_dim, e.index(width), left])
 
-        each_vector(end)
+        for_each_vector(end_vector)
     return function

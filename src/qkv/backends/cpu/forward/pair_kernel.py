@@ -1,7 +1,7 @@
-"""A forward kernel whose products are of pairs of bfloat16, whatever lays the operands out.
+"""A forward kernel whose products are of pairs of bfloat16, for any layout of the operands.
 
-One task is several blocks of queries, so that they share transposed V. A run of keys says of each
-block whether it sees none, all or part of them.
+One task is several blocks of queries, so that they share transposed V. A run of blocks of keys says
+for each block of queries whether it sees all of the keys, some or none.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from qkv.backends.cpu.forward.score_blocks import (
 )
 from qkv.backends.cpu.forward.softmax import finish_scores, scores_to_weights
 from qkv.backends.cpu.products import matrix_unit
-from qkv.backends.cpu.products.bfloat16 import whole
+from qkv.backends.cpu.products.bfloat16 import emit_round_to_chunks
 from qkv.backends.cpu.products.query_lanes import store_vectors, vectors_at
 from qkv.problem.expressions import TRUE
 
@@ -34,10 +34,12 @@ def emit_pair_kernel(operands: PairOperands) -> str:
     """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
     frame, e = operands.frame, operands.e
     functions = {
-        **operands.rows(),
-        "scores": operands.product("scores", onto=False),
+        **operands.row_functions(),
+        "scores": operands.product_function("scores", onto=False),
         "unpack": unpack_function(frame),
-        "add_values": add_values_function(operands, operands.product("products", onto=True)),
+        "add_values": add_values_function(
+            operands, operands.product_function("products", onto=True)
+        ),
     }
     masked = frame.mask != TRUE
     if frame.plain:
@@ -61,14 +63,14 @@ def block_max_function(operands: PairOperands) -> Value:
     with e.function("block_max", [POINTER, POINTER, INT64]) as (function, args):
         scores, largest, count = args
 
-        def step(k: Value, seen: list[Value]) -> list[Value]:
-            # The last keys may be read twice.
+        def compare_keys(k: Value, seen: list[Value]) -> list[Value]:
+            # Beyond the last key, the last key is read again.
             rows = [e.least(e.add(k, i), e.sub(count, 1)) for i in range(at_once)]
             vectors = [v for row in rows for v in vectors_at(e, scores, operands.vectors, row)]
             return list(map(e.greatest, seen, vectors))
 
         lowest = [e.const(-math.inf)] * (at_once * operands.vectors)
-        seen = e.loop(0, count, at_once, lowest, step)
+        seen = e.loop(0, count, at_once, lowest, compare_keys)
         for i in range(operands.vectors, len(seen)):
             seen[i % operands.vectors] = e.greatest(seen[i % operands.vectors], seen[i])
         store_vectors(e, largest, seen[: operands.vectors])
@@ -76,7 +78,7 @@ def block_max_function(operands: PairOperands) -> Value:
 
 
 def finish_function(frame: ForwardFrame, name: str, *, masked: bool) -> Value:
-    """A function of `ScoreVector`: S is finished, and its largest is kept."""
+    """A function of `ScoreVector`: S is finished, and each query's largest score is stored."""
     e = frame.e
     with frame.vector_function(name) as (function, at):
         places = frame.places_at(at)
@@ -87,7 +89,7 @@ def finish_function(frame: ForwardFrame, name: str, *, masked: bool) -> Value:
 
 
 def weights_function(operands: PairOperands, name: str, *, finished: bool) -> Value:
-    """A function of `ScoreVector`: S becomes P; row maximum and sum advance."""
+    """A function of `ScoreVector`: S becomes P; row maximum and row sum are updated."""
     frame, e = operands.frame, operands.e
     with frame.vector_function(name) as (function, at):
         places = frame.places_at(at)
@@ -97,17 +99,17 @@ def weights_function(operands: PairOperands, name: str, *, finished: bool) -> Va
 
 
 def add_values_function(operands: PairOperands, add: Value) -> Value:
-    """A function `(values, weights, rescale, out, v_head_dim, count)`: one block of keys."""
+    """A function `(values, weights, rescale, out, v_head_dim, count)`: O = rescale * O + V^T P."""
     e = operands.e
     with e.function("add_values", [*[POINTER] * 4, INT64, INT64]) as (function, args):
         values, weights, rescale, out, v_head_dim, count = args
-        pairs = before_adding(operands, weights, rescale, out, v_head_dim, count)
+        pairs = rescale_output(operands, weights, rescale, out, v_head_dim, count)
         row = e.index(operands.value_row)
         e.builder.call(add, [values, weights, out, row, v_head_dim, pairs])
     return function
 
 
-def before_adding(
+def rescale_output(
     operands: PairOperands,
     weights: Value,
     rescale: Value,
@@ -115,24 +117,24 @@ def before_adding(
     v_head_dim: Value,
     count: Value,
 ) -> Value:
-    """Rescale O and fill the last chunk of weights; gives the number of pairs."""
+    """Rescale O and pad the weights to a whole chunk; gives the number of pairs of weights."""
     e, b = operands.e, operands.e.builder
     pairs = e.add(b.ashr(e.sub(count, 1), e.index(1)), 1)
-    operands.clear_pairs(weights, pairs, b.ashr(whole(e, count), e.index(1)))
+    operands.clear_pairs(weights, pairs, b.ashr(emit_round_to_chunks(e, count), e.index(1)))
     factors = vectors_at(e, rescale, operands.vectors)
-    moved = ir.Constant(BIT, 0)
+    any_rescaled = ir.Constant(BIT, 0)
     lanes = ir.IntType(e.lanes)
     for factor in factors:
-        changed = b.fcmp_unordered("!=", factor, e.const(1.0))
-        some = b.icmp_unsigned("!=", b.bitcast(changed, lanes), ir.Constant(lanes, 0))
-        moved = b.or_(moved, some)
+        changes = b.fcmp_unordered("!=", factor, e.const(1.0))
+        is_rescaled = b.icmp_unsigned("!=", b.bitcast(changes, lanes), ir.Constant(lanes, 0))
+        any_rescaled = b.or_(any_rescaled, is_rescaled)
 
-    def scale(d: Value, _: list[Value]) -> None:
+    def rescale_row(d: Value, _: list[Value]) -> None:
         place = e.at(out, e.mul(d, operands.width))
         held = vectors_at(e, place, operands.vectors)
         store_vectors(e, place, list(map(b.fmul, held, factors)))
 
-    e.loop(0, b.select(moved, v_head_dim, e.index(0)), 1, [], scale)
+    e.loop(0, b.select(any_rescaled, v_head_dim, e.index(0)), 1, [], rescale_row)
     return pairs
 
 
@@ -157,10 +159,13 @@ def attend_function(operands: PairOperands, functions: dict[str, Value]) -> Valu
         key = frame.operand(arguments, "key", batch, kv_head)
         value = frame.operand(arguments, "value", batch, kv_head)
 
-        wide, v_wide = whole(e, head_dim), whole(e, v_head_dim)
-        at = operands.buffers(scratch, wide, v_wide)
-        total_at = e.mul(wide, operands.terms * width // 2)
-        stats_at = e.add(total_at, e.mul(v_wide, width))
+        padded_head_dim, padded_v_head_dim = (
+            emit_round_to_chunks(e, head_dim),
+            emit_round_to_chunks(e, v_head_dim),
+        )
+        at = operands.buffers(scratch, padded_head_dim, padded_v_head_dim)
+        total_at = e.mul(padded_head_dim, operands.terms * width // 2)
+        stats_at = e.add(total_at, e.mul(padded_v_head_dim, width))
         block_bytes = e.add(stats_at, operands.stats_rows * width)
         left = e.add(e.sub(q_len, first_row), block_q - 1)
         count = e.least(q_blocks_per_task, b.sdiv(left, e.index(block_q)))
@@ -171,18 +176,18 @@ def attend_function(operands: PairOperands, functions: dict[str, Value]) -> Valu
             row = e.add(first_row, e.mul(i, block_q))
             return Block(packed, e.at(packed, total_at), e.at(packed, stats_at), row)
 
-        def each_block(body: Callable[[Block], None]) -> None:
+        def for_each_block(body: Callable[[Block], None]) -> None:
             e.loop(0, count, 1, [], lambda i, _: body(block_at(i)))
 
-        def each_vector(row: Value, body: Callable[[int, Value], None]) -> None:
-            """A vector beyond the last row repeats it."""
+        def for_each_vector(row: Value, body: Callable[[int, Value], None]) -> None:
+            """`body(offset, row)` for each vector; one beyond the last row repeats that row."""
             for j in range(vectors):
                 body(j * e.vector_bytes, e.least(e.add(row, j * e.lanes), e.sub(q_len, 1)))
 
-        def begin(block: Block) -> None:
+        def begin_block(block: Block) -> None:
             stats = block.stats
 
-            def vector(offset: int, row: Value) -> None:
+            def begin_vector(offset: int, row: Value) -> None:
                 where = [query.pointer, e.at(block.packed, offset), at.key_copy, row]
                 packing = b.call(functions["pack"], [arguments, *where])
                 if operands.stats_rows > STATS:
@@ -191,54 +196,54 @@ def attend_function(operands: PairOperands, functions: dict[str, Value]) -> Valu
                 for i in (1, 3, 5):
                     e.store_vector(e.const(0.0), e.at(stats, offset + i * width))
 
-            each_vector(block.row, vector)
+            for_each_vector(block.row, begin_vector)
             zeros = [e.const(0.0)] * vectors
             e.loop(
-                0, v_wide, 1, [],
+                0, padded_v_head_dim, 1, [],
                 lambda d, _: store_vectors(e, e.at(block.total, e.mul(d, width)), zeros),
             )  # fmt: skip
 
-        each_block(begin)
+        for_each_block(begin_block)
         blocks = QueryBlocks(
             functions, arguments, batch, head, query, key, value, head_dim, v_head_dim, count,
             block_at, at, transposed,
         )  # fmt: skip
         score_blocks = operands.score_blocks(blocks)
 
-        def block_of_keys(
+        def attend_to_keys(
             kv_start: Value, keys: Value, kinds: Value, first: Value, last: Value
         ) -> None:
             score_blocks.begin()
-            factor, row = operands.block_of_keys(blocks, kv_start, keys)
+            factor, row = operands.prepare_keys(blocks, kv_start, keys)
 
-            def values() -> ValueBlock:
-                return operands.block_of_values(blocks, kv_start, keys, kinds)
+            def prepare_values() -> ValueBlock:
+                return operands.prepare_values(blocks, kv_start, keys, kinds)
 
             block = KeyBlock(kv_start, keys, kinds, first, last, factor, row)
-            score_blocks.add_keys(block, values)
+            score_blocks.add_keys(block, prepare_values)
 
         runs, size = frame.pointer_field(arguments, "runs"), frame.block_kv
 
-        def each_run(r: Value, _: list[Value]) -> None:
+        def attend_to_run(r: Value, _: list[Value]) -> None:
             start, stop, *seen = frame.record(runs, BLOCK_RUN, r)
             e.loop(
                 start, stop, size, [],
-                lambda k, _: block_of_keys(k, e.least(size, e.sub(stop, k)), *seen),
+                lambda k, _: attend_to_keys(k, e.least(size, e.sub(stop, k)), *seen),
             )  # fmt: skip
 
-        e.loop(first_run, last_run, 1, [], each_run)
+        e.loop(first_run, last_run, 1, [], attend_to_run)
         score_blocks.end()
         place = e.mul(e.add(e.mul(batch, num_heads), head), q_len)
 
-        def end(block: Block) -> None:
-            def vector(offset: int, row: Value) -> None:
+        def end_block(block: Block) -> None:
+            def end_vector(offset: int, row: Value) -> None:
                 held = e.at(block.total, offset), e.at(block.stats, offset), e.add(place, row)
                 last = e.sub(q_len, row)
                 b.call(functions["unpack"], [arguments, *held, v_head_dim, e.index(width), last])
 
-            each_vector(block.row, vector)
+            for_each_vector(block.row, end_vector)
 
-        each_block(end)
+        for_each_block(end_block)
         if frame.shape.product == "tiles":
             matrix_unit.release(e)
     return function

@@ -16,9 +16,9 @@ from qkv.backends.cpu.products.query_lanes import (
 
 
 def scores_function(frame: ForwardFrame, vectors: int) -> Value:
-    """S[k, :] = K[k, :] . packed Q, and the largest of each row.
+    """S[k, :] = K[k, :] . packed Q, and each query's largest score.
 
-    V is read by columns afterwards: its rows are asked for here, a few at a time.
+    Rows of V are prefetched here, a few at a time, because V is read by columns afterwards.
     """
     e = frame.e
     arguments = [*[POINTER] * 5, *[INT64] * 5]
@@ -26,15 +26,15 @@ def scores_function(frame: ForwardFrame, vectors: int) -> Value:
         key, packed, out, block_max, value, key_row, head_dim, count, value_row, v_head_dim = args
         row_bytes = e.mul(v_head_dim, e.real_bytes)
 
-        def fetch(row: Value) -> None:
+        def prefetch_row(row: Value) -> None:
             e.loop(
                 0, row_bytes, CACHE_LINE, [],
                 lambda offset, _: e.prefetch(e.at(row, offset)),
             )  # fmt: skip
 
-        def finish(k: Value, products: list[Value], largest: list[Value]) -> list[Value]:
+        def store_scores(k: Value, products: list[Value], largest: list[Value]) -> list[Value]:
             for i in range(len(products) // vectors):
-                fetch(e.at(value, e.mul(e.add(k, i), value_row)))
+                prefetch_row(e.at(value, e.mul(e.add(k, i), value_row)))
             store_vectors(e, e.at(out, e.mul(k, vectors * e.vector_bytes)), products)
             largest = list(largest)
             for n, product in enumerate(products):
@@ -44,7 +44,7 @@ def scores_function(frame: ForwardFrame, vectors: int) -> Value:
         lowest = [e.const(-math.inf)] * vectors
         largest = dot_rows(
             e, key, key_row, count, packed, vectors, head_dim, frame.shape.keys_of(vectors),
-            lowest, finish, SumOrder(wide=frame.shape.wide),
+            lowest, store_scores, SumOrder(wide=frame.shape.wide),
         )  # fmt: skip
         store_vectors(e, block_max, largest)
     return function
@@ -58,28 +58,31 @@ def values_function(frame: ForwardFrame, vectors: int, across: int | None = None
         value, weights, rescale, out, value_row, v_head_dim, count = args
         factors = vectors_at(e, rescale, vectors)
 
-        def finish(d: Value, sums: list[Value]) -> None:
+        def add_columns(d: Value, sums: list[Value]) -> None:
             row = across * e.vector_bytes
             first = e.at(out, e.mul(d, row))
             for i in range(len(sums) // vectors):
                 own = sums[i * vectors : (i + 1) * vectors]
-                _advance(e, e.at(first, i * row), factors, own)
+                _rescale_and_add(e, e.at(first, i * row), factors, own)
 
         combine_rows(
             e, value, value_row, count, weights, vectors, v_head_dim,
-            frame.shape.keys_of(vectors), finish, across,
+            frame.shape.keys_of(vectors), add_columns, across,
         )  # fmt: skip
     return function
 
 
-def _advance(e: Emitter, place: Value, factors: list[Value], totals: list[Value]) -> None:
+def _rescale_and_add(e: Emitter, place: Value, factors: list[Value], totals: list[Value]) -> None:
     for n, (factor, total) in enumerate(zip(factors, totals, strict=True)):
         at = e.at(place, n * e.vector_bytes)
         e.store_vector(e.fma(e.load_vector(at), factor, total), at)
 
 
 def selected_values_function(frame: ForwardFrame, vectors: int) -> Value:
-    """The same for values that are not all finite: a weight of -0.0 leaves O alone."""
+    """`values_function` for values that are not all finite.
+
+    A weight of -0.0 marks a forbidden pair, which leaves O alone: 0 * inf would be NaN.
+    """
     e = frame.e
     arguments = [*[POINTER] * 4, *[INT64] * 3]
     with e.function(f"selected_values_{vectors}", arguments) as (function, args):
@@ -88,10 +91,10 @@ def selected_values_function(frame: ForwardFrame, vectors: int) -> Value:
         factors = vectors_at(e, rescale, vectors)
         marked = e.as_bits(e.const(-0.0))
 
-        def column(d: Value, _: list[Value]) -> None:
+        def add_column(d: Value, _: list[Value]) -> None:
             start = e.at(value, e.mul(d, e.real_bytes))
 
-            def accumulate(k: Value, total: list[Value]) -> list[Value]:
+            def add_key(k: Value, total: list[Value]) -> list[Value]:
                 x = e.splat(e.load(e.at(start, e.mul(k, value_row)), e.real, e.real_bytes))
                 following = []
                 for p, old in zip(vectors_at(e, weights, vectors, k), total, strict=True):
@@ -99,8 +102,8 @@ def selected_values_function(frame: ForwardFrame, vectors: int) -> Value:
                     following.append(b.select(allowed, e.fma(x, p, old), old))
                 return following
 
-            total = e.loop(0, count, 1, [e.const(0.0)] * vectors, accumulate)
-            _advance(e, e.at(out, e.mul(d, vectors * e.vector_bytes)), factors, total)
+            total = e.loop(0, count, 1, [e.const(0.0)] * vectors, add_key)
+            _rescale_and_add(e, e.at(out, e.mul(d, vectors * e.vector_bytes)), factors, total)
 
-        e.loop(0, v_head_dim, 1, [], column)
+        e.loop(0, v_head_dim, 1, [], add_column)
     return function

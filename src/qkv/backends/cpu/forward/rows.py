@@ -1,4 +1,4 @@
-"""Rows of queries in, packed; rows of the output out; blocks of keys and values side by side."""
+"""Rows of queries packed, rows of the output unpacked, blocks of keys and values copied."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qkv.backends.cpu.forward.frame import STATS, ForwardFrame
 
 
 def pack_function(frame: ForwardFrame) -> Value:
-    """One vector of queries, transposed; lanes beyond the last row repeat it."""
+    """A function that transposes one vector of queries; lanes beyond the last row repeat it."""
     e = frame.e
     arguments = [POINTER, POINTER, POINTER, INT64, INT64]
     with e.function("pack", arguments) as (function, args):
@@ -41,9 +41,9 @@ def pack_function(frame: ForwardFrame) -> Value:
 
 
 def unpack_function(frame: ForwardFrame) -> Value:
-    """One vector of queries: out = O / l, transposed back, lse = m + log(l), and statistics.
+    """A function for one vector of queries: out = O / l, transposed back, lse, and statistics.
 
-    Lanes beyond the last row hold what it holds and write it again. A row without keys has
+    Lanes beyond the last row repeat it, and write the same results to it. A row without keys has
     l = 0.
     """
     e = frame.e
@@ -51,7 +51,7 @@ def unpack_function(frame: ForwardFrame) -> Value:
     with e.function("unpack", arguments) as (function, args):
         arguments_, total, stats, first, v_head_dim, width, count = args
         b = e.builder
-        row_max, row_sum, _, lost, _, spread = (
+        row_max, row_sum, _, sum_error, _, t_sum = (
             e.load_vector(e.at(stats, e.mul(width, i))) for i in range(STATS)
         )
         empty = b.fcmp_ordered("==", row_sum, e.const(0.0))
@@ -61,42 +61,42 @@ def unpack_function(frame: ForwardFrame) -> Value:
         logarithm = vector_math.log(e, row_sum)
         lanes = [e.least(i, e.sub(count, 1)) for i in range(e.lanes)]
 
-        def each(name: str, vector: Value) -> None:
-            """Statistics are small: one element after the other."""
+        def write_statistic(name: str, vector: Value) -> None:
+            """Write one number of each row, one after the other: there are few of them."""
             start = e.at(frame.pointer_field(arguments_, name), e.mul(first, e.real_bytes))
             for i, lane in enumerate(lanes):
                 e.store(e.extract(vector, i), e.at(start, e.mul(lane, e.real_bytes)), e.real_bytes)
 
-        lse, rest = vector_math.add_log(e, row_max, row_sum, b.fneg(lost))
+        lse, rest = vector_math.add_log(e, row_max, row_sum, b.fneg(sum_error))
         with b.if_then(frame.is_wanted(arguments_, "lse")):
-            each("lse", b.select(empty, lowest, lse))
+            write_statistic("lse", b.select(empty, lowest, lse))
         with b.if_then(frame.is_wanted(arguments_, "lse_rest")):
-            each("lse_rest", b.select(empty, e.const(0.0), rest))
+            write_statistic("lse_rest", b.select(empty, e.const(0.0), rest))
         if frame.statistics:
-            entropy = b.fsub(logarithm, b.fmul(spread, share))
+            entropy = b.fsub(logarithm, b.fmul(t_sum, share))
             # Rounding may make the entropy of a single key slightly negative.
-            below = b.fcmp_ordered("<", entropy, e.const(0.0))
-            entropy = b.select(b.or_(empty, below), e.const(0.0), entropy)
-            each("entropy", entropy)
-            each("max_score", row_max)
+            is_negative = b.fcmp_ordered("<", entropy, e.const(0.0))
+            entropy = b.select(b.or_(empty, is_negative), e.const(0.0), entropy)
+            write_statistic("entropy", entropy)
+            write_statistic("max_score", row_max)
             largest = b.fdiv(e.const(1.0), divisor)
-            each("max_weight", b.select(empty, e.const(0.0), largest))
+            write_statistic("max_weight", b.select(empty, e.const(0.0), largest))
 
-        def take(d: Value) -> Value:
+        def load_output(d: Value) -> Value:
             # Adding 0 turns -0.0 into 0.0.
             vector = e.load_vector(e.at(total, e.mul(d, width)))
             return e.fma(vector, share, e.const(0.0))
 
-        def write(name: str, dtype: str) -> Value:
+        def write_output(name: str, dtype: str) -> Value:
             row_bytes = e.mul(v_head_dim, ITEM_BYTES[dtype])
             start = e.at(frame.pointer_field(arguments_, name), e.mul(first, row_bytes))
             rows = [e.at(start, e.mul(lane, row_bytes)) for lane in lanes]
-            return unpack_rows(e, rows, v_head_dim, dtype, take)
+            return unpack_rows(e, rows, v_head_dim, dtype, load_output)
 
-        frame.report_not_finite(arguments_, write("out", frame.out_dtype))
+        frame.report_not_finite(arguments_, write_output("out", frame.out_dtype))
         if frame.out_dtype != real_dtype(e):
             with b.if_then(frame.is_wanted(arguments_, "unrounded")):
-                write("unrounded", real_dtype(e))
+                write_output("unrounded", real_dtype(e))
     return function
 
 
@@ -111,19 +111,19 @@ def rows_of_block(
     copy: Value,
     functions: dict[str, Value],
 ) -> tuple[Value, Value]:
-    """A block of K or V with adjacent elements: where it lies, or copied."""
+    """Address and row stride of a block of K or V with adjacent elements, copied if it must be."""
     e, b = frame.e, frame.e.builder
     pointer, row, element = rows
     here = e.at(pointer, e.mul(kv_start, row))
 
-    def side_by_side() -> None:
+    def copy_rows_of_block() -> None:
         copy_rows = functions[f"copy {frame.dtypes[name]}"]
         b.call(copy_rows, [here, row, element, keys, dim, copy])
 
     if frame.dtypes[name] != real_dtype(e):
-        side_by_side()
+        copy_rows_of_block()
         return copy, e.mul(dim, e.real_bytes)
     needed = b.icmp_signed("!=", frame.field(arguments, f"copy_{name}"), e.index(0))
     with b.if_then(needed, likely=False):
-        side_by_side()
+        copy_rows_of_block()
     return b.select(needed, copy, here), b.select(needed, e.mul(dim, e.real_bytes), row)

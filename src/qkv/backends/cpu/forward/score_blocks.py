@@ -1,15 +1,15 @@
 """One block of queries with one block of keys, step by step, in `bf16_dot` and `split_bf16`.
 
-    score     S = K Q^T
-    finish    scale, score mods and mask; the largest score of each row
-    weights   P = exp(S - m); row maximum and row sum are updated
-    add       O = rescale * O + V^T P
+    compute_scores    S = K Q^T
+    finish_scores     scale, score mods and mask; the largest score of each row
+    compute_weights   P = exp(S - m); row maximum and row sum are updated
+    add_values        O = rescale * O + V^T P
 
-Scores without mods and mask are left alone by `finish`, and are scaled when their weights are
-computed.
+Without score mods and mask, `finish_scores` leaves scores alone, and they are scaled when their
+weights are computed.
 
 Each block of queries reads only the quarters of a block of keys from the first to the last one in
-which it may see a key. Scores and weights lie where they would if the whole block was read.
+which it may see a key.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from qkv.backends.cpu.emit.emitter import BIT, Emitter, Value
 from qkv.backends.cpu.emit.frame import RowView
 from qkv.backends.cpu.forward.frame import BLOCK_MAX, RUN, STATS, ForwardFrame
 from qkv.backends.cpu.forward.softmax import WeightOfKey
-from qkv.backends.cpu.products.bfloat16 import whole
+from qkv.backends.cpu.products.bfloat16 import emit_round_to_chunks
 from qkv.problem.expressions import TRUE
 from qkv.problem.tiles import TileKind
 
 QUARTERS = 4
 BLOCK_RUN = (*RUN, "first", "last")
-"""Words of a run of blocks of keys. Three of them hold two bits for each block of queries: its
-`TileKind`, and the first and the last quarter of the keys that it sees."""
+"""Words of a run of blocks of keys. `partial`, `first` and `last` hold two bits for each block of
+queries: its `TileKind`, and the first and the last quarter of the keys that it sees."""
 
 
 class Buffers(NamedTuple):
-    """Memory of one worker: scores, transposed V, copied rows, what each block of queries has."""
+    """Memory of one worker: scores, transposed V, copied rows, and a `Block` for each number."""
 
     scores: Value
     values: Value
@@ -56,7 +56,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class QueryBlocks:
-    """One task: some blocks of queries of one head, given by number."""
+    """One task: some blocks of queries of one head; `block(i)` is the one of number i."""
 
     functions: dict[str, Value]
     arguments: Value
@@ -80,7 +80,7 @@ class KeyBlock(NamedTuple):
     start: Value
     count: Value
     kinds: Value
-    """The word of kinds of a `BLOCK_RUN`; `first` and `last` are its words of quarters."""
+    """The word `partial` of a `BLOCK_RUN`; `first` and `last` are its words of quarters."""
     first: Value
     last: Value
     rows: Value
@@ -90,7 +90,8 @@ class KeyBlock(NamedTuple):
 class ValueBlock(NamedTuple):
     """The rows of V of a block of keys, and whether values that are not finite were replaced by 0.
 
-    If they were, forbidden weights are marked, so that those values can be added for the others.
+    If they were, weights of forbidden pairs are marked, so that these values can be added for all
+    other pairs.
     """
 
     rows: Value
@@ -103,8 +104,9 @@ class ScoreBlock(NamedTuple):
 
     block: Value
     partial: Value
-    """Whether its mask may differ from pair to pair."""
+    """Whether some pairs may be allowed and others forbidden."""
     first: Value
+    """Number of the first key among all keys."""
     start: Value
     """Number of the first key within the block of keys."""
     count: Value
@@ -114,16 +116,16 @@ class PairOperands(ABC):
     """How a kernel keeps its operands as pairs of bfloat16, and what it multiplies them with."""
 
     terms = 1
-    """Rows of Q, K, transposed V and weights are this many rows of pairs."""
+    """Number of bfloat16 terms, each with its own row of pairs, that a number is split into."""
     weights_at = 0
     """Bytes from scores to weights; 0, because weights overwrite their scores."""
     value_row: int
     """Bytes of one row of transposed V."""
     unrolled: tuple[int, ...] = (4, 2, 1)
-    """Numbers of keys whose weights are computed in one step: of the main loop, then of loops for
-    the rest."""
+    """Numbers of keys whose weights one step of a loop computes, for the main loop and the loops
+    over the keys that it leaves."""
     stats_rows = STATS
-    """Rows of statistics of a block of queries; more of them hold what `pack` gives."""
+    """Rows of statistics of a block of queries; rows beyond `STATS` hold the results of `pack`."""
 
     def __init__(self, frame: ForwardFrame) -> None:
         self.frame, self.e = frame, frame.e
@@ -131,37 +133,35 @@ class PairOperands(ABC):
         self.width = self.vectors * self.e.vector_bytes
 
     @abstractmethod
-    def rows(self) -> dict[str, Value]:
+    def row_functions(self) -> dict[str, Value]:
         """The functions that read and pack rows."""
 
     @abstractmethod
-    def product(self, name: str, *, onto: bool) -> Value:
+    def product_function(self, name: str, *, onto: bool) -> Value:
         """A function `(rows, packed, out, row, count, pairs)`, as `matrix_unit.add_product`."""
 
     @abstractmethod
     def place_of_pair(self, scores: Value, k: Value, width: Value) -> Value:
-        """Where the weights of key k and the next one go, k even."""
+        """Where the weights of key k and key k + 1 go, for an even k."""
 
     @abstractmethod
     def store_pair(self, first: Value, second: Value, place: Value) -> None:
-        """Two weights of each lane as a pair."""
+        """Store two weights of each lane as a pair."""
 
     @abstractmethod
     def clear_pairs(self, weights: Value, first: Value, stop: Value) -> None:
-        """Pairs of weights that fill the last chunk are 0."""
+        """Set pairs of weights to 0, which pad the last chunk."""
 
     @abstractmethod
-    def buffers(self, scratch: Value, wide: Value, v_wide: Value) -> Buffers:
-        """Where things lie in a worker's memory; rows of K and V are copied where they must be."""
+    def buffers(self, scratch: Value, head_dim: Value, v_head_dim: Value) -> Buffers:
+        """The buffers in a worker's memory; head dimensions are padded to whole chunks."""
 
     @abstractmethod
-    def block_of_keys(
-        self, task: QueryBlocks, kv_start: Value, count: Value
-    ) -> tuple[Value, Value]:
+    def prepare_keys(self, task: QueryBlocks, kv_start: Value, count: Value) -> tuple[Value, Value]:
         """K as the left factor of the scores, and the bytes of its rows."""
 
     @abstractmethod
-    def block_of_values(
+    def prepare_values(
         self, task: QueryBlocks, kv_start: Value, count: Value, kinds: Value
     ) -> ValueBlock:
         """V as the left factor of the output."""
@@ -190,10 +190,10 @@ class PairOperands(ABC):
         *,
         short: bool = False,
     ) -> list[Value]:
-        """As `softmax.store_weights`: weights of two keys share a lane, the last one with 0."""
+        """`softmax.store_weights` for pairs: two keys share a lane, an odd last one with 0."""
 
-        def pairs(count: int) -> Callable[[Value, list[Value]], list[Value]]:
-            def body(k: Value, sums: list[Value]) -> list[Value]:
+        def store_keys(count: int) -> Callable[[Value, list[Value]], list[Value]]:
+            def store_step(k: Value, sums: list[Value]) -> list[Value]:
                 weights = []
                 for i in range(count):
                     weight, sums = weight_of_key(e.add(k, i), sums)
@@ -204,11 +204,11 @@ class PairOperands(ABC):
                     self.store_pair(weights[p], weights[p + 1], place)
                 return sums
 
-            return body
+            return store_step
 
         for size in self.unrolled[short:]:
             end = e.sub(stop, e.builder.srem(e.sub(stop, start), e.index(size)))
-            sums = e.loop(start, end, size, sums, pairs(size))
+            sums = e.loop(start, end, size, sums, store_keys(size))
             start = end
         return sums
 
@@ -221,31 +221,33 @@ class ScoreBlocks:
         self.e, self.functions = operands.e, task.functions
         self.scores = task.at.scores
         self.weights = self.e.at(self.scores, operands.weights_at)
-        self.pairs = self.e.builder.ashr(whole(self.e, task.head_dim), self.e.index(1))
+        self.pairs = self.e.builder.ashr(
+            emit_round_to_chunks(self.e, task.head_dim), self.e.index(1)
+        )
         """Number of pairs in a row of Q, in whole chunks."""
 
     def begin(self) -> None:
-        """Called before K and V of a block take the place of those before."""
+        """Called before K and V of the next block overwrite those of the last block."""
 
     def add_keys(self, keys: KeyBlock, values: Callable[[], ValueBlock]) -> None:
-        """Every block of queries that sees some of a block of keys."""
+        """Attend to a block of keys with every block of queries that sees some of it."""
         found = values()
 
-        def one(at: ScoreBlock) -> None:
-            self.score(keys, at)
-            self.finish(at)
+        def attend(at: ScoreBlock) -> None:
+            self.compute_scores(keys, at)
+            self.finish_scores(at)
             self.compute_weights(at, found.has_non_finite)
-            self.add(at, found)
+            self.add_values(at, found)
 
-        self.each(keys, one)
+        self.for_each_query_block(keys, attend)
 
     def end(self) -> None:
         """Called after the last block of keys."""
 
-    def each(self, keys: KeyBlock, body: Callable[[ScoreBlock], None]) -> None:
+    def for_each_query_block(self, keys: KeyBlock, body: Callable[[ScoreBlock], None]) -> None:
         e, b = self.e, self.e.builder
 
-        def one(i: Value, _: list[Value]) -> None:
+        def visit_block(i: Value, _: list[Value]) -> None:
             kind, first, last = (
                 b.and_(b.lshr(word, e.mul(i, 2)), e.index(QUARTERS - 1))
                 for word in (keys.kinds, keys.first, keys.last)
@@ -259,42 +261,46 @@ class ScoreBlocks:
             with b.if_then(b.icmp_signed("!=", kind, e.index(TileKind.EMPTY))):
                 body(ScoreBlock(i, partial, e.add(keys.start, start), start, count))
 
-        e.loop(0, self.task.count, 1, [], one)
+        e.loop(0, self.task.count, 1, [], visit_block)
 
     def is_finished(self, at: ScoreBlock) -> Value:
-        """Whether weights are computed of scores as they are."""
+        """Whether `finish_scores` has applied scale, score mods and mask to these scores."""
         frame = self.frame
         if frame.plain and frame.mask != TRUE:
             return at.partial
         return ir.Constant(BIT, not frame.plain)
 
-    def score(self, keys: KeyBlock, at: ScoreBlock) -> None:
+    def compute_scores(self, keys: KeyBlock, at: ScoreBlock) -> None:
         rows, packed = self.operands.keys_from(keys, at.start), self.task.block(at.block).packed
         args = [rows, packed, self.scores, keys.row, at.count, self.pairs]
         self.e.builder.call(self.functions["scores"], args)
 
-    def finish(self, at: ScoreBlock) -> None:
-        self.by_kind(
+    def finish_scores(self, at: ScoreBlock) -> None:
+        self.choose_by_kind(
             at,
-            full=lambda: self._largest(at) if self.frame.plain else self._each(at, "finish_full"),
-            partial=lambda: self._each(at, "finish_partial"),
+            full=lambda: (
+                self._find_block_max(at)
+                if self.frame.plain
+                else self._call_for_each_vector(at, "finish_full")
+            ),
+            partial=lambda: self._call_for_each_vector(at, "finish_partial"),
         )
 
     def compute_weights(self, at: ScoreBlock, has_non_finite: Value) -> None:
         if not self.frame.plain:
-            self._each(at, "weights_finished", has_non_finite)
+            self._call_for_each_vector(at, "weights_finished", has_non_finite)
             return
-        self.by_kind(
+        self.choose_by_kind(
             at,
-            full=lambda: self._each(at, "weights_plain", has_non_finite),
-            partial=lambda: self._each(at, "weights_finished", has_non_finite),
+            full=lambda: self._call_for_each_vector(at, "weights_plain", has_non_finite),
+            partial=lambda: self._call_for_each_vector(at, "weights_finished", has_non_finite),
         )
 
-    def add(self, at: ScoreBlock, values: ValueBlock) -> None:
-        self.e.builder.call(self.functions["add_values"], self.adding(at))
+    def add_values(self, at: ScoreBlock, values: ValueBlock) -> None:
+        self.e.builder.call(self.functions["add_values"], self.add_values_arguments(at))
         self.add_non_finite(at, values)
 
-    def by_kind(
+    def choose_by_kind(
         self, at: ScoreBlock, *, full: Callable[[], None], partial: Callable[[], None]
     ) -> None:
         if self.frame.mask == TRUE:
@@ -302,7 +308,7 @@ class ScoreBlocks:
         else:
             self.e.choose(at.partial, partial, full)
 
-    def adding(self, at: ScoreBlock) -> list[Value]:
+    def add_values_arguments(self, at: ScoreBlock) -> list[Value]:
         """The arguments of `add_values`."""
         block, task = self.task.block(at.block), self.task
         rescale = self.e.at(block.stats, 2 * self.operands.width)
@@ -310,21 +316,21 @@ class ScoreBlocks:
         return [values, self.weights, rescale, block.total, task.v_head_dim, at.count]
 
     def add_non_finite(self, at: ScoreBlock, values: ValueBlock) -> None:
-        """Add the values that were left out."""
+        """Add the values that are not finite, which 0 had replaced."""
         if "add_non_finite" not in self.functions:
             return
         b, row = self.e.builder, values.row
         with b.if_then(values.has_non_finite, likely=False):
-            _, weights, _, *rest = self.adding(at)
+            _, weights, _, *rest = self.add_values_arguments(at)
             rows = self.e.at(values.rows, self.e.mul(at.start, row))
             b.call(self.functions["add_non_finite"], [rows, row, weights, *rest])
 
-    def _largest(self, at: ScoreBlock) -> None:
+    def _find_block_max(self, at: ScoreBlock) -> None:
         largest = self.e.at(self.task.block(at.block).stats, BLOCK_MAX * self.operands.width)
         self.e.builder.call(self.functions["block_max"], [self.scores, largest, at.count])
 
-    def _each(self, at: ScoreBlock, name: str, marked: Value | None = None) -> None:
-        """Call a function as `softmax` for each vector of a block."""
+    def _call_for_each_vector(self, at: ScoreBlock, name: str, marked: Value | None = None) -> None:
+        """Call a function of `ScoreVector` for each vector of a block."""
         e, task, block = self.e, self.task, self.task.block(at.block)
         if marked is None:
             marked = ir.Constant(BIT, 0)

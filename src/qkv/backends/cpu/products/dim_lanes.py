@@ -1,9 +1,9 @@
 """The two matrix products of attention as register tiles, lanes along head_dim.
 
 K and V are read as they lie, rows with adjacent elements of any type, a vector at a time. Each
-vector of them is multiplied with several rows of Q, so that it is loaded and widened once. A
-product of two rows leaves its sum spread over the lanes; as many sums as there are lanes are then
-added up together.
+vector of K and V is multiplied with several rows of Q, so that it is loaded and widened once. The
+product of two rows is first a sum in every lane; the lanes of as many products as there are lanes
+are then added up together.
 Matrices of scores have `score_row` bytes from row to row of Q, one element for each key.
 """
 
@@ -28,18 +28,18 @@ from qkv.backends.cpu.machine.tiling import TileShape
 
 
 def first_lanes(e: Emitter, count: Value) -> Value:
-    """Which lanes there are, if there are `count`."""
+    """A mask whose first `count` lanes are set."""
     count = e.splat(e.builder.trunc(count, INT32))
     return e.builder.icmp_signed("<", e.lane_numbers(INT32), count)
 
 
-def along(
+def loop_over_vectors(
     e: Emitter,
     dim: Value,
     carried: list[Value],
     body: Callable[[Value, Value | None, list[Value]], list[Value]],
 ) -> list[Value]:
-    """`body(d, live, carried)` for each vector of a row; of a short one some lanes are live."""
+    """`body(d, live, carried)` for each vector of a row; `live` are its lanes, None if all are."""
     whole = e.round_down(dim, e.lanes)
     carried = e.loop(0, whole, e.lanes, carried, lambda d, old: body(d, None, old))
     return e.loop(
@@ -47,8 +47,8 @@ def along(
     )
 
 
-def vector_at(e: Emitter, row: Value, d: Value, dtype: str, live: Value | None) -> Value:
-    """Elements from d on of a row, as `e.real`; 0 in lanes that are not live."""
+def load_vector_at(e: Emitter, row: Value, d: Value, dtype: str, live: Value | None) -> Value:
+    """Elements from d on of a row, as `e.real`; lanes that are not `live` are 0."""
     place = e.at(row, e.mul(d, storage.ITEM_BYTES[dtype]))
     return storage.load(e, place, dtype, e.lanes, live)
 
@@ -65,28 +65,28 @@ class RowProducts:
         self.tiles = [rows for rows in (4, 2, 1) if rows <= e.lanes]
         """Rows of Q that a tile multiplies at once."""
 
-    # Rows of K or V that are fetched before they are needed
+    # Prefetching rows of K or V
 
-    def share(
+    def prefetch_share(
         self, row: Value, size: Value, first: Value, stop: Value, rows: Value, keys: Value
     ) -> tuple[Value, Value]:
-        """`(ahead, asked)`: where to fetch from, as seen from each row a tile reads, and bytes.
+        """`(ahead, asked)`: how far ahead of each row a tile prefetches, and how much, in bytes.
 
-        Rows of K or V have `size` bytes and a distance of `row`; the tile has the rows of Q from
-        `first` to `stop`, of `rows`. One tile of all rows fetches whole rows, just in time. Of
-        several, which read the same `keys` one after the other, each fetches its share of the next
-        keys, so that memory is never idle.
+        Rows of K or V have `size` bytes and lie `row` bytes apart; the tile has the rows of Q from
+        `first` to `stop`, of `rows`. A tile that has all rows prefetches whole rows, just in time.
+        If several tiles read the same `keys` one after the other, each prefetches its share of the
+        keys that follow, so that memory is never idle.
         """
         e, b = self.e, self.e.builder
         lines = b.sdiv(e.add(size, CACHE_LINE - 1), e.index(CACHE_LINE))
         begin, end = (e.mul(b.sdiv(e.mul(lines, i), rows), CACHE_LINE) for i in (first, stop))
-        rows_ahead = e.greater(b.sdiv(e.index(self.shape.reach), e.greater(size, 1)), 1)
+        in_reach = e.larger_of(b.sdiv(e.index(self.shape.reach), e.larger_of(size, 1)), 1)
         alone = b.icmp_signed("==", e.sub(stop, first), rows)
-        distance = b.select(alone, e.least(rows_ahead, keys), keys)
-        return e.add(e.mul(row, distance), begin), e.sub(end, begin)
+        rows_ahead = b.select(alone, e.least(in_reach, keys), keys)
+        return e.add(e.mul(row, rows_ahead), begin), e.sub(end, begin)
 
-    def fetch(self, row: Value, ahead: Value, asked: Value) -> None:
-        """Line by line in the order of memory, in which it is read faster."""
+    def prefetch(self, row: Value, ahead: Value, asked: Value) -> None:
+        """Prefetch `asked` bytes line by line, in the order in which memory is read fastest."""
         e = self.e
         later = e.at(row, ahead)
         e.loop(
@@ -96,8 +96,8 @@ class RowProducts:
 
     # S = Q K^T
 
-    def scores(self, rows: int) -> Value:
-        """S of `rows` rows of Q with a segment of keys, or with the `only` key that there is."""
+    def scores_function(self, rows: int) -> Value:
+        """A function: S of `rows` rows of Q with a segment of keys, or with the `only` key."""
         e = self.e
         keys = e.lanes // rows
         arguments = [*[POINTER] * 3, *[INT64] * 5, BIT]
@@ -108,101 +108,106 @@ class RowProducts:
             def query_row(i: int) -> Value:
                 return e.at(query, e.mul(i, head_dim, e.real_bytes))
 
-            def tile(k: Value, _: list[Value]) -> None:
-                here = [
+            def multiply_keys(k: Value, _: list[Value]) -> None:
+                key_rows = [
                     e.at(key, e.mul(e.least(e.add(k, j), e.sub(count, 1)), key_row))
                     for j in range(keys)
                 ]
                 e.loop(
                     k, e.add(k, keys), 1, [],
-                    lambda j, _: self.fetch(e.at(key, e.mul(j, key_row)), ahead, asked),
+                    lambda j, _: self.prefetch(e.at(key, e.mul(j, key_row)), ahead, asked),
                 )  # fmt: skip
 
-                def multiply(d: Value, live: Value | None, totals: list[Value]) -> list[Value]:
-                    q = [vector_at(e, query_row(i), d, real, live) for i in range(rows)]
+                def add_products(d: Value, live: Value | None, totals: list[Value]) -> list[Value]:
+                    q = [load_vector_at(e, query_row(i), d, real, live) for i in range(rows)]
                     totals = list(totals)
-                    for j, row in enumerate(here):
-                        x = vector_at(e, row, d, self.key_dtype, live)
+                    for j, row in enumerate(key_rows):
+                        x = load_vector_at(e, row, d, self.key_dtype, live)
                         for i in range(rows):
                             at = i * keys + j
                             totals[at] = e.fma(x, q[i], totals[at])
                     return totals
 
-                def keep(products: Value) -> None:
+                def store_products(products: Value) -> None:
                     for i in range(rows):
-                        part = e.part(products, i * keys, keys)
+                        part = e.lanes_from(products, i * keys, keys)
                         at = e.at(out, i * self.score_row, e.mul(k, e.real_bytes))
                         e.store(part, at, e.real_bytes)
 
-                def long() -> None:
-                    keep(e.sums(along(e, head_dim, [e.const(0.0)] * e.lanes, multiply)))
+                def multiply_rows() -> None:
+                    totals = [e.const(0.0)] * e.lanes
+                    store_products(e.sum_each(loop_over_vectors(e, head_dim, totals, add_products)))
 
-                def short() -> None:
-                    """Rows of one vector: each product would be rounded before it is added."""
+                def multiply_short_rows() -> None:
+                    """Rows of one vector: float64, because no addition is fused with a product."""
                     live = first_lanes(e, head_dim)
                     wide = ir.VectorType(DOUBLE, e.lanes)
                     q = [
-                        b.fpext(vector_at(e, query_row(i), e.index(0), real, live), wide)
+                        b.fpext(load_vector_at(e, query_row(i), e.index(0), real, live), wide)
                         for i in range(rows)
                     ]
                     x = [
-                        b.fpext(vector_at(e, row, e.index(0), self.key_dtype, live), wide)
-                        for row in here
+                        b.fpext(load_vector_at(e, row, e.index(0), self.key_dtype, live), wide)
+                        for row in key_rows
                     ]
-                    products = e.sums([b.fmul(each, q[i]) for i in range(rows) for each in x])
-                    keep(b.fptrunc(products, e.vector))
+                    products = e.sum_each([b.fmul(each, q[i]) for i in range(rows) for each in x])
+                    store_products(b.fptrunc(products, e.vector))
 
-                def one_key() -> None:
-                    """Its score is its lse, in which these sums would be all the error there is."""
+                def multiply_only_key() -> None:
+                    """An only key's score is its lse: this sum would be all the error of lse."""
                     wide = ir.VectorType(DOUBLE, e.lanes)
 
-                    def multiply(d: Value, live: Value | None, old: list[Value]) -> list[Value]:
-                        x = b.fpext(vector_at(e, here[0], d, self.key_dtype, live), wide)
+                    def add_products(d: Value, live: Value | None, old: list[Value]) -> list[Value]:
+                        x = b.fpext(load_vector_at(e, key_rows[0], d, self.key_dtype, live), wide)
                         q = [
-                            b.fpext(vector_at(e, query_row(i), d, real, live), wide)
+                            b.fpext(load_vector_at(e, query_row(i), d, real, live), wide)
                             for i in range(rows)
                         ]
                         return [e.fma(x, *pair) for pair in zip(q, old, strict=True)]
 
                     zero = ir.Constant(wide, None)
-                    totals = along(e, head_dim, [zero] * rows, multiply)
+                    totals = loop_over_vectors(e, head_dim, [zero] * rows, add_products)
                     repeated = [total for total in totals for _ in range(keys)]
-                    keep(b.fptrunc(e.sums(repeated), e.vector))
+                    store_products(b.fptrunc(e.sum_each(repeated), e.vector))
 
                 if e.real == DOUBLE:
-                    long()
+                    multiply_rows()
                 else:
                     is_short = e.below(head_dim, e.lanes + 1)
-                    e.choose(is_short, short, lambda: e.choose(only, one_key, long))
+                    e.choose(
+                        is_short,
+                        multiply_short_rows,
+                        lambda: e.choose(only, multiply_only_key, multiply_rows),
+                    )
 
-            e.loop(0, count, keys, [], tile)
+            e.loop(0, count, keys, [], multiply_keys)
         return function
 
     # B = P V, O = rescale * O + B
 
-    def values(self, rows: int) -> Value:
-        """Add a segment of keys to `rows` rows of B."""
+    def values_function(self, rows: int) -> Value:
+        """A function that adds a segment of keys to `rows` rows of B."""
         e = self.e
         arguments = [*[POINTER] * 3, *[INT64] * 6]
         with e.function(f"values_{rows}", arguments) as (function, args):
             value, weights, block, value_row, block_row, v_head_dim, count, ahead, asked = args
 
-            def tile(d: Value, live: Value | None, vectors: int) -> None:
-                # Only the first columns prefetch, on behalf of all.
-                mine = e.builder.select(e.below(0, d), e.index(0), asked)
-                here = [
+            def add_tile(d: Value, live: Value | None, vectors: int) -> None:
+                # The first columns prefetch for all columns, the others nothing.
+                asked_here = e.builder.select(e.below(0, d), e.index(0), asked)
+                places = [
                     e.at(block, e.mul(i, block_row), e.mul(d, e.real_bytes), j * e.vector_bytes)
                     for i in range(rows)
                     for j in range(vectors)
                 ]
 
-                def add(k: Value, totals: list[Value]) -> list[Value]:
+                def add_key(k: Value, totals: list[Value]) -> list[Value]:
                     row, column = e.at(value, e.mul(k, value_row)), e.mul(k, e.real_bytes)
                     x = [
-                        vector_at(e, row, e.add(d, j * e.lanes), self.value_dtype, live)
+                        load_vector_at(e, row, e.add(d, j * e.lanes), self.value_dtype, live)
                         for j in range(vectors)
                     ]
-                    self.fetch(row, ahead, mine)
+                    self.prefetch(row, ahead, asked_here)
                     following = []
                     for i in range(rows):
                         at = e.at(weights, i * self.score_row, column)
@@ -212,15 +217,15 @@ class RowProducts:
                         ]
                     return following
 
-                totals = e.loop(0, count, 1, [e.load_vector(at) for at in here], add)
-                for at, total in zip(here, totals, strict=True):
+                totals = e.loop(0, count, 1, [e.load_vector(at) for at in places], add_key)
+                for at, total in zip(places, totals, strict=True):
                     e.store_vector(total, at)
 
             start, vectors = e.index(0), e.lanes // rows
             while vectors:
 
                 def add_columns(d: Value, _: list[Value], vectors: int = vectors) -> None:
-                    tile(d, None, vectors)
+                    add_tile(d, None, vectors)
 
                 step = vectors * e.lanes
                 whole = e.round_down(v_head_dim, step)
@@ -228,12 +233,15 @@ class RowProducts:
                 start, vectors = whole, vectors // 2
             e.loop(
                 whole, v_head_dim, e.lanes, [],
-                lambda d, _: tile(d, first_lanes(e, e.sub(v_head_dim, d)), 1),
+                lambda d, _: add_tile(d, first_lanes(e, e.sub(v_head_dim, d)), 1),
             )  # fmt: skip
         return function
 
-    def selected_values(self) -> Value:
-        """The same for one row and values not all finite: a weight of -0.0 adds nothing."""
+    def selected_values_function(self) -> Value:
+        """`values_function` for one row of B, and values that are not all finite.
+
+        A weight of -0.0 marks a forbidden pair, which adds nothing: 0 * inf would be NaN.
+        """
         e = self.e
         arguments = [*[POINTER] * 3, *[INT64] * 3]
         with e.function("selected_values", arguments) as (function, args):
@@ -241,17 +249,19 @@ class RowProducts:
             b = e.builder
             marked = e.as_bits(e.const(-0.0))
 
-            def column(d: Value, live: Value | None, _: list[Value]) -> list[Value]:
-                def add(k: Value, totals: list[Value]) -> list[Value]:
-                    x = vector_at(e, e.at(value, e.mul(k, value_row)), d, self.value_dtype, live)
+            def add_column(d: Value, live: Value | None, _: list[Value]) -> list[Value]:
+                def add_key(k: Value, totals: list[Value]) -> list[Value]:
+                    x = load_vector_at(
+                        e, e.at(value, e.mul(k, value_row)), d, self.value_dtype, live
+                    )
                     at = e.at(weights, e.mul(k, e.real_bytes))
                     p = e.splat(e.load(at, e.real, e.real_bytes))
                     allowed = b.icmp_signed("!=", e.as_bits(p), marked)
                     return [b.select(allowed, e.fma(p, x, totals[0]), totals[0])]
 
                 at = e.at(block, e.mul(d, e.real_bytes))
-                e.store_vector(e.loop(0, count, 1, [e.load_vector(at)], add)[0], at)
+                e.store_vector(e.loop(0, count, 1, [e.load_vector(at)], add_key)[0], at)
                 return []
 
-            along(e, v_head_dim, [], column)
+            loop_over_vectors(e, v_head_dim, [], add_column)
         return function

@@ -25,11 +25,11 @@ TILE_BYTES = 64
 TILE_SIZE = TILE_ROWS * TILE_BYTES
 
 Products = tuple[tuple[int, int], ...]
-"""Which products are added: each is a term of the left factor with a term of the right."""
+"""Which products of terms are added: the number of a term of the left factor, and of the right."""
 
 
 def configure(e: Emitter) -> None:
-    """All eight tiles get their full size; to be called before a thread uses one."""
+    """Give all eight tiles their full size; to be called before a thread uses a tile."""
     setting = struct.pack("<BB14x8H16x8B8x", 1, 0, *[TILE_BYTES] * 8, *[TILE_ROWS] * 8)
     kind = ir.ArrayType(BYTE, len(setting))
     constant = e.module.globals.get("tile_sizes")
@@ -37,12 +37,12 @@ def configure(e: Emitter) -> None:
         constant = ir.GlobalVariable(e.module, kind, "tile_sizes")
         constant.linkage, constant.global_constant = "internal", True
         constant.initializer = ir.Constant(kind, bytearray(setting))
-    e.machine("llvm.x86.ldtilecfg", VOID, e.builder.bitcast(constant, POINTER))
+    e.machine_intrinsic("llvm.x86.ldtilecfg", VOID, e.builder.bitcast(constant, POINTER))
 
 
 def release(e: Emitter) -> None:
-    """The tiles of this thread are empty again, so that a task switch need not save them."""
-    e.machine("llvm.x86.tilerelease", VOID)
+    """Empty the tiles of this thread, so that a task switch need not save them."""
+    e.machine_intrinsic("llvm.x86.tilerelease", VOID)
 
 
 def add_product(e: Emitter, name: str, vectors: int, *, onto: bool) -> Value:
@@ -51,8 +51,8 @@ def add_product(e: Emitter, name: str, vectors: int, *, onto: bool) -> Value:
         out[i, :] = (out[i, :] if onto else 0) + sum_p rows[i, p] . packed[p, :]
 
     `rows` are `row` bytes apart, their pairs adjacent; a row of `packed` and `out` is `vectors`
-    vectors. All are there up to `count` rounded up to 32 and `pairs` rounded up to 16. Two by two
-    tiles are held at once, so that four products share four loaded tiles.
+    vectors. Memory holds `count` rows rounded up to 32, and `pairs` rounded up to 16. Four tiles of
+    sums, two by two, are held at once, so that four products share four loaded tiles.
     """
     across = min(vectors, 2)
     width = e.index(vectors * TILE_BYTES)
@@ -62,7 +62,7 @@ def add_product(e: Emitter, name: str, vectors: int, *, onto: bool) -> Value:
     with e.function(name, [*[POINTER] * 3, *[INT64] * 3]) as (function, args):
         rows, packed, out, row, count, pairs = args
 
-        def block(i: Value, _: list[Value]) -> None:
+        def multiply_block(i: Value, _: list[Value]) -> None:
             for first in range(0, vectors, across):
                 corner = e.at(out, e.mul(i, width), first * TILE_BYTES)
                 places = [
@@ -72,31 +72,31 @@ def add_product(e: Emitter, name: str, vectors: int, *, onto: bool) -> Value:
                 ]
                 for tile, place in places:
                     if onto:
-                        _tile(e, "tileloadd64", tile, place, width)
+                        _emit_tile(e, "tileloadd64", tile, place, width)
                     else:
-                        _tile(e, "tilezero", tile)
+                        _emit_tile(e, "tilezero", tile)
 
-                def step(p: Value, _: list[Value], first: int = first) -> None:
+                def multiply_chunk(p: Value, _: list[Value], first: int = first) -> None:
                     for m, tile in enumerate(left):
                         place = e.at(rows, e.mul(e.add(i, m * TILE_ROWS), row), e.mul(p, 4))
-                        _tile(e, "tileloadd64", tile, place, row)
+                        _emit_tile(e, "tileloadd64", tile, place, row)
                     for n, tile in enumerate(right[:across]):
                         place = e.at(packed, e.mul(p, width), (first + n) * TILE_BYTES)
-                        _tile(e, "tileloadd64", tile, place, width)
+                        _emit_tile(e, "tileloadd64", tile, place, width)
                     for m in range(2):
                         for n in range(across):
-                            _tile(e, "tdpbf16ps", totals[m][n], left[m], right[n])
+                            _emit_tile(e, "tdpbf16ps", totals[m][n], left[m], right[n])
 
-                e.loop(0, pairs, TILE_ROWS, [], step)
+                e.loop(0, pairs, TILE_ROWS, [], multiply_chunk)
                 for tile, place in places:
-                    _tile(e, "tilestored64", tile, place, width)
+                    _emit_tile(e, "tilestored64", tile, place, width)
 
-        e.loop(0, count, 2 * TILE_ROWS, [], block)
+        e.loop(0, count, 2 * TILE_ROWS, [], multiply_block)
     return function
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class SideWork:
     """Work for the vector units while tiles are multiplied, in equal steps.
 
     `emit(step, group)` is called for `GROUPS` groups of products in each of the first `steps` steps
@@ -108,7 +108,7 @@ class Beside:
 
 
 def steps_of(e: Emitter, vectors: int, count: Value, pairs: Value) -> Value:
-    """Number of steps of a product by `multiply`, each of 32 rows, two vectors and 16 pairs."""
+    """Number of steps of `multiply`, each of 32 rows, two vectors and 16 pairs."""
     b = e.builder
     blocks = b.sdiv(e.add(count, 2 * TILE_ROWS - 1), e.index(2 * TILE_ROWS))
     deep = b.sdiv(e.add(pairs, TILE_ROWS - 1), e.index(TILE_ROWS))
@@ -116,7 +116,7 @@ def steps_of(e: Emitter, vectors: int, count: Value, pairs: Value) -> Value:
 
 
 def add_products(e: Emitter, name: str, vectors: int, *, onto: bool, products: Products) -> Value:
-    """A function of the arguments of `multiply`."""
+    """A function that does `multiply` with its arguments."""
     with e.function(name, [*[POINTER] * 3, *[INT64] * 3]) as (function, args):
         multiply(e, args, vectors, onto=onto, products=products)
     return function
@@ -129,18 +129,18 @@ def multiply(
     *,
     onto: bool,
     products: Products,
-    beside: Beside | None = None,
+    side_work: SideWork | None = None,
 ) -> None:
     """Emit `add_product` for factors that are sums of bfloat16 terms:
 
         out[i, :] = (out[i, :] if onto else 0) + sum_ab sum_p rows[a][i, p] . packed[b][p, :]
 
     for the `products` a, b of a term of the left factor and one of the right, in this order for
-    each 16 pairs of bfloat16; neighbours that have a term in common spare loading it again. `args`
-    are (rows, packed, out, band, count, pairs). Both factors lie in the order they are read: `rows`
-    as tiles of 16 rows and 16 pairs, one for each term, then those of further pairs, then, `band`
-    bytes away, those of further rows; `packed` as 16 rows of `vectors` vectors for each term, then
-    those of further pairs.
+    each 16 pairs of bfloat16; a term that two neighbours in `products` share is loaded once. `args`
+    are (rows, packed, out, band, count, pairs). Both factors lie in the order in which they are
+    read. `rows` are tiles of 16 rows and 16 pairs, one for each term, then the tiles of the next 16
+    pairs; the next 16 rows lie `band` bytes on. `packed` has 16 rows of `vectors` vectors for each
+    term, then the rows of the next 16 pairs.
     """
     rows, packed, out, band, count, pairs = args
     across = min(vectors, 2)
@@ -150,11 +150,11 @@ def multiply(
     left, right = (4, 5), (6, 7)
     b = e.builder
 
-    def block(i: Value, _: list[Value]) -> None:
+    def multiply_block(i: Value, _: list[Value]) -> None:
         bands = [e.mul(b.sdiv(i, e.index(TILE_ROWS)), band)]
         bands.append(e.add(bands[0], band))
 
-        def strip(first: Value, _: list[Value]) -> None:
+        def multiply_strip(first: Value, _: list[Value]) -> None:
             """The sums of 32 rows and of as many vectors as tiles hold, from vector `first` on."""
             corner = e.at(out, e.mul(i, vectors * TILE_BYTES), e.mul(first, TILE_BYTES))
             places = [
@@ -164,57 +164,59 @@ def multiply(
             ]
             for tile, place in places:
                 if onto:
-                    _tile(e, "tileloadd64", tile, place, out_row)
+                    _emit_tile(e, "tileloadd64", tile, place, out_row)
                 else:
-                    _tile(e, "tilezero", tile)
+                    _emit_tile(e, "tilezero", tile)
 
-            def step(p: Value, _: list[Value]) -> None:
+            def multiply_chunk(p: Value, _: list[Value]) -> None:
                 # 16 pairs fill one tile of each factor.
                 here = e.mul(p, TILE_BYTES * terms)
                 lefts = [e.at(rows, start, here) for start in bands]
                 there = e.at(packed, e.mul(here, vectors))
                 rights = [e.at(there, e.mul(e.add(first, n), TILE_BYTES)) for n in range(across)]
 
-                def all_products(meanwhile: Callable[[int], None]) -> None:
+                def add_all_products(meanwhile: Callable[[int], None]) -> None:
                     held: tuple[int, int] = (-1, -1)
                     for group, (x, y) in enumerate(products):
                         if x != held[0]:
                             for tile, place in zip(left, lefts, strict=True):
-                                _tile(e, "tileloadd64", tile, e.at(place, x * TILE_SIZE), tile_row)
+                                _emit_tile(
+                                    e, "tileloadd64", tile, e.at(place, x * TILE_SIZE), tile_row
+                                )
                         if y != held[1]:
                             for tile, place in zip(right, rights, strict=False):
                                 place = e.at(place, y * vectors * TILE_SIZE)
-                                _tile(e, "tileloadd64", tile, place, out_row)
+                                _emit_tile(e, "tileloadd64", tile, place, out_row)
                         held = (x, y)
                         for m in range(2):
                             for n in range(across):
-                                _tile(e, "tdpbf16ps", totals[m][n], left[m], right[n])
+                                _emit_tile(e, "tdpbf16ps", totals[m][n], left[m], right[n])
                         meanwhile(group)
 
-                if beside is None:
-                    all_products(lambda _: None)
+                if side_work is None:
+                    add_all_products(lambda _: None)
                     return
                 blocks = e.mul(b.sdiv(i, e.index(2 * TILE_ROWS)), vectors // across)
                 blocks = e.add(blocks, b.sdiv(first, e.index(across)))
                 number = e.mul(blocks, b.sdiv(pairs, e.index(TILE_ROWS)))
                 number = e.add(number, b.sdiv(p, e.index(TILE_ROWS)))
-                emit = beside.emit
+                emit = side_work.emit
                 e.choose(
-                    e.below(number, beside.steps),
-                    lambda: all_products(lambda group: emit(number, group)),
-                    lambda: all_products(lambda _: None),
+                    e.below(number, side_work.steps),
+                    lambda: add_all_products(lambda group: emit(number, group)),
+                    lambda: add_all_products(lambda _: None),
                 )
 
-            e.loop(0, pairs, TILE_ROWS, [], step)
+            e.loop(0, pairs, TILE_ROWS, [], multiply_chunk)
             for tile, place in places:
-                _tile(e, "tilestored64", tile, place, out_row)
+                _emit_tile(e, "tilestored64", tile, place, out_row)
 
-        e.loop(0, vectors, across, [], strip)
+        e.loop(0, vectors, across, [], multiply_strip)
 
-    e.loop(0, count, 2 * TILE_ROWS, [], block)
+    e.loop(0, count, 2 * TILE_ROWS, [], multiply_block)
 
 
-def _tile(e: Emitter, instruction: str, *args: Value | int) -> None:
-    """Whole numbers among the arguments are tiles."""
+def _emit_tile(e: Emitter, instruction: str, *args: Value | int) -> None:
+    """Emit an instruction of the matrix unit; arguments of type int are numbers of tiles."""
     values = [ir.Constant(BYTE, arg) if isinstance(arg, int) else arg for arg in args]
-    e.machine(f"llvm.x86.{instruction}", VOID, *values)
+    e.machine_intrinsic(f"llvm.x86.{instruction}", VOID, *values)

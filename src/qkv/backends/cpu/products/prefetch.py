@@ -14,7 +14,7 @@ from qkv.backends.cpu.emit.frame import WORD
 
 
 class RowRange(NamedTuple):
-    """Rows to ask for: where they start, byte strides, and bytes of each."""
+    """Rows to prefetch: the first one, the byte stride of rows, and the bytes of each."""
 
     start: Value
     row: Value
@@ -26,41 +26,43 @@ _WORDS = 1 + 2 * len(RowRange._fields)
 
 
 class Prefetcher:
-    """Two stretches of `count` rows, kept at a place in memory."""
+    """Two ranges of `count` rows to prefetch; the state is at the address `place`."""
 
     def __init__(self, e: Emitter, place: Value, count: int) -> None:
         self.e, self.place, self.count = e, place, count
 
     @classmethod
-    def none(cls, e: Emitter, count: int) -> Prefetcher:
+    def idle(cls, e: Emitter, count: int) -> Prefetcher:
         """A prefetcher with memory of its own that has no rows to prefetch."""
-        found = cls(e, e.words(_WORDS), count)
-        found._keep(e.index(0))
+        found = cls(e, e.stack_words(_WORDS), count)
+        found._store_rows_left(e.index(0))
         return found
 
-    def plan(self, stretches: Sequence[RowRange], exist: Value) -> None:
-        """Set the rows that are prefetched from now on, if there are any."""
+    def plan(self, ranges: Sequence[RowRange], exist: Value) -> None:
+        """Set the two ranges that are prefetched from now on, if they `exist`."""
         e, b = self.e, self.e.builder
-        self._keep(b.select(exist, e.index(2 * self.count), e.index(0)))
-        words = [word for each in stretches for word in (b.ptrtoint(each[0], INT64), *each[1:])]
+        self._store_rows_left(b.select(exist, e.index(2 * self.count), e.index(0)))
+        words = [word for each in ranges for word in (b.ptrtoint(each[0], INT64), *each[1:])]
         for n, word in enumerate(words, start=1):
             e.store(word, e.at(self.place, WORD * n), WORD)
 
-    def ask(self) -> None:
+    def prefetch_row(self) -> None:
         """Prefetch the next row."""
         e, b = self.e, self.e.builder
-        left, *words = (e.load(e.at(self.place, WORD * n), INT64, WORD) for n in range(_WORDS))
+        rows_left, *words = (e.load(e.at(self.place, WORD * n), INT64, WORD) for n in range(_WORDS))
         half = len(words) // 2
-        with b.if_then(e.below(0, left)):
-            is_first = e.below(self.count, left)
+        with b.if_then(e.below(0, rows_left)):
+            is_first = e.below(self.count, rows_left)
             start, row, size = map(b.select, [is_first] * half, words[:half], words[half:])
-            number = e.sub(b.select(is_first, *map(e.index, (2 * self.count, self.count))), left)
+            number = e.sub(
+                b.select(is_first, *map(e.index, (2 * self.count, self.count))), rows_left
+            )
             here = e.at(e.pointer(start), e.mul(number, row))
             e.loop(
                 0, size, CACHE_LINE, [],
                 lambda offset, _: e.prefetch(e.at(here, offset), soon=False),
             )  # fmt: skip
-            self._keep(e.sub(left, 1))
+            self._store_rows_left(e.sub(rows_left, 1))
 
-    def _keep(self, left: Value) -> None:
-        self.e.store(left, self.place, WORD)
+    def _store_rows_left(self, rows_left: Value) -> None:
+        self.e.store(rows_left, self.place, WORD)

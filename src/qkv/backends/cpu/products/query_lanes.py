@@ -1,9 +1,8 @@
 """The two matrix products of attention as register tiles, queries in lanes.
 
-Matrices with a row for each key lie as they are in memory, their elements adjacent; they are read
-one element at a time and spread over the lanes. Matrices *packed* for queries hold, for each row,
-`vectors` vectors of queries, or that many beside others: `across` in all. All sums are chains of
-multiply-adds.
+Matrices with a row for each key are read where they lie, their elements adjacent, one element at a
+time, which is copied to all lanes. A row of a matrix *packed* for queries has `across` vectors of
+queries, of which `vectors` neighbours are multiplied, or all. All sums are chains of multiply-adds.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from llvmlite import ir
 from qkv.backends.cpu.emit.emitter import DOUBLE, Emitter, Value
 
 MultiplyAdd = Callable[[Emitter, Value, Value, Value], Value]
-Less = Callable[[int], list[Value]]
-"""Gives one vector of means for each vector of queries, for the first or the second half."""
+MeansOfHalf = Callable[[int], list[Value]]
+"""One vector of means for each vector of queries, for half 0 or half 1 of the products."""
 
 
 def vectors_at(
@@ -53,12 +52,12 @@ class SumOrder(NamedTuple):
     """How the products of two rows are added up."""
 
     multiply_add: MultiplyAdd = Emitter.fma
-    less: Less | None = None
-    """Gives what is taken from the sum of each half of the products. Where that is their mean,
-    sums stay small, and their rounding errors too."""
+    means_of_half: MeansOfHalf | None = None
+    """Means to subtract after either half of the products. Sums of products less their means stay
+    small, and so do rounding errors."""
     chain: int | None = None
-    """Number of products that are added one after the other before these sums are added, because
-    rounding errors grow with the length of a chain."""
+    """Number of products in one chain, if the sums of several chains are added, because rounding
+    errors grow with the length of a chain."""
     wide: bool = False
     """Whether products are added in float64 and rounded once."""
     across: int | None = None
@@ -77,37 +76,37 @@ def dot_tile(
     sums: SumOrder = _IN_ORDER,
 ) -> list[Value]:
     """sum_d row[i][d] * packed[d][j], one vector for each row i and vector j."""
-    b, multiply_add, less, chain, wide = e.builder, *sums[:4]
+    b, multiply_add, means_of_half, chain, wide = e.builder, *sums[:4]
     total_type = ir.VectorType(DOUBLE, e.lanes) if wide else e.vector
     if wide:
         multiply_add = _multiply_add_wide
 
-    def step(d: Value, totals: list[Value]) -> list[Value]:
+    def add_element(d: Value, totals: list[Value]) -> list[Value]:
         column = e.mul(d, e.real_bytes)
         elements = [e.at(row, column) for row in rows]
         row = vectors_at(e, packed, vectors, d, sums.across)
         return _accumulate(e, elements, row, totals, multiply_add)
 
-    def rounded(totals: list[Value]) -> list[Value]:
+    def round_totals(totals: list[Value]) -> list[Value]:
         return [b.fptrunc(total, e.vector) for total in totals] if wide else totals
 
-    def link(start: Value, stop: Value, totals: list[Value]) -> list[Value]:
-        part = e.loop(start, stop, 1, zeros, step)
+    def add_chain(start: Value, stop: Value, totals: list[Value]) -> list[Value]:
+        part = e.loop(start, stop, 1, zeros, add_element)
         return [b.fadd(*pair) for pair in zip(totals, part, strict=True)]
 
     zeros = totals = [ir.Constant(total_type, None)] * (len(rows) * vectors)
     if chain is not None:
         whole = e.round_down(count, chain)
-        totals = e.loop(0, whole, chain, totals, lambda d, old: link(d, e.add(d, chain), old))
-        return rounded(link(whole, count, totals))
-    if less is None:
-        return rounded(e.loop(0, count, 1, totals, step))
-    for part, (start, stop) in enumerate(halves(e, count)):
-        totals, means = e.loop(start, stop, 1, totals, step), less(part)
+        totals = e.loop(0, whole, chain, totals, lambda d, old: add_chain(d, e.add(d, chain), old))
+        return round_totals(add_chain(whole, count, totals))
+    if means_of_half is None:
+        return round_totals(e.loop(0, count, 1, totals, add_element))
+    for half, (start, stop) in enumerate(half_ranges(e, count)):
+        totals, means = e.loop(start, stop, 1, totals, add_element), means_of_half(half)
         if wide:
             means = [b.fpext(mean, total_type) for mean in means]
         totals = [b.fsub(t, means[n % vectors]) for n, t in enumerate(totals)]
-    return rounded(totals)
+    return round_totals(totals)
 
 
 def _multiply_add_wide(e: Emitter, x: Value, y: Value, total: Value) -> Value:
@@ -115,8 +114,8 @@ def _multiply_add_wide(e: Emitter, x: Value, y: Value, total: Value) -> Value:
     return e.fma(e.builder.fpext(x, total.type), e.builder.fpext(y, total.type), total)
 
 
-def halves(e: Emitter, count: Value) -> tuple[tuple[Value, Value], tuple[Value, Value]]:
-    """Where either half of a sum begins and ends."""
+def half_ranges(e: Emitter, count: Value) -> tuple[tuple[Value, Value], tuple[Value, Value]]:
+    """Where both halves of `count` products begin and end."""
     middle = e.builder.sdiv(count, e.index(2))
     return (e.index(0), middle), (middle, count)
 
@@ -139,19 +138,19 @@ def dot_rows(
     `finish(k, products, carried)` is given the rows from k on, `vectors` products for each.
     """
 
-    def tile(size: int) -> Callable[[Value, list[Value]], list[Value]]:
-        def body(k: Value, carried: list[Value]) -> list[Value]:
+    def multiply_rows(size: int) -> Callable[[Value, list[Value]], list[Value]]:
+        def multiply_from(k: Value, carried: list[Value]) -> list[Value]:
             rows = [e.at(first_row, e.mul(e.add(k, i), row_stride)) for i in range(size)]
             products = dot_tile(e, rows, packed, vectors, dim, sums)
             return finish(k, products, carried)
 
-        return body
+        return multiply_from
 
     start = e.index(0)
-    # The sums of a single row are too few: each multiply-add would wait for an earlier one.
+    # Two rows before single ones: with few sums, each multiply-add waits for the one before it.
     for size in (keys, 2, 1) if keys > 4 else (keys, 1):
         stop = e.add(start, e.round_down(e.sub(count, start), size))
-        carried = e.loop(start, stop, size, carried, tile(size))
+        carried = e.loop(start, stop, size, carried, multiply_rows(size))
         start = stop
     return carried
 
@@ -173,33 +172,32 @@ def combine_rows(
     `finish(d, sums)` is given the columns from d on, `vectors` sums for each.
     """
 
-    def sums(d: Value, size: int) -> list[Value]:
+    def sum_columns(d: Value, size: int) -> list[Value]:
         start = e.at(first_row, e.mul(d, e.real_bytes))
 
-        def step(k: Value, totals: list[Value]) -> list[Value]:
+        def add_row(k: Value, totals: list[Value]) -> list[Value]:
             row = e.at(start, e.mul(k, row_stride))
             elements = [e.at(row, i * e.real_bytes) for i in range(size)]
             return _accumulate(e, elements, vectors_at(e, packed, vectors, k, across), totals)
 
-        return e.loop(0, count, 1, [e.const(0.0)] * (size * vectors), step)
+        return e.loop(0, count, 1, [e.const(0.0)] * (size * vectors), add_row)
 
     whole = e.round_down(dim, columns)
-    e.loop(0, whole, columns, [], lambda d, _: finish(d, sums(d, columns)))
+    e.loop(0, whole, columns, [], lambda d, _: finish(d, sum_columns(d, columns)))
     b = e.builder
-    some, wide = e.below(whole, dim), b.icmp_signed(">=", dim, e.index(columns))
+    is_rest, is_wide = e.below(whole, dim), b.icmp_signed(">=", dim, e.index(columns))
 
-    def last() -> None:
-        # A tile that ends with the last column; those it has in common with the one before are
-        # dropped.
+    def finish_last_tile() -> None:
+        # This tile ends with the last column; the columns that are already finished are dropped.
         d = e.sub(dim, columns)
-        totals = sums(d, columns)
+        totals = sum_columns(d, columns)
         for i in range(columns):
             column = e.add(d, i)
             with b.if_then(b.icmp_signed(">=", column, whole)):
                 finish(column, totals[i * vectors : (i + 1) * vectors])
 
-    def narrow() -> None:
-        e.loop(0, dim, 1, [], lambda d, _: finish(d, sums(d, 1)))
+    def finish_each_column() -> None:
+        e.loop(0, dim, 1, [], lambda d, _: finish(d, sum_columns(d, 1)))
 
-    with b.if_then(some):
-        e.choose(wide, last, narrow)
+    with b.if_then(is_rest):
+        e.choose(is_wide, finish_last_tile, finish_each_column)

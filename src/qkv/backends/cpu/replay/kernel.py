@@ -131,7 +131,7 @@ class Top(Reduction):
         """Insert a key into the list of the best; of equal scores, earlier keys come first."""
         e, b = self.e, self.e.builder
         keys = e.mul(e.add(k, 1), width)
-        own = e.splat(b.trunc(kv_index, e.whole) if e.whole != INT64 else kv_index)
+        own = e.splat(b.trunc(kv_index, e.real_bits) if e.real_bits != INT64 else kv_index)
 
         def entry(i: Value) -> tuple[Value, Value]:
             at = e.at(best, e.mul(i, width))
@@ -168,7 +168,7 @@ class Top(Reduction):
             keys = e.load(e.at(at, e.mul(e.add(k, 1), width)), e.bits, e.vector_bytes)
             for i, start in enumerate(starts):
                 to, key = e.add(start, n), e.extract(keys, i)
-                key = key if e.whole == INT64 else b.sext(key, INT64)
+                key = key if e.real_bits == INT64 else b.sext(key, INT64)
                 score_at = e.at(e.pointer(best), e.mul(to, e.real_bytes))
                 e.store(e.extract(scores, i), score_at, e.real_bytes)
                 e.store(key, e.at(e.pointer(indices), e.mul(to, WORD)), WORD)

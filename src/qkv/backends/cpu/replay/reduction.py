@@ -14,7 +14,7 @@ from llvmlite import ir
 
 from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import COMMON_FIELDS, operand_fields
-from qkv.backends.cpu.emit.packing import copy_rows
+from qkv.backends.cpu.emit.packing import copy_rows_function
 from qkv.backends.cpu.emit.transpose import transposed_bytes
 from qkv.backends.cpu.forward.frame import BLOCK_KV, RUN, STATS, TASK, ForwardFrame, ForwardKey
 from qkv.backends.cpu.forward.rows import pack_function, rows_of_block
@@ -211,7 +211,7 @@ def query_block_function(reduction: Reduction, vectors: int, functions: dict[str
 
         def run(r: Value) -> tuple[Value, Value, Value]:
             start, stop, kind = frame.record(runs, RUN, r)
-            return e.greater(start, first_key), e.least(stop, last_key), kind
+            return e.larger_of(start, first_key), e.least(stop, last_key), kind
 
         def pack() -> None:
             for j in range(vectors):
@@ -252,7 +252,7 @@ def query_block_function(reduction: Reduction, vectors: int, functions: dict[str
 
         def number(r: Value, count: list[Value]) -> list[Value]:
             start, stop, _ = run(r)
-            return [e.add(count[0], e.greater(e.sub(stop, start), 0))]
+            return [e.add(count[0], e.larger_of(e.sub(stop, start), 0))]
 
         (count,) = e.loop(first_run, last_run, 1, [e.index(0)], number)
         reduction.begin(block)
@@ -281,7 +281,7 @@ def functions_of(reduction: Reduction) -> dict[str, Value]:
     """The functions of one vector of queries."""
     frame = reduction.frame
     functions = {"pack": pack_function(frame), "full": reduction.keys_function("full", False)}
-    functions[f"copy {frame.dtypes['key']}"] = copy_rows(frame.e, frame.dtypes["key"])
+    functions[f"copy {frame.dtypes['key']}"] = copy_rows_function(frame.e, frame.dtypes["key"])
     if frame.mask != TRUE:
         functions["partial"] = reduction.keys_function("partial", True)
     return functions
@@ -297,7 +297,7 @@ def emit_row_tasks(reduction: Reduction) -> None:
         task = frame.record_at(frame.pointer_field(arguments, "tasks"), number, TASK)
         call(arguments, task, scratch, e.index(0), frame.field(arguments, "kv_len"))
 
-    frame.job(run)
+    frame.emit_job(run)
 
 
 def emit_range_tasks(reduction: Reduction) -> None:
@@ -318,4 +318,4 @@ def emit_range_tasks(reduction: Reduction) -> None:
 
             e.loop(first_block, last_block, 1, [], each)
 
-    frame.job(run)
+    frame.emit_job(run)

@@ -56,7 +56,7 @@ class Blocks(Reduction):
             return b.select(b.fcmp_ordered("ord", weight, weight), weight, e.const(0.0))
 
         def one_unit(n: Value, _: list[Value]) -> None:
-            first = e.sub(e.greater(e.mul(n, unit), kv_start), kv_start)
+            first = e.sub(e.larger_of(e.mul(n, unit), kv_start), kv_start)
             last = e.sub(e.least(e.mul(e.add(n, 1), unit), stop), kv_start)
 
             def one_key(k: Value, found: list[Value]) -> list[Value]:

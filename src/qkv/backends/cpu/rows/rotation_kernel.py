@@ -115,12 +115,13 @@ def _row(e: Emitter, key: RotationKey) -> Value:
                 for n in (0, e.lanes)
             )
             evens, odds = (
-                b.shuffle_vector(low, high, e.picks(range(n, 2 * e.lanes, 2))) for n in (0, 1)
+                b.shuffle_vector(low, high, e.shuffle_mask(range(n, 2 * e.lanes, 2)))
+                for n in (0, 1)
             )
             a, c = rotated(evens, odds, e.mul(d, 8), e.lanes)
             order = [half * e.lanes + lane for lane in range(e.lanes) for half in (0, 1)]
             for n, picks in ((0, order[: e.lanes]), (e.lanes, order[e.lanes :])):
-                value = b.shuffle_vector(a, c, e.picks(picks))
+                value = b.shuffle_vector(a, c, e.shuffle_mask(picks))
                 store(value, e.at(target, e.mul(e.add(first, n), out_item)))
 
         def one_pair(d: Value, _: list[Value]) -> None:

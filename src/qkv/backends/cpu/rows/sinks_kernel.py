@@ -95,7 +95,7 @@ def _rows(e: Emitter, key: SinksKey, scale: Value, count: int) -> Value:
                 value = b.fptrunc(value, ir.VectorType(FLOAT, lanes) if lanes else FLOAT)
             e.store(value, pointer, item)
 
-        place = e.words(e.lanes)
+        place = e.stack_words(e.lanes)
         e.store(ir.Constant(e.vector, None), place, 8)
         with b.if_then(wanted):
             e.store(load(rest), place, 8)

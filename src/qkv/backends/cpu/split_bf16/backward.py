@@ -38,7 +38,7 @@ from qkv.backends.cpu.backward.query_block import QueryBlockPass, fill
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import WORD, RowView
 from qkv.backends.cpu.products import matrix_unit
-from qkv.backends.cpu.products.bfloat16 import CHUNK, whole
+from qkv.backends.cpu.products.bfloat16 import CHUNK, emit_round_to_chunks
 from qkv.backends.cpu.split_bf16 import non_finite
 from qkv.backends.cpu.split_bf16.backward_block import AREAS, OF_BLOCK, OF_PAIRS, ROWS, SplitBlock
 from qkv.backends.cpu.split_bf16.factors import FLOAT_BYTES
@@ -86,7 +86,7 @@ class _Blocks(QueryBlockPass):
         self.q_len = self.field("q_len")
         left = e.add(e.sub(self.q_len, self.first_row), block_q - 1)
         self.count = e.least(self.field("q_blocks_per_task"), b.sdiv(left, e.index(block_q)))
-        self.wide = {name: whole(e, dim) for name, dim in self.dims.items()}
+        self.wide = {name: emit_round_to_chunks(e, dim) for name, dim in self.dims.items()}
         half = split.terms * split.width // 2
         query, grad = (e.mul(self.wide[name], half) for name in ("query", "grad_out"))
         sums, rows = e.mul(self.wide["query"], split.width), e.index(len(ROWS) * split.width)
@@ -245,7 +245,7 @@ class _Blocks(QueryBlockPass):
 
     def _clear_sums(self, name: str, count: Value) -> None:
         e, width = self.e, self.code.panels.width
-        rows = e.mul(whole(e, count), width)
+        rows = e.mul(emit_round_to_chunks(e, count), width)
 
         def panel(d: Value, _: list[Value]) -> None:
             start = e.mul(d, BLOCK_KV * width // CHUNK)
@@ -263,7 +263,7 @@ class _Blocks(QueryBlockPass):
     ) -> None:
         """Each block of queries in turn: what is between its products, beside those of the next."""
         e, b = self.e, self.e.builder
-        waiting, buffer = e.words(), e.words()
+        waiting, buffer = e.stack_words(), e.stack_words()
         e.store(e.index(-1), waiting, WORD)
         e.store(e.index(0), buffer, WORD)
 
@@ -276,7 +276,7 @@ class _Blocks(QueryBlockPass):
                 before, now = e.load(waiting, INT64, WORD), e.load(buffer, INT64, WORD)
                 then = e.sub(1, now)
                 some = b.icmp_signed(">=", before, e.index(0))
-                earlier, here = self.block(e.greater(before, 0), then), self.block(i, now)
+                earlier, here = self.block(e.larger_of(before, 0), then), self.block(i, now)
 
                 def in_turn() -> None:
                     with b.if_then(some):
@@ -285,7 +285,7 @@ class _Blocks(QueryBlockPass):
 
                 if self.frame.plain:
                     e.choose(
-                        b.and_(some, is_kind(e.greater(before, 0), TileKind.FULL)),
+                        b.and_(some, is_kind(e.larger_of(before, 0), TileKind.FULL)),
                         lambda: earlier.compute_beside(here, kv_start, count),
                         in_turn,
                     )

@@ -19,11 +19,11 @@ from qkv.backends.cpu.backward.query_block import pack_function, unpack_function
 from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import BIT, INT16, INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import WORD
-from qkv.backends.cpu.emit.packing import copy_rows
+from qkv.backends.cpu.emit.packing import copy_rows_function
 from qkv.backends.cpu.emit.storage import load, real_dtype
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products import matrix_unit
-from qkv.backends.cpu.products.bfloat16 import CHUNK, chunks, whole
+from qkv.backends.cpu.products.bfloat16 import CHUNK, emit_round_to_chunks, round_to_chunks
 from qkv.backends.cpu.products.matrix_unit import TILE_BYTES, TILE_ROWS
 from qkv.backends.cpu.products.query_lanes import vectors_at
 from qkv.backends.cpu.split_bf16 import non_finite
@@ -98,7 +98,7 @@ def split_areas(
 ) -> dict[str, int]:
     """Bytes that each area takes, with so many blocks of queries."""
     width, terms = FLOAT_BYTES * shape.block_q, shape.terms
-    dim, v_dim = chunks(head_dim), chunks(v_head_dim)
+    dim, v_dim = round_to_chunks(head_dim), round_to_chunks(v_head_dim)
     pairs, scores = BLOCK_KV // 2 * terms * width, BLOCK_KV * width
     keys, values = (2 * terms * BLOCK_KV * d for d in (dim, v_dim))
     key_sums, value_sums = (FLOAT_BYTES * BLOCK_KV * d for d in (dim, v_dim))
@@ -187,7 +187,7 @@ class SplitBlock:
             stage = _STAGES[name]
 
             def chunk(c: Value, _: list[Value]) -> None:
-                begin = e.least(e.greater(e.sub(start, e.mul(c, count)), 0), count)
+                begin = e.least(e.larger_of(e.sub(start, e.mul(c, count)), 0), count)
                 pair = self.pair(block, c, stage)
 
                 def store(k: Value, _: list[Value]) -> None:
@@ -203,7 +203,9 @@ class SplitBlock:
 
             e.loop(0, self.chunks, 1, [], chunk)
             if stage.split:
-                pairs, end = (e.builder.ashr(x, e.index(1)) for x in (count, whole(e, count)))
+                pairs, end = (
+                    e.builder.ashr(x, e.index(1)) for x in (count, emit_round_to_chunks(e, count))
+                )
                 non_finite_rows = e.builder.trunc(e.builder.and_(count, e.index(1)), BIT)
                 with e.builder.if_then(non_finite_rows, likely=False):
                     self.split.drop_second(block.grad_pairs, e.sub(count, 1))
@@ -250,7 +252,7 @@ class SplitBlock:
 
             matrix_unit.multiply(
                 e, product, self.vectors, onto=False, products=products,
-                beside=matrix_unit.Beside(steps, share_of_keys),
+                side_work=matrix_unit.SideWork(steps, share_of_keys),
             )  # fmt: skip
             b.ret(e.add(start, e.mul(steps, _KEYS_BESIDE)))
         return function
@@ -436,7 +438,7 @@ class SplitBlock:
         if self.has_left_out:
             found["add_left_out"] = self.add_left_out()
         for dtype in sorted({*self.frame.dtypes.values()}):
-            found[f"copy {dtype}"] = copy_rows(e, dtype)
+            found[f"copy {dtype}"] = copy_rows_function(e, dtype)
         for left, right in (("key", "query"), ("value", "grad_out"), ("out", "grad_out")):
             name = self.name_of_recompute(left, right)
             if name not in found:

@@ -32,7 +32,12 @@ from qkv.backends.cpu.emit.emitter import BIT, INT32, INT64, POINTER, Emitter, V
 from qkv.backends.cpu.emit.frame import WORD, RowView
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products import matrix_unit
-from qkv.backends.cpu.products.bfloat16 import CHUNK, join, upper_halves, whole
+from qkv.backends.cpu.products.bfloat16 import (
+    CHUNK,
+    emit_round_to_chunks,
+    join_pairs,
+    round_to_bfloat16,
+)
 from qkv.backends.cpu.products.matrix_unit import TILE_BYTES, TILE_ROWS
 from qkv.backends.cpu.products.query_lanes import store_vectors, vectors_at
 
@@ -132,7 +137,7 @@ class SplitFactors:
     def put_pairs(self, cut: Sequence[Sequence[Value]], place: Value) -> None:
         """Store two vectors as pairs for each term; a single term is rounded."""
         if self.terms == 1:
-            pair = join(self.e, *map(self.e.as_floats, cut[0]))
+            pair = join_pairs(self.e, *map(self.e.as_floats, cut[0]))
             self.e.store_vector(pair, place)
             return
         for n, (first, second) in enumerate(cut):
@@ -162,7 +167,7 @@ class SplitFactors:
         """The terms of 32 elements, each a row of its tile."""
         e = self.e
         for n, (first, second) in enumerate(zip(*map(self.rounded, halves), strict=True)):
-            row = upper_halves(e, first, second)
+            row = round_to_bfloat16(e, first, second)
             e.store(row, e.at(place, n * matrix_unit.TILE_SIZE), e.vector_bytes)
 
     def store_terms(self, cut: Sequence[Sequence[Value]], place: Value) -> None:
@@ -171,7 +176,7 @@ class SplitFactors:
         for n, both in enumerate(cut):
             if n < self.terms - 1:
                 both = [b.and_(bits, e.const_bits(_UPPER)) for bits in both]
-            row = upper_halves(e, *both)
+            row = round_to_bfloat16(e, *both)
             e.store(row, e.at(place, n * matrix_unit.TILE_SIZE), e.vector_bytes)
 
     # Rows
@@ -182,7 +187,7 @@ class SplitFactors:
         place = e.at(start, e.mul(d, FLOAT_BYTES))
         left = e.sub(dim, d)
         if exists is not None:
-            place = b.select(exists, place, e.zeros())
+            place = b.select(exists, place, e.zeros_address())
             left = b.select(exists, left, e.index(0))
         count = e.splat(b.trunc(e.least(left, e.lanes), INT32))
         live = b.icmp_signed("<", e.lane_numbers(INT32), count)
@@ -217,7 +222,7 @@ class SplitFactors:
         with e.function("split_rows", [POINTER, *[INT64] * 3, *[POINTER] * 2]) as (function, args):
             source, row, count, dim, target, non_finite_rows = args
             b, bits = e.builder, ir.IntType(e.lanes)
-            wide, band = whole(e, dim), self.band(dim)
+            wide, band = emit_round_to_chunks(e, dim), self.band(dim)
 
             def key(k: Value, found: list[Value]) -> list[Value]:
                 start, exists = e.at(source, e.mul(k, row)), e.below(k, count)
@@ -239,7 +244,7 @@ class SplitFactors:
                 some = b.icmp_unsigned("!=", b.or_(*map(self.huge, seen)), ir.Constant(bits, 0))
                 return [e.add(found[0], b.zext(some, INT64))]
 
-            (found,) = e.loop(0, whole(e, count), 1, [e.index(0)], key)
+            (found,) = e.loop(0, emit_round_to_chunks(e, count), 1, [e.index(0)], key)
             e.store(found, non_finite_rows, WORD)
         return function
 
@@ -291,10 +296,16 @@ class SplitFactors:
 
             def chunk_of_keys(k: Value, found: list[Value]) -> list[Value]:
                 chunk = e.at(target, e.mul(k, self.chunk_bytes // CHUNK))
-                return e.loop(0, whole(e, dim), e.lanes, found, partial(store_columns, k, chunk))
+                return e.loop(
+                    0,
+                    emit_round_to_chunks(e, dim),
+                    e.lanes,
+                    found,
+                    partial(store_columns, k, chunk),
+                )
 
             nothing = [ir.Constant(bits, 0)]
-            (found,) = e.loop(0, whole(e, count), CHUNK, nothing, chunk_of_keys)
+            (found,) = e.loop(0, emit_round_to_chunks(e, count), CHUNK, nothing, chunk_of_keys)
             b.ret(b.icmp_unsigned("!=", found, ir.Constant(bits, 0)))
         return function
 
@@ -326,7 +337,7 @@ class SplitFactors:
                     place = e.at(here, e.mul(panel, stride // CHUNK), inside)
                     self.put_pairs(list(zip(*both, strict=True)), place)
 
-                e.loop(0, whole(e, dim), e.lanes, [], elements)
+                e.loop(0, emit_round_to_chunks(e, dim), e.lanes, [], elements)
 
             e.loop(0, number, 2, [], pair)
         return function
@@ -334,7 +345,7 @@ class SplitFactors:
     def band(self, dim: Value) -> Value:
         """Bytes of the tiles of 16 rows of K."""
         e = self.e
-        return e.mul(whole(e, dim), self.chunk_bytes // CHUNK)
+        return e.mul(emit_round_to_chunks(e, dim), self.chunk_bytes // CHUNK)
 
     def floats(
         self, dtype: str, copy: Value, rows: RowView, count: Value, dim: Value, to: Value
@@ -369,7 +380,7 @@ class SplitFactors:
                 self.put_pairs(both, e.at(end, p * self.width))
             return [found]
 
-        (found,) = e.loop(0, whole(e, dim), e.lanes, [ir.Constant(bits, 0)], vector)
+        (found,) = e.loop(0, emit_round_to_chunks(e, dim), e.lanes, [ir.Constant(bits, 0)], vector)
         return b.zext(found, INT64)
 
     def room(self, count: int) -> Value:

@@ -19,7 +19,7 @@ from qkv.backends.cpu.emit.emitter import BIT, INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import rows_from
 from qkv.backends.cpu.emit.transpose import transposed_bytes
 from qkv.backends.cpu.forward.frame import BLOCK_MAX, STATS, ForwardFrame, ForwardKey, ScoreVector
-from qkv.backends.cpu.forward.pair_kernel import before_adding, emit_pair_kernel
+from qkv.backends.cpu.forward.pair_kernel import emit_pair_kernel, rescale_output
 from qkv.backends.cpu.forward.score_blocks import (
     Buffers,
     KeyBlock,
@@ -28,10 +28,10 @@ from qkv.backends.cpu.forward.score_blocks import (
     ScoreBlocks,
     ValueBlock,
 )
-from qkv.backends.cpu.forward.softmax import RowSums, finishing
+from qkv.backends.cpu.forward.softmax import RowSums, finish_key_function
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products import matrix_unit
-from qkv.backends.cpu.products.bfloat16 import CHUNK, chunks, whole
+from qkv.backends.cpu.products.bfloat16 import CHUNK, emit_round_to_chunks, round_to_chunks
 from qkv.backends.cpu.products.group_sums import GroupSums
 from qkv.backends.cpu.products.matrix_unit import TILE_ROWS
 from qkv.backends.cpu.products.prefetch import Prefetcher
@@ -57,7 +57,7 @@ def split_scratch_bytes(spec: Spec, shape: TileShape) -> int:
     """Memory of one worker: a block of scores, weights, V, K, copied rows and tables; Q, O and
     statistics of each block of queries."""
     width, terms = 4 * shape.block_q, shape.terms
-    head_dim, v_head_dim = chunks(spec.head_dim), chunks(spec.v_head_dim)
+    head_dim, v_head_dim = round_to_chunks(spec.head_dim), round_to_chunks(spec.v_head_dim)
     scores = BLOCK_KV * width + BLOCK_KV // 2 * terms * width
     rows = 2 * terms * (head_dim + v_head_dim) + FLOAT_BYTES * max(head_dim, v_head_dim)
     own = width * (terms * head_dim // 2 + v_head_dim + STATS + 1)
@@ -102,7 +102,7 @@ class SplitOperands(PairOperands):
     def clear_pairs(self, weights: Value, first: Value, stop: Value) -> None:
         self.split.clear_pairs(weights, first, stop)
 
-    def product(self, name: str, *, onto: bool) -> Value:
+    def product_function(self, name: str, *, onto: bool) -> Value:
         """A function as `matrix_unit.add_products`."""
         products = self.split.products(of_weights=onto)
         return matrix_unit.add_products(self.e, name, self.vectors, onto=onto, products=products)
@@ -131,13 +131,13 @@ class SplitOperands(PairOperands):
 
             def weight(j: int, k: Value, carried: list[Value]) -> tuple[Value, list[Value]]:
                 place = e.at(scores, e.mul(k, width), self.offsets[j])
-                return rows_of[j].weight(b.fmul(e.load_vector(place), scale), carried, None)
+                return rows_of[j].weigh_key(b.fmul(e.load_vector(place), scale), carried, None)
 
             steps = e.least(
                 b.sdiv(count, e.index(_KEYS_BESIDE)),
                 matrix_unit.steps_of(e, self.vectors, following, pairs),
             )
-            number = sum(len(row.nothing) for row in rows_of)
+            number = sum(len(row.zero_sums) for row in rows_of)
             room = self.split.room((1 + BLOCK_KV // _KEYS_BESIDE) * number)
             sums = GroupSums(e, room, number)
 
@@ -148,9 +148,9 @@ class SplitOperands(PairOperands):
                 for j, (offset, row) in enumerate(zip(self.offsets, rows_of, strict=True)):
                     here = e.at(scores, offset)
                     found += self.store_weights(
-                        e, here, width, start, stop, row.nothing, partial(weight, j)
+                        e, here, width, start, stop, row.zero_sums, partial(weight, j)
                     )
-                sums.keep(group, found)
+                sums.defer(group, found)
 
             # The product overwrites these scores, so their weights are computed before it.
             groups = b.sdiv(e.add(count, _KEYS_BESIDE - 1), e.index(_KEYS_BESIDE))
@@ -160,7 +160,7 @@ class SplitOperands(PairOperands):
             def share_of_keys(step: Value, group: int) -> None:
                 """A share of the keys of this step."""
                 if group == 0:
-                    running[:] = [list(row.nothing) for row in rows_of]
+                    running[:] = [list(row.zero_sums) for row in rows_of]
                 units = [(p, j) for p in range(_KEYS_BESIDE // 2) for j in range(self.vectors)]
                 shares = len(products)
                 start, stop = (len(units) * n // shares for n in (group, group + 1))
@@ -172,17 +172,17 @@ class SplitOperands(PairOperands):
                     self.store_pair(first, second, place)
                 if group == shares - 1:
                     sums.add([x for each in running for x in each])
-                ahead.ask()
+                ahead.prefetch_row()
 
             matrix_unit.multiply(
                 e, (rows, packed, scores, band, following, pairs), self.vectors, onto=False,
-                products=products, beside=matrix_unit.Beside(steps, share_of_keys),
+                products=products, side_work=matrix_unit.SideWork(steps, share_of_keys),
             )  # fmt: skip
             # Groups are added in the order in which `scores_to_weights` adds them: same bits.
-            e.loop(steps, groups, 1, [], lambda group, _: sums.add_kept(group))
+            e.loop(steps, groups, 1, [], lambda group, _: sums.add_deferred(group))
             totals = iter(sums.values())
             for row in rows_of:
-                row.advance([next(totals) for _ in row.nothing])
+                row.advance([next(totals) for _ in row.zero_sums])
         return function
 
     def add_overlapped(self, name: str, *, masked: bool) -> Value:
@@ -198,7 +198,7 @@ class SplitOperands(PairOperands):
             values, weights, rescale, out, v_head_dim, count = args[: len(adding)]
             *where, following = args[len(adding) :]
             b, stats = e.builder, where[2]
-            before_adding(self, weights, rescale, out, v_head_dim, count)
+            rescale_output(self, weights, rescale, out, v_head_dim, count)
             finish = self._finishing(where, following, masked)
             largest = [self._kept(e.const(-math.inf)) for _ in self.offsets]
 
@@ -211,7 +211,7 @@ class SplitOperands(PairOperands):
                     e.store_vector(x, place)
 
             products = self.split.products(of_weights=True)
-            pairs = b.ashr(whole(e, count), e.index(1))
+            pairs = b.ashr(emit_round_to_chunks(e, count), e.index(1))
             steps = e.least(
                 b.sdiv(following, e.index(_KEYS_BESIDE)),
                 matrix_unit.steps_of(e, self.vectors, v_head_dim, pairs),
@@ -225,7 +225,7 @@ class SplitOperands(PairOperands):
             matrix_unit.multiply(
                 e, (values, weights, out, e.index(self.value_row), v_head_dim, pairs),
                 self.vectors, onto=True, products=products,
-                beside=matrix_unit.Beside(steps, share_of_keys),
+                side_work=matrix_unit.SideWork(steps, share_of_keys),
             )  # fmt: skip
             keys(e.mul(steps, _KEYS_BESIDE), following)
             for offset, place in zip(self.offsets, largest, strict=True):
@@ -256,7 +256,9 @@ class SplitOperands(PairOperands):
                 arguments, here, stats, own, e.index(self.width), count, batch, head,
                 e.add(row, j * e.lanes), kv_start, ir.Constant(BIT, 0),
             )  # fmt: skip
-            found.append(finishing(self.frame, at, self.frame.places_at(at), scale, masked))
+            found.append(
+                finish_key_function(self.frame, at, self.frame.places_at(at), scale, masked)
+            )
         return found
 
     def _kept(self, x: Value) -> Value:
@@ -268,7 +270,7 @@ class SplitOperands(PairOperands):
     def score_blocks(self, task: QueryBlocks) -> ScoreBlocks:
         return OverlappedScoreBlocks(self, self.factors, task)
 
-    def rows(self) -> dict[str, Value]:
+    def row_functions(self) -> dict[str, Value]:
         functions = {
             **self.factors.functions,
             "split_columns": self.split.split_columns(),
@@ -292,26 +294,24 @@ class SplitOperands(PairOperands):
         chunk = e.builder.sdiv(k, e.index(CHUNK))
         return e.at(values, e.mul(chunk, self.split.chunk_bytes))
 
-    def buffers(self, scratch: Value, wide: Value, v_wide: Value) -> Buffers:
+    def buffers(self, scratch: Value, head_dim: Value, v_head_dim: Value) -> Buffers:
         e = self.e
         scores = e.at(scratch, non_finite.NON_FINITE_BYTES)
         weights = e.at(scores, self.weights_at)
         values = e.at(weights, BLOCK_KV // 2 * self.terms * self.width)
-        keys = e.at(values, e.mul(v_wide, self.value_row // TILE_ROWS))
-        copy = e.at(keys, e.mul(wide, 2 * self.terms * BLOCK_KV))
-        blocks = e.at(copy, e.mul(e.greater(wide, v_wide), FLOAT_BYTES * BLOCK_KV))
+        keys = e.at(values, e.mul(v_head_dim, self.value_row // TILE_ROWS))
+        copy = e.at(keys, e.mul(head_dim, 2 * self.terms * BLOCK_KV))
+        blocks = e.at(copy, e.mul(e.larger_of(head_dim, v_head_dim), FLOAT_BYTES * BLOCK_KV))
         return Buffers(scores, values, keys, copy, blocks)
 
-    def block_of_keys(
-        self, task: QueryBlocks, kv_start: Value, count: Value
-    ) -> tuple[Value, Value]:
+    def prepare_keys(self, task: QueryBlocks, kv_start: Value, count: Value) -> tuple[Value, Value]:
         at, dim = task.at, task.head_dim
         here = rows_from(self.e, task.key, kv_start)
         unsplit = self.e.at(at.scores, -non_finite.NON_FINITE_BYTES)
         self.factors.split_keys(here, count, dim, at.value_copy, at.key_copy, unsplit)
         return at.key_copy, self.split.band(dim)
 
-    def block_of_values(
+    def prepare_values(
         self, task: QueryBlocks, kv_start: Value, count: Value, kinds: Value
     ) -> ValueBlock:
         e, at, dim = self.e, task.at, task.v_head_dim

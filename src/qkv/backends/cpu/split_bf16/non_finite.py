@@ -12,7 +12,7 @@ from llvmlite import ir
 from qkv.backends.cpu.emit import storage
 from qkv.backends.cpu.emit.emitter import BIT, INT32, INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.emit.frame import WORD, RowView
-from qkv.backends.cpu.products.bfloat16 import split
+from qkv.backends.cpu.products.bfloat16 import split_pairs
 from qkv.backends.cpu.products.query_lanes import store_vectors, vectors_at
 from qkv.backends.cpu.split_bf16.factors import FLOAT_BYTES, SplitFactors
 
@@ -100,7 +100,7 @@ def add_non_finite(of: SplitFactors) -> Value:
             weights_of_key: list[Value] = []
             for n in range(of.terms):
                 pairs = vectors_at(e, e.at(place, n * of.term_bytes), of.vectors)
-                halves = [split(e, pair) for pair in pairs]
+                halves = [split_pairs(e, pair) for pair in pairs]
                 part = [b.select(is_second, second, first) for first, second in halves]
                 weights_of_key = list(map(b.fadd, weights_of_key, part)) if weights_of_key else part
                 if n == 0:

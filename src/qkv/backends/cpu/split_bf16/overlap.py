@@ -37,9 +37,9 @@ class OverlappedScoreBlocks(ScoreBlocks):
         super().__init__(operands, task)
         self.factors = factors
         self._waiting, self._values = (
-            self.e.words(len(fields)) for fields in (ScoreBlock._fields, ValueBlock._fields)
+            self.e.stack_words(len(fields)) for fields in (ScoreBlock._fields, ValueBlock._fields)
         )
-        self._ahead = Prefetcher.none(self.e, self.frame.block_kv)
+        self._ahead = Prefetcher.idle(self.e, self.frame.block_kv)
         self._nobody_waits()
 
     def begin(self) -> None:
@@ -49,7 +49,7 @@ class OverlappedScoreBlocks(ScoreBlocks):
 
     def add_keys(self, keys: KeyBlock, values: Callable[[], ValueBlock]) -> None:
         e, b = self.e, self.e.builder
-        is_split = e.words()
+        is_split = e.stack_words()
         e.store(e.index(0), is_split, WORD)
         self._look_ahead(keys)
 
@@ -61,12 +61,12 @@ class OverlappedScoreBlocks(ScoreBlocks):
             def weights_and_scores() -> None:
                 with b.if_then(some):
                     self.compute_weights(before, saved.has_non_finite)
-                self.score(keys, at)
+                self.compute_scores(keys, at)
 
             def add_and_finish() -> None:
                 with b.if_then(some):
-                    self.add(before, saved)
-                self.finish(at)
+                    self.add_values(before, saved)
+                self.finish_scores(at)
 
             if self.frame.spec.dropout:
                 weights_and_scores()
@@ -80,7 +80,7 @@ class OverlappedScoreBlocks(ScoreBlocks):
                 e.store(e.index(1), is_split, WORD)
             self._save(self._waiting, at)
 
-        self.each(keys, one)
+        self.for_each_query_block(keys, one)
 
     def _look_ahead(self, keys: KeyBlock) -> None:
         """Prefetch rows of the next block of keys."""
@@ -98,11 +98,11 @@ class OverlappedScoreBlocks(ScoreBlocks):
         e, before, values = self.e, self._who_waits(), self._saved_values()
         with e.builder.if_then(e.builder.icmp_signed(">=", before.block, e.index(0))):
             self.compute_weights(before, values.has_non_finite)
-            self.add(before, values)
+            self.add_values(before, values)
             self._nobody_waits()
 
-    def score(self, keys: KeyBlock, at: ScoreBlock) -> None:
-        super().score(keys, at)
+    def compute_scores(self, keys: KeyBlock, at: ScoreBlock) -> None:
+        super().compute_scores(keys, at)
         self._recompute(at)
 
     def _can_overlap_weights(self, before: ScoreBlock, has_non_finite: Value) -> Value:
@@ -127,13 +127,19 @@ class OverlappedScoreBlocks(ScoreBlocks):
 
     def _overlap_values(self, before: ScoreBlock, values: ValueBlock, at: ScoreBlock) -> None:
         task, block = self.task, self.task.block(at.block)
-        args = [*self.adding(before), task.arguments, self.scores, block.stats, task.transposed]
+        args = [
+            *self.add_values_arguments(before),
+            task.arguments,
+            self.scores,
+            block.stats,
+            task.transposed,
+        ]
         args += [task.batch, task.head, block.row, at.first, at.count]
 
         def call(name: str) -> None:
             self.e.builder.call(self.functions[name], args)
 
-        self.by_kind(
+        self.choose_by_kind(
             at,
             full=lambda: call("add_overlapped_full"),
             partial=lambda: call("add_overlapped_partial"),

@@ -17,7 +17,7 @@ from qkv.backends.cpu.emit.transpose import transposed_bytes
 from qkv.backends.cpu.forward.frame import RUN, TASK
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products import matrix_unit
-from qkv.backends.cpu.products.bfloat16 import chunks, whole
+from qkv.backends.cpu.products.bfloat16 import emit_round_to_chunks, round_to_chunks
 from qkv.backends.cpu.replay.kernel import Sums, Top
 from qkv.backends.cpu.replay.reduction import (
     Areas,
@@ -39,7 +39,7 @@ from qkv.problem.tiles import TileKind
 
 def split_scratch_bytes(question: Question, spec: Spec, shape: TileShape, k: int) -> int:
     """Memory of one worker: a block of scores, K, copied rows and tables; Q and states."""
-    width, wide = FLOAT_BYTES * shape.block_q, chunks(spec.head_dim)
+    width, wide = FLOAT_BYTES * shape.block_q, round_to_chunks(spec.head_dim)
     shared = BLOCK_KV * (width + (2 * shape.terms + FLOAT_BYTES) * wide)
     own = width * (shape.terms * wide // 2 + 1 + state_rows(question, k))
     transposed = transposed_bytes(spec, BLOCK_KV, FLOAT_BYTES * shape.lanes)
@@ -81,7 +81,7 @@ def _task_function(
         query = frame.operand(arguments, "query", batch, head)
         key = frame.operand(arguments, "key", batch, b.sdiv(head, group_size))
 
-        wide = whole(e, head_dim)
+        wide = emit_round_to_chunks(e, head_dim)
         scores = e.at(scratch, non_finite.NON_FINITE_BYTES)
         keys = e.at(scores, BLOCK_KV * width)
         copy = e.at(keys, e.mul(wide, 2 * split.terms * BLOCK_KV))

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import RowView, rows_from
-from qkv.backends.cpu.emit.packing import copy_rows
+from qkv.backends.cpu.emit.packing import copy_rows_function
 from qkv.backends.cpu.forward.frame import ForwardFrame
 from qkv.backends.cpu.split_bf16 import non_finite
 from qkv.backends.cpu.split_bf16.factors import SplitFactors
@@ -26,7 +26,9 @@ class SplitScores:
         self.frame, self.e = frame, frame.e
         self.split = split = SplitFactors(frame.e, frame.shape, frame.block_kv)
         of = frame.dtypes
-        self.functions = {f"copy {dtype}": copy_rows(self.e, dtype) for dtype in sorted({*dtypes})}
+        self.functions = {
+            f"copy {dtype}": copy_rows_function(self.e, dtype) for dtype in sorted({*dtypes})
+        }
         self.functions["split_rows"] = split.split_rows()
         self.functions["pack"] = self._pack()
         self.functions["recompute"] = non_finite.recompute(
