@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends.cpu.backward.frame import fields_with, padded, scratch_areas
+from qkv.backends.cpu.backward.frame import fields_with, padded_dim, scratch_areas
 from qkv.backends.cpu.machine.addresses import page_aligned
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.passes.arguments import Arguments, rotated
@@ -63,7 +63,7 @@ class Results:
         out = _empty(shape, self.dtype)
         if self.dtype == compute and shape[-1] % self._lanes == 0:
             return out, out
-        return out, _empty((*shape[:-1], padded(shape[-1], self._lanes)), compute)
+        return out, _empty((*shape[:-1], padded_dim(shape[-1], self._lanes)), compute)
 
     def finish(self) -> OperandGradients:
         operands = self.problem.operands

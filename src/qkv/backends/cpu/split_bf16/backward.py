@@ -32,9 +32,9 @@ from qkv.backends.cpu.backward.frame import BLOCK_KV, BackwardFrame, BackwardKey
 from qkv.backends.cpu.backward.kernel import (
     add_partials_function,
     emit_tasks,
-    range_of_keys_function,
+    key_range_function,
 )
-from qkv.backends.cpu.backward.query_block import QueryBlockPass, fill
+from qkv.backends.cpu.backward.query_block import QueryBlockPass, clear_memory
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import WORD, RowView
 from qkv.backends.cpu.products import matrix_unit
@@ -59,7 +59,7 @@ def emit_split_backward(key: BackwardKey) -> str:
     def call(_: Value, arguments: list[Value]) -> None:
         e.builder.call(query_block, arguments)
 
-    emit_tasks(frame, range_of_keys_function(frame, functions, call))
+    emit_tasks(frame, key_range_function(frame, functions, call))
     return str(e.module)
 
 
@@ -175,10 +175,10 @@ class _Blocks(QueryBlockPass):
                 )
             transposed = self.area[f"{short}_transposed"]
             self.call("transpose_rows", start, row, self.rows, self.dims[name], transposed)
-        self.each_vector(self._pack_rows_of_sums)
+        self.for_each_vector(self._pack_rows_of_sums)
         self._delta()
         sums = e.mul(self.wide["query"], code.width)
-        fill(e, self.area["query_sums"], e.index(0), sums)
+        clear_memory(e, self.area["query_sums"], e.index(0), sums)
 
     def _pack_rows_of_sums(self, offset: Value, first: Value) -> None:
         for name in ("lse", "lse_rest", "grad_lse"):
@@ -249,7 +249,7 @@ class _Blocks(QueryBlockPass):
 
         def panel(d: Value, _: list[Value]) -> None:
             start = e.mul(d, BLOCK_KV * width // CHUNK)
-            fill(self.e, self.area[f"{name}_sums"], start, e.add(start, rows))
+            clear_memory(self.e, self.area[f"{name}_sums"], start, e.add(start, rows))
 
         e.loop(0, self.dims[name], CHUNK, [], panel)
 
@@ -338,14 +338,14 @@ class _Blocks(QueryBlockPass):
         """All stages but the last."""
         frame = self.frame
         if frame.spec.dropout:
-            self._by_vector("dropout", kv_start, count)
+            self._call_by_vector("dropout", kv_start, count)
         if frame.plain and kind == "partial":
             self._stage("weights", count)
         if not frame.plain or kind == "partial":
-            self._by_vector(kind, kv_start, count)
-        if frame.chained:
+            self._call_by_vector(kind, kv_start, count)
+        if frame.applies_chain_rule:
             self._stage("gradients", count)
-            self._by_vector("chain", kv_start, count)
+            self._call_by_vector("chain", kv_start, count)
 
     def _stage(self, name: str, count: Value) -> None:
         self.call(name, self.arguments, *self.areas(*OF_PAIRS), self.e.index(0), count)

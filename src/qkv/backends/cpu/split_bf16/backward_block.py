@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from llvmlite import ir
 
-from qkv.backends.cpu.backward.block import add_vectors, chain_function, weights_function
+from qkv.backends.cpu.backward.block import add_vectors, chain_rule_function, weights_function
 from qkv.backends.cpu.backward.frame import BLOCK_KV, BackwardFrame
 from qkv.backends.cpu.backward.query_block import pack_function, unpack_function, vector_functions
 from qkv.backends.cpu.emit import vector_math
@@ -215,7 +215,7 @@ class SplitBlock:
         """The stage in which P and dX of a full or partial block are split."""
         if self.frame.plain and kind == "full":
             return "all"
-        return "split" if self.frame.chained else "gradients, split"
+        return "split" if self.frame.applies_chain_rule else "gradients, split"
 
     def beside(self) -> Value:
         """A function `(*_OfPairs, start, *product) -> start`: stage "all", from `start` on.
@@ -277,13 +277,13 @@ class SplitBlock:
             if stage.weights:
                 distance = b.fsub(b.fsub(b.fmul(weight, scale), lse[j]), rest[j])
                 weight = vector_math.exp_flushed(e, distance)
-            forbidden = self.frame.forbidden(weight)
+            forbidden = self.frame.is_forbidden(weight)
             if stage.gradients:
                 factor = e.load_vector(e.at(of.factors, place)) if dropout else None
                 if factor is not None:
                     found = b.fmul(found, factor)
                 found = b.fadd(b.fsub(found, delta[j]), grad_lse[j])
-                share = weight if self.frame.chained else b.fmul(weight, scale)
+                share = weight if self.frame.applies_chain_rule else b.fmul(weight, scale)
                 # Adding 0.0 turns -0.0 into 0.0, because -0.0 marks forbidden pairs.
                 found = e.fma(share, found, e.const(0.0))
                 if factor is not None:
@@ -449,11 +449,11 @@ class SplitBlock:
                 found[non_finite_rows] = self.add_non_finite_rows(
                     non_finite_rows, self.frame.dtypes[name]
                 )
-        found |= vector_functions(self.frame, weights_function, chain_function)
+        found |= vector_functions(self.frame, weights_function, chain_rule_function)
         stages = {self.last_stage("full")}
         if self.frame.mask != TRUE:
             stages |= {self.last_stage("partial"), *(["weights"] if self.frame.plain else [])}
-        if self.frame.chained:
+        if self.frame.applies_chain_rule:
             stages.add("gradients")
         for name in sorted(stages):
             found[name] = self.stage(name)
