@@ -11,7 +11,7 @@ from forced import NEEDS_TILES
 from qkv.backends.cpu.machine.host import host
 from qkv.backends.cpu.passes import backward as backward_pass
 from qkv.backends.cpu.passes import forward as forward_pass
-from qkv.backends.cpu.split_bf16 import factors as part_rows
+from qkv.backends.cpu.split_bf16 import terms
 from qkv.problem.check import check
 
 pytestmark = [NEEDS_TILES, pytest.mark.usefixtures("tiles")]
@@ -82,10 +82,10 @@ def test_every_product_counts(monkeypatch) -> None:
     whole = errors(arrays)
     assert all(e <= 2.0**-20 * s for e, s in zip(whole, size, strict=True))
     for table in ("_PRODUCTS", "_OF_WEIGHTS"):
-        products = getattr(part_rows, table)[3]
+        products = getattr(terms, table)[3]
         for n in range(len(products)):
             with monkeypatch.context() as patch:
-                patch.setitem(getattr(part_rows, table), 3, products[:n] + products[n + 1 :])
+                patch.setitem(getattr(terms, table), 3, products[:n] + products[n + 1 :])
                 patch.setenv("QKV_CACHE_DIR", "")
                 backward_pass._kernel.cache_clear()
                 fewer = errors(arrays)

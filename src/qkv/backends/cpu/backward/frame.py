@@ -207,6 +207,6 @@ class BackwardFrame(Frame):
         return Expressions(e, self.tables(arguments), where, self.int_bits)
 
     def is_forbidden(self, weight: Value) -> Value:
-        """Which lanes' pairs are is_forbidden: they have weight -0.0, and no other pair has."""
+        """Which lanes' pairs are forbidden: they have weight -0.0, and no other pair has."""
         e = self.e
         return e.builder.icmp_signed("==", e.as_bits(weight), e.as_bits(e.const(-0.0)))

@@ -294,7 +294,7 @@ class QueryBlockPass:
         return [self.area[name] for name in names]
 
     def for_each_vector(self, body: Callable[[Value, Value], None]) -> None:
-        """Emit `body(offset, first)`, with a vector's byte offset in its row and its first query."""
+        """Emit `body(offset, first)`: the byte offset of a vector, and its first query."""
         e = self.e
         e.loop(
             0, self.vectors, 1, [],

@@ -121,7 +121,7 @@ class BackwardPass:
 def backward_shape(problem: Problem, here: Host) -> TileShape:
     """The tile of the kernel: products as the forward pass has them, where they pay."""
     spec = problem.spec
-    shape = shape_of(spec, here, split=split_bf16.allows(problem))
+    shape = shape_of(spec, here, split=split_bf16.may_split(problem))
     if spec.q_len < _ROWS_PAY or shape.product == "elements":
         return wide_shape(spec, here)
     if shape.product == "pairs":

@@ -34,7 +34,7 @@ class ForwardPass(Workload):
         spec, here = problem.spec, host()
         # Sinks scale the output afterwards: round to the type of storage only then.
         self.out_dtype = spec.compute_dtype if spec.sinks else np.dtype(spec.dtype)
-        self.shape = shape_of(spec, here, split=split_bf16.allows(problem))
+        self.shape = shape_of(spec, here, split=split_bf16.may_split(problem))
         key = ForwardKey(
             kernel_spec(spec),
             replace(self.shape, q_blocks_per_task=1),

@@ -83,7 +83,7 @@ def received(problem: Problem, lse: Array, progress: Progress | None = None) -> 
 
 def _splits_operands(problem: Problem) -> bool:
     """Whether the forward pass multiplied parts, so that a replay of rows does."""
-    return split_bf16.allows(problem) and shape_of(problem.spec, host()).terms > 1
+    return split_bf16.may_split(problem) and shape_of(problem.spec, host()).terms > 1
 
 
 def shift(problem: Problem, lse: Array, *, splits_operands: bool = False) -> tuple[Array, Array]:
