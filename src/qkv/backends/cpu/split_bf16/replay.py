@@ -18,10 +18,10 @@ from qkv.backends.cpu.forward.frame import RUN, TASK
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products import matrix_unit
 from qkv.backends.cpu.products.bfloat16 import chunks, whole
-from qkv.backends.cpu.replay.kernel import Sums, Top
+from qkv.backends.cpu.replay.kernel import SumsReduction, TopReduction
 from qkv.backends.cpu.replay.reduction import (
     Areas,
-    Block,
+    QueryBlock,
     Question,
     Reduction,
     ReplayKey,
@@ -50,7 +50,7 @@ def split_scratch_bytes(question: Question, spec: Spec, shape: TileShape, k: int
 def emit_split_replay(key: ReplayKey) -> str:
     """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
     frame = replay_frame(key, BLOCK_KV)
-    reduction = (Top if key.question == "top" else Sums)(frame)
+    reduction = (TopReduction if key.question == "top" else SumsReduction)(frame)
     scores = SplitScores(frame, (frame.dtypes["query"], frame.dtypes["key"]))
     e, split, masked = frame.e, scores.split, frame.mask != TRUE
     functions = dict(scores.functions)
@@ -93,16 +93,16 @@ def _task_function(
         left = e.add(e.sub(q_len, first_row), block_q - 1)
         count = e.least(q_blocks_per_task, b.sdiv(left, e.index(block_q)))
 
-        def block_at(i: Value) -> Block:
+        def block_at(i: Value) -> QueryBlock:
             packed = e.at(blocks, e.mul(i, block_bytes))
             row = e.add(first_row, e.mul(i, block_q))
             areas = Areas(packed, scores, e.at(packed, state_at), copy, transposed, blocks)
-            return Block(arguments, batch, head, row, e.index(0), vectors, areas)
+            return QueryBlock(arguments, batch, head, row, e.index(0), vectors, areas)
 
-        def for_each_block(body: Callable[[Block], None]) -> None:
+        def for_each_block(body: Callable[[QueryBlock], None]) -> None:
             e.loop(0, count, 1, [], lambda i, _: body(block_at(i)))
 
-        def begin_block(block: Block) -> None:
+        def begin_block(block: QueryBlock) -> None:
             for j in range(vectors):
                 row = e.least(e.add(block.first_row, j * e.lanes), e.sub(q_len, 1))
                 offset = j * e.vector_bytes
@@ -111,7 +111,7 @@ def _task_function(
                 e.store(lanes, e.at(block.areas.packed, lanes_at, offset), WORD)
             reduction.begin(block)
 
-        def reduce_keys(name: str, block: Block, kv_start: Value, number: Value) -> None:
+        def reduce_keys(name: str, block: QueryBlock, kv_start: Value, number: Value) -> None:
             for j in range(vectors):
                 place = e.at(scores, j * e.vector_bytes)
                 first = e.add(block.first_row, j * e.lanes)
