@@ -200,7 +200,7 @@ def depends_on_positions_only(tree: Tree) -> bool:
         if not getattr(kind, "positions_only", False):
             return False
         # What is not an array is constant, and cannot grow with the steps.
-        if any(parts[n] is not ReadByValue for n in _growing_fields(kind)):
+        if any(parts[n] is not ReadByValue for n in _per_step_fields(kind)):
             return False
     return all(map(depends_on_positions_only, parts))
 
@@ -249,7 +249,7 @@ def declared_fields(kind: type) -> tuple[tuple[str, Role], ...]:
 
 
 @lru_cache(maxsize=256)
-def _growing_fields(kind: type) -> tuple[int, ...]:
+def _per_step_fields(kind: type) -> tuple[int, ...]:
     """The indices of the fields of a class that each decoding step has its own of."""
     roles = [role for _, role in _declared.get(kind, ())]
     return tuple([n for n, role in enumerate(roles) if role in ("lengths", "per_step")])

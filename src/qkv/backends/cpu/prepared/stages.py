@@ -22,7 +22,7 @@ Results = tuple[Array, Any, Any, Any]
 Gradients = tuple[Array, Array, Array]
 
 __all__ = [
-    "GrowingRotation", "RotatedBackward", "RotatedCall", "SinksCall", "is_rotation_kept",
+    "AnyLengthRotation", "RotatedBackward", "RotatedCall", "SinksCall", "is_rotation_kept",
     "rotated_form",
 ]  # fmt: skip
 
@@ -151,7 +151,7 @@ class SinksCall:
         return True
 
 
-class GrowingRotation:
+class AnyLengthRotation:
     """Steps of decoding whose query and keys are rotated first."""
 
     def __init__(self, problem: Problem, inner: Any) -> None:
@@ -171,7 +171,7 @@ class GrowingRotation:
         q_shift: int,
         arrays: Sequence[Array] = (),
     ) -> tuple[Array, Any, None] | None:
-        """See `qkv.backends.Growing`."""
+        """See `qkv.backends.AnyLengthSteps`."""
         angles = (
             self._of_query.rows(q_shift, query.shape[-2]),
             self._of_key.rows(self._kv_shift, key.shape[-2]),
