@@ -170,7 +170,7 @@ def test_scores_far_below_zero() -> None:
 
 def test_heads_and_ranges_of_keys(monkeypatch) -> None:
     """Several tasks for a head: parts of dQ are added up."""
-    monkeypatch.setattr(backward_pass, "_KEYS_IN_TILES", 128)
+    monkeypatch.setattr(backward_pass, "_TASK_KEYS_WITH_TILES", 128)
     arrays = operands()
     assert all(map(np.less_equal, errors(arrays), limits(arrays)))
 

@@ -68,7 +68,7 @@ class Runnable(Protocol):
     @property
     def address(self) -> int: ...
 
-    def allow(self, start: int, stop: int) -> None:
+    def allow_tasks(self, start: int, stop: int) -> None:
         """Let the next run take the tasks from `start` to `stop`."""
 
 

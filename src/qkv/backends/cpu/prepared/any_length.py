@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.backends.cpu.passes.decode import DecodeArguments
-from qkv.backends.cpu.passes.scratch import NOTHING
+from qkv.backends.cpu.passes.scratch import NO_RESULTS
 from qkv.backends.cpu.plan.kernel_spec import bits_of, sizes_of
 from qkv.backends.cpu.prepared.placeholders import tables_of
 from qkv.errors import ArgumentError, ShapeError
@@ -109,7 +109,7 @@ def any_length_form(problem: Problem, arrays: tuple[Array, ...]) -> AnyLengthFor
         check_table_reads([*roots, *reads], places, operands.tables)
     except (ShapeError, ArgumentError):
         return None
-    template = DecodeArguments(problem, NOTHING)
+    template = DecodeArguments(problem, NO_RESULTS)
     words = []
     for array, (name,) in zip(arrays, read, strict=True):
         found = _array_words(problem, name, array, template.word_of_table(name))
@@ -169,7 +169,7 @@ def _with_variables(node: Node, shifts: set[str], from_calls: set[str]) -> Node:
 
 
 def _read_with_variables(load: Load, shifts: set[str], from_calls: set[str]) -> Load:
-    """A read of an array that calls bring, with index 0 for axes that have an entry for each key."""
+    """A read of an array that calls bring, with index 0 for axes that are as long as keys ask."""
     indices = [
         Const("int", 0) if _keys_per_entry(index) else _with_variables(index, shifts, from_calls)
         for index in load.indices

@@ -20,7 +20,7 @@ from qkv.backends.cpu.machine.addresses import quick_address_of
 from qkv.backends.cpu.machine.host import isa_setting
 from qkv.backends.cpu.passes.arguments import word_of
 from qkv.backends.cpu.passes.decode import DecodeArguments, DecodePass, Share
-from qkv.backends.cpu.passes.scratch import NOTHING, ArgumentBlock
+from qkv.backends.cpu.passes.scratch import NO_RESULTS, ArgumentBlock
 from qkv.backends.cpu.prepared.any_length import LONGEST, ArrayWords, any_length_form, shift_tables
 from qkv.backends.cpu.prepared.decode import KEY, LSE, OUT, QUERY, VALUE
 from qkv.backends.cpu.prepared.placeholders import without_values
@@ -48,7 +48,7 @@ class AnyLengthDecode:
         spec = problem.spec
         self._isa = isa_setting()
         self._pass = DecodePass(problem, int_bits=int_bits)
-        self._template = template = DecodeArguments(problem, NOTHING)
+        self._template = template = DecodeArguments(problem, NO_RESULTS)
         self._batch_shape = spec.batch_shape
         shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.v_head_dim)
         self._out = shape, np.dtype(spec.dtype)
@@ -95,9 +95,9 @@ class AnyLengthDecode:
 
         `keep_alive` are the objects that own the memory.
 
-        False if something is not as it was prepared for: the machine, or a length or shift beyond
-        `LONGEST`, or an array of another form; or if an output is not finite: a checked call may
-        know better.
+        False if something is not as it was prepared for (`QKV_ISA`, a length or shift beyond
+        `LONGEST`, the form of an array), or if an output is not finite: the caller then makes a
+        checked call.
         """
         block = self._take_block()
         tables = self._fill(block.words, kv_len, q_shift, strides, arrays)
@@ -220,8 +220,8 @@ class RepeatedDecode:
     def run(self, addresses: Addresses, keep_alive: Any) -> bool:
         """Read operands, and write out and lse, at these addresses.
 
-        False if the machine is not taken for the same any more, or an output is not finite: a
-        checked call may know better.
+        False if `QKV_ISA` has changed, or if an output is not finite: the caller then makes a
+        checked call.
         """
         decode, block = self._decode, self._block
         if isa_setting() != decode._isa:

@@ -66,7 +66,7 @@ class ArgumentBlock:
         self.words = memoryview(own.data)
         self.address = quick_address_of(own)
 
-    def allow(self, start: int, stop: int) -> None:
+    def allow_tasks(self, start: int, stop: int) -> None:
         """Let the next run take the heads from `start` to `stop`."""
         self.words[0] = start
         self.words[_LIMIT] = stop
