@@ -309,7 +309,7 @@ def _are_scheduled_by(problem: Problem, arrays: tuple[Array, ...], most: float) 
         from qkv.backends.cpu.plan import schedule
         from qkv.backends.cpu.prepared.placeholders import tables_of
 
-    mask, _ = schedule.cheap_part(problem, most)
+    mask, _ = schedule.cheap_conditions(problem, most)
     return any(not names or tables(mask) & set(names) for names in tables_of(problem, arrays))
 
 

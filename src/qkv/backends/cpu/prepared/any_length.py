@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from qkv.backends.cpu.passes.decode import DecodeArguments
 from qkv.backends.cpu.passes.scratch import NO_RESULTS
-from qkv.backends.cpu.plan.kernel_spec import bits_of, sizes_of
+from qkv.backends.cpu.plan.kernel_spec import bits_of, index_bounds
 from qkv.backends.cpu.prepared.placeholders import tables_of
 from qkv.errors import ArgumentError, ShapeError
 from qkv.problem.bounds import check_table_reads
@@ -95,7 +95,7 @@ def any_length_form(problem: Problem, arrays: tuple[Array, ...]) -> AnyLengthFor
     widest = [np.iinfo(by_name[n].dtype) for n in from_calls - shifts if by_name[n].kind == "int"]
     limits = [(int(i.min), int(i.max)) for i in widest] or [(0, 0)]
     places = {
-        **sizes_of(spec),
+        **index_bounds(spec),
         "kv_index": Interval.of(0, LONGEST - 1),
         "q_pos": Interval.of(-LONGEST, LONGEST),
         "kv_pos": Interval.of(min(low for low, _ in limits), max(high for _, high in limits)),
