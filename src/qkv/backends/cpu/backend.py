@@ -111,7 +111,7 @@ class CpuBackend:
     def prepare(
         self, problem: Problem, backward: bool, arrays: tuple[Array, ...] = ()
     ) -> Prepared | None:
-        """For calls with operands and `arrays` like these, and the same constants.
+        """A call for operands and `arrays` like these, and the same constants.
 
         None if which pairs are computed would depend on values.
         """
@@ -178,7 +178,7 @@ class CpuBackend:
     def prepare_any_length(
         self, problem: Problem, arrays: tuple[Array, ...] = ()
     ) -> AnyLengthSteps | None:
-        """For decoding steps over any number of keys, with the same constants.
+        """Decoding steps over any number of keys, with the same constants.
 
         None if what variants hold, other than `arrays`, serves one number of keys only.
         """
@@ -215,7 +215,7 @@ class CpuBackend:
     def prepare_backward(
         self, problem: Problem, inputs: BackwardInputs, arrays: tuple[Array, ...] = ()
     ) -> PreparedBackward | None:
-        """For gradients of operands and `arrays` like these, and inputs like these."""
+        """A call for gradients of operands and `arrays` like these, and inputs like these."""
         with importing():
             from qkv.backends.cpu.prepared import backward as prepared_backward
             from qkv.backends.cpu.prepared import stages

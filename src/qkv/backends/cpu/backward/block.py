@@ -378,8 +378,8 @@ def add_vectors(e: Emitter, place: Value, found: list[Value]) -> None:
 def _column_at(frame: BackwardFrame, width: Value, v: Value, columns: Value) -> tuple[Value, Value]:
     """Where vector v of transposed rows lies: its byte offset in row 0, and bytes between rows.
 
-    As many neighbouring vectors as fit the registers are the columns of one matrix; those
-    that are left over are matrices of one column. `width` is that of a packed row.
+    As many neighbouring vectors as fit the registers are the columns of one matrix; vectors that
+    are left over are matrices of one column. `width` is that of a packed row.
     """
     e, b = frame.e, frame.e.builder
     vectors = frame.shape.vectors
@@ -416,7 +416,7 @@ def transpose_function(frame: BackwardFrame) -> Value:
 
 
 def key_sums_function(frame: BackwardFrame) -> Value:
-    """sums[k, :] += sum_q left[k, q] * rows[q, :], for rows from the first one on.
+    """sums[k, :] += sum_q left[k, q] * rows[q, :], for rows q from `first_row` on.
 
     `left` begins with the column of that row, `rows` with the first row of the block.
     """

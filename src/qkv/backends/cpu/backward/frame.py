@@ -141,8 +141,8 @@ VECTOR_AREAS = VectorArguments._fields[2:8]
 class BackwardFrame(Frame):
     """What all functions of a backward kernel know and agree on.
 
-    `area_names` are those of a worker's scratch. With `sums_rows` the kernel only sums the rows of
-    few queries again.
+    `area_names` are those of a worker's scratch. With `sums_rows` it is the frame of the
+    delta correction.
     """
 
     def __init__(

@@ -69,12 +69,11 @@ def add_partials_function(frame: BackwardFrame) -> Value:
             def add_up(i: Value, _: list[Value]) -> None:
                 start = e.at(partials, e.mul(i, e.real_bytes))
 
-                def load(n: Value) -> Value:
+                def load_partial(n: Value) -> Value:
                     return storage.load(e, e.at(start, e.mul(n, stride)), real_dtype(e), lanes)
 
-                (found,) = e.loop(
-                    1, number, 1, [load(e.index(0))], lambda n, s: [b.fadd(s[0], load(n))]
-                )
+                first = [load_partial(e.index(0))]
+                (found,) = e.loop(1, number, 1, first, lambda n, s: [b.fadd(s[0], load_partial(n))])
                 storage.store(e, found, e.at(out, e.mul(i, ITEM_BYTES[dtype])), dtype)
 
             return add_up

@@ -185,7 +185,7 @@ def vector_functions(
     if frame.spec.dropout:
         found["dropout"] = dropout_function(frame)
     if frame.applies_chain_rule:
-        found["chain"] = chain_rule_function(frame)
+        found["chain_rule"] = chain_rule_function(frame)
     return found
 
 
@@ -208,14 +208,14 @@ def block_functions(
     if frame.in_pairs:
         found |= {"pair": pair_rows_function(frame), "narrow": narrow_function(frame)}
     if frame.corrects_sums:
-        found["settle"] = correct_sums_function(frame)
+        found["correct_sums"] = correct_sums_function(frame)
     if frame.spec.dropout:
         found["drop_weights"] = drop_weights_function(frame)
     found["transpose"], found["key_sums"] = transpose_function(frame), key_sums_function(frame)
     if frame.may_forbid:
         found["all_finite"] = all_finite(e)
         if frame.skips_within_blocks:
-            found["seen"] = seen_range_function(frame)
+            found["seen_range"] = seen_range_function(frame)
         found["selected_key_sums"] = selected_key_sums_function(frame)
     return found
 
@@ -420,11 +420,11 @@ class QueryBlockPass:
         if frame.corrects_sums:
             with self.e.builder.if_then(self.sees_one_block):
                 self.for_each_vector(self._store_expected_sum)
-                self._call_by_vector("settle", kv_start, count)
+                self._call_by_vector("correct_sums", kv_start, count)
         if frame.spec.dropout:
             self._call_by_vector("drop_weights", kv_start, count)
         if frame.applies_chain_rule:
-            self._call_by_vector("chain", kv_start, count)
+            self._call_by_vector("chain_rule", kv_start, count)
         self._add_gradients(key, kv_start, count, partial)
 
     def _compute_weights(self, kv_start: Value, count: Value, partial: Value) -> None:
@@ -540,7 +540,7 @@ class QueryBlockPass:
         e, found, before = self.e, self.e.words(2), j * self.e.lanes
         rows = e.add(self.first_row, before), e.sub(self.rows, before)
         where = self.batch, self.head, *rows, kv_start, count
-        self.call("seen", self.arguments, *where, found)
+        self.call("seen_range", self.arguments, *where, found)
         return read_range(e, found)
 
     def _adjacent_rows(

@@ -52,7 +52,7 @@ def is_decode(spec: Spec, shape: TileShape) -> bool:
 
 
 class DecodeKernel(Kernel):
-    """The job of a decoding step, with the function that plans it and the one that does both."""
+    """The job of a decoding step, and `step`, which plans it and also runs it if it is short."""
 
     def __init__(self, code: Code) -> None:
         super().__init__(code)

@@ -35,7 +35,7 @@ _CALLER = ctypes.c_int64(0)
 class PreparedForward:
     """The forward pass of many queries; `backward` says what will follow.
 
-    With `statistics` those of the rows take the place of lse_rest among the results.
+    With `statistics`, statistics of the rows take the place of lse_rest among the results.
     """
 
     def __init__(

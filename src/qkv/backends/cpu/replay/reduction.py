@@ -172,12 +172,12 @@ def _scores_function(frame: ForwardFrame, vectors: int) -> Value:
     with e.function(f"scores_{vectors}", [POINTER] * 3 + [INT64] * 3) as (function, args):
         key, packed, out, key_row, head_dim, count = args
 
-        def finish(k: Value, products: list[Value], _: list[Value]) -> list[Value]:
+        def store_key(k: Value, products: list[Value], _: list[Value]) -> list[Value]:
             store_vectors(e, e.at(out, e.mul(k, vectors * e.vector_bytes)), products)
             return []
 
         dot_rows(
-            e, key, key_row, count, packed, vectors, head_dim, frame.shape.keys, [], finish,
+            e, key, key_row, count, packed, vectors, head_dim, frame.shape.keys, [], store_key,
             SumOrder(wide=frame.shape.wide),
         )  # fmt: skip
     return function
@@ -272,12 +272,12 @@ def query_block_call(reduction: Reduction, functions: dict[str, Value]) -> Calla
     frame, e = reduction.frame, reduction.e
     one, many = (query_block_function(reduction, v, functions) for v in (1, frame.shape.vectors))
 
-    def call(arguments: Value, task: Value, *rest: Value) -> None:
+    def call_query_block(arguments: Value, task: Value, *rest: Value) -> None:
         first_row = frame.record(task, TASK)[TASK.index("first_row")]
         left = e.sub(frame.field(arguments, "rows"), first_row)
         frame.call_for_rows(left, one, many, [arguments, task, *rest])
 
-    return call
+    return call_query_block
 
 
 def vector_functions(reduction: Reduction) -> dict[str, Value]:

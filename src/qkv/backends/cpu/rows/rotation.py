@@ -147,7 +147,7 @@ class Rotation:
         self, addresses: Sequence[int], angles: Sequence[CosSin], outputs: Sequence[Array]
     ) -> None:
         """Rotate the rows at these addresses by these angles into the outputs."""
-        block = self._pass.block((outputs, angles, self.layouts))
+        block = self._pass.new_block((outputs, angles, self.layouts))
         words = block.words
         for n, address in enumerate(addresses):
             at_rows, at_out, at_cosines, at_sines, at_bytes = _WORDS[n]

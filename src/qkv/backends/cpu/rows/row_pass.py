@@ -85,7 +85,7 @@ class RowPass:
         self._most_workers = max(1, min(count, entries // worth_a_thread))
         self._is_brief = entries <= _BRIEF
 
-    def block(self, keep_alive: Any) -> ArgumentBlock:
+    def new_block(self, keep_alive: Any) -> ArgumentBlock:
         """Words of one run, to be completed."""
         return ArgumentBlock(self._words, keep_alive)
 

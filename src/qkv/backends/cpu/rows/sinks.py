@@ -75,7 +75,7 @@ class Sinks:
         self, keys_out: int, keys_lse: int, rest: int, out: int, lse: int, keep_alive: Any
     ) -> None:
         """Read and write at these addresses, of memory that `keep_alive` owns; `rest` 0 is none."""
-        block = self._pass.block((keep_alive, self._sinks))
+        block = self._pass.new_block((keep_alive, self._sinks))
         for word, address in zip(_WORDS, (keys_out, keys_lse, rest, out, lse), strict=True):
             block.words[word] = address
         self._pass.run(block)

@@ -62,10 +62,10 @@ def emit_split_backward(key: BackwardKey) -> str:
         _QueryBlocks(block, functions, *args).emit()
         matrix_unit.release(e)
 
-    def call(_: Value, arguments: list[Value]) -> None:
+    def call_query_block(_: Value, arguments: list[Value]) -> None:
         e.builder.call(query_block, arguments)
 
-    emit_tasks(frame, key_range_function(frame, functions, call))
+    emit_tasks(frame, key_range_function(frame, functions, call_query_block))
     return str(e.module)
 
 
@@ -163,9 +163,9 @@ class _QueryBlocks(QueryBlockPass):
     def begin(self) -> None:
         """Split Q and dO into terms in both layouts, and compute delta."""
         self.dims["out"], self.wide["out"] = self.dims["value"], self.wide["value"]
-        self.for_each_block(lambda block: block.pack())
+        self.for_each_block(lambda block: block.pack_queries())
 
-    def pack(self) -> None:
+    def pack_queries(self) -> None:
         e, frame, code = self.e, self.frame, self.code
         for name, short in (("query", "query"), ("grad_out", "grad")):
             rows = frame.operand(self.arguments, name, self.batch, self.head)
@@ -355,7 +355,7 @@ class _QueryBlocks(QueryBlockPass):
             self._call_by_vector(kind, kv_start, count)
         if frame.applies_chain_rule:
             self._call_stage("gradients", count)
-            self._call_by_vector("chain", kv_start, count)
+            self._call_by_vector("chain_rule", kv_start, count)
 
     def _call_stage(self, name: str, count: Value) -> None:
         self.call(name, self.arguments, *self.areas(*BLOCK_PAIR_AREAS), self.e.index(0), count)

@@ -145,7 +145,7 @@ class SplitBlock:
             places = [
                 e.at(rows, e.mul(e.least(e.add(first, i), last), row)) for i in range(e.lanes)
             ]
-            e.builder.ret(self.split.pack(places, dim, packed, None))
+            e.builder.ret(self.split.pack_rows(places, dim, packed, None))
         return function
 
     def add_left_out(self) -> Value:

@@ -26,8 +26,8 @@ def recompute(of: TermSplitter, name: str, left_dtype: str, right_dtype: str) ->
 
     Computes the products of rows that cannot be split one by one. `left` and `right` are
     `RowView`: left rows from `start` to `stop`, right ones from row `first` on, none beyond `last`.
-    `non_finite_rows` is what `TermSplitter.split_rows` gave, and `lanes` what `TermSplitter.pack`
-    gave for each vector, a vector apart.
+    `non_finite_rows` is what `TermSplitter.split_rows` gave, and `lanes` what
+    `TermSplitter.pack_rows` gave for each vector, a vector apart.
     """
     e = of.e
     rows = [POINTER, INT64, INT64]

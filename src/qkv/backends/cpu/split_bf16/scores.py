@@ -49,7 +49,7 @@ class SplitScores:
             start, row = self.float_rows("query", here, e.add(last, 1), head_dim, copy)
             places = [e.at(start, e.mul(e.least(i, last), row)) for i in range(e.lanes)]
             sign = e.splat(frame.real_field(arguments_, "sign"))
-            e.builder.ret(self.split.pack(places, head_dim, packed, sign))
+            e.builder.ret(self.split.pack_rows(places, head_dim, packed, sign))
         return function
 
     def float_rows(

@@ -353,7 +353,9 @@ class TermSplitter:
             b.call(copy, [*rows, count, dim, to])
         return b.select(needed, to, rows.pointer), b.select(needed, e.mul(dim, 4), rows.row)
 
-    def pack(self, places: Sequence[Value], dim: Value, packed: Value, sign: Value | None) -> Value:
+    def pack_rows(
+        self, places: Sequence[Value], dim: Value, packed: Value, sign: Value | None
+    ) -> Value:
         """One row for each lane, as pairs of its elements, times `sign`.
 
         Gives a bit for each row that cannot be split.
