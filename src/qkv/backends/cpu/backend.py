@@ -280,7 +280,7 @@ class CpuBackend:
             if spec.dtype != compute.name:
                 unrounded = out if out_dtype == compute else np.empty(shape, compute)
         whole = Partial(out, np.empty(shape[:-1], compute), rest, unrounded)
-        compute_into = _decode if is_decode else _forward
+        compute_into = _run_decode if is_decode else _run_forward
         return whole, compute_into(problem, whole, statistics)
 
 
@@ -320,15 +320,15 @@ def _is_decode(spec: Spec) -> bool:
     return is_decode(spec, host().shape_of(spec.compute_dtype))
 
 
-def _decode(problem: Problem, result: Partial, statistics: RowStatistics | None) -> bool:
+def _run_decode(problem: Problem, result: Partial, statistics: RowStatistics | None) -> bool:
     """Few queries: lanes along head_dim, keys in chunks; whether the output is finite."""
     with importing():
-        from qkv.backends.cpu.prepared.decode import decode
+        from qkv.backends.cpu.prepared.decode import run_decode
 
-    return decode(problem, result, statistics)
+    return run_decode(problem, result, statistics)
 
 
-def _forward(problem: Problem, result: Partial, statistics: RowStatistics | None) -> bool:
+def _run_forward(problem: Problem, result: Partial, statistics: RowStatistics | None) -> bool:
     """Many queries: lanes along queries; whether the output is finite."""
     with importing():
         from qkv.backends.cpu.passes.forward import ForwardPass

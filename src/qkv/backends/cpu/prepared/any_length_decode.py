@@ -55,7 +55,7 @@ class AnyLengthDecode:
         self._partial_out = shape, self._pass.out_dtype
         self._lse = shape[:-1], spec.compute_dtype
         sinks = problem.operands.sinks
-        self._sinks = None if sinks is None else Sinks(sinks, shape, *self._types())
+        self._sinks = None if sinks is None else Sinks(sinks, shape, *self._sinks_dtypes())
         self._ndim = problem.operands.query.ndim
         self._shifts = [template.word_of_table(name) for name in shifts]
         self._read = read
@@ -100,7 +100,7 @@ class AnyLengthDecode:
         checked call.
         """
         block = self._take_block()
-        tables = self._fill(block.words, kv_len, q_shift, strides, arrays)
+        tables = self._fill_words(block.words, kv_len, q_shift, strides, arrays)
         if tables is None:
             return False
         is_finite = self._run(block, self._pass.share(kv_len), addresses, (keep_alive, tables))
@@ -111,7 +111,7 @@ class AnyLengthDecode:
         """A step for callers one after the other, whose operands are alike but lie elsewhere."""
         return RepeatedDecode(self, self._new_block())
 
-    def _fill(
+    def _fill_words(
         self,
         words: memoryview,
         kv_len: int,
@@ -181,7 +181,7 @@ class AnyLengthDecode:
         """Arrays for what the kernel leaves before the sinks have taken their share."""
         return Partial(np.empty(*self._partial_out), np.empty(*self._lse))
 
-    def _types(self) -> tuple[np.dtype[Any], np.dtype[Any]]:
+    def _sinks_dtypes(self) -> tuple[np.dtype[Any], np.dtype[Any]]:
         """The dtypes of what the kernel leaves, and of the output."""
         return self._partial_out[1], self._out[1]
 
@@ -214,7 +214,7 @@ class RepeatedDecode:
     ) -> bool:
         """Take the next length, position and strides; False where `AnyLengthDecode.run` says so."""
         self._share = self._decode._pass.share(kv_len, between_products=True)
-        self._tables = self._decode._fill(self._block.words, kv_len, q_shift, strides, arrays)
+        self._tables = self._decode._fill_words(self._block.words, kv_len, q_shift, strides, arrays)
         return self._tables is not None
 
     def run(self, addresses: Addresses, keep_alive: Any) -> bool:

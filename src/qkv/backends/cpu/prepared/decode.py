@@ -64,8 +64,8 @@ class OperandWords:
 QUERY, KEY, VALUE = (OperandWords.of(name) for name in ("query", "key", "value"))
 
 
-def decode(problem: Problem, result: Partial, statistics: RowStatistics | None) -> bool:
-    """One call, whose results go into these arrays; whether the output is known to be finite."""
+def run_decode(problem: Problem, result: Partial, statistics: RowStatistics | None) -> bool:
+    """Run one call, with results in these arrays; whether the output is known to be finite."""
     arguments = DecodeArguments(problem, result, statistics)
     decode = DecodePass(problem, statistics=statistics is not None)
     return decode.run(ArgumentBlock(arguments.copy()), decode.share(problem.spec.kv_len), arguments)

@@ -60,7 +60,7 @@ class OverlappedScoreBlocks(ScoreBlocks):
             has_waiting = b.icmp_signed(">=", waiting.block, e.index(0))
             saved = self._saved_values()
 
-            def weights_and_scores() -> None:
+            def weigh_and_score() -> None:
                 with b.if_then(has_waiting):
                     self.compute_weights(waiting, saved.has_non_finite)
                 self.score(keys, at)
@@ -71,10 +71,10 @@ class OverlappedScoreBlocks(ScoreBlocks):
                 self.finish(at)
 
             if self.frame.spec.dropout:
-                weights_and_scores()
+                weigh_and_score()
             else:
                 can = b.and_(has_waiting, self._can_overlap_weights(waiting, saved.has_non_finite))
-                e.choose(can, lambda: self._overlap_weights(waiting, keys, at), weights_and_scores)
+                e.choose(can, lambda: self._overlap_weights(waiting, keys, at), weigh_and_score)
             can = b.and_(has_waiting, self._can_overlap_values())
             e.choose(can, lambda: self._overlap_values(waiting, saved, at), add_and_finish)
             with b.if_then(b.icmp_signed("==", e.load(is_split, INT64, WORD), e.index(0))):

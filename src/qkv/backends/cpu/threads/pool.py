@@ -48,7 +48,7 @@ class Pool:
     """
 
     def __init__(self, sleep: Sleep | None = None) -> None:
-        self._code = code = _code(sleep or _sleep_method())
+        self._code = code = _compiled_code(sleep or _sleep_method())
         self._launch = ctypes.CFUNCTYPE(
             ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64
         )(code.address("run"))
@@ -112,7 +112,7 @@ class Pool:
 
 
 @lru_cache(maxsize=2)
-def _code(sleep: Sleep) -> Code:
+def _compiled_code(sleep: Sleep) -> Code:
     """The compiled code, kept for good because threads are inside."""
     return build(
         emit_pool,

@@ -231,10 +231,10 @@ class _Protocol:
         e, b = self.e, self.e.builder
         turns = self.variable(e.index(0))
 
-        def somebody_inside() -> tuple[Value, Value]:
+        def is_somebody_inside() -> tuple[Value, Value]:
             return None, b.icmp_signed("!=", self.load_word(block, "ticket"), e.index(0))
 
-        e.take_while(somebody_inside, lambda _: self.relax(turns))
+        e.take_while(is_somebody_inside, lambda _: self.relax(turns))
 
     def fall_asleep(self, block: Value, generation: Value) -> None:
         """Sleep while this is the generation."""
@@ -245,12 +245,12 @@ class _Protocol:
             self.futex(word, _FUTEX_WAIT, generation)
         else:
 
-            def unchanged() -> tuple[Value, Value]:
+            def is_unchanged() -> tuple[Value, Value]:
                 now = b.load_atomic(word, "seq_cst", 8)
                 return None, b.icmp_signed("==", now, generation)
 
             with self.locked(block) as (mutex, condition):
-                e.take_while(unchanged, lambda _: self.pthread("cond_wait", condition, mutex))
+                e.take_while(is_unchanged, lambda _: self.pthread("cond_wait", condition, mutex))
         b.atomic_rmw("sub", sleeping, e.index(1), "seq_cst")
 
     def wake(self, block: Value, count: Value) -> None:
