@@ -81,7 +81,7 @@ def test_every_product_counts(monkeypatch) -> None:
     size = [np.abs(exact).max() for exact in formula(arrays)]
     whole = errors(arrays)
     assert all(e <= 2.0**-20 * s for e, s in zip(whole, size, strict=True))
-    for table in ("_PRODUCTS", "_OF_WEIGHTS"):
+    for table in ("_PRODUCTS", "_WEIGHT_PRODUCTS"):
         products = getattr(terms, table)[3]
         for n in range(len(products)):
             with monkeypatch.context() as patch:

@@ -1,7 +1,7 @@
 """Calls made ready for further calls of the same form: problems without values.
 
 forward            many queries
-decode             few queries, and the one call of them
+decode             few queries, in prepared calls and in a single call
 any_length_decode  few queries over any number of keys; any_length proves what code may rely on
 backward           gradients of query, key and value
 stages             compiled passes around a prepared call: rotary embedding before, sinks after

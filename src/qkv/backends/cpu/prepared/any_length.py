@@ -53,7 +53,7 @@ class ArrayWords:
         strides: Sequence[int],
         kv_len: int,
     ) -> bool:
-        """Whether the array is like the one that was prepared for."""
+        """Write the words of an array; False if it is not like the one that was prepared for."""
         if len(shape) != len(self.sizes):
             return False
         for word, expected, keys, size, stride in zip(

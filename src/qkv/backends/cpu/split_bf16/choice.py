@@ -99,7 +99,7 @@ def shape_for(spec: Spec, here: Host) -> TileShape | None:
 
 
 def _q_blocks_per_task(spec: Spec, shape: TileShape) -> int:
-    """Blocks of queries that share split keys: many, but then there are few tasks, and long ones.
+    """How many blocks of queries share split keys; with many, there are few tasks, and long ones.
 
     What a task is decides where sums begin, so it must not depend on the number of threads.
     """

@@ -43,9 +43,9 @@ _PRODUCTS: dict[int, matrix_unit.Products] = {
 }
 """By number of terms, the products that are computed. Neighbours share a term. The largest product
 comes last, so that the small ones are added up first."""
-_OF_WEIGHTS: dict[int, matrix_unit.Products] = {**_PRODUCTS, 2: ((0, 1), (0, 0), (1, 0))}
-"""The same where the left factor is a weight. What is left out is 2^-16 of the weight, and float16
-keeps 2^-11 of it."""
+_WEIGHT_PRODUCTS: dict[int, matrix_unit.Products] = {**_PRODUCTS, 2: ((0, 1), (0, 0), (1, 0))}
+"""The products where the left factor is a weight. What is left out is 2^-16 of the weight, and
+float16 keeps 2^-11 of it."""
 
 _LOWEST, _HIGHEST = (int(np.float32(x).view(np.int32)) for x in (2.0**-100, 2.0**60))
 """Bits of the smallest and of the largest magnitude that tiles multiply exactly."""
@@ -73,7 +73,7 @@ class TermSplitter:
 
     def products(self, *, of_weights: bool = False) -> matrix_unit.Products:
         """Which terms are multiplied, in order."""
-        return (_OF_WEIGHTS if of_weights else _PRODUCTS)[self.terms]
+        return (_WEIGHT_PRODUCTS if of_weights else _PRODUCTS)[self.terms]
 
     # Terms
 

@@ -51,7 +51,7 @@ class Gate:
         _keep_for_ever(callback)
 
     def close(self, answer: ctypes.Structure) -> None:
-        """Close the gate and wait for calls inside; later ones get `function(answer)`."""
+        """Close the gate and wait for calls inside; later calls get `function(answer)`."""
         _keep_for_ever(answer)
         self._words[2] = ctypes.addressof(answer)
         # A forked child has none of the threads that its parent counted.
