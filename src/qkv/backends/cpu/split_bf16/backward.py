@@ -12,8 +12,8 @@ they are laid out both ways, and so is dX. P and V are needed one way only:
     dK[k, d]  +=  sum_q dX[k, q] . Q[q, d]         dX as tiles, Q packed as pairs of queries
 
 Several blocks of queries are packed first. Each block of keys is then split once and used with all
-these blocks. The vector units compute P and dX of one block of queries while the tiles multiply S and dP
-of the next one.
+these blocks. The vector units compute P and dX of one block of queries while the tiles multiply S
+and dP of the next one.
 
 delta is computed from split O and dO too, in the same order of additions as dP, so that the two are
 equal where one key has all the weight. dX is -0.0 where the mask forbids a pair, and nowhere else.
