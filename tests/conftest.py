@@ -147,5 +147,5 @@ def splits_operands(monkeypatch: pytest.MonkeyPatch, no_prepared_calls: None) ->
     from qkv.backends.cpu.split_bf16 import choice
 
     monkeypatch.setattr(choice, "LEAST_SIZES", dict.fromkeys(choice.LEAST_SIZES, (1, 1)))
-    monkeypatch.setattr(backward_pass, "_ROWS_PAY", 1)
+    monkeypatch.setattr(backward_pass, "_LEAST_QUERIES", 1)
     monkeypatch.setattr(gradient, "_MOST_QUERIES", 0)

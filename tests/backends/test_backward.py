@@ -58,8 +58,8 @@ OWN = (BIAS, SLOPES, TABLE, BY_KEY, BY_QUERY, qkv.Softcap(5.0))
 @pytest.fixture
 def many_ranges(monkeypatch):
     """Keys in ranges of 128."""
-    monkeypatch.setattr(backward_pass, "_KEYS", 1)
-    monkeypatch.setattr(backward_pass, "_KEYS_IN_TILES", 1)
+    monkeypatch.setattr(backward_pass, "_TASK_KEYS", 1)
+    monkeypatch.setattr(backward_pass, "_TASK_KEYS_WITH_TILES", 1)
 
 
 # Threads
@@ -88,7 +88,7 @@ def test_bits_do_not_depend_on_threads(monkeypatch, many_ranges) -> None:
 @pytest.mark.parametrize("dtype", [np.float64, np.float16])
 def test_ranges_of_keys(many_ranges, dtype) -> None:
     q, k, v, grad_out = problem(dtype=np.float64)
-    assert len(backward_pass._ranges(qkv_spec(q, k, v))) == 3
+    assert len(backward_pass._key_ranges(qkv_spec(q, k, v))) == 3
     rounded = [a.astype(dtype) for a in (q, k, v, grad_out)]
     limit = 1e-12 if dtype == np.float64 else 4e-3
     got = gradients(*rounded, qkv.Causal("end"))
@@ -108,9 +108,10 @@ def test_the_number_of_ranges_depends_on_the_shape_alone(monkeypatch) -> None:
     counts = set()
     for threads in ("1", "16"):
         monkeypatch.setenv("QKV_NUM_THREADS", threads)
-        counts.add(len(backward_pass._ranges(spec)))
+        counts.add(len(backward_pass._key_ranges(spec)))
     assert counts == {8}
-    assert len(backward_pass._ranges(qkv_spec(*problem(8, 100_000, 1, 1, dim=1, v_dim=1)[:3]))) == 8
+    spec = qkv_spec(*problem(8, 100_000, 1, 1, dim=1, v_dim=1)[:3])
+    assert len(backward_pass._key_ranges(spec)) == 8
 
 
 @pytest.mark.parametrize("copies", [2**24, 0], ids=["copies", "one after the other"])
@@ -128,11 +129,11 @@ def test_tasks_of_one_launch_never_add_to_the_same_entry(monkeypatch, many_range
     problem_ = check(*problem(dtype=np.float64)[:3], (*OWN, mod), q_offset=0)
     spec, arrays = problem_.spec, problem_.operands.tables
     names = [t.name for t in spec.tables if reads(spec, frozenset({t.name})) and t.kind == "float"]
-    ranges = backward_pass._ranges(spec)
+    ranges = backward_pass._key_ranges(spec)
     tables = [summed_tables.summed_table(problem_, name, len(ranges)) for name in names]
     assert {table.wide for table in tables} == {copies > 0}
-    plan = backward_pass._in_order(schedule(problem_, 64))
-    tasks, launches = backward_pass._tasks(spec, plan, ranges, tables)
+    plan = backward_pass._ordered(schedule(problem_, 64))
+    tasks, launches = backward_pass._task_rows(spec, plan, ranges, tables)
     assert sum(last - first for first, last in launches) == len(tasks) == 2 * 2 * 3
     q_index = np.arange(spec.q_len)[:, None]
     for first, last in launches:

@@ -68,7 +68,7 @@ def test_bfloat16_is_multiplied_as_it_is(isa) -> None:
 
 
 def test_tiles_that_the_system_refuses(monkeypatch) -> None:
-    monkeypatch.setattr(cpu_host, "permitted", lambda: False)
+    monkeypatch.setattr(cpu_host, "may_use_tiles", lambda: False)
     monkeypatch.delenv("QKV_ISA", raising=False)
     cpu_host._host.cache_clear()
     try:

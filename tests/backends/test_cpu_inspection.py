@@ -226,8 +226,10 @@ def test_rows_of_large_lse_are_summed_again(bias: float, monkeypatch) -> None:
     rows = np.zeros((200, 1), np.float32)
     rows[[3, 130]] = bias
     asked = []
-    sums = replay_pass._sums
-    monkeypatch.setattr(replay_pass, "_sums", lambda *of: asked.append(of[1]) or sums(*of))
+    sums = replay_pass._max_and_log_sum
+    monkeypatch.setattr(
+        replay_pass, "_max_and_log_sum", lambda *of: asked.append(of[1]) or sums(*of)
+    )
     for sink in ([], [qkv.Sinks([bias, 0.0])]):
         record = qkv.inspect(query, key, value, qkv.Bias(rows), *sink, backend="cpu")
         total = 1 - np.exp(np.array([[bias], [0.0]]) - record.lse.astype(float)) if sink else 1.0

@@ -19,7 +19,7 @@ from qkv.backends.cpu.passes import decode as streaming
 from qkv.backends.cpu.passes import workers
 from qkv.backends.cpu.passes.arguments import address_of, page_aligned, word_of
 from qkv.backends.cpu.passes.decode import DecodeArguments, DecodePass
-from qkv.backends.cpu.prepared.forward import NOTHING, ArgumentBlock
+from qkv.backends.cpu.prepared.forward import NO_RESULTS, ArgumentBlock
 from qkv.problem.builder import Shape
 from qkv.problem.check import check
 from qkv.problem.scores import Scores
@@ -200,7 +200,7 @@ def test_statistics_come_from_the_same_pass(variants) -> None:
 
 def planned(problem):
     """Keys that all tasks have, and the rows of `TASK` and `GROUP`, as the kernel writes them."""
-    spec, arguments = problem.spec, DecodeArguments(problem, NOTHING)
+    spec, arguments = problem.spec, DecodeArguments(problem, NO_RESULTS)
     block = ArgumentBlock(arguments.copy())
     groups = spec.batch_size * spec.num_kv_heads
     record = record_bytes(spec, host().shape_of(spec.compute_dtype))

@@ -11,7 +11,7 @@ from forced import NEEDS_TILES
 from qkv.backends.cpu.machine.host import host
 from qkv.backends.cpu.passes import backward as backward_pass
 from qkv.backends.cpu.passes import forward as forward_pass
-from qkv.backends.cpu.split_bf16 import factors as part_rows
+from qkv.backends.cpu.split_bf16 import terms
 from qkv.problem.check import check
 
 pytestmark = [NEEDS_TILES, pytest.mark.usefixtures("tiles")]
@@ -81,11 +81,11 @@ def test_every_product_counts(monkeypatch) -> None:
     size = [np.abs(exact).max() for exact in formula(arrays)]
     whole = errors(arrays)
     assert all(e <= 2.0**-20 * s for e, s in zip(whole, size, strict=True))
-    for table in ("_PRODUCTS", "_OF_WEIGHTS"):
-        products = getattr(part_rows, table)[3]
+    for table in ("_PRODUCTS", "_WEIGHT_PRODUCTS"):
+        products = getattr(terms, table)[3]
         for n in range(len(products)):
             with monkeypatch.context() as patch:
-                patch.setitem(getattr(part_rows, table), 3, products[:n] + products[n + 1 :])
+                patch.setitem(getattr(terms, table), 3, products[:n] + products[n + 1 :])
                 patch.setenv("QKV_CACHE_DIR", "")
                 backward_pass._kernel.cache_clear()
                 fewer = errors(arrays)
@@ -170,7 +170,7 @@ def test_scores_far_below_zero() -> None:
 
 def test_heads_and_ranges_of_keys(monkeypatch) -> None:
     """Several tasks for a head: parts of dQ are added up."""
-    monkeypatch.setattr(backward_pass, "_KEYS_IN_TILES", 128)
+    monkeypatch.setattr(backward_pass, "_TASK_KEYS_WITH_TILES", 128)
     arrays = operands()
     assert all(map(np.less_equal, errors(arrays), limits(arrays)))
 

@@ -7,7 +7,7 @@ import qkv
 from forced import NEEDS_TILES
 from qkv.backends.cpu.passes import forward as forward_pass
 from qkv.backends.cpu.passes.forward import ForwardPass
-from qkv.backends.cpu.split_bf16 import factors as part_rows
+from qkv.backends.cpu.split_bf16 import terms
 from qkv.problem.check import check
 from qkv.testing import Case, bounds, cases, check_case, truth
 from qkv.testing.tolerances import ORDERS
@@ -268,9 +268,9 @@ def test_no_product_of_parts_is_left_out(dtype) -> None:
 )
 def test_a_missing_product_is_found(dtype, number, monkeypatch) -> None:
     count = {"float32": 3, "float16": 2}[dtype]
-    products = part_rows._PRODUCTS[count]
+    products = terms._PRODUCTS[count]
     fewer = products[:number] + products[number + 1 :]
-    monkeypatch.setitem(part_rows._PRODUCTS, count, fewer)
+    monkeypatch.setitem(terms._PRODUCTS, count, fewer)
     monkeypatch.setenv("QKV_CACHE_DIR", "")
     forward_pass._kernel.cache_clear()
     try:

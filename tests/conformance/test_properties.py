@@ -70,7 +70,7 @@ class WrongSteps(BlockedBackend):
 
     name = "wrong-steps"
 
-    def prepare_growing(self, problem, arrays=()):
+    def prepare_any_length(self, problem, arrays=()):
         found = self.run(problem)
         return lambda *given: (found.out, found.lse, None)
 

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from qkv.backends.protocols import (
     AddressedCall,
-    AddressedGrowing,
+    AddressedSteps,
     Addresses,
+    AnyLengthSteps,
     Backend,
     DeviceBackend,
     Differentiable,
-    Growing,
     Inspectable,
     Prepared,
     PreparedBackward,
@@ -48,14 +48,14 @@ from qkv.problem.spec import Problem, Spec
 
 __all__ = [
     "AddressedCall",
-    "AddressedGrowing",
+    "AddressedSteps",
     "Addresses",
+    "AnyLengthSteps",
     "Backend",
     "BrokenBackendWarning",
     "Choice",
     "DeviceBackend",
     "Differentiable",
-    "Growing",
     "Inspectable",
     "Prepared",
     "PreparedBackward",

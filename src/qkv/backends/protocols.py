@@ -76,13 +76,13 @@ class PreparedStatistics(Protocol):
         ...
 
 
-class Growing(Protocol):
-    """A problem of few queries made ready for any number of keys: the steps of decoding.
+class AnyLengthSteps(Protocol):
+    """A problem of few queries made ready for any number of keys: decoding steps of any length.
 
-    A backend may have `prepare_growing(problem, arrays=()) -> Growing | None`. `arrays` are those
-    that each step brings, of which tables of the problem are views; everything else that variants
-    hold is kept by value, and must serve any number of keys, or the result is None. Where all
-    queries stand is a number that each step brings too, if the problem has a table of it.
+    A backend may have `prepare_any_length(problem, arrays=()) -> AnyLengthSteps | None`. `arrays`
+    are those that each step brings, of which tables of the problem are views; everything else that
+    variants hold is kept by value, and must serve any number of keys, or the result is None. Where
+    all queries stand is a number that each step brings too, if the problem has a table of it.
     """
 
     def __call__(
@@ -118,7 +118,7 @@ microsecond of each call."""
 
 
 @runtime_checkable
-class AddressedGrowing(Protocol):
+class AddressedSteps(Protocol):
     """Steps that other libraries may make without NumPy arrays in between."""
 
     def run(
@@ -130,7 +130,7 @@ class AddressedGrowing(Protocol):
         keep_alive: Any,
         arrays: Sequence[tuple[int, Sequence[int], Sequence[int]]] = (),
     ) -> bool:
-        """Compute at these addresses, whose memory `keep_alive` owns; False where `Growing`
+        """Compute at these addresses, whose memory `keep_alive` owns; False where `AnyLengthSteps`
         gives None.
 
         `strides` are bytes of all axes `(*batch, heads, rows, elements)` of query, key and value.
@@ -157,7 +157,7 @@ class RepeatedStep(Protocol):
         strides: tuple[Sequence[int], Sequence[int], Sequence[int]],
         arrays: Sequence[tuple[int, Sequence[int], Sequence[int]]] = (),
     ) -> bool:
-        """Take the next length, position and strides; False is `AddressedGrowing.run`'s."""
+        """Take the next length, position and strides; False is `AddressedSteps.run`'s."""
         ...
 
     def run(self, addresses: Addresses, keep_alive: Any) -> bool:
@@ -219,8 +219,10 @@ class PreparingStatistics(Protocol):
 class PreparingSteps(Protocol):
     """A backend that can prepare for decoding steps over any number of keys."""
 
-    def prepare_growing(self, problem: Problem, arrays: tuple[Array, ...] = ()) -> Growing | None:
-        """The problem made ready for any number of keys, or None; see `Growing`."""
+    def prepare_any_length(
+        self, problem: Problem, arrays: tuple[Array, ...] = ()
+    ) -> AnyLengthSteps | None:
+        """The problem made ready for any number of keys, or None; see `AnyLengthSteps`."""
         ...
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qkv.backends import AddressedGrowing, generation
+from qkv.backends import AddressedSteps, generation
 from qkv.bridges.torch_guards import Guard, form_guard
 from qkv.bridges.torch_prepared import (
     are_plain,
@@ -17,7 +17,7 @@ from qkv.bridges.torch_prepared import (
     looks_on,
     read_in_place,
 )
-from qkv.call.attend import MAX_DECODE_QUERIES, GrowingCall, decoding_step, heads_first
+from qkv.call.attend import MAX_DECODE_QUERIES, AnyLengthCall, decoding_step, heads_first
 from qkv.call.bound import BoundCall
 from qkv.call.cache import CALLS, Key
 from qkv.call.flatten import without_arrays
@@ -31,8 +31,8 @@ class _PreparedStep(NamedTuple):
     `fits` asks of tensors whether they are like those that were prepared for, but for their sizes.
     """
 
-    call: GrowingCall
-    growing: AddressedGrowing
+    call: AnyLengthCall
+    steps: AddressedSteps
     fits: Guard
     empty_out: Callable[[], Tensor]
     empty_lse: Callable[[], Tensor]
@@ -55,7 +55,7 @@ def run_step(bound: BoundCall, rows: bool) -> Any:
     strides = _byte_strides(query), _byte_strides(key), _byte_strides(value)
     where = [(a.data_ptr(), a.shape, _byte_strides(a)) for a in arrays]
     kv_len = key.shape[-2]
-    done = known.growing.run(addresses, kv_len, q_shift, strides, (bound, out, lse), where)
+    done = known.steps.run(addresses, kv_len, q_shift, strides, (bound, out, lse), where)
     if not done:
         return None
     return out if lse is None else (out, lse)
@@ -78,7 +78,7 @@ class LayerStep:
         self._sizes = query.shape, key.shape[:2], key.shape[3:], value.shape[:2], value.shape[3:]
         self._form: tuple[Any, ...] | None = None
         self._generation = generation()
-        self._repeated = known.growing.repeated()
+        self._repeated = known.steps.repeated()
         self._empty_out = empty_maker((batch, q_len, heads, value.shape[-1]), query.dtype)
 
     def __call__(self, q_offset: int, *read: Tensor) -> Tensor | None:
@@ -198,8 +198,8 @@ def prepare_step(bound: BoundCall, seen: BoundCall, out: Tensor) -> bool:
     """
     views = heads_first(seen)
     step = None if views is None else decoding_step(seen, views)
-    call: GrowingCall | None = None if step is None else CALLS.get(step.key)
-    if step is None or call is None or not isinstance(call.growing, AddressedGrowing):
+    call: AnyLengthCall | None = None if step is None else CALLS.get(step.key)
+    if step is None or call is None or not isinstance(call.steps, AddressedSteps):
         return False
     has_own = call.lengths or bound.structure.per_step or not step.any_length
     found = None if has_own or looks_on() else _key(bound)
@@ -207,5 +207,5 @@ def prepare_step(bound: BoundCall, seen: BoundCall, out: Tensor) -> bool:
         wide = torch.float64 if out.dtype is torch.float64 else torch.float32
         makers = empty_maker(out.shape, out.dtype), empty_maker(out.shape[:-1], wide)
         fits = form_guard(*read_in_place(bound))
-        CALLS.insert(without_arrays(found[0]), _PreparedStep(call, call.growing, fits, *makers))
+        CALLS.insert(without_arrays(found[0]), _PreparedStep(call, call.steps, fits, *makers))
     return True

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends import Growing, Prepared, Preparing, PreparingSteps, generation
+from qkv.backends import AnyLengthSteps, Prepared, Preparing, PreparingSteps, generation
 from qkv.call.bound import BoundCall
 from qkv.call.cache import CALLS, Key
 from qkv.call.checked import CheckedCall, check_call
@@ -24,7 +24,7 @@ from qkv.problem.builder import INDEX_LIMIT
 from qkv.problem.spec import Problem
 
 __all__ = [
-    "Attended", "GrowingCall", "Step", "attend", "call_key", "decoding_step", "heads_first",
+    "AnyLengthCall", "Attended", "Step", "attend", "call_key", "decoding_step", "heads_first",
     "in_place", "prepared",
 ]  # fmt: skip
 
@@ -80,9 +80,9 @@ def attend(
     if views is not None:
         step = decoding_step(bound, views, backward)
         if step is not None:
-            growing = CALLS.get(step.key)
-            if growing is not None:
-                found = growing.run(views, rows, step, bound)
+            known = CALLS.get(step.key)
+            if known is not None:
+                found = known.run(views, rows, step, bound)
                 if found is not None:
                     return _restored((*found, None), bound)
                 CALLS.discard(step.key)
@@ -231,12 +231,12 @@ class Step(NamedTuple):
     any_length: bool
 
 
-class GrowingCall(NamedTuple):
+class AnyLengthCall(NamedTuple):
     """A prepared call for any number of keys.
 
     Attributes
     ----------
-    growing : Growing
+    steps : AnyLengthSteps
     at_end : bool
         Whether the last query stands at the last key.
     lengths : int
@@ -244,7 +244,7 @@ class GrowingCall(NamedTuple):
         where the queries of each batch row stand.
     """
 
-    growing: Growing
+    steps: AnyLengthSteps
     at_end: bool
     lengths: int = 0
 
@@ -278,7 +278,7 @@ class GrowingCall(NamedTuple):
                 q_shift = int(lens[0]) - q_len
             ends = (lens - q_len,) if self.lengths == 2 else ()
             arrays = (*arrays, lens, *ends)
-        return self.growing(query, key, value, rows, q_shift, arrays)
+        return self.steps(query, key, value, rows, q_shift, arrays)
 
 
 def decoding_step(
@@ -338,9 +338,9 @@ def _prepare_step(step: Step, bound: BoundCall, call: CheckedCall) -> bool:
     from_lengths = _from_lengths(problem) if bound.structure.lengths else []
     if bound.structure.lengths and not from_lengths:
         return False
-    ready = backend.prepare_growing(problem, (*arrays, *from_lengths))
+    ready = backend.prepare_any_length(problem, (*arrays, *from_lengths))
     if ready is not None:
-        found = GrowingCall(ready, align == "end", len(from_lengths))
+        found = AnyLengthCall(ready, align == "end", len(from_lengths))
         CALLS.insert(without_arrays(step.key), found)
     return ready is not None
 

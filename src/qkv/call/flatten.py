@@ -203,7 +203,7 @@ def add_length_keys(tree: Tree, kv_len: int, found: list[Hashable]) -> bool:
         if not getattr(kind, "positions_only", False):
             return False
         # What is not an array is constant, and cannot grow with the steps.
-        if any(parts[n] is not ReadByValue for n in _growing_fields(kind)):
+        if any(parts[n] is not ReadByValue for n in _per_step_fields(kind)):
             return False
         if getattr(kind, "length_key", None) is not None:
             found.append(unflatten(tree, lambda: None).length_key(kv_len))
@@ -254,7 +254,7 @@ def declared_fields(kind: type) -> tuple[tuple[str, Role], ...]:
 
 
 @lru_cache(maxsize=256)
-def _growing_fields(kind: type) -> tuple[int, ...]:
+def _per_step_fields(kind: type) -> tuple[int, ...]:
     """The indices of the fields of a class that each decoding step has its own of."""
     roles = [role for _, role in _declared.get(kind, ())]
     return tuple([n for n, role in enumerate(roles) if role in ("lengths", "per_step")])

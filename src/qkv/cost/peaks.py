@@ -211,11 +211,11 @@ def _compiled(source: str) -> Any:
 
 def _features() -> set[str]:
     from qkv.backends.cpu.machine.host import host
-    from qkv.backends.cpu.machine.tile_permission import permitted
+    from qkv.backends.cpu.machine.tile_permission import may_use_tiles
 
     features = host().features.split(",")
     found = {"", *(name[1:] for name in features if name.startswith("+"))}
-    return found if permitted() else found - {_TILES.feature}
+    return found if may_use_tiles() else found - {_TILES.feature}
 
 
 def _job(declarations: str, task: str) -> str:

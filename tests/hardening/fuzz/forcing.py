@@ -43,7 +43,7 @@ def forced(wanted: Mapping[str, Any]) -> Iterator[None]:
         if wanted.get("parts") and isa == "amx":
             least = dict.fromkeys(choice.LEAST_SIZES, (1, 1))
             stack.enter_context(patch.object(choice, "LEAST_SIZES", least))
-            stack.enter_context(patch.object(backward, "_ROWS_PAY", 1))
+            stack.enter_context(patch.object(backward, "_LEAST_QUERIES", 1))
             stack.enter_context(patch.object(gradient, "_MOST_QUERIES", 0))
         CALLS.clear()
         stack.callback(CALLS.clear)

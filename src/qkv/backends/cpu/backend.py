@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from qkv._threads import get_num_threads
 from qkv.backends import (
-    Growing,
+    AnyLengthSteps,
     Prepared,
     PreparedBackward,
     PreparedStatistics,
@@ -111,7 +111,7 @@ class CpuBackend:
     def prepare(
         self, problem: Problem, backward: bool, arrays: tuple[Array, ...] = ()
     ) -> Prepared | None:
-        """For calls with operands and `arrays` like these, and the same constants.
+        """A call for operands and `arrays` like these, and the same constants.
 
         None if which pairs are computed would depend on values.
         """
@@ -175,26 +175,28 @@ class CpuBackend:
             ready = stages.SinksCall(problem, ready)
         return stages.RotatedCall(problem, ready) if spec.rotation else ready
 
-    def prepare_growing(self, problem: Problem, arrays: tuple[Array, ...] = ()) -> Growing | None:
-        """For few queries, any number of keys, and the same constants.
+    def prepare_any_length(
+        self, problem: Problem, arrays: tuple[Array, ...] = ()
+    ) -> AnyLengthSteps | None:
+        """Decoding steps over any number of keys, with the same constants.
 
         None if what variants hold, other than `arrays`, serves one number of keys only.
         """
         with importing():
             from qkv.backends.cpu.prepared import stages
-            from qkv.backends.cpu.prepared.growing_decode import growing
+            from qkv.backends.cpu.prepared.any_length_decode import any_length_decode
 
         spec = problem.spec
         if not (_is_preparable(spec) and _is_decode(spec)):
             return None
         if spec.rotation is None:
-            return growing(problem, arrays)
+            return any_length_decode(problem, arrays)
         positions = problem.operands.positions
-        # The rows of a side have one table of angles.
+        # All batch rows must share one table of angles.
         if max(len(positions.q_shift), len(positions.kv_shift)) > 1:
             return None
-        ready = growing(stages.rotated_form(problem), arrays)
-        return None if ready is None else stages.GrowingRotation(problem, ready)
+        ready = any_length_decode(stages.rotated_form(problem), arrays)
+        return None if ready is None else stages.AnyLengthRotation(problem, ready)
 
     def run_for_backward(self, problem: Problem) -> Partial:
         return self._run(problem, is_decode=_is_decode(problem.spec), backward=True)
@@ -213,7 +215,7 @@ class CpuBackend:
     def prepare_backward(
         self, problem: Problem, inputs: BackwardInputs, arrays: tuple[Array, ...] = ()
     ) -> PreparedBackward | None:
-        """For gradients of operands and `arrays` like these, and inputs like these."""
+        """A call for gradients of operands and `arrays` like these, and inputs like these."""
         with importing():
             from qkv.backends.cpu.prepared import backward as prepared_backward
             from qkv.backends.cpu.prepared import stages
@@ -241,23 +243,23 @@ class CpuBackend:
     ) -> Partial:
         # Stored rows are read where they lie, or gathered.
         problem = problem if is_decode else problem.gathered()
-        whole, is_finite = self._computed(problem, is_decode, statistics, backward)
+        whole, is_finite = self._compute(problem, is_decode, statistics, backward)
         if is_finite:
             return whole
 
-        def again(name: str) -> Array:
+        def recompute(name: str) -> Array:
             return recomputed(
                 problem,
                 getattr(whole, name),
-                lambda p: getattr(self._computed(p, is_decode, backward=backward)[0], name),
+                lambda p: getattr(self._compute(p, is_decode, backward=backward)[0], name),
             )
 
-        out, unrounded = again("out"), whole.unrounded
+        out, unrounded = recompute("out"), whole.unrounded
         if unrounded is not None:
-            unrounded = out if unrounded is whole.out else again("unrounded")
+            unrounded = out if unrounded is whole.out else recompute("unrounded")
         return replace(whole, out=out, unrounded=unrounded)
 
-    def _computed(
+    def _compute(
         self,
         problem: Problem,
         is_decode: bool,
@@ -278,7 +280,7 @@ class CpuBackend:
             if spec.dtype != compute.name:
                 unrounded = out if out_dtype == compute else np.empty(shape, compute)
         whole = Partial(out, np.empty(shape[:-1], compute), rest, unrounded)
-        compute_into = _decode if is_decode else _forward
+        compute_into = _run_decode if is_decode else _run_forward
         return whole, compute_into(problem, whole, statistics)
 
 
@@ -300,14 +302,14 @@ def _is_scheduled_alike(problem: Problem, arrays: tuple[Array, ...]) -> bool:
 
 
 def _are_scheduled_by(problem: Problem, arrays: tuple[Array, ...], most: float) -> bool:
-    """Whether which pairs are computed depends on the values of arrays, or might."""
+    """Whether the values of arrays decide, or might decide, which pairs are computed."""
     if not arrays:
         return False
     with importing():
         from qkv.backends.cpu.plan import schedule
         from qkv.backends.cpu.prepared.placeholders import tables_of
 
-    mask, _ = schedule.cheap_part(problem, most)
+    mask, _ = schedule.cheap_conditions(problem, most)
     return any(not names or tables(mask) & set(names) for names in tables_of(problem, arrays))
 
 
@@ -318,15 +320,15 @@ def _is_decode(spec: Spec) -> bool:
     return is_decode(spec, host().shape_of(spec.compute_dtype))
 
 
-def _decode(problem: Problem, result: Partial, statistics: RowStatistics | None) -> bool:
+def _run_decode(problem: Problem, result: Partial, statistics: RowStatistics | None) -> bool:
     """Few queries: lanes along head_dim, keys in chunks; whether the output is finite."""
     with importing():
-        from qkv.backends.cpu.prepared.decode import decode
+        from qkv.backends.cpu.prepared.decode import run_decode
 
-    return decode(problem, result, statistics)
+    return run_decode(problem, result, statistics)
 
 
-def _forward(problem: Problem, result: Partial, statistics: RowStatistics | None) -> bool:
+def _run_forward(problem: Problem, result: Partial, statistics: RowStatistics | None) -> bool:
     """Many queries: lanes along queries; whether the output is finite."""
     with importing():
         from qkv.backends.cpu.passes.forward import ForwardPass

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
-from qkv.backends.cpu.backward.frame import DELTA_REST, EXPECTED, TASK, BackwardFrame
+from qkv.backends.cpu.backward.frame import DELTA_REST, EXPECTED_SUM, TASK, BackwardFrame
 from qkv.backends.cpu.emit import vector_math
 from qkv.backends.cpu.emit.emitter import DOUBLE, INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.emit.expressions import Expressions, TableView
@@ -37,8 +37,8 @@ _CHAIN_OF_KEYS = 16
 def products_function(frame: BackwardFrame, vectors: int) -> Value:
     """P[k, :] = exp(scale * K[k, :] . packed Q - lse); with mods, the products alone.
 
-    Scores are rounded where the pass that lse comes from rounds them: weights have to be what
-    they were there.
+    Scores are rounded where the forward pass that lse comes from rounds them, so that the weights
+    are the same.
     """
     e = frame.e
     arguments = [*[POINTER] * 6, *[INT64] * 3]
@@ -47,28 +47,28 @@ def products_function(frame: BackwardFrame, vectors: int) -> Value:
         shifts, rests = (vectors_at(e, rows, vectors) for rows in (lse, lse_rest))
         scale = e.splat(frame.real_field(arguments_, "scale"))
 
-        def weight(n: int, product: Value) -> Value:
-            distance = b.fsub(b.fmul(product, scale), shifts[n % vectors])
-            return vector_math.exp_flushed(e, b.fsub(distance, rests[n % vectors]))
+        def weight_of_product(n: int, product: Value) -> Value:
+            less_lse = b.fsub(b.fmul(product, scale), shifts[n % vectors])
+            return vector_math.exp_flushed(e, b.fsub(less_lse, rests[n % vectors]))
 
         b = e.builder
 
-        def finish(k: Value, products: list[Value], _: list[Value]) -> list[Value]:
+        def store_key(k: Value, products: list[Value], _: list[Value]) -> list[Value]:
             if frame.plain:
-                products = [weight(n, product) for n, product in enumerate(products)]
+                products = [weight_of_product(n, product) for n, product in enumerate(products)]
             store_vectors(e, e.at(out, e.mul(k, vectors * e.vector_bytes)), products)
             return []
 
-        dim, multiply_add = frame.rows_of_products(head_dim)
+        dim, multiply_add = frame.product_terms(head_dim)
         dot_rows(
             e, key, key_row, count, packed, vectors, dim, frame.shape.keys_of(vectors), [],
-            finish,
+            store_key,
             SumOrder(multiply_add, chain=frame.chain_of_products, wide=frame.shape.wide),
         )  # fmt: skip
     return function
 
 
-def seen_function(frame: BackwardFrame) -> Value:
+def seen_range_function(frame: BackwardFrame) -> Value:
     """The range of keys of a block that one vector of queries may see.
 
     A function `(arguments, batch, head, first_row, rows, kv_start, count, range)`.
@@ -91,7 +91,7 @@ def weights_function(frame: BackwardFrame, name: str, masked: bool) -> Value:
         scale = e.splat(frame.real_field(at.arguments, "scale"))
         lse, rest = e.load_vector(at.lse), e.load_vector(at.lse_rest)
 
-        def each(k: Value, _: list[Value]) -> None:
+        def weigh_key(k: Value, _: list[Value]) -> None:
             place = e.at(at.weights, e.mul(k, at.width))
             kv_index = e.add(at.kv_start, k)
             if frame.plain:
@@ -101,8 +101,7 @@ def weights_function(frame: BackwardFrame, name: str, masked: bool) -> Value:
                 product = e.load_vector(e.at(at.products, e.mul(k, at.width)))
                 inner = places.at_key(kv_index, b.fmul(product, scale))
                 score = inner.floats(frame.score)
-                distance = b.fsub(b.fsub(score, lse), rest)
-                weight = vector_math.exp_flushed(e, distance)
+                weight = vector_math.exp_flushed(e, b.fsub(b.fsub(score, lse), rest))
                 allowed = b.fcmp_unordered("!=", score, e.const(-math.inf))
                 if masked:
                     allowed = b.and_(allowed, inner.condition(frame.mask))
@@ -112,35 +111,35 @@ def weights_function(frame: BackwardFrame, name: str, masked: bool) -> Value:
             places.hoist(frame.score)
         if masked:
             places.hoist(frame.mask)
-        e.loop(0, at.count, 1, [], each)
+        e.loop(0, at.count, 1, [], weigh_key)
     return function
 
 
 def dropout_function(frame: BackwardFrame) -> Value:
-    """The factors of weights."""
+    """Dropout factors of one block of keys."""
     e = frame.e
     with frame.vector_function("dropout") as (function, at):
         places = frame.places(at)
 
-        def each(k: Value, _: list[Value]) -> None:
+        def store_factor(k: Value, _: list[Value]) -> None:
             factor = frame.dropout_factor(at.arguments, places, e.add(at.kv_start, k))
             e.store_vector(factor, e.at(at.factors, e.mul(k, at.width)))
 
-        e.loop(0, at.count, 1, [], each)
+        e.loop(0, at.count, 1, [], store_factor)
     return function
 
 
 def drop_weights_function(frame: BackwardFrame) -> Value:
-    """P becomes f * P."""
+    """P becomes f * P, with the dropout factors f."""
     e = frame.e
     with frame.vector_function("drop_weights") as (function, at):
 
-        def each(k: Value, _: list[Value]) -> None:
+        def drop_key(k: Value, _: list[Value]) -> None:
             weight, factor = (e.at(area, e.mul(k, at.width)) for area in (at.weights, at.factors))
             product = e.builder.fmul(e.load_vector(weight), e.load_vector(factor))
             e.store_vector(product, weight)
 
-        e.loop(0, at.count, 1, [], each)
+        e.loop(0, at.count, 1, [], drop_key)
     return function
 
 
@@ -150,7 +149,8 @@ def drop_weights_function(frame: BackwardFrame) -> Value:
 def score_gradients_function(frame: BackwardFrame, vectors: int) -> Value:
     """dS[k, :] = P * (f * V[k, :] . packed dO - delta), times scale if no mod is between.
 
-    `delta` is in two parts, of either half of v_head_dim, and what they lack, if that is known.
+    `delta` is a sum of two rows, one of each half of v_head_dim, and of the row `DELTA_REST`, if
+    there was a delta correction.
     """
     e = frame.e
     arguments = [*[POINTER] * 7, *[INT64] * 3]
@@ -160,71 +160,71 @@ def score_gradients_function(frame: BackwardFrame, vectors: int) -> Value:
         b = e.builder
         scale = e.splat(frame.real_field(arguments_, "scale"))
 
-        def parts(half: int) -> list[Value]:
+        def delta_rows(half: int) -> list[Value]:
             return vectors_at(e, delta, vectors, half)
 
-        means = [b.fadd(*pair) for pair in zip(parts(0), parts(1), strict=True)]
-        rests = parts(DELTA_REST) if frame.has_delta_rest else None
+        deltas = [b.fadd(*pair) for pair in zip(delta_rows(0), delta_rows(1), strict=True)]
+        rests = delta_rows(DELTA_REST) if frame.has_delta_rest else None
 
-        def gradient(place: Value, distance: Value, n: int) -> Value:
+        def score_gradient(place: Value, difference: Value, n: int) -> Value:
             weight = e.load_vector(e.at(weights, place))
             if frame.spec.dropout:
                 factor = e.load_vector(e.at(factors, place))
-                distance = b.fsub(b.fmul(distance, factor), means[n])
+                difference = b.fsub(b.fmul(difference, factor), deltas[n])
             if rests is not None:
-                distance = b.fsub(distance, rests[n])
-            share = weight if frame.chained else b.fmul(weight, scale)
-            found = b.fmul(share, distance)
+                difference = b.fsub(difference, rests[n])
+            share = weight if frame.applies_chain_rule else b.fmul(weight, scale)
+            found = b.fmul(share, difference)
             if frame.may_forbid:
-                found = b.select(frame.forbidden(weight), e.const(0.0), found)
+                found = b.select(frame.is_forbidden(weight), e.const(0.0), found)
             return found
 
-        def finish(k: Value, products: list[Value], _: list[Value]) -> list[Value]:
+        def store_gradients(k: Value, products: list[Value], _: list[Value]) -> list[Value]:
             for n, product in enumerate(products):
                 place = e.add(e.mul(k, vectors * e.vector_bytes), n * e.vector_bytes)
-                found = gradient(place, product, n % vectors)
+                found = score_gradient(place, product, n % vectors)
                 e.store_vector(found, e.at(out, place))
             return []
 
-        less = None if frame.spec.dropout else parts
-        dim, multiply_add = frame.rows_of_products(v_head_dim)
+        less = None if frame.spec.dropout else delta_rows
+        dim, multiply_add = frame.product_terms(v_head_dim)
         dot_rows(
             e, value, value_row, count, packed, vectors, dim, frame.shape.keys_of(vectors), [],
-            finish, SumOrder(multiply_add, less, wide=frame.wide),
+            store_gradients, SumOrder(multiply_add, less, wide=frame.wide),
         )  # fmt: skip
     return function
 
 
-def settle_function(frame: BackwardFrame) -> Value:
-    """Correct dS of rows that have no other keys: they should add up to the row `EXPECTED`.
+def correct_sums_function(frame: BackwardFrame) -> Value:
+    """Correct dS of queries that see keys of this block only, to add up to the row `EXPECTED_SUM`.
 
-    The excess of their sum is the error of delta, which is in every dS times its weight. Where dS
-    are scaled, so is what they should add up to.
+    The excess of their sum is the error of delta: each dS has that error times its weight. Where dS
+    is scaled, the expected sum is scaled too.
     """
     e = frame.e
     with frame.vector_function("settle") as (function, at):
         b = e.builder
 
-        def gradient(k: Value) -> Value:
+        def load_gradient(k: Value) -> Value:
             return e.load_vector(e.at(at.score_grads, e.mul(k, at.width)))
 
-        expected = e.load_vector(e.at(at.lse, e.mul(at.width, EXPECTED)))
-        if not frame.chained:
+        expected = e.load_vector(e.at(at.lse, e.mul(at.width, EXPECTED_SUM)))
+        if not frame.applies_chain_rule:
             expected = b.fmul(expected, e.splat(frame.real_field(at.arguments, "scale")))
-        excess = b.fsub(sum_over_keys(e, at.count, gradient), expected)
+        excess = b.fsub(sum_over_keys(e, at.count, load_gradient), expected)
 
-        def each(k: Value, _: list[Value]) -> None:
+        def correct_key(k: Value, _: list[Value]) -> None:
             weight = e.load_vector(e.at(at.weights, e.mul(k, at.width)))
-            settled = b.fsub(gradient(k), b.fmul(weight, excess))
+            corrected = b.fsub(load_gradient(k), b.fmul(weight, excess))
             if frame.may_forbid:
-                settled = b.select(frame.forbidden(weight), e.const(0.0), settled)
-            e.store_vector(settled, e.at(at.score_grads, e.mul(k, at.width)))
+                corrected = b.select(frame.is_forbidden(weight), e.const(0.0), corrected)
+            e.store_vector(corrected, e.at(at.score_grads, e.mul(k, at.width)))
 
-        e.loop(0, at.count, 1, [], each)
+        e.loop(0, at.count, 1, [], correct_key)
     return function
 
 
-def chain_function(frame: BackwardFrame) -> Value:
+def chain_rule_function(frame: BackwardFrame) -> Value:
     """Table gradients from dS, then dX in its place."""
     e = frame.e
     with frame.vector_function("chain") as (function, at):
@@ -233,14 +233,14 @@ def chain_function(frame: BackwardFrame) -> Value:
         scale = e.splat(frame.real_field(at.arguments, "scale"))
         views = _table_gradients(frame, at.arguments, at.task)
         is_query = b.icmp_signed("<", frame.lane_numbers(), frame.lane_integers(at.rows))
-        fixed = [load for load in frame.loads if _is_fixed(load)]
+        fixed = [load for load in frame.loads if _reads_one_entry(load)]
         slopes = {load: derivative(frame.score, load) for load in frame.loads}
 
-        def each(k: Value, sums: list[Value]) -> list[Value]:
+        def differentiate_key(k: Value, sums: list[Value]) -> list[Value]:
             place = e.mul(k, at.width)
             found = e.load_vector(e.at(at.score_grads, place))
             product = b.fmul(e.load_vector(e.at(at.products, place)), scale)
-            forbidden = frame.forbidden(e.load_vector(e.at(at.weights, place)))
+            forbidden = frame.is_forbidden(e.load_vector(e.at(at.weights, place)))
             counts = b.and_(b.not_(forbidden), is_query)
             inner = places.at_key(e.add(at.kv_start, k), product)
             following: list[Value] = []
@@ -260,7 +260,7 @@ def chain_function(frame: BackwardFrame) -> Value:
         places.hoist(frame.score)
         kinds = [ir.VectorType(_sum_type(frame, load.table), e.lanes) for load in fixed]
         start = [ir.Constant(kind, [0.0] * e.lanes) for kind in kinds]
-        sums = e.loop(0, at.count, 1, start, each)
+        sums = e.loop(0, at.count, 1, start, differentiate_key)
         for load, total in zip(fixed, sums, strict=True):
             _scatter(frame, places, load, views[load.table], total)
     return function
@@ -268,7 +268,7 @@ def chain_function(frame: BackwardFrame) -> Value:
 
 def _sum_type(frame: BackwardFrame, table: str) -> ir.Type:
     """The type in which the gradient of a table is added."""
-    wide = next(wanted.wide for wanted in frame.wanted if wanted.name == table)
+    wide = next(wanted.wide for wanted in frame.wanted_tables if wanted.name == table)
     return DOUBLE if wide else frame.e.real
 
 
@@ -279,7 +279,7 @@ def _scatter(
     e, b = frame.e, frame.e.builder
     kind = _sum_type(frame, load.table)
 
-    def add(pointer: Value, number: Value) -> None:
+    def add_number(pointer: Value, number: Value) -> None:
         if number.type != kind:
             number = b.fpext(number, kind)
         e.store(b.fadd(e.load(pointer, kind), number), pointer, 1)
@@ -290,10 +290,10 @@ def _scatter(
     if varying is None:
         while len(shares) > 1:
             shares = [b.fadd(*pair) for pair in zip(shares[::2], shares[1::2], strict=True)]
-        add(start, shares[0])
+        add_number(start, shares[0])
         return
     for lane, number in enumerate(shares):
-        add(e.at(start, e.extract(varying, lane)), number)
+        add_number(e.at(start, e.extract(varying, lane)), number)
 
 
 def _table_gradients(frame: BackwardFrame, arguments: Value, task: Value) -> dict[str, TableView]:
@@ -302,7 +302,7 @@ def _table_gradients(frame: BackwardFrame, arguments: Value, task: Value) -> dic
     views = frame.tables(arguments)
     word = len(frame.fields) + sum(1 + 2 * table.ndim for table in frame.spec.tables)
     found = {}
-    for n, table in enumerate(frame.wanted):
+    for n, table in enumerate(frame.wanted_tables):
         view = views[table.name]
         base, *strides = (
             e.load(e.at(arguments, COUNTER_BYTES + WORD * (word + i)), INT64, WORD)
@@ -325,26 +325,26 @@ def query_sums_function(frame: BackwardFrame, vectors: int) -> Value:
     with e.function(f"query_sums_{vectors}", arguments) as (function, args):
         key, grads, _, sums, key_row, head_dim, count = args
 
-        def finish(d: Value, found: list[Value]) -> None:
+        def add_column(d: Value, found: list[Value]) -> None:
             add_vectors(e, e.at(sums, e.mul(d, vectors * e.vector_bytes)), found)
 
         columns = frame.shape.keys_of(vectors)
-        combine_rows(e, key, key_row, count, grads, vectors, head_dim, columns, finish)
+        combine_rows(e, key, key_row, count, grads, vectors, head_dim, columns, add_column)
     return function
 
 
 def selected_query_sums_function(frame: BackwardFrame, vectors: int) -> Value:
-    """The same for keys that are not all finite: forbidden pairs are left out."""
+    """Add keys that are not all finite, without forbidden pairs, where 0 * inf would be NaN."""
     e = frame.e
     arguments = [*[POINTER] * 4, *[INT64] * 3]
     with e.function(f"selected_query_sums_{vectors}", arguments) as (function, args):
         key, grads, weights, sums, key_row, head_dim, count = args
         b = e.builder
 
-        def column(d: Value, _: list[Value]) -> None:
+        def add_column(d: Value, _: list[Value]) -> None:
             start = e.at(key, e.mul(d, e.real_bytes))
 
-            def step(k: Value, totals: list[Value]) -> list[Value]:
+            def add_key(k: Value, totals: list[Value]) -> list[Value]:
                 x = e.splat(e.load(e.at(start, e.mul(k, key_row)), e.real, e.real_bytes))
                 pairs = zip(
                     vectors_at(e, grads, vectors, k),
@@ -353,14 +353,14 @@ def selected_query_sums_function(frame: BackwardFrame, vectors: int) -> Value:
                     strict=True,
                 )
                 return [
-                    b.select(frame.forbidden(weight), old, e.fma(x, grad, old))
+                    b.select(frame.is_forbidden(weight), old, e.fma(x, grad, old))
                     for grad, weight, old in pairs
                 ]
 
-            found = e.loop(0, count, 1, [e.const(0.0)] * vectors, step)
+            found = e.loop(0, count, 1, [e.const(0.0)] * vectors, add_key)
             add_vectors(e, e.at(sums, e.mul(d, vectors * e.vector_bytes)), found)
 
-        e.loop(0, head_dim, 1, [], column)
+        e.loop(0, head_dim, 1, [], add_column)
     return function
 
 
@@ -375,11 +375,11 @@ def add_vectors(e: Emitter, place: Value, found: list[Value]) -> None:
 # dV += (f P) dO and dK += dX Q
 
 
-def _column(frame: BackwardFrame, width: Value, v: Value, columns: Value) -> tuple[Value, Value]:
-    """Where vector v of a transposed row lies: bytes to that of row 0, and from row to row.
+def _column_at(frame: BackwardFrame, width: Value, v: Value, columns: Value) -> tuple[Value, Value]:
+    """Where vector v of transposed rows lies: its byte offset in row 0, and bytes between rows.
 
-    As many neighbouring vectors as fit the registers are the columns of one matrix; those
-    that are left over are matrices of one column. `width` is that of a packed row.
+    As many neighbouring vectors as fit the registers are the columns of one matrix; vectors that
+    are left over are matrices of one column. `width` is that of a packed row.
     """
     e, b = frame.e, frame.e.builder
     vectors = frame.shape.vectors
@@ -393,43 +393,43 @@ def _column(frame: BackwardFrame, width: Value, v: Value, columns: Value) -> tup
 
 
 def transpose_function(frame: BackwardFrame) -> Value:
-    """Packed rows side by side again, for products over queries."""
+    """Rows that were packed lie side by side again, for products over queries."""
     e = frame.e
     with e.function("transpose", [POINTER, POINTER, INT64, INT64]) as (function, args):
         packed, out, columns, width = args
 
-        def each(v: Value, _: list[Value]) -> None:
-            start, row = _column(frame, width, v, columns)
+        def transpose_column(v: Value, _: list[Value]) -> None:
+            start, row = _column_at(frame, width, v, columns)
             first = e.at(packed, e.mul(v, e.lanes, width))
 
-            def vector_of_queries(offset: Value, _: list[Value]) -> None:
+            def transpose_tile(offset: Value, _: list[Value]) -> None:
                 tile = [e.load_vector(e.at(first, e.mul(i, width), offset)) for i in range(e.lanes)]
                 query = e.builder.sdiv(offset, e.index(e.real_bytes))
                 for i, vector in enumerate(e.transpose(tile)):
                     to = e.at(out, start, e.mul(row, e.add(query, i)))
                     e.store_vector(vector, to)
 
-            e.loop(0, width, e.vector_bytes, [], vector_of_queries)
+            e.loop(0, width, e.vector_bytes, [], transpose_tile)
 
-        e.loop(0, columns, 1, [], each)
+        e.loop(0, columns, 1, [], transpose_column)
     return function
 
 
 def key_sums_function(frame: BackwardFrame) -> Value:
-    """sums[k, :] += sum_q left[k, q] * rows[q, :], for rows from the first one on.
+    """sums[k, :] += sum_q left[k, q] * rows[q, :], for rows q from `first_row` on.
 
-    `left` begins with that of them, `rows` with the block's.
+    `left` begins with the column of that row, `rows` with the first row of the block.
     """
     e = frame.e
     arguments = [*[POINTER] * 3, *[INT64] * 6]
     with e.function("key_sums", arguments) as (function, args):
         left, rows, sums, sum_row, columns, count, first_row, row_count, width = args
 
-        def tile(vectors: int, keys: int) -> Callable[[Value, list[Value]], None]:
-            def body(v: Value, _: list[Value]) -> None:
+        def adding_tiles(vectors: int, keys: int) -> Callable[[Value, list[Value]], None]:
+            def add_tiles(v: Value, _: list[Value]) -> None:
                 first = e.at(sums, e.mul(v, e.vector_bytes))
 
-                def finish(k: Value, found: list[Value], _: list[Value]) -> list[Value]:
+                def add_key(k: Value, found: list[Value], _: list[Value]) -> list[Value]:
                     for i in range(0, len(found), vectors):
                         row = e.mul(e.add(k, i // vectors), sum_row)
                         add_vectors(e, e.at(first, row), found[i : i + vectors])
@@ -437,64 +437,64 @@ def key_sums_function(frame: BackwardFrame) -> Value:
 
                 before = e.mul(first_row, vectors * e.vector_bytes)
                 matrix = e.at(rows, e.mul(v, e.lanes, width), before)
-                dot_rows(e, left, width, count, matrix, vectors, row_count, keys, [], finish)
+                dot_rows(e, left, width, count, matrix, vectors, row_count, keys, [], add_key)
 
-            return body
+            return add_tiles
 
         vectors, keys = frame.shape.vectors, frame.shape.keys
         whole = e.round_down(columns, vectors)
-        e.loop(0, whole, vectors, [], tile(vectors, keys))
-        e.loop(whole, columns, 1, [], tile(1, keys * vectors))
+        e.loop(0, whole, vectors, [], adding_tiles(vectors, keys))
+        e.loop(whole, columns, 1, [], adding_tiles(1, keys * vectors))
     return function
 
 
 def selected_key_sums_function(frame: BackwardFrame) -> Value:
-    """The same for rows that are not all finite: forbidden pairs are left out."""
+    """`key_sums_function` for rows that are not all finite, without forbidden pairs."""
     e = frame.e
     arguments = [*[POINTER] * 4, *[INT64] * 5]
     with e.function("selected_key_sums", arguments) as (function, args):
         left, rows, weights, sums, sum_row, columns, count, row_count, width = args
         b = e.builder
-        mark = ir.Constant(e.real_bits, 1 << 8 * e.real_bytes - 1)
+        forbidden = ir.Constant(e.real_bits, 1 << 8 * e.real_bytes - 1)
 
-        def each(v: Value, _: list[Value]) -> None:
-            start, row = _column(frame, width, v, columns)
+        def add_column(v: Value, _: list[Value]) -> None:
+            start, row = _column_at(frame, width, v, columns)
 
-            def key(k: Value, _: list[Value]) -> None:
+            def add_key(k: Value, _: list[Value]) -> None:
                 across = e.mul(k, width)
 
-                def step(q: Value, totals: list[Value]) -> list[Value]:
+                def add_query(q: Value, totals: list[Value]) -> list[Value]:
                     at = e.add(across, e.mul(q, e.real_bytes))
                     bits = e.load(e.at(weights, at), e.real_bits, e.real_bytes)
                     x = e.splat(e.load(e.at(left, at), e.real, e.real_bytes))
                     vector = e.load_vector(e.at(rows, start, e.mul(q, row)))
-                    allowed = b.icmp_unsigned("!=", bits, mark)
+                    allowed = b.icmp_unsigned("!=", bits, forbidden)
                     return [b.select(allowed, e.fma(x, vector, totals[0]), totals[0])]
 
-                found = e.loop(0, row_count, 1, [e.const(0.0)], step)
+                found = e.loop(0, row_count, 1, [e.const(0.0)], add_query)
                 place = e.at(sums, e.mul(k, sum_row), e.mul(v, e.vector_bytes))
                 add_vectors(e, place, found)
 
-            e.loop(0, count, 1, [], key)
+            e.loop(0, count, 1, [], add_key)
 
-        e.loop(0, columns, 1, [], each)
+        e.loop(0, columns, 1, [], add_column)
     return function
 
 
-def sum_over_keys(e: Emitter, count: Value, body: Callable[[Value], Value]) -> Value:
-    """Sums of sums: rounding errors grow with the length of a chain."""
+def sum_over_keys(e: Emitter, count: Value, term: Callable[[Value], Value]) -> Value:
+    """The sum of `term(k)`, in short chains: rounding errors grow with the length of a chain."""
     nothing = [e.const(0.0)]
 
-    def add(k: Value, total: list[Value]) -> list[Value]:
-        return [e.builder.fadd(total[0], body(k))]
+    def add_key(k: Value, total: list[Value]) -> list[Value]:
+        return [e.builder.fadd(total[0], term(k))]
 
-    def link(k: Value, total: list[Value]) -> list[Value]:
-        (part,) = e.loop(k, e.least(e.add(k, _CHAIN_OF_KEYS), count), 1, nothing, add)
-        return [e.builder.fadd(total[0], part)]
+    def add_chain(k: Value, total: list[Value]) -> list[Value]:
+        (chain,) = e.loop(k, e.least(e.add(k, _CHAIN_OF_KEYS), count), 1, nothing, add_key)
+        return [e.builder.fadd(total[0], chain)]
 
-    return e.loop(0, count, _CHAIN_OF_KEYS, nothing, link)[0]
+    return e.loop(0, count, _CHAIN_OF_KEYS, nothing, add_chain)[0]
 
 
-def _is_fixed(load: Load) -> bool:
+def _reads_one_entry(load: Load) -> bool:
     """Whether all pairs of a block read the same entry."""
     return not {"q_index", "kv_index", "score"} & set().union(*map(variables, load.indices))

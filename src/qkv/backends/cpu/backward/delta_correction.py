@@ -6,17 +6,17 @@ are made of:
     dS[k, q] = P[k, q] * (dP[k, q] - delta[q]),   delta[q] = sum_k P[k, q] * dP[k, q]
 
 The kernel takes delta from the output, which has other rounding errors, and was perhaps rounded to
-16 bits. What delta lacks is in every dS of the row, times its weight. Among many rows that is below
-other errors; of few rows, each with one key that has nearly all the weight, it may be all that is
-seen. So keys are read twice, here without any output but, of each row,
+16 bits. The error of delta is in every dS of the row, times its weight. In sums over many rows it
+is below other errors; with few rows, each with one key that has nearly all the weight, gradients
+may consist of nothing else. So keys are read twice, and this kernel only leaves, for each row,
 
     m[q] = max_k S[k, q]
     l[q] = sum_k exp(S[k, q] - m[q])
     r[q] = sum_k exp(S[k, q] - m[q]) * (dP[k, q] - delta[q])
 
-of which lse = m + log(l), and r / l is what delta lacks. It takes the place of a second forward
-pass, which few queries would need in any case: their output comes from a kernel that adds up scores
-in another order.
+of which lse = m + log(l), and r / l is what delta lacks. This kernel takes the place of a second
+forward pass, which few queries would need in any case: their output comes from a kernel that adds
+up scores in another order.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from qkv.backends.cpu.backward.block import (
 from qkv.backends.cpu.backward.frame import BackwardFrame, BackwardKey
 from qkv.backends.cpu.backward.kernel import (
     add_partials_function,
-    all_query_blocks,
-    by_number_of_rows,
+    call_for_query_blocks,
     emit_tasks,
+    query_block_call,
 )
 from qkv.backends.cpu.backward.query_block import QueryBlockPass, block_functions
 from qkv.backends.cpu.emit.emitter import POINTER, Value
@@ -44,7 +44,7 @@ ROW_SUMS = ("row_max", "row_sum", "residual")
 """The arrays of m, l and r, in the order in which the kernel writes them."""
 
 _RESCALE, _LOST, _RESIDUAL = 2, 3, 5
-"""Rows of the statistics of `RowSums`. r takes the row of T, which is not needed here."""
+"""Rows of the statistics of `RowSums`. r takes the place of T, the sum for the entropy."""
 
 
 def emit_delta_correction(key: BackwardKey) -> str:
@@ -54,10 +54,10 @@ def emit_delta_correction(key: BackwardKey) -> str:
         "add_partials": add_partials_function(frame),
         **block_functions(frame, _weights_function, _residual_function),
     }
-    query_block = by_number_of_rows(frame, partial(_query_block_function, frame, functions))
+    query_block = query_block_call(frame, partial(_query_block_function, frame, functions))
     with frame.e.function("range_of_keys", [POINTER] * 3) as (range_of_keys, args):
         arguments, task, scratch = args
-        all_query_blocks(frame, arguments, task, scratch, query_block)
+        call_for_query_blocks(frame, arguments, task, scratch, query_block)
     emit_tasks(frame, range_of_keys)
     return str(frame.e.module)
 
@@ -70,7 +70,7 @@ def _weights_function(frame: BackwardFrame, name: str, masked: bool) -> Value:
         places = frame.places(at)
         scale = e.splat(frame.real_field(at.arguments, "scale"))
 
-        def finish(k: Value, largest: list[Value]) -> list[Value]:
+        def finish_score(k: Value, largest: list[Value]) -> list[Value]:
             product = e.load_vector(e.at(at.products, e.mul(k, at.width)))
             inner = places.at_key(e.add(at.kv_start, k), b.fmul(product, scale))
             score = inner.floats(frame.score)
@@ -82,16 +82,16 @@ def _weights_function(frame: BackwardFrame, name: str, masked: bool) -> Value:
         places.hoist(frame.score)
         if masked:
             places.hoist(frame.mask)
-        (largest,) = e.loop(0, at.count, 1, [e.const(-math.inf)], finish)
+        (largest,) = e.loop(0, at.count, 1, [e.const(-math.inf)], finish_score)
         row = RowSums(e, at.lse, at.width, largest, statistics=False)
 
-        def weight_of_key(k: Value) -> Value:
+        def weigh_key(k: Value) -> Value:
             place = e.at(at.weights, e.mul(k, at.width))
             weight, _ = row.weigh_key(e.load_vector(place), row.zero_sums, e.const(-0.0))
             e.store_vector(weight, place)
             return weight
 
-        row.advance([sum_over_keys(e, at.count, weight_of_key)])
+        row.advance([sum_over_keys(e, at.count, weigh_key)])
     return function
 
 
@@ -115,26 +115,28 @@ def _query_block_function(frame: BackwardFrame, functions: dict[str, Value], vec
         "score_gradients": score_gradients_function(frame, vectors),
     }
     with frame.e.function(f"query_block_{vectors}", [POINTER] * 4) as (function, args):
-        _SumsOfRows(frame, vectors, functions, *args).emit()
+        _RowSumsPass(frame, vectors, functions, *args).emit()
     return function
 
 
-class _SumsOfRows(QueryBlockPass):
-    """Leaves m, l and r of the block's rows."""
+class _RowSumsPass(QueryBlockPass):
+    """Computes m, l and r of the rows of one block of queries."""
 
     def begin(self) -> None:
         e = self.e
-        self.each_vector(self._pack)
+        self.for_each_vector(self._pack_vector)
 
-        def no_keys(offset: Value, _: Value) -> None:
+        def clear_sums(offset: Value, _: Value) -> None:
             (sums,) = self.areas("lse")
             for row, start in ((0, -math.inf), (1, 0.0), (_LOST, 0.0), (_RESIDUAL, 0.0)):
                 e.store_vector(e.const(start), e.at(sums, offset, e.mul(self.width, row)))
 
-        self.each_vector(no_keys)
+        self.for_each_vector(clear_sums)
 
-    def _add(self, key: tuple[Value, Value], kv_start: Value, count: Value, partial: Value) -> None:
-        """Nothing but the sums of rows is made of dS."""
+    def _add_gradients(
+        self, key: tuple[Value, Value], kv_start: Value, count: Value, partial: Value
+    ) -> None:
+        """No gradient is computed."""
 
     def end(self) -> None:
         e = self.e
@@ -143,11 +145,11 @@ class _SumsOfRows(QueryBlockPass):
         split = e.at(split, e.mul(self.split, size, len(ROW_SUMS)))
         first_row = e.mul(e.add(self.head_row, self.first_row), e.real_bytes)
 
-        def unpack(offset: Value, first: Value) -> None:
+        def write_sums(offset: Value, first: Value) -> None:
             for n, row in enumerate((0, 1, _RESIDUAL)):
                 sums = e.at(self.area["lse"], offset, e.mul(self.width, row))
                 out = e.at(split, e.mul(size, n), first_row)
                 where = out, first, e.sub(self.rows, 1), e.index(1)
                 self.call("unpack", sums, self.width, *where)
 
-        self.each_vector(unpack)
+        self.for_each_vector(write_sums)

@@ -1,6 +1,6 @@
 """What the functions of a backward kernel agree on: its key, argument block and scratch memory.
 
-Those for one vector of queries have the arguments `Vector`.
+Functions for one vector of queries have the arguments `VectorArguments`.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from qkv.problem.spec import Spec
 
 BLOCK_KV = 128
 """Keys whose weights are held at once."""
-_CHAIN = 8
-"""When there are few queries, this many products are added one after the other before the sums are
-combined."""
+_CHAIN_OF_PRODUCTS = 8
+"""After a delta correction, so many products are added one after the other before these sums are
+added."""
 AREAS = (
     "query", "grad_out", "query_sums", "query_rows", "grad_rows", "lse", "lse_rest",
     "delta", "weights", "score_grads", "products", "factors", "key_copy", "value_copy",
 )  # fmt: skip
 """The areas of a worker's scratch memory, in this order."""
 PAIR_AREAS = ("query_pairs", "grad_pairs", "key_pairs", "value_pairs")
-"""Further areas of scratch that follow these when the kernel multiplies pairs of bfloat16."""
+"""Further areas of scratch that follow `AREAS` when the kernel multiplies pairs of bfloat16."""
 DELTA_REST = 2
 """The row, in the area of delta, that holds what the sum of its two halves lacks."""
-EXPECTED = 1
+EXPECTED_SUM = 1
 """The row, in the area of lse, that holds what the dS of each query should add up to."""
 
 FIELDS = (
@@ -57,23 +57,23 @@ TASK = ("batch", "kv_head", "start", "stop", "split")
 gradient, the byte at which the task's copy of that gradient begins."""
 
 
-def padded(dim: int, lanes: int) -> int:
-    """Rows of sums are whole vectors."""
+def padded_dim(dim: int, lanes: int) -> int:
+    """`dim` rounded up to whole vectors, as rows of sums have it."""
     return -(-dim // lanes) * lanes
 
 
 def fields_with(areas: tuple[str, ...]) -> tuple[str, ...]:
-    """The words of a kernel with these areas."""
+    """The words of the argument block of a kernel with these areas."""
     return (*FIELDS, *(f"area_{name}" for name in areas))
 
 
 def scratch_areas(shape: TileShape, head_dim: int, v_head_dim: int, item: int) -> dict[str, int]:
     """Bytes that each area takes."""
     block_q = shape.lanes * shape.vectors
-    query, value = (padded(dim, shape.lanes) * block_q for dim in (head_dim, v_head_dim))
-    # The delta correction keeps the statistics that lse is computed from in this area.
+    query, value = (padded_dim(dim, shape.lanes) * block_q for dim in (head_dim, v_head_dim))
+    # "lse" has room for the rows of `RowSums`, from which the delta correction computes lse.
     rows, block = (STATS * block_q, block_q, 3 * block_q), BLOCK_KV * block_q
-    copies = [BLOCK_KV * padded(dim, shape.lanes) for dim in (head_dim, v_head_dim)]
+    copies = [BLOCK_KV * padded_dim(dim, shape.lanes) for dim in (head_dim, v_head_dim)]
     sizes = (query, value, max(query, value), query, value, *rows, *[block] * 4, *copies)
     areas = dict(zip(AREAS, sizes, strict=True))
     if shape.product == "pairs":
@@ -97,7 +97,7 @@ class BackwardKey:
 
     `rotated` queries and keys come in the type of computation. `out_dtype` is that of the output
     that is read, `grad_dtype` that of the gradients that are written. If the kernel
-    `corrects_delta`, rows were summed again before; if `wide`, their dP are added in float64.
+    `corrects_delta`, the delta correction has run before; if `wide`, dP is added in float64.
     """
 
     spec: Spec
@@ -111,7 +111,7 @@ class BackwardKey:
     wide: bool = False
 
 
-class Vector(NamedTuple):
+class VectorArguments(NamedTuple):
     """The arguments of a function for one vector of queries and one block of keys.
 
     `weights`, `products`, `factors` and `score_grads` hold `count` vectors, `width` bytes apart;
@@ -135,14 +135,14 @@ class Vector(NamedTuple):
     kv_start: Value
 
 
-VECTOR_AREAS = Vector._fields[2:8]
+VECTOR_AREAS = VectorArguments._fields[2:8]
 
 
 class BackwardFrame(Frame):
     """What all functions of a backward kernel know and agree on.
 
-    `area_names` are those of a worker's scratch. With `sums_rows` the kernel only sums the rows of
-    few queries again.
+    `area_names` are those of a worker's scratch. With `sums_rows` it is the frame of the
+    delta correction.
     """
 
     def __init__(
@@ -159,45 +159,45 @@ class BackwardFrame(Frame):
             "grad_out": key.spec.dtype, "out": key.out_dtype,
         }  # fmt: skip
         self.grad_dtype = key.grad_dtype
-        self.wanted = key.tables
+        self.wanted_tables = key.tables
         self.plain = self.score == SCORE and not sums_rows
         """Whether weights are computed with the products; otherwise from stored products."""
         self.slope = derivative(self.score)
         names = {table.name for table in key.tables}
         read = (n for n in walk(self.score) if isinstance(n, Load) and n.table in names)
         self.loads = tuple(read)
-        self.chained = bool(self.loads) or self.slope != ONE or sums_rows
+        self.applies_chain_rule = bool(self.loads) or self.slope != ONE or sums_rows
         """Whether score mods have derivatives, or a table has a gradient, so that dS is stored."""
         self.may_forbid = self.mask != TRUE or self.score != SCORE
         self.wide = key.wide and self.e.real == FLOAT
         """Whether dP is added in float64."""
-        self.chain_of_products = _CHAIN if key.corrects_delta else None
+        self.chain_of_products = _CHAIN_OF_PRODUCTS if key.corrects_delta else None
         self.has_delta_rest = key.corrects_delta and not sums_rows
         self.skips_within_blocks = key.shape.product != "tiles" and skips_within_blocks(self.mask)
         """Whether each vector of queries computes only its own keys in partial blocks."""
-        self.settles = key.shape.product != "tiles" and not key.corrects_delta
+        self.corrects_sums = key.shape.product != "tiles" and not key.corrects_delta
         """Whether dS of rows that see a single block of keys is corrected to add up exactly."""
 
     @contextmanager
-    def vector_function(self, name: str) -> Iterator[tuple[Value, Vector]]:
+    def vector_function(self, name: str) -> Iterator[tuple[Value, VectorArguments]]:
         pointers = 2 + len(VECTOR_AREAS)
-        types = [*[POINTER] * pointers, *[INT64] * (len(Vector._fields) - pointers)]
+        types = [*[POINTER] * pointers, *[INT64] * (len(VectorArguments._fields) - pointers)]
         with self.e.function(name, types) as (function, args):
-            yield function, Vector(*args)
+            yield function, VectorArguments(*args)
 
-    def rows_of_products(self, dim: Value) -> tuple[Value, MultiplyAdd]:
-        """Elements of a row as the first two products take them, and how they are multiplied."""
+    def product_terms(self, dim: Value) -> tuple[Value, MultiplyAdd]:
+        """How many terms the first two products have (pairs count once), and how they are added."""
         if self.in_pairs:
             return self.e.builder.sdiv(self.e.add(dim, 1), self.e.index(2)), multiply_add_pairs
         return dim, Emitter.fma
 
-    def places(self, at: Vector) -> Expressions:
+    def places(self, at: VectorArguments) -> Expressions:
         return self.expressions_of_rows(at.arguments, at.batch, at.head, at.first_row, at.rows)
 
     def expressions_of_rows(
         self, arguments: Value, batch: Value, head: Value, first_row: Value, rows: Value
     ) -> Expressions:
-        """Where the lanes are; those beyond the last row repeat it."""
+        """Expressions of the rows in the lanes; lanes beyond the last row repeat it."""
         e, b = self.e, self.e.builder
         numbers = self.lane_numbers()
         last = self.lane_integers(e.sub(rows, 1))
@@ -206,7 +206,7 @@ class BackwardFrame(Frame):
         where = {"batch": batch, "head": head, "q_index": row}
         return Expressions(e, self.tables(arguments), where, self.int_bits)
 
-    def forbidden(self, weight: Value) -> Value:
-        """Which lanes' pairs are forbidden: -0.0 has a bit of its own."""
+    def is_forbidden(self, weight: Value) -> Value:
+        """Which lanes' pairs are forbidden: they have weight -0.0, and no other pair has."""
         e = self.e
         return e.builder.icmp_signed("==", e.as_bits(weight), e.as_bits(e.const(-0.0)))

@@ -12,9 +12,9 @@ the heads that read this kv head, it computes, transposed as in the forward pass
     dV[k, :] += sum_q f[k, q] * P[k, q] * dO[q, :]
     dK[k, :] += sum_q dX[k, q] * Q[q, :]
 
-dK and dV belong to the task. dQ is a part for each range of keys; whoever finishes the last range
-of a kv head adds its parts, in the order of the ranges. A table that the score reads gets
-`dS * d score / d entry` added where the entry was read.
+dK and dV belong to the task. dQ has a part for each range of keys; the worker that finishes the
+last range of a kv head adds the parts, in the order of the ranges. A table that the score reads
+gets `dS * d score / d entry` added where the entry was read.
 
 Q and dO are packed for the first two products and transposed again for the last two, so
 that nothing is transposed between products. A forbidden pair has P = -0.0, no other pair has: its
@@ -31,7 +31,11 @@ from functools import partial
 from typing import TypeAlias
 
 from qkv.backends.cpu.backward.frame import TASK, BackwardFrame, BackwardKey
-from qkv.backends.cpu.backward.query_block import block_functions, fill, query_block_function
+from qkv.backends.cpu.backward.query_block import (
+    block_functions,
+    clear_memory,
+    query_block_function,
+)
 from qkv.backends.cpu.emit import storage
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import WORD
@@ -47,8 +51,8 @@ def emit_backward(key: BackwardKey) -> str:
     """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
     frame = BackwardFrame(key)
     functions = {"add_partials": add_partials_function(frame), **block_functions(frame)}
-    query_block = by_number_of_rows(frame, partial(query_block_function, frame, functions))
-    emit_tasks(frame, range_of_keys_function(frame, functions, query_block))
+    query_block = query_block_call(frame, partial(query_block_function, frame, functions))
+    emit_tasks(frame, key_range_function(frame, functions, query_block))
     return str(frame.e.module)
 
 
@@ -65,12 +69,11 @@ def add_partials_function(frame: BackwardFrame) -> Value:
             def add_up(i: Value, _: list[Value]) -> None:
                 start = e.at(partials, e.mul(i, e.real_bytes))
 
-                def load(n: Value) -> Value:
+                def load_partial(n: Value) -> Value:
                     return storage.load(e, e.at(start, e.mul(n, stride)), real_dtype(e), lanes)
 
-                (found,) = e.loop(
-                    1, number, 1, [load(e.index(0))], lambda n, s: [b.fadd(s[0], load(n))]
-                )
+                first = [load_partial(e.index(0))]
+                (found,) = e.loop(1, number, 1, first, lambda n, s: [b.fadd(s[0], load_partial(n))])
                 storage.store(e, found, e.at(out, e.mul(i, ITEM_BYTES[dtype])), dtype)
 
             return add_up
@@ -90,24 +93,24 @@ def _round_rows(
     out: Value,
     add_partials: Value,
 ) -> None:
-    """Rows of sums as the gradient's type, side by side."""
+    """Write rows of sums in the gradient's type, side by side."""
     e = frame.e
     out_row = e.mul(dim, ITEM_BYTES[frame.grad_dtype])
 
-    def each(k: Value, _: list[Value]) -> None:
+    def round_row(k: Value, _: list[Value]) -> None:
         at = e.at(sums, e.mul(k, row)), e.at(out, e.mul(k, out_row))
         e.builder.call(add_partials, [at[0], e.index(0), e.index(1), dim, at[1]])
 
-    e.loop(0, count, 1, [], each)
+    e.loop(0, count, 1, [], round_row)
 
 
-def by_number_of_rows(frame: BackwardFrame, function_of: Callable[[int], Value]) -> QueryBlockCall:
-    """Calls the function of one vector of queries or of many, by the number of rows left."""
+def query_block_call(frame: BackwardFrame, function_of: Callable[[int], Value]) -> QueryBlockCall:
+    """Emits a call for one vector of queries or for many, by the number of rows that are left."""
     one, many = (function_of(vectors) for vectors in (1, frame.shape.vectors))
     return lambda rows, arguments: frame.call_for_rows(rows, one, many, arguments)
 
 
-def all_query_blocks(
+def call_for_query_blocks(
     frame: BackwardFrame, arguments: Value, task: Value, scratch: Value, query_block: QueryBlockCall
 ) -> None:
     """Call `query_block` for each block of queries that may attend to some key of the task."""
@@ -119,29 +122,29 @@ def all_query_blocks(
     blocks = frame.pointer_field(arguments, "blocks")
     runs = frame.pointer_field(arguments, "runs")
 
-    def keys_of_run(r: Value, found: list[Value]) -> list[Value]:
+    def count_keys(r: Value, found: list[Value]) -> list[Value]:
         first, end, _ = frame.record(runs, RUN, r)
         keys = e.sub(e.least(end, stop), e.larger_of(first, start))
         return [e.add(found[0], e.larger_of(keys, e.index(0)))]
 
-    def each_block(n: Value, _: list[Value]) -> None:
+    def call_for_block(n: Value, _: list[Value]) -> None:
         block = frame.record_at(blocks, n, BLOCK)
         _, _, first_row, first_run, last_run = frame.record(block, BLOCK)
-        (keys,) = e.loop(first_run, last_run, 1, [e.index(0)], keys_of_run)
+        (keys,) = e.loop(first_run, last_run, 1, [e.index(0)], count_keys)
         with e.builder.if_then(e.below(0, keys)):
             query_block(e.sub(q_len, first_row), [arguments, task, block, scratch])
 
     head_row = e.add(e.mul(batch, num_heads), e.mul(kv_head, group_size))
     e.loop(
         e.mul(head_row, q_blocks), e.mul(e.add(head_row, group_size), q_blocks), 1, [],
-        each_block,
+        call_for_block,
     )  # fmt: skip
 
 
-def range_of_keys_function(
+def key_range_function(
     frame: BackwardFrame, functions: dict[str, Value], query_block: QueryBlockCall
 ) -> Value:
-    """A function `(arguments, task, scratch)`: one task."""
+    """A function `(arguments, task, scratch)`: one task, which is a range of keys."""
     e = frame.e
     with e.function("range_of_keys", [POINTER] * 3) as (function, args):
         arguments, task, scratch = args
@@ -161,8 +164,8 @@ def range_of_keys_function(
             row = frame.field(arguments, f"{name}_sum_row")
             pointer = frame.pointer_field(arguments, f"{name}_sums")
             sums[name] = e.at(pointer, e.mul(kv_row, row)), row
-            fill(e, sums[name][0], e.index(0), e.mul(keys, row))
-        all_query_blocks(frame, arguments, task, scratch, query_block)
+            clear_memory(e, sums[name][0], e.index(0), e.mul(keys, row))
+        call_for_query_blocks(frame, arguments, task, scratch, query_block)
 
         head_row = e.add(e.mul(batch, num_heads), e.mul(kv_head, group_size))
         item = ITEM_BYTES[frame.grad_dtype]
@@ -196,6 +199,6 @@ def range_of_keys_function(
 
 
 def emit_tasks(frame: BackwardFrame, range_of_keys: Value) -> None:
-    """The `job` of the module."""
-    tables = tuple([table.name for table in frame.wanted])
+    """Emit the `job` of the module, which runs tasks until none is left."""
+    tables = tuple([table.name for table in frame.wanted_tables])
     frame.call_for_each_task(range_of_keys, (*TASK, *tables))

@@ -8,24 +8,24 @@ from typing import NamedTuple, TypeAlias
 from llvmlite import ir
 
 from qkv.backends.cpu.backward.block import (
-    chain_function,
+    chain_rule_function,
+    correct_sums_function,
     drop_weights_function,
     dropout_function,
     key_sums_function,
     products_function,
     query_sums_function,
     score_gradients_function,
-    seen_function,
+    seen_range_function,
     selected_key_sums_function,
     selected_query_sums_function,
-    settle_function,
     transpose_function,
     weights_function,
 )
 from qkv.backends.cpu.backward.frame import (
     BLOCK_KV,
     DELTA_REST,
-    EXPECTED,
+    EXPECTED_SUM,
     TASK,
     VECTOR_AREAS,
     BackwardFrame,
@@ -58,11 +58,11 @@ PAIRS_OF = {"query": "query_pairs", "grad_out": "grad_pairs"}
 """For each area of packed rows, the area that holds them as pairs of bfloat16."""
 
 WeightsFunction: TypeAlias = Callable[[BackwardFrame, str, bool], Value]
-ChainFunction: TypeAlias = Callable[[BackwardFrame], Value]
+ChainRuleFunction: TypeAlias = Callable[[BackwardFrame], Value]
 
 
-class _Sums(NamedTuple):
-    """dV or dK of a block: the left factor and the rows, where the sums are, columns in vectors."""
+class _KeySums(NamedTuple):
+    """Arguments of `key_sums` for dV or dK; `row` is in bytes, `columns` is a number of vectors."""
 
     left: Value
     rows: Value
@@ -72,7 +72,7 @@ class _Sums(NamedTuple):
 
 
 def pack_function(frame: BackwardFrame, dtype: str) -> Value:
-    """One vector of rows, transposed; lanes beyond the last row repeat it."""
+    """Packs one vector of rows, transposed; lanes beyond the last row repeat it."""
     e = frame.e
     arguments = [POINTER, *[INT64] * 5, POINTER, INT64]
     with e.function(f"pack_{dtype}", arguments) as (function, args):
@@ -86,23 +86,24 @@ def pack_function(frame: BackwardFrame, dtype: str) -> Value:
 
 
 def delta_function(frame: BackwardFrame) -> Value:
-    """One vector of queries: delta = rowsum(dO * O) - d lse, which `delta` holds before.
+    """One vector of queries: delta = rowsum(dO * O) - d lse; `delta` holds d lse before.
 
-    In two parts, added up in the order of dO . V: if one key has all the weight they are equal.
+    In two parts, added up in the order of dP = dO . V, so that delta and dP are equal where one key
+    has all the weight.
     """
     e = frame.e
     with e.function("delta", [*[POINTER] * 3, INT64, INT64]) as (function, args):
         grad_out, out, delta, dim, width = args
 
-        number, _ = frame.rows_of_products(dim)
+        number, _ = frame.product_terms(dim)
         size = 2 if frame.in_pairs else 1
 
-        def step(d: Value, total: list[Value]) -> list[Value]:
+        def add_element(d: Value, total: list[Value]) -> list[Value]:
             a, b = (e.load_vector(e.at(rows, e.mul(d, width))) for rows in (grad_out, out))
             return [e.fma(a, b, total[0])]
 
         parts = [(e.mul(a, size), e.least(e.mul(b, size), dim)) for a, b in half_ranges(e, number)]
-        first, second = (e.loop(*part, 1, [e.const(0.0)], step)[0] for part in parts)
+        first, second = (e.loop(*part, 1, [e.const(0.0)], add_element)[0] for part in parts)
         second = e.builder.fsub(second, e.load_vector(delta))
         e.store_vector(first, delta)
         e.store_vector(second, e.at(delta, width))
@@ -118,30 +119,30 @@ def pair_rows_function(frame: BackwardFrame) -> Value:
     with e.function("pair", [POINTER, INT64, INT64, POINTER]) as (function, args):
         packed, dim, width, pairs = args
 
-        def row(p: Value, _: list[Value]) -> None:
+        def pair_rows(p: Value, _: list[Value]) -> None:
             first, to = e.at(packed, e.mul(p, 2, width)), e.at(pairs, e.mul(p, width))
 
-            def vector(offset: Value, _: list[Value]) -> None:
+            def pair_vectors(offset: Value, _: list[Value]) -> None:
                 both = [e.load_vector(e.at(first, n, offset)) for n in (e.index(0), width)]
                 e.store_vector(join_pairs(e, *both), e.at(to, offset))
 
-            e.loop(0, width, e.vector_bytes, [], vector)
+            e.loop(0, width, e.vector_bytes, [], pair_vectors)
 
-        e.loop(0, frame.rows_of_products(dim)[0], 1, [], row)
+        e.loop(0, frame.product_terms(dim)[0], 1, [], pair_rows)
     return function
 
 
 def narrow_function(frame: BackwardFrame) -> Value:
-    """Rows of bfloat16 that were widened, in whole chunks; 0 behind the last element."""
+    """Makes bfloat16 of rows that were widened, in whole chunks; 0 behind the last element."""
     e = frame.e
     with e.function("narrow", [POINTER, INT64, INT64, INT64, POINTER]) as (function, args):
         source, row, dim, count, target = args
         b, size = e.builder, e.mul(2, emit_round_to_chunks(e, dim))
 
-        def each(k: Value, _: list[Value]) -> None:
+        def narrow_row(k: Value, _: list[Value]) -> None:
             start, to = e.at(source, e.mul(k, row)), e.at(target, e.mul(k, size))
 
-            def chunk(d: Value, _: list[Value]) -> None:
+            def narrow_chunk(d: Value, _: list[Value]) -> None:
                 halves = []
                 for n in (0, e.lanes):
                     at = e.at(start, e.mul(e.add(d, n), e.real_bytes))
@@ -153,14 +154,14 @@ def narrow_function(frame: BackwardFrame) -> Value:
                     e.at(to, e.mul(d, 2)),
                 )
 
-            e.loop(0, dim, CHUNK, [], chunk)
+            e.loop(0, dim, CHUNK, [], narrow_chunk)
 
-        e.loop(0, count, 1, [], each)
+        e.loop(0, count, 1, [], narrow_row)
     return function
 
 
 def unpack_function(frame: BackwardFrame) -> Value:
-    """One vector of queries: rows of a part of dQ; lanes beyond the last row write it again."""
+    """Writes rows of a part of dQ for one vector; lanes beyond the last row write it again."""
     e = frame.e
     arguments = [POINTER, INT64, POINTER, INT64, INT64, INT64]
     with e.function("unpack", arguments) as (function, args):
@@ -173,17 +174,17 @@ def unpack_function(frame: BackwardFrame) -> Value:
     return function
 
 
-def fill(e: Emitter, pointer: Value, start: Value, stop: Value) -> None:
-    """Zeros from byte `start` to byte `stop`, whole vectors."""
+def clear_memory(e: Emitter, pointer: Value, start: Value, stop: Value) -> None:
+    """Write zeros from byte `start` to byte `stop`, whole vectors."""
 
-    def each(offset: Value, _: list[Value]) -> None:
+    def clear_vector(offset: Value, _: list[Value]) -> None:
         e.store_vector(e.const(0.0), e.at(pointer, offset), aligned=False)
 
-    e.loop(start, stop, e.vector_bytes, [], each)
+    e.loop(start, stop, e.vector_bytes, [], clear_vector)
 
 
 def vector_functions(
-    frame: BackwardFrame, weights_function: WeightsFunction, chain_function: ChainFunction
+    frame: BackwardFrame, weights_function: WeightsFunction, chain_rule_function: ChainRuleFunction
 ) -> dict[str, Value]:
     """Functions of one vector of queries: mods and masks, dropout, the chain rule."""
     found = {}
@@ -193,19 +194,19 @@ def vector_functions(
         found["partial"] = weights_function(frame, "partial", True)
     if frame.spec.dropout:
         found["dropout"] = dropout_function(frame)
-    if frame.chained:
-        found["chain"] = chain_function(frame)
+    if frame.applies_chain_rule:
+        found["chain_rule"] = chain_rule_function(frame)
     return found
 
 
 def block_functions(
     frame: BackwardFrame,
     weights_function: WeightsFunction = weights_function,
-    chain_function: ChainFunction = chain_function,
+    chain_rule_function: ChainRuleFunction = chain_rule_function,
 ) -> dict[str, Value]:
     """Functions that do not depend on the number of vectors.
 
-    The two that compute weights, and what becomes of dS, may be replaced.
+    The delta correction has functions of its own for the weights, and in place of the chain rule.
     """
     e = frame.e
     found = {"delta": delta_function(frame), "unpack": unpack_function(frame)}
@@ -213,18 +214,18 @@ def block_functions(
         found[f"pack {dtype}"] = pack_function(frame, dtype)
     for dtype in sorted({frame.dtypes["key"], frame.dtypes["value"]}):
         found[f"copy {dtype}"] = copy_rows_function(e, dtype)
-    found |= vector_functions(frame, weights_function, chain_function)
+    found |= vector_functions(frame, weights_function, chain_rule_function)
     if frame.in_pairs:
         found |= {"pair": pair_rows_function(frame), "narrow": narrow_function(frame)}
-    if frame.settles:
-        found["settle"] = settle_function(frame)
+    if frame.corrects_sums:
+        found["correct_sums"] = correct_sums_function(frame)
     if frame.spec.dropout:
         found["drop_weights"] = drop_weights_function(frame)
     found["transpose"], found["key_sums"] = transpose_function(frame), key_sums_function(frame)
     if frame.may_forbid:
         found["all_finite"] = all_finite_function(e)
         if frame.skips_within_blocks:
-            found["seen"] = seen_function(frame)
+            found["seen_range"] = seen_range_function(frame)
         found["selected_key_sums"] = selected_key_sums_function(frame)
     return found
 
@@ -284,13 +285,13 @@ class QueryBlockPass:
             frame.operand(arguments, name, self.batch, self.kv_head) for name in ("key", "value")
         )
         self.finite: Value = ir.Constant(BIT, 1)
-        if frame.settles:
-            self.settles = self._sees_one_block()
+        if frame.corrects_sums:
+            self.sees_one_block = self._is_only_block()
 
     def emit(self) -> None:
-        """From packing the queries to writing what they got."""
+        """All code of the block, from packing its queries to writing their dQ."""
         self.begin()
-        self.all_blocks(self.add_block)
+        self.for_each_key_block(self.add_block)
         self.end()
 
     def field(self, name: str) -> Value:
@@ -302,8 +303,8 @@ class QueryBlockPass:
     def areas(self, *names: str) -> list[Value]:
         return [self.area[name] for name in names]
 
-    def each_vector(self, body: Callable[[Value, Value], None]) -> None:
-        """`body(offset, first)`: bytes to the vector, and its first query of the block."""
+    def for_each_vector(self, body: Callable[[Value, Value], None]) -> None:
+        """Emit `body(offset, first)`: the byte offset of a vector, and its first query."""
         e = self.e
         e.loop(
             0, self.vectors, 1, [],
@@ -311,13 +312,13 @@ class QueryBlockPass:
         )  # fmt: skip
 
     def begin(self) -> None:
-        """Q and dO packed and transposed, delta, and whether all of it is finite."""
+        """Pack and transpose Q and dO, see whether they are finite, and compute delta."""
         e, frame = self.e, self.frame
-        self.each_vector(self._pack)
+        self.for_each_vector(self._pack_vector)
         for name, transposed in (("query", "query_rows"), ("grad_out", "grad_rows")):
             columns = self.columns[name]
             end = e.mul(columns, e.lanes, self.width)
-            fill(e, self.area[name], e.mul(self.dims[name], self.width), end)
+            clear_memory(e, self.area[name], e.mul(self.dims[name], self.width), end)
             self.call("transpose", *self.areas(name, transposed), columns, self.width)
             if frame.in_pairs:
                 pairs = self.area[PAIRS_OF[name]]
@@ -327,7 +328,7 @@ class QueryBlockPass:
                 shape = self.width, self.dims[name], lanes
                 finite = self.call("all_finite", self.area[name], *shape)
                 self.finite = e.builder.and_(self.finite, finite)
-        fill(e, self.area["query_sums"], e.index(0), e.mul(self.dims["query"], self.width))
+        clear_memory(e, self.area["query_sums"], e.index(0), e.mul(self.dims["query"], self.width))
 
     def _pack_rows(self, offset: Value, first: Value, dtype: str, rows: RowView, dim: Value,
                    to: str) -> None:  # fmt: skip
@@ -346,13 +347,13 @@ class QueryBlockPass:
         column = RowView(pointer, e.index(e.real_bytes), e.index(0))
         self._pack_rows(offset, first, real_dtype(e), column, e.index(1), to)
 
-    def _pack(self, offset: Value, first: Value) -> None:
+    def _pack_vector(self, offset: Value, first: Value) -> None:
         e = self.e
         self._pack_operand(offset, first, "query", "query", "query")
         for name in ("lse", "lse_rest"):
             self._pack_column(offset, first, name, name)
         self._pack_operand(offset, first, "grad_out", "grad_out", "grad_out")
-        # The area of dQ is not in use yet, so it holds O meanwhile.
+        # The area of dQ is not in use yet, so it holds O until delta is computed.
         self._pack_operand(offset, first, "out", "value", "query_sums")
         self._pack_column(offset, first, "grad_lse", "delta")
         if self.frame.has_delta_rest:
@@ -361,8 +362,8 @@ class QueryBlockPass:
         held = (e.at(area, offset) for area in self.areas("grad_out", "query_sums", "delta"))
         self.call("delta", *held, self.dims["value"], self.width)
 
-    def _sees_one_block(self) -> Value:
-        """Whether one block of this task's keys holds all keys of these queries."""
+    def _is_only_block(self) -> Value:
+        """Whether these queries see one block of keys, and that belongs to this task."""
         e, b = self.e, self.e.builder
         runs = self.frame.pointer_field(self.arguments, "runs")
         first, end, _ = self.frame.record(runs, RUN, self.first_run)
@@ -371,10 +372,10 @@ class QueryBlockPass:
         short = e.below(e.sub(end, first), BLOCK_KV + 1)
         return b.and_(b.and_(only, inside), short)
 
-    def _sum_of_gradients(self, offset: Value, first: Value) -> None:
-        """The sum of dS over a row: d lse, less the dS of a sink."""
+    def _store_expected_sum(self, offset: Value, first: Value) -> None:
+        """Store what the dS of a row should add up to: d lse, less the dS of a sink."""
         e, b = self.e, self.e.builder
-        place = e.add(offset, e.mul(self.width, EXPECTED))
+        place = e.add(offset, e.mul(self.width, EXPECTED_SUM))
         self._pack_column(place, first, "grad_lse", "lse")
         sinks = self.field("sinks")
         with b.if_then(b.icmp_signed("!=", sinks, e.index(0))):
@@ -389,58 +390,58 @@ class QueryBlockPass:
             total = e.fma(weight, b.fadd(delta, second), e.load_vector(expected))
             e.store_vector(total, expected)
 
-    def all_blocks(self, block: Callable[[Value, Value, Value], None]) -> None:
-        """`block(kv_start, count, kind)` for every block of keys."""
+    def for_each_key_block(self, body: Callable[[Value, Value, Value], None]) -> None:
+        """Emit `body(kv_start, count, kind)` for every block of keys."""
         e, frame = self.e, self.frame
         runs = frame.pointer_field(self.arguments, "runs")
 
-        def each_run(r: Value, _: list[Value]) -> None:
+        def for_run(r: Value, _: list[Value]) -> None:
             first, end, kind = frame.record(runs, RUN, r)
             first, end = e.larger_of(first, self.start), e.least(end, self.stop)
             e.loop(
                 first, end, BLOCK_KV, [],
-                lambda k, _: block(k, e.least(BLOCK_KV, e.sub(end, k)), kind),
+                lambda k, _: body(k, e.least(BLOCK_KV, e.sub(end, k)), kind),
             )  # fmt: skip
 
-        e.loop(self.first_run, self.last_run, 1, [], each_run)
+        e.loop(self.first_run, self.last_run, 1, [], for_run)
 
     def add_block(self, kv_start: Value, count: Value, kind: Value) -> None:
-        """P, dS and dX of one block of keys, and what they add to."""
+        """Compute P, dS and dX of one block of keys, and add them to dQ, dV and dK."""
         frame = self.frame
         partial = self.e.builder.icmp_signed("!=", kind, self.e.index(0))
-        key = self._side_by_side("key", self.keys, kv_start, count)
+        key = self._adjacent_rows("key", self.keys, kv_start, count)
         packed, first = {"key": "query", "value": "grad_out"}, key
         if frame.in_pairs:
             packed = {name: PAIRS_OF[of] for name, of in packed.items()}
-            first = self._pairs("key", self.keys, kv_start, count)
+            first = self._paired_rows("key", self.keys, kv_start, count)
         held = self.areas(
             packed["key"], "lse", "lse_rest", "weights" if frame.plain else "products"
         )
         self.call("products", self.arguments, first[0], *held, first[1], self.dims["key"], count)
         self._compute_weights(kv_start, count, partial)
-        of_values = self._pairs if frame.in_pairs else self._side_by_side
-        value = of_values("value", self.values, kv_start, count)
+        rows_of_values = self._paired_rows if frame.in_pairs else self._adjacent_rows
+        value = rows_of_values("value", self.values, kv_start, count)
         if frame.spec.dropout:
-            self._by_vector("dropout", kv_start, count)
+            self._call_by_vector("dropout", kv_start, count)
         held = self.areas(packed["value"], "delta", "weights", "factors", "score_grads")
         self.call(
             "score_gradients", self.arguments, value[0], *held, value[1], self.dims["value"], count
         )
-        if frame.settles:
-            with self.e.builder.if_then(self.settles):
-                self.each_vector(self._sum_of_gradients)
-                self._by_vector("settle", kv_start, count)
+        if frame.corrects_sums:
+            with self.e.builder.if_then(self.sees_one_block):
+                self.for_each_vector(self._store_expected_sum)
+                self._call_by_vector("correct_sums", kv_start, count)
         if frame.spec.dropout:
-            self._by_vector("drop_weights", kv_start, count)
-        if frame.chained:
-            self._by_vector("chain", kv_start, count)
-        self._add(key, kv_start, count, partial)
+            self._call_by_vector("drop_weights", kv_start, count)
+        if frame.applies_chain_rule:
+            self._call_by_vector("chain_rule", kv_start, count)
+        self._add_gradients(key, kv_start, count, partial)
 
     def _compute_weights(self, kv_start: Value, count: Value, partial: Value) -> None:
         frame = self.frame
 
         def compute(name: str) -> None:
-            self._by_vector(name, kv_start, count)
+            self._call_by_vector(name, kv_start, count)
 
         if frame.plain and frame.mask != TRUE:
             with self.e.builder.if_then(partial):
@@ -450,19 +451,21 @@ class QueryBlockPass:
         elif not frame.plain:
             compute("full")
 
-    def _by_vector(self, name: str, kv_start: Value, count: Value) -> None:
+    def _call_by_vector(self, name: str, kv_start: Value, count: Value) -> None:
         e = self.e
 
-        def body(offset: Value, first: Value) -> None:
+        def call_for_vector(offset: Value, first: Value) -> None:
             # A vector beyond the last row repeats that row, and its results are not used.
             held = (e.at(area, offset) for area in self.areas(*VECTOR_AREAS))
             where = self.batch, self.head, e.add(self.first_row, first), e.sub(self.rows, first)
             self.call(name, self.arguments, self.task, *held, self.width, count, *where, kv_start)
 
-        self.each_vector(body)
+        self.for_each_vector(call_for_vector)
 
-    def _add(self, key: tuple[Value, Value], kv_start: Value, count: Value, partial: Value) -> None:
-        """Add to dQ, dV and dK. Where pairs may be forbidden, skip numbers that are not finite."""
+    def _add_gradients(
+        self, key: tuple[Value, Value], kv_start: Value, count: Value, partial: Value
+    ) -> None:
+        """Add to dQ, dV and dK, without forbidden pairs where 0 * inf would be NaN."""
         e, frame = self.e, self.frame
 
         def add_query(name: str) -> None:
@@ -473,7 +476,7 @@ class QueryBlockPass:
             everyone = e.index(0), e.index(self.vectors)
             self._add_keys(kv_start, *everyone, e.index(0), count)
 
-        def add() -> None:
+        def add_all() -> None:
             add_query("query_sums")
             add_all_keys()
 
@@ -491,14 +494,14 @@ class QueryBlockPass:
             )
 
         if not frame.may_forbid:
-            add()
+            add_all()
         elif frame.plain:
-            e.choose(partial, add_allowed, add)
+            e.choose(partial, add_allowed, add_all)
         else:
             add_allowed()
 
-    def _sums_of_keys(self, kv_start: Value) -> Iterator[_Sums]:
-        """Add to dV and dK."""
+    def _key_sums(self, kv_start: Value) -> Iterator[_KeySums]:
+        """The sums of dV, then those of dK, of the keys from `kv_start` on."""
         e, frame = self.e, self.frame
         for of, left, rows, packed in (
             ("value", "weights", "grad_rows", "grad_out"),
@@ -507,50 +510,50 @@ class QueryBlockPass:
             row = self.field(f"{of}_sum_row")
             pointer = frame.pointer_field(self.arguments, f"{of}_sums")
             sums = e.at(pointer, e.mul(e.add(self.kv_row, kv_start), row))
-            yield _Sums(self.area[left], self.area[rows], sums, row, self.columns[packed])
+            yield _KeySums(self.area[left], self.area[rows], sums, row, self.columns[packed])
 
     def _add_keys(self, kv_start: Value, first: Value, stop: Value, k: Value, keys: Value) -> None:
-        """The keys from k on, for the vectors from `first` to `stop`."""
+        """Add `keys` keys from k on to dV and dK, for the vectors from `first` to `stop`."""
         e = self.e
         row = e.mul(first, e.lanes)
         count = e.sub(e.least(e.mul(stop, e.lanes), self.rows), row)
         offset = e.add(e.mul(k, self.width), e.mul(first, e.vector_bytes))
-        for of in self._sums_of_keys(kv_start):
+        for of in self._key_sums(kv_start):
             held = e.at(of.left, offset), of.rows, e.at(of.sums, e.mul(k, of.row))
             self.call("key_sums", *held, of.row, of.columns, keys, row, count, self.width)
 
     def _add_seen_keys(self, kv_start: Value, count: Value) -> None:
-        """Each step of keys, for the vectors that may see it."""
+        """Add each step of keys to dV and dK, for the vectors that may see it."""
         e = self.e
 
-        def add(first: Value, stop: Value, k: Value, keys: Value) -> None:
+        def add_keys(first: Value, stop: Value, k: Value, keys: Value) -> None:
             self._add_keys(kv_start, first, stop, k, keys)
 
-        def all_vectors() -> None:
-            add(e.index(0), e.index(self.vectors), e.index(0), count)
+        def add_all_vectors() -> None:
+            add_keys(e.index(0), e.index(self.vectors), e.index(0), count)
 
         if not self.frame.skips_within_blocks or self.vectors == 1:
-            all_vectors()
+            add_all_vectors()
             return
-        ranges = [self._range(j, kv_start, count) for j in range(self.vectors)]
+        ranges = [self._seen_range(j, kv_start, count) for j in range(self.vectors)]
         apart = are_narrow(e, ranges, count)
-        e.choose(apart, lambda: for_each_step(e, ranges, count, add), all_vectors)
+        e.choose(apart, lambda: for_each_step(e, ranges, count, add_keys), add_all_vectors)
 
     def _add_selected_keys(self, kv_start: Value, count: Value) -> None:
-        """The same where a row is not finite."""
-        for of in self._sums_of_keys(kv_start):
+        """Add all keys to dV and dK, without forbidden pairs, where a row is not finite."""
+        for of in self._key_sums(kv_start):
             held = of.left, of.rows, self.area["weights"], of.sums, of.row, of.columns
             self.call("selected_key_sums", *held, count, self.rows, self.width)
 
-    def _range(self, j: int, kv_start: Value, count: Value) -> Range:
+    def _seen_range(self, j: int, kv_start: Value, count: Value) -> Range:
         """The range of keys of a block that the queries of vector j may see."""
         e, found, before = self.e, self.e.stack_words(2), j * self.e.lanes
         rows = e.add(self.first_row, before), e.sub(self.rows, before)
         where = self.batch, self.head, *rows, kv_start, count
-        self.call("seen", self.arguments, *where, found)
+        self.call("seen_range", self.arguments, *where, found)
         return read_range(e, found)
 
-    def _side_by_side(
+    def _adjacent_rows(
         self, name: str, rows: RowView, kv_start: Value, count: Value
     ) -> tuple[Value, Value]:
         """A block of K or V with adjacent elements: where it lies, or copied."""
@@ -559,7 +562,7 @@ class QueryBlockPass:
             self.area[f"{name}_copy"], self.functions,
         )  # fmt: skip
 
-    def _pairs(
+    def _paired_rows(
         self, name: str, rows: RowView, kv_start: Value, count: Value
     ) -> tuple[Value, Value]:
         """A block of K or V in pairs of neighbours: where it lies, or copied."""
@@ -569,12 +572,12 @@ class QueryBlockPass:
         adjacent = b.icmp_signed("==", rows.element, e.index(2))
         as_they_lie = b.and_(adjacent, b.icmp_signed("==", b.srem(dim, e.index(2)), e.index(0)))
         with b.if_then(b.not_(as_they_lie), likely=False):
-            wide, row = self._side_by_side(name, rows, kv_start, count)
+            wide, row = self._adjacent_rows(name, rows, kv_start, count)
             self.call("narrow", wide, row, dim, count, to)
         return b.select(as_they_lie, here, to), b.select(as_they_lie, rows.row, size)
 
     def end(self) -> None:
-        """The task's part of dQ."""
+        """Write the task's part of dQ."""
         e = self.e
         row = e.add(self.head_row, self.first_row)
         part = e.at(
@@ -583,9 +586,9 @@ class QueryBlockPass:
             e.mul(row, self.dims["query"], e.real_bytes),
         )
 
-        def unpack(offset: Value, first: Value) -> None:
+        def write_vector(offset: Value, first: Value) -> None:
             sums = e.at(self.area["query_sums"], offset)
             where = part, first, e.sub(self.rows, 1), self.dims["query"]
             self.call("unpack", sums, self.width, *where)
 
-        self.each_vector(unpack)
+        self.for_each_vector(write_vector)

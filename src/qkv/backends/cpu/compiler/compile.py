@@ -48,7 +48,7 @@ class Code:
         import llvmlite.binding as llvm
 
         empty = llvm.parse_assembly("")
-        self._engine = llvm.create_mcjit_compiler(empty, _machine(host))
+        self._engine = llvm.create_mcjit_compiler(empty, _target_machine(host))
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(data))
         # An engine needs a module to begin with; compiling the empty one takes longer than linking.
         self._engine.remove_module(empty)
@@ -68,7 +68,7 @@ class Runnable(Protocol):
     @property
     def address(self) -> int: ...
 
-    def allow(self, start: int, stop: int) -> None:
+    def allow_tasks(self, start: int, stop: int) -> None:
         """Let the next run take the tasks from `start` to `stop`."""
 
 
@@ -81,10 +81,10 @@ class Kernel:
         signature = None, ctypes.c_void_p, ctypes.c_int64
         self._job = ctypes.CFUNCTYPE(*signature)(self.address)
         self.brief_job = ctypes.PYFUNCTYPE(*signature)(self.address)
-        """The same job without releasing Python's lock, for work as short as releasing it."""
+        """The same job without releasing Python's lock, for work as short as releasing the lock."""
 
     def run(self, arguments: Runnable, worker: int) -> None:
-        """Run it on this thread; Python's lock is free meanwhile."""
+        """Run the job on this thread; Python's lock is free meanwhile."""
         self._job(arguments.address, worker)
 
 
@@ -117,7 +117,7 @@ def build(
     with alone_in_llvm():
         _require_room()
         name = _digest(emit, arguments, host)
-        stored = _read(name)
+        stored = _read_kernel(name)
         source = emit(*arguments) if stored is None else ""
         try:
             data = _compile(source, host) if stored is None else stored
@@ -129,7 +129,7 @@ def build(
                 'Pass backend="blocked", which needs no compiler, and report this.',
             ) from error
         if stored is None:
-            _write(name, data)
+            _write_kernel(name, data)
     return code
 
 
@@ -151,7 +151,7 @@ def _initialize() -> None:
     llvm.initialize_native_asmprinter()
 
 
-def _machine(host: Host) -> Any:
+def _target_machine(host: Host) -> Any:
     import llvmlite.binding as llvm
 
     _initialize()
@@ -168,7 +168,7 @@ def optimized(source: str, host: Host) -> tuple[Any, Any]:
     """The module after LLVM's passes, and the machine it is for."""
     import llvmlite.binding as llvm
 
-    machine = _machine(host)
+    machine = _target_machine(host)
     return optimized_for(source, machine, llvm.get_process_triple()), machine
 
 
@@ -265,13 +265,16 @@ _SOURCES = _source_digest()
 """Computed when this module is imported, because files may be edited while a process runs."""
 
 
-def _private_folder() -> Path | None:
-    """The folder, made if need be; None unless it is ours and nobody else may write to it."""
+def _readable_folder() -> Path | None:
+    """The cache folder, made if need be; None unless it is ours and nobody else may write to it."""
     return private_folder()[0]
 
 
 def private_folder() -> tuple[Path | None, str]:
-    """The folder if it can be used, and why it cannot, empty if it can or is turned off."""
+    """The cache folder, None if it is off or not ours alone, and why kernels are not kept there.
+
+    The reason is empty where they are kept, or where the cache is off.
+    """
     try:
         folder = cache_folder()
         if folder is None:
@@ -282,11 +285,11 @@ def private_folder() -> tuple[Path | None, str]:
         if not os.access(folder, os.W_OK | os.X_OK):
             return folder, f"{folder} may not be written to"
     except (OSError, RuntimeError) as error:
-        return None, _in_words(error)
+        return None, _describe_error(error)
     return folder, ""
 
 
-def _in_words(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     """What went wrong, without the number that the system gives it."""
     if isinstance(error, FileExistsError) and error.filename:
         return f"{error.filename} is no folder"
@@ -309,7 +312,7 @@ def _warn_once(fault: str) -> None:
 
 
 _faults: list[str] = []
-"""What was warned of in this process."""
+"""The faults that this process has warned of."""
 
 
 def _is_private(status: os.stat_result) -> bool:
@@ -319,12 +322,12 @@ def _is_private(status: os.stat_result) -> bool:
     return status.st_uid == os.getuid() and not others_write
 
 
-def _read(name: str | None) -> bytes | None:
-    folder = _private_folder()
+def _read_kernel(name: str | None) -> bytes | None:
+    folder = _readable_folder()
     if folder is None or name is None:
         return None
     try:
-        with open(folder / name, "rb", opener=_open_at_once) as file:
+        with open(folder / name, "rb", opener=_open_without_waiting) as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode) or not _is_private(found):
                 return None
@@ -340,12 +343,12 @@ def _read(name: str | None) -> bytes | None:
     return code
 
 
-def _open_at_once(path: str, flags: int) -> int:
-    """Open a file; of a named pipe without a writer, which would keep `open` waiting, too."""
+def _open_without_waiting(path: str, flags: int) -> int:
+    """Open a file without waiting for the writer, if it is a named pipe."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
-def _write(name: str | None, code: bytes) -> None:
+def _write_kernel(name: str | None, code: bytes) -> None:
     folder, fault = private_folder()
     temporary = None
     if folder is not None and name is not None:
@@ -356,7 +359,7 @@ def _write(name: str | None, code: bytes) -> None:
             os.replace(temporary, folder / name)
             _forget_oldest(folder)
         except OSError as error:
-            fault = _in_words(error)
+            fault = _describe_error(error)
             if temporary is not None:
                 with contextlib.suppress(OSError):
                     os.unlink(temporary)
@@ -365,7 +368,7 @@ def _write(name: str | None, code: bytes) -> None:
 
 
 def kernel_files(folder: Path) -> list[Path]:
-    """The files that `_write` made; the folder may hold other files of its owner."""
+    """The files that `_write_kernel` made; the folder may hold other files of its owner."""
     return [file for file in folder.iterdir() if _KERNEL_NAME.fullmatch(file.name)]
 
 

@@ -1,1 +1,9 @@
-"""The machine that code is compiled for: instruction sets, tile shapes, permissions, fork locks."""
+"""The machine that code is compiled for, and what the process must know of it.
+
+host               the processor, its instruction set (`QKV_ISA`), and the tile shapes for it
+tiling             what a tile shape is
+tile_permission    whether the system lets this process use matrix tiles (AMX)
+addresses          where arrays lie in memory
+fork_locks         locks that no other thread holds when the process forks or ends
+threadpool_limits  lets threadpoolctl see and limit qkv's threads
+"""

@@ -25,8 +25,8 @@ def address_of(array: Array) -> int:
 def _quick_address() -> Callable[[Array], int]:
     """`address_of` in an eighth of its time, where that is known to be right.
 
-    NumPy's C interface fixes that an array object begins with Python's head, then the address of
-    its data. This is tried before it is relied on.
+    NumPy's C interface fixes that an array object begins with Python's object header, then
+    the address of its data. This is tried before it is relied on.
     """
     head, word = object.__basicsize__, ctypes.c_size_t
 

@@ -1,8 +1,8 @@
 """Locks that nobody else holds when the process forks or ends.
 
 A child that was forked while another thread held a lock, of LLVM or of an import, would wait for
-it for ever, and LLVM does not survive that the process ends around it. So a fork, and the end,
-wait for what another thread compiles or imports.
+it for ever, and LLVM does not survive that the process ends around it. So a fork, and the end
+of the process, wait until no other thread compiles or imports.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class ForkLock:
     def _renew(self) -> None:
         self._lock = threading.RLock()
 
-    def keep(self) -> None:
-        """Take it for good: the process ends."""
+    def take_for_good(self) -> None:
+        """Take the lock and never release it, because the process ends."""
         self._lock.acquire(timeout=_LONGEST_WAIT)
 
     @contextmanager
@@ -46,4 +46,4 @@ alone_in_llvm = ForkLock()
 """Held by every thread that calls llvmlite."""
 importing = ForkLock()
 """Held by every thread that imports a module during a call."""
-atexit.register(alone_in_llvm.keep)
+atexit.register(alone_in_llvm.take_for_good)

@@ -17,7 +17,7 @@ import numpy as np
 
 from qkv.backends.cpu.machine import threadpool_limits
 from qkv.backends.cpu.machine.fork_locks import alone_in_llvm
-from qkv.backends.cpu.machine.tile_permission import permitted
+from qkv.backends.cpu.machine.tile_permission import may_use_tiles
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.errors import ArgumentError
 
@@ -48,13 +48,13 @@ _REQUIRED = {
     "avx2": frozenset({"avx2", "fma", "f16c"}),
 }
 """Features of the processor that each instruction set needs, the fastest set first."""
-_FARTHER: dict[str, Any] = {"nearest": False, "reach": 16 * 1024}
-_ASKING: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("znver1", "znver2", "znver3", "znver4"), _FARTHER),
+_FAR_PREFETCH: dict[str, Any] = {"nearest": False, "reach": 16 * 1024}
+_PREFETCH: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("znver1", "znver2", "znver3", "znver4"), _FAR_PREFETCH),
     "znver5": {"reach": 4 * 1024},
 }
 """How some processors prefetch best, where that differs from the defaults of `TileShape`."""
-_WITHOUT: dict[str, tuple[str, ...]] = {
+_SWITCHED_OFF: dict[str, tuple[str, ...]] = {
     "avx512-bf16": ("amx",),
     "avx512": ("amx", "avx512bf16"),
     "avx2": ("amx", "avx512", "avx10"),
@@ -73,7 +73,7 @@ class Host:
 
     @property
     def shape(self) -> TileShape:
-        return replace(_SHAPES[self.isa], **_ASKING.get(self.cpu, {}))
+        return replace(_SHAPES[self.isa], **_PREFETCH.get(self.cpu, {}))
 
     @property
     def bfloat16_shape(self) -> TileShape | None:
@@ -100,13 +100,13 @@ def host() -> Host:
 def quick_setting(name: str) -> Callable[[], object]:
     """A fast reader of an environment variable, to see whether it has changed.
 
-    `os.environ.get` encodes the name and decodes the answer, each time; this looks at what lies
-    behind it, a thirtieth of the time, if it is as in every Python so far.
+    `os.environ.get` encodes the name and decodes the answer each time. This reads the dictionary
+    behind it, in a thirtieth of the time, if that is as in every Python so far.
     """
     try:
-        behind, encoded = vars(os.environ)["_data"], os.environ.encodekey
-        if {encoded(known) for known in os.environ} == set(behind):
-            return partial(behind.get, encoded(name))
+        data, encoded = vars(os.environ)["_data"], os.environ.encodekey
+        if {encoded(known) for known in os.environ} == set(data):
+            return partial(data.get, encoded(name))
     except (AttributeError, KeyError, TypeError):
         pass
     return partial(os.environ.get, name)
@@ -123,14 +123,14 @@ def _host(forced: str) -> Host:
     threadpool_limits.register()
     try:
         features = dict(llvm.get_host_cpu_features())
-    except RuntimeError:  # LLVM does not know the features on every platform.
+    except RuntimeError:  # On some platforms LLVM cannot list the processor's features.
         features = {}
     has = {name for name, present in features.items() if present}
     if platform.machine().lower() in ("arm64", "aarch64"):
         usable = ["neon"]
     else:
         usable = [isa for isa, needs in _REQUIRED.items() if needs <= has] + ["sse"]
-        if usable[0] == "amx" and not permitted():
+        if usable[0] == "amx" and not may_use_tiles():
             # On processors with tiles, pairs of bfloat16 are slower than float32.
             usable[:3] = ["avx512", "avx512-bf16"]
     isa = forced or usable[0]
@@ -140,7 +140,7 @@ def _host(forced: str) -> Host:
             [("has", ", ".join(usable))],
             "Unset QKV_ISA, or name one of these.",
         )
-    dropped = _WITHOUT.get(isa, ()) if isa != usable[0] else ()
+    dropped = _SWITCHED_OFF.get(isa, ()) if isa != usable[0] else ()
     for name in features:
         if name.startswith(dropped):
             features[name] = False

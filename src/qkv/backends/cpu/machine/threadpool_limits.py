@@ -16,7 +16,7 @@ from qkv._version import __version__
 
 @lru_cache(maxsize=1)
 def register() -> None:
-    """Tell threadpoolctl, once; LLVM is loaded when this is called."""
+    """Tell threadpoolctl of qkv, once; LLVM must be loaded before."""
     try:
         import threadpoolctl
     except ImportError:
@@ -31,7 +31,7 @@ def register() -> None:
             return get_num_threads()
 
         def set_num_threads(self, num_threads: int) -> None:
-            """A limit that is lifted sets what was there before: that may be the default."""
+            """A limit is lifted by setting the number from before it, which may be the default."""
             set_num_threads(None if num_threads == default_num_threads() else num_threads)
 
         def get_version(self) -> Any:

@@ -13,7 +13,7 @@ _TILE_DATA = 18
 
 
 @lru_cache(maxsize=1)
-def permitted() -> bool:
+def may_use_tiles() -> bool:
     """Whether the system lets this process use tiles; asked for once, and inherited by children.
 
     Linux refuses, for example, when some thread has a signal stack too small for the registers.

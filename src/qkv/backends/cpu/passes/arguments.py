@@ -37,15 +37,15 @@ class Arguments:
         self._problem = problem
         self._names = names
         self._compute = problem.spec.compute_dtype
-        self._kept: list[Array] = []
+        self._keep_alive: list[Array] = []
 
-    def allow(self, start: int, stop: int) -> None:
+    def allow_tasks(self, start: int, stop: int) -> None:
         """Let the next run take the tasks from `start` to `stop`."""
         self._words[0] = start
         self._words[_LIMIT] = stop
 
     def copy(self) -> Array:
-        """The words alone, for a call of their own."""
+        """A copy of the words, for a call of its own."""
         words = page_aligned(self._words.nbytes).view(np.int64)
         words[:] = self._words
         return words
@@ -74,10 +74,10 @@ class Arguments:
 
     def _address(self, array: Array) -> int:
         """Where an array lies; it stays there as long as the block."""
-        self._kept.append(array)
+        self._keep_alive.append(array)
         return address_of(array)
 
-    def _common(self, tasks: Array, per_worker: int, workers: int) -> dict[str, int]:
+    def _common_fields(self, tasks: Array, per_worker: int, workers: int) -> dict[str, int]:
         """The fields of every kernel but `scale`."""
         spec, dropout = self._problem.spec, self._problem.operands.dropout
         fields = {
@@ -99,16 +99,16 @@ class Arguments:
             signed = dropout.seed - 2**64 if dropout.seed >= 2**63 else dropout.seed
             fields["dropout_seed"] = signed
             fields["dropout_threshold"] = math.ceil(dropout.p * 2.0**32)
-            fields["dropout_factor"] = self._real(1 / (1 - dropout.p))
+            fields["dropout_factor"] = self._real_bits(1 / (1 - dropout.p))
         return fields
 
-    def _real(self, value: float) -> int:
+    def _real_bits(self, value: float) -> int:
         """The bits of a number in the type of computation."""
         with np.errstate(over="ignore"):
             real = self._compute.type(value)
         return int(real.view(np.int32 if real.itemsize == 4 else np.int64))
 
-    def _operand(self, name: str, array: Array) -> dict[str, int]:
+    def _operand_fields(self, name: str, array: Array) -> dict[str, int]:
         *lead, head, row, element = array.strides
         return {
             name: self._address(array),
@@ -128,7 +128,7 @@ def batch_offsets(batch_shape: Sequence[int], strides: Sequence[int]) -> Array:
     return offsets
 
 
-def rotated(problem: Problem) -> tuple[Array, Rows]:
+def rotated_operands(problem: Problem) -> tuple[Array, Rows]:
     """Query and key as they are multiplied: rotated copies, or as they are."""
     operands = problem.operands
     if problem.spec.rotation is None or operands.angles is None:

@@ -33,10 +33,10 @@ Array = NDArray[Any]
 
 _TASKS = 64
 """Number of tasks that is enough for many cores."""
-_KEYS, _KEYS_IN_TILES = 512, 1024
+_TASK_KEYS, _TASK_KEYS_WITH_TILES = 512, 1024
 """Keys of a task, without and with tiles, that make it cheap to pack or split the queries again for
 each task."""
-_PARTS = 8
+_MOST_PARTIALS = 8
 """The most partial sums of dQ that are held at once."""
 _MOST_KEYS_IN_FLOAT64 = 512
 """Up to this many keys, dP of few queries is added in float64, which takes a third longer."""
@@ -44,14 +44,14 @@ _MOST_KEYS_IN_FLOAT64 = 512
 _VECTORS, _Q_BLOCKS_PER_TASK = 4, 8
 """With tiles: vectors of a block of queries, and blocks that are packed at once. That many fit a
 cache and make splitting the keys worthwhile."""
-_ROWS_PAY = 32
+_LEAST_QUERIES = 32
 """The number of queries from which on tiles are quicker."""
 
 
 class BackwardPass:
     """The backward pass of one problem.
 
-    `corrects_delta` says that few queries see any key, so that their rows are summed again first.
+    `corrects_delta` says that few queries see any key, so that the delta correction runs first.
     `names` are the tables whose gradients are wanted, `out_dtype` is the type of the output.
     `inputs` tell which pairs have a weight of nearly 0 and are left out.
     """
@@ -73,15 +73,15 @@ class BackwardPass:
         block_q, q_blocks_per_task = self.shape.block_q, self.shape.q_blocks_per_task
         known = not corrects_delta and inputs is not None
         block_filter = block_skipping(problem, block_q, BLOCK_KV, inputs) if known else None
-        self.plan = _in_order(
+        self.plan = _ordered(
             schedule(
                 problem, block_q, q_blocks_per_task=q_blocks_per_task, block_filter=block_filter
             )
         )
-        ranges = _ranges(spec, in_tiles=self.shape.product == "tiles")
+        ranges = _key_ranges(spec, in_tiles=self.shape.product == "tiles")
         self.splits = len(ranges)
         self.tables = [summed_table(problem, name, self.splits) for name in sorted(names)]
-        self.tasks, self._launches = _tasks(spec, self.plan, ranges, self.tables)
+        self.tasks, self._launches = _task_rows(spec, self.plan, ranges, self.tables)
         self._key = BackwardKey(
             kernel_spec(spec),
             replace(self.shape, q_blocks_per_task=1),
@@ -99,11 +99,11 @@ class BackwardPass:
 
     @property
     def splits_float32(self) -> bool:
-        """Whether products of float32 are sums of those of their parts."""
+        """Whether products of float32 are sums of products of their bfloat16 terms."""
         return self.shape.terms > 1 and self._key.spec.dtype == "float32"
 
     def delta_correction(self) -> Kernel:
-        """Sums the rows of few queries again."""
+        """The kernel of the delta correction."""
         return _kernel(emit_delta_correction, self._key, self._here)
 
     def kernel(self) -> Kernel:
@@ -121,8 +121,8 @@ class BackwardPass:
 def backward_shape(problem: Problem, here: Host) -> TileShape:
     """The tile of the kernel: products as the forward pass has them, where they pay."""
     spec = problem.spec
-    shape = shape_of(spec, here, split=split_bf16.allows(problem))
-    if spec.q_len < _ROWS_PAY or shape.product == "elements":
+    shape = shape_of(spec, here, split=split_bf16.may_split(problem))
+    if spec.q_len < _LEAST_QUERIES or shape.product == "elements":
         return wide_shape(spec, here)
     if shape.product == "pairs":
         return replace(here.shape_of(spec.compute_dtype), product="pairs")
@@ -149,25 +149,25 @@ def _kernel(emit: Callable[[BackwardKey], str], key: BackwardKey, here: Host) ->
     return Kernel(build(emit, (key,), here))
 
 
-def _ranges(spec: Spec, *, in_tiles: bool = False) -> list[tuple[int, int]]:
+def _key_ranges(spec: Spec, *, in_tiles: bool = False) -> list[tuple[int, int]]:
     """Keys of each task of a kv head; their number depends on the shape alone."""
-    least = _KEYS_IN_TILES if in_tiles else _KEYS
+    least = _TASK_KEYS_WITH_TILES if in_tiles else _TASK_KEYS
     wanted = -(-_TASKS // (spec.batch_size * spec.num_kv_heads))
-    number = max(1, min(wanted, spec.kv_len // least, _PARTS))
+    number = max(1, min(wanted, spec.kv_len // least, _MOST_PARTIALS))
     size = -(-spec.kv_len // (number * BLOCK_KV)) * BLOCK_KV
     return [(k, min(k + size, spec.kv_len)) for k in range(0, spec.kv_len, size)]
 
 
-def _in_order(plan: Schedule) -> Schedule:
-    """Blocks by batch row, head and query."""
+def _ordered(plan: Schedule) -> Schedule:
+    """The plan with its tasks in the order of batch rows, heads and queries."""
     order = np.lexsort(plan.tasks[:, 2::-1].T)
     return replace(plan, tasks=np.ascontiguousarray(plan.tasks[order]))
 
 
-def _tasks(
+def _task_rows(
     spec: Spec, plan: Schedule, ranges: list[tuple[int, int]], tables: list[SummedTable]
 ) -> tuple[Array, list[tuple[int, int]]]:
-    """Rows of `TASK`, the longest first, and those of each launch.
+    """Rows of `TASK`, the longest first, and the range of rows of each launch.
 
     Tasks that would add to the same entries of a large table are in different launches.
     """
@@ -182,13 +182,13 @@ def _tasks(
     for axis, count in enumerate(shape):
         if any(table.shared[axis] and not table.wide for table in tables):
             launch = launch * count + places[:, axis]
-    order = np.lexsort((-_pairs(spec, plan, ranges).reshape(-1), launch))
+    order = np.lexsort((-_pairs_of_tasks(spec, plan, ranges).reshape(-1), launch))
     edges = [0, *(np.flatnonzero(np.diff(launch[order])) + 1).tolist(), len(order)]
     return np.ascontiguousarray(tasks[order]), list(pairwise(edges))
 
 
-def _pairs(spec: Spec, plan: Schedule, ranges: list[tuple[int, int]]) -> Array:
-    """Pairs of each task, `(batch, kv heads, ranges)`."""
+def _pairs_of_tasks(spec: Spec, plan: Schedule, ranges: list[tuple[int, int]]) -> Array:
+    """How many pairs each task has, `(batch, kv heads, ranges)`."""
     starts, stops = plan.runs[:, 0], plan.runs[:, 1]
     first, last = plan.tasks[:, 3], plan.tasks[:, 4]
     found = np.empty((len(plan.tasks), len(ranges)), np.int64)

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends.cpu.backward.frame import fields_with, padded, scratch_areas
+from qkv.backends.cpu.backward.frame import fields_with, padded_dim, scratch_areas
 from qkv.backends.cpu.machine.addresses import page_aligned
 from qkv.backends.cpu.machine.tiling import TileShape
-from qkv.backends.cpu.passes.arguments import Arguments, rotated
+from qkv.backends.cpu.passes.arguments import Arguments, rotated_operands
 from qkv.backends.cpu.passes.backward import BackwardPass, gradient_dtype
-from qkv.backends.cpu.passes.delta_correction import Rows
+from qkv.backends.cpu.passes.delta_correction import RowArrays
 from qkv.backends.cpu.rows.rotation import rotated_rows
 from qkv.backends.cpu.split_bf16 import choice as split_bf16
 from qkv.problem.backward import BackwardInputs, OperandGradients
@@ -33,15 +33,15 @@ class Results:
         self.adds_query = backward.splits > 1 or self.dtype != problem.spec.compute_dtype
         self._splits, self._lanes = backward.splits, backward.shape.lanes
         self._tables = backward.tables
-        self._make()
+        self._allocate()
 
-    def again(self) -> Results:
-        """The same with new arrays, of the same shapes."""
+    def renewed(self) -> Results:
+        """Results with new arrays of the same shapes."""
         made = copy(self)
-        made._make()
+        made._allocate()
         return made
 
-    def _make(self) -> None:
+    def _allocate(self) -> None:
         spec = self.problem.spec
         compute = spec.compute_dtype
         batch, kv_heads, kv_len = spec.batch_size, spec.num_kv_heads, spec.kv_len
@@ -50,20 +50,20 @@ class Results:
         self.query_partials = self.query[None]
         if self.adds_query:
             self.query_partials = np.zeros((self._splits, *rows), compute)
-        self.key, self.key_sums = self._keys((batch, kv_heads, kv_len, spec.head_dim))
-        self.value, self.value_sums = self._keys((batch, kv_heads, kv_len, spec.v_head_dim))
+        self.key, self.key_sums = self._key_arrays((batch, kv_heads, kv_len, spec.head_dim))
+        self.value, self.value_sums = self._key_arrays((batch, kv_heads, kv_len, spec.v_head_dim))
         self.tables = {
             t.name: np.zeros((t.copies, *t.shape), np.float64 if t.wide else compute)
             for t in self._tables
         }
 
-    def _keys(self, shape: tuple[int, ...]) -> tuple[Array, Array]:
+    def _key_arrays(self, shape: tuple[int, ...]) -> tuple[Array, Array]:
         """A gradient, and where it is added: in place if its rows are whole vectors."""
         compute = self.problem.spec.compute_dtype
-        out = _empty(shape, self.dtype)
+        out = _page_aligned(shape, self.dtype)
         if self.dtype == compute and shape[-1] % self._lanes == 0:
             return out, out
-        return out, _empty((*shape[:-1], padded(shape[-1], self._lanes)), compute)
+        return out, _page_aligned((*shape[:-1], padded_dim(shape[-1], self._lanes)), compute)
 
     def finish(self) -> OperandGradients:
         operands = self.problem.operands
@@ -77,13 +77,13 @@ class Results:
         return OperandGradients(query, key, value, tables)
 
 
-def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+def _page_aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     size = math.prod(shape) * dtype.itemsize
     return page_aligned(size).view(dtype).reshape(shape)
 
 
 def areas_of(spec: Spec, shape: TileShape) -> dict[str, int]:
-    """The parts of one worker's scratch, in bytes."""
+    """The areas of one worker's scratch memory, in bytes."""
     if shape.product == "tiles":
         return split_bf16.BACKWARD.areas(
             shape, spec.head_dim, spec.v_head_dim, shape.q_blocks_per_task
@@ -105,7 +105,7 @@ class BackwardArguments(Arguments):
         inputs: BackwardInputs,
         backward: BackwardPass,
         results: Results,
-        rows: Rows,
+        rows: RowArrays,
         workers: int,
     ) -> None:
         spec, operands, shape = problem.spec, problem.operands, backward.shape
@@ -113,14 +113,14 @@ class BackwardArguments(Arguments):
         super().__init__(problem, fields_with(tuple(areas)))
         item = spec.compute_dtype.itemsize
         ends = np.cumsum(list(areas.values()))
-        query, key = rotated(problem)
+        query, key = rotated_operands(problem)
         arrays = {
             "query": query, "key": plain(key), "value": plain(operands.value),
             "out": inputs.out, "grad_out": inputs.grad_out,
         }  # fmt: skip
         fields = {
-            **self._common(backward.tasks, scratch_of(spec, shape), workers),
-            "scale": self._real(operands.scale),
+            **self._common_fields(backward.tasks, scratch_of(spec, shape), workers),
+            "scale": self._real_bits(operands.scale),
             "blocks": self._address(backward.plan.tasks),
             "runs": self._address(backward.plan.runs),
             "q_blocks": -(-spec.q_len // (shape.block_q * shape.q_blocks_per_task)),
@@ -140,7 +140,7 @@ class BackwardArguments(Arguments):
         for name in ("lse", "lse_rest", "grad_lse", "delta_rest"):
             fields[name] = self._address(getattr(rows, name))
         for name, array in arrays.items():
-            fields.update(self._operand(name, array))
+            fields.update(self._operand_fields(name, array))
         for name in ("key", "value"):
             fields[f"copy_{name}"] = int(arrays[name].strides[-1] != item)
             out, sums = getattr(results, name), getattr(results, f"{name}_sums")

@@ -1,4 +1,4 @@
-"""When the decode kernel is used, how much work a step is, and its argument block."""
+"""When the decode kernel is used, how a step is shared out among threads, and its arguments."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from qkv.backends.cpu.decode.rows import FIELDS, page_fields
 from qkv.backends.cpu.decode.tasks import shared_bytes
 from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.machine.tiling import TileShape
-from qkv.backends.cpu.passes.arguments import Arguments, rotated, word_of
-from qkv.backends.cpu.passes.scratch import ArgumentBlock, give_back, take
+from qkv.backends.cpu.passes.arguments import Arguments, rotated_operands, word_of
+from qkv.backends.cpu.passes.scratch import ArgumentBlock, return_scratch, take_scratch
 from qkv.backends.cpu.passes.workers import Workload, alone_operations
 from qkv.backends.cpu.plan.kernel_spec import integer_bits, kernel_spec
 from qkv.partial import Partial, RowStatistics
@@ -39,9 +39,8 @@ would leave the other lanes idle."""
 _ROWS_OF_A_READ = 8
 """Number of rows of Q whose products take about as long as reading K and V."""
 _BETWEEN_PRODUCTS = 4
-"""How many times as much work one thread does alone where the other cores' threads belong to a
-library that still waits for its next product on them: ours sleep, and would have to share a core.
-"""
+"""How many times as much work one thread does alone while threads of another library spin on the
+other cores, waiting for their next product: our threads would have to share these cores."""
 _LIMIT, _SCRATCH, _SHARED, _NOT_FINITE = (
     word_of(name, FIELDS) for name in ("limit", "scratch", "shared", "not_finite")
 )
@@ -53,7 +52,7 @@ def is_decode(spec: Spec, shape: TileShape) -> bool:
 
 
 class DecodeKernel(Kernel):
-    """The job of a decoding step, with the function that plans it and the one that does both."""
+    """The job of a decoding step, and `step`, which plans it and also runs it if it is short."""
 
     def __init__(self, code: Code) -> None:
         super().__init__(code)
@@ -65,12 +64,12 @@ class DecodeKernel(Kernel):
 
 
 class Share(NamedTuple):
-    """How one step is shared out.
+    """How one step is shared out among threads.
 
     Attributes
     ----------
     keys : int
-        Of all groups of heads.
+        Keys to read, over all kv heads of the batch.
     brief : bool
         Whether Python may stay locked.
     alone : int
@@ -78,7 +77,7 @@ class Share(NamedTuple):
     workers : int
         Threads, if there are more keys than that.
     workers_bytes, scratch_bytes : int
-        Scratch memory of the workers, and with what they share.
+        Scratch memory of the workers, without and with what they share.
     """
 
     keys: int
@@ -90,7 +89,7 @@ class Share(NamedTuple):
 
 
 class DecodePass:
-    """The kernel for one kind of rows, and how its work is shared out: any number of keys."""
+    """The kernel for one kind of rows and any number of keys, and how its work is shared out."""
 
     def __init__(
         self, problem: Problem, *, statistics: bool = False, int_bits: int | None = None
@@ -103,7 +102,7 @@ class DecodePass:
             kernel_spec(spec),
             shape,
             int_bits or integer_bits(problem),
-            *_as_read(spec),
+            *_types_as_read(spec),
             self.out_dtype.name,
             statistics,
         )
@@ -119,7 +118,7 @@ class DecodePass:
         )
 
     def share(self, kv_len: int, *, between_products: bool = False) -> Share:
-        """How a step of this length is shared out.
+        """How a step over so many keys is shared out.
 
         `between_products` says that the threads of another library have just worked and will soon
         again, as around the layers of a model.
@@ -137,11 +136,11 @@ class DecodePass:
         return Share(keys, keys <= self._brief_keys, alone, workers, own, total)
 
     def run(self, block: ArgumentBlock, share: Share, keep_alive: object) -> bool:
-        """Plan, and compute what the block says; `keep_alive` is what its addresses point to.
+        """Plan and compute a step; returns whether the output is known to be finite.
 
-        Whether the output is known to be finite.
+        `keep_alive` owns what the addresses in the block point to.
         """
-        scratch = take(share.scratch_bytes)
+        scratch = take_scratch(share.scratch_bytes)
         words = block.words
         words[_SCRATCH] = scratch.address
         words[_SHARED] = scratch.address + share.workers_bytes
@@ -154,7 +153,7 @@ class DecodePass:
                 planned = self._workload(keys, words[_LIMIT])
                 planned.run(self.kernel, block, min(share.workers, planned.workers()))
                 block.keep_alive = ()
-        give_back(scratch)
+        return_scratch(scratch)
         if words[_NOT_FINITE]:
             words[_NOT_FINITE] = 0
             return False
@@ -164,10 +163,10 @@ class DecodePass:
         return Workload(tasks, self._operations * keys)
 
 
-def _as_read(spec: Spec) -> tuple[tuple[str, str, str], tuple[bool, bool]]:
+def _types_as_read(spec: Spec) -> tuple[tuple[str, str, str], tuple[bool, bool]]:
     """Types of query, key and value as the kernel reads them, and whether the last two are paged.
 
-    Rotated ones are arrays in the type of computation.
+    Rotated queries and keys are arrays in the type of computation.
     """
     key, value = spec.key_storage, spec.value_storage
     query_dtype = key_dtype = spec.dtype
@@ -201,8 +200,8 @@ class DecodeArguments(Arguments):
         per_worker = scratch_bytes(spec, host().shape_of(spec.compute_dtype))
         fields = {
             **dict.fromkeys(FIELDS, 0),
-            **self._common(np.empty(0, np.int64), per_worker, 0),
-            "scale": self._real(problem.operands.scale),
+            **self._common_fields(np.empty(0, np.int64), per_worker, 0),
+            "scale": self._real_bits(problem.operands.scale),
             "batch_size": spec.batch_size,
             "num_kv_heads": spec.num_kv_heads,
             "rows": spec.group_size * spec.q_len,
@@ -214,16 +213,16 @@ class DecodeArguments(Arguments):
             fields["entropy"] = self._address(statistics.entropy)
             fields["max_score"] = self._address(statistics.max_score)
             fields["max_weight"] = self._address(statistics.max_weight)
-        query, key = rotated(problem)
-        fields |= self._operand("query", query)
-        fields |= self._rows("key", key) | self._rows("value", problem.operands.value)
+        query, key = rotated_operands(problem)
+        fields |= self._operand_fields("query", query)
+        fields |= self._row_fields("key", key) | self._row_fields("value", problem.operands.value)
         self._write(fields)
 
-    def _operand(self, name: str, array: Array) -> dict[str, int]:
+    def _operand_fields(self, name: str, array: Array) -> dict[str, int]:
         *lead, head, row, element = array.strides
         batch = batch_stride(self._problem.spec.batch_shape, lead)
         if batch is None:
-            return super()._operand(name, array)
+            return super()._operand_fields(name, array)
         return {
             name: self._address(array),
             f"{name}_batches": 0,
@@ -233,19 +232,19 @@ class DecodeArguments(Arguments):
             f"{name}_element": element,
         }
 
-    def _rows(self, name: str, rows: Rows) -> dict[str, int]:
+    def _row_fields(self, name: str, rows: Rows) -> dict[str, int]:
         """Keys or values, and their scales and pages if they have any."""
         if not isinstance(rows, StoredRows):
-            return self._operand(name, rows)
+            return self._operand_fields(name, rows)
         parts = {name: rows.values}
         if rows.scales is not None:
             parts[f"{name}_scales"] = rows.scales[..., None]
         fields: dict[str, int] = {}
         for part, array in parts.items():
             if rows.page_table is None:
-                fields |= self._operand(part, array)
+                fields |= self._operand_fields(part, array)
                 continue
-            fields |= self._operand(part, array[0])
+            fields |= self._operand_fields(part, array[0])
             table, slots = self._address(rows.page_table), rows.page_table.shape[-1]
             sizes = array.strides[0], rows.page_size, table, slots
             fields |= zip(page_fields(part), sizes, strict=True)
@@ -253,7 +252,7 @@ class DecodeArguments(Arguments):
 
 
 def batch_stride(sizes: Sequence[int], strides: Sequence[int]) -> int | None:
-    """Bytes from one batch row to the next in C order, none for all; None if these differ."""
+    """Bytes from one batch row to the next in C order, 0 if there is one; None if they differ."""
     found, count = None, 1
     for size, stride in zip(reversed(sizes), reversed(strides), strict=False):
         if size == 1:

@@ -14,12 +14,13 @@ from qkv.problem.spec import Problem
 
 Array = NDArray[Any]
 
-_TOLD_APART = 2.0**-50
-"""Relative to delta: smaller corrections are lost in float64 as well, so they are left out."""
+_LEAST_CORRECTION = 2.0**-50
+"""The least correction, relative to delta: float64 loses smaller ones, so they are left out."""
 
 
-class Rows:
-    """Numbers of each row where the kernels read them; `sums` over some ranges of keys they write.
+class RowArrays:
+    """Arrays with numbers of each row that kernels read, and the `sums` that the delta correction
+    writes for each range of keys.
 
     `delta_rest` is what delta lacks.
     """
@@ -35,8 +36,8 @@ class Rows:
         self.sums = np.zeros((ranges, len(ROW_SUMS), *lse.shape), dtype)
         self.sums[:, 0] = -np.inf
 
-    def join(self, problem: Problem, inputs: BackwardInputs) -> None:
-        """lse, and what delta lacks, from the sums over each range of keys."""
+    def correct(self, problem: Problem, inputs: BackwardInputs) -> None:
+        """Compute lse, and what delta lacks, from the sums over each range of keys."""
         sums = self.sums.astype(np.float64)
         with np.errstate(all="ignore"):
             products = inputs.out.astype(np.float64) * inputs.grad_out.astype(np.float64)
@@ -49,7 +50,7 @@ class Rows:
             row_sum, residual = (shares[:, None] * sums[:, 1:]).sum(axis=0)
             log_sum = np.log(row_sum)
             lacking = residual / row_sum - self.grad_lse
-            nothing = (row_sum == 0) | (np.abs(lacking) <= _TOLD_APART * np.abs(delta))
+            negligible = (row_sum == 0) | (np.abs(lacking) <= _LEAST_CORRECTION * np.abs(delta))
         self.lse[...] = np.where(row_sum == 0, 0, row_max + log_sum)
         self.lse_rest[...] = np.where(row_sum == 0, 0, rest_of(row_max, log_sum, self.lse))
-        self.delta_rest[...] = np.where(nothing, 0, lacking)
+        self.delta_rest[...] = np.where(negligible, 0, lacking)

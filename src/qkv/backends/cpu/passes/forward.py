@@ -34,7 +34,7 @@ class ForwardPass(Workload):
         spec, here = problem.spec, host()
         # Sinks scale the output afterwards: round to the type of storage only then.
         self.out_dtype = spec.compute_dtype if spec.sinks else np.dtype(spec.dtype)
-        self.shape = shape_of(spec, here, split=split_bf16.allows(problem))
+        self.shape = shape_of(spec, here, split=split_bf16.may_split(problem))
         key = ForwardKey(
             kernel_spec(spec),
             replace(self.shape, q_blocks_per_task=1),
@@ -44,7 +44,7 @@ class ForwardPass(Workload):
             self.out_dtype.name,
             statistics,
         )
-        self.plan = _plan(problem, self.shape)
+        self.plan = _kernel_schedule(problem, self.shape)
         self.scratch_bytes = scratch_of(spec, self.shape)
         operations = 2.0 * (spec.head_dim + spec.v_head_dim) * self.plan.pairs
         count, product = len(self.plan.tasks), self.shape.product
@@ -62,7 +62,7 @@ def operations_of_a_pair(spec: Spec) -> float:
     return _SOFTMAX + _DROPOUT * spec.dropout + _NODE * nodes
 
 
-def _plan(problem: Problem, shape: TileShape) -> Schedule:
+def _kernel_schedule(problem: Problem, shape: TileShape) -> Schedule:
     """The schedule that the kernel of this shape reads."""
     block_q, tile_kv = shape.block_q, fine_tile(problem, shape.block_q)
     block_kv = _kernel_of(shape).block_kv
@@ -84,7 +84,7 @@ def shape_of(spec: Spec, here: Host, *, split: bool = True) -> TileShape:
     """The tile of the kernel for this problem."""
     if spec.kv_len == 1:
         return wide_shape(spec, here)
-    return (split_bf16.shape_for(spec, here) if split else None) or _shape(spec, here)
+    return (split_bf16.shape_for(spec, here) if split else None) or _shape_without_split(spec, here)
 
 
 def wide_shape(spec: Spec, here: Host) -> TileShape:
@@ -96,8 +96,8 @@ def wide_shape(spec: Spec, here: Host) -> TileShape:
     return replace(shape, wide=spec.kv_len == 1 and spec.compute_dtype == np.float32)
 
 
-def _shape(spec: Spec, here: Host) -> TileShape:
-    """The tile shape of the other kernels: for bfloat16 products where they are quicker.
+def _shape_without_split(spec: Spec, here: Host) -> TileShape:
+    """The tile shape of kernels that split nothing: of bfloat16 products where they are quicker.
 
     Rotated operands come as float32, and few queries do not pay for the transposition of V.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from qkv.backends.cpu.forward.frame import FIELDS
-from qkv.backends.cpu.passes.arguments import Arguments, rotated, word_of
+from qkv.backends.cpu.passes.arguments import Arguments, rotated_operands, word_of
 from qkv.backends.cpu.passes.forward import ForwardPass
 from qkv.partial import Partial, RowStatistics
 from qkv.problem.rows import plain
@@ -29,8 +29,8 @@ class ForwardArguments(Arguments):
         spec, operands = problem.spec, problem.operands
         item = spec.compute_dtype.itemsize
         fields = {
-            **self._common(forward.plan.tasks, forward.scratch_bytes, workers),
-            **self._scales(operands.scale),
+            **self._common_fields(forward.plan.tasks, forward.scratch_bytes, workers),
+            **self._scale_fields(operands.scale),
             "runs": self._address(forward.plan.runs),
             "out": self._address(result.out),
             "unrounded": 0 if result.unrounded is None else self._address(result.unrounded),
@@ -47,10 +47,10 @@ class ForwardArguments(Arguments):
             fields["entropy"] = self._address(statistics.entropy)
             fields["max_score"] = self._address(statistics.max_score)
             fields["max_weight"] = self._address(statistics.max_weight)
-        query, key = rotated(problem)
+        query, key = rotated_operands(problem)
         arrays = {"query": query, "key": plain(key), "value": plain(operands.value)}
         for name, array in arrays.items():
-            fields.update(self._operand(name, array))
+            fields.update(self._operand_fields(name, array))
             fields[f"copy_{name}"] = int(array.strides[-1] != item)
         self._write(fields)
 
@@ -58,5 +58,8 @@ class ForwardArguments(Arguments):
         """Whether the output that the kernel has written is known to be finite."""
         return not self._words[_NOT_FINITE]
 
-    def _scales(self, scale: float) -> dict[str, int]:
-        return {"sign": self._real(math.copysign(1.0, scale)), "scale": self._real(abs(scale))}
+    def _scale_fields(self, scale: float) -> dict[str, int]:
+        return {
+            "sign": self._real_bits(math.copysign(1.0, scale)),
+            "scale": self._real_bits(abs(scale)),
+        }

@@ -10,15 +10,15 @@ from numpy.typing import NDArray
 
 from qkv.backends.cpu.passes.backward import BackwardPass
 from qkv.backends.cpu.passes.backward_arguments import BackwardArguments, Results
-from qkv.backends.cpu.passes.delta_correction import Rows
+from qkv.backends.cpu.passes.delta_correction import RowArrays
 from qkv.problem.backward import BackwardInputs, OperandGradients
 from qkv.problem.spec import Problem
 
 Array = NDArray[Any]
 
 _MOST_QUERIES = 12
-"""Up to this many queries of a head that see any key, sums over keys are computed again. With more
-queries, the error of one row is seldom the largest."""
+"""With at most this many queries of a head that see a key, delta is corrected. With more queries,
+the error of one row is seldom the largest."""
 _FAINT, _LIFT = 2.0**-60, 2.0**64
 """If all cotangents are smaller than the first number, they are multiplied by the second."""
 
@@ -27,25 +27,25 @@ def backward(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
     """Gradients of query, key, value and of the tables that `inputs` names."""
     spec = problem.spec
     if 0 in (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len):
-        return _nothing(problem, inputs)
+        return _zero_gradients(problem, inputs)
     corrects_delta = needs_delta_correction(inputs.lse)
-    passed = BackwardPass(
+    backward_pass = BackwardPass(
         problem,
         corrects_delta=corrects_delta,
         names=inputs.tables,
         out_dtype=inputs.out.dtype,
         inputs=inputs,
     )
-    if passed.splits_float32 and is_faint(inputs.grad_out, inputs.grad_lse):
-        return _lifted(problem, inputs)
-    results = Results(problem, passed)
-    rows = Rows(problem, inputs, passed.splits if corrects_delta else 0)
-    workers = passed.workers()
-    arguments = BackwardArguments(problem, inputs, passed, results, rows, workers)
+    if backward_pass.splits_float32 and is_faint(inputs.grad_out, inputs.grad_lse):
+        return _lifted_gradients(problem, inputs)
+    results = Results(problem, backward_pass)
+    rows = RowArrays(problem, inputs, backward_pass.splits if corrects_delta else 0)
+    workers = backward_pass.workers()
+    arguments = BackwardArguments(problem, inputs, backward_pass, results, rows, workers)
     if corrects_delta:
-        passed.launch(passed.delta_correction(), arguments, workers)
-        rows.join(problem, inputs)
-    passed.launch(passed.kernel(), arguments, workers)
+        backward_pass.launch(backward_pass.delta_correction(), arguments, workers)
+        rows.correct(problem, inputs)
+    backward_pass.launch(backward_pass.kernel(), arguments, workers)
     return results.finish()
 
 
@@ -55,7 +55,7 @@ def recomputes_lse(problem: Problem) -> bool:
 
 
 def needs_delta_correction(lse: Array) -> bool:
-    """Whether few queries see a key, also in the head where most of them do."""
+    """Whether few queries see a key, even in the head with the most that do."""
     seeing = ~np.isneginf(lse)
     first = seeing[(0,) * (lse.ndim - 1)]
     if np.count_nonzero(first) > _MOST_QUERIES:
@@ -64,15 +64,15 @@ def needs_delta_correction(lse: Array) -> bool:
 
 
 def is_faint(grad_out: Array, grad_lse: Array) -> bool:
-    """Whether parts of what follows from these cotangents might be subnormal."""
+    """Whether gradients of these cotangents might have subnormal terms, which tiles take for 0."""
     rows = grad_out[..., :1, :], grad_lse, grad_out
     if any((np.abs(of) >= _FAINT).any() for of in rows):
         return False
     return any(of.any() for of in rows)
 
 
-def _lifted(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
-    """Gradients are linear in the cotangents: a power of two goes through them unrounded."""
+def _lifted_gradients(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
+    """Gradients of cotangents times 2^64, divided by it: both are exact, gradients being linear."""
     up, down = np.float32(_LIFT), np.float32(1 / _LIFT)
     found = backward(
         problem, replace(inputs, grad_out=inputs.grad_out * up, grad_lse=inputs.grad_lse * up)
@@ -85,7 +85,7 @@ def _lifted(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
     )
 
 
-def _nothing(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
+def _zero_gradients(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
     spec, operands = problem.spec, problem.operands
     arrays = operands.query, operands.key, operands.value
     query, key, value = (np.zeros(array.shape, spec.compute_dtype) for array in arrays)

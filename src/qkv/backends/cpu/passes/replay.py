@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from qkv.backends import Progress
 from qkv.backends.cpu.compiler.compile import Kernel, build
 from qkv.backends.cpu.machine.host import Host, host
-from qkv.backends.cpu.passes.arguments import Arguments, rotated
+from qkv.backends.cpu.passes.arguments import Arguments, rotated_operands
 from qkv.backends.cpu.passes.forward import operations_of_a_pair, shape_of, wide_shape
 from qkv.backends.cpu.passes.workers import Workload
 from qkv.backends.cpu.plan.kernel_spec import integer_bits, kernel_spec
@@ -32,10 +32,10 @@ MOST_TOP_KEYS = 256
 """The largest k for which the best keys are kept while scores are computed: inserting a key takes
 time in proportion to k."""
 
-_KEYS = 512
+_RANGE_KEYS = 512
 """Number of keys of one task of `received`, which makes it cheap to pack the queries for each
 task."""
-_LEAST_KEYS = 128
+_LEAST_RANGE_KEYS = 128
 """Number of keys of one task of `received` if there would be fewer than `_TASKS` tasks."""
 _TASKS = 64
 
@@ -56,7 +56,7 @@ def top(
     if 0 in (*lse.shape, count):
         return indices, weights
     splits_operands = _splits_operands(problem)
-    a, b = shift(problem, lse, splits_operands=splits_operands)
+    a, b = weight_shift(problem, lse, splits_operands=splits_operands)
     replay = ReplayPass(problem, "top", k=count, splits_operands=splits_operands)
     best = np.empty((*lse.shape, count), spec.compute_dtype)
     found = indices if count == k else np.empty(best.shape, np.int64)
@@ -74,7 +74,7 @@ def received(problem: Problem, lse: Array, progress: Progress | None = None) -> 
     total = np.zeros((*lse.shape[:-1], spec.kv_len), spec.compute_dtype)
     if 0 in (*lse.shape, spec.kv_len):
         return total
-    padded = padded_shift(spec, *shift(problem, lse))
+    padded = padded_shift(spec, *weight_shift(problem, lse))
     replay = ReplayPass(problem, "received")
     arrays = {"shift": padded, "received": total, "blocks": replay.plan.tasks}
     replay.run({"padded_rows": padded.shape[1] * padded.shape[3]}, arrays, progress)
@@ -82,26 +82,28 @@ def received(problem: Problem, lse: Array, progress: Progress | None = None) -> 
 
 
 def _splits_operands(problem: Problem) -> bool:
-    """Whether the forward pass multiplied parts, so that a replay of rows does."""
-    return split_bf16.allows(problem) and shape_of(problem.spec, host()).terms > 1
+    """Whether the forward pass multiplied bfloat16 terms, so that a replay of rows does so too."""
+    return split_bf16.may_split(problem) and shape_of(problem.spec, host()).terms > 1
 
 
-def shift(problem: Problem, lse: Array, *, splits_operands: bool = False) -> tuple[Array, Array]:
+def weight_shift(
+    problem: Problem, lse: Array, *, splits_operands: bool = False
+) -> tuple[Array, Array]:
     """a and b with `log w = (s - a) - b`: lse and 0, or the maximum of a row and log of its sum.
 
-    Both are 0 for a row without keys, which so stays empty.
+    Both are 0 for a row without keys, whose weights stay 0.
     """
     a = np.where(np.isneginf(lse), 0, lse)
     b = np.zeros_like(a)
     rows = coarse(a)
     if rows.any():
-        row_max, log_sum = _sums(problem, rows, splits_operands)
+        row_max, log_sum = _max_and_log_sum(problem, rows, splits_operands)
         a[rows], b[rows] = row_max[rows], log_sum[rows]
     return a, b
 
 
-def _sums(problem: Problem, rows: Array, splits_operands: bool) -> tuple[Array, Array]:
-    """Maximum of each of some rows, sinks included, and the logarithm of its sum over that."""
+def _max_and_log_sum(problem: Problem, rows: Array, splits_operands: bool) -> tuple[Array, Array]:
+    """Maximum of some rows, sinks included, and the logarithm of their sum over that."""
     replay = ReplayPass(problem, "sums", rows, splits_operands=splits_operands)
     row_max = np.full(rows.shape, -np.inf, problem.spec.compute_dtype)
     log_sum = np.full_like(row_max, -np.inf)
@@ -161,18 +163,18 @@ class ReplayPass:
         self.plan = schedule(problem, block_q, self.pack_gqa, self.shape.q_blocks_per_task, tile_kv)
         self.tasks, keys = self.plan.tasks, 0
         if by_keys:
-            self.plan = _in_order(self.plan)
+            self.plan = _ordered(self.plan)
         if question == "received":
-            self.tasks, keys = _ranges(spec, self.plan)
+            self.tasks, keys = _key_ranges(spec, self.plan)
         elif rows is not None:
-            self.tasks = self._with_rows(rows)
+            self.tasks = self._tasks_of_rows(rows)
         if splits_operands:
             self.scratch_bytes = split_bf16.REPLAY.scratch_bytes(question, spec, self.shape, k)
         else:
             self.scratch_bytes = scratch_bytes(question, spec, self.shape, k, keys)
 
-    def _with_rows(self, rows: Array) -> Array:
-        """The tasks of blocks that hold some of these rows."""
+    def _tasks_of_rows(self, rows: Array) -> Array:
+        """The tasks of blocks that hold any of these rows."""
         spec, tasks = self.problem.spec, self.plan.tasks
         rows_of_block = spec.q_len * (spec.group_size if self.pack_gqa else 1)
         flat = rows.reshape(spec.batch_size, -1, rows_of_block)
@@ -211,17 +213,17 @@ class _ReplayArguments(Arguments):
     ) -> None:
         super().__init__(replay.problem, FIELDS)
         spec = replay.problem.spec
-        query, key_rows = rotated(replay.problem)
+        query, key_rows = rotated_operands(replay.problem)
         key = plain(key_rows)
         self._write(
             {
                 **dict.fromkeys(FIELDS, 0),
-                **self._common(replay.tasks, replay.scratch_bytes, workers),
-                **self._operand("query", query),
-                **self._operand("key", key),
+                **self._common_fields(replay.tasks, replay.scratch_bytes, workers),
+                **self._operand_fields("query", query),
+                **self._operand_fields("key", key),
                 "copy_key": int(key.strides[-1] != spec.compute_dtype.itemsize),
-                "sign": self._real(1.0),
-                "scale": self._real(replay.problem.operands.scale),
+                "sign": self._real_bits(1.0),
+                "scale": self._real_bits(replay.problem.operands.scale),
                 "runs": self._address(replay.plan.runs),
                 "rows": spec.q_len * (spec.group_size if replay.pack_gqa else 1),
                 "q_blocks_per_task": replay.shape.q_blocks_per_task,
@@ -239,16 +241,16 @@ def _kernel(key: ReplayKey, here: Host) -> Kernel:
     return Kernel(build(emit, (key,), here))
 
 
-def _in_order(plan: Schedule) -> Schedule:
-    """Blocks by batch row, head and query."""
+def _ordered(plan: Schedule) -> Schedule:
+    """The plan with its tasks in the order of batch rows, heads and queries."""
     order = np.lexsort(plan.tasks[:, 2::-1].T)
     return replace(plan, tasks=np.ascontiguousarray(plan.tasks[order]))
 
 
-def _ranges(spec: Spec, plan: Schedule) -> tuple[Array, int]:
-    """Rows of `RANGE`, and the most keys of one; blocks that see none of its keys are left out."""
+def _key_ranges(spec: Spec, plan: Schedule) -> tuple[Array, int]:
+    """Rows of `RANGE`, without blocks that see none of its keys, and the most keys of a range."""
     heads = spec.batch_size * spec.num_heads
-    size = _KEYS if heads * spec.kv_len >= _TASKS * _KEYS else _LEAST_KEYS
+    size = _RANGE_KEYS if heads * spec.kv_len >= _TASKS * _RANGE_KEYS else _LEAST_RANGE_KEYS
     blocks = plan.tasks.reshape(heads, -1, plan.tasks.shape[1])
     first_run, last_run = blocks[..., 3], blocks[..., 4]
     # A block without runs gets a last key before its first one: no range contains it.

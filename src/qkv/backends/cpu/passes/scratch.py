@@ -15,9 +15,9 @@ from qkv.partial import Partial
 Array = NDArray[Any]
 
 _LIMIT = word_of("limit")
-NOTHING = Partial(np.empty(0), np.empty(0))
-"""Stands for results whose addresses each call brings."""
-_FREE = 4
+NO_RESULTS = Partial(np.empty(0), np.empty(0))
+"""In the place of results whose addresses each call brings."""
+_MOST_FREE = 4
 """Number of scratch buffers that are kept for later calls."""
 _free: list[Scratch] = []
 
@@ -40,12 +40,12 @@ class ArgumentBlock:
         self.pointer = ctypes.c_void_p(self.address)
         self.keep_alive: tuple[Any, ...] = ()
 
-    def allow(self, start: int, stop: int) -> None:
+    def allow_tasks(self, start: int, stop: int) -> None:
         self.words[0] = start
         self.words[_LIMIT] = stop
 
 
-def take(size: int) -> Scratch:
+def take_scratch(size: int) -> Scratch:
     """Scratch of at least `size` bytes."""
     try:
         found = _free.pop()
@@ -54,6 +54,6 @@ def take(size: int) -> Scratch:
     return found if found.size >= size else Scratch(size)
 
 
-def give_back(scratch: Scratch) -> None:
-    if len(_free) < _FREE:
+def return_scratch(scratch: Scratch) -> None:
+    if len(_free) < _MOST_FREE:
         _free.append(scratch)

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends.cpu.passes.replay import ReplayPass, padded_shift, shift
+from qkv.backends.cpu.passes.replay import ReplayPass, padded_shift, weight_shift
 from qkv.backends.cpu.replay.reduction import RANGE
 from qkv.problem.spec import Problem
 
 Array = NDArray[Any]
 
 _BAND_BYTES = 1 << 25
-"""Of what the kernel leaves at once: rows of queries are taken in bands."""
+"""Bytes that the kernel leaves at once: rows of queries are taken in bands of so much."""
 
 
 class WeightBlocks:
@@ -30,7 +30,7 @@ class WeightBlocks:
     def __init__(self, problem: Problem, lse: Array) -> None:
         self._problem = problem
         self._replay = ReplayPass(problem, "blocks")
-        self._shift = padded_shift(problem.spec, *shift(problem, lse))
+        self._shift = padded_shift(problem.spec, *weight_shift(problem, lse))
 
     def __call__(
         self, batch: int, head: int, q_rows: slice, kv_rows: slice, block: int
@@ -43,22 +43,22 @@ class WeightBlocks:
         units = -(-(kv_rows.stop - kv_rows.start) // block)
         largest = np.zeros((count, units), spec.compute_dtype)
         sums = np.zeros((count, units))
-        rows_of_entry = self._replay.shape.lanes if self._joins(block) else 1
+        rows_of_entry = self._replay.shape.lanes if self._joins_lanes(block) else 1
         row_bytes = 2 * units * spec.compute_dtype.itemsize / rows_of_entry
         band = max(1, int(_BAND_BYTES / max(row_bytes * block, 1))) * block
         for start in range(q_rows.start, q_rows.stop, band):
             stop = min(start + band, q_rows.stop)
             first = (start - q_rows.start) // block
-            found = self._band(batch, head, start, stop, kv_rows, block, units)
+            found = self._reduce_band(batch, head, start, stop, kv_rows, block, units)
             place = slice(first, first + len(found[0]))
             largest[place], sums[place] = found
         return largest, sums
 
-    def _joins(self, block: int) -> bool:
-        """Whether the lanes of a vector are of one block."""
+    def _joins_lanes(self, block: int) -> bool:
+        """Whether all lanes of a vector belong to one block."""
         return block % self._replay.shape.lanes == 0
 
-    def _band(
+    def _reduce_band(
         self, batch: int, head: int, start: int, stop: int, kv_rows: slice, block: int, units: int
     ) -> tuple[Array, Array]:
         """Reductions of the queries from `start` to `stop`, block by block."""
@@ -74,7 +74,7 @@ class WeightBlocks:
         tasks[:, 4] = offset + blocks
         tasks[:, 5] = tasks[:, 4] + 1
         replay.tasks = tasks
-        joins = self._joins(block)
+        joins = self._joins_lanes(block)
         vectors = len(blocks) * block_q // lanes
         found = np.zeros((2, vectors, units, *(() if joins else (lanes,))), spec.compute_dtype)
         numbers = {

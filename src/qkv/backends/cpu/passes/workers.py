@@ -30,8 +30,8 @@ def alone_operations() -> tuple[float, float, float]:
 class Workload:
     """The tasks of one pass over a problem.
 
-    `operations` are those of matrix products, of which one instruction does what `product` says,
-    and `others` all others.
+    `operations` are those of matrix products; `product` says what one instruction multiplies.
+    `others` are all other operations.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Workload:
 
     @property
     def is_brief(self) -> bool:
-        """Whether it is over as soon as it has begun: no thread pays, no signal has to wait."""
+        """Whether the work is so short that no second thread pays and Ctrl-C can wait for it."""
         return self._operations <= _BRIEF
 
     @property
@@ -64,7 +64,7 @@ class Workload:
         ranges: Sequence[tuple[int, int]] = (),
         progress: Progress | None = None,
     ) -> None:
-        """Run all tasks; those of different `ranges` never at the same time."""
+        """Run all tasks; tasks of different `ranges` never run at the same time."""
         seconds = self._seconds / workers
         slices = max(1, math.ceil(seconds / _SLICE_SECONDS))
         # Workers get equally many tasks of a slice, so that none waits for another.
@@ -73,7 +73,7 @@ class Workload:
         for first, last in ranges or [(0, self.count)]:
             for start in range(first, last, step):
                 stop = min(start + step, last)
-                arguments.allow(start, stop)
+                arguments.allow_tasks(start, stop)
                 jobs.run(kernel, arguments, workers, share)
                 if progress is not None:
                     progress(stop, self.count)

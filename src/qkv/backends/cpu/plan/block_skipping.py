@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends.cpu.plan.schedule import Numbers, as_arrays, numbers_of
+from qkv.backends.cpu.plan.schedule import TableContents, arrays_of, table_contents
 from qkv.problem.backward import BackwardInputs
 from qkv.problem.bounds import bound
 from qkv.problem.expressions import Node, Op, constant, operation, variables
@@ -32,7 +32,7 @@ from qkv.problem.tiles import TileKind
 
 Array = NDArray[Any]
 
-_PLACES = {"q_index", "kv_index"}
+_POSITIONS = {"q_index", "kv_index"}
 _LEAST_OPERATIONS = 5e8
 """Operations of one head from which on finding blocks to skip is worthwhile."""
 _LEAST_SHARE = 1 / 8
@@ -46,7 +46,7 @@ _UNDERFLOW = 1e-36
 """More than a sum of squares loses to numbers that are too small for float32."""
 _LARGE = 1e37
 """A number somewhat below the largest float32."""
-_ROWS = 2**12
+_ROWS_AT_ONCE = 2**12
 """Number of rows whose squares are added at once."""
 _KEPT_BLOCKS = 2**14
 """Bounds of up to this many blocks (256 KiB) are cached. For more blocks, bounding costs little
@@ -59,7 +59,7 @@ class _FallingBias:
 
     product: Node
     bias: Node
-    numbers: Numbers
+    contents: TableContents
     heads: tuple[bool, ...]
 
 
@@ -101,24 +101,26 @@ class BlockSkipping:
         spec, (block_q, block_kv) = self._problem.spec, self._block
         where = (*np.unravel_index(batch, spec.batch_shape), head)
         begin, end = first * block_q, (first + len(kinds)) * block_q
-        keys, values = self._keys(batch, head // spec.group_size)
-        queries = self._largest(self._problem.operands.query, where, begin, end)
-        low, high = self._bounds(queries, keys, head, first)
+        keys, values = self._key_norms(batch, head // spec.group_size)
+        queries = self._row_norms(self._problem.operands.query, where, begin, end)
+        low, high = self._score_bounds(queries, keys, head, first)
 
         tiles = block_kv // tile_kv
         full = np.zeros((len(kinds), len(keys) * tiles), bool)
         full[:, : kinds.shape[1]] = kinds == TileKind.FULL
         whole = np.logical_and.reduce([full[:, n::tiles] for n in range(tiles)])
         seen = np.where(whole, low, -np.inf)
-        nothing = whole & _is_nothing(seen, high, _smallest(spec.compute_dtype))
-        nothing &= self._is_finite(values, where, begin, end)
-        # Kernels count blocks of keys from the first tile of a run.
+        skippable = whole & _weighs_nothing(seen, high, _least_gap(spec.compute_dtype))
+        skippable &= self._is_finite(values, where, begin, end)
+        # Kernels count blocks of keys from the start of a run: only such blocks are skipped.
         after = np.where(full, 0, np.arange(1, full.shape[1] + 1))
-        nothing &= np.maximum.accumulate(after, axis=1)[:, ::tiles] % tiles == 0
-        skipped = np.repeat(nothing, tiles, axis=1)[:, : kinds.shape[1]]
+        skippable &= np.maximum.accumulate(after, axis=1)[:, ::tiles] % tiles == 0
+        skipped = np.repeat(skippable, tiles, axis=1)[:, : kinds.shape[1]]
         return np.where(skipped, TileKind.EMPTY, kinds)
 
-    def _bounds(self, queries: Array, keys: Array, head: int, first: int) -> tuple[Array, Array]:
+    def _score_bounds(
+        self, queries: Array, keys: Array, head: int, first: int
+    ) -> tuple[Array, Array]:
         """The lowest and the highest score of each block, given norms.
 
         A block with products that may not be finite has no bounds.
@@ -131,32 +133,32 @@ class BlockSkipping:
         places = {"score": Interval(-most, most), "head": Interval.of(head, head)}
         product = bound(falling.product, places, operands.tables)
         sizes = (spec.q_len, spec.kv_len, *self._block, first, *most.shape)
-        keep = _bias_bounds if most.size <= _KEPT_BLOCKS else _bias_bounds.__wrapped__
-        low, high = keep(falling.bias, falling.numbers, head, *sizes)
+        bias_bounds = _bias_bounds if most.size <= _KEPT_BLOCKS else _bias_bounds.__wrapped__
+        low, high = bias_bounds(falling.bias, falling.contents, head, *sizes)
         known &= ~np.asarray(product.nan)
         with np.errstate(invalid="ignore"):
             low, high = product.low + low, product.high + high
         return np.where(known, low, -np.inf), np.where(known, high, np.inf)
 
     def _is_finite(self, values: Array, where: tuple[Any, ...], begin: int, end: int) -> Array:
-        """Whether all that the weights of each block are multiplied with is finite.
+        """Whether everything that the weights of each block are multiplied with is finite.
 
-        That is V, and for gradients dO and `dO . V - dO . O + d lse`.
+        That is V, and for gradients dO and `dO . V - dO . O + d lse`; 0 * inf would be NaN.
         """
         if self._inputs is None:
             return np.isfinite(values)
         found = self._inputs
         grad_out, out, grad_lse = (
-            self._largest(array, where, begin, end)[:, None]
+            self._row_norms(array, where, begin, end)[:, None]
             for array in (found.grad_out, found.out, found.grad_lse[..., None])
         )
         with np.errstate(all="ignore"):
             return np.asarray(grad_out * (1 + values + out) + grad_lse < _LARGE)
 
-    def _largest(self, array: Array, where: tuple[Any, ...], begin: int, end: int) -> Array:
+    def _row_norms(self, array: Array, where: tuple[Any, ...], begin: int, end: int) -> Array:
         return _largest_norms(array[where][begin:end], self._block[0])
 
-    def _keys(self, batch: int, kv_head: int) -> tuple[Array, Array]:
+    def _key_norms(self, batch: int, kv_head: int) -> tuple[Array, Array]:
         """The largest norms of each block of K and of V."""
         if self._group is None or self._group[:2] != (batch, kv_head):
             operands = self._problem.operands
@@ -172,17 +174,17 @@ def _falling_bias(problem: Problem) -> _FallingBias | None:
     spec = problem.spec
     if 2.0 * (spec.head_dim + spec.v_head_dim) * spec.q_len * spec.kv_len < _LEAST_OPERATIONS:
         return None
-    parts = None if spec.rotation is not None else _parts(spec.score)
-    numbers = None if parts is None else numbers_of(parts[1], problem.operands.tables)
-    if parts is None or numbers is None:
+    parts = None if spec.rotation is not None else _product_and_bias(spec.score)
+    contents = None if parts is None else table_contents(parts[1], problem.operands.tables)
+    if parts is None or contents is None:
         return None
     sizes = (spec.num_heads, spec.q_len, spec.kv_len)
-    heads = _heads_with_falling_bias(parts[1], numbers, *sizes, _smallest(spec.compute_dtype))
-    return _FallingBias(*parts, numbers, heads) if any(heads) else None
+    heads = _heads_with_falling_bias(parts[1], contents, *sizes, _least_gap(spec.compute_dtype))
+    return _FallingBias(*parts, contents, heads) if any(heads) else None
 
 
 @lru_cache(maxsize=256)
-def _parts(score: Node) -> tuple[Node, Node] | None:
+def _product_and_bias(score: Node) -> tuple[Node, Node] | None:
     """Split a score into f(product) and a bias of heads and positions; None if it cannot be."""
     bias: Node = constant(0.0)
     while isinstance(score, Op) and score.name in ("add", "sub"):
@@ -195,27 +197,27 @@ def _parts(score: Node) -> tuple[Node, Node] | None:
             score = right
         else:
             break
-    if variables(score) - {"score", "head"} or not variables(bias) & _PLACES:
+    if variables(score) - {"score", "head"} or not variables(bias) & _POSITIONS:
         return None
     return None if "batch" in variables(bias) else (score, bias)
 
 
 @lru_cache(maxsize=64)
 def _heads_with_falling_bias(
-    bias: Node, numbers: Numbers, heads: int, q_len: int, kv_len: int, smallest: float
+    bias: Node, contents: TableContents, heads: int, q_len: int, kv_len: int, least_gap: float
 ) -> tuple[bool, ...]:
     """For each head, whether at least a share `_LEAST_SHARE` of its blocks would weigh nothing
     if every product were 0."""
     block_q, block_kv = -(-q_len // _SAMPLED_BLOCKS), -(-kv_len // _SAMPLED_BLOCKS)
     sizes = (q_len, kv_len, block_q, block_kv, 0, -(-q_len // block_q), -(-kv_len // block_kv))
-    bounds = (_bias_bounds.__wrapped__(bias, numbers, head, *sizes) for head in range(heads))
-    return tuple(bool(_is_nothing(*each, smallest).mean() >= _LEAST_SHARE) for each in bounds)
+    bounds = (_bias_bounds.__wrapped__(bias, contents, head, *sizes) for head in range(heads))
+    return tuple(bool(_weighs_nothing(*each, least_gap).mean() >= _LEAST_SHARE) for each in bounds)
 
 
 @lru_cache(maxsize=32)
 def _bias_bounds(
     bias: Node,
-    numbers: Numbers,
+    contents: TableContents,
     head: int,
     q_len: int,
     kv_len: int,
@@ -233,7 +235,7 @@ def _bias_bounds(
         "kv_index": Interval(kv_start, np.minimum(kv_start + block_kv, kv_len) - 1),
         "head": Interval.of(head, head),
     }
-    found = bound(bias, places, as_arrays(numbers))
+    found = bound(bias, places, arrays_of(contents))
     known = np.broadcast_to(~np.asarray(found.nan), (rows, columns))
     room = _ROUNDING * np.maximum(np.abs(found.low), np.abs(found.high))
     with np.errstate(invalid="ignore"):
@@ -241,13 +243,13 @@ def _bias_bounds(
     return np.where(known, low, -np.inf), np.where(known, high, np.inf)
 
 
-def _is_nothing(low: Array, high: Array, smallest: float) -> Array:
-    """Blocks that weigh nothing beside what is at least as high as the highest `low` of a row."""
-    return np.asarray(high < low.max(axis=1, keepdims=True) + smallest)
+def _weighs_nothing(low: Array, high: Array, least_gap: float) -> Array:
+    """Which blocks have no score near the highest lower bound of their row: their weights are 0."""
+    return np.asarray(high < low.max(axis=1, keepdims=True) + least_gap)
 
 
-def _smallest(dtype: np.dtype[Any]) -> float:
-    """The exponent below which weights of this type are exactly 0, and some way further."""
+def _least_gap(dtype: np.dtype[Any]) -> float:
+    """A difference of scores, with some margin, below which weights of this type are exactly 0."""
     return math.log(float(np.finfo(dtype).smallest_normal)) - 1.0
 
 
@@ -255,9 +257,9 @@ def _largest_norms(rows: Array, block: int) -> Array:
     """The largest norm in each block of rows, as float64; not finite where an element is not."""
     squares = np.empty(len(rows), np.float64)
     with np.errstate(all="ignore"):
-        for start in range(0, len(rows), _ROWS):
-            part = rows[start : start + _ROWS]
+        for start in range(0, len(rows), _ROWS_AT_ONCE):
+            part = rows[start : start + _ROWS_AT_ONCE]
             if part.dtype.itemsize < 4:
                 part = part.astype(np.float32)
-            squares[start : start + _ROWS] = np.einsum("ij,ij->i", part, part)
+            squares[start : start + _ROWS_AT_ONCE] = np.einsum("ij,ij->i", part, part)
         return np.sqrt(np.maximum.reduceat(squares, np.arange(0, len(rows), block)) + _UNDERFLOW)

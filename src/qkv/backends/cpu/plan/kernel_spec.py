@@ -24,13 +24,13 @@ def kernel_spec(spec: Spec) -> Spec:
 def integer_bits(problem: Problem) -> int:
     """32 when every integer of the expressions is known to fit, else 64.
 
-    Rows and heads fit by themselves; what is read or computed is bounded.
+    Numbers of rows and heads always fit; integers that are read or computed are bounded.
     """
     spec = problem.spec
-    return bits_of([spec.score, spec.mask], sizes_of(spec), problem.operands.tables)
+    return bits_of([spec.score, spec.mask], index_bounds(spec), problem.operands.tables)
 
 
-def sizes_of(spec: Spec) -> dict[str, Interval]:
+def index_bounds(spec: Spec) -> dict[str, Interval]:
     """Smallest and largest value of each variable that counts rows or heads."""
     sizes = {
         "q_index": spec.q_len,

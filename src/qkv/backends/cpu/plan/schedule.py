@@ -17,22 +17,22 @@ from qkv.problem.spec import Problem, Spec
 from qkv.problem.tiles import TileGrid, TileKind
 
 Array = NDArray[Any]
-Numbers: TypeAlias = tuple[tuple[str, np.dtype[Any], tuple[int, ...], bytes], ...]
+TableContents: TypeAlias = tuple[tuple[str, np.dtype[Any], tuple[int, ...], bytes], ...]
 """Name, dtype, shape and bytes of each table."""
 
 TILE_KV = 64
 """Number of keys of one tile; neighbouring tiles of one kind become one run."""
 
-_FINE, _FINE_CELLS = (16, 32), 2**17
-"""Numbers of keys of finer tiles, and the most of them that are classified for one head."""
-_CELLS = 2**16
+_FINE_TILES, _MOST_FINE_TILES = (16, 32), 2**17
+"""Numbers of keys of finer tiles, and the most such tiles that are classified for one head."""
+_TILES_AT_ONCE = 2**16
 """Number of tiles that are classified at once, in a few arrays of 512 KiB."""
-_SHARED = 8
+_LEAST_SHARING = 8
 """A bias is bounded only if at least this many heads and batch rows share it."""
 CHEAP_OPERATIONS = 1e7
 """With no more operations than this, computing all products is as quick as reading tables to find
 tiles to skip."""
-_NUMBERS_BYTES = 4096
+_MOST_CONTENT_BYTES = 4096
 _KEPT_TASKS = 4096
 """Schedules of up to this many tasks are cached from call to call."""
 
@@ -55,9 +55,9 @@ class BlockFilter(Protocol):
 
 
 def packs_gqa(spec: Spec, lanes: int) -> bool:
-    """Whether the heads that share a kv head are rows of one block: few queries fill no vector.
+    """Whether the heads that share a kv head become rows of one block: few queries fill no vector.
 
-    A mask that differs from head to head has a schedule for each.
+    Not if the mask differs from head to head: then each head has a schedule of its own.
     """
     leave_lanes = spec.group_size > 1 and 2 * spec.q_len <= lanes
     return leave_lanes and "head" not in variables(spec.mask)
@@ -73,7 +73,7 @@ def fine_tile(problem: Problem, block_q: int) -> int:
     if any(arrays[name].size > rows for name in tables(spec.mask)):
         return TILE_KV
     cells = -(-spec.q_len // block_q) * spec.kv_len
-    return next((keys for keys in _FINE if cells <= keys * _FINE_CELLS), TILE_KV)
+    return next((keys for keys in _FINE_TILES if cells <= keys * _MOST_FINE_TILES), TILE_KV)
 
 
 def schedule(
@@ -91,25 +91,25 @@ def schedule(
     With `block_kv`, of which a tile is at least a quarter, runs are of whole blocks of keys,
     `BLOCK_RUN`.
     """
-    spec, (mask, unknown) = problem.spec, cheap_part(problem, CHEAP_OPERATIONS)
+    spec, (mask, has_costly) = problem.spec, cheap_conditions(problem, CHEAP_OPERATIONS)
     if pack_gqa:
-        return _folded(problem, mask, unknown, block_q)
+        return _packed_schedule(problem, mask, has_costly, block_q)
     blocks = spec.batch_size * spec.num_heads * -(-spec.q_len // block_q)
     sizes = (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len, block_q, tile_kv)
-    numbers = numbers_of(mask, problem.operands.tables)
-    if numbers is not None and blocks <= _KEPT_TASKS and block_filter is None:
-        return _of_numbers(mask, numbers, unknown, *sizes, q_blocks_per_task, block_kv)
+    contents = table_contents(mask, problem.operands.tables)
+    if contents is not None and blocks <= _KEPT_TASKS and block_filter is None:
+        return _cached_schedule(mask, contents, has_costly, *sizes, q_blocks_per_task, block_kv)
     grid = TileGrid(mask, problem.operands.tables, spec.q_len, spec.kv_len, block_q, tile_kv)
     shape = (spec.batch_size, spec.num_heads)
-    return _schedule(grid, unknown, *shape, q_blocks_per_task, block_kv, block_filter)
+    return _schedule(grid, has_costly, *shape, q_blocks_per_task, block_kv, block_filter)
 
 
-def cheap_part(problem: Problem, most: float) -> tuple[Node, bool]:
-    """The conditions whose bounds cost little, and whether others were left out.
+def cheap_conditions(problem: Problem, most: float) -> tuple[Node, bool]:
+    """The conditions of the mask whose bounds cost little, and whether others were left out.
 
-    Those that read no arrays cost nothing: they have been bounded before. Up to `most` operations
-    pay for no others. Bounding a bias reads it all; one that few heads share is read in about the
-    time that its tiles take, and seldom empties any.
+    Conditions that read no arrays cost nothing: they have been bounded before. In a problem of up
+    to `most` operations, no others are worth their cost. Bounding a bias reads it all; a bias that
+    few heads share is read in about the time that its tiles take, and seldom empties any.
     """
     spec, arrays = problem.spec, problem.operands.tables
     pairs = spec.batch_size * spec.num_heads * spec.q_len * spec.kv_len
@@ -120,7 +120,7 @@ def cheap_part(problem: Problem, most: float) -> tuple[Node, bool]:
         if (alone and array.ndim)
         or (
             array.dtype.kind != "b"
-            and array.size > max(4 * (spec.q_len + spec.kv_len), pairs // _SHARED)
+            and array.size > max(4 * (spec.q_len + spec.kv_len), pairs // _LEAST_SHARING)
         )
     }
     parts = _conditions(spec.mask)
@@ -129,7 +129,7 @@ def cheap_part(problem: Problem, most: float) -> tuple[Node, bool]:
 
 
 def _conditions(node: Node) -> list[Node]:
-    """The conditions that all have to hold, each once."""
+    """The operands of a conjunction, each once."""
     found: dict[Node, None] = {}
     seen: set[Node] = set()
     waiting = [node]
@@ -143,11 +143,11 @@ def _conditions(node: Node) -> list[Node]:
     return list(found)
 
 
-def _folded(problem: Problem, mask: Node, unknown: bool, block_q: int) -> Schedule:
-    """The queries of a group are `group_size * q_len` rows, all with the runs of their tile."""
+def _packed_schedule(problem: Problem, mask: Node, has_costly: bool, block_q: int) -> Schedule:
+    """The schedule with the `group_size * q_len` queries of a group of heads as rows of a block."""
     spec, arrays = problem.spec, problem.operands.tables
     grid = TileGrid(mask, arrays, spec.q_len, spec.kv_len, spec.q_len, TILE_KV)
-    whole = _schedule(grid, unknown, spec.batch_size, spec.num_kv_heads)
+    whole = _schedule(grid, has_costly, spec.batch_size, spec.num_kv_heads)
     first_rows = np.arange(0, spec.group_size * spec.q_len, block_q)
     tasks = np.repeat(whole.tasks, len(first_rows), axis=0)
     tasks[:, TASK.index("head")] *= spec.group_size
@@ -155,24 +155,24 @@ def _folded(problem: Problem, mask: Node, unknown: bool, block_q: int) -> Schedu
     return Schedule(tasks, whole.runs, whole.pairs * spec.group_size)
 
 
-def numbers_of(mask: Node, arrays: Mapping[str, Array]) -> Numbers | None:
-    """The tables that a mask reads, if they are small: layers of a model follow one another with
-    the same."""
+def table_contents(mask: Node, arrays: Mapping[str, Array]) -> TableContents | None:
+    """The tables that a mask reads, if they are small enough to compare: the layers of a model
+    often have the same."""
     read = [(name, arrays[name]) for name in sorted(tables(mask))]
-    if any(array.nbytes > _NUMBERS_BYTES for _, array in read):
+    if any(array.nbytes > _MOST_CONTENT_BYTES for _, array in read):
         return None
     return tuple((name, array.dtype, array.shape, array.tobytes()) for name, array in read)
 
 
-def as_arrays(numbers: Numbers) -> dict[str, Array]:
-    return {name: np.frombuffer(bits, dtype).reshape(shape) for name, dtype, shape, bits in numbers}
+def arrays_of(contents: TableContents) -> dict[str, Array]:
+    return {name: np.frombuffer(b, dtype).reshape(shape) for name, dtype, shape, b in contents}
 
 
 @lru_cache(maxsize=64)
-def _of_numbers(
+def _cached_schedule(
     mask: Node,
-    numbers: Numbers,
-    unknown: bool,
+    contents: TableContents,
+    has_costly: bool,
     batches: int,
     heads: int,
     q_len: int,
@@ -182,28 +182,28 @@ def _of_numbers(
     q_blocks_per_task: int,
     block_kv: int | None,
 ) -> Schedule:
-    """A mask that reads the same numbers has the same schedule."""
-    grid = TileGrid(mask, as_arrays(numbers), q_len, kv_len, block_q, tile_kv)
-    return _schedule(grid, unknown, batches, heads, q_blocks_per_task, block_kv)
+    """The schedule of a mask and the contents of its tables, cached."""
+    grid = TileGrid(mask, arrays_of(contents), q_len, kv_len, block_q, tile_kv)
+    return _schedule(grid, has_costly, batches, heads, q_blocks_per_task, block_kv)
 
 
 def _schedule(
     grid: TileGrid,
-    unknown: bool,
+    has_costly: bool,
     batches: int,
     heads: int,
     q_blocks_per_task: int = 1,
     block_kv: int | None = None,
     block_filter: BlockFilter | None = None,
 ) -> Schedule:
-    """The schedule of a grid. With `unknown` conditions beside its mask, no tile is full."""
+    """The schedule of a grid. If costly conditions were left out of its mask, no tile is full."""
     mask_batches = batches if "batch" in grid.depends_on else 1
     mask_heads = heads if "head" in grid.depends_on else 1
     own_batches, own_heads = (batches, heads) if block_filter else (mask_batches, mask_heads)
     blocks = -(-grid.q_blocks // q_blocks_per_task)
     runs: list[Array] = []
     counts: list[Array] = []
-    step = max(1, _CELLS // max(grid.kv_blocks * q_blocks_per_task, 1))
+    step = max(1, _TILES_AT_ONCE // max(grid.kv_blocks * q_blocks_per_task, 1))
     known: tuple[tuple[int, ...], Array] | None = None
     for batch, head in np.ndindex(own_batches, own_heads):
         for first in range(0, blocks, step):
@@ -215,7 +215,7 @@ def _schedule(
             if known is None or known[0] != place:
                 last_block = min((first + step) * q_blocks_per_task, grid.q_blocks)
                 kinds = grid.classify(*place, last_block)
-                if unknown:
+                if has_costly:
                     kinds[kinds == TileKind.FULL] = TileKind.PARTIAL
                 known = place, kinds
             kinds = known[1]
@@ -224,14 +224,14 @@ def _schedule(
                     kinds, grid.block_kv, batch, head, first * q_blocks_per_task
                 )
             if block_kv is None:
-                words = _side_by_side(kinds, q_blocks_per_task)[..., None]
-                rows, found = _runs(words, grid.block_kv, grid.kv_len)
+                words = _packed_kinds(kinds, q_blocks_per_task)[..., None]
+                rows, found = _find_runs(words, grid.block_kv, grid.kv_len)
             else:
-                parts = _quarters(kinds, block_kv // grid.block_kv)
+                parts = _kinds_and_quarters(kinds, block_kv // grid.block_kv)
                 words = np.stack(
-                    [_side_by_side(part, q_blocks_per_task) for part in parts], axis=-1
+                    [_packed_kinds(part, q_blocks_per_task) for part in parts], axis=-1
                 )
-                rows, found = _runs(words, block_kv, grid.kv_len)
+                rows, found = _find_runs(words, block_kv, grid.kv_len)
             if q_blocks_per_task == 1 and block_kv is None:
                 found[:, 2] = found[:, 2] == TileKind.PARTIAL
             runs.append(found)
@@ -253,8 +253,8 @@ def _schedule(
     return Schedule(tasks.reshape(-1, len(TASK)), every_run, pairs)
 
 
-def _side_by_side(kinds: Array, q_blocks_per_task: int) -> Array:
-    """One row for `q_blocks_per_task` rows: two bits for each, the first one's lowest."""
+def _packed_kinds(kinds: Array, q_blocks_per_task: int) -> Array:
+    """One row of words for `q_blocks_per_task` rows: two bits for each, the first one's lowest."""
     if q_blocks_per_task == 1:
         return kinds.astype(np.int64)
     rows = -(-len(kinds) // q_blocks_per_task)
@@ -266,8 +266,8 @@ def _side_by_side(kinds: Array, q_blocks_per_task: int) -> Array:
     return np.asarray(shifted.sum(axis=1))
 
 
-def _quarters(kinds: Array, tiles: int) -> tuple[Array, Array, Array]:
-    """For blocks of several tiles: kind, first used quarter and last used quarter."""
+def _kinds_and_quarters(kinds: Array, tiles: int) -> tuple[Array, Array, Array]:
+    """Kind, first used quarter and last used quarter of each block of `tiles` tiles."""
     rows, columns = kinds.shape
     padded = np.full((rows, -(-columns // tiles) * tiles), TileKind.EMPTY, kinds.dtype)
     padded[:, :columns] = kinds
@@ -282,10 +282,10 @@ def _quarters(kinds: Array, tiles: int) -> tuple[Array, Array, Array]:
     return kind, first, last
 
 
-def _runs(words: Array, size: int, kv_len: int) -> tuple[Array, Array]:
-    """Runs of the same words in each row of blocks of keys, empty ones left out, and their rows.
+def _find_runs(words: Array, size: int, kv_len: int) -> tuple[Array, Array]:
+    """Runs of neighbouring blocks of keys with the same words, without empty ones, and their rows.
 
-    The first word says what a block is.
+    The first word of a block is its kind.
     """
     edge = np.ones((words.shape[0], words.shape[1] + 1), bool)
     edge[:, 1:-1] = (words[:, 1:] != words[:, :-1]).any(axis=-1)

@@ -27,8 +27,8 @@ class SummedTable:
     """A table whose gradient is wanted: where tasks that share its entries add.
 
     `shared` says for each of batch row, kv head and range of keys whether tasks that differ in it
-    may add to the same entry. They have a copy each, of float64, if that is little; else one array
-    for all, and run one after the other.
+    may add to the same entry. Such tasks have a copy each, of float64, if the copies take
+    little memory; else they add to one array, one after the other.
     """
 
     name: str
@@ -57,7 +57,8 @@ def summed_table(problem: Problem, name: str, ranges: int) -> SummedTable:
     counts = spec.batch_size, spec.num_kv_heads, ranges
     lengths = spec.batch_size, spec.num_heads, spec.kv_len
     shared = tuple(
-        count > 1 and not all(_apart(problem, load, axis, length) for load in loads)
+        count > 1
+        and not all(_reads_different_entries(problem, load, axis, length) for load in loads)
         for axis, count, length in zip(("batch", "head", "kv_index"), counts, lengths, strict=True)
     )
     if len(loads) > 1:  # Two reads may add to the same entry even if neither does alone.
@@ -71,8 +72,8 @@ def _number_of_copies(shared: Sequence[bool], counts: Sequence[int]) -> int:
     return math.prod(n for n, s in zip(counts, shared, strict=True) if s)
 
 
-def _apart(problem: Problem, load: Load, axis: str, length: int) -> bool:
-    """Whether different values of one variable always read different entries."""
+def _reads_different_entries(problem: Problem, load: Load, axis: str, length: int) -> bool:
+    """Whether different values of the variable `axis` always read different entries."""
     own = [index for index in load.indices if variables(index) == {axis}]
     if not own:
         return False

@@ -1,4 +1,4 @@
-"""What a decoding step reads, for any number of keys: proved once from its expressions.
+"""The form of decoding steps of any length: proved once from the expressions of a problem.
 
 Bounds of integers, and with them how wide code must compute them, are those of all lengths and
 shifts up to `LONGEST`. Each array that calls bring has an entry for each key, for each block of
@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.backends.cpu.passes.decode import DecodeArguments
-from qkv.backends.cpu.passes.scratch import NOTHING
-from qkv.backends.cpu.plan.kernel_spec import bits_of, sizes_of
+from qkv.backends.cpu.passes.scratch import NO_RESULTS
+from qkv.backends.cpu.plan.kernel_spec import bits_of, index_bounds
 from qkv.backends.cpu.prepared.placeholders import tables_of
 from qkv.errors import ArgumentError, ShapeError
 from qkv.problem.bounds import check_table_reads
@@ -33,7 +33,7 @@ positions fit 32 bits."""
 
 @dataclass(frozen=True, slots=True)
 class ArrayWords:
-    """Where the table of an array that each call brings stands in a block, and what it must be.
+    """Where the words of an array that each call brings stand in a block, and its expected form.
 
     The size of an axis stands before its stride. `sizes` are 1 for an axis that is not indexed;
     where `keys` is not 0, the axis has an entry for so many keys instead, the last perhaps for
@@ -53,7 +53,7 @@ class ArrayWords:
         strides: Sequence[int],
         kv_len: int,
     ) -> bool:
-        """Whether the array is like the one that was prepared for."""
+        """Write the words of an array; False if it is not like the one that was prepared for."""
         if len(shape) != len(self.sizes):
             return False
         for word, expected, keys, size, stride in zip(
@@ -68,14 +68,14 @@ class ArrayWords:
         return True
 
 
-class AnyLength(NamedTuple):
+class AnyLengthForm(NamedTuple):
     """How wide integers are, and where the tables of the arrays of calls stand in a block."""
 
     int_bits: int
     words: list[ArrayWords]
 
 
-def for_any_length(problem: Problem, arrays: tuple[Array, ...]) -> AnyLength | None:
+def any_length_form(problem: Problem, arrays: tuple[Array, ...]) -> AnyLengthForm | None:
     """What steps like this problem need; None if something depends on how many keys there are.
 
     Tables that are no views of `arrays` must serve any number of keys.
@@ -85,40 +85,42 @@ def for_any_length(problem: Problem, arrays: tuple[Array, ...]) -> AnyLength | N
         return None
     from_calls = {name for names in read for name in names}
     # Offsets of single batch rows change with the number of keys.
-    if any(problem.operands.tables[n].ndim and n not in from_calls for n in _offsets(problem)):
+    if any(
+        problem.operands.tables[n].ndim and n not in from_calls for n in _offset_tables(problem)
+    ):
         return None
     spec, operands = problem.spec, problem.operands
-    known = {t.name: t for t in spec.tables}
-    shifts = set(shifts_of(problem)) | _lengths(problem, from_calls)
-    widest = [np.iinfo(known[n].dtype) for n in from_calls - shifts if known[n].kind == "int"]
+    by_name = {t.name: t for t in spec.tables}
+    shifts = set(shift_tables(problem)) | _length_tables(problem, from_calls)
+    widest = [np.iinfo(by_name[n].dtype) for n in from_calls - shifts if by_name[n].kind == "int"]
     limits = [(int(i.min), int(i.max)) for i in widest] or [(0, 0)]
     places = {
-        **sizes_of(spec),
+        **index_bounds(spec),
         "kv_index": Interval.of(0, LONGEST - 1),
         "q_pos": Interval.of(-LONGEST, LONGEST),
         "kv_pos": Interval.of(min(low for low, _ in limits), max(high for _, high in limits)),
     }
-    roots = [_for_any_length(node, shifts, from_calls) for node in (spec.score, spec.mask)]
+    roots = [_with_variables(node, shifts, from_calls) for node in (spec.score, spec.mask)]
     loads = [
         n for n in walk(spec.score, spec.mask) if isinstance(n, Load) and n.table in from_calls
     ]
-    reads = [_read_for_any_length(load, shifts, from_calls) for load in loads]
+    reads = [_read_with_variables(load, shifts, from_calls) for load in loads]
     try:
         check_table_reads([*roots, *reads], places, operands.tables)
     except (ShapeError, ArgumentError):
         return None
-    template = DecodeArguments(problem, NOTHING)
+    template = DecodeArguments(problem, NO_RESULTS)
     words = []
     for array, (name,) in zip(arrays, read, strict=True):
         found = _array_words(problem, name, array, template.word_of_table(name))
         if found is None:
             return None
         words.append(found)
-    return AnyLength(bits_of(roots, places, operands.tables), words)
+    return AnyLengthForm(bits_of(roots, places, operands.tables), words)
 
 
-def _offsets(problem: Problem) -> list[str]:
-    """Tables of the positions of queries."""
+def _offset_tables(problem: Problem) -> list[str]:
+    """Names of the tables of the positions of queries."""
     origins = problem.operands.origins
     return [
         table.name
@@ -127,8 +129,8 @@ def _offsets(problem: Problem) -> list[str]:
     ]
 
 
-def _lengths(problem: Problem, from_calls: set[str]) -> set[str]:
-    """Tables, given anew in each step, of numbers of keys and of offsets that follow from them."""
+def _length_tables(problem: Problem, from_calls: set[str]) -> set[str]:
+    """Names of tables that each step has of its own: numbers of keys, and offsets from these."""
     of_lengths = {t.name for t in problem.spec.tables if t.label in ("kv_lens", "q_offset")}
     return {
         name
@@ -138,18 +140,18 @@ def _lengths(problem: Problem, from_calls: set[str]) -> set[str]:
     }
 
 
-def shifts_of(problem: Problem) -> list[str]:
-    """Of these, tables of one number, which each step has its own of."""
-    return [name for name in _offsets(problem) if not problem.operands.tables[name].ndim]
+def shift_tables(problem: Problem) -> list[str]:
+    """Names of offset tables that are one number, which is new in each step."""
+    return [name for name in _offset_tables(problem) if not problem.operands.tables[name].ndim]
 
 
-def _for_any_length(node: Node, shifts: set[str], from_calls: set[str]) -> Node:
+def _with_variables(node: Node, shifts: set[str], from_calls: set[str]) -> Node:
     """The node with variables, of known bounds, in the place of what changes from step to step.
 
     `q_pos` stands for where the queries are, `kv_pos` for integers of arrays that each call passes.
     """
 
-    def changed(n: Node, following: tuple[Node, ...]) -> Node:
+    def replaced(n: Node, following: tuple[Node, ...]) -> Node:
         match n:
             case Load(table=table) if table in shifts:
                 return Var("q_pos")
@@ -163,13 +165,13 @@ def _for_any_length(node: Node, shifts: set[str], from_calls: set[str]) -> Node:
                 return Op(name, kind, following)
         return n
 
-    return rebuilt(node, changed)
+    return rebuilt(node, replaced)
 
 
-def _read_for_any_length(load: Load, shifts: set[str], from_calls: set[str]) -> Load:
-    """The read of an array that calls bring, without the axes that are as long as its keys ask."""
+def _read_with_variables(load: Load, shifts: set[str], from_calls: set[str]) -> Load:
+    """A read of an array that calls bring, with index 0 for axes that are as long as keys ask."""
     indices = [
-        Const("int", 0) if _keys_of_entry(index) else _for_any_length(index, shifts, from_calls)
+        Const("int", 0) if _keys_per_entry(index) else _with_variables(index, shifts, from_calls)
         for index in load.indices
     ]
     return Load(load.table, load.kind, tuple(indices))
@@ -187,7 +189,7 @@ def _array_words(problem: Problem, name: str, array: Array, word: int) -> ArrayW
     keys = []
     for axis in axes:
         indices = {load.indices[axis] for load in loads}
-        found = {_keys_of_entry(index) for index in indices}
+        found = {_keys_per_entry(index) for index in indices}
         if len(found) > 1:
             return None
         keys.append(found.pop() if found else 0)
@@ -196,7 +198,7 @@ def _array_words(problem: Problem, name: str, array: Array, word: int) -> ArrayW
     return ArrayWords(word, strides, tuple(table.shape[axis] for axis in axes), tuple(keys))
 
 
-def _keys_of_entry(index: Node) -> int:
+def _keys_per_entry(index: Node) -> int:
     """For how many keys an axis with this index has one entry; 0 if it does not go along keys."""
     match index:
         case Var(name="kv_index"):

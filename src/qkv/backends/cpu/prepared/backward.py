@@ -26,10 +26,10 @@ from qkv.backends.cpu.passes.backward_arguments import (
     areas_of,
     scratch_of,
 )
-from qkv.backends.cpu.passes.delta_correction import Rows
+from qkv.backends.cpu.passes.delta_correction import RowArrays
 from qkv.backends.cpu.passes.gradient import is_faint, needs_delta_correction
-from qkv.backends.cpu.passes.scratch import ArgumentBlock, give_back, take
-from qkv.backends.cpu.prepared.placeholders import alike, without_values
+from qkv.backends.cpu.passes.scratch import ArgumentBlock, return_scratch, take_scratch
+from qkv.backends.cpu.prepared.placeholders import placeholder, without_values
 from qkv.problem.backward import BackwardInputs
 from qkv.problem.spec import Problem
 
@@ -51,10 +51,10 @@ class PreparedBackward:
             problem, corrects_delta=False, names=(), out_dtype=inputs.out.dtype
         )
         self._kernel = self._pass.kernel()
-        self._results = _forms(Results(problem, self._pass))
-        inputs = replace(inputs, out=alike(inputs.out), grad_out=alike(inputs.grad_out))
-        rows = Rows(problem, inputs, 0)
-        # These zeros are the only array with an element for each row that is kept.
+        self._results = _without_memory(Results(problem, self._pass))
+        inputs = replace(inputs, out=placeholder(inputs.out), grad_out=placeholder(inputs.grad_out))
+        rows = RowArrays(problem, inputs, 0)
+        # These zeros are the only array kept here that has an element for each row.
         self._zeros = np.zeros_like(rows.lse)
         rows.lse = rows.lse_rest = rows.grad_lse = rows.delta_rest = self._zeros
         self._template = BackwardArguments(
@@ -81,16 +81,16 @@ class PreparedBackward:
     ) -> tuple[Array, Array, Array] | None:
         """Gradients of query, key and value; None if something is not as it was prepared for."""
         along_lse = self._zeros if grad_lse is None else grad_lse
-        unknown = np.isnan(lse_rest).any() or needs_delta_correction(lse)
-        if unknown or isa_setting() != self._isa:
+        is_unprepared = np.isnan(lse_rest).any() or needs_delta_correction(lse)
+        if is_unprepared or isa_setting() != self._isa:
             return None
         if self._pass.splits_float32 and is_faint(grad_out, along_lse):
             return None
         finite = np.where(np.isneginf(lse), lse.dtype.type(0), lse)
         finite, rest, along_lse = map(np.ascontiguousarray, (finite, lse_rest, along_lse))
-        results, workers = self._results.again(), self._pass.workers()
+        results, workers = self._results.renewed(), self._pass.workers()
         size = self._scratch_bytes * workers
-        scratch = take(size + self._finished_bytes)
+        scratch = take_scratch(size + self._finished_bytes)
         finished = scratch.address + size
         ctypes.memset(finished, 0, self._finished_bytes)
         held = (
@@ -113,21 +113,21 @@ class PreparedBackward:
         self._pass.launch(self._kernel, block, workers)
         block.keep_alive = ()
         self._blocks.append(block)
-        give_back(scratch)
+        return_scratch(scratch)
         found = results.finish()
         return found.query, found.key, found.value
 
 
-def _forms(results: Results) -> Results:
+def _without_memory(results: Results) -> Results:
     """Results of the same shapes and strides without memory."""
     forms = copy(results)
     for name in ("query", "query_partials"):
-        setattr(forms, name, alike(getattr(results, name)))
+        setattr(forms, name, placeholder(getattr(results, name)))
     for name in ("key", "value"):
         gradient, sums = getattr(results, name), getattr(results, f"{name}_sums")
-        form = alike(gradient)
+        form = placeholder(gradient)
         setattr(forms, name, form)
-        setattr(forms, f"{name}_sums", form if sums is gradient else alike(sums))
+        setattr(forms, f"{name}_sums", form if sums is gradient else placeholder(sums))
     return forms
 
 

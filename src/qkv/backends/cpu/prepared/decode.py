@@ -16,7 +16,7 @@ from qkv.backends.cpu.machine.addresses import quick_address_of
 from qkv.backends.cpu.machine.host import isa_setting
 from qkv.backends.cpu.passes.arguments import batch_offsets, word_of
 from qkv.backends.cpu.passes.decode import DecodeArguments, DecodePass, batch_stride
-from qkv.backends.cpu.passes.scratch import NOTHING, ArgumentBlock
+from qkv.backends.cpu.passes.scratch import NO_RESULTS, ArgumentBlock
 from qkv.backends.cpu.prepared.placeholders import without_values
 from qkv.partial import Partial, RowStatistics
 from qkv.problem.spec import Problem
@@ -64,8 +64,8 @@ class OperandWords:
 QUERY, KEY, VALUE = (OperandWords.of(name) for name in ("query", "key", "value"))
 
 
-def decode(problem: Problem, result: Partial, statistics: RowStatistics | None) -> bool:
-    """One call, whose results go into these arrays; whether the output is known to be finite."""
+def run_decode(problem: Problem, result: Partial, statistics: RowStatistics | None) -> bool:
+    """Run one call, with results in these arrays; whether the output is known to be finite."""
     arguments = DecodeArguments(problem, result, statistics)
     decode = DecodePass(problem, statistics=statistics is not None)
     return decode.run(ArgumentBlock(arguments.copy()), decode.share(problem.spec.kv_len), arguments)
@@ -83,7 +83,7 @@ class PreparedDecode:
         share = self._pass.share(spec.kv_len)
         self._share = share if share.brief else None
         """How a brief call is shared out, which does not depend on the number of threads."""
-        self._template = template = DecodeArguments(problem, NOTHING)
+        self._template = template = DecodeArguments(problem, NO_RESULTS)
         shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.v_head_dim)
         self._out = shape, self._pass.out_dtype
         self._lse = shape[:-1], spec.compute_dtype
@@ -109,8 +109,8 @@ class PreparedDecode:
 
         `keep_alive` are the objects that own the memory.
 
-        False if the machine is not taken for the same any more, or an output is not finite: a
-        checked call may know better.
+        False if `QKV_ISA` has changed, or if an output is not finite: the caller then makes a
+        checked call.
         """
         if isa_setting() != self._isa:
             return False

@@ -15,7 +15,7 @@ from qkv.backends.cpu.machine.host import isa_setting
 from qkv.backends.cpu.passes.arguments import word_of
 from qkv.backends.cpu.passes.forward import ForwardPass
 from qkv.backends.cpu.passes.forward_arguments import ForwardArguments
-from qkv.backends.cpu.passes.scratch import NOTHING, ArgumentBlock, give_back, take
+from qkv.backends.cpu.passes.scratch import NO_RESULTS, ArgumentBlock, return_scratch, take_scratch
 from qkv.backends.cpu.prepared.placeholders import without_values
 from qkv.partial import RowStatistics
 from qkv.problem.spec import Problem
@@ -35,7 +35,7 @@ _CALLER = ctypes.c_int64(0)
 class PreparedForward:
     """The forward pass of many queries; `backward` says what will follow.
 
-    With `statistics` those of the rows take the place of lse_rest among the results.
+    With `statistics`, statistics of the rows take the place of lse_rest among the results.
     """
 
     def __init__(
@@ -51,16 +51,16 @@ class PreparedForward:
         self._isa = isa_setting()
         self._pass = forward
         self._count = forward.count
-        self._alone = forward.most_workers <= 1
+        self._runs_alone = forward.most_workers <= 1
         self._brief_job = forward.kernel.brief_job if forward.is_brief else None
         shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.v_head_dim)
         self._out = shape, forward.out_dtype
         self._lse = shape[:-1], spec.compute_dtype
-        self._rest = backward
+        self._has_rest = backward
         self._rounds = backward and forward.out_dtype != spec.compute_dtype
         self._statistics = statistics
         self._scratch_bytes = forward.scratch_bytes
-        self._template = template = ForwardArguments(problem, forward, 0, NOTHING)
+        self._template = template = ForwardArguments(problem, forward, 0, NO_RESULTS)
         self._read = [list(map(template.word_of_table, tables)) for tables in read]
         self._blocks: list[ArgumentBlock] = []
 
@@ -69,7 +69,7 @@ class PreparedForward:
     ) -> tuple[Array, Array | None, Any, Array | None] | None:
         at, out = quick_address_of, np.empty(*self._out)
         lse = np.empty(*self._lse) if rows else None
-        rest = np.empty(*self._lse) if rows and self._rest else None
+        rest = np.empty(*self._lse) if rows and self._has_rest else None
         unrounded = np.empty(out.shape, self._lse[1]) if rows and self._rounds else None
         statistics = [np.empty(*self._lse) for _ in _STATISTICS] if self._statistics else ()
         found = self.run(
@@ -97,8 +97,8 @@ class PreparedForward:
 
         `keep_alive` are the objects that own the memory.
 
-        False if the machine is not taken for the same any more, or an output is not finite: a
-        checked call may know better.
+        False if `QKV_ISA` has changed, or if an output is not finite: the caller then makes a
+        checked call.
         """
         if isa_setting() != self._isa:
             return False
@@ -117,8 +117,8 @@ class PreparedForward:
             words[place] = address
         if self._rounds:
             words[_UNROUNDED] = unrounded
-        workers = 1 if self._alone else self._pass.workers()
-        scratch = take(self._scratch_bytes * workers)
+        workers = 1 if self._runs_alone else self._pass.workers()
+        scratch = take_scratch(self._scratch_bytes * workers)
         words[_SCRATCH] = scratch.address
         if self._brief_job is not None:
             # What `launch` does, for one slice of one thread.
@@ -132,5 +132,5 @@ class PreparedForward:
         is_finite = not words[_NOT_FINITE]
         words[_NOT_FINITE] = 0
         self._blocks.append(block)
-        give_back(scratch)
+        return_scratch(scratch)
         return is_finite

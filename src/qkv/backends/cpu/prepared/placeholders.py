@@ -36,21 +36,21 @@ def without_values(problem: Problem, arrays: tuple[Array, ...]) -> tuple[Problem
     The second result has the names of these tables, for each array.
     """
     operands, read = problem.operands, tables_of(problem, arrays)
-    views = {name: alike(operands.tables[name]) for names in read for name in names}
+    views = {name: placeholder(operands.tables[name]) for names in read for name in names}
     # The caller may change these arrays later, and they are compared by value.
     copies = {name: array.copy() for name, array in operands.tables.items() if name not in views}
     operands = replace(
         operands,
-        query=alike(operands.query),
-        key=alike(operands.key),
-        value=alike(operands.value),
+        query=placeholder(operands.query),
+        key=placeholder(operands.key),
+        value=placeholder(operands.value),
         tables={**copies, **views},
         origins={},
     )
     return replace(problem, operands=operands), read
 
 
-def alike(array: Array | StoredRows) -> Array:
+def placeholder(array: Array | StoredRows) -> Array:
     """An array that claims the dtype, shape and strides of another over memory for one element.
 
     It is there to be described, never read: all but its first element are out of bounds.

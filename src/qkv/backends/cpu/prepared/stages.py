@@ -22,7 +22,7 @@ Results = tuple[Array, Any, Any, Any]
 Gradients = tuple[Array, Array, Array]
 
 __all__ = [
-    "GrowingRotation", "RotatedBackward", "RotatedCall", "SinksCall", "is_rotation_kept",
+    "AnyLengthRotation", "RotatedBackward", "RotatedCall", "SinksCall", "is_rotation_kept",
     "rotated_form",
 ]  # fmt: skip
 
@@ -33,7 +33,7 @@ _MOST_REUSED = 2**17
 one."""
 
 
-class Call(Prepared, AddressedCall, Protocol):
+class InnerCall(Prepared, AddressedCall, Protocol):
     """A prepared call that can be made with addresses too."""
 
 
@@ -55,7 +55,7 @@ def is_rotation_kept(problem: Problem) -> bool:
 class RotatedCall:
     """A prepared call whose query and key are rotated first."""
 
-    def __init__(self, problem: Problem, inner: Call) -> None:
+    def __init__(self, problem: Problem, inner: InnerCall) -> None:
         operands = problem.operands
         assert operands.angles is not None
         self._inner = inner
@@ -68,7 +68,7 @@ class RotatedCall:
         self, query: Array, key: Array, value: Array, rows: bool, arrays: Sequence[Array] = ()
     ) -> Results | None:
         """See `qkv.backends.Prepared`."""
-        rotated = self._rotated(quick_address_of(query), quick_address_of(key))
+        rotated = self._rotate(quick_address_of(query), quick_address_of(key))
         found = self._inner(rotated[0], rotated[1], value, rows, arrays)
         self._give_back(rotated)
         return found
@@ -76,15 +76,15 @@ class RotatedCall:
     def run(self, addresses: Addresses, keep_alive: Any) -> bool:
         """See `qkv.backends.AddressedCall`."""
         query, key, value, out, lse, rest, arrays = addresses
-        rotated = self._rotated(query, key)
+        rotated = self._rotate(query, key)
         own = quick_address_of(rotated[0]), quick_address_of(rotated[1])
         inner = (*own, value, out, lse, rest, arrays)
         found = self._inner.run(inner, (keep_alive, rotated))
         self._give_back(rotated)
         return found
 
-    def _rotated(self, query: int, key: int) -> list[Array]:
-        """Query and key, rotated, in the memory of an earlier call if there is any.
+    def _rotate(self, query: int, key: int) -> list[Array]:
+        """Rotate query and key, into the memory of an earlier call if there is any.
 
         New memory would cost more than a small rotation.
         """
@@ -103,7 +103,7 @@ class RotatedCall:
 class SinksCall:
     """A prepared call whose sinks take their share afterwards, of statistics too."""
 
-    def __init__(self, problem: Problem, inner: Call, *, backward: bool = False) -> None:
+    def __init__(self, problem: Problem, inner: InnerCall, *, backward: bool = False) -> None:
         spec, sinks = problem.spec, problem.operands.sinks
         assert sinks is not None
         self._inner = inner
@@ -151,7 +151,7 @@ class SinksCall:
         return True
 
 
-class GrowingRotation:
+class AnyLengthRotation:
     """Steps of decoding whose query and keys are rotated first."""
 
     def __init__(self, problem: Problem, inner: Any) -> None:
@@ -171,7 +171,7 @@ class GrowingRotation:
         q_shift: int,
         arrays: Sequence[Array] = (),
     ) -> tuple[Array, Any, None] | None:
-        """See `qkv.backends.Growing`."""
+        """See `qkv.backends.AnyLengthSteps`."""
         angles = (
             self._of_query.rows(q_shift, query.shape[-2]),
             self._of_key.rows(self._kv_shift, key.shape[-2]),

@@ -7,9 +7,10 @@ blocks and the same products but no values, answers one *question* about the wei
 
 - sums: m[i] and log(l[i]), the maximum of a row and the logarithm of its sum over that, for rows
   whose lse is so large that its rounding would show in the weights;
-- top: the k best scores of each row and their keys. A sorted list of k is kept for each lane. A
-  block is looked at only if its best score enters some list, and a score is inserted only if it
-  is above the last of some lane's; keys come in rising order, so that ties stay with the lower;
+- top: the k best scores of each row and their keys. Each lane has a sorted list of k scores. The
+  keys of a block are looked at one by one only if its best score enters some list, and a score is
+  inserted only if it is above the last of some list. Keys come in rising order, so that of equal
+  scores the one of the lower key stays;
 - received: sum_i w[i, j] of each key j. A task is a range of keys, with the blocks of queries
   in rising order; each lane has a compensated sum for each key, and the lanes are added at the
   end, so that the bits depend on the number of queries alone.
@@ -33,7 +34,7 @@ from qkv.backends.cpu.forward.frame import STATS, ForwardFrame
 from qkv.backends.cpu.forward.softmax import finish_scores, softmax_function
 from qkv.backends.cpu.products.query_lanes import vectors_at
 from qkv.backends.cpu.replay.reduction import (
-    Block,
+    QueryBlock,
     Reduction,
     ReplayKey,
     areas_of,
@@ -47,14 +48,14 @@ def emit_replay(key: ReplayKey) -> str:
     """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
     frame = replay_frame(key)
     if key.question == "received":
-        emit_range_tasks(Received(frame))
+        emit_range_tasks(ReceivedReduction(frame))
     else:
-        emit_row_tasks((Top if key.question == "top" else Sums)(frame))
+        emit_row_tasks((TopReduction if key.question == "top" else SumsReduction)(frame))
     return str(frame.e.module)
 
 
-class Sums(Reduction):
-    """m and log(l) of each row: the softmax of the forward pass, its weights left behind."""
+class SumsReduction(Reduction):
+    """m and log(l) of each row, by the softmax of the forward pass; its weights are not used."""
 
     def keys_function(self, name: str, masked: bool) -> Value:
         return softmax_function(self.frame, name, masked)
@@ -62,7 +63,7 @@ class Sums(Reduction):
     def state_bytes(self, arguments: Value, row: int) -> Value:
         return self.e.index(STATS * row)
 
-    def begin(self, block: Block) -> None:
+    def begin(self, block: QueryBlock) -> None:
         e, width = self.e, block.vectors * self.e.vector_bytes
         for j in range(block.vectors):
             for i in range(STATS):
@@ -78,7 +79,7 @@ class Sums(Reduction):
                 e.store(e.extract(found, i), e.at(start, e.mul(row, e.real_bytes)), e.real_bytes)
 
 
-class Top(Reduction):
+class TopReduction(Reduction):
     """The k best scores of each row, falling, and their keys.
 
     The list of a vector of rows has k + 1 places: an infinite score that nothing passes, then the
@@ -89,19 +90,19 @@ class Top(Reduction):
         e = self.e
         return e.mul(e.add(self.frame.field(arguments, "k"), 1), 2 * row)
 
-    def begin(self, block: Block) -> None:
+    def begin(self, block: QueryBlock) -> None:
         e = self.e
         places = e.add(self.frame.field(block.arguments, "k"), 1)
         width = block.vectors * e.vector_bytes
 
-        def clear(i: Value, _: list[Value]) -> None:
+        def clear_entry(i: Value, _: list[Value]) -> None:
             for j in range(block.vectors):
                 score = e.at(self.state(block, j), e.mul(i, width))
                 e.store_vector(e.const(-math.inf), score)
                 nothing = e.as_floats(e.const_bits(-1))
                 e.store_vector(nothing, e.at(score, e.mul(places, width)))
 
-        e.loop(0, places, 1, [], clear)
+        e.loop(0, places, 1, [], clear_entry)
         for j in range(block.vectors):
             e.store_vector(e.const(math.inf), self.state(block, j))
 
@@ -115,14 +116,14 @@ class Top(Reduction):
             k = self.frame.field(at.arguments, "k")
             last = e.at(at.stats, e.mul(k, at.width))
 
-            def each(n: Value, _: list[Value]) -> None:
+            def insert_key(n: Value, _: list[Value]) -> None:
                 score = e.load_vector(e.at(at.scores, e.mul(n, at.width)))
                 better = b.fcmp_ordered(">", score, e.load_vector(last))
-                with b.if_then(self._any(better), likely=False):
+                with b.if_then(self._any_lane(better), likely=False):
                     self._insert(at.stats, at.width, k, score, e.add(at.kv_start, n), better)
 
-            with b.if_then(self._any(b.fcmp_ordered(">", largest, e.load_vector(last)))):
-                e.loop(0, at.count, 1, [], each)
+            with b.if_then(self._any_lane(b.fcmp_ordered(">", largest, e.load_vector(last)))):
+                e.loop(0, at.count, 1, [], insert_key)
         return function
 
     def _insert(
@@ -133,27 +134,28 @@ class Top(Reduction):
         keys = e.mul(e.add(k, 1), width)
         own = e.splat(b.trunc(kv_index, e.real_bits) if e.real_bits != INT64 else kv_index)
 
-        def entry(i: Value) -> tuple[Value, Value]:
+        def entry_addresses(i: Value) -> tuple[Value, Value]:
             at = e.at(best, e.mul(i, width))
             return at, e.at(at, keys)
 
-        def load(i: Value) -> list[Value]:
-            score_at, key_at = entry(i)
+        def load_entry(i: Value) -> list[Value]:
+            score_at, key_at = entry_addresses(i)
             return [e.load_vector(score_at), e.load(key_at, e.bits, e.vector_bytes)]
 
-        def move(n: Value, carried: list[Value]) -> list[Value]:
+        def move_entry(n: Value, carried: list[Value]) -> list[Value]:
             better, *here = carried
             i = e.sub(k, n)
-            before = load(e.sub(i, 1))
+            before = load_entry(e.sub(i, 1))
             passes = b.fcmp_ordered(">", score, before[0])
-            for at, new, above, old in zip(entry(i), (score, own), before, here, strict=True):
-                kept = b.select(better, b.select(passes, above, new), old)
-                e.store(kept, at, e.vector_bytes)
+            places = entry_addresses(i)
+            for at, new, above, old in zip(places, (score, own), before, here, strict=True):
+                moved = b.select(better, b.select(passes, above, new), old)
+                e.store(moved, at, e.vector_bytes)
             return [passes, *before]
 
-        e.loop(0, k, 1, [better, *load(k)], move)
+        e.loop(0, k, 1, [better, *load_entry(k)], move_entry)
 
-    def _any(self, condition: Value) -> Value:
+    def _any_lane(self, condition: Value) -> Value:
         b, lanes = self.e.builder, ir.IntType(self.e.lanes)
         return b.icmp_unsigned("!=", b.bitcast(condition, lanes), ir.Constant(lanes, 0))
 
@@ -176,7 +178,7 @@ class Top(Reduction):
         e.loop(0, k, 1, [], write_entry)
 
 
-def shift_of_rows(frame: ForwardFrame, block: Block, vector: int) -> Value:
+def shift_address(frame: ForwardFrame, block: QueryBlock, vector: int) -> Value:
     """The address of a and b (see above) for one vector of rows."""
     e = frame.e
     names = ("num_heads", "padded_rows")
@@ -198,18 +200,18 @@ def weights_function(frame: ForwardFrame, name: str, masked: bool) -> Value:
             e.load_vector(e.at(at.stats, i * e.vector_bytes), aligned=False) for i in (0, 1)
         )
 
-        def one(k: Value, _: list[Value]) -> None:
+        def weigh_key(k: Value, _: list[Value]) -> None:
             place = e.at(at.scores, e.mul(k, at.width))
             score = e.load_vector(place)
             weight = vector_math.exp_flushed(e, b.fsub(b.fsub(score, lse), log_sum))
-            never = b.fcmp_ordered("==", score, e.const(-math.inf))
-            e.store_vector(b.select(never, e.const(0.0), weight), place)
+            is_forbidden = b.fcmp_ordered("==", score, e.const(-math.inf))
+            e.store_vector(b.select(is_forbidden, e.const(0.0), weight), place)
 
-        e.loop(0, at.count, 1, [], one)
+        e.loop(0, at.count, 1, [], weigh_key)
     return function
 
 
-class Received(Reduction):
+class ReceivedReduction(Reduction):
     """sum_i w[i, j] of each key j of a range.
 
     `totals` has two vectors for each key: the sums of the lanes, and what rounding took from them.
@@ -218,16 +220,16 @@ class Received(Reduction):
     def keys_function(self, name: str, masked: bool) -> Value:
         return weights_function(self.frame, name, masked)
 
-    def state(self, block: Block, vector: int) -> Value:
-        return shift_of_rows(self.frame, block, vector)
+    def state(self, block: QueryBlock, vector: int) -> Value:
+        return shift_address(self.frame, block, vector)
 
-    def after_keys(self, block: Block, kv_start: Value, count: Value) -> None:
+    def after_keys(self, block: QueryBlock, kv_start: Value, count: Value) -> None:
         """Add the weights of all vectors to the sums of their keys."""
         e, b = self.e, self.e.builder
         first = e.sub(kv_start, block.first_key)
         totals = e.at(block.areas.totals, e.mul(first, 2 * e.vector_bytes))
 
-        def add(k: Value, _: list[Value]) -> None:
+        def add_key(k: Value, _: list[Value]) -> None:
             weights = vectors_at(e, block.areas.scores, block.vectors, k)
             more = weights[0]
             for weight in weights[1:]:
@@ -240,10 +242,10 @@ class Received(Reduction):
             e.store_vector(new, at)
             e.store_vector(b.fsub(b.fsub(new, old), more), lost_at)
 
-        e.loop(0, count, 1, [], add)
+        e.loop(0, count, 1, [], add_key)
 
     @contextmanager
-    def range_of_keys(self, arguments: Value, scratch: Value, keys: list[Value]) -> Iterator[None]:
+    def range_context(self, arguments: Value, scratch: Value, keys: list[Value]) -> Iterator[None]:
         e = self.e
         batch, head, first_key, last_key, _, _ = keys
         count = e.sub(last_key, first_key)
@@ -257,11 +259,11 @@ class Received(Reduction):
         start = e.add(e.mul(e.add(e.mul(batch, num_heads), head), kv_len), first_key)
         received = self.frame.pointer_field(arguments, "received")
 
-        def write(k: Value, _: list[Value]) -> None:
+        def write_key(k: Value, _: list[Value]) -> None:
             at = e.at(totals, e.mul(k, 2 * e.vector_bytes))
             lost = e.load_vector(e.at(at, e.vector_bytes))
             lanes = e.builder.fsub(e.load_vector(at), lost)
             total = e.extract(e.reduce(lanes, e.builder.fadd), 0)
             e.store(total, e.at(received, e.mul(e.add(start, k), e.real_bytes)), e.real_bytes)
 
-        e.loop(0, count, 1, [], write)
+        e.loop(0, count, 1, [], write_key)

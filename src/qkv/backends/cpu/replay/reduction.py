@@ -34,16 +34,16 @@ FIELDS = (
     "blocks", "shift", "padded_rows", "received", "q_blocks_per_task",
     "unit", "first_vector", "first_unit", "units", "joined", "largest", "sums",
 )  # fmt: skip
-"""Words of the argument block. `shift` points to a and b of each vector of rows, side by side; a
-head has `padded_rows` of them."""
+"""Words of the argument block. `shift` points to the numbers a and b of `replay.kernel`: a vector
+of each for every vector of rows; a head has `padded_rows` rows."""
 
 RANGE = ("batch", "head", "first_key", "last_key", "first_block", "last_block")
-"""Words of a task of `received`. Its blocks are rows of `blocks`, each a `TASK` of the forward
-pass."""
+"""Words of a task of `received`. `first_block` and `last_block` are rows of `blocks`, each a
+`TASK` of the forward pass."""
 
 
 def state_rows(question: Question, k: int) -> int:
-    """Numbers that are kept for each query."""
+    """Numbers in the state of each query."""
     return {"sums": STATS, "top": 2 * (k + 1), "received": 0, "blocks": 0}[question]
 
 
@@ -70,16 +70,16 @@ class ReplayKey:
 
 
 def replay_frame(key: ReplayKey, block_kv: int = BLOCK_KV) -> ForwardFrame:
-    """What the functions of a replay agree on: that of a forward pass without output."""
+    """The frame of a replay: that of a forward pass without output."""
     real = "float64" if key.spec.dtype == "float64" else "float32"
-    of_scores = ForwardKey(
+    forward_key = ForwardKey(
         key.spec, key.shape, key.int_bits, key.pack_gqa, key.rotated, real, statistics=False
     )
-    return ForwardFrame(of_scores, fields=FIELDS, block_kv=block_kv, plain=False)
+    return ForwardFrame(forward_key, fields=FIELDS, block_kv=block_kv, plain=False)
 
 
 class Areas(NamedTuple):
-    """Where a block of queries keeps what, in the scratch of its worker."""
+    """Addresses in a worker's scratch memory, for one block of queries."""
 
     packed: Value
     scores: Value
@@ -89,7 +89,7 @@ class Areas(NamedTuple):
     totals: Value
 
 
-class Block(NamedTuple):
+class QueryBlock(NamedTuple):
     """A block of queries: its task, and its areas for `vectors` vectors."""
 
     arguments: Value
@@ -102,10 +102,10 @@ class Block(NamedTuple):
 
 
 class Reduction:
-    """What is kept of the scores of a block of keys, and what is written of it in the end.
+    """How one question is answered from the scores of one block of keys after the other.
 
-    A question about rows keeps some rows of numbers for each vector of queries, its state, which
-    takes the place of the statistics of the forward pass.
+    A question about rows has a state, some rows of numbers for each vector of queries. It takes the
+    place of the statistics of the forward pass.
     """
 
     def __init__(self, frame: ForwardFrame) -> None:
@@ -115,7 +115,7 @@ class Reduction:
         """A function of `ScoreVector`: one vector of queries with a block of keys."""
         raise NotImplementedError
 
-    def state(self, block: Block, vector: int) -> Value:
+    def state(self, block: QueryBlock, vector: int) -> Value:
         """The state of a vector of the block."""
         return self.e.at(block.areas.state, vector * self.e.vector_bytes)
 
@@ -123,19 +123,22 @@ class Reduction:
         """Bytes of the states of a block, where one number of each query takes `row` bytes."""
         return self.e.index(0)
 
-    def begin(self, block: Block) -> None:
+    def begin(self, block: QueryBlock) -> None:
         """Before the first keys of a block of queries."""
 
-    def after_keys(self, block: Block, kv_start: Value, count: Value) -> None:
+    def after_keys(self, block: QueryBlock, kv_start: Value, count: Value) -> None:
         """After a block of keys, for all vectors of a block of queries."""
 
     def write_rows(self, arguments: Value, state: Value, width: Value, rows: list[Value]) -> None:
-        """Store what a vector found, lane by lane; `rows` are theirs of all, batch and heads."""
+        """Store what a vector found, lane by lane.
+
+        `rows` are the rows of the lanes, counted through all batch rows and heads.
+        """
 
     def write_function(self) -> Value:
         """A function `(arguments, state, width, batch, head, first_row)`.
 
-        Lanes beyond the last row hold what it holds and write it again.
+        Lanes beyond the last row hold the same as that row, and write it again.
         """
         e = self.e
         with e.function("write", [POINTER] * 2 + [INT64] * 4) as (function, args):
@@ -148,7 +151,7 @@ class Reduction:
             self.write_rows(arguments, state, width, lanes)
         return function
 
-    def end(self, block: Block, write: Value) -> None:
+    def end(self, block: QueryBlock, write: Value) -> None:
         """After the last keys of a block of queries, where there is a state to be written."""
         e = self.e
         width = e.index(block.vectors * e.vector_bytes)
@@ -158,7 +161,7 @@ class Reduction:
             e.builder.call(write, [block.arguments, self.state(block, j), *where])
 
     @contextmanager
-    def range_of_keys(self, arguments: Value, scratch: Value, keys: list[Value]) -> Iterator[None]:
+    def range_context(self, arguments: Value, scratch: Value, keys: list[Value]) -> Iterator[None]:
         """A context for all that is computed with a range of keys, given as `RANGE`."""
         yield
 
@@ -169,12 +172,12 @@ def _scores_function(frame: ForwardFrame, vectors: int) -> Value:
     with e.function(f"scores_{vectors}", [POINTER] * 3 + [INT64] * 3) as (function, args):
         key, packed, out, key_row, head_dim, count = args
 
-        def finish(k: Value, products: list[Value], _: list[Value]) -> list[Value]:
+        def store_key(k: Value, products: list[Value], _: list[Value]) -> list[Value]:
             store_vectors(e, e.at(out, e.mul(k, vectors * e.vector_bytes)), products)
             return []
 
         dot_rows(
-            e, key, key_row, count, packed, vectors, head_dim, frame.shape.keys, [], finish,
+            e, key, key_row, count, packed, vectors, head_dim, frame.shape.keys, [], store_key,
             SumOrder(wide=frame.shape.wide),
         )  # fmt: skip
     return function
@@ -201,7 +204,7 @@ def query_block_function(reduction: Reduction, vectors: int, functions: dict[str
         b = e.builder
         batch, head, first_row, first_run, last_run = frame.record(task, TASK)
         areas = areas_of(reduction, arguments, scratch)
-        block = Block(arguments, batch, head, first_row, first_key, vectors, areas)
+        block = QueryBlock(arguments, batch, head, first_row, first_key, vectors, areas)
         width = e.index(vectors * e.vector_bytes)
         head_dim = frame.field(arguments, "head_dim")
         query = frame.operand(arguments, "query", batch, head)
@@ -209,56 +212,56 @@ def query_block_function(reduction: Reduction, vectors: int, functions: dict[str
         key = frame.operand(arguments, "key", batch, kv_head)
         runs = frame.pointer_field(arguments, "runs")
 
-        def run(r: Value) -> tuple[Value, Value, Value]:
+        def run_in_range(r: Value) -> tuple[Value, Value, Value]:
             start, stop, kind = frame.record(runs, RUN, r)
             return e.larger_of(start, first_key), e.least(stop, last_key), kind
 
-        def pack() -> None:
+        def pack_queries() -> None:
             for j in range(vectors):
                 to = e.at(areas.packed, j * e.vector_bytes)
                 first = e.add(first_row, j * e.lanes)
                 b.call(functions["pack"], [arguments, query.pointer, to, first, width])
 
-        def meet_keys(name: str, kv_start: Value, keys: Value) -> None:
+        def reduce_keys(name: str, kv_start: Value, keys: Value) -> None:
             for j in range(vectors):
-                part = e.at(areas.scores, j * e.vector_bytes)
+                scores_at = e.at(areas.scores, j * e.vector_bytes)
                 first = e.add(first_row, j * e.lanes)
-                at = (arguments, part, reduction.state(block, j), areas.transposed, width)
+                at = (arguments, scores_at, reduction.state(block, j), areas.transposed, width)
                 where = (keys, batch, head, first, kv_start, ir.Constant(BIT, 0))
                 b.call(functions[name], [*at, *where])
 
-        def one_block(kv_start: Value, keys: Value, partial: Value) -> None:
+        def reduce_key_block(kv_start: Value, keys: Value, partial: Value) -> None:
             k, key_row = rows_of_block(
                 frame, arguments, "key", key, kv_start, keys, head_dim, areas.key_copy, functions
             )
             b.call(scores, [k, areas.packed, areas.scores, key_row, head_dim, keys])
             if frame.mask == TRUE:
-                meet_keys("full", kv_start, keys)
+                reduce_keys("full", kv_start, keys)
             else:
                 e.choose(
                     partial,
-                    lambda: meet_keys("partial", kv_start, keys),
-                    lambda: meet_keys("full", kv_start, keys),
+                    lambda: reduce_keys("partial", kv_start, keys),
+                    lambda: reduce_keys("full", kv_start, keys),
                 )
             reduction.after_keys(block, kv_start, keys)
 
-        def each_run(r: Value, _: list[Value]) -> None:
-            start, stop, kind = run(r)
+        def reduce_run(r: Value, _: list[Value]) -> None:
+            start, stop, kind = run_in_range(r)
             partial = b.icmp_signed("!=", kind, e.index(0))
             e.loop(
                 start, stop, BLOCK_KV, [],
-                lambda k, _: one_block(k, e.least(BLOCK_KV, e.sub(stop, k)), partial),
+                lambda k, _: reduce_key_block(k, e.least(BLOCK_KV, e.sub(stop, k)), partial),
             )  # fmt: skip
 
-        def number(r: Value, count: list[Value]) -> list[Value]:
-            start, stop, _ = run(r)
+        def count_run(r: Value, count: list[Value]) -> list[Value]:
+            start, stop, _ = run_in_range(r)
             return [e.add(count[0], e.larger_of(e.sub(stop, start), 0))]
 
-        (count,) = e.loop(first_run, last_run, 1, [e.index(0)], number)
+        (count,) = e.loop(first_run, last_run, 1, [e.index(0)], count_run)
         reduction.begin(block)
         with b.if_then(e.below(0, count)):
-            pack()
-            e.loop(first_run, last_run, 1, [], each_run)
+            pack_queries()
+            e.loop(first_run, last_run, 1, [], reduce_run)
         if "write" in functions:
             reduction.end(block, functions["write"])
     return function
@@ -269,15 +272,15 @@ def query_block_call(reduction: Reduction, functions: dict[str, Value]) -> Calla
     frame, e = reduction.frame, reduction.e
     one, many = (query_block_function(reduction, v, functions) for v in (1, frame.shape.vectors))
 
-    def call(arguments: Value, task: Value, *rest: Value) -> None:
+    def call_query_block(arguments: Value, task: Value, *rest: Value) -> None:
         first_row = frame.record(task, TASK)[TASK.index("first_row")]
         left = e.sub(frame.field(arguments, "rows"), first_row)
         frame.call_for_rows(left, one, many, [arguments, task, *rest])
 
-    return call
+    return call_query_block
 
 
-def functions_of(reduction: Reduction) -> dict[str, Value]:
+def vector_functions(reduction: Reduction) -> dict[str, Value]:
     """The functions of one vector of queries."""
     frame = reduction.frame
     functions = {"pack": pack_function(frame), "full": reduction.keys_function("full", False)}
@@ -290,32 +293,32 @@ def functions_of(reduction: Reduction) -> dict[str, Value]:
 def emit_row_tasks(reduction: Reduction) -> None:
     """The `job` of a question about rows: a task is a block of queries."""
     frame, e = reduction.frame, reduction.e
-    functions = functions_of(reduction)
+    functions = vector_functions(reduction)
     call = query_block_call(reduction, {**functions, "write": reduction.write_function()})
 
-    def run(arguments: Value, number: Value, scratch: Value) -> None:
+    def run_task(arguments: Value, number: Value, scratch: Value) -> None:
         task = frame.record_at(frame.pointer_field(arguments, "tasks"), number, TASK)
         call(arguments, task, scratch, e.index(0), frame.field(arguments, "kv_len"))
 
-    frame.emit_job(run)
+    frame.emit_job(run_task)
 
 
 def emit_range_tasks(reduction: Reduction) -> None:
     """The `job` of a question about keys: a task is a range of keys, or of blocks of queries."""
     frame, e = reduction.frame, reduction.e
-    call = query_block_call(reduction, functions_of(reduction))
+    call = query_block_call(reduction, vector_functions(reduction))
 
-    def run(arguments: Value, number: Value, scratch: Value) -> None:
+    def run_task(arguments: Value, number: Value, scratch: Value) -> None:
         tasks = frame.pointer_field(arguments, "tasks")
         keys = frame.record(tasks, RANGE, number)
         _, _, first_key, last_key, first_block, last_block = keys
-        with reduction.range_of_keys(arguments, scratch, keys):
+        with reduction.range_context(arguments, scratch, keys):
             blocks = frame.pointer_field(arguments, "blocks")
 
-            def each(n: Value, _: list[Value]) -> None:
+            def call_for_block(n: Value, _: list[Value]) -> None:
                 block = frame.record_at(blocks, n, TASK)
                 call(arguments, block, scratch, first_key, last_key)
 
-            e.loop(first_block, last_block, 1, [], each)
+            e.loop(first_block, last_block, 1, [], call_for_block)
 
-    frame.emit_job(run)
+    frame.emit_job(run_task)

@@ -20,7 +20,7 @@ from qkv.backends.cpu.compiler.compile import Kernel, build
 from qkv.backends.cpu.machine.addresses import address_of, quick_address_of
 from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.rows.rotation_kernel import FIELDS, RotationKey, emit_rotation
-from qkv.backends.cpu.rows.row_pass import RowPass, words_at, words_of
+from qkv.backends.cpu.rows.row_pass import RowPass, argument_words, word_indices
 from qkv.problem.spec import Angles, Problem
 
 Array = NDArray[Any]
@@ -59,23 +59,23 @@ class AngleTable:
     def __init__(self, inv_freq: Array, factor: float = 1.0) -> None:
         self._inv_freq = np.asarray(inv_freq, np.float64)
         self._factor = factor
-        # One attribute, so that a thread never sees the start of one table with another.
-        self._kept = 0, self._made(0, 0)
+        # Start and table are one attribute: no thread sees the start of one and another table.
+        self._cached = 0, self._compute(0, 0)
 
     def rows(self, start: int, count: int) -> CosSin:
-        """Of the positions from `start` on."""
-        first, table = self._kept
+        """Cosines and sines of `count` positions from `start` on."""
+        first, table = self._cached
         if start < first or start + count > first + table.cosines.shape[1]:
-            # Twice as many are computed, so that later steps of decoding find theirs.
+            # Twice as many are computed, so that later decoding steps find their positions here.
             room = (
                 max(2 * count, 256) if 16 * count * len(self._inv_freq) < _LARGEST_TABLE else count
             )
-            first, table = start, self._made(start, room)
-            self._kept = first, table
+            first, table = start, self._compute(start, room)
+            self._cached = first, table
         at = slice(start - first, start - first + count)
         return CosSin(table.cosines[:, at], table.sines[:, at])
 
-    def _made(self, start: int, count: int) -> CosSin:
+    def _compute(self, start: int, count: int) -> CosSin:
         angle = np.arange(start, start + count).astype(np.float64)[:, None] * self._inv_freq
         return CosSin(self._factor * np.cos(angle)[None], self._factor * np.sin(angle)[None])
 
@@ -108,7 +108,7 @@ class RowLayout:
 
 
 class Rotation:
-    """CosSin the rows of one array or two, such as query and key, in one launch.
+    """Rotates the rows of one array or two, such as query and key, in one launch.
 
     Parameters
     ----------
@@ -136,7 +136,7 @@ class Rotation:
         }  # fmt: skip
         for n, layout in enumerate(layouts):
             values |= {f"{name}_{n}": value for name, value in layout.fields.items()}
-        entries, words = sum(layout.entries for layout in layouts), words_of(FIELDS, values)
+        entries, words = sum(layout.entries for layout in layouts), argument_words(FIELDS, values)
         self._pass = RowPass(_kernel(key, here), words, count, entries, _WORTH_A_THREAD)
 
     def outputs(self) -> list[Array]:
@@ -147,7 +147,7 @@ class Rotation:
         self, addresses: Sequence[int], angles: Sequence[CosSin], outputs: Sequence[Array]
     ) -> None:
         """Rotate the rows at these addresses by these angles into the outputs."""
-        block = self._pass.block((outputs, angles, self.layouts))
+        block = self._pass.new_block((outputs, angles, self.layouts))
         words = block.words
         for n, address in enumerate(addresses):
             at_rows, at_out, at_cosines, at_sines, at_bytes = _WORDS[n]
@@ -161,7 +161,7 @@ class Rotation:
 
 
 _WORDS = [
-    words_at(FIELDS, f"rows_{n}", f"out_{n}", f"cosines_{n}", f"sines_{n}", f"table_bytes_{n}")
+    word_indices(FIELDS, f"rows_{n}", f"out_{n}", f"cosines_{n}", f"sines_{n}", f"table_bytes_{n}")
     for n in (0, 1)
 ]
 

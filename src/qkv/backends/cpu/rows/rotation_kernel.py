@@ -13,17 +13,17 @@ from llvmlite import ir
 from qkv.backends.cpu.emit import storage
 from qkv.backends.cpu.emit.emitter import DOUBLE, FLOAT, INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.emit.frame import WORD
-from qkv.backends.cpu.rows.row_pass import each_head
+from qkv.backends.cpu.rows.row_pass import emit_head_job
 
-SHARED = ("limit", "first_count", "dim", "pairs")
-OF_ROWS = (
+SHARED_FIELDS = ("limit", "first_count", "dim", "pairs")
+ROW_FIELDS = (
     "rows", "batches", "head_stride", "row_stride", "element_stride", "out", "heads", "length",
     "cosines", "sines", "table_bytes",
 )  # fmt: skip
-FIELDS = (*SHARED, *[f"{name}_{n}" for n in (0, 1) for name in OF_ROWS])
+FIELDS = (*SHARED_FIELDS, *[f"{name}_{n}" for n in (0, 1) for name in ROW_FIELDS])
 """Words of the argument block after the counter. Tasks below `first_count` rotate heads of the
 first array, the others of the second. From the angles of one batch row to those of the next it is
-`table_bytes`, 0 if all share theirs."""
+`table_bytes`, 0 if all share one table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +40,13 @@ class RotationKey:
 def emit_rotation(key: RotationKey) -> str:
     """The module of one kernel; each task of `job(arguments, worker)` rotates rows of one head."""
     e = Emitter("rotation", key.lanes, DOUBLE, halves=key.halves, fused=False)
-    row = _row(e, key)
+    rotate = _row_function(e, key)
 
     def rotate_head(number: Value, words: dict[str, Value]) -> None:
         b = e.builder
         is_first = e.below(number, words["first_count"])
-        fields = {n: b.select(is_first, words[f"{n}_0"], words[f"{n}_1"]) for n in OF_ROWS}
-        fields |= {name: words[name] for name in SHARED}
+        fields = {n: b.select(is_first, words[f"{n}_0"], words[f"{n}_1"]) for n in ROW_FIELDS}
+        fields |= {name: words[name] for name in SHARED_FIELDS}
         number = e.sub(number, b.select(is_first, e.index(0), words["first_count"]))
         batch, head = b.sdiv(number, fields["heads"]), b.srem(number, fields["heads"])
         offset = e.load(e.at(e.pointer(fields["batches"]), e.mul(batch, WORD)), INT64, WORD)
@@ -58,7 +58,7 @@ def emit_rotation(key: RotationKey) -> str:
         def rotate_row(r: Value, _: list[Value]) -> None:
             place = e.add(angles, e.mul(r, fields["pairs"], 8))
             e.builder.call(
-                row,
+                rotate,
                 [
                     e.at(source, e.mul(r, fields["row_stride"])),
                     e.at(target, e.mul(r, size)),
@@ -72,11 +72,11 @@ def emit_rotation(key: RotationKey) -> str:
 
         e.loop(0, fields["length"], 1, [], rotate_row)
 
-    each_head(e, FIELDS, rotate_head)
+    emit_head_job(e, FIELDS, rotate_head)
     return str(e.module)
 
 
-def _row(e: Emitter, key: RotationKey) -> Value:
+def _row_function(e: Emitter, key: RotationKey) -> Value:
     """A function that rotates one row: `(from, to, cosines, sines, element, dim, pairs)`."""
     item, out_item = storage.ITEM_BYTES[key.dtype], storage.ITEM_BYTES[key.out_dtype]
     with e.function("row", [*[POINTER] * 4, *[INT64] * 3]) as (function, args):
@@ -96,7 +96,7 @@ def _row(e: Emitter, key: RotationKey) -> Value:
                 b.fadd(b.fmul(first, sin), b.fmul(second, cos)),
             )
 
-        def halves(d: Value, _: list[Value]) -> None:
+        def rotate_halves(d: Value, _: list[Value]) -> None:
             d = e.least(d, e.sub(pairs, e.lanes))
             ends = d, e.add(d, pairs)
             entries = [
@@ -107,7 +107,7 @@ def _row(e: Emitter, key: RotationKey) -> Value:
             ):
                 store(value, e.at(target, e.mul(i, out_item)))
 
-        def neighbours(d: Value, _: list[Value]) -> None:
+        def rotate_neighbours(d: Value, _: list[Value]) -> None:
             d = e.least(d, e.sub(pairs, e.lanes))
             first = e.mul(d, 2)
             low, high = (
@@ -124,29 +124,29 @@ def _row(e: Emitter, key: RotationKey) -> Value:
                 value = b.shuffle_vector(a, c, e.shuffle_mask(picks))
                 store(value, e.at(target, e.mul(e.add(first, n), out_item)))
 
-        def one_pair(d: Value, _: list[Value]) -> None:
+        def rotate_pair(d: Value, _: list[Value]) -> None:
             ends = (e.mul(d, 2), e.add(e.mul(d, 2), 1)) if key.interleaved else (d, e.add(d, pairs))
             entries = [storage.load(e, e.at(source, e.mul(i, element)), key.dtype) for i in ends]
             for i, value in zip(ends, rotated(entries[0], entries[1], e.mul(d, 8), 0), strict=True):
                 store(value, e.at(target, e.mul(i, out_item)))
 
-        def copy(load_lanes: int) -> Callable[[Value, list[Value]], None]:
-            def entries(d: Value, _: list[Value]) -> None:
+        def copying(load_lanes: int) -> Callable[[Value, list[Value]], None]:
+            def copy_entries(d: Value, _: list[Value]) -> None:
                 d = e.least(d, e.sub(dim, max(load_lanes, 1)))
                 step = item if load_lanes else element
                 value = storage.load(e, e.at(source, e.mul(d, step)), key.dtype, load_lanes)
                 store(value, e.at(target, e.mul(d, out_item)))
 
-            return entries
+            return copy_entries
 
-        side_by_side = b.icmp_signed("==", element, e.index(item))
+        is_adjacent = b.icmp_signed("==", element, e.index(item))
         enough = b.icmp_signed(">=", pairs, e.index(e.lanes))
-        stop = b.select(b.and_(side_by_side, enough), pairs, e.index(0))
-        e.loop(0, stop, e.lanes, [], neighbours if key.interleaved else halves)
-        e.loop(stop, pairs, 1, [], one_pair)
+        stop = b.select(b.and_(is_adjacent, enough), pairs, e.index(0))
+        e.loop(0, stop, e.lanes, [], rotate_neighbours if key.interleaved else rotate_halves)
+        e.loop(stop, pairs, 1, [], rotate_pair)
         rest = e.mul(pairs, 2)
         enough = b.icmp_signed(">=", e.sub(dim, rest), e.index(e.lanes))
-        stop = b.select(b.and_(side_by_side, enough), dim, rest)
-        e.loop(rest, stop, e.lanes, [], copy(e.lanes))
-        e.loop(stop, dim, 1, [], copy(0))
+        stop = b.select(b.and_(is_adjacent, enough), dim, rest)
+        e.loop(rest, stop, e.lanes, [], copying(e.lanes))
+        e.loop(stop, dim, 1, [], copying(0))
     return function

@@ -17,7 +17,7 @@ from qkv.backends.cpu.threads import jobs
 
 Array = NDArray[np.int64]
 
-__all__ = ["RowPass", "each_head", "words_at", "words_of"]
+__all__ = ["RowPass", "argument_words", "emit_head_job", "word_indices"]
 
 _LIMIT = COUNTER_BYTES // WORD
 """The word of the first field, `limit`."""
@@ -25,7 +25,7 @@ _BRIEF = 2**16
 """Number of entries of rows for which Python may stay locked."""
 
 
-def each_head(
+def emit_head_job(
     e: Emitter, fields: Sequence[str], run: Callable[[Value, dict[str, Value]], None]
 ) -> None:
     """Emit `job(arguments, worker)`, which takes heads until none is left.
@@ -40,19 +40,19 @@ def each_head(
         }
         counter = e.builder.bitcast(arguments, INT64.as_pointer())
 
-        def take() -> tuple[Value, Value]:
+        def take_head() -> tuple[Value, Value]:
             number = e.builder.atomic_rmw("add", counter, e.index(1), "monotonic")
             return number, e.below(number, words["limit"])
 
-        e.take_while(take, lambda number: run(number, words))
+        e.take_while(take_head, lambda number: run(number, words))
 
 
-def words_of(fields: Sequence[str], values: Mapping[str, int]) -> Array:
+def argument_words(fields: Sequence[str], values: Mapping[str, int]) -> Array:
     """An argument block: the counter, then the fields in their order, 0 if they have no value."""
     return np.array([*[0] * _LIMIT, *[values.get(name, 0) for name in fields]], np.int64)
 
 
-def words_at(fields: Sequence[str], *names: str) -> tuple[int, ...]:
+def word_indices(fields: Sequence[str], *names: str) -> tuple[int, ...]:
     """Which words of an argument block some fields are."""
     return tuple([_LIMIT + fields.index(name) for name in names])
 
@@ -66,16 +66,16 @@ class ArgumentBlock:
         self.words = memoryview(own.data)
         self.address = quick_address_of(own)
 
-    def allow(self, start: int, stop: int) -> None:
+    def allow_tasks(self, start: int, stop: int) -> None:
         """Let the next run take the heads from `start` to `stop`."""
         self.words[0] = start
         self.words[_LIMIT] = stop
 
 
 class RowPass:
-    """A kernel of this kind, its argument words, and how its heads are shared out.
+    """A kernel of `emit_head_job`, its argument words, and how its heads are shared out.
 
-    A thread pays for `worth_a_thread` of the `entries`.
+    A thread more pays for every `worth_a_thread` of the `entries`.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class RowPass:
         self._most_workers = max(1, min(count, entries // worth_a_thread))
         self._is_brief = entries <= _BRIEF
 
-    def block(self, keep_alive: Any) -> ArgumentBlock:
+    def new_block(self, keep_alive: Any) -> ArgumentBlock:
         """Words of one run, to be completed."""
         return ArgumentBlock(self._words, keep_alive)
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from qkv.backends.cpu.compiler.compile import Kernel, build
 from qkv.backends.cpu.machine.addresses import address_of
 from qkv.backends.cpu.machine.host import Host, host
-from qkv.backends.cpu.rows.row_pass import RowPass, words_at, words_of
+from qkv.backends.cpu.rows.row_pass import RowPass, argument_words, word_indices
 from qkv.backends.cpu.rows.sinks_kernel import FIELDS, SinksKey, emit_sinks
 
 Array = NDArray[Any]
@@ -44,7 +44,7 @@ class Sinks:
     dtype, out_dtype : NumPy dtype
         Of the results over the keys alone, and of the output.
     keeps : bool
-        Whether the output over the keys becomes the output before it is rounded.
+        Whether the output before it is rounded is stored in the place of that over the keys.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Sinks:
         self._sinks = np.array(sinks, np.float64)
         *lead, heads, length, dim = shape
         count = math.prod(lead) * heads
-        words = words_of(
+        words = argument_words(
             FIELDS,
             {
                 "limit": count, "sinks": address_of(self._sinks), "heads": heads,
@@ -75,10 +75,10 @@ class Sinks:
         self, keys_out: int, keys_lse: int, rest: int, out: int, lse: int, keep_alive: Any
     ) -> None:
         """Read and write at these addresses, of memory that `keep_alive` owns; `rest` 0 is none."""
-        block = self._pass.block((keep_alive, self._sinks))
+        block = self._pass.new_block((keep_alive, self._sinks))
         for word, address in zip(_WORDS, (keys_out, keys_lse, rest, out, lse), strict=True):
             block.words[word] = address
         self._pass.run(block)
 
 
-_WORDS = words_at(FIELDS, "keys_out", "keys_lse", "rest", "out", "lse")
+_WORDS = word_indices(FIELDS, "keys_out", "keys_lse", "rest", "out", "lse")

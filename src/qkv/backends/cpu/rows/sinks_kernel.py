@@ -12,7 +12,7 @@ from llvmlite import ir
 
 from qkv.backends.cpu.emit import storage, vector_math
 from qkv.backends.cpu.emit.emitter import DOUBLE, FLOAT, INT64, POINTER, Emitter, Value
-from qkv.backends.cpu.rows.row_pass import each_head
+from qkv.backends.cpu.rows.row_pass import emit_head_job
 
 FIELDS = ("limit", "sinks", "keys_out", "keys_lse", "rest", "out", "lse", "heads", "length", "dim")
 """Words of the argument block after the counter. `keys_out` and `keys_lse` are of the keys alone;
@@ -23,7 +23,7 @@ FIELDS = ("limit", "sinks", "keys_out", "keys_lse", "rest", "out", "lse", "heads
 class SinksKey:
     """What the kernel depends on: types of computation and of the output.
 
-    If it `keeps` the output, that takes the place of `keys_out` before it is rounded.
+    If it `keeps` the output as it is before it is rounded, it writes that over `keys_out`.
     """
 
     dtype: str
@@ -37,15 +37,15 @@ def emit_sinks(key: SinksKey) -> str:
     """The module of one kernel; `job(arguments, worker)` takes the rows of a head for each task."""
     e = Emitter("sinks", key.lanes, DOUBLE, halves=key.halves)
     item, out_item = storage.ITEM_BYTES[key.dtype], storage.ITEM_BYTES[key.out_dtype]
-    scale = _scale(e, key)
-    several, single = (_rows(e, key, scale, count) for count in (key.lanes, 1))
+    scale = _scale_function(e, key)
+    several, single = (_rows_function(e, key, scale, count) for count in (key.lanes, 1))
 
-    def head(number: Value, fields: dict[str, Value]) -> None:
+    def share_head(number: Value, fields: dict[str, Value]) -> None:
         b = e.builder
         which = b.srem(number, fields["heads"])
         sink = e.load(e.at(e.pointer(fields["sinks"]), e.mul(which, 8)), DOUBLE, 8)
         first = e.mul(number, fields["length"])
-        wanted = b.icmp_signed("!=", fields["rest"], e.index(0))
+        has_rest = b.icmp_signed("!=", fields["rest"], e.index(0))
 
         def share_rows(function: Value, r: Value) -> None:
             place = e.add(first, r)
@@ -59,7 +59,7 @@ def emit_sinks(key: SinksKey) -> str:
                     e.at(e.pointer(fields["out"]), e.mul(entries, out_item)),
                     e.at(e.pointer(fields["lse"]), e.mul(place, item)),
                     sink,
-                    wanted,
+                    has_rest,
                     fields["dim"],
                 ],
             )
@@ -68,20 +68,20 @@ def emit_sinks(key: SinksKey) -> str:
         e.loop(0, whole, e.lanes, [], lambda r, _: share_rows(several, r))
         e.loop(whole, fields["length"], 1, [], lambda r, _: share_rows(single, r))
 
-    each_head(e, FIELDS, head)
+    emit_head_job(e, FIELDS, share_head)
     return str(e.module)
 
 
-def _rows(e: Emitter, key: SinksKey, scale: Value, count: int) -> Value:
-    """A function of `count` rows, one or as many as lanes.
+def _rows_function(e: Emitter, key: SinksKey, scale: Value, count: int) -> Value:
+    """A function that lets a sink take its share of `count` rows, one or as many as lanes.
 
-    Its arguments are `(keys_out, keys_lse, rest, out, lse, sink, wanted, dim)`.
+    Its arguments are `(keys_out, keys_lse, rest, out, lse, sink, has_rest, dim)`.
     """
     item, out_item = storage.ITEM_BYTES[key.dtype], storage.ITEM_BYTES[key.out_dtype]
     arguments = [*[POINTER] * 5, DOUBLE, ir.IntType(1), INT64]
     lanes = count if count > 1 else 0
     with e.function(f"rows_{count}", arguments, in_place=True) as (function, args):
-        keys_out, keys_lse, rest, out, lse, sink, wanted, dim = args
+        keys_out, keys_lse, rest, out, lse, sink, has_rest, dim = args
         b = e.builder
 
         def load(pointer: Value) -> Value:
@@ -97,7 +97,7 @@ def _rows(e: Emitter, key: SinksKey, scale: Value, count: int) -> Value:
 
         place = e.stack_words(e.lanes)
         e.store(ir.Constant(e.vector, None), place, 8)
-        with b.if_then(wanted):
+        with b.if_then(has_rest):
             e.store(load(rest), place, 8)
         of_keys = b.fadd(load(keys_lse), e.load(place, e.vector, 8))
         sinks, one, zero = e.splat(sink), e.const(1.0), e.const(0.0)
@@ -113,7 +113,7 @@ def _rows(e: Emitter, key: SinksKey, scale: Value, count: int) -> Value:
         total = b.fadd(peak, more)
         stored = _rounded(e, total, key.dtype)
         store(stored, lse)
-        with b.if_then(wanted):
+        with b.if_then(has_rest):
             lost = b.fadd(b.fsub(peak, stored), more)
             store(b.select(b.fcmp_ordered("==", stored, lowest), zero, lost), rest)
         factors = _rounded(e, share, key.dtype)
@@ -131,7 +131,7 @@ def _rows(e: Emitter, key: SinksKey, scale: Value, count: int) -> Value:
     return function
 
 
-def _scale(e: Emitter, key: SinksKey) -> Value:
+def _scale_function(e: Emitter, key: SinksKey) -> Value:
     """A function that multiplies one row: `(keys_out, out, factor, dim)`."""
     item, out_item = storage.ITEM_BYTES[key.dtype], storage.ITEM_BYTES[key.out_dtype]
     with e.function("scale", [POINTER, POINTER, DOUBLE, INT64], in_place=True) as (function, args):
@@ -148,16 +148,16 @@ def _scale(e: Emitter, key: SinksKey) -> Value:
                 product = _stored(e, real, key.out_dtype)
             e.store(product, e.at(out, e.mul(d, out_item)), out_item)
 
-        def several(d: Value, _: list[Value]) -> None:
+        def scale_vector(d: Value, _: list[Value]) -> None:
             multiply(d, factors, e.lanes)
 
-        def single(d: Value, _: list[Value]) -> None:
+        def scale_entry(d: Value, _: list[Value]) -> None:
             multiply(d, factor, 0)
 
         # Vectors may not overlap: where `out` is `keys_out`, an entry would be scaled twice.
         stop = e.round_down(dim, e.lanes)
-        e.loop(0, stop, e.lanes, [], several)
-        e.loop(stop, dim, 1, [], single)
+        e.loop(0, stop, e.lanes, [], scale_vector)
+        e.loop(stop, dim, 1, [], scale_entry)
     return function
 
 

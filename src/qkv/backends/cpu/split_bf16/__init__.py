@@ -1,1 +1,10 @@
-"""Kernels that multiply float32 and float16 as sums of bfloat16 numbers on matrix tiles (AMX)."""
+"""Kernels that multiply float32 and float16 as sums of bfloat16 numbers on matrix tiles (AMX).
+
+choice          when these kernels run; the rest of the backend imports this module alone
+terms           splits rows into bfloat16 terms, in the layout that tile products read
+scores          S = K Q^T of split operands, for forward and replay
+forward         the forward kernel; overlap has it work on two blocks of queries at a time
+backward        the backward kernel; backward_block is its code for one block of queries and keys
+replay          computes the scores of `forward` again, for questions about the weights
+non_finite      products of rows and elements that cannot be split, computed one by one
+"""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from llvmlite import ir
 
-from qkv.backends.cpu.backward.block import add_vectors, chain_function, weights_function
+from qkv.backends.cpu.backward.block import add_vectors, chain_rule_function, weights_function
 from qkv.backends.cpu.backward.frame import BLOCK_KV, BackwardFrame
 from qkv.backends.cpu.backward.query_block import pack_function, unpack_function, vector_functions
 from qkv.backends.cpu.emit import vector_math
@@ -27,10 +27,10 @@ from qkv.backends.cpu.products.bfloat16 import CHUNK, emit_round_to_chunks, roun
 from qkv.backends.cpu.products.matrix_unit import TILE_BYTES, TILE_ROWS
 from qkv.backends.cpu.products.query_lanes import vectors_at
 from qkv.backends.cpu.split_bf16 import non_finite
-from qkv.backends.cpu.split_bf16.factors import FLOAT_BYTES, SplitFactors
+from qkv.backends.cpu.split_bf16.terms import FLOAT_BYTES, TermSplitter
 from qkv.problem.expressions import TRUE
 
-OF_BLOCK = (
+BLOCK_AREAS = (
     "query_packed",
     "query_transposed",
     "grad_packed",
@@ -39,13 +39,14 @@ OF_BLOCK = (
     "rows",
 )
 """The areas that each block of queries has."""
-ROWS = ("lse", "lse_rest", "delta", "grad_lse", "query_non_finite", "grad_non_finite")
-SHARED = (
+QUERY_ROWS = ("lse", "lse_rest", "delta", "grad_lse", "query_non_finite", "grad_non_finite")
+"""The rows of the area "rows", each one number or mark for each query."""
+SHARED_AREAS = (
     "non_finite_keys", "non_finite_values", "weights", "score_grads", "products", "factors",
     "weight_rows", "grad_rows", "grad_pairs", "key_rows", "key_columns", "value_rows", "copy",
     "key_sums", "value_sums",
 )  # fmt: skip
-AREAS = (*SHARED, *OF_BLOCK)
+AREAS = (*SHARED_AREAS, *BLOCK_AREAS)
 """The areas of a worker's scratch memory, in this order."""
 
 _PANEL = 2
@@ -54,7 +55,7 @@ _KEYS_BESIDE = 8
 """Number of keys whose weights are computed during one step of a product."""
 
 
-class _OfPairs(NamedTuple):
+class _BlockPair(NamedTuple):
     """Addresses and values for one block of queries and one block of keys."""
 
     arguments: Value
@@ -67,12 +68,12 @@ class _OfPairs(NamedTuple):
     grad_pairs: Value
 
 
-OF_PAIRS = (
+BLOCK_PAIR_AREAS = (
     "rows", "weights", "score_grads", "factors", "weight_rows", "grad_rows", "grad_pairs",
 )  # fmt: skip
-"""The areas that this takes."""
-_Pair = Callable[[Value, int], tuple[Value, Value]]
-"""Gives P and dX of a key and a vector of queries."""
+"""The areas whose addresses are in `_BlockPair`."""
+_ComputePair = Callable[[Value, int], tuple[Value, Value]]
+"""Emits P and dX of a key and a vector of queries."""
 
 
 class _Stage(NamedTuple):
@@ -80,7 +81,7 @@ class _Stage(NamedTuple):
 
     weights: bool
     gradients: bool
-    """Times scale if no mod is between; P becomes P times its factor of dropout."""
+    """dS is multiplied by scale if no mod is between; P becomes P times its dropout factor."""
     split: bool
 
 
@@ -96,7 +97,7 @@ _STAGES = {
 def split_areas(
     shape: TileShape, head_dim: int, v_head_dim: int, q_blocks_per_task: int
 ) -> dict[str, int]:
-    """Bytes that each area takes, with so many blocks of queries."""
+    """Bytes that each area takes, for `q_blocks_per_task` blocks of queries."""
     width, terms = FLOAT_BYTES * shape.block_q, shape.terms
     dim, v_dim = round_to_chunks(head_dim), round_to_chunks(v_head_dim)
     pairs, scores = BLOCK_KV // 2 * terms * width, BLOCK_KV * width
@@ -114,22 +115,22 @@ def split_areas(
         grad,
         grad,
         q_blocks_per_task * width * dim,
-        q_blocks_per_task * width * len(ROWS),
+        q_blocks_per_task * width * len(QUERY_ROWS),
     )
     return dict(zip(AREAS, (*shared, *own), strict=True))
 
 
 class SplitBlock:
-    """Writes the functions of one block of queries and one block of keys."""
+    """Emits the functions of one block of queries and one block of keys."""
 
     def __init__(self, frame: BackwardFrame) -> None:
         self.frame, self.e, self.shape = frame, frame.e, frame.shape
-        self.split = SplitFactors(self.e, self.shape, BLOCK_KV)
+        self.split = TermSplitter(self.e, self.shape, BLOCK_KV)
         self.width, self.vectors = self.split.width, self.shape.vectors
-        self.panels = SplitFactors(self.e, replace(self.shape, vectors=_PANEL), BLOCK_KV)
+        self.panels = TermSplitter(self.e, replace(self.shape, vectors=_PANEL), BLOCK_KV)
         """Layout of right factors and sums whose rows are keys; a row of a tile is two vectors."""
         self.has_left_out = frame.dtypes["out"] != frame.dtypes["grad_out"]
-        """Whether the output has more digits than its terms."""
+        """Whether the output has more digits than the sum of its terms."""
         self.row_band = self.shape.block_q // CHUNK * self.split.chunk_bytes
         """Bytes from the tiles of P or dX of 16 keys to those of the next 16."""
 
@@ -144,72 +145,72 @@ class SplitBlock:
             places = [
                 e.at(rows, e.mul(e.least(e.add(first, i), last), row)) for i in range(e.lanes)
             ]
-            e.builder.ret(self.split.pack(places, dim, packed, None))
+            e.builder.ret(self.split.pack_rows(places, dim, packed, None))
         return function
 
     def add_left_out(self) -> Value:
         """A function `(out, out_row, grad, grad_row, count, dim, products)`.
 
-        Of products of rows of O with rows of dO, those of the same query get what the terms of O
-        lack of it: the output was not rounded to 16 bits, and has more digits than the terms.
+        Adds to the product of each query's rows of O and dO what the terms of O lack: the output
+        was not rounded to 16 bits, and has more digits than its terms.
         """
         e, split = self.e, self.split
         arguments = [*[POINTER, INT64] * 2, INT64, INT64, POINTER]
         with e.function("add_left_out", arguments) as (function, args):
             out, out_row, grad, grad_row, count, dim, products = args
 
-            def query(i: Value, _: list[Value]) -> None:
+            def correct_query(i: Value, _: list[Value]) -> None:
                 starts = e.at(out, e.mul(i, out_row)), e.at(grad, e.mul(i, grad_row))
 
-                def elements(d: Value, total: list[Value]) -> list[Value]:
-                    x, y = (split.row(start, d, dim) for start in starts)
+                def add_elements(d: Value, total: list[Value]) -> list[Value]:
+                    x, y = (split.load_elements(start, d, dim) for start in starts)
                     return [e.fma(split.left_out(x), y, total[0])]
 
-                (total,) = e.loop(0, dim, e.lanes, [e.const(0.0)], elements)
+                (total,) = e.loop(0, dim, e.lanes, [e.const(0.0)], add_elements)
                 lacking = e.extract(e.reduce(total, e.builder.fadd), 0)
                 place = e.at(products, e.mul(i, self.width), e.mul(i, FLOAT_BYTES))
                 product = e.load(place, e.real, FLOAT_BYTES)
                 e.store(e.builder.fadd(product, lacking), place, FLOAT_BYTES)
 
-            e.loop(0, count, 1, [], query)
+            e.loop(0, count, 1, [], correct_query)
         return function
 
     # P, dS and dX
 
-    def stage(self, name: str) -> Value:
-        """A function `(*_OfPairs, start, count)`: a stage for keys from `start` on.
+    def stage_function(self, name: str) -> Value:
+        """A function `(*_BlockPair, start, count)`: a stage for keys from `start` on.
 
-        Keys are counted on from chunk to chunk of queries.
+        Keys are counted through all chunks of queries: key k of chunk c is number c * count + k.
         """
         e = self.e
         with e.function(name, [*[POINTER] * 8, INT64, INT64]) as (function, args):
-            block, start, count = _OfPairs(*args[:8]), *args[8:]
+            block, start, count = _BlockPair(*args[:8]), *args[8:]
             stage = _STAGES[name]
 
-            def chunk(c: Value, _: list[Value]) -> None:
+            def compute_chunk(c: Value, _: list[Value]) -> None:
                 begin = e.least(e.larger_of(e.sub(start, e.mul(c, count)), 0), count)
-                pair = self.pair(block, c, stage)
+                compute = self.pair_computation(block, c, stage)
 
-                def store(k: Value, _: list[Value]) -> None:
+                def store_key(k: Value, _: list[Value]) -> None:
                     for j in range(_PANEL):
                         place = self.place_of_pair(k, c, j)
-                        for of, x in zip((block.weights, block.grads), pair(k, j), strict=True):
+                        for of, x in zip((block.weights, block.grads), compute(k, j), strict=True):
                             e.store_vector(x, e.at(of, place))
 
                 if stage.split:
-                    e.loop(begin, count, 2, [], lambda k, _: self.store_terms(block, pair, k, c))
+                    e.loop(begin, count, 2, [], lambda k, _: self.store_terms(block, compute, k, c))
                 else:
-                    e.loop(begin, count, 1, [], store)
+                    e.loop(begin, count, 1, [], store_key)
 
-            e.loop(0, self.chunks, 1, [], chunk)
+            e.loop(0, self.chunks, 1, [], compute_chunk)
             if stage.split:
                 pairs, end = (
                     e.builder.ashr(x, e.index(1)) for x in (count, emit_round_to_chunks(e, count))
                 )
-                non_finite_rows = e.builder.trunc(e.builder.and_(count, e.index(1)), BIT)
-                with e.builder.if_then(non_finite_rows, likely=False):
-                    self.split.drop_second(block.grad_pairs, e.sub(count, 1))
-                pairs = e.add(pairs, e.builder.zext(non_finite_rows, INT64))
+                is_odd = e.builder.trunc(e.builder.and_(count, e.index(1)), BIT)
+                with e.builder.if_then(is_odd, likely=False):
+                    self.split.clear_second(block.grad_pairs, e.sub(count, 1))
+                pairs = e.add(pairs, e.builder.zext(is_odd, INT64))
                 self.split.clear_pairs(block.grad_pairs, pairs, end)
         return function
 
@@ -217,18 +218,18 @@ class SplitBlock:
         """The stage in which P and dX of a full or partial block are split."""
         if self.frame.plain and kind == "full":
             return "all"
-        return "split" if self.frame.chained else "gradients, split"
+        return "split" if self.frame.applies_chain_rule else "gradients, split"
 
-    def beside(self) -> Value:
-        """A function `(*_OfPairs, start, *product) -> start`: stage "all", from `start` on.
+    def overlapped_stage_function(self) -> Value:
+        """A function `(*_BlockPair, start, *product) -> start`: stage "all", from `start` on.
 
-        For as many keys as there is time for while tiles of other blocks are multiplied; gives the
-        first one that is left. `product` are the arguments of `matrix_unit.multiply`.
+        It computes as many keys as there is time for while tiles of other blocks are multiplied,
+        and returns the first key that is left. `product` are arguments of `matrix_unit.multiply`.
         """
         e = self.e
         arguments = [*[POINTER] * 8, INT64, *[POINTER] * 3, *[INT64] * 3]
         with e.function("beside", arguments, INT64) as (function, args):
-            block, start, product = _OfPairs(*args[:8]), args[8], args[9:]
+            block, start, product = _BlockPair(*args[:8]), args[8], args[9:]
             count, pairs = product[4:]
             b, products = e.builder, self.split.products()
             # All keys of a step must belong to one chunk of queries.
@@ -238,21 +239,21 @@ class SplitBlock:
             steps = e.least(wanted, matrix_unit.steps_of(e, self.vectors, count, pairs))
             running: list[Any] = []
 
-            def share_of_keys(step: Value, group: int) -> None:
-                """A share of the keys of this step."""
+            def compute_share(step: Value, group: int) -> None:
+                """Compute a share of the keys of this step."""
                 if group == 0:
                     first = e.add(start, e.mul(step, _KEYS_BESIDE))
                     chunk = b.sdiv(first, count)
-                    pair = self.pair(block, chunk, _STAGES["all"])
-                    running[:] = [e.sub(first, e.mul(chunk, count)), chunk, pair]
-                first, chunk, pair = running
+                    compute = self.pair_computation(block, chunk, _STAGES["all"])
+                    running[:] = [e.sub(first, e.mul(chunk, count)), chunk, compute]
+                first, chunk, compute = running
                 units, groups = _KEYS_BESIDE // 2, len(products)
                 for n in range(units * group // groups, units * (group + 1) // groups):
-                    self.store_terms(block, pair, e.add(first, 2 * n), chunk)
+                    self.store_terms(block, compute, e.add(first, 2 * n), chunk)
 
             matrix_unit.multiply(
                 e, product, self.vectors, onto=False, products=products,
-                side_work=matrix_unit.SideWork(steps, share_of_keys),
+                side_work=matrix_unit.SideWork(steps, compute_share),
             )  # fmt: skip
             b.ret(e.add(start, e.mul(steps, _KEYS_BESIDE)))
         return function
@@ -262,30 +263,30 @@ class SplitBlock:
         e = self.e
         return e.add(e.mul(k, self.width), e.mul(chunk, self.panels.width), j * e.vector_bytes)
 
-    def pair(self, of: _OfPairs, chunk: Value, stage: _Stage) -> _Pair:
-        """P and dX of one key and one vector of a chunk of queries."""
+    def pair_computation(self, of: _BlockPair, chunk: Value, stage: _Stage) -> _ComputePair:
+        """Emits P and dX of one key and one vector of a chunk of queries."""
         e, b = self.e, self.e.builder
         dropout = bool(self.frame.spec.dropout)
         scale = e.splat(self.frame.real_field(of.arguments, "scale"))
         rows = e.at(of.rows, e.mul(chunk, self.panels.width))
         lse, rest, delta, grad_lse = (
-            vectors_at(e, e.at(rows, ROWS.index(name) * self.width), _PANEL)
+            vectors_at(e, e.at(rows, QUERY_ROWS.index(name) * self.width), _PANEL)
             for name in ("lse", "lse_rest", "delta", "grad_lse")
         )
 
-        def pair(k: Value, j: int) -> tuple[Value, Value]:
+        def compute_pair(k: Value, j: int) -> tuple[Value, Value]:
             place = self.place_of_pair(k, chunk, j)
             weight, found = (e.load_vector(e.at(x, place)) for x in (of.weights, of.grads))
             if stage.weights:
-                distance = b.fsub(b.fsub(b.fmul(weight, scale), lse[j]), rest[j])
-                weight = vector_math.exp_flushed(e, distance)
-            forbidden = self.frame.forbidden(weight)
+                less_lse = b.fsub(b.fsub(b.fmul(weight, scale), lse[j]), rest[j])
+                weight = vector_math.exp_flushed(e, less_lse)
+            forbidden = self.frame.is_forbidden(weight)
             if stage.gradients:
                 factor = e.load_vector(e.at(of.factors, place)) if dropout else None
                 if factor is not None:
                     found = b.fmul(found, factor)
                 found = b.fadd(b.fsub(found, delta[j]), grad_lse[j])
-                share = weight if self.frame.chained else b.fmul(weight, scale)
+                share = weight if self.frame.applies_chain_rule else b.fmul(weight, scale)
                 # Adding 0.0 turns -0.0 into 0.0, because -0.0 marks forbidden pairs.
                 found = e.fma(share, found, e.const(0.0))
                 if factor is not None:
@@ -296,20 +297,20 @@ class SplitBlock:
                 found = b.select(forbidden, e.const(-0.0), found)
             return weight, found
 
-        return pair
+        return compute_pair
 
     @property
     def chunks(self) -> int:
         """Number of chunks of queries; a row of P or dX is a row of as many tiles."""
         return self.vectors // _PANEL
 
-    def store_terms(self, of: _OfPairs, pair: _Pair, k: Value, chunk: Value) -> None:
-        """P and dX of an even key and the next, with a chunk of queries, as terms."""
+    def store_terms(self, of: _BlockPair, compute: _ComputePair, k: Value, chunk: Value) -> None:
+        """Store P and dX of an even key and the next, with a chunk of queries, as terms."""
         e, split = self.e, self.split
         start, grads = self.place_in_rows(k, chunk), []
         for n in range(2):
-            vectors = [pair(e.add(k, n), j) for j in range(_PANEL)]
-            weight, grad = (split.cut(both) for both in zip(*vectors, strict=True))
+            vectors = [compute(e.add(k, n), j) for j in range(_PANEL)]
+            weight, grad = (split.truncated_terms(both) for both in zip(*vectors, strict=True))
             place = e.add(start, n * TILE_BYTES)
             split.store_terms(weight, e.at(of.weight_rows, place))
             split.store_terms(grad, e.at(of.grad_rows, place))
@@ -317,10 +318,10 @@ class SplitBlock:
         packed = e.at(split.packed_row(of.grad_pairs, k), e.mul(chunk, self.panels.width))
         for j in range(_PANEL):
             pairs = [(first[j], second[j]) for first, second in zip(*grads, strict=True)]
-            split.put_pairs(pairs, e.at(packed, j * e.vector_bytes))
+            split.store_term_pairs(pairs, e.at(packed, j * e.vector_bytes))
 
     def place_in_rows(self, k: Value, chunk: Value) -> Value:
-        """Where a row of P or dX begins, in bytes."""
+        """The byte offset of a row of P or dX among its tiles."""
         e, b = self.e, self.e.builder
         band = e.mul(b.sdiv(k, e.index(TILE_ROWS)), self.row_band)
         inside = e.mul(b.and_(k, e.index(TILE_ROWS - 1)), TILE_BYTES)
@@ -334,7 +335,7 @@ class SplitBlock:
         with e.function("add_by_keys", [*[POINTER] * 3, INT64, INT64]) as (function, args):
             left, transposed, sums, dim, count = args
 
-            def panel(d: Value, _: list[Value]) -> None:
+            def multiply_panel(d: Value, _: list[Value]) -> None:
                 number = e.builder.sdiv(d, e.index(CHUNK))
                 right = e.at(transposed, e.mul(number, self.chunks * self.panels.panel_bytes))
                 out = e.at(sums, e.mul(number, BLOCK_KV * self.panels.width))
@@ -344,14 +345,15 @@ class SplitBlock:
                     products=self.split.products(of_weights=True),
                 )  # fmt: skip
 
-            e.loop(0, dim, CHUNK, [], panel)
+            e.loop(0, dim, CHUNK, [], multiply_panel)
         return function
 
     def add_non_finite_rows(self, name: str, dtype: str) -> Value:
         """A function `(*rows, first, last, non_finite_rows, left, sums, dim, count)`.
 
         Adds what `transpose_rows` left out: the elements that cannot be split, in the rows that
-        `non_finite_rows` marks. A factor of -0.0 adds nothing.
+        `non_finite_rows` marks. A left factor of -0.0 adds nothing: its pair is
+        forbidden, and 0 * inf would be NaN.
         """
         e, split = self.e, self.split
         rows = [POINTER, *[INT64] * 4]
@@ -359,60 +361,60 @@ class SplitBlock:
             source, row, element, first, last, non_finite_rows, left, sums, dim, count = args
             b = e.builder
 
-            def each(lane: Value, _: list[Value]) -> None:
+            def add_row(lane: Value, _: list[Value]) -> None:
                 vector = b.sdiv(lane, e.index(e.lanes))
                 word = e.load(e.at(non_finite_rows, e.mul(vector, e.vector_bytes)), INT64, WORD)
-                bit = b.and_(b.lshr(word, e.sub(lane, e.mul(vector, e.lanes))), e.index(1))
+                mark = b.and_(b.lshr(word, e.sub(lane, e.mul(vector, e.lanes))), e.index(1))
                 here = e.at(source, e.mul(e.add(first, lane), row))
 
-                def elements(d: Value, _: list[Value]) -> None:
+                def add_element(d: Value, _: list[Value]) -> None:
                     x = load(e, e.at(here, e.mul(d, element)), dtype)
-                    marks = split.huge(split.magnitude(e.splat(x)))
+                    marks = split.huge_lanes(split.magnitude(e.splat(x)))
                     panel = b.sdiv(d, e.index(CHUNK))
                     inside = e.mul(e.sub(d, e.mul(panel, CHUNK)), FLOAT_BYTES)
                     column = e.at(sums, e.mul(panel, BLOCK_KV * self.panels.width), inside)
 
-                    def key(k: Value, _: list[Value]) -> None:
+                    def add_to_key(k: Value, _: list[Value]) -> None:
                         chunk = b.sdiv(lane, e.index(CHUNK))
                         inside = e.mul(e.sub(lane, e.mul(chunk, CHUNK)), 2)
                         place = e.at(left, self.place_in_rows(k, chunk), inside)
                         upper = e.load(place, INT16, 2)
                         weight = load(e, place, "bfloat16")
                         for n in range(1, split.terms):
-                            part = load(e, e.at(place, n * matrix_unit.TILE_SIZE), "bfloat16")
-                            weight = b.fadd(weight, part)
+                            term = load(e, e.at(place, n * matrix_unit.TILE_SIZE), "bfloat16")
+                            weight = b.fadd(weight, term)
                         with b.if_then(b.icmp_unsigned("!=", upper, ir.Constant(INT16, 1 << 15))):
                             to = e.at(column, e.mul(k, self.panels.width))
                             total = e.load(to, e.real, FLOAT_BYTES)
                             e.store(e.fma(x, weight, total), to, FLOAT_BYTES)
 
                     some = b.icmp_unsigned("!=", marks, ir.Constant(marks.type, 0))
-                    e.loop(0, b.select(some, count, e.index(0)), 1, [], key)
+                    e.loop(0, b.select(some, count, e.index(0)), 1, [], add_to_key)
 
-                marked = b.icmp_signed("!=", bit, e.index(0))
-                e.loop(0, b.select(marked, dim, e.index(0)), 1, [], elements)
+                marked = b.icmp_signed("!=", mark, e.index(0))
+                e.loop(0, b.select(marked, dim, e.index(0)), 1, [], add_element)
 
-            e.loop(0, e.add(e.sub(last, first), 1), 1, [], each)
+            e.loop(0, e.add(e.sub(last, first), 1), 1, [], add_row)
         return function
 
     def add_sums(self) -> Value:
-        """A function `(sums, to, row, dim, count)`: what a block of keys got, to all it got."""
+        """A function `(sums, to, row, dim, count)`: add the sums of a block to those in memory."""
         e = self.e
         with e.function("add_sums", [*[POINTER] * 2, *[INT64] * 3]) as (function, args):
             sums, to, row, dim, count = args
 
-            def key(k: Value, _: list[Value]) -> None:
+            def add_key(k: Value, _: list[Value]) -> None:
                 start, end = e.at(sums, e.mul(k, self.panels.width)), e.at(to, e.mul(k, row))
 
-                def elements(d: Value, _: list[Value]) -> None:
+                def add_elements(d: Value, _: list[Value]) -> None:
                     panel = e.round_down(d, CHUNK)
                     inside = e.mul(e.sub(d, panel), FLOAT_BYTES)
                     place = e.at(start, e.mul(panel, BLOCK_KV * self.panels.width // CHUNK), inside)
                     add_vectors(e, e.at(end, e.mul(d, FLOAT_BYTES)), [e.load_vector(place)])
 
-                e.loop(0, dim, e.lanes, [], elements)
+                e.loop(0, dim, e.lanes, [], add_elements)
 
-            e.loop(0, count, 1, [], key)
+            e.loop(0, count, 1, [], add_key)
         return function
 
     # One task
@@ -440,28 +442,27 @@ class SplitBlock:
         for dtype in sorted({*self.frame.dtypes.values()}):
             found[f"copy {dtype}"] = copy_rows_function(e, dtype)
         for left, right in (("key", "query"), ("value", "grad_out"), ("out", "grad_out")):
-            name = self.name_of_recompute(left, right)
+            name = self.recompute_name(left, right)
             if name not in found:
                 found[name] = non_finite.recompute(
                     split, name, self.frame.dtypes[left], self.frame.dtypes[right]
                 )
         for name in ("query", "grad_out"):
-            non_finite_rows = f"add_non_finite_rows {self.frame.dtypes[name]}"
-            if non_finite_rows not in found:
-                found[non_finite_rows] = self.add_non_finite_rows(
-                    non_finite_rows, self.frame.dtypes[name]
-                )
-        found |= vector_functions(self.frame, weights_function, chain_function)
+            dtype = self.frame.dtypes[name]
+            function = f"add_non_finite_rows {dtype}"
+            if function not in found:
+                found[function] = self.add_non_finite_rows(function, dtype)
+        found |= vector_functions(self.frame, weights_function, chain_rule_function)
         stages = {self.last_stage("full")}
         if self.frame.mask != TRUE:
             stages |= {self.last_stage("partial"), *(["weights"] if self.frame.plain else [])}
-        if self.frame.chained:
+        if self.frame.applies_chain_rule:
             stages.add("gradients")
         for name in sorted(stages):
-            found[name] = self.stage(name)
+            found[name] = self.stage_function(name)
         if self.frame.plain:
-            found["beside"] = self.beside()
+            found["beside"] = self.overlapped_stage_function()
         return found
 
-    def name_of_recompute(self, left: str, right: str) -> str:
+    def recompute_name(self, left: str, right: str) -> str:
         return f"recompute {self.frame.dtypes[left]} {self.frame.dtypes[right]}"

@@ -64,7 +64,7 @@ class BackwardKernel(NamedTuple):
 FORWARD = ForwardKernel(emit_split_forward, split_scratch_bytes, BLOCK_KV)
 REPLAY = ReplayKernel(emit_split_replay, replay_scratch_bytes)
 BACKWARD = BackwardKernel(emit_split_backward, split_areas)
-"""This one also serves bfloat16, which is a sum of one term."""
+"""The backward kernel also serves bfloat16, which is a sum of one term."""
 
 
 def split_shape(here: Host, dtype: str) -> TileShape | None:
@@ -73,10 +73,10 @@ def split_shape(here: Host, dtype: str) -> TileShape | None:
     return None if shape is None or terms is None else replace(shape, terms=terms)
 
 
-def allows(problem: Problem) -> bool:
+def may_split(problem: Problem) -> bool:
     """Whether operands of this problem may be split.
 
-    Tiles take subnormal numbers for 0; a scale above 2^10 could lift those into the result.
+    Tiles take subnormal numbers for 0; a scale above 2^10 could make them show in the result.
     """
     return abs(problem.operands.scale) <= _LARGEST_SCALE
 
@@ -99,7 +99,7 @@ def shape_for(spec: Spec, here: Host) -> TileShape | None:
 
 
 def _q_blocks_per_task(spec: Spec, shape: TileShape) -> int:
-    """Blocks of queries that share split keys: many, but then there are few tasks, and long ones.
+    """How many blocks of queries share split keys; with many, there are few tasks, and long ones.
 
     What a task is decides where sums begin, so it must not depend on the number of threads.
     """

@@ -2,7 +2,7 @@
 
 Such a machine multiplies about thirteen times as many bfloat16 numbers in a second as float32
 numbers. So both matrix products of attention are computed as sums of products of bfloat16 terms
-(`factors`). Sums are float32, and all that happens between the products is as in
+(`terms`). Sums are float32, and all that happens between the products is as in
 `forward.bf16_dot`.
 """
 
@@ -36,9 +36,9 @@ from qkv.backends.cpu.products.group_sums import GroupSums
 from qkv.backends.cpu.products.matrix_unit import TILE_ROWS
 from qkv.backends.cpu.products.prefetch import Prefetcher
 from qkv.backends.cpu.split_bf16 import non_finite
-from qkv.backends.cpu.split_bf16.factors import FLOAT_BYTES
 from qkv.backends.cpu.split_bf16.overlap import OverlappedScoreBlocks
 from qkv.backends.cpu.split_bf16.scores import SplitScores
+from qkv.backends.cpu.split_bf16.terms import FLOAT_BYTES
 from qkv.problem.expressions import TRUE
 from qkv.problem.spec import Spec
 
@@ -85,8 +85,8 @@ class SplitOperands(PairOperands):
 
     def __init__(self, frame: ForwardFrame) -> None:
         super().__init__(frame)
-        self.factors = SplitScores(frame, frame.dtypes.values())
-        self.split = self.factors.split
+        self.split_scores = SplitScores(frame, frame.dtypes.values())
+        self.split = self.split_scores.split
         self.terms = self.split.terms
         self.weights_at = BLOCK_KV * self.width
         self.value_row = self.split.column_band
@@ -109,7 +109,7 @@ class SplitOperands(PairOperands):
 
     # Vector units have time while tiles are multiplied
 
-    def weights_overlapped(self) -> Value:
+    def overlapped_weights_function(self) -> Value:
         """A function `(rows, packed, scores, stats, scale, band, count, following, pairs, ahead)`.
 
         The weights of `count` keys for one block of queries, whose finished `scores` and `stats`
@@ -129,7 +129,7 @@ class SplitOperands(PairOperands):
                 largest = b.fmul(e.load_vector(e.at(here, BLOCK_MAX * self.width)), scale)
                 rows_of.append(RowSums(e, here, width, largest, statistics=self.frame.statistics))
 
-            def weight(j: int, k: Value, carried: list[Value]) -> tuple[Value, list[Value]]:
+            def weigh_key(j: int, k: Value, carried: list[Value]) -> tuple[Value, list[Value]]:
                 place = e.at(scores, e.mul(k, width), self.offsets[j])
                 return rows_of[j].weigh_key(b.fmul(e.load_vector(place), scale), carried, None)
 
@@ -138,27 +138,27 @@ class SplitOperands(PairOperands):
                 matrix_unit.steps_of(e, self.vectors, following, pairs),
             )
             number = sum(len(row.zero_sums) for row in rows_of)
-            room = self.split.room((1 + BLOCK_KV // _KEYS_BESIDE) * number)
+            room = self.split.allocate_vectors((1 + BLOCK_KV // _KEYS_BESIDE) * number)
             sums = GroupSums(e, room, number)
 
-            def group_of_keys(group: Value, _: list[Value]) -> None:
+            def weigh_group(group: Value, _: list[Value]) -> None:
                 start = e.mul(group, _KEYS_BESIDE)
                 stop = e.least(e.add(start, _KEYS_BESIDE), count)
                 found: list[Value] = []
                 for j, (offset, row) in enumerate(zip(self.offsets, rows_of, strict=True)):
                     here = e.at(scores, offset)
                     found += self.store_weights(
-                        e, here, width, start, stop, row.zero_sums, partial(weight, j)
+                        e, here, width, start, stop, row.zero_sums, partial(weigh_key, j)
                     )
                 sums.defer(group, found)
 
             # The product overwrites these scores, so their weights are computed before it.
             groups = b.sdiv(e.add(count, _KEYS_BESIDE - 1), e.index(_KEYS_BESIDE))
-            e.loop(steps, groups, 1, [], group_of_keys)
+            e.loop(steps, groups, 1, [], weigh_group)
             running: list[list[Value]] = []
 
-            def share_of_keys(step: Value, group: int) -> None:
-                """A share of the keys of this step."""
+            def weigh_share(step: Value, group: int) -> None:
+                """Weigh a share of the keys of this step."""
                 if group == 0:
                     running[:] = [list(row.zero_sums) for row in rows_of]
                 units = [(p, j) for p in range(_KEYS_BESIDE // 2) for j in range(self.vectors)]
@@ -166,8 +166,8 @@ class SplitOperands(PairOperands):
                 start, stop = (len(units) * n // shares for n in (group, group + 1))
                 for p, j in units[start:stop]:
                     k = e.add(e.mul(step, _KEYS_BESIDE), 2 * p)
-                    first, running[j] = weight(j, k, running[j])
-                    second, running[j] = weight(j, e.add(k, 1), running[j])
+                    first, running[j] = weigh_key(j, k, running[j])
+                    second, running[j] = weigh_key(j, e.add(k, 1), running[j])
                     place = self.place_of_pair(e.at(scores, self.offsets[j]), k, width)
                     self.store_pair(first, second, place)
                 if group == shares - 1:
@@ -176,7 +176,7 @@ class SplitOperands(PairOperands):
 
             matrix_unit.multiply(
                 e, (rows, packed, scores, band, following, pairs), self.vectors, onto=False,
-                products=products, side_work=matrix_unit.SideWork(steps, share_of_keys),
+                products=products, side_work=matrix_unit.SideWork(steps, weigh_share),
             )  # fmt: skip
             # Groups are added in the order in which `scores_to_weights` adds them: same bits.
             e.loop(steps, groups, 1, [], lambda group, _: sums.add_deferred(group))
@@ -185,7 +185,7 @@ class SplitOperands(PairOperands):
                 row.advance([next(totals) for _ in row.zero_sums])
         return function
 
-    def add_overlapped(self, name: str, *, masked: bool) -> Value:
+    def overlapped_add_function(self, name: str, *, masked: bool) -> Value:
         """A function `(*add_values, arguments, scores, stats, transposed, batch, head, row,
         kv_start, following)`.
 
@@ -199,14 +199,16 @@ class SplitOperands(PairOperands):
             *where, following = args[len(adding) :]
             b, stats = e.builder, where[2]
             rescale_output(self, weights, rescale, out, v_head_dim, count)
-            finish = self._finishing(where, following, masked)
-            largest = [self._kept(e.const(-math.inf)) for _ in self.offsets]
+            finish = self._score_finishers(where, following, masked)
+            largest = [self._spilled(e.const(-math.inf)) for _ in self.offsets]
 
-            def keys(start: Value, stop: Value) -> None:
-                def one(k: Value, seen: list[Value]) -> list[Value]:
+            def finish_keys(start: Value, stop: Value) -> None:
+                def finish_key(k: Value, seen: list[Value]) -> list[Value]:
                     return [each(k, [x])[0] for each, x in zip(finish, seen, strict=True)]
 
-                seen = e.loop(start, stop, 1, [e.load_vector(place) for place in largest], one)
+                seen = e.loop(
+                    start, stop, 1, [e.load_vector(place) for place in largest], finish_key
+                )
                 for x, place in zip(seen, largest, strict=True):
                     e.store_vector(x, place)
 
@@ -217,24 +219,24 @@ class SplitOperands(PairOperands):
                 matrix_unit.steps_of(e, self.vectors, v_head_dim, pairs),
             )
 
-            def share_of_keys(step: Value, group: int) -> None:
-                """A share of the keys of this step."""
+            def finish_share(step: Value, group: int) -> None:
+                """Finish a share of the keys of this step."""
                 shares = (_KEYS_BESIDE * n // len(products) for n in (group, group + 1))
-                keys(*(e.add(e.mul(step, _KEYS_BESIDE), share) for share in shares))
+                finish_keys(*(e.add(e.mul(step, _KEYS_BESIDE), share) for share in shares))
 
             matrix_unit.multiply(
                 e, (values, weights, out, e.index(self.value_row), v_head_dim, pairs),
                 self.vectors, onto=True, products=products,
-                side_work=matrix_unit.SideWork(steps, share_of_keys),
+                side_work=matrix_unit.SideWork(steps, finish_share),
             )  # fmt: skip
-            keys(e.mul(steps, _KEYS_BESIDE), following)
+            finish_keys(e.mul(steps, _KEYS_BESIDE), following)
             for offset, place in zip(self.offsets, largest, strict=True):
                 block_max = e.at(stats, BLOCK_MAX * self.width + offset)
                 e.store_vector(e.load_vector(place), block_max)
         return function
 
-    def _finishing(self, block: Sequence[Value], count: Value, masked: bool) -> list[_Finish]:
-        """Functions that finish the scores of one key for each vector.
+    def _score_finishers(self, block: Sequence[Value], count: Value, masked: bool) -> list[_Finish]:
+        """Functions that emit how the scores of one key are finished, one for each vector.
 
         Scores without mods and mask are only compared with the largest so far.
         """
@@ -243,14 +245,14 @@ class SplitOperands(PairOperands):
         scale = e.splat(self.frame.real_field(arguments, "scale"))
         bytes_transposed = transposed_bytes(self.frame.spec, BLOCK_KV, e.vector_bytes)
 
-        def look(here: Value, k: Value, seen: list[Value]) -> list[Value]:
+        def compare_key(here: Value, k: Value, seen: list[Value]) -> list[Value]:
             return [e.greatest(seen[0], e.load_vector(e.at(here, e.mul(k, self.width))))]
 
         found: list[_Finish] = []
         for j, offset in enumerate(self.offsets):
             here, own = e.at(scores, offset), e.at(transposed, j * bytes_transposed)
             if self.frame.plain and not masked:
-                found.append(partial(look, here))
+                found.append(partial(compare_key, here))
                 continue
             at = ScoreVector(
                 arguments, here, stats, own, e.index(self.width), count, batch, head,
@@ -261,26 +263,28 @@ class SplitOperands(PairOperands):
             )
         return found
 
-    def _kept(self, x: Value) -> Value:
-        """Where a vector is kept while registers are wanted."""
-        place = self.split.room(1)
+    def _spilled(self, x: Value) -> Value:
+        """The address of a vector that is stored because registers are scarce."""
+        place = self.split.allocate_vectors(1)
         self.e.store_vector(x, place)
         return place
 
     def score_blocks(self, task: QueryBlocks) -> ScoreBlocks:
-        return OverlappedScoreBlocks(self, self.factors, task)
+        return OverlappedScoreBlocks(self, self.split_scores, task)
 
     def row_functions(self) -> dict[str, Value]:
         functions = {
-            **self.factors.functions,
+            **self.split_scores.functions,
             "split_columns": self.split.split_columns(),
             "add_non_finite": non_finite.add_non_finite(self.split),
         }
         if not self.frame.spec.dropout:
-            functions["weights_overlapped"] = self.weights_overlapped()
-        functions["add_overlapped_full"] = self.add_overlapped("add_overlapped_full", masked=False)
+            functions["weights_overlapped"] = self.overlapped_weights_function()
+        functions["add_overlapped_full"] = self.overlapped_add_function(
+            "add_overlapped_full", masked=False
+        )
         if self.frame.mask != TRUE:
-            functions["add_overlapped_partial"] = self.add_overlapped(
+            functions["add_overlapped_partial"] = self.overlapped_add_function(
                 "add_overlapped_partial", masked=True
             )
         return functions
@@ -294,29 +298,29 @@ class SplitOperands(PairOperands):
         chunk = e.builder.sdiv(k, e.index(CHUNK))
         return e.at(values, e.mul(chunk, self.split.chunk_bytes))
 
-    def buffers(self, scratch: Value, head_dim: Value, v_head_dim: Value) -> Buffers:
+    def buffers(self, scratch: Value, wide: Value, v_wide: Value) -> Buffers:
         e = self.e
         scores = e.at(scratch, non_finite.NON_FINITE_BYTES)
         weights = e.at(scores, self.weights_at)
         values = e.at(weights, BLOCK_KV // 2 * self.terms * self.width)
-        keys = e.at(values, e.mul(v_head_dim, self.value_row // TILE_ROWS))
-        copy = e.at(keys, e.mul(head_dim, 2 * self.terms * BLOCK_KV))
-        blocks = e.at(copy, e.mul(e.larger_of(head_dim, v_head_dim), FLOAT_BYTES * BLOCK_KV))
+        keys = e.at(values, e.mul(v_wide, self.value_row // TILE_ROWS))
+        copy = e.at(keys, e.mul(wide, 2 * self.terms * BLOCK_KV))
+        blocks = e.at(copy, e.mul(e.larger_of(wide, v_wide), FLOAT_BYTES * BLOCK_KV))
         return Buffers(scores, values, keys, copy, blocks)
 
     def prepare_keys(self, task: QueryBlocks, kv_start: Value, count: Value) -> tuple[Value, Value]:
         at, dim = task.at, task.head_dim
         here = rows_from(self.e, task.key, kv_start)
         unsplit = self.e.at(at.scores, -non_finite.NON_FINITE_BYTES)
-        self.factors.split_keys(here, count, dim, at.value_copy, at.key_copy, unsplit)
-        return at.key_copy, self.split.band(dim)
+        self.split_scores.split_keys(here, count, dim, at.value_copy, at.key_copy, unsplit)
+        return at.key_copy, self.split.band_bytes(dim)
 
     def prepare_values(
         self, task: QueryBlocks, kv_start: Value, count: Value, kinds: Value
     ) -> ValueBlock:
         e, at, dim = self.e, task.at, task.v_head_dim
         here = rows_from(e, task.value, kv_start)
-        v, row = self.factors.floats("value", here, count, dim, at.value_copy)
+        v, row = self.split_scores.float_rows("value", here, count, dim, at.value_copy)
         where = [v, row, count, dim, at.values]
         has_non_finite = e.builder.call(task.functions["split_columns"], where)
         return ValueBlock(v, row, has_non_finite)

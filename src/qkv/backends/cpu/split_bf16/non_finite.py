@@ -14,20 +14,20 @@ from qkv.backends.cpu.emit.emitter import BIT, INT32, INT64, POINTER, Emitter, V
 from qkv.backends.cpu.emit.frame import WORD, RowView
 from qkv.backends.cpu.products.bfloat16 import split_pairs
 from qkv.backends.cpu.products.query_lanes import store_vectors, vectors_at
-from qkv.backends.cpu.split_bf16.factors import FLOAT_BYTES, SplitFactors
+from qkv.backends.cpu.split_bf16.terms import FLOAT_BYTES, TermSplitter
 
 NON_FINITE_BYTES = 2048
 """Bytes of the list of rows of a left factor that cannot be split, with their number in front."""
 
 
-def recompute(of: SplitFactors, name: str, left_dtype: str, right_dtype: str) -> Value:
+def recompute(of: TermSplitter, name: str, left_dtype: str, right_dtype: str) -> Value:
     """A function `(*left, *right, first, last, dim, sign, start, stop, non_finite_rows,
     lanes, products)`.
 
     Computes the products of rows that cannot be split one by one. `left` and `right` are
     `RowView`: left rows from `start` to `stop`, right ones from row `first` on, none beyond `last`.
-    `non_finite_rows` is what `SplitFactors.split_rows` gave, and `lanes` what `SplitFactors.pack`
-    gave for each vector, a vector apart.
+    `non_finite_rows` is what `TermSplitter.split_rows` gave, and `lanes` what
+    `TermSplitter.pack_rows` gave for each vector, a vector apart.
     """
     e = of.e
     rows = [POINTER, INT64, INT64]
@@ -37,56 +37,56 @@ def recompute(of: SplitFactors, name: str, left_dtype: str, right_dtype: str) ->
         first, last, dim, sign, start, stop, non_finite_rows, lanes, products = args[6:]
         b, block_q = e.builder, of.vectors * e.lanes
 
-        def one(k: Value, lane: Value) -> None:
+        def recompute_product(k: Value, lane: Value) -> None:
             row = e.least(e.add(first, lane), last)
             x_row = e.at(right.pointer, e.mul(row, right.row))
             y_row = e.at(left.pointer, e.mul(k, left.row))
 
-            def step(d: Value, total: list[Value]) -> list[Value]:
+            def add_element(d: Value, total: list[Value]) -> list[Value]:
                 x = storage.load(e, e.at(x_row, e.mul(d, right.element)), right_dtype)
                 y = storage.load(e, e.at(y_row, e.mul(d, left.element)), left_dtype)
                 return [e.fma(b.fmul(sign, x), y, total[0])]
 
-            (product,) = e.loop(0, dim, 1, [ir.Constant(e.real, 0.0)], step)
+            (product,) = e.loop(0, dim, 1, [ir.Constant(e.real, 0.0)], add_element)
             place = e.at(products, e.mul(k, of.width), e.mul(lane, FLOAT_BYTES))
             e.store(product, place, FLOAT_BYTES)
 
-        def left_rows(n: Value, _: list[Value]) -> None:
+        def recompute_left_row(n: Value, _: list[Value]) -> None:
             k = e.load(e.at(non_finite_rows, e.mul(n, WORD)), INT64, WORD)
-            wanted = b.and_(b.not_(e.below(k, start)), e.below(k, stop))
-            with b.if_then(wanted):
-                e.loop(0, block_q, 1, [], lambda lane, _: one(k, lane))
+            in_range = b.and_(b.not_(e.below(k, start)), e.below(k, stop))
+            with b.if_then(in_range):
+                e.loop(0, block_q, 1, [], lambda lane, _: recompute_product(k, lane))
 
-        def right_rows(lane: Value, _: list[Value]) -> None:
+        def recompute_right_row(lane: Value, _: list[Value]) -> None:
             vector = b.sdiv(lane, e.index(e.lanes))
             word = e.load(e.at(lanes, e.mul(vector, e.vector_bytes)), INT64, WORD)
-            bit = b.and_(b.lshr(word, e.sub(lane, e.mul(vector, e.lanes))), e.index(1))
-            end = b.select(_some(e, bit), stop, start)
-            e.loop(start, end, 1, [], lambda k, _: one(k, lane))
+            mark = b.and_(b.lshr(word, e.sub(lane, e.mul(vector, e.lanes))), e.index(1))
+            end = b.select(_is_nonzero(e, mark), stop, start)
+            e.loop(start, end, 1, [], lambda k, _: recompute_product(k, lane))
 
-        e.loop(1, e.add(e.load(non_finite_rows, INT64, WORD), 1), 1, [], left_rows)
-        e.loop(0, block_q, 1, [], right_rows)
+        e.loop(1, e.add(e.load(non_finite_rows, INT64, WORD), 1), 1, [], recompute_left_row)
+        e.loop(0, block_q, 1, [], recompute_right_row)
     return function
 
 
-def any_non_finite(of: SplitFactors, non_finite_rows: Value, lanes: Value) -> Value:
+def any_non_finite(of: TermSplitter, non_finite_rows: Value, lanes: Value) -> Value:
     """Whether there is anything to recompute."""
     e = of.e
     words = [non_finite_rows, *(e.at(lanes, j * e.vector_bytes) for j in range(of.vectors))]
-    some = ir.Constant(INT64, 0)
+    marks = ir.Constant(INT64, 0)
     for word in words:
-        some = e.builder.or_(some, e.load(word, INT64, WORD))
-    return _some(e, some)
+        marks = e.builder.or_(marks, e.load(word, INT64, WORD))
+    return _is_nonzero(e, marks)
 
 
-def _some(e: Emitter, word: Value) -> Value:
+def _is_nonzero(e: Emitter, word: Value) -> Value:
     return e.builder.icmp_signed("!=", word, e.index(0))
 
 
-def add_non_finite(of: SplitFactors) -> Value:
+def add_non_finite(of: TermSplitter) -> Value:
     """A function `(rows, row, weights, out, dim, count)` for what `split_columns` left out.
 
-    A weight of -0.0 leaves `out` alone.
+    A weight of -0.0 adds nothing: its pair is forbidden, and 0 * inf would be NaN.
     """
     e = of.e
     arguments = [POINTER, INT64, POINTER, POINTER, INT64, INT64]
@@ -94,25 +94,25 @@ def add_non_finite(of: SplitFactors) -> Value:
         rows, row, weights, out, dim, count = args
         b = e.builder
 
-        def each(k: Value, _: list[Value]) -> None:
+        def add_key(k: Value, _: list[Value]) -> None:
             is_second = b.trunc(b.and_(k, e.index(1)), BIT)
             place = of.packed_row(weights, b.and_(k, e.index(-2)))
             weights_of_key: list[Value] = []
             for n in range(of.terms):
                 pairs = vectors_at(e, e.at(place, n * of.term_bytes), of.vectors)
                 halves = [split_pairs(e, pair) for pair in pairs]
-                part = [b.select(is_second, second, first) for first, second in halves]
-                weights_of_key = list(map(b.fadd, weights_of_key, part)) if weights_of_key else part
+                term = [b.select(is_second, second, first) for first, second in halves]
+                weights_of_key = list(map(b.fadd, weights_of_key, term)) if weights_of_key else term
                 if n == 0:
                     allowed = [
-                        b.icmp_signed("!=", e.as_bits(p), e.as_bits(e.const(-0.0))) for p in part
+                        b.icmp_signed("!=", e.as_bits(x), e.as_bits(e.const(-0.0))) for x in term
                     ]
 
-            def element(d: Value, _: list[Value]) -> None:
+            def add_element(d: Value, _: list[Value]) -> None:
                 start = e.at(rows, e.mul(k, row), e.mul(d, FLOAT_BYTES))
                 x = e.splat(e.load(start, e.real, FLOAT_BYTES))
-                first = b.extract_element(of.is_non_finite(x), ir.Constant(INT32, 0))
-                with b.if_then(first, likely=False):
+                left_out = b.extract_element(of.cannot_be_split(x), ir.Constant(INT32, 0))
+                with b.if_then(left_out, likely=False):
                     place = e.at(out, e.mul(d, of.width))
                     total = vectors_at(e, place, of.vectors)
                     store_vectors(e, place, [
@@ -120,7 +120,7 @@ def add_non_finite(of: SplitFactors) -> Value:
                         for may, weight, old in zip(allowed, weights_of_key, total, strict=True)
                     ])  # fmt: skip
 
-            e.loop(0, dim, 1, [], element)
+            e.loop(0, dim, 1, [], add_element)
 
-        e.loop(0, count, 1, [], each)
+        e.loop(0, count, 1, [], add_key)
     return function

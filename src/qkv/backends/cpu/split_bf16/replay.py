@@ -18,10 +18,10 @@ from qkv.backends.cpu.forward.frame import RUN, TASK
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products import matrix_unit
 from qkv.backends.cpu.products.bfloat16 import emit_round_to_chunks, round_to_chunks
-from qkv.backends.cpu.replay.kernel import Sums, Top
+from qkv.backends.cpu.replay.kernel import SumsReduction, TopReduction
 from qkv.backends.cpu.replay.reduction import (
     Areas,
-    Block,
+    QueryBlock,
     Question,
     Reduction,
     ReplayKey,
@@ -29,9 +29,9 @@ from qkv.backends.cpu.replay.reduction import (
     state_rows,
 )
 from qkv.backends.cpu.split_bf16 import non_finite
-from qkv.backends.cpu.split_bf16.factors import FLOAT_BYTES
 from qkv.backends.cpu.split_bf16.forward import BLOCK_KV
 from qkv.backends.cpu.split_bf16.scores import SplitScores
+from qkv.backends.cpu.split_bf16.terms import FLOAT_BYTES
 from qkv.problem.expressions import TRUE
 from qkv.problem.spec import Spec
 from qkv.problem.tiles import TileKind
@@ -50,10 +50,10 @@ def split_scratch_bytes(question: Question, spec: Spec, shape: TileShape, k: int
 def emit_split_replay(key: ReplayKey) -> str:
     """The module of one kernel; `job(arguments, worker)` runs tasks until none is left."""
     frame = replay_frame(key, BLOCK_KV)
-    reduction = (Top if key.question == "top" else Sums)(frame)
-    factors = SplitScores(frame, (frame.dtypes["query"], frame.dtypes["key"]))
-    e, split, masked = frame.e, factors.split, frame.mask != TRUE
-    functions = dict(factors.functions)
+    reduction = (TopReduction if key.question == "top" else SumsReduction)(frame)
+    scores = SplitScores(frame, (frame.dtypes["query"], frame.dtypes["key"]))
+    e, split, masked = frame.e, scores.split, frame.mask != TRUE
+    functions = dict(scores.functions)
     functions["scores"] = matrix_unit.add_products(
         e, "scores", split.vectors, onto=False, products=split.products()
     )
@@ -61,15 +61,15 @@ def emit_split_replay(key: ReplayKey) -> str:
     functions["write"] = reduction.write_function()
     if masked:
         functions["partial"] = reduction.keys_function("partial", True)
-    frame.call_for_each_task(_task_function(reduction, factors, functions), TASK)
+    frame.call_for_each_task(_task_function(reduction, scores, functions), TASK)
     return str(e.module)
 
 
 def _task_function(
-    reduction: Reduction, factors: SplitScores, functions: dict[str, Value]
+    reduction: Reduction, split_scores: SplitScores, functions: dict[str, Value]
 ) -> Value:
     """A function `(arguments, task, scratch)`: some blocks of queries with blocks of keys."""
-    frame, e, split = reduction.frame, reduction.e, factors.split
+    frame, e, split = reduction.frame, reduction.e, split_scores.split
     vectors, width, block_q = split.vectors, split.width, frame.shape.block_q
     with e.function("task", [POINTER] * 3) as (function, args):
         arguments, task, scratch = args
@@ -93,16 +93,16 @@ def _task_function(
         left = e.add(e.sub(q_len, first_row), block_q - 1)
         count = e.least(q_blocks_per_task, b.sdiv(left, e.index(block_q)))
 
-        def block_at(i: Value) -> Block:
+        def block_at(i: Value) -> QueryBlock:
             packed = e.at(blocks, e.mul(i, block_bytes))
             row = e.add(first_row, e.mul(i, block_q))
             areas = Areas(packed, scores, e.at(packed, state_at), copy, transposed, blocks)
-            return Block(arguments, batch, head, row, e.index(0), vectors, areas)
+            return QueryBlock(arguments, batch, head, row, e.index(0), vectors, areas)
 
-        def each_block(body: Callable[[Block], None]) -> None:
+        def for_each_block(body: Callable[[QueryBlock], None]) -> None:
             e.loop(0, count, 1, [], lambda i, _: body(block_at(i)))
 
-        def begin(block: Block) -> None:
+        def begin_block(block: QueryBlock) -> None:
             for j in range(vectors):
                 row = e.least(e.add(block.first_row, j * e.lanes), e.sub(q_len, 1))
                 offset = j * e.vector_bytes
@@ -111,7 +111,7 @@ def _task_function(
                 e.store(lanes, e.at(block.areas.packed, lanes_at, offset), WORD)
             reduction.begin(block)
 
-        def meet_keys(name: str, block: Block, kv_start: Value, number: Value) -> None:
+        def reduce_keys(name: str, block: QueryBlock, kv_start: Value, number: Value) -> None:
             for j in range(vectors):
                 place = e.at(scores, j * e.vector_bytes)
                 first = e.add(block.first_row, j * e.lanes)
@@ -119,44 +119,44 @@ def _task_function(
                 where = (number, batch, head, first, kv_start, ir.Constant(BIT, 0))
                 b.call(functions[name], [*at, *where])
 
-        def block_of_keys(kv_start: Value, number: Value, kinds: Value) -> None:
+        def reduce_key_block(kv_start: Value, number: Value, kinds: Value) -> None:
             here = rows_from(e, key, kv_start)
-            factors.split_keys(here, number, head_dim, copy, keys, scratch)
-            band, pairs = split.band(head_dim), b.ashr(wide, e.index(1))
+            split_scores.split_keys(here, number, head_dim, copy, keys, scratch)
+            band, pairs = split.band_bytes(head_dim), b.ashr(wide, e.index(1))
 
-            def one(i: Value, _: list[Value]) -> None:
+            def reduce_query_block(i: Value, _: list[Value]) -> None:
                 block = block_at(i)
                 kind = b.and_(b.lshr(kinds, e.mul(i, 2)), e.index(3))
 
-                def score() -> None:
+                def compute_scores() -> None:
                     packed = block.areas.packed
                     b.call(functions["scores"], [keys, packed, scores, band, number, pairs])
                     where = (block.first_row, (e.index(0), number), scratch)
                     lanes = e.at(packed, lanes_at)
-                    factors.recompute(arguments, here, query, *where, lanes, scores)
+                    split_scores.recompute(arguments, here, query, *where, lanes, scores)
 
                 with b.if_then(b.icmp_signed("!=", kind, e.index(TileKind.EMPTY))):
-                    score()
+                    compute_scores()
                     if frame.mask == TRUE:
-                        meet_keys("full", block, kv_start, number)
+                        reduce_keys("full", block, kv_start, number)
                     else:
                         e.choose(
                             b.icmp_signed("==", kind, e.index(TileKind.PARTIAL)),
-                            lambda: meet_keys("partial", block, kv_start, number),
-                            lambda: meet_keys("full", block, kv_start, number),
+                            lambda: reduce_keys("partial", block, kv_start, number),
+                            lambda: reduce_keys("full", block, kv_start, number),
                         )
 
-            e.loop(0, count, 1, [], one)
+            e.loop(0, count, 1, [], reduce_query_block)
 
-        def each_run(r: Value, _: list[Value]) -> None:
+        def reduce_run(r: Value, _: list[Value]) -> None:
             start, stop, kinds = frame.record(frame.pointer_field(arguments, "runs"), RUN, r)
             e.loop(
                 start, stop, BLOCK_KV, [],
-                lambda k, _: block_of_keys(k, e.least(BLOCK_KV, e.sub(stop, k)), kinds),
+                lambda k, _: reduce_key_block(k, e.least(BLOCK_KV, e.sub(stop, k)), kinds),
             )  # fmt: skip
 
-        each_block(begin)
-        e.loop(first_run, last_run, 1, [], each_run)
-        each_block(lambda block: reduction.end(block, functions["write"]))
+        for_each_block(begin_block)
+        e.loop(first_run, last_run, 1, [], reduce_run)
+        for_each_block(lambda block: reduction.end(block, functions["write"]))
         matrix_unit.release(e)
     return function

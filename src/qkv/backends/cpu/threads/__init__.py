@@ -2,4 +2,10 @@
 
 How many threads a call gets is decided in `passes` (`Pass.workers`) and in `rows`; this package
 only starts, feeds and stops them.
+
+jobs            runs a job on some threads; when they start, and how they end
+pool            starts native workers without a C compiler, and stops them
+pool_code       the code of workers, which spin, sleep and join a caller, and of the waiting caller
+python_threads  Python's threads in their place, on systems without POSIX threads
+gate            a C function that leads into Python until it is closed
 """

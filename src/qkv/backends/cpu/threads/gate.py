@@ -35,8 +35,8 @@ class Gate:
     callback : ctypes function
         What is called while the gate is open.
     answer_path : tuple of int
-        Where the function lies that is called once the gate is closed: offsets in bytes, each of a
-        pointer in what the one before points to, beginning at the argument.
+        How the function is found that is called once the gate is closed: byte offsets, the first of
+        a pointer in the argument, each further one of a pointer in what was pointed to before.
     """
 
     def __init__(self, callback: Any, answer_path: tuple[int, ...]) -> None:
@@ -46,12 +46,12 @@ class Gate:
         self._words = (ctypes.c_int64 * len(_WORDS)).from_address(at)
         self._words[0] = ctypes.cast(callback, ctypes.c_void_p).value or 0
         self._process = os.getpid()
-        # Other threads may still be in this code when the interpreter has taken down everything.
+        # Other threads may still be in this code when the interpreter has deleted all objects.
         _keep_for_ever(code)
         _keep_for_ever(callback)
 
     def close(self, answer: ctypes.Structure) -> None:
-        """Close the gate and wait for calls inside; later ones get `function(answer)`."""
+        """Close the gate and wait for calls inside; later calls get `function(answer)`."""
         _keep_for_ever(answer)
         self._words[2] = ctypes.addressof(answer)
         # A forked child has none of the threads that its parent counted.
@@ -78,23 +78,24 @@ def emit_gate(answer_path: tuple[int, ...]) -> str:
         )
         result = b.alloca(POINTER)
 
-        def call(address: Value, given: Value) -> None:
+        def call_function(address: Value, given: Value) -> None:
             b.store(b.call(b.inttoptr(address, _FUNCTION), [given]), result)
 
-        def answered(given: Value) -> None:
+        def answer_without_python(given: Value) -> None:
             place = argument
             for offset in answer_path:
                 word = b.bitcast(e.at(place, offset), INT64.as_pointer())
                 place = b.inttoptr(b.load(word), POINTER)
-            call(b.ptrtoint(place, INT64), b.inttoptr(given, POINTER))
+            call_function(b.ptrtoint(place, INT64), b.inttoptr(given, POINTER))
 
-        # Sequentially consistent: whoever closes sees this thread inside, or this thread sees it.
+        # Sequentially consistent: `close` sees this thread inside, or this thread sees that the
+        # gate is closed.
         b.atomic_rmw("add", inside, e.index(1), "seq_cst")
         closed = b.load_atomic(answer, "seq_cst", 8)
         e.choose(
             b.icmp_signed("==", closed, e.index(0)),
-            lambda: call(b.load(python), argument),
-            lambda: answered(closed),
+            lambda: call_function(b.load(python), argument),
+            lambda: answer_without_python(closed),
         )
         b.atomic_rmw("sub", inside, e.index(1), "release")
         b.ret(b.load(result))

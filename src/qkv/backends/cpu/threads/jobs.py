@@ -1,8 +1,8 @@
 """The threads of this process that compiled jobs run on: when they start, and how they end.
 
 They start with the first job that wants more than one thread. A forked child forgets its parent's
-and starts its own; at the end of the interpreter they are stopped and waited for, and what still
-calls afterwards runs alone.
+threads and starts its own. At the end of the interpreter they are stopped and waited for; a job
+that is run later runs on its caller's thread alone.
 """
 
 from __future__ import annotations
@@ -35,42 +35,43 @@ _workers: Workers | None = None
 
 LONG_SECONDS = 0.15
 """Jobs that are expected to take longer run in another thread, so that Ctrl-C is answered."""
-_GLANCE = 0.05
+_CHECK_SECONDS = 0.05
+"""How often the main thread looks for Ctrl-C meanwhile."""
 
 
 def run(kernel: Kernel, arguments: Runnable, threads: int, seconds: float = 0.0) -> None:
     """Run a job on at most `threads` threads, this one among them.
 
-    It has been done when this returns, and its memory is neither read nor written any more. Any
-    number of threads may call it. `seconds` is how long it may take.
+    The job is done when this returns, and its memory is neither read nor written any more. Any
+    number of threads may call this function. `seconds` is how long the job is expected to take.
     """
     if seconds > LONG_SECONDS and threading.current_thread() is threading.main_thread():
-        _run_beside(kernel, arguments, threads)
+        _run_in_thread(kernel, arguments, threads)
     else:
         _run(kernel, arguments, threads)
 
 
-def _run_beside(kernel: Kernel, arguments: Runnable, threads: int) -> None:
-    """Run it in another thread, so that Ctrl-C is answered here.
+def _run_in_thread(kernel: Kernel, arguments: Runnable, threads: int) -> None:
+    """Run a job in another thread, so that Ctrl-C is answered in this one.
 
-    Then it goes on without anybody waiting, and keeps its memory until it is done.
+    After Ctrl-C the job goes on without anybody waiting, and keeps its memory until it is done.
     """
     errors: list[BaseException] = []
 
-    def job() -> None:
+    def run_job() -> None:
         try:
             _run(kernel, arguments, threads)
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=job, name="qkv-long")
+    thread = threading.Thread(target=run_job, name="qkv-long")
     try:
         thread.start()
-    except RuntimeError:  # There are no more threads, or the interpreter is ending.
+    except RuntimeError:  # The system starts no more threads, or Python is ending.
         _run(kernel, arguments, threads)
         return
     while thread.is_alive():
-        thread.join(_GLANCE)
+        thread.join(_CHECK_SECONDS)
     if errors:
         raise errors[0]
 
@@ -84,10 +85,10 @@ def _run(kernel: Kernel, arguments: Runnable, threads: int) -> None:
 
         if team_of(caller.openmp).run(kernel, arguments, threads):
             return
-    (_workers or _start()).run(kernel, arguments, threads - 1)
+    (_workers or _start_workers()).run(kernel, arguments, threads - 1)
 
 
-def _start() -> Workers:
+def _start_workers() -> Workers:
     global _workers
     with _lock:
         if _workers is None:
@@ -106,11 +107,11 @@ def _new_workers() -> Workers:
     return PythonThreads()
 
 
-def _forget() -> None:
+def _forget_threads() -> None:
     """A forked child has none of its parent's threads, and must not touch what they share."""
     global _lock, _workers
     _lock, _workers = threading.Lock(), None
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_forget_threads)

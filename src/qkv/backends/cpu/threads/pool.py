@@ -38,7 +38,7 @@ another that quickly."""
 
 
 class Pool:
-    """Workers in one block of memory, more as they are wanted.
+    """Native workers that share one block of memory; more are started as calls want them.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ class Pool:
     """
 
     def __init__(self, sleep: Sleep | None = None) -> None:
-        self._code = code = _code(sleep or _sleep())
+        self._code = code = _compiled_code(sleep or _sleep_method())
         self._launch = ctypes.CFUNCTYPE(
             ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64
         )(code.address("run"))
@@ -55,21 +55,21 @@ class Pool:
         self._worker = code.address("worker")
         self._memory = ctypes.create_string_buffer(BLOCK_BYTES + LINE)
         self._block = -(-ctypes.addressof(self._memory) // LINE) * LINE
-        self._word("spins").value = _spins(code)
+        self._word("spins").value = _count_spins(code)
         self._word("spin_nanoseconds").value = round(SPIN_SECONDS * 1e9)
-        if (sleep or _sleep()) == "condition":
+        if (sleep or _sleep_method()) == "condition":
             for name in ("mutex", "condition"):
                 at = ctypes.c_void_p(self._block + OFFSET[name])
                 getattr(_libc(), f"pthread_{name.removesuffix('ition')}_init")(at, None)
-        # The system writes it, so that an exception between two lines of Python loses no thread.
+        # The system writes the handles itself: no exception in Python can lose a started thread.
         self._handles = (ctypes.c_size_t * MOST_WORKERS)()
-        self._asked = 0
+        self._requested = 0
         self._lock = threading.Lock()
         self._process = os.getpid()
 
     def run(self, kernel: Kernel, arguments: Runnable, workers: int) -> int:
         """Run a job with at most so many workers; the result is how many joined."""
-        if workers > self._asked:
+        if workers > self._requested:
             self._grow(workers)
         joined: int = self._launch(self._block, kernel.address, arguments.address, workers)
         return joined
@@ -88,20 +88,20 @@ class Pool:
         if os.getpid() != self._process:
             return  # Another thread may have held the lock when the process was forked.
         with self._lock:
-            self._asked = MOST_WORKERS
+            self._requested = MOST_WORKERS
             self._stop(self._block)
             for i in range(self.size):
                 _libc().pthread_join(ctypes.c_size_t(self._handles[i]), None)
                 self._handles[i] = 0
 
     def _grow(self, workers: int) -> None:
-        """Start what is missing; a system that refuses is asked again only for more."""
+        """Start the missing workers; a system that refuses one is asked again only for more."""
         with self._lock, _signals_blocked():
             for i in range(self.size, workers):
                 if not self._start(ctypes.byref(self._handles, i * ctypes.sizeof(ctypes.c_size_t))):
                     self._handles[i] = 0
                     break
-            self._asked = max(self._asked, workers)
+            self._requested = max(self._requested, workers)
 
     def _start(self, handle: Any) -> bool:
         """Whether the system has started one more thread."""
@@ -111,8 +111,8 @@ class Pool:
 
 
 @lru_cache(maxsize=2)
-def _code(sleep: Sleep) -> Code:
-    """Kept for good: threads are inside."""
+def _compiled_code(sleep: Sleep) -> Code:
+    """The compiled code, kept for good because threads are inside."""
     return build(
         emit_pool,
         (this_processor(), sleep, time.CLOCK_MONOTONIC),
@@ -121,7 +121,7 @@ def _code(sleep: Sleep) -> Code:
     )
 
 
-def _sleep() -> Sleep:
+def _sleep_method() -> Sleep:
     return "futex" if sys.platform == "linux" and this_processor() in FUTEX_NUMBER else "condition"
 
 
@@ -130,8 +130,8 @@ def _libc() -> Any:
     return ctypes.CDLL(None)
 
 
-def _spins(code: Code) -> int:
-    """Pauses in `SPIN_SECONDS`: processors differ by a factor of ten."""
+def _count_spins(code: Code) -> int:
+    """How many pauses take `SPIN_SECONDS`: processors differ by a factor of ten."""
     pauses, count = ctypes.CFUNCTYPE(None, ctypes.c_int64)(code.address("pauses")), 200
     times = []
     for _ in range(3):

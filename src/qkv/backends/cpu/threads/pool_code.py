@@ -75,7 +75,7 @@ OFFSET = {
 BLOCK_BYTES = LINE * len(_LINES)
 
 _PLACE = 1 << 32
-"""What one launch adds to the ticket; the bits below count the workers inside."""
+"""One place in the ticket; the bits below count the workers inside."""
 
 _JOB = ir.FunctionType(VOID, [POINTER, INT64]).as_pointer()
 
@@ -88,14 +88,16 @@ def emit_pool(processor: Processor, sleep: Sleep, clock: int) -> str:
     """The module with `worker(block)`, `run(block, job, arguments, wanted)`, `stop(block)` and
     `pauses(count)`; `clock` is the system's number of its steady clock."""
     protocol = _Protocol(processor, sleep, clock)
-    protocol.worker()
-    protocol.run()
-    protocol.stop()
-    protocol.pauses()
+    protocol.emit_worker()
+    protocol.emit_run()
+    protocol.emit_stop()
+    protocol.emit_pauses()
     return str(protocol.e.module)
 
 
 class _Protocol:
+    """Emits the functions of callers and workers; `block` is the address of their shared memory."""
+
     def __init__(self, processor: Processor, sleep: Sleep, clock: int) -> None:
         self.e = Emitter("qkv_pool", 1)
         self.processor = processor
@@ -104,45 +106,45 @@ class _Protocol:
 
     # Functions
 
-    def worker(self) -> None:
+    def emit_worker(self) -> None:
         """The loop of a worker thread, from its start until the pool stops."""
         e = self.e
         with e.function("worker", [POINTER], POINTER, public=True) as (_, (block,)):
             b = e.builder
             # Counting begins one launch back, so that one that is open now can be joined.
-            seen = self.variable(e.sub(self.read(block, "generation"), 1))
-            patience = self.variable(self.read(block, "spins"))
+            seen = self.variable(e.sub(self.load_word(block, "generation"), 1))
+            patience = self.variable(self.load_word(block, "spins"))
 
-            def watch(_: Value) -> None:
-                generation = self.read(block, "generation")
+            def watch_generation(_: Value) -> None:
+                generation = self.load_word(block, "generation")
                 unchanged = b.icmp_signed("==", generation, b.load(seen))
-                e.choose(unchanged, lambda: idle(generation), lambda: launched(generation))
+                e.choose(unchanged, lambda: stay_idle(generation), lambda: try_to_join(generation))
 
-            def idle(generation: Value) -> None:
+            def stay_idle(generation: Value) -> None:
                 awake = e.below(0, b.load(patience))
                 e.choose(
                     awake, lambda: self.relax(patience), lambda: self.fall_asleep(block, generation)
                 )
 
-            def launched(generation: Value) -> None:
+            def try_to_join(generation: Value) -> None:
                 b.store(generation, seen)
                 number = self.join(block)
                 with b.if_then(e.below(0, number)):
-                    adopt_floating_mode(e, self.processor, self.word(block, "floating"))
-                    job = b.inttoptr(b.load(self.word(block, "job")), _JOB)
-                    arguments = e.pointer(b.load(self.word(block, "arguments")))
+                    adopt_floating_mode(e, self.processor, self.word_at(block, "floating"))
+                    job = b.inttoptr(b.load(self.word_at(block, "job")), _JOB)
+                    arguments = e.pointer(b.load(self.word_at(block, "arguments")))
                     b.call(job, [arguments, number])
-                    b.atomic_rmw("sub", self.word(block, "ticket"), e.index(1), "release")
-                    # Only a worker that was needed spins again; others sleep when their time is up.
-                    b.store(self.read(block, "patience"), patience)
+                    b.atomic_rmw("sub", self.word_at(block, "ticket"), e.index(1), "release")
+                    # Only a worker that has joined spins for another while; others soon sleep.
+                    b.store(self.load_word(block, "patience"), patience)
 
-            def going_on() -> tuple[Value, Value]:
-                return None, b.icmp_signed("==", self.read(block, "stopped"), e.index(0))
+            def is_running() -> tuple[Value, Value]:
+                return None, b.icmp_signed("==", self.load_word(block, "stopped"), e.index(0))
 
-            e.take_while(going_on, watch)
+            e.take_while(is_running, watch_generation)
             b.ret(ir.Constant(POINTER, None))
 
-    def run(self) -> None:
+    def emit_run(self) -> None:
         """Run a job with at most `wanted` workers; the result is how many joined."""
         e = self.e
         kinds = [POINTER, INT64, POINTER, INT64]
@@ -154,34 +156,34 @@ class _Protocol:
             job = b.inttoptr(address, _JOB)
             joined = self.variable(e.index(0))
 
-            def q_blocks_per_task() -> None:
-                b.store(address, self.word(block, "job"))
-                b.store(b.ptrtoint(arguments, INT64), self.word(block, "arguments"))
-                save_floating_mode(e, self.processor, self.word(block, "floating"))
+            def launch() -> None:
+                b.store(address, self.word_at(block, "job"))
+                b.store(b.ptrtoint(arguments, INT64), self.word_at(block, "arguments"))
+                save_floating_mode(e, self.processor, self.word_at(block, "floating"))
                 self.choose_patience(block)
-                ticket = self.word(block, "ticket")
+                ticket = self.word_at(block, "ticket")
                 b.store_atomic(e.mul(wanted, _PLACE), ticket, "release", 8)
                 self.next_generation(block, wanted)
                 b.call(job, [arguments, e.index(0)])
                 left = b.atomic_rmw("and", ticket, e.index(_PLACE - 1), "acq_rel")
                 b.store(e.sub(wanted, b.lshr(left, e.index(32))), joined)
                 self.wait_for_all(block)
-                b.store(self.now(), self.word(block, "ended"))
-                b.store_atomic(e.index(0), self.word(block, "busy"), "release", 8)
+                b.store(self.now(), self.word_at(block, "ended"))
+                b.store_atomic(e.index(0), self.word_at(block, "busy"), "release", 8)
 
-            taken = b.atomic_rmw("xchg", self.word(block, "busy"), e.index(1), "acquire")
+            taken = b.atomic_rmw("xchg", self.word_at(block, "busy"), e.index(1), "acquire")
             free = b.icmp_signed("==", taken, e.index(0))
-            e.choose(free, q_blocks_per_task, lambda: b.call(job, [arguments, e.index(0)]))
+            e.choose(free, launch, lambda: b.call(job, [arguments, e.index(0)]))
             b.ret(b.load(joined))
 
-    def stop(self) -> None:
+    def emit_stop(self) -> None:
         """Let every worker leave after what it does now."""
         e = self.e
         with e.function("stop", [POINTER], public=True) as (_, (block,)):
-            e.builder.store_atomic(e.index(1), self.word(block, "stopped"), "release", 8)
+            e.builder.store_atomic(e.index(1), self.word_at(block, "stopped"), "release", 8)
             self.next_generation(block, e.index(MOST_WORKERS))
 
-    def pauses(self) -> None:
+    def emit_pauses(self) -> None:
         """A function of many pauses, which the pool times once to know how long one takes."""
         e = self.e
         with e.function("pauses", [INT64], public=True) as (_, (count,)):
@@ -192,37 +194,38 @@ class _Protocol:
     def choose_patience(self, block: Value) -> None:
         """Full if a worker that spun since the last launch would still be awake, else none."""
         e, b = self.e, self.e.builder
-        gap = e.sub(self.now(), self.read(block, "ended"))
-        follows = b.icmp_signed("<=", gap, self.read(block, "spin_nanoseconds"))
-        patience = b.select(follows, self.read(block, "spins"), e.index(0))
-        b.store_atomic(patience, self.word(block, "patience"), "release", 8)
+        gap = e.sub(self.now(), self.load_word(block, "ended"))
+        follows = b.icmp_signed("<=", gap, self.load_word(block, "spin_nanoseconds"))
+        patience = b.select(follows, self.load_word(block, "spins"), e.index(0))
+        b.store_atomic(patience, self.word_at(block, "patience"), "release", 8)
 
     def join(self, block: Value) -> Value:
         """Take a place; the result is its number, 0 if none is left."""
         e, b = self.e, self.e.builder
         number = self.variable(e.index(0))
 
-        def open_() -> tuple[Value, Value]:
-            ticket = self.read(block, "ticket")
+        def has_place() -> tuple[Value, Value]:
+            ticket = self.load_word(block, "ticket")
             places = b.lshr(ticket, e.index(32))
             outside = b.icmp_signed("==", b.load(number), e.index(0))
             return (ticket, places), b.and_(outside, e.below(0, places))
 
-        def attempt(seen: tuple[Value, Value]) -> None:
+        def take_place(seen: tuple[Value, Value]) -> None:
             ticket, places = seen
             inside = e.add(ticket, 1 - _PLACE)
-            swap = b.cmpxchg(self.word(block, "ticket"), ticket, inside, "acq_rel", "acquire")
+            swap = b.cmpxchg(self.word_at(block, "ticket"), ticket, inside, "acq_rel", "acquire")
             b.store(b.select(b.extract_value(swap, 1), places, e.index(0)), number)
 
-        e.take_while(open_, attempt)
+        e.take_while(has_place, take_place)
         return b.load(number)
 
     def next_generation(self, block: Value, wanted: Value) -> None:
         """Tell the workers that something has changed, and wake some of those that sleep."""
         e, b = self.e, self.e.builder
-        # This and fall_asleep are sequentially consistent, so one of both sees the other.
-        b.atomic_rmw("add", self.word(block, "generation"), e.index(1), "seq_cst")
-        sleeping = b.load_atomic(self.word(block, "sleeping"), "seq_cst", 8)
+        # `fall_asleep` too is sequentially consistent: this launch sees that a worker goes to
+        # sleep, or the worker sees this launch.
+        b.atomic_rmw("add", self.word_at(block, "generation"), e.index(1), "seq_cst")
+        sleeping = b.load_atomic(self.word_at(block, "sleeping"), "seq_cst", 8)
         count = e.least(wanted, sleeping)
         with b.if_then(e.below(0, count)):
             self.wake(block, count)
@@ -232,31 +235,31 @@ class _Protocol:
         e, b = self.e, self.e.builder
         turns = self.variable(e.index(0))
 
-        def somebody_inside() -> tuple[Value, Value]:
-            return None, b.icmp_signed("!=", self.read(block, "ticket"), e.index(0))
+        def is_somebody_inside() -> tuple[Value, Value]:
+            return None, b.icmp_signed("!=", self.load_word(block, "ticket"), e.index(0))
 
-        e.take_while(somebody_inside, lambda _: self.relax(turns))
+        e.take_while(is_somebody_inside, lambda _: self.relax(turns))
 
     def fall_asleep(self, block: Value, generation: Value) -> None:
         """Sleep while this is the generation."""
         e, b = self.e, self.e.builder
-        sleeping, word = self.word(block, "sleeping"), self.word(block, "generation")
+        sleeping, word = self.word_at(block, "sleeping"), self.word_at(block, "generation")
         b.atomic_rmw("add", sleeping, e.index(1), "seq_cst")
         if self.sleep == "futex":
             self.futex(word, _FUTEX_WAIT, generation)
         else:
 
-            def unchanged() -> tuple[Value, Value]:
+            def is_unchanged() -> tuple[Value, Value]:
                 now = b.load_atomic(word, "seq_cst", 8)
                 return None, b.icmp_signed("==", now, generation)
 
             with self.locked(block) as (mutex, condition):
-                e.take_while(unchanged, lambda _: self.pthread("cond_wait", condition, mutex))
+                e.take_while(is_unchanged, lambda _: self.pthread("cond_wait", condition, mutex))
         b.atomic_rmw("sub", sleeping, e.index(1), "seq_cst")
 
     def wake(self, block: Value, count: Value) -> None:
         if self.sleep == "futex":
-            self.futex(self.word(block, "generation"), _FUTEX_WAKE, count)
+            self.futex(self.word_at(block, "generation"), _FUTEX_WAKE, count)
             return
         with self.locked(block) as (_, condition):
             self.e.loop(0, count, 1, [], lambda i, _: self.pthread("cond_signal", condition))
@@ -264,7 +267,7 @@ class _Protocol:
     # The system
 
     def futex(self, word: Value, operation: int, value: Value) -> None:
-        """Linux compares the low half of the word."""
+        """Call the futex of a word, of which Linux compares the low half."""
         e = self.e
         function = self.external("syscall", INT64, INT64, variadic=True)
         number = e.index(FUTEX_NUMBER[self.processor])
@@ -293,7 +296,7 @@ class _Protocol:
         self.e.builder.call(function, args)
 
     def external(self, name: str, result: Any, *kinds: Any, variadic: bool = False) -> Value:
-        """A function of the system, or an intrinsic."""
+        """A function of the system or of LLVM, declared once."""
         kind = ir.FunctionType(result, kinds, var_arg=variadic)
         return self.e.module.declare_intrinsic(name, fnty=kind)
 
@@ -310,14 +313,15 @@ class _Protocol:
 
     # Words
 
-    def word(self, block: Value, name: str) -> Value:
+    def word_at(self, block: Value, name: str) -> Value:
+        """The address of a word of the block."""
         return self.e.builder.bitcast(self.e.at(block, OFFSET[name]), INT64.as_pointer())
 
-    def read(self, block: Value, name: str) -> Value:
-        return self.e.builder.load_atomic(self.word(block, name), "acquire", 8)
+    def load_word(self, block: Value, name: str) -> Value:
+        return self.e.builder.load_atomic(self.word_at(block, name), "acquire", 8)
 
     def variable(self, value: Value) -> Value:
-        """A register that may be stored to."""
+        """A local variable with this first value."""
         with self.e.builder.goto_entry_block():
             slot = self.e.builder.alloca(INT64)
         self.e.builder.store(value, slot)

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 class PythonThreads:
     """Workers are asked to join; one that has not started when the caller is done is called off.
 
-    They hold the kernel and the arguments: if Ctrl-C makes the caller leave early, what they still
-    read and write stays.
+    Workers hold the kernel and the arguments, so that the memory that they read and write stays
+    alive if Ctrl-C makes the caller leave early.
     """
 
     def __init__(self) -> None:
@@ -26,9 +26,9 @@ class PythonThreads:
         """Run a job with at most so many workers; the result is how many joined."""
         asked: list[Future[None]] = []
         try:
-            executor = self._of_size(workers)
+            executor = self._executor_of_size(workers)
             for number in range(1, workers + 1):
-                # They are submitted one by one: if one is refused, those before are waited for.
+                # Submitted one by one: if one is refused, the earlier ones are still waited for.
                 asked.append(executor.submit(kernel.run, arguments, number))  # noqa: PERF401
         except RuntimeError:
             # No thread can be started, or a larger executor has just taken the place of this one.
@@ -49,7 +49,7 @@ class PythonThreads:
             if self._executor is not None:
                 self._executor.shutdown()
 
-    def _of_size(self, workers: int) -> ThreadPoolExecutor:
+    def _executor_of_size(self, workers: int) -> ThreadPoolExecutor:
         """An executor that stays; a larger one takes the place of a smaller one."""
         with self._lock:
             if self._executor is None or self._size < workers:

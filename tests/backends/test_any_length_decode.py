@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.backends import AddressedGrowing
+from qkv.backends import AddressedSteps
 from qkv.backends.cpu import CpuBackend
-from qkv.backends.cpu.prepared.growing_decode import LONGEST
+from qkv.backends.cpu.prepared.any_length_decode import LONGEST
 from qkv.problem.check import check
 
 CPU = CpuBackend()
@@ -44,7 +44,7 @@ VARIANTS = {
 
 
 def prepared(query, key, value, variants=(), arrays=(), **keywords):
-    return CPU.prepare_growing(check(query, key, value, variants, **keywords), arrays)
+    return CPU.prepare_any_length(check(query, key, value, variants, **keywords), arrays)
 
 
 def caches(dtype="float32", batch=(2,), heads=2, dim=24):
@@ -61,17 +61,17 @@ def test_a_step_gives_the_bits_of_a_first_call(name, q_len) -> None:
     """And those are right: another backend says the same."""
     variants, (keys, values) = VARIANTS[name], caches()
     query = normal(2, 4, q_len, 24)
-    grow = prepared(query, keys[:, :, :20], values[:, :, :20], variants, q_offset="end")
+    steps = prepared(query, keys[:, :, :20], values[:, :, :20], variants, q_offset="end")
     for seed, length in enumerate(LENGTHS):
         query = normal(2, 4, q_len, 24, seed=seed)
         rows = keys[:, :, :length], values[:, :, :length]
         for key, value in (rows, [np.ascontiguousarray(r) for r in rows]):
-            out, lse, rest = grow(query, key, value, True, length - q_len)
+            out, lse, rest = steps(query, key, value, True, length - q_len)
             expected = first_call(query, key, value, variants, q_offset="end")
             assert out.tobytes() == expected[0].tobytes()
             assert lse.tobytes() == expected[1].tobytes()
             assert rest is None
-            alone, none, _ = grow(query, key, value, False, length - q_len)
+            alone, none, _ = steps(query, key, value, False, length - q_len)
             assert alone.tobytes() == out.tobytes()
             assert none is None
         right = qkv.attention(query, *rows, *variants, q_offset="end", backend="reference")
@@ -82,10 +82,10 @@ def test_a_step_gives_the_bits_of_a_first_call(name, q_len) -> None:
 def test_every_type(dtype) -> None:
     keys, values = caches(dtype)
     query = normal(2, 6, 2, 24, dtype=dtype)
-    grow = prepared(query, keys, values, (qkv.SlidingWindow(90, 0),), q_offset="end")
+    steps = prepared(query, keys, values, (qkv.SlidingWindow(90, 0),), q_offset="end")
     for length in (30, 601):
         key, value = keys[:, :, :length], values[:, :, :length]
-        out, _, _ = grow(query, key, value, False, length - 2)
+        out, _, _ = steps(query, key, value, False, length - 2)
         assert out.dtype == query.dtype
         keywords = {"q_offset": "end", "backend": "reference"}
         right = qkv.attention(query, key, value, qkv.SlidingWindow(90, 0), **keywords)
@@ -98,7 +98,7 @@ def test_strides_may_change_with_each_step(batch) -> None:
     """Views of a buffer, arrays of their own, heads and rows exchanged, and one row for all."""
     keys, values = caches(batch=batch)
     query = normal(*batch, 4, 1, 24)
-    grow = prepared(query, keys, values)
+    steps = prepared(query, keys, values)
     for length in (5, 70):
         views = keys[..., :length, :], values[..., :length, :]
         turned = [np.ascontiguousarray(v.swapaxes(-3, -2)).swapaxes(-3, -2) for v in views]
@@ -107,7 +107,7 @@ def test_strides_may_change_with_each_step(batch) -> None:
         doubled = np.repeat(query, 2, axis=-1)[..., ::2]
         for key, value in (views, turned, backwards, same, (views[0], same[1])):
             for asked in (query, doubled, np.ascontiguousarray(query[..., ::-1])[..., ::-1]):
-                out, lse, _ = grow(asked, key, value, True, 0)
+                out, lse, _ = steps(asked, key, value, True, 0)
                 expected = first_call(query, key, value, ())
                 assert out.tobytes() == expected[0].tobytes()
                 assert lse.tobytes() == expected[1].tobytes()
@@ -128,14 +128,14 @@ def test_arrays_along_the_keys_are_read_where_they_lie(shape) -> None:
 
     mask, bias = drawn(40)
     variants = qkv.Mask(mask), qkv.Bias(bias), qkv.Causal()
-    grow = prepared(
+    steps = prepared(
         query, keys[:, :, :40], values[:, :, :40], variants, (mask, bias), q_offset="end"
     )
     for length in LENGTHS:
         key, value = keys[:, :, :length], values[:, :, :length]
         mask, bias = drawn(length)
         for m, b in ((mask, bias), (mask[..., ::-1], np.repeat(bias, 3, axis=-1)[..., ::3])):
-            out, lse, _ = grow(query, key, value, True, length - 1, (m, b))
+            out, lse, _ = steps(query, key, value, True, length - 1, (m, b))
             variants = qkv.Mask(m), qkv.Bias(b), qkv.Causal()
             expected = first_call(query, key, value, variants, q_offset="end")
             assert out.tobytes() == expected[0].tobytes()
@@ -149,15 +149,15 @@ def test_what_a_mask_forbids_does_not_leak() -> None:
     (key, value), query = caches(), normal(2, 4, 1, 24)
     mask = np.ones((2, 1, 1, CACHE), bool)
     mask[0, ..., 70:400] = mask[1, ..., 5:] = False
-    grow = prepared(query, key, value, (qkv.Mask(mask),), (mask,))
-    clean = grow(query, key, value, True, 0, (mask,))
+    steps = prepared(query, key, value, (qkv.Mask(mask),), (mask,))
+    clean = steps(query, key, value, True, 0, (mask,))
     for array in (key, value):
         array[0, :, 70:400] = np.nan
         array[1, :, 5:] = np.inf
-    again = grow(query, key, value, True, 0, (mask,))
+    again = steps(query, key, value, True, 0, (mask,))
     assert [a.tobytes() for a in clean[:2]] == [a.tobytes() for a in again[:2]]
     nothing = np.zeros_like(mask)
-    out, lse, _ = grow(query, key, value, True, 0, (nothing,))
+    out, lse, _ = steps(query, key, value, True, 0, (nothing,))
     assert not out.any()
     assert np.isneginf(lse).all()
 
@@ -166,16 +166,16 @@ def test_arrays_of_another_form_are_not_taken() -> None:
     (keys, values), query = caches(), normal(2, 4, 1, 24)
     mask = np.ones((2, 1, 1, 50), bool)
     rows = keys[:, :, :50], values[:, :, :50]
-    grow = prepared(query, *rows, (qkv.Mask(mask),), (mask,))
-    assert grow(query, *rows, False, 0, (mask,)) is not None
+    steps = prepared(query, *rows, (qkv.Mask(mask),), (mask,))
+    assert steps(query, *rows, False, 0, (mask,)) is not None
     for other in (mask[:1], mask[..., :49], mask[0], np.ones((2, 4, 1, 50), bool)):
-        assert grow(query, *rows, False, 0, (other,)) is None
-    assert grow(query, *rows, False, 0) is None
-    assert grow(query, *rows, False, 0, (mask, mask)) is None
+        assert steps(query, *rows, False, 0, (other,)) is None
+    assert steps(query, *rows, False, 0) is None
+    assert steps(query, *rows, False, 0, (mask, mask)) is None
     # A dimension that is the same for all may be long if its stride is 0.
     same = np.broadcast_to(mask, (2, 4, 1, 50))
-    out, _, _ = grow(query, *rows, False, 0, (same,))
-    assert out.tobytes() == grow(query, *rows, False, 0, (mask,))[0].tobytes()
+    out, _, _ = steps(query, *rows, False, 0, (same,))
+    assert out.tobytes() == steps(query, *rows, False, 0, (mask,))[0].tobytes()
 
 
 def test_what_holds_one_length_is_not_prepared() -> None:
@@ -194,13 +194,13 @@ def test_what_holds_one_length_is_not_prepared() -> None:
 
 def test_lengths_and_shifts_beyond_what_was_prepared_for() -> None:
     query, key = normal(1, 2, 1, 16), normal(1, 2, 50, 16)
-    grow = prepared(query, key, key, (qkv.Causal(),), q_offset="end")
+    steps = prepared(query, key, key, (qkv.Causal(),), q_offset="end")
     for shift in (LONGEST + 1, -LONGEST - 1):
-        assert grow(query, key, key, False, shift) is None
-    assert grow(query, key[:, :, :0], key[:, :, :0], False, 0) is None
+        assert steps(query, key, key, False, shift) is None
+    assert steps(query, key[:, :, :0], key[:, :, :0], False, 0) is None
     whole = prepared(query, key, key)(query, key, key, False, 0)[0]
-    assert grow(query, key, key, False, LONGEST)[0].tobytes() == whole.tobytes()
-    out, lse, _ = grow(query, key, key, True, -LONGEST)
+    assert steps(query, key, key, False, LONGEST)[0].tobytes() == whole.tobytes()
+    out, lse, _ = steps(query, key, key, True, -LONGEST)
     assert not out.any()
     assert np.isneginf(lse).all()
 
@@ -209,31 +209,31 @@ def test_lengths_and_shifts_beyond_what_was_prepared_for() -> None:
 def test_steps_by_address(name) -> None:
     variants, (keys, values) = VARIANTS[name], caches()
     query = normal(2, 4, 1, 24)
-    grow = prepared(query, keys, values, variants, q_offset="end")
-    assert isinstance(grow, AddressedGrowing)
+    steps = prepared(query, keys, values, variants, q_offset="end")
+    assert isinstance(steps, AddressedSteps)
     for length in LENGTHS:
         key, value = keys[:, :, :length], values[:, :, :length]
         out, lse = np.full((2, 4, 1, 24), np.nan, "float32"), np.full((2, 4, 1), np.nan, "float32")
         at = [a.ctypes.data for a in (query, key, value, out, lse)]
         strides = query.strides, key.strides, value.strides
         where = length, length - 1, strides, (query, key, value)
-        assert grow.run((*at, 0, ()), *where)
+        assert steps.run((*at, 0, ()), *where)
         expected = first_call(query, key, value, variants, q_offset="end")
         assert out.tobytes() == expected[0].tobytes()
         assert lse.tobytes() == expected[1].tobytes()
         out[:] = np.nan
-        assert grow.run((*at[:4], 0, 0, ()), *where)
+        assert steps.run((*at[:4], 0, 0, ()), *where)
         assert out.tobytes() == expected[0].tobytes()
 
 
 def test_many_threads_take_steps_at_once() -> None:
     """Each has a block of words of its own, with its own shift."""
     (keys, values), query = caches(), normal(2, 4, 1, 24)
-    grow = prepared(query, keys, values, (qkv.SlidingWindow(30, 0),), q_offset="end")
+    steps = prepared(query, keys, values, (qkv.SlidingWindow(30, 0),), q_offset="end")
 
     def step(length):
         key, value = keys[:, :, :length], values[:, :, :length]
-        return grow(query, key, value, False, length - 1)[0].tobytes()
+        return steps(query, key, value, False, length - 1)[0].tobytes()
 
     lengths = [*range(1, CACHE, 29)] * 8
     alone = [step(length) for length in lengths]

@@ -1,4 +1,4 @@
-"""Steps of decoding, prepared for any number of keys.
+"""Decoding steps of any length: prepared once for any number of keys.
 
 Nothing about a step is worked out in Python. A call writes addresses, strides and lengths into an
 argument block, and the kernel finds out which keys it reads. What code depends on, above all how
@@ -20,8 +20,8 @@ from qkv.backends.cpu.machine.addresses import quick_address_of
 from qkv.backends.cpu.machine.host import isa_setting
 from qkv.backends.cpu.passes.arguments import word_of
 from qkv.backends.cpu.passes.decode import DecodeArguments, DecodePass, Share
-from qkv.backends.cpu.passes.scratch import NOTHING, ArgumentBlock
-from qkv.backends.cpu.prepared.any_length import LONGEST, ArrayWords, for_any_length, shifts_of
+from qkv.backends.cpu.passes.scratch import NO_RESULTS, ArgumentBlock
+from qkv.backends.cpu.prepared.any_length import LONGEST, ArrayWords, any_length_form, shift_tables
 from qkv.backends.cpu.prepared.decode import KEY, LSE, OUT, QUERY, VALUE
 from qkv.backends.cpu.prepared.placeholders import without_values
 from qkv.backends.cpu.rows.sinks import Sinks
@@ -33,8 +33,8 @@ Array = NDArray[Any]
 _KV_LEN, _Q_SHIFT = (word_of(name, FIELDS) for name in ("kv_len", "q_shift"))
 
 
-class GrowingDecode:
-    """The pass of few queries for any number of keys and any distance between them.
+class AnyLengthDecode:
+    """The pass of few queries for any number of keys and any position of the queries.
 
     A block of words is prepared once. A step writes into it where its operands lie, how many keys
     there are and the position of the queries; all steps cost the same.
@@ -43,19 +43,19 @@ class GrowingDecode:
     def __init__(
         self, problem: Problem, int_bits: int, arrays: tuple[Array, ...], read: list[ArrayWords]
     ) -> None:
-        shifts = shifts_of(problem)
+        shifts = shift_tables(problem)
         problem, _ = without_values(problem, arrays)
         spec = problem.spec
         self._isa = isa_setting()
         self._pass = DecodePass(problem, int_bits=int_bits)
-        self._template = template = DecodeArguments(problem, NOTHING)
+        self._template = template = DecodeArguments(problem, NO_RESULTS)
         self._batch_shape = spec.batch_shape
         shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.v_head_dim)
         self._out = shape, np.dtype(spec.dtype)
         self._partial_out = shape, self._pass.out_dtype
         self._lse = shape[:-1], spec.compute_dtype
         sinks = problem.operands.sinks
-        self._sinks = None if sinks is None else Sinks(sinks, shape, *self._types())
+        self._sinks = None if sinks is None else Sinks(sinks, shape, *self._sinks_dtypes())
         self._ndim = problem.operands.query.ndim
         self._shifts = [template.word_of_table(name) for name in shifts]
         self._read = read
@@ -95,12 +95,12 @@ class GrowingDecode:
 
         `keep_alive` are the objects that own the memory.
 
-        False if something is not as it was prepared for: the machine, or a length or shift beyond
-        `LONGEST`, or an array of another form; or if an output is not finite: a checked call may
-        know better.
+        False if something is not as it was prepared for (`QKV_ISA`, a length or shift beyond
+        `LONGEST`, the form of an array), or if an output is not finite: the caller then makes a
+        checked call.
         """
         block = self._take_block()
-        tables = self._fill(block.words, kv_len, q_shift, strides, arrays)
+        tables = self._fill_words(block.words, kv_len, q_shift, strides, arrays)
         if tables is None:
             return False
         is_finite = self._run(block, self._pass.share(kv_len), addresses, (keep_alive, tables))
@@ -111,7 +111,7 @@ class GrowingDecode:
         """A step for callers one after the other, whose operands are alike but lie elsewhere."""
         return RepeatedDecode(self, self._new_block())
 
-    def _fill(
+    def _fill_words(
         self,
         words: memoryview,
         kv_len: int,
@@ -119,8 +119,10 @@ class GrowingDecode:
         strides: tuple[Sequence[int], Sequence[int], Sequence[int]],
         arrays: Sequence[tuple[int, Sequence[int], Sequence[int]]],
     ) -> tuple[Array | None, ...] | None:
-        """Write all of a step but where its operands lie. The result is to be kept alive; None if
-        something is not as it was prepared for."""
+        """Write everything of a step but the addresses of its operands.
+
+        The result must be kept alive; None if something is not as it was prepared for.
+        """
         of_query, of_key, of_value = strides
         if (
             isa_setting() != self._isa
@@ -176,11 +178,11 @@ class GrowingDecode:
         )
 
     def _new_partial(self) -> Partial:
-        """What the kernel leaves where sinks have not taken their share yet."""
+        """Arrays for what the kernel leaves before the sinks have taken their share."""
         return Partial(np.empty(*self._partial_out), np.empty(*self._lse))
 
-    def _types(self) -> tuple[np.dtype[Any], np.dtype[Any]]:
-        """Of what the kernel leaves, and of the output."""
+    def _sinks_dtypes(self) -> tuple[np.dtype[Any], np.dtype[Any]]:
+        """The dtypes of what the kernel leaves, and of the output."""
         return self._partial_out[1], self._out[1]
 
     def _new_block(self) -> ArgumentBlock:
@@ -197,8 +199,8 @@ class RepeatedDecode:
     Between two calls of `move` nothing is written but addresses. It is for one caller at a time.
     """
 
-    def __init__(self, growing: GrowingDecode, block: ArgumentBlock) -> None:
-        self._growing = growing
+    def __init__(self, decode: AnyLengthDecode, block: ArgumentBlock) -> None:
+        self._decode = decode
         self._block = block
         self._share: Share
         self._tables: Any = None
@@ -210,28 +212,28 @@ class RepeatedDecode:
         strides: tuple[Sequence[int], Sequence[int], Sequence[int]],
         arrays: Sequence[tuple[int, Sequence[int], Sequence[int]]] = (),
     ) -> bool:
-        """Take the next length, position and strides; False where `GrowingDecode.run` says so."""
-        self._share = self._growing._pass.share(kv_len, between_products=True)
-        self._tables = self._growing._fill(self._block.words, kv_len, q_shift, strides, arrays)
+        """Take the next length, position and strides; False where `AnyLengthDecode.run` says so."""
+        self._share = self._decode._pass.share(kv_len, between_products=True)
+        self._tables = self._decode._fill_words(self._block.words, kv_len, q_shift, strides, arrays)
         return self._tables is not None
 
     def run(self, addresses: Addresses, keep_alive: Any) -> bool:
         """Read operands, and write out and lse, at these addresses.
 
-        False if the machine is not taken for the same any more, or an output is not finite: a
-        checked call may know better.
+        False if `QKV_ISA` has changed, or if an output is not finite: the caller then makes a
+        checked call.
         """
-        growing, block = self._growing, self._block
-        if isa_setting() != growing._isa:
+        decode, block = self._decode, self._block
+        if isa_setting() != decode._isa:
             return False
         arrays = addresses[-1]
         if arrays:
-            for place, address in zip(growing._read, arrays, strict=True):
+            for place, address in zip(decode._read, arrays, strict=True):
                 block.words[place.address] = address
-        return growing._run(block, self._share, addresses, keep_alive)
+        return decode._run(block, self._share, addresses, keep_alive)
 
 
-def growing(problem: Problem, arrays: tuple[Array, ...]) -> GrowingDecode | None:
-    """The calls of a cache that grows; None if something depends on how many keys there are."""
-    found = for_any_length(problem, arrays)
-    return None if found is None else GrowingDecode(problem, found.int_bits, arrays, found.words)
+def any_length_decode(problem: Problem, arrays: tuple[Array, ...]) -> AnyLengthDecode | None:
+    """Steps like this problem; None if something depends on how many keys there are."""
+    form = any_length_form(problem, arrays)
+    return None if form is None else AnyLengthDecode(problem, form.int_bits, arrays, form.words)

@@ -48,9 +48,9 @@ _PRODUCTS: dict[int, matrix_unit.Products] = {
 }
 """By number of terms, the products that are computed. Neighbours share a term. The largest product
 comes last, so that the small ones are added up first."""
-_OF_WEIGHTS: dict[int, matrix_unit.Products] = {**_PRODUCTS, 2: ((0, 1), (0, 0), (1, 0))}
-"""The same where the left factor is a weight. What is left out is 2^-16 of the weight, and float16
-keeps 2^-11 of it."""
+_WEIGHT_PRODUCTS: dict[int, matrix_unit.Products] = {**_PRODUCTS, 2: ((0, 1), (0, 0), (1, 0))}
+"""The products where the left factor is a weight. What is left out is 2^-16 of the weight, and
+float16 keeps 2^-11 of it."""
 
 _LOWEST, _HIGHEST = (int(np.float32(x).view(np.int32)) for x in (2.0**-100, 2.0**60))
 """Bits of the smallest and of the largest magnitude that tiles multiply exactly."""
@@ -60,8 +60,8 @@ _UPPER = -(2**16)
 FLOAT_BYTES = 4
 
 
-class SplitFactors:
-    """Writes what splits rows of one kernel; `block_kv` keys are a row of tiles of columns."""
+class TermSplitter:
+    """Emits what splits rows of one kernel; `block_kv` keys are a row of tiles of columns."""
 
     def __init__(self, e: Emitter, shape: TileShape, block_kv: int) -> None:
         self.e = e
@@ -78,11 +78,11 @@ class SplitFactors:
 
     def products(self, *, of_weights: bool = False) -> matrix_unit.Products:
         """Which terms are multiplied, in order."""
-        return (_OF_WEIGHTS if of_weights else _PRODUCTS)[self.terms]
+        return (_WEIGHT_PRODUCTS if of_weights else _PRODUCTS)[self.terms]
 
-    # Parts
+    # Terms
 
-    def rounded(self, x: Value) -> list[Value]:
+    def rounded_terms(self, x: Value) -> list[Value]:
         """The terms of a vector of float32: bits whose lower half is 0."""
         e, b = self.e, self.e.builder
         found = []
@@ -95,23 +95,23 @@ class SplitFactors:
         return found
 
     def left_out(self, x: Value) -> Value:
-        """What the terms of a vector lack as `put` stores them, the last one rounded."""
+        """What the terms of a vector lack as `split_and_store` has them, the last one rounded."""
         e = self.e
-        last = e.as_floats(self.rounded(x)[-1])
+        last = e.as_floats(self.rounded_terms(x)[-1])
         rounded = storage.widen(e, storage.narrow(e, last, "bfloat16"), "bfloat16")
         return e.builder.fsub(last, rounded)
 
-    def pair(self, first: Value, second: Value) -> Value:
+    def term_pair(self, first: Value, second: Value) -> Value:
         """Two terms of each lane side by side."""
         e, b = self.e, self.e.builder
         return e.as_floats(
             b.or_(b.lshr(first, e.const_bits(16)), b.and_(second, e.const_bits(_UPPER)))
         )
 
-    def cut(self, both: Sequence[Value]) -> list[list[Value]]:
-        """Parts of vectors as bits: each takes the upper bits of what the ones before it left.
+    def truncated_terms(self, both: Sequence[Value]) -> list[list[Value]]:
+        """The terms of vectors as bits: each has the upper bits of what the earlier terms left.
 
-        Lower halves are not cleared.
+        Their lower halves are not cleared.
         """
         e, b = self.e, self.e.builder
         found = []
@@ -120,7 +120,7 @@ class SplitFactors:
             found.append(bits)
             if n < self.terms - 1:
                 upper = [e.as_floats(b.and_(x, e.const_bits(_UPPER))) for x in bits]
-                both = [b.fsub(x, part) for x, part in zip(both, upper, strict=True)]
+                both = [b.fsub(x, term) for x, term in zip(both, upper, strict=True)]
         return found
 
     def packed_row(self, packed: Value, element: Value) -> Value:
@@ -132,19 +132,20 @@ class SplitFactors:
 
     def store_pair(self, first: Value, second: Value, place: Value) -> None:
         """Store numbers of two keys, truncated to terms, as a pair in each lane."""
-        self.put_pairs(self.cut([first, second]), place)
+        self.store_term_pairs(self.truncated_terms([first, second]), place)
 
-    def put_pairs(self, cut: Sequence[Sequence[Value]], place: Value) -> None:
+    def store_term_pairs(self, terms: Sequence[Sequence[Value]], place: Value) -> None:
         """Store two vectors as pairs for each term; a single term is rounded."""
         if self.terms == 1:
-            pair = join_pairs(self.e, *map(self.e.as_floats, cut[0]))
+            pair = join_pairs(self.e, *map(self.e.as_floats, terms[0]))
             self.e.store_vector(pair, place)
             return
-        for n, (first, second) in enumerate(cut):
-            self.e.store_vector(self.pair(first, second), self.e.at(place, n * self.term_bytes))
+        for n, (first, second) in enumerate(terms):
+            pair = self.term_pair(first, second)
+            self.e.store_vector(pair, self.e.at(place, n * self.term_bytes))
 
-    def drop_second(self, packed: Value, element: Value) -> None:
-        """The second of a pair is 0."""
+    def clear_second(self, packed: Value, element: Value) -> None:
+        """Set the second element of a pair to 0."""
         e, b = self.e, self.e.builder
         place = self.packed_row(packed, element)
         for n in range(self.terms):
@@ -153,27 +154,27 @@ class SplitFactors:
             store_vectors(e, here, [e.as_floats(b.and_(x, e.const_bits(0xFFFF))) for x in pairs])
 
     def clear_pairs(self, packed: Value, first: Value, stop: Value) -> None:
-        """Pairs that fill the last chunk are 0."""
+        """Set the pairs that fill the last chunk to 0."""
         e = self.e
 
-        def clear(p: Value, _: list[Value]) -> None:
+        def clear_pair(p: Value, _: list[Value]) -> None:
             place = self.packed_row(packed, e.mul(p, 2))
             for n in range(self.terms):
                 store_vectors(e, e.at(place, n * self.term_bytes), [e.const(0.0)] * self.vectors)
 
-        e.loop(first, stop, 1, [], clear)
+        e.loop(first, stop, 1, [], clear_pair)
 
-    def put(self, halves: Sequence[Value], place: Value) -> None:
-        """The terms of 32 elements, each a row of its tile."""
+    def split_and_store(self, halves: Sequence[Value], place: Value) -> None:
+        """Store the rounded terms of 32 elements, each as a row of its tile."""
         e = self.e
-        for n, (first, second) in enumerate(zip(*map(self.rounded, halves), strict=True)):
+        for n, (first, second) in enumerate(zip(*map(self.rounded_terms, halves), strict=True)):
             row = round_to_bfloat16(e, first, second)
             e.store(row, e.at(place, n * matrix_unit.TILE_SIZE), e.vector_bytes)
 
-    def store_terms(self, cut: Sequence[Sequence[Value]], place: Value) -> None:
-        """Store two vectors as a row of a tile for each term; the last term is rounded."""
+    def store_terms(self, terms: Sequence[Sequence[Value]], place: Value) -> None:
+        """Store truncated terms of two vectors, each as a row of its tile; the last is rounded."""
         e, b = self.e, self.e.builder
-        for n, both in enumerate(cut):
+        for n, both in enumerate(terms):
             if n < self.terms - 1:
                 both = [b.and_(bits, e.const_bits(_UPPER)) for bits in both]
             row = round_to_bfloat16(e, *both)
@@ -181,8 +182,10 @@ class SplitFactors:
 
     # Rows
 
-    def row(self, start: Value, d: Value, dim: Value, exists: Value | None = None) -> Value:
-        """16 elements of a row of float32; 0 in place of those that are not there."""
+    def load_elements(
+        self, start: Value, d: Value, dim: Value, exists: Value | None = None
+    ) -> Value:
+        """16 elements of a row of float32; 0 for elements from `dim` on and for missing rows."""
         e, b = self.e, self.e.builder
         place = e.at(start, e.mul(d, FLOAT_BYTES))
         left = e.sub(dim, d)
@@ -193,10 +196,10 @@ class SplitFactors:
         live = b.icmp_signed("<", e.lane_numbers(INT32), count)
         return storage.load(e, place, "float32", e.lanes, live)
 
-    def _rows(
+    def _load_vectors(
         self, whole: Value, places: Sequence[Value], partly: Callable[[], list[Value]]
     ) -> list[Value]:
-        """16 elements from each place, or what `partly` gives if they are not wholly there."""
+        """16 elements from each place if they are there as a `whole`, else what `partly` gives."""
         e, b = self.e, self.e.builder
         with b.if_else(whole) as (then, otherwise):
             with then:
@@ -206,9 +209,9 @@ class SplitFactors:
                 others = partly()
                 after_others = b.block
         found = []
-        for one, other in zip(loaded, others, strict=True):
+        for full, other in zip(loaded, others, strict=True):
             either = b.phi(e.vector)
-            either.add_incoming(one, after_loading)
+            either.add_incoming(full, after_loading)
             either.add_incoming(other, after_others)
             found.append(either)
         return found
@@ -222,60 +225,62 @@ class SplitFactors:
         with e.function("split_rows", [POINTER, *[INT64] * 3, *[POINTER] * 2]) as (function, args):
             source, row, count, dim, target, non_finite_rows = args
             b, bits = e.builder, ir.IntType(e.lanes)
-            wide, band = emit_round_to_chunks(e, dim), self.band(dim)
+            wide, band = emit_round_to_chunks(e, dim), self.band_bytes(dim)
 
-            def key(k: Value, found: list[Value]) -> list[Value]:
+            def split_row(k: Value, found: list[Value]) -> list[Value]:
                 start, exists = e.at(source, e.mul(k, row)), e.below(k, count)
                 inside = e.mul(b.and_(k, e.index(TILE_ROWS - 1)), TILE_BYTES)
                 tiles = e.at(target, e.mul(b.sdiv(k, e.index(TILE_ROWS)), band), inside)
 
-                def chunk(d: Value, seen: list[Value]) -> list[Value]:
+                def split_chunk(d: Value, seen: list[Value]) -> list[Value]:
                     begins = [e.add(d, n) for n in (0, e.lanes)]
-                    halves = self._rows(
+                    halves = self._load_vectors(
                         b.and_(exists, e.below(e.add(d, CHUNK - 1), dim)),
                         [e.at(start, e.mul(begin, FLOAT_BYTES)) for begin in begins],
-                        lambda: [self.row(start, begin, dim, exists) for begin in begins],
+                        lambda: [self.load_elements(start, begin, dim, exists) for begin in begins],
                     )
-                    self.put(halves, e.at(tiles, e.mul(d, self.chunk_bytes // CHUNK)))
+                    self.split_and_store(halves, e.at(tiles, e.mul(d, self.chunk_bytes // CHUNK)))
                     return [self._larger(*pair) for pair in zip(seen, halves, strict=True)]
 
-                seen = e.loop(0, wide, CHUNK, [e.const_bits(0)] * 2, chunk)
+                seen = e.loop(0, wide, CHUNK, [e.const_bits(0)] * 2, split_chunk)
                 e.store(k, e.at(non_finite_rows, e.mul(e.add(found[0], 1), WORD)), WORD)
-                some = b.icmp_unsigned("!=", b.or_(*map(self.huge, seen)), ir.Constant(bits, 0))
+                some = b.icmp_unsigned(
+                    "!=", b.or_(*map(self.huge_lanes, seen)), ir.Constant(bits, 0)
+                )
                 return [e.add(found[0], b.zext(some, INT64))]
 
-            (found,) = e.loop(0, emit_round_to_chunks(e, count), 1, [e.index(0)], key)
+            (found,) = e.loop(0, emit_round_to_chunks(e, count), 1, [e.index(0)], split_row)
             e.store(found, non_finite_rows, WORD)
         return function
 
     def split_columns(self) -> Value:
-        """A function `(rows, row, count, dim, to) -> bit`: columns of V as terms, as tiles.
+        """A function `(rows, row, count, dim, to) -> left_out`: columns of V as terms, as tiles.
 
-        Whether there are values that cannot be split, which are left out.
+        `left_out` tells whether there are values that cannot be split; their terms are 0.
         """
         e = self.e
         arguments = [POINTER, *[INT64] * 3, POINTER]
         with e.function("split_columns", arguments, BIT) as (function, args):
             rows, row, count, dim, target = args
             b, bits = e.builder, ir.IntType(e.lanes)
-            loaded, transposed = self.room(e.lanes), self.room(2 * e.lanes)
+            loaded, transposed = self.allocate_vectors(e.lanes), self.allocate_vectors(2 * e.lanes)
 
             def load_key(first: Value, d: Value, i: Value, found: list[Value]) -> list[Value]:
-                """16 elements of one key, without those that cannot be split."""
+                """Load 16 elements of one key, with 0 for those that cannot be split."""
                 start = e.at(rows, e.mul(e.add(first, i), row))
                 exists = e.below(e.add(first, i), count)
-                (x,) = self._rows(
+                (x,) = self._load_vectors(
                     b.and_(exists, e.below(e.add(d, e.lanes - 1), dim)),
                     [e.at(start, e.mul(d, FLOAT_BYTES))],
-                    lambda: [self.row(start, d, dim, exists)],
+                    lambda: [self.load_elements(start, d, dim, exists)],
                 )
-                left_out = self.is_non_finite(x)
-                kept = b.select(left_out, e.const(0.0), x)
-                e.store_vector(kept, e.at(loaded, e.mul(i, e.vector_bytes)))
+                left_out = self.cannot_be_split(x)
+                rest = b.select(left_out, e.const(0.0), x)
+                e.store_vector(rest, e.at(loaded, e.mul(i, e.vector_bytes)))
                 return [b.or_(found[0], b.bitcast(left_out, bits))]
 
             def transpose_half(k: Value, d: Value, n: Value, found: list[Value]) -> list[Value]:
-                """16 elements of the first or the second 16 keys of a chunk."""
+                """Transpose 16 elements of the first or the second 16 keys of a chunk."""
                 first = e.add(k, e.mul(n, e.lanes))
                 found = e.loop(0, e.lanes, 1, found, partial(load_key, first, d))
                 place = e.at(transposed, e.mul(n, e.vector_bytes))
@@ -285,16 +290,16 @@ class SplitFactors:
 
             def store_column(tiles: Value, i: Value, _: list[Value]) -> None:
                 place = e.at(transposed, e.mul(i, 2 * e.vector_bytes))
-                self.put(vectors_at(e, place, 2), e.at(tiles, e.mul(i, TILE_BYTES)))
+                self.split_and_store(vectors_at(e, place, 2), e.at(tiles, e.mul(i, TILE_BYTES)))
 
             def store_columns(k: Value, chunk: Value, d: Value, found: list[Value]) -> list[Value]:
-                """16 columns of a chunk of keys."""
+                """Store 16 columns of a chunk of keys."""
                 found = e.loop(0, 2, 1, found, partial(transpose_half, k, d))
                 tiles = e.at(chunk, e.mul(b.sdiv(d, e.index(TILE_ROWS)), self.column_band))
                 e.loop(0, e.lanes, 1, [], partial(store_column, tiles))
                 return found
 
-            def chunk_of_keys(k: Value, found: list[Value]) -> list[Value]:
+            def split_chunk(k: Value, found: list[Value]) -> list[Value]:
                 chunk = e.at(target, e.mul(k, self.chunk_bytes // CHUNK))
                 return e.loop(
                     0,
@@ -305,7 +310,7 @@ class SplitFactors:
                 )
 
             nothing = [ir.Constant(bits, 0)]
-            (found,) = e.loop(0, emit_round_to_chunks(e, count), CHUNK, nothing, chunk_of_keys)
+            (found,) = e.loop(0, emit_round_to_chunks(e, count), CHUNK, nothing, split_chunk)
             b.ret(b.icmp_unsigned("!=", found, ir.Constant(bits, 0)))
         return function
 
@@ -320,37 +325,37 @@ class SplitFactors:
             rows, row, count, dim, target = args
             b = e.builder
 
-            def pair(q: Value, _: list[Value]) -> None:
+            def store_rows(q: Value, _: list[Value]) -> None:
                 starts = [e.at(rows, e.mul(e.add(q, i), row)) for i in range(2)]
                 exist = [e.below(e.add(q, i), count) for i in range(2)]
                 here = self.packed_row(target, q)
 
-                def elements(d: Value, _: list[Value]) -> None:
+                def store_elements(d: Value, _: list[Value]) -> None:
                     both = []
                     for start, exists in zip(starts, exist, strict=True):
-                        x = self.row(start, d, dim, exists)
-                        bits = b.icmp_unsigned(">", self.magnitude(x), e.const_bits(_HIGHEST))
-                        both.append(self.rounded(b.select(bits, e.const(0.0), x)))
+                        x = self.load_elements(start, d, dim, exists)
+                        huge = b.icmp_unsigned(">", self.magnitude(x), e.const_bits(_HIGHEST))
+                        both.append(self.rounded_terms(b.select(huge, e.const(0.0), x)))
                     panel = e.round_down(d, CHUNK)
                     inside = e.mul(e.sub(d, panel), FLOAT_BYTES)
                     stride = number // CHUNK * self.panel_bytes
                     place = e.at(here, e.mul(panel, stride // CHUNK), inside)
-                    self.put_pairs(list(zip(*both, strict=True)), place)
+                    self.store_term_pairs(list(zip(*both, strict=True)), place)
 
-                e.loop(0, emit_round_to_chunks(e, dim), e.lanes, [], elements)
+                e.loop(0, emit_round_to_chunks(e, dim), e.lanes, [], store_elements)
 
-            e.loop(0, number, 2, [], pair)
+            e.loop(0, number, 2, [], store_rows)
         return function
 
-    def band(self, dim: Value) -> Value:
+    def band_bytes(self, dim: Value) -> Value:
         """Bytes of the tiles of 16 rows of K."""
         e = self.e
         return e.mul(emit_round_to_chunks(e, dim), self.chunk_bytes // CHUNK)
 
-    def floats(
+    def float_rows(
         self, dtype: str, copy: Value, rows: RowView, count: Value, dim: Value, to: Value
     ) -> tuple[Value, Value]:
-        """Rows of float32 with adjacent elements: where they lie, or copied by `copy`."""
+        """Rows of float32 with adjacent elements and bytes between rows: as they lie, or copied."""
         e, b = self.e, self.e.builder
         needed = b.icmp_signed("!=", rows.element, e.index(FLOAT_BYTES))
         if dtype != "float32":
@@ -359,31 +364,35 @@ class SplitFactors:
             b.call(copy, [*rows, count, dim, to])
         return b.select(needed, to, rows.pointer), b.select(needed, e.mul(dim, 4), rows.row)
 
-    def pack(self, places: Sequence[Value], dim: Value, packed: Value, sign: Value | None) -> Value:
+    def pack_rows(
+        self, places: Sequence[Value], dim: Value, packed: Value, sign: Value | None
+    ) -> Value:
         """One row for each lane, as pairs of its elements, times `sign`.
 
         Gives a bit for each row that cannot be split.
         """
         e, b, bits = self.e, self.e.builder, ir.IntType(self.e.lanes)
 
-        def vector(d: Value, seen: list[Value]) -> list[Value]:
-            columns = e.transpose([self.row(place, d, dim) for place in places])
+        def pack_elements(d: Value, seen: list[Value]) -> list[Value]:
+            columns = e.transpose([self.load_elements(place, d, dim) for place in places])
             found = seen[0]
             for x in columns:
-                found = b.or_(found, self.huge(self.magnitude(x)))
+                found = b.or_(found, self.huge_lanes(self.magnitude(x)))
             if sign is not None:
                 columns = [b.fmul(x, sign) for x in columns]
-            split = [self.rounded(x) for x in columns]
+            split = [self.rounded_terms(x) for x in columns]
             end = self.packed_row(packed, d)
             for p in range(e.lanes // 2):
                 both = list(zip(split[2 * p], split[2 * p + 1], strict=True))
-                self.put_pairs(both, e.at(end, p * self.width))
+                self.store_term_pairs(both, e.at(end, p * self.width))
             return [found]
 
-        (found,) = e.loop(0, emit_round_to_chunks(e, dim), e.lanes, [ir.Constant(bits, 0)], vector)
+        (found,) = e.loop(
+            0, emit_round_to_chunks(e, dim), e.lanes, [ir.Constant(bits, 0)], pack_elements
+        )
         return b.zext(found, INT64)
 
-    def room(self, count: int) -> Value:
+    def allocate_vectors(self, count: int) -> Value:
         """Memory for vectors that lasts as long as the function runs."""
         e, b = self.e, self.e.builder
         with b.goto_entry_block():
@@ -398,18 +407,18 @@ class SplitFactors:
         return self.e.builder.and_(self.e.as_bits(x), self.e.const_bits(_MAGNITUDE))
 
     def _larger(self, seen: Value, x: Value) -> Value:
-        """The larger magnitudes."""
+        """The larger of two magnitudes in each lane, of which the first is given as bits."""
         b, size = self.e.builder, self.magnitude(x)
         return b.select(b.icmp_unsigned(">", size, seen), size, seen)
 
-    def huge(self, magnitude: Value) -> Value:
+    def huge_lanes(self, magnitude: Value) -> Value:
         """Which elements of rows of Q or K cannot be split: a bit for each lane."""
         e, b = self.e, self.e.builder
         above = b.icmp_unsigned(">", magnitude, e.const_bits(_HIGHEST))
         return b.bitcast(above, ir.IntType(e.lanes))
 
-    def is_non_finite(self, x: Value) -> Value:
-        """Which elements of V cannot be split, or terms that tiles take for 0."""
+    def cannot_be_split(self, x: Value) -> Value:
+        """Which elements of V are huge or not finite, or have terms that tiles would take for 0."""
         e, b = self.e, self.e.builder
         size = self.magnitude(x)
         tiny = b.icmp_unsigned("<", size, e.const_bits(_LOWEST))
