@@ -16,7 +16,7 @@ from qkv.cache.encoding import quantize
 from qkv.cache.paged import PagedCache
 from qkv.cache.protocol import Cache
 from qkv.cache.rolling import RollingCache
-from qkv.cache.rows import Part, Rows
+from qkv.cache.stored_rows import Part, Rows
 
 __all__ = [
     "Cache",

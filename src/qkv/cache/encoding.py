@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from qkv.cache.memory import Memory, memory_of
 from qkv.errors import ArgumentError
-from qkv.problem.rows import Quantized
+from qkv.problem.stored_rows import Quantized
 
 __all__ = ["Encoding", "encoding_of", "quantize"]
 

@@ -1,7 +1,7 @@
 """Sizes, positions, rotation and masks of a problem, from their definitions.
 
-Like `attention`, after docs/semantics.md and the papers, without the library. All arrays of scores are
-`(draws, *batch_shape, num_heads, q_len, kv_len)`, or broadcast to that.
+Like `attention`, after docs/semantics.md and the papers, without the library. All arrays of scores
+are `(draws, *batch_shape, num_heads, q_len, kv_len)`, or broadcast to that.
 """
 
 from __future__ import annotations
