@@ -11,7 +11,7 @@ from transformers.utils import output_capturing
 
 import qkv
 from qkv.errors import UnsupportedError
-from qkv.hf.keywords import refuse_unread
+from qkv.hf.ignored_keywords import refuse_unread
 from qkv.hf.layer_call import LayerCall, LayerWeights
 from qkv.hf.layer_steps import LayerOptions, LayerSteps
 from qkv.hf.masks import StatedMask
