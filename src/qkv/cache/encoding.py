@@ -101,4 +101,4 @@ def quantize(rows: Any) -> Quantized:
     (array([[[   1, -127,   62]]], dtype=int8), array([[0.1]], dtype=float32))
     """
     memory = memory_of(rows, "rows")
-    return Quantized(*memory.int8_with_scales(memory.rows(rows, "rows")))
+    return Quantized(*memory.int8_with_scales(memory.own_array(rows, "rows")))

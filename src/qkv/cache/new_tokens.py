@@ -151,7 +151,7 @@ def encode(
 ) -> NewTokens:
     """Checked rows, encoded for storage; an error if their library tracks gradients."""
     memory = memory_with(row_format.library)
-    rows = [memory.rows(t, name) for name, t in (("key", key), ("value", value))]
+    rows = [memory.own_array(t, name) for name, t in (("key", key), ("value", value))]
     encoded = [encoding.encode(t, memory) for t in rows]
     return NewTokens(row_format, (*encoded[0], *encoded[1]), len(encoded[0]), new_lens)
 
