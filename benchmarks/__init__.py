@@ -3,10 +3,15 @@
 Every result is checked before it is timed. This is not part of the package that is installed: it is
 run from the root of a checkout, and uses the qkv that Python finds there.
 
-workloads   what is run: a table            rules       what it says between q.k and softmax
-contenders  who runs it                     reference   what must come out
-worker      one contender's process         session     whose turn it is
-process     how a worker is asked           samples     medians and ratios
-record      what is kept of a run           report, tables, picture, compare   what is shown of it
-command     what the options ask for        latency, models   other kinds of run
+command       what the options ask for
+workloads     what is run, and by which contenders: a table; rules: its masks and score changes
+contenders/   who runs it: a table, and one file for each library
+reference     what must come out
+session       whose turn it is; process, worker: one contender's process, and how it is asked
+record        what is kept of a run; machine: where it ran
+samples       medians and ratios
+report        what is shown of a run; tables, picture, compare
+latency/, models/
+              other kinds of run: small calls, whole models of transformers
+linear_time   a program of its own, for the linear-time mechanisms
 """

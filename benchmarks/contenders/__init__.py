@@ -2,6 +2,9 @@
 
 A contender turns a workload's arrays into its own library's once, outside the time, and gives back
 a function that runs the workload, and one that reads the result as NumPy arrays.
+
+A new one is an entry of `CONTENDERS` here, a function in the file of its library (`of_qkv`,
+`of_torch`, `of_jax`, `of_onnxruntime`, `of_openvino`), and its name in `benchmarks.workloads`.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ from qkv.inspection.trace_fields import Projections
 from qkv.inspection.weights import LazyWeights
 from qkv.planning import Plan
 from qkv.positions import LearnedPositions, SinusoidalPositions
-from qkv.problem.rows import Paged, Quantized
+from qkv.problem.stored_rows import Paged, Quantized
 from qkv.saturation import ScalingCurve, ScalingPoint, scaling_curve
 from qkv.variants import (
     ALiBi,

@@ -27,7 +27,7 @@ class Partial:
     `lse_rest` is the rounding error of lse: `exp((s - lse) - lse_rest)` are weights as exact as
     those of the forward pass. It is set only if the scores were computed in the same order as the
     backward pass of the same backend computes them. `unrounded` is `out` before it was rounded to
-    16 bits, for the backward pass, which would take that for a part of the gradients.
+    16 bits: the rounding error of `out` would become an error of the gradients.
     """
 
     out: Array
@@ -99,15 +99,15 @@ def finish(partial: Partial, sinks: Array | None) -> Partial:
         return partial
     dtype = partial.lse.dtype
     with np.errstate(all="ignore"):
-        kept, sink = partial.lse.astype(np.float64), sinks.astype(np.float64)[:, None]
+        of_keys, sink = partial.lse.astype(np.float64), sinks.astype(np.float64)[:, None]
         if partial.lse_rest is not None:
-            kept = kept + partial.lse_rest
+            of_keys = of_keys + partial.lse_rest
         # Not exp(lse - new lse), because the difference of two large numbers has lost digits.
-        share = np.where(np.isneginf(kept), 0, 1 / (1 + np.exp(sink - kept)))
-        peak = np.maximum(kept, sink)
-        more = np.where(np.isneginf(peak), 0, np.log1p(np.exp(-np.abs(kept - sink))))
-        lse = (peak + more).astype(dtype)
-        rest = None if partial.lse_rest is None else rest_of(peak, more, lse)
+        share = np.where(np.isneginf(of_keys), 0, 1 / (1 + np.exp(sink - of_keys)))
+        peak = np.maximum(of_keys, sink)
+        log_sum = np.where(np.isneginf(peak), 0, np.log1p(np.exp(-np.abs(of_keys - sink))))
+        lse = (peak + log_sum).astype(dtype)
+        rest = None if partial.lse_rest is None else rest_of(peak, log_sum, lse)
     share = share[..., None].astype(dtype)
     unrounded = None if partial.unrounded is None else partial.unrounded * share
     return Partial(partial.out * share, lse, rest, unrounded)
@@ -130,7 +130,7 @@ def share_with_sinks(rows: RowStatistics, sinks: Array | None) -> RowStatistics:
     if sinks is None:
         return rows
     with np.errstate(all="ignore"):
-        # lse is used in two parts, because a large sum of them has lost the smaller one.
+        # Not `max_score - log(max_weight)`, because a large score would have rounded away the log.
         sink = sinks.astype(rows.entropy.dtype)[:, None]
         log_share = -np.logaddexp(0, (sink - rows.max_score) + np.log(rows.max_weight))
         share = np.where(rows.max_weight == 0, 0, np.exp(log_share))

@@ -103,7 +103,7 @@ def _count(grid: TileGrid, batches: int, heads: int) -> tuple[TileCounts, int]:
     repeats = (1 if per_batch else batches) * (1 if per_head else heads)
     for batch in range(batches if per_batch else 1):
         for head in range(heads if per_head else 1):
-            for i, kinds in grid.rows(batch, head):
+            for i, kinds in grid.query_blocks(batch, head):
                 rows = min((i + 1) * grid.block_q, grid.q_len) - i * grid.block_q
                 for kind in TileKind:
                     counts[kind] += int((kinds == kind).sum()) * repeats

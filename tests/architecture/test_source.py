@@ -42,6 +42,22 @@ def test_a_file_is_short_and_says_what_it_is(path: Path) -> None:
     assert path.stem not in {"utils", "common", "helpers", "misc", "util", "base_utils"}
 
 
+FUZZ = BENCHMARKS.parent / "tests/hardening/fuzz"
+FOLDERS = sorted(
+    file.parent for root in (SOURCE, BENCHMARKS, FUZZ) for file in root.rglob("__init__.py")
+)
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=shown)
+def test_a_map_of_a_package_names_all_of_its_files(folder: Path) -> None:
+    """A docstring that begins lines with names of three files or more is a map."""
+    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    files = {path.stem for path in folder.glob("[!_]*.py")}
+    if len(files & set(re.findall(r"^ *(\w+)", text, re.MULTILINE))) >= 3:
+        words = set(re.findall(r"\w+", text))
+        assert {name for name in files - words if not name.endswith("_command")} == set()
+
+
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda p: p.__name__)
 def test_all_is_what_is_public(package: ModuleType) -> None:
     assert sorted(package.__all__) == sorted(set(package.__all__))

@@ -296,7 +296,7 @@ DECIDES_NO_CODE = {
     "backends/cpu/compiler/canonical.py", "backends/cpu/machine/addresses.py",
     "backends/cpu/machine/fork_locks.py", "backends/cpu/machine/host.py",
     "backends/cpu/threads/jobs.py",
-    "problem/bounds.py", "problem/rows.py",
+    "problem/bounds.py", "problem/stored_rows.py",
 }  # fmt: skip
 """Imported by files that emit code, but not by what these emit. The machine is part of a key, and
 bounds only say which blocks are computed."""

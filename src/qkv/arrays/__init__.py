@@ -97,11 +97,11 @@ def library_of(array: Any, role: str, query: ArrayLibrary | None = None) -> Arra
             "one of them.",
             action="Call it before, outside of the score mod, and index its result in there.",
         )
-    error = _no_array(array, role)
+    error = _no_array_error(array, role)
     raise error if query is None else error.with_action(query.in_words(error.action))
 
 
-def _no_array(given: Any, role: str) -> DTypeError:
+def _no_array_error(given: Any, role: str) -> DTypeError:
     """The error for an operand that is an array of no library."""
     if given is None:
         return DTypeError(f"{role} is None, not an array.", action=f"Pass an array as {role}.")

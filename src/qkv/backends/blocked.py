@@ -64,7 +64,7 @@ class BlockedBackend:
         rest = np.zeros_like(lse)
         for batch in range(spec.batch_size):
             for head in range(spec.num_heads):
-                for i, kinds in grid.rows(batch, head):
+                for i, kinds in grid.query_blocks(batch, head):
                     rows = slice(i * grid.block_q, min((i + 1) * grid.block_q, spec.q_len))
                     place = batch, head, rows
                     out[place], lse[place], rest[place] = attend(

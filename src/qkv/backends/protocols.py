@@ -243,7 +243,7 @@ class StoredRowsBackend(Protocol):
     """A backend that states whether it accepts paged or quantised keys and values."""
 
     stored_rows: bool
-    """Whether `Operands.key` and `value` may be `qkv.problem.rows.StoredRows`."""
+    """Whether `Operands.key` and `value` may be `qkv.problem.stored_rows.StoredRows`."""
 
 
 @runtime_checkable

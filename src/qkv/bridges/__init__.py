@@ -3,6 +3,18 @@
 Each library has a module of operations, which say what is computed, and one of rules, how it is
 differentiated and batched; all numbers come from qkv itself. Other libraries' operations take
 arrays and constants, which are the leaves and the structure of a bound call (`qkv.call.bound`).
+
+torch_calls, jax_calls
+                which way a call goes: computed at once, or as an operation
+torch_operators, jax_operations
+                the operations: a text and arrays in, arrays out
+torch_functions, jax_rules
+                how they are differentiated and batched
+torch_groups, torch_batches
+                parts of torch_functions: groups of tensors, and `torch.vmap`
+torch_prepared, torch_steps, torch_guards
+                repeated calls, decoding steps, and whether tensors are like earlier ones
+jax_ffi         how XLA calls a function of Python
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from qkv.call.bound import BoundCall, bind
 from qkv.call.flatten import hold
 from qkv.call.options import OptionValues
 from qkv.errors import DTypeError, UnsupportedError
-from qkv.problem.rows import Paged, Quantized
+from qkv.problem.stored_rows import Paged, Quantized
 
 __all__ = ["attention"]
 

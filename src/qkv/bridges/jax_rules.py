@@ -42,17 +42,16 @@ Shapes = tuple[jax.ShapeDtypeStruct, ...]
 def attend(operation: Operation, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Output and lse, differentiable in all floating inputs but the frequencies of RoPE.
 
-    The others are for the way back alone, and have no derivative: what rounding took from lse, and
-    of a call whose output was rounded to 16 bits, which `backward` says will be differentiated,
-    what the output was before.
+    The other results serve the backward pass alone and have no derivative: the rounding error of
+    lse, and, if the operation says `backward`, an output of 16 bits as it was before rounding.
     """
     found: tuple[Any, ...] = _forward(operation, *inputs)
     return found
 
 
-def _keep(operation: Operation, inputs: Any) -> Any:
-    followed, values = _followed(inputs), _values(inputs)
-    _refuse_constants(operation, values, _numbers(followed))
+def _attend_forward(operation: Operation, inputs: Any) -> Any:
+    followed, values = _differentiated_flags(inputs), _values_of(inputs)
+    _refuse_constants(operation, values, _numbers_followed(followed))
     # Not _forward, because the residuals may be differentiated again.
     results = attend(replace(operation, backward=True), values)
     out, lse, rest, *unrounded = results
@@ -60,37 +59,37 @@ def _keep(operation: Operation, inputs: Any) -> Any:
     return results if operation.backward else results[:3], (values, kept, followed)
 
 
-def _back(operation: Operation, kept: Any, cotangents: Any) -> Any:
+def _attend_backward(operation: Operation, kept: Any, cotangents: Any) -> Any:
     values, results, followed = kept
     grad_out, grad_lse, *_ = cotangents
     nothing = varying((results[0], jnp.zeros(results[0].shape, values[0].dtype)))[1]
     along = (nothing if _is_zero(grad_out) else grad_out,)
     along += () if _is_zero(grad_lse) else (grad_lse,)
-    wanted = replace(operation, wanted=_numbers(followed))
+    wanted = replace(operation, wanted=_numbers_followed(followed))
     found = gradients(wanted, values, results, along)
-    return (_in_their_places(found, followed),)
+    return (_with_none_elsewhere(found, followed),)
 
 
-attend.defvjp(_keep, _back, symbolic_zeros=True)
+attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gradients(operation: Operation, inputs: Any, results: Any, cotangents: Any) -> Any:
     """The wanted gradients, along grad_out and perhaps grad_lse; linear in these.
 
-    What flows back to the results is counted with the inputs, which they follow from.
+    The results follow from the inputs, so gradients through them are counted with the inputs.
     """
     return _backward(operation, *inputs, *results, *cotangents)
 
 
-def _keep_gradients(operation: Operation, inputs: Any, results: Any, cotangents: Any) -> Any:
-    groups = _values(inputs), _values(results), _values(cotangents)
-    followed = _followed(inputs), _followed(cotangents)
-    _refuse_constants(operation, groups[0], _numbers(followed[0]))
+def _gradients_forward(operation: Operation, inputs: Any, results: Any, cotangents: Any) -> Any:
+    groups = _values_of(inputs), _values_of(results), _values_of(cotangents)
+    followed = _differentiated_flags(inputs), _differentiated_flags(cotangents)
+    _refuse_constants(operation, groups[0], _numbers_followed(followed[0]))
     return gradients(operation, *groups), (*groups, followed)
 
 
-def _back_gradients(operation: Operation, kept: Any, along: Any) -> Any:
+def _gradients_backward(operation: Operation, kept: Any, along: Any) -> Any:
     inputs, (_, lse, _), cotangents, (of_inputs, of_cotangents) = kept
     changes = [
         (n, change)
@@ -98,26 +97,26 @@ def _back_gradients(operation: Operation, kept: Any, along: Any) -> Any:
         if not _is_zero(change)
     ]
     grad_out, grad_lse = (*cotangents, _zeros_like(lse))[:2]
-    wanted = _numbers((*of_inputs, *of_cotangents))
+    wanted = _numbers_followed((*of_inputs, *of_cotangents))
     second = replace(operation, along=tuple(n for n, _ in changes), wanted=wanted)
     found = _second(second, *inputs, grad_out, grad_lse, *(change for _, change in changes))
-    places = _in_their_places(found, (*of_inputs, *of_cotangents))
+    places = _with_none_elsewhere(found, (*of_inputs, *of_cotangents))
     return places[: len(inputs)], None, places[len(inputs) :]
 
 
-gradients.defvjp(_keep_gradients, _back_gradients, symbolic_zeros=True)
+gradients.defvjp(_gradients_forward, _gradients_backward, symbolic_zeros=True)
 
 
-def _values(inputs: Sequence[Any]) -> tuple[Any, ...]:
+def _values_of(inputs: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(entry.value for entry in inputs)
 
 
-def _followed(inputs: Sequence[Any]) -> tuple[Any, ...]:
+def _differentiated_flags(inputs: Sequence[Any]) -> tuple[Any, ...]:
     """Whether JAX differentiates each input, as static structure: () or None."""
     return tuple(() if entry.perturbed else None for entry in inputs)
 
 
-def _in_their_places(found: Sequence[Any], followed: Sequence[Any]) -> tuple[Any, ...]:
+def _with_none_elsewhere(found: Sequence[Any], followed: Sequence[Any]) -> tuple[Any, ...]:
     rest = iter(found)
     return tuple(None if entry is None else next(rest) for entry in followed)
 
@@ -126,7 +125,7 @@ def _zeros_like(array: Any) -> Any:
     return varying((array, jnp.zeros(array.shape, array.dtype)))[1]
 
 
-def _numbers(followed: Sequence[Any]) -> tuple[int, ...]:
+def _numbers_followed(followed: Sequence[Any]) -> tuple[int, ...]:
     return tuple(n for n, entry in enumerate(followed) if entry is not None)
 
 
@@ -136,7 +135,7 @@ def _is_zero(cotangent: Any) -> bool:
 
 @partial(jax.jit, static_argnums=0, inline=True)
 def _forward(operation: Operation, *inputs: Any) -> Any:
-    return _call(operation, _shapes_of_results(operation, inputs), inputs)
+    return _call_operation(operation, _shapes_of_results(operation, inputs), inputs)
 
 
 @partial(jax.jit, static_argnums=0, inline=True)
@@ -144,7 +143,7 @@ def _backward(operation: Operation, *inputs: Any) -> Any:
     shapes = tuple(
         jax.ShapeDtypeStruct(inputs[n].shape, inputs[n].dtype) for n in operation.wanted or ()
     )
-    return _call(operation, shapes, inputs)
+    return _call_operation(operation, shapes, inputs)
 
 
 @partial(jax.jit, static_argnums=0, inline=True)
@@ -153,10 +152,10 @@ def _second(operation: Operation, *inputs: Any) -> Any:
     shapes = tuple(
         jax.ShapeDtypeStruct(like[n].shape, like[n].dtype) for n in operation.wanted or ()
     )
-    return _call(operation, shapes, inputs)
+    return _call_operation(operation, shapes, inputs)
 
 
-def _call(operation: Operation, shapes: Shapes, inputs: Sequence[Any]) -> Any:
+def _call_operation(operation: Operation, shapes: Shapes, inputs: Sequence[Any]) -> Any:
     text = operation.text
 
     def foreign(*inputs: Any) -> Any:
@@ -180,7 +179,7 @@ def _call(operation: Operation, shapes: Shapes, inputs: Sequence[Any]) -> Any:
 def _is_registered() -> bool:
     """Whether XLA takes the foreign function; it is registered with the first call."""
     try:
-        jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(_function()), platform="cpu")
+        jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(_handler_address()), platform="cpu")
     except Exception:
         # This XLA has another version of the interface.
         return False
@@ -191,7 +190,7 @@ _handler = handler(compute)
 """Kept for good: compiled code has its address."""
 
 
-def _function() -> int:
+def _handler_address() -> int:
     """The address that XLA is given: through a gate, so that a process can end while XLA runs."""
     try:
         from qkv.backends.cpu.threads.gate import Gate
@@ -246,7 +245,7 @@ def _shapes_of_results(operation: Operation, inputs: Sequence[Any]) -> Shapes:
     return *results, jax.ShapeDtypeStruct(out, spec.compute_dtype)
 
 
-def _axes(array: Any) -> frozenset[str]:
+def _varying_axes(array: Any) -> frozenset[str]:
     """Axes of `shard_map` along which an array is not the same on every device."""
     kind = jax.typeof(array)
     manual = getattr(kind, "manual_axis_type", None)  # The name since JAX 0.10.
@@ -258,14 +257,14 @@ def varying(arrays: Sequence[Any]) -> tuple[Any, ...]:
 
     JAX adds up the gradients of those that did not.
     """
-    axes = frozenset[str]().union(*map(_axes, arrays))
+    axes = frozenset[str]().union(*map(_varying_axes, arrays))
 
     def cast(array: Any) -> Any:
-        more = tuple(sorted(axes - _axes(array)))
+        more = tuple(sorted(axes - _varying_axes(array)))
         if not more:
             return array
         lax: Any = jax.lax
-        # The second is the name before JAX 0.8.
+        # Before JAX 0.8, `pcast` to varying was called `pvary`.
         return (
             lax.pcast(array, more, to="varying")
             if hasattr(lax, "pcast")
@@ -276,7 +275,7 @@ def varying(arrays: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _refuse_constants(operation: Operation, values: Sequence[Any], wanted: Sequence[int]) -> None:
-    """Some arrays of a call have no gradient; better to hear it than to train nothing."""
+    """Raise an error if a gradient of an array without one is wanted: it would train nothing."""
     structure = Structure.from_text(operation.structure)
     owners = BoundCall(structure, list(map(_stand_in, values))).unflatten().owners
     for n in wanted:

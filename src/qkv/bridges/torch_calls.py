@@ -28,7 +28,7 @@ from qkv.call.device_call import check_device_call, is_device_call
 from qkv.call.flatten import declared_fields, hold, keep_for_good
 from qkv.call.options import OptionValues
 from qkv.errors import ArgumentError, QkvError, UnsupportedError
-from qkv.problem.rows import Paged, Quantized
+from qkv.problem.stored_rows import Paged, Quantized
 
 __all__ = ["attention"]
 

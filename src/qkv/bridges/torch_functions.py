@@ -70,7 +70,7 @@ def attend(
         return out, lse
     # Dynamo does not support functions with a forward-mode rule.
     if compiling:
-        out, lse, *_ = _Attention.apply(whole, *operators.apart(tensors))
+        out, lse, *_ = _Attention.apply(whole, *operators.distinct_objects(tensors))
     else:
         out, lse, *_ = _AttentionBothWays.apply(whole, *tensors)
     return out, lse

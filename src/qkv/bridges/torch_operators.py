@@ -56,7 +56,7 @@ def compute_attention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """`out, lse = qkv.attention(..., return_lse=True)`, and what its gradients take beside them."""
     with on_torch_threads():
-        found = attend(_bound(query, key, value, arrays, structure), backward=backward)
+        found = attend(_bound_call(query, key, value, arrays, structure), backward=backward)
     out, lse, rest = found.out, found.lse, found.lse_rest
     rest = np.full_like(lse, np.nan) if rest is None else rest.reshape(lse.shape)
     results = _tensor(out), _tensor(lse), _tensor(rest)
@@ -98,9 +98,9 @@ def _(
     backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     layout = Structure.from_text(structure).layout
-    _check_fit(query, key, value, layout)
-    lse, rest = (_like_lse(query, key, value, layout) for _ in range(2))
-    out = _like_output(query, key, value, layout)
+    _check_shapes(query, key, value, layout)
+    lse, rest = (_empty_lse(query, key, value, layout) for _ in range(2))
+    out = _empty_output(query, key, value, layout)
     dim = out.shape[-1] if backward and is_rounded(query) else 0
     return out, lse, rest, lse.new_empty(*out.shape[:-1], dim)
 
@@ -119,12 +119,12 @@ def compute_gradients(
     wanted: Sequence[int],
 ) -> list[Tensor]:
     """Gradients of query, key, value and the wanted arrays."""
-    bound = _bound(query, key, value, arrays, structure)
+    bound = _bound_call(query, key, value, arrays, structure)
     residuals = Residuals(_view(out), _view(lse), _view(lse_rest))
     leaves = [3 + n for n in wanted]
     with on_torch_threads():
         found = pull_back(bound, residuals, _view(grad_out), _view(grad_lse), leaves)
-    return _gradients(found, arrays, wanted)
+    return _gradient_tensors(found, arrays, wanted)
 
 
 @torch.library.custom_op("qkv::attention_backward", mutates_args=(), device_types="cpu")
@@ -161,7 +161,7 @@ def _(
     structure: str,
     wanted: Sequence[int],
 ) -> list[Tensor]:
-    return [_dense(t) for t in (query, key, value, *(arrays[n] for n in wanted))]
+    return [_empty_dense(t) for t in (query, key, value, *(arrays[n] for n in wanted))]
 
 
 @torch.library.custom_op("qkv::attention_tangent", mutates_args=(), device_types="cpu")
@@ -175,7 +175,7 @@ def attention_tangent(
     directions: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """How out and lse change along tangents of query, key, value and some of the arrays."""
-    bound = _bound(query, key, value, arrays, Structure.from_text(structure))
+    bound = _bound_call(query, key, value, arrays, Structure.from_text(structure))
     with on_torch_threads():
         _, (out, lse) = jvp_of(bound, _tangents(tangents, directions))
     return _tensor(out), _tensor(lse)
@@ -192,7 +192,7 @@ def _(
     directions: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     layout = Structure.from_text(structure).layout
-    return _like_output(query, key, value, layout), _like_lse(query, key, value, layout)
+    return _empty_output(query, key, value, layout), _empty_lse(query, key, value, layout)
 
 
 @torch.library.custom_op("qkv::attention_second", mutates_args=(), device_types="cpu")
@@ -211,13 +211,13 @@ def attention_second(
     """Gradients with respect to query, key, value, grad_out, grad_lse and the wanted arrays."""
     with on_torch_threads():
         found = second_vjp(
-            _bound(query, key, value, arrays, Structure.from_text(structure)),
+            _bound_call(query, key, value, arrays, Structure.from_text(structure)),
             grad_out=_view(grad_out),
             grad_lse=_view(grad_lse),
             tangents=_tangents(tangents, directions),
             wrt=[3 + n for n in wanted],
         )
-    operands = _gradients(found, arrays, wanted)
+    operands = _gradient_tensors(found, arrays, wanted)
     return [*operands[:3], _tensor(found.grad_out), _tensor(found.grad_lse), *operands[3:]]
 
 
@@ -235,7 +235,7 @@ def _(
     wanted: Sequence[int],
 ) -> list[Tensor]:
     more = (arrays[n] for n in wanted)
-    return [_dense(t) for t in (query, key, value, grad_out, grad_lse, *more)]
+    return [_empty_dense(t) for t in (query, key, value, grad_out, grad_lse, *more)]
 
 
 def _view(tensor: Tensor) -> Any:
@@ -251,7 +251,7 @@ def contiguous(tensor: Tensor) -> Tensor:
     return tensor if tensor.numel() else tensor.new_empty(tensor.shape)
 
 
-def apart(tensors: Sequence[Tensor]) -> list[Tensor]:
+def distinct_objects(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The same tensors as different objects, which are all that Dynamo takes."""
     found: list[Tensor] = []
     for n, tensor in enumerate(tensors):
@@ -263,13 +263,13 @@ def apart(tensors: Sequence[Tensor]) -> list[Tensor]:
 _LIBRARY = library_of(torch.empty(0), "a tensor")
 
 
-def _bound(
+def _bound_call(
     query: Tensor, key: Tensor, value: Tensor, arrays: Sequence[Tensor], structure: Structure
 ) -> BoundCall:
     return BoundCall(structure, tuple([_view(t) for t in (query, key, value, *arrays)]))
 
 
-def _gradients(found: Any, arrays: Sequence[Tensor], wanted: Sequence[int]) -> list[Tensor]:
+def _gradient_tensors(found: Any, arrays: Sequence[Tensor], wanted: Sequence[int]) -> list[Tensor]:
     of_arrays = [_tensor(np.asarray(found.of(3 + n))).to(arrays[n].dtype) for n in wanted]
     return [*map(_tensor, (found.query, found.key, found.value)), *of_arrays]
 
@@ -280,11 +280,11 @@ def _tangents(tangents: Sequence[Tensor], directions: Sequence[int]) -> Tangents
     return Tangents(query, key, value, of_variants)
 
 
-def _dense(tensor: Tensor) -> Tensor:
+def _empty_dense(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-def _check_fit(query: Tensor, key: Tensor, value: Tensor, layout: str) -> None:
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor, layout: str) -> None:
     """Raise for shapes as the real operator does; sizes that are not known yet become guards."""
     tensors = query, key, value
     if all(type(n) is int for t in tensors for n in t.shape):
@@ -300,14 +300,14 @@ def _check_fit(query: Tensor, key: Tensor, value: Tensor, layout: str) -> None:
         (k.shape[heads] == v.shape[heads], "key and value differ in heads"),
         (q.shape[heads] % k.shape[heads] == 0, "num_heads is not a multiple of num_kv_heads"),
     ):
-        torch._check_with(ShapeError, fits, partial(_with_shapes, fact, tensors))
+        torch._check_with(ShapeError, fits, partial(_fact_with_shapes, fact, tensors))
 
 
-def _with_shapes(fact: str, tensors: Sequence[Tensor]) -> str:
+def _fact_with_shapes(fact: str, tensors: Sequence[Tensor]) -> str:
     return f"{fact}: {', '.join(str(tuple(t.shape)) for t in tensors)}."
 
 
-def _sizes(
+def _output_sizes(
     query: Tensor, key: Tensor, value: Tensor, layout: str
 ) -> tuple[list[Any], Any, Any, Any]:
     """Leading dimensions, heads, q_len and v_head_dim; no heads where all are matrices."""
@@ -322,16 +322,16 @@ def _sizes(
     return list(lead), query.shape[heads], query.shape[length], value.shape[-1]
 
 
-def _like_output(query: Tensor, key: Tensor, value: Tensor, layout: str) -> Tensor:
-    lead, heads, length, dim = _sizes(query, key, value, layout)
+def _empty_output(query: Tensor, key: Tensor, value: Tensor, layout: str) -> Tensor:
+    lead, heads, length, dim = _output_sizes(query, key, value, layout)
     if heads is None:
         return query.new_empty(length, dim)
     rows = (length, heads) if layout == "blhd" else (heads, length)
     return query.new_empty(*lead, *rows, dim)
 
 
-def _like_lse(query: Tensor, key: Tensor, value: Tensor, layout: str) -> Tensor:
-    lead, heads, length, _ = _sizes(query, key, value, layout)
+def _empty_lse(query: Tensor, key: Tensor, value: Tensor, layout: str) -> Tensor:
+    lead, heads, length, _ = _output_sizes(query, key, value, layout)
     dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
     shape = [length] if heads is None else [*lead, heads, length]
     return query.new_empty(shape, dtype=dtype)

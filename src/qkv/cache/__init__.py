@@ -8,6 +8,16 @@
 tokens, `PagedCache` pages that sequences share; each in the dtype in which rows come, or as int8.
 Nothing is evicted from a paged cache: `truncate` drops the last tokens, and `allocator` takes the
 page that was freed last first. To forget old tokens, use `RollingCache`.
+
+protocol        what every cache does
+contiguous, rolling
+                caches in consecutive rows; buffered is their base, buffer their arrays
+paged           a cache in pages; page_pool has the arrays, allocator counts who holds a page
+new_tokens      what `append` is given, checked and encoded
+encoding        rows stored as they are, or as int8 with scales
+memory          arrays of NumPy or torch, and the arithmetic of int8 and its scales
+stored_rows     what a cache hands out: `Rows`, the arguments of `qkv.attention`
+arguments       lengths and indices, checked
 """
 
 from qkv.cache.allocator import PageAllocator
@@ -16,7 +26,7 @@ from qkv.cache.encoding import quantize
 from qkv.cache.paged import PagedCache
 from qkv.cache.protocol import Cache
 from qkv.cache.rolling import RollingCache
-from qkv.cache.rows import Part, Rows
+from qkv.cache.stored_rows import Part, Rows
 
 __all__ = [
     "Cache",

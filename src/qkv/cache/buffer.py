@@ -10,7 +10,7 @@ import numpy as np
 from qkv.cache.arguments import Lengths
 from qkv.cache.encoding import Encoding
 from qkv.cache.memory import memory_with
-from qkv.cache.new_rows import NewRows
+from qkv.cache.new_tokens import NewTokens
 
 __all__ = ["RowBuffer"]
 
@@ -22,7 +22,7 @@ class RowBuffer:
     Attributes
     ----------
     arrays : tuple
-        As `NewRows.arrays`, with `capacity` in place of the number of new rows.
+        As `NewTokens.arrays`, with `capacity` in place of the number of new rows.
     of_key : int
         How many of them belong to the keys.
     axis : int
@@ -37,12 +37,12 @@ class RowBuffer:
     library: str
 
     @classmethod
-    def like(cls, new_rows: NewRows, capacity: int) -> RowBuffer:
+    def like(cls, new_tokens: NewTokens, capacity: int) -> RowBuffer:
         """An empty one for rows like those that arrive."""
-        axis, library = len(new_rows.row_format.leading[0]), new_rows.row_format.library
+        axis, library = len(new_tokens.row_format.leading[0]), new_tokens.row_format.library
         return cls(
-            tuple(_room(a, axis, capacity, library) for a in new_rows.arrays),
-            new_rows.of_key,
+            tuple(_room(a, axis, capacity, library) for a in new_tokens.arrays),
+            new_tokens.of_key,
             axis,
             library,
         )
@@ -64,9 +64,9 @@ class RowBuffer:
             _copy(new, np.zeros_like(start), old, start, stop - start, self.axis)
         return replace(self, arrays=arrays)
 
-    def write(self, new_rows: NewRows, start: Lengths, counts: Lengths) -> None:
+    def write(self, new_tokens: NewTokens, start: Lengths, counts: Lengths) -> None:
         """Put the first `counts` of the new rows at row `start` of each sequence."""
-        for stored, new in zip(self.arrays, new_rows.arrays, strict=True):
+        for stored, new in zip(self.arrays, new_tokens.arrays, strict=True):
             _copy(stored, start, new, np.zeros_like(start), counts, self.axis)
 
     def read(self, start: int, stop: int, encoding: Encoding) -> tuple[Any, Any]:

@@ -11,8 +11,8 @@ import numpy as np
 from qkv.cache.arguments import Lengths, sequence_indices, shorter_lengths
 from qkv.cache.buffer import RowBuffer
 from qkv.cache.encoding import encoding_of
-from qkv.cache.new_rows import NewRows, RowFormat, check, encode
-from qkv.cache.rows import Rows, as_offset
+from qkv.cache.new_tokens import NewTokens, RowFormat, check, encode
+from qkv.cache.stored_rows import Rows, as_offset
 from qkv.errors import ArgumentError
 
 __all__ = ["BufferedCache"]
@@ -65,9 +65,9 @@ class BufferedCache(ABC):
         row_format, counts = check(key, value, new_lens, self._row_format, batched=False)
         before = np.broadcast_to(self._lengths, row_format.batch_shape)
         self._check_room(before, counts)
-        new_rows = encode(key, value, row_format, counts, self._encoding)
-        buffer, origin = self._with_room(new_rows, before)
-        buffer.write(new_rows, before - origin, counts)
+        new_tokens = encode(key, value, row_format, counts, self._encoding)
+        buffer, origin = self._with_room(new_tokens, before)
+        buffer.write(new_tokens, before - origin, counts)
         self._row_format, self._buffer, self._origin = row_format, buffer, origin
         self._lengths = before + counts
         return self._rows(before, self._lengths)
@@ -97,7 +97,7 @@ class BufferedCache(ABC):
         """`(kv_len, kv_offset)` of the rows that `append` of `new` tokens would hand out."""
 
     @abstractmethod
-    def _with_room(self, new_rows: NewRows, before: Lengths) -> tuple[RowBuffer, Lengths]:
+    def _with_room(self, new_tokens: NewTokens, before: Lengths) -> tuple[RowBuffer, Lengths]:
         """A buffer with room for what arrives, and the position of its row 0."""
 
     @abstractmethod

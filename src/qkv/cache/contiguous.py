@@ -10,8 +10,8 @@ import qkv
 from qkv.cache.arguments import Lengths, checked_integer
 from qkv.cache.buffer import RowBuffer
 from qkv.cache.buffered import BufferedCache
-from qkv.cache.new_rows import NewRows
-from qkv.cache.rows import Part, Rows, as_offset
+from qkv.cache.new_tokens import NewTokens
+from qkv.cache.stored_rows import Part, Rows, as_offset
 from qkv.errors import ShapeError
 
 __all__ = ["ContiguousCache"]
@@ -70,12 +70,12 @@ class ContiguousCache(BufferedCache):
             action="Make one with a larger capacity.",
         )
 
-    def _with_room(self, new_rows: NewRows, before: Lengths) -> tuple[RowBuffer, Lengths]:
-        needed = int((before + new_rows.new_lens).max(initial=0))
+    def _with_room(self, new_tokens: NewTokens, before: Lengths) -> tuple[RowBuffer, Lengths]:
+        needed = int((before + new_tokens.new_lens).max(initial=0))
         origin = np.zeros_like(before)
         if self._buffer is None:
             capacity = needed if self.capacity is None else self.capacity
-            return RowBuffer.like(new_rows, capacity), origin
+            return RowBuffer.like(new_tokens, capacity), origin
         if needed <= self._buffer.capacity:
             return self._buffer, origin
         grown = max(needed, 2 * self._buffer.capacity)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from qkv.cache.memory import Memory, memory_of
 from qkv.errors import ArgumentError
-from qkv.problem.rows import Quantized
+from qkv.problem.stored_rows import Quantized
 
 __all__ = ["Encoding", "encoding_of", "quantize"]
 
@@ -101,4 +101,4 @@ def quantize(rows: Any) -> Quantized:
     (array([[[   1, -127,   62]]], dtype=int8), array([[0.1]], dtype=float32))
     """
     memory = memory_of(rows, "rows")
-    return Quantized(*memory.int8_with_scales(memory.rows(rows, "rows")))
+    return Quantized(*memory.int8_with_scales(memory.own_array(rows, "rows")))

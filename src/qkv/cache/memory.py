@@ -19,7 +19,7 @@ __all__ = ["Memory", "memory_of", "memory_with"]
 class Memory(Protocol):
     """The few operations on arrays that caches need, in one library."""
 
-    def rows(self, array: Any, role: str) -> Any:
+    def own_array(self, array: Any, role: str) -> Any:
         """The array as one of this library, without a copy where that is possible.
 
         Raises
@@ -41,7 +41,7 @@ class Memory(Protocol):
 class HostMemory:
     """NumPy arrays."""
 
-    def rows(self, array: Any, role: str) -> Any:
+    def own_array(self, array: Any, role: str) -> Any:
         """A view of an array of NumPy or JAX."""
         return library_of(array, role).view(array, role)
 
@@ -69,7 +69,7 @@ class TorchMemory:
         self.torch = torch
         self.library = library_of(torch.empty(0), "rows")
 
-    def rows(self, array: Any, role: str) -> Any:
+    def own_array(self, array: Any, role: str) -> Any:
         """The tensor, detached; an error if torch would differentiate it."""
         if self.library.is_tracked(array):
             raise UnsupportedError(

@@ -8,8 +8,8 @@ from qkv.cache.allocator import PageAllocator
 from qkv.cache.arguments import Lengths
 from qkv.cache.encoding import Encoding
 from qkv.cache.memory import memory_with
-from qkv.cache.new_rows import NewRows, RowFormat
-from qkv.problem.rows import Paged
+from qkv.cache.new_tokens import NewTokens, RowFormat
+from qkv.problem.stored_rows import Paged
 
 __all__ = ["PagePool"]
 
@@ -52,27 +52,27 @@ class PagePool:
             if not self.fixed:
                 self.allocator = PageAllocator(0)
 
-    def take(self, count: int, new_rows: NewRows) -> list[int]:
+    def take(self, count: int, new_tokens: NewTokens) -> list[int]:
         """Take pages for rows like those that arrive, making more where that is allowed."""
         missing = count - self.allocator.num_free
         if missing <= 0 or not self.fixed:
             if missing > 0:
                 pages = self.allocator.num_pages
                 self.allocator.grow(max(pages + missing, 2 * pages, FIRST_PAGES))
-            self._make_room(new_rows)
+            self._make_room(new_tokens)
         return self.allocator.take(count)
 
-    def _make_room(self, new_rows: NewRows) -> None:
-        memory, total = memory_with(new_rows.row_format.library), self.allocator.num_pages
+    def _make_room(self, new_tokens: NewTokens) -> None:
+        memory, total = memory_with(new_tokens.row_format.library), self.allocator.num_pages
         if not self._arrays or len(self._arrays[0]) < total:
             grown = []
-            for i, new in enumerate(new_rows.arrays):
+            for i, new in enumerate(new_tokens.arrays):
                 shape = (total, new.shape[1], self.page_size, *new.shape[3:])
                 grown.append(memory.empty(shape, new))
                 if self._arrays:
                     grown[-1][: len(self._arrays[i])] = self._arrays[i]
-            self._arrays, self._of_key = tuple(grown), new_rows.of_key
-        self.row_format = new_rows.row_format
+            self._arrays, self._of_key = tuple(grown), new_tokens.of_key
+        self.row_format = new_tokens.row_format
 
     def copy_page(self, source: int, target: int) -> None:
         """Write one page over another."""
@@ -80,10 +80,10 @@ class PagePool:
             array[target] = array[source]
 
     def write(
-        self, new_rows: NewRows, pages: Lengths, rows: Lengths, batch: Lengths, new: Lengths
+        self, new_tokens: NewTokens, pages: Lengths, rows: Lengths, batch: Lengths, new: Lengths
     ) -> None:
         """New row `new[i]` of sequence `batch[i]` into row `rows[i]` of page `pages[i]`."""
-        for stored, new_array in zip(self._arrays, new_rows.arrays, strict=True):
+        for stored, new_array in zip(self._arrays, new_tokens.arrays, strict=True):
             stored[pages, :, rows] = new_array[batch, :, new]
 
     def paged(self, table: Lengths) -> tuple[Paged, Paged]:

@@ -17,9 +17,9 @@ from qkv.cache.arguments import (
     whole_numbers,
 )
 from qkv.cache.encoding import encoding_of
-from qkv.cache.new_rows import NewRows, check, encode
+from qkv.cache.new_tokens import NewTokens, check, encode
 from qkv.cache.page_pool import PagePool
-from qkv.cache.rows import Part, Rows, as_offset
+from qkv.cache.stored_rows import Part, Rows, as_offset
 from qkv.errors import ArgumentError, ShapeError
 
 __all__ = ["PagedCache"]
@@ -158,11 +158,11 @@ class PagedCache:
                 f"key and value have {len(counts)} sequences; the cache has {len(self._pages)}.",
                 action="Append to all of its sequences, or reorder it first.",
             )
-        new_rows = encode(key, value, row_format, counts, self._pool.encoding)
+        new_tokens = encode(key, value, row_format, counts, self._pool.encoding)
         before = np.broadcast_to(self._lengths, counts.shape)
         pages = self._pages or [[] for _ in before]
-        self._pages[:] = self._pages_for(pages, before, new_rows)
-        self._write(before, new_rows)
+        self._pages[:] = self._pages_for(pages, before, new_tokens)
+        self._write(before, new_tokens)
         self._lengths = before + counts
         return self._rows(before)
 
@@ -270,24 +270,24 @@ class PagedCache:
         return other
 
     def _pages_for(
-        self, pages: list[list[int]], before: Lengths, new_rows: NewRows
+        self, pages: list[list[int]], before: Lengths, new_tokens: NewTokens
     ) -> list[list[int]]:
         """Lists of pages with room for what arrives, none of which others hold where it writes."""
         size, allocator = self.page_size, self._pool.allocator
         writes = [
             held[-1]
-            for held, start, new in zip(pages, before, new_rows.new_lens, strict=True)
+            for held, start, new in zip(pages, before, new_tokens.new_lens, strict=True)
             if new and start % size
         ]
         copies = {
             page: writers - (allocator.references(page) == writers)
             for page, writers in Counter(writes).items()
         }
-        ends = -(-(before + new_rows.new_lens) // size)
+        ends = -(-(before + new_tokens.new_lens) // size)
         more = sum(int(end) - len(held) for held, end in zip(pages, ends, strict=True))
-        fresh = self._pool.take(more + sum(copies.values()), new_rows)
+        fresh = self._pool.take(more + sum(copies.values()), new_tokens)
         found = []
-        for held, start, new, end in zip(pages, before, new_rows.new_lens, ends, strict=True):
+        for held, start, new, end in zip(pages, before, new_tokens.new_lens, ends, strict=True):
             now = list(held)
             if new and start % size and copies[now[-1]]:
                 copies[now[-1]] -= 1
@@ -298,12 +298,13 @@ class PagedCache:
             found.append(now)
         return found
 
-    def _write(self, before: Lengths, new_rows: NewRows) -> None:
-        batch = np.repeat(np.arange(len(before)), new_rows.new_lens)
-        starts = np.repeat(np.cumsum(new_rows.new_lens) - new_rows.new_lens, new_rows.new_lens)
+    def _write(self, before: Lengths, new_tokens: NewTokens) -> None:
+        counts = new_tokens.new_lens
+        batch = np.repeat(np.arange(len(before)), counts)
+        starts = np.repeat(np.cumsum(counts) - counts, counts)
         new = np.arange(len(batch)) - starts
         slot, row = np.divmod(before[batch] + new, self.page_size)
-        self._pool.write(new_rows, self.page_table[batch, slot], row, batch, new)
+        self._pool.write(new_tokens, self.page_table[batch, slot], row, batch, new)
 
     def _rows(self, before: Lengths) -> Rows:
         key, value = self._pool.paged(self.page_table)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from qkv.cache.arguments import Lengths
-from qkv.cache.rows import Rows
+from qkv.cache.stored_rows import Rows
 
 __all__ = ["Cache"]
 

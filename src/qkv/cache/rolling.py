@@ -10,8 +10,8 @@ import qkv
 from qkv.cache.arguments import Lengths, checked_integer
 from qkv.cache.buffer import RowBuffer
 from qkv.cache.buffered import BufferedCache
-from qkv.cache.new_rows import NewRows
-from qkv.cache.rows import Part, Rows, as_offset
+from qkv.cache.new_tokens import NewTokens
+from qkv.cache.stored_rows import Part, Rows, as_offset
 from qkv.errors import ArgumentError
 
 __all__ = ["RollingCache"]
@@ -98,25 +98,25 @@ class RollingCache(BufferedCache):
         before = min(length, self.window - 1)
         return before + new, length - before
 
-    def _with_room(self, new_rows: NewRows, before: Lengths) -> tuple[RowBuffer, Lengths]:
-        after = before + new_rows.new_lens
+    def _with_room(self, new_tokens: NewTokens, before: Lengths) -> tuple[RowBuffer, Lengths]:
+        after = before + new_tokens.new_lens
         origin = np.broadcast_to(self._origin, before.shape)
         buffer = self._buffer
         if buffer is None:
-            buffer = RowBuffer.like(new_rows, max(int(after.max(initial=0)), 1))
+            buffer = RowBuffer.like(new_tokens, max(int(after.max(initial=0)), 1))
         elif int((after - origin).max(initial=0)) > buffer.capacity:
             dropped, origin = origin, self._oldest(before)
             needed = int((after - origin).max(initial=0))
             buffer = buffer.grown(max(needed, 2 * self.window), origin - dropped, before - dropped)
         if self.sinks:
-            self._keep_first(new_rows, before)
+            self._keep_first(new_tokens, before)
         return buffer, origin
 
-    def _keep_first(self, new_rows: NewRows, before: Lengths) -> None:
+    def _keep_first(self, new_tokens: NewTokens, before: Lengths) -> None:
         if self._first is None:
-            self._first = RowBuffer.like(new_rows, self.sinks)
+            self._first = RowBuffer.like(new_tokens, self.sinks)
         start = np.minimum(before, self.sinks)
-        self._first.write(new_rows, start, np.minimum(new_rows.new_lens, self.sinks - start))
+        self._first.write(new_tokens, start, np.minimum(new_tokens.new_lens, self.sinks - start))
 
     def _oldest(self, position: Lengths) -> Lengths:
         """The first position in the window of a query."""

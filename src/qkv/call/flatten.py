@@ -29,7 +29,7 @@ import numpy as np
 
 from qkv.arrays import is_array
 from qkv.errors import ArgumentError
-from qkv.problem.rows import Paged, Quantized
+from qkv.problem.stored_rows import Paged, Quantized
 from qkv.variants.base import Opaque, Role
 
 __all__ = [

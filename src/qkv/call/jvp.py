@@ -20,7 +20,6 @@ from qkv.call.variant_arrays import as_given, briefly, by_origin, own_arrays, wa
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.partial import Partial
 from qkv.problem.builder import FLOATS
-from qkv.problem.rows import plain
 from qkv.problem.scores import Scores
 from qkv.problem.second_backward import (
     Cotangents,
@@ -29,6 +28,7 @@ from qkv.problem.second_backward import (
     second_backward,
 )
 from qkv.problem.spec import Origin
+from qkv.problem.stored_rows import plain
 from qkv.problem.tiles import TileGrid
 
 __all__ = ["SecondGradients", "Tangents", "jvp", "second_vjp"]

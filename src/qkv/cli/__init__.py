@@ -4,8 +4,11 @@ A command makes its whole output before the first byte of it is written. Exit co
 output could not be written or memory ran out, 2 for bad input, 130 for Ctrl-C.
 
     X_command              what `qkv X` prints, and its tables
-    heads                  the numbers of `qkv inspect`, which `inspect_command` prints
-    inputs, model_loading  what a command is given: arrays, samples, models
+    head_statistics        the numbers of `qkv inspect`; inspect_json prints them as JSON
+    summary                the text of a record in Python, which is that of `qkv inspect`
+    explain_mechanism      `qkv explain --mechanism`
+    inputs                 arrays of a file or sample that a command is given
+    model_loading          models and texts; model_layer has one layer as arrays
     variants               variants as options
     terminal               widths, colours and characters
 """
@@ -95,10 +98,10 @@ def exit_code(output: Callable[[], str], program: str = "qkv") -> int:
 
 
 def _run(argv: Sequence[str] | None) -> str:
-    parser = _parser()
+    parser = _make_parser()
     options, unknown = parser.parse_known_args(words(sys.argv[1:] if argv is None else argv))
     if unknown:
-        raise _unknown(unknown[0], getattr(options, "parser", parser))
+        raise _unknown_option(unknown[0], getattr(options, "parser", parser))
     if options.version:
         return f"qkv {__version__}\n"
     if options.command is None or options.overview:
@@ -109,7 +112,7 @@ def _run(argv: Sequence[str] | None) -> str:
     return command(options)
 
 
-def _unknown(word: str, parser: Parser) -> ArgumentError:
+def _unknown_option(word: str, parser: Parser) -> ArgumentError:
     """The error for a word that no option takes."""
     flag = word.partition("=")[0]
     if not flag.startswith("-"):
@@ -152,7 +155,7 @@ class Parser(argparse.ArgumentParser):
         raise ArgumentError(f"{message}.", action=f"See {self.prog} --help.")
 
 
-def _inspect(options: argparse.Namespace) -> str:
+def _run_inspect(options: argparse.Namespace) -> str:
     from qkv.cli import inspect_command, model_command
 
     if options.model is not None:
@@ -161,7 +164,7 @@ def _inspect(options: argparse.Namespace) -> str:
     return inspect_command.run(options)
 
 
-def _explain(options: argparse.Namespace) -> str:
+def _run_explain(options: argparse.Namespace) -> str:
     from qkv.cli import explain_command
 
     if options.mechanism is not None:
@@ -171,25 +174,25 @@ def _explain(options: argparse.Namespace) -> str:
     return explain_command.run(options)
 
 
-def _compare(options: argparse.Namespace) -> str:
+def _run_compare(options: argparse.Namespace) -> str:
     from qkv.cli.compare_command import run
 
     return run(options)
 
 
-def _plan(options: argparse.Namespace) -> str:
+def _run_plan(options: argparse.Namespace) -> str:
     from qkv.cli.plan_command import run
 
     return run(options)
 
 
-def _info(options: argparse.Namespace) -> str:
+def _run_info(options: argparse.Namespace) -> str:
     from qkv.cli.info_command import run
 
     return run(options)
 
 
-def _parser() -> Parser:
+def _make_parser() -> Parser:
     parser = Parser(
         prog="qkv",
         description="Exact scaled dot-product attention that you can look into.",
@@ -204,10 +207,10 @@ def _parser() -> Parser:
     parser.set_defaults(command=None, help=False)
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")
 
-    inspect = _command(
+    inspect = _add_command(
         commands,
         "inspect",
-        _inspect,
+        _run_inspect,
         "where each head of an attention layer looks",
         "Entropy in nats, the share of weight on the first, previous, own and next token, and the "
         "strongest pairs (query -> key) of each head, averaged over all queries. Pairs with the "
@@ -216,7 +219,7 @@ def _parser() -> Parser:
     )
     _add_problem(inspect)
     inspect.add_argument(
-        "--query", type=_row_or_all, metavar="N", help="query row, or all: means (default all)"
+        "--query", type=_to_row, metavar="N", help="query row, or all: means (default all)"
     )
     inspect.add_argument("--head", type=int, metavar="H", help="only query head H")
     inspect.add_argument("--batch", type=int, metavar="B", help="flat leading index (default 0)")
@@ -230,17 +233,17 @@ def _parser() -> Parser:
     _add_model(inspect, "a whole model, or one layer with --layer", kinds)
     inspect.add_argument("--save", metavar="FILE", help="also write all numbers, as safetensors")
 
-    explain = _command(
+    explain = _add_command(
         commands,
         "explain",
-        _explain,
+        _run_explain,
         "attention step by step, with every number",
         "Dot products, scaling, mask, softmax and weighted sum of chosen rows. Without FILE: five "
         "tokens with head_dim 4, small enough to follow by hand.",
     )
     _add_problem(explain)
     explain.add_argument(
-        "--query", type=_row_or_all, default=0, metavar="N", help="query row, or all (default 0)"
+        "--query", type=_to_row, default=0, metavar="N", help="query row, or all (default 0)"
     )
     explain.add_argument("--head", type=int, metavar="H", help="query head (default 0)")
     explain.add_argument("--batch", type=int, metavar="B", help="flat leading index (default 0)")
@@ -254,10 +257,10 @@ def _parser() -> Parser:
 
     _add_model(explain, "one layer of a model", "The arithmetic of a head of a real model.")
 
-    compare = _command(
+    compare = _add_command(
         commands,
         "compare",
-        _compare,
+        _run_compare,
         "every attention mechanism on the same five tokens",
         "Weights, or the effective token-mixing matrix, and output of each mechanism, and how far "
         "the output is from that of full attention.",
@@ -268,10 +271,10 @@ def _parser() -> Parser:
         "--plot", metavar="FILE", help="also draw every matrix: png, svg or pdf (needs matplotlib)"
     )
 
-    plan = _command(
+    plan = _add_command(
         commands,
         "plan",
-        _plan,
+        _run_plan,
         "what would run, and what it would take",
         "The backend that runs and why others do not, skipped tiles, operations, bytes. "
         "Nothing is computed, and without FILE no arrays are needed: the sizes below will do.",
@@ -281,12 +284,12 @@ def _parser() -> Parser:
 
     for name, summary in _COMMANDS.items():
         module = import_module(f"qkv.cli.{name}_command")
-        module.add_arguments(_command(commands, name, module.run, summary, module.DESCRIPTION))
+        module.add_arguments(_add_command(commands, name, module.run, summary, module.DESCRIPTION))
 
-    info = _command(
+    info = _add_command(
         commands,
         "info",
-        _info,
+        _run_info,
         "version, machine, backends, cache",
         "What this machine is, what it can run, and what qkv keeps on it.",
     )
@@ -294,7 +297,7 @@ def _parser() -> Parser:
     return parser
 
 
-def _command(
+def _add_command(
     commands: argparse._SubParsersAction[Parser],
     name: str,
     run: Callable[[argparse.Namespace], str],
@@ -318,7 +321,7 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
         "--layout", choices=("bhld", "blhd"), default="bhld", help="order of heads and length"
     )
     parser.add_argument(
-        "--q-offset", type=_offset, metavar="X", help="position of query 0: integer, start, end"
+        "--q-offset", type=_to_offset, metavar="X", help="position of query 0: integer, start, end"
     )
     parser.add_argument("--scale", type=float, metavar="S", help="default: head_dim ** -0.5")
     add_variants(parser)
@@ -353,7 +356,7 @@ def _add_model(parser: argparse.ArgumentParser, title: str, about: str) -> None:
     )
 
 
-def _offset(text: str) -> int | str:
+def _to_offset(text: str) -> int | str:
     if text in ("start", "end"):
         return text
     try:
@@ -362,7 +365,7 @@ def _offset(text: str) -> int | str:
         raise argparse.ArgumentTypeError("give an integer, start or end") from error
 
 
-def _row_or_all(text: str) -> int | None:
+def _to_row(text: str) -> int | None:
     try:
         return None if text == "all" else int(text)
     except ValueError as error:

@@ -32,9 +32,9 @@ def run(options: argparse.Namespace) -> str:
             "platform": platform.platform(),
             "executable": sys.executable,
         },
-        "packages": {name: _version(name) for name in _PACKAGES},
-        "machine": {"architecture": platform.machine(), **_machine()},
-        "backends": _backends(),
+        "packages": {name: _package_version(name) for name in _PACKAGES},
+        "machine": {"architecture": platform.machine(), **_machine_facts()},
+        "backends": _backend_states(),
     }
     if options.json:
         return json.dumps(about, indent=2, allow_nan=False) + "\n"
@@ -47,14 +47,14 @@ def run(options: argparse.Namespace) -> str:
     return page.render(table)
 
 
-def _version(name: str) -> str:
+def _package_version(name: str) -> str:
     try:
         return version(name)
     except PackageNotFoundError:
         return "not installed"
 
 
-def _machine() -> dict[str, str]:
+def _machine_facts() -> dict[str, str]:
     """What the compiled backend detects of this machine, or why it cannot run."""
     try:
         from qkv.backends.cpu import describe_host
@@ -66,7 +66,7 @@ def _machine() -> dict[str, str]:
         return {"compiled code": f"none: {error}"}
 
 
-def _backends() -> dict[str, str]:
+def _backend_states() -> dict[str, str]:
     """Each backend, and what it says to a small float32 problem."""
     row = np.ones((1, 1), np.float32)
     try:

@@ -55,9 +55,9 @@ def inspect_model(
         The model or the text cannot be used; the message says why.
     """
     if options.model == TINY:
-        text = None if options.text is None else _text(options.text)
+        text = None if options.text is None else _read_text(options.text)
         return _inspect_tiny(text, options.tokens, progress, keep, see)
-    text = _text_of(options)
+    text = _chosen_text(options)
     return _run_transformer(options.model, text, options, progress, keep, see=see).record
 
 
@@ -75,7 +75,7 @@ def about(options: argparse.Namespace) -> str:
 
 
 def lab_source(options: argparse.Namespace, progress: Progress) -> Source:
-    """The same for the lab, with the weights of all layers."""
+    """The model of `--model` on its text as a source of the lab, with the weights of all layers."""
     from qkv.lab.heads import heads_of_model
     from qkv.lab.sources import Source
     from qkv.lab.what_if import tiny_what_if
@@ -93,7 +93,7 @@ def _transformer_source(options: argparse.Namespace, progress: Progress) -> Sour
     from qkv.lab.sources import Source
     from qkv.lab.what_if import transformer_what_if
 
-    ran = _run_transformer(options.model, _text_of(options), options, progress, "weights", True)
+    ran = _run_transformer(options.model, _chosen_text(options), options, progress, "weights", True)
     intervene = None
     if hasattr(ran.model, "lm_head") or ran.model.get_output_embeddings() is not None:
         intervene = transformer_what_if(ran.model, ran.tokenizer, ran.ids, ran.room)
@@ -101,7 +101,7 @@ def _transformer_source(options: argparse.Namespace, progress: Progress) -> Sour
     return Source(ran.record.model, heads=heads, intervene=intervene)
 
 
-def _text(path: str) -> str:
+def _read_text(path: str) -> str:
     """A text file, whole."""
     name = shown(path)
     try:
@@ -156,7 +156,7 @@ def _inspect_tiny(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Ran:
+class _ModelRun:
     """A model that has read a text."""
 
     record: ModelRecord
@@ -166,10 +166,10 @@ class _Ran:
     room: int
 
 
-def _text_of(options: argparse.Namespace) -> str:
+def _chosen_text(options: argparse.Namespace) -> str:
     """The text of `--text`, or a paragraph."""
     if options.text is not None:
-        return _text(options.text)
+        return _read_text(options.text)
     from qkv.samples import real_sample
 
     return real_sample().paragraph
@@ -183,7 +183,7 @@ def _run_transformer(
     keep: Keep,
     predicts: bool = False,
     see: SeeValue | None = None,
-) -> _Ran:
+) -> _ModelRun:
     """Record a model on a text; `predicts` asks for its head for the next token, if it has one."""
     _require_safetensors(name)
     with _offline(not options.download):
@@ -212,7 +212,7 @@ def _run_transformer(
         model(input_ids=torch.tensor([ids]))
     record.model = name
     record.texts = [tokenizer.decode([index]) for index in ids]
-    return _Ran(record, model, tokenizer, ids, room)
+    return _ModelRun(record, model, tokenizer, ids, room)
 
 
 def _require_safetensors(name: str) -> None:
@@ -335,7 +335,7 @@ def _loading_errors(name: str, download: bool) -> Iterator[None]:
         raise
     except Exception as error:
         # Many libraries read the files, and their errors have no common base class.
-        reason = _reason(error)
+        reason = _first_line(error)
         if "trust_remote_code" in str(error):
             raise UnsupportedError(
                 f"{quoted} needs code from its own repository, which is never run here.",
@@ -359,12 +359,12 @@ def _running_errors(name: str) -> Iterator[None]:
         raise
     except (TypeError, ValueError, RuntimeError) as error:
         raise UnsupportedError(
-            f"{name} cannot read a text alone: {_reason(error)}",
+            f"{name} cannot read a text alone: {_first_line(error)}",
             action="Inspect it from Python: with qkv.hf.inspect(model): model(**inputs).",
         ) from error
 
 
-def _reason(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     """The first line of somebody else's message."""
     message = str(error).strip() or type(error).__name__
     return message.splitlines()[0][:_MAX_REASON_LENGTH]

@@ -1,8 +1,9 @@
 """The cost of attention and of models: operations, parameters, bytes, cache, roofline time.
 
-model     what a model is made of        config, cards   where models come from
-layers    the ledger of one layer        whole           of a whole model
-machines  peaks and bandwidths           mechanism       of one mechanism
+model           what a model is made of
+config, cards   where models come from; encoder_decoder, their configs as two
+layers          the ledger of one layer; whole: of a model; mechanism: of one mechanism
+machines        what machines can do; peaks measures this one
 
 Counting itself (`Ledger`, `Count`) is in `qkv.ledger`, which every mechanism uses.
 """

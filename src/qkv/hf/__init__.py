@@ -6,6 +6,18 @@
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="qkv")
 
 or, for a model that is there already, `model.set_attn_implementation("qkv")`.
+
+attention       the function that models call; what each keyword with a meaning becomes
+ignored_keywords
+                keywords without one; a name in neither file is refused
+layer_call      the call that comes of it, as arguments of `qkv.attention`, and its weights
+layer_steps     decoding steps that layers prepare for one another
+masks           masks without storage; mask_functions, groups: functions read as masks
+cache           caches of qkv in a model; stored_tensor: their pages and int8 rows as tensors
+record          every head of a model while it runs
+intervention    heads changed while it runs
+usage           whether a model uses qkv at all
+switching       a model with qkv for a while, for record and intervention
 """
 
 from __future__ import annotations

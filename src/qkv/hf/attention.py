@@ -11,7 +11,7 @@ from transformers.utils import output_capturing
 
 import qkv
 from qkv.errors import UnsupportedError
-from qkv.hf.keywords import refuse_unread
+from qkv.hf.ignored_keywords import refuse_unread
 from qkv.hf.layer_call import LayerCall, LayerWeights
 from qkv.hf.layer_steps import LayerOptions, LayerSteps
 from qkv.hf.masks import StatedMask
@@ -87,7 +87,7 @@ def attend(
             action='Use attn_implementation="sdpa" with generate_batch.',
         )
     refuse_unread(module, kwargs, key.shape[2])
-    wanted = output_attentions or _collected()
+    wanted = output_attentions or _attentions_collected()
     steps = says = None
     if not (dropout or wanted or _observers or _changes):
         steps = _shared_steps(attention_mask, query)
@@ -109,9 +109,9 @@ def attend(
     if s_aux is not None:
         variants.append(qkv.Sinks(s_aux))
     if dropout > 0:
-        variants.append(qkv.Dropout(dropout, _seed()))
+        variants.append(qkv.Dropout(dropout, _draw_seed()))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    masks, q_offset, kv_offset = _masks(attention_mask, causal, lengths)
+    masks, q_offset, kv_offset = _masks_and_offsets(attention_mask, causal, lengths)
     call = LayerCall(module, query, key, value, (*variants, *masks), scaling, q_offset, kv_offset)
     if steps is not None and says is not None:
         found = steps.add(says, call)
@@ -140,14 +140,14 @@ def _shared_steps(mask: Any, query: torch.Tensor) -> LayerSteps | None:
     return mask.pattern.steps
 
 
-def _seed() -> Any:
+def _draw_seed() -> Any:
     """The dropout seed of one call, from torch's default generator."""
     drawn = torch.randint(2**63 - 1, (), device="cpu")
     # Under torch.compile the seed stays a tensor, because a number would break the graph.
     return drawn if torch.compiler.is_compiling() else int(drawn)
 
 
-def _masks(
+def _masks_and_offsets(
     given: torch.Tensor | None, causal: bool, lengths: tuple[int, int]
 ) -> tuple[tuple[Any, ...], int, int]:
     """Masks of a call, and the offsets that they count from; `causal` holds if none is given.
@@ -166,7 +166,7 @@ def _masks(
     return pattern.variants, pattern.q_offset, pattern.kv_offset
 
 
-def _collected() -> bool:
+def _attentions_collected() -> bool:
     """Whether transformers collects attentions; some models tell only its output collector."""
     collector = getattr(output_capturing, "_active_collector", None)
     keys = (collector.get() if collector is not None else None) or ()

@@ -88,7 +88,7 @@ class Cache(DynamicCache):
         full_cache()
         # DynamicCache.__init__ would make layers of its own class.
         if config is None:
-            replicate: Any = partial(_layer, full_cache)
+            replicate: Any = partial(_make_layer, full_cache)
             _LayerCaches.__init__(self, layer_class_to_replicate=replicate)
             return
         types, options = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
@@ -153,14 +153,14 @@ class CacheLayer(CacheLayerMixin):
     @property
     def keys(self) -> torch.Tensor | None:  # type: ignore[override]
         """All keys that the next token may read, None before the first."""
-        return self._held(0)
+        return self._held_tensor(0)
 
     @property
     def values(self) -> torch.Tensor | None:  # type: ignore[override]
         """All values that the next token may read, None before the first."""
-        return self._held(1)
+        return self._held_tensor(1)
 
-    def _held(self, which: int) -> torch.Tensor | None:
+    def _held_tensor(self, which: int) -> torch.Tensor | None:
         if self._dtype is None:
             return None
         return as_tensors(self.cache.read().parts[0], self._dtype)[which]
@@ -225,5 +225,5 @@ class CacheLayer(CacheLayerMixin):
     prefetch = offload
 
 
-def _layer(make: Callable[[], RowCache]) -> CacheLayer:
+def _make_layer(make: Callable[[], RowCache]) -> CacheLayer:
     return CacheLayer(make())

@@ -33,9 +33,9 @@ from qkv.inspection.trace_fields import (
 )
 from qkv.problem.builder import FLOATS
 from qkv.problem.check import Layout
-from qkv.problem.rows import read_rows
 from qkv.problem.scores import Scores
 from qkv.problem.spec import Problem, Spec
+from qkv.problem.stored_rows import read_rows
 
 Array = NDArray[Any]
 

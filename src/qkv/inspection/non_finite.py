@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.problem.rows import StoredRows
 from qkv.problem.spec import Problem
+from qkv.problem.stored_rows import StoredRows
 
 __all__ = ["First", "NonFinite", "non_finite"]
 

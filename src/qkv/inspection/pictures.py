@@ -30,7 +30,7 @@ LONGEST = 1024
 """Rows and columns of a picture of weights; longer ones show the largest weight of blocks."""
 
 _FORMATS = ("pdf", "png", "svg")
-_NAMED = 40
+_MOST_NAMES = 40
 """Tokens that are written beside a picture, at most."""
 
 _KINDS = {
@@ -111,7 +111,7 @@ def draw_weights(
     figure.colorbar(image, ax=axes, label=f"weight{largest}", shrink=0.8)
     axes.set(xlabel="key", ylabel="query")
     axes.set_title(title, parse_math=False)
-    if tokens is not None and len(tokens) <= _NAMED:
+    if tokens is not None and len(tokens) <= _MOST_NAMES:
         names = [printable(token) for token in tokens]
         axes.set_xticks(range(len(names)), names, rotation=90, fontsize=7, parse_math=False)
         if weights.shape[0] == len(names):
@@ -133,9 +133,9 @@ def draw_heads(figure: Figure, scores: Array, score: str, title: str) -> None:
     unit = {"entropy": "entropy, nats", "distance": "distance, tokens"}
     figure.colorbar(image, ax=axes, label=unit.get(score, score.replace("_", " ")), shrink=0.8)
     axes.set(xlabel="head", ylabel="layer")
-    # Names and tokens are other people's text: a dollar in one begins no formula.
+    # Text of others may hold a dollar sign, which matplotlib would read as a formula.
     axes.set_title(printable(title, 60), parse_math=False)
-    _whole_numbers(axes, scores.shape)
+    _set_ticks(axes, scores.shape)
 
 
 def draw_tiles(figure: Figure, grid: TileGrid, batch: int, head: int, title: str) -> None:
@@ -161,7 +161,7 @@ def draw_tiles(figure: Figure, grid: TileGrid, batch: int, head: int, title: str
     figure.legend(handles=patches, loc="outside lower center", title=about, fontsize=8)
 
 
-def _whole_numbers(axes: Axes, shape: tuple[int, ...]) -> None:
+def _set_ticks(axes: Axes, shape: tuple[int, ...]) -> None:
     """Ticks at whole numbers, at most about twenty."""
     for length, place in zip(shape, (axes.set_yticks, axes.set_xticks), strict=True):
         place(np.arange(0, length, max(1, -(-length // 20))))

@@ -103,7 +103,7 @@ class Replay:
         total, done = spec.batch_size * spec.num_heads * grid.q_blocks, 0
         for batch in range(spec.batch_size):
             for head in range(spec.num_heads):
-                for i, kinds in grid.rows(batch, head):
+                for i, kinds in grid.query_blocks(batch, head):
                     q_rows = slice(i * BLOCK_Q, min((i + 1) * BLOCK_Q, spec.q_len))
                     for run in grid.runs(kinds):
                         for start in range(run.start, run.stop, BLOCK_KV):

@@ -21,7 +21,7 @@ class Softmax:
     Attributes
     ----------
     row_max : array (...)
-        Largest score, or the sink if that is larger; -inf for a row with nothing.
+        Largest score, or the sink if that is larger; -inf for a row without keys or sink.
     shifted, exp : array (..., kv_len)
         `score - row_max`, and its exponential.
     sink, sink_exp : array (...) or None

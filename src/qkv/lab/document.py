@@ -43,10 +43,10 @@ _MOST_ROWS = 1 << 18
 with fewer queries where there are many heads."""
 
 _DIGITS = 8
-"""Of weights and entropies in a file, which are float32."""
+"""Digits of weights and entropies in a file, which are float32."""
 
 _MOST_MAP_BYTES = 32 << 20
-"""Of maps of one tile that are in a file: 256 KiB each at most, in base64 a third more."""
+"""Bytes of all maps in a file, at most: 256 KiB each, before base64 adds a third."""
 
 
 def asset(name: str) -> str:
@@ -177,7 +177,7 @@ def export_data(session: Session, view: Mapping[str, Any] | None = None) -> dict
 
 def _head_results(session: Session, heads: Heads) -> dict[str, Any]:
     results = session.results(("model", {}))
-    # Nothing answers in a file.
+    # A file has no server that could run the model again.
     results["model"]["can_intervene"] = False
     places = [(layer, head) for layer in heads.layers for head in range(layer.num_heads)]
     most = min(_MOST_QUERIES, max(_MOST_ROWS // max(len(places), 1), 1))
@@ -192,7 +192,7 @@ def _head_results(session: Session, heads: Heads) -> dict[str, Any]:
     for layer, head in places:
         room -= 4 * layer.q_len * layer.kv_len if _is_small(layer) else 0
         if _is_small(layer) and room >= 0:
-            # A single weight is its own largest and its own mean.
+            # At level 0 an entry is one weight, so this tile serves "max" and "mean" alike.
             tile: dict[str, Any] = {
                 "layer": layer.index, "head": head, "level": 0, "row": 0, "column": 0,
                 "reduce": "max",
@@ -207,7 +207,7 @@ def _is_small(layer: HeadLayer) -> bool:
 
 
 def _rounded(head: dict[str, Any]) -> dict[str, Any]:
-    """The method `head` with fewer digits of numbers that are float32 anyway."""
+    """The answer to `head` with fewer digits: its numbers are float32, written as float64."""
     shorter = np.vectorize(lambda x: float(f"{x:.{_DIGITS}g}"), otypes=[float])
     rounded = {
         name: shorter(np.array(head[name], float)).tolist()

@@ -22,10 +22,10 @@ from qkv.problem.intervals import (
     UNKNOWN,
     Interval,
     constant_interval,
+    int_bounds,
+    int_to_float,
     narrowed,
-    real,
     rounded,
-    whole,
     wrapped,
 )
 
@@ -85,9 +85,9 @@ def _bound(
         )
     kinds = [arg.kind for arg in n.args]
     if n.kind == "int" and n.name != "floor":
-        args = [whole(a) if k == "int" else a for a, k in zip(args, kinds, strict=True)]
+        args = [int_bounds(a) if k == "int" else a for a, k in zip(args, kinds, strict=True)]
     elif n.kind == "float" or "float" in kinds:
-        args = [real(a) if k == "int" else a for a, k in zip(args, kinds, strict=True)]
+        args = [int_to_float(a) if k == "int" else a for a, k in zip(args, kinds, strict=True)]
     exact = RULES[n.name](*args)
     if n.name not in ROUNDS:
         return exact

@@ -15,17 +15,17 @@ from qkv.problem.builder import FLOATS, INDEX_LIMIT, MAX_DIMENSIONS, Builder, Sh
 from qkv.problem.expressions import Node, substitute
 from qkv.problem.intervals import Interval
 from qkv.problem.offsets import positions_of
-from qkv.problem.rows import (
+from qkv.problem.spec import Angles, Operands, Positions, Problem, Rotation, Spec, Stage
+from qkv.problem.stored_rows import (
     Paged,
     Quantized,
     Rows,
     StoredRows,
+    as_stored_rows,
     checked_pages,
     plain,
     storage_of,
-    stored_rows,
 )
-from qkv.problem.spec import Angles, Operands, Positions, Problem, Rotation, Spec, Stage
 
 Array = NDArray[Any]
 Layout = Literal["bhld", "blhd"]
@@ -52,7 +52,7 @@ def check(
     arrays: Arrays = {"query": query}
     for name, given in (("key", key), ("value", value)):
         if isinstance(given, Paged | Quantized):
-            arrays[name] = stored_rows(given, name, layout)
+            arrays[name] = as_stored_rows(given, name, layout)
         else:
             arrays[name] = given
     _check_dtypes(arrays)

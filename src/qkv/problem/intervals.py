@@ -34,11 +34,11 @@ UNKNOWN = Interval(np.asarray(-np.inf), np.asarray(np.inf), nan=True)
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 ROUNDING = 2.0**-20
-"""More than one operation errs in float32, relative to its result."""
+"""Larger than the relative error of any one operation in float32."""
 TINY = 2.0**-148
-"""More than what underflow takes away."""
+"""Larger than what a result loses by underflow in float32."""
 EXACT = 2.0**53
-"""Integers below this are themselves in float64; those beyond may wrap around in int64."""
+"""Integers below this are exact in float64; beyond it, results may wrap around in int64."""
 
 
 def constant_interval(value: float) -> Interval:
@@ -48,8 +48,8 @@ def constant_interval(value: float) -> Interval:
     return exact if isinstance(value, int) or float(np.float32(value)) == value else rounded(exact)
 
 
-def whole(a: Interval) -> Interval:
-    """Integers as float64, which is exact below 2**53."""
+def int_bounds(a: Interval) -> Interval:
+    """Bounds of integers in float64, all of int64 where they are too large to be exact."""
     low, high = np.asarray(a.low, float), np.asarray(a.high, float)
     return Interval(
         np.where(abs(low) < EXACT, low, -(2.0**63)), np.where(abs(high) < EXACT, high, 2.0**63)
@@ -57,12 +57,12 @@ def whole(a: Interval) -> Interval:
 
 
 def wrapped(a: Interval) -> Interval:
-    """A result of integer arithmetic: one that may be too large may be anything."""
+    """A result of integer arithmetic, which may be anything where it may have wrapped around."""
     safe = np.maximum(abs(a.low), abs(a.high)) < EXACT
     return Interval(np.where(safe, a.low, -(2.0**63)), np.where(safe, a.high, 2.0**63))
 
 
-def real(a: Interval) -> Interval:
+def int_to_float(a: Interval) -> Interval:
     """Integers converted to floating point, which float32 rounds beyond 2**24."""
     low, high = np.asarray(a.low, float), np.asarray(a.high, float)
     near = np.maximum(np.abs(low), np.abs(high)) <= 2.0**24
@@ -98,17 +98,17 @@ def _widened(a: Interval) -> tuple[Array, Array]:
     )
 
 
-def _corners(combine: Callable[[Array, Array], Array], a: Interval, b: Interval) -> Interval:
+def _from_corners(combine: Callable[[Array, Array], Array], a: Interval, b: Interval) -> Interval:
     values = [combine(x, y) for x in (a.low, a.high) for y in (b.low, b.high)]
     values = [np.where(np.isnan(v), 0, v) for v in values]
-    return Interval(np.minimum.reduce(values), np.maximum.reduce(values), _either(a, b))
+    return Interval(np.minimum.reduce(values), np.maximum.reduce(values), _has_nan(a, b))
 
 
-def _either(a: Interval, b: Interval) -> Any:
+def _has_nan(a: Interval, b: Interval) -> Any:
     return np.logical_or(a.nan, b.nan)
 
 
-def _infinite(a: Interval) -> Any:
+def _has_inf(a: Interval) -> Any:
     return np.isinf(a.low) | np.isinf(a.high)
 
 
@@ -124,21 +124,21 @@ def _add(a: Interval, b: Interval) -> Interval:
     return Interval(
         np.where(np.isnan(low), -np.inf, low),
         np.where(np.isnan(high), np.inf, high),
-        _either(a, b) | opposite,
+        _has_nan(a, b) | opposite,
     )
 
 
 def _multiply(a: Interval, b: Interval) -> Interval:
-    product = _corners(np.multiply, a, b)
-    zero_by_infinite = (_has_zero(a) & _infinite(b)) | (_has_zero(b) & _infinite(a))
+    product = _from_corners(np.multiply, a, b)
+    zero_by_infinite = (_has_zero(a) & _has_inf(b)) | (_has_zero(b) & _has_inf(a))
     return Interval(product.low, product.high, product.nan | zero_by_infinite)
 
 
 def _divide(a: Interval, b: Interval) -> Interval:
     if _has_zero(b).any():
         return UNKNOWN
-    quotient = _corners(np.divide, a, b)
-    return Interval(quotient.low, quotient.high, quotient.nan | (_infinite(a) & _infinite(b)))
+    quotient = _from_corners(np.divide, a, b)
+    return Interval(quotient.low, quotient.high, quotient.nan | (_has_inf(a) & _has_inf(b)))
 
 
 def _remainder(a: Interval, b: Interval) -> Interval:
@@ -158,14 +158,14 @@ def _negative(a: Interval) -> Interval:
     return Interval(-a.high, -a.low, a.nan)
 
 
-def _compare(certain: Any, possible: Any, a: Interval, b: Interval) -> Interval:
-    """A comparison with NaN is False."""
-    return Interval.of((certain & ~_either(a, b)) * 1, possible * 1)
+def _comparison(certain: Any, possible: Any, a: Interval, b: Interval) -> Interval:
+    """Bounds of a comparison: where an argument may be NaN, it may be False."""
+    return Interval.of((certain & ~_has_nan(a, b)) * 1, possible * 1)
 
 
 def _equal(a: Interval, b: Interval) -> Interval:
     same = (a.low == a.high) & (b.low == b.high) & (a.low == b.low)
-    return _compare(same, (a.high >= b.low) & (b.high >= a.low), a, b)
+    return _comparison(same, (a.high >= b.low) & (b.high >= a.low), a, b)
 
 
 def _not(a: Interval) -> Interval:
@@ -180,11 +180,11 @@ def _where(c: Interval, a: Interval, b: Interval) -> Interval:
 
 
 def _pairwise(function: Callable[[Array, Array], Array]) -> Callable[..., Interval]:
-    return lambda a, b: Interval(function(a.low, b.low), function(a.high, b.high), _either(a, b))
+    return lambda a, b: Interval(function(a.low, b.low), function(a.high, b.high), _has_nan(a, b))
 
 
-def _rising(function: Callable[[Array], Array], least: float) -> Callable[[Interval], Interval]:
-    """A function that grows, and is NaN where it is not defined."""
+def _increasing(function: Callable[[Array], Array], least: float) -> Callable[[Interval], Interval]:
+    """The rule of an increasing function that is NaN where it is not defined."""
 
     def rule(a: Interval) -> Interval:
         low, high = function(np.asarray(a.low, float)), function(np.asarray(a.high, float))
@@ -212,26 +212,26 @@ RULES: Mapping[str, Callable[..., Interval]] = {
     "sub": lambda a, b: _add(a, _negative(b)),
     "mul": _multiply,
     "div": _divide,
-    "floordiv": partial(_corners, np.floor_divide),
+    "floordiv": partial(_from_corners, np.floor_divide),
     "mod": _remainder,
     "min": _pairwise(np.minimum),
     "max": _pairwise(np.maximum),
     "neg": _negative,
     "abs": _absolute,
-    "lt": lambda a, b: _compare(a.high < b.low, a.low < b.high, a, b),
-    "le": lambda a, b: _compare(a.high <= b.low, a.low <= b.high, a, b),
+    "lt": lambda a, b: _comparison(a.high < b.low, a.low < b.high, a, b),
+    "le": lambda a, b: _comparison(a.high <= b.low, a.low <= b.high, a, b),
     "eq": _equal,
     "ne": lambda a, b: _not(_equal(a, b)),
     "and": _pairwise(np.minimum),
     "or": _pairwise(np.maximum),
     "not": _not,
     "where": _where,
-    "exp": _rising(np.exp, 0.0),
-    "log": _rising(np.log, -np.inf),
-    "sqrt": _rising(np.sqrt, 0.0),
-    "tanh": _rising(np.tanh, -1.0),
+    "exp": _increasing(np.exp, 0.0),
+    "log": _increasing(np.log, -np.inf),
+    "sqrt": _increasing(np.sqrt, 0.0),
+    "tanh": _increasing(np.tanh, -1.0),
     "floor": _floor,
 }
 
 ROUNDS = {"add", "sub", "mul", "div", "neg", "abs", "exp", "log", "sqrt", "tanh"}
-"""Operations that round, or wrap around; the others give one of their arguments or less."""
+"""Operations that round, or of integers wrap around; the others are exact."""

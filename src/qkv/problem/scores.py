@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from qkv.problem.evaluate import evaluate
 from qkv.problem.expressions import SCORE, TRUE, Node
 from qkv.problem.philox import dropout_factors
-from qkv.problem.rows import read_rows
 from qkv.problem.spec import Problem
+from qkv.problem.stored_rows import read_rows
 from qkv.problem.tiles import TileGrid, TileKind
 
 Array = NDArray[Any]

@@ -95,7 +95,7 @@ def forward_tangent(
 ) -> ForwardTangents:
     """Tangents of output and lse of one problem, in the type of `scores`."""
     direction = _Direction(scores, tangents)
-    forward = direction.zeros()
+    forward = direction.zero_tangents()
     with np.errstate(all="ignore"):
         for block in direction.blocks(grid, lse):
             block.sum_rows()
@@ -114,7 +114,7 @@ def second_backward(
 ) -> SecondDerivatives:
     """Tangents of one problem's output, lse and gradients, in the type of `scores`."""
     direction = _Direction(scores, tangents)
-    forward, sums = direction.zeros(), _GradientTangents(direction, cotangents.tables)
+    forward, sums = direction.zero_tangents(), _GradientTangents(direction, cotangents.tables)
     with np.errstate(all="ignore"):
         for block in direction.blocks(grid, lse):
             rows = _BackwardRows(block, cotangents)
@@ -143,10 +143,10 @@ class _Direction:
         )
         self.tangent_scores = Scores(replace(problem, operands=tangent_of), scores.dtype)
         self.tables: dict[str, Array] = dict(problem.operands.tables)
-        self.tables |= {_dot(name): array for name, array in tangents.tables.items()}
+        self.tables |= {_tangent_name(name): array for name, array in tangents.tables.items()}
         self.tangent_of: dict[Node, Node] = {SCORE: SCALED_DOT}
         for load in reads(self.spec, frozenset(tangents.tables)):
-            self.tangent_of[load] = Load(_dot(load.table), load.kind, load.indices)
+            self.tangent_of[load] = Load(_tangent_name(load.table), load.kind, load.indices)
         self.score_dot = tangent(self.spec.score, self.tangent_of)
 
     def blocks(self, grid: TileGrid, lse: Array) -> Iterator[_Block]:
@@ -155,7 +155,7 @@ class _Direction:
                 for q_rows, tiles in grid.blocks(batch, head):
                     yield _Block(self, batch, index, head, q_rows, tiles, lse)
 
-    def zeros(self) -> ForwardTangents:
+    def zero_tangents(self) -> ForwardTangents:
         """Zeros for tangents of output and lse."""
         shape = (*self.spec.batch_shape, self.spec.num_heads, self.spec.q_len)
         dtype = self.scores.dtype
@@ -163,7 +163,7 @@ class _Direction:
         return ForwardTangents(out, np.zeros(shape, dtype))
 
 
-def _dot(table: str) -> str:
+def _tangent_name(table: str) -> str:
     return f"{table}dot"
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.problem.expressions import SCORE, Kind, Node, conjunction, substitute
-from qkv.problem.rows import Rows, Storage, StoredRows, whole_rows
+from qkv.problem.stored_rows import Rows, Storage, StoredRows, whole_rows
 
 Array = NDArray[Any]
 

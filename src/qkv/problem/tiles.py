@@ -99,7 +99,7 @@ class TileGrid:
         )
         return np.broadcast_to(kinds, shape).astype(np.uint8)
 
-    def rows(self, batch: int, head: int) -> Iterator[tuple[int, Array]]:
+    def query_blocks(self, batch: int, head: int) -> Iterator[tuple[int, Array]]:
         """Each query block with the kinds of its tiles, computed a bounded number at a time."""
         step = max(1, 2**20 // max(self.kv_blocks, 1))
         for first in range(0, self.q_blocks, step):
@@ -123,7 +123,7 @@ class TileGrid:
 
     def blocks(self, batch: int, head: int) -> Iterator[tuple[slice, list[tuple[slice, TileKind]]]]:
         """Rows of each query block, with rows and kind of the key blocks that are not empty."""
-        for i, kinds in self.rows(batch, head):
+        for i, kinds in self.query_blocks(batch, head):
             tiles = [
                 (slice(start, min(start + self.block_kv, run.stop)), run.kind)
                 for run in self.runs(kinds)

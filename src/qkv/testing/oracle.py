@@ -116,7 +116,7 @@ def truth(
     scores = np.full(weights.shape, -np.inf)
     heads: list[Dense] = []
     for batch, index in enumerate(np.ndindex(*batch_shape)):
-        start, align = _start(all_variants, q_offset, index, batch_shape, q_len, kv_len)
+        start, align = _first_position(all_variants, q_offset, index, batch_shape, q_len, kv_len)
         kv_start = int(np.broadcast_to(kv_offset, batch_shape)[index])
         for head in range(num_heads):
             dense = Dense(
@@ -189,7 +189,7 @@ def _flattened(variants: Sequence[Any]) -> Iterator[Any]:
             yield from _flattened((variant.mask,))
 
 
-def _start(
+def _first_position(
     variants: Sequence[Any],
     q_offset: Any,
     index: tuple[int, ...],

@@ -59,7 +59,7 @@ class Prefix(MaskVariant):
                 f"Prefix length={self.length!r} is not a whole number of positions.",
                 action="Pass an integer of 0 or more, or one for each batch row.",
             )
-        # A longer prefix than any position allows all keys.
+        # Any length above all positions allows all keys, so longer ones may be cut.
         return np.minimum(length.astype(np.uint64), 2 * INDEX_LIMIT).astype(np.int64)
 
     def lower(self, builder: Builder) -> None:

@@ -85,9 +85,9 @@ class TensorAttention:
             stop = min(start + step, spec.q_len)
             # torch.func and compilers do not support checkpoints; they hold the weights instead.
             if torch.is_grad_enabled() and not self.hides_values:
-                parts.append(checkpoint(self._block, start, stop, use_reentrant=False))
+                parts.append(checkpoint(self._attend_block, start, stop, use_reentrant=False))
             else:
-                parts.append(self._block(start, stop))
+                parts.append(self._attend_block(start, stop))
         outs, rows = zip(*parts, strict=True)
         shape = (*spec.batch_shape, spec.num_heads, spec.q_len)
         out = torch.cat(outs, -2).reshape(*shape, spec.v_head_dim)
@@ -95,7 +95,7 @@ class TensorAttention:
         lse: Any = torch.cat(rows, -1).reshape(shape)
         return Partial(out, lse)  # type: ignore[arg-type]
 
-    def _block(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    def _attend_block(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Output and lse of some queries, `(batch, num_heads, queries, ...)`."""
         spec, scale = self.problem.spec, self.problem.operands.scale
         groups = spec.num_kv_heads, spec.group_size
@@ -116,8 +116,8 @@ class TensorAttention:
         scores = scores.expand(scaled.shape)
         weights, lse = softmax(scores, self.sinks)
         if self.problem.operands.dropout is not None:
-            weights = weights * self._factors(indices)
-        return self._weighted(weights, ~torch.isneginf(scores)), lse
+            weights = weights * self._dropout_factors(indices)
+        return self._weighted_values(weights, ~torch.isneginf(scores)), lse
 
     def _indices(self, start: int, stop: int) -> dict[str, Tensor]:
         spec = self.problem.spec
@@ -132,12 +132,12 @@ class TensorAttention:
             for axis, (name, (first, last)) in enumerate(sizes.items())
         }
 
-    def _weighted(self, weights: Tensor, allowed: Tensor) -> Tensor:
+    def _weighted_values(self, weights: Tensor, allowed: Tensor) -> Tensor:
         value = self.value.repeat_interleave(self.problem.spec.group_size, 1)
         finite = value.isfinite()
         out = weights @ torch.where(finite, value, 0.0)
         if self.hides_values:
-            return out + self._not_finite(weights, allowed, value)
+            return out + self._non_finite_output(weights, allowed, value)
         for j in torch.nonzero(~finite.all(-1).all(0).all(0)).flatten().tolist():
             rest = torch.where(finite[:, :, j], 0.0, value[:, :, j])[:, :, None]
             share = weights[..., j, None] * rest
@@ -145,7 +145,7 @@ class TensorAttention:
         return out
 
     @staticmethod
-    def _not_finite(weights: Tensor, allowed: Tensor, value: Tensor) -> Tensor:
+    def _non_finite_output(weights: Tensor, allowed: Tensor, value: Tensor) -> Tensor:
         """The NaN and infinite parts of the output, as constants without a gradient."""
         dtype = weights.dtype
         has_weight, has_no_weight = (
@@ -164,7 +164,7 @@ class TensorAttention:
         infinite = torch.where(has_inf, torch.inf, torch.where(has_negative_inf, -torch.inf, 0.0))
         return torch.where(nan, torch.nan, infinite).to(dtype)
 
-    def _factors(self, indices: Mapping[str, Tensor]) -> Tensor:
+    def _dropout_factors(self, indices: Mapping[str, Tensor]) -> Tensor:
         dropout = self.problem.operands.dropout
         assert dropout is not None
         counters = {n: indices[n].cpu().numpy() for n in ("batch", "head", "q_index", "kv_index")}

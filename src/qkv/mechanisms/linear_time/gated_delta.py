@@ -164,8 +164,8 @@ class GatedDelta(RecurrentMechanism):
         heads, d, group = self.num_key_heads, self.head_dim, self.num_heads // self.num_key_heads
         width = group * self.v_head_dim
         # The columns of one key head are adjacent: its query, key, values and gates.
-        q, k, v, z = _columns(self.linear("in_proj_qkvz", x), heads, (d, d, width, width))
-        b, a = _columns(self.linear("in_proj_ba", x), heads, (group, group))
+        q, k, v, z = _split_columns(self.linear("in_proj_qkvz", x), heads, (d, d, width, width))
+        b, a = _split_columns(self.linear("in_proj_ba", x), heads, (group, group))
         mixed = xp.concat([q, k, v], axis=-1)
         weight = self.weight("conv1d.weight", x)
         mixed, state["conv"] = causal_convolution(mixed, weight, state["conv"])
@@ -282,7 +282,7 @@ class GatedDelta(RecurrentMechanism):
         return cls(EXAMPLE_WIDTH, head_dim=d, conv_kernel=1, out_proj=False, weights=weights)
 
 
-def _columns(rows: Any, heads: int, widths: tuple[int, ...]) -> list[Any]:
+def _split_columns(rows: Any, heads: int, widths: tuple[int, ...]) -> list[Any]:
     """`(..., n, heads * sum(widths))` as one `(..., n, heads * width)` for each width."""
     xp = array_namespace(rows)
     apart = xp.reshape(rows, (*rows.shape[:-1], heads, sum(widths)))

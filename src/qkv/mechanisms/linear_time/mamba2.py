@@ -329,7 +329,7 @@ def decay_products(log_decay: Any) -> Any:
 def recurrent(
     query: Any, key: Any, value: Any, log_decay: Any, state: Any = None
 ) -> tuple[Any, Any]:
-    """The same token by token: `S[t] = exp(log_decay[t]) S[t-1] + key[t]^T value[t]`."""
+    """State space duality token by token: `S[t] = exp(log_decay[t]) S[t-1] + key[t]^T value[t]`."""
     xp = array_namespace(query)
 
     def token(state: Any, q: Any, k: Any, v: Any, log: Any) -> tuple[Any, Any]:

@@ -269,7 +269,7 @@ def chunk(
     state: tuple[Any, Any, Any] | None = None,
     chunk_size: int = 2048,
 ) -> tuple[Any, tuple[Any, Any, Any]]:
-    """The same in chunks: scans for the largest score so far, and for the sums divided by its exp.
+    """The mean in chunks: scans for the largest score so far, and for the sums divided by its exp.
 
     Parameters
     ----------
@@ -297,7 +297,7 @@ def chunk(
     xp = array_namespace(key)
     numerator, denominator, largest = _no_tokens(key) if state is None else state
     sums = xp.stack([numerator, denominator])
-    # Scans run along axis 0.
+    # `linear_scan` runs along axis 0, so the tokens are moved there.
     keys, values = xp.moveaxis(key, -2, 0), xp.moveaxis(value, -2, 0)
     rows = []
     for where, length in segments(keys.shape[0], chunk_size):

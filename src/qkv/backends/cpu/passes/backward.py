@@ -26,8 +26,8 @@ from qkv.backends.cpu.plan.schedule import Schedule, schedule
 from qkv.backends.cpu.plan.table_gradients import SummedTable, summed_table
 from qkv.backends.cpu.split_bf16 import choice as split_bf16
 from qkv.problem.backward import BackwardInputs
-from qkv.problem.rows import plain
 from qkv.problem.spec import Problem, Spec
+from qkv.problem.stored_rows import plain
 
 Array = NDArray[Any]
 

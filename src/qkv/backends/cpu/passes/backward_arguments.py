@@ -18,8 +18,8 @@ from qkv.backends.cpu.passes.delta_correction import RowArrays
 from qkv.backends.cpu.rows.rotation import rotated_rows
 from qkv.backends.cpu.split_bf16 import choice as split_bf16
 from qkv.problem.backward import BackwardInputs, OperandGradients
-from qkv.problem.rows import plain
 from qkv.problem.spec import Problem, Spec
+from qkv.problem.stored_rows import plain
 
 Array = NDArray[Any]
 

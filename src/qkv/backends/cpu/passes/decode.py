@@ -28,8 +28,8 @@ from qkv.backends.cpu.passes.scratch import ArgumentBlock, return_scratch, take_
 from qkv.backends.cpu.passes.workers import Workload, alone_operations
 from qkv.backends.cpu.plan.kernel_spec import integer_bits, kernel_spec
 from qkv.partial import Partial, RowStatistics
-from qkv.problem.rows import Rows, StoredRows
 from qkv.problem.spec import Problem, Spec
+from qkv.problem.stored_rows import Rows, StoredRows
 
 Array = NDArray[Any]
 

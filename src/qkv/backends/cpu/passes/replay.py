@@ -23,8 +23,8 @@ from qkv.backends.cpu.replay.reduction import FIELDS, RANGE, Question, ReplayKey
 from qkv.backends.cpu.replay.weight_blocks import emit_weight_blocks
 from qkv.backends.cpu.split_bf16 import choice as split_bf16
 from qkv.partial import coarse
-from qkv.problem.rows import plain
 from qkv.problem.spec import Problem, Spec
+from qkv.problem.stored_rows import plain
 
 Array = NDArray[Any]
 

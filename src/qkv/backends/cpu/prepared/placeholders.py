@@ -9,8 +9,8 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from qkv.problem.rows import StoredRows
 from qkv.problem.spec import Problem
+from qkv.problem.stored_rows import StoredRows
 
 Array = NDArray[Any]
 

@@ -14,8 +14,8 @@ from qkv.backends.cpu.machine.addresses import quick_address_of
 from qkv.backends.cpu.rows.rotation import AngleTable, CosSin, Rotation, angle_tables
 from qkv.backends.cpu.rows.sinks import Sinks
 from qkv.partial import RowStatistics, share_with_sinks
-from qkv.problem.rows import plain
 from qkv.problem.spec import Problem
+from qkv.problem.stored_rows import plain
 
 Array = NDArray[Any]
 Results = tuple[Array, Any, Any, Any]

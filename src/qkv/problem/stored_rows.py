@@ -175,6 +175,7 @@ class StoredRows:
 
 
 Rows: TypeAlias = Array | StoredRows
+"""Keys or values of a problem, as an array or in storage of their own."""
 
 
 def read_rows(
@@ -216,7 +217,9 @@ def whole_rows(source: Rows, dtype: np.dtype[Any]) -> Array:
     return out
 
 
-def stored_rows(given: Paged | Quantized, role: str, layout: Literal["bhld", "blhd"]) -> StoredRows:
+def as_stored_rows(
+    given: Paged | Quantized, role: str, layout: Literal["bhld", "blhd"]
+) -> StoredRows:
     """Check what can be checked alone: types, dimensions and sizes; page numbers come later."""
     if isinstance(given, Quantized):
         return _quantized(given, role, layout)

@@ -1,4 +1,4 @@
-"""Rows of a cache as arguments of `qkv.attention`: keys, values, masks and offsets."""
+"""The keys and values in a cache as arguments of `qkv.attention`, with masks and offsets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""New rows, checked against those that a cache holds before anything is written."""
+"""Keys and values of new tokens, checked against what a cache holds before any is written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qkv.cache.encoding import Encoding
 from qkv.cache.memory import memory_with
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 
-__all__ = ["NewRows", "RowFormat", "check", "encode"]
+__all__ = ["NewTokens", "RowFormat", "check", "encode"]
 
 _FLOATING = ("float64", "float32", "float16", "bfloat16")
 
@@ -52,14 +52,14 @@ class RowFormat:
 
 
 @dataclass(frozen=True, slots=True)
-class NewRows:
-    """New rows, encoded.
+class NewTokens:
+    """Keys and values of new tokens, as the cache stores them.
 
     Attributes
     ----------
     row_format : RowFormat
     arrays : tuple
-        What is kept of the keys, then what is kept of the values.
+        The stored form of the keys, then that of the values.
     of_key : int
         How many of the arrays belong to the keys.
     new_lens : int64 array (*batch_shape)
@@ -148,12 +148,12 @@ def check(
 
 def encode(
     key: Any, value: Any, row_format: RowFormat, new_lens: Lengths, encoding: Encoding
-) -> NewRows:
+) -> NewTokens:
     """Checked rows, encoded for storage; an error if their library tracks gradients."""
     memory = memory_with(row_format.library)
-    rows = [memory.rows(t, name) for name, t in (("key", key), ("value", value))]
+    rows = [memory.own_array(t, name) for name, t in (("key", key), ("value", value))]
     encoded = [encoding.encode(t, memory) for t in rows]
-    return NewRows(row_format, (*encoded[0], *encoded[1]), len(encoded[0]), new_lens)
+    return NewTokens(row_format, (*encoded[0], *encoded[1]), len(encoded[0]), new_lens)
 
 
 def _compare(
