@@ -14,6 +14,7 @@ torch_groups, torch_batches
                 parts of torch_functions: groups of tensors, and `torch.vmap`
 torch_prepared, torch_steps, torch_guards
                 repeated calls, decoding steps, and whether tensors are like earlier ones
+torch_openmp    the threads of torch, on which calls of tensors run
 jax_ffi         how XLA calls a function of Python
 """
 
