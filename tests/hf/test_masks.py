@@ -19,7 +19,7 @@ from transformers.masking_utils import sdpa_mask  # noqa: E402
 
 import qkv  # noqa: E402
 import qkv.hf  # noqa: E402
-from qkv.hf.attention import _masks, attend  # noqa: E402
+from qkv.hf.attention import _masks_and_offsets, attend  # noqa: E402
 from qkv.hf.masks import StatedMask, state_mask  # noqa: E402
 
 qkv.hf.enable()
@@ -79,7 +79,7 @@ def padding(kind: str, kv_end: int) -> Any:
 def pairs(mask: Any, q_length: int, kv_length: int) -> Any:
     """Which pairs attention lets through: values that tell the keys apart."""
     zeros = torch.zeros(3, 1, max(q_length, kv_length), 1)
-    variants, q_offset, kv_offset = _masks(mask, False, (q_length, kv_length))
+    variants, q_offset, kv_offset = _masks_and_offsets(mask, False, (q_length, kv_length))
     out = qkv.attention(
         zeros[:, :, :q_length],
         zeros[:, :, :kv_length],
