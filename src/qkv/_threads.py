@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import os
+import sys
 import threading
 from functools import lru_cache
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import NamedTuple
 
 from qkv.errors import ArgumentError
 
-__all__ = ["OpenMP", "caller", "get_num_threads", "set_num_threads"]
+__all__ = ["OpenMP", "caller", "get_num_threads", "is_forked", "set_num_threads"]
 
 MAX_THREADS = 4096
 _DIGITS = 20
@@ -125,6 +126,21 @@ class _Caller(threading.local):
 
 
 caller = _Caller()
+_FIRST_PROCESS = os.getpid()
+
+
+def is_forked() -> bool:
+    """Whether this process is a fork of one that may have started threads.
+
+    Libraries believe that they still have these, and would wait for them for ever. A process of
+    multiprocessing may import qkv only after the fork.
+    """
+    if os.getpid() != _FIRST_PROCESS:
+        return True
+    multiprocessing = sys.modules.get("multiprocessing")
+    if multiprocessing is None or multiprocessing.parent_process() is None:
+        return False
+    return multiprocessing.get_start_method(allow_none=True) in (None, "fork")
 
 
 def usable_cores() -> int:

@@ -361,24 +361,28 @@ def test_a_fork_while_another_thread_holds_our_locks(leave) -> None:
 
 
 @FORKS
-def test_a_fork_while_another_thread_calls_for_the_first_time() -> None:
+@pytest.mark.parametrize("module", ["passes.gradient", "threads.pool"])
+def test_a_fork_while_another_thread_calls_for_the_first_time(module) -> None:
     """What it imports meanwhile would stay locked in the child."""
     in_a_process(
-        """
+        f"""
         import importlib, sys
         from importlib.abc import MetaPathFinder
+        qkv.set_num_threads(1)
         attend()
+        qkv.set_num_threads(3)
         inside, go = threading.Event(), threading.Event()
         class Slow(MetaPathFinder):
             def find_spec(self, name, path, target=None):
-                if name == "qkv.backends.cpu.passes.gradient":
+                if name == "qkv.backends.cpu.{module}":
                     inside.set()
                     go.wait(2)
         sys.meta_path.insert(0, Slow())
-        x = np.ones((1, 40, 8), np.float32)
+        small = np.ones((1, 40, 8), np.float32)
         def first():
-            out, pullback = qkv.vjp(x, x, x)
+            out, pullback = qkv.vjp(small, small, small)
             pullback(out)
+            attend()
         caller = threading.Thread(target=first)
         caller.start()
         assert inside.wait(30)
@@ -505,7 +509,7 @@ def test_a_system_without_memory_for_threads() -> None:
             address = 0
         qkv.set_num_threads(1)
         before = attend()
-        pool = threads._start()
+        pool = threads._start_workers()
         used = 1024 * int(next(line.split()[1] for line in open("/proc/self/status")
                                if line.startswith("VmSize")))
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)

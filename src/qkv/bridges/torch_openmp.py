@@ -11,15 +11,18 @@ from pathlib import Path
 
 import torch
 
-from qkv._threads import OpenMP, caller
+from qkv._threads import OpenMP, caller, is_forked
 
 __all__ = ["on_torch_threads", "torch_openmp"]
 
 
 @cache
 def torch_openmp() -> OpenMP | None:
-    """The functions of torch's OpenMP library, None if it has none that are called as GNU's are."""
-    if not torch.backends.openmp.is_available():
+    """The functions of torch's OpenMP library, None if it has none that are called as GNU's are.
+
+    A forked process has none of its threads.
+    """
+    if is_forked() or not torch.backends.openmp.is_available():
         return None
     # What torch was linked with is found through torch's own library, and not another copy.
     for library in Path(torch.__file__).parent.joinpath("lib").glob("libtorch_cpu.so*"):

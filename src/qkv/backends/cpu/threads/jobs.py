@@ -13,10 +13,12 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Protocol
 
-from qkv._threads import caller
+from qkv._threads import OpenMP, caller
+from qkv.backends.cpu.machine.fork_locks import importing
 
 if TYPE_CHECKING:
     from qkv.backends.cpu.compiler.compile import Kernel, Runnable
+    from qkv.backends.cpu.threads.openmp import Team
 
 
 class Workers(Protocol):
@@ -31,6 +33,7 @@ class Workers(Protocol):
 
 _lock = threading.Lock()
 _workers: Workers | None = None
+_teams: dict[OpenMP, Team] = {}
 
 
 LONG_SECONDS = 0.15
@@ -81,9 +84,8 @@ def _run(kernel: Kernel, arguments: Runnable, threads: int) -> None:
         kernel.run(arguments, 0)
         return
     if caller.openmp is not None:
-        from qkv.backends.cpu.threads.openmp import team_of
-
-        if team_of(caller.openmp).run(kernel, arguments, threads):
+        team = _teams.get(caller.openmp) or _new_team(caller.openmp)
+        if team.run(kernel, arguments, threads):
             return
     (_workers or _start_workers()).run(kernel, arguments, threads - 1)
 
@@ -99,12 +101,21 @@ def _start_workers() -> Workers:
 
 def _new_workers() -> Workers:
     if os.name == "posix" and sys.maxsize > 2**32:
-        from qkv.backends.cpu.threads.pool import Pool
+        with importing():
+            from qkv.backends.cpu.threads.pool import Pool
 
         return Pool()
-    from qkv.backends.cpu.threads.python_threads import PythonThreads
+    with importing():
+        from qkv.backends.cpu.threads.python_threads import PythonThreads
 
     return PythonThreads()
+
+
+def _new_team(functions: OpenMP) -> Team:
+    with importing():
+        from qkv.backends.cpu.threads.openmp import Team
+
+    return _teams.setdefault(functions, Team(functions))
 
 
 def _forget_threads() -> None:

@@ -7,12 +7,11 @@ would have to win a core from one of them; they themselves can begin at once.
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from qkv._threads import OpenMP, get_num_threads
+from qkv._threads import OpenMP, get_num_threads, is_forked
 from qkv.backends.cpu.compiler.compile import Code, build
 from qkv.backends.cpu.machine.host import host
 from qkv.backends.cpu.threads.floating_mode import this_processor
@@ -30,7 +29,6 @@ class Team:
         self._max_threads = ctypes.PYFUNCTYPE(ctypes.c_int)(functions.max_threads)
         self._launch = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_code().address("launch"))
         self._busy = threading.Lock()
-        self._process = os.getpid()
 
     def run(self, kernel: Kernel, arguments: Runnable, threads: int) -> bool:
         """Run a job with at most so many threads; False if it has to run on others.
@@ -40,7 +38,7 @@ class Team:
         threads that the library believes in.
         """
         fits = threads <= self._max_threads() <= get_num_threads()
-        if not fits or os.getpid() != self._process or not self._busy.acquire(blocking=False):
+        if not fits or is_forked() or not self._busy.acquire(blocking=False):
             return False
         try:
             parallel, thread_num, _ = self._functions
@@ -51,12 +49,6 @@ class Team:
         finally:
             self._busy.release()
         return True
-
-
-@lru_cache(maxsize=4)
-def team_of(functions: OpenMP) -> Team:
-    """The team of a library."""
-    return Team(functions)
 
 
 @lru_cache(maxsize=1)
