@@ -292,9 +292,9 @@ def test_what_is_called_emit_is_digested() -> None:
 
 
 DECIDES_NO_CODE = {
-    "_threads.py", "errors.py",
+    "_fork_locks.py", "_threads.py", "errors.py",
     "backends/cpu/compiler/canonical.py", "backends/cpu/machine/addresses.py",
-    "backends/cpu/machine/fork_locks.py", "backends/cpu/machine/host.py",
+    "backends/cpu/machine/host.py",
     "backends/cpu/threads/jobs.py",
     "problem/bounds.py", "problem/stored_rows.py",
 }  # fmt: skip

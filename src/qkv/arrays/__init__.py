@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv._fork_locks import importing
 from qkv.arrays.numpy_arrays import NumpyArrays
 from qkv.errors import ArgumentError, DTypeError, UnsupportedError
 
@@ -57,13 +58,15 @@ class ArrayLibrary(Protocol):
 
 
 def _torch() -> ArrayLibrary:
+    # Without the lock, because Dynamo may trace this.
     from qkv.arrays.torch_arrays import TorchArrays
 
     return TorchArrays()
 
 
 def _jax() -> ArrayLibrary:
-    from qkv.arrays.jax_arrays import JaxArrays
+    with importing():
+        from qkv.arrays.jax_arrays import JaxArrays
 
     return JaxArrays()
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv._fork_locks import importing
 from qkv.backends.protocols import (
     AddressedCall,
     AddressedSteps,
@@ -124,10 +125,11 @@ _generation = 0
 def _found() -> dict[str, Backend]:
     from importlib.metadata import entry_points
 
-    from qkv.backends.blocked import BlockedBackend
-    from qkv.backends.cpu import CpuBackend
-    from qkv.backends.reference import ReferenceBackend
-    from qkv.backends.torch import TorchBackend
+    with importing():
+        from qkv.backends.blocked import BlockedBackend
+        from qkv.backends.cpu import CpuBackend
+        from qkv.backends.reference import ReferenceBackend
+        from qkv.backends.torch import TorchBackend
 
     known: dict[str, Backend] = {}
     for own in (CpuBackend(), BlockedBackend(), TorchBackend(), ReferenceBackend()):

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from qkv._fork_locks import importing
 from qkv.arrays import kind_of
 
 __all__ = ["bridge_of"]
@@ -36,12 +37,14 @@ def bridge_of(array: Any) -> Any:
         return _loaded[type(array)]
     kind = kind_of(array)
     if kind == "torch":
+        # Without the lock, because Dynamo may trace this.
         from qkv.bridges import torch_calls
 
         _loaded.update(dict.fromkeys(torch_calls.PLAIN, torch_calls))
         return torch_calls
     if kind == "jax":
-        from qkv.bridges import jax_calls
+        with importing():
+            from qkv.bridges import jax_calls
 
         return jax_calls
     return None

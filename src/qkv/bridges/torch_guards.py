@@ -14,6 +14,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from qkv._fork_locks import importing
+
 __all__ = ["Guard", "form_guard", "guard"]
 
 Guard: TypeAlias = Callable[..., bool]
@@ -43,7 +45,8 @@ def form_guard(*tensors: Tensor) -> Guard:
 
 
 def _guard(*tensors: Tensor, any_size: bool = False) -> Guard:
-    from torch._C._dynamo.guards import TensorGuards
+    with importing():
+        from torch._C._dynamo.guards import TensorGuards
 
     tensors = tuple(tensor.detach() for tensor in tensors)
     sizes: Any = [[None] * t.ndim if any_size else list(t.shape) for t in tensors]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv._fork_locks import importing
 from qkv._threads import get_num_threads
 from qkv.backends import (
     AnyLengthSteps,
@@ -20,7 +21,6 @@ from qkv.backends import (
     WeightBlocks,
     ensure_residuals,
 )
-from qkv.backends.cpu.machine.fork_locks import importing
 from qkv.partial import Partial, RowStatistics, finish, identity, without_keys
 from qkv.problem.backward import BackwardInputs, OperandGradients
 from qkv.problem.expressions import tables

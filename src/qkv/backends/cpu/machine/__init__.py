@@ -4,6 +4,5 @@ host               the processor, its instruction set (`QKV_ISA`), and the tile 
 tiling             what a tile shape is
 tile_permission    whether the system lets this process use matrix tiles (AMX)
 addresses          where arrays lie in memory
-fork_locks         locks that no other thread holds when the process forks or ends
 threadpool_limits  lets threadpoolctl see and limit qkv's threads
 """

@@ -13,8 +13,8 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Protocol
 
+from qkv._fork_locks import importing
 from qkv._threads import OpenMP, caller
-from qkv.backends.cpu.machine.fork_locks import importing
 
 if TYPE_CHECKING:
     from qkv.backends.cpu.compiler.compile import Kernel, Runnable
