@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.backends.cpu.forward.boundary_blocks import skips_within_blocks
+from qkv.backends.cpu.forward.boundary_blocks import skips_keys_within_blocks
 from qkv.problem.builder import Shape
 from qkv.problem.check import check
 from qkv.testing import Case, check_case, truth
@@ -150,4 +150,4 @@ def test_keys_that_no_query_may_see_are_not_read():
 )
 def test_masks_that_are_read_pair_by_pair_have_no_steps(mask, steps):
     q, k, v = (np.zeros((1, 1, 100, 8), np.float32) for _ in range(3))
-    assert skips_within_blocks(check(q, k, v, (mask,)).spec.mask) == steps
+    assert skips_keys_within_blocks(check(q, k, v, (mask,)).spec.mask) == steps

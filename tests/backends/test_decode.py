@@ -17,7 +17,7 @@ from qkv.backends.cpu.decode.tasks import BLOCK_KV, CHUNK, GROUP, TASK, chunk_of
 from qkv.backends.cpu.machine.host import host
 from qkv.backends.cpu.passes import decode as streaming
 from qkv.backends.cpu.passes import workers
-from qkv.backends.cpu.passes.arguments import address_of, page_aligned, word_of
+from qkv.backends.cpu.passes.arguments import address_of, page_aligned, word_index
 from qkv.backends.cpu.passes.decode import DecodeArguments, DecodePass
 from qkv.backends.cpu.prepared.forward import NO_RESULTS, ArgumentBlock
 from qkv.problem.builder import Shape
@@ -206,10 +206,10 @@ def planned(problem):
     record = record_bytes(spec, host().shape_of(spec.compute_dtype))
     shared = page_aligned(shared_bytes(groups, spec.kv_len, record))
     words = shared[: shared.size // 8 * 8].view(np.int64)
-    block.words[word_of("shared", FIELDS)] = address_of(shared)
+    block.words[word_index("shared", FIELDS)] = address_of(shared)
     keys = DecodePass(problem).kernel.step(block.pointer, -1)
     at = groups * len(GROUP)
-    count = block.words[word_of("limit", FIELDS)]
+    count = block.words[word_index("limit", FIELDS)]
     tasks = words[at : at + count * len(TASK)].reshape(-1, len(TASK))
     return keys, tasks, words[:at].reshape(-1, len(GROUP))
 

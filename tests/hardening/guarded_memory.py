@@ -65,12 +65,12 @@ class Fence:
         return self.bytes(-(-size // LINE) * LINE)[:size]
 
 
-plain_empty, take = np.empty, prepared.take
+plain_empty, take_scratch = np.empty, prepared.take_scratch
 
 
 def taken(size: int) -> Any:
     """Scratch that an earlier call left is spoiled too."""
-    found = take(size)
+    found = take_scratch(size)
     found.array[:] = SPOILED
     return found
 
@@ -84,7 +84,7 @@ def set_up(side: str) -> None:
             assert module.page_aligned is aligned
             module.page_aligned = fence.scratch
     memory.spoiled = fence.bytes
-    prepared.take = prepared_backward.take = taken
+    prepared.take_scratch = prepared_backward.take_scratch = taken
     np.empty, np.full = fence.empty, fence.full
     np.zeros = lambda shape, dtype=float: fence.full(shape, 0, dtype)
     np.zeros_like = lambda array, dtype=None: fence.full(array.shape, 0, dtype or array.dtype)

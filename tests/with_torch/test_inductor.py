@@ -23,7 +23,7 @@ FUNCTIONS = {
         q, k, v, qkv.Bias(2 * x), qkv.Causal(), return_lse=True
     ),
     "lengths": lambda q, k, v, x: (
-        qkv.attention(q, k, v, qkv.KeyLengths(torch.tensor([3, 9]))) + x.sum()
+        qkv.attention(q, k, v, qkv.KeyLengths(torch.tensor([3, 9]))) + x.mean()
     ),
     "drop-in": lambda q, k, v, x: scaled_dot_product_attention(q, k, v, x, is_causal=False),
 }

@@ -192,7 +192,7 @@ class CpuBackend:
         if spec.rotation is None:
             return any_length_decode(problem, arrays)
         positions = problem.operands.positions
-        # All batch rows must share one table of angles.
+        # All batch entries must share one table of angles.
         if max(len(positions.q_shift), len(positions.kv_shift)) > 1:
             return None
         ready = any_length_decode(stages.rotated_form(problem), arrays)

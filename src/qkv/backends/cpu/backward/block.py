@@ -143,7 +143,7 @@ def drop_weights_function(frame: BackwardFrame) -> Value:
     return function
 
 
-# dS and dX, one block of keys
+# Gradients of scores after (dS) and before (dX) the score mods
 
 
 def score_gradients_function(frame: BackwardFrame, vectors: int) -> Value:

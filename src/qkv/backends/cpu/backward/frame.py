@@ -14,7 +14,7 @@ from qkv.backends.cpu.emit.emitter import FLOAT, INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.emit.expressions import Expressions
 from qkv.backends.cpu.emit.frame import COMMON_FIELDS, Frame, operand_fields
 from qkv.backends.cpu.emit.storage import real_dtype
-from qkv.backends.cpu.forward.boundary_blocks import skips_within_blocks
+from qkv.backends.cpu.forward.boundary_blocks import skips_keys_within_blocks
 from qkv.backends.cpu.forward.frame import STATS
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products.bfloat16 import multiply_add_pairs, round_to_chunks
@@ -173,7 +173,9 @@ class BackwardFrame(Frame):
         """Whether dP is added in float64."""
         self.chain_of_products = _CHAIN_OF_PRODUCTS if key.corrects_delta else None
         self.has_delta_rest = key.corrects_delta and not sums_rows
-        self.skips_within_blocks = key.shape.product != "tiles" and skips_within_blocks(self.mask)
+        self.skips_keys_within_blocks = key.shape.product != "tiles" and skips_keys_within_blocks(
+            self.mask
+        )
         """Whether each vector of queries computes only its own keys in partial blocks."""
         self.corrects_sums = key.shape.product != "tiles" and not key.corrects_delta
         """Whether dS of rows that see a single block of keys is corrected to add up exactly."""

@@ -224,7 +224,7 @@ def block_functions(
     found["transpose"], found["key_sums"] = transpose_function(frame), key_sums_function(frame)
     if frame.may_forbid:
         found["all_finite"] = all_finite_function(e)
-        if frame.skips_within_blocks:
+        if frame.skips_keys_within_blocks:
             found["seen_range"] = seen_range_function(frame)
         found["selected_key_sums"] = selected_key_sums_function(frame)
     return found
@@ -532,7 +532,7 @@ class QueryBlockPass:
         def add_all_vectors() -> None:
             add_keys(e.index(0), e.index(self.vectors), e.index(0), count)
 
-        if not self.frame.skips_within_blocks or self.vectors == 1:
+        if not self.frame.skips_keys_within_blocks or self.vectors == 1:
             add_all_vectors()
             return
         ranges = [self._seen_range(j, kv_start, count) for j in range(self.vectors)]

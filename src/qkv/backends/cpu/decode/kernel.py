@@ -593,20 +593,20 @@ class _Decode:
             v_head_dim = self.frame.field(arguments_, "v_head_dim")
             block_row = self.block_row_bytes(v_head_dim)
 
-            def load_state(c: Value) -> list[Value]:
+            def load_softmax_state(c: Value) -> list[Value]:
                 start = e.at(records, e.mul(c, record_bytes), block_row)
                 return [e.load_vector(e.at(start, i * e.vector_bytes)) for i in range(STATE)]
 
             lowest, zero = e.const(-math.inf), e.const(0.0)
             (row_max,) = e.loop(
-                0, count, 1, [lowest], lambda c, old: [e.greatest(old[0], load_state(c)[0])]
+                0, count, 1, [lowest], lambda c, old: [e.greatest(old[0], load_softmax_state(c)[0])]
             )
             is_unseen = b.fcmp_ordered("==", row_max, lowest)
             shift = b.select(is_unseen, zero, row_max)
             self.clear_bytes(total, block_row)
 
             def add_record(c: Value, sums: list[Value]) -> list[Value]:
-                own_max, own_sum, sum_error, t_sum = load_state(c)
+                own_max, own_sum, sum_error, t_sum = load_softmax_state(c)
                 exponent = b.fsub(own_max, shift)
                 weight = vector_math.exp_flushed(e, exponent)
                 out = e.at(records, e.mul(c, record_bytes))

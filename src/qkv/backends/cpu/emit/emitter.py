@@ -254,7 +254,7 @@ class Emitter:
 
     def _constant(self, kind: Any, lanes: Sequence[float]) -> Value:
         """A constant, made once: writing out constants as text takes a third of all emission."""
-        name = f"{kind} {lanes}"  # Text, because 0.0 == -0.0.
+        name = f"{kind} {lanes}"  # As numbers, 0.0 and -0.0 are equal.
         if name not in self._constants:
             self._constants[name] = ir.Constant(kind, lanes)
         return self._constants[name]

@@ -315,7 +315,8 @@ class Expressions:
             case "min" | "max":
                 better = b.icmp_signed("<" if name == "min" else ">", *values)
                 return b.select(better, *values)
-        # The divisor is at least 1, so only negative remainders are rounded differently.
+        # These truncate. NumPy rounds down, which differs where the remainder is negative, because
+        # a divisor is at least 1.
         remainder = b.srem(*values)
         negative = b.icmp_signed("<", remainder, zero)
         if name == "mod":

@@ -290,14 +290,14 @@ class MaskBounds:
             _bool_constant(False),
         )
 
-    def _unbounded(self, _: Bounds) -> Bounds:
+    def _any_value(self, _: Bounds) -> Bounds:
         return ANY_VALUE
 
     _RULES: Mapping[str, Callable[..., Bounds]] = {
         "add": _add, "sub": _subtract, "mul": _multiply, "div": _divide,
         "floordiv": _floor_divide, "mod": _remainder, "min": _minimum, "max": _maximum,
         "neg": _negative, "abs": _absolute, "sqrt": _square_root, "floor": _floor,
-        "exp": _unbounded, "log": _unbounded, "tanh": _unbounded,
+        "exp": _any_value, "log": _any_value, "tanh": _any_value,
     }  # fmt: skip
 
     # --- Margins for rounding, and for integers that wrap around ---------------------------------
@@ -384,7 +384,7 @@ class MaskBounds:
         start = [_constant(math.inf), _constant(-math.inf), _bool_constant(False)]
         start = [b.select(is_read, x, y) for x, y in zip(start, type_bounds, strict=True)]
         place, axes = table.pointer, list(zip(ranges, table.strides, strict=True))
-        found = Bounds(*self._table_extremes(table, place, axes, is_read, start))
+        found = Bounds(*self._bounds_of_entries(table, place, axes, is_read, start))
         if load.kind == "bool":
             zero = _constant(0.0)
             return Truth(*(b.fcmp_ordered(">", x, zero) for x in (found.low, found.high)))
@@ -404,7 +404,7 @@ class MaskBounds:
         )
         return b.fptosi(low, INT64), b.fptosi(high, INT64)
 
-    def _table_extremes(
+    def _bounds_of_entries(
         self,
         table: TableView,
         place: Value,
@@ -429,7 +429,7 @@ class MaskBounds:
         stop = b.select(is_read, e.add(last, 1), first)
 
         def read_along_axis(i: Value, carried: list[Value]) -> list[Value]:
-            return self._table_extremes(
+            return self._bounds_of_entries(
                 table, e.at(place, e.mul(i, stride)), others, is_read, carried
             )
 

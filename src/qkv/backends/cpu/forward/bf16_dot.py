@@ -153,7 +153,9 @@ class Bf16Operands(PairOperands):
             row, element, head_dim, rows = (self.frame.field(arguments_, name) for name in names)
             last = e.least(e.lanes - 1, e.sub(e.sub(rows, first_row), 1))
             here = rows_from(e, RowView(query, row, element), first_row)
-            start, row = self.make_adjacent(functions, here, e.add(last, 1), head_dim, copy)
+            start, row = self.rows_with_adjacent_elements(
+                functions, here, e.add(last, 1), head_dim, copy
+            )
             places = [e.at(start, e.mul(e.least(i, last), row)) for i in range(e.lanes)]
             negative = b.fcmp_ordered(
                 "<", self.frame.real_field(arguments_, "sign"), ir.Constant(FLOAT, 0)
@@ -171,7 +173,7 @@ class Bf16Operands(PairOperands):
             e.loop(0, head_dim, CHUNK, [], pack_chunk)
         return function
 
-    def make_adjacent(
+    def rows_with_adjacent_elements(
         self,
         functions: dict[str, Value],
         rows: RowView,
@@ -344,7 +346,9 @@ class Bf16Operands(PairOperands):
     def prepare_keys(self, task: QueryBlocks, kv_start: Value, count: Value) -> tuple[Value, Value]:
         here = rows_from(self.e, task.key, kv_start)
         functions, copy = task.functions, task.at.key_copy
-        return self.make_adjacent(functions, here, count, task.head_dim, copy, whole_chunks=True)
+        return self.rows_with_adjacent_elements(
+            functions, here, count, task.head_dim, copy, whole_chunks=True
+        )
 
     def prepare_values(
         self, task: QueryBlocks, kv_start: Value, count: Value, kinds: Value
@@ -352,7 +356,7 @@ class Bf16Operands(PairOperands):
         """V transposed. Where pairs may be forbidden, 0 replaces values that are not finite."""
         e, b, functions, at, dim = self.e, self.e.builder, task.functions, task.at, task.v_head_dim
         here = rows_from(e, task.value, kv_start)
-        v, row = self.make_adjacent(functions, here, count, dim, at.value_copy)
+        v, row = self.rows_with_adjacent_elements(functions, here, count, dim, at.value_copy)
         b.call(functions["transpose_values"], [v, row, count, dim, at.values])
         has_non_finite: Value = ir.Constant(BIT, 0)
         if "sift" in functions:

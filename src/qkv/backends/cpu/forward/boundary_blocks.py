@@ -30,7 +30,7 @@ _NARROW = 7, 8
 Range = tuple[Value, Value]
 
 
-def skips_within_blocks(mask: Node) -> bool:
+def skips_keys_within_blocks(mask: Node) -> bool:
     """Whether blocks at the boundary of this mask are cut down to the keys that may be seen.
 
     That evaluates the mask twice for some pairs, too slow if each pair has an element in a table.

@@ -39,7 +39,7 @@ from qkv.backends.cpu.emit.transpose import transposed_bytes
 from qkv.backends.cpu.forward.boundary_blocks import (
     BoundaryBlock,
     BoundaryBlocks,
-    skips_within_blocks,
+    skips_keys_within_blocks,
 )
 from qkv.backends.cpu.forward.frame import BLOCK_KV, RUN, STATS, TASK, ForwardFrame, ForwardKey
 from qkv.backends.cpu.forward.products import (
@@ -78,7 +78,7 @@ def emit_forward(key: ForwardKey) -> str:
         functions["partial"] = softmax_function(frame, "partial", True)
     if masked or not frame.plain:
         functions["all_finite"] = all_finite_function(e)
-    boundary = BoundaryBlocks(frame) if skips_within_blocks(frame.mask) else None
+    boundary = BoundaryBlocks(frame) if skips_keys_within_blocks(frame.mask) else None
     attend_one, attend_many = (
         attend_function(frame, v, functions, boundary) for v in (1, frame.shape.vectors)
     )

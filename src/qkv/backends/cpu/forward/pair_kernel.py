@@ -17,9 +17,9 @@ from qkv.backends.cpu.forward.frame import BLOCK_MAX, STATS, TASK, ForwardFrame
 from qkv.backends.cpu.forward.rows import unpack_function
 from qkv.backends.cpu.forward.score_blocks import (
     BLOCK_RUN,
-    Block,
     KeyBlock,
     PairOperands,
+    QueryBlockMemory,
     QueryBlocks,
     ValueBlock,
 )
@@ -171,12 +171,12 @@ def attend_function(operands: PairOperands, functions: dict[str, Value]) -> Valu
         count = e.least(q_blocks_per_task, b.sdiv(left, e.index(block_q)))
         transposed = e.at(at.blocks, e.mul(q_blocks_per_task, block_bytes))
 
-        def block_at(i: Value) -> Block:
+        def block_at(i: Value) -> QueryBlockMemory:
             packed = e.at(at.blocks, e.mul(i, block_bytes))
             row = e.add(first_row, e.mul(i, block_q))
-            return Block(packed, e.at(packed, total_at), e.at(packed, stats_at), row)
+            return QueryBlockMemory(packed, e.at(packed, total_at), e.at(packed, stats_at), row)
 
-        def for_each_block(body: Callable[[Block], None]) -> None:
+        def for_each_block(body: Callable[[QueryBlockMemory], None]) -> None:
             e.loop(0, count, 1, [], lambda i, _: body(block_at(i)))
 
         def for_each_vector(row: Value, body: Callable[[int, Value], None]) -> None:
@@ -184,7 +184,7 @@ def attend_function(operands: PairOperands, functions: dict[str, Value]) -> Valu
             for j in range(vectors):
                 body(j * e.vector_bytes, e.least(e.add(row, j * e.lanes), e.sub(q_len, 1)))
 
-        def begin_block(block: Block) -> None:
+        def begin_block(block: QueryBlockMemory) -> None:
             stats = block.stats
 
             def begin_vector(offset: int, row: Value) -> None:
@@ -235,7 +235,7 @@ def attend_function(operands: PairOperands, functions: dict[str, Value]) -> Valu
         score_blocks.end()
         place = e.mul(e.add(e.mul(batch, num_heads), head), q_len)
 
-        def end_block(block: Block) -> None:
+        def end_block(block: QueryBlockMemory) -> None:
             def end_vector(offset: int, row: Value) -> None:
                 held = e.at(block.total, offset), e.at(block.stats, offset), e.add(place, row)
                 last = e.sub(q_len, row)

@@ -36,7 +36,7 @@ queries: its `TileKind`, and the first and the last quarter of the keys that it 
 
 
 class Buffers(NamedTuple):
-    """Memory of one worker: scores, transposed V, copied rows, and a `Block` for each number."""
+    """Memory of one worker: scores, transposed V, copied rows, and blocks of queries."""
 
     scores: Value
     values: Value
@@ -45,7 +45,7 @@ class Buffers(NamedTuple):
     blocks: Value
 
 
-class Block(NamedTuple):
+class QueryBlockMemory(NamedTuple):
     """One block of queries: packed Q, O, statistics, and its first row."""
 
     packed: Value
@@ -69,7 +69,7 @@ class QueryBlocks:
     v_head_dim: Value
     count: Value
     """Number of blocks of queries."""
-    block: Callable[[Value], Block]
+    block: Callable[[Value], QueryBlockMemory]
     at: Buffers
     transposed: Value
 

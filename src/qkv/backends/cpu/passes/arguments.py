@@ -21,12 +21,12 @@ Array = NDArray[Any]
 _FIRST = COUNTER_BYTES // WORD
 
 
-def word_of(name: str, fields: tuple[str, ...] = FIELDS) -> int:
+def word_index(name: str, fields: tuple[str, ...] = FIELDS) -> int:
     """Which word of the block a field is, of the forward pass unless other fields are given."""
     return _FIRST + fields.index(name)
 
 
-_LIMIT = word_of("limit")
+_LIMIT = word_index("limit")
 """The word of `limit`, the same in every kernel because common fields come first."""
 
 

@@ -23,7 +23,7 @@ from qkv.backends.cpu.decode.rows import FIELDS, page_fields
 from qkv.backends.cpu.decode.tasks import shared_bytes
 from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.machine.tiling import TileShape
-from qkv.backends.cpu.passes.arguments import Arguments, rotated_operands, word_of
+from qkv.backends.cpu.passes.arguments import Arguments, rotated_operands, word_index
 from qkv.backends.cpu.passes.scratch import ArgumentBlock, return_scratch, take_scratch
 from qkv.backends.cpu.passes.workers import Workload, alone_operations
 from qkv.backends.cpu.plan.kernel_spec import integer_bits, kernel_spec
@@ -42,7 +42,7 @@ _BETWEEN_PRODUCTS = 4
 """How many times as much work one thread does alone while threads of another library spin on the
 other cores, waiting for their next product: our threads would have to share these cores."""
 _LIMIT, _SCRATCH, _SHARED, _NOT_FINITE = (
-    word_of(name, FIELDS) for name in ("limit", "scratch", "shared", "not_finite")
+    word_index(name, FIELDS) for name in ("limit", "scratch", "shared", "not_finite")
 )
 
 

@@ -42,7 +42,8 @@ class RowArrays:
         with np.errstate(all="ignore"):
             products = inputs.out.astype(np.float64) * inputs.grad_out.astype(np.float64)
             delta = products.sum(axis=-1) - self.grad_lse
-            if problem.operands.sinks is not None:  # A sink is a key of value 0 in every row.
+            if problem.operands.sinks is not None:
+                # A sink acts as one more key of every query, whose value vector is 0.
                 sink = np.broadcast_to(problem.operands.sinks[:, None], delta.shape)
                 sums = np.concatenate([sums, np.stack([sink, np.ones(delta.shape), -delta])[None]])
             row_max = sums[:, 0].max(axis=0)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 
 from qkv.backends.cpu.forward.frame import FIELDS
-from qkv.backends.cpu.passes.arguments import Arguments, rotated_operands, word_of
+from qkv.backends.cpu.passes.arguments import Arguments, rotated_operands, word_index
 from qkv.backends.cpu.passes.forward import ForwardPass
 from qkv.partial import Partial, RowStatistics
 from qkv.problem.spec import Problem
 from qkv.problem.stored_rows import plain
 
-_NOT_FINITE = word_of("not_finite")
+_NOT_FINITE = word_index("not_finite")
 
 
 class ForwardArguments(Arguments):

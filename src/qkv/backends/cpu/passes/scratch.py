@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.backends.cpu.machine.addresses import address_of, page_aligned
-from qkv.backends.cpu.passes.arguments import word_of
+from qkv.backends.cpu.passes.arguments import word_index
 from qkv.partial import Partial
 
 Array = NDArray[Any]
 
-_LIMIT = word_of("limit")
+_LIMIT = word_index("limit")
 NO_RESULTS = Partial(np.empty(0), np.empty(0))
 """In the place of results whose addresses each call brings."""
 _MOST_FREE = 4

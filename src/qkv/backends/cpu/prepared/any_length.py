@@ -84,7 +84,7 @@ def any_length_form(problem: Problem, arrays: tuple[Array, ...]) -> AnyLengthFor
     if any(len(names) != 1 for names in read):
         return None
     from_calls = {name for names in read for name in names}
-    # Offsets of single batch rows change with the number of keys.
+    # Offsets of each batch entry are made from the number of keys, unless calls bring them.
     if any(
         problem.operands.tables[n].ndim and n not in from_calls for n in _offset_tables(problem)
     ):

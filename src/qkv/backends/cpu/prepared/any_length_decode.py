@@ -18,7 +18,7 @@ from qkv.backends.cpu.decode.rows import FIELDS
 from qkv.backends.cpu.emit.frame import WORD
 from qkv.backends.cpu.machine.addresses import quick_address_of
 from qkv.backends.cpu.machine.host import isa_setting
-from qkv.backends.cpu.passes.arguments import word_of
+from qkv.backends.cpu.passes.arguments import word_index
 from qkv.backends.cpu.passes.decode import DecodeArguments, DecodePass, Share
 from qkv.backends.cpu.passes.scratch import NO_RESULTS, ArgumentBlock
 from qkv.backends.cpu.prepared.any_length import LONGEST, ArrayWords, any_length_form, shift_tables
@@ -30,7 +30,7 @@ from qkv.problem.spec import Problem
 
 Array = NDArray[Any]
 
-_KV_LEN, _Q_SHIFT = (word_of(name, FIELDS) for name in ("kv_len", "q_shift"))
+_KV_LEN, _Q_SHIFT = (word_index(name, FIELDS) for name in ("kv_len", "q_shift"))
 
 
 class AnyLengthDecode:

@@ -18,7 +18,7 @@ from qkv.backends.cpu.backward.frame import fields_with
 from qkv.backends.cpu.emit.frame import WORD
 from qkv.backends.cpu.machine.addresses import quick_address_of
 from qkv.backends.cpu.machine.host import isa_setting
-from qkv.backends.cpu.passes.arguments import word_of
+from qkv.backends.cpu.passes.arguments import word_index
 from qkv.backends.cpu.passes.backward import BackwardPass, gradient_dtype
 from qkv.backends.cpu.passes.backward_arguments import (
     BackwardArguments,
@@ -61,7 +61,7 @@ class PreparedBackward:
             problem, inputs, self._pass, self._results, rows, workers=0
         )
         fields = fields_with(tuple(areas_of(spec, self._pass.shape)))
-        self._words = [word_of(name, fields) for name in (*_READ, *_WRITTEN, *_SHARED)]
+        self._words = [word_index(name, fields) for name in (*_READ, *_WRITTEN, *_SHARED)]
         self._read = [list(map(self._template.word_of_table, tables)) for tables in read]
         self._scratch_bytes = scratch_of(spec, self._pass.shape)
         self._finished_bytes = spec.batch_size * spec.num_kv_heads * WORD

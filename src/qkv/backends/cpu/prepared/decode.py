@@ -14,7 +14,7 @@ from qkv.backends.cpu.decode.rows import FIELDS
 from qkv.backends.cpu.emit.frame import operand_fields
 from qkv.backends.cpu.machine.addresses import quick_address_of
 from qkv.backends.cpu.machine.host import isa_setting
-from qkv.backends.cpu.passes.arguments import batch_offsets, word_of
+from qkv.backends.cpu.passes.arguments import batch_offsets, word_index
 from qkv.backends.cpu.passes.decode import DecodeArguments, DecodePass, batch_stride
 from qkv.backends.cpu.passes.scratch import NO_RESULTS, ArgumentBlock
 from qkv.backends.cpu.prepared.placeholders import without_values
@@ -23,7 +23,7 @@ from qkv.problem.spec import Problem
 
 Array = NDArray[Any]
 
-OUT, LSE = word_of("out", FIELDS), word_of("lse", FIELDS)
+OUT, LSE = word_index("out", FIELDS), word_index("lse", FIELDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class OperandWords:
 
     @classmethod
     def of(cls, name: str) -> OperandWords:
-        address, batches, *strides = (word_of(field, FIELDS) for field in operand_fields(name))
-        return cls(address, batches, word_of(f"{name}_batch", FIELDS), *strides)
+        address, batches, *strides = (word_index(field, FIELDS) for field in operand_fields(name))
+        return cls(address, batches, word_index(f"{name}_batch", FIELDS), *strides)
 
     def write(
         self, words: memoryview, batch_shape: tuple[int, ...], strides: Sequence[int]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from qkv.backends import Addresses
 from qkv.backends.cpu.machine.addresses import quick_address_of
 from qkv.backends.cpu.machine.host import isa_setting
-from qkv.backends.cpu.passes.arguments import word_of
+from qkv.backends.cpu.passes.arguments import word_index
 from qkv.backends.cpu.passes.forward import ForwardPass
 from qkv.backends.cpu.passes.forward_arguments import ForwardArguments
 from qkv.backends.cpu.passes.scratch import NO_RESULTS, ArgumentBlock, return_scratch, take_scratch
@@ -22,11 +22,11 @@ from qkv.problem.spec import Problem
 
 Array = NDArray[Any]
 
-_LIMIT, _SCRATCH, _NOT_FINITE = map(word_of, ("limit", "scratch", "not_finite"))
-_QUERY, _KEY, _VALUE = map(word_of, ("query", "key", "value"))
-_OUT, _LSE, _LSE_REST = map(word_of, ("out", "lse", "lse_rest"))
-_UNROUNDED = word_of("unrounded")
-_STATISTICS = tuple([word_of(name) for name in ("entropy", "max_score", "max_weight")])
+_LIMIT, _SCRATCH, _NOT_FINITE = map(word_index, ("limit", "scratch", "not_finite"))
+_QUERY, _KEY, _VALUE = map(word_index, ("query", "key", "value"))
+_OUT, _LSE, _LSE_REST = map(word_index, ("out", "lse", "lse_rest"))
+_UNROUNDED = word_index("unrounded")
+_STATISTICS = tuple([word_index(name) for name in ("entropy", "max_score", "max_weight")])
 """Words for the statistics, in the order of the fields of `RowStatistics`."""
 _CALLER = ctypes.c_int64(0)
 """The worker number of the thread that calls."""

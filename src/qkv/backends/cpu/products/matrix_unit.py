@@ -169,7 +169,7 @@ def multiply(
                     _emit_tile(e, "tilezero", tile)
 
             def multiply_chunk(p: Value, _: list[Value]) -> None:
-                # 16 pairs fill one tile of each factor.
+                # A chunk is 16 pairs along the summed dimension, as deep as a tile.
                 here = e.mul(p, TILE_BYTES * terms)
                 lefts = [e.at(rows, start, here) for start in bands]
                 there = e.at(packed, e.mul(here, vectors))

@@ -223,7 +223,7 @@ class ReceivedReduction(Reduction):
     def state(self, block: QueryBlock, vector: int) -> Value:
         return shift_address(self.frame, block, vector)
 
-    def after_keys(self, block: QueryBlock, kv_start: Value, count: Value) -> None:
+    def finish_key_block(self, block: QueryBlock, kv_start: Value, count: Value) -> None:
         """Add the weights of all vectors to the sums of their keys."""
         e, b = self.e, self.e.builder
         first = e.sub(kv_start, block.first_key)

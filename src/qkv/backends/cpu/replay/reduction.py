@@ -126,7 +126,7 @@ class Reduction:
     def begin(self, block: QueryBlock) -> None:
         """Before the first keys of a block of queries."""
 
-    def after_keys(self, block: QueryBlock, kv_start: Value, count: Value) -> None:
+    def finish_key_block(self, block: QueryBlock, kv_start: Value, count: Value) -> None:
         """After a block of keys, for all vectors of a block of queries."""
 
     def write_rows(self, arguments: Value, state: Value, width: Value, rows: list[Value]) -> None:
@@ -243,7 +243,7 @@ def query_block_function(reduction: Reduction, vectors: int, functions: dict[str
                     lambda: reduce_keys("partial", kv_start, keys),
                     lambda: reduce_keys("full", kv_start, keys),
                 )
-            reduction.after_keys(block, kv_start, keys)
+            reduction.finish_key_block(block, kv_start, keys)
 
         def reduce_run(r: Value, _: list[Value]) -> None:
             start, stop, kind = run_in_range(r)

@@ -43,7 +43,7 @@ class BlocksReduction(Reduction):
     def state(self, block: QueryBlock, vector: int) -> Value:
         return shift_address(self.frame, block, vector)
 
-    def after_keys(self, block: QueryBlock, kv_start: Value, count: Value) -> None:
+    def finish_key_block(self, block: QueryBlock, kv_start: Value, count: Value) -> None:
         """Reduce the weights of a block of keys, unit by unit."""
         e, b, arguments = self.e, self.e.builder, block.arguments
         unit, units = self.frame.field(arguments, "unit"), self.frame.field(arguments, "units")

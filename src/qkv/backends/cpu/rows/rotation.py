@@ -66,7 +66,7 @@ class AngleTable:
         """Cosines and sines of `count` positions from `start` on."""
         first, table = self._cached
         if start < first or start + count > first + table.cosines.shape[1]:
-            # Twice as many are computed, so that later decoding steps find their positions here.
+            # Later decoding steps find their positions here, unless the table would be too large.
             room = (
                 max(2 * count, 256) if 16 * count * len(self._inv_freq) < _LARGEST_TABLE else count
             )

@@ -203,13 +203,12 @@ class SplitOperands(PairOperands):
             largest = [self._spilled(e.const(-math.inf)) for _ in self.offsets]
 
             def finish_keys(start: Value, stop: Value) -> None:
-                def finish_key(k: Value, seen: list[Value]) -> list[Value]:
-                    return [each(k, [x])[0] for each, x in zip(finish, seen, strict=True)]
+                def finish_scores_of_key(k: Value, maxima: list[Value]) -> list[Value]:
+                    return [each(k, [x])[0] for each, x in zip(finish, maxima, strict=True)]
 
-                seen = e.loop(
-                    start, stop, 1, [e.load_vector(place) for place in largest], finish_key
-                )
-                for x, place in zip(seen, largest, strict=True):
+                first_maxima = [e.load_vector(place) for place in largest]
+                maxima = e.loop(start, stop, 1, first_maxima, finish_scores_of_key)
+                for x, place in zip(maxima, largest, strict=True):
                     e.store_vector(x, place)
 
             products = self.split.products(of_weights=True)

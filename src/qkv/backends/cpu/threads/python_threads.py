@@ -28,7 +28,7 @@ class PythonThreads:
         try:
             executor = self._executor_of_size(workers)
             for number in range(1, workers + 1):
-                # Submitted one by one: if one is refused, the earlier ones are still waited for.
+                # If one is refused, those before it are in the list, and are waited for.
                 asked.append(executor.submit(kernel.run, arguments, number))  # noqa: PERF401
         except RuntimeError:
             # No thread can be started, or a larger executor has just taken the place of this one.
