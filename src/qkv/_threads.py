@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 import operator
 import os
-import sys
-import threading
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 from qkv.errors import ArgumentError
 
-__all__ = ["OpenMP", "caller", "get_num_threads", "is_forked", "set_num_threads"]
+__all__ = ["get_num_threads", "set_num_threads"]
 
 MAX_THREADS = 4096
 _DIGITS = 20
@@ -100,47 +97,6 @@ def default_num_threads() -> int:
             action=f"Unset it to use every core, or set a whole number from 1 to {MAX_THREADS}.",
         )
     return int(text)
-
-
-class OpenMP(NamedTuple):
-    """Addresses of functions of the OpenMP library that the caller's own library uses.
-
-    Attributes
-    ----------
-    parallel : int
-        `GOMP_parallel`, which runs a function on all threads of a team and waits for them.
-    thread_num, max_threads : int
-        `omp_get_thread_num` and `omp_get_max_threads`.
-    """
-
-    parallel: int
-    thread_num: int
-    max_threads: int
-
-
-class _Caller(threading.local):
-    """What compiled code should know of the caller, for each thread of Python."""
-
-    openmp: OpenMP | None = None
-    """Set while the caller's operands belong to a library whose OpenMP threads can do the work."""
-
-
-caller = _Caller()
-_FIRST_PROCESS = os.getpid()
-
-
-def is_forked() -> bool:
-    """Whether this process is a fork of one that may have started threads.
-
-    Libraries believe that they still have these, and would wait for them for ever. A process of
-    multiprocessing may import qkv only after the fork.
-    """
-    if os.getpid() != _FIRST_PROCESS:
-        return True
-    multiprocessing = sys.modules.get("multiprocessing")
-    if multiprocessing is None or multiprocessing.parent_process() is None:
-        return False
-    return multiprocessing.get_start_method(allow_none=True) in (None, "fork")
 
 
 def usable_cores() -> int:

@@ -292,7 +292,7 @@ def test_what_is_called_emit_is_digested() -> None:
 
 
 DECIDES_NO_CODE = {
-    "_fork_locks.py", "_threads.py", "errors.py",
+    "_forks.py", "_threads.py", "errors.py",
     "backends/cpu/compiler/canonical.py", "backends/cpu/machine/addresses.py",
     "backends/cpu/machine/host.py",
     "backends/cpu/threads/jobs.py",

@@ -12,7 +12,7 @@ from counted_job import KERNEL, VISITS, Launch
 
 import qkv
 from processes import in_a_process
-from qkv._threads import caller
+from qkv._openmp import caller
 from qkv.backends.cpu.threads import jobs
 from qkv.backends.cpu.threads.openmp import Team
 from qkv.backends.cpu.threads.openmp_code import emit_team

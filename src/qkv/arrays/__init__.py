@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv._fork_locks import importing
+from qkv._forks import importing
 from qkv.arrays.numpy_arrays import NumpyArrays
 from qkv.errors import ArgumentError, DTypeError, UnsupportedError
 

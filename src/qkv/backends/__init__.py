@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv._fork_locks import importing
+from qkv._forks import importing
 from qkv.backends.protocols import (
     AddressedCall,
     AddressedSteps,

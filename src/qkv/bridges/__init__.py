@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from qkv._fork_locks import importing
+from qkv._forks import importing
 from qkv.arrays import kind_of
 
 __all__ = ["bridge_of"]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkv._threads import caller
+from qkv._openmp import caller
 from qkv.arrays import is_array, library_of, view_beside
 from qkv.arrays.torch_arrays import TorchArrays, check_dense
 from qkv.backends import device_backend
@@ -45,6 +45,7 @@ def attention(
     if torch.compiler.is_dynamo_compiling():
         return _compiled(query, key, value, variants, options, return_lse)
     bound = bind(query, key, value, variants, options)
+    # Written out, because `on_torch_threads` would take a tenth of a small call.
     before, caller.openmp = caller.openmp, torch_openmp()
     try:
         found = run_step(bound, return_lse)

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from qkv._fork_locks import importing
+from qkv._forks import importing
 
 __all__ = ["Guard", "form_guard", "guard"]
 

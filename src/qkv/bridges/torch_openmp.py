@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from qkv._threads import OpenMP, caller, is_forked
+from qkv._forks import is_forked
+from qkv._openmp import OpenMP, caller
 
 __all__ = ["on_torch_threads", "torch_openmp"]
 

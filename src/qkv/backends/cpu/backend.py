@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv._fork_locks import importing
+from qkv._forks import importing
 from qkv._threads import get_num_threads
 from qkv.backends import (
     AnyLengthSteps,

@@ -23,7 +23,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from qkv._fork_locks import alone_in_llvm
+from qkv._forks import alone_in_llvm
 from qkv.backends.cpu.compiler.canonical import canonical
 from qkv.backends.cpu.machine.host import Host
 from qkv.errors import KernelBuildError, KernelCacheWarning

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from qkv._fork_locks import alone_in_llvm
+from qkv._forks import alone_in_llvm
 from qkv.backends.cpu.machine import threadpool_limits
 from qkv.backends.cpu.machine.tile_permission import may_use_tiles
 from qkv.backends.cpu.machine.tiling import TileShape

@@ -13,8 +13,8 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Protocol
 
-from qkv._fork_locks import importing
-from qkv._threads import OpenMP, caller
+from qkv._forks import importing
+from qkv._openmp import OpenMP, caller
 
 if TYPE_CHECKING:
     from qkv.backends.cpu.compiler.compile import Kernel, Runnable

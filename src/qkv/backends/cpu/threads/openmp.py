@@ -11,7 +11,9 @@ import threading
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from qkv._threads import OpenMP, get_num_threads, is_forked
+from qkv._forks import is_forked
+from qkv._openmp import OpenMP
+from qkv._threads import get_num_threads
 from qkv.backends.cpu.compiler.compile import Code, build
 from qkv.backends.cpu.machine.host import host
 from qkv.backends.cpu.threads.floating_mode import this_processor

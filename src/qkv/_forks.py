@@ -1,14 +1,16 @@
-"""Locks that nobody else holds when the process forks or ends.
+"""What has to be known of forks: locks that nobody else holds then, and whether there was one.
 
 A child that was forked while another thread held a lock, of LLVM or of an import, would wait for
 it for ever, and LLVM does not survive that the process ends around it. So a fork, and the end
-of the process, wait until no other thread compiles or imports.
+of the process, wait until no other thread compiles or imports. `is_forked` tells whether a process
+has lost threads in this way.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,3 +49,19 @@ alone_in_llvm = ForkLock()
 importing = ForkLock()
 """Held by every thread that imports a module during a call."""
 atexit.register(alone_in_llvm.take_for_good)
+
+_FIRST_PROCESS = os.getpid()
+
+
+def is_forked() -> bool:
+    """Whether this process is a fork of one that may have started threads.
+
+    Libraries believe that they still have these, and would wait for them for ever. A process of
+    multiprocessing may import qkv only after the fork.
+    """
+    if os.getpid() != _FIRST_PROCESS:
+        return True
+    multiprocessing = sys.modules.get("multiprocessing")
+    if multiprocessing is None or multiprocessing.parent_process() is None:
+        return False
+    return multiprocessing.get_start_method(allow_none=True) in (None, "fork")
