@@ -150,6 +150,17 @@ def test_the_least_recently_used_kernels_go(monkeypatch, folder, compiled) -> No
     assert (folder / kept).stat().st_mtime > 1e9
 
 
+def test_a_kernel_that_another_process_deletes_meanwhile(monkeypatch, folder, compiled) -> None:
+    """It was in the list of files, and is gone when its age is asked for; nobody is warned."""
+    monkeypatch.setattr(cpu_compile, "KEPT_FILES", 0)
+    gone = folder / f"{1:064x}"
+    listed = cpu_compile.kernel_files
+    monkeypatch.setattr(cpu_compile, "kernel_files", lambda place: [gone, *listed(place)])
+    attend()
+    assert len(compiled) == 1
+    assert not list(folder.iterdir())
+
+
 def test_a_folder_that_cannot_be_made(monkeypatch, folder, compiled) -> None:
     folder.parent.write_text("a file where the folder should be")
     with pytest.warns(qkv.KernelCacheWarning, match="QKV_CACHE_DIR") as caught:

@@ -376,6 +376,9 @@ def _forget_oldest(folder: Path) -> None:
     files = kernel_files(folder)
     if len(files) <= KEPT_FILES:
         return
-    used = sorted((file.stat().st_mtime, file) for file in files)
-    for _, file in used[: len(files) - KEPT_FILES]:
+    used = []
+    for file in files:
+        with contextlib.suppress(FileNotFoundError):  # Another process has just deleted it.
+            used.append((file.stat().st_mtime, file))
+    for _, file in sorted(used)[: max(0, len(used) - KEPT_FILES)]:
         file.unlink(missing_ok=True)
