@@ -17,8 +17,8 @@ from typing import Any as _Any
 from qkv._api import attention, inspect, merge, plan
 from qkv._threads import get_num_threads, set_num_threads
 from qkv._version import __version__
-from qkv.call.jvp import Tangents, jvp
-from qkv.call.vjp import Gradients, Pullback, vjp
+from qkv.call.derivatives.jvp import Tangents, jvp
+from qkv.call.derivatives.vjp import Gradients, Pullback, vjp
 from qkv.classical import ScaledDotProductAttention
 from qkv.errors import (
     AmbiguityError,

@@ -14,8 +14,8 @@ from test_cases import cotangents, own_arrays
 
 import qkv
 from qkv.call.bound import bind
-from qkv.call.jvp import SecondGradients
-from qkv.call.jvp import second_vjp as second_vjp_of_bound
+from qkv.call.derivatives.jvp import SecondGradients
+from qkv.call.derivatives.jvp import second_vjp as second_vjp_of_bound
 from qkv.call.options import option_values
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.testing import Case, cases

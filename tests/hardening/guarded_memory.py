@@ -19,8 +19,8 @@ from qkv.backends.cpu.prepared import backward as prepared_backward
 from qkv.backends.cpu.prepared import forward as prepared
 from qkv.backends.cpu.split_bf16 import choice
 from qkv.call.bound import bind
+from qkv.call.derivatives.pull_back import Residuals, pull_back
 from qkv.call.options import OptionValues
-from qkv.call.pull_back import Residuals, pull_back
 from qkv.problem.builder import Shape
 from qkv.testing import Case
 

@@ -18,18 +18,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv._forks import importing
-from qkv.backends.protocols import (
+from qkv.backends.prepared_calls import (
     AddressedCall,
     AddressedSteps,
     Addresses,
     AnyLengthSteps,
+    Prepared,
+    PreparedBackward,
+    PreparedStatistics,
+    RepeatedCall,
+    RepeatedStep,
+    RepeatingCall,
+    RepeatingSteps,
+)
+from qkv.backends.protocols import (
     Backend,
     DeviceBackend,
     Differentiable,
     Inspectable,
-    Prepared,
-    PreparedBackward,
-    PreparedStatistics,
     Preparing,
     PreparingGradients,
     PreparingStatistics,
@@ -37,7 +43,6 @@ from qkv.backends.protocols import (
     Progress,
     ReducingWeights,
     Refusal,
-    RepeatedStep,
     SinksBackend,
     StoredRowsBackend,
     WeightBlocks,
@@ -68,7 +73,10 @@ __all__ = [
     "Progress",
     "ReducingWeights",
     "Refusal",
+    "RepeatedCall",
     "RepeatedStep",
+    "RepeatingCall",
+    "RepeatingSteps",
     "SinksBackend",
     "StoredRowsBackend",
     "WeightBlocks",

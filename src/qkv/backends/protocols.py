@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from numpy.typing import NDArray
 
+from qkv.backends.prepared_calls import (
+    AnyLengthSteps,
+    Prepared,
+    PreparedBackward,
+    PreparedStatistics,
+)
 from qkv.partial import Partial, RowStatistics
 from qkv.problem.backward import BackwardInputs, OperandGradients
 from qkv.problem.spec import Problem, Spec
@@ -26,153 +32,6 @@ class Refusal:
 
     def __str__(self) -> str:
         return f"{self.fact} (accepts {self.accepts})"
-
-
-class Prepared(Protocol):
-    """A problem made ready for other arrays with the same dtypes, shapes and strides."""
-
-    def __call__(
-        self, query: Any, key: Any, value: Any, rows: bool, arrays: Any = ()
-    ) -> tuple[Any, Any, Any, Any] | None:
-        """Output, lse, lse_rest and `unrounded` as `run` gives them, or as `run_for_backward` does
-        if a `backward` pass was said to follow; all but the output only if `rows` are wanted.
-
-        None in place of all if the machine is no longer what it was prepared for.
-        """
-        ...
-
-
-class PreparedBackward(Protocol):
-    """Gradients made ready for other arrays with the same dtypes, shapes and strides."""
-
-    def __call__(
-        self,
-        query: Any,
-        key: Any,
-        value: Any,
-        out: Any,
-        lse: Any,
-        lse_rest: Any,
-        grad_out: Any,
-        grad_lse: Any,
-        arrays: Any = (),
-    ) -> tuple[Any, Any, Any] | None:
-        """Gradients of query, key and value as `backward` gives them, and in their type; None for
-        `grad_lse` is zeros. None in place of all if something is not as it was prepared for.
-        """
-        ...
-
-
-class PreparedStatistics(Protocol):
-    """A forward pass with statistics, made ready as `Prepared` is.
-
-    A backend may have `prepare_statistics(problem, arrays) -> PreparedStatistics | None`.
-    """
-
-    def __call__(
-        self, query: Any, key: Any, value: Any, rows: bool, arrays: Any = ()
-    ) -> tuple[Any, Any, Any, None] | None:
-        """Output, lse and `RowStatistics` as `run_with_statistics` gives them, and None."""
-        ...
-
-
-class AnyLengthSteps(Protocol):
-    """A problem of few queries made ready for any number of keys: decoding steps of any length.
-
-    A backend may have `prepare_any_length(problem, arrays=()) -> AnyLengthSteps | None`. `arrays`
-    are those that each step brings, of which tables of the problem are views; everything else that
-    variants hold is kept by value, and must serve any number of keys, or the result is None. Where
-    all queries stand is a number that each step brings too, if the problem has a table of it.
-    """
-
-    def __call__(
-        self, query: Any, key: Any, value: Any, rows: bool, q_shift: int, arrays: Any = ()
-    ) -> tuple[Any, Any, Any] | None:
-        """Output and lse of the call, sinks included, and None; lse only if `rows` are wanted.
-
-        Parameters
-        ----------
-        query, key, value : array
-            Like those that were prepared for, with any strides; key and value with any number of
-            rows.
-        rows : bool
-            Whether lse is wanted.
-        q_shift : int
-            What is added to the row of a query for its position.
-        arrays : sequence of array
-            In the order of those that were prepared for. Axes along the keys have as many entries
-            as there are keys now, others as many as before.
-
-        Returns
-        -------
-        tuple or None
-            None if something is not as it was prepared for; the caller then takes the general way.
-        """
-        ...
-
-
-Addresses: TypeAlias = tuple[int, int, int, int, int, int, Sequence[int]]
-"""Where query, key and value of one call lie, where out, lse and lse_rest go, and where the arrays
-of variants lie. lse and lse_rest may be 0, for nowhere. A class of its own would take half a
-microsecond of each call."""
-
-
-@runtime_checkable
-class AddressedSteps(Protocol):
-    """Steps that other libraries may make without NumPy arrays in between."""
-
-    def run(
-        self,
-        addresses: Addresses,
-        kv_len: int,
-        q_shift: int,
-        strides: tuple[Sequence[int], Sequence[int], Sequence[int]],
-        keep_alive: Any,
-        arrays: Sequence[tuple[int, Sequence[int], Sequence[int]]] = (),
-    ) -> bool:
-        """Compute at these addresses, whose memory `keep_alive` owns; False where `AnyLengthSteps`
-        gives None.
-
-        `strides` are bytes of all axes `(*batch, heads, rows, elements)` of query, key and value.
-        Output and lse are dense. Each of `arrays` is its address, shape and strides; `addresses`
-        has none.
-        """
-        ...
-
-    def repeated(self) -> RepeatedStep:
-        """A step for callers one after the other, such as the layers of a model."""
-        ...
-
-
-class RepeatedStep(Protocol):
-    """A decoding step of which between two moves nothing but addresses changes.
-
-    It is for one caller at a time.
-    """
-
-    def move(
-        self,
-        kv_len: int,
-        q_shift: int,
-        strides: tuple[Sequence[int], Sequence[int], Sequence[int]],
-        arrays: Sequence[tuple[int, Sequence[int], Sequence[int]]] = (),
-    ) -> bool:
-        """Take the next length, position and strides; False is `AddressedSteps.run`'s."""
-        ...
-
-    def run(self, addresses: Addresses, keep_alive: Any) -> bool:
-        """Compute at these addresses, which hold those of arrays too."""
-        ...
-
-
-@runtime_checkable
-class AddressedCall(Protocol):
-    """A prepared call that other libraries may make without NumPy arrays in between."""
-
-    def run(self, addresses: Addresses, keep_alive: Any) -> bool:
-        """Compute at these addresses, whose memory `keep_alive` owns; False where `Prepared` gives
-        None."""
-        ...
 
 
 @runtime_checkable

@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 
 from qkv.call.attend import attend
 from qkv.call.bound import BoundCall, Structure
-from qkv.call.jvp import Tangents, second_vjp
-from qkv.call.pull_back import Residuals, pull_back
+from qkv.call.derivatives.jvp import Tangents, second_vjp
+from qkv.call.derivatives.pull_back import Residuals, pull_back
 from qkv.errors import UnsupportedError
 
 __all__ = ["PROCESS", "Operation", "compute"]

@@ -13,17 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkv._openmp import caller
 from qkv.arrays import is_array, library_of, view_beside
 from qkv.arrays.torch_arrays import TorchArrays, check_dense
 from qkv.backends import device_backend
 from qkv.bridges import torch_functions as functions
-from qkv.bridges.torch_openmp import torch_openmp
+from qkv.bridges.torch_openmp import on_torch_threads
 from qkv.bridges.torch_operators import contiguous
-from qkv.bridges.torch_prepared import looks_on, prepare, run_prepared
+from qkv.bridges.torch_prepared import looks_on, prepare, run_latest, run_prepared
 from qkv.bridges.torch_steps import prepare_step, run_step
 from qkv.call.attend import attend
-from qkv.call.bound import BoundCall, Structure, bind
+from qkv.call.bound import ARRAY_TYPES, BoundCall, Structure, bind
 from qkv.call.device_call import check_device_call, is_device_call
 from qkv.call.flatten import declared_fields, hold, keep_for_good
 from qkv.call.options import OptionValues
@@ -45,17 +44,17 @@ def attention(
     if torch.compiler.is_dynamo_compiling():
         return _compiled(query, key, value, variants, options, return_lse)
     bound = bind(query, key, value, variants, options)
-    # Written out, because `on_torch_threads` would take a tenth of a small call.
-    before, caller.openmp = caller.openmp, torch_openmp()
+    found = run_latest(bound, return_lse)
+    if found is not None:
+        return found
     try:
-        found = run_step(bound, return_lse)
-        if found is None:
-            found = run_prepared(bound, return_lse)
-        return _attend(bound, return_lse) if found is None else found
+        with on_torch_threads():
+            found = run_step(bound, return_lse)
+            if found is None:
+                found = run_prepared(bound, return_lse)
+            return _attend(bound, return_lse) if found is None else found
     except QkvError as error:
         raise error.with_action(_LIBRARY.in_words(error.action)) from None
-    finally:
-        caller.openmp = before
 
 
 def _attend(bound: BoundCall, return_lse: bool) -> Any:
@@ -309,3 +308,4 @@ def _is_watched(*arrays: Any) -> bool:
 
 
 PLAIN = (Tensor, torch.nn.Parameter)
+ARRAY_TYPES.update(PLAIN)

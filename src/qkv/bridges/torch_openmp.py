@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -37,11 +35,17 @@ def torch_openmp() -> OpenMP | None:
     return None
 
 
-@contextmanager
-def on_torch_threads() -> Iterator[None]:
-    """Compiled code may run on torch's threads meanwhile."""
-    before, caller.openmp = caller.openmp, torch_openmp()
-    try:
-        yield
-    finally:
-        caller.openmp = before
+class on_torch_threads:
+    """A context in which compiled code may run on torch's threads.
+
+    A class, because a generator would take a tenth of a small call.
+    """
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = caller.openmp
+        caller.openmp = torch_openmp()
+
+    def __exit__(self, *error: object) -> None:
+        caller.openmp = self._before

@@ -29,8 +29,8 @@ from qkv.arrays import library_of
 from qkv.bridges.torch_openmp import on_torch_threads
 from qkv.call.attend import attend
 from qkv.call.bound import BoundCall, Structure
-from qkv.call.jvp import Tangents, jvp_of, second_vjp
-from qkv.call.pull_back import Residuals, pull_back
+from qkv.call.derivatives.jvp import Tangents, jvp_of, second_vjp
+from qkv.call.derivatives.pull_back import Residuals, pull_back
 from qkv.errors import ShapeError
 from qkv.problem.check import check
 

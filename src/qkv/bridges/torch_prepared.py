@@ -15,12 +15,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from qkv.arrays.torch_arrays import TorchArrays
-from qkv.backends import AddressedCall, generation
+from qkv.backends import RepeatedCall, generation
 from qkv.bridges.torch_guards import Guard, guard
-from qkv.call.attend import MAX_VALUE_BYTES, prepared
+from qkv.bridges.torch_openmp import on_torch_threads
+from qkv.call.attend import addressed
 from qkv.call.bound import BoundCall
 from qkv.call.cache import CALLS, Key
 from qkv.call.flatten import without_arrays
+from qkv.call.keys import MAX_VALUE_BYTES
 
 __all__ = [
     "are_plain",
@@ -31,12 +33,15 @@ __all__ = [
     "looks_on",
     "prepare",
     "read_in_place",
+    "remember_step",
+    "run_latest",
     "run_prepared",
 ]
 
 _view = TorchArrays().view
 _is_compiling = torch.compiler.is_compiling
 _is_autocast = torch.is_autocast_enabled
+_is_any_autocast = torch._C._is_any_autocast_enabled
 _transforms = torch._C._are_functorch_transforms_active
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _tracing_state = torch._C._get_tracing_state
@@ -46,7 +51,8 @@ class _PreparedCall(NamedTuple):
     """A prepared call, and what its results are written to.
 
     `fits` asks of query, key, value and the tensors that are read in place whether they are like
-    those that were prepared for; `values` are those of the others, in bytes.
+    those that were prepared for; `values` are those of the others, in bytes. `brief` runs it
+    on the caller's thread alone, if it is brief.
     """
 
     fits: Guard
@@ -56,11 +62,12 @@ class _PreparedCall(NamedTuple):
     empty_out: Callable[[], Tensor]
     empty_lse: Callable[[], Tensor]
     rows_first: bool
+    brief: Callable[..., bool] | None
 
 
 def looks_on() -> bool:
     """Whether torch traces or changes operations, whatever they are given."""
-    return _is_autocast("cpu") or follows()
+    return (_is_any_autocast() and _is_autocast("cpu")) or follows()
 
 
 def follows() -> bool:
@@ -74,6 +81,41 @@ def follows() -> bool:
     )
 
 
+def run_latest(bound: BoundCall, rows: bool) -> Any:
+    """Output, with lse if `rows`, of a call like the latest one of its structure; else None.
+
+    None too if torch has to see the call.
+    """
+    structure, read = bound
+    known: _PreparedCall | None = CALLS.get(("latest tensors", structure))
+    if known is None or known.generation != generation() or looks_on():
+        return None
+    if len(read) > 3:
+        read = read_in_place(bound)
+        if leaf_values(bound) != known.values:
+            return None
+    try:
+        for tensor in read:
+            if tensor.is_nested:  # Asked for its shape by `fits`, it would end the process.
+                return None
+        if not known.fits(*read):
+            return None
+    except (AttributeError, TypeError):  # An operand is not a tensor.
+        return None
+    brief = known.brief
+    if brief is None or rows:
+        with on_torch_threads():
+            return _run(known, read, rows)
+    query, key, value = read
+    at_query, at_key, at_value = query.data_ptr(), key.data_ptr(), value.data_ptr()
+    if not (at_query and at_key and at_value):  # Their memory has been freed, as FSDP does.
+        return None
+    out = known.empty_out()
+    if not brief(at_query, at_key, at_value, out.data_ptr(), 0):
+        return None
+    return out.transpose(-3, -2).contiguous() if known.rows_first else out
+
+
 def run_prepared(bound: BoundCall, rows: bool) -> Any:
     """Output, with lse if `rows`; None if nothing was prepared, or torch has to see the call."""
     if looks_on():
@@ -81,26 +123,56 @@ def run_prepared(bound: BoundCall, rows: bool) -> Any:
     structure = bound.structure
     read = read_in_place(bound)
     values = leaf_values(bound)
-    if values is None:
+    if values is None or not are_plain(*read):
         return None
-    latest = ("latest tensors", structure)
-    known: _PreparedCall | None = CALLS.get(latest)
+    known: _PreparedCall | None = CALLS.get(_key(structure, read, values))
     if known is None:
         return None
-    try:
-        for tensor in read:
-            if tensor.is_nested:  # Asked for its shape by `fits`, it would end the process.
-                return None
-        fits = known.generation == generation() and known.values == values and known.fits(*read)
-    except (AttributeError, TypeError):  # An operand is not a tensor.
-        return None
-    if not fits:
-        if not are_plain(*read):
-            return None
-        known = CALLS.get(_key(structure, read, values))
-        if known is None:
-            return None
-        CALLS.insert(latest, known)
+    _remember(structure, known)
+    return _run(known, read, rows)
+
+
+def remember_step(
+    bound: BoundCall,
+    form: Any,
+    prepared: Callable[[], RepeatedCall | None],
+    makers: tuple[Callable[[], Tensor], Callable[[], Tensor]],
+) -> None:
+    """Prepare for a step over as many keys as the one before.
+
+    Parameters
+    ----------
+    bound : BoundCall
+        A step without arrays of variants.
+    form : object
+        Its lengths, strides and position, which are compared.
+    prepared : callable
+        Makes the call.
+    makers : (callable, callable)
+        Make output and lse.
+    """
+    structure = bound.structure
+    place = "latest step", structure
+    if CALLS.get(place) != form:
+        if not CALLS.replace(place, form):
+            CALLS.insert(without_arrays(place), form)
+        return
+    call = prepared()
+    if call is not None:
+        fits = guard(*bound.leaves)
+        latest = _PreparedCall(fits, (), generation(), call.run, *makers, False, call.brief())
+        _remember(structure, latest)
+
+
+def _remember(structure: Any, known: _PreparedCall) -> None:
+    """Try this call first when there is another one of the same structure."""
+    latest = "latest tensors", structure
+    if not CALLS.replace(latest, known):
+        CALLS.insert(without_arrays(latest), known)
+
+
+def _run(known: _PreparedCall, read: Sequence[Any], rows: bool) -> Any:
+    """Run a call whose tensors are as expected; None if something else is not."""
     query, key, value, *arrays = read
     at_query, at_key, at_value = query.data_ptr(), key.data_ptr(), value.data_ptr()
     if not (at_query and at_key and at_value):  # Their memory has been freed, as FSDP does.
@@ -110,7 +182,8 @@ def run_prepared(bound: BoundCall, rows: bool) -> Any:
     done = known.run(
         (
             at_query, at_key, at_value, out.data_ptr(),
-            0 if lse is None else lse.data_ptr(), 0, [array.data_ptr() for array in arrays],
+            0 if lse is None else lse.data_ptr(), 0,
+            [array.data_ptr() for array in arrays] if arrays else (),
         ),
         (read, out, lse),
     )  # fmt: skip
@@ -147,13 +220,15 @@ def prepare(bound: BoundCall, seen: BoundCall, out: Tensor) -> None:
     rows_first = bound.structure.layout == "blhd"
     shape = out.transpose(-3, -2).shape if rows_first else out.shape
     makers = empty_maker(shape, out.dtype), empty_maker(shape[:-1], wide)
-    call = prepared(seen)
-    if call is None or not isinstance(call, AddressedCall):
+    call = addressed(seen)
+    if call is None:
         return
-    known = _PreparedCall(guard(*read), values, generation(), call.run, *makers, rows_first)
+    brief = call.brief() if isinstance(call, RepeatedCall) else None
+    fits = guard(*read)
+    known = _PreparedCall(fits, values, generation(), call.run, *makers, rows_first, brief)
     structure = without_arrays(bound.structure)
     CALLS.insert(_key(structure, read, values), known)
-    CALLS.insert(("latest tensors", structure), known)
+    _remember(structure, known)
 
 
 def leaf_values(bound: BoundCall) -> tuple[bytes, ...] | None:

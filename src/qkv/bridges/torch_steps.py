@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from qkv.backends import AddressedSteps, generation
+from qkv.backends import AddressedSteps, RepeatedStep, RepeatingSteps, generation
 from qkv.bridges.torch_guards import Guard, form_guard
 from qkv.bridges.torch_prepared import (
     are_plain,
@@ -16,11 +17,13 @@ from qkv.bridges.torch_prepared import (
     leaf_values,
     looks_on,
     read_in_place,
+    remember_step,
 )
-from qkv.call.attend import MAX_DECODE_QUERIES, AnyLengthCall, decoding_step, heads_first
 from qkv.call.bound import BoundCall
 from qkv.call.cache import CALLS, Key
+from qkv.call.decoding import MAX_DECODE_QUERIES, AnyLengthCall, decoding_step
 from qkv.call.flatten import without_arrays
+from qkv.call.keys import heads_first
 
 __all__ = ["LayerStep", "layer_step", "prepare_step", "run_step"]
 
@@ -28,11 +31,13 @@ __all__ = ["LayerStep", "layer_step", "prepare_step", "run_step"]
 class _PreparedStep(NamedTuple):
     """A prepared decoding step, and what its results are written to.
 
-    `fits` asks of tensors whether they are like those that were prepared for, but for their sizes.
+    `repeating` are the steps, if they can be repeated over as many keys. `fits` asks of tensors
+    whether they are like those that were prepared for, but for their sizes.
     """
 
     call: AnyLengthCall
     steps: AddressedSteps
+    repeating: RepeatingSteps | None
     fits: Guard
     empty_out: Callable[[], Tensor]
     empty_lse: Callable[[], Tensor]
@@ -58,6 +63,12 @@ def run_step(bound: BoundCall, rows: bool) -> Any:
     done = known.steps.run(addresses, kv_len, q_shift, strides, (bound, out, lse), where)
     if not done:
         return None
+    steps = known.repeating
+    # Positions that are numbers are part of the structure, and new in each step.
+    if steps is not None and type(bound.structure.options[2]) is not int:
+        form = q_shift, query.shape, key.shape, value.shape, strides
+        prepared = partial(steps.of_length, kv_len, q_shift, strides)
+        remember_step(bound, form, prepared, (known.empty_out, known.empty_lse))
     return out if lse is None else (out, lse)
 
 
@@ -68,17 +79,14 @@ class LayerStep:
     their tensors are like those of the first. It is for one caller at a time.
     """
 
-    __slots__ = ("_empty_out", "_fits", "_form", "_generation", "_repeated", "_sizes")
+    __slots__ = ("_empty_out", "_fits", "_generation", "_step")
 
-    def __init__(self, bound: BoundCall, known: _PreparedStep) -> None:
-        read = read_in_place(bound)
-        query, key, value = read[:3]
+    def __init__(self, bound: BoundCall, known: _PreparedStep, step: RepeatedStep) -> None:
+        query, _, value, *_ = bound.leaves
         batch, heads, q_len, _ = query.shape
         self._fits = known.fits
-        self._sizes = query.shape, key.shape[:2], key.shape[3:], value.shape[:2], value.shape[3:]
-        self._form: tuple[Any, ...] | None = None
         self._generation = generation()
-        self._repeated = known.steps.repeated()
+        self._step = step
         self._empty_out = empty_maker((batch, q_len, heads, value.shape[-1]), query.dtype)
 
     def __call__(self, q_offset: int, *read: Tensor) -> Tensor | None:
@@ -93,40 +101,18 @@ class LayerStep:
         """
         if looks_on() or self._generation != generation() or not self._fits(*read):
             return None
-        form = q_offset, *[tensor.shape for tensor in read], *[tensor.stride() for tensor in read]
-        if form != self._form and not self._move(form, read):
-            return None
         query, key, value, *arrays = read
-        at_query, at_key, at_value = query.data_ptr(), key.data_ptr(), value.data_ptr()
-        if not (at_query and at_key and at_value):  # Their memory has been freed.
-            return None
-        out = self._empty_out()
-        addresses = (
-            at_query, at_key, at_value, out.data_ptr(), 0, 0,
-            [array.data_ptr() for array in arrays] if arrays else (),
+        kv_shape = key.shape
+        numbers = (
+            query.data_ptr(), *query.shape, *query.stride(),
+            key.data_ptr(), *kv_shape, *key.stride(),
+            value.data_ptr(), *value.shape, *value.stride(),
         )  # fmt: skip
-        done = self._repeated.run(addresses, (read, out))
+        for array in arrays:
+            numbers = (*numbers, array.data_ptr(), *array.shape, *array.stride())
+        out = self._empty_out()
+        done = self._step(kv_shape[2], out.data_ptr(), 0, q_offset, numbers, (read, out))
         return out if done else None
-
-    def _move(self, form: tuple[Any, ...], read: tuple[Tensor, ...]) -> bool:
-        """Whether these tensors are another step of the same kind."""
-        query, key, value, *arrays = read
-        kv_len = key.shape[-2]
-        sizes = query.shape, key.shape[:2], key.shape[3:], value.shape[:2], value.shape[3:]
-        self._form = None
-        if (
-            sizes != self._sizes
-            or kv_len != value.shape[-2]
-            or not self._repeated.move(
-                kv_len,
-                form[0],
-                (_byte_strides(query), _byte_strides(key), _byte_strides(value)),
-                [(a.data_ptr(), a.shape, _byte_strides(a)) for a in arrays],
-            )
-        ):
-            return False
-        self._form = form
-        return True
 
 
 def layer_step(bound: BoundCall) -> LayerStep | None:
@@ -134,7 +120,8 @@ def layer_step(bound: BoundCall) -> LayerStep | None:
     if len(bound.leaves[0].shape) != 4 or bound.leaves[0].shape[2] != 1:
         return None
     found = None if looks_on() else _find(bound)
-    return None if found is None else LayerStep(bound, found[0])
+    step = None if found is None else found[0].steps.repeated()
+    return None if found is None or step is None else LayerStep(bound, found[0], step)
 
 
 def _find(bound: BoundCall) -> tuple[_PreparedStep, int] | None:
@@ -207,5 +194,7 @@ def prepare_step(bound: BoundCall, seen: BoundCall, out: Tensor) -> bool:
         wide = torch.float64 if out.dtype is torch.float64 else torch.float32
         makers = empty_maker(out.shape, out.dtype), empty_maker(out.shape[:-1], wide)
         fits = form_guard(*read_in_place(bound))
-        CALLS.insert(without_arrays(found[0]), _PreparedStep(call, call.steps, fits, *makers))
+        repeating = call.steps if isinstance(call.steps, RepeatingSteps) else None
+        known = _PreparedStep(call, call.steps, repeating, fits, *makers)
+        CALLS.insert(without_arrays(found[0]), known)
     return True

@@ -4,14 +4,13 @@
     flatten         a variant, an option or an operand as a tree without arrays, and its arrays
     bound           `bind`: a call as `BoundCall(structure, leaves)`
     checked         `check_call`: a bound call as a problem, with the backend that will run it
-    cache           prepared calls, by structure and by the layout of the leaves
+    cache, keys     prepared calls, by structure and by the layout of the leaves
     attend          run a bound call, prepared or checked; `inspected` does so for `inspect`
+    decoding        calls that are alike whatever their number of keys
     dispatch        whether a call runs in main memory or on a device
     device_call     calls whose tensors stay where they are, as those on CUDA
-    vjp, pull_back  gradients, prepared or checked; `gradients` are what they give
-    jvp             tangents, and second derivatives
-    cotangents, variant_arrays
-                    cotangents, tangents and the form of gradients; the arrays of variants
+    derivatives     gradients, tangents and second derivatives
+    variant_arrays  the arrays of variants
     unknown_keywords
                     the error for a keyword of another library
 

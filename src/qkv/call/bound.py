@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from qkv.arrays import has_shape
 from qkv.call.flatten import (
@@ -20,7 +23,7 @@ from qkv.call.flatten import (
 )
 from qkv.call.options import DEFAULTS, OptionValues
 
-__all__ = ["BoundCall", "Structure", "bind"]
+__all__ = ["ARRAY_TYPES", "BoundCall", "Structure", "bind"]
 
 
 class Structure(NamedTuple):
@@ -155,14 +158,19 @@ def bind(
     whole : callable, optional
         As for `flatten`.
     """
-    if not variants and options is DEFAULTS and _are_plain(query, key, value):
-        return BoundCall(_PLAIN_CALL, [query, key, value])
+    is_plain = _are_plain(query, key, value)
+    if is_plain and not variants:
+        if options is DEFAULTS:
+            return BoundCall(_PLAIN_CALL, [query, key, value])
+        # Not while another library compiles, which would have to read `lru_cache`.
+        if whole is None and _are_simple(*options):
+            return BoundCall(_plain_structure(*options), [query, key, value])
     leaves = Leaves.none()
-    operands = _PLAIN
-    leaves.arrays.append(query)
-    if _are_plain(query, key, value):
-        leaves.arrays.extend((key, value))
+    operands, arrays = _PLAIN, leaves.arrays
+    if is_plain:
+        arrays += query, key, value
     else:
+        arrays.append(query)
         operands = (ReadInPlace, _operand(key, leaves), _operand(value, leaves))
     trees = tuple([flatten(variant, leaves, "in_place", whole) for variant in variants])
     option_trees = _DEFAULT_OPTIONS
@@ -174,14 +182,39 @@ def bind(
         option_trees,
         *map(tuple, (leaves.by_value, leaves.lengths, leaves.per_step)),
     )
-    return BoundCall(structure, leaves.arrays)
+    return BoundCall(structure, arrays)
+
+
+def _are_simple(
+    scale: object, layout: object, q_offset: object, kv_offset: object, backend: object
+) -> bool:
+    """Whether options hold no arrays; 0.0 is left out, because it equals -0.0."""
+    return (
+        (scale is None or (type(scale) is float and scale != 0))
+        and (q_offset is None or type(q_offset) is str)
+        and type(kv_offset) is int
+        and type(layout) is type(backend) is str
+    )
+
+
+@lru_cache(maxsize=256)
+def _plain_structure(*options: object) -> Structure:
+    """The structure of a call of plain arrays without variants."""
+    return Structure(_PLAIN, (), tuple([flatten(option, Leaves.none()) for option in options]))
 
 
 _PLAIN_CALL = Structure(_PLAIN, (), _DEFAULT_OPTIONS)
 
 
+ARRAY_TYPES: set[type] = {np.ndarray}
+"""Types whose objects are known to have a shape, so that it is not looked for; bridges add some."""
+
+
 def _are_plain(query: Any, key: Any, value: Any) -> bool:
     """Whether the operands are arrays, none of them in storage of its own."""
+    kind = type(query)
+    if kind is type(key) is type(value) and kind in ARRAY_TYPES:
+        return True
     return has_shape(query) and has_shape(key) and has_shape(value)
 
 

@@ -52,6 +52,13 @@ class CallCache:
         """Store what was prepared for the key."""
         self._insert(self._prepared, key, prepared)
 
+    def replace(self, key: Key, prepared: Any) -> bool:
+        """Store something else for a key; False if there is nothing for it yet."""
+        if key not in self._prepared:
+            return False
+        self._prepared[key] = prepared
+        return True
+
     def discard(self, key: Key) -> None:
         """Forget what was prepared for the key."""
         with self._lock:

@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.backends import Inspectable, PreparingStatistics
-from qkv.call.attend import call_key, heads_first, in_place
 from qkv.call.bound import BoundCall
 from qkv.call.cache import CALLS
 from qkv.call.checked import CheckedCall, check_call, views_of
 from qkv.call.device_call import DeviceCall, check_device_call, is_device_call
 from qkv.call.flatten import without_arrays
+from qkv.call.keys import call_key, heads_first, in_place
 from qkv.partial import RowStatistics, share_with_sinks
 
 __all__ = ["Inspected", "attend_for_inspection"]

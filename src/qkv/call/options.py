@@ -64,10 +64,10 @@ def option_values(function: str, given: Mapping[str, Any]) -> OptionValues:
     """
     if not given:
         return DEFAULTS
-    for name in given:
-        if name not in OptionValues._fields:
-            raise keyword_error(function, given, *_KEYWORDS[function])
-    return OptionValues(**given)
+    try:
+        return OptionValues(**given)
+    except TypeError:
+        raise keyword_error(function, given, *_KEYWORDS[function]) from None
 
 
 def with_options(function: Function) -> Function:

@@ -13,8 +13,8 @@ from qkv._api import attention, inspect
 from qkv.arrays import view
 from qkv.call.bound import bind
 from qkv.call.cache import CALLS
+from qkv.call.derivatives.vjp import vjp
 from qkv.call.options import option_values
-from qkv.call.vjp import vjp
 from qkv.errors import QkvError
 from qkv.testing.case import DTYPES, Case, Inputs, Variants
 from qkv.testing.derivatives import GradientOracle

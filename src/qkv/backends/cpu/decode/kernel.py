@@ -658,8 +658,8 @@ class _Decode:
             e.store(e.extract(vector, 0), at, e.real_bytes)
 
         zero, lowest = e.const(0.0), e.const(-math.inf)
-        lse, _ = vector_math.add_log(e, row_max, row_sum, rest)
         with b.if_then(b.icmp_signed("!=", self.frame.field(arguments, "lse"), e.index(0))):
+            lse, _ = vector_math.add_log(e, row_max, row_sum, rest)
             write_first_lane("lse", b.select(empty, lowest, lse))
         if self.statistics:
             logarithm = vector_math.log(e, row_sum)

@@ -24,7 +24,12 @@ from qkv.backends.cpu.decode.tasks import shared_bytes
 from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.passes.arguments import Arguments, rotated_operands, word_index
-from qkv.backends.cpu.passes.scratch import ArgumentBlock, return_scratch, take_scratch
+from qkv.backends.cpu.passes.scratch import (
+    ArgumentBlock,
+    BriefJob,
+    return_scratch,
+    take_scratch,
+)
 from qkv.backends.cpu.passes.workers import Workload, alone_operations
 from qkv.backends.cpu.plan.kernel_spec import integer_bits, kernel_spec
 from qkv.partial import Partial, RowStatistics
@@ -38,6 +43,9 @@ _MOST_QUERIES = 0.75
 would leave the other lanes idle."""
 _ROWS_OF_A_READ = 8
 """Number of rows of Q whose products take about as long as reading K and V."""
+_BRIEF_STEP = 2.0
+"""How many times as much work as in other passes is brief: reading K and V from main memory takes
+half of the time that `_ROWS_OF_A_READ` stands for."""
 _BETWEEN_PRODUCTS = 4
 """How many times as much work one thread does alone while threads of another library spin on the
 other cores, waiting for their next product: our threads would have to share these cores."""
@@ -57,9 +65,9 @@ class DecodeKernel(Kernel):
     def __init__(self, code: Code) -> None:
         super().__init__(code)
         signature = ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64
-        address = code.address("step")
-        self.step = ctypes.CFUNCTYPE(*signature)(address)
-        self.brief_step = ctypes.PYFUNCTYPE(*signature)(address)
+        self.step_address = code.address("step")
+        self.step = ctypes.CFUNCTYPE(*signature)(self.step_address)
+        self.brief_step = ctypes.PYFUNCTYPE(*signature)(self.step_address)
         """The same function without releasing Python's lock."""
 
 
@@ -113,9 +121,11 @@ class DecodePass:
         self._groups = spec.batch_size * spec.num_kv_heads
         rows = max(spec.group_size * spec.q_len, _ROWS_OF_A_READ)
         self._operations = 2.0 * (spec.head_dim + spec.v_head_dim) * rows
-        self._brief_keys, self._alone_keys, self._slice_keys = (
-            int(operations / self._operations) for operations in alone_operations()
-        )
+        brief, alone, one_slice = alone_operations()
+        self._brief_keys = int(_BRIEF_STEP * brief / self._operations)
+        self._alone_keys = int(alone / self._operations)
+        self._slice_keys = int(one_slice / self._operations)
+        self._latest: tuple[int, Share | None] = -1, None
 
     def share(self, kv_len: int, *, between_products: bool = False) -> Share:
         """How a step over so many keys is shared out.
@@ -123,6 +133,9 @@ class DecodePass:
         `between_products` says that the threads of another library have just worked and will soon
         again, as around the layers of a model.
         """
+        latest, share = self._latest
+        if kv_len == latest and share is not None:
+            return share
         keys = self._groups * kv_len
         alone = self._alone_keys * (_BETWEEN_PRODUCTS if between_products else 1)
         workers = 1
@@ -133,7 +146,20 @@ class DecodePass:
                 alone = self._slice_keys
         own = self.scratch_bytes * workers
         total = own + shared_bytes(self._groups, kv_len, self._record_bytes)
-        return Share(keys, keys <= self._brief_keys, alone, workers, own, total)
+        share = Share(keys, keys <= self._brief_keys, alone, workers, own, total)
+        if keys <= self._alone_keys:  # However many threads there are.
+            self._latest = kv_len, share
+        return share
+
+    def brief_job(self, kv_len: int | None = None) -> BriefJob | None:
+        """The whole step as one job, if it is brief; for any number of keys, those that are."""
+        most_keys = self._brief_keys // self._groups if kv_len is None else kv_len
+        share = self.share(most_keys)
+        if not share.brief:
+            return None
+        scratch = (_SCRATCH, 0), (_SHARED, share.workers_bytes)
+        job = self.kernel.step_address, share.keys, share.scratch_bytes
+        return BriefJob(*job, scratch, most_keys)
 
     def run(self, block: ArgumentBlock, share: Share, keep_alive: object) -> bool:
         """Plan and compute a step; returns whether the output is known to be finite.

@@ -14,7 +14,7 @@ from qkv.backends.cpu.forward.kernel import ONLINE_SOFTMAX, ForwardKernel
 from qkv.backends.cpu.forward.score_blocks import QUARTERS
 from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.machine.tiling import TileShape
-from qkv.backends.cpu.passes.workers import Workload
+from qkv.backends.cpu.passes.workers import Workload, is_brief
 from qkv.backends.cpu.plan.block_skipping import block_skipping
 from qkv.backends.cpu.plan.kernel_spec import integer_bits, kernel_spec
 from qkv.backends.cpu.plan.schedule import Schedule, fine_tile, schedule
@@ -50,6 +50,9 @@ class ForwardPass(Workload):
         count, product = len(self.plan.tasks), self.shape.product
         others = operations_of_a_pair(spec) * self.plan.pairs
         super().__init__(count, operations, product, others)
+        if product == "elements" and spec.q_len <= self.shape.lanes:
+            # Only one vector of each tile is computed.
+            self.is_brief = is_brief(operations / self.shape.vectors)
         self.kernel = _kernel(key, here)
 
     def launch(self, arguments: Runnable, workers: int) -> None:

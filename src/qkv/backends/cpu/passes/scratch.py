@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +46,28 @@ class ArgumentBlock:
         self.words[_LIMIT] = stop
 
 
+class BriefJob(NamedTuple):
+    """Work so short that Python may stay locked.
+
+    Attributes
+    ----------
+    address, argument : int
+        Of compiled code `(block, argument)`.
+    scratch_bytes : int
+        Memory that it needs.
+    scratch : sequence of (int, int)
+        Words of the block for addresses in this memory, and the bytes at which these lie.
+    most_keys : int
+        The most keys for which it may be run, if their number is not fixed.
+    """
+
+    address: int
+    argument: int
+    scratch_bytes: int
+    scratch: Sequence[tuple[int, int]]
+    most_keys: int = 0
+
+
 def take_scratch(size: int) -> Scratch:
     """Scratch of at least `size` bytes."""
     try:
@@ -52,6 +75,17 @@ def take_scratch(size: int) -> Scratch:
     except IndexError:
         return Scratch(size)
     return found if found.size >= size else Scratch(size)
+
+
+def scratch_of_brief_jobs(size: int) -> Scratch:
+    """Scratch that all brief jobs share, since Python is locked while one of them runs."""
+    global _of_brief_jobs
+    if _of_brief_jobs is None or _of_brief_jobs.size < size:
+        _of_brief_jobs = Scratch(size)
+    return _of_brief_jobs
+
+
+_of_brief_jobs: Scratch | None = None
 
 
 def return_scratch(scratch: Scratch) -> None:

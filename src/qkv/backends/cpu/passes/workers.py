@@ -27,6 +27,11 @@ def alone_operations() -> tuple[float, float, float]:
     return _BRIEF, 2 * _WORTH_A_THREAD, _SLICE_SECONDS * _OPERATIONS_PER_SECOND["elements"]
 
 
+def is_brief(operations: float) -> bool:
+    """Whether work is so short that no second thread pays and Ctrl-C can wait for it."""
+    return operations <= _BRIEF
+
+
 class Workload:
     """The tasks of one pass over a problem.
 
@@ -40,12 +45,8 @@ class Workload:
         self.count = count
         """Number of tasks."""
         self._operations = operations
+        self.is_brief = is_brief(operations)
         self._seconds = operations / _OPERATIONS_PER_SECOND[product] + others / _OTHERS_PER_SECOND
-
-    @property
-    def is_brief(self) -> bool:
-        """Whether the work is so short that no second thread pays and Ctrl-C can wait for it."""
-        return self._operations <= _BRIEF
 
     @property
     def most_workers(self) -> int:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from qkv.backends.cpu.passes.decode import DecodeArguments
 from qkv.backends.cpu.passes.scratch import NO_RESULTS
 from qkv.backends.cpu.plan.kernel_spec import bits_of, index_bounds
+from qkv.backends.cpu.prepared.filled_block import Axis, Operand
 from qkv.backends.cpu.prepared.placeholders import tables_of
 from qkv.errors import ArgumentError, ShapeError
 from qkv.problem.bounds import check_table_reads
@@ -41,9 +42,18 @@ class ArrayWords:
     """
 
     address: int
+    dtype: np.dtype[Any]
     strides: tuple[int, ...]
     sizes: tuple[int, ...]
     keys: tuple[int, ...]
+
+    @property
+    def operand(self) -> Operand:
+        """The same for compiled code."""
+        axes = zip(self.sizes, self.strides, self.keys, strict=True)
+        return Operand(
+            self.address, self.dtype, [Axis(size, 0, place, keys) for size, place, keys in axes]
+        )
 
     def write(
         self,
@@ -195,7 +205,9 @@ def _array_words(problem: Problem, name: str, array: Array, word: int) -> ArrayW
         keys.append(found.pop() if found else 0)
     # The words of a table are its address, then the size and stride of each axis.
     strides = tuple(word + 2 + 2 * axis for axis in axes)
-    return ArrayWords(word, strides, tuple(table.shape[axis] for axis in axes), tuple(keys))
+    return ArrayWords(
+        word, array.dtype, strides, tuple(table.shape[axis] for axis in axes), tuple(keys)
+    )
 
 
 def _keys_per_entry(index: Node) -> int:

@@ -22,11 +22,21 @@ from qkv.backends.cpu.passes.arguments import word_index
 from qkv.backends.cpu.passes.decode import DecodeArguments, DecodePass, Share
 from qkv.backends.cpu.passes.scratch import NO_RESULTS, ArgumentBlock
 from qkv.backends.cpu.prepared.any_length import LONGEST, ArrayWords, any_length_form, shift_tables
-from qkv.backends.cpu.prepared.decode import KEY, LSE, OUT, QUERY, VALUE
+from qkv.backends.cpu.prepared.decode import (
+    KEY,
+    LSE,
+    OUT,
+    QUERY,
+    RESULT_WORDS,
+    VALUE,
+)
+from qkv.backends.cpu.prepared.filled_block import Axis, FilledBlock, Operand
 from qkv.backends.cpu.prepared.placeholders import without_values
+from qkv.backends.cpu.prepared.repeated import RepeatedCall, brief_block, is_python_locked
 from qkv.backends.cpu.rows.sinks import Sinks
 from qkv.partial import Partial
 from qkv.problem.spec import Problem
+from qkv.problem.stored_rows import plain
 
 Array = NDArray[Any]
 
@@ -60,6 +70,8 @@ class AnyLengthDecode:
         self._shifts = [template.word_of_table(name) for name in shifts]
         self._read = read
         self._blocks: list[ArgumentBlock] = []
+        operands = problem.operands
+        self._arrays = operands.query, operands.key, operands.value
 
     def __call__(
         self,
@@ -107,9 +119,70 @@ class AnyLengthDecode:
         self._blocks.append(block)
         return is_finite
 
-    def repeated(self) -> RepeatedDecode:
+    def repeated_arrays(self, at_end: bool) -> RepeatedCall | None:
+        """See `qkv.backends.RepeatingSteps`."""
+        operands = self._any_operands()
+        if operands is None or self._read or self._sinks is not None:
+            return None
+        words = {
+            **RESULT_WORDS, "kv_len": _KV_LEN, "q_shift": _Q_SHIFT, "longest": LONGEST,
+            "q_len": operands[0].axes[-2].size, "at_end": int(at_end),
+        }  # fmt: skip
+
+        def run(block: ArgumentBlock, kv_len: int, keep_alive: Any) -> bool:
+            return self._pass.run(block, self._pass.share(kv_len), keep_alive)
+
+        job = self._pass.brief_job()
+        return RepeatedCall(self._new_block, operands, words, self._out, self._lse, job, run)
+
+    def of_length(
+        self,
+        kv_len: int,
+        q_shift: int,
+        strides: tuple[Sequence[int], Sequence[int], Sequence[int]],
+    ) -> RepeatedCall | None:
+        """See `qkv.backends.RepeatingSteps`."""
+        if self._read or self._sinks is not None or self._ndim > 4:
+            return None
+        if self._fill_words(self._new_block().words, kv_len, q_shift, strides, ()) is None:
+            return None
+
+        def new_block() -> ArgumentBlock:
+            block = self._new_block()
+            self._fill_words(block.words, kv_len, q_shift, strides, ())
+            return block
+
+        def run(block: ArgumentBlock, _: int, keep_alive: Any) -> bool:
+            return self._pass.run(block, self._pass.share(kv_len), keep_alive)
+
+        operands = [
+            Operand(words.address, plain(array).dtype, ())
+            for words, array in zip((QUERY, KEY, VALUE), self._arrays, strict=True)
+        ]
+        job = self._pass.brief_job(kv_len)
+        return RepeatedCall(new_block, operands, RESULT_WORDS, self._out, self._lse, job, run)
+
+    def repeated(self) -> RepeatedDecode | None:
         """A step for callers one after the other, whose operands are alike but lie elsewhere."""
-        return RepeatedDecode(self, self._new_block())
+        operands = self._any_operands()
+        return None if operands is None else RepeatedDecode(self, operands)
+
+    def _any_operands(self) -> list[Operand] | None:
+        """Operands and arrays of any number of keys and any strides.
+
+        None if they have more than one stride for all batch rows.
+        """
+        if self._ndim > 4:
+            return None
+        found = []
+        for words, array in zip((QUERY, KEY, VALUE), map(plain, self._arrays), strict=True):
+            strides = [words.batch, words.head, words.row, words.element][-array.ndim :]
+            sizes = list(array.shape)
+            if words is not QUERY:
+                sizes[-2] = -1
+            axes = [Axis(size, 0, word) for size, word in zip(sizes, strides, strict=True)]
+            found.append(Operand(words.address, array.dtype, axes))
+        return found + [words.operand for words in self._read]
 
     def _fill_words(
         self,
@@ -196,41 +269,43 @@ class AnyLengthDecode:
 class RepeatedDecode:
     """A step that is run for several operands of one form, as by the layers of a model.
 
-    Between two calls of `move` nothing is written but addresses. It is for one caller at a time.
+    Compiled code reads sizes and strides. It is for one caller at a time.
     """
 
-    def __init__(self, decode: AnyLengthDecode, block: ArgumentBlock) -> None:
+    def __init__(self, decode: AnyLengthDecode, operands: Sequence[Operand]) -> None:
         self._decode = decode
-        self._block = block
-        self._share: Share
-        self._tables: Any = None
+        words = {
+            **RESULT_WORDS, "kv_len": _KV_LEN, "q_shift": _Q_SHIFT, "longest": LONGEST,
+        }  # fmt: skip
+        self._long = FilledBlock.of(decode._new_block(), operands, words)
+        self._brief = self._long
+        job = decode._pass.brief_job()
+        self._most_keys = job.most_keys if job is not None and is_python_locked() else 0
+        if job is not None and self._most_keys:
+            self._brief = brief_block(job, decode._new_block(), operands, words)
 
-    def move(
-        self,
-        kv_len: int,
-        q_shift: int,
-        strides: tuple[Sequence[int], Sequence[int], Sequence[int]],
-        arrays: Sequence[tuple[int, Sequence[int], Sequence[int]]] = (),
+    def __call__(
+        self, kv_len: int, out: int, lse: int, q_shift: int, numbers: Sequence[int], keep_alive: Any
     ) -> bool:
-        """Take the next length, position and strides; False where `AnyLengthDecode.run` says so."""
-        self._share = self._decode._pass.share(kv_len, between_products=True)
-        self._tables = self._decode._fill_words(self._block.words, kv_len, q_shift, strides, arrays)
-        return self._tables is not None
-
-    def run(self, addresses: Addresses, keep_alive: Any) -> bool:
-        """Read operands, and write out and lse, at these addresses.
-
-        False if `QKV_ISA` has changed, or if an output is not finite: the caller then makes a
-        checked call.
-        """
-        decode, block = self._decode, self._block
+        """See `qkv.backends.RepeatedStep`."""
+        decode = self._decode
         if isa_setting() != decode._isa:
             return False
-        arrays = addresses[-1]
-        if arrays:
-            for place, address in zip(decode._read, arrays, strict=True):
-                block.words[place.address] = address
-        return decode._run(block, self._share, addresses, keep_alive)
+        block, _, _, step = self._brief if kv_len <= self._most_keys else self._long
+        if decode._sinks is None:
+            found = step(out, lse, q_shift, *numbers)
+            return found < 0 or (found > 0 and self._run(block, kv_len, keep_alive))
+        partial = decode._new_partial()
+        at_out, at_lse = quick_address_of(partial.out), quick_address_of(partial.lse)
+        found = step(at_out, at_lse, q_shift, *numbers)
+        if not (found < 0 or (found > 0 and self._run(block, kv_len, (keep_alive, partial)))):
+            return False
+        decode._sinks(at_out, at_lse, 0, out, lse or at_lse, partial)
+        return True
+
+    def _run(self, block: ArgumentBlock, kv_len: int, keep_alive: Any) -> bool:
+        decode = self._decode._pass
+        return decode.run(block, decode.share(kv_len, between_products=True), keep_alive)
 
 
 def any_length_decode(problem: Problem, arrays: tuple[Array, ...]) -> AnyLengthDecode | None:

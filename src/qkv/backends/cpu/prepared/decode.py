@@ -17,13 +17,18 @@ from qkv.backends.cpu.machine.host import isa_setting
 from qkv.backends.cpu.passes.arguments import batch_offsets, word_index
 from qkv.backends.cpu.passes.decode import DecodeArguments, DecodePass, batch_stride
 from qkv.backends.cpu.passes.scratch import NO_RESULTS, ArgumentBlock
+from qkv.backends.cpu.prepared.filled_block import Operand, operand_of
 from qkv.backends.cpu.prepared.placeholders import without_values
+from qkv.backends.cpu.prepared.repeated import RepeatedCall
 from qkv.partial import Partial, RowStatistics
 from qkv.problem.spec import Problem
+from qkv.problem.stored_rows import plain
 
 Array = NDArray[Any]
 
 OUT, LSE = word_index("out", FIELDS), word_index("lse", FIELDS)
+RESULT_WORDS = {"out": OUT, "lse": LSE, "not_finite": word_index("not_finite", FIELDS)}
+"""What the code that reads arrays is told of the results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +94,12 @@ class PreparedDecode:
         self._lse = shape[:-1], spec.compute_dtype
         self._read = [list(map(template.word_of_table, tables)) for tables in read]
         self._blocks: list[ArgumentBlock] = []
+        self._operands: list[Operand] = []
+        if not (arrays or spec.rotation):
+            operands = problem.operands
+            given = operands.query, plain(operands.key), plain(operands.value)
+            places = QUERY.address, KEY.address, VALUE.address
+            self._operands = list(map(operand_of, places, given))
 
     def __call__(
         self, query: Array, key: Array, value: Array, rows: bool, arrays: Sequence[Array] = ()
@@ -117,7 +128,7 @@ class PreparedDecode:
         try:
             block = self._blocks.pop()
         except IndexError:
-            block = ArgumentBlock(self._template.copy())
+            block = self._new_block()
         words = block.words
         (words[QUERY.address], words[KEY.address], words[VALUE.address],
          words[OUT], words[LSE], _, arrays) = addresses  # fmt: skip
@@ -125,7 +136,21 @@ class PreparedDecode:
             for places, address in zip(self._read, arrays, strict=True):
                 for place in places:
                     words[place] = address
-        share = self._share or self._pass.share(self._kv_len)
-        is_finite = self._pass.run(block, share, keep_alive)
+        is_finite = self._run_block(block, self._kv_len, keep_alive)
         self._blocks.append(block)
         return is_finite
+
+    def repeated(self) -> RepeatedCall | None:
+        """See `qkv.backends.RepeatingCall`."""
+        if not self._operands:
+            return None
+        job, expected = self._pass.brief_job(self._kv_len), (self._operands, RESULT_WORDS)
+        return RepeatedCall(self._new_block, *expected, self._out, self._lse, job, self._run_block)
+
+    def _new_block(self) -> ArgumentBlock:
+        return ArgumentBlock(self._template.copy())
+
+    def _run_block(self, block: ArgumentBlock, _: int, keep_alive: Any) -> bool:
+        """Run a block that was filled; whether the output is known to be finite."""
+        share = self._share or self._pass.share(self._kv_len)
+        return self._pass.run(block, share, keep_alive)

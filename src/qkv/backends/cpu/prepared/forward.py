@@ -15,10 +15,19 @@ from qkv.backends.cpu.machine.host import isa_setting
 from qkv.backends.cpu.passes.arguments import word_index
 from qkv.backends.cpu.passes.forward import ForwardPass
 from qkv.backends.cpu.passes.forward_arguments import ForwardArguments
-from qkv.backends.cpu.passes.scratch import NO_RESULTS, ArgumentBlock, return_scratch, take_scratch
+from qkv.backends.cpu.passes.scratch import (
+    NO_RESULTS,
+    ArgumentBlock,
+    BriefJob,
+    return_scratch,
+    take_scratch,
+)
+from qkv.backends.cpu.prepared.filled_block import Operand, operand_of
 from qkv.backends.cpu.prepared.placeholders import without_values
+from qkv.backends.cpu.prepared.repeated import RepeatedCall
 from qkv.partial import RowStatistics
 from qkv.problem.spec import Problem
+from qkv.problem.stored_rows import plain
 
 Array = NDArray[Any]
 
@@ -63,6 +72,11 @@ class PreparedForward:
         self._template = template = ForwardArguments(problem, forward, 0, NO_RESULTS)
         self._read = [list(map(template.word_of_table, tables)) for tables in read]
         self._blocks: list[ArgumentBlock] = []
+        self._operands: list[Operand] = []
+        if not (backward or statistics or arrays or spec.rotation):
+            operands = problem.operands
+            given = operands.query, plain(operands.key), plain(operands.value)
+            self._operands = list(map(operand_of, (_QUERY, _KEY, _VALUE), given))
 
     def __call__(
         self, query: Array, key: Array, value: Array, rows: bool, arrays: Sequence[Array] = ()
@@ -105,7 +119,7 @@ class PreparedForward:
         try:
             block = self._blocks.pop()
         except IndexError:
-            block = ArgumentBlock(self._template.copy())
+            block = self._new_block()
         words = block.words
         (words[_QUERY], words[_KEY], words[_VALUE],
          words[_OUT], words[_LSE], words[_LSE_REST], arrays) = addresses  # fmt: skip
@@ -117,13 +131,35 @@ class PreparedForward:
             words[place] = address
         if self._rounds:
             words[_UNROUNDED] = unrounded
+        is_finite = self._run_block(block, 0, keep_alive)
+        self._blocks.append(block)
+        return is_finite
+
+    def repeated(self) -> RepeatedCall | None:
+        """See `qkv.backends.RepeatingCall`."""
+        if not self._operands:
+            return None
+        job = None
+        if self._brief_job is not None:
+            address = self._pass.kernel.address
+            job = BriefJob(address, 0, self._scratch_bytes, [(_SCRATCH, 0)])
+        expected = self._operands, {"out": _OUT, "lse": _LSE, "not_finite": _NOT_FINITE}
+        return RepeatedCall(self._new_block, *expected, self._out, self._lse, job, self._run_block)
+
+    def _new_block(self) -> ArgumentBlock:
+        block = ArgumentBlock(self._template.copy())
+        block.words[_LIMIT] = self._count
+        return block
+
+    def _run_block(self, block: ArgumentBlock, _: int, keep_alive: Any) -> bool:
+        """Run a block that was filled; whether the output is finite."""
+        words = block.words
         workers = 1 if self._runs_alone else self._pass.workers()
         scratch = take_scratch(self._scratch_bytes * workers)
         words[_SCRATCH] = scratch.address
         if self._brief_job is not None:
             # What `launch` does, for one slice of one thread.
             words[0] = 0
-            words[_LIMIT] = self._count
             self._brief_job(block.pointer, _CALLER)
         else:
             block.keep_alive = scratch, keep_alive
@@ -131,6 +167,5 @@ class PreparedForward:
             block.keep_alive = ()
         is_finite = not words[_NOT_FINITE]
         words[_NOT_FINITE] = 0
-        self._blocks.append(block)
         return_scratch(scratch)
         return is_finite

@@ -13,8 +13,14 @@ from qkv.arrays import view
 from qkv.backends.blocked import BLOCK_KV, BLOCK_Q
 from qkv.call.bound import BoundCall, bind
 from qkv.call.checked import CheckedCall, check_call
-from qkv.call.cotangents import cotangent_of_lse, cotangent_of_out, fits, like_operand, shapes_of
-from qkv.call.gradients import Gradients
+from qkv.call.derivatives.cotangents import (
+    cotangent_of_lse,
+    cotangent_of_out,
+    fits,
+    like_operand,
+    shapes_of,
+)
+from qkv.call.derivatives.gradients import Gradients
 from qkv.call.options import Options, option_values, with_options
 from qkv.call.variant_arrays import as_given, briefly, by_origin, own_arrays, wanted
 from qkv.errors import ArgumentError, DTypeError, ShapeError

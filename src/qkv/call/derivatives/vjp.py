@@ -10,10 +10,10 @@ from qkv.arrays import view
 from qkv.call.attend import attend
 from qkv.call.bound import BoundCall, bind
 from qkv.call.checked import CheckedCall
-from qkv.call.cotangents import shapes_of
-from qkv.call.gradients import Gradients, gradients_of
+from qkv.call.derivatives.cotangents import shapes_of
+from qkv.call.derivatives.gradients import Gradients, gradients_of
+from qkv.call.derivatives.pull_back import Residuals, pull_back
 from qkv.call.options import Options, option_values, with_options
-from qkv.call.pull_back import Residuals, pull_back
 from qkv.partial import Partial
 
 __all__ = ["Gradients", "Pullback", "vjp"]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from qkv.backends import Differentiable
 from qkv.call.checked import CheckedCall
-from qkv.call.cotangents import cotangent_of_lse, cotangent_of_out, like_operand
+from qkv.call.derivatives.cotangents import cotangent_of_lse, cotangent_of_out, like_operand
 from qkv.call.variant_arrays import as_given, briefly, by_origin, made, wanted
 from qkv.errors import ArgumentError
 from qkv.partial import Partial

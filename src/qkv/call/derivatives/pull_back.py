@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.backends import PreparingGradients
-from qkv.call.attend import call_key, heads_first, in_place
 from qkv.call.bound import BoundCall
 from qkv.call.cache import CALLS
 from qkv.call.checked import CheckedCall, check_call
+from qkv.call.derivatives.gradients import Gradients, backward_inputs, gradients_of
 from qkv.call.flatten import without_arrays
-from qkv.call.gradients import Gradients, backward_inputs, gradients_of
+from qkv.call.keys import call_key, heads_first, in_place
 from qkv.partial import Partial
 
 __all__ = ["Residuals", "pull_back"]

@@ -1,0 +1,145 @@
+"""What is expected of the operands of a prepared call, and the functions that fill its block.
+
+The compiled code reads NumPy's array objects, so it is tried before it is relied on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.backends.cpu.compiler.compile import Code, build
+from qkv.backends.cpu.compiler.python_function import address_of_c_function, python_function
+from qkv.backends.cpu.emit.frame import WORD
+from qkv.backends.cpu.emit.python_calls import CALL_WORDS, PLACES, emit_calls
+from qkv.backends.cpu.machine.addresses import address_of
+from qkv.backends.cpu.machine.host import host
+from qkv.backends.cpu.passes.scratch import ArgumentBlock
+
+Array = NDArray[Any]
+Fill: TypeAlias = Callable[..., int]
+
+__all__ = ["Axis", "Fill", "FilledBlock", "Operand", "operand_of"]
+
+
+class Axis(NamedTuple):
+    """What is expected of an axis.
+
+    `size` is -1 for the number of keys. If any stride will do, it goes to the word `place`, which
+    is else 0. The axis of an array has an entry for so many `keys`, unless this is 0.
+    """
+
+    size: int
+    stride: int
+    place: int = 0
+    keys: int = 0
+
+
+class Operand(NamedTuple):
+    """What is expected of an operand, and the word of the block that its address goes to."""
+
+    place: int
+    dtype: np.dtype[Any]
+    axes: Sequence[Axis]
+
+
+def operand_of(place: int, array: Array) -> Operand:
+    """An operand of exactly this dtype, shape and strides."""
+    return Operand(place, array.dtype, list(map(Axis, array.shape, array.strides)))
+
+
+class FilledBlock(NamedTuple):
+    """An argument block and the compiled functions that fill it; see `emit_calls`.
+
+    Attributes
+    ----------
+    block : ArgumentBlock
+    read : callable
+        Takes arrays; None where NumPy's array objects cannot be read.
+    write, step : callable
+        Take addresses.
+    """
+
+    block: ArgumentBlock
+    read: Fill | None
+    write: Fill
+    step: Fill
+
+    @classmethod
+    def of(
+        cls, block: ArgumentBlock, operands: Sequence[Operand], call: Mapping[str, int]
+    ) -> FilledBlock:
+        """For query, key, value and the arrays of variants, if there are any.
+
+        `call` is of `CALL_WORDS`, but counts words, not bytes.
+        """
+        made = cls._untried(block, operands, call)
+        return made if _can_read() else made._replace(read=None)
+
+    @classmethod
+    def _untried(
+        cls, block: ArgumentBlock, operands: Sequence[Operand], call: Mapping[str, int]
+    ) -> FilledBlock:
+        filled = {
+            **dict.fromkeys(CALL_WORDS, 0),
+            **call,
+            **{name: WORD * call.get(name, 0) for name in PLACES},
+            "from_long_long": address_of_c_function("PyLong_FromLongLong"),
+            "as_long_long": address_of_c_function("PyLong_AsLongLong"),
+            "block": block.address,
+            "arrays": len(operands) - 3,
+        }
+        words = [filled[name] for name in CALL_WORDS]
+        for place, dtype, axes in operands:
+            words += [WORD * place, id(dtype), dtype.itemsize, len(axes)]
+            for size, stride, stride_place, keys in axes:
+                words += [size, stride, WORD * stride_place, keys]
+        own = np.array(words, np.int64).view(_Words)
+        own.keep_alive = block, [operand.dtype for operand in operands]
+        functions = [python_function(_code().address(name), own) for name in _NAMES]
+        return cls(block, *functions)
+
+
+_NAMES = ("read", "write", "step")
+
+
+class _Words(np.ndarray[Any, Any]):
+    """Words that keep alive what they have the addresses of."""
+
+    keep_alive: Any
+
+
+@lru_cache(maxsize=1)
+def _can_read() -> bool:
+    """Whether NumPy's arrays are what the compiled code takes them for."""
+    array = np.empty((3, 1, 2, 5), np.float32)[::2, :, :, ::2]
+    block = ArgumentBlock(np.zeros(5, np.int64))
+    operands = [operand_of(n, array) for n in range(3)]
+    read = FilledBlock._untried(block, operands, {"out": 3, "lse": 4}).read
+    assert read is not None
+    if read(array, array, array, array, array) != 1:
+        return False
+    if list(block.words) != [address_of(array)] * 5:
+        return False
+    return not any(
+        read(*[other if n == place else array for n in range(3)], array)
+        for other in _unlike(array)
+        for place in range(3)
+    )
+
+
+def _unlike(array: Array) -> Iterator[Array]:
+    """Arrays that are unlike this one, each in one way."""
+    yield array.view(np.int32)
+    yield array[0]
+    yield array[:1]
+    yield array.copy()
+
+
+@lru_cache(maxsize=1)
+def _code() -> Code:
+    return build(emit_calls, (object.__basicsize__,), host(), _NAMES)

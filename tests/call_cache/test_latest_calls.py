@@ -1,0 +1,330 @@
+"""The latest call of a structure is tried first; compiled code asks whether arrays are like its."""
+
+import gc
+import sys
+import threading
+import weakref
+from itertools import product
+
+import numpy as np
+import pytest
+
+import qkv
+from qkv.backends.cpu.emit.python_calls import CALL_WORDS
+from qkv.backends.cpu.machine.addresses import address_of
+from qkv.backends.cpu.passes.scratch import ArgumentBlock
+from qkv.backends.cpu.prepared import filled_block, repeated
+from qkv.backends.cpu.prepared.filled_block import Axis, FilledBlock, Operand, operand_of
+from qkv.call import attend
+from qkv.errors import QkvError
+
+pytestmark = pytest.mark.usefixtures("no_prepared_calls")
+
+
+def normal(*shape, seed=0, dtype="float32"):
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+def dense(query, key, value, causal=False):
+    """The definition in float64; positions are aligned at the start."""
+    query, key, value = (np.asarray(a, np.float64) for a in (query, key, value))
+    key, value = (np.repeat(a, query.shape[-3] // a.shape[-3], axis=-3) for a in (key, value))
+    scores = query @ key.swapaxes(-1, -2) / np.sqrt(query.shape[-1])
+    if causal:
+        scores = np.where(np.tri(*scores.shape[-2:], dtype=bool), scores, -np.inf)
+    largest = scores.max(-1, keepdims=True)
+    weights = np.exp(scores - largest)
+    total = weights.sum(-1, keepdims=True)
+    return weights / total @ value, (largest + np.log(total))[..., 0]
+
+
+def near(arrays, *variants, **keywords) -> None:
+    """A call gives the definition, with lse and without."""
+    expected, expected_lse = dense(*arrays, causal=bool(variants))
+    out, lse = qkv.attention(*arrays, *variants, return_lse=True, **keywords)
+    again = qkv.attention(*arrays, *variants, **keywords)
+    tolerance = 2e-3 if out.dtype == np.float16 else 3e-6
+    np.testing.assert_allclose(out, expected, atol=tolerance, rtol=tolerance)
+    np.testing.assert_allclose(lse, expected_lse, atol=tolerance, rtol=tolerance)
+    assert again.tobytes() == out.tobytes()
+
+
+def arrays_of(q_len, kv_len, *, seed=0, batch=(2,), heads=(4, 2), dims=(9, 7), dtype="float32"):
+    lengths = (q_len, heads[0], dims[0]), (kv_len, heads[1], dims[0]), (kv_len, heads[1], dims[1])
+    return [
+        normal(*batch, h, n, d, seed=3 * seed + i, dtype=dtype)
+        for i, (n, h, d) in enumerate(lengths)
+    ]
+
+
+LENGTHS = [(1, 1), (1, 100), (3, 700), (16, 16), (16, 40), (64, 64), (200, 30)]
+"""Steps and whole passes, brief and not."""
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("variants", [(), (qkv.Causal("start"),)])
+def test_a_repeated_call_looks_nothing_up(monkeypatch, lengths, variants) -> None:
+    for seed in range(4):
+        near(arrays_of(*lengths, seed=seed), *variants)
+
+    def fail(*arguments):
+        raise AssertionError("the call was looked up")
+
+    monkeypatch.setattr(attend, "call_key", fail)
+    monkeypatch.setattr(attend, "decoding_step", fail)
+    for seed in range(4, 8):
+        near(arrays_of(*lengths, seed=seed), *variants)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+@pytest.mark.parametrize("layout", ["bhld", "blhd"])
+def test_calls_take_turns(dtype, layout) -> None:
+    """Those of one structure share one place, whatever their lengths, dtypes and strides."""
+    for seed, lengths, kind in product(range(4), LENGTHS[:5], [dtype, "float32"]):
+        arrays = arrays_of(*lengths, seed=seed, dtype=kind)
+        if layout == "bhld":
+            near(arrays, scale=9**-0.5)
+            near([a[..., ::-1, :].copy()[..., ::-1, :] for a in arrays], scale=9**-0.5)
+            near([np.asfortranarray(a) for a in arrays], scale=9**-0.5)
+            continue
+        expected, _ = dense(*arrays)
+        swapped = [np.ascontiguousarray(a.swapaxes(-3, -2)) for a in arrays]
+        found = qkv.attention(*swapped, layout="blhd").swapaxes(-3, -2)
+        np.testing.assert_allclose(found, expected, atol=2e-3 if kind == "float16" else 3e-6)
+
+
+@pytest.mark.parametrize("batch", [(), (1,), (3,), (2, 3)])
+def test_keys_that_grow(batch) -> None:
+    for kv_len in [*range(2, 9), 60, 61, 700, 701, 62, 5000, 3]:
+        near(arrays_of(1, kv_len, seed=kv_len, batch=batch))
+        query, key, value = arrays_of(1, kv_len + 50, seed=kv_len, batch=batch)
+        near([query, key[..., :kv_len, :], value[..., :kv_len, :]])
+        expected, _ = dense(query, key, value)
+        found = qkv.attention(query, key, value, qkv.Causal("end"))
+        np.testing.assert_allclose(found, expected, atol=3e-6)
+
+
+def test_as_many_queries_as_keys_are_no_step() -> None:
+    """Then a causal mask needs no alignment; for other lengths it is an error."""
+    for length in range(2, 6):
+        near(arrays_of(length, length), qkv.Causal())
+        with pytest.raises(QkvError):
+            qkv.attention(*arrays_of(1, length), qkv.Causal())
+
+
+@pytest.mark.parametrize("lengths", LENGTHS[:5])
+def test_what_does_not_fit_is_refused(lengths) -> None:
+    query, key, value = arrays_of(*lengths)
+    for _ in range(4):
+        near([query, key, value])
+    for others in (
+        (query, key, value[..., 1:, :]),
+        (query, key[..., 1:], value),
+        (query[0], key, value[:, :1]),
+        (query, key, value.astype(np.float64)),
+        (query, key.astype(np.int32), value),
+        (query, key, None),
+        (query, key, value.tolist()),
+    ):
+        with pytest.raises(QkvError):
+            qkv.attention(*others)
+    near([query, key, value])
+
+
+@pytest.mark.parametrize("lengths", [(1, 100), (2, 100), (16, 16), (64, 64)])
+def test_sums_that_overflow_are_found(lengths) -> None:
+    """The output of a checked call is then computed again, in float64."""
+    arrays = arrays_of(*lengths)
+    for _ in range(3):
+        near(arrays)
+    arrays[2][:] = 3e38
+    for _ in range(2):
+        np.testing.assert_allclose(qkv.attention(*arrays), 3e38, rtol=1e-5)
+    near(arrays_of(*lengths))
+
+
+@pytest.mark.parametrize("lengths", LENGTHS[:5])
+@pytest.mark.parametrize("name", ["no reading of arrays", "no lock"])
+def test_without_what_makes_it_quick(monkeypatch, lengths, name) -> None:
+    if name == "no lock":
+        monkeypatch.setattr(repeated, "is_python_locked", lambda: False)
+    else:
+        monkeypatch.setattr(filled_block, "_can_read", lambda: False)
+    for seed in range(6):
+        near(arrays_of(*lengths, seed=seed))
+
+
+def test_another_machine_is_seen(monkeypatch) -> None:
+    for lengths in LENGTHS[:5]:
+        for seed in range(3):
+            near(arrays_of(*lengths, seed=seed))
+    monkeypatch.setenv("QKV_ISA", "no such thing")
+    for lengths in LENGTHS[:5]:
+        with pytest.raises(QkvError, match="no such thing"):
+            qkv.attention(*arrays_of(*lengths))
+
+
+def test_threads_share_what_is_prepared() -> None:
+    errors = []
+
+    def call(seed) -> None:
+        try:
+            for turn in range(40):
+                near(arrays_of(*LENGTHS[(seed + turn) % 5], seed=seed))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=call, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+@pytest.mark.parametrize("lengths", LENGTHS[:5])
+def test_nothing_is_kept_alive_or_lost(lengths) -> None:
+    arrays = arrays_of(*lengths)
+    for _ in range(4):
+        qkv.attention(*arrays)
+    before = [*map(sys.getrefcount, arrays), sys.getrefcount(arrays[0].dtype)]
+    for _ in range(300):
+        out = qkv.attention(*arrays)
+    after = [*map(sys.getrefcount, arrays), sys.getrefcount(arrays[0].dtype)]
+    assert after[:3] == before[:3]
+    assert abs(after[3] - before[3]) < 20
+    assert sys.getrefcount(out) == 2
+    dead = [weakref.ref(array) for array in (*arrays, out)]
+    del arrays, out
+    gc.collect()
+    assert not any(ref() is not None for ref in dead)
+
+
+def test_arrays_of_derived_classes_are_read_as_arrays() -> None:
+    class Own(np.ndarray):
+        pass
+
+    for seed in range(4):
+        arrays = arrays_of(1, 100, seed=seed)
+        near(arrays)
+        np.testing.assert_array_equal(
+            qkv.attention(*[a.view(Own) for a in arrays]), qkv.attention(*arrays)
+        )
+
+
+# The compiled functions
+
+
+def _filled(query, **words):
+    """A block for this query, and for keys of any number and strides."""
+    block = ArgumentBlock(np.zeros(20, np.int64))
+    axes = [Axis(-1 if n == 2 else size, 0, 10 + n) for n, size in enumerate(query.shape)]
+    operands = [operand_of(0, query), *(Operand(n, query.dtype, axes) for n in (1, 2))]
+    places = {"out": 3, "lse": 4, "kv_len": 5, "q_shift": 6, "not_finite": 7}
+    return FilledBlock.of(block, operands, {**places, "q_len": 4, "longest": 50, **words})
+
+
+@pytest.mark.parametrize(("at_end", "shift"), [(0, 7), (1, 0)])
+def test_any_number_of_keys_is_read(at_end, shift) -> None:
+    query, out, rows = normal(2, 3, 4, 5), normal(2), normal(2, 3, 60, 5)
+    filled = _filled(query, at_end=at_end, shift=shift)
+    words = filled.block.words
+    for keys in (1, 3, 5, 50):
+        key, value = rows[..., :keys, :], rows[:, ::-1, 60 - keys :]
+        assert filled.read(query, key, value, out) == keys
+        places = [*map(address_of, (query, key, value, out)), 0]
+        assert list(words[:7]) == [*places, keys, keys - 4 if at_end else 7]
+        assert tuple(words[10:14]) == value.strides
+        assert filled.read(query, key, value[..., 1:, :], out) == 0
+        assert filled.read(query, key, value, out, out) == keys
+        assert words[4] == address_of(out)
+    for keys in (0, 4, 51):
+        assert filled.read(query, rows[..., :keys, :], rows[..., :keys, :], out) == 0
+
+
+def _numbers(*arrays):
+    """Addresses, sizes, and strides in elements, as tensors tell them."""
+    found = []
+    for array in arrays:
+        strides = [stride // array.itemsize for stride in array.strides]
+        found += [address_of(array), *array.shape, *strides]
+    return found
+
+
+def _step(query, *arrays):
+    """A block for steps of this query, and arrays with an entry for each key, or every 2 keys."""
+    block = ArgumentBlock(np.zeros(40, np.int64))
+    axes = [Axis(-1 if n == 2 else size, 0, 10 + n) for n, size in enumerate(query.shape)]
+    of_query = [Axis(size, 0, 14 + n) for n, size in enumerate(query.shape)]
+    operands = [Operand(0, query.dtype, of_query), *(Operand(n, query.dtype, axes) for n in (1, 2))]
+    for array, (keys, place) in zip(arrays, [(1, 20), (2, 30)], strict=False):
+        own = [Axis(array.shape[0], 0, place + 2), Axis(array.shape[1], 0, place + 4, keys)]
+        operands.append(Operand(place, array.dtype, own))
+    places = {"out": 3, "lse": 4, "kv_len": 5, "q_shift": 6, "not_finite": 7}
+    return FilledBlock.of(block, operands, {**places, "longest": 50})
+
+
+def test_a_step_is_told_sizes_and_strides() -> None:
+    query, rows = normal(2, 3, 1, 5)[:, ::-1], normal(2, 3, 60, 5)
+    filled = _step(query)
+    words = filled.block.words
+    for keys in (1, 2, 50):
+        key, value = rows[..., :keys, :], rows[:, ::-1, 60 - keys :]
+        assert filled.step(8, 9, -50, *_numbers(query, key, value)) == keys
+        places = [*map(address_of, (query, key, value)), 8, 9, keys, -50]
+        assert list(words[:7]) == places
+        assert tuple(words[10:14]) == value.strides
+        assert tuple(words[14:18]) == query.strides
+        for unlike in (
+            (query, key, value[..., :-1, :]),
+            (query, key[:1], value),
+            (query, key, value[..., 1:]),
+            (np.broadcast_to(query[:, :1], query.shape)[:, :2], key, value),
+            (query[:1], key[:1], value[:1]),
+        ):
+            assert filled.step(8, 9, 0, *_numbers(*unlike)) == 0
+        for place in (0, 9, 18):
+            numbers = _numbers(query, key, value)
+            numbers[place] = 0  # Memory that has been freed.
+            assert filled.step(8, 9, 0, *numbers) == 0
+        for shift in (51, -51):
+            assert filled.step(8, 9, shift, *_numbers(query, key, value)) == 0
+    for keys in (0, 51):
+        assert filled.step(8, 9, 0, *_numbers(query, rows[..., :keys, :], rows[..., :keys, :])) == 0
+
+
+def test_a_step_is_told_of_the_arrays_of_variants() -> None:
+    query, rows = normal(2, 3, 1, 5), normal(2, 3, 60, 5)
+    filled = _step(query, normal(1, 9), normal(4, 9))
+    words = filled.block.words
+    for keys, blocks in ((1, 1), (2, 1), (3, 2), (50, 25)):
+        key = rows[..., :keys, :]
+        arrays = normal(1, 60)[:, 60 - keys :], normal(4, 60)[::-1, 2 : 2 + blocks]
+        assert filled.step(8, 9, 0, *_numbers(query, key, key, *arrays)) == keys
+        for place, array, size in zip((20, 30), arrays, (keys, blocks), strict=True):
+            assert words[place] == address_of(array)
+            assert (words[place + 2], words[place + 4]) == array.strides
+            assert words[place + 3] == size
+        # One row that is repeated is as good as one row, but one of four rows is not.
+        repeated_rows = np.broadcast_to(arrays[0], (7, keys))
+        assert filled.step(8, 9, 0, *_numbers(query, key, key, repeated_rows, arrays[1])) == keys
+        for unlike in (
+            (normal(2, keys), arrays[1]),
+            (normal(1, keys + 1), arrays[1]),
+            (np.broadcast_to(normal(1, 1), (1, keys + 1)), arrays[1]),
+            (arrays[0], arrays[1][:3]),
+            (arrays[0], np.broadcast_to(arrays[1][:1], (5, blocks))),
+            (arrays[0], normal(4, blocks + 1)),
+        ):
+            assert filled.step(8, 9, 0, *_numbers(query, key, key, *unlike)) == 0
+
+
+def test_every_word_has_a_place() -> None:
+    assert len(set(CALL_WORDS)) == len(CALL_WORDS)
+
+
+def test_addresses_are_written_as_they_are() -> None:
+    array = normal(2, 3, 4, 5)
+    filled = _filled(array)
+    assert filled.write(2**47, 1, 2, 2**62, 4) == 1
+    assert list(filled.block.words[:5]) == [2**47, 1, 2, 2**62, 4]

@@ -1,0 +1,144 @@
+"""The latest call of tensors is tried first, steps too: results and gradients stay right."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import qkv  # noqa: E402
+from qkv.bridges import torch_calls  # noqa: E402
+from qkv.errors import QkvError  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("no_prepared_calls")
+
+sdpa = torch.nn.functional.scaled_dot_product_attention
+
+
+def operands(q_len, kv_len, *, seed=0, heads=4, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(2, heads, length, 8, generator=generator).to(dtype)
+        for length in (q_len, kv_len, kv_len)
+    ]
+
+
+def near(tensors, *variants, **keywords) -> None:
+    """A call gives what torch gives in float64."""
+    exact = [tensor.double() for tensor in tensors]
+    scores = exact[0] @ exact[1].mT / exact[0].shape[-1] ** 0.5
+    lengths = scores.shape[-2:]
+    allowed = torch.ones(lengths, dtype=torch.bool)
+    if variants:  # The last query stands at the last key.
+        allowed = allowed.tril(lengths[1] - lengths[0])
+    expected = sdpa(*exact, attn_mask=allowed)
+    scores = scores.masked_fill(~allowed, -torch.inf)
+    out, lse = qkv.attention(*tensors, *variants, return_lse=True, **keywords)
+    again = qkv.attention(*tensors, *variants, **keywords)
+    atol = 3e-2 if out.dtype is torch.bfloat16 else 3e-6
+    torch.testing.assert_close(out.double(), expected, atol=atol, rtol=0)
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), atol=atol, rtol=0)
+    assert torch.equal(out, again)
+
+
+LENGTHS = [(1, 1), (1, 100), (2, 3000), (16, 16), (64, 64)]
+"""Steps and whole passes, brief and not."""
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("variants", [(), (qkv.Causal("end"),)])
+def test_a_repeated_call_is_the_first_one_tried(monkeypatch, lengths, variants) -> None:
+    for seed in range(5):
+        near(operands(*lengths, seed=seed), *variants)
+
+    def fail(*arguments):
+        raise AssertionError("the call was looked up")
+
+    monkeypatch.setattr(torch_calls, "run_step", fail)
+    monkeypatch.setattr(torch_calls, "run_prepared", fail)
+    for seed in range(5, 9):
+        near(operands(*lengths, seed=seed), *variants)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_steps_and_calls_take_turns(dtype) -> None:
+    lengths = [*LENGTHS, (1, 101), (1, 101), (1, 101), (1, 100), (1, 100), (16, 17)]
+    for seed in range(3):
+        for pair in lengths:
+            for kind in (dtype, torch.float32):
+                tensors = operands(*pair, seed=seed, dtype=kind)
+                near(tensors)
+                near([tensor.mT.contiguous().mT for tensor in tensors])
+
+
+def test_steps_of_one_length_may_have_other_strides() -> None:
+    query, key, value = operands(1, 200)
+    for keys in (50, 50, 50, 51, 51, 51):
+        near([query, key[:, :, :keys], value[:, :, :keys]])
+        near([query, key[:, :, :keys].contiguous(), value[:, :, 200 - keys :]])
+
+
+def test_positions_of_a_step_are_part_of_it() -> None:
+    query, key, value = operands(1, 40)
+    for _ in range(4):
+        for q_offset in (20, 39, "end", "start"):
+            last = {"end": 39, "start": 0}.get(q_offset, q_offset)
+            found = qkv.attention(query, key, value, qkv.Causal(), q_offset=q_offset)
+            expected = sdpa(query, key[:, :, : last + 1], value[:, :, : last + 1])
+            torch.testing.assert_close(found, expected, atol=3e-6, rtol=0)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_gradients_of_a_known_call_are_not_lost(lengths) -> None:
+    for _ in range(4):
+        near(operands(*lengths))
+    for place in range(3):
+        tensors = operands(*lengths)
+        tensors[place].requires_grad_()
+        qkv.attention(*tensors).sum().backward()
+        exact = [tensor.detach().double() for tensor in tensors]
+        exact[place].requires_grad_()
+        sdpa(*exact).sum().backward()
+        found, expected = tensors[place].grad.double(), exact[place].grad
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_what_is_unlike_a_known_call(lengths) -> None:
+    tensors = operands(*lengths)
+    for _ in range(4):
+        near(tensors)
+    mapped = torch.vmap(qkv.attention)(*[torch.stack([t, t]) for t in tensors])
+    torch.testing.assert_close(mapped[1], sdpa(*tensors), atol=3e-6, rtol=0)
+    assert qkv.attention(*[tensor.to("meta") for tensor in tensors]).device.type == "meta"
+    for others in (
+        (tensors[0], tensors[1].double(), tensors[2]),
+        (tensors[0], tensors[1], torch.nested.nested_tensor(list(tensors[2]))),
+        (tensors[0], tensors[1].to_sparse(), tensors[2]),
+        (tensors[0], None, tensors[2]),
+    ):
+        with pytest.raises(QkvError):
+            qkv.attention(*others)
+    near(tensors)
+
+
+@pytest.mark.parametrize("lengths", [(1, 100), (2, 3000), (16, 16), (64, 64)])
+def test_sums_that_overflow_are_found(lengths) -> None:
+    tensors = operands(*lengths)
+    for _ in range(4):
+        near(tensors)
+    tensors[2].fill_(3e38)
+    for _ in range(2):
+        found = qkv.attention(*tensors)
+        torch.testing.assert_close(found, torch.full_like(found, 3e38), rtol=1e-5, atol=0)
+    near(operands(*lengths))
+
+
+def test_many_threads_take_the_same_steps() -> None:
+    def call(seed) -> None:
+        for turn in range(30):
+            near(operands(*LENGTHS[(seed + turn // 5) % len(LENGTHS)], seed=seed))
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(call, range(6)))
