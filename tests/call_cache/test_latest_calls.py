@@ -242,12 +242,12 @@ def test_any_number_of_keys_is_read(at_end, shift) -> None:
         assert filled.read(query, rows[..., :keys, :], rows[..., :keys, :], out) == 0
 
 
-def _numbers(*arrays):
+def _described(*arrays):
     """Addresses, sizes, and strides in elements, as tensors tell them."""
     found = []
     for array in arrays:
-        strides = [stride // array.itemsize for stride in array.strides]
-        found += [address_of(array), *array.shape, *strides]
+        strides = tuple([stride // array.itemsize for stride in array.strides])
+        found += [address_of(array), array.shape, strides]
     return found
 
 
@@ -270,7 +270,7 @@ def test_a_step_is_told_sizes_and_strides() -> None:
     words = filled.block.words
     for keys in (1, 2, 50):
         key, value = rows[..., :keys, :], rows[:, ::-1, 60 - keys :]
-        assert filled.step(8, 9, -50, *_numbers(query, key, value)) == keys
+        assert filled.step(8, 9, -50, *_described(query, key, value)) == keys
         places = [*map(address_of, (query, key, value)), 8, 9, keys, -50]
         assert list(words[:7]) == places
         assert tuple(words[10:14]) == value.strides
@@ -281,16 +281,20 @@ def test_a_step_is_told_sizes_and_strides() -> None:
             (query, key, value[..., 1:]),
             (np.broadcast_to(query[:, :1], query.shape)[:, :2], key, value),
             (query[:1], key[:1], value[:1]),
+            (query[0], key, value),
+            (query[None], key, value),
         ):
-            assert filled.step(8, 9, 0, *_numbers(*unlike)) == 0
-        for place in (0, 9, 18):
-            numbers = _numbers(query, key, value)
+            assert filled.step(8, 9, 0, *_described(*unlike)) == 0
+        for place in (0, 3, 6):
+            numbers = _described(query, key, value)
             numbers[place] = 0  # Memory that has been freed.
             assert filled.step(8, 9, 0, *numbers) == 0
         for shift in (51, -51):
-            assert filled.step(8, 9, shift, *_numbers(query, key, value)) == 0
+            assert filled.step(8, 9, shift, *_described(query, key, value)) == 0
     for keys in (0, 51):
-        assert filled.step(8, 9, 0, *_numbers(query, rows[..., :keys, :], rows[..., :keys, :])) == 0
+        assert (
+            filled.step(8, 9, 0, *_described(query, rows[..., :keys, :], rows[..., :keys, :])) == 0
+        )
 
 
 def test_a_step_is_told_of_the_arrays_of_variants() -> None:
@@ -300,14 +304,14 @@ def test_a_step_is_told_of_the_arrays_of_variants() -> None:
     for keys, blocks in ((1, 1), (2, 1), (3, 2), (50, 25)):
         key = rows[..., :keys, :]
         arrays = normal(1, 60)[:, 60 - keys :], normal(4, 60)[::-1, 2 : 2 + blocks]
-        assert filled.step(8, 9, 0, *_numbers(query, key, key, *arrays)) == keys
+        assert filled.step(8, 9, 0, *_described(query, key, key, *arrays)) == keys
         for place, array, size in zip((20, 30), arrays, (keys, blocks), strict=True):
             assert words[place] == address_of(array)
             assert (words[place + 2], words[place + 4]) == array.strides
             assert words[place + 3] == size
         # One row that is repeated is as good as one row, but one of four rows is not.
         repeated_rows = np.broadcast_to(arrays[0], (7, keys))
-        assert filled.step(8, 9, 0, *_numbers(query, key, key, repeated_rows, arrays[1])) == keys
+        assert filled.step(8, 9, 0, *_described(query, key, key, repeated_rows, arrays[1])) == keys
         for unlike in (
             (normal(2, keys), arrays[1]),
             (normal(1, keys + 1), arrays[1]),
@@ -316,7 +320,7 @@ def test_a_step_is_told_of_the_arrays_of_variants() -> None:
             (arrays[0], np.broadcast_to(arrays[1][:1], (5, blocks))),
             (arrays[0], normal(4, blocks + 1)),
         ):
-            assert filled.step(8, 9, 0, *_numbers(query, key, key, *unlike)) == 0
+            assert filled.step(8, 9, 0, *_described(query, key, key, *unlike)) == 0
 
 
 def test_every_word_has_a_place() -> None:

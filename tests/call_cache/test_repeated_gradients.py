@@ -12,11 +12,11 @@ import torch
 
 import qkv
 from qkv.backends.cpu.machine import host
-from qkv.call.derivatives import pull_back as prepared_pull_back
 from qkv.call.attend import attend
 from qkv.call.bound import bind
 from qkv.call.cache import CALLS
 from qkv.call.checked import check_call
+from qkv.call.derivatives import pull_back as prepared_pull_back
 from qkv.call.derivatives.gradients import gradients_of
 from qkv.call.derivatives.pull_back import Residuals
 from qkv.call.options import OptionValues

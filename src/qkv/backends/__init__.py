@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from qkv._forks import importing
 from qkv.backends.prepared_calls import (
     AddressedCall,
-    AddressedSteps,
     Addresses,
     AnyLengthSteps,
     Prepared,
@@ -54,7 +53,6 @@ from qkv.problem.spec import Problem, Spec
 
 __all__ = [
     "AddressedCall",
-    "AddressedSteps",
     "Addresses",
     "AnyLengthSteps",
     "Backend",

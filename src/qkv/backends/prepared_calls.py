@@ -99,41 +99,21 @@ of variants lie. lse and lse_rest may be 0, for nowhere. A class of its own woul
 microsecond of each call."""
 
 
-@runtime_checkable
-class AddressedSteps(Protocol):
-    """Steps that other libraries may make without NumPy arrays in between."""
-
-    def run(
-        self,
-        addresses: Addresses,
-        kv_len: int,
-        q_shift: int,
-        strides: tuple[Sequence[int], Sequence[int], Sequence[int]],
-        keep_alive: Any,
-        arrays: Sequence[tuple[int, Sequence[int], Sequence[int]]] = (),
-    ) -> bool:
-        """Compute at these addresses, whose memory `keep_alive` owns; False where `AnyLengthSteps`
-        gives None.
-
-        `strides` are bytes of all axes `(*batch, heads, rows, elements)` of query, key and value.
-        Output and lse are dense. Each of `arrays` is its address, shape and strides; `addresses`
-        has none.
-        """
-        ...
-
-    def repeated(self) -> RepeatedStep | None:
-        """A step for callers one after the other, such as the layers of a model, if it has one."""
-        ...
-
-
 class RepeatedStep(Protocol):
-    """A decoding step of any length that is told sizes and strides as numbers.
+    """A decoding step of any length that other libraries make without NumPy arrays in between."""
 
-    It is for one caller at a time.
-    """
+    brief_keys: int
+    """Up to so many keys it needs no thread but the caller's, and stays below some 20 microseconds,
+    for which Python may be locked."""
 
     def __call__(
-        self, kv_len: int, out: int, lse: int, q_shift: int, numbers: Sequence[int], keep_alive: Any
+        self,
+        kv_len: int,
+        out: int,
+        lse: int,
+        q_shift: int,
+        operands: tuple[Any, ...],
+        keep_alive: Any,
     ) -> bool:
         """Compute a step; False where `AnyLengthSteps` gives None.
 
@@ -144,8 +124,9 @@ class RepeatedStep(Protocol):
             Addresses, lse 0 for none.
         q_shift : int
             As for `AnyLengthSteps`.
-        numbers : sequence of int
-            Of query, key, value and each array: address, sizes, and strides in elements.
+        operands : tuple
+            Of query, key, value and each array: address, sizes, and strides in elements, the latter
+            two as tuples.
         keep_alive : object
             Owns all this memory.
         """
@@ -191,15 +172,16 @@ class RepeatingSteps(Protocol):
     """The same for decoding steps of any length."""
 
     def repeated_arrays(self, at_end: bool) -> RepeatedCall | None:
-        """The step for NumPy arrays; the first query stands at 0, or with `at_end` the last one at
-        the last key."""
+        """The step for NumPy arrays, or None if variants have arrays.
+
+        The first query stands at 0, or with `at_end` the last one at the last key.
+        """
         ...
 
-    def of_length(
-        self,
-        kv_len: int,
-        q_shift: int,
-        strides: tuple[Sequence[int], Sequence[int], Sequence[int]],
-    ) -> RepeatedCall | None:
-        """The step of one length, position and strides (in bytes), which only addresses change."""
+    def repeated_addresses(self, *, between_products: bool = False) -> RepeatedStep | None:
+        """The step for arrays of other libraries, or None.
+
+        `between_products` says that threads of such a library have just worked and will soon again,
+        as around the layers of a model.
+        """
         ...

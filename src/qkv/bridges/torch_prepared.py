@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,12 +19,13 @@ from qkv.backends import RepeatedCall, generation
 from qkv.bridges.torch_guards import Guard, guard
 from qkv.bridges.torch_openmp import on_torch_threads
 from qkv.call.attend import addressed
-from qkv.call.bound import BoundCall
+from qkv.call.bound import BoundCall, Structure
 from qkv.call.cache import CALLS, Key
 from qkv.call.flatten import without_arrays
 from qkv.call.keys import MAX_VALUE_BYTES
 
 __all__ = [
+    "PreparedTensors",
     "are_plain",
     "array_bytes",
     "empty_maker",
@@ -33,7 +34,7 @@ __all__ = [
     "looks_on",
     "prepare",
     "read_in_place",
-    "remember_step",
+    "remember",
     "run_latest",
     "run_prepared",
 ]
@@ -47,22 +48,65 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _tracing_state = torch._C._get_tracing_state
 
 
-class _PreparedCall(NamedTuple):
-    """A prepared call, and what its results are written to.
+class PreparedTensors(Protocol):
+    """A prepared call of tensors."""
 
-    `fits` asks of query, key, value and the tensors that are read in place whether they are like
-    those that were prepared for; `values` are those of the others, in bytes. `brief` runs it
-    on the caller's thread alone, if it is brief.
+    @property
+    def fits(self) -> Guard:
+        """Whether the tensors that are read in place are like those that were prepared for."""
+        ...
+
+    @property
+    def values(self) -> tuple[bytes, ...]:
+        """Those of the other tensors, in bytes."""
+        ...
+
+    @property
+    def generation(self) -> int:
+        """That of the backends."""
+        ...
+
+    def compute(self, read: Sequence[Any], rows: bool) -> Any:
+        """Output, with lse if `rows`, of tensors that fit; None if something else does not."""
+        ...
+
+
+class _PreparedCall(NamedTuple):
+    """A prepared call of tensors with these sizes and strides.
+
+    `brief` runs it on the caller's thread alone, if it is brief.
     """
 
     fits: Guard
     values: tuple[bytes, ...]
     generation: int
     run: Callable[..., bool]
+    brief: Callable[..., bool] | None
     empty_out: Callable[[], Tensor]
     empty_lse: Callable[[], Tensor]
     rows_first: bool
-    brief: Callable[..., bool] | None
+
+    def compute(self, read: Sequence[Any], rows: bool) -> Any:
+        """See `PreparedTensors`."""
+        query, key, value, *arrays = read
+        at_query, at_key, at_value = query.data_ptr(), key.data_ptr(), value.data_ptr()
+        if not (at_query and at_key and at_value):  # Their memory has been freed, as FSDP does.
+            return None
+        out = self.empty_out()
+        lse = self.empty_lse() if rows else None
+        at_out, at_lse = out.data_ptr(), 0 if lse is None else lse.data_ptr()
+        if self.brief is not None:
+            done = self.brief(at_query, at_key, at_value, at_out, at_lse)
+        else:
+            places = [array.data_ptr() for array in arrays]
+            addresses = at_query, at_key, at_value, at_out, at_lse, 0, places
+            with on_torch_threads():
+                done = self.run(addresses, (read, out, lse))
+        if not done:
+            return None
+        if self.rows_first:
+            out = out.transpose(-3, -2).contiguous()
+        return out if lse is None else (out, lse)
 
 
 def looks_on() -> bool:
@@ -87,7 +131,7 @@ def run_latest(bound: BoundCall, rows: bool) -> Any:
     None too if torch has to see the call.
     """
     structure, read = bound
-    known: _PreparedCall | None = CALLS.get(("latest tensors", structure))
+    known: PreparedTensors | None = CALLS.get(("latest tensors", structure))
     if known is None or known.generation != generation() or looks_on():
         return None
     if len(read) > 3:
@@ -102,18 +146,7 @@ def run_latest(bound: BoundCall, rows: bool) -> Any:
             return None
     except (AttributeError, TypeError):  # An operand is not a tensor.
         return None
-    brief = known.brief
-    if brief is None or rows:
-        with on_torch_threads():
-            return _run(known, read, rows)
-    query, key, value = read
-    at_query, at_key, at_value = query.data_ptr(), key.data_ptr(), value.data_ptr()
-    if not (at_query and at_key and at_value):  # Their memory has been freed, as FSDP does.
-        return None
-    out = known.empty_out()
-    if not brief(at_query, at_key, at_value, out.data_ptr(), 0):
-        return None
-    return out.transpose(-3, -2).contiguous() if known.rows_first else out
+    return known.compute(read, rows)
 
 
 def run_prepared(bound: BoundCall, rows: bool) -> Any:
@@ -128,70 +161,15 @@ def run_prepared(bound: BoundCall, rows: bool) -> Any:
     known: _PreparedCall | None = CALLS.get(_key(structure, read, values))
     if known is None:
         return None
-    _remember(structure, known)
-    return _run(known, read, rows)
+    remember(structure, known)
+    return known.compute(read, rows)
 
 
-def remember_step(
-    bound: BoundCall,
-    form: Any,
-    prepared: Callable[[], RepeatedCall | None],
-    makers: tuple[Callable[[], Tensor], Callable[[], Tensor]],
-) -> None:
-    """Prepare for a step over as many keys as the one before.
-
-    Parameters
-    ----------
-    bound : BoundCall
-        A step without arrays of variants.
-    form : object
-        Its lengths, strides and position, which are compared.
-    prepared : callable
-        Makes the call.
-    makers : (callable, callable)
-        Make output and lse.
-    """
-    structure = bound.structure
-    place = "latest step", structure
-    if CALLS.get(place) != form:
-        if not CALLS.replace(place, form):
-            CALLS.insert(without_arrays(place), form)
-        return
-    call = prepared()
-    if call is not None:
-        fits = guard(*bound.leaves)
-        latest = _PreparedCall(fits, (), generation(), call.run, *makers, False, call.brief())
-        _remember(structure, latest)
-
-
-def _remember(structure: Any, known: _PreparedCall) -> None:
+def remember(structure: Structure, known: PreparedTensors) -> None:
     """Try this call first when there is another one of the same structure."""
     latest = "latest tensors", structure
     if not CALLS.replace(latest, known):
         CALLS.insert(without_arrays(latest), known)
-
-
-def _run(known: _PreparedCall, read: Sequence[Any], rows: bool) -> Any:
-    """Run a call whose tensors are as expected; None if something else is not."""
-    query, key, value, *arrays = read
-    at_query, at_key, at_value = query.data_ptr(), key.data_ptr(), value.data_ptr()
-    if not (at_query and at_key and at_value):  # Their memory has been freed, as FSDP does.
-        return None
-    out = known.empty_out()
-    lse = known.empty_lse() if rows else None
-    done = known.run(
-        (
-            at_query, at_key, at_value, out.data_ptr(),
-            0 if lse is None else lse.data_ptr(), 0,
-            [array.data_ptr() for array in arrays] if arrays else (),
-        ),
-        (read, out, lse),
-    )  # fmt: skip
-    if not done:
-        return None
-    if known.rows_first:
-        out = out.transpose(-3, -2).contiguous()
-    return out if lse is None else (out, lse)
 
 
 def read_in_place(bound: BoundCall) -> Sequence[Any]:
@@ -225,10 +203,10 @@ def prepare(bound: BoundCall, seen: BoundCall, out: Tensor) -> None:
         return
     brief = call.brief() if isinstance(call, RepeatedCall) else None
     fits = guard(*read)
-    known = _PreparedCall(fits, values, generation(), call.run, *makers, rows_first, brief)
+    known = _PreparedCall(fits, values, generation(), call.run, brief, *makers, rows_first)
     structure = without_arrays(bound.structure)
     CALLS.insert(_key(structure, read, values), known)
-    _remember(structure, known)
+    remember(structure, known)
 
 
 def leaf_values(bound: BoundCall) -> tuple[bytes, ...] | None:

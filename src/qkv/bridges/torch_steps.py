@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from qkv.backends import AddressedSteps, RepeatedStep, RepeatingSteps, generation
+from qkv.backends import RepeatedStep, RepeatingSteps, generation
 from qkv.bridges.torch_guards import Guard, form_guard
+from qkv.bridges.torch_openmp import on_torch_threads
 from qkv.bridges.torch_prepared import (
     are_plain,
     empty_maker,
     leaf_values,
     looks_on,
     read_in_place,
-    remember_step,
+    remember,
 )
 from qkv.call.bound import BoundCall
 from qkv.call.cache import CALLS, Key
@@ -29,54 +29,71 @@ __all__ = ["LayerStep", "layer_step", "prepare_step", "run_step"]
 
 
 class _PreparedStep(NamedTuple):
-    """A prepared decoding step, and what its results are written to.
+    """A prepared decoding step of tensors.
 
-    `repeating` are the steps, if they can be repeated over as many keys. `fits` asks of tensors
-    whether they are like those that were prepared for, but for their sizes.
+    `fits` asks of tensors whether they are like those that were prepared for, but for their sizes.
     """
 
-    call: AnyLengthCall
-    steps: AddressedSteps
-    repeating: RepeatingSteps | None
     fits: Guard
+    values: tuple[bytes, ...]
+    generation: int
+    steps: RepeatingSteps
+    step: RepeatedStep
+    at_end: bool
+    q_len: int
     empty_out: Callable[[], Tensor]
     empty_lse: Callable[[], Tensor]
+
+    def compute(self, read: Sequence[Any], rows: bool, q_offset: int | None = None) -> Any:
+        """See `qkv.bridges.torch_prepared.PreparedTensors`."""
+        q_len, kv_len = self.q_len, read[1].shape[-2]
+        if q_len == kv_len:  # Then the positions may be left out, which is another call.
+            return None
+        if q_offset is None:
+            q_offset = kv_len - q_len if self.at_end else 0
+        out = self.empty_out()
+        lse = self.empty_lse() if rows else None
+        at_out, at_lse = out.data_ptr(), 0 if lse is None else lse.data_ptr()
+        arguments = kv_len, at_out, at_lse, q_offset, _described(read), (read, out, lse)
+        if kv_len <= self.step.brief_keys:
+            done = self.step(*arguments)
+        else:
+            with on_torch_threads():
+                done = self.step(*arguments)
+        if not done:
+            return None
+        return out if lse is None else (out, lse)
+
+
+def _described(read: Sequence[Any]) -> tuple[Any, ...]:
+    """Address, sizes, and strides in elements of each tensor."""
+    query, key, value, *arrays = read
+    operands: tuple[Any, ...] = (
+        query.data_ptr(), query.shape, query.stride(), key.data_ptr(), key.shape, key.stride(),
+        value.data_ptr(), value.shape, value.stride(),
+    )  # fmt: skip
+    for array in arrays:
+        operands = (*operands, array.data_ptr(), array.shape, array.stride())
+    return operands
 
 
 def run_step(bound: BoundCall, rows: bool) -> Any:
     """Output, with lse if `rows`, of a step; None if it was not prepared for, or torch looks on."""
-    found = None if looks_on() else _find(bound)
-    if found is None:
+    found = None if looks_on() else _key(bound)
+    known: _PreparedStep | None = None if found is None else CALLS.get(found[0])
+    if known is None or found is None:
         return None
-    known, q_shift = found
-    query, key, value, *arrays = read_in_place(bound)
-    at_query, at_key, at_value = query.data_ptr(), key.data_ptr(), value.data_ptr()
-    if not (at_query and at_key and at_value):  # Their memory has been freed.
-        return None
-    out = known.empty_out()
-    lse = known.empty_lse() if rows else None
-    at_lse = 0 if lse is None else lse.data_ptr()
-    addresses = at_query, at_key, at_value, out.data_ptr(), at_lse, 0, ()
-    strides = _byte_strides(query), _byte_strides(key), _byte_strides(value)
-    where = [(a.data_ptr(), a.shape, _byte_strides(a)) for a in arrays]
-    kv_len = key.shape[-2]
-    done = known.steps.run(addresses, kv_len, q_shift, strides, (bound, out, lse), where)
-    if not done:
-        return None
-    steps = known.repeating
-    # Positions that are numbers are part of the structure, and new in each step.
-    if steps is not None and type(bound.structure.options[2]) is not int:
-        form = q_shift, query.shape, key.shape, value.shape, strides
-        prepared = partial(steps.of_length, kv_len, q_shift, strides)
-        remember_step(bound, form, prepared, (known.empty_out, known.empty_lse))
-    return out if lse is None else (out, lse)
+    q_offset = found[1]
+    if q_offset is None:  # A number is part of the structure, and another one in each step.
+        remember(bound.structure, known)
+    return known.compute(read_in_place(bound), rows, q_offset)
 
 
 class LayerStep:
     """A decoding step that the layers of a model take one after the other, and the next step too.
 
     The first layer has found what its variants and options come to. The others ask only whether
-    their tensors are like those of the first. It is for one caller at a time.
+    their tensors are like those of the first.
     """
 
     __slots__ = ("_empty_out", "_fits", "_generation", "_step")
@@ -85,7 +102,7 @@ class LayerStep:
         query, _, value, *_ = bound.leaves
         batch, heads, q_len, _ = query.shape
         self._fits = known.fits
-        self._generation = generation()
+        self._generation = known.generation
         self._step = step
         self._empty_out = empty_maker((batch, q_len, heads, value.shape[-1]), query.dtype)
 
@@ -101,17 +118,9 @@ class LayerStep:
         """
         if looks_on() or self._generation != generation() or not self._fits(*read):
             return None
-        query, key, value, *arrays = read
-        kv_shape = key.shape
-        numbers = (
-            query.data_ptr(), *query.shape, *query.stride(),
-            key.data_ptr(), *kv_shape, *key.stride(),
-            value.data_ptr(), *value.shape, *value.stride(),
-        )  # fmt: skip
-        for array in arrays:
-            numbers = (*numbers, array.data_ptr(), *array.shape, *array.stride())
-        out = self._empty_out()
-        done = self._step(kv_shape[2], out.data_ptr(), 0, q_offset, numbers, (read, out))
+        out, kv_len = self._empty_out(), read[1].shape[-2]
+        operands = _described(read)
+        done = self._step(kv_len, out.data_ptr(), 0, q_offset, operands, (read, out))
         return out if done else None
 
 
@@ -119,21 +128,12 @@ def layer_step(bound: BoundCall) -> LayerStep | None:
     """A step of one query row in four dimensions, for further layers; None if none is prepared."""
     if len(bound.leaves[0].shape) != 4 or bound.leaves[0].shape[2] != 1:
         return None
-    found = None if looks_on() else _find(bound)
-    step = None if found is None else found[0].steps.repeated()
-    return None if found is None or step is None else LayerStep(bound, found[0], step)
-
-
-def _find(bound: BoundCall) -> tuple[_PreparedStep, int] | None:
-    """What was prepared for a step, and where its query row 0 stands."""
-    found = _key(bound)
-    if found is None:
-        return None
-    known: _PreparedStep | None = CALLS.get(found[0])
+    found = None if looks_on() else _key(bound)
+    known: _PreparedStep | None = None if found is None else CALLS.get(found[0])
     if known is None:
         return None
-    query, key = bound.leaves[:2]
-    return known, known.call.q_shift(found[1], query.shape[-2], key.shape[-2])
+    step = known.steps.repeated_addresses(between_products=True)
+    return None if step is None else LayerStep(bound, known, step)
 
 
 def _key(bound: BoundCall) -> tuple[Key, int | None] | None:
@@ -168,11 +168,6 @@ def _key(bound: BoundCall) -> tuple[Key, int | None] | None:
     return key_of_step, given
 
 
-def _byte_strides(tensor: Tensor) -> list[int]:
-    item = tensor.itemsize
-    return [item * stride for stride in tensor.stride()]
-
-
 def prepare_step(bound: BoundCall, seen: BoundCall, out: Tensor) -> bool:
     """Whether the call is a decoding step that was prepared for; it is kept for tensors too.
 
@@ -186,15 +181,21 @@ def prepare_step(bound: BoundCall, seen: BoundCall, out: Tensor) -> bool:
     views = heads_first(seen)
     step = None if views is None else decoding_step(seen, views)
     call: AnyLengthCall | None = None if step is None else CALLS.get(step.key)
-    if step is None or call is None or not isinstance(call.steps, AddressedSteps):
+    if call is None:
+        return False
+    steps = call.steps
+    if step is None or not isinstance(steps, RepeatingSteps):
         return False
     has_own = call.lengths or bound.structure.per_step or not step.any_length
     found = None if has_own or looks_on() else _key(bound)
-    if found is not None:
+    repeated = None if found is None else steps.repeated_addresses()
+    values = leaf_values(bound)
+    if found is not None and repeated is not None and values is not None:
         wide = torch.float64 if out.dtype is torch.float64 else torch.float32
         makers = empty_maker(out.shape, out.dtype), empty_maker(out.shape[:-1], wide)
         fits = form_guard(*read_in_place(bound))
-        repeating = call.steps if isinstance(call.steps, RepeatingSteps) else None
-        known = _PreparedStep(call, call.steps, repeating, fits, *makers)
+        known = _PreparedStep(
+            fits, values, generation(), steps, repeated, call.at_end, out.shape[-2], *makers
+        )
         CALLS.insert(without_arrays(found[0]), known)
     return True

@@ -18,15 +18,15 @@ from qkv.backends.cpu.emit.frame import WORD
 
 PLACES = ("out", "lse", "not_finite", "kv_len", "q_shift")
 CALL_WORDS = (
-    "from_long_long", "as_long_long", "block", "job", "job_argument", "job_keys", "q_len",
-    "longest", "shift", "at_end", "arrays", *PLACES,
+    "from_long_long", "as_long_long", "tuple_size", "tuple_item", "block", "job", "job_argument",
+    "job_keys", "q_len", "longest", "shift", "at_end", "arrays", *PLACES,
 )  # fmt: skip
-"""What is expected of a call begins with these words: the addresses of `PyLong_FromLongLong` and
-`PyLong_AsLongLong`; the argument block; a job that is run at once, or 0, its second argument, and
-the most keys that it takes if their number is not fixed. The number of keys is at most `longest`.
-The first query stands at `shift`, or, if `at_end` is 1, the last one at the last key. `arrays` of
-variants are read too. `PLACES` say where in the block something is, in bytes; `kv_len` is 0 if the
-number of keys is fixed."""
+"""What is expected of a call begins with these words: the addresses of `PyLong_FromLongLong`,
+`PyLong_AsLongLong`, `PyTuple_Size` and `PyTuple_GetItem`; the argument block; a job that is run at
+once, or 0, its second argument, and the most keys that it takes if their number is not fixed. The
+number of keys is at most `longest`. The first query stands at `shift`, or, if `at_end` is 1, the
+last one at the last key. `arrays` of variants are read too. `PLACES` say where in the block
+something is, in bytes; `kv_len` is 0 if the number of keys is fixed."""
 OPERAND_WORDS = ("place", "dtype", "item", "ndim")
 """Then, for query, key and value, and for each array: where the address goes, the dtype object, the
 bytes of an element, and the number of axes."""
@@ -43,6 +43,8 @@ _DONE = -1
 """The result if the job is done."""
 _FROM_LONG_LONG = ir.FunctionType(POINTER, [INT64]).as_pointer()
 _AS_LONG_LONG = ir.FunctionType(INT64, [POINTER]).as_pointer()
+_TUPLE_SIZE = _AS_LONG_LONG
+_TUPLE_ITEM = ir.FunctionType(POINTER, [POINTER, INT64]).as_pointer()
 _JOB = ir.FunctionType(VOID, [POINTER, INT64]).as_pointer()
 
 
@@ -58,8 +60,8 @@ def emit_calls(header: int) -> str:
     as expected; the number of keys is fixed.
 
     `step(out, lse, q_shift, ...)` takes addresses, the position of the first query, and for each
-    operand and array its address, which is not 0, its sizes, and its strides in elements. The
-    number of keys is not fixed.
+    operand and array its address, which is not 0, and tuples of its sizes and of its strides in
+    elements. The number of keys is not fixed.
     """
     e = Emitter("qkv_calls", 1)
     _Calls(e, header).emit()
@@ -194,8 +196,17 @@ class _Calls:
             block = e.pointer(call["block"])
             as_number = b.inttoptr(call["as_long_long"], _AS_LONG_LONG)
 
+            tuple_size = b.inttoptr(call["tuple_size"], _TUPLE_SIZE)
+            tuple_item = b.inttoptr(call["tuple_item"], _TUPLE_ITEM)
+
+            def given(n: Any) -> Value:
+                return e.pointer(self.word(e.at(objects, e.mul(n, WORD))))
+
             def argument(n: Any) -> Value:
-                return b.call(as_number, [e.pointer(self.word(e.at(objects, e.mul(n, WORD))))])
+                return b.call(as_number, [given(n)])
+
+            def entry(of: Value, i: Value) -> Value:
+                return b.call(as_number, [b.call(tuple_item, [of, i])])
 
             def require(condition: Value) -> None:
                 following = b.append_basic_block("alike")
@@ -205,8 +216,17 @@ class _Calls:
             def read(place: Value, first: Value, keys: Value, *, is_array: bool) -> list[Value]:
                 """Read an operand or array; whether it is as expected, and the number of keys."""
                 address_place, _, item, ndim = self.operand_words(place)
-                address = argument(first)
+                address, sizes, strides = (
+                    argument(first),
+                    given(e.add(first, 1)),
+                    given(e.add(first, 2)),
+                )
                 e.store(address, e.at(block, address_place), WORD)
+                is_there = b.icmp_signed("!=", address, e.index(0))
+                for part in (sizes, strides):
+                    has_axes = b.icmp_signed("==", b.call(tuple_size, [part]), ndim)
+                    is_there = b.and_(is_there, has_axes)
+                axes = b.select(is_there, ndim, e.index(0))
 
                 def read_axis(i: Value, carried: list[Value]) -> list[Value]:
                     is_alike, found = carried
@@ -214,8 +234,7 @@ class _Calls:
                     size, _, stride_place, keys_each = (
                         self.word(axis, n) for n in range(len(AXIS_WORDS))
                     )
-                    own_size = argument(e.add(first, 1, i))
-                    stride = e.mul(argument(e.add(first, 1, ndim, i)), item)
+                    own_size, stride = entry(sizes, i), e.mul(entry(strides, i), item)
                     e.store(stride, e.at(block, stride_place), WORD)
                     if is_array:
                         has_keys = b.icmp_signed("!=", keys_each, e.index(0))
@@ -236,21 +255,18 @@ class _Calls:
                     fits = b.icmp_signed("==", own_size, wanted)
                     return [b.and_(is_alike, fits), b.select(along_keys, own_size, found)]
 
-                is_there = b.icmp_signed("!=", address, e.index(0))
-                return e.loop(0, ndim, 1, [is_there, keys], read_axis)
+                return e.loop(0, axes, 1, [is_there, keys], read_axis)
 
             place, first, keys = e.at(expected, WORD * len(CALL_WORDS)), e.index(3), e.index(_ANY)
             for _ in range(3):
                 is_alike, keys = read(place, first, keys, is_array=False)
                 require(is_alike)
-                first = e.add(first, 1, e.mul(2, self.operand_words(place)[-1]))
-                place = self.next_operand(place)
+                first, place = e.add(first, 3), self.next_operand(place)
 
             def read_array(_: Value, carried: list[Value]) -> list[Value]:
                 place, first, is_alike = carried
                 fits, _ = read(place, first, keys, is_array=True)
-                following = e.add(first, 1, e.mul(2, self.operand_words(place)[-1]))
-                return [self.next_operand(place), following, b.and_(is_alike, fits)]
+                return [self.next_operand(place), e.add(first, 3), b.and_(is_alike, fits)]
 
             start = [place, first, ir.Constant(BIT, 1)]
             *_, is_alike = e.loop(0, call["arrays"], 1, start, read_array)

@@ -41,6 +41,8 @@ from qkv.problem.stored_rows import plain
 Array = NDArray[Any]
 
 _KV_LEN, _Q_SHIFT = (word_index(name, FIELDS) for name in ("kv_len", "q_shift"))
+STEP_WORDS = {"kv_len": _KV_LEN, "q_shift": _Q_SHIFT, "longest": LONGEST}
+"""What compiled code is told of steps."""
 
 
 class AnyLengthDecode:
@@ -124,10 +126,8 @@ class AnyLengthDecode:
         operands = self._any_operands()
         if operands is None or self._read or self._sinks is not None:
             return None
-        words = {
-            **RESULT_WORDS, "kv_len": _KV_LEN, "q_shift": _Q_SHIFT, "longest": LONGEST,
-            "q_len": operands[0].axes[-2].size, "at_end": int(at_end),
-        }  # fmt: skip
+        of_call = {"q_len": operands[0].axes[-2].size, "at_end": int(at_end)}
+        words = {**RESULT_WORDS, **STEP_WORDS, **of_call}
 
         def run(block: ArgumentBlock, kv_len: int, keep_alive: Any) -> bool:
             return self._pass.run(block, self._pass.share(kv_len), keep_alive)
@@ -135,37 +135,10 @@ class AnyLengthDecode:
         job = self._pass.brief_job()
         return RepeatedCall(self._new_block, operands, words, self._out, self._lse, job, run)
 
-    def of_length(
-        self,
-        kv_len: int,
-        q_shift: int,
-        strides: tuple[Sequence[int], Sequence[int], Sequence[int]],
-    ) -> RepeatedCall | None:
+    def repeated_addresses(self, *, between_products: bool = False) -> RepeatedDecode | None:
         """See `qkv.backends.RepeatingSteps`."""
-        if self._read or self._sinks is not None or self._ndim > 4:
-            return None
-        if self._fill_words(self._new_block().words, kv_len, q_shift, strides, ()) is None:
-            return None
-
-        def new_block() -> ArgumentBlock:
-            block = self._new_block()
-            self._fill_words(block.words, kv_len, q_shift, strides, ())
-            return block
-
-        def run(block: ArgumentBlock, _: int, keep_alive: Any) -> bool:
-            return self._pass.run(block, self._pass.share(kv_len), keep_alive)
-
-        operands = [
-            Operand(words.address, plain(array).dtype, ())
-            for words, array in zip((QUERY, KEY, VALUE), self._arrays, strict=True)
-        ]
-        job = self._pass.brief_job(kv_len)
-        return RepeatedCall(new_block, operands, RESULT_WORDS, self._out, self._lse, job, run)
-
-    def repeated(self) -> RepeatedDecode | None:
-        """A step for callers one after the other, whose operands are alike but lie elsewhere."""
         operands = self._any_operands()
-        return None if operands is None else RepeatedDecode(self, operands)
+        return None if operands is None else RepeatedDecode(self, operands, between_products)
 
     def _any_operands(self) -> list[Operand] | None:
         """Operands and arrays of any number of keys and any strides.
@@ -267,45 +240,60 @@ class AnyLengthDecode:
 
 
 class RepeatedDecode:
-    """A step that is run for several operands of one form, as by the layers of a model.
+    """Steps whose sizes and strides compiled code reads; see `qkv.backends.RepeatedStep`."""
 
-    Compiled code reads sizes and strides. It is for one caller at a time.
-    """
-
-    def __init__(self, decode: AnyLengthDecode, operands: Sequence[Operand]) -> None:
-        self._decode = decode
-        words = {
-            **RESULT_WORDS, "kv_len": _KV_LEN, "q_shift": _Q_SHIFT, "longest": LONGEST,
-        }  # fmt: skip
-        self._long = FilledBlock.of(decode._new_block(), operands, words)
-        self._brief = self._long
-        job = decode._pass.brief_job()
-        self._most_keys = job.most_keys if job is not None and is_python_locked() else 0
-        if job is not None and self._most_keys:
-            self._brief = brief_block(job, decode._new_block(), operands, words)
+    def __init__(
+        self, decode: AnyLengthDecode, operands: Sequence[Operand], between_products: bool
+    ) -> None:
+        self._decode, self._operands = decode, operands
+        self._between_products = between_products
+        self._words = {**RESULT_WORDS, **STEP_WORDS}
+        self._free: list[FilledBlock] = []
+        job = decode._pass.brief_job() if is_python_locked() else None
+        self.brief_keys = 0 if job is None else job.most_keys
+        if job is not None:
+            self._brief = brief_block(job, decode._new_block(), operands, self._words)
 
     def __call__(
-        self, kv_len: int, out: int, lse: int, q_shift: int, numbers: Sequence[int], keep_alive: Any
+        self,
+        kv_len: int,
+        out: int,
+        lse: int,
+        q_shift: int,
+        operands: tuple[Any, ...],
+        keep_alive: Any,
     ) -> bool:
         """See `qkv.backends.RepeatedStep`."""
         decode = self._decode
         if isa_setting() != decode._isa:
             return False
-        block, _, _, step = self._brief if kv_len <= self._most_keys else self._long
         if decode._sinks is None:
-            found = step(out, lse, q_shift, *numbers)
-            return found < 0 or (found > 0 and self._run(block, kv_len, keep_alive))
+            if kv_len <= self.brief_keys:
+                done: bool = self._brief.step(out, lse, q_shift, *operands) < 0
+                return done
+            return self._run(kv_len, (out, lse, q_shift, *operands), keep_alive)
         partial = decode._new_partial()
         at_out, at_lse = quick_address_of(partial.out), quick_address_of(partial.lse)
-        found = step(at_out, at_lse, q_shift, *numbers)
-        if not (found < 0 or (found > 0 and self._run(block, kv_len, (keep_alive, partial)))):
-            return False
-        decode._sinks(at_out, at_lse, 0, out, lse or at_lse, partial)
-        return True
+        arguments = at_out, at_lse, q_shift, *operands
+        if kv_len <= self.brief_keys:
+            done = self._brief.step(*arguments) < 0
+        else:
+            done = self._run(kv_len, arguments, (keep_alive, partial))
+        if done:
+            decode._sinks(at_out, at_lse, 0, out, lse or at_lse, partial)
+        return done
 
-    def _run(self, block: ArgumentBlock, kv_len: int, keep_alive: Any) -> bool:
-        decode = self._decode._pass
-        return decode.run(block, decode.share(kv_len, between_products=True), keep_alive)
+    def _run(self, kv_len: int, arguments: tuple[Any, ...], keep_alive: Any) -> bool:
+        """A step that is not brief."""
+        decode = self._decode
+        try:
+            own = self._free.pop()
+        except IndexError:
+            own = FilledBlock.of(decode._new_block(), self._operands, self._words)
+        share = decode._pass.share(kv_len, between_products=self._between_products)
+        done = own.step(*arguments) > 0 and decode._pass.run(own.block, share, keep_alive)
+        self._free.append(own)
+        return done
 
 
 def any_length_decode(problem: Problem, arrays: tuple[Array, ...]) -> AnyLengthDecode | None:

@@ -88,8 +88,7 @@ class FilledBlock(NamedTuple):
             **dict.fromkeys(CALL_WORDS, 0),
             **call,
             **{name: WORD * call.get(name, 0) for name in PLACES},
-            "from_long_long": address_of_c_function("PyLong_FromLongLong"),
-            "as_long_long": address_of_c_function("PyLong_AsLongLong"),
+            **{name: address_of_c_function(c_name) for name, c_name in _C_FUNCTIONS.items()},
             "block": block.address,
             "arrays": len(operands) - 3,
         }
@@ -105,6 +104,13 @@ class FilledBlock(NamedTuple):
 
 
 _NAMES = ("read", "write", "step")
+_C_FUNCTIONS = {
+    "from_long_long": "PyLong_FromLongLong",
+    "as_long_long": "PyLong_AsLongLong",
+    "tuple_size": "PyTuple_Size",
+    "tuple_item": "PyTuple_GetItem",
+}
+"""Functions of Python's C interface that compiled code calls."""
 
 
 class _Words(np.ndarray[Any, Any]):
