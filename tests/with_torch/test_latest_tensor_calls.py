@@ -78,6 +78,20 @@ def test_steps_of_one_length_may_have_other_strides() -> None:
         near([query, key[:, :, :keys].contiguous(), value[:, :, 200 - keys :]])
 
 
+@pytest.mark.parametrize("keys", [50, 3000])
+@pytest.mark.parametrize("variants", [(), (qkv.Causal("end"),)])
+def test_steps_over_as_many_keys_again_and_again(keys, variants) -> None:
+    """They are prepared for this very length, and others are still right."""
+    for turn in range(80):
+        near(operands(2, keys, seed=turn), *variants)
+    query, key, value = operands(2, keys + 9)
+    for _ in range(3):
+        near([query, key[:, :, 9:], value[:, :, :keys]], *variants)
+        near([query, key, value], *variants)
+        near([query.mT.contiguous().mT, key[:, :, 9:], value[:, :, 9:]], *variants)
+        near(operands(2, keys), *variants)
+
+
 def test_positions_of_a_step_are_part_of_it() -> None:
     query, key, value = operands(1, 40)
     for _ in range(4):

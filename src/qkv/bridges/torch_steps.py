@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +19,9 @@ from qkv.bridges.torch_prepared import (
     looks_on,
     read_in_place,
     remember,
+    remember_call,
 )
-from qkv.call.bound import BoundCall
+from qkv.call.bound import BoundCall, Structure
 from qkv.call.cache import CALLS, Key
 from qkv.call.decoding import MAX_DECODE_QUERIES, AnyLengthCall, decoding_step
 from qkv.call.flatten import without_arrays
@@ -28,21 +30,26 @@ from qkv.call.keys import heads_first
 __all__ = ["LayerStep", "layer_step", "prepare_step", "run_step"]
 
 
-class _PreparedStep(NamedTuple):
+@dataclass(slots=True)
+class _PreparedStep:
     """A prepared decoding step of tensors.
 
     `fits` asks of tensors whether they are like those that were prepared for, but for their sizes.
+    `repeats` counts steps over `kv_len` keys, one after the other.
     """
 
     fits: Guard
     values: tuple[bytes, ...]
     generation: int
+    structure: Structure
     steps: RepeatingSteps
     step: RepeatedStep
     at_end: bool
     q_len: int
     empty_out: Callable[[], Tensor]
     empty_lse: Callable[[], Tensor]
+    kv_len: int = 0
+    repeats: int = 0
 
     def compute(self, read: Sequence[Any], rows: bool, q_offset: int | None = None) -> Any:
         """See `qkv.bridges.torch_prepared.PreparedTensors`."""
@@ -51,6 +58,7 @@ class _PreparedStep(NamedTuple):
             return None
         if q_offset is None:
             q_offset = kv_len - q_len if self.at_end else 0
+            self._count(read, q_offset)
         out = self.empty_out()
         lse = self.empty_lse() if rows else None
         at_out, at_lse = out.data_ptr(), 0 if lse is None else lse.data_ptr()
@@ -63,6 +71,23 @@ class _PreparedStep(NamedTuple):
         if not done:
             return None
         return out if lse is None else (out, lse)
+
+    def _count(self, read: Sequence[Any], q_shift: int) -> None:
+        """Prepare for this very length when it has often come again, as in caches of fixed size."""
+        kv_len = read[1].shape[-2]
+        if kv_len != self.kv_len:
+            self.kv_len, self.repeats = kv_len, 0
+        self.repeats += 1
+        if self.repeats != _MANY_REPEATS or len(read) > 3:
+            return
+        strides = [[t.itemsize * stride for stride in t.stride()] for t in read]
+        call = self.steps.of_length(kv_len, q_shift, strides)
+        if call is not None:
+            remember_call(self.structure, self.values, read, call, self.empty_out, self.empty_lse)
+
+
+_MANY_REPEATS = 64
+"""Preparing for one length takes about as long as so many steps save by it."""
 
 
 def _described(read: Sequence[Any]) -> tuple[Any, ...]:
@@ -195,7 +220,8 @@ def prepare_step(bound: BoundCall, seen: BoundCall, out: Tensor) -> bool:
         makers = empty_maker(out.shape, out.dtype), empty_maker(out.shape[:-1], wide)
         fits = form_guard(*read_in_place(bound))
         known = _PreparedStep(
-            fits, values, generation(), steps, repeated, call.at_end, out.shape[-2], *makers
-        )
+            fits, values, generation(), without_arrays(bound.structure), steps, repeated,
+            call.at_end, out.shape[-2], *makers,
+        )  # fmt: skip
         CALLS.insert(without_arrays(found[0]), known)
     return True

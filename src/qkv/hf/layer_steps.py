@@ -54,10 +54,7 @@ class LayerOptions(NamedTuple):
 
 
 class LayerSteps:
-    """The decoding steps of layers with equal masks, by what else layers say.
-
-    A step that a thread is in is not there for other threads, which then take the general way.
-    """
+    """The decoding steps of layers with equal masks, by what else layers say."""
 
     __slots__ = ("_known",)
 
@@ -74,15 +71,15 @@ class LayerSteps:
         position_bias: Tensor | None,
     ) -> Tensor | None:
         """Output (batch, 1, num_heads, v_head_dim) of a layer like an earlier one, else None."""
-        known = self._known.pop(says, None)
+        known = self._known.get(says)
         if known is None:
             return None
         if position_bias is None:
             out = known.step(q_offset, query, key, value, *known.mask_arrays)
         else:
             out = known.step(q_offset, query, key, value, position_bias, *known.mask_arrays)
-        if out is not None:
-            self._known[says] = known
+        if out is None:
+            self._known.pop(says, None)
         return out
 
     def add(self, says: LayerOptions, call: LayerCall) -> Tensor | None:
