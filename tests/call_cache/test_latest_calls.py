@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.backends.cpu.emit.python_calls import CALL_WORDS
 from qkv.backends.cpu.machine.addresses import address_of
 from qkv.backends.cpu.passes.scratch import ArgumentBlock
-from qkv.backends.cpu.prepared import filled_block, repeated
-from qkv.backends.cpu.prepared.filled_block import Axis, FilledBlock, Operand, operand_of
+from qkv.backends.cpu.prepared import repeated
+from qkv.backends.cpu.python_calls import filled_block
+from qkv.backends.cpu.python_calls.code import CALL_WORDS
+from qkv.backends.cpu.python_calls.filled_block import Axis, FilledBlock, Operand, operand_of
 from qkv.call import attend
 from qkv.errors import QkvError
 
@@ -220,6 +221,7 @@ def _filled(query, **words):
     block = ArgumentBlock(np.zeros(20, np.int64))
     axes = [Axis(-1 if n == 2 else size, 0, 10 + n) for n, size in enumerate(query.shape)]
     operands = [operand_of(0, query), *(Operand(n, query.dtype, axes) for n in (1, 2))]
+    operands += [Operand(3), Operand(4)]
     places = {"out": 3, "lse": 4, "kv_len": 5, "q_shift": 6, "not_finite": 7}
     return FilledBlock.of(block, operands, {**places, "q_len": 4, "longest": 50, **words})
 
@@ -261,7 +263,7 @@ def _step(query, *arrays):
         own = [Axis(array.shape[0], 0, place + 2), Axis(array.shape[1], 0, place + 4, keys)]
         operands.append(Operand(place, array.dtype, own))
     places = {"out": 3, "lse": 4, "kv_len": 5, "q_shift": 6, "not_finite": 7}
-    return FilledBlock.of(block, operands, {**places, "longest": 50})
+    return FilledBlock.of(block, operands, {**places, "longest": 50, "arrays": len(arrays)})
 
 
 def test_a_step_is_told_sizes_and_strides() -> None:
@@ -332,3 +334,49 @@ def test_addresses_are_written_as_they_are() -> None:
     filled = _filled(array)
     assert filled.write(2**47, 1, 2, 2**62, 4) == 1
     assert list(filled.block.words[:5]) == [2**47, 1, 2, 2**62, 4]
+
+
+def rotated(array):
+    """Rows turned by their positions: entries i and i + half by position / 10000 ** (2 i / dim)."""
+    half, length = array.shape[-1] // 2, array.shape[-2]
+    angle = np.arange(length)[:, None] / 10000.0 ** (np.arange(half) / half)
+    low, high = np.asarray(array[..., :half], np.float64), np.asarray(array[..., half:], np.float64)
+    cos, sin = np.cos(angle), np.sin(angle)
+    return np.concatenate([low * cos - high * sin, high * cos + low * sin], -1)
+
+
+@pytest.mark.parametrize("lengths", [(16, 16), (64, 64), (200, 200), (20, 300)])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_rotation_and_sinks_around_a_repeated_call(monkeypatch, lengths, dtype) -> None:
+    """And sinks with other values are other calls."""
+    sinks = [normal(4, seed=n) for n in range(2)]
+
+    def check(seed, values) -> None:
+        query, key, value = arrays_of(*lengths, seed=seed, dims=(8, 7), dtype=dtype)
+        out, lse = dense(rotated(query), rotated(key), value)
+        total = np.logaddexp(lse, values[:, None])
+        variants = qkv.RoPE(), qkv.Sinks(values)
+        place = {"q_offset": "start"}
+        found, found_lse = qkv.attention(query, key, value, *variants, return_lse=True, **place)
+        tolerance = 2e-3 if dtype == "float16" else 3e-6
+        expected = out * np.exp(lse - total)[..., None]
+        np.testing.assert_allclose(found, expected, atol=tolerance, rtol=tolerance)
+        np.testing.assert_allclose(found_lse, total, atol=tolerance, rtol=tolerance)
+        assert qkv.attention(query, key, value, *variants, **place).tobytes() == found.tobytes()
+        turned = qkv.attention(query, key, value, qkv.RoPE(), **place)
+        np.testing.assert_allclose(turned, out, atol=tolerance, rtol=tolerance)
+
+    for seed in range(4):
+        check(seed, sinks[seed % 2])
+
+    def fail(*arguments):
+        raise AssertionError("the call was looked up")
+
+    if max(lengths) <= 64:  # Longer rows are rotated by several threads, and looked up.
+        monkeypatch.setattr(attend, "call_key", fail)
+    for seed in range(4, 7):
+        check(seed, sinks[seed % 2])
+    sinks[0] += 1.0
+    monkeypatch.undo()
+    for seed in range(3):
+        check(seed, sinks[seed % 2])

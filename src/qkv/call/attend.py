@@ -27,7 +27,7 @@ from qkv.call.cache import CALLS, Key
 from qkv.call.checked import CheckedCall, check_call
 from qkv.call.decoding import decoding_step, prepare_step
 from qkv.call.flatten import without_arrays
-from qkv.call.keys import call_key, heads_first, in_place
+from qkv.call.keys import call_key, heads_first, in_place, leaf_keys
 from qkv.partial import Partial
 
 __all__ = ["Attended", "addressed", "attend"]
@@ -74,9 +74,8 @@ def attend(
     given : sequence, optional
         The variants as the caller gave them.
     """
-    latest = None
-    if len(bound.leaves) == 3 and not backward:
-        latest = "latest", bound.structure, generation()
+    latest = None if backward else _latest_key(bound)
+    if latest is not None:
         repeated = CALLS.get(latest)
         if repeated is not None:
             found = _repeat(repeated, bound, rows)
@@ -148,7 +147,7 @@ def _prepare(key: Key | None, bound: BoundCall, call: CheckedCall, backward: boo
 
 def _repeat(repeated: RepeatedCall, bound: BoundCall, rows: bool) -> Attended | None:
     """The results of the latest call of this structure, if the arrays are like those it had."""
-    query, key, value = bound.leaves
+    query, key, value = bound.leaves[:3]
     if not type(query) is type(key) is type(value) is np.ndarray:
         return None
     if bound.structure.options[1] == "bhld":
@@ -157,6 +156,20 @@ def _repeat(repeated: RepeatedCall, bound: BoundCall, rows: bool) -> Attended | 
     views = heads_first(bound)
     found = None if views is None else repeated(*views, rows)
     return None if found is None else _restored(found, bound)
+
+
+def _latest_key(bound: BoundCall) -> Key | None:
+    """Where the latest call is kept that is alike but for dtypes, shapes and strides of operands.
+
+    None if arrays of variants are read in place.
+    """
+    structure, leaves = bound
+    if len(leaves) == 3:
+        return "latest", structure, generation()
+    if len(structure.by_value) != len(leaves) - 3 or structure.lengths or structure.per_step:
+        return None
+    values = leaf_keys(bound)
+    return None if values is None else ("latest", structure, generation(), *values)
 
 
 def _remember(latest: Key | None, repeated: RepeatedCall | None) -> None:

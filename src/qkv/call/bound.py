@@ -176,13 +176,8 @@ def bind(
     option_trees = _DEFAULT_OPTIONS
     if options is not DEFAULTS:
         option_trees = tuple([flatten(option, leaves, "value", whole) for option in options])
-    structure = Structure(
-        operands,
-        trees,
-        option_trees,
-        *map(tuple, (leaves.by_value, leaves.lengths, leaves.per_step)),
-    )
-    return BoundCall(structure, arrays)
+    read = map(tuple, leaves[1:]) if leaves.by_value else ()
+    return BoundCall(Structure(operands, trees, option_trees, *read), arrays)
 
 
 def _are_simple(

@@ -96,33 +96,32 @@ def flatten(value: Any, leaves: Leaves, role: Role = "value", whole: Whole | Non
     kind = type(value)
     if value is None or kind is int or kind is str:
         return value
+    if kind is float:
+        return float, value.hex()
+    if kind is np.ndarray:
+        return _place(value, leaves, role)
     if whole is not None:
         of_class = declared_fields(kind)
         if of_class:
             return (kind, *[flatten(getattr(value, n), leaves, r, whole) for n, r in of_class])
     named = _fields_of(kind, value)
     if named is not None:
-        parts = [flatten(getattr(value, n), leaves, r, whole) for n, r in named]
+        parts = []
+        for name, field_role in named:
+            part = getattr(value, name)
+            # Most fields stand for themselves, and need no call.
+            if not (part is None or type(part) is str or type(part) is int):
+                part = flatten(part, leaves, field_role, whole)
+            parts.append(part)
         if kind in _declared:
             return (kind, *parts)
         return (object, kind, (tuple, *[name for name, _ in named]), *parts)
-    if kind is float:
-        return float, value.hex()
     if kind is bool:
         return bool, int(value)
     if kind is tuple or kind is list:
         return (kind, *[flatten(entry, leaves, role, whole) for entry in value])
-    if kind is np.ndarray or is_array(value):
-        if role == "in_place":
-            leaves.arrays.append(value)
-            return ReadInPlace
-        leaves.by_value.append(len(leaves.arrays))
-        if role == "lengths":
-            leaves.lengths.append(len(leaves.arrays))
-        elif role == "per_step":
-            leaves.per_step.append(len(leaves.arrays))
-        leaves.arrays.append(value)
-        return ReadByValue
+    if is_array(value):
+        return _place(value, leaves, role)
     if isinstance(value, np.generic):
         return np.generic, value.dtype.str, value.tobytes()
     if whole is not None:
@@ -131,6 +130,20 @@ def flatten(value: Any, leaves: Leaves, role: Role = "value", whole: Whole | Non
         static, arrays = value.tree_flatten()
         return (kind, static, *[flatten(array, leaves, "value") for array in arrays])
     return Opaque(value)
+
+
+def _place(array: Any, leaves: Leaves, role: Role) -> Tree:
+    """Add an array to the leaves."""
+    if role == "in_place":
+        leaves.arrays.append(array)
+        return ReadInPlace
+    leaves.by_value.append(len(leaves.arrays))
+    if role == "lengths":
+        leaves.lengths.append(len(leaves.arrays))
+    elif role == "per_step":
+        leaves.per_step.append(len(leaves.arrays))
+    leaves.arrays.append(array)
+    return ReadByValue
 
 
 def unflatten(tree: Tree, next_array: Callable[[], Any]) -> Any:

@@ -2,6 +2,4 @@
 
 compile    compiling, loading, and the files of the cache; `_digest` decides what is in their key
 canonical  the text of such a key, the same for equal values only
-python_function
-           compiled code as built-in functions of Python
 """

@@ -8,6 +8,5 @@ storage         loading and storing dtypes, float16 and bfloat16 among them
 packing         rows of any stride transposed into vectors, copied, or checked for NaN
 transpose       dense masks and biases, transposed block by block
 vector_math     exp, log, tanh, and sums with their rounding errors
-python_calls    built-in functions of Python that fill an argument block, and run short jobs
 philox          random numbers for dropout
 """

@@ -6,6 +6,5 @@ any_length_decode  few queries over any number of keys; any_length proves what c
 backward           gradients of query, key and value
 stages             compiled passes around a prepared call: rotary embedding before, sinks after
 repeated           calls that ask by themselves whether arrays are like those prepared for
-filled_block       an argument block, and compiled functions that fill it
 placeholders       arrays of one element in the place of those that later calls bring
 """

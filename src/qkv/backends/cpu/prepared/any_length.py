@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from qkv.backends.cpu.passes.decode import DecodeArguments
 from qkv.backends.cpu.passes.scratch import NO_RESULTS
 from qkv.backends.cpu.plan.kernel_spec import bits_of, index_bounds
-from qkv.backends.cpu.prepared.filled_block import Axis, Operand
 from qkv.backends.cpu.prepared.placeholders import tables_of
+from qkv.backends.cpu.python_calls.filled_block import Axis, Operand
 from qkv.errors import ArgumentError, ShapeError
 from qkv.problem.bounds import check_table_reads
 from qkv.problem.expressions import Const, Load, Node, Op, Var, rebuilt, walk

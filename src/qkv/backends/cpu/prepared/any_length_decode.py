@@ -30,9 +30,10 @@ from qkv.backends.cpu.prepared.decode import (
     RESULT_WORDS,
     VALUE,
 )
-from qkv.backends.cpu.prepared.filled_block import Axis, FilledBlock, Operand
 from qkv.backends.cpu.prepared.placeholders import without_values
-from qkv.backends.cpu.prepared.repeated import RepeatedCall, brief_block, is_python_locked
+from qkv.backends.cpu.prepared.repeated import RepeatedCall, brief_block
+from qkv.backends.cpu.python_calls.filled_block import Axis, FilledBlock, Operand
+from qkv.backends.cpu.python_calls.function import is_python_locked
 from qkv.backends.cpu.rows.sinks import Sinks
 from qkv.partial import Partial
 from qkv.problem.spec import Problem
@@ -267,7 +268,7 @@ class RepeatedDecode:
     ) -> None:
         self._decode, self._operands = decode, operands
         self._between_products = between_products
-        self._words = {**RESULT_WORDS, **STEP_WORDS}
+        self._words = {**RESULT_WORDS, **STEP_WORDS, "arrays": len(operands) - 3}
         self._free: list[FilledBlock] = []
         job = decode._pass.brief_job() if is_python_locked() else None
         self.brief_keys = 0 if job is None else job.most_keys

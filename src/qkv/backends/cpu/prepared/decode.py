@@ -17,9 +17,9 @@ from qkv.backends.cpu.machine.host import isa_setting
 from qkv.backends.cpu.passes.arguments import batch_offsets, word_index
 from qkv.backends.cpu.passes.decode import DecodeArguments, DecodePass, batch_stride
 from qkv.backends.cpu.passes.scratch import NO_RESULTS, ArgumentBlock
-from qkv.backends.cpu.prepared.filled_block import Operand, operand_of
 from qkv.backends.cpu.prepared.placeholders import without_values
 from qkv.backends.cpu.prepared.repeated import RepeatedCall
+from qkv.backends.cpu.python_calls.filled_block import Operand, operand_of
 from qkv.partial import Partial, RowStatistics
 from qkv.problem.spec import Problem
 from qkv.problem.stored_rows import plain
@@ -95,7 +95,7 @@ class PreparedDecode:
         self._read = [list(map(template.word_of_table, tables)) for tables in read]
         self._blocks: list[ArgumentBlock] = []
         self._operands: list[Operand] = []
-        if not (arrays or spec.rotation):
+        if not arrays:
             operands = problem.operands
             given = operands.query, plain(operands.key), plain(operands.value)
             places = QUERY.address, KEY.address, VALUE.address

@@ -22,9 +22,9 @@ from qkv.backends.cpu.passes.scratch import (
     return_scratch,
     take_scratch,
 )
-from qkv.backends.cpu.prepared.filled_block import Operand, operand_of
 from qkv.backends.cpu.prepared.placeholders import without_values
 from qkv.backends.cpu.prepared.repeated import RepeatedCall
+from qkv.backends.cpu.python_calls.filled_block import Operand, operand_of
 from qkv.partial import RowStatistics
 from qkv.problem.spec import Problem
 from qkv.problem.stored_rows import plain
@@ -73,7 +73,7 @@ class PreparedForward:
         self._read = [list(map(template.word_of_table, tables)) for tables in read]
         self._blocks: list[ArgumentBlock] = []
         self._operands: list[Operand] = []
-        if not (backward or statistics or arrays or spec.rotation):
+        if not (backward or statistics or arrays):
             operands = problem.operands
             given = operands.query, plain(operands.key), plain(operands.value)
             self._operands = list(map(operand_of, (_QUERY, _KEY, _VALUE), given))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,11 +11,12 @@ from numpy.typing import NDArray
 from qkv.backends import Addresses
 from qkv.backends.cpu.machine.host import isa_setting
 from qkv.backends.cpu.passes.scratch import ArgumentBlock, BriefJob, scratch_of_brief_jobs
-from qkv.backends.cpu.prepared.filled_block import FilledBlock, Operand
+from qkv.backends.cpu.python_calls.filled_block import FilledBlock, Operand
+from qkv.backends.cpu.python_calls.function import is_python_locked
 
 Array = NDArray[Any]
 
-__all__ = ["RepeatedCall", "brief_block", "is_python_locked"]
+__all__ = ["RepeatedCall", "brief_block"]
 
 
 class RepeatedCall:
@@ -49,12 +49,13 @@ class RepeatedCall:
     ) -> None:
         self._isa = isa_setting()
         self._new_block = new_block
-        self._operands, self._words = operands, dict(words)
+        results = (Operand(words[name]) for name in ("out", "lse"))
+        self._operands, self._words = [*operands, *results], dict(words)
         self._out, self._lse, self._run = out, lse, run
         self._free: list[FilledBlock] = []
         self._brief = None
         if job is not None and is_python_locked():
-            self._brief = brief_block(job, new_block(), operands, words)
+            self._brief = brief_block(job, new_block(), self._operands, words)
 
     def __call__(
         self, query: Array, key: Array, value: Array, rows: bool
@@ -109,8 +110,3 @@ def brief_block(
     block.keep_alive = (scratch,)
     of_job = {"job": job.address, "job_argument": job.argument, "job_keys": job.most_keys}
     return FilledBlock.of(block, operands, {**words, **of_job})
-
-
-def is_python_locked() -> bool:
-    """Whether only one thread of Python runs at a time."""
-    return getattr(sys, "_is_gil_enabled", lambda: True)()

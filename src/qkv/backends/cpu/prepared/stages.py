@@ -9,8 +9,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends import AddressedCall, Addresses, Prepared
+from qkv.backends import AddressedCall, Addresses, Prepared, RepeatedCall, RepeatingCall
 from qkv.backends.cpu.machine.addresses import quick_address_of
+from qkv.backends.cpu.machine.host import isa_setting
+from qkv.backends.cpu.prepared.placeholders import placeholder
+from qkv.backends.cpu.python_calls.filled_block import FilledBlock
 from qkv.backends.cpu.rows.rotation import AngleTable, CosSin, Rotation, angle_tables
 from qkv.backends.cpu.rows.sinks import Sinks
 from qkv.partial import RowStatistics, share_with_sinks
@@ -63,6 +66,16 @@ class RotatedCall:
         self._angles = angle_tables(operands.angles, "q"), angle_tables(operands.angles, "kv")
         self._is_reused = sum(a.entries for a in self._rotation.layouts) <= _MOST_REUSED
         self._free: list[list[Array]] = []
+        given = operands.query, plain(operands.key), plain(operands.value)
+        self._operands = list(map(placeholder, given))
+
+    def repeated(self) -> RepeatedRotation | None:
+        """See `qkv.backends.RepeatingCall`."""
+        inner = self._inner.repeated() if isinstance(self._inner, RepeatingCall) else None
+        if inner is None or not (self._is_reused and self._rotation.row_pass.is_brief):
+            return None
+        filled = self._rotation.filled_block(self._operands, self._angles)
+        return RepeatedRotation(self, inner, self._rotation, filled)
 
     def __call__(
         self, query: Array, key: Array, value: Array, rows: bool, arrays: Sequence[Array] = ()
@@ -100,6 +113,40 @@ class RotatedCall:
             self._free.append(rotated)
 
 
+class RepeatedRotation:
+    """A prepared call whose query and key are rotated by the code that reads them."""
+
+    def __init__(
+        self, call: RotatedCall, inner: RepeatedCall, rotation: Rotation, filled: FilledBlock
+    ) -> None:
+        self._call, self._inner = call, inner
+        self._rotation, self._filled = rotation, filled
+        self._isa = isa_setting()
+        self._free: list[list[Array]] = []
+
+    def __call__(self, query: Array, key: Array, value: Array, rows: bool) -> Results | None:
+        """See `qkv.backends.RepeatedCall`."""
+        read = self._filled.read
+        if read is None or isa_setting() != self._isa:
+            return None
+        try:
+            rotated = self._free.pop()
+        except IndexError:
+            rotated = self._rotation.outputs()
+        found = None
+        if read(query, key, value, *rotated):
+            found = self._inner(rotated[0], rotated[1], value, rows)
+        self._free.append(rotated)
+        return found
+
+    def run(self, addresses: Addresses, keep_alive: Any) -> bool:
+        """See `qkv.backends.AddressedCall`."""
+        return self._call.run(addresses, keep_alive)
+
+    def brief(self) -> None:
+        """See `qkv.backends.RepeatedCall`."""
+
+
 class SinksCall:
     """A prepared call whose sinks take their share afterwards, of statistics too."""
 
@@ -114,13 +161,20 @@ class SinksCall:
         self._sinks = Sinks(sinks, self._shape, self._compute, self._dtype, keeps=self._keeps)
         self._sinks_of_heads = np.array(sinks)
 
+    def repeated(self) -> RepeatedSinks | None:
+        """See `qkv.backends.RepeatingCall`."""
+        inner = self._inner.repeated() if isinstance(self._inner, RepeatingCall) else None
+        return None if inner is None or self._keeps else RepeatedSinks(self, inner)
+
     def __call__(
         self, query: Array, key: Array, value: Array, rows: bool, arrays: Sequence[Array] = ()
     ) -> Results | None:
         """See `qkv.backends.Prepared`."""
         found = self._inner(query, key, value, True, arrays)
-        if found is None:
-            return None
+        return None if found is None else self.finish(found)
+
+    def finish(self, found: Results) -> Results:
+        """Results with the share of the sinks, of those without."""
         keys_out, lse, rest, _ = found
         out = np.empty(self._shape, self._dtype) if self._rounds else keys_out
         at = 0
@@ -149,6 +203,25 @@ class SinksCall:
             return False
         self._sinks(keys_out, place, rest, out, place, held)
         return True
+
+
+class RepeatedSinks:
+    """A prepared call whose sinks take their share of what another one leaves."""
+
+    def __init__(self, call: SinksCall, inner: RepeatedCall) -> None:
+        self._call, self._inner = call, inner
+
+    def __call__(self, query: Array, key: Array, value: Array, rows: bool) -> Results | None:
+        """See `qkv.backends.RepeatedCall`."""
+        found = self._inner(query, key, value, True)
+        return None if found is None else self._call.finish(found)
+
+    def run(self, addresses: Addresses, keep_alive: Any) -> bool:
+        """See `qkv.backends.AddressedCall`."""
+        return self._call.run(addresses, keep_alive)
+
+    def brief(self) -> None:
+        """See `qkv.backends.RepeatedCall`."""
 
 
 class AnyLengthRotation:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from qkv.backends.cpu.compiler.compile import Kernel, build
 from qkv.backends.cpu.machine.addresses import address_of, quick_address_of
 from qkv.backends.cpu.machine.host import Host, host
+from qkv.backends.cpu.python_calls.filled_block import FilledBlock, operand_of
 from qkv.backends.cpu.rows.rotation_kernel import FIELDS, RotationKey, emit_rotation
 from qkv.backends.cpu.rows.row_pass import RowPass, argument_words, word_indices
 from qkv.problem.spec import Angles, Problem
@@ -27,7 +28,7 @@ Array = NDArray[Any]
 
 __all__ = ["AngleTable", "Rotation", "angle_tables", "rotated_rows"]
 
-_WORTH_A_THREAD = 2**15
+_WORTH_A_THREAD = 2**16
 """Number of entries that makes it worthwhile to wake a thread."""
 _LARGEST_TABLE = 2**23
 """The most bytes of cosines and sines that are kept from call to call."""
@@ -43,6 +44,12 @@ class CosSin(NamedTuple):
 
     cosines: Array
     sines: Array
+
+    @property
+    def numbers(self) -> tuple[int, int, int]:
+        """Addresses of both, and bytes from one batch row to the next."""
+        step = 0 if len(self.cosines) == 1 else self.cosines.strides[0]
+        return quick_address_of(self.cosines), quick_address_of(self.sines), step
 
 
 class AngleTable:
@@ -137,29 +144,41 @@ class Rotation:
         for n, layout in enumerate(layouts):
             values |= {f"{name}_{n}": value for name, value in layout.fields.items()}
         entries, words = sum(layout.entries for layout in layouts), argument_words(FIELDS, values)
-        self._pass = RowPass(_kernel(key, here), words, count, entries, _WORTH_A_THREAD)
+        places = [word for n in range(len(layouts)) for word in _WORDS[n]]
+        kernel = _kernel(key, here)
+        self.row_pass = RowPass(kernel, words, places, count, entries, _WORTH_A_THREAD)
 
     def outputs(self) -> list[Array]:
         """Memory for the rotated rows: dense, in the type of computation."""
         return [np.empty(layout.shape, self.out_dtype) for layout in self.layouts]
 
+    def filled_block(self, operands: Sequence[Array], angles: Sequence[CosSin]) -> FilledBlock:
+        """Functions of query, key, value and two outputs, which rotate the first two by angles.
+
+        They ask whether the three are laid out as `operands` are. `angles` must be kept alive.
+        """
+        places = _WORDS[0][0], _WORDS[1][0], _UNUSED
+        out, other_out = _WORDS[0][1], _WORDS[1][1]
+        filled = self.row_pass.filled_block(
+            list(map(operand_of, places, operands)), {"out": out, "lse": other_out}
+        )
+        for words, table in zip(_WORDS, angles, strict=True):
+            for word, number in zip(words[2:], table.numbers, strict=True):
+                filled.block.words[word] = number
+        return filled
+
     def __call__(
         self, addresses: Sequence[int], angles: Sequence[CosSin], outputs: Sequence[Array]
     ) -> None:
         """Rotate the rows at these addresses by these angles into the outputs."""
-        block = self._pass.new_block((outputs, angles, self.layouts))
-        words = block.words
-        for n, address in enumerate(addresses):
-            at_rows, at_out, at_cosines, at_sines, at_bytes = _WORDS[n]
-            out, (cosines, sines) = outputs[n], angles[n]
-            words[at_rows] = address
-            words[at_out] = quick_address_of(out)
-            words[at_cosines] = quick_address_of(cosines)
-            words[at_sines] = quick_address_of(sines)
-            words[at_bytes] = 0 if len(cosines) == 1 else cosines.strides[0]
-        self._pass.run(block)
+        numbers: list[int] = []
+        for address, table, out in zip(addresses, angles, outputs, strict=True):
+            numbers += (address, quick_address_of(out), *table.numbers)
+        self.row_pass.run(numbers, (outputs, angles, self.layouts))
 
 
+_UNUSED = 1
+"""A word beside the counter, for an address that the kernel does not read."""
 _WORDS = [
     word_indices(FIELDS, f"rows_{n}", f"out_{n}", f"cosines_{n}", f"sines_{n}", f"table_bytes_{n}")
     for n in (0, 1)

@@ -13,6 +13,8 @@ from qkv.backends.cpu.compiler.compile import Kernel
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.emit.frame import COUNTER_BYTES, WORD
 from qkv.backends.cpu.machine.addresses import quick_address_of
+from qkv.backends.cpu.python_calls.filled_block import FilledBlock, Operand
+from qkv.backends.cpu.python_calls.function import is_python_locked
 from qkv.backends.cpu.threads import jobs
 
 Array = NDArray[np.int64]
@@ -75,24 +77,47 @@ class ArgumentBlock:
 class RowPass:
     """A kernel of `emit_head_job`, its argument words, and how its heads are shared out.
 
-    A thread more pays for every `worth_a_thread` of the `entries`.
+    Each run brings numbers for the words `places`. A thread more pays for every `worth_a_thread` of
+    the `entries`.
     """
 
     def __init__(
-        self, kernel: Kernel, words: Array, count: int, entries: int, worth_a_thread: int
+        self,
+        kernel: Kernel,
+        words: Array,
+        places: Sequence[int],
+        count: int,
+        entries: int,
+        worth_a_thread: int,
     ) -> None:
-        self._kernel, self._words = kernel, words
+        self._kernel, self._words, self._places = kernel, words, places
         self._most_workers = max(1, min(count, entries // worth_a_thread))
-        self._is_brief = entries <= _BRIEF
+        is_brief = self._most_workers == 1 and entries <= _BRIEF
+        self.is_brief = is_brief and is_python_locked()
+        """Whether it runs on the caller's thread, while Python is locked."""
+        self._has_run = False
+        self._brief: FilledBlock | None = None
 
-    def new_block(self, keep_alive: Any) -> ArgumentBlock:
-        """Words of one run, to be completed."""
-        return ArgumentBlock(self._words, keep_alive)
+    def filled_block(
+        self, operands: Sequence[Operand], call: Mapping[str, int] | None = None
+    ) -> FilledBlock:
+        """A block of its own, whose functions run the pass; one is enough if it is brief."""
+        block = ArgumentBlock(self._words, ())
+        return FilledBlock.of(block, operands, {**(call or {}), "job": self._kernel.address})
 
-    def run(self, block: ArgumentBlock) -> None:
-        """Run the kernel on all heads."""
+    def run(self, numbers: Sequence[int], keep_alive: Any) -> None:
+        """Run the kernel on all heads; `keep_alive` owns what the numbers are addresses of."""
+        if self._brief is not None:
+            self._brief.write(*numbers)
+            return
+        if self.is_brief and self._has_run:
+            self._brief = self.filled_block([Operand(place) for place in self._places])
+        self._has_run = True
+        block = ArgumentBlock(self._words, keep_alive)
+        for place, number in zip(self._places, numbers, strict=True):
+            block.words[place] = number
         workers = 1 if self._most_workers == 1 else min(get_num_threads(), self._most_workers)
-        if workers == 1 and self._is_brief:
+        if self.is_brief:
             self._kernel.brief_job(block.address, 0)
         else:
             jobs.run(self._kernel, block, workers)

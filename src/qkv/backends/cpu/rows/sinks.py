@@ -69,16 +69,14 @@ class Sinks:
             },
         )  # fmt: skip
         entries = count * length * dim
-        self._pass = RowPass(_kernel(key, host()), words, count, entries, _WORTH_A_THREAD)
+        kernel = _kernel(key, host())
+        self._pass = RowPass(kernel, words, _WORDS, count, entries, _WORTH_A_THREAD)
 
     def __call__(
         self, keys_out: int, keys_lse: int, rest: int, out: int, lse: int, keep_alive: Any
     ) -> None:
         """Read and write at these addresses, of memory that `keep_alive` owns; `rest` 0 is none."""
-        block = self._pass.new_block((keep_alive, self._sinks))
-        for word, address in zip(_WORDS, (keys_out, keys_lse, rest, out, lse), strict=True):
-            block.words[word] = address
-        self._pass.run(block)
+        self._pass.run((keys_out, keys_lse, rest, out, lse), (keep_alive, self._sinks))
 
 
 _WORDS = word_indices(FIELDS, "keys_out", "keys_lse", "rest", "out", "lse")

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from qkv.backends.cpu.compiler.compile import Code, build
-from qkv.backends.cpu.compiler.python_function import address_of_c_function, python_function
 from qkv.backends.cpu.emit.frame import WORD
-from qkv.backends.cpu.emit.python_calls import CALL_WORDS, PLACES, emit_calls
 from qkv.backends.cpu.machine.addresses import address_of
 from qkv.backends.cpu.machine.host import host
-from qkv.backends.cpu.passes.scratch import ArgumentBlock
+from qkv.backends.cpu.python_calls.code import CALL_WORDS, PLACES, emit_calls
+from qkv.backends.cpu.python_calls.function import address_of_c_function, python_function
 
 Array = NDArray[Any]
 Fill: TypeAlias = Callable[..., int]
@@ -40,11 +39,14 @@ class Axis(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """What is expected of an operand, and the word of the block that its address goes to."""
+    """What is expected of an operand, and the word of the block that its address goes to.
+
+    Numbers that are only written have no dtype.
+    """
 
     place: int
-    dtype: np.dtype[Any]
-    axes: Sequence[Axis]
+    dtype: np.dtype[Any] | None = None
+    axes: Sequence[Axis] = ()
 
 
 def operand_of(place: int, array: Array) -> Operand:
@@ -52,27 +54,35 @@ def operand_of(place: int, array: Array) -> Operand:
     return Operand(place, array.dtype, list(map(Axis, array.shape, array.strides)))
 
 
+class Block(Protocol):
+    """An argument block."""
+
+    @property
+    def words(self) -> memoryview: ...
+
+    @property
+    def address(self) -> int: ...
+
+
 class FilledBlock(NamedTuple):
     """An argument block and the compiled functions that fill it; see `emit_calls`.
 
     Attributes
     ----------
-    block : ArgumentBlock
+    block : Block
     read : callable
         Takes arrays; None where NumPy's array objects cannot be read.
     write, step : callable
         Take addresses.
     """
 
-    block: ArgumentBlock
+    block: Any
     read: Fill | None
     write: Fill
     step: Fill
 
     @classmethod
-    def of(
-        cls, block: ArgumentBlock, operands: Sequence[Operand], call: Mapping[str, int]
-    ) -> FilledBlock:
+    def of(cls, block: Block, operands: Sequence[Operand], call: Mapping[str, int]) -> FilledBlock:
         """For query, key, value and the arrays of variants, if there are any.
 
         `call` is of `CALL_WORDS`, but counts words, not bytes.
@@ -82,7 +92,7 @@ class FilledBlock(NamedTuple):
 
     @classmethod
     def _untried(
-        cls, block: ArgumentBlock, operands: Sequence[Operand], call: Mapping[str, int]
+        cls, block: Block, operands: Sequence[Operand], call: Mapping[str, int]
     ) -> FilledBlock:
         filled = {
             **dict.fromkeys(CALL_WORDS, 0),
@@ -90,11 +100,11 @@ class FilledBlock(NamedTuple):
             **{name: WORD * call.get(name, 0) for name in PLACES},
             **{name: address_of_c_function(c_name) for name, c_name in _C_FUNCTIONS.items()},
             "block": block.address,
-            "arrays": len(operands) - 3,
         }
         words = [filled[name] for name in CALL_WORDS]
         for place, dtype, axes in operands:
-            words += [WORD * place, id(dtype), dtype.itemsize, len(axes)]
+            item = 0 if dtype is None else dtype.itemsize
+            words += [WORD * place, id(dtype), item, len(axes)]
             for size, stride, stride_place, keys in axes:
                 words += [size, stride, WORD * stride_place, keys]
         own = np.array(words, np.int64).view(_Words)
@@ -119,11 +129,19 @@ class _Words(np.ndarray[Any, Any]):
     keep_alive: Any
 
 
+class _TriedBlock:
+    """Five words."""
+
+    def __init__(self) -> None:
+        array = np.zeros(5, np.int64)
+        self.words, self.address = memoryview(array.data), address_of(array)
+
+
 @lru_cache(maxsize=1)
 def _can_read() -> bool:
     """Whether NumPy's arrays are what the compiled code takes them for."""
     array = np.empty((3, 1, 2, 5), np.float32)[::2, :, :, ::2]
-    block = ArgumentBlock(np.zeros(5, np.int64))
+    block = _TriedBlock()
     operands = [operand_of(n, array) for n in range(3)]
     read = FilledBlock._untried(block, operands, {"out": 3, "lse": 4}).read
     assert read is not None

@@ -26,10 +26,11 @@ CALL_WORDS = (
 once, or 0, its second argument, and the most keys that it takes if their number is not fixed. The
 number of keys is at most `longest`. The first query stands at `shift`, or, if `at_end` is 1, the
 last one at the last key. `arrays` of variants are read too. `PLACES` say where in the block
-something is, in bytes; `kv_len` is 0 if the number of keys is fixed."""
+something is, in bytes; `kv_len` is 0 if the number of keys is fixed, and `not_finite` if the job
+does not tell."""
 OPERAND_WORDS = ("place", "dtype", "item", "ndim")
 """Then, for query, key and value, and for each array: where the address goes, the dtype object, the
-bytes of an element, and the number of axes."""
+bytes of an element, and the number of axes. For `write`, more numbers of a call may follow."""
 AXIS_WORDS = ("size", "stride", "place", "keys")
 """Then, for each axis: its size, -1 for the number of keys; its stride in bytes, or, if any stride
 will do, where that goes, else 0. The axis of an array has an entry for so many `keys`, unless this
@@ -56,8 +57,8 @@ def emit_calls(header: int) -> str:
     there is one for so many keys. The result is 0 if an operand is not as expected or the job's
     output is not finite; -1 if the job is done; else the number of keys, or 1 if that is fixed.
 
-    `write(query, key, value, out, lse)` is the same for addresses of operands that are known to be
-    as expected; the number of keys is fixed.
+    `write(...)` takes a number for each operand, such as its address; they are known to be as
+    expected, and the number of keys is fixed.
 
     `step(out, lse, q_shift, ...)` takes addresses, the position of the first query, and for each
     operand and array its address, which is not 0, and tuples of its sizes and of its strides in
@@ -76,25 +77,26 @@ class _Calls:
         self.header = header
 
     def emit(self) -> None:
-        e = self.e
         run_job = self._job_function()
         self._emit_read(run_job)
         self._emit_step(run_job)
+        self._emit_write(run_job)
+
+    def _emit_write(self, run_job: Value) -> None:
+        e = self.e
         with e.function("write", [POINTER, POINTER, INT64], POINTER, public=True) as (_, arguments):
-            own, objects, _ = arguments
+            own, objects, count = arguments
             expected = e.pointer(self.part(own, _DATA))
             block = e.pointer(self.call_word(expected, "block"))
             as_number = e.builder.inttoptr(self.call_word(expected, "as_long_long"), _AS_LONG_LONG)
 
-            def argument(n: int) -> Value:
-                return e.builder.call(as_number, [e.pointer(self.word(objects, n))])
+            def write(n: Value, carried: list[Value]) -> list[Value]:
+                (place,) = carried
+                given = e.pointer(self.word(e.at(objects, e.mul(n, WORD))))
+                e.store(e.builder.call(as_number, [given]), e.at(block, self.word(place)), WORD)
+                return [self.next_operand(place)]
 
-            place = e.at(expected, WORD * len(CALL_WORDS))
-            for n in range(3):
-                e.store(argument(n), e.at(block, self.word(place)), WORD)
-                place = self.next_operand(place)
-            for n, name in enumerate(("out", "lse"), start=3):
-                e.store(argument(n), e.at(block, self.call_word(expected, name)), WORD)
+            e.loop(0, count, 1, [e.at(expected, WORD * len(CALL_WORDS))], write)
             self.give(expected, e.builder.call(run_job, [expected, block]))
 
     def word(self, place: Value, number: int = 0) -> Value:
@@ -134,10 +136,13 @@ class _Calls:
             e.store(e.index(0), block, WORD)  # The counter of tasks.
             argument = self.call_word(expected, "job_argument")
             b.call(b.inttoptr(job, _JOB), [block, argument])
-            not_finite = e.at(block, self.call_word(expected, "not_finite"))
-            is_finite = b.icmp_signed("==", self.word(not_finite), e.index(0))
-            e.store(e.index(0), not_finite, WORD)
-            b.ret(b.select(is_finite, e.index(_DONE), e.index(0)))
+            place = self.call_word(expected, "not_finite")
+            with b.if_then(b.icmp_signed("!=", place, e.index(0))):
+                not_finite = e.at(block, place)
+                with b.if_then(b.icmp_signed("!=", self.word(not_finite), e.index(0))):
+                    e.store(e.index(0), not_finite, WORD)
+                    b.ret(e.index(0))
+            b.ret(e.index(_DONE))
         return function
 
     def _emit_read(self, run_job: Value) -> None:

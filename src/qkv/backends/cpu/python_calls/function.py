@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["address_of_c_function", "python_function"]
+__all__ = ["address_of_c_function", "is_python_locked", "python_function"]
 
 _FASTCALL = 0x0080
 """METH_FASTCALL: the code gets its own object, an array of arguments, and their number."""
@@ -47,3 +48,8 @@ def address_of_c_function(name: str) -> int:
     found = ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value
     assert found
     return found
+
+
+def is_python_locked() -> bool:
+    """Whether only one thread of Python runs at a time."""
+    return getattr(sys, "_is_gil_enabled", lambda: True)()
