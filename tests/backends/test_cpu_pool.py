@@ -82,6 +82,24 @@ def test_a_worker_sleeps_at_once_where_launches_are_far_apart(pool) -> None:
     assert pool.run(KERNEL, Launch(expected=2), 1) == 1
 
 
+def test_a_worker_that_was_woken_too_late_is_there_for_the_next_launch(pool) -> None:
+    """It would spin for hours if it took its time; else it would be counted as asleep again."""
+    pool.run(KERNEL, Launch(expected=2), 1)
+    for _ in range(50):
+        pool._word("spins").value, pool._word("spin_nanoseconds").value = 0, 0
+        pool.run(KERNEL, Launch(expected=2), 1)
+        until = time.monotonic() + 20
+        while not pool._word("sleeping").value and time.monotonic() < until:
+            time.sleep(0.001)
+        assert pool._word("sleeping").value == 1
+        pool._word("spins").value, pool._word("spin_nanoseconds").value = 2**50, 2**62
+        if pool.run(KERNEL, Launch(), 1) == 0:
+            break
+    time.sleep(0.05)
+    assert pool._word("sleeping").value == 0
+    assert pool.run(KERNEL, Launch(expected=2), 1) == 1
+
+
 def test_the_end_of_a_launch_is_noted_by_the_steady_clock(pool) -> None:
     before = time.monotonic_ns()
     pool.run(KERNEL, Launch(), 1)

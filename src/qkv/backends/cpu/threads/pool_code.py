@@ -24,7 +24,9 @@ nobody is inside and read only by workers that are.
 Idle workers spin for a short time if the launch before this one was over not longer ago than that,
 since launches that follow one another go on doing so, and then sleep: on the futex of `generation`
 where Linux has it, on a condition variable elsewhere. Where launches are far apart, as the layers
-of a model are, a worker that spun would only keep others off its core: it sleeps at once.
+of a model are, a worker that spun would only keep others off its core: it sleeps at once. A worker
+that was woken too late to join spins too. Otherwise short launches that follow one another, and are
+over before a worker wakes, would never be joined.
 
 Neither a launch nor going to sleep can miss the other: the worker announces itself in `sleeping`
 before the system compares `generation` once more, the caller counts `generation` up before it reads
@@ -122,9 +124,12 @@ class _Protocol:
 
             def stay_idle(generation: Value) -> None:
                 awake = e.below(0, b.load(patience))
-                e.choose(
-                    awake, lambda: self.relax(patience), lambda: self.fall_asleep(block, generation)
-                )
+                e.choose(awake, lambda: self.relax(patience), lambda: sleep(generation))
+
+            def sleep(generation: Value) -> None:
+                self.fall_asleep(block, generation)
+                # If it comes too late for the launch that woke it, it is there for the next one.
+                b.store(self.load_word(block, "patience"), patience)
 
             def try_to_join(generation: Value) -> None:
                 b.store(generation, seen)
@@ -135,7 +140,7 @@ class _Protocol:
                     arguments = e.pointer(b.load(self.word_at(block, "arguments")))
                     b.call(job, [arguments, number])
                     b.atomic_rmw("sub", self.word_at(block, "ticket"), e.index(1), "release")
-                    # Only a worker that has joined spins for another while; others soon sleep.
+                    # Only who has joined or was woken spins for another while; others soon sleep.
                     b.store(self.load_word(block, "patience"), patience)
 
             def is_running() -> tuple[Value, Value]:
