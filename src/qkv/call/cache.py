@@ -13,7 +13,7 @@ Key: TypeAlias = tuple[Any, ...]
 """A cache key; its first entry names the purpose, such as "forward"."""
 
 CAPACITY = 1024
-"""Prepared calls that are kept, some 4 KB each; the oldest go first."""
+"""Prepared calls that are kept, some 30 KB each; the oldest go first."""
 
 
 class CallCache:

@@ -13,7 +13,9 @@ and packages on one line do not import one another:
                   the kernels for gradients, for few queries, and for questions about weights
     forward       the kernels for many queries
     products      the matrix products that all of these are made of
-    threads       native worker threads
+    threads | python_calls
+                  threads: native worker threads
+                  python_calls: compiled code that Python calls as built-in functions
     emit | compiler
                   emit: how LLVM IR is written; compiler: IR to machine code, and its cache on disk
     machine       the processor, its instruction set, and the tiles that fit its registers
@@ -26,6 +28,9 @@ addresses and strides of the arrays into an argument block, and `threads.jobs.ru
 one or more threads, each of which takes tasks from a counter in the block. The kernel has then
 written `out` and `lse` into the arrays of a `Partial`, which `run` returns. Few queries go through
 `passes.decode` instead, gradients through `passes.gradient`, inspection through `passes.replay`.
+
+The second call of a kind is prepared (`prepared`), and further ones go straight to a
+`prepared.repeated.RepeatedCall`: compiled code looks at the arrays, fills the block, and runs the job.
 """
 
 from qkv.backends.cpu.backend import CpuBackend, describe_host
