@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.backends import AddressedSteps
+from qkv.backends import RepeatingSteps
 from qkv.backends.cpu import CpuBackend
 from qkv.backends.cpu.prepared.any_length_decode import LONGEST
 from qkv.problem.check import check
@@ -210,19 +210,23 @@ def test_steps_by_address(name) -> None:
     variants, (keys, values) = VARIANTS[name], caches()
     query = normal(2, 4, 1, 24)
     steps = prepared(query, keys, values, variants, q_offset="end")
-    assert isinstance(steps, AddressedSteps)
+    assert isinstance(steps, RepeatingSteps)
+    step = steps.repeated_addresses()
+    assert step is not None
     for length in LENGTHS:
-        key, value = keys[:, :, :length], values[:, :, :length]
+        arrays = query, keys[:, :, :length], values[:, :, :length]
         out, lse = np.full((2, 4, 1, 24), np.nan, "float32"), np.full((2, 4, 1), np.nan, "float32")
-        at = [a.ctypes.data for a in (query, key, value, out, lse)]
-        strides = query.strides, key.strides, value.strides
-        where = length, length - 1, strides, (query, key, value)
-        assert steps.run((*at, 0, ()), *where)
-        expected = first_call(query, key, value, variants, q_offset="end")
+        operands = []
+        for array in arrays:
+            strides = tuple([stride // array.itemsize for stride in array.strides])
+            operands += [array.ctypes.data, array.shape, strides]
+        where = length - 1, tuple(operands), arrays
+        assert step(length, out.ctypes.data, lse.ctypes.data, *where)
+        expected = first_call(*arrays, variants, q_offset="end")
         assert out.tobytes() == expected[0].tobytes()
         assert lse.tobytes() == expected[1].tobytes()
         out[:] = np.nan
-        assert steps.run((*at[:4], 0, 0, ()), *where)
+        assert step(length, out.ctypes.data, 0, *where)
         assert out.tobytes() == expected[0].tobytes()
 
 

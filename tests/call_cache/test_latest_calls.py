@@ -329,6 +329,28 @@ def test_every_word_has_a_place() -> None:
     assert len(set(CALL_WORDS)) == len(CALL_WORDS)
 
 
+def test_threads_that_come_first_keep_the_code_of_their_own() -> None:
+    """Only one of them has the code that is remembered."""
+    query, blocks = normal(2, 3, 4, 5), []
+    filled_block._can_read()
+    for _ in range(3):
+        filled_block._code.cache_clear()
+        start = threading.Barrier(8)
+
+        def make(start=start) -> None:
+            start.wait()
+            blocks.append(_filled(query))
+
+        threads = [threading.Thread(target=make) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    gc.collect()
+    for filled in blocks:
+        assert filled.write(1, 2, 3, 4, 5) == 1
+
+
 def test_addresses_are_written_as_they_are() -> None:
     array = normal(2, 3, 4, 5)
     filled = _filled(array)

@@ -44,10 +44,10 @@ def attention(
     if torch.compiler.is_dynamo_compiling():
         return _compiled(query, key, value, variants, options, return_lse)
     bound = bind(query, key, value, variants, options)
-    found = run_latest(bound, return_lse)
-    if found is not None:
-        return found
     try:
+        found = run_latest(bound, return_lse)
+        if found is not None:
+            return found
         with on_torch_threads():
             found = run_step(bound, return_lse)
             if found is None:

@@ -107,9 +107,10 @@ class FilledBlock(NamedTuple):
             words += [WORD * place, id(dtype), item, len(axes)]
             for size, stride, stride_place, keys in axes:
                 words += [size, stride, WORD * stride_place, keys]
-        own = np.array(words, np.int64).view(_Words)
-        own.keep_alive = block, [operand.dtype for operand in operands]
-        functions = [python_function(_code().address(name), own) for name in _NAMES]
+        own, code = np.array(words, np.int64).view(_Words), _code()
+        # Threads that come at the same time may each have code of their own.
+        own.keep_alive = block, code, [operand.dtype for operand in operands]
+        functions = [python_function(code.address(name), own) for name in _NAMES]
         return cls(block, *functions)
 
 
