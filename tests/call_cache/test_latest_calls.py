@@ -329,24 +329,27 @@ def test_every_word_has_a_place() -> None:
     assert len(set(CALL_WORDS)) == len(CALL_WORDS)
 
 
-def test_threads_that_come_first_keep_the_code_of_their_own() -> None:
+def test_threads_that_come_first_keep_the_code_of_their_own(monkeypatch) -> None:
     """Only one of them has the code that is remembered."""
-    query, blocks = normal(2, 3, 4, 5), []
+    build, codes, blocks = filled_block.build, [], []
+    query, start = normal(2, 3, 4, 5), threading.Barrier(4)
     filled_block._can_read()
-    for _ in range(3):
-        filled_block._code.cache_clear()
-        start = threading.Barrier(8)
 
-        def make(start=start) -> None:
-            start.wait()
-            blocks.append(_filled(query))
+    def slow_build(*arguments):
+        start.wait()  # Until all four are here.
+        made = build(*arguments)
+        codes.append(weakref.ref(made))
+        return made
 
-        threads = [threading.Thread(target=make) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    monkeypatch.setattr(filled_block, "build", slow_build)
+    filled_block._code.cache_clear()
+    threads = [threading.Thread(target=lambda: blocks.append(_filled(query))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     gc.collect()
+    assert [code() is None for code in codes] == [False] * 4
     for filled in blocks:
         assert filled.write(1, 2, 3, 4, 5) == 1
 
