@@ -149,16 +149,9 @@ class _Calls:
         e, axes_of = self.e, self._axes_function()
         with e.function("read", [POINTER, POINTER, INT64], POINTER, public=True) as (_, arguments):
             own, objects, count = arguments
-            b = e.builder
-            expected, unlike = e.pointer(self.part(own, _DATA)), b.append_basic_block("unlike")
-            call = {name: self.call_word(expected, name) for name in CALL_WORDS}
-            block = e.pointer(call["block"])
-
-            def require(condition: Value) -> None:
-                following = b.append_basic_block("alike")
-                b.cbranch(condition, following, unlike)
-                b.position_at_end(following)
-
+            b, checks = e.builder, _Checks(self, own)
+            expected, call, block = checks.expected, checks.call, checks.block
+            require = checks.require
             place, keys = e.at(expected, WORD * len(CALL_WORDS)), e.index(_ANY)
             for n in range(3):
                 array = e.pointer(self.word(objects, n))
@@ -188,19 +181,16 @@ class _Calls:
             with b.if_then(b.icmp_signed("<=", keys, call["job_keys"])):
                 self.give(expected, b.call(run_job, [expected, block]))
             self.give(expected, keys)
-            b.position_at_end(unlike)
-            self.give(expected, e.index(0))
+            checks.end()
 
     def _emit_step(self, run_job: Value) -> None:
         e = self.e
         with e.function("step", [POINTER, POINTER, INT64], POINTER, public=True) as (_, arguments):
             own, objects, _ = arguments
-            b = e.builder
-            expected, unlike = e.pointer(self.part(own, _DATA)), b.append_basic_block("unlike")
-            call = {name: self.call_word(expected, name) for name in CALL_WORDS}
-            block = e.pointer(call["block"])
+            b, checks = e.builder, _Checks(self, own)
+            expected, call, block = checks.expected, checks.call, checks.block
+            require = checks.require
             as_number = b.inttoptr(call["as_long_long"], _AS_LONG_LONG)
-
             tuple_size = b.inttoptr(call["tuple_size"], _TUPLE_SIZE)
             tuple_item = b.inttoptr(call["tuple_item"], _TUPLE_ITEM)
 
@@ -212,11 +202,6 @@ class _Calls:
 
             def entry(of: Value, i: Value) -> Value:
                 return b.call(as_number, [b.call(tuple_item, [of, i])])
-
-            def require(condition: Value) -> None:
-                following = b.append_basic_block("alike")
-                b.cbranch(condition, following, unlike)
-                b.position_at_end(following)
 
             def read(place: Value, first: Value, keys: Value, *, is_array: bool) -> list[Value]:
                 """Read an operand or array; whether it is as expected, and the number of keys."""
@@ -286,8 +271,7 @@ class _Calls:
             with b.if_then(b.icmp_signed("<=", keys, call["job_keys"])):
                 self.give(expected, b.call(run_job, [expected, block]))
             self.give(expected, keys)
-            b.position_at_end(unlike)
-            self.give(expected, e.index(0))
+            checks.end()
 
     def _axes_function(self) -> Value:
         """A function `(array, axes, ndim, keys, block)` that compares shape and strides.
@@ -322,3 +306,26 @@ class _Calls:
             is_alike, found = e.loop(0, ndim, 1, [ir.Constant(BIT, 1), keys], read_axis)
             b.ret(b.select(is_alike, found, e.index(_UNLIKE)))
         return function
+
+
+class _Checks:
+    """What is expected of a call, and the way out of a function if something is not."""
+
+    def __init__(self, calls: _Calls, own: Value) -> None:
+        self._calls, builder = calls, calls.e.builder
+        self.expected = calls.e.pointer(calls.part(own, _DATA))
+        self._unlike = builder.append_basic_block("unlike")
+        self.call = {name: calls.call_word(self.expected, name) for name in CALL_WORDS}
+        self.block = calls.e.pointer(self.call["block"])
+
+    def require(self, condition: Value) -> None:
+        """Go on if this holds; else the function gives 0."""
+        builder = self._calls.e.builder
+        following = builder.append_basic_block("alike")
+        builder.cbranch(condition, following, self._unlike)
+        builder.position_at_end(following)
+
+    def end(self) -> None:
+        """Write what is done if a condition does not hold; nothing may follow."""
+        self._calls.e.builder.position_at_end(self._unlike)
+        self._calls.give(self.expected, self._calls.e.index(0))
