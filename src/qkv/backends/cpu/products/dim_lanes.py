@@ -10,7 +10,6 @@ Matrices of scores have `score_row` bytes from row to row of Q, one element for 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 from llvmlite import ir
 
@@ -110,24 +109,19 @@ class RowProducts:
                 return e.at(query, e.mul(i, head_dim, e.real_bytes))
 
             def multiply_keys(k: Value, _: list[Value]) -> None:
-                def key_rows(number: int = keys) -> list[Value]:
-                    """Where the keys of the tile lie; the last one is repeated."""
-                    return [
-                        e.at(key, e.mul(e.least(e.add(k, j), e.sub(count, 1)), key_row))
-                        for j in range(number)
-                    ]
-
+                key_rows = [
+                    e.at(key, e.mul(e.least(e.add(k, j), e.sub(count, 1)), key_row))
+                    for j in range(keys)
+                ]
                 e.loop(
-                    k, e.least(e.add(k, keys), count), 1, [],
+                    k, e.add(k, keys), 1, [],
                     lambda j, _: self.prefetch(e.at(key, e.mul(j, key_row)), ahead, asked),
                 )  # fmt: skip
 
-                def add_products(
-                    places: list[Value], d: Value, live: Value | None, totals: list[Value]
-                ) -> list[Value]:
+                def add_products(d: Value, live: Value | None, totals: list[Value]) -> list[Value]:
                     q = [load_vector_at(e, query_row(i), d, real, live) for i in range(rows)]
                     totals = list(totals)
-                    for j, row in enumerate(places):
+                    for j, row in enumerate(key_rows):
                         x = load_vector_at(e, row, d, self.key_dtype, live)
                         for i in range(rows):
                             at = i * keys + j
@@ -141,8 +135,8 @@ class RowProducts:
                         e.store(part, at, e.real_bytes)
 
                 def multiply_rows() -> None:
-                    totals, add = [e.const(0.0)] * e.lanes, partial(add_products, key_rows())
-                    store_products(e.sum_each(loop_over_vectors(e, head_dim, totals, add)))
+                    totals = [e.const(0.0)] * e.lanes
+                    store_products(e.sum_each(loop_over_vectors(e, head_dim, totals, add_products)))
 
                 def multiply_short_rows() -> None:
                     """Rows of one vector: float64, because no addition is fused with a product."""
@@ -154,7 +148,7 @@ class RowProducts:
                     ]
                     x = [
                         b.fpext(load_vector_at(e, row, e.index(0), self.key_dtype, live), wide)
-                        for row in key_rows()
+                        for row in key_rows
                     ]
                     products = e.sum_each([b.fmul(each, q[i]) for i in range(rows) for each in x])
                     store_products(b.fptrunc(products, e.vector))
@@ -162,10 +156,9 @@ class RowProducts:
                 def multiply_only_key() -> None:
                     """An only key's score is its lse: this sum would be all the error of lse."""
                     wide = ir.VectorType(DOUBLE, e.lanes)
-                    (only_row,) = key_rows(1)
 
                     def add_products(d: Value, live: Value | None, old: list[Value]) -> list[Value]:
-                        x = b.fpext(load_vector_at(e, only_row, d, self.key_dtype, live), wide)
+                        x = b.fpext(load_vector_at(e, key_rows[0], d, self.key_dtype, live), wide)
                         q = [
                             b.fpext(load_vector_at(e, query_row(i), d, real, live), wide)
                             for i in range(rows)
