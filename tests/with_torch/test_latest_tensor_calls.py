@@ -92,6 +92,16 @@ def test_steps_over_as_many_keys_again_and_again(keys, variants) -> None:
         near(operands(2, keys), *variants)
 
 
+@pytest.mark.parametrize("repeats", range(58, 72))
+def test_the_first_step_of_another_size_after_many(repeats) -> None:
+    """Nothing is prepared for it by the step that is tried first, however often that one came."""
+    known = operands(1, 50)
+    others = [torch.cat([t, t[:1] + 1]) for t in operands(1, 50, seed=1)]
+    for tensors in [*[known] * repeats, *[others] * 4, known]:
+        found = qkv.attention(*tensors)
+        torch.testing.assert_close(found, sdpa(*tensors), atol=3e-6, rtol=0)
+
+
 def test_positions_of_a_step_are_part_of_it() -> None:
     query, key, value = operands(1, 40)
     for _ in range(4):

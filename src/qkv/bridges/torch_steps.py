@@ -56,9 +56,9 @@ class _PreparedStep:
         q_len, kv_len = self.q_len, read[1].shape[-2]
         if q_len == kv_len:  # Then the positions may be left out, which is another call.
             return None
+        has_position = q_offset is not None
         if q_offset is None:
             q_offset = kv_len - q_len if self.at_end else 0
-            self._count(read, q_offset)
         out = self.empty_out()
         lse = self.empty_lse() if rows else None
         at_out, at_lse = out.data_ptr(), 0 if lse is None else lse.data_ptr()
@@ -70,11 +70,15 @@ class _PreparedStep:
                 done = self.step(*arguments)
         if not done:
             return None
+        if not has_position:
+            self._count(read, kv_len, q_offset)
         return out if lse is None else (out, lse)
 
-    def _count(self, read: Sequence[Any], q_shift: int) -> None:
-        """Prepare for this very length when it has often come again, as in caches of fixed size."""
-        kv_len = read[1].shape[-2]
+    def _count(self, read: Sequence[Any], kv_len: int, q_shift: int) -> None:
+        """Prepare for this very length when it has often come again, as in caches of fixed size.
+
+        Only for steps that were made: others may have sizes that this one is not prepared for.
+        """
         if kv_len != self.kv_len:
             self.kv_len, self.repeats = kv_len, 0
         self.repeats += 1
