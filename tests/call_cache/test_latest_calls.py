@@ -148,7 +148,7 @@ def test_sums_that_overflow_are_found(lengths) -> None:
 @pytest.mark.parametrize("name", ["no reading of arrays", "no lock"])
 def test_without_what_makes_it_quick(monkeypatch, lengths, name) -> None:
     if name == "no lock":
-        monkeypatch.setattr(repeated, "is_python_locked", lambda: False)
+        monkeypatch.setattr(repeated, "has_gil", lambda: False)
     else:
         monkeypatch.setattr(filled_block, "_can_read", lambda: False)
     for seed in range(6):

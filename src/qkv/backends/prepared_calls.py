@@ -104,7 +104,7 @@ class RepeatedStep(Protocol):
 
     brief_keys: int
     """Up to so many keys it needs no thread but the caller's, and stays below some 20 microseconds,
-    for which Python may be locked."""
+    for which it may hold the GIL."""
 
     def __call__(
         self,
@@ -145,11 +145,11 @@ class AddressedCall(Protocol):
 
 @runtime_checkable
 class RepeatedCall(AddressedCall, Protocol):
-    """A prepared call that asks by itself whether arrays are like those it was prepared for."""
+    """A prepared call that checks by itself whether arrays are like those it was prepared for."""
 
     def brief(self) -> Callable[[int, int, int, int, int], bool] | None:
         """`run` of the addresses of query, key, value, out and lse, if it needs no thread but the
-        caller's and stays below some 20 microseconds, for which Python may be locked; else None."""
+        caller's and stays below some 20 microseconds, for which it may hold the GIL; else None."""
         ...
 
     def __call__(self, query: Array, key: Array, value: Array, rows: bool) -> Any:
@@ -160,7 +160,7 @@ class RepeatedCall(AddressedCall, Protocol):
 
 @runtime_checkable
 class RepeatingCall(Protocol):
-    """A prepared call that can ask for itself, where that is quicker than to look the call up."""
+    """A prepared call that can check arrays by itself, which is quicker than looking it up."""
 
     def repeated(self) -> RepeatedCall | None:
         """The call for NumPy arrays, or None if there are arrays of variants."""

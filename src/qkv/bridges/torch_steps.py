@@ -62,7 +62,7 @@ class _PreparedStep:
         out = self.empty_out()
         lse = self.empty_lse() if rows else None
         at_out, at_lse = out.data_ptr(), 0 if lse is None else lse.data_ptr()
-        arguments = kv_len, at_out, at_lse, q_offset, _described(read), (read, out, lse)
+        arguments = kv_len, at_out, at_lse, q_offset, _layouts(read), (read, out, lse)
         if kv_len <= self.step.brief_keys:
             done = self.step(*arguments)
         else:
@@ -94,7 +94,7 @@ _MANY_REPEATS = 64
 """Preparing for one length takes about as long as so many steps save by it."""
 
 
-def _described(read: Sequence[Any]) -> tuple[Any, ...]:
+def _layouts(read: Sequence[Any]) -> tuple[Any, ...]:
     """Address, sizes, and strides in elements of each tensor."""
     query, key, value, *arrays = read
     operands: tuple[Any, ...] = (
@@ -148,7 +148,7 @@ class LayerStep:
         if looks_on() or self._generation != generation() or not self._fits(*read):
             return None
         out, kv_len = self._empty_out(), read[1].shape[-2]
-        operands = _described(read)
+        operands = _layouts(read)
         done = self._step(kv_len, out.data_ptr(), 0, q_offset, operands, (read, out))
         return out if done else None
 

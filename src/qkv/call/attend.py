@@ -127,7 +127,7 @@ def addressed(bound: BoundCall) -> AddressedCall | None:
 
 
 class _PreparedCall(NamedTuple):
-    """A prepared call, and the same asking by itself whether arrays are as expected, if it can."""
+    """A prepared call, and one that checks arrays by itself, if there is one."""
 
     call: Prepared
     repeated: RepeatedCall | None

@@ -47,7 +47,7 @@ class ArgumentBlock:
 
 
 class BriefJob(NamedTuple):
-    """Work so short that Python may stay locked.
+    """Work so short that it may hold the global interpreter lock (GIL).
 
     Attributes
     ----------
@@ -78,7 +78,7 @@ def take_scratch(size: int) -> Scratch:
 
 
 def scratch_of_brief_jobs(size: int) -> Scratch:
-    """Scratch that all brief jobs share, since Python is locked while one of them runs."""
+    """Scratch that all brief jobs share, because only one of them at a time holds the GIL."""
     global _of_brief_jobs
     if _of_brief_jobs is None or _of_brief_jobs.size < size:
         _of_brief_jobs = Scratch(size)

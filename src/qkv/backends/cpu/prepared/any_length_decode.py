@@ -33,7 +33,7 @@ from qkv.backends.cpu.prepared.decode import (
 from qkv.backends.cpu.prepared.placeholders import without_values
 from qkv.backends.cpu.prepared.repeated import RepeatedCall, brief_block
 from qkv.backends.cpu.python_calls.filled_block import Axis, FilledBlock, Operand
-from qkv.backends.cpu.python_calls.function import is_python_locked
+from qkv.backends.cpu.python_calls.function import has_gil
 from qkv.backends.cpu.rows.sinks import Sinks
 from qkv.partial import Partial
 from qkv.problem.spec import Problem
@@ -270,7 +270,7 @@ class RepeatedDecode:
         self._between_products = between_products
         self._words = {**RESULT_WORDS, **STEP_WORDS, "arrays": len(operands) - 3}
         self._free: list[FilledBlock] = []
-        job = decode._pass.brief_job() if is_python_locked() else None
+        job = decode._pass.brief_job() if has_gil() else None
         self.brief_keys = 0 if job is None else job.most_keys
         if job is not None:
             self._brief = brief_block(job, decode._new_block(), operands, self._words)

@@ -12,7 +12,7 @@ from qkv.backends import Addresses
 from qkv.backends.cpu.machine.host import isa_setting
 from qkv.backends.cpu.passes.scratch import ArgumentBlock, BriefJob, scratch_of_brief_jobs
 from qkv.backends.cpu.python_calls.filled_block import FilledBlock, Operand
-from qkv.backends.cpu.python_calls.function import is_python_locked
+from qkv.backends.cpu.python_calls.function import has_gil
 
 Array = NDArray[Any]
 
@@ -54,7 +54,7 @@ class RepeatedCall:
         self._out, self._lse, self._run = out, lse, run
         self._free: list[FilledBlock] = []
         self._brief = None
-        if job is not None and is_python_locked():
+        if job is not None and has_gil():
             self._brief = brief_block(job, new_block(), self._operands, words)
 
     def __call__(
@@ -103,7 +103,7 @@ class RepeatedCall:
 def brief_block(
     job: BriefJob, block: ArgumentBlock, operands: Sequence[Operand], words: Mapping[str, int]
 ) -> FilledBlock:
-    """A block whose functions run the job. One is enough, since Python is locked meanwhile."""
+    """A block whose functions run the job. One is enough, because the job holds the GIL."""
     scratch = scratch_of_brief_jobs(job.scratch_bytes)
     for word, offset in job.scratch:
         block.words[word] = scratch.address + offset

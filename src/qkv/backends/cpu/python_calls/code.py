@@ -50,7 +50,7 @@ _JOB = ir.FunctionType(VOID, [POINTER, INT64]).as_pointer()
 
 
 def emit_calls(header: int) -> str:
-    """The module with `read` and `write`; `header` is the bytes of Python's object header.
+    """The module with `read`, `write` and `step`; `header` is the bytes of Python's object header.
 
     `read(query, key, value, out)` or `read(query, key, value, out, lse)` takes arrays. It writes
     their addresses, and what may differ from call to call, into the block, and runs the job if

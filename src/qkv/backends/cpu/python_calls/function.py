@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["address_of_c_function", "is_python_locked", "python_function"]
+__all__ = ["address_of_c_function", "has_gil", "python_function"]
 
 _FASTCALL = 0x0080
 """METH_FASTCALL: the code gets its own object, an array of arguments, and their number."""
@@ -50,6 +50,6 @@ def address_of_c_function(name: str) -> int:
     return found
 
 
-def is_python_locked() -> bool:
-    """Whether only one thread of Python runs at a time."""
+def has_gil() -> bool:
+    """Whether this Python has a global interpreter lock: one of its threads runs at a time."""
     return getattr(sys, "_is_gil_enabled", lambda: True)()

@@ -14,7 +14,7 @@ from qkv.backends.cpu.emit.emitter import INT64, POINTER, Emitter, Value
 from qkv.backends.cpu.emit.frame import COUNTER_BYTES, WORD
 from qkv.backends.cpu.machine.addresses import quick_address_of
 from qkv.backends.cpu.python_calls.filled_block import FilledBlock, Operand
-from qkv.backends.cpu.python_calls.function import is_python_locked
+from qkv.backends.cpu.python_calls.function import has_gil
 from qkv.backends.cpu.threads import jobs
 
 Array = NDArray[np.int64]
@@ -93,8 +93,8 @@ class RowPass:
         self._kernel, self._words, self._places = kernel, words, places
         self._most_workers = max(1, min(count, entries // worth_a_thread))
         is_brief = self._most_workers == 1 and entries <= _BRIEF
-        self.is_brief = is_brief and is_python_locked()
-        """Whether it runs on the caller's thread, while Python is locked."""
+        self.is_brief = is_brief and has_gil()
+        """Whether it runs on the caller's thread alone, and holds the GIL."""
         self._has_run = False
         self._brief: FilledBlock | None = None
 
