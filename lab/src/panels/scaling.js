@@ -1,7 +1,7 @@
 // Why scores are divided by sqrt(d_k).
 
 import { html, useAsk, useLab } from "../parts/lab.js";
-import { Block, DataTable, Failure, Num, Waiting } from "../parts/basics.js";
+import { Block, DataTable, Failure, Num, Waiting, WholeField } from "../parts/basics.js";
 import { Bars, Chart, Figure, between } from "../parts/chart.js";
 import { softmax } from "../kernel.js";
 import { written } from "../format.js";
@@ -76,7 +76,7 @@ export function Scaling() {
           choose(d + by);
         }}
         onInput=${(event) => choose(2 ** Number(event.currentTarget.value))} />
-      <input type="number" min="1" max="1024" value=${d} aria-label="d_k as a number" onChange=${(event) => choose(Number(event.currentTarget.value))} />
+      <${WholeField} value=${d} least=${1} most=${LARGEST} aria-label="d_k as a number" onChange=${choose} />
       <span class="faint">scores have standard deviation √${d} = <${Num} x=${Math.sqrt(d)} /></span></div>
     ${logits && html`<div class="pair">
       <${DrawBars} title="q · k, not divided" kind="plain" weights=${sharp.weights} scores=${grown} />

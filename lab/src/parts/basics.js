@@ -120,17 +120,27 @@ export function Select({ label, options, value, onChange }) {
     </select></label>`;
 }
 
-/** A whole number. */
-export function Whole({ label, value, least, most, onChange }) {
-  const change = (event) => {
-    const given = Math.round(Number(event.currentTarget.value));
-    if (event.currentTarget.value !== "" && Number.isFinite(given)) {
-      onChange(Math.min(most, Math.max(least, given)));
-    }
+/**
+ * A field for a whole number, which is given on Enter or when the field is left. What is being typed
+ * stays as it is until then, also when the page is drawn again in between.
+ */
+export function WholeField({ value, least, most, onChange, ...others }) {
+  const [typed, setTyped] = useState(null);
+  const give = (event) => {
+    const text = event.currentTarget.value;
+    const given = Math.round(Number(text));
+    setTyped(null);
+    if (text !== "" && Number.isFinite(given)) onChange(Math.min(most, Math.max(least, given)));
   };
+  return html`<input type="number" inputmode="numeric" min=${least} max=${most} step="1" value=${typed ?? value}
+    onInput=${(event) => setTyped(event.currentTarget.value)} onChange=${give} onBlur=${() => setTyped(null)}
+    onKeyDown=${(event) => event.key === "Enter" && give(event)} ...${others} />`;
+}
+
+/** A whole number with its name. */
+export function Whole({ label, ...field }) {
   return html`<label class="field"><span>${label}</span>
-    <input type="number" inputmode="numeric" min=${least} max=${most} step="1" value=${value} onChange=${change}
-      onKeyDown=${(event) => event.key === "Enter" && change(event)} /></label>`;
+    <${WholeField} ...${field} /></label>`;
 }
 
 /** Back and forth through steps, also with the left and right keys. */

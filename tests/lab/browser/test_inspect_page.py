@@ -68,6 +68,27 @@ def test_every_head_of_the_sample_opens(opened: Any, sample_page: Path) -> None:
     assert lab.errors == []
 
 
+def test_what_is_being_typed_outlives_a_redraw(opened: Any, sample_page: Path) -> None:
+    lab = opened(sample_page)
+    page = plainly(lab)
+    field = page.locator(".field input[type=number]")
+    field.press_sequentially("75")
+    typed = field.input_value()
+    assert typed != page.locator(".words .here").get_attribute("data-index")
+    for theme in ("dark", "light"):
+        page.emulate_media(color_scheme=theme)
+        page.wait_for_selector(f'[data-theme="{theme}"]')
+        assert field.input_value() == typed
+    field.fill("1000")
+    field.press("Enter")
+    assert field.input_value() == "105"
+    field.fill("")
+    field.press("Enter")
+    assert field.input_value() == "105"
+    assert page.locator(".words .here").get_attribute("data-index") == "105"
+    assert lab.errors == []
+
+
 def test_every_head_of_a_model_opens(opened: Any, tiny_page: Path) -> None:
     lab = opened(tiny_page)
     page = plainly(lab)
