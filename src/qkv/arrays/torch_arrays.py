@@ -41,10 +41,11 @@ class TorchArrays:
 
     def view(self, array: Any, role: str) -> NDArray[Any]:
         """The tensor's memory as a NumPy array."""
-        if type(array) is torch.Tensor and not array.requires_grad and array.dtype in _PLAIN:
+        if type(array) in _PLAIN and array.dtype in _NUMPY_DTYPES:
             try:
                 if array.data_ptr() or not array.numel():
-                    return np.asarray(array.numpy())
+                    found: NDArray[Any] = array.detach().numpy()
+                    return found
             except (RuntimeError, TypeError, ValueError):
                 pass  # The checks below raise an error that explains the reason.
         check_dense(array, role)
@@ -149,4 +150,5 @@ _DTYPES = {
     torch.float16: np.dtype("float16"),
     torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
 }
-_PLAIN = (torch.float32, torch.float64, torch.float16)
+_NUMPY_DTYPES = (torch.float32, torch.float64, torch.float16)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -7,6 +7,7 @@ memory. Else the call becomes an operation that torch differentiates, batches, t
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from qkv.bridges.torch_openmp import on_torch_threads
 from qkv.bridges.torch_operators import contiguous
 from qkv.bridges.torch_prepared import looks_on, prepare, run_latest, run_prepared
 from qkv.bridges.torch_steps import prepare_step, run_step
+from qkv.bridges.torch_training import prepare_training
 from qkv.call.attend import attend
 from qkv.call.bound import ARRAY_TYPES, BoundCall, Structure, bind
 from qkv.call.device_call import check_device_call, is_device_call
@@ -85,6 +87,8 @@ def _attend(bound: BoundCall, return_lse: bool) -> Any:
         except (NotImplementedError, TypeError) as error:
             _explain_subclasses(error, *leaves, *tensors)
             raise
+        if all(map(is_, leaves, operands)) and not looks_on():
+            prepare_training(bound)
         return (out, lse) if return_lse else out
     views = [view_beside(_LIBRARY, leaf, "an array of the call") for leaf in bound.leaves[3:]]
     seen = BoundCall(bound.structure, (*map(_view, leaves, _ROLES), *views))

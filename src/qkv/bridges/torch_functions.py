@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -45,7 +45,10 @@ from qkv.bridges.torch_prepared import follows
 from qkv.call.bound import Structure
 from qkv.errors import UnsupportedError
 
-__all__ = ["attend"]
+if TYPE_CHECKING:
+    from qkv.bridges.torch_training import TrainingCall
+
+__all__ = ["attend", "attend_prepared"]
 
 
 def attend(
@@ -73,6 +76,14 @@ def attend(
         out, lse, *_ = _Attention.apply(whole, *operators.distinct_objects(tensors))
     else:
         out, lse, *_ = _AttentionBothWays.apply(whole, *tensors)
+    return out, lse
+
+
+def attend_prepared(
+    passes: TrainingCall, structure: Structure, tensors: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The same for tensors that were prepared for, which nothing traces or transforms."""
+    out, lse = _AttentionUnseen.apply(_Whole(structure, passes), *tensors)
     return out, lse
 
 
@@ -140,10 +151,14 @@ class _AttentionUnseen(Function):
 
     @staticmethod
     def forward(ctx: Any, structure: Any, *inputs: Tensor) -> Any:
-        query, key, value, *arrays = inputs
-        out, lse, rest, unrounded = operators.compute_attention(
-            query, key, value, arrays, structure.structure, True
-        )
+        passes = structure.passes
+        found = None if passes is None else passes.attend(inputs)
+        if found is None:
+            query, key, value, *arrays = inputs
+            found = operators.compute_attention(
+                query, key, value, arrays, structure.structure, True
+            )
+        out, lse, rest, unrounded = found
         ctx.structure = structure
         ctx.save_for_backward(out if unrounded is None else unrounded, lse, rest, *inputs)
         return out, lse
@@ -154,21 +169,14 @@ class _AttentionUnseen(Function):
             return _Attention.backward(ctx, grad_out, grad_lse)
         results, inputs = results_first(ctx.saved_tensors)
         wanted = numbers(ctx.needs_input_grad[4:])
-        query, key, value, *arrays = inputs
-        out, lse, rest = results
-        found = operators.compute_gradients(
-            query,
-            key,
-            value,
-            arrays,
-            out,
-            lse,
-            rest,
-            grad_out,
-            grad_lse,
-            ctx.structure.structure,
-            wanted,
-        )
+        structure, passes = ctx.structure.structure, None if wanted else ctx.structure.passes
+        cotangents = grad_out, grad_lse
+        found = None if passes is None else passes.gradients(results, cotangents, inputs)
+        if found is None:
+            groups = results, cotangents, inputs
+            found = operators.compute_gradients(*groups, structure, wanted)
+            if passes is not None:
+                passes.prepare_gradients(*groups, structure)
         return None, *of_inputs(found, wanted, inputs)
 
 
@@ -375,8 +383,9 @@ def _apply(function: type[Function], *given: Any) -> Any:
 class _Whole:
     """A structure that torch's transformations do not take apart, as they do with tuples."""
 
-    def __init__(self, structure: Structure) -> None:
+    def __init__(self, structure: Structure, passes: TrainingCall | None = None) -> None:
         self.structure = structure
+        self.passes = passes
 
     def __repr__(self) -> str:
         """The key by which traced graphs are compared."""

@@ -7,7 +7,7 @@ not documented, so it is tried before it is relied on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qkv._forks import importing
 
-__all__ = ["Guard", "form_guard", "guard"]
+__all__ = ["Guard", "form_guard", "gradient_guard", "guard"]
 
 Guard: TypeAlias = Callable[..., bool]
 """Whether query, key, value and as many more as there were are alike."""
@@ -28,7 +28,7 @@ def guard(query: Tensor, key: Tensor, value: Tensor, *more: Tensor) -> Guard:
     Key and value are one object if these are, and so is the query then.
     """
     if not _can_tell():
-        return lambda *tensors: False
+        return _says_no
     if key is not value:
         return _guard(query, key, value, *more)
     # Guards of torch take tensors that are one object for a sign that code must be compiled anew.
@@ -41,14 +41,28 @@ def guard(query: Tensor, key: Tensor, value: Tensor, *more: Tensor) -> Guard:
 
 def form_guard(*tensors: Tensor) -> Guard:
     """The same for tensors of any sizes and strides, of which no two are one object."""
-    return _guard(*tensors, any_size=True) if _can_tell() else lambda *tensors: False
+    return _guard(*tensors, any_size=True) if _can_tell() else _says_no
 
 
-def _guard(*tensors: Tensor, any_size: bool = False) -> Guard:
+def gradient_guard(*tensors: Tensor) -> Guard:
+    """For tensors of these sizes and strides, of which no two are one object; those that want
+    gradients are the same ones."""
+    if not _can_tell():
+        return _says_no
+    return _guard(*tensors, wanted=[tensor.requires_grad for tensor in tensors])
+
+
+def _says_no(*tensors: Tensor) -> bool:
+    return False
+
+
+def _guard(*tensors: Tensor, any_size: bool = False, wanted: Sequence[bool] = ()) -> Guard:
     with importing():
         from torch._C._dynamo.guards import TensorGuards
 
     tensors = tuple(tensor.detach() for tensor in tensors)
+    for tensor, wants_gradient in zip(tensors, wanted, strict=False):
+        tensor.requires_grad_(wants_gradient)
     sizes: Any = [[None] * t.ndim if any_size else list(t.shape) for t in tensors]
     strides: Any = [[None] * t.ndim if any_size else list(t.stride()) for t in tensors]
     made = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)

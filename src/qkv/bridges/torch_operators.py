@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkv.arrays import library_of
+from qkv.arrays.torch_arrays import TorchArrays
 from qkv.bridges.torch_openmp import on_torch_threads
 from qkv.call.attend import attend
 from qkv.call.bound import BoundCall, Structure
@@ -106,25 +106,19 @@ def _(
 
 
 def compute_gradients(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    arrays: Sequence[Tensor],
-    out: Tensor,
-    lse: Tensor,
-    lse_rest: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor,
+    results: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
+    inputs: Sequence[Tensor],
     structure: Structure,
     wanted: Sequence[int],
 ) -> list[Tensor]:
-    """Gradients of query, key, value and the wanted arrays."""
-    bound = _bound_call(query, key, value, arrays, structure)
-    residuals = Residuals(_view(out), _view(lse), _view(lse_rest))
-    leaves = [3 + n for n in wanted]
+    """Gradients of query, key, value and the wanted arrays; see the groups in `torch_functions`."""
+    bound = BoundCall(structure, tuple(map(_view, inputs)))
+    residuals, leaves = Residuals(*map(_view, results)), [3 + n for n in wanted]
+    grad_out, grad_lse = map(_view, cotangents)
     with on_torch_threads():
-        found = pull_back(bound, residuals, _view(grad_out), _view(grad_lse), leaves)
-    return _gradient_tensors(found, arrays, wanted)
+        found = pull_back(bound, residuals, grad_out, grad_lse, leaves)
+    return _gradient_tensors(found, inputs[3:], wanted)
 
 
 @torch.library.custom_op("qkv::attention_backward", mutates_args=(), device_types="cpu")
@@ -142,9 +136,9 @@ def attention_backward(
     wanted: Sequence[int],
 ) -> list[Tensor]:
     """See `compute_gradients`."""
-    made = Structure.from_text(structure)
-    results = out, lse, lse_rest, grad_out, grad_lse
-    return compute_gradients(query, key, value, arrays, *results, made, wanted)
+    results, cotangents = (out, lse, lse_rest), (grad_out, grad_lse)
+    inputs, made = (query, key, value, *arrays), Structure.from_text(structure)
+    return compute_gradients(results, cotangents, inputs, made, wanted)
 
 
 @attention_backward.register_fake
@@ -239,7 +233,7 @@ def _(
 
 
 def _view(tensor: Tensor) -> Any:
-    return library_of(tensor, "a tensor").view(tensor, "a tensor")
+    return _LIBRARY.view(tensor, "a tensor")
 
 
 def _tensor(array: Any) -> Tensor:
@@ -260,7 +254,7 @@ def distinct_objects(tensors: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-_LIBRARY = library_of(torch.empty(0), "a tensor")
+_LIBRARY = TorchArrays()
 
 
 def _bound_call(

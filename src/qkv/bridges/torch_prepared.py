@@ -26,10 +26,13 @@ from qkv.call.keys import MAX_VALUE_BYTES
 
 __all__ = [
     "PreparedTensors",
+    "are_dense",
     "are_plain",
     "array_bytes",
     "empty_maker",
     "follows",
+    "gradients_wanted",
+    "keep",
     "leaf_values",
     "looks_on",
     "prepare",
@@ -67,8 +70,11 @@ class PreparedTensors(Protocol):
         """That of the backends."""
         ...
 
-    def compute(self, read: Sequence[Any], rows: bool) -> Any:
-        """Output, with lse if `rows`, of tensors that fit; None if something else does not."""
+    def compute(self, bound: BoundCall, read: Sequence[Any], rows: bool) -> Any:
+        """Output, with lse if `rows`, of a call whose tensors fit; None if something else does not.
+
+        `read` are the leaves that are read in place.
+        """
         ...
 
 
@@ -87,7 +93,7 @@ class _PreparedCall(NamedTuple):
     empty_lse: Callable[[], Tensor]
     rows_first: bool
 
-    def compute(self, read: Sequence[Any], rows: bool) -> Any:
+    def compute(self, bound: BoundCall, read: Sequence[Any], rows: bool) -> Any:
         """See `PreparedTensors`."""
         query, key, value, *arrays = read
         at_query, at_key, at_value = query.data_ptr(), key.data_ptr(), value.data_ptr()
@@ -147,7 +153,7 @@ def run_latest(bound: BoundCall, rows: bool) -> Any:
             return None
     except (AttributeError, TypeError):  # An operand is not a tensor.
         return None
-    return known.compute(read, rows)
+    return known.compute(bound, read, rows)
 
 
 def run_prepared(bound: BoundCall, rows: bool) -> Any:
@@ -157,13 +163,22 @@ def run_prepared(bound: BoundCall, rows: bool) -> Any:
     structure = bound.structure
     read = read_in_place(bound)
     values = leaf_values(bound)
-    if values is None or not are_plain(*read):
+    if values is None or not are_dense(*read):
         return None
-    known: _PreparedCall | None = CALLS.get(_key(structure, read, values))
+    known: PreparedTensors | None = CALLS.get(_key(structure, read, values))
     if known is None:
         return None
     remember(structure, known)
-    return known.compute(read, rows)
+    return known.compute(bound, read, rows)
+
+
+def keep(
+    bound: BoundCall, read: Sequence[Tensor], values: tuple[bytes, ...], known: PreparedTensors
+) -> None:
+    """Keep a call for more calls like this one."""
+    structure = without_arrays(bound.structure)
+    CALLS.insert(_key(structure, read, values), known)
+    remember(structure, known)
 
 
 def remember(structure: Structure, known: PreparedTensors) -> None:
@@ -219,9 +234,7 @@ def prepare(bound: BoundCall, seen: BoundCall, out: Tensor) -> None:
     brief = call.brief() if isinstance(call, RepeatedCall) else None
     fits = guard(*read)
     known = _PreparedCall(fits, values, generation(), call.run, brief, *makers, rows_first)
-    structure = without_arrays(bound.structure)
-    CALLS.insert(_key(structure, read, values), known)
-    remember(structure, known)
+    keep(bound, read, values, known)
 
 
 def leaf_values(bound: BoundCall) -> tuple[bytes, ...] | None:
@@ -256,11 +269,23 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 def are_plain(*tensors: Any) -> bool:
     """Whether these are tensors, dense numbers at an address, that want no gradients."""
-    with_gradients = torch.is_grad_enabled()
+    return are_dense(*tensors) and not gradients_wanted(tensors)
+
+
+def gradients_wanted(tensors: Sequence[Tensor]) -> tuple[bool, ...]:
+    """Which of these tensors want gradients; nothing if none does."""
+    if not torch.is_grad_enabled():
+        return ()
+    wanted = tuple([tensor.requires_grad for tensor in tensors])
+    return wanted if True in wanted else ()
+
+
+def are_dense(*tensors: Any) -> bool:
+    """Whether these are tensors, dense numbers at an address."""
     for t in tensors:
         if type(t) is not Tensor or t.is_nested or not t.is_cpu or t.layout is not torch.strided:
             return False
-        if t.is_neg() or (with_gradients and t.requires_grad):
+        if t.is_neg():
             return False
     return True
 
@@ -270,6 +295,7 @@ def _key(structure: Any, read: Sequence[Tensor], values: tuple[bytes, ...]) -> K
     query, key, value, *_ = read
     return (
         "tensors", structure, values, query is key, key is value, generation(),
+        gradients_wanted(read),
         *[(tensor.dtype, tensor.shape, tensor.stride()) for tensor in read],
     )  # fmt: skip
 

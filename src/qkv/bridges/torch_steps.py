@@ -51,7 +51,9 @@ class _PreparedStep:
     kv_len: int = 0
     repeats: int = 0
 
-    def compute(self, read: Sequence[Any], rows: bool, q_offset: int | None = None) -> Any:
+    def compute(
+        self, bound: BoundCall, read: Sequence[Any], rows: bool, q_offset: int | None = None
+    ) -> Any:
         """See `qkv.bridges.torch_prepared.PreparedTensors`."""
         q_len, kv_len = self.q_len, read[1].shape[-2]
         if q_len == kv_len:  # Then the positions may be left out, which is another call.
@@ -115,7 +117,7 @@ def run_step(bound: BoundCall, rows: bool) -> Any:
     q_offset = found[1]
     if q_offset is None:  # A number is part of the structure, and another one in each step.
         remember(bound.structure, known)
-    return known.compute(read_in_place(bound), rows, q_offset)
+    return known.compute(bound, read_in_place(bound), rows, q_offset)
 
 
 class LayerStep:

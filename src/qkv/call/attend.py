@@ -30,7 +30,7 @@ from qkv.call.flatten import without_arrays
 from qkv.call.keys import call_key, heads_first, in_place, leaf_keys
 from qkv.partial import Partial
 
-__all__ = ["Attended", "addressed", "attend"]
+__all__ = ["Attended", "addressed", "attend", "prepared_for_backward"]
 
 Array = NDArray[Any]
 
@@ -114,13 +114,23 @@ def attend(
 
 def addressed(bound: BoundCall) -> AddressedCall | None:
     """The prepared call for calls like this one without a backward pass, given addresses."""
-    views = heads_first(bound)
-    key = None if views is None else call_key(bound, views, "forward")
-    found: _PreparedCall | None = None if key is None else CALLS.get(key)
+    found = _prepared(bound, "forward")
     if found is None:
         return None
     call = found.repeated or found.call
     return call if isinstance(call, AddressedCall) else None
+
+
+def prepared_for_backward(bound: BoundCall) -> Prepared | None:
+    """The prepared call for calls like this one that a backward pass follows."""
+    found = _prepared(bound, "backward")
+    return None if found is None else found.call
+
+
+def _prepared(bound: BoundCall, purpose: str) -> _PreparedCall | None:
+    views = heads_first(bound)
+    key = None if views is None else call_key(bound, views, purpose)
+    return None if key is None else CALLS.get(key)
 
 
 # Preparing

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends import PreparingGradients
+from qkv.backends import PreparedBackward, PreparingGradients
 from qkv.call.bound import BoundCall
 from qkv.call.cache import CALLS
 from qkv.call.checked import CheckedCall, check_call
@@ -21,7 +21,7 @@ from qkv.call.flatten import without_arrays
 from qkv.call.keys import call_key, heads_first, in_place
 from qkv.partial import Partial
 
-__all__ = ["Residuals", "pull_back"]
+__all__ = ["Residuals", "prepared_gradients", "pull_back"]
 
 Array = NDArray[Any]
 
@@ -95,6 +95,15 @@ def pull_back(
     if cache_key is not None and bound.structure.is_known:
         _prepare(cache_key, bound, call, partial, grad_out, grad_lse)
     return gradients
+
+
+def prepared_gradients(
+    bound: BoundCall, residuals: Residuals, grad_out: Array, grad_lse: Array
+) -> PreparedBackward | None:
+    """What is prepared for gradients like these, of query, key and value alone."""
+    views = heads_first(bound)
+    key = None if views is None else _key(bound, views, residuals, grad_out, grad_lse)
+    return None if key is None else CALLS.get(key)
 
 
 def _key(

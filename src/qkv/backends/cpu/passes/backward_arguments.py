@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from copy import copy
 from typing import Any
 
 import numpy as np
@@ -31,39 +30,29 @@ class Results:
         self.problem = problem
         self.dtype = gradient_dtype(problem)
         self.adds_query = backward.splits > 1 or self.dtype != problem.spec.compute_dtype
-        self._splits, self._lanes = backward.splits, backward.shape.lanes
-        self._tables = backward.tables
-        self._allocate()
-
-    def renewed(self) -> Results:
-        """Results with new arrays of the same shapes."""
-        made = copy(self)
-        made._allocate()
-        return made
-
-    def _allocate(self) -> None:
-        spec = self.problem.spec
+        self._lanes = backward.shape.lanes
+        spec = problem.spec
         compute = spec.compute_dtype
         batch, kv_heads, kv_len = spec.batch_size, spec.num_kv_heads, spec.kv_len
         rows = (batch, spec.num_heads, spec.q_len, spec.head_dim)
         self.query = np.zeros(rows, self.dtype)
         self.query_partials = self.query[None]
         if self.adds_query:
-            self.query_partials = np.zeros((self._splits, *rows), compute)
+            self.query_partials = np.zeros((backward.splits, *rows), compute)
         self.key, self.key_sums = self._key_arrays((batch, kv_heads, kv_len, spec.head_dim))
         self.value, self.value_sums = self._key_arrays((batch, kv_heads, kv_len, spec.v_head_dim))
         self.tables = {
             t.name: np.zeros((t.copies, *t.shape), np.float64 if t.wide else compute)
-            for t in self._tables
+            for t in backward.tables
         }
 
     def _key_arrays(self, shape: tuple[int, ...]) -> tuple[Array, Array]:
         """A gradient, and where it is added: in place if its rows are whole vectors."""
         compute = self.problem.spec.compute_dtype
-        out = _page_aligned(shape, self.dtype)
+        out = page_aligned_array(shape, self.dtype)
         if self.dtype == compute and shape[-1] % self._lanes == 0:
             return out, out
-        return out, _page_aligned((*shape[:-1], padded_dim(shape[-1], self._lanes)), compute)
+        return out, page_aligned_array((*shape[:-1], padded_dim(shape[-1], self._lanes)), compute)
 
     def finish(self) -> OperandGradients:
         operands = self.problem.operands
@@ -77,7 +66,8 @@ class Results:
         return OperandGradients(query, key, value, tables)
 
 
-def _page_aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+def page_aligned_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """A dense array that starts at a page, uninitialised."""
     size = math.prod(shape) * dtype.itemsize
     return page_aligned(size).view(dtype).reshape(shape)
 

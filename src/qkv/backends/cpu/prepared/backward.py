@@ -6,10 +6,10 @@ Only gradients of query, key and value, and only where one run of compiled code 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from qkv.backends.cpu.passes.backward_arguments import (
     BackwardArguments,
     Results,
     areas_of,
+    page_aligned_array,
     scratch_of,
 )
 from qkv.backends.cpu.passes.delta_correction import RowArrays
@@ -51,14 +52,15 @@ class PreparedBackward:
             problem, corrects_delta=False, names=(), out_dtype=inputs.out.dtype
         )
         self._kernel = self._pass.kernel()
-        self._results = _without_memory(Results(problem, self._pass))
+        results = Results(problem, self._pass)
+        self._outputs = _outputs_of(problem, results)
         inputs = replace(inputs, out=placeholder(inputs.out), grad_out=placeholder(inputs.grad_out))
         rows = RowArrays(problem, inputs, 0)
         # These zeros are the only array kept here that has an element for each row.
         self._zeros = np.zeros_like(rows.lse)
         rows.lse = rows.lse_rest = rows.grad_lse = rows.delta_rest = self._zeros
         self._template = BackwardArguments(
-            problem, inputs, self._pass, self._results, rows, workers=0
+            problem, inputs, self._pass, _without_memory(results), rows, workers=0
         )
         fields = fields_with(tuple(areas_of(spec, self._pass.shape)))
         self._words = [word_index(name, fields) for name in (*_READ, *_WRITTEN, *_SHARED)]
@@ -81,23 +83,28 @@ class PreparedBackward:
     ) -> tuple[Array, Array, Array] | None:
         """Gradients of query, key and value; None if something is not as it was prepared for."""
         along_lse = self._zeros if grad_lse is None else grad_lse
-        is_unprepared = np.isnan(lse_rest).any() or needs_delta_correction(lse)
-        if is_unprepared or isa_setting() != self._isa:
+        if np.isnan(lse_rest).any() or isa_setting() != self._isa:
             return None
         if self._pass.splits_float32 and is_faint(grad_out, along_lse):
             return None
-        finite = np.where(np.isneginf(lse), lse.dtype.type(0), lse)
+        finite = lse
+        if not lse.min() > -np.inf:  # Some row has no key.
+            if needs_delta_correction(lse):
+                return None
+            finite = np.where(np.isneginf(lse), lse.dtype.type(0), lse)
         finite, rest, along_lse = map(np.ascontiguousarray, (finite, lse_rest, along_lse))
-        results, workers = self._results.renewed(), self._pass.workers()
+        workers = self._pass.workers()
+        gradients: list[Array] = []
+        written: list[Array] = []
+        for output in self._outputs:
+            gradient, sums = output.allocate()
+            gradients.append(gradient)
+            written += (gradient, sums)
         size = self._scratch_bytes * workers
         scratch = take_scratch(size + self._finished_bytes)
         finished = scratch.address + size
         ctypes.memset(finished, 0, self._finished_bytes)
-        held = (
-            query, key, value, out, grad_out, finite, rest, along_lse,
-            results.query, results.query_partials, results.key, results.key_sums,
-            results.value, results.value_sums,
-        )  # fmt: skip
+        held = query, key, value, out, grad_out, finite, rest, along_lse, *written
         try:
             block = self._blocks.pop()
         except IndexError:
@@ -114,8 +121,37 @@ class PreparedBackward:
         block.keep_alive = ()
         self._blocks.append(block)
         return_scratch(scratch)
-        found = results.finish()
-        return found.query, found.key, found.value
+        return gradients[0], gradients[1], gradients[2]
+
+
+class _Output(NamedTuple):
+    """A gradient, and the sums of which it is rounded, unless these are the gradient itself."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    sums: tuple[tuple[int, ...], np.dtype[Any]] | None
+    new: Callable[[tuple[int, ...], np.dtype[Any]], Array]
+
+    def allocate(self) -> tuple[Array, Array]:
+        """Memory for the gradient, and for the sums."""
+        gradient = self.new(self.shape, self.dtype)
+        return gradient, gradient if self.sums is None else self.new(*self.sums)
+
+
+def _outputs_of(problem: Problem, results: Results) -> list[_Output]:
+    """Of query, key and value. Blocks of queries that see no key are left out, and have zeros."""
+    outputs = []
+    for name, name_of_sums, new in (
+        ("query", "query_partials", np.zeros),
+        ("key", "key_sums", page_aligned_array),
+        ("value", "value_sums", page_aligned_array),
+    ):
+        gradient, sums = getattr(results, name), getattr(results, name_of_sums)
+        is_apart = not np.may_share_memory(gradient, sums)
+        shape = getattr(problem.operands, name).shape
+        form = (sums.shape, sums.dtype) if is_apart else None
+        outputs.append(_Output(shape, gradient.dtype, form, new))
+    return outputs
 
 
 def _without_memory(results: Results) -> Results:
