@@ -112,6 +112,16 @@ def test_both_passes_are_the_first_ones_tried(only_prepared, name, dtype) -> Non
         check(operands(seed=seed, dtype=dtype), allowed, *variants)
 
 
+def test_an_array_of_numpy_compared_by_value(only_prepared) -> None:
+    _, allowed = VARIANTS["lengths by value"]
+    for seed in range(10):
+        if seed == 5:
+            only_prepared()
+        lengths = LENGTHS.numpy().copy()
+        check(operands(seed=seed), allowed, qkv.KeyLengths(lengths))
+        lengths[:] = 0
+
+
 def test_values_that_change_are_other_calls() -> None:
     position = torch.arange(40)
     for seed in range(12):

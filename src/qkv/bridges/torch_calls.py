@@ -88,7 +88,7 @@ def _attend(bound: BoundCall, return_lse: bool) -> Any:
             _explain_subclasses(error, *leaves, *tensors)
             raise
         if all(map(is_, leaves, operands)) and not looks_on():
-            prepare_training(bound)
+            prepare_training(bound, (*leaves, *tensors))
         return (out, lse) if return_lse else out
     views = [view_beside(_LIBRARY, leaf, "an array of the call") for leaf in bound.leaves[3:]]
     seen = BoundCall(bound.structure, (*map(_view, leaves, _ROLES), *views))

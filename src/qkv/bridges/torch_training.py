@@ -37,7 +37,7 @@ class TrainingCall:
     Parameters
     ----------
     bound : BoundCall
-        The call of tensors.
+        The call, all of whose leaves are tensors.
     values : tuple of bytes
         Of the leaves that are compared by value.
     forward : Prepared
@@ -47,6 +47,7 @@ class TrainingCall:
         by_value = bound.structure.by_value
         self.fits: Guard = gradient_guard(*read_in_place(bound))
         self.values = values
+        self._by_value = {n: bound.leaves[n].detach().clone() for n in by_value}
         self.generation = generation()
         self._forward = forward
         self._backward: tuple[Guard, PreparedBackward] | None = None
@@ -56,10 +57,12 @@ class TrainingCall:
 
     def compute(self, bound: BoundCall, read: Sequence[Any], rows: bool) -> Any:
         """See `qkv.bridges.torch_prepared.PreparedTensors`."""
-        structure, leaves = bound
-        if not torch.is_grad_enabled() or not all(isinstance(leaf, Tensor) for leaf in leaves):
+        if not torch.is_grad_enabled():
             return None
-        out, lse = functions.attend_prepared(self, structure, leaves)
+        structure, tensors = bound
+        if self._by_value:  # In the call these may be arrays of another library.
+            tensors = [self._by_value.get(n, leaf) for n, leaf in enumerate(tensors)]
+        out, lse = functions.attend_prepared(self, structure, tensors)
         return (out, lse) if rows else out
 
     def attend(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
@@ -129,16 +132,19 @@ class TrainingCall:
         return _tensor(np.ascontiguousarray(array.swapaxes(-3, -2)) if self._rows_first else array)
 
 
-def prepare_training(bound: BoundCall) -> None:
-    """Keep a call of tensors if its forward pass was prepared for as one of NumPy arrays."""
+def prepare_training(bound: BoundCall, tensors: Sequence[Tensor]) -> None:
+    """Keep a call if its forward pass was prepared for as one of NumPy arrays.
+
+    `tensors` are all its leaves as tensors.
+    """
     read, values = read_in_place(bound), leaf_values(bound)
     if values is None or not are_dense(*read) or not gradients_wanted(read):
         return
-    if not all(isinstance(leaf, Tensor) for leaf in bound.leaves):
-        return
-    forward = prepared_for_backward(BoundCall(bound.structure, tuple(map(_view, bound.leaves))))
+    structure = bound.structure
+    forward = prepared_for_backward(BoundCall(structure, tuple(map(_view, tensors))))
     if forward is not None:
-        keep(bound, read, values, TrainingCall(bound, values, forward))
+        known = TrainingCall(BoundCall(structure, tensors), values, forward)
+        keep(bound, read, values, known)
 
 
 def _view(tensor: Tensor) -> Any:

@@ -157,10 +157,13 @@ class PreparedForward:
         workers = 1 if self._runs_alone else self._pass.workers()
         scratch = take_scratch(self._scratch_bytes * workers)
         words[_SCRATCH] = scratch.address
+        # For one slice of one thread this is what `launch` does.
         if self._brief_job is not None:
-            # What `launch` does, for one slice of one thread.
             words[0] = 0
             self._brief_job(block.pointer, _CALLER)
+        elif self._runs_alone:
+            words[0] = 0
+            self._pass.kernel.run(block, 0)
         else:
             block.keep_alive = scratch, keep_alive
             self._pass.launch(block, workers)
