@@ -60,6 +60,37 @@ def test_a_repeated_call_is_the_first_one_tried(monkeypatch, lengths, variants) 
         near(operands(*lengths, seed=seed), *variants)
 
 
+def turned(tensor):
+    """Rows rotated by their positions, in float64: pair i is entries i and i + dim / 2."""
+    first, second = tensor.double().chunk(2, -1)
+    pairs = first.shape[-1]
+    frequencies = 10000.0 ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
+    angle = torch.arange(tensor.shape[-2])[:, None] * frequencies
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("length", [16, 64, 300])
+def test_rotation_and_sinks(monkeypatch, length, with_sinks) -> None:
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    variants = (qkv.Causal(), qkv.RoPE(), *([qkv.Sinks(sinks)] if with_sinks else []))
+    for seed in range(8):
+        if seed == 5:
+            monkeypatch.setattr(torch_calls, "_attend", None)
+        query, key, value = operands(length, length, seed=seed)
+        out, lse = qkv.attention(query, key, value, *variants, return_lse=True)
+        scores = turned(query) @ turned(key).mT / query.shape[-1] ** 0.5
+        allowed = torch.ones(length, length, dtype=torch.bool).tril()
+        scores = scores.masked_fill(~allowed, -torch.inf)
+        if with_sinks:
+            own = sinks.double()[:, None, None].expand(*scores.shape[:-1], 1)
+            scores = torch.cat([scores, own], -1)
+        expected = scores.softmax(-1)[..., :length] @ value.double()
+        torch.testing.assert_close(out.double(), expected, atol=3e-6, rtol=0)
+        torch.testing.assert_close(lse.double(), scores.logsumexp(-1), atol=3e-6, rtol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_steps_and_calls_take_turns(dtype) -> None:
     lengths = [*LENGTHS, (1, 101), (1, 101), (1, 101), (1, 100), (1, 100), (16, 17)]

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from qkv.backends import AddressedCall, Addresses, Prepared, RepeatedCall, RepeatingCall
 from qkv.backends.cpu.machine.addresses import quick_address_of
-from qkv.backends.cpu.machine.host import isa_setting
 from qkv.backends.cpu.prepared.placeholders import placeholder
 from qkv.backends.cpu.python_calls.filled_block import FilledBlock
 from qkv.backends.cpu.rows.rotation import AngleTable, CosSin, Rotation, angle_tables
@@ -75,7 +74,7 @@ class RotatedCall:
         if inner is None or not (self._is_reused and self._rotation.row_pass.is_brief):
             return None
         filled = self._rotation.filled_block(self._operands, self._angles)
-        return RepeatedRotation(self, inner, self._rotation, filled)
+        return RepeatedRotation(inner, self._rotation, filled)
 
     def __call__(
         self, query: Array, key: Array, value: Array, rows: bool, arrays: Sequence[Array] = ()
@@ -116,24 +115,23 @@ class RotatedCall:
 class RepeatedRotation:
     """A prepared call whose query and key are rotated by the code that reads them."""
 
-    def __init__(
-        self, call: RotatedCall, inner: RepeatedCall, rotation: Rotation, filled: FilledBlock
-    ) -> None:
-        self._call, self._inner = call, inner
-        self._rotation, self._filled = rotation, filled
-        self._isa = isa_setting()
+    def __init__(self, inner: RepeatedCall, rotation: Rotation, filled: FilledBlock) -> None:
+        self._inner, self._rotation, self._filled = inner, rotation, filled
         self._free: list[list[Array]] = []
+
+    def _rotated(self) -> list[Array]:
+        """Memory for rotated query and key, which is given back to `_free`."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            return self._rotation.outputs()
 
     def __call__(self, query: Array, key: Array, value: Array, rows: bool) -> Results | None:
         """See `qkv.backends.RepeatedCall`."""
         read = self._filled.read
-        if read is None or isa_setting() != self._isa:
+        if read is None:
             return None
-        try:
-            rotated = self._free.pop()
-        except IndexError:
-            rotated = self._rotation.outputs()
-        found = None
+        rotated, found = self._rotated(), None
         if read(query, key, value, *rotated):
             found = self._inner(rotated[0], rotated[1], value, rows)
         self._free.append(rotated)
@@ -141,7 +139,13 @@ class RepeatedRotation:
 
     def run(self, addresses: Addresses, keep_alive: Any) -> bool:
         """See `qkv.backends.AddressedCall`."""
-        return self._call.run(addresses, keep_alive)
+        query, key, value, out, lse, rest, arrays = addresses
+        rotated = self._rotated()
+        own = quick_address_of(rotated[0]), quick_address_of(rotated[1])
+        self._filled.write(query, key, value, *own)
+        done = self._inner.run((*own, value, out, lse, rest, arrays), keep_alive)
+        self._free.append(rotated)
+        return done
 
     def brief(self) -> None:
         """See `qkv.backends.RepeatedCall`."""
@@ -186,8 +190,10 @@ class SinksCall:
         self._sinks(quick_address_of(keys_out), place, at, quick_address_of(out), place, found)
         return out, lse, rest, keys_out if self._keeps and rest is not None else None
 
-    def run(self, addresses: Addresses, keep_alive: Any) -> bool:
-        """See `qkv.backends.AddressedCall`."""
+    def run(
+        self, addresses: Addresses, keep_alive: Any, repeated: RepeatedCall | None = None
+    ) -> bool:
+        """See `qkv.backends.AddressedCall`; `repeated` is the repeated form of the inner call."""
         own: list[Array] = []
         query, key, value, out, lse, rest, arrays = addresses
         keys_out, place = out, lse
@@ -199,7 +205,7 @@ class SinksCall:
             place = quick_address_of(own[-1])
         held = keep_alive, own
         inner = query, key, value, keys_out, place, rest, arrays
-        if not self._inner.run(inner, held):
+        if not (repeated or self._inner).run(inner, held):
             return False
         self._sinks(keys_out, place, rest, out, place, held)
         return True
@@ -218,7 +224,7 @@ class RepeatedSinks:
 
     def run(self, addresses: Addresses, keep_alive: Any) -> bool:
         """See `qkv.backends.AddressedCall`."""
-        return self._call.run(addresses, keep_alive)
+        return self._call.run(addresses, keep_alive, self._inner)
 
     def brief(self) -> None:
         """See `qkv.backends.RepeatedCall`."""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from qkv.backends.cpu.compiler.compile import Kernel, build
 from qkv.backends.cpu.machine.addresses import address_of, quick_address_of
 from qkv.backends.cpu.machine.host import Host, host
-from qkv.backends.cpu.python_calls.filled_block import FilledBlock, operand_of
+from qkv.backends.cpu.python_calls.filled_block import FilledBlock, Operand, operand_of
 from qkv.backends.cpu.rows.rotation_kernel import FIELDS, RotationKey, emit_rotation
 from qkv.backends.cpu.rows.row_pass import RowPass, argument_words, word_indices
 from qkv.problem.spec import Angles, Problem
@@ -155,12 +155,14 @@ class Rotation:
     def filled_block(self, operands: Sequence[Array], angles: Sequence[CosSin]) -> FilledBlock:
         """Functions of query, key, value and two outputs, which rotate the first two by angles.
 
-        They ask whether the three are laid out as `operands` are. `angles` must be kept alive.
+        `read` asks whether the three are laid out as `operands` are.
         """
         places = _WORDS[0][0], _WORDS[1][0], _UNUSED
         out, other_out = _WORDS[0][1], _WORDS[1][1]
+        read = map(operand_of, places, operands)
+        written = Operand(out), Operand(other_out)
         filled = self.row_pass.filled_block(
-            list(map(operand_of, places, operands)), {"out": out, "lse": other_out}
+            [*read, *written], {"out": out, "lse": other_out}, keep_alive=angles
         )
         for words, table in zip(_WORDS, angles, strict=True):
             for word, number in zip(words[2:], table.numbers, strict=True):

@@ -99,10 +99,16 @@ class RowPass:
         self._brief: FilledBlock | None = None
 
     def filled_block(
-        self, operands: Sequence[Operand], call: Mapping[str, int] | None = None
+        self,
+        operands: Sequence[Operand],
+        call: Mapping[str, int] | None = None,
+        keep_alive: Any = (),
     ) -> FilledBlock:
-        """A block of its own, whose functions run the pass; one is enough if it is brief."""
-        block = ArgumentBlock(self._words, ())
+        """A block of its own, whose functions run the pass; one is enough if it is brief.
+
+        `keep_alive` owns what words that are not filled are addresses of.
+        """
+        block = ArgumentBlock(self._words, keep_alive)
         return FilledBlock.of(block, operands, {**(call or {}), "job": self._kernel.address})
 
     def run(self, numbers: Sequence[int], keep_alive: Any) -> None:
