@@ -1,4 +1,4 @@
-"""How a batch of calls is computed for `torch.vmap`.
+"""How a batch of calls is computed for `torch.vmap`, and for the batching that was before it.
 
 One call with one more leading dimension where that means the same, else one call each.
 """
@@ -6,12 +6,14 @@ One call with one more leading dimension where that means the same, else one cal
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
-__all__ = ["batched"]
+__all__ = ["apply", "batched", "is_old_batch"]
 
 
 def batched(
@@ -61,3 +63,27 @@ def batched(
         )
         found = tuple([t.new_empty(0, *t.shape) for t in one])
     return found, (0,) * len(found)
+
+
+def apply(function: type[Function], *given: Any) -> Any:
+    """`function.apply`, also of tensors that `torch.autograd.grad(is_grads_batched=True)` made.
+
+    Those come from a batching older than `torch.func`, which knows nothing of the rule `vmap`.
+    """
+    if not any(isinstance(t, Tensor) and is_old_batch(t) for t in given):
+        return function.apply(*given)
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    # A tensor without this batch dimension gets one of size 1.
+    apart = [torch._remove_batch_dim(t, level, 1, 0) if isinstance(t, Tensor) else t for t in given]
+    size = next((t.shape[0] for t in apart if isinstance(t, Tensor) and t.shape[0] != 1), 1)
+    dims: list[int | None] = []
+    for n, t in enumerate(apart):
+        alone = not isinstance(t, Tensor) or t.shape[0] != size
+        dims.append(None if alone else 0)
+        apart[n] = given[n] if alone else t
+    found, _ = function.vmap(SimpleNamespace(batch_size=size), tuple(dims), *apart)
+    return tuple([torch._add_batch_dim(t, 0, level) for t in found])
+
+
+is_old_batch = torch._C._functorch.is_legacy_batchedtensor

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +31,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from qkv.bridges import torch_operators as operators
-from qkv.bridges.torch_batches import batched
+from qkv.bridges.torch_batches import apply, batched, is_old_batch
 from qkv.bridges.torch_groups import (
     RESULTS,
     along_of,
@@ -90,7 +89,7 @@ def attend_prepared(
 def _nobody_sees(*tensors: Tensor) -> bool:
     """Whether nothing traces or transforms operations, and tensors do nothing of their own."""
     return not follows() and all(
-        (type(t) is Tensor or type(t) is torch.nn.Parameter) and not _is_old_batch(t)
+        (type(t) is Tensor or type(t) is torch.nn.Parameter) and not is_old_batch(t)
         for t in tensors
     )
 
@@ -142,7 +141,7 @@ class _AttentionBothWays(_Attention):
     def jvp(ctx: Any, _structure: None, *changes: Tensor | None) -> Any:
         results, inputs = results_first(ctx.saved_tensors)
         directions, along = along_of(changes, inputs)
-        moved = _apply(_Tangent, ctx.structure, directions, *results, *along, *inputs)
+        moved = apply(_Tangent, ctx.structure, directions, *results, *along, *inputs)
         return *moved, None, None
 
 
@@ -201,7 +200,7 @@ class _Backward(Function):
     def backward(ctx: Any, *along: Tensor) -> Any:
         grad_out, grad_lse, *inputs = ctx.saved_tensors[RESULTS:]
         wanted = numbers(ctx.needs_input_grad[2 + RESULTS + 5 :])
-        query, key, value, *rest = _apply(
+        query, key, value, *rest = apply(
             _Second, ctx.structure, ctx.wanted, wanted, grad_out, grad_lse, *along, *inputs
         )
         *cotangents, own = rest[0], rest[1], rest[2:]
@@ -213,7 +212,7 @@ class _Backward(Function):
         results, (grad_out, grad_lse, *inputs) = results_first(ctx.saved_tensors)
         changes = changes[RESULTS:]
         directions, along = along_of(changes[2:], inputs)
-        query, key, value, _, _, *own = _apply(
+        query, key, value, _, _, *own = apply(
             _Second,
             ctx.structure,
             directions,
@@ -268,7 +267,7 @@ class _Tangent(Function):
         results, tensors = results_first(ctx.saved_tensors)
         along, inputs = parted(tensors, ctx.directions)
         wanted = numbers(ctx.needs_input_grad[2 + RESULTS + len(along) + 3 :])
-        query, key, value, _, _, *own = _apply(
+        query, key, value, _, _, *own = apply(
             _Second, ctx.structure, ctx.directions, wanted, *cotangents, *along, *inputs
         )
         linear = _backward(ctx, ctx.directions, results, cotangents, inputs)
@@ -353,31 +352,10 @@ def _backward(
                 query, key, value, arrays, *results, *cotangents, _text(ctx.structure), wanted
             )
         )
-    found: tuple[Tensor, ...] = _apply(
+    found: tuple[Tensor, ...] = apply(
         _Backward, ctx.structure, wanted, *results, *cotangents, *inputs
     )
     return found
-
-
-def _apply(function: type[Function], *given: Any) -> Any:
-    """`function.apply`, also of tensors that `torch.autograd.grad(is_grads_batched=True)` made.
-
-    Those come from a batching older than `torch.func`, which knows nothing of the rule `vmap`.
-    """
-    if not any(isinstance(t, Tensor) and _is_old_batch(t) for t in given):
-        return function.apply(*given)
-    level = torch._C._vmapmode_increment_nesting() - 1
-    torch._C._vmapmode_decrement_nesting()
-    # A tensor without this batch dimension gets one of size 1.
-    apart = [torch._remove_batch_dim(t, level, 1, 0) if isinstance(t, Tensor) else t for t in given]
-    size = next((t.shape[0] for t in apart if isinstance(t, Tensor) and t.shape[0] != 1), 1)
-    dims: list[int | None] = []
-    for n, t in enumerate(apart):
-        alone = not isinstance(t, Tensor) or t.shape[0] != size
-        dims.append(None if alone else 0)
-        apart[n] = given[n] if alone else t
-    found, _ = function.vmap(SimpleNamespace(batch_size=size), tuple(dims), *apart)
-    return tuple([torch._add_batch_dim(t, 0, level) for t in found])
 
 
 class _Whole:
@@ -404,6 +382,3 @@ def _text(structure: _Whole | str) -> str:
 def _uses_batch_index(structure: _Whole | str) -> bool:
     whole = Structure.from_text(structure) if isinstance(structure, str) else structure.structure
     return whole.uses_batch_index
-
-
-_is_old_batch = torch._C._functorch.is_legacy_batchedtensor
