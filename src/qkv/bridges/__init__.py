@@ -12,9 +12,10 @@ torch_functions, jax_rules
                 how they are differentiated and batched
 torch_groups, torch_batches
                 parts of torch_functions: groups of tensors, and `torch.vmap`
-torch_prepared, torch_training, torch_steps, torch_guards
-                repeated calls, those whose gradients are wanted, decoding steps, and whether
-                tensors are like earlier ones
+torch_prepared, torch_steps, torch_training
+                repeated calls, decoding steps, and calls whose gradients are wanted
+torch_passes    prepared forward and backward passes, which torch_functions carries
+torch_guards    whether tensors are like earlier ones
 torch_openmp    the threads of torch, on which calls of tensors run
 jax_ffi         how XLA calls a function of Python
 """

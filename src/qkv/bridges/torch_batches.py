@@ -87,3 +87,4 @@ def apply(function: type[Function], *given: Any) -> Any:
 
 
 is_old_batch = torch._C._functorch.is_legacy_batchedtensor
+"""Whether a tensor stands for a batch of the older kind."""

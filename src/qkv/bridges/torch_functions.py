@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,12 +40,10 @@ from qkv.bridges.torch_groups import (
     parted,
     results_first,
 )
+from qkv.bridges.torch_passes import PreparedPasses
 from qkv.bridges.torch_prepared import follows
 from qkv.call.bound import Structure
 from qkv.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from qkv.bridges.torch_training import TrainingCall
 
 __all__ = ["attend", "attend_prepared"]
 
@@ -79,9 +77,9 @@ def attend(
 
 
 def attend_prepared(
-    passes: TrainingCall, structure: Structure, tensors: Sequence[Tensor]
+    tensors: Sequence[Tensor], structure: Structure, passes: PreparedPasses
 ) -> tuple[Tensor, Tensor]:
-    """The same for tensors that were prepared for, which nothing traces or transforms."""
+    """Output and lse by prepared passes, of tensors that nothing traces or transforms."""
     out, lse = _AttentionUnseen.apply(_Whole(structure, passes), *tensors)
     return out, lse
 
@@ -361,7 +359,7 @@ def _backward(
 class _Whole:
     """A structure that torch's transformations do not take apart, as they do with tuples."""
 
-    def __init__(self, structure: Structure, passes: TrainingCall | None = None) -> None:
+    def __init__(self, structure: Structure, passes: PreparedPasses | None = None) -> None:
         self.structure = structure
         self.passes = passes
 

@@ -45,8 +45,8 @@ def form_guard(*tensors: Tensor) -> Guard:
 
 
 def gradient_guard(*tensors: Tensor) -> Guard:
-    """For tensors of these sizes and strides, of which no two are one object; those that want
-    gradients are the same ones."""
+    """For tensors of these sizes and strides, of which no two are one object, and each of which
+    wants a gradient if the one in its place does."""
     if not _can_tell():
         return _says_no
     return _guard(*tensors, wanted=[tensor.requires_grad for tensor in tensors])

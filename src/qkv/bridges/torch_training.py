@@ -1,135 +1,44 @@
-"""Repeated calls of tensors whose gradients are wanted: neither pass is looked up or checked again.
-
-Both passes are those that `qkv.call` has prepared for NumPy arrays.
-"""
+"""Repeated calls of tensors whose gradients are wanted: no pass is looked up or checked again."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from qkv.arrays.torch_arrays import TorchArrays
-from qkv.backends import Prepared, PreparedBackward, generation
+from qkv.backends import generation
 from qkv.bridges import torch_functions as functions
 from qkv.bridges.torch_guards import Guard, gradient_guard
-from qkv.bridges.torch_openmp import on_torch_threads
+from qkv.bridges.torch_passes import PreparedPasses
 from qkv.bridges.torch_prepared import are_dense, gradients_wanted, keep, leaf_values, read_in_place
-from qkv.call.attend import prepared_for_backward
-from qkv.call.bound import BoundCall, Structure
-from qkv.call.derivatives.pull_back import Residuals, prepared_gradients
+from qkv.call.bound import BoundCall
 
-__all__ = ["TrainingCall", "prepare_training"]
-
-_MOST_ATTEMPTS = 4
-"""How often the backward pass of one call is prepared. Afterwards cotangents of other layouts are
-looked up each time, which is slower, but no slower than preparing for each."""
+__all__ = ["prepare_training"]
 
 
-class TrainingCall:
-    """The forward and the backward pass of calls like one of plain tensors.
+class _TrainingCall(NamedTuple):
+    """One of `qkv.bridges.torch_prepared.PreparedTensors`.
 
-    It is one of `qkv.bridges.torch_prepared.PreparedTensors`.
-
-    Parameters
-    ----------
-    bound : BoundCall
-        The call, all of whose leaves are tensors.
-    values : tuple of bytes
-        Of the leaves that are compared by value.
-    forward : Prepared
+    `by_value` are copies of the leaves that are compared by value, as tensors.
     """
 
-    def __init__(self, bound: BoundCall, values: tuple[bytes, ...], forward: Prepared) -> None:
-        by_value = bound.structure.by_value
-        self.fits: Guard = gradient_guard(*read_in_place(bound))
-        self.values = values
-        self._by_value = {n: bound.leaves[n].detach().clone() for n in by_value}
-        self.generation = generation()
-        self._forward = forward
-        self._backward: tuple[Guard, PreparedBackward] | None = None
-        self._attempts = 0
-        self._rows_first = bound.structure.layout == "blhd"
-        self._in_place = [n for n in range(3, len(bound.leaves)) if n not in by_value]
+    fits: Guard
+    values: tuple[bytes, ...]
+    generation: int
+    by_value: Mapping[int, Tensor]
+    passes: PreparedPasses
 
     def compute(self, bound: BoundCall, read: Sequence[Any], rows: bool) -> Any:
         """See `qkv.bridges.torch_prepared.PreparedTensors`."""
         if not torch.is_grad_enabled():
             return None
         structure, tensors = bound
-        if self._by_value:  # In the call these may be arrays of another library.
-            tensors = [self._by_value.get(n, leaf) for n, leaf in enumerate(tensors)]
-        out, lse = functions.attend_prepared(self, structure, tensors)
+        if self.by_value:  # In the call these may be arrays of another library.
+            tensors = [self.by_value.get(n, leaf) for n, leaf in enumerate(tensors)]
+        out, lse = functions.attend_prepared(tensors, structure, self.passes)
         return (out, lse) if rows else out
-
-    def attend(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-        """As `qkv.bridges.torch_operators.compute_attention`; None if that has to be called."""
-        query, key, value = map(self._view, inputs[:3])
-        with on_torch_threads():
-            found = self._forward(query, key, value, True, self._arrays(inputs))
-        if found is None:
-            return None
-        out, lse, rest, unrounded = found
-        if rest is None:
-            rest = np.full_like(lse, np.nan)
-        result = self._tensor(out)
-        kept = result if unrounded is None else self._tensor(unrounded)
-        return result, _tensor(lse), _tensor(rest), kept
-
-    def gradients(
-        self, results: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: Sequence[Tensor]
-    ) -> list[Tensor] | None:
-        """Gradients of query, key and value; None if they have to be looked up.
-
-        The parameters are the groups of `qkv.bridges.torch_functions`.
-        """
-        known = self._backward
-        if known is None or not known[0](*self._read(results, cotangents, inputs)):
-            return None
-        query, key, value = map(self._view, inputs[:3])
-        out, lse, rest = self._view(results[0]), _view(results[1]), _view(results[2])
-        grad_out, grad_lse = self._view(cotangents[0]), _view(cotangents[1])
-        arrays = self._arrays(inputs)
-        with on_torch_threads():
-            found = known[1](query, key, value, out, lse, rest, grad_out, grad_lse, arrays)
-        return None if found is None else list(map(self._tensor, found))
-
-    def prepare_gradients(
-        self,
-        results: Sequence[Tensor],
-        cotangents: Sequence[Tensor],
-        inputs: Sequence[Tensor],
-        structure: Structure,
-    ) -> None:
-        """Keep the backward pass if it was prepared for as one of NumPy arrays."""
-        read = self._read(results, cotangents, inputs)
-        if self._attempts == _MOST_ATTEMPTS or len(set(map(id, read))) < len(read):
-            return
-        self._attempts += 1
-        bound = BoundCall(structure, tuple(map(_view, inputs)))
-        ready = prepared_gradients(bound, Residuals(*map(_view, results)), *map(_view, cotangents))
-        if ready is not None:
-            self._backward = gradient_guard(*read), ready
-
-    def _read(self, *groups: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors that the backward pass reads in place."""
-        results, cotangents, inputs = groups
-        return [*results, *cotangents, *inputs[:3], *[inputs[n] for n in self._in_place]]
-
-    def _arrays(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
-        return tuple([_view(inputs[n]) for n in self._in_place])
-
-    def _view(self, tensor: Tensor) -> Any:
-        """An array with heads before rows."""
-        array = _view(tensor)
-        return array.swapaxes(-3, -2) if self._rows_first else array
-
-    def _tensor(self, array: Any) -> Tensor:
-        """The tensor of an array with heads before rows."""
-        return _tensor(np.ascontiguousarray(array.swapaxes(-3, -2)) if self._rows_first else array)
 
 
 def prepare_training(bound: BoundCall, tensors: Sequence[Tensor]) -> None:
@@ -140,20 +49,8 @@ def prepare_training(bound: BoundCall, tensors: Sequence[Tensor]) -> None:
     read, values = read_in_place(bound), leaf_values(bound)
     if values is None or not are_dense(*read) or not gradients_wanted(read):
         return
-    structure = bound.structure
-    forward = prepared_for_backward(BoundCall(structure, tuple(map(_view, tensors))))
-    if forward is not None:
-        known = TrainingCall(BoundCall(structure, tensors), values, forward)
+    passes = PreparedPasses.of(bound.structure, tensors)
+    if passes is not None:
+        by_value = {n: tensors[n].detach().clone() for n in bound.structure.by_value}
+        known = _TrainingCall(gradient_guard(*read), values, generation(), by_value, passes)
         keep(bound, read, values, known)
-
-
-def _view(tensor: Tensor) -> Any:
-    return _LIBRARY.view(tensor, "a tensor")
-
-
-def _tensor(array: Any) -> Tensor:
-    tensor: Tensor = _LIBRARY.restore(array)
-    return tensor
-
-
-_LIBRARY = TorchArrays()

@@ -196,7 +196,7 @@ def _with_repeated(call: UnboundCall, given: Sequence[Any]) -> UnboundCall:
 def views_of(bound: BoundCall) -> tuple[ArrayLibrary, tuple[Array, ...]]:
     """The query's library, and all leaves as NumPy views."""
     library = library_of(bound.leaves[0], "query")
-    if all(type(leaf) is np.ndarray for leaf in bound.leaves):
+    if all(type(leaf) is np.ndarray for leaf in bound.leaves):  # They are views of themselves.
         return library, tuple(bound.leaves)
     places = _PLACES if bound.structure.is_plain else ("query", *["an operand"] * 9)
     names = (*places, *[_IN_A_VARIANT] * len(bound.leaves))

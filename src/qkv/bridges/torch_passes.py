@@ -1,0 +1,128 @@
+"""Forward and backward passes of tensors, as `qkv.call` has prepared them for NumPy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from qkv.arrays.torch_arrays import TorchArrays
+from qkv.backends import Prepared, PreparedBackward
+from qkv.bridges.torch_guards import Guard, gradient_guard
+from qkv.bridges.torch_openmp import on_torch_threads
+from qkv.call.attend import prepared_for_backward
+from qkv.call.bound import BoundCall, Structure
+from qkv.call.derivatives.pull_back import Residuals, prepared_gradients
+
+__all__ = ["PreparedPasses"]
+
+_MOST_ATTEMPTS = 4
+"""How often the backward pass of one call is prepared. Afterwards cotangents of other layouts are
+looked up each time, which is slower, but no slower than preparing for each."""
+
+
+class PreparedPasses:
+    """Both passes of calls like one of plain tensors; what calls share is for the caller to check.
+
+    The backward pass is prepared when the first gradients have been computed.
+
+    Parameters
+    ----------
+    structure : Structure
+    leaves : int
+        How many leaves the call has.
+    forward : Prepared
+    """
+
+    def __init__(self, structure: Structure, leaves: int, forward: Prepared) -> None:
+        self._forward = forward
+        self._backward: tuple[Guard, PreparedBackward] | None = None
+        self._attempts = 0
+        self._rows_first = structure.layout == "blhd"
+        self._in_place = [n for n in range(3, leaves) if n not in structure.by_value]
+
+    @classmethod
+    def of(cls, structure: Structure, tensors: Sequence[Tensor]) -> PreparedPasses | None:
+        """Those of a call of these leaves; None if its forward pass was not prepared."""
+        forward = prepared_for_backward(BoundCall(structure, tuple(map(_view, tensors))))
+        return None if forward is None else cls(structure, len(tensors), forward)
+
+    def attend(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+        """As `qkv.bridges.torch_operators.compute_attention`; None if that has to be called."""
+        query, key, value = map(self._view, inputs[:3])
+        with on_torch_threads():
+            found = self._forward(query, key, value, True, self._arrays(inputs))
+        if found is None:
+            return None
+        out, lse, rest, unrounded = found
+        if rest is None:
+            rest = np.full_like(lse, np.nan)
+        result = self._tensor(out)
+        kept = result if unrounded is None else self._tensor(unrounded)
+        return result, _tensor(lse), _tensor(rest), kept
+
+    def gradients(
+        self, results: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> list[Tensor] | None:
+        """Gradients of query, key and value; None if they have to be looked up.
+
+        The parameters are the groups of `qkv.bridges.torch_functions`.
+        """
+        known = self._backward
+        if known is None or not known[0](*self._read(results, cotangents, inputs)):
+            return None
+        query, key, value = map(self._view, inputs[:3])
+        out, lse, rest = self._view(results[0]), _view(results[1]), _view(results[2])
+        grad_out, grad_lse = self._view(cotangents[0]), _view(cotangents[1])
+        arrays = self._arrays(inputs)
+        with on_torch_threads():
+            found = known[1](query, key, value, out, lse, rest, grad_out, grad_lse, arrays)
+        return None if found is None else list(map(self._tensor, found))
+
+    def prepare_gradients(
+        self,
+        results: Sequence[Tensor],
+        cotangents: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        structure: Structure,
+    ) -> None:
+        """Keep the backward pass if it was prepared for as one of NumPy arrays."""
+        read = self._read(results, cotangents, inputs)
+        if self._attempts == _MOST_ATTEMPTS or len(set(map(id, read))) < len(read):
+            return
+        self._attempts += 1
+        bound = BoundCall(structure, tuple(map(_view, inputs)))
+        ready = prepared_gradients(bound, Residuals(*map(_view, results)), *map(_view, cotangents))
+        if ready is not None:
+            self._backward = gradient_guard(*read), ready
+
+    def _read(self, *groups: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors that the backward pass reads in place."""
+        results, cotangents, inputs = groups
+        return [*results, *cotangents, *inputs[:3], *[inputs[n] for n in self._in_place]]
+
+    def _arrays(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
+        return tuple([_view(inputs[n]) for n in self._in_place])
+
+    def _view(self, tensor: Tensor) -> Any:
+        """An array with heads before rows."""
+        array = _view(tensor)
+        return array.swapaxes(-3, -2) if self._rows_first else array
+
+    def _tensor(self, array: Any) -> Tensor:
+        """The tensor of an array with heads before rows."""
+        return _tensor(np.ascontiguousarray(array.swapaxes(-3, -2)) if self._rows_first else array)
+
+
+def _view(tensor: Tensor) -> Any:
+    return _LIBRARY.view(tensor, "a tensor")
+
+
+def _tensor(array: Any) -> Tensor:
+    tensor: Tensor = _LIBRARY.restore(array)
+    return tensor
+
+
+_LIBRARY = TorchArrays()
