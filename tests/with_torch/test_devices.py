@@ -276,3 +276,14 @@ def test_backends_of_the_cpu_are_refused_elsewhere() -> None:
     query = torch.zeros(1, 2, 3, 4, device="meta")
     with pytest.raises(qkv.UnsupportedError, match="query is on meta"):
         qkv.attention(query, query, query, backend="cpu")
+
+
+@pytest.mark.parametrize("wants_gradient", [False, True])
+@pytest.mark.parametrize("place", [1, 2])
+def test_operands_on_two_devices_are_named(wants_gradient: bool, place: int) -> None:
+    operands = [torch.ones(1, 2, 4, 8, requires_grad=wants_gradient) for _ in range(3)]
+    operands[place] = operands[place].to("meta")
+    with pytest.raises(qkv.UnsupportedError) as caught:
+        qkv.attention(*operands, qkv.Causal())
+    assert "meta" in str(caught.value)
+    assert ("key", "value")[place - 1] in str(caught.value)

@@ -77,6 +77,7 @@ def _attend(bound: BoundCall, return_lse: bool) -> Any:
         tensors = tuple(map(_tensor, bound.leaves[3:]))
         return _on_device(BoundCall(bound.structure, (*leaves, *tensors)), return_lse)
     if _is_watched(*leaves, *bound.leaves[3:]):
+        _check_devices(*leaves)
         query, key, value = map(_kept, leaves, bound.leaves)
         leaves = query, key, value
         tensors = tuple([_kept(_tensor(leaf), leaf) for leaf in bound.leaves[3:]])
