@@ -310,17 +310,17 @@ def test_tiles_are_released(monkeypatch) -> None:
 
     from qkv.backends.cpu.compiler.compile import Kernel, build
     from qkv.backends.cpu.emit.emitter import INT32, INT64, POINTER, Emitter
-    from qkv.backends.cpu.products import matrix_unit
+    from qkv.backends.cpu.products import tile_instructions
 
     def emit(used: bool) -> str:
         e = Emitter("in_use", 16)
         with e.function("job", [POINTER, INT64], public=True) as (_, (result, _worker)):
             if used:
-                matrix_unit.configure(e)
+                tile_instructions.configure(e)
             state = e.machine_intrinsic("llvm.x86.xgetbv", INT64, ir.Constant(INT32, 1))
             e.store(state, result, 8)
             if used:
-                matrix_unit.release(e)
+                tile_instructions.release(e)
         return str(e.module)
 
     def tiles_in_use(used: bool) -> bool:

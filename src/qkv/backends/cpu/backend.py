@@ -363,7 +363,7 @@ def describe_host() -> dict[str, str]:
     shape = here.shape
     return {
         "processor": here.cpu,
-        "instruction set": here.isa,
+        "instruction set": f"{here.isa}, for tests" if here.emulated_on else here.isa,
         "vector width": f"{32 * shape.lanes} bits, {shape.lanes} float32",
         "tile": f"{shape.block_q} queries",
         "threads": str(get_num_threads()),

@@ -36,17 +36,26 @@ class Emitter:
     """Writes one module for vectors of `lanes` real numbers, FLOAT or DOUBLE.
 
     `halves` says whether the machine converts float16 by itself, `fused` whether it multiplies and
-    adds in one instruction.
+    adds in one instruction, `emulated` whether instructions for bfloat16 are written out as code
+    that every machine runs.
     """
 
     def __init__(
-        self, name: str, lanes: int, real: Any = FLOAT, *, halves: bool = False, fused: bool = True
+        self,
+        name: str,
+        lanes: int,
+        real: Any = FLOAT,
+        *,
+        halves: bool = False,
+        fused: bool = True,
+        emulated: bool = False,
     ) -> None:
         self.module = ir.Module(name)
         self.lanes = lanes
         self.real = real
         self.halves = halves
         self.fused = fused
+        self.emulated = emulated
         self.real_bytes = 4 if real == FLOAT else 8
         self.real_bits = ir.IntType(8 * self.real_bytes)
         self.vector = ir.VectorType(real, lanes)

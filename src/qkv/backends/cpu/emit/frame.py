@@ -59,7 +59,10 @@ class Frame:
         self, name: str, spec: Spec, shape: TileShape, int_bits: int, fields: tuple[str, ...]
     ) -> None:
         real = DOUBLE if spec.dtype == "float64" else FLOAT
-        self.e = Emitter(name, shape.lanes, real, halves=shape.halves, fused=shape.fused)
+        self.e = Emitter(
+            name, shape.lanes, real,
+            halves=shape.halves, fused=shape.fused, emulated=shape.emulated,
+        )  # fmt: skip
         self.spec = spec
         self.shape = shape
         self.int_bits = int_bits

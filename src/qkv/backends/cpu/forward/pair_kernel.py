@@ -24,7 +24,7 @@ from qkv.backends.cpu.forward.score_blocks import (
     ValueBlock,
 )
 from qkv.backends.cpu.forward.softmax import finish_scores, scores_to_weights
-from qkv.backends.cpu.products import matrix_unit
+from qkv.backends.cpu.products import tile_instructions
 from qkv.backends.cpu.products.bfloat16 import emit_round_to_chunks
 from qkv.backends.cpu.products.query_lanes import store_vectors, vectors_at
 from qkv.problem.expressions import TRUE
@@ -146,7 +146,7 @@ def attend_function(operands: PairOperands, functions: dict[str, Value]) -> Valu
         arguments, task, scratch = args
         b = e.builder
         if frame.shape.product == "tiles":
-            matrix_unit.configure(e)
+            tile_instructions.configure(e)
         batch, head, first_row, first_run, last_run = frame.record(task, TASK)
         group_size, num_heads, q_len, head_dim, v_head_dim, q_blocks_per_task = (
             frame.field(arguments, name)
@@ -245,5 +245,5 @@ def attend_function(operands: PairOperands, functions: dict[str, Value]) -> Valu
 
         for_each_block(end_block)
         if frame.shape.product == "tiles":
-            matrix_unit.release(e)
+            tile_instructions.release(e)
     return function

@@ -1,7 +1,9 @@
 """The machine that code is compiled for.
 
 `QKV_ISA` forces a lesser instruction set: "amx" (bfloat16 tiles), "avx512-bf16" (pairs of
-bfloat16), "avx512", "avx2", "sse" or "neon".
+bfloat16), "avx512", "avx2", "sse" or "neon". For tests, "amx-emulated" and the like run the kernels
+of any set on any machine: vectors are made of shorter ones, and instructions for bfloat16 are
+written out (`products.tile_instructions`), which is slow.
 """
 
 from __future__ import annotations
@@ -41,6 +43,8 @@ _BFLOAT16_SHAPES = {
 }
 """The tile shape for bfloat16. Machines that are not named convert bfloat16 to float32."""
 _NEEDS_AVX512 = frozenset({"avx512f", "avx512vl", "avx512bw", "avx512dq", "fma", "f16c"})
+EMULATED = "-emulated"
+"""What follows the name of an instruction set whose kernels run on any machine, for tests."""
 _REQUIRED = {
     "amx": _NEEDS_AVX512 | {"avx512bf16", "amx-tile", "amx-bf16"},
     "avx512-bf16": _NEEDS_AVX512 | {"avx512bf16"},
@@ -70,15 +74,30 @@ class Host:
     cpu: str
     features: str
     isa: str
+    emulated_on: str | None = None
+    """The instruction set that kernels of `isa` are compiled for, if they are emulated."""
+
+    @property
+    def kernels(self) -> str:
+        """The instruction set that the kernels were written for."""
+        return self.isa.removesuffix(EMULATED)
 
     @property
     def shape(self) -> TileShape:
-        return replace(_SHAPES[self.isa], **_PREFETCH.get(self.cpu, {}))
+        return replace(self.adapted(_SHAPES[self.kernels]), **_PREFETCH.get(self.cpu, {}))
 
     @property
     def bfloat16_shape(self) -> TileShape | None:
         """The tile shape for bfloat16, if the machine multiplies bfloat16."""
-        return _BFLOAT16_SHAPES.get(self.isa)
+        shape = _BFLOAT16_SHAPES.get(self.kernels)
+        return None if shape is None else self.adapted(shape)
+
+    def adapted(self, shape: TileShape) -> TileShape:
+        """A shape of the kernels' instruction set, with what this machine does if emulated."""
+        if self.emulated_on is None:
+            return shape
+        own = _SHAPES[self.emulated_on]
+        return replace(shape, halves=own.halves, fused=own.fused, emulated=True)
 
     def shape_of(self, dtype: np.dtype[Any]) -> TileShape:
         """The tile shape for a type of computation; float64 has half as many lanes."""
@@ -87,12 +106,12 @@ class Host:
 
 
 def host() -> Host:
-    """This machine, or the narrower one that `QKV_ISA` names.
+    """This machine, or the one that `QKV_ISA` names.
 
     Raises
     ------
     ArgumentError
-        If `QKV_ISA` names an instruction set that this machine lacks.
+        If `QKV_ISA` names an instruction set that this machine lacks and does not emulate.
     """
     return _host(os.environ.get("QKV_ISA", ""))
 
@@ -134,15 +153,18 @@ def _host(forced: str) -> Host:
             # On processors with tiles, pairs of bfloat16 are slower than float32.
             usable[:3] = ["avx512", "avx512-bf16"]
     isa = forced or usable[0]
-    if isa not in usable:
+    emulated = [name + EMULATED for name in _SHAPES]
+    if isa not in (*usable, *emulated):
         raise ArgumentError(
             f"QKV_ISA={forced!r} is not an instruction set of this machine.",
-            [("has", ", ".join(usable))],
+            [("has", ", ".join(usable)), ("emulates, slowly", ", ".join(emulated))],
             "Unset QKV_ISA, or name one of these.",
         )
-    dropped = _SWITCHED_OFF.get(isa, ()) if isa != usable[0] else ()
+    emulated_on = usable[0] if isa in emulated else None
+    narrowed = isa != usable[0] and emulated_on is None
+    dropped = _SWITCHED_OFF.get(isa, ()) if narrowed else ()
     for name in features:
         if name.startswith(dropped):
             features[name] = False
     flat = ",".join(("+" if on else "-") + name for name, on in sorted(features.items()))
-    return Host(llvm.get_host_cpu_name(), flat, isa)
+    return Host(llvm.get_host_cpu_name(), flat, isa, emulated_on)

@@ -1,48 +1,29 @@
-"""The matrix unit of some x86 processors (AMX): products of bfloat16 tiles.
+"""Products on the matrix unit of some x86 processors (AMX), of matrices made of bfloat16 tiles.
 
 A tile is a register of 16 rows of 64 bytes. One instruction adds the product of two tiles to a
 third, pairs of neighbouring bfloat16 being multiplied and added:
 
     C[m, n] += sum_p A[m, 2p] * B[p, 2n] + A[m, 2p+1] * B[p, 2n+1]        m, n, p < 16
 
-Subnormal numbers count as zero in such products. Source: Intel, "Architectures Software Developer's
-Manual", volume 1, chapter 18 (2024).
+Subnormal numbers count as zero in such products. The instructions, and their emulation, are those
+of `tile_instructions`.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from llvmlite import ir
-
-from qkv.backends.cpu.emit.emitter import BYTE, INT64, POINTER, VOID, Emitter, Value
-
-TILE_ROWS = 16
-TILE_BYTES = 64
-"""Bytes of one row of a tile."""
-TILE_SIZE = TILE_ROWS * TILE_BYTES
+from qkv.backends.cpu.emit.emitter import INT64, POINTER, Emitter, Value
+from qkv.backends.cpu.products.tile_instructions import (
+    TILE_BYTES,
+    TILE_ROWS,
+    TILE_SIZE,
+    tiles_of,
+)
 
 Products = tuple[tuple[int, int], ...]
 """Which products of terms are added: the number of a term of the left factor, and of the right."""
-
-
-def configure(e: Emitter) -> None:
-    """Give all eight tiles their full size; to be called before a thread uses a tile."""
-    setting = struct.pack("<BB14x8H16x8B8x", 1, 0, *[TILE_BYTES] * 8, *[TILE_ROWS] * 8)
-    kind = ir.ArrayType(BYTE, len(setting))
-    constant = e.module.globals.get("tile_sizes")
-    if constant is None:
-        constant = ir.GlobalVariable(e.module, kind, "tile_sizes")
-        constant.linkage, constant.global_constant = "internal", True
-        constant.initializer = ir.Constant(kind, bytearray(setting))
-    e.machine_intrinsic("llvm.x86.ldtilecfg", VOID, e.builder.bitcast(constant, POINTER))
-
-
-def release(e: Emitter) -> None:
-    """Empty the tiles of this thread, so that a task switch need not save them."""
-    e.machine_intrinsic("llvm.x86.tilerelease", VOID)
 
 
 def add_product(e: Emitter, name: str, vectors: int, *, onto: bool) -> Value:
@@ -61,6 +42,7 @@ def add_product(e: Emitter, name: str, vectors: int, *, onto: bool) -> Value:
 
     with e.function(name, [*[POINTER] * 3, *[INT64] * 3]) as (function, args):
         rows, packed, out, row, count, pairs = args
+        tiles = tiles_of(e)
 
         def multiply_block(i: Value, _: list[Value]) -> None:
             for first in range(0, vectors, across):
@@ -72,24 +54,24 @@ def add_product(e: Emitter, name: str, vectors: int, *, onto: bool) -> Value:
                 ]
                 for tile, place in places:
                     if onto:
-                        _emit_tile(e, "tileloadd64", tile, place, width)
+                        tiles.load(tile, place, width)
                     else:
-                        _emit_tile(e, "tilezero", tile)
+                        tiles.zero(tile)
 
                 def multiply_chunk(p: Value, _: list[Value], first: int = first) -> None:
                     for m, tile in enumerate(left):
                         place = e.at(rows, e.mul(e.add(i, m * TILE_ROWS), row), e.mul(p, 4))
-                        _emit_tile(e, "tileloadd64", tile, place, row)
+                        tiles.load(tile, place, row)
                     for n, tile in enumerate(right[:across]):
                         place = e.at(packed, e.mul(p, width), (first + n) * TILE_BYTES)
-                        _emit_tile(e, "tileloadd64", tile, place, width)
+                        tiles.load(tile, place, width)
                     for m in range(2):
                         for n in range(across):
-                            _emit_tile(e, "tdpbf16ps", totals[m][n], left[m], right[n])
+                            tiles.multiply_add(totals[m][n], left[m], right[n])
 
                 e.loop(0, pairs, TILE_ROWS, [], multiply_chunk)
                 for tile, place in places:
-                    _emit_tile(e, "tilestored64", tile, place, width)
+                    tiles.store(tile, place, width)
 
         e.loop(0, count, 2 * TILE_ROWS, [], multiply_block)
     return function
@@ -148,7 +130,7 @@ def multiply(
     tile_row, out_row = e.index(TILE_BYTES), e.index(vectors * TILE_BYTES)
     totals = [[2 * m + n for n in range(across)] for m in range(2)]
     left, right = (4, 5), (6, 7)
-    b = e.builder
+    b, tiles = e.builder, tiles_of(e)
 
     def multiply_block(i: Value, _: list[Value]) -> None:
         bands = [e.mul(b.sdiv(i, e.index(TILE_ROWS)), band)]
@@ -164,9 +146,9 @@ def multiply(
             ]
             for tile, place in places:
                 if onto:
-                    _emit_tile(e, "tileloadd64", tile, place, out_row)
+                    tiles.load(tile, place, out_row)
                 else:
-                    _emit_tile(e, "tilezero", tile)
+                    tiles.zero(tile)
 
             def multiply_chunk(p: Value, _: list[Value]) -> None:
                 # A chunk is 16 pairs along the summed dimension, as deep as a tile.
@@ -180,17 +162,15 @@ def multiply(
                     for group, (x, y) in enumerate(products):
                         if x != held[0]:
                             for tile, place in zip(left, lefts, strict=True):
-                                _emit_tile(
-                                    e, "tileloadd64", tile, e.at(place, x * TILE_SIZE), tile_row
-                                )
+                                tiles.load(tile, e.at(place, x * TILE_SIZE), tile_row)
                         if y != held[1]:
                             for tile, place in zip(right, rights, strict=False):
                                 place = e.at(place, y * vectors * TILE_SIZE)
-                                _emit_tile(e, "tileloadd64", tile, place, out_row)
+                                tiles.load(tile, place, out_row)
                         held = (x, y)
                         for m in range(2):
                             for n in range(across):
-                                _emit_tile(e, "tdpbf16ps", totals[m][n], left[m], right[n])
+                                tiles.multiply_add(totals[m][n], left[m], right[n])
                         meanwhile(group)
 
                 if side_work is None:
@@ -209,14 +189,8 @@ def multiply(
 
             e.loop(0, pairs, TILE_ROWS, [], multiply_chunk)
             for tile, place in places:
-                _emit_tile(e, "tilestored64", tile, place, out_row)
+                tiles.store(tile, place, out_row)
 
         e.loop(0, vectors, across, [], multiply_strip)
 
     e.loop(0, count, 2 * TILE_ROWS, [], multiply_block)
-
-
-def _emit_tile(e: Emitter, instruction: str, *args: Value | int) -> None:
-    """Emit an instruction of the matrix unit; arguments of type int are numbers of tiles."""
-    values = [ir.Constant(BYTE, arg) if isinstance(arg, int) else arg for arg in args]
-    e.machine_intrinsic(f"llvm.x86.{instruction}", VOID, *values)

@@ -37,7 +37,7 @@ from qkv.backends.cpu.backward.kernel import (
 from qkv.backends.cpu.backward.query_block import QueryBlockPass, clear_memory
 from qkv.backends.cpu.emit.emitter import INT64, POINTER, Value
 from qkv.backends.cpu.emit.frame import WORD, RowView
-from qkv.backends.cpu.products import matrix_unit
+from qkv.backends.cpu.products import tile_instructions
 from qkv.backends.cpu.products.bfloat16 import CHUNK, emit_round_to_chunks
 from qkv.backends.cpu.split_bf16 import non_finite
 from qkv.backends.cpu.split_bf16.backward_block import (
@@ -58,9 +58,9 @@ def emit_split_backward(key: BackwardKey) -> str:
     e, block = frame.e, SplitBlock(frame)
     functions = {"add_partials": add_partials_function(frame), **block.functions()}
     with e.function("query_block", [POINTER] * 4) as (query_block, args):
-        matrix_unit.configure(e)
+        tile_instructions.configure(e)
         _QueryBlocks(block, functions, *args).emit()
-        matrix_unit.release(e)
+        tile_instructions.release(e)
 
     def call_query_block(_: Value, arguments: list[Value]) -> None:
         e.builder.call(query_block, arguments)

@@ -24,8 +24,8 @@ from qkv.backends.cpu.emit.storage import load, real_dtype
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products import matrix_unit
 from qkv.backends.cpu.products.bfloat16 import CHUNK, emit_round_to_chunks, round_to_chunks
-from qkv.backends.cpu.products.matrix_unit import TILE_BYTES, TILE_ROWS
 from qkv.backends.cpu.products.query_lanes import vectors_at
+from qkv.backends.cpu.products.tile_instructions import TILE_BYTES, TILE_ROWS, TILE_SIZE
 from qkv.backends.cpu.split_bf16 import non_finite
 from qkv.backends.cpu.split_bf16.terms import FLOAT_BYTES, TermSplitter
 from qkv.problem.expressions import TRUE
@@ -381,7 +381,7 @@ class SplitBlock:
                         upper = e.load(place, INT16, 2)
                         weight = load(e, place, "bfloat16")
                         for n in range(1, split.terms):
-                            term = load(e, e.at(place, n * matrix_unit.TILE_SIZE), "bfloat16")
+                            term = load(e, e.at(place, n * TILE_SIZE), "bfloat16")
                             weight = b.fadd(weight, term)
                         with b.if_then(b.icmp_unsigned("!=", upper, ir.Constant(INT16, 1 << 15))):
                             to = e.at(column, e.mul(k, self.panels.width))

@@ -69,8 +69,8 @@ BACKWARD = BackwardKernel(emit_split_backward, split_areas)
 
 def split_shape(here: Host, dtype: str) -> TileShape | None:
     """The tile shape of the split kernels for a dtype, or None if the machine has none for it."""
-    shape, terms = _SHAPES.get(here.isa), _TERMS.get(dtype)
-    return None if shape is None or terms is None else replace(shape, terms=terms)
+    shape, terms = _SHAPES.get(here.kernels), _TERMS.get(dtype)
+    return None if shape is None or terms is None else replace(here.adapted(shape), terms=terms)
 
 
 def may_split(problem: Problem) -> bool:

@@ -33,8 +33,8 @@ from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.backends.cpu.products import matrix_unit
 from qkv.backends.cpu.products.bfloat16 import CHUNK, emit_round_to_chunks, round_to_chunks
 from qkv.backends.cpu.products.group_sums import GroupSums
-from qkv.backends.cpu.products.matrix_unit import TILE_ROWS
 from qkv.backends.cpu.products.prefetch import Prefetcher
+from qkv.backends.cpu.products.tile_instructions import TILE_ROWS
 from qkv.backends.cpu.split_bf16 import non_finite
 from qkv.backends.cpu.split_bf16.overlap import OverlappedScoreBlocks
 from qkv.backends.cpu.split_bf16.scores import SplitScores

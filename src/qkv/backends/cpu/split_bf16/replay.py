@@ -16,7 +16,7 @@ from qkv.backends.cpu.emit.frame import WORD, rows_from
 from qkv.backends.cpu.emit.transpose import transposed_bytes
 from qkv.backends.cpu.forward.frame import RUN, TASK
 from qkv.backends.cpu.machine.tiling import TileShape
-from qkv.backends.cpu.products import matrix_unit
+from qkv.backends.cpu.products import matrix_unit, tile_instructions
 from qkv.backends.cpu.products.bfloat16 import emit_round_to_chunks, round_to_chunks
 from qkv.backends.cpu.replay.kernel import SumsReduction, TopReduction
 from qkv.backends.cpu.replay.reduction import (
@@ -74,7 +74,7 @@ def _task_function(
     with e.function("task", [POINTER] * 3) as (function, args):
         arguments, task, scratch = args
         b = e.builder
-        matrix_unit.configure(e)
+        tile_instructions.configure(e)
         batch, head, first_row, first_run, last_run = frame.record(task, TASK)
         names = ("group_size", "q_len", "head_dim", "q_blocks_per_task")
         group_size, q_len, head_dim, q_blocks_per_task = (frame.field(arguments, n) for n in names)
@@ -158,5 +158,5 @@ def _task_function(
         for_each_block(begin_block)
         e.loop(first_run, last_run, 1, [], reduce_run)
         for_each_block(lambda block: reduction.end(block, functions["write"]))
-        matrix_unit.release(e)
+        tile_instructions.release(e)
     return function

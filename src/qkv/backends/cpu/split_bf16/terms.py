@@ -38,8 +38,8 @@ from qkv.backends.cpu.products.bfloat16 import (
     join_pairs,
     round_to_bfloat16,
 )
-from qkv.backends.cpu.products.matrix_unit import TILE_BYTES, TILE_ROWS
 from qkv.backends.cpu.products.query_lanes import store_vectors, vectors_at
+from qkv.backends.cpu.products.tile_instructions import TILE_BYTES, TILE_ROWS, TILE_SIZE
 
 _PRODUCTS: dict[int, matrix_unit.Products] = {
     1: ((0, 0),),
@@ -67,7 +67,7 @@ class TermSplitter:
         self.e = e
         self.terms, self.vectors = shape.terms, shape.vectors
         self.width = self.vectors * e.vector_bytes
-        self.chunk_bytes = self.terms * matrix_unit.TILE_SIZE
+        self.chunk_bytes = self.terms * TILE_SIZE
         """Bytes of 16 rows and 32 columns of a left factor."""
         self.column_band = block_kv // CHUNK * self.chunk_bytes
         """Bytes from 16 columns to the next 16."""
@@ -169,7 +169,7 @@ class TermSplitter:
         e = self.e
         for n, (first, second) in enumerate(zip(*map(self.rounded_terms, halves), strict=True)):
             row = round_to_bfloat16(e, first, second)
-            e.store(row, e.at(place, n * matrix_unit.TILE_SIZE), e.vector_bytes)
+            e.store(row, e.at(place, n * TILE_SIZE), e.vector_bytes)
 
     def store_terms(self, terms: Sequence[Sequence[Value]], place: Value) -> None:
         """Store truncated terms of two vectors, each as a row of its tile; the last is rounded."""
@@ -178,7 +178,7 @@ class TermSplitter:
             if n < self.terms - 1:
                 both = [b.and_(bits, e.const_bits(_UPPER)) for bits in both]
             row = round_to_bfloat16(e, *both)
-            e.store(row, e.at(place, n * matrix_unit.TILE_SIZE), e.vector_bytes)
+            e.store(row, e.at(place, n * TILE_SIZE), e.vector_bytes)
 
     # Rows
 
