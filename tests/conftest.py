@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import sys
 from collections.abc import Iterator
 
 import pytest
 
 import qkv
+from forced import as_it_runs, instruction_sets
 from qkv._threads import usable_cores
+from qkv.backends.cpu.machine.host import EMULATED, host
 from sampling import sample
 
 MOST_WORKERS = 8
@@ -59,11 +62,17 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(usable_cores(), MOST_WORKERS) if folders else 0
 
 
-def pytest_report_header(config: pytest.Config) -> str:
-    if config.getoption("every_case"):
-        return "sampled suites: every case"
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    sets = instruction_sets()
+    real = ", ".join(isa for isa in sets if not isa.endswith(EMULATED))
+    emulated = ", ".join(isa.removesuffix(EMULATED) for isa in sets if isa.endswith(EMULATED))
+    machine = f"{platform.system()} {platform.machine()}, {host().cpu}; {real}"
     seed = config.getoption("sample_seed")
-    return f"sampled suites: --sample-seed {seed}; all cases with --every-case"
+    chosen = f"--sample-seed {seed}; all cases with --every-case"
+    return [
+        f"machine: {machine}; emulated: {emulated or 'nothing'}",
+        f"sampled suites: {'every case' if config.getoption('every_case') else chosen}",
+    ]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -133,8 +142,8 @@ def masks_unread_and_read(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bfloat16 tiles are used; they are there where `forced.NEEDS_TILES` does not skip."""
-    monkeypatch.setenv("QKV_ISA", "amx")
+    """Bfloat16 tiles are used, emulated where the processor has none."""
+    monkeypatch.setenv("QKV_ISA", as_it_runs("amx"))
 
 
 @pytest.fixture

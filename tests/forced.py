@@ -1,39 +1,52 @@
-"""Instruction sets, and kernels, that can be forced on this machine."""
+"""Instruction sets that tests force, real where the machine has them, else emulated."""
 
 from functools import cache
 
 import pytest
 
-from qkv.backends.cpu.machine.host import host
+from qkv.backends.cpu.machine.host import EMULATED, host
 from qkv.errors import ArgumentError
+
+OF_X86 = ("amx", "avx512-bf16", "avx512", "avx2", "sse")
+WITH_BFLOAT16 = ("amx", "avx512-bf16")
+"""Those that multiply bfloat16."""
+
+
+@cache
+def runs_here(isa: str) -> bool:
+    """Whether the machine has an instruction set."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QKV_ISA", isa)
+        try:
+            return host().isa == isa
+        except ArgumentError:
+            return False
+
+
+def as_it_runs(isa: str) -> str:
+    """An instruction set if the machine has it, else its emulation: what `QKV_ISA` is set to."""
+    return isa if runs_here(isa) else isa + EMULATED
 
 
 @cache
 def instruction_sets() -> tuple[str, ...]:
-    """Those that run here, the most able first."""
-    found = []
-    with pytest.MonkeyPatch.context() as patch:
-        for isa in ("amx", "avx512-bf16", "avx512", "avx2", "sse", "neon"):
-            patch.setenv("QKV_ISA", isa)
-            try:
-                found.append(host().isa)
-            except ArgumentError:
-                continue
-    return tuple(found)
+    """The most able one of the machine, the others that it has, and those that it emulates."""
+    real = [isa for isa in (*OF_X86, "neon") if runs_here(isa)]
+    return (*real, *(isa + EMULATED for isa in OF_X86 if isa not in real))
 
 
-NEEDS_TILES = pytest.mark.skipif(
-    "amx" not in instruction_sets(), reason="this processor has no bfloat16 tiles"
-)
+def both_ways(isa: str) -> list[str]:
+    """The emulation of an instruction set, and the set itself where the machine has it."""
+    return [isa + EMULATED, *([isa] if runs_here(isa) else [])]
+
 
 IN_PARTS = ("float32", "float16")
 """What is multiplied as sums of bfloat16 parts, where that pays."""
 
 
 def kernels() -> list[str]:
-    """`instruction_sets`, and those with products of parts forced where there are any."""
-    found = instruction_sets()
-    return [*found, *(f"{isa} parts" for isa in found if isa == "amx")]
+    """`instruction_sets`, and tiles with products of parts forced."""
+    return [*instruction_sets(), f"{as_it_runs('amx')} parts"]
 
 
 def takes(kernel: str, dtype: str) -> bool:

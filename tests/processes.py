@@ -8,18 +8,20 @@ import sys
 import textwrap
 
 
-def in_a_process(script: str, **environment: str) -> str:
+def in_a_process(script: str, *arguments: str, **environment: str) -> str:
     """What a script prints that ends well within three minutes.
 
     Parameters
     ----------
     script : str
         Python, indented as the text around it is.
+    arguments : str
+        What it finds in `sys.argv` after its name.
     environment : str
         Variables set besides those of this process.
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
+        [sys.executable, "-c", textwrap.dedent(script), *arguments],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,

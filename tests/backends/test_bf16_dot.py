@@ -1,18 +1,20 @@
 """The bfloat16 kernel: pairs, tiles, and what they add to the conformance suite."""
 
+import re
 import sys
 
 import ml_dtypes
 import numpy as np
 import pytest
+from test_assembly import LINUX, assembly
 
 import qkv
-from forced import instruction_sets
+from forced import WITH_BFLOAT16, as_it_runs, runs_here
 from processes import in_a_process
 from qkv.backends.cpu.forward.frame import RUN, TASK
 from qkv.backends.cpu.forward.score_blocks import BLOCK_RUN
 from qkv.backends.cpu.machine import host as cpu_host
-from qkv.backends.cpu.machine.host import host
+from qkv.backends.cpu.machine.host import Host, host
 from qkv.backends.cpu.passes.forward import ForwardPass
 from qkv.backends.cpu.plan.schedule import TILE_KV, schedule
 from qkv.problem.builder import Shape
@@ -25,11 +27,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 CASES = [case for case in cases() if "bfloat16" in case.dtypes]
 
 
-ISAS = [isa for isa in ("amx", "avx512-bf16") if isa in instruction_sets()]
-pytestmark = pytest.mark.skipif(not ISAS, reason="this processor multiplies no bfloat16")
-
-
-@pytest.fixture(params=ISAS)
+@pytest.fixture(params=[as_it_runs(isa) for isa in WITH_BFLOAT16])
 def isa(request, monkeypatch) -> str:
     monkeypatch.setenv("QKV_ISA", request.param)
     return request.param
@@ -59,7 +57,7 @@ def test_bfloat16_is_multiplied_as_it_is(isa) -> None:
         return ForwardPass(check(*arrays, variants, q_offset=0)).shape.product
 
     many, one = normal(2, 50, 8), normal(2, 1, 8)
-    expected = {"amx": "tiles", "avx512-bf16": "pairs"}[isa]
+    expected = {"amx": "tiles", "avx512-bf16": "pairs"}[host().kernels]
     assert product(many, many, many) == expected
     assert product(many, many, many, variants=(qkv.Softcap(3.0),)) == expected
     assert product(one, many, many) == "elements", "one query does not pay for turning V"
@@ -68,22 +66,30 @@ def test_bfloat16_is_multiplied_as_it_is(isa) -> None:
 
 
 def test_tiles_that_the_system_refuses(monkeypatch) -> None:
-    monkeypatch.setattr(cpu_host, "may_use_tiles", lambda: False)
-    monkeypatch.delenv("QKV_ISA", raising=False)
-    cpu_host._host.cache_clear()
+    """On a processor that has them; nothing is compiled for it."""
+    import llvmlite.binding as llvm
+
+    features = dict.fromkeys(cpu_host._REQUIRED["amx"], True)
+    monkeypatch.setattr(llvm, "get_host_cpu_features", lambda: features)
+    monkeypatch.setattr(cpu_host.platform, "machine", lambda: "x86_64")
     try:
-        assert host().isa != "amx"
+        for allowed, best in ((True, "amx"), (False, "avx512")):
+            monkeypatch.setattr(cpu_host, "may_use_tiles", lambda allowed=allowed: allowed)
+            monkeypatch.delenv("QKV_ISA", raising=False)
+            cpu_host._host.cache_clear()
+            assert host().isa == best
         monkeypatch.setenv("QKV_ISA", "amx")
         with pytest.raises(qkv.ArgumentError, match="amx"):
             host()
     finally:
+        monkeypatch.undo()
         cpu_host._host.cache_clear()
 
 
 # Numbers
 
 
-@pytest.mark.parametrize("isa", [isa for isa in (*ISAS, "avx512") if isa in instruction_sets()])
+@pytest.mark.parametrize("isa", [as_it_runs(isa) for isa in (*WITH_BFLOAT16, "avx512")])
 @pytest.mark.sampled("case", CASES, one_in=130, ids=lambda case: case.name)
 def test_conformance_on_each(isa, case, monkeypatch) -> None:
     monkeypatch.setenv("QKV_ISA", isa)
@@ -206,11 +212,13 @@ def test_meetings_leave_out_only_what_is_empty(
             met = np.zeros_like(kinds)
             for run in plan.runs[first_run:last_run].tolist():
                 start, stop, *words = run[: len(BLOCK_RUN)]
-                assert start % block_kv == 0
+                assert start % 32 == 0
+                ends = set()
                 for block, row in enumerate(met):
                     kind, first, last = (word >> 2 * block & 3 for word in words)
                     if kind == TileKind.EMPTY:
                         continue
+                    ends |= {first, (last + 1) * 32}
                     for key in range(start, stop, block_kv):
                         quarters = slice(key // 32 + first, key // 32 + last + 1)
                         row[quarters] = kind
@@ -218,6 +226,9 @@ def test_meetings_leave_out_only_what_is_empty(
                             tile = edge * 32 // tile_kv * tile_kv // 32
                             seen = kinds[block, tile : tile + tile_kv // 32]
                             assert (seen != TileKind.EMPTY).any(), "more than is needed"
+                assert min(ends) == 0, "keys are read that nobody sees, at the beginning"
+                last_block = start + (stop - 1 - start) // block_kv * block_kv
+                assert max(ends) >= min(stop, 333) - last_block, "and at the end"
             assert (met[kinds != TileKind.EMPTY] != TileKind.EMPTY).all()
             assert (kinds[met == TileKind.FULL] == TileKind.FULL).all()
 
@@ -303,9 +314,20 @@ def test_threads_and_children_have_tiles_of_their_own(isa) -> None:
     )
 
 
-@pytest.mark.skipif("amx" not in ISAS, reason="this processor has no tiles")
 def test_tiles_are_released(monkeypatch) -> None:
-    """What the processor says of its registers in use (XGETBV 1) after a job of this thread."""
+    """In the code: between where they are set up and each return.
+
+    A machine with tiles is also asked which registers are in use (XGETBV 1) after a job.
+    """
+    shape = Host("sapphirerapids", "", "amx").bfloat16_shape
+    text = assembly(LINUX, "sapphirerapids", shape, "bfloat16")
+    (uses,) = (part for part in re.split(r"\.Lfunc_end\d+:", text) if "ldtilecfg" in part)
+    assert re.findall("ldtilecfg|tilerelease|ret", uses) == ["ldtilecfg", "tilerelease", "ret"]
+    if runs_here("amx"):
+        require_released(monkeypatch)
+
+
+def require_released(monkeypatch) -> None:
     from llvmlite import ir
 
     from qkv.backends.cpu.compiler.compile import Kernel, build

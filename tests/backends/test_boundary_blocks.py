@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import sys
 from itertools import product
@@ -11,11 +10,12 @@ import numpy as np
 import pytest
 
 import qkv
+from forced import as_it_runs
+from processes import in_a_process
 from qkv.backends.cpu.forward.boundary_blocks import skips_keys_within_blocks
 from qkv.problem.builder import Shape
 from qkv.problem.check import check
-from qkv.testing import Case, check_case, truth
-from qkv.testing.tolerances import bounds
+from qkv.testing import Case, check_case
 
 KINDS = ["float32", "float64"]
 SHAPES = {
@@ -106,33 +106,106 @@ def test_gradients_of_keys_that_a_wrong_query_may_not_see_keep_their_bits(value)
 
 # What is not read
 
-QUERIES, KEYS, UNSEEN = 168, 192, 16
 
+KERNELS = [
+    (as_it_runs("amx"), "float32"), (as_it_runs("amx"), "float16"), (as_it_runs("amx"), "bfloat16"),
+    (as_it_runs("avx512-bf16"), "bfloat16"), (as_it_runs("avx2"), "float32"),
+]  # fmt: skip
+"""Instruction sets and dtypes: products of parts, of tiles, of pairs, of elements."""
 
-def forbidden_rows(array):
-    """A copy of which nobody may touch the last rows, which are whole pages."""
-    page = mmap.PAGESIZE
-    size = array[..., -UNSEEN:, :].nbytes
-    assert size % page == 0
-    memory = mmap.mmap(-1, -(-array.nbytes // page) * page)
-    start = len(memory) - array.nbytes
-    view = np.frombuffer(memory, array.dtype, array.size, start).reshape(array.shape)
-    view[...] = array
-    address = view.ctypes.data + array.nbytes - size
+PRODUCTS = {
+    ("amx", "float32"): ("tiles", "3"),
+    ("amx", "float16"): ("tiles", "2"),
+    ("amx", "bfloat16"): ("tiles", "1"),
+    ("avx512-bf16", "bfloat16"): ("pairs", "1"),
+    ("avx2", "float32"): ("elements", "1"),
+}
+"""What the kernel of each multiplies, and how many parts an operand has."""
+
+PROTECTED = """
+    import ctypes, mmap, sys
+    import numpy as np, qkv
+    from qkv.testing import DTYPES, truth
+    from qkv.testing.tolerances import bounds
+
     libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(size), 0) == 0
-    return view
+    rng = np.random.default_rng(0)
+    TILE = 64  # rows that are read together, of which some may be hidden
+    dim = max(64, mmap.PAGESIZE // (2 * TILE))
+
+    def normal(rows, dtype):
+        return rng.standard_normal((1, 2, rows, dim)).astype(DTYPES[dtype])
+
+    def only(first, last, array):
+        '''A copy of one head of which nobody may touch the rows outside of these.'''
+        array = array[:, :1]
+        memory = mmap.mmap(-1, -(-array.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        view = np.frombuffer(memory, array.dtype, array.size).reshape(array.shape)
+        view[...] = array
+        row = array.strides[-2]
+        for start, stop in ((0, first * row), (last * row, len(memory))):
+            assert start % mmap.PAGESIZE == stop % mmap.PAGESIZE == 0
+            place = ctypes.c_void_p(view.ctypes.data + start)
+            assert libc.mprotect(place, ctypes.c_size_t(stop - start), 0) == 0
+        return view
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="mprotect is of POSIX")
+@pytest.mark.sampled(("isa", "dtype"), KERNELS, one_in=5)
+def test_tiles_of_keys_that_no_query_may_see_are_not_read(isa: str, dtype: str) -> None:
+    """By the forward pass, the backward pass and the replays, at both ends."""
+    in_a_process(
+        PROTECTED
+        + """
+    from qkv.backends.cpu.passes.forward import ForwardPass
+    from qkv.problem.check import check
+
+    dtype, product, terms = sys.argv[1:]
+    for variants, q_offset, first, last, keys in (
+        ((qkv.Causal(),), 0, 0, 192, 270),
+        ((qkv.SlidingWindow(40, 0),), 200, 128, 384, 460),
+        ((qkv.KeyLengths([170]),), 0, 0, 192, 400),
+    ):
+        query = normal(168, dtype)
+        whole = [normal(keys, dtype)[:, :1] for _ in range(2)]
+        key, value = (only(first, last, array) for array in whole)
+        keywords = {"q_offset": q_offset, "backend": "cpu"}
+        shape = ForwardPass(check(query, *whole, variants, q_offset=q_offset)).shape
+        assert (shape.product, shape.terms) == (product, int(terms)), shape
+        out, pullback = qkv.vjp(query, key, value, *variants, **keywords)
+        exact = truth(query, *whole, variants, q_offset=q_offset)
+        assert np.abs(out.astype(float) - exact.out).max() <= bounds(exact, out.dtype, 1).out
+        gradients = pullback(out)
+        assert not gradients.key[..., last:, :].any() and not gradients.value[..., :first, :].any()
+        record = qkv.inspect(query, key, value, *variants, **keywords)
+        np.testing.assert_allclose(record.received, exact.weights.sum(-2), rtol=0.01, atol=0.01)
+        top = record.top(3)[1]
+        best = np.sort(exact.weights)[..., :-4:-1]
+        np.testing.assert_allclose(top, best, rtol=0.01, atol=0.01)
+        """,
+        dtype,
+        *PRODUCTS[isa.removesuffix("-emulated"), dtype],
+        QKV_ISA=isa,
+    )
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="mprotect is of POSIX")
 @pytest.mark.skipif(mmap.PAGESIZE != 4096, reason="16 rows have to be a page")
 def test_keys_that_no_query_may_see_are_not_read():
-    rng = np.random.default_rng(0)
-    q = rng.standard_normal((1, 1, QUERIES, 64), np.float32)
-    k, v = (rng.standard_normal((1, 1, KEYS, 64), np.float32) for _ in range(2))
-    out = qkv.attention(q, *map(forbidden_rows, (k, v)), qkv.Causal("start"))
-    exact = truth(q, k, v, [qkv.Causal("start")])
+    """By the forward pass over elements, but for those within 16 of one that is seen."""
+    in_a_process(
+        PROTECTED
+        + """
+    query, key, value = (normal(rows, "float32") for rows in (168, 192, 192))
+    variants = (qkv.Causal("start"),)
+    hidden = [only(0, 176, array) for array in (key, value)]
+    out = qkv.attention(query, *hidden, *variants, backend="cpu")
+    exact = truth(query, key[:, :1], value[:, :1], variants)
     assert np.abs(out - exact.out).max() <= bounds(exact, np.float32, 1).out
+        """,
+        QKV_ISA=as_it_runs("avx2"),
+    )
 
 
 # Which masks

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 import qkv
-from forced import NEEDS_TILES
+from forced import as_it_runs
 from qkv.backends import Inspectable, backends
-from qkv.backends.cpu.machine.host import host
 from qkv.backends.cpu.passes import replay as replay_pass
 from qkv.backends.cpu.passes import workers
 from qkv.backends.cpu.split_bf16 import choice
@@ -21,7 +20,7 @@ from qkv.problem.check import check
 from qkv.testing import truth
 from qkv.variants import ALL
 
-NARROW = [isa for isa in ("avx2", "sse") if host().isa not in (isa, "neon", "sse")]
+NARROW = [as_it_runs(isa) for isa in ("avx2", "sse")]
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float64": np.float64}
 
 
@@ -69,10 +68,7 @@ def taken(weights: np.ndarray, indices: np.ndarray) -> np.ndarray:
     return np.take_along_axis(weights, np.maximum(indices, 0), -1)
 
 
-PARTS = pytest.param("parts", marks=NEEDS_TILES)
-
-
-@pytest.fixture(params=[PARTS, "elements"])
+@pytest.fixture(params=["parts", "elements"])
 def products(request: pytest.FixtureRequest) -> str:
     """Both products of scores; problems are too small for parts to be chosen."""
     request.getfixturevalue("splits_operands")
@@ -265,7 +261,7 @@ TASKS = Shape((2,), 2, 1, 300, 333, 40, 24)
 """More queries than one task takes; the last block of keys fills no tile."""
 
 
-@pytest.mark.parametrize("products", [PARTS], indirect=True)
+@pytest.mark.parametrize("products", ["parts"], indirect=True)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize(
     "name", ["plain", "causal", "window and ALiBi", "segments", "several", "lengths"]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import qkv
+from forced import as_it_runs
 from processes import in_a_process
 from qkv.backends.cpu.decode import kernel as decode
 from qkv.backends.cpu.decode.kernel import STRETCH_KV, panel_of, record_bytes
@@ -29,7 +30,7 @@ from qkv.variants import ALL
 from test_cpu import MODS  # isort: skip
 
 
-NARROW = [isa for isa in ("avx2", "sse") if host().isa not in (isa, "neon", "sse")]
+NARROW = [as_it_runs(isa) for isa in ("avx2", "sse")]
 SUITE = [
     pytest.param(case, dtype, id=f"{case.name}-{dtype}")
     for case in cases()

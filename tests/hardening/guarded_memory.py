@@ -14,7 +14,8 @@ from fuzz import random_case
 from fuzz.draw import memory
 
 import qkv
-from qkv.backends.cpu.passes import arguments
+from qkv.backends.cpu.passes import arguments, gradient
+from qkv.backends.cpu.passes import backward as backward_pass
 from qkv.backends.cpu.prepared import backward as prepared_backward
 from qkv.backends.cpu.prepared import forward as prepared
 from qkv.backends.cpu.split_bf16 import choice
@@ -199,19 +200,14 @@ def statistics(case: Case) -> None:
         near(ours, readable.astype(float), dtype, "a statistic")
 
 
-def main(side: str, way: str, what: str, *which: str) -> None:
+def main(side: str, way: str, parts: str, what: str, *which: str) -> None:
     problems = swept(list(which)) if what == "swept" else random(*map(int, which))
-    if way == "in parts":
-        always = dict.fromkeys(choice.LEAST_SIZES, (1, 1))
-        choice.LEAST_SIZES = always
-        problems = (case for case in problems if case.dtypes[0] in always)
+    if parts == "parts":
+        choice.LEAST_SIZES = dict.fromkeys(choice.LEAST_SIZES, (1, 1))
+        backward_pass._LEAST_QUERIES, gradient._MOST_QUERIES = 1, 0
+        problems = (case for case in problems if case.dtypes[0] in choice.LEAST_SIZES)
     set_up(side)
-    ways = {
-        "forward": forward,
-        "in parts": forward,
-        "backward": backward,
-        "statistics": statistics,
-    }
+    ways = {"forward": forward, "backward": backward, "statistics": statistics}
     for case in problems:
         print(case.name, flush=True)
         ways[way](case)

@@ -20,14 +20,17 @@ __all__ = ["forced"]
 
 @cache
 def instruction_sets() -> tuple[str, ...]:
-    """Those that run here, the most able first."""
+    """Those of the machine, the most able first, and those of bfloat16, emulated if need be."""
     found = []
-    for isa in ("amx", "avx512-bf16", "avx512", "avx2", "sse", "neon"):
+    of_bfloat16 = "amx-emulated", "avx512-bf16-emulated"
+    for isa in ("amx", "avx512-bf16", "avx512", "avx2", "sse", "neon", *of_bfloat16):
         with patch.dict("os.environ", QKV_ISA=isa):
             try:
-                found.append(host().isa)
+                here = host()
             except ArgumentError:
                 continue
+        if here.kernels not in found:
+            found.append(here.isa)
     return tuple(found)
 
 
@@ -40,7 +43,7 @@ def forced(wanted: Mapping[str, Any]) -> Iterator[None]:
         stack.enter_context(patch.dict("os.environ", QKV_ISA=isa))
         if wanted.get("masks read"):
             stack.enter_context(patch.object(schedule, "CHEAP_OPERATIONS", 0))
-        if wanted.get("parts") and isa == "amx":
+        if wanted.get("parts") and isa.startswith("amx"):
             least = dict.fromkeys(choice.LEAST_SIZES, (1, 1))
             stack.enter_context(patch.object(choice, "LEAST_SIZES", least))
             stack.enter_context(patch.object(backward, "_LEAST_QUERIES", 1))

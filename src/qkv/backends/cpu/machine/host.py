@@ -93,11 +93,14 @@ class Host:
         return None if shape is None else self.adapted(shape)
 
     def adapted(self, shape: TileShape) -> TileShape:
-        """A shape of the kernels' instruction set, with what this machine does if emulated."""
+        """A shape of the kernels' instruction set, for this machine if they are emulated on it.
+
+        Results have the same bits as on a machine that has the set.
+        """
         if self.emulated_on is None:
             return shape
-        own = _SHAPES[self.emulated_on]
-        return replace(shape, halves=own.halves, fused=own.fused, emulated=True)
+        halves = shape.halves and _SHAPES[self.emulated_on].halves
+        return replace(shape, halves=halves, emulated=True)
 
     def shape_of(self, dtype: np.dtype[Any]) -> TileShape:
         """The tile shape for a type of computation; float64 has half as many lanes."""

@@ -88,8 +88,10 @@ def schedule(
     """Tasks and runs of keys for every block of queries; in each head, those with most keys first.
 
     If several blocks are one task, the kind of a run holds two bits for each of them, a `TileKind`.
-    With `block_kv`, of which a tile is at least a quarter, runs are of whole blocks of keys,
-    `BLOCK_RUN`.
+    With `block_kv`, of which a tile is at least a quarter, runs are of blocks of keys, `BLOCK_RUN`.
+    Blocks are whole but for quarters at their ends that no query of the task may see, which are
+    not read; the first and the last quarter that a block of queries sees are counted from where
+    the run begins.
     """
     spec, (mask, has_costly) = problem.spec, cheap_conditions(problem, CHEAP_OPERATIONS)
     if pack_gqa:
@@ -227,11 +229,15 @@ def _schedule(
                 words = _packed_kinds(kinds, q_blocks_per_task)[..., None]
                 rows, found = _find_runs(words, grid.block_kv, grid.kv_len)
             else:
-                parts = _kinds_and_quarters(kinds, block_kv // grid.block_kv)
+                kind, first_seen, last_seen = _kinds_and_quarters(kinds, block_kv // grid.block_kv)
+                used = kind != TileKind.EMPTY
+                seen = _seen_quarters(used, first_seen, last_seen, q_blocks_per_task)
+                start = np.repeat(seen[..., 0], q_blocks_per_task, axis=0)[: len(kind)]
+                parts = kind, *(np.where(used, x - start, 0) for x in (first_seen, last_seen))
                 words = np.stack(
                     [_packed_kinds(part, q_blocks_per_task) for part in parts], axis=-1
                 )
-                rows, found = _find_runs(words, block_kv, grid.kv_len)
+                rows, found = _find_runs(words, block_kv, grid.kv_len, seen)
             if q_blocks_per_task == 1 and block_kv is None:
                 found[:, 2] = found[:, 2] == TileKind.PARTIAL
             runs.append(found)
@@ -282,15 +288,40 @@ def _kinds_and_quarters(kinds: Array, tiles: int) -> tuple[Array, Array, Array]:
     return kind, first, last
 
 
-def _find_runs(words: Array, size: int, kv_len: int) -> tuple[Array, Array]:
+def _seen_quarters(used: Array, first: Array, last: Array, q_blocks_per_task: int) -> Array:
+    """Of each task and block of keys, the first quarter that is seen, and the one after the last.
+
+    For blocks that no query of the task sees, all quarters.
+    """
+    rows = -(-len(used) // q_blocks_per_task)
+    found = np.empty((rows, used.shape[1], 2), np.int64)
+    for n, (quarter, nothing, choose) in enumerate(
+        ((first, QUARTERS, np.minimum), (last + 1, 0, np.maximum))
+    ):
+        padded = np.full((rows * q_blocks_per_task, used.shape[1]), nothing)
+        padded[: len(used)] = np.where(used, quarter, nothing)
+        choose.reduce(padded.reshape(rows, q_blocks_per_task, -1), axis=1, out=found[..., n])
+    found[found[..., 1] == 0] = 0, QUARTERS
+    return found
+
+
+def _find_runs(
+    words: Array, size: int, kv_len: int, seen: Array | None = None
+) -> tuple[Array, Array]:
     """Runs of neighbouring blocks of keys with the same words, without empty ones, and their rows.
 
-    The first word of a block is its kind.
+    The first word of a block is its kind. A block of which only some quarters are `seen` is a run
+    of its own, of these.
     """
+    if seen is None:
+        seen = np.broadcast_to(np.array([0, QUARTERS]), (*words.shape[:2], 2))
     edge = np.ones((words.shape[0], words.shape[1] + 1), bool)
     edge[:, 1:-1] = (words[:, 1:] != words[:, :-1]).any(axis=-1)
+    whole = (seen == (0, QUARTERS)).all(axis=-1)
+    edge[:, 1:-1] |= ~(whole[:, :-1] & whole[:, 1:])
     used = words[..., 0] != TileKind.EMPTY
     rows, first = np.nonzero(edge[:, :-1] & used)
     _, final = np.nonzero(edge[:, 1:] & used)
-    starts, stops = first * size, np.minimum((final + 1) * size, kv_len)
-    return rows, np.column_stack([starts, stops, words[rows, first]])
+    starts = first * size + seen[rows, first, 0] * size // QUARTERS
+    stops = final * size + seen[rows, final, 1] * size // QUARTERS
+    return rows, np.column_stack([starts, np.minimum(stops, kv_len), words[rows, first]])

@@ -1,0 +1,41 @@
+"""Kernels that are built anew, since what emits them was broken on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from qkv.backends.cpu.compiler.compile import Code, build
+from qkv.backends.cpu.passes import backward, decode, forward, replay
+from qkv.call.cache import CALLS
+
+PASSES = (forward, backward, decode, replay)
+
+
+@contextmanager
+def rebuilt_kernels() -> Iterator[list[tuple[Callable[..., str], Any]]]:
+    """Inside, no kernel is used that was built before; outside, none that was built inside.
+
+    Gives a list of what is built, the function that emits and the key that it is given, so that a
+    test can tell that the broken kernel was the one that ran.
+    """
+    built: list[tuple[Callable[..., str], Any]] = []
+
+    def record(emit: Callable[..., str], arguments: tuple[Any, ...], *rest: Any) -> Code:
+        built.append((emit, *arguments))
+        return build(emit, arguments, *rest)
+
+    def forget() -> None:
+        CALLS.clear()
+        for module in PASSES:
+            module._kernel.cache_clear()
+
+    with ExitStack() as stack:
+        stack.callback(forget)
+        stack.enter_context(patch.dict("os.environ", QKV_CACHE_DIR=""))
+        for module in PASSES:
+            stack.enter_context(patch.object(module, "build", record))
+        forget()
+        yield built
