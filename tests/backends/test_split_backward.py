@@ -13,6 +13,7 @@ from qkv.backends.cpu.passes import forward as forward_pass
 from qkv.backends.cpu.split_bf16 import terms
 from qkv.backends.cpu.split_bf16.backward import emit_split_backward
 from qkv.problem.check import check
+from qkv.testing import DTYPES
 from rebuilt import rebuilt_kernels
 
 pytestmark = pytest.mark.usefixtures("tiles")
@@ -179,6 +180,19 @@ def test_scores_far_below_zero() -> None:
     arrays["query"][..., 0] = 27.55
     arrays["key"][..., 0] = -27.55
     assert all(map(np.less_equal, errors(arrays), limits(arrays)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_of_keys_have_the_same_bits_alone_and_in_a_batch(dtype) -> None:
+    rng = np.random.default_rng(3)
+    sizes = (20, 900, DIM), (20, 200, DIM), (20, 200, V_DIM), (20, 900, V_DIM)
+    arrays = [rng.normal(size=size).astype(DTYPES[dtype]) for size in sizes]
+    found = []
+    for heads in (1, 20):
+        *given, grad_out = (array[:heads] for array in arrays)
+        gradients = qkv.vjp(*given, backend="cpu")[1](grad_out)
+        found.append((gradients.key[0].tobytes(), gradients.value[0].tobytes()))
+    assert found[0] == found[1]
 
 
 def test_heads_and_ranges_of_keys(monkeypatch) -> None:

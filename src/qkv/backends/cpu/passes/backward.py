@@ -43,7 +43,8 @@ _MOST_KEYS_IN_FLOAT64 = 512
 
 _VECTORS, _Q_BLOCKS_PER_TASK = 4, 8
 """With tiles: vectors of a block of queries, and blocks that are packed at once. That many fit a
-cache and make splitting the keys worthwhile."""
+cache and make splitting the keys worthwhile. dK and dV are added up in these groups, so that their
+number must not depend on how many heads or batch rows there are."""
 _LEAST_QUERIES = 32
 """The number of queries from which on tiles are quicker."""
 
@@ -126,9 +127,7 @@ def backward_shape(problem: Problem, here: Host) -> TileShape:
         return wide_shape(spec, here)
     if shape.product == "pairs":
         return replace(here.shape_of(spec.compute_dtype), product="pairs")
-    return replace(
-        shape, vectors=_VECTORS, q_blocks_per_task=min(shape.q_blocks_per_task, _Q_BLOCKS_PER_TASK)
-    )
+    return replace(shape, vectors=_VECTORS, q_blocks_per_task=_Q_BLOCKS_PER_TASK)
 
 
 def gradient_dtype(problem: Problem) -> np.dtype[Any]:
