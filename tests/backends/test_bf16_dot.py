@@ -89,8 +89,15 @@ def test_tiles_that_the_system_refuses(monkeypatch) -> None:
 # Numbers
 
 
-@pytest.mark.parametrize("isa", [as_it_runs(isa) for isa in (*WITH_BFLOAT16, "avx512")])
-@pytest.mark.sampled("case", CASES, one_in=130, ids=lambda case: case.name)
+@pytest.mark.sampled(
+    ("isa", "case"),
+    [
+        pytest.param(as_it_runs(isa), case, id=f"{isa}-{case.name}")
+        for isa in (*WITH_BFLOAT16, "avx512")
+        for case in CASES
+    ],
+    one_in=260,
+)
 def test_conformance_on_each(isa, case, monkeypatch) -> None:
     monkeypatch.setenv("QKV_ISA", isa)
     assert host().isa == isa
@@ -237,6 +244,7 @@ def test_meetings_leave_out_only_what_is_empty(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="guard pages are set with Linux's mprotect")
+@pytest.mark.sampled("isa", [as_it_runs(isa) for isa in WITH_BFLOAT16], one_in=2)
 def test_nothing_outside_the_operands_is_read_or_written(isa) -> None:
     """Operands end (or begin, with negative strides) at a page that may not be touched."""
     in_a_process(

@@ -1,5 +1,7 @@
 """The float32 and float16 kernel of products of parts: what it adds to the conformance suite."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 
@@ -152,8 +154,7 @@ VARIANTS = {
 
 
 @pytest.mark.usefixtures("splits_operands")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.sampled(("dtype", "name"), list(product(DTYPES, VARIANTS)), one_in=5)
 def test_variants_of_several_tasks_and_groups(dtype, name) -> None:
     """More queries than one task has, two heads that share keys, a negative scale."""
     arrays = operands(1060, 140, 48, 56, heads=(2, 1), dtype=dtype)
@@ -170,8 +171,7 @@ def test_strides(dtype) -> None:
     require_right((key, query, value[:, :290]), (qkv.Causal(),), q_offset="end")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("variants", [(), (qkv.Causal(),)], ids=["plain", "causal"])
+@pytest.mark.sampled(("dtype", "variants"), list(product(DTYPES, [(), (qkv.Causal(),)])), one_in=2)
 def test_statistics(dtype, variants) -> None:
     arrays = operands(400, 300, 64, heads=(2, 1), dtype=dtype)
     require_in_parts(arrays, variants)
@@ -353,23 +353,21 @@ SEEN_BY = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("place", "seen"),
-    [
-        ("an element", "all"),
-        ("an element", "causal"),
-        ("an element", "some"),
-        ("a row", "all"),
-        ("several rows", "causal"),
-    ],
+ODD_PLACES = [
+    ("an element", "all"), ("an element", "causal"), ("an element", "some"),
+    ("a row", "all"), ("several rows", "causal"),
+]  # fmt: skip
+
+
+@pytest.mark.sampled(
+    ("dtype", "place", "seen"), [(d, *p) for d in DTYPES for p in ODD_PLACES], one_in=5
 )
 def test_odd_elements(dtype, place, seen) -> None:
     arrays = operands(Q_LEN, KV_LEN, 64, heads=(2, 1), dtype=dtype)
     try_each_odd_number(arrays, SEEN_BY[seen], PLACES[place])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.sampled("dtype", DTYPES, one_in=2)
 def test_odd_elements_of_strided_rows(dtype) -> None:
     """Backwards, and elements farther apart than rows."""
     arrays = [
@@ -380,8 +378,9 @@ def test_odd_elements_of_strided_rows(dtype) -> None:
     try_each_odd_number(arrays, (), PLACES["an element"])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("masked", ["mask", "causal", "bias"])
+@pytest.mark.sampled(
+    ("dtype", "masked"), list(product(DTYPES, ["mask", "causal", "bias"])), one_in=3
+)
 def test_rows_do_not_notice_what_they_may_not_see(dtype, masked) -> None:
     """Bit for bit, whatever is hidden: other blocks of the same task see it."""
     arrays = operands(900, 423, 64, heads=(2, 1), dtype=dtype)

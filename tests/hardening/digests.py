@@ -1,8 +1,8 @@
-"""Digests of results: problems with fixed seeds on every instruction set that can be forced here.
+"""Digests of results: problems with fixed seeds on every instruction set.
 
-`digests.json` holds what was found before. To record it again, after a change that is meant to
-change bits, run this file with `src`, `tests` and `tests/hardening` on the path. Instruction sets
-that the machine lacks keep the digests that they have.
+`digests.json` holds what was found before, on machines with AVX-512 and AVX512-BF16 and, for tiles,
+by their emulation. To record it again, after a change that is meant to change bits, run this file
+with `src`, `tests` and `tests/hardening` on the path: emulation gives the bits of the set itself.
 """
 
 import hashlib
@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 import qkv
-from forced import instruction_sets
+from forced import OF_X86, as_it_runs
+from qkv.backends.cpu.machine.host import EMULATED
 from qkv.problem.builder import Shape
 from qkv.testing import Case
 
@@ -79,8 +80,8 @@ def digests(case: Case) -> dict[str, str]:
 
 def record() -> None:
     recorded = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
-    for isa in instruction_sets():
-        os.environ["QKV_ISA"] = isa
+    for isa in OF_X86:
+        os.environ["QKV_ISA"] = isa + EMULATED if isa == "amx" else as_it_runs(isa)
         recorded[isa] = {}
         for case in CASES:
             recorded[isa].update(digests(case))
