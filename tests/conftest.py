@@ -62,17 +62,24 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(usable_cores(), MOST_WORKERS) if folders else 0
 
 
-def pytest_report_header(config: pytest.Config) -> list[str]:
+def pytest_report_header(config: pytest.Config) -> str:
+    if config.getoption("every_case"):
+        return "sampled suites: every case"
+    seed = config.getoption("sample_seed")
+    return f"sampled suites: --sample-seed {seed}; all cases with --every-case"
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Below a run of all tests: the machine, and which instruction sets were emulated on it."""
+    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
     sets = instruction_sets()
     real = ", ".join(isa for isa in sets if not isa.endswith(EMULATED))
     emulated = ", ".join(isa.removesuffix(EMULATED) for isa in sets if isa.endswith(EMULATED))
-    machine = f"{platform.system()} {platform.machine()}, {host().cpu}; {real}"
-    seed = config.getoption("sample_seed")
-    chosen = f"--sample-seed {seed}; all cases with --every-case"
-    return [
-        f"machine: {machine}; emulated: {emulated or 'nothing'}",
-        f"sampled suites: {'every case' if config.getoption('every_case') else chosen}",
-    ]
+    machine = f"{platform.system()} {platform.machine()}, {host().cpu}"
+    terminalreporter.write_line(f"{machine}: {real}; emulated: {emulated or 'none'}")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from qkv.backends.cpu.machine.host import EMULATED, host
 from qkv.errors import ArgumentError
+from sampling import sample
 
 OF_X86 = ("amx", "avx512-bf16", "avx512", "avx2", "sse")
 WITH_BFLOAT16 = ("amx", "avx512-bf16")
@@ -47,6 +48,13 @@ IN_PARTS = ("float32", "float16")
 def kernels() -> list[str]:
     """`instruction_sets`, and tiles with products of parts forced."""
     return [*instruction_sets(), f"{as_it_runs('amx')} parts"]
+
+
+def sampled_kernels(config: pytest.Config) -> list[str]:
+    """The `kernels` that are real, and one in four of the emulated ones, which compile slowly."""
+    emulated = [kernel for kernel in kernels() if EMULATED in kernel]
+    real = [kernel for kernel in kernels() if kernel not in emulated]
+    return [*real, *sample(config, emulated, 4)]
 
 
 def takes(kernel: str, dtype: str) -> bool:

@@ -10,7 +10,7 @@ import test_forbidden
 from qkv.testing import Case, cases
 
 DTYPES = ("float32", "float16", "bfloat16")
-pytestmark = pytest.mark.usefixtures("splits_operands")
+pytestmark = pytest.mark.usefixtures("tiles", "splits_operands")
 
 
 PAIRS = [

@@ -8,7 +8,7 @@ import pytest
 from fuzz import random_case
 
 import qkv
-from forced import kernels, takes
+from forced import sampled_kernels, takes
 from qkv.problem.builder import Shape
 from qkv.testing import DTYPES, Case
 from sampling import sample
@@ -67,10 +67,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "isa" not in metafunc.fixturenames:
         return
     if "case" not in metafunc.fixturenames:
-        metafunc.parametrize("isa", sample(metafunc.config, kernels(), 2), indirect=True)
+        some = sample(metafunc.config, sampled_kernels(metafunc.config), 2)
+        metafunc.parametrize("isa", some, indirect=True)
         return
     gradients = metafunc.function is test_threads_of_gradients
-    cases, known = (FEW if gradients else MIXED), kernels()
+    cases, known = (FEW if gradients else MIXED), sampled_kernels(metafunc.config)
     many, few = (sample(metafunc.config, cases, one_in) for one_in in (8, 17))
     metafunc.parametrize(
         ("isa", "case"),
