@@ -90,7 +90,7 @@ def test_tiles_that_the_system_refuses(monkeypatch) -> None:
 
 
 @pytest.mark.sampled(
-    ("isa", "case"),
+    ("kernels", "case"),
     [
         pytest.param(as_it_runs(isa), case, id=f"{isa}-{case.name}")
         for isa in (*WITH_BFLOAT16, "avx512")
@@ -98,9 +98,9 @@ def test_tiles_that_the_system_refuses(monkeypatch) -> None:
     ],
     one_in=260,
 )
-def test_conformance_on_each(isa, case, monkeypatch) -> None:
-    monkeypatch.setenv("QKV_ISA", isa)
-    assert host().isa == isa
+def test_conformance_on_each(kernels, case, monkeypatch) -> None:
+    monkeypatch.setenv("QKV_ISA", kernels)
+    assert host().isa == kernels
     assert check_case("cpu", case, "bfloat16")
 
 
@@ -244,8 +244,8 @@ def test_meetings_leave_out_only_what_is_empty(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="guard pages are set with Linux's mprotect")
-@pytest.mark.sampled("isa", [as_it_runs(isa) for isa in WITH_BFLOAT16], one_in=2)
-def test_nothing_outside_the_operands_is_read_or_written(isa) -> None:
+@pytest.mark.sampled("kernels", [as_it_runs(isa) for isa in WITH_BFLOAT16], one_in=2)
+def test_nothing_outside_the_operands_is_read_or_written(kernels) -> None:
     """Operands end (or begin, with negative strides) at a page that may not be touched."""
     in_a_process(
         """
@@ -286,7 +286,7 @@ def test_nothing_outside_the_operands_is_read_or_written(isa) -> None:
                     assert error <= bounds(expected, found.dtype).out, (q_len, kv_len)
         """,
         QKV_NUM_THREADS="2",
-        QKV_ISA=isa,
+        QKV_ISA=kernels,
     )
 
 
