@@ -53,6 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault(name, "1")  # every core has a worker already
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """For `-n auto`: one for each core; single files are run here, which is sooner."""
     folders = any((config.invocation_params.dir / name).is_dir() for name in config.args)
