@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 
-_ELF_SYMBOLS, _ELF_STRINGS_LINK = 2, 0
+_ELF_SYMBOLS = 2
 _MACH_O_MAGIC, _MACH_O_SYMBOLS = 0xFEEDFACF, 2
 _COFF_MACHINES = (0x8664, 0xAA64)
 
@@ -12,8 +12,8 @@ _COFF_MACHINES = (0x8664, 0xAA64)
 def undefined_symbols(data: bytes) -> set[str]:
     """Names as the linker sees them; on macOS each begins with an underscore.
 
-    Sources: the System V ABI, chapter 4; Apple's <mach-o/loader.h> and <mach-o/nlist.h>; Microsoft's
-    PE Format, "COFF Symbol Table".
+    Sources: the System V ABI, chapter 4; Apple's <mach-o/loader.h> and <mach-o/nlist.h>; "COFF
+    Symbol Table" in Microsoft's PE Format.
     """
     if data[:4] == b"\x7fELF":
         return _of_elf(data)

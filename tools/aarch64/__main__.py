@@ -2,10 +2,10 @@
 
     python tools/aarch64
 
-takes a sample of the test files, another one for each core, and a sample of the conformance cases,
-chosen by `--seed` as `--sample-seed` of pytest does; `--every-case` takes all, which is for a night.
-The first run downloads about 170 MB by apt and pip into `--folder`. It needs the environment of
-the tests, and ends with 1 if a test fails.
+takes conformance cases and then tests of some files, others for each core, for `--minutes`;
+`--seed` says which, as `--sample-seed` of pytest does. `--every-case` takes all there are, which is
+for a night or two. The first run downloads about 170 MB by apt and pip into `--folder`. It needs
+the environment of the tests, and ends with 1 if a test fails.
 """
 
 from __future__ import annotations
@@ -31,17 +31,23 @@ from system import CORES, PYTHON, Core, SetUpError, System, set_up
 ROOT = Path(__file__).resolve().parents[2]
 ALWAYS = "tests/hardening/test_instruction_sets.py"
 """The conformance cases: those of each day are another sample."""
+SUITES = (
+    "backends", "cache", "call_cache", "cli", "conformance", "errors", "golden", "gradients",
+    "hardening", "inspection", "mechanisms", "planning", "problem", "properties", "samples",
+    "variants",
+)  # fmt: skip
+"""Folders of tests in which something is computed; what others find is the same on any machine."""
 NOT_HERE = {
-    r"\b(torch|jax|transformers|playwright|starlette|jsonschema|matplotlib|nbclient|build)\b":
+    r"\b(torch|jax|transformers|playwright|starlette|uvicorn|jsonschema|matplotlib|nbclient)\b":
         "needs a package that is not installed there",
     r"llvm\.initialize_all_targets": "reads code of other machines, the same from everywhere",
     r"RLIMIT_AS|setrlimit": "QEMU does not enforce limits of memory",
     r"SIGINT|send_signal|PROT_NONE": "signals and protected pages are QEMU's own there",
-    r"perf_counter|monotonic": "its time limits are too short for QEMU",
+    r"perf_counter|monotonic|timeout=": "its time limits are too short for QEMU",
 }  # fmt: skip
 """What a test file contains that cannot run there, and why."""
-FILES_A_DAY = 4
-"""Test files that each core runs, besides the conformance cases."""
+FILES_A_DAY = 8
+"""Test files from which each core takes tests, besides the conformance cases."""
 
 
 @dataclass
@@ -51,6 +57,7 @@ class Outcome:
     core: Core
     exit_code: int = 0
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     output: str = ""
     passed: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
@@ -65,7 +72,8 @@ class Outcome:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="which sample (0)")
-    parser.add_argument("--every-case", action="store_true", help="all files and all cases")
+    parser.add_argument("--minutes", type=float, default=4.0, help="no test begins later (4)")
+    parser.add_argument("--every-case", action="store_true", help="all files, cases and hours")
     parser.add_argument("--core", choices=[c.model for c in CORES], help="one model alone")
     parser.add_argument("--folder", type=Path, default=_default_folder(), help="of the downloads")
     parser.add_argument("tests", nargs="*", help="test files, instead of a sample")
@@ -81,7 +89,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as place:
         socket = Path(place, "compiler")
         os.environ["QKV_CACHE_DIR"] = str(asked.folder / "kernels")
-        with compile_server(socket) as made, ThreadPoolExecutor(_usable_cores()) as threads:
+        with compile_server(socket) as made, ThreadPoolExecutor(len(cores)) as threads:
             jobs = [
                 threads.submit(run, system, core, arguments(asked, number), socket)
                 for number, core in enumerate(cores)
@@ -101,15 +109,15 @@ def _default_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "qkv-aarch64"
 
 
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
 def test_files() -> tuple[list[str], Counter[str]]:
     """The files that can run there, and for the others how many there are for each reason."""
     found, left = [], Counter[str]()
-    for path in sorted(ROOT.joinpath("tests").rglob("test_*.py")):
+    folders = [ROOT / "tests" / suite for suite in SUITES]
+    for path in sorted(path for folder in folders for path in folder.rglob("test_*.py")):
         text = path.read_text(encoding="utf-8")
+        shared = path.with_name("conftest.py")
+        if shared.exists():
+            text += shared.read_text(encoding="utf-8")
         reason = next((why for what, why in NOT_HERE.items() if re.search(what, text)), None)
         if reason is None:
             found.append(str(path.relative_to(ROOT)))
@@ -130,7 +138,9 @@ def arguments(asked: argparse.Namespace, number: int) -> list[str]:
     mixed = Random(0).sample(files, len(files))
     first = seed * FILES_A_DAY
     chosen = {mixed[(first + n) % len(mixed)] for n in range(FILES_A_DAY)}
-    return [f"--sample-seed={seed}", ALWAYS, *sorted(chosen)]
+    seconds = 60 * asked.minutes
+    os.environ["QKV_AARCH64_SECONDS"] = str(seconds)
+    return ["-p", "until_time_is_over", f"--sample-seed={seed}", ALWAYS, *sorted(chosen)]
 
 
 def run(system: System, core: Core, asked: list[str], socket: Path) -> Outcome:
@@ -159,16 +169,20 @@ def run(system: System, core: Core, asked: list[str], socket: Path) -> Outcome:
         str(starter), "-m", "pytest", "-q", "-ra", "-o", "addopts=", "-p", "no:cacheprovider",
         "-m", "not browser", "--durations=5", f"--junitxml={results}", *asked,
     ]  # fmt: skip
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
+    log = socket.with_name(f"{core.model}.log")
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT
+        )
+        _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    outcome = Outcome(
+        core,
+        process.returncode,
+        time.monotonic() - begin,
+        used.ru_utime + used.ru_stime,
+        log.read_text(errors="replace"),
     )
-    outcome = Outcome(core, done.returncode, time.monotonic() - begin, done.stdout)
     if results.exists():
         for test in ElementTree.parse(results).iter("testcase"):
             kinds = {child.tag for child in test}
@@ -196,7 +210,10 @@ def report(outcomes: list[Outcome]) -> Iterator[str]:
     for title in ("passed", "failed", "skipped"):
         counts = [getattr(o, title).total() for o in outcomes]
         yield f"{'all ' + title:<16}" + "".join(f"{n:>14}" for n in counts)
+    left = [re.search(r"^left for want of time: (\d+)$", o.output, re.M) for o in outcomes]
+    yield f"{'not begun':<16}" + "".join(f"{found[1] if found else 0:>14}" for found in left)
     yield f"{'seconds':<16}" + "".join(f"{o.seconds:>14.0f}" for o in outcomes)
+    yield f"{'of a processor':<16}" + "".join(f"{o.cpu_seconds:>14.0f}" for o in outcomes)
     for outcome in outcomes:
         for line in outcome.output.splitlines():
             if line.startswith("SKIPPED"):

@@ -44,9 +44,9 @@ def ask_for_kernels(compiler: Any) -> None:
 
     def asked(emit: Any, arguments: tuple[Any, ...], host: Any) -> str | None:
         name: str | None = digest(emit, arguments, host)
-        if name and os.environ.get("QKV_CACHE_DIR") == common and emit.__module__[:4] == "qkv.":
-            if not os.path.exists(os.path.join(common, name)):
-                ask(name, emit, arguments, host)
+        used = os.environ.get("QKV_CACHE_DIR") == common and emit.__module__.startswith("qkv.")
+        if name and used and not os.path.exists(os.path.join(common, name)):
+            ask(name, emit, arguments, host)
         return name
 
     compiler._digest = asked
