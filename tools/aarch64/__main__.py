@@ -29,6 +29,10 @@ from kernels import compile_server
 from system import CORES, PYTHON, Core, SetUpError, System, set_up
 
 ROOT = Path(__file__).resolve().parents[2]
+TESTS = ROOT / "tests"
+sys.path.insert(0, str(TESTS))
+from installed import needed  # noqa: E402
+
 ALWAYS = "tests/hardening/test_instruction_sets.py"
 """The conformance cases: those of each day are another sample."""
 SUITES = (
@@ -37,16 +41,15 @@ SUITES = (
     "variants",
 )  # fmt: skip
 """Folders of tests in which something is computed; what others find is the same on any machine."""
+INSTALLED = {"llvmlite", "hypothesis", "threadpoolctl", "array_api_compat"}
 NOT_HERE = {
-    r"\b(torch|jax|transformers|playwright|starlette|uvicorn|jsonschema|matplotlib|nbclient)\b":
-        "needs a package that is not installed there",
-    r"llvm\.initialize_all_targets": "reads code of other machines, the same from everywhere",
+    r"llvm\.initialize_all_targets": "read code of other machines, the same from everywhere",
     r"RLIMIT_AS|setrlimit": "QEMU does not enforce limits of memory",
     r"SIGINT|send_signal|PROT_NONE": "signals and protected pages are QEMU's own there",
     r"perf_counter|monotonic|timeout=": "its time limits are too short for QEMU",
 }  # fmt: skip
 """What a test file contains that cannot run there, and why."""
-FILES_A_DAY = 8
+FILES_A_DAY = 6
 """Test files from which each core takes tests, besides the conformance cases."""
 
 
@@ -112,13 +115,12 @@ def _default_folder() -> Path:
 def test_files() -> tuple[list[str], Counter[str]]:
     """The files that can run there, and for the others how many there are for each reason."""
     found, left = [], Counter[str]()
-    folders = [ROOT / "tests" / suite for suite in SUITES]
+    folders = [TESTS / suite for suite in SUITES]
     for path in sorted(path for folder in folders for path in folder.rglob("test_*.py")):
         text = path.read_text(encoding="utf-8")
-        shared = path.with_name("conftest.py")
-        if shared.exists():
-            text += shared.read_text(encoding="utf-8")
         reason = next((why for what, why in NOT_HERE.items() if re.search(what, text)), None)
+        if needed(path) - INSTALLED:
+            reason = "need torch or another package that is not installed there"
         if reason is None:
             found.append(str(path.relative_to(ROOT)))
         else:
@@ -219,7 +221,7 @@ def report(outcomes: list[Outcome]) -> Iterator[str]:
             if line.startswith("SKIPPED"):
                 yield f"{outcome.core.model}: {line}"
     for reason, count in test_files()[1].items():
-        yield f"{count} test files do not run there: {reason}"
+        yield f"{count} test files of these suites do not run there: {reason}"
 
 
 if __name__ == "__main__":
