@@ -1,5 +1,7 @@
 """qkv where Python has no more names than on Windows."""
 
+import os
+
 from processes import in_a_process
 
 WITHOUT_POSIX = """
@@ -28,7 +30,7 @@ WITHOUT_POSIX = """
     # Linux needs no probe of the stack; its address is only registered.
     ctypes.WinDLL = lambda name: SimpleNamespace(**{"__chkstk": ctypes.pythonapi.Py_IsInitialized})
 
-    # Modules of qkv that read os.name find that of Windows; pathlib would make Windows' paths of it.
+    # What reads os.name in qkv finds that of Windows; pathlib would make Windows' paths of it.
     class Windows:
         name = "nt"
         def __getattr__(self, name):
@@ -48,6 +50,8 @@ CALLS = """
     scores = np.einsum("hid,hjd->hij", q.astype(float), k) / 4
     scores[:, ~np.tri(300, dtype=bool)] = -np.inf
     weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    os.environ.pop("QKV_NUM_THREADS", None)
+    assert qkv.get_num_threads() == os.cpu_count()
     qkv.set_num_threads(2)
     from qkv.backends.cpu.passes import workers
     workers._WORTH_A_THREAD = 1.0
@@ -60,15 +64,16 @@ CALLS = """
     assert np.allclose(record.received, weights.sum(1), atol=1e-4)
     assert main(["inspect"]) == 0
     assert main(["info"]) == 0
-    print(qkv.backends.cpu.compiler.compile.cache_folder())
+    del os.environ["QKV_CACHE_DIR"]
+    print(f"kernels in {qkv.backends.cpu.compiler.compile.cache_folder()}")
 """
 
 
 def test_everything_runs_with_the_names_of_windows_alone(tmp_path) -> None:
-    import os
-
-    environment = dict(os.environ)
-    environment.pop("QKV_CACHE_DIR", None)
-    printed = in_a_process(WITHOUT_POSIX + CALLS, LOCALAPPDATA=str(tmp_path), QKV_NUM_THREADS="2")
+    printed = in_a_process(
+        WITHOUT_POSIX + CALLS,
+        LOCALAPPDATA=str(tmp_path),
+        QKV_CACHE_DIR=os.environ.get("QKV_CACHE_DIR", ""),
+    )
     assert "head  entropy" in printed
-    assert "backends" in printed
+    assert f"kernels in {tmp_path / 'qkv' / 'cache'}" in printed

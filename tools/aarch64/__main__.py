@@ -75,7 +75,7 @@ class Outcome:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="which sample (0)")
-    parser.add_argument("--minutes", type=float, default=4.0, help="no test begins later (4)")
+    parser.add_argument("--minutes", type=float, default=3.5, help="no test begins later (3.5)")
     parser.add_argument("--every-case", action="store_true", help="all files, cases and hours")
     parser.add_argument("--core", choices=[c.model for c in CORES], help="one model alone")
     parser.add_argument("--folder", type=Path, default=_default_folder(), help="of the downloads")
