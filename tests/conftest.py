@@ -6,14 +6,16 @@ import importlib.util
 import os
 import platform
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 import qkv
 from forced import as_it_runs, instruction_sets
+from installed import missing
 from qkv._threads import usable_cores
-from qkv.backends.cpu.machine.host import EMULATED, host
 from sampling import sample
 
 MOST_WORKERS = 8
@@ -36,6 +38,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--fuzz", type=int, default=150, metavar="N", help="random problems (default: 150)"
     )
     long.addoption("--fuzz-seed", type=int, default=0, metavar="N", help="their seed (default: 0)")
+    long.addoption(
+        "--installed-only",
+        action="store_true",
+        help="leave out test files that need a package that is not installed",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,7 +54,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         return  # a worker has the environment of the process that started it
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    if whole and importlib.util.find_spec("torch") is None:
+    only = config.getoption("installed_only")
+    if whole and not only and importlib.util.find_spec("torch") is None:
         raise pytest.UsageError('the tests need torch: pip install "torch==2.13.0"')
     cache = getattr(config, "cache", None)  # none with -p no:cacheprovider
     if cache is not None:
@@ -56,6 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault(name, "1")  # every core has a worker already
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """For `-n auto`: one for each core; single files are run here, which is sooner."""
     folders = any((config.invocation_params.dir / name).is_dir() for name in config.args)
@@ -69,17 +78,44 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"sampled suites: --sample-seed {seed}; all cases with --every-case"
 
 
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    """Below a run of all tests: the machine, and which instruction sets were emulated on it."""
-    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
-        return
-    sets = instruction_sets()
-    real = ", ".join(isa for isa in sets if not isa.endswith(EMULATED))
-    emulated = ", ".join(isa.removesuffix(EMULATED) for isa in sets if isa.endswith(EMULATED))
-    machine = f"{platform.system()} {platform.machine()}, {host().cpu}"
-    terminalreporter.write_line(f"{machine}: {real}; emulated: {emulated or 'none'}")
+def machine_lines() -> list[str]:
+    """What this run was of: the platform, and the instruction sets that kernels are run with."""
+    python = f"{platform.python_implementation()} {platform.python_version()}"
+    lock = "" if getattr(sys, "_is_gil_enabled", lambda: True)() else ", without a global lock"
+    lines = [f"platform: {sys.platform} {platform.machine()}, {python}{lock}"]
+    if importlib.util.find_spec("llvmlite") is None:
+        return [*lines, "instruction sets: none, llvmlite is not installed"]
+    emulated = [isa for isa in instruction_sets() if "emulated" in isa]
+    real = [isa for isa in instruction_sets() if isa not in emulated]
+    lines.append(f"instruction sets: {', '.join(real)}")
+    lines.append(f"emulated instruction sets: {', '.join(emulated) or 'none'}")
+    if os.environ.get("QKV_ISA"):
+        lines.append(f"where a test chooses none: {os.environ['QKV_ISA']}")
+    return lines
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out what cannot be imported, if that is asked for."""
+    is_test = collection_path.name.startswith("test_") or collection_path.is_dir()
+    if not config.getoption("installed_only") or not is_test:
+        return None
+    packages = missing(collection_path)
+    if not packages:
+        return None
+    _left_out[packages[0]] += len(list(collection_path.rglob("test_*.py"))) or 1
+    return True
+
+
+_left_out: Counter[str] = Counter()
+"""Test files that were left out, by a package that each needs."""
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say at the end too what ran, where it can be read beside the reasons of what was skipped."""
+    for line in machine_lines():
+        terminalreporter.write_line(line)
+    for name, count in sorted(_left_out.items()):
+        terminalreporter.write_line(f"{count} test files left out: {name} is not installed")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -304,7 +304,8 @@ def test_what_is_called_emit_is_digested() -> None:
 
 DECIDES_NO_CODE = {
     "_forks.py", "_threads.py", "errors.py",
-    "backends/cpu/compiler/canonical.py", "backends/cpu/machine/addresses.py",
+    "backends/cpu/compiler/canonical.py", "backends/cpu/compiler/stack_probe.py",
+    "backends/cpu/machine/addresses.py",
     "backends/cpu/machine/host.py",
     "backends/cpu/python_calls/filled_block.py", "backends/cpu/python_calls/function.py",
     "backends/cpu/threads/jobs.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -19,12 +20,14 @@ __all__ = ["on_torch_threads", "torch_openmp"]
 def torch_openmp() -> OpenMP | None:
     """The functions of torch's OpenMP library, None if it has none that are called as GNU's are.
 
-    A forked process has none of its threads.
+    A forked process has none of its threads. On Windows the library is Microsoft's or Intel's,
+    neither of which has the functions of GNU's there.
     """
-    if is_forked() or not torch.backends.openmp.is_available():
+    if sys.platform == "win32" or is_forked() or not torch.backends.openmp.is_available():
         return None
+    name = "libtorch_cpu.dylib" if sys.platform == "darwin" else "libtorch_cpu.so*"
     # What torch was linked with is found through torch's own library, and not another copy.
-    for library in Path(torch.__file__).parent.joinpath("lib").glob("libtorch_cpu.so*"):
+    for library in Path(torch.__file__).parent.joinpath("lib").glob(name):
         try:
             loaded = ctypes.CDLL(str(library), mode=os.RTLD_LAZY | os.RTLD_NOLOAD)
             names = "GOMP_parallel", "omp_get_thread_num", "omp_get_max_threads"

@@ -197,8 +197,13 @@ def listen(port: int = 0) -> socket.socket:
         The port is taken, or may not be used.
     """
     found = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    # On Windows SO_REUSEADDR would let two processes answer at one port, and without any option
+    # another process may still take it by asking for that. Elsewhere it only frees a port at once.
+    exclusive = getattr(socket, "SO_EXCLUSIVEADDRUSE", None)
     try:
-        if port:
+        if exclusive is not None:
+            found.setsockopt(socket.SOL_SOCKET, exclusive, 1)
+        elif port:
             found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(("127.0.0.1", port))
     except (OSError, OverflowError) as error:

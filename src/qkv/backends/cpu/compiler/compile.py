@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 from qkv._forks import alone_in_llvm
 from qkv.backends.cpu.compiler.canonical import canonical
+from qkv.backends.cpu.compiler.stack_probe import register_stack_probe
 from qkv.backends.cpu.machine.host import Host
 from qkv.errors import KernelBuildError, KernelCacheWarning
 
@@ -149,6 +150,7 @@ def _initialize() -> None:
 
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
+    register_stack_probe()
 
 
 def _target_machine(host: Host) -> Any:
@@ -317,6 +319,11 @@ _faults: list[str] = []
 
 
 def _is_private(status: os.stat_result) -> bool:
+    """Whether a file or folder is ours and only we may write to it.
+
+    On Windows, `stat` says neither; there the folder is trusted as whoever named it does. By
+    default it lies in the user's profile, which other users may not write to.
+    """
     if not hasattr(os, "getuid"):
         return True
     others_write = stat.S_IMODE(status.st_mode) & 0o022
@@ -360,7 +367,9 @@ def _write_kernel(name: str | None, code: bytes) -> None:
             os.replace(temporary, folder / name)
             _forget_oldest(folder)
         except OSError as error:
-            fault = _describe_error(error)
+            # Windows replaces no file that is open. Whoever reads it has the same kernel from it.
+            if not isinstance(error, PermissionError) or _read_kernel(name) is None:
+                fault = _describe_error(error)
             if temporary is not None:
                 with contextlib.suppress(OSError):
                     os.unlink(temporary)
@@ -382,4 +391,5 @@ def _forget_oldest(folder: Path) -> None:
         with contextlib.suppress(FileNotFoundError):  # Another process has just deleted it.
             used.append((file.stat().st_mtime, file))
     for _, file in sorted(used)[: max(0, len(used) - KEPT_FILES)]:
-        file.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            file.unlink()  # Windows deletes no file that another process reads.

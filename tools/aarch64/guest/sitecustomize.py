@@ -1,0 +1,72 @@
+"""What each Python process of the imitated machine does first.
+
+Children are started through a script, because Linux cannot execute arm64 programs by itself; and
+kernels are asked for from this side, as `kernels` says, once qkv's compiler is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pickle import PicklingError
+from types import ModuleType
+from typing import Any
+
+COMPILER = "qkv.backends.cpu.compiler.compile"
+
+sys.executable = os.environ["QKV_AARCH64_PYTHON"]
+
+
+class CompilerFinder(MetaPathFinder):
+    """Finds qkv's compiler, and changes it right after it was executed."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if name != COMPILER:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def executed(module: ModuleType) -> None:
+                execute(module)
+                ask_for_kernels(module)
+
+            spec.loader.exec_module = executed  # type: ignore[method-assign]
+        return spec
+
+
+def ask_for_kernels(compiler: Any) -> None:
+    """Make the name of a kernel bring the kernel to the common folder, if it is used here."""
+    digest = compiler._digest
+    common = os.environ["QKV_CACHE_DIR"]
+
+    def asked(emit: Any, arguments: tuple[Any, ...], host: Any) -> str | None:
+        name: str | None = digest(emit, arguments, host)
+        used = os.environ.get("QKV_CACHE_DIR") == common and emit.__module__.startswith("qkv.")
+        if name and used and not os.path.exists(os.path.join(common, name)):
+            ask(name, emit, arguments, host)
+        return name
+
+    compiler._digest = asked
+
+
+def ask(name: str, emit: Any, arguments: tuple[Any, ...], host: Any) -> None:
+    """Wait until the kernel was made."""
+    from multiprocessing.connection import Client
+
+    import llvmlite.binding as llvm
+
+    triple = llvm.get_process_triple()
+    with Client(os.environ["QKV_AARCH64_COMPILER"], "AF_UNIX") as connection:
+        try:
+            connection.send((name, triple, emit.__module__, emit.__qualname__, arguments, host))
+            fault = connection.recv()
+        except (AttributeError, TypeError, PicklingError) as error:  # Not to be sent.
+            fault = str(error)
+    if fault:
+        print(f"{emit.__qualname__} is compiled under QEMU: {fault}", file=sys.stderr)
+
+
+sys.meta_path.insert(0, CompilerFinder())
