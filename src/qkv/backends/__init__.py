@@ -1,8 +1,8 @@
 """Backends: the registry, and the choice of the one that runs a problem.
 
 A backend is any object with the protocol of `Backend`. What it has beyond that is a protocol each:
-`Differentiable`, `Inspectable`, `ReducingWeights`, `StoredRowsBackend`, `DeviceBackend`, and for
-calls like an earlier one `Preparing`, `PreparingGradients` and `PreparingSteps`. Those of other
+`Differentiable`, `Inspectable`, `ReducingWeights`, `StoredRowsBackend`, `DeviceBackend`,
+`NotingBackend`, and for calls like an earlier one `Preparing`, `PreparingGradients` and `PreparingSteps`. Those of other
 packages are found through the entry point group `qkv.backends`; see docs/add-a-backend.md.
 """
 
@@ -35,6 +35,7 @@ from qkv.backends.protocols import (
     DeviceBackend,
     Differentiable,
     Inspectable,
+    NotingBackend,
     Preparing,
     PreparingGradients,
     PreparingStatistics,
@@ -61,6 +62,7 @@ __all__ = [
     "DeviceBackend",
     "Differentiable",
     "Inspectable",
+    "NotingBackend",
     "Prepared",
     "PreparedBackward",
     "PreparedStatistics",
