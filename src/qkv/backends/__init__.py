@@ -2,8 +2,9 @@
 
 A backend is any object with the protocol of `Backend`. What it has beyond that is a protocol each:
 `Differentiable`, `Inspectable`, `ReducingWeights`, `StoredRowsBackend`, `DeviceBackend`,
-`NotingBackend`, and for calls like an earlier one `Preparing`, `PreparingGradients` and `PreparingSteps`. Those of other
-packages are found through the entry point group `qkv.backends`; see docs/add-a-backend.md.
+`NotingBackend`, and for calls like an earlier one `Preparing`, `PreparingGradients` and
+`PreparingSteps`. Those of other packages are found through the entry point group `qkv.backends`;
+see docs/add-a-backend.md.
 """
 
 from __future__ import annotations
