@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qkv.backends import Choice, Refusal, backends, describe, refusals
+from qkv.backends import Choice, NotingBackend, Refusal, backends, describe, refusals
 from qkv.ledger import attention_operations, memory
 from qkv.problem.scores import Scores
 from qkv.problem.spec import Problem
@@ -35,6 +35,8 @@ class Plan:
     dense_bytes : int
         What the score matrix would take in the type of computation; never allocated unless the
         backend is `reference`.
+    notes : tuple of str
+        What the backend says of this machine, as that its matrix tiles may not be used.
 
     Examples
     --------
@@ -55,6 +57,7 @@ class Plan:
     output_bytes: int
     scratch_bytes: int
     dense_bytes: int
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         tiles = self.tiles
@@ -67,6 +70,7 @@ class Plan:
             ("operations", f"{self.operations:,}"),
             ("memory", f"{taken} (the score matrix would take {memory(self.dense_bytes)})"),
         ]
+        rows += [("note", text) for text in self.notes]
         for name, reasons in self.refusals.items():
             rows.append((name, "; ".join(map(str, reasons)) or "could run it, but comes later"))
         width = max(len(label) for label, _ in rows)
@@ -76,22 +80,24 @@ class Plan:
 def make_plan(problem: Problem, choice: Choice) -> Plan:
     """The plan of a checked problem for the backend that was chosen."""
     spec = problem.spec
-    block_q, block_kv = choice.backend.blocks(spec)
+    backend = choice.backend
+    block_q, block_kv = backend.blocks(spec)
     grid = Scores(problem, spec.compute_dtype).grid(block_q, block_kv)
     tiles, pairs = _count(grid, spec.batch_size, spec.num_heads)
     rows = spec.batch_size * spec.num_heads * spec.q_len
     itemsize = spec.compute_dtype.itemsize
     return Plan(
         problem=describe(spec),
-        backend=choice.backend.name,
-        refusals={b.name: refusals(b, spec) for b in backends() if b.name != choice.backend.name},
+        backend=backend.name,
+        refusals={b.name: refusals(b, spec) for b in backends() if b.name != backend.name},
         block_q=block_q,
         block_kv=block_kv,
         tiles=tiles,
         operations=attention_operations(pairs, spec.head_dim, spec.v_head_dim),
         output_bytes=rows * (problem.operands.query.itemsize * spec.v_head_dim + itemsize),
-        scratch_bytes=choice.backend.scratch_bytes(spec),
+        scratch_bytes=backend.scratch_bytes(spec),
         dense_bytes=rows * spec.kv_len * itemsize,
+        notes=backend.notes(spec) if isinstance(backend, NotingBackend) else (),
     )
 
 

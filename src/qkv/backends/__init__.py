@@ -1,9 +1,10 @@
 """Backends: the registry, and the choice of the one that runs a problem.
 
 A backend is any object with the protocol of `Backend`. What it has beyond that is a protocol each:
-`Differentiable`, `Inspectable`, `ReducingWeights`, `StoredRowsBackend`, `DeviceBackend`, and for
-calls like an earlier one `Preparing`, `PreparingGradients` and `PreparingSteps`. Those of other
-packages are found through the entry point group `qkv.backends`; see docs/add-a-backend.md.
+`Differentiable`, `Inspectable`, `ReducingWeights`, `StoredRowsBackend`, `DeviceBackend`,
+`NotingBackend`, and for calls like an earlier one `Preparing`, `PreparingGradients` and
+`PreparingSteps`. Those of other packages are found through the entry point group `qkv.backends`;
+see docs/add-a-backend.md.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from qkv.backends.protocols import (
     DeviceBackend,
     Differentiable,
     Inspectable,
+    NotingBackend,
     Preparing,
     PreparingGradients,
     PreparingStatistics,
@@ -61,6 +63,7 @@ __all__ = [
     "DeviceBackend",
     "Differentiable",
     "Inspectable",
+    "NotingBackend",
     "Prepared",
     "PreparedBackward",
     "PreparedStatistics",

@@ -86,6 +86,15 @@ class PreparingSteps(Protocol):
 
 
 @runtime_checkable
+class NotingBackend(Protocol):
+    """A backend that has something to say of how it runs problems on this machine."""
+
+    def notes(self, spec: Spec) -> tuple[str, ...]:
+        """What a caller does not expect, a sentence each, for `qkv.plan`."""
+        ...
+
+
+@runtime_checkable
 class SinksBackend(Protocol):
     """A backend whose prepared calls apply the sinks themselves.
 

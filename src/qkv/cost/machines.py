@@ -10,7 +10,7 @@ from importlib import resources
 from typing import NamedTuple
 
 from qkv import get_num_threads
-from qkv.errors import ArgumentError, UnsupportedError
+from qkv.errors import ArgumentError, KernelBuildError, UnsupportedError
 
 __all__ = ["DTYPE_BYTES", "Machine", "Roofline", "bytes_of", "machine", "machine_names"]
 
@@ -145,7 +145,8 @@ def machine(name: str) -> Machine:
     ArgumentError
         If no machine has that name.
     UnsupportedError
-        If this machine cannot be measured, because llvmlite is not installed.
+        If this machine cannot be measured: llvmlite is not installed, or the system refuses
+        executable memory.
 
     Examples
     --------
@@ -185,6 +186,12 @@ def _measured() -> Machine:
         raise UnsupportedError(
             f"this machine cannot be measured: {error}.",
             action=f"Install llvmlite, or name one of {', '.join(_described())}.",
+        ) from error
+    except KernelBuildError as error:
+        raise UnsupportedError(
+            f"this machine cannot be measured: {error.fact}",
+            list(error.seen),
+            f"Name one of {', '.join(_described())}.",
         ) from error
     # The kernels convert float16 to float32 before arithmetic.
     peak["float16"] = peak["float32"]

@@ -145,6 +145,9 @@ class Scores:
 
 def weighted_sum(weights: Array, scores: Array, value: Array) -> Array:
     """`weights @ value`, in which a forbidden pair (score -inf) contributes nothing at all."""
+    # Some versions of NumPy add in another order for rows that are not adjacent in memory; what
+    # `where` makes below is adjacent, so that hidden values would decide about the last bits.
+    value = np.ascontiguousarray(value)
     finite = np.isfinite(value)
     with np.errstate(all="ignore"):
         if finite.all():

@@ -21,6 +21,7 @@ from qkv.backends import (
     WeightBlocks,
     ensure_residuals,
 )
+from qkv.backends.cpu.machine import executable_memory
 from qkv.partial import Partial, RowStatistics, finish, identity, without_keys
 from qkv.problem.backward import BackwardInputs, OperandGradients
 from qkv.problem.expressions import tables
@@ -30,6 +31,8 @@ from qkv.problem.spec import Problem, Spec
 Array = NDArray[Any]
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
+
+NO_EXECUTABLE_MEMORY = "the system refuses this process executable memory"
 
 
 class CpuBackend:
@@ -42,6 +45,10 @@ class CpuBackend:
     def refusals(self, spec: Spec) -> tuple[Refusal, ...]:
         if spec.dtype not in DTYPES:
             return (Refusal(f"the dtype is {spec.dtype}", ", ".join(DTYPES)),)
+        refusal = executable_memory.refusal()
+        if refusal:
+            fact = f"{NO_EXECUTABLE_MEMORY}: {refusal}"
+            return (Refusal(fact, "processes that may run code made in memory"),)
         try:
             with importing():
                 from qkv.backends.cpu.machine.host import host
@@ -74,6 +81,16 @@ class CpuBackend:
             rows = spec.num_heads * spec.q_len + spec.num_kv_heads * spec.kv_len
             size += spec.batch_size * rows * spec.head_dim * item
         return size
+
+    def notes(self, spec: Spec) -> tuple[str, ...]:
+        with importing():
+            from qkv.backends.cpu.machine.host import withheld_tiles
+
+        withheld = withheld_tiles()
+        if not withheld:
+            return ()
+        bits = "the last bits of results differ from those of a process that uses them"
+        return (f"matrix tiles (amx) are not used, because {withheld}; {bits}",)
 
     def run(self, problem: Problem) -> Partial:
         return self._run(problem, is_decode=_is_decode(problem.spec))
@@ -350,7 +367,7 @@ def describe_host() -> dict[str, str]:
         If `QKV_ISA` or `QKV_NUM_THREADS` is set to what cannot be.
     """
     from qkv.backends.cpu.compiler.compile import kernel_files, private_folder
-    from qkv.backends.cpu.machine.host import host
+    from qkv.backends.cpu.machine.host import host, withheld_tiles
 
     here, (folder, fault) = host(), private_folder()
     cache = f"unusable: {fault}" if fault else "off, because QKV_CACHE_DIR is empty"
@@ -360,10 +377,14 @@ def describe_host() -> dict[str, str]:
         except OSError:
             sizes = []
         cache = f"{folder} ({len(sizes)} kernels, {sum(sizes) / 1024:.0f} KiB)"
-    shape = here.shape
+    shape, withheld, refusal = here.shape, withheld_tiles(), executable_memory.refusal()
+    none = {"compiled code": f"none: {NO_EXECUTABLE_MEMORY}: {refusal}"} if refusal else {}
+    tiles = {"matrix tiles (amx)": f"not used, because {withheld}"} if withheld else {}
     return {
+        **none,
         "processor": here.cpu,
         "instruction set": f"{here.isa}, for tests" if here.emulated_on else here.isa,
+        **tiles,
         "vector width": f"{32 * shape.lanes} bits, {shape.lanes} float32",
         "tile": f"{shape.block_q} queries",
         "threads": str(get_num_threads()),

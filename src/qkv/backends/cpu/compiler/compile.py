@@ -26,6 +26,7 @@ from typing import Any, Protocol
 from qkv._forks import alone_in_llvm
 from qkv.backends.cpu.compiler.canonical import canonical
 from qkv.backends.cpu.compiler.stack_probe import register_stack_probe
+from qkv.backends.cpu.machine import executable_memory
 from qkv.backends.cpu.machine.host import Host
 from qkv.errors import KernelBuildError, KernelCacheWarning
 
@@ -111,11 +112,12 @@ def build(
     Raises
     ------
     KernelBuildError
-        If LLVM refuses the module or the machine.
+        If LLVM refuses the module or the machine, or the system refuses executable memory.
     MemoryError
         If the process may not have the memory that LLVM needs.
     """
     with alone_in_llvm():
+        _require_executable_memory(host)
         _require_room()
         name = _digest(emit, arguments, host)
         stored = _read_kernel(name)
@@ -132,6 +134,16 @@ def build(
         if stored is None:
             _write_kernel(name, data)
     return code
+
+
+def _require_executable_memory(host: Host) -> None:
+    refusal = executable_memory.refusal()
+    if refusal:
+        raise KernelBuildError(
+            "the system refuses this process executable memory, which compiled code needs.",
+            [("machine", f"{host.cpu}, {host.isa}"), ("system", refusal)],
+            'Pass backend="blocked", which compiles nothing.',
+        )
 
 
 def _require_room() -> None:

@@ -2,6 +2,7 @@
 
 host               the processor, its instruction set (`QKV_ISA`), and the tile shapes for it
 tiling             what a tile shape is
+executable_memory  whether the system lets this process run code that is made in memory
 tile_permission    whether the system lets this process use matrix tiles (AMX)
 addresses          where arrays lie in memory
 threadpool_limits  lets threadpoolctl see and limit qkv's threads

@@ -19,7 +19,7 @@ import numpy as np
 
 from qkv._forks import alone_in_llvm
 from qkv.backends.cpu.machine import threadpool_limits
-from qkv.backends.cpu.machine.tile_permission import may_use_tiles
+from qkv.backends.cpu.machine.tile_permission import may_use_tiles, tile_refusal
 from qkv.backends.cpu.machine.tiling import TileShape
 from qkv.errors import ArgumentError
 
@@ -119,6 +119,18 @@ def host() -> Host:
     return _host(os.environ.get("QKV_ISA", ""))
 
 
+def withheld_tiles() -> str:
+    """Why a processor's matrix tiles are not used; empty if they are, or there are none.
+
+    It says nothing of a narrower instruction set that `QKV_ISA` names.
+    """
+    here = host()
+    if os.environ.get("QKV_ISA") or here.isa == "amx":
+        return ""
+    has = {name[1:] for name in here.features.split(",") if name.startswith("+")}
+    return tile_refusal() if has >= _REQUIRED["amx"] else ""
+
+
 def quick_setting(name: str) -> Callable[[], object]:
     """A fast reader of an environment variable, to see whether it has changed.
 
@@ -148,11 +160,13 @@ def _host(forced: str) -> Host:
     except RuntimeError:  # On some platforms LLVM cannot list the processor's features.
         features = {}
     has = {name for name, present in features.items() if present}
+    withheld: list[tuple[str, str]] = []
     if platform.machine().lower() in ("arm64", "aarch64"):
         usable = ["neon"]
     else:
         usable = [isa for isa, needs in _REQUIRED.items() if needs <= has] + ["sse"]
         if usable[0] == "amx" and not may_use_tiles():
+            withheld = [("amx", tile_refusal())]
             # On processors with tiles, pairs of bfloat16 are slower than float32.
             usable[:3] = ["avx512", "avx512-bf16"]
     isa = forced or usable[0]
@@ -160,7 +174,7 @@ def _host(forced: str) -> Host:
     if isa not in (*usable, *emulated):
         raise ArgumentError(
             f"QKV_ISA={forced!r} is not an instruction set of this machine.",
-            [("has", ", ".join(usable)), ("emulates, slowly", ", ".join(emulated))],
+            [("has", ", ".join(usable)), ("emulates, slowly", ", ".join(emulated)), *withheld],
             "Unset QKV_ISA, or name one of these.",
         )
     emulated_on = usable[0] if isa in emulated else None

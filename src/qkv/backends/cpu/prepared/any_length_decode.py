@@ -310,7 +310,10 @@ class RepeatedDecode:
         try:
             own = self._free.pop()
         except IndexError:
-            own = FilledBlock.of(decode._new_block(), self._operands, self._words)
+            made = FilledBlock.later(decode._new_block(), self._operands, self._words)
+            if made is None:
+                return False
+            own = made
         share = decode._pass.share(kv_len, between_products=self._between_products)
         done = own.step(*arguments) > 0 and decode._pass.run(own.block, share, keep_alive)
         self._free.append(own)

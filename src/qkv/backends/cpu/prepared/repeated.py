@@ -92,7 +92,10 @@ class RepeatedCall:
         try:
             own = self._free.pop()
         except IndexError:
-            own = FilledBlock.of(self._new_block(), self._operands, self._words)
+            made = FilledBlock.later(self._new_block(), self._operands, self._words)
+            if made is None:
+                return False
+            own = made
         fill = own.write if type(arguments[0]) is int else own.read
         kv_len = fill is not None and fill(*arguments)
         done = kv_len and self._run(own.block, kv_len, (arguments, keep_alive))

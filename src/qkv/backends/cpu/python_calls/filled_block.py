@@ -6,6 +6,7 @@ The compiled code reads NumPy's array objects, so it is tried before it is relie
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -18,6 +19,7 @@ from qkv.backends.cpu.machine.addresses import address_of
 from qkv.backends.cpu.machine.host import host
 from qkv.backends.cpu.python_calls.code import CALL_WORDS, PLACES, emit_calls
 from qkv.backends.cpu.python_calls.function import address_of_c_function, python_function
+from qkv.errors import KernelBuildError
 
 Array = NDArray[Any]
 Fill: TypeAlias = Callable[..., int]
@@ -89,6 +91,15 @@ class FilledBlock(NamedTuple):
         """
         made = cls._untried(block, operands, call)
         return made if _can_read() else made._replace(read=None)
+
+    @classmethod
+    def later(
+        cls, block: Block, operands: Sequence[Operand], call: Mapping[str, int]
+    ) -> FilledBlock | None:
+        """The same after the first call; None if the process gave up making code meanwhile."""
+        with suppress(KernelBuildError):
+            return cls.of(block, operands, call)
+        return None
 
     @classmethod
     def _untried(

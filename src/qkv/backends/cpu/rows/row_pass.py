@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from qkv.backends.cpu.machine.addresses import quick_address_of
 from qkv.backends.cpu.python_calls.filled_block import FilledBlock, Operand
 from qkv.backends.cpu.python_calls.function import has_gil
 from qkv.backends.cpu.threads import jobs
+from qkv.errors import KernelBuildError
 
 Array = NDArray[np.int64]
 
@@ -117,7 +119,9 @@ class RowPass:
             self._brief.write(*numbers)
             return
         if self.is_brief and self._has_run:
-            self._brief = self.filled_block([Operand(place) for place in self._places])
+            # A process may have given up making code since the first run.
+            with suppress(KernelBuildError):
+                self._brief = self.filled_block([Operand(place) for place in self._places])
         self._has_run = True
         block = ArgumentBlock(self._words, keep_alive)
         for place, number in zip(self._places, numbers, strict=True):

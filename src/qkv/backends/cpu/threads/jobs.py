@@ -11,10 +11,12 @@ import atexit
 import os
 import sys
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
 from qkv._forks import importing
 from qkv._openmp import OpenMP, caller
+from qkv.errors import KernelBuildError
 
 if TYPE_CHECKING:
     from qkv.backends.cpu.compiler.compile import Kernel, Runnable
@@ -85,7 +87,7 @@ def _run(kernel: Kernel, arguments: Runnable, threads: int) -> None:
         return
     if caller.openmp is not None:
         team = _teams.get(caller.openmp) or _new_team(caller.openmp)
-        if team.run(kernel, arguments, threads):
+        if team is not None and team.run(kernel, arguments, threads):
             return
     (_workers or _start_workers()).run(kernel, arguments, threads - 1)
 
@@ -104,18 +106,23 @@ def _new_workers() -> Workers:
         with importing():
             from qkv.backends.cpu.threads.pool import Pool
 
-        return Pool()
+        # A process may give up the right to make code after its kernels are made.
+        with suppress(KernelBuildError):
+            return Pool()
     with importing():
         from qkv.backends.cpu.threads.python_threads import PythonThreads
 
     return PythonThreads()
 
 
-def _new_team(functions: OpenMP) -> Team:
+def _new_team(functions: OpenMP) -> Team | None:
+    """The team of a library; None if the code that it needs cannot be made any more."""
     with importing():
         from qkv.backends.cpu.threads.openmp import Team
 
-    return _teams.setdefault(functions, Team(functions))
+    with suppress(KernelBuildError):
+        return _teams.setdefault(functions, Team(functions))
+    return None
 
 
 def _forget_threads() -> None:
