@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from qkv.cache.arguments import checked_integer
-from qkv.errors import ArgumentError, ShapeError
+from qkv._forks import RenewedLock
+from qkv.cache.arguments import Lengths, checked_integer
+from qkv.errors import ArgumentError, ShapeError, UnsupportedError
 
 __all__ = ["PageAllocator"]
 
@@ -30,8 +31,8 @@ class PageAllocator:
     Notes
     -----
     Holds no keys and values: `PagedCache` has an allocator beside its storage, and a scheduler may
-    use one alone. Each method does all of what it says, or raises and changes nothing. Time is
-    proportional to the pages named. Source: Kwon et al., "PagedAttention" (2023), section 4.
+    use one alone. Each method does all of what it says, or raises and changes nothing, whichever
+    threads call it. Time is proportional to the pages named. Source: Kwon et al., "PagedAttention" (2023), section 4.
 
     Examples
     --------
@@ -46,8 +47,12 @@ class PageAllocator:
 
     def __init__(self, num_pages: int) -> None:
         count = checked_integer(0, "num_pages", num_pages)
-        self._references = [0] * count
-        self._free = list(range(count))[::-1]
+        # The counts are what is true, and change in one step. The free list follows from them; it
+        # is None while they change, so that it is made anew after an exception in between.
+        self._references: Lengths = np.zeros(count, np.int64)
+        self._free: list[int] | None = list(range(count))[::-1]
+        self._late: deque[list[Any]] = deque()
+        self._exclusive = RenewedLock()
 
     @property
     def num_pages(self) -> int:
@@ -57,7 +62,13 @@ class PageAllocator:
     @property
     def num_free(self) -> int:
         """Free pages."""
-        return len(self._free)
+        free = self._free
+        return int(np.count_nonzero(self._references == 0)) if free is None else len(free)
+
+    @property
+    def all_references(self) -> Lengths:
+        """How many times each page is held, int64 (num_pages,); not to be written to."""
+        return self._references
 
     def references(self, page: int) -> int:
         """How many times a page is held, 0 if it is free.
@@ -67,8 +78,8 @@ class PageAllocator:
         ArgumentError
             If there is no such page.
         """
-        self._check([page])
-        return self._references[page]
+        self._named([page])
+        return int(self._references[page])
 
     def take(self, count: int) -> list[int]:
         """Take free pages, each to be held once.
@@ -86,17 +97,23 @@ class PageAllocator:
         ShapeError
             If there are not as many.
         """
-        if checked_integer(0, "count", count) > self.num_free:
-            raise ShapeError(
-                f"{count} pages are needed and {self.num_free} of {self.num_pages} are free.",
-                action="Make the cache with more pages, or free sequences that have ended.",
-            )
-        pages = [self._free.pop() for _ in range(count)]
-        for page in pages:
-            self._references[page] = 1
+        checked_integer(0, "count", count)
+        self._refuse_inside_another_call()
+        with self._exclusive.lock:
+            free = self._begin()
+            if count > len(free):
+                raise ShapeError(
+                    f"{count} pages are needed and {len(free)} of {self.num_pages} are free.",
+                    action="Make the cache with more pages, or free sequences that have ended.",
+                )
+            pages = free[len(free) - count :][::-1]
+            self._free = None
+            self._references[pages] = 1
+            del free[len(free) - count :]
+            self._free = free
         return pages
 
-    def share(self, pages: Iterable[int]) -> None:
+    def share(self, pages: Iterable[int] | Lengths) -> None:
         """Hold pages once more.
 
         Parameters
@@ -109,19 +126,26 @@ class PageAllocator:
         ArgumentError
             If there is no such page, or it is free.
         """
-        named = self._check(pages)
-        for page, times in named.items():
-            if not self._references[page]:
+        pages = _as_sequence(pages)
+        self._refuse_inside_another_call()
+        with self._exclusive.lock:
+            self._begin()
+            named, times = self._named(pages)
+            held = self._references[named]
+            if not held.all():
+                page = int(np.argmin(held))
                 raise ArgumentError(
-                    f"page {page} is free, so nothing in it can be shared.",
-                    [("held", f"0 times; to be held {times} times more")],
+                    f"page {named[page]} is free, so nothing in it can be shared.",
+                    [("held", f"0 times; to be held {times[page]} times more")],
                     "Share pages of a sequence that is still there.",
                 )
-        for page, times in named.items():
-            self._references[page] += times
+            self._references[named] = held + times
 
-    def release(self, pages: Iterable[int]) -> None:
+    def release(self, pages: Iterable[int] | Lengths) -> None:
         """Hold pages once less; those that are held no more are free.
+
+        A finalizer may call it that runs in the middle of another method: the pages are released
+        when that has ended.
 
         Parameters
         ----------
@@ -133,17 +157,12 @@ class PageAllocator:
         ArgumentError
             If there is no such page, or it is released more often than it is held.
         """
-        named = self._check(pages)
-        for page, times in named.items():
-            if times > self._references[page]:
-                raise ArgumentError(
-                    f"page {page} is freed {times} times and held {self._references[page]} times.",
-                    action="Release each page once for each take or share.",
-                )
-        for page, times in named.items():
-            self._references[page] -= times
-            if not self._references[page]:
-                self._free.append(page)
+        pages = _as_sequence(pages)
+        if self._exclusive.is_mine():
+            self._late.append(list(pages))
+            return
+        with self._exclusive.lock:
+            self._release(self._begin(), pages)
 
     def grow(self, num_pages: int) -> None:
         """Have `num_pages` pages in all; new ones are free.
@@ -158,19 +177,72 @@ class PageAllocator:
         ArgumentError
             If there would be fewer pages than there are.
         """
-        first = self.num_pages
-        checked_integer(first, "num_pages", num_pages)
-        self._references += [0] * (num_pages - first)
-        self._free[:0] = range(num_pages - 1, first - 1, -1)
+        self._refuse_inside_another_call()
+        with self._exclusive.lock:
+            free, first = self._begin(), self.num_pages
+            checked_integer(first, "num_pages", num_pages)
+            self._free = None
+            self._references = np.pad(self._references, (0, num_pages - first))
+            free[:0] = range(num_pages - 1, first - 1, -1)
+            self._free = free
 
-    def _check(self, pages: Iterable[Any]) -> Counter[int]:
-        """How often each page is named, if there are such pages."""
-        named = Counter(pages)
-        for page in named:
-            whole = isinstance(page, int | np.integer) and not isinstance(page, bool)
-            if not whole or not 0 <= page < self.num_pages:
-                raise ArgumentError(
-                    f"there is no page {page!r:.60}; there are {self.num_pages} pages.",
-                    action="Pass numbers of pages, from 0.",
-                )
-        return named
+    def recount(self, references: Lengths) -> None:
+        """Hold each page as often as `references` (num_pages,) says, whatever was held before."""
+        with self._exclusive.lock:
+            self._free = None
+            self._references = references
+
+    def _refuse_inside_another_call(self) -> None:
+        if self._exclusive.is_mine():
+            raise UnsupportedError(
+                "pages are asked for in the middle of another call of the same thread.",
+                [("called from", "a finalizer or a signal handler")],
+                "Only release pages there.",
+            )
+
+    def _begin(self) -> list[int]:
+        """The free list, with what finalizers have released; the lock is held."""
+        free = self._free
+        if free is None:
+            free = np.flatnonzero(self._references == 0)[::-1].tolist()
+            self._free = free
+        while self._late:
+            self._release(free, self._late.popleft())
+        return free
+
+    def _release(self, free: list[int], pages: Sequence[int] | Lengths) -> None:
+        named, times = self._named(pages)
+        left = self._references[named] - times
+        if (left < 0).any():
+            page = int(np.argmin(left))
+            raise ArgumentError(
+                f"page {named[page]} is freed {times[page]} times and held "
+                f"{self._references[named[page]]} times.",
+                action="Release each page once for each take or share.",
+            )
+        self._free = None
+        self._references[named] = left
+        free += named[left == 0].tolist()
+        self._free = free
+
+    def _named(self, pages: Sequence[Any] | Lengths) -> tuple[Lengths, Lengths]:
+        """Each page that is named and how often, if there are such pages."""
+        if isinstance(pages, np.ndarray):
+            wrong = pages[(pages < 0) | (pages >= self.num_pages)].tolist()
+        else:
+            wrong = [page for page in pages if not self._is_page(page)]
+        if wrong:
+            raise ArgumentError(
+                f"there is no page {wrong[0]!r:.60}; there are {self.num_pages} pages.",
+                action="Pass numbers of pages, from 0.",
+            )
+        named, times = np.unique(np.asarray(pages, np.int64), return_counts=True)
+        return named, times
+
+    def _is_page(self, page: Any) -> bool:
+        whole = isinstance(page, int | np.integer) and not isinstance(page, bool)
+        return whole and 0 <= page < self.num_pages
+
+
+def _as_sequence(pages: Iterable[int]) -> Sequence[int] | Lengths:
+    return pages if isinstance(pages, Sequence | np.ndarray) else list(pages)
