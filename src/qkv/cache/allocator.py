@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -32,7 +32,8 @@ class PageAllocator:
     -----
     Holds no keys and values: `PagedCache` has an allocator beside its storage, and a scheduler may
     use one alone. Each method does all of what it says, or raises and changes nothing, whichever
-    threads call it. Time is proportional to the pages named. Source: Kwon et al., "PagedAttention" (2023), section 4.
+    threads call it. Time is proportional to the pages named. Source: Kwon et al., "PagedAttention"
+    (2023), section 4.
 
     Examples
     --------
@@ -47,9 +48,11 @@ class PageAllocator:
 
     def __init__(self, num_pages: int) -> None:
         count = checked_integer(0, "num_pages", num_pages)
-        # The counts are what is true, and change in one step. The free list follows from them; it
-        # is None while they change, so that it is made anew after an exception in between.
-        self._references: Lengths = np.zeros(count, np.int64)
+        self._num_pages = count
+        # How often pages are held is what is true, and changes in one step of the interpreter. The
+        # free list follows from it; it is None while both change, and is made anew if an exception
+        # comes in between.
+        self._held: dict[int, int] = {}
         self._free: list[int] | None = list(range(count))[::-1]
         self._late: deque[list[Any]] = deque()
         self._exclusive = RenewedLock()
@@ -57,18 +60,13 @@ class PageAllocator:
     @property
     def num_pages(self) -> int:
         """Pages in all."""
-        return len(self._references)
+        return self._num_pages
 
     @property
     def num_free(self) -> int:
         """Free pages."""
         free = self._free
-        return int(np.count_nonzero(self._references == 0)) if free is None else len(free)
-
-    @property
-    def all_references(self) -> Lengths:
-        """How many times each page is held, int64 (num_pages,); not to be written to."""
-        return self._references
+        return len(self._all_free()) if free is None else len(free)
 
     def references(self, page: int) -> int:
         """How many times a page is held, 0 if it is free.
@@ -79,7 +77,11 @@ class PageAllocator:
             If there is no such page.
         """
         self._named([page])
-        return int(self._references[page])
+        return self.times_held(page)
+
+    def times_held(self, page: int) -> int:
+        """The same for a page that is there."""
+        return self._held.get(page, 0)
 
     def take(self, count: int) -> list[int]:
         """Take free pages, each to be held once.
@@ -108,7 +110,7 @@ class PageAllocator:
                 )
             pages = free[len(free) - count :][::-1]
             self._free = None
-            self._references[pages] = 1
+            self._held.update(dict.fromkeys(pages, 1))
             del free[len(free) - count :]
             self._free = free
         return pages
@@ -130,16 +132,15 @@ class PageAllocator:
         self._refuse_inside_another_call()
         with self._exclusive.lock:
             self._begin()
-            named, times = self._named(pages)
-            held = self._references[named]
-            if not held.all():
-                page = int(np.argmin(held))
-                raise ArgumentError(
-                    f"page {named[page]} is free, so nothing in it can be shared.",
-                    [("held", f"0 times; to be held {times[page]} times more")],
-                    "Share pages of a sequence that is still there.",
-                )
-            self._references[named] = held + times
+            named = self._named(pages)
+            for page in named:
+                if not self.times_held(page):
+                    raise ArgumentError(
+                        f"page {page} is free, so nothing in it can be shared.",
+                        [("held", f"0 times; to be held {named[page]} times more")],
+                        "Share pages of a sequence that is still there.",
+                    )
+            self._held.update({page: self._held[page] + times for page, times in named.items()})
 
     def release(self, pages: Iterable[int] | Lengths) -> None:
         """Hold pages once less; those that are held no more are free.
@@ -182,15 +183,15 @@ class PageAllocator:
             free, first = self._begin(), self.num_pages
             checked_integer(first, "num_pages", num_pages)
             self._free = None
-            self._references = np.pad(self._references, (0, num_pages - first))
+            self._num_pages = int(num_pages)
             free[:0] = range(num_pages - 1, first - 1, -1)
             self._free = free
 
-    def recount(self, references: Lengths) -> None:
-        """Hold each page as often as `references` (num_pages,) says, whatever was held before."""
+    def recount(self, held: dict[int, int]) -> None:
+        """Hold each page as often as `held` says, whatever was held before."""
         with self._exclusive.lock:
             self._free = None
-            self._references = references
+            self._held = held
 
     def _refuse_inside_another_call(self) -> None:
         if self._exclusive.is_mine():
@@ -204,44 +205,43 @@ class PageAllocator:
         """The free list, with what finalizers have released; the lock is held."""
         free = self._free
         if free is None:
-            free = np.flatnonzero(self._references == 0)[::-1].tolist()
-            self._free = free
+            free = self._free = self._all_free()
         while self._late:
             self._release(free, self._late.popleft())
         return free
 
+    def _all_free(self) -> list[int]:
+        held = self._held
+        return [page for page in reversed(range(self._num_pages)) if not held.get(page)]
+
     def _release(self, free: list[int], pages: Sequence[int] | Lengths) -> None:
-        named, times = self._named(pages)
-        left = self._references[named] - times
-        if (left < 0).any():
-            page = int(np.argmin(left))
-            raise ArgumentError(
-                f"page {named[page]} is freed {times[page]} times and held "
-                f"{self._references[named[page]]} times.",
-                action="Release each page once for each take or share.",
-            )
+        named = self._named(pages)
+        for page, times in named.items():
+            if times > self.times_held(page):
+                raise ArgumentError(
+                    f"page {page} is freed {times} times and held {self.times_held(page)} times.",
+                    action="Release each page once for each take or share.",
+                )
+        left = {page: self._held[page] - times for page, times in named.items()}
         self._free = None
-        self._references[named] = left
-        free += named[left == 0].tolist()
+        self._held.update(left)
+        free += [page for page, times in left.items() if not times]
         self._free = free
 
-    def _named(self, pages: Sequence[Any] | Lengths) -> tuple[Lengths, Lengths]:
-        """Each page that is named and how often, if there are such pages."""
-        if isinstance(pages, np.ndarray):
-            wrong = pages[(pages < 0) | (pages >= self.num_pages)].tolist()
-        else:
-            wrong = [page for page in pages if not self._is_page(page)]
-        if wrong:
-            raise ArgumentError(
-                f"there is no page {wrong[0]!r:.60}; there are {self.num_pages} pages.",
-                action="Pass numbers of pages, from 0.",
-            )
-        named, times = np.unique(np.asarray(pages, np.int64), return_counts=True)
-        return named, times
+    def _named(self, pages: Sequence[Any] | Lengths) -> Counter[int]:
+        """How often each page is named, if there are such pages."""
+        named = Counter(pages.tolist() if isinstance(pages, np.ndarray) else pages)
+        for page in named:
+            if not self._is_page(page):
+                raise ArgumentError(
+                    f"there is no page {page!r:.60}; there are {self.num_pages} pages.",
+                    action="Pass numbers of pages, from 0.",
+                )
+        return named
 
     def _is_page(self, page: Any) -> bool:
-        whole = isinstance(page, int | np.integer) and not isinstance(page, bool)
-        return whole and 0 <= page < self.num_pages
+        whole = type(page) is int or isinstance(page, np.integer)
+        return whole and 0 <= page < self._num_pages
 
 
 def _as_sequence(pages: Iterable[int]) -> Sequence[int] | Lengths:

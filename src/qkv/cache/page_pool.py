@@ -13,7 +13,7 @@ anew.
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections import Counter, deque
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,9 +49,10 @@ class Held(NamedTuple):
 
     def pages(self, page_size: int) -> Lengths:
         """The numbers of all pages; one that sequences share is there for each."""
+        if len(self.table) <= 1:
+            return self.table.ravel()
         used = -(-self.lengths // page_size)
         return self.table[np.arange(self.table.shape[1]) < used[..., None]]
-
 
     @classmethod
     def of(cls, table: Lengths, lengths: Lengths, page_size: int) -> Held:
@@ -173,10 +174,10 @@ class PagePool:
             return
         if not self._counts_are_right or self._changed_inside:
             self._changed_inside, self._counts_are_right = False, False
-            counts = np.zeros(self.allocator.num_pages, np.int64)
+            held: Counter[int] = Counter()
             for holder in list(self._holders.values()):
-                np.add.at(counts, holder.held.pages(self.page_size), 1)
-            self.allocator.recount(counts)
+                held.update(holder.held.pages(self.page_size).tolist())
+            self.allocator.recount(dict(held))
             self._counts_are_right = True
         while self._collected:
             holder = self._collected[0]
@@ -230,9 +231,11 @@ class PagePool:
     ) -> None:
         """Let a holder hold `held`: `more` is held once more for it, and `less` once less."""
         self._counts_are_right = False
-        self.allocator.share(more)
+        if len(more):
+            self.allocator.share(more)
         holder.held = held
-        self.allocator.release(less)
+        if len(less):
+            self.allocator.release(less)
         self._counts_are_right = True
 
     def shrink(self, holder: Holder, before: Held, after: Held, less: Lengths) -> None:

@@ -296,45 +296,48 @@ class PagedCache:
 
     def _with_room(
         self, held: Held, before: Lengths, new_tokens: NewTokens
-    ) -> tuple[Held, Lengths]:
+    ) -> tuple[Held, list[int]]:
         """Pages with room for what arrives, and those that were replaced by copies.
 
         Nobody else holds a page that will be written to.
         """
-        size, counts = self.page_size, new_tokens.new_lens
-        after = before + counts
-        ends = -(-after // size)
-        table = np.zeros((len(counts), int(ends.max(initial=0))), np.int64)
-        if held.lengths.ndim:
-            table[:, : held.table.shape[1]] = held.table
-        slots = np.arange(table.shape[1])
-        opened = (slots >= -(-before // size)[:, None]) & (slots < ends[:, None])
-        batch = np.flatnonzero((counts > 0) & (before % size > 0))
-        slot = before[batch] // size
-        shared = self._shared(table[batch, slot])
-        batch, slot = batch[shared], slot[shared]
-        fresh = self._pool.take(int(opened.sum()) + len(batch), new_tokens)
-        replaced = table[batch, slot]
-        for source, target in zip(replaced, fresh, strict=False):
-            self._pool.copy_page(int(source), target)
-        table[batch, slot] = fresh[: len(batch)]
-        table[opened] = fresh[len(batch) :]
+        size, table, opened, written = self.page_size, held.table, [], []
+        after = before + new_tokens.new_lens
+        spans = list(zip(before.tolist(), after.tolist(), strict=True))
+        for i, (start, end) in enumerate(spans):
+            if start % size and end > start:
+                written.append((i, start // size))
+            if -(-start // size) < -(-end // size):
+                opened.append((i, -(-start // size), -(-end // size)))
+        copied = self._shared(table, written)
+        count = sum(end - first for _, first, end in opened)
+        fresh = self._pool.take(count + len(copied), new_tokens)
+        if not fresh:
+            return Held(table if held.lengths.ndim else _wider(table, len(spans), 0), after), []
+        most = max(table.shape[1], *(end for _, _, end in opened), 0)
+        table = _wider(table, len(spans), most)
+        replaced = []
+        for entry in copied:
+            replaced.append(int(table[entry]))
+            table[entry] = fresh.pop()
+            self._pool.copy_page(replaced[-1], int(table[entry]))
+        for i, first, end in opened:
+            table[i, first:end] = [fresh.pop() for _ in range(end - first)]
         return Held(table, after), replaced
 
-    def _shared(self, pages: Lengths) -> list[int]:
-        """Which of these, each of which is to be written to, have to be copied first.
+    def _shared(self, table: Lengths, written: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Which entries name pages that have to be copied before they are written to.
 
-        The last writer of a page that nobody else holds needs no copy.
+        The last to write to a page that nobody else holds needs no copy.
         """
-        references = self._pool.allocator.all_references[pages]
-        if (references == 1).all():
-            return []
-        left = dict(zip(pages.tolist(), references.tolist(), strict=True))
-        found = []
-        for i, page in enumerate(pages.tolist()):
-            if left[page] > 1:
-                left[page] -= 1
-                found.append(i)
+        allocator, found = self._pool.allocator, []
+        left: dict[int, int] = {}
+        for entry in written:
+            page = int(table[entry])
+            held = left.get(page, allocator.times_held(page))
+            if held > 1:
+                left[page] = held - 1
+                found.append(entry)
         return found
 
     def _write(self, table: Lengths, before: Lengths, new_tokens: NewTokens) -> None:
@@ -349,3 +352,10 @@ class PagedCache:
         key, value = storage.paged(self._pool.encoding, held.table.copy())
         part = Part(key, value, (qkv.KeyLengths(held.lengths.copy()),), 0)
         return Rows((part,), as_offset(before.copy()), self)
+
+
+def _wider(table: Lengths, batch: int, slots: int) -> Lengths:
+    """A table of more entries, 0 where there were none."""
+    wider = np.zeros((batch, slots), np.int64)
+    wider[: len(table), : table.shape[1]] = table
+    return wider
