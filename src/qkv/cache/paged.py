@@ -206,7 +206,7 @@ class PagedCache:
         with self._pool.lock:
             return other._holding(self._holder.held)
 
-    __copy__ = fork
+    __copy__ = on_same_rows = fork
 
     def share(self, page_table: Any, lengths: Any) -> PagedCache:
         """A cache of sequences in pages that are held already, such as a common prefix.
