@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forks_in_threads import run
 
 import qkv
-from forks_in_threads import run
 from processes import in_a_process
 from qkv.cache import PageAllocator, PagedCache
 
@@ -36,7 +36,7 @@ def test_every_request_reads_its_own_tensors() -> None:
 
 
 def tokens(batch: int, *numbers: float) -> np.ndarray:
-    return np.broadcast_to(np.array(numbers)[:, None], (batch, 1, len(numbers), 2)).copy()
+    return np.broadcast_to(np.array(numbers, float)[:, None], (batch, 1, len(numbers), 2)).copy()
 
 
 def read(cache: PagedCache) -> list[list[float]]:
