@@ -104,7 +104,7 @@ def test_many_threads_in_one_cache_leave_the_pages_of_others_alone() -> None:
                 if n % 10 == thread:
                     misused.reset()
                 elif n % 7 == thread:
-                    misused.truncate(misused.lengths // 2)
+                    misused.truncate(np.asarray(misused.lengths // 2))
                 else:
                     misused.append(tokens(1, 5), tokens(1, 5))
             except (qkv.ArgumentError, qkv.ShapeError):

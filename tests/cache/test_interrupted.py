@@ -30,10 +30,12 @@ def _leaves_a_with(frame: FrameType) -> bool:
     No signal handler runs there: the interpreter looks for signals after calls, in the block still,
     and leaves a lock in one step.
     """
-    code = frame.f_code.co_code
-    return dis.opname[code[frame.f_lasti]] == "LOAD_CONST" and (
-        frame.f_code.co_consts[code[frame.f_lasti + 1]] is None
-        and dis.opname[code[frame.f_lasti + 2]] == "LOAD_CONST"
+    code, at = frame.f_code.co_code, frame.f_lasti
+    if dis.opname[code[at]] == "SWAP":  # below a value that is returned
+        at += 2
+    return all(
+        dis.opname[code[i]] == "LOAD_CONST" and frame.f_code.co_consts[code[i + 1]] is None
+        for i in (at, at + 2)
     )
 
 
