@@ -3,7 +3,8 @@
 A child that was forked while another thread held a lock, of LLVM or of an import, would wait for
 it for ever, and LLVM does not survive that the process ends around it. So a fork, and the end
 of the process, wait until no other thread compiles or imports. `is_forked` tells whether a process
-has lost threads in this way.
+has lost threads in this way. A `RenewedLock` guards one object, such as a cache, and is new in the
+child.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
 
 _LONGEST_WAIT = 30.0
 """Seconds that the end of the process waits for a compilation."""
@@ -42,6 +45,36 @@ class ForkLock:
     def __call__(self) -> Iterator[None]:
         with self._lock:
             yield
+
+
+class RenewedLock:
+    """A lock of one object, which its thread may take again, and which is new in a child.
+
+    Use it as `with renewed.lock:`. The lock of the interpreter itself is entered and left in one
+    step, between which and the block no signal handler runs.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        _renewed_locks.add(self)
+
+    def is_mine(self) -> bool:
+        """Whether this thread has the lock already: a finalizer or a signal handler asks."""
+        lock: Any = self.lock
+        return bool(lock._is_owned())  # as threading.Condition does
+
+
+_renewed_locks: WeakSet[RenewedLock] = WeakSet()
+
+
+def _renew_locks() -> None:
+    # Another thread of the parent process may have held the old ones.
+    for renewed in list(_renewed_locks):
+        renewed.lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_locks)
 
 
 alone_in_llvm = ForkLock()

@@ -131,6 +131,7 @@ class Pages(RuleBasedStateMachine):
             needed = [-(-len(s) // PAGE) for s in self.model[name]]
             for row, n in zip(cache.page_table, needed, strict=True):
                 named.update(row[:n].tolist())
+        assert self.real[0].pages_free == PAGES - len(named)
         assert [self.allocator.references(p) for p in range(PAGES)] == [
             named[p] for p in range(PAGES)
         ]

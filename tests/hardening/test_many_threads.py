@@ -106,3 +106,65 @@ def test_a_full_cache_is_emptied_by_another_thread() -> None:
     cache._prepared = Table()
     for n in range(3):
         cache.insert((n,), n)
+
+
+def test_a_key_is_new_to_one_thread_only() -> None:
+    """Each thread waits for the others where the table is asked."""
+    cache = CallCache()
+    start = threading.Barrier(THREADS)
+
+    class Table(dict):
+        def __contains__(self, key: object) -> bool:
+            found = super().__contains__(key)
+            threading.Event().wait(0.01)  # another thread is let in between
+            return found
+
+    cache._seen = Table()
+    told: list[bool] = []
+
+    def ask() -> None:
+        start.wait()
+        told.append(cache.is_new(("key",)))
+
+    threads = [threading.Thread(target=ask) for _ in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(told) == 1
+
+
+def test_what_was_discarded_meanwhile_is_not_replaced() -> None:
+    cache = CallCache()
+
+    class Table(dict):
+        def __contains__(self, key: object) -> bool:
+            found = super().__contains__(key)
+            thread = threading.Thread(target=cache.discard, args=(key,))
+            thread.start()
+            thread.join(timeout=0.2)
+            threads.append(thread)
+            return found
+
+    threads: list[threading.Thread] = []
+    cache._prepared = Table({("key",): 1})
+    cache.replace(("key",), 2)
+    for thread in threads:
+        thread.join()
+    assert cache.get(("key",)) is None
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    """Against a list of keys in the order of their use."""
+    cache, order = CallCache(capacity=10), list(range(10))
+    for n in order:
+        cache.insert((n,), n)
+    for n in range(10, 200):
+        used = cache.get((3,))
+        assert used == 3, "it is used after every other, so it stays"
+        cache.insert((n,), n)
+        assert cache.get((n,)) == n
+        assert len(cache) == 10
+    assert not cache.replace((5,), 0)
+    assert cache.replace((3,), "other")
+    assert cache.get((3,)) == "other"

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from qkv.cache.arguments import checked_integer
-from qkv.errors import ArgumentError, ShapeError
+from qkv._forks import RenewedLock
+from qkv.cache.arguments import Lengths, checked_integer
+from qkv.errors import ArgumentError, ShapeError, UnsupportedError
 
 __all__ = ["PageAllocator"]
 
@@ -30,8 +31,9 @@ class PageAllocator:
     Notes
     -----
     Holds no keys and values: `PagedCache` has an allocator beside its storage, and a scheduler may
-    use one alone. Each method does all of what it says, or raises and changes nothing. Time is
-    proportional to the pages named. Source: Kwon et al., "PagedAttention" (2023), section 4.
+    use one alone. Each method does all of what it says, or raises and changes nothing, whichever
+    threads call it. Time is proportional to the pages named. Source: Kwon et al., "PagedAttention"
+    (2023), section 4.
 
     Examples
     --------
@@ -46,18 +48,25 @@ class PageAllocator:
 
     def __init__(self, num_pages: int) -> None:
         count = checked_integer(0, "num_pages", num_pages)
-        self._references = [0] * count
-        self._free = list(range(count))[::-1]
+        self._num_pages = count
+        # How often pages are held is what is true, and changes in one step of the interpreter. The
+        # free list follows from it; it is None while both change, and is made anew if an exception
+        # comes in between.
+        self._held: dict[int, int] = {}
+        self._free: list[int] | None = list(range(count))[::-1]
+        self._late: deque[list[Any]] = deque()
+        self._exclusive = RenewedLock()
 
     @property
     def num_pages(self) -> int:
         """Pages in all."""
-        return len(self._references)
+        return self._num_pages
 
     @property
     def num_free(self) -> int:
         """Free pages."""
-        return len(self._free)
+        free = self._free
+        return len(self._all_free()) if free is None else len(free)
 
     def references(self, page: int) -> int:
         """How many times a page is held, 0 if it is free.
@@ -67,8 +76,12 @@ class PageAllocator:
         ArgumentError
             If there is no such page.
         """
-        self._check([page])
-        return self._references[page]
+        self._named([page])
+        return self.times_held(page)
+
+    def times_held(self, page: int) -> int:
+        """The same for a page that is there."""
+        return self._held.get(page, 0)
 
     def take(self, count: int) -> list[int]:
         """Take free pages, each to be held once.
@@ -86,17 +99,23 @@ class PageAllocator:
         ShapeError
             If there are not as many.
         """
-        if checked_integer(0, "count", count) > self.num_free:
-            raise ShapeError(
-                f"{count} pages are needed and {self.num_free} of {self.num_pages} are free.",
-                action="Make the cache with more pages, or free sequences that have ended.",
-            )
-        pages = [self._free.pop() for _ in range(count)]
-        for page in pages:
-            self._references[page] = 1
+        checked_integer(0, "count", count)
+        self._refuse_inside_another_call()
+        with self._exclusive.lock:
+            free = self._begin()
+            if count > len(free):
+                raise ShapeError(
+                    f"{count} pages are needed and {len(free)} of {self.num_pages} are free.",
+                    action="Make the cache with more pages, or free sequences that have ended.",
+                )
+            pages = free[len(free) - count :][::-1]
+            self._free = None
+            self._held.update(dict.fromkeys(pages, 1))
+            del free[len(free) - count :]
+            self._free = free
         return pages
 
-    def share(self, pages: Iterable[int]) -> None:
+    def share(self, pages: Iterable[int] | Lengths) -> None:
         """Hold pages once more.
 
         Parameters
@@ -109,19 +128,25 @@ class PageAllocator:
         ArgumentError
             If there is no such page, or it is free.
         """
-        named = self._check(pages)
-        for page, times in named.items():
-            if not self._references[page]:
-                raise ArgumentError(
-                    f"page {page} is free, so nothing in it can be shared.",
-                    [("held", f"0 times; to be held {times} times more")],
-                    "Share pages of a sequence that is still there.",
-                )
-        for page, times in named.items():
-            self._references[page] += times
+        pages = _as_sequence(pages)
+        self._refuse_inside_another_call()
+        with self._exclusive.lock:
+            self._begin()
+            named = self._named(pages)
+            for page in named:
+                if not self.times_held(page):
+                    raise ArgumentError(
+                        f"page {page} is free, so nothing in it can be shared.",
+                        [("held", f"0 times; to be held {named[page]} times more")],
+                        "Share pages of a sequence that is still there.",
+                    )
+            self._held.update({page: self._held[page] + times for page, times in named.items()})
 
-    def release(self, pages: Iterable[int]) -> None:
+    def release(self, pages: Iterable[int] | Lengths) -> None:
         """Hold pages once less; those that are held no more are free.
+
+        A finalizer may call it that runs in the middle of another method: the pages are released
+        when that has ended.
 
         Parameters
         ----------
@@ -133,17 +158,12 @@ class PageAllocator:
         ArgumentError
             If there is no such page, or it is released more often than it is held.
         """
-        named = self._check(pages)
-        for page, times in named.items():
-            if times > self._references[page]:
-                raise ArgumentError(
-                    f"page {page} is freed {times} times and held {self._references[page]} times.",
-                    action="Release each page once for each take or share.",
-                )
-        for page, times in named.items():
-            self._references[page] -= times
-            if not self._references[page]:
-                self._free.append(page)
+        pages = _as_sequence(pages)
+        if self._exclusive.is_mine():
+            self._late.append(list(pages))
+            return
+        with self._exclusive.lock:
+            self._release(self._begin(), pages)
 
     def grow(self, num_pages: int) -> None:
         """Have `num_pages` pages in all; new ones are free.
@@ -158,19 +178,71 @@ class PageAllocator:
         ArgumentError
             If there would be fewer pages than there are.
         """
-        first = self.num_pages
-        checked_integer(first, "num_pages", num_pages)
-        self._references += [0] * (num_pages - first)
-        self._free[:0] = range(num_pages - 1, first - 1, -1)
+        self._refuse_inside_another_call()
+        with self._exclusive.lock:
+            free, first = self._begin(), self.num_pages
+            checked_integer(first, "num_pages", num_pages)
+            self._free = None
+            self._num_pages = int(num_pages)
+            free[:0] = range(num_pages - 1, first - 1, -1)
+            self._free = free
 
-    def _check(self, pages: Iterable[Any]) -> Counter[int]:
+    def recount(self, held: dict[int, int]) -> None:
+        """Hold each page as often as `held` says, whatever was held before."""
+        with self._exclusive.lock:
+            self._free = None
+            self._held = held
+
+    def _refuse_inside_another_call(self) -> None:
+        if self._exclusive.is_mine():
+            raise UnsupportedError(
+                "pages are asked for in the middle of another call of the same thread.",
+                [("called from", "a finalizer or a signal handler")],
+                "Only release pages there.",
+            )
+
+    def _begin(self) -> list[int]:
+        """The free list, with what finalizers have released; the lock is held."""
+        free = self._free
+        if free is None:
+            free = self._free = self._all_free()
+        while self._late:
+            self._release(free, self._late.popleft())
+        return free
+
+    def _all_free(self) -> list[int]:
+        held = self._held
+        return [page for page in reversed(range(self._num_pages)) if not held.get(page)]
+
+    def _release(self, free: list[int], pages: Sequence[int] | Lengths) -> None:
+        named = self._named(pages)
+        for page, times in named.items():
+            if times > self.times_held(page):
+                raise ArgumentError(
+                    f"page {page} is freed {times} times and held {self.times_held(page)} times.",
+                    action="Release each page once for each take or share.",
+                )
+        left = {page: self._held[page] - times for page, times in named.items()}
+        self._free = None
+        self._held.update(left)
+        free += [page for page, times in left.items() if not times]
+        self._free = free
+
+    def _named(self, pages: Sequence[Any] | Lengths) -> Counter[int]:
         """How often each page is named, if there are such pages."""
-        named = Counter(pages)
+        named = Counter(pages.tolist() if isinstance(pages, np.ndarray) else pages)
         for page in named:
-            whole = isinstance(page, int | np.integer) and not isinstance(page, bool)
-            if not whole or not 0 <= page < self.num_pages:
+            if not self._is_page(page):
                 raise ArgumentError(
                     f"there is no page {page!r:.60}; there are {self.num_pages} pages.",
                     action="Pass numbers of pages, from 0.",
                 )
         return named
+
+    def _is_page(self, page: Any) -> bool:
+        whole = type(page) is int or isinstance(page, np.integer)
+        return whole and 0 <= page < self._num_pages
+
+
+def _as_sequence(pages: Iterable[int]) -> Sequence[int] | Lengths:
+    return pages if isinstance(pages, Sequence | np.ndarray) else list(pages)

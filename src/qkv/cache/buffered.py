@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -15,16 +14,39 @@ from qkv.cache.new_tokens import NewTokens, RowFormat, check, encode
 from qkv.cache.stored_rows import Rows, as_offset
 from qkv.errors import ArgumentError
 
-__all__ = ["BufferedCache"]
+__all__ = ["BufferedCache", "Stored", "nonempty"]
 
 Self = TypeVar("Self", bound="BufferedCache")
 
 
-class BufferedCache(ABC):
-    """Sequences in a `RowBuffer`; subclasses decide which rows are stored and returned.
+class Stored(NamedTuple):
+    """What a cache holds: replaced as a whole, so that an exception leaves all of it or nothing.
 
-    Row 0 of the buffer holds position `_origin` of its sequence.
+    Attributes
+    ----------
+    row_format : RowFormat or None
+    buffer : RowBuffer or None
+        The rows of each sequence. What lies behind its tokens means nothing.
+    lengths : int64 array over the batch dimensions
+        Tokens that each sequence has seen.
+    origin : int64 array over the batch dimensions
+        Position of row 0 of the buffer.
+    first : RowBuffer or None
+        The first tokens, if they are kept for good.
     """
+
+    row_format: RowFormat | None
+    buffer: RowBuffer | None
+    lengths: Lengths
+    origin: Lengths
+    first: RowBuffer | None
+
+
+_NOTHING = Stored(None, None, np.zeros((), np.int64), np.zeros((), np.int64), None)
+
+
+class BufferedCache(ABC):
+    """Sequences in a `RowBuffer`; subclasses decide which rows are stored and returned."""
 
     def __init__(self, dtype: str | None) -> None:
         self._encoding = encoding_of(dtype)
@@ -33,15 +55,12 @@ class BufferedCache(ABC):
 
     def reset(self) -> None:
         """Forget all tokens, and give their memory back; any shapes may come next."""
-        self._row_format: RowFormat | None = None
-        self._buffer: RowBuffer | None = None
-        self._lengths: Lengths = np.zeros((), np.int64)
-        self._origin: Lengths = np.zeros((), np.int64)
+        self._stored = _NOTHING
 
     @property
     def lengths(self) -> Lengths:
         """Tokens that each sequence has seen, an int64 array over the batch dimensions."""
-        return self._lengths.copy()
+        return self._stored.lengths.copy()
 
     @property
     def q_offset(self) -> Any:
@@ -51,45 +70,78 @@ class BufferedCache(ABC):
     @property
     def nbytes(self) -> int:
         """Memory that keys and values take, in bytes, with what is free in it."""
-        return 0 if self._buffer is None else self._buffer.nbytes
+        buffers = (self._stored.buffer, self._stored.first)
+        return sum(buffer.nbytes for buffer in buffers if buffer is not None)
 
     def read(self) -> Rows:
-        """The stored rows, for queries at `q_offset` and later."""
-        return self._rows(self._lengths, self._lengths)
+        """The stored rows, for queries at `q_offset` and later.
+
+        Raises
+        ------
+        ArgumentError
+            If the cache is empty.
+        """
+        return self._rows(self._stored, self._stored.lengths)
 
     def append(self, key: Any, value: Any, new_lens: Any = None) -> Rows:
         """Write new tokens and hand out all rows that they may attend to.
 
         Parameters, result and errors are those of `qkv.cache.Cache.append`.
         """
-        row_format, counts = check(key, value, new_lens, self._row_format, batched=False)
-        before = np.broadcast_to(self._lengths, row_format.batch_shape)
+        stored = self._stored
+        row_format, counts = check(key, value, new_lens, stored.row_format, batched=False)
+        before = np.broadcast_to(stored.lengths, row_format.batch_shape)
         self._check_room(before, counts)
         new_tokens = encode(key, value, row_format, counts, self._encoding)
-        buffer, origin = self._with_room(new_tokens, before)
-        buffer.write(new_tokens, before - origin, counts)
-        self._row_format, self._buffer, self._origin = row_format, buffer, origin
-        self._lengths = before + counts
-        return self._rows(before, self._lengths)
+        # Rows behind the tokens that are there are written to, and count once they are all there.
+        after = self._written(stored, before, new_tokens)
+        self._replace(stored, after)
+        return self._rows(after, before)
 
     def truncate(self, lengths: Any) -> None:
         """Forget all tokens but the first `lengths` of each sequence.
 
         Parameters and errors are those of `qkv.cache.Cache.truncate`.
         """
-        self._lengths = self._checked(shorter_lengths(lengths, self._lengths))
+        stored = self._stored
+        kept = self._checked(stored, shorter_lengths(lengths, stored.lengths))
+        self._replace(stored, stored._replace(lengths=kept))
 
     def reorder(self, indices: Any) -> None:
         """Make sequence i of the batch what sequence `indices[i]` was; copies all rows.
 
         Parameters and errors are those of `qkv.cache.Cache.reorder`.
         """
-        self._reorder(sequence_indices(indices, self._lengths.shape))
+        stored = self._stored
+        row_format, buffer, lengths, origin, first = stored
+        chosen = sequence_indices(indices, lengths.shape)
+        if row_format is None or buffer is None:
+            return
+        after = Stored(
+            row_format.with_batch(len(chosen)),
+            buffer.reordered(chosen),
+            lengths[chosen],
+            origin[chosen],
+            None if first is None else first.reordered(chosen),
+        )
+        self._replace(stored, after)
 
     def fork(self: Self) -> Self:
         """Another cache with the same tokens; copies all rows."""
-        other = copy.copy(self)
-        other._buffer = None if self._buffer is None else self._buffer.copy()
+        stored = self._stored
+        other = self.on_same_rows()
+        other._stored = stored._replace(
+            buffer=None if stored.buffer is None else stored.buffer.copy(),
+            first=None if stored.first is None else stored.first.copy(),
+        )
+        return other
+
+    __copy__ = fork
+
+    def on_same_rows(self: Self) -> Self:
+        """Another cache with these tokens in the same memory, to which one of the two may write."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
         return other
 
     @abstractmethod
@@ -97,30 +149,34 @@ class BufferedCache(ABC):
         """`(kv_len, kv_offset)` of the rows that `append` of `new` tokens would hand out."""
 
     @abstractmethod
-    def _with_room(self, new_tokens: NewTokens, before: Lengths) -> tuple[RowBuffer, Lengths]:
-        """A buffer with room for what arrives, and the position of its row 0."""
+    def _written(self, stored: Stored, before: Lengths, new_tokens: NewTokens) -> Stored:
+        """What is stored when new tokens have been written behind those that are there."""
 
     @abstractmethod
-    def _rows(self, before: Lengths, after: Lengths) -> Rows:
-        """Rows for queries from position `before`, when the last key stands before `after`."""
+    def _rows(self, stored: Stored, before: Lengths) -> Rows:
+        """Rows of what is stored, for queries from position `before`."""
 
     def _check_room(self, before: Lengths, counts: Lengths) -> None:
         """An error if there is none for as many tokens."""
         return
 
-    def _reorder(self, indices: Lengths) -> None:
-        """Reorder what is kept; the indices are checked."""
-        if self._row_format is None or self._buffer is None:
-            return
-        self._buffer = self._buffer.reordered(indices)
-        self._row_format = self._row_format.with_batch(len(indices))
-        self._lengths, self._origin = self._lengths[indices], self._origin[indices]
-
-    def _checked(self, lengths: Lengths) -> Lengths:
+    def _checked(self, stored: Stored, lengths: Lengths) -> Lengths:
         """Lengths that the cache can go back to; an error if it cannot."""
         return lengths
 
-    def _nonempty_buffer(self) -> RowBuffer:
-        if self._buffer is None:
-            raise ArgumentError("the cache is empty.", action="Append keys and values first.")
-        return self._buffer
+    def _replace(self, before: Stored, after: Stored) -> None:
+        """Hold something else, if nobody else has seen to that."""
+        if self._stored is not before:
+            raise ArgumentError(
+                "another thread has changed the cache while this one did.",
+                [("lengths before", str(before.lengths)), ("now", str(self._stored.lengths))],
+                "Give each thread a fork of its own.",
+            )
+        self._stored = after
+
+
+def nonempty(buffer: RowBuffer | None) -> RowBuffer:
+    """The buffer, if tokens have come."""
+    if buffer is None:
+        raise ArgumentError("the cache is empty.", action="Append keys and values first.")
+    return buffer

@@ -9,7 +9,7 @@ import numpy as np
 import qkv
 from qkv.cache.arguments import Lengths, checked_integer
 from qkv.cache.buffer import RowBuffer
-from qkv.cache.buffered import BufferedCache
+from qkv.cache.buffered import BufferedCache, Stored, nonempty
 from qkv.cache.new_tokens import NewTokens
 from qkv.cache.stored_rows import Part, Rows, as_offset
 from qkv.errors import ShapeError
@@ -59,7 +59,7 @@ class ContiguousCache(BufferedCache):
 
     def kv_extent(self, new: int) -> tuple[int, int]:
         """`(kv_len, kv_offset)` of the rows that `append` of `new` tokens would hand out."""
-        return int(self._lengths.max(initial=0)) + new, 0
+        return int(self._stored.lengths.max(initial=0)) + new, 0
 
     def _check_room(self, before: Lengths, counts: Lengths) -> None:
         if self.capacity is None or (before + counts <= self.capacity).all():
@@ -70,20 +70,20 @@ class ContiguousCache(BufferedCache):
             action="Make one with a larger capacity.",
         )
 
-    def _with_room(self, new_tokens: NewTokens, before: Lengths) -> tuple[RowBuffer, Lengths]:
-        needed = int((before + new_tokens.new_lens).max(initial=0))
-        origin = np.zeros_like(before)
-        if self._buffer is None:
-            capacity = needed if self.capacity is None else self.capacity
-            return RowBuffer.like(new_tokens, capacity), origin
-        if needed <= self._buffer.capacity:
-            return self._buffer, origin
-        grown = max(needed, 2 * self._buffer.capacity)
-        return self._buffer.grown(grown, origin, before), origin
+    def _written(self, stored: Stored, before: Lengths, new_tokens: NewTokens) -> Stored:
+        after = before + new_tokens.new_lens
+        needed, origin, buffer = int(after.max(initial=0)), np.zeros_like(before), stored.buffer
+        if buffer is None:
+            buffer = RowBuffer.like(new_tokens, needed if self.capacity is None else self.capacity)
+        elif needed > buffer.capacity:
+            buffer = buffer.grown(max(needed, 2 * buffer.capacity), origin, before)
+        buffer.write(new_tokens, before, new_tokens.new_lens)
+        return Stored(new_tokens.row_format, buffer, after, origin, None)
 
-    def _rows(self, before: Lengths, after: Lengths) -> Rows:
+    def _rows(self, stored: Stored, before: Lengths) -> Rows:
+        after = stored.lengths
         longest = int(after.max(initial=0))
-        key, value = self._nonempty_buffer().read(0, longest, self._encoding)
+        key, value = nonempty(stored.buffer).read(0, longest, self._encoding)
         same_length = bool((after == longest).all())
         masks: tuple[Any, ...] = () if same_length else (qkv.KeyLengths(after.copy()),)
         return Rows((Part(key, value, masks, 0),), as_offset(before.copy()))

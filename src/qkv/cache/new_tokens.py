@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,19 +80,22 @@ def check(
 
     `batched` asks for exactly four dimensions.
     """
-    seen = [(name, _shown(t)) for name, t in (("key", key), ("value", value))]
+
+    def seen() -> list[tuple[str, str]]:
+        return [("key", _shown(key)), ("value", _shown(value))]
+
     libraries = {name: library_of(t, name).name for name, t in (("key", key), ("value", value))}
     if min(key.ndim, value.ndim) < 2 or key.shape[-2] != value.shape[-2]:
         raise ShapeError(
             "key and value are not rows of as many tokens.",
-            seen,
+            seen(),
             "Pass (..., num_kv_heads, new, dim).",
         )
     if batched and (key.ndim != 4 or value.ndim != 4):
         raise ShapeError(
             f"key has {key.ndim} dimensions and value {value.ndim}; pages are for one batch "
             "dimension.",
-            seen,
+            seen(),
             "Pass (batch, num_kv_heads, new, dim).",
         )
     row_format = RowFormat(
@@ -106,31 +110,31 @@ def check(
     for name, dtype in zip(("key", "value"), row_format.dtype, strict=True):
         if dtype.rpartition(".")[2] not in _FLOATING:
             raise DTypeError(
-                f"{name} has dtype {dtype}.", seen, f"Pass one of {', '.join(_FLOATING)}."
+                f"{name} has dtype {dtype}.", seen(), f"Pass one of {', '.join(_FLOATING)}."
             )
     if row_format.dtype[0] != row_format.dtype[1]:
         raise DTypeError(
             f"key has dtype {row_format.dtype[0]} and value {row_format.dtype[1]}.",
-            seen,
+            seen(),
             "Convert them to one type, as for qkv.attention.",
         )
     if row_format.leading[0] != row_format.leading[1]:
         raise ShapeError(
             f"key has leading dimensions and heads {row_format.leading[0]}, "
             f"value {row_format.leading[1]}.",
-            seen,
+            seen(),
             "Pass a key and a value for each token and kv head.",
         )
     if libraries["key"] != libraries["value"]:
         raise DTypeError(
             f"key is an array of {libraries['key']} and value of {libraries['value']}.",
-            seen,
+            seen(),
             "Pass both as arrays of one library.",
         )
     if row_format.device[0] != row_format.device[1]:
         raise ArgumentError(
             f"key is on {row_format.device[0]} and value on {row_format.device[1]}.",
-            seen,
+            seen(),
             "Move them to one device.",
         )
     new = int(key.shape[-2])
@@ -140,7 +144,7 @@ def check(
         if counts.size and (counts.min() < 0 or counts.max() > new):
             raise ShapeError(
                 f"new_lens runs from {counts.min()} to {counts.max()}; {new} rows arrive.",
-                seen,
+                seen(),
                 "Give each sequence a number of tokens from 0 to the rows that arrive.",
             )
     return row_format, counts
@@ -157,7 +161,10 @@ def encode(
 
 
 def _compare(
-    row_format: RowFormat, libraries: dict[str, str], first: RowFormat, seen: list[tuple[str, str]]
+    row_format: RowFormat,
+    libraries: dict[str, str],
+    first: RowFormat,
+    seen: Callable[[], list[tuple[str, str]]],
 ) -> None:
     """Raise an error if new rows differ in format from the first ones."""
     for i, name in enumerate(("key", "value")):
@@ -165,26 +172,26 @@ def _compare(
             raise DTypeError(
                 f"{name} is an array of {libraries[name]}; the cache has arrays of "
                 f"{first.library}.",
-                seen,
+                seen(),
                 "Convert it to the library of those that came first, or reset the cache.",
             )
         if (row_format.leading[i], row_format.dims[i]) != (first.leading[i], first.dims[i]):
             raise ShapeError(
                 f"{name} has leading dimensions and heads {row_format.leading[i]} and rows of "
                 f"{row_format.dims[i]}; the cache has {first.leading[i]} and {first.dims[i]}.",
-                seen,
+                seen(),
                 "Use one cache for each layer and batch.",
             )
         if row_format.dtype[i] != first.dtype[i]:
             raise DTypeError(
                 f"{name} has dtype {row_format.dtype[i]}; the cache has {first.dtype[i]}.",
-                seen,
+                seen(),
                 "Convert it to the type of those that came first.",
             )
         if row_format.device[i] != first.device[i]:
             raise ArgumentError(
                 f"{name} is on {row_format.device[i]}; the cache is on {first.device[i]}.",
-                seen,
+                seen(),
                 "Move it to the device of those that came first.",
             )
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -17,8 +15,8 @@ from qkv.cache.arguments import (
     whole_numbers,
 )
 from qkv.cache.encoding import encoding_of
-from qkv.cache.new_tokens import NewTokens, check, encode
-from qkv.cache.page_pool import PagePool
+from qkv.cache.new_tokens import NewTokens, RowFormat, check, encode
+from qkv.cache.page_pool import EMPTY, Held, PagePool, Storage
 from qkv.cache.stored_rows import Part, Rows, as_offset
 from qkv.errors import ArgumentError, ShapeError
 
@@ -88,10 +86,7 @@ class PagedCache:
 
     def _begin(self, pool: PagePool) -> None:
         self._pool = pool
-        self._pages: list[list[int]] = []
-        self._lengths: Lengths = np.zeros((), np.int64)
-        # The finalizer reads this list, which is therefore only ever changed in place.
-        weakref.finalize(self, _release_all, pool, self._pages).atexit = False
+        self._holder = pool.holder_of(self)
 
     @property
     def page_size(self) -> int:
@@ -101,7 +96,7 @@ class PagedCache:
     @property
     def lengths(self) -> Lengths:
         """Tokens that each sequence has seen, int64 (batch,)."""
-        return self._lengths.copy()
+        return self._holder.held.lengths.copy()
 
     @property
     def q_offset(self) -> Any:
@@ -111,24 +106,23 @@ class PagedCache:
     @property
     def page_table(self) -> Lengths:
         """Numbers of pages, int64 (batch, pages_per_slot); 0 behind the last of a sequence."""
-        table = np.zeros((len(self._pages), max(map(len, self._pages), default=0)), np.int64)
-        for row, pages in zip(table, self._pages, strict=True):
-            row[: len(pages)] = pages
-        return table
+        return self._holder.held.table.copy()
 
     @property
     def pages_held(self) -> int:
         """Different pages that the sequences of this cache hold."""
-        return len({page for pages in self._pages for page in pages})
+        return len(np.unique(self._holder.held.pages(self.page_size)))
 
     @property
     def pages_free(self) -> int:
         """Pages of the storage that neither this cache nor a fork of it holds."""
+        self._pool.count()
         return self._pool.allocator.num_free
 
     @property
     def nbytes(self) -> int:
         """Memory that all pages take, those of forks and free ones included, in bytes."""
+        self._pool.count()
         return self._pool.nbytes
 
     def read(self) -> Rows:
@@ -139,9 +133,10 @@ class PagedCache:
         ArgumentError
             If the cache is empty.
         """
-        if self._pool.row_format is None or not self._lengths.ndim:
+        held, storage = self._holder.held, self._pool.storage
+        if storage.row_format is None or not held.lengths.ndim:
             raise ArgumentError("the cache is empty.", action="Append keys and values first.")
-        return self._rows(self._lengths)
+        return self._rows(held, storage, held.lengths)
 
     def append(self, key: Any, value: Any, new_lens: Any = None) -> Rows:
         """Write new tokens and hand out all rows that they may attend to.
@@ -149,50 +144,69 @@ class PagedCache:
         Parameters, result and errors are those of `qkv.cache.Cache.append`; there is no room
         when `num_pages` was given and too few are free.
         """
-        first = self._pool.row_format
+        pool, held = self._pool, self._holder.held
+        pool.count()
+        storage = pool.storage
+        row_format, counts = self._checked(key, value, new_lens, held)
+        new_tokens = encode(key, value, row_format, counts, pool.encoding)
+        before = np.broadcast_to(held.lengths, counts.shape)
+        with pool.lock:
+            pool.begin_change(self._holder, held)
+            if pool.storage is not storage:  # A fork may have been the first to append.
+                self._checked(key, value, new_lens, held)
+            after, replaced = self._with_room(held, before, new_tokens)
+            self._write(after.table, before, new_tokens)
+            pool.change(self._holder, after, [], replaced)
+            return self._rows(after, pool.storage, before)
+
+    def _checked(
+        self, key: Any, value: Any, new_lens: Any, held: Held
+    ) -> tuple[RowFormat, Lengths]:
+        """The format of new rows and the tokens of each sequence, if they fit what is there."""
+        first = self._pool.storage.row_format
         if first is not None:  # The pool is shared with forks, which may have another batch size.
             first = first.with_batch((*getattr(key, "shape", ()), 0)[0])
         row_format, counts = check(key, value, new_lens, first, batched=True)
-        if self._lengths.ndim and counts.shape != self._lengths.shape:
+        if held.lengths.ndim and counts.shape != held.lengths.shape:
             raise ShapeError(
-                f"key and value have {len(counts)} sequences; the cache has {len(self._pages)}.",
+                f"key and value have {len(counts)} sequences; the cache has {len(held.lengths)}.",
                 action="Append to all of its sequences, or reorder it first.",
             )
-        new_tokens = encode(key, value, row_format, counts, self._pool.encoding)
-        before = np.broadcast_to(self._lengths, counts.shape)
-        pages = self._pages or [[] for _ in before]
-        self._pages[:] = self._pages_for(pages, before, new_tokens)
-        self._write(before, new_tokens)
-        self._lengths = before + counts
-        return self._rows(before)
+        return row_format, counts
 
     def truncate(self, lengths: Any) -> None:
         """Forget all tokens but the first `lengths` of each sequence, and release their pages.
 
         Parameters and errors are those of `qkv.cache.Cache.truncate`.
         """
-        self._lengths = shorter_lengths(lengths, self._lengths)
-        for pages, length in zip(self._pages, self._lengths.flat, strict=False):
-            needed = -(-int(length) // self.page_size)
-            self._pool.release(pages[needed:])
-            del pages[needed:]
+        held, size = self._holder.held, self.page_size
+        after = Held.of(held.table, shorter_lengths(lengths, held.lengths), size)
+        slots = np.arange(held.table.shape[1])
+        gone = slots >= -(-after.lengths[..., None] // size)
+        less = held.table[gone & (slots < -(-held.lengths[..., None] // size))]
+        self._pool.shrink(self._holder, held, after, less)
 
     def reorder(self, indices: Any) -> None:
         """Make sequence i of the batch what sequence `indices[i]` was; copies no rows.
 
         Parameters and errors are those of `qkv.cache.Cache.reorder`.
         """
-        chosen = sequence_indices(indices, self._lengths.shape)
-        after = [list(self._pages[i]) for i in chosen]
-        before = [page for pages in self._pages for page in pages]
-        self._pool.allocator.share(page for pages in after for page in pages)
-        self._pages[:] = after
-        self._lengths = self._lengths[chosen]
-        self._pool.release(before)
+        pool, held = self._pool, self._holder.held
+        chosen = sequence_indices(indices, held.lengths.shape)
+        after = Held.of(held.table[chosen], held.lengths[chosen], self.page_size)
+        more, less = after.pages(self.page_size), held.pages(self.page_size)
+        with pool.lock:
+            pool.begin_change(self._holder, held)
+            pool.change(self._holder, after, more, less)
+            pool.give_back()
 
     def fork(self) -> PagedCache:
         """Another cache with the same tokens in the same pages; copies no rows."""
-        return self._on_same_pages(self._pages, self._lengths)
+        other = self._empty()
+        with self._pool.lock:
+            return other._holding(self._holder.held)
+
+    __copy__ = on_same_rows = fork
 
     def share(self, page_table: Any, lengths: Any) -> PagedCache:
         """A cache of sequences in pages that are held already, such as a common prefix.
@@ -240,78 +254,108 @@ class PagedCache:
                 f"room for {room} tokens.",
                 action="Give each sequence as many pages as its tokens need.",
             )
-        needed = -(-counts // self.page_size)
-        pages = [row[:n].tolist() for row, n in zip(table, needed, strict=True)]
-        return self._on_same_pages(pages, counts)
+        other = self._empty()
+        with self._pool.lock:
+            return other._holding(Held.of(table, counts, self.page_size))
 
     def reset(self) -> None:
         """Forget all tokens, and release their pages."""
-        held = [page for pages in self._pages for page in pages]
-        self._pages.clear()
-        self._lengths = np.zeros((), np.int64)
-        self._pool.release(held)
+        held = self._holder.held
+        self._pool.shrink(self._holder, held, EMPTY, held.pages(self.page_size))
 
     def kv_extent(self, new: int) -> tuple[int, int]:
         """`(kv_len, kv_offset)` of the rows that `append` of `new` tokens would hand out."""
-        longest = int(self._lengths.max(initial=0)) + new
+        longest = int(self._holder.held.lengths.max(initial=0)) + new
         return -(-longest // self.page_size) * self.page_size, 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         """A fork, which is as independent as a copy."""
         return self.fork()
 
-    def _on_same_pages(self, pages: list[list[int]], lengths: Lengths) -> PagedCache:
-        self._pool.allocator.share(page for held in pages for page in held)
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: with the cache goes the whole storage that it shares with forks."""
+        return {**self.__dict__, "_holder": self._holder.held}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._holder = self._pool.holder_of(self)
+        self._pool.counted_anew(self._holder, state["_holder"])
+
+    def _empty(self) -> PagedCache:
+        """A cache without tokens on the same storage."""
         other = object.__new__(type(self))
         other.dtype = self.dtype
         other._begin(self._pool)
-        other._pages[:] = [list(held) for held in pages]
-        other._lengths = lengths.copy()
         return other
 
-    def _pages_for(
-        self, pages: list[list[int]], before: Lengths, new_tokens: NewTokens
-    ) -> list[list[int]]:
-        """Lists of pages with room for what arrives, none of which others hold where it writes."""
-        size, allocator = self.page_size, self._pool.allocator
-        writes = [
-            held[-1]
-            for held, start, new in zip(pages, before, new_tokens.new_lens, strict=True)
-            if new and start % size
-        ]
-        copies = {
-            page: writers - (allocator.references(page) == writers)
-            for page, writers in Counter(writes).items()
-        }
-        ends = -(-(before + new_tokens.new_lens) // size)
-        more = sum(int(end) - len(held) for held, end in zip(pages, ends, strict=True))
-        fresh = self._pool.take(more + sum(copies.values()), new_tokens)
-        found = []
-        for held, start, new, end in zip(pages, before, new_tokens.new_lens, ends, strict=True):
-            now = list(held)
-            if new and start % size and copies[now[-1]]:
-                copies[now[-1]] -= 1
-                self._pool.copy_page(now[-1], fresh[-1])
-                self._pool.release(now[-1:])
-                now[-1] = fresh.pop()
-            now += [fresh.pop() for _ in range(int(end) - len(now))]
-            found.append(now)
+    def _holding(self, held: Held) -> PagedCache:
+        """This cache, which was empty, with pages that others hold; the lock is held."""
+        self._pool.begin()
+        self._pool.change(self._holder, held, held.pages(self.page_size), [])
+        return self
+
+    def _with_room(
+        self, held: Held, before: Lengths, new_tokens: NewTokens
+    ) -> tuple[Held, list[int]]:
+        """Pages with room for what arrives, and those that were replaced by copies.
+
+        Nobody else holds a page that will be written to.
+        """
+        size, table, opened, written = self.page_size, held.table, [], []
+        after = before + new_tokens.new_lens
+        spans = list(zip(before.tolist(), after.tolist(), strict=True))
+        for i, (start, end) in enumerate(spans):
+            if start % size and end > start:
+                written.append((i, start // size))
+            if -(-start // size) < -(-end // size):
+                opened.append((i, -(-start // size), -(-end // size)))
+        copied = self._shared(table, written)
+        count = sum(end - first for _, first, end in opened)
+        fresh = self._pool.take(count + len(copied), new_tokens)
+        if not fresh:
+            return Held(table if held.lengths.ndim else _wider(table, len(spans), 0), after), []
+        most = max(table.shape[1], *(end for _, _, end in opened), 0)
+        table = _wider(table, len(spans), most)
+        replaced = []
+        for entry in copied:
+            replaced.append(int(table[entry]))
+            table[entry] = fresh.pop()
+            self._pool.copy_page(replaced[-1], int(table[entry]))
+        for i, first, end in opened:
+            table[i, first:end] = [fresh.pop() for _ in range(end - first)]
+        return Held(table, after), replaced
+
+    def _shared(self, table: Lengths, written: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Which entries name pages that have to be copied before they are written to.
+
+        The last to write to a page that nobody else holds needs no copy.
+        """
+        allocator, found = self._pool.allocator, []
+        left: dict[int, int] = {}
+        for entry in written:
+            page = int(table[entry])
+            held = left.get(page, allocator.times_held(page))
+            if held > 1:
+                left[page] = held - 1
+                found.append(entry)
         return found
 
-    def _write(self, before: Lengths, new_tokens: NewTokens) -> None:
+    def _write(self, table: Lengths, before: Lengths, new_tokens: NewTokens) -> None:
         counts = new_tokens.new_lens
         batch = np.repeat(np.arange(len(before)), counts)
         starts = np.repeat(np.cumsum(counts) - counts, counts)
         new = np.arange(len(batch)) - starts
         slot, row = np.divmod(before[batch] + new, self.page_size)
-        self._pool.write(new_tokens, self.page_table[batch, slot], row, batch, new)
+        self._pool.write(new_tokens, table[batch, slot], row, batch, new)
 
-    def _rows(self, before: Lengths) -> Rows:
-        key, value = self._pool.paged(self.page_table)
-        part = Part(key, value, (qkv.KeyLengths(self._lengths.copy()),), 0)
-        return Rows((part,), as_offset(before.copy()))
+    def _rows(self, held: Held, storage: Storage, before: Lengths) -> Rows:
+        key, value = storage.paged(self._pool.encoding, held.table.copy())
+        part = Part(key, value, (qkv.KeyLengths(held.lengths.copy()),), 0)
+        return Rows((part,), as_offset(before.copy()), self)
 
 
-def _release_all(pool: PagePool, pages: list[list[int]]) -> None:
-    """Release the pages of a cache that is garbage-collected."""
-    pool.release([page for held in pages for page in held])
+def _wider(table: Lengths, batch: int, slots: int) -> Lengths:
+    """A table of more entries, 0 where there were none."""
+    wider = np.zeros((batch, slots), np.int64)
+    wider[: len(table), : table.shape[1]] = table
+    return wider

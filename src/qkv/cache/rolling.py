@@ -9,7 +9,7 @@ import numpy as np
 import qkv
 from qkv.cache.arguments import Lengths, checked_integer
 from qkv.cache.buffer import RowBuffer
-from qkv.cache.buffered import BufferedCache
+from qkv.cache.buffered import BufferedCache, Stored, nonempty
 from qkv.cache.new_tokens import NewTokens
 from qkv.cache.stored_rows import Part, Rows, as_offset
 from qkv.errors import ArgumentError
@@ -73,66 +73,49 @@ class RollingCache(BufferedCache):
         )
         super().__init__(dtype)
 
-    def reset(self) -> None:
-        """Forget all tokens, and give their memory back; any shapes may come next."""
-        super().reset()
-        self._first: RowBuffer | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Memory that keys and values take, in bytes, with what is free in it."""
-        return super().nbytes + (0 if self._first is None else self._first.nbytes)
-
-    def fork(self: Self) -> Self:
-        """Another cache with the same tokens; copies all rows."""
-        other = super().fork()
-        other._first = None if self._first is None else self._first.copy()
-        return other
-
     def kv_extent(self, new: int) -> tuple[int, int]:
         """`(kv_len, kv_offset)` of the rows that `append` of `new` tokens would hand out.
 
         Without sinks, which are a part of their own.
         """
-        length = int(self._lengths.max(initial=0))
+        length = int(self._stored.lengths.max(initial=0))
         before = min(length, self.window - 1)
         return before + new, length - before
 
-    def _with_room(self, new_tokens: NewTokens, before: Lengths) -> tuple[RowBuffer, Lengths]:
-        after = before + new_tokens.new_lens
-        origin = np.broadcast_to(self._origin, before.shape)
-        buffer = self._buffer
+    def _written(self, stored: Stored, before: Lengths, new_tokens: NewTokens) -> Stored:
+        counts = new_tokens.new_lens
+        after = before + counts
+        origin, buffer = np.broadcast_to(stored.origin, before.shape), stored.buffer
         if buffer is None:
             buffer = RowBuffer.like(new_tokens, max(int(after.max(initial=0)), 1))
         elif int((after - origin).max(initial=0)) > buffer.capacity:
             dropped, origin = origin, self._oldest(before)
             needed = int((after - origin).max(initial=0))
             buffer = buffer.grown(max(needed, 2 * self.window), origin - dropped, before - dropped)
+        first = stored.first
         if self.sinks:
-            self._keep_first(new_tokens, before)
-        return buffer, origin
-
-    def _keep_first(self, new_tokens: NewTokens, before: Lengths) -> None:
-        if self._first is None:
-            self._first = RowBuffer.like(new_tokens, self.sinks)
-        start = np.minimum(before, self.sinks)
-        self._first.write(new_tokens, start, np.minimum(new_tokens.new_lens, self.sinks - start))
+            first = RowBuffer.like(new_tokens, self.sinks) if first is None else first
+            start = np.minimum(before, self.sinks)
+            first.write(new_tokens, start, np.minimum(counts, self.sinks - start))
+        buffer.write(new_tokens, before - origin, counts)
+        return Stored(new_tokens.row_format, buffer, after, origin, first)
 
     def _oldest(self, position: Lengths) -> Lengths:
         """The first position in the window of a query."""
         return np.maximum(position - (self.window - 1), 0)
 
-    def _rows(self, before: Lengths, after: Lengths) -> Rows:
-        start = _smallest(self._oldest(before) - self._origin)
-        stop = max(start, int((after - self._origin).max(initial=0)))
-        kv_offset = self._origin + start
-        key, value = self._nonempty_buffer().read(start, stop, self._encoding)
+    def _rows(self, stored: Stored, before: Lengths) -> Rows:
+        after, origin = stored.lengths, stored.origin
+        start = _smallest(self._oldest(before) - origin)
+        stop = max(start, int((after - origin).max(initial=0)))
+        kv_offset = origin + start
+        key, value = nonempty(stored.buffer).read(start, stop, self._encoding)
         masks: list[Any] = [self._mask()]
         if (after - kv_offset != stop - start).any():
             masks.append(qkv.KeyLengths(after - kv_offset))
         parts = [Part(key, value, tuple(masks), as_offset(kv_offset))]
-        if self._first is not None and kv_offset.any():
-            key, value = self._first.read(0, self.sinks, self._encoding)
+        if stored.first is not None and kv_offset.any():
+            key, value = stored.first.read(0, self.sinks, self._encoding)
             before_others = qkv.KeyLengths(np.minimum(self.sinks, kv_offset))
             parts.insert(0, Part(key, value, (before_others,), 0))
         return Rows(tuple(parts), as_offset(before.copy()))
@@ -141,19 +124,14 @@ class RollingCache(BufferedCache):
         window = qkv.SlidingWindow(self.window - 1, None)
         return window | qkv.Prefix(self.sinks) if self.sinks else window
 
-    def _reorder(self, indices: Lengths) -> None:
-        super()._reorder(indices)
-        if self._first is not None:
-            self._first = self._first.reordered(indices)
-
-    def _checked(self, lengths: Lengths) -> Lengths:
-        gone = self._oldest(lengths) < self._origin
+    def _checked(self, stored: Stored, lengths: Lengths) -> Lengths:
+        gone = self._oldest(lengths) < stored.origin
         if gone.any():
             where = tuple(int(i) for i in np.argwhere(gone)[0])
             raise ArgumentError(
                 f"sequence {where} cannot be truncated to {lengths[where]} tokens: the window of "
                 f"the next begins at {self._oldest(lengths)[where]}, and rows before "
-                f"{self._origin[where]} are gone.",
+                f"{stored.origin[where]} are gone.",
                 action="Truncate no more than the last append, or use a longer window.",
             )
         return lengths

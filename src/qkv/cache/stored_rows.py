@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import qkv
@@ -60,8 +60,9 @@ class Rows:
 
     Notes
     -----
-    Rows are views of the cache: use them before the cache is changed again. They unpack into key
-    and value, `key, value = cache.append(...)`, if they are in one part.
+    Rows are views of the cache: use them before the cache is changed again. The cache is there for
+    as long as they are. They unpack into key and value, `key, value = cache.append(...)`, if they
+    are in one part.
 
     Examples
     --------
@@ -76,6 +77,7 @@ class Rows:
 
     parts: tuple[Part, ...]
     q_offset: Any
+    _cache: Any = field(default=None, repr=False)
 
     @property
     def key(self) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from transformers import DynamicCache
@@ -16,12 +16,13 @@ from transformers.cache_utils import (
 )
 from transformers.cache_utils import Cache as _LayerCaches
 
-from qkv.cache import Cache as RowCache
 from qkv.cache import ContiguousCache, PagedCache, RollingCache
 from qkv.errors import UnsupportedError
 from qkv.hf.stored_tensor import as_tensors
 
 __all__ = ["Cache"]
+
+_RowCache: TypeAlias = ContiguousCache | PagedCache | RollingCache
 
 _WINDOWS = ("sliding_attention", "chunked_attention")
 """Layer types that never read further back than `sliding_window` tokens."""
@@ -79,7 +80,7 @@ class Cache(DynamicCache):
         num_pages: int | None = None,
         dtype: str | None = None,
     ) -> None:
-        full_cache: Callable[[], RowCache]
+        full_cache: Callable[[], _RowCache]
         if page_size is None:
             full_cache = partial(ContiguousCache, dtype=dtype)
         else:
@@ -116,6 +117,36 @@ class Cache(DynamicCache):
         """Another cache with the same tokens; pages are shared until one of them writes."""
         return copy.deepcopy(self)
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens of every layer; their number comes as a negative one."""
+        self._change_every_layer("crop", tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Make sequence i what sequence `beam_idx[i]` was, in every layer."""
+        self._change_every_layer("reorder_cache", beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every sequence `repeats` times, in every layer."""
+        self._change_every_layer("batch_repeat_interleave", repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Only these sequences, in every layer."""
+        self._change_every_layer("batch_select_indices", indices)
+
+    def reset(self) -> None:
+        """Forget all tokens of every layer."""
+        self._change_every_layer("reset")
+
+    def _change_every_layer(self, method: str, *arguments: Any) -> None:
+        """Change copies of the layers and put them in place at once, when all have succeeded."""
+        layers = [
+            layer.on_same_rows() if isinstance(layer, CacheLayer) else copy.deepcopy(layer)
+            for layer in self.layers
+        ]
+        for layer in layers:
+            getattr(layer, method)(*arguments)
+        self.layers = layers
+
     @property
     def nbytes(self) -> int:
         """Memory that keys and values of all layers take, in bytes."""
@@ -134,9 +165,15 @@ class CacheLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, cache: RowCache) -> None:
+    def __init__(self, cache: _RowCache) -> None:
         self.cache = cache
         self._dtype: torch.dtype | None = None
+
+    def on_same_rows(self) -> CacheLayer:
+        """Another layer with the same tokens, for one change; one of the two is then dropped."""
+        other = CacheLayer(self.cache.on_same_rows())
+        other._dtype = self._dtype
+        return other
 
     @property
     def is_sliding(self) -> bool:
@@ -148,7 +185,7 @@ class CacheLayer(CacheLayerMixin):
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
         """Whether tokens have come."""
-        return self._dtype is not None
+        return self._dtype is not None and self.cache.lengths.ndim > 0
 
     @property
     def keys(self) -> torch.Tensor | None:  # type: ignore[override]
@@ -161,7 +198,7 @@ class CacheLayer(CacheLayerMixin):
         return self._held_tensor(1)
 
     def _held_tensor(self, which: int) -> torch.Tensor | None:
-        if self._dtype is None:
+        if self._dtype is None or not self.is_initialized:
             return None
         return as_tensors(self.cache.read().parts[0], self._dtype)[which]
 
@@ -172,8 +209,9 @@ class CacheLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append tokens; keys and values that they may attend to."""
+        if not self.is_initialized:
+            self._dtype = key_states.dtype  # before there are tokens that have none
         rows = self.cache.append(key_states, value_states)
-        self._dtype = key_states.dtype
         return as_tensors(rows.parts[0], key_states.dtype)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -191,7 +229,6 @@ class CacheLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget all tokens."""
         self.cache.reset()
-        self._dtype = None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens; transformers says how many as a negative number."""
@@ -225,5 +262,5 @@ class CacheLayer(CacheLayerMixin):
     prefetch = offload
 
 
-def _make_layer(make: Callable[[], RowCache]) -> CacheLayer:
+def _make_layer(make: Callable[[], _RowCache]) -> CacheLayer:
     return CacheLayer(make())
