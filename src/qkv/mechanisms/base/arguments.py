@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from qkv.errors import ArgumentError, ShapeError
+from qkv.mechanisms.base.declarations import checked_size
 
 __all__ = ["all_three", "one_sequence", "positive_integers", "refuse_options", "token_names"]
 
@@ -43,10 +42,7 @@ def positive_integers(**sizes: Any) -> None:
         Naming the size.
     """
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
-            raise ArgumentError(
-                f"{name}={size!r:.60} is not a positive integer.", action=f"Pass {name} >= 1."
-            )
+        checked_size(name, size)
 
 
 def refuse_options(mechanism: str, options: Mapping[str, Any], *names: str) -> None:
@@ -58,7 +54,8 @@ def refuse_options(mechanism: str, options: Mapping[str, Any], *names: str) -> N
         Naming the first that is given.
     """
     for name in names:
-        if options.get(name):
+        given = options.get(name)
+        if given is not None and given is not False:
             raise ArgumentError(
                 f"{mechanism} does not take {name}: it has no n x n scores to change.",
                 action=f"Leave {name} out.",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from copy import copy
+from inspect import isfunction
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -13,11 +15,14 @@ from numpy.typing import NDArray
 from qkv.errors import ArgumentError, ShapeError
 from qkv.inspection.explain import selected_indices
 from qkv.ledger import Count, Ledger, symbols
-from qkv.mechanisms.base.arguments import (
-    all_three,
-    one_sequence,
-    positive_integers,
-    token_names,
+from qkv.mechanisms.base.arguments import all_three, one_sequence, token_names
+from qkv.mechanisms.base.declarations import (
+    Arrays,
+    Rows,
+    Size,
+    Whole,
+    check_declared,
+    refuse_many_numbers,
 )
 from qkv.mechanisms.base.example import example_input
 from qkv.mechanisms.base.explanation import ExplainedToken, Explanation, Step
@@ -31,9 +36,11 @@ class Mechanism(ABC):
     """A layer that mixes tokens: x `(..., n, embed_dim)` to an output `(..., n, width)`.
 
     A subclass says `name`, `paper` and `formula`, passes the shapes of its weights to `__init__`,
-    and defines `__call__`, `token_mixing`, `steps`, `operations`, `widths` and `example`. Formulas
-    are written with `array_namespace(x)`, so that NumPy arrays, torch tensors and JAX arrays all
-    work and the output is an array of the same library, dtype and device.
+    and defines `__call__`, `token_mixing`, `steps`, `operations`, `widths` and `example`. Arguments
+    are declared where they are annotated and checked before a method runs; see
+    `qkv.mechanisms.base.declarations`. Formulas are written with `array_namespace(x)`, so that
+    NumPy arrays, torch tensors and JAX arrays all work and the output is an array of the same
+    library, dtype and device.
 
     Parameters
     ----------
@@ -76,14 +83,22 @@ class Mechanism(ABC):
     one_sequence_only: ClassVar[bool] = False
     """Whether keys and values can only be those of x."""
 
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        for name, member in tuple(vars(cls).items()):
+            if isfunction(member):
+                setattr(cls, name, check_declared(member))
+
     def __init__(
         self,
         shapes: Mapping[str, tuple[int, ...]],
-        weights: Mapping[str, Any] | None = None,
-        seed: int = 0,
+        weights: Arrays | None = None,
+        seed: Whole = 0,
     ) -> None:
         self.weights: dict[str, Any]
         if weights is None:
+            total = sum(math.prod(shape) for shape in shapes.values())
+            refuse_many_numbers(f"the weights of {self.name}", total)
             rng = np.random.default_rng(seed)
             self.weights = {
                 name: self.initial_weight(name, shape, rng) for name, shape in shapes.items()
@@ -92,11 +107,11 @@ class Mechanism(ABC):
             self.weights = _checked(weights, shapes, self.name)
 
     @abstractmethod
-    def __call__(self, x: Any, /) -> Any:
+    def __call__(self, x: Rows, /) -> Any:
         """Mix the tokens of `x` (..., n, embed_dim); an array of the same library and dtype."""
 
     @abstractmethod
-    def token_mixing(self, x: Any, /) -> Any:
+    def token_mixing(self, x: Rows, /) -> Any:
         """How much of each token's value reaches each output, `(..., num_heads, n, n)` or `(n, n)`.
 
         The attention weights, or for mechanisms without any the effective matrix M for which the
@@ -118,15 +133,16 @@ class Mechanism(ABC):
             )
         return all_three(x, key, value)
 
+    @check_declared
     def explain(
         self,
-        x: Any,
+        x: Rows,
         /,
         tokens: Sequence[str] | None = None,
         index: int = 0,
         *,
-        key: Any = None,
-        value: Any = None,
+        key: Rows | None = None,
+        value: Rows | None = None,
         kv_tokens: Sequence[str] | None = None,
     ) -> Explanation:
         """The calculation of one token of `x` (n, embed_dim), step by step.
@@ -162,7 +178,8 @@ class Mechanism(ABC):
     def steps(self, token: ExplainedToken) -> list[Step]:
         """The steps of `explain`, whose last line is the output; weights are NumPy arrays."""
 
-    def cost(self, n: int, batch: int = 1, dtype: str = "float32") -> Ledger:
+    @check_declared
+    def cost(self, n: Size, batch: Size = 1, dtype: str = "float32") -> Ledger:
         """Operations, parameters and bytes for `batch` sequences of `n` tokens.
 
         Bytes are those of a fused kernel: input and weights are read once, the output is written
@@ -179,7 +196,6 @@ class Mechanism(ABC):
         ArgumentError, DTypeError
             A size is not a positive integer, or the type is not a floating one.
         """
-        positive_integers(n=n, batch=batch)
         (tokens,) = symbols(n=n)
         b = 1 if batch == 1 else Count(batch, "b")
         found = self.operations(tokens, b)

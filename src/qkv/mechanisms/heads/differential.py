@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, step, symbols
+from qkv.mechanisms.base.declarations import NotNegative, Rows, Size
 from qkv.mechanisms.base.explanation import Line, Step, number
 from qkv.mechanisms.base.llama import LlamaAttention
 from qkv.mechanisms.base.namespace import array_namespace, like, values
@@ -69,12 +70,12 @@ class Differential(LlamaAttention):
 
     def __init__(
         self,
-        embed_dim: int,
-        num_heads: int = 2,
+        embed_dim: Size,
+        num_heads: Size = 2,
         *,
         lambda_init: float = 0.2,
         normalize: bool = True,
-        eps: float = 1e-5,
+        eps: NotNegative = 1e-5,
         **options: Unpack[Options],
     ) -> None:
         kv_heads = options.get("num_kv_heads") or num_heads
@@ -128,7 +129,7 @@ class Differential(LlamaAttention):
         half = self.num_heads // 2
         return maps[..., :half, :, :] - self.weight_of_second_map(maps) * maps[..., half:, :, :]
 
-    def token_mixing(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
+    def token_mixing(self, x: Rows, key: Rows | None = None, value: Rows | None = None, /) -> Any:
         """The differences of the weights, `(..., num_heads / 2, n, n)`.
 
         Their rows add to 1 - lambda. Without the normalisation, the output of a pair is this matrix

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Self
 
@@ -11,9 +10,9 @@ from numpy.typing import NDArray
 
 import qkv
 from qkv.ledger import Count, Ledger, step, symbols
-from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.attention import AttentionMechanism
 from qkv.mechanisms.base.attention_steps import token_lines
+from qkv.mechanisms.base.declarations import Arrays, NotNegative, Rows, Size, Whole
 from qkv.mechanisms.base.example import EXAMPLE_WIDTH, select_columns
 from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step
 from qkv.mechanisms.base.loading import named_weights, plain_rope
@@ -93,33 +92,24 @@ class MultiHeadLatent(AttentionMechanism):
 
     def __init__(
         self,
-        embed_dim: int,
-        num_heads: int,
+        embed_dim: Size,
+        num_heads: Size,
         *,
-        kv_lora_rank: int,
-        qk_nope_head_dim: int,
-        qk_rope_head_dim: int,
-        v_head_dim: int,
-        q_lora_rank: int | None = None,
+        kv_lora_rank: Size,
+        qk_nope_head_dim: Size,
+        qk_rope_head_dim: Size,
+        v_head_dim: Size,
+        q_lora_rank: Size | None = None,
         rope: RoPE | None = None,
         causal: bool = True,
         latent_norm: bool = True,
-        eps: float = 1e-6,
+        eps: NotNegative = 1e-6,
         bias: bool = False,
         out_proj: bool = True,
         scale: float | None = None,
-        weights: Mapping[str, Any] | None = None,
-        seed: int = 0,
+        weights: Arrays | None = None,
+        seed: Whole = 0,
     ) -> None:
-        sizes = {
-            "embed_dim": embed_dim,
-            "num_heads": num_heads,
-            "kv_lora_rank": kv_lora_rank,
-            "qk_nope_head_dim": qk_nope_head_dim,
-            "qk_rope_head_dim": qk_rope_head_dim,
-            "v_head_dim": v_head_dim,
-        }
-        positive_integers(**sizes, **({} if q_lora_rank is None else {"q_lora_rank": q_lora_rank}))
         self.embed_dim, self.num_heads, self.kv_lora_rank = embed_dim, num_heads, kv_lora_rank
         self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
         self.v_head_dim, self.q_lora_rank = v_head_dim, q_lora_rank
@@ -178,7 +168,7 @@ class MultiHeadLatent(AttentionMechanism):
         apart = split_heads(rows, self.num_heads)
         return apart[..., self.qk_nope_head_dim :], apart[..., : self.qk_nope_head_dim]
 
-    def latents(self, x: Any) -> Any:
+    def latents(self, x: Rows) -> Any:
         """The cached rows of x: `[k_rope | c]`, `(..., n, qk_rope_head_dim + kv_lora_rank)`.
 
         `k_rope` is not yet turned.
@@ -209,7 +199,7 @@ class MultiHeadLatent(AttentionMechanism):
         rows = join_heads(out)
         return self.linear("out_proj", rows) if self.out_proj else rows
 
-    def absorbed(self, x: Any, latents: Any = None) -> Any:
+    def absorbed(self, x: Rows, latents: Any = None) -> Any:
         """The same output from latent rows, without making keys and values.
 
         Parameters
@@ -238,7 +228,7 @@ class MultiHeadLatent(AttentionMechanism):
         )
         return self.join(namespace.matmul(out, namespace.matrix_transpose(value_part)))
 
-    def step(self, x: Any, latents: Any = None) -> tuple[Any, Any]:
+    def step(self, x: Rows, latents: Any = None) -> tuple[Any, Any]:
         """Decode the next tokens in the absorbed form.
 
         Parameters

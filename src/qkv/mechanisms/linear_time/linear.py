@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 from qkv.errors import ShapeError, UnsupportedError
 from qkv.ledger import Count, Ledger, step, symbols
-from qkv.mechanisms.base.arguments import positive_integers, refuse_options
+from qkv.mechanisms.base.arguments import refuse_options
 from qkv.mechanisms.base.attention_steps import token_lines
+from qkv.mechanisms.base.declarations import Rows, Size
 from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step, dot_product, number, numbers
 from qkv.mechanisms.base.namespace import array_namespace, like, values
 from qkv.mechanisms.base.operations import projection
@@ -64,9 +65,8 @@ class Linear(StatefulMechanism, ProjectedAttention):
     block_size: ClassVar[int] = 4096
 
     def __init__(
-        self, embed_dim: int, num_heads: int = 1, *, chunk_size: int = 64, **options: Any
+        self, embed_dim: Size, num_heads: Size = 1, *, chunk_size: Size = 64, **options: Any
     ) -> None:
-        positive_integers(chunk_size=chunk_size)
         refuse_options(self.name, options, "scale", "rope", "alibi")
         self.chunk_size = chunk_size
         super().__init__(embed_dim, num_heads, **options)
@@ -141,7 +141,7 @@ class Linear(StatefulMechanism, ProjectedAttention):
         features, rows, _ = self.keys_and_values(key, value, self.initial_state(x))
         return self.queries(x), features, rows
 
-    def __call__(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
+    def __call__(self, x: Rows, key: Rows | None = None, value: Rows | None = None, /) -> Any:
         """Attend from `x` to `key` and `value`, or to itself; see `AttentionMechanism`."""
         x, key, value = self.sequences(x, key, value)
         state = self.initial_state(x)
@@ -190,7 +190,7 @@ class Linear(StatefulMechanism, ProjectedAttention):
         # NumPy multiplies bfloat16 to float32.
         return array_namespace(x).astype(self.join(out), x.dtype, copy=False)
 
-    def token_mixing(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
+    def token_mixing(self, x: Rows, key: Rows | None = None, value: Rows | None = None, /) -> Any:
         """The weights `(..., num_heads, q_len, kv_len)`; values only, without a gradient."""
         given = (values(a, "x") for a in self.sequences(x, key, value))
         query, key, _ = self.detached().featured(*given)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from qkv.errors import ShapeError
 from qkv.ledger import Count, Ledger, matmul, step
-from qkv.mechanisms.base.arguments import positive_integers
+from qkv.mechanisms.base.declarations import Rows, Size, refuse_many_numbers
 from qkv.mechanisms.base.namespace import array_namespace, like
 from qkv.mechanisms.linear_time.linear import Linear
 from qkv.mechanisms.linear_time.recurrent import repeated_heads
@@ -71,18 +71,18 @@ class Performer(Linear):
 
     def __init__(
         self,
-        embed_dim: int,
-        num_heads: int = 1,
+        embed_dim: Size,
+        num_heads: Size = 1,
         *,
-        num_features: int = 256,
+        num_features: Size = 256,
         orthogonal: bool = True,
         projection: Any = None,
         **options: Any,
     ) -> None:
         super().__init__(embed_dim, num_heads, **options)
-        positive_integers(num_features=num_features)
         shape = (num_features, self.head_dim)
         if projection is None:
+            refuse_many_numbers("the projection of performer", num_features * self.head_dim)
             rng = np.random.default_rng(options.get("seed", 0))
             draw = orthogonal_projection if orthogonal else independent_projection
             projection = draw(*shape, rng)
@@ -102,7 +102,7 @@ class Performer(Linear):
             "largest": (self.num_kv_heads, 1, 1),
         }
 
-    def initial_state(self, x: Any) -> dict[str, Any]:
+    def initial_state(self, x: Rows) -> dict[str, Any]:
         """Sums of nothing, whose largest exponent is -inf."""
         state = super().initial_state(x)
         return state | {"largest": state["largest"] - math.inf}

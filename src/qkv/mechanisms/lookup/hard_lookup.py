@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from qkv.ledger import Count, Ledger, step, symbols
-from qkv.mechanisms.base.arguments import positive_integers
+from qkv.mechanisms.base.declarations import Size
 from qkv.mechanisms.base.namespace import array_namespace
 from qkv.mechanisms.base.unprojected import UnprojectedAttention
 from qkv.variants import Mask
@@ -53,8 +53,7 @@ class Hard(UnprojectedAttention):
     paper = "Xu et al., Show, Attend and Tell (2015); Gupta et al., Top-k Attention (2021)"
     formula = "V[argmax(Q K^T)], or the softmax over the k largest scores"
 
-    def __init__(self, head_dim: int, k: int = 1) -> None:
-        positive_integers(k=k)
+    def __init__(self, head_dim: Size, k: Size = 1) -> None:
         self.k = k
         super().__init__(head_dim)
 
