@@ -41,6 +41,10 @@ OF_PYTHON = re.compile(
 )
 
 
+OF_CALLER = ("of the caller", "no repr", "no comparison", "no truth")
+"""What the caller's own functions and objects raise, which goes through as it is."""
+
+
 class HangError(BaseException):
     """A call takes too long."""
 
@@ -65,8 +69,8 @@ def fault_of(error: BaseException) -> str | None:
         return None
     if isinstance(error, TypeError) and OF_PYTHON.search(str(error)):
         return None
-    if isinstance(error, KeyError) and "of the caller" in str(error):
-        return None  # Raised by the caller's own function, which was called.
+    if any(words in str(error) for words in OF_CALLER):
+        return None
     frames = traceback.extract_tb(error.__traceback__)
     inside = [f for f in frames if "/qkv/" in f.filename]
     place = inside[-1] if inside else frames[-1]

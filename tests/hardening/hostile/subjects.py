@@ -40,7 +40,7 @@ HOOKS = frozenset(
     # Called by the library with a checked problem.
     "lower naive naive_rows examples tree_flatten tree_unflatten length_key draws blocks "
     # With what a loader reads of a module.
-    "from_transformers from_torch for_example example_arguments difference".split()
+    "from_transformers from_torch for_example example_arguments difference weight_of_second_map".split()
 )
 
 
@@ -213,11 +213,15 @@ def _layer_call() -> Any:
 
 
 def _public_methods(kind: type) -> Iterator[tuple[str, Any]]:
-    for name in sorted({n for c in kind.__mro__ if c.__module__.startswith("qkv") for n in vars(c)}):
+    for name in sorted(
+        {n for c in kind.__mro__ if c.__module__.startswith("qkv") for n in vars(c)}
+    ):
         member = getattr(kind, name, None)
         public = name == "__call__" or not name.startswith("_")
-        if public and name not in HOOKS and (
-            inspect.isfunction(member) or inspect.ismethod(member)
+        if (
+            public
+            and name not in HOOKS
+            and (inspect.isfunction(member) or inspect.ismethod(member))
         ):
             yield name, member
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from qkv.declarations import checked_size
 from qkv.errors import ArgumentError, ShapeError
-from qkv.mechanisms.base.declarations import checked_size
 
 __all__ = ["all_three", "one_sequence", "positive_integers", "refuse_options", "token_names"]
 

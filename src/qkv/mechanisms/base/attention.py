@@ -6,10 +6,10 @@ from typing import Any
 
 import qkv
 from qkv.mechanisms.base.attention_steps import attention_steps
-from qkv.mechanisms.base.declarations import Rows
 from qkv.mechanisms.base.explanation import ExplainedToken, Step
 from qkv.mechanisms.base.mechanism import Mechanism
 from qkv.mechanisms.base.namespace import like, values
+from qkv.mechanisms.base.rows import Rows
 
 __all__ = ["AttentionMechanism"]
 

@@ -6,28 +6,21 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from copy import copy
-from inspect import isfunction
 from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.declarations import Size, Whole, checked
 from qkv.errors import ArgumentError, ShapeError
 from qkv.inspection.explain import selected_indices
 from qkv.ledger import Count, Ledger, symbols
 from qkv.mechanisms.base.arguments import all_three, one_sequence, token_names
-from qkv.mechanisms.base.declarations import (
-    Arrays,
-    Rows,
-    Size,
-    Whole,
-    check_declared,
-    refuse_many_numbers,
-)
 from qkv.mechanisms.base.example import example_input
 from qkv.mechanisms.base.explanation import ExplainedToken, Explanation, Step
 from qkv.mechanisms.base.namespace import array_namespace, like, values
 from qkv.mechanisms.base.operations import traffic
+from qkv.mechanisms.base.rows import Arrays, Rows, refuse_many_numbers
 
 __all__ = ["Mechanism"]
 
@@ -38,7 +31,7 @@ class Mechanism(ABC):
     A subclass says `name`, `paper` and `formula`, passes the shapes of its weights to `__init__`,
     and defines `__call__`, `token_mixing`, `steps`, `operations`, `widths` and `example`. Arguments
     are declared where they are annotated and checked before a method runs; see
-    `qkv.mechanisms.base.declarations`. Formulas are written with `array_namespace(x)`, so that
+    `qkv.declarations`. Formulas are written with `array_namespace(x)`, so that
     NumPy arrays, torch tensors and JAX arrays all work and the output is an array of the same
     library, dtype and device.
 
@@ -82,12 +75,18 @@ class Mechanism(ABC):
     formula: ClassVar[str]
     one_sequence_only: ClassVar[bool] = False
     """Whether keys and values can only be those of x."""
+    checked_methods: ClassVar[tuple[str, ...]] = (
+        "absorbed", "block_mask", "hops", "initial_state", "latents", "step", "tiles",
+        "token_mixing", "cost",
+    )  # fmt: skip
+    """Methods that callers use, whose arguments are checked in every subclass; those that classes
+    are made of are called with what has been checked."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        for name, member in tuple(vars(cls).items()):
-            if isfunction(member):
-                setattr(cls, name, check_declared(member))
+        for name in ("__init__", "__call__", *cls.checked_methods):
+            if name in vars(cls):
+                setattr(cls, name, checked(vars(cls)[name]))
 
     def __init__(
         self,
@@ -133,7 +132,7 @@ class Mechanism(ABC):
             )
         return all_three(x, key, value)
 
-    @check_declared
+    @checked
     def explain(
         self,
         x: Rows,
@@ -178,7 +177,7 @@ class Mechanism(ABC):
     def steps(self, token: ExplainedToken) -> list[Step]:
         """The steps of `explain`, whose last line is the output; weights are NumPy arrays."""
 
-    @check_declared
+    @checked
     def cost(self, n: Size, batch: Size = 1, dtype: str = "float32") -> Ledger:
         """Operations, parameters and bytes for `batch` sequences of `n` tokens.
 

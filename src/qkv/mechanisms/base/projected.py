@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Self, TypedDict, Unpack
 
+from qkv.declarations import Size, Whole
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.attention import AttentionMechanism
 from qkv.mechanisms.base.attention_steps import token_lines
-from qkv.mechanisms.base.declarations import Arrays, Size, Whole
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
 from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step
 from qkv.mechanisms.base.loading import torch_multi_head
 from qkv.mechanisms.base.namespace import array_namespace
 from qkv.mechanisms.base.operations import attention_over_pairs, projection
+from qkv.mechanisms.base.rows import Arrays
 from qkv.variants import ALiBi, Causal, RoPE
 
 __all__ = [

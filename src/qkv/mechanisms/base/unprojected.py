@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Self
 
+from qkv.declarations import Size
 from qkv.ledger import Count, Ledger, symbols
 from qkv.mechanisms.base.attention import AttentionMechanism
-from qkv.mechanisms.base.declarations import Size
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM
 from qkv.mechanisms.base.operations import attention_over_pairs
 from qkv.samples import shared_example

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from qkv.declarations import Size
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, symbols
-from qkv.mechanisms.base.declarations import Size
 from qkv.mechanisms.base.example import example_input
 from qkv.mechanisms.base.operations import attention_over_pairs, projection, traffic
 from qkv.mechanisms.base.projected import ProjectedAttention

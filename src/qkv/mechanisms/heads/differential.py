@@ -7,14 +7,15 @@ from typing import Any, Self, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.declarations import NotNegative, Size
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, step, symbols
-from qkv.mechanisms.base.declarations import NotNegative, Rows, Size
 from qkv.mechanisms.base.explanation import Line, Step, number
 from qkv.mechanisms.base.llama import LlamaAttention
 from qkv.mechanisms.base.namespace import array_namespace, like, values
 from qkv.mechanisms.base.operations import attention_over_pairs
 from qkv.mechanisms.base.projected import Options, join_heads
+from qkv.mechanisms.base.rows import Rows
 
 __all__ = ["Differential"]
 

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 import qkv
+from qkv.declarations import NotNegative, Size, Whole
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.attention import AttentionMechanism
 from qkv.mechanisms.base.attention_steps import token_lines
-from qkv.mechanisms.base.declarations import Arrays, NotNegative, Rows, Size, Whole
 from qkv.mechanisms.base.example import EXAMPLE_WIDTH, select_columns
 from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step
 from qkv.mechanisms.base.loading import named_weights, plain_rope
@@ -20,6 +20,7 @@ from qkv.mechanisms.base.namespace import array_namespace
 from qkv.mechanisms.base.normalization import rms_norm
 from qkv.mechanisms.base.operations import attention_over_pairs, projection
 from qkv.mechanisms.base.projected import head_lines, join_heads, split_heads
+from qkv.mechanisms.base.rows import Arrays, Rows
 from qkv.variants import Causal, RoPE
 
 __all__ = ["MultiHeadLatent"]

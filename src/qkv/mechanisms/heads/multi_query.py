@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Self, Unpack
 
+from qkv.declarations import Size
 from qkv.errors import ArgumentError
-from qkv.mechanisms.base.declarations import Size
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
 
 __all__ = ["MultiQuery"]

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+from qkv.declarations import Size
 from qkv.errors import ShapeError, UnsupportedError
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.arguments import refuse_options
 from qkv.mechanisms.base.attention_steps import token_lines
-from qkv.mechanisms.base.declarations import Rows, Size
 from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step, dot_product, number, numbers
 from qkv.mechanisms.base.namespace import array_namespace, like, values
 from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.base.projected import ProjectedAttention, split_heads
+from qkv.mechanisms.base.rows import Rows
 from qkv.mechanisms.linear_time.activations import elu_plus_one
 from qkv.mechanisms.linear_time.chunks import blocks_of_rows, in_chunks, state_of_no_tokens
 from qkv.mechanisms.linear_time.recurrent import repeated_heads

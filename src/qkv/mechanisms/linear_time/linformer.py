@@ -8,14 +8,15 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 import qkv
+from qkv.declarations import Size
 from qkv.errors import ShapeError
 from qkv.ledger import Count, Ledger, matmul, symbols
 from qkv.mechanisms.base.arguments import refuse_options
 from qkv.mechanisms.base.attention_steps import attention_steps, token_lines
-from qkv.mechanisms.base.declarations import Rows, Size
 from qkv.mechanisms.base.explanation import ExplainedToken, Step
 from qkv.mechanisms.base.namespace import like
 from qkv.mechanisms.base.projected import ProjectedAttention, join_heads, split_heads
+from qkv.mechanisms.base.rows import Rows
 from qkv.mechanisms.linear_time.chunks import in_chunks
 
 __all__ = ["Linformer"]

@@ -9,15 +9,16 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.declarations import Interval, NotNegative, Size, Whole
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, step, symbols
-from qkv.mechanisms.base.declarations import Arrays, Interval, NotNegative, Size, Whole
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
 from qkv.mechanisms.base.loading import named_weights
 from qkv.mechanisms.base.namespace import array_namespace
 from qkv.mechanisms.base.normalization import rms_norm
 from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.base.projected import join_heads, split_heads
+from qkv.mechanisms.base.rows import Arrays
 from qkv.mechanisms.linear_time.activations import silu, softplus
 from qkv.mechanisms.linear_time.chunks import in_chunks, state_of_no_tokens
 from qkv.mechanisms.linear_time.convolution import causal_convolution

@@ -8,10 +8,11 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.declarations import Size
 from qkv.errors import ShapeError
 from qkv.ledger import Count, Ledger, matmul, step
-from qkv.mechanisms.base.declarations import Rows, Size, refuse_many_numbers
 from qkv.mechanisms.base.namespace import array_namespace, like
+from qkv.mechanisms.base.rows import Rows, refuse_many_numbers
 from qkv.mechanisms.linear_time.linear import Linear
 from qkv.mechanisms.linear_time.recurrent import repeated_heads
 

@@ -8,12 +8,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from qkv.declarations import Size, Whole
 from qkv.errors import ArgumentError, ShapeError
 from qkv.ledger import Ledger, step
 from qkv.mechanisms.base.attention_steps import token_lines
-from qkv.mechanisms.base.declarations import Arrays, Rows, Size, Whole
 from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step, numbers
 from qkv.mechanisms.base.namespace import array_namespace, like, values
+from qkv.mechanisms.base.rows import Arrays, Rows
 from qkv.mechanisms.linear_time.stateful import StatefulMechanism
 
 __all__ = [

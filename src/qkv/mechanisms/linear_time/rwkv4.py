@@ -10,12 +10,13 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.declarations import Size, Whole
 from qkv.ledger import Count, Ledger, step, symbols
-from qkv.mechanisms.base.declarations import Arrays, Rows, Size, Whole
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
 from qkv.mechanisms.base.loading import named_weights
 from qkv.mechanisms.base.namespace import array_namespace, like
 from qkv.mechanisms.base.operations import projection
+from qkv.mechanisms.base.rows import Arrays, Rows
 from qkv.mechanisms.linear_time.activations import sigmoid
 from qkv.mechanisms.linear_time.recurrent import RecurrentMechanism, activation_cost, token_shift
 from qkv.mechanisms.linear_time.scan import in_segments, joined_segments, linear_scan, segments

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from qkv.errors import ArgumentError, ShapeError
-from qkv.mechanisms.base.declarations import Rows
 from qkv.mechanisms.base.mechanism import Mechanism
 from qkv.mechanisms.base.namespace import array_namespace, like
+from qkv.mechanisms.base.rows import Rows
 from qkv.mechanisms.linear_time.chunks import in_chunks
 
 __all__ = ["StatefulMechanism"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from qkv.declarations import Size
 from qkv.ledger import Count, Ledger, step, symbols
-from qkv.mechanisms.base.declarations import Size
 from qkv.mechanisms.base.namespace import array_namespace
 from qkv.mechanisms.base.unprojected import UnprojectedAttention
 from qkv.variants import Mask

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from qkv.classical import ScaledDotProductAttention
-from qkv.mechanisms.base.declarations import Rows, Size
+from qkv.declarations import Size
 from qkv.mechanisms.base.namespace import like, values
+from qkv.mechanisms.base.rows import Rows
 from qkv.mechanisms.base.unprojected import UnprojectedAttention
 
 __all__ = ["ScaledDotProduct"]

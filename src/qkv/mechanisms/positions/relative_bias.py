@@ -6,8 +6,8 @@ from typing import Any, ClassVar, Self, Unpack
 
 import numpy as np
 
+from qkv.declarations import Size
 from qkv.ledger import Ledger, step
-from qkv.mechanisms.base.declarations import Size
 from qkv.mechanisms.base.loading import named_weights
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
 from qkv.variants import RelativeBias as BiasOfDistance

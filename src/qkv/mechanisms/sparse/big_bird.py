@@ -7,9 +7,9 @@ from typing import Any, Self, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.declarations import Size, Whole
 from qkv.errors import ShapeError
 from qkv.ledger import Count
-from qkv.mechanisms.base.declarations import Size, Whole
 from qkv.mechanisms.base.loading import named_weights
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
 from qkv.variants import BlockSparse, RandomBlocks

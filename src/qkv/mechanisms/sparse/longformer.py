@@ -8,15 +8,16 @@ from typing import Any, Self, Unpack
 import numpy as np
 
 import qkv
+from qkv.declarations import Places, Size, Whole
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, symbols
-from qkv.mechanisms.base.declarations import Places, Rows, Size, Whole
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, select_columns
 from qkv.mechanisms.base.explanation import ExplainedToken
 from qkv.mechanisms.base.loading import named_weights
 from qkv.mechanisms.base.namespace import array_namespace, like, values
 from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.base.projected import Options, ProjectedAttention, split_heads
+from qkv.mechanisms.base.rows import Rows
 from qkv.mechanisms.sparse.sliding_window import window_pairs
 from qkv.variants import GlobalTokens, SlidingWindow
 

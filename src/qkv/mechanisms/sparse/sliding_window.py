@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Self, Unpack
 
+from qkv.declarations import Size, Whole
 from qkv.errors import ArgumentError
 from qkv.ledger import symbols
-from qkv.mechanisms.base.declarations import Size, Whole
 from qkv.mechanisms.base.llama import LlamaAttention
 from qkv.mechanisms.base.projected import Options
 from qkv.variants import SlidingWindow as Window

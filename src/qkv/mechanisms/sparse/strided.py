@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Self, Unpack
 
+from qkv.declarations import Size
 from qkv.ledger import Count
-from qkv.mechanisms.base.declarations import Size
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
 from qkv.mechanisms.sparse.sliding_window import window_pairs
 from qkv.variants import SlidingWindow

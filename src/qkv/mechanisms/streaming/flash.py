@@ -10,13 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 import qkv
+from qkv.declarations import Size
 from qkv.inspection.streaming import stream
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.arguments import one_sequence
-from qkv.mechanisms.base.declarations import Rows, Size
 from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step, number, numbers
 from qkv.mechanisms.base.namespace import values
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
+from qkv.mechanisms.base.rows import Rows
 
 __all__ = ["Flash", "FlashTile"]
 

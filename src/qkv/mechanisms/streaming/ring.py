@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Self, Unpack
 
 import qkv
+from qkv.declarations import Size
 from qkv.ledger import Count, Ledger, step, symbols
-from qkv.mechanisms.base.declarations import Rows, Size
 from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step
 from qkv.mechanisms.base.namespace import array_namespace
 from qkv.mechanisms.base.projected import Options, ProjectedAttention, join_heads
+from qkv.mechanisms.base.rows import Rows
 
 __all__ = ["Hop", "Ring"]
 
