@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
+from qkv.declarations import checked
+
 __all__ = ["Count", "symbols"]
 
 _Powers = tuple[tuple[str, int], ...]
@@ -130,6 +132,7 @@ def _term(powers: _Powers, factor: Fraction) -> str:
     return " ".join(parts) + divisor
 
 
+@checked
 def symbols(**sizes: int) -> tuple[Count, ...]:
     """One named count for each keyword, in their order.
 

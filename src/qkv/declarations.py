@@ -17,7 +17,8 @@ import collections.abc
 import inspect
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, wraps
 from numbers import Real
 from types import NoneType, UnionType
@@ -77,7 +78,7 @@ def checked_size(name: str, given: Any, least: int = 1) -> int:
     """
     whole = isinstance(given, int | np.integer) and not isinstance(given, bool)
     if whole and least <= given <= LARGEST:
-        return int(given)
+        return given if isinstance(given, int) else int(given)
     if whole and given > LARGEST:
         what = f"at most {LARGEST}"
     elif least == 1:
@@ -100,6 +101,17 @@ def _size(least: int) -> Rule:
     return lambda name, given: checked_size(name, given, least)
 
 
+def _integer(name: str, given: Any) -> int:
+    """A whole number whose products with two others like it are float64 as well."""
+    whole = isinstance(given, int | np.integer) and not isinstance(given, bool)
+    if not whole or abs(int(given)) > 2**256:
+        raise ArgumentError(
+            f"{name}={shown(given)} is not a whole number within 2**256.",
+            action=f"Pass {name} as an integer.",
+        )
+    return given if isinstance(given, int) else int(given)
+
+
 def _number(least: float, *, above: bool = False) -> Rule:
     """A finite number that is not below `least`, nor equal to it if `above`."""
     words = {True: f" above {least:g}", False: f" not below {least:g}"}[above]
@@ -117,7 +129,7 @@ def _number(least: float, *, above: bool = False) -> Rule:
                 f"{name}={shown(given)} is not a finite number{words}.",
                 action=f"Pass {name} as a number.",
             )
-        return number
+        return given if isinstance(given, int | float) else number
 
     return rule
 
@@ -146,8 +158,11 @@ def _places(name: str, given: Any) -> list[int]:
 
 
 def _sequence(name: str, given: Any) -> Any:
-    text = isinstance(given, str | bytes | bytearray)
-    if text or not isinstance(given, collections.abc.Sequence):
+    unordered = isinstance(given, str | bytes | bytearray | Mapping | collections.abc.Set)
+    kind = type(given)
+    if unordered or not (hasattr(kind, "__len__") and hasattr(kind, "__getitem__")) or (
+        getattr(given, "ndim", 1) != 1
+    ):  # fmt: skip
         raise ArgumentError(
             f"{name}={shown(given)} is not a sequence.", action=f"Pass {name} as a list."
         )
@@ -199,40 +214,64 @@ def checked(thing: T) -> T:
 
     @wraps(function)
     def checked_first(*args: Any, **kwargs: Any) -> Any:
-        positional, named = _rules(function)
+        rules = _rules(function)
         given = list(args)
-        for place, name, rule in positional:
+        for place, name, rule in rules.by_place:
             if place < len(given):
                 given[place] = rule(name, given[place])
+        if rules.of_rest is not None:
+            place, name, rule = rules.of_rest
+            given[place:] = [rule(name, value) for value in given[place:]]
         for name, value in kwargs.items():
-            if name in named:
-                kwargs[name] = named[name](name, value)
+            of_name = rules.by_name.get(name, rules.of_options)
+            if of_name is not None:
+                kwargs[name] = of_name(name, value)
         return function(*given, **kwargs)
 
     checked_first._is_checked = True  # type: ignore[attr-defined]
     return checked_first  # type: ignore[return-value]
 
 
+@dataclass
+class _Rules:
+    """The rules of the arguments of a function.
+
+    Attributes
+    ----------
+    by_place, by_name
+        Of parameters that may be given so.
+    of_rest
+        Of `*arguments`, which begin at a place.
+    of_options
+        Of keywords that are no parameters.
+    """
+
+    by_place: list[tuple[int, str, Rule]] = field(default_factory=list)
+    by_name: dict[str, Rule | None] = field(default_factory=dict)
+    of_rest: tuple[int, str, Rule] | None = None
+    of_options: Rule | None = None
+
+
 @cache
-def _rules(function: Callable[..., Any]) -> tuple[list[tuple[int, str, Rule]], dict[str, Rule]]:
-    """The rules of arguments by place and by name."""
-    hints = _hints(function)
-    positional: list[tuple[int, str, Rule]] = []
-    named: dict[str, Rule] = {}
+def _rules(function: Callable[..., Any]) -> _Rules:
+    hints, found = _hints(function), _Rules()
     for place, (name, parameter) in enumerate(inspect.signature(function).parameters.items()):
         hint = hints.get(name)
         if parameter.kind is parameter.VAR_KEYWORD and get_origin(hint) is Unpack:
             options = get_type_hints(get_args(hint)[0], include_extras=True)
-            rules = {option: _rule(of) for option, of in options.items()}
-            named |= {option: rule for option, rule in rules.items() if rule is not None}
-        rule = _rule(hint)
-        if rule is None or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            found.by_name |= {option: _rule(of) for option, of in options.items()}
             continue
-        if parameter.kind is not parameter.KEYWORD_ONLY:
-            positional.append((place, name, rule))
-        if parameter.kind is not parameter.POSITIONAL_ONLY:
-            named[name] = rule
-    return positional, named
+        rule = _rule(hint)
+        if parameter.kind is parameter.VAR_KEYWORD:
+            found.of_options = rule
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            found.of_rest = None if rule is None else (place, name, rule)
+        else:
+            if rule is not None and parameter.kind is not parameter.KEYWORD_ONLY:
+                found.by_place.append((place, name, rule))
+            if parameter.kind is not parameter.POSITIONAL_ONLY:
+                found.by_name[name] = rule
+    return found
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
@@ -257,7 +296,7 @@ def _rule(hint: Any) -> Rule | None:
     if origin in (Union, UnionType):
         return _rule_of_union(parts)
     if hint is int:
-        return _size(-LARGEST)
+        return _integer
     if hint is float:
         return _number(-math.inf)
     if origin is Literal:

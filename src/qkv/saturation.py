@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.declarations import checked
 from qkv.errors import ArgumentError
 from qkv.inspection.steps import softmax
 
@@ -63,6 +64,7 @@ class ScalingPoint:
     runner_up_gradient: float
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class ScalingCurve:
     """The result of `scaling_curve`.

@@ -13,6 +13,7 @@ from typing import Any
 
 from qkv.cost.encoder_decoder import encoder_and_decoder
 from qkv.cost.model import Attention, FeedForward, Latent, Layer, Model, Norm
+from qkv.declarations import checked
 from qkv.errors import ArgumentError, FileError, UnsupportedError
 
 __all__ = ["families", "read_config"]
@@ -76,6 +77,7 @@ def families() -> dict[str, dict[str, Any]]:
     }
 
 
+@checked
 def read_config(
     config: str | os.PathLike[str] | Mapping[str, Any], *, name: str = "", source: str = ""
 ) -> Model:

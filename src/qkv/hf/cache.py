@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache as _LayerCaches
 
 from qkv.cache import Cache as RowCache
 from qkv.cache import ContiguousCache, PagedCache, RollingCache
+from qkv.declarations import checked
 from qkv.errors import UnsupportedError
 from qkv.hf.stored_tensor import as_tensors
 
@@ -27,6 +28,7 @@ _WINDOWS = ("sliding_attention", "chunked_attention")
 """Layer types that never read further back than `sliding_window` tokens."""
 
 
+@checked
 class Cache(DynamicCache):
     """Keys and values of a model's layers, in pages or as int8, read in place by "qkv".
 

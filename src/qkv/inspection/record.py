@@ -14,6 +14,7 @@ from qkv.arrays import library_of
 from qkv.backends import Inspectable, Progress
 from qkv.call.checked import CheckedCall
 from qkv.call.inspected import Inspected
+from qkv.declarations import checked
 from qkv.errors import ArgumentError
 from qkv.inspection.non_finite import First, NonFinite, non_finite
 from qkv.inspection.pages import page_of, summary_in_html, summary_of
@@ -27,6 +28,7 @@ from qkv.problem.spec import Problem
 Array = NDArray[Any]
 
 
+@checked
 class Record:
     """The result of `qkv.inspect`: the output, lse, and statistics of the weights.
 

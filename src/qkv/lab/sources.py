@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 import qkv
+from qkv.declarations import checked
 from qkv.files import Arrays, read_arrays
 from qkv.inspection.model_file import is_model_record
 from qkv.inspection.model_record import ModelRecord, load
@@ -43,6 +44,7 @@ class Source:
     intervene: Callable[[Parameters], dict[str, Any]] | None = None
 
 
+@checked
 def open_file(path: str | os.PathLike[str], *variants: Any, **options: Any) -> Source:
     """Open a saved model record, or a safetensors or npz file with q, k and v.
 

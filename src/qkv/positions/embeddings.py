@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from qkv.declarations import checked
 from qkv.errors import ArgumentError, ShapeError
 from qkv.positions.rotation import array_namespace, cast, check_positions
 from qkv.positions.scaling import inverse_frequencies, positive
@@ -14,6 +15,7 @@ from qkv.positions.scaling import inverse_frequencies, positive
 __all__ = ["LearnedPositions", "SinusoidalPositions"]
 
 
+@checked
 class SinusoidalPositions:
     """`x + P[position]` with the sines and cosines of the paper.
 
@@ -90,6 +92,7 @@ class SinusoidalPositions:
         return x + cast(xp.asarray(added), x.dtype)
 
 
+@checked
 class LearnedPositions:
     """`x + table[position]`, a row of its own for every position.
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from qkv._api import attention
+from qkv.declarations import checked
 from qkv.errors import ArgumentError
 from qkv.interventions import HeadChange, HeadInputs, changed_heads
 from qkv.variants import Causal, RoPE, SlidingWindow
@@ -39,6 +40,7 @@ EPSILON = 1e-6
 _IDS = {character: index for index, character in enumerate(ALPHABET)}
 
 
+@checked
 class TinyModel:
     """A causal transformer of attention alone, of characters, in float32.
 
