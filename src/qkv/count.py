@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any
+from typing import Any, SupportsIndex
 
-from qkv.declarations import checked
+from qkv.declarations import checked, shown
+from qkv.errors import ArgumentError
 
 __all__ = ["Count", "symbols"]
 
@@ -48,6 +49,11 @@ class Count(int):
     _terms: dict[_Powers, Fraction]
 
     def __new__(cls, value: int, symbol: str = "") -> Count:
+        if not isinstance(value, int | SupportsIndex) or not isinstance(symbol, str):
+            raise ArgumentError(
+                f"Count({shown(value)}, {shown(symbol)}) is not an integer and its name.",
+                action='Pass them as in Count(5, "n").',
+            )
         if symbol:
             return cls._of(int(value), {((symbol, 1),): Fraction(1)})
         return cls._of(int(value), {(): Fraction(int(value))})

@@ -303,6 +303,8 @@ def _rule(hint: Any) -> Rule | None:
         return _choice(parts)
     if origin is collections.abc.Sequence:
         return _entries(_rule(parts[0]))
+    if origin is tuple and Ellipsis not in parts:
+        return _items([_rule(part) for part in parts])
     kind = origin if isinstance(origin, type) else hint
     if not isinstance(kind, type) or kind in (Any, NoneType, object, np.ndarray, tuple):
         return None
@@ -334,6 +336,19 @@ def _entries(of_entry: Rule | None) -> Rule:
     return rule
 
 
+def _items(of_items: list[Rule | None]) -> Rule:
+    def rule(name: str, given: Any) -> Any:
+        if not isinstance(given, tuple | list) or len(given) != len(of_items):
+            raise ArgumentError(
+                f"{name}={shown(given)} is not a tuple of {len(of_items)}.",
+                action=f"Pass {name} as a tuple.",
+            )
+        checks = enumerate(zip(of_items, given, strict=True))
+        return tuple(x if of is None else of(f"{name}[{i}]", x) for i, (of, x) in checks)
+
+    return rule
+
+
 def _choice(values: tuple[Any, ...]) -> Rule:
     def rule(name: str, given: Any) -> Any:
         if not any(type(given) is type(value) and given == value for value in values):
@@ -350,6 +365,7 @@ def _instance(kinds: tuple[type, ...]) -> Rule:
     names = " or ".join("path" if kind is os.PathLike else kind.__name__ for kind in kinds)
     protocols = {kind: _methods(kind) for kind in kinds if getattr(kind, "_is_protocol", False)}
     classes = tuple(kind for kind in kinds if kind not in protocols)
+    is_path = os.PathLike in kinds
     classes += (np.bool_,) * (bool in classes) + (np.integer,) * (int in classes)
 
     def rule(name: str, given: Any) -> Any:
@@ -360,9 +376,21 @@ def _instance(kinds: tuple[type, ...]) -> Rule:
             raise ArgumentError(
                 f"{name}={shown(given)} is not a {names}.", action=f"Pass {name} as a {names}."
             )
+        if is_path and isinstance(given, str) and not _names_a_file(given):
+            raise ArgumentError(
+                f"{name}={given!a:.60} has characters that no name of a file has.",
+                action=f"Pass {name} without them.",
+            )
         return bool(given) if isinstance(given, np.bool_) else given
 
     return rule
+
+
+def _names_a_file(path: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(path)
+    except UnicodeError:
+        return False
 
 
 def _methods(protocol: type) -> tuple[str, ...]:

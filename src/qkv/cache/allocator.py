@@ -9,9 +9,14 @@ from typing import Any
 import numpy as np
 
 from qkv.cache.arguments import checked_integer
+from qkv.declarations import shown
 from qkv.errors import ArgumentError, ShapeError
 
 __all__ = ["PageAllocator"]
+
+
+MOST_PAGES = 2**24
+"""Pages that an allocator counts at most; each takes some 50 bytes here, beside its rows."""
 
 
 class PageAllocator:
@@ -45,7 +50,7 @@ class PageAllocator:
     """
 
     def __init__(self, num_pages: int) -> None:
-        count = checked_integer(0, "num_pages", num_pages)
+        count = checked_integer(0, "num_pages", num_pages, MOST_PAGES)
         self._references = [0] * count
         self._free = list(range(count))[::-1]
 
@@ -159,18 +164,20 @@ class PageAllocator:
             If there would be fewer pages than there are.
         """
         first = self.num_pages
-        checked_integer(first, "num_pages", num_pages)
+        checked_integer(first, "num_pages", num_pages, MOST_PAGES)
         self._references += [0] * (num_pages - first)
         self._free[:0] = range(num_pages - 1, first - 1, -1)
 
     def _check(self, pages: Iterable[Any]) -> Counter[int]:
         """How often each page is named, if there are such pages."""
-        named = Counter(pages)
-        for page in named:
+        if not isinstance(pages, Iterable):
+            raise ArgumentError(f"pages={shown(pages)} are no numbers.", action="Pass a list.")
+        pages = list(pages)
+        for page in pages:
             whole = isinstance(page, int | np.integer) and not isinstance(page, bool)
             if not whole or not 0 <= page < self.num_pages:
                 raise ArgumentError(
-                    f"there is no page {page!r:.60}; there are {self.num_pages} pages.",
+                    f"there is no page {shown(page)}; there are {self.num_pages} pages.",
                     action="Pass numbers of pages, from 0.",
                 )
-        return named
+        return Counter(pages)

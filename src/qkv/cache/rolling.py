@@ -96,6 +96,7 @@ class RollingCache(BufferedCache):
 
         Without sinks, which are a part of their own.
         """
+        new = checked_integer(0, "new", new)
         length = int(self._lengths.max(initial=0))
         before = min(length, self.window - 1)
         return before + new, length - before

@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from qkv.declarations import checked
 from qkv.errors import FileError
 from qkv.files.contents import shown
 
 __all__ = ["replace_file", "write_arrays"]
 
 
+@checked
 def write_arrays(
     path: str | os.PathLike[str],
     query: Any,

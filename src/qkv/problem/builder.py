@@ -259,7 +259,7 @@ class Builder:
 
     def align(self, how: Align) -> None:
         """State for the whole problem where query rows stand among the keys."""
-        if how not in ("start", "end"):
+        if not isinstance(how, str) or how not in ("start", "end"):
             raise ArgumentError(
                 f"align={how!r} is not 'start' or 'end'.",
                 [("variant", self._label)],

@@ -224,6 +224,12 @@ def as_stored_rows(
     if isinstance(given, Quantized):
         return _quantized(given, role, layout)
     inner, table = given.pages, given.page_table
+    for name, array in (("pages", inner), ("page_table", table)):
+        if not isinstance(array, Paged | Quantized) and not hasattr(array, "ndim"):
+            raise DTypeError(
+                f"{name} of {role} is a {type(array).__name__}, not an array.",
+                action=f"Pass {name} as an array.",
+            )
     if isinstance(inner, Paged):
         raise ArgumentError(
             f"the pages of {role} are Paged themselves.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qkv.declarations import checked_size
+from qkv.declarations import checked_size, shown
 from qkv.errors import ArgumentError, ShapeError
 
 __all__ = ["all_three", "one_sequence", "positive_integers", "refuse_options", "token_names"]
@@ -72,9 +72,9 @@ def token_names(tokens: Sequence[str] | None, n: int) -> tuple[str, ...]:
     """
     if tokens is None:
         return tuple(map(str, range(n)))
-    if isinstance(tokens, str) or not hasattr(tokens, "__len__") or len(tokens) != n:
+    if not isinstance(tokens, Sequence) or isinstance(tokens, str) or len(tokens) != n:
         raise ArgumentError(
-            f"tokens={tokens!r:.60} are not names of the {n} rows of x.",
+            f"tokens={shown(tokens)} are not names of the {n} rows of x.",
             action="Pass one for each row.",
         )
     return tuple(tokens)

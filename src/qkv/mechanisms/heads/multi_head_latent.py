@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 import qkv
 from qkv.declarations import NotNegative, Size, Whole
+from qkv.errors import ShapeError
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.attention import AttentionMechanism
 from qkv.mechanisms.base.attention_steps import token_lines
@@ -200,7 +201,7 @@ class MultiHeadLatent(AttentionMechanism):
         rows = join_heads(out)
         return self.linear("out_proj", rows) if self.out_proj else rows
 
-    def absorbed(self, x: Rows, latents: Any = None) -> Any:
+    def absorbed(self, x: Rows, latents: Rows | None = None) -> Any:
         """The same output from latent rows, without making keys and values.
 
         Parameters
@@ -229,7 +230,7 @@ class MultiHeadLatent(AttentionMechanism):
         )
         return self.join(namespace.matmul(out, namespace.matrix_transpose(value_part)))
 
-    def step(self, x: Rows, latents: Any = None) -> tuple[Any, Any]:
+    def step(self, x: Rows, latents: Rows | None = None) -> tuple[Any, Any]:
         """Decode the next tokens in the absorbed form.
 
         Parameters
@@ -245,6 +246,13 @@ class MultiHeadLatent(AttentionMechanism):
             Output of the tokens, and the latent rows of all tokens so far.
         """
         new = self.latents(x)
+        if latents is not None and (
+            latents.shape[:-2] != new.shape[:-2] or latents.shape[-1] != new.shape[-1]
+        ):
+            raise ShapeError(
+                f"latents have shape {tuple(latents.shape)}, those of x {tuple(new.shape)}.",
+                action="Pass what the last step returned.",
+            )
         whole = new if latents is None else array_namespace(x).concat([latents, new], axis=-2)
         return self.absorbed(x, whole), whole
 

@@ -84,7 +84,7 @@ class BigBird(ProjectedAttention):
         self.random_blocks = random_blocks
         super().__init__(embed_dim, num_heads, **options)
 
-    def block_mask(self, n: int) -> NDArray[np.bool_]:
+    def block_mask(self, n: Size) -> NDArray[np.bool_]:
         """Whether each block of `n` tokens attends to each other, `(num_heads, blocks, blocks)`.
 
         Raises
