@@ -11,8 +11,6 @@ from functools import cache, partial
 from itertools import islice
 from typing import Any
 
-import numpy as np
-
 import qkv
 import qkv.cache
 import qkv.cost
