@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any, SupportsIndex
+from operator import index
+from typing import Any
 
 from qkv.declarations import checked, shown
 from qkv.errors import ArgumentError
@@ -49,7 +50,11 @@ class Count(int):
     _terms: dict[_Powers, Fraction]
 
     def __new__(cls, value: int, symbol: str = "") -> Count:
-        if not isinstance(value, int | SupportsIndex) or not isinstance(symbol, str):
+        try:
+            value = index(value)
+        except TypeError:
+            symbol = None  # type: ignore[assignment]
+        if not isinstance(symbol, str):
             raise ArgumentError(
                 f"Count({shown(value)}, {shown(symbol)}) is not an integer and its name.",
                 action='Pass them as in Count(5, "n").',

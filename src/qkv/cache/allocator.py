@@ -170,9 +170,12 @@ class PageAllocator:
 
     def _check(self, pages: Iterable[Any]) -> Counter[int]:
         """How often each page is named, if there are such pages."""
-        if not isinstance(pages, Iterable):
-            raise ArgumentError(f"pages={shown(pages)} are no numbers.", action="Pass a list.")
-        pages = list(pages)
+        try:
+            pages = list(pages)
+        except (TypeError, RuntimeError) as error:
+            raise ArgumentError(
+                f"pages={shown(pages)} are no numbers.", action="Pass a list of pages."
+            ) from error
         for page in pages:
             whole = isinstance(page, int | np.integer) and not isinstance(page, bool)
             if not whole or not 0 <= page < self.num_pages:

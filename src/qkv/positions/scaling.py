@@ -41,13 +41,17 @@ def positive(name: str, value: Any) -> float:
     return float(value)
 
 
+_MOST_ENTRIES = 2**24
+"""Of a row that is rotated."""
+
+
 def checked_rotary_dim(rotary_dim: Any) -> int:
     """The number of entries to rotate, which come in pairs."""
     if (
         isinstance(rotary_dim, bool)
         or not isinstance(rotary_dim, int | np.integer)
         or rotary_dim % 2
-        or rotary_dim < 0
+        or not 0 <= rotary_dim <= _MOST_ENTRIES
     ):
         raise ArgumentError(
             f"RoPE rotates pairs; {rotary_dim!r:.60} entries are not a whole number of pairs.",
@@ -169,7 +173,10 @@ def longrope(
     trained = positive("original_max_position_embeddings", original_max_position_embeddings)
     sets = {}
     for name, given in (("short_factor", short_factor), ("long_factor", long_factor)):
-        sets[name] = np.asarray(given, np.float64)
+        try:
+            sets[name] = np.asarray(given, np.float64)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ArgumentError(f"{name} is no array of numbers.", action="Pass one.") from error
         if sets[name].shape != plain.shape or not (sets[name] > 0).all():
             raise ArgumentError(
                 f"{name} has shape {sets[name].shape}; rotary_dim={rotary_dim} has {len(plain)} "

@@ -263,6 +263,12 @@ def as_stored_rows(
 
 def _quantized(given: Quantized, role: str, layout: str) -> StoredRows:
     values, scales = given.values, given.scales
+    for name, array in (("values", values), ("scales", scales)):
+        if not hasattr(array, "dtype") or not hasattr(array, "shape"):
+            raise DTypeError(
+                f"{name} of {role} is a {type(array).__name__}, not an array.",
+                action="Pass what qkv.cache.quantize returns.",
+            )
     seen = [
         ("values", f"{values.dtype} {values.shape}"),
         ("scales", f"{scales.dtype} {scales.shape}"),

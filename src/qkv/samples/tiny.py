@@ -67,10 +67,18 @@ class TinyModel:
     name = "tiny"
 
     def __init__(self, weights: Mapping[str, Array]) -> None:
+        roles = ("q", "k", "v", "out")
+        names = [f"layers.{i}.{role}_proj.weight" for i in range(len(LAYERS)) for role in roles]
+        missing = {"embedding.weight", "unembedding.weight", *names} - weights.keys()
+        if missing:
+            raise ArgumentError(
+                f"the weights have no {', '.join(sorted(missing)):.200}.",
+                action="Use qkv.samples.tiny_model().",
+            )
         self._embedding = weights["embedding.weight"]
         self._unembedding = weights["unembedding.weight"]
         self._layers = [
-            {role: weights[f"layers.{layer}.{role}_proj.weight"] for role in ("q", "k", "v", "out")}
+            {role: weights[f"layers.{layer}.{role}_proj.weight"] for role in roles}
             for layer in range(len(LAYERS))
         ]
 

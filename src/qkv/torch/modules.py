@@ -13,6 +13,7 @@ from qkv.backends.torch.attention import softmax
 from qkv.cache import ContiguousCache
 from qkv.cache.arguments import checked_integer
 from qkv.classical import checked_d_k
+from qkv.declarations import checked
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 
 __all__ = ["Cache", "MultiHeadAttention", "ScaledDotProductAttention"]
@@ -202,6 +203,7 @@ class MultiHeadAttention(nn.Module):
     torch.Size([2, 5, 16])
     """
 
+    @checked
     def __init__(
         self,
         embed_dim: int,
@@ -272,6 +274,10 @@ class MultiHeadAttention(nn.Module):
         key = query if key is None else key
         value = key if value is None else value
         _require_tensors(query=query, key=key, value=value)
+        if cache is not None and not hasattr(cache, "append"):
+            raise ArgumentError(
+                f"cache is a {type(cache).__name__}, not a cache.", action="Pass qkv.torch.Cache."
+            )
         q = self._heads(self.q_proj(query), self.num_heads)
         k = self._heads(self.k_proj(key), self.num_kv_heads)
         v = self._heads(self.v_proj(value), self.num_kv_heads)

@@ -65,6 +65,11 @@ class RelativeBias(Variant):
     max_distance: int = 128
 
     def __post_init__(self) -> None:
+        if not isinstance(self.bidirectional, bool | np.bool_):
+            raise ArgumentError(
+                f"bidirectional={shown(self.bidirectional)} is not a bool.",
+                action="Pass True or False.",
+            )
         shape = np.shape(self.table)
         per_side = shape[0] // (2 if self.bidirectional else 1) if len(shape) == 2 else 0
         if per_side < 2:

@@ -61,7 +61,7 @@ GOOD: dict[str, Callable[[], Any]] = {
     "Q": lambda: rows(5, 8), "K": lambda: rows(5, 8), "V": lambda: rows(5, 8),
     "scores": lambda: rows(5, 5), "scaled_scores": lambda: rows(5, 5), "weights": lambda: rows(5, 5),
     "keys": lambda: [0], "offset": lambda: 1, "k": lambda: 2, "leading": lambda: (0, 0),
-    "index": lambda: 0, "rotary_dim": lambda: 8, "max_positions": lambda: 16,
+    "index": lambda: 0, "layer_idx": lambda: 0, "rotary_dim": lambda: 8, "max_positions": lambda: 16,
     "num_threads": lambda: 1, "context": lambda: 5, "operations": lambda: 10,
     "machine": lambda: qkv.cost.machine(qkv.cost.machine_names()[0]), "query_length": lambda: 1,
     "maps": lambda: rows(2, 5, 5), "changes": dict, "observer": lambda: lambda *_: None,

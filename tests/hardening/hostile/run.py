@@ -69,6 +69,8 @@ def fault_of(error: BaseException) -> str | None:
         return None
     if isinstance(error, TypeError) and OF_PYTHON.search(str(error)):
         return None
+    if isinstance(error, np.exceptions.AxisError):
+        return None  # Reductions name the error of NumPy for an axis that is not there.
     if any(words in str(error) for words in OF_CALLER):
         return None
     frames = traceback.extract_tb(error.__traceback__)

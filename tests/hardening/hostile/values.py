@@ -48,7 +48,7 @@ HOSTILE: dict[str, Callable[[], Any]] = {
         -0.5, 0.5, 1.5, math.nan, math.inf, -math.inf, 1e308, 5e-324, 1j, "", "x", "\ud800", "int8",
         "float32", "../..", "x\0y", b"", b"x", (), [], {}, [[1]], [1, [2]], {"x": 1}, {1: 2}, (1, 2),
         [None], [-1], [2**62], [math.nan], ["x"], {2: 3}, Ellipsis, slice(None), range(3), int, len,
-        range(2**62), set(), frozenset({1}),
+        set(), frozenset({1}),
     )},
     "10**400": lambda: 10**400,
     "-10**400": lambda: -(10**400),

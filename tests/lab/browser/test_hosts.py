@@ -176,3 +176,6 @@ def test_a_long_job_shows_how_far_it_is_and_is_stopped(served: Any, tmp_path: Pa
     page.wait_for_selector('[role="alert"]')
     assert "it was stopped." in page.inner_text('[role="alert"]')
     page.wait_for_selector(".working", state="detached")
+    # The browser reports the answer of the job that was stopped.
+    assert all("409" in error for error in served.errors)
+    served.errors.clear()
