@@ -33,6 +33,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--fuzz", type=int, default=150, metavar="N", help="random problems (default: 150)"
     )
     long.addoption("--fuzz-seed", type=int, default=0, metavar="N", help="their seed (default: 0)")
+    long.addoption(
+        "--hostile", type=int, default=400, metavar="N", help="hostile calls (default: 400)"
+    )
+    long.addoption(
+        "--hostile-seed", type=int, default=0, metavar="N", help="their seed (default: 0)"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

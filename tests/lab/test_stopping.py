@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,5 @@ def test_a_signal_ends_a_server_in_the_middle_of_a_job(tmp_path: Path) -> None:
 
 
 def _quietly(function: Callable[..., Any], *arguments: Any) -> None:
-    try:
+    with suppress(OSError):
         function(*arguments)
-    except OSError:
-        pass

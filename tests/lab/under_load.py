@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -98,11 +99,9 @@ def main() -> None:
 
     def send(connection: socket.socket) -> None:
         connection.settimeout(120)
-        try:
+        with suppress(OSError):
             for _ in range(200):
                 connection.sendall(bytes(1_000_000))
-        except OSError:
-            pass
         try:
             answers[connection.recv(12).decode()[-3:]] += 1
         except OSError:
@@ -141,14 +140,12 @@ def main() -> None:
     load.process.send_signal(signal.SIGINT)
     _, errors = load.process.communicate(timeout=120)
     print(f"Ctrl-C in the middle of a job, with 50 slow readers: {time.monotonic() - began:.1f} s, "
-          f"code {load.process.returncode}, {len(errors.splitlines())} lines of errors")  # fmt: skip
+          f"code {load.process.returncode}, {len(errors.splitlines())} lines of error")  # fmt: skip
 
 
 def quietly(client: Client, data: bytes) -> None:
-    try:
+    with suppress(OSError):
         client.request("POST", "/file", data, OCTETS)
-    except OSError:
-        pass
 
 
 if __name__ == "__main__":

@@ -90,6 +90,11 @@ class Builder:
 
     def lower(self, variant: Any) -> None:
         """Call `variant.lower` with this builder."""
+        if not hasattr(variant, "lower") or isinstance(variant, str | bytes | type):
+            raise ArgumentError(
+                f"a mask cannot be combined with {type(variant).__name__}.",
+                action="Combine masks with masks or boolean arrays.",
+            )
         before = self._label, self._variant, self._first
         self._label, self._variant, self._first = repr(variant), variant, len(self.tables)
         try:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from qkv._api import attention
-from qkv.declarations import checked
+from qkv.declarations import Size, Whole, checked
 from qkv.errors import ArgumentError
 from qkv.interventions import HeadChange, HeadInputs, changed_heads
 from qkv.variants import Causal, RoPE, SlidingWindow
@@ -90,7 +90,7 @@ class TinyModel:
         """The character of each id."""
         return [ALPHABET[index] for index in self._checked(ids)]
 
-    def repeated_sequence(self, period: int = 32, seed: int = 0) -> list[int]:
+    def repeated_sequence(self, period: Size = 32, seed: Whole = 0) -> list[int]:
         """Random characters, twice: what shows both kinds of head best.
 
         Returns

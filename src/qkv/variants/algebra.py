@@ -67,9 +67,9 @@ class _Joined(MaskVariant):
     positions_only: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.masks, tuple | list):
+        if not isinstance(self.masks, tuple | list) or not self.masks:
             raise ArgumentError(
-                f"{type(self).__name__} joins a tuple of masks, not a {type(self.masks).__name__}.",
+                f"{type(self).__name__} joins a tuple of masks, of which there is none.",
                 action="Write mask | mask, or mask & mask.",
             )
 

@@ -69,10 +69,10 @@ class Dropout(Variant):
 
     def _seed(self) -> int:
         try:
-            seed = int(self.seed)
+            seed = int(self.seed) if np.size(self.seed) == 1 else -1
         except (TypeError, ValueError, OverflowError):
             seed = -1
-        if seed != self.seed or not 0 <= seed < 2**64:
+        if seed < 0 or seed != self.seed or not 0 <= seed < 2**64:
             raise ArgumentError(
                 f"Dropout seed={shown(self.seed)} is not a whole number of 64 bits.",
                 action="Pass an integer from 0 to 2**64 - 1.",

@@ -29,17 +29,20 @@ MODULES = (
     "qkv.lab", "qkv.mechanisms", "qkv.positions", "qkv.samples", "qkv.torch", "qkv.variants",
 )  # fmt: skip
 
-HOOKS = frozenset(
+HOOKS = frozenset({
     # Called by `Mechanism` with what it has checked; a subclass defines them.
-    "sequences initial_weight linear numbers_moved operations steps steps_after steps_before weight "
-    "widths heads join more_shapes pairs pairs_of_heads problem_of row_cost score_cost variants "
-    "feature_cost featured key_features keys_and_values next_tokens queries query_features check "
-    "mix mixing project options_of "
+    "sequences", "initial_weight", "linear", "numbers_moved", "operations", "steps",
+    "steps_after", "steps_before", "weight", "widths", "heads", "join", "more_shapes", "pairs",
+    "pairs_of_heads", "problem_of", "row_cost", "score_cost", "variants", "feature_cost",
+    "featured", "key_features", "keys_and_values", "next_tokens", "queries", "query_features",
+    "check", "mix", "mixing", "project", "options_of", "example_arguments", "difference",
+    "weight_of_second_map",
     # Called by the library with a checked problem.
-    "lower naive naive_rows examples tree_flatten tree_unflatten length_key draws blocks "
+    "lower", "naive", "naive_rows", "examples", "tree_flatten", "tree_unflatten", "length_key",
+    "draws", "blocks",
     # With what a loader reads of a module.
-    "from_transformers from_torch for_example example_arguments difference weight_of_second_map".split()
-)
+    "from_transformers", "from_torch", "for_example",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ def _arguments(
             by_place = by_place and parameter.kind is parameter.POSITIONAL_ONLY
             if by_place:
                 positional.append(parameter.default)
-    known = {p for p in inspect.signature(function).parameters}
+    known = set(inspect.signature(function).parameters)
     return positional, named | {k: v for k, v in hostile.items() if k not in known}
 
 
@@ -239,11 +242,14 @@ def subjects() -> tuple[Subject, ...]:
             label = f"{module_name}.{name}"
             if inspect.isfunction(thing):
                 found[label] = _subject(label, thing)
-            elif isinstance(thing, type) and not issubclass(thing, Exception | Warning):
-                if thing not in classes and not getattr(thing, "_is_protocol", False):
-                    classes.add(thing)
-                    found |= {s.name: s for s in _of_class(label, thing)}
+            elif isinstance(thing, type) and _is_tried(thing) and thing not in classes:
+                classes.add(thing)
+                found |= {s.name: s for s in _of_class(label, thing)}
     return tuple(found.values())
+
+
+def _is_tried(kind: type) -> bool:
+    return not issubclass(kind, Exception | Warning) and not getattr(kind, "_is_protocol", False)
 
 
 def _of_class(label: str, kind: type) -> Iterator[Subject]:

@@ -46,9 +46,10 @@ HOSTILE: dict[str, Callable[[], Any]] = {
     **{repr(value): (lambda value=value: value) for value in (
         None, True, False, -1, 0, 1, 2, 3, 5, 7, 2**31, 2**53 + 1, 2**62, 2**63, 2**64, -(2**63),
         -0.5, 0.5, 1.5, math.nan, math.inf, -math.inf, 1e308, 5e-324, 1j, "", "x", "\ud800", "int8",
-        "float32", "../..", "x\0y", b"", b"x", (), [], {}, [[1]], [1, [2]], {"x": 1}, {1: 2}, (1, 2),
-        [None], [-1], [2**62], [math.nan], ["x"], {2: 3}, Ellipsis, slice(None), range(3), int, len,
-        set(), frozenset({1}),
+        "float32", "../..", "x\0y", b"", b"x", (), [], {}, [[1]], [1, [2]], {"x": 1}, {1: 2},
+        (1, 2), [None], [-1], [2**62], [math.nan], ["x"], {2: 3}, Ellipsis, slice(None),
+        range(3), int,
+        len, set(), frozenset({1}),
     )},
     "10**400": lambda: 10**400,
     "-10**400": lambda: -(10**400),

@@ -87,6 +87,7 @@ class Performer(Linear):
             rng = np.random.default_rng(options.get("seed", 0))
             draw = orthogonal_projection if orthogonal else independent_projection
             projection = draw(*shape, rng)
+        array_namespace(projection)
         if tuple(projection.shape) != shape:
             raise ShapeError(
                 f"projection has shape {tuple(projection.shape)}, not (num_features, head_dim).",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from qkv.declarations import Size
+from qkv.errors import ShapeError
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.namespace import array_namespace
 from qkv.mechanisms.base.unprojected import UnprojectedAttention
@@ -60,6 +61,11 @@ class Hard(UnprojectedAttention):
     def variants(self, query: Any, key: Any) -> tuple[Any, ...]:
         """The mask of each query's k best keys."""
         namespace = array_namespace(query)
+        if query.shape[-1] != key.shape[-1]:
+            raise ShapeError(
+                f"rows of the query have {query.shape[-1]} numbers, of the key {key.shape[-1]}.",
+                action="Pass rows of one length.",
+            )
         scores = namespace.matmul(query, namespace.matrix_transpose(key))
         # The rank of a key is the place of its index in the order of falling scores.
         order = namespace.argsort(-scores, axis=-1, stable=True)
