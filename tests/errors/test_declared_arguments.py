@@ -127,7 +127,7 @@ CONFIG = {
                                   "intermediate_size", "num_attention_heads"])  # fmt: skip
 @pytest.mark.parametrize("value", [2 * 10**13, 10**400], ids=["2e13", "10**400"])
 def test_numbers_of_a_configuration_have_limits(name: str, value: int) -> None:
-    with pytest.raises(ArgumentError, match=f"{name} is .* at most"):
+    with pytest.raises(ArgumentError, match=rf"(?s){name} is .* at most"):
         qkv.cost.read_config({**CONFIG, name: value})
 
 

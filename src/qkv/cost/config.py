@@ -170,27 +170,19 @@ class _Fields:
         self.family = family
 
     def size(
-        self,
-        names: tuple[str, ...] | str,
-        default: int | None = None,
-        least: int = 1,
+        self, names: tuple[str, ...] | str, default: int | None = None, least: int = 1,
         most: int = _LARGEST,
-    ) -> int:
+    ) -> int:  # fmt: skip
         """The first of some names that is there."""
         names = (names,) if isinstance(names, str) else names
         for name in names:
             value = self.fields.get(name)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
                 raise ArgumentError(
-                    f"{name} is {value!r:.40} in the config.",
-                    action=f"Give an integer of {least} or more.",
-                )
-            if value > most:
-                raise ArgumentError(
-                    f"{name} is {shown(value)} in the config; at most {most} is counted.",
-                    action="Check the number.",
+                    f"{name} is {shown(value)} in the config.",
+                    action=f"Give an integer of {least} or more, and at most {most}.",
                 )
             return value
         if default is None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from qkv.declarations import checked
 from qkv.errors import ArgumentError
 
 Array = NDArray[np.float64]
@@ -67,11 +68,13 @@ def inverse_frequencies(rotary_dim: int, base: float) -> Array:
     return np.asarray(positive("base", base) ** (-steps / max(pairs, 1)))
 
 
+@checked
 def linear(rotary_dim: int, factor: float, base: float) -> Array:
     """Positions divided by `factor`."""
     return inverse_frequencies(rotary_dim, base) / positive("factor", factor)
 
 
+@checked
 def ntk_aware(rotary_dim: int, factor: float, base: float) -> Array:
     """`base * factor ** (d / (d - 2))` for a base: the slowest pair is divided by `factor`."""
     dim = checked_rotary_dim(rotary_dim)
@@ -84,6 +87,7 @@ def ntk_aware(rotary_dim: int, factor: float, base: float) -> Array:
     return inverse_frequencies(dim, grown)
 
 
+@checked
 def dynamic_ntk(
     rotary_dim: int, factor: float, max_position_embeddings: int, seq_len: int, base: float
 ) -> Array:
@@ -94,6 +98,7 @@ def dynamic_ntk(
     return ntk_aware(rotary_dim, factor * length / trained - (factor - 1), base)
 
 
+@checked
 def yarn(
     rotary_dim: int,
     factor: float,
@@ -135,6 +140,7 @@ def yarn(
     return np.asarray(plain / factor * ramp + plain * (1 - ramp)), attention_factor
 
 
+@checked
 def llama3(
     rotary_dim: int,
     factor: float,
@@ -158,6 +164,7 @@ def llama3(
     return np.asarray((1 - smooth) * plain / positive("factor", factor) + smooth * plain)
 
 
+@checked
 def longrope(
     rotary_dim: int,
     short_factor: ArrayLike,

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qkv.declarations import checked
 from qkv.errors import ArgumentError
 from qkv.positions import hf_config, scaling
 from qkv.positions.rotation import rotate
@@ -83,7 +82,6 @@ class RoPE(Variant):
             scaling.checked_rotary_dim(self.rotary_dim)
 
     @classmethod
-    @checked
     def linear(
         cls, rotary_dim: int, factor: float, *, base: float = 10000.0, layout: Pairs = "half_split"
     ) -> RoPE:
@@ -105,7 +103,6 @@ class RoPE(Variant):
         return cls(layout=layout, inv_freq=scaling.linear(rotary_dim, factor, base))
 
     @classmethod
-    @checked
     def ntk_aware(
         cls, rotary_dim: int, factor: float, *, base: float = 10000.0, layout: Pairs = "half_split"
     ) -> RoPE:
@@ -123,7 +120,6 @@ class RoPE(Variant):
         return cls(layout=layout, inv_freq=scaling.ntk_aware(rotary_dim, factor, base))
 
     @classmethod
-    @checked
     def dynamic_ntk(
         cls,
         rotary_dim: int,
@@ -156,7 +152,6 @@ class RoPE(Variant):
         return cls(layout=layout, inv_freq=found)
 
     @classmethod
-    @checked
     def yarn(
         cls,
         rotary_dim: int,
@@ -202,7 +197,6 @@ class RoPE(Variant):
         return cls(layout=layout, inv_freq=found, attention_factor=attention_factor)
 
     @classmethod
-    @checked
     def llama3(
         cls,
         rotary_dim: int,
@@ -237,7 +231,6 @@ class RoPE(Variant):
         )
 
     @classmethod
-    @checked
     def longrope(
         cls,
         rotary_dim: int,
