@@ -31,7 +31,9 @@ from .values import HOSTILE
 __all__ = ["call_many", "main"]
 
 SECONDS = 20
-"""After which a call is said to hang; the machine may be busy with other work."""
+"""Of the processor, after which a call is said to hang: the machine may be busy with other work."""
+ASLEEP = 300
+"""Seconds after which one that waits is."""
 MEMORY = 3 * 2**29
 """Bytes beyond those of the process before the first call."""
 
@@ -54,13 +56,16 @@ def _time_limit() -> Iterator[None]:
     def stop(*_: Any) -> None:
         raise HangError
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(SECONDS)
+    before = [(kind, signal.signal(kind, stop)) for kind in (signal.SIGPROF, signal.SIGALRM)]
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    signal.alarm(ASLEEP)
     try:
         yield
     finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        for kind, handler in before:
+            signal.signal(kind, handler)
 
 
 def fault_of(error: BaseException) -> str | None:
