@@ -34,6 +34,11 @@ class Count(int):
     formula : str
         The polynomial, as in `4 n^2 d - n^2`.
 
+    Raises
+    ------
+    ArgumentError
+        The value is no integer, or the symbol no string.
+
     Notes
     -----
     What is no polynomial gets a symbol of its own, as `Count(isqrt(n), "sqrt(n)")`.

@@ -50,6 +50,11 @@ class Cache(DynamicCache):
         Keep keys and values as int8 with one scale for each token and kv head. An entry changes
         by at most half a step, `max(abs(row)) / 254`: see `qkv.cache.quantize`.
 
+    Raises
+    ------
+    ArgumentError
+        `config` is no configuration of transformers, or a size is out of its range.
+
     Notes
     -----
     A copy (`copy.deepcopy`, or `fork`) of a cache with pages shares them, so that a prompt that

@@ -62,7 +62,13 @@ class SinusoidalPositions:
         return f"SinusoidalPositions({self.embed_dim}, base={self.base:g})"
 
     def encoding(self, positions: ArrayLike) -> NDArray[np.float64]:
-        """P of an integer array of positions: `(*positions.shape, embed_dim)`."""
+        """P of an integer array of positions: `(*positions.shape, embed_dim)`.
+
+        Raises
+        ------
+        DTypeError
+            Positions are no numbers.
+        """
         try:
             given = np.asarray(positions, np.float64)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -149,6 +155,11 @@ class LearnedPositions:
             Of `numpy.random.default_rng`.
         std : float
             Standard deviation; 0.02 in BERT and GPT-2.
+
+        Raises
+        ------
+        ArgumentError
+            A size is no positive integer, or the table would be larger than 2 GiB.
         """
         if max_positions * embed_dim > 2**28:
             raise ArgumentError(

@@ -270,6 +270,11 @@ class MultiHeadAttention(nn.Module):
         Returns
         -------
         Tensor (..., q_len, embed_dim)
+
+        Raises
+        ------
+        DTypeError, ArgumentError
+            What is given is no tensor, or `cache` no cache.
         """
         key = query if key is None else key
         value = key if value is None else value

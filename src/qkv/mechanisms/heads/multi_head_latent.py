@@ -244,6 +244,11 @@ class MultiHeadLatent(AttentionMechanism):
         -------
         (array, array)
             Output of the tokens, and the latent rows of all tokens so far.
+
+        Raises
+        ------
+        ShapeError
+            The latent rows are not those of a step before.
         """
         new = self.latents(x)
         if latents is not None and (

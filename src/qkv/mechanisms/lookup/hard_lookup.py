@@ -59,7 +59,13 @@ class Hard(UnprojectedAttention):
         super().__init__(head_dim)
 
     def variants(self, query: Any, key: Any) -> tuple[Any, ...]:
-        """The mask of each query's k best keys."""
+        """The mask of each query's k best keys.
+
+        Raises
+        ------
+        ShapeError
+            Rows of query and key differ in length.
+        """
         namespace = array_namespace(query)
         if query.shape[-1] != key.shape[-1]:
             raise ShapeError(
