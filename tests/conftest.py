@@ -43,6 +43,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="leave out test files that need a package that is not installed",
     )
+    long.addoption(
+        "--hostile", type=int, default=400, metavar="N", help="hostile calls (default: 400)"
+    )
+    long.addoption(
+        "--hostile-seed", type=int, default=0, metavar="N", help="their seed (default: 0)"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

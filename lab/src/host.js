@@ -45,6 +45,20 @@ async function post(request) {
   }
 }
 
+/** What the server computes; a number stops that job first. @returns {Promise<{running: object[], waiting: number}|null>} */
+export async function jobs(stop = null) {
+  try {
+    const answer = await fetch("/job", {
+      method: "POST",
+      headers: { "Content-Type": "application/json" },
+      body: JSON.stringify({ stop }),
+    });
+    return (await answer.json()).result ?? null;
+  } catch {
+    return null;
+  }
+}
+
 /** Four bytes of length, a header of JSON, arrays one after another. @param {ArrayBuffer} bytes */
 export function unpacked(bytes) {
   const length = new DataView(bytes).getUint32(0, true);
@@ -98,6 +112,8 @@ export class Client {
     this.data = model.get("data") ?? { version: 1, host: "export", panels: [], results: {} };
     this.waiting = new Map();
     this.known = new Map();
+    /** Files that are on their way to the server. */
+    this.bringing = 0;
     // Ids of two pages on one kernel must not meet.
     this.next = Math.floor(Math.random() * 2 ** 30) * 2 ** 16;
     this.receive = this.receive.bind(this);

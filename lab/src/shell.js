@@ -1,6 +1,7 @@
 // What is around the panels: their list, the theme, the keys, the live region.
 
 import { html, Lab, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./parts/lab.js";
+import { Working } from "./parts/working.js";
 import { Start } from "./panels/start.js";
 import { Scaling } from "./panels/scaling.js";
 import { Pipeline } from "./panels/pipeline.js";
@@ -171,6 +172,7 @@ export function Shell({ client, store, root }) {
       <h2 id="panel-title">${title}</h2>
       <${Panel} key=${name} />
     </main>
+    <${Working} client=${client} />
     <p class="unseen" role="status" aria-live="polite">${text}</p>
     <dialog ref=${help} aria-labelledby="keys-title" onClick=${(event) => event.target === help.current && help.current.close()}>
       <h2 id="keys-title">Keys</h2>

@@ -235,6 +235,12 @@ def merge(*parts: tuple[Any, Any], layout: Layout = "bhld") -> tuple[Any, Any]:
         raise ArgumentError("merge was given no parts.", action="Pass at least one (out, lse).")
     if layout not in ("bhld", "blhd"):
         raise ArgumentError(f"layout={layout!r} is not known.", action="Use 'bhld' or 'blhd'.")
+    for part in parts:
+        if not isinstance(part, tuple | list) or len(part) != 2 or not all(map(is_array, part)):
+            raise ArgumentError(
+                f"merge was given a {type(part).__name__}, not a pair (out, lse) of arrays.",
+                action="Pass what attention returns with return_lse=True.",
+            )
     first = parts[0][0]
     library = library_of(first, "out")
     is_tracked = any(library.is_tracked(a) for a in (*chain(*parts),) if is_array(a))

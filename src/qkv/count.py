@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fractions import Fraction
+from operator import index
 from typing import Any
+
+from qkv.declarations import checked, shown
+from qkv.errors import ArgumentError
 
 __all__ = ["Count", "symbols"]
 
@@ -30,6 +34,11 @@ class Count(int):
     formula : str
         The polynomial, as in `4 n^2 d - n^2`.
 
+    Raises
+    ------
+    ArgumentError
+        The value is no integer, or the symbol no string.
+
     Notes
     -----
     What is no polynomial gets a symbol of its own, as `Count(isqrt(n), "sqrt(n)")`.
@@ -46,6 +55,15 @@ class Count(int):
     _terms: dict[_Powers, Fraction]
 
     def __new__(cls, value: int, symbol: str = "") -> Count:
+        try:
+            value = index(value)
+        except TypeError:
+            symbol = None  # type: ignore[assignment]
+        if not isinstance(symbol, str):
+            raise ArgumentError(
+                f"Count({shown(value)}, {shown(symbol)}) is not an integer and its name.",
+                action='Pass them as in Count(5, "n").',
+            )
         if symbol:
             return cls._of(int(value), {((symbol, 1),): Fraction(1)})
         return cls._of(int(value), {(): Fraction(int(value))})
@@ -130,6 +148,7 @@ def _term(powers: _Powers, factor: Fraction) -> str:
     return " ".join(parts) + divisor
 
 
+@checked
 def symbols(**sizes: int) -> tuple[Count, ...]:
     """One named count for each keyword, in their order.
 

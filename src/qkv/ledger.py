@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qkv.count import Count, symbols
+from qkv.declarations import checked
 from qkv.errors import ArgumentError
 
 __all__ = [
@@ -170,6 +171,7 @@ def _merged(a: dict[Any, Count], b: dict[Any, Count]) -> dict[Any, Count]:
     return {key: a.get(key, _ZERO) + b.get(key, _ZERO) for key in {**a, **b}}
 
 
+@checked
 def step(name: str, *, space: int = 0, **operations: int) -> Ledger:
     """The ledger of one step.
 
@@ -197,6 +199,7 @@ def step(name: str, *, space: int = 0, **operations: int) -> Ledger:
     return Ledger(found, {name: _counted(space)} if space else {})
 
 
+@checked
 def matmul(name: str, rows: int, inner: int, columns: int) -> Ledger:
     """A matrix product `(rows, inner) @ (inner, columns)`.
 
@@ -218,6 +221,7 @@ def matmul(name: str, rows: int, inner: int, columns: int) -> Ledger:
     return step(name, multiply=rows * inner * columns, add=additions, space=rows * columns)
 
 
+@checked
 def softmax(name: str, rows: int, columns: int) -> Ledger:
     """Softmax of every row: `exp(s - max) / sum exp(s - max)`.
 
@@ -245,6 +249,7 @@ def _one_less(size: int) -> int:
     return max(size - 1, 0)
 
 
+@checked
 def attended_pairs(
     q_len: int, kv_len: int, *, causal: bool = False, left: int | None = None
 ) -> int:
@@ -282,6 +287,7 @@ def attended_pairs(
     return fewer * first + fewer * (fewer - 1) // 2 + (q_len - fewer) * width
 
 
+@checked
 def attention_ledger(pairs: int, rows: int, head_dim: int, v_head_dim: int) -> Ledger:
     """Scalar operations of attention that computes only some pairs.
 
@@ -311,6 +317,7 @@ def attention_ledger(pairs: int, rows: int, head_dim: int, v_head_dim: int) -> L
     return scores + step("scale", divide=pairs, space=pairs) + weights + output
 
 
+@checked
 def ledger(q_len: int, kv_len: int, head_dim: int, v_head_dim: int) -> Ledger:
     """Every scalar operation of `softmax(Q K^T / sqrt(head_dim)) V` done by hand.
 
@@ -342,6 +349,7 @@ def ledger(q_len: int, kv_len: int, head_dim: int, v_head_dim: int) -> Ledger:
     return attention_ledger(n * m, n if m else 0, d, d_v)
 
 
+@checked
 def attention_operations(pairs: int, head_dim: int, v_head_dim: int) -> int:
     """Operations of the two matrix products: `2 * pairs * (head_dim + v_head_dim)`.
 
@@ -364,6 +372,7 @@ def attention_operations(pairs: int, head_dim: int, v_head_dim: int) -> int:
     return 2 * pairs * (head_dim + v_head_dim)
 
 
+@checked
 def score_entries(q_len: int, kv_len: int, *, num_heads: int = 1, num_layers: int = 1) -> int:
     """Entries of all score matrices; times the bytes of an entry, what holding them would take.
 
@@ -376,6 +385,7 @@ def score_entries(q_len: int, kv_len: int, *, num_heads: int = 1, num_layers: in
     return q_len * kv_len * num_heads * num_layers
 
 
+@checked
 def memory(size: int) -> str:
     """A number of bytes to read: B, KiB, MiB, GiB, TiB or PiB.
 

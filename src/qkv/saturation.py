@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.declarations import checked, shown
 from qkv.errors import ArgumentError
 from qkv.inspection.steps import softmax
 
@@ -63,6 +64,7 @@ class ScalingPoint:
     runner_up_gradient: float
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class ScalingCurve:
     """The result of `scaling_curve`.
@@ -127,6 +129,13 @@ class ScalingCurve:
         figure.axes[-1].legend(*figure.axes[0].get_legend_handles_labels(), loc="center")
 
 
+_MOST_DRAWS = 10**7
+"""Each takes 40 bytes for each d_k while it is computed."""
+_LONGEST_ROW = 10**4
+"""Of d_k; as many rows as `_PAIRS` of it take 1.6 GB."""
+
+
+@checked
 def scaling_curve(
     d_k: Sequence[int] = _LENGTHS,
     *,
@@ -168,6 +177,10 @@ def scaling_curve(
     (0.9, 0.5)
     """
     lengths = list(d_k)
+    if isinstance(draws, int | np.integer) and not 1 <= draws <= _MOST_DRAWS:
+        raise ArgumentError(
+            f"draws={shown(draws)} is not from 1 to {_MOST_DRAWS}.", action="Pass fewer draws."
+        )
     for name, value in [*(("d_k", length) for length in lengths), ("draws", draws)]:
         _refuse_unless_integer(name, value, 1)
     _refuse_unless_integer("seed", seed, 0)

@@ -265,8 +265,12 @@ IMPOSSIBLE: list[tuple[str, Callable[[], Any], str]] = [
     ("no buckets", lambda: RelativeBias(8, num_buckets=0), "num_buckets=0"),
     ("a window below zero", lambda: SlidingWindow(8, left=-1), "left=-1"),
     ("a window on both sides", lambda: Longformer(8, window=-1), "window=-1"),
-    ("half a token", lambda: Longformer(8, window=1, global_tokens=[0.5]), "whole numbers"),
-    ("no temperature", lambda: Soft(4, temperature=0), "temperature=0 is not above 0"),
+    ("half a token", lambda: Longformer(8, window=1, global_tokens=[0.5]), "whole number"),
+    (
+        "no temperature",
+        lambda: Soft(4, temperature=0),
+        "temperature=0 is not a finite number above 0",
+    ),
     ("a word for a number", lambda: Soft(4, temperature="cold"), "'cold'"),  # type: ignore[arg-type]  # a user's mistake
     ("an odd rotary dimension", lambda: Rotary(6, 2)(np.zeros((4, 6))), "3 entries"),
 ]

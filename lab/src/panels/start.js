@@ -69,6 +69,7 @@ export function Start() {
   const read = async (event) => {
     const [given] = event.currentTarget.files;
     if (!given) return;
+    client.bringing += 1;
     try {
       if (client.host === "server") {
         replace(await opened(given));
@@ -76,6 +77,8 @@ export function Start() {
       } else use(exampleOf(await arraysOf(given)));
     } catch (reason) {
       setError(`${given.name}: ${reason.message}`);
+    } finally {
+      client.bringing -= 1;
     }
     file.current.value = "";
   };

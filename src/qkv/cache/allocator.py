@@ -10,9 +10,14 @@ import numpy as np
 
 from qkv._forks import RenewedLock
 from qkv.cache.arguments import Lengths, checked_integer
+from qkv.declarations import shown
 from qkv.errors import ArgumentError, ShapeError, UnsupportedError
 
 __all__ = ["PageAllocator"]
+
+
+MOST_PAGES = 2**24
+"""Pages that an allocator counts at most; each takes some 50 bytes here, beside its rows."""
 
 
 class PageAllocator:
@@ -47,7 +52,7 @@ class PageAllocator:
     """
 
     def __init__(self, num_pages: int) -> None:
-        count = checked_integer(0, "num_pages", num_pages)
+        count = checked_integer(0, "num_pages", num_pages, MOST_PAGES)
         self._num_pages = count
         # How often pages are held is what is true, and changes in one step of the interpreter. The
         # free list follows from it; it is None while both change, and is made anew if an exception
@@ -181,7 +186,7 @@ class PageAllocator:
         self._refuse_inside_another_call()
         with self._exclusive.lock:
             free, first = self._begin(), self.num_pages
-            checked_integer(first, "num_pages", num_pages)
+            checked_integer(first, "num_pages", num_pages, MOST_PAGES)
             self._free = None
             self._num_pages = int(num_pages)
             free[:0] = range(num_pages - 1, first - 1, -1)
@@ -230,11 +235,11 @@ class PageAllocator:
 
     def _named(self, pages: Sequence[Any] | Lengths) -> Counter[int]:
         """How often each page is named, if there are such pages."""
-        named = Counter(pages.tolist() if isinstance(pages, np.ndarray) else pages)
+        named = Counter(_page_numbers(pages))
         for page in named:
             if not self._is_page(page):
                 raise ArgumentError(
-                    f"there is no page {page!r:.60}; there are {self.num_pages} pages.",
+                    f"there is no page {shown(page)}; there are {self.num_pages} pages.",
                     action="Pass numbers of pages, from 0.",
                 )
         return named
@@ -244,5 +249,17 @@ class PageAllocator:
         return whole and 0 <= page < self._num_pages
 
 
+def _page_numbers(pages: Any) -> list[Any]:
+    """The pages as a list of what can be counted."""
+    try:
+        found = pages.tolist() if isinstance(pages, np.ndarray) else list(pages)
+        Counter(found)
+    except (TypeError, RuntimeError) as error:
+        raise ArgumentError(
+            f"pages={shown(pages)} are no numbers.", action="Pass a list of pages."
+        ) from error
+    return found
+
+
 def _as_sequence(pages: Iterable[int]) -> Sequence[int] | Lengths:
-    return pages if isinstance(pages, Sequence | np.ndarray) else list(pages)
+    return pages if isinstance(pages, Sequence | np.ndarray) else _page_numbers(pages)

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arrays import kind_of, library_of
+from qkv.declarations import shown
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 
 __all__ = ["Lengths", "checked_integer", "sequence_indices", "shorter_lengths", "whole_numbers"]
@@ -15,19 +16,24 @@ __all__ = ["Lengths", "checked_integer", "sequence_indices", "shorter_lengths", 
 Lengths: TypeAlias = NDArray[np.int64]
 
 
-def checked_integer(least: int, name: str, given: Any) -> int:
-    """An integer that is not below `least`."""
-    if isinstance(given, bool) or not isinstance(given, int | np.integer) or given < least:
+def checked_integer(least: int, name: str, given: Any, most: int = 2**40) -> int:
+    """An integer from `least` to `most`."""
+    whole = isinstance(given, int | np.integer) and not isinstance(given, bool)
+    if not whole or given < least:
         raise ArgumentError(
-            f"{name}={given!r:.60} is not a whole number of {least} or more.",
+            f"{name}={shown(given)} is not a whole number of {least} or more.",
             action=f"Pass an integer of {least} or more.",
+        )
+    if given > most:
+        raise ArgumentError(
+            f"{name}={shown(given)} is more than {most}.", action="Pass a smaller number."
         )
     return int(given)
 
 
 def whole_numbers(name: str, given: Any, shape: tuple[int, ...]) -> Lengths:
     """An int64 array of this shape from an integer or an integer array that fits it."""
-    array = library_of(given, name).view(given, name) if kind_of(given) else np.asarray(given)
+    array = library_of(given, name).view(given, name) if kind_of(given) else as_array(name, given)
     if array.dtype.kind not in "iu":
         raise DTypeError(
             f"{name} has dtype {array.dtype}, not an integer type.",
@@ -39,6 +45,23 @@ def whole_numbers(name: str, given: Any, shape: tuple[int, ...]) -> Lengths:
             action="Pass one integer for all, or one for each sequence.",
         )
     return np.broadcast_to(array, shape).astype(np.int64)
+
+
+def as_array(name: str, given: Any) -> NDArray[Any]:
+    """A NumPy array of what is no array yet, such as a list.
+
+    Raises
+    ------
+    DTypeError
+        Its rows differ in length, or it holds itself.
+    """
+    try:
+        return np.asarray(given)
+    except (ValueError, TypeError, RecursionError, OverflowError, RuntimeError) as error:
+        raise DTypeError(
+            f"{name}={shown(given)} cannot be read as an array of integers.",
+            action=f"Pass {name} as a list or an array of integers.",
+        ) from error
 
 
 def shorter_lengths(given: Any, current: Lengths) -> Lengths:
@@ -58,7 +81,8 @@ def shorter_lengths(given: Any, current: Lengths) -> Lengths:
 def sequence_indices(given: Any, batch_shape: tuple[int, ...]) -> Lengths:
     """Numbers of sequences, one-dimensional and each in the batch."""
     indices = library_of(given, "indices").view(given, "indices") if kind_of(given) else given
-    indices = np.asarray(indices, None if np.size(indices) else np.int64)
+    indices = as_array("indices", indices)
+    indices = indices if indices.size else indices.astype(np.int64)
     if indices.dtype.kind not in "iu":
         raise DTypeError(
             f"indices have dtype {indices.dtype}, not an integer type.",

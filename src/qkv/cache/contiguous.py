@@ -59,6 +59,7 @@ class ContiguousCache(BufferedCache):
 
     def kv_extent(self, new: int) -> tuple[int, int]:
         """`(kv_len, kv_offset)` of the rows that `append` of `new` tokens would hand out."""
+        new = checked_integer(0, "new", new)
         return int(self._stored.lengths.max(initial=0)) + new, 0
 
     def _check_room(self, before: Lengths, counts: Lengths) -> None:

@@ -6,12 +6,13 @@ JAX arrays cannot be written to, so the rows of a JAX cache lie in NumPy arrays,
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any, Protocol
 
 import numpy as np
 
 from qkv.arrays import library_of
-from qkv.errors import UnsupportedError
+from qkv.errors import ArgumentError, UnsupportedError
 
 __all__ = ["Memory", "memory_of", "memory_with"]
 
@@ -38,6 +39,14 @@ class Memory(Protocol):
         ...
 
 
+def too_large(shape: tuple[int, ...], itemsize: int) -> ArgumentError:
+    """The error for rows that there is no memory for."""
+    return ArgumentError(
+        f"there is no memory for rows of shape {shape}, {prod(shape) * itemsize / 2**30:.3g} GiB.",
+        action="Make the cache with a smaller capacity, or fewer pages.",
+    )
+
+
 class HostMemory:
     """NumPy arrays."""
 
@@ -47,7 +56,10 @@ class HostMemory:
 
     def empty(self, shape: tuple[int, ...], like: Any) -> Any:
         """An array that is not initialised."""
-        return np.empty(shape, like.dtype)
+        try:
+            return np.empty(shape, like.dtype)
+        except (MemoryError, ValueError) as error:
+            raise too_large(shape, like.dtype.itemsize) from error
 
     def int8_with_scales(self, rows: Any) -> tuple[Any, Any]:
         """See `qkv.cache.quantize`."""
@@ -83,7 +95,10 @@ class TorchMemory:
         """A tensor that is not initialised."""
         # torch does not allow writing to inference-mode tensors outside of inference mode.
         with self.torch.inference_mode(False):
-            return self.torch.empty(shape, dtype=like.dtype, device=like.device)
+            try:
+                return self.torch.empty(shape, dtype=like.dtype, device=like.device)
+            except (RuntimeError, TypeError) as error:
+                raise too_large(shape, like.dtype.itemsize) from error
 
     def int8_with_scales(self, rows: Any) -> tuple[Any, Any]:
         """See `qkv.cache.quantize`."""

@@ -265,6 +265,7 @@ class PagedCache:
 
     def kv_extent(self, new: int) -> tuple[int, int]:
         """`(kv_len, kv_offset)` of the rows that `append` of `new` tokens would hand out."""
+        new = checked_integer(0, "new", new)
         longest = int(self._holder.held.lengths.max(initial=0)) + new
         return -(-longest // self.page_size) * self.page_size, 0
 

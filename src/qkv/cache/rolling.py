@@ -12,6 +12,7 @@ from qkv.cache.buffer import RowBuffer
 from qkv.cache.buffered import BufferedCache, Stored, nonempty
 from qkv.cache.new_tokens import NewTokens
 from qkv.cache.stored_rows import Part, Rows, as_offset
+from qkv.declarations import checked
 from qkv.errors import ArgumentError
 
 __all__ = ["RollingCache"]
@@ -19,6 +20,7 @@ __all__ = ["RollingCache"]
 Self = TypeVar("Self", bound="RollingCache")
 
 
+@checked
 class RollingCache(BufferedCache):
     """The last `window` tokens, and the first `sinks`, at their own positions.
 
@@ -78,6 +80,7 @@ class RollingCache(BufferedCache):
 
         Without sinks, which are a part of their own.
         """
+        new = checked_integer(0, "new", new)
         length = int(self._stored.lengths.max(initial=0))
         before = min(length, self.window - 1)
         return before + new, length - before

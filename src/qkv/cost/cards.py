@@ -10,6 +10,7 @@ from typing import Any
 
 from qkv.cost.config import read_config
 from qkv.cost.model import Model
+from qkv.declarations import checked
 from qkv.errors import ArgumentError
 
 __all__ = ["model_card", "model_names"]
@@ -27,6 +28,7 @@ def model_names() -> tuple[str, ...]:
     return tuple(_cards())
 
 
+@checked
 def model_card(name: str) -> Model:
     """A model by its name; capitals, spaces, dots and hyphens make no difference.
 

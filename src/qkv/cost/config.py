@@ -13,6 +13,7 @@ from typing import Any
 
 from qkv.cost.encoder_decoder import encoder_and_decoder
 from qkv.cost.model import Attention, FeedForward, Latent, Layer, Model, Norm
+from qkv.declarations import checked, shown
 from qkv.errors import ArgumentError, FileError, UnsupportedError
 
 __all__ = ["families", "read_config"]
@@ -21,6 +22,10 @@ _LARGEST = 2**24
 """Bytes of the largest file that is read; real ones have a few thousand."""
 
 _WIDTH = ("hidden_size", "n_embd", "d_model")
+_LARGEST = 2**40
+"""The largest number of a configuration: products of a few are exact, and are float64 as well."""
+_MOST_LAYERS = 10_000
+"""Each is described by itself, in some 100 microseconds."""
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "num_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
@@ -76,6 +81,7 @@ def families() -> dict[str, dict[str, Any]]:
     }
 
 
+@checked
 def read_config(
     config: str | os.PathLike[str] | Mapping[str, Any], *, name: str = "", source: str = ""
 ) -> Model:
@@ -163,17 +169,20 @@ class _Fields:
         self.fields = fields
         self.family = family
 
-    def size(self, names: tuple[str, ...] | str, default: int | None = None, least: int = 1) -> int:
+    def size(
+        self, names: tuple[str, ...] | str, default: int | None = None, least: int = 1,
+        most: int = _LARGEST,
+    ) -> int:  # fmt: skip
         """The first of some names that is there."""
         names = (names,) if isinstance(names, str) else names
         for name in names:
             value = self.fields.get(name)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
                 raise ArgumentError(
-                    f"{name} is {value!r:.40} in the config.",
-                    action=f"Give an integer of {least} or more.",
+                    f"{name} is {shown(value)} in the config.",
+                    action=f"Give an integer of {least} or more, and at most {most}.",
                 )
             return value
         if default is None:
@@ -196,7 +205,7 @@ class _Fields:
 
 
 def _model(given: _Fields, name: str, source: str, notes: list[str]) -> Model:
-    width, count = given.size(_WIDTH), given.size(_LAYERS)
+    width, count = given.size(_WIDTH), given.size(_LAYERS, most=_MOST_LAYERS)
     vocabulary = (
         given.size("vocab_size")
         if given.flag("tokens") and not given.flag("patches") and not given.flag("attention_only")
@@ -319,7 +328,7 @@ def _rope_dim(given: _Fields, head_dim: int) -> int:
     rope = given.fields.get("rope_parameters")
     nested = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
     share = nested or given.fields.get("partial_rotary_factor") or given.fields.get("rotary_pct")
-    return int(head_dim * share) if isinstance(share, int | float) else head_dim
+    return int(head_dim * share) if isinstance(share, int | float) and 0 <= share <= 1 else head_dim
 
 
 def _window(given: _Fields, index: int, count: int) -> int | None:

@@ -10,6 +10,7 @@ from importlib import resources
 from typing import NamedTuple
 
 from qkv import get_num_threads
+from qkv.declarations import checked
 from qkv.errors import ArgumentError, KernelBuildError, UnsupportedError
 
 __all__ = ["DTYPE_BYTES", "Machine", "Roofline", "bytes_of", "machine", "machine_names"]
@@ -23,6 +24,7 @@ _BEYOND_CACHES = 2**29
 """Bytes that are read to measure this machine's memory."""
 
 
+@checked
 def bytes_of(dtype: str) -> int:
     """Bytes of a number.
 
@@ -65,6 +67,7 @@ class Roofline(NamedTuple):
     bound: str
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class Machine:
     """The peak operations and bandwidth of a machine.
@@ -131,6 +134,7 @@ def machine_names() -> tuple[str, ...]:
     return (*_described(), "here")
 
 
+@checked
 def machine(name: str) -> Machine:
     """A machine by its name.
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qkv.cost.machines import Machine, Roofline, bytes_of
+from qkv.declarations import checked
 from qkv.ledger import Ledger
 from qkv.mechanisms import Mechanism
 from qkv.mechanisms.base.arguments import positive_integers
@@ -14,6 +15,7 @@ from qkv.mechanisms.registry import mechanism_class
 __all__ = ["MechanismCost", "mechanism_cost"]
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class MechanismCost:
     """The cost of one call of a mechanism.
@@ -93,6 +95,7 @@ class MechanismCost:
         }
 
 
+@checked
 def mechanism_cost(
     mechanism: Mechanism | str, context: int = 5, *, batch: int = 1, dtype: str = "float32"
 ) -> MechanismCost:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from qkv.declarations import checked
+
 __all__ = ["Attention", "FeedForward", "Latent", "Layer", "Model", "Norm"]
 
 
@@ -32,6 +34,7 @@ class Latent:
     rope_dim: int
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class Attention:
     """One layer's attention.
@@ -159,6 +162,7 @@ class FeedForward:
     shared_gate: bool = False
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class Norm:
     """Normalisation: RMSNorm, or LayerNorm, which also subtracts the mean.

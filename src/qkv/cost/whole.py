@@ -9,6 +9,7 @@ from qkv.cost.cards import model_card
 from qkv.cost.layers import PassSizes, embedding_ledger, head_ledger, idle_parameters, layer_ledger
 from qkv.cost.machines import Machine, Roofline, bytes_of
 from qkv.cost.model import Layer, Model
+from qkv.declarations import checked
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger
 from qkv.mechanisms.base.arguments import positive_integers
@@ -57,6 +58,7 @@ class LayerCost:
     idle_parameters: int
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class ModelCost:
     """The cost of one forward pass of a model.
@@ -194,6 +196,7 @@ def _ledger_dict(ledger: Ledger) -> dict[str, Any]:
     }
 
 
+@checked
 def model_cost(
     model: Model | str,
     context: int | None = None,

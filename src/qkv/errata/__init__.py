@@ -9,6 +9,7 @@ import json
 from dataclasses import dataclass
 from importlib import resources
 
+from qkv.declarations import checked
 from qkv.errors import ArgumentError
 
 __all__ = ["ERRATA", "Erratum", "erratum", "markdown"]
@@ -65,6 +66,7 @@ _ABOUT = (
 )
 
 
+@checked
 def erratum(name: str) -> Erratum:
     """One erratum by its name.
 

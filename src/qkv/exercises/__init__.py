@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
+from qkv.declarations import checked
 from qkv.errors import ArgumentError
 from qkv.exercises.answers import CHECKS, Verdict
 
@@ -50,6 +51,7 @@ EXERCISES = _read()
 """All of them, in order."""
 
 
+@checked
 def check(name: str, answer: Any) -> Verdict:
     """Whether an answer is right, and why.
 

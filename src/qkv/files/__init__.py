@@ -11,6 +11,7 @@ import io
 import os
 import stat
 
+from qkv.declarations import checked
 from qkv.errors import FileError
 from qkv.files.contents import MAX_INFLATED, Arrays, Source
 from qkv.files.npz_format import read_npz
@@ -20,6 +21,7 @@ from qkv.files.writing import write_arrays
 __all__ = ["Arrays", "read_array_bytes", "read_arrays", "write_arrays"]
 
 
+@checked
 def read_arrays(path: str | os.PathLike[str]) -> Arrays:
     """Read query, key and value from a safetensors or npz file, recognised by its content.
 
@@ -71,6 +73,7 @@ def read_arrays(path: str | os.PathLike[str]) -> Arrays:
         raise _unreadable(name, error) from error
 
 
+@checked
 def read_array_bytes(data: bytes, name: str, most_inflated: int = MAX_INFLATED) -> Arrays:
     """Read query, key and value from the bytes of a safetensors or npz file.
 

@@ -12,12 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from qkv.errors import FileError
+from qkv.declarations import checked
+from qkv.errors import DTypeError, FileError
 from qkv.files.contents import shown
 
 __all__ = ["replace_file", "write_arrays"]
 
 
+_STORED = ("float64", "float32", "float16", "bfloat16")
+
+
+@checked
 def write_arrays(
     path: str | os.PathLike[str],
     query: Any,
@@ -56,6 +61,11 @@ def write_arrays(
     from safetensors.numpy import save
 
     arrays = {"q": query, "k": key, "v": value}
+    for name, array in arrays.items():
+        if str(getattr(array, "dtype", "")).removeprefix("torch.") not in _STORED:
+            raise DTypeError(
+                f"{name} is no array of {', '.join(_STORED)}.", action="Convert it to one of them."
+            )
     header = dict(metadata or {})
     if tokens is not None:
         header["tokens"] = json.dumps(list(tokens))

@@ -17,7 +17,9 @@ from transformers.cache_utils import (
 from transformers.cache_utils import Cache as _LayerCaches
 
 from qkv.cache import ContiguousCache, PagedCache, RollingCache
-from qkv.errors import UnsupportedError
+from qkv.cache.arguments import checked_integer
+from qkv.declarations import shown
+from qkv.errors import ArgumentError, UnsupportedError
 from qkv.hf.stored_tensor import as_tensors
 
 __all__ = ["Cache"]
@@ -48,6 +50,11 @@ class Cache(DynamicCache):
     dtype : "int8", optional
         Keep keys and values as int8 with one scale for each token and kv head. An entry changes
         by at most half a step, `max(abs(row)) / 254`: see `qkv.cache.quantize`.
+
+    Raises
+    ------
+    ArgumentError
+        `config` is no configuration of transformers, or a size is out of its range.
 
     Notes
     -----
@@ -92,6 +99,11 @@ class Cache(DynamicCache):
             replicate: Any = partial(_make_layer, full_cache)
             _LayerCaches.__init__(self, layer_class_to_replicate=replicate)
             return
+        if not hasattr(config, "get_text_config"):
+            raise ArgumentError(
+                f"config={shown(config)} is no configuration of transformers.",
+                action="Pass model.config, or leave it out.",
+            )
         types, options = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
         layers: list[Any] = []
         for kind, layer_options in zip(types, options, strict=True):
@@ -108,6 +120,7 @@ class Cache(DynamicCache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """`(kv_len, kv_offset)` of what the next `update` of a layer will give."""
         # transformers makes layers at their first `update`, but asks for their mask sizes before.
+        checked_integer(0, "layer_idx", layer_idx, 2**20)
         while self.layer_class_to_replicate is not None and len(self.layers) <= layer_idx:
             self.layers.append(self.layer_class_to_replicate())
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)

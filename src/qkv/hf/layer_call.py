@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 import qkv
+from qkv.declarations import checked
 from qkv.hf.stored_tensor import layer_rows
 
 __all__ = ["LayerCall", "LayerWeights"]
@@ -68,6 +69,7 @@ class LayerCall:
         return {"scale": self.scale, "q_offset": self.q_offset, "kv_offset": self.kv_offset}
 
 
+@checked
 class LayerWeights:
     """Attention weights (batch, num_heads, q_len, kv_len) of one layer, computed where read.
 

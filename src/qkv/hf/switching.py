@@ -34,6 +34,11 @@ def _models(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     if isinstance(module, PreTrainedModel):
         yield module
         return
+    if not isinstance(module, torch.nn.Module):
+        raise ArgumentError(
+            f"the model is a {type(module).__name__}, not a torch.nn.Module.",
+            action="Pass a model of transformers.",
+        )
     for part in module.children():
         yield from _models(part)
 

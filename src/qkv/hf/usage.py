@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from qkv.declarations import checked
 from qkv.errors import UnsupportedError
 from qkv.hf.attention import observe
 from qkv.hf.layer_call import LayerCall
@@ -51,6 +52,7 @@ class Usage:
         return bool(self.calls) and not self.silent
 
 
+@checked
 def check(model: torch.nn.Module, /, *args: Any, **inputs: Any) -> Usage:
     """Run a model once, without gradient, and count its calls of qkv.
 

@@ -13,6 +13,7 @@ from qkv.arrays import view
 from qkv.call.checked import CheckedCall
 from qkv.call.dispatch import checked_on_host
 from qkv.call.options import Options, option_values, with_options
+from qkv.declarations import shown
 from qkv.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 from qkv.inspection.gradient import BackwardSteps, backward_steps, gradients
 from qkv.inspection.steps import Steps, steps
@@ -303,7 +304,10 @@ def selected_indices(value: Any, size: int, name: str, of: str) -> Array:
 def _tokens(tokens: Any, size: int, name: str, of: str) -> tuple[str, ...] | None:
     if tokens is None:
         return None
-    given = (tokens,) if isinstance(tokens, str | bytes) else tuple(tokens)
+    try:
+        given = (tokens,) if isinstance(tokens, str | bytes) else tuple(tokens)
+    except (TypeError, RuntimeError):
+        given = (tokens,)
     if len(given) != size or not all(isinstance(token, str) for token in given):
         kinds = ", ".join(sorted({type(token).__name__ for token in given}))
         raise ArgumentError(
@@ -315,6 +319,8 @@ def _tokens(tokens: Any, size: int, name: str, of: str) -> tuple[str, ...] | Non
 
 
 def _check_size(spec: Spec, rows: int, grad: bool) -> None:
+    if not isinstance(grad, bool | np.bool_):
+        raise ArgumentError(f"grad={shown(grad)} is not a bool.", action="Pass True or False.")
     each = spec.kv_len * (spec.head_dim + spec.v_head_dim + (spec.kv_len if grad else 0))
     if rows * each > TRACE_LIMIT:
         sizes = f"kv_len={spec.kv_len}, head_dim={spec.head_dim}, v_head_dim={spec.v_head_dim}"

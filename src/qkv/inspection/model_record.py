@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.arrays import view
+from qkv.declarations import checked
 from qkv.errors import ArgumentError
 from qkv.inspection import model_file
 from qkv.inspection.head_scores import SCORES, HeadScores, head_scores, kind_of
@@ -124,6 +125,7 @@ class HeadTable(list[dict[str, Any]]):
         return "\n".join(lines)
 
 
+@checked
 class ModelRecord:
     """The heads of a model on one text.
 

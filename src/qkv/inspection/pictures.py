@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.declarations import checked
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.files.writing import replace_file
 from qkv.inspection.tokens import printable
@@ -40,6 +41,7 @@ _KINDS = {
 }
 
 
+@checked
 def save_picture(
     path: str | os.PathLike[str], size: tuple[float, float], draw: Callable[[Figure], None]
 ) -> None:

@@ -14,6 +14,7 @@ from qkv.arrays import library_of
 from qkv.backends import Inspectable, Progress
 from qkv.call.checked import CheckedCall
 from qkv.call.inspected import Inspected
+from qkv.declarations import checked
 from qkv.errors import ArgumentError
 from qkv.inspection.non_finite import First, NonFinite, non_finite
 from qkv.inspection.pages import page_of, summary_in_html, summary_of
@@ -27,6 +28,11 @@ from qkv.problem.spec import Problem
 Array = NDArray[Any]
 
 
+_MOST_KEYS = 2**20
+"""Of each row, that `top` returns."""
+
+
+@checked
 class Record:
     """The result of `qkv.inspect`: the output, lse, and statistics of the weights.
 
@@ -194,6 +200,9 @@ class Record:
             raise ArgumentError(
                 f"top(k={k!r}) asks for no whole number of keys.", action="Pass 1 or more."
             )
+        if k > _MOST_KEYS:
+            raise ArgumentError(f"top(k={k!r}) asks for too many keys.",
+                                action=f"Pass {_MOST_KEYS} or fewer.")  # fmt: skip
         if k not in self._top:
             self._top[k] = self._top_keys(int(k))
         indices, weights = self._top[k]
@@ -373,7 +382,10 @@ class Record:
         kv_len = self._call.problem.spec.kv_len
         if isinstance(keys, slice):
             return np.arange(kv_len)[keys]
-        array = np.asarray(keys)
+        try:
+            array = np.asarray(keys)
+        except (ValueError, TypeError, RuntimeError, OverflowError):
+            array = np.array([None])
         if array.dtype == bool and array.shape == (kv_len,):
             return np.flatnonzero(array)
         if array.size == 0:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from qkv.declarations import Indent, checked
 from qkv.errors import ArgumentError
 from qkv.inspection.pages import page_of
 from qkv.inspection.trace_data import built, plain
@@ -20,6 +21,7 @@ from qkv.inspection.trace_text import render
 SCHEMA, VERSION = "qkv-trace", 2
 
 
+@checked
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Trace(TraceFields):
     """Attention of some rows with every intermediate number, in float64, as `qkv.explain` gives it.
@@ -72,7 +74,7 @@ class Trace(TraceFields):
         """
         return {"schema": SCHEMA, "version": VERSION, **plain(self)}
 
-    def to_json(self, indent: int | None = None) -> str:
+    def to_json(self, indent: Indent | None = None) -> str:
         """`to_dict` as strict JSON."""
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from qkv.backends import Inspectable
 from qkv.backends.reference import DENSE_LIMIT
+from qkv.declarations import checked
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.inspection.replay import BLOCK_Q, Replay
 from qkv.inspection.weight_reductions import (
@@ -27,6 +28,7 @@ from qkv.ledger import memory
 Array = NDArray[Any]
 
 
+@checked
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class LazyWeights(NDArrayOperatorsMixin):
     """Weights `(..., num_heads, q_len, kv_len)`, before dropout; only what is sliced is computed.

@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from qkv._api import attention
+from qkv.declarations import checked
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.variants import Bias, Causal, KeyLengths, Mask, SlidingWindow
 
 __all__ = ["dot_product_attention"]
 
 
+@checked
 def dot_product_attention(
     query: Any,
     key: Any,
@@ -145,7 +147,13 @@ def dot_product_attention(
 
 
 def _four_dimensions(array: Any) -> Any:
-    made = jnp.asarray(array)
+    try:
+        made = jnp.asarray(array)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise DTypeError(
+            f"query, key or value is a {type(array).__name__}, not an array.",
+            action="Pass jax.numpy arrays.",
+        ) from error
     return made.reshape((1,) * (4 - made.ndim) + made.shape)
 
 

@@ -11,7 +11,7 @@ what_if         its predictions of a model with heads changed
 sources         what it is opened with: a file, a record, arrays
 examples        the small examples: shipped, from a trace, or typed in
 messages        questions and answers as JSON and bytes; parameters checks the questions
-server          the page of `qkv lab`; guard says who may ask, and how much
+server          the page of `qkv lab`; guard says who may ask, and how much; jobs runs what is long
 document        the page as HTML: served, or one file with all answers inside
 widget          the page in a notebook
 static/         its script and style, made of lab/src/ by lab/build.mjs

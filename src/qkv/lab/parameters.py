@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.declarations import shown
 from qkv.errors import ArgumentError
 
 __all__ = ["MissingError", "Parameters", "TooLongError"]
@@ -47,7 +48,7 @@ class Parameters:
         value = self._given.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise ArgumentError(
-                f"{name}={value!r:.60} is no whole number from {least} to {most}.",
+                f"{name}={shown(value)} is no whole number from {least} to {most}.",
                 action="Choose one in this range.",
             )
         return value
@@ -57,7 +58,7 @@ class Parameters:
         value = self._given.get(name, default)
         if value not in choices:
             raise ArgumentError(
-                f"{name}={value!r:.60} is not known.", action=f"Use one of {', '.join(choices)}."
+                f"{name}={shown(value)} is not known.", action=f"Use one of {', '.join(choices)}."
             )
         return str(value)
 
@@ -73,17 +74,21 @@ class Parameters:
                 f"{name} has {len(value)} characters; at most {longest} are read.",
                 action="Shorten it.",
             )
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return _without_surrogates(value)
 
     def number(self, name: str) -> float | None:
         """A finite number, or None if there is none."""
         value = self._given.get(name)
         if value is None:
             return None
-        whole = isinstance(value, int | float) and not isinstance(value, bool)
-        if not whole or not np.isfinite(float(value)):
-            raise ArgumentError(f"{name}={value!r:.60} is no number.", action="Pass a number.")
-        return float(value)
+        try:
+            whole = isinstance(value, int | float) and not isinstance(value, bool)
+            number = float(value) if whole else np.nan
+        except OverflowError:
+            number = np.inf
+        if not np.isfinite(number):
+            raise ArgumentError(f"{name}={shown(value)} is no number.", action="Pass a number.")
+        return number
 
     def rows(self, name: str, longest: int) -> NDArray[np.float64]:
         """A matrix of finite numbers, given as rows."""
@@ -119,7 +124,7 @@ class Parameters:
             raise ArgumentError(f"{name} is no list of strings.", action="Pass strings.")
         if len(value) != count:
             raise ArgumentError(f"{name} has {len(value)} entries for {count} rows.")
-        return tuple(token[:200] for token in value)
+        return tuple(_without_surrogates(token[:200]) for token in value)
 
     def items(self, name: str, most: int) -> list[Parameters]:
         """A list of objects."""
@@ -133,3 +138,8 @@ class Parameters:
     def value(self, name: str) -> Any:
         """Whatever was given under a name."""
         return self._given.get(name)
+
+
+def _without_surrogates(text: str) -> str:
+    """Text that UTF-8 can hold: JSON may have halves of characters, which become signs of it."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -5,29 +5,39 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import secrets
 import socket
+import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from qkv.errors import ArgumentError, QkvError, UnsupportedError
 from qkv.files import read_array_bytes
 from qkv.lab.document import FILES, asset, served_page
 from qkv.lab.guard import Guard
+from qkv.lab.jobs import Job, Jobs, StoppedError
 from qkv.lab.messages import failure, read_request
 from qkv.lab.parameters import MissingError, TooLongError
 from qkv.lab.session import HEAVY, Session
-from qkv.lab.sources import open_arrays
+from qkv.lab.sources import Source, open_arrays, require_pairs
 
 __all__ = ["Limits", "application", "listen", "serve"]
 
 _LOG = logging.getLogger("qkv.lab")
+
+_INTERRUPTED = 130
+"""How a process ends that Ctrl-C ended."""
+_PATIENCE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,38 +50,47 @@ class Limits:
         Bytes of the body of a call, and of a file.
     waiting : int
         Heavy jobs that wait for the one that runs; more are answered 503.
+    pairs : int
+        Pairs of a query and a key, over all heads, of a file that is brought; more are answered
+        422 before any is computed.
+    connections : int
+        More are answered 503.
+    idle_seconds : float
+        How long a body may send nothing before it is answered 408.
     """
 
     call_bytes: int = 1 << 20
     file_bytes: int = 1 << 28
     waiting: int = 64
+    pairs: int = 1 << 38
+    connections: int = 512
+    idle_seconds: float = 30.0
+
+
+class _JSON(Response):
+    """An answer in ASCII, which halves of characters in names of tokens cannot break."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
 class _TooLargeError(Exception):
     """A body has more bytes than are read."""
 
 
-class _Jobs:
-    """One heavy job at a time; the others wait in a queue of bounded length."""
-
-    def __init__(self, waiting: int) -> None:
-        self._most = waiting + 1
-        self._count = 0
-        self._turn = asyncio.Semaphore(1)
-
-    async def run(self, job: Callable[[], Any]) -> Any:
-        """The result of a job, in a thread; None at once if too many wait."""
-        if self._count >= self._most:
-            return None
-        self._count += 1
-        try:
-            async with self._turn:
-                return await asyncio.to_thread(job)
-        finally:
-            self._count -= 1
+class _TooSlowError(Exception):
+    """A body sends nothing for too long."""
 
 
-def application(session: Session, token: str, host: str, limits: Limits | None = None) -> Guard:
+def application(
+    session: Session,
+    token: str,
+    host: str,
+    limits: Limits | None = None,
+    jobs: Jobs | None = None,
+) -> Guard:
     """The server as an ASGI application.
 
     Parameters
@@ -82,15 +101,19 @@ def application(session: Session, token: str, host: str, limits: Limits | None =
     host : str
         The address that requests must name, such as "127.0.0.1:8123".
     limits : Limits, optional
+    jobs : Jobs, optional
+        That the caller can stop.
     """
     most = limits or Limits()
-    jobs = _Jobs(most.waiting)
+    jobs = jobs or Jobs(most.waiting)
     files = {path: asset(path[1:]) for path in FILES}
+    reading = asyncio.Lock()
 
-    def page(request: Request) -> Response:
-        return HTMLResponse(served_page(session.data("server")))
+    async def page(request: Request) -> Response:
+        data = await jobs.soon(lambda: served_page(session.data("server")))
+        return HTMLResponse(data)
 
-    def file(request: Request) -> Response:
+    async def file(request: Request) -> Response:
         path = request.url.path
         return Response(files[path], headers={"content-type": FILES[path]})
 
@@ -98,7 +121,9 @@ def application(session: Session, token: str, host: str, limits: Limits | None =
         if _type_of(request) != "application/json":
             return _failed(0, ArgumentError("a call is application/json."), 415)
         try:
-            asked = read_request(json.loads(await _body(request, most.call_bytes)))
+            asked = read_request(json.loads(await _body(request, most.call_bytes, most)))
+        except _TooSlowError:
+            return _failed(0, ArgumentError("the call did not arrive."), 408)
         except _TooLargeError:
             error = ArgumentError(f"a call has at most {most.call_bytes} bytes.")
             return _failed(0, error, 413)
@@ -112,19 +137,32 @@ def application(session: Session, token: str, host: str, limits: Limits | None =
                 if found.arrays:
                     data = found.frame(asked.id)
                     return Response(data, media_type="application/octet-stream")
-                return JSONResponse(found.message(asked.id))
+                return _JSON(found.message(asked.id))
             except Exception as error:
                 return _failed(asked.id, error, _status(error))
 
         if asked.method not in HEAVY:
-            return await asyncio.to_thread(answer)
-        return await jobs.run(answer) or _busy(asked.id)
+            return await jobs.soon(answer)
+        try:
+            found = await jobs.run(asked.method, lambda job: answer(), request.is_disconnected)
+        except StoppedError:
+            return _stopped(asked.id)
+        return found or _busy(asked.id)
 
     async def upload(request: Request) -> Response:
         if _type_of(request) != "application/octet-stream":
             return _failed(0, ArgumentError("a file is application/octet-stream."), 415)
+        # A second file is refused before it is read, so that memory holds one at a time.
+        if reading.locked():
+            return _busy(0)
+        async with reading:
+            return await receive(request)
+
+    async def receive(request: Request) -> Response:
         try:
-            data = await _body(request, most.file_bytes)
+            data = await _body(request, most.file_bytes, most)
+        except _TooSlowError:
+            return _failed(0, ArgumentError("the file did not arrive."), 408)
         except _TooLargeError:
             error = ArgumentError(
                 f"a file has at most {most.file_bytes} bytes here.",
@@ -132,21 +170,45 @@ def application(session: Session, token: str, host: str, limits: Limits | None =
             )
             return _failed(0, error, 413)
 
-        def open_it() -> Response:
+        def read(job: Job) -> Source | Response:
             try:
                 arrays = read_array_bytes(data, "the file", most.file_bytes)
-                session.open(open_arrays(arrays, "a file of the reader"))
-                return JSONResponse({"ok": True, "result": {"data": session.data("server")}})
+                require_pairs(arrays, most.pairs)
+                return open_arrays(arrays, "a file of the reader", progress=job.progress)
             except Exception as error:
                 return _failed(0, error, _status(error))
 
-        return await jobs.run(open_it) or _busy(0)
+        try:
+            found = await jobs.run("the file", read, request.is_disconnected)
+        except StoppedError:
+            return _stopped(0)
+        if not isinstance(found, Source):
+            return found or _busy(0)
+
+        def show() -> Response:
+            session.open(found)
+            return _JSON({"ok": True, "result": {"data": session.data("server")}})
+
+        return await jobs.soon(show)
+
+    async def job(request: Request) -> Response:
+        """What runs, as JSON; a number in place of null stops that job."""
+        if _type_of(request) != "application/json":
+            return _failed(0, ArgumentError("a call is application/json."), 415)
+        try:
+            number = json.loads(await _body(request, 100, most)).get("stop")
+        except (_TooLargeError, _TooSlowError, ValueError, AttributeError, RecursionError):
+            return _failed(0, ArgumentError('a job is asked for with {"stop": null}.'), 400)
+        if isinstance(number, int) and not isinstance(number, bool):
+            jobs.stop(number)
+        return _JSON({"ok": True, "result": jobs.state()})
 
     routes = [
         Route("/", page, methods=["GET"]),
         *(Route(path, file, methods=["GET"]) for path in FILES),
         Route("/call", call, methods=["POST"]),
         Route("/file", upload, methods=["POST"]),
+        Route("/job", job, methods=["POST"]),
     ]
     app = Starlette(routes=routes)
     app.router.redirect_slashes = False
@@ -157,13 +219,20 @@ def _type_of(request: Request) -> str:
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
-async def _body(request: Request, most: int) -> bytes:
+async def _body(request: Request, most: int, limits: Limits) -> bytes:
     """The body, if it has no more bytes than may be; no more are kept."""
     said = request.headers.get("content-length", "0")
     if not said.isdecimal() or int(said) > most:
         raise _TooLargeError
     data = bytearray()
-    async for chunk in request.stream():
+    chunks = request.stream()
+    while True:
+        try:
+            chunk = await asyncio.wait_for(anext(chunks), limits.idle_seconds)
+        except StopAsyncIteration:
+            break
+        except TimeoutError:
+            raise _TooSlowError from None
         data += chunk
         if len(data) > most:
             raise _TooLargeError
@@ -180,7 +249,11 @@ def _status(error: Exception) -> int:
 
 
 def _failed(request_id: int, error: Exception, status: int) -> Response:
-    return JSONResponse(failure(request_id, error), status)
+    return _JSON(failure(request_id, error), status)
+
+
+def _stopped(request_id: int) -> Response:
+    return _failed(request_id, UnsupportedError("it was stopped."), 409)
 
 
 def _busy(request_id: int) -> Response:
@@ -239,7 +312,9 @@ def serve(
     with listen(port) as opened:
         host = f"127.0.0.1:{opened.getsockname()[1]}"
         token = secrets.token_urlsafe(32)
-        app = application(session, token, host, limits)
+        most = limits or Limits()
+        jobs = Jobs(most.waiting)
+        app = application(session, token, host, most, jobs)
         config = uvicorn.Config(
             app,
             http="h11",
@@ -248,18 +323,36 @@ def serve(
             log_level="warning",
             access_log=False,
             server_header=False,
-            timeout_graceful_shutdown=2,
+            timeout_graceful_shutdown=1,
+            limit_concurrency=most.connections,
         )
 
         class Server(uvicorn.Server):
-            """Tells its address when it answers, and Ctrl-C ends it."""
+            """Tells its address when it answers; Ctrl-C ends it, and again ends it at once."""
 
             async def startup(self, sockets: list[socket.socket] | None = None) -> None:
                 await super().startup(sockets)
                 ready(f"http://{host}/?token={token}")
 
+            def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+                if self.should_exit:
+                    os._exit(_INTERRUPTED)
+                # Clients whose requests are cut off would fill the terminal with tracebacks.
+                logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+                super().handle_exit(sig, frame)
+                jobs.stop()
+
         opened.listen(128)
-        try:
+        with suppress(KeyboardInterrupt):
             Server(config).run(sockets=[opened])
-        except KeyboardInterrupt:
-            return
+        _leave_behind(jobs)
+
+
+def _leave_behind(jobs: Jobs) -> None:
+    """Wait a moment for jobs that were stopped; one that does not end does not hold the process."""
+    ends = time.monotonic() + _PATIENCE_SECONDS
+    for thread in jobs.threads():
+        thread.join(max(0.0, ends - time.monotonic()))
+        if thread.is_alive():
+            sys.stdout.flush()
+            os._exit(_INTERRUPTED)

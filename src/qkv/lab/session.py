@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from qkv.declarations import checked
 from qkv.errors import UnsupportedError
 from qkv.lab.examples import Example, examples
 from qkv.lab.heads import HeadLayer, Heads, shown
@@ -29,6 +30,7 @@ _MOST_QUERIES = 4096
 _LONGEST_RECEIVED = 4096
 
 
+@checked
 class Session:
     """Answers the methods of the lab.
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
 
 import qkv
+from qkv.backends import Progress
+from qkv.declarations import checked
 from qkv.files import Arrays, read_arrays
 from qkv.inspection.model_file import is_model_record
 from qkv.inspection.model_record import ModelRecord, load
@@ -17,9 +20,9 @@ from qkv.inspection.record import Record
 from qkv.inspection.trace import Trace
 from qkv.lab.examples import Example, small_example, traced_example
 from qkv.lab.heads import Heads, heads_of_model, heads_of_record
-from qkv.lab.parameters import Parameters
+from qkv.lab.parameters import Parameters, TooLongError
 
-__all__ = ["Source", "open_arrays", "open_file", "source_of"]
+__all__ = ["Source", "open_arrays", "open_file", "require_pairs", "source_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,6 +46,7 @@ class Source:
     intervene: Callable[[Parameters], dict[str, Any]] | None = None
 
 
+@checked
 def open_file(path: str | os.PathLike[str], *variants: Any, **options: Any) -> Source:
     """Open a saved model record, or a safetensors or npz file with q, k and v.
 
@@ -73,11 +77,27 @@ def open_file(path: str | os.PathLike[str], *variants: Any, **options: Any) -> S
 
 
 def open_arrays(
-    arrays: Arrays, title: str, *variants: Any, about: str = "", **options: Any
+    arrays: Arrays,
+    title: str,
+    *variants: Any,
+    about: str = "",
+    progress: Progress | None = None,
+    **options: Any,
 ) -> Source:
-    """Inspect arrays out of a file; `about` says what they are, in a sentence."""
+    """Inspect arrays out of a file; `about` says what they are, in a sentence.
+
+    Raises
+    ------
+    ArgumentError
+        There is no row to show.
+    """
+    if not all(np.size(array) for array in (arrays.query, arrays.key, arrays.value)):
+        seen = [(n, str(np.shape(getattr(arrays, n)))) for n in ("query", "key", "value")]
+        raise qkv.ArgumentError(
+            f"{title} has no numbers to show.", seen, "Pass arrays with a row or more."
+        )
     rows = arrays.query, arrays.key, arrays.value
-    record = qkv.inspect(*rows, *variants, **options)
+    record = qkv.inspect(*rows, *variants, progress=progress, **options)
     tokens = arrays.tokens
     if tokens is not None and len(tokens) != record.weights.shape[-1]:
         tokens = None
@@ -85,6 +105,25 @@ def open_arrays(
     if not variants and not options:
         example = small_example("file", title, [np.asarray(row) for row in rows], tokens)
     return Source(title, example, heads_of_record(record, title, tokens, about))
+
+
+def require_pairs(arrays: Arrays, most: int) -> None:
+    """Refuse arrays with more than `most` pairs of a query and a key, over all heads.
+
+    Raises
+    ------
+    TooLongError
+        With how many there are, before any is computed.
+    """
+    query, key = (np.shape(array) for array in (arrays.query, arrays.key))
+    pairs = prod(query[:-1]) * (key[-2] if len(key) > 1 else 1)
+    if pairs > most:
+        raise TooLongError(
+            f"the file has {pairs:.3g} pairs of a query and a key; at most {most:.3g} are computed "
+            "in the page.",
+            [("query", str(tuple(query))), ("key", str(tuple(key)))],
+            "Bring fewer rows or heads, or start qkv lab with the name of the file.",
+        )
 
 
 def source_of(shown: Any, tokens: Sequence[str] | None = None) -> Source:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.declarations import Indent, checked
 from qkv.inspection.pictures import save_picture
 from qkv.mechanisms.base.example import example_tokens
 from qkv.mechanisms.lookup.scaled_dot_product import ScaledDotProduct
@@ -50,6 +51,7 @@ class ComparisonRow:
     difference: float
 
 
+@checked
 @dataclass(frozen=True, slots=True, eq=False)
 class Comparison:
     """Mechanisms on the shared example; `to_json()` is strict JSON.
@@ -91,7 +93,7 @@ class Comparison:
             "mechanisms": rows,
         }
 
-    def to_json(self, indent: int | None = None) -> str:
+    def to_json(self, indent: Indent | None = None) -> str:
         """`to_dict` as strict JSON."""
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
@@ -113,6 +115,7 @@ class Comparison:
         save_picture(path, (2.2 * columns, 2.5 * lines), draw)
 
 
+@checked
 def compare(names: Sequence[str] = ()) -> Comparison:
     """Run mechanisms on the shared five tokens and compare them with full attention.
 

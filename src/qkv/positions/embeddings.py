@@ -7,13 +7,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qkv.errors import ArgumentError, ShapeError
+from qkv.declarations import NotNegative, Size, Whole, checked
+from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.positions.rotation import array_namespace, cast, check_positions
 from qkv.positions.scaling import inverse_frequencies, positive
 
 __all__ = ["LearnedPositions", "SinusoidalPositions"]
 
 
+@checked
 class SinusoidalPositions:
     """`x + P[position]` with the sines and cosines of the paper.
 
@@ -60,10 +62,21 @@ class SinusoidalPositions:
         return f"SinusoidalPositions({self.embed_dim}, base={self.base:g})"
 
     def encoding(self, positions: ArrayLike) -> NDArray[np.float64]:
-        """P of an integer array of positions: `(*positions.shape, embed_dim)`."""
-        angle = np.asarray(positions, np.float64)[..., None] * inverse_frequencies(
-            self.embed_dim, self.base
-        )
+        """P of an integer array of positions: `(*positions.shape, embed_dim)`.
+
+        Raises
+        ------
+        DTypeError
+            Positions are no numbers.
+        """
+        try:
+            given = np.asarray(positions, np.float64)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise DTypeError(
+                f"positions are a {type(positions).__name__}, not integers.",
+                action="Pass an integer array.",
+            ) from error
+        angle = given[..., None] * inverse_frequencies(self.embed_dim, self.base)
         pairs = np.stack([np.sin(angle), np.cos(angle)], axis=-1)
         return pairs.reshape(*angle.shape[:-1], self.embed_dim)
 
@@ -90,6 +103,7 @@ class SinusoidalPositions:
         return x + cast(xp.asarray(added), x.dtype)
 
 
+@checked
 class LearnedPositions:
     """`x + table[position]`, a row of its own for every position.
 
@@ -129,7 +143,7 @@ class LearnedPositions:
 
     @classmethod
     def random(
-        cls, max_positions: int, embed_dim: int, seed: int = 0, std: float = 0.02
+        cls, max_positions: Size, embed_dim: Size, seed: Whole = 0, std: NotNegative = 0.02
     ) -> LearnedPositions:
         """A float32 table of normal numbers, as models begin their training with.
 
@@ -141,7 +155,17 @@ class LearnedPositions:
             Of `numpy.random.default_rng`.
         std : float
             Standard deviation; 0.02 in BERT and GPT-2.
+
+        Raises
+        ------
+        ArgumentError
+            A size is no positive integer, or the table would be larger than 2 GiB.
         """
+        if max_positions * embed_dim > 2**28:
+            raise ArgumentError(
+                f"a table of {max_positions} x {embed_dim} numbers is larger than 2 GiB.",
+                action="Choose smaller sizes, or pass a table.",
+            )
         rng = np.random.default_rng(seed)
         return cls(rng.normal(scale=std, size=(max_positions, embed_dim)).astype(np.float32))
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from qkv.declarations import checked
 from qkv.errors import ArgumentError
 
 Array = NDArray[np.float64]
@@ -41,13 +42,17 @@ def positive(name: str, value: Any) -> float:
     return float(value)
 
 
+_MOST_ENTRIES = 2**24
+"""Of a row that is rotated."""
+
+
 def checked_rotary_dim(rotary_dim: Any) -> int:
     """The number of entries to rotate, which come in pairs."""
     if (
         isinstance(rotary_dim, bool)
         or not isinstance(rotary_dim, int | np.integer)
         or rotary_dim % 2
-        or rotary_dim < 0
+        or not 0 <= rotary_dim <= _MOST_ENTRIES
     ):
         raise ArgumentError(
             f"RoPE rotates pairs; {rotary_dim!r:.60} entries are not a whole number of pairs.",
@@ -63,11 +68,13 @@ def inverse_frequencies(rotary_dim: int, base: float) -> Array:
     return np.asarray(positive("base", base) ** (-steps / max(pairs, 1)))
 
 
+@checked
 def linear(rotary_dim: int, factor: float, base: float) -> Array:
     """Positions divided by `factor`."""
     return inverse_frequencies(rotary_dim, base) / positive("factor", factor)
 
 
+@checked
 def ntk_aware(rotary_dim: int, factor: float, base: float) -> Array:
     """`base * factor ** (d / (d - 2))` for a base: the slowest pair is divided by `factor`."""
     dim = checked_rotary_dim(rotary_dim)
@@ -80,6 +87,7 @@ def ntk_aware(rotary_dim: int, factor: float, base: float) -> Array:
     return inverse_frequencies(dim, grown)
 
 
+@checked
 def dynamic_ntk(
     rotary_dim: int, factor: float, max_position_embeddings: int, seq_len: int, base: float
 ) -> Array:
@@ -90,6 +98,7 @@ def dynamic_ntk(
     return ntk_aware(rotary_dim, factor * length / trained - (factor - 1), base)
 
 
+@checked
 def yarn(
     rotary_dim: int,
     factor: float,
@@ -131,6 +140,7 @@ def yarn(
     return np.asarray(plain / factor * ramp + plain * (1 - ramp)), attention_factor
 
 
+@checked
 def llama3(
     rotary_dim: int,
     factor: float,
@@ -154,6 +164,7 @@ def llama3(
     return np.asarray((1 - smooth) * plain / positive("factor", factor) + smooth * plain)
 
 
+@checked
 def longrope(
     rotary_dim: int,
     short_factor: ArrayLike,
@@ -169,7 +180,10 @@ def longrope(
     trained = positive("original_max_position_embeddings", original_max_position_embeddings)
     sets = {}
     for name, given in (("short_factor", short_factor), ("long_factor", long_factor)):
-        sets[name] = np.asarray(given, np.float64)
+        try:
+            sets[name] = np.asarray(given, np.float64)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ArgumentError(f"{name} is no array of numbers.", action="Pass one.") from error
         if sets[name].shape != plain.shape or not (sets[name] > 0).all():
             raise ArgumentError(
                 f"{name} has shape {sets[name].shape}; rotary_dim={rotary_dim} has {len(plain)} "

@@ -90,6 +90,11 @@ class Builder:
 
     def lower(self, variant: Any) -> None:
         """Call `variant.lower` with this builder."""
+        if not hasattr(variant, "lower") or isinstance(variant, str | bytes | type):
+            raise ArgumentError(
+                f"a mask cannot be combined with {type(variant).__name__}.",
+                action="Combine masks with masks or boolean arrays.",
+            )
         before = self._label, self._variant, self._first
         self._label, self._variant, self._first = repr(variant), variant, len(self.tables)
         try:
@@ -259,7 +264,7 @@ class Builder:
 
     def align(self, how: Align) -> None:
         """State for the whole problem where query rows stand among the keys."""
-        if how not in ("start", "end"):
+        if not isinstance(how, str) or how not in ("start", "end"):
             raise ArgumentError(
                 f"align={how!r} is not 'start' or 'end'.",
                 [("variant", self._label)],

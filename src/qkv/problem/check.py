@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.declarations import shown
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.problem.bounds import check_table_reads
 from qkv.problem.builder import FLOATS, INDEX_LIMIT, MAX_DIMENSIONS, Builder, Shape
@@ -44,9 +45,9 @@ def check(
     kv_offset: Any = 0,
 ) -> Problem:
     """Bind arrays and variants into a problem, or raise the first thing that is wrong."""
-    if layout not in ("bhld", "blhd"):
+    if not isinstance(layout, str) or layout not in ("bhld", "blhd"):
         raise ArgumentError(
-            f"layout={layout!r} is not known.",
+            f"layout={shown(layout)} is not known.",
             action="Use 'bhld' (batch, heads, length, dim) or 'blhd'.",
         )
     arrays: Arrays = {"query": query}

@@ -224,6 +224,12 @@ def as_stored_rows(
     if isinstance(given, Quantized):
         return _quantized(given, role, layout)
     inner, table = given.pages, given.page_table
+    for name, array in (("pages", inner), ("page_table", table)):
+        if not isinstance(array, Paged | Quantized) and not hasattr(array, "ndim"):
+            raise DTypeError(
+                f"{name} of {role} is a {type(array).__name__}, not an array.",
+                action=f"Pass {name} as an array.",
+            )
     if isinstance(inner, Paged):
         raise ArgumentError(
             f"the pages of {role} are Paged themselves.",
@@ -257,6 +263,12 @@ def as_stored_rows(
 
 def _quantized(given: Quantized, role: str, layout: str) -> StoredRows:
     values, scales = given.values, given.scales
+    for name, array in (("values", values), ("scales", scales)):
+        if not hasattr(array, "dtype") or not hasattr(array, "shape"):
+            raise DTypeError(
+                f"{name} of {role} is a {type(array).__name__}, not an array.",
+                action="Pass what qkv.cache.quantize returns.",
+            )
     seen = [
         ("values", f"{values.dtype} {values.shape}"),
         ("scales", f"{scales.dtype} {scales.shape}"),

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from qkv._api import attention
+from qkv.declarations import Size, Whole, checked
 from qkv.errors import ArgumentError
 from qkv.interventions import HeadChange, HeadInputs, changed_heads
 from qkv.variants import Causal, RoPE, SlidingWindow
@@ -39,6 +40,7 @@ EPSILON = 1e-6
 _IDS = {character: index for index, character in enumerate(ALPHABET)}
 
 
+@checked
 class TinyModel:
     """A causal transformer of attention alone, of characters, in float32.
 
@@ -65,10 +67,18 @@ class TinyModel:
     name = "tiny"
 
     def __init__(self, weights: Mapping[str, Array]) -> None:
+        roles = ("q", "k", "v", "out")
+        names = [f"layers.{i}.{role}_proj.weight" for i in range(len(LAYERS)) for role in roles]
+        missing = {"embedding.weight", "unembedding.weight", *names} - weights.keys()
+        if missing:
+            raise ArgumentError(
+                f"the weights have no {', '.join(sorted(missing)):.200}.",
+                action="Use qkv.samples.tiny_model().",
+            )
         self._embedding = weights["embedding.weight"]
         self._unembedding = weights["unembedding.weight"]
         self._layers = [
-            {role: weights[f"layers.{layer}.{role}_proj.weight"] for role in ("q", "k", "v", "out")}
+            {role: weights[f"layers.{layer}.{role}_proj.weight"] for role in roles}
             for layer in range(len(LAYERS))
         ]
 
@@ -80,7 +90,7 @@ class TinyModel:
         """The character of each id."""
         return [ALPHABET[index] for index in self._checked(ids)]
 
-    def repeated_sequence(self, period: int = 32, seed: int = 0) -> list[int]:
+    def repeated_sequence(self, period: Size = 32, seed: Whole = 0) -> list[int]:
         """Random characters, twice: what shows both kinds of head best.
 
         Returns

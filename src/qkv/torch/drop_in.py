@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import qkv
-from qkv.errors import ArgumentError, ShapeError, UnsupportedError
+from qkv.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 
 __all__ = ["scaled_dot_product_attention"]
 
@@ -71,6 +71,12 @@ def scaled_dot_product_attention(
     tensor([1., 0.])
     """
     inputs = query, key, value
+    for name, given in zip(("query", "key", "value"), inputs, strict=True):
+        if not isinstance(given, torch.Tensor):
+            raise DTypeError(
+                f"{name} is a {type(given).__name__}, not a tensor.",
+                action=f"Pass torch.as_tensor({name}), or call qkv.attention.",
+            )
     if any(t.is_nested for t in inputs):
         raise UnsupportedError(
             "a nested tensor was given.",

@@ -13,7 +13,8 @@ from qkv.backends.torch.attention import softmax
 from qkv.cache import ContiguousCache
 from qkv.cache.arguments import checked_integer
 from qkv.classical import checked_d_k
-from qkv.errors import ArgumentError, ShapeError
+from qkv.declarations import checked
+from qkv.errors import ArgumentError, DTypeError, ShapeError
 
 __all__ = ["Cache", "MultiHeadAttention", "ScaledDotProductAttention"]
 
@@ -82,6 +83,7 @@ class ScaledDotProductAttention(nn.Module):
         ShapeError
             If rows of Q or K do not have length d_k.
         """
+        _require_tensors(Q=Q, K=K, V=V, mask=mask)
         for name, rows in (("Q", Q), ("K", K)):
             if rows.shape[-1] != self.d_k:
                 raise ShapeError(
@@ -96,6 +98,15 @@ class ScaledDotProductAttention(nn.Module):
         with torch.autocast(Q.device.type, enabled=False):
             weights = _weights(Q.to(output.dtype), K.to(output.dtype), mask, 1 / self.scale)
         return weights.to(output.dtype), output
+
+
+def _require_tensors(**given: Any) -> None:
+    for name, tensor in given.items():
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise DTypeError(
+                f"{name} is a {type(tensor).__name__}, not a tensor.",
+                action=f"Pass torch.as_tensor({name}), or call qkv.attention.",
+            )
 
 
 def _weights(Q: Tensor, K: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -192,6 +203,7 @@ class MultiHeadAttention(nn.Module):
     torch.Size([2, 5, 16])
     """
 
+    @checked
     def __init__(
         self,
         embed_dim: int,
@@ -258,9 +270,19 @@ class MultiHeadAttention(nn.Module):
         Returns
         -------
         Tensor (..., q_len, embed_dim)
+
+        Raises
+        ------
+        DTypeError, ArgumentError
+            What is given is no tensor, or `cache` no cache.
         """
         key = query if key is None else key
         value = key if value is None else value
+        _require_tensors(query=query, key=key, value=value)
+        if cache is not None and not hasattr(cache, "append"):
+            raise ArgumentError(
+                f"cache is a {type(cache).__name__}, not a cache.", action="Pass qkv.torch.Cache."
+            )
         q = self._heads(self.q_proj(query), self.num_heads)
         k = self._heads(self.k_proj(key), self.num_kv_heads)
         v = self._heads(self.v_proj(value), self.num_kv_heads)

@@ -66,6 +66,13 @@ class _Joined(MaskVariant):
     uses_batch_index: ClassVar[bool] = False
     positions_only: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.masks, tuple | list) or not self.masks:
+            raise ArgumentError(
+                f"{type(self).__name__} joins a tuple of masks, of which there is none.",
+                action="Write mask | mask, or mask & mask.",
+            )
+
     def naive_rows(self, dense: Dense) -> None:
         for mask in self.masks:
             if not isinstance(mask, np.ndarray):

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from qkv.declarations import shown
 from qkv.errors import ArgumentError
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
@@ -56,21 +57,24 @@ class Dropout(Variant):
     def __post_init__(self) -> None:
         try:
             fits = 0 <= float(self.p) < 1
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError, RuntimeError):
             fits = False
         if not fits:
             raise ArgumentError(
-                f"Dropout p={self.p!r} is not a probability below 1.",
+                f"Dropout p={shown(self.p)} is not a probability below 1.",
                 action="Pass the share of weights to drop, as in Dropout(0.1, seed=0).",
             )
         if isinstance(self.seed, HOST_VALUES):
             self._seed()
 
     def _seed(self) -> int:
-        seed = int(self.seed)
-        if seed != self.seed or not 0 <= seed < 2**64:
+        try:
+            seed = int(self.seed) if np.size(self.seed) == 1 else -1
+        except (TypeError, ValueError, OverflowError):
+            seed = -1
+        if seed < 0 or seed != self.seed or not 0 <= seed < 2**64:
             raise ArgumentError(
-                f"Dropout seed={self.seed!r} is not a whole number of 64 bits.",
+                f"Dropout seed={shown(self.seed)} is not a whole number of 64 bits.",
                 action="Pass an integer from 0 to 2**64 - 1.",
             )
         return seed

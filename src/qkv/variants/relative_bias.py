@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from qkv.declarations import shown
 from qkv.errors import ArgumentError, ShapeError
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
@@ -64,6 +65,11 @@ class RelativeBias(Variant):
     max_distance: int = 128
 
     def __post_init__(self) -> None:
+        if not isinstance(self.bidirectional, bool | np.bool_):
+            raise ArgumentError(
+                f"bidirectional={shown(self.bidirectional)} is not a bool.",
+                action="Pass True or False.",
+            )
         shape = np.shape(self.table)
         per_side = shape[0] // (2 if self.bidirectional else 1) if len(shape) == 2 else 0
         if per_side < 2:
@@ -72,9 +78,12 @@ class RelativeBias(Variant):
                 f"(num_buckets, num_heads) with at least {4 if self.bidirectional else 2} buckets.",
                 action="Pass the weight of T5's relative_attention_bias.",
             )
-        if self.max_distance <= per_side // 2:
+        if (
+            not isinstance(self.max_distance, int | np.integer)
+            or self.max_distance <= per_side // 2
+        ):
             raise ArgumentError(
-                f"max_distance={self.max_distance} is not beyond the {per_side // 2} exact "
+                f"max_distance={shown(self.max_distance)} is not beyond the {per_side // 2} exact "
                 "buckets of a direction.",
                 action="Pass T5's relative_attention_max_distance (128).",
             )

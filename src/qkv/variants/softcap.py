@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from qkv.declarations import shown
 from qkv.errors import ArgumentError
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
@@ -50,11 +51,11 @@ class Softcap(Variant):
     def __post_init__(self) -> None:
         try:
             positive = isfinite(self.cap) and self.cap > 0
-        except TypeError:
+        except (TypeError, ValueError, OverflowError, RuntimeError):
             positive = False
         if not positive:
             raise ArgumentError(
-                f"Softcap cap={self.cap!r} is not a positive number.",
+                f"Softcap cap={shown(self.cap)} is not a positive number.",
                 action="Pass the largest absolute score, as in Softcap(50.0).",
             )
 

@@ -161,3 +161,21 @@ def test_a_notebook(chromium: Any) -> None:
     page.evaluate("window.close()")
     assert page.inner_text("body").strip() == ""
     context.close()
+
+
+def test_a_long_job_shows_how_far_it_is_and_is_stopped(served: Any, tmp_path: Path) -> None:
+    """A minute or more of work, which is stopped in its first seconds."""
+    path = tmp_path / "long.npz"
+    rows = np.zeros((4, 40_000, 64), np.float32)
+    np.savez_compressed(path, q=rows, k=rows, v=rows)
+    page = served.open("start")
+    page.set_input_files('input[type="file"]', path)
+    page.wait_for_selector(".working progress")
+    assert "Python computes the file" in page.inner_text(".working")
+    page.click(".working button")
+    page.wait_for_selector('[role="alert"]')
+    assert "it was stopped." in page.inner_text('[role="alert"]')
+    page.wait_for_selector(".working", state="detached")
+    # The browser reports the answer of the job that was stopped.
+    assert all("409" in error for error in served.errors)
+    served.errors.clear()

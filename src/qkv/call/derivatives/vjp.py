@@ -14,6 +14,7 @@ from qkv.call.derivatives.cotangents import shapes_of
 from qkv.call.derivatives.gradients import Gradients, gradients_of
 from qkv.call.derivatives.pull_back import Residuals, pull_back
 from qkv.call.options import Options, option_values, with_options
+from qkv.errors import ArgumentError
 from qkv.partial import Partial
 
 __all__ = ["Gradients", "Pullback", "vjp"]
@@ -127,6 +128,10 @@ class Pullback:
 
     def __call__(self, grad_out: Any, grad_lse: Any = None, wrt: Iterable[Any] = ()) -> Gradients:
         """Gradients for cotangents of the output and of lse; see `qkv.vjp`."""
+        if not isinstance(wrt, Iterable):
+            raise ArgumentError(
+                f"wrt is a {type(wrt).__name__}, not a list of variants.", action="Pass a list."
+            )
         if self._residuals is not None:
             named = tuple(wrt)
             return pull_back(

@@ -6,7 +6,7 @@ unprojected, projected, llama
 example         the five tokens that every mechanism can read
 explanation     a calculation as steps; attention_steps: those of a softmax
 operations      ledgers of what costs are added from
-arguments       sizes, options and sequences, checked
+arguments       sizes, options and sequences, checked; rows declares arrays where they are annotated
 namespace       the functions of an array's library; normalization is written with them
 loading         weights of torch and transformers modules
 """

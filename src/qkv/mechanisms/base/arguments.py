@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
+from qkv.declarations import checked_size, shown
 from qkv.errors import ArgumentError, ShapeError
 
 __all__ = ["all_three", "one_sequence", "positive_integers", "refuse_options", "token_names"]
@@ -43,10 +42,7 @@ def positive_integers(**sizes: Any) -> None:
         Naming the size.
     """
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
-            raise ArgumentError(
-                f"{name}={size!r:.60} is not a positive integer.", action=f"Pass {name} >= 1."
-            )
+        checked_size(name, size)
 
 
 def refuse_options(mechanism: str, options: Mapping[str, Any], *names: str) -> None:
@@ -58,7 +54,8 @@ def refuse_options(mechanism: str, options: Mapping[str, Any], *names: str) -> N
         Naming the first that is given.
     """
     for name in names:
-        if options.get(name):
+        given = options.get(name)
+        if given is not None and given is not False:
             raise ArgumentError(
                 f"{mechanism} does not take {name}: it has no n x n scores to change.",
                 action=f"Leave {name} out.",
@@ -75,9 +72,9 @@ def token_names(tokens: Sequence[str] | None, n: int) -> tuple[str, ...]:
     """
     if tokens is None:
         return tuple(map(str, range(n)))
-    if isinstance(tokens, str) or not hasattr(tokens, "__len__") or len(tokens) != n:
+    if not isinstance(tokens, Sequence) or isinstance(tokens, str) or len(tokens) != n:
         raise ArgumentError(
-            f"tokens={tokens!r:.60} are not names of the {n} rows of x.",
+            f"tokens={shown(tokens)} are not names of the {n} rows of x.",
             action="Pass one for each row.",
         )
     return tuple(tokens)

@@ -9,6 +9,7 @@ from qkv.mechanisms.base.attention_steps import attention_steps
 from qkv.mechanisms.base.explanation import ExplainedToken, Step
 from qkv.mechanisms.base.mechanism import Mechanism
 from qkv.mechanisms.base.namespace import like, values
+from qkv.mechanisms.base.rows import Rows
 
 __all__ = ["AttentionMechanism"]
 
@@ -40,7 +41,7 @@ class AttentionMechanism(Mechanism):
         """The output of the mechanism from that of `qkv.attention`."""
         return out
 
-    def __call__(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
+    def __call__(self, x: Rows, key: Rows | None = None, value: Rows | None = None, /) -> Any:
         """Attend from `x` to `key` and `value`, or to itself.
 
         Parameters
@@ -62,7 +63,7 @@ class AttentionMechanism(Mechanism):
         q, k, v = self.heads(*self.sequences(x, key, value))
         return self.join(qkv.attention(q, k, v, *self.variants(q, k), scale=self.scale))
 
-    def token_mixing(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
+    def token_mixing(self, x: Rows, key: Rows | None = None, value: Rows | None = None, /) -> Any:
         """The attention weights `(..., num_heads, q_len, kv_len)`; values only, without a gradient.
 
         Parameters

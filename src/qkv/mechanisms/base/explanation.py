@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from qkv.declarations import Indent, checked
 from qkv.inspection.tokens import printable
 
 __all__ = ["ExplainedToken", "Explanation", "Line", "Step", "dot_product", "number", "numbers"]
@@ -80,6 +81,7 @@ class ExplainedToken:
         return self.tokens[self.index]
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class Explanation:
     """How one token's output comes about, step by step.
@@ -138,7 +140,7 @@ class Explanation:
             ],
         }
 
-    def to_json(self, indent: int | None = None) -> str:
+    def to_json(self, indent: Indent | None = None) -> str:
         """`to_dict` as strict JSON."""
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 

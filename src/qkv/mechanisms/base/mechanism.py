@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -10,19 +11,16 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.declarations import Size, Whole, checked
 from qkv.errors import ArgumentError, ShapeError
 from qkv.inspection.explain import selected_indices
 from qkv.ledger import Count, Ledger, symbols
-from qkv.mechanisms.base.arguments import (
-    all_three,
-    one_sequence,
-    positive_integers,
-    token_names,
-)
+from qkv.mechanisms.base.arguments import all_three, one_sequence, token_names
 from qkv.mechanisms.base.example import example_input
 from qkv.mechanisms.base.explanation import ExplainedToken, Explanation, Step
 from qkv.mechanisms.base.namespace import array_namespace, like, values
 from qkv.mechanisms.base.operations import traffic
+from qkv.mechanisms.base.rows import Arrays, Rows, refuse_many_numbers
 
 __all__ = ["Mechanism"]
 
@@ -31,9 +29,11 @@ class Mechanism(ABC):
     """A layer that mixes tokens: x `(..., n, embed_dim)` to an output `(..., n, width)`.
 
     A subclass says `name`, `paper` and `formula`, passes the shapes of its weights to `__init__`,
-    and defines `__call__`, `token_mixing`, `steps`, `operations`, `widths` and `example`. Formulas
-    are written with `array_namespace(x)`, so that NumPy arrays, torch tensors and JAX arrays all
-    work and the output is an array of the same library, dtype and device.
+    and defines `__call__`, `token_mixing`, `steps`, `operations`, `widths` and `example`. Arguments
+    are declared where they are annotated and checked before a method runs; see
+    `qkv.declarations`. Formulas are written with `array_namespace(x)`, so that
+    NumPy arrays, torch tensors and JAX arrays all work and the output is an array of the same
+    library, dtype and device.
 
     Parameters
     ----------
@@ -75,15 +75,29 @@ class Mechanism(ABC):
     formula: ClassVar[str]
     one_sequence_only: ClassVar[bool] = False
     """Whether keys and values can only be those of x."""
+    checked_methods: ClassVar[tuple[str, ...]] = (
+        "absorbed", "block_mask", "hops", "initial_state", "latents", "step", "tiles",
+        "token_mixing", "cost",
+    )  # fmt: skip
+    """Methods that callers use, whose arguments are checked in every subclass; those that classes
+    are made of are called with what has been checked."""
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        for name in ("__init__", "__call__", *cls.checked_methods):
+            if name in vars(cls):
+                setattr(cls, name, checked(vars(cls)[name]))
 
     def __init__(
         self,
         shapes: Mapping[str, tuple[int, ...]],
-        weights: Mapping[str, Any] | None = None,
-        seed: int = 0,
+        weights: Arrays | None = None,
+        seed: Whole = 0,
     ) -> None:
         self.weights: dict[str, Any]
         if weights is None:
+            total = sum(math.prod(shape) for shape in shapes.values())
+            refuse_many_numbers(f"the weights of {self.name}", total)
             rng = np.random.default_rng(seed)
             self.weights = {
                 name: self.initial_weight(name, shape, rng) for name, shape in shapes.items()
@@ -92,11 +106,11 @@ class Mechanism(ABC):
             self.weights = _checked(weights, shapes, self.name)
 
     @abstractmethod
-    def __call__(self, x: Any, /) -> Any:
+    def __call__(self, x: Rows, /) -> Any:
         """Mix the tokens of `x` (..., n, embed_dim); an array of the same library and dtype."""
 
     @abstractmethod
-    def token_mixing(self, x: Any, /) -> Any:
+    def token_mixing(self, x: Rows, /) -> Any:
         """How much of each token's value reaches each output, `(..., num_heads, n, n)` or `(n, n)`.
 
         The attention weights, or for mechanisms without any the effective matrix M for which the
@@ -118,15 +132,16 @@ class Mechanism(ABC):
             )
         return all_three(x, key, value)
 
+    @checked
     def explain(
         self,
-        x: Any,
+        x: Rows,
         /,
         tokens: Sequence[str] | None = None,
         index: int = 0,
         *,
-        key: Any = None,
-        value: Any = None,
+        key: Rows | None = None,
+        value: Rows | None = None,
         kv_tokens: Sequence[str] | None = None,
     ) -> Explanation:
         """The calculation of one token of `x` (n, embed_dim), step by step.
@@ -162,7 +177,8 @@ class Mechanism(ABC):
     def steps(self, token: ExplainedToken) -> list[Step]:
         """The steps of `explain`, whose last line is the output; weights are NumPy arrays."""
 
-    def cost(self, n: int, batch: int = 1, dtype: str = "float32") -> Ledger:
+    @checked
+    def cost(self, n: Size, batch: Size = 1, dtype: str = "float32") -> Ledger:
         """Operations, parameters and bytes for `batch` sequences of `n` tokens.
 
         Bytes are those of a fused kernel: input and weights are read once, the output is written
@@ -179,7 +195,6 @@ class Mechanism(ABC):
         ArgumentError, DTypeError
             A size is not a positive integer, or the type is not a floating one.
         """
-        positive_integers(n=n, batch=batch)
         (tokens,) = symbols(n=n)
         b = 1 if batch == 1 else Count(batch, "b")
         found = self.operations(tokens, b)

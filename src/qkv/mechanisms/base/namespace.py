@@ -109,7 +109,9 @@ def values(array: Any, name: str = "array") -> Any:
     >>> values(np.ones(2))
     array([1., 1.])
     """
-    return view(array.detach().cpu() if kind_of(array) == "torch" else array, name)
+    if kind_of(array) == "torch" and not array.is_meta:
+        array = array.detach().cpu()
+    return view(array, name)
 
 
 def host_views(*arrays: Any) -> tuple[Any, ...] | None:

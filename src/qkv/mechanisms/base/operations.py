@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from qkv.declarations import checked
 from qkv.errors import DTypeError
 from qkv.ledger import Count, Ledger, matmul, step
 
@@ -82,6 +83,7 @@ def traffic(read: int, written: int, dtype: str) -> Ledger:
     return Ledger(bytes_read=Count(1) * read * size, bytes_written=Count(1) * written * size)
 
 
+@checked
 def item_bytes(dtype: str) -> int:
     """Bytes of one number.
 

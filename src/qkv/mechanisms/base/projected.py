@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, Self, TypedDict, Unpack
 
+from qkv.declarations import Size, Whole
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, step, symbols
-from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.attention import AttentionMechanism
 from qkv.mechanisms.base.attention_steps import token_lines
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
@@ -15,6 +14,7 @@ from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step
 from qkv.mechanisms.base.loading import torch_multi_head
 from qkv.mechanisms.base.namespace import array_namespace
 from qkv.mechanisms.base.operations import attention_over_pairs, projection
+from qkv.mechanisms.base.rows import Arrays
 from qkv.variants import ALiBi, Causal, RoPE
 
 __all__ = [
@@ -30,22 +30,22 @@ __all__ = [
 class OptionsWithoutGroups(TypedDict, total=False):
     """Keywords of `ProjectedAttention` but num_kv_heads."""
 
-    head_dim: int | None
-    kv_dim: int | None
+    head_dim: Size | None
+    kv_dim: Size | None
     causal: bool
     rope: RoPE | None
     alibi: bool
     bias: bool
     out_proj: bool
     scale: float | None
-    weights: Mapping[str, Any] | None
-    seed: int
+    weights: Arrays | None
+    seed: Whole
 
 
 class Options(OptionsWithoutGroups, total=False):
     """Keywords that every mechanism with projections takes; see `ProjectedAttention`."""
 
-    num_kv_heads: int | None
+    num_kv_heads: Size | None
 
 
 class ProjectedAttention(AttentionMechanism):
@@ -97,8 +97,8 @@ class ProjectedAttention(AttentionMechanism):
 
     def __init__(
         self,
-        embed_dim: int,
-        num_heads: int = 1,
+        embed_dim: Size,
+        num_heads: Size = 1,
         **options: Unpack[Options],
     ) -> None:
         options = {**self.default_options, **options, **self.fixed_options}
@@ -108,7 +108,6 @@ class ProjectedAttention(AttentionMechanism):
                 f"{self.name} has no option {', '.join(sorted(unknown))}.",
                 action=f"Options are {', '.join(sorted(Options.__optional_keys__))}.",
             )
-        positive_integers(embed_dim=embed_dim, num_heads=num_heads)
         self.embed_dim, self.num_heads = embed_dim, num_heads
         kv_heads, kv_dim = options.get("num_kv_heads"), options.get("kv_dim")
         self.num_kv_heads = num_heads if kv_heads is None else kv_heads
@@ -120,9 +119,6 @@ class ProjectedAttention(AttentionMechanism):
             )
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
         self.kv_dim = embed_dim if kv_dim is None else kv_dim
-        positive_integers(
-            num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, kv_dim=self.kv_dim
-        )
         if num_heads % self.num_kv_heads:
             raise ArgumentError(
                 f"num_heads={num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}.",

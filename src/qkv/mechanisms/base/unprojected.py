@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Self
 
+from qkv.declarations import Size
 from qkv.ledger import Count, Ledger, symbols
-from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.attention import AttentionMechanism
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM
 from qkv.mechanisms.base.operations import attention_over_pairs
@@ -30,8 +30,7 @@ class UnprojectedAttention(AttentionMechanism):
         head_dim is not a positive integer.
     """
 
-    def __init__(self, head_dim: int, *, scale: float | None = None) -> None:
-        positive_integers(head_dim=head_dim)
+    def __init__(self, head_dim: Size, *, scale: float | None = None) -> None:
         self.head_dim, self.scale = head_dim, scale
         super().__init__({})
 

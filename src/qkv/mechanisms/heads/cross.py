@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from qkv.declarations import Size
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, symbols
-from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.example import example_input
 from qkv.mechanisms.base.operations import attention_over_pairs, projection, traffic
 from qkv.mechanisms.base.projected import ProjectedAttention
@@ -65,7 +65,7 @@ class Cross(ProjectedAttention):
         return super().sequences(x, key, value)
 
     def cost(
-        self, n: int, batch: int = 1, dtype: str = "float32", kv_len: int | None = None
+        self, n: Size, batch: Size = 1, dtype: str = "float32", kv_len: Size | None = None
     ) -> Ledger:
         """Operations, parameters and bytes for `batch` pairs of sequences.
 
@@ -79,7 +79,6 @@ class Cross(ProjectedAttention):
             Rows of the other sequence, `n` unless given.
         """
         kv_len = n if kv_len is None else kv_len
-        positive_integers(n=n, batch=batch, kv_len=kv_len)
         tokens, m, d, h = symbols(n=n, m=kv_len, d=self.head_dim, h=self.num_heads)
         b = 1 if batch == 1 else Count(batch, "b")
         found = Ledger()

@@ -7,6 +7,7 @@ from typing import Any, Self, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.declarations import NotNegative, Size
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.explanation import Line, Step, number
@@ -14,6 +15,7 @@ from qkv.mechanisms.base.llama import LlamaAttention
 from qkv.mechanisms.base.namespace import array_namespace, like, values
 from qkv.mechanisms.base.operations import attention_over_pairs
 from qkv.mechanisms.base.projected import Options, join_heads
+from qkv.mechanisms.base.rows import Rows
 
 __all__ = ["Differential"]
 
@@ -69,12 +71,12 @@ class Differential(LlamaAttention):
 
     def __init__(
         self,
-        embed_dim: int,
-        num_heads: int = 2,
+        embed_dim: Size,
+        num_heads: Size = 2,
         *,
         lambda_init: float = 0.2,
         normalize: bool = True,
-        eps: float = 1e-5,
+        eps: NotNegative = 1e-5,
         **options: Unpack[Options],
     ) -> None:
         kv_heads = options.get("num_kv_heads") or num_heads
@@ -128,7 +130,7 @@ class Differential(LlamaAttention):
         half = self.num_heads // 2
         return maps[..., :half, :, :] - self.weight_of_second_map(maps) * maps[..., half:, :, :]
 
-    def token_mixing(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
+    def token_mixing(self, x: Rows, key: Rows | None = None, value: Rows | None = None, /) -> Any:
         """The differences of the weights, `(..., num_heads / 2, n, n)`.
 
         Their rows add to 1 - lambda. Without the normalisation, the output of a pair is this matrix

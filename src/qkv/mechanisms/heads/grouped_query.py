@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Self, Unpack
 
+from qkv.declarations import Size
 from qkv.mechanisms.base.llama import LlamaAttention
 from qkv.mechanisms.base.projected import OptionsWithoutGroups
 
@@ -44,9 +45,9 @@ class GroupedQuery(LlamaAttention):
 
     def __init__(
         self,
-        embed_dim: int,
-        num_heads: int,
-        num_kv_heads: int,
+        embed_dim: Size,
+        num_heads: Size,
+        num_kv_heads: Size,
         **options: Unpack[OptionsWithoutGroups],
     ) -> None:
         super().__init__(embed_dim, num_heads, num_kv_heads=num_kv_heads, **options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Self
 
@@ -10,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import qkv
+from qkv.declarations import NotNegative, Size, Whole
+from qkv.errors import ShapeError
 from qkv.ledger import Count, Ledger, step, symbols
-from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.attention import AttentionMechanism
 from qkv.mechanisms.base.attention_steps import token_lines
 from qkv.mechanisms.base.example import EXAMPLE_WIDTH, select_columns
@@ -21,6 +21,7 @@ from qkv.mechanisms.base.namespace import array_namespace
 from qkv.mechanisms.base.normalization import rms_norm
 from qkv.mechanisms.base.operations import attention_over_pairs, projection
 from qkv.mechanisms.base.projected import head_lines, join_heads, split_heads
+from qkv.mechanisms.base.rows import Arrays, Rows
 from qkv.variants import Causal, RoPE
 
 __all__ = ["MultiHeadLatent"]
@@ -93,33 +94,24 @@ class MultiHeadLatent(AttentionMechanism):
 
     def __init__(
         self,
-        embed_dim: int,
-        num_heads: int,
+        embed_dim: Size,
+        num_heads: Size,
         *,
-        kv_lora_rank: int,
-        qk_nope_head_dim: int,
-        qk_rope_head_dim: int,
-        v_head_dim: int,
-        q_lora_rank: int | None = None,
+        kv_lora_rank: Size,
+        qk_nope_head_dim: Size,
+        qk_rope_head_dim: Size,
+        v_head_dim: Size,
+        q_lora_rank: Size | None = None,
         rope: RoPE | None = None,
         causal: bool = True,
         latent_norm: bool = True,
-        eps: float = 1e-6,
+        eps: NotNegative = 1e-6,
         bias: bool = False,
         out_proj: bool = True,
         scale: float | None = None,
-        weights: Mapping[str, Any] | None = None,
-        seed: int = 0,
+        weights: Arrays | None = None,
+        seed: Whole = 0,
     ) -> None:
-        sizes = {
-            "embed_dim": embed_dim,
-            "num_heads": num_heads,
-            "kv_lora_rank": kv_lora_rank,
-            "qk_nope_head_dim": qk_nope_head_dim,
-            "qk_rope_head_dim": qk_rope_head_dim,
-            "v_head_dim": v_head_dim,
-        }
-        positive_integers(**sizes, **({} if q_lora_rank is None else {"q_lora_rank": q_lora_rank}))
         self.embed_dim, self.num_heads, self.kv_lora_rank = embed_dim, num_heads, kv_lora_rank
         self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
         self.v_head_dim, self.q_lora_rank = v_head_dim, q_lora_rank
@@ -178,7 +170,7 @@ class MultiHeadLatent(AttentionMechanism):
         apart = split_heads(rows, self.num_heads)
         return apart[..., self.qk_nope_head_dim :], apart[..., : self.qk_nope_head_dim]
 
-    def latents(self, x: Any) -> Any:
+    def latents(self, x: Rows) -> Any:
         """The cached rows of x: `[k_rope | c]`, `(..., n, qk_rope_head_dim + kv_lora_rank)`.
 
         `k_rope` is not yet turned.
@@ -209,7 +201,7 @@ class MultiHeadLatent(AttentionMechanism):
         rows = join_heads(out)
         return self.linear("out_proj", rows) if self.out_proj else rows
 
-    def absorbed(self, x: Any, latents: Any = None) -> Any:
+    def absorbed(self, x: Rows, latents: Rows | None = None) -> Any:
         """The same output from latent rows, without making keys and values.
 
         Parameters
@@ -238,7 +230,7 @@ class MultiHeadLatent(AttentionMechanism):
         )
         return self.join(namespace.matmul(out, namespace.matrix_transpose(value_part)))
 
-    def step(self, x: Any, latents: Any = None) -> tuple[Any, Any]:
+    def step(self, x: Rows, latents: Rows | None = None) -> tuple[Any, Any]:
         """Decode the next tokens in the absorbed form.
 
         Parameters
@@ -252,8 +244,20 @@ class MultiHeadLatent(AttentionMechanism):
         -------
         (array, array)
             Output of the tokens, and the latent rows of all tokens so far.
+
+        Raises
+        ------
+        ShapeError
+            The latent rows are not those of a step before.
         """
         new = self.latents(x)
+        if latents is not None and (
+            latents.shape[:-2] != new.shape[:-2] or latents.shape[-1] != new.shape[-1]
+        ):
+            raise ShapeError(
+                f"latents have shape {tuple(latents.shape)}, those of x {tuple(new.shape)}.",
+                action="Pass what the last step returned.",
+            )
         whole = new if latents is None else array_namespace(x).concat([latents, new], axis=-2)
         return self.absorbed(x, whole), whole
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Self, Unpack
 
+from qkv.declarations import Size
 from qkv.errors import ArgumentError
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
 
@@ -44,7 +45,7 @@ class MultiQuery(ProjectedAttention):
     paper = "Shazeer, Fast Transformer Decoding: One Write-Head is All You Need (2019)"
     formula = "[head_0, ..., head_n] W_o, head_h = softmax(Q_h K^T / sqrt(d)) V"
 
-    def __init__(self, embed_dim: int, num_heads: int, **options: Unpack[Options]) -> None:
+    def __init__(self, embed_dim: Size, num_heads: Size, **options: Unpack[Options]) -> None:
         if options.setdefault("num_kv_heads", 1) != 1:
             raise ArgumentError(
                 f"num_kv_heads={options['num_kv_heads']}; multi-query attention has one.",

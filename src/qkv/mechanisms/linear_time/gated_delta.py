@@ -8,15 +8,16 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.declarations import NotNegative, Size, Whole
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, step, symbols
-from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
 from qkv.mechanisms.base.loading import named_weights
 from qkv.mechanisms.base.namespace import array_namespace
 from qkv.mechanisms.base.normalization import l2_norm, rms_norm
 from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.base.projected import join_heads, split_heads
+from qkv.mechanisms.base.rows import Arrays
 from qkv.mechanisms.linear_time.activations import sigmoid, silu, softplus
 from qkv.mechanisms.linear_time.convolution import causal_convolution
 from qkv.mechanisms.linear_time.delta_rule import chunk, token_weights
@@ -100,21 +101,20 @@ class GatedDelta(RecurrentMechanism):
 
     def __init__(
         self,
-        embed_dim: int,
-        num_heads: int = 1,
+        embed_dim: Size,
+        num_heads: Size = 1,
         *,
-        num_key_heads: int | None = None,
-        head_dim: int | None = None,
-        v_head_dim: int | None = None,
-        conv_kernel: int = 4,
-        norm_epsilon: float = 1e-6,
+        num_key_heads: Size | None = None,
+        head_dim: Size | None = None,
+        v_head_dim: Size | None = None,
+        conv_kernel: Size = 4,
+        norm_epsilon: NotNegative = 1e-6,
         out_proj: bool = True,
-        chunk_size: int = 64,
-        weights: Mapping[str, Any] | None = None,
-        seed: int = 0,
+        chunk_size: Size = 64,
+        weights: Arrays | None = None,
+        seed: Whole = 0,
     ) -> None:
         key_heads = num_heads if num_key_heads is None else num_key_heads
-        positive_integers(embed_dim=embed_dim, num_heads=num_heads, num_key_heads=key_heads)
         if num_heads % key_heads:
             raise ArgumentError(
                 f"num_heads={num_heads} is not a multiple of num_key_heads={key_heads}.",
@@ -122,7 +122,6 @@ class GatedDelta(RecurrentMechanism):
             )
         head_dim = head_dim_of(embed_dim, num_heads, head_dim)
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        positive_integers(head_dim=head_dim, v_head_dim=v_head_dim, conv_kernel=conv_kernel)
         self.num_heads, self.num_key_heads = num_heads, key_heads
         self.head_dim, self.v_head_dim = head_dim, v_head_dim
         self.conv_kernel, self.norm_epsilon, self.out_proj = conv_kernel, norm_epsilon, out_proj

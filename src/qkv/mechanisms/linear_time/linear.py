@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+from qkv.declarations import Size
 from qkv.errors import ShapeError, UnsupportedError
 from qkv.ledger import Count, Ledger, step, symbols
-from qkv.mechanisms.base.arguments import positive_integers, refuse_options
+from qkv.mechanisms.base.arguments import refuse_options
 from qkv.mechanisms.base.attention_steps import token_lines
 from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step, dot_product, number, numbers
 from qkv.mechanisms.base.namespace import array_namespace, like, values
 from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.base.projected import ProjectedAttention, split_heads
+from qkv.mechanisms.base.rows import Rows
 from qkv.mechanisms.linear_time.activations import elu_plus_one
 from qkv.mechanisms.linear_time.chunks import blocks_of_rows, in_chunks, state_of_no_tokens
 from qkv.mechanisms.linear_time.recurrent import repeated_heads
@@ -64,9 +66,8 @@ class Linear(StatefulMechanism, ProjectedAttention):
     block_size: ClassVar[int] = 4096
 
     def __init__(
-        self, embed_dim: int, num_heads: int = 1, *, chunk_size: int = 64, **options: Any
+        self, embed_dim: Size, num_heads: Size = 1, *, chunk_size: Size = 64, **options: Any
     ) -> None:
-        positive_integers(chunk_size=chunk_size)
         refuse_options(self.name, options, "scale", "rope", "alibi")
         self.chunk_size = chunk_size
         super().__init__(embed_dim, num_heads, **options)
@@ -141,7 +142,7 @@ class Linear(StatefulMechanism, ProjectedAttention):
         features, rows, _ = self.keys_and_values(key, value, self.initial_state(x))
         return self.queries(x), features, rows
 
-    def __call__(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
+    def __call__(self, x: Rows, key: Rows | None = None, value: Rows | None = None, /) -> Any:
         """Attend from `x` to `key` and `value`, or to itself; see `AttentionMechanism`."""
         x, key, value = self.sequences(x, key, value)
         state = self.initial_state(x)
@@ -190,7 +191,7 @@ class Linear(StatefulMechanism, ProjectedAttention):
         # NumPy multiplies bfloat16 to float32.
         return array_namespace(x).astype(self.join(out), x.dtype, copy=False)
 
-    def token_mixing(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
+    def token_mixing(self, x: Rows, key: Rows | None = None, value: Rows | None = None, /) -> Any:
         """The weights `(..., num_heads, q_len, kv_len)`; values only, without a gradient."""
         given = (values(a, "x") for a in self.sequences(x, key, value))
         query, key, _ = self.detached().featured(*given)

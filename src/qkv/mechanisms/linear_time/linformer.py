@@ -8,13 +8,15 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 import qkv
+from qkv.declarations import Size
 from qkv.errors import ShapeError
 from qkv.ledger import Count, Ledger, matmul, symbols
-from qkv.mechanisms.base.arguments import positive_integers, refuse_options
+from qkv.mechanisms.base.arguments import refuse_options
 from qkv.mechanisms.base.attention_steps import attention_steps, token_lines
 from qkv.mechanisms.base.explanation import ExplainedToken, Step
 from qkv.mechanisms.base.namespace import like
 from qkv.mechanisms.base.projected import ProjectedAttention, join_heads, split_heads
+from qkv.mechanisms.base.rows import Rows
 from qkv.mechanisms.linear_time.chunks import in_chunks
 
 __all__ = ["Linformer"]
@@ -65,14 +67,13 @@ class Linformer(ProjectedAttention):
 
     def __init__(
         self,
-        embed_dim: int,
-        num_heads: int = 1,
+        embed_dim: Size,
+        num_heads: Size = 1,
         *,
-        max_len: int = 512,
-        num_mixtures: int = 256,
+        max_len: Size = 512,
+        num_mixtures: Size = 256,
         **options: Any,
     ) -> None:
-        positive_integers(max_len=max_len, num_mixtures=num_mixtures)
         refuse_options(self.name, options, "causal", "rope", "alibi")
         self.max_len, self.num_mixtures = max_len, num_mixtures
         super().__init__(embed_dim, num_heads, **options)
@@ -102,7 +103,7 @@ class Linformer(ProjectedAttention):
             )
         return query, key, value
 
-    def __call__(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
+    def __call__(self, x: Rows, key: Rows | None = None, value: Rows | None = None, /) -> Any:
         """Attend from `x` to the mixtures of `key` and `value`, or of itself.
 
         Arrays and errors are those of `AttentionMechanism`; kv_len is at most max_len.
@@ -140,7 +141,7 @@ class Linformer(ProjectedAttention):
             found = found + weight[:, start : min(start + self.block_size, n)] @ heads
         return found
 
-    def token_mixing(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
+    def token_mixing(self, x: Rows, key: Rows | None = None, value: Rows | None = None, /) -> Any:
         """The weights of the mixtures times F, `(..., num_heads, q_len, kv_len)`.
 
         The matrix for which a head gives `M @ V`; its rows need not add up to one.

@@ -8,12 +8,13 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.declarations import Size, Whole
 from qkv.ledger import Count, Ledger, step, symbols
-from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
 from qkv.mechanisms.base.loading import named_weights
 from qkv.mechanisms.base.namespace import array_namespace, host_views, like
 from qkv.mechanisms.base.operations import projection
+from qkv.mechanisms.base.rows import Arrays
 from qkv.mechanisms.linear_time.activations import silu, softplus
 from qkv.mechanisms.linear_time.chunks import in_chunks, state_of_no_tokens
 from qkv.mechanisms.linear_time.convolution import causal_convolution
@@ -95,23 +96,21 @@ class Mamba(RecurrentMechanism):
 
     def __init__(
         self,
-        embed_dim: int,
+        embed_dim: Size,
         *,
-        inner_dim: int | None = None,
-        state_size: int = 16,
-        conv_kernel: int = 4,
-        time_step_rank: int | None = None,
+        inner_dim: Size | None = None,
+        state_size: Size = 16,
+        conv_kernel: Size = 4,
+        time_step_rank: Size | None = None,
         bias: bool = False,
         conv_bias: bool = True,
         out_proj: bool = True,
-        chunk_size: int = 64,
-        weights: Mapping[str, Any] | None = None,
-        seed: int = 0,
+        chunk_size: Size = 64,
+        weights: Arrays | None = None,
+        seed: Whole = 0,
     ) -> None:
-        positive_integers(embed_dim=embed_dim, state_size=state_size, conv_kernel=conv_kernel)
         inner = 2 * embed_dim if inner_dim is None else inner_dim
         rank = -(-embed_dim // 16) if time_step_rank is None else time_step_rank
-        positive_integers(inner_dim=inner, time_step_rank=rank)
         self.inner_dim, self.state_size, self.time_step_rank = inner, state_size, rank
         self.conv_kernel, self.out_proj = conv_kernel, out_proj
         shapes: dict[str, tuple[int, ...]] = {

@@ -9,15 +9,16 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.declarations import Interval, NotNegative, Size, Whole
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, step, symbols
-from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
 from qkv.mechanisms.base.loading import named_weights
 from qkv.mechanisms.base.namespace import array_namespace
 from qkv.mechanisms.base.normalization import rms_norm
 from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.base.projected import join_heads, split_heads
+from qkv.mechanisms.base.rows import Arrays
 from qkv.mechanisms.linear_time.activations import silu, softplus
 from qkv.mechanisms.linear_time.chunks import in_chunks, state_of_no_tokens
 from qkv.mechanisms.linear_time.convolution import causal_convolution
@@ -105,25 +106,23 @@ class Mamba2(RecurrentMechanism):
 
     def __init__(
         self,
-        embed_dim: int,
-        num_heads: int = 1,
+        embed_dim: Size,
+        num_heads: Size = 1,
         *,
-        head_dim: int | None = None,
-        state_size: int = 128,
-        num_groups: int = 1,
-        conv_kernel: int = 4,
-        time_step_limit: tuple[float, float] = (0.0, math.inf),
-        norm_epsilon: float = 1e-5,
+        head_dim: Size | None = None,
+        state_size: Size = 128,
+        num_groups: Size = 1,
+        conv_kernel: Size = 4,
+        time_step_limit: Interval = (0.0, math.inf),
+        norm_epsilon: NotNegative = 1e-5,
         bias: bool = False,
         conv_bias: bool = True,
         out_proj: bool = True,
-        chunk_size: int = 64,
-        weights: Mapping[str, Any] | None = None,
-        seed: int = 0,
+        chunk_size: Size = 64,
+        weights: Arrays | None = None,
+        seed: Whole = 0,
     ) -> None:
-        positive_integers(embed_dim=embed_dim, num_heads=num_heads, num_groups=num_groups)
         head_dim = head_dim_of(2 * embed_dim, num_heads, head_dim)
-        positive_integers(head_dim=head_dim, state_size=state_size, conv_kernel=conv_kernel)
         if num_heads % num_groups:
             raise ArgumentError(
                 f"num_heads={num_heads} is not a multiple of num_groups={num_groups}.",
@@ -210,7 +209,8 @@ class Mamba2(RecurrentMechanism):
         """The gated heads, normalised group by group, and projected back."""
         xp = array_namespace(out)
         rows = join_heads(out) * silu(gate)
-        groups = xp.reshape(rows, (*rows.shape[:-1], self.num_groups, -1))
+        width = rows.shape[-1] // self.num_groups
+        groups = xp.reshape(rows, (*rows.shape[:-1], self.num_groups, width))
         rows = xp.reshape(rms_norm(groups, self.norm_epsilon), rows.shape)
         rows = rows * self.weight("norm.weight", out)
         return self.linear("out_proj", rows) if self.out_proj else rows

@@ -8,10 +8,11 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.declarations import Size
 from qkv.errors import ShapeError
 from qkv.ledger import Count, Ledger, matmul, step
-from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.namespace import array_namespace, like
+from qkv.mechanisms.base.rows import Rows, refuse_many_numbers
 from qkv.mechanisms.linear_time.linear import Linear
 from qkv.mechanisms.linear_time.recurrent import repeated_heads
 
@@ -71,21 +72,22 @@ class Performer(Linear):
 
     def __init__(
         self,
-        embed_dim: int,
-        num_heads: int = 1,
+        embed_dim: Size,
+        num_heads: Size = 1,
         *,
-        num_features: int = 256,
+        num_features: Size = 256,
         orthogonal: bool = True,
         projection: Any = None,
         **options: Any,
     ) -> None:
         super().__init__(embed_dim, num_heads, **options)
-        positive_integers(num_features=num_features)
         shape = (num_features, self.head_dim)
         if projection is None:
+            refuse_many_numbers("the projection of performer", num_features * self.head_dim)
             rng = np.random.default_rng(options.get("seed", 0))
             draw = orthogonal_projection if orthogonal else independent_projection
             projection = draw(*shape, rng)
+        array_namespace(projection)
         if tuple(projection.shape) != shape:
             raise ShapeError(
                 f"projection has shape {tuple(projection.shape)}, not (num_features, head_dim).",
@@ -102,7 +104,7 @@ class Performer(Linear):
             "largest": (self.num_kv_heads, 1, 1),
         }
 
-    def initial_state(self, x: Any) -> dict[str, Any]:
+    def initial_state(self, x: Rows) -> dict[str, Any]:
         """Sums of nothing, whose largest exponent is -inf."""
         state = super().initial_state(x)
         return state | {"largest": state["largest"] - math.inf}

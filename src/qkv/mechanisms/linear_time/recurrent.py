@@ -8,12 +8,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from qkv.declarations import Size, Whole
 from qkv.errors import ArgumentError, ShapeError
 from qkv.ledger import Ledger, step
-from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.attention_steps import token_lines
 from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step, numbers
 from qkv.mechanisms.base.namespace import array_namespace, like, values
+from qkv.mechanisms.base.rows import Arrays, Rows
 from qkv.mechanisms.linear_time.stateful import StatefulMechanism
 
 __all__ = [
@@ -49,12 +50,11 @@ class RecurrentMechanism(StatefulMechanism):
     def __init__(
         self,
         shapes: Mapping[str, tuple[int, ...]],
-        weights: Mapping[str, Any] | None,
-        seed: int,
-        embed_dim: int,
-        chunk_size: int,
+        weights: Arrays | None,
+        seed: Whole,
+        embed_dim: Size,
+        chunk_size: Size,
     ) -> None:
-        positive_integers(embed_dim=embed_dim, chunk_size=chunk_size)
         self.embed_dim, self.chunk_size = embed_dim, chunk_size
         super().__init__(shapes, weights, seed)
 
@@ -79,7 +79,7 @@ class RecurrentMechanism(StatefulMechanism):
     def join(self, out: Any, gate: Any) -> Any:
         """The output of the mechanism from that of the heads."""
 
-    def __call__(self, x: Any, /) -> Any:
+    def __call__(self, x: Rows, /) -> Any:
         """Mix the tokens of `x`.
 
         Parameters
@@ -105,7 +105,7 @@ class RecurrentMechanism(StatefulMechanism):
         # NumPy multiplies bfloat16 to float32.
         return array_namespace(x).astype(out, x.dtype, copy=False), state
 
-    def token_mixing(self, x: Any, /) -> Any:
+    def token_mixing(self, x: Rows, /) -> Any:
         """The matrix M `(..., num_heads, n, n)` for which a head gives `M @ value`.
 
         Values only, without a gradient. O(n^2) memory for each head, of which there is one for
@@ -211,7 +211,7 @@ def grouped_heads(heads: Any, groups: int) -> Any:
     >>> grouped_heads(np.zeros((6, 5, 4)), 2).shape
     (2, 3, 5, 4)
     """
-    shape = (*heads.shape[:-3], groups, -1, *heads.shape[-2:])
+    shape = (*heads.shape[:-3], groups, heads.shape[-3] // groups, *heads.shape[-2:])
     return array_namespace(heads).reshape(heads, shape)
 
 

@@ -10,12 +10,13 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.declarations import Size, Whole
 from qkv.ledger import Count, Ledger, step, symbols
-from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
 from qkv.mechanisms.base.loading import named_weights
 from qkv.mechanisms.base.namespace import array_namespace, like
 from qkv.mechanisms.base.operations import projection
+from qkv.mechanisms.base.rows import Arrays, Rows
 from qkv.mechanisms.linear_time.activations import sigmoid
 from qkv.mechanisms.linear_time.recurrent import RecurrentMechanism, activation_cost, token_shift
 from qkv.mechanisms.linear_time.scan import in_segments, joined_segments, linear_scan, segments
@@ -80,16 +81,15 @@ class RWKV4(RecurrentMechanism):
 
     def __init__(
         self,
-        embed_dim: int,
-        hidden_dim: int | None = None,
+        embed_dim: Size,
+        hidden_dim: Size | None = None,
         *,
         out_proj: bool = True,
-        chunk_size: int = 2048,
-        weights: Mapping[str, Any] | None = None,
-        seed: int = 0,
+        chunk_size: Size = 2048,
+        weights: Arrays | None = None,
+        seed: Whole = 0,
     ) -> None:
         hidden_dim = embed_dim if hidden_dim is None else hidden_dim
-        positive_integers(embed_dim=embed_dim, hidden_dim=hidden_dim)
         self.hidden_dim, self.out_proj = hidden_dim, out_proj
         shapes: dict[str, tuple[int, ...]] = {"time_decay": (hidden_dim,)}
         shapes["time_first"] = (hidden_dim,)
@@ -119,7 +119,7 @@ class RWKV4(RecurrentMechanism):
         """What is kept of the past: the last row, and the sums of each channel."""
         return {"shift": (1, self.embed_dim)} | dict.fromkeys(SUMS, (self.hidden_dim,))
 
-    def initial_state(self, x: Any) -> dict[str, Any]:
+    def initial_state(self, x: Rows) -> dict[str, Any]:
         """Sums of nothing, whose largest score is -inf."""
         state = super().initial_state(x)
         return state | {"largest": state["largest"] - math.inf}

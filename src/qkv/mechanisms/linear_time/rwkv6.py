@@ -9,13 +9,14 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.declarations import NotNegative, Size, Whole
 from qkv.ledger import Count, Ledger, matmul, step, symbols
-from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
 from qkv.mechanisms.base.namespace import array_namespace
 from qkv.mechanisms.base.normalization import layer_norm
 from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.base.projected import join_heads, split_heads
+from qkv.mechanisms.base.rows import Arrays
 from qkv.mechanisms.linear_time.activations import silu
 from qkv.mechanisms.linear_time.chunks import in_chunks, state_of_no_tokens
 from qkv.mechanisms.linear_time.recurrent import (
@@ -94,21 +95,19 @@ class RWKV6(RecurrentMechanism):
 
     def __init__(
         self,
-        embed_dim: int,
-        num_heads: int = 1,
+        embed_dim: Size,
+        num_heads: Size = 1,
         *,
-        head_dim: int | None = None,
-        mix_rank: int = 32,
-        decay_rank: int = 64,
-        norm_epsilon: float = 64e-5,
+        head_dim: Size | None = None,
+        mix_rank: Size = 32,
+        decay_rank: Size = 64,
+        norm_epsilon: NotNegative = 64e-5,
         out_proj: bool = True,
-        chunk_size: int = 64,
-        weights: Mapping[str, Any] | None = None,
-        seed: int = 0,
+        chunk_size: Size = 64,
+        weights: Arrays | None = None,
+        seed: Whole = 0,
     ) -> None:
-        positive_integers(embed_dim=embed_dim, num_heads=num_heads, chunk_size=chunk_size)
         head_dim = head_dim_of(embed_dim, num_heads, head_dim)
-        positive_integers(head_dim=head_dim, mix_rank=mix_rank, decay_rank=decay_rank)
         self.num_heads, self.head_dim = num_heads, head_dim
         self.mix_rank, self.decay_rank = mix_rank, decay_rank
         self.norm_epsilon, self.out_proj = norm_epsilon, out_proj
@@ -359,7 +358,9 @@ def _earlier_tokens(r: Any, k: Any, v: Any, log: Any) -> tuple[Any, Any, Any, An
 
 def _halves(a: Any, half: int) -> Any:
     """(..., n, d) as (..., n / (2 half), 2, half, d)."""
-    return array_namespace(a).reshape(a, (*a.shape[:-2], -1, 2, half, a.shape[-1]))
+    return array_namespace(a).reshape(
+        a, (*a.shape[:-2], a.shape[-2] // (2 * half), 2, half, a.shape[-1])
+    )
 
 
 def _joined(early: Any, late: Any, like: Any) -> Any:

@@ -11,6 +11,7 @@ import numpy as np
 from qkv.errors import ArgumentError, ShapeError
 from qkv.mechanisms.base.mechanism import Mechanism
 from qkv.mechanisms.base.namespace import array_namespace, like
+from qkv.mechanisms.base.rows import Rows
 from qkv.mechanisms.linear_time.chunks import in_chunks
 
 __all__ = ["StatefulMechanism"]
@@ -27,7 +28,7 @@ class StatefulMechanism(Mechanism):
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the arrays of the state, for one sequence."""
 
-    def initial_state(self, x: Any) -> dict[str, Any]:
+    def initial_state(self, x: Rows) -> dict[str, Any]:
         """The state before the first token of `x`: zeros, in its library, dtype and device."""
         shapes = self.state_shapes.items()
         return {name: like(np.zeros((*x.shape[:-2], *shape)), x) for name, shape in shapes}
@@ -40,7 +41,7 @@ class StatefulMechanism(Mechanism):
     def next_tokens(self, state: dict[str, Any], x: Any) -> tuple[Any, dict[str, Any]]:
         """The output of one block of tokens, and the state after them."""
 
-    def step(self, x: Any, state: Mapping[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def step(self, x: Rows, state: Mapping[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Mix the next tokens of a sequence: one when decoding, several for a prompt.
 
         Parameters

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Self
 
 import numpy as np
 
+from qkv.declarations import Size, Whole
 from qkv.inspection.steps import softmax
 from qkv.ledger import Count, Ledger, matmul, step, symbols
 from qkv.ledger import softmax as softmax_ledger
-from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.attention_steps import softmax_and_output, token_lines
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM
 from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step, dot_product
 from qkv.mechanisms.base.mechanism import Mechanism
 from qkv.mechanisms.base.namespace import array_namespace, like, recomputed, values
 from qkv.mechanisms.base.operations import projection
+from qkv.mechanisms.base.rows import Arrays, Rows
 from qkv.samples import shared_example
 
 __all__ = ["Additive"]
@@ -72,17 +72,16 @@ class Additive(Mechanism):
 
     def __init__(
         self,
-        embed_dim: int,
+        embed_dim: Size,
         *,
-        hidden_dim: int | None = None,
-        kv_dim: int | None = None,
-        weights: Mapping[str, Any] | None = None,
-        seed: int = 0,
+        hidden_dim: Size | None = None,
+        kv_dim: Size | None = None,
+        weights: Arrays | None = None,
+        seed: Whole = 0,
     ) -> None:
         self.embed_dim = embed_dim
         self.hidden_dim = embed_dim if hidden_dim is None else hidden_dim
         self.kv_dim = embed_dim if kv_dim is None else kv_dim
-        positive_integers(embed_dim=embed_dim, hidden_dim=self.hidden_dim, kv_dim=self.kv_dim)
         shapes = {
             "q_proj.weight": (self.hidden_dim, embed_dim),
             "k_proj.weight": (self.hidden_dim, self.kv_dim),
@@ -90,7 +89,7 @@ class Additive(Mechanism):
         }
         super().__init__(shapes, weights, seed)
 
-    def __call__(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
+    def __call__(self, x: Rows, key: Rows | None = None, value: Rows | None = None, /) -> Any:
         """Attend from `x` to `key` and `value`, or to itself.
 
         Parameters
@@ -117,7 +116,7 @@ class Additive(Mechanism):
         ]
         return namespace.concat(outputs, axis=-2)
 
-    def token_mixing(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
+    def token_mixing(self, x: Rows, key: Rows | None = None, value: Rows | None = None, /) -> Any:
         """The attention weights `(..., q_len, kv_len)`; values only, without a gradient.
 
         Parameters

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from qkv.declarations import Size
 from qkv.mechanisms.base.unprojected import UnprojectedAttention
 
 __all__ = ["DotProduct"]
@@ -37,5 +38,5 @@ class DotProduct(UnprojectedAttention):
     paper = "Luong et al., Effective Approaches to Attention-based NMT (2015)"
     formula = "softmax(Q K^T) V"
 
-    def __init__(self, head_dim: int) -> None:
+    def __init__(self, head_dim: Size) -> None:
         super().__init__(head_dim, scale=1.0)

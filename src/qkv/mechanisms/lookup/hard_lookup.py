@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from qkv.declarations import Size
+from qkv.errors import ShapeError
 from qkv.ledger import Count, Ledger, step, symbols
-from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.namespace import array_namespace
 from qkv.mechanisms.base.unprojected import UnprojectedAttention
 from qkv.variants import Mask
@@ -53,14 +54,24 @@ class Hard(UnprojectedAttention):
     paper = "Xu et al., Show, Attend and Tell (2015); Gupta et al., Top-k Attention (2021)"
     formula = "V[argmax(Q K^T)], or the softmax over the k largest scores"
 
-    def __init__(self, head_dim: int, k: int = 1) -> None:
-        positive_integers(k=k)
+    def __init__(self, head_dim: Size, k: Size = 1) -> None:
         self.k = k
         super().__init__(head_dim)
 
     def variants(self, query: Any, key: Any) -> tuple[Any, ...]:
-        """The mask of each query's k best keys."""
+        """The mask of each query's k best keys.
+
+        Raises
+        ------
+        ShapeError
+            Rows of query and key differ in length.
+        """
         namespace = array_namespace(query)
+        if query.shape[-1] != key.shape[-1]:
+            raise ShapeError(
+                f"rows of the query have {query.shape[-1]} numbers, of the key {key.shape[-1]}.",
+                action="Pass rows of one length.",
+            )
         scores = namespace.matmul(query, namespace.matrix_transpose(key))
         # The rank of a key is the place of its index in the order of falling scores.
         order = namespace.argsort(-scores, axis=-1, stable=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from qkv.classical import ScaledDotProductAttention
+from qkv.declarations import Size
 from qkv.mechanisms.base.namespace import like, values
+from qkv.mechanisms.base.rows import Rows
 from qkv.mechanisms.base.unprojected import UnprojectedAttention
 
 __all__ = ["ScaledDotProduct"]
@@ -42,11 +44,11 @@ class ScaledDotProduct(UnprojectedAttention):
     paper = "Vaswani et al., Attention Is All You Need (2017), section 3.2.1"
     formula = "softmax(Q K^T / sqrt(d)) V"
 
-    def __init__(self, head_dim: int) -> None:
+    def __init__(self, head_dim: Size) -> None:
         self.layer = ScaledDotProductAttention(head_dim)
         super().__init__(head_dim, scale=1 / self.layer.scale)
 
-    def token_mixing(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
+    def token_mixing(self, x: Rows, key: Rows | None = None, value: Rows | None = None, /) -> Any:
         """The attention weights `(..., q_len, kv_len)`; values only, without a gradient.
 
         Parameters

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from numbers import Real
-
-from qkv.errors import ArgumentError
+from qkv.declarations import Positive, Size
 from qkv.mechanisms.base.unprojected import UnprojectedAttention
 
 __all__ = ["Soft"]
@@ -46,10 +44,5 @@ class Soft(UnprojectedAttention):
     paper = "Graves et al., Neural Turing Machines (2014), section 3.3.1"
     formula = "softmax(Q K^T / temperature) V"
 
-    def __init__(self, head_dim: int, temperature: float | None = None) -> None:
-        if temperature is not None and not (isinstance(temperature, Real) and temperature > 0):
-            raise ArgumentError(
-                f"temperature={temperature!r:.60} is not above 0.",
-                action="Pass a positive number, or use Hard for the limit of 0.",
-            )
+    def __init__(self, head_dim: Size, temperature: Positive | None = None) -> None:
         super().__init__(head_dim, scale=None if temperature is None else 1 / temperature)

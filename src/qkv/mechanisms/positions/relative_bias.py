@@ -6,8 +6,8 @@ from typing import Any, ClassVar, Self, Unpack
 
 import numpy as np
 
+from qkv.declarations import Size
 from qkv.ledger import Ledger, step
-from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.loading import named_weights
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
 from qkv.variants import RelativeBias as BiasOfDistance
@@ -58,14 +58,13 @@ class RelativeBias(ProjectedAttention):
 
     def __init__(
         self,
-        embed_dim: int,
-        num_heads: int = 1,
+        embed_dim: Size,
+        num_heads: Size = 1,
         *,
-        num_buckets: int = 32,
-        max_distance: int = 128,
+        num_buckets: Size = 32,
+        max_distance: Size = 128,
         **options: Unpack[Options],
     ) -> None:
-        positive_integers(num_buckets=num_buckets, max_distance=max_distance)
         self.num_buckets, self.max_distance = num_buckets, max_distance
         super().__init__(embed_dim, num_heads, **options)
 

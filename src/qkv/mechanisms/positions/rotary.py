@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Self, Unpack
 
+from qkv.declarations import Size
 from qkv.mechanisms.base.llama import LlamaAttention
 from qkv.mechanisms.base.projected import Options
 from qkv.variants import RoPE
@@ -42,7 +43,7 @@ class Rotary(LlamaAttention):
     paper = "Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding (2021)"
     formula = "softmax((R Q)(R K)^T / sqrt(d)) V, R(p) turns pair m by p * base^(-2m/d)"
 
-    def __init__(self, embed_dim: int, num_heads: int = 1, **options: Unpack[Options]) -> None:
+    def __init__(self, embed_dim: Size, num_heads: Size = 1, **options: Unpack[Options]) -> None:
         if options.get("rope") is None:
             options["rope"] = RoPE()
         super().__init__(embed_dim, num_heads, **options)

@@ -7,9 +7,9 @@ from typing import Any, Self, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.errors import ArgumentError, ShapeError
+from qkv.declarations import Size, Whole
+from qkv.errors import ShapeError
 from qkv.ledger import Count
-from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.loading import named_weights
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
 from qkv.variants import BlockSparse, RandomBlocks
@@ -71,25 +71,20 @@ class BigBird(ProjectedAttention):
 
     def __init__(
         self,
-        embed_dim: int,
-        num_heads: int = 1,
+        embed_dim: Size,
+        num_heads: Size = 1,
         *,
-        block: int,
-        num_random: int = 1,
+        block: Size,
+        num_random: Whole = 1,
         random_blocks: NDArray[Any] | None = None,
-        random_seed: int = 0,
+        random_seed: Whole = 0,
         **options: Unpack[Options],
     ) -> None:
-        positive_integers(block=block)
-        if num_random < 0:
-            raise ArgumentError(
-                f"num_random={num_random} is below 0.", action="Pass 0 or more random blocks."
-            )
         self.block, self.num_random, self.random_seed = block, num_random, random_seed
         self.random_blocks = random_blocks
         super().__init__(embed_dim, num_heads, **options)
 
-    def block_mask(self, n: int) -> NDArray[np.bool_]:
+    def block_mask(self, n: Size) -> NDArray[np.bool_]:
         """Whether each block of `n` tokens attends to each other, `(num_heads, blocks, blocks)`.
 
         Raises

@@ -8,6 +8,7 @@ from typing import Any, Self, Unpack
 import numpy as np
 
 import qkv
+from qkv.declarations import Places, Size, Whole
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, symbols
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, select_columns
@@ -16,6 +17,7 @@ from qkv.mechanisms.base.loading import named_weights
 from qkv.mechanisms.base.namespace import array_namespace, like, values
 from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.base.projected import Options, ProjectedAttention, split_heads
+from qkv.mechanisms.base.rows import Rows
 from qkv.mechanisms.sparse.sliding_window import window_pairs
 from qkv.variants import GlobalTokens, SlidingWindow
 
@@ -66,22 +68,14 @@ class Longformer(ProjectedAttention):
 
     def __init__(
         self,
-        embed_dim: int,
-        num_heads: int = 1,
+        embed_dim: Size,
+        num_heads: Size = 1,
         *,
-        window: int,
-        global_tokens: Sequence[int] = (),
+        window: Whole,
+        global_tokens: Places = (),
         **options: Unpack[Options],
     ) -> None:
-        numbers = [window, *global_tokens]
-        if not all(isinstance(i, int | np.integer) and i >= 0 for i in numbers):
-            raise ArgumentError(
-                f"window={window!r:.40} and global_tokens={list(global_tokens)!r:.40}: "
-                "not all are whole numbers of 0 or more.",
-                action="Pass tokens on each side, and positions from the start.",
-            )
-        tokens = sorted(set(map(int, global_tokens)))
-        self.window, self.global_tokens = window, tokens
+        self.window, self.global_tokens = window, sorted(set(global_tokens))
         super().__init__(embed_dim, num_heads, **options)
 
     def more_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -97,7 +91,7 @@ class Longformer(ProjectedAttention):
             pattern = pattern | GlobalTokens(np.array(self.global_tokens))
         return (*super().variants(query, key), pattern)
 
-    def __call__(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
+    def __call__(self, x: Rows, key: Rows | None = None, value: Rows | None = None, /) -> Any:
         """Mix the tokens of `x` (..., n, embed_dim); an array of the same library and dtype.
 
         Raises
@@ -111,7 +105,7 @@ class Longformer(ProjectedAttention):
             out = self._with_rows(out, qkv.attention(*self._global_heads(x), scale=self.scale))
         return self.join(out)
 
-    def token_mixing(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
+    def token_mixing(self, x: Rows, key: Rows | None = None, value: Rows | None = None, /) -> Any:
         """The attention weights `(..., num_heads, n, n)`; values only, without a gradient.
 
         Rows of global tokens are those of their own projections.

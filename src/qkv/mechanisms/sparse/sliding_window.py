@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Self, Unpack
 
+from qkv.declarations import Size, Whole
 from qkv.errors import ArgumentError
 from qkv.ledger import symbols
 from qkv.mechanisms.base.llama import LlamaAttention
@@ -55,18 +56,13 @@ class SlidingWindow(LlamaAttention):
 
     def __init__(
         self,
-        embed_dim: int,
-        num_heads: int = 1,
+        embed_dim: Size,
+        num_heads: Size = 1,
         *,
-        left: int,
-        right: int = 0,
+        left: Whole,
+        right: Whole = 0,
         **options: Unpack[Options],
     ) -> None:
-        if min(left, right) < 0:
-            raise ArgumentError(
-                f"left={left} and right={right}: a window does not reach below 0 tokens.",
-                action="Pass how many tokens it reaches before and after.",
-            )
         self.left, self.right = left, right
         super().__init__(embed_dim, num_heads, **options)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Self, Unpack
 
+from qkv.declarations import Size
 from qkv.ledger import Count
-from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
 from qkv.mechanisms.sparse.sliding_window import window_pairs
 from qkv.variants import SlidingWindow
@@ -54,9 +54,8 @@ class Strided(ProjectedAttention):
     fixed_options: ClassVar[Options] = {"causal": True}
 
     def __init__(
-        self, embed_dim: int, num_heads: int = 1, *, stride: int, **options: Unpack[Options]
+        self, embed_dim: Size, num_heads: Size = 1, *, stride: Size, **options: Unpack[Options]
     ) -> None:
-        positive_integers(stride=stride)
         self.stride = stride
         super().__init__(embed_dim, num_heads, **options)
 

@@ -10,12 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 import qkv
+from qkv.declarations import Size
 from qkv.inspection.streaming import stream
 from qkv.ledger import Count, Ledger, step, symbols
-from qkv.mechanisms.base.arguments import one_sequence, positive_integers
+from qkv.mechanisms.base.arguments import one_sequence
 from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step, number, numbers
 from qkv.mechanisms.base.namespace import values
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
+from qkv.mechanisms.base.rows import Rows
 
 __all__ = ["Flash", "FlashTile"]
 
@@ -98,18 +100,19 @@ class Flash(ProjectedAttention):
 
     def __init__(
         self,
-        embed_dim: int,
-        num_heads: int = 1,
+        embed_dim: Size,
+        num_heads: Size = 1,
         *,
-        block_q: int = 128,
-        block_kv: int = 128,
+        block_q: Size = 128,
+        block_kv: Size = 128,
         **options: Unpack[Options],
     ) -> None:
-        positive_integers(block_q=block_q, block_kv=block_kv)
         self.block_q, self.block_kv = block_q, block_kv
         super().__init__(embed_dim, num_heads, **options)
 
-    def tiles(self, x: Any, key: Any = None, value: Any = None) -> Iterator[FlashTile]:
+    def tiles(
+        self, x: Rows, key: Rows | None = None, value: Rows | None = None
+    ) -> Iterator[FlashTile]:
         """The algorithm tile by tile, in float64, for every head of one sequence.
 
         Parameters

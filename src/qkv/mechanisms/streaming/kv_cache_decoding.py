@@ -9,6 +9,7 @@ from qkv.cache import Cache, ContiguousCache
 from qkv.ledger import Count, symbols
 from qkv.mechanisms.base.namespace import array_namespace
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
+from qkv.mechanisms.base.rows import Rows
 
 __all__ = ["KVCacheDecoding"]
 
@@ -51,7 +52,7 @@ class KVCacheDecoding(ProjectedAttention):
     one_sequence_only = True
     fixed_options: ClassVar[Options] = {"causal": True}
 
-    def __call__(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
+    def __call__(self, x: Rows, key: Rows | None = None, value: Rows | None = None, /) -> Any:
         """Decode the tokens of `x` (..., n, embed_dim) one by one.
 
         Raises
@@ -68,7 +69,7 @@ class KVCacheDecoding(ProjectedAttention):
             outputs.append(out)
         return array_namespace(x).concat(outputs, axis=-2)
 
-    def step(self, x: Any, cache: Cache | None = None) -> tuple[Any, Cache]:
+    def step(self, x: Rows, cache: Cache | None = None) -> tuple[Any, Cache]:
         """Decode the next tokens.
 
         Parameters

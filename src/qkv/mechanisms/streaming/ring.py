@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Self, Unpack
 
 import qkv
+from qkv.declarations import Size
 from qkv.ledger import Count, Ledger, step, symbols
-from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step
 from qkv.mechanisms.base.namespace import array_namespace
 from qkv.mechanisms.base.projected import Options, ProjectedAttention, join_heads
+from qkv.mechanisms.base.rows import Rows
 
 __all__ = ["Hop", "Ring"]
 
@@ -79,17 +80,16 @@ class Ring(ProjectedAttention):
 
     def __init__(
         self,
-        embed_dim: int,
-        num_heads: int = 1,
+        embed_dim: Size,
+        num_heads: Size = 1,
         *,
-        num_devices: int,
+        num_devices: Size,
         **options: Unpack[Options],
     ) -> None:
-        positive_integers(num_devices=num_devices)
         self.num_devices = num_devices
         super().__init__(embed_dim, num_heads, **options)
 
-    def __call__(self, x: Any, key: Any = None, value: Any = None, /) -> Any:
+    def __call__(self, x: Rows, key: Rows | None = None, value: Rows | None = None, /) -> Any:
         """Mix the tokens of `x` (..., n, embed_dim); an array of the same library and dtype.
 
         Raises
@@ -106,7 +106,7 @@ class Ring(ProjectedAttention):
         outputs = [qkv.merge(*of_device)[0] for of_device in parts.values()]
         return self.join(array_namespace(x).concat(outputs, axis=-2))
 
-    def hops(self, x: Any) -> Iterator[Hop]:
+    def hops(self, x: Rows) -> Iterator[Hop]:
         """The computations of all devices, for each hop and device.
 
         Parameters

@@ -1,0 +1,89 @@
+"""Arrays that mechanisms are given, declared by annotations; see `qkv.declarations`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeAlias
+
+from qkv.arrays import kind_of, library_of
+from qkv.errors import ArgumentError, DTypeError, ShapeError
+
+__all__ = ["MOST_RANDOM", "Arrays", "Rows", "refuse_many_numbers"]
+
+MOST_RANDOM = 2**28
+"""How many random numbers a mechanism draws, which are 2 GiB; larger weights are to be given."""
+
+
+def refuse_many_numbers(what: str, numbers: int) -> None:
+    """Refuse to draw more than `MOST_RANDOM` random numbers.
+
+    Raises
+    ------
+    ArgumentError
+        With how many there would be.
+    """
+    if numbers > MOST_RANDOM:
+        raise ArgumentError(
+            f"{what} would be {numbers} random numbers; at most {MOST_RANDOM} are drawn.",
+            action="Choose smaller sizes, or pass the arrays.",
+        )
+
+
+def _rows(name: str, given: Any) -> Any:
+    """An array (..., n, width) of a floating type."""
+    _array(name, given)
+    if given.ndim < 2:
+        raise ShapeError(
+            f"{name} has shape {tuple(given.shape)}, not (..., n, width).",
+            action="Pass one sequence of rows or more.",
+        )
+    if not _type_of(given).startswith(("float", "bfloat")):
+        raise DTypeError(
+            f"{name} has dtype {given.dtype}, not a floating type.",
+            action="Convert it, to float32 for example.",
+        )
+    return given
+
+
+def _array(name: str, given: Any) -> Any:
+    """A dense array of a library that qkv knows."""
+    kind = kind_of(given)
+    if kind is None or not hasattr(given, "ndim") or not hasattr(given, "dtype"):
+        raise DTypeError(
+            f"{name} is a {type(given).__module__}.{type(given).__qualname__}, not an array.",
+            action="Pass a NumPy array, a torch tensor or a JAX array.",
+        )
+    if kind == "numpy" and type(given).__name__ != "ndarray":
+        return library_of(given, name).view(given, name)  # Refuses masked arrays.
+    if kind == "torch":
+        from qkv.arrays.torch_arrays import check_dense
+
+        check_dense(given, name)
+    return given
+
+
+def _type_of(array: Any) -> str:
+    return str(array.dtype).removeprefix("torch.")
+
+
+def _arrays(name: str, given: Any) -> Mapping[str, Any]:
+    """A mapping of strings to arrays of numbers."""
+    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+        raise ArgumentError(
+            f"{name} is not a mapping of names to arrays, but a {type(given).__qualname__}.",
+            action=f"Pass {name} as a dict of str to array.",
+        )
+    for key, array in given.items():
+        kind = _type_of(_array(key, array))
+        if not kind.startswith(("float", "bfloat", "int", "uint")):
+            raise DTypeError(
+                f"{key} has dtype {kind}, which holds no real numbers.",
+                action="Convert it, to float32 for example.",
+            )
+    return given
+
+
+Rows: TypeAlias = Annotated[Any, _rows]
+"""An array (..., n, width) of a floating type."""
+Arrays: TypeAlias = Annotated[Mapping[str, Any], _arrays]
+"""Arrays of numbers by name."""
