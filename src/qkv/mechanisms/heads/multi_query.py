@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, Self, Unpack
 
 from qkv.errors import ArgumentError
+from qkv.mechanisms.base.comparing import causal_mask, closest
+from qkv.mechanisms.base.loading import refuse_other_parameters
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
 
 __all__ = ["MultiQuery"]
@@ -63,7 +65,9 @@ class MultiQuery(ProjectedAttention):
         Raises
         ------
         ArgumentError
-            If the module has more than one kv head.
+            The module has more than one kv head.
+        UnsupportedError
+            The module is another, as a comparison on random input shows.
         """
         d, h = module.head_dim, module.num_heads
         if not module.multi_query:
@@ -76,7 +80,13 @@ class MultiQuery(ProjectedAttention):
             sides = zip("qkv", fused.split((h * d, d, d)), strict=True)
             weights.update({f"{side}_proj.{kind}": part for side, part in sides})
             weights[f"out_proj.{kind}"] = getattr(module.c_proj, kind).detach().clone()
-        return cls(module.embed_dim, h, causal=True, scale=module.scaling, weights=weights)
+        refuse_other_parameters(module, ("c_attn", "c_proj"), cls.name)
+        mechanism = cls(module.embed_dim, h, causal=True, scale=module.scaling, weights=weights)
+
+        def run(copied: Any, x: Any) -> Any:
+            return copied(x, attention_mask=causal_mask(x.shape[1], None, x.dtype))
+
+        return closest(module, [(cls.name, mechanism)], run, module.embed_dim)
 
     @classmethod
     def example(cls) -> Self:
