@@ -13,6 +13,7 @@ from typing import Any
 
 from qkv.cost.encoder_decoder import encoder_and_decoder
 from qkv.cost.model import Attention, FeedForward, Latent, Layer, Model, Norm
+from qkv.cost.unlike_llama import unlike_llama
 from qkv.errors import ArgumentError, FileError, UnsupportedError
 
 __all__ = ["families", "read_config"]
@@ -20,15 +21,19 @@ __all__ = ["families", "read_config"]
 _LARGEST = 2**24
 """Bytes of the largest file that is read; real ones have a few thousand."""
 
-_WIDTH = ("hidden_size", "n_embd", "d_model")
-_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
-_HEADS = ("num_attention_heads", "n_head", "num_heads")
+_WIDTH = ("hidden_size", "n_embd", "n_embed", "d_model")
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
-_HIDDEN = ("intermediate_size", "n_inner", "ffn_dim")
-_CONTEXT = ("max_position_embeddings", "n_positions")
+_HIDDEN = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+_CONTEXT = ("max_position_embeddings", "n_positions", "seq_length")
 _ACTIVATION = ("hidden_activation", "hidden_act", "activation_function")
 _EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 _CHOSEN = ("num_experts_per_tok", "experts_per_token")
+_ALIASES = (
+    _WIDTH, _LAYERS, _HEADS, _KV_HEADS, _HIDDEN, _CONTEXT, _ACTIVATION, _EXPERTS, _CHOSEN,
+)  # fmt: skip
+"""Names of one thing in configurations of different families."""
 
 _USUAL: dict[str, Any] = {
     "activation": "silu",
@@ -43,9 +48,13 @@ _USUAL: dict[str, Any] = {
     "gated": True,
     "global_every": 0,
     "head": True,
+    "head_bias": False,
+    "heads": "",
     "key_bias": True,
     "mlp_bias": False,
+    "no_rotary": False,
     "norm_bias": False,
+    "norm_weight": True,
     "norms": 2,
     "out_bias": False,
     "patches": False,
@@ -74,6 +83,14 @@ def families() -> dict[str, dict[str, Any]]:
     return {
         name: {**_USUAL, **table.get(row.get("like"), {}), **row} for name, row in table.items()
     }
+
+
+@cache
+def defaults() -> dict[str, dict[str, Any]]:
+    """What transformers takes for a field that a configuration leaves out, by `model_type`."""
+    text = resources.files("qkv.cost").joinpath("family_defaults.json").read_text(encoding="utf-8")
+    found: dict[str, dict[str, Any]] = json.loads(text)
+    return found
 
 
 def read_config(
@@ -131,9 +148,23 @@ def read_config(
             notes.append("of the convolutions before the encoder only the parameters are counted")
     if kind not in families():
         notes.append(f"model_type {kind!r:.40} is not known; counted as llama")
-    given = _Fields(fields, families().get(kind, families()["llama"]))
+        notes += unlike_llama(fields)
+    given = _Fields(fields, families().get(kind, families()["llama"]), _left_out(fields, kind))
     called = name or str(fields.get("_name_or_path") or (path.name if path else "") or kind)
-    return replace(_model(given, called, source, notes), encoder=encoder)
+    model = _model(given, called, source, notes)
+    if given.assumed:
+        taken = ", ".join(f"{field} {value}" for field, value in given.assumed.items())
+        notes.append(f"left out, so as in transformers: {taken}")
+    return replace(model, encoder=encoder, notes=tuple(notes))
+
+
+def _left_out(fields: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """The defaults of a family for what a configuration says under no name."""
+    said = set(fields)
+    for names in _ALIASES:
+        if said.intersection(names):
+            said.update(names)
+    return {name: value for name, value in defaults().get(kind, {}).items() if name not in said}
 
 
 def _contents(path: Path) -> Mapping[str, Any]:
@@ -159,9 +190,16 @@ def _contents(path: Path) -> Mapping[str, Any]:
 class _Fields:
     """Fields of a config under their different names, and what the family adds."""
 
-    def __init__(self, fields: Mapping[str, Any], family: Mapping[str, Any]) -> None:
-        self.fields = fields
+    def __init__(
+        self,
+        fields: Mapping[str, Any],
+        family: Mapping[str, Any],
+        left_out: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.left_out = left_out or {}
+        self.fields = {**self.left_out, **fields}
         self.family = family
+        self.assumed: dict[str, int] = {}
 
     def size(self, names: tuple[str, ...] | str, default: int | None = None, least: int = 1) -> int:
         """The first of some names that is there."""
@@ -175,6 +213,8 @@ class _Fields:
                     f"{name} is {value!r:.40} in the config.",
                     action=f"Give an integer of {least} or more.",
                 )
+            if name in self.left_out:
+                self.assumed[name] = value
             return value
         if default is None:
             raise ArgumentError(
@@ -202,7 +242,7 @@ def _model(given: _Fields, name: str, source: str, notes: list[str]) -> Model:
         if given.flag("tokens") and not given.flag("patches") and not given.flag("attention_only")
         else 0
     )
-    norm = Norm(given.flag("centred"), bias=given.flag("norm_bias"))
+    norm = Norm(given.flag("centred"), given.flag("norm_weight"), given.flag("norm_bias"))
     layers = tuple(_layer(given, width, index, count) for index in range(count))
     correction = given.family["expert_correction"]
     routed = sum(1 for layer in layers if layer.feed_forward and layer.feed_forward.experts)
@@ -241,6 +281,8 @@ def _tables(given: _Fields, width: int, norm: Norm) -> dict[str, int]:
     if given.flag("audio"):
         mels, kernel = given.size("num_mel_bins"), 3
         tables["convolutions"] = (kernel * (mels + width) + 2) * width
+    if given.flag("head_bias"):
+        tables["head bias"] = given.size("vocab_size")
     if given.flag("pooler"):
         tables["pooler"] = width * width + width
     if given.flag("patches"):
@@ -266,13 +308,38 @@ def _layer(given: _Fields, width: int, index: int, count: int) -> Layer:
     if given.flag("attention_only"):
         return Layer(attention, None, int(attention.projections))
     cross = replace(attention, causal=False) if given.flag("cross") else None
-    return Layer(attention, _feed_forward(given, width, index), given.family["norms"], cross)
+    return Layer(attention, _feed_forward(given, width, index), _norms(given), cross)
+
+
+def _norms(given: _Fields) -> int:
+    """Norms of a layer; those of Falcon depend on what its attention stands beside."""
+    norms = given.family["norms"]
+    if norms != "falcon":
+        return int(norms)
+    apart = given.fields.get("num_ln_in_parallel_attn")
+    if given.fields.get("new_decoder_architecture"):
+        return 2 if apart is None else given.size("num_ln_in_parallel_attn")
+    return 1 if given.fields.get("parallel_attn") else 2
+
+
+def _kv_heads(given: _Fields, heads: int) -> int:
+    """Key and value heads; Falcon says them in three fields, of which the first that holds counts.
+
+    Elsewhere `multi_query` means one head, unless a number of heads is stated beside it.
+    """
+    stated = given.size(_KV_HEADS, default=heads)
+    if given.family["heads"] == "falcon":
+        if given.fields.get("new_decoder_architecture"):
+            return stated
+        return 1 if given.fields.get("multi_query") else heads
+    beside = any(name in given.fields for name in _KV_HEADS)
+    return 1 if given.fields.get("multi_query") and not beside else stated
 
 
 def _attention(given: _Fields, width: int, index: int, count: int) -> Attention:
     fields = given.fields
     heads = given.size(_HEADS)
-    kv_heads = 1 if fields.get("multi_query") else given.size(_KV_HEADS, default=heads)
+    kv_heads = _kv_heads(given, heads)
     if heads % kv_heads:
         raise ArgumentError(
             f"{kv_heads} key and value heads do not divide {heads} heads in the config."
@@ -314,7 +381,7 @@ def _attention(given: _Fields, width: int, index: int, count: int) -> Attention:
 
 
 def _rope_dim(given: _Fields, head_dim: int) -> int:
-    if not given.flag("rotary"):
+    if not given.flag("rotary") or given.flag("no_rotary"):
         return 0
     rope = given.fields.get("rope_parameters")
     nested = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
@@ -337,7 +404,10 @@ def _window(given: _Fields, index: int, count: int) -> int | None:
         return given.size("sliding_window") if kind == "sliding_attention" else None
     if window is None or fields.get("use_sliding_window") is False:
         return None
-    every = given.size("sliding_window_pattern", default=given.family["global_every"], least=0)
+    if isinstance(pattern := fields.get("sliding_window_pattern"), str):
+        every = len(pattern)  # of Exaone 4, such as "LLLG"
+    else:
+        every = given.size("sliding_window_pattern", default=given.family["global_every"], least=0)
     if every and (index + 1) % every == 0:
         return None
     if fields.get("use_sliding_window") and index < given.size("max_window_layers", 0, 0):

@@ -19,6 +19,7 @@ from qkv.mechanisms.base.loading import (
     module_rope,
     named_weights,
     refuse_other_parameters,
+    require_attributes,
 )
 from qkv.mechanisms.base.projected import ProjectedAttention
 from qkv.variants import RoPE
@@ -28,6 +29,8 @@ __all__ = ["LlamaAttention", "window_of"]
 _NORMS = (("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"))
 """Names that models of transformers have for norms of queries and keys."""
 _OTHER_WINDOWS = re.compile(r"window|attention_chunk|local_attention|sparse_attention|block_size")
+_ALL_EARLIER = ("full_attention", "attention", "hybrid")
+"""Types of layers whose attention sees all earlier tokens."""
 _KNOWN_WINDOWS = {
     "sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern",
     "_sliding_window_pattern",
@@ -68,6 +71,7 @@ class LlamaAttention(ProjectedAttention):
         -----
         Cost: the comparison runs the layer on 96 tokens, three times for each layout tried.
         """
+        require_attributes(module, ("config", "head_dim"))
         weights, options = cls._read(module)
         options |= cls.options_of(module)
         layer_type, window = layer_type_of(module), options.get("left")
@@ -158,19 +162,16 @@ def window_of(module: Any) -> int | None:
     """
     config = module.config
     layer_type = layer_type_of(module)
-    window = getattr(config, "sliding_window", None)
-    if getattr(config, "use_sliding_window", True) is False:
-        window = None
-    others = {
-        name: value for name, value in vars(config).items()
-        if value and name not in _KNOWN_WINDOWS and _OTHER_WINDOWS.search(name)
-    }  # fmt: skip
+    others: dict[str, Any] = {}
+    if layer_type is None:
+        others = {
+            name: value for name, value in vars(config).items()
+            if value and name not in _KNOWN_WINDOWS and _OTHER_WINDOWS.search(name)
+        }  # fmt: skip
+    elif layer_type not in (*_ALL_EARLIER, "sliding_attention"):
+        others = {"layer_types": layer_type}
     if getattr(config, "use_bidirectional_attention", False):
         others["use_bidirectional_attention"] = config.use_bidirectional_attention
-    if layer_type == "full_attention":
-        return None
-    if layer_type not in (None, "sliding_attention"):
-        others["layer_types"] = layer_type
     if others:
         raise UnsupportedError(
             f"the configuration of {type(module).__name__} names a mask that is neither causal nor "
@@ -178,6 +179,9 @@ def window_of(module: Any) -> int | None:
             [(name, f"{value!r:.100}") for name, value in others.items()],
             "Call the module itself.",
         )
+    window = getattr(config, "sliding_window", None)
+    if layer_type in _ALL_EARLIER or getattr(config, "use_sliding_window", True) is False:
+        return None
     return window
 
 

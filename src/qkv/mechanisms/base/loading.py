@@ -16,6 +16,7 @@ __all__ = [
     "named_weights",
     "refuse_other_attributes",
     "refuse_other_parameters",
+    "require_attributes",
     "torch_multi_head",
 ]
 
@@ -63,6 +64,22 @@ def named_weights(module: Any, names: Mapping[str, str] | Iterable[str]) -> dict
         for part in parts:
             found[f"{name}{part}"] = state[f"{theirs}{part}"].detach().clone()
     return found
+
+
+def require_attributes(module: Any, names: Iterable[str]) -> None:
+    """Raise if the module lacks an attribute that modules of its kind have.
+
+    Raises
+    ------
+    ArgumentError
+        It does.
+    """
+    for name in names:
+        if not hasattr(module, name):
+            raise ArgumentError(
+                f"{type(module).__name__} has no {name}.",
+                action="Pass an attention module of the class that the loader names.",
+            )
 
 
 def refuse_other_parameters(module: Any, read: Iterable[str], mechanism: str) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import qkv
+from qkv.errors import UnsupportedError
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.attention import AttentionMechanism
@@ -22,12 +23,14 @@ from qkv.mechanisms.base.comparing import (
 )
 from qkv.mechanisms.base.example import EXAMPLE_WIDTH, select_columns
 from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step
+from qkv.mechanisms.base.llama import window_of
 from qkv.mechanisms.base.loading import (
     layer_type_of,
     measured_norm,
     module_rope,
     named_weights,
     refuse_other_parameters,
+    require_attributes,
 )
 from qkv.mechanisms.base.namespace import array_namespace
 from qkv.mechanisms.base.normalization import weighted_rms_norm
@@ -342,28 +345,37 @@ class MultiHeadLatent(AttentionMechanism):
             input shows; or the frequencies of its positions change with the length of the text and
             `rope` is not given.
         """
-        config = module.config
+        require_attributes(module, ("config", "scaling", "kv_a_layernorm"))
+        window = window_of(module)
+        if window is not None:
+            raise UnsupportedError(
+                f"this layer sees a window of {window} tokens, and {cls.name} sees all.",
+                action="Call the module itself.",
+            )
         names = ["kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"]
-        latent = config.q_lora_rank is not None
+        latent = hasattr(module, "q_a_proj")
         names += ["q_a_proj", "q_a_layernorm", "q_b_proj"] if latent else ["q_proj"]
         weights = named_weights(module, names) | named_weights(module, {"out_proj": "o_proj"})
         refuse_other_parameters(module, [*names, "o_proj"], cls.name)
-        layer_type = layer_type_of(module)
-        given = module_rope(config, layer_type, rope) or RoPE(layout="interleaved")
+        layer_type, num_heads = layer_type_of(module), module.config.num_attention_heads
+        given = module_rope(module.config, layer_type, rope) or RoPE(layout="interleaved")
+        both, kv_lora_rank = weights["kv_b_proj.weight"].shape
+        latent_rows, embed_dim = weights["kv_a_proj_with_mqa.weight"].shape
+        v_head_dim = weights["out_proj.weight"].shape[1] // num_heads
         candidates = [
             (
                 f"rotation with layout {layout!r}",
                 cls(
-                    weights["kv_a_proj_with_mqa.weight"].shape[1],
-                    config.num_attention_heads,
-                    kv_lora_rank=config.kv_lora_rank,
-                    qk_nope_head_dim=config.qk_nope_head_dim,
-                    qk_rope_head_dim=config.qk_rope_head_dim,
-                    v_head_dim=config.v_head_dim,
-                    q_lora_rank=config.q_lora_rank,
+                    embed_dim,
+                    num_heads,
+                    kv_lora_rank=kv_lora_rank,
+                    qk_nope_head_dim=both // num_heads - v_head_dim,
+                    qk_rope_head_dim=latent_rows - kv_lora_rank,
+                    v_head_dim=v_head_dim,
+                    q_lora_rank=weights["q_a_proj.weight"].shape[0] if latent else None,
                     rope=replace(given, layout=layout),
                     eps=measured_norm(module, "kv_a_layernorm")[1],
-                    bias=bool(config.attention_bias),
+                    bias="kv_a_proj_with_mqa.bias" in weights,
                     scale=module.scaling,
                     weights=weights,
                 ),
@@ -376,7 +388,7 @@ class MultiHeadLatent(AttentionMechanism):
             mask = causal_mask(x.shape[1], None, x.dtype)
             return call_decoder_attention(copied, x, mask, embeddings)
 
-        return closest(module, candidates, run, candidates[0][1].embed_dim)
+        return closest(module, candidates, run, embed_dim)
 
     @classmethod
     def example(cls) -> Self:

@@ -6,7 +6,7 @@ from typing import Any, Self, Unpack
 
 from qkv.errors import ArgumentError
 from qkv.mechanisms.base.comparing import causal_mask, closest
-from qkv.mechanisms.base.loading import refuse_other_parameters
+from qkv.mechanisms.base.loading import refuse_other_parameters, require_attributes
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
 
 __all__ = ["MultiQuery"]
@@ -69,6 +69,7 @@ class MultiQuery(ProjectedAttention):
         UnsupportedError
             The module is another, as a comparison on random input shows.
         """
+        require_attributes(module, ("head_dim", "num_heads", "c_attn", "c_proj"))
         d, h = module.head_dim, module.num_heads
         if not module.multi_query:
             raise ArgumentError(

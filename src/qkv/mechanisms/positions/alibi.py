@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Self
 
+from qkv.errors import UnsupportedError
 from qkv.mechanisms.base.comparing import causal_mask, closest
-from qkv.mechanisms.base.loading import refuse_other_parameters
+from qkv.mechanisms.base.loading import refuse_other_parameters, require_attributes
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
 from qkv.variants.alibi import alibi_slopes
 
@@ -61,6 +62,15 @@ class ALiBi(ProjectedAttention):
         """
         import torch
 
+        require_attributes(
+            module, ("query_key_value", "dense", "num_heads", "head_dim", "hidden_size")
+        )
+        if module.query_key_value.weight.shape[0] != 3 * module.hidden_size:
+            raise UnsupportedError(
+                f"query_key_value of {type(module).__name__} has "
+                f"{module.query_key_value.weight.shape[0]} rows, not 3 * {module.hidden_size}.",
+                action="Pass a BloomAttention, whose heads have a key and a value each.",
+            )
         weights = {}
         for kind in ("weight", "bias"):
             fused = getattr(module.query_key_value, kind).detach().clone()

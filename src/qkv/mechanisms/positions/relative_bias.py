@@ -13,6 +13,7 @@ from qkv.mechanisms.base.loading import (
     named_weights,
     refuse_other_attributes,
     refuse_other_parameters,
+    require_attributes,
 )
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
 from qkv.variants import RelativeBias as BiasOfDistance
@@ -107,6 +108,7 @@ class RelativeBias(ProjectedAttention):
         UnsupportedError
             The module is another, as its attributes or a comparison on random input show.
         """
+        require_attributes(module, ("d_model", "n_heads", "key_value_proj_dim", "is_decoder"))
         names = {f"{side}_proj": side for side in "qkv"}
         names |= {"out_proj": "o", "relative_attention_bias": "relative_attention_bias"}
         weights = named_weights(module, names)

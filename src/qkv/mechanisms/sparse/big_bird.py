@@ -14,6 +14,7 @@ from qkv.mechanisms.base.loading import (
     named_weights,
     refuse_other_attributes,
     refuse_other_parameters,
+    require_attributes,
 )
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
 from qkv.variants import BlockSparse, RandomBlocks
@@ -180,6 +181,7 @@ class BigBird(ProjectedAttention):
         UnsupportedError
             The module is another, as its weights or attributes show.
         """
+        require_attributes(module, ("num_attention_heads", "block_size"))
         names = {"q_proj": "query", "k_proj": "key", "v_proj": "value"}
         weights = named_weights(module, names)
         refuse_other_parameters(module, names.values(), cls.name)

@@ -16,6 +16,7 @@ from qkv.mechanisms.base.loading import (
     named_weights,
     refuse_other_attributes,
     refuse_other_parameters,
+    require_attributes,
 )
 from qkv.mechanisms.base.namespace import array_namespace, like, values
 from qkv.mechanisms.base.operations import projection
@@ -216,6 +217,7 @@ class Longformer(ProjectedAttention):
         UnsupportedError
             The module is another, as its weights or attributes show.
         """
+        require_attributes(module, ("embed_dim", "num_heads", "one_sided_attn_window_size"))
         names = {}
         for side, name in (("q", "query"), ("k", "key"), ("v", "value")):
             names |= {f"{side}_proj": name, f"{side}_global": f"{name}_global"}
