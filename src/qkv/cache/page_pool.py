@@ -88,8 +88,6 @@ class PagePool:
 
     def paged(self, table: Lengths) -> tuple[Paged, Paged]:
         """Key and value of sequences with these pages."""
-        found = []
-        for arrays in (self._arrays[: self._of_key], self._arrays[self._of_key :]):
-            pages = self.encoding.decode(arrays)
-            found.append(Paged(pages, table))
-        return found[0], found[1]
+        key = self.encoding.decode(self._arrays[: self._of_key], "key")
+        value = self.encoding.decode(self._arrays[self._of_key :], "value")
+        return Paged(key, table), Paged(value, table)

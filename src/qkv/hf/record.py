@@ -150,10 +150,10 @@ class _Run:
 
     def see(self, call: LayerCall) -> None:
         """Add the scores of one layer, before its output is computed."""
+        self.silent.called()
         name = self.names.get(call.module)
         if name is None or self.inputs is None or in_backward():
             return
-        self.silent.called()
         one_sequence = self.arguments.same_sequence(call.module)
         sequence = self.arguments.sequence_of(call.module)
         ids, real = self._rows_of(sequence, call) if one_sequence else (None, None)
