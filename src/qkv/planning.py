@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from qkv.backends import Choice, Refusal, backends, describe, refusals
+from qkv.backends import Choice, DeviceBackend, Refusal, backends, describe, refusals
 from qkv.ledger import attention_operations, memory
 from qkv.problem.scores import Scores
 from qkv.problem.spec import Problem
@@ -22,7 +22,7 @@ class Plan:
     backend : str
         The backend that will run it.
     refusals : dict of str to tuple of Refusal
-        Why each other backend will not; empty for one that could but comes later.
+        Why each other backend will not; empty for one that could, if it is asked for.
     block_q, block_kv : int
         Queries and keys of one tile.
     tiles : TileCounts
@@ -68,14 +68,18 @@ class Plan:
             ("memory", f"{taken} (the score matrix would take {memory(self.dense_bytes)})"),
         ]
         for name, reasons in self.refusals.items():
-            rows.append((name, "; ".join(map(str, reasons)) or "could run it, but comes later"))
+            rows.append((name, "; ".join(map(str, reasons)) or f'could run it: backend="{name}"'))
         width = max(len(label) for label, _ in rows)
         return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
 
 
-def make_plan(problem: Problem, choice: Choice) -> Plan:
-    """The plan of a checked problem for the backend that was chosen."""
+def make_plan(problem: Problem, choice: Choice, library: str | None = None) -> Plan:
+    """The plan of a checked problem for the backend that was chosen.
+
+    `library` is that of the caller's arrays, which a backend of that library may take too.
+    """
     spec = problem.spec
+    given = spec if library is None else replace(spec, library=library)
     block_q, block_kv = choice.backend.blocks(spec)
     grid = Scores(problem, spec.compute_dtype).grid(block_q, block_kv)
     tiles, pairs = _count(grid, spec.batch_size, spec.num_heads)
@@ -84,7 +88,11 @@ def make_plan(problem: Problem, choice: Choice) -> Plan:
     return Plan(
         problem=describe(spec),
         backend=choice.backend.name,
-        refusals={b.name: refusals(b, spec) for b in backends() if b.name != choice.backend.name},
+        refusals={
+            b.name: refusals(b, given if isinstance(b, DeviceBackend) else spec)
+            for b in backends()
+            if b.name != choice.backend.name
+        },
         block_q=block_q,
         block_kv=block_kv,
         tiles=tiles,

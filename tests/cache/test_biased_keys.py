@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -55,8 +56,10 @@ def error(kind: str, variants: tuple[Any, ...], bias: float) -> tuple[float, flo
     return float(np.abs(ours - out).max()), float(np.abs(our_lse - lse).max())
 
 
-@pytest.mark.parametrize("kind", CACHES)
-@pytest.mark.parametrize("call", [name for name in CALLS if name != "rope"])
+@pytest.mark.sampled(
+    ("kind", "call"), [(kind, call) for kind in CACHES for call in CALLS if call != "rope"],
+    one_in=6,
+)  # fmt: skip
 def test_a_bias_of_20_costs_no_precision(kind: str, call: str) -> None:
     """Errors stay those of keys without a bias; with one scale a row they are some 20 times that.
 
@@ -88,14 +91,13 @@ def stored(offset: Any = None, page_size: int | None = None) -> tuple[Any, Any]:
 OFFSET = (5 * np.random.default_rng(2).normal(size=(KV_HEADS, DIM))).astype(np.float32)
 
 
-@pytest.mark.parametrize("q_len", [1, 3, 32])
-@pytest.mark.parametrize("page_size", [None, 8])
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.sampled(
+    ("call", "page_size", "q_len"), list(product(CALLS, (None, 8), (1, 32))), one_in=6
+)
 def test_the_offset_is_part_of_the_key(call: str, page_size: int | None, q_len: int) -> None:
     key, wide = stored(OFFSET, page_size)
     query = np.random.default_rng(3).normal(size=(BATCH, HEADS, q_len, DIM))
     variants = CALLS[call]
-    out, lse = qkv.attention(query, wide, wide, *variants, q_offset=32 - q_len, return_lse=True)
     value, _ = stored(None, page_size)
     plain = wide - OFFSET[:, None]
     out, lse = qkv.attention(query, wide, plain, *variants, q_offset=32 - q_len, return_lse=True)

@@ -27,9 +27,7 @@ def record_of(model: torch.nn.Module, **inputs: Any) -> ModelRecord:
 def unknown(layer: Any) -> set[str]:
     """Scores of the layer's heads that are NaN in all of them."""
     return {
-        name
-        for name in SCORES_OF_POSITIONS
-        if all(math.isnan(row[name]) for row in layer.heads())
+        name for name in SCORES_OF_POSITIONS if all(math.isnan(row[name]) for row in layer.heads())
     }
 
 

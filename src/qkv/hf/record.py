@@ -225,6 +225,12 @@ class _Run:
 
 def _require_cpu(model: torch.nn.Module) -> None:
     elsewhere = {str(p.device) for p in model.parameters() if p.device.type != "cpu"}
+    if "meta" in elsewhere:
+        raise UnsupportedError(
+            f"weights of {type(model).__name__} are on the device meta: they are offloaded, or "
+            "were never loaded.",
+            action="Load the model into memory, without device_map or offloading.",
+        )
     if elsewhere:
         raise UnsupportedError(
             f"{type(model).__name__} is on {', '.join(sorted(elsewhere))}; scores of heads are "
