@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -159,8 +160,8 @@ def test_few_tokens_have_no_mean_to_trust() -> None:
 
 
 def test_offsets_that_do_not_fit_are_refused() -> None:
-    key, _ = stored(OFFSET.T.copy())
-    value, _ = stored()
+    key, value = (stored(offset)[0] for offset in (OFFSET, None))
+    key = replace(key, offset=OFFSET.T.copy())
     query = np.zeros((BATCH, HEADS, 1, DIM), np.float32)
     with pytest.raises(ShapeError, match=r"offset float32 \(32, 2\)"):
         qkv.attention(query, key, value)

@@ -12,6 +12,8 @@ import qkv
 from qkv.positions.hf_config import BACKWARDS, INTERLEAVED, INTERLEAVED_UNLESS_SAID
 
 N, DIM = 6, 8
+REPEATED = ("blt", "cohere", "cohere2", "cohere2_moe", "ernie4_5_vl_moe", "glm4v", "glm_ocr")
+"""Models whose cosines stand twice side by side, not in two halves."""
 HALF_SPLIT = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt_oss", "olmo2", "phi3", "granite")
 MODELS = sorted(
     {*HALF_SPLIT, *BACKWARDS, *INTERLEAVED_UNLESS_SAID}
@@ -35,15 +37,7 @@ def rotated(model: str, x: torch.Tensor) -> torch.Tensor:
             return function(x.transpose(1, 2), x.transpose(1, 2), turn[None])[0].transpose(1, 2)
     if model in ("gpt_oss", "openai_privacy_filter"):
         both = angles
-    elif model in (
-        "blt",
-        "cohere",
-        "cohere2",
-        "cohere2_moe",
-        "ernie4_5_vl_moe",
-        "glm4v",
-        "glm_ocr",
-    ):
+    elif model in REPEATED:
         both = angles.repeat_interleave(2, -1)
     else:
         both = torch.cat([angles, angles], -1)
