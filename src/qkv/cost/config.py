@@ -6,91 +6,31 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from qkv.cost.encoder_decoder import encoder_and_decoder
+from qkv.cost.families import (
+    ACTIVATION,
+    CHOSEN,
+    CONTEXT,
+    EXPERTS,
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    LAYERS,
+    WIDTH,
+    families,
+    left_out,
+)
 from qkv.cost.model import Attention, FeedForward, Latent, Layer, Model, Norm
 from qkv.cost.unlike_llama import unlike_llama
 from qkv.errors import ArgumentError, FileError, UnsupportedError
 
-__all__ = ["families", "read_config"]
+__all__ = ["read_config"]
 
 _LARGEST = 2**24
 """Bytes of the largest file that is read; real ones have a few thousand."""
-
-_WIDTH = ("hidden_size", "n_embd", "n_embed", "d_model")
-_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
-_HIDDEN = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
-_CONTEXT = ("max_position_embeddings", "n_positions", "seq_length")
-_ACTIVATION = ("hidden_activation", "hidden_act", "activation_function")
-_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
-_CHOSEN = ("num_experts_per_tok", "experts_per_token")
-_ALIASES = (
-    _WIDTH, _LAYERS, _HEADS, _KV_HEADS, _HIDDEN, _CONTEXT, _ACTIVATION, _EXPERTS, _CHOSEN,
-)  # fmt: skip
-"""Names of one thing in configurations of different families."""
-
-_USUAL: dict[str, Any] = {
-    "activation": "silu",
-    "attention_only": False,
-    "audio": False,
-    "causal": True,
-    "centred": False,
-    "cross": False,
-    "embedding_norm": False,
-    "expert_correction": False,
-    "final_norm": True,
-    "gated": True,
-    "global_every": 0,
-    "head": True,
-    "head_bias": False,
-    "heads": "",
-    "key_bias": True,
-    "mlp_bias": False,
-    "no_rotary": False,
-    "norm_bias": False,
-    "norm_weight": True,
-    "norms": 2,
-    "out_bias": False,
-    "patches": False,
-    "pooler": False,
-    "positions": None,
-    "qk_norm": "",
-    "qkv_bias": False,
-    "qkv_bias_default": False,
-    "relative_bias": False,
-    "rotary": True,
-    "router_bias": False,
-    "shared_gate": False,
-    "sinks": False,
-    "tied": False,
-    "token_types": False,
-    "tokens": True,
-}
-"""What families.json leaves out: a Llama. A word where a boolean is meant names a field."""
-
-
-@cache
-def families() -> dict[str, dict[str, Any]]:
-    """Properties of each known `model_type` that its configuration does not state."""
-    text = resources.files("qkv.cost").joinpath("families.json").read_text(encoding="utf-8")
-    table = json.loads(text)
-    return {
-        name: {**_USUAL, **table.get(row.get("like"), {}), **row} for name, row in table.items()
-    }
-
-
-@cache
-def defaults() -> dict[str, dict[str, Any]]:
-    """What transformers takes for a field that a configuration leaves out, by `model_type`."""
-    text = resources.files("qkv.cost").joinpath("family_defaults.json").read_text(encoding="utf-8")
-    found: dict[str, dict[str, Any]] = json.loads(text)
-    return found
 
 
 def read_config(
@@ -149,22 +89,13 @@ def read_config(
     if kind not in families():
         notes.append(f"model_type {kind!r:.40} is not known; counted as llama")
         notes += unlike_llama(fields)
-    given = _Fields(fields, families().get(kind, families()["llama"]), _left_out(fields, kind))
+    given = _Fields(fields, families().get(kind, families()["llama"]), left_out(fields, kind))
     called = name or str(fields.get("_name_or_path") or (path.name if path else "") or kind)
     model = _model(given, called, source, notes)
     if given.assumed:
         taken = ", ".join(f"{field} {value}" for field, value in given.assumed.items())
         notes.append(f"left out, so as in transformers: {taken}")
     return replace(model, encoder=encoder, notes=tuple(notes))
-
-
-def _left_out(fields: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """The defaults of a family for what a configuration says under no name."""
-    said = set(fields)
-    for names in _ALIASES:
-        if said.intersection(names):
-            said.update(names)
-    return {name: value for name, value in defaults().get(kind, {}).items() if name not in said}
 
 
 def _contents(path: Path) -> Mapping[str, Any]:
@@ -236,7 +167,7 @@ class _Fields:
 
 
 def _model(given: _Fields, name: str, source: str, notes: list[str]) -> Model:
-    width, count = given.size(_WIDTH), given.size(_LAYERS)
+    width, count = given.size(WIDTH), given.size(LAYERS)
     vocabulary = (
         given.size("vocab_size")
         if given.flag("tokens") and not given.flag("patches") and not given.flag("attention_only")
@@ -248,7 +179,7 @@ def _model(given: _Fields, name: str, source: str, notes: list[str]) -> Model:
     routed = sum(1 for layer in layers if layer.feed_forward and layer.feed_forward.experts)
     tables = _tables(given, width, norm)
     if correction and routed:
-        tables["expert correction"] = routed * given.size(_EXPERTS)
+        tables["expert correction"] = routed * given.size(EXPERTS)
     return Model(
         name=name,
         width=width,
@@ -259,7 +190,7 @@ def _model(given: _Fields, name: str, source: str, notes: list[str]) -> Model:
         head=given.flag("head"),
         tables=tables,
         final_norm=given.flag("final_norm"),
-        context=_patches(given) if given.flag("patches") else given.size(_CONTEXT, default=2048),
+        context=_patches(given) if given.flag("patches") else given.size(CONTEXT, default=2048),
         source=source,
         notes=tuple(notes),
     )
@@ -270,14 +201,14 @@ def _tables(given: _Fields, width: int, norm: Norm) -> dict[str, int]:
     tables: dict[str, int] = {}
     extra = given.family["positions"]
     if extra is not None:
-        tables["positions"] = (given.size(_CONTEXT) + extra) * width
+        tables["positions"] = (given.size(CONTEXT) + extra) * width
     if given.flag("token_types"):
         tables["token types"] = given.size("type_vocab_size", default=2) * width
     if given.flag("embedding_norm"):
         tables["embedding norm"] = norm.parameters(width)
     if given.flag("relative_bias"):
         buckets = given.size("relative_attention_num_buckets", default=32)
-        tables["relative bias"] = buckets * given.size(_HEADS)
+        tables["relative bias"] = buckets * given.size(HEADS)
     if given.flag("audio"):
         mels, kernel = given.size("num_mel_bins"), 3
         tables["convolutions"] = (kernel * (mels + width) + 2) * width
@@ -327,18 +258,18 @@ def _kv_heads(given: _Fields, heads: int) -> int:
 
     Elsewhere `multi_query` means one head, unless a number of heads is stated beside it.
     """
-    stated = given.size(_KV_HEADS, default=heads)
+    stated = given.size(KV_HEADS, default=heads)
     if given.family["heads"] == "falcon":
         if given.fields.get("new_decoder_architecture"):
             return stated
         return 1 if given.fields.get("multi_query") else heads
-    beside = any(name in given.fields for name in _KV_HEADS)
+    beside = any(name in given.fields for name in KV_HEADS)
     return 1 if given.fields.get("multi_query") and not beside else stated
 
 
 def _attention(given: _Fields, width: int, index: int, count: int) -> Attention:
     fields = given.fields
-    heads = given.size(_HEADS)
+    heads = given.size(HEADS)
     kv_heads = _kv_heads(given, heads)
     if heads % kv_heads:
         raise ArgumentError(
@@ -416,17 +347,17 @@ def _window(given: _Fields, index: int, count: int) -> int | None:
 
 
 def _feed_forward(given: _Fields, width: int, index: int) -> FeedForward:
-    activation = next((given.fields[n] for n in _ACTIVATION if given.fields.get(n)), None)
+    activation = next((given.fields[n] for n in ACTIVATION if given.fields.get(n)), None)
     shape: dict[str, Any] = {
         "activation": _activation(activation or given.family["activation"]),
         "gated": given.flag("gated"),
         "bias": given.flag("mlp_bias"),
     }
-    dense = FeedForward(given.size(_HIDDEN, default=4 * width), **shape)
-    experts = given.size(_EXPERTS, default=0, least=0)
+    dense = FeedForward(given.size(HIDDEN, default=4 * width), **shape)
+    experts = given.size(EXPERTS, default=0, least=0)
     if not experts or not _routed(given, index):
         return dense
-    chosen = given.size(_CHOSEN)
+    chosen = given.size(CHOSEN)
     if chosen > experts:
         raise ArgumentError(f"{chosen} experts for each token, of {experts}, in the config.")
     hidden = given.size("moe_intermediate_size", default=dense.width)

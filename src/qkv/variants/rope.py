@@ -291,9 +291,8 @@ class RoPE(Variant):
             Length of now, for the types "dynamic" and "longrope"; by default one within the
             length of training.
         layout : "half_split" or "interleaved", optional
-            By default what `rope_interleave` says; without such a field what transformers does for
-            this `model_type` ("interleaved" for Cohere, DeepSeek, Ernie 4.5, GLM, GPT-J, Helium and
-            Llama 4), "half_split" for a type that is not known.
+            By default what `rope_interleave` says; else what transformers does for this
+            `model_type`, "half_split" if it is not known.
 
         Notes
         -----

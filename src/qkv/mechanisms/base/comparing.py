@@ -17,13 +17,7 @@ from qkv.variants import RoPE
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "call_decoder_attention",
-    "causal_mask",
-    "closest",
-    "largest_difference",
-    "rotary_embeddings",
-]
+__all__ = ["causal_mask", "closest", "decoder_run", "largest_difference", "rotary_embeddings"]
 
 TOKENS = 48
 SIZES_OF_SCORES = (1.0, 40.0, 1000.0)
@@ -127,26 +121,33 @@ def _gains(mechanism: Mechanism, x: torch.Tensor) -> list[float]:
     return [math.sqrt(wanted / size) for wanted in SIZES_OF_SCORES]
 
 
-def call_decoder_attention(module: Any, x: torch.Tensor, mask: Any, embeddings: Any) -> Any:
-    """Call an attention module as the decoder layers of transformers do.
+def decoder_run(
+    rope: RoPE | None, layer_type: str | None, left: int | None = None, *, causal: bool = True
+) -> Run:
+    """How the decoder layers of transformers call their attention modules.
 
     Parameters
     ----------
-    module : transformers attention module
-    x : torch.Tensor (batch, n, embed_dim)
-    mask : torch.Tensor, optional
-        What is added to scores.
-    embeddings : what `rotary_embeddings` returns
+    rope, layer_type
+        As for `rotary_embeddings`.
+    left : int, optional
+        Window, as in `causal_mask`.
+    causal : bool
+        Whether there is a mask.
     """
-    import torch
 
-    given = {
-        "attention_mask": mask,
-        "position_ids": torch.arange(x.shape[1])[None],
-        "position_embeddings": embeddings,
-    }
-    taken = signature(type(module).forward).parameters
-    return module(x, **{name: value for name, value in given.items() if name in taken})
+    def run(module: Any, x: torch.Tensor) -> Any:
+        import torch
+
+        given = {
+            "attention_mask": causal_mask(x.shape[1], left, x.dtype) if causal else None,
+            "position_ids": torch.arange(x.shape[1])[None],
+            "position_embeddings": rotary_embeddings(module, x, rope, layer_type),
+        }
+        taken = signature(type(module).forward).parameters
+        return module(x, **{name: value for name, value in given.items() if name in taken})
+
+    return run
 
 
 def causal_mask(n: int, left: int | None, dtype: Any) -> torch.Tensor:

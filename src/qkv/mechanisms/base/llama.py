@@ -7,12 +7,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 from qkv.errors import UnsupportedError
-from qkv.mechanisms.base.comparing import (
-    call_decoder_attention,
-    causal_mask,
-    closest,
-    rotary_embeddings,
-)
+from qkv.mechanisms.base.comparing import closest, decoder_run
 from qkv.mechanisms.base.loading import (
     layer_type_of,
     measured_norm,
@@ -24,7 +19,7 @@ from qkv.mechanisms.base.loading import (
 from qkv.mechanisms.base.projected import ProjectedAttention
 from qkv.variants import RoPE
 
-__all__ = ["LlamaAttention", "window_of"]
+__all__ = ["LlamaAttention", "refuse_window", "window_of"]
 
 _NORMS = (("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"))
 """Names that models of transformers have for norms of queries and keys."""
@@ -82,11 +77,7 @@ class LlamaAttention(ProjectedAttention):
                 made = cls(**options, rope=positions, weights=weights)
                 candidates.append((what, made))
 
-        def run(copied: Any, x: Any) -> Any:
-            embeddings = rotary_embeddings(copied, x, given, layer_type)
-            mask = causal_mask(x.shape[1], window, x.dtype) if options["causal"] else None
-            return call_decoder_attention(copied, x, mask, embeddings)
-
+        run = decoder_run(given, layer_type, window, causal=options["causal"])
         return closest(module, candidates, run, options["embed_dim"])
 
     @classmethod
@@ -143,13 +134,24 @@ class LlamaAttention(ProjectedAttention):
         UnsupportedError
             The layer has a window, which only `SlidingWindow` has.
         """
-        window = window_of(module)
-        if window is not None:
-            raise UnsupportedError(
-                f"this layer sees a window of {window} tokens, and {cls.name} sees all.",
-                action="Use SlidingWindow.from_transformers.",
-            )
+        refuse_window(module, cls.name)
         return {}
+
+
+def refuse_window(module: Any, mechanism: str) -> None:
+    """Raise if a layer has a window, which the mechanism has not.
+
+    Raises
+    ------
+    UnsupportedError
+        It has one, or a mask of another kind.
+    """
+    window = window_of(module)
+    if window is not None:
+        raise UnsupportedError(
+            f"this layer sees a window of {window} tokens, and {mechanism} sees all.",
+            action="Use SlidingWindow.from_transformers, or call the module itself.",
+        )
 
 
 def window_of(module: Any) -> int | None:

@@ -86,9 +86,8 @@ class ProjectedAttention(AttentionMechanism):
     scale : float, optional
         What scores are multiplied by, `head_dim ** -0.5` unless given.
     qk_norm : "head" or "all heads", optional
-        RMSNorm of queries and keys before their positions: of the row of each head, with one weight
-        `(head_dim,)` for all heads (Qwen 3, Gemma 3), or of the rows of all heads side by side
-        (OLMo 2).
+        RMSNorm of queries and keys before their positions: of each head's row, with one weight for
+        all heads (Qwen 3, Gemma 3), or of the rows of all heads side by side (OLMo 2).
     qk_norm_eps : float
         Its epsilon, 1e-6 unless given.
     softcap : float, optional

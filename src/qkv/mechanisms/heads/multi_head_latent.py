@@ -10,20 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 import qkv
-from qkv.errors import UnsupportedError
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.base.attention import AttentionMechanism
 from qkv.mechanisms.base.attention_steps import token_lines
-from qkv.mechanisms.base.comparing import (
-    call_decoder_attention,
-    causal_mask,
-    closest,
-    rotary_embeddings,
-)
+from qkv.mechanisms.base.comparing import closest, decoder_run
 from qkv.mechanisms.base.example import EXAMPLE_WIDTH, select_columns
 from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step
-from qkv.mechanisms.base.llama import window_of
+from qkv.mechanisms.base.llama import refuse_window
 from qkv.mechanisms.base.loading import (
     layer_type_of,
     measured_norm,
@@ -346,12 +340,7 @@ class MultiHeadLatent(AttentionMechanism):
             `rope` is not given.
         """
         require_attributes(module, ("config", "scaling", "kv_a_layernorm"))
-        window = window_of(module)
-        if window is not None:
-            raise UnsupportedError(
-                f"this layer sees a window of {window} tokens, and {cls.name} sees all.",
-                action="Call the module itself.",
-            )
+        refuse_window(module, cls.name)
         names = ["kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"]
         latent = hasattr(module, "q_a_proj")
         names += ["q_a_proj", "q_a_layernorm", "q_b_proj"] if latent else ["q_proj"]
@@ -383,11 +372,7 @@ class MultiHeadLatent(AttentionMechanism):
             for layout in ((given.layout,) if rope else _LAYOUTS)
         ]
 
-        def run(copied: Any, x: Any) -> Any:
-            embeddings = rotary_embeddings(copied, x, given, layer_type)
-            mask = causal_mask(x.shape[1], None, x.dtype)
-            return call_decoder_attention(copied, x, mask, embeddings)
-
+        run = decoder_run(given, layer_type)
         return closest(module, candidates, run, embed_dim)
 
     @classmethod
