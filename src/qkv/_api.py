@@ -193,7 +193,7 @@ def plan(
     2048000000
     """
     call = checked(query, key, value, variants, option_values("plan", options))
-    return make_plan(call.problem, call.choice)
+    return make_plan(call.problem, call.choice, library_of(query, "query").name)
 
 
 def merge(*parts: tuple[Any, Any], layout: Layout = "bhld") -> tuple[Any, Any]:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from qkv.backends import Choice, NotingBackend, Refusal, backends, describe, refusals
+from qkv.backends import (
+    Choice,
+    DeviceBackend,
+    NotingBackend,
+    Refusal,
+    backends,
+    describe,
+    refusals,
+)
 from qkv.ledger import attention_operations, memory
 from qkv.problem.scores import Scores
 from qkv.problem.spec import Problem
@@ -22,7 +30,7 @@ class Plan:
     backend : str
         The backend that will run it.
     refusals : dict of str to tuple of Refusal
-        Why each other backend will not; empty for one that could but comes later.
+        Why each other backend will not; empty for one that could, if it is asked for.
     block_q, block_kv : int
         Queries and keys of one tile.
     tiles : TileCounts
@@ -72,15 +80,19 @@ class Plan:
         ]
         rows += [("note", text) for text in self.notes]
         for name, reasons in self.refusals.items():
-            rows.append((name, "; ".join(map(str, reasons)) or "could run it, but comes later"))
+            rows.append((name, "; ".join(map(str, reasons)) or f'could run it: backend="{name}"'))
         width = max(len(label) for label, _ in rows)
         return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
 
 
-def make_plan(problem: Problem, choice: Choice) -> Plan:
-    """The plan of a checked problem for the backend that was chosen."""
+def make_plan(problem: Problem, choice: Choice, library: str | None = None) -> Plan:
+    """The plan of a checked problem for the backend that was chosen.
+
+    `library` is that of the caller's arrays, which a backend of that library may take too.
+    """
     spec = problem.spec
     backend = choice.backend
+    given = spec if library is None else replace(spec, library=library)
     block_q, block_kv = backend.blocks(spec)
     grid = Scores(problem, spec.compute_dtype).grid(block_q, block_kv)
     tiles, pairs = _count(grid, spec.batch_size, spec.num_heads)
@@ -89,7 +101,11 @@ def make_plan(problem: Problem, choice: Choice) -> Plan:
     return Plan(
         problem=describe(spec),
         backend=backend.name,
-        refusals={b.name: refusals(b, spec) for b in backends() if b.name != backend.name},
+        refusals={
+            b.name: refusals(b, given if isinstance(b, DeviceBackend) else spec)
+            for b in backends()
+            if b.name != backend.name
+        },
         block_q=block_q,
         block_kv=block_kv,
         tiles=tiles,

@@ -120,7 +120,7 @@ def test_the_tiny_model_has_both_heads(capsys: pytest.CaptureFixture[str]) -> No
     kinds = {(row["layer"], row["kind"]) for row in report["heads"]}
     assert {(0, "previous"), (1, "induction")} <= kinds
     assert report["ids"] == tiny_model().repeated_sequence()
-    assert set(report["heads"][0]) == {"layer", "head", "kind", *SCORES}
+    assert set(report["heads"][0]) == {"layer", "head", "kind", "also", *SCORES}
 
 
 def test_the_tiny_model_imports_no_framework() -> None:

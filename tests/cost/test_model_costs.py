@@ -33,7 +33,8 @@ EXACT = {
 
 # In billions, as papers print them: total, and active for mixtures of experts.
 # GPT-3: Brown et al. (2020), table 2.1. Qwen 3: Yang et al. (2025), table 2. DeepSeek-V3: abstract
-# of the report. gpt-oss: model card, table 1, whose active count leaves out the token table.
+# of the report. gpt-oss: model card, table 1, whose active count leaves out the token table as ours
+# does; the report of Qwen 3 does not.
 PRINTED = {
     "gpt-3": (175.0, None),
     "qwen-3-235b-a22b": (235, 22),
@@ -69,8 +70,8 @@ def test_parameters_as_papers_print_them(name: str) -> None:
     total, active = PRINTED[name]
     assert cost.parameters / 1e9 == pytest.approx(total, rel=0.003)
     if active is not None:
-        table = cost.model.vocab_size * cost.model.width if "oss" in name else 0
-        assert (cost.active_parameters - table) / 1e9 == pytest.approx(active, rel=0.015)
+        table = cost.model.vocab_size * cost.model.width if "qwen" in name else 0
+        assert (cost.active_parameters + table) / 1e9 == pytest.approx(active, rel=0.015)
 
 
 @pytest.mark.parametrize("name", CACHE)
@@ -225,6 +226,40 @@ def test_every_card_says_where_it_comes_from() -> None:
 def test_an_unknown_model_type_is_reported() -> None:
     model = read_config({**SMALL, "model_type": "brand_new"})
     assert model.notes == ("model_type 'brand_new' is not known; counted as llama",)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"multi_query": True, "num_key_value_heads": 2}, "multi_query says 1 key head"),
+        ({"alibi": True, "parallel_attn": True}, "has alibi True, parallel_attn True, which a"),
+        ({"intermediate_size": None, "moe_num_experts": 8}, "moe_num_experts 8"),
+    ],
+)
+def test_fields_that_contradict_the_count_of_an_unknown_type_are_named(fields, words) -> None:
+    model = read_config({**SMALL, "model_type": "brand_new", **fields})
+    assert any(words in note for note in model.notes)
+    if "multi_query" in fields:  # the larger number is counted, so that no cache is too small
+        assert model.layers[0].attention.num_kv_heads == 2
+
+
+def test_a_missing_width_of_the_feed_forward_layer_is_a_guess() -> None:
+    fields = {name: value for name, value in SMALL.items() if name != "intermediate_size"}
+    assert "no intermediate_size" in read_config({**fields, "model_type": "brand_new"}).notes[1]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "qwen3_next", "full_attention_interval": 4},
+        {"model_type": "some_mamba", "mamba_d_state": 16},
+        {"model_type": "jamba", "attn_layer_period": 8},
+        {"model_type": "lfm2", "full_attn_idxs": [2, 5]},
+    ],
+)
+def test_layers_that_are_no_attention_are_not_counted_as_such(fields) -> None:
+    with pytest.raises(UnsupportedError, match="some layers are not attention"):
+        read_config({**SMALL, **fields})
 
 
 def test_the_text_part_of_a_model_of_images_is_counted() -> None:

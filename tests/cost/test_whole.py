@@ -143,7 +143,7 @@ def test_decoding_reads_weights_and_cache_once() -> None:
 
 def test_experts_that_no_token_chose_are_not_read() -> None:
     one, many = (model_cost("deepseek-v3", 100, batch=b, decode=True) for b in (1, 64))
-    weights = 2 * (one.active_parameters - 129_280 * 7168)
+    weights = 2 * one.active_parameters  # without the table of tokens
     assert weights < one.bytes_moved < 1.01 * weights
     whole = 2 * (many.parameters - 129_280 * 7168)
     assert whole < many.bytes_moved < 1.01 * whole

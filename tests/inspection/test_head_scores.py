@@ -247,7 +247,7 @@ def test_a_table_of_all_heads() -> None:
     assert [(row["layer"], row["head"]) for row in rows] == [
         (x, h) for x in (0, 1) for h in range(4)
     ]
-    assert list(rows[0])[3:] == list(module.SCORES)
+    assert list(rows[0])[3:] == ["also", *module.SCORES]
     lines = repr(rows).splitlines()
     assert len(lines) == 9
     assert len({len(line) for line in lines}) == 1

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import (
     BigBirdConfig,
@@ -38,6 +39,7 @@ from qkv.mechanisms import (
     Differential,
     GroupedQuery,
     Longformer,
+    Mamba,
     MultiHeadLatent,
     MultiQuery,
     RelativeBias,
@@ -316,15 +318,6 @@ def test_the_lambda_of_diff_llama_to_its_own_rounding() -> None:
     torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_scaled_positions_are_not_taken_for_plain_ones() -> None:
-    config = LlamaConfig(
-        hidden_size=WIDTH, num_attention_heads=4, num_key_value_heads=4,
-        rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
-    )  # fmt: skip
-    with pytest.raises(UnsupportedError, match="rope_parameters"):
-        Rotary.from_transformers(LlamaAttention(config, 0))
-
-
 def test_a_module_without_the_weights_is_named() -> None:
     config = LlamaConfig(hidden_size=WIDTH, num_attention_heads=4, num_key_value_heads=4)
     with pytest.raises(ArgumentError, match="LlamaAttention has no query"):
@@ -344,3 +337,119 @@ def test_the_weights_are_copies() -> None:
         module.q_proj.weight.zero_()
     assert mechanism.weights["q_proj.weight"].abs().sum() > 0
     assert isinstance(mechanism.rope, qkv.RoPE)
+
+
+# Models that do more than Llama, each beside its whole model, which makes masks and positions.
+
+
+def whole(name: str, **options: Any) -> Any:
+    """A model of two layers with wide weights, and what its attention modules get and give."""
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, pad_token_id=0,
+        num_attention_heads=4, num_key_value_heads=2, **options,
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = transformers.AutoModel.from_config(config).eval()
+    for parameter_name, parameter in model.named_parameters():
+        std, mean = (0.3, 0.0) if parameter.ndim > 1 else (0.4, float("norm" in parameter_name))
+        torch.nn.init.normal_(parameter, mean, std)
+    seen: list[tuple[Any, Tensor, Tensor]] = []
+
+    def see(module: Any, args: Any, kwargs: Any, out: Any) -> None:
+        seen.append((module, args[0] if args else kwargs["hidden_states"], out[0]))
+
+    for module in list(model.modules()):
+        if type(module).__name__.endswith("Attention"):
+            module.register_forward_hook(see, with_kwargs=True)
+    with torch.no_grad():
+        model(input_ids=torch.randint(1, 60, (2, 24)))
+    return seen
+
+
+WINDOW = {"sliding_window": 5}
+ALL: list[tuple[str, dict[str, Any], list[Any]]] = [
+    ("GptOss", {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, **WINDOW},
+     [SlidingWindow, GroupedQuery]),
+    ("Gemma2", {"head_dim": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 3.0, **WINDOW},
+     [SlidingWindow, GroupedQuery]),
+    ("Gemma3Text", {"head_dim": 8, **WINDOW,
+                    "layer_types": ["sliding_attention", "full_attention"]},
+     [SlidingWindow, Rotary]),
+    ("Qwen2", {}, [GroupedQuery, Rotary]),
+    ("Qwen3", {"head_dim": 8}, [GroupedQuery, Rotary]),
+    ("Olmo2", {}, [GroupedQuery, Rotary]),
+    ("Cohere", {}, [GroupedQuery, Rotary]),
+    ("Cohere2", {"head_dim": 8, **WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+     [SlidingWindow, GroupedQuery]),
+    ("Helium", {"head_dim": 8}, [GroupedQuery, Rotary]),
+    ("Ernie4_5", {"head_dim": 8}, [GroupedQuery, Rotary]),
+    ("Glm", {"head_dim": 8}, [GroupedQuery, Rotary]),
+    ("Llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0,
+                                   "original_max_position_embeddings": 16}},
+     [GroupedQuery, Rotary]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "options", "loaders"), ALL, ids=[name for name, *_ in ALL])
+def test_what_a_loader_accepts_is_what_the_layer_computes(name, options, loaders) -> None:
+    for (module, x, out), cls in zip(whole(name, **options), loaders, strict=True):
+        found = cls.from_transformers(module)(x)
+        torch.testing.assert_close(found, out, rtol=0, atol=2e-5 * float(out.abs().max()))
+
+
+def modules_of(name: str, **options: Any) -> Any:
+    return whole(name, **options)[0][0]
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "options", "words"),
+    [
+        (GroupedQuery, "Mistral", WINDOW, "a window of 5 tokens"),
+        (Rotary, "GptOss", {"num_local_experts": 2, "num_experts_per_tok": 1, **WINDOW}, "window"),
+        (SlidingWindow, "Llama", {}, "no sliding_window"),
+        (GroupedQuery, "Cohere", {"use_qk_norm": True}, "no RMSNorm"),
+        (GroupedQuery, "NanoChat", {}, "computes something that grouped-query does not"),
+        (GroupedQuery, "Olmo", {"clip_qkv": 0.5}, "computes something that grouped-query does not"),
+        (GroupedQuery, "Llama",
+         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+         "change with the length of the text"),
+    ],
+)  # fmt: skip
+def test_what_a_loader_cannot_represent_is_refused(cls, name, options, words) -> None:
+    with pytest.raises((UnsupportedError, ArgumentError), match=words):
+        cls.from_transformers(modules_of(name, **options))
+
+
+def test_following_the_advice_for_frequencies_that_change_gives_the_layer() -> None:
+    """The error names a call; its result is compared with the whole model."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    module, x, out = whole("Llama", rope_parameters=rope)[0]
+    with pytest.raises(UnsupportedError) as caught:
+        GroupedQuery.from_transformers(module)
+    assert "rope=qkv.RoPE.from_hf_config(module.config, seq_len=...)" in caught.value.action
+    given = qkv.RoPE.from_hf_config(module.config, seq_len=x.shape[1])
+    found = GroupedQuery.from_transformers(module, rope=given)(x)
+    torch.testing.assert_close(found, out, rtol=0, atol=2e-5 * float(out.abs().max()))
+
+
+def test_other_classes_of_t5_and_of_mamba_are_refused() -> None:
+    from transformers.models.falcon_mamba.modeling_falcon_mamba import FalconMambaMixer
+    from transformers.models.longt5.modeling_longt5 import LongT5LocalAttention
+
+    local = LongT5LocalAttention(
+        transformers.LongT5Config(d_model=WIDTH, d_kv=5, num_heads=3), True
+    )
+    with pytest.raises(UnsupportedError, match="attributes that its loader does not know"):
+        RelativeBias.from_transformers(local)
+    config = transformers.FalconMambaConfig(hidden_size=WIDTH, state_size=8, num_hidden_layers=1)
+    with pytest.raises(UnsupportedError, match="computes something that mamba does not"):
+        Mamba.from_transformers(FalconMambaMixer(config, 0))
+
+
+def test_weights_that_are_offloaded_are_refused() -> None:
+    config = LlamaConfig(hidden_size=WIDTH, num_attention_heads=4, num_key_value_heads=4)
+    with torch.device("meta"):
+        module = LlamaAttention(config, 0)
+    with pytest.raises(UnsupportedError, match="device meta"):
+        Rotary.from_transformers(module)

@@ -144,9 +144,10 @@ export function Inspect() {
   const text = useRef(null);
   if (error) return html`<p class="lead">Every head of a real model, and the map of its weights at any length.</p><${Failure} error=${error} />`;
   if (!model) return html`<${Waiting} what="the record" />`;
-  const { layers, tokens } = model;
+  const { layers } = model;
   const current = layers.find(({ index }) => index === view.layer) ?? layers[0];
-  const { index: layer, q_len: qLen, kv_len: kvLen } = current;
+  // Layers of another sequence than the text, as in a decoder, have tokens of their own, or none.
+  const { index: layer, q_len: qLen, kv_len: kvLen, tokens = model.tokens } = current;
   const head = inside(view.head, current.heads.length);
   const scores = model.scores.filter((name) => layers.some(({ heads }) => heads.some((each) => Number.isFinite(each[name]))));
   const score = scores.includes(view.score) ? view.score : scores[0];

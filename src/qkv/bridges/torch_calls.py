@@ -216,8 +216,8 @@ def _within(rows: Any) -> list[Any]:
     match rows:
         case Paged(pages=pages):
             return _within(pages)
-        case Quantized(values=values, scales=scales):
-            return [values, scales]
+        case Quantized(values=values, scales=scales, offset=offset):
+            return [values, scales, offset]
     return [rows]
 
 

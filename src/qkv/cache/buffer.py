@@ -73,7 +73,8 @@ class RowBuffer:
         """Key and value rows from `start` to `stop` of all sequences, without a copy."""
         index = (slice(None),) * self.axis + (slice(start, stop),)
         stored = tuple(a[index] for a in self.arrays)
-        return encoding.decode(stored[: self.of_key]), encoding.decode(stored[self.of_key :])
+        key, value = stored[: self.of_key], stored[self.of_key :]
+        return encoding.decode(key, "key"), encoding.decode(value, "value")
 
     def reordered(self, indices: Lengths) -> RowBuffer:
         """A copy in which sequence i is what sequence `indices[i]` of the first dimension was."""

@@ -6,8 +6,11 @@ to the length, so that storage can keep them side by side without knowing what t
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
 
+from qkv._forks import RenewedLock
+from qkv.cache.arguments import Lengths
 from qkv.cache.memory import Memory, memory_of
 from qkv.errors import ArgumentError
 from qkv.problem.stored_rows import Quantized
@@ -15,14 +18,20 @@ from qkv.problem.stored_rows import Quantized
 __all__ = ["Encoding", "encoding_of", "quantize"]
 
 
+Role = Literal["key", "value"]
+
+FEWEST_ROWS = 16
+"""Keys of a head from which their mean is taken; the mean of fewer may be far from that of all."""
+
+
 class Encoding(Protocol):
     """How a cache stores rows."""
 
-    def encode(self, rows: Any, memory: Memory) -> tuple[Any, ...]:
-        """The arrays to keep for these rows."""
+    def encode(self, rows: Any, memory: Memory, role: Role, new_lens: Lengths) -> tuple[Any, ...]:
+        """The arrays to keep for these rows, of which the first `new_lens` are tokens."""
         ...
 
-    def decode(self, stored: tuple[Any, ...]) -> Any:
+    def decode(self, stored: tuple[Any, ...], role: Role) -> Any:
         """These arrays as a key or value that `qkv.attention` takes."""
         ...
 
@@ -30,38 +39,57 @@ class Encoding(Protocol):
 class Unquantized:
     """Rows in their own dtype."""
 
-    def encode(self, rows: Any, memory: Memory) -> tuple[Any, ...]:
+    def encode(self, rows: Any, memory: Memory, role: Role, new_lens: Lengths) -> tuple[Any, ...]:
         """The rows themselves."""
         return (rows,)
 
-    def decode(self, stored: tuple[Any, ...]) -> Any:
+    def decode(self, stored: tuple[Any, ...], role: Role) -> Any:
         """The array itself."""
         return stored[0]
 
 
 class Int8:
-    """One byte for each number and one float32 scale for each row."""
+    """One byte for each number and one float32 scale for each row; keys less their mean.
 
-    def encode(self, rows: Any, memory: Memory) -> tuple[Any, ...]:
+    The mean of each head and channel is that of the keys which arrive first, if they are at least
+    `FEWEST_ROWS`, and stays that of the cache and its forks.
+    """
+
+    def __init__(self) -> None:
+        self._offset: Any = None
+        self._format: tuple[Any, ...] | None = None
+        # Forks in several threads may write at once, and all rows need the one offset.
+        self._exclusive = RenewedLock()
+
+    def encode(self, rows: Any, memory: Memory, role: Role, new_lens: Lengths) -> tuple[Any, ...]:
         """`(values, scales)`."""
-        return memory.int8_with_scales(rows)
+        if role == "value":
+            return memory.int8_with_scales(rows)
+        known = type(rows), rows.shape[-3:-2], rows.shape[-1:], str(getattr(rows, "device", "cpu"))
+        with self._exclusive.lock:
+            # Another format can only come when no row is kept.
+            if self._format != known:
+                self._format = known
+                self._offset = memory.mean_of_rows(rows, new_lens, FEWEST_ROWS)
+            offset = self._offset
+        return memory.int8_with_scales(rows, offset)
 
-    def decode(self, stored: tuple[Any, ...]) -> Any:
+    def decode(self, stored: tuple[Any, ...], role: Role) -> Any:
         """`Quantized` rows."""
-        return Quantized(*stored)
+        return Quantized(*stored, self._offset if role == "key" else None)
 
 
-_ENCODINGS: dict[str | None, Encoding] = {None: Unquantized(), "int8": Int8()}
+_ENCODINGS: dict[str | None, Callable[[], Encoding]] = {None: Unquantized, "int8": Int8}
 
 
 def encoding_of(dtype: str | None) -> Encoding:
-    """The encoding that the `dtype` of a cache asks for."""
+    """A new encoding, as the `dtype` of a cache asks for it."""
     if not isinstance(dtype, str | None) or dtype not in _ENCODINGS:
         raise ArgumentError(
             f"dtype={dtype!r:.60} is not a way to keep rows.",
             action='Pass "int8", or None to keep them in the dtype in which they come.',
         )
-    return _ENCODINGS[dtype]
+    return _ENCODINGS[dtype]()
 
 
 def quantize(rows: Any) -> Quantized:

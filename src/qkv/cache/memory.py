@@ -34,8 +34,15 @@ class Memory(Protocol):
         """Memory of the dtype and on the device of `like`."""
         ...
 
-    def int8_with_scales(self, rows: Any) -> tuple[Any, Any]:
-        """`(values, scales)` of `qkv.cache.quantize`."""
+    def int8_with_scales(self, rows: Any, offset: Any = None) -> tuple[Any, Any]:
+        """`(values, scales)` of `qkv.cache.quantize`, of rows less an offset (heads, dim)."""
+        ...
+
+    def mean_of_rows(self, rows: Any, counts: Any, fewest: int) -> Any:
+        """The float32 mean (heads, dim) of the first `counts` rows of each sequence.
+
+        None if they are fewer than `fewest` in all, or one of them is not finite.
+        """
         ...
 
 
@@ -61,9 +68,23 @@ class HostMemory:
         except (MemoryError, ValueError) as error:
             raise too_large(shape, like.dtype.itemsize) from error
 
-    def int8_with_scales(self, rows: Any) -> tuple[Any, Any]:
+    def mean_of_rows(self, rows: Any, counts: Any, fewest: int) -> Any:
+        """See `Memory`."""
+        real = np.arange(rows.shape[-2]) < np.asarray(counts)[..., None]
+        total = int(real.sum())
+        if total < fewest:
+            return None
+        with np.errstate(invalid="ignore", over="ignore"):
+            kept = np.where(real[..., None, :, None], rows.astype(np.float64), 0.0)
+            mean = kept.sum((*range(kept.ndim - 3), -2)) / total
+            offset = mean.astype(np.float32)
+        return offset if np.isfinite(offset).all() else None
+
+    def int8_with_scales(self, rows: Any, offset: Any = None) -> tuple[Any, Any]:
         """See `qkv.cache.quantize`."""
         wide = rows if rows.dtype == np.float64 else rows.astype(np.float32)
+        if offset is not None:
+            wide = wide - offset[:, None]
         # A row with NaN or infinity gets a scale that is not finite, so that it is read as NaN.
         with np.errstate(invalid="ignore", over="ignore"):
             scales = (np.abs(wide).max(-1, initial=0) / 127).astype(np.float32)
@@ -100,10 +121,25 @@ class TorchMemory:
             except (RuntimeError, TypeError) as error:
                 raise too_large(shape, like.dtype.itemsize) from error
 
-    def int8_with_scales(self, rows: Any) -> tuple[Any, Any]:
+    def mean_of_rows(self, rows: Any, counts: Any, fewest: int) -> Any:
+        """See `Memory`."""
+        torch = self.torch
+        counts = torch.as_tensor(np.asarray(counts), device=rows.device)
+        real = torch.arange(rows.shape[-2], device=rows.device) < counts[..., None]
+        total = int(real.sum())
+        if total < fewest:
+            return None
+        kept = torch.where(real[..., None, :, None], rows.double(), 0.0)
+        mean = kept.sum((*range(kept.ndim - 3), -2)) / total
+        offset = mean.float()
+        return offset if bool(offset.isfinite().all()) else None
+
+    def int8_with_scales(self, rows: Any, offset: Any = None) -> tuple[Any, Any]:
         """See `qkv.cache.quantize`."""
         torch = self.torch
         wide = rows if rows.dtype is torch.float64 else rows.float()
+        if offset is not None:
+            wide = wide - offset[:, None]
         largest = wide.abs().amax(-1) if wide.shape[-1] else wide.new_zeros(wide.shape[:-1])
         scales = (largest / 127).float()
         divisor = torch.where(scales > 0, scales, 1.0).to(wide.dtype)

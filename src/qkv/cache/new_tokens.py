@@ -156,7 +156,11 @@ def encode(
     """Checked rows, encoded for storage; an error if their library tracks gradients."""
     memory = memory_with(row_format.library)
     rows = [memory.own_array(t, name) for name, t in (("key", key), ("value", value))]
-    encoded = [encoding.encode(t, memory) for t in rows]
+    key_rows, value_rows = rows
+    encoded = (
+        encoding.encode(key_rows, memory, "key", new_lens),
+        encoding.encode(value_rows, memory, "value", new_lens),
+    )
     return NewTokens(row_format, (*encoded[0], *encoded[1]), len(encoded[0]), new_lens)
 
 

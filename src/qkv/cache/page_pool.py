@@ -92,8 +92,8 @@ class Storage(NamedTuple):
 
     def paged(self, encoding: Encoding, table: Lengths) -> tuple[Paged, Paged]:
         """Key and value of sequences with these pages."""
-        key = encoding.decode(self.arrays[: self.of_key])
-        value = encoding.decode(self.arrays[self.of_key :])
+        key = encoding.decode(self.arrays[: self.of_key], "key")
+        value = encoding.decode(self.arrays[self.of_key :], "value")
         return Paged(key, table), Paged(value, table)
 
 

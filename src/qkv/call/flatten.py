@@ -74,7 +74,7 @@ Whole: TypeAlias = Callable[[Any], int]
 
 _STORAGE_ROLES: dict[type, dict[str, Role]] = {
     Paged: {"pages": "in_place", "page_table": "value"},
-    Quantized: {"values": "in_place", "scales": "in_place"},
+    Quantized: {"values": "in_place", "scales": "in_place", "offset": "in_place"},
 }
 
 

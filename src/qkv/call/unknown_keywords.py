@@ -31,7 +31,7 @@ def keyword_error(
         return KeywordError(fact, [("keywords", ", ".join(known))], action)
     arguments = [word for name in unknown if (word := _MEANINGS[name](name, given[name]))]
     options = [word for word in arguments if _is_keyword(word)]
-    variants = [word for word in arguments if not _is_keyword(word)]
+    variants = list(dict.fromkeys(word for word in arguments if not _is_keyword(word)))
     options += [f"{name}={_short(name, given[name])}" for name in given if name in known]
     options += [f"{name}={name}" for name in required]
     seen = [(name, _REMARKS[name]) for name in unknown if name in _REMARKS]
@@ -76,6 +76,22 @@ def _window(name: str, value: Any) -> str:
     return "" if left is right is None else f"qkv.SlidingWindow({left!r}, {right!r})"
 
 
+def _one_window(name: str, value: Any) -> str:
+    """A window as one number (transformers counts the query itself), or as two."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        before = value - 1 if name == "sliding_window" else value
+        return f"qkv.SlidingWindow({before}, 0)"
+    if name == "sliding_window":
+        return "" if value is None or value is False else "qkv.SlidingWindow(sliding_window - 1, 0)"
+    return "" if value is None else _window(name, value)
+
+
+def _nothing(name: str, value: Any) -> str:
+    return ""
+
+
+_WEIGHTS = "the matrix is never made here; qkv.inspect(q, k, v).weights computes what is sliced"
+_SEGMENTS = "qkv.Segments.from_cu_seqlens(cu_seqlens_q, cu_seqlens_k)"
 _MEANINGS: Mapping[str, Meaning] = {
     "is_causal": _flag("qkv.Causal()"),
     "causal": _flag("qkv.Causal()"),
@@ -86,16 +102,54 @@ _MEANINGS: Mapping[str, Meaning] = {
     "attn_bias": _array(),
     "dropout_p": _number("qkv.Dropout({}, seed=0)", nothing=0),
     "dropout": _number("qkv.Dropout({}, seed=0)", nothing=0),
-    "enable_gqa": lambda name, value: "",
+    "enable_gqa": _nothing,
     "sm_scale": _number("scale={}"),
     "softmax_scale": _number("scale={}"),
     "softcap": _number("qkv.Softcap({})", nothing=0),
+    "logits_soft_cap": _number("qkv.Softcap({})", nothing=0),
+    "logit_softcap": _number("qkv.Softcap({})", nothing=0),
+    "p": _number("qkv.Dropout({}, seed=0)", nothing=0),
     "window_size": _window,
+    "local_window_size": _one_window,
+    "sliding_window": _one_window,
+    "sinks": _array("qkv.Sinks({})"),
+    "s_aux": _array("qkv.Sinks({})"),
+    "learnable_sink": _array("qkv.Sinks({})"),
+    "key_padding_mask": _array("qkv.Mask(~{}[:, None, None, :])"),
+    "block_mask": _array("qkv.BlockSparse({}, block_q, block_kv)"),
+    "cu_seqlens": _array("qkv.Segments.from_cu_seqlens({})"),
+    "cu_seqlens_q": _array(_SEGMENTS),
+    "cu_seqlens_k": _array(_SEGMENTS),
+    "cu_seqlens_kv": _array(_SEGMENTS.replace("_k)", "_kv)")),
+    "max_seqlen_q": _nothing,
+    "max_seqlen_k": _nothing,
+    "kv_lens": _array("qkv.KeyLengths({})"),
+    "seqused_k": _array("qkv.KeyLengths({})"),
+    "cache_seqlens": _array("qkv.KeyLengths({})"),
+    "need_weights": _nothing,
+    "return_weights": _nothing,
+    "output_attentions": _nothing,
+    "return_attn_probs": _nothing,
+    "deterministic": _nothing,
     "alibi_slopes": _array("qkv.ALiBi({})"),
     "score_mod": _array("qkv.ScoreMod({})"),
 }
 
 _REMARKS = {
+    "need_weights": _WEIGHTS,
+    "return_weights": _WEIGHTS,
+    "output_attentions": _WEIGHTS,
+    "return_attn_probs": _WEIGHTS,
+    "key_padding_mask": "True is padding in torch; here True may attend, so it is inverted",
+    "block_mask": "of FlexAttention: pass its blocks as a boolean array, or write the rule as a "
+    "mask such as qkv.Causal() & qkv.SlidingWindow(left, right)",
+    "sliding_window": "a window of W tokens in transformers counts the query: left is W - 1",
+    "deterministic": "results always are",
+    "max_seqlen_q": "not needed: lengths are read from the segments",
+    "max_seqlen_k": "not needed: lengths are read from the segments",
+    "cu_seqlens_q": 'rows of all sequences lie one after another; heads last is layout="blhd"',
+    "sinks": "one logit for each query head, in the denominator alone",
+    "s_aux": "one logit for each query head, in the denominator alone",
     "attn_mask": "a boolean array is a mask (True = may attend), a floating one is added",
     "attention_mask": "a boolean array is a mask (True = may attend), a floating one is added",
     "mask": "a boolean array is a mask (True = may attend), a floating one is added",

@@ -184,7 +184,7 @@ def _legend(page: Page, record: ModelRecord, rows: list[dict[str, Any]]) -> Tabl
             Text(*_letter(page, kind)),
             kind,
             MEANINGS[kind],
-            str(sum(row["kind"] == kind for row in rows)),
+            str(sum(kind in (row["kind"], row["also"]) for row in rows)),
             strongest,
             f"{best[kind]:.2f}" if best else "-",
         )

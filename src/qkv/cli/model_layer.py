@@ -38,7 +38,7 @@ def model_layer(options: argparse.Namespace) -> InputArrays:
     layer = record[checked_index(wanted, len(record), "layer")]
     inputs = layer.scores.inputs
     assert inputs is not None  # the layer is one of those to keep
-    texts = record.texts
+    texts = record.texts_of(layer.sequences[1])
     named = texts is not None and len(texts) == inputs.key.shape[-2]
     return InputArrays(
         inputs.query,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qkv.cli.token_texts import token_texts
 from qkv.errors import ArgumentError, FileError, QkvError, UnsupportedError
 from qkv.files.contents import shown
 from qkv.inspection.model_record import Keep, ModelRecord
@@ -211,7 +212,7 @@ def _run_transformer(
     ):
         model(input_ids=torch.tensor([ids]))
     record.model = name
-    record.texts = [tokenizer.decode([index]) for index in ids]
+    record.texts = token_texts(tokenizer, ids)
     return _ModelRun(record, model, tokenizer, ids, room)
 
 

@@ -6,79 +6,37 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from qkv.cost.encoder_decoder import encoder_and_decoder
+from qkv.cost.families import (
+    ACTIVATION,
+    CHOSEN,
+    CONTEXT,
+    EXPERTS,
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    LAYERS,
+    WIDTH,
+    families,
+    left_out,
+)
 from qkv.cost.model import Attention, FeedForward, Latent, Layer, Model, Norm
+from qkv.cost.unlike_llama import unlike_llama
 from qkv.declarations import checked, shown
 from qkv.errors import ArgumentError, FileError, UnsupportedError
 
-__all__ = ["families", "read_config"]
+__all__ = ["read_config"]
 
 _LARGEST = 2**24
 """Bytes of the largest file that is read; real ones have a few thousand."""
 
-_WIDTH = ("hidden_size", "n_embd", "d_model")
-_LARGEST = 2**40
+_LARGEST_NUMBER = 2**40
 """The largest number of a configuration: products of a few are exact, and are float64 as well."""
 _MOST_LAYERS = 10_000
 """Each is described by itself, in some 100 microseconds."""
-_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
-_HEADS = ("num_attention_heads", "n_head", "num_heads")
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
-_HIDDEN = ("intermediate_size", "n_inner", "ffn_dim")
-_CONTEXT = ("max_position_embeddings", "n_positions")
-_ACTIVATION = ("hidden_activation", "hidden_act", "activation_function")
-_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
-_CHOSEN = ("num_experts_per_tok", "experts_per_token")
-
-_USUAL: dict[str, Any] = {
-    "activation": "silu",
-    "attention_only": False,
-    "audio": False,
-    "causal": True,
-    "centred": False,
-    "cross": False,
-    "embedding_norm": False,
-    "expert_correction": False,
-    "final_norm": True,
-    "gated": True,
-    "global_every": 0,
-    "head": True,
-    "key_bias": True,
-    "mlp_bias": False,
-    "norm_bias": False,
-    "norms": 2,
-    "out_bias": False,
-    "patches": False,
-    "pooler": False,
-    "positions": None,
-    "qk_norm": "",
-    "qkv_bias": False,
-    "qkv_bias_default": False,
-    "relative_bias": False,
-    "rotary": True,
-    "router_bias": False,
-    "shared_gate": False,
-    "sinks": False,
-    "tied": False,
-    "token_types": False,
-    "tokens": True,
-}
-"""What families.json leaves out: a Llama. A word where a boolean is meant names a field."""
-
-
-@cache
-def families() -> dict[str, dict[str, Any]]:
-    """Properties of each known `model_type` that its configuration does not state."""
-    text = resources.files("qkv.cost").joinpath("families.json").read_text(encoding="utf-8")
-    table = json.loads(text)
-    return {
-        name: {**_USUAL, **table.get(row.get("like"), {}), **row} for name, row in table.items()
-    }
 
 
 @checked
@@ -137,9 +95,14 @@ def read_config(
             notes.append("of the convolutions before the encoder only the parameters are counted")
     if kind not in families():
         notes.append(f"model_type {kind!r:.40} is not known; counted as llama")
-    given = _Fields(fields, families().get(kind, families()["llama"]))
+        notes += unlike_llama(fields)
+    given = _Fields(fields, families().get(kind, families()["llama"]), left_out(fields, kind))
     called = name or str(fields.get("_name_or_path") or (path.name if path else "") or kind)
-    return replace(_model(given, called, source, notes), encoder=encoder)
+    model = _model(given, called, source, notes)
+    if given.assumed:
+        taken = ", ".join(f"{field} {value}" for field, value in given.assumed.items())
+        notes.append(f"left out, so as in transformers: {taken}")
+    return replace(model, encoder=encoder, notes=tuple(notes))
 
 
 def _contents(path: Path) -> Mapping[str, Any]:
@@ -165,13 +128,20 @@ def _contents(path: Path) -> Mapping[str, Any]:
 class _Fields:
     """Fields of a config under their different names, and what the family adds."""
 
-    def __init__(self, fields: Mapping[str, Any], family: Mapping[str, Any]) -> None:
-        self.fields = fields
+    def __init__(
+        self,
+        fields: Mapping[str, Any],
+        family: Mapping[str, Any],
+        left_out: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.left_out = left_out or {}
+        self.fields = {**self.left_out, **fields}
         self.family = family
+        self.assumed: dict[str, int] = {}
 
     def size(
         self, names: tuple[str, ...] | str, default: int | None = None, least: int = 1,
-        most: int = _LARGEST,
+        most: int = _LARGEST_NUMBER,
     ) -> int:  # fmt: skip
         """The first of some names that is there."""
         names = (names,) if isinstance(names, str) else names
@@ -184,6 +154,8 @@ class _Fields:
                     f"{name} is {shown(value)} in the config.",
                     action=f"Give an integer of {least} or more, and at most {most}.",
                 )
+            if name in self.left_out:
+                self.assumed[name] = value
             return value
         if default is None:
             raise ArgumentError(
@@ -205,19 +177,19 @@ class _Fields:
 
 
 def _model(given: _Fields, name: str, source: str, notes: list[str]) -> Model:
-    width, count = given.size(_WIDTH), given.size(_LAYERS, most=_MOST_LAYERS)
+    width, count = given.size(WIDTH), given.size(LAYERS, most=_MOST_LAYERS)
     vocabulary = (
         given.size("vocab_size")
         if given.flag("tokens") and not given.flag("patches") and not given.flag("attention_only")
         else 0
     )
-    norm = Norm(given.flag("centred"), bias=given.flag("norm_bias"))
+    norm = Norm(given.flag("centred"), given.flag("norm_weight"), given.flag("norm_bias"))
     layers = tuple(_layer(given, width, index, count) for index in range(count))
     correction = given.family["expert_correction"]
     routed = sum(1 for layer in layers if layer.feed_forward and layer.feed_forward.experts)
     tables = _tables(given, width, norm)
     if correction and routed:
-        tables["expert correction"] = routed * given.size(_EXPERTS)
+        tables["expert correction"] = routed * given.size(EXPERTS)
     return Model(
         name=name,
         width=width,
@@ -228,7 +200,7 @@ def _model(given: _Fields, name: str, source: str, notes: list[str]) -> Model:
         head=given.flag("head"),
         tables=tables,
         final_norm=given.flag("final_norm"),
-        context=_patches(given) if given.flag("patches") else given.size(_CONTEXT, default=2048),
+        context=_patches(given) if given.flag("patches") else given.size(CONTEXT, default=2048),
         source=source,
         notes=tuple(notes),
     )
@@ -239,17 +211,19 @@ def _tables(given: _Fields, width: int, norm: Norm) -> dict[str, int]:
     tables: dict[str, int] = {}
     extra = given.family["positions"]
     if extra is not None:
-        tables["positions"] = (given.size(_CONTEXT) + extra) * width
+        tables["positions"] = (given.size(CONTEXT) + extra) * width
     if given.flag("token_types"):
         tables["token types"] = given.size("type_vocab_size", default=2) * width
     if given.flag("embedding_norm"):
         tables["embedding norm"] = norm.parameters(width)
     if given.flag("relative_bias"):
         buckets = given.size("relative_attention_num_buckets", default=32)
-        tables["relative bias"] = buckets * given.size(_HEADS)
+        tables["relative bias"] = buckets * given.size(HEADS)
     if given.flag("audio"):
         mels, kernel = given.size("num_mel_bins"), 3
         tables["convolutions"] = (kernel * (mels + width) + 2) * width
+    if given.flag("head_bias"):
+        tables["head bias"] = given.size("vocab_size")
     if given.flag("pooler"):
         tables["pooler"] = width * width + width
     if given.flag("patches"):
@@ -275,13 +249,38 @@ def _layer(given: _Fields, width: int, index: int, count: int) -> Layer:
     if given.flag("attention_only"):
         return Layer(attention, None, int(attention.projections))
     cross = replace(attention, causal=False) if given.flag("cross") else None
-    return Layer(attention, _feed_forward(given, width, index), given.family["norms"], cross)
+    return Layer(attention, _feed_forward(given, width, index), _norms(given), cross)
+
+
+def _norms(given: _Fields) -> int:
+    """Norms of a layer; those of Falcon depend on what its attention stands beside."""
+    norms = given.family["norms"]
+    if norms != "falcon":
+        return int(norms)
+    apart = given.fields.get("num_ln_in_parallel_attn")
+    if given.fields.get("new_decoder_architecture"):
+        return 2 if apart is None else given.size("num_ln_in_parallel_attn")
+    return 1 if given.fields.get("parallel_attn") else 2
+
+
+def _kv_heads(given: _Fields, heads: int) -> int:
+    """Key and value heads; Falcon says them in three fields, of which the first that holds counts.
+
+    Elsewhere `multi_query` means one head, unless a number of heads is stated beside it.
+    """
+    stated = given.size(KV_HEADS, default=heads)
+    if given.family["heads"] == "falcon":
+        if given.fields.get("new_decoder_architecture"):
+            return stated
+        return 1 if given.fields.get("multi_query") else heads
+    beside = any(name in given.fields for name in KV_HEADS)
+    return 1 if given.fields.get("multi_query") and not beside else stated
 
 
 def _attention(given: _Fields, width: int, index: int, count: int) -> Attention:
     fields = given.fields
-    heads = given.size(_HEADS)
-    kv_heads = 1 if fields.get("multi_query") else given.size(_KV_HEADS, default=heads)
+    heads = given.size(HEADS)
+    kv_heads = _kv_heads(given, heads)
     if heads % kv_heads:
         raise ArgumentError(
             f"{kv_heads} key and value heads do not divide {heads} heads in the config."
@@ -323,7 +322,7 @@ def _attention(given: _Fields, width: int, index: int, count: int) -> Attention:
 
 
 def _rope_dim(given: _Fields, head_dim: int) -> int:
-    if not given.flag("rotary"):
+    if not given.flag("rotary") or given.flag("no_rotary"):
         return 0
     rope = given.fields.get("rope_parameters")
     nested = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
@@ -346,7 +345,10 @@ def _window(given: _Fields, index: int, count: int) -> int | None:
         return given.size("sliding_window") if kind == "sliding_attention" else None
     if window is None or fields.get("use_sliding_window") is False:
         return None
-    every = given.size("sliding_window_pattern", default=given.family["global_every"], least=0)
+    if isinstance(pattern := fields.get("sliding_window_pattern"), str):
+        every = len(pattern)  # of Exaone 4, such as "LLLG"
+    else:
+        every = given.size("sliding_window_pattern", default=given.family["global_every"], least=0)
     if every and (index + 1) % every == 0:
         return None
     if fields.get("use_sliding_window") and index < given.size("max_window_layers", 0, 0):
@@ -355,17 +357,17 @@ def _window(given: _Fields, index: int, count: int) -> int | None:
 
 
 def _feed_forward(given: _Fields, width: int, index: int) -> FeedForward:
-    activation = next((given.fields[n] for n in _ACTIVATION if given.fields.get(n)), None)
+    activation = next((given.fields[n] for n in ACTIVATION if given.fields.get(n)), None)
     shape: dict[str, Any] = {
         "activation": _activation(activation or given.family["activation"]),
         "gated": given.flag("gated"),
         "bias": given.flag("mlp_bias"),
     }
-    dense = FeedForward(given.size(_HIDDEN, default=4 * width), **shape)
-    experts = given.size(_EXPERTS, default=0, least=0)
+    dense = FeedForward(given.size(HIDDEN, default=4 * width), **shape)
+    experts = given.size(EXPERTS, default=0, least=0)
     if not experts or not _routed(given, index):
         return dense
-    chosen = given.size(_CHOSEN)
+    chosen = given.size(CHOSEN)
     if chosen > experts:
         raise ArgumentError(f"{chosen} experts for each token, of {experts}, in the config.")
     hidden = given.size("moe_intermediate_size", default=dense.width)

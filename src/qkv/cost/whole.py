@@ -108,8 +108,15 @@ class ModelCost:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token uses: all but the experts that it is not routed to."""
-        return self.parameters - sum(la.idle_parameters * la.count for la in self.layers)
+        """Parameters that one token uses.
+
+        All but the experts that it is not routed to and, in a model of experts, the table of input
+        tokens, of which it reads one row, unless the output head has the same table. The card of
+        gpt-oss counts so; the reports of Qwen 3 and DeepSeek-V3 count the table too.
+        """
+        idle = sum(la.idle_parameters * la.count for la in self.layers)
+        apart = idle and self.model.head and not self.model.tied
+        return self.parameters - idle - (self.model.vocab_size * self.model.width if apart else 0)
 
     @property
     def bytes_moved(self) -> int:

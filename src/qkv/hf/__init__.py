@@ -14,7 +14,7 @@ layer_call      the call that comes of it, as arguments of `qkv.attention`, and 
 layer_steps     decoding steps that layers prepare for one another
 masks           masks without storage; mask_functions, groups: functions read as masks
 cache           caches of qkv in a model; stored_tensor: their pages and int8 rows as tensors
-record          every head of a model while it runs
+record          every head of a model while it runs; sequences: which tokens a layer reads
 intervention    heads changed while it runs
 usage           whether a model uses qkv at all
 switching       a model with qkv for a while, for record and intervention

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,16 +15,15 @@ from numpy.typing import NDArray
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.hf.attention import observe
 from qkv.hf.layer_call import LayerCall
+from qkv.hf.sequences import CallArguments, Sequence
 from qkv.hf.switching import in_backward, inner_model, switched, uncompiled
+from qkv.hf.usage import SilentLayers, warn_of_silent
 from qkv.inspection.model_record import Keep, ModelRecord
 
 __all__ = ["inspect"]
 
 Array = NDArray[Any]
 Progress = Callable[[int, int], None]
-
-_OTHER_SEQUENCE = re.compile(r"cross_?att|encoder_attn|EncDecAttention", re.IGNORECASE)
-"""Names of layers whose keys are those of another sequence."""
 
 
 @contextmanager
@@ -59,6 +57,11 @@ def inspect(
     ModelRecord
         Filled while the model runs. What each score is, `qkv.inspection.head_scores` says.
 
+    Warns
+    -----
+    NotUsedWarning
+        Some attention layers that ran did not call qkv, so that the record lacks them.
+
     Raises
     ------
     UnsupportedError
@@ -70,10 +73,11 @@ def inspect(
 
     Notes
     -----
-    Tokens are read from `input_ids` of the call (`decoder_input_ids` for decoders), padding from
-    `attention_mask`. Without ids (pictures, embeddings), or with a cache of earlier tokens,
-    duplicate and induction scores are NaN. What a backward pass computes anew (activation
-    checkpointing) is not recorded again.
+    Tokens are read from the `input_ids` of the part of the model that a layer is in, padding from
+    its `attention_mask`. Without ids (pictures, embeddings), or with a cache of earlier tokens,
+    duplicate and induction scores are NaN. So are all scores that compare positions where the keys
+    of a layer are made of another sequence than its queries, as the layer's arguments show. What a
+    backward pass computes anew (activation checkpointing) is not recorded again.
 
     Cost: about five forward passes of attention; memory O(length), the weights are never there.
 
@@ -99,11 +103,18 @@ def inspect(
     run = _Run(model, record, progress)
     hook = model.register_forward_pre_hook(run.begin, with_kwargs=True)
     try:
-        with switched(model), uncompiled(), observe(run.see):
+        with (
+            switched(model),
+            uncompiled(),
+            run.arguments.followed(),
+            run.silent.followed(),
+            observe(run.see),
+        ):
             yield record
     finally:
         hook.remove()
     run.require_layers()
+    warn_of_silent(model, run.silent.names, len(record))
 
 
 @dataclass(slots=True)
@@ -114,11 +125,15 @@ class _Run:
     record: ModelRecord
     progress: Progress | None
     names: dict[torch.nn.Module, str] = field(init=False)
+    arguments: CallArguments = field(init=False)
+    silent: SilentLayers = field(init=False)
     inputs: dict[str, Any] | None = None
     seen: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.names = {module: name for name, module in self.model.named_modules()}
+        self.arguments = CallArguments(self.model, self.names)
+        self.silent = SilentLayers(self.names)
 
     def begin(self, module: torch.nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
         if in_backward():
@@ -135,11 +150,13 @@ class _Run:
 
     def see(self, call: LayerCall) -> None:
         """Add the scores of one layer, before its output is computed."""
+        self.silent.called()
         name = self.names.get(call.module)
         if name is None or self.inputs is None or in_backward():
             return
-        one_sequence = not _OTHER_SEQUENCE.search(name)
-        ids, real = self._sequence_of(name, call) if one_sequence else (None, None)
+        one_sequence = self.arguments.same_sequence(call.module)
+        sequence = self.arguments.sequence_of(call.module)
+        ids, real = self._rows_of(sequence, call) if one_sequence else (None, None)
         self.seen[name] += 1
         repeat = f" ({self.seen[name]})" if self.seen[name] > 1 else ""
         self.record.add(
@@ -153,6 +170,7 @@ class _Run:
             q_offset=call.q_offset,
             kv_offset=call.kv_offset,
             one_sequence=one_sequence,
+            sequences=(sequence.name, sequence.name if one_sequence else self._keys_of(call)),
         )
         if self.progress is not None:
             self.progress(len(self.record), max(len(self.record), self._attention_layers()))
@@ -172,14 +190,11 @@ class _Run:
                 "Use a model that follows transformers' AttentionInterface.",
             )
 
-    def _sequence_of(self, name: str, call: LayerCall) -> tuple[Array | None, Array | None]:
+    def _rows_of(self, sequence: Sequence, call: LayerCall) -> tuple[Array | None, Array | None]:
         """Token ids and padding of a layer's keys, None where the inputs do not say them."""
-        config = getattr(self.model, "config", None)
-        both = getattr(config, "is_encoder_decoder", False)
-        prefix = "decoder_" if both and re.search(r"(^|\.)decoder\.", name) else ""
         batch, _, q_len, _ = call.query.shape
         kv_len = call.key.shape[2]
-        ids, real = self._given(f"{prefix}input_ids"), self._given(f"{prefix}attention_mask")
+        ids, real = sequence.ids, sequence.real
         if ids is not None and (ids.shape != (batch, q_len) or call.q_offset or q_len > kv_len):
             # Ids of another part of the model, or only the last ones while a cache holds the rest.
             ids = None
@@ -188,6 +203,14 @@ class _Run:
         if real is not None:
             real = _filled(real[:, call.kv_offset :] != 0, kv_len, False)
         return None if ids is None else _filled(ids, kv_len, 0), real
+
+    def _keys_of(self, call: LayerCall) -> str | None:
+        """Which input the keys of a layer of two sequences are, if its length says so."""
+        config, ids = getattr(self.model, "config", None), self._given("input_ids")
+        both = getattr(config, "is_encoder_decoder", False)
+        return (
+            "input_ids" if both and ids is not None and ids.shape[1] == call.key.shape[2] else None
+        )
 
     def _given(self, name: str) -> Array | None:
         """An input (batch, length), if there is one of that kind."""
@@ -202,6 +225,12 @@ class _Run:
 
 def _require_cpu(model: torch.nn.Module) -> None:
     elsewhere = {str(p.device) for p in model.parameters() if p.device.type != "cpu"}
+    if "meta" in elsewhere:
+        raise UnsupportedError(
+            f"weights of {type(model).__name__} are on the device meta: they are offloaded, or "
+            "were never loaded.",
+            action="Load the model into memory, without device_map or offloading.",
+        )
     if elsewhere:
         raise UnsupportedError(
             f"{type(model).__name__} is on {', '.join(sorted(elsewhere))}; scores of heads are "

@@ -67,6 +67,8 @@ class StoredTensor(torch.Tensor):
         if isinstance(rows, qkv.Quantized):
             found = _gathered(rows.values, table).to(self.dtype)
             found *= _gathered(rows.scales, table).to(self.dtype)[..., None]
+            if rows.offset is not None:
+                found += rows.offset[:, None].to(self.dtype)
         else:
             found = _gathered(rows, table).to(self.dtype)
         if self.kv_lens is not None:

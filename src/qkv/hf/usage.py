@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +17,7 @@ from qkv.errors import UnsupportedError
 from qkv.hf.attention import observe
 from qkv.hf.layer_call import LayerCall
 
-__all__ = ["NotUsedWarning", "Usage", "check"]
+__all__ = ["NotUsedWarning", "SilentLayers", "Usage", "check", "warn_of_silent"]
 
 _ATTENTION = re.compile(r"Attention(?!(Bias|Loss|MLP|Output|Structure)$)")
 """Matches class names of attention layers, but not of their parts."""
@@ -99,39 +101,89 @@ def check(model: torch.nn.Module, /, *args: Any, **inputs: Any) -> Usage:
     """
     names = {module: name for name, module in model.named_modules()}
     calls: Counter[str] = Counter()
-    silent: list[str] = []
-    running: list[tuple[str, int]] = []
+    layers = SilentLayers(names)
 
     def count(call: LayerCall) -> None:
         calls[names.get(call.module, type(call.module).__name__)] += 1
+        layers.called()
 
-    def enter(module: torch.nn.Module, args: Any) -> None:
-        running.append((names[module], calls.total()))
-
-    def leave(module: torch.nn.Module | None, args: Any, output: Any) -> None:
-        name, before = running.pop()
-        if before == calls.total() and not any(s.startswith(f"{name}.") for s in silent):
-            silent.append(name)
-
-    hooks = []
-    for module in names:
-        if _ATTENTION.search(type(module).__name__):
-            hooks.append(module.register_forward_pre_hook(enter))
-            hooks.append(module.register_forward_hook(leave))
-    try:
-        with torch.no_grad(), observe(count):
+    with torch.no_grad(), layers.followed(), observe(count):
+        try:
             model(*args, **inputs)
-    except UnsupportedError as error:
-        # The model added its mask to scores of its own: the warning below explains that.
-        if "mask" not in dict(error.seen) or calls or not running:
-            raise
-        leave(None, None, None)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    usage = Usage(dict(calls), tuple(dict.fromkeys(silent)))
+        except UnsupportedError as error:
+            # The model added its mask to scores of its own: the warning below explains that.
+            if "mask" not in dict(error.seen) or calls or not layers.running:
+                raise
+            layers.leave()
+    usage = Usage(dict(calls), layers.names)
     _warn(model, usage)
     return usage
+
+
+class SilentLayers:
+    """Attention layers that run and never call qkv.
+
+    Parameters
+    ----------
+    modules : dict of torch.nn.Module to str
+        All modules of a model with their names.
+
+    Attributes
+    ----------
+    names : tuple of str
+        The modules called attention that ran without a call of qkv inside.
+    running : list
+        Those that are running now, each with the number of calls when it began.
+    """
+
+    def __init__(self, modules: dict[torch.nn.Module, str]) -> None:
+        self.running: list[tuple[str, int]] = []
+        self._modules, self._calls = modules, 0
+        self._silent: dict[str, None] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """See the attributes of the class."""
+        return tuple(self._silent)
+
+    def called(self) -> None:
+        """Count a call of qkv."""
+        self._calls += 1
+
+    def leave(self) -> None:
+        """The innermost layer that runs is done."""
+        name, before = self.running.pop()
+        if before == self._calls and not any(s.startswith(f"{name}.") for s in self._silent):
+            self._silent[name] = None
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Follow the layers inside the `with`."""
+
+        def enter(module: torch.nn.Module, args: Any) -> None:
+            self.running.append((self._modules[module], self._calls))
+
+        def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
+            self.leave()
+
+        hooks = []
+        for module in self._modules:
+            if _ATTENTION.search(type(module).__name__):
+                hooks.append(module.register_forward_pre_hook(enter))
+                hooks.append(module.register_forward_hook(leave))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def warn_of_silent(model: torch.nn.Module, silent: tuple[str, ...], recorded: int) -> None:
+    """Warn that a record lacks layers, if the model has some that never call qkv."""
+    if silent:
+        fact = _fact(type(model).__name__, silent)
+        fact += f" The record has the {recorded} others alone."
+        warnings.warn(fact, NotUsedWarning, stacklevel=4)
 
 
 def _warn(model: Any, usage: Usage) -> None:
@@ -140,14 +192,17 @@ def _warn(model: Any, usage: Usage) -> None:
     name = type(model).__name__
     chosen = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if usage.calls:
-        fact = f"{len(usage.silent)} attention layers of {name} do not call qkv"
-        fact += (
-            f" ({', '.join(usage.silent[:3])}, ...)."
-            if usage.silent[3:]
-            else (f" ({', '.join(usage.silent)}).")
-        )
+        fact = _fact(name, usage.silent)
     elif chosen == "qkv":
         fact = f'{name} accepts attn_implementation="qkv" and never calls it.'
     else:
         fact = f'{name} runs with attn_implementation="{chosen}"; set_attn_implementation("qkv").'
     warnings.warn(fact, NotUsedWarning, stacklevel=3)
+
+
+def _fact(name: str, silent: tuple[str, ...]) -> str:
+    """How many layers go their own way, and the first of them."""
+    more = ", ..." if silent[3:] else ""
+    return (
+        f"{len(silent)} attention layers of {name} do not call qkv ({', '.join(silent[:3])}{more})."
+    )

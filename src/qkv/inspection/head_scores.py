@@ -35,7 +35,8 @@ from qkv.variants.dense_mask import Mask
 from qkv.variants.dropout import Dropout
 
 __all__ = [
-    "KINDS", "LETTERS", "MEANINGS", "SCORES", "THRESHOLD", "HeadScores", "head_scores", "kind_of",
+    "KINDS", "LETTERS", "MEANINGS", "SCORES", "THRESHOLD", "HeadScores", "also", "head_scores",
+    "kind_of", "kinds_of",
 ]  # fmt: skip
 
 Array = NDArray[Any]
@@ -53,7 +54,7 @@ SCORES = (
 )
 
 KINDS = ("induction", "duplicate", "previous", "own", "sink")
-"""The scores that decide the kind of a head; ties go to the first."""
+"""The scores that decide the kinds of a head; ties go to the first."""
 
 LETTERS = {"induction": "I", "duplicate": "D", "previous": "P", "own": "O", "sink": "S"}
 """One for each kind, in a map of heads."""
@@ -187,16 +188,42 @@ def head_scores(
     return heads.scores(tokens, top, one_sequence)
 
 
+def kinds_of(scores: dict[str, float]) -> tuple[str, ...]:
+    """The kinds of head, of `KINDS`, that a head's mean scores speak for, the main one first.
+
+    A head has each kind whose score reaches `THRESHOLD`. `sink` comes last: heads rest on the first
+    token where what they look for is not there, and it counts all queries, the other kinds only
+    those to which they can apply.
+
+    Examples
+    --------
+    >>> kinds_of({"induction": 0.6, "duplicate": 0.1, "previous": 0.2, "own": 0.0, "sink": 0.7})
+    ('induction', 'sink')
+    """
+    found = [name for name in KINDS if np.nan_to_num(scores[name]) >= THRESHOLD]
+    return tuple(sorted(found, key=lambda name: (name == "sink", -scores[name])))
+
+
 def kind_of(scores: dict[str, float]) -> str | None:
-    """The kind of head that a head's mean scores speak for, one of `KINDS`, or None.
+    """The first of `kinds_of`, or None.
 
     Examples
     --------
     >>> kind_of({"induction": 0.7, "duplicate": 0.1, "previous": 0.2, "own": 0.0, "sink": 0.1})
     'induction'
     """
-    kind = max(KINDS, key=lambda name: np.nan_to_num(scores[name]))
-    return kind if scores[kind] >= THRESHOLD else None
+    return (*kinds_of(scores), None)[0]
+
+
+def also(scores: dict[str, float]) -> str | None:
+    """The second of `kinds_of`, or None.
+
+    Examples
+    --------
+    >>> also({"induction": 0.6, "duplicate": 0.1, "previous": 0.2, "own": 0.0, "sink": 0.7})
+    'sink'
+    """
+    return (*kinds_of(scores), None, None)[1]
 
 
 class _LayerHeads:

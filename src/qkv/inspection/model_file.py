@@ -24,12 +24,13 @@ SCHEMA, VERSION = "qkv-model-record", 2
 
 
 class RecordFields(NamedTuple):
-    """What a file holds of a `ModelRecord`: its fields, and name and scores of each layer."""
+    """What a file holds of a `ModelRecord`: its fields, and three of each layer's."""
 
     model: str
     tokens: Array | None
     texts: Sequence[str] | None
-    layers: Sequence[tuple[str, HeadScores]]
+    decoder_texts: Sequence[str] | None
+    layers: Sequence[tuple[str, HeadScores, tuple[str | None, str | None]]]
 
 
 def save(record: RecordFields, path: str | os.PathLike[str]) -> None:
@@ -38,7 +39,7 @@ def save(record: RecordFields, path: str | os.PathLike[str]) -> None:
 
     arrays = {} if record.tokens is None else {"tokens": record.tokens.astype(np.int64)}
     kept = {}
-    for index, (_, scores) in enumerate(record.layers):
+    for index, (_, scores, _) in enumerate(record.layers):
         prefix = _prefix(index)
         arrays.update(_layer_arrays(scores, prefix))
         if scores.inputs is not None and scores.weights is not None:
@@ -49,7 +50,9 @@ def save(record: RecordFields, path: str | os.PathLike[str]) -> None:
         "version": VERSION,
         "model": record.model,
         "texts": None if record.texts is None else list(record.texts),
-        "layers": [name for name, _ in record.layers],
+        "decoder_texts": None if record.decoder_texts is None else list(record.decoder_texts),
+        "layers": [name for name, _, _ in record.layers],
+        "sequences": [sequences for _, _, sequences in record.layers],
         "kept": kept,
     }
     contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
@@ -125,19 +128,29 @@ def _read_header(path: str | os.PathLike[str], name: str) -> dict[str, Any]:
 
 
 def _record(header: dict[str, Any], arrays: dict[str, Array]) -> RecordFields:
-    texts = header["texts"]
+    names = header["layers"]
+    # Files of earlier versions say nothing of a second sequence.
+    sequences = header.get("sequences") or [("input_ids", "input_ids")] * len(names)
+    layers = zip(names, _layers(len(names), header.get("kept", {}), arrays), sequences, strict=True)
     return RecordFields(
         str(header["model"]),
         arrays.get("tokens"),
-        None if texts is None else [str(text) for text in texts],
-        list(_layers(header["layers"], header.get("kept", {}), arrays)),
+        _texts(header["texts"]),
+        _texts(header.get("decoder_texts")),
+        [(str(name), scores, (_name(q), _name(kv))) for name, scores, (q, kv) in layers],
     )
 
 
-def _layers(
-    names: list[str], kept: dict[str, Any], arrays: dict[str, Array]
-) -> Iterator[tuple[str, HeadScores]]:
-    for index, name in enumerate(names):
+def _texts(given: list[Any] | None) -> list[str] | None:
+    return None if given is None else [str(text) for text in given]
+
+
+def _name(given: Any) -> str | None:
+    return None if given is None else str(given)
+
+
+def _layers(count: int, kept: dict[str, Any], arrays: dict[str, Array]) -> Iterator[HeadScores]:
+    for index in range(count):
         prefix = _prefix(index)
         rows = {score: arrays[f"{prefix}.rows.{score}"] for score in SCORES}
         counted = {score: arrays[f"{prefix}.counted.{score}"] for score in SCORES}
@@ -160,7 +173,7 @@ def _layers(
             weights = inputs.weights(arrays[f"{prefix}.lse"])
             if weights.shape != (batch, num_heads, q_len, received.shape[-1]):
                 raise ValueError(f"the weights of layer {index} do not fit its scores")
-        yield str(name), HeadScores(rows, counted, received, keys, best, weights, inputs)
+        yield HeadScores(rows, counted, received, keys, best, weights, inputs)
 
 
 def _prefix(index: int) -> str:

@@ -18,7 +18,7 @@ from qkv.arrays import view
 from qkv.declarations import checked
 from qkv.errors import ArgumentError
 from qkv.inspection import model_file
-from qkv.inspection.head_scores import SCORES, HeadScores, head_scores, kind_of
+from qkv.inspection.head_scores import SCORES, HeadScores, also, head_scores, kind_of
 from qkv.inspection.pages import page_of, summary_in_html, summary_of
 from qkv.inspection.pictures import draw_heads, save_picture
 from qkv.inspection.weights import LazyWeights
@@ -27,6 +27,7 @@ __all__ = ["HeadTable", "Keep", "LayerRecord", "ModelRecord", "load"]
 
 Array = NDArray[Any]
 Keep = Literal["weights"] | Collection[int] | None
+Sequences = tuple[str | None, str | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,6 +42,9 @@ class LayerRecord:
         Name of the module in its model.
     scores : HeadScores
         Query by query; see there.
+    sequences : tuple (str or None, str or None)
+        The inputs of the model that queries and keys are: "input_ids", "decoder_input_ids", or None
+        for rows that are no tokens.
 
     Examples
     --------
@@ -54,6 +58,7 @@ class LayerRecord:
     index: int
     name: str
     scores: HeadScores
+    sequences: Sequences = ("input_ids", "input_ids")
 
     @property
     def num_heads(self) -> int:
@@ -96,7 +101,7 @@ class LayerRecord:
         means = self.scores.means()
         rows = [{name: float(means[name][h]) for name in SCORES} for h in range(self.num_heads)]
         return [
-            {"layer": self.index, "head": h, "kind": kind_of(row), **row}
+            {"layer": self.index, "head": h, "kind": kind_of(row), "also": also(row), **row}
             for h, row in enumerate(rows)
         ]
 
@@ -146,6 +151,8 @@ class ModelRecord:
         Token ids.
     texts : sequence of str or None
         The tokens of batch row 0, as text.
+    decoder_texts : sequence of str or None
+        Those of the decoder, in a model of two sequences.
 
     Raises
     ------
@@ -179,8 +186,14 @@ class ModelRecord:
         self.layers: list[LayerRecord] = []
         self.tokens: Array | None = None
         self.texts: Sequence[str] | None = None
+        self.decoder_texts: Sequence[str] | None = None
         self._top = top
         self._keep = keep
+
+    def texts_of(self, sequence: str | None) -> Sequence[str] | None:
+        """The tokens of batch row 0 of an input of the model, as far as they are known."""
+        known = {"input_ids": self.texts, "decoder_input_ids": self.decoder_texts}
+        return known.get(sequence or "")
 
     def add(self, query: Any, key: Any, *variants: Any, name: str, **options: Any) -> LayerRecord:
         """Compute the scores of the next layer, and keep them.
@@ -191,8 +204,11 @@ class ModelRecord:
             As for `head_scores`, which does not ask for values.
         name : str
             Name of the layer.
+        sequences : tuple (str or None, str or None), keyword
+            As in `LayerRecord`; both are "input_ids" by default.
         """
         index = len(self.layers)
+        sequences = options.pop("sequences", ("input_ids", "input_ids"))
         keep_weights = (
             self._keep == "weights" if isinstance(self._keep, str) else index in (self._keep or ())
         )
@@ -202,7 +218,7 @@ class ModelRecord:
         scores = head_scores(query, key, *variants, top=self._top, **options)
         if not keep_weights:
             scores = replace(scores, weights=None, inputs=None)
-        layer = LayerRecord(index, name, scores)
+        layer = LayerRecord(index, name, scores, sequences)
         self.layers.append(layer)
         return layer
 
@@ -245,8 +261,8 @@ class ModelRecord:
         Returns
         -------
         pandas.DataFrame or HeadTable
-            Columns layer, head, kind and each of `SCORES`; a list of dicts where pandas is not
-            installed.
+            Columns layer, head, kind, also (a second kind, or None) and each of `SCORES`; a list of
+            dicts where pandas is not installed.
         """
         rows = self.rows()
         try:
@@ -299,8 +315,9 @@ class ModelRecord:
         UnsupportedError
             A kept layer has a variant that is code, such as a `ScoreMod`.
         """
-        layers = [(layer.name, layer.scores) for layer in self]
-        model_file.save(model_file.RecordFields(self.model, self.tokens, self.texts, layers), path)
+        layers = [(layer.name, layer.scores, layer.sequences) for layer in self]
+        fields = (self.model, self.tokens, self.texts, self.decoder_texts, layers)
+        model_file.save(model_file.RecordFields(*fields), path)
 
     def plot(self, path: str | os.PathLike[str], score: str = "entropy") -> None:
         """Draw one score of every head to a file, layers down and heads across.
@@ -352,8 +369,9 @@ def load(path: str | os.PathLike[str]) -> ModelRecord:
     fields = model_file.load(path)
     record = ModelRecord(fields.model)
     record.tokens, record.texts = fields.tokens, fields.texts
-    for index, (name, scores) in enumerate(fields.layers):
-        record.layers.append(LayerRecord(index, name, scores))
+    record.decoder_texts = fields.decoder_texts
+    for index, (name, scores, sequences) in enumerate(fields.layers):
+        record.layers.append(LayerRecord(index, name, scores, sequences))
     return record
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv.errors import ArgumentError
-from qkv.inspection.head_scores import KINDS, LETTERS, MEANINGS, SCORES, THRESHOLD, kind_of
+from qkv.inspection.head_scores import KINDS, LETTERS, MEANINGS, SCORES, THRESHOLD, also, kind_of
 from qkv.inspection.model_record import LayerRecord, ModelRecord
 from qkv.inspection.record import Record
 from qkv.inspection.replay import Replay
@@ -52,6 +52,8 @@ class HeadLayer:
     received : callable () -> array (num_heads, kv_len), or None
     replay : Replay or None
         Computes weights, if query and key were kept.
+    texts : sequence of str or None
+        Its key tokens, where they are not those of the whole; empty if they are not known.
     """
 
     index: int
@@ -66,6 +68,7 @@ class HeadLayer:
     top: Callable[[int, int, int], tuple[Array, Array]]
     received: Callable[[], Array] | None
     replay: Replay | None
+    texts: Sequence[str] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,6 +139,7 @@ class Heads:
                     "has_weights": layer.replay is not None,
                     "levels": levels(layer) if layer.replay is not None else 0,
                     "counted": layer.counted,
+                    "tokens": tokens if layer.texts is None else [*map(shown, layer.texts)] or None,
                     "heads": [
                         {**row, "kv_head": row["head"] * layer.num_kv_heads // layer.num_heads}
                         for row in layer.rows()
@@ -153,12 +157,19 @@ def shown(token: str) -> str:
 
 def heads_of_model(record: ModelRecord, about: str = "") -> Heads:
     """The layers of a model record, and a sentence about what the model read."""
-    layers = [_layer_of_model(layer) for layer in record]
+    layers = [_layer_of_model(layer, _texts(record, layer)) for layer in record]
     batch_size = record[0].rows["entropy"].shape[0] if len(record) else 0
     return Heads(record.model, "model", "qkv", SCORES, record.texts, layers, batch_size, about)
 
 
-def _layer_of_model(layer: LayerRecord) -> HeadLayer:
+def _texts(record: ModelRecord, layer: LayerRecord) -> Sequence[str] | None:
+    """The key tokens of a layer whose keys are not `record.texts`."""
+    if layer.sequences[1] == "input_ids":
+        return None
+    return record.texts_of(layer.sequences[1]) or ()
+
+
+def _layer_of_model(layer: LayerRecord, texts: Sequence[str] | None) -> HeadLayer:
     _, num_heads, q_len = layer.rows["entropy"].shape
     replay = None if layer.scores.weights is None else layer.scores.weights.replay
     num_kv_heads = num_heads if replay is None else replay.problem.spec.num_kv_heads
@@ -183,6 +194,7 @@ def _layer_of_model(layer: LayerRecord) -> HeadLayer:
         top,
         lambda: layer.received[0],
         replay,
+        texts,
     )
 
 
@@ -210,7 +222,12 @@ def heads_of_record(
         ]
         unknown = dict.fromkeys(KINDS, np.nan)
         return [
-            {"head": head, "kind": kind_of({**unknown, **row}), **row}
+            {
+                "head": head,
+                "kind": kind_of({**unknown, **row}),
+                "also": also({**unknown, **row}),
+                **row,
+            }
             for head, row in enumerate(means)
         ]
 

@@ -21,6 +21,21 @@ _THETA = ("rope_theta", "rotary_emb_base")
 _PROPORTION = ("partial_rotary_factor", "rotary_pct")
 """Names of one thing in configurations of different ages."""
 
+INTERLEAVED = frozenset({
+    "blt", "codegen", "cohere", "cohere2", "cohere2_moe", "deepseek_v2", "ernie4_5",
+    "ernie4_5_moe", "ernie4_5_vl_moe", "ernie4_5_vl_moe_text", "glm", "glm4", "glm4v",
+    "glm4v_text", "glm_moe_dsa", "glm_ocr", "glm_ocr_text", "gptj", "helium", "llama4",
+    "llama4_text", "longcat_flash", "moonshine", "moonshine_streaming", "openai_privacy_filter",
+    "roformer",
+})  # fmt: skip
+"""Models that rotate pairs of neighbours, which their configurations do not say."""
+
+INTERLEAVED_UNLESS_SAID = frozenset({"deepseek_v3", "deepseek_v32", "glm4_moe_lite", "youtu"})
+"""Models whose `rope_interleave` is true where it is left out."""
+
+BACKWARDS = frozenset({"nanochat"})
+"""Models that turn by minus the angle."""
+
 TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 
 
@@ -72,7 +87,12 @@ def read(config: Any, layer_type: str | None, seq_len: int | None) -> Found:
     proportion = fields.get(*_PROPORTION) or 1.0
     dim = fields.get("rotary_dim") or int(head_dim * proportion)
     inv_freq, factor = _scaled(fields, kind, head_dim, proportion, dim, base, seq_len)
-    return Found(inv_freq, factor, bool(fields.get("rope_interleave")))
+    model = str(_field(config, "model_type") or "")
+    if model in BACKWARDS:
+        inv_freq = -inv_freq
+    said = fields.get("rope_interleave")
+    usual = model in INTERLEAVED or model in INTERLEAVED_UNLESS_SAID
+    return Found(inv_freq, factor, usual if said is None else bool(said))
 
 
 def _scaled(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from qkv.problem.stored_rows import (
     checked_pages,
     plain,
     storage_of,
+    without_offset,
 )
 
 Array = NDArray[Any]
@@ -58,16 +60,13 @@ def check(
             arrays[name] = given
     _check_dtypes(arrays)
     views, shape = _shape(arrays, layout)
-    builder = Builder(shape)
-    for variant in variants:
-        if isinstance(variant, type):
-            raise ArgumentError(
-                f"{variant.__name__} is a class, not a variant.",
-                action=f"Make one: {variant.__name__}(...).",
-            )
-        if not hasattr(variant, "lower") or isinstance(variant, str | bytes):
-            raise _no_variant(variant)
-        builder.lower(variant)
+    builder = _lowered(shape, variants)
+    key = views["key"]
+    # Rotated keys are widened before they are rotated, and their offset with them.
+    if isinstance(key, StoredRows) and key.offset is not None and builder.rotation is None:
+        at_scale = _scale(scale, shape.head_dim)
+        views["key"], added = without_offset(plain(views["query"]), key, at_scale)
+        builder = _lowered(shape, (_KeyOffset(added), *variants))
     positions, definitions = positions_of(builder, q_offset, kv_offset)
     scores = tuple(Stage(s.label, substitute(s.node, definitions)) for s in builder.scores)
     masks = tuple(Stage(s.label, substitute(s.node, definitions)) for s in builder.masks)
@@ -111,6 +110,35 @@ def check(
             sink_origin=builder.sink_origin,
         ),
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _KeyOffset:
+    """What the offset of quantised keys adds to all scores of a query, before any variant."""
+
+    added: Array
+
+    def lower(self, builder: Builder) -> None:
+        """Add it."""
+        builder.mod(builder.score + builder.broadcast(self.added, "the offset of key"))
+
+    def __repr__(self) -> str:
+        return "offset of key"
+
+
+def _lowered(shape: Shape, variants: Sequence[Any]) -> Builder:
+    """A builder that has been told the variants."""
+    builder = Builder(shape)
+    for variant in variants:
+        if isinstance(variant, type):
+            raise ArgumentError(
+                f"{variant.__name__} is a class, not a variant.",
+                action=f"Make one: {variant.__name__}(...).",
+            )
+        if not hasattr(variant, "lower") or isinstance(variant, str | bytes):
+            raise _no_variant(variant)
+        builder.lower(variant)
+    return builder
 
 
 def _check_dtypes(arrays: Arrays) -> None:

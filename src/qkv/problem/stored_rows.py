@@ -3,7 +3,7 @@
 `Paged` and `Quantized` are what callers pass; `StoredRows` is what a problem holds, checked, and
 read row by row: row j of a batch row and kv head is
 
-    values[..., j, :] * scales[..., j]
+    values[..., j, :] * scales[..., j] + offset
     pages[page_table[..., j // page_size], head, j % page_size, :]
 """
 
@@ -29,12 +29,13 @@ __all__ = [
     "plain",
     "read_rows",
     "whole_rows",
+    "without_offset",
 ]
 
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """Keys or values as int8 with one scale for each token and kv head, `values * scales`.
+    """Keys or values as int8 with one scale for each token and kv head, `values * scales + offset`.
 
     Parameters
     ----------
@@ -42,11 +43,15 @@ class Quantized:
         In the layout of the call, as any key or value.
     scales : float32 array (..., num_kv_heads, kv_len)
         Without the last dimension of `values`; each multiplies one row.
+    offset : float32 array (num_kv_heads, dim), optional
+        For keys alone: added to every row of a kv head; 0 unless given. Caches keep the mean of
+        keys here, since a bias of the key projection (Qwen 2) would widen every step of `values`.
 
     Notes
     -----
     The kernel for few queries reads one byte for each number; a key's scale multiplies its
-    scores, a value's its weights. Elsewhere rows are widened as they are read.
+    scores, a value's its weights. Elsewhere rows are widened as they are read. The offset of keys
+    adds `scale * query . offset` to all scores of a query, which is computed once for each query.
 
     Examples
     --------
@@ -59,6 +64,7 @@ class Quantized:
 
     values: Any
     scales: Any
+    offset: Any = None
 
     @property
     def ndim(self) -> int:
@@ -121,12 +127,13 @@ class StoredRows:
     """Rows that are no plain array: `shape` is that of the array they stand for.
 
     `values` and `scales` are `(*batch, heads, rows, dim)` and without dim; or, with a table
-    `(*batch, pages_per_slot)` of int64, pages in place of batch rows.
+    `(*batch, pages_per_slot)` of int64, pages in place of batch rows. `offset` is `(heads, dim)`.
     """
 
     values: Array
     scales: Array | None = None
     page_table: Array | None = None
+    offset: Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -171,6 +178,8 @@ class StoredRows:
             array = self.values[entry].astype(dtype)
             if self.scales is not None:
                 array *= self.scales[entry].astype(dtype)[..., None]
+            if self.offset is not None:
+                array += self.offset[head].astype(dtype)
         return np.asarray(array)
 
 
@@ -262,7 +271,7 @@ def as_stored_rows(
 
 
 def _quantized(given: Quantized, role: str, layout: str) -> StoredRows:
-    values, scales = given.values, given.scales
+    values, scales, offset = given.values, given.scales, given.offset
     for name, array in (("values", values), ("scales", scales)):
         if not hasattr(array, "dtype") or not hasattr(array, "shape"):
             raise DTypeError(
@@ -286,14 +295,41 @@ def _quantized(given: Quantized, role: str, layout: str) -> StoredRows:
             "Pass values (..., heads, length, dim) and scales (..., heads, length).",
         )
     if values.ndim == 2:
-        return StoredRows(values[None], scales[None])
-    return StoredRows(
-        _heads_first(values, layout), scales.swapaxes(-2, -1) if layout == "blhd" else scales
-    )
+        rows = StoredRows(values[None], scales[None])
+    else:
+        scales = scales.swapaxes(-2, -1) if layout == "blhd" else scales
+        rows = StoredRows(_heads_first(values, layout), scales)
+    if offset is None:
+        return rows
+    if role.startswith("value"):
+        raise ArgumentError("value has an offset, which only keys may have.", seen, "Leave it out.")
+    heads, dim = rows.values.shape[-3], rows.values.shape[-1]
+    if offset.dtype != np.float32 or offset.shape != (heads, dim):
+        raise ShapeError(
+            f"{role} has an offset {offset.dtype} {offset.shape}; it needs float32 {(heads, dim)}.",
+            seen,
+            "Pass (num_kv_heads, dim), whatever the layout.",
+        )
+    return replace(rows, offset=offset)
 
 
 def _heads_first(array: Array, layout: str) -> Array:
     return array.swapaxes(-3, -2) if layout == "blhd" and array.ndim > 2 else array
+
+
+def without_offset(query: Array, rows: StoredRows, scale: float) -> tuple[StoredRows, Array]:
+    """Keys without their offset, and what it adds to all scores of a query.
+
+    Returns
+    -------
+    (StoredRows, array (*batch, num_heads, q_len, 1))
+        In float32, float64 for float64 queries.
+    """
+    assert rows.offset is not None
+    wide = np.float64 if query.dtype == np.float64 else np.float32
+    per_head = np.repeat(rows.offset, query.shape[-3] // len(rows.offset), axis=0)
+    added = query.astype(wide) @ per_head.astype(wide)[..., None]
+    return replace(rows, offset=None), np.asarray(added * wide(scale))
 
 
 def checked_pages(rows: Rows, kv_lens: Array | None, role: str) -> Rows:

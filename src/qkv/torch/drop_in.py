@@ -125,10 +125,9 @@ def _lower_right(attn_mask: Tensor) -> bool | None:
     return bool(attn_mask.variant == CausalVariant.LOWER_RIGHT)
 
 
-def _mask(attn_mask: Tensor) -> qkv.Variant:
-    if attn_mask.dtype is torch.bool:
-        return qkv.Mask(attn_mask)
-    return qkv.Bias(attn_mask)
+def _mask(attn_mask: Tensor) -> Any:
+    """A floating mask stays bare, so that one of zeros and ones is warned of."""
+    return qkv.Mask(attn_mask) if attn_mask.dtype is torch.bool else attn_mask
 
 
 def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

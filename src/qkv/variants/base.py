@@ -17,6 +17,9 @@ import numpy as np
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
 
+UNSAID: Any = type("Unsaid", (), {"__repr__": lambda self: "..."})()
+"""The default of a field that has to be given, where a plain error would not say what to write."""
+
 Role: TypeAlias = Literal["static", "value", "in_place", "lengths", "per_step"]
 """How a call reads what a field of a variant holds.
 

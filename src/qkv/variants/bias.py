@@ -80,12 +80,20 @@ SAMPLED_PER_AXIS, SAMPLED = 32, 4096
 
 
 def bias_from_array(array: NDArray[Any]) -> Bias:
-    """An array that was given without a word is a bias; warn if it looks like a boolean mask.
+    """An array that was given without a word is a bias; warn if it looks like a boolean mask."""
+    warn_of_zeros_and_ones(array)
+    return Bias(array)
+
+
+def warn_of_zeros_and_ones(array: NDArray[Any]) -> None:
+    """Warn if a floating array that was given without a word looks like a boolean mask.
 
     A mask of zeros and ones added to the scores favours what it allows by a factor of e and forbids
     nothing. Evenly spaced entries are looked at, and all of them only if those hold zeros and ones
     and nothing else.
     """
+    if array.dtype.kind in "iu":
+        return  # Integers are refused, with both fixes named.
     if _is_zeros_and_ones(array[_evenly_spaced(array.shape)]) and _is_zeros_and_ones(array):
         warnings.warn(
             f"a floating array of shape {array.shape} holds only 0 and 1, and is added to the "
@@ -94,7 +102,6 @@ def bias_from_array(array: NDArray[Any]) -> Bias:
             MaskLooksBooleanWarning,
             stacklevel=_stacklevel_of_caller(),
         )
-    return Bias(array)
 
 
 def _evenly_spaced(shape: tuple[int, ...]) -> tuple[slice, ...]:

@@ -12,7 +12,7 @@ from qkv.declarations import shown
 from qkv.errors import ArgumentError
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.variants.base import HOST_VALUES, Role, Variant
+from qkv.variants.base import HOST_VALUES, UNSAID, Role, Variant
 
 
 @dataclass(frozen=True, repr=False)
@@ -52,9 +52,14 @@ class Dropout(Variant):
     positions_only: ClassVar[bool] = True
 
     p: float
-    seed: Any
+    seed: Any = UNSAID
 
     def __post_init__(self) -> None:
+        if self.seed is UNSAID:
+            raise ArgumentError(
+                f"Dropout({self.p!r}) has no seed, which says which weights are dropped.",
+                action=f"Write Dropout({self.p!r}, seed=0), with a new seed for each step.",
+            )
         try:
             fits = 0 <= float(self.p) < 1
         except (TypeError, ValueError, OverflowError, RuntimeError):

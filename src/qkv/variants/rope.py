@@ -291,8 +291,8 @@ class RoPE(Variant):
             Length of now, for the types "dynamic" and "longrope"; by default one within the
             length of training.
         layout : "half_split" or "interleaved", optional
-            By default what `rope_interleave` says, "half_split" if there is no such field. The
-            configurations of GPT-J, Cohere and GLM do not say that theirs is "interleaved".
+            By default what `rope_interleave` says; else what transformers does for this
+            `model_type`, "half_split" if it is not known.
 
         Notes
         -----

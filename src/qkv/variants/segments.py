@@ -65,8 +65,14 @@ class Segments(MaskVariant):
         Raises
         ------
         ShapeError
-            If the lengths do not start at 0 and rise.
+            If the lengths do not start at 0 and rise, or are of different numbers of sequences.
         """
+        if cu_kv is not None and np.shape(cu_q) != np.shape(cu_kv):
+            raise ShapeError(
+                f"cu_q is of {np.size(cu_q) - 1} sequences and cu_kv of {np.size(cu_kv) - 1}.",
+                [("cu_q", f"{cu_q!s:.100}"), ("cu_kv", f"{cu_kv!s:.100}")],
+                "Give each sequence of queries one of keys; one without keys repeats its end.",
+            )
         return cls(
             _ids_from_cu_seqlens(cu_q, "cu_q"),
             None if cu_kv is None else _ids_from_cu_seqlens(cu_kv, "cu_kv"),

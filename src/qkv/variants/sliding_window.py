@@ -12,7 +12,7 @@ from qkv.errors import ArgumentError
 from qkv.problem.builder import INDEX_LIMIT, Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.variants.algebra import MaskVariant
-from qkv.variants.base import Role
+from qkv.variants.base import UNSAID, Role
 
 _BEYOND = 3 * INDEX_LIMIT
 """No two positions are so far apart: an offset and a length on one side, an offset on the other."""
@@ -51,9 +51,16 @@ class SlidingWindow(MaskVariant):
     positions_only: ClassVar[bool] = True
 
     left: int | None
-    right: int | None
+    right: int | None = UNSAID
 
     def __post_init__(self) -> None:
+        if self.right is UNSAID:
+            raise ArgumentError(
+                f"SlidingWindow({self.left!r}) says one side of the window.",
+                action=f"Write SlidingWindow({self.left!r}, 0) for the query and keys before it, "
+                f"or SlidingWindow({self.left!r}, {self.left!r}) for both sides. A window of W in "
+                "transformers is SlidingWindow(W - 1, 0).",
+            )
         for name in ("left", "right"):
             value = getattr(self, name)
             if value is None:

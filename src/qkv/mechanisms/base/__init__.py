@@ -8,5 +8,5 @@ explanation     a calculation as steps; attention_steps: those of a softmax
 operations      ledgers of what costs are added from
 arguments       sizes, options and sequences, checked; rows declares arrays where they are annotated
 namespace       the functions of an array's library; normalization is written with them
-loading         weights of torch and transformers modules
+loading         weights of torch and transformers modules; comparing: mechanisms beside these
 """

@@ -6,7 +6,7 @@ from qkv.declarations import checked
 from qkv.errors import DTypeError
 from qkv.ledger import Count, Ledger, matmul, step
 
-__all__ = ["attention_over_pairs", "item_bytes", "projection", "traffic"]
+__all__ = ["attention_over_pairs", "item_bytes", "norm_of_rows", "projection", "traffic"]
 
 _BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of one number of each floating type."""
@@ -68,6 +68,20 @@ def attention_over_pairs(
             space=pairs,
         )
         + step("av", multiply=pairs * v_head_dim, add=joins * v_head_dim, space=rows * v_head_dim)
+    )
+
+
+def norm_of_rows(name: str, rows: int, width: int) -> Ledger:
+    """RMSNorm of `rows` rows of `width` numbers, with the weight that all of them share.
+
+    Examples
+    --------
+    >>> int(norm_of_rows("norm", rows=5, width=8).parameters)
+    8
+    """
+    numbers = rows * width
+    return step(name, multiply=2 * numbers, add=numbers, sqrt=rows, divide=numbers + rows) + Ledger(
+        parameters=Count(1) * width
     )
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self, TypedDict, Unpack
+from typing import Any, ClassVar, Literal, Self, TypedDict, Unpack
+
+import numpy as np
+from numpy.typing import NDArray
 
 from qkv.declarations import Size, Whole
 from qkv.errors import ArgumentError
@@ -13,9 +16,10 @@ from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_
 from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step
 from qkv.mechanisms.base.loading import torch_multi_head
 from qkv.mechanisms.base.namespace import array_namespace
-from qkv.mechanisms.base.operations import attention_over_pairs, projection
+from qkv.mechanisms.base.normalization import weighted_rms_norm
+from qkv.mechanisms.base.operations import attention_over_pairs, norm_of_rows, projection
 from qkv.mechanisms.base.rows import Arrays
-from qkv.variants import ALiBi, Causal, RoPE
+from qkv.variants import ALiBi, Causal, RoPE, Sinks, Softcap
 
 __all__ = [
     "Options",
@@ -38,6 +42,10 @@ class OptionsWithoutGroups(TypedDict, total=False):
     bias: bool
     out_proj: bool
     scale: float | None
+    qk_norm: Literal["head", "all heads"] | None
+    qk_norm_eps: float
+    softcap: float | None
+    sinks: bool
     weights: Arrays | None
     seed: Whole
 
@@ -77,10 +85,20 @@ class ProjectedAttention(AttentionMechanism):
         side.
     scale : float, optional
         What scores are multiplied by, `head_dim ** -0.5` unless given.
+    qk_norm : "head" or "all heads", optional
+        RMSNorm of queries and keys before their positions: of each head's row, with one weight for
+        all heads (Qwen 3, Gemma 3), or of the rows of all heads side by side (OLMo 2).
+    qk_norm_eps : float
+        Its epsilon, 1e-6 unless given.
+    softcap : float, optional
+        Scores are `softcap * tanh(score / softcap)` (Gemma 2).
+    sinks : bool
+        Whether `exp(sinks[head])` enters the denominator of the softmax (gpt-oss).
     weights : mapping of str to array, optional
         `q_proj.weight` (num_heads * head_dim, embed_dim), `k_proj.weight` and `v_proj.weight`
         (num_kv_heads * head_dim, kv_dim), `out_proj.weight` (embed_dim, num_heads * head_dim), and
-        their biases; random by default.
+        their biases; `q_norm.weight`, `k_norm.weight` and `sinks` (num_heads,) with these options;
+        random by default.
     seed : int
         Seed of the random weights.
 
@@ -128,17 +146,42 @@ class ProjectedAttention(AttentionMechanism):
         self.rope, self.alibi = options.get("rope"), options.get("alibi", False)
         self.scale = options.get("scale")
         self.bias, self.out_proj = options.get("bias", True), options.get("out_proj", True)
+        self.softcap, self.sinks = options.get("softcap"), options.get("sinks", False)
+        self.qk_norm = options.get("qk_norm")
+        self.qk_norm_eps = options.get("qk_norm_eps", 1e-6)
+        if self.qk_norm not in (None, "head", "all heads"):
+            raise ArgumentError(
+                f"qk_norm={self.qk_norm!r:.60} is no norm of queries and keys.",
+                action='Pass "head" or "all heads".',
+            )
         shapes: dict[str, tuple[int, ...]] = {}
         for name, inner, outer in self._projections():
             shapes[f"{name}.weight"] = (int(outer), int(inner))
             if self.bias:
                 shapes[f"{name}.bias"] = (int(outer),)
-        shapes |= self.more_shapes()
+        shapes |= self._shapes_between() | self.more_shapes()
         super().__init__(shapes, options.get("weights"), options.get("seed", 0))
 
     def more_shapes(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of weights besides the projections; none unless a subclass says."""
         return {}
+
+    def _shapes_between(self) -> dict[str, tuple[int, ...]]:
+        """Those of the norms and the sinks."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        if self.qk_norm:
+            for side, heads in (("q", self.num_heads), ("k", self.num_kv_heads)):
+                together = heads if self.qk_norm == "all heads" else 1
+                shapes[f"{side}_norm.weight"] = (together * self.head_dim,)
+        return shapes | ({"sinks": (self.num_heads,)} if self.sinks else {})
+
+    def initial_weight(
+        self, name: str, shape: tuple[int, ...], rng: np.random.Generator
+    ) -> NDArray[Any]:
+        """Like other mechanisms, but ones for the norms and zeros for the sinks."""
+        if name in ("q_norm.weight", "k_norm.weight"):
+            return np.ones(shape)
+        return np.zeros(shape) if name == "sinks" else super().initial_weight(name, shape, rng)
 
     def _projections(self) -> list[tuple[str, Count, Count]]:
         """Names of the projections with the lengths of a row before and after."""
@@ -153,15 +196,29 @@ class ProjectedAttention(AttentionMechanism):
     def heads(self, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
         """Query, key and value heads `(..., heads, length, head_dim)`."""
         return (
-            split_heads(self.linear("q_proj", query), self.num_heads),
-            split_heads(self.linear("k_proj", key), self.num_kv_heads),
+            self._query_or_key("q", query, self.num_heads),
+            self._query_or_key("k", key, self.num_kv_heads),
             split_heads(self.linear("v_proj", value), self.num_kv_heads),
         )
 
+    def _query_or_key(self, side: str, x: Any, num_heads: int) -> Any:
+        """Projected rows of each head, normalised where the mechanism does."""
+        rows = self.linear(f"{side}_proj", x)
+        apart = split_heads(rows, num_heads)
+        if self.qk_norm is None:
+            return apart
+        weight = self.weight(f"{side}_norm.weight", x)
+        if self.qk_norm == "head":
+            return weighted_rms_norm(apart, weight, self.qk_norm_eps)
+        return split_heads(weighted_rms_norm(rows, weight, self.qk_norm_eps), num_heads)
+
     def variants(self, query: Any, key: Any) -> tuple[Any, ...]:
-        """Rotary positions, linear biases and the causal mask, if any; subclasses add their own."""
-        positions = (() if self.rope is None else (self.rope,)) + (ALiBi(),) * self.alibi
-        return positions + (Causal(),) * self.causal
+        """Positions, soft cap, sinks and the causal mask, if any; subclasses add their own."""
+        found: list[Any] = [] if self.rope is None else [self.rope]
+        found += [ALiBi()] * self.alibi
+        found += [] if self.softcap is None else [Softcap(self.softcap)]
+        found += [Sinks(self.weight("sinks", query))] if self.sinks else []
+        return (*found, *(Causal(),) * self.causal)
 
     def join(self, out: Any) -> Any:
         """The heads side by side, projected back."""
@@ -179,9 +236,10 @@ class ProjectedAttention(AttentionMechanism):
 
     def score_cost(self, pairs: int) -> Ledger:
         """The cost of the score variants for `pairs` pairs of one head."""
-        if not self.alibi:
-            return Ledger()
-        return step("alibi", subtract=2 * pairs, multiply=pairs)
+        found = step("alibi", subtract=2 * pairs, multiply=pairs) if self.alibi else Ledger()
+        if self.softcap is not None:
+            found += step("softcap", divide=pairs, tanh=pairs, multiply=pairs)
+        return found
 
     def row_cost(self, rows: int) -> Ledger:
         """The cost of positions for `rows` query or key rows of one head."""
@@ -199,7 +257,15 @@ class ProjectedAttention(AttentionMechanism):
         for name, inner, outer in projections[:3]:
             found += projection(name, batch * tokens, inner, outer, self.bias)
         both: int = batch * (h + g)
+        if self.qk_norm:
+            for heads in (h, g):
+                rows, row = (
+                    (tokens, heads * d) if self.qk_norm == "all heads" else (tokens * heads, d)
+                )
+                found += norm_of_rows("qk_norm", batch * rows, row)
         found += self.row_cost(tokens) * both
+        if self.sinks:
+            found += step("sinks", exp=batch * h * tokens, add=batch * h * tokens)
         for pairs, heads in self.pairs_of_heads(tokens):
             each = attention_over_pairs(pairs, tokens, d, d) + self.score_cost(pairs)
             found += each * (batch * heads)
@@ -216,7 +282,9 @@ class ProjectedAttention(AttentionMechanism):
         """Query of one token, and keys and values of all."""
         lines = [Line(f"x of {token.name}", token.query[token.index].tolist())]
         lines += head_lines(token, query, key, value)
-        return [Step("Project", "q = W_q x, k = W_k x, v = W_v x", tuple(lines))]
+        norm = "RMSNorm({})" if self.qk_norm else "{}"
+        formula = f"q = {norm.format('W_q x')}, k = {norm.format('W_k x')}, v = W_v x"
+        return [Step("Project", formula, tuple(lines))]
 
     def steps_after(self, out: Any, index: int) -> list[Step]:
         """The heads side by side, and what the output projection makes of them."""

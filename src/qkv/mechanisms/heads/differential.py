@@ -182,7 +182,11 @@ class Differential(LlamaAttention):
     @classmethod
     def options_of(cls, module: Any) -> dict[str, Any]:
         """lambda_init and epsilon of a DiffLlamaAttention."""
-        return {"lambda_init": module.lambda_init, "eps": module.config.rms_norm_eps}
+        return {
+            **super().options_of(module),
+            "lambda_init": module.lambda_init,
+            "eps": module.config.rms_norm_eps,
+        }
 
     @classmethod
     def example(cls) -> Self:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,17 +14,28 @@ from qkv.errors import ShapeError
 from qkv.ledger import Count, Ledger, step, symbols
 from qkv.mechanisms.base.attention import AttentionMechanism
 from qkv.mechanisms.base.attention_steps import token_lines
+from qkv.mechanisms.base.comparing import closest, decoder_run
 from qkv.mechanisms.base.example import EXAMPLE_WIDTH, select_columns
 from qkv.mechanisms.base.explanation import ExplainedToken, Line, Step
-from qkv.mechanisms.base.loading import named_weights, plain_rope
+from qkv.mechanisms.base.llama import refuse_window
+from qkv.mechanisms.base.loading import (
+    layer_type_of,
+    measured_norm,
+    module_rope,
+    named_weights,
+    refuse_other_parameters,
+    require_attributes,
+)
 from qkv.mechanisms.base.namespace import array_namespace
-from qkv.mechanisms.base.normalization import rms_norm
-from qkv.mechanisms.base.operations import attention_over_pairs, projection
+from qkv.mechanisms.base.normalization import weighted_rms_norm
+from qkv.mechanisms.base.operations import attention_over_pairs, norm_of_rows, projection
 from qkv.mechanisms.base.projected import head_lines, join_heads, split_heads
 from qkv.mechanisms.base.rows import Arrays, Rows
 from qkv.variants import Causal, RoPE
 
 __all__ = ["MultiHeadLatent"]
+
+_LAYOUTS: tuple[Literal["interleaved", "half_split"], ...] = ("interleaved", "half_split")
 
 
 class MultiHeadLatent(AttentionMechanism):
@@ -272,7 +283,7 @@ class MultiHeadLatent(AttentionMechanism):
     def _norm(self, name: str, rows: Any) -> Any:
         if not self.latent_norm:
             return rows
-        return rms_norm(rows, self.eps) * self.weight(f"{name}.weight", rows)
+        return weighted_rms_norm(rows, self.weight(f"{name}.weight", rows), self.eps)
 
     def steps_before(self, token: ExplainedToken, query: Any, key: Any, value: Any) -> list[Step]:
         """The latent rows, and what queries, keys and values are made of."""
@@ -303,9 +314,7 @@ class MultiHeadLatent(AttentionMechanism):
             found += projection(name, rows, inner, outer, has_bias)
         if self.latent_norm:
             for rank in (self.kv_lora_rank, *([self.q_lora_rank] if self.q_lora_rank else [])):
-                norm = step("norm", multiply=2 * rows * rank, add=rows * rank, sqrt=rows,
-                            divide=rows * (rank + 1))  # fmt: skip
-                found += norm + Ledger(parameters=Count(rank))
+                found += norm_of_rows("norm", rows, rank)
         rotated = rows * (h + 1) * r // 2
         found += step("rope", multiply=4 * rotated, add=rotated, subtract=rotated)
         pairs = tokens * (tokens + 1) // 2 if self.causal else tokens * tokens
@@ -324,32 +333,51 @@ class MultiHeadLatent(AttentionMechanism):
         ----------
         module : transformers attention module with `kv_a_proj_with_mqa`
         rope : qkv.RoPE, optional
-            Its positions, where they are scaled.
+            Its positions, instead of those that its configuration describes; `inv_freq` and
+            `attention_factor` are the model's.
 
         Raises
         ------
         UnsupportedError
-            Its positions are scaled and `rope` is not given.
+            The module has a weight or a step that the mechanism has not, as a comparison on random
+            input shows; or the frequencies of its positions change with the length of the text and
+            `rope` is not given.
         """
-        config = module.config
-        interleaved = getattr(config, "rope_interleave", True)
+        require_attributes(module, ("config", "scaling", "kv_a_layernorm"))
+        refuse_window(module, cls.name)
         names = ["kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"]
-        latent = config.q_lora_rank is not None
+        latent = hasattr(module, "q_a_proj")
         names += ["q_a_proj", "q_a_layernorm", "q_b_proj"] if latent else ["q_proj"]
         weights = named_weights(module, names) | named_weights(module, {"out_proj": "o_proj"})
-        return cls(
-            config.hidden_size,
-            config.num_attention_heads,
-            kv_lora_rank=config.kv_lora_rank,
-            qk_nope_head_dim=config.qk_nope_head_dim,
-            qk_rope_head_dim=config.qk_rope_head_dim,
-            v_head_dim=config.v_head_dim,
-            q_lora_rank=config.q_lora_rank,
-            rope=plain_rope(config, rope, "interleaved" if interleaved else "half_split"),
-            bias=bool(config.attention_bias),
-            scale=module.scaling,
-            weights=weights,
-        )
+        refuse_other_parameters(module, [*names, "o_proj"], cls.name)
+        layer_type, num_heads = layer_type_of(module), module.config.num_attention_heads
+        given = module_rope(module.config, layer_type, rope) or RoPE(layout="interleaved")
+        both, kv_lora_rank = weights["kv_b_proj.weight"].shape
+        latent_rows, embed_dim = weights["kv_a_proj_with_mqa.weight"].shape
+        v_head_dim = weights["out_proj.weight"].shape[1] // num_heads
+        candidates = [
+            (
+                f"rotation with layout {layout!r}",
+                cls(
+                    embed_dim,
+                    num_heads,
+                    kv_lora_rank=kv_lora_rank,
+                    qk_nope_head_dim=both // num_heads - v_head_dim,
+                    qk_rope_head_dim=latent_rows - kv_lora_rank,
+                    v_head_dim=v_head_dim,
+                    q_lora_rank=weights["q_a_proj.weight"].shape[0] if latent else None,
+                    rope=replace(given, layout=layout),
+                    eps=measured_norm(module, "kv_a_layernorm")[1],
+                    bias="kv_a_proj_with_mqa.bias" in weights,
+                    scale=module.scaling,
+                    weights=weights,
+                ),
+            )
+            for layout in ((given.layout,) if rope else _LAYOUTS)
+        ]
+
+        run = decoder_run(given, layer_type)
+        return closest(module, candidates, run, embed_dim)
 
     @classmethod
     def example(cls) -> Self:

@@ -6,6 +6,8 @@ from typing import Any, Self, Unpack
 
 from qkv.declarations import Size
 from qkv.errors import ArgumentError
+from qkv.mechanisms.base.comparing import causal_mask, closest
+from qkv.mechanisms.base.loading import refuse_other_parameters, require_attributes
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
 
 __all__ = ["MultiQuery"]
@@ -64,8 +66,11 @@ class MultiQuery(ProjectedAttention):
         Raises
         ------
         ArgumentError
-            If the module has more than one kv head.
+            The module has more than one kv head.
+        UnsupportedError
+            The module is another, as a comparison on random input shows.
         """
+        require_attributes(module, ("head_dim", "num_heads", "c_attn", "c_proj"))
         d, h = module.head_dim, module.num_heads
         if not module.multi_query:
             raise ArgumentError(
@@ -77,7 +82,13 @@ class MultiQuery(ProjectedAttention):
             sides = zip("qkv", fused.split((h * d, d, d)), strict=True)
             weights.update({f"{side}_proj.{kind}": part for side, part in sides})
             weights[f"out_proj.{kind}"] = getattr(module.c_proj, kind).detach().clone()
-        return cls(module.embed_dim, h, causal=True, scale=module.scaling, weights=weights)
+        refuse_other_parameters(module, ("c_attn", "c_proj"), cls.name)
+        mechanism = cls(module.embed_dim, h, causal=True, scale=module.scaling, weights=weights)
+
+        def run(copied: Any, x: Any) -> Any:
+            return copied(x, attention_mask=causal_mask(x.shape[1], None, x.dtype))
+
+        return closest(module, [(cls.name, mechanism)], run, module.embed_dim)
 
     @classmethod
     def example(cls) -> Self:

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from qkv.declarations import NotNegative, Size, Whole
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, step, symbols
+from qkv.mechanisms.base.comparing import closest
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
-from qkv.mechanisms.base.loading import named_weights
+from qkv.mechanisms.base.loading import named_weights, refuse_other_parameters
 from qkv.mechanisms.base.namespace import array_namespace
 from qkv.mechanisms.base.normalization import l2_norm, rms_norm
 from qkv.mechanisms.base.operations import projection
@@ -249,11 +250,13 @@ class GatedDelta(RecurrentMechanism):
         Raises
         ------
         UnsupportedError
-            Its activation is not silu.
+            Its activation is not silu, or it is another module, as a comparison on random input
+            shows.
         """
         require_silu(module)
         names = ("in_proj_qkvz", "in_proj_ba", "conv1d", "dt_bias", "A_log", "norm", "out_proj")
-        return cls(
+        refuse_other_parameters(module, names, cls.name)
+        mechanism = cls(
             module.hidden_size,
             module.num_v_heads,
             num_key_heads=module.num_k_heads,
@@ -263,6 +266,8 @@ class GatedDelta(RecurrentMechanism):
             norm_epsilon=module.layer_norm_epsilon,
             weights=named_weights(module, names),
         )
+        width = module.hidden_size
+        return closest(module, [(cls.name, mechanism)], lambda copied, x: copied(x), width)
 
     @classmethod
     def example(cls) -> Self:

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from qkv.declarations import Size, Whole
 from qkv.ledger import Count, Ledger, step, symbols
+from qkv.mechanisms.base.comparing import closest
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
-from qkv.mechanisms.base.loading import named_weights
+from qkv.mechanisms.base.loading import named_weights, refuse_other_parameters
 from qkv.mechanisms.base.namespace import array_namespace, host_views, like
 from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.base.rows import Arrays
@@ -219,11 +220,13 @@ class Mamba(RecurrentMechanism):
         Raises
         ------
         UnsupportedError
-            Its activation is not silu.
+            Its activation is not silu, or it is another module, as a comparison on random input
+            shows.
         """
         require_silu(module)
         names = ("in_proj", "conv1d", "x_proj", "dt_proj", "A_log", "D", "out_proj")
-        return cls(
+        refuse_other_parameters(module, names, cls.name)
+        mechanism = cls(
             module.hidden_size,
             inner_dim=module.intermediate_size,
             state_size=module.ssm_state_size,
@@ -233,6 +236,8 @@ class Mamba(RecurrentMechanism):
             conv_bias=module.conv1d.bias is not None,
             weights=named_weights(module, names),
         )
+        width = module.hidden_size
+        return closest(module, [(cls.name, mechanism)], lambda copied, x: copied(x), width)
 
     @classmethod
     def example(cls) -> Self:

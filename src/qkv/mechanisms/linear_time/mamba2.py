@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from qkv.declarations import Interval, NotNegative, Size, Whole
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, step, symbols
+from qkv.mechanisms.base.comparing import closest
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
-from qkv.mechanisms.base.loading import named_weights
+from qkv.mechanisms.base.loading import named_weights, refuse_other_parameters
 from qkv.mechanisms.base.namespace import array_namespace
 from qkv.mechanisms.base.normalization import rms_norm
 from qkv.mechanisms.base.operations import projection
@@ -254,11 +255,13 @@ class Mamba2(RecurrentMechanism):
         Raises
         ------
         UnsupportedError
-            Its activation is not silu.
+            Its activation is not silu, or it is another module, as a comparison on random input
+            shows.
         """
         require_silu(module)
         names = ("in_proj", "conv1d", "dt_bias", "A_log", "D", "norm", "out_proj")
-        return cls(
+        refuse_other_parameters(module, names, cls.name)
+        mechanism = cls(
             module.hidden_size,
             module.num_heads,
             head_dim=module.head_dim,
@@ -271,6 +274,8 @@ class Mamba2(RecurrentMechanism):
             conv_bias=module.conv1d.bias is not None,
             weights=named_weights(module, names),
         )
+        width = module.hidden_size
+        return closest(module, [(cls.name, mechanism)], lambda copied, x: copied(x), width)
 
     @classmethod
     def example(cls) -> Self:

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from qkv.declarations import Size, Whole
 from qkv.ledger import Count, Ledger, step, symbols
+from qkv.mechanisms.base.comparing import closest
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, EXAMPLE_WIDTH, select_columns
-from qkv.mechanisms.base.loading import named_weights
+from qkv.mechanisms.base.loading import named_weights, refuse_other_parameters
 from qkv.mechanisms.base.namespace import array_namespace, like
 from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.base.rows import Arrays, Rows
@@ -182,13 +183,20 @@ class RWKV4(RecurrentMechanism):
         Parameters
         ----------
         module : transformers.models.rwkv.modeling_rwkv.RwkvSelfAttention
+
+        Raises
+        ------
+        UnsupportedError
+            The module is another, as a comparison on random input shows.
         """
         names = ["time_decay", "time_first", "output"]
         for side in ("key", "value", "receptance"):
             names += [side, f"time_mix_{side}"]
         weights = named_weights(module, names)
         hidden_dim, embed_dim = weights["key.weight"].shape
-        return cls(embed_dim, hidden_dim, weights=weights)
+        refuse_other_parameters(module, names, cls.name)
+        mechanism = cls(embed_dim, hidden_dim, weights=weights)
+        return closest(module, [(cls.name, mechanism)], lambda copied, x: copied(x), embed_dim)
 
     @classmethod
     def example(cls) -> Self:

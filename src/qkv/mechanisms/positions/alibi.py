@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Self
 
+from qkv.errors import UnsupportedError
+from qkv.mechanisms.base.comparing import causal_mask, closest
+from qkv.mechanisms.base.loading import refuse_other_parameters, require_attributes
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
+from qkv.variants.alibi import alibi_slopes
 
 __all__ = ["ALiBi"]
 
@@ -12,7 +16,9 @@ __all__ = ["ALiBi"]
 class ALiBi(ProjectedAttention):
     """Scores fall with the distance of query and key, in each head at its own slope.
 
-        s[i, j] = q_i . k_j / sqrt(d) - slope_h |i - j|,   slope_h = 2 ** (-8 (h + 1) / num_heads)
+        s[i, j] = q_i . k_j / sqrt(d) - slope_h |i - j|
+        slope_h = 2 ** (-8 (h + 1) / p)            for h < p, the largest power of two <= num_heads
+        slope_h = 2 ** (-4 (2 (h - p) + 1) / p)    for the other heads
 
     A model trained on short texts keeps its quality on longer ones, as no position is unseen.
 
@@ -48,7 +54,23 @@ class ALiBi(ProjectedAttention):
         ----------
         module : transformers BloomAttention
             Its fused projection holds query, key and value of each head side by side.
+
+        Raises
+        ------
+        UnsupportedError
+            The module is another, as a comparison on random input shows.
         """
+        import torch
+
+        require_attributes(
+            module, ("query_key_value", "dense", "num_heads", "head_dim", "hidden_size")
+        )
+        if module.query_key_value.weight.shape[0] != 3 * module.hidden_size:
+            raise UnsupportedError(
+                f"query_key_value of {type(module).__name__} has "
+                f"{module.query_key_value.weight.shape[0]} rows, not 3 * {module.hidden_size}.",
+                action="Pass a BloomAttention, whose heads have a key and a value each.",
+            )
         weights = {}
         for kind in ("weight", "bias"):
             fused = getattr(module.query_key_value, kind).detach().clone()
@@ -56,7 +78,18 @@ class ALiBi(ProjectedAttention):
             for i, side in enumerate("qkv"):
                 weights[f"{side}_proj.{kind}"] = parts[:, i].flatten(0, 1)
             weights[f"out_proj.{kind}"] = getattr(module.dense, kind).detach().clone()
-        return cls(module.hidden_size, module.num_heads, causal=True, weights=weights)
+        refuse_other_parameters(module, ("query_key_value", "dense"), cls.name)
+        mechanism = cls(module.hidden_size, module.num_heads, causal=True, weights=weights)
+
+        def run(copied: Any, x: Any) -> Any:
+            n = x.shape[1]
+            positions = torch.arange(n, dtype=x.dtype)
+            slopes = torch.as_tensor(alibi_slopes(module.num_heads), dtype=x.dtype)
+            bias = (slopes[:, None, None] * positions).repeat(len(x), 1, 1)
+            mask = causal_mask(n, None, x.dtype)
+            return copied(x, torch.zeros_like(x), bias, mask)
+
+        return closest(module, [(cls.name, mechanism)], run, module.hidden_size)
 
     @classmethod
     def example(cls) -> Self:

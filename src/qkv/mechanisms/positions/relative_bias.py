@@ -8,13 +8,25 @@ import numpy as np
 
 from qkv.declarations import Size
 from qkv.ledger import Ledger, step
-from qkv.mechanisms.base.loading import named_weights
+from qkv.mechanisms.base.comparing import causal_mask, closest
+from qkv.mechanisms.base.loading import (
+    named_weights,
+    refuse_other_attributes,
+    refuse_other_parameters,
+    require_attributes,
+)
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
 from qkv.variants import RelativeBias as BiasOfDistance
 
 __all__ = ["RelativeBias"]
 
 _TABLE = "relative_attention_bias.weight"
+_KNOWN = (
+    "is_decoder", "is_causal", "has_relative_attention_bias", "relative_attention_num_buckets",
+    "relative_attention_max_distance", "d_model", "key_value_proj_dim", "n_heads", "dropout",
+    "inner_dim", "scaling", "pruned_heads",
+)  # fmt: skip
+"""Attributes of a T5Attention, all of which are read or do nothing in evaluation."""
 
 
 class RelativeBias(ProjectedAttention):
@@ -89,18 +101,33 @@ class RelativeBias(ProjectedAttention):
         Parameters
         ----------
         module : transformers T5Attention with `has_relative_attention_bias=True`
+
+        Raises
+        ------
+        UnsupportedError
+            The module is another, as its attributes or a comparison on random input show.
         """
-        sides = {f"{side}_proj": side for side in "qkv"}
-        table = "relative_attention_bias"
-        return cls(
+        require_attributes(module, ("d_model", "n_heads", "key_value_proj_dim", "is_decoder"))
+        names = {f"{side}_proj": side for side in "qkv"}
+        names |= {"out_proj": "o", "relative_attention_bias": "relative_attention_bias"}
+        weights = named_weights(module, names)
+        refuse_other_parameters(module, names.values(), cls.name)
+        refuse_other_attributes(module, _KNOWN)
+        mechanism = cls(
             module.d_model,
             module.n_heads,
             num_buckets=module.relative_attention_num_buckets,
             max_distance=module.relative_attention_max_distance,
             head_dim=module.key_value_proj_dim,
             causal=module.is_decoder,
-            weights=named_weights(module, {**sides, "out_proj": "o", table: table}),
+            weights=weights,
         )
+
+        def run(copied: Any, x: Any) -> Any:
+            mask = causal_mask(x.shape[1], None, x.dtype) if module.is_decoder else None
+            return copied(x, mask=mask)
+
+        return closest(module, [(cls.name, mechanism)], run, module.d_model)
 
     @classmethod
     def example(cls) -> Self:

@@ -43,6 +43,8 @@ class Rotary(LlamaAttention):
     paper = "Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding (2021)"
     formula = "softmax((R Q)(R K)^T / sqrt(d)) V, R(p) turns pair m by p * base^(-2m/d)"
 
+    needs_rope = True
+
     def __init__(self, embed_dim: Size, num_heads: Size = 1, **options: Unpack[Options]) -> None:
         if options.get("rope") is None:
             options["rope"] = RoPE()

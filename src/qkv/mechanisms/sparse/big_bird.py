@@ -10,11 +10,22 @@ from numpy.typing import NDArray
 from qkv.declarations import Size, Whole
 from qkv.errors import ShapeError
 from qkv.ledger import Count
-from qkv.mechanisms.base.loading import named_weights
+from qkv.mechanisms.base.loading import (
+    named_weights,
+    refuse_other_attributes,
+    refuse_other_parameters,
+    require_attributes,
+)
 from qkv.mechanisms.base.projected import Options, ProjectedAttention
 from qkv.variants import BlockSparse, RandomBlocks
 
 __all__ = ["BigBird"]
+
+_KNOWN = (
+    "max_seqlen", "seed", "num_attention_heads", "num_random_blocks", "block_size",
+    "attention_head_size", "all_head_size",
+)  # fmt: skip
+"""Attributes of a BigBirdBlockSparseAttention, of which the blocks are given by the caller."""
 
 
 class BigBird(ProjectedAttention):
@@ -159,9 +170,17 @@ class BigBird(ProjectedAttention):
             Its output projection is a module of its own, so there is none here.
         random_blocks : integer array (num_heads, blocks, r)
             The module draws them at every call in training, and takes block 0 otherwise.
+
+        Raises
+        ------
+        UnsupportedError
+            The module is another, as its weights or attributes show.
         """
+        require_attributes(module, ("num_attention_heads", "block_size"))
         names = {"q_proj": "query", "k_proj": "key", "v_proj": "value"}
         weights = named_weights(module, names)
+        refuse_other_parameters(module, names.values(), cls.name)
+        refuse_other_attributes(module, _KNOWN)
         return cls(
             module.query.in_features,
             module.num_attention_heads,

@@ -13,7 +13,12 @@ from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger, symbols
 from qkv.mechanisms.base.example import EXAMPLE_HEAD_DIM, select_columns
 from qkv.mechanisms.base.explanation import ExplainedToken
-from qkv.mechanisms.base.loading import named_weights
+from qkv.mechanisms.base.loading import (
+    named_weights,
+    refuse_other_attributes,
+    refuse_other_parameters,
+    require_attributes,
+)
 from qkv.mechanisms.base.namespace import array_namespace, like, values
 from qkv.mechanisms.base.operations import projection
 from qkv.mechanisms.base.projected import Options, ProjectedAttention, split_heads
@@ -22,6 +27,11 @@ from qkv.mechanisms.sparse.sliding_window import window_pairs
 from qkv.variants import GlobalTokens, SlidingWindow
 
 __all__ = ["Longformer"]
+
+_KNOWN = (
+    "num_heads", "head_dim", "embed_dim", "dropout", "layer_id", "one_sided_attn_window_size",
+)  # fmt: skip
+"""Attributes of a LongformerSelfAttention, all of which are read or do nothing in evaluation."""
 
 
 class Longformer(ProjectedAttention):
@@ -195,19 +205,26 @@ class Longformer(ProjectedAttention):
             Its output projection is a module of its own, so there is none here.
         global_tokens : sequence of int
             Which tokens are global, which the module is told at every call.
+
+        Raises
+        ------
+        UnsupportedError
+            The module is another, as its weights or attributes show.
         """
-        names = {"q": "query", "k": "key", "v": "value"}
+        require_attributes(module, ("embed_dim", "num_heads", "one_sided_attn_window_size"))
+        names = {}
+        for side, name in (("q", "query"), ("k", "key"), ("v", "value")):
+            names |= {f"{side}_proj": name, f"{side}_global": f"{name}_global"}
+        weights = named_weights(module, names)
+        refuse_other_parameters(module, names.values(), cls.name)
+        refuse_other_attributes(module, _KNOWN)
         return cls(
             module.embed_dim,
             module.num_heads,
             window=module.one_sided_attn_window_size,
             global_tokens=global_tokens,
             out_proj=False,
-            weights=named_weights(
-                module,
-                {f"{side}_proj": name for side, name in names.items()}
-                | {f"{side}_global": f"{name}_global" for side, name in names.items()},
-            ),
+            weights=weights,
         )
 
     @classmethod

@@ -7,7 +7,7 @@ from typing import Any, Self, Unpack
 from qkv.declarations import Size, Whole
 from qkv.errors import ArgumentError
 from qkv.ledger import symbols
-from qkv.mechanisms.base.llama import LlamaAttention
+from qkv.mechanisms.base.llama import LlamaAttention, window_of
 from qkv.mechanisms.base.projected import Options
 from qkv.variants import SlidingWindow as Window
 
@@ -84,10 +84,10 @@ class SlidingWindow(LlamaAttention):
         ArgumentError
             Its config has no window.
         """
-        window = getattr(module.config, "sliding_window", None)
+        window = window_of(module)
         if window is None:
             raise ArgumentError(
-                f"the config of this {type(module).__name__} has no sliding_window.",
+                f"this layer of {type(module).__name__} has no sliding_window.",
                 action="Use Rotary for a layer that sees all earlier tokens.",
             )
         return {"left": window - 1}
