@@ -117,6 +117,8 @@ def attend(
         found = steps.add(says, call)
         if found is not None:
             return found, None
+    if _observers:
+        call = call.watched()
     for observer in _observers:
         observer(call)
     out = call.output()

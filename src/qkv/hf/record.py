@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,9 @@ from numpy.typing import NDArray
 
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.hf.attention import observe
+from qkv.hf.forward_calls import around_forward, in_backward
 from qkv.hf.layer_call import LayerCall
-from qkv.hf.switching import in_backward, inner_model, switched, uncompiled
+from qkv.hf.switching import inner_model, switched, uncompiled
 from qkv.inspection.model_record import Keep, ModelRecord
 
 __all__ = ["inspect"]
@@ -97,12 +99,9 @@ def inspect(
     name = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
     record = ModelRecord(name, top=top, keep=keep)
     run = _Run(model, record, progress)
-    hook = model.register_forward_pre_hook(run.begin, with_kwargs=True)
-    try:
-        with switched(model), uncompiled(), observe(run.see):
-            yield record
-    finally:
-        hook.remove()
+    surrounded = around_forward([model], run.around)
+    with switched(model), uncompiled(), surrounded, observe(run.see):
+        yield record
     run.require_layers()
 
 
@@ -114,15 +113,32 @@ class _Run:
     record: ModelRecord
     progress: Progress | None
     names: dict[torch.nn.Module, str] = field(init=False)
-    inputs: dict[str, Any] | None = None
+    inputs: Mapping[str, Any] | None = None
+    thread: int | None = None
     seen: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.names = {module: name for name, module in self.model.named_modules()}
 
-    def begin(self, module: torch.nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
+    @contextmanager
+    def around(
+        self, module: torch.nn.Module, args: tuple[Any, ...], inputs: Mapping[str, Any]
+    ) -> Iterator[None]:
+        """One call of the model; layers that run elsewhere meanwhile are not recorded."""
         if in_backward():
+            yield
             return
+        self.begin(module, args, inputs)
+        self.thread = get_ident()
+        try:
+            yield
+        finally:
+            self.thread = None
+
+    def begin(
+        self, module: torch.nn.Module, args: tuple[Any, ...], inputs: Mapping[str, Any]
+    ) -> None:
+        """Read the inputs of the only call."""
         if self.inputs is not None:
             raise ArgumentError(
                 f"{type(module).__name__} was called twice; a record is of one call.",
@@ -136,7 +152,7 @@ class _Run:
     def see(self, call: LayerCall) -> None:
         """Add the scores of one layer, before its output is computed."""
         name = self.names.get(call.module)
-        if name is None or self.inputs is None or in_backward():
+        if name is None or self.thread != get_ident() or in_backward():
             return
         one_sequence = not _OTHER_SEQUENCE.search(name)
         ids, real = self._sequence_of(name, call) if one_sequence else (None, None)
