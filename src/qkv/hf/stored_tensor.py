@@ -12,7 +12,7 @@ import qkv
 from qkv.cache import Part
 from qkv.errors import UnsupportedError
 
-__all__ = ["StoredTensor", "as_tensors", "layer_rows", "plain_tensor", "state_of"]
+__all__ = ["StoredTensor", "as_tensors", "layer_rows", "over_rows", "plain_tensor", "state_of"]
 
 
 class StoredTensor(torch.Tensor):
@@ -122,6 +122,19 @@ def _rows(given: torch.Tensor) -> Any:
     if not isinstance(given, StoredTensor):
         return given
     return given.rows if given.is_cpu else given.dense()
+
+
+def over_rows(mask: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """A mask or bias with a column for each token, over all rows of the pages that hold them.
+
+    The last page may have room for more; what it adds is forbidden.
+    """
+    missing = key.shape[2] - mask.shape[-1]
+    lens = key.kv_lens if isinstance(key, StoredTensor) else None
+    if missing <= 0 or lens is None or int(max(lens.kv_lens)) > mask.shape[-1]:
+        return mask
+    fill = False if mask.dtype is torch.bool else float("-inf")
+    return torch.nn.functional.pad(mask, (0, missing), value=fill)
 
 
 def plain_tensor(given: torch.Tensor) -> torch.Tensor:
