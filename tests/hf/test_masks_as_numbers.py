@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ def wide(model: Any) -> Any:
     return model.eval()
 
 
+@cache
 def deepseek_v4() -> Any:
     config = transformers.DeepseekV4Config(
         vocab_size=128, hidden_size=32, num_hidden_layers=4, num_attention_heads=4,
@@ -58,7 +60,7 @@ def test_the_dense_mask_is_that_of_eager(pattern: str) -> None:
     }  # fmt: skip
     for function, config, options in (
         (sdpa_mask, transformers.LlamaConfig(), {"allow_is_causal_skip": False}),
-        (eager_mask, transformers.DeepseekV4Config(), {"dtype": torch.float16}),
+        (eager_mask, deepseek_v4().config, {"dtype": torch.float16}),
     ):
         expected = function(**arguments, **options)
         mask = state_mask(**arguments, dtype=torch.float16, config=config, use_vmap=True)

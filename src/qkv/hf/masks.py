@@ -263,9 +263,14 @@ _boolean: dict[type, bool] = {}
 def _expects_booleans(config: type) -> bool:
     """Whether models with such a configuration can be given the boolean masks of "sdpa"."""
     known = _boolean.get(config)
-    if known is None:
-        known = _boolean[config] = all(model._supports_sdpa for model in _models_with(config))
-    return known
+    if known is not None:
+        return known
+    models = _models_with(config)
+    found = all(model._supports_sdpa for model in models)
+    # Without a model of that kind nothing is known yet: transformers imports them one by one.
+    if models:
+        _boolean[config] = found
+    return found
 
 
 def _models_with(config: type) -> list[Any]:
