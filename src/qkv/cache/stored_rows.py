@@ -176,7 +176,7 @@ class Rows:
 
 def _over_rows(variant: Any, part: Part) -> Any:
     """A mask or bias over the tokens of pages, continued to rows that hold none: forbidden."""
-    array = variant.array if isinstance(variant, qkv.Mask | qkv.Bias) else variant
+    array: Any = variant.array if isinstance(variant, qkv.Mask | qkv.Bias) else variant
     lens = next((mask for mask in part.masks if isinstance(mask, qkv.KeyLengths)), None)
     if lens is None or not isinstance(part.key, qkv.Paged) or not is_array(array):
         return variant

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from zlib import crc32
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
 
@@ -131,7 +132,7 @@ def over_rows(mask: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """
     missing = key.shape[2] - mask.shape[-1]
     lens = key.kv_lens if isinstance(key, StoredTensor) else None
-    if missing <= 0 or lens is None or int(max(lens.kv_lens)) > mask.shape[-1]:
+    if missing <= 0 or lens is None or np.max(np.asarray(lens.kv_lens)) > mask.shape[-1]:
         return mask
     fill = False if mask.dtype is torch.bool else float("-inf")
     return torch.nn.functional.pad(mask, (0, missing), value=fill)
@@ -150,7 +151,7 @@ def state_of(given: torch.Tensor) -> int:
     read = _values(given.rows) if isinstance(given, StoredTensor) else given
     if not isinstance(read, torch.Tensor) or not read.is_inference():
         return int(getattr(read, "_version", 0))
-    return crc32(read.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return crc32(memoryview(read.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy()))
 
 
 def _values(rows: Any) -> torch.Tensor:
