@@ -136,7 +136,9 @@ def inspect(
     `attention` takes; `received` and `top(k)` are one more pass over query and key each, `2
     head_dim` operations for each pair, which takes a half to four fifths as long for k = 8 and up
     to twice as long for k = 64. Every other question, and every one to other backends, is such a
-    pass in NumPy, several times as slow. None holds more than a tile of weights.
+    pass in NumPy, several times as slow. None holds more than a tile of weights. A record keeps
+    copies of query, key, value and the arrays of variants, so that what is done to these later does
+    not change it.
 
     Examples
     --------
@@ -150,8 +152,11 @@ def inspect(
     >>> record.weights[2, :2].round(4)
     array([0.2645, 0.2645])
     """
-    bound = bind(query, key, value, variants, option_values("inspect", options))
-    return Record(attend_for_inspection(bound, variants), progress)
+    bound = bind(query, key, value, variants, option_values("inspect", options)).of_copies()
+    found = attend_for_inspection(bound, variants)
+    if not bound.structure.is_known:
+        found.copy_tables()
+    return Record(found, progress)
 
 
 @with_options

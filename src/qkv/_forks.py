@@ -58,6 +58,10 @@ class RenewedLock:
         self.lock = threading.RLock()
         _renewed_locks.add(self)
 
+    def __reduce__(self) -> tuple[type[RenewedLock], tuple[()]]:
+        """A copy of what it guards has a lock of its own."""
+        return RenewedLock, ()
+
     def is_mine(self) -> bool:
         """Whether this thread has the lock already: a finalizer or a signal handler asks."""
         lock: Any = self.lock

@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 import qkv
+from qkv.arrays import is_array, view
 from qkv.cache.arguments import Lengths
 from qkv.errors import UnsupportedError
 
@@ -145,11 +148,14 @@ class Rows:
         Notes
         -----
         Of several parts each is a call; `Sinks` go with the first, and arrays over key rows
-        (`Mask`, `Bias`, `Segments`) fit none of them.
+        (`Mask`, `Bias`, `Segments`) fit none of them. Masks and biases over pages have a column
+        for each token of the longest sequence, or for each row of the pages.
         """
         found = []
         for i, part in enumerate(self.parts):
-            part_variants = [v for v in variants if not (i and isinstance(v, qkv.Sinks))]
+            part_variants = [
+                _over_rows(v, part) for v in variants if not (i and isinstance(v, qkv.Sinks))
+            ]
             found.append(
                 qkv.attention(
                     query,
@@ -168,6 +174,28 @@ class Rows:
             return found[0]
         merged = qkv.merge(*found)
         return merged if return_lse else merged[0]
+
+
+def _over_rows(variant: Any, part: Part) -> Any:
+    """A mask or bias over the tokens of pages, continued to rows that hold none: forbidden."""
+    array: Any = variant.array if isinstance(variant, qkv.Mask | qkv.Bias) else variant
+    lens = next((mask for mask in part.masks if isinstance(mask, qkv.KeyLengths)), None)
+    if lens is None or not isinstance(part.key, qkv.Paged) or not is_array(array):
+        return variant
+    rows = part.key.page_table.shape[-1] * _page_size(part.key)
+    tokens = int(np.max(lens.kv_lens))
+    if np.ndim(array) < 2 or array.shape[-1] != tokens or tokens == rows:
+        return variant
+    known = view(array, "mask")
+    fill = False if known.dtype == bool else -np.inf
+    tail = np.full((*known.shape[:-1], rows - tokens), fill, known.dtype)
+    continued = np.concatenate([known, tail], axis=-1)
+    return qkv.Mask(continued) if known.dtype == bool else qkv.Bias(continued)
+
+
+def _page_size(paged: qkv.Paged) -> int:
+    pages = paged.pages.values if isinstance(paged.pages, qkv.Quantized) else paged.pages
+    return int(pages.shape[-2])
 
 
 def as_offset(positions: Lengths) -> Any:

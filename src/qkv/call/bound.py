@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qkv.arrays import has_shape
+from qkv.arrays.copies import own_copy
 from qkv.call.flatten import (
     Leaves,
     ReadInPlace,
@@ -121,6 +122,10 @@ class BoundCall(NamedTuple):
         options = OptionValues(*[unflatten(tree, next_array) for tree in self.structure.options])
         owners += [None] * (len(taken) - len(owners))
         return UnboundCall(query, key, value, tuple(variants), options, tuple(owners))
+
+    def of_copies(self) -> BoundCall:
+        """The same call of copies of its arrays, for what is computed later."""
+        return self._replace(leaves=[own_copy(leaf) for leaf in self.leaves])
 
 
 class UnboundCall(NamedTuple):

@@ -28,12 +28,13 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from qkv.arrays import is_array
+from qkv.arrays.copies import own_copy
 from qkv.errors import ArgumentError
 from qkv.problem.stored_rows import Paged, Quantized
 from qkv.variants.base import Opaque, Role
 
 __all__ = [
-    "Leaves", "ReadByValue", "ReadInPlace", "Tree", "add_length_keys", "declared_fields",
+    "Leaves", "ReadByValue", "ReadInPlace", "Tree", "add_length_keys", "copied", "declared_fields",
     "dumps", "flatten", "hold", "is_known", "is_portable", "keep_for_good", "loads", "unflatten",
     "uses_batch_index", "without_arrays",
 ]  # fmt: skip
@@ -173,6 +174,14 @@ def unflatten(tree: Tree, next_array: Callable[[], Any]) -> Any:
         return kind.tree_unflatten(static, [unflatten(place, next_array) for place in places])
     names = [name for name, _ in _fields_of(kind, None) or ()]
     return _rebuild(kind, names, [unflatten(part, next_array) for part in parts])
+
+
+def copied(value: Any) -> Any:
+    """What `flatten` takes, with copies of the arrays in it that others could change."""
+    leaves = Leaves.none()
+    tree = flatten(value, leaves)
+    own = map(own_copy, leaves.arrays)
+    return unflatten(tree, lambda: next(own))
 
 
 def is_known(tree: Tree) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arrays.copies import own_copy
 from qkv.backends import Inspectable, PreparingStatistics
 from qkv.call.bound import BoundCall
 from qkv.call.cache import CALLS
@@ -58,6 +60,13 @@ class Inspected:
     def call(self) -> CheckedCall:
         """The checked call, in main memory; checked now, if the run was prepared."""
         return self._check()
+
+    def copy_tables(self) -> None:
+        """Copy the arrays that variants without declared fields hold, which are no leaves."""
+        operands = self.call.problem.operands
+        tables = {name: own_copy(table) for name, table in operands.tables.items()}
+        problem = replace(self.call.problem, operands=replace(operands, tables=tables))
+        self.call = replace(self.call, problem=problem)
 
 
 class _Prepared(NamedTuple):

@@ -15,6 +15,7 @@ layer_steps     decoding steps that layers prepare for one another
 masks           masks without storage; mask_functions, groups: functions read as masks
 cache           caches of qkv in a model; stored_tensor: their pages and int8 rows as tensors
 record          every head of a model while it runs; sequences: which tokens a layer reads
+forward_calls   calls of a model, and the numbers of its layers
 intervention    heads changed while it runs
 usage           whether a model uses qkv at all
 switching       a model with qkv for a while, for record and intervention

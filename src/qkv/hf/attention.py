@@ -15,6 +15,7 @@ from qkv.hf.ignored_keywords import refuse_unread
 from qkv.hf.layer_call import LayerCall, LayerWeights
 from qkv.hf.layer_steps import LayerOptions, LayerSteps
 from qkv.hf.masks import StatedMask
+from qkv.hf.stored_tensor import over_rows
 
 __all__ = ["Observer", "OutputChange", "attend", "change_outputs", "observe"]
 
@@ -111,12 +112,16 @@ def attend(
     if dropout > 0:
         variants.append(qkv.Dropout(dropout, _draw_seed()))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if attention_mask is not None and not isinstance(attention_mask, StatedMask):
+        attention_mask = over_rows(attention_mask, key)
     masks, q_offset, kv_offset = _masks_and_offsets(attention_mask, causal, lengths)
     call = LayerCall(module, query, key, value, (*variants, *masks), scaling, q_offset, kv_offset)
     if steps is not None and says is not None:
         found = steps.add(says, call)
         if found is not None:
             return found, None
+    if _observers:
+        call = call.watched()
     for observer in _observers:
         observer(call)
     out = call.output()

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from threading import get_ident
 from typing import Any, Literal, TypeAlias
 
 import torch
 
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.hf.attention import change_outputs, observe
+from qkv.hf.forward_calls import LayerNumbers, around_forward, parts_of
 from qkv.hf.layer_call import LayerCall
-from qkv.hf.stored_tensor import StoredTensor
-from qkv.hf.switching import in_backward, inner_model, switched, uncompiled
+from qkv.hf.switching import inner_model, switched, uncompiled
 from qkv.interventions import HeadChange, HeadInputs, changed_heads
 
 __all__ = ["Change", "CopyFrom", "intervene"]
@@ -58,7 +59,8 @@ def intervene(model: torch.nn.Module, changes: Mapping[tuple[int, int], Change])
         Loaded with any attention implementation. It is switched to qkv inside the `with`, and is as
         it was afterwards, also after an error.
     changes : mapping of (layer, head) to change
-        Layers as `qkv.hf.inspect` numbers them, in the order of their calls, and query heads.
+        Layers as `qkv.hf.inspect` numbers them, in the order in which the model first calls them,
+        and query heads. Other models that run meanwhile are not changed.
         "off": the head writes 0. "uniform": equal weights on all keys that its masks allow,
         without biases and sinks. `CopyFrom(**inputs)`: the weights that it has on another prompt
         of the same length, which is run first, unchanged.
@@ -95,15 +97,13 @@ def intervene(model: torch.nn.Module, changes: Mapping[tuple[int, int], Change])
     enable()
     found = inner_model(model)
     wanted = _checked(changes)
-    with switched(found), uncompiled():
-        run = _Run(found, wanted, _copied(found, wanted))
-        hook = found.register_forward_pre_hook(run.begin)
-        try:
-            with change_outputs(run.change):
-                yield
-        finally:
-            hook.remove()
-    run.require_layers()
+    layers = LayerNumbers(found)
+    with switched(found), uncompiled(), around_forward(parts_of(found), layers.around):
+        copied = _copied(found, wanted, layers)
+        layers.runs = 0
+        with change_outputs(_Run(layers, wanted, copied).change):
+            yield
+    _require_layers(found, wanted, layers)
 
 
 def _checked(changes: Any) -> dict[tuple[int, int], Change]:
@@ -123,61 +123,46 @@ def _checked(changes: Any) -> dict[tuple[int, int], Change]:
     return found
 
 
-def _inputs_of_layers(model: torch.nn.Module, prompt: CopyFrom) -> list[HeadInputs]:
-    """The inputs of all layers on a prompt."""
-    seen: list[HeadInputs] = []
-    with torch.no_grad(), observe(lambda call: seen.append(_inputs(call))):
-        model(*prompt.args, **prompt.inputs)
-    # A cache may write to these keys again.
-    return [replace(inputs, key=inputs.key.clone()) for inputs in seen]
-
-
 def _copied(
-    model: torch.nn.Module, changes: Mapping[tuple[int, int], Change]
+    model: torch.nn.Module, changes: Mapping[tuple[int, int], Change], layers: LayerNumbers
 ) -> dict[tuple[int, int], HeadInputs]:
     """The inputs of the layers whose weights are copied, on their own prompts."""
     found: dict[tuple[int, int], HeadInputs] = {}
     prompts: dict[int, CopyFrom] = {
         id(change): change for change in changes.values() if isinstance(change, CopyFrom)
     }
+    thread = get_ident()
     for prompt in prompts.values():
-        seen = _inputs_of_layers(model, prompt)
-        for (layer, head), change in changes.items():
-            if change is prompt and layer < len(seen):
-                found[layer, head] = seen[layer]
+        places = [place for place, change in changes.items() if change is prompt]
+
+        def keep(call: LayerCall, places: list[tuple[int, int]] = places) -> None:
+            layer = layers.number(call.module) if get_ident() == thread else None
+            here = [place for place in places if place[0] == layer]
+            if here:
+                # Copies, because a cache may write to these keys again.
+                found.update(dict.fromkeys(here, _inputs(call.kept())))
+
+        with torch.no_grad(), observe(keep):
+            model(*prompt.args, **prompt.inputs)
     return found
 
 
 def _inputs(call: LayerCall) -> HeadInputs:
-    """Of a layer's call, with keys of pages or int8 as a tensor."""
-    options = {"scale": call.scale, "q_offset": call.q_offset, "kv_offset": call.kv_offset}
-    if not isinstance(call.key, StoredTensor):
-        return HeadInputs(call.query, call.key, call.variants, options)
-    lengths = () if call.key.kv_lens is None else (call.key.kv_lens,)
-    return HeadInputs(call.query, call.key.dense(), (*call.variants, *lengths), options)
+    """Of a layer's call of plain tensors."""
+    return HeadInputs(call.query, call.key, call.variants, call.options)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Run:
-    """The calls of a model's layers, counted anew each time that it is called."""
+    """What becomes of the heads of a model."""
 
-    model: torch.nn.Module
+    layers: LayerNumbers
     changes: Mapping[tuple[int, int], Change]
     copied: Mapping[tuple[int, int], HeadInputs]
-    count: int = 0
-    most: int = 0
-    runs: int = 0
-    places: dict[torch.nn.Module, list[int]] = field(default_factory=dict)
-
-    def begin(self, module: torch.nn.Module, args: Any) -> None:
-        if in_backward():
-            return
-        self.count, self.runs = 0, self.runs + 1
-        self.places.clear()
 
     def change(self, call: LayerCall, output: torch.Tensor) -> torch.Tensor:
         """The output of a layer, (batch, q_len, num_heads, v_head_dim)."""
-        layer = self._layer(call.module)
+        layer = self.layers.number(call.module)
         here: dict[int, HeadChange] = {}
         for (index, head), change in self.changes.items():
             if index == layer:
@@ -185,43 +170,28 @@ class _Run:
                 here[head] = change if not isinstance(change, CopyFrom) else _required(other)
         if not here:
             return output
-        inputs = _inputs(call)
-        value = call.value.dense() if isinstance(call.value, StoredTensor) else call.value
-        found: torch.Tensor = changed_heads(output.transpose(1, 2), inputs, value, here)
+        plain = call.dense()
+        heads_first = output.transpose(1, 2)
+        found: torch.Tensor = changed_heads(heads_first, _inputs(plain), plain.value, here)
         return found.transpose(1, 2).contiguous()
 
-    def _layer(self, module: torch.nn.Module) -> int:
-        """The number of this call; what a backward pass computes anew has the number it had."""
-        places = self.places.setdefault(module, [])
-        if in_backward() and len(places) == 1:
-            return places[0]
-        if in_backward():
-            raise UnsupportedError(
-                f"{type(module).__name__} is called several times, and a backward pass calls it "
-                "again; which call that is cannot be told.",
-                action="Switch activation checkpointing off.",
-            )
-        places.append(self.count)
-        self.count += 1
-        self.most = max(self.most, self.count)
-        return places[-1]
 
-    def require_layers(self) -> None:
-        """Complain of layers that were not called, if the model was."""
-        if not self.runs:
-            return
-        name = type(self.model).__name__
-        if not self.most:
-            raise UnsupportedError(
-                f"{name} computes its attention itself and never calls qkv: nothing was changed.",
-                action="Use a model that follows transformers' AttentionInterface.",
-            )
-        missing = sorted({layer for layer, _ in self.changes if layer >= self.most})
-        if missing:
-            raise ArgumentError(
-                f"layer {missing[0]} does not exist: {name} called {self.most} layers.",
-                action=f"Choose from 0 to {self.most - 1}.",
-            )
+def _require_layers(
+    model: torch.nn.Module, changes: Mapping[tuple[int, int], Change], layers: LayerNumbers
+) -> None:
+    """Complain of layers that were not called, if the model was."""
+    name, count = type(model).__name__, len(layers)
+    if layers.runs and not count:
+        raise UnsupportedError(
+            f"{name} computes its attention itself and never calls qkv: nothing was changed.",
+            action="Use a model that follows transformers' AttentionInterface.",
+        )
+    missing = sorted({layer for layer, _ in changes if layer >= count})
+    if count and missing:
+        raise ArgumentError(
+            f"layer {missing[0]} does not exist: {name} called {count} layers.",
+            action=f"Choose from 0 to {count - 1}.",
+        )
 
 
 def _required(inputs: HeadInputs | None) -> HeadInputs:

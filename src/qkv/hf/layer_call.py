@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,8 +11,14 @@ import torch
 from numpy.typing import NDArray
 
 import qkv
+from qkv.call.bound import bind
+from qkv.call.flatten import Leaves, copied, flatten
+from qkv.call.inspected import attend_for_inspection
+from qkv.call.options import OptionValues
 from qkv.declarations import checked
-from qkv.hf.stored_tensor import layer_rows
+from qkv.errors import UnsupportedError
+from qkv.hf.stored_tensor import layer_rows, plain_tensor, state_of
+from qkv.inspection.record import Record
 
 __all__ = ["LayerCall", "LayerWeights"]
 
@@ -50,23 +56,65 @@ class LayerCall:
     scale: float | None
     q_offset: int
     kv_offset: int
+    states: tuple[int, ...] | None = field(default=None, repr=False, compare=False)
+
+    def watched(self) -> LayerCall:
+        """The same call, which refuses to compute once somebody has written to its tensors."""
+        return replace(self, states=self._states())
 
     def output(self) -> torch.Tensor:
         """`attention` of it, (batch, q_len, num_heads, v_head_dim); differentiable."""
+        self._require_unchanged()
         key, value, lengths = layer_rows(self.key, self.value)
         variants = (*self.variants, *lengths) if lengths else self.variants
-        out: torch.Tensor = qkv.attention(self.query, key, value, *variants, **self._options)
+        out: torch.Tensor = qkv.attention(self.query, key, value, *variants, **self.options)
         # A decoding step has one row, for which `contiguous` copies nothing.
         return out.transpose(1, 2).contiguous()
 
     def inspect(self) -> Any:
         """`qkv.inspect` of it; no gradient goes through."""
-        arrays = (array.detach() for array in (self.query, self.key, self.value))
-        return qkv.inspect(*arrays, *self.variants, **self._options)
+        call = self.dense()
+        arrays = (array.detach() for array in (call.query, call.key, call.value))
+        return qkv.inspect(*arrays, *call.variants, **call.options)
+
+    def dense(self) -> LayerCall:
+        """The same call with plain tensors of keys and values that lie in pages or as int8."""
+        self._require_unchanged()
+        *_, lengths = layer_rows(self.key, self.value)
+        key, value = plain_tensor(self.key), plain_tensor(self.value)
+        variants = (*self.variants, *lengths)
+        return replace(self, key=key, value=value, variants=variants, states=None)
+
+    def kept(self) -> LayerCall:
+        """The same call of copies, without gradients: for what is computed after the layer has run.
+
+        A cache writes over the keys that it hands out: when a window moves on, when beams change
+        places, when tokens are taken back.
+        """
+        call = self.dense()
+        query, key, value, variants = copied((call.query, call.key, call.value, call.variants))
+        return LayerCall(
+            self.module, query, key, value, variants, self.scale, self.q_offset, self.kv_offset
+        )
 
     @property
-    def _options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
+        """scale, q_offset and kv_offset, as keywords of `qkv.attention`."""
         return {"scale": self.scale, "q_offset": self.q_offset, "kv_offset": self.kv_offset}
+
+    def _states(self) -> tuple[int, ...]:
+        leaves = Leaves.none()
+        flatten((self.query, self.key, self.value, self.variants), leaves)
+        return tuple([state_of(leaf) for leaf in leaves.arrays if isinstance(leaf, torch.Tensor)])
+
+    def _require_unchanged(self) -> None:
+        if self.states is None or self.states == self._states():
+            return
+        raise UnsupportedError(
+            f"the tensors of this call of {type(self.module).__name__} have been written to since "
+            "it was observed, as a cache does with the next tokens: the result would be wrong.",
+            action="Keep call.kept() in the observer, which copies them, or compute there.",
+        )
 
 
 @checked
@@ -74,9 +122,10 @@ class LayerWeights:
     """Attention weights (batch, num_heads, q_len, kv_len) of one layer, computed where read.
 
     What `output_attentions=True` collects. Slices as NumPy arrays do, and gives tensors; before
-    dropout, without gradient. Keeps query, key and value of the layer, O(length) memory; the first
-    slice costs one forward pass, every slice `2 head_dim` operations for each weight read. The
-    whole matrix, `weights[...]`, is refused above qkv's reference limit, with its size.
+    dropout, without gradient. Keeps copies of query, key and value of the layer, since a cache
+    writes over its own: O(length) memory. The first slice costs one forward pass, every slice
+    `2 head_dim` operations for each weight read. The whole matrix, `weights[...]`, is refused above
+    qkv's reference limit, with its size.
 
     Examples
     --------
@@ -88,7 +137,7 @@ class LayerWeights:
     """
 
     def __init__(self, call: LayerCall) -> None:
-        self._call = call
+        self._call = call.kept()
 
     @property
     def shape(self) -> torch.Size:
@@ -108,7 +157,11 @@ class LayerWeights:
     @cached_property
     def record(self) -> Any:
         """The layer's `qkv.inspect`: entropy, top(k), received weight and more."""
-        return self._call.inspect()
+        call = self._call
+        operands = call.query, call.key, call.value
+        return Record(
+            attend_for_inspection(bind(*operands, call.variants, OptionValues(**call.options)))
+        )
 
     def __len__(self) -> int:
         return self.shape[0]

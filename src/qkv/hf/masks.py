@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
+from transformers import PreTrainedModel
 from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
@@ -31,7 +32,8 @@ class MaskPattern:
     q_offset, kv_offset : int
         Positions of the first query row and the first key row.
     make : callable
-        Makes the dense boolean tensor.
+        Makes the dense tensor, boolean or, for models that expect it, as eager attention adds it
+        to scores.
     materialized : tensor or None
         That tensor, after `materialize` has returned it.
     steps : LayerSteps
@@ -46,27 +48,32 @@ class MaskPattern:
     steps: LayerSteps = field(default_factory=LayerSteps)
 
     def dense(self) -> torch.Tensor:
-        """The boolean tensor."""
+        """The dense tensor."""
         return self.make() if self.materialized is None else self.materialized
 
     def materialize(self) -> torch.Tensor:
-        """The boolean tensor for code that may write to it; from now on it defines the mask."""
+        """The dense tensor for code that may write to it; from now on it defines the mask."""
         self.materialized = self.dense()
         return self.materialized
 
 
 class StatedMask(torch.Tensor):
-    """A boolean mask (batch, 1, q_len, kv_len), True = may attend, without memory of that size.
+    """A mask (batch, 1, q_len, kv_len) without memory of that size.
 
     To a model it is a tensor: it has shape, dtype and device and can be passed on, and whoever
-    computes with it, or writes to it, gets the dense boolean tensor, made at that moment. `attend`
-    takes it as what it is: the masks in `pattern`.
+    computes with it, or writes to it, gets the dense tensor, made at that moment. `attend` takes it
+    as what it is: the masks in `pattern`.
+
+    The dense tensor is boolean, True = may attend, as transformers hands it to "sdpa". Models that
+    do not support "sdpa" have never been given one, and may take it for numbers that are added to
+    scores, as DeepSeek V4 does. They get what "eager" hands out: 0, and the least number of a type
+    where a pair is forbidden.
 
     Raises
     ------
     UnsupportedError
-        When it is added to scores, which is what models do that compute attention themselves: the
-        sum with a boolean would be a wrong result without an error.
+        When it is added to scores, which is what models do that compute attention themselves: they
+        never call "qkv", and the sum with a boolean would be a wrong result without an error.
 
     Notes
     -----
@@ -88,11 +95,15 @@ class StatedMask(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, shape: tuple[int, ...], device: torch.device | str, pattern: MaskPattern
+        cls,
+        shape: tuple[int, ...],
+        device: torch.device | str,
+        pattern: MaskPattern,
+        dtype: torch.dtype = torch.bool,
     ) -> StatedMask:
         """A tensor without storage."""
         mask: StatedMask = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=torch.bool, device=torch.device(device)
+            cls, shape, dtype=dtype, device=torch.device(device)
         )
         mask.pattern = pattern
         return mask
@@ -117,7 +128,8 @@ class StatedMask(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func in _IDENTITY_OPS or (func is _ATEN.slice.Tensor and _is_full_slice(*args)):
-            return cls(tuple(args[0].shape), args[0].device, args[0].pattern)
+            given = args[0]
+            return cls(tuple(given.shape), given.device, given.pattern, given.dtype)
         if func in _ADDITIONS:
             raise UnsupportedError(
                 "a model adds its attention mask to scores of its own: it computes attention "
@@ -155,6 +167,8 @@ def state_mask(
     mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: torch.Tensor | None = None,
     device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    config: Any = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
     """The mask that transformers asks for, as a `StatedMask` wherever that is possible.
@@ -171,13 +185,17 @@ def state_mask(
         Which pairs are allowed.
     attention_mask : tensor (batch_size, number of keys so far), optional
         Zero for keys that are padding.
+    dtype : torch.dtype
+        That of the scores.
+    config : transformers.PreTrainedConfig, optional
+        Of the model, which says whether it expects a boolean mask.
     **kwargs
         Whatever else transformers says to implementations of its own.
 
     Returns
     -------
     StatedMask, tensor or None
-        The dense boolean tensor of transformers' "sdpa" where the mask function is not one that
+        The dense tensor of transformers' "sdpa" or "eager" where the mask function is not one that
         is known, and while torch traces the model, when no value can be read. None then, or for
         one token that sees every key.
     """
@@ -195,8 +213,10 @@ def state_mask(
         ):
             return None
         kwargs = {"use_vmap": kwargs.get("use_vmap", False), "allow_is_causal_skip": False}
-    dense: Callable[[], Any] = partial(
-        sdpa_mask,
+    added = None if _expects_booleans(type(config)) else dtype
+    dense: Callable[..., Any] = partial(
+        _dense_mask,
+        added,
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
@@ -229,9 +249,44 @@ def state_mask(
     shape = (batch_size, 1, q_length, kv_length)
     first_query = q_offset - kv_offset + first_key
     steps = steps_of(variants, first_key) if q_length == 1 else LayerSteps()
-    return StatedMask(
-        shape, device, MaskPattern(variants, first_query, first_key, dense, steps=steps)
-    )
+    # Functions that were read take arrays of positions. vmap does not run where an operation of a
+    # tensor subclass is dispatched, which is where the dense tensor may be asked for.
+    make = partial(dense, use_vmap=False)
+    pattern = MaskPattern(variants, first_query, first_key, make, steps=steps)
+    return StatedMask(shape, device, pattern, added or torch.bool)
+
+
+_boolean: dict[type, bool] = {}
+"""What is known of configurations; a plain dictionary, because torch's compiler reads it."""
+
+
+def _expects_booleans(config: type) -> bool:
+    """Whether models with such a configuration can be given the boolean masks of "sdpa"."""
+    known = _boolean.get(config)
+    if known is not None:
+        return known
+    models = _models_with(config)
+    found = all(model._supports_sdpa for model in models)
+    # Without a model of that kind nothing is known yet: transformers imports them one by one.
+    if models:
+        _boolean[config] = found
+    return found
+
+
+def _models_with(config: type) -> list[Any]:
+    classes = [PreTrainedModel]
+    for known in classes:
+        classes += known.__subclasses__()
+    return [known for known in classes if getattr(known, "config_class", None) is config]
+
+
+def _dense_mask(added: torch.dtype | None, **kwargs: Any) -> torch.Tensor | None:
+    """The boolean mask; with a type, what is added to scores of that type."""
+    allowed: torch.Tensor | None = sdpa_mask(**kwargs)
+    if added is None or allowed is None:
+        return allowed
+    lowest = torch.full((), torch.finfo(added).min, dtype=added, device=allowed.device)
+    return torch.where(allowed, torch.zeros_like(lowest), lowest)
 
 
 def _is_traced(value: Any) -> bool:

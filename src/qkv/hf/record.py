@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,10 @@ from numpy.typing import NDArray
 
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.hf.attention import observe
+from qkv.hf.forward_calls import around_forward, in_backward
 from qkv.hf.layer_call import LayerCall
 from qkv.hf.sequences import CallArguments, Sequence
-from qkv.hf.switching import in_backward, inner_model, switched, uncompiled
+from qkv.hf.switching import inner_model, switched, uncompiled
 from qkv.hf.usage import SilentLayers, warn_of_silent
 from qkv.inspection.model_record import Keep, ModelRecord
 
@@ -101,18 +103,16 @@ def inspect(
     name = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
     record = ModelRecord(name, top=top, keep=keep)
     run = _Run(model, record, progress)
-    hook = model.register_forward_pre_hook(run.begin, with_kwargs=True)
-    try:
-        with (
-            switched(model),
-            uncompiled(),
-            run.arguments.followed(),
-            run.silent.followed(),
-            observe(run.see),
-        ):
-            yield record
-    finally:
-        hook.remove()
+    surrounded = around_forward([model], run.around)
+    with (
+        switched(model),
+        uncompiled(),
+        surrounded,
+        run.arguments.followed(),
+        run.silent.followed(),
+        observe(run.see),
+    ):
+        yield record
     run.require_layers()
     warn_of_silent(model, run.silent.names, len(record))
 
@@ -127,7 +127,8 @@ class _Run:
     names: dict[torch.nn.Module, str] = field(init=False)
     arguments: CallArguments = field(init=False)
     silent: SilentLayers = field(init=False)
-    inputs: dict[str, Any] | None = None
+    inputs: Mapping[str, Any] | None = None
+    thread: int | None = None
     seen: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -135,9 +136,27 @@ class _Run:
         self.arguments = CallArguments(self.model, self.names)
         self.silent = SilentLayers(self.names)
 
-    def begin(self, module: torch.nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
+    @contextmanager
+    def around(
+        self, module: torch.nn.Module, args: tuple[Any, ...], inputs: Mapping[str, Any]
+    ) -> Iterator[None]:
+        """One call of the model; layers that run elsewhere meanwhile are not recorded."""
         if in_backward():
+            yield
             return
+        self.begin(module, args, inputs)
+        # Not by a hook alone: a caller of `forward` itself runs none.
+        self.arguments.enter(module, args, inputs)
+        self.thread = get_ident()
+        try:
+            yield
+        finally:
+            self.thread = None
+
+    def begin(
+        self, module: torch.nn.Module, args: tuple[Any, ...], inputs: Mapping[str, Any]
+    ) -> None:
+        """Read the inputs of the only call."""
         if self.inputs is not None:
             raise ArgumentError(
                 f"{type(module).__name__} was called twice; a record is of one call.",
@@ -152,7 +171,7 @@ class _Run:
         """Add the scores of one layer, before its output is computed."""
         self.silent.called()
         name = self.names.get(call.module)
-        if name is None or self.inputs is None or in_backward():
+        if name is None or self.thread != get_ident() or in_backward():
             return
         one_sequence = self.arguments.same_sequence(call.module)
         sequence = self.arguments.sequence_of(call.module)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect as signatures
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,7 +64,9 @@ class _Given:
     other_keys: bool
 
     @classmethod
-    def of(cls, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Given:
+    def of(
+        cls, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> _Given:
         parameters = list(signatures.signature(type(module).forward).parameters)[1:]
         given = {**dict(zip(parameters, args, strict=False)), **kwargs}
         tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
@@ -84,12 +86,8 @@ class CallArguments:
     @contextmanager
     def followed(self) -> Iterator[None]:
         """Look at every call of a module that has parts, inside the `with`."""
-
-        def enter(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._given[module] = _Given.of(module, args, kwargs)
-
         hooks = [
-            module.register_forward_pre_hook(enter, with_kwargs=True)
+            module.register_forward_pre_hook(self.enter, with_kwargs=True)
             for module in self.names
             if next(module.children(), None) is not None
         ]
@@ -98,6 +96,12 @@ class CallArguments:
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def enter(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Read what a module is called with."""
+        self._given[module] = _Given.of(module, args, kwargs)
 
     def same_sequence(self, module: torch.nn.Module) -> bool:
         """Whether the keys of an attention layer are made of what its queries are made of."""

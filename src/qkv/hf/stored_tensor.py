@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from typing import Any
+from zlib import crc32
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
 
@@ -11,7 +13,7 @@ import qkv
 from qkv.cache import Part
 from qkv.errors import UnsupportedError
 
-__all__ = ["StoredTensor", "as_tensors", "layer_rows"]
+__all__ = ["StoredTensor", "as_tensors", "layer_rows", "over_rows", "plain_tensor", "state_of"]
 
 
 class StoredTensor(torch.Tensor):
@@ -107,16 +109,51 @@ def as_tensors(part: Part, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tens
 def layer_rows(
     key: torch.Tensor, value: torch.Tensor
 ) -> tuple[Any, Any, tuple[qkv.KeyLengths, ...]]:
-    """Key and value of a layer as `qkv.attention` takes them, and a mask of what is real."""
-    if not isinstance(key, StoredTensor):
+    """Key and value of a layer as `qkv.attention` takes them, and a mask of what is real.
+
+    One of them may be a plain tensor: some models change the values that a cache hands out.
+    """
+    if type(key) is type(value) is torch.Tensor:
         return key, value, ()
-    lens = getattr(key, "kv_lens", None)
-    return _rows(key), _rows(value), () if lens is None or not key.is_cpu else (lens,)
+    stored = (rows for rows in (key, value) if isinstance(rows, StoredTensor) and rows.is_cpu)
+    lens = next((rows.kv_lens for rows in stored if rows.kv_lens is not None), None)
+    return _rows(key), _rows(value), () if lens is None else (lens,)
 
 
-def _rows(stored: Any) -> Any:
+def _rows(given: torch.Tensor) -> Any:
     """Stored rows where they lie; a dense tensor on devices without them."""
-    return stored.rows if stored.is_cpu else stored.clone()
+    if not isinstance(given, StoredTensor):
+        return given
+    return given.rows if given.is_cpu else given.dense()
+
+
+def over_rows(mask: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """A mask or bias with a column for each token, over all rows of the pages that hold them.
+
+    The last page may have room for more; what it adds is forbidden.
+    """
+    missing = key.shape[2] - mask.shape[-1]
+    lens = key.kv_lens if isinstance(key, StoredTensor) else None
+    if missing <= 0 or lens is None or np.max(np.asarray(lens.kv_lens)) > mask.shape[-1]:
+        return mask
+    fill = False if mask.dtype is torch.bool else float("-inf")
+    return torch.nn.functional.pad(mask, (0, missing), value=fill)
+
+
+def plain_tensor(given: torch.Tensor) -> torch.Tensor:
+    """A tensor itself, or the one that stored rows stand for."""
+    return given.dense() if isinstance(given, StoredTensor) else given
+
+
+def state_of(given: torch.Tensor) -> int:
+    """A number that changes when somebody writes to a tensor, or to rows that it stands for.
+
+    Tensors of `torch.inference_mode` count no versions; for them it is a checksum.
+    """
+    read = _values(given.rows) if isinstance(given, StoredTensor) else given
+    if not isinstance(read, torch.Tensor) or not read.is_inference():
+        return int(getattr(read, "_version", 0))
+    return crc32(memoryview(read.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy()))
 
 
 def _values(rows: Any) -> torch.Tensor:

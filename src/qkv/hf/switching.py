@@ -11,7 +11,7 @@ import torch
 
 from qkv.errors import ArgumentError
 
-__all__ = ["in_backward", "inner_model", "switched", "uncompiled"]
+__all__ = ["inner_model", "switched", "uncompiled"]
 
 
 def inner_model(module: torch.nn.Module) -> torch.nn.Module:
@@ -52,10 +52,6 @@ def uncompiled() -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
-
-
-def in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 @contextmanager

@@ -222,9 +222,10 @@ def _traced_head(
         head=head,
         kv_head=kv_head,
         kv_pos=kv_pos,
-        key=key,
+        # Copies, because rows of float64 are read in place, and the caller may change them later.
+        key=key.copy(),
         rotated_key=forward.key if spec.rotation else None,
-        value=forward.value,
+        value=forward.value.copy(),
         rows=tuple(rows),
     )
 
@@ -350,7 +351,7 @@ def _cotangent(cotangent: Any, call: CheckedCall) -> Array:
             action="Pass one number for each entry of the output.",
         )
     heads_first = given.swapaxes(-3, -2) if call.layout == "blhd" and call.ndim > 2 else given
-    return np.asarray(heads_first.reshape(shape), np.float64)
+    return np.array(heads_first.reshape(shape), np.float64)
 
 
 def _in_caller_layout(array: Array, call: CheckedCall) -> Array:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.arrays import view
+from qkv.call.flatten import copied
 from qkv.declarations import checked
 from qkv.errors import ArgumentError
 from qkv.inspection import model_file
@@ -213,8 +213,8 @@ class ModelRecord:
             self._keep == "weights" if isinstance(self._keep, str) else index in (self._keep or ())
         )
         if keep_weights:
-            # Copied, because a static cache overwrites its keys in the next call.
-            key = np.array(view(key, "key"))
+            # What a cache or the caller does to these arrays later must not change the weights.
+            query, key, variants = copied((query, key, variants))
         scores = head_scores(query, key, *variants, top=self._top, **options)
         if not keep_weights:
             scores = replace(scores, weights=None, inputs=None)

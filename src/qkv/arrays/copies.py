@@ -1,0 +1,39 @@
+"""Arrays in memory of their own, for what is computed from them later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from qkv.arrays import kind_of
+
+__all__ = ["own_copy"]
+
+
+def own_copy(array: Any) -> Any:
+    """An equal array whose values nobody else can change; without gradients.
+
+    Dimensions along which an array repeats itself (stride 0) do so in the copy too. Arrays that
+    cannot be written to, as those of JAX, and tensors outside of main memory are given back.
+    """
+    kind = kind_of(array)
+    if kind == "numpy" and isinstance(array, np.ndarray):
+        copied = np.array(array[_once(array.strides)], order="K", subok=True)
+        return copied if copied.shape == array.shape else np.broadcast_to(copied, array.shape)
+    if kind == "torch" and _is_strided_in_main_memory(array):
+        detached = array.detach()
+        return detached[_once(detached.stride())].clone().expand(detached.shape)
+    return array
+
+
+def _is_strided_in_main_memory(tensor: Any) -> bool:
+    """False for sparse and nested tensors too, which are refused by name where they are read."""
+    if getattr(tensor, "is_nested", True) or str(tensor.layout) != "torch.strided":
+        return False
+    return str(tensor.device.type) == "cpu"
+
+
+def _once(strides: tuple[int, ...]) -> tuple[slice, ...]:
+    """An index that takes one entry of each dimension that repeats."""
+    return tuple([slice(None) if stride else slice(0, 1) for stride in strides])

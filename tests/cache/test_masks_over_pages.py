@@ -1,0 +1,61 @@
+"""Masks and biases of the caller's over pages have a column for each token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import qkv
+
+RNG = np.random.default_rng(0)
+
+
+def expected(query: Any, key: Any, value: Any, allowed: Any, bias: Any) -> Any:
+    """From the definition, sequence by sequence."""
+    out = np.zeros((*query.shape[:-1], value.shape[-1]))
+    for index in np.ndindex(query.shape[:-1]):
+        batch, head, row = index
+        scores = key[batch, head] @ query[index] / np.sqrt(query.shape[-1]) + bias[row]
+        weights = np.where(allowed[row], np.exp(scores), 0.0)
+        out[index] = weights / weights.sum() @ value[batch, head]
+    return out
+
+
+@pytest.mark.parametrize("kind", ["bare mask", "Mask", "bare bias", "Bias", "tensor"])
+@pytest.mark.parametrize("dtype", [None, "int8"])
+def test_over_the_tokens(kind: str, dtype: str | None) -> None:
+    query = RNG.normal(size=(2, 3, 4, 8))
+    key, value = RNG.normal(size=(2, 2, 3, 10, 8))
+    allowed = RNG.random((4, 10)) < 0.6
+    allowed[:, 0] = True
+    bias = np.zeros((4, 10))
+    variant: Any = allowed
+    if "ias" in kind:
+        allowed, bias = np.ones((4, 10), bool), RNG.normal(size=(4, 10))
+        variant = bias
+    if kind in ("Mask", "Bias"):
+        variant = getattr(qkv, kind)(variant)
+    if kind == "tensor":
+        variant = pytest.importorskip("torch", reason="pip install torch").from_numpy(allowed)
+    cache = qkv.cache.PagedCache(page_size=4, dtype=dtype)
+    rows = cache.append(key, value)
+    out = rows.attention(query, variant)
+    bound = 1e-12 if dtype is None else 0.1
+    assert np.abs(out - expected(query, key, value, allowed, bias)).max() < bound
+
+
+def test_over_all_rows_it_still_works() -> None:
+    query, key = RNG.normal(size=(2, 1, 1, 6, 8))
+    rows = qkv.cache.PagedCache(page_size=4).append(key, key)
+    allowed = np.tril(np.ones((6, 8), bool))
+    full = expected(query, key, key, allowed[:, :6], np.zeros((6, 6)))
+    assert np.abs(rows.attention(query, allowed) - full).max() < 1e-12
+
+
+def test_of_another_length_it_is_refused() -> None:
+    query, key = RNG.normal(size=(2, 1, 1, 6, 8))
+    rows = qkv.cache.PagedCache(page_size=4).append(key, key)
+    with pytest.raises(qkv.ShapeError, match="does not broadcast"):
+        rows.attention(query, np.ones((6, 5), bool))
