@@ -77,6 +77,10 @@ def largest_difference(
     found = next((p.dtype for p in module.parameters()), torch.float32)
     dtype = torch.float64 if found == torch.float64 else torch.float32
     copied = deepcopy(module).to("cpu", dtype).eval()
+    for part in copied.modules():
+        # What the caller's hooks see are calls of the module itself.
+        part._forward_hooks.clear()
+        part._forward_pre_hooks.clear()
     config = getattr(copied, "config", None)
     if config is not None:
         config._attn_implementation = "eager"
