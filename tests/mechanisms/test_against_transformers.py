@@ -434,7 +434,6 @@ def test_following_the_advice_for_frequencies_that_change_gives_the_layer() -> N
 
 
 def test_other_classes_of_t5_and_of_mamba_are_refused() -> None:
-    from transformers.models.falcon_mamba.modeling_falcon_mamba import FalconMambaMixer
     from transformers.models.longt5.modeling_longt5 import LongT5LocalAttention
 
     local = LongT5LocalAttention(
@@ -444,7 +443,7 @@ def test_other_classes_of_t5_and_of_mamba_are_refused() -> None:
         RelativeBias.from_transformers(local)
     config = transformers.FalconMambaConfig(hidden_size=WIDTH, state_size=8, num_hidden_layers=1)
     with pytest.raises(UnsupportedError, match="computes something that mamba does not"):
-        Mamba.from_transformers(FalconMambaMixer(config, 0))
+        Mamba.from_transformers(transformers.FalconMambaModel(config).layers[0].mixer)
 
 
 def test_weights_that_are_offloaded_are_refused() -> None:

@@ -139,7 +139,7 @@ class Heads:
                     "has_weights": layer.replay is not None,
                     "levels": levels(layer) if layer.replay is not None else 0,
                     "counted": layer.counted,
-                    "tokens": tokens if layer.texts is None else [*map(shown, layer.texts)] or None,
+                    **_own_tokens(layer),
                     "heads": [
                         {**row, "kv_head": row["head"] * layer.num_kv_heads // layer.num_heads}
                         for row in layer.rows()
@@ -160,6 +160,13 @@ def heads_of_model(record: ModelRecord, about: str = "") -> Heads:
     layers = [_layer_of_model(layer, _texts(record, layer)) for layer in record]
     batch_size = record[0].rows["entropy"].shape[0] if len(record) else 0
     return Heads(record.model, "model", "qkv", SCORES, record.texts, layers, batch_size, about)
+
+
+def _own_tokens(layer: HeadLayer) -> dict[str, Any]:
+    """The tokens of a layer that reads others than the rest, None if they are not known."""
+    if layer.texts is None:
+        return {}
+    return {"tokens": [shown(text) for text in layer.texts] or None}
 
 
 def _texts(record: ModelRecord, layer: LayerRecord) -> Sequence[str] | None:

@@ -61,11 +61,11 @@ def check(
     _check_dtypes(arrays)
     views, shape = _shape(arrays, layout)
     builder = _lowered(shape, variants)
-    key = views["key"]
+    rows = views["key"]
     # Rotated keys are widened before they are rotated, and their offset with them.
-    if isinstance(key, StoredRows) and key.offset is not None and builder.rotation is None:
+    if isinstance(rows, StoredRows) and rows.offset is not None and builder.rotation is None:
         at_scale = _scale(scale, shape.head_dim)
-        views["key"], added = without_offset(plain(views["query"]), key, at_scale)
+        views["key"], added = without_offset(plain(views["query"]), rows, at_scale)
         builder = _lowered(shape, (_KeyOffset(added), *variants))
     positions, definitions = positions_of(builder, q_offset, kv_offset)
     scores = tuple(Stage(s.label, substitute(s.node, definitions)) for s in builder.scores)

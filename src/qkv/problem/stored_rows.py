@@ -326,10 +326,11 @@ def without_offset(query: Array, rows: StoredRows, scale: float) -> tuple[Stored
         In float32, float64 for float64 queries.
     """
     assert rows.offset is not None
-    wide = np.float64 if query.dtype == np.float64 else np.float32
-    per_head = np.repeat(rows.offset, query.shape[-3] // len(rows.offset), axis=0)
-    added = query.astype(wide) @ per_head.astype(wide)[..., None]
-    return replace(rows, offset=None), np.asarray(added * wide(scale))
+    wide: np.dtype[Any] = np.dtype(np.float64 if query.dtype == np.float64 else np.float32)
+    per_head: Array = np.repeat(rows.offset, query.shape[-3] // len(rows.offset), axis=0)
+    scaled: Array = per_head.astype(wide) * wide.type(scale)
+    added = np.matmul(query.astype(wide), scaled[..., None])
+    return replace(rows, offset=None), np.asarray(added)
 
 
 def checked_pages(rows: Rows, kv_lens: Array | None, role: str) -> Rows:

@@ -77,6 +77,10 @@ def largest_difference(
     found = next((p.dtype for p in module.parameters()), torch.float32)
     dtype = torch.float64 if found == torch.float64 else torch.float32
     copied = deepcopy(module).to("cpu", dtype).eval()
+    for part in copied.modules():
+        # What the caller's hooks see are calls of the module itself.
+        part._forward_hooks.clear()
+        part._forward_pre_hooks.clear()
     config = getattr(copied, "config", None)
     if config is not None:
         config._attn_implementation = "eager"
@@ -197,8 +201,11 @@ def rotary_embeddings(
                                               or name == "inv_freq"):  # fmt: skip
                 frequencies = rope.frequencies(2 * len(buffer))
                 setattr(rotary, name, torch.as_tensor(frequencies.copy(), dtype=torch.float32))
-        rotary.attention_scaling = rope.attention_factor
-        rotary.rope_type = "default"  # so that it keeps these
+        of_layers = isinstance(getattr(rotary, "rope_type", None), dict)
+        prefix = f"{layer_type}_" if of_layers else ""
+        setattr(rotary, f"{prefix}attention_scaling", rope.attention_factor)
+        # So that it keeps these.
+        rotary.rope_type = dict.fromkeys(rotary.rope_type, "default") if of_layers else "default"
     taken = signature(type(rotary).forward).parameters
     more = {"layer_type": layer_type} if "layer_type" in taken else {}
     return rotary(x, positions, **more)

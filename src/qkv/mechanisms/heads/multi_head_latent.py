@@ -346,7 +346,7 @@ class MultiHeadLatent(AttentionMechanism):
         require_attributes(module, ("config", "scaling", "kv_a_layernorm"))
         refuse_window(module, cls.name)
         names = ["kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"]
-        latent = hasattr(module, "q_a_proj")
+        latent = getattr(module, "q_a_proj", None) is not None
         names += ["q_a_proj", "q_a_layernorm", "q_b_proj"] if latent else ["q_proj"]
         weights = named_weights(module, names) | named_weights(module, {"out_proj": "o_proj"})
         refuse_other_parameters(module, [*names, "o_proj"], cls.name)
