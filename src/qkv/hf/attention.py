@@ -112,9 +112,8 @@ def attend(
     if dropout > 0:
         variants.append(qkv.Dropout(dropout, _draw_seed()))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if attention_mask is not None and not isinstance(attention_mask, StatedMask):
-        attention_mask = over_rows(attention_mask, key)
     masks, q_offset, kv_offset = _masks_and_offsets(attention_mask, causal, lengths)
+    masks = tuple([over_rows(m, key) if isinstance(m, torch.Tensor) else m for m in masks])
     call = LayerCall(module, query, key, value, (*variants, *masks), scaling, q_offset, kv_offset)
     if steps is not None and says is not None:
         found = steps.add(says, call)

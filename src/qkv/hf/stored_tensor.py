@@ -153,7 +153,8 @@ def state_of(given: torch.Tensor) -> int:
     read = _values(given.rows) if isinstance(given, StoredTensor) else given
     if not isinstance(read, torch.Tensor) or not read.is_inference():
         return int(getattr(read, "_version", 0))
-    return crc32(memoryview(read.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy()))
+    contents: Any = read.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy()
+    return crc32(contents)
 
 
 def _values(rows: Any) -> torch.Tensor:
