@@ -21,9 +21,7 @@ def _serve(rank: int, ranks: int, store: str, pipe: Any) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks
-    )
+    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     while True:
         function, arguments = pipe.recv()
         try:

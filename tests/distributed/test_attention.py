@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-import qkv
 from tests.distributed.cases import CASES, HEADS, LENGTH, expected, operands
-from tests.distributed.ranks import Ranks
 
 ORDERS = ("contiguous", "zigzag", "striped", "balanced")
 

@@ -50,9 +50,7 @@ class Placed:
 
         placements = list(self.like.placements)
         if lost:  # lse has heads before rows, and no last dimension.
-            placements = [
-                Shard(local.ndim - 1) if isinstance(p, Shard) else p for p in placements
-            ]
+            placements = [Shard(local.ndim - 1) if isinstance(p, Shard) else p for p in placements]
         return DTensor.from_local(local, self.like.device_mesh, placements, run_check=False)
 
 
@@ -74,11 +72,11 @@ def placed(query: Any, key: Any, value: Any, layout: str, mesh: Any, dim: Any) -
                 f"{name} is a {type(given).__name__}, not a tensor.",
                 action="Pass this rank's rows as a torch tensor, as in torch.from_numpy(array).",
             )
-        local = given
+        local: Any = given
         if hasattr(given, "placements"):
             problem = problem or _wrong_placement(name, given, blhd)
             like = given if name == "query" else like
-            local = given.to_local()
+            local = local.to_local()
         if local.device.type != "cpu":
             problem = problem or f"{name} is on {local.device}; ranks compute on the CPU."
         if local.ndim < 2:

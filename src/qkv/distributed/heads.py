@@ -74,7 +74,7 @@ class HeadExchange:
     numbers: tuple[Any, ...]
 
     def to_heads(self, x: Tensor) -> Tensor:
-        """`(..., all heads, own rows, d)` to `(..., own heads, rows of all ranks, d)`, rows rising."""
+        """`(..., all heads, own rows, d)` to `(..., own heads, all rows, d)`, rows rising."""
         own = self.links.rank
         mine = len(self.heads[own])
         parts = {

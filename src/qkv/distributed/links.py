@@ -13,10 +13,19 @@ import torch.distributed as dist
 
 from qkv.errors import DistributedError, UnsupportedError
 
-__all__ = ["Links", "Pending", "group_of"]
+__all__ = ["Links", "Pending", "group_of", "refuse_tracing"]
 
 TIMEOUT = 300.0
 """Seconds that a rank waits for another, unless told otherwise."""
+
+
+def refuse_tracing() -> None:
+    """Raise where Dynamo traces; it then leaves the call out of its graph, or tells its caller."""
+    if torch.compiler.is_dynamo_compiling():
+        raise UnsupportedError(
+            "messages between ranks cannot be a part of a compiled graph.",
+            action="Call it outside of torch.compile, or compile without fullgraph=True.",
+        )
 
 
 def group_of(mesh: Any, dim: str | None) -> Any:
@@ -92,13 +101,11 @@ class Links:
         found = [torch.empty_like(tensor) for _ in range(self.ranks)]
         found[self.rank] = tensor
         others = [peer for peer in range(self.ranks) if peer != self.rank]
-        self.exchange(
-            {peer: tensor for peer in others}, {peer: found[peer] for peer in others}
-        ).wait()
+        self.exchange(dict.fromkeys(others, tensor), {peer: found[peer] for peer in others}).wait()
         return found
 
     def summed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, added in the order of ranks so that every run has the same bits."""
+        """The sum over all ranks, added in the order of ranks, so that bits repeat."""
         total = torch.zeros_like(tensor)
         for part in self.all_to_all(tensor.contiguous()):
             total += part

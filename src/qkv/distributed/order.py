@@ -61,7 +61,7 @@ class Order:
     def __post_init__(self) -> None:
         held = np.zeros(self.length, np.int64)
         for run in (run for rank in self.runs for run in rank):
-            if len(run) and not (0 <= run.start and run[-1] < self.length and run.step > 0):
+            if len(run) and not (run.start >= 0 and run[-1] < self.length and run.step > 0):
                 raise ArgumentError(
                     f"{run} reaches beyond a sequence of {self.length} rows.",
                     action="Name rows from 0 to length - 1, rising.",

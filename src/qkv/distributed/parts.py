@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.backends import Differentiable, choose
-from qkv.partial import Partial
+from qkv.backends import Backend, Differentiable, Inspectable, choose
+from qkv.inspection.replay import Replay
+from qkv.inspection.statistics import weight_statistics
+from qkv.partial import Partial, RowStatistics
 from qkv.problem.backward import BackwardInputs, OperandGradients
 from qkv.problem.part import PartOf
 from qkv.problem.spec import Problem
@@ -33,6 +35,8 @@ class Merged:
 
     out: Array
     lse: Array
+    entropy: Array | None = None
+    largest: Array | None = None
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Merged:
@@ -53,6 +57,38 @@ class Merged:
             # A row without keys has no share, and nothing of it may be read: 0 times NaN is NaN.
             out[...] = np.where(old == 0, 0, out * old) + np.where(new == 0, 0, unrounded * new)
         lse[...] = total
+
+    def add_statistics(self, rows: slice, part: Partial, of_part: RowStatistics) -> None:
+        """Merge entropy and largest weight in; to be called before `add` of the same part.
+
+            entropy = sum_p c_p (entropy_p - log c_p),   c_p = exp(lse_p - lse)
+
+        is kept as `sum_p exp(lse_p - lse) (entropy_p - lse_p)`, from which lse is taken at the end.
+        """
+        if self.entropy is None or self.largest is None:
+            self.entropy, self.largest = np.zeros(self.lse.shape), np.full(self.lse.shape, -np.inf)
+        entropy, largest, lse = (a[..., rows] for a in (self.entropy, self.largest, self.lse))
+        of_lse = part.lse.astype(np.float64)
+        if part.lse_rest is not None:
+            of_lse += part.lse_rest
+        with np.errstate(all="ignore"):
+            total = np.logaddexp(lse, of_lse)
+            base = np.where(np.isneginf(total), 0.0, total)
+            own = of_part.entropy - np.where(np.isneginf(of_lse), 0.0, of_lse)
+            entropy[...] = entropy * np.exp(lse - base) + own * np.exp(of_lse - base)
+            heaviest = np.log(of_part.max_weight.astype(np.float64)) + of_lse
+        np.maximum(largest, heaviest, out=largest)
+
+    def statistics(self, sinks: Array | None) -> tuple[Array, Array]:
+        """Entropy and largest weight of each row, sinks included."""
+        assert self.entropy is not None
+        assert self.largest is not None
+        total = self.lse if sinks is None else np.logaddexp(self.lse, sinks[:, None])
+        with np.errstate(all="ignore"):
+            share = np.where(np.isneginf(self.lse), 0.0, np.exp(self.lse - total))
+            entropy = share * (self.entropy + np.where(share == 0, 0.0, total))
+            weight = np.where(np.isneginf(self.largest), 0.0, np.exp(self.largest - total))
+        return np.maximum(entropy, 0).astype(self.out.dtype), weight.astype(self.out.dtype)
 
     def finished(self, sinks: Array | None) -> tuple[Array, Array, Array]:
         """Output, lse and its rounding error, after the sinks took their share."""
@@ -129,11 +165,19 @@ class Parts:
         keys: ShardRows,
         *,
         backward: bool = False,
+        statistics: bool = False,
     ) -> None:
         """Attention of a shard's queries over a shard's keys, merged with what was seen before."""
         for part, q_at, kv_at in self.pairs(queries, keys):
-            problem = part.of(self.whole, query[..., q_at, :], _rows(key, kv_at), _rows(value, kv_at))
+            problem = part.of(
+                self.whole, query[..., q_at, :], _rows(key, kv_at), _rows(value, kv_at)
+            )
             backend = choose(problem.spec, self.backend, backward=backward).backend
+            if statistics:
+                found, of_part = _with_statistics(backend, problem)
+                merged.add_statistics(q_at, found, of_part)
+                merged.add(q_at, found)
+                continue
             run = backend.run
             if backward and isinstance(backend, Differentiable):
                 run = backend.run_for_backward
@@ -153,7 +197,9 @@ class Parts:
         dtype = self.whole.spec.compute_dtype
         d_key, d_value = np.zeros(key.shape, dtype), np.zeros(value.shape, dtype)
         for part, q_at, kv_at in self.pairs(queries, keys):
-            problem = part.of(self.whole, query[..., q_at, :], key[..., kv_at, :], value[..., kv_at, :])
+            problem = part.of(
+                self.whole, query[..., q_at, :], key[..., kv_at, :], value[..., kv_at, :]
+            )
             backend = choose(problem.spec, self.backend, backward=True).backend
             assert isinstance(backend, Differentiable)  # `choose` refuses all others
             found = backend.backward(problem, residuals.inputs(q_at, frozenset(sums.tables)))
@@ -199,6 +245,17 @@ class GradientSums:
         """Add those of one part."""
         for name, gradient in found.tables.items():
             self.tables[name] += gradient
+
+
+def _with_statistics(backend: Backend, problem: Problem) -> tuple[Partial, RowStatistics]:
+    """A part, and the entropy and largest weight of its rows over its keys alone."""
+    if isinstance(backend, Inspectable):
+        return backend.run_with_statistics(problem)
+    part = backend.run(problem)
+    found = weight_statistics(Replay(problem, part.lse))
+    shape = part.lse.shape
+    entropy, largest = (a.reshape(shape) for a in (found.entropy, found.max_weight))
+    return part, RowStatistics(entropy, np.full(shape, -np.inf, part.lse.dtype), largest)
 
 
 def is_needed(whole: Problem, q_run: range, kv_run: range) -> bool:

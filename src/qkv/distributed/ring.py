@@ -57,7 +57,13 @@ class Ring:
         return ShardRows(self.queries.runs[self.links.rank])
 
     def forward(
-        self, query: Array, key: torch.Tensor, value: torch.Tensor, *, backward: bool
+        self,
+        query: Array,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        backward: bool = False,
+        statistics: bool = False,
     ) -> Merged:
         """Output and lse of this rank's queries, without sinks.
 
@@ -66,16 +72,17 @@ class Ring:
         query : array (*batch, heads, rows, head_dim)
         key, value : tensor (*batch, kv_heads, rows, dim)
             This rank's shards.
-        backward : bool
-            Whether a backward pass will follow.
+        backward, statistics : bool
+            Whether a backward pass will follow, and whether statistics of the weights are wanted.
         """
         shape = (*query.shape[:-1], value.shape[-1])
         merged = Merged.empty(shape, self.parts.whole.spec.compute_dtype)
-        for _, keys, shard in self._key_shards(key, value):
+        for _, keys, shard in self.key_shards(key, value):
             if shard is not None:
                 self.parts.attend(
-                    merged, query, self._own_queries, *shard, keys, backward=backward
-                )
+                    merged, query, self._own_queries, *shard, keys,
+                    backward=backward, statistics=statistics,
+                )  # fmt: skip
         return merged
 
     def backward(
@@ -86,7 +93,7 @@ class Ring:
         dtype = self.parts.whole.spec.compute_dtype
         sums = GradientSums(np.zeros(query.shape, dtype), tables)
         back = _GradientsOnTheirWay(self, key, value)
-        for step, keys, shard in self._key_shards(key, value):
+        for step, keys, shard in self.key_shards(key, value):
             found = None
             if shard is not None:
                 found = self.parts.gradients(
@@ -100,7 +107,7 @@ class Ring:
         queries, keys = ShardRows(self.queries.runs[rank]), ShardRows(self.keys.runs[owner])
         return any(True for _ in self.parts.pairs(queries, keys))
 
-    def _key_shards(
+    def key_shards(
         self, key: torch.Tensor, value: torch.Tensor
     ) -> Iterator[tuple[int, ShardRows, tuple[Array, Array] | None]]:
         """(step, rows, keys and values), own ones first; None where the mask forbids the step.
@@ -154,7 +161,7 @@ class Ring:
 
 
 class _GradientsOnTheirWay:
-    """Gradients of keys and values, from the ranks that computed them to those that own the keys."""
+    """Gradients of keys and values, from ranks that computed them to those that own the keys."""
 
     def __init__(self, ring: Ring, key: torch.Tensor, value: torch.Tensor) -> None:
         self.ring = ring
@@ -225,9 +232,7 @@ def _packed(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return torch.cat([key.reshape(-1), value.reshape(-1)])
 
 
-def _unpacked(
-    packed: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[Array, Array]:
+def _unpacked(packed: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[Array, Array]:
     """Keys and values of a message whose rows have the shapes of these."""
     heads = key.shape[:-2]
     count = int(np.prod(heads))

@@ -80,9 +80,7 @@ def whole_call(
     )
     empty = [placeholder(shape, view.dtype) for shape, view in zip(shapes, views, strict=True)]
     try:
-        call = check_call(
-            bound._replace(leaves=(*empty, *leaves[3:])), variants, backward=backward
-        )
+        call = check_call(bound._replace(leaves=(*empty, *leaves[3:])), variants, backward=backward)
     except QkvError as error:
         raise error.with_action(_LIBRARY.in_words(error.action)) from None
     own = [(n, leaf) for n, leaf in enumerate(bound.leaves) if n >= 3]
@@ -116,7 +114,7 @@ class ShardedCall:
         return None if sinks is None else sinks[heads.start : heads.stop]
 
     def tables(self) -> tuple[list[tuple[int, str, Origin]], list[tuple[int, Origin]]]:
-        """(place, table, origin) of tables whose gradients are wanted, and (place, origin) of sinks."""
+        """(place, table, origin) of tables with wanted gradients, and (place, origin) of sinks."""
         tables, sinks = [], []
         for place in self.arrays.places:
             owner, array = self.call.named(place)
@@ -154,7 +152,8 @@ class _Attend(torch.autograd.Function):
         query, key, value, *_ = ctx.saved_tensors
         cotangents = (grad_out.contiguous(), grad_lse.contiguous())
         d_out, d_lse = (_LIBRARY.view(g, "a gradient") for g in cotangents)
-        residuals = Residuals(*ctx.kept, d_out, d_lse)
+        out, lse, rest = ctx.kept
+        residuals = Residuals(out, lse, rest, d_out, d_lse)
         tables, sinks = call.tables()
         operands = call.call.problem.operands
         sums = {name: np.zeros(operands.tables[name].shape) for _, name, _ in tables}

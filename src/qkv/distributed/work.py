@@ -11,7 +11,7 @@ from qkv.distributed.order import Order, assigned
 from qkv.problem.check import check
 from qkv.problem.part import placeholder
 from qkv.problem.spec import Problem
-from qkv.problem.tiles import TileGrid, TileKind
+from qkv.problem.tiles import TileGrid
 from qkv.variants.as_variant import as_variant
 
 __all__ = ["balance", "balanced", "pairs_between", "problem_of"]
@@ -136,7 +136,7 @@ def balance(work: Array) -> float:
 
 def _row_work(problem: Problem) -> Array:
     """Pairs in each row of tiles."""
-    return _density(problem).sum(axis=1)
+    return np.asarray(_density(problem).sum(axis=1))
 
 
 def _density(problem: Problem) -> Array:

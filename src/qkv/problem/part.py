@@ -120,8 +120,6 @@ class PartOf:
         return nodes, tables, arrays
 
 
-
-
 def _substituted(stages: tuple[Stage, ...], nodes: Mapping[str, Node]) -> tuple[Stage, ...]:
     return tuple([Stage(stage.label, substitute(stage.node, nodes)) for stage in stages])
 

@@ -180,9 +180,7 @@ class BackwardFrame(Frame):
             self.mask
         )
         """Whether each vector of queries computes only its own keys in partial blocks."""
-        self.corrects_sums = not (
-            key.shape.product == "tiles" or key.corrects_delta or key.of_part
-        )
+        self.corrects_sums = not (key.shape.product == "tiles" or key.corrects_delta or key.of_part)
         """Whether dS of rows that see a single block of keys is corrected to add up exactly."""
 
     @contextmanager
