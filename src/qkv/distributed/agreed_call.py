@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from qkv.call.options import OptionValues
-from qkv.distributed.agreement import agree, fingerprint, in_words
+from qkv.distributed.agreement import compare, fingerprint, in_words, tell
 from qkv.distributed.dtensors import Placed
 from qkv.distributed.heads import HeadExchange, heads_of, kv_heads_of
 from qkv.distributed.links import Links, group_of
@@ -68,11 +68,11 @@ class Place:
 
     def everyone(self, said: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
         """What all ranks say, by their place in an order, if they agree."""
-        found = []
-        for of in agree(self.heads, said, device):
-            said = {**said, "own rows": of["own rows"]}
-            found.append(agree(self.ring, said, device))
-        return [found[head][ring] for ring in range(self.ring.ranks) for head in range(len(found))]
+        along_heads = tell(self.heads, said, device)
+        found = [tell(self.ring, of, device) for of in along_heads]
+        everyone = [of_head[ring] for ring in range(self.ring.ranks) for of_head in found]
+        compare(everyone)
+        return everyone
 
 
 def agreed_call(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -16,7 +16,7 @@ from qkv.errors import DistributedError, QkvError
 from qkv.problem.expressions import text
 from qkv.problem.spec import Problem
 
-__all__ = ["agree", "fingerprint", "tell"]
+__all__ = ["compare", "fingerprint", "in_words", "tell"]
 
 _SIZE = 4096
 """Bytes of one description."""
@@ -26,6 +26,7 @@ _READ_WHOLE = 2**24
 
 def tell(links: Links, said: Mapping[str, Any], device: torch.device) -> list[dict[str, Any]]:
     """What every rank says, in the order of ranks."""
+    said = {"version": __version__, **said}
     written = json.dumps(said).encode()
     if len(written) > _SIZE:  # Text of variants may be long; its fingerprint is compared as well.
         written = json.dumps({k: str(v)[:200] for k, v in said.items()}).encode()[:_SIZE]
@@ -35,15 +36,14 @@ def tell(links: Links, said: Mapping[str, Any], device: torch.device) -> list[di
     return [json.loads(bytes(one.cpu().numpy()).rstrip(b"\0")) for one in found]
 
 
-def agree(links: Links, said: Mapping[str, Any], device: torch.device) -> list[dict[str, Any]]:
-    """What every rank says, if all say the same under every name that does not begin with "own".
+def compare(everyone: Sequence[Mapping[str, Any]]) -> None:
+    """Raise unless all ranks say the same under every name that does not begin with "own".
 
     Raises
     ------
     DistributedError
         On every rank, if one of them was called with something else, or reports an error.
     """
-    everyone = tell(links, {"version": __version__, **said}, device)
     failed = [(rank, of["own error"]) for rank, of in enumerate(everyone) if of.get("own error")]
     if failed:
         raise DistributedError(
@@ -61,7 +61,6 @@ def agree(links: Links, said: Mapping[str, Any], device: torch.device) -> list[d
                 [(f"rank {rank}", str(value)) for rank, value in enumerate(values)],
                 "Make the same call on every rank; no rank has computed anything.",
             )
-    return everyone
 
 
 def fingerprint(problem: Problem) -> str:

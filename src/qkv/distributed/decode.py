@@ -11,7 +11,7 @@ from qkv.arrays.torch_arrays import TorchArrays
 from qkv.call.bound import bind
 from qkv.call.checked import CheckedCall, check_call
 from qkv.call.options import DEFAULTS, Options, OptionValues, option_values, with_options
-from qkv.distributed.agreement import agree, fingerprint, in_words
+from qkv.distributed.agreement import compare, fingerprint, in_words, tell
 from qkv.distributed.links import TIMEOUT, Links, group_of, refuse_tracing
 from qkv.distributed.order import Order
 from qkv.distributed.parts import Merged, Parts, ShardRows
@@ -91,7 +91,8 @@ def decode(
         "own error": "" if error is None else in_words(error),
     }
     try:
-        everyone = agree(links, said, query.device)
+        everyone = tell(links, said, query.device)
+        compare(everyone)
     finally:
         if error is not None:
             raise error
@@ -103,7 +104,7 @@ def decode(
         "own error": "" if error is None else in_words(error),
     }
     try:
-        agree(links, said, query.device)
+        compare(tell(links, said, query.device))
     finally:
         if error is not None:
             raise error

@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 
 from qkv.distributed.order import Order, assigned
 from qkv.problem.check import check
+from qkv.problem.evaluate import evaluate
 from qkv.problem.part import placeholder
 from qkv.problem.spec import Problem
-from qkv.problem.tiles import TileGrid
+from qkv.problem.tiles import TileGrid, TileKind
 from qkv.variants.as_variant import as_variant
 
 __all__ = ["balance", "balanced", "pairs_between", "problem_of"]
@@ -21,6 +22,8 @@ _TILES = 1024
 """Tiles along one side of the whole problem whose mask is looked at."""
 _MOST_RUNS = 32
 """Blocks of a rank, beyond which its parts would become too small to compute well."""
+_MOST_COUNTED = 2**23
+"""Pairs in tiles that the mask forbids in part, up to which they are counted; beyond, half are."""
 _HEAD_DIM = 1024
 """Room for the frequencies of any RoPE."""
 EVEN = 1.02
@@ -120,7 +123,8 @@ def problem_of(
 def pairs_between(problem: Problem, queries: Order, keys: Order) -> Array:
     """Pairs that each rank's queries see of each rank's keys `(ranks, ranks)`, about.
 
-    Summed over batch rows and heads. Tiles that the mask forbids in part count as half.
+    Summed over batch rows and heads; where masks have very many tiles that are forbidden in part,
+    these count as half.
     """
     density = _density(problem)
     q_share = _shares(queries, density.shape[0])
@@ -143,19 +147,39 @@ def _density(problem: Problem) -> Array:
     """Pairs in each tile of a grid over the whole problem."""
     spec = problem.spec
     tile_q, tile_kv = max(1, -(-spec.q_len // _TILES)), max(1, -(-spec.kv_len // _TILES))
-    grid = TileGrid(
-        spec.mask, problem.operands.tables, spec.q_len, spec.kv_len, tile_q, tile_kv
-    )  # fmt: skip
+    grid = TileGrid(spec.mask, problem.operands.tables, spec.q_len, spec.kv_len, tile_q, tile_kv)
     rows = np.minimum(tile_q, spec.q_len - tile_q * np.arange(grid.q_blocks))
     columns = np.minimum(tile_kv, spec.kv_len - tile_kv * np.arange(grid.kv_blocks))
     batches = range(spec.batch_size if "batch" in grid.depends_on else 1)
     heads = range(spec.num_heads if "head" in grid.depends_on else 1)
-    share = np.zeros((grid.q_blocks, grid.kv_blocks))
+    pairs = np.zeros((grid.q_blocks, grid.kv_blocks))
     for batch in batches:
         for head in heads:
-            share += np.array([0.0, 0.5, 1.0])[grid.classify(batch, head)]
+            kinds = grid.classify(batch, head)
+            full = kinds == TileKind.FULL
+            pairs += full * rows[:, None] * columns
+            partial = np.argwhere(kinds == TileKind.PARTIAL)
+            if len(partial) * tile_q * tile_kv <= _MOST_COUNTED:
+                pairs[tuple(partial.T)] += _counted(grid, partial, batch, head)
+            else:
+                pairs[tuple(partial.T)] += (rows[:, None] * columns)[tuple(partial.T)] / 2
     repeats = spec.batch_size * spec.num_heads / (len(batches) * len(heads))
-    return np.asarray(share * repeats * rows[:, None] * columns)
+    return pairs * repeats
+
+
+def _counted(grid: TileGrid, tiles: Array, batch: int, head: int) -> Array:
+    """The pairs that the mask allows in each of these tiles, counted one by one."""
+    q_index = tiles[:, :1] * grid.block_q + np.arange(grid.block_q)
+    kv_index = tiles[:, 1:] * grid.block_kv + np.arange(grid.block_kv)
+    inside = (q_index < grid.q_len)[:, :, None] & (kv_index < grid.kv_len)[:, None, :]
+    variables = {
+        "q_index": np.minimum(q_index, grid.q_len - 1)[:, :, None],
+        "kv_index": np.minimum(kv_index, grid.kv_len - 1)[:, None, :],
+        "batch": batch,
+        "head": head,
+    }
+    allowed = evaluate(grid.mask, variables, grid.tables, np.dtype(np.float32))
+    return np.asarray((inside & allowed).sum(axis=(1, 2)))
 
 
 def _shares(order: Order, tiles: int) -> Array:
