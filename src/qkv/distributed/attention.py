@@ -11,7 +11,7 @@ from qkv.call.options import Options, option_values, with_options
 from qkv.distributed.agreed_call import Place, agreed_call
 from qkv.distributed.dtensors import placed
 from qkv.distributed.heads import from_heads, to_heads
-from qkv.distributed.links import TIMEOUT, refuse_tracing
+from qkv.distributed.links import TIMEOUT, outside_of_graphs
 from qkv.distributed.order import Order
 from qkv.distributed.record import DistributedRecord, ShardOperands
 from qkv.distributed.sharded_call import attend_sharded
@@ -23,6 +23,7 @@ Tensor = torch.Tensor
 
 
 @with_options
+@outside_of_graphs
 def attention(
     query: Any,
     key: Any,
@@ -107,7 +108,6 @@ def attention(
         q, k, v = (order.shard(x, torch.distributed.get_rank()) for x in (q, k, v))
         out = qkv.distributed.attention(q, k, v, qkv.Causal(), order=order)
     """
-    refuse_tracing()
     values = option_values("attention", options)
     where = Place.of(mesh, dim, strategy, timeout)
     shards = placed(query, key, value, values.layout, mesh, dim)
@@ -121,6 +121,7 @@ def attention(
 
 
 @with_options
+@outside_of_graphs
 def inspect(
     query: Any,
     key: Any,
@@ -165,7 +166,6 @@ def inspect(
         record = qkv.distributed.inspect(q, k, v, qkv.Causal(), order=order)
         numbers, weights = record.top(3)
     """
-    refuse_tracing()
     values = option_values("inspect", options)
     if values.layout != "bhld" or isinstance(dim, tuple):
         raise ArgumentError(

@@ -12,7 +12,7 @@ from qkv.call.bound import bind
 from qkv.call.checked import CheckedCall, check_call
 from qkv.call.options import DEFAULTS, Options, OptionValues, option_values, with_options
 from qkv.distributed.agreement import compare, fingerprint, in_words, tell
-from qkv.distributed.links import TIMEOUT, Links, group_of, refuse_tracing
+from qkv.distributed.links import TIMEOUT, Links, group_of, outside_of_graphs
 from qkv.distributed.order import Order
 from qkv.distributed.parts import Merged, Parts, ShardRows
 from qkv.errors import QkvError
@@ -26,6 +26,7 @@ _LIBRARY = TorchArrays()
 
 
 @with_options
+@outside_of_graphs
 def decode(
     query: Tensor,
     key: Any,
@@ -80,7 +81,6 @@ def decode(
 
         out = qkv.distributed.decode(q, keys, values, qkv.Causal(), q_offset="end")
     """
-    refuse_tracing()
     values = option_values("attention", options)
     links = Links(group_of(mesh, dim), timeout)
     own, error = _checked(query, key, value, values)

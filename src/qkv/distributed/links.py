@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from qkv.errors import DistributedError, UnsupportedError
 
-__all__ = ["Links", "Pending", "group_of", "refuse_tracing"]
+__all__ = ["Links", "Pending", "group_of", "outside_of_graphs"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 TIMEOUT = 300.0
 """Seconds that a rank waits for another, unless told otherwise."""
 
 
-def refuse_tracing() -> None:
-    """Raise where Dynamo traces; it then leaves the call out of its graph, or tells its caller."""
-    if torch.compiler.is_dynamo_compiling():
-        raise UnsupportedError(
-            "messages between ranks cannot be a part of a compiled graph.",
-            action="Call it outside of torch.compile, or compile without fullgraph=True.",
-        )
+def outside_of_graphs(function: Function) -> Function:
+    """A function that torch.compile leaves out of its graphs, with everything that it calls."""
+    left_out: Function = torch.compiler.disable(
+        function, reason="Messages between ranks cannot be a part of a compiled graph."
+    )
+    return left_out
 
 
 def group_of(mesh: Any, dim: str | None) -> Any:
