@@ -23,6 +23,7 @@ from qkv.classical import ScaledDotProductAttention
 from qkv.errors import (
     AmbiguityError,
     ArgumentError,
+    DistributedError,
     DTypeError,
     FileError,
     KernelBuildError,
@@ -76,6 +77,7 @@ __all__ = [
     "BlockSparse",
     "Causal",
     "DTypeError",
+    "DistributedError",
     "Dropout",
     "FileError",
     "GlobalTokens",
@@ -133,6 +135,7 @@ __all__ = [
 _LAZY = {
     "cache": "",
     "cost": "",
+    "distributed": "torch",
     "errata": "",
     "exercises": "",
     "files": "",

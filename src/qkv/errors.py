@@ -8,7 +8,8 @@
     |-- KeywordError(TypeError)                 a keyword that the function does not take
     |-- FileError(ValueError)                   a file that cannot be read safely
     |-- UnsupportedError(NotImplementedError)   no backend can do it; says why for each
-    `-- KernelBuildError(RuntimeError)          compiled code could not be made
+    |-- KernelBuildError(RuntimeError)          compiled code could not be made
+    `-- DistributedError(RuntimeError)          ranks differ, or one does not answer
 
 `MaskLooksBooleanWarning` and `KernelCacheWarning` are the warnings, both `UserWarning`.
 
@@ -25,6 +26,7 @@ __all__ = [
     "AmbiguityError",
     "ArgumentError",
     "DTypeError",
+    "DistributedError",
     "FileError",
     "KernelBuildError",
     "KernelCacheWarning",
@@ -102,6 +104,10 @@ class UnsupportedError(QkvError, NotImplementedError):
 
 class KernelBuildError(QkvError, RuntimeError):
     """Compiled code could not be made for this machine."""
+
+
+class DistributedError(QkvError, RuntimeError):
+    """Ranks were called with different things, or one of them does not answer."""
 
 
 class MaskLooksBooleanWarning(UserWarning):

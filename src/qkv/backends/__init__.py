@@ -105,7 +105,7 @@ def ensure_residuals(
 
     `forward` must add up scores in the same order as the backward pass.
     """
-    if inputs.lse_rest is not None:
+    if inputs.of_part or inputs.lse_rest is not None:
         return inputs
     found = finish(forward(problem), problem.operands.sinks)
     rest = np.zeros_like(found.lse) if found.lse_rest is None else found.lse_rest

@@ -45,7 +45,8 @@ class BackwardInputs:
     `(*batch_shape, num_heads, q_len)` its lse in the type of computation, sinks included.
     `lse_rest` is the rounding error of lse, or None if it is not known. `grad_out` is like `out`,
     in the type of the query, `grad_lse` like `lse`. `tables` names the floating tables of the score
-    whose gradients are wanted.
+    whose gradients are wanted. `of_part` says that the problem has only some of the keys over which
+    `out` and `lse` were taken; a backward pass then takes both as they are.
     """
 
     out: Array
@@ -54,6 +55,7 @@ class BackwardInputs:
     grad_lse: Array
     tables: frozenset[str] = frozenset()
     lse_rest: Array | None = None
+    of_part: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

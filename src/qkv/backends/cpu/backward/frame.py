@@ -98,6 +98,8 @@ class BackwardKey:
     `rotated` queries and keys come in the type of computation. `out_dtype` is that of the output
     that is read, `grad_dtype` that of the gradients that are written. If the kernel
     `corrects_delta`, the delta correction has run before; if `wide`, dP is added in float64.
+    `of_part` says that rows may see more keys than the problem has, so that what their dS add up
+    to is not known.
     """
 
     spec: Spec
@@ -109,6 +111,7 @@ class BackwardKey:
     tables: tuple[TableGradient, ...] = ()
     corrects_delta: bool = False
     wide: bool = False
+    of_part: bool = False
 
 
 class VectorArguments(NamedTuple):
@@ -177,7 +180,7 @@ class BackwardFrame(Frame):
             self.mask
         )
         """Whether each vector of queries computes only its own keys in partial blocks."""
-        self.corrects_sums = key.shape.product != "tiles" and not key.corrects_delta
+        self.corrects_sums = not (key.shape.product == "tiles" or key.corrects_delta or key.of_part)
         """Whether dS of rows that see a single block of keys is corrected to add up exactly."""
 
     @contextmanager

@@ -93,6 +93,7 @@ class BackwardPass:
             tuple(TableGradient(table.name, table.wide) for table in self.tables),
             corrects_delta,
             corrects_delta and spec.kv_len <= _MOST_KEYS_IN_FLOAT64,
+            inputs is not None and inputs.of_part,
         )
         operations = 2.0 * self.plan.pairs * (3 * spec.head_dim + 2 * spec.v_head_dim)
         others = 2 * operations_of_a_pair(spec) * self.plan.pairs

@@ -28,7 +28,8 @@ def backward(problem: Problem, inputs: BackwardInputs) -> OperandGradients:
     spec = problem.spec
     if 0 in (spec.batch_size, spec.num_heads, spec.q_len, spec.kv_len):
         return _zero_gradients(problem, inputs)
-    corrects_delta = needs_delta_correction(inputs.lse)
+    # The correction adds up the keys of the problem, which must be all that lse was taken over.
+    corrects_delta = not inputs.of_part and needs_delta_correction(inputs.lse)
     backward_pass = BackwardPass(
         problem,
         corrects_delta=corrects_delta,

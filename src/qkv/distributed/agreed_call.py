@@ -1,0 +1,188 @@
+"""The call that all ranks make: what each was given, compared before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import torch
+
+from qkv.call.options import OptionValues
+from qkv.distributed.agreement import compare, fingerprint, in_words, tell
+from qkv.distributed.dtensors import Placed
+from qkv.distributed.heads import HeadExchange, heads_of, kv_heads_of
+from qkv.distributed.links import Links, group_of
+from qkv.distributed.order import Order
+from qkv.distributed.parts import Parts
+from qkv.distributed.plan import STRATEGIES, choose_strategy
+from qkv.distributed.ring import Ring
+from qkv.distributed.sharded_call import ShardedCall, whole_call
+from qkv.errors import ArgumentError, QkvError, ShapeError
+
+__all__ = ["Place", "agreed_call"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The two groups of a rank: along which keys travel, and along which heads are shared out."""
+
+    ring: Links
+    heads: Links
+
+    @classmethod
+    def of(cls, mesh: Any, dim: Any, strategy: str, timeout: float) -> Place:
+        if strategy not in ("auto", *STRATEGIES):
+            raise ArgumentError(
+                f"strategy={strategy!r} is not known.",
+                action=f"Use 'auto', {', '.join(map(repr, STRATEGIES))}.",
+            )
+        if not isinstance(dim, tuple):
+            links = Links(group_of(mesh, dim), timeout)
+            return cls(links, Links(None, timeout))
+        if len(dim) != 2 or strategy == "ulysses":
+            raise ArgumentError(
+                f"dim={dim!r} with strategy={strategy!r} does not say what is spread along what.",
+                action="Name two dimensions, that of the ring and that of the heads, with "
+                'strategy="ring" or "gather".',
+            )
+        first, second = (Links(group_of(mesh, name), timeout) for name in dim)
+        return cls(first, second)
+
+    @property
+    def ranks(self) -> int:
+        return self.ring.ranks * self.heads.ranks
+
+    def flat(self, ring: int, head: int) -> int:
+        """The rank in an order, of places along both dimensions."""
+        return ring * self.heads.ranks + head
+
+    @property
+    def own(self) -> int:
+        return self.flat(self.ring.rank, self.heads.rank)
+
+    def over_heads(self) -> Place:
+        """The same ranks with heads shared out along the only dimension."""
+        return Place(Links(None, self.ring.timeout), self.ring)
+
+    def everyone(self, said: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
+        """What all ranks say, by their place in an order, if they agree."""
+        along_heads = tell(self.heads, said, device)
+        found = [tell(self.ring, of, device) for of in along_heads]
+        everyone = [of_head[ring] for ring in range(self.ring.ranks) for of_head in found]
+        compare(everyone)
+        return everyone
+
+
+def agreed_call(
+    where: Place,
+    shards: Placed,
+    variants: Sequence[Any],
+    options: OptionValues,
+    strategy: str,
+    order: Order | None,
+    kv_order: Order | None,
+) -> tuple[ShardedCall, tuple[HeadExchange | None, ...]]:
+    """The call that all ranks make, after they have told each other what they were given."""
+    query, key, value = shards.tensors
+    device = query.device
+    kv_order = order if kv_order is None else kv_order
+    said = {
+        "dtype": str(query.dtype),
+        "shape of query without rows": str((*query.shape[:-2], query.shape[-1])),
+        "shape of key without rows": str((*key.shape[:-2], key.shape[-1])),
+        "shape of value without rows": str((*value.shape[:-2], value.shape[-1])),
+        "number of variants": len(variants),
+        "strategy": strategy,
+        "order": _digest(order),
+        "order of keys": _digest(kv_order),
+        "own rows": [query.shape[-2], key.shape[-2]],
+        "own error": shards.problem,
+    }
+    everyone = where.everyone(said, device)
+    orders = []
+    for side, given in enumerate((order, kv_order)):
+        held = [of["own rows"][side] for of in everyone]
+        orders.append(Order.of_sizes(held) if given is None else given)
+        _check_rows(orders[-1], held)
+    sizes = query.shape[-3], key.shape[-3], orders[0].length, orders[1].length
+    backward = torch.is_grad_enabled()
+    built: tuple[ShardedCall, tuple[HeadExchange | None, ...]] | None = None
+    error: QkvError | None = None
+    try:
+        heads_first = options._replace(layout="bhld")  # as `placed` has arranged the shards
+        whole, arrays = whole_call(
+            query, key, value, variants, heads_first, sizes, backward=backward
+        )
+        name = strategy
+        if strategy == "auto":
+            name = choose_strategy(whole.problem, *orders, two=where.heads.ranks > 1)
+        if name == "ulysses":
+            where = where.over_heads()
+        built = _built(where, whole, arrays, orders, name, options.backend)
+    except QkvError as caught:
+        error = caught
+    second = {
+        "what variants and options come to": "" if built is None else fingerprint(whole.problem),
+        "own rows": [],
+        "own error": "" if error is None else in_words(error),
+    }
+    if error is not None:
+        second["what variants and options come to"] = "an error"
+    try:
+        where.everyone(second, device)
+    finally:
+        if error is not None:
+            raise error
+    assert built is not None
+    return built
+
+
+def _built(
+    where: Place,
+    whole: Any,
+    arrays: Any,
+    orders: Sequence[Order],
+    strategy: str,
+    backend: str,
+) -> tuple[ShardedCall, tuple[HeadExchange | None, ...]]:
+    """What this rank computes, and the exchanges of heads before and after it."""
+    spec, ranks = whole.problem.spec, where.heads.ranks
+    heads = [heads_of(spec.num_heads, ranks, r) for r in range(ranks)]
+    kv_heads = [kv_heads_of(spec.num_heads, spec.num_kv_heads, ranks, r) for r in range(ranks)]
+    exchanges: list[HeadExchange | None] = [None, None, None]
+    grouped = list(orders)
+    if ranks > 1:
+        for side, order in enumerate(orders):
+            numbers = tuple(
+                order.position_ids(where.flat(where.ring.rank, r)) for r in range(ranks)
+            )
+            shared = tuple(heads if side == 0 else kv_heads)
+            exchanges[side] = HeadExchange(where.heads, shared, numbers)
+            grouped[side] = order.joined(ranks)
+        exchanges[2] = exchanges[1]
+    own = where.heads.rank
+    parts = Parts(whole.problem, backend, heads[own], kv_heads[own])
+    ring = Ring(parts, where.ring, grouped[0], grouped[1], gathered=strategy == "gather")
+    call = ShardedCall(whole, ring, arrays, (where.heads, where.ring))
+    return call, tuple(exchanges)
+
+
+def _check_rows(order: Order, sizes: Sequence[int]) -> None:
+    """Raise unless every rank holds the rows of the order."""
+    held = [order.rows(rank) for rank in range(order.ranks)]
+    if held != list(sizes):
+        raise ShapeError(
+            f"the ranks hold {list(sizes)} rows, the order says {held}.",
+            [("order", f"{order.name}, {order.length} rows on {order.ranks} ranks")],
+            "Shard query, key and value with order.shard(x, rank).",
+        )
+
+
+def _digest(order: Order | None) -> str:
+    """A short text that differs between orders."""
+    if order is None:
+        return ""
+    digest = blake2b(repr(order.runs).encode(), digest_size=8).hexdigest()
+    return f"{order.name}, {order.length} rows on {order.ranks} ranks, {digest}"

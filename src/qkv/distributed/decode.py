@@ -1,0 +1,164 @@
+"""Decoding over a KV cache whose tokens are spread over ranks: one merge of (out, lse) a step."""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+import numpy as np
+import torch
+
+from qkv.arrays.torch_arrays import TorchArrays
+from qkv.call.bound import bind
+from qkv.call.checked import CheckedCall, check_call
+from qkv.call.options import DEFAULTS, Options, OptionValues, option_values, with_options
+from qkv.distributed.agreement import compare, fingerprint, in_words, tell
+from qkv.distributed.links import TIMEOUT, Links, group_of, outside_of_graphs
+from qkv.distributed.order import Order
+from qkv.distributed.parts import Merged, Parts, ShardRows
+from qkv.errors import QkvError
+from qkv.partial import Partial
+from qkv.problem.part import placeholder
+
+__all__ = ["decode"]
+
+Tensor = torch.Tensor
+_LIBRARY = TorchArrays()
+
+
+@with_options
+@outside_of_graphs
+def decode(
+    query: Tensor,
+    key: Any,
+    value: Any,
+    *variants: Any,
+    mesh: Any = None,
+    dim: str | None = None,
+    return_lse: bool = False,
+    timeout: float = TIMEOUT,
+    **options: Unpack[Options],
+) -> Any:
+    """Attention of the same queries on every rank over keys that are spread over ranks.
+
+        out = sum_r exp(lse_r - lse) out_r,   lse = log sum_r exp(lse_r)
+
+    Parameters
+    ----------
+    query : Tensor (..., num_heads, q_len, head_dim)
+        The same on every rank.
+    key, value : Tensor, Paged or Quantized (..., num_kv_heads, own tokens, dim)
+        The tokens that this rank holds: those of rank 0 come first, then those of rank 1, and so
+        on. Ranks may hold different numbers of tokens, and none.
+    *variants
+        As for `qkv.attention`, of all tokens.
+    mesh, dim, timeout
+        As for `qkv.distributed.attention`.
+    return_lse : bool
+        Return `(output, lse)`.
+    scale, layout, q_offset, kv_offset, backend
+        As for `qkv.attention`; `q_offset="end"` puts the last query at the last token of all ranks.
+
+    Returns
+    -------
+    Tensor, or (Tensor, Tensor)
+        The output for all tokens, with the same bits on every rank.
+
+    Raises
+    ------
+    DistributedError
+        If ranks were called with different things, or one does not answer within the timeout.
+    QkvError
+        As `qkv.attention` does.
+
+    Notes
+    -----
+    A step sends `num_heads * q_len * (v_head_dim + 2)` numbers to every other rank, whatever the
+    number of tokens. Source: Hong et al., "FlashDecoding++" (2023), section 3, for split keys.
+
+    Examples
+    --------
+    On every rank, with its own part of the cache::
+
+        out = qkv.distributed.decode(q, keys, values, qkv.Causal(), q_offset="end")
+    """
+    values = option_values("attention", options)
+    links = Links(group_of(mesh, dim), timeout)
+    own, error = _checked(query, key, value, values)
+    said = {
+        "query": f"{query.dtype} {tuple(query.shape)}",
+        "number of variants": len(variants),
+        "own tokens": 0 if own is None else own.problem.spec.kv_len,
+        "own error": "" if error is None else in_words(error),
+    }
+    try:
+        everyone = tell(links, said, query.device)
+        compare(everyone)
+    finally:
+        if error is not None:
+            raise error
+    assert own is not None
+    tokens = Order.of_sizes([of["own tokens"] for of in everyone])
+    whole, error = _whole(own, tokens.length, variants, values)
+    said = {
+        "what variants and options come to": "" if whole is None else fingerprint(whole.problem),
+        "own error": "" if error is None else in_words(error),
+    }
+    try:
+        compare(tell(links, said, query.device))
+    finally:
+        if error is not None:
+            raise error
+    assert whole is not None
+    return _run(links, own, whole, tokens, values, return_lse)
+
+
+def _run(
+    links: Links,
+    own: CheckedCall,
+    whole: CheckedCall,
+    tokens: Order,
+    options: OptionValues,
+    return_lse: bool,
+) -> Any:
+    spec, operands = whole.problem.spec, own.problem.operands
+    parts = Parts(whole.problem, options.backend, range(spec.num_heads), range(spec.num_kv_heads))
+    shape = (*spec.batch_shape, spec.num_heads, spec.q_len, spec.v_head_dim)
+    mine = Merged.empty(shape, spec.compute_dtype)
+    queries, keys = ShardRows((range(spec.q_len),)), ShardRows(tokens.runs[links.rank])
+    parts.attend(mine, operands.query, queries, operands.key, operands.value, keys)
+    together = Merged.empty(shape, spec.compute_dtype)
+    outs = links.all_to_all(torch.from_numpy(np.ascontiguousarray(mine.out)))
+    sums = links.all_to_all(torch.from_numpy(mine.lse))
+    for of_rank, its_lse in zip(outs, sums, strict=True):
+        together.add(slice(None), Partial(of_rank.numpy(), its_lse.numpy()))
+    out, lse, _ = together.finished(whole.problem.operands.sinks)
+    output = own.output(Partial(out, lse))
+    return (output, own.rows(lse)) if return_lse else output
+
+
+def _checked(
+    query: Tensor, key: Any, value: Any, options: OptionValues
+) -> tuple[CheckedCall | None, QkvError | None]:
+    """This rank's arrays, without variants, which are of the whole."""
+    try:
+        plain = DEFAULTS._replace(layout=options.layout, backend=options.backend)
+        return check_call(bind(query, key, value, (), plain)), None
+    except QkvError as error:
+        return None, error
+
+
+def _whole(
+    own: CheckedCall, tokens: int, variants: Any, options: OptionValues
+) -> tuple[CheckedCall | None, QkvError | None]:
+    """The checked call of all tokens, which no rank holds."""
+    spec = own.problem.spec
+    dtype = own.dtype
+    batch = spec.batch_shape
+    query = placeholder((*batch, spec.num_heads, spec.q_len, spec.head_dim), dtype)
+    key = placeholder((*batch, spec.num_kv_heads, tokens, spec.head_dim), dtype)
+    value = placeholder((*batch, spec.num_kv_heads, tokens, spec.v_head_dim), dtype)
+    try:
+        heads_first = options._replace(layout="bhld")
+        return check_call(bind(query, key, value, variants, heads_first)), None
+    except QkvError as error:
+        return None, error.with_action(_LIBRARY.in_words(error.action))

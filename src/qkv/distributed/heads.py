@@ -1,0 +1,153 @@
+"""Ulysses: an all-to-all that turns rows of all heads into all rows of some heads, and back.
+
+Source: Jacobs et al., "DeepSpeed Ulysses" (2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from qkv.distributed.links import Links
+from qkv.errors import UnsupportedError
+
+__all__ = ["HeadExchange", "heads_of", "kv_heads_of"]
+
+Tensor = torch.Tensor
+
+
+def heads_of(num_heads: int, ranks: int, rank: int) -> range:
+    """The query heads that a rank computes.
+
+    Raises
+    ------
+    UnsupportedError
+        If the heads cannot be shared out evenly.
+    """
+    if num_heads % ranks:
+        raise UnsupportedError(
+            f"{num_heads} query heads cannot be shared out evenly to {ranks} ranks.",
+            action='Use strategy="ring" or "gather", or a number of ranks that divides the heads.',
+        )
+    each = num_heads // ranks
+    return range(rank * each, (rank + 1) * each)
+
+
+def kv_heads_of(num_heads: int, num_kv_heads: int, ranks: int, rank: int) -> range:
+    """The key heads that the query heads of a rank read; several ranks may have one alike.
+
+    Raises
+    ------
+    UnsupportedError
+        If a rank's query heads would read a part of one group and a part of another.
+    """
+    heads = heads_of(num_heads, ranks, rank)
+    group = num_heads // num_kv_heads
+    if num_kv_heads % ranks and ranks % num_kv_heads:
+        raise UnsupportedError(
+            f"{num_kv_heads} key heads can neither be shared out evenly to {ranks} ranks nor be "
+            "held alike by as many ranks each.",
+            action='Use strategy="ring" or "gather".',
+        )
+    return range(heads.start // group, (heads.stop - 1) // group + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadExchange:
+    """One exchange: which heads each rank has afterwards, and which rows it has before.
+
+    Attributes
+    ----------
+    links : Links
+    heads : tuple of range
+        Those of each rank.
+    numbers : tuple of arrays
+        The row numbers in the whole sequence that each rank holds.
+    """
+
+    links: Links
+    heads: tuple[range, ...]
+    numbers: tuple[Any, ...]
+
+    def to_heads(self, x: Tensor) -> Tensor:
+        """`(..., all heads, own rows, d)` to `(..., own heads, all rows, d)`, rows rising."""
+        own = self.links.rank
+        mine = len(self.heads[own])
+        parts = {
+            r: x[..., h.start : h.stop, :, :].contiguous() for r, h in enumerate(self.heads)
+        }  # fmt: skip
+        found = {
+            r: x.new_empty((*x.shape[:-3], mine, len(rows), x.shape[-1]))
+            for r, rows in enumerate(self.numbers)
+            if r != own
+        }
+        self.links.exchange({r: parts[r] for r in found}, found).wait()
+        found[own] = parts[own]
+        together = torch.cat([found[r] for r in range(self.links.ranks)], dim=-2)
+        return together.index_select(-2, self._sorted().to(x.device))
+
+    def from_heads(self, x: Tensor) -> Tensor:
+        """The transpose of `to_heads`: where ranks have a head alike, the sum of what they have."""
+        own = self.links.rank
+        order = self._sorted()
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order))
+        pieces = x.index_select(-2, back.to(x.device)).split(
+            [len(rows) for rows in self.numbers], dim=-2
+        )
+        parts = {r: piece.contiguous() for r, piece in enumerate(pieces)}
+        rows = len(self.numbers[own])
+        found = {
+            r: x.new_empty((*x.shape[:-3], len(heads), rows, x.shape[-1]))
+            for r, heads in enumerate(self.heads)
+            if r != own
+        }
+        self.links.exchange({r: parts[r] for r in found}, found).wait()
+        found[own] = parts[own]
+        count = max(heads.stop for heads in self.heads)
+        whole = x.new_zeros((*x.shape[:-3], count, rows, x.shape[-1]))
+        for r, heads in enumerate(self.heads):  # In the order of ranks, so that bits repeat.
+            whole[..., heads.start : heads.stop, :, :] += found[r]
+        return whole
+
+    def _sorted(self) -> Tensor:
+        numbers: Sequence[Any] = [np.asarray(rows) for rows in self.numbers]
+        return torch.from_numpy(np.argsort(np.concatenate(numbers), kind="stable"))
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: HeadExchange, x: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.to_heads(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None, _FromHeads.apply(ctx.exchange, gradient)
+
+
+class _FromHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: HeadExchange, x: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.from_heads(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None, _ToHeads.apply(ctx.exchange, gradient)
+
+
+def to_heads(exchange: HeadExchange | None, x: Tensor) -> Tensor:
+    """`HeadExchange.to_heads`, followed by autograd; the tensor itself without an exchange."""
+    found: Tensor = x if exchange is None else _ToHeads.apply(exchange, x)
+    return found
+
+
+def from_heads(exchange: HeadExchange | None, x: Tensor) -> Tensor:
+    """`HeadExchange.from_heads`, followed by autograd; the tensor itself without an exchange."""
+    found: Tensor = x if exchange is None else _FromHeads.apply(exchange, x)
+    return found

@@ -1,0 +1,157 @@
+"""Messages between the ranks of one process group, with errors that name the rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from qkv.errors import DistributedError, UnsupportedError
+
+__all__ = ["Links", "Pending", "group_of", "outside_of_graphs"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+TIMEOUT = 300.0
+"""Seconds that a rank waits for another, unless told otherwise."""
+
+
+def outside_of_graphs(function: Function) -> Function:
+    """A function that torch.compile leaves out of its graphs, with everything that it calls."""
+    left_out: Function = torch.compiler.disable(
+        function, reason="Messages between ranks cannot be a part of a compiled graph."
+    )
+    return left_out
+
+
+def group_of(mesh: Any, dim: str | None) -> Any:
+    """The process group of a mesh dimension, of a group itself, or of all processes.
+
+    Raises
+    ------
+    UnsupportedError
+        If torch.distributed has not been initialised.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise UnsupportedError(
+            "torch.distributed is not initialised in this process.",
+            action="Start the program with torchrun, and call "
+            "torch.distributed.init_process_group() first.",
+        )
+    if mesh is None:
+        return dist.group.WORLD
+    return mesh.get_group(dim) if hasattr(mesh, "get_group") else mesh
+
+
+@dataclass(slots=True)
+class Links:
+    """This rank's place in a group, and its messages to others.
+
+    Attributes
+    ----------
+    group : ProcessGroup or None
+        None is a group of this rank alone.
+    timeout : float
+        Seconds that one message may take.
+    """
+
+    group: Any
+    timeout: float = TIMEOUT
+    rank: int = field(init=False)
+    ranks: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.group is None:
+            self.rank, self.ranks = 0, 1
+            return
+        self.rank = dist.get_rank(self.group)
+        self.ranks = dist.get_world_size(self.group)
+
+    def exchange(
+        self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]
+    ) -> Pending:
+        """Begin to send tensors, and to receive into others; both by rank of the group.
+
+        The tensors are contiguous, and stay untouched until `wait` has returned.
+        """
+        operations = []
+        peers = []
+        for function, tensors in ((dist.irecv, receives), (dist.isend, sends)):
+            for peer, tensor in sorted(tensors.items()):
+                if tensor.numel():
+                    there = dist.get_global_rank(self.group, peer)
+                    operations.append(dist.P2POp(function, tensor, there, self.group))
+                    peers.append(peer)
+        if not operations:
+            return Pending(self, (), ())
+        try:
+            works = dist.batch_isend_irecv(operations)
+        except RuntimeError as error:
+            raise self.failed(peers, 0.0, error) from error
+        if len(works) != len(peers):  # One work for all, as NCCL gives it.
+            peers = [-1] * len(works)
+        return Pending(self, tuple(works), tuple(peers))
+
+    def all_to_all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's tensor of the same shape and type, in the order of ranks."""
+        found = [torch.empty_like(tensor) for _ in range(self.ranks)]
+        found[self.rank] = tensor
+        others = [peer for peer in range(self.ranks) if peer != self.rank]
+        self.exchange(dict.fromkeys(others, tensor), {peer: found[peer] for peer in others}).wait()
+        return found
+
+    def summed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, added in the order of ranks, so that bits repeat."""
+        total = torch.zeros_like(tensor)
+        for part in self.all_to_all(tensor.contiguous()):
+            total += part
+        return total
+
+    def failed(self, peers: Any, seconds: float, error: Exception) -> DistributedError:
+        """The error for a message that did not arrive."""
+        names = sorted({peer for peer in peers if peer >= 0})
+        who = f"rank {', '.join(map(str, names))}" if names else "another rank"
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        slow = "imed out" in str(error) or "imeout" in str(error)
+        fact = f"did not answer rank {self.rank} within {self.timeout:g} s" if slow else (
+            f"closed its link to rank {self.rank}"
+        )  # fmt: skip
+        return DistributedError(
+            f"{who} {fact}.",
+            [
+                ("waited", f"{seconds:.1f} s"),
+                ("ranks in the group", str(self.ranks)),
+                ("torch says", first_line[:200]),
+            ],
+            f"Look at the error of {who}, then start all ranks anew; the group is of no more use.",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Messages on their way."""
+
+    links: Links
+    works: tuple[Any, ...]
+    peers: tuple[int, ...]
+
+    def wait(self) -> None:
+        """Return when all have arrived.
+
+        Raises
+        ------
+        DistributedError
+            If a rank has died or takes longer than the timeout; the message names it.
+        """
+        began = time.monotonic()
+        limit = timedelta(seconds=self.links.timeout)
+        for work, peer in zip(self.works, self.peers, strict=True):
+            try:
+                work.wait(limit)
+            except RuntimeError as error:
+                raise self.links.failed([peer], time.monotonic() - began, error) from error

@@ -1,0 +1,288 @@
+"""What one rank computes: the parts of a problem between its queries and some keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qkv.backends import Backend, Differentiable, Inspectable, choose
+from qkv.inspection.replay import Replay
+from qkv.inspection.statistics import weight_statistics
+from qkv.partial import Partial, RowStatistics
+from qkv.problem.backward import BackwardInputs, OperandGradients
+from qkv.problem.part import PartOf
+from qkv.problem.spec import Problem
+from qkv.problem.stored_rows import Rows
+from qkv.problem.tiles import TileGrid, TileKind
+
+__all__ = ["Merged", "Parts", "ShardRows", "is_needed"]
+
+Array = NDArray[Any]
+_TILES = 64
+"""Tiles along one side of a pair of runs whose mask is looked at."""
+
+
+@dataclass(slots=True)
+class Merged:
+    """Attention of some rows over the keys seen so far; lse in float64, so that merging is exact.
+
+    Parts are merged in the order of steps, which does not depend on when they arrive.
+    """
+
+    out: Array
+    lse: Array
+    entropy: Array | None = None
+    largest: Array | None = None
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Merged:
+        """Over no keys; `shape` is that of `out`."""
+        return cls(np.zeros(shape, dtype), np.full(shape[:-1], -np.inf))
+
+    def add(self, rows: slice, part: Partial) -> None:
+        """Merge a part of the rows' keys in."""
+        out, lse = self.out[..., rows, :], self.lse[..., rows]
+        of_part = part.lse.astype(np.float64)
+        if part.lse_rest is not None:
+            of_part += part.lse_rest
+        unrounded = part.out if part.unrounded is None else part.unrounded
+        with np.errstate(all="ignore"):
+            total = np.logaddexp(lse, of_part)
+            base = np.where(np.isneginf(total), 0.0, total)
+            old, new = (np.exp(of - base).astype(out.dtype)[..., None] for of in (lse, of_part))
+            # A row without keys has no share, and nothing of it may be read: 0 times NaN is NaN.
+            out[...] = np.where(old == 0, 0, out * old) + np.where(new == 0, 0, unrounded * new)
+        lse[...] = total
+
+    def add_statistics(self, rows: slice, part: Partial, of_part: RowStatistics) -> None:
+        """Merge entropy and largest weight in; to be called before `add` of the same part.
+
+            entropy = sum_p c_p (entropy_p - log c_p),   c_p = exp(lse_p - lse)
+
+        is kept as `sum_p exp(lse_p - lse) (entropy_p - lse_p)`, from which lse is taken at the end.
+        """
+        if self.entropy is None or self.largest is None:
+            self.entropy, self.largest = np.zeros(self.lse.shape), np.full(self.lse.shape, -np.inf)
+        entropy, largest, lse = (a[..., rows] for a in (self.entropy, self.largest, self.lse))
+        of_lse = part.lse.astype(np.float64)
+        if part.lse_rest is not None:
+            of_lse += part.lse_rest
+        with np.errstate(all="ignore"):
+            total = np.logaddexp(lse, of_lse)
+            base = np.where(np.isneginf(total), 0.0, total)
+            own = of_part.entropy - np.where(np.isneginf(of_lse), 0.0, of_lse)
+            entropy[...] = entropy * np.exp(lse - base) + own * np.exp(of_lse - base)
+            heaviest = np.log(of_part.max_weight.astype(np.float64)) + of_lse
+        np.maximum(largest, heaviest, out=largest)
+
+    def statistics(self, sinks: Array | None) -> tuple[Array, Array]:
+        """Entropy and largest weight of each row, sinks included."""
+        assert self.entropy is not None
+        assert self.largest is not None
+        total = self.lse if sinks is None else np.logaddexp(self.lse, sinks[:, None])
+        with np.errstate(all="ignore"):
+            share = np.where(np.isneginf(self.lse), 0.0, np.exp(self.lse - total))
+            entropy = share * (self.entropy + np.where(share == 0, 0.0, total))
+            weight = np.where(np.isneginf(self.largest), 0.0, np.exp(self.largest - total))
+        return np.maximum(entropy, 0).astype(self.out.dtype), weight.astype(self.out.dtype)
+
+    def finished(self, sinks: Array | None) -> tuple[Array, Array, Array]:
+        """Output, lse and its rounding error, after the sinks took their share."""
+        out, lse = self.out, self.lse
+        if sinks is not None:
+            with np.errstate(all="ignore"):
+                total = np.logaddexp(lse, sinks.astype(np.float64)[:, None])
+                share = np.where(np.isneginf(lse), 0.0, np.exp(lse - total))
+            out = out * share.astype(out.dtype)[..., None]
+            lse = total
+        rounded = lse.astype(out.dtype)
+        with np.errstate(invalid="ignore"):
+            rest = np.where(np.isfinite(rounded), lse - rounded, 0.0).astype(out.dtype)
+        return out, rounded, rest
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRows:
+    """The runs of whole rows that a shard holds, and where each lies in the shard."""
+
+    runs: tuple[range, ...]
+
+    def __iter__(self) -> Iterator[tuple[range, slice]]:
+        start = 0
+        for run in self.runs:
+            yield run, slice(start, start + len(run))
+            start += len(run)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.runs))
+
+
+@dataclass(slots=True)
+class Parts:
+    """The parts of one call on one rank.
+
+    Attributes
+    ----------
+    whole : Problem
+        Of the whole sequence; its operands are not read.
+    backend : str
+    heads, kv_heads : range
+        What this rank holds of them.
+    """
+
+    whole: Problem
+    backend: str
+    heads: range
+    kv_heads: range
+    computed: int = 0
+    skipped: int = 0
+    _needed: dict[tuple[range, range], bool] = field(default_factory=dict)
+
+    def pairs(self, queries: ShardRows, keys: ShardRows) -> Iterator[tuple[PartOf, slice, slice]]:
+        """The parts between two shards in which a query may see a key."""
+        for q_run, q_at in queries:
+            for kv_run, kv_at in keys:
+                place = q_run, kv_run
+                if place not in self._needed:
+                    self._needed[place] = is_needed(self.whole, q_run, kv_run)
+                if self._needed[place]:
+                    self.computed += 1
+                    yield PartOf(q_run, kv_run, self.heads, self.kv_heads), q_at, kv_at
+                else:
+                    self.skipped += 1
+
+    def attend(
+        self,
+        merged: Merged,
+        query: Array,
+        queries: ShardRows,
+        key: Rows,
+        value: Rows,
+        keys: ShardRows,
+        *,
+        backward: bool = False,
+        statistics: bool = False,
+    ) -> None:
+        """Attention of a shard's queries over a shard's keys, merged with what was seen before."""
+        for part, q_at, kv_at in self.pairs(queries, keys):
+            problem = part.of(
+                self.whole, query[..., q_at, :], _rows(key, kv_at), _rows(value, kv_at)
+            )
+            backend = choose(problem.spec, self.backend, backward=backward).backend
+            if statistics:
+                found, of_part = _with_statistics(backend, problem)
+                merged.add_statistics(q_at, found, of_part)
+                merged.add(q_at, found)
+                continue
+            run = backend.run
+            if backward and isinstance(backend, Differentiable):
+                run = backend.run_for_backward
+            merged.add(q_at, run(problem))
+
+    def gradients(
+        self,
+        residuals: Residuals,
+        query: Array,
+        queries: ShardRows,
+        key: Array,
+        value: Array,
+        keys: ShardRows,
+        sums: GradientSums,
+    ) -> tuple[Array, Array]:
+        """Gradients of a shard's keys and values; those of queries and tables are added up."""
+        dtype = self.whole.spec.compute_dtype
+        d_key, d_value = np.zeros(key.shape, dtype), np.zeros(value.shape, dtype)
+        for part, q_at, kv_at in self.pairs(queries, keys):
+            problem = part.of(
+                self.whole, query[..., q_at, :], key[..., kv_at, :], value[..., kv_at, :]
+            )
+            backend = choose(problem.spec, self.backend, backward=True).backend
+            assert isinstance(backend, Differentiable)  # `choose` refuses all others
+            found = backend.backward(problem, residuals.inputs(q_at, frozenset(sums.tables)))
+            with np.errstate(all="ignore"):
+                sums.query[..., q_at, :] += found.query
+                d_key[..., kv_at, :] += found.key
+                d_value[..., kv_at, :] += found.value
+                sums.add_tables(found)
+        return d_key, d_value
+
+
+@dataclass(frozen=True, slots=True)
+class Residuals:
+    """What the backward pass reads: output, lse and its rest, and their cotangents."""
+
+    out: Array
+    lse: Array
+    lse_rest: Array
+    grad_out: Array
+    grad_lse: Array
+
+    def inputs(self, rows: slice, tables: frozenset[str]) -> BackwardInputs:
+        """Of some of the rows."""
+        return BackwardInputs(
+            np.ascontiguousarray(self.out[..., rows, :]),
+            np.ascontiguousarray(self.lse[..., rows]),
+            np.ascontiguousarray(self.grad_out[..., rows, :]),
+            np.ascontiguousarray(self.grad_lse[..., rows]),
+            tables,
+            np.ascontiguousarray(self.lse_rest[..., rows]),
+            of_part=True,
+        )
+
+
+@dataclass(slots=True)
+class GradientSums:
+    """Gradients of a rank's queries, and of tables, as they grow."""
+
+    query: Array
+    tables: dict[str, Array]
+
+    def add_tables(self, found: OperandGradients) -> None:
+        """Add those of one part."""
+        for name, gradient in found.tables.items():
+            self.tables[name] += gradient
+
+
+def _with_statistics(backend: Backend, problem: Problem) -> tuple[Partial, RowStatistics]:
+    """A part, and the entropy and largest weight of its rows over its keys alone."""
+    if isinstance(backend, Inspectable):
+        return backend.run_with_statistics(problem)
+    part = backend.run(problem)
+    found = weight_statistics(Replay(problem, part.lse))
+    shape = part.lse.shape
+    entropy, largest = (a.reshape(shape) for a in (found.entropy, found.max_weight))
+    return part, RowStatistics(entropy, np.full(shape, -np.inf, part.lse.dtype), largest)
+
+
+def is_needed(whole: Problem, q_run: range, kv_run: range) -> bool:
+    """Whether a query of one run may see a key of the other; True where that cannot be told."""
+    spec = whole.spec
+    empty = np.zeros((0, 0))
+    if not (len(q_run) and len(kv_run)):
+        return False
+    part = PartOf(q_run, kv_run, range(spec.num_heads), range(spec.num_kv_heads))
+    problem = part.of(whole, empty, empty, empty)
+    grid = TileGrid(
+        problem.spec.mask,
+        problem.operands.tables,
+        len(q_run),
+        len(kv_run),
+        -(-len(q_run) // _TILES),
+        -(-len(kv_run) // _TILES),
+    )
+    batches: Sequence[int] = range(spec.batch_size if "batch" in grid.depends_on else 1)
+    heads: Sequence[int] = range(spec.num_heads if "head" in grid.depends_on else 1)
+    return any(
+        bool((grid.classify(batch, head) != TileKind.EMPTY).any())
+        for batch in batches
+        for head in heads
+    )
+
+
+def _rows(rows: Rows, at: slice) -> Any:
+    """Some of the rows; those in storage of their own are one run, and taken whole."""
+    return rows[..., at, :] if isinstance(rows, np.ndarray) else rows

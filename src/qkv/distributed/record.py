@@ -1,0 +1,208 @@
+"""Looking into attention over ranks: statistics of weights that no rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from qkv.distributed.parts import ShardRows
+from qkv.distributed.sharded_call import ShardedCall
+from qkv.errors import ArgumentError, ShapeError
+from qkv.problem.part import PartOf
+from qkv.problem.scores import Scores
+from qkv.problem.spec import Problem
+
+__all__ = ["DistributedRecord", "ShardOperands"]
+
+Array = NDArray[Any]
+_BLOCK = 512
+"""Queries, and keys, whose weights are held at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardOperands:
+    """This rank's shards: query as an array, keys and values as they are sent."""
+
+    query: Array
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A part that this rank computes: whose keys, which problem, and where both lie in shards."""
+
+    owner: int
+    problem: Problem
+    part: PartOf
+    q_at: slice
+    kv_at: slice
+
+
+class DistributedRecord:
+    """Attention over ranks, and what is needed to look into it.
+
+        w[i, j] = exp(s[i, j] - lse[i]),   recomputed from query, key and lse where it is asked for
+
+    Statistics are of this rank's rows, in the order of its shard; keys are named by their number in
+    the whole sequence. Each method is a pass in which keys travel, so that every rank must call it.
+
+    Attributes
+    ----------
+    output, lse : Tensor
+        As `qkv.distributed.attention` returns them.
+    entropy, max_weight : Tensor (..., num_heads, own rows)
+        In nats, and the largest weight of each row. They come with the output.
+
+    Notes
+    -----
+    `received`, `top` and `tile` take `2 head_dim` operations for each pair in NumPy, and hold no
+    more than a block of 512 x 512 weights of one head.
+    """
+
+    def __init__(
+        self,
+        call: ShardedCall,
+        operands: ShardOperands,
+        output: torch.Tensor,
+        lse: Array,
+        entropy: Array,
+        max_weight: Array,
+    ) -> None:
+        self.output = output
+        self.lse = torch.from_numpy(lse.astype(call.call.problem.spec.compute_dtype))
+        self.entropy = torch.from_numpy(entropy)
+        self.max_weight = torch.from_numpy(max_weight)
+        self._call = call
+        self._operands = operands
+        self._lse = lse
+
+    def received(self) -> torch.Tensor:
+        """`sum_i w[i, j]` of this rank's keys, `(..., num_heads, own keys)`, over all queries."""
+        ring = self._call.ring
+        own = ring.links.rank
+        heads = self._lse.shape[:-1]
+        sums = [np.zeros((*heads, ring.keys.rows(rank))) for rank in range(ring.links.ranks)]
+        for seen in self._parts():
+            for index, head, _, columns, weights in self._blocks(seen):
+                at = slice(seen.kv_at.start + columns.start, seen.kv_at.start + columns.stop)
+                sums[seen.owner][(*index, head, at)] += weights.sum(axis=0)
+        parts = {rank: torch.from_numpy(of) for rank, of in enumerate(sums)}
+        mine = parts.pop(own)
+        found = {rank: torch.empty_like(mine) for rank in parts}
+        ring.links.exchange(parts, found).wait()
+        found[own] = mine
+        total = torch.zeros_like(mine)
+        for rank in range(ring.links.ranks):
+            total += found[rank]
+        return total.to(self.lse.dtype)
+
+    def top(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Numbers and weights of the k keys with the largest weights, falling, for each own row.
+
+        Of equal weights the lower number comes first; rows of fewer keys end in -1 and 0. Both are
+        `(..., num_heads, own rows, k)`.
+        """
+        if k < 1:
+            raise ArgumentError(f"k={k} keys cannot be named.", action="Ask for 1 key or more.")
+        numbers = np.full((*self._lse.shape, k), -1, np.int64)
+        best = np.zeros((*self._lse.shape, k))
+        for seen in self._parts():
+            for index, head, rows, columns, weights in self._blocks(seen):
+                place = (*index, head, rows)
+                keys = _numbers(seen.part.kv_rows, columns)
+                named = np.broadcast_to(np.where(weights > 0, keys, -1), weights.shape)
+                both = np.concatenate([best[place], weights], axis=1)
+                names = np.concatenate([numbers[place], named], axis=1)
+                last = np.where(names < 0, np.iinfo(np.int64).max, names)
+                order = np.lexsort((last, -both), axis=-1)[:, :k]
+                best[place] = np.take_along_axis(both, order, axis=1)
+                numbers[place] = np.take_along_axis(names, order, axis=1)
+        return torch.from_numpy(numbers), torch.from_numpy(best).to(self.lse.dtype)
+
+    def tile(self, queries: slice, keys: slice) -> torch.Tensor:
+        """Weights of some rows of the whole sequence, on every rank.
+
+        Parameters
+        ----------
+        queries, keys : slice
+            Row numbers of the whole sequence, with step 1.
+
+        Returns
+        -------
+        Tensor (..., num_heads, queries, keys)
+
+        Raises
+        ------
+        ShapeError
+            If a slice reaches beyond the sequence.
+        """
+        ring = self._call.ring
+        q_range, kv_range = (
+            _range_of(rows, order.length, name)
+            for rows, order, name in ((queries, ring.queries, "queries"), (keys, ring.keys, "keys"))
+        )
+        found = np.zeros((*self._lse.shape[:-1], len(q_range), len(kv_range)))
+        for seen in self._parts():
+            for index, head, rows, columns, weights in self._blocks(seen):
+                part_rows = slice(rows.start - seen.q_at.start, rows.stop - seen.q_at.start)
+                numbers = _numbers(seen.part.q_rows, part_rows)
+                of_kv = _numbers(seen.part.kv_rows, columns)
+                a, b = (
+                    np.flatnonzero((n >= r.start) & (n < r.stop))
+                    for n, r in ((numbers, q_range), (of_kv, kv_range))
+                )
+                to = numbers[a][:, None] - q_range.start, of_kv[b][None] - kv_range.start
+                found[(*index, head, *to)] = weights[a[:, None], b]
+        summed = ring.links.summed(torch.from_numpy(found))
+        return summed.to(self.lse.dtype)
+
+    def _parts(self) -> Iterator[_Seen]:
+        ring, query = self._call.ring, self._operands.query
+        own = ShardRows(ring.queries.runs[ring.links.rank])
+        for step, keys, shard in ring.key_shards(self._operands.key, self._operands.value):
+            if shard is None:
+                continue
+            owner = (ring.links.rank - step) % ring.links.ranks
+            for part, q_at, kv_at in ring.parts.pairs(own, keys):
+                key, value = (of[..., kv_at, :] for of in shard)
+                problem = part.of(ring.parts.whole, query[..., q_at, :], key, value)
+                yield _Seen(owner, problem, part, q_at, kv_at)
+
+    def _blocks(self, seen: _Seen) -> Iterator[tuple[Any, int, slice, slice, Array]]:
+        """(batch index, head, rows of the shard, columns of the part, weights) of every block."""
+        problem, q_at = seen.problem, seen.q_at
+        spec = problem.spec
+        scores = Scores(problem, spec.compute_dtype)
+        for batch, index in enumerate(np.ndindex(*spec.batch_shape)):
+            for head in range(spec.num_heads):
+                for first in range(0, spec.q_len, _BLOCK):
+                    rows = slice(first, min(first + _BLOCK, spec.q_len))
+                    here = slice(q_at.start + rows.start, q_at.start + rows.stop)
+                    lse = self._lse[(*index, head, here)][:, None]
+                    for left in range(0, spec.kv_len, _BLOCK):
+                        columns = slice(left, min(left + _BLOCK, spec.kv_len))
+                        s = scores.tile(batch, head, rows, columns).astype(np.float64)
+                        with np.errstate(all="ignore"):
+                            weights = np.where(np.isneginf(s), 0.0, np.exp(s - lse))
+                        yield index, head, here, columns, weights
+
+
+def _numbers(run: range, rows: slice) -> Array:
+    """The numbers in the whole sequence of some rows of a run."""
+    return np.arange(run.start, run.stop, run.step, dtype=np.int64)[rows]
+
+
+def _range_of(rows: slice, length: int, name: str) -> range:
+    found = range(*rows.indices(length))
+    if found.step != 1 or (rows.stop is not None and rows.stop > length):
+        raise ShapeError(
+            f"{name}={rows} is not a run of the {length} rows.",
+            action="Name a slice of neighbouring rows inside the sequence.",
+        )
+    return found

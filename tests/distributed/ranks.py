@@ -1,0 +1,72 @@
+"""Processes that are the ranks of a group, and call functions of these tests together."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LIMIT = 120.0
+"""Seconds that one call of all ranks may take."""
+
+
+def _serve(rank: int, ranks: int, store: str, pipe: Any) -> None:
+    os.environ.update(QKV_NUM_THREADS="1", OMP_NUM_THREADS="1")
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    while True:
+        function, arguments = pipe.recv()
+        try:
+            pipe.send((True, function(rank, ranks, *arguments)))
+        except BaseException as error:
+            pipe.send((False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+
+
+class Ranks:
+    """`ranks(function, *arguments)` calls `function(rank, ranks, *arguments)` in every process."""
+
+    def __init__(self, count: int, folder: Path) -> None:
+        context = mp.get_context("spawn")
+        self.count = count
+        self.pipes = []
+        self.processes = []
+        for rank in range(count):
+            own, other = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, count, str(folder / f"store{count}"), other), daemon=True
+            )
+            process.start()
+            self.pipes.append(own)
+            self.processes.append(process)
+
+    def begin(self, function: Callable[..., Any], *arguments: Any) -> None:
+        for pipe in self.pipes:
+            pipe.send((function, arguments))
+
+    def answers(self, ranks: Any = None) -> list[tuple[bool, Any]]:
+        """(whether it returned, what it returned or raised) of each rank."""
+        found = []
+        for rank in range(self.count) if ranks is None else ranks:
+            assert self.pipes[rank].poll(LIMIT), f"rank {rank} does not answer"
+            found.append(self.pipes[rank].recv())
+        return found
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        self.begin(function, *arguments)
+        found = self.answers()
+        failed = [str(what) for succeeded, what in found if not succeeded]
+        if failed:
+            pytest.fail("\n".join(failed))
+        return [what for _, what in found]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()

@@ -1,0 +1,90 @@
+"""Attention over ranks is attention, for every strategy, order and variant, with its gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.cases import CASES, HEADS, LENGTH, expected, operands
+
+ORDERS = ("contiguous", "zigzag", "striped", "balanced")
+
+
+def order_of(name: str, ranks: int, variants: Any) -> Any:
+    from qkv.distributed import Order, balanced
+
+    if name == "balanced":
+        return balanced(LENGTH, ranks, *variants, num_heads=HEADS)
+    return getattr(Order, name)(LENGTH, ranks)
+
+
+def run_case(
+    rank: int, ranks: int, name: str, strategy: str, order_name: str, dtype: torch.dtype,
+    layout: str = "bhld",
+) -> dict[str, Any]:  # fmt: skip
+    """Output, lse and gradients of one rank, twice."""
+    from qkv.distributed import attention
+
+    case = CASES[name]
+    found: list[list[torch.Tensor]] = []
+    for _ in range(2):
+        arrays = [a.to(dtype).requires_grad_() for a in case.arrays]
+        variants = case.variants(*arrays)
+        order = order_of(order_name, ranks, case.variants(*case.arrays))
+        swap = layout == "blhd"
+        shards = [order.shard(t, rank).to(dtype) for t in operands()[:4]]
+        q, k, v, d_out = (t.swapaxes(1, 2).contiguous() if swap else t for t in shards)
+        d_lse = order.shard(operands()[4], rank, axis=-1).to(dtype)
+        inputs = [t.requires_grad_() for t in (q, k, v)]
+        out, lse = attention(
+            *inputs, *variants, strategy=strategy, order=order, return_lse=True, layout=layout
+        )
+        d_lse = torch.where(torch.isfinite(lse), d_lse, 0.0)
+        gradients = torch.autograd.grad((out, lse), inputs + arrays, (d_out, d_lse))
+        rows = [out, *gradients[:3]]
+        rows = [t.swapaxes(1, 2) if swap else t for t in rows]
+        found.append([rows[0].detach(), lse.detach(), *rows[1:], *gradients[3:]])
+    same = all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    return {"found": [t.double() for t in found[0]], "same bits": same}
+
+
+def check(group: Any, ranks: int, name: str, strategy: str, order_name: str,
+          dtype: torch.dtype = torch.float32, layout: str = "bhld") -> None:  # fmt: skip
+    answers = group(ranks)(run_case, name, strategy, order_name, dtype, layout)
+    assert all(answer["same bits"] for answer in answers)
+    order = order_of(order_name, ranks, CASES[name].variants(*CASES[name].arrays))
+    (out, lse), gradients = expected(name)
+    tolerance = {torch.float64: 1e-12, torch.float32: 3e-5}[dtype]
+    columns = list(zip(*[answer["found"] for answer in answers], strict=True))
+    axes = (-2, -1, -2, -2, -2)
+    for column, axis, right in zip(columns[:5], axes, (out, lse, *gradients[:3]), strict=True):
+        whole = order.unshard(list(column), axis)
+        torch.testing.assert_close(whole, right, rtol=tolerance, atol=tolerance)
+    for column, right in zip(columns[5:], gradients[3:], strict=True):
+        for of_rank in column:
+            torch.testing.assert_close(of_rank, right, rtol=tolerance, atol=10 * tolerance)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "gather", "ulysses"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_variant_on_two_ranks(group: Any, name: str, strategy: str) -> None:
+    check(group, 2, name, strategy, "zigzag")
+
+
+@pytest.mark.parametrize("order_name", ORDERS)
+@pytest.mark.parametrize("name", ["causal", "packed documents", "bias", "sinks"])
+def test_every_order_in_a_ring_of_three(group: Any, name: str, order_name: str) -> None:
+    check(group, 3, name, "ring", order_name)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "gather", "ulysses", "auto"])
+@pytest.mark.parametrize("name", ["window", "t5", "sinks"])
+def test_four_ranks(group: Any, name: str, strategy: str) -> None:
+    check(group, 4, name, strategy, "balanced")
+
+
+def test_float64_and_the_other_layout(group: Any) -> None:
+    check(group, 2, "alibi", "ring", "zigzag", torch.float64, "blhd")
+    check(group, 2, "alibi", "ulysses", "contiguous", torch.float64, "blhd")

@@ -1,0 +1,119 @@
+"""A rank that dies, lags or was called with something else is named on every other rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import qkv
+from tests.distributed.cases import LENGTH, operands
+from tests.distributed.ranks import Ranks
+
+RANKS = 3
+
+
+def differing(rank: int, ranks: int, what: str) -> str:
+    """The error of a call in which rank 1 is given something else."""
+    from qkv.distributed import Order, attention
+
+    odd = rank == 1
+    order = Order.zigzag(LENGTH, ranks)
+    q, k, v = (order.shard(t, rank).float() for t in operands()[:3])
+    variants: tuple[Any, ...] = (qkv.Causal(),)
+    keywords: dict[str, Any] = {"order": order, "strategy": "ring", "timeout": 20.0}
+    if odd:
+        match what:
+            case "dtype":
+                q, k, v = (t.double() for t in (q, k, v))
+            case "head_dim":
+                q, k = q[..., :8], k[..., :8]
+            case "rows":
+                q = q[..., 1:, :]
+            case "variant":
+                variants = (qkv.SlidingWindow(5, 0),)
+            case "values":
+                variants = (qkv.SlidingWindow(6, 0),)
+            case "order":
+                keywords["order"] = Order.contiguous(LENGTH, ranks)
+            case "strategy":
+                keywords["strategy"] = "gather"
+            case "error":
+                variants = (torch.ones(3, 5, dtype=torch.bool),)
+            case "placement":
+                v = v[..., :4, :]
+    elif what == "values":
+        variants = (qkv.SlidingWindow(5, 0),)
+    try:
+        attention(q, k, v, *variants, **keywords)
+    except qkv.QkvError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("dtype", "dtype differs between ranks"),
+        ("head_dim", "shape of query without rows differs between ranks"),
+        ("variant", "what variants and options come to differs between ranks"),
+        ("values", "what variants and options come to differs between ranks"),
+        ("order", "order differs between ranks"),
+        ("strategy", "strategy differs between ranks"),
+        ("rows", "the ranks hold"),
+        ("placement", "rank 1 cannot make this call"),
+    ],
+)
+def test_differing_calls_are_refused_on_every_rank(group: Any, what: str, words: str) -> None:
+    for said in group(RANKS)(differing, what):
+        assert words in said
+
+
+def test_an_error_of_one_rank_is_told_to_the_others(group: Any) -> None:
+    said = group(RANKS)(differing, "error")
+    assert "ShapeError: mask has shape (3, 5)" in said[1]
+    for other in (said[0], said[2]):
+        assert "rank 1 cannot make this call" in other
+        assert "mask has shape (3, 5)" in other
+
+
+def waiting(rank: int, ranks: int, folder: str, timeout: float) -> tuple[str, float]:
+    """The error of a call that rank 1 never makes, and after how many seconds it came."""
+    from qkv.distributed import Order, attention
+
+    order = Order.zigzag(LENGTH, ranks)
+    q, k, v = (order.shard(t, rank).float() for t in operands()[:3])
+    attention(q, k, v, order=order, strategy="ring")  # Links exist from here on.
+    if rank == 1:
+        Path(folder, "ready").touch()
+        time.sleep(600)
+    began = time.monotonic()
+    try:
+        attention(q, k, v, order=order, strategy="ring", timeout=timeout)
+    except qkv.DistributedError as error:
+        return str(error), time.monotonic() - began
+    return "no error", 0.0
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_dies_or_stops_is_named(tmp_path: Path, fault: signal.Signals) -> None:
+    ranks = Ranks(RANKS, tmp_path)
+    try:
+        ranks.begin(waiting, str(tmp_path), 5.0)
+        until = time.monotonic() + 120
+        while not (tmp_path / "ready").exists():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        os.kill(ranks.processes[1].pid or 0, fault)
+        for succeeded, said in ranks.answers([0, 2]):
+            assert succeeded, said
+            message, _ = said
+            assert message.startswith("rank 1 ")
+            assert "start all ranks anew" in message
+    finally:
+        ranks.close()

@@ -1,0 +1,103 @@
+"""Statistics of weights that no rank holds, and decoding over tokens that are spread out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import qkv
+from tests.distributed.cases import CASES, HEADS, KV_HEADS, LENGTH, Case, operands
+
+
+def dense_weights(name: str) -> torch.Tensor:
+    """Weights `(batch, heads, queries, keys)` from the definition, in float64."""
+    case: Case = CASES[name]
+    query, key, *_ = operands()
+    scores = query @ key.repeat_interleave(HEADS // KV_HEADS, dim=1).mT / query.shape[-1] ** 0.5
+    scores = case.dense(scores, *case.arrays)
+    total = torch.logsumexp(scores, -1)
+    if name == "sinks":
+        total = torch.logaddexp(total, case.arrays[0][:, None])
+    weights = torch.exp(scores - total[..., None])
+    return torch.nan_to_num(weights, nan=0.0)
+
+
+def look(rank: int, ranks: int, name: str) -> dict[str, Any]:
+    from qkv.distributed import Order, inspect
+
+    order = Order.zigzag(LENGTH, ranks)
+    case = CASES[name]
+    shards = [order.shard(t, rank).float() for t in operands()[:3]]
+    record = inspect(*shards, *case.variants(*case.arrays), order=order)
+    numbers, best = record.top(5)
+    return {
+        "entropy": record.entropy, "max_weight": record.max_weight, "received": record.received(),
+        "top": best, "numbers": numbers, "tile": record.tile(slice(20, 60), slice(3, 31)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["causal", "sinks", "packed documents", "mask array", "softcap"])
+def test_statistics_over_ranks(group: Any, name: str) -> None:
+    from qkv.distributed import Order
+
+    order = Order.zigzag(LENGTH, 3)
+    found = group(3)(look, name)
+    weights = dense_weights(name)
+    joined = {
+        key: order.unshard([of[key].double() for of in found], axis)
+        for key, axis in (("entropy", -1), ("max_weight", -1), ("received", -1), ("top", -2))
+    }
+    entropy = -torch.xlogy(weights, weights).sum(-1)
+    close = {"rtol": 2e-5, "atol": 2e-5}
+    torch.testing.assert_close(joined["entropy"], entropy, **close)
+    torch.testing.assert_close(joined["max_weight"], weights.amax(-1), **close)
+    torch.testing.assert_close(joined["received"], weights.sum(-2), **close)
+    torch.testing.assert_close(joined["top"], weights.topk(5, dim=-1).values, **close)
+    numbers = order.unshard([of["numbers"] for of in found], -2)
+    at_numbers = torch.take_along_dim(weights, numbers.clamp(min=0), dim=-1)
+    torch.testing.assert_close(joined["top"], at_numbers.masked_fill(numbers < 0, 0.0), **close)
+    for of in found:
+        torch.testing.assert_close(of["tile"].double(), weights[..., 20:60, 3:31], **close)
+
+
+TOKENS = (31, 0, LENGTH - 31)
+
+
+def decode_step(rank: int, ranks: int, storage: str) -> Any:
+    from qkv.distributed import decode
+
+    query, key, value, *_ = (t.float() for t in operands())
+    first = sum(TOKENS[:rank])
+    rows = slice(first, first + TOKENS[rank])
+    k, v = (t[:, :, rows] for t in (key, value))
+    variants = (qkv.Causal(), qkv.Sinks(CASES["sinks"].arrays[0].float()))
+    if storage == "int8":
+        k, v = (_quantized(t) for t in (k, v))
+    return decode(query[:, :, -2:], k, v, *variants, q_offset="end", return_lse=True)
+
+
+def _quantized(rows: torch.Tensor) -> qkv.Quantized:
+    scales = rows.abs().amax(-1).clamp(min=1e-9) / 127
+    return qkv.Quantized(torch.round(rows / scales[..., None]).to(torch.int8), scales)
+
+
+@pytest.mark.parametrize("storage", ["plain", "int8"])
+def test_a_decoding_step_over_tokens_on_three_ranks(group: Any, storage: str) -> None:
+    found = group(3)(decode_step, storage)
+    query, key, value, *_ = operands()
+    k, v = (t.float() for t in (key, value))
+    if storage == "int8":
+        k, v = (of.values.float() * of.scales[..., None] for of in map(_quantized, (k, v)))
+    k, v = (t.double().repeat_interleave(HEADS // KV_HEADS, dim=1) for t in (k, v))
+    scores = query[:, :, -2:].float().double() @ k.mT / query.shape[-1] ** 0.5
+    scores[..., 0, -1] = -np.inf
+    sinks = CASES["sinks"].arrays[0].float().double()[:, None]
+    lse = torch.logaddexp(torch.logsumexp(scores, -1), sinks)
+    right = torch.exp(scores - lse[..., None]) @ v
+    for out, its_lse in found:
+        torch.testing.assert_close(out.double(), right, rtol=3e-5, atol=3e-5)
+        torch.testing.assert_close(its_lse.double(), lse, rtol=3e-5, atol=3e-5)
+        assert torch.equal(out, found[0][0])
