@@ -76,7 +76,8 @@ class Int8:
 
     def decode(self, stored: tuple[Any, ...], role: Role) -> Any:
         """`Quantized` rows."""
-        return Quantized(*stored, self._offset if role == "key" else None)
+        values, scales = stored
+        return Quantized(values, scales, self._offset if role == "key" else None)
 
 
 _ENCODINGS: dict[str | None, Callable[[], Encoding]] = {None: Unquantized, "int8": Int8}

@@ -18,6 +18,7 @@ from qkv.mechanisms.base.loading import (
 )
 from qkv.mechanisms.base.projected import ProjectedAttention
 from qkv.variants import RoPE
+from qkv.variants.rope import Pairs
 
 __all__ = ["LlamaAttention", "refuse_window", "window_of"]
 
@@ -192,7 +193,7 @@ def _layouts(rope: RoPE | None, given: RoPE | None) -> list[tuple[str, RoPE | No
         return [(f"rope={given!r:.80}", given)]
     if rope is None:
         return [("no rotation", None)]
-    layouts = ("half_split", "interleaved")
+    layouts: tuple[Pairs, ...] = ("half_split", "interleaved")
     order = sorted(layouts, key=lambda layout: layout != rope.layout)
     found: list[tuple[str, RoPE | None]] = [
         (f"rotation with layout {layout!r}", replace(rope, layout=layout)) for layout in order

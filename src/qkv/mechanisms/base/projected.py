@@ -266,9 +266,9 @@ class ProjectedAttention(AttentionMechanism):
         found += self.row_cost(tokens) * both
         if self.sinks:
             found += step("sinks", exp=batch * h * tokens, add=batch * h * tokens)
-        for pairs, heads in self.pairs_of_heads(tokens):
+        for pairs, count in self.pairs_of_heads(tokens):
             each = attention_over_pairs(pairs, tokens, d, d) + self.score_cost(pairs)
-            found += each * (batch * heads)
+            found += each * (batch * count)
         for name, inner, outer in projections[3:]:
             found += projection(name, batch * tokens, inner, outer, self.bias)
         return found

@@ -212,7 +212,7 @@ class Longformer(ProjectedAttention):
             The module is another, as its weights or attributes show.
         """
         require_attributes(module, ("embed_dim", "num_heads", "one_sided_attn_window_size"))
-        names = {}
+        names: dict[str, str] = {}
         for side, name in (("q", "query"), ("k", "key"), ("v", "value")):
             names |= {f"{side}_proj": name, f"{side}_global": f"{name}_global"}
         weights = named_weights(module, names)
