@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv._dynamo import ends_graph
 from qkv.errors import ArgumentError
 from qkv.inspection.steps import softmax
 
@@ -127,6 +128,7 @@ class ScalingCurve:
         figure.axes[-1].legend(*figure.axes[0].get_legend_handles_labels(), loc="center")
 
 
+@ends_graph
 def scaling_curve(
     d_k: Sequence[int] = _LENGTHS,
     *,

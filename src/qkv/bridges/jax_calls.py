@@ -13,8 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from qkv.arrays import library_of, view_beside
+from qkv.arrays import library_of
 from qkv.arrays.jax_arrays import JaxArrays
+from qkv.arrays.views import view_beside
 from qkv.bridges import jax_rules as rules
 from qkv.bridges.jax_operations import PROCESS, Operation
 from qkv.call.attend import attend

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkv.arrays import is_array, library_of, view_beside
+from qkv.arrays import is_array, library_of
 from qkv.arrays.torch_arrays import TorchArrays, check_dense
+from qkv.arrays.views import view_beside
 from qkv.backends import device_backend
 from qkv.bridges import torch_functions as functions
 from qkv.bridges.torch_openmp import on_torch_threads
@@ -27,11 +28,12 @@ from qkv.call.attend import attend
 from qkv.call.bound import ARRAY_TYPES, BoundCall, Structure, bind
 from qkv.call.device_call import check_device_call, is_device_call
 from qkv.call.flatten import declared_fields, hold, keep_for_good
+from qkv.call.merging import merge_parts
 from qkv.call.options import OptionValues
 from qkv.errors import ArgumentError, QkvError, UnsupportedError
 from qkv.problem.stored_rows import Paged, Quantized
 
-__all__ = ["attention"]
+__all__ = ["attention", "merge_in_graph"]
 
 
 def attention(
@@ -182,8 +184,30 @@ def _attend_on_device(
 
 @_constant_result
 def _tell_dynamo() -> None:
-    """Dynamo runs this before it reads the call that becomes a node: only now is it imported."""
+    """Dynamo runs this before it reads a call that becomes a node: only now is it imported."""
     torch.compiler.allow_in_graph(_attend_on_device)
+    torch.compiler.allow_in_graph(_merge_tensors)
+
+
+def merge_in_graph(parts: tuple[tuple[Any, Any], ...], layout: Any) -> Any:
+    """`qkv.merge` as one node of the graph that Dynamo writes; None if Dynamo does not read this.
+
+    The node runs on stand-ins, where torch sees what it is made of.
+    """
+    if not torch.compiler.is_dynamo_compiling():
+        return None
+    for out, lse in parts:
+        if not (isinstance(out, Tensor) and isinstance(lse, Tensor)):
+            raise UnsupportedError(
+                "torch compiles this call of merge, and a part is not of tensors.",
+                action="Pass torch.as_tensor of its arrays.",
+            )
+    _tell_dynamo()
+    return _merge_tensors(parts, layout)
+
+
+def _merge_tensors(parts: Any, layout: Any) -> Any:
+    return merge_parts(parts, layout, torch)
 
 
 def _on_device(bound: BoundCall, return_lse: bool) -> Any:

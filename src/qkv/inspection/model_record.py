@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.arrays import view
+from qkv.arrays.views import view
 from qkv.errors import ArgumentError
 from qkv.inspection import model_file
 from qkv.inspection.head_scores import SCORES, HeadScores, head_scores, kind_of

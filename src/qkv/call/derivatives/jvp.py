@@ -9,7 +9,8 @@ from typing import Any, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.arrays import view
+from qkv._dynamo import ends_graph
+from qkv.arrays.views import view
 from qkv.backends.blocked import BLOCK_KV, BLOCK_Q
 from qkv.call.bound import BoundCall, bind
 from qkv.call.checked import CheckedCall, check_call
@@ -67,6 +68,7 @@ class Tangents:
     of_variants: Sequence[tuple[Any, Any, Any]] = ()
 
 
+@ends_graph
 @with_options
 def jvp(
     query: Any,

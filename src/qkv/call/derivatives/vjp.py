@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Unpack
 
-from qkv.arrays import view
+from qkv._dynamo import ends_graph
+from qkv.arrays.views import view
 from qkv.call.attend import attend
 from qkv.call.bound import BoundCall, bind
 from qkv.call.checked import CheckedCall
@@ -19,6 +20,7 @@ from qkv.partial import Partial
 __all__ = ["Gradients", "Pullback", "vjp"]
 
 
+@ends_graph
 @with_options
 def vjp(
     query: Any,
