@@ -30,7 +30,7 @@ from qkv.call.device_call import check_device_call, is_device_call
 from qkv.call.flatten import declared_fields, hold, keep_for_good
 from qkv.call.merging import merge_parts
 from qkv.call.options import OptionValues
-from qkv.errors import ArgumentError, QkvError, UnsupportedError
+from qkv.errors import QkvError, UnsupportedError
 from qkv.problem.stored_rows import Paged, Quantized
 
 __all__ = ["attention", "merge_in_graph"]
@@ -117,6 +117,11 @@ def _compiled(
             action="Call it outside of torch.compile, or gather the rows into a tensor first.",
         )
     _tell_dynamo()
+    for variant in variants:
+        if hasattr(variant, "tree_flatten") and _kept_number(variant) < 0:
+            from qkv.bridges.torch_outside import attention_outside
+
+            return attention_outside(query, key, value, variants, options, return_lse)
     bound = bind(query, key, value, variants, options, _keep)
     query, key, value, *tensors = [_tensor(leaf) for leaf in bound.leaves]
     operands = _autocast(query, key, value)
@@ -138,7 +143,14 @@ _constant_result(declared_fields)
 
 
 def _keep_if_whole(variant: Any) -> int:
-    return keep_for_good(variant) if vars(variant) else -1
+    """A number for a variant; none of one that Dynamo has no fields of, or that reads tensors."""
+    if not vars(variant):
+        return -1
+    if hasattr(type(variant), "tree_flatten"):
+        _, arrays = variant.tree_flatten()
+        if any(isinstance(array, Tensor) for array in arrays):
+            return -1
+    return keep_for_good(variant)
 
 
 _kept_number = _constant_result(_keep_if_whole)
@@ -147,16 +159,8 @@ _kept_number = _constant_result(_keep_if_whole)
 def _keep(variant: Any) -> int:
     """Compiled code, and what it names, may live as long as the process. It takes score mods that
     were made outside it, and their arrays, as constants.
-
-    Those that are made inside come as objects without their fields. Dynamo ends its graph at the
-    error and calls the function as it is, or, with `fullgraph`, raises it.
     """
     number: int = _kept_number(variant)
-    if number < 0:
-        raise ArgumentError(
-            "a score mod is made inside of a function that torch compiles as a whole.",
-            action="Make it before: compiled code takes score mods as constants.",
-        )
     return number
 
 
