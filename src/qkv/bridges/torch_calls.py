@@ -19,6 +19,7 @@ from qkv.arrays.torch_arrays import TorchArrays, check_dense
 from qkv.arrays.views import view_beside
 from qkv.backends import device_backend
 from qkv.bridges import torch_functions as functions
+from qkv.bridges.learnable import refuse_constants, with_scale
 from qkv.bridges.torch_openmp import on_torch_threads
 from qkv.bridges.torch_operators import contiguous
 from qkv.bridges.torch_prepared import looks_on, prepare, run_latest, run_prepared
@@ -27,7 +28,7 @@ from qkv.bridges.torch_training import prepare_training
 from qkv.call.attend import attend
 from qkv.call.bound import ARRAY_TYPES, BoundCall, Structure, bind
 from qkv.call.device_call import check_device_call, is_device_call
-from qkv.call.flatten import declared_fields, hold, keep_for_good
+from qkv.call.flatten import declared_fields, hold, keep_for_good, names_objects
 from qkv.call.merging import merge_parts
 from qkv.call.options import OptionValues
 from qkv.errors import QkvError, UnsupportedError
@@ -45,6 +46,8 @@ def attention(
     return_lse: bool,
 ) -> Any:
     """See `qkv.attention`."""
+    if isinstance(options.scale, Tensor) and _is_learned(options.scale, query):
+        query, options = with_scale(query, options)
     if torch.compiler.is_dynamo_compiling():
         return _compiled(query, key, value, variants, options, return_lse)
     bound = bind(query, key, value, variants, options)
@@ -56,9 +59,28 @@ def attention(
             found = run_step(bound, return_lse)
             if found is None:
                 found = run_prepared(bound, return_lse)
-            return _attend(bound, return_lse) if found is None else found
+            if found is not None:
+                return found
+            refuse_constants(variants, _is_tracked, ".detach()")
+            return _attend(bound, return_lse)
     except QkvError as error:
         raise error.with_action(_LIBRARY.in_words(error.action)) from None
+
+
+def _wants_gradient(array: Any) -> bool:
+    return isinstance(array, Tensor) and array.requires_grad and torch.is_grad_enabled()
+
+
+def _is_tracked(array: Any) -> bool:
+    return isinstance(array, Tensor) and _LIBRARY.is_tracked(array)
+
+
+def _is_learned(scale: Tensor, query: Any) -> bool:
+    """Whether torch has to see what a scale does; one for each head is one of its operations."""
+    if not isinstance(query, Tensor):
+        return False
+    compiling = torch.compiler.is_dynamo_compiling()
+    return bool(scale.ndim) or compiling or _is_tracked(scale)
 
 
 def _attend(bound: BoundCall, return_lse: bool) -> Any:
@@ -117,6 +139,7 @@ def _compiled(
             action="Call it outside of torch.compile, or gather the rows into a tensor first.",
         )
     _tell_dynamo()
+    refuse_constants(variants, _wants_gradient, ".detach()")
     for variant in variants:
         if hasattr(variant, "tree_flatten") and _kept_number(variant) < 0:
             from qkv.bridges.torch_outside import attention_outside
@@ -126,6 +149,8 @@ def _compiled(
     query, key, value, *tensors = [_tensor(leaf) for leaf in bound.leaves]
     operands = _autocast(query, key, value)
     text = _text(tuple(bound.structure))
+    if torch.compiler.is_exporting() and _names_objects(text):
+        raise _not_portable()
     if not operands[0].is_cpu or _is_of_a_device(options.backend):
         return _attend_on_device(*operands, tensors, text, return_lse)
     out, lse = functions.attend(*operands, tensors, text)
@@ -224,8 +249,21 @@ def _on_device(bound: BoundCall, return_lse: bool) -> Any:
     return (out, lse) if return_lse else out
 
 
+_names_objects = _constant_result(names_objects)
+
+
+def _not_portable() -> UnsupportedError:
+    return UnsupportedError(
+        "this call is exported with a variant that only this process knows.",
+        action="Make its class a dataclass with roles, in a module that can be imported; export a "
+        "ScoreMod of operators and functions whose arrays are tensors with strict=False.",
+    )
+
+
 def _hold_if_seen(structure: Structure) -> None:
     """Whatever looks on may write the text of the structure down."""
+    if torch.compiler.is_exporting() and names_objects(structure.text):
+        raise _not_portable()
     if torch._C._len_torch_dispatch_stack() > 0:
         hold(structure)
 
