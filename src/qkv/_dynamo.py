@@ -28,8 +28,9 @@ _RULES = "torch._dynamo.trace_rules"
 
 READABLE = (
     "__init__.py", "_api.py", "arrays/__init__.py", "backends/__init__.py", "backends/torch",
-    "bridges/__init__.py", "bridges/learnable.py", "bridges/torch_batches.py", "bridges/torch_calls.py",
-    "bridges/torch_functions.py", "bridges/torch_groups.py", "bridges/torch_operators.py",
+    "bridges/__init__.py", "bridges/learnable.py", "bridges/torch_batches.py",
+    "bridges/torch_calls.py", "bridges/torch_functions.py", "bridges/torch_groups.py",
+    "bridges/torch_operators.py",
     "call/__init__.py", "call/bound.py", "call/flatten.py", "call/options.py",
     "call/unknown_keywords.py", "errors.py", "hf", "mechanisms", "positions", "torch",
     "variants",
@@ -37,15 +38,15 @@ READABLE = (
 """Files and folders that Dynamo may read: they hand no address to compiled code."""
 
 
-def ends_graph(function: Function, name: str | None = None) -> Function:
+def ends_graph(function: Function, name: str | None = None, reason: str | None = None) -> Function:
     """Mark a function at which Dynamo ends its graph, so that torch's error says why.
 
-    `name` is what the caller knows the function as. The attributes are those that
-    `torch.compiler.disable` sets on what it returns.
+    `name` is what the caller knows the function as, `reason` another one. The attributes
+    are those that `torch.compiler.disable` sets on what it returns.
     """
     marked: Any = function
     marked._torchdynamo_disable = True
-    marked._torchdynamo_disable_msg = (
+    marked._torchdynamo_disable_msg = reason or (
         f"{name or f'qkv.{function.__name__}'} computes on the memory of its arrays, which a graph "
         "does not have. Call it outside of the compiled function, or compile without "
         "fullgraph=True; qkv.attention of tensors is part of graphs, and torch differentiates it"

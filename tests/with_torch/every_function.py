@@ -42,7 +42,7 @@ def cases(query: Any, key: Any, value: Any) -> dict[str, Any]:
         "merge": lambda q: qkv.merge(part(q, 0, 3), part(q, 3, 6))[0],
         "get_num_threads": lambda q: (qkv.get_num_threads(), q),
         "set_num_threads": lambda q: (qkv.set_num_threads(None), q),
-        "scaling_curve": lambda q: (str(qkv.scaling_curve(d_ks=(2, 4), trials=2)), q),
+        "scaling_curve": lambda q: (str(qkv.scaling_curve()), q),
         "Record": lambda q: (record.entropy, record.top(2)[0], record.received),
         "LazyWeights": lambda q: (record.weights[0, 0, 0], q),
         "Pullback": lambda q: pullback(q).key,
@@ -95,6 +95,7 @@ def main(kind: str) -> None:
     functions = {n for n in qkv.__all__ if inspect.isfunction(getattr(qkv, n))}
     operands = [torch.from_numpy(a) if kind == "tensors" else a for a in ARRAYS]
     every = cases(*operands)
+    torch.compile(torch.sin, backend="eager")(torch.ones(2))  # Imports what children share.
     print(*[f"{name} has no case" for name in functions - set(every)], sep="\n", flush=True)
     for name, function in every.items():
         for fullgraph in (True, False):

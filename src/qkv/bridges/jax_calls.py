@@ -39,9 +39,9 @@ def attention(
 ) -> Any:
     """See `qkv.attention`."""
     scale = options.scale
-    if isinstance(query, jax.Array) and isinstance(scale, jax.Array):
-        if scale.ndim or isinstance(scale, jax.core.Tracer):
-            query, options = with_scale(query, options)
+    of_jax = isinstance(query, jax.Array) and isinstance(scale, jax.Array)
+    if of_jax and (scale.ndim or isinstance(scale, jax.core.Tracer)):
+        query, options = with_scale(query, options)
     bound = bind(query, key, value, variants, options)
     structure, leaves = bound
     if any(isinstance(array, jax.core.Tracer) for array in leaves):

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qkv._dynamo import ends_graph
 from qkv.arrays import is_array, library_of
 from qkv.arrays.torch_arrays import TorchArrays, check_dense
 from qkv.arrays.views import view_beside
@@ -31,7 +32,7 @@ from qkv.call.device_call import check_device_call, is_device_call
 from qkv.call.flatten import declared_fields, hold, keep_for_good, names_objects
 from qkv.call.merging import merge_parts
 from qkv.call.options import OptionValues
-from qkv.errors import QkvError, UnsupportedError
+from qkv.errors import ArgumentError, QkvError, UnsupportedError
 from qkv.problem.stored_rows import Paged, Quantized
 
 __all__ = ["attention", "merge_in_graph"]
@@ -141,7 +142,7 @@ def _compiled(
     _tell_dynamo()
     refuse_constants(variants, _wants_gradient, ".detach()")
     for variant in variants:
-        if hasattr(variant, "tree_flatten") and _kept_number(variant) < 0:
+        if _stays_whole(variant) and _kept_number(variant) < 0:
             from qkv.bridges.torch_outside import attention_outside
 
             return attention_outside(query, key, value, variants, options, return_lse)
@@ -150,7 +151,7 @@ def _compiled(
     operands = _autocast(query, key, value)
     text = _text(tuple(bound.structure))
     if torch.compiler.is_exporting() and _names_objects(text):
-        raise _not_portable()
+        _refuse_export()
     if not operands[0].is_cpu or _is_of_a_device(options.backend):
         return _attend_on_device(*operands, tensors, text, return_lse)
     out, lse = functions.attend(*operands, tensors, text)
@@ -186,7 +187,18 @@ def _keep(variant: Any) -> int:
     were made outside it, and their arrays, as constants.
     """
     number: int = _kept_number(variant)
+    if number < 0:
+        raise ArgumentError(
+            "a mask is made of a variant that is made inside of a function that torch compiles.",
+            action="Make it before: compiled code takes such variants as constants.",
+        )
     return number
+
+
+def _stays_whole(variant: Any) -> bool:
+    """Whether a variant declares nothing of what it holds."""
+    kind = type(variant)
+    return hasattr(kind, "lower") and getattr(kind, "roles", None) is None
 
 
 def _is_device_backend(name: str) -> bool:
@@ -252,18 +264,24 @@ def _on_device(bound: BoundCall, return_lse: bool) -> Any:
 _names_objects = _constant_result(names_objects)
 
 
-def _not_portable() -> UnsupportedError:
-    return UnsupportedError(
-        "this call is exported with a variant that only this process knows.",
-        action="Make its class a dataclass with roles, in a module that can be imported; export a "
-        "ScoreMod of operators and functions whose arrays are tensors with strict=False.",
-    )
+_NOT_PORTABLE = "this call is exported with a variant that only this process knows"
+_INSTEAD = (
+    "Make its class a dataclass with roles, in a module that can be imported; export a ScoreMod of "
+    "operators and functions, whose arrays are tensors, with strict=False."
+)
+
+
+def _refuse_export() -> None:
+    raise UnsupportedError(f"{_NOT_PORTABLE}.", action=_INSTEAD)
+
+
+ends_graph(_refuse_export, reason=f"{_NOT_PORTABLE}. {_INSTEAD}")
 
 
 def _hold_if_seen(structure: Structure) -> None:
     """Whatever looks on may write the text of the structure down."""
     if torch.compiler.is_exporting() and names_objects(structure.text):
-        raise _not_portable()
+        _refuse_export()
     if torch._C._len_torch_dispatch_stack() > 0:
         hold(structure)
 

@@ -75,10 +75,10 @@ class Expr:
 
     __float__ = __int__ = __index__ = __len__ = __iter__ = _refuse_number
 
-    def __pow__(self, exponent: Any) -> Expr:
+    def __pow__(self, exponent: Any) -> Any:
         return functions.power(self, exponent)
 
-    def __rpow__(self, base: Any) -> Expr:
+    def __rpow__(self, base: Any) -> Any:
         return functions.power(base, self)
 
     def _refuse_operator(self, *_: Any) -> Any:

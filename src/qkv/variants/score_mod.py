@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import builtins
 import inspect
 import math
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,7 +16,14 @@ from qkv.errors import ArgumentError
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
 from qkv.problem.expressions import Var, text
-from qkv.problem.reading import Reading, explained, in_words, kind_of_table
+from qkv.problem.reading import (
+    Reading,
+    explained,
+    global_names,
+    in_words,
+    kind_of_table,
+    with_replaced_values,
+)
 from qkv.problem.symbols import Expr, Table, as_node
 from qkv.variants.base import Expression, Opaque, Variant
 
@@ -84,7 +90,7 @@ class ScoreMod(Variant):
         constants = _captured_values(self.fn, arrays)
         if constants is not None or not _is_plain(self.fn):
             return _Function(self.fn, constants), arrays
-        reading = Reading(_with_replaced_values)
+        reading = Reading(with_replaced_values)
         with explained(self.fn):
             result = reading.read(self.fn, *[Expr(Var(name)) for name in _ARGUMENTS])
         _check_result(result)
@@ -99,7 +105,7 @@ class ScoreMod(Variant):
             function.check_constants()
         following = iter(arrays)
         made = object.__new__(cls)
-        fn = _with_replaced_values(function.thing, lambda v: next(following) if _is_array(v) else v)
+        fn = with_replaced_values(function.thing, lambda v: next(following) if _is_array(v) else v)
         object.__setattr__(made, "fn", fn)
         return made
 
@@ -117,7 +123,7 @@ class ScoreMod(Variant):
             return value
 
         with explained(self.fn):
-            result = _with_replaced_values(self.fn, symbol)(
+            result = with_replaced_values(self.fn, symbol)(
                 builder.score, builder.batch, builder.head, builder.q_pos, builder.kv_pos
             )
         _check_result(result)
@@ -212,12 +218,12 @@ class _Function(Opaque):
             table = Table(f"t{next(count)}", kind_of_table(value), tuple(map(int, value.shape)))
             return table if len(value.shape) else table[()]
 
-        result = _with_replaced_values(self.thing, symbol)(*[Expr(Var(n)) for n in _ARGUMENTS])
+        result = with_replaced_values(self.thing, symbol)(*[Expr(Var(n)) for n in _ARGUMENTS])
         return in_words(as_node(result))
 
     def without_arrays(self) -> _Function:
         """An equal one that keeps none of the function's arrays alive."""
-        fn = _with_replaced_values(self.thing, lambda v: _ArrayPlaceholder() if _is_array(v) else v)
+        fn = with_replaced_values(self.thing, lambda v: _ArrayPlaceholder() if _is_array(v) else v)
         return _Function(fn, self.constants)
 
 
@@ -269,7 +275,7 @@ def _values_of(fn: types.FunctionType) -> list[Any]:
         *[cell.cell_contents for cell in fn.__closure__ or ()],
         *(fn.__defaults__ or ()),
         *(fn.__kwdefaults__ or {}).values(),
-        *[scope[name] for name in _global_names(fn.__code__) if name in scope],
+        *[scope[name] for name in global_names(fn.__code__) if name in scope],
     ]
 
 
@@ -295,40 +301,3 @@ def _constant_key(value: Any, arrays: list[Any], outer: tuple[Any, ...]) -> tupl
         entries = [_constant_key(entry, within, outer) for entry in value]
         return None if None in entries or within else (tuple, *entries)
     return None
-
-
-def _with_replaced_values(
-    fn: Callable[..., Any], symbol: Callable[[Any], Any]
-) -> Callable[..., Any]:
-    """The function with values replaced: in closure, defaults and the globals that it names."""
-    if isinstance(fn, partial):
-        return partial(
-            _with_replaced_values(fn.func, symbol),
-            *map(symbol, fn.args),
-            **{name: symbol(value) for name, value in fn.keywords.items()},
-        )
-    if isinstance(fn, types.MethodType):
-        return types.MethodType(_with_replaced_values(fn.__func__, symbol), symbol(fn.__self__))
-    if not isinstance(fn, types.FunctionType):
-        call = getattr(type(fn), "__call__", None)  # noqa: B004 - it is looked at, not tested
-        if not isinstance(call, types.FunctionType):
-            return fn
-        return types.MethodType(_with_replaced_values(call, symbol), symbol(fn))
-    closure = fn.__closure__ and tuple(
-        types.CellType(symbol(cell.cell_contents)) for cell in fn.__closure__
-    )
-    defaults = fn.__defaults__ and tuple(map(symbol, fn.__defaults__))
-    keyword_defaults = fn.__kwdefaults__ and {k: symbol(v) for k, v in fn.__kwdefaults__.items()}
-    scope = dict(fn.__globals__)
-    scope.update({n: symbol(scope[n]) for n in _global_names(fn.__code__) if n in scope})
-    scope.setdefault("__builtins__", builtins)
-    made = types.FunctionType(fn.__code__, scope, fn.__name__, defaults, closure)
-    made.__kwdefaults__ = keyword_defaults
-    return made
-
-
-@lru_cache(maxsize=256)
-def _global_names(code: types.CodeType) -> tuple[str, ...]:
-    """Names that the code looks up, those of functions inside it too, in a fixed order."""
-    inner = [_global_names(const) for const in code.co_consts if isinstance(const, types.CodeType)]
-    return tuple(sorted({*code.co_names, *(name for names in inner for name in names)}))
