@@ -42,7 +42,7 @@ def cases(query: Any, key: Any, value: Any) -> dict[str, Any]:
         "merge": lambda q: qkv.merge(part(q, 0, 3), part(q, 3, 6))[0],
         "get_num_threads": lambda q: (qkv.get_num_threads(), q),
         "set_num_threads": lambda q: (qkv.set_num_threads(None), q),
-        "scaling_curve": lambda q: (str(qkv.scaling_curve()), q),
+        "scaling_curve": lambda q: (str(qkv.scaling_curve((2, 4), draws=10)), q),
         "Record": lambda q: (record.entropy, record.top(2)[0], record.received),
         "LazyWeights": lambda q: (record.weights[0, 0, 0], q),
         "Pullback": lambda q: pullback(q).key,

@@ -12,6 +12,11 @@ from torch.testing import assert_close
 import qkv
 from qkv.torch import scaled_dot_product_attention
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),
+]
+
 GENERATOR = torch.Generator().manual_seed(1)
 Q, K, V = (torch.randn(2, 4, 7, 8, generator=GENERATOR, dtype=torch.float64) for _ in range(3))
 BIAS = torch.randn(4, 1, 7, generator=GENERATOR, dtype=torch.float64)

@@ -15,6 +15,11 @@ from torch.testing import assert_close
 import qkv
 import qkv.torch
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),
+]
+
 GENERATOR = torch.Generator().manual_seed(0)
 QUERY, KEY, VALUE = (
     torch.randn(2, 2, 9, 8, generator=GENERATOR, dtype=torch.float64) for _ in range(3)
@@ -23,9 +28,9 @@ BATCH, HEAD = torch.arange(2)[:, None, None, None], torch.arange(2)[:, None, Non
 Q_POS, KV_POS = torch.arange(9)[:, None], torch.arange(9)
 
 
-def written_out(mod: Any, query: torch.Tensor) -> torch.Tensor:
+def written_out(mod: Any, query: torch.Tensor, dtype: Any = torch.int64) -> torch.Tensor:
     """torch's formula with whole matrices, where the mod gets matrices of positions."""
-    scores = mod(query @ KEY.mT * 8**-0.5, BATCH, HEAD, Q_POS, KV_POS)
+    scores = mod(query @ KEY.mT * 8**-0.5, BATCH, HEAD, Q_POS.to(dtype), KV_POS.to(dtype))
     return scores.softmax(-1) @ VALUE
 
 
@@ -56,7 +61,8 @@ def test_functions_of_torch(name: str) -> None:
     found = []
     for function in (
         lambda q: qkv.attention(q, KEY, VALUE, qkv.ScoreMod(mod)),
-        partial(written_out, mod),
+        # torch computes with integers and Python's numbers in float32.
+        partial(written_out, mod, dtype=torch.float64),
     ):
         query = QUERY.clone().requires_grad_()
         out = function(query)
@@ -162,8 +168,8 @@ def test_masks_that_are_functions() -> None:
 
 
 def test_what_is_no_function_of_scores_says_what_is() -> None:
+    mod = qkv.ScoreMod(lambda s, b, h, i, j: torch.softmax(s, -1))
     with pytest.raises(qkv.ArgumentError, match=r"softmax is not part(.|\n)*sigmoid"):
-        mod = qkv.ScoreMod(lambda s, b, h, i, j: torch.softmax(s, -1))
         qkv.attention(QUERY, KEY, VALUE, mod)
 
 
