@@ -34,9 +34,12 @@ RIGHT = torch.func.grad(lambda b: expanded(OF_TORCH, b))(BIAS)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_an_expanded_bias_has_the_sum(compiled: bool) -> None:
     bias = BIAS.clone().requires_grad_()
-    attend = scaled_dot_product_attention
-    attend = torch.compile(attend, backend="aot_eager") if compiled else attend
-    assert_close(torch.autograd.grad(expanded(attend, bias), bias)[0], RIGHT)
+
+    def loss(bias: torch.Tensor) -> torch.Tensor:
+        return expanded(scaled_dot_product_attention, bias)
+
+    function = torch.compile(loss, backend="aot_eager") if compiled else loss
+    assert_close(torch.autograd.grad(function(bias), bias)[0], RIGHT)
 
 
 def test_an_expanded_bias_in_transformations() -> None:
