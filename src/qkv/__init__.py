@@ -15,6 +15,7 @@ from importlib import import_module as _import_module
 from typing import Any as _Any
 
 from qkv._api import attention, inspect, merge, plan
+from qkv._dynamo import watch as _watch
 from qkv._threads import get_num_threads, set_num_threads
 from qkv._version import __version__
 from qkv.call.derivatives.jvp import Tangents, jvp
@@ -162,6 +163,7 @@ def _summary(shown: _Any, tokens: _Sequence[str] | None, batch: int) -> str:
     return text
 
 
+_watch()
 _write_pages_with(_page)
 _write_summaries_with(_summary)
 

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Any, Unpack
 
 import numpy as np
 
-from qkv.arrays import is_array, library_of, namespace, view
+from qkv._dynamo import ends_graph
+from qkv.arrays import is_array
 from qkv.backends import Progress
 from qkv.bridges import bridge_of
 from qkv.call.attend import attend
 from qkv.call.bound import bind
 from qkv.call.dispatch import checked
 from qkv.call.inspected import attend_for_inspection
+from qkv.call.merging import merge_parts
 from qkv.call.options import DEFAULTS, Options, option_values, with_options
-from qkv.errors import ArgumentError, ShapeError
+from qkv.errors import ArgumentError
 from qkv.inspection.record import Record
-from qkv.partial import Partial
-from qkv.partial import merge as merge_partials
 from qkv.planning import Plan, make_plan
 from qkv.problem.check import Layout
 
@@ -99,6 +98,7 @@ def attention(
     return (found.out, found.lse) if return_lse else found.out
 
 
+@ends_graph
 @with_options
 def inspect(
     query: Any,
@@ -159,6 +159,7 @@ def inspect(
     return Record(found, progress)
 
 
+@ends_graph
 @with_options
 def plan(
     query: Any,
@@ -246,36 +247,6 @@ def merge(*parts: tuple[Any, Any], layout: Layout = "bhld") -> tuple[Any, Any]:
                 f"merge was given a {type(part).__name__}, not a pair (out, lse) of arrays.",
                 action="Pass what attention returns with return_lse=True.",
             )
-    first = parts[0][0]
-    library = library_of(first, "out")
-    is_tracked = any(library.is_tracked(a) for a in (*chain(*parts),) if is_array(a))
-    on_cpu = getattr(getattr(first, "device", None), "type", "cpu") == "cpu"
-    # NumPy gives every library the same bits; others are needed only for gradients or devices.
-    xp = namespace(first, "out") if is_tracked or not on_cpu else np
-    is_blhd = layout == "blhd" and len(np.shape(first)) > 2
-    partials: list[Partial] = []
-    for out, lse in parts:
-        array, lse_array = (view(out, "out"), view(lse, "lse")) if xp is np else (out, lse)
-        array = array.swapaxes(-3, -2) if is_blhd else array
-        expected = partials[0].out.shape if partials else array.shape
-        if lse_array.shape != array.shape[:-1] or array.shape != expected:
-            raise ShapeError(
-                f"out has shape {tuple(array.shape)} and lse {tuple(lse_array.shape)}; they do not "
-                "fit each other or the first part.",
-                [(f"part {i}", f"out {np.shape(o)}, lse {np.shape(s)}")
-                 for i, (o, s) in enumerate(parts)],
-                "Merge parts of the same queries, each with its own lse.",
-            )  # fmt: skip
-        compute_dtype = xp.float64 if array.dtype == xp.float64 else xp.float32
-        partials.append(Partial(_cast(array, compute_dtype), _cast(lse_array, compute_dtype)))
-    merged = merge_partials(partials, xp)
-    out = _cast(merged.out, view(first, "out").dtype if xp is np else first.dtype)
-    out = out.swapaxes(-3, -2) if is_blhd else out
-    if xp is not np:
-        return out, merged.lse
-    return library.restore(np.ascontiguousarray(out)), library.restore(merged.lse)
-
-
-def _cast(array: Any, dtype: Any) -> Any:
-    """An array of any library in another type."""
-    return array.astype(dtype) if hasattr(array, "astype") else array.to(dtype)
+    traced = getattr(bridge_of(parts[0][0]), "merge_in_graph", None)
+    found = None if traced is None else traced(parts, layout)
+    return merge_parts(parts, layout) if found is None else found

@@ -8,6 +8,7 @@ import os
 from functools import lru_cache
 from pathlib import Path
 
+from qkv._dynamo import ends_graph
 from qkv.errors import ArgumentError
 
 __all__ = ["get_num_threads", "set_num_threads"]
@@ -19,6 +20,7 @@ _DIGITS = 20
 _num_threads: int | None = None
 
 
+@ends_graph
 def set_num_threads(num_threads: int | None) -> None:
     """Choose how many threads compiled code uses, `1 <= num_threads <= 4096`, in this process.
 
@@ -60,6 +62,7 @@ def set_num_threads(num_threads: int | None) -> None:
     _num_threads = number
 
 
+@ends_graph
 def get_num_threads() -> int:
     """How many threads compiled code may use, `>= 1`.
 

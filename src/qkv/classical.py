@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.arrays import view
+from qkv.arrays.views import view
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.inspection.explain import explain, selected_indices
 from qkv.inspection.steps import softmax

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv._dynamo import ends_graph
 from qkv.declarations import checked, shown
 from qkv.errors import ArgumentError
 from qkv.inspection.steps import softmax
@@ -135,6 +136,7 @@ _LONGEST_ROW = 10**4
 """Of d_k; as many rows as `_PAIRS` of it take 1.6 GB."""
 
 
+@ends_graph
 @checked
 def scaling_curve(
     d_k: Sequence[int] = _LENGTHS,

@@ -12,8 +12,8 @@ from torch.autograd import gradcheck
 from torch.testing import assert_close
 
 import qkv
-from qkv.arrays import view
 from qkv.arrays.torch_arrays import TorchArrays
+from qkv.arrays.views import view
 from qkv.testing import cases
 
 # torch.func and torch's compiler use what torch has deprecated.

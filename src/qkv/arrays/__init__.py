@@ -15,12 +15,9 @@ from numpy.typing import NDArray
 
 from qkv._forks import importing
 from qkv.arrays.numpy_arrays import NumpyArrays
-from qkv.errors import ArgumentError, DTypeError, UnsupportedError
+from qkv.errors import ArgumentError, DTypeError
 
-__all__ = [
-    "ArrayLibrary", "has_shape", "is_array", "kind_of", "library_of", "namespace", "view",
-    "view_beside",
-]  # fmt: skip
+__all__ = ["ArrayLibrary", "has_shape", "is_array", "kind_of", "library_of", "namespace"]
 
 
 class ArrayLibrary(Protocol):
@@ -129,27 +126,6 @@ def _no_array_error(given: Any, role: str) -> DTypeError:
     return DTypeError(
         f"{role} is a {name}, not an array.", action="Pass an array of NumPy, torch or JAX."
     )
-
-
-def view(array: Any, role: str) -> NDArray[Any]:
-    """A NumPy view of an array of any library."""
-    return np.asarray(library_of(array, role).view(array, role))
-
-
-def view_beside(query: ArrayLibrary, array: Any, role: str) -> NDArray[Any]:
-    """A NumPy view of an array that stands beside a query of the library given.
-
-    The output is an array of the query's library. An array that another library differentiates or
-    traces is refused, because that library would lose the gradient without an error.
-    """
-    library = library_of(array, role, query)
-    if library.name != query.name and library.is_tracked(array):
-        raise UnsupportedError(
-            f"{library.name} differentiates or traces {role}, and the output, like query, would be "
-            f"an array of {query.name}, which {library.name} cannot follow.",
-            action=f"Pass query as an array of {library.name}.",
-        )
-    return np.asarray(library.view(array, role))
 
 
 def namespace(array: Any, role: str) -> Any:

@@ -13,10 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from qkv.arrays import library_of, view_beside
+from qkv.arrays import library_of
 from qkv.arrays.jax_arrays import JaxArrays
+from qkv.arrays.views import view_beside
 from qkv.bridges import jax_rules as rules
 from qkv.bridges.jax_operations import PROCESS, Operation
+from qkv.bridges.learnable import with_scale
 from qkv.call.attend import attend
 from qkv.call.bound import BoundCall, bind
 from qkv.call.flatten import hold
@@ -36,6 +38,10 @@ def attention(
     return_lse: bool,
 ) -> Any:
     """See `qkv.attention`."""
+    scale = options.scale
+    of_jax = isinstance(query, jax.Array) and isinstance(scale, jax.Array)
+    if of_jax and (scale.ndim or isinstance(scale, jax.core.Tracer)):
+        query, options = with_scale(query, options)
     bound = bind(query, key, value, variants, options)
     structure, leaves = bound
     if any(isinstance(array, jax.core.Tracer) for array in leaves):

@@ -5,7 +5,8 @@
     second      inputs, grad_out, grad_lse, along                 -> the wanted gradients
 
 `inputs` are the leaves of a bound call: query, key, value and the arrays of its variants; `along`
-the cotangents of gradients. `lse_rest` is what rounding took from lse, NaN where that is not known.
+the cotangents of gradients. `lse_rest` is what rounding took from lse, the
+largest finite number where that is not known, since `jax_debug_nans` would stop at NaN.
 `unrounded` is the output before it was rounded to 16 bits, and takes its place on the way back.
 
 Under `jax.vmap` every array has more dimensions in front, of size 1 where it is the same for all.
@@ -149,7 +150,8 @@ def _forward(operation: Operation, inputs: Sequence[Array], results: Sequence[Ar
     unrounded = found.out if found.unrounded is None else found.unrounded
     arrays = found.out, found.lse, found.lse_rest, unrounded
     for array, result in zip(arrays, results, strict=False):
-        result[...] = np.nan if array is None else array.reshape(result.shape)
+        unknown = array is None
+        result[...] = np.finfo(result.dtype).max if unknown else array.reshape(result.shape)
 
 
 def _backward(operation: Operation, inputs: Sequence[Array], results: Sequence[Array]) -> None:
@@ -158,7 +160,8 @@ def _backward(operation: Operation, inputs: Sequence[Array], results: Sequence[A
     grad_lse = inputs[count + 4] if len(inputs) > count + 4 else None
     wanted = operation.wanted or ()
     leaves = [n for n in wanted if n >= 3]
-    residuals = Residuals(out, lse, lse_rest)
+    unknown = lse_rest == np.finfo(lse_rest.dtype).max
+    residuals = Residuals(out, lse, np.where(unknown, np.nan, lse_rest))
     found = pull_back(_bound(operation, inputs[:count]), residuals, grad_out, grad_lse, leaves)
     _fill(results, wanted, found, count)
 

@@ -14,10 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkv.arrays import is_array, library_of, view_beside
+from qkv._dynamo import ends_graph
+from qkv.arrays import is_array, library_of
 from qkv.arrays.torch_arrays import TorchArrays, check_dense
+from qkv.arrays.views import view_beside
 from qkv.backends import device_backend
 from qkv.bridges import torch_functions as functions
+from qkv.bridges.learnable import refuse_constants, with_scale
 from qkv.bridges.torch_openmp import on_torch_threads
 from qkv.bridges.torch_operators import contiguous
 from qkv.bridges.torch_prepared import looks_on, prepare, run_latest, run_prepared
@@ -26,12 +29,13 @@ from qkv.bridges.torch_training import prepare_training
 from qkv.call.attend import attend
 from qkv.call.bound import ARRAY_TYPES, BoundCall, Structure, bind
 from qkv.call.device_call import check_device_call, is_device_call
-from qkv.call.flatten import declared_fields, hold, keep_for_good
+from qkv.call.flatten import declared_fields, hold, keep_for_good, names_objects
+from qkv.call.merging import merge_parts
 from qkv.call.options import OptionValues
 from qkv.errors import ArgumentError, QkvError, UnsupportedError
 from qkv.problem.stored_rows import Paged, Quantized
 
-__all__ = ["attention"]
+__all__ = ["attention", "merge_in_graph"]
 
 
 def attention(
@@ -43,6 +47,8 @@ def attention(
     return_lse: bool,
 ) -> Any:
     """See `qkv.attention`."""
+    if isinstance(options.scale, Tensor) and _is_learned(options.scale, query):
+        query, options = with_scale(query, options)
     if torch.compiler.is_dynamo_compiling():
         return _compiled(query, key, value, variants, options, return_lse)
     bound = bind(query, key, value, variants, options)
@@ -54,9 +60,28 @@ def attention(
             found = run_step(bound, return_lse)
             if found is None:
                 found = run_prepared(bound, return_lse)
-            return _attend(bound, return_lse) if found is None else found
+            if found is not None:
+                return found
+            refuse_constants(variants, _is_tracked, ".detach()")
+            return _attend(bound, return_lse)
     except QkvError as error:
         raise error.with_action(_LIBRARY.in_words(error.action)) from None
+
+
+def _wants_gradient(array: Any) -> bool:
+    return isinstance(array, Tensor) and array.requires_grad and torch.is_grad_enabled()
+
+
+def _is_tracked(array: Any) -> bool:
+    return isinstance(array, Tensor) and _LIBRARY.is_tracked(array)
+
+
+def _is_learned(scale: Tensor, query: Any) -> bool:
+    """Whether torch has to see what a scale does; one for each head is one of its operations."""
+    if not isinstance(query, Tensor):
+        return False
+    compiling = torch.compiler.is_dynamo_compiling()
+    return bool(scale.ndim) or compiling or _is_tracked(scale)
 
 
 def _attend(bound: BoundCall, return_lse: bool) -> Any:
@@ -115,10 +140,18 @@ def _compiled(
             action="Call it outside of torch.compile, or gather the rows into a tensor first.",
         )
     _tell_dynamo()
+    refuse_constants(variants, _wants_gradient, ".detach()")
+    for variant in variants:
+        if _stays_whole(variant) and _kept_number(variant) < 0:
+            from qkv.bridges.torch_outside import attention_outside
+
+            return attention_outside(query, key, value, variants, options, return_lse)
     bound = bind(query, key, value, variants, options, _keep)
     query, key, value, *tensors = [_tensor(leaf) for leaf in bound.leaves]
     operands = _autocast(query, key, value)
     text = _text(tuple(bound.structure))
+    if torch.compiler.is_exporting() and _names_objects(text):
+        _refuse_export()
     if not operands[0].is_cpu or _is_of_a_device(options.backend):
         return _attend_on_device(*operands, tensors, text, return_lse)
     out, lse = functions.attend(*operands, tensors, text)
@@ -136,7 +169,14 @@ _constant_result(declared_fields)
 
 
 def _keep_if_whole(variant: Any) -> int:
-    return keep_for_good(variant) if vars(variant) else -1
+    """A number for a variant; none of one that Dynamo has no fields of, or that reads tensors."""
+    if not vars(variant):
+        return -1
+    if hasattr(type(variant), "tree_flatten"):
+        _, arrays = variant.tree_flatten()
+        if any(isinstance(array, Tensor) for array in arrays):
+            return -1
+    return keep_for_good(variant)
 
 
 _kept_number = _constant_result(_keep_if_whole)
@@ -145,17 +185,20 @@ _kept_number = _constant_result(_keep_if_whole)
 def _keep(variant: Any) -> int:
     """Compiled code, and what it names, may live as long as the process. It takes score mods that
     were made outside it, and their arrays, as constants.
-
-    Those that are made inside come as objects without their fields. Dynamo ends its graph at the
-    error and calls the function as it is, or, with `fullgraph`, raises it.
     """
     number: int = _kept_number(variant)
     if number < 0:
         raise ArgumentError(
-            "a score mod is made inside of a function that torch compiles as a whole.",
-            action="Make it before: compiled code takes score mods as constants.",
+            "a mask is made of a variant that is made inside of a function that torch compiles.",
+            action="Make it before: compiled code takes such variants as constants.",
         )
     return number
+
+
+def _stays_whole(variant: Any) -> bool:
+    """Whether a variant declares nothing of what it holds."""
+    kind = type(variant)
+    return hasattr(kind, "lower") and getattr(kind, "roles", None) is None
 
 
 def _is_device_backend(name: str) -> bool:
@@ -182,8 +225,30 @@ def _attend_on_device(
 
 @_constant_result
 def _tell_dynamo() -> None:
-    """Dynamo runs this before it reads the call that becomes a node: only now is it imported."""
+    """Dynamo runs this before it reads a call that becomes a node: only now is it imported."""
     torch.compiler.allow_in_graph(_attend_on_device)
+    torch.compiler.allow_in_graph(_merge_tensors)
+
+
+def merge_in_graph(parts: tuple[tuple[Any, Any], ...], layout: Any) -> Any:
+    """`qkv.merge` as one node of the graph that Dynamo writes; None if Dynamo does not read this.
+
+    The node runs on stand-ins, where torch sees what it is made of.
+    """
+    if not torch.compiler.is_dynamo_compiling():
+        return None
+    for out, lse in parts:
+        if not (isinstance(out, Tensor) and isinstance(lse, Tensor)):
+            raise UnsupportedError(
+                "torch compiles this call of merge, and a part is not of tensors.",
+                action="Pass torch.as_tensor of its arrays.",
+            )
+    _tell_dynamo()
+    return _merge_tensors(parts, layout)
+
+
+def _merge_tensors(parts: Any, layout: Any) -> Any:
+    return merge_parts(parts, layout, torch)
 
 
 def _on_device(bound: BoundCall, return_lse: bool) -> Any:
@@ -196,8 +261,27 @@ def _on_device(bound: BoundCall, return_lse: bool) -> Any:
     return (out, lse) if return_lse else out
 
 
+_names_objects = _constant_result(names_objects)
+
+
+_NOT_PORTABLE = "this call is exported with a variant that only this process knows"
+_INSTEAD = (
+    "Make its class a dataclass with roles, in a module that can be imported; export a ScoreMod of "
+    "operators and functions, whose arrays are tensors, with strict=False."
+)
+
+
+def _refuse_export() -> None:
+    raise UnsupportedError(f"{_NOT_PORTABLE}.", action=_INSTEAD)
+
+
+ends_graph(_refuse_export, reason=f"{_NOT_PORTABLE}. {_INSTEAD}")
+
+
 def _hold_if_seen(structure: Structure) -> None:
     """Whatever looks on may write the text of the structure down."""
+    if torch.compiler.is_exporting() and names_objects(structure.text):
+        _refuse_export()
     if torch._C._len_torch_dispatch_stack() > 0:
         hold(structure)
 

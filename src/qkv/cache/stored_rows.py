@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 import qkv
-from qkv.arrays import is_array, view
+from qkv.arrays import is_array
+from qkv.arrays.views import view
 from qkv.cache.arguments import Lengths
 from qkv.errors import UnsupportedError
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv._dynamo import ends_graph
 from qkv.backends import (
     AddressedCall,
     Prepared,
@@ -110,6 +111,9 @@ def attend(
     kept = call.kept(partial)
     unrounded = None if kept.out.dtype == call.dtype else call.arranged(kept.out)
     return Attended(out, lse, partial.lse_rest, unrounded, call, kept)
+
+
+ends_graph(attend, "qkv.attention of NumPy arrays")
 
 
 def addressed(bound: BoundCall) -> AddressedCall | None:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.arrays import ArrayLibrary, library_of, view_beside
+from qkv.arrays import ArrayLibrary, library_of
+from qkv.arrays.views import view_beside
 from qkv.backends import Choice, Differentiable, Preparing, SinksBackend, choose
 from qkv.call.bound import BoundCall, UnboundCall
 from qkv.errors import QkvError

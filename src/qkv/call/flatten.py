@@ -17,6 +17,7 @@ declares nothing. Other libraries' compilers hold a structure as text (`dumps`, 
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import fields
 from functools import lru_cache
@@ -30,13 +31,14 @@ import numpy as np
 from qkv.arrays import is_array
 from qkv.arrays.copies import own_copy
 from qkv.errors import ArgumentError
+from qkv.problem.reading import from_words
 from qkv.problem.stored_rows import Paged, Quantized
-from qkv.variants.base import Opaque, Role
+from qkv.variants.base import Expression, Opaque, Role
 
 __all__ = [
     "Leaves", "ReadByValue", "ReadInPlace", "Tree", "add_length_keys", "copied", "declared_fields",
-    "dumps", "flatten", "hold", "is_known", "is_portable", "keep_for_good", "loads", "unflatten",
-    "uses_batch_index", "without_arrays",
+    "dumps", "flatten", "hold", "is_known", "is_portable", "keep_for_good", "loads",
+    "names_objects", "unflatten", "uses_batch_index", "without_arrays",
 ]  # fmt: skip
 
 Tree: TypeAlias = Any
@@ -197,7 +199,7 @@ def is_portable(tree: Tree) -> bool:
         return tree[0] is not Numbered and all(map(is_portable, tree))
     if isinstance(tree, type):
         return not _is_local(tree)
-    return not isinstance(tree, Opaque)
+    return not isinstance(tree, Opaque) or tree.in_words() is not None
 
 
 def uses_batch_index(tree: Tree) -> bool:
@@ -208,7 +210,7 @@ def uses_batch_index(tree: Tree) -> bool:
             kind, _, *parts = parts
         own = kind is Numbered or getattr(kind, "uses_batch_index", kind not in _CONTAINERS)
         return own or any(map(uses_batch_index, parts))
-    return isinstance(tree, Opaque)
+    return isinstance(tree, Opaque) and tree.uses_batch_index
 
 
 def add_length_keys(tree: Tree, kv_len: int, found: list[Hashable]) -> bool:
@@ -360,24 +362,60 @@ def _encoded(tree: Tree) -> Any:
     """A structure as JSON values: a type is a list that begins with a string, a tuple a list that
     begins with a type."""
     if isinstance(tree, Opaque):
-        return {"object": _number_of(tree)}
+        words = tree.in_words()
+        return (
+            {"object": _number_of(tree), "of": _PROCESS} if words is None else {"expression": words}
+        )
+    if type(tree) is tuple and tree[0] is Numbered:
+        return _encoded_whole(tree[1])
     if isinstance(tree, type):
         if tree in _TYPE_NAMES:
             return [_TYPE_NAMES[tree]]
         if _is_local(tree):
-            return {"class": keep_for_good(tree)}
+            return {"class": keep_for_good(tree), "of": _PROCESS}
         return [tree.__module__, tree.__qualname__]
     if isinstance(tree, bytes):
         return {"bytes": tree.hex()}
     return [_encoded(part) for part in tree] if type(tree) is tuple else tree
 
 
+def _encoded_whole(number: int) -> Any:
+    """An object that stayed whole: taken apart after all if it is an expression without arrays."""
+    thing = _numbered(number).thing
+    if hasattr(type(thing), "tree_flatten"):
+        static, arrays = thing.tree_flatten()
+        if not arrays and static.in_words() is not None:
+            return _encoded((type(thing), static))
+    return {"whole": number, "of": _PROCESS}
+
+
+def names_objects(text: str) -> bool:
+    """Whether the text of a structure names objects of this process."""
+    return f'"of":"{_PROCESS}"' in text
+
+
+_PROCESS = secrets.token_hex(8)
+"""Tells this process from others, which know other objects by its numbers."""
+
+
 def _decoded(data: Any) -> Tree:
     if isinstance(data, dict):
+        if data.get("of", _PROCESS) != _PROCESS:
+            raise ArgumentError(
+                "this was compiled or exported in another process, with a variant of its own that "
+                "only that process knows.",
+                action="Make it here again; a ScoreMod of operators and functions, whose arrays "
+                "are tensors, can be saved, and so can a variant whose class is a dataclass of an "
+                "importable module.",
+            )
         if "object" in data:
             return _numbered(data["object"])
+        if "whole" in data:
+            return Numbered, data["whole"]
         if "class" in data:
             return _numbered(data["class"]).thing
+        if "expression" in data:
+            return Expression(from_words(data["expression"]))
         return bytes.fromhex(data["bytes"])
     if not isinstance(data, list):
         return data

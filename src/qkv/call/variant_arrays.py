@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.arrays.views import view
+from qkv.call.bound import BoundCall
 from qkv.errors import ArgumentError
 from qkv.problem.backward import reads
 from qkv.problem.spec import Origin, Problem
 
-__all__ = ["as_given", "briefly", "by_origin", "made", "own_arrays", "wanted"]
+__all__ = ["as_given", "briefly", "by_origin", "made", "own_arrays", "wanted", "without_repeats"]
 
 Array = NDArray[Any]
 
@@ -34,13 +36,6 @@ def own_arrays(problem: Problem, variant: Any) -> tuple[list[tuple[str, Origin]]
         and made(operands.origins[table.name], variant)
         and reads(spec, frozenset({table.name}))
     ]
-    for name, origin in tables:
-        if operands.tables[name].size != origin.array.size:
-            raise ArgumentError(
-                f"an array of {briefly(variant)} repeats its entries (strides "
-                f"{origin.array.strides}).",
-                action="Pass it as it was before it was broadcast; its gradient is then a sum.",
-            )
     sinks = operands.sink_origin
     if sinks is not None and not made(sinks, variant):
         sinks = None
@@ -51,6 +46,38 @@ def own_arrays(problem: Problem, variant: Any) -> tuple[list[tuple[str, Origin]]
             "Name variants of the call, the very objects, that hold floating numbers.",
         )
     return tables, sinks
+
+
+def without_repeats(
+    bound: BoundCall, wrt: Sequence[Any], given: Sequence[Any] | None = None
+) -> BoundCall:
+    """The call with copies of the arrays that are to have gradients and repeat their entries.
+
+    An array that was broadcast, or expanded, has stride 0, and its entries are read as one. Each of
+    them has a gradient of its own, which the library that broadcast it adds up.
+
+    Parameters
+    ----------
+    bound : BoundCall
+    wrt : sequence
+        Numbers of leaves, or variants of `given`.
+    given : sequence, optional
+        The variants as the caller gave them.
+    """
+    numbers = {n for n in wrt if isinstance(n, int)}
+    named = [v for v in wrt if not isinstance(v, int)]
+    if named and given is not None:
+        call = bound.unflatten()
+        pairs = zip(given, call.variants, strict=True)
+        known = {id(made) for variant, made in pairs if any(variant is v for v in named)}
+        numbers |= {n for n, owner in enumerate(call.owners) if id(owner) in known}
+    leaves = list(bound.leaves)
+    for n in numbers:
+        seen = view(leaves[n], "an array of a variant")
+        if any(step == 0 and size > 1 for size, step in zip(seen.shape, seen.strides, strict=True)):
+            leaves[n] = np.array(seen)
+    changed = any(new is not old for new, old in zip(leaves, bound.leaves, strict=True))
+    return bound._replace(leaves=leaves) if changed else bound
 
 
 def wanted(problem: Problem, wrt: Sequence[Any]) -> tuple[list[tuple[str, Origin]], Origin | None]:

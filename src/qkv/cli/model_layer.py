@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from qkv.arrays import view
+from qkv.arrays.views import view
 from qkv.cli.inputs import InputArrays, checked_index
 from qkv.cli.model_loading import inspect_model
 from qkv.cli.terminal import Bar, Page

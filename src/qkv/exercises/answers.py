@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.arrays import view
+from qkv.arrays.views import view
 from qkv.classical import ScaledDotProductAttention
 from qkv.errors import QkvError
 from qkv.inspection.steps import softmax

@@ -9,7 +9,8 @@ from typing import Any, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.arrays import view
+from qkv._dynamo import ends_graph
+from qkv.arrays.views import view
 from qkv.call.checked import CheckedCall
 from qkv.call.dispatch import checked_on_host
 from qkv.call.options import Options, option_values, with_options
@@ -44,6 +45,7 @@ TRACE_LIMIT = 2**22
 """Products, contributions and entries of Jacobians that one trace may hold."""
 
 
+@ends_graph
 @with_options
 def explain(
     query: Any,

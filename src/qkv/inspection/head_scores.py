@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.arrays import view
+from qkv.arrays.views import view
 from qkv.call.bound import BoundCall, bind
 from qkv.call.checked import CheckedCall, check_call
 from qkv.call.inspected import attend_for_inspection

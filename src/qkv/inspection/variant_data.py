@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.arrays import is_array, view
+from qkv.arrays import is_array
+from qkv.arrays.views import view
 from qkv.errors import UnsupportedError
 from qkv.variants import ALL
 

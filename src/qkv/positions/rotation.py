@@ -45,10 +45,10 @@ def array_namespace(x: Any) -> Any:
     if torch is not None and isinstance(x, torch.Tensor):
         floating = x.is_floating_point()
         xp: Any = torch
-    elif hasattr(x, "__array_namespace__") and hasattr(x, "shape"):
+    elif isinstance(x, np.ndarray) or (hasattr(x, "__array_namespace__") and hasattr(x, "shape")):
         # NumPy does not treat bfloat16 and other types of ml_dtypes as floating.
         floating = x.dtype.kind == "f" or x.dtype.name == "bfloat16"
-        xp = x.__array_namespace__()
+        xp = np if isinstance(x, np.ndarray) else x.__array_namespace__()
     else:
         raise DTypeError(
             f"x is a {type(x).__module__}.{type(x).__qualname__}, not an array.",
@@ -64,7 +64,9 @@ def array_namespace(x: Any) -> Any:
 
 def cast(array: Any, dtype: Any) -> Any:
     """The array in another type of its library."""
-    return array.astype(dtype) if hasattr(array, "astype") else array.to(dtype)
+    # The first check is for torch's compiler, in which NumPy's arrays lack some of what they have.
+    has_astype = isinstance(array, np.ndarray) or hasattr(array, "astype")
+    return array.astype(dtype) if has_astype else array.to(dtype)
 
 
 def _cos_and_sin(xp: Any, x: Any, positions: Any, inv_freq: Any, factor: float) -> tuple[Any, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -74,20 +75,28 @@ class Expr:
 
     __float__ = __int__ = __index__ = __len__ = __iter__ = _refuse_number
 
+    def __pow__(self, exponent: Any) -> Any:
+        return functions.power(self, exponent)
+
+    def __rpow__(self, base: Any) -> Any:
+        return functions.power(base, self)
+
     def _refuse_operator(self, *_: Any) -> Any:
         raise ArgumentError(
             "an operator is not part of the expression language.",
             [("expression", text(self.node)),
-             ("has", "+ - * / // % abs, comparisons, & | ~, and NumPy's functions")],
-            "Write it with these: a square is x * x.",
+             ("has", "+ - * / // % ** abs, comparisons, & | ~, and NumPy's functions")],
+            "Write it with these.",
         )  # fmt: skip
 
-    __pow__ = __rpow__ = __matmul__ = __rmatmul__ = __divmod__ = __rdivmod__ = _refuse_operator
+    __matmul__ = __rmatmul__ = __divmod__ = __rdivmod__ = _refuse_operator
     __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __round__ = _refuse_operator
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # Python and NumPy look for optional methods of any object.
             raise AttributeError(name)
+        if name in functions.NAMES:  # Methods of torch's tensors.
+            return partial(functions.call, name, self)
         raise ArgumentError(
             f".{name} is not part of the expression language.",
             [("expression", text(self.node))],
@@ -101,24 +110,21 @@ class Expr:
             swapped = np.less if ufunc is np.greater else np.less_equal
             return self.__array_ufunc__(swapped, method, *inputs[::-1])
         name = _UFUNCS.get(ufunc)
-        if name is None:
-            raise ArgumentError(
-                f"np.{ufunc.__name__} is not part of the expression language.",
-                [("has", ", ".join(sorted(f"np.{u.__name__}" for u in _UFUNCS)) + ", np.where")],
-                "Write it with these.",
-            )
-        return build(name, *inputs)
+        return functions.call(ufunc.__name__, *inputs) if name is None else build(name, *inputs)
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func is np.where and len(args) == 3 and not kwargs:
             return build("where", *args)
         if func is np.clip and len(args) == 3 and not kwargs:
             return Expr(as_node(args[0])).clip(*args[1:])
-        raise ArgumentError(
-            f"np.{func.__name__} is not part of the expression language.",
-            [("has", "np.where(condition, a, b), np.clip(x, low, high) and arithmetic")],
-            "Write it with these.",
-        )
+        return functions.call(func.__name__, *args, **kwargs)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """torch's functions and operators, by their names."""
+        return functions.call(func.__name__, *args, **(kwargs or {}))
 
     def __add__(self, other: Any) -> Expr:
         return build("add", self, other)
@@ -209,6 +215,13 @@ def as_node(value: Any) -> Node:
         if isinstance(value, float | np.floating) and math.isnan(value):
             raise ArgumentError("NaN is not a constant that a score may use.")
         return constant(value)  # type: ignore[arg-type]  # NumPy scalars too
+    number = getattr(value, "as_number", None)  # Of an array without dimensions.
+    if number is not None:
+        found: Node = number().node
+        return found
+    has_one = hasattr(value, "item") and not getattr(value, "shape", True)
+    if has_one and not getattr(value, "requires_grad", False):
+        return as_node(value.item())
     raise ArgumentError(
         f"{type(value).__name__} cannot be used in a score expression.",
         action="Use numbers, positions, the score, and elements of arrays.",
@@ -238,8 +251,10 @@ class Table:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, index: Any) -> Expr:
+    def __getitem__(self, index: Any) -> Any:
         indices = index if isinstance(index, tuple) else (index,)
+        if 0 < len(indices) < len(self.shape):
+            return _Row(self, indices)
         if len(indices) != len(self.shape):
             raise ArgumentError(
                 f"a table of {self.ndim} dimensions was read with {len(indices)} indices.",
@@ -259,3 +274,28 @@ class Table:
                 node = constant(node.value + size)
             nodes.append(node)
         return Expr(Load(self.name, self.kind, tuple(nodes)))
+
+
+class _Row:
+    """Part of a table: what is left when fewer indices were given than it has dimensions."""
+
+    __hash__ = None  # type: ignore[assignment]  # Python's own way to say so
+    __slots__ = ("_indices", "_table")
+
+    def __init__(self, table: Table, indices: tuple[Any, ...]) -> None:
+        self._table, self._indices = table, indices
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._table.shape[len(self._indices) :]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> Any:
+        more = index if isinstance(index, tuple) else (index,)
+        return self._table[(*self._indices, *more)]
+
+
+# It builds expressions, which have its functions as methods.
+from qkv.problem import score_functions as functions  # noqa: E402

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv._api import attention, inspect
-from qkv.arrays import view
+from qkv.arrays.views import view
 from qkv.call.bound import bind
 from qkv.call.cache import CALLS
 from qkv.call.derivatives.vjp import vjp

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv._api import attention
-from qkv.arrays import view
+from qkv.arrays.views import view
 from qkv.backends import Backend, DeviceBackend, Refusal, backends, refusals
 from qkv.errors import UnsupportedError
 from qkv.problem.check import check

@@ -3,6 +3,8 @@
 `qkv.attention` and `qkv.inspect` take tensors themselves, and give gradients, forward and reverse.
 """
 
+# Registers the operators, which programs that were exported name.
+from qkv.bridges import torch_operators as _operators  # noqa: F401
 from qkv.torch.drop_in import scaled_dot_product_attention
 from qkv.torch.modules import Cache, MultiHeadAttention, ScaledDotProductAttention
 

@@ -14,8 +14,12 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 
+from qkv.errors import ArgumentError
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
+from qkv.problem.expressions import Load, Node, Op, rebuilt
+from qkv.problem.reading import in_words
+from qkv.problem.symbols import Expr
 
 UNSAID: Any = type("Unsaid", (), {"__repr__": lambda self: "..."})()
 """The default of a field that has to be given, where a plain error would not say what to write."""
@@ -55,6 +59,53 @@ class Opaque:
 
     def __hash__(self) -> int:
         return id(self.thing)
+
+    def in_words(self) -> list[Any] | None:
+        """The expression that it stands for, as JSON values; None if only this process knows it."""
+        return None
+
+    @property
+    def uses_batch_index(self) -> bool:
+        """Whether it may tell batch rows apart."""
+        return True
+
+
+class Expression(Opaque):
+    """An expression whose tables t0, t1, ... are the arrays that follow it in a structure."""
+
+    __slots__ = ()
+
+    def __init__(self, root: Node) -> None:
+        super().__init__(root, known=True)
+
+    def in_words(self) -> list[Any]:
+        """See `Opaque`."""
+        return in_words(self.thing)
+
+    @property
+    def uses_batch_index(self) -> bool:
+        return "batch" in self.thing.variables
+
+    def on_tables(self, builder: Builder, arrays: Sequence[Any]) -> Expr:
+        """The expression with these arrays as tables of a problem."""
+        made = [builder.table(array, "captured array") for array in arrays]
+
+        def change(node: Node, following: tuple[Node, ...]) -> Node:
+            match node:
+                case Load(table=name, kind=kind):
+                    table = made[int(name[1:])]
+                    if table.kind != kind or table.ndim != len(following):
+                        raise ArgumentError(
+                            f"a captured array is {table.kind} of {table.ndim} dimensions; when "
+                            f"its function was read it was {kind} of {len(following)}.",
+                            action="Trace or compile the function again.",
+                        )
+                    return Load(table.name, kind, following)
+                case Op(name=name, kind=kind):
+                    return Op(name, kind, following)
+            return node
+
+        return Expr(rebuilt(self.thing, change))
 
 
 class Variant(ABC):

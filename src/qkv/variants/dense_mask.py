@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
+from qkv.problem.reading import Reading, explained, with_replaced_values
+from qkv.problem.symbols import as_node
 from qkv.variants.algebra import MaskVariant
-from qkv.variants.base import Role
+from qkv.variants.base import Expression, Role
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -21,9 +23,10 @@ class Mask(MaskVariant):
 
     Parameters
     ----------
-    array : boolean array that broadcasts to (..., num_heads, q_len, kv_len)
+    array : boolean array that broadcasts to (..., num_heads, q_len, kv_len), or function
         Read in place, by row. True = may attend, as in torch, JAX and Hugging Face's 4-D masks;
-        the opposite of `nn.MultiheadAttention`'s.
+        the opposite of `nn.MultiheadAttention`'s. A function is `fn(batch, head, q_pos, kv_pos)`,
+        written as one of `ScoreMod` is, and gives a condition.
 
     Raises
     ------
@@ -43,12 +46,23 @@ class Mask(MaskVariant):
     positions_only: ClassVar[bool] = True
     uses_batch_index: ClassVar[bool] = False
 
-    array: ArrayLike
+    array: ArrayLike | Callable[..., Any]
 
     def lower(self, builder: Builder) -> None:
-        builder.mask(builder.dense_mask(self.array))
+        if not callable(self.array):
+            builder.mask(builder.dense_mask(self.array))
+            return
+        reading = Reading(with_replaced_values)
+        symbols = builder.batch, builder.head, builder.q_pos, builder.kv_pos
+        with explained(self.array):
+            root = as_node(reading.read(self.array, *symbols))
+        builder.mask(Expression(root).on_tables(builder, reading.arrays))
 
     def naive(self, dense: Dense) -> None:
+        if callable(self.array):
+            for i, row in enumerate(dense.allowed):
+                row &= self.array(dense.batch, dense.head, int(dense.q_pos[i]), dense.kv_pos)
+            return
         dense.allowed &= np.broadcast_to(dense.head_matrix(self.array), dense.allowed.shape)
 
     @classmethod

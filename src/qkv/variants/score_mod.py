@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import builtins
 import inspect
 import math
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,8 +15,17 @@ import numpy as np
 from qkv.errors import ArgumentError
 from qkv.problem.builder import Builder, Shape
 from qkv.problem.dense import Dense
-from qkv.problem.symbols import Expr
-from qkv.variants.base import Opaque, Variant
+from qkv.problem.expressions import Var, text
+from qkv.problem.reading import (
+    Reading,
+    explained,
+    global_names,
+    in_words,
+    kind_of_table,
+    with_replaced_values,
+)
+from qkv.problem.symbols import Expr, Table, as_node
+from qkv.variants.base import Expression, Opaque, Variant
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -74,19 +82,30 @@ class ScoreMod(Variant):
         return f"ScoreMod({getattr(self.fn, '__name__', type(self.fn).__name__)})"
 
     def tree_flatten(self) -> tuple[Opaque, list[Any]]:
-        """The function without its arrays, and these arrays."""
+        """The function without its arrays, and these arrays.
+
+        A function that reads attributes of objects is read now, since these may change.
+        """
         arrays: list[Any] = []
         constants = _captured_values(self.fn, arrays)
-        return _Function(self.fn, constants), arrays
+        if constants is not None or not _is_plain(self.fn):
+            return _Function(self.fn, constants), arrays
+        reading = Reading(with_replaced_values)
+        with explained(self.fn):
+            result = reading.read(self.fn, *[Expr(Var(name)) for name in _ARGUMENTS])
+        _check_result(result)
+        return Expression(as_node(result)), reading.arrays
 
     @classmethod
     def tree_unflatten(cls, function: Opaque, arrays: Sequence[Any]) -> ScoreMod:
         """The score mod whose function reads these arrays."""
+        if isinstance(function, Expression):
+            return _Expressed(function, tuple(arrays))
         if isinstance(function, _Function):
             function.check_constants()
         following = iter(arrays)
         made = object.__new__(cls)
-        fn = _with_replaced_values(function.thing, lambda v: next(following) if _is_array(v) else v)
+        fn = with_replaced_values(function.thing, lambda v: next(following) if _is_array(v) else v)
         object.__setattr__(made, "fn", fn)
         return made
 
@@ -103,14 +122,11 @@ class ScoreMod(Variant):
                 return builder.scalar(value, "closure value")
             return value
 
-        result = _with_replaced_values(self.fn, symbol)(
-            builder.score, builder.batch, builder.head, builder.q_pos, builder.kv_pos
-        )
-        if not isinstance(result, Expr | int | float | np.generic):
-            raise ArgumentError(
-                f"the score mod returned {type(result).__name__}, not a score.",
-                action="Return an expression of score, batch, head, q_pos and kv_pos.",
+        with explained(self.fn):
+            result = with_replaced_values(self.fn, symbol)(
+                builder.score, builder.batch, builder.head, builder.q_pos, builder.kv_pos
             )
+        _check_result(result)
         builder.mod(result)
 
     def naive(self, dense: Dense) -> None:
@@ -133,6 +149,34 @@ class ScoreMod(Variant):
             return np.where((q_pos - kv_pos) % 3 == 1, -np.inf, score + near)
 
         return (cls(curve), cls(from_table))
+
+
+_ARGUMENTS = ("score", "batch", "head", "q_pos", "kv_pos")
+
+
+def _check_result(result: Any) -> None:
+    if not isinstance(result, Expr | int | float | np.generic):
+        raise ArgumentError(
+            f"the score mod returned {type(result).__name__}, not a score.",
+            action="Return an expression of score, batch, head, q_pos and kv_pos.",
+        )
+
+
+class _Expressed(ScoreMod):
+    """A score mod as an expression and its arrays."""
+
+    def __init__(self, expression: Expression, arrays: tuple[Any, ...]) -> None:
+        object.__setattr__(self, "expression", expression)
+        object.__setattr__(self, "arrays", arrays)
+
+    def __repr__(self) -> str:
+        return f"ScoreMod({text(self.expression.thing)})"
+
+    def tree_flatten(self) -> tuple[Opaque, list[Any]]:
+        return self.expression, list(self.arrays)
+
+    def lower(self, builder: Builder) -> None:
+        builder.mod(self.expression.on_tables(builder, self.arrays))
 
 
 class _Function(Opaque):
@@ -162,9 +206,24 @@ class _Function(Opaque):
                 "computed, or make another function.",
             )
 
+    def in_words(self) -> list[Any] | None:
+        """The expression, whose tables are the function's arrays in the order of the structure."""
+        if self.constants is None:
+            return None
+        count = iter(range(2**31))
+
+        def symbol(value: Any) -> Any:
+            if not _is_array(value):
+                return value
+            table = Table(f"t{next(count)}", kind_of_table(value), tuple(map(int, value.shape)))
+            return table if len(value.shape) else table[()]
+
+        result = with_replaced_values(self.thing, symbol)(*[Expr(Var(n)) for n in _ARGUMENTS])
+        return in_words(as_node(result))
+
     def without_arrays(self) -> _Function:
         """An equal one that keeps none of the function's arrays alive."""
-        fn = _with_replaced_values(self.thing, lambda v: _ArrayPlaceholder() if _is_array(v) else v)
+        fn = with_replaced_values(self.thing, lambda v: _ArrayPlaceholder() if _is_array(v) else v)
         return _Function(fn, self.constants)
 
 
@@ -172,6 +231,12 @@ class _ArrayPlaceholder:
     """Stands where a function had an array."""
 
     dtype = shape = None
+
+
+def _is_plain(fn: Any) -> bool:
+    """Whether a function can be called with symbols: it is written in Python."""
+    inner = fn.func if isinstance(fn, partial) else fn
+    return isinstance(inner, types.FunctionType | types.MethodType) or hasattr(inner, "__dict__")
 
 
 def _is_array(value: Any) -> bool:
@@ -210,7 +275,7 @@ def _values_of(fn: types.FunctionType) -> list[Any]:
         *[cell.cell_contents for cell in fn.__closure__ or ()],
         *(fn.__defaults__ or ()),
         *(fn.__kwdefaults__ or {}).values(),
-        *[scope[name] for name in _global_names(fn.__code__) if name in scope],
+        *[scope[name] for name in global_names(fn.__code__) if name in scope],
     ]
 
 
@@ -236,37 +301,3 @@ def _constant_key(value: Any, arrays: list[Any], outer: tuple[Any, ...]) -> tupl
         entries = [_constant_key(entry, within, outer) for entry in value]
         return None if None in entries or within else (tuple, *entries)
     return None
-
-
-def _with_replaced_values(
-    fn: Callable[..., Any], symbol: Callable[[Any], Any]
-) -> Callable[..., Any]:
-    """The function with values replaced: in closure, defaults and the globals that it names."""
-    if isinstance(fn, partial):
-        return partial(
-            _with_replaced_values(fn.func, symbol),
-            *map(symbol, fn.args),
-            **{name: symbol(value) for name, value in fn.keywords.items()},
-        )
-    if isinstance(fn, types.MethodType):
-        return types.MethodType(_with_replaced_values(fn.__func__, symbol), fn.__self__)
-    if not isinstance(fn, types.FunctionType):
-        return fn
-    closure = fn.__closure__ and tuple(
-        types.CellType(symbol(cell.cell_contents)) for cell in fn.__closure__
-    )
-    defaults = fn.__defaults__ and tuple(map(symbol, fn.__defaults__))
-    keyword_defaults = fn.__kwdefaults__ and {k: symbol(v) for k, v in fn.__kwdefaults__.items()}
-    scope = dict(fn.__globals__)
-    scope.update({n: symbol(scope[n]) for n in _global_names(fn.__code__) if n in scope})
-    scope.setdefault("__builtins__", builtins)
-    made = types.FunctionType(fn.__code__, scope, fn.__name__, defaults, closure)
-    made.__kwdefaults__ = keyword_defaults
-    return made
-
-
-@lru_cache(maxsize=256)
-def _global_names(code: types.CodeType) -> tuple[str, ...]:
-    """Names that the code looks up, those of functions inside it too, in a fixed order."""
-    inner = [_global_names(const) for const in code.co_consts if isinstance(const, types.CodeType)]
-    return tuple(sorted({*code.co_names, *(name for names in inner for name in names)}))

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.arrays import library_of, view, view_beside
+from qkv.arrays import library_of
+from qkv.arrays.views import view, view_beside
 from qkv.call.checked import CheckedCall
 from qkv.errors import DTypeError, ShapeError
 

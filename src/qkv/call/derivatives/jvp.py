@@ -9,7 +9,8 @@ from typing import Any, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from qkv.arrays import view
+from qkv._dynamo import ends_graph
+from qkv.arrays.views import view
 from qkv.backends.blocked import BLOCK_KV, BLOCK_Q
 from qkv.call.bound import BoundCall, bind
 from qkv.call.checked import CheckedCall, check_call
@@ -22,7 +23,14 @@ from qkv.call.derivatives.cotangents import (
 )
 from qkv.call.derivatives.gradients import Gradients
 from qkv.call.options import Options, option_values, with_options
-from qkv.call.variant_arrays import as_given, briefly, by_origin, own_arrays, wanted
+from qkv.call.variant_arrays import (
+    as_given,
+    briefly,
+    by_origin,
+    own_arrays,
+    wanted,
+    without_repeats,
+)
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.partial import Partial
 from qkv.problem.builder import FLOATS
@@ -67,6 +75,7 @@ class Tangents:
     of_variants: Sequence[tuple[Any, Any, Any]] = ()
 
 
+@ends_graph
 @with_options
 def jvp(
     query: Any,
@@ -128,6 +137,8 @@ def jvp_of(
     bound: BoundCall, tangents: Tangents, given: Sequence[Any] | None = None
 ) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     """Output and lse of a bound call, and how both change; `given` as for `check_call`."""
+    if isinstance(tangents, Tangents):
+        bound = without_repeats(bound, [entry[0] for entry in tangents.of_variants], given)
     call = _check(bound, given)
     direction = _direction(call, tangents, _shapes(call))
     partial = call.run_for_backward()
@@ -203,7 +214,9 @@ def second_vjp(
     Tiles are met twice, for row sums and for the tangent of the backward pass: `20 head_dim + 14
     v_head_dim` operations for each pair in a tile that is not empty. Memory as for `vjp`.
     """
-    call = _check(bound, given)
+    wrt = tuple(wrt)
+    changing = [entry[0] for entry in tangents.of_variants]
+    call = _check(without_repeats(bound, [*wrt, *changing], given), given)
     shapes = _shapes(call)
     direction = _direction(call, tangents, shapes)
     tables, sinks = wanted(call.problem, [call.named(variant)[0] for variant in wrt])

@@ -19,6 +19,7 @@ from qkv.call.checked import CheckedCall, check_call
 from qkv.call.derivatives.gradients import Gradients, backward_inputs, gradients_of
 from qkv.call.flatten import without_arrays
 from qkv.call.keys import call_key, heads_first, in_place
+from qkv.call.variant_arrays import without_repeats
 from qkv.partial import Partial
 
 __all__ = ["Residuals", "prepared_gradients", "pull_back"]
@@ -88,7 +89,7 @@ def pull_back(
             query, key, value = (np.ascontiguousarray(_swap_heads(a)) if blhd else a for a in found)
             return Gradients(query, key, value)
         CALLS.discard(cache_key)
-    call = check_call(bound, given, backward=True)
+    call = check_call(without_repeats(bound, wrt, given), given, backward=True)
     partial = residuals.as_partial(call)
     shapes = [leaf.shape for leaf in call.leaves[:3]]
     gradients = gradients_of(call, partial, shapes, grad_out, grad_lse, wrt)

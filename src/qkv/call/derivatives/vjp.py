@@ -6,20 +6,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Unpack
 
-from qkv.arrays import view
+from qkv._dynamo import ends_graph
+from qkv.arrays.views import view
 from qkv.call.attend import attend
 from qkv.call.bound import BoundCall, bind
-from qkv.call.checked import CheckedCall
+from qkv.call.checked import CheckedCall, check_call
 from qkv.call.derivatives.cotangents import shapes_of
 from qkv.call.derivatives.gradients import Gradients, gradients_of
 from qkv.call.derivatives.pull_back import Residuals, pull_back
 from qkv.call.options import Options, option_values, with_options
+from qkv.call.variant_arrays import without_repeats
 from qkv.errors import ArgumentError
 from qkv.partial import Partial
 
 __all__ = ["Gradients", "Pullback", "vjp"]
 
 
+@ends_graph
 @with_options
 def vjp(
     query: Any,
@@ -139,4 +142,8 @@ class Pullback:
             )
         assert self._call is not None
         assert self._partial is not None
-        return gradients_of(self._call, self._partial, self._shapes, grad_out, grad_lse, wrt)
+        named, call = tuple(wrt), self._call
+        dense = without_repeats(self._bound, named, self._variants) if named else self._bound
+        if dense is not self._bound:
+            call = check_call(dense, self._variants, backward=True)
+        return gradients_of(call, self._partial, self._shapes, grad_out, grad_lse, named)

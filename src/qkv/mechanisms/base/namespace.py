@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from qkv.arrays import kind_of, library_of, view
+from qkv.arrays import kind_of, library_of
+from qkv.arrays.views import view
 from qkv.errors import DTypeError, UnsupportedError
 
 __all__ = ["array_namespace", "as_numpy", "host_views", "like", "recomputed", "values"]

@@ -1,0 +1,122 @@
+"""What torch's compiler (Dynamo) may read of this package.
+
+Dynamo interprets Python: it reads functions, replaces arrays by stand-ins without memory, and runs
+what it made of them later. A function that hands the address of an array to compiled code must not
+be read in this way, since the address would be that of a stand-in, or of memory that has been freed
+when the code runs. So Dynamo is told to read only the modules that turn a call into an operator of
+torch. At any other function of this package it ends its graph and calls the function as it is; with
+`fullgraph` it raises an error. It is told when it is imported, whoever imports it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+__all__ = ["READABLE", "ends_graph", "unreadable", "watch"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_RULES = "torch._dynamo.trace_rules"
+"""The module that says which files Dynamo reads."""
+
+READABLE = (
+    "__init__.py", "_api.py", "arrays/__init__.py", "backends/__init__.py", "backends/torch",
+    "bridges/__init__.py", "bridges/learnable.py", "bridges/torch_batches.py",
+    "bridges/torch_calls.py", "bridges/torch_functions.py", "bridges/torch_groups.py",
+    "bridges/torch_operators.py",
+    "call/__init__.py", "call/bound.py", "call/flatten.py", "call/options.py",
+    "call/unknown_keywords.py", "errors.py", "hf", "mechanisms", "positions", "torch",
+    "variants",
+)  # fmt: skip
+"""Files and folders that Dynamo may read: they hand no address to compiled code."""
+
+
+def ends_graph(function: Function, name: str | None = None, reason: str | None = None) -> Function:
+    """Mark a function at which Dynamo ends its graph, so that torch's error says why.
+
+    `name` is what the caller knows the function as, `reason` another one. The attributes
+    are those that `torch.compiler.disable` sets on what it returns.
+    """
+    marked: Any = function
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = reason or (
+        f"{name or f'qkv.{function.__name__}'} computes on the memory of its arrays, which a graph "
+        "does not have. Call it outside of the compiled function, or compile without "
+        "fullgraph=True; qkv.attention of tensors is part of graphs, and torch differentiates it"
+    )
+    return function
+
+
+def unreadable(folder: Path, readable: Sequence[str] = READABLE) -> Iterator[Path]:
+    """Files and folders of the package, as few as say it, that Dynamo is not to read."""
+    root = Path(__file__).parent
+    for path in sorted(folder.iterdir()):
+        name = path.relative_to(root).as_posix()
+        if name in readable or (path.is_file() and path.suffix != ".py"):
+            continue
+        if any(entry.startswith(f"{name}/") for entry in readable):
+            yield from unreadable(path, readable)
+        elif path.name != "__pycache__":
+            yield path
+
+
+def _tell(rules: Any) -> None:
+    """Add what is not to be read to the files that Dynamo skips.
+
+    A torch without these names, which are not documented, reads everything, as it did before.
+    """
+    skipped, update = getattr(rules, "SKIP_DIRS", None), getattr(rules, "_recompile_re", None)
+    if skipped is None or update is None:
+        return
+    for path in unreadable(Path(__file__).parent):
+        skipped.append(path.as_posix() + ("/" if path.is_dir() else ""))
+    update()
+
+
+def watch() -> None:
+    """Tell Dynamo what it may read: now if it has been imported, else when it is."""
+    known = sys.modules.get(_RULES)
+    if known is not None:
+        _tell(known)
+    elif not any(type(finder) is _Finder for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(MetaPathFinder):
+    """Finds one module, once, as all others would, and with a loader that tells it."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != _RULES:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+class _Loader(Loader):
+    """The loader of a module, which tells the module once it has been loaded."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        made: ModuleType | None = self._loader.create_module(spec)
+        return made
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        _tell(module)

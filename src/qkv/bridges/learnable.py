@@ -1,0 +1,49 @@
+"""Scales that are learned, or one for each head; constants of variants that cannot be learned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from qkv.call.options import OptionValues
+from qkv.errors import ShapeError, UnsupportedError
+
+__all__ = ["refuse_constants", "with_scale"]
+
+
+def with_scale(query: Any, options: OptionValues) -> tuple[Any, OptionValues]:
+    """The query times an array of scales, and options without it.
+
+    `scale * (q . k) = (scale * q) . k`, which the library of the query differentiates. The array
+    has no dimension, or one of query heads.
+    """
+    scale = options.scale
+    shape = tuple(scale.shape)
+    by_rows = options.layout == "blhd"
+    heads = query.shape[-2 if by_rows else -3] if query.ndim > 2 else 1
+    if shape not in ((), (heads,)):
+        raise ShapeError(
+            f"scale has shape {shape}; there are {heads} query heads.",
+            action="Pass one number, or one for each query head.",
+        )
+    if shape and query.ndim > 2:
+        scale = scale[:, None] if by_rows else scale[:, None, None]
+    scaled = query * scale
+    if scaled.dtype != query.dtype:
+        convert = getattr(scaled, "astype", None) or scaled.to
+        scaled = convert(query.dtype)
+    return scaled, options._replace(scale=1.0)
+
+
+def refuse_constants(
+    variants: Sequence[Any], is_tracked: Callable[[Any], bool], advice: str
+) -> None:
+    """Raise an error if an array without a gradient is to be learned: it would train nothing."""
+    for variant in variants:
+        for name in getattr(type(variant), "constant_fields", ()):
+            if is_tracked(getattr(variant, name, None)):
+                raise UnsupportedError(
+                    f"a gradient of {name} of {type(variant).__name__} is wanted; qkv has none.",
+                    action=f"Pass {name}{advice}, or rotate query and key before with rotate, "
+                    "which has gradients, and leave the variant out.",
+                )

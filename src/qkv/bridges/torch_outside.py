@@ -1,0 +1,26 @@
+"""Attention between two graphs of torch's compiler, for what cannot be part of one.
+
+Importing this imports the compiler; only what the compiler reads does so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["attention_outside"]
+
+
+def _attention(*arguments: Any) -> Any:
+    from qkv.bridges.torch_calls import attention
+
+    return attention(*arguments)
+
+
+attention_outside = torch.compiler.disable(
+    _attention,
+    reason="this call of qkv.attention has a score mod that is made inside of the compiled "
+    "function, or that reads tensors, which are no constants of a graph. Compile without "
+    "fullgraph=True, or make a score mod that reads no tensors outside of the function",
+)

@@ -1,0 +1,347 @@
+"""Read a function of scores and positions: call it with symbols, and note which arrays it indexes.
+
+What the function captures is replaced: an array by a `CapturedArray`, which answers as the array
+does and becomes a table where it is indexed with a position; an object by a `CapturedObject`, so
+that arrays among its attributes are found too. The result is an expression and its arrays.
+"""
+
+from __future__ import annotations
+
+import builtins
+import operator
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+
+from qkv.errors import ArgumentError, QkvError
+from qkv.problem.expressions import Const, Load, Node, Op, Var, upwards
+from qkv.problem.symbols import Expr, Table
+
+__all__ = [
+    "Reading", "explained", "from_words", "global_names", "in_words", "kind_of_table",
+    "with_replaced_values",
+]  # fmt: skip
+
+
+class Reading:
+    """The arrays that a function reads, in the order in which it does.
+
+    Parameters
+    ----------
+    replaced : callable
+        `replaced(fn, symbol)` is a function with the values that it captures replaced.
+    """
+
+    def __init__(self, replaced: Callable[..., Any]) -> None:
+        self.arrays: list[Any] = []
+        self._tables: list[Table] = []
+        self._replaced = replaced
+
+    def read(self, fn: Callable[..., Any], *symbols: Expr) -> Any:
+        """What the function gives for these symbols."""
+        return self._replaced(fn, self.captured)(*symbols)
+
+    def captured(self, value: Any) -> Any:
+        """What stands for a value that the function captures."""
+        if isinstance(value, _PLAIN) or value is None or isinstance(value, CapturedArray):
+            return value
+        if isinstance(value, np.generic):
+            return CapturedArray(np.asarray(value), self)
+        if hasattr(value, "dtype") and hasattr(value, "shape"):
+            return CapturedArray(value, self)
+        if isinstance(value, types.MethodType):
+            owner = self.captured(value.__self__)
+            return types.MethodType(self._replaced(value.__func__, self.captured), owner)
+        if callable(value) and not hasattr(value, "__dict__"):
+            return value
+        if isinstance(value, types.FunctionType):
+            # Functions of libraries are left alone; they are given symbols, and answer by name.
+            return value if value.__closure__ is None else self._replaced(value, self.captured)
+        return CapturedObject(value, self)
+
+    def table(self, array: Any) -> Table:
+        """The table of an array, one for each."""
+        for known, table in zip(self.arrays, self._tables, strict=True):
+            if known is array:
+                return table
+        made = Table(f"t{len(self.arrays)}", kind_of_table(array), tuple(map(int, array.shape)))
+        self.arrays.append(array)
+        self._tables.append(made)
+        return made
+
+
+_PLAIN = (
+    bool, int, float, str, complex, bytes, type, types.ModuleType, types.BuiltinFunctionType,
+    np.ufunc, Expr, Table,
+)  # fmt: skip
+
+
+def kind_of_table(array: Any) -> Any:
+    """The kind of an array's elements, by the name of its type."""
+    name = str(array.dtype).removeprefix("torch.")
+    if name.startswith("bool"):
+        return "bool"
+    return "int" if name.startswith(("int", "uint")) else "float"
+
+
+class CapturedArray:
+    """An array of any library, which becomes a table where it is indexed with a position."""
+
+    __hash__ = None  # type: ignore[assignment]  # Python's own way to say so
+
+    def __init__(self, array: Any, reading: Reading) -> None:
+        self._array, self._reading = array, reading
+
+    def __getitem__(self, index: Any) -> Any:
+        indices = index if isinstance(index, tuple) else (index,)
+        if not any(isinstance(i, Expr) for i in indices):
+            return self._reading.captured(self._array[_unwrapped(index)])
+        return self._reading.table(self._array)[tuple([_whole_number(i) for i in indices])]
+
+    def as_number(self) -> Expr:
+        """Its only entry, in an expression."""
+        if len(self._array.shape):
+            raise ArgumentError(
+                f"an array of shape {tuple(self._array.shape)} is used where a number is wanted.",
+                action="Index it with positions, one for each dimension, as in w[head].",
+            )
+        found: Expr = self._reading.table(self._array)[()]
+        return found
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    def __bool__(self) -> bool:
+        return bool(self._array)
+
+    def __float__(self) -> float:
+        return float(self._array)
+
+    def __int__(self) -> int:
+        return int(self._array)
+
+    def __index__(self) -> int:
+        return operator.index(self._array)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._array, name)
+        if callable(found) and not hasattr(found, "shape"):
+            return lambda *args, **kwargs: self._reading.captured(
+                found(*_unwrapped(args), **_unwrapped(kwargs))
+            )
+        return self._reading.captured(found) if hasattr(found, "shape") else found
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """torch's functions: of symbols, an expression; of arrays alone, an array."""
+        if _has_symbol(args) or _has_symbol(kwargs or {}):
+            return Expr.__torch_function__(func, types, args, kwargs)
+        reading = next(a._reading for a in _flat(args) if isinstance(a, CapturedArray))
+        return reading.captured(func(*_unwrapped(args), **_unwrapped(kwargs or {})))
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if _has_symbol(inputs):
+            expression = next(i for i in inputs if isinstance(i, Expr))
+            return expression.__array_ufunc__(ufunc, method, *inputs, **kwargs)
+        return self._reading.captured(getattr(ufunc, method)(*_unwrapped(inputs), **kwargs))
+
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if _has_symbol(args):
+            expression = next(i for i in args if isinstance(i, Expr))
+            return expression.__array_function__(func, types, args, kwargs)
+        return self._reading.captured(func(*_unwrapped(args), **_unwrapped(kwargs)))
+
+
+def _binary(name: str) -> Callable[..., Any]:
+    function = getattr(operator, name, None) or (lambda a, b: a % b)
+
+    def forwards(self: CapturedArray, other: Any) -> Any:
+        if isinstance(other, Expr):
+            return function(self.as_number(), other)
+        return self._reading.captured(function(self._array, _unwrapped(other)))
+
+    return forwards
+
+
+def _reflected(name: str) -> Callable[..., Any]:
+    function = getattr(operator, name)
+
+    def backwards(self: CapturedArray, other: Any) -> Any:
+        if isinstance(other, Expr):
+            return function(other, self.as_number())
+        return self._reading.captured(function(_unwrapped(other), self._array))
+
+    return backwards
+
+
+def _unary(name: str) -> Callable[..., Any]:
+    function = getattr(operator, name)
+    return lambda self: self._reading.captured(function(self._array))
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_"):
+    _plain = _name.rstrip("_")
+    setattr(CapturedArray, f"__{_plain}__", _binary(_name))
+    setattr(CapturedArray, f"__r{_plain}__", _reflected(_name))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(CapturedArray, f"__{_name}__", _binary(_name))
+for _name in ("neg", "abs", "invert"):
+    setattr(CapturedArray, f"__{_name}__", _unary(_name))
+
+
+class CapturedObject:
+    """An object whose attributes and entries are captured values."""
+
+    def __init__(self, thing: Any, reading: Reading) -> None:
+        self._thing, self._reading = thing, reading
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._thing, name)
+        if isinstance(found, types.MethodType) and found.__self__ is self._thing:
+            # Its own method reads its own attributes.
+            return types.MethodType(
+                self._reading._replaced(found.__func__, self._reading.captured), self
+            )
+        return self._reading.captured(found)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._reading.captured(self._thing[_unwrapped(index)])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._reading.captured(self._thing(*args, **kwargs))
+
+    def __len__(self) -> int:
+        return len(self._thing)
+
+
+def _flat(thing: Any) -> list[Any]:
+    if isinstance(thing, tuple | list):
+        return [entry for part in thing for entry in _flat(part)]
+    return [*thing.values()] if isinstance(thing, dict) else [thing]
+
+
+def _has_symbol(thing: Any) -> bool:
+    return any(isinstance(entry, Expr) for entry in _flat(thing))
+
+
+def _unwrapped(thing: Any) -> Any:
+    """Arguments with the arrays themselves."""
+    if isinstance(thing, CapturedArray):
+        return thing._array
+    if isinstance(thing, CapturedObject):
+        return thing._thing
+    if isinstance(thing, tuple | list):
+        return type(thing)([_unwrapped(entry) for entry in thing])
+    if isinstance(thing, dict):
+        return {name: _unwrapped(entry) for name, entry in thing.items()}
+    return thing
+
+
+def _whole_number(index: Any) -> Any:
+    return index if isinstance(index, Expr | int) else int(_unwrapped(index))
+
+
+# Expressions as JSON values
+
+
+def in_words(root: Node) -> list[Any]:
+    """An expression as a list of steps, each of which may name earlier ones by number."""
+    places: dict[Node, int] = {}
+    steps: list[Any] = []
+    for node in upwards(root):
+        match node:
+            case Const(kind=kind, value=value):
+                step = ["const", kind, value.hex() if isinstance(value, float) else value]
+            case Var(name=name):
+                step = ["var", name]
+            case Load(table=table, kind=kind, indices=indices):
+                step = ["load", table, kind, [places[i] for i in indices]]
+            case Op(name=name, kind=kind, args=args):
+                step = ["op", name, kind, [places[a] for a in args]]
+        places[node] = len(steps)
+        steps.append(step)
+    return steps
+
+
+def from_words(steps: list[Any]) -> Node:
+    """The expression that `in_words` wrote."""
+    made: list[Node] = []
+    for what, *rest in steps:
+        if what == "const":
+            kind, value = rest
+            made.append(Const(kind, float.fromhex(value) if isinstance(value, str) else value))
+        elif what == "var":
+            made.append(Var(rest[0]))
+        elif what == "load":
+            table, kind, indices = rest
+            made.append(Load(table, kind, tuple([made[i] for i in indices])))
+        else:
+            name, kind, args = rest
+            made.append(Op(name, kind, tuple([made[a] for a in args])))
+    return made[-1]
+
+
+@contextmanager
+def explained(fn: Any) -> Iterator[None]:
+    """Errors of other libraries, which were given a symbol, as one that says what to write."""
+    try:
+        yield
+    except QkvError:
+        raise
+    except (TypeError, IndexError, ValueError, RuntimeError) as error:
+        if "Expr" not in str(error) and "Captured" not in str(error):
+            raise
+        name = getattr(fn, "__name__", type(fn).__name__)
+        raise ArgumentError(
+            f"{name} gives a position or score, which is a symbol, to a function that wants an "
+            "array.",
+            [("it says", str(error).splitlines()[0][:150])],
+            "Use operators and functions of NumPy or torch on scores and positions, and index "
+            "arrays that are captured by name, as in w[head].",
+        ) from error
+
+
+# Functions with other values in the place of those that they capture
+
+
+def with_replaced_values(
+    fn: Callable[..., Any], symbol: Callable[[Any], Any]
+) -> Callable[..., Any]:
+    """The function with values replaced: in closure, defaults and the globals that it names."""
+    if isinstance(fn, partial):
+        return partial(
+            with_replaced_values(fn.func, symbol),
+            *map(symbol, fn.args),
+            **{name: symbol(value) for name, value in fn.keywords.items()},
+        )
+    if isinstance(fn, types.MethodType):
+        return types.MethodType(with_replaced_values(fn.__func__, symbol), symbol(fn.__self__))
+    if not isinstance(fn, types.FunctionType):
+        call = getattr(type(fn), "__call__", None)  # noqa: B004 - it is looked at, not tested
+        if not isinstance(call, types.FunctionType):
+            return fn
+        return types.MethodType(with_replaced_values(call, symbol), symbol(fn))
+    closure = fn.__closure__ and tuple(
+        types.CellType(symbol(cell.cell_contents)) for cell in fn.__closure__
+    )
+    defaults = fn.__defaults__ and tuple(map(symbol, fn.__defaults__))
+    keyword_defaults = fn.__kwdefaults__ and {k: symbol(v) for k, v in fn.__kwdefaults__.items()}
+    scope = dict(fn.__globals__)
+    scope.update({n: symbol(scope[n]) for n in global_names(fn.__code__) if n in scope})
+    scope.setdefault("__builtins__", builtins)
+    made = types.FunctionType(fn.__code__, scope, fn.__name__, defaults, closure)
+    made.__kwdefaults__ = keyword_defaults
+    return made
+
+
+@lru_cache(maxsize=256)
+def global_names(code: types.CodeType) -> tuple[str, ...]:
+    """Names that the code looks up, those of functions inside it too, in a fixed order."""
+    inner = [global_names(const) for const in code.co_consts if isinstance(const, types.CodeType)]
+    return tuple(sorted({*code.co_names, *(name for names in inner for name in names)}))

@@ -1,0 +1,172 @@
+"""Functions of scores and positions, by the names that NumPy and torch have for them.
+
+Each is written with the operations of `qkv.problem.expressions`, so that every backend has it and
+its derivative.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from qkv.errors import ArgumentError
+from qkv.problem import symbols
+from qkv.problem.expressions import Const
+
+__all__ = ["NAMES", "call", "power"]
+
+_LN2 = math.log(2.0)
+_MAX_POWER = 64
+"""The largest exponent that is written as products."""
+
+
+def build(name: str, *args: Any) -> Any:
+    return symbols.build(name, *args)
+
+
+def power(base: Any, exponent: Any) -> Any:
+    """`base ** exponent`: of any base for whole constant exponents, else of bases from 0 on."""
+    node, of_base = symbols.as_node(exponent), symbols.as_node(base)
+    if isinstance(node, Const):
+        value = node.value
+        if value == 0.5:
+            return build("sqrt", base)
+        if value == int(value) and abs(value) <= _MAX_POWER:
+            found = _product(base, abs(int(value)))
+            if isinstance(value, float):
+                found = build("mul", found, 1.0)
+            return build("div", 1.0, found) if value < 0 else found
+        return build("exp", build("mul", exponent, build("log", base)))
+    if isinstance(of_base, Const) and of_base.value > 0:
+        return build("exp", build("mul", exponent, math.log(of_base.value)))
+    raise ArgumentError(
+        "a power has an exponent that is no constant, and a base that is no positive one.",
+        action="Write np.exp(y * np.log(x)) for x ** y with x > 0.",
+    )
+
+
+def _product(base: Any, times: int) -> Any:
+    """`base` multiplied with itself, by squares."""
+    found: Any = None
+    while times:
+        if times % 2:
+            found = base if found is None else build("mul", found, base)
+        times //= 2
+        base = build("mul", base, base) if times else base
+    return symbols.Expr(symbols.as_node(1)) if found is None else found
+
+
+_PI = (3.1414794921875, 0.00011315941810607910156, 1.9841872589410058936e-09)
+"""Pi in parts whose products with whole numbers below 4096 are exact in float32 (SLEEF's)."""
+_SINE = tuple((-1) ** n / math.factorial(2 * n + 1) for n in range(1, 11))
+"""Taylor's coefficients from the third power on; the first that is left out is below 3e-19."""
+
+
+def _sine(x: Any) -> Any:
+    """`sin(x)`: of what is left of the nearest multiple of pi, with its sign."""
+    turns = build("floor", build("add", build("mul", x, 1 / math.pi), 0.5))
+    rest = build("mul", x, 1.0)
+    for part in _PI:
+        rest = build("sub", rest, build("mul", turns, part))
+    square = build("mul", rest, rest)
+    series: Any = 0.0
+    for coefficient in reversed(_SINE):
+        series = build("mul", square, build("add", series, coefficient))
+    value = build("add", rest, build("mul", rest, series))
+    return build("where", build("eq", build("mod", turns, 2), 0), value, build("neg", value))
+
+
+def _clamp(x: Any, low: Any = None, high: Any = None, **named: Any) -> Any:
+    low, high = named.get("min", low), named.get("max", high)
+    x = x if high is None else build("min", x, high)
+    return x if low is None else build("max", x, low)
+
+
+def _sigmoid(x: Any) -> Any:
+    return build("mul", 0.5, build("add", build("tanh", build("mul", 0.5, x)), 1.0))
+
+
+def _sign(x: Any) -> Any:
+    less = build("where", build("lt", x, 0), -1, 0)
+    return build("where", build("lt", 0, x), 1, less)
+
+
+def _turned(name: str) -> Callable[..., Any]:
+    return lambda a, b: build(name, b, a)
+
+
+def _where(condition: Any, first: Any, second: Any) -> Any:
+    return build("where", condition, first, second)
+
+
+def _where_xor(first: Any, second: Any) -> Any:
+    return build("where", first, build("not", second), second)
+
+
+def _scaled(name: str, factor: float) -> Callable[..., Any]:
+    return lambda x: build("mul", build(name, x), factor)
+
+
+def _same(x: Any, *_: Any, **__: Any) -> Any:
+    return x
+
+
+_DIRECT = {
+    "add": "add", "sub": "sub", "subtract": "sub", "mul": "mul", "multiply": "mul", "div": "div",
+    "true_divide": "div", "divide": "div", "floor_divide": "floordiv", "floordiv": "floordiv",
+    "remainder": "mod", "mod": "mod", "minimum": "min", "maximum": "max", "fmin": "min",
+    "fmax": "max", "neg": "neg", "negative": "neg", "abs": "abs", "absolute": "abs", "fabs": "abs",
+    "lt": "lt", "less": "lt", "le": "le", "less_equal": "le", "eq": "eq", "equal": "eq",
+    "ne": "ne", "not_equal": "ne", "logical_and": "and", "logical_or": "or", "logical_not": "not",
+    "bitwise_and": "and", "bitwise_or": "or", "bitwise_not": "not", "invert": "not", "and": "and",
+    "or": "or", "exp": "exp", "log": "log", "sqrt": "sqrt", "tanh": "tanh", "floor": "floor",
+    "truediv": "div",
+}  # fmt: skip
+_OTHERS: Mapping[str, Callable[..., Any]] = {
+    "where": _where,
+    "clip": _clamp, "clamp": _clamp, "clamp_min": _clamp,
+    "clamp_max": lambda x, high: build("min", x, high),
+    "gt": _turned("lt"), "greater": _turned("lt"), "ge": _turned("le"),
+    "greater_equal": _turned("le"), "rsub": _turned("sub"), "rdiv": _turned("div"),
+    "pow": power, "power": power, "float_power": power, "rpow": lambda x, base: power(base, x),
+    "square": lambda x: build("mul", x, x),
+    "exp2": lambda x: build("exp", build("mul", x, _LN2)),
+    "expm1": lambda x: build("sub", build("exp", x), 1.0),
+    "log2": _scaled("log", 1 / _LN2), "log10": _scaled("log", 1 / math.log(10.0)),
+    "log1p": lambda x: build("log", build("add", x, 1.0)),
+    "rsqrt": lambda x: build("div", 1.0, build("sqrt", x)),
+    "reciprocal": lambda x: build("div", 1.0, x),
+    "ceil": lambda x: build("neg", build("floor", build("neg", x))),
+    "sin": _sine, "cos": lambda x: _sine(build("add", x, math.pi / 2)),
+    "sigmoid": _sigmoid, "relu": lambda x, inplace=False: build("max", x, 0),
+    "sign": _sign,
+    "logical_xor": _where_xor, "bitwise_xor": _where_xor,
+    "float": lambda x: build("mul", x, 1.0), "double": lambda x: build("mul", x, 1.0),
+    "to": _same, "type_as": _same, "contiguous": _same, "clone": _same, "item": _same,
+}  # fmt: skip
+NAMES = frozenset({*_DIRECT, *_OTHERS})
+"""Functions that scores and positions have."""
+
+
+def call(name: str, *args: Any, **kwargs: Any) -> Any:
+    """A function by the name that NumPy or torch has for it."""
+    plain = name.strip("_")
+    direct, other = _DIRECT.get(plain), _OTHERS.get(plain)
+    if name.startswith("__r") and direct is not None:  # An operator whose left side gave it up.
+        return build(direct, *reversed(args))
+    if direct is not None and not kwargs:
+        return build(direct, *args)
+    if other is not None:
+        return other(*args, **kwargs)
+    if plain == "getitem":
+        raise ArgumentError(
+            "an array that was not found among what the score mod captures is read at a position.",
+            action="Give it a name outside of the score mod, as in w = module.weight, and read "
+            "w[head] in it.",
+        )
+    raise ArgumentError(
+        f"{name} is not part of the expression language.",
+        [("has", ", ".join(sorted(NAMES - {"and", "or", "to", "type_as", "contiguous", "item"})))],
+        "Write it with these.",
+    )
