@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from qkv._dynamo import ends_graph
-from qkv.arrays import is_array
+from qkv.arrays import is_array, library_of
 from qkv.backends import Progress
 from qkv.bridges import bridge_of
 from qkv.call.attend import attend

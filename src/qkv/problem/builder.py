@@ -171,7 +171,7 @@ class Builder:
 
     def scalar(self, value: Any, label: str = "value") -> Expr:
         """A number that is a value, not structure: changing it compiles nothing."""
-        return self.table(np.asarray(value), label)[()]
+        return self.table(np.asarray(value), label).entry()
 
     def per_batch(self, values: ArrayLike, label: str) -> Expr:
         """One value for each batch row: a number, or an array over the leading dimensions."""
@@ -179,7 +179,7 @@ class Builder:
         if array.ndim == 0:
             return self.scalar(array[()], label)
         rows = self.batch_rows(array, label, 0)
-        return self.table(rows, label)[self.batch]
+        return self.table(rows, label).entry(self.batch)
 
     def per_head(self, values: ArrayLike, label: str) -> Expr:
         """One value for each query head: a number or `(num_heads,)`."""
@@ -192,7 +192,7 @@ class Builder:
                 [("variant", self._label)],
                 f"Pass one number, or an array of shape ({self.shape.num_heads},).",
             )
-        return self.table(array, label)[self.head]
+        return self.table(array, label).entry(self.head)
 
     def batch_rows(self, values: ArrayLike, label: str, trailing: int) -> Array:
         """Broadcast over the leading dimensions and flatten them; `trailing` axes stay."""
@@ -260,7 +260,7 @@ class Builder:
                 indices[axis] = index
         table = self.table(padded, label)
         self.origins[table.name] = replace(self.origins[table.name], array=view)
-        return table[tuple(indices)]
+        return table.entry(*indices)
 
     def align(self, how: Align) -> None:
         """State for the whole problem where query rows stand among the keys."""

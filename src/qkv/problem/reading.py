@@ -254,6 +254,7 @@ def in_words(root: Node) -> list[Any]:
     """An expression as a list of steps, each of which may name earlier ones by number."""
     places: dict[Node, int] = {}
     steps: list[Any] = []
+    step: list[Any]
     for node in upwards(root):
         match node:
             case Const(kind=kind, value=value):

@@ -255,6 +255,10 @@ class Table:
         indices = index if isinstance(index, tuple) else (index,)
         if 0 < len(indices) < len(self.shape):
             return _Row(self, indices)
+        return self.entry(*indices)
+
+    def entry(self, *indices: Any) -> Expr:
+        """The entry with one index for each dimension."""
         if len(indices) != len(self.shape):
             raise ArgumentError(
                 f"a table of {self.ndim} dimensions was read with {len(indices)} indices.",

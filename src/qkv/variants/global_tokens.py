@@ -86,7 +86,7 @@ class GlobalTokens(MaskVariant):
         last = builder.scalar(span + 1, "global span")
 
         def is_global(position: Expr) -> Expr:
-            return member[(position - first).clip(0, last)]
+            return member.entry((position - first).clip(0, last))
 
         builder.mask(is_global(builder.q_pos) | is_global(builder.kv_pos))
 

@@ -165,6 +165,9 @@ def _check_result(result: Any) -> None:
 class _Expressed(ScoreMod):
     """A score mod as an expression and its arrays."""
 
+    expression: Expression
+    arrays: tuple[Any, ...]
+
     def __init__(self, expression: Expression, arrays: tuple[Any, ...]) -> None:
         object.__setattr__(self, "expression", expression)
         object.__setattr__(self, "arrays", arrays)
