@@ -102,7 +102,7 @@ def waiting(rank: int, ranks: int, folder: str, timeout: float) -> tuple[str, fl
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_dies_or_stops_is_named(tmp_path: Path, fault: signal.Signals) -> None:
-    ranks = Ranks(RANKS, tmp_path)
+    ranks = Ranks(RANKS, tmp_path, ends_by_itself=False)
     try:
         ranks.begin(waiting, str(tmp_path), 5.0)
         until = time.monotonic() + 120
