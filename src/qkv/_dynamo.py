@@ -31,7 +31,8 @@ READABLE = (
     "bridges/__init__.py", "bridges/learnable.py", "bridges/torch_batches.py",
     "bridges/torch_calls.py", "bridges/torch_functions.py", "bridges/torch_groups.py",
     "bridges/torch_operators.py",
-    "call/__init__.py", "call/bound.py", "call/flatten.py", "call/options.py",
+    "call/__init__.py", "call/bound.py", "call/flatten.py", "call/numbered.py", "call/options.py",
+    "call/structure_text.py",
     "call/unknown_keywords.py", "errors.py", "hf", "mechanisms", "positions", "torch",
     "variants",
 )  # fmt: skip

@@ -15,6 +15,8 @@ torch_groups, torch_batches
 torch_prepared, torch_steps, torch_training
                 repeated calls, decoding steps, and calls whose gradients are wanted
 torch_passes    prepared forward and backward passes, which torch_functions carries
+torch_outside   attention between two graphs of torch's compiler
+learnable       scales that are learned
 torch_guards    whether tensors are like earlier ones
 torch_openmp    the threads of torch, on which calls of tensors run
 jax_ffi         how XLA calls a function of Python

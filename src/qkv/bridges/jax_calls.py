@@ -21,8 +21,8 @@ from qkv.bridges.jax_operations import PROCESS, Operation
 from qkv.bridges.learnable import with_scale
 from qkv.call.attend import attend
 from qkv.call.bound import BoundCall, bind
-from qkv.call.flatten import hold
 from qkv.call.options import OptionValues
+from qkv.call.structure_text import hold
 from qkv.errors import DTypeError, UnsupportedError
 from qkv.problem.stored_rows import Paged, Quantized
 

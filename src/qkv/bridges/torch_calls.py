@@ -29,9 +29,10 @@ from qkv.bridges.torch_training import prepare_training
 from qkv.call.attend import attend
 from qkv.call.bound import ARRAY_TYPES, BoundCall, Structure, bind
 from qkv.call.device_call import check_device_call, is_device_call
-from qkv.call.flatten import declared_fields, hold, keep_for_good, names_objects
+from qkv.call.flatten import declared_fields
 from qkv.call.merging import merge_parts
 from qkv.call.options import OptionValues
+from qkv.call.structure_text import hold, keep_for_good, names_objects
 from qkv.errors import ArgumentError, QkvError, UnsupportedError
 from qkv.problem.stored_rows import Paged, Quantized
 

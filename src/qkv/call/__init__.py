@@ -2,6 +2,8 @@
 
     options         the keyword arguments that all public functions share
     flatten         a variant, an option or an operand as a tree without arrays, and its arrays
+    structure_text, numbered
+                    that tree as JSON, for compilers; the objects that it names by number
     bound           `bind`: a call as `BoundCall(structure, leaves)`
     checked         `check_call`: a bound call as a problem, with the backend that will run it
     cache, keys     prepared calls, by structure and by the layout of the leaves
@@ -11,6 +13,7 @@
     device_call     calls whose tensors stay where they are, as those on CUDA
     derivatives     gradients, tangents and second derivatives
     variant_arrays  the arrays of variants
+    merging         `merge` of results of any library
     unknown_keywords
                     the error for a keyword of another library
 

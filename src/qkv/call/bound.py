@@ -14,15 +14,13 @@ from qkv.call.flatten import (
     Leaves,
     ReadInPlace,
     Tree,
-    dumps,
     flatten,
     is_known,
-    is_portable,
-    loads,
     unflatten,
     uses_batch_index,
 )
 from qkv.call.options import DEFAULTS, OptionValues
+from qkv.call.structure_text import dumps, is_portable, loads
 
 __all__ = ["ARRAY_TYPES", "BoundCall", "Structure", "bind"]
 

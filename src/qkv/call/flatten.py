@@ -11,34 +11,28 @@ A structure is a tree of tuples. The first entry of each is a type, which says w
     ReadInPlace, ReadByValue            the place of an array, which is the next of the leaves
 
 Everything else stands for itself: None, integers, strings, and an `Opaque` around an object that
-declares nothing. Other libraries' compilers hold a structure as text (`dumps`, `loads`).
+declares nothing. Other libraries' compilers hold a structure as text (`structure_text`).
 """
 
 from __future__ import annotations
 
-import json
-import secrets
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import fields
 from functools import lru_cache
-from importlib import import_module
-from itertools import count
 from typing import Any, NamedTuple, TypeAlias
-from weakref import WeakValueDictionary
 
 import numpy as np
 
 from qkv.arrays import is_array
 from qkv.arrays.copies import own_copy
-from qkv.errors import ArgumentError
-from qkv.problem.reading import from_words
+from qkv.call.numbered import numbered
 from qkv.problem.stored_rows import Paged, Quantized
-from qkv.variants.base import Expression, Opaque, Role
+from qkv.variants.base import Opaque, Role
 
 __all__ = [
-    "Leaves", "ReadByValue", "ReadInPlace", "Tree", "add_length_keys", "copied", "declared_fields",
-    "dumps", "flatten", "hold", "is_known", "is_portable", "keep_for_good", "loads",
-    "names_objects", "unflatten", "uses_batch_index", "without_arrays",
+    "Leaves", "Numbered", "ReadByValue", "ReadInPlace", "Tree", "add_length_keys", "copied",
+    "declared_fields", "flatten", "is_known", "unflatten", "uses_batch_index",
+    "without_arrays",
 ]  # fmt: skip
 
 Tree: TypeAlias = Any
@@ -167,7 +161,7 @@ def unflatten(tree: Tree, next_array: Callable[[], Any]) -> Any:
     if kind is np.generic:
         return np.frombuffer(parts[1], parts[0])[0]
     if kind is Numbered:
-        return _numbered(parts[0]).thing
+        return numbered(parts[0]).thing
     if kind is object:
         kind, (_, *names), *parts = parts
         return _rebuild(kind, names, [unflatten(part, next_array) for part in parts])
@@ -191,15 +185,6 @@ def is_known(tree: Tree) -> bool:
     if type(tree) is tuple:
         return tree[0] is not Numbered and all(map(is_known, tree[1:]))
     return not isinstance(tree, Opaque) or tree.known
-
-
-def is_portable(tree: Tree) -> bool:
-    """Whether another process understands the text of a structure."""
-    if type(tree) is tuple:
-        return tree[0] is not Numbered and all(map(is_portable, tree))
-    if isinstance(tree, type):
-        return not _is_local(tree)
-    return not isinstance(tree, Opaque) or tree.in_words() is not None
 
 
 def uses_batch_index(tree: Tree) -> bool:
@@ -290,145 +275,3 @@ def _rebuild(kind: type, names: Sequence[str], values: Sequence[Any]) -> Any:
     for name, value in zip(names, values, strict=True):
         object.__setattr__(rebuilt, name, value)
     return rebuilt
-
-
-# Structures as text
-
-
-_numbers = count()
-_by_number: WeakValueDictionary[int, Opaque] = WeakValueDictionary()
-_process_lifetime: dict[Opaque, Opaque] = {}
-"""Objects that compiled code names, which are kept alive as long as the process."""
-
-
-def keep_for_good(thing: Any) -> int:
-    """A number for an object that is named as long as the process lives."""
-    opaque = Opaque(thing)
-    hold(opaque)
-    return _number_of(opaque)
-
-
-def hold(tree: Tree) -> None:
-    """Keep what the text of a structure names, as long as the process lives."""
-    if isinstance(tree, tuple):
-        for part in tree:
-            hold(part)
-    elif isinstance(tree, Opaque) and tree not in _process_lifetime:
-        held = without_arrays(tree)
-        _process_lifetime[held] = held
-
-
-def _number_of(opaque: Opaque) -> int:
-    opaque = _process_lifetime.get(opaque, opaque)
-    if opaque.number is None:
-        opaque.number = next(_numbers)
-        _by_number[opaque.number] = opaque
-    return opaque.number
-
-
-def _numbered(number: int) -> Opaque:
-    found = _by_number.get(number)
-    if found is None:
-        raise ArgumentError(
-            f"a variant of this call is gone (number {number}).",
-            action="Keep variants of your own, and score mods, as long as what was compiled from "
-            "them; they cannot be saved with it.",
-        )
-    return found
-
-
-def dumps(tree: Tree) -> str:
-    """A structure as JSON.
-
-    Objects that only this process knows are named by number, as long as the structure lives.
-    """
-    return json.dumps(_encoded(tree), separators=(",", ":"))
-
-
-@lru_cache(maxsize=1024)
-def loads(text: str) -> Tree:
-    """The structure that `dumps` wrote."""
-    return _decoded(json.loads(text))
-
-
-_TYPES: dict[str, type] = {
-    "tuple": tuple, "list": list, "float": float, "bool": bool, "object": object,
-    "generic": np.generic, "numbered": Numbered, "in place": ReadInPlace, "by value": ReadByValue,
-}  # fmt: skip
-_TYPE_NAMES = {kind: name for name, kind in _TYPES.items()}
-
-
-def _encoded(tree: Tree) -> Any:
-    """A structure as JSON values: a type is a list that begins with a string, a tuple a list that
-    begins with a type."""
-    if isinstance(tree, Opaque):
-        words = tree.in_words()
-        return (
-            {"object": _number_of(tree), "of": _PROCESS} if words is None else {"expression": words}
-        )
-    if type(tree) is tuple and tree[0] is Numbered:
-        return _encoded_whole(tree[1])
-    if isinstance(tree, type):
-        if tree in _TYPE_NAMES:
-            return [_TYPE_NAMES[tree]]
-        if _is_local(tree):
-            return {"class": keep_for_good(tree), "of": _PROCESS}
-        return [tree.__module__, tree.__qualname__]
-    if isinstance(tree, bytes):
-        return {"bytes": tree.hex()}
-    return [_encoded(part) for part in tree] if type(tree) is tuple else tree
-
-
-def _encoded_whole(number: int) -> Any:
-    """An object that stayed whole: taken apart after all if it is an expression without arrays."""
-    thing = _numbered(number).thing
-    if hasattr(type(thing), "tree_flatten"):
-        static, arrays = thing.tree_flatten()
-        if not arrays and static.in_words() is not None:
-            return _encoded((type(thing), static))
-    return {"whole": number, "of": _PROCESS}
-
-
-def names_objects(text: str) -> bool:
-    """Whether the text of a structure names objects of this process."""
-    return f'"of":"{_PROCESS}"' in text
-
-
-_PROCESS = secrets.token_hex(8)
-"""Tells this process from others, which know other objects by its numbers."""
-
-
-def _decoded(data: Any) -> Tree:
-    if isinstance(data, dict):
-        if data.get("of", _PROCESS) != _PROCESS:
-            raise ArgumentError(
-                "this was compiled or exported in another process, with a variant of its own that "
-                "only that process knows.",
-                action="Make it here again; a ScoreMod of operators and functions, whose arrays "
-                "are tensors, can be saved, and so can a variant whose class is a dataclass of an "
-                "importable module.",
-            )
-        if "object" in data:
-            return _numbered(data["object"])
-        if "whole" in data:
-            return Numbered, data["whole"]
-        if "class" in data:
-            return _numbered(data["class"]).thing
-        if "expression" in data:
-            return Expression(from_words(data["expression"]))
-        return bytes.fromhex(data["bytes"])
-    if not isinstance(data, list):
-        return data
-    if not isinstance(data[0], str):
-        return tuple(map(_decoded, data))
-    if len(data) == 1:
-        return _TYPES[data[0]]
-    found: Any = import_module(data[0])
-    for name in data[1].split("."):
-        found = getattr(found, name)
-    return found
-
-
-def _is_local(kind: type) -> bool:
-    """Whether a class cannot be found again by its name."""
-    return "<locals>" in kind.__qualname__ or kind.__module__ == "__main__"

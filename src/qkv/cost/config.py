@@ -32,7 +32,6 @@ __all__ = ["read_config"]
 
 _LARGEST = 2**24
 """Bytes of the largest file that is read; real ones have a few thousand."""
-
 _LARGEST_NUMBER = 2**40
 """The largest number of a configuration: products of a few are exact, and are float64 as well."""
 _MOST_LAYERS = 10_000
@@ -117,9 +116,8 @@ def _contents(path: Path) -> Mapping[str, Any]:
     try:
         found = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise FileError(
-            f"{str(file)!r:.200} is not JSON.", [("reason", f"{error!s:.100}")]
-        ) from error
+        reason = [("reason", f"{error!s:.100}")]
+        raise FileError(f"{str(file)!r:.200} is not JSON.", reason) from error
     if not isinstance(found, dict):
         raise FileError(f"{str(file)!r:.200} holds no JSON object.")
     return found

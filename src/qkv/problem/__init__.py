@@ -3,10 +3,13 @@
 check           the only validation of a call: arrays and variants in, a `Problem` out
 builder         what variants build it with
 spec            what it is: `Spec`, structure without arrays, and `Operands`, the arrays
+part            some rows and heads of a problem, as a rank of several computes them
 stored_rows     keys and values in pages or as int8: `Paged`, `Quantized`, `StoredRows`
 offsets         the positions of rows
 expressions, nodes, symbols
                 masks and score mods: their language, its graphs, and how Python writes it
+reading, score_functions
+                functions of scores read as expressions, and what they may call
 evaluate, derivative
                 expressions computed on NumPy arrays, and differentiated
 intervals, bounds, tiles

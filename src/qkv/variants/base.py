@@ -159,7 +159,8 @@ class Variant(ABC):
             if value is entry.default or _is_equal_constant(value, entry.default):
                 continue
             text = short_repr(value)
-            arguments.append(text if entry.default is MISSING else f"{entry.name}={text}")
+            is_required = entry.default is MISSING or entry.default is UNSAID
+            arguments.append(text if is_required else f"{entry.name}={text}")
         return f"{type(self).__name__}({', '.join(arguments)})"
 
     @abstractmethod

@@ -301,12 +301,8 @@ class MultiHeadLatent(AttentionMechanism):
 
     def operations(self, tokens: Count, batch: int) -> Ledger:
         """Those of the form that is not absorbed."""
-        h, r, p, v = symbols(
-            h=self.num_heads,
-            r=self.qk_rope_head_dim,
-            p=self.qk_nope_head_dim,
-            v=self.v_head_dim,
-        )
+        h, v = symbols(h=self.num_heads, v=self.v_head_dim)
+        r, p = symbols(r=self.qk_rope_head_dim, p=self.qk_nope_head_dim)
         rows: int = batch * tokens
         heads: int = batch * h
         found = Ledger()

@@ -1,0 +1,141 @@
+"""Structures as JSON, for compilers of other libraries, which take constants as text."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from qkv.call.flatten import Numbered, ReadByValue, ReadInPlace, Tree, without_arrays
+from qkv.call.numbered import hold_object, number_of, numbered
+from qkv.errors import ArgumentError
+from qkv.problem.reading import from_words
+from qkv.variants.base import Expression, Opaque
+
+__all__ = ["dumps", "hold", "is_portable", "keep_for_good", "loads", "names_objects"]
+
+
+def keep_for_good(thing: Any) -> int:
+    """A number for an object that is named as long as the process lives."""
+    opaque = Opaque(thing)
+    hold(opaque)
+    return number_of(opaque)
+
+
+def hold(tree: Tree) -> None:
+    """Keep what the text of a structure names, as long as the process lives."""
+    if isinstance(tree, tuple):
+        for part in tree:
+            hold(part)
+    elif isinstance(tree, Opaque):
+        hold_object(tree, without_arrays(tree))
+
+
+def dumps(tree: Tree) -> str:
+    """A structure as JSON.
+
+    Objects that only this process knows are named by number, as long as the structure lives.
+    """
+    return json.dumps(_encoded(tree), separators=(",", ":"))
+
+
+@lru_cache(maxsize=1024)
+def loads(text: str) -> Tree:
+    """The structure that `dumps` wrote."""
+    return _decoded(json.loads(text))
+
+
+_TYPES: dict[str, type] = {
+    "tuple": tuple, "list": list, "float": float, "bool": bool, "object": object,
+    "generic": np.generic, "numbered": Numbered, "in place": ReadInPlace, "by value": ReadByValue,
+}  # fmt: skip
+_TYPE_NAMES = {kind: name for name, kind in _TYPES.items()}
+
+
+def _encoded(tree: Tree) -> Any:
+    """A structure as JSON values: a type is a list that begins with a string, a tuple a list that
+    begins with a type."""
+    if isinstance(tree, Opaque):
+        words = tree.in_words()
+        return (
+            {"object": number_of(tree), "of": _PROCESS} if words is None else {"expression": words}
+        )
+    if type(tree) is tuple and tree[0] is Numbered:
+        return _encoded_whole(tree[1])
+    if isinstance(tree, type):
+        if tree in _TYPE_NAMES:
+            return [_TYPE_NAMES[tree]]
+        if _is_local(tree):
+            return {"class": keep_for_good(tree), "of": _PROCESS}
+        return [tree.__module__, tree.__qualname__]
+    if isinstance(tree, bytes):
+        return {"bytes": tree.hex()}
+    return [_encoded(part) for part in tree] if type(tree) is tuple else tree
+
+
+def _encoded_whole(number: int) -> Any:
+    """An object that stayed whole: taken apart after all if it is an expression without arrays."""
+    thing = numbered(number).thing
+    if hasattr(type(thing), "tree_flatten"):
+        static, arrays = thing.tree_flatten()
+        if not arrays and static.in_words() is not None:
+            return _encoded((type(thing), static))
+    return {"whole": number, "of": _PROCESS}
+
+
+def is_portable(tree: Tree) -> bool:
+    """Whether another process understands the text of a structure."""
+    if type(tree) is tuple:
+        return tree[0] is not Numbered and all(map(is_portable, tree))
+    if isinstance(tree, type):
+        return not _is_local(tree)
+    return not isinstance(tree, Opaque) or tree.in_words() is not None
+
+
+def names_objects(text: str) -> bool:
+    """Whether the text of a structure names objects of this process."""
+    return f'"of":"{_PROCESS}"' in text
+
+
+_PROCESS = secrets.token_hex(8)
+"""Tells this process from others, which know other objects by its numbers."""
+
+
+def _decoded(data: Any) -> Tree:
+    if isinstance(data, dict):
+        if data.get("of", _PROCESS) != _PROCESS:
+            raise ArgumentError(
+                "this was compiled or exported in another process, with a variant of its own that "
+                "only that process knows.",
+                action="Make it here again; a ScoreMod of operators and functions, whose arrays "
+                "are tensors, can be saved, and so can a variant whose class is a dataclass of an "
+                "importable module.",
+            )
+        if "object" in data:
+            return numbered(data["object"])
+        if "whole" in data:
+            return Numbered, data["whole"]
+        if "class" in data:
+            return numbered(data["class"]).thing
+        if "expression" in data:
+            return Expression(from_words(data["expression"]))
+        return bytes.fromhex(data["bytes"])
+    if not isinstance(data, list):
+        return data
+    if not isinstance(data[0], str):
+        return tuple(map(_decoded, data))
+    if len(data) == 1:
+        return _TYPES[data[0]]
+    found: Any = import_module(data[0])
+    for name in data[1].split("."):
+        found = getattr(found, name)
+    return found
+
+
+def _is_local(kind: type) -> bool:
+    """Whether a class cannot be found again by its name."""
+    return "<locals>" in kind.__qualname__ or kind.__module__ == "__main__"
