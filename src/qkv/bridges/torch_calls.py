@@ -118,7 +118,7 @@ def _attend(bound: BoundCall, return_lse: bool) -> Any:
             prepare_training(bound, (*leaves, *tensors))
         return (out, lse) if return_lse else out
     views = [view_beside(_LIBRARY, leaf, "an array of the call") for leaf in bound.leaves[3:]]
-    seen = BoundCall(bound.structure, (*map(_view, leaves, _ROLES), *views))
+    seen = BoundCall(bound.structure, (*map(_LIBRARY.view, leaves, _ROLES), *views))
     attended = attend(seen, rows=return_lse)
     out = contiguous(_LIBRARY.restore(attended.out))
     if leaves[0] is operands[0] and not prepare_step(bound, seen, out):
@@ -371,7 +371,6 @@ def _refuse_half_fake(*tensors: Any) -> None:
 
 
 _LIBRARY = TorchArrays()
-_view = _LIBRARY.view
 _ROLES = ("query", "key", "value")
 
 
