@@ -37,7 +37,7 @@ from typing import (
 
 import numpy as np
 
-from qkv.errors import ArgumentError
+from qkv.errors import ArgumentError, FileError
 
 __all__ = [
     "LARGEST",
@@ -377,8 +377,8 @@ def _instance(kinds: tuple[type, ...]) -> Rule:
                 f"{name}={shown(given)} is not a {names}.", action=f"Pass {name} as a {names}."
             )
         if is_path and isinstance(given, str) and not _names_a_file(given):
-            raise ArgumentError(
-                f"{name}={given!a:.60} has characters that no name of a file has.",
+            raise FileError(
+                f"{name}={given!a:.60} is not a path: it has characters that no name of a file has.",
                 action=f"Pass {name} without them.",
             )
         return bool(given) if isinstance(given, np.bool_) else given

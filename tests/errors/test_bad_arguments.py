@@ -446,8 +446,8 @@ def returns_a_condition(score, batch, head, q_pos, kv_pos):
     return q_pos >= kv_pos
 
 
-def uses_sin(score, batch, head, q_pos, kv_pos):
-    return np.sin(score)
+def uses_arctan(score, batch, head, q_pos, kv_pos):
+    return np.arctan(score)
 
 
 def floors_a_float(score, batch, head, q_pos, kv_pos):
@@ -466,7 +466,7 @@ def divides_by_what_may_be_zero(score, batch, head, q_pos, kv_pos):
     "function",
     [
         branches, uses_and, uses_math, uses_range, returns_none, returns_a_pair,
-        returns_a_condition, uses_sin, floors_a_float, indexes_with_a_float,
+        returns_a_condition, uses_arctan, floors_a_float, indexes_with_a_float,
         divides_by_what_may_be_zero,
     ],
 )  # fmt: skip

@@ -23,8 +23,6 @@ def test_a_prefix_longer_than_anything_is_everything(length) -> None:
 @pytest.mark.parametrize(
     "formula",
     [
-        lambda s, b, h, q, k: s**2,
-        lambda s, b, h, q, k: 2**k + s,
         lambda s, b, h, q, k: s @ s,
         lambda s, b, h, q, k: s + (k << 3),
         lambda s, b, h, q, k: s.mean(),

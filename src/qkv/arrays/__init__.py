@@ -91,7 +91,7 @@ def library_of(array: Any, role: str, query: ArrayLibrary | None = None) -> Arra
         if kind not in _LIBRARIES:
             _LIBRARIES[kind] = _LAZY_LIBRARIES[kind]()
         return _LIBRARIES[kind]
-    if type(array).__module__ == "qkv.problem.symbols":
+    if type(array).__module__ in ("qkv.problem.symbols", "qkv.problem.reading"):
         raise ArgumentError(
             f"qkv is called inside a score mod, where arrays and positions are symbols; {role} is "
             "one of them.",

@@ -70,8 +70,11 @@ def option_values(function: str, given: Mapping[str, Any]) -> OptionValues:
         raise keyword_error(function, given, *_KEYWORDS[function]) from None
 
 
-def with_options(function: Function) -> Function:
-    """Add the options to the signature of a function, for `help` and for editors."""
+def with_options(function: Function, name: str = "") -> Function:
+    """Add the options to the signature of a function, for `help` and for editors.
+
+    `name` is what `option_values` knows it by, if there is another function of its name.
+    """
     signature = inspect.signature(function)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     options = [
@@ -80,7 +83,7 @@ def with_options(function: Function) -> Function:
     ]
     keywords = [p for p in (*own, *options) if p.kind is p.KEYWORD_ONLY]
     required = [p.name for p in keywords if p.default is p.empty]
-    _KEYWORDS[function.__name__] = [p.name for p in keywords], required
+    _KEYWORDS[name or function.__name__] = [p.name for p in keywords], required
     # mypy does not know attributes of functions.
     function.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
     return function

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -22,7 +23,7 @@ __all__ = ["attention", "inspect"]
 Tensor = torch.Tensor
 
 
-@with_options
+@partial(with_options, name="distributed.attention")
 @outside_of_graphs
 def attention(
     query: Any,
@@ -108,7 +109,7 @@ def attention(
         q, k, v = (order.shard(x, torch.distributed.get_rank()) for x in (q, k, v))
         out = qkv.distributed.attention(q, k, v, qkv.Causal(), order=order)
     """
-    values = option_values("attention", options)
+    values = option_values("distributed.attention", options)
     where = Place.of(mesh, dim, strategy, timeout)
     shards = placed(query, key, value, values.layout, mesh, dim)
     call, exchanges = agreed_call(where, shards, variants, values, strategy, order, kv_order)
@@ -120,7 +121,7 @@ def attention(
     return shards.restored(out), shards.rows(from_heads(exchanges[0], lse[..., None])[..., 0])
 
 
-@with_options
+@partial(with_options, name="distributed.inspect")
 @outside_of_graphs
 def inspect(
     query: Any,
@@ -166,7 +167,7 @@ def inspect(
         record = qkv.distributed.inspect(q, k, v, qkv.Causal(), order=order)
         numbers, weights = record.top(3)
     """
-    values = option_values("inspect", options)
+    values = option_values("distributed.inspect", options)
     if values.layout != "bhld" or isinstance(dim, tuple):
         raise ArgumentError(
             "inspection over ranks takes (..., heads, rows, dim) and one dimension of the mesh.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Unpack
 
 import numpy as np
@@ -25,7 +26,7 @@ Tensor = torch.Tensor
 _LIBRARY = TorchArrays()
 
 
-@with_options
+@partial(with_options, name="distributed.decode")
 @outside_of_graphs
 def decode(
     query: Tensor,
@@ -81,7 +82,7 @@ def decode(
 
         out = qkv.distributed.decode(q, keys, values, qkv.Causal(), q_offset="end")
     """
-    values = option_values("attention", options)
+    values = option_values("distributed.decode", options)
     links = Links(group_of(mesh, dim), timeout)
     own, error = _checked(query, key, value, values)
     said = {

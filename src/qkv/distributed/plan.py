@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Unpack
 
 import numpy as np
@@ -111,7 +112,7 @@ class DistributedPlan:
         return "\n".join(lines)
 
 
-@with_options
+@partial(with_options, name="distributed.plan")
 def plan(
     query: Any,
     key: Any,
@@ -163,7 +164,7 @@ def plan(
     >>> found.strategies["ring"].steps, round(found.strategies["ring"].balance, 2)
     (8, 1.0)
     """
-    call = checked(query, key, value, variants, option_values("plan", options))
+    call = checked(query, key, value, variants, option_values("distributed.plan", options))
     spec = call.problem.spec
     queries = Order.contiguous(spec.q_len, ranks) if order is None else order
     if kv_order is None:
