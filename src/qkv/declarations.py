@@ -378,7 +378,7 @@ def _instance(kinds: tuple[type, ...]) -> Rule:
             )
         if is_path and isinstance(given, str) and not _names_a_file(given):
             raise FileError(
-                f"{name}={given!a:.60} is not a path: it has characters that no name of a file has.",
+                f"{name}={given!a:.60} is not a path: no name of a file has these characters.",
                 action=f"Pass {name} without them.",
             )
         return bool(given) if isinstance(given, np.bool_) else given
