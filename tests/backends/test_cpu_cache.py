@@ -306,7 +306,7 @@ DECIDES_NO_CODE = {
     "_forks.py", "_threads.py", "errors.py",
     "backends/cpu/compiler/canonical.py", "backends/cpu/compiler/stack_probe.py",
     "backends/cpu/machine/addresses.py",
-    "backends/cpu/machine/host.py",
+    "backends/cpu/machine/executable_memory.py", "backends/cpu/machine/host.py",
     "backends/cpu/python_calls/filled_block.py", "backends/cpu/python_calls/function.py",
     "backends/cpu/threads/jobs.py",
     "problem/bounds.py", "problem/stored_rows.py",
