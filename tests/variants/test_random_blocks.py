@@ -95,4 +95,6 @@ def test_only_tiles_with_drawn_blocks_are_read() -> None:
     x = np.zeros((2, 4096, 16), np.float32)
     plan = qkv.plan(x, x, x, qkv.RandomBlocks(256, 2), backend="cpu")
     whole = qkv.plan(x, x, x, backend="cpu")
-    assert plan.operations == whole.operations * 2 // 16
+    drawn = whole.operations * 2 // 16
+    # A tile of queries that lies in two blocks reads the keys of both.
+    assert drawn <= plan.operations <= drawn * (1 + plan.block_q / 256)
