@@ -9,8 +9,11 @@ import pytest
 import torch
 
 import qkv
+from qkv.backends.cpu.machine.host import host
+from qkv.backends.cpu.passes.decode import is_decode
 from qkv.call.cache import CALLS
 from qkv.errors import AmbiguityError, ArgumentError, ShapeError
+from qkv.problem.check import check
 
 VARIANTS = {
     "nothing": ((), {}),
@@ -68,7 +71,11 @@ def test_a_cache_that_grows(name, q_len, kind) -> None:
                 alone = qkv.attention(*given, **asked)
                 assert alone.tobytes() == found[0].tobytes()
             cache[0][..., step, :] = 0
-    assert CALLS.count("step") == (2 if q_len < 6 else 0)
+    # How many queries a decoding step may have depends on the processor's vectors.
+    spec = check(query, *rows, ()).spec
+    is_step = is_decode(spec, host().shape_of(spec.compute_dtype))
+    assert is_step or q_len > 1
+    assert CALLS.count("step") == (2 if is_step else 0)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
