@@ -135,8 +135,10 @@ def _leading(operation: Operation, inputs: Sequence[Array], lead: tuple[int, ...
     added, count = len(lead), len(operation.ndims)
     before_rows = added + (operation.layout == "blhd")
     # Whether each array behind the inputs has the shape of lse.
-    rows = (1,) if operation.wanted is not None else (0,)
-    rows = (1, 2, 4) if operation.along is None else rows
+    if operation.along is None:
+        rows: tuple[int, ...] = (1, 2, 4)
+    else:
+        rows = (0,) if operation.wanted is None else (1,)
 
     def whole(array: Array, n: int) -> Array:
         array = np.broadcast_to(array, (*lead, *array.shape[added:]))
