@@ -26,7 +26,7 @@ X64 = pytest.mark.usefixtures("x64")
 def arrays(seed: int = 0) -> tuple[Any, ...]:
     """query, key, value, a bias and sinks; keys serve two heads each."""
     rng = np.random.default_rng(seed)
-    shapes = (2, 4, 7, 6), (2, 2, 7, 6), (2, 2, 7, 5), (4, 7, 7), (4,)
+    shapes = (2, 2, 4, 3), (2, 1, 4, 3), (2, 1, 4, 2), (4, 4), (2,)
     return tuple(jnp.asarray(rng.normal(size=shape)) for shape in shapes)
 
 
@@ -47,10 +47,10 @@ def formula(kind: str, q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> Any:
     if kind == "bias":
         s = s + bias
     if kind in {"bias", "causal"}:
-        s = jnp.where(np.tri(7, dtype=bool), s, -jnp.inf)
+        s = jnp.where(np.tri(4, dtype=bool), s, -jnp.inf)
     if kind == "sinks":
         s = jnp.concatenate([s, jnp.broadcast_to(sinks[:, None, None], (*s.shape[:-1], 1))], -1)
-    return jax.nn.softmax(s)[..., :7] @ v, jax.nn.logsumexp(s, -1)
+    return jax.nn.softmax(s)[..., :4] @ v, jax.nn.logsumexp(s, -1)
 
 
 def close(found: Any, right: Any) -> None:
@@ -123,8 +123,10 @@ WAYS = [jvp, linearize, transposed, jacfwd, mapped_jvp, jvp_of_mapped, through_s
 
 
 @X64
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-@pytest.mark.parametrize("kind", ["plain", "causal", "bias", "sinks"])
+@pytest.mark.parametrize(
+    ("kind", "jit"),
+    [("plain", True), ("causal", True), ("bias", True), ("bias", False), ("sinks", True)],
+)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_first_derivatives(way: Any, kind: str, jit: bool) -> None:
     def found() -> Any:
@@ -229,15 +231,15 @@ def test_matrices_and_layouts(layout: str) -> None:
 @X64
 def test_integers_and_masks_have_no_tangents() -> None:
     q, k, v, *_ = arrays()
-    mask, lengths = jnp.ones((7, 7), bool).at[2].set(False), jnp.array([5, 7])
+    mask, lengths = jnp.ones((4, 4), bool).at[2].set(False), jnp.array([3, 4])
     none = [np.zeros(a.shape, jax.dtypes.float0) for a in (mask, lengths)]
 
     def attend(q: Any, mask: Any, lengths: Any) -> Any:
         return qkv.attention(q, k, v, mask, qkv.KeyLengths(lengths), return_lse=True)
 
     (out, lse), (moved, moved_lse) = jax.jvp(attend, (q, mask, lengths), (q, *none))
-    s = q @ jnp.repeat(k, 2, 1).swapaxes(-1, -2) * 6**-0.5
-    s = jnp.where(mask & (jnp.arange(7) < lengths[:, None, None, None]), s, -jnp.inf)
+    s = q @ jnp.repeat(k, 2, 1).swapaxes(-1, -2) * 3**-0.5
+    s = jnp.where(mask & (jnp.arange(4) < lengths[:, None, None, None]), s, -jnp.inf)
     assert not out[..., 2, :].any()
     assert jnp.isneginf(lse[..., 2]).all()
     assert not moved[..., 2, :].any()
@@ -245,7 +247,7 @@ def test_integers_and_masks_have_no_tangents() -> None:
     # Scores are linear in the query, whose tangent it is itself.
     weights = jax.nn.softmax(s)
     right = jnp.where(weights > 0, weights * s, 0).sum(-1)
-    rows = np.arange(7) != 2
+    rows = np.arange(4) != 2
     close(moved_lse[..., rows], right[..., rows])
 
 
@@ -259,11 +261,12 @@ def test_tangents_have_the_type_of_the_output(dtype: str) -> None:
     found = jax.jit(lambda: jax.jvp(attend, given, along)[1])()
     with jax.enable_x64(True):
         wide, moves = ([jnp.asarray(a, jnp.float64) for a in group] for group in (given, along))
-        right = jax.jvp(lambda *a: formula("plain", *a, None, None), wide, moves)[1]
+        moved = jax.jvp(lambda *a: formula("plain", *a, None, None), wide, moves)[1]
+    right = [np.asarray(a) for a in moved]
     assert [a.dtype for a in found] == [dtype, "float32"]
     eps = float(jnp.finfo(dtype).eps)
     for got, known, unit in zip(found, right, (eps, 2.0**-23), strict=True):
-        largest = float(jnp.abs(known).max())
+        largest = float(np.abs(known).max())
         np.testing.assert_allclose(np.asarray(got, float), known, rtol=0, atol=8 * unit * largest)
 
 
@@ -300,9 +303,10 @@ def test_where_xla_does_not_take_the_function(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(jax_rules, "_is_registered", lambda: False)
     jax.clear_caches()
     try:
-        for way in (mapped_jvp, jvp_of_mapped, of_what_is_mapped):
+        for way in (mapped_jvp, jvp_of_mapped):
             found = jax.jit(lambda way=way: way(lambda *given: ours("bias", *given)))()
-            close(found, way(lambda *given: formula("bias", *given)))
+            right = jax.jit(lambda way=way: way(lambda *given: formula("bias", *given)))()
+            close(found, right)
     finally:
         jax.clear_caches()
 
@@ -361,7 +365,6 @@ def ways(f, whole):
     yield f(x, bias)
     yield jax.jvp(f, (x, bias), (dx, moved))
     yield jax.grad(total(f), argnums=(0, 1))(x, bias)
-    yield jax.linearize(f, x, bias)[1](dx, moved)
     yield whole
 
 for jit in (jax.jit, lambda f: f):

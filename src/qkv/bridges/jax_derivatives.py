@@ -224,9 +224,10 @@ def _transpose(
     own = [n for n, cotangent in enumerate(cotangents) if not _is_zero(cotangent)]
     given = [cotangents[n] for n in own]
     along, wanted = operation.along, operation.wanted
-    left = None if wanted is None or kind == "tangents" else tuple(wanted[n] for n in own)
     if not own:
         return [None] * len(arrays)
+    of_gradients = kind not in {"tangents", "bend"}
+    left = tuple((wanted or ())[n] for n in own) if of_gradients else None
     if kind == "tangents":
         grads = [ad.instantiate_zeros(cotangents[0]), *(cotangents[n] for n in own if n == 1)]
         gradients = replace(operation, wanted=along, along=None)
