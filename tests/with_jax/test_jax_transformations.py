@@ -176,20 +176,6 @@ def test_scan_and_checkpoint() -> None:
     near(jax.jit(jax.grad(scanned))(q), jax.grad(looped)(q))
 
 
-def test_forward_mode_and_third_derivatives_are_refused_by_jax() -> None:
-    q, k, v = arrays(2)
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(lambda q: qkv.attention(q, k, v), (q,), (q,))
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.hessian(lambda q: qkv.attention(q, k, v).sum())(q)
-
-    def slope(f: Any) -> Any:
-        return lambda q: jax.grad(f)(q).sum()
-
-    with pytest.raises(ValueError, match="cannot be differentiated"):
-        slope(slope(slope(lambda q: qkv.attention(q, k, v).sum())))(q)
-
-
 def test_values_that_jit_knows_are_constants() -> None:
     """NumPy arrays and lists in variants; offsets, traced or not."""
     q, k, v = arrays(2)

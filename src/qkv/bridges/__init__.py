@@ -8,8 +8,9 @@ torch_calls, jax_calls
                 which way a call goes: computed at once, or as an operation
 torch_operators, jax_operations
                 the operations: a text and arrays in, arrays out
-torch_functions, jax_rules
+torch_functions, jax_derivatives
                 how they are differentiated and batched
+jax_rules       how XLA is asked for an operation, and what it will give
 torch_groups, torch_batches
                 parts of torch_functions: groups of tensors, and `torch.vmap`
 torch_prepared, torch_steps, torch_training

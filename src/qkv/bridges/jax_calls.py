@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from qkv.arrays import library_of
 from qkv.arrays.jax_arrays import JaxArrays
 from qkv.arrays.views import view_beside
-from qkv.bridges import jax_rules as rules
+from qkv.bridges import jax_derivatives
 from qkv.bridges.jax_operations import PROCESS, Operation
+from qkv.bridges.jax_rules import varying
 from qkv.bridges.learnable import with_scale
 from qkv.call.attend import attend
 from qkv.call.bound import BoundCall, bind
@@ -46,7 +47,7 @@ def attention(
     structure, leaves = bound
     if any(isinstance(array, jax.core.Tracer) for array in leaves):
         operands = (_operand(query, "query"), _operand(key, "key"), _operand(value, "value"))
-        inputs = rules.varying((*operands, *map(jnp.asarray, leaves[3:])))
+        inputs = varying((*operands, *map(jnp.asarray, leaves[3:])))
         hold(structure)
         operation = Operation(
             structure=structure.text,
@@ -55,7 +56,7 @@ def attention(
             uses_batch_index=structure.uses_batch_index,
             process=0 if structure.is_portable else PROCESS,
         )
-        found = rules.attend(operation, inputs)[:2]
+        found = jax_derivatives.attend(operation, inputs)[:2]
         return found if return_lse else found[0]
     if not structure.is_plain:
         attended = attend(bound)

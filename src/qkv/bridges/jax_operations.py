@@ -2,10 +2,11 @@
 
     forward     inputs                                            -> out, lse, lse_rest[, unrounded]
     backward    inputs, out, lse, lse_rest, grad_out[, grad_lse]  -> the wanted gradients
+    tangents    inputs, lse, along                                -> tangents of out, lse
     second      inputs, grad_out, grad_lse, along                 -> the wanted gradients
 
 `inputs` are the leaves of a bound call: query, key, value and the arrays of its variants; `along`
-the cotangents of gradients. `lse_rest` is what rounding took from lse, the
+tangents of some of them, or cotangents of gradients. `lse_rest` is what rounding took from lse, the
 largest finite number where that is not known, since `jax_debug_nans` would stop at NaN.
 `unrounded` is the output before it was rounded to 16 bits, and takes its place on the way back.
 
@@ -28,7 +29,7 @@ from numpy.typing import NDArray
 
 from qkv.call.attend import attend
 from qkv.call.bound import BoundCall, Structure
-from qkv.call.derivatives.jvp import Tangents, second_vjp
+from qkv.call.derivatives.jvp import Tangents, second_vjp, tangents_of
 from qkv.call.derivatives.pull_back import Residuals, pull_back
 from qkv.errors import UnsupportedError
 
@@ -52,10 +53,11 @@ class Operation:
         Dimensions of query, key, value and arrays, without those of `jax.vmap`.
     layout : str
     wanted : tuple of int or None
-        Of which of those a gradient is wanted, by number; None for the forward pass. For the second
-        backward pass, two more are grad_out and grad_lse.
+        Of which of those a gradient is wanted, by number; None for the forward pass and tangents.
+        For the second backward pass, two more are grad_out and grad_lse.
     along : tuple of int or None
-        Of which of those the gradients are differentiated; None but for the second backward pass.
+        Of which of those there are tangents, or which gradients are differentiated; None for the
+        forward and the first backward pass.
     uses_batch_index : bool
         A variant may read the flat index over leading dimensions: more of them would change it.
     process : int
@@ -94,8 +96,10 @@ def compute(text: str, inputs: Sequence[Array], results: Sequence[Array]) -> Non
             "this was compiled in another process, with a score mod or a variant of one's own.",
             action="Trace it again here; functions cannot be saved with compiled code.",
         )
-    run = _forward if operation.wanted is None else _backward
-    run = run if operation.along is None else _second
+    if operation.along is None:
+        run = _forward if operation.wanted is None else _backward
+    else:
+        run = _tangents if operation.wanted is None else _second
     added = inputs[0].ndim - operation.ndims[0]
     lead = results[0].shape[:added]
     if not added:
@@ -131,7 +135,10 @@ def _leading(operation: Operation, inputs: Sequence[Array], lead: tuple[int, ...
     added, count = len(lead), len(operation.ndims)
     before_rows = added + (operation.layout == "blhd")
     # Whether each array behind the inputs has the shape of lse.
-    rows = (1, 2, 4) if operation.along is None else (1,)
+    if operation.along is None:
+        rows: tuple[int, ...] = (1, 2, 4)
+    else:
+        rows = (0,) if operation.wanted is None else (1,)
 
     def whole(array: Array, n: int) -> Array:
         array = np.broadcast_to(array, (*lead, *array.shape[added:]))
@@ -166,20 +173,32 @@ def _backward(operation: Operation, inputs: Sequence[Array], results: Sequence[A
     _fill(results, wanted, found, count)
 
 
+def _tangents(operation: Operation, inputs: Sequence[Array], results: Sequence[Array]) -> None:
+    count = len(operation.ndims)
+    lse, *along = inputs[count:]
+    found = tangents_of(_bound(operation, inputs[:count]), lse, _direction(operation, along))
+    for tangent, result in zip(found, results, strict=True):
+        result[...] = tangent.reshape(result.shape)
+
+
 def _second(operation: Operation, inputs: Sequence[Array], results: Sequence[Array]) -> None:
     count = len(operation.ndims)
     grad_out, grad_lse, *along = inputs[count:]
-    changes = dict(zip(operation.along or (), along, strict=True))
-    own = [(n, None, change) for n, change in changes.items() if n >= 3]
     wanted = operation.wanted or ()
     found = second_vjp(
         _bound(operation, inputs[:count]),
         grad_out=grad_out,
         grad_lse=grad_lse,
-        tangents=Tangents(changes.get(0), changes.get(1), changes.get(2), own),
+        tangents=_direction(operation, along),
         wrt=[n for n in wanted if 3 <= n < count],
     )
     _fill(results, wanted, found, count)
+
+
+def _direction(operation: Operation, along: Sequence[Array]) -> Tangents:
+    changes = dict(zip(operation.along or (), along, strict=True))
+    own = [(n, None, change) for n, change in changes.items() if n >= 3]
+    return Tangents(changes.get(0), changes.get(1), changes.get(2), own)
 
 
 def _bound(operation: Operation, inputs: Sequence[Array]) -> BoundCall:

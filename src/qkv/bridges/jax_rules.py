@@ -1,13 +1,7 @@
-"""How JAX runs, batches and differentiates attention.
+"""How XLA is asked for an operation of `qkv.bridges.jax_operations`, and what it will give.
 
-    function     computes                                     its derivative is
-    attend       out, lse, lse_rest[, unrounded]              gradients
-    gradients    gradients of what JAX follows, and no more   _second
-    _second      gradients of <along, gradients>              refused, by JAX
-
-Each becomes one call of a foreign function, which XLA makes on its own memory; where XLA does not
-take it (another device than the CPU), one of `jax.pure_callback`. Since attention has a
-`custom_vjp`, `jax.jvp` and what is made of it are refused by JAX.
+Each operation is one call of a foreign function, which XLA makes on its own memory; where XLA does
+not take it (another device than the CPU), one of `jax.pure_callback`.
 """
 
 from __future__ import annotations
@@ -15,14 +9,11 @@ from __future__ import annotations
 import atexit
 import ctypes
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
 
 from qkv.bridges.jax_ffi import ANSWER_PATH, cancelled, handler
 from qkv.bridges.jax_operations import Operation, compute
@@ -30,140 +21,25 @@ from qkv.call.bound import BoundCall, Structure
 from qkv.call.checked import check_call
 from qkv.call.dispatch import checked
 from qkv.call.options import OptionValues
-from qkv.errors import DTypeError, QkvError, ShapeError, UnsupportedError
+from qkv.errors import DTypeError, QkvError, ShapeError
 
-__all__ = ["attend", "varying"]
+__all__ = ["Shapes", "call_operation", "shapes_of_results", "stand_in", "varying"]
 
 _TARGET = "qkv"
 Shapes = tuple[jax.ShapeDtypeStruct, ...]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(operation: Operation, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Output and lse, differentiable in all floating inputs but the frequencies of RoPE.
-
-    The other results serve the backward pass alone and have no derivative: the rounding error of
-    lse, and, if the operation says `backward`, an output of 16 bits as it was before rounding.
-    """
-    found: tuple[Any, ...] = _forward(operation, *inputs)
-    return found
-
-
-def _attend_forward(operation: Operation, inputs: Any) -> Any:
-    followed, values = _differentiated_flags(inputs), _values_of(inputs)
-    _refuse_constants(operation, values, _numbers_followed(followed))
-    # Not _forward, because the residuals may be differentiated again.
-    results = attend(replace(operation, backward=True), values)
-    out, lse, rest, *unrounded = results
-    kept = (unrounded[0] if unrounded else out, lse, rest)
-    return results if operation.backward else results[:3], (values, kept, followed)
-
-
-def _attend_backward(operation: Operation, kept: Any, cotangents: Any) -> Any:
-    values, results, followed = kept
-    grad_out, grad_lse, *_ = cotangents
-    nothing = varying((results[0], jnp.zeros(results[0].shape, values[0].dtype)))[1]
-    along = (nothing if _is_zero(grad_out) else grad_out,)
-    along += () if _is_zero(grad_lse) else (grad_lse,)
-    wanted = replace(operation, wanted=_numbers_followed(followed))
-    found = gradients(wanted, values, results, along)
-    return (_with_none_elsewhere(found, followed),)
-
-
-attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def gradients(operation: Operation, inputs: Any, results: Any, cotangents: Any) -> Any:
-    """The wanted gradients, along grad_out and perhaps grad_lse; linear in these.
-
-    The results follow from the inputs, so gradients through them are counted with the inputs.
-    """
-    return _backward(operation, *inputs, *results, *cotangents)
-
-
-def _gradients_forward(operation: Operation, inputs: Any, results: Any, cotangents: Any) -> Any:
-    groups = _values_of(inputs), _values_of(results), _values_of(cotangents)
-    followed = _differentiated_flags(inputs), _differentiated_flags(cotangents)
-    _refuse_constants(operation, groups[0], _numbers_followed(followed[0]))
-    return gradients(operation, *groups), (*groups, followed)
-
-
-def _gradients_backward(operation: Operation, kept: Any, along: Any) -> Any:
-    inputs, (_, lse, _), cotangents, (of_inputs, of_cotangents) = kept
-    changes = [
-        (n, change)
-        for n, change in zip(operation.wanted or (), along, strict=True)
-        if not _is_zero(change)
-    ]
-    grad_out, grad_lse = (*cotangents, _zeros_like(lse))[:2]
-    wanted = _numbers_followed((*of_inputs, *of_cotangents))
-    second = replace(operation, along=tuple(n for n, _ in changes), wanted=wanted)
-    found = _second(second, *inputs, grad_out, grad_lse, *(change for _, change in changes))
-    places = _with_none_elsewhere(found, (*of_inputs, *of_cotangents))
-    return places[: len(inputs)], None, places[len(inputs) :]
-
-
-gradients.defvjp(_gradients_forward, _gradients_backward, symbolic_zeros=True)
-
-
-def _values_of(inputs: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(entry.value for entry in inputs)
-
-
-def _differentiated_flags(inputs: Sequence[Any]) -> tuple[Any, ...]:
-    """Whether JAX differentiates each input, as static structure: () or None."""
-    return tuple(() if entry.perturbed else None for entry in inputs)
-
-
-def _with_none_elsewhere(found: Sequence[Any], followed: Sequence[Any]) -> tuple[Any, ...]:
-    rest = iter(found)
-    return tuple(None if entry is None else next(rest) for entry in followed)
-
-
-def _zeros_like(array: Any) -> Any:
-    return varying((array, jnp.zeros(array.shape, array.dtype)))[1]
-
-
-def _numbers_followed(followed: Sequence[Any]) -> tuple[int, ...]:
-    return tuple(n for n, entry in enumerate(followed) if entry is not None)
-
-
-def _is_zero(cotangent: Any) -> bool:
-    return isinstance(cotangent, SymbolicZero)
-
-
-@partial(jax.jit, static_argnums=0, inline=True)
-def _forward(operation: Operation, *inputs: Any) -> Any:
-    return _call_operation(operation, _shapes_of_results(operation, inputs), inputs)
-
-
-@partial(jax.jit, static_argnums=0, inline=True)
-def _backward(operation: Operation, *inputs: Any) -> Any:
-    shapes = tuple(
-        jax.ShapeDtypeStruct(inputs[n].shape, inputs[n].dtype) for n in operation.wanted or ()
-    )
-    return _call_operation(operation, shapes, inputs)
-
-
-@partial(jax.jit, static_argnums=0, inline=True)
-def _second(operation: Operation, *inputs: Any) -> Any:
-    like = (*inputs[: len(operation.ndims)], *inputs[len(operation.ndims) :][:2])
-    shapes = tuple(
-        jax.ShapeDtypeStruct(like[n].shape, like[n].dtype) for n in operation.wanted or ()
-    )
-    return _call_operation(operation, shapes, inputs)
-
-
-def _call_operation(operation: Operation, shapes: Shapes, inputs: Sequence[Any]) -> Any:
+def call_operation(operation: Operation, shapes: Shapes, inputs: Sequence[Any]) -> Any:
+    """Arrays of these shapes, in front of which the inputs may have the dimensions of `vmap`."""
     text = operation.text
+    mapped = inputs[0].ndim - operation.ndims[0]
 
     def foreign(*inputs: Any) -> Any:
         call = jax.ffi.ffi_call(_TARGET, shapes, vmap_method="expand_dims")
         return call(*inputs, operation=text)
 
     def python(*inputs: Any) -> Any:
-        on_host = partial(_on_host, operation, shapes)
+        on_host = partial(_on_host, operation, shapes, mapped)
         return jax.pure_callback(on_host, shapes, *inputs, vmap_method="expand_dims")
 
     if not _is_registered():
@@ -203,11 +79,12 @@ def _handler_address() -> int:
     return gate.address
 
 
-def _on_host(operation: Operation, shapes: Shapes, *inputs: Any) -> tuple[Any, ...]:
+def _on_host(operation: Operation, shapes: Shapes, mapped: int, *inputs: Any) -> tuple[Any, ...]:
+    """`mapped` dimensions of `vmap` are in the shapes already."""
     arrays = [np.asarray(array) for array in inputs]
     added = arrays[0].ndim - operation.ndims[0]
     lead = np.broadcast_shapes(*(array.shape[:added] for array in arrays))
-    results = tuple(np.empty((*lead, *shape.shape), shape.dtype) for shape in shapes)
+    results = tuple(np.empty((*lead, *shape.shape[mapped:]), shape.dtype) for shape in shapes)
     compute(operation.text, arrays, results)
     return results
 
@@ -215,13 +92,13 @@ def _on_host(operation: Operation, shapes: Shapes, *inputs: Any) -> tuple[Any, .
 # Shapes and dtypes, which are known while JAX traces
 
 
-def _stand_in(array: Any) -> Any:
+def stand_in(array: Any) -> Any:
     return np.broadcast_to(np.zeros((), array.dtype), array.shape)
 
 
-def _shapes_of_results(operation: Operation, inputs: Sequence[Any]) -> Shapes:
+def shapes_of_results(operation: Operation, inputs: Sequence[Any]) -> Shapes:
     """Of what `attend` gives; errors that values have no part in are raised now, not by XLA."""
-    query, key, value, *arrays = stand_ins = list(map(_stand_in, inputs))
+    query, key, value, *arrays = stand_ins = list(map(stand_in, inputs))
     bound = BoundCall(Structure.from_text(operation.structure), stand_ins)
     options = OptionValues(layout=operation.layout, backend=bound.unflatten().options.backend)
     call = checked(query, key, value, (), options)
@@ -272,19 +149,3 @@ def varying(arrays: Sequence[Any]) -> tuple[Any, ...]:
         )
 
     return tuple(map(cast, arrays))
-
-
-def _refuse_constants(operation: Operation, values: Sequence[Any], wanted: Sequence[int]) -> None:
-    """Raise an error if a gradient of an array without one is wanted: it would train nothing."""
-    structure = Structure.from_text(operation.structure)
-    owners = BoundCall(structure, list(map(_stand_in, values))).unflatten().owners
-    for n in wanted:
-        owner = owners[n]
-        constant: tuple[str, ...] = getattr(owner, "constant_fields", ())
-        if n >= 3 and (owner is None or constant):
-            what = "scale" if owner is None else f"{constant[0]} of {type(owner).__name__}"
-            raise UnsupportedError(
-                f"a gradient of {what} was asked for; qkv has none.",
-                action=f"Stop it with jax.lax.stop_gradient({what.split()[0]})"
-                + (", or scale the query." if what == "scale" else "."),
-            )

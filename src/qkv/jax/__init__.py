@@ -77,9 +77,9 @@ def dot_product_attention(
     it the mean of all values, those behind the mask included. It does so by large finite scores,
     through which NaN behind a mask reaches every row; here it reaches none.
 
-    The CPU computes. `jit`, `grad`, `grad` of `grad`, `vmap`, `scan`, `checkpoint` and `shard_map`
-    apply. `jvp`, and with it `jacfwd` and `hessian`, does not, and JAX raises: the gradient is a
-    `jax.custom_vjp`. A Hessian is `jax.jacrev(jax.grad(f))`.
+    The CPU computes. `jit`, `grad`, `grad` of `grad`, `jvp`, `linearize`, `jacfwd`, `hessian`,
+    `vmap`, `scan`, `checkpoint` and `shard_map` apply. `jvp` of `jvp` and third derivatives raise
+    UnsupportedError.
     Cost: `4 head_dim` operations for each pair in a tile that is not empty. Source: the signature
     of JAX 0.10.
 

@@ -142,12 +142,21 @@ def jvp_of(
     call = _check(bound, given)
     direction = _direction(call, tangents, _shapes(call))
     partial = call.run_for_backward()
-    found = forward_tangent(*_tiles(call), partial.lse, direction)
-    moved = Partial(found.out, found.lse)
-    return (
-        (call.output(partial), call.rows(partial.lse)),
-        (call.output(moved), call.rows(moved.lse)),
-    )
+    moved = _moved(call, partial.lse, direction)
+    return (call.output(partial), call.rows(partial.lse)), moved
+
+
+def tangents_of(bound: BoundCall, lse: Array, tangents: Tangents) -> tuple[Any, Any]:
+    """How output and lse of a bound call change; its forward pass has left `lse`."""
+    call = _check(without_repeats(bound, [entry[0] for entry in tangents.of_variants]), None)
+    spec = call.problem.spec
+    rows = lse.reshape(*spec.batch_shape, spec.num_heads, spec.q_len)
+    return _moved(call, rows, _direction(call, tangents, _shapes(call)))
+
+
+def _moved(call: CheckedCall, lse: Array, direction: OperandTangents) -> tuple[Any, Any]:
+    found = forward_tangent(*_tiles(call), lse, direction)
+    return call.output(Partial(found.out, found.lse)), call.rows(found.lse)
 
 
 def _check(bound: BoundCall, given: Sequence[Any] | None) -> CheckedCall:
