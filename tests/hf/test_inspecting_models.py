@@ -261,7 +261,7 @@ def test_a_model_that_is_not_on_the_cpu() -> None:
     config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=20)
     with torch.device("meta"):
         model = transformers.GPT2Model(config)
-    with pytest.raises(qkv.UnsupportedError, match="is on meta"), qkv.hf.inspect(model):
+    with pytest.raises(qkv.UnsupportedError, match="on the device meta"), qkv.hf.inspect(model):
         pass
 
 
