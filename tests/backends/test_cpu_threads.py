@@ -345,7 +345,7 @@ def test_a_fork_while_another_thread_holds_our_locks(leave) -> None:
         f"""
         from qkv.call.cache import CALLS
         attend()
-        for lock in (CALLS._lock, threads._lock, threads._workers._lock):
+        for lock in (CALLS._exclusive.lock, threads._lock, threads._workers._lock):
             lock.acquire()  # as another thread might have
         child = os.fork()
         if child == 0:
@@ -353,7 +353,7 @@ def test_a_fork_while_another_thread_holds_our_locks(leave) -> None:
                 attend()
             assert threads._workers.size == 2
             {leave}
-        for lock in (CALLS._lock, threads._lock, threads._workers._lock):
+        for lock in (CALLS._exclusive.lock, threads._lock, threads._workers._lock):
             lock.release()
         assert exit_code(child) == 0
         """

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from qkv.arrays import kind_of
+from qkv.arrays import kind_of, library_of
+from qkv.errors import QkvError
 
 __all__ = ["own_copy"]
 
@@ -21,17 +22,19 @@ def own_copy(array: Any) -> Any:
     if kind == "numpy" and isinstance(array, np.ndarray):
         copied = np.array(array[_once(array.strides)], order="K", subok=True)
         return copied if copied.shape == array.shape else np.broadcast_to(copied, array.shape)
-    if kind == "torch" and _is_strided_in_main_memory(array):
+    if kind == "torch" and _is_readable(array):
         detached = array.detach()
         return detached[_once(detached.stride())].clone().expand(detached.shape)
     return array
 
 
-def _is_strided_in_main_memory(tensor: Any) -> bool:
-    """False for sparse and nested tensors too, which are refused by name where they are read."""
-    if getattr(tensor, "is_nested", True) or str(tensor.layout) != "torch.strided":
+def _is_readable(tensor: Any) -> bool:
+    """Whether there are values in main memory; what reads the tensor says why there are none."""
+    try:
+        library_of(tensor, "array").view(tensor, "array")
+    except QkvError:
         return False
-    return str(tensor.device.type) == "cpu"
+    return True
 
 
 def _once(strides: tuple[int, ...]) -> tuple[slice, ...]:
