@@ -95,7 +95,7 @@ def test_a_trace_of_version_1_is_read() -> None:
 @pytest.mark.parametrize(
     ("change", "fact"),
     [
-        (lambda data: [], "no trace that this reads"),
+        (lambda data: [], "is not a Mapping"),
         (lambda data: {**data, "version": 3}, "version 3"),
         (lambda data: {**data, "schema": "other"}, "'other'"),
         (lambda data: {**data, "more": 1}, "has an unknown more"),

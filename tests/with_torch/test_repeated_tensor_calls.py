@@ -252,7 +252,8 @@ def test_the_drop_in_distinguishes_its_arguments() -> None:
     mask = torch.ones(16, 16).tril().bool()
     for _ in range(4):
         for keywords in (
-            {"is_causal": True}, {"scale": 0.3}, {"attn_mask": mask}, {"attn_mask": mask.float()},
+            {"is_causal": True}, {"scale": 0.3}, {"attn_mask": mask},
+            {"attn_mask": 2 * mask.float()},
             {"is_causal": True, "scale": 0.3},
         ):  # fmt: skip
             close(drop_in(*tensors, **keywords), sdpa(*tensors, **keywords))

@@ -36,12 +36,12 @@ def operands(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 )
 def test_the_same_bits_as_of_numpy(dtype) -> None:
     tensors = operands(dtype)
-    arrays = [qkv.arrays.view(t, "operand") for t in tensors]
+    arrays = [qkv.arrays.views.view(t, "operand") for t in tensors]
     assert all(a.ctypes.data == t.data_ptr() for a, t in zip(arrays, tensors, strict=True))
     out, lse = qkv.attention(*tensors, qkv.Causal("end"), return_lse=True)
     expected, expected_lse = qkv.attention(*arrays, qkv.Causal("end"), return_lse=True)
     assert out.dtype is dtype
-    assert qkv.arrays.view(out, "out").tobytes() == expected.tobytes()
+    assert qkv.arrays.views.view(out, "out").tobytes() == expected.tobytes()
     assert lse.numpy().tobytes() == expected_lse.tobytes()
 
 
@@ -52,7 +52,7 @@ def test_variants_hold_tensors_of_any_type() -> None:
     call_variants = (qkv.Bias(bias), qkv.KeyLengths(lengths), qkv.Segments(ids[:9], ids), ids > 0)
     found = qkv.attention(query, key, value, *call_variants, q_offset=torch.tensor([3, -1]))
     as_numpy = (
-        qkv.Bias(qkv.arrays.view(bias, "bias")), qkv.KeyLengths(lengths.numpy()),
+        qkv.Bias(qkv.arrays.views.view(bias, "bias")), qkv.KeyLengths(lengths.numpy()),
         qkv.Segments(ids[:9].numpy(), ids.numpy()), ids.numpy() > 0,
     )  # fmt: skip
     expected = qkv.attention(

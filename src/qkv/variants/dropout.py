@@ -73,6 +73,8 @@ class Dropout(Variant):
             self._seed()
 
     def _seed(self) -> int:
+        if type(self.seed) is int and 0 <= self.seed < 2**64:
+            return self.seed  # Dynamo can trace this.
         try:
             seed = int(self.seed) if np.size(self.seed) == 1 else -1
         except (TypeError, ValueError, OverflowError):
