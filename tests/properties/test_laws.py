@@ -305,7 +305,9 @@ def test_an_array_of_offsets_is_one_call_for_each_row(backend, d, offsets):
         alone = qkv.attention(
             *(a[b] for a in d.arrays), *variants, q_offset=offsets[b], backend=backend
         )
-        bits(together[b], alone)
+        # In so small a problem the values of an array cut no tiles out, and those of a number do:
+        # on vectors of 256 bits the order of additions may then be another one.
+        np.testing.assert_allclose(together[b], alone, rtol=d.tolerance, atol=d.tolerance)
 
 
 @BACKENDS
