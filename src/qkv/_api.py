@@ -91,6 +91,8 @@ def attention(
            [0.33, 0.67]])
     """
     values = DEFAULTS if not options else option_values("attention", options)
+    if return_lse is not False and return_lse is not True:
+        return_lse = _flag(return_lse)
     bridge = None if type(query) is np.ndarray else bridge_of(query)
     if bridge is not None:
         return bridge.attention(query, key, value, variants, values, return_lse)
@@ -200,6 +202,16 @@ def plan(
     """
     call = checked(query, key, value, variants, option_values("plan", options))
     return make_plan(call.problem, call.choice, library_of(query, "query").name)
+
+
+def _flag(return_lse: Any) -> bool:
+    """A truth value that is not Python's own."""
+    if isinstance(return_lse, np.bool_ | int):
+        return bool(return_lse)
+    raise ArgumentError(
+        f"return_lse is a {type(return_lse).__name__}, not True or False.",
+        action="Pass return_lse=True for (output, lse).",
+    )
 
 
 def merge(*parts: tuple[Any, Any], layout: Layout = "bhld") -> tuple[Any, Any]:

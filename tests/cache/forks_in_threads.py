@@ -53,7 +53,8 @@ def tokens_in(rows: Any, lengths: np.ndarray) -> list[list[float]]:
             given = stored
         else:
             given = qkv.Paged(np.asarray(stored.pages), stored.page_table)
-        whole = sign * whole_rows(as_stored_rows(given, "rows", "bhld"), np.dtype(np.float32))
+        with np.errstate(invalid="ignore"):  # Rows behind the lengths hold anything.
+            whole = sign * whole_rows(as_stored_rows(given, "rows", "bhld"), np.dtype(np.float32))
         flat = whole.swapaxes(1, 2).reshape(len(whole), -1, HEADS * DIM)
         sequences = []
         for row, length in zip(flat, lengths, strict=True):
