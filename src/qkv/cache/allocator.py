@@ -82,9 +82,9 @@ class PageAllocator:
             If there is no such page.
         """
         self._named([page])
-        return self.times_held(page)
+        return self._times_held(page)
 
-    def times_held(self, page: int) -> int:
+    def _times_held(self, page: int) -> int:
         """The same for a page that is there."""
         return self._held.get(page, 0)
 
@@ -139,7 +139,7 @@ class PageAllocator:
             self._begin()
             named = self._named(pages)
             for page in named:
-                if not self.times_held(page):
+                if not self._times_held(page):
                     raise ArgumentError(
                         f"page {page} is free, so nothing in it can be shared.",
                         [("held", f"0 times; to be held {named[page]} times more")],
@@ -222,9 +222,9 @@ class PageAllocator:
     def _release(self, free: list[int], pages: Sequence[int] | Lengths) -> None:
         named = self._named(pages)
         for page, times in named.items():
-            if times > self.times_held(page):
+            if times > self._times_held(page):
                 raise ArgumentError(
-                    f"page {page} is freed {times} times and held {self.times_held(page)} times.",
+                    f"page {page} is freed {times} times and held {self._times_held(page)} times.",
                     action="Release each page once for each take or share.",
                 )
         left = {page: self._held[page] - times for page, times in named.items()}

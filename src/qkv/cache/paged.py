@@ -335,7 +335,7 @@ class PagedCache:
         left: dict[int, int] = {}
         for entry in written:
             page = int(table[entry])
-            held = left.get(page, allocator.times_held(page))
+            held = left.get(page, allocator._times_held(page))
             if held > 1:
                 left[page] = held - 1
                 found.append(entry)

@@ -29,8 +29,9 @@ MODULES = (
     "qkv.lab", "qkv.mechanisms", "qkv.positions", "qkv.samples", "qkv.torch", "qkv.variants",
 )  # fmt: skip
 
-THE_CALLERS_OWN = frozenset({"qkv.hf.check"})
-"""Functions that hand their arguments on to a model of the caller's, whose exceptions pass."""
+THE_CALLERS_OWN = frozenset({"qkv.hf.check", "qkv.torch.MultiHeadAttention"})
+"""What hands arguments on to a model of the caller's, or to torch's own layers: their exceptions
+pass."""
 
 HOOKS = frozenset({
     # Called by `Mechanism` with what it has checked; a subclass defines them.
@@ -245,7 +246,11 @@ def subjects() -> tuple[Subject, ...]:
             label = f"{module_name}.{name}"
             if inspect.isfunction(thing) and label not in THE_CALLERS_OWN:
                 found[label] = _subject(label, thing)
-            elif isinstance(thing, type) and _is_tried(thing) and thing not in classes:
+            elif (
+                isinstance(thing, type)
+                and label not in THE_CALLERS_OWN
+                and (_is_tried(thing) and thing not in classes)
+            ):
                 classes.add(thing)
                 found |= {s.name: s for s in _of_class(label, thing)}
     return tuple(found.values())
