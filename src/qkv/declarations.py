@@ -105,8 +105,9 @@ def _integer(name: str, given: Any) -> int:
     """A whole number whose products with two others like it are float64 as well."""
     whole = isinstance(given, int | np.integer) and not isinstance(given, bool)
     if not whole or abs(int(given)) > 2**256:
+        limit = " within 2**256" if whole else ""
         raise ArgumentError(
-            f"{name}={shown(given)} is not a whole number within 2**256.",
+            f"{name}={shown(given)} is not a whole number{limit}.",
             action=f"Pass {name} as an integer.",
         )
     return given if isinstance(given, int) else int(given)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qkv._dynamo import ends_graph
-from qkv.declarations import checked, shown
+from qkv.declarations import Size, Whole, checked, shown
 from qkv.errors import ArgumentError
 from qkv.inspection.steps import softmax
 
@@ -139,10 +139,10 @@ _LONGEST_ROW = 10**4
 @ends_graph
 @checked
 def scaling_curve(
-    d_k: Sequence[int] = _LENGTHS,
+    d_k: Sequence[Size] = _LENGTHS,
     *,
-    draws: int = 200_000,
-    seed: int = 0,
+    draws: Size = 200_000,
+    seed: Whole = 0,
 ) -> ScalingCurve:
     """Softmax statistics of random scores for each d_k, with and without the divisor.
 
@@ -178,33 +178,21 @@ def scaling_curve(
     >>> round(plain.max_weight, 1), round(scaled.max_weight, 1)
     (0.9, 0.5)
     """
-    lengths = list(d_k)
-    if isinstance(draws, int | np.integer) and not 1 <= draws <= _MOST_DRAWS:
+    if draws > _MOST_DRAWS:
         raise ArgumentError(
-            f"draws={shown(draws)} is not from 1 to {_MOST_DRAWS}.", action="Pass fewer draws."
+            f"draws={shown(draws)} is more than {_MOST_DRAWS}.", action="Pass fewer draws."
         )
-    for name, value in [*(("d_k", length) for length in lengths), ("draws", draws)]:
-        _refuse_unless_integer(name, value, 1)
-    _refuse_unless_integer("seed", seed, 0)
     logits = np.random.default_rng(seed).normal(size=(draws, _KEYS))
     # The divisor cancels the factor sqrt(d_k), so the scaled rows are equal for every d_k.
     scaled = _means(logits)
     points = []
-    for length in map(int, lengths):
+    for length in d_k:
         variance = float(_dot_products(length, min(draws, _PAIRS), seed).var())
         points += [
             ScalingPoint(length, False, variance, *_means(logits * np.sqrt(length))),
             ScalingPoint(length, True, variance / length, *scaled),
         ]
     return ScalingCurve(draws, seed, tuple(points))
-
-
-def _refuse_unless_integer(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise ArgumentError(
-            f"{name}={value!r:.40} is not an integer of {least} or more.",
-            action=f"Pass {least} or more.",
-        )
 
 
 def _dot_products(d_k: int, pairs: int, seed: int) -> NDArray[np.float64]:

@@ -179,7 +179,7 @@ def _made_from_the_same(made: list[Made], isa: str) -> Iterator[Made]:
             yield emit_delta_correction, arguments
         elif emit is emit_replay:
             yield emit_weight_blocks, (replace(arguments[0], question="blocks"),)
-        elif emit is emit_forward and isa == "avx512" and arguments[0].dtype == "bfloat16":
+        elif emit is emit_forward and isa == "avx512" and arguments[0].spec.dtype == "bfloat16":
             pairs = Host("znver4", "", "avx512-bf16").bfloat16_shape
             yield emit_bf16_dot, (replace(arguments[0], shape=pairs),)
 

@@ -254,7 +254,7 @@ def test_no_characters() -> None:
 
 @pytest.mark.parametrize(
     ("ids", "fact"),
-    [([3, 97], "0 to 96"), ([-1], "0 to 96"), ([0.5], "whole numbers"), ([[1, 2]], "one row")],
+    [([3, 97], "0 to 96"), ([-1], "0 to 96"), ([0.5], "whole number"), ([[1, 2]], "whole number")],
 )
 def test_ids_that_are_none(ids: list[object], fact: str) -> None:
     model = tiny_model()

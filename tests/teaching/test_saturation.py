@@ -82,8 +82,16 @@ def test_pictures_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"d_k": [0]}, {"d_k": [4.5]}, {"d_k": [True]}, {"draws": 0}, {"seed": -1}]
+    ("arguments", "words"),
+    [
+        ({"d_k": [0]}, r"d_k\[0\]=0 is not a positive integer"),
+        ({"d_k": [4.5]}, r"d_k\[0\]=4.5 is not a positive integer"),
+        ({"d_k": [True]}, r"d_k\[0\]=True is not a positive integer"),
+        ({"draws": 0}, "draws=0 is not a positive integer"),
+        ({"draws": 10**9}, "draws=1000000000 is more than 10000000"),
+        ({"seed": -1}, "seed=-1 is not a whole number of 0 or more"),
+    ],
 )
-def test_bad_arguments(arguments: dict[str, object]) -> None:
-    with pytest.raises(ArgumentError, match="is not an integer of"):
+def test_bad_arguments(arguments: dict[str, object], words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
         qkv.scaling_curve(**{"draws": 10, **arguments})

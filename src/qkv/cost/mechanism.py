@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from qkv.cost.machines import Machine, Roofline, bytes_of
-from qkv.declarations import checked
+from qkv.declarations import Size, checked
 from qkv.ledger import Ledger
 from qkv.mechanisms import Mechanism
-from qkv.mechanisms.base.arguments import positive_integers
 from qkv.mechanisms.registry import mechanism_class
 
 __all__ = ["MechanismCost", "mechanism_cost"]
@@ -97,7 +96,7 @@ class MechanismCost:
 
 @checked
 def mechanism_cost(
-    mechanism: Mechanism | str, context: int = 5, *, batch: int = 1, dtype: str = "float32"
+    mechanism: Mechanism | str, context: Size = 5, *, batch: Size = 1, dtype: str = "float32"
 ) -> MechanismCost:
     """The cost of one call of a mechanism.
 
@@ -124,7 +123,6 @@ def mechanism_cost(
     """
     if isinstance(mechanism, str):
         mechanism = mechanism_class(mechanism).example()
-    positive_integers(context=context, batch=batch)
     size = bytes_of(dtype)
     heads = getattr(mechanism, "num_heads", 1)
     return MechanismCost(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qkv.declarations import checked
+from qkv.declarations import Size, Whole, checked
 
 __all__ = ["Attention", "FeedForward", "Latent", "Layer", "Model", "Norm"]
 
@@ -215,6 +215,7 @@ class Layer:
     cross: Attention | None = None
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class Model:
     """A whole model.
@@ -258,15 +259,15 @@ class Model:
     """
 
     name: str
-    width: int
+    width: Size
     layers: tuple[Layer, ...]
     norm: Norm
-    vocab_size: int
+    vocab_size: Whole
     tied: bool
     head: bool
     tables: dict[str, int]
     final_norm: bool
-    context: int
+    context: Size
     source: str = ""
     speculative: bool = False
     notes: tuple[str, ...] = ()

@@ -9,10 +9,9 @@ from qkv.cost.cards import model_card
 from qkv.cost.layers import PassSizes, embedding_ledger, head_ledger, idle_parameters, layer_ledger
 from qkv.cost.machines import Machine, Roofline, bytes_of
 from qkv.cost.model import Layer, Model
-from qkv.declarations import checked
+from qkv.declarations import Size, checked
 from qkv.errors import ArgumentError
 from qkv.ledger import Count, Ledger
-from qkv.mechanisms.base.arguments import positive_integers
 
 __all__ = ["CONTEXTS", "LayerCost", "ModelCost", "model_cost"]
 
@@ -206,12 +205,12 @@ def _ledger_dict(ledger: Ledger) -> dict[str, Any]:
 @checked
 def model_cost(
     model: Model | str,
-    context: int | None = None,
+    context: Size | None = None,
     *,
-    batch: int = 1,
+    batch: Size = 1,
     dtype: str = "bfloat16",
     decode: bool = False,
-    source: int | None = None,
+    source: Size | None = None,
 ) -> ModelCost:
     """The cost of one forward pass of a model, counted from its sizes.
 
@@ -258,12 +257,10 @@ def model_cost(
     context = model.context if context is None else context
     if source is not None and model.encoder is None:
         raise ArgumentError(f"{model.name} has no encoder.", action="Leave source out.")
-    positive_integers(context=context, batch=batch)
     if model.encoder is None:
         source = 0
     else:
         source = model.encoder.context if source is None else source
-        positive_integers(source=source)
     if decode and not model.causal:
         raise ArgumentError(
             f"{model.name} reads all its tokens at once; it has no cache to decode from.",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qkv.declarations import checked_size, shown
+from qkv.declarations import shown
 from qkv.errors import ArgumentError, ShapeError
 
-__all__ = ["all_three", "one_sequence", "positive_integers", "refuse_options", "token_names"]
+__all__ = ["all_three", "one_sequence", "refuse_options", "token_names"]
 
 
 def all_three(x: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
@@ -31,18 +31,6 @@ def one_sequence(*arrays: Any) -> None:
                 f"explain shows one sequence (n, embed_dim); x has shape {tuple(array.shape)}.",
                 action="Pass one of them, as in explain(x[0]).",
             )
-
-
-def positive_integers(**sizes: Any) -> None:
-    """Refuse sizes that are not integers of 1 or more.
-
-    Raises
-    ------
-    ArgumentError
-        Naming the size.
-    """
-    for name, size in sizes.items():
-        checked_size(name, size)
 
 
 def refuse_options(mechanism: str, options: Mapping[str, Any], *names: str) -> None:

@@ -193,12 +193,14 @@ class _Decode:
                 weight = vector_math.exp_flushed(e, exponent)
                 if self.may_forbid:
                     weight = b.select(is_forbidden, e.const(0.0), weight)
-                following = [b.fadd(carried[0], weight)]
+                total = b.fadd(carried[0], weight)
+                lost = vector_math.error_of_sum(e, carried[0], weight, total)
+                following = [total, b.fadd(carried[1], lost)]
                 if self.statistics:
                     # T += weight * exponent, except where the weight is 0: 0 * -inf would be NaN.
-                    added = e.fma(weight, exponent, carried[1])
+                    added = e.fma(weight, exponent, carried[2])
                     adds = vector_math.exp_is_nonzero(e, exponent)
-                    following.append(b.select(adds, added, carried[1]))
+                    following.append(b.select(adds, added, carried[2]))
                 if self.is_quantised("value"):
                     weight = b.fmul(
                         weight, e.load_vector(e.at(value_scales, e.mul(k, e.real_bytes)))
@@ -213,12 +215,16 @@ class _Decode:
                 e.store_vector(weight, place)
                 return following
 
-            zeros = [e.const(0.0)] * (1 + self.statistics)
+            # The sum of the weights, what rounding took from it, and the sum for T.
+            zeros = [e.const(0.0)] * (2 + self.statistics)
 
             def weigh_block(k: Value, carried: list[Value]) -> list[Value]:
                 stop = e.least(e.add(k, BLOCK_KV), count)
                 found = e.loop(k, stop, e.lanes, zeros + carried[len(zeros) :], weigh_vector)
-                return [*map(b.fadd, carried, found[: len(zeros)]), *found[len(zeros) :]]
+                following = [*map(b.fadd, carried, found[: len(zeros)]), *found[len(zeros) :]]
+                lost = vector_math.error_of_sum(e, carried[0], found[0], following[0])
+                following[1] = b.fadd(following[1], lost)
+                return following
 
             sums = e.loop(0, count, BLOCK_KV, zeros + [no_lanes] * self.may_forbid, weigh_block)
             max_change = b.fsub(old_max, shift)
@@ -229,8 +235,8 @@ class _Decode:
                 # Before the first key the change is -inf, but 0 * -inf would be NaN.
                 rebased = b.fmul(e.load_vector(row_sum), e.greatest(e.const(-1e4), max_change))
                 old_t_sum = b.fmul(b.fadd(e.load_vector(t_sum), rebased), factor)
-                e.store_vector(b.fadd(old_t_sum, sums[1]), t_sum)
-            self._add_compensated(row_sum, error, factor, sums[0])
+                e.store_vector(b.fadd(old_t_sum, sums[2]), t_sum)
+            self._add_compensated(row_sum, error, factor, sums[0], sums[1])
             forbidden: Value = ir.Constant(BIT, 0)
             if self.may_forbid:
                 lanes = ir.IntType(e.lanes)
@@ -238,14 +244,20 @@ class _Decode:
             b.ret(forbidden)
         return function
 
-    def _add_compensated(self, row_sum: Value, error: Value, factor: Value, more: Value) -> None:
-        """row_sum = factor * row_sum + more (Kahan 1965): a plain sum over many blocks drifts."""
+    def _add_compensated(
+        self, row_sum: Value, error: Value, factor: Value, more: Value, lost: Value
+    ) -> None:
+        """row_sum = factor * row_sum + more + lost: a plain sum over many blocks drifts.
+
+        `error` becomes what the row sum has too much.
+        """
         e, b = self.e, self.e.builder
         old = b.fmul(e.load_vector(row_sum), factor)
-        more = b.fsub(more, b.fmul(e.load_vector(error), factor))
+        lost = b.fsub(lost, b.fmul(e.load_vector(error), factor))
         new = b.fadd(old, more)
+        lost = b.fadd(lost, vector_math.error_of_sum(e, old, more, new))
         e.store_vector(new, row_sum)
-        e.store_vector(b.fsub(b.fsub(new, old), more), error)
+        e.store_vector(b.fneg(lost), error)
 
     def _key_numbers(self, first: Value, stop: Value) -> Value:
         """Numbers of keys in the lanes, from `first` on; lanes from `stop` on repeat the last."""
