@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise, product
 from typing import Any
@@ -85,9 +85,12 @@ def close(got: Any, expected: Any) -> None:
     )
 
 
-def rounded(rows: Array, of_first: int = 0) -> Array:
-    """What int8 rows stand for; keys are kept less the mean of those that came first."""
-    offset = rows[:, :, :of_first].mean((0, 2)).astype(np.float32)[:, None] if of_first else 0.0
+def rounded(rows: Array, first: Sequence[int] = ()) -> Array:
+    """What int8 rows stand for; keys are kept less the mean of the `first` ones of each sequence."""
+    offset: Any = 0.0
+    if first:
+        came_first = [own[:, :count] for own, count in zip(rows, first, strict=True)]
+        offset = np.concatenate(came_first, 1).mean(1).astype(np.float32)[:, None]
     less = rows - offset
     scales = (np.abs(less).max(-1, keepdims=True) / 127).astype(np.float32)
     return np.rint(less / scales.astype(np.float64)) * scales + offset
@@ -96,7 +99,7 @@ def rounded(rows: Array, of_first: int = 0) -> Array:
 @cache
 def expected(variant: str, kind: str, dtype: str | None) -> Array:
     """The last rows, from the definition over all tokens."""
-    keys, values = (KEY, VALUE) if dtype is None else (rounded(KEY, STEPS[1]), rounded(VALUE))
+    keys, values = (KEY, VALUE) if dtype is None else (rounded(KEY, [STEPS[1]]), rounded(VALUE))
     whole = (*VARIANTS[variant], *SAID.get(kind, ()))
     return truth(QUERY[:, :, LAST:], keys, values, whole, q_offset=LAST).out
 
@@ -134,7 +137,7 @@ def test_sequences_of_different_lengths(kind: str, dtype: str | None) -> None:
         arrays(3, heads, 200, dim, seed=seed)
         for seed, (heads, dim) in enumerate(((4, DIM), (2, DIM), (2, V_DIM)))
     )
-    keys, values = (key, value) if dtype is None else (rounded(key), rounded(value))
+    keys, values = (key, value) if dtype is None else (rounded(key, new[0]), rounded(value))
     variants = (qkv.Causal(), qkv.ALiBi(SLOPES))
     held = CACHES[kind](dtype=dtype)
     before = np.zeros(3, np.int64)

@@ -42,6 +42,7 @@ OF_PYTHON = re.compile(
     r"abstract (class|method)|takes no arguments|keywords must be strings|Protocols cannot be"
 )
 
+PACKAGE = os.path.join(os.path.dirname(qkv.__file__), "")
 
 OF_CALLER = ("of the caller", "no repr", "no comparison", "no truth")
 """What the caller's own functions and objects raise, which goes through as it is."""
@@ -79,7 +80,7 @@ def fault_of(error: BaseException) -> str | None:
     if any(words in str(error) for words in OF_CALLER):
         return None
     frames = traceback.extract_tb(error.__traceback__)
-    inside = [f for f in frames if "/qkv/" in f.filename]
+    inside = [f for f in frames if f.filename.startswith(PACKAGE)]
     place = inside[-1] if inside else frames[-1]
     return f"{type(error).__name__} in {place.name} ({os.path.basename(place.filename)})"
 
