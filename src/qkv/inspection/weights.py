@@ -38,6 +38,10 @@ class LazyWeights(NDArrayOperatorsMixin):
     result. Operators (`weights > 0.5`) and NumPy's functions compute the whole first, if it stays
     below the reference limit. Cost: `2 head_dim` operations and one exp for each weight read.
 
+    Whole rows, as in `weights[0, 3]`, add up to 1 but for their rounding. Weights that are read
+    alone, or in parts of rows, are `exp(s - lse)` with the lse of the call: for scores near 100 in
+    float32, 1e-5 of them is rounding.
+
     Parameters
     ----------
     replay : Replay

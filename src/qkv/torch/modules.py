@@ -3,55 +3,26 @@
 from __future__ import annotations
 
 from math import sqrt
-from typing import Annotated, Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import qkv
-from qkv.arrays.torch_arrays import check_dense
 from qkv.backends.torch.attention import softmax
 from qkv.cache import ContiguousCache
 from qkv.cache.arguments import checked_integer
-from qkv.declarations import Size, checked, checked_size, shown
-from qkv.errors import ArgumentError, DTypeError, ShapeError
+from qkv.declarations import Size, checked, checked_size
+from qkv.errors import ArgumentError, ShapeError
+from qkv.torch.layer_arguments import (
+    Device,
+    FloatingType,
+    first_line,
+    require_fitting,
+    require_tensors,
+)
 
 __all__ = ["Cache", "MultiHeadAttention", "ScaledDotProductAttention"]
-
-
-def _device(name: str, given: Any) -> torch.device | None:
-    if given is None:
-        return None
-    try:
-        device = torch.device(given)
-        torch.empty(0, device=device)
-    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
-        raise ArgumentError(
-            f"{name}={shown(given)} is no device on which torch makes tensors here.",
-            [("torch says", _first_line(error))],
-            f"Pass {name} as torch.device('cpu'), or as another one that this machine has.",
-        ) from error
-    return device
-
-
-def _dtype(name: str, given: Any) -> torch.dtype | None:
-    if given is None or (isinstance(given, torch.dtype) and given in _DTYPES):
-        return given
-    raise DTypeError(
-        f"{name}={shown(given)} is no type that weights can have here.",
-        action=f"Pass one of {', '.join(map(str, _DTYPES))}.",
-    )
-
-
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-Device: TypeAlias = Annotated[Any, _device]
-"""What torch takes for a device, or None."""
-FloatingType: TypeAlias = Annotated[Any, _dtype]
-"""A type that rows and weights can have, or None."""
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]:.120}"
 
 
 class ScaledDotProductAttention(nn.Module):
@@ -118,9 +89,9 @@ class ScaledDotProductAttention(nn.Module):
         ShapeError
             If rows of Q or K do not have length d_k.
         """
-        _require_tensors(Q=Q, K=K, V=V)
+        require_tensors(Q=Q, K=K, V=V)
         if mask is not None:
-            _require_tensors(mask=mask)
+            require_tensors(mask=mask)
         for name, rows in (("Q", Q), ("K", K)):
             if not rows.ndim or rows.shape[-1] != self.d_k:
                 raise ShapeError(
@@ -136,17 +107,6 @@ class ScaledDotProductAttention(nn.Module):
         with torch.autocast(Q.device.type, enabled=False):
             weights = _weights(Q.to(output.dtype), K.to(output.dtype), mask, 1 / self.scale)
         return weights.to(output.dtype), output
-
-
-def _require_tensors(**given: Any) -> None:
-    for name, tensor in given.items():
-        if not isinstance(tensor, Tensor):
-            raise DTypeError(
-                f"{name} is a {type(tensor).__name__}, not a tensor.",
-                action=f"Pass torch.as_tensor({name}), or call qkv.attention.",
-            )
-        if tensor.is_nested:
-            check_dense(tensor, name)
 
 
 def _weights(Q: Tensor, K: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -287,7 +247,7 @@ class MultiHeadAttention(nn.Module):
         except RuntimeError as error:
             raise ArgumentError(
                 f"torch cannot make weights for embed_dim={embed_dim} and kv_dim={kv_dim}.",
-                [("torch says", _first_line(error))],
+                [("torch says", first_line(error))],
                 "Choose sizes whose weights fit into memory.",
             ) from error
         self.register_load_state_dict_pre_hook(_rename_state)
@@ -331,10 +291,10 @@ class MultiHeadAttention(nn.Module):
         """
         key = query if key is None else key
         value = key if value is None else value
-        _require_tensors(query=query, key=key, value=value)
-        _require_fitting("query", query, self.q_proj)
-        _require_fitting("key", key, self.k_proj)
-        _require_fitting("value", value, self.v_proj)
+        require_tensors(query=query, key=key, value=value)
+        require_fitting("query", query, self.q_proj)
+        require_fitting("key", key, self.k_proj)
+        require_fitting("value", value, self.v_proj)
         if cache is not None and not (hasattr(cache, "append") and hasattr(cache, "q_offset")):
             raise ArgumentError(
                 f"cache is a {type(cache).__name__}, not a cache.", action="Pass qkv.torch.Cache."
@@ -368,43 +328,6 @@ class MultiHeadAttention(nn.Module):
     def _heads(self, rows: Tensor, heads: int) -> Tensor:
         heads_apart: Tensor = rows.unflatten(-1, (heads, self.head_dim))
         return heads_apart.transpose(-3, -2)
-
-
-def _require_fitting(name: str, rows: Tensor, projection: nn.Module) -> None:
-    """Refuse rows that a projection cannot be multiplied with.
-
-    Of a projection that somebody replaced (adapters, quantized weights), or that is called with
-    hooks, which may convert rows or weights before they meet, only the dimensions are known.
-    """
-    if rows.ndim < 2:
-        raise ShapeError(
-            f"{name} has {rows.ndim} dimensions.",
-            [(name, str(tuple(rows.shape)))],
-            "Pass a tensor (..., length, width).",
-        )
-    changed = projection._forward_pre_hooks or "forward" in vars(projection)
-    if type(projection) is not nn.Linear or changed:
-        return
-    weight = projection.weight
-    if rows.shape[-1] != projection.in_features:
-        raise ShapeError(
-            f"{name} has rows of length {rows.shape[-1]}; those of its projection have "
-            f"{projection.in_features}.",
-            [(name, str(tuple(rows.shape))), ("weight", str(tuple(weight.shape)))],
-            "Pass rows of that length, or make the layer with another embed_dim or kv_dim.",
-        )
-    kind = rows.device.type
-    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    if rows.dtype != weight.dtype and not (autocast and rows.is_floating_point()):
-        raise DTypeError(
-            f"{name} has dtype {rows.dtype}; the weights of its projection have {weight.dtype}.",
-            action=f"Pass {name}.to({weight.dtype}), or convert the layer.",
-        )
-    if rows.device != weight.device:
-        raise ArgumentError(
-            f"{name} is on {rows.device}; the weights of its projection are on {weight.device}.",
-            action=f"Pass {name}.to({str(weight.device)!r}), or move the layer.",
-        )
 
 
 def _rename_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -73,7 +73,7 @@ def _kernel_schedule(problem: Problem, shape: TileShape) -> Schedule:
     block_filter = block_skipping(problem, block_q, block_kv)
     if shape.product == "elements":
         # Tables with an element for each pair are not read by the kernel to leave keys out.
-        whole_blocks = skips_keys_within_blocks(problem.spec.mask)
+        whole_blocks = tile_kv < block_kv and skips_keys_within_blocks(problem.spec.mask)
         return schedule(
             problem,
             block_q,
