@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from qkv.backends import Inspectable
 from qkv.backends.reference import DENSE_LIMIT
-from qkv.declarations import checked
-from qkv.errors import ArgumentError, UnsupportedError
+from qkv.declarations import checked, shown
+from qkv.errors import ArgumentError, DTypeError, UnsupportedError
 from qkv.inspection.replay import BLOCK_Q, Replay
 from qkv.inspection.weight_reductions import (
     Axis,
@@ -169,7 +169,12 @@ class LazyWeights(NDArrayOperatorsMixin):
             raise ArgumentError(
                 "reductions of weights write to a new array.", action="Leave out= away."
             )
-        result = found.astype(self.dtype if dtype is None else dtype)
+        try:
+            result = found.astype(self.dtype if dtype is None else np.dtype(dtype))
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise DTypeError(
+                f"dtype={shown(dtype)} is no type of numbers.", action="Pass one of NumPy's."
+            ) from error
         if keepdims:
             return result.reshape([1 if n in axes else size for n, size in enumerate(self.shape)])
         return result[()]
