@@ -97,6 +97,7 @@ def on_ranks(rank: int, ranks: int, name: str, case: str, checkpoint: bool) -> A
         ("GPT2", "plain", False),
     ],
 )
+@pytest.mark.one_in(2)
 def test_a_model_over_ranks_is_the_model(
     group: Any, name: str, case: str, checkpoint: bool
 ) -> None:
@@ -177,6 +178,7 @@ def refused(rank: int, ranks: int, what: str) -> str:
         ("afterwards", r"until backward\(\) is done"),
     ],
 )
+@pytest.mark.one_in(2)
 def test_what_cannot_be_spread_is_said(group: Any, what: str, words: str) -> None:
     for said in group(2)(refused, what):
         assert re.search(words, said), said
