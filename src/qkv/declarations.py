@@ -50,6 +50,7 @@ __all__ = [
     "Size",
     "Whole",
     "checked",
+    "checked_flag",
     "checked_size",
     "shown",
 ]
@@ -87,6 +88,21 @@ def checked_size(name: str, given: Any, least: int = 1) -> int:
         what = f"a whole number of {least} or more" if least >= 0 else "a whole number"
     advice = f"{name} >= {least}" if least >= 0 else f"{name} as an integer"
     raise ArgumentError(f"{name}={shown(given)} is not {what}.", action=f"Pass {advice}.")
+
+
+def checked_flag(name: str, given: Any) -> bool:
+    """A truth value: a bool of Python or NumPy, or an integer.
+
+    Raises
+    ------
+    ArgumentError
+        Naming the argument.
+    """
+    if isinstance(given, bool | np.bool_ | int):
+        return bool(given)
+    raise ArgumentError(
+        f"{name}={shown(given)} is not True or False.", action=f"Pass {name} as a bool."
+    )
 
 
 def shown(given: Any) -> str:

@@ -76,10 +76,13 @@ _LAZY_LIBRARIES: dict[str, Callable[[], ArrayLibrary]] = {"torch": _torch, "jax"
 
 
 def kind_of(array: Any) -> str | None:
-    """The name of the library that an array's type is of, None for any other type."""
+    """The name of the library that an array's type is of, None for any other type.
+
+    Of torch, whose modules and types are no arrays, tensors alone.
+    """
     for base in type(array).__mro__:
         name = base.__module__.partition(".")[0]
-        if name in NAMES:
+        if name in NAMES and (name != "torch" or base.__name__ == "Tensor"):
             return name
     return None
 

@@ -31,9 +31,14 @@ def checked_integer(least: int, name: str, given: Any, most: int = 2**40) -> int
     return int(given)
 
 
+def viewed(name: str, given: Any) -> NDArray[Any]:
+    """An array of any library, or what NumPy makes one of."""
+    return library_of(given, name).view(given, name) if kind_of(given) else as_array(name, given)
+
+
 def whole_numbers(name: str, given: Any, shape: tuple[int, ...]) -> Lengths:
     """An int64 array of this shape from an integer or an integer array that fits it."""
-    array = library_of(given, name).view(given, name) if kind_of(given) else as_array(name, given)
+    array = viewed(name, given)
     if array.dtype.kind not in "iu":
         raise DTypeError(
             f"{name} has dtype {array.dtype}, not an integer type.",

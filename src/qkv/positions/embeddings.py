@@ -71,7 +71,7 @@ class SinusoidalPositions:
         """
         try:
             given = np.asarray(positions, np.float64)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (OverflowError, TypeError, ValueError, RuntimeError) as error:
             raise DTypeError(
                 f"positions are a {type(positions).__name__}, not integers.",
                 action="Pass an integer array.",

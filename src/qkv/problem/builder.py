@@ -132,7 +132,14 @@ class Builder:
 
     def dense_mask(self, array: ArrayLike) -> Expr:
         """Whether a boolean array that broadcasts to the scores allows the pair."""
-        given = np.asarray(array)
+        try:
+            given = np.asarray(array)
+        except ValueError as error:
+            raise DTypeError(
+                f"a mask is a {type(array).__name__} that is no array: {error!s:.100}",
+                [("variant", self._label)],
+                "Pass a boolean array.",
+            ) from error
         if given.dtype != bool:
             raise DTypeError(
                 f"a mask has dtype {given.dtype}, not bool.",

@@ -92,7 +92,7 @@ def warn_of_zeros_and_ones(array: NDArray[Any]) -> None:
     nothing. Evenly spaced entries are looked at, and all of them only if those hold zeros and ones
     and nothing else.
     """
-    if array.dtype.kind in "iu":
+    if array.dtype.kind in "iu" or array.dtype.names:
         return  # Integers are refused, with both fixes named.
     if _is_zeros_and_ones(array[_evenly_spaced(array.shape)]) and _is_zeros_and_ones(array):
         warnings.warn(

@@ -69,7 +69,8 @@ class Segments(MaskVariant):
         """
         if cu_kv is not None and np.shape(cu_q) != np.shape(cu_kv):
             raise ShapeError(
-                f"cu_q is of {np.size(cu_q) - 1} sequences and cu_kv of {np.size(cu_kv) - 1}.",
+                f"cu_q has shape {tuple(np.shape(cu_q))} and cu_kv {tuple(np.shape(cu_kv))}, of "
+                "other numbers of sequences.",
                 [("cu_q", f"{cu_q!s:.100}"), ("cu_kv", f"{cu_kv!s:.100}")],
                 "Give each sequence of queries one of keys; one without keys repeats its end.",
             )
