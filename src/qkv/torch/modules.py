@@ -12,6 +12,7 @@ import qkv
 from qkv.backends.torch.attention import softmax
 from qkv.cache import ContiguousCache
 from qkv.cache.arguments import checked_integer
+from qkv.call.unknown_keywords import keyword_error
 from qkv.classical import checked_d_k
 from qkv.declarations import checked
 from qkv.errors import ArgumentError, DTypeError, ShapeError
@@ -253,6 +254,7 @@ class MultiHeadAttention(nn.Module):
         value: Tensor | None = None,
         *variants: Any,
         cache: qkv.cache.Cache | None = None,
+        **unknown: Any,
     ) -> Tensor:
         """Attend from `query` to `key` and `value`, or to itself.
 
@@ -275,7 +277,17 @@ class MultiHeadAttention(nn.Module):
         ------
         DTypeError, ArgumentError
             What is given is no tensor, or `cache` no cache.
+        KeywordError
+            A keyword of `torch.nn.MultiheadAttention`; the message has the call to write.
         """
+        if unknown:
+            raise keyword_error(
+                "MultiHeadAttention",
+                unknown,
+                ("query", "key", "value", "cache"),
+                called=("query", "key", "value"),
+                name="layer",
+            )
         key = query if key is None else key
         value = key if value is None else value
         _require_tensors(query=query, key=key, value=value)
