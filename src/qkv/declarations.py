@@ -36,8 +36,9 @@ from typing import (
 )  # fmt: skip
 
 import numpy as np
+from numpy.typing import NDArray
 
-from qkv.errors import ArgumentError, FileError
+from qkv.errors import ArgumentError, DTypeError, FileError
 
 __all__ = [
     "LARGEST",
@@ -49,6 +50,7 @@ __all__ = [
     "Rule",
     "Size",
     "Whole",
+    "as_array",
     "checked",
     "checked_flag",
     "checked_size",
@@ -103,6 +105,23 @@ def checked_flag(name: str, given: Any) -> bool:
     raise ArgumentError(
         f"{name}={shown(given)} is not True or False.", action=f"Pass {name} as a bool."
     )
+
+
+def as_array(name: str, given: Any) -> NDArray[Any]:
+    """A NumPy array of what may be no array yet, such as a list.
+
+    Raises
+    ------
+    DTypeError
+        Its rows differ in length, or it holds itself.
+    """
+    try:
+        return np.asarray(given)
+    except (ValueError, TypeError, RecursionError, OverflowError, RuntimeError) as error:
+        raise DTypeError(
+            f"{name}={shown(given)} cannot be read as an array of numbers.",
+            action=f"Pass {name} as an array, or as a list with rows of one length.",
+        ) from error
 
 
 def shown(given: Any) -> str:

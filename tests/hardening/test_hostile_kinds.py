@@ -24,6 +24,7 @@ ITSELF: list[Any] = []
 ITSELF.append(ITSELF)
 STRUCTURED = np.zeros((5, 5), [("a", "f4")])
 META = torch.ones(2, 2, device="meta")
+NESTED = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=torch.jagged)
 SPARSE = torch.ones(5, 8).to_sparse()
 
 
@@ -57,6 +58,19 @@ CASES: dict[str, Callable[[], Any]] = {
     "no array: mask of the drop-in": lambda: qkv.torch.scaled_dot_product_attention(
         T, T, T, [None]
     ),
+    "no array: a generator": lambda: pages().append(np.random.default_rng(0), X[None]),
+    "no array: ragged ids": lambda: qkv.attention(X, X, X, qkv.Segments([1, [2]])),
+    "no array: ragged edges": lambda: qkv.Segments.from_cu_seqlens([1, [2]], [0, 1]),
+    "no array: itself": lambda: qkv.SinusoidalPositions(8)(X, ITSELF),
+    "no array: ragged places": lambda: qkv.attention(X, X, X, qkv.GlobalTokens([1, [2]])),
+    "nested beside text": lambda: qkv.cache.ContiguousCache().append("x", NESTED),
+    "a table of another library": lambda: qkv.LearnedPositions(torch.ones(9, 8).bfloat16())(X),
+    "flags: return_lse of jvp": lambda: qkv.jvp(
+        X, X, X, tangents=qkv.Tangents(query=X), return_lse=AMBIGUOUS
+    ),
+    "names of a state": lambda: qkv.mechanisms.RWKV6(8, 2).step(X, {1: 2}),
+    "names of a config": lambda: qkv.cost.read_config({1: 2}),
+    "no variant of the call": lambda: qkv.vjp(X, X, X)[1](X).of(7),
     "no array: structured": lambda: qkv.inspect(X, X, X, STRUCTURED),
     "no array: page table": lambda: pages().share(META, 1),
     "no array: objects": lambda: qkv.cache.quantize(np.array([[None, "x"]], object)),

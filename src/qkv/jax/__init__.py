@@ -150,14 +150,17 @@ def dot_product_attention(
     return out, jax.lax.stop_gradient(residual)
 
 
-def _four_dimensions(array: Any) -> Any:
+def _array(given: Any, name: str) -> Any:
     try:
-        made = jnp.asarray(array)
-    except (TypeError, ValueError, OverflowError) as error:
+        return jnp.asarray(given)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise DTypeError(
-            f"query, key or value is a {type(array).__name__}, not an array.",
-            action="Pass jax.numpy arrays.",
+            f"{name} is a {type(given).__name__}, not an array.", action="Pass jax.numpy arrays."
         ) from error
+
+
+def _four_dimensions(array: Any) -> Any:
+    made = _array(array, "query, key or value")
     return made.reshape((1,) * (4 - made.ndim) + made.shape)
 
 
@@ -196,7 +199,7 @@ def _added(bias: Any) -> Any:
 
 
 def _lengths(lengths: Any, name: str, batch: int) -> Any:
-    made = jnp.asarray(lengths)
+    made = _array(lengths, name)
     if made.shape != (batch,) or made.dtype != jnp.int32:
         raise ShapeError(
             f"{name} is {made.dtype} {made.shape}; the batch is {batch}.",

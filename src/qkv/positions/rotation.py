@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qkv.declarations import as_array
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 
 __all__ = ["array_namespace", "cast", "check_positions", "rotate"]
@@ -108,13 +109,7 @@ def _compute_dtype(torch: Any, x: Any) -> Any:
 def _on_host(values: Any) -> NDArray[Any] | None:
     """The values as a NumPy array, if this can see them without waiting for a device."""
     if isinstance(values, _HOST):
-        try:
-            return np.asarray(values)
-        except ValueError as error:
-            raise DTypeError(
-                f"positions are a {type(values).__name__} that is no array: {error!s:.100}",
-                action="Pass an integer array, such as np.arange(length).",
-            ) from error
+        return as_array("positions", values)
     if hasattr(values, "__array_namespace__"):
         traced = isinstance(values, sys.modules["jax"].core.Tracer)
         return None if traced else np.asarray(values)

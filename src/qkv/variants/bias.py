@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from qkv.declarations import as_array
 from qkv.errors import DTypeError, MaskLooksBooleanWarning
 from qkv.problem.builder import Builder, Shape, kind_of_array
 from qkv.problem.dense import Dense
@@ -51,7 +52,7 @@ class Bias(Variant):
     array: ArrayLike
 
     def lower(self, builder: Builder) -> None:
-        array = np.asarray(self.array)
+        array = as_array("array", self.array)
         if kind_of_array(array, "a bias") != "float":
             raise DTypeError(
                 f"a bias has dtype {array.dtype}, not a floating type.",

@@ -31,7 +31,7 @@ from qkv.call.variant_arrays import (
     wanted,
     without_repeats,
 )
-from qkv.declarations import shown
+from qkv.declarations import checked_flag, shown
 from qkv.errors import ArgumentError, DTypeError, ShapeError
 from qkv.partial import Partial
 from qkv.problem.builder import FLOATS
@@ -131,6 +131,7 @@ def jvp(
     """
     bound = bind(query, key, value, variants, option_values("jvp", options))
     out, moved = jvp_of(bound, tangents, variants)
+    return_lse = checked_flag("return_lse", return_lse)
     return (out, moved) if return_lse else (out[0], moved[0])
 
 

@@ -16,7 +16,7 @@ from qkv.call.derivatives.gradients import Gradients, gradients_of
 from qkv.call.derivatives.pull_back import Residuals, pull_back
 from qkv.call.options import Options, option_values, with_options
 from qkv.call.variant_arrays import without_repeats
-from qkv.declarations import shown
+from qkv.declarations import checked_flag, shown
 from qkv.errors import ArgumentError
 from qkv.partial import Partial
 
@@ -98,6 +98,7 @@ def vjp(
         out = view(found.out, "out") if found.unrounded is None else found.unrounded
         residuals = Residuals(out, view(found.lse, "lse"), found.lse_rest)
         pullback = Pullback(bound, variants, shapes, residuals, None, None)
+    return_lse = checked_flag("return_lse", return_lse)
     return ((found.out, found.lse) if return_lse else found.out), pullback
 
 
