@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from qkv.errors import ArgumentError, UnsupportedError
 from qkv.hf.attention import observe
-from qkv.hf.forward_calls import around_forward, in_backward
+from qkv.hf.forward_calls import BackwardAfter, around_forward, in_backward
 from qkv.hf.layer_call import LayerCall
 from qkv.hf.sequences import CallArguments, Sequence
 from qkv.hf.switching import inner_model, switched, uncompiled
@@ -102,7 +102,8 @@ def inspect(
     _require_cpu(model)
     name = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
     record = ModelRecord(name, top=top, keep=keep)
-    run = _Run(model, record, progress)
+    after = BackwardAfter("qkv.hf.inspect", model)
+    run = _Run(model, record, progress, after)
     surrounded = around_forward([model], run.around)
     with (
         switched(model),
@@ -112,7 +113,10 @@ def inspect(
         run.silent.followed(),
         observe(run.see),
     ):
-        yield record
+        try:
+            yield record
+        finally:
+            after.has_ended = True
     run.require_layers()
     warn_of_silent(model, run.silent.names, len(record))
 
@@ -124,6 +128,7 @@ class _Run:
     model: torch.nn.Module
     record: ModelRecord
     progress: Progress | None
+    after: BackwardAfter
     names: dict[torch.nn.Module, str] = field(init=False)
     arguments: CallArguments = field(init=False)
     silent: SilentLayers = field(init=False)
@@ -139,7 +144,7 @@ class _Run:
     @contextmanager
     def around(
         self, module: torch.nn.Module, args: tuple[Any, ...], inputs: Mapping[str, Any]
-    ) -> Iterator[None]:
+    ) -> Iterator[Any]:
         """One call of the model; layers that run elsewhere meanwhile are not recorded."""
         if in_backward():
             yield
@@ -149,7 +154,7 @@ class _Run:
         self.arguments.enter(module, args, inputs)
         self.thread = get_ident()
         try:
-            yield
+            yield self.after.watch
         finally:
             self.thread = None
 
