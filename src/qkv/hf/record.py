@@ -17,6 +17,7 @@ from qkv.errors import ArgumentError, UnsupportedError
 from qkv.hf.attention import observe
 from qkv.hf.forward_calls import BackwardAfter, around_forward, in_backward
 from qkv.hf.layer_call import LayerCall
+from qkv.hf.positions import positions_of, warn_beyond
 from qkv.hf.sequences import CallArguments, Sequence
 from qkv.hf.switching import inner_model, switched, uncompiled
 from qkv.hf.usage import SilentLayers, warn_of_silent
@@ -61,6 +62,8 @@ def inspect(
 
     Warns
     -----
+    UserWarning
+        The text has more tokens than the model has positions.
     NotUsedWarning
         Some attention layers that ran did not call qkv, so that the record lacks them.
 
@@ -171,6 +174,9 @@ class _Run:
         self.inputs = {"input_ids": args[0], **inputs} if args else inputs
         ids = self._given("input_ids")
         self.record.tokens = None if ids is None else np.array(ids)
+        positions = positions_of(getattr(self.model, "config", None))
+        if ids is not None and positions is not None and ids.shape[1] > positions:
+            warn_beyond(ids.shape[1], positions)
 
     def see(self, call: LayerCall) -> None:
         """Add the scores of one layer, before its output is computed."""
